@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# compile_kernels.sh <build folder>: compiles every kernel for CUDA and HIP, no GPU needed, and checks the AMD assembly.
+#
+# With CI=true a missing compiler is an error; elsewhere it is said and left out.
+set -euo pipefail
+build=$1
+failed=()
+
+leave_out() {
+  echo "$1"
+  if [ "${CI:-}" = true ]; then failed+=("$1"); fi
+}
+
+# compile <folder> <targets> <further cmake options>...
+compile() {
+  cmake -S . -B "$1" -G Ninja -DMOE_A2A_BUILD_PYTHON=OFF -DMOE_A2A_TARGETS="$2" "${@:3}" >/dev/null
+  cmake --build "$1"
+}
+
+# compile_hip <stable|new> <folder>: library and listings with the headers of hip_prefix.sh.
+compile_hip() {
+  local prefix=$build/hip_$1 flags
+  flags=$(paste -sd';' "$prefix/flags")
+  compile "$2" "cpu;hip" -DMOE_A2A_HIP_COMPILER="$(command -v clang++-22)" -DMOE_A2A_HIP_FLAGS="$flags"
+  cmake --build "$2" --target moe_a2a_isa
+}
+
+fetch_prefix() {
+  [ -e "$build/hip_$1/flags" ] || .ci/hip_prefix.sh "$1" "$build/hip_$1"
+}
+
+mkdir -p "$build"
+
+echo "== CUDA, sm_90"
+if command -v nvcc >/dev/null; then
+  compile "$build/cuda" "cpu;cuda" -DMOE_A2A_CUDA_ARCHITECTURES=90 || failed+=("CUDA")
+else
+  leave_out "CUDA: nvcc is not on this machine"
+fi
+
+echo "== HIP, gfx90a gfx942 gfx950"
+if .ci/system_packages.sh kernels && fetch_prefix stable; then
+  if compile_hip stable "$build/stable"; then
+    for listing in "$build"/stable/isa/*.s; do
+      python3 tests/structure/check_isa.py "$listing" || failed+=("ISA of $listing")
+    done
+  else
+    failed+=("HIP")
+  fi
+  # Newer headers beside it, for as long as their suite can be read by this clang: a look ahead, no gate.
+  echo "== HIP with newer headers (no gate)"
+  if fetch_prefix new; then
+    compile_hip new "$build/new" || echo "newer HIP headers: the kernels do not compile (no gate)"
+  else
+    echo "newer HIP headers: their packages cannot be read here (no gate)"
+  fi
+else
+  leave_out "HIP: its compiler or headers are not on this machine"
+fi
+
+if [ ${#failed[@]} -gt 0 ]; then
+  printf 'failed: %s\n' "${failed[@]}"
+  exit 1
+fi
+echo "kernels: all compiled"

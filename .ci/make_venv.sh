@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# make_venv.sh <folder>: a Python environment with PyTorch and what builds the package.
+set -euo pipefail
+venv=$1
+python=${PYTHON:-python3}
+
+if "$python" -c 'import torch' 2>/dev/null; then
+  # This machine's own PyTorch knows its GPUs: use it, never replace it.
+  "$python" -m venv --system-site-packages "$venv"
+  torch=()
+else
+  "$python" -m venv "$venv"
+  torch=("torch==2.13.0") # small where pip offers a CPU build; a newer one pulls gigabytes of GPU libraries
+fi
+"$venv/bin/python" -m pip install -qq scikit-build-core cmake ninja "${torch[@]}"

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Sees to it that the system's packages for one purpose are here: system_packages.sh build|test|kernels
+# As root on Debian or Ubuntu it installs what is missing; otherwise it says what to install.
+set -euo pipefail
+
+missing=()
+need() {  # need <package> <command that succeeds when it is here>
+  "${@:2}" >/dev/null 2>&1 || missing+=("$1")
+}
+
+python=${PYTHON:-python3}
+case $1 in
+  build)
+    need g++ command -v g++
+    need make command -v make
+    need python3-venv "$python" -c 'import ensurepip, venv'
+    need python3-dev "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
+    ;;
+  test)
+    need libgtest-dev test -e /usr/include/gtest/gtest.h
+    ;;
+  kernels)
+    need clang-22 command -v clang++-22
+    need lld-22 command -v ld.lld-22
+    need llvm-22 command -v llvm-as-22
+    need clang-tools-22 command -v clang-offload-bundler-22
+    ;;
+  *)
+    echo "usage: $0 build|test|kernels" >&2
+    exit 2
+    ;;
+esac
+
+[ ${#missing[@]} -eq 0 ] && exit 0
+if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+  echo "Missing on this machine: ${missing[*]}. Please install (Debian, Ubuntu: sudo apt-get install ${missing[*]})" >&2
+  exit 1
+fi
+echo "Installing with apt-get: ${missing[*]}"
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq
+apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null

@@ -1,0 +1,63 @@
+# make demo     a real MoE model through dispatch() and combine(), on this machine
+# make test     every test
+# make kernels  compile every kernel for CUDA and HIP, check the AMD assembly
+# make format   make lint   make clean
+#
+# Everything goes to .venv and build in this folder. PYTHON= names the interpreter that .venv is made from,
+# TARGETS= the targets to build in (cpu;cuda;hip; left out: cpu and what is found).
+
+PYTHON ?= python3
+TARGETS ?=
+export PYTHON
+
+BIN := .venv/bin
+# .venv first: its cmake and ninja are new enough on any machine.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+TARGETS_FLAG := $(if $(TARGETS),-DMOE_A2A_TARGETS="$(TARGETS)")
+NATIVE_FILES := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/*/*)
+FORMATTED := $(wildcard csrc/*/*.h csrc/*/*.cpp tests/*/*.h tests/*/*.cpp)
+
+.PHONY: setup demo test test-cpp test-python kernels format lint clean
+
+setup: .venv/package
+
+.venv/dependencies: .ci/make_venv.sh .ci/system_packages.sh
+	.ci/system_packages.sh build
+	.ci/make_venv.sh .venv
+	@touch $@
+
+# Editable, so that `.venv/bin/python -m moe_a2a` finds the extension from inside this checkout too.
+.venv/package: .venv/dependencies $(NATIVE_FILES)
+	.ci/install_package.sh .venv "$(TARGETS)"
+	@touch $@
+
+demo: setup
+	$(BIN)/python -m moe_a2a demo
+
+test: test-cpp test-python
+
+test-cpp: .venv/dependencies
+	.ci/system_packages.sh test
+	cmake -S . -B build/tests -G Ninja -DMOE_A2A_BUILD_PYTHON=OFF -DMOE_A2A_BUILD_TESTS=ON $(TARGETS_FLAG)
+	cmake --build build/tests
+	ctest --test-dir build/tests --output-on-failure --no-tests=error
+
+test-python: setup
+	$(BIN)/python -m pytest tests
+
+kernels: .venv/dependencies
+	.ci/compile_kernels.sh build/kernels
+
+format: setup
+	$(BIN)/clang-format -i $(FORMATTED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: setup
+	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf .venv build

@@ -1,0 +1,42 @@
+# The library below the bindings. It knows no PyTorch. Its host code is compiled once; csrc/runtime/backend.cpp, which
+# instantiates every kernel, once per target.
+
+find_package(Threads REQUIRED)
+
+function(_moe_a2a_add_vendor_object library vendor runtime)
+  set(object ${CMAKE_CURRENT_BINARY_DIR}/${library}_backend_${vendor}.o)
+  cmake_language(CALL moe_a2a_add_${vendor}_object csrc/runtime/backend.cpp ${object})
+  set_source_files_properties(${object} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
+  target_sources(${library} PRIVATE ${object})
+  if(runtime)
+    target_link_libraries(${library} PUBLIC ${runtime})
+  endif()
+endfunction()
+
+# moe_a2a_add_core(<library> TARGETS <cpu|cuda|hip>... [OPTIONS <compile and link options>...])
+function(moe_a2a_add_core library)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "TARGETS;OPTIONS")
+  file(GLOB sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/target/*.cpp
+       ${PROJECT_SOURCE_DIR}/csrc/symmetric_memory/*.cpp ${PROJECT_SOURCE_DIR}/csrc/protocol/*.cpp
+       ${PROJECT_SOURCE_DIR}/csrc/runtime/*.cpp)
+  if(NOT cpu IN_LIST arg_TARGETS)
+    list(REMOVE_ITEM sources ${PROJECT_SOURCE_DIR}/csrc/runtime/backend.cpp)
+  endif()
+  add_library(${library} STATIC ${sources})
+  set_target_properties(${library} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(${library} PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
+  target_link_libraries(${library} PUBLIC Threads::Threads rt ${arg_OPTIONS})
+  # -ffp-contract=off: the sums are the same bits on every target.
+  target_compile_options(${library} PRIVATE -ffp-contract=off -Wall -Wextra PUBLIC ${arg_OPTIONS})
+  target_compile_definitions(${library} PUBLIC ${MOE_A2A_ABI_DEFINITIONS})
+  foreach(target IN LISTS arg_TARGETS)
+    string(TOUPPER ${target} name)
+    target_compile_definitions(${library} PUBLIC MOE_A2A_WITH_${name}=1)
+  endforeach()
+  if(cuda IN_LIST arg_TARGETS)
+    _moe_a2a_add_vendor_object(${library} cuda "${MOE_A2A_CUDART}")
+  endif()
+  if(hip IN_LIST arg_TARGETS)
+    _moe_a2a_add_vendor_object(${library} hip "${MOE_A2A_HIP_RUNTIME}")
+  endif()
+endfunction()

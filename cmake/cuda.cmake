@@ -1,0 +1,68 @@
+# The CUDA target: csrc/runtime/backend.cpp through nvcc, as a command of our own. CMake's CUDA language would force
+# its compiler probe and its flags onto every machine, and its architecture list cannot say "sm_90a, nothing else".
+
+find_program(MOE_A2A_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin /usr/local/cuda/bin)
+set(MOE_A2A_CUDA_ARCHITECTURES "" CACHE STRING "CUDA architectures. Empty: 80;90, and 100 if nvcc knows it")
+
+# /usr/local/bin/nvcc may be a wrapper: the toolkit is where nvcc itself says it is.
+function(_moe_a2a_cuda_toolkit result)
+  execute_process(COMMAND ${MOE_A2A_NVCC} -v -dryrun -x cu /dev/null OUTPUT_VARIABLE said ERROR_VARIABLE said)
+  if(said MATCHES "#\\$ TOP=([^\n]+)")
+    get_filename_component(top ${CMAKE_MATCH_1} REALPATH)
+    set(${result} ${top} PARENT_SCOPE)
+  endif()
+endfunction()
+
+# Finds the CUDA runtime library; MOE_A2A_CUDART is set when both nvcc and the library are there.
+function(moe_a2a_find_cuda)
+  if(MOE_A2A_NVCC AND NOT MOE_A2A_CUDART)
+    _moe_a2a_cuda_toolkit(toolkit)
+    find_library(MOE_A2A_CUDART cudart HINTS ${toolkit} PATH_SUFFIXES lib64 lib targets/x86_64-linux/lib
+                 targets/sbsa-linux/lib)
+  endif()
+endfunction()
+
+function(_moe_a2a_cuda_architecture_flags result)
+  set(architectures ${MOE_A2A_CUDA_ARCHITECTURES})
+  if(NOT architectures)
+    execute_process(COMMAND ${MOE_A2A_NVCC} --list-gpu-code OUTPUT_VARIABLE known)
+    set(architectures 80 90)
+    if(known MATCHES "sm_100")
+      list(APPEND architectures 100)
+    endif()
+  endif()
+  set(flags)
+  foreach(architecture IN LISTS architectures)
+    if(architecture EQUAL 90) # wgmma and bulk copies exist in the architecture-specific set only
+      set(architecture 90a)
+    endif()
+    list(APPEND flags -gencode arch=compute_${architecture},code=sm_${architecture})
+  endforeach()
+  # The oldest one also as PTX: a GPU newer than this list compiles it when the library is loaded.
+  list(GET architectures 0 oldest)
+  if(NOT oldest EQUAL 90)
+    list(APPEND flags -gencode arch=compute_${oldest},code=compute_${oldest})
+  endif()
+  set(${result} ${flags} PARENT_SCOPE)
+endfunction()
+
+# Compiles `source` to `object`. --fmad=false: the sums are the same bits on every target.
+function(moe_a2a_add_cuda_object source object)
+  moe_a2a_find_cuda()
+  if(NOT MOE_A2A_CUDART)
+    message(FATAL_ERROR "MOE_A2A_TARGETS names cuda, but nvcc or libcudart is missing "
+                        "(MOE_A2A_NVCC=${MOE_A2A_NVCC}, MOE_A2A_CUDART=${MOE_A2A_CUDART})")
+  endif()
+  _moe_a2a_cuda_architecture_flags(architecture_flags)
+  list(TRANSFORM MOE_A2A_ABI_DEFINITIONS PREPEND -D OUTPUT_VARIABLE definitions)
+  add_custom_command(
+    OUTPUT ${object}
+    COMMAND ${MOE_A2A_NVCC} -x cu -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr ${architecture_flags}
+            -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off
+            -I${PROJECT_SOURCE_DIR}/csrc ${definitions} -MD -MF ${object}.d -MT ${object}
+            -c ${PROJECT_SOURCE_DIR}/${source} -o ${object}
+    DEPENDS ${PROJECT_SOURCE_DIR}/${source}
+    DEPFILE ${object}.d
+    COMMENT "Compiling the kernels for CUDA"
+    VERBATIM)
+endfunction()

@@ -1,0 +1,58 @@
+# The HIP target: csrc/runtime/backend.cpp through clang's HIP mode, as a command of our own: CMake's HIP language
+# differs too much between CMake versions and ROCm packagings.
+#
+# A real ROCm install is found by itself. Anything else that can compile HIP (a plain clang with a directory of
+# headers and device libraries) is named by MOE_A2A_HIP_COMPILER and MOE_A2A_HIP_FLAGS.
+
+set(_moe_a2a_rocm_hints $ENV{ROCM_PATH} $ENV{HIP_PATH} /opt/rocm)
+find_program(MOE_A2A_HIP_COMPILER amdclang++ HINTS ${_moe_a2a_rocm_hints}
+             PATH_SUFFIXES bin llvm/bin lib/llvm/bin NO_DEFAULT_PATH)
+find_library(MOE_A2A_HIP_RUNTIME amdhip64 HINTS ${_moe_a2a_rocm_hints} PATH_SUFFIXES lib lib64 NO_DEFAULT_PATH)
+set(MOE_A2A_HIP_FLAGS "" CACHE STRING "Further flags for MOE_A2A_HIP_COMPILER (a list)")
+set(MOE_A2A_HIP_ARCHITECTURES "gfx90a;gfx942;gfx950" CACHE STRING "HIP architectures")
+
+function(_moe_a2a_hip_command result)
+  if(NOT MOE_A2A_HIP_COMPILER)
+    message(FATAL_ERROR "MOE_A2A_TARGETS names hip, but no ROCm was found. "
+                        "Set ROCM_PATH, or MOE_A2A_HIP_COMPILER and MOE_A2A_HIP_FLAGS")
+  endif()
+  list(TRANSFORM MOE_A2A_ABI_DEFINITIONS PREPEND -D OUTPUT_VARIABLE definitions)
+  # -ffp-contract=off: the sums are the same bits on every target.
+  set(${result} ${MOE_A2A_HIP_COMPILER} -x hip ${MOE_A2A_HIP_FLAGS} -std=c++20 -O3 -ffp-contract=off -fPIC
+      -fvisibility=hidden -I${PROJECT_SOURCE_DIR}/csrc ${definitions} PARENT_SCOPE)
+endfunction()
+
+# Compiles `source` to `object`: host code and one code object per architecture.
+function(moe_a2a_add_hip_object source object)
+  _moe_a2a_hip_command(compile)
+  list(TRANSFORM MOE_A2A_HIP_ARCHITECTURES PREPEND --offload-arch= OUTPUT_VARIABLE architecture_flags)
+  add_custom_command(
+    OUTPUT ${object}
+    COMMAND ${compile} ${architecture_flags} -MD -MF ${object}.d -MT ${object} -c ${PROJECT_SOURCE_DIR}/${source}
+            -o ${object}
+    DEPENDS ${PROJECT_SOURCE_DIR}/${source}
+    DEPFILE ${object}.d
+    COMMENT "Compiling the kernels for HIP (${MOE_A2A_HIP_ARCHITECTURES})"
+    VERBATIM)
+endfunction()
+
+# Adds the target `name`: the assembly of `source`'s kernels, one isa/<stem>.<architecture>.s for each architecture.
+# `object` is what moe_a2a_add_hip_object made of it: it knows the headers that both depend on.
+function(moe_a2a_add_hip_listing name source object)
+  _moe_a2a_hip_command(compile)
+  get_filename_component(stem ${source} NAME_WE)
+  set(listings)
+  foreach(architecture IN LISTS MOE_A2A_HIP_ARCHITECTURES)
+    set(listing ${CMAKE_BINARY_DIR}/isa/${stem}.${architecture}.s)
+    add_custom_command(
+      OUTPUT ${listing}
+      COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/isa
+      COMMAND ${compile} --offload-arch=${architecture} --offload-device-only -S ${PROJECT_SOURCE_DIR}/${source}
+              -o ${listing}
+      DEPENDS ${PROJECT_SOURCE_DIR}/${source} ${object}
+      COMMENT "Listing the kernels for ${architecture}"
+      VERBATIM)
+    list(APPEND listings ${listing})
+  endforeach()
+  add_custom_target(${name} DEPENDS ${listings})
+endfunction()

@@ -1,0 +1,23 @@
+# moe_a2a._core: the only part that knows PyTorch and pybind11 (the copy inside PyTorch's own headers, so that its
+# tensor converters and ours come from one version).
+
+if(NOT MOE_A2A_TORCH_FOUND)
+  message(FATAL_ERROR "${Python_EXECUTABLE} has no PyTorch. Install torch into the environment first: the extension "
+                      "is built for exactly that one (tools that build in an environment of their own need "
+                      "--no-build-isolation)")
+endif()
+find_package(Python 3.10 COMPONENTS Interpreter Development.Module REQUIRED)
+message(STATUS "moe_a2a for PyTorch ${MOE_A2A_TORCH_VERSION} in ${MOE_A2A_TORCH_ROOT}")
+
+file(GLOB bindings CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/bindings/*.cpp)
+Python_add_library(_core MODULE WITH_SOABI ${bindings})
+target_include_directories(_core SYSTEM PRIVATE ${MOE_A2A_TORCH_ROOT}/include
+                           ${MOE_A2A_TORCH_ROOT}/include/torch/csrc/api/include)
+target_compile_definitions(_core PRIVATE TORCH_EXTENSION_NAME=_core)
+target_compile_options(_core PRIVATE -Wall -Wextra)
+target_link_libraries(_core PRIVATE moe_a2a_core)
+# No rpath: `import torch` has loaded these libraries before `_core` asks for them by name.
+foreach(library IN ITEMS c10 torch_cpu torch_python)
+  target_link_libraries(_core PRIVATE ${MOE_A2A_TORCH_ROOT}/lib/lib${library}.so)
+endforeach()
+install(TARGETS _core LIBRARY DESTINATION moe_a2a)

@@ -1,0 +1,35 @@
+# Which targets go into the library. A vendor's target is of use only beside a PyTorch of that vendor, so what is
+# found is: cpu, and the vendor of the interpreter's PyTorch if its compiler and runtime are here too.
+
+function(_moe_a2a_found_targets result)
+  set(targets cpu)
+  moe_a2a_find_cuda()
+  if(MOE_A2A_CUDART AND MOE_A2A_TORCH_VENDOR STREQUAL "cuda")
+    list(APPEND targets cuda)
+  endif()
+  if(MOE_A2A_HIP_COMPILER AND MOE_A2A_HIP_RUNTIME AND MOE_A2A_TORCH_VENDOR STREQUAL "hip")
+    list(APPEND targets hip)
+  endif()
+  set(${result} ${targets} PARENT_SCOPE)
+endfunction()
+
+# Sets MOE_A2A_TARGETS and MOE_A2A_ABI_DEFINITIONS for the caller.
+macro(moe_a2a_choose_targets)
+  set(MOE_A2A_ABI_DEFINITIONS)
+  if(MOE_A2A_BUILD_PYTHON OR NOT MOE_A2A_TARGETS)
+    moe_a2a_find_torch()
+  endif()
+  if(NOT MOE_A2A_TARGETS)
+    _moe_a2a_found_targets(MOE_A2A_TARGETS)
+  endif()
+  if(MOE_A2A_BUILD_PYTHON AND MOE_A2A_TORCH_FOUND)
+    # Strings cross from the core to the bindings: all of it must agree with PyTorch on what a std::string is.
+    set(MOE_A2A_ABI_DEFINITIONS _GLIBCXX_USE_CXX11_ABI=${MOE_A2A_TORCH_CXX11_ABI})
+  endif()
+  foreach(_target IN LISTS MOE_A2A_TARGETS)
+    if(NOT _target MATCHES "^(cpu|cuda|hip)$")
+      message(FATAL_ERROR "MOE_A2A_TARGETS: '${_target}' is none of cpu, cuda, hip")
+    endif()
+  endforeach()
+  message(STATUS "moe_a2a targets: ${MOE_A2A_TARGETS}")
+endmacro()

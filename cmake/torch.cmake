@@ -1,0 +1,42 @@
+# The PyTorch that the extension is built for: the one of the interpreter it is installed into.
+#
+# Its files are named by path instead of through find_package(Torch): that package wants nvcc and forces its own
+# architecture flags whenever the PyTorch is a CUDA build, though our bindings only use its device-generic part.
+
+set(_moe_a2a_torch_query [[
+import pathlib, torch
+root = pathlib.Path(torch.__file__).parent
+vendor = "cuda" if torch.version.cuda else "hip" if torch.version.hip else "cpu"
+print(torch.__version__, root, int(torch._C._GLIBCXX_USE_CXX11_ABI), vendor, sep=";")
+]])
+
+# Sets MOE_A2A_TORCH_FOUND, _VERSION, _ROOT, _CXX11_ABI and _VENDOR (cpu, cuda or hip) for the caller.
+function(moe_a2a_find_torch)
+  find_package(Python 3.10 COMPONENTS Interpreter QUIET)
+  set(found FALSE)
+  if(Python_Interpreter_FOUND)
+    # An isolated build (plain `pip install .`) hides the environment that it installs into behind PYTHONPATH:
+    # the second try looks past it, because the extension has to match the PyTorch that will load it.
+    foreach(environment IN ITEMS "" "--unset=PYTHONPATH")
+      execute_process(
+        COMMAND ${CMAKE_COMMAND} -E env ${environment} ${Python_EXECUTABLE} -c "${_moe_a2a_torch_query}"
+        OUTPUT_VARIABLE answer OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE status)
+      if(status EQUAL 0)
+        set(found TRUE)
+        break()
+      endif()
+    endforeach()
+  endif()
+  set(MOE_A2A_TORCH_FOUND ${found} PARENT_SCOPE)
+  if(NOT found)
+    return()
+  endif()
+  list(GET answer 0 version)
+  list(GET answer 1 root)
+  list(GET answer 2 cxx11_abi)
+  list(GET answer 3 vendor)
+  set(MOE_A2A_TORCH_VERSION ${version} PARENT_SCOPE)
+  set(MOE_A2A_TORCH_ROOT ${root} PARENT_SCOPE)
+  set(MOE_A2A_TORCH_CXX11_ABI ${cxx11_abi} PARENT_SCOPE)
+  set(MOE_A2A_TORCH_VENDOR ${vendor} PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,267 @@
+// The Python module moe_a2a._core. A binding does three things: check, convert, call.
+#include <pybind11/stl.h>
+#include <torch/extension.h>
+
+#include <cstring>
+
+#include "bindings/tensors.h"
+#include "bindings/views.h"
+
+namespace moe_a2a::bindings {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using Handle = std::shared_ptr<DispatchHandle>;
+
+Layout to_layout(const std::string& name) {
+  if (name == "rows") return Layout::kRows;
+  if (name == "expert_major") return Layout::kExpertMajor;
+  if (name == "masked") return Layout::kMasked;
+  throw py::value_error("layout=\"" + name + "\" is unknown; pass \"rows\", \"expert_major\" or \"masked\"");
+}
+
+// What Python holds: the host object, its device, and the views of its buffers.
+class Core {
+ public:
+  Core(const MoeConfig& config, at::ScalarType type, const std::string& target, at::Device device, double timeout)
+      : type_(type),
+        device_(device),
+        ep_(std::make_shared<ExpertParallel>(config, target, device.has_index() ? device.index() : 0, timeout)),
+        views_(std::make_unique<Views>(ep_, device)) {}
+
+  ExpertParallel& ep() const {
+    if (!ep_) throw std::runtime_error("this ExpertParallel is closed");
+    return *ep_;
+  }
+
+  py::bytes comm_handle() const {
+    const CommHandle handle = ep().comm_handle();
+    return py::bytes(reinterpret_cast<const char*>(&handle), sizeof(handle));
+  }
+
+  void connect(const std::vector<std::string>& handles) {
+    std::vector<CommHandle> all(handles.size());
+    for (size_t r = 0; r < handles.size(); ++r) {
+      if (handles[r].size() != sizeof(CommHandle)) {
+        throw py::value_error("handle " + std::to_string(r) + " has " + std::to_string(handles[r].size()) +
+                              " bytes, expected " + std::to_string(sizeof(CommHandle)) +
+                              "; pass what get_comm_handle() returned, from the same version on every rank");
+      }
+      std::memcpy(static_cast<void*>(&all[r]), handles[r].data(), sizeof(CommHandle));
+    }
+    ep().connect(all);
+  }
+
+  Handle dispatch_send(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
+                       const OptionalTensor& x_scales, bool quantize, int num_blocks) {
+    ExpertParallel& core = ep();
+    core.require_open();
+    const LaunchPlace place = where(num_blocks);
+    const DispatchInput input = checked_input(core.config(), device_, {x, topk_idx, topk_weights, x_scales, quantize});
+    py::gil_scoped_release unlocked;
+    return core.dispatch_send(input, place);
+  }
+
+  void dispatch_recv(const Handle& handle, const std::string& layout, int expert_alignment, int num_blocks) {
+    const LaunchPlace place = where(num_blocks);
+    const Layout as = to_layout(layout);
+    py::gil_scoped_release unlocked;
+    ep().dispatch_recv(*handle, as, expert_alignment, place);
+  }
+
+  // (expert_x, its scales or None) of the expert_major and masked layouts.
+  std::pair<at::Tensor, OptionalTensor> gather_rows(const Handle& handle, at::ScalarType row_type, int num_blocks) {
+    const MoeConfig& config = ep().config();
+    ep().require(*handle, DispatchHandle::Stage::kReceived, DispatchHandle::Stage::kReceived, "expert_x");
+    std::vector<int64_t> shape = {views_->capacity(*handle), config.hidden};
+    if (handle->layout == Layout::kMasked) shape = {config.num_local_experts(), config.row_capacity(), config.hidden};
+    const at::Tensor expert_x = at::empty(shape, at::TensorOptions().dtype(row_type).device(device_));
+    OptionalTensor scales;
+    if (handle->row_dtype == DType::kFloat8) {
+      shape.back() = config.num_scales();
+      scales = at::empty(shape, at::TensorOptions().dtype(at::kFloat).device(device_));
+    }
+    const LaunchPlace place = where(num_blocks);
+    py::gil_scoped_release unlocked;
+    ep().gather_rows(*handle, expert_x.mutable_data_ptr(), scales ? scales->mutable_data_ptr<float>() : nullptr, place);
+    return {expert_x, scales};
+  }
+
+  void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int num_blocks) {
+    using Stage = DispatchHandle::Stage;
+    ExpertParallel& core = ep();
+    core.require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
+    if (handle->stage == Stage::kCombineSent) return;  // a second attempt: what was sent stands
+    const LaunchPlace place = where(num_blocks);
+    const Rows rows = checked_y(core, device_, *handle, y, presummed);
+    const int64_t num_rows = y.numel() == 0 ? 0 : y.numel() / core.config().hidden;
+    py::gil_scoped_release unlocked;
+    core.combine_send(*handle, rows, num_rows, presummed, place);
+  }
+
+  // So that no peer waits for this rank, whose call has raised `why`.
+  void refuse_dispatch(const std::string& why) {
+    const LaunchPlace place = where(0);
+    py::gil_scoped_release unlocked;
+    ep().refuse_dispatch(why, place);
+  }
+  void refuse_combine(const Handle& handle, const std::string& why) {
+    using Stage = DispatchHandle::Stage;
+    ep().require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
+    const LaunchPlace place = where(0);
+    py::gil_scoped_release unlocked;
+    ep().refuse_combine(*handle, why, place);
+  }
+
+  at::Tensor combine_recv(const Handle& handle, const OptionalTensor& out, int num_blocks) {
+    const LaunchPlace place = where(num_blocks);
+    const at::Tensor combined_x = checked_out(ep().config(), device_, handle->num_tokens, type_, out);
+    py::gil_scoped_release unlocked;
+    ep().combine_recv(*handle, combined_x.mutable_data_ptr(), place);
+    return combined_x;
+  }
+
+  void release(const Handle& handle) {
+    if (!ep_) return;  // closed: nothing is held any more
+    const LaunchPlace place = where(0);
+    py::gil_scoped_release unlocked;
+    ep_->release(*handle, place);
+  }
+
+  // The views of a handle that has been received and whose rows may still be read.
+  Views& views(const Handle& handle) {
+    using Stage = DispatchHandle::Stage;
+    ep().require(*handle, Stage::kReceived, Stage::kCombineSent, "a view of the handle");
+    return *views_;
+  }
+
+  void check() {
+    py::gil_scoped_release unlocked;
+    ep().check();
+  }
+
+  // The memory itself goes when the last view of it goes.
+  void close() {
+    if (!ep_) return;
+    ep_->close();
+    views_.reset();
+    ep_.reset();
+  }
+  bool is_closed() const { return ep_ == nullptr; }
+
+ private:
+  LaunchPlace where(int num_blocks) const { return {.num_blocks = num_blocks, .stream = current_stream(device_)}; }
+
+  at::ScalarType type_;
+  at::Device device_;
+  std::shared_ptr<ExpertParallel> ep_;
+  std::unique_ptr<Views> views_;
+};
+
+at::ScalarType scalar_type(const py::object& dtype) { return torch::python::detail::py_object_to_dtype(dtype); }
+
+MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
+                      int num_buffers, const py::object& dtype) {
+  MoeConfig config{.rank = rank,
+                   .num_ranks = num_ranks,
+                   .num_experts = num_experts,
+                   .num_topk = num_topk,
+                   .hidden = hidden,
+                   .num_max_tokens_per_rank = num_max_tokens_per_rank,
+                   .num_buffers = num_buffers,
+                   .dtype = to_dtype(scalar_type(dtype), "dtype=")};
+  if (config.dtype == DType::kFloat8) {
+    throw py::type_error("dtype is float8; pass the dtype of the combined rows, and float8 rows with x_scales= to dispatch");
+  }
+  const std::string violation = config.violation();
+  if (!violation.empty()) throw py::value_error(violation + " (rank " + std::to_string(rank) + ")");
+  return config;
+}
+
+// PeerTimeoutError and PeerRefusedError are Python classes (moe_a2a/errors.py), so that they carry attributes.
+void raise_peer_errors(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const PeerTimeout& error) {
+    const Report& r = error.report;
+    const int named = r.reason == Reason::kPoisoned ? r.culprit : r.peer;
+    py::object type = py::module_::import("moe_a2a.errors").attr("PeerTimeoutError");
+    py::object value = type(error.what(), py::arg("operation") = name_of(r.operation), py::arg("phase") = name_of(r.phase),
+                            py::arg("rank") = r.rank, py::arg("peer") = named, py::arg("token") = r.token,
+                            py::arg("expected_epoch") = r.expected_epoch, py::arg("seen_epoch") = r.seen_epoch,
+                            py::arg("elapsed_seconds") = r.elapsed_seconds);
+    PyErr_SetObject(type.ptr(), value.ptr());
+  } catch (const PeerRefused& error) {
+    py::object type = py::module_::import("moe_a2a.errors").attr("PeerRefusedError");
+    py::object value = type(error.what(), py::arg("peer") = error.peer);
+    PyErr_SetObject(type.ptr(), value.ptr());
+  }
+}
+
+template <at::Tensor (Views::*kView)(const DispatchHandle&)>
+at::Tensor view_of(Core& core, const Handle& handle) {
+  return (core.views(handle).*kView)(*handle);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "The compiled core of moe_a2a; use the classes of the package instead.";
+  m.def("built_targets", &built_targets, "Names of the targets in this build: \"cpu\", \"cuda\", \"hip\".");
+  m.def("nbytes_for",
+        [](int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank, int num_buffers,
+           const py::object& dtype) {
+          return ExpertParallel::nbytes_for(make_config(0, num_ranks, num_experts, num_topk, hidden,
+                                                        num_max_tokens_per_rank, num_buffers, dtype));
+        },
+        "Bytes that one rank of such an ExpertParallel takes.");
+  py::register_exception_translator(raise_peer_errors);
+
+  py::class_<DispatchHandle, Handle>(m, "DispatchHandle")
+      .def_readonly("buffer", &DispatchHandle::buffer)
+      .def_readonly("num_tokens", &DispatchHandle::num_tokens)
+      .def_property_readonly("is_open", [](const DispatchHandle& h) { return h.stage != DispatchHandle::Stage::kClosed; });
+
+  py::class_<Core>(m, "ExpertParallel")
+      .def(py::init([](int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
+                       int num_buffers, const py::object& dtype, const std::string& target, const at::Device& device,
+                       double timeout) {
+        const MoeConfig config =
+            make_config(rank, num_ranks, num_experts, num_topk, hidden, num_max_tokens_per_rank, num_buffers, dtype);
+        return std::make_unique<Core>(config, scalar_type(dtype), target, device, timeout);
+      }))
+      .def("comm_handle", &Core::comm_handle)
+      .def("connect", &Core::connect)
+      .def("dispatch_send", &Core::dispatch_send)
+      .def("dispatch_recv", &Core::dispatch_recv)
+      .def("gather_rows",
+           [](Core& core, const Handle& handle, const py::object& row_dtype, int num_blocks) {
+             return core.gather_rows(handle, scalar_type(row_dtype), num_blocks);
+           })
+      .def("combine_send", &Core::combine_send)
+      .def("combine_recv", &Core::combine_recv)
+      .def("refuse_dispatch", &Core::refuse_dispatch)
+      .def("refuse_combine", &Core::refuse_combine)
+      .def("release", &Core::release)
+      .def("recv_x",
+           [](Core& core, const Handle& handle, const py::object& row_dtype) {
+             return core.views(handle).recv_x(*handle, scalar_type(row_dtype));
+           })
+      .def("capacity", [](Core& core, const Handle& handle) { return core.views(handle).capacity(*handle); })
+      .def("recv_x_scales", &view_of<&Views::recv_x_scales>)
+      .def("expert_offsets", &view_of<&Views::expert_offsets>)
+      .def("expert_counts", &view_of<&Views::expert_counts>)
+      .def("landed_rows", &view_of<&Views::landed_rows>)
+      .def("num_landed_rows", &view_of<&Views::num_landed_rows>)
+      .def("num_recv_tokens", &view_of<&Views::num_recv_tokens>)
+      .def("expert_row_index", &view_of<&Views::expert_row_index>)
+      .def("route_weights", &view_of<&Views::route_weights>)
+      .def("route_src_rank", &view_of<&Views::route_src_rank>)
+      .def("route_src_token_idx", &view_of<&Views::route_src_token_idx>)
+      .def("check", &Core::check)
+      .def("close", &Core::close)
+      .def_property_readonly("is_closed", &Core::is_closed)
+      .def_property_readonly("nbytes", [](const Core& core) { return core.ep().nbytes(); });
+}
+
+}  // namespace moe_a2a::bindings

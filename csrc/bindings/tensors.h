@@ -1,0 +1,33 @@
+// Between tensors and addresses: the checks of every argument, and the views of the heap.
+// Only device-generic libtorch calls, so that a binding built with a CPU torch serves any device.
+#pragma once
+
+#include <torch/extension.h>
+
+#include <optional>
+#include <string>
+
+#include "runtime/expert_parallel.h"
+
+namespace moe_a2a::bindings {
+
+// Raises TypeError, naming `whose`, for a type that rows cannot have.
+DType to_dtype(at::ScalarType type, const std::string& whose);
+
+struct DispatchTensors {
+  at::Tensor x, topk_idx;
+  std::optional<at::Tensor> topk_weights, x_scales;
+  bool quantize = false;
+};
+
+// Raises ValueError or TypeError with the value, the limit, the rank and the argument to change.
+DispatchInput checked_input(const MoeConfig& config, at::Device device, const DispatchTensors& tensors);
+Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle& handle, const at::Tensor& y,
+               bool presummed);
+at::Tensor checked_out(const MoeConfig& config, at::Device device, int num_tokens, at::ScalarType type,
+                       const std::optional<at::Tensor>& out);
+
+// The raw stream that PyTorch queues work on for this device; null on the CPU.
+void* current_stream(at::Device device);
+
+}  // namespace moe_a2a::bindings

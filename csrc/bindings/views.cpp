@@ -1,0 +1,67 @@
+#include "bindings/views.h"
+
+namespace moe_a2a::bindings {
+
+at::Tensor Views::view(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) const {
+  return at::for_blob(const_cast<void*>(data), sizes)
+      .strides(strides)
+      .deleter([keep = ep_](void*) {})
+      .target_device(device_)
+      .options(at::TensorOptions().dtype(type).device(device_))
+      .make_tensor();
+}
+
+at::Tensor Views::list(const void* data, int64_t size, at::ScalarType type) const {
+  return view(data, {size}, {1}, type);
+}
+
+at::Tensor Views::recv_x(const DispatchHandle& handle, at::ScalarType type) {
+  const MoeConfig& config = ep_->config();
+  const int64_t stride = config.max_row_stride() / size_of(handle.row_dtype);
+  return view(ep_->workspace().row.at(handle.buffer), {config.row_capacity(), config.hidden}, {stride, 1}, type);
+}
+
+at::Tensor Views::recv_x_scales(const DispatchHandle& handle) {
+  const MoeConfig& config = ep_->config();
+  if (handle.row_dtype != DType::kFloat8) {
+    throw std::runtime_error("recv_x_scales exists for float8 rows; dispatch with x_scales= or quantize=\"fp8\"");
+  }
+  return view(ep_->workspace().row.at(handle.buffer, 0, 0, config.scales_offset()),
+              {config.row_capacity(), config.num_scales()}, {config.max_row_stride() / 4, 1}, at::kFloat);
+}
+
+int64_t Views::capacity(const DispatchHandle& handle) const {
+  const MoeConfig& config = ep_->config();
+  return handle.layout == Layout::kMasked ? config.num_local_experts() * config.row_capacity()
+                                          : route_list_capacity(config, handle.expert_alignment);
+}
+
+at::Tensor Views::expert_offsets(const DispatchHandle& handle) {
+  return list(ep_->workspace().expert_offsets.at(handle.buffer), ep_->config().num_local_experts() + 1, at::kInt);
+}
+at::Tensor Views::expert_counts(const DispatchHandle& handle) {
+  return list(ep_->workspace().expert_counts.at(handle.buffer), ep_->config().num_local_experts(), at::kInt);
+}
+at::Tensor Views::landed_rows(const DispatchHandle& handle) {
+  return list(ep_->workspace().landed_row.at(handle.buffer), ep_->config().row_capacity(), at::kInt);
+}
+at::Tensor Views::num_landed_rows(const DispatchHandle& handle) {
+  return list(ep_->workspace().num_landed_rows.at(handle.buffer), 1, at::kInt);
+}
+at::Tensor Views::num_recv_tokens(const DispatchHandle& handle) {
+  return list(ep_->workspace().num_recv_tokens.at(handle.buffer), ep_->config().num_ranks, at::kInt);
+}
+at::Tensor Views::expert_row_index(const DispatchHandle& handle) {
+  return list(ep_->workspace().expert_row_index.at(handle.buffer), capacity(handle), at::kInt);
+}
+at::Tensor Views::route_weights(const DispatchHandle& handle) {
+  return list(ep_->workspace().route_weight.at(handle.buffer), capacity(handle), at::kFloat);
+}
+at::Tensor Views::route_src_rank(const DispatchHandle& handle) {
+  return list(ep_->workspace().route_src_rank.at(handle.buffer), capacity(handle), at::kInt);
+}
+at::Tensor Views::route_src_token_idx(const DispatchHandle& handle) {
+  return list(ep_->workspace().route_src_token.at(handle.buffer), capacity(handle), at::kInt);
+}
+
+}  // namespace moe_a2a::bindings

@@ -1,0 +1,46 @@
+// The views that a handle shows: tensors over the heap and the expert lists, made once per buffer and kept.
+#pragma once
+
+#include <torch/extension.h>
+
+#include <array>
+#include <memory>
+
+#include "runtime/expert_parallel.h"
+
+namespace moe_a2a::bindings {
+
+class Views {
+ public:
+  Views(std::shared_ptr<ExpertParallel> ep, at::Device device) : ep_(std::move(ep)), device_(device) {}
+
+  // [num_ranks * num_max_tokens_per_rank, hidden], rows where they landed.
+  at::Tensor recv_x(const DispatchHandle& handle, at::ScalarType type);
+  // [num_ranks * num_max_tokens_per_rank, ceil(hidden / 128)] fp32, of float8 rows.
+  at::Tensor recv_x_scales(const DispatchHandle& handle);
+
+  at::Tensor expert_offsets(const DispatchHandle& handle);  // int32 [num_local_experts + 1]
+  at::Tensor expert_counts(const DispatchHandle& handle);   // int32 [num_local_experts]
+  at::Tensor landed_rows(const DispatchHandle& handle);     // int32 [num_ranks * num_max_tokens_per_rank]
+  at::Tensor num_landed_rows(const DispatchHandle& handle); // int32 [1]
+  at::Tensor num_recv_tokens(const DispatchHandle& handle); // int32 [num_ranks]
+
+  // [positions of the layout]
+  at::Tensor expert_row_index(const DispatchHandle& handle);
+  at::Tensor route_weights(const DispatchHandle& handle);
+  at::Tensor route_src_rank(const DispatchHandle& handle);
+  at::Tensor route_src_token_idx(const DispatchHandle& handle);
+
+  // Positions of the handle's layout: the rows that expert_x and y have.
+  int64_t capacity(const DispatchHandle& handle) const;
+
+ private:
+  // Holds the memory alive for as long as the tensor lives, also after close().
+  at::Tensor view(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) const;
+  at::Tensor list(const void* data, int64_t size, at::ScalarType type) const;
+
+  std::shared_ptr<ExpertParallel> ep_;
+  at::Device device_;
+};
+
+}  // namespace moe_a2a::bindings

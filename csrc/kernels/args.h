@@ -1,0 +1,106 @@
+// One argument struct per kernel, filled by the runtime with designated initialisers and passed by value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "protocol/context.h"
+
+namespace moe_a2a {
+
+// The caller's routing, int32 or int64, contiguous.
+struct TopkIdx {
+  const void* data = nullptr;  // [num_tokens, num_topk]
+  bool is_int64 = false;
+
+  MOE_A2A_HOST_DEVICE int64_t operator[](int64_t i) const {
+    return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
+
+// Rows of a tensor whose last dimension is dense.
+struct Rows {
+  const std::byte* data = nullptr;
+  int64_t stride = 0;  // bytes from one row to the next
+
+  MOE_A2A_HOST_DEVICE const std::byte* operator[](int64_t row) const { return data + row * stride; }
+};
+
+struct DispatchSendArgs {
+  Context context;
+  int buffer = 0;
+  int num_tokens = 0;
+  TopkIdx topk_idx;
+  const float* topk_weights = nullptr;  // [num_tokens, num_topk], or null: 1
+  Rows x;
+  DType x_dtype = DType::kBfloat16;
+  Rows x_scales;          // of float8 rows: [num_tokens, ceil(hidden / 128)] fp32
+  bool quantize = false;  // x_dtype rows leave as float8 rows with scales
+  bool block_per_token = false;
+};
+
+// How the routes of the experts are laid on one line of positions.
+enum class Layout : int { kRows, kExpertMajor, kMasked };
+
+struct DispatchRecvArgs {
+  Context context;
+  int buffer = 0;
+  Layout layout = Layout::kRows;
+  int expert_alignment = 1;
+};
+
+// Copies landed rows to where a caller wants them: one row per position of the layout, zeros in the padding.
+struct GatherRowsArgs {
+  Context context;
+  int buffer = 0;
+  Layout layout = Layout::kExpertMajor;
+  DType row_dtype = DType::kBfloat16;
+  std::byte* expert_x = nullptr;     // [positions, hidden]
+  float* expert_x_scales = nullptr;  // [positions, ceil(hidden / 128)], of float8 rows
+};
+
+struct CombineSendArgs {
+  Context context;
+  int buffer = 0;
+  Rows y;                   // one row per position of the layout, or per landed row when `presummed`
+  int64_t num_y_rows = 0;
+  bool presummed = false;
+  bool block_per_row = false;
+  bool vector_rows = true;  // y may be read in 16-byte vectors
+};
+
+struct CombineRecvArgs {
+  Context context;
+  int buffer = 0;
+  int num_tokens = 0;
+  uint32_t attempt = 1;
+  std::byte* combined_x = nullptr;  // [num_tokens, hidden]
+  bool block_per_token = false;
+  bool vector_rows = true;
+};
+
+// A rank that will not take part in this epoch says so instead of keeping its peers waiting.
+struct RefuseDispatchArgs {
+  Context context;
+  int buffer = 0;
+  char text[kRefusalText] = {};
+};
+struct RefuseCombineArgs {
+  Context context;
+  int buffer = 0;
+  uint32_t attempt = 1;
+  char text[kRefusalText] = {};
+};
+
+// This rank makes no more calls; waits until every rank has said so, since then nobody writes into its memory.
+struct GoodbyeArgs {
+  Context context;
+};
+
+// The buffer's rows are no longer read: gives the credit back without a combine.
+struct ReleaseArgs {
+  Context context;
+  int buffer = 0;
+};
+
+}  // namespace moe_a2a

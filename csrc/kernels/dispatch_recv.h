@@ -1,0 +1,66 @@
+// Step 2 of 4: take the routing tables, build the expert lists while rows fly, then see every row land.
+#pragma once
+
+#include "kernels/expert_lists.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+struct DispatchRecv {
+  using Args = DispatchRecvArgs;
+  static constexpr const char* kName = "dispatch_recv";
+
+  static size_t shared_bytes(const Args& args) { return ExpertLists::shared_bytes(args.context.config); }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
+    ExpertLists lists(args, grid, block, shared);
+    const uint64_t epoch = args.context.ws.epoch(args.buffer);
+    if (!receive_tables(args, block, lists.num_tokens(), epoch)) return;
+    lists.build();
+    receive_rows(args, grid, block, lists, epoch);
+  }
+
+  // All ranks' tables, the number of tokens of each in num_tokens [num_ranks]. A rank that refused brings none.
+  MOE_A2A_DEVICE static bool receive_tables(const Args& args, const Block& block, int32_t* num_tokens, uint64_t epoch) {
+    const Context& c = args.context;
+    bool good = true;
+    for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
+      uint32_t payload = 0;
+      const WaitSite site{Operation::kDispatchRecv, Phase::kRoutingTable, r};
+      good &= wait_for(c.ws.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap, &payload);
+      if (payload == Workspace::kRefused) {
+        write_report(c.wait, c.heap, site, Reason::kRefused, 0, epoch, Signal::pack(epoch, payload), 0);
+        payload = 0;
+      }
+      num_tokens[r] = static_cast<int32_t>(payload);
+    }
+    if (block.any(!good)) return false;  // also the barrier after which all threads may read num_tokens
+    for (int r = 0; r < c.heap.num_ranks; ++r) {
+      const int num_chunks = (num_tokens[r] + kTableChunk - 1) / kTableChunk;
+      for (int chunk = 1 + block.rank(); chunk < num_chunks; chunk += block.size()) {
+        const WaitSite site{Operation::kDispatchRecv, Phase::kRoutingTable, r, chunk * kTableChunk};
+        good &= wait_for(c.ws.table_signal.at(args.buffer, r, chunk), epoch, site, c.wait, c.heap);
+      }
+    }
+    return !block.any(!good);
+  }
+
+  // Thread by thread over the line of all tokens; a token of which no expert lives here sends no row.
+  MOE_A2A_DEVICE static void receive_rows(const Args& args, const Grid& grid, const Block& block,
+                                          const ExpertLists& lists, uint64_t epoch) {
+    const Context& c = args.context;
+    const int64_t length = lists.line_length();
+    const int64_t stride = int64_t{grid.size()} * block.size();
+    const int64_t start = int64_t{grid.rank()} * block.size() + block.rank();
+    if (start >= length) return;
+    TokenLine at(lists.num_tokens(), start);
+    for (int64_t u = start; u < length; u += stride) {
+      if (destinations(c.config, c.ws.table_idx.at(args.buffer, at.rank, at.token)).contains(c.heap.rank)) {
+        const WaitSite site{Operation::kDispatchRecv, Phase::kRow, at.rank, at.token};
+        if (!wait_for(c.ws.row_signal.at(args.buffer, at.rank, at.token), epoch, site, c.wait, c.heap)) return;
+      }
+      if (u + stride < length) at.skip(stride);
+    }
+  }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

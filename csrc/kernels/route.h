@@ -1,0 +1,49 @@
+// Where a token goes: pure functions of its choices, the same for the sender and the receiver. Nothing is sorted and no
+// slot is handed out: a token lands at its own index, so both sides know every address from the choices alone.
+#pragma once
+
+#include "kernels/args.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// The expert's index on `rank`, or -1 when it lives elsewhere or the choice is dropped (-1).
+MOE_A2A_DEVICE int local_expert(const MoeConfig& config, int32_t expert, int rank) {
+  const int local = expert - rank * config.num_local_experts();
+  return expert >= 0 && local >= 0 && local < config.num_local_experts() ? local : -1;
+}
+
+// The distinct ranks that own a token's experts: its row crosses to each of them once.
+MOE_A2A_DEVICE RankSet destinations(const MoeConfig& config, const int32_t* choices) {
+  RankSet ranks;
+  for (int k = 0; k < config.num_topk; ++k) {
+    if (choices[k] >= 0) ranks.insert(choices[k] / config.num_local_experts());
+  }
+  return ranks;
+}
+
+// A choice as the table carries it: out of range is dropped. The host refuses such ids where it can see them; a changed
+// tensor in a captured graph is counted here and raised at the next call that looks (ExpertParallel::check).
+MOE_A2A_DEVICE int32_t checked_choice(const DispatchSendArgs& args, int token, int k) {
+  const int64_t expert = args.topk_idx[static_cast<int64_t>(token) * args.context.config.num_topk + k];
+  if (expert >= -1 && expert < args.context.config.num_experts) return static_cast<int32_t>(expert);
+  Report* report = args.context.wait.report;
+  atomic_add<Order::kRelaxed, Scope::kSystem>(&report->num_bad_choices, 1u);
+  atomic_store<Order::kRelaxed, Scope::kSystem>(&report->bad_token, token);
+  atomic_store<Order::kRelaxed, Scope::kSystem>(&report->bad_expert, expert);
+  return -1;
+}
+
+// The distinct ranks of a token as its own rank reads them, before any table exists.
+MOE_A2A_DEVICE RankSet destinations(const DispatchSendArgs& args, int token) {
+  const MoeConfig& config = args.context.config;
+  RankSet ranks;
+  for (int k = 0; k < config.num_topk; ++k) {
+    const int64_t expert = args.topk_idx[static_cast<int64_t>(token) * config.num_topk + k];
+    if (expert >= 0 && expert < config.num_experts) {
+      ranks.insert(static_cast<int32_t>(expert) / config.num_local_experts());
+    }
+  }
+  return ranks;
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,25 @@
+// A set of ranks in one word: the ranks that a token goes to.
+#pragma once
+
+#include <cstdint>
+
+#include "target/target.h"
+
+namespace moe_a2a {
+
+struct RankSet {
+  uint64_t bits = 0;
+
+  MOE_A2A_HOST_DEVICE bool empty() const { return bits == 0; }
+  MOE_A2A_HOST_DEVICE bool contains(int rank) const { return (bits >> rank) & 1; }
+  MOE_A2A_HOST_DEVICE void insert(int rank) { bits |= uint64_t{1} << rank; }
+  MOE_A2A_HOST_DEVICE int first() const { return count_trailing_zeros(bits); }
+  MOE_A2A_HOST_DEVICE void remove_first() { bits &= bits - 1; }
+
+  MOE_A2A_HOST_DEVICE static RankSet all(int num_ranks) {
+    return {num_ranks == 64 ? ~uint64_t{0} : (uint64_t{1} << num_ranks) - 1};
+  }
+  MOE_A2A_HOST_DEVICE static RankSet only(int rank) { return {uint64_t{1} << rank}; }
+};
+
+}  // namespace moe_a2a

@@ -1,0 +1,43 @@
+// What a wait that gave up leaves behind for the host: who waited where, for whom, for what.
+#pragma once
+
+#include <cstdint>
+
+namespace moe_a2a {
+
+enum class Operation : int32_t { kNone, kDispatchSend, kDispatchRecv, kCombineSend, kCombineRecv, kClose };
+enum class Phase : int32_t { kNone, kCredit, kRoutingTable, kRow, kPartialSum, kPeer };
+enum class Reason : int32_t {
+  kNone,
+  kTimeout,   // the deadline passed
+  kPoisoned,  // another rank gave up and said so
+  kRefused,   // the awaited rank refused its call; the object stays usable
+};
+
+// In host-visible memory. `state` goes 0 -> 1 (a waiting thread has claimed it) -> 2 (complete).
+struct Report {
+  uint32_t state = 0;
+  Reason reason = Reason::kNone;
+  Operation operation = Operation::kNone;
+  Phase phase = Phase::kNone;
+  int32_t rank = -1;      // who waited
+  int32_t peer = -1;      // for whom
+  int32_t token = -1;     // for which token (of the sender of the row), -1 where a wait is not for a token
+  int32_t reporter = -1;  // kPoisoned: the rank that gave up first
+  int32_t culprit = -1;   // kPoisoned: the rank that it waited for
+  uint64_t expected_epoch = 0;
+  uint64_t seen_epoch = 0;
+  double elapsed_seconds = 0;
+
+  // Routing that the kernels found wrong and treated as dropped: how many, and the last of them.
+  uint32_t num_bad_choices = 0;
+  int32_t bad_token = -1;
+  int64_t bad_expert = -1;
+  uint32_t num_lost_routes = 0;     // found no room in the masked layout
+  uint32_t num_short_y_routes = 0;  // stand behind the last row of the `y` given to combine
+};
+
+const char* name_of(Operation operation);
+const char* name_of(Phase phase);
+
+}  // namespace moe_a2a

@@ -1,0 +1,108 @@
+// The one function that waits. It knows what it waits for, it has a deadline, and it leaves normally.
+#pragma once
+
+#include "protocol/report.h"
+#include "protocol/signal.h"
+#include "symmetric_memory/heap_view.h"
+#include "target/target.h"
+
+namespace moe_a2a {
+
+// What a wait is for, in the words of the report.
+struct WaitSite {
+  Operation operation;
+  Phase phase;
+  int peer;
+  int token = -1;
+};
+
+// How long to wait and whom to tell.
+struct WaitPolicy {
+  uint64_t timeout_ticks = 0;
+  double ticks_per_second = 1;
+  Report* report = nullptr;     // host-visible
+  uint64_t* poison = nullptr;   // this rank's word in the symmetric heap
+};
+
+}  // namespace moe_a2a
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Polls between two looks at the clock and at the poison: a look must not slow the poll that succeeds.
+inline constexpr uint32_t kPollsPerLook = 64;
+
+// Fills the report, once per object: the first wait that gives up is the one that says why.
+MOE_A2A_DEVICE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
+                                 uint64_t poison, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
+  Report* report = policy.report;
+  if (!atomic_claim<Order::kRelaxed, Scope::kSystem>(&report->state, 0u, 1u)) return;
+  report->reason = reason;
+  report->operation = site.operation;
+  report->phase = site.phase;
+  report->rank = heap.rank;
+  report->peer = site.peer;
+  report->token = site.token;
+  report->reporter = reason == Reason::kPoisoned ? static_cast<int32_t>(poison >> 8) - 1 : heap.rank;
+  report->culprit = reason == Reason::kPoisoned ? static_cast<int32_t>(poison & 0xff) - 1 : site.peer;
+  report->expected_epoch = expected_epoch;
+  report->seen_epoch = Signal::epoch_of(seen_word);
+  report->elapsed_seconds = static_cast<double>(waited) / policy.ticks_per_second;
+  atomic_store<Order::kRelease, Scope::kSystem>(&report->state, 2u);  // pairs with the host's acquire in check()
+}
+
+// Tells every rank, this one first, that `rank` has given up waiting for `culprit`, so that nobody waits for a rank
+// that has left.
+MOE_A2A_DEVICE void poison_all(const WaitPolicy& policy, const HeapView& heap, int culprit) {
+  const uint64_t word = static_cast<uint64_t>(heap.rank + 1) << 8 | static_cast<uint64_t>(culprit + 1);
+  for (int i = 0; i < heap.num_ranks; ++i) {
+    const int peer = (heap.rank + i) % heap.num_ranks;
+    atomic_store<Order::kRelaxed, Scope::kSystem>(heap.peer(peer, policy.poison), word);
+  }
+}
+
+// The rare look of a wait: false when it is to be given up.
+MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
+                                uint64_t expected_epoch, uint64_t seen_word) {
+  const uint64_t waited = clock_now() - start;
+  const uint64_t poison = atomic_load<Order::kRelaxed, Scope::kSystem>(policy.poison);
+  if (poison != 0) {
+    write_report(policy, heap, site, Reason::kPoisoned, poison, expected_epoch, seen_word, waited);
+    return false;
+  }
+  if (waited < policy.timeout_ticks) return true;
+  write_report(policy, heap, site, Reason::kTimeout, 0, expected_epoch, seen_word, waited);
+  poison_all(policy, heap, site.peer);
+  return false;
+}
+
+// Waits until `signal` (in this rank's heap) carries `epoch` or a later one; returns false when given up.
+// Spins relaxed and acquires once, on the same word: an acquire per poll invalidates the cache per poll on gfx942, and
+// the word is monotone, so the second load can only be as new. The acquire pairs with the release in signal_many().
+// `refusal` (may be null): a signal whose arrival at `epoch` with a payload >= `attempt` ends the wait as well.
+MOE_A2A_DEVICE bool wait_for(const Signal* signal, uint64_t epoch, const WaitSite& site, const WaitPolicy& policy,
+                             const HeapView& heap, uint32_t* payload = nullptr, const Signal* refusal = nullptr,
+                             uint32_t attempt = 0) {
+  uint64_t start = 0;
+  for (uint32_t polls = 1;; ++polls) {
+    uint64_t word = atomic_load<Order::kRelaxed, Scope::kSystem>(&signal->word);
+    if (Signal::reached(word, epoch)) {
+      word = atomic_load<Order::kAcquire, Scope::kSystem>(&signal->word);
+      if (payload != nullptr) *payload = Signal::payload_of(word);
+      return true;
+    }
+    if (polls % kPollsPerLook == 0) {
+      if (polls == kPollsPerLook) start = clock_now();
+      if (refusal != nullptr) {
+        const uint64_t refused = atomic_load<Order::kAcquire, Scope::kSystem>(&refusal->word);
+        if (Signal::epoch_of(refused) == epoch && Signal::payload_of(refused) >= attempt) {
+          write_report(policy, heap, site, Reason::kRefused, 0, epoch, word, clock_now() - start);
+          return false;
+        }
+      }
+      if (!may_wait_on(policy, heap, site, start, epoch, word)) return false;
+    }
+    pause();
+  }
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

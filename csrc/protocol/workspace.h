@@ -1,0 +1,93 @@
+// Every field of a rank's memory, by name, type and shape. Host, kernels and tests reach memory only through this.
+//
+// The symmetric part lies at the same offset in the heap of every rank, so HeapView::peer() finds a field elsewhere.
+// The local part is private to the rank. One struct serves both: an Array is a pointer and its strides.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "protocol/moe_config.h"
+#include "protocol/signal.h"
+#include "target/target.h"
+
+namespace moe_a2a {
+
+// A dense array of `kRank` dimensions; the first extent is not needed to find an element.
+template <class T, int kRank>
+struct Array {
+  T* data = nullptr;
+  int64_t stride[kRank > 1 ? kRank - 1 : 1] = {};
+
+  template <class... Index>
+  MOE_A2A_HOST_DEVICE T* at(Index... index) const {
+    static_assert(sizeof...(Index) <= kRank);
+    const int64_t indices[] = {static_cast<int64_t>(index)...};
+    int64_t offset = 0;
+    for (int i = 0; i < static_cast<int>(sizeof...(Index)); ++i) {
+      offset += indices[i] * (i < kRank - 1 ? stride[i] : 1);
+    }
+    return data + offset;
+  }
+  template <class... Index>
+  MOE_A2A_HOST_DEVICE T& operator()(Index... index) const {
+    return *at(index...);
+  }
+};
+
+// Tokens of a routing table that one signal hands over.
+inline constexpr int kTableChunk = 256;
+
+// Largest multiple that an expert-major block of rows can be padded to.
+inline constexpr int kMaxExpertAlignment = 256;
+
+// Characters that a rank leaves with its peers to say why it refused a call.
+inline constexpr int kRefusalText = 512;
+
+// B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
+struct Workspace {
+  // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
+  Array<Signal, 3> table_signal;      // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
+  Array<int32_t, 4> table_idx;        // [B, R src, T, K]  global expert of each choice, -1 = dropped
+  Array<float, 4> table_weight;       // [B, R src, T, K]
+  Array<Signal, 3> row_signal;        // [B, R src, T]  the row of token t of src has landed
+  Array<std::byte, 4> row;            // [B, R src, T, row_stride]  recv_x: the row of a token lands at its own index
+  Array<Signal, 3> combine_signal;    // [B, R src, T]  the partial sum of my token t over the experts of src is here
+  Array<std::byte, 4> combine_row;    // [B, R src, T, row_stride]
+  Array<Signal, 2> dispatch_credit;   // [B, R src]  src no longer reads what I dispatched up to this epoch
+  Array<Signal, 2> combine_refusal;   // [B, R src]  src refused its combine; payload: which attempt
+  Array<char, 2> refusal_text;        // [R src, kRefusalText]
+  Array<Signal, 1> goodbye;           // [R src]  epoch 1: src makes no more calls
+  Array<uint64_t, 1> poison;          // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
+
+  // ---- local
+  Array<uint64_t, 1> epoch;           // [B]  of the dispatch that holds the buffer; kernels advance it
+  Array<uint32_t, 2> arrivals;        // [B, kNumArrivals]  blocks that have finished a launch; see last_block_done()
+  Array<int32_t, 2> expert_offsets;   // [B, El + 1]
+  Array<int32_t, 2> expert_counts;    // [B, El]
+  Array<int32_t, 2> expert_row_index; // [B, routes]  row (src_rank * T + token) of each route, -1 = padding
+  Array<float, 2> route_weight;       // [B, routes]
+  Array<int32_t, 2> route_src_rank;   // [B, routes]
+  Array<int32_t, 2> route_src_token;  // [B, routes]
+  Array<int32_t, 3> row_route;        // [B, R * T, K]  where in the lists choice k of a landed row stands
+  Array<int32_t, 2> landed_row;       // [B, R * T]  rows that have landed, in (src_rank, token) order
+  Array<int32_t, 2> num_landed_rows;  // [B, 1]
+  Array<int32_t, 2> num_recv_tokens;  // [B, R src]  rows of the table of src
+
+  static constexpr uint32_t kRefused = Signal::kPayloadMask;
+  enum Arrival { kDispatchSend, kCombineSend, kNumArrivals };
+};
+
+struct WorkspaceSize {
+  size_t symmetric_bytes = 0;
+  size_t local_bytes = 0;
+  uint64_t layout_digest = 0;  // of the sequence of symmetric fields: equal on ranks whose offsets are equal
+};
+
+// Routes of the largest layout that the lists must hold: padding of expert blocks to `max_alignment` included.
+int64_t route_list_capacity(const MoeConfig& config, int expert_alignment);
+
+// Lays the fields out from the two bases; with null bases only the sizes mean anything.
+Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byte* local, WorkspaceSize* size);
+
+}  // namespace moe_a2a

@@ -1,0 +1,65 @@
+// The kernels, compiled once per target: by the C++ compiler, by CUDA's and by HIP's. Nothing here names a vendor.
+#include "runtime/backend.h"
+
+#include "kernels/combine_recv.h"
+#include "kernels/combine_send.h"
+#include "kernels/dispatch_recv.h"
+#include "kernels/dispatch_send.h"
+#include "kernels/gather_rows.h"
+#include "kernels/notices.h"
+#include "target/target.h"
+
+#define MOE_A2A_JOIN(a, b) MOE_A2A_JOIN_EXPANDED(a, b)
+#define MOE_A2A_JOIN_EXPANDED(a, b) a##b
+
+namespace moe_a2a {
+inline namespace MOE_A2A_TARGET {
+
+class TargetBackend final : public Backend {
+ public:
+  explicit TargetBackend(int device) : machine_(device) {}
+
+  const char* name() const override { return Machine::kName; }
+  int default_blocks() const override { return Machine::kDefaultBlocks; }
+  int max_blocks() const override { return machine_.max_blocks(0); }
+  bool is_synchronous() const override { return kBlockThreads == 1; }
+  bool needs_aligned_vectors() const override { return kAlignedVectors; }
+  double clock_ticks_per_second() const override { return machine_.clock_ticks_per_second(); }
+
+  std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) override {
+    return machine_.allocate_symmetric(nbytes, num_ranks, handle);
+  }
+  std::byte* open_peer(const MemoryHandle& handle, int num_ranks) override {
+    return machine_.open_peer(handle, num_ranks);
+  }
+  std::byte* allocate_local(size_t nbytes) override { return machine_.allocate_local(nbytes); }
+  std::byte* allocate_host_visible(size_t nbytes) override { return machine_.allocate_host_visible(nbytes); }
+  void synchronize() override { machine_.synchronize(); }
+  void close() override { machine_.close_all(); }
+
+  void launch(const DispatchSendArgs& a, int blocks, void* stream) override { run<DispatchSend>(a, blocks, stream); }
+  void launch(const DispatchRecvArgs& a, int blocks, void* stream) override { run<DispatchRecv>(a, blocks, stream); }
+  void launch(const GatherRowsArgs& a, int blocks, void* stream) override { run<GatherRows>(a, blocks, stream); }
+  void launch(const CombineSendArgs& a, int blocks, void* stream) override { run<CombineSend>(a, blocks, stream); }
+  void launch(const CombineRecvArgs& a, int blocks, void* stream) override { run<CombineRecv>(a, blocks, stream); }
+  void launch(const RefuseDispatchArgs& a, int blocks, void* stream) override { run<RefuseDispatch>(a, blocks, stream); }
+  void launch(const RefuseCombineArgs& a, int blocks, void* stream) override { run<RefuseCombine>(a, blocks, stream); }
+  void launch(const GoodbyeArgs& a, int blocks, void* stream) override { run<Goodbye>(a, blocks, stream); }
+  void launch(const ReleaseArgs& a, int blocks, void* stream) override { run<Release>(a, blocks, stream); }
+
+ private:
+  template <class Kernel>
+  void run(const typename Kernel::Args& args, int num_blocks, void* stream) {
+    MOE_A2A_TARGET::launch<Kernel>(machine_, args, num_blocks, stream);
+  }
+
+  Machine machine_;
+};
+
+}  // namespace MOE_A2A_TARGET
+
+std::unique_ptr<Backend> MOE_A2A_JOIN(make_backend_, MOE_A2A_TARGET)(int device) {
+  return std::make_unique<TargetBackend>(device);
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,314 @@
+#include "runtime/expert_parallel.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace moe_a2a {
+namespace {
+
+using Stage = DispatchHandle::Stage;
+
+const char* name_of(Stage stage) {
+  switch (stage) {
+    case Stage::kSent: return "sent, not yet received";
+    case Stage::kReceived: return "received";
+    case Stage::kCombineSent: return "combine sent";
+    case Stage::kClosed: break;
+  }
+  return "closed";
+}
+
+void copy_text(char (&target)[kRefusalText], const std::string& text) {
+  std::strncpy(target, text.c_str(), kRefusalText - 1);
+}
+
+}  // namespace
+
+size_t ExpertParallel::nbytes_for(const MoeConfig& config) {
+  WorkspaceSize size;
+  make_workspace(config, nullptr, nullptr, &size);
+  return size.symmetric_bytes + size.local_bytes;
+}
+
+ExpertParallel::ExpertParallel(const MoeConfig& config, const std::string& target, int device, double timeout_seconds)
+    : open_(config.num_buffers), last_buffer_(config.num_buffers - 1) {
+  backend_ = make_backend(target, device);
+  context_.config = config;
+  make_workspace(config, nullptr, nullptr, &size_);
+  MemoryHandle memory;
+  own_heap_ = backend_->allocate_symmetric(size_.symmetric_bytes, config.num_ranks, &memory);
+  context_.ws = make_workspace(config, own_heap_, backend_->allocate_local(size_.local_bytes), &size_);
+  report_ = new (backend_->allocate_host_visible(sizeof(Report))) Report;
+  const double ticks = backend_->clock_ticks_per_second();
+  context_.wait = {.timeout_ticks = static_cast<uint64_t>(timeout_seconds * ticks),
+                   .ticks_per_second = ticks,
+                   .report = report_,
+                   .poison = context_.ws.poison.data};
+  comm_handle_ = make_comm_handle(config, target, memory, size_.layout_digest);
+}
+
+ExpertParallel::~ExpertParallel() {
+  closed_ = true;
+  // Without a close(), or with a peer that never came to its own, a peer may still write here: then the memory of a
+  // device stays until the process ends. A mapping of the CPU can always go, every process has its own.
+  if (backend_->is_synchronous() || parted_) backend_->close();
+}
+
+void ExpertParallel::connect(const std::vector<CommHandle>& handles) {
+  if (static_cast<int>(handles.size()) != config().num_ranks) {
+    throw std::invalid_argument("got " + std::to_string(handles.size()) + " handles for num_ranks=" +
+                                std::to_string(config().num_ranks) + "; pass one per rank, in rank order");
+  }
+  const std::string why = disagreement(handles);
+  if (!why.empty()) throw std::invalid_argument(why);
+  if (connected_) throw std::runtime_error("the handles are already set");
+  context_.heap = connect_heap(*backend_, own_heap_, config().rank, handles);
+  connected_ = true;
+}
+
+// ---- buffers and handles
+
+void ExpertParallel::require_open() const {
+  if (closed_) throw std::runtime_error("this ExpertParallel is closed");
+  if (!connected_) throw std::runtime_error("no peers yet; call set_comm_handles() with the handles of all ranks");
+}
+
+void ExpertParallel::require(const DispatchHandle& handle, Stage stage, Stage or_stage, const char* call) const {
+  require_open();
+  if (handle.owner != this) {
+    throw std::runtime_error(std::string(call) + " got a handle of another ExpertParallel; pass the one that this "
+                             "object's dispatch returned");
+  }
+  if (handle.stage == stage || handle.stage == or_stage) return;
+  throw std::runtime_error(std::string(call) + " got a handle that is " + name_of(handle.stage) + " on rank " +
+                           std::to_string(config().rank) +
+                           (handle.stage == Stage::kClosed ? "; a handle serves one combine, pass that of the newest "
+                                                             "dispatch"
+                                                           : "; call the halves in their order"));
+}
+
+// The next free buffer in turn. All ranks make the same calls, so all take the same one. A buffer whose handle the
+// caller has dropped without combine or release is taken back only when no other is free.
+int ExpertParallel::take_buffer() {
+  const int n = config().num_buffers;
+  for (const bool reclaim : {false, true}) {
+    for (int i = 1; i <= n; ++i) {
+      const int buffer = (last_buffer_ + i) % n;
+      if (reclaim && open_[buffer] && open_[buffer].use_count() == 1) release(*open_[buffer], {});
+      if (!open_[buffer]) return last_buffer_ = buffer;
+    }
+  }
+  throw std::runtime_error("dispatch: " + std::to_string(n) + " handles are open on rank " +
+                           std::to_string(config().rank) + " and num_buffers=" + std::to_string(n) +
+                           "; combine() or release() one first, or pass a larger num_buffers");
+}
+
+int ExpertParallel::blocks(const LaunchPlace& place) const {
+  return place.num_blocks > 0 ? std::min(place.num_blocks, backend_->max_blocks()) : backend_->default_blocks();
+}
+
+// ---- the steps
+
+std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInput& input, const LaunchPlace& place) {
+  require_open();
+  raise_reported();
+  const int buffer = take_buffer();
+  const int num_blocks = blocks(place);
+  backend_->launch(DispatchSendArgs{.context = context_,
+                                    .buffer = buffer,
+                                    .num_tokens = input.num_tokens,
+                                    .topk_idx = input.topk_idx,
+                                    .topk_weights = input.topk_weights,
+                                    .x = input.x,
+                                    .x_dtype = input.x_dtype,
+                                    .x_scales = input.x_scales,
+                                    .quantize = input.quantize,
+                                    .block_per_token = input.num_tokens <= num_blocks},
+                   num_blocks, place.stream);
+  auto handle = std::make_shared<DispatchHandle>();
+  handle->owner = this;
+  handle->buffer = buffer;
+  handle->num_tokens = input.num_tokens;
+  handle->row_dtype = input.quantize ? DType::kFloat8 : input.x_dtype;
+  open_[buffer] = handle;
+  after_launch();
+  return handle;
+}
+
+void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int expert_alignment,
+                                   const LaunchPlace& place) {
+  require(handle, Stage::kSent, Stage::kSent, "dispatch_recv");
+  handle.layout = layout;
+  handle.expert_alignment = expert_alignment;
+  backend_->launch(DispatchRecvArgs{.context = context_,
+                                    .buffer = handle.buffer,
+                                    .layout = layout,
+                                    .expert_alignment = expert_alignment},
+                   blocks(place), place.stream);
+  handle.stage = Stage::kReceived;
+  try {
+    after_launch();
+  } catch (const PeerRefused&) {
+    release(handle, place);  // the epoch has passed on every rank; the next dispatch is a new one
+    throw;
+  }
+}
+
+void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales,
+                                 const LaunchPlace& place) {
+  require(handle, Stage::kReceived, Stage::kReceived, "the expert layout");
+  backend_->launch(GatherRowsArgs{.context = context_,
+                                  .buffer = handle.buffer,
+                                  .layout = handle.layout,
+                                  .row_dtype = handle.row_dtype,
+                                  .expert_x = static_cast<std::byte*>(expert_x),
+                                  .expert_x_scales = expert_x_scales},
+                   blocks(place), place.stream);
+}
+
+void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
+                                  const LaunchPlace& place) {
+  require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
+  raise_reported();
+  const bool aligned = (reinterpret_cast<uint64_t>(y.data) | static_cast<uint64_t>(y.stride)) % 16 == 0;
+  const int num_blocks = blocks(place);
+  backend_->launch(CombineSendArgs{.context = context_,
+                                   .buffer = handle.buffer,
+                                   .y = y,
+                                   .num_y_rows = num_y_rows,
+                                   .presummed = presummed,
+                                   .block_per_row = handle.num_tokens <= num_blocks,
+                                   .vector_rows = aligned || !backend_->needs_aligned_vectors()},
+                   num_blocks, place.stream);
+  handle.stage = Stage::kCombineSent;
+  after_launch();
+}
+
+void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {
+  require(handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
+  const uint64_t row_bytes = static_cast<uint64_t>(config().row_bytes(config().dtype));
+  const bool aligned = (reinterpret_cast<uint64_t>(combined_x) | row_bytes) % 16 == 0;
+  const int num_blocks = blocks(place);
+  backend_->launch(CombineRecvArgs{.context = context_,
+                                   .buffer = handle.buffer,
+                                   .num_tokens = handle.num_tokens,
+                                   .attempt = handle.attempt,
+                                   .combined_x = static_cast<std::byte*>(combined_x),
+                                   .block_per_token = handle.num_tokens <= num_blocks,
+                                   .vector_rows = aligned || !backend_->needs_aligned_vectors()},
+                   num_blocks, place.stream);
+  try {
+    after_launch();
+  } catch (const PeerRefused&) {
+    ++handle.attempt;  // what this rank has sent stands; combine_recv may be called again
+    throw;
+  }
+  handle.stage = Stage::kClosed;
+  open_[handle.buffer] = nullptr;
+}
+
+void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place) {
+  if (handle.stage == Stage::kClosed || closed_) return;
+  require(handle, handle.stage, handle.stage, "release");
+  if (handle.stage != Stage::kCombineSent) {  // combine_send has given the credit back already
+    backend_->launch(ReleaseArgs{.context = context_, .buffer = handle.buffer}, 1, place.stream);
+  }
+  handle.stage = Stage::kClosed;
+  open_[handle.buffer] = nullptr;
+}
+
+// ---- refusals and reports
+
+void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& place) {
+  RefuseDispatchArgs args{.context = context_, .buffer = take_buffer()};
+  copy_text(args.text, why);
+  backend_->launch(args, 1, place.stream);
+}
+
+void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
+  RefuseCombineArgs args{.context = context_, .buffer = handle.buffer, .attempt = handle.attempt};
+  copy_text(args.text, why);
+  backend_->launch(args, 1, place.stream);
+  ++handle.attempt;
+}
+
+void ExpertParallel::after_launch() {
+  if (backend_->is_synchronous()) raise_reported();
+}
+
+void ExpertParallel::raise_reported() {
+  // Pairs with the release in write_report().
+  if (__atomic_load_n(&report_->state, __ATOMIC_ACQUIRE) == 2) raise_wait(*report_);
+  if (report_->num_bad_choices + report_->num_lost_routes + report_->num_short_y_routes > 0) raise_bad_routing();
+}
+
+void ExpertParallel::raise_wait(const Report& report) {
+  const auto rank_text = [](int rank) { return "rank " + std::to_string(rank); };
+  std::string what = rank_text(report.rank) + " in " + moe_a2a::name_of(report.operation);
+  const std::string awaited =
+      std::string(" for the ") + moe_a2a::name_of(report.phase) +
+      (report.token >= 0 && report.phase != Phase::kRoutingTable ? " of token " + std::to_string(report.token) : "") +
+      " from " + rank_text(report.peer);
+  if (report.reason == Reason::kRefused) {
+    const int peer = report.peer;
+    what += ": " + rank_text(peer) + " refused its call: " + context_.ws.refusal_text.at(peer);
+    report_->state = 0;  // the object stays usable
+    throw PeerRefused(peer, what);
+  }
+  what += " waited " + std::to_string(report.elapsed_seconds) + " s" + awaited + " (expected epoch " +
+          std::to_string(report.expected_epoch) + ", seen " + std::to_string(report.seen_epoch) + ")";
+  if (report.reason == Reason::kPoisoned) {
+    what += "; it left because " + rank_text(report.reporter) + " gave up waiting for " +
+            (report.culprit == report.rank ? "this rank" : rank_text(report.culprit));
+  }
+  what += "; that rank is dead, late, or makes other calls; pass a larger timeout if it is only late";
+  throw PeerTimeout(report, what);
+}
+
+void ExpertParallel::raise_bad_routing() {
+  const Report seen = *report_;
+  report_->num_bad_choices = report_->num_lost_routes = report_->num_short_y_routes = 0;
+  const std::string rank = " on rank " + std::to_string(config().rank);
+  if (seen.num_bad_choices > 0) {
+    throw std::invalid_argument("topk_idx held " + std::to_string(seen.num_bad_choices) +
+                                " ids out of range, treated as dropped; the last: topk_idx[" +
+                                std::to_string(seen.bad_token) + "] has " + std::to_string(seen.bad_expert) +
+                                ", not in [-1, num_experts=" + std::to_string(config().num_experts) + ")" + rank);
+  }
+  if (seen.num_short_y_routes > 0) {
+    throw std::invalid_argument("y of a combine was too short for " + std::to_string(seen.num_short_y_routes) +
+                                " routes" + rank + "; pass at least expert_offsets[-1] rows");
+  }
+  throw std::invalid_argument(std::to_string(seen.num_lost_routes) +
+                              " routes found no room in the masked layout" + rank +
+                              ": tokens name an expert more than once; pass layout=\"rows\" or \"expert_major\"");
+}
+
+void ExpertParallel::check() {
+  require_open();
+  backend_->synchronize();
+  raise_reported();
+}
+
+void ExpertParallel::close() {
+  if (closed_) return;
+  if (connected_ && !backend_->is_synchronous()) part();
+  closed_ = true;
+  for (auto& handle : open_) {
+    if (handle) handle->stage = Stage::kClosed;
+    handle = nullptr;
+  }
+}
+
+void ExpertParallel::part() {
+  if (__atomic_load_n(&report_->state, __ATOMIC_ACQUIRE) == 2) return;  // somebody is missing already
+  GoodbyeArgs args{.context = context_};
+  const auto limit = static_cast<uint64_t>(kPartingSeconds * context_.wait.ticks_per_second);
+  args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
+  backend_->synchronize();
+  backend_->launch(args, 1, nullptr);
+  backend_->synchronize();
+  parted_ = __atomic_load_n(&report_->state, __ATOMIC_ACQUIRE) == 0;
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,10 @@
+// Where a function may run. The two words that headers shared by host and kernels need before they know the target.
+#pragma once
+
+#if defined(__HIP__) || defined(__CUDACC__)
+#define MOE_A2A_DEVICE __device__ __forceinline__
+#define MOE_A2A_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define MOE_A2A_DEVICE inline
+#define MOE_A2A_HOST_DEVICE inline
+#endif

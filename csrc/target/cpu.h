@@ -1,0 +1,198 @@
+// The CPU target: a warp has one lane, a block is one OS thread, a device is this process's memory.
+// It is the definition of what the kernels mean, and what the sanitizers and a laptop run.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "target/cpu_machine.h"
+#include "target/attributes.h"
+#include "target/number.h"
+#include "target/order.h"
+
+#define MOE_A2A_TARGET cpu
+
+namespace moe_a2a::inline cpu {
+
+inline constexpr int kWarpSize = 1;
+inline constexpr int kBlockThreads = 1;
+// How many elements a lane works on at a time: long enough for the compiler to use vector instructions.
+template <class T>
+inline constexpr int kLaneElements = 256;
+// Whether a vector access needs an address that is a multiple of 16 bytes.
+inline constexpr bool kAlignedVectors = false;
+inline constexpr float kFloat8Max = 448.0f;
+inline constexpr size_t kMaxSharedBytes = size_t{1} << 30;
+
+// ---- groups: with one member, everything that is exchanged is what the member has
+
+struct Thread {
+  int rank() const { return 0; }
+  int size() const { return 1; }
+  void sync() const {}
+  // Makes the stores of all members visible to whoever a member signals next.
+  void release_sync() const {}
+  template <class T>
+  T broadcast(T value) const {
+    return value;
+  }
+  bool any(bool value) const { return value; }
+  template <class T>
+  T sum(T value) const {
+    return value;
+  }
+};
+
+using Warp = Thread;
+
+struct Block : Thread {
+  struct Scratch {};
+  explicit Block(Scratch&) {}
+  Warp warp() const { return {}; }
+  int warp_rank() const { return 0; }
+  int num_warps() const { return 1; }
+  template <class T>
+  T inclusive_sum(T value, T* total) const {
+    *total = value;
+    return value;
+  }
+};
+
+struct Grid {
+  int block_rank, num_blocks;
+  int rank() const { return block_rank; }
+  int size() const { return num_blocks; }
+};
+
+// ---- memory
+
+inline int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
+
+constexpr int to_builtin(Order order) {
+  return order == Order::kRelaxed   ? __ATOMIC_RELAXED
+         : order == Order::kAcquire ? __ATOMIC_ACQUIRE
+         : order == Order::kRelease ? __ATOMIC_RELEASE
+                                    : __ATOMIC_ACQ_REL;
+}
+
+template <Order kOrder, Scope kScope, class T>
+T atomic_load(const T* address) {
+  return __atomic_load_n(address, to_builtin(kOrder));
+}
+
+template <Order kOrder, Scope kScope, class T>
+void atomic_store(T* address, T value) {
+  __atomic_store_n(address, value, to_builtin(kOrder));
+}
+
+template <Order kOrder, Scope kScope, class T>
+T atomic_add(T* address, T value) {
+  return __atomic_fetch_add(address, value, to_builtin(kOrder));
+}
+
+template <Order kOrder, Scope kScope, class T>
+bool atomic_claim(T* address, T expected, T desired) {
+  return __atomic_compare_exchange_n(address, &expected, desired, false, to_builtin(kOrder), __ATOMIC_RELAXED);
+}
+
+// One fence may stand before several signals where a fence is what a release store costs (the GPUs). Here it is
+// nothing and each signal is a release store, which thread sanitizer understands and a free-standing fence is not.
+inline void fence_before_signals() {}
+inline constexpr Order kSignalOrder = Order::kRelease;
+
+// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), reading the source once.
+template <class Group, class Members, class Target>
+void multicast_bytes(const Group&, const Members& members, Target target, const void* source, size_t bytes) {
+  for (Members rest = members; !rest.empty(); rest.remove_first()) {
+    std::memcpy(target(rest.first()), source, bytes);
+  }
+}
+
+template <class T>
+struct LaneVector {
+  T element[kLaneElements<T>];
+};
+
+template <class T>
+void load_lane(LaneVector<T>& vector, const T* source) {
+  std::memcpy(&vector, source, sizeof(vector));
+}
+
+template <class T>
+void store_lane(T* target, const LaneVector<T>& vector) {
+  std::memcpy(target, &vector, sizeof(vector));
+}
+
+// ---- numbers
+
+inline float to_float(float value) { return value; }
+inline float to_float(Bfloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }
+inline float to_float(Half value) { return static_cast<float>(std::bit_cast<_Float16>(value.bits)); }
+
+template <class T>
+T from_float(float value);
+template <>
+inline float from_float<float>(float value) {
+  return value;
+}
+template <>
+inline Half from_float<Half>(float value) {
+  return {std::bit_cast<uint16_t>(static_cast<_Float16>(value))};
+}
+template <>
+inline Bfloat16 from_float<Bfloat16>(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
+}
+// e4m3fn: 4 exponent bits (bias 7), 3 mantissa bits, no infinity, 0x7f is NaN. Values beyond 448 saturate.
+template <>
+inline Float8 from_float<Float8>(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const auto sign = static_cast<uint8_t>((bits >> 24) & 0x80);
+  const float magnitude = std::bit_cast<float>(bits & 0x7fffffffu);
+  if (magnitude != magnitude) return {static_cast<uint8_t>(sign | 0x7f)};
+  if (magnitude >= kFloat8Max) return {static_cast<uint8_t>(sign | 0x7e)};
+  if (magnitude < 0x1p-6f) {  // subnormal: multiples of 2^-9
+    return {static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyintf(magnitude * 0x1p9f)))};
+  }
+  const uint32_t u = bits & 0x7fffffffu;
+  const uint32_t rounded = (u + 0x7ffffu + ((u >> 20) & 1)) >> 20;
+  const uint32_t encoded = rounded - (120u << 3);
+  return {static_cast<uint8_t>(sign | (encoded > 0x7e ? 0x7e : encoded))};
+}
+
+// ---- time
+
+inline constexpr uint64_t kClockTicksPerSecond = 1'000'000'000;
+
+inline uint64_t clock_now() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
+}
+
+// Gives the core away: eight ranks may share two of them.
+inline void pause() { sched_yield(); }
+
+// ---- host
+
+using Machine = CpuMachine;
+
+// Runs the kernel to its end: the CPU has no streams, work is ordered by the calling thread.
+template <class Kernel>
+void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks, void* /*stream*/) {
+  const auto block_main = [](const void* job, int block_rank, int num_blocks, std::byte* shared) {
+    Block::Scratch scratch;
+    Kernel::run(*static_cast<const typename Kernel::Args*>(job), Grid{block_rank, num_blocks}, Block(scratch), shared);
+  };
+  machine.block_pool().run(num_blocks, Kernel::shared_bytes(args), block_main, &args);
+}
+
+}  // namespace moe_a2a::inline cpu

@@ -1,0 +1,165 @@
+// The CUDA target: the few words in which NVIDIA differs; what it shares with AMD is in simt.h and simt_machine.h.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cub/block/block_scan.cuh>
+#include <cuda/atomic>
+
+#include "target/attributes.h"
+#include "target/number.h"
+#include "target/order.h"
+
+#define MOE_A2A_TARGET cuda
+#define MOE_A2A_KERNEL_ARGUMENT const __grid_constant__
+#define MOE_A2A_GPU(name) cuda##name
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr int kBlockThreads = 512;
+inline constexpr size_t kMaxSharedBytes = 160 * 1024;  // of the 227 KiB that a block may ask for on sm_90
+inline constexpr float kFloat8Max = 448.0f;            // e4m3fn
+
+// ---- threads
+
+__device__ __forceinline__ int thread_in_block() { return static_cast<int>(threadIdx.x); }
+__device__ __forceinline__ int block_in_grid() { return static_cast<int>(blockIdx.x); }
+__device__ __forceinline__ int blocks_in_grid() { return static_cast<int>(gridDim.x); }
+__device__ __forceinline__ void warp_sync() { __syncwarp(); }
+__device__ __forceinline__ void block_sync() { __syncthreads(); }
+__device__ __forceinline__ void drain_stores() {}  // the barrier orders the block's stores before the leader's fence
+__device__ __forceinline__ bool warp_any(bool value) { return __any_sync(0xffffffffu, value); }
+__device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value); }
+template <class T>
+__device__ __forceinline__ T shuffle(T value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+
+struct BlockScan {
+  using Scan = cub::BlockScan<int32_t, kBlockThreads>;
+  using Storage = Scan::TempStorage;
+  __device__ static int32_t inclusive_sum(Storage& storage, int32_t value, int32_t* total) {
+    int32_t result;
+    Scan(storage).InclusiveSum(value, result, *total);
+    return result;
+  }
+};
+
+__host__ __device__ __forceinline__ int count_trailing_zeros(uint64_t word) {
+#if defined(__CUDA_ARCH__)
+  return __ffsll(static_cast<long long>(word)) - 1;
+#else
+  return __builtin_ctzll(word);
+#endif
+}
+
+// ---- memory
+
+MOE_A2A_HOST_DEVICE constexpr ::cuda::std::memory_order to_builtin(Order order) {
+  return order == Order::kRelaxed   ? ::cuda::std::memory_order_relaxed
+         : order == Order::kAcquire ? ::cuda::std::memory_order_acquire
+         : order == Order::kRelease ? ::cuda::std::memory_order_release
+                                    : ::cuda::std::memory_order_acq_rel;
+}
+MOE_A2A_HOST_DEVICE constexpr ::cuda::thread_scope to_builtin(Scope scope) {
+  return scope == Scope::kBlock    ? ::cuda::thread_scope_block
+         : scope == Scope::kDevice ? ::cuda::thread_scope_device
+                                   : ::cuda::thread_scope_system;
+}
+
+template <Order kOrder, Scope kScope, class T>
+__device__ __forceinline__ T atomic_load(const T* address) {
+  return ::cuda::atomic_ref<T, to_builtin(kScope)>(*const_cast<T*>(address)).load(to_builtin(kOrder));
+}
+template <Order kOrder, Scope kScope, class T>
+__device__ __forceinline__ void atomic_store(T* address, T value) {
+  ::cuda::atomic_ref<T, to_builtin(kScope)>(*address).store(value, to_builtin(kOrder));
+}
+template <Order kOrder, Scope kScope, class T>
+__device__ __forceinline__ T atomic_add(T* address, T value) {
+  return ::cuda::atomic_ref<T, to_builtin(kScope)>(*address).fetch_add(value, to_builtin(kOrder));
+}
+template <Order kOrder, Scope kScope, class T>
+__device__ __forceinline__ bool atomic_claim(T* address, T expected, T desired) {
+  return ::cuda::atomic_ref<T, to_builtin(kScope)>(*address).compare_exchange_strong(expected, desired,
+                                                                                    to_builtin(kOrder));
+}
+
+// One fence orders all that was written before every relaxed signal after it.
+__device__ __forceinline__ void fence_before_signals() {
+  ::cuda::atomic_thread_fence(::cuda::std::memory_order_release, ::cuda::thread_scope_system);
+}
+inline constexpr Order kSignalOrder = Order::kRelaxed;
+
+using Vec16 = uint4;
+template <class T>
+__device__ __forceinline__ T load_global(const T* address) {
+  return *address;
+}
+template <class T>
+__device__ __forceinline__ void store_global(T* address, T value) {
+  *address = value;
+}
+
+// ---- numbers
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(Half value) { return __half2float(__ushort_as_half(value.bits)); }
+__device__ __forceinline__ float to_float(Bfloat16 value) {
+  return __uint_as_float(static_cast<uint32_t>(value.bits) << 16);
+}
+
+template <class T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ Half from_float<Half>(float value) {
+  return {__half_as_ushort(__float2half_rn(value))};
+}
+template <>
+__device__ __forceinline__ Bfloat16 from_float<Bfloat16>(float value) {
+  return {__bfloat16_as_ushort(__float2bfloat16_rn(value))};
+}
+template <>
+__device__ __forceinline__ Float8 from_float<Float8>(float value) {
+  return {static_cast<uint8_t>(__nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3))};
+}
+
+// ---- time
+
+__device__ __forceinline__ uint64_t clock_now() {  // nanoseconds, in steps of 32 on H200
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+__device__ __forceinline__ void pause() { __nanosleep(20); }
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET
+
+#include "target/simt.h"
+#include "target/simt_machine.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+struct CudaVendor {
+  static constexpr const char* kName = "cuda";
+  static constexpr auto kMultiprocessorCount = cudaDevAttrMultiProcessorCount;
+  static cudaError_t malloc_symmetric(void** memory, size_t nbytes) { return cudaMalloc(memory, nbytes); }
+  static cudaError_t malloc_host(void** memory, size_t nbytes) {
+    return cudaHostAlloc(memory, nbytes, cudaHostAllocPortable | cudaHostAllocMapped);
+  }
+  static cudaError_t free_host(void* memory) { return cudaFreeHost(memory); }
+  static double clock_ticks_per_second(int) { return 1e9; }
+};
+using Machine = SimtMachine<CudaVendor>;
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,161 @@
+// What the two GPU targets share: groups of many threads over the few words that cuda.h and hip.h define before they
+// include this file (thread_in_block(), block_in_grid(), shuffle(), BlockScan, the vendor's runtime names).
+#pragma once
+
+#include <cstring>
+
+#include "target/attributes.h"
+#include "target/number.h"
+#include "target/order.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// ---- groups
+
+struct Thread {
+  __device__ int rank() const { return 0; }
+  __device__ int size() const { return 1; }
+  __device__ void sync() const {}
+  __device__ void release_sync() const {}
+  template <class T>
+  __device__ T broadcast(T value) const {
+    return value;
+  }
+  __device__ bool any(bool value) const { return value; }
+};
+
+struct Warp {
+  __device__ int rank() const { return thread_in_block() % kWarpSize; }
+  __device__ int size() const { return kWarpSize; }
+  __device__ void sync() const { warp_sync(); }
+  // The lanes' stores come before whatever a lane signals next: one wave is one stream of memory instructions on AMD,
+  // and the warp barrier orders memory among its lanes on NVIDIA.
+  __device__ void release_sync() const { warp_sync(); }
+  template <class T>
+  __device__ T broadcast(T value) const {
+    return shuffle(value, 0);
+  }
+  __device__ bool any(bool value) const { return warp_any(value); }
+};
+
+struct Block {
+  struct Scratch {
+    typename BlockScan::Storage scan;
+    int word;
+  };
+  __device__ explicit Block(Scratch& scratch) : scratch_(scratch) {}
+
+  __device__ int rank() const { return thread_in_block(); }
+  __device__ int size() const { return kBlockThreads; }
+  __device__ void sync() const { block_sync(); }
+  // A plain barrier does not wait for the other waves' global stores on gfx90a, gfx942 and gfx950, so a leader that
+  // signals after it could be ahead of them. drain_stores() waits; it is nothing on NVIDIA.
+  __device__ void release_sync() const {
+    drain_stores();
+    block_sync();
+  }
+  __device__ uint32_t broadcast(uint32_t value) const {
+    if (rank() == 0) scratch_.word = static_cast<int>(value);
+    block_sync();
+    const auto result = static_cast<uint32_t>(scratch_.word);
+    block_sync();
+    return result;
+  }
+  __device__ bool any(bool value) const { return block_any(value); }
+  __device__ int32_t inclusive_sum(int32_t value, int32_t* total) const {
+    const int32_t result = BlockScan::inclusive_sum(scratch_.scan, value, total);
+    block_sync();  // the storage may be used again
+    return result;
+  }
+
+  __device__ Warp warp() const { return {}; }
+  __device__ int warp_rank() const { return thread_in_block() / kWarpSize; }
+  __device__ int num_warps() const { return kBlockThreads / kWarpSize; }
+
+ private:
+  Scratch& scratch_;
+};
+
+struct Grid {
+  __device__ int rank() const { return block_in_grid(); }
+  __device__ int size() const { return blocks_in_grid(); }
+};
+
+// ---- memory
+
+// Copies in pieces of type Piece, `kUnroll` of them in flight per thread before the first is stored.
+template <class Piece, class Group, class Members, class Target>
+__device__ void multicast_pieces(const Group& group, const Members& members, Target target, const void* source,
+                                 int64_t count) {
+  constexpr int kUnroll = 4;
+  const Piece* from = static_cast<const Piece*>(source);
+  int64_t i = group.rank();
+  for (; i + (kUnroll - 1) * group.size() < count; i += kUnroll * group.size()) {
+    Piece piece[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) piece[j] = load_global(from + i + j * group.size());
+    for (Members rest = members; !rest.empty(); rest.remove_first()) {
+      Piece* to = reinterpret_cast<Piece*>(target(rest.first()));
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) store_global(to + i + j * group.size(), piece[j]);
+    }
+  }
+  for (; i < count; i += group.size()) {
+    const Piece piece = load_global(from + i);
+    for (Members rest = members; !rest.empty(); rest.remove_first()) {
+      store_global(reinterpret_cast<Piece*>(target(rest.first())) + i, piece);
+    }
+  }
+}
+
+// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), reading the source once. Targets
+// start on 16-byte boundaries; a source that does not goes in smaller pieces.
+template <class Group, class Members, class Target>
+__device__ void multicast_bytes(const Group& group, const Members& members, Target target, const void* source,
+                                int64_t bytes) {
+  const uint64_t misalignment = reinterpret_cast<uint64_t>(source) | static_cast<uint64_t>(bytes) |
+                                reinterpret_cast<uint64_t>(target(members.first()));
+  if (misalignment % 16 == 0) {
+    multicast_pieces<Vec16>(group, members, target, source, bytes / 16);
+  } else if (misalignment % 4 == 0) {
+    multicast_pieces<uint32_t>(group, members, target, source, bytes / 4);
+  } else if (misalignment % 2 == 0) {
+    multicast_pieces<uint16_t>(group, members, target, source, bytes / 2);
+  } else {
+    multicast_pieces<uint8_t>(group, members, target, source, bytes);
+  }
+}
+
+// As many elements as 16 bytes hold.
+template <class T>
+inline constexpr int kLaneElements = 16 / sizeof(T);
+inline constexpr bool kAlignedVectors = true;
+
+template <class T>
+struct alignas(16) LaneVector {
+  T element[kLaneElements<T>];
+};
+
+template <class T>
+__device__ void load_lane(LaneVector<T>& vector, const T* source) {
+  const Vec16 bits = load_global(reinterpret_cast<const Vec16*>(source));
+  memcpy(&vector, &bits, sizeof(vector));
+}
+
+template <class T>
+__device__ void store_lane(T* target, const LaneVector<T>& vector) {
+  Vec16 bits;
+  memcpy(&bits, &vector, sizeof(bits));
+  store_global(reinterpret_cast<Vec16*>(target), bits);
+}
+
+// ---- launch
+
+template <class Kernel>
+__global__ void __launch_bounds__(kBlockThreads) kernel_entry(MOE_A2A_KERNEL_ARGUMENT typename Kernel::Args args) {
+  __shared__ typename Block::Scratch scratch;
+  extern __shared__ __align__(16) unsigned char shared[];
+  Kernel::run(args, Grid{}, Block(scratch), reinterpret_cast<std::byte*>(shared));
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,25 @@
+"""moe_a2a: expert parallelism for Mixture-of-Experts models. dispatch() and combine() over a symmetric heap."""
+
+from __future__ import annotations
+
+import torch  # noqa: F401  (before the core, which uses its libraries)
+
+from moe_a2a import reference
+from moe_a2a.errors import PeerRefusedError, PeerTimeoutError
+from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
+from moe_a2a.handle import DispatchHandle
+from moe_a2a.moe_layer import MoELayer
+
+__all__ = [
+    "DispatchHandle",
+    "ExpertParallel",
+    "HandleExchange",
+    "MoELayer",
+    "PeerRefusedError",
+    "PeerTimeoutError",
+    "ThreadGroup",
+    "as_group",
+    "reference",
+    "thread_group",
+]

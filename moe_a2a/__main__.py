@@ -1,0 +1,29 @@
+"""The command line: `python -m moe_a2a <command>`.
+
+A command is a module with HELP, add_arguments(parser) and run(options) -> exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from moe_a2a import demo, doctor
+
+COMMANDS = {"demo": demo, "doctor": doctor}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m moe_a2a", description="Expert parallelism")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.HELP, description=command.HELP)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""`python -m moe_a2a demo`: real MoE models and the contest's shapes through dispatch and combine.
+
+Every rank is a process of this machine. Each runs its own part of one text through the models,
+holding only its own experts; every logit is compared with the untouched model in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HELP = "run MoE models over several ranks of this machine and check every logit"
+MODEL_NAMES = ("mixtral", "qwen3_moe", "deepseek_v3")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=4, help="processes to start (default: 4)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODEL_NAMES, default=MODEL_NAMES, metavar="MODEL"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("moe_a2a_demo"),
+        metavar="DIR",
+        help="folder of the plot (default: moe_a2a_demo)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="seconds for all of it (default: 300)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return _failed("transformers is not installed (pip install 'moe_a2a[demo]')")
+    from moe_a2a.demo.ranks import RankError
+
+    try:
+        return _run(options)
+    except RankError as error:
+        return _failed(str(error))
+
+
+def _run(options: argparse.Namespace) -> int:
+    from moe_a2a.demo import models, plot, report, text
+    from moe_a2a.demo.ranks import run_on_ranks
+    from moe_a2a.demo.shapes import SHAPES
+
+    print(
+        f"{options.ranks} ranks as processes, seed {options.seed}, {text.batch().numel()} bytes of "
+        "text, fp32 models with random weights"
+    )
+    num_units = 2 * len(options.models) + len(SHAPES)
+    with _progress_bar(num_units) as advance:
+        expected, all_bytes = {}, {}
+        for name in options.models:
+            model = models.build(name, options.seed)
+            all_bytes[name] = models.expert_bytes(model)
+            expected[name] = models.run_in_one_process(name, options.seed, text.batch())
+            advance(f"{name} in one process")
+        ranks = run_on_ranks(
+            options.ranks,
+            _rank_main,
+            tuple(options.models),
+            options.seed,
+            timeout=options.timeout,
+            on_progress=advance,
+        )
+
+    of_models, of_shapes = zip(*ranks, strict=True)
+    model_results = [
+        report.model_result(name, runs, expected[name], all_bytes[name])
+        for name, runs in zip(options.models, zip(*of_models, strict=True), strict=True)
+    ]
+    shape_results = [
+        report.shape_result(shape, runs)
+        for shape, runs in zip(SHAPES, zip(*of_shapes, strict=True), strict=True)
+    ]
+    report.print_models(model_results)
+    report.print_shapes(shape_results)
+
+    picture = options.output / "demo.png"
+    counts = {result.name: result.tokens_per_expert for result in model_results}
+    no_picture = plot.save(picture, counts, shape_results)
+    print(f"\nno plot: {no_picture}" if no_picture else f"\nplot: {picture}")
+
+    failed = [r.name for r in model_results if not r.passed]
+    failed += [r.label for r in shape_results if not r.passed]
+    if failed:
+        return _failed(", ".join(failed))
+    worst = max(result.difference for result in model_results)
+    print(
+        f"demo: {len(model_results)} models, max |logit difference| {worst:.2e}, all checks passed"
+    )
+    return 0
+
+
+def _rank_main(report: Callable[[str], None], model_names: tuple[str, ...], seed: int) -> tuple:
+    """One rank's life: the models, then the shapes."""
+    import torch.distributed as dist
+
+    from moe_a2a.demo import models, shapes, text
+
+    def done(what: str) -> None:
+        if dist.get_rank() == 0:
+            report(what)
+
+    of_models, of_shapes = [], []
+    for name in model_names:
+        of_models.append(models.run_on_this_rank(name, seed, text.batch()))
+        done(name)
+    for shape in shapes.SHAPES:
+        of_shapes.append(shapes.run_on_this_rank(shape, seed))
+        done(f"shape {shape}")
+    return of_models, of_shapes
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """A function that moves the bar by one; on a terminal with tqdm, else it does nothing."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    if tqdm is None or not sys.stderr.isatty():
+        yield lambda what: None
+        return
+    with tqdm(total=total, leave=False) as bar:
+
+        def advance(what: str) -> None:
+            bar.set_description(what)
+            bar.update()
+
+        yield advance
+
+
+def _failed(why: str) -> int:
+    print(f"demo: FAILED {why}")
+    return 1

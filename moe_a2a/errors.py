@@ -1,0 +1,56 @@
+"""The exceptions of moe_a2a that carry more than a text. Wrong arguments raise ValueError or TypeError."""
+
+
+class PeerTimeoutError(RuntimeError):
+    """A rank did not come within the deadline: it is dead, late, or makes other calls.
+
+    The object is unusable afterwards, on every rank: all of them raise this error, and all name the rank that the
+    first of them waited for.
+
+    Attributes:
+        operation: the step that waited: "dispatch_send", "dispatch_recv", "combine_send" or "combine_recv".
+        phase: what it waited for: "credit", "routing table", "row" or "partial sum".
+        rank: the rank that waited.
+        peer: the rank that did not come.
+        token: the token whose row or sum was awaited, -1 where a wait is not for a token.
+        expected_epoch, seen_epoch: what the awaited signal should have carried, and what it carried.
+        elapsed_seconds: how long the wait took.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        operation: str = "",
+        phase: str = "",
+        rank: int = -1,
+        peer: int = -1,
+        token: int = -1,
+        expected_epoch: int = 0,
+        seen_epoch: int = 0,
+        elapsed_seconds: float = 0.0,
+    ):
+        super().__init__(message)
+        self.operation = operation
+        self.phase = phase
+        self.rank = rank
+        self.peer = peer
+        self.token = token
+        self.expected_epoch = expected_epoch
+        self.seen_epoch = seen_epoch
+        self.elapsed_seconds = elapsed_seconds
+
+
+class PeerRefusedError(RuntimeError):
+    """Another rank refused its part of this call because of its arguments; the message is that rank's.
+
+    The object stays usable on every rank. A refused dispatch has passed for all; a refused combine may be tried again
+    by all, with the same handle.
+
+    Attributes:
+        peer: the rank that refused.
+    """
+
+    def __init__(self, message: str, *, peer: int = -1):
+        super().__init__(message)
+        self.peer = peer

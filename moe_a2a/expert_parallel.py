@@ -1,0 +1,399 @@
+"""ExpertParallel: dispatch() tokens to the ranks that own their experts, combine() what the experts made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moe_a2a import _core
+from moe_a2a.groups import HandleExchange, as_group
+from moe_a2a.handle import DispatchHandle
+
+log = logging.getLogger("moe_a2a")
+
+
+def _target_of(device: torch.device) -> str:
+    """The target whose kernels run on a PyTorch device. ROCm builds of PyTorch call their devices "cuda" too."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda":
+        return "hip" if torch.version.hip else "cuda"
+    raise ValueError(f"device={str(device)!r} has no target; pass a cpu or cuda device")
+
+
+def _default_device() -> torch.device:
+    """The current GPU where this build and this machine have one, else the CPU."""
+    if torch.cuda.is_available() and _target_of(torch.device("cuda")) in _core.built_targets():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class ExpertParallel:
+    """Moves tokens between the ranks of a group: R ranks, each with its own tokens and E / R of the experts.
+
+    Args:
+        group: the ranks. A torch.distributed group (None: the default group), a one-dimensional DeviceMesh, an mpi4py
+            communicator, an element of thread_group(n), or HandleExchange(rank, num_ranks) to carry the handles yourself.
+        num_experts: experts of all ranks; divisible by the number of ranks. Rank r owns the experts
+            r * E_local ... (r + 1) * E_local - 1.
+        num_topk: choices per token.
+        hidden: length of a row.
+        num_max_tokens_per_rank: most tokens that a rank dispatches at once (T).
+        dtype: of x, y and the result: float32, float16 or bfloat16.
+        device: where tensors live; default: the current GPU if this build has its target, else the CPU.
+        num_buffers: dispatches that may be open at once.
+        timeout: seconds after which a wait for another rank raises PeerTimeoutError.
+        num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: the target's default.
+
+    Every rank makes the same calls in the same order; tokens may differ in number, also be zero. Work is queued on
+    PyTorch's current stream of the device. Memory: see `nbytes`.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        num_experts: int,
+        num_topk: int,
+        hidden: int,
+        num_max_tokens_per_rank: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        num_buffers: int = 2,
+        timeout: float = 30.0,
+        num_blocks: int = 0,
+    ):
+        self._group = as_group(group)
+        self.rank = self._group.rank
+        self.num_ranks = self._group.num_ranks
+        self.num_experts = num_experts
+        self.num_topk = num_topk
+        self.hidden = hidden
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.dtype = dtype
+        self.num_buffers = num_buffers
+        self.timeout = timeout
+        self.num_blocks = num_blocks
+        self._core: Any = None
+        if isinstance(self._group, HandleExchange):
+            self._allocate(device)
+        else:
+            self._meet(device)
+        self.num_local_experts = num_experts // self.num_ranks
+
+    # ---- set-up
+
+    def _allocate(self, device: torch.device | str | None) -> None:
+        if not (
+            isinstance(self.timeout, (int, float))
+            and math.isfinite(self.timeout)
+            and self.timeout > 0
+        ):
+            raise ValueError(
+                f"timeout={self.timeout} is not a positive number of seconds on rank {self.rank}"
+            )
+        self.device = torch.device(device) if device is not None else _default_device()
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        sizes = (
+            self.num_experts,
+            self.num_topk,
+            self.hidden,
+            self.num_max_tokens_per_rank,
+            self.num_buffers,
+            self.dtype,
+        )
+        log.info(
+            "rank %d takes %d bytes on %s",
+            self.rank,
+            _core.nbytes_for(self.num_ranks, *sizes),
+            self.device,
+        )
+        self._core = _core.ExpertParallel(
+            self.rank,
+            self.num_ranks,
+            *sizes,
+            _target_of(self.device),
+            self.device,
+            float(self.timeout),
+        )
+
+    def _meet(self, device: torch.device | str | None) -> None:
+        """Allocates, exchanges handles, maps. What fails on one rank raises on all: nobody waits for a rank that left."""
+        error: Exception | None = None
+        try:
+            self._allocate(device)
+        except Exception as caught:
+            error = caught
+        said = self._group.all_gather(
+            (None, repr(error)) if error else (self.get_comm_handle(), None)
+        )
+        self._raise_first(error, [text for _, text in said])
+        try:
+            self.set_comm_handles([handle for handle, _ in said])
+        except Exception as caught:
+            error = caught
+        self._raise_first(error, self._group.all_gather(repr(error) if error else None))
+
+    def _raise_first(self, own: Exception | None, texts: list[str | None]) -> None:
+        if not any(texts):
+            return
+        self.close()
+        if own is not None:
+            raise own
+        rank = next(r for r, text in enumerate(texts) if text)
+        raise RuntimeError(f"rank {rank} could not make its ExpertParallel: {texts[rank]}")
+
+    def get_comm_handle(self) -> bytes:
+        """What the other ranks need to map this rank's memory. Carry it to every rank; see set_comm_handles()."""
+        return self._open_core().comm_handle()
+
+    def set_comm_handles(self, handles: list[bytes]) -> None:
+        """Maps the memory of all ranks. `handles`: get_comm_handle() of every rank, in rank order. Only needed with
+        HandleExchange; raises ValueError when the ranks disagree on the configuration."""
+        self._open_core().connect(handles)
+
+    # ---- the two calls of a layer
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        handle: DispatchHandle | None = None,
+        layout: str | None = None,
+        expert_alignment: int | None = None,
+        x_scales: torch.Tensor | None = None,
+        quantize: str | None = None,
+        num_blocks: int = 0,
+    ) -> DispatchHandle:
+        """Sends each token's row to every rank that owns one of its experts, once per rank, and receives the others'.
+
+        Args:
+            x: [num_tokens, H] of `dtype`, or float8 with x_scales. Rows may be strided.
+            topk_idx: [num_tokens, K] int32 or int64, ids of experts; -1 drops a choice.
+            topk_weights: [num_tokens, K] float32; None: 1.
+            handle: instead of topk_idx and topk_weights, an earlier handle whose routing is used again.
+            layout, expert_alignment: see DispatchHandle; default: "rows" and 1, or those of `handle`. The alignment (1 to
+                256) is for layout="expert_major".
+            x_scales: [num_tokens, ceil(H / 128)] float32, with float8 x.
+            quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448).
+            num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong; the other ranks raise PeerRefusedError. All stay usable.
+            RuntimeError: num_buffers handles are open, or the object is closed.
+            PeerTimeoutError: a rank did not come.
+        """
+        with self._refusing_dispatch():
+            layout, expert_alignment = self._checked_layout(handle, layout, expert_alignment)
+        sent = self.dispatch_send(
+            x,
+            topk_idx,
+            topk_weights,
+            handle=handle,
+            x_scales=x_scales,
+            quantize=quantize,
+            num_blocks=num_blocks,
+        )
+        return self.dispatch_recv(
+            sent, layout=layout, expert_alignment=expert_alignment, num_blocks=num_blocks
+        )
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: DispatchHandle,
+        *,
+        presummed: bool = False,
+        out: torch.Tensor | None = None,
+        num_blocks: int = 0,
+    ) -> torch.Tensor:
+        """Returns [num_tokens, H]: for each own token the sum over its choices of weight * expert output.
+
+        The order of addition is fixed, in fp32: on each rank over the token's choices there, rounded to `dtype`, then
+        over the ranks in ascending order. The same inputs give the same bits.
+
+        Args:
+            y: one row per position of the handle's layout ([n, H], n >= expert_offsets[-1]; [E_local, R * T, H] for
+                "masked"), of `dtype`. Rows past the last position are never read.
+            handle: of the dispatch; serves once.
+            presummed: y is [R * T, H] like recv_x, each row already weighted and summed over the experts here.
+            out: where to write, [num_tokens, H] contiguous.
+
+        Raises: as dispatch(). After PeerRefusedError the combine may be tried again with the same handle.
+        """
+        self.combine_send(y, handle, presummed=presummed, num_blocks=num_blocks)
+        return self.combine_recv(handle, out=out, num_blocks=num_blocks)
+
+    # ---- their halves: between them the device is free
+
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        handle: DispatchHandle | None = None,
+        x_scales: torch.Tensor | None = None,
+        quantize: str | None = None,
+        num_blocks: int = 0,
+    ) -> DispatchHandle:
+        """The first half of dispatch(): returns when the rows are posted. The handle shows nothing yet."""
+        with self._refusing_dispatch() as core:
+            routing = self._routing(handle, topk_idx, topk_weights)
+            if quantize not in (None, "fp8"):
+                raise ValueError(
+                    f'quantize={quantize!r} is unknown on rank {self.rank}; pass "fp8" or None'
+                )
+            quantized = quantize is not None
+            sent = core.dispatch_send(
+                x, *routing, x_scales, quantized, num_blocks or self.num_blocks
+            )
+        return DispatchHandle(self, sent, self._float8_dtype() if quantized else x.dtype, routing)
+
+    def dispatch_recv(
+        self,
+        handle: DispatchHandle,
+        *,
+        layout: str | None = None,
+        expert_alignment: int | None = None,
+        num_blocks: int = 0,
+    ) -> DispatchHandle:
+        """The second half of dispatch(): waits for the rows of all ranks; returns the same handle, now readable."""
+        layout, expert_alignment = self._checked_layout(None, layout, expert_alignment)
+        num_blocks = num_blocks or self.num_blocks
+        self._open_core().dispatch_recv(handle._handle, layout, expert_alignment, num_blocks)
+        handle.layout, handle.expert_alignment = layout, expert_alignment
+        handle._num_blocks = num_blocks
+        return handle
+
+    def combine_send(
+        self,
+        y: torch.Tensor,
+        handle: DispatchHandle,
+        *,
+        presummed: bool = False,
+        num_blocks: int = 0,
+    ) -> None:
+        """The first half of combine(): returns when the sums are posted."""
+        core = self._open_core()
+        try:
+            core.combine_send(y, handle._handle, presummed, num_blocks or self.num_blocks)
+        except (ValueError, TypeError) as error:
+            core.refuse_combine(handle._handle, str(error))
+            raise
+
+    def combine_recv(
+        self, handle: DispatchHandle, *, out: torch.Tensor | None = None, num_blocks: int = 0
+    ) -> torch.Tensor:
+        """The second half of combine(): waits for the sums of all ranks, returns [num_tokens, H]."""
+        return self._open_core().combine_recv(handle._handle, out, num_blocks or self.num_blocks)
+
+    # ---- the rest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that this object holds on this rank; about
+        2 * num_buffers * R * T * row, and fixed from the start."""
+        return self._open_core().nbytes
+
+    def check(self) -> None:
+        """Waits for the device and raises what kernels have reported since the last call: a rank that did not come, a
+        refusal, ids out of range in a topk_idx that the host could not see."""
+        self._open_core().check()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._core is None
+
+    def close(self) -> None:
+        """Ends the object. Other ranks that still wait for this one run into their deadline. Views of handles stay
+        readable as long as they are held, with whatever the memory holds."""
+        if self._core is not None:
+            self._core.close()
+            self._core = None
+
+    def __enter__(self) -> ExpertParallel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"{self.device}, {self.nbytes} bytes"
+        return (
+            f"ExpertParallel(rank {self.rank} of {self.num_ranks}, {self.num_experts} experts, top-{self.num_topk}, "
+            f"hidden {self.hidden}, {self.num_max_tokens_per_rank} tokens, {self.dtype}, {state})"
+        )
+
+    def _open_core(self) -> Any:
+        if self._core is None:
+            raise RuntimeError("this ExpertParallel is closed; make a new one")
+        return self._core
+
+    def _float8_dtype(self) -> torch.dtype:
+        if self.device.type == "cuda" and torch.version.hip:
+            name = torch.cuda.get_device_properties(self.device).gcnArchName
+            return torch.float8_e4m3fnuz if name.startswith("gfx942") else torch.float8_e4m3fn
+        return torch.float8_e4m3fn
+
+    @contextlib.contextmanager
+    def _refusing_dispatch(self) -> Iterator[Any]:
+        """What is wrong with this rank's arguments is also said to the others: nobody waits for a rank that raised."""
+        core = self._open_core()
+        try:
+            yield core
+        except (ValueError, TypeError) as error:
+            core.refuse_dispatch(str(error))
+            raise
+
+    def _checked_layout(
+        self, handle: DispatchHandle | None, layout: str | None, expert_alignment: int | None
+    ) -> tuple[str, int]:
+        if layout is None:
+            layout = handle.layout if handle is not None else "rows"
+            if expert_alignment is None and handle is not None:
+                expert_alignment = handle.expert_alignment
+        if expert_alignment is None:
+            expert_alignment = 1
+        if layout not in ("rows", "expert_major", "masked"):
+            raise ValueError(
+                f'layout={layout!r} is unknown on rank {self.rank}; pass "rows", "expert_major" or "masked"'
+            )
+        if not 1 <= expert_alignment <= 256:
+            raise ValueError(
+                f"expert_alignment={expert_alignment} is not in [1, 256] on rank {self.rank}; pass one of these"
+            )
+        if expert_alignment != 1 and layout != "expert_major":
+            raise ValueError(
+                f'expert_alignment={expert_alignment} with layout="{layout}" on rank {self.rank}; pass '
+                'layout="expert_major"'
+            )
+        return layout, expert_alignment
+
+    def _routing(
+        self,
+        handle: DispatchHandle | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if handle is None:
+            if topk_idx is None:
+                raise ValueError(f"topk_idx is None on rank {self.rank}; pass topk_idx or handle=")
+            return topk_idx, topk_weights
+        if topk_idx is not None or topk_weights is not None:
+            raise ValueError(
+                f"handle= and topk_idx or topk_weights on rank {self.rank}; pass one or the other"
+            )
+        if handle.ep is not self:
+            raise ValueError(
+                f"dispatch got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"
+            )
+        return handle._routing

@@ -1,0 +1,141 @@
+"""What a dispatch brought to this rank, and the key to its combine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from moe_a2a.expert_parallel import ExpertParallel
+
+
+class DispatchHandle:
+    """One dispatch between its send and its combine.
+
+    All tensors are views of the ExpertParallel's own memory, on its device. They live until combine() returns or
+    release() is called; afterwards reading a property raises RuntimeError.
+
+    Sizes: R ranks, T = num_max_tokens_per_rank, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
+    one token that lives on this rank. *Positions* number the routes, grouped by local expert and inside an expert by
+    (source rank, token, choice):
+      layout="rows"          capacity = R * T * K positions, the experts' routes without gaps
+      layout="expert_major"  each expert's positions start at a multiple of expert_alignment, padding between
+      layout="masked"        expert e has the positions e * R * T ... e * R * T + expert_counts[e] - 1
+    """
+
+    def __init__(
+        self,
+        ep: ExpertParallel,
+        core_handle: Any,
+        row_dtype: torch.dtype,
+        routing: tuple[torch.Tensor, torch.Tensor | None],
+    ):
+        self.ep = ep
+        self.row_dtype = row_dtype
+        self.layout = "rows"
+        self.expert_alignment = 1
+        self._core = ep._core
+        self._handle = core_handle
+        self._expert_x: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._routing = routing
+        self._num_blocks = 0
+
+    @property
+    def recv_x(self) -> torch.Tensor:
+        """[R * T, H] rows where they landed: token t of rank s is row s * T + t. Rows of tokens that did not come here
+        hold nothing meaningful."""
+        return self._core.recv_x(self._handle, self.row_dtype)
+
+    @property
+    def recv_x_scales(self) -> torch.Tensor:
+        """[R * T, ceil(H / 128)] float32, one scale per 128 values of a float8 row."""
+        return self._core.recv_x_scales(self._handle)
+
+    @property
+    def expert_row_index(self) -> torch.Tensor:
+        """int32 [capacity]: the row of recv_x of each position; -1 in padding; unspecified past expert_offsets[-1]."""
+        return self._core.expert_row_index(self._handle)
+
+    @property
+    def expert_offsets(self) -> torch.Tensor:
+        """int32 [E_local + 1]: first position of each expert; the last value is where the positions end."""
+        return self._core.expert_offsets(self._handle)
+
+    @property
+    def expert_counts(self) -> torch.Tensor:
+        """int32 [E_local]: routes of each expert, padding not counted."""
+        return self._core.expert_counts(self._handle)
+
+    num_recv_tokens_per_expert = expert_counts
+
+    @property
+    def route_weights(self) -> torch.Tensor:
+        """float32 [capacity]: the weight of each position's route."""
+        return self._core.route_weights(self._handle)
+
+    @property
+    def route_src_rank(self) -> torch.Tensor:
+        """int32 [capacity]: the rank that each position's token comes from."""
+        return self._core.route_src_rank(self._handle)
+
+    @property
+    def route_src_token_idx(self) -> torch.Tensor:
+        """int32 [capacity]: the token's index on its own rank."""
+        return self._core.route_src_token_idx(self._handle)
+
+    @property
+    def num_recv_tokens_per_rank(self) -> torch.Tensor:
+        """int32 [R]: how many tokens each rank dispatched (anywhere)."""
+        return self._core.num_recv_tokens(self._handle)
+
+    @property
+    def num_routes(self) -> int:
+        """expert_offsets[-1], read by the host: this synchronises with the device."""
+        return int(self.expert_offsets[-1])
+
+    @property
+    def recv_rows(self) -> torch.Tensor:
+        """int32 [n]: the rows of recv_x that hold a token, in (source rank, token) order. Read by the host: this
+        synchronises with the device."""
+        return self._core.landed_rows(self._handle)[: int(self._core.num_landed_rows(self._handle))]
+
+    @property
+    def capacity(self) -> int:
+        """Positions of the layout: as many rows as `y` may have."""
+        return self._core.capacity(self._handle)
+
+    @property
+    def expert_x(self) -> torch.Tensor:
+        """[capacity, H], or [E_local, R * T, H] for layout="masked": one row per position, copied from recv_x; padding
+        of layout="expert_major" is zero. Only for these two layouts; costs one copy of the received rows."""
+        return self._gathered()[0]
+
+    @property
+    def expert_x_scales(self) -> torch.Tensor:
+        """The scales of float8 expert_x: [..., ceil(H / 128)] float32."""
+        scales = self._gathered()[1]
+        if scales is None:
+            raise RuntimeError(
+                'expert_x_scales exists for float8 rows; dispatch with x_scales= or quantize="fp8"'
+            )
+        return scales
+
+    def _gathered(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.layout == "rows":
+            raise RuntimeError(
+                'expert_x exists for layout="expert_major" and layout="masked"; read recv_x through expert_row_index, or '
+                "dispatch with one of these layouts"
+            )
+        if self._expert_x is None:
+            self._expert_x = self._core.gather_rows(self._handle, self.row_dtype, self._num_blocks)
+        return self._expert_x
+
+    @property
+    def is_open(self) -> bool:
+        """Whether combine() may still be called with this handle."""
+        return self._handle.is_open and not self.ep.is_closed
+
+    def release(self) -> None:
+        """Ends the handle without a combine; its buffer is free again. Every rank does the same."""
+        self._core.release(self._handle)

@@ -1,0 +1,1 @@
+"""Ways in from other libraries. Each file imports its library: import the one you need."""

@@ -1,0 +1,113 @@
+"""What an experts module of transformers looks like, and the part of it that one rank owns.
+
+A class decorated with `use_experts_implementation` keeps the weights of all its experts in stacked
+parameters and says by flags how to use them. Activation, gate and norm are the module's own code,
+so clamped, soft-capped and interleaved gates need no knowledge here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+STACKED_PARAMETERS = (
+    "gate_up_proj",
+    "gate_up_proj_bias",
+    "up_proj",
+    "up_proj_bias",
+    "down_proj",
+    "down_proj_bias",
+)
+ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def is_experts_module(module: nn.Module) -> bool:
+    return all(hasattr(module, flag) for flag in (*FLAGS, "_apply_gate", "num_experts"))
+
+
+def require_supported(module: nn.Module) -> None:
+    name = type(module).__name__
+    if module._is_expert_parallel:
+        raise ValueError(
+            f"{name} is already split by transformers' own expert parallelism: load the model "
+            "without enable_expert_parallel"
+        )
+    if module.down_proj.dtype not in ROW_DTYPES:
+        raise ValueError(
+            f"{name} has {module.down_proj.dtype} weights: experts in "
+            "float32, float16 and bfloat16 are supported (for FP8 checkpoints: dequantize=True)"
+        )
+
+
+def num_experts_per_rank(num_experts: int, num_ranks: int) -> int:
+    """Rounded up: the last ranks own fewer experts, or none, where num_ranks does not divide."""
+    return -(-num_experts // num_ranks)
+
+
+def owned_experts(num_experts: int, rank: int, num_ranks: int) -> range:
+    per_rank = num_experts_per_rank(num_experts, num_ranks)
+    return range(num_experts)[rank * per_rank : (rank + 1) * per_rank]
+
+
+def keep_only(module: nn.Module, owned: range) -> None:
+    """Replace the stacked parameters by copies of the owned part, so that the rest is freed."""
+    for name in STACKED_PARAMETERS:
+        parameter = getattr(module, name, None)
+        if parameter is not None:
+            part = _part(module, parameter, owned).detach().clone()
+            setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+def run_owned_experts(
+    module: nn.Module, owned: range, expert_x: Tensor, expert_offsets: Tensor
+) -> Tensor:
+    """expert_x [n, H], grouped by owned expert; expert_offsets [len(owned) + 1] -> y [n, H]."""
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    hidden = _grouped_linear(module, up, owned, expert_x, expert_offsets)
+    hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+    y = _grouped_linear(module, "down_proj", owned, hidden, expert_offsets)
+    return module.post_expert_norm(y) if module.has_post_expert_norm else y
+
+
+def _part(module: nn.Module, parameter: Tensor, owned: range) -> Tensor:
+    if len(parameter) == module.num_experts:
+        return parameter[owned.start : owned.stop]
+    if len(parameter) == len(owned):
+        return parameter  # shard_experts() was here
+    raise ValueError(
+        f"{type(module).__name__} holds {len(parameter)} experts, expected all "
+        f"{module.num_experts} or this rank's {len(owned)}: was it split by something else?"
+    )
+
+
+def _grouped_linear(
+    module: nn.Module, name: str, owned: range, x: Tensor, offsets: Tensor
+) -> Tensor:
+    """Each row of x through the projection of its expert."""
+    weight = _part(module, getattr(module, name), owned)  # [E, out, in], transposed [E, in, out]
+    if not module.is_transposed:
+        weight = weight.transpose(1, 2)
+    out = _grouped_mm(x.to(weight.dtype), weight, offsets)
+    if module.has_bias:
+        bias = _part(module, getattr(module, f"{name}_bias"), owned)
+        out += bias.repeat_interleave(offsets.diff(), dim=0, output_size=len(x))
+    return out
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """x [n, in] and weight [E, in, out] -> [n, out]."""
+    if _torch_can_group(weight):
+        return nn.functional.grouped_mm(x, weight, offs=offsets[1:])
+    out = x.new_empty(len(x), weight.shape[2])
+    bounds = offsets.tolist()
+    for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        torch.mm(x[start:end], weight[expert], out=out[start:end])
+    return out
+
+
+def _torch_can_group(weight: Tensor) -> bool:
+    """From torch 2.10 on, where there is an expert and all strides are multiples of 16 bytes."""
+    num_experts, *sizes = weight.shape
+    aligned = all(size * weight.element_size() % 16 == 0 for size in sizes)
+    return hasattr(nn.functional, "grouped_mm") and num_experts > 0 and aligned

@@ -1,0 +1,210 @@
+"""Every Mixture-of-Experts model of transformers through dispatch(), its own experts, combine().
+
+    from moe_a2a.integrations.transformers import register, shard_experts
+
+    experts = register(group)       # a torch.distributed group, or moe_a2a.thread_group(n)[rank]
+    shard_experts(model, group)     # optional: frees the experts that other ranks own
+    model.set_experts_implementation("moe_a2a")
+    with torch.no_grad():
+        logits = model(my_part_of_the_batch).logits
+    experts.close()
+
+Each rank runs the whole model on its own part of the batch; only the experts are shared out: rank r
+owns experts r * n to (r + 1) * n - 1, n = num_experts / num_ranks rounded up. Where num_ranks does
+not divide num_experts, the last ranks own fewer experts, or none.
+
+All ranks pass the same MoE layers in the same order, also a rank that has no tokens: its batch may
+be empty. `model.generate()` ends early on some ranks unless it is told `synced_gpus=True`.
+Inference only: there is no backward pass through the exchange yet.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError as error:
+    raise ImportError(
+        "moe_a2a.integrations.transformers needs transformers 5.23 or newer: "
+        "pip install 'transformers>=5.23'"
+    ) from error
+
+import moe_a2a
+from moe_a2a.integrations.experts_module import (
+    is_experts_module,
+    keep_only,
+    num_experts_per_rank,
+    owned_experts,
+    require_supported,
+    run_owned_experts,
+)
+
+
+def register(
+    group,
+    *,
+    num_max_tokens_per_rank: int | None = None,
+    timeout: float = 30.0,
+    name: str = "moe_a2a",
+) -> RegisteredExperts:
+    """Make `name` known to `model.set_experts_implementation()`; every rank of the group calls it.
+
+    num_max_tokens_per_rank: tokens (batch * sequence) of the largest forward pass of any rank. Left
+        out, the ranks tell each other their token counts before each layer, by one small all_gather
+        over the group, and buffers grow as needed.
+    name: with a name for each, one process may serve several groups, or be several ranks (threads).
+        Registering a name again replaces what it stood for.
+    """
+    experts = RegisteredExperts(group, num_max_tokens_per_rank, timeout, name)
+    ALL_EXPERTS_FUNCTIONS[name] = experts
+    return experts
+
+
+def shard_experts(model: nn.Module, group) -> nn.Module:
+    """Free the experts that this rank of the group does not own, in place; returns the model.
+
+    Afterwards the model runs only through the group that it was split for.
+    """
+    group = moe_a2a.as_group(group)
+    experts_modules = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
+    if not experts_modules:
+        raise ValueError(
+            f"{type(model).__name__} has no experts that transformers lets others implement "
+            "(model.set_experts_implementation)"
+        )
+    for name, module in experts_modules:
+        require_supported(module)
+        keep_only(module, _owned_experts(module, group))
+        module.moe_a2a_layer, module.moe_a2a_split_for = name, (group.rank, group.num_ranks)
+    return model
+
+
+class RegisteredExperts:
+    """The experts function; all layers of one shape share one `ExpertParallel`."""
+
+    def __init__(
+        self, group, num_max_tokens_per_rank: int | None, timeout: float, name: str
+    ) -> None:
+        self.group = moe_a2a.as_group(group)
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.timeout = timeout
+        self.name = name
+        self._by_shape: dict[tuple, moe_a2a.ExpertParallel] = {}
+
+    # Compiled models break their graph here: the exchange is not a torch operator.
+    @torch.compiler.disable
+    def __call__(
+        self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H]."""
+        require_supported(module)
+        _require_inference(module, hidden_states)
+        owned = _owned_experts(module, self.group)
+        ep = self._expert_parallel(module, hidden_states, top_k_index)
+
+        handle = ep.dispatch(
+            hidden_states.contiguous(),
+            _drop_masked(top_k_index, module.num_experts),
+            top_k_weights.float().contiguous(),
+        )
+        try:
+            # The one number that the host reads: it keeps the rows below as few as the routes.
+            rows = handle.expert_row_index[: handle.num_routes]
+            offsets = handle.expert_offsets[: len(owned) + 1]
+            y = run_owned_experts(module, owned, handle.recv_x[rows], offsets)
+        except BaseException:
+            handle.release()
+            raise
+        return ep.combine(y.to(ep.dtype), handle)
+
+    def close(self) -> None:
+        """Give the buffers back and forget the name; every rank of the group calls it."""
+        for ep in self._by_shape.values():
+            ep.close()
+        self._by_shape.clear()
+        if ALL_EXPERTS_FUNCTIONS.get(self.name) is self:
+            del ALL_EXPERTS_FUNCTIONS[self.name]
+
+    @property
+    def expert_parallels(self) -> list[moe_a2a.ExpertParallel]:
+        return list(self._by_shape.values())
+
+    def __enter__(self) -> RegisteredExperts:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _expert_parallel(
+        self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
+    ) -> moe_a2a.ExpertParallel:
+        num_tokens, hidden = hidden_states.shape
+        num_topk = top_k_index.shape[1]
+        shape = (hidden, module.num_experts, num_topk, hidden_states.dtype, hidden_states.device)
+        ep = self._by_shape.get(shape)
+        capacity = self.num_max_tokens_per_rank
+        if capacity is None:
+            capacity = self._agree_on_capacity(module, num_tokens, shape)
+        if ep is not None and capacity <= ep.num_max_tokens_per_rank:
+            return ep
+        if ep is not None:
+            ep.close()
+        num_ranks = self.group.num_ranks
+        ep = self._by_shape[shape] = moe_a2a.ExpertParallel(
+            self.group,
+            num_experts=num_ranks * num_experts_per_rank(module.num_experts, num_ranks),
+            num_topk=num_topk,
+            hidden=hidden,
+            num_max_tokens_per_rank=capacity,
+            dtype=hidden_states.dtype,
+            device=hidden_states.device,
+            timeout=self.timeout,
+        )
+        return ep
+
+    def _agree_on_capacity(self, module: nn.Module, num_tokens: int, shape: tuple) -> int:
+        """The most tokens of any rank, rounded up to a power of two so that buffers seldom grow.
+
+        Ranks that stand in different layers would mix their rows up: they find out here.
+        """
+        layer = getattr(module, "moe_a2a_layer", type(module).__name__)
+        here = (layer, *shape[:4])
+        everywhere = self.group.all_gather((here, num_tokens))
+        for rank, (there, _) in enumerate(everywhere):
+            if there != here:
+                raise RuntimeError(
+                    f"rank {self.group.rank} is in layer {here} while rank {rank} is in {there}: "
+                    "all ranks pass the same MoE layers in the same order"
+                )
+        most = max(num_tokens for _, num_tokens in everywhere)
+        return max(16, 1 << (most - 1).bit_length())
+
+
+def _owned_experts(module: nn.Module, group) -> range:
+    here = (group.rank, group.num_ranks)
+    split_for = getattr(module, "moe_a2a_split_for", here)
+    if split_for != here:
+        raise ValueError(
+            "the experts were split for rank {} of {}, this is rank {} of {}".format(
+                *split_for, *here
+            )
+        )
+    return owned_experts(module.num_experts, *here)
+
+
+def _drop_masked(top_k_index: Tensor, num_experts: int) -> Tensor:
+    """Models mark a dropped route by -1 or by num_experts; dispatch() knows it as -1."""
+    exists = (top_k_index >= 0) & (top_k_index < num_experts)
+    return torch.where(exists, top_k_index, -1).contiguous()
+
+
+def _require_inference(module: nn.Module, hidden_states: Tensor) -> None:
+    if torch.is_grad_enabled() and (
+        hidden_states.requires_grad or any(p.requires_grad for p in module.parameters())
+    ):
+        raise RuntimeError(
+            "moe_a2a has no backward pass: call the model under torch.no_grad() or "
+            "torch.inference_mode()"
+        )

@@ -1,0 +1,184 @@
+"""What people use today, written with care: the peers that benchmarks run beside `ExpertParallel`.
+
+Both work over any `torch.distributed` group (gloo, nccl, ...) and have one interface:
+
+    handle = peer.dispatch(x, topk_idx, topk_weights)
+    handle.expert_x, handle.expert_offsets     # [n, H] expert by expert; [E_local + 1]
+    out = peer.combine(y, handle)              # y [n, H], one row per row of expert_x; out [T, H]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed these two and warns about the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Peer:
+    """The configuration that both peers share."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_experts: int,
+        num_topk: int,
+        hidden: int,
+        num_max_tokens_per_rank: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        if num_experts % self.num_ranks != 0:
+            raise ValueError(
+                f"num_experts={num_experts} is not divisible by num_ranks={self.num_ranks}"
+            )
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // self.num_ranks
+        self.num_topk = num_topk
+        self.hidden = hidden
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.dtype = dtype
+
+    def _weights_or_ones(self, topk_idx: Tensor, topk_weights: Tensor | None) -> Tensor:
+        if topk_weights is None:
+            return torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
+        return topk_weights
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+# ----------------------------------------------------------------------- sort + all_to_all_single
+
+
+@dataclass
+class SortHandle:
+    expert_x: Tensor  # [n, H], expert by expert
+    expert_offsets: Tensor  # int64 [E_local + 1]
+    num_tokens: int
+    src_token: Tensor  # token of each row sent, in the order of sending
+    src_weight: Tensor  # fp32 weight of each row sent
+    to_expert_order: Tensor  # row of expert_x i came as row to_expert_order[i] off the wire
+    send_splits: list[int]  # rows to each rank
+    recv_splits: list[int]  # rows from each rank
+
+
+class SortAllToAll(_Peer):
+    """Sort by expert, exchange counts, exchange rows, sort again; combine goes the same way back.
+
+    Every route travels as a row of its own (no dedup), and the host reads the split sizes, as
+    `all_to_all_single` needs them there.
+    """
+
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None
+    ) -> SortHandle:
+        flat_expert = topk_idx.reshape(-1)
+        flat_weight = self._weights_or_ones(topk_idx, topk_weights).reshape(-1)
+        order = torch.argsort(flat_expert, stable=True)  # dropped routes (-1) come first
+        counts = torch.bincount(flat_expert + 1, minlength=self.num_experts + 1)
+        send_counts = counts[1:].view(self.num_ranks, self.num_local_experts)
+        recv_counts = torch.empty_like(send_counts)
+        dist.all_to_all_single(recv_counts, send_counts.contiguous(), group=self.group)
+
+        # The one read by the host, which waits for all of the above.
+        num_dropped, *splits = torch.cat(
+            [counts[:1], send_counts.sum(1), recv_counts.sum(1)]
+        ).tolist()
+        send_splits, recv_splits = splits[: self.num_ranks], splits[self.num_ranks :]
+        order = order[num_dropped:]
+        src_token = order // self.num_topk
+        recv_x = x.new_empty(sum(recv_splits), self.hidden)
+        dist.all_to_all_single(recv_x, x[src_token], recv_splits, send_splits, group=self.group)
+
+        # Rows arrive in (source rank, expert) order; the grouped GEMM wants (expert, source rank).
+        local_expert = torch.arange(self.num_local_experts, device=x.device).repeat(self.num_ranks)
+        to_expert_order = torch.argsort(
+            local_expert.repeat_interleave(recv_counts.view(-1)), stable=True
+        )
+        return SortHandle(
+            expert_x=recv_x[to_expert_order],
+            expert_offsets=_offsets(recv_counts.sum(0)),
+            num_tokens=x.shape[0],
+            src_token=src_token,
+            src_weight=flat_weight[order],
+            to_expert_order=to_expert_order,
+            send_splits=send_splits,
+            recv_splits=recv_splits,
+        )
+
+    def combine(self, y: Tensor, handle: SortHandle) -> Tensor:
+        wire = torch.empty_like(y)
+        wire[handle.to_expert_order] = y
+        returned = y.new_empty(sum(handle.send_splits), self.hidden)
+        dist.all_to_all_single(
+            returned, wire, handle.send_splits, handle.recv_splits, group=self.group
+        )
+        out = torch.zeros(handle.num_tokens, self.hidden, dtype=torch.float32, device=y.device)
+        out.index_add_(0, handle.src_token, returned.float() * handle.src_weight[:, None])
+        return out.to(y.dtype)
+
+
+# --------------------------------------------------------------------- all-gather + reduce-scatter
+
+
+@dataclass
+class AllGatherHandle:
+    expert_x: Tensor  # [n, H], expert by expert
+    expert_offsets: Tensor  # int64 [E_local + 1]
+    num_tokens: int
+    row: Tensor  # row of the gathered batch of each row of expert_x
+    weight: Tensor  # fp32 weight of each row of expert_x
+
+
+class AllGatherReduceScatter(_Peer):
+    """Everyone gets every row, padded to num_max_tokens_per_rank; the sums come back reduced.
+
+    No size crosses the host, so it suits graphs. It moves num_ranks - 1 rows per token in each
+    direction, and adds the ranks' sums in the row's dtype.
+    """
+
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None
+    ) -> AllGatherHandle:
+        gathered_x = self._all_gather(x, fill=0)
+        gathered_idx = self._all_gather(topk_idx.long(), fill=-1)
+        gathered_weights = self._all_gather(self._weights_or_ones(topk_idx, topk_weights), fill=0)
+
+        local_idx = gathered_idx.reshape(-1) - self.rank * self.num_local_experts
+        route = ((local_idx >= 0) & (local_idx < self.num_local_experts)).nonzero().squeeze(1)
+        route = route[torch.argsort(local_idx[route], stable=True)]
+        row = route // self.num_topk
+        return AllGatherHandle(
+            expert_x=gathered_x[row],
+            expert_offsets=_offsets(
+                torch.bincount(local_idx[route], minlength=self.num_local_experts)
+            ),
+            num_tokens=x.shape[0],
+            row=row,
+            weight=gathered_weights.reshape(-1)[route],
+        )
+
+    def combine(self, y: Tensor, handle: AllGatherHandle) -> Tensor:
+        num_rows = self.num_ranks * self.num_max_tokens_per_rank
+        partial = torch.zeros(num_rows, self.hidden, dtype=torch.float32, device=y.device)
+        partial.index_add_(0, handle.row, y.float() * handle.weight[:, None])
+        out = y.new_empty(self.num_max_tokens_per_rank, self.hidden)
+        _reduce_scatter_single(out, partial.to(y.dtype), group=self.group)
+        return out[: handle.num_tokens]
+
+    def _all_gather(self, values: Tensor, fill: float) -> Tensor:
+        """[T, n] of this rank -> [num_ranks * num_max_tokens_per_rank, n] of all ranks."""
+        padded = values.new_full((self.num_max_tokens_per_rank, values.shape[1]), fill)
+        padded[: values.shape[0]] = values
+        gathered = values.new_empty(self.num_ranks * self.num_max_tokens_per_rank, values.shape[1])
+        _all_gather_single(gathered, padded, group=self.group)
+        return gathered

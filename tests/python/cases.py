@@ -1,0 +1,323 @@
+"""Random configurations of dispatch and combine, the data for them, and bitwise comparison.
+
+A Case follows from its seed alone, its data from the Case alone, so that every rank, thread or
+process, makes the same inputs and expectations without a message. A row's content is a formula of
+(source rank, token, column): a row in the wrong place is traced back to where it came from.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_a2a import reference
+
+ROUTE_LISTS = ("expert_row_index", "route_weights", "route_src_rank", "route_src_token_idx")
+HIDDENS = (1, 2, 7, 8, 16, 33, 64, 100, 127, 128, 129, 257, 384, 512, 1000, 2048, 2880, 7168)
+ROUTINGS = (
+    "random", "random", "distinct", "distinct",
+    "skewed", "one_expert", "one_rank", "dropped", "same",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One dispatch and combine."""
+
+    seed: int
+    num_tokens: tuple[int, ...]  # per rank
+    routing: str
+    idx_dtype: torch.dtype
+    with_weights: bool
+    row_type: str  # "plain", "fp8" (rows and scales from the caller) or "quantized"
+    layout: str
+    expert_alignment: int
+    presummed: bool
+    halves: bool  # dispatch_send ... combine_recv instead of dispatch, combine
+    again: bool  # a second dispatch, of other rows with the handle of the first
+    release: bool  # give the handle back instead of combining
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    num_ranks: int
+    num_experts: int
+    num_topk: int
+    hidden: int
+    num_max_tokens_per_rank: int
+    dtype: torch.dtype
+    num_blocks: int
+    num_buffers: int
+    calls: tuple[Call, ...]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of ExpertParallel."""
+        names = "num_experts num_topk hidden num_max_tokens_per_rank dtype num_buffers".split()
+        return {name: getattr(self, name) for name in names}
+
+
+def make_case(
+    seed: int,
+    num_ranks: int | None = None,
+    num_calls: int | None = None,
+    num_max_tokens: int | None = None,
+) -> Case:
+    """What is not given is drawn."""
+    rng = random.Random(seed)
+    num_ranks = num_ranks or rng.randint(1, 8)
+    hidden = rng.choice(HIDDENS) if rng.random() < 0.7 else rng.randint(1, 600)
+    if num_max_tokens is None:
+        # Most of the cost is in the bytes: large rows come with few tokens.
+        limit = max(1, 120_000 // (hidden * num_ranks))
+        num_max_tokens = min(limit, rng.choice((1, 2, 3, 5, 8, 17, 40, 64, 130, 300)))
+    num_topk = rng.choice((1, 2, 3, 4, 6, 8, 16))
+    num_calls = num_calls or rng.randint(1, 3)
+    return Case(
+        seed=seed,
+        num_ranks=num_ranks,
+        num_experts=num_ranks * rng.choice((1, 2, 3, 4, 5, 8, 16, 32)),
+        num_topk=num_topk,
+        hidden=hidden,
+        num_max_tokens_per_rank=num_max_tokens,
+        dtype=rng.choice((torch.float32, torch.float16, torch.bfloat16)),
+        num_blocks=rng.randint(1, 4),
+        num_buffers=rng.randint(1, 3),
+        calls=tuple(
+            _make_call(rng, num_ranks, num_max_tokens)
+            for _ in range(num_calls or rng.randint(1, 3))
+        ),
+    )
+
+
+def _make_call(rng: random.Random, num_ranks: int, num_max_tokens: int) -> Call:
+    tokens_style = rng.random()
+    if tokens_style < 0.6:
+        num_tokens = [rng.randint(0, num_max_tokens) for _ in range(num_ranks)]
+    elif tokens_style < 0.75:
+        num_tokens = [num_max_tokens] * num_ranks
+    elif tokens_style < 0.95:
+        num_tokens = [rng.choice((0, 0, 1, num_max_tokens)) for _ in range(num_ranks)]
+    else:
+        num_tokens = [0] * num_ranks
+    routing = rng.choice(ROUTINGS)
+    layouts = ["rows", "rows", "expert_major"]
+    if routing == "distinct":  # other routings may bring an expert more routes than "masked" holds
+        layouts += ["masked", "masked"]
+    return Call(
+        seed=rng.randrange(1 << 30),
+        num_tokens=tuple(num_tokens),
+        routing=routing,
+        idx_dtype=rng.choice((torch.int32, torch.int64)),
+        with_weights=rng.random() < 0.75,
+        row_type=rng.choice(("plain", "plain", "plain", "fp8", "quantized")),
+        layout=rng.choice(layouts),
+        expert_alignment=rng.choice((1, 2, 3, 8, 16, 64, 128)),
+        presummed=rng.random() < 0.2,
+        halves=rng.random() < 0.4,
+        again=rng.random() < 0.15,
+        release=rng.random() < 0.1,
+    )
+
+
+# -------------------------------------------------------------------------------------------- data
+
+
+def formula(seed: int, src_rank: int, rows: Tensor | int, hidden: int) -> Tensor:
+    """fp32 [rows, hidden] in [-4, 4): a hash of (seed, src_rank, row, column)."""
+    row = torch.arange(rows) if isinstance(rows, int) else rows
+    mixed = (seed + 1) * 0x9E3779B1 + src_rank * 0x85EBCA77 + row.long()[:, None] * 0xC2B2AE3D
+    mixed = (mixed + torch.arange(hidden)[None, :] * 0x27D4EB2F) & 0x7FFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
+    return (mixed ^ (mixed >> 13)).remainder(1 << 20).float() / (1 << 17) - 4
+
+
+def make_topk_idx(case: Case, call: Call, generator: torch.Generator) -> list[Tensor]:
+    def random_ids(shape: tuple[int, int], low: int, high: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    num_local_experts = case.num_experts // case.num_ranks
+    favourite = int(random_ids((1, 1), 0, case.num_experts))
+    topk_idx = []
+    for tokens in call.num_tokens:
+        shape = (tokens, case.num_topk)
+        if call.routing == "distinct":
+            idx = torch.rand(tokens, case.num_experts, generator=generator).argsort(dim=1)
+            idx = idx[:, : case.num_topk]
+            missing = case.num_topk - idx.shape[1]
+            idx = torch.cat([idx, torch.full((tokens, missing), -1)], dim=1)
+        elif call.routing == "skewed":
+            idx = (
+                random_ids(shape, 0, case.num_experts) * torch.rand(shape, generator=generator)
+            ).long()
+        elif call.routing == "one_expert":
+            idx = torch.full(shape, favourite)
+        elif call.routing == "one_rank":
+            first = favourite // num_local_experts * num_local_experts
+            idx = random_ids(shape, first, first + num_local_experts)
+        elif call.routing == "dropped":
+            idx = torch.full(shape, -1)
+        elif call.routing == "same":
+            idx = random_ids((tokens, 1), 0, case.num_experts).expand(shape).contiguous()
+        else:
+            idx = random_ids(shape, -1, case.num_experts)
+        if call.seed % 3 == 0:
+            idx = idx.masked_fill(torch.rand(shape, generator=generator) < 0.3, -1)
+        topk_idx.append(idx.to(call.idx_dtype))
+    return topk_idx
+
+
+@dataclass
+class Data:
+    """Inputs and expectations of one call, all ranks."""
+
+    case: Case
+    call: Call
+    x: list[Tensor]  # as given to dispatch
+    x_scales: list[Tensor] | None
+    topk_idx: list[Tensor]
+    topk_weights: list[Tensor] | None
+    handles: list[reference.Dispatched]
+    y: list[Tensor]  # NaN wherever it must not be read
+    combined: list[Tensor]
+    layout: dict[str, Any]  # arguments of every dispatch of this call
+    quantize: str | None
+
+
+def make_data(case: Case, call: Call, rows_seed: int | None = None) -> Data:
+    """`rows_seed` gives other rows to the same routing."""
+    generator = torch.Generator().manual_seed(call.seed)
+    rows_seed = call.seed if rows_seed is None else rows_seed
+    topk_idx = make_topk_idx(case, call, generator)
+    topk_weights = None
+    if call.with_weights:
+        topk_weights = [torch.randn(idx.shape, generator=generator) for idx in topk_idx]
+    x = [
+        formula(rows_seed, rank, tokens, case.hidden).to(case.dtype)
+        for rank, tokens in enumerate(call.num_tokens)
+    ]
+    x_scales, quantize = None, None
+    if call.row_type == "fp8":
+        pairs = [reference.quantize_fp8(rows) for rows in x]
+        x, x_scales = [q for q, _ in pairs], [scales for _, scales in pairs]
+    elif call.row_type == "quantized":
+        quantize = torch.float8_e4m3fn
+    layout: dict[str, Any] = {"layout": call.layout}
+    if call.layout == "expert_major":
+        layout["expert_alignment"] = call.expert_alignment
+    handles = reference.dispatch(
+        x, topk_idx, topk_weights,
+        num_experts=case.num_experts, num_max_tokens_per_rank=case.num_max_tokens_per_rank,
+        x_scales=x_scales, quantize=quantize, **layout,
+    )  # fmt: skip
+    y = [make_y(case, call, rank, handle) for rank, handle in enumerate(handles)]
+    combined = reference.combine(y, handles, presummed=call.presummed)
+    return Data(
+        case, call, x, x_scales, topk_idx, topk_weights, handles, y, combined,
+        layout=layout, quantize=None if quantize is None else "fp8",
+    )  # fmt: skip
+
+
+def make_y(case: Case, call: Call, rank: int, handle: reference.Dispatched) -> Tensor:
+    used = handle.landed if call.presummed else handle.expert_row_index >= 0
+    y = torch.full((len(used), case.hidden), torch.nan, dtype=case.dtype)
+    y[used] = formula(call.seed ^ 0x55, rank, used.nonzero().squeeze(1), case.hidden).to(case.dtype)
+    if call.layout == "masked" and not call.presummed:
+        y = y.unflatten(0, (case.num_experts // case.num_ranks, -1))
+    return y
+
+
+# -------------------------------------------------------------------------------------- comparison
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(values: Tensor) -> Tensor:
+    values = values.detach().contiguous()
+    return values.view(torch.uint8) if values.ndim else values
+
+
+def assert_same(name: str, got: Tensor, expected: Tensor) -> None:
+    assert got.shape == expected.shape, f"{name}: shape {got.shape}, expected {expected.shape}"
+    assert got.dtype == expected.dtype, f"{name}: {got.dtype}, expected {expected.dtype}"
+    if not same_bits(got, expected):
+        different = (_bytes(got) != _bytes(expected)).nonzero()
+        first = tuple(different[0].tolist())
+        at = (*first[:-1], first[-1] // got.element_size())
+        raise AssertionError(
+            f"{name}: {len(different)} bytes differ, first at {at}: {got[at].item()}, "
+            f"expected {expected[at].item()}"
+        )
+
+
+def assert_rows_from(data: Data, got: Tensor, expected: Tensor, landed: Tensor) -> None:
+    """Landed rows of recv_x; a wrong row is traced to the token it holds."""
+    for row in landed.nonzero().squeeze(1).tolist():
+        if same_bits(got[row], expected[row]):
+            continue
+        limit = data.case.num_max_tokens_per_rank
+        origins = [
+            (src_rank, token)
+            for src_rank, handle_rows in enumerate(_sent_rows(data))
+            for token in range(len(handle_rows))
+            if same_bits(handle_rows[token], got[row])
+        ]
+        wrong = int((got[row].float() != expected[row].float()).sum())
+        raise AssertionError(
+            f"row {row} should hold (rank {row // limit}, token {row % limit}); "
+            + (f"it holds (rank, token) {origins[:4]}" if origins else f"{wrong} wrong columns")
+        )
+
+
+def _sent_rows(data: Data) -> list[Tensor]:
+    if data.call.row_type == "quantized":
+        return [reference.quantize_fp8(rows)[0] for rows in data.x]
+    return data.x
+
+
+def check_dispatch(handle: Any, data: Data, rank: int) -> None:
+    expected, layout = data.handles[rank], data.call.layout
+    holds_route = expected.expert_row_index >= 0
+    num_places = int(expected.expert_offsets[-1])
+    assert_same("expert_offsets", handle.expert_offsets, expected.expert_offsets)
+    assert_same("expert_counts", handle.expert_counts, expected.expert_counts)
+    for name in ROUTE_LISTS:
+        got, want = getattr(handle, name), getattr(expected, name)
+        assert got.shape == want.shape, f"{name}: shape {got.shape}, expected {want.shape}"
+        assert_same(name, got[holds_route], want[holds_route])
+    assert handle.recv_x.shape == expected.recv_x.shape
+    if not same_bits(handle.recv_x[expected.landed], expected.recv_x[expected.landed]):
+        assert_rows_from(data, handle.recv_x, expected.recv_x, expected.landed)
+    if expected.recv_x_scales is not None:
+        landed = expected.landed
+        assert_same("recv_x_scales", handle.recv_x_scales[landed], expected.recv_x_scales[landed])
+    if layout == "expert_major":
+        padding = expected.expert_row_index[:num_places] < 0
+        assert (handle.expert_row_index[:num_places][padding] == -1).all(), "padding's row index"
+        assert_same("expert_x", handle.expert_x[:num_places], expected.expert_x[:num_places])
+    elif layout == "masked":
+        shape = expected.expert_x.shape
+        assert handle.expert_x.shape == shape
+        in_use = holds_route.view(shape[:2])
+        assert_same("expert_x", handle.expert_x[in_use], expected.expert_x[in_use])
+    if layout != "rows" and expected.expert_x_scales is not None:
+        used = holds_route.view(expected.expert_x.shape[:-1])
+        assert_same("expert_x_scales", handle.expert_x_scales[used], expected.expert_x_scales[used])
+
+
+def poison_past_the_end(handle: Any, expected: reference.Dispatched) -> None:
+    """Places past expert_offsets[-1] are never read: fill them with what would be noticed."""
+    end = int(expected.expert_offsets[-1])
+    handle.expert_row_index[end:] = 0x7FFFFFFF
+    handle.route_weights[end:] = torch.nan
+    handle.route_src_rank[end:] = 0x7FFFFFFF
+    handle.route_src_token_idx[end:] = 0x7FFFFFFF

@@ -1,0 +1,72 @@
+"""10,000 calls one after the other, with changing shapes and nothing that keeps ranks together.
+
+Ranks run ahead of each other as far as the protocol lets them; a slot that is reused too early, or
+a signal of an earlier call taken for this one, gives rows of another call, which have other values.
+"""
+
+import dataclasses
+import random
+import time
+
+import cases
+import pytest
+import ranks
+import torch
+from test_dispatch_combine import run_call
+
+import moe_a2a
+
+NUM_CALLS = 10_000
+NUM_DISTINCT_CALLS = 64
+CASE = cases.Case(
+    seed=0, num_ranks=0, num_experts=24, num_topk=3, hidden=40, num_max_tokens_per_rank=12,
+    dtype=torch.bfloat16, num_blocks=1, num_buffers=2, calls=(),
+)  # fmt: skip
+
+
+def make_pool(seed, num_ranks, num_blocks):
+    """Prepared calls with their expectations: making them costs more than running them."""
+    case = dataclasses.replace(CASE, num_ranks=num_ranks, num_blocks=num_blocks)
+    rng = random.Random(seed)
+    calls = [
+        dataclasses.replace(call, again=False)
+        for _ in range(NUM_DISTINCT_CALLS)
+        for call in cases.make_case(
+            rng.randrange(1 << 30),
+            num_ranks,
+            num_calls=1,
+            num_max_tokens=CASE.num_max_tokens_per_rank,
+        ).calls
+    ]
+    return case, [cases.make_data(case, call) for call in calls]
+
+
+def run_sequence(group, case, pool, seed, num_calls):
+    order = random.Random(seed)
+    with moe_a2a.ExpertParallel(group, timeout=20, **case.arguments) as ep:
+        delays = random.Random(f"{seed} {ep.rank}")
+        for index in range(num_calls):
+            if delays.random() < 0.01:
+                time.sleep(delays.random() * 0.002)
+            data = order.choice(pool)
+            try:
+                run_call(ep, data, poison=False)
+            except Exception as error:
+                raise AssertionError(f"call {index} on rank {ep.rank}: {data.call}") from error
+
+
+def run_sequence_in_process(group, num_ranks, num_blocks, seed, num_calls):
+    case, pool = make_pool(seed, num_ranks, num_blocks)
+    run_sequence(group, case, pool, seed, num_calls)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_blocks"), [(4, 1), (3, 2)])
+def test_threads(num_ranks, num_blocks, session_seed):
+    case, pool = make_pool(session_seed, num_ranks, num_blocks)
+    ranks.run_threads(
+        num_ranks, run_sequence, case, pool, session_seed, NUM_CALLS // 2, timeout=120
+    )
+
+
+def test_processes(session_seed):
+    ranks.run_processes(3, run_sequence_in_process, 3, 1, session_seed, NUM_CALLS, timeout=120)

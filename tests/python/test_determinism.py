@@ -1,0 +1,48 @@
+"""Same inputs, same bits: twice on one object, and whatever the number of blocks."""
+
+import dataclasses
+
+import cases
+import ranks
+import torch
+
+import moe_a2a
+
+CASE = cases.make_case(11, num_ranks=4, num_calls=1, num_max_tokens=50)
+
+
+def bits(values):
+    return values.contiguous().view(torch.uint8).clone()
+
+
+def results_of(group, num_blocks, data):
+    results = []
+    with moe_a2a.ExpertParallel(group, timeout=20, **data.case.arguments) as ep:
+        expected = data.handles[ep.rank]
+        for _ in range(2):
+            routing = data.topk_idx[ep.rank], data.topk_weights[ep.rank]
+            handle = ep.dispatch(data.x[ep.rank], *routing, num_blocks=num_blocks)
+            lists = [bits(getattr(handle, name)[: handle.num_routes]) for name in cases.ROUTE_LISTS]
+            rows = bits(handle.recv_x[expected.landed])
+            combined = bits(ep.combine(data.y[ep.rank], handle, num_blocks=num_blocks))
+            results.append([*lists, rows, combined])
+    return results
+
+
+def test_same_bits_twice_and_for_any_number_of_blocks():
+    case = dataclasses.replace(CASE, hidden=300, num_topk=6, num_experts=16)
+    call = dataclasses.replace(
+        case.calls[0],
+        num_tokens=(50, 0, 31, 50),
+        routing="random",
+        row_type="plain",
+        layout="rows",
+        presummed=False,
+        with_weights=True,
+    )
+    data = cases.make_data(case, call)
+    per_blocks = [ranks.run_threads(4, results_of, num_blocks, data) for num_blocks in (1, 2, 3, 4)]
+    for rank in range(4):
+        runs = [run for result in per_blocks for run in result[rank]]
+        for run in runs[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))

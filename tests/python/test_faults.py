@@ -1,0 +1,303 @@
+"""Ranks that die, freeze, never come or leave early: the others raise PeerTimeoutError naming them.
+
+In time (deadline plus one second), on every other rank, and nothing is left in /dev/shm.
+"""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import moe_a2a
+
+TIMEOUT = 1.5
+VICTIM = 1
+CONFIG = {
+    "num_experts": 12, "num_topk": 3, "hidden": 32, "num_max_tokens_per_rank": 16,
+    "dtype": torch.float32, "timeout": TIMEOUT,
+}  # fmt: skip
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def shared_memory_of(pids):
+    """Objects of these processes that still have a name."""
+    return [
+        path.name
+        for path in SHARED_MEMORY.glob("moe_a2a.*")
+        if any(f".{pid}." in path.name for pid in pids)
+    ]
+
+
+def inputs(rank, num_tokens=10):
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, CONFIG["hidden"], generator=generator)
+    topk_idx = torch.randint(0, CONFIG["num_experts"], (num_tokens, 3), generator=generator)
+    return x, topk_idx, torch.rand(num_tokens, 3, generator=generator)
+
+
+def one_call(ep, stop_after=None, kill_signal=signal.SIGKILL):
+    """dispatch and combine through the halves; the process ends after the step `stop_after`."""
+
+    def stop(point):
+        if point == stop_after:
+            os.kill(os.getpid(), kill_signal)
+
+    stop("nothing")
+    handle = ep.dispatch_send(*inputs(ep.rank))
+    stop("dispatch_send")
+    ep.dispatch_recv(handle)
+    stop("dispatch_recv")
+    y = torch.ones(len(handle.expert_row_index), ep.hidden)
+    ep.combine_send(y, handle)
+    stop("combine_send")
+    ep.combine_recv(handle)
+    stop("combine_recv")
+
+
+def error_of_survivor(ep, calls=50):
+    """Calls until one raises; what it raised, and how long that call took."""
+    for _ in range(calls):
+        start = time.monotonic()
+        try:
+            one_call(ep)
+        except moe_a2a.PeerTimeoutError as error:
+            elapsed = time.monotonic() - start
+            later = time.monotonic()
+            with pytest.raises(RuntimeError):
+                one_call(ep)  # the object is out of use, and says so at once
+            assert time.monotonic() - later < 0.5
+            return {
+                "rank": error.rank,
+                "peer": error.peer,
+                "operation": error.operation,
+                "phase": error.phase,
+                "text": str(error),
+                "elapsed": elapsed,
+            }
+    raise AssertionError(f"no error in {calls} calls")
+
+
+def gather_pids(group):
+    pids = [0] * dist.get_world_size(group)
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    return pids
+
+
+def survive_a_kill(group, point, kill_signal):
+    pids = gather_pids(group)
+    ep = moe_a2a.ExpertParallel(group, **CONFIG)
+    for _ in range(3):
+        one_call(ep)
+    if ep.rank == VICTIM:
+        if point == "any time":
+            delay = 0.001 * (os.getpid() % 40)
+            threading.Timer(delay, os.kill, (os.getpid(), kill_signal)).start()
+            while True:
+                one_call(ep)
+        one_call(ep, point, kill_signal)
+    report = error_of_survivor(ep, calls=100_000)
+    start = time.monotonic()
+    ep.close()
+    report["close"] = time.monotonic() - start
+    report["left over"] = shared_memory_of(pids)
+    if kill_signal == signal.SIGSTOP and ep.rank == 0:
+        os.kill(pids[VICTIM], signal.SIGKILL)
+    return report
+
+
+def check_reports(reports, victim=VICTIM):
+    for rank, report in enumerate(reports):
+        if rank == victim:
+            continue
+        assert report["rank"] == rank
+        assert report["peer"] == victim, report
+        assert f"rank {victim}" in report["text"] and f"rank {rank}" in report["text"]
+        assert report["elapsed"] < TIMEOUT + 1, report
+        assert report.get("close", 0) < 1
+        assert report.get("left over", []) == []
+
+
+POINTS = ("nothing", "dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "any time")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_rank_is_named_by_all_others(point):
+    reports = ranks.run_processes(
+        4, survive_a_kill, point, signal.SIGKILL, timeout=20, mortal={VICTIM}
+    )
+    assert reports[VICTIM] == ranks.DIED
+    check_reports(reports)
+
+
+@pytest.mark.parametrize("point", ["dispatch_send", "any time"])
+def test_frozen_rank_is_named_by_all_others(point):
+    reports = ranks.run_processes(
+        3, survive_a_kill, point, signal.SIGSTOP, timeout=20, mortal={VICTIM}
+    )
+    check_reports(reports)
+
+
+def wait_for_one_that_never_comes(group):
+    with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+        one_call(ep)
+        if ep.rank == VICTIM:
+            time.sleep(TIMEOUT + 1.5)
+            start = time.monotonic()
+            with pytest.raises(moe_a2a.PeerTimeoutError):  # too late: the others have given up
+                for _ in range(3):
+                    one_call(ep)
+            assert time.monotonic() - start < 1
+            return None
+        return error_of_survivor(ep)
+
+
+def test_rank_that_never_comes_processes():
+    check_reports(ranks.run_processes(3, wait_for_one_that_never_comes, timeout=20))
+
+
+def test_rank_that_never_comes_threads():
+    check_reports(ranks.run_threads(3, wait_for_one_that_never_comes, timeout=20))
+
+
+def wait_for_one_that_left(group):
+    ep = moe_a2a.ExpertParallel(group, **CONFIG)
+    one_call(ep)
+    if ep.rank == VICTIM:
+        ep.close()
+        return None
+    report = error_of_survivor(ep)
+    ep.close()
+    return report
+
+
+def test_rank_that_closes_early_processes():
+    check_reports(ranks.run_processes(3, wait_for_one_that_left, timeout=20))
+
+
+def test_rank_that_closes_early_threads():
+    check_reports(ranks.run_threads(3, wait_for_one_that_left, timeout=20))
+
+
+def name_the_phase(group):
+    """Rank 0 waits for the rows' sums of a rank that has dispatched but does not combine."""
+    with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+        handle = ep.dispatch(*inputs(ep.rank))
+        if ep.rank == VICTIM:
+            time.sleep(TIMEOUT + 1)
+            return None
+        y = torch.ones(len(handle.expert_row_index), ep.hidden)
+        with pytest.raises(moe_a2a.PeerTimeoutError) as raised:
+            ep.combine(y, handle)
+        error = raised.value
+        assert isinstance(error, RuntimeError)
+        assert error.operation == "combine_recv"
+        assert error.token >= 0
+        assert error.expected_epoch > error.seen_epoch
+        assert TIMEOUT <= error.elapsed_seconds < TIMEOUT + 1
+        return error.peer
+
+
+def test_the_error_says_what_was_waited_for():
+    assert ranks.run_threads(2, name_the_phase, timeout=20) == [VICTIM, None]
+
+
+# ------------------------------------------------------------------------------------ construction
+
+
+def construct_with_other_hidden(group):
+    rank = moe_a2a.as_group(group).rank
+    with pytest.raises(ValueError, match=r"hidden=32 .*rank 0.*hidden=64 .*rank 2"):
+        moe_a2a.ExpertParallel(group, **{**CONFIG, "hidden": 64 if rank == 2 else 32})
+    # The group is as good as before.
+    with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+        one_call(ep)
+
+
+def test_ranks_that_disagree_raise_everywhere():
+    ranks.run_threads(3, construct_with_other_hidden)
+    ranks.run_processes(3, construct_with_other_hidden)
+
+
+def construct_with_bad_argument_on_one_rank(group):
+    rank = moe_a2a.as_group(group).rank
+    pids = gather_pids(group)
+    with pytest.raises((ValueError, RuntimeError), match=r"num_topk=0") as raised:
+        moe_a2a.ExpertParallel(group, **{**CONFIG, "num_topk": 0 if rank == 1 else 3})
+    assert "rank 1" in str(raised.value)
+    assert shared_memory_of(pids) == []
+    with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+        one_call(ep)
+
+
+def test_a_rank_that_cannot_construct_is_named_by_all():
+    ranks.run_processes(3, construct_with_bad_argument_on_one_rank)
+
+
+def construct_more_than_memory(group):
+    pids = gather_pids(group)
+    huge = {**CONFIG, "hidden": 1 << 20, "num_max_tokens_per_rank": 1 << 15}
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"\d{9,} bytes of /dev/shm.*num_max_tokens_per_rank"):
+        moe_a2a.ExpertParallel(group, **huge)
+    assert time.monotonic() - start < 5
+    assert shared_memory_of(pids) == []
+    with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+        one_call(ep)
+
+
+def test_shared_memory_too_small_raises_everywhere():
+    ranks.run_processes(2, construct_more_than_memory, timeout=30)
+
+
+def construct_with_a_file_size_limit_on_one_rank(group):
+    """One rank cannot get the memory, the others can: all must raise, and name that rank."""
+    import resource
+
+    rank, pids = moe_a2a.as_group(group).rank, gather_pids(group)
+    if rank == 1:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    with pytest.raises(RuntimeError, match=r"bytes of /dev/shm") as raised:
+        moe_a2a.ExpertParallel(group, **CONFIG)
+    assert "rank 1" in str(raised.value)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert shared_memory_of(pids) == []
+    with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+        one_call(ep)
+
+
+def test_memory_missing_on_one_rank_raises_everywhere():
+    ranks.run_processes(3, construct_with_a_file_size_limit_on_one_rank, timeout=30)
+
+
+def count_names_while_in_use(group):
+    pids = gather_pids(group)
+    with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+        one_call(ep)
+        dist.barrier(group)
+        return shared_memory_of(pids)
+
+
+def test_nothing_has_a_name_once_all_have_mapped_it():
+    assert ranks.run_processes(3, count_names_while_in_use) == [[], [], []]
+
+
+def die_before_connecting(group):
+    if dist.get_rank(group) == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        moe_a2a.ExpertParallel(group, **CONFIG)
+    return time.monotonic() - start < 10
+
+
+def test_rank_that_dies_before_the_constructor():
+    results = ranks.run_processes(3, die_before_connecting, timeout=15, mortal={VICTIM})
+    assert results == [True, ranks.DIED, True]

@@ -1,0 +1,293 @@
+"""Handles: two may be open, each serves one combine of its own object; all else raises."""
+
+import pytest
+import ranks
+import torch
+
+import moe_a2a
+from moe_a2a import reference
+
+CONFIG = {
+    "num_experts": 8, "num_topk": 2, "hidden": 16, "num_max_tokens_per_rank": 6,
+    "dtype": torch.float32, "timeout": 10,
+}  # fmt: skip
+
+
+def make_inputs(ep, salt=0, num_tokens=5):
+    generator = torch.Generator().manual_seed(100 * salt + ep.rank)
+    x = torch.randn(num_tokens, ep.hidden, generator=generator)
+    topk_idx = torch.randint(-1, ep.num_experts, (num_tokens, ep.num_topk), generator=generator)
+    return x, topk_idx, torch.rand(num_tokens, ep.num_topk, generator=generator)
+
+
+def all_inputs(ep, salt=0):
+    class OtherRank:
+        hidden, num_experts, num_topk = ep.hidden, ep.num_experts, ep.num_topk
+
+    columns = []
+    for OtherRank.rank in range(ep.num_ranks):
+        columns.append(make_inputs(OtherRank, salt))
+    return [list(column) for column in zip(*columns, strict=True)]
+
+
+def expected_output(ep, salt=0):
+    """Of experts that multiply their rows by two."""
+    handles = reference.dispatch(
+        *all_inputs(ep, salt),
+        num_experts=ep.num_experts, num_max_tokens_per_rank=ep.num_max_tokens_per_rank,
+    )  # fmt: skip
+    y = [2 * h.recv_x[h.expert_row_index.clamp(min=0).long()] for h in handles]
+    return reference.combine(y, handles)[ep.rank]
+
+
+def experts(handle):
+    num_routes = int(handle.expert_offsets[-1])
+    y = torch.full((len(handle.expert_row_index), handle.recv_x.shape[1]), torch.nan)
+    y[:num_routes] = 2 * handle.recv_x[handle.expert_row_index[:num_routes].long()]
+    return y
+
+
+def good_call(ep, salt=99):
+    handle = ep.dispatch(*make_inputs(ep, salt))
+    assert torch.equal(ep.combine(experts(handle), handle), expected_output(ep, salt))
+
+
+def run(program, num_ranks=3, **config):
+    def with_ep(group):
+        with moe_a2a.ExpertParallel(group, **{**CONFIG, **config}) as ep:
+            program(ep)
+            if not ep_is_closed(ep):
+                good_call(ep)
+
+    ranks.run_threads(num_ranks, with_ep)
+
+
+def ep_is_closed(ep):
+    try:
+        ep.check()
+    except RuntimeError as error:
+        return "closed" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+def test_as_many_open_handles_as_buffers_and_one_more_raises(num_buffers):
+    def program(ep):
+        handles = [ep.dispatch(*make_inputs(ep, salt)) for salt in range(num_buffers)]
+        message = rf"(?s){num_buffers} .*open.*rank {ep.rank}.*num_buffers={num_buffers}"
+        with pytest.raises(RuntimeError, match=message):
+            ep.dispatch(*make_inputs(ep))
+        # What was open is as it was; combined here in the opposite order.
+        for salt, handle in reversed(list(enumerate(handles))):
+            out = ep.combine(experts(handle), handle)
+            assert torch.equal(out, expected_output(ep, salt))
+
+    run(program, num_buffers=num_buffers)
+
+
+def test_interleaved_halves_of_two_handles():
+    def program(ep):
+        first = ep.dispatch_send(*make_inputs(ep, 1))
+        second = ep.dispatch_send(*make_inputs(ep, 2))
+        ep.dispatch_recv(first)
+        y = experts(first)
+        ep.combine_send(y, first)
+        ep.dispatch_recv(second)
+        ep.combine_send(experts(second), second)
+        assert torch.equal(ep.combine_recv(second), expected_output(ep, 2))
+        assert torch.equal(ep.combine_recv(first), expected_output(ep, 1))
+
+    run(program)
+
+
+def test_a_handle_serves_one_combine():
+    def program(ep):
+        handle = ep.dispatch(*make_inputs(ep))
+        y = experts(handle)
+        ep.combine(y, handle)
+        with pytest.raises(RuntimeError, match=rf"handle that is closed on rank {ep.rank}"):
+            ep.combine(y, handle)
+        with pytest.raises(RuntimeError, match="closed"):
+            ep.combine_send(y, handle)
+
+    run(program)
+
+
+def test_the_halves_in_a_wrong_order():
+    def program(ep):
+        handle = ep.dispatch_send(*make_inputs(ep))
+        y = torch.zeros(ep.num_ranks * ep.num_max_tokens_per_rank * ep.num_topk, ep.hidden)
+        with pytest.raises(RuntimeError, match="not yet received"):
+            ep.combine_send(y, handle)
+        with pytest.raises(RuntimeError, match="not yet received"):
+            ep.combine_recv(handle)
+        with pytest.raises(RuntimeError, match="not yet received"):
+            handle.recv_x  # noqa: B018
+        ep.dispatch_recv(handle)
+        with pytest.raises(RuntimeError, match="is received"):
+            ep.dispatch_recv(handle)
+        with pytest.raises(RuntimeError, match="is received"):
+            ep.combine_recv(handle)
+        ep.combine_send(experts(handle), handle)
+        assert torch.equal(ep.combine_recv(handle), expected_output(ep))
+
+    run(program)
+
+
+def test_a_handle_of_another_object_is_refused():
+    def with_two(group):
+        with (
+            moe_a2a.ExpertParallel(group, **CONFIG) as one,
+            moe_a2a.ExpertParallel(group, **CONFIG) as other,
+        ):
+            handle = one.dispatch(*make_inputs(one, 1))
+            foreign = other.dispatch(*make_inputs(other, 2))
+            y, foreign_y = experts(handle), experts(foreign)
+            for call in (one.combine, one.combine_send):
+                with pytest.raises(RuntimeError, match="another ExpertParallel"):
+                    call(foreign_y, foreign)
+            with pytest.raises(RuntimeError, match="another ExpertParallel"):
+                one.combine_recv(foreign)
+            with pytest.raises(RuntimeError, match="another ExpertParallel"):
+                one.dispatch(make_inputs(one)[0], handle=foreign)
+            assert torch.equal(other.combine(foreign_y, foreign), expected_output(other, 2))
+            assert torch.equal(one.combine(y, handle), expected_output(one, 1))
+
+    ranks.run_threads(2, with_two)
+
+
+@pytest.mark.parametrize("not_a_handle", [None, 3, "handle"])
+def test_something_that_is_no_handle(not_a_handle):
+    def program(ep):
+        with pytest.raises(TypeError):
+            ep.combine(torch.zeros(1, ep.hidden), not_a_handle)
+
+    run(program)
+
+
+def test_release_gives_the_buffer_back():
+    def program(ep):
+        for salt in range(5):
+            ep.dispatch(*make_inputs(ep, salt)).release()
+        handle = ep.dispatch(*make_inputs(ep))
+        handle.release()
+        handle.release()  # twice is once
+        with pytest.raises(RuntimeError, match="closed"):
+            ep.combine(torch.zeros(36, ep.hidden), handle)
+        with pytest.raises(RuntimeError, match="closed"):
+            handle.recv_x  # noqa: B018
+        sent = ep.dispatch_send(*make_inputs(ep))
+        sent.release()  # before it was received
+
+    run(program)
+
+
+def test_one_rank_releases_and_another_combines_zero_rows():
+    """All ranks combine or all release; with different handles open the buffers stay apart."""
+
+    def program(ep):
+        kept = ep.dispatch(*make_inputs(ep, 1))
+        dropped = ep.dispatch(*make_inputs(ep, 2))
+        dropped.release()
+        again = ep.dispatch(*make_inputs(ep, 3))
+        assert torch.equal(ep.combine(experts(kept), kept), expected_output(ep, 1))
+        assert torch.equal(ep.combine(experts(again), again), expected_output(ep, 3))
+
+    run(program)
+
+
+def test_views_live_until_combine_and_keep_their_memory():
+    def program(ep):
+        handle = ep.dispatch(*make_inputs(ep))
+        view = handle.recv_x
+        assert view.data_ptr() == handle.recv_x.data_ptr()
+        ep.combine(experts(handle), handle)
+        ep.close()
+        view.sum()  # undefined values, but memory
+
+    run(program)
+
+
+def test_close_twice_and_use_after_close():
+    def program(ep):
+        handle = ep.dispatch(*make_inputs(ep))
+        y = experts(handle)
+        ep.close()
+        ep.close()
+        calls = {
+            "dispatch": lambda: ep.dispatch(*make_inputs(ep)),
+            "dispatch_send": lambda: ep.dispatch_send(*make_inputs(ep)),
+            "combine": lambda: ep.combine(y, handle),
+            "check": ep.check,
+            "recv_x": lambda: handle.recv_x,
+        }
+        for call in calls.values():
+            with pytest.raises(RuntimeError, match="closed"):
+                call()
+        handle.release()  # nothing to give back
+
+    run(program)
+
+
+def test_dispatch_again_with_the_same_handle():
+    def program(ep):
+        first = ep.dispatch(*make_inputs(ep, 1))
+        x, topk_idx, weights = make_inputs(ep, 1)
+        again = ep.dispatch(3 * x, handle=first)
+        assert torch.equal(again.expert_offsets, first.expert_offsets)
+        everyone = all_inputs(ep, 1)[0]
+        num_routes = int(again.expert_offsets[-1])
+        row_index = again.expert_row_index[:num_routes].long()
+        expected = torch.zeros(ep.num_ranks, ep.num_max_tokens_per_rank, ep.hidden)
+        for rank, rows in enumerate(everyone):
+            expected[rank, : len(rows)] = 3 * rows
+        assert torch.equal(again.recv_x[row_index], expected.flatten(0, 1)[row_index])
+        out = ep.combine(experts(again), again)
+        torch.testing.assert_close(out, 3 * expected_output(ep, 1))
+
+    run(program)
+
+
+def test_attributes():
+    def program(ep):
+        assert (ep.num_ranks, ep.num_experts, ep.num_local_experts) == (2, 8, 4)
+        assert (ep.num_topk, ep.hidden, ep.num_max_tokens_per_rank) == (2, 16, 6)
+        assert (ep.dtype, ep.device, ep.num_buffers) == (torch.float32, torch.device("cpu"), 2)
+        assert ep.timeout == 10
+        # Two buffers, each with the rows of dispatch and of combine.
+        assert ep.nbytes >= 2 * 2 * (2 * 6) * 16 * 4
+        handle = ep.dispatch(*make_inputs(ep))
+        assert handle.num_routes == int(handle.expert_offsets[-1])
+        assert handle.recv_x.shape == (12, 16)
+        assert handle.expert_row_index.shape == (24,)
+        assert handle.expert_offsets.shape == (5,)
+        assert handle.expert_row_index.dtype == handle.expert_offsets.dtype == torch.int32
+        handle.release()
+
+    run(program, num_ranks=2)
+
+
+def exchange_handles_by_hand(group):
+    """Bootstrap over any channel: here gloo carries the bytes, in Ray an actor call would."""
+    import torch.distributed as dist
+
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    exchange = moe_a2a.HandleExchange(rank, num_ranks)
+    with moe_a2a.ExpertParallel(exchange, **CONFIG) as ep:
+        with pytest.raises(RuntimeError, match="set_comm_handles"):
+            ep.dispatch(*make_inputs(ep))
+        handles = [None] * num_ranks
+        dist.all_gather_object(handles, ep.get_comm_handle(), group=group)
+        with pytest.raises(ValueError, match=f"got {num_ranks - 1} handles"):
+            ep.set_comm_handles(handles[:-1])
+        with pytest.raises(ValueError, match="rank order"):
+            ep.set_comm_handles(handles[::-1])
+        with pytest.raises(ValueError, match="bytes"):
+            ep.set_comm_handles([b"nonsense"] * num_ranks)
+        ep.set_comm_handles(handles)
+        good_call(ep)
+        dist.barrier(group)
+
+
+def test_explicit_handle_exchange():
+    ranks.run_processes(2, exchange_handles_by_hand)

@@ -1,0 +1,73 @@
+"""The harness tests itself: a rank that fails, hangs or dies must never pass or hang a test."""
+
+import os
+import signal
+import time
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+
+def add_ranks(group, value):
+    total = torch.tensor([value + dist.get_rank(group)])
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def fail_on_rank_1(group):
+    if dist.get_rank(group) == 1:
+        raise ValueError("on purpose")
+    return dist.get_rank(group)
+
+
+def hang_on_rank_0(group):
+    if dist.get_rank(group) == 0:
+        time.sleep(1000)
+
+
+def die_on_rank_1(group):
+    if dist.get_rank(group) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+
+def test_processes_return_results_in_rank_order():
+    assert ranks.run_processes(3, add_ranks, 10) == [33, 33, 33]
+
+
+def test_processes_show_the_traceback_of_the_rank_that_failed():
+    with pytest.raises(ranks.RankError, match=r"(?s)rank 1 ---.*on purpose"):
+        ranks.run_processes(2, fail_on_rank_1)
+
+
+def test_processes_that_hang_are_named_and_killed():
+    start = time.monotonic()
+    with pytest.raises(ranks.RankError, match=r"(?s)rank 0 ---.*still running.*hang_on_rank_0"):
+        ranks.run_processes(2, hang_on_rank_0, timeout=2)
+    assert time.monotonic() - start < 10
+
+
+def test_processes_that_die():
+    assert ranks.run_processes(2, die_on_rank_1, mortal={1}) == ["alive", ranks.DIED]
+    with pytest.raises(ranks.RankError, match="exit code -9"):
+        ranks.run_processes(2, die_on_rank_1)
+
+
+def test_threads_show_the_traceback_of_the_rank_that_failed():
+    def program(group):
+        if group.rank == 1:
+            raise ValueError("on purpose")
+
+    with pytest.raises(ranks.RankError, match=r"(?s)rank 1 ---.*on purpose"):
+        ranks.run_threads(2, program)
+
+
+def test_threads_that_hang_are_named():
+    def program(group):
+        if group.rank == 0:
+            time.sleep(2)
+
+    with pytest.raises(ranks.RankError, match=r"(?s)rank 0 ---.*still running.*sleep"):
+        ranks.run_threads(2, program, timeout=0.2)

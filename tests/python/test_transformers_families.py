@@ -1,0 +1,19 @@
+"""Every MoE family of the installed transformers gives through moe_a2a the logits of eager."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from moe_a2a.integrations import sweep
+
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("family", sweep.families())
+def test_logits_are_those_of_eager(family):
+    comparison = sweep.compare(family)
+    assert comparison.equal, comparison
+
+
+def test_all_families_were_found():
+    assert {"mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"} <= set(sweep.families())

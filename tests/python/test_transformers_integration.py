@@ -1,0 +1,344 @@
+"""The experts function of transformers: what families alike do not show (see the families' test).
+
+Ranks are threads; `eager` on one process, with all experts, is the truth.
+"""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import moe_a2a
+from moe_a2a.integrations.experts_module import (
+    STACKED_PARAMETERS,
+    is_experts_module,
+    owned_experts,
+)
+from moe_a2a.integrations.sweep import on_threads, parts_of_a_batch, run_with
+from moe_a2a.integrations.tiny_models import tiny_model
+from moe_a2a.integrations.transformers import register, shard_experts
+
+pytestmark = pytest.mark.cpu
+
+TOLERANCE = 1e-5
+HIDDEN = 64
+
+
+def on_ranks(num_ranks, rank_main, **options):
+    """rank_main(rank, group, experts) on a thread per rank, each with its own registered name."""
+    groups = moe_a2a.thread_group(num_ranks)
+
+    def main(rank):
+        with torch.no_grad():
+            name = f"moe_a2a:{rank}"
+            with register(groups[rank], name=name, timeout=10.0, **options) as experts:
+                return rank_main(rank, groups[rank], experts)
+
+    return on_threads(num_ranks, main)
+
+
+def experts_of(model):
+    return next(module for module in model.modules() if is_experts_module(module))
+
+
+def random_tokens(rank, num_tokens, num_experts=8, num_topk=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rank)
+    return (
+        torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype),
+        torch.rand(num_tokens, num_experts, generator=generator).topk(num_topk).indices,
+        torch.rand(num_tokens, num_topk, generator=generator),
+    )
+
+
+def eager(module, *tokens):
+    module.config._experts_implementation = "eager"
+    with torch.no_grad():
+        return module(*tokens)
+
+
+def assert_close(actual, expected, tolerance=TOLERANCE):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_full_weights_are_sliced(family):
+    models = [tiny_model(family) for _ in range(2)]
+    batches = parts_of_a_batch(2, seed=0)
+    expected = [run_with(tiny_model(family), "eager", batch) for batch in batches]
+
+    def rank_main(rank, group, experts):
+        return run_with(models[rank], experts.name, batches[rank])
+
+    for actual, wanted in zip(on_ranks(2, rank_main), expected, strict=True):
+        assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("num_experts, num_ranks", [(5, 2), (7, 3), (4, 3), (2, 3), (8, 1)])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_experts_that_ranks_do_not_divide(num_experts, num_ranks, sharded):
+    whole = tiny_model("mixtral", num_local_experts=num_experts, num_hidden_layers=1)
+    models = [copy.deepcopy(whole) for _ in range(num_ranks)]
+
+    def rank_main(rank, group, experts):
+        if sharded:
+            shard_experts(models[rank], group)
+        return experts(experts_of(models[rank]), *random_tokens(rank, 9 + rank, num_experts))
+
+    for rank, actual in enumerate(on_ranks(num_ranks, rank_main)):
+        tokens = random_tokens(rank, 9 + rank, num_experts)
+        assert_close(actual, eager(experts_of(whole), *tokens))
+
+
+def test_owned_experts_cover_all_once():
+    for num_experts in range(1, 20):
+        for num_ranks in range(1, 9):
+            owned = [owned_experts(num_experts, rank, num_ranks) for rank in range(num_ranks)]
+            assert [e for part in owned for e in part] == list(range(num_experts))
+
+
+def test_shard_experts_frees_the_others():
+    model = shard_experts(tiny_model("gpt_oss"), moe_a2a.thread_group(4)[1])
+    for name in STACKED_PARAMETERS:
+        parameter = getattr(experts_of(model), name, None)
+        if parameter is not None:
+            assert len(parameter) == 2
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    shard_experts(model, moe_a2a.thread_group(4)[1])  # once more changes nothing
+    assert len(experts_of(model).down_proj) == 2
+
+
+def test_shards_of_another_group_are_refused():
+    model = tiny_model("mixtral")
+    shard_experts(model, moe_a2a.thread_group(4)[0])
+    with pytest.raises(ValueError, match="split for rank 0 of 4, this is rank 1 of 4"):
+        shard_experts(model, moe_a2a.thread_group(4)[1])
+    (alone,) = moe_a2a.thread_group(1)
+    with register(alone, name="moe_a2a:alone") as experts, torch.no_grad():
+        with pytest.raises(ValueError, match="split for rank 0 of 4, this is rank 0 of 1"):
+            experts(experts_of(model), *random_tokens(0, 3))
+    del experts_of(model).moe_a2a_split_for
+    with pytest.raises(ValueError, match="holds 2 experts, expected all 8 or this rank's 4"):
+        shard_experts(model, moe_a2a.thread_group(2)[0])
+
+
+@pytest.mark.parametrize("counts", [(0, 7), (7, 0), (0, 0), (1, 40, 0)])
+def test_ranks_without_tokens(counts):
+    module = experts_of(tiny_model("mixtral"))
+    modules = [copy.deepcopy(module) for _ in counts]
+
+    def rank_main(rank, group, experts):
+        return experts(modules[rank], *random_tokens(rank, counts[rank]))
+
+    for rank, actual in enumerate(on_ranks(len(counts), rank_main)):
+        assert actual.shape == (counts[rank], HIDDEN)
+        assert_close(actual, eager(module, *random_tokens(rank, counts[rank])))
+
+
+def test_a_whole_model_with_an_empty_batch():
+    models = [tiny_model("mixtral") for _ in range(2)]
+    batches = [torch.ones(0, 5, dtype=torch.long), torch.arange(3, 13).view(2, 5)]
+
+    def rank_main(rank, group, experts):
+        shard_experts(models[rank], group)
+        return run_with(models[rank], experts.name, batches[rank])
+
+    nothing, logits = on_ranks(2, rank_main)
+    assert nothing.shape[:2] == (0, 5)
+    assert_close(logits, run_with(tiny_model("mixtral"), "eager", batches[1]))
+
+
+def test_masked_routes_add_nothing():
+    module = experts_of(tiny_model("mixtral"))
+    modules = [copy.deepcopy(module) for _ in range(2)]
+    x, topk_idx, topk_weights = random_tokens(0, 12)
+    masked = torch.rand(topk_idx.shape, generator=torch.Generator().manual_seed(1)) < 0.4
+    marked = topk_idx.masked_fill(masked, 8)
+    marked[::2] = marked[::2].masked_fill(masked[::2], -1)
+
+    def rank_main(rank, group, experts):
+        return experts(modules[rank], x, marked, topk_weights)
+
+    expected = eager(module, x, topk_idx, topk_weights.masked_fill(masked, 0))
+    for actual in on_ranks(2, rank_main):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights_dtype", [torch.float32, None])
+def test_half_precision(dtype, weights_dtype):
+    module = experts_of(tiny_model("mixtral").to(dtype))
+    modules = [copy.deepcopy(module) for _ in range(2)]
+
+    def tokens_of(rank):
+        x, topk_idx, topk_weights = random_tokens(rank, 20, dtype=dtype)
+        return x, topk_idx, topk_weights.to(weights_dtype or dtype)
+
+    def rank_main(rank, group, experts):
+        return experts(modules[rank], *tokens_of(rank))
+
+    for rank, actual in enumerate(on_ranks(2, rank_main)):
+        assert actual.dtype == dtype
+        x, topk_idx, topk_weights = tokens_of(rank)
+        exact = eager(copy.deepcopy(module).float(), x.float(), topk_idx, topk_weights.float())
+        library_error = (eager(module, x, topk_idx, topk_weights).float() - exact).abs().max()
+        assert (actual.float() - exact).abs().max() <= 2 * library_error
+
+
+@pytest.mark.parametrize("intermediate_size", [33, 30])
+def test_sizes_that_torch_cannot_group(intermediate_size):
+    module = experts_of(tiny_model("mixtral", intermediate_size=intermediate_size))
+    modules = [copy.deepcopy(module) for _ in range(2)]
+
+    def rank_main(rank, group, experts):
+        return experts(modules[rank], *random_tokens(rank, 10))
+
+    for rank, actual in enumerate(on_ranks(2, rank_main)):
+        assert_close(actual, eager(module, *random_tokens(rank, 10)))
+
+
+def test_buffers_grow_with_the_largest_rank_and_are_shared_by_layers():
+    models = [tiny_model("mixtral") for _ in range(2)]
+    lengths = [(4, 4), (4, 70), (3, 3)]
+
+    def rank_main(rank, group, experts):
+        capacities = []
+        for step in lengths:
+            batch = torch.arange(step[rank])[None] + 3
+            logits = run_with(models[rank], experts.name, batch)
+            assert_close(logits, run_with(tiny_model("mixtral"), "eager", batch))
+            capacities.append([ep.num_max_tokens_per_rank for ep in experts.expert_parallels])
+        return capacities
+
+    assert on_ranks(2, rank_main) == [[[16], [128], [128]]] * 2
+
+
+def test_more_tokens_than_registered():
+    module = experts_of(tiny_model("mixtral"))
+    modules = [copy.deepcopy(module) for _ in range(2)]
+
+    def rank_main(rank, group, experts):
+        with pytest.raises((ValueError, moe_a2a.PeerRefusedError), match="num_max_tokens_per_rank"):
+            experts(modules[rank], *random_tokens(rank, (3, 9)[rank]))
+        return experts(modules[rank], *random_tokens(rank, 8))
+
+    for rank, actual in enumerate(on_ranks(2, rank_main, num_max_tokens_per_rank=8)):
+        assert_close(actual, eager(module, *random_tokens(rank, 8)))
+
+
+def test_ranks_in_different_layers_find_out():
+    models = [tiny_model("mixtral") for _ in range(2)]
+
+    def rank_main(rank, group, experts):
+        shard_experts(models[rank], group)
+        layers = [module for module in models[rank].modules() if is_experts_module(module)]
+        with pytest.raises(RuntimeError, match=r"is in layer .*layers\.\d\.mlp\.experts"):
+            experts(layers[rank], *random_tokens(rank, 4))
+
+    on_ranks(2, rank_main)
+
+
+def test_gradients_are_refused():
+    models = [tiny_model("mixtral") for _ in range(2)]
+    batch = torch.arange(3, 8)[None]
+
+    def rank_main(rank, group, experts):
+        models[rank].set_experts_implementation(experts.name)
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="no_grad"):
+            models[rank](input_ids=batch)
+        models[rank].requires_grad_(False)
+        with torch.enable_grad():
+            return models[rank](input_ids=batch).logits
+
+    for logits in on_ranks(2, rank_main):
+        assert_close(logits, run_with(tiny_model("mixtral"), "eager", batch))
+
+
+def test_an_error_in_the_experts_leaves_the_buffers_usable():
+    module = experts_of(tiny_model("mixtral"))
+    modules = [copy.deepcopy(module) for _ in range(2)]
+
+    def fail(x):
+        raise ArithmeticError("on purpose")
+
+    def rank_main(rank, group, experts):
+        works, modules[rank]._apply_gate = modules[rank]._apply_gate, fail
+        for _ in range(3):  # more often than there are buffers
+            with pytest.raises(ArithmeticError):
+                experts(modules[rank], *random_tokens(rank, 5))
+        modules[rank]._apply_gate = works
+        return experts(modules[rank], *random_tokens(rank, 5))
+
+    for rank, actual in enumerate(on_ranks(2, rank_main)):
+        assert_close(actual, eager(module, *random_tokens(rank, 5)))
+
+
+def test_close_forgets_the_name():
+    model = tiny_model("mixtral")
+    (group,) = moe_a2a.thread_group(1)
+    with register(group, name="moe_a2a:gone") as experts:
+        run_with(model, "moe_a2a:gone", torch.tensor([[3, 4]]))
+    experts.close()  # twice is fine
+    with pytest.raises(ValueError, match="moe_a2a:gone"):
+        tiny_model("mixtral").set_experts_implementation("moe_a2a:gone")
+
+
+def test_models_without_experts_and_foreign_splits_are_refused():
+    (group,) = moe_a2a.thread_group(1)
+    with pytest.raises(ValueError, match="Linear has no experts"):
+        shard_experts(torch.nn.Linear(2, 2), group)
+    model = tiny_model("mixtral")
+    experts_of(model)._is_expert_parallel = True
+    with pytest.raises(ValueError, match="expert parallelism"):
+        shard_experts(model, group)
+
+
+def test_compiled_models_break_their_graph_and_go_on():
+    model = tiny_model("mixtral")
+    (group,) = moe_a2a.thread_group(1)
+    batch = torch.arange(3, 9)[None]
+    expected = run_with(tiny_model("mixtral"), "eager", batch)
+    with register(group, name="moe_a2a:compiled") as experts, torch.no_grad():
+        model.set_experts_implementation(experts.name)
+        logits = torch.compile(model, backend="eager")(input_ids=batch).logits
+    assert_close(logits, expected)
+
+
+GENERATE = """
+import sys, torch, torch.distributed as dist
+from moe_a2a.integrations.tiny_models import tiny_model
+from moe_a2a.integrations.transformers import register, shard_experts
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+prompt = torch.arange(3, 9 + 4 * rank)[None]
+length = dict(max_new_tokens=(3, 9)[rank], do_sample=False)
+expected = tiny_model("mixtral").generate(prompt, **length)
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+with register(dist.group.WORLD, timeout=20.0):
+    model = shard_experts(tiny_model("mixtral"), dist.group.WORLD)
+    model.set_experts_implementation("moe_a2a")
+    tokens = model.generate(prompt, synced_gpus=True, **length)
+assert tokens.equal(expected), (tokens, expected)
+dist.destroy_process_group()
+"""
+
+
+def test_generate_with_different_lengths_on_ranks_as_processes(tmp_path):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", GENERATE, str(rank), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()

@@ -1,0 +1,202 @@
+"""Reads the assembly that clang writes for an AMD GPU: kernels, their basic blocks, loops and resources."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Instruction:
+    line: int
+    opcode: str
+    operands: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.opcode} {self.operands}".rstrip()
+
+    @property
+    def modifiers(self) -> set[str]:
+        """The words after the operands: sc0, sc1, nt, offset:16 ..."""
+        return set(self.operands.replace(",", " ").split())
+
+    @property
+    def is_load(self) -> bool:
+        return self.opcode.startswith(("global_load_", "flat_load_"))
+
+    @property
+    def is_store(self) -> bool:
+        return self.opcode.startswith(("global_store_", "flat_store_"))
+
+    @property
+    def is_system_scope(self) -> bool:
+        return {"sc0", "sc1"} <= self.modifiers
+
+    @property
+    def address(self) -> str:
+        """Where a load reads: its operands after the destination, without the words that say how."""
+        place = self.operands.split(",", 1)[1].split()
+        return " ".join(word for word in place if word not in ("sc0", "sc1", "nt"))
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """An s_waitcnt after which every load has arrived and every store is done."""
+        return self.opcode == "s_waitcnt" and ("vmcnt(0)" in self.operands or self.operands == "0")
+
+
+@dataclass
+class Block:
+    instructions: list[Instruction] = field(default_factory=list)
+    successors: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Kernel:
+    symbol: str
+    blocks: list[Block]
+    resources: dict[str, int]
+
+    def instructions(self) -> Iterator[Instruction]:
+        yield from self.instructions_of(set(range(len(self.blocks))))
+
+    def instructions_of(self, blocks: set[int]) -> Iterator[Instruction]:
+        for index in sorted(blocks):
+            yield from self.blocks[index].instructions
+
+    def walk(self, start: str, step: Callable[[Instruction, str], str], block: int = 0) -> None:
+        """Takes every path from `block` on, with step(instruction, state) -> state; a (block, state) is taken once.
+
+        The state "stop" ends a path.
+        """
+        seen = set()
+        ahead = [(block, start)]
+        while ahead:
+            here = ahead.pop()
+            if here in seen:
+                continue
+            seen.add(here)
+            index, state = here
+            for instruction in self.blocks[index].instructions:
+                state = step(instruction, state)
+                if state == "stop":
+                    break
+            else:
+                ahead.extend((successor, state) for successor in self.blocks[index].successors)
+
+    def loops_with(self, opcode: str) -> list[set[int]]:
+        """The innermost loops that contain `opcode`."""
+        found = []
+        for index, block in enumerate(self.blocks):
+            if any(instruction.opcode == opcode for instruction in block.instructions):
+                innermost = next((loop for loop in self.loops() if index in loop), None)
+                if innermost is not None and innermost not in found:
+                    found.append(innermost)
+        return found
+
+    def loops(self) -> list[set[int]]:
+        """The natural loops, each as the set of its blocks, inner ones before those around them."""
+        predecessors: list[list[int]] = [[] for _ in self.blocks]
+        for index, block in enumerate(self.blocks):
+            for successor in block.successors:
+                predecessors[successor].append(index)
+        dominators = self._dominators(predecessors)
+        loops: dict[int, set[int]] = {}
+        for tail, block in enumerate(self.blocks):
+            for head in block.successors:
+                if head not in dominators[tail]:
+                    continue
+                loop, ahead = loops.setdefault(head, {head}), [tail]
+                while ahead:
+                    index = ahead.pop()
+                    if index not in loop:
+                        loop.add(index)
+                        ahead.extend(predecessors[index])
+        return sorted(loops.values(), key=len)
+
+    def _dominators(self, predecessors: list[list[int]]) -> list[set[int]]:
+        everything = set(range(len(self.blocks)))
+        dominators = [{0}] + [everything] * (len(self.blocks) - 1)
+        changed = True
+        while changed:
+            changed = False
+            for index in range(1, len(self.blocks)):
+                before = [dominators[p] for p in predecessors[index]]
+                now = {index} | (set.intersection(*before) if before else set())
+                if now != dominators[index]:
+                    dominators[index], changed = now, True
+        return dominators
+
+
+def architecture(text: str) -> str:
+    return re.search(r'\.amdgcn_target "amdgcn-amd-amdhsa--(\w+)', text).group(1)
+
+
+def kernels(text: str) -> list[Kernel]:
+    """Every kernel of an assembly listing, in its order."""
+    names = re.findall(r"^\s*\.amdhsa_kernel (\S+)", text, re.M)
+    lines = text.splitlines()
+    begins = {
+        line.split(":")[0]: n
+        for n, line in enumerate(lines)
+        if re.match(r"[A-Za-z_$][\w$.]*:", line)
+    }
+    resources = _resources(text)
+    return [Kernel(name, _blocks(lines, begins[name] + 1), resources[name]) for name in names]
+
+
+def _blocks(lines: list[str], begin: int) -> list[Block]:
+    blocks, labels, targets = [Block()], {}, []
+    open_end = True  # whether the block before falls through into the next
+    for number in range(begin, len(lines)):
+        line = lines[number].split(";")[0].split("//")[0].strip()
+        if re.match(r"\.Lfunc_end\d+:|\.section\b", line):
+            break
+        label = re.match(r"(\.\w+):", line)
+        if label:
+            if blocks[-1].instructions or not open_end:
+                _start_block(blocks, open_end)
+            open_end = True
+            labels[label.group(1)] = len(blocks) - 1
+        elif line and not line.startswith("."):
+            if not open_end:
+                _start_block(blocks, open_end)
+                open_end = True
+            opcode, _, operands = line.partition(" ")
+            blocks[-1].instructions.append(Instruction(number + 1, opcode, operands.strip()))
+            if opcode.startswith(("s_branch", "s_cbranch")):
+                targets.append((len(blocks) - 1, operands.strip()))
+                _start_block(blocks, falls_through=opcode != "s_branch")
+            elif opcode.startswith(("s_endpgm", "s_setpc")):
+                open_end = False
+    for index, target in targets:
+        blocks[index].successors.append(labels[target])
+    return blocks
+
+
+def _start_block(blocks: list[Block], falls_through: bool) -> None:
+    if falls_through:
+        blocks[-1].successors.append(len(blocks))
+    blocks.append(Block())
+
+
+def _resources(text: str) -> dict[str, dict[str, int]]:
+    """What each kernel occupies, from the metadata at the end of the listing."""
+    metadata = text.split("amdhsa.kernels:")[1].split("\namdhsa.")[0]
+    fields = {
+        "vgpr": "vgpr_count",
+        "agpr": "agpr_count",
+        "sgpr": "sgpr_count",
+        "vgpr_spills": "vgpr_spill_count",
+        "sgpr_spills": "sgpr_spill_count",
+        "lds": "group_segment_fixed_size",
+        "scratch": "private_segment_fixed_size",
+    }
+    resources = {}
+    for entry in re.split(r"\n  - ", metadata)[1:]:
+        name = re.search(r"^ *\.name: +'?([^\s']+)", entry, re.M).group(1)
+        resources[name] = {
+            key: int((re.search(rf"\.{word}: +(\d+)", entry) or [0, 0])[1])
+            for key, word in fields.items()
+        }
+    return resources

@@ -1,0 +1,233 @@
+"""Checks what the AMD compiler made of the kernels: check_isa.py backend.gfx942.s
+
+A release or acquire lost on the way to the machine loses data once in a million calls, and no NVIDIA GPU, processor or
+emulator shows it. The rules read the assembly instead. They know the forms of gfx942 and gfx950; of other
+architectures (gfx90a has no scope bits) only resources and row accesses are checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+from amd_assembly import Instruction, Kernel, architecture, kernels
+
+# Kernels of one launch per step: nothing of theirs may live in scratch memory.
+HOT = ("DispatchSend", "DispatchRecv", "CombineSend", "CombineRecv")
+# Kernels that move whole rows: in pieces of 16 bytes.
+ROW_MOVERS = ("DispatchSend", "CombineRecv")
+# Kernels that write data and then raise signals for it.
+SIGNALLERS = ("DispatchSend", "CombineSend")
+
+
+def is_signal_store(instruction: Instruction) -> bool:
+    """A signal is 64 bits; 64-bit stores that carry a scope are signals."""
+    return (
+        instruction.is_store
+        and instruction.opcode.endswith("_dwordx2")
+        and "sc1" in instruction.modifiers
+    )
+
+
+def is_data_store(instruction: Instruction) -> bool:
+    return instruction.is_store and "sc1" not in instruction.modifiers
+
+
+def is_system_write_back(instruction: Instruction) -> bool:
+    return instruction.opcode == "buffer_wbl2" and instruction.is_system_scope
+
+
+def is_system_invalidate(instruction: Instruction) -> bool:
+    return instruction.opcode == "buffer_inv" and instruction.is_system_scope
+
+
+def check_resources(kernel: Kernel) -> list[str]:
+    used = [
+        f"{name} {kernel.resources[name]}"
+        for name in ("vgpr_spills", "sgpr_spills", "scratch")
+        if kernel.resources[name] > 0
+    ]
+    scratch = next((i for i in kernel.instructions() if i.opcode.startswith("scratch_")), None)
+    if scratch is not None:
+        used.append(str(scratch))
+    return [f"registers do not suffice: {', '.join(used)}"] if used else []
+
+
+def check_row_access(kernel: Kernel) -> list[str]:
+    """Rows are read in pieces of 16 bytes, and written so in the same loops: the stores of a report do not count."""
+
+    def wide(instruction: Instruction) -> bool:
+        return instruction.opcode.endswith("_dwordx4")
+
+    loops = kernel.loops()
+    read = [
+        n
+        for n, block in enumerate(kernel.blocks)
+        if any(i.is_load and wide(i) for i in block.instructions)
+    ]
+    if not read:
+        return ["no 16-byte load (global_load_dwordx4)"]
+    nests = [loop for block in read for loop in [loop for loop in loops if block in loop][:2]]
+    if not any(i.is_store and wide(i) for nest in nests for i in kernel.instructions_of(nest)):
+        return ["no 16-byte store (global_store_dwordx4) beside the 16-byte loads"]
+    return []
+
+
+def check_releases(kernel: Kernel) -> list[str]:
+    """Between data and a signal: buffer_wbl2 sc0 sc1, then a wait for it; the signal itself at system scope."""
+    problems, signals = {}, set()
+
+    def step(instruction: Instruction, state: str) -> str:
+        if is_data_store(instruction):
+            return "dirty"
+        if is_system_write_back(instruction) and state == "dirty":
+            return "writing back"
+        if instruction.waits_for_memory and state == "writing back":
+            return "clean"
+        if is_signal_store(instruction):
+            signals.add(instruction)
+            if not instruction.is_system_scope:
+                problems[instruction] = f"signal not at system scope (sc0 sc1): {instruction}"
+            elif state != "clean":
+                problems[instruction] = (
+                    f"data may be {state} when the signal goes out: {instruction}"
+                )
+        return state
+
+    kernel.walk("clean", step)
+    if not signals:
+        return ["no signal store (64 bits, sc0 sc1) at all"]
+    return list(problems.values())
+
+
+def check_leader_signals(kernel: Kernel) -> list[str]:
+    """A leader signals for its block only after a barrier that every wave reached with its stores done.
+
+    s_barrier itself waits for no store, and the leader's own wait covers its own wave only.
+    """
+    problems = {}
+
+    def step(instruction: Instruction, state: str) -> str:
+        if is_data_store(instruction):
+            return "stores in flight"
+        if instruction.waits_for_memory and state == "stores in flight":
+            return "done"
+        if (
+            instruction.opcode == "s_barrier"
+        ):  # a wait after it would be too late for the other waves
+            return str(instruction) if state == "stores in flight" else "done"
+        if is_signal_store(instruction) and state.startswith("line"):
+            problems[state] = (
+                f"barrier before a signal does not wait for stores (s_waitcnt vmcnt(0)): {state}"
+            )
+        return state
+
+    kernel.walk("done", step)
+    return list(problems.values())
+
+
+def check_acquires(kernel: Kernel) -> list[str]:
+    """A spin polls at system scope; once it has seen its signal it loads it again and invalidates the caches."""
+    problems = []
+    for loop in kernel.loops_with("s_sleep"):
+        poll = next((i for i in kernel.instructions_of(loop) if i.is_load), None)
+        if poll is None or not poll.is_system_scope:
+            problems.append(f"a spin polls without system scope (sc0 sc1): {poll}")
+            continue
+        exits = {s for index in loop for s in kernel.blocks[index].successors if s not in loop}
+        places = [*loop, *_before_the_next_wait(kernel, exits - loop)]
+        if not any(_acquires(kernel.blocks[index].instructions, poll.address) for index in places):
+            problems.append(
+                f"no acquire (load sc0 sc1, s_waitcnt vmcnt(0), buffer_inv sc0 sc1) follows the poll: {poll}"
+            )
+    return problems
+
+
+def _before_the_next_wait(kernel: Kernel, starts: set[int]) -> set[int]:
+    """The blocks that are reached before another wave is met or another spin begins."""
+    reached: set[int] = set()
+    ahead = list(starts)
+    while ahead:
+        index = ahead.pop()
+        opcodes = {i.opcode for i in kernel.blocks[index].instructions}
+        if index in reached or "s_sleep" in opcodes:
+            continue
+        reached.add(index)
+        if "s_barrier" not in opcodes:
+            ahead.extend(kernel.blocks[index].successors)
+    return reached
+
+
+def _acquires(instructions: list[Instruction], address: str) -> bool:
+    """Whether they load `address` at system scope, wait for it, and then invalidate."""
+    state = "before"
+    for instruction in instructions:
+        if instruction.is_load:
+            acquiring = instruction.is_system_scope and instruction.address == address
+            state = "loaded" if acquiring else "before"
+        elif instruction.waits_for_memory and state == "loaded":
+            state = "arrived"
+        elif is_system_invalidate(instruction) and state == "arrived":
+            return True
+    return False
+
+
+def check_kernel(kernel: Kernel, has_scope_bits: bool) -> list[str]:
+    def is_one_of(names: tuple[str, ...]) -> bool:
+        return any(name in kernel.symbol for name in names)
+
+    problems = []
+    if is_one_of(HOT):
+        problems += check_resources(kernel)
+    if is_one_of(ROW_MOVERS):
+        problems += check_row_access(kernel)
+    if has_scope_bits:
+        problems += check_acquires(kernel)
+        if is_one_of(SIGNALLERS):
+            problems += check_releases(kernel) + check_leader_signals(kernel)
+    return problems
+
+
+def short_name(symbol: str) -> str:
+    return next((name for name in HOT if name in symbol), symbol)
+
+
+def describe(kernel: Kernel) -> str:
+    used = ", ".join(f"{value} {name}" for name, value in kernel.resources.items())
+    words = ("_dwordx4", "buffer_wbl2", "buffer_inv", "s_barrier")
+    count = Counter(
+        i.opcode + (" sc0 sc1" if i.is_system_scope else "")
+        for i in kernel.instructions()
+        if any(word in i.opcode for word in words) and not i.opcode.startswith("s_load")
+    )
+    return f"{short_name(kernel.symbol)}: {used}\n    " + ", ".join(
+        f"{n} x {op}" for op, n in sorted(count.items())
+    )
+
+
+def check(text: str) -> tuple[list[str], list[str]]:
+    """Returns what there is to say about each kernel, and what is wrong."""
+    has_scope_bits = architecture(text) in ("gfx942", "gfx950")
+    found = kernels(text)
+    problems = [f"no kernel {name}" for name in HOT if not any(name in k.symbol for k in found)]
+    for kernel in found:
+        problems += [
+            f"{short_name(kernel.symbol)}: {p}" for p in check_kernel(kernel, has_scope_bits)
+        ]
+    return [describe(kernel) for kernel in found], problems
+
+
+def main(path: str) -> int:
+    text = Path(path).read_text()
+    report, problems = check(text)
+    print(f"ISA of {architecture(text)} ({path})")
+    print("\n".join("  " + line for line in report))
+    for problem in problems:
+        print(f"  WRONG {problem}")
+    print("  all rules kept" if not problems else f"  {len(problems)} rules broken")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
