@@ -49,12 +49,16 @@ test-python: setup
 kernels: .venv/dependencies
 	.ci/compile_kernels.sh build/kernels
 
-format: setup
+.venv/formatters: .venv/dependencies
+	$(BIN)/python -m pip install -qq 'clang-format==22.*' ruff
+	@touch $@
+
+format: .venv/formatters
 	$(BIN)/clang-format -i $(FORMATTED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-lint: setup
+lint: .venv/formatters
 	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

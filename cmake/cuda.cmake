@@ -2,6 +2,7 @@
 # its compiler probe and its flags onto every machine, and its architecture list cannot say "sm_90a, nothing else".
 
 find_program(MOE_A2A_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin /usr/local/cuda/bin)
+set(MOE_A2A_CUDA_FLAGS "" CACHE STRING "Further flags for nvcc (a list)")
 set(MOE_A2A_CUDA_ARCHITECTURES "" CACHE STRING "CUDA architectures. Empty: 80;90, and 100 if nvcc knows it")
 
 # /usr/local/bin/nvcc may be a wrapper: the toolkit is where nvcc itself says it is.
@@ -58,7 +59,7 @@ function(moe_a2a_add_cuda_object source object)
   add_custom_command(
     OUTPUT ${object}
     COMMAND ${MOE_A2A_NVCC} -x cu -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr ${architecture_flags}
-            -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off
+            ${MOE_A2A_CUDA_FLAGS} -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off
             -I${PROJECT_SOURCE_DIR}/csrc ${definitions} -MD -MF ${object}.d -MT ${object}
             -c ${PROJECT_SOURCE_DIR}/${source} -o ${object}
     DEPENDS ${PROJECT_SOURCE_DIR}/${source}

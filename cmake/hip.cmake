@@ -18,8 +18,12 @@ function(_moe_a2a_hip_command result)
   endif()
   list(TRANSFORM MOE_A2A_ABI_DEFINITIONS PREPEND -D OUTPUT_VARIABLE definitions)
   # -ffp-contract=off: the sums are the same bits on every target.
-  set(${result} ${MOE_A2A_HIP_COMPILER} -x hip ${MOE_A2A_HIP_FLAGS} -std=c++20 -O3 -ffp-contract=off -fPIC
-      -fvisibility=hidden -I${PROJECT_SOURCE_DIR}/csrc ${definitions} PARENT_SCOPE)
+  # A kernel is one function: a call costs a stack in memory, and an order of memory that is an argument costs a branch
+  # per order. The inliner stops at a number of blocks that ours exceed.
+  # Hoisting on machine code fills the scalar registers with what loops could compute again for nothing.
+  set(${result} ${MOE_A2A_HIP_COMPILER} -x hip ${MOE_A2A_HIP_FLAGS} -std=c++20 -O3 -ffp-contract=off
+      -mllvm -amdgpu-inline-max-bb=1000000 -mllvm -disable-machine-licm
+      -fPIC -fvisibility=hidden -I${PROJECT_SOURCE_DIR}/csrc ${definitions} PARENT_SCOPE)
 endfunction()
 
 # Compiles `source` to `object`: host code and one code object per architecture.
@@ -37,16 +41,18 @@ function(moe_a2a_add_hip_object source object)
 endfunction()
 
 # Adds the target `name`: the assembly of `source`'s kernels, one isa/<stem>.<architecture>.s for each architecture.
-# `object` is what moe_a2a_add_hip_object made of it: it knows the headers that both depend on.
+# `object` is what moe_a2a_add_hip_object made of it: it knows the headers that both depend on. isa/command.txt holds the
+# compiler's command, a word per line, for who wants a listing of changed sources.
 function(moe_a2a_add_hip_listing name source object)
   _moe_a2a_hip_command(compile)
   get_filename_component(stem ${source} NAME_WE)
+  string(REPLACE ";" "\n" command_text "${compile}")
+  file(WRITE ${CMAKE_BINARY_DIR}/isa/command.txt "${command_text}\n")
   set(listings)
   foreach(architecture IN LISTS MOE_A2A_HIP_ARCHITECTURES)
     set(listing ${CMAKE_BINARY_DIR}/isa/${stem}.${architecture}.s)
     add_custom_command(
       OUTPUT ${listing}
-      COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/isa
       COMMAND ${compile} --offload-arch=${architecture} --offload-device-only -S ${PROJECT_SOURCE_DIR}/${source}
               -o ${listing}
       DEPENDS ${PROJECT_SOURCE_DIR}/${source} ${object}

@@ -14,7 +14,7 @@ Python_add_library(_core MODULE WITH_SOABI ${bindings})
 target_include_directories(_core SYSTEM PRIVATE ${MOE_A2A_TORCH_ROOT}/include
                            ${MOE_A2A_TORCH_ROOT}/include/torch/csrc/api/include)
 target_compile_definitions(_core PRIVATE TORCH_EXTENSION_NAME=_core)
-target_compile_options(_core PRIVATE -Wall -Wextra)
+target_compile_options(_core PRIVATE ${MOE_A2A_WARNINGS})
 target_link_libraries(_core PRIVATE moe_a2a_core)
 # No rpath: `import torch` has loaded these libraries before `_core` asks for them by name.
 foreach(library IN ITEMS c10 torch_cpu torch_python)

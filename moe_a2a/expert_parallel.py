@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -89,15 +87,15 @@ class ExpertParallel:
     # ---- set-up
 
     def _allocate(self, device: torch.device | str | None) -> None:
-        if not (
-            isinstance(self.timeout, (int, float))
-            and math.isfinite(self.timeout)
-            and self.timeout > 0
-        ):
-            raise ValueError(
-                f"timeout={self.timeout} is not a positive number of seconds on rank {self.rank}"
+        if not (isinstance(self.timeout, (int, float)) and math.isfinite(self.timeout) and self.timeout > 0):
+            raise ValueError(f"timeout={self.timeout} is not a positive number of seconds on rank {self.rank}")
+        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(
+                f"dtype={self.dtype!r} on rank {self.rank}; pass torch.float32, torch.float16 or torch.bfloat16"
             )
         self.device = torch.device(device) if device is not None else _default_device()
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device={str(self.device)!r} on rank {self.rank}; pass a cpu or cuda device")
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         sizes = (
@@ -111,17 +109,15 @@ class ExpertParallel:
         log.info(
             "rank %d takes %d bytes on %s",
             self.rank,
-            _core.nbytes_for(self.num_ranks, *sizes),
+            _core.nbytes_for(self.rank, self.num_ranks, *sizes),
             self.device,
         )
-        self._core = _core.ExpertParallel(
-            self.rank,
-            self.num_ranks,
-            *sizes,
-            _target_of(self.device),
-            self.device,
-            float(self.timeout),
-        )
+        try:
+            self._core = _core.ExpertParallel(
+                self.rank, self.num_ranks, *sizes, _target_of(self.device), self.device, float(self.timeout)
+            )
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self.rank}: {error}") from None
 
     def _meet(self, device: torch.device | str | None) -> None:
         """Allocates, exchanges handles, maps. What fails on one rank raises on all: nobody waits for a rank that left."""
@@ -130,9 +126,7 @@ class ExpertParallel:
             self._allocate(device)
         except Exception as caught:
             error = caught
-        said = self._group.all_gather(
-            (None, repr(error)) if error else (self.get_comm_handle(), None)
-        )
+        said = self._group.all_gather((None, repr(error)) if error else (self.get_comm_handle(), None))
         self._raise_first(error, [text for _, text in said])
         try:
             self.set_comm_handles([handle for handle, _ in said])
@@ -191,20 +185,19 @@ class ExpertParallel:
             RuntimeError: num_buffers handles are open, or the object is closed.
             PeerTimeoutError: a rank did not come.
         """
-        with self._refusing_dispatch():
+        core = self._open_core()
+        try:
             layout, expert_alignment = self._checked_layout(handle, layout, expert_alignment)
-        sent = self.dispatch_send(
-            x,
-            topk_idx,
-            topk_weights,
-            handle=handle,
-            x_scales=x_scales,
-            quantize=quantize,
-            num_blocks=num_blocks,
-        )
-        return self.dispatch_recv(
-            sent, layout=layout, expert_alignment=expert_alignment, num_blocks=num_blocks
-        )
+            self._check_tensor("x", x)
+            routing = self._routing(handle, topk_idx, topk_weights)
+            quantized = self._checked_quantize(quantize)
+            num_blocks = num_blocks or self.num_blocks
+            sent = core.dispatch(x, *routing, x_scales, quantized, layout, expert_alignment, num_blocks)
+        except (ValueError, TypeError) as error:
+            core.refuse_dispatch(str(error))  # nobody waits for a rank that raised
+            raise
+        result = DispatchHandle(self, sent, self._float8_dtype() if quantized else x.dtype, routing)
+        return result._received(layout, expert_alignment, num_blocks)
 
     def combine(
         self,
@@ -229,8 +222,13 @@ class ExpertParallel:
 
         Raises: as dispatch(). After PeerRefusedError the combine may be tried again with the same handle.
         """
-        self.combine_send(y, handle, presummed=presummed, num_blocks=num_blocks)
-        return self.combine_recv(handle, out=out, num_blocks=num_blocks)
+        core, key = self._open_core(), self._key_of(handle)
+        try:
+            self._check_tensor("y", y)
+            return core.combine(y, key, presummed, out, num_blocks or self.num_blocks)
+        except (ValueError, TypeError) as error:
+            core.refuse_combine(key, str(error))
+            raise
 
     # ---- their halves: between them the device is free
 
@@ -246,16 +244,15 @@ class ExpertParallel:
         num_blocks: int = 0,
     ) -> DispatchHandle:
         """The first half of dispatch(): returns when the rows are posted. The handle shows nothing yet."""
-        with self._refusing_dispatch() as core:
+        core = self._open_core()
+        try:
+            self._check_tensor("x", x)
             routing = self._routing(handle, topk_idx, topk_weights)
-            if quantize not in (None, "fp8"):
-                raise ValueError(
-                    f'quantize={quantize!r} is unknown on rank {self.rank}; pass "fp8" or None'
-                )
-            quantized = quantize is not None
-            sent = core.dispatch_send(
-                x, *routing, x_scales, quantized, num_blocks or self.num_blocks
-            )
+            quantized = self._checked_quantize(quantize)
+            sent = core.dispatch_send(x, *routing, x_scales, quantized, num_blocks or self.num_blocks)
+        except (ValueError, TypeError) as error:
+            core.refuse_dispatch(str(error))
+            raise
         return DispatchHandle(self, sent, self._float8_dtype() if quantized else x.dtype, routing)
 
     def dispatch_recv(
@@ -269,10 +266,8 @@ class ExpertParallel:
         """The second half of dispatch(): waits for the rows of all ranks; returns the same handle, now readable."""
         layout, expert_alignment = self._checked_layout(None, layout, expert_alignment)
         num_blocks = num_blocks or self.num_blocks
-        self._open_core().dispatch_recv(handle._handle, layout, expert_alignment, num_blocks)
-        handle.layout, handle.expert_alignment = layout, expert_alignment
-        handle._num_blocks = num_blocks
-        return handle
+        self._open_core().dispatch_recv(self._key_of(handle), layout, expert_alignment, num_blocks)
+        return handle._received(layout, expert_alignment, num_blocks)
 
     def combine_send(
         self,
@@ -283,18 +278,19 @@ class ExpertParallel:
         num_blocks: int = 0,
     ) -> None:
         """The first half of combine(): returns when the sums are posted."""
-        core = self._open_core()
+        core, key = self._open_core(), self._key_of(handle)
         try:
-            core.combine_send(y, handle._handle, presummed, num_blocks or self.num_blocks)
+            self._check_tensor("y", y)
+            core.combine_send(y, key, presummed, num_blocks or self.num_blocks)
         except (ValueError, TypeError) as error:
-            core.refuse_combine(handle._handle, str(error))
+            core.refuse_combine(key, str(error))
             raise
 
     def combine_recv(
         self, handle: DispatchHandle, *, out: torch.Tensor | None = None, num_blocks: int = 0
     ) -> torch.Tensor:
         """The second half of combine(): waits for the sums of all ranks, returns [num_tokens, H]."""
-        return self._open_core().combine_recv(handle._handle, out, num_blocks or self.num_blocks)
+        return self._open_core().combine_recv(self._key_of(handle), out, num_blocks or self.num_blocks)
 
     # ---- the rest
 
@@ -344,15 +340,19 @@ class ExpertParallel:
             return torch.float8_e4m3fnuz if name.startswith("gfx942") else torch.float8_e4m3fn
         return torch.float8_e4m3fn
 
-    @contextlib.contextmanager
-    def _refusing_dispatch(self) -> Iterator[Any]:
-        """What is wrong with this rank's arguments is also said to the others: nobody waits for a rank that raised."""
-        core = self._open_core()
-        try:
-            yield core
-        except (ValueError, TypeError) as error:
-            core.refuse_dispatch(str(error))
-            raise
+    def _key_of(self, handle: DispatchHandle) -> Any:
+        if not isinstance(handle, DispatchHandle):
+            raise TypeError(f"handle is a {type(handle).__name__} on rank {self.rank}; pass what dispatch() returned")
+        return handle._handle
+
+    def _check_tensor(self, name: str, value: Any) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__} on rank {self.rank}; pass a torch.Tensor")
+
+    def _checked_quantize(self, quantize: str | None) -> bool:
+        if quantize not in (None, "fp8"):
+            raise ValueError(f'quantize={quantize!r} is unknown on rank {self.rank}; pass "fp8" or None')
+        return quantize is not None
 
     def _checked_layout(
         self, handle: DispatchHandle | None, layout: str | None, expert_alignment: int | None
@@ -387,13 +387,14 @@ class ExpertParallel:
         if handle is None:
             if topk_idx is None:
                 raise ValueError(f"topk_idx is None on rank {self.rank}; pass topk_idx or handle=")
+            self._check_tensor("topk_idx", topk_idx)
+            if topk_weights is not None:
+                self._check_tensor("topk_weights", topk_weights)
             return topk_idx, topk_weights
         if topk_idx is not None or topk_weights is not None:
-            raise ValueError(
-                f"handle= and topk_idx or topk_weights on rank {self.rank}; pass one or the other"
-            )
+            raise ValueError(f"handle= and topk_idx or topk_weights on rank {self.rank}; pass one or the other")
         if handle.ep is not self:
-            raise ValueError(
+            raise RuntimeError(
                 f"dispatch got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"
             )
         return handle._routing

@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from moe_a2a.handle import DispatchHandle
 
 
-def swiglu_experts(
-    handle: DispatchHandle, w_gate_up: torch.Tensor, w_down: torch.Tensor
-) -> torch.Tensor:
+def swiglu_experts(handle: DispatchHandle, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> torch.Tensor:
     """Runs each local expert on its rows: y = (silu(x @ gate.T) * (x @ up.T)) @ down.T.
 
     Args:
@@ -39,13 +37,12 @@ def _rows(handle: DispatchHandle, num_positions: int) -> torch.Tensor:
     is_float8 = handle.row_dtype.itemsize == 1
     if handle.layout != "rows":
         rows = handle.expert_x.view(-1, handle.ep.hidden)
-        return (
-            _dequantize(rows, handle.expert_x_scales.view(rows.shape[0], -1)) if is_float8 else rows
-        )
-    index = handle.expert_row_index[:num_positions].long()
+        return _dequantize(rows, handle.expert_x_scales.view(rows.shape[0], -1)) if is_float8 else rows
+    index = handle.expert_row_index[:num_positions]
     if is_float8:
-        return _dequantize(handle.recv_x[index], handle.recv_x_scales[index])
-    return handle.recv_x[index]
+        scales = handle.recv_x_scales.index_select(0, index)
+        return _dequantize(handle.recv_x.view(torch.uint8).index_select(0, index).view(handle.row_dtype), scales)
+    return handle.recv_x.index_select(0, index)
 
 
 def _dequantize(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

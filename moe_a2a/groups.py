@@ -44,9 +44,7 @@ class _Meeting:
         self._values[rank] = value
         self._wait(self._arrived, rank)
         values = list(self._values)
-        self._wait(
-            self._left, rank
-        )  # nobody lays down the next value before all have read this one
+        self._wait(self._left, rank)  # nobody lays down the next value before all have read this one
         return values
 
     def _wait(self, barrier: threading.Barrier, rank: int) -> None:
@@ -78,9 +76,7 @@ class HandleExchange:
         self.num_ranks = num_ranks
 
     def all_gather(self, value: Any) -> list[Any]:
-        raise RuntimeError(
-            "a HandleExchange has no channel; call ep.set_comm_handles() with every rank's handle"
-        )
+        raise RuntimeError("a HandleExchange has no channel; call ep.set_comm_handles() with every rank's handle")
 
 
 class TorchGroup:
@@ -94,9 +90,7 @@ class TorchGroup:
         self.rank = dist.get_rank(process_group)
         self.num_ranks = dist.get_world_size(process_group)
         if self.rank < 0:
-            raise ValueError(
-                "this process is not a member of the group; pass a group that contains it"
-            )
+            raise ValueError("this process is not a member of the group; pass a group that contains it")
 
     def all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks

@@ -41,6 +41,10 @@ class DispatchHandle:
         self._routing = routing
         self._num_blocks = 0
 
+    def _received(self, layout: str, expert_alignment: int, num_blocks: int) -> DispatchHandle:
+        self.layout, self.expert_alignment, self._num_blocks = layout, expert_alignment, num_blocks
+        return self
+
     @property
     def recv_x(self) -> torch.Tensor:
         """[R * T, H] rows where they landed: token t of rank s is row s * T + t. Rows of tokens that did not come here
@@ -116,9 +120,7 @@ class DispatchHandle:
         """The scales of float8 expert_x: [..., ceil(H / 128)] float32."""
         scales = self._gathered()[1]
         if scales is None:
-            raise RuntimeError(
-                'expert_x_scales exists for float8 rows; dispatch with x_scales= or quantize="fp8"'
-            )
+            raise RuntimeError('expert_x_scales exists for float8 rows; dispatch with x_scales= or quantize="fp8"')
         return scales
 
     def _gathered(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -24,10 +24,7 @@ class MoELayer:
                 f"w_gate_up has shape {list(w_gate_up.shape)}, expected [num_local_experts={ep.num_local_experts}, "
                 f"2 * intermediate, hidden={ep.hidden}] on rank {ep.rank}; pass this rank's experts"
             )
-        if (
-            list(w_down.shape) != [experts, hidden, double_intermediate // 2]
-            or double_intermediate % 2
-        ):
+        if list(w_down.shape) != [experts, hidden, double_intermediate // 2] or double_intermediate % 2:
             raise ValueError(
                 f"w_down has shape {list(w_down.shape)}, expected [{experts}, {hidden}, {double_intermediate // 2}] on rank "
                 f"{ep.rank}; pass [num_local_experts, hidden, intermediate] to w_gate_up's [.., 2 * intermediate, ..]"

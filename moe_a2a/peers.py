@@ -36,9 +36,7 @@ class _Peer:
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         if num_experts % self.num_ranks != 0:
-            raise ValueError(
-                f"num_experts={num_experts} is not divisible by num_ranks={self.num_ranks}"
-            )
+            raise ValueError(f"num_experts={num_experts} is not divisible by num_ranks={self.num_ranks}")
         self.num_experts = num_experts
         self.num_local_experts = num_experts // self.num_ranks
         self.num_topk = num_topk
@@ -78,9 +76,7 @@ class SortAllToAll(_Peer):
     `all_to_all_single` needs them there.
     """
 
-    def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None
-    ) -> SortHandle:
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None) -> SortHandle:
         flat_expert = topk_idx.reshape(-1)
         flat_weight = self._weights_or_ones(topk_idx, topk_weights).reshape(-1)
         order = torch.argsort(flat_expert, stable=True)  # dropped routes (-1) come first
@@ -90,9 +86,7 @@ class SortAllToAll(_Peer):
         dist.all_to_all_single(recv_counts, send_counts.contiguous(), group=self.group)
 
         # The one read by the host, which waits for all of the above.
-        num_dropped, *splits = torch.cat(
-            [counts[:1], send_counts.sum(1), recv_counts.sum(1)]
-        ).tolist()
+        num_dropped, *splits = torch.cat([counts[:1], send_counts.sum(1), recv_counts.sum(1)]).tolist()
         send_splits, recv_splits = splits[: self.num_ranks], splits[self.num_ranks :]
         order = order[num_dropped:]
         src_token = order // self.num_topk
@@ -101,9 +95,7 @@ class SortAllToAll(_Peer):
 
         # Rows arrive in (source rank, expert) order; the grouped GEMM wants (expert, source rank).
         local_expert = torch.arange(self.num_local_experts, device=x.device).repeat(self.num_ranks)
-        to_expert_order = torch.argsort(
-            local_expert.repeat_interleave(recv_counts.view(-1)), stable=True
-        )
+        to_expert_order = torch.argsort(local_expert.repeat_interleave(recv_counts.view(-1)), stable=True)
         return SortHandle(
             expert_x=recv_x[to_expert_order],
             expert_offsets=_offsets(recv_counts.sum(0)),
@@ -119,9 +111,7 @@ class SortAllToAll(_Peer):
         wire = torch.empty_like(y)
         wire[handle.to_expert_order] = y
         returned = y.new_empty(sum(handle.send_splits), self.hidden)
-        dist.all_to_all_single(
-            returned, wire, handle.send_splits, handle.recv_splits, group=self.group
-        )
+        dist.all_to_all_single(returned, wire, handle.send_splits, handle.recv_splits, group=self.group)
         out = torch.zeros(handle.num_tokens, self.hidden, dtype=torch.float32, device=y.device)
         out.index_add_(0, handle.src_token, returned.float() * handle.src_weight[:, None])
         return out.to(y.dtype)
@@ -146,9 +136,7 @@ class AllGatherReduceScatter(_Peer):
     direction, and adds the ranks' sums in the row's dtype.
     """
 
-    def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None
-    ) -> AllGatherHandle:
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None) -> AllGatherHandle:
         gathered_x = self._all_gather(x, fill=0)
         gathered_idx = self._all_gather(topk_idx.long(), fill=-1)
         gathered_weights = self._all_gather(self._weights_or_ones(topk_idx, topk_weights), fill=0)
@@ -159,9 +147,7 @@ class AllGatherReduceScatter(_Peer):
         row = route // self.num_topk
         return AllGatherHandle(
             expert_x=gathered_x[row],
-            expert_offsets=_offsets(
-                torch.bincount(local_idx[route], minlength=self.num_local_experts)
-            ),
+            expert_offsets=_offsets(torch.bincount(local_idx[route], minlength=self.num_local_experts)),
             num_tokens=x.shape[0],
             row=row,
             weight=gathered_weights.reshape(-1)[route],

@@ -129,9 +129,7 @@ class _Routes:
     weight: Tensor
 
 
-def _routes_to(
-    rank: int, num_local_experts: int, topk_idx: list[Tensor], topk_weights: list[Tensor]
-) -> _Routes:
+def _routes_to(rank: int, num_local_experts: int, topk_idx: list[Tensor], topk_weights: list[Tensor]) -> _Routes:
     first_expert = rank * num_local_experts
     per_source = []
     for src_rank, (idx, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
@@ -165,9 +163,7 @@ def _put(values: Tensor, place: Tensor, capacity: int, empty: int = 0) -> Tensor
     return out
 
 
-def _expert_rows(
-    rows: Tensor | None, row_index: Tensor, layout: str, num_local_experts: int
-) -> Tensor | None:
+def _expert_rows(rows: Tensor | None, row_index: Tensor, layout: str, num_local_experts: int) -> Tensor | None:
     """Copies of `rows` in the order of `row_index`, zero where it is -1; "rows" copies nothing."""
     if rows is None or layout == "rows":
         return None
@@ -243,9 +239,7 @@ def _sum_routes(y: Tensor, handle: Dispatched) -> Tensor:
 # --------------------------------------------------------------------------------------- MoE layer
 
 
-def moe_layer(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, w_gate_up: Tensor, w_down: Tensor
-) -> Tensor:
+def moe_layer(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
     """The layer with all its experts for tokens x [T, H], wherever they come from.
 
     w_gate_up [E, 2 * I, H]: the gate's rows, then the up projection's; w_down [E, H, I].

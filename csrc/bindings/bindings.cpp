@@ -62,6 +62,18 @@ class Core {
     return core.dispatch_send(input, place);
   }
 
+  Handle dispatch(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
+                  const OptionalTensor& x_scales, bool quantize, const std::string& layout, int expert_alignment,
+                  int num_blocks) {
+    ExpertParallel& core = ep();
+    core.require_open();
+    const LaunchPlace place = where(num_blocks);
+    const Layout as = to_layout(layout);
+    const DispatchInput input = checked_input(core.config(), device_, {x, topk_idx, topk_weights, x_scales, quantize});
+    py::gil_scoped_release unlocked;
+    return core.dispatch(input, as, expert_alignment, place);
+  }
+
   void dispatch_recv(const Handle& handle, const std::string& layout, int expert_alignment, int num_blocks) {
     const LaunchPlace place = where(num_blocks);
     const Layout as = to_layout(layout);
@@ -94,9 +106,24 @@ class Core {
     if (handle->stage == Stage::kCombineSent) return;  // a second attempt: what was sent stands
     const LaunchPlace place = where(num_blocks);
     const Rows rows = checked_y(core, device_, *handle, y, presummed);
-    const int64_t num_rows = y.numel() == 0 ? 0 : y.numel() / core.config().hidden;
+    const int64_t num_rows = y.numel() / core.config().hidden;
     py::gil_scoped_release unlocked;
     core.combine_send(*handle, rows, num_rows, presummed, place);
+  }
+
+  at::Tensor combine(const at::Tensor& y, const Handle& handle, bool presummed, const OptionalTensor& out,
+                     int num_blocks) {
+    using Stage = DispatchHandle::Stage;
+    ExpertParallel& core = ep();
+    core.require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
+    if (handle->stage == Stage::kCombineSent) return combine_recv(handle, out, num_blocks);  // a second attempt
+    const LaunchPlace place = where(num_blocks);
+    const Rows rows = checked_y(core, device_, *handle, y, presummed);
+    const at::Tensor combined_x = checked_out(core.config(), device_, handle->num_tokens, type_, out);
+    const int64_t num_rows = y.numel() / core.config().hidden;
+    py::gil_scoped_release unlocked;
+    core.combine(*handle, rows, num_rows, presummed, combined_x.mutable_data_ptr(), place);
+    return combined_x;
   }
 
   // So that no peer waits for this rank, whose call has raised `why`.
@@ -209,9 +236,9 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The compiled core of moe_a2a; use the classes of the package instead.";
   m.def("built_targets", &built_targets, "Names of the targets in this build: \"cpu\", \"cuda\", \"hip\".");
   m.def("nbytes_for",
-        [](int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank, int num_buffers,
+        [](int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank, int num_buffers,
            const py::object& dtype) {
-          return ExpertParallel::nbytes_for(make_config(0, num_ranks, num_experts, num_topk, hidden,
+          return ExpertParallel::nbytes_for(make_config(rank, num_ranks, num_experts, num_topk, hidden,
                                                         num_max_tokens_per_rank, num_buffers, dtype));
         },
         "Bytes that one rank of such an ExpertParallel takes.");
@@ -233,11 +260,13 @@ PYBIND11_MODULE(_core, m) {
       .def("comm_handle", &Core::comm_handle)
       .def("connect", &Core::connect)
       .def("dispatch_send", &Core::dispatch_send)
+      .def("dispatch", &Core::dispatch)
       .def("dispatch_recv", &Core::dispatch_recv)
       .def("gather_rows",
            [](Core& core, const Handle& handle, const py::object& row_dtype, int num_blocks) {
              return core.gather_rows(handle, scalar_type(row_dtype), num_blocks);
            })
+      .def("combine", &Core::combine)
       .def("combine_send", &Core::combine_send)
       .def("combine_recv", &Core::combine_recv)
       .def("refuse_dispatch", &Core::refuse_dispatch)

@@ -36,6 +36,7 @@ struct DispatchSendArgs {
   DType x_dtype = DType::kBfloat16;
   Rows x_scales;          // of float8 rows: [num_tokens, ceil(hidden / 128)] fp32
   bool quantize = false;  // x_dtype rows leave as float8 rows with scales
+  bool vector_rows = true;  // x may be read in 16-byte vectors
   bool block_per_token = false;
 };
 
@@ -59,6 +60,13 @@ struct GatherRowsArgs {
   float* expert_x_scales = nullptr;  // [positions, ceil(hidden / 128)], of float8 rows
 };
 
+// Both halves in one launch: the first blocks send, the others receive at the same time.
+struct DispatchArgs {
+  DispatchSendArgs send;
+  DispatchRecvArgs recv;
+  int num_send_blocks = 0;
+};
+
 struct CombineSendArgs {
   Context context;
   int buffer = 0;
@@ -79,17 +87,23 @@ struct CombineRecvArgs {
   bool vector_rows = true;
 };
 
+struct CombineArgs {
+  CombineSendArgs send;
+  CombineRecvArgs recv;
+  int num_send_blocks = 0;
+};
+
 // A rank that will not take part in this epoch says so instead of keeping its peers waiting.
 struct RefuseDispatchArgs {
   Context context;
   int buffer = 0;
-  char text[kRefusalText] = {};
+  RefusalText text;
 };
 struct RefuseCombineArgs {
   Context context;
   int buffer = 0;
   uint32_t attempt = 1;
-  char text[kRefusalText] = {};
+  RefusalText text;
 };
 
 // This rank makes no more calls; waits until every rank has said so, since then nobody writes into its memory.

@@ -10,25 +10,35 @@ struct CombineRecv {
   using Args = CombineRecvArgs;
   static constexpr const char* kName = "combine_recv";
 
-  static size_t shared_bytes(const Args&) { return 0; }
+  // Shared memory: the terms of one sum per group.
+  MOE_A2A_HOST_DEVICE static size_t group_bytes(const Args& args) {
+    return Terms<float>::bytes(args.context.config.num_ranks);
+  }
+  static size_t shared_bytes(const Args& args) { return group_bytes(args) * (kBlockThreads / kWarpSize); }
 
-  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    const uint64_t epoch = args.context.ws.epoch(args.buffer);
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
+    receive(args, grid, block, shared, args.context.ws.epoch(args.buffer));
+  }
+
+  MOE_A2A_DEVICE static void receive(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
+                                     uint64_t epoch) {
     if (args.block_per_token) {
       for (int t = grid.rank(); t < args.num_tokens; t += grid.size()) {
-        if (!receive_token(args, block, t, epoch)) return;
+        if (!receive_token(args, block, shared, t, epoch)) return;
       }
-    } else {
-      for (int t = grid.rank() + grid.size() * block.warp_rank(); t < args.num_tokens;
-           t += grid.size() * block.num_warps()) {
-        if (!receive_token(args, block.warp(), t, epoch)) return;
-      }
+      return;
+    }
+    std::byte* memory = shared + block.warp_rank() * group_bytes(args);
+    for (int t = grid.rank() + grid.size() * block.warp_rank(); t < args.num_tokens;
+         t += grid.size() * block.num_warps()) {
+      if (!receive_token(args, block.warp(), memory, t, epoch)) return;
     }
   }
 
   // Ranks in ascending order: the order of addition is part of the contract.
   template <class Group>
-  MOE_A2A_DEVICE static bool receive_token(const Args& args, const Group& group, int token, uint64_t epoch) {
+  MOE_A2A_DEVICE static bool receive_token(const Args& args, const Group& group, std::byte* memory, int token,
+                                           uint64_t epoch) {
     const Context& c = args.context;
     const int me = c.heap.rank;
     const RankSet ranks = destinations(c.config, c.ws.table_idx.at(args.buffer, me, token));
@@ -45,8 +55,10 @@ struct CombineRecv {
       const auto sum_of = [&](int r) -> const T* {
         return ranks.contains(r) ? reinterpret_cast<const T*>(c.ws.combine_row.at(args.buffer, r, token)) : nullptr;
       };
+      const Terms<T> terms =
+          make_terms<T>(group, memory, c.heap.num_ranks, sum_of, [](int) { return 1.0f; });
       T* target = reinterpret_cast<T*>(args.combined_x) + static_cast<int64_t>(token) * c.config.hidden;
-      add_rows<T>(group, c.config.hidden, args.vector_rows, c.heap.num_ranks, sum_of, [](int) { return 1.0f; }, target);
+      add_rows(group, c.config.hidden, args.vector_rows, terms, target);
     });
     return true;
   }

@@ -12,8 +12,12 @@ struct DispatchRecv {
   static size_t shared_bytes(const Args& args) { return ExpertLists::shared_bytes(args.context.config); }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
+    receive(args, grid, block, shared, args.context.ws.epoch(args.buffer));
+  }
+
+  MOE_A2A_DEVICE static void receive(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
+                                     uint64_t epoch) {
     ExpertLists lists(args, grid, block, shared);
-    const uint64_t epoch = args.context.ws.epoch(args.buffer);
     if (!receive_tables(args, block, lists.num_tokens(), epoch)) return;
     lists.build();
     receive_rows(args, grid, block, lists, epoch);
@@ -54,7 +58,7 @@ struct DispatchRecv {
     if (start >= length) return;
     TokenLine at(lists.num_tokens(), start);
     for (int64_t u = start; u < length; u += stride) {
-      if (destinations(c.config, c.ws.table_idx.at(args.buffer, at.rank, at.token)).contains(c.heap.rank)) {
+      if (lands_on(c.config, c.ws.table_idx.at(args.buffer, at.rank, at.token), c.heap.rank)) {
         const WaitSite site{Operation::kDispatchRecv, Phase::kRow, at.rank, at.token};
         if (!wait_for(c.ws.row_signal.at(args.buffer, at.rank, at.token), epoch, site, c.wait, c.heap)) return;
       }

@@ -10,36 +10,43 @@ struct DispatchSend {
   using Args = DispatchSendArgs;
   static constexpr const char* kName = "dispatch_send";
 
-  // Shared memory: one staged float8 row per group that quantises.
-  MOE_A2A_HOST_DEVICE static size_t staging_bytes(const Args& args) {
-    return args.quantize ? static_cast<size_t>(args.context.config.row_stride(DType::kFloat8)) : 0;
+  // Shared memory: a row sender's staging per group that sends.
+  MOE_A2A_HOST_DEVICE static int64_t row_bytes(const Args& args) {
+    return args.context.config.row_bytes(args.quantize ? DType::kFloat8 : args.x_dtype);
   }
-  MOE_A2A_HOST_DEVICE static int num_staging_groups(const Args& args) {
-    if (args.block_per_token) return 1;
-    const size_t fits = args.quantize ? kMaxSharedBytes / staging_bytes(args) : kBlockThreads;
-    constexpr int kWarps = kBlockThreads / kWarpSize;
-    return fits < kWarps ? static_cast<int>(fits) : kWarps;
+  MOE_A2A_HOST_DEVICE static int64_t staging_bytes(const Args& args) {
+    if (args.block_per_token) return args.quantize ? (row_bytes(args) + 127) / 128 * 128 : 0;
+    return warp_staging_bytes(row_bytes(args), args.quantize);
   }
-  static size_t shared_bytes(const Args& args) { return staging_bytes(args) * num_staging_groups(args); }
+  // Warps of a block that send: as many as there is staging for.
+  MOE_A2A_HOST_DEVICE static int num_senders(const Args& args) {
+    constexpr int64_t kWarps = kBlockThreads / kWarpSize;
+    const int64_t fits = staging_bytes(args) > 0 ? static_cast<int64_t>(kMaxSharedBytes) / staging_bytes(args) : kWarps;
+    return static_cast<int>(args.block_per_token ? 1 : fits < kWarps ? fits : kWarps);
+  }
+  static size_t shared_bytes(const Args& args) { return staging_bytes(args) * num_senders(args); }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    const Context& c = args.context;
-    const uint64_t epoch = c.ws.epoch(args.buffer) + 1;
-    if (wait_for_credits(c, block, args.buffer, epoch, Operation::kDispatchSend)) {
+    const uint64_t epoch = args.context.ws.epoch(args.buffer) + 1;
+    if (wait_for_credits(args.context, block, args.buffer, epoch)) {
       send_table(args, grid, block, epoch);
       send_rows(args, grid, block, shared, epoch);
     }
-    if (last_block_done(grid, block, c.ws.arrivals.at(args.buffer, Workspace::kDispatchSend)) && block.rank() == 0) {
-      c.ws.epoch(args.buffer) = epoch;
-    }
+    advance_epoch(args.context, args.buffer, grid, block, epoch);
+  }
+
+  // The last block of the launch: no other reads the word any more.
+  MOE_A2A_DEVICE static void advance_epoch(const Context& c, int buffer, const Grid& grid, const Block& block,
+                                           uint64_t epoch) {
+    if (last_block_done(grid, block, c.ws.arrivals.at(buffer, Workspace::kDispatchSend))) c.ws.epoch(buffer) = epoch;
   }
 
   // Nobody reads the previous use of this buffer any more, on any rank, also where no token was exchanged.
-  MOE_A2A_DEVICE static bool wait_for_credits(const Context& c, const Block& block, int buffer, uint64_t epoch,
-                                              Operation operation) {
+  MOE_A2A_DEVICE static bool wait_for_credits(const Context& c, const Block& block, int buffer, uint64_t epoch) {
     bool good = true;
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
-      good &= wait_for(c.ws.dispatch_credit.at(buffer, r), epoch - 1, {operation, Phase::kCredit, r}, c.wait, c.heap);
+      const WaitSite site{Operation::kDispatchSend, Phase::kCredit, r};
+      good &= wait_for(c.ws.dispatch_credit.at(buffer, r), epoch - 1, site, c.wait, c.heap);
     }
     return !block.any(!good);
   }
@@ -73,50 +80,69 @@ struct DispatchSend {
     }
   }
 
+  // A row on its way: where it goes, and whose it is.
+  struct Item {
+    RankSet members;
+    int token = 0;
+  };
+
   // Token t is unit t: the blocks take units in turn, so no group has more than one unit above another.
   MOE_A2A_DEVICE static void send_rows(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
                                        uint64_t epoch) {
+    const Context& c = args.context;
+    const auto landing_at = [&](const Item& item, int rank) {
+      return c.heap.peer(rank, c.ws.row.at(args.buffer, c.heap.rank, item.token));
+    };
     if (args.block_per_token) {
-      for (int t = grid.rank(); t < args.num_tokens; t += grid.size()) send_row(args, block, t, shared, epoch);
+      const auto signal = [&](const Item& item) {
+        if (block.rank() == 0) signal_row(args, item, epoch);
+      };
+      PlainRowSender<Block, Item, decltype(landing_at), decltype(signal)> sender(block, landing_at, signal, shared);
+      for (int t = grid.rank(); t < args.num_tokens; t += grid.size()) send_row(args, block, sender, t);
       return;
     }
-    const int groups = num_staging_groups(args);
-    if (block.warp_rank() >= groups) return;
-    std::byte* staged = shared + block.warp_rank() * staging_bytes(args);
-    for (int t = grid.rank() + grid.size() * block.warp_rank(); t < args.num_tokens; t += grid.size() * groups) {
-      send_row(args, block.warp(), t, staged, epoch);
+    const int senders = num_senders(args);
+    if (block.warp_rank() >= senders) return;
+    const Warp warp = block.warp();
+    const auto signal = [&](const Item& item) {
+      if (warp.rank() == 0) signal_row(args, item, epoch);
+    };
+    auto sender = make_warp_sender<Item>(warp, landing_at, signal, shared + block.warp_rank() * staging_bytes(args),
+                                         row_bytes(args));
+    for (int t = grid.rank() + grid.size() * block.warp_rank(); t < args.num_tokens; t += grid.size() * senders) {
+      send_row(args, warp, sender, t);
     }
+    sender.finish();
   }
 
-  // Reads the row once, writes it to each destination, then raises its signal on all of them.
-  template <class Group>
-  MOE_A2A_DEVICE static void send_row(const Args& args, const Group& group, int token, std::byte* staged,
-                                      uint64_t epoch) {
+  // Pairs with wait_for() in dispatch_recv's receive_rows().
+  MOE_A2A_DEVICE static void signal_row(const Args& args, const Item& item, uint64_t epoch) {
     const Context& c = args.context;
-    const int me = c.heap.rank;
-    const RankSet ranks = destinations(args, token);
-    if (ranks.empty()) return;
-    std::byte* landing = c.ws.row.at(args.buffer, me, token);
-    const auto landing_at = [&](int rank) { return c.heap.peer(rank, landing); };
+    signal_many(c.heap, item.members, c.ws.row_signal.at(args.buffer, c.heap.rank, item.token), epoch);
+  }
+
+  // Reads the row once, has it written to each destination; its signal follows when the stores are done.
+  template <class Group, class Sender>
+  MOE_A2A_DEVICE static void send_row(const Args& args, const Group& group, Sender& sender, int token) {
+    const MoeConfig& config = args.context.config;
+    const Item item{destinations(args, token), token};
+    if (item.members.empty()) return;
     if (args.quantize) {
+      std::byte* staged = sender.open_stage();
       with_element_type(args.x_dtype, [&](auto element) {
-        quantize_row(group, c.config, reinterpret_cast<const decltype(element)*>(args.x[token]), staged);
+        using T = decltype(element);
+        quantize_row(group, config, args.vector_rows, reinterpret_cast<const T*>(args.x[token]), staged);
       });
-      group.sync();  // the staged row is complete before any thread sends a part of it
-      multicast_bytes(group, ranks, landing_at, staged, c.config.row_bytes(DType::kFloat8));
-    } else {
-      const int64_t bytes = static_cast<int64_t>(c.config.hidden) * size_of(args.x_dtype);
-      multicast_bytes(group, ranks, landing_at, args.x[token], bytes);
-      if (args.x_dtype == DType::kFloat8) {
-        const auto scales_at = [&](int rank) { return c.heap.peer(rank, landing + c.config.scales_offset()); };
-        multicast_bytes(group, ranks, scales_at, args.x_scales[token], c.config.num_scales() * sizeof(float));
-      }
+      sender.send_staged(config.row_bytes(DType::kFloat8), item);
+      return;
     }
-    group.release_sync();  // also: nobody overwrites the staged row before all have sent it
-    if (group.rank() == 0) {
-      // Pairs with wait_for() in dispatch_recv's receive_rows().
-      signal_many(c.heap, ranks, c.ws.row_signal.at(args.buffer, me, token), epoch);
-    }
+    const bool has_scales = args.x_dtype == DType::kFloat8;
+    sender.send({.values = args.x[token],
+                 .num_value_bytes = static_cast<int64_t>(config.hidden) * size_of(args.x_dtype),
+                 .scales = has_scales ? args.x_scales[token] : nullptr,
+                 .num_scale_bytes = has_scales ? config.num_scales() * int64_t{4} : 0,
+                 .scales_offset = config.scales_offset()},
+                item);
   }
 };
 

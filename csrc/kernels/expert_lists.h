@@ -1,9 +1,9 @@
 // Which rows each local expert works on: lists of positions, built from the routing tables by counting.
 //
 // A list is one local expert's routes in (source rank, token, choice) order; one more list holds the landed rows. Every
-// block counts all lists, so that it knows all offsets, and then writes a range of lists of its own. Inside a block each
-// thread has a contiguous piece of the tokens; its count per list and a prefix sum over the threads give it the first
-// position of its piece in each list. No sort, no order left to chance: the same tables give the same lists.
+// block counts all lists, so that it knows all offsets, and writes a range of lists of its own. Inside a block each thread
+// has a contiguous piece of the tokens; its count per list and a prefix sum over the threads give it the first position of
+// its piece in each list. No sort, no order left to chance: the same tables give the same lists.
 #pragma once
 
 #include "kernels/route.h"
@@ -51,15 +51,16 @@ class ExpertLists {
   }
 
   MOE_A2A_DEVICE void build() {
-    count_all();
-    place_all();
-    if (grid_.rank() == 0) publish_counts();
     const int num_lists = config_.num_local_experts() + 1;
     const int begin = static_cast<int>(int64_t{num_lists} * grid_.rank() / grid_.size());
     const int end = static_cast<int>(int64_t{num_lists} * (grid_.rank() + 1) / grid_.size());
-    for (int first = begin; first < end; first += kListsPerPass) {
-      write_lists(first, end < first + kListsPerPass ? end : first + kListsPerPass);
+    for (int first = begin; first < end || first == begin; first += kListsPerPass) {
+      const int pass_end = end < first + kListsPerPass ? end : first + kListsPerPass;
+      count(first, pass_end, first == begin);
+      if (first == begin) place_all();
+      write_lists(first, pass_end);
     }
+    if (grid_.rank() == 0) publish_counts();
   }
 
  private:
@@ -68,12 +69,12 @@ class ExpertLists {
   MOE_A2A_DEVICE void visit_token(int rank, int token, Visit visit) const {
     const int32_t* choices = ws_.table_idx.at(args_.buffer, rank, token);
     bool landed = false;
-    for (int k = 0; k < config_.num_topk; ++k) {
-      const int expert = local_expert(config_, choices[k], config_.rank);
-      if (expert < 0) continue;
+    visit_choices(config_, choices, [&](int k, int32_t choice) {
+      const int expert = local_expert(config_, choice, config_.rank);
+      if (expert < 0) return;
       landed = true;
       visit(expert, rank, token, k);
-    }
+    });
     if (landed) visit(config_.num_local_experts(), rank, token, 0);
   }
 
@@ -92,13 +93,39 @@ class ExpertLists {
     }
   }
 
-  MOE_A2A_DEVICE void count_all() {
-    for (int list = block_.rank(); list <= config_.num_local_experts(); list += block_.size()) count_[list] = 0;
+  // Each thread's entries in the lists [first, end); with `all`, also the block's entries in every list.
+  MOE_A2A_DEVICE void count(int first, int end, bool all) {
+    const int me = block_.rank(), threads = block_.size();
+    block_.sync();  // the counters of the pass before are no longer read
+    for (int list = first; list < end; ++list) counters_[(list - first) * threads + me] = 0;
+    if (all) {
+      for (int list = me; list <= config_.num_local_experts(); list += threads) count_[list] = 0;
+    }
     block_.sync();
-    visit_piece([this](int list, int, int, int) {
-      atomic_add<Order::kRelaxed, Scope::kBlock>(&count_[list], 1);
+    visit_piece([&](int list, int, int, int) {
+      if (all) atomic_add<Order::kRelaxed, Scope::kBlock>(&count_[list], 1);
+      if (list >= first && list < end) ++counters_[(list - first) * threads + me];
     });
     block_.sync();
+    const Warp warp = block_.warp();
+    for (int list = first + block_.warp_rank(); list < end; list += block_.num_warps()) {
+      sum_over_threads(warp, counters_ + (list - first) * threads);
+    }
+    block_.sync();
+  }
+
+  // Replaces each thread's count by the sum of those before it: the position of its first entry in the list.
+  MOE_A2A_DEVICE void sum_over_threads(const Warp& warp, int32_t* counts) const {
+    const int piece = block_.size() / warp.size();
+    int32_t* mine = counts + warp.rank() * piece;
+    int32_t own = 0;
+    for (int i = 0; i < piece; ++i) own += mine[i];
+    int32_t before = warp.inclusive_sum(own) - own;
+    for (int i = 0; i < piece; ++i) {
+      const int32_t count = mine[i];
+      mine[i] = before;
+      before += count;
+    }
   }
 
   // Positions that an expert takes in the layout.
@@ -144,16 +171,6 @@ class ExpertLists {
   // Writes lists [first, end), at most kListsPerPass of them.
   MOE_A2A_DEVICE void write_lists(int first, int end) {
     const int me = block_.rank(), threads = block_.size();
-    block_.sync();  // the counters of the pass before are no longer read
-    for (int list = first; list < end; ++list) counters_[(list - first) * threads + me] = 0;
-    visit_piece([&](int list, int, int, int) {
-      if (list >= first && list < end) ++counters_[(list - first) * threads + me];
-    });
-    for (int list = first; list < end; ++list) {
-      int32_t& mine = counters_[(list - first) * threads + me];
-      int32_t total;
-      mine = block_.inclusive_sum(mine, &total) - mine;  // of a thread: position of its first entry in the list
-    }
     visit_piece([&](int list, int rank, int token, int k) {
       if (list < first || list >= end) return;
       const int32_t entry = counters_[(list - first) * threads + me]++;

@@ -7,11 +7,12 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Leaves a text with every peer. Visible before the signal that follows it.
-MOE_A2A_DEVICE void leave_text(const Context& c, const Block& block, const char* text) {
-  char* local = c.ws.refusal_text.at(c.heap.rank);
+MOE_A2A_DEVICE void leave_text(const Context& c, const Block& block, const RefusalText& text) {
+  uint64_t* local = c.ws.refusal_text.at(c.heap.rank);
   for (int r = 0; r < c.heap.num_ranks; ++r) {
-    char* remote = c.heap.peer(r, local);
-    for (int i = block.rank(); i < kRefusalText; i += block.size()) remote[i] = text[i];
+    for (int i = block.rank(); i < kRefusalWords; i += block.size()) {
+      atomic_store<Order::kRelaxed, Scope::kSystem>(c.heap.peer(r, local + i), text.word[i]);
+    }
   }
   block.release_sync();
 }
@@ -26,7 +27,7 @@ struct RefuseDispatch {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;
     const uint64_t epoch = c.ws.epoch(args.buffer) + 1;
-    if (!DispatchSend::wait_for_credits(c, block, args.buffer, epoch, Operation::kDispatchSend)) return;
+    if (!DispatchSend::wait_for_credits(c, block, args.buffer, epoch)) return;
     leave_text(c, block, args.text);
     if (block.rank() != 0) return;
     const RankSet all = RankSet::all(c.heap.num_ranks);

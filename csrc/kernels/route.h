@@ -21,6 +21,28 @@ MOE_A2A_DEVICE RankSet destinations(const MoeConfig& config, const int32_t* choi
   return ranks;
 }
 
+// Calls visit(k, expert) for the choices of a token in k order, four at a time where their number allows it.
+template <class Visit>
+MOE_A2A_DEVICE void visit_choices(const MoeConfig& config, const int32_t* choices, Visit visit) {
+  constexpr int kVector = 4;
+  if (config.num_topk % kVector != 0) {
+    for (int k = 0; k < config.num_topk; ++k) visit(k, choices[k]);
+    return;
+  }
+  for (int k = 0; k < config.num_topk; k += kVector) {
+    int32_t some[kVector];
+    load_values(some, choices + k);
+    for (int i = 0; i < kVector; ++i) visit(k + i, some[i]);
+  }
+}
+
+// Whether one of a token's experts lives on `rank`.
+MOE_A2A_DEVICE bool lands_on(const MoeConfig& config, const int32_t* choices, int rank) {
+  bool lands = false;
+  visit_choices(config, choices, [&](int, int32_t expert) { lands |= local_expert(config, expert, rank) >= 0; });
+  return lands;
+}
+
 // A choice as the table carries it: out of range is dropped. The host refuses such ids where it can see them; a changed
 // tensor in a captured graph is counted here and raised at the next call that looks (ExpertParallel::check).
 MOE_A2A_DEVICE int32_t checked_choice(const DispatchSendArgs& args, int token, int k) {

@@ -14,6 +14,13 @@ enum class Reason : int32_t {
   kRefused,   // the awaited rank refused its call; the object stays usable
 };
 
+// A text that a rank leaves with its peers to say why it refused a call. It travels as words that are read and written
+// atomically: a newer refusal may be written while an older one is read, and then the text is a mixture, no more.
+inline constexpr int kRefusalWords = 64;
+struct RefusalText {
+  uint64_t word[kRefusalWords] = {};
+};
+
 // In host-visible memory. `state` goes 0 -> 1 (a waiting thread has claimed it) -> 2 (complete).
 struct Report {
   uint32_t state = 0;
@@ -28,6 +35,7 @@ struct Report {
   uint64_t expected_epoch = 0;
   uint64_t seen_epoch = 0;
   double elapsed_seconds = 0;
+  RefusalText refusal;    // kRefused: what the peer said
 
   // Routing that the kernels found wrong and treated as dropped: how many, and the last of them.
   uint32_t num_bad_choices = 0;

@@ -22,6 +22,7 @@ struct WaitPolicy {
   double ticks_per_second = 1;
   Report* report = nullptr;     // host-visible
   uint64_t* poison = nullptr;   // this rank's word in the symmetric heap
+  const uint64_t* refusal_text = nullptr;  // [R src, kRefusalWords] in the symmetric heap
 };
 
 }  // namespace moe_a2a
@@ -47,6 +48,12 @@ MOE_A2A_DEVICE void write_report(const WaitPolicy& policy, const HeapView& heap,
   report->expected_epoch = expected_epoch;
   report->seen_epoch = Signal::epoch_of(seen_word);
   report->elapsed_seconds = static_cast<double>(waited) / policy.ticks_per_second;
+  if (reason == Reason::kRefused) {
+    const uint64_t* text = policy.refusal_text + site.peer * kRefusalWords;
+    for (int i = 0; i < kRefusalWords; ++i) {
+      report->refusal.word[i] = atomic_load<Order::kRelaxed, Scope::kSystem>(text + i);
+    }
+  }
   atomic_store<Order::kRelease, Scope::kSystem>(&report->state, 2u);  // pairs with the host's acquire in check()
 }
 

@@ -1,5 +1,6 @@
 #include "protocol/workspace.h"
 
+
 #include <algorithm>
 
 namespace moe_a2a {
@@ -60,7 +61,7 @@ Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byt
   w.combine_row = shared.take<std::byte>(b, r, t, config.row_stride(config.dtype));
   w.dispatch_credit = shared.take<Signal>(b, r);
   w.combine_refusal = shared.take<Signal>(b, r);
-  w.refusal_text = shared.take<char>(r, kRefusalText);
+  w.refusal_text = shared.take<uint64_t>(r, kRefusalWords);
   w.goodbye = shared.take<Signal>(r);
   w.poison = shared.take<uint64_t>(1);
 

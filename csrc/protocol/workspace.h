@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "protocol/moe_config.h"
+#include "protocol/report.h"
 #include "protocol/signal.h"
 #include "target/target.h"
 
@@ -41,9 +42,6 @@ inline constexpr int kTableChunk = 256;
 // Largest multiple that an expert-major block of rows can be padded to.
 inline constexpr int kMaxExpertAlignment = 256;
 
-// Characters that a rank leaves with its peers to say why it refused a call.
-inline constexpr int kRefusalText = 512;
-
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
 struct Workspace {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
@@ -56,7 +54,7 @@ struct Workspace {
   Array<std::byte, 4> combine_row;    // [B, R src, T, row_stride]
   Array<Signal, 2> dispatch_credit;   // [B, R src]  src no longer reads what I dispatched up to this epoch
   Array<Signal, 2> combine_refusal;   // [B, R src]  src refused its combine; payload: which attempt
-  Array<char, 2> refusal_text;        // [R src, kRefusalText]
+  Array<uint64_t, 2> refusal_text;    // [R src, kRefusalWords]  why src refused its newest refused call
   Array<Signal, 1> goodbye;           // [R src]  epoch 1: src makes no more calls
   Array<uint64_t, 1> poison;          // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
 

@@ -1,10 +1,7 @@
 // The kernels, compiled once per target: by the C++ compiler, by CUDA's and by HIP's. Nothing here names a vendor.
 #include "runtime/backend.h"
 
-#include "kernels/combine_recv.h"
-#include "kernels/combine_send.h"
-#include "kernels/dispatch_recv.h"
-#include "kernels/dispatch_send.h"
+#include "kernels/both_halves.h"
 #include "kernels/gather_rows.h"
 #include "kernels/notices.h"
 #include "target/target.h"
@@ -17,7 +14,10 @@ inline namespace MOE_A2A_TARGET {
 
 class TargetBackend final : public Backend {
  public:
-  explicit TargetBackend(int device) : machine_(device) {}
+  explicit TargetBackend(int device) : machine_(device) {
+    prepare<Dispatch, Combine, DispatchSend, DispatchRecv, GatherRows, CombineSend, CombineRecv, RefuseDispatch,
+            RefuseCombine, Goodbye, Release>(machine_);
+  }
 
   const char* name() const override { return Machine::kName; }
   int default_blocks() const override { return Machine::kDefaultBlocks; }
@@ -37,6 +37,8 @@ class TargetBackend final : public Backend {
   void synchronize() override { machine_.synchronize(); }
   void close() override { machine_.close_all(); }
 
+  void launch(const DispatchArgs& a, int blocks, void* stream) override { run<Dispatch>(a, blocks, stream); }
+  void launch(const CombineArgs& a, int blocks, void* stream) override { run<Combine>(a, blocks, stream); }
   void launch(const DispatchSendArgs& a, int blocks, void* stream) override { run<DispatchSend>(a, blocks, stream); }
   void launch(const DispatchRecvArgs& a, int blocks, void* stream) override { run<DispatchRecv>(a, blocks, stream); }
   void launch(const GatherRowsArgs& a, int blocks, void* stream) override { run<GatherRows>(a, blocks, stream); }

@@ -30,6 +30,8 @@ class Backend {
   virtual void synchronize() = 0;
   virtual void close() = 0;
 
+  virtual void launch(const DispatchArgs& args, int num_blocks, void* stream) = 0;
+  virtual void launch(const CombineArgs& args, int num_blocks, void* stream) = 0;
   virtual void launch(const DispatchSendArgs& args, int num_blocks, void* stream) = 0;
   virtual void launch(const DispatchRecvArgs& args, int num_blocks, void* stream) = 0;
   virtual void launch(const GatherRowsArgs& args, int num_blocks, void* stream) = 0;

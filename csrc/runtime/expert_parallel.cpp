@@ -18,8 +18,10 @@ const char* name_of(Stage stage) {
   return "closed";
 }
 
-void copy_text(char (&target)[kRefusalText], const std::string& text) {
-  std::strncpy(target, text.c_str(), kRefusalText - 1);
+RefusalText to_text(const std::string& why) {
+  RefusalText text;  // ends with a zero: the last character is never written
+  std::memcpy(text.word, why.data(), std::min(why.size(), sizeof(text.word) - 1));
+  return text;
 }
 
 }  // namespace
@@ -43,7 +45,8 @@ ExpertParallel::ExpertParallel(const MoeConfig& config, const std::string& targe
   context_.wait = {.timeout_ticks = static_cast<uint64_t>(timeout_seconds * ticks),
                    .ticks_per_second = ticks,
                    .report = report_,
-                   .poison = context_.ws.poison.data};
+                   .poison = context_.ws.poison.data,
+                   .refusal_text = context_.ws.refusal_text.data};
   comm_handle_ = make_comm_handle(config, target, memory, size_.layout_digest);
 }
 
@@ -109,28 +112,37 @@ int ExpertParallel::blocks(const LaunchPlace& place) const {
 
 // ---- the steps
 
-std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInput& input, const LaunchPlace& place) {
-  require_open();
-  raise_reported();
-  const int buffer = take_buffer();
-  const int num_blocks = blocks(place);
-  backend_->launch(DispatchSendArgs{.context = context_,
-                                    .buffer = buffer,
-                                    .num_tokens = input.num_tokens,
-                                    .topk_idx = input.topk_idx,
-                                    .topk_weights = input.topk_weights,
-                                    .x = input.x,
-                                    .x_dtype = input.x_dtype,
-                                    .x_scales = input.x_scales,
-                                    .quantize = input.quantize,
-                                    .block_per_token = input.num_tokens <= num_blocks},
-                   num_blocks, place.stream);
+DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer, int num_blocks) const {
+  const bool aligned = (reinterpret_cast<uint64_t>(input.x.data) | static_cast<uint64_t>(input.x.stride)) % 16 == 0;
+  return {.context = context_,
+          .buffer = buffer,
+          .num_tokens = input.num_tokens,
+          .topk_idx = input.topk_idx,
+          .topk_weights = input.topk_weights,
+          .x = input.x,
+          .x_dtype = input.x_dtype,
+          .x_scales = input.x_scales,
+          .quantize = input.quantize,
+          .vector_rows = aligned || !backend_->needs_aligned_vectors(),
+          .block_per_token = input.num_tokens <= num_blocks};
+}
+
+std::shared_ptr<DispatchHandle> ExpertParallel::open_handle(const DispatchInput& input, int buffer) {
   auto handle = std::make_shared<DispatchHandle>();
   handle->owner = this;
   handle->buffer = buffer;
   handle->num_tokens = input.num_tokens;
   handle->row_dtype = input.quantize ? DType::kFloat8 : input.x_dtype;
   open_[buffer] = handle;
+  return handle;
+}
+
+std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInput& input, const LaunchPlace& place) {
+  require_open();
+  raise_reported();
+  const int buffer = take_buffer(), num_blocks = blocks(place);
+  backend_->launch(send_args(input, buffer, num_blocks), num_blocks, place.stream);
+  auto handle = open_handle(input, buffer);
   after_launch();
   return handle;
 }
@@ -154,6 +166,31 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   }
 }
 
+std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& input, Layout layout,
+                                                         int expert_alignment, const LaunchPlace& place) {
+  if (backend_->is_synchronous()) {
+    auto handle = dispatch_send(input, place);
+    dispatch_recv(*handle, layout, expert_alignment, place);
+    return handle;
+  }
+  require_open();
+  raise_reported();
+  const int buffer = take_buffer(), num_blocks = std::max(2, blocks(place));
+  const int senders = num_blocks - std::max(1, num_blocks / kDispatchRecvShare);
+  backend_->launch(DispatchArgs{.send = send_args(input, buffer, senders),
+                                .recv = {.context = context_,
+                                         .buffer = buffer,
+                                         .layout = layout,
+                                         .expert_alignment = expert_alignment},
+                                .num_send_blocks = senders},
+                   num_blocks, place.stream);
+  auto handle = open_handle(input, buffer);
+  handle->layout = layout;
+  handle->expert_alignment = expert_alignment;
+  handle->stage = Stage::kReceived;
+  return handle;
+}
+
 void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales,
                                  const LaunchPlace& place) {
   require(handle, Stage::kReceived, Stage::kReceived, "the expert layout");
@@ -166,45 +203,73 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
                    blocks(place), place.stream);
 }
 
+CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows,
+                                          bool presummed, int num_blocks) const {
+  const bool aligned = (reinterpret_cast<uint64_t>(y.data) | static_cast<uint64_t>(y.stride)) % 16 == 0;
+  return {.context = context_,
+          .buffer = handle.buffer,
+          .y = y,
+          .num_y_rows = num_y_rows,
+          .presummed = presummed,
+          .block_per_row = handle.num_tokens <= num_blocks,
+          .vector_rows = aligned || !backend_->needs_aligned_vectors()};
+}
+
+CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x, int num_blocks) const {
+  const uint64_t row_bytes = static_cast<uint64_t>(config().row_bytes(config().dtype));
+  const bool aligned = (reinterpret_cast<uint64_t>(combined_x) | row_bytes) % 16 == 0;
+  return {.context = context_,
+          .buffer = handle.buffer,
+          .num_tokens = handle.num_tokens,
+          .attempt = handle.attempt,
+          .combined_x = static_cast<std::byte*>(combined_x),
+          .block_per_token = handle.num_tokens <= num_blocks,
+          .vector_rows = aligned || !backend_->needs_aligned_vectors()};
+}
+
+void ExpertParallel::finish_combine(DispatchHandle& handle) {
+  handle.stage = Stage::kClosed;
+  open_[handle.buffer] = nullptr;
+}
+
 void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
                                   const LaunchPlace& place) {
   require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
   raise_reported();
-  const bool aligned = (reinterpret_cast<uint64_t>(y.data) | static_cast<uint64_t>(y.stride)) % 16 == 0;
   const int num_blocks = blocks(place);
-  backend_->launch(CombineSendArgs{.context = context_,
-                                   .buffer = handle.buffer,
-                                   .y = y,
-                                   .num_y_rows = num_y_rows,
-                                   .presummed = presummed,
-                                   .block_per_row = handle.num_tokens <= num_blocks,
-                                   .vector_rows = aligned || !backend_->needs_aligned_vectors()},
-                   num_blocks, place.stream);
+  backend_->launch(send_args(handle, y, num_y_rows, presummed, num_blocks), num_blocks, place.stream);
   handle.stage = Stage::kCombineSent;
   after_launch();
 }
 
 void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {
   require(handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
-  const uint64_t row_bytes = static_cast<uint64_t>(config().row_bytes(config().dtype));
-  const bool aligned = (reinterpret_cast<uint64_t>(combined_x) | row_bytes) % 16 == 0;
   const int num_blocks = blocks(place);
-  backend_->launch(CombineRecvArgs{.context = context_,
-                                   .buffer = handle.buffer,
-                                   .num_tokens = handle.num_tokens,
-                                   .attempt = handle.attempt,
-                                   .combined_x = static_cast<std::byte*>(combined_x),
-                                   .block_per_token = handle.num_tokens <= num_blocks,
-                                   .vector_rows = aligned || !backend_->needs_aligned_vectors()},
-                   num_blocks, place.stream);
+  backend_->launch(recv_args(handle, combined_x, num_blocks), num_blocks, place.stream);
   try {
     after_launch();
   } catch (const PeerRefused&) {
     ++handle.attempt;  // what this rank has sent stands; combine_recv may be called again
     throw;
   }
-  handle.stage = Stage::kClosed;
-  open_[handle.buffer] = nullptr;
+  finish_combine(handle);
+}
+
+void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
+                             void* combined_x, const LaunchPlace& place) {
+  if (backend_->is_synchronous()) {
+    combine_send(handle, y, num_y_rows, presummed, place);
+    return combine_recv(handle, combined_x, place);
+  }
+  require(handle, Stage::kReceived, Stage::kReceived, "combine");
+  raise_reported();
+  const int num_blocks = std::max(2, blocks(place));
+  const int receivers = std::max(1, num_blocks / kCombineRecvShare), senders = num_blocks - receivers;
+  backend_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed, senders),
+                               .recv = recv_args(handle, combined_x, receivers),
+                               .num_send_blocks = senders},
+                   num_blocks, place.stream);
+  finish_combine(handle);
 }
 
 void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place) {
@@ -213,22 +278,22 @@ void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place) {
   if (handle.stage != Stage::kCombineSent) {  // combine_send has given the credit back already
     backend_->launch(ReleaseArgs{.context = context_, .buffer = handle.buffer}, 1, place.stream);
   }
-  handle.stage = Stage::kClosed;
-  open_[handle.buffer] = nullptr;
+  finish_combine(handle);
 }
 
 // ---- refusals and reports
 
 void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& place) {
-  RefuseDispatchArgs args{.context = context_, .buffer = take_buffer()};
-  copy_text(args.text, why);
-  backend_->launch(args, 1, place.stream);
+  backend_->launch(RefuseDispatchArgs{.context = context_, .buffer = take_buffer(), .text = to_text(why)}, 1,
+                   place.stream);
 }
 
 void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
-  RefuseCombineArgs args{.context = context_, .buffer = handle.buffer, .attempt = handle.attempt};
-  copy_text(args.text, why);
-  backend_->launch(args, 1, place.stream);
+  backend_->launch(RefuseCombineArgs{.context = context_,
+                                     .buffer = handle.buffer,
+                                     .attempt = handle.attempt,
+                                     .text = to_text(why)},
+                   1, place.stream);
   ++handle.attempt;
 }
 
@@ -251,7 +316,7 @@ void ExpertParallel::raise_wait(const Report& report) {
       " from " + rank_text(report.peer);
   if (report.reason == Reason::kRefused) {
     const int peer = report.peer;
-    what += ": " + rank_text(peer) + " refused its call: " + context_.ws.refusal_text.at(peer);
+    what += ": " + rank_text(peer) + " refused its call: " + reinterpret_cast<const char*>(report.refusal.word);
     report_->state = 0;  // the object stays usable
     throw PeerRefused(peer, what);
   }

@@ -83,6 +83,12 @@ class ExpertParallel {
   void combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place);
   void release(DispatchHandle& handle, const LaunchPlace& place);
 
+  // Both halves, in one launch where launches are queued.
+  std::shared_ptr<DispatchHandle> dispatch(const DispatchInput& input, Layout layout, int expert_alignment,
+                                           const LaunchPlace& place);
+  void combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed, void* combined_x,
+               const LaunchPlace& place);
+
   // Says on every rank that this rank's call has bad arguments; the caller then raises them.
   void refuse_dispatch(const std::string& why, const LaunchPlace& place);
   void refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
@@ -101,6 +107,12 @@ class ExpertParallel {
 
  private:
   int take_buffer();
+  std::shared_ptr<DispatchHandle> open_handle(const DispatchInput& input, int buffer);
+  DispatchSendArgs send_args(const DispatchInput& input, int buffer, int num_blocks) const;
+  CombineSendArgs send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
+                            int num_blocks) const;
+  CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x, int num_blocks) const;
+  void finish_combine(DispatchHandle& handle);
   int blocks(const LaunchPlace& place) const;
   void after_launch();
   void part();
@@ -118,6 +130,10 @@ class ExpertParallel {
   bool connected_ = false;
   bool closed_ = false;
   bool parted_ = false;  // all ranks have closed: nobody writes into this memory any more
+
+  // Of the blocks of both halves in one launch, one in so many receives: a dispatch only looks at signals, a combine adds.
+  static constexpr int kDispatchRecvShare = 4;
+  static constexpr int kCombineRecvShare = 3;
 
   // How long a close waits for the other ranks to close.
   static constexpr double kPartingSeconds = 5.0;

@@ -2,8 +2,8 @@
 #pragma once
 
 #if defined(__HIP__) || defined(__CUDACC__)
-#define MOE_A2A_DEVICE __device__ __forceinline__
-#define MOE_A2A_HOST_DEVICE __host__ __device__ __forceinline__
+#define MOE_A2A_DEVICE __device__ inline __attribute__((always_inline))
+#define MOE_A2A_HOST_DEVICE __host__ __device__ inline __attribute__((always_inline))
 #else
 #define MOE_A2A_DEVICE inline
 #define MOE_A2A_HOST_DEVICE inline

@@ -25,6 +25,10 @@ inline constexpr int kBlockThreads = 1;
 // How many elements a lane works on at a time: long enough for the compiler to use vector instructions.
 template <class T>
 inline constexpr int kLaneElements = 256;
+// How many such pieces a lane adds up side by side, and how many values it quantises at a time.
+inline constexpr int kLaneUnroll = 1;
+template <class T>
+inline constexpr int kQuantizeElements = 128;
 // Whether a vector access needs an address that is a multiple of 16 bytes.
 inline constexpr bool kAlignedVectors = false;
 inline constexpr float kFloat8Max = 448.0f;
@@ -45,6 +49,16 @@ struct Thread {
   bool any(bool value) const { return value; }
   template <class T>
   T sum(T value) const {
+    return value;
+  }
+  template <class T>
+  T inclusive_sum(T value) const {
+    return value;
+  }
+  // The largest value among kLanes neighbours.
+  template <int kLanes>
+  float max_of_neighbours(float value) const {
+    static_assert(kLanes == 1);
     return value;
   }
 };
@@ -129,11 +143,29 @@ void store_lane(T* target, const LaneVector<T>& vector) {
   std::memcpy(target, &vector, sizeof(vector));
 }
 
+// Consecutive values between memory and a lane, kCount * sizeof(T) bytes.
+template <int kCount, class T>
+void load_values(T (&values)[kCount], const T* source) {
+  std::memcpy(values, source, sizeof(values));
+}
+template <int kCount, class T>
+void store_values(T* target, const T (&values)[kCount]) {
+  std::memcpy(target, values, sizeof(values));
+}
+
 // ---- numbers
 
 inline float to_float(float value) { return value; }
 inline float to_float(Bfloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }
-inline float to_float(Half value) { return static_cast<float>(std::bit_cast<_Float16>(value.bits)); }
+// Without branches and without the compiler's half type, which calls a function per value where the machine has no
+// instruction: the loops over a row stay vector loops.
+inline float to_float(Half value) {
+  const uint32_t sign = uint32_t{value.bits & 0x8000u} << 16;
+  const uint32_t magnitude = uint32_t{value.bits & 0x7fffu} << 13;
+  const float rebiased = std::bit_cast<float>(magnitude) * 0x1p112f;  // exact, subnormals too
+  const uint32_t special = magnitude >= 0x0f800000u ? 0x7f800000u : 0u;  // infinity and NaN
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(rebiased) | special | sign);
+}
 
 template <class T>
 T from_float(float value);
@@ -142,8 +174,16 @@ inline float from_float<float>(float value) {
   return value;
 }
 template <>
-inline Half from_float<Half>(float value) {
-  return {std::bit_cast<uint16_t>(static_cast<_Float16>(value))};
+inline Half from_float<Half>(float value) {  // to nearest, ties to even
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+  // A subnormal's last bit is 2^-24, as is that of 0.5: the addition rounds it.
+  const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;                                // rounds up to infinity
+  half = magnitude > 0x7f800000u ? 0x7e00u | ((magnitude >> 13) & 0x3ffu) : half;  // NaN stays NaN
+  return {static_cast<uint16_t>(half | sign)};
 }
 template <>
 inline Bfloat16 from_float<Bfloat16>(float value) {
@@ -185,6 +225,9 @@ inline void pause() { sched_yield(); }
 
 using Machine = CpuMachine;
 
+template <class... Kernel>
+void prepare(Machine&) {}
+
 // Runs the kernel to its end: the CPU has no streams, work is ordered by the calling thread.
 template <class Kernel>
 void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks, void* /*stream*/) {
@@ -196,3 +239,5 @@ void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks,
 }
 
 }  // namespace moe_a2a::inline cpu
+
+#include "target/row_sender.h"

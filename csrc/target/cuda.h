@@ -41,6 +41,13 @@ __device__ __forceinline__ T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
 
+__device__ __forceinline__ int32_t shuffle_up(int32_t value, int distance) {
+  return __shfl_up_sync(0xffffffffu, value, distance);
+}
+__device__ __forceinline__ float shuffle_across(float value, int distance) {
+  return __shfl_xor_sync(0xffffffffu, value, distance);
+}
+
 struct BlockScan {
   using Scan = cub::BlockScan<int32_t, kBlockThreads>;
   using Storage = Scan::TempStorage;
@@ -146,6 +153,7 @@ __device__ __forceinline__ void pause() { __nanosleep(20); }
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 
 #include "target/simt.h"
+#include "target/cuda_row_sender.h"
 #include "target/simt_machine.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

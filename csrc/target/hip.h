@@ -44,6 +44,13 @@ __device__ __forceinline__ T shuffle(T value, int lane) {
   return __shfl(value, lane);
 }
 
+__device__ __forceinline__ int32_t shuffle_up(int32_t value, int distance) {
+  return __shfl_up(value, distance);
+}
+__device__ __forceinline__ float shuffle_across(float value, int distance) {
+  return __shfl_xor(value, distance);
+}
+
 struct BlockScan {
   using Scan = rocprim::block_scan<int32_t, kBlockThreads>;
   using Storage = Scan::storage_type;
@@ -157,6 +164,7 @@ __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(1); }
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 
 #include "target/simt.h"
+#include "target/row_sender.h"
 #include "target/simt_machine.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

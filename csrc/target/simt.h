@@ -36,6 +36,24 @@ struct Warp {
     return shuffle(value, 0);
   }
   __device__ bool any(bool value) const { return warp_any(value); }
+  __device__ int32_t inclusive_sum(int32_t value) const {
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const int32_t other = shuffle_up(value, distance);
+      if (rank() >= distance) value += other;
+    }
+    return value;
+  }
+  // The largest value among kLanes neighbours, kLanes a power of two; in each of them.
+  template <int kLanes>
+  __device__ float max_of_neighbours(float value) const {
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      const float other = shuffle_across(value, distance);
+      value = other > value ? other : value;
+    }
+    return value;
+  }
 };
 
 struct Block {
@@ -68,6 +86,12 @@ struct Block {
     return result;
   }
 
+  template <int kLanes>
+  __device__ float max_of_neighbours(float value) const {
+    static_assert(kWarpSize % kLanes == 0);
+    return warp().max_of_neighbours<kLanes>(value);
+  }
+
   __device__ Warp warp() const { return {}; }
   __device__ int warp_rank() const { return thread_in_block() / kWarpSize; }
   __device__ int num_warps() const { return kBlockThreads / kWarpSize; }
@@ -77,8 +101,9 @@ struct Block {
 };
 
 struct Grid {
-  __device__ int rank() const { return block_in_grid(); }
-  __device__ int size() const { return blocks_in_grid(); }
+  int block_rank, num_blocks;
+  __device__ int rank() const { return block_rank; }
+  __device__ int size() const { return num_blocks; }
 };
 
 // ---- memory
@@ -89,21 +114,19 @@ __device__ void multicast_pieces(const Group& group, const Members& members, Tar
                                  int64_t count) {
   constexpr int kUnroll = 4;
   const Piece* from = static_cast<const Piece*>(source);
-  int64_t i = group.rank();
-  for (; i + (kUnroll - 1) * group.size() < count; i += kUnroll * group.size()) {
+  const int64_t stride = group.size();
+  for (int64_t i = group.rank(); i < count; i += kUnroll * stride) {
     Piece piece[kUnroll];
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) piece[j] = load_global(from + i + j * group.size());
+    for (int j = 0; j < kUnroll; ++j) {
+      if (i + j * stride < count) piece[j] = load_global(from + i + j * stride);
+    }
     for (Members rest = members; !rest.empty(); rest.remove_first()) {
       Piece* to = reinterpret_cast<Piece*>(target(rest.first()));
 #pragma unroll
-      for (int j = 0; j < kUnroll; ++j) store_global(to + i + j * group.size(), piece[j]);
-    }
-  }
-  for (; i < count; i += group.size()) {
-    const Piece piece = load_global(from + i);
-    for (Members rest = members; !rest.empty(); rest.remove_first()) {
-      store_global(reinterpret_cast<Piece*>(target(rest.first())) + i, piece);
+      for (int j = 0; j < kUnroll; ++j) {
+        if (i + j * stride < count) store_global(to + i + j * stride, piece[j]);
+      }
     }
   }
 }
@@ -126,10 +149,28 @@ __device__ void multicast_bytes(const Group& group, const Members& members, Targ
   }
 }
 
+template <int kBytes>
+struct BitsOf;
+template <>
+struct BitsOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct BitsOf<8> {
+  using type = uint64_t;
+};
+template <>
+struct BitsOf<16> {
+  using type = Vec16;
+};
+
 // As many elements as 16 bytes hold.
 template <class T>
 inline constexpr int kLaneElements = 16 / sizeof(T);
 inline constexpr bool kAlignedVectors = true;
+inline constexpr int kLaneUnroll = 4;
+template <class T>
+inline constexpr int kQuantizeElements = 16 / sizeof(T);
 
 template <class T>
 struct alignas(16) LaneVector {
@@ -149,13 +190,28 @@ __device__ void store_lane(T* target, const LaneVector<T>& vector) {
   store_global(reinterpret_cast<Vec16*>(target), bits);
 }
 
+// Consecutive values between memory and a lane, kCount * sizeof(T) bytes: 4, 8 or 16.
+template <int kCount, class T>
+__device__ void load_values(T (&values)[kCount], const T* source) {
+  using Bits = typename BitsOf<kCount * sizeof(T)>::type;
+  const Bits bits = load_global(reinterpret_cast<const Bits*>(source));
+  memcpy(values, &bits, sizeof(values));
+}
+template <int kCount, class T>
+__device__ void store_values(T* target, const T (&values)[kCount]) {
+  using Bits = typename BitsOf<kCount * sizeof(T)>::type;
+  Bits bits;
+  memcpy(&bits, values, sizeof(bits));
+  *reinterpret_cast<Bits*>(target) = bits;  // global or shared
+}
+
 // ---- launch
 
 template <class Kernel>
 __global__ void __launch_bounds__(kBlockThreads) kernel_entry(MOE_A2A_KERNEL_ARGUMENT typename Kernel::Args args) {
   __shared__ typename Block::Scratch scratch;
-  extern __shared__ __align__(16) unsigned char shared[];
-  Kernel::run(args, Grid{}, Block(scratch), reinterpret_cast<std::byte*>(shared));
+  extern __shared__ __align__(128) unsigned char shared[];  // the copy engine wants whole lines
+  Kernel::run(args, Grid{block_in_grid(), blocks_in_grid()}, Block(scratch), reinterpret_cast<std::byte*>(shared));
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

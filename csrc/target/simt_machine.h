@@ -148,19 +148,23 @@ class SimtMachine {
   std::vector<void*> allocations_, opened_, host_;
 };
 
+// Loads the kernels before the first of them runs: loading one later may wait for kernels that run, which may wait for a
+// rank whose kernel is being loaded. Also raises what a block may take of shared memory.
+template <class... Kernel, class AnyMachine>
+void prepare(AnyMachine& machine) {
+  const DeviceGuard guard(machine.device());
+  (check(MOE_A2A_GPU(FuncSetAttribute)(reinterpret_cast<const void*>(kernel_entry<Kernel>),
+                                       MOE_A2A_GPU(FuncAttributeMaxDynamicSharedMemorySize),
+                                       static_cast<int>(kMaxSharedBytes)),
+         Kernel::kName),
+   ...);
+}
+
 // Queues the kernel on the stream.
 template <class Kernel, class AnyMachine>
 void launch(AnyMachine& machine, const typename Kernel::Args& args, int num_blocks, void* stream) {
   const DeviceGuard guard(machine.device());
   const size_t shared_bytes = Kernel::shared_bytes(args);
-  static thread_local size_t allowed = 48 * 1024;  // what a kernel gets without asking
-  if (shared_bytes > allowed) {
-    check(MOE_A2A_GPU(FuncSetAttribute)(reinterpret_cast<const void*>(kernel_entry<Kernel>),
-                                        MOE_A2A_GPU(FuncAttributeMaxDynamicSharedMemorySize),
-                                        static_cast<int>(shared_bytes)),
-          "asking for shared memory");
-    allowed = shared_bytes;
-  }
   kernel_entry<Kernel><<<num_blocks, kBlockThreads, shared_bytes, static_cast<MOE_A2A_GPU(Stream_t)>(stream)>>>(args);
   check(MOE_A2A_GPU(GetLastError)(), Kernel::kName);
 }

@@ -19,9 +19,7 @@ MODEL_NAMES = ("mixtral", "qwen3_moe", "deepseek_v3")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=4, help="processes to start (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
-    parser.add_argument(
-        "--models", nargs="+", choices=MODEL_NAMES, default=MODEL_NAMES, metavar="MODEL"
-    )
+    parser.add_argument("--models", nargs="+", choices=MODEL_NAMES, default=MODEL_NAMES, metavar="MODEL")
     parser.add_argument(
         "--output",
         type=Path,
@@ -29,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the plot (default: moe_a2a_demo)",
     )
-    parser.add_argument(
-        "--timeout", type=float, default=300, help="seconds for all of it (default: 300)"
-    )
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that the ranks may take (default: 300)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _run(options)
     except RankError as error:
+        print(error.traceback, file=sys.stderr)
         return _failed(str(error))
 
 
@@ -79,8 +76,7 @@ def _run(options: argparse.Namespace) -> int:
         for name, runs in zip(options.models, zip(*of_models, strict=True), strict=True)
     ]
     shape_results = [
-        report.shape_result(shape, runs)
-        for shape, runs in zip(SHAPES, zip(*of_shapes, strict=True), strict=True)
+        report.shape_result(shape, runs) for shape, runs in zip(SHAPES, zip(*of_shapes, strict=True), strict=True)
     ]
     report.print_models(model_results)
     report.print_shapes(shape_results)
@@ -95,9 +91,7 @@ def _run(options: argparse.Namespace) -> int:
     if failed:
         return _failed(", ".join(failed))
     worst = max(result.difference for result in model_results)
-    print(
-        f"demo: {len(model_results)} models, max |logit difference| {worst:.2e}, all checks passed"
-    )
+    print(f"demo: {len(model_results)} models, max |logit difference| {worst:.2e}, all checks passed")
     return 0
 
 

@@ -106,12 +106,13 @@ def run_in_one_process(name: str, seed: int, batch: Tensor) -> np.ndarray:
 def run_on_this_rank(name: str, seed: int, batch: Tensor) -> RankRun:
     """The same model on this rank's part of the batch, with only this rank's experts."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    parts = batch.tensor_split(num_ranks)  # the first one is the largest
     model = build(name, seed)
-    with register(dist.group.WORLD) as experts:
+    with register(dist.group.WORLD, num_max_tokens_per_rank=parts[0].numel()) as experts:
         shard_experts(model, dist.group.WORLD)
         model.set_experts_implementation(experts.name)
         counter = _count_routes(model)
-        logits = model(input_ids=batch.tensor_split(num_ranks)[rank]).logits
+        logits = model(input_ids=parts[rank]).logits
     return RankRun(
         logits=logits.numpy(),
         tokens_per_expert=counter.numpy(),
@@ -121,10 +122,7 @@ def run_on_this_rank(name: str, seed: int, batch: Tensor) -> RankRun:
 
 def expert_bytes(model: PreTrainedModel) -> int:
     return sum(
-        parameter.nbytes
-        for module in model.modules()
-        if is_experts_module(module)
-        for parameter in module.parameters()
+        parameter.nbytes for module in model.modules() if is_experts_module(module) for parameter in module.parameters()
     )
 
 

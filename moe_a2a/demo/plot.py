@@ -12,9 +12,7 @@ PHASES = ("dispatch", "experts", "combine")
 COLOURS = ("tab:blue", "0.7", "tab:green")
 
 
-def save(
-    path: Path, tokens_per_expert: dict[str, np.ndarray], shapes: list[ShapeResult]
-) -> str | None:
+def save(path: Path, tokens_per_expert: dict[str, np.ndarray], shapes: list[ShapeResult]) -> str | None:
     """Returns why there is no picture, or None.
 
     tokens_per_expert: of each model, [num_ranks, num_experts], routes by the rank that sent them.

@@ -20,6 +20,10 @@ import torch.distributed as dist
 class RankError(RuntimeError):
     """A rank raised, died, or did not finish in time; all others have been stopped."""
 
+    def __init__(self, message: str, traceback: str = ""):
+        super().__init__(message)
+        self.traceback = traceback  # of the rank
+
 
 def run_on_ranks(
     num_ranks: int,
@@ -57,9 +61,7 @@ def run_on_ranks(
                 process.join()
 
 
-def _collect(
-    connections: list[Connection], deadline: float, on_progress: Callable[[str], None]
-) -> list[Any]:
+def _collect(connections: list[Connection], deadline: float, on_progress: Callable[[str], None]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(connections):
         waiting = {c: r for r, c in enumerate(connections) if r not in results}
@@ -73,7 +75,8 @@ def _collect(
             except EOFError:
                 raise RankError(f"rank {rank} died") from None
             if kind == "failed":
-                raise RankError(f"rank {rank} failed:\n{content}")
+                message, text = content
+                raise RankError(f"rank {rank} raised {message}", text)
             if kind == "progress":
                 on_progress(content)
             else:
@@ -97,8 +100,9 @@ def _process_main(rank, num_ranks, store, connection, timeout, rank_main, argume
         result = rank_main(lambda what: connection.send(("progress", what)), *arguments)
         connection.send(("result", result))
         dist.destroy_process_group()
-    except Exception:
-        connection.send(("failed", traceback.format_exc()))
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        connection.send(("failed", (message, traceback.format_exc())))
 
 
 def _leave_with_parent() -> None:

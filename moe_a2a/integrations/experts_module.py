@@ -59,9 +59,7 @@ def keep_only(module: nn.Module, owned: range) -> None:
             setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
-def run_owned_experts(
-    module: nn.Module, owned: range, expert_x: Tensor, expert_offsets: Tensor
-) -> Tensor:
+def run_owned_experts(module: nn.Module, owned: range, expert_x: Tensor, expert_offsets: Tensor) -> Tensor:
     """expert_x [n, H], grouped by owned expert; expert_offsets [len(owned) + 1] -> y [n, H]."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     hidden = _grouped_linear(module, up, owned, expert_x, expert_offsets)
@@ -81,9 +79,7 @@ def _part(module: nn.Module, parameter: Tensor, owned: range) -> Tensor:
     )
 
 
-def _grouped_linear(
-    module: nn.Module, name: str, owned: range, x: Tensor, offsets: Tensor
-) -> Tensor:
+def _grouped_linear(module: nn.Module, name: str, owned: range, x: Tensor, offsets: Tensor) -> Tensor:
     """Each row of x through the projection of its expert."""
     weight = _part(module, getattr(module, name), owned)  # [E, out, in], transposed [E, in, out]
     if not module.is_transposed:

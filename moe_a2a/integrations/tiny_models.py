@@ -84,9 +84,7 @@ EXCEPTIONS = {
         "rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]},
     },
     "gemma4": {"enable_moe_block": True},
-    "glm4v_moe": {
-        "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
-    },
+    "glm4v_moe": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
     "glm5_next": {"index_kpool": 4, "qk_rope_head_dim": 0, "qk_head_dim": 16, "head_dim": 0},
     "granitemoehybrid": {"layer_types": _LINEAR_AND_FULL, "mamba_n_heads": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

@@ -13,8 +13,9 @@ Each rank runs the whole model on its own part of the batch; only the experts ar
 owns experts r * n to (r + 1) * n - 1, n = num_experts / num_ranks rounded up. Where num_ranks does
 not divide num_experts, the last ranks own fewer experts, or none.
 
-All ranks pass the same MoE layers in the same order, also a rank that has no tokens: its batch may
-be empty. `model.generate()` ends early on some ranks unless it is told `synced_gpus=True`.
+All ranks pass the same MoE layers in the same order. A rank that has nothing to do runs one token of
+padding, as transformers' models cannot run an empty batch. `model.generate()` ends early on some
+ranks unless it is told `synced_gpus=True`.
 Inference only: there is no backward pass through the exchange yet.
 """
 
@@ -27,8 +28,7 @@ try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 except ImportError as error:
     raise ImportError(
-        "moe_a2a.integrations.transformers needs transformers 5.23 or newer: "
-        "pip install 'transformers>=5.23'"
+        "moe_a2a.integrations.transformers needs transformers 5.23 or newer: pip install 'transformers>=5.23'"
     ) from error
 
 import moe_a2a
@@ -52,8 +52,8 @@ def register(
     """Make `name` known to `model.set_experts_implementation()`; every rank of the group calls it.
 
     num_max_tokens_per_rank: tokens (batch * sequence) of the largest forward pass of any rank. Left
-        out, the ranks tell each other their token counts before each layer, by one small all_gather
-        over the group, and buffers grow as needed.
+        out, the ranks tell each other their token counts before each layer and buffers grow as
+        needed; that is one small all_gather over the group per layer, so pass the number for speed.
     name: with a name for each, one process may serve several groups, or be several ranks (threads).
         Registering a name again replaces what it stood for.
     """
@@ -84,9 +84,7 @@ def shard_experts(model: nn.Module, group) -> nn.Module:
 class RegisteredExperts:
     """The experts function; all layers of one shape share one `ExpertParallel`."""
 
-    def __init__(
-        self, group, num_max_tokens_per_rank: int | None, timeout: float, name: str
-    ) -> None:
+    def __init__(self, group, num_max_tokens_per_rank: int | None, timeout: float, name: str) -> None:
         self.group = moe_a2a.as_group(group)
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.timeout = timeout
@@ -95,9 +93,7 @@ class RegisteredExperts:
 
     # Compiled models break their graph here: the exchange is not a torch operator.
     @torch.compiler.disable
-    def __call__(
-        self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def __call__(self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H]."""
         require_supported(module)
         _require_inference(module, hidden_states)
@@ -113,7 +109,7 @@ class RegisteredExperts:
             # The one number that the host reads: it keeps the rows below as few as the routes.
             rows = handle.expert_row_index[: handle.num_routes]
             offsets = handle.expert_offsets[: len(owned) + 1]
-            y = run_owned_experts(module, owned, handle.recv_x[rows], offsets)
+            y = run_owned_experts(module, owned, handle.recv_x.index_select(0, rows), offsets)
         except BaseException:
             handle.release()
             raise
@@ -137,9 +133,7 @@ class RegisteredExperts:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _expert_parallel(
-        self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
-    ) -> moe_a2a.ExpertParallel:
+    def _expert_parallel(self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor) -> moe_a2a.ExpertParallel:
         num_tokens, hidden = hidden_states.shape
         num_topk = top_k_index.shape[1]
         shape = (hidden, module.num_experts, num_topk, hidden_states.dtype, hidden_states.device)
@@ -186,11 +180,7 @@ def _owned_experts(module: nn.Module, group) -> range:
     here = (group.rank, group.num_ranks)
     split_for = getattr(module, "moe_a2a_split_for", here)
     if split_for != here:
-        raise ValueError(
-            "the experts were split for rank {} of {}, this is rank {} of {}".format(
-                *split_for, *here
-            )
-        )
+        raise ValueError("the experts were split for rank {} of {}, this is rank {} of {}".format(*split_for, *here))
     return owned_experts(module.num_experts, *here)
 
 
@@ -201,10 +191,7 @@ def _drop_masked(top_k_index: Tensor, num_experts: int) -> Tensor:
 
 
 def _require_inference(module: nn.Module, hidden_states: Tensor) -> None:
-    if torch.is_grad_enabled() and (
-        hidden_states.requires_grad or any(p.requires_grad for p in module.parameters())
-    ):
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or any(p.requires_grad for p in module.parameters())):
         raise RuntimeError(
-            "moe_a2a has no backward pass: call the model under torch.no_grad() or "
-            "torch.inference_mode()"
+            "moe_a2a has no backward pass: call the model under torch.no_grad() or torch.inference_mode()"
         )

@@ -88,10 +88,7 @@ def make_case(
         dtype=rng.choice((torch.float32, torch.float16, torch.bfloat16)),
         num_blocks=rng.randint(1, 4),
         num_buffers=rng.randint(1, 3),
-        calls=tuple(
-            _make_call(rng, num_ranks, num_max_tokens)
-            for _ in range(num_calls or rng.randint(1, 3))
-        ),
+        calls=tuple(_make_call(rng, num_ranks, num_max_tokens) for _ in range(num_calls or rng.randint(1, 3))),
     )
 
 
@@ -152,9 +149,7 @@ def make_topk_idx(case: Case, call: Call, generator: torch.Generator) -> list[Te
             missing = case.num_topk - idx.shape[1]
             idx = torch.cat([idx, torch.full((tokens, missing), -1)], dim=1)
         elif call.routing == "skewed":
-            idx = (
-                random_ids(shape, 0, case.num_experts) * torch.rand(shape, generator=generator)
-            ).long()
+            idx = (random_ids(shape, 0, case.num_experts) * torch.rand(shape, generator=generator)).long()
         elif call.routing == "one_expert":
             idx = torch.full(shape, favourite)
         elif call.routing == "one_rank":
@@ -197,10 +192,7 @@ def make_data(case: Case, call: Call, rows_seed: int | None = None) -> Data:
     topk_weights = None
     if call.with_weights:
         topk_weights = [torch.randn(idx.shape, generator=generator) for idx in topk_idx]
-    x = [
-        formula(rows_seed, rank, tokens, case.hidden).to(case.dtype)
-        for rank, tokens in enumerate(call.num_tokens)
-    ]
+    x = [formula(rows_seed, rank, tokens, case.hidden).to(case.dtype) for rank, tokens in enumerate(call.num_tokens)]
     x_scales, quantize = None, None
     if call.row_type == "fp8":
         pairs = [reference.quantize_fp8(rows) for rows in x]
@@ -254,8 +246,7 @@ def assert_same(name: str, got: Tensor, expected: Tensor) -> None:
         first = tuple(different[0].tolist())
         at = (*first[:-1], first[-1] // got.element_size())
         raise AssertionError(
-            f"{name}: {len(different)} bytes differ, first at {at}: {got[at].item()}, "
-            f"expected {expected[at].item()}"
+            f"{name}: {len(different)} bytes differ, first at {at}: {got[at].item()}, expected {expected[at].item()}"
         )
 
 

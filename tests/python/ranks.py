@@ -38,6 +38,7 @@ class RankError(AssertionError):
 
 
 DIED = "died"  # the result of a rank in `mortal` that was killed
+GRACE = 5.0  # seconds for the other ranks to end once one has failed
 
 
 def _failure_text(name: str, errors: dict[int, str]) -> str:
@@ -49,9 +50,7 @@ def _failure_text(name: str, errors: dict[int, str]) -> str:
 # ----------------------------------------------------------------------------------------- threads
 
 
-def run_threads(
-    num_ranks: int, program: Callable[..., Any], *args: Any, timeout: float = 60
-) -> list[Any]:
+def run_threads(num_ranks: int, program: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
     groups = moe_a2a.thread_group(num_ranks)
     results: list[Any] = [None] * num_ranks
     errors: dict[int, str] = {}
@@ -66,12 +65,15 @@ def run_threads(
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        next(thread for thread in threads if thread.is_alive()).join(0.05)
+        if errors:
+            deadline = min(deadline, time.monotonic() + GRACE)
     for rank, thread in enumerate(threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             stack = sys._current_frames().get(thread.ident or 0)
             where = "".join(traceback.format_stack(stack)) if stack else "?"
-            errors.setdefault(rank, f"still running after {timeout} s:\n{where}")
+            errors.setdefault(rank, f"still running:\n{where}")
     if errors:
         raise RankError(_failure_text(program.__name__, errors))
     return results
@@ -81,7 +83,7 @@ def run_threads(
 
 _context = multiprocessing.get_context("forkserver")
 # sympy: torch.testing.assert_close imports it, which takes half a second in every rank.
-_context.set_forkserver_preload(["torch.distributed", "moe_a2a", "sympy"])
+_context.set_forkserver_preload(["torch.distributed", "sympy"])
 
 
 def run_processes(
@@ -119,9 +121,7 @@ def run_processes(
                 receiver.close()
 
 
-def _collect(
-    ranks: list[tuple[Any, Any]], name: str, timeout: float, mortal: set[int], folder: Path
-) -> list[Any]:
+def _collect(ranks: list[tuple[Any, Any]], name: str, timeout: float, mortal: set[int], folder: Path) -> list[Any]:
     results: list[Any] = [None] * len(ranks)
     errors: dict[int, str] = {}
     open_ranks = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
@@ -140,10 +140,9 @@ def _collect(
                 results[rank] = DIED
             else:
                 errors[rank] = value
+                deadline = min(deadline, time.monotonic() + GRACE)
     for rank in open_ranks.values():
-        errors[rank] = (
-            f"still running after {timeout} s:\n{_stack_of(ranks[rank][0], rank, folder)}"
-        )
+        errors[rank] = f"still running:\n{_stack_of(ranks[rank][0], rank, folder)}"
     if errors:
         raise RankError(_failure_text(name, errors))
     return results

@@ -63,9 +63,7 @@ def run_sequence_in_process(group, num_ranks, num_blocks, seed, num_calls):
 @pytest.mark.parametrize(("num_ranks", "num_blocks"), [(4, 1), (3, 2)])
 def test_threads(num_ranks, num_blocks, session_seed):
     case, pool = make_pool(session_seed, num_ranks, num_blocks)
-    ranks.run_threads(
-        num_ranks, run_sequence, case, pool, session_seed, NUM_CALLS // 2, timeout=120
-    )
+    ranks.run_threads(num_ranks, run_sequence, case, pool, session_seed, NUM_CALLS // 2, timeout=120)
 
 
 def test_processes(session_seed):

@@ -27,11 +27,14 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def shared_memory_of(pids):
     """Objects of these processes that still have a name."""
-    return [
-        path.name
-        for path in SHARED_MEMORY.glob("moe_a2a.*")
-        if any(f".{pid}." in path.name for pid in pids)
-    ]
+    return [path.name for path in SHARED_MEMORY.glob("moe_a2a.*") if any(f".{pid}." in path.name for pid in pids)]
+
+
+def assert_nothing_left(group, pids):
+    dist.barrier(group)  # every rank has had its exception
+    left = shared_memory_of(pids)
+    dist.barrier(group)  # nobody makes a new object yet
+    assert left == []
 
 
 def inputs(rank, num_tokens=10):
@@ -128,18 +131,14 @@ POINTS = ("nothing", "dispatch_send", "dispatch_recv", "combine_send", "combine_
 
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_rank_is_named_by_all_others(point):
-    reports = ranks.run_processes(
-        4, survive_a_kill, point, signal.SIGKILL, timeout=20, mortal={VICTIM}
-    )
+    reports = ranks.run_processes(4, survive_a_kill, point, signal.SIGKILL, timeout=20, mortal={VICTIM})
     assert reports[VICTIM] == ranks.DIED
     check_reports(reports)
 
 
 @pytest.mark.parametrize("point", ["dispatch_send", "any time"])
 def test_frozen_rank_is_named_by_all_others(point):
-    reports = ranks.run_processes(
-        3, survive_a_kill, point, signal.SIGSTOP, timeout=20, mortal={VICTIM}
-    )
+    reports = ranks.run_processes(3, survive_a_kill, point, signal.SIGSTOP, timeout=20, mortal={VICTIM})
     check_reports(reports)
 
 
@@ -230,7 +229,7 @@ def construct_with_bad_argument_on_one_rank(group):
     with pytest.raises((ValueError, RuntimeError), match=r"num_topk=0") as raised:
         moe_a2a.ExpertParallel(group, **{**CONFIG, "num_topk": 0 if rank == 1 else 3})
     assert "rank 1" in str(raised.value)
-    assert shared_memory_of(pids) == []
+    assert_nothing_left(group, pids)
     with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
         one_call(ep)
 
@@ -246,7 +245,7 @@ def construct_more_than_memory(group):
     with pytest.raises(RuntimeError, match=r"\d{9,} bytes of /dev/shm.*num_max_tokens_per_rank"):
         moe_a2a.ExpertParallel(group, **huge)
     assert time.monotonic() - start < 5
-    assert shared_memory_of(pids) == []
+    assert_nothing_left(group, pids)
     with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
         one_call(ep)
 
@@ -268,7 +267,7 @@ def construct_with_a_file_size_limit_on_one_rank(group):
     assert "rank 1" in str(raised.value)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert shared_memory_of(pids) == []
+    assert_nothing_left(group, pids)
     with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
         one_call(ep)
 

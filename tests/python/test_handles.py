@@ -8,7 +8,7 @@ import moe_a2a
 from moe_a2a import reference
 
 CONFIG = {
-    "num_experts": 8, "num_topk": 2, "hidden": 16, "num_max_tokens_per_rank": 6,
+    "num_experts": 12, "num_topk": 2, "hidden": 16, "num_max_tokens_per_rank": 6,
     "dtype": torch.float32, "timeout": 10,
 }  # fmt: skip
 
@@ -250,7 +250,7 @@ def test_dispatch_again_with_the_same_handle():
 
 def test_attributes():
     def program(ep):
-        assert (ep.num_ranks, ep.num_experts, ep.num_local_experts) == (2, 8, 4)
+        assert (ep.num_ranks, ep.num_experts, ep.num_local_experts) == (2, 12, 6)
         assert (ep.num_topk, ep.hidden, ep.num_max_tokens_per_rank) == (2, 16, 6)
         assert (ep.dtype, ep.device, ep.num_buffers) == (torch.float32, torch.device("cpu"), 2)
         assert ep.timeout == 10
@@ -260,7 +260,7 @@ def test_attributes():
         assert handle.num_routes == int(handle.expert_offsets[-1])
         assert handle.recv_x.shape == (12, 16)
         assert handle.expert_row_index.shape == (24,)
-        assert handle.expert_offsets.shape == (5,)
+        assert handle.expert_offsets.shape == (7,)
         assert handle.expert_row_index.dtype == handle.expert_offsets.dtype == torch.int32
         handle.release()
 

@@ -46,9 +46,7 @@ def run_peer(group, peer_name, dtype, idx_dtype, with_weights, seed):
         out = peer.combine(y[rank][:num_routes], handle)
         assert out.dtype == dtype
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-        torch.testing.assert_close(
-            out, reference.combine(y, expected)[rank], rtol=tolerance, atol=tolerance
-        )
+        torch.testing.assert_close(out, reference.combine(y, expected)[rank], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("peer_name", ["SortAllToAll", "AllGatherReduceScatter"])

@@ -174,9 +174,7 @@ def one_token(num_ranks, dtype, weights):
     """One token of rank 0 with one route to each expert, in expert order."""
     num_experts = weights.shape[1]
     x = [torch.zeros(int(rank == 0), 1, dtype=dtype) for rank in range(num_ranks)]
-    idx = [torch.arange(num_experts)[None, :]] + [
-        torch.zeros(0, num_experts, dtype=torch.int64)
-    ] * (num_ranks - 1)
+    idx = [torch.arange(num_experts)[None, :]] + [torch.zeros(0, num_experts, dtype=torch.int64)] * (num_ranks - 1)
     w = [weights] + [torch.zeros(0, num_experts)] * (num_ranks - 1)
     return reference.dispatch(x, idx, w, num_experts=num_experts, num_max_tokens_per_rank=1)
 
@@ -296,9 +294,7 @@ def test_moe_layer_is_dispatch_experts_combine():
         offsets = handle.expert_offsets.tolist()
         for local, (first, last) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
             expert_x = handle.recv_x[handle.expert_row_index[first:last].long()]
-            rows[first:last] = reference.swiglu(
-                expert_x, w_gate_up[2 * rank + local], w_down[2 * rank + local]
-            )
+            rows[first:last] = reference.swiglu(expert_x, w_gate_up[2 * rank + local], w_down[2 * rank + local])
         y.append(rows)
     for rank, out in enumerate(reference.combine(y, handles)):
         whole = reference.moe_layer(x[rank], TOPK_IDX[rank], TOPK_WEIGHTS[rank], w_gate_up, w_down)

@@ -1,5 +1,7 @@
 """Every MoE family of the installed transformers gives through moe_a2a the logits of eager."""
 
+# ruff: noqa: E402 (what follows importorskip needs transformers)
+
 import pytest
 
 pytest.importorskip("transformers")

@@ -3,6 +3,8 @@
 Ranks are threads; `eager` on one process, with all experts, is the truth.
 """
 
+# ruff: noqa: E402 (what follows importorskip needs transformers)
+
 import copy
 import subprocess
 import sys
@@ -138,19 +140,6 @@ def test_ranks_without_tokens(counts):
         assert_close(actual, eager(module, *random_tokens(rank, counts[rank])))
 
 
-def test_a_whole_model_with_an_empty_batch():
-    models = [tiny_model("mixtral") for _ in range(2)]
-    batches = [torch.ones(0, 5, dtype=torch.long), torch.arange(3, 13).view(2, 5)]
-
-    def rank_main(rank, group, experts):
-        shard_experts(models[rank], group)
-        return run_with(models[rank], experts.name, batches[rank])
-
-    nothing, logits = on_ranks(2, rank_main)
-    assert nothing.shape[:2] == (0, 5)
-    assert_close(logits, run_with(tiny_model("mixtral"), "eager", batches[1]))
-
-
 def test_masked_routes_add_nothing():
     module = experts_of(tiny_model("mixtral"))
     modules = [copy.deepcopy(module) for _ in range(2)]
@@ -202,14 +191,14 @@ def test_sizes_that_torch_cannot_group(intermediate_size):
 
 def test_buffers_grow_with_the_largest_rank_and_are_shared_by_layers():
     models = [tiny_model("mixtral") for _ in range(2)]
-    lengths = [(4, 4), (4, 70), (3, 3)]
+    batches = [torch.arange(3, 3 + length)[None] for length in (4, 70, 3)]
+    expected = [run_with(tiny_model("mixtral"), "eager", batch) for batch in batches]
+    of_rank = [(0, 0, 2), (0, 1, 2)]
 
     def rank_main(rank, group, experts):
         capacities = []
-        for step in lengths:
-            batch = torch.arange(step[rank])[None] + 3
-            logits = run_with(models[rank], experts.name, batch)
-            assert_close(logits, run_with(tiny_model("mixtral"), "eager", batch))
+        for batch in of_rank[rank]:
+            assert_close(run_with(models[rank], experts.name, batches[batch]), expected[batch])
             capacities.append([ep.num_max_tokens_per_rank for ep in experts.expert_parallels])
         return capacities
 
@@ -286,7 +275,7 @@ def test_close_forgets_the_name():
         tiny_model("mixtral").set_experts_implementation("moe_a2a:gone")
 
 
-def test_models_without_experts_and_foreign_splits_are_refused():
+def test_models_that_cannot_be_split_are_refused():
     (group,) = moe_a2a.thread_group(1)
     with pytest.raises(ValueError, match="Linear has no experts"):
         shard_experts(torch.nn.Linear(2, 2), group)
@@ -294,6 +283,9 @@ def test_models_without_experts_and_foreign_splits_are_refused():
     experts_of(model)._is_expert_parallel = True
     with pytest.raises(ValueError, match="expert parallelism"):
         shard_experts(model, group)
+    quantised = tiny_model("mixtral").to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="float8_e4m3fn weights"):
+        shard_experts(quantised, group)
 
 
 def test_compiled_models_break_their_graph_and_go_on():

@@ -34,6 +34,16 @@ class Instruction:
         return {"sc0", "sc1"} <= self.modifiers
 
     @property
+    def loaded(self) -> str:
+        """The registers that a load fills."""
+        return self.operands.split(",")[0]
+
+    @property
+    def stored(self) -> str:
+        """The registers that a store writes out."""
+        return self.operands.split(",")[1].strip()
+
+    @property
     def address(self) -> str:
         """Where a load reads: its operands after the destination, without the words that say how."""
         place = self.operands.split(",", 1)[1].split()
@@ -136,11 +146,7 @@ def kernels(text: str) -> list[Kernel]:
     """Every kernel of an assembly listing, in its order."""
     names = re.findall(r"^\s*\.amdhsa_kernel (\S+)", text, re.M)
     lines = text.splitlines()
-    begins = {
-        line.split(":")[0]: n
-        for n, line in enumerate(lines)
-        if re.match(r"[A-Za-z_$][\w$.]*:", line)
-    }
+    begins = {line.split(":")[0]: n for n, line in enumerate(lines) if re.match(r"[A-Za-z_$][\w$.]*:", line)}
     resources = _resources(text)
     return [Kernel(name, _blocks(lines, begins[name] + 1), resources[name]) for name in names]
 
@@ -196,7 +202,6 @@ def _resources(text: str) -> dict[str, dict[str, int]]:
     for entry in re.split(r"\n  - ", metadata)[1:]:
         name = re.search(r"^ *\.name: +'?([^\s']+)", entry, re.M).group(1)
         resources[name] = {
-            key: int((re.search(rf"\.{word}: +(\d+)", entry) or [0, 0])[1])
-            for key, word in fields.items()
+            key: int((re.search(rf"\.{word}: +(\d+)", entry) or [0, 0])[1]) for key, word in fields.items()
         }
     return resources

@@ -7,27 +7,34 @@ architectures (gfx90a has no scope bits) only resources and row accesses are che
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 
 from amd_assembly import Instruction, Kernel, architecture, kernels
 
-# Kernels of one launch per step: nothing of theirs may live in scratch memory.
-HOT = ("DispatchSend", "DispatchRecv", "CombineSend", "CombineRecv")
-# Kernels that move whole rows: in pieces of 16 bytes.
-ROW_MOVERS = ("DispatchSend", "CombineRecv")
+# Kernels of every step: nothing of theirs may live in scratch memory.
+HOT = {"Dispatch", "DispatchSend", "DispatchRecv", "Combine", "CombineSend", "CombineRecv"}
+# Of these, the ones that every byte of a row passes at the full rate of the link: not even a scalar register may be
+# parked in a vector register.
+ROW_PATH = {"DispatchSend", "CombineRecv"}
+# Kernels that copy rows, and kernels that read and write them: in pieces of 16 bytes.
+ROW_COPIERS = {"Dispatch", "DispatchSend"}
+ROW_ADDERS = {"Combine", "CombineRecv"}
 # Kernels that write data and then raise signals for it.
-SIGNALLERS = ("DispatchSend", "CombineSend")
+SIGNALLERS = {"Dispatch", "DispatchSend", "Combine", "CombineSend"}
+
+
+def short_name(kernel: Kernel) -> str:
+    """kernel_entry<DispatchSend> is DispatchSend."""
+    found = re.search(r"kernel_entryI.*?\d([A-Z][A-Za-z]*?)E", kernel.symbol)
+    return found.group(1) if found else kernel.symbol
 
 
 def is_signal_store(instruction: Instruction) -> bool:
     """A signal is 64 bits; 64-bit stores that carry a scope are signals."""
-    return (
-        instruction.is_store
-        and instruction.opcode.endswith("_dwordx2")
-        and "sc1" in instruction.modifiers
-    )
+    return instruction.is_store and instruction.opcode.endswith("_dwordx2") and "sc1" in instruction.modifiers
 
 
 def is_data_store(instruction: Instruction) -> bool:
@@ -43,35 +50,36 @@ def is_system_invalidate(instruction: Instruction) -> bool:
 
 
 def check_resources(kernel: Kernel) -> list[str]:
-    used = [
-        f"{name} {kernel.resources[name]}"
-        for name in ("vgpr_spills", "sgpr_spills", "scratch")
-        if kernel.resources[name] > 0
-    ]
-    scratch = next((i for i in kernel.instructions() if i.opcode.startswith("scratch_")), None)
-    if scratch is not None:
-        used.append(str(scratch))
+    spills = ["vgpr_spills", "scratch"] + ["sgpr_spills"] * (short_name(kernel) in ROW_PATH)
+    used = [f"{kernel.resources[name]} {name}" for name in spills if kernel.resources[name] > 0]
+    used += [str(i) for i in kernel.instructions() if i.opcode.startswith("scratch_")][:1]
     return [f"registers do not suffice: {', '.join(used)}"] if used else []
 
 
-def check_row_access(kernel: Kernel) -> list[str]:
-    """Rows are read in pieces of 16 bytes, and written so in the same loops: the stores of a report do not count."""
+def check_calls(kernel: Kernel) -> list[str]:
+    calls = [i for i in kernel.instructions() if i.opcode.startswith("s_swappc")]
+    return [f"{len(calls)} calls of functions that are not inlined, the first at {calls[0]}"] if calls else []
+
+
+def check_row_access(kernel: Kernel, copies: bool) -> list[str]:
+    """Rows are read in pieces of 16 bytes, and written so in the same loops; a copy stores the registers it loaded.
+
+    Other wide accesses (the stores of a report, the loads of a quantiser) do not count.
+    """
 
     def wide(instruction: Instruction) -> bool:
         return instruction.opcode.endswith("_dwordx4")
 
     loops = kernel.loops()
-    read = [
-        n
-        for n, block in enumerate(kernel.blocks)
-        if any(i.is_load and wide(i) for i in block.instructions)
-    ]
-    if not read:
+    reads = [(n, i) for n, block in enumerate(kernel.blocks) for i in block.instructions if i.is_load and wide(i)]
+    if not reads:
         return ["no 16-byte load (global_load_dwordx4)"]
-    nests = [loop for block in read for loop in [loop for loop in loops if block in loop][:2]]
-    if not any(i.is_store and wide(i) for nest in nests for i in kernel.instructions_of(nest)):
-        return ["no 16-byte store (global_store_dwordx4) beside the 16-byte loads"]
-    return []
+    for block, read in reads:
+        for nest in [loop for loop in loops if block in loop][:2]:
+            stored = {i.stored for i in kernel.instructions_of(nest) if i.is_store and wide(i)}
+            if read.loaded in stored if copies else stored:
+                return []
+    return [f"no 16-byte store (global_store_dwordx4) of {'what' if copies else 'rows where'} 16-byte loads read"]
 
 
 def check_releases(kernel: Kernel) -> list[str]:
@@ -90,9 +98,7 @@ def check_releases(kernel: Kernel) -> list[str]:
             if not instruction.is_system_scope:
                 problems[instruction] = f"signal not at system scope (sc0 sc1): {instruction}"
             elif state != "clean":
-                problems[instruction] = (
-                    f"data may be {state} when the signal goes out: {instruction}"
-                )
+                problems[instruction] = f"data may be {state} when the signal goes out: {instruction}"
         return state
 
     kernel.walk("clean", step)
@@ -113,14 +119,10 @@ def check_leader_signals(kernel: Kernel) -> list[str]:
             return "stores in flight"
         if instruction.waits_for_memory and state == "stores in flight":
             return "done"
-        if (
-            instruction.opcode == "s_barrier"
-        ):  # a wait after it would be too late for the other waves
+        if instruction.opcode == "s_barrier":  # a wait after it would be too late for the other waves
             return str(instruction) if state == "stores in flight" else "done"
         if is_signal_store(instruction) and state.startswith("line"):
-            problems[state] = (
-                f"barrier before a signal does not wait for stores (s_waitcnt vmcnt(0)): {state}"
-            )
+            problems[state] = f"barrier before a signal does not wait for stores (s_waitcnt vmcnt(0)): {state}"
         return state
 
     kernel.walk("done", step)
@@ -174,23 +176,17 @@ def _acquires(instructions: list[Instruction], address: str) -> bool:
 
 
 def check_kernel(kernel: Kernel, has_scope_bits: bool) -> list[str]:
-    def is_one_of(names: tuple[str, ...]) -> bool:
-        return any(name in kernel.symbol for name in names)
-
+    name = short_name(kernel)
     problems = []
-    if is_one_of(HOT):
-        problems += check_resources(kernel)
-    if is_one_of(ROW_MOVERS):
-        problems += check_row_access(kernel)
+    if name in HOT:
+        problems += check_resources(kernel) + check_calls(kernel)
+    if name in ROW_COPIERS | ROW_ADDERS:
+        problems += check_row_access(kernel, copies=name in ROW_COPIERS)
     if has_scope_bits:
         problems += check_acquires(kernel)
-        if is_one_of(SIGNALLERS):
+        if name in SIGNALLERS:
             problems += check_releases(kernel) + check_leader_signals(kernel)
     return problems
-
-
-def short_name(symbol: str) -> str:
-    return next((name for name in HOT if name in symbol), symbol)
 
 
 def describe(kernel: Kernel) -> str:
@@ -201,20 +197,16 @@ def describe(kernel: Kernel) -> str:
         for i in kernel.instructions()
         if any(word in i.opcode for word in words) and not i.opcode.startswith("s_load")
     )
-    return f"{short_name(kernel.symbol)}: {used}\n    " + ", ".join(
-        f"{n} x {op}" for op, n in sorted(count.items())
-    )
+    return f"{short_name(kernel)}: {used}\n    " + ", ".join(f"{n} x {op}" for op, n in sorted(count.items()))
 
 
 def check(text: str) -> tuple[list[str], list[str]]:
     """Returns what there is to say about each kernel, and what is wrong."""
     has_scope_bits = architecture(text) in ("gfx942", "gfx950")
     found = kernels(text)
-    problems = [f"no kernel {name}" for name in HOT if not any(name in k.symbol for k in found)]
+    problems = [f"no kernel {name}" for name in sorted(HOT - {short_name(kernel) for kernel in found})]
     for kernel in found:
-        problems += [
-            f"{short_name(kernel.symbol)}: {p}" for p in check_kernel(kernel, has_scope_bits)
-        ]
+        problems += [f"{short_name(kernel)}: {problem}" for problem in check_kernel(kernel, has_scope_bits)]
     return [describe(kernel) for kernel in found], problems
 
 

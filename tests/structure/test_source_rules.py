@@ -26,18 +26,20 @@ VENDOR_WORDS = re.compile(
     re.VERBOSE,
 )
 # In two pieces each, so that this file does not break its own rule.
-LEFTOVERS = re.compile(
-    r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error"]) + r")\b"
-)
+LEFTOVERS = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error"]) + r")\b")
 MAX_LINES = 400
 
-# Understood by a GPU compiler only; `make kernels` compiles them.
-GPU_HEADERS = {"target/cuda.h", "target/hip.h", "target/simt.h", "target/simt_machine.h"}
-
 sources = sorted(p for p in CSRC.rglob("*") if p.suffix in {".h", ".cpp"})
-headers = [
-    p for p in sources if p.suffix == ".h" and p.relative_to(CSRC).as_posix() not in GPU_HEADERS
-]
+
+
+def is_part_of_a_target(path: Path) -> bool:
+    """Included by a target's header in its midst, over words that it has defined before (or only a GPU compiler has)."""
+    text = path.read_text()
+    speaks_for_a_target = "MOE_A2A_TARGET " in text and "#define MOE_A2A_TARGET" not in text
+    return path.parent.name == "target" and (speaks_for_a_target or path.stem in {"cuda", "hip"})
+
+
+headers = [p for p in sources if p.suffix == ".h" and not is_part_of_a_target(p)]
 written = sorted(
     path
     for folder in ["csrc", "moe_a2a", "tests", "bench", "profiling", "cmake", ".ci"]
@@ -131,14 +133,12 @@ def test_vendor_words_are_found(text):
     assert vendor_words(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["// cudaMalloc is slow here", "int chip = 1;", "#include <cstdint>", "basm();"]
-)
+@pytest.mark.parametrize("text", ["// cudaMalloc is slow here", "int chip = 1;", "#include <cstdint>", "basm();"])
 def test_other_words_are_not(text):
     assert vendor_words(text) == []
 
 
 def test_an_upward_include_is_found():
-    assert upward_includes(
-        "protocol", '#include "kernels/route.h"\n#include "target/target.h"\n'
-    ) == ["kernels/route.h"]
+    assert upward_includes("protocol", '#include "kernels/route.h"\n#include "target/target.h"\n') == [
+        "kernels/route.h"
+    ]

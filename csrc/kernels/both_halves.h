@@ -1,0 +1,59 @@
+// Both halves of a call in one launch, as roles: the first blocks send, the others receive at the same time. For calls with
+// nothing in between, where a second launch would only start when the last sender has ended.
+#pragma once
+
+#include "kernels/combine_recv.h"
+#include "kernels/combine_send.h"
+#include "kernels/dispatch_recv.h"
+#include "kernels/dispatch_send.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+struct Dispatch {
+  using Args = DispatchArgs;
+  static constexpr const char* kName = "dispatch";
+
+  static size_t shared_bytes(const Args& args) {
+    const size_t send = DispatchSend::shared_bytes(args.send), recv = DispatchRecv::shared_bytes(args.recv);
+    return send > recv ? send : recv;
+  }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
+    const Context& c = args.send.context;
+    const uint64_t epoch = c.ws.epoch(args.send.buffer) + 1;
+    const int senders = args.num_send_blocks;
+    // The receivers have nothing to look at before tables come, so they send this rank's.
+    const bool is_sender = grid.rank() < senders;
+    const Grid role = is_sender ? Grid{grid.rank(), senders} : Grid{grid.rank() - senders, grid.size() - senders};
+    if (DispatchSend::wait_for_credits(c, block, args.send.buffer, epoch)) {
+      if (is_sender) {
+        DispatchSend::send_rows(args.send, role, block, shared, epoch);
+      } else {
+        DispatchSend::send_table(args.send, role, block, epoch);
+        DispatchRecv::receive(args.recv, role, block, shared, epoch);
+      }
+    }
+    DispatchSend::advance_epoch(c, args.send.buffer, grid, block, epoch);
+  }
+};
+
+struct Combine {
+  using Args = CombineArgs;
+  static constexpr const char* kName = "combine";
+
+  static size_t shared_bytes(const Args& args) {
+    const size_t send = CombineSend::shared_bytes(args.send), recv = CombineRecv::shared_bytes(args.recv);
+    return send > recv ? send : recv;
+  }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
+    const int senders = args.num_send_blocks;
+    if (grid.rank() < senders) {
+      CombineSend::run(args.send, Grid{grid.rank(), senders}, block, shared);
+    } else {
+      CombineRecv::run(args.recv, Grid{grid.rank() - senders, grid.size() - senders}, block, shared);
+    }
+  }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,151 @@
+// Runs threads one at a time and tries their interleavings.
+//
+// A program is what one stream does: launches in order, each of one or more blocks; a block of a program is a thread of
+// its own. A thread may lose its turn before each atomic operation of device or system scope, and loses it when it
+// polls words that nobody has written since, or at the end of a launch. Two ways through the space of schedules:
+//   all()     depth first over every schedule that departs at most `delays` times from the plain one, in which a thread
+//             runs until it waits and the next in the round takes over; to pass over one thread is one delay
+//   random()  each schedule drawn from a seed of its own, which repeats it
+// A schedule fails by a race, by a wrong value that a program finds (fail()), or when everybody waits.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "happens_before.h"
+#include "mutation.h"
+
+namespace moe_a2a {
+
+struct Launch {
+  std::string who, name;
+  int num_blocks = 1;
+  std::function<void(int block)> body;
+  int num_counted_blocks = num_blocks;  // that meet in last_block_done()
+};
+using Program = std::vector<Launch>;
+
+// The memory that programs share, and how it looks before the first launch.
+class Stage {
+ public:
+  virtual ~Stage() = default;
+  virtual std::vector<Program> programs() const = 0;
+  virtual void reset() = 0;
+  virtual std::byte* memory() const = 0;
+  virtual size_t nbytes() const = 0;
+  virtual Field field_of(const void* address) const = 0;
+  // Whether the word belongs to a pair of ranks that exchange no token.
+  virtual bool is_unused_pair(const void* address) const = 0;
+  virtual std::string name_of(const void* address) const = 0;
+  // How often the clock may jump past every deadline once nothing else can happen.
+  virtual int num_clock_jumps() const { return 0; }
+};
+
+struct Exploration {
+  int64_t num_schedules = 0;
+  bool complete = false;  // every schedule within the bound was run
+  std::string failure;    // of the schedule that ended the search; empty: none failed
+  std::string trace;      // the last operations of that schedule
+};
+
+class Explorer {
+ public:
+  Explorer(Stage& stage, const Mutation& mutation);
+
+  Exploration all(int delays, int64_t max_schedules);
+  Exploration random(uint64_t seed, int64_t num_schedules);
+
+  // ---- for the explored code, on the turn of a thread
+  static Explorer* running();  // null outside a schedule
+  [[noreturn]] void fail(const std::string& why);
+  // Whether the operation on `field` that the current thread is about to make is the broken one.
+  bool is_broken(Mutation::Kind kind, Field field) const;
+
+  uint64_t load(const void* address, size_t bytes, Order order);
+  void store(void* address, size_t bytes, uint64_t value, Order order);
+  uint64_t add(void* address, size_t bytes, uint64_t value, Order order);
+  bool claim(void* address, size_t bytes, uint64_t expected, uint64_t desired, Order order);
+  void fence();
+  void read(const void* address, size_t bytes);
+  void write(const void* address, size_t bytes);
+  void pause();
+  uint64_t clock() const { return now_; }
+
+ private:
+  static constexpr size_t kStackBytes = size_t{1} << 17;
+
+  struct Thread {
+    enum class State { kReady, kAsleep, kParked };  // parked: has no part in the launch, or has ended it
+    struct Seen {
+      const void* address;
+      uint32_t version;
+    };
+
+    int id = 0, stream = 0, block = 0;
+    State state = State::kParked;
+    ucontext_t context;
+    std::vector<std::byte> stack = std::vector<std::byte>(kStackBytes);
+    std::vector<Seen> seen;  // what its present wait has read, at which version
+    int idle_polls = 0;      // since it last read something new
+  };
+  struct Stream {
+    std::vector<Thread*> threads;
+    size_t launch = 0;
+    int num_running = 0;
+    VectorClock joined;  // of all that its ended launches knew
+  };
+  struct Decision {
+    int taken, num_options;
+  };
+
+  bool run_schedule();
+  void main_of(Thread& thread);
+  static void enter(unsigned high, unsigned low);
+  void start_launch(Stream& stream, size_t index);
+  void end_launch(Thread& thread);
+
+  void schedule_point();
+  void give_up_turn();
+  void switch_to(Thread& next);
+  void add_others(std::vector<Thread*>& options) const;
+  Thread& choose(const std::vector<Thread*>& options);
+  bool let_time_pass();
+  bool next_path();
+
+  uint64_t load_text(const void* address);
+  void check(const Race& race, const void* address, const char* access);
+  void wake_watchers(const void* address);
+  void record(const char* operation, const void* address, uint64_t value);
+  const Launch& launch_of(const Thread& thread) const;
+  std::string describe(const Thread& thread) const;
+
+  Stage& stage_;
+  Mutation mutation_;
+  HappensBefore order_;
+  std::vector<Program> programs_;
+  std::vector<std::unique_ptr<Thread>> threads_;
+  std::vector<Stream> streams_;
+  ucontext_t main_;
+  Thread* current_ = nullptr;
+
+  std::vector<Decision> path_;
+  size_t depth_ = 0;
+  int delays_left_ = 0, max_delays_ = 0;
+  bool draws_ = false;
+  std::mt19937_64 generator_;
+
+  uint64_t now_ = 0;
+  int clock_jumps_ = 0;
+  std::string failure_;
+  bool tracing_ = false;
+  std::vector<std::string> trace_;
+};
+
+}  // namespace moe_a2a

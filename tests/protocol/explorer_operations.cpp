@@ -1,0 +1,178 @@
+// What an operation of the explored code means: its effect on memory, on who knows of whom, and on who sleeps.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "explorer.h"
+#include "observed.h"
+
+namespace moe_a2a {
+namespace {
+
+// A waiting loop looks at more than its one word only now and then (kPollsPerLook in protocol/wait.h). A thread that
+// has polled this often and seen nothing new has looked at everything that can end its wait.
+constexpr int kPollsBeforeSleep = 128;
+
+uint64_t value_at(const void* address, size_t bytes) {
+  uint64_t value = 0;
+  std::memcpy(&value, address, bytes);
+  return value;
+}
+
+uint64_t masked(uint64_t value, size_t bytes) { return bytes == 8 ? value : value & ((uint64_t{1} << 8 * bytes) - 1); }
+
+}  // namespace
+
+uint64_t Explorer::load(const void* address, size_t bytes, Order order) {
+  const Field field = stage_.field_of(address);
+  if (field == Field::kRefusalText) return load_text(address);
+  if (is_broken(Mutation::Kind::kRelaxedAcquire, field)) order = Order::kRelaxed;
+  auto& seen = current_->seen;
+  const auto known = std::find_if(seen.begin(), seen.end(), [&](const auto& s) { return s.address == address; });
+  // To poll what has not changed is to have been scheduled later: no other schedule hides behind it.
+  const bool again = current_->idle_polls > 0 && known != seen.end() && known->version == order_.version(address);
+  if (!again) {
+    schedule_point();
+    current_->idle_polls = 0;
+    const auto place = std::find_if(seen.begin(), seen.end(), [&](const auto& s) { return s.address == address; });
+    if (place == seen.end()) {
+      seen.push_back({address, order_.version(address)});
+    } else {
+      place->version = order_.version(address);
+    }
+  }
+  check(order_.load(current_->id, address, order), address, "loads");
+  uint64_t value = value_at(address, bytes);
+  if (is_broken(Mutation::Kind::kWaitSkipped, field)) value += uint64_t{1} << 60;  // 2^40 epochs later
+  if (is_broken(Mutation::Kind::kOneEpochEarly, field)) value += uint64_t{1} << 20;
+  if (!again) record(order == Order::kAcquire ? "load acquire" : "load relaxed", address, value);
+  return value;
+}
+
+// The words of a text are relaxed and not waited for: who reads one that its signal does not order may get what was
+// there before. No schedule points: what is mixed of two texts is nobody's error.
+uint64_t Explorer::load_text(const void* address) {
+  return order_.sees_newest(current_->id, address) ? value_at(address, sizeof(uint64_t)) : 0;
+}
+
+void Explorer::store(void* address, size_t bytes, uint64_t value, Order order) {
+  const Field field = stage_.field_of(address);
+  if (field != Field::kRefusalText) schedule_point();
+  current_->seen.clear();
+  if (is_broken(Mutation::Kind::kStoreLost, field)) return;
+  if (is_broken(Mutation::Kind::kLostWhenUnused, field) && stage_.is_unused_pair(address)) return;
+  if (is_broken(Mutation::Kind::kRelaxedRelease, field)) order = Order::kRelaxed;
+  if (mutation_.signals_by_fence && order == Order::kRelease && field != Field::kReportState) {
+    check(order_.store_after_fence(current_->id, address), address, "stores");
+  } else {
+    check(order_.store(current_->id, address, order), address, "stores");
+  }
+  std::memcpy(address, &value, bytes);
+  record(order == Order::kRelease ? "store release" : "store relaxed", address, value);
+  wake_watchers(address);
+}
+
+uint64_t Explorer::add(void* address, size_t bytes, uint64_t value, Order order) {
+  schedule_point();
+  current_->seen.clear();
+  const Field field = stage_.field_of(address);
+  if (is_broken(Mutation::Kind::kRelaxedRelease, field)) order = Order::kAcquire;
+  if (is_broken(Mutation::Kind::kRelaxedAcquire, field)) order = Order::kRelease;
+  check(order_.add(current_->id, address, order), address, "adds to");
+  const uint64_t before = value_at(address, bytes), after = before + value;
+  std::memcpy(address, &after, bytes);
+  record("add", address, value);
+  wake_watchers(address);
+  if (is_broken(Mutation::Kind::kEveryoneIsLast, field)) {
+    return launch_of(*current_).num_counted_blocks - 1;
+  }
+  return before;
+}
+
+bool Explorer::claim(void* address, size_t bytes, uint64_t expected, uint64_t desired, Order order) {
+  schedule_point();
+  current_->seen.clear();
+  const bool claimed = value_at(address, bytes) == expected;
+  if (claimed) {
+    check(order_.add(current_->id, address, order), address, "claims");
+    std::memcpy(address, &desired, bytes);
+    wake_watchers(address);
+  }
+  record("claim", address, claimed);
+  return claimed;
+}
+
+void Explorer::fence() {
+  if (mutation_.kind != Mutation::Kind::kFenceLost) order_.fence(current_->id);
+}
+
+void Explorer::read(const void* address, size_t bytes) {
+  if (bytes == 0 || !order_.watches(address)) return;
+  check(order_.read(current_->id, address, bytes), address, "reads");
+}
+
+void Explorer::write(const void* address, size_t bytes) {
+  if (bytes == 0 || !order_.watches(address)) return;
+  check(order_.write(current_->id, address, bytes), address, "writes");
+}
+
+void Explorer::check(const Race& race, const void* address, const char* access) {
+  if (!race) return;
+  fail(std::string("race: ") + access + " " + stage_.name_of(address) + ", unordered with a " +
+       (race.with_write ? "write" : "read") + " by [" + describe(*threads_[race.with_thread]) + "]");
+}
+
+// After polls that saw nothing new, sleeps until one of the words that it polled is written.
+void Explorer::pause() {
+  if (++current_->idle_polls < kPollsBeforeSleep) return;
+  current_->idle_polls = 0;
+  for (const auto& seen : current_->seen) {
+    if (order_.version(seen.address) != seen.version) return;
+  }
+  current_->state = Thread::State::kAsleep;
+  give_up_turn();
+}
+
+void Explorer::wake_watchers(const void* address) {
+  order_.count_write(address);
+  for (auto& thread : threads_) {
+    if (thread->state != Thread::State::kAsleep) continue;
+    for (const auto& seen : thread->seen) {
+      if (seen.address == address) thread->state = Thread::State::kReady;
+    }
+  }
+}
+
+void Explorer::record(const char* operation, const void* address, uint64_t value) {
+  if (!tracing_) return;
+  char text[32];
+  std::snprintf(text, sizeof(text), "%#llx", static_cast<unsigned long long>(value));
+  trace_.push_back(describe(*current_) + ": " + operation + " " + stage_.name_of(address) + " " + text);
+  if (trace_.size() > 40) trace_.erase(trace_.begin());
+}
+
+// ---- what the explored code calls
+
+uint64_t observed_load(const void* address, size_t bytes, Order order) {
+  return masked(Explorer::running()->load(address, bytes, order), bytes);
+}
+void observed_store(void* address, size_t bytes, uint64_t value, Order order) {
+  Explorer::running()->store(address, bytes, value, order);
+}
+uint64_t observed_add(void* address, size_t bytes, uint64_t value, Order order) {
+  return masked(Explorer::running()->add(address, bytes, value, order), bytes);
+}
+bool observed_claim(void* address, size_t bytes, uint64_t expected, uint64_t desired, Order order) {
+  return Explorer::running()->claim(address, bytes, expected, desired, order);
+}
+void observed_fence() { Explorer::running()->fence(); }
+void observed_read(const void* address, size_t bytes) {
+  if (Explorer::running() != nullptr) Explorer::running()->read(address, bytes);
+}
+void observed_write(const void* address, size_t bytes) {
+  if (Explorer::running() != nullptr) Explorer::running()->write(address, bytes);
+}
+void observed_pause() { Explorer::running()->pause(); }
+uint64_t observed_clock() { return Explorer::running()->clock(); }
+
+}  // namespace moe_a2a

@@ -1,0 +1,173 @@
+// The fourth target: the same words as target/cpu.h, with every atomic, pause and copy told to the explorer, so that
+// the real kernels and the real protocol run under its schedules. Chosen with MOE_A2A_TARGET_HEADER.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "observed.h"
+#include "target/attributes.h"
+#include "target/number.h"
+#include "target/order.h"
+
+#define MOE_A2A_TARGET explored
+
+namespace moe_a2a::inline explored {
+
+inline constexpr int kWarpSize = 1;
+inline constexpr int kBlockThreads = 1;
+template <class T>
+inline constexpr int kLaneElements = 4;
+inline constexpr int kLaneUnroll = 1;
+template <class T>
+inline constexpr int kQuantizeElements = 128;
+inline constexpr bool kAlignedVectors = false;
+inline constexpr float kFloat8Max = 448.0f;
+inline constexpr size_t kMaxSharedBytes = size_t{1} << 20;
+
+// ---- groups: one member, as on the CPU
+
+struct Thread {
+  int rank() const { return 0; }
+  int size() const { return 1; }
+  void sync() const {}
+  void release_sync() const {}
+  template <class T>
+  T broadcast(T value) const {
+    return value;
+  }
+  bool any(bool value) const { return value; }
+  template <int kLanes>
+  float max_of_neighbours(float value) const {
+    return value;
+  }
+  template <class T>
+  T inclusive_sum(T value) const {
+    return value;
+  }
+};
+
+using Warp = Thread;
+
+struct Block : Thread {
+  Warp warp() const { return {}; }
+  int warp_rank() const { return 0; }
+  int num_warps() const { return 1; }
+  template <class T>
+  T inclusive_sum(T value, T* total) const {
+    *total = value;
+    return value;
+  }
+};
+
+struct Grid {
+  int block_rank, num_blocks;
+  int rank() const { return block_rank; }
+  int size() const { return num_blocks; }
+};
+
+// ---- memory
+
+inline int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
+
+// What only the threads of one block see is no business of the explorer: a block is one thread.
+template <Order kOrder, Scope kScope, class T>
+T atomic_load(const T* address) {
+  if constexpr (kScope == Scope::kBlock) return *address;
+  return static_cast<T>(observed_load(address, sizeof(T), kOrder));
+}
+
+template <Order kOrder, Scope kScope, class T>
+void atomic_store(T* address, T value) {
+  if constexpr (kScope == Scope::kBlock) {
+    *address = value;
+  } else {
+    observed_store(address, sizeof(T), static_cast<uint64_t>(value), kOrder);
+  }
+}
+
+template <Order kOrder, Scope kScope, class T>
+T atomic_add(T* address, T value) {
+  if constexpr (kScope == Scope::kBlock) {
+    const T before = *address;
+    *address = before + value;
+    return before;
+  } else {
+    return static_cast<T>(observed_add(address, sizeof(T), static_cast<uint64_t>(value), kOrder));
+  }
+}
+
+template <Order kOrder, Scope kScope, class T>
+bool atomic_claim(T* address, T expected, T desired) {
+  return observed_claim(address, sizeof(T), expected, desired, kOrder);
+}
+
+// Both ways to order a signal are explored: release stores as on the CPU, or one fence and relaxed stores as on the
+// GPUs. Which of the two a release store here stands for is the explorer's choice, see Mutation::signals_by_fence.
+inline void fence_before_signals() { observed_fence(); }
+inline constexpr Order kSignalOrder = Order::kRelease;
+
+template <class Group, class Members, class Target>
+void multicast_bytes(const Group&, const Members& members, Target target, const void* source, size_t bytes) {
+  observed_read(source, bytes);
+  for (Members rest = members; !rest.empty(); rest.remove_first()) {
+    observed_write(target(rest.first()), bytes);
+    std::memcpy(target(rest.first()), source, bytes);
+  }
+}
+
+template <class T>
+struct LaneVector {
+  T element[kLaneElements<T>];
+};
+
+template <class T>
+void load_lane(LaneVector<T>& vector, const T* source) {
+  observed_read(source, sizeof(vector));
+  std::memcpy(&vector, source, sizeof(vector));
+}
+
+template <class T>
+void store_lane(T* target, const LaneVector<T>& vector) {
+  observed_write(target, sizeof(vector));
+  std::memcpy(target, &vector, sizeof(vector));
+}
+
+template <int kCount, class T>
+void load_values(T (&values)[kCount], const T* source) {
+  observed_read(source, sizeof(values));
+  std::memcpy(values, source, sizeof(values));
+}
+
+template <int kCount, class T>
+void store_values(T* target, const T (&values)[kCount]) {
+  observed_write(target, sizeof(values));
+  std::memcpy(target, values, sizeof(values));
+}
+
+// ---- numbers: the explored rows are fp32, the protocol does not look into them
+
+inline float to_float(float value) { return value; }
+template <class T>
+float to_float(T) {
+  std::abort();
+}
+template <class T>
+T from_float(float) {
+  std::abort();
+}
+template <>
+inline float from_float<float>(float value) {
+  return value;
+}
+
+// ---- time
+
+inline uint64_t clock_now() { return observed_clock(); }
+inline void pause() { observed_pause(); }
+
+}  // namespace moe_a2a::inline explored
+
+#include "target/row_sender.h"

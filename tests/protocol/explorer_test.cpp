@@ -1,0 +1,93 @@
+// The protocol in every small case, in every schedule within a bound; then each of its parts broken in turn, which some
+// case must show. docs/protocol.md has the printed tables.
+#include <gtest/gtest.h>
+
+#include <cctype>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+
+#include "scenarios.h"
+#include "seed.h"
+
+namespace moe_a2a {
+namespace {
+
+constexpr int kMaxDelays = 3;
+constexpr int64_t kRandomSchedules = 5'000;
+
+// Per case and number of delays. MOE_A2A_SCHEDULES=1000000 searches more.
+int64_t max_schedules() {
+  const char* asked = std::getenv("MOE_A2A_SCHEDULES");
+  return asked != nullptr ? std::atoll(asked) : 20'000;
+}
+
+class ProtocolTest : public ::testing::TestWithParam<Scenario> {};
+
+// With release stores, as on the CPU, and with one fence before relaxed stores, as on the GPUs.
+TEST_P(ProtocolTest, HoldsInEverySchedule) {
+  for (const bool by_fence : {false, true}) {
+    std::printf("  %-36s %-8s", GetParam().name.c_str(), by_fence ? "fence" : "release");
+    for (int bound = 0; bound <= (by_fence ? 1 : kMaxDelays); ++bound) {
+      World world(GetParam());
+      const Exploration found = Explorer(world, {.signals_by_fence = by_fence}).all(bound, max_schedules());
+      std::printf(" %6" PRId64 "%s", found.num_schedules, found.complete ? " " : "+");
+      ASSERT_EQ(found.failure, "") << found.trace;
+      if (!found.complete) break;  // a larger bound begins with the same schedules
+    }
+    std::printf("\n");
+  }
+}
+
+TEST_P(ProtocolTest, HoldsInRandomSchedules) {
+  const uint64_t seed = test_seed();
+  World world(GetParam());
+  const Exploration found = Explorer(world, {}).random(seed, kRandomSchedules);
+  EXPECT_EQ(found.failure, "");
+}
+
+std::string test_name(const ::testing::TestParamInfo<Scenario>& info) {
+  std::string name = info.param.name;
+  std::erase(name, ',');
+  for (char& letter : name) letter = std::isalnum(static_cast<unsigned char>(letter)) ? letter : '_';
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ProtocolTest, ::testing::ValuesIn(all_scenarios()), test_name);
+
+// Negative controls. All cases with few delays first: what can be seen early is looked for everywhere before anything
+// is searched deeply.
+struct Catch {
+  std::string scenario;
+  Exploration exploration;
+  int delays = 0, num_catchers = 0;
+};
+
+Catch hunt(const Mutant& mutant, const std::vector<Scenario>& scenarios) {
+  Catch caught;
+  for (int delays = 0; delays <= 2 && caught.num_catchers == 0; ++delays) {
+    for (const Scenario& scenario : scenarios) {
+      World world(scenario);
+      const Exploration found = Explorer(world, mutant.mutation).all(delays, max_schedules());
+      if (found.failure.empty() || caught.num_catchers++ > 0) continue;
+      caught.scenario = scenario.name;
+      caught.exploration = found;
+      caught.delays = delays;
+    }
+  }
+  return caught;
+}
+
+TEST(MutantTest, EachIsCaught) {
+  std::printf("  what is broken | first case that shows it | delays | schedules | cases that show it | how\n");
+  const std::vector<Scenario> scenarios = all_scenarios();
+  for (const Mutant& mutant : all_mutants()) {
+    const Catch caught = hunt(mutant, scenarios);
+    std::printf("  %s | %s | %d | %" PRId64 " | %d | %s\n", mutant.name.c_str(), caught.scenario.c_str(), caught.delays,
+                caught.exploration.num_schedules, caught.num_catchers, caught.exploration.failure.c_str());
+    EXPECT_GT(caught.num_catchers, 0) << mutant.name;
+  }
+}
+
+}  // namespace
+}  // namespace moe_a2a

@@ -1,0 +1,360 @@
+// Compiled with -fsanitize=thread, see compiler_hooks.cpp: the kernels are instantiated here and nowhere else.
+#include "model_rank.h"
+
+#include <cstring>
+
+#include "kernels/both_halves.h"
+#include "kernels/notices.h"
+
+namespace moe_a2a {
+namespace {
+
+constexpr int kHidden = 5;  // one vector of four and one element behind it
+// Only rank 0 loses patience when the clock jumps: the others leave because it tells them.
+uint64_t timeout_ticks(int rank) { return uint64_t{1} << (rank == 0 ? 30 : 60); }
+
+// Small integers: every sum is exact, so the expected value needs no order of addition.
+float x_value(int src, int token, int call, int column) {
+  return static_cast<float>(1 + column + 8 * (token + 4 * (src + 4 * call)));
+}
+float weight_value(int src, int token, int k) { return static_cast<float>(1 + (src + 2 * token + 3 * k) % 5); }
+float expert_factor(int expert) { return static_cast<float>(expert + 1); }
+
+[[noreturn]] void fail(const std::string& why) { Explorer::running()->fail(why); }
+
+using SharedMemory = std::vector<std::max_align_t>;  // of a block, kept between launches
+
+template <class Kernel>
+void run_kernel(SharedMemory& shared, const typename Kernel::Args& args, int block, int num_blocks) {
+  const size_t units = Kernel::shared_bytes(args) / sizeof(std::max_align_t) + 1;
+  if (shared.size() < units) shared.resize(units);
+  Kernel::run(args, Grid{block, num_blocks}, Block{}, reinterpret_cast<std::byte*>(shared.data()));
+}
+
+}  // namespace
+
+MoeConfig config_of(const Shape& shape, int rank) {
+  return {.rank = rank,
+          .num_ranks = shape.num_ranks,
+          .num_experts = shape.num_experts,
+          .num_topk = shape.num_topk,
+          .hidden = kHidden,
+          .num_max_tokens_per_rank = shape.num_max_tokens,
+          .num_buffers = shape.num_buffers,
+          .dtype = DType::kFloat32};
+}
+
+ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Report* report)
+    : shape_(shape), report_(report), local_(local) {
+  context_.config = config_of(shape, rank);
+  make_workspace(context_.config, nullptr, nullptr, &size_);
+  own_heap_ = symmetric + rank * size_.symmetric_bytes;
+  context_.ws = make_workspace(context_.config, own_heap_, local, &size_);
+  context_.heap.rank = rank;
+  context_.heap.num_ranks = shape.num_ranks;
+  for (int r = 0; r < shape.num_ranks; ++r) context_.heap.base[r] = symmetric + r * size_.symmetric_bytes;
+  context_.wait = {.timeout_ticks = timeout_ticks(rank),
+                   .report = report,
+                   .poison = context_.ws.poison.data,
+                   .refusal_text = context_.ws.refusal_text.data};
+  for (int call = 0; call < shape.num_calls; ++call) {
+    for (int r = 0; r < shape.num_ranks; ++r) {
+      Input input{.choices = shape.routing(r, call), .topk_idx = {}, .topk_weights = {}, .x = {}};
+      for (int t = 0; t < static_cast<int>(input.choices.size()); ++t) {
+        for (int k = 0; k < shape.num_topk; ++k) {
+          input.topk_idx.push_back(input.choices[t][k]);
+          input.topk_weights.push_back(weight_value(r, t, k));
+        }
+        for (int c = 0; c < kHidden; ++c) input.x.push_back(x_value(r, t, call, c));
+      }
+      inputs_.push_back(std::move(input));
+    }
+  }
+  y_.resize(context_.config.route_capacity() * kHidden);
+  combined_.resize(static_cast<size_t>(shape.num_max_tokens) * kHidden);
+}
+
+void ModelRank::reset() {
+  std::memset(own_heap_, 0, size_.symmetric_bytes);
+  std::memset(local_, 0, size_.local_bytes);
+  *report_ = Report{};
+  attempt_ = 1;
+  noted_refusal_ = false;
+  if (shape_.first_epoch == 0) return;
+  const Signal old{Signal::pack(shape_.first_epoch, 0)};
+  const Workspace& ws = context_.ws;
+  for (int b = 0; b < shape_.num_buffers; ++b) {
+    ws.epoch(b) = shape_.first_epoch;
+    for (int r = 0; r < shape_.num_ranks; ++r) {
+      ws.dispatch_credit(b, r) = ws.combine_refusal(b, r) = ws.table_signal(b, r, 0) = old;
+      for (int t = 0; t < shape_.num_max_tokens; ++t) ws.row_signal(b, r, t) = ws.combine_signal(b, r, t) = old;
+    }
+  }
+}
+
+Launch ModelRank::launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const {
+  const std::string who = "rank " + std::to_string(rank()) + (call < 0 ? "" : " call " + std::to_string(call));
+  return {who, name, num_blocks, std::move(body)};
+}
+
+// ---- the kernels, as csrc/runtime launches them
+
+DispatchSendArgs ModelRank::dispatch_send_args(int call, int num_blocks) const {
+  const Input& in = input(rank(), call);
+  return {.context = context_,
+          .buffer = buffer(call),
+          .num_tokens = num_tokens(call),
+          .topk_idx = {in.topk_idx.data(), false},
+          .topk_weights = in.topk_weights.data(),
+          .x = {reinterpret_cast<const std::byte*>(in.x.data()), kHidden * sizeof(float)},
+          .x_dtype = DType::kFloat32,
+          .x_scales = {},
+          .block_per_token = num_tokens(call) <= num_blocks};
+}
+
+CombineSendArgs ModelRank::combine_send_args(int call) const {
+  return {.context = context_,
+          .buffer = buffer(call),
+          .y = {reinterpret_cast<const std::byte*>(y_.data()), kHidden * sizeof(float)},
+          .num_y_rows = context_.config.route_capacity()};
+}
+
+CombineRecvArgs ModelRank::combine_recv_args(int call) {
+  return {.context = context_,
+          .buffer = buffer(call),
+          .num_tokens = num_tokens(call),
+          .attempt = attempt_,
+          .combined_x = reinterpret_cast<std::byte*>(combined_.data())};
+}
+
+Launch ModelRank::dispatch_send(int call) {
+  return launch("dispatch_send", call, shape_.num_blocks, [this, call](int block) {
+    if (block == 0) raise_early({Field::kTableSignal, Field::kRowSignal}, call);
+    run_kernel<DispatchSend>(shared_[block], dispatch_send_args(call, shape_.num_blocks), block, shape_.num_blocks);
+  });
+}
+
+Launch ModelRank::dispatch_recv(int call) {
+  return launch("dispatch_recv", call, shape_.num_blocks, [this, call](int block) {
+    run_kernel<DispatchRecv>(shared_[block], {.context = context_, .buffer = buffer(call)}, block, shape_.num_blocks);
+  });
+}
+
+Launch ModelRank::combine_send(int call) {
+  return launch("combine_send", call, shape_.num_blocks, [this, call](int block) {
+    if (block == 0) raise_early({Field::kCombineSignal}, call);
+    run_kernel<CombineSend>(shared_[block], combine_send_args(call), block, shape_.num_blocks);
+  });
+}
+
+Launch ModelRank::combine_recv(int call) {
+  return launch("combine_recv", call, shape_.num_blocks, [this, call](int block) {
+    run_kernel<CombineRecv>(shared_[block], combine_recv_args(call), block, shape_.num_blocks);
+  });
+}
+
+Launch ModelRank::dispatch(int call) {
+  return launch("dispatch", call, 2, [this, call](int block) {
+    if (block == 0) raise_early({Field::kTableSignal, Field::kRowSignal}, call);
+    run_kernel<Dispatch>(shared_[block],
+                         {.send = dispatch_send_args(call, 1),
+                          .recv = {.context = context_, .buffer = buffer(call)},
+                          .num_send_blocks = 1},
+                         block, 2);
+  });
+}
+
+Launch ModelRank::combine(int call) {
+  Launch combine = launch("combine", call, 2, [this, call](int block) {
+    if (block == 0) raise_early({Field::kCombineSignal}, call);
+    run_kernel<Combine>(shared_[block],
+                        {.send = combine_send_args(call), .recv = combine_recv_args(call), .num_send_blocks = 1}, block,
+                        2);
+  });
+  combine.num_counted_blocks = 1;
+  return combine;
+}
+
+Launch ModelRank::release(int call) {
+  return launch("release", call, 1, [this, call](int block) {
+    run_kernel<Release>(shared_[block], {.context = context_, .buffer = buffer(call)}, block, 1);
+  });
+}
+
+Launch ModelRank::refuse_dispatch(int call) {
+  return launch("refuse_dispatch", call, 1, [this, call](int block) {
+    raise_early({Field::kTableSignal}, call);
+    run_kernel<RefuseDispatch>(shared_[block],
+                               {.context = context_, .buffer = buffer(call), .text = refusal_text(rank())}, block, 1);
+  });
+}
+
+Launch ModelRank::refuse_combine(int call, uint32_t attempt) {
+  return launch("refuse_combine", call, 1, [this, call, attempt](int block) {
+    raise_early({Field::kCombineRefusal}, call);
+    run_kernel<RefuseCombine>(
+        shared_[block], {.context = context_, .buffer = buffer(call), .attempt = attempt, .text = refusal_text(rank())},
+        block, 1);
+    attempt_ = attempt + 1;
+  });
+}
+
+Launch ModelRank::goodbye() {
+  return launch("goodbye", -1, 1,
+                [this](int block) { run_kernel<Goodbye>(shared_[block], {.context = context_}, block, 1); });
+}
+
+// The mutation that no hook of an atomic can make: the signal comes before the work.
+void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const {
+  const Workspace& ws = context_.ws;
+  const RankSet all = RankSet::all(shape_.num_ranks);
+  const int b = buffer(call);
+  const uint64_t epoch = ws.epoch(b);
+  const auto count = static_cast<uint32_t>(num_tokens(call));
+  const auto raise = [&](Signal* signal, uint64_t value, uint32_t payload = 0) {
+    signal_many(context_.heap, all, signal, value, payload);
+  };
+  for (const Field field : fields) {
+    if (!Explorer::running()->is_broken(Mutation::Kind::kRaisedEarly, field)) continue;
+    if (field == Field::kTableSignal) raise(ws.table_signal.at(b, rank(), 0), epoch + 1, count);
+    if (field == Field::kDispatchCredit) raise(ws.dispatch_credit.at(b, rank()), epoch);
+    if (field == Field::kCombineRefusal) raise(ws.combine_refusal.at(b, rank()), epoch, attempt_);
+    for (int t = 0; t < shape_.num_max_tokens; ++t) {
+      if (field == Field::kRowSignal) raise(ws.row_signal.at(b, rank(), t), epoch + 1);
+      if (field == Field::kCombineSignal) raise(ws.combine_signal.at(b, rank(), t), epoch);
+    }
+  }
+}
+
+// ---- what has come
+
+void ModelRank::check_row(int src, int token, int call, const float* row) const {
+  for (int c = 0; c < kHidden; ++c) {
+    if (row[c] == x_value(src, token, call, c)) continue;
+    fail("row of rank " + std::to_string(src) + " token " + std::to_string(token) + " has " + std::to_string(row[c]) +
+         " in column " + std::to_string(c) + ", not " + std::to_string(x_value(src, token, call, c)));
+  }
+}
+
+// Walks the routes in the order that the lists promise, (expert, source rank, token, choice), and works on each.
+Launch ModelRank::experts(int call) {
+  return launch("experts", call, 1, [this, call](int) {
+    raise_early({Field::kDispatchCredit}, call);
+    compute_y(call);
+  });
+}
+
+void ModelRank::compute_y(int call) {
+  const Workspace& ws = context_.ws;
+  const int b = buffer(call), first_expert = rank() * context_.config.num_local_experts();
+  int32_t position = 0;
+  for (int e = 0; e < context_.config.num_local_experts(); ++e) {
+    if (ws.expert_offsets(b, e) != position) fail("expert_offsets[" + std::to_string(e) + "] is wrong");
+    for (int src = 0; src < shape_.num_ranks; ++src) {
+      const auto& choices = input(src, call).choices;
+      const int arrived = ws.num_recv_tokens(b, src);
+      if (arrived != static_cast<int>(choices.size()))
+        fail("table of rank " + std::to_string(src) + " has " + std::to_string(arrived) + " tokens");
+      for (int token = 0; token < arrived; ++token) {
+        for (int k = 0; k < shape_.num_topk; ++k) {
+          if (choices[token][k] != first_expert + e) continue;
+          if (ws.expert_row_index(b, position) != src * shape_.num_max_tokens + token ||
+              ws.route_src_rank(b, position) != src || ws.route_src_token(b, position) != token ||
+              ws.route_weight(b, position) != weight_value(src, token, k)) {
+            fail("route " + std::to_string(position) + " is wrong");
+          }
+          const float* row = reinterpret_cast<const float*>(ws.row.at(b, src, token));
+          check_row(src, token, call, row);
+          for (int c = 0; c < kHidden; ++c) y_[position * kHidden + c] = row[c] * expert_factor(first_expert + e);
+          ++position;
+        }
+      }
+    }
+  }
+  if (ws.expert_offsets(b, context_.config.num_local_experts()) != position) fail("the number of routes is wrong");
+}
+
+Launch ModelRank::check_combined(int call) {
+  return launch("check_combined", call, 1, [this, call](int) { compare_combined(call); });
+}
+
+void ModelRank::compare_combined(int call) const {
+  for (int t = 0; t < num_tokens(call); ++t) {
+    float factor = 0;
+    for (int k = 0; k < shape_.num_topk; ++k) {
+      const int expert = input(rank(), call).choices[t][k];
+      if (expert >= 0) factor += weight_value(rank(), t, k) * expert_factor(expert);
+    }
+    for (int c = 0; c < kHidden; ++c) {
+      const float expected = factor * x_value(rank(), t, call, c), actual = combined_[t * kHidden + c];
+      if (actual != expected) {
+        fail("combined_x[" + std::to_string(t) + "][" + std::to_string(c) + "] is " + std::to_string(actual) +
+             ", not " + std::to_string(expected));
+      }
+    }
+  }
+}
+
+// ---- refusals and waits that were given up
+
+RefusalText ModelRank::refusal_text(int rank) {
+  RefusalText text;
+  for (int i = 0; i < kRefusalWords; ++i)
+    text.word[i] = static_cast<uint64_t>(rank + 1) << 32 | static_cast<uint64_t>(i);
+  return text;
+}
+
+Launch ModelRank::expect_refusal(int peer, bool check_text) {
+  return launch("expect_refusal", -1, 1, [=, this](int) { compare_refusal(peer, check_text); });
+}
+
+void ModelRank::compare_refusal(int peer, bool check_text) {
+  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->state) != 2) fail("no report of a refusal");
+  if (report_->reason != Reason::kRefused || report_->peer != peer) fail("the report is not of that refusal");
+  const RefusalText expected = refusal_text(peer);
+  for (int i = 0; check_text && i < kRefusalWords; ++i) {
+    if (report_->refusal.word[i] != expected.word[i]) fail("the text of the refusal is wrong");
+  }
+  report_->state = 0;
+  ++attempt_;
+}
+
+Launch ModelRank::note_refusal(int peer) {
+  return launch("note_refusal", -1, 1, [this, peer](int) {
+    noted_refusal_ = report_->state != 0;
+    if (noted_refusal_) compare_refusal(peer, true);
+  });
+}
+
+Launch ModelRank::combine_recv_again(int call) {
+  Launch again = combine_recv(call);
+  again.body = [this, body = again.body](int block) {
+    if (noted_refusal_) body(block);
+  };
+  return again;
+}
+
+Launch ModelRank::expect_left(int culprit) {
+  return launch("expect_left", -1, 1, [this, culprit](int) { compare_left(culprit); });
+}
+
+void ModelRank::compare_left(int culprit) const {
+  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->state) != 2) fail("no report of the missing rank");
+  if (report_->reason != Reason::kTimeout && report_->reason != Reason::kPoisoned) fail("the reason is wrong");
+  if (report_->culprit != culprit) fail("the report blames rank " + std::to_string(report_->culprit));
+}
+
+Launch ModelRank::watch_report(int culprit) {
+  return launch("host watches", -1, 1, [this, culprit](int) {
+    while (atomic_load<Order::kRelaxed, Scope::kSystem>(&report_->state) != 2) pause();
+    compare_left(culprit);
+  });
+}
+
+Launch ModelRank::reuse_heap() {
+  return launch("reuse_heap", -1, 1, [this](int) {
+    for (size_t i = 0; i < size_.symmetric_bytes; i += sizeof(uint64_t)) reinterpret_cast<uint64_t&>(own_heap_[i]) = i;
+  });
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,102 @@
+// A rank under exploration: the real kernels on a real Workspace, called as the runtime calls them, and the checks of
+// what they deliver. Every value is a formula of source rank, token, call and column, so a misplaced row names its
+// origin.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "explorer.h"
+#include "kernels/args.h"
+
+namespace moe_a2a {
+
+// The choices [token][k] of a rank's n-th call; no tokens is an ordinary answer.
+using Routing = std::function<std::vector<std::vector<int32_t>>(int rank, int call)>;
+
+struct Shape {
+  int num_ranks = 2;
+  int num_max_tokens = 1;
+  int num_topk = 1;
+  int num_experts = 2;
+  int num_buffers = 1;
+  int num_blocks = 1;
+  int num_calls = 2;
+  uint64_t first_epoch = 0;  // what the buffers have been through before
+  Routing routing;
+};
+
+MoeConfig config_of(const Shape& shape, int rank);
+
+class ModelRank {
+ public:
+  // `symmetric` has the heaps of all ranks, one after the other.
+  ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Report* report);
+
+  void reset();  // memory as after `first_epoch` uses of every buffer
+  int rank() const { return context_.config.rank; }
+  const Workspace& workspace() const { return context_.ws; }
+  const Report* report() const { return report_; }
+
+  // ---- launches. Call n of all ranks works on buffer n % num_buffers.
+  Launch dispatch_send(int call);
+  Launch dispatch_recv(int call);
+  Launch experts(int call);  // checks what has landed, computes y
+  Launch combine_send(int call);
+  Launch combine_recv(int call);
+  Launch check_combined(int call);
+  Launch dispatch(int call);  // both halves in one launch
+  Launch combine(int call);
+  Launch release(int call);
+  Launch refuse_dispatch(int call);
+  Launch refuse_combine(int call, uint32_t attempt);
+  Launch goodbye();
+
+  Launch expect_refusal(int peer, bool check_text = true);  // by the launch before, and its text
+  Launch note_refusal(int peer);        // the same where the combine may be over before the refusal is seen
+  Launch combine_recv_again(int call);  // after a noted refusal
+  Launch expect_left(int culprit);      // the launch before gave up because of `culprit`
+  Launch watch_report(int culprit);     // a host thread that looks while kernels run
+  Launch reuse_heap();                  // as the next owner of this memory would
+
+  static RefusalText refusal_text(int rank);
+
+ private:
+  struct Input {
+    std::vector<std::vector<int32_t>> choices;
+    std::vector<int32_t> topk_idx;
+    std::vector<float> topk_weights, x;
+  };
+  const Input& input(int rank, int call) const { return inputs_[call * shape_.num_ranks + rank]; }
+  int num_tokens(int call) const { return static_cast<int>(input(rank(), call).choices.size()); }
+  int buffer(int call) const { return call % shape_.num_buffers; }
+  DispatchSendArgs dispatch_send_args(int call, int num_blocks) const;
+  CombineSendArgs combine_send_args(int call) const;
+  CombineRecvArgs combine_recv_args(int call);
+  Launch launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const;
+
+  void raise_early(std::initializer_list<Field> fields, int call) const;
+  void compute_y(int call);
+  void check_row(int src, int token, int call, const float* row) const;
+  void compare_combined(int call) const;
+  void compare_refusal(int peer, bool check_text);
+  void compare_left(int culprit) const;
+
+  Shape shape_;
+  Context context_;
+  WorkspaceSize size_;
+  Report* report_;
+  std::byte* own_heap_;
+  std::byte* local_;
+  std::vector<Input> inputs_;
+  std::array<std::vector<std::max_align_t>, 4> shared_;  // per block
+  std::vector<float> y_, combined_;
+  uint32_t attempt_ = 1;
+  bool noted_refusal_ = false;
+};
+
+}  // namespace moe_a2a

@@ -1,0 +1,81 @@
+// The parts of the protocol, each broken in turn: every release, every acquire, every wait, every credit, every signal.
+#include "scenarios.h"
+
+namespace moe_a2a {
+namespace {
+
+std::string name_of(Field field) {
+  switch (field) {
+    case Field::kTableSignal:
+      return "table signal";
+    case Field::kRowSignal:
+      return "row signal";
+    case Field::kCombineSignal:
+      return "combine signal";
+    case Field::kDispatchCredit:
+      return "dispatch credit";
+    case Field::kCombineRefusal:
+      return "combine refusal";
+    case Field::kGoodbye:
+      return "goodbye";
+    case Field::kPoison:
+      return "poison";
+    case Field::kSendArrivals:
+      return "block count of dispatch_send";
+    case Field::kCombineArrivals:
+      return "block count of combine_send";
+    case Field::kReportState:
+      return "report";
+    case Field::kRefusalText:
+    case Field::kOther:
+      break;
+  }
+  return "?";
+}
+
+}  // namespace
+
+std::vector<Mutant> all_mutants() {
+  using Kind = Mutation::Kind;
+  struct Broken {
+    Kind kind;
+    const char* how;
+    std::vector<Field> fields;
+    const char* launch = "";
+  };
+  constexpr Field kTable = Field::kTableSignal, kRow = Field::kRowSignal, kSum = Field::kCombineSignal,
+                  kCredit = Field::kDispatchCredit, kRefusal = Field::kCombineRefusal, kGoodbye = Field::kGoodbye,
+                  kPoison = Field::kPoison, kSends = Field::kSendArrivals, kCombines = Field::kCombineArrivals,
+                  kReport = Field::kReportState;
+  const std::vector<Field> all_signals = {kTable, kRow, kSum, kCredit, kRefusal, kGoodbye, kReport, kSends, kCombines};
+  const std::vector<Broken> all = {
+      {Kind::kRelaxedRelease, "no release", all_signals},
+      {Kind::kRelaxedRelease, "no release", {kTable}, "refuse_dispatch"},
+      {Kind::kRelaxedRelease, "no release", {kCredit}, "combine_send"},
+      {Kind::kRelaxedRelease, "no release", {kCredit}, "release"},
+      {Kind::kRelaxedAcquire, "no acquire", all_signals},
+      {Kind::kWaitSkipped, "no wait", {kTable, kRow, kSum, kCredit, kGoodbye}},
+      {Kind::kWaitSkipped, "no wait", {kCredit}, "refuse_dispatch"},
+      {Kind::kOneEpochEarly, "waits for the epoch before", {kTable, kRow, kSum, kCredit}},
+      {Kind::kRaisedEarly, "raised before the work", {kTable, kRow, kSum, kCredit, kRefusal}},
+      {Kind::kStoreLost, "not raised", {kTable, kRow, kSum, kCredit, kRefusal, kGoodbye, kPoison, kReport}},
+      {Kind::kStoreLost, "not raised", {kTable}, "refuse_dispatch"},
+      {Kind::kStoreLost, "not raised", {kCredit}, "refuse_dispatch"},
+      {Kind::kStoreLost, "not raised", {kCredit}, "release"},
+      {Kind::kLostWhenUnused, "not raised for ranks that sent nothing", {kCredit}},
+      {Kind::kStoreLost, "not set back", {kSends, kCombines}},
+      {Kind::kEveryoneIsLast, "every block is the last", {kSends, kCombines}},
+  };
+  std::vector<Mutant> mutants;
+  for (const Broken& broken : all) {
+    for (const Field field : broken.fields) {
+      const std::string where = *broken.launch == 0 ? "" : std::string(" of ") + broken.launch;
+      mutants.push_back(
+          {name_of(field) + where + ": " + broken.how, {.kind = broken.kind, .field = field, .launch = broken.launch}});
+    }
+  }
+  mutants.push_back({"fence before signals: none", {.kind = Kind::kFenceLost, .signals_by_fence = true}});
+  return mutants;
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,304 @@
+#include "scenarios.h"
+
+#include <initializer_list>
+
+namespace moe_a2a {
+namespace {
+
+using Choices = std::vector<std::vector<int32_t>>;
+
+void append(Program& program, std::initializer_list<Launch> launches) {
+  for (const Launch& launch : launches) program.push_back(launch);
+}
+
+void append_dispatch(Program& program, ModelRank& rank, int call) {
+  append(program, {rank.dispatch_send(call), rank.dispatch_recv(call)});
+}
+
+void append_combine(Program& program, ModelRank& rank, int call) {
+  append(program, {rank.experts(call), rank.combine_send(call), rank.combine_recv(call), rank.check_combined(call)});
+}
+
+// Calls 0 .. n-1, each dispatched and combined before the next.
+std::function<Program(ModelRank&)> layers(int n) {
+  return [n](ModelRank& rank) {
+    Program program;
+    for (int call = 0; call < n; ++call) {
+      append_dispatch(program, rank, call);
+      append_combine(program, rank, call);
+    }
+    return program;
+  };
+}
+
+// The same with both halves of each call in one launch.
+std::function<Program(ModelRank&)> layers_in_one_launch(int n) {
+  return [n](ModelRank& rank) {
+    Program program;
+    for (int call = 0; call < n; ++call) {
+      append(program, {rank.dispatch(call), rank.experts(call), rank.combine(call), rank.check_combined(call)});
+    }
+    return program;
+  };
+}
+
+// Every token to one expert of every rank.
+Routing to_everybody(int num_tokens, int num_ranks) {
+  return [=](int, int) { return Choices(num_tokens, num_ranks == 1 ? std::vector{0} : std::vector{0, 1}); };
+}
+
+// ---- ordinary traffic
+
+Scenario plain(const char* name, int num_tokens, int num_blocks, uint64_t first_epoch = 0, int num_calls = 3) {
+  return {.name = name,
+          .shape = {.num_max_tokens = num_tokens,
+                    .num_topk = 2,
+                    .num_blocks = num_blocks,
+                    .num_calls = num_calls,
+                    .first_epoch = first_epoch,
+                    .routing = to_everybody(num_tokens, 2)},
+          .program = layers(num_calls)};
+}
+
+Scenario one_launch() {
+  return {.name = "both halves in one launch",
+          .shape = {.num_topk = 2, .routing = to_everybody(1, 2)},
+          .program = layers_in_one_launch(2)};
+}
+
+Scenario one_rank() {
+  return {.name = "one rank, two blocks",
+          .shape = {.num_ranks = 1,
+                    .num_max_tokens = 2,
+                    .num_experts = 1,
+                    .num_blocks = 2,
+                    .num_calls = 3,
+                    .routing = to_everybody(2, 1)},
+          .program = layers(3)};
+}
+
+// Rank 1 has tokens only in odd calls and they stay at home, rank 0 only in even ones; most pairs exchange nothing.
+Scenario empty_pairs() {
+  return {.name = "pairs of ranks that exchange nothing",
+          .shape = {.num_calls = 3,
+                    .routing = [](int rank, int call) { return call % 2 == rank ? Choices{{rank}} : Choices{}; }},
+          .program = layers(3)};
+}
+
+Scenario one_way() {
+  return {.name = "tokens go one way only",
+          .shape = {.num_calls = 3, .routing = [](int rank, int) { return rank == 0 ? Choices{{1}} : Choices{}; }},
+          .program = layers(3)};
+}
+
+// The routing of a buffer differs from call to call: what a call before left there must not be taken for news.
+Scenario changing_routing() {
+  return {.name = "routing changes from call to call",
+          .shape = {.num_max_tokens = 2,
+                    .num_topk = 2,
+                    .num_experts = 4,
+                    .num_calls = 3,
+                    .routing =
+                        [](int rank, int call) {
+                          if (call == 0) return Choices{{0, 2}, {3, 3}};
+                          if (call == 1) return Choices{{-1, rank}};
+                          return Choices{{1, -1}, {-1, -1}};
+                        }},
+          .program = layers(3)};
+}
+
+Scenario three_ranks() {
+  return {.name = "three ranks",
+          .shape = {.num_ranks = 3,
+                    .num_topk = 2,
+                    .num_experts = 3,
+                    .num_calls = 2,
+                    .routing = [](int rank, int call) { return Choices{{rank, (rank + 1 + call) % 3}}; }},
+          .program = layers(2)};
+}
+
+// ---- more than one handle, no combine
+
+// Calls 2n and 2n + 1 are open together.
+Scenario two_open(int num_blocks) {
+  return {.name = num_blocks == 1 ? "two dispatches open" : "two dispatches open, two blocks",
+          .shape = {.num_topk = 2,
+                    .num_buffers = 2,
+                    .num_blocks = num_blocks,
+                    .num_calls = 4,
+                    .routing = to_everybody(1, 2)},
+          .program = [](ModelRank& rank) {
+            Program program;
+            for (int call = 0; call < 4; call += 2) {
+              append_dispatch(program, rank, call);
+              append_dispatch(program, rank, call + 1);
+              append_combine(program, rank, call);
+              append_combine(program, rank, call + 1);
+            }
+            return program;
+          }};
+}
+
+Scenario released() {
+  return {.name = "release in the place of combine",
+          .shape = {.num_topk = 2, .num_calls = 3, .routing = to_everybody(1, 2)},
+          .program = [](ModelRank& rank) {
+            Program program;
+            for (int call = 0; call < 3; ++call) {
+              append_dispatch(program, rank, call);
+              if (call == 1) {
+                append_combine(program, rank, call);
+              } else {
+                append(program, {rank.experts(call), rank.release(call)});
+              }
+            }
+            return program;
+          }};
+}
+
+// ---- refusals
+
+// Rank 1 refuses call 1. Before it nobody sends to anybody else, so that only credits hold the refusal back.
+Scenario refused_dispatch() {
+  return {.name = "a refused dispatch",
+          .shape = {.num_topk = 2,
+                    .num_calls = 3,
+                    .routing = [](int rank, int call) { return call == 0 ? Choices{{rank, -1}} : Choices{{0, 1}}; }},
+          .program = [](ModelRank& rank) {
+            Program program;
+            append_dispatch(program, rank, 0);
+            append_combine(program, rank, 0);
+            if (rank.rank() == 1) {
+              append(program, {rank.refuse_dispatch(1)});
+            } else {
+              append_dispatch(program, rank, 1);
+              append(program, {rank.expect_refusal(1), rank.release(1)});
+            }
+            append_dispatch(program, rank, 2);
+            append_combine(program, rank, 2);
+            return program;
+          }};
+}
+
+// Rank 1 refuses its first combine and makes a second.
+Scenario refused_combine() {
+  return {.name = "a refused combine",
+          .shape = {.num_topk = 2, .num_calls = 2, .routing = to_everybody(1, 2)},
+          .program = [](ModelRank& rank) {
+            Program program;
+            append_dispatch(program, rank, 0);
+            append(program, {rank.experts(0)});
+            if (rank.rank() == 1) append(program, {rank.refuse_combine(0, 1)});
+            append(program, {rank.combine_send(0), rank.combine_recv(0)});
+            if (rank.rank() == 0) append(program, {rank.note_refusal(1), rank.combine_recv_again(0)});
+            append(program, {rank.check_combined(0)});
+            append_dispatch(program, rank, 1);
+            append_combine(program, rank, 1);
+            return program;
+          }};
+}
+
+// Rank 1 refuses its combine and gives the handle back.
+Scenario abandoned_combine() {
+  return {.name = "a refused combine, given up",
+          .shape = {.num_max_tokens = 2, .num_topk = 2, .num_blocks = 2, .routing = to_everybody(2, 2)},
+          .program = [](ModelRank& rank) {
+            Program program;
+            append_dispatch(program, rank, 0);
+            append(program, {rank.experts(0)});
+            if (rank.rank() == 1) {
+              append(program, {rank.refuse_combine(0, 1), rank.release(0)});
+            } else {
+              append(program, {rank.combine_send(0), rank.combine_recv(0), rank.expect_refusal(1)});
+            }
+            append_dispatch(program, rank, 1);
+            append_combine(program, rank, 1);
+            return program;
+          }};
+}
+
+// Rank 1 refuses twice, on different buffers: no credit lies between the two, and the texts may mix.
+Scenario refused_twice() {
+  return {.name = "two refused dispatches",
+          .shape = {.num_topk = 2, .num_buffers = 2, .num_calls = 3, .routing = to_everybody(1, 2)},
+          .program = [](ModelRank& rank) {
+            Program program;
+            for (int call = 0; call < 2; ++call) {
+              if (rank.rank() == 1) {
+                append(program, {rank.refuse_dispatch(call)});
+              } else {
+                append_dispatch(program, rank, call);
+                append(program, {rank.expect_refusal(1, false), rank.release(call)});
+              }
+            }
+            append_dispatch(program, rank, 2);
+            append_combine(program, rank, 2);
+            return program;
+          }};
+}
+
+// ---- the end
+
+Scenario parting() {
+  return {.name = "goodbye, then the heap is reused",
+          .shape = {.num_topk = 2, .num_calls = 1, .routing = to_everybody(1, 2)},
+          .program = [](ModelRank& rank) {
+            Program program;
+            append_dispatch(program, rank, 0);
+            append_combine(program, rank, 0);
+            append(program, {rank.goodbye(), rank.reuse_heap()});
+            return program;
+          }};
+}
+
+// Rank 1 stays away after the first call: the others leave, and their hosts see why while the kernels run.
+Scenario missing_rank() {
+  return {.name = "a rank stays away",
+          .shape = {.num_ranks = 3,
+                    .num_topk = 2,
+                    .num_experts = 3,
+                    .num_calls = 2,
+                    .routing = [](int rank, int) { return Choices{{rank, (rank + 1) % 3}}; }},
+          .program =
+              [](ModelRank& rank) {
+                Program program;
+                if (rank.rank() == 1) return program;
+                append(program, {rank.dispatch_send(0), rank.dispatch_recv(0), rank.expect_left(1)});
+                return program;
+              },
+          .host =
+              [](ModelRank& rank) {
+                Program program;
+                if (rank.rank() != 1) append(program, {rank.watch_report(1)});
+                return program;
+              },
+          .num_clock_jumps = 1};
+}
+
+}  // namespace
+
+std::vector<Scenario> all_scenarios() {
+  constexpr uint64_t kLastEpoch = (uint64_t{1} << 44) - 1;
+  return {plain("one token", 1, 1),
+          plain("two tokens, two blocks", 2, 2, 0, 2),
+          plain("epoch wraps", 1, 1, kLastEpoch - 1),
+          plain("epoch passes 2^32", 1, 1, (uint64_t{1} << 32) - 2),
+          plain("epoch passes half its range", 1, 1, (uint64_t{1} << 43) - 2),
+          one_launch(),
+          one_rank(),
+          empty_pairs(),
+          one_way(),
+          changing_routing(),
+          three_ranks(),
+          two_open(1),
+          two_open(2),
+          released(),
+          refused_dispatch(),
+          refused_combine(),
+          abandoned_combine(),
+          refused_twice(),
+          parting(),
+          missing_rank()};
+}
+
+}  // namespace moe_a2a

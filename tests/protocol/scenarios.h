@@ -1,0 +1,19 @@
+// The small cases that the explorer runs through, and what it breaks in them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "world.h"
+
+namespace moe_a2a {
+
+std::vector<Scenario> all_scenarios();
+
+struct Mutant {
+  std::string name;
+  Mutation mutation;
+};
+std::vector<Mutant> all_mutants();
+
+}  // namespace moe_a2a

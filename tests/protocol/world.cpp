@@ -1,0 +1,123 @@
+#include "world.h"
+
+#include <algorithm>
+
+namespace moe_a2a {
+
+World::World(const Scenario& scenario) : scenario_(scenario) {
+  WorkspaceSize size;
+  make_workspace(config_of(scenario.shape, 0), nullptr, nullptr, &size);
+  constexpr size_t kReportBytes = (sizeof(Report) + 127) / 128 * 128;
+  const size_t ranks = scenario.shape.num_ranks;
+  symmetric_bytes_ = size.symmetric_bytes;
+  nbytes_ = ranks * (size.symmetric_bytes + size.local_bytes + kReportBytes);
+  storage_.resize((nbytes_ + 128) / sizeof(std::max_align_t));
+  memory_ = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(storage_.data()) + 127) / 128 * 128);
+  std::byte* local = memory_ + ranks * size.symmetric_bytes;
+  std::byte* reports = local + ranks * size.local_bytes;
+  for (size_t r = 0; r < ranks; ++r) {
+    auto* report = reinterpret_cast<Report*>(reports + r * kReportBytes);
+    ranks_.push_back(std::make_unique<ModelRank>(scenario.shape, r, memory_, local + r * size.local_bytes, report));
+    name_regions(*ranks_.back());
+  }
+  mark_fields();
+}
+
+std::vector<Program> World::programs() const {
+  std::vector<Program> programs;
+  for (const auto& rank : ranks_) programs.push_back(scenario_.program(*rank));
+  for (const auto& rank : ranks_) {
+    Program host = scenario_.host ? scenario_.host(*rank) : Program{};
+    if (!host.empty()) programs.push_back(std::move(host));
+  }
+  return programs;
+}
+
+void World::reset() {
+  for (const auto& rank : ranks_) rank->reset();
+}
+
+// ---- names
+
+void World::name_regions(const ModelRank& rank) {
+  const Workspace& ws = rank.workspace();
+  const std::string owner = " of rank " + std::to_string(rank.rank());
+  const auto region = [&](const void* begin, const char* name, Field field = Field::kOther) {
+    regions_.push_back({offset_of(begin), name + owner, field});
+  };
+  region(ws.table_signal.data, "table_signal", Field::kTableSignal);
+  region(ws.table_idx.data, "table_idx");
+  region(ws.table_weight.data, "table_weight");
+  region(ws.row_signal.data, "row_signal", Field::kRowSignal);
+  region(ws.row.data, "row");
+  region(ws.combine_signal.data, "combine_signal", Field::kCombineSignal);
+  region(ws.combine_row.data, "combine_row");
+  region(ws.dispatch_credit.data, "dispatch_credit", Field::kDispatchCredit);
+  region(ws.combine_refusal.data, "combine_refusal", Field::kCombineRefusal);
+  region(ws.refusal_text.data, "refusal_text", Field::kRefusalText);
+  region(ws.goodbye.data, "goodbye", Field::kGoodbye);
+  region(ws.poison.data, "poison", Field::kPoison);
+  region(ws.epoch.data, "epoch");
+  region(ws.arrivals.data, "arrivals");
+  region(ws.expert_offsets.data, "expert_offsets");
+  region(ws.expert_counts.data, "expert_counts");
+  region(ws.expert_row_index.data, "expert_row_index");
+  region(ws.route_weight.data, "route_weight");
+  region(ws.route_src_rank.data, "route_src_rank");
+  region(ws.route_src_token.data, "route_src_token");
+  region(ws.row_route.data, "row_route");
+  region(ws.landed_row.data, "landed_row");
+  region(ws.num_landed_rows.data, "num_landed_rows");
+  region(ws.num_recv_tokens.data, "num_recv_tokens");
+  region(rank.report(), "report");
+}
+
+void World::mark_fields() {
+  std::sort(regions_.begin(), regions_.end(), [](const Region& a, const Region& b) { return a.begin < b.begin; });
+  fields_.resize(nbytes_ / kWord);
+  for (size_t i = 0; i < regions_.size(); ++i) {
+    const size_t end = i + 1 < regions_.size() ? regions_[i + 1].begin : nbytes_;
+    std::fill(fields_.begin() + regions_[i].begin / kWord, fields_.begin() + end / kWord, regions_[i].field);
+  }
+  const auto mark = [&](const void* word, Field field) { fields_[offset_of(word) / kWord] = field; };
+  for (const auto& rank : ranks_) {
+    for (int b = 0; b < scenario_.shape.num_buffers; ++b) {
+      mark(rank->workspace().arrivals.at(b, Workspace::kDispatchSend), Field::kSendArrivals);
+      mark(rank->workspace().arrivals.at(b, Workspace::kCombineSend), Field::kCombineArrivals);
+    }
+    mark(&rank->report()->state, Field::kReportState);
+  }
+}
+
+const World::Region& World::region_of(const void* address) const {
+  const auto after = std::upper_bound(regions_.begin(), regions_.end(), offset_of(address),
+                                      [](size_t offset, const Region& region) { return offset < region.begin; });
+  return *std::prev(after);
+}
+
+std::string World::name_of(const void* address) const {
+  const Region& region = region_of(address);
+  return region.name + " + " + std::to_string(offset_of(address) - region.begin);
+}
+
+bool World::sends_to(int rank, int peer) const {
+  const int experts_per_rank = scenario_.shape.num_experts / scenario_.shape.num_ranks;
+  for (int call = 0; call < scenario_.shape.num_calls; ++call) {
+    for (const auto& choices : scenario_.shape.routing(rank, call)) {
+      for (const int32_t expert : choices) {
+        if (expert >= 0 && expert / experts_per_rank == peer) return true;
+      }
+    }
+  }
+  return false;
+}
+
+// A credit in the heap of `owner`, returned by `src`: used when owner sends src tokens.
+bool World::is_unused_pair(const void* address) const {
+  const int owner = static_cast<int>(offset_of(address) / symmetric_bytes_);
+  const auto* credits = ranks_[owner]->workspace().dispatch_credit.data;
+  const int src = static_cast<int>((static_cast<const Signal*>(address) - credits) % scenario_.shape.num_ranks);
+  return !sends_to(owner, src);
+}
+
+}  // namespace moe_a2a

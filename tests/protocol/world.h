@@ -1,0 +1,63 @@
+// The ranks of one scenario, their memory, and its names.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "model_rank.h"
+
+namespace moe_a2a {
+
+struct Scenario {
+  std::string name;
+  Shape shape;
+  std::function<Program(ModelRank& rank)> program;    // of each rank
+  std::function<Program(ModelRank& rank)> host = {};  // of a thread beside each rank, may be empty
+  int num_clock_jumps = 0;
+};
+
+// For the test framework's messages.
+inline void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
+
+class World final : public Stage {
+ public:
+  explicit World(const Scenario& scenario);
+
+  std::vector<Program> programs() const override;
+  void reset() override;
+  std::byte* memory() const override { return memory_; }
+  size_t nbytes() const override { return nbytes_; }
+  Field field_of(const void* address) const override { return fields_[offset_of(address) / kWord]; }
+  bool is_unused_pair(const void* address) const override;
+  std::string name_of(const void* address) const override;
+  int num_clock_jumps() const override { return scenario_.num_clock_jumps; }
+
+ private:
+  static constexpr size_t kWord = 4;
+
+  struct Region {
+    size_t begin;
+    std::string name;
+    Field field;
+  };
+  size_t offset_of(const void* address) const {
+    return static_cast<size_t>(static_cast<const std::byte*>(address) - memory_);
+  }
+  const Region& region_of(const void* address) const;
+  void name_regions(const ModelRank& rank);
+  void mark_fields();
+  bool sends_to(int rank, int peer) const;
+
+  Scenario scenario_;
+  std::vector<std::max_align_t> storage_;
+  std::byte* memory_;
+  size_t nbytes_, symmetric_bytes_;
+  std::vector<std::unique_ptr<ModelRank>> ranks_;
+  std::vector<Field> fields_;    // per word of memory
+  std::vector<Region> regions_;  // by begin, each ends where the next one begins
+};
+
+}  // namespace moe_a2a

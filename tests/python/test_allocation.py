@@ -1,0 +1,146 @@
+"""In steady state a step allocates nothing beyond what it returns: not the core, not PyTorch, not Python.
+
+A child process is started with a counting allocator (count_allocations.c) in front of glibc's. It counts the calls of
+malloc, operator new and their kin whose caller is the compiled core, the tensors that PyTorch makes, the bytes that the
+core clears with memset and the threads that are started, over 200 steps of dispatch and combine on two ranks. Python's
+own objects are counted by the interpreter.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).with_name("count_allocations.c")
+NUM_STEPS = 200
+
+
+def measure(num_tokens, hidden, num_blocks, give_out, read_view=False):
+    """Runs in the child. Per step of one rank: what was counted. Both ranks are threads of this process."""
+    import ranks
+    import torch
+
+    import moe_a2a
+
+    torch.set_num_threads(1)
+    counter = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    assert counter.watch(b"_core.cpython") == 1
+    names = ("allocations", "tensors", "memset_bytes", "threads_started")
+
+    def program(group):
+        with moe_a2a.ExpertParallel(
+            group, num_experts=16, num_topk=4, hidden=hidden, num_max_tokens_per_rank=128, dtype=torch.float32
+        ) as ep:
+            x = torch.randn(num_tokens, hidden)
+            topk_idx = torch.randint(0, 16, (num_tokens, 4))
+            weights = torch.rand(num_tokens, 4)
+            y = torch.randn(2 * 128 * 4, hidden)
+            out = torch.empty(num_tokens, hidden) if give_out else None
+
+            def steps(number):
+                for _ in range(number):
+                    handle = ep.dispatch(x, topk_idx, weights, num_blocks=num_blocks)
+                    if read_view:
+                        handle.recv_x  # noqa: B018
+                    ep.combine(y, handle, num_blocks=num_blocks, out=out)
+
+            steps(20)
+            group.all_gather(None)
+            if group.rank == 0:
+                gc.collect()
+                counter.count(1)
+            group.all_gather(None)
+            blocks = sys.getallocatedblocks()
+            steps(NUM_STEPS)
+            group.all_gather(None)
+            if group.rank == 0:
+                counter.count(0)
+            return sys.getallocatedblocks() - blocks
+
+    before = {name: getattr(counter, name)() for name in names}
+    python_blocks = max(ranks.run_threads(2, program))
+    figures = {name: (getattr(counter, name)() - before[name]) / (2 * NUM_STEPS) for name in names}
+    return {**figures, "python_blocks": python_blocks / NUM_STEPS}
+
+
+@pytest.fixture(scope="module")
+def preload(tmp_path_factory):
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs a C compiler and glibc to count allocations")
+    library = tmp_path_factory.mktemp("allocation") / "count_allocations.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-o", str(library), str(SOURCE)]
+    subprocess.run(command, check=True, timeout=60)
+    return library
+
+
+@pytest.fixture(scope="module")
+def all_figures(preload):
+    """name -> what one step counted; all in one child, as importing PyTorch takes longest."""
+    cases = {
+        f"{size}, {num_blocks} blocks, {result} result": {
+            "num_tokens": num_tokens,
+            "hidden": hidden,
+            "num_blocks": num_blocks,
+            "give_out": result == "given",
+        }
+        for size, num_tokens, hidden in (("small", 2, 64), ("large", 128, 1000))
+        for num_blocks in (1, 2)
+        for result in ("new", "given")
+    }
+    cases["control"] = {**cases["small, 1 blocks, new result"], "read_view": True}
+    child = subprocess.run(
+        [sys.executable, __file__, json.dumps(cases)],
+        env={**os.environ, "LD_PRELOAD": str(preload)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def figures(all_figures):
+    return {name: step for name, step in all_figures.items() if name != "control"}
+
+
+def test_the_counter_sees_one_more_allocation(all_figures):
+    """A view of the heap is a tensor object that the core makes, without memory of its own."""
+    more = all_figures["control"]["allocations"] - all_figures["small, 1 blocks, new result"]["allocations"]
+    assert round(more, 1) >= 1
+
+
+def test_the_core_allocates_nothing_that_grows(figures):
+    # The handle that dispatch returns (its C++ object and the holder in Python's), and the list in which pybind11
+    # passes more than six arguments: three small blocks a step, whatever the sizes.
+    assert {name: round(step["allocations"], 1) for name, step in figures.items()} == dict.fromkeys(figures, 3)
+
+
+def test_no_thread_is_started(figures):
+    assert {name: step["threads_started"] for name, step in figures.items()} == dict.fromkeys(figures, 0)
+
+
+def test_nothing_is_cleared_but_the_counters_of_the_experts(figures):
+    cleared = {round(step["memset_bytes"]) for step in figures.values()}
+    assert len(cleared) == 1 and cleared.pop() <= 1024
+
+
+def test_pytorch_makes_the_result_and_nothing_else(figures):
+    made = {name: step["tensors"] for name, step in figures.items()}
+    assert made == {name: int(name.endswith("new result")) for name in figures}
+
+
+def test_python_keeps_nothing(figures):
+    assert max(step["python_blocks"] for step in figures.values()) < 0.2
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    print(json.dumps({name: measure(**case) for name, case in json.loads(sys.argv[1]).items()}))

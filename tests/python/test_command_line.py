@@ -1,0 +1,78 @@
+"""`python -m moe_a2a demo` and `doctor`, and what starts the demo's ranks."""
+
+import multiprocessing
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import rank_programs
+
+from moe_a2a.demo.ranks import RankError, run_on_ranks
+
+pytestmark = pytest.mark.cpu
+
+
+def moe_a2a(*arguments, timeout=240):
+    return subprocess.run(
+        [sys.executable, "-m", "moe_a2a", *map(str, arguments)], capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.mark.slow
+def test_demo_checks_every_logit_and_saves_its_plot(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    done = moe_a2a("demo", "--ranks", 3, "--seed", 5, "--models", "mixtral", "--output", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last_line = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"demo: 1 models, max \|logit difference\| \S+, all checks passed", last_line)
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "it/s" not in done.stderr, "a progress bar, though there is no terminal"
+
+
+def test_demo_fails_when_its_ranks_do_not_finish(tmp_path):
+    pytest.importorskip("transformers")
+    done = moe_a2a("demo", "--models", "mixtral", "--timeout", 0.5, "--output", tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].startswith("demo: FAILED ranks [0, 1, 2, 3] did not finish")
+
+
+def test_doctor_tests_itself():
+    done = moe_a2a("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^targets +.*cpu.* \(built in\)$", done.stdout, re.MULTILINE)
+    assert re.search(r"^self test +ranks on cpu, cpu: ok, .* ms", done.stdout, re.MULTILINE)
+
+
+def no_process_is_left():
+    return not multiprocessing.active_children()
+
+
+def test_ranks_report_and_return():
+    heard = []
+    assert run_on_ranks(2, rank_programs.report_twice, "word", timeout=60, on_progress=heard.append) == ["WORD"] * 2
+    assert heard == ["word"] * 4
+    assert no_process_is_left()
+
+
+def test_a_rank_that_raises_is_quoted():
+    with pytest.raises(RankError, match="^rank 1 raised ArithmeticError: on purpose$") as error:
+        run_on_ranks(2, rank_programs.raise_on_rank_1, timeout=60)
+    assert "Traceback" in error.value.traceback
+    assert no_process_is_left()
+
+
+def test_a_rank_that_dies_is_named():
+    with pytest.raises(RankError, match=r"^rank \d died$"):
+        run_on_ranks(2, rank_programs.die, timeout=60)
+    assert no_process_is_left()
+
+
+def test_ranks_that_hang_are_stopped():
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"^ranks \[0, 1\] did not finish in time$"):
+        run_on_ranks(2, rank_programs.hang, timeout=5)
+    assert time.monotonic() - start < 20
+    assert no_process_is_left()

@@ -1,0 +1,228 @@
+// The real kernels through the real runtime, ranks as threads, hundreds of rounds one after the other with no barrier
+// between them: changing numbers of tokens, routings, layouts, blocks, with releases and refusals. Every value is
+// checked. Built twice: with thread sanitizer and with address and undefined-behaviour sanitizer.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "seed.h"
+#include "target/target.h"
+#include "thread_ranks.h"
+#include "traffic.h"
+
+namespace moe_a2a {
+namespace {
+
+// One rank's part of the rounds.
+class Worker {
+ public:
+  Worker(ExpertParallel& ep, uint64_t seed) : ep_(ep), config_(ep.config()), seed_(seed) {}
+
+  void run(const std::vector<Round>& rounds) {
+    for (size_t i = 0; i < rounds.size() && !::testing::Test::HasFailure(); ++i) {
+      auto first = dispatch(rounds[i]);
+      if (!rounds[i].opens_second) {
+        finish(rounds[i], first);
+        continue;
+      }
+      auto second = dispatch(rounds[i + 1]);
+      finish(rounds[i], first);
+      finish(rounds[i + 1], second);
+      ++i;
+    }
+  }
+
+ private:
+  using Handle = std::shared_ptr<DispatchHandle>;
+
+  // Null when the round's dispatch was refused, here or by another rank.
+  Handle dispatch(const Round& round) {
+    const bool is_refused = round.end == Round::End::kRefusedDispatch;
+    const LaunchPlace place{.num_blocks = round.num_blocks};
+    if (is_refused && round.refusing_rank == config_.rank) {
+      ep_.refuse_dispatch(refusal(round), place);
+      return nullptr;
+    }
+    const Tokens tokens(seed_, config_, config_.rank, round.number);
+    auto handle = ep_.dispatch_send({.num_tokens = tokens.count,
+                                     .topk_idx = {tokens.topk_idx.data(), true},
+                                     .topk_weights = tokens.weights.data(),
+                                     .x = {tokens.x.data(), config_.hidden * size_of(config_.dtype)},
+                                     .x_dtype = config_.dtype,
+                                     .x_scales = {},
+                                     .quantize = round.quantize},
+                                    place);
+    try {
+      ep_.dispatch_recv(*handle, round.layout, round.expert_alignment, place);
+      EXPECT_FALSE(is_refused);
+    } catch (const PeerRefused& refused) {
+      EXPECT_TRUE(is_refused);
+      EXPECT_EQ(refused.peer, round.refusing_rank);
+      EXPECT_NE(std::string(refused.what()).find(refusal(round)), std::string::npos) << refused.what();
+      return nullptr;
+    }
+    work(round, *handle);
+    return handle;
+  }
+
+  static std::string refusal(const Round& round) { return "round " + std::to_string(round.number) + " is refused"; }
+
+  // Checks every landed row and route; y for the combine.
+  void work(const Round& round, const DispatchHandle& handle) {
+    const Workspace& ws = ep_.workspace();
+    const int b = handle.buffer, local_experts = config_.num_local_experts();
+    const int64_t num_positions =
+        round.layout == Layout::kMasked ? local_experts * config_.row_capacity() : ws.expert_offsets(b, local_experts);
+    const int64_t row_bytes = config_.hidden * size_of(config_.dtype);
+    std::vector<std::byte>& y = y_[b];
+    y.assign(num_positions * row_bytes, std::byte{0xff});
+    int64_t expected_routes = 0;
+    for (int src = 0; src < config_.num_ranks; ++src) {
+      const Tokens tokens(seed_, config_, src, round.number);
+      EXPECT_EQ(ws.num_recv_tokens(b, src), tokens.count);
+      for (const int64_t expert : tokens.topk_idx)
+        expected_routes += expert >= 0 && expert / local_experts == config_.rank;
+    }
+    int64_t routes = 0;
+    for (int e = 0; e < local_experts; ++e) {
+      for (int i = 0; i < ws.expert_counts(b, e); ++i, ++routes) {
+        const int position = ws.expert_offsets(b, e) + i, row = ws.expert_row_index(b, position);
+        const int src = row / config_.num_max_tokens_per_rank, token = row % config_.num_max_tokens_per_rank;
+        EXPECT_EQ(ws.route_src_rank(b, position), src);
+        EXPECT_EQ(ws.route_src_token(b, position), token);
+        check_row(round, ws.row.at(b, src, token), src, token);
+        const int expert = config_.rank * local_experts + e;
+        for (int c = 0; c < config_.hidden; ++c) {
+          store_element(&y[position * row_bytes], config_.dtype, c,
+                        expert_output(expert, x_value(src, token, round.number, c)));
+        }
+      }
+    }
+    EXPECT_EQ(routes, expected_routes);
+    if (round.layout != Layout::kRows && !round.quantize) check_gathered(round, handle, num_positions);
+  }
+
+  void check_row(const Round& round, const std::byte* row, int src, int token) const {
+    if (round.quantize) return check_quantized_row(round, row, src, token);
+    for (int c = 0; c < config_.hidden; ++c) {
+      ASSERT_EQ(load_element(row, config_.dtype, c), x_value(src, token, round.number, c))
+          << "round " << round.number << ", row of rank " << src << " token " << token << " column " << c;
+    }
+  }
+
+  void check_quantized_row(const Round& round, const std::byte* row, int src, int token) const {
+    for (int begin = 0; begin < config_.hidden; begin += kScaleBlock) {
+      const int end = std::min(begin + kScaleBlock, config_.hidden);
+      float amax = 1e-12f;
+      for (int c = begin; c < end; ++c) amax = std::max(amax, std::fabs(x_value(src, token, round.number, c)));
+      float scale;
+      std::memcpy(&scale, row + config_.scales_offset() + begin / kScaleBlock * sizeof(float), sizeof(float));
+      ASSERT_EQ(scale, amax / kFloat8Max);
+      for (int c = begin; c < end; ++c) {
+        const Float8 expected = from_float<Float8>(x_value(src, token, round.number, c) * (kFloat8Max / amax));
+        ASSERT_EQ(static_cast<uint8_t>(row[c]), expected.bits) << "round " << round.number << " column " << c;
+      }
+    }
+  }
+
+  void check_gathered(const Round& round, const DispatchHandle& handle, int64_t num_positions) {
+    const Workspace& ws = ep_.workspace();
+    const int64_t row_bytes = config_.hidden * size_of(config_.dtype);
+    std::vector<std::byte> expert_x(num_positions * row_bytes);
+    ep_.gather_rows(handle, expert_x.data(), nullptr, {.num_blocks = round.num_blocks});
+    for (int e = 0; e < config_.num_local_experts(); ++e) {
+      for (int i = 0; i < ws.expert_counts(handle.buffer, e); ++i) {
+        const int position = ws.expert_offsets(handle.buffer, e) + i;
+        check_row(round, &expert_x[position * row_bytes], ws.route_src_rank(handle.buffer, position),
+                  ws.route_src_token(handle.buffer, position));
+      }
+    }
+  }
+
+  void finish(const Round& round, const Handle& handle) {
+    if (!handle) return;
+    const LaunchPlace place{.num_blocks = round.num_blocks};
+    if (round.end == Round::End::kRelease) return ep_.release(*handle, place);
+    if (round.end == Round::End::kRefusedCombine && round.refusing_rank == config_.rank) {
+      ep_.refuse_combine(*handle, refusal(round), place);
+    }
+    const std::vector<std::byte>& y = y_[handle->buffer];
+    const int64_t row_bytes = config_.hidden * size_of(config_.dtype);
+    ep_.combine_send(*handle, {y.data(), row_bytes}, static_cast<int64_t>(y.size()) / row_bytes, false, place);
+    std::vector<std::byte> combined(handle->num_tokens * row_bytes);
+    while (handle->stage != DispatchHandle::Stage::kClosed) {
+      try {
+        ep_.combine_recv(*handle, combined.data(), place);
+      } catch (const PeerRefused& refused) {
+        EXPECT_EQ(round.end, Round::End::kRefusedCombine);
+        EXPECT_EQ(refused.peer, round.refusing_rank);
+      }
+    }
+    check_combined(round, combined);
+  }
+
+  // The contract's arithmetic: a partial sum per rank, rounded to the wire, then the sum of these, ranks ascending.
+  void check_combined(const Round& round, const std::vector<std::byte>& combined) const {
+    const Tokens tokens(seed_, config_, config_.rank, round.number);
+    const int64_t row_bytes = config_.hidden * size_of(config_.dtype);
+    for (int t = 0; t < tokens.count; ++t) {
+      for (int c = 0; c < config_.hidden; ++c) {
+        float sum = 0;
+        for (int r = 0; r < config_.num_ranks; ++r) {
+          float partial = 0;
+          for (int k = 0; k < config_.num_topk; ++k) {
+            const auto expert = static_cast<int>(tokens.topk_idx[t * config_.num_topk + k]);
+            if (expert < 0 || expert / config_.num_local_experts() != r) continue;
+            const float y = rounded(config_.dtype, expert_output(expert, x_value(config_.rank, t, round.number, c)));
+            const volatile float product = tokens.weights[t * config_.num_topk + k] * y;  // rounded before it is added
+            partial += product;
+          }
+          sum += rounded(config_.dtype, partial);
+        }
+        ASSERT_EQ(load_element(&combined[t * row_bytes], config_.dtype, c), rounded(config_.dtype, sum))
+            << "round " << round.number << " token " << t << " column " << c << " on rank " << config_.rank;
+      }
+    }
+  }
+
+  ExpertParallel& ep_;
+  const MoeConfig config_;
+  uint64_t seed_;
+  std::vector<std::byte> y_[3];  // per buffer
+};
+
+struct Setting {
+  int num_ranks, num_buffers, num_rounds;
+  DType dtype;
+};
+
+class BackToBackTest : public ::testing::TestWithParam<Setting> {};
+
+TEST_P(BackToBackTest, EveryValueIsRight) {
+  const auto [num_ranks, num_buffers, num_rounds, dtype] = GetParam();
+  const uint64_t seed = test_seed();
+  std::mt19937_64 random(seed);
+  MoeConfig config{.num_ranks = num_ranks,
+                   .num_experts = num_ranks * (2 + static_cast<int>(random() % 3)),
+                   .hidden = 1 + static_cast<int>(random() % 150),
+                   .num_max_tokens_per_rank = 1 + static_cast<int>(random() % 12),
+                   .num_buffers = num_buffers,
+                   .dtype = dtype};
+  config.num_topk = 1 + static_cast<int>(random() % std::min(config.num_experts, 6));
+  const std::vector<Round> rounds = draw_rounds(seed, config, num_rounds);
+  run_ranks(config, 20.0, [&](ExpertParallel& ep) { Worker(ep, seed).run(rounds); });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, BackToBackTest,
+                         ::testing::Values(Setting{1, 2, 1000, DType::kFloat32}, Setting{2, 1, 1500, DType::kFloat32},
+                                           Setting{2, 3, 1500, DType::kBfloat16}, Setting{3, 2, 1000, DType::kFloat16},
+                                           Setting{4, 2, 800, DType::kBfloat16}, Setting{5, 1, 500, DType::kFloat32},
+                                           Setting{8, 2, 400, DType::kFloat32}),
+                         [](const auto& info) {
+                           return std::to_string(info.param.num_ranks) + "_ranks_" +
+                                  std::to_string(info.param.num_buffers) + "_buffers";
+                         });
+
+}  // namespace
+}  // namespace moe_a2a

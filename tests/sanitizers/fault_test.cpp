@@ -1,0 +1,77 @@
+// What the sanitizers must see, and what ranks that do not come leave behind.
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "thread_ranks.h"
+
+namespace moe_a2a {
+namespace {
+
+// ---- a rank that stays away
+
+TEST(Timeout, NamesTheMissingRankOnEveryOther) {
+  const MoeConfig config{.num_ranks = 4,
+                         .num_experts = 4,
+                         .num_topk = 1,
+                         .hidden = 8,
+                         .num_max_tokens_per_rank = 2,
+                         .dtype = DType::kFloat32};
+  std::barrier all(config.num_ranks);
+  run_ranks(config, 0.5, [&](ExpertParallel& ep) {
+    if (ep.config().rank != 2) {
+      const std::vector<float> x(8, 1.0f);
+      const int32_t expert = ep.config().rank;
+      auto handle = ep.dispatch_send({.num_tokens = 1,
+                                      .topk_idx = {&expert, false},
+                                      .x = {reinterpret_cast<const std::byte*>(x.data()), 32},
+                                      .x_dtype = DType::kFloat32,
+                                      .x_scales = {}},
+                                     {});
+      try {
+        ep.dispatch_recv(*handle, Layout::kRows, 1, {.num_blocks = 3});
+        ADD_FAILURE() << "rank " << ep.config().rank << " did not notice";
+      } catch (const PeerTimeout& timeout) {
+        EXPECT_EQ(timeout.report.culprit, 2) << timeout.what();
+        EXPECT_EQ(timeout.report.operation, Operation::kDispatchRecv);
+        EXPECT_EQ(timeout.report.phase, Phase::kRoutingTable);
+        EXPECT_EQ(timeout.report.rank, ep.config().rank);
+      }
+      EXPECT_THROW(ep.dispatch_send({}, {}), PeerTimeout);  // and it stays so
+    }
+    all.arrive_and_wait();
+  });
+}
+
+// ---- negative control: the sanitizer that watches these tests does see a signal that orders nothing
+
+#if defined(__SANITIZE_THREAD__)
+template <Order kStore>
+int pass_a_message() {
+  Signal signal;
+  Report report;
+  uint64_t poison = 0;
+  int payload = 0;
+  HeapView heap{.rank = 0, .num_ranks = 1};
+  heap.base[0] = reinterpret_cast<std::byte*>(&signal);
+  std::thread sender([&] {
+    payload = 42;
+    atomic_store<kStore, Scope::kSystem>(&signal.word, Signal::pack(1, 0));
+  });
+  const WaitPolicy policy{.timeout_ticks = 5 * kClockTicksPerSecond, .report = &report, .poison = &poison};
+  EXPECT_TRUE(wait_for(&signal, 1, {Operation::kDispatchRecv, Phase::kRow, 0}, policy, heap));
+  const int received = payload;
+  sender.join();
+  return received;
+}
+
+TEST(ThreadSanitizer, AcceptsTheSignal) { EXPECT_EQ(pass_a_message<kSignalOrder>(), 42); }
+
+TEST(ThreadSanitizerDeathTest, SeesARelaxedSignal) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_DEATH({ std::exit(pass_a_message<Order::kRelaxed>() == 42 ? 0 : 1); }, "data race");
+}
+#endif
+
+}  // namespace
+}  // namespace moe_a2a

@@ -1,0 +1,112 @@
+"""The negative control of check_isa.py on the real kernels: isa_mutants.py <build>/isa/command.txt
+
+Loses one ordering at a time in a copy of csrc/, compiles it for gfx942, and expects the check to see it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from check_isa import check
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str  # a regular expression
+    new: str
+    said: str  # what the check must say
+
+
+MUTANTS = [
+    Mutant(
+        "signals without their release",
+        "target/hip.h",
+        r'__builtin_amdgcn_fence\(__ATOMIC_RELEASE, ""\);',
+        "",
+        "data may be dirty",
+    ),
+    Mutant(
+        "signals of device scope",
+        "protocol/signal.h",
+        r"(atomic_store<kSignalOrder, Scope::)kSystem",
+        r"\1kDevice",
+        "signal not at system scope",
+    ),
+    Mutant(
+        "waits without their acquire",
+        "protocol/wait.h",
+        r"Order::kAcquire(, Scope::kSystem>\(&signal->word)",
+        r"Order::kRelaxed\1",
+        "no acquire",
+    ),
+    Mutant(
+        "polls of device scope",
+        "protocol/wait.h",
+        r"(Order::kRelaxed, Scope::)kSystem(>\(&signal->word)",
+        r"\1kDevice\2",
+        "polls without system scope",
+    ),
+    Mutant(
+        "a leader ahead of its block's stores",
+        "target/simt.h",
+        r"drain_stores\(\);(\s+block_sync)",
+        r"\1",
+        "barrier before a signal",
+    ),
+    Mutant(
+        "rows in small pieces",
+        "target/simt.h",
+        r"misalignment % 16 == 0",
+        "false",
+        "of what 16-byte loads read",
+    ),
+]
+
+
+def assembly(csrc: Path, command: list[str]) -> str:
+    here = [word.replace(str(ROOT / "csrc"), str(csrc)) for word in command]
+    here += ["--offload-arch=gfx942", "--offload-device-only", "-S", "-o", "-", str(csrc / "runtime/backend.cpp")]
+    return subprocess.run(here, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
+
+
+def problems(csrc: Path, command: list[str]) -> list[str]:
+    return check(assembly(csrc, command))[1]
+
+
+def verdict(mutant: Mutant, command: list[str], known: list[str]) -> str:
+    """Whether the check says more about the mutant than about the kernels as they are."""
+    with tempfile.TemporaryDirectory() as folder:
+        csrc = Path(shutil.copytree(ROOT / "csrc", Path(folder) / "csrc"))
+        path = csrc / mutant.file
+        text, count = re.subn(mutant.old, mutant.new, path.read_text())
+        if count == 0:
+            return f"MISSED: {mutant.file} no longer says {mutant.old}"
+        path.write_text(text)
+        found = problems(csrc, command)
+    more = sum(mutant.said in problem for problem in found) > sum(mutant.said in problem for problem in known)
+    return "caught" if more else "MISSED"
+
+
+def main(command_file: str) -> int:
+    command = Path(command_file).read_text().splitlines()
+    known = problems(ROOT / "csrc", command)
+    with ThreadPoolExecutor(2) as pool:
+        verdicts = list(pool.map(lambda mutant: verdict(mutant, command, known), MUTANTS))
+    for mutant, said in zip(MUTANTS, verdicts, strict=True):
+        print(f"  {mutant.name}: {said}")
+    return 0 if set(verdicts) == {"caught"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

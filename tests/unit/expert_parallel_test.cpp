@@ -1,0 +1,171 @@
+// The host object: buffers, handles, and what it refuses. One rank, which is its own peer.
+#include "runtime/expert_parallel.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+namespace moe_a2a {
+namespace {
+
+constexpr int kTokens = 3, kHidden = 10, kTopk = 2;
+
+MoeConfig config_of_one(int num_buffers) {
+  return {.num_experts = 4,
+          .num_topk = kTopk,
+          .hidden = kHidden,
+          .num_max_tokens_per_rank = 8,
+          .num_buffers = num_buffers,
+          .dtype = DType::kFloat32};
+}
+
+struct Rank {
+  explicit Rank(int num_buffers = 2) : ep(config_of_one(num_buffers), "cpu", 0, 5.0) { ep.connect({ep.comm_handle()}); }
+
+  std::shared_ptr<DispatchHandle> send() {
+    return ep.dispatch_send({.num_tokens = kTokens,
+                             .topk_idx = {topk_idx.data(), false},
+                             .x = {reinterpret_cast<const std::byte*>(x.data()), kHidden * sizeof(float)},
+                             .x_dtype = DType::kFloat32,
+                             .x_scales = {}},
+                            {});
+  }
+  std::shared_ptr<DispatchHandle> dispatch() {
+    auto handle = send();
+    ep.dispatch_recv(*handle, Layout::kRows, 1, {});
+    return handle;
+  }
+  // Identity experts, so that the result is x times the number of choices.
+  void combine_send(DispatchHandle& handle) {
+    const Workspace& ws = ep.workspace();
+    const int num_routes = ws.expert_offsets(handle.buffer, ep.config().num_local_experts());
+    y.assign(static_cast<size_t>(ep.config().route_capacity()) * kHidden, -1.0f);
+    for (int i = 0; i < num_routes; ++i) {
+      const int row = ws.expert_row_index(handle.buffer, i);
+      const auto* values = reinterpret_cast<const float*>(ws.row.at(handle.buffer, 0, row));
+      for (int c = 0; c < kHidden; ++c) y[i * kHidden + c] = values[c];
+    }
+    ep.combine_send(handle, {reinterpret_cast<const std::byte*>(y.data()), kHidden * sizeof(float)},
+                    ep.config().route_capacity(), false, {});
+  }
+  void combine(DispatchHandle& handle) {
+    combine_send(handle);
+    combined.assign(kTokens * kHidden, -1.0f);
+    ep.combine_recv(handle, combined.data(), {});
+    for (int i = 0; i < kTokens * kHidden; ++i) EXPECT_EQ(combined[i], 2 * x[i]);
+  }
+
+  ExpertParallel ep;
+  std::vector<int32_t> topk_idx = {0, 1, 2, 2, 3, 0};
+  std::vector<float> x = std::vector<float>(kTokens * kHidden, 1.5f), y, combined;
+};
+
+template <class Call>
+std::string message_of(Call call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void expect_says(const std::string& message, const std::string& part) {
+  EXPECT_NE(message.find(part), std::string::npos) << message;
+}
+
+TEST(ExpertParallel, TakesBuffersInTurn) {
+  Rank rank(3);
+  for (int call = 0; call < 7; ++call) {
+    auto handle = rank.dispatch();
+    EXPECT_EQ(handle->buffer, call % 3);
+    rank.combine(*handle);
+  }
+}
+
+TEST(ExpertParallel, ThirdOpenHandleRaisesAndLeavesTheOthers) {
+  Rank rank(2);
+  auto first = rank.dispatch(), second = rank.dispatch();
+  expect_says(message_of([&] { rank.send(); }), "2 handles are open on rank 0 and num_buffers=2");
+  rank.combine(*second);
+  auto third = rank.dispatch();
+  EXPECT_EQ(third->buffer, second->buffer);
+  rank.combine(*first);
+  rank.combine(*third);
+}
+
+TEST(ExpertParallel, DroppedHandlesAreTakenBack) {
+  Rank rank(2);
+  for (int call = 0; call < 6; ++call) rank.dispatch();
+  rank.combine(*rank.dispatch());
+}
+
+TEST(ExpertParallel, ReleaseGivesTheBufferBack) {
+  Rank rank(1);
+  for (int call = 0; call < 3; ++call) {
+    auto handle = rank.dispatch();
+    rank.ep.release(*handle, {});
+    rank.ep.release(*handle, {});  // twice is once
+    expect_says(message_of([&] { rank.combine(*handle); }), "closed");
+  }
+}
+
+TEST(ExpertParallel, StaleHandleAndWrongOrderRaise) {
+  Rank rank;
+  auto handle = rank.dispatch();
+  expect_says(message_of([&] { rank.ep.dispatch_recv(*handle, Layout::kRows, 1, {}); }), "dispatch_recv");
+  expect_says(message_of([&] { rank.ep.combine_recv(*handle, rank.combined.data(), {}); }), "combine_recv");
+  rank.combine(*handle);
+  expect_says(message_of([&] { rank.combine_send(*handle); }), "a handle serves one combine");
+  auto unreceived = rank.send();
+  expect_says(message_of([&] { rank.combine_send(*unreceived); }), "sent, not yet received");
+}
+
+TEST(ExpertParallel, ForeignHandleRaises) {
+  Rank rank, other;
+  auto handle = other.dispatch();
+  expect_says(message_of([&] { rank.ep.release(*handle, {}); }), "another ExpertParallel");
+  expect_says(message_of([&] { rank.combine_send(*handle); }), "another ExpertParallel");
+  other.combine(*handle);
+}
+
+TEST(ExpertParallel, NothingWorksAfterCloseOrBeforeConnect) {
+  Rank rank;
+  auto handle = rank.dispatch();
+  rank.ep.close();
+  rank.ep.close();
+  EXPECT_TRUE(rank.ep.is_closed());
+  expect_says(message_of([&] { rank.send(); }), "closed");
+  expect_says(message_of([&] { rank.combine_send(*handle); }), "closed");
+
+  ExpertParallel alone(config_of_one(2), "cpu", 0, 5.0);
+  expect_says(message_of([&] { alone.dispatch_send({}, {}); }), "set_comm_handles");
+  expect_says(message_of([&] { alone.connect({}); }), "got 0 handles for num_ranks=1");
+  alone.connect({alone.comm_handle()});
+  expect_says(message_of([&] { alone.connect({alone.comm_handle()}); }), "already set");
+}
+
+TEST(ExpertParallel, CountsIdsOutOfRangeAndShortY) {
+  Rank rank;
+  rank.topk_idx[3] = 99;
+  expect_says(message_of([&] { rank.send(); }), "topk_idx[1] has 99, not in [-1, num_experts=4)");
+  Rank fresh;
+  auto handle = fresh.dispatch();
+  const Rows y{reinterpret_cast<const std::byte*>(fresh.x.data()), kHidden * sizeof(float)};
+  expect_says(message_of([&] { fresh.ep.combine_send(*handle, y, 3, false, {}); }),
+              "y of a combine was too short for 3 routes");
+}
+
+TEST(ExpertParallel, SaysItsSizeBeforeItIsMade) {
+  Rank rank;
+  EXPECT_EQ(rank.ep.nbytes(), ExpertParallel::nbytes_for(config_of_one(2)));
+  EXPECT_LT(ExpertParallel::nbytes_for(config_of_one(1)), ExpertParallel::nbytes_for(config_of_one(2)));
+}
+
+TEST(Backend, UnknownTargetNamesThoseThatAreBuilt) {
+  expect_says(message_of([] { make_backend("abacus", 0); }), "no target \"abacus\" (it has: cpu");
+}
+
+}  // namespace
+}  // namespace moe_a2a

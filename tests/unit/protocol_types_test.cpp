@@ -1,0 +1,305 @@
+// The pure parts that everything stands on: sizes, layout, sets of ranks, signals, agreement among ranks.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "protocol/moe_config.h"
+#include "protocol/rank_set.h"
+#include "protocol/signal.h"
+#include "protocol/workspace.h"
+#include "seed.h"
+#include "symmetric_memory/symmetric_heap.h"
+
+namespace moe_a2a {
+namespace {
+
+MoeConfig small_config() {
+  return {.rank = 1,
+          .num_ranks = 4,
+          .num_experts = 8,
+          .num_topk = 3,
+          .hidden = 20,
+          .num_max_tokens_per_rank = 5,
+          .num_buffers = 2,
+          .dtype = DType::kBfloat16};
+}
+
+// ---- MoeConfig
+
+TEST(MoeConfig, HoldsWithOrdinaryNumbers) { EXPECT_EQ(small_config().violation(), ""); }
+
+struct Rule {
+  const char* name;
+  void (*violate)(MoeConfig&);
+  const char* text;
+};
+
+class MoeConfigRule : public ::testing::TestWithParam<Rule> {};
+
+TEST_P(MoeConfigRule, NamesValueLimitAndArgument) {
+  MoeConfig config = small_config();
+  GetParam().violate(config);
+  EXPECT_EQ(config.violation(), GetParam().text);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Each, MoeConfigRule,
+    ::testing::Values(
+        Rule{"ranks", [](MoeConfig& c) { c.num_ranks = 0; }, "num_ranks=0 < 1; pass num_ranks=1 or more"},
+        Rule{"many_ranks", [](MoeConfig& c) { c.num_ranks = 65; },
+             "num_ranks=65 > 64; pass a group of at most 64 ranks"},
+        Rule{"rank", [](MoeConfig& c) { c.rank = 4; }, "rank=4 is not in [0, 4)"},
+        Rule{"negative_rank", [](MoeConfig& c) { c.rank = -1; }, "rank=-1 is not in [0, 4)"},
+        Rule{"experts", [](MoeConfig& c) { c.num_experts = 0; }, "num_experts=0 < 1; pass num_experts=1 or more"},
+        Rule{"divisible", [](MoeConfig& c) { c.num_experts = 10; },
+             "num_experts=10 is not divisible by num_ranks=4; pass num_experts=12 and leave the added experts unused"},
+        Rule{"topk", [](MoeConfig& c) { c.num_topk = -2; }, "num_topk=-2 < 1; pass num_topk=1 or more"},
+        Rule{"hidden", [](MoeConfig& c) { c.hidden = 0; }, "hidden=0 < 1; pass hidden=1 or more"},
+        Rule{"tokens", [](MoeConfig& c) { c.num_max_tokens_per_rank = 0; },
+             "num_max_tokens_per_rank=0 < 1; pass num_max_tokens_per_rank=1 or more"},
+        Rule{"many_tokens", [](MoeConfig& c) { c.num_max_tokens_per_rank = 1 << 20; },
+             "num_max_tokens_per_rank=1048576 > 1048574; pass num_max_tokens_per_rank=1048574 or less"},
+        Rule{"buffers", [](MoeConfig& c) { c.num_buffers = 0; }, "num_buffers=0 < 1; pass num_buffers=1 or more"},
+        Rule{"routes", [](MoeConfig& c) { c.num_max_tokens_per_rank = 1'000'000, c.num_topk = 1000; },
+             "num_ranks * num_max_tokens_per_rank * num_topk = 4000000000 > 2147483647; pass a smaller "
+             "num_max_tokens_per_rank"}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+TEST(MoeConfig, RowsStartOnLinesAndHoldTheirScales) {
+  MoeConfig config = small_config();
+  for (int hidden = 1; hidden < 300; ++hidden) {
+    config.hidden = hidden;
+    for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBfloat16, DType::kFloat8}) {
+      EXPECT_EQ(config.row_stride(dtype) % 128, 0);
+      EXPECT_GE(config.row_stride(dtype), config.row_bytes(dtype));
+      EXPECT_LT(config.row_stride(dtype), config.row_bytes(dtype) + 128);
+    }
+    EXPECT_GE(config.scales_offset(), hidden);
+    EXPECT_EQ(config.scales_offset() % 16, 0);
+    EXPECT_EQ(config.row_bytes(DType::kFloat8), config.scales_offset() + 4 * ((hidden + 127) / 128));
+    EXPECT_GE(config.max_row_stride(), config.row_stride(DType::kFloat8));
+  }
+}
+
+// ---- RankSet
+
+TEST(RankSet, IsASet) {
+  RankSet set;
+  EXPECT_TRUE(set.empty());
+  std::vector<int> expected = {0, 3, 31, 32, 63};
+  for (const int rank : {63, 3, 0, 32, 3, 31}) set.insert(rank);
+  for (int rank = 0; rank < 64; ++rank)
+    EXPECT_EQ(set.contains(rank), std::count(expected.begin(), expected.end(), rank));
+  std::vector<int> seen;
+  for (; !set.empty(); set.remove_first()) seen.push_back(set.first());
+  EXPECT_EQ(seen, expected);
+}
+
+TEST(RankSet, AllAndOnly) {
+  for (int n = 1; n <= kMaxRanks; ++n) {
+    int count = 0;
+    for (RankSet rest = RankSet::all(n); !rest.empty(); rest.remove_first()) EXPECT_EQ(rest.first(), count++);
+    EXPECT_EQ(count, n);
+    RankSet one = RankSet::only(n - 1);
+    EXPECT_EQ(one.first(), n - 1);
+    one.remove_first();
+    EXPECT_TRUE(one.empty());
+  }
+}
+
+// ---- Signal
+
+constexpr uint64_t kEpochs = uint64_t{1} << 44;
+
+TEST(Signal, KeepsEpochAndPayloadApart) {
+  for (const uint64_t epoch : {uint64_t{0}, uint64_t{1}, uint64_t{1} << 32, kEpochs - 1}) {
+    for (const uint32_t payload : {0u, 1u, Signal::kPayloadMask}) {
+      const uint64_t word = Signal::pack(epoch, payload);
+      EXPECT_EQ(Signal::epoch_of(word), epoch);
+      EXPECT_EQ(Signal::payload_of(word), payload);
+    }
+  }
+  EXPECT_EQ(Signal::epoch_of(Signal::pack(kEpochs, 0)), 0u);  // wraps
+}
+
+TEST(Signal, ReachesAcrossTheWrap) {
+  for (const uint64_t epoch : {uint64_t{1}, (uint64_t{1} << 32) - 1, uint64_t{1} << 32, kEpochs / 2 - 1, kEpochs / 2,
+                               kEpochs - 2, kEpochs - 1, kEpochs, kEpochs + 1}) {
+    for (const uint32_t payload : {0u, 5u, Signal::kPayloadMask}) {
+      for (uint64_t later = 0; later < 4; ++later) {
+        EXPECT_TRUE(Signal::reached(Signal::pack(epoch + later, payload), epoch)) << epoch << " + " << later;
+        EXPECT_FALSE(Signal::reached(Signal::pack(epoch, payload), epoch + later + 1)) << epoch << " - " << later;
+      }
+      EXPECT_TRUE(Signal::reached(Signal::pack(epoch + kEpochs / 2 - 1, payload), epoch));
+    }
+  }
+}
+
+// ---- Workspace
+
+struct Field {
+  const char* name;
+  const void* begin;
+  size_t bytes;
+};
+
+std::vector<Field> symmetric_fields(const MoeConfig& c, const Workspace& w) {
+  const size_t b = c.num_buffers, r = c.num_ranks, t = c.num_max_tokens_per_rank, k = c.num_topk;
+  const size_t chunks = (t + kTableChunk - 1) / kTableChunk;
+  return {{"table_signal", w.table_signal.data, b * r * chunks * sizeof(Signal)},
+          {"table_idx", w.table_idx.data, b * r * t * k * 4},
+          {"table_weight", w.table_weight.data, b * r * t * k * 4},
+          {"row_signal", w.row_signal.data, b * r * t * sizeof(Signal)},
+          {"row", w.row.data, b * r * t * c.max_row_stride()},
+          {"combine_signal", w.combine_signal.data, b * r * t * sizeof(Signal)},
+          {"combine_row", w.combine_row.data, b * r * t * c.row_stride(c.dtype)},
+          {"dispatch_credit", w.dispatch_credit.data, b * r * sizeof(Signal)},
+          {"combine_refusal", w.combine_refusal.data, b * r * sizeof(Signal)},
+          {"goodbye", w.goodbye.data, r * sizeof(Signal)},
+          {"poison", w.poison.data, sizeof(uint64_t)}};
+}
+
+std::vector<Field> local_fields(const MoeConfig& c, const Workspace& w) {
+  const size_t b = c.num_buffers, r = c.num_ranks, t = c.num_max_tokens_per_rank, k = c.num_topk;
+  const size_t e = c.num_local_experts();
+  const size_t lists = std::max<size_t>(r * t * k + e * (kMaxExpertAlignment - 1), e * r * t);
+  return {{"epoch", w.epoch.data, b * 8},
+          {"arrivals", w.arrivals.data, b * Workspace::kNumArrivals * 4},
+          {"expert_offsets", w.expert_offsets.data, b * (e + 1) * 4},
+          {"expert_counts", w.expert_counts.data, b * e * 4},
+          {"expert_row_index", w.expert_row_index.data, b * lists * 4},
+          {"route_weight", w.route_weight.data, b * lists * 4},
+          {"route_src_rank", w.route_src_rank.data, b * lists * 4},
+          {"route_src_token", w.route_src_token.data, b * lists * 4},
+          {"row_route", w.row_route.data, b * r * t * k * 4},
+          {"landed_row", w.landed_row.data, b * r * t * 4},
+          {"num_landed_rows", w.num_landed_rows.data, b * 4},
+          {"num_recv_tokens", w.num_recv_tokens.data, b * r * 4}};
+}
+
+void expect_apart(std::vector<Field> fields, const std::byte* base, size_t bytes) {
+  std::sort(fields.begin(), fields.end(), [](const Field& a, const Field& b) { return a.begin < b.begin; });
+  const std::byte* end = base;
+  for (const Field& field : fields) {
+    const auto* begin = static_cast<const std::byte*>(field.begin);
+    EXPECT_EQ((begin - base) % 128, 0) << field.name;
+    EXPECT_GE(begin, end) << field.name;
+    end = begin + field.bytes;
+  }
+  EXPECT_LE(end, base + bytes);
+}
+
+TEST(Workspace, FieldsLieApartOnLinesOfTheirOwn) {
+  const uint64_t seed = test_seed();
+  std::mt19937 random(static_cast<unsigned>(seed));
+  const auto pick = [&](int low, int high) { return std::uniform_int_distribution(low, high)(random); };
+  for (int round = 0; round < 300; ++round) {
+    MoeConfig config{.num_ranks = pick(1, 9),
+                     .num_topk = pick(1, 9),
+                     .hidden = pick(1, 700),
+                     .num_max_tokens_per_rank = pick(1, 600),
+                     .num_buffers = pick(1, 4),
+                     .dtype = static_cast<DType>(pick(0, 2))};
+    config.num_experts = config.num_ranks * pick(1, 20);
+    config.rank = pick(0, config.num_ranks - 1);
+    auto* symmetric = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);
+    auto* local = reinterpret_cast<std::byte*>(uintptr_t{1} << 41);
+    WorkspaceSize size;
+    const Workspace w = make_workspace(config, symmetric, local, &size);
+    expect_apart(symmetric_fields(config, w), symmetric, size.symmetric_bytes);
+    expect_apart(local_fields(config, w), local, size.local_bytes);
+
+    MoeConfig other = config;
+    other.rank = 0;
+    WorkspaceSize other_size;
+    make_workspace(other, nullptr, nullptr, &other_size);
+    EXPECT_EQ(other_size.layout_digest, size.layout_digest);
+    EXPECT_EQ(other_size.symmetric_bytes, size.symmetric_bytes);
+  }
+}
+
+TEST(Workspace, DigestTellsLayoutsApart) {
+  WorkspaceSize size;
+  make_workspace(small_config(), nullptr, nullptr, &size);
+  MoeConfig other = small_config();
+  other.num_max_tokens_per_rank = 300;  // a second chunk of the routing table
+  WorkspaceSize other_size;
+  make_workspace(other, nullptr, nullptr, &other_size);
+  EXPECT_NE(size.layout_digest, other_size.layout_digest);
+}
+
+TEST(Workspace, EveryElementHasAnAddressOfItsOwn) {
+  const MoeConfig c = small_config();
+  WorkspaceSize size;
+  const Workspace w = make_workspace(c, nullptr, nullptr, &size);
+  std::vector<const void*> seen;
+  for (int b = 0; b < c.num_buffers; ++b) {
+    for (int r = 0; r < c.num_ranks; ++r) {
+      for (int t = 0; t < c.num_max_tokens_per_rank; ++t) {
+        seen.push_back(w.row_signal.at(b, r, t));
+        seen.push_back(w.row.at(b, r, t));
+        for (int k = 0; k < c.num_topk; ++k) seen.push_back(w.table_idx.at(b, r, t, k));
+      }
+    }
+  }
+  std::sort(seen.begin(), seen.end());
+  EXPECT_EQ(std::adjacent_find(seen.begin(), seen.end()), seen.end());
+  EXPECT_EQ(w.row.at(1, 2, 3) - w.row.at(1, 2, 2), c.max_row_stride());
+  EXPECT_EQ(w.table_idx.at(0, 1) - w.table_idx.at(0, 0), c.num_max_tokens_per_rank * c.num_topk);
+}
+
+TEST(HeapView, PeerIsTheSamePlaceInTheOtherHeap) {
+  std::vector<std::vector<uint64_t>> heaps(3, std::vector<uint64_t>(100));
+  HeapView view{.rank = 1, .num_ranks = 3};
+  for (int r = 0; r < 3; ++r) view.base[r] = reinterpret_cast<std::byte*>(heaps[r].data());
+  for (int r = 0; r < 3; ++r) {
+    for (int i = 0; i < 100; ++i) EXPECT_EQ(view.peer(r, &heaps[1][i]), &heaps[r][i]);
+  }
+}
+
+// ---- agreement
+
+std::vector<CommHandle> handles_of_all() {
+  std::vector<CommHandle> handles;
+  for (int r = 0; r < 4; ++r) {
+    MoeConfig config = small_config();
+    config.rank = r;
+    handles.push_back(make_comm_handle(config, "cpu", MemoryHandle{.nbytes = 4096}, 77));
+  }
+  return handles;
+}
+
+TEST(Disagreement, IsEmptyWhenAllAgree) { EXPECT_EQ(disagreement(handles_of_all()), ""); }
+
+TEST(Disagreement, NamesBothRanksTheArgumentAndTheValues) {
+  auto handles = handles_of_all();
+  handles[2].hidden = 21;
+  EXPECT_EQ(disagreement(handles),
+            "ranks disagree: hidden=20 on rank 0 but hidden=21 on rank 2; pass the same hidden on every rank");
+  handles = handles_of_all();
+  handles[3].dtype = static_cast<int32_t>(DType::kFloat32);
+  EXPECT_EQ(disagreement(handles),
+            "ranks disagree: dtype=bfloat16 on rank 0 but dtype=float32 on rank 3; pass the same "
+            "dtype on every rank");
+  handles = handles_of_all();
+  handles[1].num_ranks = 2;
+  EXPECT_NE(disagreement(handles).find("num_ranks=4 on rank 0 but num_ranks=2 on rank 1"), std::string::npos);
+}
+
+TEST(Disagreement, SeesWrongOrderOtherDevicesAndOtherVersions) {
+  auto handles = handles_of_all();
+  std::swap(handles[1], handles[2]);
+  EXPECT_EQ(disagreement(handles), "the handle at place 1 is that of rank 2; pass the handles in rank order");
+  handles = handles_of_all();
+  std::strcpy(handles[1].target, "gpu");
+  EXPECT_NE(disagreement(handles).find("target cpu on rank 0 but target gpu on rank 1"), std::string::npos);
+  handles = handles_of_all();
+  handles[3].layout_digest = 78;
+  EXPECT_NE(disagreement(handles).find("run the same version of moe_a2a"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace moe_a2a
