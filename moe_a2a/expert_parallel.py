@@ -8,27 +8,12 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core
+from moe_a2a import _core, arguments
+from moe_a2a.devices import default_device, float8_dtype, target_of
 from moe_a2a.groups import HandleExchange, as_group
 from moe_a2a.handle import DispatchHandle
 
 log = logging.getLogger("moe_a2a")
-
-
-def _target_of(device: torch.device) -> str:
-    """The target whose kernels run on a PyTorch device. ROCm builds of PyTorch call their devices "cuda" too."""
-    if device.type == "cpu":
-        return "cpu"
-    if device.type == "cuda":
-        return "hip" if torch.version.hip else "cuda"
-    raise ValueError(f"device={str(device)!r} has no target; pass a cpu or cuda device")
-
-
-def _default_device() -> torch.device:
-    """The current GPU where this build and this machine have one, else the CPU."""
-    if torch.cuda.is_available() and _target_of(torch.device("cuda")) in _core.built_targets():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 class ExpertParallel:
@@ -93,7 +78,7 @@ class ExpertParallel:
             raise TypeError(
                 f"dtype={self.dtype!r} on rank {self.rank}; pass torch.float32, torch.float16 or torch.bfloat16"
             )
-        self.device = torch.device(device) if device is not None else _default_device()
+        self.device = torch.device(device) if device is not None else default_device()
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"device={str(self.device)!r} on rank {self.rank}; pass a cpu or cuda device")
         if self.device.type == "cuda" and self.device.index is None:
@@ -114,7 +99,7 @@ class ExpertParallel:
         )
         try:
             self._core = _core.ExpertParallel(
-                self.rank, self.num_ranks, *sizes, _target_of(self.device), self.device, float(self.timeout)
+                self.rank, self.num_ranks, *sizes, target_of(self.device), self.device, float(self.timeout)
             )
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank}: {error}") from None
@@ -187,16 +172,16 @@ class ExpertParallel:
         """
         core = self._open_core()
         try:
-            layout, expert_alignment = self._checked_layout(handle, layout, expert_alignment)
-            self._check_tensor("x", x)
+            layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
+            arguments.check_tensor(self.rank, "x", x)
             routing = self._routing(handle, topk_idx, topk_weights)
-            quantized = self._checked_quantize(quantize)
+            quantized = arguments.checked_quantize(self.rank, quantize)
             num_blocks = num_blocks or self.num_blocks
             sent = core.dispatch(x, *routing, x_scales, quantized, layout, expert_alignment, num_blocks)
         except (ValueError, TypeError) as error:
             core.refuse_dispatch(str(error))  # nobody waits for a rank that raised
             raise
-        result = DispatchHandle(self, sent, self._float8_dtype() if quantized else x.dtype, routing)
+        result = DispatchHandle(self, sent, float8_dtype(self.device) if quantized else x.dtype, routing)
         return result._received(layout, expert_alignment, num_blocks)
 
     def combine(
@@ -224,7 +209,7 @@ class ExpertParallel:
         """
         core, key = self._open_core(), self._key_of(handle)
         try:
-            self._check_tensor("y", y)
+            arguments.check_tensor(self.rank, "y", y)
             return core.combine(y, key, presummed, out, num_blocks or self.num_blocks)
         except (ValueError, TypeError) as error:
             core.refuse_combine(key, str(error))
@@ -246,14 +231,14 @@ class ExpertParallel:
         """The first half of dispatch(): returns when the rows are posted. The handle shows nothing yet."""
         core = self._open_core()
         try:
-            self._check_tensor("x", x)
+            arguments.check_tensor(self.rank, "x", x)
             routing = self._routing(handle, topk_idx, topk_weights)
-            quantized = self._checked_quantize(quantize)
+            quantized = arguments.checked_quantize(self.rank, quantize)
             sent = core.dispatch_send(x, *routing, x_scales, quantized, num_blocks or self.num_blocks)
         except (ValueError, TypeError) as error:
             core.refuse_dispatch(str(error))
             raise
-        return DispatchHandle(self, sent, self._float8_dtype() if quantized else x.dtype, routing)
+        return DispatchHandle(self, sent, float8_dtype(self.device) if quantized else x.dtype, routing)
 
     def dispatch_recv(
         self,
@@ -264,7 +249,7 @@ class ExpertParallel:
         num_blocks: int = 0,
     ) -> DispatchHandle:
         """The second half of dispatch(): waits for the rows of all ranks; returns the same handle, now readable."""
-        layout, expert_alignment = self._checked_layout(None, layout, expert_alignment)
+        layout, expert_alignment = arguments.checked_layout(self.rank, None, layout, expert_alignment)
         num_blocks = num_blocks or self.num_blocks
         self._open_core().dispatch_recv(self._key_of(handle), layout, expert_alignment, num_blocks)
         return handle._received(layout, expert_alignment, num_blocks)
@@ -280,7 +265,7 @@ class ExpertParallel:
         """The first half of combine(): returns when the sums are posted."""
         core, key = self._open_core(), self._key_of(handle)
         try:
-            self._check_tensor("y", y)
+            arguments.check_tensor(self.rank, "y", y)
             core.combine_send(y, key, presummed, num_blocks or self.num_blocks)
         except (ValueError, TypeError) as error:
             core.refuse_combine(key, str(error))
@@ -334,49 +319,10 @@ class ExpertParallel:
             raise RuntimeError("this ExpertParallel is closed; make a new one")
         return self._core
 
-    def _float8_dtype(self) -> torch.dtype:
-        if self.device.type == "cuda" and torch.version.hip:
-            name = torch.cuda.get_device_properties(self.device).gcnArchName
-            return torch.float8_e4m3fnuz if name.startswith("gfx942") else torch.float8_e4m3fn
-        return torch.float8_e4m3fn
-
     def _key_of(self, handle: DispatchHandle) -> Any:
         if not isinstance(handle, DispatchHandle):
             raise TypeError(f"handle is a {type(handle).__name__} on rank {self.rank}; pass what dispatch() returned")
         return handle._handle
-
-    def _check_tensor(self, name: str, value: Any) -> None:
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__} on rank {self.rank}; pass a torch.Tensor")
-
-    def _checked_quantize(self, quantize: str | None) -> bool:
-        if quantize not in (None, "fp8"):
-            raise ValueError(f'quantize={quantize!r} is unknown on rank {self.rank}; pass "fp8" or None')
-        return quantize is not None
-
-    def _checked_layout(
-        self, handle: DispatchHandle | None, layout: str | None, expert_alignment: int | None
-    ) -> tuple[str, int]:
-        if layout is None:
-            layout = handle.layout if handle is not None else "rows"
-            if expert_alignment is None and handle is not None:
-                expert_alignment = handle.expert_alignment
-        if expert_alignment is None:
-            expert_alignment = 1
-        if layout not in ("rows", "expert_major", "masked"):
-            raise ValueError(
-                f'layout={layout!r} is unknown on rank {self.rank}; pass "rows", "expert_major" or "masked"'
-            )
-        if not 1 <= expert_alignment <= 256:
-            raise ValueError(
-                f"expert_alignment={expert_alignment} is not in [1, 256] on rank {self.rank}; pass one of these"
-            )
-        if expert_alignment != 1 and layout != "expert_major":
-            raise ValueError(
-                f'expert_alignment={expert_alignment} with layout="{layout}" on rank {self.rank}; pass '
-                'layout="expert_major"'
-            )
-        return layout, expert_alignment
 
     def _routing(
         self,
@@ -387,9 +333,9 @@ class ExpertParallel:
         if handle is None:
             if topk_idx is None:
                 raise ValueError(f"topk_idx is None on rank {self.rank}; pass topk_idx or handle=")
-            self._check_tensor("topk_idx", topk_idx)
+            arguments.check_tensor(self.rank, "topk_idx", topk_idx)
             if topk_weights is not None:
-                self._check_tensor("topk_weights", topk_weights)
+                arguments.check_tensor(self.rank, "topk_weights", topk_weights)
             return topk_idx, topk_weights
         if topk_idx is not None or topk_weights is not None:
             raise ValueError(f"handle= and topk_idx or topk_weights on rank {self.rank}; pass one or the other")

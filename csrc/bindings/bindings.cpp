@@ -198,7 +198,8 @@ MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, in
                    .num_buffers = num_buffers,
                    .dtype = to_dtype(scalar_type(dtype), "dtype=")};
   if (config.dtype == DType::kFloat8) {
-    throw py::type_error("dtype is float8; pass the dtype of the combined rows, and float8 rows with x_scales= to dispatch");
+    throw py::type_error(
+        "dtype is float8; pass the dtype of the combined rows, and float8 rows with x_scales= to dispatch");
   }
   const std::string violation = config.violation();
   if (!violation.empty()) throw py::value_error(violation + " (rank " + std::to_string(rank) + ")");
@@ -213,10 +214,10 @@ void raise_peer_errors(std::exception_ptr pointer) {
     const Report& r = error.report;
     const int named = r.reason == Reason::kPoisoned ? r.culprit : r.peer;
     py::object type = py::module_::import("moe_a2a.errors").attr("PeerTimeoutError");
-    py::object value = type(error.what(), py::arg("operation") = name_of(r.operation), py::arg("phase") = name_of(r.phase),
-                            py::arg("rank") = r.rank, py::arg("peer") = named, py::arg("token") = r.token,
-                            py::arg("expected_epoch") = r.expected_epoch, py::arg("seen_epoch") = r.seen_epoch,
-                            py::arg("elapsed_seconds") = r.elapsed_seconds);
+    py::object value = type(error.what(), py::arg("operation") = name_of(r.operation),
+                            py::arg("phase") = name_of(r.phase), py::arg("rank") = r.rank, py::arg("peer") = named,
+                            py::arg("token") = r.token, py::arg("expected_epoch") = r.expected_epoch,
+                            py::arg("seen_epoch") = r.seen_epoch, py::arg("elapsed_seconds") = r.elapsed_seconds);
     PyErr_SetObject(type.ptr(), value.ptr());
   } catch (const PeerRefused& error) {
     py::object type = py::module_::import("moe_a2a.errors").attr("PeerRefusedError");
@@ -235,19 +236,21 @@ at::Tensor view_of(Core& core, const Handle& handle) {
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The compiled core of moe_a2a; use the classes of the package instead.";
   m.def("built_targets", &built_targets, "Names of the targets in this build: \"cpu\", \"cuda\", \"hip\".");
-  m.def("nbytes_for",
-        [](int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank, int num_buffers,
-           const py::object& dtype) {
-          return ExpertParallel::nbytes_for(make_config(rank, num_ranks, num_experts, num_topk, hidden,
-                                                        num_max_tokens_per_rank, num_buffers, dtype));
-        },
-        "Bytes that one rank of such an ExpertParallel takes.");
+  m.def(
+      "nbytes_for",
+      [](int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
+         int num_buffers, const py::object& dtype) {
+        return ExpertParallel::nbytes_for(
+            make_config(rank, num_ranks, num_experts, num_topk, hidden, num_max_tokens_per_rank, num_buffers, dtype));
+      },
+      "Bytes that one rank of such an ExpertParallel takes.");
   py::register_exception_translator(raise_peer_errors);
 
   py::class_<DispatchHandle, Handle>(m, "DispatchHandle")
       .def_readonly("buffer", &DispatchHandle::buffer)
       .def_readonly("num_tokens", &DispatchHandle::num_tokens)
-      .def_property_readonly("is_open", [](const DispatchHandle& h) { return h.stage != DispatchHandle::Stage::kClosed; });
+      .def_property_readonly("is_open",
+                             [](const DispatchHandle& h) { return h.stage != DispatchHandle::Stage::kClosed; });
 
   py::class_<Core>(m, "ExpertParallel")
       .def(py::init([](int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
@@ -262,10 +265,8 @@ PYBIND11_MODULE(_core, m) {
       .def("dispatch_send", &Core::dispatch_send)
       .def("dispatch", &Core::dispatch)
       .def("dispatch_recv", &Core::dispatch_recv)
-      .def("gather_rows",
-           [](Core& core, const Handle& handle, const py::object& row_dtype, int num_blocks) {
-             return core.gather_rows(handle, scalar_type(row_dtype), num_blocks);
-           })
+      .def("gather_rows", [](Core& core, const Handle& handle, const py::object& row_dtype,
+                             int num_blocks) { return core.gather_rows(handle, scalar_type(row_dtype), num_blocks); })
       .def("combine", &Core::combine)
       .def("combine_send", &Core::combine_send)
       .def("combine_recv", &Core::combine_recv)

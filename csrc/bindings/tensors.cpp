@@ -18,7 +18,8 @@ std::string shape_text(at::IntArrayRef shape) {
 
 void check_device(const MoeConfig& config, at::Device device, const at::Tensor& tensor, const char* name) {
   if (tensor.device() != device) {
-    raise_value(config, std::string(name) + " is on " + tensor.device().str() + ", this ExpertParallel on " + device.str(),
+    raise_value(config,
+                std::string(name) + " is on " + tensor.device().str() + ", this ExpertParallel on " + device.str(),
                 std::string("pass ") + name + ".to(\"" + device.str() + "\")");
   }
 }
@@ -26,7 +27,8 @@ void check_device(const MoeConfig& config, at::Device device, const at::Tensor& 
 void check_shape(const MoeConfig& config, const at::Tensor& tensor, const char* name, at::IntArrayRef shape,
                  const char* mend) {
   if (tensor.sizes() != shape) {
-    raise_value(config, std::string(name) + " has shape " + shape_text(tensor.sizes()) + ", expected " + shape_text(shape),
+    raise_value(config,
+                std::string(name) + " has shape " + shape_text(tensor.sizes()) + ", expected " + shape_text(shape),
                 mend);
   }
 }
@@ -58,8 +60,10 @@ std::string on_rank(const MoeConfig& config, const char* name) {
 // Rows of any stride whose elements are dense.
 Rows checked_rows(const MoeConfig& config, const at::Tensor& tensor, const char* name) {
   if (tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
-    raise_value(config, std::string(name) + " has stride " + std::to_string(tensor.stride(-1)) + " in its last dimension, expected 1",
-                std::string("pass ") + name + ".contiguous()");
+    raise_value(
+        config,
+        std::string(name) + " has stride " + std::to_string(tensor.stride(-1)) + " in its last dimension, expected 1",
+        std::string("pass ") + name + ".contiguous()");
   }
   return {static_cast<const std::byte*>(tensor.const_data_ptr()),
           static_cast<int64_t>(tensor.stride(-2) * tensor.element_size())};
@@ -71,16 +75,17 @@ void check_range(const MoeConfig& config, const at::Tensor& topk_idx) {
   for (int64_t i = 0; i < topk_idx.numel(); ++i) {
     if (ids[i] >= -1 && ids[i] < config.num_experts) continue;
     raise_value(config,
-                "topk_idx[" + std::to_string(i / config.num_topk) + ", " + std::to_string(i % config.num_topk) +
-                    "]=" + std::to_string(ids[i]) + " is not in [-1, num_experts=" + std::to_string(config.num_experts) + ")",
+                "topk_idx[" + std::to_string(i / config.num_topk) + ", " + std::to_string(i % config.num_topk) + "]=" +
+                    std::to_string(ids[i]) + " is not in [-1, num_experts=" + std::to_string(config.num_experts) + ")",
                 "pass ids below num_experts, or -1 to drop a choice");
   }
 }
 
 void check_x(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
   if (t.x.dim() != 2 || t.x.size(1) != config.hidden) {
-    raise_value(config, "x has shape " + shape_text(t.x.sizes()) + ", expected [num_tokens, hidden=" +
-                            std::to_string(config.hidden) + "]",
+    raise_value(config,
+                "x has shape " + shape_text(t.x.sizes()) +
+                    ", expected [num_tokens, hidden=" + std::to_string(config.hidden) + "]",
                 "pass x of that shape or construct with hidden=" +
                     std::to_string(t.x.dim() == 2 ? t.x.size(1) : config.hidden));
   }
@@ -88,12 +93,14 @@ void check_x(const MoeConfig& config, at::Device device, const DispatchTensors& 
   const DType dtype = to_dtype(t.x.scalar_type(), on_rank(config, "x"));
   if (dtype != config.dtype && dtype != DType::kFloat8) {
     throw py::type_error(std::string("x has dtype ") + c10::toString(t.x.scalar_type()) + " on rank " +
-                         std::to_string(config.rank) + ", which is neither the dtype that this ExpertParallel was made with nor "
+                         std::to_string(config.rank) +
+                         ", which is neither the dtype that this ExpertParallel was made with nor "
                          "float8; pass x.to(ep.dtype), or construct with dtype=x.dtype");
   }
   if (t.x.size(0) > config.num_max_tokens_per_rank) {
-    raise_value(config, "num_tokens=" + std::to_string(t.x.size(0)) + " > num_max_tokens_per_rank=" +
-                            std::to_string(config.num_max_tokens_per_rank),
+    raise_value(config,
+                "num_tokens=" + std::to_string(t.x.size(0)) +
+                    " > num_max_tokens_per_rank=" + std::to_string(config.num_max_tokens_per_rank),
                 "pass num_max_tokens_per_rank=" + std::to_string(t.x.size(0)) + " or more to the constructor");
   }
   check_no_grad(config, t.x, "x");
@@ -102,12 +109,13 @@ void check_x(const MoeConfig& config, at::Device device, const DispatchTensors& 
 void check_routing(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
   const int64_t shape[] = {t.x.size(0), config.num_topk};
   check_device(config, device, t.topk_idx, "topk_idx");
-  check_type(config, t.topk_idx, "topk_idx", t.topk_idx.scalar_type() == at::kInt || t.topk_idx.scalar_type() == at::kLong,
-             "int32 or int64");
+  check_type(config, t.topk_idx, "topk_idx",
+             t.topk_idx.scalar_type() == at::kInt || t.topk_idx.scalar_type() == at::kLong, "int32 or int64");
   check_shape(config, t.topk_idx, "topk_idx", shape, "pass one row of num_topk ids per token");
   check_contiguous(config, t.topk_idx, "topk_idx");
   if (device.is_cpu()) {  // elsewhere the kernel looks: a host read would cost more than the dispatch
-    t.topk_idx.scalar_type() == at::kLong ? check_range<int64_t>(config, t.topk_idx) : check_range<int32_t>(config, t.topk_idx);
+    t.topk_idx.scalar_type() == at::kLong ? check_range<int64_t>(config, t.topk_idx)
+                                          : check_range<int32_t>(config, t.topk_idx);
   }
   if (!t.topk_weights) return;
   check_device(config, device, *t.topk_weights, "topk_weights");
@@ -119,7 +127,8 @@ void check_routing(const MoeConfig& config, at::Device device, const DispatchTen
 
 void check_scales(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
   const bool is_float8 = to_dtype(t.x.scalar_type(), on_rank(config, "x")) == DType::kFloat8;
-  if (is_float8 && t.quantize) raise_value(config, "quantize=\"fp8\" with x that is float8 already", "pass quantize=None");
+  if (is_float8 && t.quantize)
+    raise_value(config, "quantize=\"fp8\" with x that is float8 already", "pass quantize=None");
   if (is_float8 != t.x_scales.has_value()) {
     raise_value(config, is_float8 ? "x is float8 but x_scales is None" : "x_scales given with x that is not float8",
                 is_float8 ? "pass x_scales=[num_tokens, ceil(hidden / 128)] float32" : "pass x_scales=None");
@@ -135,14 +144,19 @@ void check_scales(const MoeConfig& config, at::Device device, const DispatchTens
 
 DType to_dtype(at::ScalarType type, const std::string& whose) {
   switch (type) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kHalf: return DType::kFloat16;
-    case at::kBFloat16: return DType::kBfloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBfloat16;
     case at::kFloat8_e4m3fn:
-    case at::kFloat8_e4m3fnuz: return DType::kFloat8;
+    case at::kFloat8_e4m3fnuz:
+      return DType::kFloat8;
     default:
-      throw py::type_error(whose + " has dtype " + c10::toString(type) +
-                           ", expected one of float32, float16, bfloat16, float8_e4m3fn, float8_e4m3fnuz; pass one of these");
+      throw py::type_error(
+          whose + " has dtype " + c10::toString(type) +
+          ", expected one of float32, float16, bfloat16, float8_e4m3fn, float8_e4m3fnuz; pass one of these");
   }
 }
 
@@ -166,7 +180,8 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
   const MoeConfig& config = ep.config();
   check_device(config, device, y, "y");
   if (to_dtype(y.scalar_type(), on_rank(config, "y")) != config.dtype) {
-    throw py::type_error(std::string("y has dtype ") + c10::toString(y.scalar_type()) + " on rank " + std::to_string(config.rank) +
+    throw py::type_error(std::string("y has dtype ") + c10::toString(y.scalar_type()) + " on rank " +
+                         std::to_string(config.rank) +
                          ", which is not the dtype that this ExpertParallel was made with; pass y.to(ep.dtype)");
   }
   check_no_grad(config, y, "y");
@@ -180,13 +195,16 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
     check_contiguous(config, y, "y");
   } else {
     if (y.dim() != 2 || y.size(1) != config.hidden) {
-      raise_value(config, "y has shape " + shape_text(y.sizes()) + ", expected [rows, hidden=" + std::to_string(config.hidden) + "]",
-                  "pass one row per route");
+      raise_value(
+          config,
+          "y has shape " + shape_text(y.sizes()) + ", expected [rows, hidden=" + std::to_string(config.hidden) + "]",
+          "pass one row per route");
     }
     if (ep.backend().is_synchronous()) {
       const int64_t needed = ep.workspace().expert_offsets(handle.buffer, config.num_local_experts());
       if (y.size(0) < needed) {
-        raise_value(config, "y has " + std::to_string(y.size(0)) + " rows < expert_offsets[-1]=" + std::to_string(needed),
+        raise_value(config,
+                    "y has " + std::to_string(y.size(0)) + " rows < expert_offsets[-1]=" + std::to_string(needed),
                     "pass one row per route");
       }
     }

@@ -34,8 +34,8 @@ struct DispatchSendArgs {
   const float* topk_weights = nullptr;  // [num_tokens, num_topk], or null: 1
   Rows x;
   DType x_dtype = DType::kBfloat16;
-  Rows x_scales;          // of float8 rows: [num_tokens, ceil(hidden / 128)] fp32
-  bool quantize = false;  // x_dtype rows leave as float8 rows with scales
+  Rows x_scales;            // of float8 rows: [num_tokens, ceil(hidden / 128)] fp32
+  bool quantize = false;    // x_dtype rows leave as float8 rows with scales
   bool vector_rows = true;  // x may be read in 16-byte vectors
   bool block_per_token = false;
 };
@@ -70,7 +70,7 @@ struct DispatchArgs {
 struct CombineSendArgs {
   Context context;
   int buffer = 0;
-  Rows y;                   // one row per position of the layout, or per landed row when `presummed`
+  Rows y;  // one row per position of the layout, or per landed row when `presummed`
   int64_t num_y_rows = 0;
   bool presummed = false;
   bool block_per_row = false;

@@ -1,5 +1,5 @@
-// Both halves of a call in one launch, as roles: the first blocks send, the others receive at the same time. For calls with
-// nothing in between, where a second launch would only start when the last sender has ended.
+// Both halves of a call in one launch, as roles: the first blocks send, the others receive at the same time. For calls
+// with nothing in between, where a second launch would only start when the last sender has ended.
 #pragma once
 
 #include "kernels/combine_recv.h"

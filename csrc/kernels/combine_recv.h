@@ -45,7 +45,7 @@ struct CombineRecv {
     bool good = true;
     for (int r = group.rank(); r < c.heap.num_ranks; r += group.size()) {
       if (!ranks.contains(r)) continue;
-      const WaitSite site{Operation::kCombineRecv, Phase::kPartialSum, r, token};
+      const WaitSite site{Operation::kCombineRecv, Phase::kPartialSum, r, token, args.buffer};
       good &= wait_for(c.ws.combine_signal.at(args.buffer, r, token), epoch, site, c.wait, c.heap, nullptr,
                        c.ws.combine_refusal.at(args.buffer, r), args.attempt);
     }
@@ -55,8 +55,7 @@ struct CombineRecv {
       const auto sum_of = [&](int r) -> const T* {
         return ranks.contains(r) ? reinterpret_cast<const T*>(c.ws.combine_row.at(args.buffer, r, token)) : nullptr;
       };
-      const Terms<T> terms =
-          make_terms<T>(group, memory, c.heap.num_ranks, sum_of, [](int) { return 1.0f; });
+      const Terms<T> terms = make_terms<T>(group, memory, c.heap.num_ranks, sum_of, [](int) { return 1.0f; });
       T* target = reinterpret_cast<T*>(args.combined_x) + static_cast<int64_t>(token) * c.config.hidden;
       add_rows(group, c.config.hidden, args.vector_rows, terms, target);
     });

@@ -53,8 +53,8 @@ struct CombineSend {
     return {RankSet::only(row / max_tokens), row % max_tokens};
   }
 
-  // The place of unit i in the list of landed rows. The list goes through the source ranks one after the other; units go
-  // through R parts of it side by side, from another part on each rank, so that no rank is sent to by all at once.
+  // The place of unit i in the list of landed rows. The list goes through the source ranks one after the other; units
+  // go through R parts of it side by side, from another part on each rank, so that no rank is sent to by all at once.
   MOE_A2A_DEVICE static int landed_of(const Context& c, int num_rows, int i) {
     const int num_ranks = c.heap.num_ranks, whole = num_rows / num_ranks * num_ranks;
     if (i >= whole) return i;
@@ -72,7 +72,8 @@ struct CombineSend {
         if (block.rank() == 0) signal_sum(args, item, epoch);
       };
       PlainRowSender<Block, Item, Target, decltype(signal)> sender(block, Target{args}, signal, nullptr);
-      for (int i = grid.rank(); i < num_rows; i += grid.size()) send_row(args, block, sender, signal, shared, num_rows, i);
+      for (int i = grid.rank(); i < num_rows; i += grid.size())
+        send_row(args, block, sender, signal, shared, num_rows, i);
       return;
     }
     if (block.warp_rank() >= senders) return;

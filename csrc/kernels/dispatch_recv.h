@@ -29,7 +29,7 @@ struct DispatchRecv {
     bool good = true;
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
       uint32_t payload = 0;
-      const WaitSite site{Operation::kDispatchRecv, Phase::kRoutingTable, r};
+      const WaitSite site{Operation::kDispatchRecv, Phase::kRoutingTable, r, -1, args.buffer};
       good &= wait_for(c.ws.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap, &payload);
       if (payload == Workspace::kRefused) {
         write_report(c.wait, c.heap, site, Reason::kRefused, 0, epoch, Signal::pack(epoch, payload), 0);

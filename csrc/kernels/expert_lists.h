@@ -1,9 +1,9 @@
 // Which rows each local expert works on: lists of positions, built from the routing tables by counting.
 //
 // A list is one local expert's routes in (source rank, token, choice) order; one more list holds the landed rows. Every
-// block counts all lists, so that it knows all offsets, and writes a range of lists of its own. Inside a block each thread
-// has a contiguous piece of the tokens; its count per list and a prefix sum over the threads give it the first position of
-// its piece in each list. No sort, no order left to chance: the same tables give the same lists.
+// block counts all lists, so that it knows all offsets, and writes a range of lists of its own. Inside a block each
+// thread has a contiguous piece of the tokens; its count per list and a prefix sum over the threads give it the first
+// position of its piece in each list. No sort, no order left to chance: the same tables give the same lists.
 #pragma once
 
 #include "kernels/route.h"

@@ -43,8 +43,8 @@ struct GatherRows {
     const std::byte* source = c.ws.row.at(args.buffer, src_rank, token);
     multicast_bytes(warp, RankSet::only(0), [&](int) { return target; }, source, bytes);
     if (scale_bytes > 0) {
-      multicast_bytes(warp, RankSet::only(0), [&](int) { return scales; }, source + c.config.scales_offset(),
-                      scale_bytes);
+      multicast_bytes(
+          warp, RankSet::only(0), [&](int) { return scales; }, source + c.config.scales_offset(), scale_bytes);
     }
   }
 

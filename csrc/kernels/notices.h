@@ -7,8 +7,8 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Leaves a text with every peer. Visible before the signal that follows it.
-MOE_A2A_DEVICE void leave_text(const Context& c, const Block& block, const RefusalText& text) {
-  uint64_t* local = c.ws.refusal_text.at(c.heap.rank);
+MOE_A2A_DEVICE void leave_text(const Context& c, int buffer, const Block& block, const RefusalText& text) {
+  uint64_t* local = c.ws.refusal_text.at(buffer, c.heap.rank);
   for (int r = 0; r < c.heap.num_ranks; ++r) {
     for (int i = block.rank(); i < kRefusalWords; i += block.size()) {
       atomic_store<Order::kRelaxed, Scope::kSystem>(c.heap.peer(r, local + i), text.word[i]);
@@ -17,7 +17,8 @@ MOE_A2A_DEVICE void leave_text(const Context& c, const Block& block, const Refus
   block.release_sync();
 }
 
-// In the place of dispatch_send, for a call with bad arguments: the epoch passes on every rank, without this rank's rows.
+// In the place of dispatch_send, for a call with bad arguments: the epoch passes on every rank, without this rank's
+// rows.
 struct RefuseDispatch {
   using Args = RefuseDispatchArgs;
   static constexpr const char* kName = "refuse_dispatch";
@@ -28,7 +29,7 @@ struct RefuseDispatch {
     const Context& c = args.context;
     const uint64_t epoch = c.ws.epoch(args.buffer) + 1;
     if (!DispatchSend::wait_for_credits(c, block, args.buffer, epoch)) return;
-    leave_text(c, block, args.text);
+    leave_text(c, args.buffer, block, args.text);
     if (block.rank() != 0) return;
     const RankSet all = RankSet::all(c.heap.num_ranks);
     signal_many(c.heap, all, c.ws.table_signal.at(args.buffer, c.heap.rank, 0), epoch, Workspace::kRefused);
@@ -46,7 +47,7 @@ struct RefuseCombine {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;
-    leave_text(c, block, args.text);
+    leave_text(c, args.buffer, block, args.text);
     if (block.rank() != 0) return;
     signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.combine_refusal.at(args.buffer, c.heap.rank),
                 c.ws.epoch(args.buffer), args.attempt);

@@ -51,7 +51,7 @@ MOE_A2A_DEVICE int32_t checked_choice(const DispatchSendArgs& args, int token, i
   Report* report = args.context.wait.report;
   atomic_add<Order::kRelaxed, Scope::kSystem>(&report->num_bad_choices, 1u);
   atomic_store<Order::kRelaxed, Scope::kSystem>(&report->bad_token, token);
-  atomic_store<Order::kRelaxed, Scope::kSystem>(&report->bad_expert, expert);
+  atomic_store<Order::kRelaxed, Scope::kSystem>(&report->bad_expert, static_cast<int32_t>(expert));
   return -1;
 }
 

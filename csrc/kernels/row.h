@@ -9,10 +9,14 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 template <class F>
 MOE_A2A_DEVICE void with_element_type(DType dtype, F f) {
   switch (dtype) {
-    case DType::kFloat32: return f(float{});
-    case DType::kFloat16: return f(Half{});
-    case DType::kBfloat16: return f(Bfloat16{});
-    case DType::kFloat8: return;  // float8 rows are moved, never added
+    case DType::kFloat32:
+      return f(float{});
+    case DType::kFloat16:
+      return f(Half{});
+    case DType::kBfloat16:
+      return f(Bfloat16{});
+    case DType::kFloat8:
+      return;  // float8 rows are moved, never added
   }
 }
 
@@ -67,7 +71,9 @@ struct Terms {
   float* weight;  // [n]
   int n;
 
-  MOE_A2A_HOST_DEVICE static size_t bytes(int capacity) { return (capacity * (sizeof(T*) + sizeof(float)) + 15) / 16 * 16; }
+  MOE_A2A_HOST_DEVICE static size_t bytes(int capacity) {
+    return (capacity * (sizeof(T*) + sizeof(float)) + 15) / 16 * 16;
+  }
 };
 
 // Fills `memory` with the terms i = 0 ... capacity - 1 whose row(i) is not null.

@@ -22,8 +22,8 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Ends a block's part of a launch; true in one thread of all: the leader of the block that ends last, which then speaks
 // for the whole launch. Everything that all blocks read and wrote comes before what that thread does next: the barrier
-// brings a block's own work together, the acq_rel count brings the blocks together. The last one also sets the count back,
-// which nobody reads again before the next launch of the same kernel on this buffer.
+// brings a block's own work together, the acq_rel count brings the blocks together. The last one also sets the count
+// back, which nobody reads again before the next launch of the same kernel on this buffer.
 MOE_A2A_DEVICE bool last_block_done(const Grid& grid, const Block& block, uint32_t* arrivals) {
   block.release_sync();
   if (block.rank() != 0) return false;

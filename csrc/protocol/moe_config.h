@@ -4,12 +4,11 @@
 #include <cstdint>
 #include <string>
 
+#include "symmetric_memory/heap_view.h"
 #include "target/number.h"
 
 namespace moe_a2a {
 
-// As many ranks as one node has; a set of ranks is one 64-bit word (rank_set.h).
-inline constexpr int kMaxRanks = 64;
 // The payload of a signal holds a number of tokens (signal.h), one value of it means "refused".
 inline constexpr int kMaxTokensPerRank = (1 << 20) - 2;
 // Length of the values that share one scale in a float8 row.
@@ -31,7 +30,9 @@ struct MoeConfig {
   MOE_A2A_HOST_DEVICE constexpr int64_t route_capacity() const {
     return static_cast<int64_t>(num_ranks) * num_max_tokens_per_rank * num_topk;
   }
-  MOE_A2A_HOST_DEVICE constexpr int64_t row_capacity() const { return static_cast<int64_t>(num_ranks) * num_max_tokens_per_rank; }
+  MOE_A2A_HOST_DEVICE constexpr int64_t row_capacity() const {
+    return static_cast<int64_t>(num_ranks) * num_max_tokens_per_rank;
+  }
 
   // Where the scales start inside a float8 row.
   MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset() const { return (hidden + 15) / 16 * 16; }
@@ -41,7 +42,9 @@ struct MoeConfig {
                                        : static_cast<int64_t>(hidden) * size_of(row_dtype);
   }
   // Bytes from one row of the heap to the next: rows start on 128-byte lines (8 % of the link, measured on H200).
-  MOE_A2A_HOST_DEVICE constexpr int64_t row_stride(DType row_dtype) const { return (row_bytes(row_dtype) + 127) / 128 * 128; }
+  MOE_A2A_HOST_DEVICE constexpr int64_t row_stride(DType row_dtype) const {
+    return (row_bytes(row_dtype) + 127) / 128 * 128;
+  }
   MOE_A2A_HOST_DEVICE constexpr int64_t max_row_stride() const {
     const int64_t own = row_stride(dtype), quantized = row_stride(DType::kFloat8);
     return own > quantized ? own : quantized;

@@ -35,12 +35,12 @@ struct Report {
   uint64_t expected_epoch = 0;
   uint64_t seen_epoch = 0;
   double elapsed_seconds = 0;
-  RefusalText refusal;    // kRefused: what the peer said
+  RefusalText refusal;  // kRefused: what the peer said
 
   // Routing that the kernels found wrong and treated as dropped: how many, and the last of them.
   uint32_t num_bad_choices = 0;
   int32_t bad_token = -1;
-  int64_t bad_expert = -1;
+  int32_t bad_expert = -1;
   uint32_t num_lost_routes = 0;     // found no room in the masked layout
   uint32_t num_short_y_routes = 0;  // stand behind the last row of the `y` given to combine
 };

@@ -24,9 +24,7 @@ struct Signal {
     return (epoch << kPayloadBits) | payload;
   }
   MOE_A2A_HOST_DEVICE static uint64_t epoch_of(uint64_t word) { return word >> kPayloadBits; }
-  MOE_A2A_HOST_DEVICE static uint32_t payload_of(uint64_t word) {
-    return static_cast<uint32_t>(word) & kPayloadMask;
-  }
+  MOE_A2A_HOST_DEVICE static uint32_t payload_of(uint64_t word) { return static_cast<uint32_t>(word) & kPayloadMask; }
   // Whether `word` carries `epoch` or a later one. The difference is taken in the epoch's own width, so the count may
   // wrap; a word would have to rest for 2^43 epochs (three years of one every 10 us) to be taken for a new one.
   MOE_A2A_HOST_DEVICE static bool reached(uint64_t word, uint64_t epoch) {

@@ -14,15 +14,16 @@ struct WaitSite {
   Phase phase;
   int peer;
   int token = -1;
+  int buffer = 0;  // where a refusal has left its text
 };
 
 // How long to wait and whom to tell.
 struct WaitPolicy {
   uint64_t timeout_ticks = 0;
   double ticks_per_second = 1;
-  Report* report = nullptr;     // host-visible
-  uint64_t* poison = nullptr;   // this rank's word in the symmetric heap
-  const uint64_t* refusal_text = nullptr;  // [R src, kRefusalWords] in the symmetric heap
+  Report* report = nullptr;                // host-visible
+  uint32_t* poison = nullptr;              // this rank's word in the symmetric heap
+  const uint64_t* refusal_text = nullptr;  // [B, R src, kRefusalWords] in the symmetric heap
 };
 
 }  // namespace moe_a2a
@@ -34,7 +35,7 @@ inline constexpr uint32_t kPollsPerLook = 64;
 
 // Fills the report, once per object: the first wait that gives up is the one that says why.
 MOE_A2A_DEVICE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
-                                 uint64_t poison, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
+                                 uint32_t poison, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
   Report* report = policy.report;
   if (!atomic_claim<Order::kRelaxed, Scope::kSystem>(&report->state, 0u, 1u)) return;
   report->reason = reason;
@@ -49,7 +50,7 @@ MOE_A2A_DEVICE void write_report(const WaitPolicy& policy, const HeapView& heap,
   report->seen_epoch = Signal::epoch_of(seen_word);
   report->elapsed_seconds = static_cast<double>(waited) / policy.ticks_per_second;
   if (reason == Reason::kRefused) {
-    const uint64_t* text = policy.refusal_text + site.peer * kRefusalWords;
+    const uint64_t* text = policy.refusal_text + (site.buffer * heap.num_ranks + site.peer) * kRefusalWords;
     for (int i = 0; i < kRefusalWords; ++i) {
       report->refusal.word[i] = atomic_load<Order::kRelaxed, Scope::kSystem>(text + i);
     }
@@ -60,7 +61,7 @@ MOE_A2A_DEVICE void write_report(const WaitPolicy& policy, const HeapView& heap,
 // Tells every rank, this one first, that `rank` has given up waiting for `culprit`, so that nobody waits for a rank
 // that has left.
 MOE_A2A_DEVICE void poison_all(const WaitPolicy& policy, const HeapView& heap, int culprit) {
-  const uint64_t word = static_cast<uint64_t>(heap.rank + 1) << 8 | static_cast<uint64_t>(culprit + 1);
+  const uint32_t word = static_cast<uint32_t>(heap.rank + 1) << 8 | static_cast<uint32_t>(culprit + 1);
   for (int i = 0; i < heap.num_ranks; ++i) {
     const int peer = (heap.rank + i) % heap.num_ranks;
     atomic_store<Order::kRelaxed, Scope::kSystem>(heap.peer(peer, policy.poison), word);
@@ -71,7 +72,7 @@ MOE_A2A_DEVICE void poison_all(const WaitPolicy& policy, const HeapView& heap, i
 MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
                                 uint64_t expected_epoch, uint64_t seen_word) {
   const uint64_t waited = clock_now() - start;
-  const uint64_t poison = atomic_load<Order::kRelaxed, Scope::kSystem>(policy.poison);
+  const uint32_t poison = atomic_load<Order::kRelaxed, Scope::kSystem>(policy.poison);
   if (poison != 0) {
     write_report(policy, heap, site, Reason::kPoisoned, poison, expected_epoch, seen_word, waited);
     return false;

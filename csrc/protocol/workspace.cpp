@@ -1,6 +1,5 @@
 #include "protocol/workspace.h"
 
-
 #include <algorithm>
 
 namespace moe_a2a {
@@ -61,9 +60,9 @@ Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byt
   w.combine_row = shared.take<std::byte>(b, r, t, config.row_stride(config.dtype));
   w.dispatch_credit = shared.take<Signal>(b, r);
   w.combine_refusal = shared.take<Signal>(b, r);
-  w.refusal_text = shared.take<uint64_t>(r, kRefusalWords);
+  w.refusal_text = shared.take<uint64_t>(b, r, kRefusalWords);
   w.goodbye = shared.take<Signal>(r);
-  w.poison = shared.take<uint64_t>(1);
+  w.poison = shared.take<uint32_t>(1);
 
   Carver own(local);
   w.epoch = own.take<uint64_t>(b);

@@ -45,32 +45,32 @@ inline constexpr int kMaxExpertAlignment = 256;
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
 struct Workspace {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
-  Array<Signal, 3> table_signal;      // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
-  Array<int32_t, 4> table_idx;        // [B, R src, T, K]  global expert of each choice, -1 = dropped
-  Array<float, 4> table_weight;       // [B, R src, T, K]
-  Array<Signal, 3> row_signal;        // [B, R src, T]  the row of token t of src has landed
-  Array<std::byte, 4> row;            // [B, R src, T, row_stride]  recv_x: the row of a token lands at its own index
-  Array<Signal, 3> combine_signal;    // [B, R src, T]  the partial sum of my token t over the experts of src is here
-  Array<std::byte, 4> combine_row;    // [B, R src, T, row_stride]
-  Array<Signal, 2> dispatch_credit;   // [B, R src]  src no longer reads what I dispatched up to this epoch
-  Array<Signal, 2> combine_refusal;   // [B, R src]  src refused its combine; payload: which attempt
-  Array<uint64_t, 2> refusal_text;    // [R src, kRefusalWords]  why src refused its newest refused call
-  Array<Signal, 1> goodbye;           // [R src]  epoch 1: src makes no more calls
-  Array<uint64_t, 1> poison;          // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
+  Array<Signal, 3> table_signal;     // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
+  Array<int32_t, 4> table_idx;       // [B, R src, T, K]  global expert of each choice, -1 = dropped
+  Array<float, 4> table_weight;      // [B, R src, T, K]
+  Array<Signal, 3> row_signal;       // [B, R src, T]  the row of token t of src has landed
+  Array<std::byte, 4> row;           // [B, R src, T, row_stride]  recv_x: the row of a token lands at its own index
+  Array<Signal, 3> combine_signal;   // [B, R src, T]  the partial sum of my token t over the experts of src is here
+  Array<std::byte, 4> combine_row;   // [B, R src, T, row_stride]
+  Array<Signal, 2> dispatch_credit;  // [B, R src]  src no longer reads what I dispatched up to this epoch
+  Array<Signal, 2> combine_refusal;  // [B, R src]  src refused its combine; payload: which attempt
+  Array<uint64_t, 3> refusal_text;   // [B, R src, kRefusalWords]  why src refused its call on this buffer
+  Array<Signal, 1> goodbye;          // [R src]  epoch 1: src makes no more calls
+  Array<uint32_t, 1> poison;         // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
 
   // ---- local
-  Array<uint64_t, 1> epoch;           // [B]  of the dispatch that holds the buffer; kernels advance it
-  Array<uint32_t, 2> arrivals;        // [B, kNumArrivals]  blocks that have finished a launch; see last_block_done()
-  Array<int32_t, 2> expert_offsets;   // [B, El + 1]
-  Array<int32_t, 2> expert_counts;    // [B, El]
-  Array<int32_t, 2> expert_row_index; // [B, routes]  row (src_rank * T + token) of each route, -1 = padding
-  Array<float, 2> route_weight;       // [B, routes]
-  Array<int32_t, 2> route_src_rank;   // [B, routes]
-  Array<int32_t, 2> route_src_token;  // [B, routes]
-  Array<int32_t, 3> row_route;        // [B, R * T, K]  where in the lists choice k of a landed row stands
-  Array<int32_t, 2> landed_row;       // [B, R * T]  rows that have landed, in (src_rank, token) order
-  Array<int32_t, 2> num_landed_rows;  // [B, 1]
-  Array<int32_t, 2> num_recv_tokens;  // [B, R src]  rows of the table of src
+  Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; kernels advance it
+  Array<uint32_t, 2> arrivals;         // [B, kNumArrivals]  blocks that have finished a launch; see last_block_done()
+  Array<int32_t, 2> expert_offsets;    // [B, El + 1]
+  Array<int32_t, 2> expert_counts;     // [B, El]
+  Array<int32_t, 2> expert_row_index;  // [B, routes]  row (src_rank * T + token) of each route, -1 = padding
+  Array<float, 2> route_weight;        // [B, routes]
+  Array<int32_t, 2> route_src_rank;    // [B, routes]
+  Array<int32_t, 2> route_src_token;   // [B, routes]
+  Array<int32_t, 3> row_route;         // [B, R * T, K]  where in the lists choice k of a landed row stands
+  Array<int32_t, 2> landed_row;        // [B, R * T]  rows that have landed, in (src_rank, token) order
+  Array<int32_t, 2> num_landed_rows;   // [B, 1]
+  Array<int32_t, 2> num_recv_tokens;   // [B, R src]  rows of the table of src
 
   static constexpr uint32_t kRefused = Signal::kPayloadMask;
   enum Arrival { kDispatchSend, kCombineSend, kNumArrivals };

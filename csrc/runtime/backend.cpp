@@ -44,7 +44,9 @@ class TargetBackend final : public Backend {
   void launch(const GatherRowsArgs& a, int blocks, void* stream) override { run<GatherRows>(a, blocks, stream); }
   void launch(const CombineSendArgs& a, int blocks, void* stream) override { run<CombineSend>(a, blocks, stream); }
   void launch(const CombineRecvArgs& a, int blocks, void* stream) override { run<CombineRecv>(a, blocks, stream); }
-  void launch(const RefuseDispatchArgs& a, int blocks, void* stream) override { run<RefuseDispatch>(a, blocks, stream); }
+  void launch(const RefuseDispatchArgs& a, int blocks, void* stream) override {
+    run<RefuseDispatch>(a, blocks, stream);
+  }
   void launch(const RefuseCombineArgs& a, int blocks, void* stream) override { run<RefuseCombine>(a, blocks, stream); }
   void launch(const GoodbyeArgs& a, int blocks, void* stream) override { run<Goodbye>(a, blocks, stream); }
   void launch(const ReleaseArgs& a, int blocks, void* stream) override { run<Release>(a, blocks, stream); }

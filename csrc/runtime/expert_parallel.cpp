@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "symmetric_memory/symmetric_heap.h"
+
 namespace moe_a2a {
 namespace {
 
@@ -10,10 +12,14 @@ using Stage = DispatchHandle::Stage;
 
 const char* name_of(Stage stage) {
   switch (stage) {
-    case Stage::kSent: return "sent, not yet received";
-    case Stage::kReceived: return "received";
-    case Stage::kCombineSent: return "combine sent";
-    case Stage::kClosed: break;
+    case Stage::kSent:
+      return "sent, not yet received";
+    case Stage::kReceived:
+      return "received";
+    case Stage::kCombineSent:
+      return "combine sent";
+    case Stage::kClosed:
+      break;
   }
   return "closed";
 }
@@ -65,7 +71,9 @@ void ExpertParallel::connect(const std::vector<CommHandle>& handles) {
   const std::string why = disagreement(handles);
   if (!why.empty()) throw std::invalid_argument(why);
   if (connected_) throw std::runtime_error("the handles are already set");
-  context_.heap = connect_heap(*backend_, own_heap_, config().rank, handles);
+  std::vector<MemoryHandle> memory;
+  for (const CommHandle& handle : handles) memory.push_back(handle.memory);
+  context_.heap = connect_heap(*backend_, own_heap_, config().rank, memory);
   connected_ = true;
 }
 
@@ -79,7 +87,8 @@ void ExpertParallel::require_open() const {
 void ExpertParallel::require(const DispatchHandle& handle, Stage stage, Stage or_stage, const char* call) const {
   require_open();
   if (handle.owner != this) {
-    throw std::runtime_error(std::string(call) + " got a handle of another ExpertParallel; pass the one that this "
+    throw std::runtime_error(std::string(call) +
+                             " got a handle of another ExpertParallel; pass the one that this "
                              "object's dispatch returned");
   }
   if (handle.stage == stage || handle.stage == or_stage) return;
@@ -152,11 +161,10 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   require(handle, Stage::kSent, Stage::kSent, "dispatch_recv");
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
-  backend_->launch(DispatchRecvArgs{.context = context_,
-                                    .buffer = handle.buffer,
-                                    .layout = layout,
-                                    .expert_alignment = expert_alignment},
-                   blocks(place), place.stream);
+  backend_->launch(
+      DispatchRecvArgs{
+          .context = context_, .buffer = handle.buffer, .layout = layout, .expert_alignment = expert_alignment},
+      blocks(place), place.stream);
   handle.stage = Stage::kReceived;
   try {
     after_launch();
@@ -177,13 +185,12 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   raise_reported();
   const int buffer = take_buffer(), num_blocks = std::max(2, blocks(place));
   const int senders = num_blocks - std::max(1, num_blocks / kDispatchRecvShare);
-  backend_->launch(DispatchArgs{.send = send_args(input, buffer, senders),
-                                .recv = {.context = context_,
-                                         .buffer = buffer,
-                                         .layout = layout,
-                                         .expert_alignment = expert_alignment},
-                                .num_send_blocks = senders},
-                   num_blocks, place.stream);
+  backend_->launch(
+      DispatchArgs{
+          .send = send_args(input, buffer, senders),
+          .recv = {.context = context_, .buffer = buffer, .layout = layout, .expert_alignment = expert_alignment},
+          .num_send_blocks = senders},
+      num_blocks, place.stream);
   auto handle = open_handle(input, buffer);
   handle->layout = layout;
   handle->expert_alignment = expert_alignment;
@@ -289,11 +296,9 @@ void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& 
 }
 
 void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
-  backend_->launch(RefuseCombineArgs{.context = context_,
-                                     .buffer = handle.buffer,
-                                     .attempt = handle.attempt,
-                                     .text = to_text(why)},
-                   1, place.stream);
+  backend_->launch(
+      RefuseCombineArgs{.context = context_, .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
+      1, place.stream);
   ++handle.attempt;
 }
 
@@ -344,8 +349,8 @@ void ExpertParallel::raise_bad_routing() {
     throw std::invalid_argument("y of a combine was too short for " + std::to_string(seen.num_short_y_routes) +
                                 " routes" + rank + "; pass at least expert_offsets[-1] rows");
   }
-  throw std::invalid_argument(std::to_string(seen.num_lost_routes) +
-                              " routes found no room in the masked layout" + rank +
+  throw std::invalid_argument(std::to_string(seen.num_lost_routes) + " routes found no room in the masked layout" +
+                              rank +
                               ": tokens name an expert more than once; pass layout=\"rows\" or \"expert_major\"");
 }
 

@@ -9,7 +9,7 @@
 
 #include "kernels/args.h"
 #include "runtime/backend.h"
-#include "symmetric_memory/symmetric_heap.h"
+#include "runtime/comm_handle.h"
 
 namespace moe_a2a {
 
@@ -131,7 +131,8 @@ class ExpertParallel {
   bool closed_ = false;
   bool parted_ = false;  // all ranks have closed: nobody writes into this memory any more
 
-  // Of the blocks of both halves in one launch, one in so many receives: a dispatch only looks at signals, a combine adds.
+  // Of the blocks of both halves in one launch, one in so many receives: a dispatch only looks at signals, a combine
+  // adds.
   static constexpr int kDispatchRecvShare = 4;
   static constexpr int kCombineRecvShare = 3;
 

@@ -3,10 +3,12 @@
 
 #include <cstddef>
 
-#include "protocol/moe_config.h"
 #include "target/target.h"
 
 namespace moe_a2a {
+
+// As many ranks as one node has; a set of ranks is one 64-bit word (protocol/rank_set.h).
+inline constexpr int kMaxRanks = 64;
 
 struct HeapView {
   int rank = 0;

@@ -1,47 +1,24 @@
-// One allocation per rank, mapped by all of them. Two steps, so that any channel can carry the handles between:
-// every rank allocates and sends its CommHandle to the others, then every rank connects.
+// One allocation per rank, mapped by all of them. Two steps, so that any channel can carry the handles between: every
+// rank allocates and sends its MemoryHandle to the others, then every rank connects.
 #pragma once
 
 #include <cstddef>
-#include <string>
 #include <vector>
 
-#include "protocol/moe_config.h"
 #include "symmetric_memory/heap_view.h"
 #include "target/memory_handle.h"
 
 namespace moe_a2a {
 
-// What a rank sends the others before anything is mapped: its memory, and what it believes all agree on.
-struct CommHandle {
-  MemoryHandle memory;
-  uint64_t layout_digest = 0;  // of the sequence of fields in the heap
-  int32_t rank = 0;
-  int32_t num_ranks = 0;
-  int32_t num_experts = 0;
-  int32_t num_topk = 0;
-  int32_t hidden = 0;
-  int32_t num_max_tokens_per_rank = 0;
-  int32_t num_buffers = 0;
-  int32_t dtype = 0;
-  char target[16] = {};
-};
-
-CommHandle make_comm_handle(const MoeConfig& config, const std::string& target, const MemoryHandle& memory,
-                            uint64_t layout_digest);
-
-// The first disagreement among `handles` (one per rank, in rank order), in words that name both ranks, the argument and
-// the values; empty when they agree. Every rank sees the same handles, so all raise or none.
-std::string disagreement(const std::vector<CommHandle>& handles);
-
-// Maps every other rank's heap. `Machine` is the host side of a target, or the Backend that wraps one.
+// Maps every other rank's heap; `handles` are those of all ranks in rank order. `Machine` is the host side of a target,
+// or the Backend that wraps one.
 template <class Machine>
-HeapView connect_heap(Machine& machine, std::byte* own, int rank, const std::vector<CommHandle>& handles) {
+HeapView connect_heap(Machine& machine, std::byte* own, int rank, const std::vector<MemoryHandle>& handles) {
   HeapView view;
   view.rank = rank;
   view.num_ranks = static_cast<int>(handles.size());
   for (int r = 0; r < view.num_ranks; ++r) {
-    view.base[r] = r == rank ? own : machine.open_peer(handles[r].memory, view.num_ranks);
+    view.base[r] = r == rank ? own : machine.open_peer(handles[r], view.num_ranks);
   }
   return view;
 }

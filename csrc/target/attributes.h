@@ -2,6 +2,7 @@
 #pragma once
 
 #if defined(__HIP__) || defined(__CUDACC__)
+// Spelled out: HIP defines __forceinline__ in a header that comes later.
 #define MOE_A2A_DEVICE __device__ inline __attribute__((always_inline))
 #define MOE_A2A_HOST_DEVICE __host__ __device__ inline __attribute__((always_inline))
 #else

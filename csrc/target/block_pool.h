@@ -26,7 +26,7 @@ class BlockPool {
   void work(int block_rank, unsigned long seen);
   void grow(int num_blocks, size_t shared_bytes);
 
-  std::vector<std::thread> threads_;               // of blocks 1, 2, ...
+  std::vector<std::thread> threads_;                   // of blocks 1, 2, ...
   std::vector<std::vector<std::max_align_t>> shared_;  // per block
   std::mutex mutex_;
   std::condition_variable start_, done_;

@@ -11,8 +11,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "target/cpu_machine.h"
 #include "target/attributes.h"
+#include "target/cpu_machine.h"
 #include "target/number.h"
 #include "target/order.h"
 
@@ -162,7 +162,7 @@ inline float to_float(Bfloat16 value) { return std::bit_cast<float>(uint32_t{val
 inline float to_float(Half value) {
   const uint32_t sign = uint32_t{value.bits & 0x8000u} << 16;
   const uint32_t magnitude = uint32_t{value.bits & 0x7fffu} << 13;
-  const float rebiased = std::bit_cast<float>(magnitude) * 0x1p112f;  // exact, subnormals too
+  const float rebiased = std::bit_cast<float>(magnitude) * 0x1p112f;     // exact, subnormals too
   const uint32_t special = magnitude >= 0x0f800000u ? 0x7f800000u : 0u;  // infinity and NaN
   return std::bit_cast<float>(std::bit_cast<uint32_t>(rebiased) | special | sign);
 }

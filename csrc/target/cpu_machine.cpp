@@ -25,7 +25,7 @@ constexpr const char* kDirectory = "/dev/shm";
 constexpr const char* kPrefix = "moe_a2a.";
 
 uint64_t pid_namespace() {
-  struct stat status {};
+  struct stat status{};
   return stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
 }
 
@@ -54,7 +54,7 @@ void unlink_names_of_dead_processes() {
 }
 
 [[noreturn]] void fail_for_space(size_t nbytes) {
-  struct statvfs status {};
+  struct statvfs status{};
   std::string available = "unknown";
   if (statvfs(kDirectory, &status) == 0) {
     available = std::to_string(static_cast<unsigned long long>(status.f_bavail) * status.f_frsize);

@@ -95,7 +95,7 @@ __device__ __forceinline__ T atomic_add(T* address, T value) {
 template <Order kOrder, Scope kScope, class T>
 __device__ __forceinline__ bool atomic_claim(T* address, T expected, T desired) {
   return ::cuda::atomic_ref<T, to_builtin(kScope)>(*address).compare_exchange_strong(expected, desired,
-                                                                                    to_builtin(kOrder));
+                                                                                     to_builtin(kOrder));
 }
 
 // One fence orders all that was written before every relaxed signal after it.
@@ -112,6 +112,11 @@ __device__ __forceinline__ T load_global(const T* address) {
 template <class T>
 __device__ __forceinline__ void store_global(T* address, T value) {
   *address = value;
+}
+
+template <class Args>
+__device__ __forceinline__ const Args& arguments_in_memory(const Args& args) {
+  return args;  // __grid_constant__: they stay in constant memory
 }
 
 // ---- numbers
@@ -152,8 +157,8 @@ __device__ __forceinline__ void pause() { __nanosleep(20); }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 
-#include "target/simt.h"
 #include "target/cuda_row_sender.h"
+#include "target/simt.h"
 #include "target/simt_machine.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

@@ -1,5 +1,6 @@
-// Rows by the bulk copy engine of sm_90: one lane of a warp has a row brought into shared memory and from there written to
-// every rank, while the SM does nothing else for it. Two stages a warp: the stores of one row fly while the next comes in.
+// Rows by the bulk copy engine of sm_90: one lane of a warp has a row brought into shared memory and from there written
+// to every rank, while the SM does nothing else for it. Two stages a warp: the stores of one row fly while the next
+// comes in.
 #pragma once
 
 #define MOE_A2A_HAS_WARP_SENDER 1
@@ -23,11 +24,10 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t num_b
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done = 0;
   while (!done) {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
   }
 }
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t num_bytes, uint64_t* barrier) {
@@ -63,7 +63,8 @@ __host__ __device__ constexpr int64_t warp_staging_bytes(int64_t row_bytes, bool
 template <class Item, class Target, class Done>
 class BulkRowSender {
  public:
-  __device__ __forceinline__ BulkRowSender(const Warp& warp, Target target, Done done, std::byte* staging, int64_t row_bytes)
+  __device__ __forceinline__ BulkRowSender(const Warp& warp, Target target, Done done, std::byte* staging,
+                                           int64_t row_bytes)
       : warp_(warp), target_(target), done_(done), staging_(staging), stage_stride_(stage_bytes(row_bytes)) {
     if (warp_.rank() == 0) {
       for (int s = 0; s < kStages; ++s) barrier_init(barrier(s));
@@ -96,7 +97,8 @@ class BulkRowSender {
 
   // Where the caller may write the next row itself; then send_staged().
   __device__ __forceinline__ std::byte* open_stage() {
-    if (num_sent_ >= kStages) {  // the row that had this stage: its stores are done when at most one later row's are not
+    if (num_sent_ >=
+        kStages) {  // the row that had this stage: its stores are done when at most one later row's are not
       if (warp_.rank() == 0) bulk_wait<kStages - 1>();
       complete(stage_);
     }
@@ -120,7 +122,9 @@ class BulkRowSender {
   __device__ __forceinline__ uint64_t* barrier(int stage) const {
     return reinterpret_cast<uint64_t*>(staging_ + stage * stage_stride_);
   }
-  __device__ __forceinline__ std::byte* stage_memory(int stage) const { return staging_ + stage * stage_stride_ + kStageHeader; }
+  __device__ __forceinline__ std::byte* stage_memory(int stage) const {
+    return staging_ + stage * stage_stride_ + kStageHeader;
+  }
 
   __device__ __forceinline__ void store_stage(const std::byte* stage, int64_t num_bytes, const Item& item) {
     if (warp_.rank() == 0) {

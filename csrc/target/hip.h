@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>  // before rocPRIM, which uses memset without it
-
 #include <rocprim/block/block_scan.hpp>
 
 #include "target/attributes.h"
@@ -44,12 +43,8 @@ __device__ __forceinline__ T shuffle(T value, int lane) {
   return __shfl(value, lane);
 }
 
-__device__ __forceinline__ int32_t shuffle_up(int32_t value, int distance) {
-  return __shfl_up(value, distance);
-}
-__device__ __forceinline__ float shuffle_across(float value, int distance) {
-  return __shfl_xor(value, distance);
-}
+__device__ __forceinline__ int32_t shuffle_up(int32_t value, int distance) { return __shfl_up(value, distance); }
+__device__ __forceinline__ float shuffle_across(float value, int distance) { return __shfl_xor(value, distance); }
 
 struct BlockScan {
   using Scan = rocprim::block_scan<int32_t, kBlockThreads>;
@@ -96,7 +91,12 @@ __device__ __forceinline__ bool atomic_claim(T* address, T expected, T desired) 
 }
 
 // One write-back of the cache and one wait order all that was written before every relaxed signal after it.
-__device__ __forceinline__ void fence_before_signals() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, ""); }
+// The wait is asked for by hand: up to clang 22 the compiler does not count the write-back among what is in flight, and
+// drops the fence's own wait where it sees nothing else of this wave (LLVM pull request 178316).
+__device__ __forceinline__ void fence_before_signals() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+  drain_stores();
+}
 inline constexpr Order kSignalOrder = Order::kRelaxed;
 
 // Rows lie in global memory; saying so spares the generic (flat) access, which counts against shared memory too.
@@ -108,6 +108,16 @@ __device__ __forceinline__ T load_global(const T* address) {
 template <class T>
 __device__ __forceinline__ void store_global(T* address, T value) {
   *reinterpret_cast<__attribute__((address_space(1))) T*>(reinterpret_cast<uint64_t>(address)) = value;
+}
+
+// The kernel's arguments, where they lie. The compiler would load most of a kilobyte of them early and keep it in
+// scalar registers, of which there are a hundred; not knowing what the place holds, it loads each where it is used.
+template <class Args>
+__device__ __forceinline__ const Args& arguments_in_memory(const Args&) {
+  using Place = const __attribute__((address_space(4))) Args*;
+  Place place = (Place)__builtin_amdgcn_kernarg_segment_ptr();  // the only argument: at the start
+  asm volatile("" : "+s"(place));
+  return *(const Args*)place;
 }
 
 // ---- numbers
@@ -163,8 +173,8 @@ __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(1); }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 
-#include "target/simt.h"
 #include "target/row_sender.h"
+#include "target/simt.h"
 #include "target/simt_machine.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

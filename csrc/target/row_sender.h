@@ -20,9 +20,9 @@ struct RowSource {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// `Item` has `members`, the set of ranks that a row goes to. `target(item, rank)` is where it lands on a rank; `done(item)`
-// is called by every thread of the group when the row's stores come before whatever the thread signals next.
-// `staging`: where a row is put together that is not sent as it lies in memory, row_bytes long.
+// `Item` has `members`, the set of ranks that a row goes to. `target(item, rank)` is where it lands on a rank;
+// `done(item)` is called by every thread of the group when the row's stores come before whatever the thread signals
+// next. `staging`: where a row is put together that is not sent as it lies in memory, row_bytes long.
 template <class Group, class Item, class Target, class Done>
 class PlainRowSender {
  public:

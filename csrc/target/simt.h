@@ -211,7 +211,8 @@ template <class Kernel>
 __global__ void __launch_bounds__(kBlockThreads) kernel_entry(MOE_A2A_KERNEL_ARGUMENT typename Kernel::Args args) {
   __shared__ typename Block::Scratch scratch;
   extern __shared__ __align__(128) unsigned char shared[];  // the copy engine wants whole lines
-  Kernel::run(args, Grid{block_in_grid(), blocks_in_grid()}, Block(scratch), reinterpret_cast<std::byte*>(shared));
+  Kernel::run(arguments_in_memory(args), Grid{block_in_grid(), blocks_in_grid()}, Block(scratch),
+              reinterpret_cast<std::byte*>(shared));
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -148,8 +148,8 @@ class SimtMachine {
   std::vector<void*> allocations_, opened_, host_;
 };
 
-// Loads the kernels before the first of them runs: loading one later may wait for kernels that run, which may wait for a
-// rank whose kernel is being loaded. Also raises what a block may take of shared memory.
+// Loads the kernels before the first of them runs: loading one later may wait for kernels that run, which may wait for
+// a rank whose kernel is being loaded. Also raises what a block may take of shared memory.
 template <class... Kernel, class AnyMachine>
 void prepare(AnyMachine& machine) {
   const DeviceGuard guard(machine.device());

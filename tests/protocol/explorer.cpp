@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "observed.h"
-
 namespace moe_a2a {
 namespace {
 

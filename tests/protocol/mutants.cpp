@@ -53,6 +53,7 @@ std::vector<Mutant> all_mutants() {
       {Kind::kRelaxedRelease, "no release", {kTable}, "refuse_dispatch"},
       {Kind::kRelaxedRelease, "no release", {kCredit}, "combine_send"},
       {Kind::kRelaxedRelease, "no release", {kCredit}, "release"},
+      {Kind::kRelaxedRelease, "no release", {kCredit}, "refuse_dispatch"},
       {Kind::kRelaxedAcquire, "no acquire", all_signals},
       {Kind::kWaitSkipped, "no wait", {kTable, kRow, kSum, kCredit, kGoodbye}},
       {Kind::kWaitSkipped, "no wait", {kCredit}, "refuse_dispatch"},

@@ -40,6 +40,8 @@ class Call:
     halves: bool  # dispatch_send ... combine_recv instead of dispatch, combine
     again: bool  # a second dispatch, of other rows with the handle of the first
     release: bool  # give the handle back instead of combining
+    strided: bool  # rows of x and y lie apart in memory, with NaN between
+    scale: float  # of the values: subnormal and overflowing sums round, too
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def make_case(
     if num_max_tokens is None:
         # Most of the cost is in the bytes: large rows come with few tokens.
         limit = max(1, 120_000 // (hidden * num_ranks))
-        num_max_tokens = min(limit, rng.choice((1, 2, 3, 5, 8, 17, 40, 64, 130, 300)))
+        num_max_tokens = min(limit, rng.choice((1, 2, 3, 5, 8, 17, 40, 64, 130, 300, 1200)))
     num_topk = rng.choice((1, 2, 3, 4, 6, 8, 16))
     num_calls = num_calls or rng.randint(1, 3)
     return Case(
@@ -119,6 +121,8 @@ def _make_call(rng: random.Random, num_ranks: int, num_max_tokens: int) -> Call:
         halves=rng.random() < 0.4,
         again=rng.random() < 0.15,
         release=rng.random() < 0.1,
+        strided=rng.random() < 0.25,
+        scale=2.0 ** rng.choice((0, 0, 0, -17, 12, -130, 124)),
     )
 
 
@@ -192,7 +196,7 @@ def make_data(case: Case, call: Call, rows_seed: int | None = None) -> Data:
     topk_weights = None
     if call.with_weights:
         topk_weights = [torch.randn(idx.shape, generator=generator) for idx in topk_idx]
-    x = [formula(rows_seed, rank, tokens, case.hidden).to(case.dtype) for rank, tokens in enumerate(call.num_tokens)]
+    x = [make_rows(case, call, rows_seed, rank, tokens) for rank, tokens in enumerate(call.num_tokens)]
     x_scales, quantize = None, None
     if call.row_type == "fp8":
         pairs = [reference.quantize_fp8(rows) for rows in x]
@@ -209,19 +213,38 @@ def make_data(case: Case, call: Call, rows_seed: int | None = None) -> Data:
     )  # fmt: skip
     y = [make_y(case, call, rank, handle) for rank, handle in enumerate(handles)]
     combined = reference.combine(y, handles, presummed=call.presummed)
+    if call.strided:
+        x, y = [apart(rows) for rows in x], [apart(rows) for rows in y]
+        x_scales = None if x_scales is None else [apart(scales) for scales in x_scales]
     return Data(
         case, call, x, x_scales, topk_idx, topk_weights, handles, y, combined,
         layout=layout, quantize=None if quantize is None else "fp8",
     )  # fmt: skip
 
 
+def make_rows(case: Case, call: Call, seed: int, rank: int, rows: Tensor | int) -> Tensor:
+    values = formula(seed, rank, rows, case.hidden) * call.scale
+    limit = torch.finfo(case.dtype).max
+    return values.clamp(-limit, limit).to(case.dtype)
+
+
 def make_y(case: Case, call: Call, rank: int, handle: reference.Dispatched) -> Tensor:
     used = handle.landed if call.presummed else handle.expert_row_index >= 0
     y = torch.full((len(used), case.hidden), torch.nan, dtype=case.dtype)
-    y[used] = formula(call.seed ^ 0x55, rank, used.nonzero().squeeze(1), case.hidden).to(case.dtype)
+    y[used] = make_rows(case, call, call.seed ^ 0x55, rank, used.nonzero().squeeze(1))
     if call.layout == "masked" and not call.presummed:
         y = y.unflatten(0, (case.num_experts // case.num_ranks, -1))
     return y
+
+
+def apart(rows: Tensor) -> Tensor:
+    """The same rows with three elements of 0xff bytes (NaN in every format) after each; 3-d tensors stay as they are."""
+    if rows.ndim != 2:
+        return rows
+    wide = torch.empty(rows.shape[0], rows.shape[1] + 3, dtype=rows.dtype)
+    wide.view(torch.uint8).fill_(0xFF)
+    wide[:, : rows.shape[1]] = rows
+    return wide[:, : rows.shape[1]]
 
 
 # -------------------------------------------------------------------------------------- comparison
@@ -238,9 +261,12 @@ def _bytes(values: Tensor) -> Tensor:
     return values.view(torch.uint8) if values.ndim else values
 
 
-def assert_same(name: str, got: Tensor, expected: Tensor) -> None:
+def assert_same(name: str, got: Tensor, expected: Tensor, any_nan: bool = False) -> None:
+    """Bit for bit; with `any_nan` all NaN are the same (which bits inf - inf has is not defined)."""
     assert got.shape == expected.shape, f"{name}: shape {got.shape}, expected {expected.shape}"
     assert got.dtype == expected.dtype, f"{name}: {got.dtype}, expected {expected.dtype}"
+    if any_nan:
+        got, expected = (v.masked_fill(v.isnan(), torch.nan) for v in (got, expected))
     if not same_bits(got, expected):
         different = (_bytes(got) != _bytes(expected)).nonzero()
         first = tuple(different[0].tolist())

@@ -82,9 +82,8 @@ std::vector<std::string> names_of(const std::vector<pid_t>& pids) {
   while (const dirent* entry = readdir(directory)) {
     const std::string name = entry->d_name;
     for (const pid_t pid : pids) {
-      if (name.rfind("moe_a2a.", 0) == 0 && name.find("." + std::to_string(pid) + ".") != std::string::npos) {
-        names.push_back(name);
-      }
+      const std::string part = std::to_string(pid).insert(0, 1, '.') + ".";
+      if (name.rfind("moe_a2a.", 0) == 0 && name.find(part) != std::string::npos) names.push_back(name);
     }
   }
   closedir(directory);

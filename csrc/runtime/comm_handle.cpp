@@ -1,4 +1,4 @@
-#include "symmetric_memory/symmetric_heap.h"
+#include "runtime/comm_handle.h"
 
 #include <cstring>
 
@@ -7,12 +7,15 @@ namespace {
 
 struct AgreedField {
   const char* name;
-  int32_t CommHandle::*value;
+  int32_t CommHandle::* value;
 };
 constexpr AgreedField kAgreedFields[] = {
-    {"num_ranks", &CommHandle::num_ranks},     {"num_experts", &CommHandle::num_experts},
-    {"num_topk", &CommHandle::num_topk},       {"hidden", &CommHandle::hidden},
-    {"num_buffers", &CommHandle::num_buffers}, {"num_max_tokens_per_rank", &CommHandle::num_max_tokens_per_rank},
+    {"num_ranks", &CommHandle::num_ranks},
+    {"num_experts", &CommHandle::num_experts},
+    {"num_topk", &CommHandle::num_topk},
+    {"hidden", &CommHandle::hidden},
+    {"num_buffers", &CommHandle::num_buffers},
+    {"num_max_tokens_per_rank", &CommHandle::num_max_tokens_per_rank},
     {"dtype", &CommHandle::dtype},
 };
 
@@ -63,8 +66,8 @@ std::string disagreement(const std::vector<CommHandle>& handles) {
              "; pass the same kind of device on every rank";
     }
     if (first.memory.nbytes != other.memory.nbytes || first.layout_digest != other.layout_digest) {
-      return "ranks disagree: their heaps are laid out differently (" + std::to_string(first.memory.nbytes) +
-             " bytes" + who + std::to_string(other.memory.nbytes) + " bytes" + there +
+      return "ranks disagree: their heaps are laid out differently (" + std::to_string(first.memory.nbytes) + " bytes" +
+             who + std::to_string(other.memory.nbytes) + " bytes" + there +
              "); run the same version of moe_a2a on every rank";
     }
   }

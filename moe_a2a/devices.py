@@ -1,0 +1,31 @@
+"""Which target's kernels run on a PyTorch device."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_a2a import _core
+
+
+def target_of(device: torch.device) -> str:
+    """The target whose kernels run on a PyTorch device. ROCm builds of PyTorch call their devices "cuda" too."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda":
+        return "hip" if torch.version.hip else "cuda"
+    raise ValueError(f"device={str(device)!r} has no target; pass a cpu or cuda device")
+
+
+def default_device() -> torch.device:
+    """The current GPU where this build and this machine have one, else the CPU."""
+    if torch.cuda.is_available() and target_of(torch.device("cuda")) in _core.built_targets():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def float8_dtype(device: torch.device) -> torch.dtype:
+    """The float8 type that quantize="fp8" makes on a device: gfx942 has e4m3fnuz, everything else e4m3fn."""
+    if device.type == "cuda" and torch.version.hip:
+        name = torch.cuda.get_device_properties(device).gcnArchName
+        return torch.float8_e4m3fnuz if name.startswith("gfx942") else torch.float8_e4m3fn
+    return torch.float8_e4m3fn

@@ -1,0 +1,149 @@
+"""A rank that refuses its call because of its arguments: what the others see, and that all go on together."""
+
+import time
+
+import pytest
+import ranks
+import torch
+from test_handles import CONFIG, expected_output, experts, good_call, make_inputs
+
+import moe_a2a
+
+REFUSED = moe_a2a.PeerRefusedError
+SALT = 2  # of inputs where every rank has a route to every rank
+
+
+def run(program, num_ranks=3):
+    def with_ep(group):
+        with moe_a2a.ExpertParallel(group, **{**CONFIG, "timeout": 3}) as ep:
+            start = time.monotonic()
+            program(ep, group)
+            assert time.monotonic() - start < 2.5  # nobody has waited for a deadline
+            for salt in range(4):
+                good_call(ep, salt)
+
+    ranks.run_threads(num_ranks, with_ep)
+
+
+def bad_dispatch(ep, call=None):
+    x, topk_idx, weights = make_inputs(ep)
+    with pytest.raises(ValueError, match=f"num_experts={ep.num_experts}.*rank {ep.rank}"):
+        (call or ep.dispatch)(x, topk_idx + ep.num_experts, weights)
+
+
+def test_through_the_halves():
+    def program(ep, group):
+        for _ in range(5):
+            if ep.rank == 2:
+                bad_dispatch(ep, ep.dispatch_send)
+            else:
+                handle = ep.dispatch_send(*make_inputs(ep))
+                with pytest.raises(REFUSED, match="rank 2 refused .*num_experts=12"):
+                    ep.dispatch_recv(handle)
+                with pytest.raises(RuntimeError, match="closed"):
+                    ep.combine(torch.zeros(36, ep.hidden), handle)
+
+    run(program)
+
+
+def test_two_of_three_refuse():
+    def program(ep, group):
+        for _ in range(5):
+            if ep.rank == 0:
+                with pytest.raises(REFUSED) as raised:
+                    ep.dispatch(*make_inputs(ep))
+                assert raised.value.peer in (1, 2)
+            else:
+                bad_dispatch(ep)
+
+    run(program)
+
+
+def test_all_refuse():
+    run(lambda ep, group: [bad_dispatch(ep) for _ in range(5)])
+
+
+def test_with_another_handle_open():
+    def program(ep, group):
+        handle = ep.dispatch(*make_inputs(ep, 7))
+        for _ in range(3):
+            if ep.rank == 1:
+                bad_dispatch(ep)
+            else:
+                with pytest.raises(REFUSED):
+                    ep.dispatch(*make_inputs(ep))
+        assert torch.equal(ep.combine(experts(handle), handle), expected_output(ep, 7))
+
+    run(program)
+
+
+def test_refusals_in_turn_without_anything_between():
+    """Each rank refuses every third call, at its own pace: a refusal must not be taken for that of another call."""
+
+    def program(ep, group):
+        for call in range(60):
+            if call % 3 == ep.rank:
+                bad_dispatch(ep)
+                continue
+            with pytest.raises(REFUSED) as raised:
+                ep.dispatch(*make_inputs(ep, call))
+            assert raised.value.peer == call % 3
+            assert f"on rank {call % 3}" in str(raised.value)
+
+    run(program)
+
+
+def refused_combine(ep, group, refuser):
+    """Ends with a handle of which one rank has refused the combine."""
+    x, topk_idx, weights = make_inputs(ep, SALT)
+    assert refuser in topk_idx // ep.num_local_experts  # who needs nothing of the refuser does not notice
+    handle = ep.dispatch(x, topk_idx, weights)
+    y = experts(handle)
+    if ep.rank == refuser:
+        with pytest.raises(ValueError, match=rf"y has shape .*rank {refuser}"):
+            ep.combine(y[:, :-1], handle)
+    else:
+        with pytest.raises(REFUSED, match=rf"rank {refuser} refused"):
+            ep.combine(y, handle)
+    group.all_gather(None)  # the refuser does not try again before the others have seen it
+    return handle, y
+
+
+def test_combine_refused_again_and_again():
+    def program(ep, group):
+        handle, y = refused_combine(ep, group, 0)
+        for refuser in (1, 0, 2):
+            if ep.rank == refuser:
+                if refuser != 0:  # it has sent what the others need: now only its own `out` can be bad
+                    with pytest.raises(ValueError, match=f"out .*rank {refuser}"):
+                        ep.combine(y, handle, out=torch.empty(1, 1))
+                else:
+                    with pytest.raises(ValueError, match="y .*rank 0"):
+                        ep.combine(y[:, :-1], handle)
+            group.all_gather(None)
+        assert torch.equal(ep.combine(y, handle), expected_output(ep, SALT))
+
+    run(program)
+
+
+def test_combine_refused_and_given_up():
+    """Nobody tries again: all release the handle, whatever stage it has on their rank."""
+
+    def program(ep, group):
+        for _ in range(4):
+            handle, _ = refused_combine(ep, group, 1)
+            handle.release()
+
+    run(program)
+
+
+def test_dropped_handles_are_taken_back():
+    """Handles that are neither combined nor released end with their last reference."""
+
+    def program(ep, group):
+        for salt in range(7):
+            ep.dispatch(*make_inputs(ep, salt))
+        handle = ep.dispatch(*make_inputs(ep, 1))
+        assert torch.equal(ep.combine(experts(handle), handle), expected_output(ep, 1))
+
+    run(program)
