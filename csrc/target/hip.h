@@ -173,9 +173,11 @@ __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(1); }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 
-#include "target/row_sender.h"
+// clang-format off: each needs the ones before it
 #include "target/simt.h"
+#include "target/row_sender.h"
 #include "target/simt_machine.h"
+// clang-format on
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 

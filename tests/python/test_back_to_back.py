@@ -19,14 +19,14 @@ import moe_a2a
 NUM_CALLS = 10_000
 NUM_DISTINCT_CALLS = 64
 CASE = cases.Case(
-    seed=0, num_ranks=0, num_experts=24, num_topk=3, hidden=40, num_max_tokens_per_rank=12,
+    seed=0, num_ranks=0, num_experts=0, num_topk=3, hidden=40, num_max_tokens_per_rank=12,
     dtype=torch.bfloat16, num_blocks=1, num_buffers=2, calls=(),
 )  # fmt: skip
 
 
 def make_pool(seed, num_ranks, num_blocks):
     """Prepared calls with their expectations: making them costs more than running them."""
-    case = dataclasses.replace(CASE, num_ranks=num_ranks, num_blocks=num_blocks)
+    case = dataclasses.replace(CASE, num_ranks=num_ranks, num_experts=6 * num_ranks, num_blocks=num_blocks)
     rng = random.Random(seed)
     calls = [
         dataclasses.replace(call, again=False)

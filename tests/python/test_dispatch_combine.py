@@ -66,10 +66,8 @@ def run_cases(group, seeds, num_ranks):
             raise AssertionError(f"seed {seed}, num_ranks {num_ranks}: {case}") from error
 
 
-@pytest.mark.parametrize("chunk", range(NUM_THREAD_CHUNKS))
-def test_random_cases_with_ranks_as_threads(chunk, session_seed):
-    first = session_seed + chunk * NUM_THREAD_CASES
-    for seed in range(first, first + NUM_THREAD_CASES):
+def run_thread_cases(seeds):
+    for seed in seeds:
         case = cases.make_case(seed)
         data = [cases.make_data(case, call) for call in case.calls]
 
@@ -82,6 +80,12 @@ def test_random_cases_with_ranks_as_threads(chunk, session_seed):
             ranks.run_threads(case.num_ranks, program)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {case}") from error
+
+
+@pytest.mark.parametrize("chunk", range(NUM_THREAD_CHUNKS))
+def test_random_cases_with_ranks_as_threads(chunk, session_seed):
+    first = session_seed + chunk * NUM_THREAD_CASES
+    run_thread_cases(range(first, first + NUM_THREAD_CASES))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])

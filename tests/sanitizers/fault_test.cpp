@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <thread>
+#include <type_traits>
 
 #include "thread_ranks.h"
 
@@ -50,7 +51,7 @@ template <Order kStore>
 int pass_a_message() {
   Signal signal;
   Report report;
-  uint64_t poison = 0;
+  std::remove_pointer_t<decltype(WaitPolicy::poison)> poison = 0;
   int payload = 0;
   HeapView heap{.rank = 0, .num_ranks = 1};
   heap.base[0] = reinterpret_cast<std::byte*>(&signal);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -10,8 +11,9 @@
 #include "protocol/rank_set.h"
 #include "protocol/signal.h"
 #include "protocol/workspace.h"
+#include "runtime/comm_handle.h"
 #include "seed.h"
-#include "symmetric_memory/symmetric_heap.h"
+#include "symmetric_memory/heap_view.h"
 
 namespace moe_a2a {
 namespace {
@@ -159,7 +161,7 @@ std::vector<Field> symmetric_fields(const MoeConfig& c, const Workspace& w) {
           {"dispatch_credit", w.dispatch_credit.data, b * r * sizeof(Signal)},
           {"combine_refusal", w.combine_refusal.data, b * r * sizeof(Signal)},
           {"goodbye", w.goodbye.data, r * sizeof(Signal)},
-          {"poison", w.poison.data, sizeof(uint64_t)}};
+          {"poison", w.poison.data, sizeof(*w.poison.data)}};
 }
 
 std::vector<Field> local_fields(const MoeConfig& c, const Workspace& w) {
