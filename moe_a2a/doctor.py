@@ -88,14 +88,15 @@ def _devices_to_test() -> Iterator[list[torch.device]]:
     if "cpu" in built:
         yield [torch.device("cpu")] * NUM_RANKS
     if torch.cuda.is_available() and ("hip" if torch.version.hip else "cuda") in built:
-        num_gpus = torch.cuda.device_count()
-        yield [torch.device("cuda", rank % num_gpus) for rank in range(NUM_RANKS)]
+        # One rank per GPU: kernels of ranks that share one may wait for each other in its queues.
+        yield [torch.device("cuda", gpu) for gpu in range(min(NUM_RANKS, torch.cuda.device_count()))]
 
 
 def _self_test(devices: list[torch.device]) -> float:
     """Ranks as threads, result against the reference; milliseconds of one step."""
-    groups = moe_a2a.thread_group(NUM_RANKS)
-    inputs = [_inputs(rank) for rank in range(NUM_RANKS)]
+    num_ranks = len(devices)
+    groups = moe_a2a.thread_group(num_ranks)
+    inputs = [_inputs(rank) for rank in range(num_ranks)]
 
     def rank_main(rank: int) -> tuple[torch.Tensor, float]:
         on_device = [tensor.to(devices[rank]) for tensor in inputs[rank]]
@@ -108,8 +109,8 @@ def _self_test(devices: list[torch.device]) -> float:
                 out = _step(ep, *on_device)
             return out.cpu(), 1e3 * (time.perf_counter() - start) / 10
 
-    with ThreadPoolExecutor(NUM_RANKS) as pool:
-        outs, milliseconds = zip(*pool.map(rank_main, range(NUM_RANKS)), strict=True)
+    with ThreadPoolExecutor(num_ranks) as pool:
+        outs, milliseconds = zip(*pool.map(rank_main, range(num_ranks)), strict=True)
     for out, expected in zip(outs, _expected(inputs), strict=True):
         if not torch.equal(out, expected):
             raise ArithmeticError("the result is not the reference's")

@@ -153,7 +153,7 @@ struct CombineSend {
     const Context& c = args.context;
     for (int k = 0; k < c.config.num_topk; ++k) {
       if (local_expert(c.config, choices[k], c.config.rank) >= 0 && positions[k] >= args.num_y_rows) {
-        atomic_add<Order::kRelaxed, Scope::kSystem>(&c.wait.report->num_short_y_routes, 1u);
+        count_fault(&c.wait.tally->num_short_y_routes, &c.wait.report->num_short_y_routes);
       }
     }
   }

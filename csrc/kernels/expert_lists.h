@@ -190,7 +190,8 @@ class ExpertLists {
     const int32_t row = rank * config_.num_max_tokens_per_rank + token;
     if (entry >= held(expert)) {
       ws_.row_route(b, row, k) = -1;
-      atomic_add<Order::kRelaxed, Scope::kSystem>(&args_.context.wait.report->num_lost_routes, 1u);
+      const WaitPolicy& wait = args_.context.wait;
+      count_fault(&wait.tally->num_lost_routes, &wait.report->num_lost_routes);
       return;
     }
     const int32_t position = start_[expert] + entry;

@@ -48,8 +48,9 @@ MOE_A2A_DEVICE bool lands_on(const MoeConfig& config, const int32_t* choices, in
 MOE_A2A_DEVICE int32_t checked_choice(const DispatchSendArgs& args, int token, int k) {
   const int64_t expert = args.topk_idx[static_cast<int64_t>(token) * args.context.config.num_topk + k];
   if (expert >= -1 && expert < args.context.config.num_experts) return static_cast<int32_t>(expert);
-  Report* report = args.context.wait.report;
-  atomic_add<Order::kRelaxed, Scope::kSystem>(&report->num_bad_choices, 1u);
+  const WaitPolicy& wait = args.context.wait;
+  Report* report = wait.report;
+  count_fault(&wait.tally->num_bad_choices, &report->num_bad_choices);
   atomic_store<Order::kRelaxed, Scope::kSystem>(&report->bad_token, token);
   atomic_store<Order::kRelaxed, Scope::kSystem>(&report->bad_expert, static_cast<int32_t>(expert));
   return -1;

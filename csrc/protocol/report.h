@@ -21,9 +21,17 @@ struct RefusalText {
   uint64_t word[kRefusalWords] = {};
 };
 
-// In host-visible memory. `state` goes 0 -> 1 (a waiting thread has claimed it) -> 2 (complete).
+// Counters of the kernels, in this rank's own memory: a device may not be able to count in the host's.
+struct Tally {
+  uint32_t num_reports = 0;  // claimed so far: who raises it by one writes the report
+  uint32_t num_bad_choices = 0;
+  uint32_t num_lost_routes = 0;
+  uint32_t num_short_y_routes = 0;
+};
+
+// In host-visible memory; written by one thread, the one that has claimed it in the Tally.
 struct Report {
-  uint32_t state = 0;
+  uint32_t is_complete = 0;
   Reason reason = Reason::kNone;
   Operation operation = Operation::kNone;
   Phase phase = Phase::kNone;
@@ -37,7 +45,7 @@ struct Report {
   double elapsed_seconds = 0;
   RefusalText refusal;  // kRefused: what the peer said
 
-  // Routing that the kernels found wrong and treated as dropped: how many, and the last of them.
+  // The newest values of the Tally. Routing that the kernels found wrong and treated as dropped, and the last of it.
   uint32_t num_bad_choices = 0;
   int32_t bad_token = -1;
   int32_t bad_expert = -1;

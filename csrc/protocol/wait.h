@@ -22,6 +22,8 @@ struct WaitPolicy {
   uint64_t timeout_ticks = 0;
   double ticks_per_second = 1;
   Report* report = nullptr;                // host-visible
+  Tally* tally = nullptr;                  // this rank's own
+  uint32_t num_reports = 0;                // that the host has taken note of
   uint32_t* poison = nullptr;              // this rank's word in the symmetric heap
   const uint64_t* refusal_text = nullptr;  // [B, R src, kRefusalWords] in the symmetric heap
 };
@@ -33,11 +35,18 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 // Polls between two looks at the clock and at the poison: a look must not slow the poll that succeeds.
 inline constexpr uint32_t kPollsPerLook = 64;
 
-// Fills the report, once per object: the first wait that gives up is the one that says why.
+// Counts what was found wrong, and shows the host the sum.
+MOE_A2A_DEVICE void count_fault(uint32_t* tally, uint32_t* shown) {
+  const uint32_t count = atomic_add<Order::kRelaxed, Scope::kDevice>(tally, 1u) + 1;
+  atomic_store<Order::kRelaxed, Scope::kSystem>(shown, count);
+}
+
+// Fills the report: the first wait that gives up is the one that says why.
 MOE_A2A_DEVICE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
                                  uint32_t poison, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
   Report* report = policy.report;
-  if (!atomic_claim<Order::kRelaxed, Scope::kSystem>(&report->state, 0u, 1u)) return;
+  const uint32_t before = policy.num_reports;
+  if (!atomic_claim<Order::kRelaxed, Scope::kDevice>(&policy.tally->num_reports, before, before + 1)) return;
   report->reason = reason;
   report->operation = site.operation;
   report->phase = site.phase;
@@ -55,7 +64,7 @@ MOE_A2A_DEVICE void write_report(const WaitPolicy& policy, const HeapView& heap,
       report->refusal.word[i] = atomic_load<Order::kRelaxed, Scope::kSystem>(text + i);
     }
   }
-  atomic_store<Order::kRelease, Scope::kSystem>(&report->state, 2u);  // pairs with the host's acquire in check()
+  atomic_store<Order::kRelease, Scope::kSystem>(&report->is_complete, 1u);  // pairs with the host's acquire
 }
 
 // Tells every rank, this one first, that `rank` has given up waiting for `culprit`, so that nobody waits for a rank

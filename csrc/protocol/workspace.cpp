@@ -66,6 +66,7 @@ Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byt
 
   Carver own(local);
   w.epoch = own.take<uint64_t>(b);
+  w.tally = own.take<Tally>(1);
   w.arrivals = own.take<uint32_t>(b, Workspace::kNumArrivals);
   w.expert_offsets = own.take<int32_t>(b, experts + 1);
   w.expert_counts = own.take<int32_t>(b, experts);

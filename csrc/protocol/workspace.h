@@ -60,6 +60,7 @@ struct Workspace {
 
   // ---- local
   Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; kernels advance it
+  Array<Tally, 1> tally;               // [1]
   Array<uint32_t, 2> arrivals;         // [B, kNumArrivals]  blocks that have finished a launch; see last_block_done()
   Array<int32_t, 2> expert_offsets;    // [B, El + 1]
   Array<int32_t, 2> expert_counts;     // [B, El]

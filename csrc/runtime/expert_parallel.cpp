@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "symmetric_memory/symmetric_heap.h"
 
@@ -51,6 +52,7 @@ ExpertParallel::ExpertParallel(const MoeConfig& config, const std::string& targe
   context_.wait = {.timeout_ticks = static_cast<uint64_t>(timeout_seconds * ticks),
                    .ticks_per_second = ticks,
                    .report = report_,
+                   .tally = context_.ws.tally.data,
                    .poison = context_.ws.poison.data,
                    .refusal_text = context_.ws.refusal_text.data};
   comm_handle_ = make_comm_handle(config, target, memory, size_.layout_digest);
@@ -308,8 +310,8 @@ void ExpertParallel::after_launch() {
 
 void ExpertParallel::raise_reported() {
   // Pairs with the release in write_report().
-  if (__atomic_load_n(&report_->state, __ATOMIC_ACQUIRE) == 2) raise_wait(*report_);
-  if (report_->num_bad_choices + report_->num_lost_routes + report_->num_short_y_routes > 0) raise_bad_routing();
+  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) raise_wait(*report_);
+  raise_bad_routing();
 }
 
 void ExpertParallel::raise_wait(const Report& report) {
@@ -322,7 +324,8 @@ void ExpertParallel::raise_wait(const Report& report) {
   if (report.reason == Reason::kRefused) {
     const int peer = report.peer;
     what += ": " + rank_text(peer) + " refused its call: " + reinterpret_cast<const char*>(report.refusal.word);
-    report_->state = 0;  // the object stays usable
+    report_->is_complete = 0;  // the object stays usable: a later launch may report again
+    ++context_.wait.num_reports;
     throw PeerRefused(peer, what);
   }
   what += " waited " + std::to_string(report.elapsed_seconds) + " s" + awaited + " (expected epoch " +
@@ -335,23 +338,27 @@ void ExpertParallel::raise_wait(const Report& report) {
   throw PeerTimeout(report, what);
 }
 
+// What the kernels have found wrong since the last look.
 void ExpertParallel::raise_bad_routing() {
-  const Report seen = *report_;
-  report_->num_bad_choices = report_->num_lost_routes = report_->num_short_y_routes = 0;
+  const Tally now{.num_bad_choices = __atomic_load_n(&report_->num_bad_choices, __ATOMIC_RELAXED),
+                  .num_lost_routes = __atomic_load_n(&report_->num_lost_routes, __ATOMIC_RELAXED),
+                  .num_short_y_routes = __atomic_load_n(&report_->num_short_y_routes, __ATOMIC_RELAXED)};
+  const Tally before = std::exchange(raised_, now);
   const std::string rank = " on rank " + std::to_string(config().rank);
-  if (seen.num_bad_choices > 0) {
-    throw std::invalid_argument("topk_idx held " + std::to_string(seen.num_bad_choices) +
+  if (const uint32_t count = now.num_bad_choices - before.num_bad_choices; count > 0) {
+    throw std::invalid_argument("topk_idx held " + std::to_string(count) +
                                 " ids out of range, treated as dropped; the last: topk_idx[" +
-                                std::to_string(seen.bad_token) + "] has " + std::to_string(seen.bad_expert) +
+                                std::to_string(report_->bad_token) + "] has " + std::to_string(report_->bad_expert) +
                                 ", not in [-1, num_experts=" + std::to_string(config().num_experts) + ")" + rank);
   }
-  if (seen.num_short_y_routes > 0) {
-    throw std::invalid_argument("y of a combine was too short for " + std::to_string(seen.num_short_y_routes) +
-                                " routes" + rank + "; pass at least expert_offsets[-1] rows");
+  if (const uint32_t count = now.num_short_y_routes - before.num_short_y_routes; count > 0) {
+    throw std::invalid_argument("y of a combine was too short for " + std::to_string(count) + " routes" + rank +
+                                "; pass at least expert_offsets[-1] rows");
   }
-  throw std::invalid_argument(std::to_string(seen.num_lost_routes) + " routes found no room in the masked layout" +
-                              rank +
-                              ": tokens name an expert more than once; pass layout=\"rows\" or \"expert_major\"");
+  if (const uint32_t count = now.num_lost_routes - before.num_lost_routes; count > 0) {
+    throw std::invalid_argument(std::to_string(count) + " routes found no room in the masked layout" + rank +
+                                ": tokens name an expert more than once; pass layout=\"rows\" or \"expert_major\"");
+  }
 }
 
 void ExpertParallel::check() {
@@ -371,14 +378,14 @@ void ExpertParallel::close() {
 }
 
 void ExpertParallel::part() {
-  if (__atomic_load_n(&report_->state, __ATOMIC_ACQUIRE) == 2) return;  // somebody is missing already
+  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) return;  // somebody is missing already
   GoodbyeArgs args{.context = context_};
   const auto limit = static_cast<uint64_t>(kPartingSeconds * context_.wait.ticks_per_second);
   args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
   backend_->synchronize();
   backend_->launch(args, 1, nullptr);
   backend_->synchronize();
-  parted_ = __atomic_load_n(&report_->state, __ATOMIC_ACQUIRE) == 0;
+  parted_ = __atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0;
 }
 
 }  // namespace moe_a2a

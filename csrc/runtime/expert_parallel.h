@@ -125,6 +125,7 @@ class ExpertParallel {
   CommHandle comm_handle_;
   std::byte* own_heap_ = nullptr;
   Report* report_ = nullptr;
+  Tally raised_;                                       // what of the report's counters has been raised
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer, null when free
   int last_buffer_;
   bool connected_ = false;

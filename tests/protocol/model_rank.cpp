@@ -55,6 +55,7 @@ ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::by
   for (int r = 0; r < shape.num_ranks; ++r) context_.heap.base[r] = symmetric + r * size_.symmetric_bytes;
   context_.wait = {.timeout_ticks = timeout_ticks(rank),
                    .report = report,
+                   .tally = context_.ws.tally.data,
                    .poison = context_.ws.poison.data,
                    .refusal_text = context_.ws.refusal_text.data};
   for (int call = 0; call < shape.num_calls; ++call) {
@@ -78,6 +79,7 @@ void ModelRank::reset() {
   std::memset(own_heap_, 0, size_.symmetric_bytes);
   std::memset(local_, 0, size_.local_bytes);
   *report_ = Report{};
+  context_.wait.num_reports = 0;
   attempt_ = 1;
   noted_refusal_ = false;
   if (shape_.first_epoch == 0) return;
@@ -309,19 +311,20 @@ Launch ModelRank::expect_refusal(int peer, bool check_text) {
 }
 
 void ModelRank::compare_refusal(int peer, bool check_text) {
-  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->state) != 2) fail("no report of a refusal");
+  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 1u) fail("no report of a refusal");
   if (report_->reason != Reason::kRefused || report_->peer != peer) fail("the report is not of that refusal");
   const RefusalText expected = refusal_text(peer);
   for (int i = 0; check_text && i < kRefusalWords; ++i) {
     if (report_->refusal.word[i] != expected.word[i]) fail("the text of the refusal is wrong");
   }
-  report_->state = 0;
+  report_->is_complete = 0;
+  ++context_.wait.num_reports;
   ++attempt_;
 }
 
 Launch ModelRank::note_refusal(int peer) {
   return launch("note_refusal", -1, 1, [this, peer](int) {
-    noted_refusal_ = report_->state != 0;
+    noted_refusal_ = report_->is_complete != 0;
     if (noted_refusal_) compare_refusal(peer, true);
   });
 }
@@ -339,14 +342,14 @@ Launch ModelRank::expect_left(int culprit) {
 }
 
 void ModelRank::compare_left(int culprit) const {
-  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->state) != 2) fail("no report of the missing rank");
+  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 1u) fail("no report of the missing rank");
   if (report_->reason != Reason::kTimeout && report_->reason != Reason::kPoisoned) fail("the reason is wrong");
   if (report_->culprit != culprit) fail("the report blames rank " + std::to_string(report_->culprit));
 }
 
 Launch ModelRank::watch_report(int culprit) {
   return launch("host watches", -1, 1, [this, culprit](int) {
-    while (atomic_load<Order::kRelaxed, Scope::kSystem>(&report_->state) != 2) pause();
+    while (atomic_load<Order::kRelaxed, Scope::kSystem>(&report_->is_complete) != 1u) pause();
     compare_left(culprit);
   });
 }

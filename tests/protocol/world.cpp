@@ -85,7 +85,7 @@ void World::mark_fields() {
       mark(rank->workspace().arrivals.at(b, Workspace::kDispatchSend), Field::kSendArrivals);
       mark(rank->workspace().arrivals.at(b, Workspace::kCombineSend), Field::kCombineArrivals);
     }
-    mark(&rank->report()->state, Field::kReportState);
+    mark(&rank->report()->is_complete, Field::kReportState);
   }
 }
 

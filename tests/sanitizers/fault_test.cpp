@@ -59,7 +59,9 @@ int pass_a_message() {
     payload = 42;
     atomic_store<kStore, Scope::kSystem>(&signal.word, Signal::pack(1, 0));
   });
-  const WaitPolicy policy{.timeout_ticks = 5 * kClockTicksPerSecond, .report = &report, .poison = &poison};
+  Tally tally;
+  const WaitPolicy policy{
+      .timeout_ticks = 5 * kClockTicksPerSecond, .report = &report, .tally = &tally, .poison = &poison};
   EXPECT_TRUE(wait_for(&signal, 1, {Operation::kDispatchRecv, Phase::kRow, 0}, policy, heap));
   const int received = payload;
   sender.join();

@@ -72,6 +72,7 @@ struct Receiver {
     local.resize(size.local_bytes / sizeof(std::max_align_t) + 1);
     args.context.ws = make_workspace(config, reinterpret_cast<std::byte*>(symmetric.data()),
                                      reinterpret_cast<std::byte*>(local.data()), &size);
+    args.context.wait.tally = args.context.ws.tally.data;
     const int kind = pick(0, 3);  // of routing: anything, all to one expert, all dropped, all here
     for (int r = 0; r < config.num_ranks; ++r) {
       num_tokens.push_back(pick(0, 3) == 0 ? 0 : pick(0, config.num_max_tokens_per_rank));
