@@ -51,6 +51,7 @@ struct Receiver {
   std::vector<std::max_align_t> symmetric, local;
   std::vector<int32_t> num_tokens;
   Report report;
+  Tally tally;
 
   Receiver(std::mt19937& random, Layout layout) {
     const auto pick = [&](int low, int high) { return std::uniform_int_distribution(low, high)(random); };
@@ -66,13 +67,13 @@ struct Receiver {
     args.layout = layout;
     args.expert_alignment = layout == Layout::kExpertMajor ? pick(1, 16) : 1;
     args.context.wait.report = &report;
+    args.context.wait.tally = &tally;
     WorkspaceSize size;
     make_workspace(config, nullptr, nullptr, &size);
     symmetric.resize(size.symmetric_bytes / sizeof(std::max_align_t) + 1);
     local.resize(size.local_bytes / sizeof(std::max_align_t) + 1);
     args.context.ws = make_workspace(config, reinterpret_cast<std::byte*>(symmetric.data()),
                                      reinterpret_cast<std::byte*>(local.data()), &size);
-    args.context.wait.tally = args.context.ws.tally.data;
     const int kind = pick(0, 3);  // of routing: anything, all to one expert, all dropped, all here
     for (int r = 0; r < config.num_ranks; ++r) {
       num_tokens.push_back(pick(0, 3) == 0 ? 0 : pick(0, config.num_max_tokens_per_rank));
