@@ -176,6 +176,7 @@ def _child(
                 world_size=num_ranks,
                 timeout=timedelta(seconds=timeout),
             )
+            dist.barrier()  # a rank that ends at once must not leave while others still connect
             message = ("result", program(dist.group.WORLD, *pickle.loads(args)))
         except BaseException:
             message = ("error", traceback.format_exc())
