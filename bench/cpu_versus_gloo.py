@@ -79,7 +79,7 @@ def make_systems(shape: Shape, group: Any, inputs: tuple[Tensor, Tensor, Tensor]
         "num_max_tokens_per_rank": shape.num_tokens,
         "dtype": shape.dtype,
     }
-    ep = moe_a2a.ExpertParallel(group, **config)
+    ep = moe_a2a.ExpertParallel(group, **config, device="cpu")
 
     def gather(handle: Any) -> Tensor:
         y = torch.zeros(len(handle.expert_row_index), shape.hidden, dtype=shape.dtype)

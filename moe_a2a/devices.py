@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from moe_a2a import _core
@@ -17,7 +19,9 @@ def target_of(device: torch.device) -> str:
 
 
 def default_device() -> torch.device:
-    """The current GPU where this build and this machine have one, else the CPU."""
+    """What MOE_A2A_DEVICE names; else the current GPU where this build and this machine have one, else the CPU."""
+    if os.environ.get("MOE_A2A_DEVICE"):
+        return torch.device(os.environ["MOE_A2A_DEVICE"])
     if torch.cuda.is_available() and target_of(torch.device("cuda")) in _core.built_targets():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -28,7 +28,8 @@ class ExpertParallel:
         hidden: length of a row.
         num_max_tokens_per_rank: most tokens that a rank dispatches at once (T).
         dtype: of x, y and the result: float32, float16 or bfloat16.
-        device: where tensors live; default: the current GPU if this build has its target, else the CPU.
+        device: where tensors live; default: what the environment variable MOE_A2A_DEVICE names, else the current GPU
+            if this build has its target, else the CPU.
         num_buffers: dispatches that may be open at once.
         timeout: seconds after which a wait for another rank raises PeerTimeoutError.
         num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: the target's default.

@@ -57,7 +57,7 @@ class Core {
     ExpertParallel& core = ep();
     core.require_open();
     const LaunchPlace place = where(num_blocks);
-    const DispatchInput input = checked_input(core.config(), device_, {x, topk_idx, topk_weights, x_scales, quantize});
+    const DispatchInput input = checked_input(core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
     py::gil_scoped_release unlocked;
     return core.dispatch_send(input, place);
   }
@@ -69,7 +69,7 @@ class Core {
     core.require_open();
     const LaunchPlace place = where(num_blocks);
     const Layout as = to_layout(layout);
-    const DispatchInput input = checked_input(core.config(), device_, {x, topk_idx, topk_weights, x_scales, quantize});
+    const DispatchInput input = checked_input(core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
     py::gil_scoped_release unlocked;
     return core.dispatch(input, as, expert_alignment, place);
   }

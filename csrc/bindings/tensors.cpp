@@ -140,6 +140,15 @@ void check_scales(const MoeConfig& config, at::Device device, const DispatchTens
   check_shape(config, *t.x_scales, "x_scales", shape, "pass one scale per 128 values of a row");
 }
 
+void check_quantized_row(const MoeConfig& config, int64_t limit) {
+  const int64_t num_bytes = config.row_bytes(DType::kFloat8);
+  if (num_bytes <= limit) return;
+  raise_value(config,
+              "quantize=\"fp8\" with hidden=" + std::to_string(config.hidden) + ": a row of " +
+                  std::to_string(num_bytes) + " bytes > " + std::to_string(limit),
+              "pass float8 rows with x_scales, or quantize=None");
+}
+
 }  // namespace
 
 DType to_dtype(at::ScalarType type, const std::string& whose) {
@@ -160,10 +169,12 @@ DType to_dtype(at::ScalarType type, const std::string& whose) {
   }
 }
 
-DispatchInput checked_input(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
+DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const DispatchTensors& t) {
+  const MoeConfig& config = ep.config();
   check_x(config, device, t);
   check_routing(config, device, t);
   check_scales(config, device, t);
+  if (t.quantize) check_quantized_row(config, ep.backend().max_quantized_row_bytes());
   DispatchInput input;
   input.num_tokens = static_cast<int>(t.x.size(0));
   input.topk_idx = {t.topk_idx.const_data_ptr(), t.topk_idx.scalar_type() == at::kLong};

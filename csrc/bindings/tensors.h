@@ -21,7 +21,7 @@ struct DispatchTensors {
 };
 
 // Raises ValueError or TypeError with the value, the limit, the rank and the argument to change.
-DispatchInput checked_input(const MoeConfig& config, at::Device device, const DispatchTensors& tensors);
+DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const DispatchTensors& tensors);
 Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle& handle, const at::Tensor& y,
                bool presummed);
 at::Tensor checked_out(const MoeConfig& config, at::Device device, int num_tokens, at::ScalarType type,

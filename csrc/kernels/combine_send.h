@@ -13,7 +13,7 @@ struct CombineSend {
   // Shared memory, per group that sends: the terms of its sum, or the row sender's staging.
   MOE_A2A_HOST_DEVICE static int64_t group_bytes(const Args& args) {
     if (!args.presummed) return Terms<float>::bytes(args.context.config.num_topk);
-    return args.block_per_row ? 0 : warp_staging_bytes(row_bytes(args), false);
+    return args.block_per_row ? 0 : staging_that_fits(warp_staging_bytes(row_bytes(args), false));
   }
   MOE_A2A_HOST_DEVICE static int num_senders(const Args& args) {
     constexpr int64_t kWarps = kBlockThreads / kWarpSize;
@@ -84,7 +84,8 @@ struct CombineSend {
     std::byte* memory = shared + block.warp_rank() * group_bytes(args);
     const int first = grid.rank() + grid.size() * block.warp_rank(), stride = grid.size() * senders;
     if (args.presummed) {
-      auto sender = make_warp_sender<Item>(warp, Target{args}, signal, memory, row_bytes(args));
+      std::byte* staging = group_bytes(args) > 0 ? memory : nullptr;
+      auto sender = make_warp_sender<Item>(warp, Target{args}, signal, staging, row_bytes(args));
       for (int i = first; i < num_rows; i += stride) send_row(args, warp, sender, signal, memory, num_rows, i);
       sender.finish();
     } else {

@@ -16,7 +16,7 @@ struct DispatchSend {
   }
   MOE_A2A_HOST_DEVICE static int64_t staging_bytes(const Args& args) {
     if (args.block_per_token) return args.quantize ? (row_bytes(args) + 127) / 128 * 128 : 0;
-    return warp_staging_bytes(row_bytes(args), args.quantize);
+    return staging_that_fits(warp_staging_bytes(row_bytes(args), args.quantize));
   }
   // Warps of a block that send: as many as there is staging for.
   MOE_A2A_HOST_DEVICE static int num_senders(const Args& args) {
@@ -107,8 +107,8 @@ struct DispatchSend {
     const auto signal = [&](const Item& item) {
       if (warp.rank() == 0) signal_row(args, item, epoch);
     };
-    auto sender = make_warp_sender<Item>(warp, landing_at, signal, shared + block.warp_rank() * staging_bytes(args),
-                                         row_bytes(args));
+    std::byte* staging = staging_bytes(args) > 0 ? shared + block.warp_rank() * staging_bytes(args) : nullptr;
+    auto sender = make_warp_sender<Item>(warp, landing_at, signal, staging, row_bytes(args));
     for (int t = grid.rank() + grid.size() * block.warp_rank(); t < args.num_tokens; t += grid.size() * senders) {
       send_row(args, warp, sender, t);
     }

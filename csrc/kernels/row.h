@@ -20,6 +20,11 @@ MOE_A2A_DEVICE void with_element_type(DType dtype, F f) {
   }
 }
 
+// A row that is too long for the staging of one warp goes without: 0.
+MOE_A2A_HOST_DEVICE int64_t staging_that_fits(int64_t num_bytes) {
+  return num_bytes <= static_cast<int64_t>(kMaxSharedBytes) ? num_bytes : 0;
+}
+
 // ---- quantisation
 
 MOE_A2A_DEVICE float magnitude(float value) { return value < 0 ? -value : value; }

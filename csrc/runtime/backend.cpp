@@ -24,6 +24,7 @@ class TargetBackend final : public Backend {
   int max_blocks() const override { return machine_.max_blocks(0); }
   bool is_synchronous() const override { return kBlockThreads == 1; }
   bool needs_aligned_vectors() const override { return kAlignedVectors; }
+  int64_t max_quantized_row_bytes() const override { return static_cast<int64_t>(kMaxSharedBytes) / 2 - 256; }
   double clock_ticks_per_second() const override { return machine_.clock_ticks_per_second(); }
 
   std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) override {

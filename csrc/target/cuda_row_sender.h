@@ -66,17 +66,17 @@ class BulkRowSender {
   __device__ __forceinline__ BulkRowSender(const Warp& warp, Target target, Done done, std::byte* staging,
                                            int64_t row_bytes)
       : warp_(warp), target_(target), done_(done), staging_(staging), stage_stride_(stage_bytes(row_bytes)) {
-    if (warp_.rank() == 0) {
+    if (warp_.rank() == 0 && staging_ != nullptr) {
       for (int s = 0; s < kStages; ++s) barrier_init(barrier(s));
     }
     warp_.sync();
   }
 
-  // A row whose parts are not multiples of 16 bytes goes by plain stores.
+  // A row whose parts are not multiples of 16 bytes, or that has no staging, goes by plain stores.
   __device__ __forceinline__ void send(const RowSource& row, const Item& item) {
     const uint64_t misalignment = reinterpret_cast<uint64_t>(row.values) | static_cast<uint64_t>(row.num_value_bytes) |
                                   reinterpret_cast<uint64_t>(row.scales) | static_cast<uint64_t>(row.num_scale_bytes);
-    if (misalignment % 16 != 0) {
+    if (staging_ == nullptr || misalignment % 16 != 0) {
       PlainRowSender<Warp, Item, Target, Done>(warp_, target_, done_, nullptr).send(row, item);
       return;
     }

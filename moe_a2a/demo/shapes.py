@@ -90,7 +90,7 @@ def run_on_this_rank(shape: Shape, seed: int) -> RankTimes:
     }
     peer = SortAllToAll(dist.group.WORLD, **sizes)
     inputs = (x, topk_idx, topk_weights)
-    with moe_a2a.ExpertParallel(dist.group.WORLD, **sizes) as ep:
+    with moe_a2a.ExpertParallel(dist.group.WORLD, **sizes, device="cpu") as ep:
         seconds, out = _time_steps(ep, _gathered_rows, *inputs)
     peer_seconds, peer_out = _time_steps(peer, lambda handle: handle.expert_x, *inputs)
 

@@ -14,6 +14,8 @@ import torch
 # Helpers are imported by their plain names, here and in the rank processes.
 sys.path.insert(0, str(Path(__file__).parent))
 
+# The tests' tensors are on the CPU, also on a machine whose build has a GPU target.
+os.environ.setdefault("MOE_A2A_DEVICE", "cpu")
 # Ranks share the cores: one thread of PyTorch each.
 torch.set_num_threads(1)
 # gloo must not look up this machine's name: sandboxes often cannot resolve it.
