@@ -113,7 +113,7 @@ MOE_A2A_DEVICE void add_pieces(const Terms<T>& terms, int c, int stride, T* targ
   for (int i = 0; i < terms.n; ++i) {
     const T* source = terms.row[i] + c;
     const float weight = terms.weight[i];
-    LaneVector<T> piece[kUnroll];
+    LoadedLane<T> piece[kUnroll];
     for (int u = 0; u < kUnroll; ++u) load_lane(piece[u], source + u * stride);
     for (int u = 0; u < kUnroll; ++u) {
       for (int j = 0; j < kLane; ++j) sum[u][j] += weight * to_float(piece[u].element[j]);

@@ -133,9 +133,15 @@ struct LaneVector {
   T element[kLaneElements<T>];
 };
 
+// A lane's piece on its way in: read where it lies, since a copy of a kilobyte is not a register.
 template <class T>
-void load_lane(LaneVector<T>& vector, const T* source) {
-  std::memcpy(&vector, source, sizeof(vector));
+struct LoadedLane {
+  const T* element;
+};
+
+template <class T>
+void load_lane(LoadedLane<T>& lane, const T* source) {
+  lane.element = source;
 }
 
 template <class T>

@@ -178,6 +178,9 @@ struct alignas(16) LaneVector {
 };
 
 template <class T>
+using LoadedLane = LaneVector<T>;
+
+template <class T>
 __device__ void load_lane(LaneVector<T>& vector, const T* source) {
   const Vec16 bits = load_global(reinterpret_cast<const Vec16*>(source));
   memcpy(&vector, &bits, sizeof(vector));

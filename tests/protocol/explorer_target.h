@@ -124,6 +124,9 @@ struct LaneVector {
 };
 
 template <class T>
+using LoadedLane = LaneVector<T>;
+
+template <class T>
 void load_lane(LaneVector<T>& vector, const T* source) {
   observed_read(source, sizeof(vector));
   std::memcpy(&vector, source, sizeof(vector));
