@@ -72,7 +72,6 @@ class ExpertParallel {
   // Set-up: every rank's handle to every rank, in rank order.
   CommHandle comm_handle() const { return comm_handle_; }
   void connect(const std::vector<CommHandle>& handles);
-  bool is_connected() const { return context_.heap.num_ranks == config().num_ranks && connected_; }
 
   // The steps. A handle is open from dispatch_send to the end of combine_recv, or release.
   std::shared_ptr<DispatchHandle> dispatch_send(const DispatchInput& input, const LaunchPlace& place);
