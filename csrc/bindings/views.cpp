@@ -46,7 +46,7 @@ at::Tensor Views::landed_rows(const DispatchHandle& handle) {
   return list(ep_->workspace().landed_row.at(handle.buffer), ep_->config().row_capacity(), at::kInt);
 }
 at::Tensor Views::num_landed_rows(const DispatchHandle& handle) {
-  return list(ep_->workspace().num_landed_rows.at(handle.buffer), 1, at::kInt);
+  return list(ep_->workspace().landed_offsets.at(handle.buffer, ep_->config().num_ranks), 1, at::kInt);
 }
 at::Tensor Views::num_recv_tokens(const DispatchHandle& handle) {
   return list(ep_->workspace().num_recv_tokens.at(handle.buffer), ep_->config().num_ranks, at::kInt);

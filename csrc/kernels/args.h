@@ -37,7 +37,6 @@ struct DispatchSendArgs {
   Rows x_scales;            // of float8 rows: [num_tokens, ceil(hidden / 128)] fp32
   bool quantize = false;    // x_dtype rows leave as float8 rows with scales
   bool vector_rows = true;  // x may be read in 16-byte vectors
-  bool block_per_token = false;
 };
 
 // How the routes of the experts are laid on one line of positions.
@@ -73,7 +72,6 @@ struct CombineSendArgs {
   Rows y;  // one row per position of the layout, or per landed row when `presummed`
   int64_t num_y_rows = 0;
   bool presummed = false;
-  bool block_per_row = false;
   bool vector_rows = true;  // y may be read in 16-byte vectors
 };
 
@@ -83,7 +81,6 @@ struct CombineRecvArgs {
   int num_tokens = 0;
   uint32_t attempt = 1;
   std::byte* combined_x = nullptr;  // [num_tokens, hidden]
-  bool block_per_token = false;
   bool vector_rows = true;
 };
 

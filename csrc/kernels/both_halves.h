@@ -25,11 +25,13 @@ struct Dispatch {
     // The receivers have nothing to look at before tables come, so they send this rank's.
     const bool is_sender = grid.rank() < senders;
     const Grid role = is_sender ? Grid{grid.rank(), senders} : Grid{grid.rank() - senders, grid.size() - senders};
+    if (is_sender) DispatchSend::prefetch_first_unit(args.send, role, block);
     if (DispatchSend::wait_for_credits(c, block, args.send.buffer, epoch)) {
       if (is_sender) {
         DispatchSend::send_rows(args.send, role, block, shared, epoch);
       } else {
-        DispatchSend::send_table(args.send, role, block, epoch);
+        RoutingTable(args.send, block, shared).send(role, epoch);
+        block.sync();  // the table's memory is the lists' now
         DispatchRecv::receive(args.recv, role, block, shared, epoch);
       }
     }

@@ -1,35 +1,72 @@
 // Step 3 of 4: of each landed row, add up what the local experts made of it and push the one sum back to its owner.
 #pragma once
 
-#include "kernels/route.h"
+#include "kernels/outbox.h"
 #include "kernels/row.h"
+#include "kernels/units.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// The expert outputs of a landed row, choice by choice in k order: the order of addition is part of the contract.
+template <class T>
+class RouteTerms {
+ public:
+  MOE_A2A_DEVICE RouteTerms(const CombineSendArgs& args, const RouteTerm* term)
+      : args_(args), term_(term), end_(term + args.context.config.num_topk) {}
+
+  MOE_A2A_DEVICE Term<T> next() {
+    while (term_ != end_) {
+      const RouteTerm term = *term_++;
+      if (term.position < 0) {
+        term_ = end_;
+      } else if (term.position < args_.num_y_rows) {
+        return {reinterpret_cast<const T*>(args_.y[term.position]), term.weight};
+      }
+    }
+    return {};
+  }
+
+ private:
+  const CombineSendArgs& args_;
+  const RouteTerm* term_;
+  const RouteTerm* end_;
+};
 
 struct CombineSend {
   using Args = CombineSendArgs;
   static constexpr const char* kName = "combine_send";
 
-  // Shared memory, per group that sends: the terms of its sum, or the row sender's staging.
-  MOE_A2A_HOST_DEVICE static int64_t group_bytes(const Args& args) {
-    if (!args.presummed) return Terms<float>::bytes(args.context.config.num_topk);
-    return args.block_per_row ? 0 : staging_that_fits(warp_staging_bytes(row_bytes(args), false));
+  // A sum, or a piece of it, on its way: to whom, for which of its tokens.
+  struct Item {
+    RankSet members;
+    int token = 0;
+    int turn = 0;
+    int unit = 0;  // what its signal stands for
+  };
+  static constexpr size_t kOutboxBytes = Outbox<Item, int>::shared_bytes();
+
+  // Shared memory: a row sender's staging per warp.
+  MOE_A2A_HOST_DEVICE static StagedFor staged_for(const Args& args) {
+    return args.presummed ? StagedFor::kSending : StagedFor::kAdding;
   }
-  MOE_A2A_HOST_DEVICE static int num_senders(const Args& args) {
-    constexpr int64_t kWarps = kBlockThreads / kWarpSize;
-    const int64_t fits = group_bytes(args) > 0 ? static_cast<int64_t>(kMaxSharedBytes) / group_bytes(args) : kWarps;
-    return static_cast<int>(args.block_per_row ? 1 : fits < kWarps ? fits : kWarps);
+  MOE_A2A_HOST_DEVICE static int64_t staging_bytes(const Args& args) {
+    const bool whole_vectors = args.vector_rows && row_bytes(args) % 16 == 0;
+    if (!args.presummed && !(kSumsAreStaged && whole_vectors)) return 0;
+    return staging_that_fits(args.context, warp_staging_bytes(row_bytes(args), staged_for(args)));
   }
   MOE_A2A_HOST_DEVICE static int64_t row_bytes(const Args& args) {
     return args.context.config.row_bytes(args.context.config.dtype);
   }
-  static size_t shared_bytes(const Args& args) { return group_bytes(args) * num_senders(args); }
+  static size_t shared_bytes(const Args& args) {
+    const size_t staging = staging_bytes(args) * warps_with_staging(args.context, staging_bytes(args));
+    return staging > kOutboxBytes ? staging : kOutboxBytes;
+  }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.context;
     const uint64_t epoch = c.ws.epoch(args.buffer);
     send(args, grid, block, shared, epoch);
-    if (last_block_done(grid, block, c.ws.arrivals.at(args.buffer, Workspace::kCombineSend))) {
+    if (last_block_done(grid, block, c.ws, args.buffer, Workspace::kCombineSend)) {
       return_credit(c, args.buffer, epoch);
     }
   }
@@ -42,118 +79,134 @@ struct CombineSend {
     signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.dispatch_credit.at(buffer, c.heap.rank), epoch);
   }
 
-  // A sum on its way: to whom, for which of its tokens.
-  struct Item {
-    RankSet members;
-    int token = 0;
-  };
-
-  MOE_A2A_DEVICE static Item item_of(const Args& args, int row) {
-    const int max_tokens = args.context.config.num_max_tokens_per_rank;
-    return {RankSet::only(row / max_tokens), row % max_tokens};
+  // The landed row that is the i-th to be sent: the owners in turn, beginning behind this rank, as long as they have
+  // rows left. So no rank is sent to by all at once, and each gets its rows in the order in which it waits for them.
+  MOE_A2A_DEVICE static int landed_in_turn(const Context& c, int buffer, int i) {
+    const int32_t* offsets = c.ws.landed_offsets.at(buffer);
+    const int num_ranks = c.heap.num_ranks;
+    const auto num_rows = [&](int r) { return offsets[r + 1] - offsets[r]; };
+    for (int done = 0;;) {
+      int num_left = 0, fewest = 0;  // owners with more rows than `done`, and the rows of the first of them to end
+      for (int r = 0; r < num_ranks; ++r) {
+        if (num_rows(r) <= done) continue;
+        fewest = num_left == 0 || num_rows(r) < fewest ? num_rows(r) : fewest;
+        ++num_left;
+      }
+      if (i < (fewest - done) * num_left) {
+        int rank = c.heap.rank;
+        for (int skip = i % num_left; skip >= 0; skip -= num_rows(rank) > done) rank = (rank + 1) % num_ranks;
+        return offsets[rank] + done + i / num_left;
+      }
+      i -= (fewest - done) * num_left;
+      done = fewest;
+    }
   }
 
-  // The place of unit i in the list of landed rows. The list goes through the source ranks one after the other; units
-  // go through R parts of it side by side, from another part on each rank, so that no rank is sent to by all at once.
-  MOE_A2A_DEVICE static int landed_of(const Context& c, int num_rows, int i) {
-    const int num_ranks = c.heap.num_ranks, whole = num_rows / num_ranks * num_ranks;
-    if (i >= whole) return i;
-    return (i + c.heap.rank + 1) % num_ranks * (whole / num_ranks) + i / num_ranks;
-  }
-
-  // One row is one unit: the groups take units in turn.
+  // The pieces of all rows lie on one line and the warps take units in turn.
   MOE_A2A_DEVICE static void send(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
                                   uint64_t epoch) {
     const Context& c = args.context;
-    const int num_rows = c.ws.num_landed_rows(args.buffer, 0);
-    const int senders = num_senders(args);
-    if (args.block_per_row) {
-      const auto signal = [&](const Item& item) {
-        if (block.rank() == 0) signal_sum(args, item, epoch);
-      };
-      PlainRowSender<Block, Item, Target, decltype(signal)> sender(block, Target{args}, signal, nullptr);
-      for (int i = grid.rank(); i < num_rows; i += grid.size())
-        send_row(args, block, sender, signal, shared, num_rows, i);
-      return;
-    }
-    if (block.warp_rank() >= senders) return;
-    const Warp warp = block.warp();
-    const auto signal = [&](const Item& item) {
-      if (warp.rank() == 0) signal_sum(args, item, epoch);
-    };
-    std::byte* memory = shared + block.warp_rank() * group_bytes(args);
-    const int first = grid.rank() + grid.size() * block.warp_rank(), stride = grid.size() * senders;
-    if (args.presummed) {
-      std::byte* staging = group_bytes(args) > 0 ? memory : nullptr;
-      auto sender = make_warp_sender<Item>(warp, Target{args}, signal, staging, row_bytes(args));
-      for (int i = first; i < num_rows; i += stride) send_row(args, warp, sender, signal, memory, num_rows, i);
-      sender.finish();
+    const int pieces = c.ws.num_pieces(args.buffer, 0), num_rows = c.ws.landed_offsets(args.buffer, c.heap.num_ranks);
+    if (pieces == 1) {
+      send_whole_rows(args, grid, block, shared, num_rows, epoch);
     } else {
-      PlainRowSender<Warp, Item, Target, decltype(signal)> sender(warp, Target{args}, signal, nullptr);
-      for (int i = first; i < num_rows; i += stride) send_row(args, warp, sender, signal, memory, num_rows, i);
+      send_pieces(args, grid, block, shared, num_rows, pieces, epoch);
     }
   }
 
-  // Where a sum lands.
-  struct Target {
-    const Args& args;
-    MOE_A2A_DEVICE std::byte* operator()(const Item& item, int rank) const {
-      const Context& c = args.context;
-      return c.heap.peer(rank, c.ws.combine_row.at(args.buffer, c.heap.rank, item.token));
+  MOE_A2A_DEVICE static void send_whole_rows(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
+                                             int num_rows, uint64_t epoch) {
+    const Context& c = args.context;
+    const int num_warps = warps_with_staging(c, staging_bytes(args));
+    if (block.warp_rank() >= num_warps) return;
+    const Warp warp = block.warp();
+    const Piece whole{0, c.config.hidden};
+    const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
+    const auto signal = [&](const Item& item) { signal_many(c.heap, item.members, signal_of(args, item), epoch); };
+    std::byte* staging = staging_bytes(args) > 0 ? shared + block.warp_rank() * staging_bytes(args) : nullptr;
+    auto sender = make_warp_sender<Item>(warp, landing_at, signal, staging, row_bytes(args), staged_for(args));
+    uint32_t* ticket = c.ws.tickets.at(args.buffer, Workspace::kCombineSend);
+    for (Units units(grid, block, num_warps, ticket); units.current() < num_rows; units.advance()) {
+      const int landed = landed_in_turn(c, args.buffer, units.current());
+      const Item item = item_of(args, landed, 1, 0);
+      if (args.presummed) {
+        sender.send(row_source(args, whole, item), item);
+      } else if (kSumsAreStaged && staging != nullptr) {
+        add_up(args, warp, whole, landed, sender.open_stage());
+        sender.send_staged(row_source(args, whole, item), item);
+      } else {
+        add_up(args, warp, whole, landed, landing(args, item, item.turn));
+        warp.release_sync();
+        if (warp.rank() == 0) signal(item);
+      }
     }
-  };
+    sender.finish();
+  }
 
+  MOE_A2A_DEVICE static void send_pieces(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
+                                         int num_rows, int pieces, uint64_t epoch) {
+    const Context& c = args.context;
+    const Warp warp = block.warp();
+    const auto signal = [&](const Item& item) { return signal_of(args, item); };
+    Outbox<Item, decltype(signal)> outbox(c, block, shared, epoch, signal);
+    const int num_units = num_rows * pieces;
+    uint32_t* ticket = c.ws.tickets.at(args.buffer, Workspace::kCombineSend);
+    for (Units units(grid, block, block.num_warps(), ticket); units.current() < num_units; units.advance()) {
+      const int landed = landed_in_turn(c, args.buffer, units.current() / pieces), number = units.current() % pieces;
+      const Piece piece = Piece::of(c.config, pieces, number);
+      const Item item = item_of(args, landed, pieces, number);
+      if (args.presummed) {
+        multicast_row(warp, row_source(args, piece, item), item.members, item.turn,
+                      [&](int rank) { return landing(args, item, rank); });
+      } else {
+        add_up(args, warp, piece, landed, landing(args, item, item.turn));
+      }
+      outbox.add(item);
+    }
+    outbox.post();
+  }
+
+  MOE_A2A_DEVICE static Item item_of(const Args& args, int landed, int pieces, int piece) {
+    const MoeConfig& config = args.context.config;
+    const int row = args.context.ws.landed_row(args.buffer, landed);
+    const int owner = row / config.num_max_tokens_per_rank, token = row % config.num_max_tokens_per_rank;
+    return {RankSet::only(owner), token, owner, token * pieces + piece};
+  }
+  MOE_A2A_DEVICE static std::byte* landing(const Args& args, const Item& item, int rank) {
+    const Context& c = args.context;
+    return c.heap.peer(rank, c.ws.combine_row.at(args.buffer, c.heap.rank, item.token));
+  }
   // Pairs with wait_for() in combine_recv.
-  MOE_A2A_DEVICE static void signal_sum(const Args& args, const Item& item, uint64_t epoch) {
-    const Context& c = args.context;
-    signal_many(c.heap, item.members, c.ws.combine_signal.at(args.buffer, c.heap.rank, item.token), epoch);
+  MOE_A2A_DEVICE static Signal* signal_of(const Args& args, const Item& item) {
+    return args.context.ws.combine_signal.at(args.buffer, args.context.heap.rank, item.unit);
   }
 
-  // A row that the caller has summed is sent as it is; otherwise its sum is formed in registers on its way.
-  template <class Group, class Sender, class Signal>
-  MOE_A2A_DEVICE static void send_row(const Args& args, const Group& group, Sender& sender, const Signal& signal,
-                                      std::byte* memory, int num_rows, int unit) {
-    const Context& c = args.context;
-    const int row = c.ws.landed_row(args.buffer, landed_of(c, num_rows, unit));
-    const Item item = item_of(args, row);
-    if (args.presummed) {
-      sender.send({.values = args.y[row], .num_value_bytes = row_bytes(args)}, item);
-      return;
-    }
-    with_element_type(c.config.dtype, [&](auto element) {
-      using T = decltype(element);
-      const Terms<T> terms = terms_of<T>(args, group, memory, row, item);
-      add_rows(group, c.config.hidden, args.vector_rows, terms,
-               reinterpret_cast<T*>(Target{args}(item, item.members.first())));
+  // A row that the caller has summed is sent as it lies in y.
+  MOE_A2A_DEVICE static RowSource row_source(const Args& args, const Piece& piece, const Item& item) {
+    const MoeConfig& config = args.context.config;
+    const int64_t row = int64_t{item.turn} * config.num_max_tokens_per_rank + item.token;
+    const int64_t element = size_of(config.dtype);
+    return {.values = args.y[row] + piece.first * element,
+            .num_value_bytes = piece.size() * element,
+            .values_offset = piece.first * element};
+  }
+
+  // The sum is formed in registers on its way to `target`, where its row begins.
+  MOE_A2A_DEVICE static void add_up(const Args& args, const Warp& warp, const Piece& piece, int landed,
+                                    std::byte* target) {
+    const RouteTerm* terms = args.context.ws.landed_term.at(args.buffer, landed);
+    if (warp.rank() == 0 && piece.first == 0) count_short_routes(args, terms);
+    with_element_type(args.context.config.dtype, [&](auto type) {
+      using T = decltype(type);
+      add_rows(warp, piece, args.vector_rows, RouteTerms<T>(args, terms), reinterpret_cast<T*>(target));
     });
-    group.release_sync();
-    signal(item);
-  }
-
-  // The outputs of the row's local experts, choice by choice in k order: the order of addition is part of the contract.
-  template <class T, class Group>
-  MOE_A2A_DEVICE static Terms<T> terms_of(const Args& args, const Group& group, std::byte* memory, int row,
-                                          const Item& item) {
-    const Context& c = args.context;
-    const int src_rank = item.members.first();
-    const int32_t* choices = c.ws.table_idx.at(args.buffer, src_rank, item.token);
-    const float* weights = c.ws.table_weight.at(args.buffer, src_rank, item.token);
-    const int32_t* positions = c.ws.row_route.at(args.buffer, row);
-    if (group.rank() == 0) count_lost_routes(args, choices, positions);
-    const auto y_row = [&](int k) -> const T* {
-      if (local_expert(c.config, choices[k], c.config.rank) < 0) return nullptr;
-      const int32_t position = positions[k];
-      if (position < 0 || position >= args.num_y_rows) return nullptr;
-      return reinterpret_cast<const T*>(args.y[position]);
-    };
-    return make_terms<T>(group, memory, c.config.num_topk, y_row, [&](int k) { return weights[k]; });
   }
 
   // Routes that stand behind the end of a `y` that is too short; raised at the next call that looks.
-  MOE_A2A_DEVICE static void count_lost_routes(const Args& args, const int32_t* choices, const int32_t* positions) {
+  MOE_A2A_DEVICE static void count_short_routes(const Args& args, const RouteTerm* terms) {
     const Context& c = args.context;
-    for (int k = 0; k < c.config.num_topk; ++k) {
-      if (local_expert(c.config, choices[k], c.config.rank) >= 0 && positions[k] >= args.num_y_rows) {
+    for (int k = 0; k < c.config.num_topk && terms[k].position >= 0; ++k) {
+      if (terms[k].position >= args.num_y_rows) {
         count_fault(&c.wait.tally->num_short_y_routes, &c.wait.report->num_short_y_routes);
       }
     }

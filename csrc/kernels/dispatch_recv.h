@@ -1,4 +1,4 @@
-// Step 2 of 4: take the routing tables, build the expert lists while rows fly, then see every row land.
+// Step 2 of 4: take the routing tables, write the expert lists while rows fly, then see every row land.
 #pragma once
 
 #include "kernels/expert_lists.h"
@@ -20,7 +20,7 @@ struct DispatchRecv {
     ExpertLists lists(args, grid, block, shared);
     if (!receive_tables(args, block, lists.num_tokens(), epoch)) return;
     lists.build();
-    receive_rows(args, grid, block, lists, epoch);
+    receive_rows(args, grid, block, lists.num_tokens(), epoch);
   }
 
   // All ranks' tables, the number of tokens of each in num_tokens [num_ranks]. A rank that refused brings none.
@@ -39,8 +39,7 @@ struct DispatchRecv {
     }
     if (block.any(!good)) return false;  // also the barrier after which all threads may read num_tokens
     for (int r = 0; r < c.heap.num_ranks; ++r) {
-      const int num_chunks = (num_tokens[r] + kTableChunk - 1) / kTableChunk;
-      for (int chunk = 1 + block.rank(); chunk < num_chunks; chunk += block.size()) {
+      for (int chunk = 1 + block.rank(); chunk < num_chunks(num_tokens[r]); chunk += block.size()) {
         const WaitSite site{Operation::kDispatchRecv, Phase::kRoutingTable, r, chunk * kTableChunk};
         good &= wait_for(c.ws.table_signal.at(args.buffer, r, chunk), epoch, site, c.wait, c.heap);
       }
@@ -48,21 +47,23 @@ struct DispatchRecv {
     return !block.any(!good);
   }
 
-  // Thread by thread over the line of all tokens; a token of which no expert lives here sends no row.
+  // The pieces of the rows of all ranks lie on one line, along which the threads go side by side. A token of which no
+  // expert lives here sends no row.
   MOE_A2A_DEVICE static void receive_rows(const Args& args, const Grid& grid, const Block& block,
-                                          const ExpertLists& lists, uint64_t epoch) {
+                                          const int32_t* num_tokens, uint64_t epoch) {
     const Context& c = args.context;
-    const int64_t length = lists.line_length();
     const int64_t stride = int64_t{grid.size()} * block.size();
-    const int64_t start = int64_t{grid.rank()} * block.size() + block.rank();
-    if (start >= length) return;
-    TokenLine at(lists.num_tokens(), start);
-    for (int64_t u = start; u < length; u += stride) {
-      if (lands_on(c.config, c.ws.table_idx.at(args.buffer, at.rank, at.token), c.heap.rank)) {
-        const WaitSite site{Operation::kDispatchRecv, Phase::kRow, at.rank, at.token};
-        if (!wait_for(c.ws.row_signal.at(args.buffer, at.rank, at.token), epoch, site, c.wait, c.heap)) return;
+    int64_t unit = int64_t{grid.rank()} * block.size() + block.rank();
+    for (int r = 0; r < c.heap.num_ranks; ++r) {
+      const int pieces = c.config.num_pieces(num_tokens[r]);
+      const int64_t num_units = int64_t{num_tokens[r]} * pieces;
+      for (; unit < num_units; unit += stride) {
+        const int token = static_cast<int>(unit / pieces);
+        if (c.ws.table_landing(args.buffer, r, token) < 0) continue;
+        const WaitSite site{Operation::kDispatchRecv, Phase::kRow, r, token};
+        if (!wait_for(c.ws.row_signal.at(args.buffer, r, unit), epoch, site, c.wait, c.heap)) return;
       }
-      if (u + stride < length) at.skip(stride);
+      unit -= num_units;  // on the next rank's part of the line
     }
   }
 };

@@ -1,131 +1,65 @@
-// Which rows each local expert works on: lists of positions, built from the routing tables by counting.
+// Which rows each local expert works on: lists of positions, put together from the routing tables of all ranks.
 //
-// A list is one local expert's routes in (source rank, token, choice) order; one more list holds the landed rows. Every
-// block counts all lists, so that it knows all offsets, and writes a range of lists of its own. Inside a block each
-// thread has a contiguous piece of the tokens; its count per list and a prefix sum over the threads give it the first
-// position of its piece in each list. No sort, no order left to chance: the same tables give the same lists.
+// A list is one local expert's routes in (source rank, token, choice) order; one more list holds the landed rows. The
+// tables carry each entry's place within its chunk and each chunk's counts, so a prefix sum over the chunks is all that
+// is left: every block makes it for itself and then writes the entries of its chunks, in any order.
 #pragma once
 
 #include "kernels/route.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// The tokens of all ranks on one line: unit u is token `token` of `rank`. Walks forward from any start.
-struct TokenLine {
-  const int32_t* num_tokens;  // [num_ranks]
-  int rank = 0;
-  int token = 0;
-
-  MOE_A2A_DEVICE TokenLine(const int32_t* num_tokens, int64_t start) : num_tokens(num_tokens) { skip(start); }
-  MOE_A2A_DEVICE void skip(int64_t count) {
-    int64_t position = token + count;
-    while (position >= num_tokens[rank]) position -= num_tokens[rank++];
-    token = static_cast<int>(position);
-  }
-};
-
 class ExpertLists {
  public:
-  // Counters that threads of a block keep for the lists of one pass: all lists on the CPU, 8 at a time for 512 threads.
-  static constexpr int kNumCounters = 4096;
-  static constexpr int kListsPerPass = kNumCounters / kBlockThreads;
-
   MOE_A2A_HOST_DEVICE static size_t shared_bytes(const MoeConfig& config) {
-    return sizeof(int32_t) * (kNumCounters + 2 * (config.num_local_experts() + 1) + config.num_ranks);
+    return sizeof(int32_t) * (3 * (config.num_local_experts() + 1) + config.num_ranks);
   }
 
-  // `num_tokens` [num_ranks] is in shared memory, behind what this object uses of it.
   MOE_A2A_DEVICE ExpertLists(const DispatchRecvArgs& args, const Grid& grid, const Block& block, std::byte* shared)
       : args_(args), config_(args.context.config), ws_(args.context.ws), grid_(grid), block_(block) {
-    counters_ = reinterpret_cast<int32_t*>(shared);
-    count_ = counters_ + kNumCounters;
-    start_ = count_ + config_.num_local_experts() + 1;
-    num_tokens_ = start_ + config_.num_local_experts() + 1;
+    count_ = reinterpret_cast<int32_t*>(shared);
+    start_ = count_ + num_lists();
+    next_ = start_ + num_lists();
+    num_tokens_ = next_ + num_lists();
   }
 
+  // [num_ranks] in shared memory; filled before build().
   MOE_A2A_DEVICE int32_t* num_tokens() const { return num_tokens_; }
-  MOE_A2A_DEVICE int64_t line_length() const {
-    int64_t length = 0;
-    for (int r = 0; r < config_.num_ranks; ++r) length += num_tokens_[r];
-    return length;
-  }
 
   MOE_A2A_DEVICE void build() {
-    const int num_lists = config_.num_local_experts() + 1;
-    const int begin = static_cast<int>(int64_t{num_lists} * grid_.rank() / grid_.size());
-    const int end = static_cast<int>(int64_t{num_lists} * (grid_.rank() + 1) / grid_.size());
-    for (int first = begin; first < end || first == begin; first += kListsPerPass) {
-      const int pass_end = end < first + kListsPerPass ? end : first + kListsPerPass;
-      count(first, pass_end, first == begin);
-      if (first == begin) place_all();
-      write_lists(first, pass_end);
+    add_up_chunks();
+    place_experts();
+    if (grid_.rank() == grid_.size() - 1) publish_counts();  // it has the least to write
+    write_chunks();
+    if (args_.layout == Layout::kExpertMajor) {
+      for (int e = grid_.rank(); e < config_.num_local_experts(); e += grid_.size()) write_padding(e);
     }
-    if (grid_.rank() == 0) publish_counts();
   }
 
  private:
-  // Calls visit(list, rank, token, k) for the entries of a token: one per local route, then one in the landed list.
-  template <class Visit>
-  MOE_A2A_DEVICE void visit_token(int rank, int token, Visit visit) const {
-    const int32_t* choices = ws_.table_idx.at(args_.buffer, rank, token);
-    bool landed = false;
-    visit_choices(config_, choices, [&](int k, int32_t choice) {
-      const int expert = local_expert(config_, choice, config_.rank);
-      if (expert < 0) return;
-      landed = true;
-      visit(expert, rank, token, k);
-    });
-    if (landed) visit(config_.num_local_experts(), rank, token, 0);
-  }
+  MOE_A2A_DEVICE int num_lists() const { return config_.num_local_experts() + 1; }
+  MOE_A2A_DEVICE int landed_list() const { return config_.num_local_experts(); }
 
-  // The same over this thread's piece of the line.
-  template <class Visit>
-  MOE_A2A_DEVICE void visit_piece(Visit visit) const {
-    const int64_t length = line_length();
-    const int64_t piece = (length + block_.size() - 1) / block_.size();
-    const int64_t begin = piece * block_.rank();
-    const int64_t end = begin + piece < length ? begin + piece : length;
-    if (begin >= end) return;
-    TokenLine at(num_tokens_, begin);
-    for (int64_t u = begin; u < end; ++u) {
-      visit_token(at.rank, at.token, visit);
-      if (u + 1 < end) at.skip(1);
+  // Adds the counts of some chunks to `sums`: all of them are read side by side, since a small batch has no time to
+  // read them one after the other. The chunks are numbered rank by rank, most_chunks_ to each.
+  MOE_A2A_DEVICE void add_counts(int begin, int end, int32_t* sums) const {
+    for (int i = begin * num_lists() + block_.rank(); i < end * num_lists(); i += block_.size()) {
+      const int list = i % num_lists(), rank = i / num_lists() / most_chunks_, chunk = i / num_lists() % most_chunks_;
+      if (chunk >= num_chunks(num_tokens_[rank])) continue;
+      const int32_t count = ws_.table_count(args_.buffer, rank, chunk, list);
+      atomic_add<Order::kRelaxed, Scope::kBlock>(&sums[list], count);
     }
   }
 
-  // Each thread's entries in the lists [first, end); with `all`, also the block's entries in every list.
-  MOE_A2A_DEVICE void count(int first, int end, bool all) {
-    const int me = block_.rank(), threads = block_.size();
-    block_.sync();  // the counters of the pass before are no longer read
-    for (int list = first; list < end; ++list) counters_[(list - first) * threads + me] = 0;
-    if (all) {
-      for (int list = me; list <= config_.num_local_experts(); list += threads) count_[list] = 0;
+  MOE_A2A_DEVICE void add_up_chunks() {
+    for (int list = block_.rank(); list < num_lists(); list += block_.size()) count_[list] = 0;
+    for (int r = 0; r < config_.num_ranks; ++r) {
+      const int chunks = num_chunks(num_tokens_[r]);
+      most_chunks_ = chunks > most_chunks_ ? chunks : most_chunks_;
     }
     block_.sync();
-    visit_piece([&](int list, int, int, int) {
-      if (all) atomic_add<Order::kRelaxed, Scope::kBlock>(&count_[list], 1);
-      if (list >= first && list < end) ++counters_[(list - first) * threads + me];
-    });
+    add_counts(0, config_.num_ranks * most_chunks_, count_);
     block_.sync();
-    const Warp warp = block_.warp();
-    for (int list = first + block_.warp_rank(); list < end; list += block_.num_warps()) {
-      sum_over_threads(warp, counters_ + (list - first) * threads);
-    }
-    block_.sync();
-  }
-
-  // Replaces each thread's count by the sum of those before it: the position of its first entry in the list.
-  MOE_A2A_DEVICE void sum_over_threads(const Warp& warp, int32_t* counts) const {
-    const int piece = block_.size() / warp.size();
-    int32_t* mine = counts + warp.rank() * piece;
-    int32_t own = 0;
-    for (int i = 0; i < piece; ++i) own += mine[i];
-    int32_t before = warp.inclusive_sum(own) - own;
-    for (int i = 0; i < piece; ++i) {
-      const int32_t count = mine[i];
-      mine[i] = before;
-      before += count;
-    }
   }
 
   // Positions that an expert takes in the layout.
@@ -135,7 +69,7 @@ class ExpertLists {
     return (count_[expert] + alignment - 1) / alignment * alignment;
   }
 
-  MOE_A2A_DEVICE void place_all() {
+  MOE_A2A_DEVICE void place_experts() {
     const int num_experts = config_.num_local_experts();
     int32_t before = 0;
     for (int first = 0; first < num_experts; first += block_.size()) {
@@ -143,23 +77,14 @@ class ExpertLists {
       const int32_t own = expert < num_experts ? extent(expert) : 0;
       int32_t total;
       const int32_t inclusive = block_.inclusive_sum(own, &total);
-      if (expert < num_experts) start_[expert] = before + inclusive - own;
+      if (expert < num_experts) start_[expert] = next_[expert] = before + inclusive - own;
       before += total;
     }
-    if (block_.rank() == 0) start_[num_experts] = before;
+    if (block_.rank() == 0) {
+      start_[num_experts] = before;
+      next_[landed_list()] = 0;
+    }
     block_.sync();
-  }
-
-  MOE_A2A_DEVICE void publish_counts() const {
-    const int num_experts = config_.num_local_experts();
-    for (int e = block_.rank(); e <= num_experts; e += block_.size()) {
-      ws_.expert_offsets(args_.buffer, e) = start_[e];
-      if (e < num_experts) ws_.expert_counts(args_.buffer, e) = held(e);
-    }
-    for (int r = block_.rank(); r < config_.num_ranks; r += block_.size()) {
-      ws_.num_recv_tokens(args_.buffer, r) = num_tokens_[r];
-    }
-    if (block_.rank() == 0) ws_.num_landed_rows(args_.buffer, 0) = count_[num_experts];
   }
 
   // Routes of an expert that the layout has room for: a masked block may overflow when tokens name an expert twice.
@@ -168,36 +93,95 @@ class ExpertLists {
     return count_[expert] < room ? count_[expert] : room;
   }
 
-  // Writes lists [first, end), at most kListsPerPass of them.
-  MOE_A2A_DEVICE void write_lists(int first, int end) {
-    const int me = block_.rank(), threads = block_.size();
-    visit_piece([&](int list, int rank, int token, int k) {
-      if (list < first || list >= end) return;
-      const int32_t entry = counters_[(list - first) * threads + me]++;
-      if (list == config_.num_local_experts()) {
-        ws_.landed_row(args_.buffer, entry) = rank * config_.num_max_tokens_per_rank + token;
-      } else {
-        write_route(list, entry, rank, token, k);
+  MOE_A2A_DEVICE void publish_counts() const {
+    const int num_experts = config_.num_local_experts(), b = args_.buffer;
+    for (int e = block_.rank(); e <= num_experts; e += block_.size()) {
+      ws_.expert_offsets(b, e) = start_[e];
+      if (e < num_experts) ws_.expert_counts(b, e) = held(e);
+    }
+    int most = 0;
+    for (int r = 0; r < config_.num_ranks; ++r) most = num_tokens_[r] > most ? num_tokens_[r] : most;
+    for (int r = block_.rank(); r < config_.num_ranks; r += block_.size()) ws_.num_recv_tokens(b, r) = num_tokens_[r];
+    for (int r = block_.rank(); r <= config_.num_ranks; r += block_.size()) ws_.landed_offsets(b, r) = landed_before(r);
+    if (block_.rank() == 0) ws_.num_pieces(b, 0) = config_.num_pieces(most);
+  }
+
+  // Rows that land here from the ranks before `rank`.
+  MOE_A2A_DEVICE int32_t landed_before(int rank) const {
+    int32_t count = 0;
+    for (int r = 0; r < rank; ++r) {
+      for (int chunk = 0; chunk < num_chunks(num_tokens_[r]); ++chunk) {
+        count += ws_.table_count(args_.buffer, r, chunk, landed_list());
       }
-    });
-    if (args_.layout == Layout::kExpertMajor) {
-      for (int list = first; list < end && list < config_.num_local_experts(); ++list) write_padding(list);
+    }
+    return count;
+  }
+
+  // The blocks take chunks in turn; next_ is brought up, list by list, to where the entries of the chunk begin.
+  MOE_A2A_DEVICE void write_chunks() {
+    int counted = 0;
+    for (int i = grid_.rank(); i < config_.num_ranks * most_chunks_; i += grid_.size()) {
+      const int rank = i / most_chunks_, chunk = i % most_chunks_;
+      add_counts(counted, i, next_);
+      counted = i;
+      block_.sync();
+      if (chunk < num_chunks(num_tokens_[rank])) write_chunk(rank, chunk);
+      block_.sync();
     }
   }
 
-  MOE_A2A_DEVICE void write_route(int expert, int32_t entry, int rank, int token, int k) const {
-    const int b = args_.buffer;
-    const int32_t row = rank * config_.num_max_tokens_per_rank + token;
-    if (entry >= held(expert)) {
-      ws_.row_route(b, row, k) = -1;
-      const WaitPolicy& wait = args_.context.wait;
-      count_fault(&wait.tally->num_lost_routes, &wait.report->num_lost_routes);
+  // A thread per token.
+  MOE_A2A_DEVICE void write_chunk(int rank, int chunk) const {
+    const int first = chunk * kTableChunk, rest = num_tokens_[rank] - first;
+    const int end = first + (rest < kTableChunk ? rest : kTableChunk);
+    for (int token = first + block_.rank(); token < end; token += block_.size()) {
+      prefetch(ws_.table_route.at(args_.buffer, rank, token));
+      prefetch(ws_.table_weight.at(args_.buffer, rank, token));
+      const int32_t landing = ws_.table_landing(args_.buffer, rank, token);
+      if (landing >= 0) write_token(rank, token, next_[landed_list()] + landing);
+    }
+  }
+
+  // Calls visit(k, entry) for a token's entries in k order, read four at a time where their number allows it.
+  template <class Visit>
+  MOE_A2A_DEVICE void visit_entries(const RouteEntry* entries, Visit visit) const {
+    constexpr int kVector = 4;
+    if (config_.num_topk % kVector != 0) {
+      for (int k = 0; k < config_.num_topk; ++k) visit(k, entries[k]);
       return;
     }
-    const int32_t position = start_[expert] + entry;
-    ws_.row_route(b, row, k) = position;
-    ws_.expert_row_index(b, position) = row;
-    ws_.route_weight(b, position) = *ws_.table_weight.at(b, rank, token, k);
+    for (int k = 0; k < config_.num_topk; k += kVector) {
+      RouteEntry some[kVector];
+      load_values(some, entries + k);
+      for (int i = 0; i < kVector; ++i) visit(k + i, some[i]);
+    }
+  }
+
+  MOE_A2A_DEVICE void write_token(int rank, int token, int32_t landed) const {
+    const int b = args_.buffer, first_expert = config_.rank * config_.num_local_experts();
+    const float* weights = ws_.table_weight.at(b, rank, token);
+    RouteTerm* terms = ws_.landed_term.at(b, landed);
+    ws_.landed_row(b, landed) = rank * config_.num_max_tokens_per_rank + token;
+    int num_terms = 0;
+    visit_entries(ws_.table_route.at(b, rank, token), [&](int k, RouteEntry entry) {
+      const int expert = entry.expert() - first_expert;
+      if (entry.is_dropped() || expert < 0 || expert >= config_.num_local_experts()) return;
+      const int32_t position = next_[expert] + entry.idx_in_chunk();
+      if (position - start_[expert] >= held(expert)) {
+        const WaitPolicy& wait = args_.context.wait;
+        count_fault(&wait.tally->num_lost_routes, &wait.report->num_lost_routes);
+        return;
+      }
+      write_route(position, rank, token, weights[k]);
+      terms[num_terms++] = {position, weights[k]};
+    });
+    if (num_terms < config_.num_topk) terms[num_terms] = {};
+  }
+
+  MOE_A2A_DEVICE void write_route(int32_t position, int rank, int token, float weight) const {
+    const int b = args_.buffer;
+    ws_.expert_row_index(b, position) = rank < 0 ? -1 : rank * config_.num_max_tokens_per_rank + token;
+    ws_.route_weight(b, position) = weight;
     ws_.route_src_rank(b, position) = rank;
     ws_.route_src_token(b, position) = token;
   }
@@ -205,10 +189,7 @@ class ExpertLists {
   MOE_A2A_DEVICE void write_padding(int expert) const {
     const int32_t end = start_[expert] + extent(expert);
     for (int32_t p = start_[expert] + count_[expert] + block_.rank(); p < end; p += block_.size()) {
-      ws_.expert_row_index(args_.buffer, p) = -1;
-      ws_.route_weight(args_.buffer, p) = 0;
-      ws_.route_src_rank(args_.buffer, p) = -1;
-      ws_.route_src_token(args_.buffer, p) = -1;
+      write_route(p, -1, -1, 0);
     }
   }
 
@@ -217,10 +198,11 @@ class ExpertLists {
   const Workspace& ws_;
   const Grid& grid_;
   const Block& block_;
-  int32_t* counters_;    // [kListsPerPass][block.size()]
-  int32_t* count_;       // [num_local_experts + 1]  entries of each list
-  int32_t* start_;       // [num_local_experts + 1]  first position of each expert in the layout
+  int32_t* count_;       // [num_lists]  entries of each list
+  int32_t* start_;       // [num_lists]  first position of each expert in the layout; last: of all
+  int32_t* next_;        // [num_lists]  where the entries of the chunk at hand begin
   int32_t* num_tokens_;  // [num_ranks]
+  int most_chunks_ = 0;  // of a rank
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

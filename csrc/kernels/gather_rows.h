@@ -41,10 +41,10 @@ struct GatherRows {
     }
     const int src_rank = row / c.config.num_max_tokens_per_rank, token = row % c.config.num_max_tokens_per_rank;
     const std::byte* source = c.ws.row.at(args.buffer, src_rank, token);
-    multicast_bytes(warp, RankSet::only(0), [&](int) { return target; }, source, bytes);
+    multicast_bytes(warp, RankSet::only(0), 0, [&](int) { return target; }, source, bytes);
     if (scale_bytes > 0) {
       multicast_bytes(
-          warp, RankSet::only(0), [&](int) { return scales; }, source + c.config.scales_offset(), scale_bytes);
+          warp, RankSet::only(0), 0, [&](int) { return scales; }, source + c.config.scales_offset(), scale_bytes);
     }
   }
 

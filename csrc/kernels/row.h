@@ -1,4 +1,4 @@
-// What is done with a row: quantise it, add weighted rows, both by any group of threads.
+// What is done with a row or a piece of it: quantise it, add weighted rows, both by any group of threads.
 #pragma once
 
 #include "kernels/args.h"
@@ -20,127 +20,175 @@ MOE_A2A_DEVICE void with_element_type(DType dtype, F f) {
   }
 }
 
+// ---- staging
+
 // A row that is too long for the staging of one warp goes without: 0.
-MOE_A2A_HOST_DEVICE int64_t staging_that_fits(int64_t num_bytes) {
-  return num_bytes <= static_cast<int64_t>(kMaxSharedBytes) ? num_bytes : 0;
+MOE_A2A_HOST_DEVICE int64_t staging_that_fits(const Context& c, int64_t num_bytes) {
+  return num_bytes <= c.max_shared_bytes ? num_bytes : 0;
 }
+
+// Warps of a block that have work when each takes so much of its shared memory.
+MOE_A2A_HOST_DEVICE int warps_with_staging(const Context& c, int64_t bytes_per_warp) {
+  constexpr int64_t kWarps = kBlockThreads / kWarpSize;
+  const int64_t fits = bytes_per_warp > 0 ? c.max_shared_bytes / bytes_per_warp : kWarps;
+  return static_cast<int>(fits < kWarps ? fits : kWarps);
+}
+
+// ---- pieces
+
+// A range of a row's values.
+struct Piece {
+  int first, end;
+
+  MOE_A2A_DEVICE int size() const { return end - first; }
+  MOE_A2A_DEVICE static Piece of(const MoeConfig& config, int num_pieces, int piece) {
+    const int length = config.piece_length(num_pieces), end = (piece + 1) * length;
+    return {piece * length, end < config.hidden ? end : config.hidden};
+  }
+};
 
 // ---- quantisation
 
 MOE_A2A_DEVICE float magnitude(float value) { return value < 0 ? -value : value; }
 
-// Quantises a row to float8 with one fp32 scale per 128 values into `staged` (row, then scales at scales_offset).
-// scale = amax / max, q = x * (max / amax), rounded to nearest even. Each thread has a few neighbouring values, and
-// neighbouring threads share a block of 128: they meet through the largest magnitude among them.
+// Quantises a piece of the row `x` to float8 with one fp32 scale per 128 values; q and scales are where those of the
+// piece go. scale = amax / max, q = x * (max / amax), rounded to nearest even. Each thread has a few neighbouring
+// values, and neighbouring threads share a block of 128: they meet through the largest magnitude among them.
 template <class T, class Group>
-MOE_A2A_DEVICE void quantize_row(const Group& group, const MoeConfig& config, bool vector_rows, const T* x,
-                                 std::byte* staged) {
-  constexpr int kCount = kQuantizeElements<T>, kLanes = kScaleBlock / kCount;
-  auto* q = reinterpret_cast<Float8*>(staged);
-  auto* scales = reinterpret_cast<float*>(staged + config.scales_offset());
-  const int padded = config.num_scales() * kScaleBlock;
+MOE_A2A_DEVICE void quantize_piece(const Group& group, const Piece& piece, bool vector_rows, const T* x, Float8* q,
+                                   float* scales) {
+  constexpr int kCount = kQuantizeElements<T>, kLanes = kScaleBlock / kCount, kUnroll = kQuantizeUnroll;
+  const int padded = (piece.size() + kScaleBlock - 1) / kScaleBlock * kScaleBlock, stride = group.size() * kCount;
   // Every thread goes round equally often: those past the end take part in max_of_neighbours() with zeros.
-  const int stride = group.size() * kCount;
-  for (int base = 0; base < padded; base += stride) {
-    const int c = base + group.rank() * kCount;
-    T values[kCount] = {};
-    if (vector_rows && c + kCount <= config.hidden) {
-      load_values(values, x + c);
-    } else {
-      for (int i = 0; i < kCount && c + i < config.hidden; ++i) values[i] = x[c + i];
+  for (int base = 0; base < padded; base += kUnroll * stride) {
+    T values[kUnroll][kCount] = {};
+    for (int u = 0; u < kUnroll; ++u) {  // all loads before the first use
+      const int c = base + u * stride + group.rank() * kCount;
+      if (vector_rows && c + kCount <= piece.size()) {
+        load_values(values[u], x + piece.first + c);
+      } else {
+        for (int i = 0; i < kCount && c + i < piece.size(); ++i) values[u][i] = x[piece.first + c + i];
+      }
     }
-    float amax = 1e-12f;
-    for (int i = 0; i < kCount; ++i) {
-      const float value = magnitude(to_float(values[i]));
-      amax = value > amax ? value : amax;
+    for (int u = 0; u < kUnroll; ++u) {
+      const int c = base + u * stride + group.rank() * kCount;
+      float amax = 1e-12f;
+      for (int i = 0; i < kCount; ++i) {
+        const float value = magnitude(to_float(values[u][i]));
+        amax = value > amax ? value : amax;
+      }
+      amax = group.template max_of_neighbours<kLanes>(amax);
+      const float inverse = kFloat8Max / amax;
+      Float8 quantized[kCount];
+      for (int i = 0; i < kCount; ++i) quantized[i] = from_float<Float8>(to_float(values[u][i]) * inverse);
+      if (c + kCount <= piece.size()) {
+        store_values(q + c, quantized);
+      } else {
+        for (int i = 0; i < kCount && c + i < piece.size(); ++i) q[c + i] = quantized[i];
+      }
+      if (c < padded && c % kScaleBlock == 0) scales[c / kScaleBlock] = amax / kFloat8Max;
     }
-    amax = group.template max_of_neighbours<kLanes>(amax);
-    const float inverse = kFloat8Max / amax;
-    Float8 quantized[kCount];
-    for (int i = 0; i < kCount; ++i) quantized[i] = from_float<Float8>(to_float(values[i]) * inverse);
-    if (c + kCount <= config.hidden) {
-      store_values(q + c, quantized);
-    } else {
-      for (int i = 0; i < kCount && c + i < config.hidden; ++i) q[c + i] = quantized[i];
-    }
-    if (c < padded && c % kScaleBlock == 0) scales[c / kScaleBlock] = amax / kFloat8Max;
   }
 }
 
 // ---- addition
 
-// Rows to be added up, in this order: a list in shared memory that all threads of a group read.
+// A row that is added, and its factor. A list of terms is an object whose next() gives one after the other and, behind
+// the last, terms without a row.
 template <class T>
-struct Terms {
-  const T** row;  // [n]
-  float* weight;  // [n]
-  int n;
-
-  MOE_A2A_HOST_DEVICE static size_t bytes(int capacity) {
-    return (capacity * (sizeof(T*) + sizeof(float)) + 15) / 16 * 16;
-  }
+struct Term {
+  const T* row = nullptr;
+  float weight = 0;
 };
 
-// Fills `memory` with the terms i = 0 ... capacity - 1 whose row(i) is not null.
-template <class T, class Group, class Row, class Weight>
-MOE_A2A_DEVICE Terms<T> make_terms(const Group& group, std::byte* memory, int capacity, Row row, Weight weight) {
-  Terms<T> terms{reinterpret_cast<const T**>(memory), reinterpret_cast<float*>(memory + capacity * sizeof(T*)), 0};
-  group.sync();  // the terms of the row before are no longer read
-  for (int i = group.rank(); i < capacity; i += group.size()) {
-    terms.row[i] = row(i);
-    terms.weight[i] = weight(i);
+// The first terms of a list, held in registers over all columns, and where the others are.
+template <class T, class List>
+struct Terms {
+  Term<T> held[kRowsInFlight];
+  List rest;
+
+  MOE_A2A_DEVICE explicit Terms(const List& list) : rest(list) {
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kRowsInFlight; ++i) held[i] = rest.next();
   }
-  group.sync();
-  // Every thread counts, one moves: the others wait for it below.
-  for (int i = 0; i < capacity; ++i) terms.n += terms.row[i] != nullptr;
-  group.sync();
-  if (group.rank() == 0) {
-    for (int i = 0, n = 0; n < terms.n; ++i) {
-      if (terms.row[i] == nullptr) continue;
-      terms.row[n] = terms.row[i];
-      terms.weight[n++] = terms.weight[i];
+  MOE_A2A_DEVICE bool has_rest() const { return held[kRowsInFlight - 1].row != nullptr; }
+};
+
+// Adds the first kNum terms at column c to the sums; all loads fly before the first is used.
+template <int kNum, int kUnroll, class T, class Sums>
+MOE_A2A_DEVICE void add_exactly(const Term<T>* terms, int c, int stride, Sums& sum) {
+  LoadedLane<T> lane[kNum][kUnroll];
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kNum; ++i) {
+    for (int u = 0; u < kUnroll; ++u) load_lane(lane[i][u], terms[i].row + c + u * stride);
+  }
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kNum; ++i) {
+    for (int u = 0; u < kUnroll; ++u) {
+      const auto& values = elements_of(lane[i][u]);
+      for (int j = 0; j < kLaneElements<T>; ++j) sum[u][j] += terms[i].weight * to_float(values.element[j]);
     }
   }
-  group.sync();
-  return terms;
 }
 
-// One thread's `kUnroll` pieces of the sum, `stride` elements apart: that many loads are in flight at a time.
-template <int kUnroll, class T>
-MOE_A2A_DEVICE void add_pieces(const Terms<T>& terms, int c, int stride, T* target) {
-  constexpr int kLane = kLaneElements<T>;
-  float sum[kUnroll][kLane] = {};
-  for (int i = 0; i < terms.n; ++i) {
-    const T* source = terms.row[i] + c;
-    const float weight = terms.weight[i];
-    LoadedLane<T> piece[kUnroll];
-    for (int u = 0; u < kUnroll; ++u) load_lane(piece[u], source + u * stride);
-    for (int u = 0; u < kUnroll; ++u) {
-      for (int j = 0; j < kLane; ++j) sum[u][j] += weight * to_float(piece[u].element[j]);
+// Adds those of the first kNum terms that have a row; they stand in front. A branch per number keeps the loads
+// together.
+template <int kNum, int kUnroll, class T, class Sums>
+MOE_A2A_DEVICE void add_up_to(const Term<T>* terms, int c, int stride, Sums& sum) {
+  if (terms[kNum - 1].row != nullptr) return add_exactly<kNum, kUnroll>(terms, c, stride, sum);
+  if constexpr (kNum > 1) add_up_to<kNum - 1, kUnroll>(terms, c, stride, sum);
+}
+
+// One thread's `kUnroll` pieces of the sum of at most kMost held terms and the rest, `stride` elements apart.
+template <int kMost, int kUnroll, class T, class List>
+MOE_A2A_DEVICE void add_lanes(const Terms<T, List>& terms, int c, int stride, T* target) {
+  float sum[kUnroll][kLaneElements<T>] = {};
+  add_up_to<kMost, kUnroll>(terms.held, c, stride, sum);
+  if (kMost == kRowsInFlight && terms.has_rest()) {
+    List rest = terms.rest;
+    for (Term<T> term = rest.next(); term.row != nullptr; term = rest.next()) {
+      add_exactly<1, kUnroll>(&term, c, stride, sum);
     }
   }
   for (int u = 0; u < kUnroll; ++u) {
     LaneVector<T> out;
-    for (int j = 0; j < kLane; ++j) out.element[j] = from_float<T>(sum[u][j]);
+    for (int j = 0; j < kLaneElements<T>; ++j) out.element[j] = from_float<T>(sum[u][j]);
     store_lane(target + c + u * stride, out);
   }
 }
 
-// target[c] = sum of weight[i] * row[i][c] over the terms, added in their order in fp32, each product rounded to fp32
-// before it is added (no fused multiply-add: the bits are the same on every target).
-template <class T, class Group>
-MOE_A2A_DEVICE void add_rows(const Group& group, int hidden, bool vector_rows, const Terms<T>& terms, T* target) {
-  constexpr int kLane = kLaneElements<T>;
-  const int stride = group.size() * kLane;
-  const int vector_end = vector_rows ? hidden / kLane * kLane : 0;
-  int c = group.rank() * kLane;
-  for (; c + (kLaneUnroll - 1) * stride + kLane <= vector_end; c += kLaneUnroll * stride) {
-    add_pieces<kLaneUnroll>(terms, c, stride, target);
+// Columns [c, end) of this thread; those that are left over for the caller to go on with.
+template <int kMost, int kUnroll, class T, class List>
+MOE_A2A_DEVICE int add_columns(const Terms<T, List>& terms, int c, int end, int stride, T* target) {
+  for (; c + (kUnroll - 1) * stride + kLaneElements<T> <= end; c += kUnroll * stride) {
+    add_lanes<kMost, kUnroll>(terms, c, stride, target);
   }
-  for (; c + kLane <= vector_end; c += stride) add_pieces<1>(terms, c, stride, target);
-  for (c = vector_end + group.rank(); c < hidden; c += group.size()) {
+  return c;
+}
+
+// target[c] = sum of weight * row[c] over the terms of the list, for the columns c of the piece, added in their order
+// in fp32, each product rounded to fp32 before it is added (no fused multiply-add: the bits are the same on every
+// target).
+template <class T, class Group, class List>
+MOE_A2A_DEVICE void add_rows(const Group& group, const Piece& piece, bool vector_rows, const List& list, T* target) {
+  constexpr int kLane = kLaneElements<T>, kFew = (kRowsInFlight + 1) / 2;
+  const Terms<T, List> terms(list);
+  const int stride = group.size() * kLane;
+  const int vector_end = vector_rows ? piece.first + piece.size() / kLane * kLane : piece.first;
+  int c = piece.first + group.rank() * kLane;
+  // As many loads fly for few rows as for more.
+  if (kFew == kRowsInFlight || terms.held[kFew].row == nullptr) {
+    c = add_columns<kFew, 2 * kLaneUnroll>(terms, c, vector_end, stride, target);
+  } else {
+    c = add_columns<kRowsInFlight, kLaneUnroll>(terms, c, vector_end, stride, target);
+  }
+  add_columns<kRowsInFlight, 1>(terms, c, vector_end, stride, target);
+  for (c = vector_end + group.rank(); c < piece.end; c += group.size()) {
     float sum = 0;
-    for (int i = 0; i < terms.n; ++i) sum += terms.weight[i] * to_float(terms.row[i][c]);
+    List rest = list;
+    for (Term<T> term = rest.next(); term.row != nullptr; term = rest.next()) {
+      sum += term.weight * to_float(term.row[c]);
+    }
     target[c] = from_float<T>(sum);
   }
 }

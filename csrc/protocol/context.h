@@ -14,6 +14,7 @@ struct Context {
   HeapView heap;
   Workspace ws;
   WaitPolicy wait;
+  int64_t max_shared_bytes = 0;  // that a block may use
 };
 
 }  // namespace moe_a2a
@@ -23,13 +24,16 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 // Ends a block's part of a launch; true in one thread of all: the leader of the block that ends last, which then speaks
 // for the whole launch. Everything that all blocks read and wrote comes before what that thread does next: the barrier
 // brings a block's own work together, the acq_rel count brings the blocks together. The last one also sets the count
-// back, which nobody reads again before the next launch of the same kernel on this buffer.
-MOE_A2A_DEVICE bool last_block_done(const Grid& grid, const Block& block, uint32_t* arrivals) {
+// and the launch's tickets back, which nobody reads again before the next launch of the same kernel on this buffer.
+MOE_A2A_DEVICE bool last_block_done(const Grid& grid, const Block& block, const Workspace& ws, int buffer,
+                                    Workspace::Launch launch) {
   block.release_sync();
   if (block.rank() != 0) return false;
+  uint32_t* arrivals = ws.arrivals.at(buffer, launch);
   const uint32_t before = atomic_add<Order::kAcqRel, Scope::kDevice>(arrivals, 1u);
   if (before + 1 != static_cast<uint32_t>(grid.size())) return false;
   atomic_store<Order::kRelaxed, Scope::kDevice>(arrivals, 0u);
+  ws.tickets(buffer, launch) = 0;
   return true;
 }
 

@@ -7,6 +7,11 @@ std::string less_than_one(const char* name, int value) {
   return std::string(name) + "=" + std::to_string(value) + " < 1; pass " + name + "=1 or more";
 }
 
+std::string more_than(const char* name, int value, int limit) {
+  return std::string(name) + "=" + std::to_string(value) + " > " + std::to_string(limit) + "; pass " + name + "=" +
+         std::to_string(limit) + " or less";
+}
+
 }  // namespace
 
 std::string MoeConfig::violation() const {
@@ -24,11 +29,12 @@ std::string MoeConfig::violation() const {
            " and leave the added experts unused";
   }
   if (num_topk < 1) return less_than_one("num_topk", num_topk);
+  if (num_experts > kMaxExperts) return more_than("num_experts", num_experts, kMaxExperts);
+  if (num_topk > kMaxTopk) return more_than("num_topk", num_topk, kMaxTopk);
   if (hidden < 1) return less_than_one("hidden", hidden);
   if (num_max_tokens_per_rank < 1) return less_than_one("num_max_tokens_per_rank", num_max_tokens_per_rank);
   if (num_max_tokens_per_rank > kMaxTokensPerRank) {
-    return "num_max_tokens_per_rank=" + text(num_max_tokens_per_rank) + " > " + text(kMaxTokensPerRank) +
-           "; pass num_max_tokens_per_rank=" + text(kMaxTokensPerRank) + " or less";
+    return more_than("num_max_tokens_per_rank", num_max_tokens_per_rank, kMaxTokensPerRank);
   }
   if (num_buffers < 1) return less_than_one("num_buffers", num_buffers);
   if (route_capacity() > INT32_MAX) {

@@ -12,6 +12,13 @@ struct RankSet {
 
   MOE_A2A_HOST_DEVICE bool empty() const { return bits == 0; }
   MOE_A2A_HOST_DEVICE bool contains(int rank) const { return (bits >> rank) & 1; }
+  // Calls visit(rank) for all members, those from `rank` on first.
+  template <class Visit>
+  MOE_A2A_DEVICE void visit_from(int rank, Visit visit) const {
+    const uint64_t later = bits >> rank << rank;
+    for (RankSet rest{later}; !rest.empty(); rest.remove_first()) visit(rest.first());
+    for (RankSet rest{bits & ~later}; !rest.empty(); rest.remove_first()) visit(rest.first());
+  }
   MOE_A2A_HOST_DEVICE void insert(int rank) { bits |= uint64_t{1} << rank; }
   MOE_A2A_HOST_DEVICE int first() const { return count_trailing_zeros(bits); }
   MOE_A2A_HOST_DEVICE void remove_first() { bits &= bits - 1; }

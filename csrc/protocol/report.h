@@ -32,6 +32,7 @@ struct Tally {
 // In host-visible memory; written by one thread, the one that has claimed it in the Tally.
 struct Report {
   uint32_t is_complete = 0;
+  uint32_t num_noticed = 0;  // reports that the host has taken note of; it alone writes this
   Reason reason = Reason::kNone;
   Operation operation = Operation::kNone;
   Phase phase = Phase::kNone;
@@ -48,7 +49,7 @@ struct Report {
   // The newest values of the Tally. Routing that the kernels found wrong and treated as dropped, and the last of it.
   uint32_t num_bad_choices = 0;
   int32_t bad_token = -1;
-  int32_t bad_expert = -1;
+  int64_t bad_expert = -1;
   uint32_t num_lost_routes = 0;     // found no room in the masked layout
   uint32_t num_short_y_routes = 0;  // stand behind the last row of the `y` given to combine
 };

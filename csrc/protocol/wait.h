@@ -23,7 +23,6 @@ struct WaitPolicy {
   double ticks_per_second = 1;
   Report* report = nullptr;                // host-visible
   Tally* tally = nullptr;                  // this rank's own
-  uint32_t num_reports = 0;                // that the host has taken note of
   uint32_t* poison = nullptr;              // this rank's word in the symmetric heap
   const uint64_t* refusal_text = nullptr;  // [B, R src, kRefusalWords] in the symmetric heap
 };
@@ -45,7 +44,7 @@ MOE_A2A_DEVICE void count_fault(uint32_t* tally, uint32_t* shown) {
 MOE_A2A_DEVICE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
                                  uint32_t poison, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
   Report* report = policy.report;
-  const uint32_t before = policy.num_reports;
+  const uint32_t before = atomic_load<Order::kRelaxed, Scope::kSystem>(&report->num_noticed);
   if (!atomic_claim<Order::kRelaxed, Scope::kDevice>(&policy.tally->num_reports, before, before + 1)) return;
   report->reason = reason;
   report->operation = site.operation;

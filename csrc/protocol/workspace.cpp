@@ -46,17 +46,19 @@ int64_t route_list_capacity(const MoeConfig& config, int expert_alignment) {
 Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byte* local, WorkspaceSize* size) {
   const int64_t b = config.num_buffers, r = config.num_ranks, t = config.num_max_tokens_per_rank;
   const int64_t k = config.num_topk, experts = config.num_local_experts();
-  const int64_t num_chunks = (t + kTableChunk - 1) / kTableChunk;
+  const int64_t chunks = num_chunks(config.num_max_tokens_per_rank), pieces = config.piece_capacity();
   const int64_t lists = std::max(route_list_capacity(config, kMaxExpertAlignment), experts * r * t);
   Workspace w;
 
   Carver shared(symmetric);
-  w.table_signal = shared.take<Signal>(b, r, num_chunks);
-  w.table_idx = shared.take<int32_t>(b, r, t, k);
+  w.table_signal = shared.take<Signal>(b, r, chunks);
+  w.table_route = shared.take<RouteEntry>(b, r, t, k);
   w.table_weight = shared.take<float>(b, r, t, k);
-  w.row_signal = shared.take<Signal>(b, r, t);
+  w.table_landing = shared.take<int32_t>(b, r, t);
+  w.table_count = shared.take<int32_t>(b, r, chunks, experts + 1);
+  w.row_signal = shared.take<Signal>(b, r, pieces);
   w.row = shared.take<std::byte>(b, r, t, config.max_row_stride());
-  w.combine_signal = shared.take<Signal>(b, r, t);
+  w.combine_signal = shared.take<Signal>(b, r, pieces);
   w.combine_row = shared.take<std::byte>(b, r, t, config.row_stride(config.dtype));
   w.dispatch_credit = shared.take<Signal>(b, r);
   w.combine_refusal = shared.take<Signal>(b, r);
@@ -67,17 +69,20 @@ Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byt
   Carver own(local);
   w.epoch = own.take<uint64_t>(b);
   w.tally = own.take<Tally>(1);
-  w.arrivals = own.take<uint32_t>(b, Workspace::kNumArrivals);
+  w.arrivals = own.take<uint32_t>(b, Workspace::kNumLaunches);
+  w.tickets = own.take<uint32_t>(b, Workspace::kNumLaunches);
   w.expert_offsets = own.take<int32_t>(b, experts + 1);
   w.expert_counts = own.take<int32_t>(b, experts);
   w.expert_row_index = own.take<int32_t>(b, lists);
   w.route_weight = own.take<float>(b, lists);
   w.route_src_rank = own.take<int32_t>(b, lists);
   w.route_src_token = own.take<int32_t>(b, lists);
-  w.row_route = own.take<int32_t>(b, r * t, k);
   w.landed_row = own.take<int32_t>(b, r * t);
-  w.num_landed_rows = own.take<int32_t>(b, 1);
+  w.landed_offsets = own.take<int32_t>(b, r + 1);
+  w.landed_term = own.take<RouteTerm>(b, r * t, k);
   w.num_recv_tokens = own.take<int32_t>(b, r);
+  w.num_pieces = own.take<int32_t>(b, 1);
+  w.token_ranks = own.take<RankSet>(b, t);
 
   *size = {shared.size(), own.size(), shared.digest()};
   return w;

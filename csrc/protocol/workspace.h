@@ -8,7 +8,9 @@
 #include <cstdint>
 
 #include "protocol/moe_config.h"
+#include "protocol/rank_set.h"
 #include "protocol/report.h"
+#include "protocol/route_entry.h"
 #include "protocol/signal.h"
 #include "target/target.h"
 
@@ -38,6 +40,7 @@ struct Array {
 
 // Tokens of a routing table that one signal hands over.
 inline constexpr int kTableChunk = 256;
+MOE_A2A_HOST_DEVICE constexpr int num_chunks(int num_tokens) { return (num_tokens + kTableChunk - 1) / kTableChunk; }
 
 // Largest multiple that an expert-major block of rows can be padded to.
 inline constexpr int kMaxExpertAlignment = 256;
@@ -46,12 +49,15 @@ inline constexpr int kMaxExpertAlignment = 256;
 struct Workspace {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
   Array<Signal, 3> table_signal;     // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
-  Array<int32_t, 4> table_idx;       // [B, R src, T, K]  global expert of each choice, -1 = dropped
+  Array<RouteEntry, 4> table_route;  // [B, R src, T, K]
   Array<float, 4> table_weight;      // [B, R src, T, K]
-  Array<Signal, 3> row_signal;       // [B, R src, T]  the row of token t of src has landed
-  Array<std::byte, 4> row;           // [B, R src, T, row_stride]  recv_x: the row of a token lands at its own index
-  Array<Signal, 3> combine_signal;   // [B, R src, T]  the partial sum of my token t over the experts of src is here
-  Array<std::byte, 4> combine_row;   // [B, R src, T, row_stride]
+  Array<int32_t, 3>
+      table_landing;  // [B, R src, T]  how many rows of its chunk land here before this one; -1: it does not
+  Array<int32_t, 4> table_count;    // [B, R src, chunks, El + 1]  routes to each expert here; last: rows that land here
+  Array<Signal, 3> row_signal;      // [B, R src, pieces]  a piece of a row of src has landed; see MoeConfig::num_pieces
+  Array<std::byte, 4> row;          // [B, R src, T, row_stride]  recv_x: the row of a token lands at its own index
+  Array<Signal, 3> combine_signal;  // [B, R src, pieces]  a piece of a partial sum of src is here
+  Array<std::byte, 4> combine_row;  // [B, R src, T, row_stride]
   Array<Signal, 2> dispatch_credit;  // [B, R src]  src no longer reads what I dispatched up to this epoch
   Array<Signal, 2> combine_refusal;  // [B, R src]  src refused its combine; payload: which attempt
   Array<uint64_t, 3> refusal_text;   // [B, R src, kRefusalWords]  why src refused its call on this buffer
@@ -61,20 +67,23 @@ struct Workspace {
   // ---- local
   Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; kernels advance it
   Array<Tally, 1> tally;               // [1]
-  Array<uint32_t, 2> arrivals;         // [B, kNumArrivals]  blocks that have finished a launch; see last_block_done()
+  Array<uint32_t, 2> arrivals;         // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
+  Array<uint32_t, 2> tickets;          // [B, kNumLaunches]  units of a launch that were handed out; see kernels/units.h
   Array<int32_t, 2> expert_offsets;    // [B, El + 1]
   Array<int32_t, 2> expert_counts;     // [B, El]
   Array<int32_t, 2> expert_row_index;  // [B, routes]  row (src_rank * T + token) of each route, -1 = padding
   Array<float, 2> route_weight;        // [B, routes]
   Array<int32_t, 2> route_src_rank;    // [B, routes]
   Array<int32_t, 2> route_src_token;   // [B, routes]
-  Array<int32_t, 3> row_route;         // [B, R * T, K]  where in the lists choice k of a landed row stands
   Array<int32_t, 2> landed_row;        // [B, R * T]  rows that have landed, in (src_rank, token) order
-  Array<int32_t, 2> num_landed_rows;   // [B, 1]
+  Array<int32_t, 2> landed_offsets;    // [B, R + 1]  where those of each src begin in landed_row
+  Array<RouteTerm, 3> landed_term;     // [B, R * T, K]  of each landed row: its routes here, in k order
   Array<int32_t, 2> num_recv_tokens;   // [B, R src]  rows of the table of src
+  Array<int32_t, 2> num_pieces;        // [B, 1]  of a row on its way back
+  Array<RankSet, 2> token_ranks;       // [B, T]  where this rank's tokens have gone
 
   static constexpr uint32_t kRefused = Signal::kPayloadMask;
-  enum Arrival { kDispatchSend, kCombineSend, kNumArrivals };
+  enum Launch { kDispatchSend, kCombineSend, kNumLaunches };
 };
 
 struct WorkspaceSize {

@@ -21,10 +21,11 @@ class TargetBackend final : public Backend {
 
   const char* name() const override { return Machine::kName; }
   int default_blocks() const override { return Machine::kDefaultBlocks; }
-  int max_blocks() const override { return machine_.max_blocks(0); }
+  int max_blocks() const override { return machine_.max_blocks(); }
   bool is_synchronous() const override { return kBlockThreads == 1; }
   bool needs_aligned_vectors() const override { return kAlignedVectors; }
-  int64_t max_quantized_row_bytes() const override { return static_cast<int64_t>(kMaxSharedBytes) / 2 - 256; }
+  int64_t max_shared_bytes() const override { return machine_.max_shared_bytes(); }
+  int64_t max_quantized_row_bytes() const override { return max_shared_bytes() / 2 - 256; }
   double clock_ticks_per_second() const override { return machine_.clock_ticks_per_second(); }
 
   std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) override {

@@ -21,6 +21,7 @@ class Backend {
   virtual int max_blocks() const = 0;
   virtual bool is_synchronous() const = 0;  // a launch returns when its work is done
   virtual bool needs_aligned_vectors() const = 0;
+  virtual int64_t max_shared_bytes() const = 0;         // that a block may use
   virtual int64_t max_quantized_row_bytes() const = 0;  // a block puts two of them together in its shared memory
   virtual double clock_ticks_per_second() const = 0;
 

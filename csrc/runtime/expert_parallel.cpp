@@ -55,6 +55,7 @@ ExpertParallel::ExpertParallel(const MoeConfig& config, const std::string& targe
                    .tally = context_.ws.tally.data,
                    .poison = context_.ws.poison.data,
                    .refusal_text = context_.ws.refusal_text.data};
+  context_.max_shared_bytes = backend_->max_shared_bytes();
   comm_handle_ = make_comm_handle(config, target, memory, size_.layout_digest);
 }
 
@@ -123,7 +124,7 @@ int ExpertParallel::blocks(const LaunchPlace& place) const {
 
 // ---- the steps
 
-DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer, int num_blocks) const {
+DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer) const {
   const bool aligned = (reinterpret_cast<uint64_t>(input.x.data) | static_cast<uint64_t>(input.x.stride)) % 16 == 0;
   return {.context = context_,
           .buffer = buffer,
@@ -134,8 +135,7 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffe
           .x_dtype = input.x_dtype,
           .x_scales = input.x_scales,
           .quantize = input.quantize,
-          .vector_rows = aligned || !backend_->needs_aligned_vectors(),
-          .block_per_token = input.num_tokens <= num_blocks};
+          .vector_rows = aligned || !backend_->needs_aligned_vectors()};
 }
 
 std::shared_ptr<DispatchHandle> ExpertParallel::open_handle(const DispatchInput& input, int buffer) {
@@ -152,7 +152,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
   require_open();
   raise_reported();
   const int buffer = take_buffer(), num_blocks = blocks(place);
-  backend_->launch(send_args(input, buffer, num_blocks), num_blocks, place.stream);
+  backend_->launch(send_args(input, buffer), num_blocks, place.stream);
   auto handle = open_handle(input, buffer);
   after_launch();
   return handle;
@@ -189,7 +189,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   const int senders = num_blocks - std::max(1, num_blocks / kDispatchRecvShare);
   backend_->launch(
       DispatchArgs{
-          .send = send_args(input, buffer, senders),
+          .send = send_args(input, buffer),
           .recv = {.context = context_, .buffer = buffer, .layout = layout, .expert_alignment = expert_alignment},
           .num_send_blocks = senders},
       num_blocks, place.stream);
@@ -213,18 +213,17 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
 }
 
 CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows,
-                                          bool presummed, int num_blocks) const {
+                                          bool presummed) const {
   const bool aligned = (reinterpret_cast<uint64_t>(y.data) | static_cast<uint64_t>(y.stride)) % 16 == 0;
   return {.context = context_,
           .buffer = handle.buffer,
           .y = y,
           .num_y_rows = num_y_rows,
           .presummed = presummed,
-          .block_per_row = handle.num_tokens <= num_blocks,
           .vector_rows = aligned || !backend_->needs_aligned_vectors()};
 }
 
-CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x, int num_blocks) const {
+CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x) const {
   const uint64_t row_bytes = static_cast<uint64_t>(config().row_bytes(config().dtype));
   const bool aligned = (reinterpret_cast<uint64_t>(combined_x) | row_bytes) % 16 == 0;
   return {.context = context_,
@@ -232,7 +231,6 @@ CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* co
           .num_tokens = handle.num_tokens,
           .attempt = handle.attempt,
           .combined_x = static_cast<std::byte*>(combined_x),
-          .block_per_token = handle.num_tokens <= num_blocks,
           .vector_rows = aligned || !backend_->needs_aligned_vectors()};
 }
 
@@ -246,7 +244,7 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t
   require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
   raise_reported();
   const int num_blocks = blocks(place);
-  backend_->launch(send_args(handle, y, num_y_rows, presummed, num_blocks), num_blocks, place.stream);
+  backend_->launch(send_args(handle, y, num_y_rows, presummed), num_blocks, place.stream);
   handle.stage = Stage::kCombineSent;
   after_launch();
 }
@@ -254,7 +252,7 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t
 void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {
   require(handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
   const int num_blocks = blocks(place);
-  backend_->launch(recv_args(handle, combined_x, num_blocks), num_blocks, place.stream);
+  backend_->launch(recv_args(handle, combined_x), num_blocks, place.stream);
   try {
     after_launch();
   } catch (const PeerRefused&) {
@@ -273,9 +271,9 @@ void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_
   require(handle, Stage::kReceived, Stage::kReceived, "combine");
   raise_reported();
   const int num_blocks = std::max(2, blocks(place));
-  const int receivers = std::max(1, num_blocks / kCombineRecvShare), senders = num_blocks - receivers;
-  backend_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed, senders),
-                               .recv = recv_args(handle, combined_x, receivers),
+  const int senders = std::min(num_blocks - std::max(1, num_blocks / kCombineRecvShare), kMostSenders);
+  backend_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed),
+                               .recv = recv_args(handle, combined_x),
                                .num_send_blocks = senders},
                    num_blocks, place.stream);
   finish_combine(handle);
@@ -325,7 +323,7 @@ void ExpertParallel::raise_wait(const Report& report) {
     const int peer = report.peer;
     what += ": " + rank_text(peer) + " refused its call: " + reinterpret_cast<const char*>(report.refusal.word);
     report_->is_complete = 0;  // the object stays usable: a later launch may report again
-    ++context_.wait.num_reports;
+    __atomic_store_n(&report_->num_noticed, report_->num_noticed + 1, __ATOMIC_RELEASE);
     throw PeerRefused(peer, what);
   }
   what += " waited " + std::to_string(report.elapsed_seconds) + " s" + awaited + " (expected epoch " +

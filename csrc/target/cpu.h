@@ -13,6 +13,7 @@
 
 #include "target/attributes.h"
 #include "target/cpu_machine.h"
+#include "target/matches.h"
 #include "target/number.h"
 #include "target/order.h"
 
@@ -22,17 +23,19 @@ namespace moe_a2a::inline cpu {
 
 inline constexpr int kWarpSize = 1;
 inline constexpr int kBlockThreads = 1;
+inline constexpr bool kBlocksAreUnequal = false;  // see kernels/units.h
 // How many elements a lane works on at a time: long enough for the compiler to use vector instructions.
 template <class T>
 inline constexpr int kLaneElements = 256;
-// How many such pieces a lane adds up side by side, and how many values it quantises at a time.
+// How many such pieces of how many rows a lane adds up side by side, and how many values it quantises at a time.
 inline constexpr int kLaneUnroll = 1;
+inline constexpr int kRowsInFlight = 1;
+inline constexpr int kQuantizeUnroll = 1;
 template <class T>
 inline constexpr int kQuantizeElements = 128;
 // Whether a vector access needs an address that is a multiple of 16 bytes.
 inline constexpr bool kAlignedVectors = false;
 inline constexpr float kFloat8Max = 448.0f;
-inline constexpr size_t kMaxSharedBytes = size_t{1} << 30;
 
 // ---- groups: with one member, everything that is exchanged is what the member has
 
@@ -47,10 +50,18 @@ struct Thread {
     return value;
   }
   bool any(bool value) const { return value; }
+  // The value of the first member, and of the last.
   template <class T>
-  T sum(T value) const {
+  T first(T value) const {
     return value;
   }
+  template <class T>
+  T last(T value) const {
+    return value;
+  }
+  // All bits that a member has set.
+  uint64_t union_of(uint64_t bits) const { return bits; }
+  Matches matches(int32_t) const { return {0, 1}; }
   template <class T>
   T inclusive_sum(T value) const {
     return value;
@@ -120,12 +131,14 @@ bool atomic_claim(T* address, T expected, T desired) {
 inline void fence_before_signals() {}
 inline constexpr Order kSignalOrder = Order::kRelease;
 
-// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), reading the source once.
+// Asks for memory that will be read.
+inline void prefetch(const void* address) { __builtin_prefetch(address); }
+
+// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), beginning with `turn` and reading
+// the source once.
 template <class Group, class Members, class Target>
-void multicast_bytes(const Group&, const Members& members, Target target, const void* source, size_t bytes) {
-  for (Members rest = members; !rest.empty(); rest.remove_first()) {
-    std::memcpy(target(rest.first()), source, bytes);
-  }
+void multicast_bytes(const Group&, const Members& members, int turn, Target target, const void* source, size_t bytes) {
+  members.visit_from(turn, [&](int rank) { std::memcpy(target(rank), source, bytes); });
 }
 
 template <class T>
@@ -142,6 +155,11 @@ struct LoadedLane {
 template <class T>
 void load_lane(LoadedLane<T>& lane, const T* source) {
   lane.element = source;
+}
+
+template <class T>
+const LoadedLane<T>& elements_of(const LoadedLane<T>& lane) {
+  return lane;
 }
 
 template <class T>

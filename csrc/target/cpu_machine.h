@@ -33,7 +33,8 @@ class CpuMachine {
   void synchronize() {}
 
   double clock_ticks_per_second() const;
-  int max_blocks(size_t /*shared_bytes*/) const { return 1024; }
+  int max_blocks() const { return 1024; }
+  int64_t max_shared_bytes() const { return int64_t{1} << 30; }
 
   BlockPool& block_pool() { return pool_; }
 

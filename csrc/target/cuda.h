@@ -12,6 +12,7 @@
 #include <cuda/atomic>
 
 #include "target/attributes.h"
+#include "target/matches.h"
 #include "target/number.h"
 #include "target/order.h"
 
@@ -23,8 +24,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 inline constexpr int kWarpSize = 32;
 inline constexpr int kBlockThreads = 512;
-inline constexpr size_t kMaxSharedBytes = 160 * 1024;  // of the 227 KiB that a block may ask for on sm_90
-inline constexpr float kFloat8Max = 448.0f;            // e4m3fn
+inline constexpr float kFloat8Max = 448.0f;  // e4m3fn
 
 // ---- threads
 
@@ -35,6 +35,10 @@ __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
 __device__ __forceinline__ void drain_stores() {}  // the barrier orders the block's stores before the leader's fence
 __device__ __forceinline__ bool warp_any(bool value) { return __any_sync(0xffffffffu, value); }
+__device__ __forceinline__ uint32_t warp_or(uint32_t bits) { return __reduce_or_sync(0xffffffffu, bits); }
+// The lanes that have this lane's value.
+__device__ __forceinline__ uint64_t warp_matches(int32_t value) { return __match_any_sync(0xffffffffu, value); }
+__device__ __forceinline__ int count_ones(uint64_t word) { return __popcll(word); }
 __device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value); }
 template <class T>
 __device__ __forceinline__ T shuffle(T value, int lane) {
@@ -104,6 +108,10 @@ __device__ __forceinline__ void fence_before_signals() {
 }
 inline constexpr Order kSignalOrder = Order::kRelaxed;
 
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(address)));
+}
+
 using Vec16 = uint4;
 template <class T>
 __device__ __forceinline__ T load_global(const T* address) {
@@ -168,6 +176,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 struct CudaVendor {
   static constexpr const char* kName = "cuda";
   static constexpr auto kMultiprocessorCount = cudaDevAttrMultiProcessorCount;
+  static constexpr auto kMaxSharedMemory = cudaDevAttrMaxSharedMemoryPerBlockOptin;
   static cudaError_t malloc_symmetric(void** memory, size_t nbytes) { return cudaMalloc(memory, nbytes); }
   static cudaError_t malloc_host(void** memory, size_t nbytes) {
     return cudaHostAlloc(memory, nbytes, cudaHostAllocPortable | cudaHostAllocMapped);

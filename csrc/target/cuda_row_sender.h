@@ -1,6 +1,6 @@
 // Rows by the bulk copy engine of sm_90: one lane of a warp has a row brought into shared memory and from there written
-// to every rank, while the SM does nothing else for it. Two stages a warp: the stores of one row fly while the next
-// comes in.
+// to every rank, while the SM does nothing else for it. A warp has a few stages: the stores of some rows fly while the
+// next row comes in.
 #pragma once
 
 #define MOE_A2A_HAS_WARP_SENDER 1
@@ -42,32 +42,49 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
                : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int kInFlight>
-__device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kInFlight) : "memory");
+// Until at most `num_in_flight` of the groups last committed, 0 to 2, are not done.
+__device__ __forceinline__ void bulk_wait(int num_in_flight) {
+  if (num_in_flight >= 2) {
+    asm volatile("cp.async.bulk.wait_group 2;" ::: "memory");
+  } else if (num_in_flight == 1) {
+    asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
+  } else {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
 }
 
 // ---- the sender
 
-inline constexpr int kStages = 2;
-inline constexpr int kStageHeader = 128;  // holds the stage's barrier
+// A row that is only sent comes in while two others fly. One that the warp puts together itself needs no stage to come
+// in; and where it takes long, more warps are worth more than a second stage.
+__host__ __device__ constexpr int num_stages(StagedFor what) {
+  return what == StagedFor::kSending ? 3 : what == StagedFor::kQuantizing ? 2 : 1;
+}
+inline constexpr int kStageHeader = 128;  // holds the stage's barrier and what is in the stage
 __host__ __device__ constexpr int64_t stage_bytes(int64_t row_bytes) {
   return kStageHeader + (row_bytes + 127) / 128 * 128;
 }
-// Shared memory that a warp's sender takes, whether or not rows are put together in it.
-__host__ __device__ constexpr int64_t warp_staging_bytes(int64_t row_bytes, bool /*staged*/) {
-  return kStages * stage_bytes(row_bytes);
+// Shared memory that a warp's sender takes.
+__host__ __device__ constexpr int64_t warp_staging_bytes(int64_t row_bytes, StagedFor what) {
+  return num_stages(what) * stage_bytes(row_bytes);
 }
+inline constexpr bool kSumsAreStaged = true;
 
-// Same contract as PlainRowSender, for a warp. `staging`: shared memory, warp_staging_bytes() of it.
+// Same contract as PlainRowSender, for a warp; one lane does it all. `staging`: shared memory, warp_staging_bytes() of
+// it, or null: then rows go by plain stores.
 template <class Item, class Target, class Done>
 class BulkRowSender {
  public:
   __device__ __forceinline__ BulkRowSender(const Warp& warp, Target target, Done done, std::byte* staging,
-                                           int64_t row_bytes)
-      : warp_(warp), target_(target), done_(done), staging_(staging), stage_stride_(stage_bytes(row_bytes)) {
+                                           int64_t row_bytes, StagedFor what)
+      : warp_(warp),
+        target_(target),
+        done_(done),
+        staging_(staging),
+        stage_stride_(stage_bytes(row_bytes)),
+        num_stages_(num_stages(what)) {
     if (warp_.rank() == 0 && staging_ != nullptr) {
-      for (int s = 0; s < kStages; ++s) barrier_init(barrier(s));
+      for (int s = 0; s < num_stages_; ++s) barrier_init(header(s)->loaded);
     }
     warp_.sync();
   }
@@ -80,73 +97,94 @@ class BulkRowSender {
       PlainRowSender<Warp, Item, Target, Done>(warp_, target_, done_, nullptr).send(row, item);
       return;
     }
-    std::byte* stage = open_stage();
-    if (warp_.rank() == 0) {
-      uint64_t* loaded = barrier(stage_);
-      barrier_expect(loaded, static_cast<uint32_t>(row.num_value_bytes + row.num_scale_bytes));
-      bulk_load(stage, row.values, static_cast<uint32_t>(row.num_value_bytes), loaded);
-      if (row.num_scale_bytes > 0) {
-        bulk_load(stage + row.scales_offset, row.scales, static_cast<uint32_t>(row.num_scale_bytes), loaded);
-      }
-      barrier_wait(loaded, parity_ >> stage_ & 1);
-    }
-    parity_ ^= 1u << stage_;
-    const int64_t end = row.num_scale_bytes > 0 ? row.scales_offset + row.num_scale_bytes : row.num_value_bytes;
-    store_stage(stage, end, item);
+    if (warp_.rank() != 0) return;
+    const int stage = (stage_ + (is_loading_ ? 1 : 0)) % num_stages_;  // free: see below
+    load(stage, row);
+    put_in_stage(stage, row, item);
+    store_loaded();  // the row before: its stores fly while this one comes in
+    is_loading_ = true;
+    if (num_in_flight_ == num_stages_ - 1) complete_oldest();  // for the next row
   }
 
-  // Where the caller may write the next row itself; then send_staged().
+  // Where the warp may put the next row together; then send_staged().
   __device__ __forceinline__ std::byte* open_stage() {
-    if (num_sent_ >=
-        kStages) {  // the row that had this stage: its stores are done when at most one later row's are not
-      if (warp_.rank() == 0) bulk_wait<kStages - 1>();
-      complete(stage_);
-    }
+    if (warp_.rank() == 0 && num_in_flight_ == num_stages_) complete_oldest();
+    warp_.sync();
     return stage_memory(stage_);
   }
 
-  __device__ __forceinline__ void send_staged(int64_t num_bytes, const Item& item) {
+  __device__ __forceinline__ void send_staged(const RowSource& row, const Item& item) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine reads what this thread has written
     warp_.sync();
-    store_stage(stage_memory(stage_), num_bytes, item);
+    if (warp_.rank() == 0) {
+      put_in_stage(stage_, row, item);
+      store_stage();
+    }
+    stage_ = (stage_ + 1) % num_stages_;
   }
 
   __device__ __forceinline__ void finish() {
-    if (warp_.rank() == 0) bulk_wait<0>();
-    const int pending = num_sent_ < kStages ? num_sent_ : kStages;
-    for (int i = pending; i > 0; --i) complete((stage_ + kStages - i) % kStages);
-    num_sent_ = 0;
+    if (warp_.rank() != 0) return;
+    store_loaded();
+    while (num_in_flight_ > 0) complete_oldest();
   }
 
  private:
-  __device__ __forceinline__ uint64_t* barrier(int stage) const {
-    return reinterpret_cast<uint64_t*>(staging_ + stage * stage_stride_);
+  struct Header {
+    uint64_t loaded[1];  // the barrier of the stage's load
+    uint32_t num_bytes;  // of the row
+    Item item;
+  };
+  static_assert(sizeof(Header) <= kStageHeader);
+
+  __device__ __forceinline__ Header* header(int stage) const {
+    return reinterpret_cast<Header*>(staging_ + stage * stage_stride_);
   }
   __device__ __forceinline__ std::byte* stage_memory(int stage) const {
     return staging_ + stage * stage_stride_ + kStageHeader;
   }
 
-  __device__ __forceinline__ void store_stage(const std::byte* stage, int64_t num_bytes, const Item& item) {
-    if (warp_.rank() == 0) {
-      // Pieces of 16 bytes: what lies behind the row, here and at its landing place, belongs to its 128-byte line.
-      const auto whole_pieces = static_cast<uint32_t>((num_bytes + 15) / 16 * 16);
-      for (auto rest = item.members; !rest.empty(); rest.remove_first()) {
-        bulk_store(target_(item, rest.first()), stage, whole_pieces);
-      }
-      bulk_commit();
-    }
-    if (stage_ == 0) {
-      item0_ = item;
-    } else {
-      item1_ = item;
-    }
-    stage_ = (stage_ + 1) % kStages;
-    ++num_sent_;
+  // The rows in flight are in the stages before stage_, the oldest first.
+  __device__ __forceinline__ void complete_oldest() {
+    bulk_wait(num_in_flight_ - 1);
+    const int oldest = (stage_ + num_stages_ - num_in_flight_) % num_stages_;
+    --num_in_flight_;
+    done_(header(oldest)->item);
   }
 
-  __device__ __forceinline__ void complete(int stage) {
-    warp_.sync();
-    done_(stage == 0 ? item0_ : item1_);
+  __device__ __forceinline__ void load(int stage, const RowSource& row) {
+    uint64_t* loaded = header(stage)->loaded;
+    std::byte* memory = stage_memory(stage);
+    barrier_expect(loaded, static_cast<uint32_t>(row.num_value_bytes + row.num_scale_bytes));
+    bulk_load(memory, row.values, static_cast<uint32_t>(row.num_value_bytes), loaded);
+    if (row.num_scale_bytes > 0) {
+      bulk_load(memory + row.scales_offset, row.scales, static_cast<uint32_t>(row.num_scale_bytes), loaded);
+    }
+  }
+
+  // Whole lines: what lies behind the row, here and at its landing place, belongs to its last 128-byte line.
+  __device__ __forceinline__ void put_in_stage(int stage, const RowSource& row, const Item& item) {
+    const int64_t end = row.num_scale_bytes > 0 ? row.scales_offset + row.num_scale_bytes : row.num_value_bytes;
+    header(stage)->num_bytes = static_cast<uint32_t>((end + 127) / 128 * 128);
+    header(stage)->item = item;
+  }
+
+  __device__ __forceinline__ void store_loaded() {
+    if (!is_loading_) return;
+    barrier_wait(header(stage_)->loaded, parity_ >> stage_ & 1);
+    parity_ ^= 1u << stage_;
+    is_loading_ = false;
+    store_stage();
+    stage_ = (stage_ + 1) % num_stages_;
+  }
+
+  __device__ __forceinline__ void store_stage() {
+    const Item& item = header(stage_)->item;
+    const uint32_t num_bytes = header(stage_)->num_bytes;
+    const std::byte* stage = stage_memory(stage_);
+    item.members.visit_from(item.turn, [&](int rank) { bulk_store(target_(item, rank), stage, num_bytes); });
+    bulk_commit();
+    ++num_in_flight_;
   }
 
   const Warp& warp_;
@@ -154,19 +192,21 @@ class BulkRowSender {
   Done done_;
   std::byte* staging_;
   int64_t stage_stride_;
-  int stage_ = 0;        // the next row's
-  uint32_t parity_ = 0;  // of each stage's barrier
-  int num_sent_ = 0;
-  Item item0_{}, item1_{};  // what is in flight in each stage (two names: an array would live in local memory)
+  int num_stages_;
+  int stage_ = 0;            // the next row's, or that of the row that comes in
+  int num_in_flight_ = 0;    // rows whose stores are under way, in the stages before stage_
+  bool is_loading_ = false;  // a row comes in
+  uint32_t parity_ = 0;      // of each stage's barrier
 };
 
-// The warp's sender of this target: by bulk copies from sm_90 on.
+// The warp's sender of whole rows of this target: by bulk copies from sm_90 on.
 template <class Item, class Target, class Done>
-__device__ auto make_warp_sender(const Warp& warp, Target target, Done done, std::byte* staging, int64_t row_bytes) {
+__device__ auto make_warp_sender(const Warp& warp, Target target, Done done, std::byte* staging, int64_t row_bytes,
+                                 StagedFor what) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return PlainRowSender<Warp, Item, Target, Done>(warp, target, done, staging);
 #else
-  return BulkRowSender<Item, Target, Done>(warp, target, done, staging, row_bytes);
+  return BulkRowSender<Item, Target, Done>(warp, target, done, staging, row_bytes, what);
 #endif
 }
 

@@ -9,6 +9,7 @@
 #include <rocprim/block/block_scan.hpp>
 
 #include "target/attributes.h"
+#include "target/matches.h"
 #include "target/number.h"
 #include "target/order.h"
 
@@ -20,7 +21,6 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 inline constexpr int kWarpSize = 64;  // our own constant: gfx9 only, and compilers have stopped defining one
 inline constexpr int kBlockThreads = 512;
-inline constexpr size_t kMaxSharedBytes = 56 * 1024;  // of the 64 KiB of a compute unit
 #if defined(__gfx942__)
 inline constexpr float kFloat8Max = 240.0f;  // e4m3fnuz
 #else
@@ -37,6 +37,22 @@ __device__ __forceinline__ void warp_sync() { __builtin_amdgcn_fence(__ATOMIC_AC
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
 __device__ __forceinline__ void drain_stores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
 __device__ __forceinline__ bool warp_any(bool value) { return __any(value); }
+__device__ __forceinline__ uint32_t warp_or(uint32_t bits) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) bits |= __shfl_xor(bits, distance);
+  return bits;
+}
+// The lanes that have this lane's value: one round per distinct value.
+__device__ __forceinline__ uint64_t warp_matches(int32_t value) {
+  uint64_t same = 0;
+  for (uint64_t rest = ~uint64_t{0}; rest != 0;) {
+    const uint64_t round = __ballot(value == __shfl(value, __builtin_ctzll(rest)));
+    if ((round >> __lane_id()) & 1) same = round;
+    rest &= ~round;
+  }
+  return same;
+}
+__device__ __forceinline__ int count_ones(uint64_t word) { return __popcll(word); }
 __device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value); }
 template <class T>
 __device__ __forceinline__ T shuffle(T value, int lane) {
@@ -120,6 +136,8 @@ __device__ __forceinline__ const Args& arguments_in_memory(const Args&) {
   return *(const Args*)place;
 }
 
+__device__ __forceinline__ void prefetch(const void*) {}  // gfx9 has no such instruction for data
+
 // ---- numbers
 
 __device__ __forceinline__ float to_float(float value) { return value; }
@@ -184,6 +202,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 struct HipVendor {
   static constexpr const char* kName = "hip";
   static constexpr auto kMultiprocessorCount = hipDeviceAttributeMultiprocessorCount;
+  static constexpr auto kMaxSharedMemory = hipDeviceAttributeMaxSharedMemoryPerBlock;
   // Uncached or fine-grained: a peer's store must not hide behind a stale line of this device's cache.
   static hipError_t malloc_symmetric(void** memory, size_t nbytes) {
 #if defined(hipDeviceMallocUncached)

@@ -7,21 +7,39 @@
 
 namespace moe_a2a {
 
-// A row as it lies at the sender: its values, and for float8 rows the scales, which land `scales_offset` behind.
+// A row, or a piece of one, as it lies at the sender: its values, and for float8 rows the scales. The offsets say where
+// they land in the row.
 struct RowSource {
   const std::byte* values = nullptr;
   int64_t num_value_bytes = 0;
+  int64_t values_offset = 0;
   const std::byte* scales = nullptr;
   int64_t num_scale_bytes = 0;
   int64_t scales_offset = 0;
 };
 
+// What a warp does with a row before it leaves.
+enum class StagedFor { kSending, kQuantizing, kAdding };
+
 }  // namespace moe_a2a
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// `Item` has `members`, the set of ranks that a row goes to. `target(item, rank)` is where it lands on a rank;
-// `done(item)` is called by every thread of the group when the row's stores come before whatever the thread signals
+// Writes a row, or a piece of one, to `target(rank)` on each rank of `members`, beginning with `turn`.
+template <class Group, class Members, class Target>
+MOE_A2A_DEVICE void multicast_row(const Group& group, const RowSource& row, const Members& members, int turn,
+                                  Target target) {
+  const auto values_at = [&](int rank) { return target(rank) + row.values_offset; };
+  multicast_bytes(group, members, turn, values_at, row.values, row.num_value_bytes);
+  if (row.num_scale_bytes > 0) {
+    const auto scales_at = [&](int rank) { return target(rank) + row.scales_offset; };
+    multicast_bytes(group, members, turn, scales_at, row.scales, row.num_scale_bytes);
+  }
+}
+
+// `Item` has `members`, the set of ranks that a row goes to, and `turn`, the rank that is written to first: when all
+// ranks begin with the same one, its link is the limit. `target(item, rank)` is where the row lands on a rank;
+// `done(item)` is called by one thread of the group when the row's stores come before whatever that thread signals
 // next. `staging`: where a row is put together that is not sent as it lies in memory, row_bytes long.
 template <class Group, class Item, class Target, class Done>
 class PlainRowSender {
@@ -30,22 +48,20 @@ class PlainRowSender {
       : group_(group), target_(target), done_(done), staging_(staging) {}
 
   MOE_A2A_DEVICE void send(const RowSource& row, const Item& item) {
-    const auto values_at = [&](int rank) { return target_(item, rank); };
-    multicast_bytes(group_, item.members, values_at, row.values, row.num_value_bytes);
-    if (row.num_scale_bytes > 0) {
-      const auto scales_at = [&](int rank) { return target_(item, rank) + row.scales_offset; };
-      multicast_bytes(group_, item.members, scales_at, row.scales, row.num_scale_bytes);
-    }
+    multicast_row(group_, row, item.members, item.turn, [&](int rank) { return target_(item, rank); });
     group_.release_sync();
-    done_(item);
+    if (group_.rank() == 0) done_(item);
   }
 
-  // The caller's group writes a row here, then send_staged() sends it.
-  MOE_A2A_DEVICE std::byte* open_stage() { return staging_; }
+  // The caller's group puts a row together here, then send_staged() sends it.
+  MOE_A2A_DEVICE std::byte* open_stage() {
+    group_.sync();  // the row before has been read
+    return staging_;
+  }
 
-  MOE_A2A_DEVICE void send_staged(int64_t num_bytes, const Item& item) {
+  MOE_A2A_DEVICE void send_staged(const RowSource& row, const Item& item) {
     group_.sync();  // the staged row is complete before any thread sends a part of it
-    send({.values = staging_, .num_value_bytes = num_bytes}, item);
+    send(row, item);
   }
 
   MOE_A2A_DEVICE void finish() {}
@@ -58,13 +74,16 @@ class PlainRowSender {
 };
 
 #if !defined(MOE_A2A_HAS_WARP_SENDER)
-// The warp's sender of a target that has no better one.
-// Shared memory that a warp's sender takes: only for rows that are put together first.
-MOE_A2A_HOST_DEVICE constexpr int64_t warp_staging_bytes(int64_t row_bytes, bool staged) {
-  return staged ? (row_bytes + 127) / 128 * 128 : 0;
+// The warp's sender of whole rows of a target that has no better one.
+// Shared memory that a warp's sender takes: only for rows that are quantised first. Sums go where they belong as they
+// are formed.
+inline constexpr bool kSumsAreStaged = false;
+MOE_A2A_HOST_DEVICE constexpr int64_t warp_staging_bytes(int64_t row_bytes, StagedFor what) {
+  return what == StagedFor::kQuantizing ? (row_bytes + 127) / 128 * 128 : 0;
 }
 template <class Item, class Target, class Done>
-MOE_A2A_DEVICE auto make_warp_sender(const Warp& warp, Target target, Done done, std::byte* staging, int64_t) {
+MOE_A2A_DEVICE auto make_warp_sender(const Warp& warp, Target target, Done done, std::byte* staging, int64_t,
+                                     StagedFor) {
   return PlainRowSender<Warp, Item, Target, Done>(warp, target, done, staging);
 }
 #endif

@@ -36,6 +36,15 @@ struct Warp {
     return shuffle(value, 0);
   }
   __device__ bool any(bool value) const { return warp_any(value); }
+  __device__ int32_t first(int32_t value) const { return shuffle(value, 0); }
+  __device__ int32_t last(int32_t value) const { return shuffle(value, kWarpSize - 1); }
+  __device__ uint64_t union_of(uint64_t bits) const {
+    return uint64_t{warp_or(static_cast<uint32_t>(bits >> 32))} << 32 | warp_or(static_cast<uint32_t>(bits));
+  }
+  __device__ Matches matches(int32_t value) const {
+    const uint64_t same = warp_matches(value);
+    return {count_ones(same & ((uint64_t{1} << rank()) - 1)), count_ones(same)};
+  }
   __device__ int32_t inclusive_sum(int32_t value) const {
 #pragma unroll
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
@@ -110,8 +119,8 @@ struct Grid {
 
 // Copies in pieces of type Piece, `kUnroll` of them in flight per thread before the first is stored.
 template <class Piece, class Group, class Members, class Target>
-__device__ void multicast_pieces(const Group& group, const Members& members, Target target, const void* source,
-                                 int64_t count) {
+__device__ void multicast_pieces(const Group& group, const Members& members, int turn, Target target,
+                                 const void* source, int64_t count) {
   constexpr int kUnroll = 4;
   const Piece* from = static_cast<const Piece*>(source);
   const int64_t stride = group.size();
@@ -121,31 +130,31 @@ __device__ void multicast_pieces(const Group& group, const Members& members, Tar
     for (int j = 0; j < kUnroll; ++j) {
       if (i + j * stride < count) piece[j] = load_global(from + i + j * stride);
     }
-    for (Members rest = members; !rest.empty(); rest.remove_first()) {
-      Piece* to = reinterpret_cast<Piece*>(target(rest.first()));
+    members.visit_from(turn, [&](int rank) {
+      Piece* to = reinterpret_cast<Piece*>(target(rank));
 #pragma unroll
       for (int j = 0; j < kUnroll; ++j) {
         if (i + j * stride < count) store_global(to + i + j * stride, piece[j]);
       }
-    }
+    });
   }
 }
 
-// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), reading the source once. Targets
-// start on 16-byte boundaries; a source that does not goes in smaller pieces.
+// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), beginning with `turn` and reading
+// the source once. Targets start on 16-byte boundaries; a source that does not goes in smaller pieces.
 template <class Group, class Members, class Target>
-__device__ void multicast_bytes(const Group& group, const Members& members, Target target, const void* source,
+__device__ void multicast_bytes(const Group& group, const Members& members, int turn, Target target, const void* source,
                                 int64_t bytes) {
   const uint64_t misalignment = reinterpret_cast<uint64_t>(source) | static_cast<uint64_t>(bytes) |
                                 reinterpret_cast<uint64_t>(target(members.first()));
   if (misalignment % 16 == 0) {
-    multicast_pieces<Vec16>(group, members, target, source, bytes / 16);
+    multicast_pieces<Vec16>(group, members, turn, target, source, bytes / 16);
   } else if (misalignment % 4 == 0) {
-    multicast_pieces<uint32_t>(group, members, target, source, bytes / 4);
+    multicast_pieces<uint32_t>(group, members, turn, target, source, bytes / 4);
   } else if (misalignment % 2 == 0) {
-    multicast_pieces<uint16_t>(group, members, target, source, bytes / 2);
+    multicast_pieces<uint16_t>(group, members, turn, target, source, bytes / 2);
   } else {
-    multicast_pieces<uint8_t>(group, members, target, source, bytes);
+    multicast_pieces<uint8_t>(group, members, turn, target, source, bytes);
   }
 }
 
@@ -164,11 +173,15 @@ struct BitsOf<16> {
   using type = Vec16;
 };
 
+inline constexpr bool kBlocksAreUnequal = true;  // see kernels/units.h
+
 // As many elements as 16 bytes hold.
 template <class T>
 inline constexpr int kLaneElements = 16 / sizeof(T);
 inline constexpr bool kAlignedVectors = true;
-inline constexpr int kLaneUnroll = 4;
+inline constexpr int kLaneUnroll = 2;
+inline constexpr int kRowsInFlight = 4;
+inline constexpr int kQuantizeUnroll = 4;
 template <class T>
 inline constexpr int kQuantizeElements = 16 / sizeof(T);
 
@@ -177,20 +190,29 @@ struct alignas(16) LaneVector {
   T element[kLaneElements<T>];
 };
 
+// A lane's piece on its way in: whole words, since the compiler would give each 16-bit element a register of its own.
 template <class T>
-using LoadedLane = LaneVector<T>;
+struct LoadedLane {
+  Vec16 bits;
+};
 
 template <class T>
-__device__ void load_lane(LaneVector<T>& vector, const T* source) {
-  const Vec16 bits = load_global(reinterpret_cast<const Vec16*>(source));
-  memcpy(&vector, &bits, sizeof(vector));
+__device__ void load_lane(LoadedLane<T>& lane, const T* source) {
+  lane.bits = load_global(reinterpret_cast<const Vec16*>(source));
+}
+
+template <class T>
+__device__ LaneVector<T> elements_of(const LoadedLane<T>& lane) {
+  LaneVector<T> vector;
+  memcpy(&vector, &lane.bits, sizeof(vector));
+  return vector;
 }
 
 template <class T>
 __device__ void store_lane(T* target, const LaneVector<T>& vector) {
   Vec16 bits;
   memcpy(&bits, &vector, sizeof(bits));
-  store_global(reinterpret_cast<Vec16*>(target), bits);
+  *reinterpret_cast<Vec16*>(target) = bits;  // global or shared
 }
 
 // Consecutive values between memory and a lane, kCount * sizeof(T) bytes: 4, 8 or 16.
@@ -211,7 +233,7 @@ __device__ void store_values(T* target, const T (&values)[kCount]) {
 // ---- launch
 
 template <class Kernel>
-__global__ void __launch_bounds__(kBlockThreads) kernel_entry(MOE_A2A_KERNEL_ARGUMENT typename Kernel::Args args) {
+__global__ void __launch_bounds__(kBlockThreads, 1) kernel_entry(MOE_A2A_KERNEL_ARGUMENT typename Kernel::Args args) {
   __shared__ typename Block::Scratch scratch;
   extern __shared__ __align__(128) unsigned char shared[];  // the copy engine wants whole lines
   Kernel::run(arguments_in_memory(args), Grid{block_in_grid(), blocks_in_grid()}, Block(scratch),

@@ -123,7 +123,14 @@ class SimtMachine {
   }
 
   double clock_ticks_per_second() const { return Vendor::clock_ticks_per_second(device_); }
-  int max_blocks(size_t /*shared_bytes*/) const {
+  // What a kernel's own variables take of a block's shared memory is kept free.
+  int64_t max_shared_bytes() const {
+    constexpr int kOfTheKernel = 6 * 1024;
+    int count = 0;
+    check(MOE_A2A_GPU(DeviceGetAttribute)(&count, Vendor::kMaxSharedMemory, device_), "asking for the shared memory");
+    return count - kOfTheKernel;
+  }
+  int max_blocks() const {
     int count = 1;
     (void)MOE_A2A_GPU(DeviceGetAttribute)(&count, Vendor::kMultiprocessorCount, device_);
     return count;
@@ -155,7 +162,7 @@ void prepare(AnyMachine& machine) {
   const DeviceGuard guard(machine.device());
   (check(MOE_A2A_GPU(FuncSetAttribute)(reinterpret_cast<const void*>(kernel_entry<Kernel>),
                                        MOE_A2A_GPU(FuncAttributeMaxDynamicSharedMemorySize),
-                                       static_cast<int>(kMaxSharedBytes)),
+                                       static_cast<int>(machine.max_shared_bytes())),
          Kernel::kName),
    ...);
 }

@@ -9,6 +9,7 @@
 
 #include "observed.h"
 #include "target/attributes.h"
+#include "target/matches.h"
 #include "target/number.h"
 #include "target/order.h"
 
@@ -18,14 +19,16 @@ namespace moe_a2a::inline explored {
 
 inline constexpr int kWarpSize = 1;
 inline constexpr int kBlockThreads = 1;
+inline constexpr bool kBlocksAreUnequal = false;  // see kernels/units.h
 template <class T>
 inline constexpr int kLaneElements = 4;
 inline constexpr int kLaneUnroll = 1;
+inline constexpr int kRowsInFlight = 1;
+inline constexpr int kQuantizeUnroll = 1;
 template <class T>
 inline constexpr int kQuantizeElements = 128;
 inline constexpr bool kAlignedVectors = false;
 inline constexpr float kFloat8Max = 448.0f;
-inline constexpr size_t kMaxSharedBytes = size_t{1} << 20;
 
 // ---- groups: one member, as on the CPU
 
@@ -39,6 +42,16 @@ struct Thread {
     return value;
   }
   bool any(bool value) const { return value; }
+  template <class T>
+  T first(T value) const {
+    return value;
+  }
+  template <class T>
+  T last(T value) const {
+    return value;
+  }
+  uint64_t union_of(uint64_t bits) const { return bits; }
+  Matches matches(int32_t) const { return {0, 1}; }
   template <int kLanes>
   float max_of_neighbours(float value) const {
     return value;
@@ -109,13 +122,15 @@ bool atomic_claim(T* address, T expected, T desired) {
 inline void fence_before_signals() { observed_fence(); }
 inline constexpr Order kSignalOrder = Order::kRelease;
 
+inline void prefetch(const void*) {}
+
 template <class Group, class Members, class Target>
-void multicast_bytes(const Group&, const Members& members, Target target, const void* source, size_t bytes) {
+void multicast_bytes(const Group&, const Members& members, int turn, Target target, const void* source, size_t bytes) {
   observed_read(source, bytes);
-  for (Members rest = members; !rest.empty(); rest.remove_first()) {
-    observed_write(target(rest.first()), bytes);
-    std::memcpy(target(rest.first()), source, bytes);
-  }
+  members.visit_from(turn, [&](int rank) {
+    observed_write(target(rank), bytes);
+    std::memcpy(target(rank), source, bytes);
+  });
 }
 
 template <class T>
@@ -130,6 +145,11 @@ template <class T>
 void load_lane(LaneVector<T>& vector, const T* source) {
   observed_read(source, sizeof(vector));
   std::memcpy(&vector, source, sizeof(vector));
+}
+
+template <class T>
+const LoadedLane<T>& elements_of(const LoadedLane<T>& lane) {
+  return lane;
 }
 
 template <class T>

@@ -169,7 +169,7 @@ std::vector<Field> local_fields(const MoeConfig& c, const Workspace& w) {
   const size_t e = c.num_local_experts();
   const size_t lists = std::max<size_t>(r * t * k + e * (kMaxExpertAlignment - 1), e * r * t);
   return {{"epoch", w.epoch.data, b * 8},
-          {"arrivals", w.arrivals.data, b * Workspace::kNumArrivals * 4},
+          {"arrivals", w.arrivals.data, b * Workspace::kNumLaunches * 4},
           {"expert_offsets", w.expert_offsets.data, b * (e + 1) * 4},
           {"expert_counts", w.expert_counts.data, b * e * 4},
           {"expert_row_index", w.expert_row_index.data, b * lists * 4},
