@@ -9,9 +9,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from moe_a2a import demo, doctor
+from moe_a2a import bench, demo, doctor
 
-COMMANDS = {"demo": demo, "doctor": doctor}
+COMMANDS = {"demo": demo, "doctor": doctor, "bench": bench}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,6 +27,15 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def short_name(device: torch.device) -> str:
+    """Names the machine in files: "h200" for an NVIDIA H200, "mi300x" for an AMD Instinct MI300X, "cpu"."""
+    if device.type != "cuda":
+        return "cpu"
+    words = torch.cuda.get_device_name(device).lower().replace("/", " ").split()
+    rest = [word for word in words if word not in ("nvidia", "amd", "instinct", "tesla", "geforce")]
+    return "_".join(rest) or "gpu"
+
+
 def float8_dtype(device: torch.device) -> torch.dtype:
     """The float8 type that quantize="fp8" makes on a device: gfx942 has e4m3fnuz, everything else e4m3fn."""
     if device.type == "cuda" and torch.version.hip:

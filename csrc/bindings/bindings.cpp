@@ -2,10 +2,12 @@
 #include <pybind11/stl.h>
 #include <torch/extension.h>
 
+#include <array>
 #include <cstring>
 
 #include "bindings/tensors.h"
 #include "bindings/views.h"
+#include "kernels/link_floor.h"
 
 namespace moe_a2a::bindings {
 namespace {
@@ -18,6 +20,13 @@ Layout to_layout(const std::string& name) {
   if (name == "expert_major") return Layout::kExpertMajor;
   if (name == "masked") return Layout::kMasked;
   throw py::value_error("layout=\"" + name + "\" is unknown; pass \"rows\", \"expert_major\" or \"masked\"");
+}
+
+PushBy to_push_by(const std::string& name) {
+  if (name == "warp_sender") return PushBy::kWarpSender;
+  if (name == "warp_stores") return PushBy::kWarpStores;
+  if (name == "block_stores") return PushBy::kBlockStores;
+  throw py::value_error("by=\"" + name + "\" is unknown; pass \"warp_sender\", \"warp_stores\" or \"block_stores\"");
 }
 
 // What Python holds: the host object, its device, and the views of its buffers.
@@ -124,6 +133,25 @@ class Core {
     py::gil_scoped_release unlocked;
     core.combine(*handle, rows, num_rows, presummed, combined_x.mutable_data_ptr(), place);
     return combined_x;
+  }
+
+  // (max_tokens, dispatch_blocks, combine_blocks), ascending.
+  void set_launch_table(const std::vector<std::array<int, 3>>& rows) {
+    std::vector<LaunchStep> steps;
+    for (const auto& [max_tokens, dispatch, combine] : rows) steps.push_back({max_tokens, dispatch, combine});
+    ep().set_launch_table(LaunchTable(std::move(steps)));
+  }
+  // (of a dispatch, of a combine) when the call does not say.
+  std::pair<int, int> blocks_for(int num_tokens) const {
+    return {ep().dispatch_blocks(num_tokens), ep().combine_blocks(num_tokens)};
+  }
+
+  void push_rows(const at::Tensor& x, const at::Tensor& members, const std::string& by, int num_blocks) {
+    const LaunchPlace place = where(num_blocks);
+    const PushedRows rows = checked_push(ep().config(), device_, x, members);
+    const PushBy how = to_push_by(by);
+    py::gil_scoped_release unlocked;
+    ep().push_rows(rows.x, rows.num_rows, rows.row_bytes, rows.members, how, place);
   }
 
   // So that no peer waits for this rank, whose call has raised `why`.
@@ -273,6 +301,9 @@ PYBIND11_MODULE(_core, m) {
       .def("refuse_dispatch", &Core::refuse_dispatch)
       .def("refuse_combine", &Core::refuse_combine)
       .def("release", &Core::release)
+      .def("set_launch_table", &Core::set_launch_table)
+      .def("blocks_for", &Core::blocks_for)
+      .def("push_rows", &Core::push_rows)
       .def("recv_x",
            [](Core& core, const Handle& handle, const py::object& row_dtype) {
              return core.views(handle).recv_x(*handle, scalar_type(row_dtype));

@@ -234,6 +234,29 @@ at::Tensor checked_out(const MoeConfig& config, at::Device device, int num_token
   return *out;
 }
 
+PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Tensor& x, const at::Tensor& members) {
+  check_device(config, device, x, "x");
+  check_device(config, device, members, "members");
+  if (x.dim() != 2 || x.size(0) > config.row_capacity()) {
+    raise_value(config, "x has shape " + shape_text(x.sizes()) + ", expected [at most num_ranks * tokens, row]",
+                "pass fewer rows");
+  }
+  const int64_t row_bytes = x.size(1) * x.element_size();
+  if (row_bytes > config.max_row_stride()) {
+    raise_value(config,
+                "x has rows of " + std::to_string(row_bytes) + " bytes > " + std::to_string(config.max_row_stride()),
+                "pass rows that fit into the heap");
+  }
+  const int64_t shape[] = {x.size(0)};
+  check_type(config, members, "members", members.scalar_type() == at::kLong, "int64");
+  check_shape(config, members, "members", shape, "pass one word of ranks per row");
+  check_contiguous(config, members, "members");
+  return {.x = checked_rows(config, x, "x"),
+          .num_rows = static_cast<int>(x.size(0)),
+          .row_bytes = row_bytes,
+          .members = static_cast<const uint64_t*>(members.const_data_ptr())};
+}
+
 void* current_stream(at::Device device) {
   if (device.is_cpu()) return nullptr;
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();

@@ -117,8 +117,9 @@ int ExpertParallel::take_buffer() {
                            "; combine() or release() one first, or pass a larger num_buffers");
 }
 
-int ExpertParallel::blocks(const LaunchPlace& place) const {
-  return place.num_blocks > 0 ? std::min(place.num_blocks, backend_->max_blocks()) : backend_->default_blocks();
+int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
+  const int asked = place.num_blocks > 0 ? place.num_blocks : by_table;
+  return asked > 0 ? std::min(asked, backend_->max_blocks()) : backend_->default_blocks();
 }
 
 // ---- the steps
@@ -151,7 +152,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::open_handle(const DispatchInput&
 std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInput& input, const LaunchPlace& place) {
   require_open();
   raise_reported();
-  const int buffer = take_buffer(), num_blocks = blocks(place);
+  const int buffer = take_buffer(), num_blocks = dispatch_blocks(input.num_tokens, place);
   backend_->launch(send_args(input, buffer, num_blocks), num_blocks, place.stream);
   auto handle = open_handle(input, buffer);
   after_launch();
@@ -166,7 +167,7 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   backend_->launch(
       DispatchRecvArgs{
           .context = context_, .buffer = handle.buffer, .layout = layout, .expert_alignment = expert_alignment},
-      blocks(place), place.stream);
+      dispatch_blocks(handle.num_tokens, place), place.stream);
   handle.stage = Stage::kReceived;
   try {
     after_launch();
@@ -185,7 +186,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   }
   require_open();
   raise_reported();
-  const int buffer = take_buffer(), num_blocks = std::max(2, blocks(place));
+  const int buffer = take_buffer(), num_blocks = std::max(2, dispatch_blocks(input.num_tokens, place));
   const int senders = num_blocks - std::max(1, num_blocks / kDispatchRecvShare);
   backend_->launch(
       DispatchArgs{
@@ -209,7 +210,7 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
                                   .row_dtype = handle.row_dtype,
                                   .expert_x = static_cast<std::byte*>(expert_x),
                                   .expert_x_scales = expert_x_scales},
-                   blocks(place), place.stream);
+                   dispatch_blocks(handle.num_tokens, place), place.stream);
 }
 
 CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows,
@@ -245,7 +246,7 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t
                                   const LaunchPlace& place) {
   require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
   raise_reported();
-  const int num_blocks = blocks(place);
+  const int num_blocks = combine_blocks(handle.num_tokens, place);
   backend_->launch(send_args(handle, y, num_y_rows, presummed, num_blocks), num_blocks, place.stream);
   handle.stage = Stage::kCombineSent;
   after_launch();
@@ -253,7 +254,7 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t
 
 void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {
   require(handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
-  const int num_blocks = blocks(place);
+  const int num_blocks = combine_blocks(handle.num_tokens, place);
   backend_->launch(recv_args(handle, combined_x, num_blocks), num_blocks, place.stream);
   try {
     after_launch();
@@ -272,7 +273,7 @@ void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_
   }
   require(handle, Stage::kReceived, Stage::kReceived, "combine");
   raise_reported();
-  const int num_blocks = std::max(2, blocks(place));
+  const int num_blocks = std::max(2, combine_blocks(handle.num_tokens, place));
   const int receivers = std::max(1, num_blocks / kCombineRecvShare), senders = num_blocks - receivers;
   backend_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed, senders),
                                .recv = recv_args(handle, combined_x, receivers),

@@ -5,11 +5,13 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/args.h"
 #include "runtime/backend.h"
 #include "runtime/comm_handle.h"
+#include "runtime/launch_table.h"
 
 namespace moe_a2a {
 
@@ -26,6 +28,7 @@ struct PeerRefused : std::runtime_error {
 };
 
 class ExpertParallel;
+enum class PushBy : int;
 
 // One dispatch between its send and the end of its combine.
 struct DispatchHandle {
@@ -54,7 +57,7 @@ struct DispatchInput {
 
 // Where a launch goes.
 struct LaunchPlace {
-  int num_blocks = 0;  // 0: the target's default
+  int num_blocks = 0;  // 0: the launch table's, or the target's default
   void* stream = nullptr;
 };
 
@@ -88,6 +91,20 @@ class ExpertParallel {
   void combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed, void* combined_x,
                const LaunchPlace& place);
 
+  // How many blocks the launches take: what the place says, else the table, else the target's default.
+  void set_launch_table(LaunchTable table) { launch_table_ = std::move(table); }
+  int dispatch_blocks(int num_tokens, const LaunchPlace& place = {}) const {
+    return blocks(place, launch_table_.dispatch_blocks(num_tokens));
+  }
+  int combine_blocks(int num_tokens, const LaunchPlace& place = {}) const {
+    return blocks(place, launch_table_.combine_blocks(num_tokens));
+  }
+
+  // For benchmarks: row i goes to the ranks in members[i], into a buffer that is not open, and nobody is told. All
+  // ranks call it, with no dispatch or combine on its way.
+  void push_rows(const Rows& x, int num_rows, int64_t row_bytes, const uint64_t* members, PushBy by,
+                 const LaunchPlace& place);
+
   // Says on every rank that this rank's call has bad arguments; the caller then raises them.
   void refuse_dispatch(const std::string& why, const LaunchPlace& place);
   void refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
@@ -112,7 +129,7 @@ class ExpertParallel {
                             int num_blocks) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x, int num_blocks) const;
   void finish_combine(DispatchHandle& handle);
-  int blocks(const LaunchPlace& place) const;
+  int blocks(const LaunchPlace& place, int by_table) const;
   void after_launch();
   void part();
   [[noreturn]] void raise_wait(const Report& report);
@@ -127,6 +144,7 @@ class ExpertParallel {
   Tally raised_;                                       // what of the report's counters has been raised
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer, null when free
   int last_buffer_;
+  LaunchTable launch_table_;
   bool connected_ = false;
   bool closed_ = false;
   bool parted_ = false;  // all ranks have closed: nobody writes into this memory any more

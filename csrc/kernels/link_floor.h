@@ -1,0 +1,79 @@
+// What the links can do: the rows of a step and nothing else. No table, no signals, no lists, nobody waits. Benchmarks
+// hold dispatch and combine against it.
+#pragma once
+
+#include "kernels/row.h"
+
+namespace moe_a2a {
+
+// How a row is pushed.
+enum class PushBy : int { kWarpSender, kWarpStores, kBlockStores };
+
+struct PushRowsArgs {
+  Context context;
+  int buffer = 0;
+  int num_rows = 0;  // at most num_ranks * num_max_tokens_per_rank
+  Rows x;
+  int64_t row_bytes = 0;              // at most a row's place in the heap
+  const uint64_t* members = nullptr;  // [num_rows]  bit r: the row goes to rank r
+  PushBy by = PushBy::kWarpSender;
+};
+
+}  // namespace moe_a2a
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+struct PushRows {
+  using Args = PushRowsArgs;
+  static constexpr const char* kName = "push_rows";
+
+  MOE_A2A_HOST_DEVICE static int64_t staging_bytes(const Args& args) {
+    return args.by == PushBy::kWarpSender ? staging_that_fits(warp_staging_bytes(args.row_bytes, false)) : 0;
+  }
+  // Warps of a block that push: as many as there is staging for.
+  MOE_A2A_HOST_DEVICE static int num_senders(const Args& args) {
+    constexpr int64_t kWarps = kBlockThreads / kWarpSize;
+    const int64_t fits = staging_bytes(args) > 0 ? static_cast<int64_t>(kMaxSharedBytes) / staging_bytes(args) : kWarps;
+    return static_cast<int>(fits < kWarps ? fits : kWarps);
+  }
+  static size_t shared_bytes(const Args& args) { return staging_bytes(args) * num_senders(args); }
+
+  struct Item {
+    RankSet members;
+    int row = 0;
+  };
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
+    const Context& c = args.context;
+    const auto landing_at = [&](const Item& item, int rank) {
+      return c.heap.peer(rank, c.ws.row.at(args.buffer, c.heap.rank, item.row % c.config.num_max_tokens_per_rank));
+    };
+    const auto done = [](const Item&) {};
+    if (args.by == PushBy::kBlockStores) {
+      PlainRowSender<Block, Item, decltype(landing_at), decltype(done)> sender(block, landing_at, done, nullptr);
+      return push(args, sender, grid.rank(), grid.size());
+    }
+    const int senders = num_senders(args);
+    if (block.warp_rank() >= senders) return;
+    const Warp warp = block.warp();
+    const int first = grid.rank() + grid.size() * block.warp_rank(), stride = grid.size() * senders;
+    if (args.by == PushBy::kWarpStores) {
+      PlainRowSender<Warp, Item, decltype(landing_at), decltype(done)> sender(warp, landing_at, done, nullptr);
+      return push(args, sender, first, stride);
+    }
+    std::byte* staging = staging_bytes(args) > 0 ? shared + block.warp_rank() * staging_bytes(args) : nullptr;
+    auto sender = make_warp_sender<Item>(warp, landing_at, done, staging, args.row_bytes);
+    push(args, sender, first, stride);
+  }
+
+  template <class Sender>
+  MOE_A2A_DEVICE static void push(const Args& args, Sender& sender, int first, int stride) {
+    for (int row = first; row < args.num_rows; row += stride) {
+      const Item item{RankSet{args.members[row]}, row};
+      if (!item.members.empty()) sender.send({.values = args.x[row], .num_value_bytes = args.row_bytes}, item);
+    }
+    sender.finish();
+  }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET
