@@ -52,6 +52,7 @@ class Contender(ABC):
 
     def close(self) -> None:
         """Gives back what it holds."""
+        self.handle = self.y = self.out = None
 
     def rehearse(self) -> Tensor:
         """One layer with the check's experts; their y serves all timed combines, since the rows are the same."""

@@ -66,6 +66,7 @@ class _DeepEP(Contender):
     def _make_buffer(self) -> Any: ...
 
     def close(self) -> None:
+        super().close()
         self._buffer.destroy()
 
 

@@ -20,8 +20,6 @@ from moe_a2a.bench.clock import Clock, Step
 from moe_a2a.bench.statistics import slowest_rank_median
 
 WAYS = ("warp_sender", "warp_stores", "block_stores")
-GPU_BLOCKS = (8, 24, 64, 132)
-CPU_BLOCKS = (1,)
 
 
 @dataclass
@@ -51,7 +49,7 @@ def measure(
     """`row_bytes`: the sizes of rows to push for "dispatch" and for "combine"."""
     core = ep._open_core()
     device = inputs.x.device
-    ways, block_counts = (WAYS, GPU_BLOCKS) if device.type == "cuda" else (WAYS[:1], CPU_BLOCKS)
+    ways, block_counts = (WAYS, _gpu_blocks(device)) if device.type == "cuda" else (WAYS[:1], (1,))
     pushes, steps = [], []
     members = {"dispatch": traffic.dispatch_members, "combine": traffic.combine_members}
     for step, sizes in row_bytes.items():
@@ -67,6 +65,12 @@ def measure(
     for push, median in zip(pushes, medians, strict=False):
         push.microseconds = median
     return Floor(pushes, launch_us=medians[-1])
+
+
+def _gpu_blocks(device: torch.device) -> list[int]:
+    """The last one: as many as the GPU has multiprocessors."""
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    return [blocks for blocks in (8, 24, 64) if blocks < most] + [most]
 
 
 def _medians(times: Tensor) -> list[float]:

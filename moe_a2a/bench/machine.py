@@ -20,7 +20,7 @@ from moe_a2a import devices
 def about(device: torch.device, num_ranks: int) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return {
-        "machine": f"{num_ranks}x {torch.cuda.get_device_name(device)}" if on_gpu else _processor(),
+        "machine": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "name": f"{devices.short_name(device)}_{num_ranks}",
         "ranks": num_ranks,
         "driver": _driver() if on_gpu else None,

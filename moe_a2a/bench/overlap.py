@@ -2,7 +2,8 @@
 
 For dispatch and for combine, with each number of blocks:
     same stream   send, product, recv: the product has the whole GPU once the rows are posted
-    side stream   send and recv beside the product: they share the GPU, so the number of blocks decides
+    side stream   send and recv beside the product, on a stream of higher priority: they share the GPU, so the number of
+                  blocks decides
 The product is square, bf16 (CPU: fp32), large enough to take at least as long as the two halves.
 """
 
@@ -46,7 +47,7 @@ class _Layer:
         self._device = halves.inputs.x.device
         halves.rehearse()
         self._halves = {step.name: step.run for step in halves.steps()}
-        self._side = torch.cuda.Stream() if self._device.type == "cuda" else None
+        self._side = torch.cuda.Stream(priority=-1) if self._device.type == "cuda" else None
         self._product: Callable[[], Any] = lambda: None
         self._marks: list[tuple[Any, Any]] = []
 

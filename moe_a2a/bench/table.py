@@ -14,10 +14,10 @@ host: us until dispatch() + combine() return while the device is idle"""
 
 STEP_COLUMNS = f"{'us':>8} {'p99':>8} {'GB/s':>6} {'floor':>5}"
 HEADER = (
-    f"{'tokens':>6}  {'system':<30} {'mode':<13} {'launch':<6} {'blocks':>8} | {STEP_COLUMNS} | {STEP_COLUMNS} |"
+    f"{'tokens':>6}  {'system':<33} {'mode':<13} {'launch':<6} {'blocks':>8} | {STEP_COLUMNS} | {STEP_COLUMNS} |"
     f" {'us':>8} {'host':>6}"
 )
-ABOVE_HEADER = f"{'':>68} | {'dispatch':^30} | {'combine':^30} | {'both':^15}"
+ABOVE_HEADER = f"{'':>71} | {'dispatch':^30} | {'combine':^30} | {'both':^15}"
 
 
 def text(results: Results) -> str:
@@ -27,7 +27,7 @@ def text(results: Results) -> str:
 def _lines(results: Results) -> Iterator[str]:
     about = results.about
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    yield f"# {about['machine']}" + (f", driver {about['driver']}" if about["driver"] else "")
+    yield f"# {about['ranks']} ranks on {about['machine']}" + (f", driver {about['driver']}" if about["driver"] else "")
     yield f"# {versions}; {about['date']}; seed {about['seed']}; {about['cache']} cache"
     for key, records in groupby(results.records, key=_heading):
         records = list(records)
@@ -63,7 +63,7 @@ def _call_lines(records: Iterable[Record]) -> Iterator[str]:
         blocks = f"{dispatch.blocks}/{combine.blocks}" if dispatch.blocks else "-"
         host = f"{total.host_us:6.1f}" if total.host_us is not None else f"{'-':>6}"
         yield (
-            f"{dispatch.tokens:>6}  {dispatch.system:<30} {dispatch.mode:<13} {dispatch.launch:<6} {blocks:>8} |"
+            f"{dispatch.tokens:>6}  {dispatch.system:<33} {dispatch.mode:<13} {dispatch.launch:<6} {blocks:>8} |"
             f" {_columns(dispatch)} | {_columns(combine)} | {total.median_us:8.1f} {host}"
         )
 
