@@ -136,9 +136,6 @@ def write(path: Path, about: dict, table: TunedTable) -> None:
     same_rows = (table.hidden, table.dtype)
     tables = [old for old in tables if (old.hidden, old.dtype) != same_rows] + [table]
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "about": about,
-        "steps": "[max_tokens, dispatch_blocks, combine_blocks]",
-        "tables": [asdict(t) | {"steps": [list(step) for step in t.steps]} for t in tables],
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    lines = ",\n  ".join(json.dumps(asdict(t)) for t in tables)
+    head = f'"about": {json.dumps(about, indent=1)},\n "steps": "[max_tokens, dispatch_blocks, combine_blocks]"'
+    path.write_text(f'{{\n {head},\n "tables": [\n  {lines}\n ]\n}}\n')

@@ -18,7 +18,7 @@ from moe_a2a import reference
 from moe_a2a.bench.cases import Inputs
 from moe_a2a.bench.clock import Step
 from moe_a2a.bench.expected import factor_of, local_sums
-from moe_a2a.bench.together import together
+from moe_a2a.bench.together import FailedSomewhereError, together
 
 
 class Contender(ABC):
@@ -57,8 +57,16 @@ class Contender(ABC):
     def rehearse(self) -> Tensor:
         """One layer with the check's experts; their y serves all timed combines, since the rows are the same."""
         handle = self.dispatch()
-        self.y = self.experts(handle)
+        try:
+            # A rank that fails here must not leave the others waiting in combine.
+            self.y = together(lambda: self.experts(handle))
+        except FailedSomewhereError:
+            self.release(handle)
+            raise
         return self.combine(self.y, handle)
+
+    def release(self, handle: Any) -> None:  # noqa: B027  (most hold nothing)
+        """Ends a handle that will not be combined."""
 
     def steps(self) -> list[Step]:
         return [Step("dispatch", self._dispatch, self.inputs.x), Step("combine", self._combine, self.y)]
@@ -121,6 +129,9 @@ class Ours(Contender):
     def combine(self, y: Tensor, handle: moe_a2a.DispatchHandle) -> Tensor:
         return self.ep.combine(y, handle, presummed=self._how.presummed, out=self._out, num_blocks=self.num_blocks)
 
+    def release(self, handle: moe_a2a.DispatchHandle) -> None:
+        handle.release()
+
     def arrived(self, x: Tensor) -> Tensor:
         if not self.is_fp8:
             return x
@@ -154,24 +165,23 @@ class OursInHalves(Ours):
 
     launch = "eager, halves"
 
-    def rehearse(self) -> Tensor:
-        handle = self._receive(self._send())
-        self.y = self.experts(handle)
-        return self._receive_sums(self._send_sums(handle))
+    def dispatch(self) -> moe_a2a.DispatchHandle:
+        return self._receive(self._send())
+
+    def combine(self, y: Tensor, handle: moe_a2a.DispatchHandle) -> Tensor:
+        self._send_sums(y, handle)
+        return self._receive_sums(handle)
 
     def steps(self) -> list[Step]:
         return [
-            Step("dispatch_send", self._keep(lambda: self._send()), self.inputs.x),
-            Step("dispatch_recv", self._keep(lambda: self._receive(self.handle))),
-            Step("combine_send", self._keep(lambda: self._send_sums(self.handle)), self.y),
+            Step("dispatch_send", self._keep_sent, self.inputs.x),
+            Step("dispatch_recv", lambda: self._receive(self.handle)),
+            Step("combine_send", lambda: self._send_sums(self.y, self.handle), self.y),
             Step("combine_recv", lambda: self._receive_sums(self.handle)),
         ]
 
-    def _keep(self, half: Callable[[], Any]) -> Callable[[], None]:
-        def run() -> None:
-            self.handle = half()
-
-        return run
+    def _keep_sent(self) -> None:
+        self.handle = self._send()
 
     def _send(self) -> moe_a2a.DispatchHandle:
         x, idx, weights = self.inputs.x, self.inputs.topk_idx, self.inputs.topk_weights
@@ -180,9 +190,8 @@ class OursInHalves(Ours):
     def _receive(self, handle: moe_a2a.DispatchHandle) -> moe_a2a.DispatchHandle:
         return self.ep.dispatch_recv(handle, layout=self._how.layout, num_blocks=self.num_blocks)
 
-    def _send_sums(self, handle: moe_a2a.DispatchHandle) -> moe_a2a.DispatchHandle:
-        self.ep.combine_send(self.y, handle, presummed=self._how.presummed, num_blocks=self.num_blocks)
-        return handle
+    def _send_sums(self, y: Tensor, handle: moe_a2a.DispatchHandle) -> None:
+        self.ep.combine_send(y, handle, presummed=self._how.presummed, num_blocks=self.num_blocks)
 
     def _receive_sums(self, handle: moe_a2a.DispatchHandle) -> Tensor:
         return self.ep.combine_recv(handle, out=self._out, num_blocks=self.num_blocks)

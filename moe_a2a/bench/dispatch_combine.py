@@ -29,7 +29,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     what.add_argument("--suite", choices=("full", "cpu"), help="a fixed set of cases instead of the options below")
-    what.add_argument("--tokens", type=_ints, default=[128], metavar="1,2,...", help="of each rank (default: 128)")
+    what.add_argument("--tokens", type=integers, default=[128], metavar="1,2,...", help="of each rank (default: 128)")
     what.add_argument("--hidden", type=int, default=7168)
     what.add_argument("--topk", type=int, default=8)
     what.add_argument("--experts", type=int, default=256)
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help=", ".join(MODES))  # fmt: skip
     what.add_argument("--routing", type=_routings, default=["uniform"], metavar="NAME,...",
                       help=", ".join(routings.NAMES))  # fmt: skip
-    what.add_argument("--blocks", type=_ints, default=[0], metavar="8,16,...", help="of each call (0: as tuned)")
+    what.add_argument("--blocks", type=integers, default=[0], metavar="8,16,...", help="of each call (0: as tuned)")
     what.add_argument("--halves", action="store_true", help="also dispatch_send ... combine_recv, each by itself")
     what.add_argument("--graph", action="store_true", help="also captured graphs")
     what.add_argument("--overlap", action="store_true", help="also a matrix product between the halves")
@@ -126,7 +126,7 @@ def _write(results: Results, options: argparse.Namespace) -> None:
 # ---- options
 
 
-def _ints(text: str) -> list[int]:
+def integers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 

@@ -19,11 +19,12 @@ def together(action: Callable[[], T]) -> T:
     result, why = None, None
     try:
         result = action()
+    except FailedSomewhereError as error:  # of a together() inside: it names the rank already
+        why = str(error)
     except Exception as error:
-        why = f"{type(error).__name__}: {error}" if not isinstance(error, FailedSomewhereError) else str(error)
+        why = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     said: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(said, why)
-    for rank, text in enumerate(said):
-        if text is not None:
-            raise FailedSomewhereError(f"rank {rank}: {text}")
+    if any(said):
+        raise FailedSomewhereError(next(text for text in said if text))
     return result  # type: ignore[return-value]
