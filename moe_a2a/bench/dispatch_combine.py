@@ -64,13 +64,14 @@ def add_how(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.suite == "cpu":
+        options.device = "cpu"
     return start_ranks(options, rank_main, "bench")
 
 
 def start_ranks(options: argparse.Namespace, main: Any, name: str) -> int:
     """main(report, options) on every rank; the exit code of rank 0."""
-    device_type = options.device or devices.default_device().type
-    options.device = device_type
+    device_type = options.device = options.device or devices.default_device_type()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # torchrun has started us
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

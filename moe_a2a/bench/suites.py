@@ -8,7 +8,7 @@ import torch
 
 from moe_a2a.bench import routings
 from moe_a2a.bench.cases import Case
-from moe_a2a.bench.run_case import PEERS, Plan
+from moe_a2a.bench.run_case import Plan
 
 # As DeepSeek-V3: the shape that published figures have.
 DEEPSEEK = {"hidden": 7168, "num_topk": 8, "num_experts": 256}
@@ -19,7 +19,7 @@ BLOCKS = (8, 16, 24, 32, 48, 64, 96, 132)
 def plans(options: argparse.Namespace) -> list[Plan]:
     if options.suite is None:
         return [_asked_for(options)]
-    return {"full": _full, "cpu": _cpu}[options.suite](options.seed)
+    return {"full": _full, "cpu": _cpu}[options.suite](options)
 
 
 def _asked_for(options: argparse.Namespace) -> Plan:
@@ -45,13 +45,14 @@ def _cases(tokens: tuple[int, ...], seed: int, routing: str = "uniform", **shape
     return tuple(Case(n, **(shape or DEEPSEEK), dtype=torch.bfloat16, routing=routing, seed=seed) for n in tokens)
 
 
-def _full(seed: int) -> list[Plan]:
+def _full(options: argparse.Namespace) -> list[Plan]:
     """What the committed results hold; a GPU per rank."""
+    seed, peers = options.seed, tuple(options.peers)
     both = ("rows", "fp8+presummed")
     others = [routing for routing in routings.NAMES if routing != "uniform"]
     return [
         Plan("tokens", _cases((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), seed), both, graph=True,
-             peers=tuple(PEERS)),
+             peers=peers),
         Plan("blocks", _cases((8, 128, 4096), seed), both, blocks=BLOCKS),
         *(Plan("routings", _cases((128, 4096), seed, routing), both) for routing in others),
         Plan("halves", _cases((8, 128, 4096), seed), both, halves=True),
@@ -59,11 +60,11 @@ def _full(seed: int) -> list[Plan]:
     ]  # fmt: skip
 
 
-def _cpu(seed: int) -> list[Plan]:
+def _cpu(options: argparse.Namespace) -> list[Plan]:
     """What the README's table of the CPU holds."""
     shapes = [(128, DEEPSEEK), (1024, MOONLIGHT)]
     cases = [
-        Case(tokens, **shape, dtype=dtype, routing="uniform", seed=seed)
+        Case(tokens, **shape, dtype=dtype, routing="uniform", seed=options.seed)
         for tokens, shape in shapes
         for dtype in (torch.float32, torch.bfloat16)
     ]
