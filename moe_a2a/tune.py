@@ -20,7 +20,8 @@ from moe_a2a.bench import gate, machine
 from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.contenders import Ours
-from moe_a2a.bench.dispatch_combine import DTYPES, add_how, integers, start_ranks, this_ranks_device
+from moe_a2a.bench.options import DTYPES, add_how, integers
+from moe_a2a.bench.start import start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import slowest_rank_median
 from moe_a2a.launch_tables import LaunchStep, TunedTable
 

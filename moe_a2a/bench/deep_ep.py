@@ -23,6 +23,7 @@ from moe_a2a.bench.expected import factor_of, local_sums
 NUM_SMS = 24
 NVLINK_BUFFER_BYTES = 2_000_000_000
 LOW_LATENCY_TOKENS = 128
+ELASTIC_CAPACITIES = (128, 1024, 4096, 8192, 16384)  # V2 compiles its kernels for each when it is first used
 
 
 @functools.cache
@@ -113,11 +114,16 @@ class Elastic(_Flat):
     system = "DeepEP V2"
     class_name = "ElasticBuffer"
 
+    @property
+    def _capacity(self) -> int:
+        num_tokens = self._case.num_tokens
+        return next((capacity for capacity in ELASTIC_CAPACITIES if capacity >= num_tokens), num_tokens)
+
     def _make_buffer(self) -> Any:
         case = self._case
         return _module().ElasticBuffer(
             _nccl_group(),
-            num_max_tokens_per_rank=case.num_tokens,
+            num_max_tokens_per_rank=self._capacity,
             hidden=case.hidden,
             num_topk=case.num_topk,
             explicitly_destroy=True,
@@ -129,7 +135,7 @@ class Elastic(_Flat):
             topk_idx=self.inputs.topk_idx,
             topk_weights=self.inputs.topk_weights,
             num_experts=self._case.num_experts,
-            num_max_tokens_per_rank=self._case.num_tokens,
+            num_max_tokens_per_rank=self._capacity,
             num_sms=NUM_SMS,
             do_cpu_sync=False,
         )
@@ -147,9 +153,9 @@ class LowLatency(_DeepEP):
 
     @classmethod
     def why_not(cls, case: Case, device: torch.device) -> str | None:
-        if case.num_tokens > LOW_LATENCY_TOKENS:
-            return f"the low-latency mode is for at most {LOW_LATENCY_TOKENS} tokens"
-        return super().why_not(case, device)
+        is_large = case.num_tokens > LOW_LATENCY_TOKENS
+        too_large = f"the low-latency mode is for at most {LOW_LATENCY_TOKENS} tokens" if is_large else None
+        return super().why_not(case, device) or too_large
 
     def _make_buffer(self) -> Any:
         case, num_ranks = self._case, self.inputs.num_ranks

@@ -14,6 +14,7 @@ from moe_a2a import launch_tables
 from moe_a2a.bench import gate, routings
 from moe_a2a.bench.cases import Case, Traffic, make_inputs
 from moe_a2a.bench.contenders import MODES, Ours, OursInHalves
+from moe_a2a.bench.options import integers
 from moe_a2a.bench.records import Results
 from moe_a2a.launch_tables import LaunchStep, TunedTable
 
@@ -80,6 +81,13 @@ def test_plots_are_drawn(results_file, tmp_path):
     moe_a2a_command("bench", "plot", results_file, other, blocks, "--out", tmp_path)
     for name in ("time_against_tokens", "bandwidth_against_blocks", "scaling_over_ranks"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progressions_are_written_with_dots():
+    assert integers("3,1") == [3, 1]
+    assert integers("1,2,4,...,64") == [1, 2, 4, 8, 16, 32, 64]
+    assert integers("8,16,24,...,40") == [8, 16, 24, 32, 40]
+    assert integers("8,16,24,...,45") == [8, 16, 24, 32, 40, 45]
 
 
 # ---- the gate
