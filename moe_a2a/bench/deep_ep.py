@@ -1,7 +1,8 @@
 """DeepEP beside us where it is installed: V1 normal and low-latency (deep_ep.Buffer), V2 (deep_ep.ElasticBuffer).
 
-Each is called as its own tests call it. Its combine adds rows without weights (low-latency: with), so the rows are
-weighed and summed before the clock starts, as ours are in the mode "presummed".
+Each is called as its own tests call it, with the configuration that it chooses itself for 24 multiprocessors. Its combine
+adds rows without weights (low-latency: with), so the rows are weighed and summed before the clock starts, as ours are in
+the mode "presummed". Normal mode and V2 take float8 rows that the caller has quantised: that is not timed.
 """
 
 from __future__ import annotations
@@ -77,13 +78,27 @@ class _Flat(_DeepEP):
     mode = "presummed"
     blocks = (NUM_SMS, NUM_SMS)
 
+    def __init__(self, case: Case, inputs: Inputs):
+        super().__init__(case, inputs)
+        self._x = reference.quantize_fp8(inputs.x) if self.is_fp8 else inputs.x
+
+    def arrived(self, x: Tensor) -> Tensor:
+        return _as_bfloat16(self._x)
+
     def experts(self, handle: Any) -> Tensor:
         _, rows, choices, weights = handle
         rank, num_local_experts = self.inputs.rank, self.inputs.num_local_experts
-        expert = torch.where(
-            choices >= 0, choices + rank * num_local_experts, -1
-        )  # they are counted from 0 on each rank
-        return local_sums(rows, expert, weights, rank, num_local_experts)
+        # It counts the experts of a rank from 0.
+        expert = torch.where(choices >= 0, choices + rank * num_local_experts, -1)
+        return local_sums(_as_bfloat16(rows), expert, weights, rank, num_local_experts)
+
+    def combine(self, y: Tensor, handle: Any) -> Tensor:
+        return self._buffer.combine(y, handle[0])[0]
+
+
+def _as_bfloat16(rows: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """Of rows [n, H], or of float8 rows and their scales."""
+    return reference.dequantize_fp8(*rows).bfloat16() if isinstance(rows, tuple) else rows
 
 
 class Normal(_Flat):
@@ -94,10 +109,10 @@ class Normal(_Flat):
         return _module().Buffer(_nccl_group(), NVLINK_BUFFER_BYTES, 0, explicitly_destroy=True)
 
     def dispatch(self) -> Any:
-        x, idx, weights = self.inputs.x, self.inputs.topk_idx, self.inputs.topk_weights
+        idx, weights = self.inputs.topk_idx, self.inputs.topk_weights
         per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(idx, self._case.num_experts)
         recv_x, choices, recv_weights, _, key, _ = self._buffer.dispatch(
-            x,
+            self._x,
             num_tokens_per_rank=per_rank,
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
@@ -105,9 +120,6 @@ class Normal(_Flat):
             topk_weights=weights,
         )
         return key, recv_x, choices, recv_weights
-
-    def combine(self, y: Tensor, handle: Any) -> Tensor:
-        return self._buffer.combine(y, handle[0])[0]
 
 
 class Elastic(_Flat):
@@ -126,12 +138,13 @@ class Elastic(_Flat):
             num_max_tokens_per_rank=self._capacity,
             hidden=case.hidden,
             num_topk=case.num_topk,
+            use_fp8_dispatch=self.is_fp8,
             explicitly_destroy=True,
         )
 
     def dispatch(self) -> Any:
         recv_x, choices, recv_weights, key, _ = self._buffer.dispatch(
-            self.inputs.x,
+            self._x,
             topk_idx=self.inputs.topk_idx,
             topk_weights=self.inputs.topk_weights,
             num_experts=self._case.num_experts,
@@ -141,8 +154,13 @@ class Elastic(_Flat):
         )
         return key, recv_x, choices, recv_weights
 
-    def combine(self, y: Tensor, handle: Any) -> Tensor:
-        return self._buffer.combine(y, handle[0])[0]
+
+class NormalFp8(Normal):
+    is_fp8, mode = True, "fp8+presummed"
+
+
+class ElasticFp8(Elastic):
+    is_fp8, mode = True, "fp8+presummed"
 
 
 class LowLatency(_DeepEP):
@@ -150,6 +168,7 @@ class LowLatency(_DeepEP):
 
     system = "DeepEP V1 low-latency"
     mode = "fp8"
+    is_fp8 = True
 
     @classmethod
     def why_not(cls, case: Case, device: torch.device) -> str | None:

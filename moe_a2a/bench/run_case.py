@@ -24,8 +24,10 @@ PEERS = {
     "sort": peers.SortAllToAll,
     "all_gather": peers.AllGatherReduceScatter,
     "deep_ep_v1": deep_ep.Normal,
+    "deep_ep_v1_fp8": deep_ep.NormalFp8,
     "deep_ep_v1_ll": deep_ep.LowLatency,
     "deep_ep_v2": deep_ep.Elastic,
+    "deep_ep_v2_fp8": deep_ep.ElasticFp8,
 }
 
 
