@@ -17,6 +17,7 @@ from moe_a2a.bench.records import Record, Results
 HELP = "draw results"
 STEPS = ("dispatch", "combine")
 OURS = "moe_a2a"
+FP8 = ", fp8"
 FLOOR = {"color": "0.35", "linestyle": (0, (4, 2)), "linewidth": 1.2, "marker": ""}
 FP8_FLOOR = FLOOR | {"color": "0.65"}
 COLOURS = (
@@ -74,13 +75,14 @@ def _time_against_tokens(results: Results) -> Any:
     records = [r for r in records if r.dtype == records[0].dtype]
     figure, panels = _figure(results, records[0], columns=2)
     lines = _lines_of(records)
+    styles = _styles_of(lines)
     for panel, step in zip(panels, STEPS, strict=True):
-        for colour, (label, line) in zip(COLOURS, lines.items(), strict=False):
-            _plot(panel, _points(line, step, "median_us"), label, color=colour)
-        for label, style in (("floor", FLOOR), ("floor, fp8", FP8_FLOOR)):
+        for label, line in lines.items():
+            _plot(panel, _points(line, step, "median_us"), label, **styles[label])
+        for label, style in (("floor", FLOOR), ("floor" + FP8, FP8_FLOOR)):
             is_fp8 = label != "floor"
             if step == "dispatch" or not is_fp8:
-                line = [r for r in records if is_fp8 == ("fp8" in r.mode and r.system == OURS and step == "dispatch")]
+                line = [r for r in records if is_fp8 == ("fp8" in r.mode and step == "dispatch")]
                 _plot(panel, _points(line, step, "floor_us"), label, **style)
         panel.set(xscale="log", yscale="log", xlabel="tokens per rank", title=step)
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -92,15 +94,32 @@ def _time_against_tokens(results: Results) -> Any:
 
 
 def _lines_of(records: list[Record]) -> dict[str, list[Record]]:
-    """By label. Of a further mode only the graph is shown, where there is one: few lines."""
+    """By label. Of a further mode of ours only the graph is shown, where there is one: few lines."""
     has_graphs = any(r.launch == "graph" for r in records)
     lines: dict[str, list[Record]] = {}
     for r in records:
-        is_plain = r.system != OURS or r.mode == "rows"
-        if is_plain or not has_graphs or r.launch == "graph":
-            mode = "" if is_plain else ", " + r.mode.replace("+", " + ")
-            lines.setdefault(r.system + mode + (", graph" if r.launch == "graph" else ""), []).append(r)
+        if r.system != OURS:
+            label = r.system + FP8 * ("fp8" in r.mode)
+        elif r.mode == "rows":
+            label = OURS + ", graph" * (r.launch == "graph")
+        elif has_graphs and r.launch != "graph":
+            continue
+        else:
+            label = f"{OURS}, {r.mode.replace('+', ' + ')}" + ", graph" * (r.launch == "graph")
+        lines.setdefault(label, []).append(r)
     return lines
+
+
+def _styles_of(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A colour for each; a peer's float8 line is dotted, in the colour of its other line."""
+    colours: dict[str, str] = {}
+    styles = {}
+    for label in labels:
+        is_fp8 = label.endswith(FP8)
+        name = label.removesuffix(FP8)
+        colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
+        styles[label] = {"color": colours[name], "linestyle": ":" if is_fp8 else "-"}
+    return styles
 
 
 # ---- bandwidth against blocks
@@ -173,7 +192,7 @@ def _scaling_over_ranks(all_results: list[Results]) -> Any:
 def _figure(results: Results, record: Record, columns: int, with_ranks: bool = True) -> tuple[Any, list[Any]]:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, columns, figsize=(5.4 * columns, 5.2), layout="constrained", squeeze=False)
+    figure, axes = pyplot.subplots(1, columns, figsize=(5.4 * columns, 5.4), layout="constrained", squeeze=False)
     ranks = f"{record.ranks} ranks on " if with_ranks else ""
     shape = f"hidden {record.hidden}, top-{record.topk} of {record.experts}, {record.dtype}, {record.cache} cache"
     figure.suptitle(f"{ranks}{results.about['machine']}: {shape}", fontsize="medium")
@@ -198,7 +217,7 @@ def _legend(figure: Any, panels: list[Any]) -> None:
     handles = {
         label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    columns = 4 if len(handles) > 4 else len(handles)
+    columns = len(handles) if len(handles) <= 4 else min(4, -(-len(handles) // 2))
     place = {"loc": "outside lower center", "ncols": columns, "frameon": False, "fontsize": "small"}
     figure.legend(handles.values(), handles.keys(), **place)
 
