@@ -146,12 +146,12 @@ class Core {
     return {ep().dispatch_blocks(num_tokens), ep().combine_blocks(num_tokens)};
   }
 
-  void push_rows(const at::Tensor& x, const at::Tensor& members, const std::string& by, int num_blocks) {
+  void push_rows(const at::Tensor& x, const at::Tensor& pushes, const std::string& by, int num_blocks) {
     const LaunchPlace place = where(num_blocks);
-    const PushedRows rows = checked_push(ep().config(), device_, x, members);
+    const PushedRows rows = checked_push(ep().config(), device_, x, pushes);
     const PushBy how = to_push_by(by);
     py::gil_scoped_release unlocked;
-    ep().push_rows(rows.x, rows.num_rows, rows.row_bytes, rows.members, how, place);
+    ep().push_rows(rows.x, rows.num_rows, rows.row_bytes, rows.pushes, how, place);
   }
 
   // So that no peer waits for this rank, whose call has raised `why`.

@@ -234,9 +234,9 @@ at::Tensor checked_out(const MoeConfig& config, at::Device device, int num_token
   return *out;
 }
 
-PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Tensor& x, const at::Tensor& members) {
+PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Tensor& x, const at::Tensor& pushes) {
   check_device(config, device, x, "x");
-  check_device(config, device, members, "members");
+  check_device(config, device, pushes, "pushes");
   if (x.dim() != 2 || x.size(0) > config.row_capacity()) {
     raise_value(config, "x has shape " + shape_text(x.sizes()) + ", expected [at most num_ranks * tokens, row]",
                 "pass fewer rows");
@@ -247,14 +247,14 @@ PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Te
                 "x has rows of " + std::to_string(row_bytes) + " bytes > " + std::to_string(config.max_row_stride()),
                 "pass rows that fit into the heap");
   }
-  const int64_t shape[] = {x.size(0)};
-  check_type(config, members, "members", members.scalar_type() == at::kLong, "int64");
-  check_shape(config, members, "members", shape, "pass one word of ranks per row");
-  check_contiguous(config, members, "members");
+  const int64_t shape[] = {x.size(0), 2};
+  check_type(config, pushes, "pushes", pushes.scalar_type() == at::kLong, "int64");
+  check_shape(config, pushes, "pushes", shape, "pass ranks and token of each row");
+  check_contiguous(config, pushes, "pushes");
   return {.x = checked_rows(config, x, "x"),
           .num_rows = static_cast<int>(x.size(0)),
           .row_bytes = row_bytes,
-          .members = static_cast<const uint64_t*>(members.const_data_ptr())};
+          .pushes = static_cast<const Push*>(pushes.const_data_ptr())};
 }
 
 void* current_stream(at::Device device) {

@@ -9,13 +9,19 @@ namespace moe_a2a {
 // How a row is pushed.
 enum class PushBy : int { kWarpSender, kWarpStores, kBlockStores };
 
+// Where a row goes: to these ranks (a bit each), as this rank's row of that token.
+struct Push {
+  uint64_t members = 0;
+  int64_t token = 0;
+};
+
 struct PushRowsArgs {
   Context context;
   int buffer = 0;
-  int num_rows = 0;  // at most num_ranks * num_max_tokens_per_rank
+  int num_rows = 0;
   Rows x;
-  int64_t row_bytes = 0;              // at most a row's place in the heap
-  const uint64_t* members = nullptr;  // [num_rows]  bit r: the row goes to rank r
+  int64_t row_bytes = 0;         // at most a row's place in the heap
+  const Push* pushes = nullptr;  // [num_rows]
   PushBy by = PushBy::kWarpSender;
 };
 
@@ -40,13 +46,13 @@ struct PushRows {
 
   struct Item {
     RankSet members;
-    int row = 0;
+    int64_t token = 0;
   };
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.context;
     const auto landing_at = [&](const Item& item, int rank) {
-      return c.heap.peer(rank, c.ws.row.at(args.buffer, c.heap.rank, item.row % c.config.num_max_tokens_per_rank));
+      return c.heap.peer(rank, c.ws.row.at(args.buffer, c.heap.rank, item.token));
     };
     const auto done = [](const Item&) {};
     if (args.by == PushBy::kBlockStores) {
@@ -69,8 +75,8 @@ struct PushRows {
   template <class Sender>
   MOE_A2A_DEVICE static void push(const Args& args, Sender& sender, int first, int stride) {
     for (int row = first; row < args.num_rows; row += stride) {
-      const Item item{RankSet{args.members[row]}, row};
-      if (!item.members.empty()) sender.send({.values = args.x[row], .num_value_bytes = args.row_bytes}, item);
+      const Push push = args.pushes[row];
+      sender.send({.values = args.x[row], .num_value_bytes = args.row_bytes}, Item{RankSet{push.members}, push.token});
     }
     sender.finish();
   }

@@ -29,6 +29,7 @@ struct PeerRefused : std::runtime_error {
 
 class ExpertParallel;
 enum class PushBy : int;
+struct Push;
 
 // One dispatch between its send and the end of its combine.
 struct DispatchHandle {
@@ -100,9 +101,9 @@ class ExpertParallel {
     return blocks(place, launch_table_.combine_blocks(num_tokens));
   }
 
-  // For benchmarks: row i goes to the ranks in members[i], into a buffer that is not open, and nobody is told. All
+  // For benchmarks: row i goes where pushes[i] says, into a buffer that is not open, and nobody is told. All
   // ranks call it, with no dispatch or combine on its way.
-  void push_rows(const Rows& x, int num_rows, int64_t row_bytes, const uint64_t* members, PushBy by,
+  void push_rows(const Rows& x, int num_rows, int64_t row_bytes, const Push* pushes, PushBy by,
                  const LaunchPlace& place);
 
   // Says on every rank that this rank's call has bad arguments; the caller then raises them.

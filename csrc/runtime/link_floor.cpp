@@ -7,7 +7,7 @@
 
 namespace moe_a2a {
 
-void ExpertParallel::push_rows(const Rows& x, int num_rows, int64_t row_bytes, const uint64_t* members, PushBy by,
+void ExpertParallel::push_rows(const Rows& x, int num_rows, int64_t row_bytes, const Push* pushes, PushBy by,
                                const LaunchPlace& place) {
   require_open();
   const auto free = std::find(open_.begin(), open_.end(), nullptr);
@@ -18,7 +18,7 @@ void ExpertParallel::push_rows(const Rows& x, int num_rows, int64_t row_bytes, c
                                 .num_rows = num_rows,
                                 .x = x,
                                 .row_bytes = row_bytes,
-                                .members = members,
+                                .pushes = pushes,
                                 .by = by},
                    blocks(place, 0), place.stream);
 }

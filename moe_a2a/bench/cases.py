@@ -89,24 +89,34 @@ def _of_all_ranks(own: Tensor, num_tokens: int, fill: int) -> Tensor:
 
 @dataclass
 class Traffic:
-    """The rows that must cross a link: a token's row once per other rank that owns one of its experts."""
+    """The rows that must cross a link: a token's row once per other rank that owns one of its experts.
 
-    dispatch_members: Tensor  # int64 [n]: bit r: own token n goes to rank r
-    combine_members: Tensor  # int64 [R * T]: bit r: row n, which came from rank r, goes back there
-    busiest_rows: int  # sent or received by the rank that has most to do; combine has the same
+    Of this rank, int64 [rows, 2]: the ranks that a row goes to (a bit each), and the index of its token. Rows of combine
+    are ordered by token, so that at any time all ranks have something to receive.
+    """
+
+    dispatch: Tensor
+    combine: Tensor
+    busiest_rows: int  # sent or received by the rank that has most to do; in combine as in dispatch
 
     @staticmethod
     def of(inputs: Inputs) -> Traffic:
         owner = inputs.all_topk_idx.div(inputs.num_local_experts, rounding_mode="floor")  # -1 stays -1
         ranks = range(inputs.num_ranks)
         lands = torch.stack([(owner == rank).any(dim=1) for rank in ranks]).unflatten(1, (inputs.num_ranks, -1))
-        lands = lands.transpose(0, 1).contiguous()  # [source, destination, T]
+        lands = lands.permute(1, 2, 0).contiguous()  # [source, T, destination]
         for rank in ranks:
-            lands[rank, rank] = False
+            lands[rank, :, rank] = False
         bits = 1 << torch.arange(inputs.num_ranks, device=lands.device)
-        rows = lands.sum(dim=2)
+        rows = lands.sum(dim=1)
         return Traffic(
-            dispatch_members=(lands[inputs.rank] * bits[:, None]).sum(dim=0)[: len(inputs.x)].contiguous(),
-            combine_members=(lands[:, inputs.rank] * bits[:, None]).flatten().contiguous(),
+            dispatch=_pushes((lands[inputs.rank] * bits).sum(dim=1, keepdim=True)),
+            combine=_pushes(lands[:, :, inputs.rank].T * bits),
             busiest_rows=int(torch.maximum(rows.sum(dim=1), rows.sum(dim=0)).max()),
         )
+
+
+def _pushes(members: Tensor) -> Tensor:
+    """int64 [T, n], 0 where nothing goes -> [rows, 2]."""
+    token, column = members.nonzero(as_tuple=True)
+    return torch.stack([members[token, column], token], dim=1)

@@ -51,15 +51,15 @@ def measure(
     device = inputs.x.device
     ways, block_counts = (WAYS, _gpu_blocks(device)) if device.type == "cuda" else (WAYS[:1], (1,))
     pushes, steps = [], []
-    members = {"dispatch": traffic.dispatch_members, "combine": traffic.combine_members}
+    routes = {"dispatch": traffic.dispatch, "combine": traffic.combine}
     for step, sizes in row_bytes.items():
         for num_bytes in sorted(sizes):
-            rows = torch.zeros(len(members[step]), num_bytes, dtype=torch.uint8, device=device)
+            rows = torch.zeros(len(routes[step]), num_bytes, dtype=torch.uint8, device=device)
             for by in ways:
                 for blocks in block_counts:
                     pushes.append(Push(step, num_bytes, by, blocks, 0.0))
-                    steps.append(Step(step, partial(core.push_rows, rows, members[step], by, blocks)))
-    nothing = (torch.zeros(0, 16, dtype=torch.uint8, device=device), members["dispatch"][:0])
+                    steps.append(Step(step, partial(core.push_rows, rows, routes[step], by, blocks)))
+    nothing = (torch.zeros(0, 16, dtype=torch.uint8, device=device), routes["dispatch"][:0])
     steps.append(Step("launch", partial(core.push_rows, *nothing, WAYS[0], 1)))
     medians = _medians(clock.time(steps))
     for push, median in zip(pushes, medians, strict=False):

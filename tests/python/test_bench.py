@@ -130,7 +130,8 @@ def push_lands(ep, inputs):
     handle = ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
     landed, rows = handle.recv_rows.clone().long(), handle.recv_x.clone()
     core = ep._open_core()
-    core.push_rows(inputs.x, Traffic.of(inputs).dispatch_members, "warp_stores", 2)
+    pushes = Traffic.of(inputs).dispatch
+    core.push_rows(inputs.x[pushes[:, 1]], pushes, "warp_stores", 2)
     dist.barrier()
     empty = ep.dispatch(inputs.x[:0], inputs.topk_idx[:0])  # takes the buffer that was pushed into
     mine = torch.arange(len(rows)) // CASE.num_tokens == ep.rank
