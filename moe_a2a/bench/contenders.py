@@ -204,8 +204,13 @@ class OursInGraphs(Ours):
 
     def rehearse(self) -> Tensor:
         super().rehearse()  # kernels are loaded, y is made
-        # A rank whose capture fails must not leave the others waiting in a replay.
-        self._graphs = together(lambda: [self._captured(self._dispatch), self._captured(self._combine)])
+        try:
+            # A rank whose capture fails must not leave the others waiting in a replay.
+            self._graphs = together(lambda: [self._captured(self._dispatch), self._captured(self._combine)])
+        except FailedSomewhereError:
+            if self.handle is not None:
+                self.handle.release()
+            raise
         self._out.zero_()
         for graph in self._graphs:
             graph.replay()
