@@ -35,8 +35,8 @@ def run_on_ranks(
 ) -> list[Any]:
     """`rank_main(report, *arguments)` in num_ranks processes of one process group; their results.
 
-    `backend` is that of torch.distributed. A rank calls report(what) to have on_progress(what) called here. Arguments and results must be
-    picklable, without tensors: numpy arrays travel by value.
+    `backend` is that of torch.distributed. A rank calls report(what) to have on_progress(what) called here. Arguments and
+    results must be picklable, without tensors: numpy arrays travel by value.
     """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="moe_a2a_") as folder:

@@ -1,7 +1,7 @@
 """`python -m moe_a2a tune`: measures how many blocks dispatch and combine want on this machine, and writes the table.
 
-Each number of tokens is run with each number of blocks; the fewest blocks within 2 % of the fastest are kept, since what
-a call does not take is left for others. `--print` shows the table that is in effect instead.
+Each number of tokens is run with each number of blocks; the fewest blocks within 2 % of the fastest are kept, since
+what a call does not take is left for others. `--print` shows the table that is in effect instead.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def _of_all_ranks(own: Tensor, num_tokens: int, fill: int) -> Tensor:
 class Traffic:
     """The rows that must cross a link: a token's row once per other rank that owns one of its experts.
 
-    Of this rank, int64 [rows, 2]: the ranks that a row goes to (a bit each), and the index of its token. Rows of combine
-    are ordered by token, so that at any time all ranks have something to receive.
+    Of this rank, int64 [rows, 2]: the ranks that a row goes to (a bit each), and the index of its token. Rows of
+    combine are ordered by token, so that at any time all ranks have something to receive.
     """
 
     dispatch: Tensor

@@ -1,7 +1,7 @@
 """How long a step takes: events on a GPU, perf_counter on the CPU; the ranks start each step together.
 
-On a GPU a short sleep lets the host run ahead, so that a step is never measured waiting for its own launch, and then the
-ranks meet in a tiny all-reduce on the stream. What a step reads has just been written by a kernel, as in a layer
+On a GPU a short sleep lets the host run ahead, so that a step is never measured waiting for its own launch, and then
+the ranks meet in a tiny all-reduce on the stream. What a step reads has just been written by a kernel, as in a layer
 ("warm"); or a buffer larger than the L2 cache is written in between ("flushed").
 """
 

@@ -1,8 +1,8 @@
 """DeepEP beside us where it is installed: V1 normal and low-latency (deep_ep.Buffer), V2 (deep_ep.ElasticBuffer).
 
-Each is called as its own tests call it, with the configuration that it chooses itself for 24 multiprocessors. Its combine
-adds rows without weights (low-latency: with), so the rows are weighed and summed before the clock starts, as ours are in
-the mode "presummed". Normal mode and V2 take float8 rows that the caller has quantised: that is not timed.
+Each is called as its own tests call it, with the configuration that it chooses itself for 24 multiprocessors. Its
+combine adds rows without weights (low-latency: with), so the rows are weighed and summed before the clock starts, as
+ours are in the mode "presummed". Normal mode and V2 take float8 rows that the caller has quantised: that is not timed.
 """
 
 from __future__ import annotations

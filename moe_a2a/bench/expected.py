@@ -1,7 +1,7 @@
 """What a check's experts make of a row, and what combine() must return for it.
 
-The experts multiply a row by a power of two that follows from the expert: exact, and a row at the wrong expert shows. The
-expected result follows from a rank's own inputs, in the order and with the roundings that combine() promises
+The experts multiply a row by a power of two that follows from the expert: exact, and a row at the wrong expert shows.
+The expected result follows from a rank's own inputs, in the order and with the roundings that combine() promises
 (moe_a2a/reference.py says the same for all modes).
 """
 
@@ -19,7 +19,7 @@ def factor_of(expert: Tensor) -> Tensor:
 
 
 def local_sums(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, rank: int, num_local_experts: int) -> Tensor:
-    """What the experts of one rank make of rows x [n, H]: float32 over k ascending, products rounded, then x's dtype."""
+    """What the experts of one rank make of rows x [n, H]: float32, k ascending, products rounded, then x's dtype."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     values = x.float()
     for k in range(topk_idx.shape[1]):

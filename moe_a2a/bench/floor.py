@@ -1,5 +1,5 @@
-"""The floor: the same rows pushed to the same ranks by a bare kernel, in the same run. Nothing faster is possible without
-sending fewer bytes.
+"""The floor: the same rows pushed to the same ranks by a bare kernel, in the same run. Nothing faster is possible
+without sending fewer bytes.
 
 Every rank pushes at once, by the target's row sender and by plain stores of warps and of whole blocks, with several
 numbers of blocks; the best counts, launch included. Small volumes so contain the time of a launch, which a push of no
