@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch  # noqa: F401  (before the core, which uses its libraries)
 
 from moe_a2a import reference
-from moe_a2a.errors import PeerRefusedError, PeerTimeoutError
+from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
@@ -18,6 +18,7 @@ __all__ = [
     "MoELayer",
     "PeerRefusedError",
     "PeerTimeoutError",
+    "RoutingError",
     "ThreadGroup",
     "as_group",
     "reference",

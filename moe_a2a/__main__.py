@@ -9,9 +9,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from moe_a2a import demo, doctor
+from moe_a2a import bench, demo, doctor, tune
 
-COMMANDS = {"demo": demo, "doctor": doctor}
+COMMANDS = {"demo": demo, "doctor": doctor, "bench": bench, "tune": tune}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,9 +22,25 @@ def default_device() -> torch.device:
     """What MOE_A2A_DEVICE names; else the current GPU where this build and this machine have one, else the CPU."""
     if os.environ.get("MOE_A2A_DEVICE"):
         return torch.device(os.environ["MOE_A2A_DEVICE"])
-    if torch.cuda.is_available() and target_of(torch.device("cuda")) in _core.built_targets():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    kind = default_device_type()
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def default_device_type() -> str:
+    """Of default_device(), found without touching a GPU."""
+    if os.environ.get("MOE_A2A_DEVICE"):
+        return torch.device(os.environ["MOE_A2A_DEVICE"]).type
+    has_target = target_of(torch.device("cuda")) in _core.built_targets()
+    return "cuda" if has_target and torch.cuda.is_available() else "cpu"
+
+
+def short_name(device: torch.device) -> str:
+    """Names the machine in files: "h200" for an NVIDIA H200, "mi300x" for an AMD Instinct MI300X, "cpu"."""
+    if device.type != "cuda":
+        return "cpu"
+    words = torch.cuda.get_device_name(device).lower().replace("/", " ").split()
+    rest = [word for word in words if word not in ("nvidia", "amd", "instinct", "tesla", "geforce")]
+    return "_".join(rest) or "gpu"
 
 
 def float8_dtype(device: torch.device) -> torch.dtype:

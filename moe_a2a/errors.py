@@ -41,6 +41,15 @@ class PeerTimeoutError(RuntimeError):
         self.elapsed_seconds = elapsed_seconds
 
 
+class RoutingError(ValueError):
+    """Routing that only the kernels could see was wrong: ids out of range in a topk_idx on a device, routes without room
+    in the masked layout, a y with too few rows. They were treated as dropped.
+
+    Raised by what looks at the device: ep.check(), ep.close(), and properties of a handle that synchronise. No other rank
+    is concerned.
+    """
+
+
 class PeerRefusedError(RuntimeError):
     """Another rank refused its part of this call because of its arguments; the message is that rank's.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments
+from moe_a2a import _core, arguments, launch_tables
 from moe_a2a.devices import default_device, float8_dtype, target_of
+from moe_a2a.errors import RoutingError
 from moe_a2a.groups import HandleExchange, as_group
 from moe_a2a.handle import DispatchHandle
 
@@ -32,7 +34,8 @@ class ExpertParallel:
             if this build has its target, else the CPU.
         num_buffers: dispatches that may be open at once.
         timeout: seconds after which a wait for another rank raises PeerTimeoutError.
-        num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: the target's default.
+        num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: as the launch table says.
+        launch_table: the file of a tuned table, instead of the one that fits this GPU; see docs/tuning.md.
 
     Every rank makes the same calls in the same order; tokens may differ in number, also be zero. Work is queued on
     PyTorch's current stream of the device. Memory: see `nbytes`.
@@ -51,6 +54,7 @@ class ExpertParallel:
         num_buffers: int = 2,
         timeout: float = 30.0,
         num_blocks: int = 0,
+        launch_table: str | os.PathLike[str] | None = None,
     ):
         self._group = as_group(group)
         self.rank = self._group.rank
@@ -63,6 +67,7 @@ class ExpertParallel:
         self.num_buffers = num_buffers
         self.timeout = timeout
         self.num_blocks = num_blocks
+        self._launch_table = launch_table
         self._core: Any = None
         if isinstance(self._group, HandleExchange):
             self._allocate(device)
@@ -104,6 +109,8 @@ class ExpertParallel:
             )
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank}: {error}") from None
+        # Once: a call looks its blocks up without Python.
+        self._core.set_launch_table(launch_tables.steps_for(self, self._launch_table))
 
     def _meet(self, device: torch.device | str | None) -> None:
         """Allocates, exchanges handles, maps. What fails on one rank raises on all: nobody waits for a rank that left."""
@@ -164,7 +171,7 @@ class ExpertParallel:
                 256) is for layout="expert_major".
             x_scales: [num_tokens, ceil(H / 128)] float32, with float8 x.
             quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448).
-            num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks.
+            num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
 
         Raises:
             ValueError, TypeError: an argument is wrong; the other ranks raise PeerRefusedError. All stay usable.
@@ -179,6 +186,8 @@ class ExpertParallel:
             quantized = arguments.checked_quantize(self.rank, quantize)
             num_blocks = num_blocks or self.num_blocks
             sent = core.dispatch(x, *routing, x_scales, quantized, layout, expert_alignment, num_blocks)
+        except RoutingError:
+            raise
         except (ValueError, TypeError) as error:
             core.refuse_dispatch(str(error))  # nobody waits for a rank that raised
             raise
@@ -212,6 +221,8 @@ class ExpertParallel:
         try:
             arguments.check_tensor(self.rank, "y", y)
             return core.combine(y, key, presummed, out, num_blocks or self.num_blocks)
+        except RoutingError:
+            raise
         except (ValueError, TypeError) as error:
             core.refuse_combine(key, str(error))
             raise
@@ -268,6 +279,8 @@ class ExpertParallel:
         try:
             arguments.check_tensor(self.rank, "y", y)
             core.combine_send(y, key, presummed, num_blocks or self.num_blocks)
+        except RoutingError:
+            raise
         except (ValueError, TypeError) as error:
             core.refuse_combine(key, str(error))
             raise
@@ -286,6 +299,10 @@ class ExpertParallel:
         2 * num_buffers * R * T * row, and fixed from the start."""
         return self._open_core().nbytes
 
+    def blocks_for(self, num_tokens: int) -> tuple[int, int]:
+        """Blocks of a dispatch and of a combine of so many tokens, when neither the call nor the object says."""
+        return self._open_core().blocks_for(num_tokens)
+
     def check(self) -> None:
         """Waits for the device and raises what kernels have reported since the last call: a rank that did not come, a
         refusal, ids out of range in a topk_idx that the host could not see."""
@@ -296,17 +313,21 @@ class ExpertParallel:
         return self._core is None
 
     def close(self) -> None:
-        """Ends the object. Other ranks that still wait for this one run into their deadline. Views of handles stay
+        """Ends the object; raises RoutingError as check() does. Other ranks that still wait for this one run into their deadline. Views of handles stay
         readable as long as they are held, with whatever the memory holds."""
         if self._core is not None:
-            self._core.close()
-            self._core = None
+            core, self._core = self._core, None
+            core.close()
 
     def __enter__(self) -> ExpertParallel:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, exception_type: object, *rest: object) -> None:
+        try:
+            self.close()
+        except RoutingError:
+            if exception_type is None:  # an error on its way is the one to see
+                raise
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{self.device}, {self.nbytes} bytes"

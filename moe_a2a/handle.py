@@ -95,14 +95,20 @@ class DispatchHandle:
 
     @property
     def num_routes(self) -> int:
-        """expert_offsets[-1], read by the host: this synchronises with the device."""
-        return int(self.expert_offsets[-1])
+        """expert_offsets[-1], read by the host: this synchronises with the device, and raises RoutingError as
+        ep.check() does."""
+        return self._read(self.expert_offsets[-1])
 
     @property
     def recv_rows(self) -> torch.Tensor:
         """int32 [n]: the rows of recv_x that hold a token, in (source rank, token) order. Read by the host: this
-        synchronises with the device."""
-        return self._core.landed_rows(self._handle)[: int(self._core.num_landed_rows(self._handle))]
+        synchronises with the device, and raises RoutingError as ep.check() does."""
+        return self._core.landed_rows(self._handle)[: self._read(self._core.num_landed_rows(self._handle))]
+
+    def _read(self, value: torch.Tensor) -> int:
+        read = int(value)
+        self._core.raise_reported()  # the kernels of this handle have run by now
+        return read
 
     @property
     def capacity(self) -> int:

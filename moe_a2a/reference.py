@@ -183,8 +183,8 @@ def quantize_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[T
     """
     num_tokens, hidden = x.shape
     num_blocks = -(-hidden // FP8_BLOCK)
-    limit = torch.tensor(FP8_MAX[dtype], dtype=torch.float32)
-    blocks = torch.zeros(num_tokens, num_blocks * FP8_BLOCK, dtype=torch.float32)
+    limit = torch.tensor(FP8_MAX[dtype], dtype=torch.float32, device=x.device)
+    blocks = torch.zeros(num_tokens, num_blocks * FP8_BLOCK, dtype=torch.float32, device=x.device)
     blocks[:, :hidden] = x
     blocks = blocks.unflatten(1, (num_blocks, FP8_BLOCK))
     amax = blocks.abs().amax(dim=2, keepdim=True).clamp(min=1e-12)

@@ -2,10 +2,12 @@
 #include <pybind11/stl.h>
 #include <torch/extension.h>
 
+#include <array>
 #include <cstring>
 
 #include "bindings/tensors.h"
 #include "bindings/views.h"
+#include "kernels/link_floor.h"
 
 namespace moe_a2a::bindings {
 namespace {
@@ -18,6 +20,13 @@ Layout to_layout(const std::string& name) {
   if (name == "expert_major") return Layout::kExpertMajor;
   if (name == "masked") return Layout::kMasked;
   throw py::value_error("layout=\"" + name + "\" is unknown; pass \"rows\", \"expert_major\" or \"masked\"");
+}
+
+PushBy to_push_by(const std::string& name) {
+  if (name == "warp_sender") return PushBy::kWarpSender;
+  if (name == "warp_stores") return PushBy::kWarpStores;
+  if (name == "block_stores") return PushBy::kBlockStores;
+  throw py::value_error("by=\"" + name + "\" is unknown; pass \"warp_sender\", \"warp_stores\" or \"block_stores\"");
 }
 
 // What Python holds: the host object, its device, and the views of its buffers.
@@ -126,6 +135,25 @@ class Core {
     return combined_x;
   }
 
+  // (max_tokens, dispatch_blocks, combine_blocks), ascending.
+  void set_launch_table(const std::vector<std::array<int, 3>>& rows) {
+    std::vector<LaunchStep> steps;
+    for (const auto& [max_tokens, dispatch, combine] : rows) steps.push_back({max_tokens, dispatch, combine});
+    ep().set_launch_table(LaunchTable(std::move(steps)));
+  }
+  // (of a dispatch, of a combine) when the call does not say.
+  std::pair<int, int> blocks_for(int num_tokens) const {
+    return {ep().dispatch_blocks(num_tokens), ep().combine_blocks(num_tokens)};
+  }
+
+  void push_rows(const at::Tensor& x, const at::Tensor& pushes, const std::string& by, int num_blocks) {
+    const LaunchPlace place = where(num_blocks);
+    const PushedRows rows = checked_push(ep().config(), device_, x, pushes);
+    const PushBy how = to_push_by(by);
+    py::gil_scoped_release unlocked;
+    ep().push_rows(rows.x, rows.num_rows, rows.row_bytes, rows.pushes, how, place);
+  }
+
   // So that no peer waits for this rank, whose call has raised `why`.
   void refuse_dispatch(const std::string& why) {
     const LaunchPlace place = where(0);
@@ -170,9 +198,9 @@ class Core {
   // The memory itself goes when the last view of it goes.
   void close() {
     if (!ep_) return;
-    ep_->close();
+    const auto ep = std::move(ep_);
     views_.reset();
-    ep_.reset();
+    ep->close();  // may raise what the kernels have found; it is closed then as well
   }
   bool is_closed() const { return ep_ == nullptr; }
 
@@ -219,6 +247,9 @@ void raise_peer_errors(std::exception_ptr pointer) {
                             py::arg("token") = r.token, py::arg("expected_epoch") = r.expected_epoch,
                             py::arg("seen_epoch") = r.seen_epoch, py::arg("elapsed_seconds") = r.elapsed_seconds);
     PyErr_SetObject(type.ptr(), value.ptr());
+  } catch (const BadRouting& error) {
+    py::object type = py::module_::import("moe_a2a.errors").attr("RoutingError");
+    PyErr_SetObject(type.ptr(), type(error.what()).ptr());
   } catch (const PeerRefused& error) {
     py::object type = py::module_::import("moe_a2a.errors").attr("PeerRefusedError");
     py::object value = type(error.what(), py::arg("peer") = error.peer);
@@ -273,6 +304,9 @@ PYBIND11_MODULE(_core, m) {
       .def("refuse_dispatch", &Core::refuse_dispatch)
       .def("refuse_combine", &Core::refuse_combine)
       .def("release", &Core::release)
+      .def("set_launch_table", &Core::set_launch_table)
+      .def("blocks_for", &Core::blocks_for)
+      .def("push_rows", &Core::push_rows)
       .def("recv_x",
            [](Core& core, const Handle& handle, const py::object& row_dtype) {
              return core.views(handle).recv_x(*handle, scalar_type(row_dtype));
@@ -289,6 +323,7 @@ PYBIND11_MODULE(_core, m) {
       .def("route_src_rank", &view_of<&Views::route_src_rank>)
       .def("route_src_token_idx", &view_of<&Views::route_src_token_idx>)
       .def("check", &Core::check)
+      .def("raise_reported", [](Core& core) { core.ep().raise_reported(); })
       .def("close", &Core::close)
       .def_property_readonly("is_closed", &Core::is_closed)
       .def_property_readonly("nbytes", [](const Core& core) { return core.ep().nbytes(); });

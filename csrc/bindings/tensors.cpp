@@ -234,6 +234,29 @@ at::Tensor checked_out(const MoeConfig& config, at::Device device, int num_token
   return *out;
 }
 
+PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Tensor& x, const at::Tensor& pushes) {
+  check_device(config, device, x, "x");
+  check_device(config, device, pushes, "pushes");
+  if (x.dim() != 2 || x.size(0) > config.row_capacity()) {
+    raise_value(config, "x has shape " + shape_text(x.sizes()) + ", expected [at most num_ranks * tokens, row]",
+                "pass fewer rows");
+  }
+  const int64_t row_bytes = x.size(1) * x.element_size();
+  if (row_bytes > config.max_row_stride()) {
+    raise_value(config,
+                "x has rows of " + std::to_string(row_bytes) + " bytes > " + std::to_string(config.max_row_stride()),
+                "pass rows that fit into the heap");
+  }
+  const int64_t shape[] = {x.size(0), 2};
+  check_type(config, pushes, "pushes", pushes.scalar_type() == at::kLong, "int64");
+  check_shape(config, pushes, "pushes", shape, "pass ranks and token of each row");
+  check_contiguous(config, pushes, "pushes");
+  return {.x = checked_rows(config, x, "x"),
+          .num_rows = static_cast<int>(x.size(0)),
+          .row_bytes = row_bytes,
+          .pushes = static_cast<const Push*>(pushes.const_data_ptr())};
+}
+
 void* current_stream(at::Device device) {
   if (device.is_cpu()) return nullptr;
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();

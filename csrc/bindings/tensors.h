@@ -27,6 +27,16 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
 at::Tensor checked_out(const MoeConfig& config, at::Device device, int num_tokens, at::ScalarType type,
                        const std::optional<at::Tensor>& out);
 
+// Rows to push (see kernels/link_floor.h): x [num_rows, n] with dense rows, pushes int64 [num_rows, 2]: ranks and
+// token.
+struct PushedRows {
+  Rows x;
+  int num_rows = 0;
+  int64_t row_bytes = 0;
+  const Push* pushes = nullptr;
+};
+PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Tensor& x, const at::Tensor& pushes);
+
 // The raw stream that PyTorch queues work on for this device; null on the CPU.
 void* current_stream(at::Device device);
 

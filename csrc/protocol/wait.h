@@ -21,9 +21,9 @@ struct WaitSite {
 struct WaitPolicy {
   uint64_t timeout_ticks = 0;
   double ticks_per_second = 1;
-  Report* report = nullptr;                // host-visible
-  Tally* tally = nullptr;                  // this rank's own
-  uint32_t* poison = nullptr;              // this rank's word in the symmetric heap
+  Report* report = nullptr;    // host-visible
+  Tally* tally = nullptr;      // this rank's own
+  uint32_t* poison = nullptr;  // this rank's word in the symmetric heap; null: waits are nobody else's matter
   const uint64_t* refusal_text = nullptr;  // [B, R src, kRefusalWords] in the symmetric heap
 };
 
@@ -80,14 +80,14 @@ MOE_A2A_DEVICE void poison_all(const WaitPolicy& policy, const HeapView& heap, i
 MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
                                 uint64_t expected_epoch, uint64_t seen_word) {
   const uint64_t waited = clock_now() - start;
-  const uint32_t poison = atomic_load<Order::kRelaxed, Scope::kSystem>(policy.poison);
+  const uint32_t poison = policy.poison != nullptr ? atomic_load<Order::kRelaxed, Scope::kSystem>(policy.poison) : 0;
   if (poison != 0) {
     write_report(policy, heap, site, Reason::kPoisoned, poison, expected_epoch, seen_word, waited);
     return false;
   }
   if (waited < policy.timeout_ticks) return true;
   write_report(policy, heap, site, Reason::kTimeout, 0, expected_epoch, seen_word, waited);
-  poison_all(policy, heap, site.peer);
+  if (policy.poison != nullptr) poison_all(policy, heap, site.peer);
   return false;
 }
 

@@ -3,6 +3,7 @@
 
 #include "kernels/both_halves.h"
 #include "kernels/gather_rows.h"
+#include "kernels/link_floor.h"
 #include "kernels/notices.h"
 #include "target/target.h"
 
@@ -16,7 +17,7 @@ class TargetBackend final : public Backend {
  public:
   explicit TargetBackend(int device) : machine_(device) {
     prepare<Dispatch, Combine, DispatchSend, DispatchRecv, GatherRows, CombineSend, CombineRecv, RefuseDispatch,
-            RefuseCombine, Goodbye, Release>(machine_);
+            RefuseCombine, Goodbye, Release, PushRows>(machine_);
   }
 
   const char* name() const override { return Machine::kName; }
@@ -52,6 +53,7 @@ class TargetBackend final : public Backend {
   void launch(const RefuseCombineArgs& a, int blocks, void* stream) override { run<RefuseCombine>(a, blocks, stream); }
   void launch(const GoodbyeArgs& a, int blocks, void* stream) override { run<Goodbye>(a, blocks, stream); }
   void launch(const ReleaseArgs& a, int blocks, void* stream) override { run<Release>(a, blocks, stream); }
+  void launch(const PushRowsArgs& a, int blocks, void* stream) override { run<PushRows>(a, blocks, stream); }
 
  private:
   template <class Kernel>

@@ -12,6 +12,8 @@
 
 namespace moe_a2a {
 
+struct PushRowsArgs;
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -43,6 +45,7 @@ class Backend {
   virtual void launch(const RefuseCombineArgs& args, int num_blocks, void* stream) = 0;
   virtual void launch(const GoodbyeArgs& args, int num_blocks, void* stream) = 0;
   virtual void launch(const ReleaseArgs& args, int num_blocks, void* stream) = 0;
+  virtual void launch(const PushRowsArgs& args, int num_blocks, void* stream) = 0;
 };
 
 // `target` is "cpu", "cuda" or "hip"; raises when this build has no such target, naming those that it has.

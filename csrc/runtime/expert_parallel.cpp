@@ -118,8 +118,9 @@ int ExpertParallel::take_buffer() {
                            "; combine() or release() one first, or pass a larger num_buffers");
 }
 
-int ExpertParallel::blocks(const LaunchPlace& place) const {
-  return place.num_blocks > 0 ? std::min(place.num_blocks, backend_->max_blocks()) : backend_->default_blocks();
+int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
+  const int asked = place.num_blocks > 0 ? place.num_blocks : by_table;
+  return asked > 0 ? std::min(asked, backend_->max_blocks()) : backend_->default_blocks();
 }
 
 // ---- the steps
@@ -150,8 +151,8 @@ std::shared_ptr<DispatchHandle> ExpertParallel::open_handle(const DispatchInput&
 
 std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInput& input, const LaunchPlace& place) {
   require_open();
-  raise_reported();
-  const int buffer = take_buffer(), num_blocks = blocks(place);
+  raise_waits();
+  const int buffer = take_buffer(), num_blocks = dispatch_blocks(input.num_tokens, place);
   backend_->launch(send_args(input, buffer), num_blocks, place.stream);
   auto handle = open_handle(input, buffer);
   after_launch();
@@ -166,7 +167,7 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   backend_->launch(
       DispatchRecvArgs{
           .context = context_, .buffer = handle.buffer, .layout = layout, .expert_alignment = expert_alignment},
-      blocks(place), place.stream);
+      dispatch_blocks(handle.num_tokens, place), place.stream);
   handle.stage = Stage::kReceived;
   try {
     after_launch();
@@ -184,8 +185,8 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
     return handle;
   }
   require_open();
-  raise_reported();
-  const int buffer = take_buffer(), num_blocks = std::max(2, blocks(place));
+  raise_waits();
+  const int buffer = take_buffer(), num_blocks = std::max(2, dispatch_blocks(input.num_tokens, place));
   const int senders = num_blocks - std::max(1, num_blocks / kDispatchRecvShare);
   backend_->launch(
       DispatchArgs{
@@ -209,7 +210,7 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
                                   .row_dtype = handle.row_dtype,
                                   .expert_x = static_cast<std::byte*>(expert_x),
                                   .expert_x_scales = expert_x_scales},
-                   blocks(place), place.stream);
+                   dispatch_blocks(handle.num_tokens, place), place.stream);
 }
 
 CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows,
@@ -242,8 +243,8 @@ void ExpertParallel::finish_combine(DispatchHandle& handle) {
 void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
                                   const LaunchPlace& place) {
   require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
-  raise_reported();
-  const int num_blocks = blocks(place);
+  raise_waits();
+  const int num_blocks = combine_blocks(handle.num_tokens, place);
   backend_->launch(send_args(handle, y, num_y_rows, presummed), num_blocks, place.stream);
   handle.stage = Stage::kCombineSent;
   after_launch();
@@ -251,7 +252,7 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t
 
 void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {
   require(handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
-  const int num_blocks = blocks(place);
+  const int num_blocks = combine_blocks(handle.num_tokens, place);
   backend_->launch(recv_args(handle, combined_x), num_blocks, place.stream);
   try {
     after_launch();
@@ -269,8 +270,8 @@ void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_
     return combine_recv(handle, combined_x, place);
   }
   require(handle, Stage::kReceived, Stage::kReceived, "combine");
-  raise_reported();
-  const int num_blocks = std::max(2, blocks(place));
+  raise_waits();
+  const int num_blocks = std::max(2, combine_blocks(handle.num_tokens, place));
   const int senders = std::min(num_blocks - std::max(1, num_blocks / kCombineRecvShare), kMostSenders);
   backend_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed),
                                .recv = recv_args(handle, combined_x),
@@ -307,9 +308,13 @@ void ExpertParallel::after_launch() {
 }
 
 void ExpertParallel::raise_reported() {
+  raise_waits();
+  raise_bad_routing();
+}
+
+void ExpertParallel::raise_waits() {
   // Pairs with the release in write_report().
   if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) raise_wait(*report_);
-  raise_bad_routing();
 }
 
 void ExpertParallel::raise_wait(const Report& report) {
@@ -344,18 +349,18 @@ void ExpertParallel::raise_bad_routing() {
   const Tally before = std::exchange(raised_, now);
   const std::string rank = " on rank " + std::to_string(config().rank);
   if (const uint32_t count = now.num_bad_choices - before.num_bad_choices; count > 0) {
-    throw std::invalid_argument("topk_idx held " + std::to_string(count) +
-                                " ids out of range, treated as dropped; the last: topk_idx[" +
-                                std::to_string(report_->bad_token) + "] has " + std::to_string(report_->bad_expert) +
-                                ", not in [-1, num_experts=" + std::to_string(config().num_experts) + ")" + rank);
+    throw BadRouting("topk_idx held " + std::to_string(count) +
+                     " ids out of range, treated as dropped; the last: topk_idx[" + std::to_string(report_->bad_token) +
+                     "] has " + std::to_string(report_->bad_expert) +
+                     ", not in [-1, num_experts=" + std::to_string(config().num_experts) + ")" + rank);
   }
   if (const uint32_t count = now.num_short_y_routes - before.num_short_y_routes; count > 0) {
-    throw std::invalid_argument("y of a combine was too short for " + std::to_string(count) + " routes" + rank +
-                                "; pass at least expert_offsets[-1] rows");
+    throw BadRouting("y of a combine was too short for " + std::to_string(count) + " routes" + rank +
+                     "; pass at least expert_offsets[-1] rows");
   }
   if (const uint32_t count = now.num_lost_routes - before.num_lost_routes; count > 0) {
-    throw std::invalid_argument(std::to_string(count) + " routes found no room in the masked layout" + rank +
-                                ": tokens name an expert more than once; pass layout=\"rows\" or \"expert_major\"");
+    throw BadRouting(std::to_string(count) + " routes found no room in the masked layout" + rank +
+                     ": tokens name an expert more than once; pass layout=\"rows\" or \"expert_major\"");
   }
 }
 
@@ -373,6 +378,7 @@ void ExpertParallel::close() {
     if (handle) handle->stage = Stage::kClosed;
     handle = nullptr;
   }
+  raise_bad_routing();
 }
 
 void ExpertParallel::part() {
@@ -380,6 +386,8 @@ void ExpertParallel::part() {
   GoodbyeArgs args{.context = context_};
   const auto limit = static_cast<uint64_t>(kPartingSeconds * context_.wait.ticks_per_second);
   args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
+  args.context.wait.poison =
+      nullptr;  // who leaves gives nobody else up: the others may wait longer for whoever is late
   backend_->synchronize();
   backend_->launch(args, 1, nullptr);
   backend_->synchronize();

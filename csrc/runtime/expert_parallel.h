@@ -5,11 +5,13 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/args.h"
 #include "runtime/backend.h"
 #include "runtime/comm_handle.h"
+#include "runtime/launch_table.h"
 
 namespace moe_a2a {
 
@@ -25,7 +27,14 @@ struct PeerRefused : std::runtime_error {
   int peer;
 };
 
+// Routing that only the kernels could see was wrong: treated as dropped, said here.
+struct BadRouting : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
 class ExpertParallel;
+enum class PushBy : int;
+struct Push;
 
 // One dispatch between its send and the end of its combine.
 struct DispatchHandle {
@@ -54,7 +63,7 @@ struct DispatchInput {
 
 // Where a launch goes.
 struct LaunchPlace {
-  int num_blocks = 0;  // 0: the target's default
+  int num_blocks = 0;  // 0: the launch table's, or the target's default
   void* stream = nullptr;
 };
 
@@ -88,11 +97,26 @@ class ExpertParallel {
   void combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed, void* combined_x,
                const LaunchPlace& place);
 
+  // How many blocks the launches take: what the place says, else the table, else the target's default.
+  void set_launch_table(LaunchTable table) { launch_table_ = std::move(table); }
+  int dispatch_blocks(int num_tokens, const LaunchPlace& place = {}) const {
+    return blocks(place, launch_table_.dispatch_blocks(num_tokens));
+  }
+  int combine_blocks(int num_tokens, const LaunchPlace& place = {}) const {
+    return blocks(place, launch_table_.combine_blocks(num_tokens));
+  }
+
+  // For benchmarks: row i goes where pushes[i] says, into a buffer that is not open, and nobody is told. All
+  // ranks call it, with no dispatch or combine on its way.
+  void push_rows(const Rows& x, int num_rows, int64_t row_bytes, const Push* pushes, PushBy by,
+                 const LaunchPlace& place);
+
   // Says on every rank that this rank's call has bad arguments; the caller then raises them.
   void refuse_dispatch(const std::string& why, const LaunchPlace& place);
   void refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
 
-  // Raises what the kernels have reported so far. check() first waits for the device.
+  // Raises what the kernels have reported so far: a wait that was given up, or bad routing. check() first waits for the
+  // device. Calls on the hot path raise waits only: a call is not to blame for the routing of an earlier one.
   void raise_reported();
   void check();
   // No call after this one. The memory goes with the object: views of it may still be held.
@@ -111,10 +135,11 @@ class ExpertParallel {
   CombineSendArgs send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
   void finish_combine(DispatchHandle& handle);
-  int blocks(const LaunchPlace& place) const;
+  int blocks(const LaunchPlace& place, int by_table) const;
   void after_launch();
   void part();
   [[noreturn]] void raise_wait(const Report& report);
+  void raise_waits();
   void raise_bad_routing();
 
   std::unique_ptr<Backend> backend_;
@@ -126,6 +151,7 @@ class ExpertParallel {
   Tally raised_;                                       // what of the report's counters has been raised
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer, null when free
   int last_buffer_;
+  LaunchTable launch_table_;
   bool connected_ = false;
   bool closed_ = false;
   bool parted_ = false;  // all ranks have closed: nobody writes into this memory any more

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         import transformers  # noqa: F401
     except ImportError:
         return _failed("transformers is not installed (pip install 'moe_a2a[demo]')")
-    from moe_a2a.demo.ranks import RankError
+    from moe_a2a.rank_processes import RankError
 
     try:
         return _run(options)
@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from moe_a2a.demo import models, plot, report, text
-    from moe_a2a.demo.ranks import run_on_ranks
     from moe_a2a.demo.shapes import SHAPES
+    from moe_a2a.rank_processes import run_on_ranks
 
     print(
         f"{options.ranks} ranks as processes, seed {options.seed}, {text.batch().numel()} bytes of "

@@ -9,7 +9,7 @@ import time
 import pytest
 import rank_programs
 
-from moe_a2a.demo.ranks import RankError, run_on_ranks
+from moe_a2a.rank_processes import RankError, run_on_ranks
 
 pytestmark = pytest.mark.cpu
 

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, over gloo; they never outlive the caller."""
+"""Ranks as processes of this machine; they never outlive the caller."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ def run_on_ranks(
     *arguments: Any,
     timeout: float,
     on_progress: Callable[[str], None] = lambda what: None,
+    backend: str = "gloo",
 ) -> list[Any]:
     """`rank_main(report, *arguments)` in num_ranks processes of one process group; their results.
 
-    A rank calls report(what) to have on_progress(what) called here. Arguments and results must be
-    picklable, without tensors: numpy arrays travel by value.
+    `backend` is that of torch.distributed. A rank calls report(what) to have on_progress(what) called here. Arguments and
+    results must be picklable, without tensors: numpy arrays travel by value.
     """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="moe_a2a_") as folder:
@@ -46,7 +47,7 @@ def run_on_ranks(
                 ours, theirs = spawn.Pipe()
                 process = spawn.Process(
                     target=_process_main,
-                    args=(rank, num_ranks, store, theirs, timeout, rank_main, arguments),
+                    args=(rank, num_ranks, backend, store, theirs, timeout, rank_main, arguments),
                     daemon=True,
                 )
                 process.start()
@@ -84,14 +85,14 @@ def _collect(connections: list[Connection], deadline: float, on_progress: Callab
     return [results[rank] for rank in range(len(connections))]
 
 
-def _process_main(rank, num_ranks, store, connection, timeout, rank_main, arguments) -> None:
+def _process_main(rank, num_ranks, backend, store, connection, timeout, rank_main, arguments) -> None:
     _leave_with_parent()
     # Gloo otherwise looks the machine's name up, which containers and laptops may not know.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=num_ranks,

@@ -1,0 +1,32 @@
+// How many blocks a launch takes when the call does not say: a short table, by the number of tokens. It is measured or
+// computed above (moe_a2a/launch_table.py) and handed over once, so that a call only looks it up.
+#pragma once
+
+#include <vector>
+
+namespace moe_a2a {
+
+// For calls of at most `max_tokens` tokens.
+struct LaunchStep {
+  int max_tokens = 0;
+  int dispatch_blocks = 0;
+  int combine_blocks = 0;
+};
+
+class LaunchTable {
+ public:
+  LaunchTable() = default;
+  // Raises unless max_tokens ascends and every number is positive.
+  explicit LaunchTable(std::vector<LaunchStep> steps);
+
+  // 0: the table is empty, so the target's default. Calls of more tokens than the last step has take the last step.
+  int dispatch_blocks(int num_tokens) const { return step(num_tokens).dispatch_blocks; }
+  int combine_blocks(int num_tokens) const { return step(num_tokens).combine_blocks; }
+
+ private:
+  LaunchStep step(int num_tokens) const;
+
+  std::vector<LaunchStep> steps_;
+};
+
+}  // namespace moe_a2a

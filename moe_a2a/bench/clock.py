@@ -1,0 +1,108 @@
+"""How long a step takes: events on a GPU, perf_counter on the CPU; the ranks start each step together.
+
+On a GPU a short sleep lets the host run ahead, so that a step is never measured waiting for its own launch, and then
+the ranks meet in a tiny all-reduce on the stream. What a step reads has just been written by a kernel, as in a layer
+("warm"); or a buffer larger than the L2 cache is written in between ("flushed").
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SLEEP_CYCLES = 300_000  # about 150 us: more than the host needs to queue a step
+FLUSH_BYTES = 256 << 20
+
+
+@dataclass
+class Step:
+    """One thing that is timed. `reads` is written anew before it."""
+
+    name: str
+    run: Callable[[], Any]
+    reads: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How it is measured."""
+
+    iterations: int = 30
+    warm_up: int = 5
+    flush: bool = False
+
+
+class Clock:
+    """Times steps in turn. Every rank calls every method alike; results are of this rank."""
+
+    def __init__(self, device: torch.device, how: Measuring):
+        self.how = how
+        self._on_gpu = device.type == "cuda"
+        self._word = torch.zeros(1, device=device)
+        self._flush_buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if how.flush else None
+
+    def time(self, steps: Sequence[Step]) -> Tensor:
+        """Seconds, float64 [iterations, len(steps)]: all steps, one after the other, again and again."""
+        times = torch.zeros(self.how.iterations, len(steps), dtype=torch.float64)
+        for iteration in range(-self.how.warm_up, self.how.iterations):
+            marks = [self._run(step) for step in steps]
+            self.synchronize()
+            if iteration >= 0:
+                times[iteration] = torch.tensor([self.seconds(*pair) for pair in marks])
+        return times
+
+    def _run(self, step: Step) -> tuple[Any, Any]:
+        self.freshen(step.reads)
+        self.align()
+        begin = self.mark()
+        step.run()
+        return begin, self.mark()
+
+    def host_time(self, steps: Sequence[Step], iterations: int) -> list[float]:
+        """Median seconds until each step's call returns when the device is idle; on the CPU it is the step itself."""
+        times = torch.zeros(iterations, len(steps), dtype=torch.float64)
+        for iteration in range(iterations):
+            for i, step in enumerate(steps):
+                self.synchronize()
+                start = time.perf_counter()
+                step.run()
+                times[iteration, i] = time.perf_counter() - start
+        self.synchronize()
+        return times.median(dim=0).values.tolist()
+
+    def synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+    def align(self) -> None:
+        """What every rank queues next starts at about the same time on all."""
+        if self._on_gpu:
+            torch.cuda._sleep(SLEEP_CYCLES)
+            dist.all_reduce(self._word)  # last: GPUs may not sleep equally long
+        else:
+            dist.barrier()
+
+    def freshen(self, tensor: Tensor | None) -> None:
+        """The same values, written once more; or nothing that is read next is left in the cache."""
+        if self._on_gpu and tensor is not None:
+            tensor.mul_(1)
+        if self._flush_buffer is not None:
+            self._flush_buffer.zero_()
+
+    def mark(self) -> Any:
+        """A point in time on the current stream."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two marks; after synchronize()."""
+        return 1e-3 * begin.elapsed_time(end) if self._on_gpu else end - begin

@@ -1,0 +1,210 @@
+"""DeepEP beside us where it is installed: V1 normal and low-latency (deep_ep.Buffer), V2 (deep_ep.ElasticBuffer).
+
+Each is called as its own tests call it, with the configuration that it chooses itself for 24 multiprocessors. Its
+combine adds rows without weights (low-latency: with), so the rows are weighed and summed before the clock starts, as
+ours are in the mode "presummed". Normal mode and V2 take float8 rows that the caller has quantised: that is not timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_a2a import reference
+from moe_a2a.bench.cases import Case, Inputs
+from moe_a2a.bench.contenders import Contender
+from moe_a2a.bench.expected import factor_of, local_sums
+
+NUM_SMS = 24
+NVLINK_BUFFER_BYTES = 2_000_000_000
+LOW_LATENCY_TOKENS = 128
+ELASTIC_CAPACITIES = (128, 1024, 4096, 8192, 16384)  # V2 compiles its kernels for each when it is first used
+
+
+@functools.cache
+def _module() -> Any:
+    """deep_ep, or a text that says why it cannot be imported."""
+    try:
+        return importlib.import_module("deep_ep")
+    except Exception as error:  # it looks for its libraries while it is imported
+        return f"deep_ep is not importable here ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+
+
+@functools.cache
+def _nccl_group() -> Any:
+    """One group for all of its buffers, all its collectives on the GPU."""
+    return dist.new_group(backend="nccl")
+
+
+class _DeepEP(Contender):
+    class_name = "Buffer"
+
+    def __init__(self, case: Case, inputs: Inputs):
+        super().__init__(inputs)
+        self._case = case
+        self._buffer = self._make_buffer()
+
+    @classmethod
+    def why_not(cls, case: Case, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "deep_ep runs on GPUs"
+        if isinstance(_module(), str):
+            return _module()
+        if not hasattr(_module(), cls.class_name):
+            return f"this deep_ep has no {cls.class_name}"
+        if case.dtype != torch.bfloat16:
+            return "deep_ep moves bfloat16"
+        if case.routing == "idle_rank":
+            return "deep_ep is not run with a rank without tokens"
+        return None
+
+    @abstractmethod
+    def _make_buffer(self) -> Any: ...
+
+    def close(self) -> None:
+        super().close()
+        self._buffer.destroy()
+
+
+class _Flat(_DeepEP):
+    """Rows arrive once per rank, with the choices that live here; handle: (key, recv_x, choices, weights)."""
+
+    mode = "presummed"
+    blocks = (NUM_SMS, NUM_SMS)
+
+    def __init__(self, case: Case, inputs: Inputs):
+        super().__init__(case, inputs)
+        self._x = reference.quantize_fp8(inputs.x) if self.is_fp8 else inputs.x
+
+    def arrived(self, x: Tensor) -> Tensor:
+        return _as_bfloat16(self._x)
+
+    def experts(self, handle: Any) -> Tensor:
+        _, rows, choices, weights = handle
+        rank, num_local_experts = self.inputs.rank, self.inputs.num_local_experts
+        # It counts the experts of a rank from 0.
+        expert = torch.where(choices >= 0, choices + rank * num_local_experts, -1)
+        return local_sums(_as_bfloat16(rows), expert, weights, rank, num_local_experts)
+
+    def combine(self, y: Tensor, handle: Any) -> Tensor:
+        return self._buffer.combine(y, handle[0])[0]
+
+
+def _as_bfloat16(rows: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """Of rows [n, H], or of float8 rows and their scales."""
+    return reference.dequantize_fp8(*rows).bfloat16() if isinstance(rows, tuple) else rows
+
+
+class Normal(_Flat):
+    system = "DeepEP V1 normal"
+
+    def _make_buffer(self) -> Any:
+        _module().Buffer.set_num_sms(NUM_SMS)
+        return _module().Buffer(_nccl_group(), NVLINK_BUFFER_BYTES, 0, explicitly_destroy=True)
+
+    def dispatch(self) -> Any:
+        idx, weights = self.inputs.topk_idx, self.inputs.topk_weights
+        per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(idx, self._case.num_experts)
+        recv_x, choices, recv_weights, _, key, _ = self._buffer.dispatch(
+            self._x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=idx,
+            topk_weights=weights,
+        )
+        return key, recv_x, choices, recv_weights
+
+
+class Elastic(_Flat):
+    system = "DeepEP V2"
+    class_name = "ElasticBuffer"
+
+    @property
+    def _capacity(self) -> int:
+        num_tokens = self._case.num_tokens
+        return next((capacity for capacity in ELASTIC_CAPACITIES if capacity >= num_tokens), num_tokens)
+
+    def _make_buffer(self) -> Any:
+        case = self._case
+        return _module().ElasticBuffer(
+            _nccl_group(),
+            num_max_tokens_per_rank=self._capacity,
+            hidden=case.hidden,
+            num_topk=case.num_topk,
+            use_fp8_dispatch=self.is_fp8,
+            explicitly_destroy=True,
+        )
+
+    def dispatch(self) -> Any:
+        recv_x, choices, recv_weights, key, _ = self._buffer.dispatch(
+            self._x,
+            topk_idx=self.inputs.topk_idx,
+            topk_weights=self.inputs.topk_weights,
+            num_experts=self._case.num_experts,
+            num_max_tokens_per_rank=self._capacity,
+            num_sms=NUM_SMS,
+            do_cpu_sync=False,
+        )
+        return key, recv_x, choices, recv_weights
+
+
+class NormalFp8(Normal):
+    is_fp8, mode = True, "fp8+presummed"
+
+
+class ElasticFp8(Elastic):
+    is_fp8, mode = True, "fp8+presummed"
+
+
+class LowLatency(_DeepEP):
+    """float8 rows, one per (token, expert); combine weighs them."""
+
+    system = "DeepEP V1 low-latency"
+    mode = "fp8"
+    is_fp8 = True
+
+    @classmethod
+    def why_not(cls, case: Case, device: torch.device) -> str | None:
+        is_large = case.num_tokens > LOW_LATENCY_TOKENS
+        too_large = f"the low-latency mode is for at most {LOW_LATENCY_TOKENS} tokens" if is_large else None
+        return super().why_not(case, device) or too_large
+
+    def _make_buffer(self) -> Any:
+        case, num_ranks = self._case, self.inputs.num_ranks
+        buffer_class = _module().Buffer
+        num_bytes = buffer_class.get_low_latency_rdma_size_hint(
+            case.num_tokens, case.hidden, num_ranks, case.num_experts
+        )
+        return buffer_class(
+            _nccl_group(),
+            num_rdma_bytes=num_bytes,
+            low_latency_mode=True,
+            num_qps_per_rank=self.inputs.num_local_experts,
+            explicitly_destroy=True,
+        )
+
+    def dispatch(self) -> Any:
+        (rows, scales), _, key, _, _ = self._buffer.low_latency_dispatch(
+            self.inputs.x, self.inputs.topk_idx, self._case.num_tokens, self._case.num_experts, use_fp8=True
+        )
+        return key, rows, scales
+
+    def arrived(self, x: Tensor) -> Tensor:
+        return reference.dequantize_fp8(*reference.quantize_fp8(x)).to(x.dtype)
+
+    def experts(self, handle: Any) -> Tensor:
+        _, rows, scales = handle  # [E_local, R * T, H], [E_local, R * T, H / 128]
+        values = reference.dequantize_fp8(rows.flatten(0, 1), scales.contiguous().flatten(0, 1))
+        local_expert = torch.arange(len(rows), device=rows.device)
+        factor = factor_of(local_expert + self.inputs.rank * self.inputs.num_local_experts)
+        return (values.unflatten(0, rows.shape[:2]) * factor[:, None, None]).bfloat16()
+
+    def combine(self, y: Tensor, handle: Any) -> Tensor:
+        return self._buffer.low_latency_combine(y, self.inputs.topk_idx, self.inputs.topk_weights, handle[0])[0]

@@ -1,0 +1,85 @@
+"""`python -m moe_a2a bench dispatch_combine`: dispatch and combine beside the floor and the peers, in one run.
+
+By itself it starts a process per rank; under torchrun it is the rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_a2a.bench import machine, routings, run_case, suites, table
+from moe_a2a.bench.clock import Measuring
+from moe_a2a.bench.contenders import MODES
+from moe_a2a.bench.options import DTYPES, add_how, dtypes, integers, routing_names, some_of
+from moe_a2a.bench.records import Results
+from moe_a2a.bench.start import start_ranks, this_ranks_device
+
+HELP = "time dispatch and combine beside the floor and the peers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--suite", choices=("full", "cpu"), help="a fixed set of cases instead of the options below")
+    what.add_argument(
+        "--tokens", type=integers, default=[128], metavar="1,2,4,...,64", help="of each rank (default: 128)"
+    )
+    what.add_argument("--hidden", type=int, default=7168)
+    what.add_argument("--topk", type=int, default=8)
+    what.add_argument("--experts", type=int, default=256)
+    what.add_argument("--dtype", type=dtypes, default=[torch.bfloat16], metavar="TYPE,...", help=", ".join(DTYPES))
+    what.add_argument("--modes", type=some_of(MODES), default=["rows", "fp8+presummed"], metavar="MODE,...",
+                      help=", ".join(MODES))  # fmt: skip
+    what.add_argument("--routing", type=routing_names, default=["uniform"], metavar="NAME,...",
+                      help=", ".join(routings.NAMES))  # fmt: skip
+    what.add_argument(
+        "--blocks", type=integers, default=[0], metavar="8,16,24,...,96", help="of each call (0: as tuned)"
+    )
+    what.add_argument("--halves", action="store_true", help="also dispatch_send ... combine_recv, each by itself")
+    what.add_argument("--graph", action="store_true", help="also captured graphs")
+    what.add_argument("--overlap", action="store_true", help="also a matrix product between the halves")
+    what.add_argument("--peers", type=some_of(run_case.PEERS, or_none=True), default=list(run_case.PEERS),
+                      metavar="NAME,...", help=f"{', '.join(run_case.PEERS)}, or none (default: all)")  # fmt: skip
+    add_how(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="write DIR/<gpu>_<ranks>/dispatch_combine.json")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.suite == "cpu":
+        options.device = "cpu"
+    return start_ranks(options, rank_main, "bench")
+
+
+def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
+    device = this_ranks_device(options)
+    how = Measuring(options.iterations, options.warm_up, options.flush)
+    about = machine.about(device, dist.get_world_size())
+    about |= {"seed": options.seed, "cache": "flushed" if how.flush else "warm", "iterations": how.iterations}
+    results = Results(about)
+    is_first = dist.get_rank() == 0
+    start = time.monotonic()
+    for plan in suites.plans(options):
+        for case in plan.cases:
+            run_case.run(case, plan, how, device, results)
+            if is_first:
+                print(f"{time.monotonic() - start:6.1f} s  [{plan.part}] {case}", file=sys.stderr, flush=True)
+                _write(results, options)  # after each case: what is measured is not lost
+    if is_first:
+        print(table.text(results), flush=True)
+    dist.barrier()
+    return 1 if any(line["what"].startswith("moe_a2a") for line in results.left_out) else 0
+
+
+def _write(results: Results, options: argparse.Namespace) -> None:
+    paths = [options.json] if options.json else []
+    if options.results:
+        paths.append(options.results / results.about["name"] / "dispatch_combine.json")
+    for path in paths:
+        results.write(path)

@@ -1,0 +1,77 @@
+"""The floor: the same rows pushed to the same ranks by a bare kernel, in the same run. Nothing faster is possible
+without sending fewer bytes.
+
+Every rank pushes at once, by the target's row sender and by plain stores of warps and of whole blocks, with several
+numbers of blocks; the best counts, launch included. Small volumes so contain the time of a launch, which a push of no
+rows shows by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import moe_a2a
+from moe_a2a.bench.cases import Inputs, Traffic
+from moe_a2a.bench.clock import Clock, Step
+from moe_a2a.bench.statistics import slowest_rank_median
+
+WAYS = ("warp_sender", "warp_stores", "block_stores")
+
+
+@dataclass
+class Push:
+    """One measured way to move the rows of a step."""
+
+    step: str  # "dispatch" or "combine"
+    row_bytes: int
+    by: str
+    blocks: int
+    microseconds: float
+
+
+@dataclass
+class Floor:
+    pushes: list[Push]
+    launch_us: float  # a push of no rows
+
+    def of(self, step: str, row_bytes: int) -> float:
+        """Microseconds of the best push of that step's rows."""
+        return min(push.microseconds for push in self.pushes if (push.step, push.row_bytes) == (step, row_bytes))
+
+
+def measure(
+    ep: moe_a2a.ExpertParallel, inputs: Inputs, traffic: Traffic, row_bytes: dict[str, set[int]], clock: Clock
+) -> Floor:
+    """`row_bytes`: the sizes of rows to push for "dispatch" and for "combine"."""
+    core = ep._open_core()
+    device = inputs.x.device
+    ways, block_counts = (WAYS, _gpu_blocks(device)) if device.type == "cuda" else (WAYS[:1], (1,))
+    pushes, steps = [], []
+    routes = {"dispatch": traffic.dispatch, "combine": traffic.combine}
+    for step, sizes in row_bytes.items():
+        for num_bytes in sorted(sizes):
+            rows = torch.zeros(len(routes[step]), num_bytes, dtype=torch.uint8, device=device)
+            for by in ways:
+                for blocks in block_counts:
+                    pushes.append(Push(step, num_bytes, by, blocks, 0.0))
+                    steps.append(Step(step, partial(core.push_rows, rows, routes[step], by, blocks)))
+    nothing = (torch.zeros(0, 16, dtype=torch.uint8, device=device), routes["dispatch"][:0])
+    steps.append(Step("launch", partial(core.push_rows, *nothing, WAYS[0], 1)))
+    medians = _medians(clock.time(steps))
+    for push, median in zip(pushes, medians, strict=False):
+        push.microseconds = median
+    return Floor(pushes, launch_us=medians[-1])
+
+
+def _gpu_blocks(device: torch.device) -> list[int]:
+    """The last one: as many as the GPU has multiprocessors."""
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    return [blocks for blocks in (8, 24, 64) if blocks < most] + [most]
+
+
+def _medians(times: Tensor) -> list[float]:
+    return [1e6 * slowest_rank_median(times[:, i]) for i in range(times.shape[1])]

@@ -1,0 +1,72 @@
+"""Where and when figures were measured: what a reader needs to judge them."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_a2a import devices
+
+
+def about(device: torch.device, num_ranks: int) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    return {
+        "machine": torch.cuda.get_device_name(device) if on_gpu else _processor(),
+        "name": f"{devices.short_name(device)}_{num_ranks}",
+        "ranks": num_ranks,
+        "driver": _driver() if on_gpu else None,
+        "cpu": _processor(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": {
+            "moe_a2a": _version("moe_a2a"),
+            "commit": _commit(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "CUDA": torch.version.cuda,
+            "HIP": torch.version.hip,
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+            "deep_ep": _version("deep_ep"),
+        },
+    }
+
+
+def _processor() -> str:
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    return f"{found.group(1) if found else platform.machine()}, {os.cpu_count()} cores"
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the checkout that the package is run from; MOE_A2A_COMMIT says it where there is none."""
+    if "MOE_A2A_COMMIT" in os.environ:
+        return os.environ["MOE_A2A_COMMIT"]
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=10"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or None

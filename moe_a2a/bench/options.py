@@ -1,0 +1,63 @@
+"""Options that the commands share, and how their values are written."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+
+import torch
+
+from moe_a2a.bench import routings
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def add_how(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that measures."""
+    how = parser.add_argument_group("how it is measured")
+    how.add_argument("--ranks", type=int, help="processes to start (default: one per GPU, or 4 on the CPU)")
+    how.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU per rank if there is one")
+    how.add_argument("--iterations", type=int, default=30, help="default: 30")
+    how.add_argument("--warm-up", type=int, default=5, help="iterations before (default: 5)")
+    how.add_argument(
+        "--flush", action="store_true", help="write 256 MiB before each step: nothing is left in the cache"
+    )
+    how.add_argument("--seed", type=int, default=1, help="of routing and data (default: 1)")
+    how.add_argument("--timeout", type=float, default=1200, help="seconds that the ranks may take (default: 1200)")
+
+
+def integers(text: str) -> list[int]:
+    """ "1,2,5" or, with dots for a progression, "1,2,4,...,64" and "8,16,24,...,128"."""
+    words = text.split(",")
+    if "..." not in words:
+        return [int(word) for word in words]
+    dots = words.index("...")
+    numbers, (last,) = [int(word) for word in words[:dots]], [int(word) for word in words[dots + 1 :]]
+    a, b, *rest = numbers
+    is_geometric = a > 0 and b % a == 0 and (not rest or rest[0] * a == b * b)
+    while numbers[-1] < last:
+        numbers.append(numbers[-1] * (b // a) if is_geometric else numbers[-1] + b - a)
+    return numbers[:-1] + [last]
+
+
+def dtypes(text: str) -> list[torch.dtype]:
+    return [DTYPES[name] for name in some_of(DTYPES)(text)]
+
+
+def routing_names(text: str) -> list[str]:
+    try:
+        return [routings.checked(name) for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def some_of(names: Iterable[str], or_none: bool = False) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        if or_none and text == "none":
+            return []
+        unknown = [name for name in text.split(",") if name not in names]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: unknown; pass some of {', '.join(names)}")
+        return text.split(",")
+
+    return parse

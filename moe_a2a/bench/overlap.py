@@ -1,0 +1,117 @@
+"""What a matrix product loses when it runs while rows fly, and how much of the transfer it hides.
+
+For dispatch and for combine, with each number of blocks:
+    same stream   send, product, recv: the product has the whole GPU once the rows are posted
+    side stream   send and recv beside the product, on a stream of higher priority: they share the GPU, so the number of
+                  blocks decides
+The product is square, bf16 (CPU: fp32), large enough to take at least as long as the two halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_a2a
+from moe_a2a.bench.cases import Case, Inputs
+from moe_a2a.bench.clock import Clock, Step
+from moe_a2a.bench.contenders import OursInHalves
+from moe_a2a.bench.statistics import slowest_rank_median
+
+GPU_SIZES = (1024, 2048, 4096, 6144, 8192, 12288, 16384)
+CPU_SIZES = (64, 128, 256, 512)
+
+
+def measure(
+    case: Case, inputs: Inputs, ep: moe_a2a.ExpertParallel, blocks: tuple[int, ...], clock: Clock
+) -> list[dict[str, Any]]:
+    found = []
+    for num_blocks in blocks:
+        layer = _Layer(OursInHalves(ep, inputs, "rows", num_blocks), clock)
+        for name in ("dispatch", "combine"):
+            for stream in ("same", "side") if inputs.x.is_cuda else ("same",):
+                used = num_blocks or ep.blocks_for(len(inputs.x))[name == "combine"]
+                about = {"tokens": case.num_tokens, "routing": case.routing, "step": name, "stream": stream}
+                found.append(about | {"blocks": used} | layer.figures(name, stream))
+    return found
+
+
+class _Layer:
+    """A layer of which one transfer is measured and the other only done."""
+
+    def __init__(self, halves: OursInHalves, clock: Clock):
+        self._clock = clock
+        self._device = halves.inputs.x.device
+        halves.rehearse()
+        self._halves = {step.name: step.run for step in halves.steps()}
+        self._side = torch.cuda.Stream(priority=-1) if self._device.type == "cuda" else None
+        self._product: Callable[[], Any] = lambda: None
+        self._marks: list[tuple[Any, Any]] = []
+
+    def figures(self, name: str, stream: str) -> dict[str, Any]:
+        """Microseconds, slowest rank's median."""
+        self._product = lambda: None
+        halves_us, _ = self._time(name, stream)
+        alone_us, size = self._choose_product(halves_us)
+        all_us, between_us = self._time(name, stream)
+        return {
+            "gemm_size": size,
+            "gemm_alone_us": alone_us,
+            "gemm_between_us": between_us,
+            "gemm_loss": between_us / alone_us - 1,
+            "halves_us": halves_us,
+            "all_us": all_us,
+            "hidden_share": (alone_us + halves_us - all_us) / min(alone_us, halves_us),
+        }
+
+    def _choose_product(self, at_least_us: float) -> tuple[float, int]:
+        on_gpu = self._side is not None
+        for size in GPU_SIZES if on_gpu else CPU_SIZES:
+            a, b = (torch.randn(size, size, device=self._device) for _ in range(2))
+            if on_gpu:
+                a, b = a.bfloat16(), b.bfloat16()
+            out = torch.empty_like(a)
+            self._product = lambda a=a, b=b, out=out: torch.matmul(a, b, out=out)
+            alone_us = _median_us(self._clock.time([Step("product", self._product)])[:, 0])
+            if alone_us >= at_least_us:
+                break
+        return alone_us, size
+
+    def _time(self, name: str, stream: str) -> tuple[float, float]:
+        """(send, product and recv of `name`, the product in it)."""
+        send, recv = self._halves[f"{name}_send"], self._halves[f"{name}_recv"]
+        around = self._on_one_stream if stream == "same" else self._on_two_streams
+        this = Step(name, lambda: around(send, recv))
+        other = "combine" if name == "dispatch" else "dispatch"
+        that = Step(other, lambda: (self._halves[f"{other}_send"](), self._halves[f"{other}_recv"]()))
+        in_order = [this, that] if name == "dispatch" else [that, this]
+        self._marks.clear()
+        times = self._clock.time(in_order)[:, in_order.index(this)]
+        pairs = self._marks[-self._clock.how.iterations :]
+        products = torch.tensor([self._clock.seconds(*pair) for pair in pairs], dtype=torch.float64)
+        return _median_us(times), _median_us(products)
+
+    def _on_one_stream(self, send: Callable[[], Any], recv: Callable[[], Any]) -> None:
+        send()
+        self._marked_product()
+        recv()
+
+    def _on_two_streams(self, send: Callable[[], Any], recv: Callable[[], Any]) -> None:
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            send()
+            recv()
+        self._marked_product()
+        torch.cuda.current_stream().wait_stream(self._side)
+
+    def _marked_product(self) -> None:
+        begin = self._clock.mark()
+        self._product()
+        self._marks.append((begin, self._clock.mark()))
+
+
+def _median_us(times: Tensor) -> float:
+    return 1e6 * slowest_rank_median(times)

@@ -1,0 +1,70 @@
+"""What a run leaves behind: one record per (case, contender, step), and once what all of them share.
+
+Times are microseconds, bytes are bytes, bandwidth is 1e9 bytes per second.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Record:
+    part: str  # of the suite: "tokens", "blocks", "routings", ...
+    system: str
+    mode: str
+    launch: str  # "eager", "eager, halves" or "graph"
+    step: str  # "dispatch", "combine", "total", or a half
+    tokens: int  # of each rank
+    hidden: int
+    topk: int
+    experts: int
+    ranks: int
+    dtype: str
+    routing: str
+    blocks: int | None  # None: the system does not say, or the step has several launches
+    median_us: float  # of the slowest rank
+    p99_us: float  # over all ranks and iterations
+    host_us: float | None  # until the call returns when the device is idle; None on the CPU
+    remote_bytes: int | None  # rows that must cross a link, of the busiest rank; the same for every system
+    gbps: float | None  # remote_bytes / median_us
+    floor_us: float | None  # the same bytes, pushed by a bare kernel in the same run
+    share_of_floor: float | None  # floor_us / median_us
+    cache: str  # "warm" or "flushed"
+    iterations: int
+
+
+@dataclass
+class Results:
+    about: dict[str, Any]
+    records: list[Record] = field(default_factory=list)
+    floors: list[dict[str, Any]] = field(default_factory=list)  # every push that was measured
+    overlaps: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[dict[str, str]] = field(default_factory=list)  # what has no number, and why
+    notes: list[str] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """A record per line, so that a diff between two runs can be read."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = asdict(self)
+        lists = [key for key, value in content.items() if isinstance(value, list)]
+        text = [f'"about": {json.dumps(content["about"], indent=1)}']
+        for key in lists:
+            rows = ",\n  ".join(json.dumps(_rounded(row)) for row in content[key])
+            text.append(f'"{key}": [\n  {rows}\n ]' if rows else f'"{key}": []')
+        path.write_text("{\n " + ",\n ".join(text) + "\n}\n")
+
+    @staticmethod
+    def read(path: Path) -> Results:
+        content = json.loads(path.read_text())
+        content["records"] = [Record(**record) for record in content["records"]]
+        return Results(**content)
+
+
+def _rounded(row: Any) -> Any:
+    if not isinstance(row, dict):
+        return row
+    return {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}

@@ -1,0 +1,23 @@
+"""Figures of all ranks from the times of each. Every rank calls these alike and gets the same answer."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def of_all_ranks(times: Tensor) -> Tensor:
+    """[n] of this rank -> [R, n]."""
+    parts = [torch.empty_like(times) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, times.contiguous())
+    return torch.stack(parts)
+
+
+def slowest_rank_median(times: Tensor) -> float:
+    return of_all_ranks(times).median(dim=1).values.max().item()
+
+
+def p99(times: Tensor) -> float:
+    """Over all ranks and all iterations."""
+    return of_all_ranks(times).flatten().quantile(0.99).item()

@@ -1,0 +1,71 @@
+"""Which cases a run has: a named suite, or what the options ask for."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from moe_a2a.bench import routings
+from moe_a2a.bench.cases import Case
+from moe_a2a.bench.run_case import Plan
+
+# As DeepSeek-V3: the shape that published figures have.
+DEEPSEEK = {"hidden": 7168, "num_topk": 8, "num_experts": 256}
+MOONLIGHT = {"hidden": 2048, "num_topk": 6, "num_experts": 64}
+BLOCKS = (8, 16, 24, 32, 48, 64, 96, 132)
+
+
+def plans(options: argparse.Namespace) -> list[Plan]:
+    if options.suite is None:
+        return [_asked_for(options)]
+    return {"full": _full, "cpu": _cpu}[options.suite](options)
+
+
+def _asked_for(options: argparse.Namespace) -> Plan:
+    cases = [
+        Case(tokens, options.hidden, options.topk, options.experts, dtype, routing, options.seed)
+        for dtype in options.dtype
+        for routing in options.routing
+        for tokens in options.tokens
+    ]
+    return Plan(
+        part="tokens" if len(options.blocks) == 1 else "blocks",
+        cases=tuple(cases),
+        modes=tuple(options.modes),
+        blocks=tuple(options.blocks),
+        halves=options.halves,
+        graph=options.graph,
+        overlap=options.overlap,
+        peers=tuple(options.peers),
+    )
+
+
+def _cases(tokens: tuple[int, ...], seed: int, routing: str = "uniform", **shape: int) -> tuple[Case, ...]:
+    return tuple(Case(n, **(shape or DEEPSEEK), dtype=torch.bfloat16, routing=routing, seed=seed) for n in tokens)
+
+
+def _full(options: argparse.Namespace) -> list[Plan]:
+    """What the committed results hold; a GPU per rank."""
+    seed, peers = options.seed, tuple(options.peers)
+    both = ("rows", "fp8+presummed")
+    others = [routing for routing in routings.NAMES if routing != "uniform"]
+    return [
+        Plan("tokens", _cases((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), seed), both, graph=True,
+             peers=peers),
+        Plan("blocks", _cases((8, 128, 4096), seed), both, blocks=BLOCKS),
+        *(Plan("routings", _cases((128, 4096), seed, routing), both) for routing in others),
+        Plan("halves", _cases((8, 128, 4096), seed), both, halves=True),
+        Plan("overlap", _cases((4096,), seed), ("rows",), blocks=(16, 32, 64), overlap=True),
+    ]  # fmt: skip
+
+
+def _cpu(options: argparse.Namespace) -> list[Plan]:
+    """What the README's table of the CPU holds."""
+    shapes = [(128, DEEPSEEK), (1024, MOONLIGHT)]
+    cases = [
+        Case(tokens, **shape, dtype=dtype, routing="uniform", seed=options.seed)
+        for tokens, shape in shapes
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    return [Plan("cpu", tuple(cases), ("rows", "expert_major"), peers=("sort", "all_gather"))]

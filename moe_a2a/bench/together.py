@@ -1,0 +1,30 @@
+"""What may fail on one rank, done by all: nobody goes on alone into a call that waits for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class FailedSomewhereError(RuntimeError):
+    """On every rank, with the text of the first rank that failed."""
+
+
+def together(action: Callable[[], T]) -> T:
+    """action() of this rank when it went well on every rank; else raises on every rank."""
+    result, why = None, None
+    try:
+        result = action()
+    except FailedSomewhereError as error:  # of a together() inside: it names the rank already
+        why = str(error)
+    except Exception as error:
+        why = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    said: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, why)
+    if any(said):
+        raise FailedSomewhereError(next(text for text in said if text))
+    return result  # type: ignore[return-value]

@@ -1,0 +1,141 @@
+"""How many blocks a call takes when it does not say: a table by the number of tokens, handed to the core once.
+
+In this order:
+  1. the constructor's launch_table= (a file), else the file that the environment variable MOE_A2A_LAUNCH_TABLE names;
+  2. the tuned table that the package ships for this GPU and number of ranks (moe_a2a/tuned/<gpu>_<ranks>.json);
+  3. a small model of bytes per block.
+A call's and the constructor's num_blocks= come before all of them. On the CPU there is no table: one thread.
+
+`python -m moe_a2a tune` writes such files and prints what is in effect.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from moe_a2a import devices
+
+if TYPE_CHECKING:
+    from moe_a2a.expert_parallel import ExpertParallel
+
+ENVIRONMENT_VARIABLE = "MOE_A2A_LAUNCH_TABLE"
+SHIPPED = Path(__file__).parent / "tuned"
+
+
+class LaunchStep(NamedTuple):
+    """For calls of at most max_tokens tokens; the last step also for more."""
+
+    max_tokens: int
+    dispatch_blocks: int
+    combine_blocks: int
+
+
+@dataclass(frozen=True)
+class TunedTable:
+    """What was measured for rows of one length and type."""
+
+    hidden: int
+    dtype: str  # "bfloat16"
+    steps: tuple[LaunchStep, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * getattr(torch, self.dtype).itemsize
+
+    def scaled_to(self, row_bytes: int) -> TunedTable:
+        """For rows of another length: what counts is the bytes of a call."""
+        ratio = self.row_bytes / row_bytes
+        steps: dict[int, LaunchStep] = {}
+        for step in self.steps:
+            max_tokens = max(1, round(step.max_tokens * ratio))
+            steps[max_tokens] = step._replace(max_tokens=max_tokens)
+        return replace(self, steps=tuple(steps.values()))
+
+
+def steps_for(ep: ExpertParallel, file: str | os.PathLike[str] | None = None) -> list[LaunchStep]:
+    """What an ExpertParallel is given; empty: the target's default."""
+    return in_effect(ep.device, ep.num_ranks, ep.hidden, ep.dtype, ep.num_topk, file)[0]
+
+
+def in_effect(
+    device: torch.device,
+    num_ranks: int,
+    hidden: int,
+    dtype: torch.dtype,
+    num_topk: int,
+    file: str | os.PathLike[str] | None = None,
+) -> tuple[list[LaunchStep], str]:
+    """The table, and where it comes from in words."""
+    named = file or os.environ.get(ENVIRONMENT_VARIABLE)
+    path = Path(named) if named else shipped_file(device, num_ranks)
+    row_bytes = hidden * dtype.itemsize
+    if named or (device.type == "cuda" and path.exists()):
+        nearest = min(read(path), key=lambda table: abs(math.log(table.row_bytes / row_bytes)))
+        is_same = nearest.row_bytes == row_bytes
+        origin = f"{path}, hidden {nearest.hidden} {nearest.dtype}" + ("" if is_same else ", scaled by the row's bytes")
+        return list((nearest if is_same else nearest.scaled_to(row_bytes)).steps), origin
+    if device.type != "cuda":
+        return [], "the target's default"
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return model(num_ranks, num_topk, row_bytes, num_multiprocessors), "the small model"
+
+
+def shipped_file(device: torch.device, num_ranks: int) -> Path:
+    return SHIPPED / f"{devices.short_name(device)}_{num_ranks}.json"
+
+
+# ---- the small model
+
+FEWEST_BLOCKS = 32  # a launch of fewer is no shorter
+BYTES_PER_BLOCK = 128 << 10  # above this a block is worth its while
+LARGEST_TOKENS = 1 << 14
+
+
+def model(num_ranks: int, num_topk: int, row_bytes: int, most_blocks: int) -> list[LaunchStep]:
+    """One block per 128 KiB of rows, as many as the GPU has, not fewer than 32.
+
+    A token's row goes to R * (1 - (1 - 1 / R) ** K) ranks on average when its K choices are uniform.
+    """
+    copies = num_ranks * (1 - (1 - 1 / num_ranks) ** num_topk)
+    steps: list[LaunchStep] = []
+    max_tokens = 1
+    while max_tokens <= LARGEST_TOKENS:
+        wanted = math.ceil(max_tokens * row_bytes * copies / BYTES_PER_BLOCK)
+        blocks = min(most_blocks, max(FEWEST_BLOCKS, wanted))
+        if steps and steps[-1].dispatch_blocks == blocks:
+            steps.pop()
+        steps.append(LaunchStep(max_tokens, blocks, blocks))
+        max_tokens *= 2
+    return steps
+
+
+# ---- files
+
+
+def read(path: Path) -> list[TunedTable]:
+    try:
+        tables = json.loads(path.read_text())["tables"]
+        read = [TunedTable(t["hidden"], t["dtype"], tuple(LaunchStep(*step) for step in t["steps"])) for t in tables]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"launch table {path}: {type(error).__name__}: {error}; write one with `tune`") from error
+    if not read:
+        raise ValueError(f"launch table {path} holds no table; write one with `tune`")
+    return read
+
+
+def write(path: Path, about: dict, table: TunedTable) -> None:
+    """Adds the table to the file, in the place of an older one for the same rows."""
+    tables = read(path) if path.exists() else []
+    same_rows = (table.hidden, table.dtype)
+    tables = [old for old in tables if (old.hidden, old.dtype) != same_rows] + [table]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n  ".join(json.dumps(asdict(t)) for t in tables)
+    head = f'"about": {json.dumps(about, indent=1)},\n "steps": "[max_tokens, dispatch_blocks, combine_blocks]"'
+    path.write_text(f'{{\n {head},\n "tables": [\n  {lines}\n ]\n}}\n')

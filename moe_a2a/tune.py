@@ -1,0 +1,134 @@
+"""`python -m moe_a2a tune`: measures how many blocks dispatch and combine want on this machine, and writes the table.
+
+Each number of tokens is run with each number of blocks; the fewest blocks within 2 % of the fastest are kept, since
+what a call does not take is left for others. `--print` shows the table that is in effect instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import moe_a2a
+from moe_a2a import devices, launch_tables
+from moe_a2a.bench import gate, machine
+from moe_a2a.bench.cases import Case, make_inputs
+from moe_a2a.bench.clock import Clock, Measuring
+from moe_a2a.bench.contenders import Ours
+from moe_a2a.bench.options import DTYPES, add_how, integers
+from moe_a2a.bench.start import start_ranks, this_ranks_device
+from moe_a2a.bench.statistics import slowest_rank_median
+from moe_a2a.launch_tables import LaunchStep, TunedTable
+
+HELP = "measure the best number of blocks per call, or print the table in effect"
+TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+GPU_BLOCKS = [4, 8, 16, 24, 32, 48, 64, 80, 96, 112]  # and all multiprocessors
+CPU_BLOCKS = [1, 2]
+GOOD_ENOUGH = 1.02
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--print", action="store_true", dest="only_print", help="show the table in effect here")
+    parser.add_argument("--tokens", type=integers, default=TOKENS, metavar="1,2,...", help="of each rank")
+    parser.add_argument(
+        "--blocks", type=integers, metavar="8,16,...", help="to try (default: up to all multiprocessors)"
+    )
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--output", type=Path, metavar="FILE",
+                        help="where the table goes (default: into the package, where it is found by itself)")  # fmt: skip
+    add_how(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    return _print(options) if options.only_print else start_ranks(options, rank_main, "tune")
+
+
+def _print(options: argparse.Namespace) -> int:
+    device = torch.device(options.device) if options.device else devices.default_device()
+    ranks = options.ranks or (torch.cuda.device_count() if device.type == "cuda" else 4)
+    dtype = DTYPES[options.dtype]
+    steps, origin = launch_tables.in_effect(device, ranks, options.hidden, dtype, options.topk, options.output)
+    print(f"{ranks} ranks on {device.type}, hidden {options.hidden} {options.dtype}: {origin}")
+    _print_steps(steps)
+    return 0
+
+
+def _print_steps(steps: list[LaunchStep]) -> None:
+    if steps:
+        print(f"{'tokens at most':>14} {'dispatch blocks':>15} {'combine blocks':>14}")
+    for step in steps:
+        print(f"{step.max_tokens:>14} {step.dispatch_blocks:>15} {step.combine_blocks:>14}")
+
+
+def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
+    device = this_ranks_device(options)
+    blocks = options.blocks or _default_blocks(device)
+    clock = Clock(device, Measuring(options.iterations, options.warm_up, options.flush))
+    is_first = dist.get_rank() == 0
+    steps = []
+    for tokens in sorted(options.tokens):
+        sizes = (options.hidden, options.topk, options.experts)
+        case = Case(tokens, *sizes, DTYPES[options.dtype], "uniform", options.seed)
+        times = _microseconds(case, blocks, clock, device)
+        dispatch, combine = (_fewest(blocks, of_step) for of_step in times)
+        steps.append(LaunchStep(tokens, dispatch, combine))
+        if is_first:
+            _say(case, blocks, times, steps[-1])
+    if is_first:
+        table = TunedTable(options.hidden, options.dtype, tuple(_merged(steps)))
+        path = options.output or launch_tables.shipped_file(device, dist.get_world_size())
+        about = machine.about(device, dist.get_world_size()) | {"seed": options.seed, "topk": options.topk}
+        launch_tables.write(path, about | {"experts": options.experts}, table)
+        _print_steps(list(table.steps))
+        print(f"tune: {path}", flush=True)
+    dist.barrier()
+    return 0
+
+
+def _microseconds(case: Case, blocks: list[int], clock: Clock, device: torch.device) -> tuple[list[float], list[float]]:
+    """Of dispatch and of combine, with each number of blocks."""
+    inputs = make_inputs(case, device)
+    with moe_a2a.ExpertParallel(None, **case.config, device=device) as ep:
+        contenders = [Ours(ep, inputs, "rows", num_blocks) for num_blocks in blocks]
+        for contender in contenders:
+            if wrong := gate.check(contender, inputs):
+                raise gate.WrongResultError(f"{case}, {contender.num_blocks} blocks: {wrong}")
+        times = clock.time([step for contender in contenders for step in contender.steps()])
+    medians = [1e6 * slowest_rank_median(times[:, i]) for i in range(times.shape[1])]
+    return medians[0::2], medians[1::2]
+
+
+def _fewest(blocks: list[int], times: list[float]) -> int:
+    """The fewest blocks that are about as fast as the fastest."""
+    return min(n for n, time in zip(blocks, times, strict=True) if time <= GOOD_ENOUGH * min(times))
+
+
+def _merged(steps: list[LaunchStep]) -> list[LaunchStep]:
+    """Neighbours with the same blocks are one step."""
+    merged: list[LaunchStep] = []
+    for step in steps:
+        if merged and merged[-1][1:] == step[1:]:
+            merged.pop()
+        merged.append(step)
+    return merged
+
+
+def _default_blocks(device: torch.device) -> list[int]:
+    if device.type != "cuda":
+        return CPU_BLOCKS
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    return [blocks for blocks in GPU_BLOCKS if blocks < most] + [most]
+
+
+def _say(case: Case, blocks: list[int], times: tuple[list[float], list[float]], step: LaunchStep) -> None:
+    for name, of_step, best in zip(("dispatch", "combine"), times, step[1:], strict=True):
+        figures = "  ".join(f"{n}: {time:.1f}" for n, time in zip(blocks, of_step, strict=True))
+        print(f"{case.num_tokens:>6} {name:<9} us by blocks  {figures}  ->  {best}", file=sys.stderr, flush=True)

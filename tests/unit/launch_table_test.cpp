@@ -1,0 +1,45 @@
+// Which blocks a call takes: its own, the table's, the target's.
+#include "runtime/launch_table.h"
+
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+
+#include "runtime/expert_parallel.h"
+
+namespace moe_a2a {
+namespace {
+
+TEST(LaunchTable, PicksTheFirstStepThatHoldsTheTokens) {
+  const LaunchTable table({{8, 3, 4}, {128, 5, 6}});
+  for (const int tokens : {0, 1, 8}) {
+    EXPECT_EQ(table.dispatch_blocks(tokens), 3);
+    EXPECT_EQ(table.combine_blocks(tokens), 4);
+  }
+  for (const int tokens : {9, 128, 4096}) {  // the last step also serves more
+    EXPECT_EQ(table.dispatch_blocks(tokens), 5);
+    EXPECT_EQ(table.combine_blocks(tokens), 6);
+  }
+}
+
+TEST(LaunchTable, AnEmptyOneSaysNothing) { EXPECT_EQ(LaunchTable().dispatch_blocks(7), 0); }
+
+TEST(LaunchTable, RefusesStepsThatDoNotAscendOrAreNotPositive) {
+  EXPECT_THROW(LaunchTable({{8, 1, 1}, {8, 2, 2}}), std::invalid_argument);
+  EXPECT_THROW(LaunchTable({{0, 1, 1}}), std::invalid_argument);
+  EXPECT_THROW(LaunchTable({{8, 0, 1}}), std::invalid_argument);
+  EXPECT_THROW(LaunchTable({{8, 1, 0}}), std::invalid_argument);
+}
+
+TEST(LaunchTable, ACallComesBeforeTheTableAndTheTableBeforeTheTarget) {
+  ExpertParallel ep({.num_experts = 4, .num_topk = 2, .hidden = 10, .num_max_tokens_per_rank = 8}, "cpu", 0, 5.0);
+  EXPECT_EQ(ep.dispatch_blocks(4), ep.backend().default_blocks());
+  ep.set_launch_table(LaunchTable({{4, 2, 3}}));
+  EXPECT_EQ(ep.dispatch_blocks(4), 2);
+  EXPECT_EQ(ep.combine_blocks(4), 3);
+  EXPECT_EQ(ep.combine_blocks(4, {.num_blocks = 7}), 7);
+  EXPECT_EQ(ep.dispatch_blocks(4, {.num_blocks = 1 << 20}), ep.backend().max_blocks());
+}
+
+}  // namespace
+}  // namespace moe_a2a
