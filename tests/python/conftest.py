@@ -33,7 +33,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not (on_device.IS_GPU or on_device.POOL_SIZE):
+    if not on_device.RANKS_ARE_PROCESSES:
         return
     selected = [item for item in items if item.get_closest_marker("on_device")]
     config.hook.pytest_deselected(items=[item for item in items if item not in selected])

@@ -22,6 +22,7 @@ import torch
 NAME = os.environ.get("MOE_A2A_TEST_DEVICE") or "cpu"
 IS_GPU = NAME != "cpu"
 POOL_SIZE = int(os.environ.get("MOE_A2A_TEST_POOL") or 0)
+RANKS_ARE_PROCESSES = IS_GPU or POOL_SIZE > 0
 MANY = 8  # ranks of a session without GPUs
 
 TESTS = pytest.mark.on_device
@@ -44,7 +45,7 @@ def run(num_ranks: int, program: Callable[..., Any], *args: Any, timeout: float 
     """program(group, *args) on each rank; the results in rank order. See ranks.py."""
     global _pool
     needs(num_ranks)
-    if not IS_GPU and not POOL_SIZE:
+    if not RANKS_ARE_PROCESSES:
         return ranks.run_threads(num_ranks, program, *args, timeout=timeout)
     if _pool is None or _pool.is_closed:
         _pool = rank_pool.RankPool(most_ranks())

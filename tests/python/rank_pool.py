@@ -27,6 +27,7 @@ from typing import Any
 
 import _pytest.assertion.rewrite
 import ranks
+import torch
 import torch.distributed as dist
 
 import moe_a2a
@@ -124,6 +125,10 @@ def to_bytes(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # PyTorch's own reduction does not know every float8 type
+            saved = io.BytesIO()
+            torch.save(value, saved)
+            return _tensor, (saved.getvalue(),)
         if not isinstance(value, types.FunctionType) or Path(value.__code__.co_filename).parent != TESTS:
             return NotImplemented
         code = value.__code__
@@ -133,6 +138,10 @@ class _Pickler(pickle.Pickler):
             return ranks.load_program, (code.co_filename, value.__qualname__)
         enclosed = tuple(cell.cell_contents for cell in value.__closure__ or ())
         return _nested_function, (marshal.dumps(code), value.__name__, value.__defaults__, enclosed)
+
+
+def _tensor(saved: bytes) -> torch.Tensor:
+    return torch.load(io.BytesIO(saved))
 
 
 def _nested_function(code: bytes, name: str, defaults: Any, enclosed: tuple[Any, ...]) -> types.FunctionType:

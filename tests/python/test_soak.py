@@ -36,7 +36,7 @@ def rounds(seed):
 
 def test_random_cases(session_seed):
     for seed in rounds(session_seed):
-        test_dispatch_combine.run_thread_cases(range(seed, seed + 50))
+        test_dispatch_combine.run_random_cases(range(seed, seed + 50))
 
 
 def test_back_to_back_calls(session_seed):
