@@ -19,6 +19,8 @@ import rank_pool
 import ranks
 import torch
 
+import moe_a2a
+
 NAME = os.environ.get("MOE_A2A_TEST_DEVICE") or "cpu"
 IS_GPU = NAME != "cpu"
 POOL_SIZE = int(os.environ.get("MOE_A2A_TEST_POOL") or 0)
@@ -59,7 +61,26 @@ def close() -> None:
     _pool = None
 
 
+# On a GPU a call returns before its kernels have run: what they find is raised by the next one that looks.
+
+
 def settle(ep: Any) -> None:
-    """On a GPU a call returns before its kernels have run: what they find is raised by the next one that looks."""
     if ep.device.type != "cpu":
         ep.check()
+
+
+def dispatch(ep: Any, *args: Any, **options: Any) -> Any:
+    """ep.dispatch, after which nothing is left to be raised."""
+    handle = ep.dispatch(*args, **options)
+    try:
+        settle(ep)
+    except moe_a2a.PeerRefusedError:
+        handle.release()  # on the CPU nobody has got a handle
+        raise
+    return handle
+
+
+def combine(ep: Any, *args: Any, **options: Any) -> torch.Tensor:
+    combined = ep.combine(*args, **options)
+    settle(ep)
+    return combined

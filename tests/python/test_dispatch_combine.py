@@ -19,7 +19,12 @@ def dispatch(ep, data, handle=None):
     """Through the halves or the whole, checked; with `handle`, its routing instead of data's."""
     call, mine = data.call, data.on(ep.rank, ep.device)
     x, routing = mine.x, (mine.topk_idx, mine.topk_weights) if handle is None else ()
-    options = {"handle": handle, "quantize": data.quantize, "num_blocks": data.case.num_blocks, "x_scales": mine.x_scales}
+    options = {
+        "handle": handle,
+        "quantize": data.quantize,
+        "num_blocks": data.case.num_blocks,
+        "x_scales": mine.x_scales,
+    }
     if call.halves:
         handle = ep.dispatch_send(x, *routing, **options)
         ep.dispatch_recv(handle, **data.layout, num_blocks=data.case.num_blocks)
