@@ -1,7 +1,7 @@
 """Ranks that stay up: processes that take one program after the other.
 
 On a GPU a process needs seconds before its first kernel, more than most tests take. So the ranks are started once and
-serve every test; one that fails, hangs or dies takes all of them with it, and the next test starts new ones.
+serve every test. One that hangs, dies or loses its GPU takes all of them with it, and the next test starts new ones.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class RankPool:
     def _collect(self, num_ranks: int, name: str, timeout: float) -> list[Any]:
         try:
             return ranks.collect(self._ranks[:num_ranks], name, timeout, set(), Path(self._folder.name))
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            if not (isinstance(error, ranks.RankError) and error.all_ended):
+                self.close()
             raise
 
     @property
@@ -101,6 +102,16 @@ def _serve(connection: Any, folder: str, rank: int, num_ranks: int) -> None:
                 os._exit(0)  # without gloo's teardown, which waits for ranks that are gone
             except BaseException:
                 message = ("error", traceback.format_exc())
+                if torch.cuda.is_initialized() and not _has_its_gpu():
+                    message = (ranks.DIED, f"{message[1]}\nand its GPU is out of use")
+
+
+def _has_its_gpu() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:  # a fault of a kernel stays with its process
+        return False
+    return True
 
 
 def _leave_with_parent() -> None:

@@ -38,6 +38,10 @@ import moe_a2a
 class RankError(AssertionError):
     """At least one rank raised, died or did not end; the text has what every rank said."""
 
+    def __init__(self, text: str, all_ended: bool = False):
+        super().__init__(text)
+        self.all_ended = all_ended  # each rank has returned or raised
+
 
 DIED = "died"  # the result of a rank in `mortal` that was killed
 GRACE = 5.0  # seconds for the other ranks to end once one has failed
@@ -126,6 +130,7 @@ def run_processes(
 def collect(ranks: list[tuple[Any, Any]], name: str, timeout: float, mortal: set[int], folder: Path) -> list[Any]:
     results: list[Any] = [None] * len(ranks)
     errors: dict[int, str] = {}
+    all_ended = True
     open_ranks = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
     deadline = time.monotonic() + timeout
     while open_ranks and (ready := wait(list(open_ranks), max(0.0, deadline - time.monotonic()))):
@@ -136,6 +141,7 @@ def collect(ranks: list[tuple[Any, Any]], name: str, timeout: float, mortal: set
             except EOFError:
                 ranks[rank][0].join(5)
                 kind, value = DIED, f"died with exit code {ranks[rank][0].exitcode}"
+            all_ended &= kind != DIED
             if kind == "result":
                 results[rank] = value
             elif kind == DIED and rank in mortal:
@@ -145,8 +151,9 @@ def collect(ranks: list[tuple[Any, Any]], name: str, timeout: float, mortal: set
                 deadline = min(deadline, time.monotonic() + GRACE)
     for rank in open_ranks.values():
         errors[rank] = f"still running:\n{_stack_of(ranks[rank][0], rank, folder)}"
+        all_ended = False
     if errors:
-        raise RankError(failure_text(name, errors))
+        raise RankError(failure_text(name, errors), all_ended)
     return results
 
 

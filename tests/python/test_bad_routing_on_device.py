@@ -18,7 +18,7 @@ pytestmark = on_device.TESTS
 
 CONFIG = {
     "num_experts": 12, "num_topk": 4, "hidden": 136, "num_max_tokens_per_rank": 16,
-    "dtype": torch.float32, "timeout": 5,
+    "dtype": torch.float32, "timeout": 2,
 }  # fmt: skip
 NUM_TOKENS, ROW, COLUMN = 11, 7, 2
 # As int32, 2**32 + 3 would be expert 3, and 2**31 negative.

@@ -100,15 +100,25 @@ def add_ranks_of(group, value):
     return sum(group.all_gather(value.item() + group.rank))
 
 
-def test_a_pool_in_which_a_rank_fails_is_closed():
-    pool = rank_pool.RankPool(2)
-
+def test_a_pool_goes_on_after_a_rank_has_raised(pool):
     def program(group):
         assert group.rank == 0, "on purpose"
 
     with pytest.raises(ranks.RankError, match=r"(?s)rank 1 ---.*on purpose"):
         pool.run(2, program, timeout=20)
+    assert pool.run(3, add_ranks_of, torch.tensor(5), timeout=20) == [18, 18, 18]
+
+
+def test_a_pool_in_which_a_rank_dies_is_closed():
+    pool = rank_pool.RankPool(2)
+    with pytest.raises(ranks.RankError, match="exit code -9"):
+        pool.run(2, die_on_rank_1_of, timeout=20)
     assert pool.is_closed
+
+
+def die_on_rank_1_of(group):
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_pool_that_hangs_is_named_and_killed():
@@ -120,4 +130,5 @@ def test_a_pool_that_hangs_is_named_and_killed():
     start = time.monotonic()
     with pytest.raises(ranks.RankError, match=r"(?s)rank 1 ---.*still running.*sleeps_on_rank_1"):
         pool.run(2, sleeps_on_rank_1, timeout=1)
+    assert pool.is_closed
     assert time.monotonic() - start < 10
