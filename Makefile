@@ -1,6 +1,6 @@
 # make demo     a real MoE model through dispatch() and combine(), on this machine
 # make test     every test
-# make test-gpu on GPUs, a rank each: the tests that know a device; make soak-gpu, make sanitize-gpu: see tests/README.md
+# make test-gpu the Python tests on GPUs, a rank each; make soak-gpu and make sanitize-gpu: see tests/README.md
 # make kernels  compile every kernel for CUDA and HIP, check the AMD assembly
 # make format   make lint   make clean
 #
@@ -51,7 +51,8 @@ test-gpu: setup
 	MOE_A2A_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/python
 
 soak-gpu: setup
-	MOE_A2A_TEST_DEVICE=cuda MOE_A2A_SOAK_ITERATIONS=100000 $(BIN)/python -m pytest tests/python/test_soak.py -k iterations -s
+	MOE_A2A_TEST_DEVICE=cuda MOE_A2A_SOAK_ITERATIONS=100000 \
+	  $(BIN)/python -m pytest tests/python/test_soak.py -k iterations -s
 
 sanitize-gpu: setup
 	tests/sanitizers/gpu.sh $(BIN)/python

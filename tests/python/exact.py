@@ -27,10 +27,8 @@ class Tokens:
     expected: Tensor  # [num_tokens, hidden]: what combine gives back
 
     def copy_(self, other: Tokens) -> None:
-        for mine, new in zip(
-            (self.x, self.topk_idx, self.expected), (other.x, other.topk_idx, other.expected), strict=True
-        ):
-            mine.copy_(new)
+        for name in ("x", "topk_idx", "expected"):
+            getattr(self, name).copy_(getattr(other, name))
 
 
 def make_tokens(
@@ -53,7 +51,7 @@ def expected_of(x: Tensor, topk_idx: Tensor) -> Tensor:
 
 
 def run_experts(ep: moe_a2a.ExpertParallel, handle: moe_a2a.DispatchHandle, positions: Tensor) -> Tensor:
-    """y [capacity, hidden] without a look by the host; `positions` are arange(capacity). Rows past the last are noise."""
+    """y [capacity, hidden] without a look by the host; `positions` are arange(capacity). Past the last route: noise."""
     local_expert = torch.bucketize(positions, handle.expert_offsets[1:], right=True, out_int32=True)
     factor = 1 + (local_expert + ep.rank * ep.num_local_experts) % NUM_FACTORS
     rows = handle.recv_x.index_select(0, handle.expert_row_index.clamp(0, len(handle.recv_x) - 1))

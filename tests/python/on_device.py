@@ -5,7 +5,8 @@
     on_device.settle(ep)                       raises what the call before has found
 
 On the CPU ranks are threads. On GPUs each is a process with a GPU of its own, which stays up from test to test
-(rank_pool.py); MOE_A2A_TEST_POOL=4 does the same on the CPU, with at most four ranks. Such sessions run these files only.
+(rank_pool.py); MOE_A2A_TEST_POOL=4 does the same on the CPU, with at most four ranks. Such sessions run these
+files only.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import exact
 import on_device
 import pytest
 import torch
+from test_cuda_graphs import capture
 
 import moe_a2a
 
@@ -225,8 +226,6 @@ def test_no_call_of_the_hot_path_waits_for_the_device():
 
 @on_device.gpu_only
 def test_a_tensor_that_changes_under_a_graph():
-    from test_cuda_graphs import capture
-
     def program(ep):
         tokens, positions = good_tokens(ep), exact.positions_of(ep)
         graph, combined = capture(lambda: exact.step(ep, tokens, positions))

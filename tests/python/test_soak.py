@@ -81,9 +81,7 @@ def test_iterations(session_seed):
     start = time.monotonic()
     wrong = on_device.run(num_ranks, soak.run, session_seed, iterations, timeout=30 + iterations / 100)
     seconds = time.monotonic() - start
-    print(
-        f"soak: {iterations} iterations on {num_ranks} ranks ({on_device.NAME}) in {seconds:.1f} s, {wrong} wrong values"
-    )
+    print(f"soak: {iterations} iterations, {num_ranks} ranks ({on_device.NAME}), {seconds:.1f} s, {wrong} wrong values")
     assert wrong == [0] * num_ranks
 
 
