@@ -45,7 +45,7 @@ def make_tokens(
 
 
 def expected_of(x: Tensor, topk_idx: Tensor) -> Tensor:
-    """Ids out of range count as dropped."""
+    """Choices below 0 add nothing."""
     factors = (1 + topk_idx % NUM_FACTORS).masked_fill(topk_idx < 0, 0)
     return (x.float() * factors.sum(dim=1, keepdim=True).float()).to(x.dtype)
 
