@@ -1,5 +1,6 @@
 # make demo     a real MoE model through dispatch() and combine(), on this machine
 # make test     every test
+# make test-gpu the Python tests on GPUs, a rank each; make soak-gpu and make sanitize-gpu: see tests/README.md
 # make kernels  compile every kernel for CUDA and HIP, check the AMD assembly
 # make format   make lint   make clean
 #
@@ -18,7 +19,7 @@ TARGETS_FLAG := $(if $(TARGETS),-DMOE_A2A_TARGETS="$(TARGETS)")
 NATIVE_FILES := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/*/*)
 FORMATTED := $(wildcard csrc/*/*.h csrc/*/*.cpp tests/*/*.h tests/*/*.cpp)
 
-.PHONY: setup demo test test-cpp test-python kernels format lint clean
+.PHONY: setup demo test test-cpp test-python test-gpu soak-gpu sanitize-gpu kernels format lint clean
 
 setup: .venv/package
 
@@ -45,6 +46,16 @@ test-cpp: .venv/dependencies
 
 test-python: setup
 	$(BIN)/python -m pytest tests
+
+test-gpu: setup
+	MOE_A2A_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/python
+
+soak-gpu: setup
+	MOE_A2A_TEST_DEVICE=cuda MOE_A2A_SOAK_ITERATIONS=100000 \
+	  $(BIN)/python -m pytest tests/python/test_soak.py -k iterations -s
+
+sanitize-gpu: setup
+	tests/sanitizers/gpu.sh $(BIN)/python
 
 kernels: .venv/dependencies
 	.ci/compile_kernels.sh build/kernels

@@ -8,7 +8,8 @@ process, makes the same inputs and expectations without a message. A row's conte
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,10 +70,11 @@ def make_case(
     num_ranks: int | None = None,
     num_calls: int | None = None,
     num_max_tokens: int | None = None,
+    most_ranks: int = 8,
 ) -> Case:
     """What is not given is drawn."""
     rng = random.Random(seed)
-    num_ranks = num_ranks or rng.randint(1, 8)
+    num_ranks = num_ranks or rng.randint(1, most_ranks)
     hidden = rng.choice(HIDDENS) if rng.random() < 0.7 else rng.randint(1, 600)
     if num_max_tokens is None:
         # Most of the cost is in the bytes: large rows come with few tokens.
@@ -186,6 +188,34 @@ class Data:
     combined: list[Tensor]
     layout: dict[str, Any]  # arguments of every dispatch of this call
     quantize: str | None
+    _placed: dict[Any, OnRank] = field(default_factory=dict)
+
+    def on(self, rank: int, device: torch.device) -> OnRank:
+        """The tensors of one rank, on its device."""
+        if (rank, device) not in self._placed:
+
+            def place(values: list[Tensor] | None, rows: bool = False) -> Tensor | None:
+                if values is None or device.type == "cpu":
+                    return None if values is None else values[rank]
+                moved = values[rank].contiguous().to(device)  # `to` closes the gaps between rows
+                return apart(moved) if rows and self.call.strided else moved
+
+            self._placed[rank, device] = OnRank(
+                place(self.x, rows=True), place(self.x_scales, rows=True), place(self.topk_idx),
+                place(self.topk_weights), place(self.y, rows=True),
+            )  # fmt: skip
+        return self._placed[rank, device]
+
+
+@dataclass
+class OnRank:
+    """What one rank gives to dispatch and combine."""
+
+    x: Tensor
+    x_scales: Tensor | None
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    y: Tensor
 
 
 def make_data(case: Case, call: Call, rows_seed: int | None = None) -> Data:
@@ -241,7 +271,7 @@ def apart(rows: Tensor) -> Tensor:
     """The same rows with three elements of 0xff bytes (NaN in every format) after each; 3-d tensors stay as they are."""
     if rows.ndim != 2:
         return rows
-    wide = torch.empty(rows.shape[0], rows.shape[1] + 3, dtype=rows.dtype)
+    wide = torch.empty(rows.shape[0], rows.shape[1] + 3, dtype=rows.dtype, device=rows.device)
     wide.view(torch.uint8).fill_(0xFF)
     wide[:, : rows.shape[1]] = rows
     return wide[:, : rows.shape[1]]
@@ -303,6 +333,7 @@ def _sent_rows(data: Data) -> list[Tensor]:
 
 def check_dispatch(handle: Any, data: Data, rank: int) -> None:
     expected, layout = data.handles[rank], data.call.layout
+    handle = on_cpu(handle, expected)
     holds_route = expected.expert_row_index >= 0
     num_places = int(expected.expert_offsets[-1])
     assert_same("expert_offsets", handle.expert_offsets, expected.expert_offsets)
@@ -329,6 +360,15 @@ def check_dispatch(handle: Any, data: Data, rank: int) -> None:
     if layout != "rows" and expected.expert_x_scales is not None:
         used = holds_route.view(expected.expert_x.shape[:-1])
         assert_same("expert_x_scales", handle.expert_x_scales[used], expected.expert_x_scales[used])
+
+
+def on_cpu(handle: Any, expected: reference.Dispatched) -> Any:
+    """What the handle shows, where it can be compared: what the reference has, too, is copied from a GPU."""
+    if handle.expert_offsets.device.type == "cpu":
+        return handle
+    names = ["expert_offsets", "expert_counts", "recv_x", *ROUTE_LISTS]
+    names += [name for name in ("recv_x_scales", "expert_x", "expert_x_scales") if getattr(expected, name) is not None]
+    return SimpleNamespace(**{name: getattr(handle, name).cpu() for name in names})
 
 
 def poison_past_the_end(handle: Any, expected: reference.Dispatched) -> None:

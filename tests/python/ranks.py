@@ -6,6 +6,7 @@
 Both return the results in rank order, raise RankError with every rank's traceback when one fails,
 and end within `timeout`. Processes are forked from a server that has imported torch once, so that a
 rank costs milliseconds instead of seconds; each is killed by its own pid when the time is over.
+Where a test means neither but "ranks", it says on_device.run: threads, or processes that stay up.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,12 +38,16 @@ import moe_a2a
 class RankError(AssertionError):
     """At least one rank raised, died or did not end; the text has what every rank said."""
 
+    def __init__(self, text: str, all_ended: bool = False):
+        super().__init__(text)
+        self.all_ended = all_ended  # each rank has returned or raised
+
 
 DIED = "died"  # the result of a rank in `mortal` that was killed
 GRACE = 5.0  # seconds for the other ranks to end once one has failed
 
 
-def _failure_text(name: str, errors: dict[int, str]) -> str:
+def failure_text(name: str, errors: dict[int, str]) -> str:
     return f"{name}: {len(errors)} rank(s) failed\n" + "\n".join(
         f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())
     )
@@ -75,15 +81,15 @@ def run_threads(num_ranks: int, program: Callable[..., Any], *args: Any, timeout
             where = "".join(traceback.format_stack(stack)) if stack else "?"
             errors.setdefault(rank, f"still running:\n{where}")
     if errors:
-        raise RankError(_failure_text(program.__name__, errors))
+        raise RankError(failure_text(program.__name__, errors))
     return results
 
 
 # --------------------------------------------------------------------------------------- processes
 
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 # sympy: torch.testing.assert_close imports it, which takes half a second in every rank.
-_context.set_forkserver_preload(["torch.distributed", "sympy"])
+context.set_forkserver_preload(["torch.distributed", "sympy"])
 
 
 def run_processes(
@@ -100,10 +106,10 @@ def run_processes(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks = []
         for rank in range(num_ranks):
-            receiver, sender = _context.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             # By file and name: pytest's import mode gives test modules names a child cannot import.
             address = (program.__code__.co_filename, program.__qualname__)
-            process = _context.Process(
+            process = context.Process(
                 target=_child,
                 args=(sender, folder, rank, num_ranks, address, pickle.dumps(args), timeout),
                 daemon=True,
@@ -112,7 +118,7 @@ def run_processes(
             sender.close()
             ranks.append((process, receiver))
         try:
-            return _collect(ranks, program.__name__, timeout, set(mortal), Path(folder))
+            return collect(ranks, program.__name__, timeout, set(mortal), Path(folder))
         finally:
             for process, receiver in ranks:
                 if process.is_alive():
@@ -121,9 +127,10 @@ def run_processes(
                 receiver.close()
 
 
-def _collect(ranks: list[tuple[Any, Any]], name: str, timeout: float, mortal: set[int], folder: Path) -> list[Any]:
+def collect(ranks: list[tuple[Any, Any]], name: str, timeout: float, mortal: set[int], folder: Path) -> list[Any]:
     results: list[Any] = [None] * len(ranks)
     errors: dict[int, str] = {}
+    all_ended = True
     open_ranks = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
     deadline = time.monotonic() + timeout
     while open_ranks and (ready := wait(list(open_ranks), max(0.0, deadline - time.monotonic()))):
@@ -134,6 +141,7 @@ def _collect(ranks: list[tuple[Any, Any]], name: str, timeout: float, mortal: se
             except EOFError:
                 ranks[rank][0].join(5)
                 kind, value = DIED, f"died with exit code {ranks[rank][0].exitcode}"
+            all_ended &= kind != DIED
             if kind == "result":
                 results[rank] = value
             elif kind == DIED and rank in mortal:
@@ -143,8 +151,9 @@ def _collect(ranks: list[tuple[Any, Any]], name: str, timeout: float, mortal: se
                 deadline = min(deadline, time.monotonic() + GRACE)
     for rank in open_ranks.values():
         errors[rank] = f"still running:\n{_stack_of(ranks[rank][0], rank, folder)}"
+        all_ended = False
     if errors:
-        raise RankError(_failure_text(name, errors))
+        raise RankError(failure_text(name, errors), all_ended)
     return results
 
 
@@ -165,9 +174,9 @@ def _child(
 ) -> None:
     with open(Path(folder) / f"stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        torch.set_num_threads(1)
+        take_device(rank)
         try:
-            program = _load(*address)
+            program = load_program(*address)
             store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
             dist.init_process_group(
                 "gloo",
@@ -189,8 +198,19 @@ def _child(
         os._exit(0)
 
 
-def _load(file: str, name: str) -> Callable[..., Any]:
-    """The program, from a module that is imported under its file's plain name."""
+def take_device(rank: int) -> None:
+    """A core, or a GPU of the rank's own: kernels of ranks that share one may wait for each other in its queues."""
+    torch.set_num_threads(1)
+    if os.environ.get("MOE_A2A_DEVICE") == "cuda":
+        torch.cuda.set_device(rank)
+
+
+def load_program(file: str, name: str) -> Callable[..., Any]:
+    return getattr(load_module(file), name)
+
+
+def load_module(file: str) -> ModuleType:
+    """A test module, imported under its file's plain name."""
     module_name = Path(file).stem
     module = sys.modules.get(module_name)
     if module is None or getattr(module, "__file__", None) != file:
@@ -199,4 +219,4 @@ def _load(file: str, name: str) -> Callable[..., Any]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         spec.loader.exec_module(module)
-    return getattr(module, name)
+    return module

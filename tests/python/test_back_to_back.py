@@ -9,6 +9,7 @@ import random
 import time
 
 import cases
+import on_device
 import pytest
 import ranks
 import torch
@@ -16,7 +17,9 @@ from test_dispatch_combine import run_call
 
 import moe_a2a
 
-NUM_CALLS = 10_000
+pytestmark = on_device.TESTS
+
+NUM_CALLS = 2_000 if on_device.IS_GPU else 10_000  # test_soak.py has 100,000, checked on the device
 NUM_DISTINCT_CALLS = 64
 CASE = cases.Case(
     seed=0, num_ranks=0, num_experts=0, num_topk=3, hidden=40, num_max_tokens_per_rank=12,
@@ -61,10 +64,15 @@ def run_sequence_in_process(group, num_ranks, num_blocks, seed, num_calls):
 
 
 @pytest.mark.parametrize(("num_ranks", "num_blocks"), [(4, 1), (3, 2)])
+@on_device.cpu_only
 def test_threads(num_ranks, num_blocks, session_seed):
     case, pool = make_pool(session_seed, num_ranks, num_blocks)
     ranks.run_threads(num_ranks, run_sequence, case, pool, session_seed, NUM_CALLS // 2, timeout=120)
 
 
 def test_processes(session_seed):
-    ranks.run_processes(3, run_sequence_in_process, 3, 1, session_seed, NUM_CALLS, timeout=120)
+    if on_device.RANKS_ARE_PROCESSES:
+        num_ranks = min(3, on_device.most_ranks())
+        on_device.run(num_ranks, run_sequence_in_process, num_ranks, 1, session_seed, NUM_CALLS, timeout=120)
+    else:
+        ranks.run_processes(3, run_sequence_in_process, 3, 1, session_seed, NUM_CALLS, timeout=120)

@@ -2,16 +2,19 @@
 
 Nothing is launched, so the object stays usable: a good call follows every bad one. Where only one
 rank's call is bad, the others do not wait for it: they raise PeerRefusedError with its words.
+What only the CPU target sees before a launch is in test_bad_routing_on_device.py for GPUs.
 """
 
 import time
 
+import on_device
 import pytest
-import ranks
 import torch
 from test_handles import expected_output, experts, good_call, make_inputs
 
 import moe_a2a
+
+pytestmark = on_device.TESTS
 
 CONFIG = {
     "num_experts": 12, "num_topk": 2, "hidden": 200, "num_max_tokens_per_rank": 6,
@@ -45,7 +48,7 @@ BAD_DISPATCH = {
     "x 3-dimensional": ({"x": some((1, 5, 200))}, ValueError, ["x", "[1, 5, 200]"]),
     "x columns strided": ({"x": strided((5, 200))}, ValueError, ["x", "stride 5", "contiguous"]),
     "x needs grad": ({"x": some((5, 200)).requires_grad_()}, ValueError, ["x", "detach"]),
-    "x on meta": ({"x": some((5, 200)).to("meta")}, ValueError, ["x", "meta", "cpu"]),
+    "x on meta": ({"x": some((5, 200)).to("meta")}, ValueError, ["x", "meta", on_device.NAME]),
     "too many tokens": (
         {"x": some((7, 200)), "topk_idx": ids(0, 1)[[0] * 7], "topk_weights": some((7, 2))},
         ValueError,
@@ -96,6 +99,10 @@ BAD_DISPATCH = {
     "alignment of rows": ({"expert_alignment": 8}, ValueError, ["expert_alignment=8", "rows"]),
 }  # fmt: skip
 
+SEEN_BY_THE_KERNELS = {"topk_idx too large", "topk_idx -2", "topk_idx 2**32", "y too few rows"}
+if on_device.IS_GPU:
+    BAD_DISPATCH = {name: bad for name, bad in BAD_DISPATCH.items() if name not in SEEN_BY_THE_KERNELS}
+
 # Of combine; good: y [capacity, 200] in the layout "rows".
 CAPACITY = {1: 12, 3: 36}
 BAD_COMBINE = {
@@ -106,7 +113,7 @@ BAD_COMBINE = {
     "y 1-dimensional": (lambda y: y[0], {}, ValueError, ["y", "[200]"]),
     "y columns strided": (lambda y: y.t().contiguous().t(), {}, ValueError, ["y", "stride"]),
     "y needs grad": (lambda y: y.clone().requires_grad_(), {}, ValueError, ["y", "detach"]),
-    "y on meta": (lambda y: y.to("meta"), {}, ValueError, ["y", "meta", "cpu"]),
+    "y on meta": (lambda y: y.to("meta"), {}, ValueError, ["y", "meta", on_device.NAME]),
     "y too few rows": (lambda y: y[:1], {}, ValueError, ["y", "1 rows", "expert_offsets[-1]="]),
     "y presummed, rows": (lambda y: y[:2], {"presummed": True}, ValueError, ["y", "[2, 200]"]),
     "out shape": (lambda y: y, {"out": some((4, 200))}, ValueError, ["out", "[4, 200]", "[5, 200]"]),
@@ -116,10 +123,20 @@ BAD_COMBINE = {
 }  # fmt: skip
 
 
+if on_device.IS_GPU:
+    BAD_COMBINE = {name: bad for name, bad in BAD_COMBINE.items() if name not in SEEN_BY_THE_KERNELS}
+
+
+def on(device, arguments):
+    """With the tensors on the device, unless they are meant to be elsewhere."""
+    moves = {name: value for name, value in arguments.items() if getattr(value, "is_cpu", False)}
+    return {**arguments, **{name: value.to(device) for name, value in moves.items()}}
+
+
 def bad_dispatch(ep, replaced):
     x, topk_idx, topk_weights = make_inputs(ep)
     arguments = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, **replaced}
-    return ep.dispatch(**arguments)
+    return ep.dispatch(**on(ep.device, arguments))
 
 
 def check_words(raised, rank, words):
@@ -140,7 +157,7 @@ def test_dispatch_of_a_single_rank(name):
                 check_words(raised, 0, words)
             good_call(ep)
 
-    ranks.run_threads(1, program)
+    on_device.run(1, program)
 
 
 @pytest.mark.parametrize("name", BAD_DISPATCH)
@@ -157,19 +174,20 @@ def test_dispatch_refused_by_one_of_three(name):
                     check_words(raised, 1, words)
                 else:
                     with pytest.raises(moe_a2a.PeerRefusedError) as raised:
-                        ep.dispatch(*make_inputs(ep))
+                        on_device.dispatch(ep, *make_inputs(ep))
                     assert raised.value.peer == 1
                     check_words(raised, 1, words)
                 assert time.monotonic() - start < 2
             good_call(ep)
 
-    ranks.run_threads(3, program)
+    on_device.run(3, program)
 
 
 @pytest.mark.parametrize("name", BAD_COMBINE)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_combine(name, num_ranks):
-    """The handle stays open: a refused combine is done again with good arguments, by all ranks."""
+    """A refused combine is done again with good arguments: by all ranks, whose handles stay open; on a GPU the others
+    have sent their sums and closed their handles when the refusal comes, so by the rank that refused."""
     make_bad, options, exception, words = BAD_COMBINE[name]
     refuser = num_ranks - 1
 
@@ -180,20 +198,22 @@ def test_combine(name, num_ranks):
             start = time.monotonic()
             if ep.rank == refuser:
                 with pytest.raises(exception) as raised:
-                    ep.combine(make_bad(y), handle, **options)
+                    ep.combine(make_bad(y), handle, **on(ep.device, options))
                 check_words(raised, refuser, words)
-            elif not name.startswith("out"):  # a bad `out` concerns its own rank: it has sent
+            elif on_device.IS_GPU or not name.startswith("out"):
                 with pytest.raises(moe_a2a.PeerRefusedError) as raised:
-                    ep.combine(y, handle)
+                    on_device.combine(ep, y, handle)
                 assert raised.value.peer == refuser
                 check_words(raised, refuser, words)
             assert time.monotonic() - start < 2
             # A refuser that tries again at once may be in time: then its peers see no refusal.
             group.all_gather(None)
-            assert torch.equal(ep.combine(y, handle), expected_output(ep))
+            assert handle.is_open == (ep.rank == refuser or not on_device.IS_GPU)
+            if handle.is_open:
+                assert torch.equal(ep.combine(y, handle), expected_output(ep))
             good_call(ep)
 
-    ranks.run_threads(num_ranks, program)
+    on_device.run(num_ranks, program)
 
 
 def test_masked_y_must_have_the_shape_of_expert_x():
@@ -203,11 +223,11 @@ def test_masked_y_must_have_the_shape_of_expert_x():
             handle = ep.dispatch(x, topk_idx, weights, layout="masked")
             for bad in (some((72, 200)), some((12, 5, 200)), some((6, 12, 200)).transpose(0, 1)):
                 with pytest.raises(ValueError, match=r"y .*rank 0"):
-                    ep.combine(bad, handle)
+                    ep.combine(bad.to(ep.device), handle)
             ep.combine(handle.expert_x.clone(), handle)
             good_call(ep)
 
-    ranks.run_threads(1, program)
+    on_device.run(1, program)
 
 
 def test_masked_without_room_for_repeated_experts():
@@ -215,11 +235,12 @@ def test_masked_without_room_for_repeated_experts():
 
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+            x, topk_idx = some((6, 200)).to(ep.device), some((6, 2), torch.int32).to(ep.device)
             with pytest.raises(ValueError, match=r"6 routes.*masked.*rank 0.*rows"):
-                ep.dispatch(some((6, 200)), torch.zeros(6, 2, dtype=torch.int32), layout="masked")
+                on_device.dispatch(ep, x, topk_idx, layout="masked").release()
             good_call(ep)
 
-    ranks.run_threads(1, program)
+    on_device.run(1, program)
 
 
 def test_handle_and_routing_together():
@@ -232,7 +253,7 @@ def test_handle_and_routing_together():
             ep.combine(experts(handle), handle)
             good_call(ep)
 
-    ranks.run_threads(1, program)
+    on_device.run(1, program)
 
 
 BAD_CONSTRUCTION = {
@@ -265,7 +286,7 @@ def test_construction(name):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
             good_call(ep)
 
-    ranks.run_threads(2, program)
+    on_device.run(2, program)
 
 
 def test_more_routes_than_an_index_holds():
@@ -273,7 +294,7 @@ def test_more_routes_than_an_index_holds():
         with pytest.raises(ValueError, match=r"4194296000 > 2147483647.*num_max_tokens_per_rank"):
             moe_a2a.ExpertParallel(group, **{**CONFIG, "num_topk": 4000, "num_max_tokens_per_rank": (1 << 20) - 2})
 
-    ranks.run_threads(1, program)
+    on_device.run(1, program)
 
 
 @pytest.mark.parametrize("group", [3, "gloo", object()])
@@ -302,4 +323,4 @@ def test_moe_layer_weights():
                     moe_a2a.MoELayer(ep, bad_up, bad_down)
                 check_words(raised, 0, words)
 
-    ranks.run_threads(1, program)
+    on_device.run(1, program)

@@ -3,28 +3,30 @@
 import dataclasses
 
 import cases
-import ranks
+import on_device
 import torch
 
 import moe_a2a
 
+pytestmark = on_device.TESTS
+
+NUM_BLOCKS = (1, 2, 5, 32, 64) if on_device.IS_GPU else (1, 2, 3, 4)
 CASE = cases.make_case(11, num_ranks=4, num_calls=1, num_max_tokens=50)
 
 
 def bits(values):
-    return values.contiguous().view(torch.uint8).clone()
+    return values.cpu().contiguous().view(torch.uint8).clone()
 
 
 def results_of(group, num_blocks, data):
     results = []
     with moe_a2a.ExpertParallel(group, timeout=20, **data.case.arguments) as ep:
-        expected = data.handles[ep.rank]
+        landed, mine = data.handles[ep.rank].landed, data.on(ep.rank, ep.device)
         for _ in range(2):
-            routing = data.topk_idx[ep.rank], data.topk_weights[ep.rank]
-            handle = ep.dispatch(data.x[ep.rank], *routing, num_blocks=num_blocks)
+            handle = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights, num_blocks=num_blocks)
             lists = [bits(getattr(handle, name)[: handle.num_routes]) for name in cases.ROUTE_LISTS]
-            rows = bits(handle.recv_x[expected.landed])
-            combined = bits(ep.combine(data.y[ep.rank], handle, num_blocks=num_blocks))
+            rows = bits(handle.recv_x.cpu()[landed])
+            combined = bits(ep.combine(mine.y, handle, num_blocks=num_blocks))
             results.append([*lists, rows, combined])
     return results
 
@@ -41,7 +43,7 @@ def test_same_bits_twice_and_for_any_number_of_blocks():
         with_weights=True,
     )
     data = cases.make_data(case, call)
-    per_blocks = [ranks.run_threads(4, results_of, num_blocks, data) for num_blocks in (1, 2, 3, 4)]
+    per_blocks = [on_device.run(4, results_of, num_blocks, data) for num_blocks in NUM_BLOCKS]
     for rank in range(4):
         runs = [run for result in per_blocks for run in result[rank]]
         for run in runs[1:]:

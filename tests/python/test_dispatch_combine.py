@@ -1,44 +1,48 @@
 """dispatch is equal to the reference bit for bit, and so is combine, over random configurations."""
 
 import cases
+import on_device
 import pytest
 import ranks
 
 import moe_a2a
 
-NUM_THREAD_CHUNKS, NUM_THREAD_CASES = 20, 50  # 1,000 configurations with ranks as threads
+pytestmark = on_device.TESTS
+
+NUM_CHUNKS = 20
+NUM_CHUNK_CASES = 20 if on_device.IS_GPU else 50  # 1,000 configurations with ranks as threads
 NUM_PROCESS_CASES = 40  # and 160 with ranks as processes
 TIMEOUT = 20.0
 
 
 def dispatch(ep, data, handle=None):
     """Through the halves or the whole, checked; with `handle`, its routing instead of data's."""
-    call, rank = data.call, ep.rank
-    x, topk_idx, topk_weights = data.x[rank], data.topk_idx[rank], None
-    if data.topk_weights is not None:
-        topk_weights = data.topk_weights[rank]
-    routing = (topk_idx, topk_weights) if handle is None else ()
-    options = {"handle": handle, "quantize": data.quantize, "num_blocks": data.case.num_blocks}
-    if data.x_scales is not None:
-        options["x_scales"] = data.x_scales[rank]
+    call, mine = data.call, data.on(ep.rank, ep.device)
+    x, routing = mine.x, (mine.topk_idx, mine.topk_weights) if handle is None else ()
+    options = {
+        "handle": handle,
+        "quantize": data.quantize,
+        "num_blocks": data.case.num_blocks,
+        "x_scales": mine.x_scales,
+    }
     if call.halves:
         handle = ep.dispatch_send(x, *routing, **options)
         ep.dispatch_recv(handle, **data.layout, num_blocks=data.case.num_blocks)
     else:
         handle = ep.dispatch(x, *routing, **options, **data.layout)
-    cases.check_dispatch(handle, data, rank)
+    cases.check_dispatch(handle, data, ep.rank)
     return handle
 
 
 def combine(ep, data, handle):
-    call, y = data.call, data.y[ep.rank]
+    call, y = data.call, data.on(ep.rank, ep.device).y
     options = {"presummed": call.presummed, "num_blocks": data.case.num_blocks}
     if call.halves:
         ep.combine_send(y, handle, **options)
         combined = ep.combine_recv(handle, num_blocks=data.case.num_blocks)
     else:
         combined = ep.combine(y, handle, **options)
-    cases.assert_same("combined_x", combined, data.combined[ep.rank], any_nan=True)
+    cases.assert_same("combined_x", combined.cpu(), data.combined[ep.rank], any_nan=True)
 
 
 def run_call(ep, data, poison=True):
@@ -66,30 +70,33 @@ def run_cases(group, seeds, num_ranks):
             raise AssertionError(f"seed {seed}, num_ranks {num_ranks}: {case}") from error
 
 
-def run_thread_cases(seeds):
+def run_random_cases(seeds):
     for seed in seeds:
-        case = cases.make_case(seed)
-        data = [cases.make_data(case, call) for call in case.calls]
+        case = cases.make_case(seed, most_ranks=on_device.most_ranks())
+        # Threads share the data; processes make it sooner than they would get it.
+        shared = None if on_device.RANKS_ARE_PROCESSES else [cases.make_data(case, call) for call in case.calls]
 
-        def program(group, case=case, data=data):
+        def program(group, case=case, shared=shared):
             with moe_a2a.ExpertParallel(group, timeout=TIMEOUT, **case.arguments) as ep:
-                for call in data:
+                for call in shared or (cases.make_data(case, call) for call in case.calls):
                     run_call(ep, call)
 
         try:
-            ranks.run_threads(case.num_ranks, program)
+            on_device.run(case.num_ranks, program)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {case}") from error
 
 
-@pytest.mark.parametrize("chunk", range(NUM_THREAD_CHUNKS))
-def test_random_cases_with_ranks_as_threads(chunk, session_seed):
-    first = session_seed + chunk * NUM_THREAD_CASES
-    run_thread_cases(range(first, first + NUM_THREAD_CASES))
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_random_cases(chunk, session_seed):
+    first = session_seed + chunk * NUM_CHUNK_CASES
+    run_random_cases(range(first, first + NUM_CHUNK_CASES))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_random_cases_with_ranks_as_processes(num_ranks, session_seed):
+    on_device.needs(num_ranks)
     first = session_seed + 1_000_000 * num_ranks
     seeds = range(first, first + NUM_PROCESS_CASES)
-    ranks.run_processes(num_ranks, run_cases, seeds, num_ranks, timeout=120)
+    run = on_device.run if on_device.RANKS_ARE_PROCESSES else ranks.run_processes
+    run(num_ranks, run_cases, seeds, num_ranks, timeout=120)

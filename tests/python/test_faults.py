@@ -9,12 +9,15 @@ import threading
 import time
 from pathlib import Path
 
+import on_device
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 
 import moe_a2a
+
+pytestmark = on_device.TESTS
 
 TIMEOUT = 1.5
 VICTIM = 1
@@ -31,17 +34,18 @@ def shared_memory_of(pids):
 
 
 def assert_nothing_left(group, pids):
-    dist.barrier(group)  # every rank has had its exception
+    group = moe_a2a.as_group(group)
+    group.all_gather(None)  # every rank has had its exception
     left = shared_memory_of(pids)
-    dist.barrier(group)  # nobody makes a new object yet
+    group.all_gather(None)  # nobody makes a new object yet
     assert left == []
 
 
-def inputs(rank, num_tokens=10):
-    generator = torch.Generator().manual_seed(rank)
+def inputs(ep, num_tokens=10):
+    generator = torch.Generator().manual_seed(ep.rank)
     x = torch.randn(num_tokens, CONFIG["hidden"], generator=generator)
     topk_idx = torch.randint(0, CONFIG["num_experts"], (num_tokens, 3), generator=generator)
-    return x, topk_idx, torch.rand(num_tokens, 3, generator=generator)
+    return [tensor.to(ep.device) for tensor in (x, topk_idx, torch.rand(num_tokens, 3, generator=generator))]
 
 
 def one_call(ep, stop_after=None, kill_signal=signal.SIGKILL):
@@ -52,14 +56,15 @@ def one_call(ep, stop_after=None, kill_signal=signal.SIGKILL):
             os.kill(os.getpid(), kill_signal)
 
     stop("nothing")
-    handle = ep.dispatch_send(*inputs(ep.rank))
+    handle = ep.dispatch_send(*inputs(ep))
     stop("dispatch_send")
     ep.dispatch_recv(handle)
     stop("dispatch_recv")
-    y = torch.ones(len(handle.expert_row_index), ep.hidden)
+    y = torch.ones(len(handle.expert_row_index), ep.hidden, device=ep.device)
     ep.combine_send(y, handle)
     stop("combine_send")
     ep.combine_recv(handle)
+    on_device.settle(ep)
     stop("combine_recv")
 
 
@@ -87,9 +92,7 @@ def error_of_survivor(ep, calls=50):
 
 
 def gather_pids(group):
-    pids = [0] * dist.get_world_size(group)
-    dist.all_gather_object(pids, os.getpid(), group=group)
-    return pids
+    return moe_a2a.as_group(group).all_gather(os.getpid())
 
 
 def survive_a_kill(group, point, kill_signal):
@@ -127,18 +130,24 @@ def check_reports(reports, victim=VICTIM):
 
 
 POINTS = ("nothing", "dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "any time")
+FROZEN_POINTS = ("dispatch_send", "any time")
+START = 0  # seconds
+if on_device.IS_GPU:  # where processes that are killed take long to start
+    POINTS, FROZEN_POINTS, START = ("dispatch_recv", "any time"), ("any time",), 40
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_rank_is_named_by_all_others(point):
-    reports = ranks.run_processes(4, survive_a_kill, point, signal.SIGKILL, timeout=20, mortal={VICTIM})
+    on_device.needs(4)
+    reports = ranks.run_processes(4, survive_a_kill, point, signal.SIGKILL, timeout=20 + START, mortal={VICTIM})
     assert reports[VICTIM] == ranks.DIED
     check_reports(reports)
 
 
-@pytest.mark.parametrize("point", ["dispatch_send", "any time"])
+@pytest.mark.parametrize("point", FROZEN_POINTS)
 def test_frozen_rank_is_named_by_all_others(point):
-    reports = ranks.run_processes(3, survive_a_kill, point, signal.SIGSTOP, timeout=20, mortal={VICTIM})
+    on_device.needs(3)
+    reports = ranks.run_processes(3, survive_a_kill, point, signal.SIGSTOP, timeout=20 + START, mortal={VICTIM})
     check_reports(reports)
 
 
@@ -156,12 +165,13 @@ def wait_for_one_that_never_comes(group):
         return error_of_survivor(ep)
 
 
+@on_device.cpu_only
 def test_rank_that_never_comes_processes():
     check_reports(ranks.run_processes(3, wait_for_one_that_never_comes, timeout=20))
 
 
-def test_rank_that_never_comes_threads():
-    check_reports(ranks.run_threads(3, wait_for_one_that_never_comes, timeout=20))
+def test_rank_that_never_comes():
+    check_reports(on_device.run(3, wait_for_one_that_never_comes, timeout=20))
 
 
 def wait_for_one_that_left(group):
@@ -175,24 +185,25 @@ def wait_for_one_that_left(group):
     return report
 
 
+@on_device.cpu_only
 def test_rank_that_closes_early_processes():
     check_reports(ranks.run_processes(3, wait_for_one_that_left, timeout=20))
 
 
-def test_rank_that_closes_early_threads():
-    check_reports(ranks.run_threads(3, wait_for_one_that_left, timeout=20))
+def test_rank_that_closes_early():
+    check_reports(on_device.run(3, wait_for_one_that_left, timeout=20))
 
 
 def name_the_phase(group):
     """Rank 0 waits for the rows' sums of a rank that has dispatched but does not combine."""
     with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
-        handle = ep.dispatch(*inputs(ep.rank))
+        handle = ep.dispatch(*inputs(ep))
         if ep.rank == VICTIM:
             time.sleep(TIMEOUT + 1)
             return None
-        y = torch.ones(len(handle.expert_row_index), ep.hidden)
+        y = torch.ones(len(handle.expert_row_index), ep.hidden, device=ep.device)
         with pytest.raises(moe_a2a.PeerTimeoutError) as raised:
-            ep.combine(y, handle)
+            on_device.combine(ep, y, handle)
         error = raised.value
         assert isinstance(error, RuntimeError)
         assert error.operation == "combine_recv"
@@ -203,7 +214,7 @@ def name_the_phase(group):
 
 
 def test_the_error_says_what_was_waited_for():
-    assert ranks.run_threads(2, name_the_phase, timeout=20) == [VICTIM, None]
+    assert on_device.run(2, name_the_phase, timeout=20) == [VICTIM, None]
 
 
 # ------------------------------------------------------------------------------------ construction
@@ -219,7 +230,11 @@ def construct_with_other_hidden(group):
 
 
 def test_ranks_that_disagree_raise_everywhere():
-    ranks.run_threads(3, construct_with_other_hidden)
+    on_device.run(3, construct_with_other_hidden)
+
+
+@on_device.cpu_only
+def test_processes_that_disagree_raise_everywhere():
     ranks.run_processes(3, construct_with_other_hidden)
 
 
@@ -235,14 +250,15 @@ def construct_with_bad_argument_on_one_rank(group):
 
 
 def test_a_rank_that_cannot_construct_is_named_by_all():
-    ranks.run_processes(3, construct_with_bad_argument_on_one_rank)
+    run = on_device.run if on_device.RANKS_ARE_PROCESSES else ranks.run_processes
+    run(3, construct_with_bad_argument_on_one_rank)
 
 
 def construct_more_than_memory(group):
     pids = gather_pids(group)
     huge = {**CONFIG, "hidden": 1 << 20, "num_max_tokens_per_rank": 1 << 15}
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"\d{9,} bytes of /dev/shm.*num_max_tokens_per_rank"):
+    with pytest.raises(RuntimeError, match=r"\d{9,} bytes o(f /dev/shm|n device).*num_max_tokens_per_rank"):
         moe_a2a.ExpertParallel(group, **huge)
     assert time.monotonic() - start < 5
     assert_nothing_left(group, pids)
@@ -250,8 +266,9 @@ def construct_more_than_memory(group):
         one_call(ep)
 
 
-def test_shared_memory_too_small_raises_everywhere():
-    ranks.run_processes(2, construct_more_than_memory, timeout=30)
+def test_memory_too_small_raises_everywhere():
+    run = on_device.run if on_device.RANKS_ARE_PROCESSES else ranks.run_processes
+    run(2, construct_more_than_memory, timeout=30)
 
 
 def construct_with_a_file_size_limit_on_one_rank(group):
@@ -272,6 +289,7 @@ def construct_with_a_file_size_limit_on_one_rank(group):
         one_call(ep)
 
 
+@on_device.cpu_only
 def test_memory_missing_on_one_rank_raises_everywhere():
     ranks.run_processes(3, construct_with_a_file_size_limit_on_one_rank, timeout=30)
 
@@ -284,6 +302,7 @@ def count_names_while_in_use(group):
         return shared_memory_of(pids)
 
 
+@on_device.cpu_only
 def test_nothing_has_a_name_once_all_have_mapped_it():
     assert ranks.run_processes(3, count_names_while_in_use) == [[], [], []]
 
@@ -297,6 +316,7 @@ def die_before_connecting(group):
     return time.monotonic() - start < 10
 
 
+@on_device.cpu_only
 def test_rank_that_dies_before_the_constructor():
     results = ranks.run_processes(3, die_before_connecting, timeout=15, mortal={VICTIM})
     assert results == [True, ranks.DIED, True]

@@ -1,11 +1,14 @@
 """Handles: two may be open, each serves one combine of its own object; all else raises."""
 
+import on_device
 import pytest
 import ranks
 import torch
 
 import moe_a2a
 from moe_a2a import reference
+
+pytestmark = on_device.TESTS
 
 CONFIG = {
     "num_experts": 12, "num_topk": 2, "hidden": 16, "num_max_tokens_per_rank": 6,
@@ -14,20 +17,19 @@ CONFIG = {
 
 
 def make_inputs(ep, salt=0, num_tokens=5):
-    generator = torch.Generator().manual_seed(100 * salt + ep.rank)
+    return [tensor.to(ep.device) for tensor in inputs_of_rank(ep, ep.rank, salt, num_tokens)]
+
+
+def inputs_of_rank(ep, rank, salt, num_tokens=5):
+    generator = torch.Generator().manual_seed(100 * salt + rank)
     x = torch.randn(num_tokens, ep.hidden, generator=generator)
     topk_idx = torch.randint(-1, ep.num_experts, (num_tokens, ep.num_topk), generator=generator)
     return x, topk_idx, torch.rand(num_tokens, ep.num_topk, generator=generator)
 
 
 def all_inputs(ep, salt=0):
-    class OtherRank:
-        hidden, num_experts, num_topk = ep.hidden, ep.num_experts, ep.num_topk
-
-    columns = []
-    for OtherRank.rank in range(ep.num_ranks):
-        columns.append(make_inputs(OtherRank, salt))
-    return [list(column) for column in zip(*columns, strict=True)]
+    per_rank = [inputs_of_rank(ep, rank, salt) for rank in range(ep.num_ranks)]
+    return [list(column) for column in zip(*per_rank, strict=True)]
 
 
 def expected_output(ep, salt=0):
@@ -37,12 +39,12 @@ def expected_output(ep, salt=0):
         num_experts=ep.num_experts, num_max_tokens_per_rank=ep.num_max_tokens_per_rank,
     )  # fmt: skip
     y = [2 * h.recv_x[h.expert_row_index.clamp(min=0).long()] for h in handles]
-    return reference.combine(y, handles)[ep.rank]
+    return reference.combine(y, handles)[ep.rank].to(ep.device)
 
 
 def experts(handle):
     num_routes = int(handle.expert_offsets[-1])
-    y = torch.full((len(handle.expert_row_index), handle.recv_x.shape[1]), torch.nan)
+    y = handle.recv_x.new_full((len(handle.expert_row_index), handle.recv_x.shape[1]), torch.nan)
     y[:num_routes] = 2 * handle.recv_x[handle.expert_row_index[:num_routes].long()]
     return y
 
@@ -59,7 +61,7 @@ def run(program, num_ranks=3, **config):
             if not ep_is_closed(ep):
                 good_call(ep)
 
-    ranks.run_threads(num_ranks, with_ep)
+    on_device.run(num_ranks, with_ep)
 
 
 def ep_is_closed(ep):
@@ -116,7 +118,7 @@ def test_a_handle_serves_one_combine():
 def test_the_halves_in_a_wrong_order():
     def program(ep):
         handle = ep.dispatch_send(*make_inputs(ep))
-        y = torch.zeros(ep.num_ranks * ep.num_max_tokens_per_rank * ep.num_topk, ep.hidden)
+        y = torch.zeros(ep.num_ranks * ep.num_max_tokens_per_rank * ep.num_topk, ep.hidden, device=ep.device)
         with pytest.raises(RuntimeError, match="not yet received"):
             ep.combine_send(y, handle)
         with pytest.raises(RuntimeError, match="not yet received"):
@@ -153,14 +155,14 @@ def test_a_handle_of_another_object_is_refused():
             assert torch.equal(other.combine(foreign_y, foreign), expected_output(other, 2))
             assert torch.equal(one.combine(y, handle), expected_output(one, 1))
 
-    ranks.run_threads(2, with_two)
+    on_device.run(2, with_two)
 
 
 @pytest.mark.parametrize("not_a_handle", [None, 3, "handle"])
 def test_something_that_is_no_handle(not_a_handle):
     def program(ep):
         with pytest.raises(TypeError):
-            ep.combine(torch.zeros(1, ep.hidden), not_a_handle)
+            ep.combine(torch.zeros(1, ep.hidden, device=ep.device), not_a_handle)
 
     run(program)
 
@@ -173,7 +175,7 @@ def test_release_gives_the_buffer_back():
         handle.release()
         handle.release()  # twice is once
         with pytest.raises(RuntimeError, match="closed"):
-            ep.combine(torch.zeros(36, ep.hidden), handle)
+            ep.combine(torch.zeros(36, ep.hidden, device=ep.device), handle)
         with pytest.raises(RuntimeError, match="closed"):
             handle.recv_x  # noqa: B018
         sent = ep.dispatch_send(*make_inputs(ep))
@@ -241,7 +243,7 @@ def test_dispatch_again_with_the_same_handle():
         expected = torch.zeros(ep.num_ranks, ep.num_max_tokens_per_rank, ep.hidden)
         for rank, rows in enumerate(everyone):
             expected[rank, : len(rows)] = 3 * rows
-        assert torch.equal(again.recv_x[row_index], expected.flatten(0, 1)[row_index])
+        assert torch.equal(again.recv_x[row_index], expected.flatten(0, 1).to(ep.device)[row_index])
         out = ep.combine(experts(again), again)
         torch.testing.assert_close(out, 3 * expected_output(ep, 1))
 
@@ -252,7 +254,7 @@ def test_attributes():
     def program(ep):
         assert (ep.num_ranks, ep.num_experts, ep.num_local_experts) == (2, 12, 6)
         assert (ep.num_topk, ep.hidden, ep.num_max_tokens_per_rank) == (2, 16, 6)
-        assert (ep.dtype, ep.device, ep.num_buffers) == (torch.float32, torch.device("cpu"), 2)
+        assert (ep.dtype, ep.device.type, ep.num_buffers) == (torch.float32, on_device.NAME, 2)
         assert ep.timeout == 10
         # Two buffers, each with the rows of dispatch and of combine.
         assert ep.nbytes >= 2 * 2 * (2 * 6) * 16 * 4
@@ -269,15 +271,13 @@ def test_attributes():
 
 def exchange_handles_by_hand(group):
     """Bootstrap over any channel: here gloo carries the bytes, in Ray an actor call would."""
-    import torch.distributed as dist
-
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    exchange = moe_a2a.HandleExchange(rank, num_ranks)
+    group = moe_a2a.as_group(group)
+    num_ranks = group.num_ranks
+    exchange = moe_a2a.HandleExchange(group.rank, num_ranks)
     with moe_a2a.ExpertParallel(exchange, **CONFIG) as ep:
         with pytest.raises(RuntimeError, match="set_comm_handles"):
             ep.dispatch(*make_inputs(ep))
-        handles = [None] * num_ranks
-        dist.all_gather_object(handles, ep.get_comm_handle(), group=group)
+        handles = group.all_gather(ep.get_comm_handle())
         with pytest.raises(ValueError, match=f"got {num_ranks - 1} handles"):
             ep.set_comm_handles(handles[:-1])
         with pytest.raises(ValueError, match="rank order"):
@@ -286,8 +286,9 @@ def exchange_handles_by_hand(group):
             ep.set_comm_handles([b"nonsense"] * num_ranks)
         ep.set_comm_handles(handles)
         good_call(ep)
-        dist.barrier(group)
+        group.all_gather(None)
 
 
 def test_explicit_handle_exchange():
-    ranks.run_processes(2, exchange_handles_by_hand)
+    run = on_device.run if on_device.RANKS_ARE_PROCESSES else ranks.run_processes
+    run(2, exchange_handles_by_hand)

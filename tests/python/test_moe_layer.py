@@ -1,11 +1,13 @@
 """MoELayer on N ranks against the whole layer in one process, in every dtype."""
 
+import on_device
 import pytest
-import ranks
 import torch
 
 import moe_a2a
 from moe_a2a import reference
+
+pytestmark = on_device.TESTS
 
 HIDDEN, INTERMEDIATE, NUM_TOPK = 48, 40, 3
 
@@ -38,11 +40,11 @@ def run_layer(group, dtype, seed):
         group, num_experts=num_experts, num_topk=NUM_TOPK, hidden=HIDDEN,
         num_max_tokens_per_rank=20, dtype=dtype, timeout=20,
     ) as ep:  # fmt: skip
-        layer = moe_a2a.MoELayer(ep, *(w[mine] for w in weights))
+        layer = moe_a2a.MoELayer(ep, *(w[mine].to(ep.device) for w in weights))
         for call in range(6):
             num_tokens = (7 * rank + 11 * call) % 21
             tokens = make_tokens(num_tokens, num_experts, dtype, seed + call * 8 + rank)
-            out = layer(*tokens)
+            out = layer(*(tensor.to(ep.device) for tensor in tokens)).cpu()
             assert out.shape == tokens[0].shape and out.dtype == dtype
             exact = reference.moe_layer(tokens[0].double(), *tokens[1:], *(w.double() for w in weights))
             ours.append(out - exact)
@@ -54,4 +56,4 @@ def run_layer(group, dtype, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_layer_matches_one_process(num_ranks, dtype, session_seed):
-    ranks.run_threads(num_ranks, run_layer, dtype, session_seed)
+    on_device.run(num_ranks, run_layer, dtype, session_seed)

@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+import rank_pool
 import ranks
 import torch
 import torch.distributed as dist
@@ -71,3 +72,63 @@ def test_threads_that_hang_are_named():
 
     with pytest.raises(ranks.RankError, match=r"(?s)rank 0 ---.*still running.*sleep"):
         ranks.run_threads(2, program, timeout=0.2)
+
+
+# ------------------------------------------------------------------------------ ranks that stay up
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = rank_pool.RankPool(3)
+    yield pool
+    pool.close()
+
+
+def test_a_pool_runs_closures_on_its_first_ranks(pool):
+    offset, double = 10, lambda value: 2 * value
+
+    def program(group, value, scale=3):
+        assert group.all_gather(group.rank) == list(range(group.num_ranks))
+        return double(value) + scale * group.rank + offset
+
+    assert pool.run(3, program, 1, timeout=20) == [12, 15, 18]
+    assert pool.run(1, program, 2, timeout=20) == [14]
+    assert pool.run(2, add_ranks_of, torch.tensor(5), timeout=20) == [11, 11]
+
+
+def add_ranks_of(group, value):
+    return sum(group.all_gather(value.item() + group.rank))
+
+
+def test_a_pool_goes_on_after_a_rank_has_raised(pool):
+    def program(group):
+        assert group.rank == 0, "on purpose"
+
+    with pytest.raises(ranks.RankError, match=r"(?s)rank 1 ---.*on purpose"):
+        pool.run(2, program, timeout=20)
+    assert pool.run(3, add_ranks_of, torch.tensor(5), timeout=20) == [18, 18, 18]
+
+
+def test_a_pool_in_which_a_rank_dies_is_closed():
+    pool = rank_pool.RankPool(2)
+    with pytest.raises(ranks.RankError, match="exit code -9"):
+        pool.run(2, die_on_rank_1_of, timeout=20)
+    assert pool.is_closed
+
+
+def die_on_rank_1_of(group):
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_pool_that_hangs_is_named_and_killed():
+    pool = rank_pool.RankPool(2)
+
+    def sleeps_on_rank_1(group):
+        time.sleep(1000 * group.rank)
+
+    start = time.monotonic()
+    with pytest.raises(ranks.RankError, match=r"(?s)rank 1 ---.*still running.*sleeps_on_rank_1"):
+        pool.run(2, sleeps_on_rank_1, timeout=1)
+    assert pool.is_closed
+    assert time.monotonic() - start < 10

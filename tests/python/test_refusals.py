@@ -2,12 +2,14 @@
 
 import time
 
+import on_device
 import pytest
-import ranks
 import torch
 from test_handles import CONFIG, expected_output, experts, good_call, make_inputs
 
 import moe_a2a
+
+pytestmark = on_device.TESTS
 
 REFUSED = moe_a2a.PeerRefusedError
 SALT = 3  # of inputs where every rank has a route to every rank
@@ -22,13 +24,13 @@ def run(program, num_ranks=3):
             for salt in range(4):
                 good_call(ep, salt)
 
-    ranks.run_threads(num_ranks, with_ep)
+    on_device.run(num_ranks, with_ep)
 
 
 def bad_dispatch(ep, call=None):
     x, topk_idx, weights = make_inputs(ep)
-    with pytest.raises(ValueError, match=f"num_experts={ep.num_experts}.*rank {ep.rank}"):
-        (call or ep.dispatch)(x, topk_idx + ep.num_experts, weights)
+    with pytest.raises(ValueError, match=f"hidden={ep.hidden}.*rank {ep.rank}"):
+        (call or ep.dispatch)(x[:, 1:], topk_idx, weights)
 
 
 def test_through_the_halves():
@@ -38,10 +40,13 @@ def test_through_the_halves():
                 bad_dispatch(ep, ep.dispatch_send)
             else:
                 handle = ep.dispatch_send(*make_inputs(ep))
-                with pytest.raises(REFUSED, match="rank 2 refused .*num_experts=12"):
+                with pytest.raises(REFUSED, match="rank 2 refused .*hidden=16"):
                     ep.dispatch_recv(handle)
+                    on_device.settle(ep)
+                if on_device.IS_GPU:  # it came after the call
+                    handle.release()
                 with pytest.raises(RuntimeError, match="closed"):
-                    ep.combine(torch.zeros(36, ep.hidden), handle)
+                    ep.combine(torch.zeros(36, ep.hidden, device=ep.device), handle)
 
     run(program)
 
@@ -51,7 +56,7 @@ def test_two_of_three_refuse():
         for _ in range(5):
             if ep.rank == 0:
                 with pytest.raises(REFUSED) as raised:
-                    ep.dispatch(*make_inputs(ep))
+                    on_device.dispatch(ep, *make_inputs(ep))
                 assert raised.value.peer in (1, 2)
             else:
                 bad_dispatch(ep)
@@ -71,7 +76,7 @@ def test_with_another_handle_open():
                 bad_dispatch(ep)
             else:
                 with pytest.raises(REFUSED):
-                    ep.dispatch(*make_inputs(ep))
+                    on_device.dispatch(ep, *make_inputs(ep))
         assert torch.equal(ep.combine(experts(handle), handle), expected_output(ep, 7))
 
     run(program)
@@ -86,7 +91,7 @@ def test_refusals_in_turn_without_anything_between():
                 bad_dispatch(ep)
                 continue
             with pytest.raises(REFUSED) as raised:
-                ep.dispatch(*make_inputs(ep, call))
+                on_device.dispatch(ep, *make_inputs(ep, call))
             assert raised.value.peer == call % 3
             assert f"on rank {call % 3}" in str(raised.value)
 
@@ -96,7 +101,7 @@ def test_refusals_in_turn_without_anything_between():
 def refused_combine(ep, group, refuser):
     """Ends with a handle of which one rank has refused the combine."""
     x, topk_idx, weights = make_inputs(ep, SALT)
-    assert refuser in topk_idx // ep.num_local_experts  # who needs nothing of the refuser does not notice
+    assert (topk_idx // ep.num_local_experts == refuser).any()  # who needs nothing of the refuser does not notice
     handle = ep.dispatch(x, topk_idx, weights)
     y = experts(handle)
     if ep.rank == refuser:
@@ -104,11 +109,12 @@ def refused_combine(ep, group, refuser):
             ep.combine(y[:, :-1], handle)
     else:
         with pytest.raises(REFUSED, match=rf"rank {refuser} refused"):
-            ep.combine(y, handle)
+            on_device.combine(ep, y, handle)
     group.all_gather(None)  # the refuser does not try again before the others have seen it
     return handle, y
 
 
+@on_device.cpu_only
 def test_combine_refused_again_and_again():
     def program(ep, group):
         handle, y = refused_combine(ep, group, 0)
@@ -127,7 +133,7 @@ def test_combine_refused_again_and_again():
 
 
 def test_combine_refused_and_given_up():
-    """Nobody tries again: all release the handle, whatever stage it has on their rank."""
+    """Nobody tries again: all release the handle, whatever stage it has on their rank (on a GPU: closed)."""
 
     def program(ep, group):
         for _ in range(4):

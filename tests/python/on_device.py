@@ -1,0 +1,87 @@
+"""The device of a test session: MOE_A2A_TEST_DEVICE=cuda runs the tests on GPU tensors; left out, they run on the CPU.
+
+    pytestmark = on_device.TESTS               of a file whose tests run on either
+    on_device.run(3, program, arg)             program(group, arg) on three ranks
+    on_device.settle(ep)                       raises what the call before has found
+
+On the CPU ranks are threads. On GPUs each is a process with a GPU of its own, which stays up from test to test
+(rank_pool.py); MOE_A2A_TEST_POOL=4 does the same on the CPU, with at most four ranks. Such sessions run these
+files only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import rank_pool
+import ranks
+import torch
+
+import moe_a2a
+
+NAME = os.environ.get("MOE_A2A_TEST_DEVICE") or "cpu"
+IS_GPU = NAME != "cpu"
+POOL_SIZE = int(os.environ.get("MOE_A2A_TEST_POOL") or 0)
+RANKS_ARE_PROCESSES = IS_GPU or POOL_SIZE > 0
+MANY = 8  # ranks of a session without GPUs
+
+TESTS = pytest.mark.on_device
+cpu_only = pytest.mark.skipif(IS_GPU, reason="about the CPU target")
+gpu_only = pytest.mark.skipif(not IS_GPU, reason="needs a GPU: MOE_A2A_TEST_DEVICE=cuda")
+
+_pool: rank_pool.RankPool | None = None
+
+
+def most_ranks() -> int:
+    return torch.cuda.device_count() if IS_GPU else POOL_SIZE or MANY
+
+
+def needs(num_ranks: int) -> None:
+    if num_ranks > most_ranks():
+        pytest.skip(f"needs {num_ranks} {'GPUs' if IS_GPU else 'ranks'}, there are {most_ranks()}")
+
+
+def run(num_ranks: int, program: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """program(group, *args) on each rank; the results in rank order. See ranks.py."""
+    global _pool
+    needs(num_ranks)
+    if not RANKS_ARE_PROCESSES:
+        return ranks.run_threads(num_ranks, program, *args, timeout=timeout)
+    if _pool is None or _pool.is_closed:
+        _pool = rank_pool.RankPool(most_ranks())
+    return _pool.run(num_ranks, program, *args, timeout=timeout)
+
+
+def close() -> None:
+    global _pool
+    if _pool is not None:
+        _pool.close()
+    _pool = None
+
+
+# On a GPU a call returns before its kernels have run: what they find is raised by the next one that looks.
+
+
+def settle(ep: Any) -> None:
+    if ep.device.type != "cpu":
+        ep.check()
+
+
+def dispatch(ep: Any, *args: Any, **options: Any) -> Any:
+    """ep.dispatch, after which nothing is left to be raised."""
+    handle = ep.dispatch(*args, **options)
+    try:
+        settle(ep)
+    except moe_a2a.PeerRefusedError:
+        handle.release()  # on the CPU nobody has got a handle
+        raise
+    return handle
+
+
+def combine(ep: Any, *args: Any, **options: Any) -> torch.Tensor:
+    combined = ep.combine(*args, **options)
+    settle(ep)
+    return combined

@@ -1,0 +1,82 @@
+"""Back-to-back eager calls on several objects, each checked on the device; the host looks once in a thousand calls.
+
+Ranks agree on which object and how many blocks, and on nothing else: each draws its own number of tokens, and sleeps
+at its own times. In 1,000 iterations a rank runs ahead of another as far as the protocol and the queue let it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import ExitStack
+
+import exact
+import torch
+
+import moe_a2a
+
+CHECK_EVERY = 1_000
+NUM_SAMPLES = 48  # prepared inputs per object: making them would cost more than a call
+LONGEST = 1  # which of them
+SHARE_OF_DELAYS = 0.005
+LONGEST_DELAY = 0.002  # seconds
+CYCLES_PER_SECOND = 1.5e9  # of a GPU's sleep, roughly
+
+SHAPES = [
+    {"num_topk": 8, "hidden": 256, "num_max_tokens_per_rank": 24, "dtype": torch.bfloat16, "num_buffers": 2},
+    {"num_topk": 3, "hidden": 1024, "num_max_tokens_per_rank": 9, "dtype": torch.bfloat16, "num_buffers": 1},
+    {"num_topk": 2, "hidden": 515, "num_max_tokens_per_rank": 40, "dtype": torch.float32, "num_buffers": 3},
+]
+
+
+class Mill:
+    """One ExpertParallel with inputs of many lengths, zero and the longest among them."""
+
+    def __init__(self, ep: moe_a2a.ExpertParallel, rng: random.Random):
+        self.ep = ep
+        self.positions = exact.positions_of(ep)
+        generator = torch.Generator(ep.device).manual_seed(rng.randrange(1 << 30))
+        lengths = [rng.randint(0, ep.num_max_tokens_per_rank) for _ in range(NUM_SAMPLES)]
+        lengths[0], lengths[LONGEST] = 0, ep.num_max_tokens_per_rank
+        self.samples = [exact.make_tokens(ep, length, generator) for length in lengths]
+
+
+def run(group, seed: int, num_iterations: int, plant_at: int = -1) -> int:
+    """The number of wrong values, all told. In iteration `plant_at` rank 0 spoils one row that it has received."""
+    shared, own = random.Random(seed), random.Random(f"{seed} {group.rank}")
+    with ExitStack() as stack:
+        mills = []
+        for shape in SHAPES:
+            ep = moe_a2a.ExpertParallel(group, **shape, num_experts=8 * group.num_ranks, timeout=20)
+            mills.append(Mill(stack.enter_context(ep), own))
+        device = mills[0].ep.device
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        for index in range(num_iterations):
+            mill, num_blocks = shared.choice(mills), shared.choice((0, 0, 1, 7))
+            tokens = own.choice(mill.samples) if index != plant_at else mill.samples[LONGEST]
+            if own.random() < SHARE_OF_DELAYS:
+                sleep(device, own.random() * LONGEST_DELAY)
+            handle = mill.ep.dispatch(tokens.x, tokens.topk_idx, num_blocks=num_blocks)
+            y = exact.run_experts(mill.ep, handle, mill.positions)
+            if index == plant_at and group.rank == 0:
+                y[0] += 1
+            combined = mill.ep.combine(y, handle, num_blocks=num_blocks)
+            exact.count_wrong(wrong, combined, tokens)
+            if (index + 1) % CHECK_EVERY == 0 or index + 1 == num_iterations:
+                look(mills, wrong, f"seed {seed}, rank {group.rank}, by iteration {index}", plant_at)
+        return wrong.item()
+
+
+def look(mills: list[Mill], wrong: torch.Tensor, where: str, plant_at: int) -> None:
+    for mill in mills:
+        mill.ep.check()
+    if plant_at < 0 and wrong.item() > 0:
+        raise AssertionError(f"{where}: {wrong.item()} wrong values")
+
+
+def sleep(device: torch.device, seconds: float) -> None:
+    """On a GPU its stream sleeps, and with it the kernels that peers wait for; the host goes on."""
+    if device.type == "cpu":
+        time.sleep(seconds)
+    else:
+        torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
