@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "bindings/tensors.h"
+#include "bindings/trace_records.h"
 #include "bindings/views.h"
 
 namespace moe_a2a::bindings {
@@ -167,6 +168,10 @@ class Core {
     ep().check();
   }
 
+  std::vector<std::pair<int64_t, int64_t>> align_clocks(int num_rounds) {
+    return bindings::align_clocks(ep(), num_rounds, where(0).stream);
+  }
+
   // The memory itself goes when the last view of it goes.
   void close() {
     if (!ep_) return;
@@ -289,6 +294,12 @@ PYBIND11_MODULE(_core, m) {
       .def("route_src_rank", &view_of<&Views::route_src_rank>)
       .def("route_src_token_idx", &view_of<&Views::route_src_token_idx>)
       .def("check", &Core::check)
+      .def("trace_start", [](Core& core, int64_t records) { core.ep().tracer().start(records); })
+      .def("trace_stop", [](Core& core) { core.ep().tracer().stop(); })
+      .def("trace_read", [](Core& core) { return read_trace(core.ep()); })
+      .def("align_clocks", &Core::align_clocks)
+      .def_static("trace_kinds", &trace_kinds)
+      .def_static("trace_operations", &trace_operations)
       .def("close", &Core::close)
       .def_property_readonly("is_closed", &Core::is_closed)
       .def_property_readonly("nbytes", [](const Core& core) { return core.ep().nbytes(); });

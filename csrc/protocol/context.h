@@ -14,6 +14,9 @@ struct Context {
   HeapView heap;
   Workspace ws;
   WaitPolicy wait;
+
+  // Where the kernels leave their records; waits leave theirs there too.
+  MOE_A2A_HOST_DEVICE const TraceBuffer& trace() const { return wait.trace; }
 };
 
 }  // namespace moe_a2a

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "protocol/rank_set.h"
+#include "protocol/trace_buffer.h"
 #include "symmetric_memory/heap_view.h"
 #include "target/target.h"
 
@@ -39,11 +40,20 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 // Publishes `epoch` in the signal at the place of `local` on every rank of `ranks`. Everything that this thread wrote,
 // or that its group wrote before the group's release_sync(), is visible to whoever then sees the epoch: pairs with the
 // acquire in wait_for(). One fence covers all the signals (a fence per signal costs 20 % of the link on H200).
+//
+// With a trace and a token, each signal leaves a record: the tail of the arrow that ends in that rank's wait. Its time
+// is taken after the fence and before the stores, so that no wait can seem to end before it; it is written after them,
+// so that no signal comes later for it.
 MOE_A2A_DEVICE void signal_many(const HeapView& heap, RankSet ranks, Signal* local, uint64_t epoch,
-                                uint32_t payload = 0) {
+                                uint32_t payload = 0, const TraceBuffer& trace = {}, int token = -1) {
   fence_before_signals();
-  for (; !ranks.empty(); ranks.remove_first()) {
-    atomic_store<kSignalOrder, Scope::kSystem>(&heap.peer(ranks.first(), local)->word, Signal::pack(epoch, payload));
+  const uint64_t now = trace_now(trace);
+  for (RankSet rest = ranks; !rest.empty(); rest.remove_first()) {
+    atomic_store<kSignalOrder, Scope::kSystem>(&heap.peer(rest.first(), local)->word, Signal::pack(epoch, payload));
+  }
+  if (!trace.is_on()) return;
+  for (RankSet rest = ranks; !rest.empty(); rest.remove_first()) {
+    append(trace, {.kind = TraceKind::kSignal, .begin = now, .peer = rest.first(), .token = token}, now);
   }
 }
 

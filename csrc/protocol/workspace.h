@@ -42,6 +42,14 @@ inline constexpr int kTableChunk = 256;
 // Largest multiple that an expert-major block of rows can be padded to.
 inline constexpr int kMaxExpertAlignment = 256;
 
+// What an exchange of messages with a rank has told of its clock. Of the own rank: no offset, and the clock's step.
+struct ClockReading {
+  int64_t offset = 0;       // how far the peer's clock is ahead, in ticks; wrong by at most half the round trip
+  uint64_t round_trip = 0;  // the shortest that was seen
+};
+// Most messages of one exchange.
+inline constexpr int kMaxClockRounds = 256;
+
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
 struct Workspace {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
@@ -56,22 +64,26 @@ struct Workspace {
   Array<Signal, 2> combine_refusal;  // [B, R src]  src refused its combine; payload: which attempt
   Array<uint64_t, 3> refusal_text;   // [B, R src, kRefusalWords]  why src refused its call on this buffer
   Array<Signal, 1> goodbye;          // [R src]  epoch 1: src makes no more calls
+  Array<Signal, 1> clock_signal;     // [R src]  a message of src to and fro; see kernels/align_clocks.h
+  Array<uint64_t, 2> clock_log;      // [R src, kMaxClockRounds + 1]  by the clock of src, when it sent each of them
   Array<uint32_t, 1> poison;         // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
 
   // ---- local
-  Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; kernels advance it
-  Array<Tally, 1> tally;               // [1]
-  Array<uint32_t, 2> arrivals;         // [B, kNumArrivals]  blocks that have finished a launch; see last_block_done()
-  Array<int32_t, 2> expert_offsets;    // [B, El + 1]
-  Array<int32_t, 2> expert_counts;     // [B, El]
-  Array<int32_t, 2> expert_row_index;  // [B, routes]  row (src_rank * T + token) of each route, -1 = padding
-  Array<float, 2> route_weight;        // [B, routes]
-  Array<int32_t, 2> route_src_rank;    // [B, routes]
-  Array<int32_t, 2> route_src_token;   // [B, routes]
-  Array<int32_t, 3> row_route;         // [B, R * T, K]  where in the lists choice k of a landed row stands
-  Array<int32_t, 2> landed_row;        // [B, R * T]  rows that have landed, in (src_rank, token) order
-  Array<int32_t, 2> num_landed_rows;   // [B, 1]
-  Array<int32_t, 2> num_recv_tokens;   // [B, R src]  rows of the table of src
+  Array<uint64_t, 1> epoch;              // [B]  of the dispatch that holds the buffer; kernels advance it
+  Array<Tally, 1> tally;                 // [1]
+  Array<uint64_t, 1> clock_epoch;        // [R]  of the newest clock_signal that was exchanged with each rank
+  Array<ClockReading, 1> clock_reading;  // [R]
+  Array<uint32_t, 2> arrivals;           // [B, kNumArrivals]  blocks that have finished a launch; see last_block_done()
+  Array<int32_t, 2> expert_offsets;      // [B, El + 1]
+  Array<int32_t, 2> expert_counts;       // [B, El]
+  Array<int32_t, 2> expert_row_index;    // [B, routes]  row (src_rank * T + token) of each route, -1 = padding
+  Array<float, 2> route_weight;          // [B, routes]
+  Array<int32_t, 2> route_src_rank;      // [B, routes]
+  Array<int32_t, 2> route_src_token;     // [B, routes]
+  Array<int32_t, 3> row_route;           // [B, R * T, K]  where in the lists choice k of a landed row stands
+  Array<int32_t, 2> landed_row;          // [B, R * T]  rows that have landed, in (src_rank, token) order
+  Array<int32_t, 2> num_landed_rows;     // [B, 1]
+  Array<int32_t, 2> num_recv_tokens;     // [B, R src]  rows of the table of src
 
   static constexpr uint32_t kRefused = Signal::kPayloadMask;
   enum Arrival { kDispatchSend, kCombineSend, kNumArrivals };

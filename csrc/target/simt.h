@@ -108,6 +108,13 @@ struct Grid {
 
 // ---- memory
 
+// A T of each warp's own, for the length of a launch.
+template <class T>
+__device__ T& warp_memory() {
+  __shared__ T of_warp[kBlockThreads / kWarpSize];
+  return of_warp[thread_in_block() / kWarpSize];
+}
+
 // Copies in pieces of type Piece, `kUnroll` of them in flight per thread before the first is stored.
 template <class Piece, class Group, class Members, class Target>
 __device__ void multicast_pieces(const Group& group, const Members& members, Target target, const void* source,

@@ -18,6 +18,8 @@ std::string name_of(Field field) {
       return "combine refusal";
     case Field::kGoodbye:
       return "goodbye";
+    case Field::kClockSignal:
+      return "clock signal";
     case Field::kPoison:
       return "poison";
     case Field::kSendArrivals:

@@ -16,6 +16,7 @@ enum class Field : uint8_t {
   kCombineRefusal,
   kRefusalText,
   kGoodbye,
+  kClockSignal,
   kPoison,
   kSendArrivals,
   kCombineArrivals,
