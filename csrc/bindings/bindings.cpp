@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "bindings/tensors.h"
+#include "bindings/trace_bindings.h"
 #include "bindings/trace_records.h"
 #include "bindings/views.h"
 
@@ -250,6 +251,7 @@ PYBIND11_MODULE(_core, m) {
       },
       "Bytes that one rank of such an ExpertParallel takes.");
   py::register_exception_translator(raise_peer_errors);
+  bind_trace_export(m);
 
   py::class_<DispatchHandle, Handle>(m, "DispatchHandle")
       .def_readonly("buffer", &DispatchHandle::buffer)

@@ -1,0 +1,32 @@
+// Which slice is drawn on which track, in which order.
+#pragma once
+
+#include <string>
+
+#include "trace_export/timeline.h"
+
+namespace moe_a2a::trace_export {
+
+// A line of slices of one warp that lie beside or inside each other, never across each other's ends: Perfetto before
+// v57 cuts or deletes those that do (google/perfetto#1656).
+struct Track {
+  int32_t rank;
+  std::string name;
+  std::vector<int64_t> slices;  // indices: by begin, the outer one first
+};
+
+// All tracks, by rank, block, warp. A warp has one; where its threads were in waits at once that end across each other,
+// it has another one for each that does not fit on those before.
+std::vector<Track> lay_out(std::span<const Slice> slices);
+
+// The slice's arrow, or kNone. An arrow's number is its index in the timeline.
+struct ArrowEnds {
+  std::vector<int64_t> leaving;   // per slice
+  std::vector<int64_t> arriving;  // per slice
+};
+ArrowEnds ends_of(const Timeline& timeline);
+
+// The ranks that have a slice or a sample, in ascending order.
+std::vector<int32_t> ranks_of(const Timeline& timeline);
+
+}  // namespace moe_a2a::trace_export
