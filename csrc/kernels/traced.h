@@ -28,7 +28,7 @@ struct Traced {
     const TraceBuffer& trace = context_of(args).trace();
     open_segment(trace, grid, block);
     Kernel::run(args, grid, block, shared);
-    close_segment(trace, grid, block, static_cast<int>(kOperation));
+    close_segment(trace, block, static_cast<int>(kOperation));
   }
 };
 

@@ -87,6 +87,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 // Where a warp is in its segment, during a launch.
 struct TraceCursor {
   TraceRecord* segment;
+  uint64_t* attempts;  // of launches before
   uint64_t opened_at;
   uint32_t count;
 };
@@ -116,21 +117,21 @@ MOE_A2A_DEVICE void open_segment(const TraceBuffer& trace, const Grid& grid, con
     const int64_t segment = int64_t{grid.rank()} * block.num_warps() + block.warp_rank();
     TraceCursor& cursor = warp_memory<TraceCursor>();
     cursor.segment = trace.records + segment * trace.capacity;
-    cursor.count = trace.written(trace.attempts[segment]);
+    cursor.attempts = trace.attempts + segment;
     cursor.opened_at = clock_now();
+    cursor.count = trace.written(*cursor.attempts);
   }
   warp.sync();
 }
 
-MOE_A2A_DEVICE void close_segment(const TraceBuffer& trace, const Grid& grid, const Block& block, int operation) {
+MOE_A2A_DEVICE void close_segment(const TraceBuffer& trace, const Block& block, int operation) {
   if (!trace.is_on()) return;
   const Warp warp = block.warp();
   warp.sync();  // all threads of the warp have recorded what they had to
   if (warp.rank() != 0) return;
   const TraceCursor& cursor = warp_memory<TraceCursor>();
   record(trace, warp, {.kind = TraceKind::kKernel, .begin = cursor.opened_at, .token = operation});
-  uint64_t& attempts = trace.attempts[int64_t{grid.rank()} * block.num_warps() + block.warp_rank()];
-  attempts += cursor.count - trace.written(attempts);
+  *cursor.attempts += cursor.count - trace.written(*cursor.attempts);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
