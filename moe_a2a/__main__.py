@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from moe_a2a import demo, doctor
+from moe_a2a.tracing import command as trace
 
-COMMANDS = {"demo": demo, "doctor": doctor}
+COMMANDS = {"demo": demo, "doctor": doctor, "trace": trace}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

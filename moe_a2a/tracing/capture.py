@@ -1,0 +1,145 @@
+"""with moe_a2a.trace(ep) as t: what the kernels do inside is recorded, and afterwards put together over all ranks."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from moe_a2a.groups import HandleExchange
+from moe_a2a.tracing import export
+from moe_a2a.tracing.merge import merge
+from moe_a2a.tracing.records import ClockSample, RankRecords
+from moe_a2a.tracing.summary import Summary, summarize
+from moe_a2a.tracing.timeline import Timeline
+
+if TYPE_CHECKING:
+    from moe_a2a.expert_parallel import ExpertParallel
+
+CLOCK_ROUNDS = 200  # exchanges with each rank; the fastest counts
+
+
+class Trace:
+    """What trace() gives: save() and summary() after its block has ended.
+
+    Every rank enters and leaves the block together, since the ranks' clocks are compared at both ends and all records are
+    gathered at the end. When the block ends with an exception nobody is waited for: each rank then has its own records
+    alone, and what it saves shows what its warps did last. So it is for a HandleExchange, which can gather nothing.
+    """
+
+    def __init__(self, ep: ExpertParallel, records_per_segment: int):
+        self._ep = ep
+        self._records_per_segment = records_per_segment
+        self._clocks: list[ClockSample] = []
+        self._tokens_per_expert: torch.Tensor | None = None
+        self._ranks: list[RankRecords] = []
+
+    def __enter__(self) -> Trace:
+        if self._ep._trace is not None:
+            raise RuntimeError(f"rank {self._ep.rank} is inside another trace of this ExpertParallel; leave that first")
+        self._clocks = [self._meet()]
+        self._core.trace_start(self._records_per_segment)
+        self._tokens_per_expert = torch.zeros(self._ep.num_experts + 1, dtype=torch.int64, device=self._ep.device)
+        self._ep._trace = self
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._ep._trace = None
+        own = self._read()
+        if kind is None and not isinstance(self._ep._group, HandleExchange):
+            own.clocks = [*self._clocks, self._meet()]
+            self._ranks = self._ep._group.all_gather(own)
+        else:
+            own.clocks = [ClockSample(np.zeros(1, np.int64), np.zeros(1, np.int64))]
+            self._ranks = [own]
+        self._core.trace_stop()
+
+    def count(self, topk_idx: torch.Tensor) -> None:
+        """Called by every dispatch: counts the choices of each expert, on the device."""
+        # -1, and what is out of range, goes to the count behind the last expert.
+        experts = topk_idx.reshape(-1).long()
+        known = (experts >= 0) & (experts < self._ep.num_experts)
+        self._tokens_per_expert.index_add_(0, experts.where(known, self._ep.num_experts), torch.ones_like(experts))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """All ranks on one clock. Made once, on each rank that asks."""
+        if not self._ranks:
+            raise RuntimeError("the trace has not ended; read it after the `with` block")
+        ep = self._ep
+        return merge(self._ranks, _configuration(ep), ep.hidden * ep.dtype.itemsize)
+
+    def save(self, path: str | Path) -> None:
+        """Writes one file with all ranks. Every rank may call it, rank 0 writes; after an exception every rank writes its
+        own, `.rank<r>` before the ending.
+
+        The ending of `path` says which format: .json.gz and .json are Chrome's, .pftrace and .perfetto-trace Perfetto's
+        own. https://ui.perfetto.dev opens all of them.
+        """
+        export.check_ending(path)
+        if len(self._ranks) < self._ep.num_ranks:
+            path = Path(path)
+            export.save(self.timeline, path.with_name(path.name.replace(".", f".rank{self._ep.rank}.", 1)))
+        elif self._ep.rank == 0:
+            export.save(self.timeline, path)
+
+    def summary(self) -> Summary:
+        """The trace in numbers; print() it. The same on every rank."""
+        return summarize(self.timeline)
+
+    @property
+    def _core(self) -> Any:
+        return self._ep._open_core()
+
+    def _meet(self) -> ClockSample:
+        """Compares the clocks of all ranks."""
+        readings = np.array(self._core.align_clocks(CLOCK_ROUNDS), dtype=np.int64)
+        return ClockSample(readings[:, 0].copy(), readings[:, 1].copy())
+
+    def _read(self) -> RankRecords:
+        read = self._core.trace_read()
+        counts = self._tokens_per_expert
+        return RankRecords(
+            rank=self._ep.rank,
+            records=read["records"].numpy(),
+            segment_written=read["segment_written"].numpy(),
+            segment_dropped=read["segment_dropped"].numpy(),
+            warps_per_block=read["warps_per_block"],
+            ticks_per_second=float(read["ticks_per_second"]),
+            clock_step_ticks=float(self._clocks[0].round_trips[self._ep.rank]) if self._clocks else 1.0,
+            kinds=self._core.trace_kinds(),
+            operations=self._core.trace_operations(),
+            clocks=[],
+            tokens_per_expert=None if counts is None else counts[:-1].cpu().numpy(),
+        )
+
+
+def trace(ep: ExpertParallel, records_per_segment: int = 4096) -> Trace:
+    """Records what the kernels of `ep` do inside the `with` block; every rank enters it.
+
+        with moe_a2a.trace(ep) as t:
+            h = ep.dispatch(x, topk_idx, topk_weights)
+            out = ep.combine(experts(h), h)
+        t.save("layer.json.gz")
+        print(t.summary())
+
+    records_per_segment: room for so many records, 16 bytes each, in each warp's segment. A full segment drops what comes
+    after, and the file says how many. A row sent or waited for takes about 1 + (ranks it goes to) records.
+    """
+    return Trace(ep, records_per_segment)
+
+
+def _configuration(ep: ExpertParallel) -> dict[str, Any]:
+    names: Sequence[str] = ("num_ranks", "num_experts", "num_topk", "hidden", "num_max_tokens_per_rank", "num_buffers")
+    return {
+        **{name: getattr(ep, name) for name in names},
+        "dtype": str(ep.dtype).removeprefix("torch."),
+        "device": ep.device.type,
+        "device_name": torch.cuda.get_device_name(ep.device) if ep.device.type == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+    }

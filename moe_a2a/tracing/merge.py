@@ -1,0 +1,113 @@
+"""The records of all ranks become one timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_a2a.tracing import arrows, clocks
+from moe_a2a.tracing.records import KERNEL, Columns, RankRecords, decode
+from moe_a2a.tracing.timeline import MOMENTS, PARTIAL_WAIT, ROW_WAIT, SEND, SIGNAL, SLICE, Timeline
+
+FORMAT = "moe_a2a trace 1"
+# What carries or awaits one row: their argument `bytes` is a row's.
+ROW_NAMES = (SEND, SIGNAL, ROW_WAIT, PARTIAL_WAIT)
+
+
+def merge(ranks: Sequence[RankRecords], configuration: dict[str, Any], row_bytes: int) -> Timeline:
+    """configuration: of the ExpertParallel, for `about`; row_bytes: of one row of `hidden` values."""
+    columns = [decode(r) for r in ranks]
+    times, rank_clocks = clocks.align(ranks, columns)
+    names, numbers = _names(ranks)
+    slices = np.concatenate([_slices(r, c, numbers) for r, c in zip(ranks, columns, strict=True)])
+    timeline = Timeline(slices, np.empty(0, dtype=arrows.ARROW), names, {"operations": list(ranks[0].operations)})
+    slices["bytes"][timeline.named(*ROW_NAMES)] = row_bytes
+    slices["instant"][timeline.named(*MOMENTS)] = 1
+
+    exact = np.concatenate(times, axis=1)  # with fractions of a nanosecond
+    _set_times(slices, exact)
+    if len(ranks) == configuration["num_ranks"]:  # alone, after an exception: nobody to point at
+        has_drops = np.array([r.segment_dropped.sum() > 0 for r in ranks])
+        timeline.arrows = arrows.match(timeline, np.array([c.error_ns for c in rank_clocks]), has_drops)
+        move = clocks.tighten(rank_clocks, _slack(timeline, exact, [clock_step_ns(r) for r in ranks]))
+        if move is not None:
+            exact += move[slices["rank"]]
+            _set_times(slices, exact)
+    latency = slices["end_ns"][timeline.arrows["sink"]] - slices["begin_ns"][timeline.arrows["source"]]
+    slices["after_signal_ns"][timeline.arrows["sink"]] = np.maximum(latency, 0)
+    timeline.about |= _about(ranks, rank_clocks, configuration, timeline, latency)
+    return timeline
+
+
+def clock_step_ns(rank: RankRecords) -> float:
+    return 1e9 * rank.clock_step_ticks / rank.ticks_per_second
+
+
+def _names(ranks: Sequence[RankRecords]) -> tuple[list[str], dict[str, int]]:
+    names = list(dict.fromkeys(name for r in ranks for name in [*r.kinds, *r.operations]))
+    return names, {name: number for number, name in enumerate(names)}
+
+
+def _slices(rank: RankRecords, columns: Columns, numbers: dict[str, int]) -> np.ndarray:
+    """All but the times. A launch has the name of its operation; numbers without a name show as such."""
+    slices = np.full(len(columns.kind), -1, SLICE)
+    kinds = [numbers[name] for name in rank.kinds]
+    operations = [numbers[name] for name in rank.operations]
+    is_kernel = columns.kind == rank.kinds.index(KERNEL)
+    slices["rank"] = rank.rank
+    slices["block"], slices["warp"] = np.divmod(columns.segment, rank.warps_per_block)
+    slices["name"] = np.take(kinds, columns.kind)
+    slices["name"][is_kernel] = np.take(operations, columns.token[is_kernel])
+    slices["peer"] = columns.peer
+    slices["token"] = np.where(is_kernel, -1, columns.token)
+    slices["polls"] = np.where(columns.polls > 0, columns.polls, -1)
+    slices["instant"] = 0
+    return slices
+
+
+def _set_times(slices: np.ndarray, exact: np.ndarray) -> None:
+    """Whole nanoseconds since the first record of all. Rounding down keeps what nests nested."""
+    first = exact[0].min() if exact.size else 0.0
+    slices["begin_ns"], slices["end_ns"] = np.floor(exact - first)
+
+
+def _slack(timeline: Timeline, exact: np.ndarray, step_ns: Sequence[float]) -> np.ndarray:
+    """[R src, R dst]: the least time from a signal to the end of its wait, and the clocks' steps."""
+    source, sink = timeline.arrows["source"], timeline.arrows["sink"]
+    src, dst = timeline.slices["rank"][source], timeline.slices["rank"][sink]
+    slack = np.full((len(step_ns), len(step_ns)), np.inf)
+    np.minimum.at(slack, (src, dst), exact[1][sink] - exact[0][source])
+    return slack + np.maximum.outer(step_ns, step_ns)
+
+
+def _about(ranks, rank_clocks, configuration, timeline: Timeline, latency: np.ndarray) -> dict[str, Any]:
+    errors = np.array([c.error_ns for c in rank_clocks])
+    source, sink = timeline.arrows["source"], timeline.arrows["sink"]
+    pair_error = errors[timeline.slices["rank"][source]] + errors[timeline.slices["rank"][sink]]
+    tokens_per_expert = [r.tokens_per_expert for r in ranks]
+    counted = all(t is not None for t in tokens_per_expert)
+    return {
+        "format": FORMAT,
+        "configuration": configuration,
+        "clock": "nanoseconds of rank 0's clock since the first record",
+        "arrows": len(timeline.arrows),
+        "arrows_backwards": int((latency < 0).sum()),
+        "arrows_backwards_beyond_clock_error": int((latency < -np.ceil(pair_error)).sum()),
+        "ranks": [
+            {
+                "rank": r.rank,
+                "records_attempted": int(r.segment_written.sum() + r.segment_dropped.sum()),
+                "records_written": int(r.segment_written.sum()),
+                "records_dropped": int(r.segment_dropped.sum()),
+                "clock_error_ns": round(float(c.error_ns), 1),
+                "clock_step_ns": round(clock_step_ns(r), 3),
+                "clock_offset_ns": round(float(c.offset_ns), 1),
+                "clock_drift_ns": round(float(c.drift_ns), 1),
+                **r.notes,
+            }
+            for r, c in zip(ranks, rank_clocks, strict=True)
+        ],
+        "tokens_per_expert": np.sum(tokens_per_expert, axis=0).tolist() if counted else [],
+    }
