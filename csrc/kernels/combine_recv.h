@@ -50,6 +50,7 @@ struct CombineRecv {
                        c.ws.combine_refusal.at(args.buffer, r), args.attempt);
     }
     if (group.any(!good)) return false;  // also what lets the other threads read what the waiting ones have acquired
+    const uint64_t start = trace_now(c.trace());
     with_element_type(c.config.dtype, [&](auto element) {
       using T = decltype(element);
       const auto sum_of = [&](int r) -> const T* {
@@ -59,6 +60,7 @@ struct CombineRecv {
       T* target = reinterpret_cast<T*>(args.combined_x) + static_cast<int64_t>(token) * c.config.hidden;
       add_rows(group, c.config.hidden, args.vector_rows, terms, target);
     });
+    record(c.trace(), group, {.kind = TraceKind::kReduce, .begin = start, .token = token});
     return true;
   }
 };

@@ -106,7 +106,8 @@ struct CombineSend {
   // Pairs with wait_for() in combine_recv.
   MOE_A2A_DEVICE static void signal_sum(const Args& args, const Item& item, uint64_t epoch) {
     const Context& c = args.context;
-    signal_many(c.heap, item.members, c.ws.combine_signal.at(args.buffer, c.heap.rank, item.token), epoch);
+    signal_many(c.heap, item.members, c.ws.combine_signal.at(args.buffer, c.heap.rank, item.token), epoch, 0, c.trace(),
+                item.token);
   }
 
   // A row that the caller has summed is sent as it is; otherwise its sum is formed in registers on its way.
@@ -116,18 +117,21 @@ struct CombineSend {
     const Context& c = args.context;
     const int row = c.ws.landed_row(args.buffer, landed_of(c, num_rows, unit));
     const Item item = item_of(args, row);
+    const int owner = item.members.first();
+    const uint64_t start = trace_now(c.trace());
     if (args.presummed) {
       sender.send({.values = args.y[row], .num_value_bytes = row_bytes(args)}, item);
+      record(c.trace(), group, {.kind = TraceKind::kSend, .begin = start, .peer = owner, .token = item.token});
       return;
     }
     with_element_type(c.config.dtype, [&](auto element) {
       using T = decltype(element);
       const Terms<T> terms = terms_of<T>(args, group, memory, row, item);
-      add_rows(group, c.config.hidden, args.vector_rows, terms,
-               reinterpret_cast<T*>(Target{args}(item, item.members.first())));
+      add_rows(group, c.config.hidden, args.vector_rows, terms, reinterpret_cast<T*>(Target{args}(item, owner)));
     });
     group.release_sync();
     signal(item);
+    record(c.trace(), group, {.kind = TraceKind::kSum, .begin = start, .peer = owner, .token = item.token});
   }
 
   // The outputs of the row's local experts, choice by choice in k order: the order of addition is part of the contract.

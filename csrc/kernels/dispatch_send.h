@@ -58,6 +58,7 @@ struct DispatchSend {
     const RankSet all = RankSet::all(c.heap.num_ranks);
     const int num_chunks = args.num_tokens == 0 ? 1 : (args.num_tokens + kTableChunk - 1) / kTableChunk;
     for (int chunk = grid.rank(); chunk < num_chunks; chunk += grid.size()) {
+      const uint64_t start = trace_now(c.trace());
       const int begin = chunk * kTableChunk * num_topk;
       const int rest = args.num_tokens * num_topk - begin;
       const int count = rest < kTableChunk * num_topk ? rest : kTableChunk * num_topk;
@@ -77,6 +78,7 @@ struct DispatchSend {
         const uint32_t payload = chunk == 0 ? static_cast<uint32_t>(args.num_tokens) : 0;
         signal_many(c.heap, all, c.ws.table_signal.at(args.buffer, me, chunk), epoch, payload);
       }
+      record(c.trace(), block, {.kind = TraceKind::kRoute, .begin = start, .token = chunk * kTableChunk});
     }
   }
 
@@ -118,7 +120,8 @@ struct DispatchSend {
   // Pairs with wait_for() in dispatch_recv's receive_rows().
   MOE_A2A_DEVICE static void signal_row(const Args& args, const Item& item, uint64_t epoch) {
     const Context& c = args.context;
-    signal_many(c.heap, item.members, c.ws.row_signal.at(args.buffer, c.heap.rank, item.token), epoch);
+    signal_many(c.heap, item.members, c.ws.row_signal.at(args.buffer, c.heap.rank, item.token), epoch, 0, c.trace(),
+                item.token);
   }
 
   // Reads the row once, has it written to each destination; its signal follows when the stores are done.
@@ -127,6 +130,7 @@ struct DispatchSend {
     const MoeConfig& config = args.context.config;
     const Item item{destinations(args, token), token};
     if (item.members.empty()) return;
+    const uint64_t start = trace_now(args.context.trace());
     if (args.quantize) {
       std::byte* staged = sender.open_stage();
       with_element_type(args.x_dtype, [&](auto element) {
@@ -134,15 +138,16 @@ struct DispatchSend {
         quantize_row(group, config, args.vector_rows, reinterpret_cast<const T*>(args.x[token]), staged);
       });
       sender.send_staged(config.row_bytes(DType::kFloat8), item);
-      return;
+    } else {
+      const bool has_scales = args.x_dtype == DType::kFloat8;
+      sender.send({.values = args.x[token],
+                   .num_value_bytes = static_cast<int64_t>(config.hidden) * size_of(args.x_dtype),
+                   .scales = has_scales ? args.x_scales[token] : nullptr,
+                   .num_scale_bytes = has_scales ? config.num_scales() * int64_t{4} : 0,
+                   .scales_offset = config.scales_offset()},
+                  item);
     }
-    const bool has_scales = args.x_dtype == DType::kFloat8;
-    sender.send({.values = args.x[token],
-                 .num_value_bytes = static_cast<int64_t>(config.hidden) * size_of(args.x_dtype),
-                 .scales = has_scales ? args.x_scales[token] : nullptr,
-                 .num_scale_bytes = has_scales ? config.num_scales() * int64_t{4} : 0,
-                 .scales_offset = config.scales_offset()},
-                item);
+    record(args.context.trace(), group, {.kind = TraceKind::kSend, .begin = start, .token = token});
   }
 };
 
