@@ -19,7 +19,7 @@ int64_t thread_id(int32_t rank, size_t track) { return process_id(rank) * 1'000'
 class Writer {
  public:
   Writer(const Timeline& timeline, const Sink& sink)
-      : timeline_(timeline), tracks_(lay_out(timeline.slices)), ends_(ends_of(timeline)), out_(sink) {}
+      : timeline_(timeline), tracks_(lay_out(timeline)), ends_(ends_of(timeline)), out_(sink) {}
 
   void write() {
     const Json about = Json::parse(timeline_.about);
@@ -78,27 +78,30 @@ class Writer {
     if (slice.token != kNone) args["token"] = slice.token;
     if (slice.polls != kNone) args["polls"] = slice.polls;
     if (slice.bytes != kNone) args["bytes"] = slice.bytes;
-    if (slice.after_signal_ns != kNone) args["after_signal_ns"] = slice.after_signal_ns;
+    write_span(pid, tid, timeline_.slice_names[slice.name], slice.begin_ns, slice.end_ns, std::move(args));
+    if (ends_.leaving[i] != kNone) write_arrow_end("s", pid, tid, slice.begin_ns, ends_.leaving[i]);
+    if (const int64_t arrow = ends_.arriving[i]; arrow != kNone) {
+      const int64_t begin_ns = flight_begin_ns(timeline_, arrow);
+      write_span(pid, tid, kFlight, begin_ns, slice.end_ns, {{"peer", slice.peer}, {"token", slice.token}});
+      write_arrow_end("f", pid, tid, begin_ns, arrow);
+    }
+  }
+
+  void write_span(int64_t pid, int64_t tid, const std::string& name, int64_t begin_ns, int64_t end_ns, Json args) {
     event({{"ph", "X"},
            {"pid", pid},
            {"tid", tid},
-           {"name", timeline_.slice_names[slice.name]},
-           {"ts", microseconds(slice.begin_ns)},
-           {"dur", microseconds(slice.end_ns - slice.begin_ns)},
+           {"name", name},
+           {"ts", microseconds(begin_ns)},
+           {"dur", microseconds(end_ns - begin_ns)},
            {"args", std::move(args)}});
-    // A reader binds these to the last slice before them in the file: the one above.
-    if (ends_.leaving[i] != kNone) write_arrow_end("s", pid, tid, slice.begin_ns, ends_.leaving[i]);
-    if (ends_.arriving[i] != kNone) write_arrow_end("f", pid, tid, slice.end_ns, ends_.arriving[i]);
   }
 
+  // A reader binds it to the last slice before it in the file.
   void write_arrow_end(const char* phase, int64_t pid, int64_t tid, int64_t time_ns, int64_t arrow) {
-    Json end{{"ph", phase},
-             {"pid", pid},
-             {"tid", tid},
-             {"name", "signal"},
-             {"cat", "signal"},
-             {"id", arrow},
-             {"ts", microseconds(time_ns)}};
+    Json end{{"ph", phase}, {"pid", pid}, {"tid", tid}, {"name", "signal"}, {"cat", "signal"}};
+    end["id"] = arrow;
+    end["ts"] = microseconds(time_ns);
     if (*phase == 'f') end["bp"] = "e";
     event(end);
   }

@@ -13,7 +13,7 @@ using Json = nlohmann::ordered_json;
 using Message = protozero::pbf_writer;
 
 constexpr uint32_t kSequence = 1;
-constexpr const char* kArguments[] = {"peer", "token", "polls", "bytes", "after_signal_ns"};
+constexpr const char* kArguments[] = {"peer", "token", "polls", "bytes"};
 
 uint64_t process_uuid(int32_t rank) { return static_cast<uint64_t>(rank + 1) << 32; }
 uint64_t track_uuid(int32_t rank, size_t track) { return process_uuid(rank) + 1 + track; }
@@ -48,7 +48,7 @@ void annotate(Message& annotation, const Json& value) {
 class Writer {
  public:
   Writer(const Timeline& timeline, const Sink& sink)
-      : timeline_(timeline), tracks_(lay_out(timeline.slices)), ends_(ends_of(timeline)), out_(sink) {}
+      : timeline_(timeline), tracks_(lay_out(timeline)), ends_(ends_of(timeline)), out_(sink) {}
 
   void write() {
     write_names();
@@ -86,6 +86,7 @@ class Writer {
       };
       uint64_t iid = 0;
       for (const std::string& name : timeline_.slice_names) intern(interned_field::kEventNames, ++iid, name);
+      intern(interned_field::kEventNames, ++iid, kFlight);
       iid = 0;
       for (const char* name : kArguments) intern(interned_field::kDebugAnnotationNames, ++iid, name);
     });
@@ -155,18 +156,22 @@ class Writer {
 
   // A slice ends before the next one begins that does not lie inside it.
   void write_track(const Track& track, uint64_t uuid) {
-    std::vector<int64_t> open;
+    std::vector<int64_t> ends;
     const auto close = [&] {
-      write_end(uuid, open.back());
-      open.pop_back();
+      event(ends.back(), uuid, event_field::kSliceEnd, [](Message&) {});
+      ends.pop_back();
     };
     for (const int64_t i : track.slices) {
       const Slice& slice = timeline_.slices[i];
-      while (!open.empty() && timeline_.slices[open.back()].end_ns <= slice.begin_ns) close();
+      while (!ends.empty() && ends.back() <= slice.begin_ns) close();
       write_begin(uuid, i);
-      if (!slice.instant) open.push_back(i);
+      if (!slice.instant) ends.push_back(slice.end_ns);
+      if (ends_.arriving[i] != kNone) {
+        write_flight_begin(uuid, slice, ends_.arriving[i]);
+        ends.push_back(slice.end_ns);
+      }
     }
-    while (!open.empty()) close();
+    while (!ends.empty()) close();
   }
 
   void write_begin(uint64_t track, int64_t i) {
@@ -174,22 +179,29 @@ class Writer {
     const int type = slice.instant ? event_field::kInstant : event_field::kSliceBegin;
     event(slice.begin_ns, track, type, [&](Message& event) {
       event.add_uint64(event_field::kNameIid, static_cast<uint64_t>(slice.name) + 1);
-      const int64_t values[] = {slice.peer, slice.token, slice.polls, slice.bytes, slice.after_signal_ns};
-      for (size_t a = 0; a < std::size(kArguments); ++a) {
-        if (values[a] == kNone) continue;
-        Message annotation(event, event_field::kDebugAnnotations);
-        annotation.add_uint64(annotation_field::kNameIid, a + 1);
-        annotation.add_int64(annotation_field::kInt, values[a]);
-      }
+      annotate_with(event, {slice.peer, slice.token, slice.polls, slice.bytes});
       if (ends_.leaving[i] != kNone) event.add_fixed64(event_field::kFlowIds, flow_id(ends_.leaving[i]));
     });
   }
 
-  // A wait is reached by its arrow when it ends: its begin may lie before the signal.
-  void write_end(uint64_t track, int64_t i) {
-    event(timeline_.slices[i].end_ns, track, event_field::kSliceEnd, [&](Message& event) {
-      if (ends_.arriving[i] != kNone) event.add_fixed64(event_field::kTerminatingFlowIds, flow_id(ends_.arriving[i]));
+  void write_flight_begin(uint64_t track, const Slice& wait, int64_t arrow) {
+    event(flight_begin_ns(timeline_, arrow), track, event_field::kSliceBegin, [&](Message& event) {
+      event.add_uint64(event_field::kNameIid, timeline_.slice_names.size() + 1);
+      annotate_with(event, {wait.peer, wait.token});
+      event.add_fixed64(event_field::kTerminatingFlowIds, flow_id(arrow));
     });
+  }
+
+  // In the order of kArguments.
+  static void annotate_with(Message& event, std::initializer_list<int64_t> values) {
+    uint64_t iid = 0;
+    for (const int64_t value : values) {
+      ++iid;
+      if (value == kNone) continue;
+      Message annotation(event, event_field::kDebugAnnotations);
+      annotation.add_uint64(annotation_field::kNameIid, iid);
+      annotation.add_int64(annotation_field::kInt, value);
+    }
   }
 
   static uint64_t flow_id(int64_t arrow) { return static_cast<uint64_t>(arrow) + 1; }

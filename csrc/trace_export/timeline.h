@@ -18,7 +18,6 @@ struct Slice {
   int64_t begin_ns;
   int64_t end_ns;
   int64_t bytes;
-  int64_t after_signal_ns;  // of a wait: from the peer's signal to this slice's end
   int32_t rank;
   int32_t block;
   int32_t warp;
@@ -30,6 +29,10 @@ struct Slice {
 };
 
 // From the slice that gave a signal to the wait that ended by it: indices into Timeline::slices.
+//
+// In the file an arrow ends in a slice "flight", the last part of the wait, from the signal on. An arrow to the wait
+// itself would be turned around: of two slices Perfetto takes the one that begins first for the source, and the UI
+// draws an arrow to the left edge of its sink.
 struct Arrow {
   int64_t source;
   int64_t sink;

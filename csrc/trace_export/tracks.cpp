@@ -29,40 +29,49 @@ class WarpTracks {
         rank_(first.rank),
         name_("block " + std::to_string(first.block) + " warp " + std::to_string(first.warp)) {}
 
-  void add(std::span<const Slice> slices, int64_t i) {
-    const Slice& slice = slices[i];
+  void add(const Slice& slice, int64_t i, bool takes_others) {
     for (size_t lane = 0;; ++lane) {
       if (lane == open_.size()) {
         tracks_.push_back({rank_, lane == 0 ? name_ : name_ + " (" + std::to_string(lane + 1) + ")", {}});
         open_.emplace_back();
       }
-      std::vector<int64_t>& ends = open_[lane];  // of the slices that the next one may lie in, the innermost last
-      while (!ends.empty() && ends.back() <= slice.begin_ns) ends.pop_back();
-      if (!ends.empty() && ends.back() < slice.end_ns) continue;
-      ends.push_back(slice.end_ns);
+      std::vector<Open>& open = open_[lane];
+      while (!open.empty() && open.back().end_ns <= slice.begin_ns) open.pop_back();
+      if (!open.empty() && (!open.back().takes_others || open.back().end_ns < slice.end_ns)) continue;
+      open.push_back({slice.end_ns, takes_others});
       tracks_[first_track_ + lane].slices.push_back(i);
       return;
     }
   }
 
  private:
+  // A slice that the next one may lie in.
+  struct Open {
+    int64_t end_ns;
+    bool takes_others;
+  };
+
   std::vector<Track>& tracks_;
   size_t first_track_;
   int32_t rank_;
   std::string name_;
-  std::vector<std::vector<int64_t>> open_;
+  std::vector<std::vector<Open>> open_;  // per lane, the innermost last
 };
 
 }  // namespace
 
-std::vector<Track> lay_out(std::span<const Slice> slices) {
+std::vector<Track> lay_out(const Timeline& timeline) {
+  const std::span<const Slice> slices = timeline.slices;
+  const std::vector<int64_t> arriving = ends_of(timeline).arriving;
   const auto warp_of = [&](int64_t i) { return std::tuple(slices[i].rank, slices[i].block, slices[i].warp); };
   const std::vector<int64_t> order = nesting_order(slices);
   std::vector<Track> tracks;
   for (size_t i = 0; i < order.size();) {
     const auto warp = warp_of(order[i]);
     WarpTracks warp_tracks(tracks, slices[order[i]]);
-    for (; i < order.size() && warp_of(order[i]) == warp; ++i) warp_tracks.add(slices, order[i]);
+    for (; i < order.size() && warp_of(order[i]) == warp; ++i) {
+      warp_tracks.add(slices[order[i]], order[i], arriving[order[i]] == kNone);
+    }
   }
   return tracks;
 }
@@ -75,6 +84,11 @@ ArrowEnds ends_of(const Timeline& timeline) {
     ends.arriving[timeline.arrows[i].sink] = static_cast<int64_t>(i);
   }
   return ends;
+}
+
+int64_t flight_begin_ns(const Timeline& timeline, int64_t arrow) {
+  const Slice& wait = timeline.slices[timeline.arrows[arrow].sink];
+  return std::clamp(timeline.slices[timeline.arrows[arrow].source].begin_ns + 1, wait.begin_ns, wait.end_ns);
 }
 
 std::vector<int32_t> ranks_of(const Timeline& timeline) {

@@ -16,15 +16,21 @@ struct Track {
 };
 
 // All tracks, by rank, block, warp. A warp has one; where its threads were in waits at once that end across each other,
-// it has another one for each that does not fit on those before.
-std::vector<Track> lay_out(std::span<const Slice> slices);
+// it has another one for each that does not fit on those before. Nothing lies inside a wait that an arrow ends in, but
+// its flight.
+std::vector<Track> lay_out(const Timeline& timeline);
 
-// The slice's arrow, or kNone. An arrow's number is its index in the timeline.
+// The arrows that leave and reach each slice, kNone: no arrow. An arrow's number is its index in the timeline.
 struct ArrowEnds {
-  std::vector<int64_t> leaving;   // per slice
-  std::vector<int64_t> arriving;  // per slice
+  std::vector<int64_t> leaving;
+  std::vector<int64_t> arriving;
 };
 ArrowEnds ends_of(const Timeline& timeline);
+
+// When the flight of an arrow begins: after the signal, or a reader that meets the sink first loses the arrow; and
+// inside its wait, whatever the clocks say.
+int64_t flight_begin_ns(const Timeline& timeline, int64_t arrow);
+inline constexpr const char* kFlight = "flight";
 
 // The ranks that have a slice or a sample, in ascending order.
 std::vector<int32_t> ranks_of(const Timeline& timeline);

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from moe_a2a.tracing.trace_file import TraceFile, read
+from moe_a2a.tracing.trace_file import FLIGHT, TraceFile, read
 
-SINK_NAMES = {"row_wait", "partial_wait"}
+WAITS_WITH_ARROWS = {"row_wait", "partial_wait"}
 MAX_SHOWN = 5  # problems of one kind
 
 
@@ -85,26 +85,32 @@ def _flows(file: TraceFile) -> list[str]:
         if len(sources) != 1 or len(sinks) != 1:
             problems.append(f"flow {flow} has {len(sources)} sources and {len(sinks)} sinks")
             continue
-        (source_at, source_ns), (sink_at, sink_ns) = sources[0], sinks[0]
-        source, sink = file.slices[source_at], file.slices[sink_at]
-        from_rank, to_rank = file.rank_of(source.track), file.rank_of(sink.track)
-        if source.name != "signal" or sink.name not in SINK_NAMES:
-            problems.append(f"flow {flow} goes from {source.name} to {sink.name}")
-        if (source.arguments["peer"], from_rank) != (to_rank, sink.arguments["peer"]):
-            problems.append(f"flow {flow}: rank {from_rank} told {source.arguments}, {to_rank} heard {sink.arguments}")
-        if source.arguments["token"] != sink.arguments["token"]:
-            problems.append(f"flow {flow} is of token {source.arguments['token']} and {sink.arguments['token']}")
-        if not source.begin_ns <= source_ns <= source.end_ns or sink_ns != sink.end_ns:
+        (source_at, source_ns), (flight_at, flight_ns) = sources[0], sinks[0]
+        source, wait, flight = file.slices[source_at], file.slices[flight_at - 1], file.slices[flight_at]
+        from_rank, to_rank = file.rank_of(source.track), file.rank_of(wait.track)
+        if (source.name, flight.name) != ("signal", FLIGHT) or wait.name not in WAITS_WITH_ARROWS:
+            problems.append(f"flow {flow} goes from {source.name} to {flight.name} of {wait.name}")
+            continue
+        if flight.track != wait.track or flight.begin_ns < wait.begin_ns or flight.end_ns != wait.end_ns:
+            problems.append(f"flow {flow}: its flight is not the last part of its wait")
+        if (source.arguments["peer"], from_rank) != (to_rank, wait.arguments["peer"]):
+            problems.append(f"flow {flow}: rank {from_rank} told {source.arguments}, {to_rank} heard {wait.arguments}")
+        if source.arguments["token"] != wait.arguments["token"]:
+            problems.append(f"flow {flow} is of token {source.arguments['token']} and {wait.arguments['token']}")
+        if not source.begin_ns <= source_ns <= source.end_ns or flight_ns != flight.begin_ns:
             problems.append(f"flow {flow} leaves or arrives beside its slice")
-        if sink_ns < source_ns - error_ns[from_rank] - error_ns[to_rank] - 2:  # times are rounded down
-            problems.append(f"flow {flow} goes back by {source_ns - sink_ns} ns, more than the clocks may err")
+        if wait.end_ns < source_ns - error_ns[from_rank] - error_ns[to_rank] - 2:  # times are rounded down
+            problems.append(f"flow {flow} goes back by {source_ns - wait.end_ns} ns, more than the clocks may err")
+    flights = sum(s.name == FLIGHT for s in file.slices)
+    if flights != len(file.sources):
+        problems.append(f"{len(file.sources)} flows, {flights} flights")
     if len(file.sources) != file.about["arrows"]:
         problems.append(f"{len(file.sources)} flows, {file.about['arrows']} in the metadata")
     return problems
 
 
 def _counts(file: TraceFile) -> list[str]:
-    found = Counter(file.rank_of(s.track) for s in file.slices)
+    found = Counter(file.rank_of(s.track) for s in file.slices if s.name != FLIGHT)
     problems = []
     for rank in file.about["ranks"]:
         number, written, dropped = rank["rank"], rank["records_written"], rank["records_dropped"]

@@ -36,7 +36,6 @@ def merge(ranks: Sequence[RankRecords], configuration: dict[str, Any], row_bytes
             exact += move[slices["rank"]]
             _set_times(slices, exact)
     latency = slices["end_ns"][timeline.arrows["sink"]] - slices["begin_ns"][timeline.arrows["source"]]
-    slices["after_signal_ns"][timeline.arrows["sink"]] = np.maximum(latency, 0)
     timeline.about |= _about(ranks, rank_clocks, configuration, timeline, latency)
     return timeline
 

@@ -13,7 +13,6 @@ SLICE = np.dtype(
         ("begin_ns", "i8"),
         ("end_ns", "i8"),
         ("bytes", "i8"),
-        ("after_signal_ns", "i8"),
         ("rank", "i4"),
         ("block", "i4"),
         ("warp", "i4"),

@@ -13,7 +13,8 @@ import numpy as np
 from moe_a2a.tracing.timeline import ARROW, SLICE, Timeline
 
 ABOUT = "about this trace"
-ARGUMENTS = ("peer", "token", "polls", "bytes", "after_signal_ns")
+FLIGHT = "flight"  # the last part of a wait, from the signal on: where its arrow ends
+ARGUMENTS = ("peer", "token", "polls", "bytes")
 
 
 @dataclass
@@ -65,30 +66,30 @@ def read(path: str | Path) -> TraceFile:
 
 
 def to_timeline(file: TraceFile) -> Timeline:
-    """For a summary or a picture of a file of ours."""
+    """For a summary or a picture of a file of ours. An arrow ends in its wait again, the slice before its flight."""
     if not file.about:
         raise ValueError(f'the file has no event "{ABOUT}": it is not one of ours')
-    names = list(dict.fromkeys([*file.about["operations"], *(s.name for s in file.slices)]))
+    kept = [s for s in file.slices if s.name != FLIGHT]
+    place = np.cumsum([s.name != FLIGHT for s in file.slices]) - 1  # of a flight: its wait's
+    names = list(dict.fromkeys([*file.about["operations"], *(s.name for s in kept)]))
     numbers = {name: number for number, name in enumerate(names)}
-    slices = np.full(len(file.slices), -1, SLICE)
-    slices["begin_ns"] = [s.begin_ns for s in file.slices]
-    slices["end_ns"] = [s.end_ns for s in file.slices]
-    slices["name"] = [numbers[s.name] for s in file.slices]
-    places = {track: _place(file, track) for track in file.tracks}
-    for column, values in zip(
-        ("rank", "block", "warp"), zip(*(places[s.track] for s in file.slices), strict=True), strict=True
-    ):
-        slices[column] = values
+    slices = np.full(len(kept), -1, SLICE)
+    slices["begin_ns"] = [s.begin_ns for s in kept]
+    slices["end_ns"] = [s.end_ns for s in kept]
+    slices["name"] = [numbers[s.name] for s in kept]
+    warps = {track: _warp_of(file, track) for track in file.tracks}
+    for at, column in enumerate(("rank", "block", "warp")):
+        slices[column] = [warps[s.track][at] for s in kept]
     for name in ARGUMENTS:
-        slices[name] = [s.arguments.get(name, -1) for s in file.slices]
+        slices[name] = [s.arguments.get(name, -1) for s in kept]
     timeline = Timeline(slices, np.empty(0, ARROW), names, file.about)
     slices["instant"] = timeline.named("signal", "gave_up")
-    pairs = [(ends[0][0], file.sinks[flow][0][0]) for flow, ends in file.sources.items() if flow in file.sinks]
+    pairs = [(place[ends[0][0]], place[file.sinks[flow][0][0]]) for flow, ends in file.sources.items()]
     timeline.arrows = np.array(pairs, dtype=np.int64).reshape(-1, 2).view(ARROW).reshape(-1)
     return timeline
 
 
-def _place(file: TraceFile, track: Any) -> tuple[int, int, int]:
+def _warp_of(file: TraceFile, track: Any) -> tuple[int, int, int]:
     named = re.match(r"block (\d+) warp (\d+)", file.tracks[track][1])
     block, warp = (int(named[1]), int(named[2])) if named else (-1, -1)
     return file.rank_of(track), block, warp

@@ -29,7 +29,7 @@ def test_what_is_written_holds_together_and_says_the_same(timeline, tmp_path, en
     path = export.save(timeline, tmp_path / f"trace{ending}")
     file = read(path)
     assert check_file(file) == []
-    assert len(file.slices) == len(timeline.slices) and len(file.sources) == len(timeline.arrows) > 0
+    assert len(file.slices) == len(timeline.slices) + len(timeline.arrows) and len(file.sources) == len(timeline.arrows) > 0
     assert str(summarize(to_timeline(file))) == str(summarize(timeline))
     assert file.about == json.loads(json.dumps(timeline.about))
 
@@ -168,4 +168,4 @@ def test_a_file_that_is_cut_is_refused(timeline, tmp_path):
 
 
 def test_the_record_is_the_exporters():
-    assert SLICE.itemsize == 64  # no padding: _core refuses any other layout
+    assert SLICE.itemsize == 56  # no padding: _core refuses any other layout
