@@ -12,9 +12,11 @@ using Json = nlohmann::ordered_json;
 
 double microseconds(int64_t ns) { return static_cast<double>(ns) / 1000; }
 
-// Ids of 0 are the kernel's idle task to Perfetto, and those of a process and its first thread are its main thread's.
-int64_t process_id(int32_t rank) { return rank + 1; }
-int64_t thread_id(int32_t rank, size_t track) { return process_id(rank) * 1'000'000 + static_cast<int64_t>(track) + 1; }
+// Perfetto shows the ids behind the names. Small ones are taken: 0 is the kernel's idle task, and a thread with its
+// process's id is the main thread.
+int64_t process_id(int32_t rank) { return 1000 + rank; }
+constexpr int64_t kAboutThread = 10'000;
+int64_t thread_id(size_t track) { return kAboutThread + 1 + static_cast<int64_t>(track); }
 
 class Writer {
  public:
@@ -27,16 +29,10 @@ class Writer {
     write_names();
     write_about(about);
     for (size_t t = 0; t < tracks_.size(); ++t) {
-      const int64_t pid = process_id(tracks_[t].rank), tid = thread_id(tracks_[t].rank, t);
+      const int64_t pid = process_id(tracks_[t].rank), tid = thread_id(t);
       for (const int64_t i : tracks_[t].slices) write_slice(pid, tid, i);
     }
-    for (const CounterSample& sample : timeline_.samples) {
-      event({{"ph", "C"},
-             {"pid", process_id(sample.rank)},
-             {"name", timeline_.counter_names[sample.name]},
-             {"ts", microseconds(sample.time_ns)},
-             {"args", {{"value", sample.value}}}});
-    }
+    for (const CounterSample& sample : timeline_.samples) write_sample(sample);
     out_.text += "\n]}\n";
     out_.flush();
   }
@@ -59,7 +55,7 @@ class Writer {
       name("process_sort_index", process_id(rank), 0, "sort_index", rank);
     }
     for (size_t t = 0; t < tracks_.size(); ++t) {
-      const int64_t pid = process_id(tracks_[t].rank), tid = thread_id(tracks_[t].rank, t);
+      const int64_t pid = process_id(tracks_[t].rank), tid = thread_id(t);
       name("thread_name", pid, tid, "name", tracks_[t].name);
       name("thread_sort_index", pid, tid, "sort_index", t);
     }
@@ -68,7 +64,20 @@ class Writer {
   // Perfetto shows no otherData: once more as an event that can be clicked.
   void write_about(const Json& about) {
     if (tracks_.empty()) return;
-    event({{"ph", "i"}, {"s", "g"}, {"pid", 1}, {"tid", 0}, {"ts", 0}, {"name", "about this trace"}, {"args", about}});
+    const int64_t pid = process_id(tracks_.front().rank);
+    name("thread_name", pid, kAboutThread, "name", kAbout);
+    event({{"ph", "i"}, {"s", "t"}, {"pid", pid}, {"tid", kAboutThread}, {"ts", 0}, {"name", kAbout}, {"args", about}});
+  }
+
+  // A counter's name is shown with the key of its value behind it: its own last word.
+  void write_sample(const CounterSample& sample) {
+    const std::string& name = timeline_.counter_names[sample.name];
+    const size_t space = name.rfind(' ');
+    event({{"ph", "C"},
+           {"pid", process_id(sample.rank)},
+           {"name", name.substr(0, space)},
+           {"ts", microseconds(sample.time_ns)},
+           {"args", {{name.substr(space + 1), sample.value}}}});
   }
 
   void write_slice(int64_t pid, int64_t tid, int64_t i) {

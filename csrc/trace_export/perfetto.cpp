@@ -103,12 +103,12 @@ class Writer {
   }
 
   void write_tracks() {
-    track(kAboutUuid, "about this trace", [](Message&) {});
+    track(kAboutUuid, kAbout, [](Message&) {});
     for (const int32_t rank : ranks_of(timeline_)) {
       track(process_uuid(rank), "", [&](Message& track) {
         track.add_enum(track_field::kChildOrdering, track_field::kExplicitOrder);
         Message process(track, track_field::kProcess);
-        process.add_int32(track_field::kProcessPid, rank + 1);
+        process.add_int32(track_field::kProcessPid, 1000 + rank);  // 0 is the kernel's idle task
         process.add_string(track_field::kProcessName, "rank " + std::to_string(rank));
       });
       for (size_t c = 0; c < timeline_.counter_names.size(); ++c) {
@@ -145,7 +145,7 @@ class Writer {
   void write_about() {
     const Json about = Json::parse(timeline_.about);
     event(0, kAboutUuid, event_field::kInstant, [&](Message& event) {
-      event.add_string(event_field::kName, "about this trace");
+      event.add_string(event_field::kName, kAbout);
       for (const auto& [key, value] : about.items()) {
         Message annotation(event, event_field::kDebugAnnotations);
         annotation.add_string(annotation_field::kName, key);

@@ -32,6 +32,9 @@ ArrowEnds ends_of(const Timeline& timeline);
 int64_t flight_begin_ns(const Timeline& timeline, int64_t arrow);
 inline constexpr const char* kFlight = "flight";
 
+// The name of the moment at the beginning that carries Timeline::about.
+inline constexpr const char* kAbout = "about this trace";
+
 // The ranks that have a slice or a sample, in ascending order.
 std::vector<int32_t> ranks_of(const Timeline& timeline);
 

@@ -7,6 +7,7 @@ import numpy as np
 from moe_a2a.tracing.timeline import PARTIAL_WAIT, WAITS, Timeline
 
 NEGLIGIBLE = 0.05  # of the time in launches: below that nobody is at fault
+ALONE = 4.0  # the culprit is waited for that many times as long as the mean of the other ranks
 HOT = 2.0  # an expert with that many times its even share of the choices is hot
 UNEVEN = 1.5  # a rank that receives that many times the mean has more work than the others
 
@@ -25,6 +26,11 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
     if in_launches == 0 or by_peer.sum() < NEGLIGIBLE * in_launches:
         return f"No culprit: waits for other ranks are {_percent(by_peer.sum(), in_launches)} of the time in launches."
     blamed = int(by_peer.argmax())
+    if by_peer[blamed] * (num_ranks - 1) < ALONE * (by_peer.sum() - by_peer[blamed]):
+        return (
+            f"No single culprit: waits are {_percent(by_peer.sum(), in_launches)} of the time in launches, most of them, "
+            f"{_percent(by_peer[blamed], by_peer.sum())}, for rank {blamed}."
+        )
     of_blamed = waits & (slices["peer"] == blamed)
     before, after = _parts(timeline, cause, of_blamed)
     in_combine = durations[of_blamed & timeline.named(PARTIAL_WAIT)].sum() > by_peer[blamed] / 2

@@ -24,9 +24,10 @@ def parse(data: bytes) -> TraceFile:
         elif phase in ("s", "f"):
             _add_flow_end(file, event, last_slice.get(track))
         elif phase == "C":
-            times, values = file.counters.setdefault((event["pid"], event["name"]), ([], []))
-            times.append(_ns(event["ts"]))
-            values.append(event["args"]["value"])
+            for key, value in event["args"].items():
+                times, values = file.counters.setdefault((event["pid"], f"{event['name']} {key}"), ([], []))
+                times.append(_ns(event["ts"]))
+                values.append(value)
         elif phase == "M" and event["name"] == "process_name":
             file.processes[event["pid"]] = event["args"]["name"]
         elif phase == "M" and event["name"] == "thread_name":

@@ -10,12 +10,12 @@ from moe_a2a.tracing.timeline import WAITS, Timeline
 
 HOST = "(before the launch)"
 INSIDE = "(inside a launch)"
-FLIGHT = "(signal to the end of its wait)"
+FLIGHT = "flight"  # from the signal to the end of its wait
 
 
 @dataclass
 class PathStep:
-    """A piece of the path: on that rank, in that launch, that kind of slice (or one of the names above), for so long."""
+    """A piece of the path: on that rank, in that launch, that kind of slice (or one of the above), for so long."""
 
     rank: int
     operation: str

@@ -9,11 +9,11 @@ import numpy as np
 
 from moe_a2a.tracing import arrows, clocks
 from moe_a2a.tracing.records import KERNEL, Columns, RankRecords, decode
-from moe_a2a.tracing.timeline import MOMENTS, PARTIAL_WAIT, ROW_WAIT, SEND, SIGNAL, SLICE, Timeline
+from moe_a2a.tracing.timeline import MOMENTS, PARTIAL_WAIT, ROW_WAIT, SEND, SIGNAL, SLICE, SUM, Timeline
 
 FORMAT = "moe_a2a trace 1"
 # What carries or awaits one row: their argument `bytes` is a row's.
-ROW_NAMES = (SEND, SIGNAL, ROW_WAIT, PARTIAL_WAIT)
+ROW_NAMES = (SEND, SUM, SIGNAL, ROW_WAIT, PARTIAL_WAIT)
 
 
 def merge(ranks: Sequence[RankRecords], configuration: dict[str, Any], row_bytes: int) -> Timeline:

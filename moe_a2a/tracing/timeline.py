@@ -27,7 +27,7 @@ ARROW = np.dtype([("source", "i8"), ("sink", "i8")])
 SAMPLE = np.dtype([("time_ns", "i8"), ("value", "i8"), ("rank", "i4"), ("name", "i4")])
 
 ROW_WAIT, PARTIAL_WAIT, TABLE_WAIT, CREDIT_WAIT = "row_wait", "partial_wait", "table_wait", "credit_wait"
-SIGNAL, SEND, ROUTE = "signal", "send", "route"
+SIGNAL, SEND, SUM, ROUTE = "signal", "send", "sum", "route"
 WAITS = (CREDIT_WAIT, TABLE_WAIT, ROW_WAIT, PARTIAL_WAIT, "peer_wait", "clock_wait")
 MOMENTS = (SIGNAL, "gave_up")
 

@@ -29,7 +29,10 @@ def test_what_is_written_holds_together_and_says_the_same(timeline, tmp_path, en
     path = export.save(timeline, tmp_path / f"trace{ending}")
     file = read(path)
     assert check_file(file) == []
-    assert len(file.slices) == len(timeline.slices) + len(timeline.arrows) and len(file.sources) == len(timeline.arrows) > 0
+    assert (
+        len(file.slices) == len(timeline.slices) + len(timeline.arrows)
+        and len(file.sources) == len(timeline.arrows) > 0
+    )
     assert str(summarize(to_timeline(file))) == str(summarize(timeline))
     assert file.about == json.loads(json.dumps(timeline.about))
 
@@ -85,7 +88,7 @@ def double_a_source(content):
 
 def shift_a_clock(content):
     for event in content["traceEvents"]:
-        if event["pid"] == 3 and "ts" in event:
+        if event["pid"] == 1002 and "ts" in event:
             event["ts"] += 5000  # rank 2, which the others wait for, by 5 ms
 
 
@@ -117,7 +120,7 @@ def turn_a_slice_around(content):
 
 def leave_a_counter_up(content):
     last = [e for e in content["traceEvents"] if e["ph"] == "C"][-1]
-    last["args"]["value"] += 1
+    last["args"] = {key: value + 1 for key, value in last["args"].items()}
 
 
 def lose_the_metadata(content):
