@@ -50,18 +50,19 @@ struct AlignClocks {
   }
 
   MOE_A2A_DEVICE static bool meet(const Context& c, int peer, uint64_t epoch) {
-    signal_many(c.heap, RankSet::only(peer), c.ws.clock_signal.at(c.heap.rank), epoch);
-    return wait_for(c.ws.clock_signal.at(peer), epoch, site_of(peer), c.wait, c.heap);
+    signal_many(c.heap, RankSet::only(peer), c.ws.clock_meeting.at(c.heap.rank), epoch);
+    return wait_for(c.ws.clock_meeting.at(peer), epoch, site_of(peer), c.wait, c.heap);
   }
 
   static constexpr MOE_A2A_DEVICE WaitSite site_of(int peer) { return {Operation::kAlignClocks, Phase::kClock, peer}; }
 
   // The lower rank serves. A message is a signal without a release: nothing is read for its sake before the ranks meet
-  // again, and a fence would be in what is measured. The time of each is left with the peer, and here.
+  // again, and a fence would be in what is measured. It has a word of its own: who comes late to the meeting must not
+  // find a message there, which orders nothing. The time of each is left with the peer, and here.
   MOE_A2A_DEVICE static bool volley(const Args& args, int peer, uint64_t epoch) {
     const Context& c = args.context;
     const bool serves = c.heap.rank < peer;
-    Signal* own = c.heap.peer(peer, c.ws.clock_signal.at(c.heap.rank));
+    Signal* own = c.heap.peer(peer, c.ws.clock_message.at(c.heap.rank));
     for (int i = 0; i < args.num_rounds; ++i) {
       if (!serves && !await(c, peer, epoch + i + 1)) return false;
       const uint64_t now = clock_now();
@@ -75,7 +76,7 @@ struct AlignClocks {
   }
 
   MOE_A2A_DEVICE static bool await(const Context& c, int peer, uint64_t epoch) {
-    return wait_for<Order::kRelaxed>(c.ws.clock_signal.at(peer), epoch, site_of(peer), c.wait, c.heap);
+    return wait_for<Order::kRelaxed>(c.ws.clock_message.at(peer), epoch, site_of(peer), c.wait, c.heap);
   }
 
   // This rank's times i and i + 1 have between them the peer's i, or the peer's i + 1 where the peer serves.

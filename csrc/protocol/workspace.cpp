@@ -62,7 +62,8 @@ Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byt
   w.combine_refusal = shared.take<Signal>(b, r);
   w.refusal_text = shared.take<uint64_t>(b, r, kRefusalWords);
   w.goodbye = shared.take<Signal>(r);
-  w.clock_signal = shared.take<Signal>(r);
+  w.clock_meeting = shared.take<Signal>(r);
+  w.clock_message = shared.take<Signal>(r);
   w.clock_log = shared.take<uint64_t>(r, kMaxClockRounds + 1);
   w.poison = shared.take<uint32_t>(1);
 

@@ -64,14 +64,15 @@ struct Workspace {
   Array<Signal, 2> combine_refusal;  // [B, R src]  src refused its combine; payload: which attempt
   Array<uint64_t, 3> refusal_text;   // [B, R src, kRefusalWords]  why src refused its call on this buffer
   Array<Signal, 1> goodbye;          // [R src]  epoch 1: src makes no more calls
-  Array<Signal, 1> clock_signal;     // [R src]  a message of src to and fro; see kernels/align_clocks.h
+  Array<Signal, 1> clock_meeting;    // [R src]  src is ready for an exchange of messages, or has ended it
+  Array<Signal, 1> clock_message;    // [R src]  one of the messages; see kernels/align_clocks.h
   Array<uint64_t, 2> clock_log;      // [R src, kMaxClockRounds + 1]  by the clock of src, when it sent each of them
   Array<uint32_t, 1> poison;         // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
 
   // ---- local
   Array<uint64_t, 1> epoch;              // [B]  of the dispatch that holds the buffer; kernels advance it
   Array<Tally, 1> tally;                 // [1]
-  Array<uint64_t, 1> clock_epoch;        // [R]  of the newest clock_signal that was exchanged with each rank
+  Array<uint64_t, 1> clock_epoch;        // [R]  of the newest clock_meeting and clock_message exchanged with each rank
   Array<ClockReading, 1> clock_reading;  // [R]
   Array<uint32_t, 2> arrivals;           // [B, kNumArrivals]  blocks that have finished a launch; see last_block_done()
   Array<int32_t, 2> expert_offsets;      // [B, El + 1]

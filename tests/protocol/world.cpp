@@ -56,7 +56,8 @@ void World::name_regions(const ModelRank& rank) {
   region(ws.combine_refusal.data, "combine_refusal", Field::kCombineRefusal);
   region(ws.refusal_text.data, "refusal_text", Field::kRefusalText);
   region(ws.goodbye.data, "goodbye", Field::kGoodbye);
-  region(ws.clock_signal.data, "clock_signal", Field::kClockSignal);
+  region(ws.clock_meeting.data, "clock_meeting", Field::kClockMeeting);
+  region(ws.clock_message.data, "clock_message", Field::kClockMessage);
   region(ws.clock_log.data, "clock_log");
   region(ws.poison.data, "poison", Field::kPoison);
   region(ws.epoch.data, "epoch");

@@ -161,7 +161,8 @@ std::vector<Field> symmetric_fields(const MoeConfig& c, const Workspace& w) {
           {"dispatch_credit", w.dispatch_credit.data, b * r * sizeof(Signal)},
           {"combine_refusal", w.combine_refusal.data, b * r * sizeof(Signal)},
           {"goodbye", w.goodbye.data, r * sizeof(Signal)},
-          {"clock_signal", w.clock_signal.data, r * sizeof(Signal)},
+          {"clock_meeting", w.clock_meeting.data, r * sizeof(Signal)},
+          {"clock_message", w.clock_message.data, r * sizeof(Signal)},
           {"clock_log", w.clock_log.data, r * (kMaxClockRounds + 1) * 8},
           {"poison", w.poison.data, sizeof(*w.poison.data)}};
 }
