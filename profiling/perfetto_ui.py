@@ -24,6 +24,8 @@ from typing import Any
 PORT = 9001
 LOAD_SECONDS = 60
 
+READY = "() => window.app?.trace?.commands.commands.some((c) => c.id === 'dev.perfetto.ExpandAllGroups')"
+
 QUERY = """async (sql) => {
   const result = await window.app.trace.engine.query(sql), rows = [];
   for (const it = result.iter({}); it.valid(); it.next()) {
@@ -90,7 +92,7 @@ def opened(trace: str | Path, width: int = 1600, height: int = 900) -> Iterator[
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": width, "height": height})
         page.goto(f"{address}/#!/?url={address}/trace/{Path(trace).name}")
-        page.wait_for_function("() => window.app && window.app.trace", timeout=1000 * LOAD_SECONDS)
+        page.wait_for_function(READY, timeout=1000 * LOAD_SECONDS)
         yield PerfettoUi(page)
         browser.close()
 

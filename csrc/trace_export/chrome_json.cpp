@@ -12,12 +12,6 @@ using Json = nlohmann::ordered_json;
 
 double microseconds(int64_t ns) { return static_cast<double>(ns) / 1000; }
 
-// Perfetto shows the ids behind the names. Small ones are taken: 0 is the kernel's idle task, and a thread with its
-// process's id is the main thread.
-int64_t process_id(int32_t rank) { return 1000 + rank; }
-constexpr int64_t kAboutThread = 10'000;
-int64_t thread_id(size_t track) { return kAboutThread + 1 + static_cast<int64_t>(track); }
-
 class Writer {
  public:
   Writer(const Timeline& timeline, const Sink& sink)

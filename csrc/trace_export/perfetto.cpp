@@ -106,26 +106,26 @@ class Writer {
     track(kAboutUuid, kAbout, [](Message&) {});
     for (const int32_t rank : ranks_of(timeline_)) {
       track(process_uuid(rank), "", [&](Message& track) {
-        track.add_enum(track_field::kChildOrdering, track_field::kExplicitOrder);
         Message process(track, track_field::kProcess);
-        process.add_int32(track_field::kProcessPid, 1000 + rank);  // 0 is the kernel's idle task
+        process.add_int32(track_field::kProcessPid, process_id(rank));
+        process.add_int32(track_field::kProcessSortIndex, rank);
         process.add_string(track_field::kProcessName, "rank " + std::to_string(rank));
       });
       for (size_t c = 0; c < timeline_.counter_names.size(); ++c) {
         track(counter_uuid(rank, static_cast<int32_t>(c)), timeline_.counter_names[c], [&](Message& track) {
           track.add_uint64(track_field::kParentUuid, process_uuid(rank));
-          track.add_int32(track_field::kSiblingOrderRank, static_cast<int32_t>(c));
           const bool in_bytes = timeline_.counter_names[c].starts_with("bytes");
           Message counter(track, track_field::kCounter);
           counter.add_enum(track_field::kCounterUnit, in_bytes ? track_field::kUnitBytes : track_field::kUnitCount);
         });
       }
     }
-    const int32_t after_counters = static_cast<int32_t>(timeline_.counter_names.size());
     for (size_t t = 0; t < tracks_.size(); ++t) {
-      track(track_uuid(tracks_[t].rank, t), tracks_[t].name, [&](Message& track) {
-        track.add_uint64(track_field::kParentUuid, process_uuid(tracks_[t].rank));
-        track.add_int32(track_field::kSiblingOrderRank, after_counters + static_cast<int32_t>(t));
+      track(track_uuid(tracks_[t].rank, t), "", [&](Message& track) {
+        Message thread(track, track_field::kThread);
+        thread.add_int32(track_field::kThreadPid, process_id(tracks_[t].rank));
+        thread.add_int32(track_field::kThreadTid, thread_id(t));
+        thread.add_string(track_field::kThreadName, tracks_[t].name);
       });
     }
   }

@@ -1,6 +1,6 @@
 // The fields of Perfetto's messages that we write; numbers from protos/perfetto/trace/ of google/perfetto: trace.proto,
 // trace_packet.proto, interned_data.proto, track_event/{track_event,track_descriptor,process_descriptor,
-// counter_descriptor,debug_annotation}.proto.
+// thread_descriptor,counter_descriptor,debug_annotation}.proto.
 #pragma once
 
 #include <protozero/types.hpp>
@@ -22,11 +22,10 @@ inline constexpr Field kEventNames = 2, kDebugAnnotationNames = 3;
 inline constexpr Field kIid = 1, kName = 2;  // of each entry
 }  // namespace interned_field
 namespace track_field {
-inline constexpr Field kUuid = 1, kName = 2, kProcess = 3, kParentUuid = 5, kCounter = 8, kChildOrdering = 11,
-                       kSiblingOrderRank = 12;
-inline constexpr Field kProcessPid = 1, kProcessName = 6;
+inline constexpr Field kUuid = 1, kName = 2, kProcess = 3, kThread = 4, kParentUuid = 5, kCounter = 8;
+inline constexpr Field kProcessPid = 1, kProcessSortIndex = 3, kProcessName = 6;
+inline constexpr Field kThreadPid = 1, kThreadTid = 2, kThreadName = 5;
 inline constexpr Field kCounterUnit = 3;
-inline constexpr int kExplicitOrder = 3;              // of kChildOrdering
 inline constexpr int kUnitCount = 2, kUnitBytes = 3;  // of kCounterUnit
 }  // namespace track_field
 namespace event_field {

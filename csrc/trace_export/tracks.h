@@ -35,6 +35,12 @@ inline constexpr const char* kFlight = "flight";
 // The name of the moment at the beginning that carries Timeline::about.
 inline constexpr const char* kAbout = "about this trace";
 
+// A rank is a process, a track is a thread. Perfetto shows the ids behind the names. Small ones are taken: 0 is the
+// kernel's idle task, and a thread with its process's id is the main thread.
+inline constexpr int kAboutThread = 10'000;
+inline int process_id(int32_t rank) { return 1000 + rank; }
+inline int thread_id(size_t track) { return kAboutThread + 1 + static_cast<int>(track); }
+
 // The ranks that have a slice or a sample, in ascending order.
 std::vector<int32_t> ranks_of(const Timeline& timeline);
 

@@ -21,6 +21,7 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
     slices, durations = timeline.slices, timeline.durations()
     num_ranks = timeline.num_ranks
     waits = timeline.named(*WAITS) & (slices["peer"] >= 0) & (slices["peer"] != slices["rank"])
+    waits &= timeline.enclosing_kernels() >= 0  # of others, for want of room, the launch was not recorded
     in_launches = int(durations[timeline.kernels()].sum())
     by_peer = np.bincount(slices["peer"][waits], durations[waits], minlength=num_ranks)
     if in_launches == 0 or by_peer.sum() < NEGLIGIBLE * in_launches:

@@ -29,6 +29,7 @@ class _Parser:
         self._names: dict[int, str] = {}
         self._argument_names: dict[int, str] = {}
         self._open: dict[int, list[int]] = {}  # slices of each track that have not ended
+        self._process_of: dict[int, int] = {}  # by the uuid of its track
         self._counters: dict[int, tuple[int, str]] = {}
 
     def packet(self, packet: bytes) -> None:
@@ -62,11 +63,14 @@ class _Parser:
         fields = dict(_fields(message))
         uuid, name = fields[1], fields.get(2, b"").decode()
         if 3 in fields:
-            self._file.processes[uuid] = dict(_fields(fields[3]))[6].decode()
+            process = dict(_fields(fields[3]))
+            self._file.processes[process[1]] = process[6].decode()
+            self._process_of[uuid] = process[1]
+        elif 4 in fields:
+            thread = dict(_fields(fields[4]))
+            self._file.tracks[uuid] = (thread[1], thread[5].decode())
         elif 8 in fields:
-            self._counters[uuid] = (fields[5], name)
-        else:
-            self._file.tracks[uuid] = (fields.get(5), name)
+            self._counters[uuid] = (self._process_of[fields[5]], name)
 
     def _event(self, time: int, message: bytes) -> None:
         kind = track = value = None
