@@ -66,12 +66,12 @@ def check_calls(kernel: Kernel) -> list[str]:
 def check_row_access(kernel: Kernel, copies: bool) -> list[str]:
     """Rows are read in pieces of 16 bytes, and written so in the same loops; a copy stores the registers it loaded.
 
-    Other wide accesses (the stores of a report, the loads of a quantiser) do not count, nor do the records of a trace,
-    which are flat: the compiler does not know that they lie in global memory.
+    Other wide accesses (the stores of a report, the loads of a quantiser) do not count; nor do stores to another kind of
+    address than the loads', as those of a trace's records are (flat, where rows are global).
     """
 
     def wide(instruction: Instruction) -> bool:
-        return instruction.opcode in ("global_load_dwordx4", "global_store_dwordx4")
+        return instruction.opcode.endswith("_dwordx4")
 
     loops = kernel.loops()
     reads = [(n, i) for n, block in enumerate(kernel.blocks) for i in block.instructions if i.is_load and wide(i)]
@@ -79,7 +79,8 @@ def check_row_access(kernel: Kernel, copies: bool) -> list[str]:
         return ["no 16-byte load (global_load_dwordx4)"]
     for block, read in reads:
         for nest in [loop for loop in loops if block in loop][:2]:
-            stored = {i.stored for i in kernel.instructions_of(nest) if i.is_store and wide(i)}
+            store = read.opcode.replace("load", "store")
+            stored = {i.stored for i in kernel.instructions_of(nest) if i.opcode == store}
             if read.loaded in stored if copies else stored:
                 return []
     return [f"no 16-byte store (global_store_dwordx4) of {'what' if copies else 'rows where'} 16-byte loads read"]
