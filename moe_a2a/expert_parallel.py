@@ -329,7 +329,7 @@ class ExpertParallel:
         self, sent: Any, row_dtype: torch.dtype, routing: tuple[torch.Tensor, torch.Tensor | None]
     ) -> DispatchHandle:
         if self._trace is not None:
-            self._trace.count(routing[0])
+            self._trace.dispatched(routing[0], row_dtype)
         return DispatchHandle(self, sent, row_dtype, routing)
 
     def _key_of(self, handle: DispatchHandle) -> Any:

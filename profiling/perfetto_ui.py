@@ -45,11 +45,10 @@ class PerfettoUi:
         """Rows of a query in Perfetto's SQL (perfetto.dev/docs/analysis/sql-tables)."""
         return self.page.evaluate(QUERY, sql)
 
-    def select(self, sql: str) -> None:
-        """Selects the slice whose id the query gives, and brings it into view."""
-        (row,) = self.query(sql)
+    def select(self, slice_id: int) -> None:
+        """Selects a slice and brings it into view."""
         self.page.evaluate(
-            "(id) => window.app.trace.selection.selectSqlEvent('slice', id, {scrollToSelection: true})", row["id"]
+            "(id) => window.app.trace.selection.selectSqlEvent('slice', id, {scrollToSelection: true})", slice_id
         )
 
     def show(self, begin_ns: int, end_ns: int) -> None:
@@ -93,6 +92,7 @@ def opened(trace: str | Path, width: int = 1600, height: int = 900) -> Iterator[
         page = browser.new_page(viewport={"width": width, "height": height})
         page.goto(f"{address}/#!/?url={address}/trace/{Path(trace).name}")
         page.wait_for_function(READY, timeout=1000 * LOAD_SECONDS)
+        time.sleep(1)  # what plug-ins still do has no sign of its end
         yield PerfettoUi(page)
         browser.close()
 

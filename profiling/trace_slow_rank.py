@@ -3,8 +3,8 @@
 What to look for:
   - All other ranks stand in dispatch_recv, in a table_wait whose peer is the last rank.
   - Its own dispatch_send begins where their waits end: it is not slow inside the layer, it came late.
-  - The critical path goes through "before the launch" of that rank: look at what it does before the layer (its data, its
-    garbage collector, another process on its GPU).
+  - The critical path goes through "before the launch" of that rank: look at what it does before the layer (its data,
+    its garbage collector, another process on its GPU).
 """
 
 import time

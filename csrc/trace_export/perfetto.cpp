@@ -108,7 +108,6 @@ class Writer {
       track(process_uuid(rank), "", [&](Message& track) {
         Message process(track, track_field::kProcess);
         process.add_int32(track_field::kProcessPid, process_id(rank));
-        process.add_int32(track_field::kProcessSortIndex, rank);
         process.add_string(track_field::kProcessName, "rank " + std::to_string(rank));
       });
       for (size_t c = 0; c < timeline_.counter_names.size(); ++c) {

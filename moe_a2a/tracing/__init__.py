@@ -1,5 +1,4 @@
-"""In-kernel traces: capture, one merged file for Perfetto, and a summary in numbers. docs/tracing.md teaches how to read
-them."""
+"""In-kernel traces: capture, one merged file for Perfetto, a summary in numbers. How to read them: docs/tracing.md."""
 
 from __future__ import annotations
 

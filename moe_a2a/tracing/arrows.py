@@ -24,13 +24,12 @@ TOKEN_BITS = 21
 def match(timeline: Timeline, error_ns: np.ndarray, has_drops: np.ndarray) -> np.ndarray:
     """Arrows [m] of ARROW: from each row's and sum's signal to the wait that it ended.
 
-    A signal of a dispatch for (token, destination) and the destination's row_wait for (source, token) belong together, a
-    signal of a combine and a partial_wait likewise. Calls repeat, and a wait is recorded only when it had to wait: of the
-    signals of one key the wait's own is the last one before its end.
+    A signal of a dispatch for (token, destination) and the destination's row_wait for (source, token) belong together,
+    a signal of a combine and a partial_wait likewise. Calls repeat, and a wait is recorded only when it had to wait:
+    of the signals of one key the wait's own is the last one before its end.
 
-    error_ns [R]: of each rank's clock. has_drops [R]: a rank whose buffer was full may lack the right signal; a signal of
-    such a rank from before the wait began is left alone.
-    """
+    error_ns [R]: of each rank's clock. has_drops [R]: a rank whose buffer was full may lack the right signal; a signal
+    of such a rank from before the wait began is left alone."""
     slices = timeline.slices
     operation = timeline.enclosing_kernels()
     name_of_kernel = np.where(operation >= 0, slices["name"][operation], -1)

@@ -15,8 +15,8 @@ UNEVEN = 1.5  # a rank that receives that many times the mean has more work than
 def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_per_expert: np.ndarray) -> str:
     """A wait for a peer has two parts: before the peer had begun the launch that ended it, and since then.
 
-    A peer whose waits are of the first part came late; of the second part, it was slow to send. One that was waited for in
-    combine, and that had been given more rows than others, is not to blame: its experts are.
+    A peer whose waits are of the first part came late; of the second part, it was slow to send. One that was waited
+    for in combine, and that had been given more rows than others, is not to blame: its experts are.
     """
     slices, durations = timeline.slices, timeline.durations()
     num_ranks = timeline.num_ranks
@@ -29,8 +29,8 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
     blamed = int(by_peer.argmax())
     if by_peer[blamed] * (num_ranks - 1) < ALONE * (by_peer.sum() - by_peer[blamed]):
         return (
-            f"No single culprit: waits are {_percent(by_peer.sum(), in_launches)} of the time in launches, most of them, "
-            f"{_percent(by_peer[blamed], by_peer.sum())}, for rank {blamed}."
+            f"No single culprit: waits are {_percent(by_peer.sum(), in_launches)} of the time in launches, most of "
+            f"them, {_percent(by_peer[blamed], by_peer.sum())}, for rank {blamed}."
         )
     of_blamed = waits & (slices["peer"] == blamed)
     before, after = _parts(timeline, cause, of_blamed)

@@ -1,10 +1,10 @@
 """One clock for all ranks: rank 0's.
 
-Ranks exchange their clocks over the heap, at the beginning and at the end of a trace; of many exchanges the fastest counts,
-and its offset is right to half of its round trip. Every pair of ranks gives such an interval, and together they are
-difference constraints: shortest paths over the ranks give the tightest bounds that follow from all of them. From
-the first record to the last the offset is taken to go evenly from the one meeting's to the other's; the meetings were a
-little before and after, so that all of the drift counts as error.
+Ranks exchange their clocks over the heap, at the beginning and at the end of a trace; of many exchanges the fastest
+counts, and its offset is right to half of its round trip. Every pair of ranks gives such an interval, and together
+they are difference constraints: shortest paths over the ranks give the tightest bounds that follow from all of them.
+From the first record to the last the offset is taken to go evenly from the one meeting's to the other's; the meetings
+were a little before and after, so that all of the drift counts as error.
 
 A second, free bound is causality: no wait ends before the signal that it waited for (tighten()).
 """
@@ -54,7 +54,7 @@ def tighten(clocks: Sequence[Clock], slack_ns: np.ndarray) -> np.ndarray | None:
     """Moves the clocks within their errors so that every signal comes before the end of its wait.
 
     slack_ns: [R src, R dst], the least time from a signal of src to the end of its wait on dst; inf: no such pair.
-    Returns what is to be added to each rank's times, [R], and makes the errors smaller; None when there is no such move.
+    Returns what is to be added to each rank's times, [R], and makes the errors smaller; None: there is no such move.
     """
     errors = np.array([c.error_ns for c in clocks])
     bound = slack_ns.T.copy()  # [a, b]: how much more may be added to b's times than to a's

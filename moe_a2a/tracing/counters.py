@@ -39,7 +39,7 @@ def _sends_of_signals(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
     key = (warp << 20) + np.concatenate([slices["token"][sends], slices["token"][signals]])
     last = last_before(key[: len(sends)], slices["begin_ns"][sends], key[len(sends) :], slices["begin_ns"][signals])
     signals, sends = signals[last >= 0], sends[last[last >= 0]]
-    same = kernel[signals] == kernel[sends]
+    same = (kernel[signals] == kernel[sends]) & (slices["bytes"][signals] >= 0)
     return slices[signals[same]], slices["begin_ns"][sends[same]]
 
 

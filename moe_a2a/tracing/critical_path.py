@@ -27,7 +27,8 @@ class PathStep:
 
 def critical_path(timeline: Timeline, cause: np.ndarray) -> list[PathStep]:
     """Latest step first. At a wait whose signal is known the path goes on with the warp that gave it, at that time;
-    otherwise with what the same warp did before; before a launch, with the warp of that rank that ended last before it."""
+    otherwise with what the same warp did before; before a launch, with the warp of that rank that ended last before
+    it."""
     return _Walk(timeline, cause).steps()
 
 

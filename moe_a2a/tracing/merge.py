@@ -16,14 +16,14 @@ FORMAT = "moe_a2a trace 1"
 ROW_NAMES = (SEND, SUM, SIGNAL, ROW_WAIT, PARTIAL_WAIT)
 
 
-def merge(ranks: Sequence[RankRecords], configuration: dict[str, Any], row_bytes: int) -> Timeline:
-    """configuration: of the ExpertParallel, for `about`; row_bytes: of one row of `hidden` values."""
+def merge(ranks: Sequence[RankRecords], configuration: dict[str, Any], combine_row_bytes: int) -> Timeline:
+    """configuration: of the ExpertParallel, for `about`; combine_row_bytes: of one row of `hidden` values of its
+    dtype."""
     columns = [decode(r) for r in ranks]
     times, rank_clocks = clocks.align(ranks, columns)
     names, numbers = _names(ranks)
     slices = np.concatenate([_slices(r, c, numbers) for r, c in zip(ranks, columns, strict=True)])
     timeline = Timeline(slices, np.empty(0, dtype=arrows.ARROW), names, {"operations": list(ranks[0].operations)})
-    slices["bytes"][timeline.named(*ROW_NAMES)] = row_bytes
     slices["instant"][timeline.named(*MOMENTS)] = 1
 
     exact = np.concatenate(times, axis=1)  # with fractions of a nanosecond
@@ -31,11 +31,12 @@ def merge(ranks: Sequence[RankRecords], configuration: dict[str, Any], row_bytes
     if len(ranks) == configuration["num_ranks"]:  # alone, after an exception: nobody to point at
         has_drops = np.array([r.segment_dropped.sum() > 0 for r in ranks])
         timeline.arrows = arrows.match(timeline, np.array([c.error_ns for c in rank_clocks]), has_drops)
-        move = clocks.tighten(rank_clocks, _slack(timeline, exact, [clock_step_ns(r) for r in ranks]))
+        move = _causal_move(timeline, exact, rank_clocks, max(clock_step_ns(r) for r in ranks))
         if move is not None:
             exact += move[slices["rank"]]
             _set_times(slices, exact)
     latency = slices["end_ns"][timeline.arrows["sink"]] - slices["begin_ns"][timeline.arrows["source"]]
+    _set_bytes(timeline, {r.rank: r.dispatch_row_bytes for r in ranks}, combine_row_bytes)
     timeline.about |= _about(ranks, rank_clocks, configuration, timeline, latency)
     return timeline
 
@@ -72,21 +73,34 @@ def _set_times(slices: np.ndarray, exact: np.ndarray) -> None:
     slices["begin_ns"], slices["end_ns"] = np.floor(exact - first)
 
 
-def _slack(timeline: Timeline, exact: np.ndarray, step_ns: Sequence[float]) -> np.ndarray:
-    """[R src, R dst]: the least time from a signal to the end of its wait, and the clocks' steps."""
+def _set_bytes(timeline: Timeline, dispatch_row_bytes: dict[int, int], combine_row_bytes: int) -> None:
+    slices, kernel = timeline.slices, timeline.enclosing_kernels()
+    carries_a_row = timeline.named(*ROW_NAMES)
+    in_dispatch = timeline.named("dispatch", "dispatch_send", "dispatch_recv")[kernel] & (kernel >= 0)
+    slices["bytes"][carries_a_row] = combine_row_bytes
+    for rank, row_bytes in dispatch_row_bytes.items():
+        slices["bytes"][carries_a_row & in_dispatch & (slices["rank"] == rank)] = row_bytes
+
+
+def _causal_move(timeline: Timeline, exact: np.ndarray, rank_clocks, step_ns: float) -> np.ndarray | None:
+    """What to add to each rank's times so that every wait ends after its signal: by two nanoseconds, so that one is
+    left when both are rounded down, or else up to a step of the clock before it, since either time may be that
+    wrong."""
     source, sink = timeline.arrows["source"], timeline.arrows["sink"]
     src, dst = timeline.slices["rank"][source], timeline.slices["rank"][sink]
-    slack = np.full((len(step_ns), len(step_ns)), np.inf)
+    slack = np.full((len(rank_clocks), len(rank_clocks)), np.inf)
     np.minimum.at(slack, (src, dst), exact[1][sink] - exact[0][source])
-    return slack + np.maximum.outer(step_ns, step_ns)
+    for early_ns in (-2.0, step_ns):
+        move = clocks.tighten(rank_clocks, slack + early_ns)
+        if move is not None:
+            return move
+    return None
 
 
 def _about(ranks, rank_clocks, configuration, timeline: Timeline, latency: np.ndarray) -> dict[str, Any]:
     errors = np.array([c.error_ns for c in rank_clocks])
     source, sink = timeline.arrows["source"], timeline.arrows["sink"]
     pair_error = errors[timeline.slices["rank"][source]] + errors[timeline.slices["rank"][sink]]
-    tokens_per_expert = [r.tokens_per_expert for r in ranks]
-    counted = all(t is not None for t in tokens_per_expert)
     return {
         "format": FORMAT,
         "configuration": configuration,
@@ -104,9 +118,8 @@ def _about(ranks, rank_clocks, configuration, timeline: Timeline, latency: np.nd
                 "clock_step_ns": round(clock_step_ns(r), 3),
                 "clock_offset_ns": round(float(c.offset_ns), 1),
                 "clock_drift_ns": round(float(c.drift_ns), 1),
-                **r.notes,
             }
             for r, c in zip(ranks, rank_clocks, strict=True)
         ],
-        "tokens_per_expert": np.sum(tokens_per_expert, axis=0).tolist() if counted else [],
+        "tokens_per_expert": np.sum([r.tokens_per_expert for r in ranks], axis=0).tolist(),
     }

@@ -1,7 +1,7 @@
 """Perfetto's protobuf format: those of its fields that matter here, straight from the bytes.
 
-The encoding: protobuf.dev/programming-guides/encoding. A message is a sequence of (tag, value); tag = number << 3 | how the
-value is laid down: 0 a varint, 1 eight bytes, 2 a length and so many bytes, 5 four bytes.
+The encoding: protobuf.dev/programming-guides/encoding. A message is a sequence of (tag, value); tag = number << 3
+| how the value is laid down: 0 a varint, 1 eight bytes, 2 a length and so many bytes, 5 four bytes.
 """
 
 from __future__ import annotations

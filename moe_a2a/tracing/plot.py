@@ -37,7 +37,15 @@ def _draw_waits(figure, axes, microseconds: np.ndarray) -> None:
     threshold = microseconds.max() * 0.6
     for (waiter, awaited), value in np.ndenumerate(microseconds):
         colour = "white" if value > threshold else "black"
-        axes.text(awaited, waiter, f"{value:.4g}", ha="center", va="center", color=colour, fontsize="small")
+        axes.text(
+            awaited,
+            waiter,
+            f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
+            ha="center",
+            va="center",
+            color=colour,
+            fontsize="small",
+        )
     axes.set(
         title="longest wait", xlabel="for rank", ylabel="of rank", xticks=range(num_ranks), yticks=range(num_ranks)
     )
@@ -67,7 +75,7 @@ def _draw_ranks(axes, timeline: Timeline) -> None:
             bottom += share
     axes.set(title="what the warps do (row: a rank; height: part of its warps)", xlabel="us")
     axes.set_yticks(np.arange(timeline.num_ranks) + 0.45, [f"rank {r}" for r in reversed(range(timeline.num_ranks))])
-    axes.legend(fontsize="small", loc="upper right")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _colours(timeline: Timeline, kinds: list[int], waits: np.ndarray) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,10 +28,12 @@ class RankRecords:
     """All that a rank brings to the merged trace.
 
     records: int64 [n, 2], the segments one after the other, in each the records in the order in which they ended.
-    segment_written, segment_dropped: int64 [segments]. Segment s is warp s % warps_per_block of block s // warps_per_block.
+    segment_written, segment_dropped: int64 [segments]. Segment s is of block s // warps_per_block, warp
+        s % warps_per_block.
     kinds, operations: the names of the numbers in the records.
     clocks: at the beginning and at the end of the trace.
-    tokens_per_expert: int64 [E], choices of this rank's tokens, where they could be counted.
+    tokens_per_expert: int64 [E], choices of this rank's tokens; without those of dispatches that a graph replayed.
+    dispatch_row_bytes: of the rows that were dispatched; -1: not the same for all, or not known.
     """
 
     rank: int
@@ -44,8 +46,8 @@ class RankRecords:
     kinds: list[str]
     operations: list[str]
     clocks: list[ClockSample]
-    tokens_per_expert: np.ndarray | None = None
-    notes: dict = field(default_factory=dict)
+    tokens_per_expert: np.ndarray
+    dispatch_row_bytes: int
 
 
 @dataclass

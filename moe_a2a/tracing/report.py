@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -10,6 +11,7 @@ import numpy as np
 from moe_a2a.tracing.summary import Summary
 
 NUM_PATH_ROWS = 12
+WIDTH = 110
 
 
 def text_of(summary: Summary) -> str:
@@ -17,7 +19,7 @@ def text_of(summary: Summary) -> str:
         part
         for part in (
             _head(summary),
-            summary.culprit,
+            textwrap.fill(summary.culprit, WIDTH),
             _operations(summary),
             _shares(summary),
             _waits(summary),

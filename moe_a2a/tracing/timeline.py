@@ -69,7 +69,8 @@ class Timeline:
         return (s["rank"].astype(np.int64) << 40) + (s["block"].astype(np.int64) << 16) + s["warp"]
 
     def enclosing_kernels(self) -> np.ndarray:
-        """int64 [n]: the launch that each slice is part of, an index of slices; -1: not recorded. A launch's is itself."""
+        """int64 [n]: the launch that each slice is part of, an index of slices; -1: not recorded. A launch's is
+        itself."""
         kernels = np.flatnonzero(self.kernels())
         warps, begins = self.warps(), self.slices["begin_ns"]
         found = last_before(warps[kernels], begins[kernels], warps, begins)
@@ -78,7 +79,8 @@ class Timeline:
 
 
 def last_before(keys, times, query_keys, query_times) -> np.ndarray:
-    """Of each query, the last entry of the same key at or before its time: int64 indices of entries; -1: there is none."""
+    """Of each query, the last entry of the same key at or before its time: int64 indices of entries; -1: there is
+    none."""
     num_entries = len(keys)
     all_keys = np.concatenate([keys, query_keys])
     is_query = np.arange(len(all_keys)) >= num_entries

@@ -189,6 +189,7 @@ def _records(plan, r, rank, counts, end) -> RankRecords:
         operations=OPERATIONS,
         clocks=[meeting(-20_000), meeting(end)],
         tokens_per_expert=counts,
+        dispatch_row_bytes=2 * CONFIGURATION["hidden"],
     )
 
 

@@ -185,10 +185,14 @@ def test_perfetto_itself_reads_it(ending, tmp_path):
             "select a.name as source, b.name as sink, count(*) as n, min(b.ts - a.ts) as least "
             "from flow join slice a on slice_out = a.id join slice b on slice_in = b.id group by 1, 2"
         )
-        assert [(f["source"], f["sink"], f["n"]) for f in flows] == [("signal", "flight", len(file.sources))]
+        assert [(f["source"], f["sink"], f["n"]) for f in flows] == [("signal", "flight", len(file.sources))], (
+            file.about
+        )
         assert flows[0]["least"] >= 0
-        ranks_seen = ui.query("select distinct process.name as name from slice join thread_track on track_id = "
-                              "thread_track.id join thread using (utid) join process using (upid) order by 1")  # fmt: skip
+        ranks_seen = ui.query(
+            "select distinct process.name as name from slice join thread_track on track_id = thread_track.id "
+            "join thread using (utid) join process using (upid) order by 1"
+        )
         assert [r["name"] for r in ranks_seen] == [f"rank {r}" for r in range(NUM_RANKS)]
         (samples,) = ui.query("select count(*) as n from counter join process_counter_track t on track_id = t.id")
         assert samples["n"] == sum(len(times) for times, _ in file.counters.values())

@@ -21,7 +21,7 @@ PLAN = synthetic.Plan(late_ns=[0, 0, 100_000, 0], slow_send=[1, 4, 1, 1])
 
 @pytest.fixture(scope="module")
 def timeline():
-    return merge(synthetic.simulate(PLAN), synthetic.configuration(PLAN), row_bytes=128)
+    return merge(synthetic.simulate(PLAN), synthetic.configuration(PLAN), combine_row_bytes=128)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
