@@ -22,14 +22,14 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
     num_ranks = timeline.num_ranks
     waits = timeline.named(*WAITS) & (slices["peer"] >= 0) & (slices["peer"] != slices["rank"])
     waits &= timeline.enclosing_kernels() >= 0  # of others, for want of room, the launch was not recorded
-    in_launches = int(durations[timeline.kernels()].sum())
+    in_launches, waiting = (int(timeline.covered(which).sum()) for which in (timeline.kernels(), waits))
     by_peer = np.bincount(slices["peer"][waits], durations[waits], minlength=num_ranks)
-    if in_launches == 0 or by_peer.sum() < NEGLIGIBLE * in_launches:
-        return f"No culprit: waits for other ranks are {_percent(by_peer.sum(), in_launches)} of the time in launches."
+    if in_launches == 0 or waiting < NEGLIGIBLE * in_launches:
+        return f"No culprit: waits for other ranks are {_percent(waiting, in_launches)} of the time in launches."
     blamed = int(by_peer.argmax())
     if by_peer[blamed] * (num_ranks - 1) < ALONE * (by_peer.sum() - by_peer[blamed]):
         return (
-            f"No single culprit: waits are {_percent(by_peer.sum(), in_launches)} of the time in launches, most of "
+            f"No single culprit: waits are {_percent(waiting, in_launches)} of the time in launches, most of "
             f"them, {_percent(by_peer[blamed], by_peer.sum())}, for rank {blamed}."
         )
     of_blamed = waits & (slices["peer"] == blamed)
@@ -37,7 +37,7 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
     in_combine = durations[of_blamed & timeline.named(PARTIAL_WAIT)].sum() > by_peer[blamed] / 2
     whom = (
         f"The others waited {_ms(by_peer[blamed])} for rank {blamed} (of {_ms(by_peer.sum())} for all ranks, "
-        f"{_percent(by_peer.sum(), in_launches)} of the time in launches)"
+        f"{_percent(waiting, in_launches)} of the time in launches)"
     )
     if in_combine and (hot := _hot_expert(tokens, tokens_per_expert, blamed)):
         return f"{hot} {whom}, in combine."

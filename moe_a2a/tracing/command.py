@@ -17,7 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="what Trace.save() wrote, in either format")
     parser.add_argument("--summary", action="store_true", help="print the trace in numbers (without any option: this)")
     parser.add_argument("--check", action="store_true", help="verify that the file holds together")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the wait matrix and each rank's time")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        nargs="?",
+        const=Path("trace.png"),
+        metavar="PNG",
+        help="draw the wait matrix and each rank's time (default: trace.png)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

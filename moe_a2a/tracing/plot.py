@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_a2a.tracing.summary import summarize
-from moe_a2a.tracing.timeline import WAITS, Timeline
+from moe_a2a.tracing.timeline import WAITS, Timeline, merged
 
 NUM_BINS = 400
 
@@ -67,7 +67,8 @@ def _draw_ranks(axes, timeline: Timeline) -> None:
         bottom = np.full(NUM_BINS, float(timeline.num_ranks - 1 - rank))
         for kind in kinds:
             pick = own & leaves & (slices["name"] == kind)
-            share = 0.9 * _busy(slices["begin_ns"][pick], slices["end_ns"][pick], edges) / num_warps
+            _, begins, ends = merged(timeline.warps()[pick], slices["begin_ns"][pick], slices["end_ns"][pick])
+            share = 0.9 * _busy(begins, ends, edges) / num_warps
             label = timeline.names[kind] if rank == 0 else None
             axes.fill_between(
                 middles, bottom, bottom + share, step="mid", color=colours[kind], label=label, linewidth=0

@@ -63,7 +63,7 @@ def _waits(summary: Summary) -> str:
         [f"rank {r} waits for", *(f"{_us(m)} ({_us(s)})" for m, s in zip(longest, total, strict=True))]
         for r, (longest, total) in enumerate(zip(summary.wait_max, summary.wait_sum, strict=True))
     ]
-    return _table("longest wait, us (sum over all warps)", _rank_names(summary), rows)
+    return _table("longest wait, us (sum over all threads)", _rank_names(summary), rows)
 
 
 def _imbalance(summary: Summary) -> str:

@@ -68,6 +68,11 @@ class Timeline:
         s = self.slices
         return (s["rank"].astype(np.int64) << 40) + (s["block"].astype(np.int64) << 16) + s["warp"]
 
+    def covered(self, which: np.ndarray) -> np.ndarray:
+        """int64 [R]: nanoseconds that the warps of each rank were in one of these slices, or in several."""
+        warps, begins, ends = merged(self.warps()[which], self.slices["begin_ns"][which], self.slices["end_ns"][which])
+        return np.bincount(warps >> 40, ends - begins, minlength=self.num_ranks).astype(np.int64)
+
     def enclosing_kernels(self) -> np.ndarray:
         """int64 [n]: the launch that each slice is part of, an index of slices; -1: not recorded. A launch's is
         itself."""
@@ -76,6 +81,23 @@ class Timeline:
         found = last_before(warps[kernels], begins[kernels], warps, begins)
         kernel = np.where(found >= 0, kernels[found] if len(kernels) else -1, -1)
         return np.where((kernel >= 0) & (self.slices["end_ns"][kernel] >= self.slices["end_ns"]), kernel, -1)
+
+
+def merged(groups, begins, ends) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The unions of the intervals of each group, as intervals: group, begin and end of each. The threads of a warp may be
+    in waits at the same time: what a warp was doing is their union."""
+    if len(groups) == 0:
+        return tuple(np.empty(0, np.int64) for _ in range(3))
+    names, group = np.unique(groups, return_inverse=True)
+    # Groups one after the other on one line, so that one running maximum serves all.
+    first = begins.min()
+    shift = group.astype(np.int64) * (ends.max() - first + 2) - first
+    order = np.argsort(begins + shift, kind="stable")
+    starts, reach = (begins + shift)[order], np.maximum.accumulate((ends + shift)[order])
+    head = np.flatnonzero(np.concatenate([[True], starts[1:] > reach[:-1]]))
+    tail = np.append(head[1:] - 1, len(order) - 1)
+    shift = shift[order][head]
+    return names[group[order][head]], starts[head] - shift, reach[tail] - shift
 
 
 def last_before(keys, times, query_keys, query_times) -> np.ndarray:

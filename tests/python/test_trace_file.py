@@ -2,10 +2,12 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 import synthetic_trace as synthetic
 
+from moe_a2a.__main__ import main
 from moe_a2a.tracing import export
 from moe_a2a.tracing.check import check, check_file
 from moe_a2a.tracing.merge import merge
@@ -35,6 +37,28 @@ def test_what_is_written_holds_together_and_says_the_same(timeline, tmp_path, en
     )
     assert str(summarize(to_timeline(file))) == str(summarize(timeline))
     assert file.about == json.loads(json.dumps(timeline.about))
+
+
+def test_the_command(timeline, tmp_path, capsys):
+    path = str(export.save(timeline, tmp_path / "trace.json.gz"))
+    assert main(["trace", path]) == 0
+    assert capsys.readouterr().out.strip() == str(summarize(timeline))
+    assert main(["trace", path, "--check"]) == 0
+    assert "all good" in capsys.readouterr().out
+    broken = tmp_path / "broken.json"
+    broken.write_bytes(gzip.decompress(Path(path).read_bytes()).replace(b'"ph":"f"', b'"ph":"s"', 1))
+    assert main(["trace", str(broken), "--check"]) == 1
+    assert "2 sources and 0 sinks" in capsys.readouterr().out
+    assert main(["trace", str(tmp_path / "none.json"), "--check"]) == 2
+    broken.write_bytes(b"not a trace")
+    assert main(["trace", str(broken)]) == 2
+
+
+def test_the_plot(timeline, tmp_path):
+    pytest.importorskip("matplotlib")
+    path, picture = export.save(timeline, tmp_path / "trace.pftrace"), tmp_path / "trace.png"
+    assert main(["trace", str(path), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_ending_of_no_format_is_refused(timeline, tmp_path):

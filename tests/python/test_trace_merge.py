@@ -7,6 +7,7 @@ import synthetic_trace as synthetic
 from moe_a2a.tracing.merge import merge
 from moe_a2a.tracing.records import decode
 from moe_a2a.tracing.summary import summarize
+from moe_a2a.tracing.timeline import merged as merge_intervals
 
 pytestmark = pytest.mark.cpu
 
@@ -93,3 +94,30 @@ def test_the_culprit_is_named(story):
     }
     plan, begins = plans[story]
     assert summarize(merged(synthetic.Plan(**plan, **WRONG_CLOCKS))).culprit.startswith(begins)
+
+
+def test_threads_of_a_warp_that_wait_together_count_once():
+    timeline = merged(synthetic.Plan(slow_send=[1, 6, 1, 1]))
+    alone = summarize(timeline)
+    waits = timeline.slices[timeline.named("row_wait", "table_wait")]
+    shorter = waits.copy()
+    shorter["begin_ns"] += (waits["end_ns"] - waits["begin_ns"]) // 3
+    timeline.slices = np.concatenate([timeline.slices, *[waits] * 16, *[shorter] * 15])
+    together = summarize(timeline)
+    assert (together.wait_share == alone.wait_share).all() and (together.wait_share <= 1).all()
+    assert (together.block_imbalance == alone.block_imbalance).all()
+    assert together.culprit.startswith("Rank 1 sends last")
+    assert (together.wait_max == alone.wait_max).all()
+
+
+def test_unions_of_intervals():
+    rng = np.random.default_rng(0)
+    groups, begins = rng.integers(0, 5, 200) << 40, rng.integers(-500, 500, 200)
+    ends = begins + rng.integers(0, 12, 200)
+    union = merge_intervals(groups, begins, ends)
+    for group in np.unique(groups):
+        own = groups == group
+        covered = {t for b, e in zip(begins[own], ends[own], strict=True) for t in range(b, e)}
+        pieces = [(b, e) for g, b, e in zip(*union, strict=True) if g == group]
+        assert sorted(covered) == [t for b, e in pieces for t in range(b, e)]
+        assert all(a[1] < b[0] for a, b in zip(pieces, pieces[1:], strict=False))
