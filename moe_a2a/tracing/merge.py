@@ -51,7 +51,7 @@ def _names(ranks: Sequence[RankRecords]) -> tuple[list[str], dict[str, int]]:
 
 
 def _slices(rank: RankRecords, columns: Columns, numbers: dict[str, int]) -> np.ndarray:
-    """All but the times. A launch has the name of its operation; numbers without a name show as such."""
+    """All but the times. A launch has the name of its operation; a kind that is not known here keeps its name."""
     slices = np.full(len(columns.kind), -1, SLICE)
     kinds = [numbers[name] for name in rank.kinds]
     operations = [numbers[name] for name in rank.operations]
