@@ -15,6 +15,8 @@ case $1 in
     need make command -v make
     need python3-venv "$python" -c 'import ensurepip, venv'
     need python3-dev "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
+    need nlohmann-json3-dev test -e /usr/include/nlohmann/json.hpp
+    need libprotozero-dev test -e /usr/include/protozero/pbf_writer.hpp
     ;;
   test)
     need libgtest-dev test -e /usr/include/gtest/gtest.h

@@ -15,7 +15,7 @@ target_include_directories(_core SYSTEM PRIVATE ${MOE_A2A_TORCH_ROOT}/include
                            ${MOE_A2A_TORCH_ROOT}/include/torch/csrc/api/include)
 target_compile_definitions(_core PRIVATE TORCH_EXTENSION_NAME=_core)
 target_compile_options(_core PRIVATE ${MOE_A2A_WARNINGS})
-target_link_libraries(_core PRIVATE moe_a2a_core)
+target_link_libraries(_core PRIVATE moe_a2a_core moe_a2a_trace_export)
 # No rpath: `import torch` has loaded these libraries before `_core` asks for them by name.
 foreach(library IN ITEMS c10 torch_cpu torch_python)
   target_link_libraries(_core PRIVATE ${MOE_A2A_TORCH_ROOT}/lib/lib${library}.so)

@@ -10,6 +10,7 @@ from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
+from moe_a2a.tracing import trace
 
 __all__ = [
     "DispatchHandle",
@@ -23,4 +24,5 @@ __all__ = [
     "as_group",
     "reference",
     "thread_group",
+    "trace",
 ]

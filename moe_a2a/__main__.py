@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from moe_a2a import bench, demo, doctor, tune
+from moe_a2a.tracing import command as trace
 
-COMMANDS = {"demo": demo, "doctor": doctor, "bench": bench, "tune": tune}
+COMMANDS = {"demo": demo, "doctor": doctor, "bench": bench, "tune": tune, "trace": trace}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from moe_a2a.devices import default_device, float8_dtype, target_of
 from moe_a2a.errors import RoutingError
 from moe_a2a.groups import HandleExchange, as_group
 from moe_a2a.handle import DispatchHandle
+
+if TYPE_CHECKING:
+    from moe_a2a.tracing import Trace
 
 log = logging.getLogger("moe_a2a")
 
@@ -69,6 +72,7 @@ class ExpertParallel:
         self.num_blocks = num_blocks
         self._launch_table = launch_table
         self._core: Any = None
+        self._trace: Trace | None = None  # the one that is running
         if isinstance(self._group, HandleExchange):
             self._allocate(device)
         else:
@@ -191,8 +195,9 @@ class ExpertParallel:
         except (ValueError, TypeError) as error:
             core.refuse_dispatch(str(error))  # nobody waits for a rank that raised
             raise
-        result = DispatchHandle(self, sent, float8_dtype(self.device) if quantized else x.dtype, routing)
-        return result._received(layout, expert_alignment, num_blocks)
+        return self._dispatched(sent, float8_dtype(self.device) if quantized else x.dtype, routing)._received(
+            layout, expert_alignment, num_blocks
+        )
 
     def combine(
         self,
@@ -250,7 +255,7 @@ class ExpertParallel:
         except (ValueError, TypeError) as error:
             core.refuse_dispatch(str(error))
             raise
-        return DispatchHandle(self, sent, float8_dtype(self.device) if quantized else x.dtype, routing)
+        return self._dispatched(sent, float8_dtype(self.device) if quantized else x.dtype, routing)
 
     def dispatch_recv(
         self,
@@ -340,6 +345,13 @@ class ExpertParallel:
         if self._core is None:
             raise RuntimeError("this ExpertParallel is closed; make a new one")
         return self._core
+
+    def _dispatched(
+        self, sent: Any, row_dtype: torch.dtype, routing: tuple[torch.Tensor, torch.Tensor | None]
+    ) -> DispatchHandle:
+        if self._trace is not None:
+            self._trace.dispatched(routing[0], row_dtype)
+        return DispatchHandle(self, sent, row_dtype, routing)
 
     def _key_of(self, handle: DispatchHandle) -> Any:
         if not isinstance(handle, DispatchHandle):

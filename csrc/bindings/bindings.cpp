@@ -6,6 +6,8 @@
 #include <cstring>
 
 #include "bindings/tensors.h"
+#include "bindings/trace_bindings.h"
+#include "bindings/trace_records.h"
 #include "bindings/views.h"
 #include "kernels/link_floor.h"
 
@@ -195,6 +197,10 @@ class Core {
     ep().check();
   }
 
+  std::vector<std::pair<int64_t, int64_t>> align_clocks(int num_rounds) {
+    return bindings::align_clocks(ep(), num_rounds, where(0).stream);
+  }
+
   // The memory itself goes when the last view of it goes.
   void close() {
     if (!ep_) return;
@@ -276,6 +282,7 @@ PYBIND11_MODULE(_core, m) {
       },
       "Bytes that one rank of such an ExpertParallel takes.");
   py::register_exception_translator(raise_peer_errors);
+  bind_trace_export(m);
 
   py::class_<DispatchHandle, Handle>(m, "DispatchHandle")
       .def_readonly("buffer", &DispatchHandle::buffer)
@@ -324,6 +331,12 @@ PYBIND11_MODULE(_core, m) {
       .def("route_src_token_idx", &view_of<&Views::route_src_token_idx>)
       .def("check", &Core::check)
       .def("raise_reported", [](Core& core) { core.ep().raise_reported(); })
+      .def("trace_start", [](Core& core, int64_t records) { core.ep().tracer().start(records); })
+      .def("trace_stop", [](Core& core) { core.ep().tracer().stop(); })
+      .def("trace_read", [](Core& core) { return read_trace(core.ep()); })
+      .def("align_clocks", &Core::align_clocks)
+      .def_static("trace_kinds", &trace_kinds)
+      .def_static("trace_operations", &trace_operations)
       .def("close", &Core::close)
       .def_property_readonly("is_closed", &Core::is_closed)
       .def_property_readonly("nbytes", [](const Core& core) { return core.ep().nbytes(); });

@@ -108,6 +108,12 @@ struct GoodbyeArgs {
   Context context;
 };
 
+// Every rank passes the same number of rounds, 2 ... kMaxClockRounds.
+struct AlignClocksArgs {
+  Context context;
+  int num_rounds = 0;
+};
+
 // The buffer's rows are no longer read: gives the credit back without a combine.
 struct ReleaseArgs {
   Context context;

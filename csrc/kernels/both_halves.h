@@ -9,6 +9,11 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
+// A block's part of the launch, on the track of each of its warps.
+MOE_A2A_DEVICE void record_role(const Context& c, const Block& block, Operation role, uint64_t start) {
+  record(c.trace(), block.warp(), {.kind = TraceKind::kKernel, .begin = start, .token = static_cast<int>(role)});
+}
+
 struct Dispatch {
   using Args = DispatchArgs;
   static constexpr const char* kName = "dispatch";
@@ -24,6 +29,7 @@ struct Dispatch {
     const int senders = args.num_send_blocks;
     // The receivers have nothing to look at before tables come, so they send this rank's.
     const bool is_sender = grid.rank() < senders;
+    const uint64_t start = trace_now(c.trace());
     const Grid role = is_sender ? Grid{grid.rank(), senders} : Grid{grid.rank() - senders, grid.size() - senders};
     if (is_sender) DispatchSend::prefetch_first_unit(args.send, role, block);
     if (DispatchSend::wait_for_credits(c, block, args.send.buffer, epoch)) {
@@ -35,6 +41,7 @@ struct Dispatch {
         DispatchRecv::receive(args.recv, role, block, shared, epoch);
       }
     }
+    record_role(c, block, is_sender ? Operation::kDispatchSend : Operation::kDispatchRecv, start);
     DispatchSend::advance_epoch(c, args.send.buffer, grid, block, epoch);
   }
 };
@@ -50,11 +57,14 @@ struct Combine {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const int senders = args.num_send_blocks;
-    if (grid.rank() < senders) {
+    const bool is_sender = grid.rank() < senders;
+    const uint64_t start = trace_now(args.send.context.trace());
+    if (is_sender) {
       CombineSend::run(args.send, Grid{grid.rank(), senders}, block, shared);
     } else {
       CombineRecv::run(args.recv, Grid{grid.rank() - senders, grid.size() - senders}, block, shared);
     }
+    record_role(args.send.context, block, is_sender ? Operation::kCombineSend : Operation::kCombineRecv, start);
   }
 };
 

@@ -60,11 +60,13 @@ struct CombineRecv {
                        c.ws.combine_refusal.at(args.buffer, r), args.attempt);
     }
     if (warp.any(!good)) return false;  // also what lets the other lanes read what the waiting ones have acquired
+    const uint64_t start = trace_now(c.trace());
     with_element_type(c.config.dtype, [&](auto type) {
       using T = decltype(type);
       T* target = reinterpret_cast<T*>(args.combined_x) + static_cast<int64_t>(token) * c.config.hidden;
       add_rows(warp, part, args.vector_rows, PartialSums<T>(args, ranks, token), target);
     });
+    record(c.trace(), warp, {.kind = TraceKind::kReduce, .begin = start, .token = token});
     return true;
   }
 };

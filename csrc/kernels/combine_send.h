@@ -122,13 +122,16 @@ struct CombineSend {
     const Warp warp = block.warp();
     const Piece whole{0, c.config.hidden};
     const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
-    const auto signal = [&](const Item& item) { signal_many(c.heap, item.members, signal_of(args, item), epoch); };
+    const auto signal = [&](const Item& item) {
+      signal_many(c.heap, item.members, signal_of(args, item), epoch, 0, c.trace(), item.token);
+    };
     std::byte* staging = staging_bytes(args) > 0 ? shared + block.warp_rank() * staging_bytes(args) : nullptr;
     auto sender = make_warp_sender<Item>(warp, landing_at, signal, staging, row_bytes(args), staged_for(args));
     uint32_t* ticket = c.ws.tickets.at(args.buffer, Workspace::kCombineSend);
     for (Units units(grid, block, num_warps, ticket); units.current() < num_rows; units.advance()) {
       const int landed = landed_in_turn(c, args.buffer, units.current());
       const Item item = item_of(args, landed, 1, 0);
+      const uint64_t start = trace_now(c.trace());
       if (args.presummed) {
         sender.send(row_source(args, whole, item), item);
       } else if (kSumsAreStaged && staging != nullptr) {
@@ -139,6 +142,7 @@ struct CombineSend {
         warp.release_sync();
         if (warp.rank() == 0) signal(item);
       }
+      record_unit(args, warp, item, start);
     }
     sender.finish();
   }
@@ -155,12 +159,14 @@ struct CombineSend {
       const int landed = landed_in_turn(c, args.buffer, units.current() / pieces), number = units.current() % pieces;
       const Piece piece = Piece::of(c.config, pieces, number);
       const Item item = item_of(args, landed, pieces, number);
+      const uint64_t start = trace_now(c.trace());
       if (args.presummed) {
         multicast_row(warp, row_source(args, piece, item), item.members, item.turn,
                       [&](int rank) { return landing(args, item, rank); });
       } else {
         add_up(args, warp, piece, landed, landing(args, item, item.turn));
       }
+      record_unit(args, warp, item, start);
       outbox.add(item);
     }
     outbox.post();
@@ -179,6 +185,11 @@ struct CombineSend {
   // Pairs with wait_for() in combine_recv.
   MOE_A2A_DEVICE static Signal* signal_of(const Args& args, const Item& item) {
     return args.context.ws.combine_signal.at(args.buffer, args.context.heap.rank, item.unit);
+  }
+
+  MOE_A2A_DEVICE static void record_unit(const Args& args, const Warp& warp, const Item& item, uint64_t start) {
+    const TraceKind kind = args.presummed ? TraceKind::kSend : TraceKind::kSum;
+    record(args.context.trace(), warp, {.kind = kind, .begin = start, .peer = item.turn, .token = item.token});
   }
 
   // A row that the caller has summed is sent as it lies in y.

@@ -19,7 +19,9 @@ struct DispatchRecv {
                                      uint64_t epoch) {
     ExpertLists lists(args, grid, block, shared);
     if (!receive_tables(args, block, lists.num_tokens(), epoch)) return;
+    const uint64_t start = trace_now(args.context.trace());
     lists.build();
+    record(args.context.trace(), block, {.kind = TraceKind::kLists, .begin = start});
     receive_rows(args, grid, block, lists.num_tokens(), epoch);
   }
 

@@ -97,7 +97,9 @@ struct DispatchSend {
     if (block.warp_rank() >= num_warps) return;
     const Warp warp = block.warp();
     const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
-    const auto signal = [&](const Item& item) { signal_many(c.heap, item.members, signal_of(args, item), epoch); };
+    const auto signal = [&](const Item& item) {
+      signal_many(c.heap, item.members, signal_of(args, item), epoch, 0, c.trace(), item.token);
+    };
     std::byte* staging = staging_bytes(args) > 0 ? shared + block.warp_rank() * staging_bytes(args) : nullptr;
     auto sender = make_warp_sender<Item>(warp, landing_at, signal, staging, c.config.row_bytes(sent_dtype(args)),
                                          staged_for(args));
@@ -106,12 +108,14 @@ struct DispatchSend {
     for (Units units(grid, block, num_warps, ticket); units.current() < args.num_tokens; units.advance()) {
       const Item item = item_of(args, warp, units.current(), units.current());
       if (item.members.empty()) continue;
+      const uint64_t start = trace_now(c.trace());
       if (args.quantize) {
         std::byte* staged = sender.open_stage();
         sender.send_staged(quantized(args, warp, whole, item, staged), item);
       } else {
         sender.send(row_source(args, whole, item), item);
       }
+      record(c.trace(), warp, {.kind = TraceKind::kSend, .begin = start, .token = item.token});
     }
     sender.finish();
   }
@@ -128,7 +132,9 @@ struct DispatchSend {
       const int token = units.current() / pieces, number = units.current() % pieces;
       const Item item = item_of(args, warp, token, units.current());
       if (item.members.empty()) continue;
+      const uint64_t start = trace_now(args.context.trace());
       send_piece(args, warp, Piece::of(args.context.config, pieces, number), item, staging);
+      record(args.context.trace(), warp, {.kind = TraceKind::kSend, .begin = start, .token = token});
       outbox.add(item);
     }
     outbox.post();

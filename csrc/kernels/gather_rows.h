@@ -39,6 +39,7 @@ struct GatherRows {
       fill_zero(warp, scales, scale_bytes);
       return;
     }
+    const uint64_t start = trace_now(c.trace());
     const int src_rank = row / c.config.num_max_tokens_per_rank, token = row % c.config.num_max_tokens_per_rank;
     const std::byte* source = c.ws.row.at(args.buffer, src_rank, token);
     multicast_bytes(warp, RankSet::only(0), 0, [&](int) { return target; }, source, bytes);
@@ -46,6 +47,7 @@ struct GatherRows {
       multicast_bytes(
           warp, RankSet::only(0), 0, [&](int) { return scales; }, source + c.config.scales_offset(), scale_bytes);
     }
+    record(c.trace(), warp, {.kind = TraceKind::kGather, .begin = start, .peer = src_rank, .token = token});
   }
 
   MOE_A2A_DEVICE static void fill_zero(const Warp& warp, std::byte* target, int64_t bytes) {

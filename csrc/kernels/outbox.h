@@ -36,7 +36,8 @@ class Outbox {
     if (num_items_ == kRoom) {
       warp.release_sync();
       if (warp.rank() == 0) {
-        signal_batch(context_.heap, epoch_, [&](auto publish) { visit(mine(), kRoom, publish); });
+        signal_batch(context_.heap, epoch_, context_.trace(),
+                     [&](auto publish) { visit(mine(), kRoom, publish); });
       }
       num_items_ = 0;
     }
@@ -49,7 +50,7 @@ class Outbox {
     if (block_.warp().rank() == 0) mine().num_items = num_items_;
     block_.release_sync();
     if (block_.rank() != 0) return;
-    signal_batch(context_.heap, epoch_, [&](auto publish) {
+    signal_batch(context_.heap, epoch_, context_.trace(), [&](auto publish) {
       for (int w = 0; w < block_.num_warps(); ++w) visit(shelf_[w], shelf_[w].num_items, publish);
     });
   }
@@ -59,7 +60,9 @@ class Outbox {
 
   template <class Publish>
   MOE_A2A_DEVICE void visit(const Shelf& shelf, int count, const Publish& publish) const {
-    for (int i = 0; i < count; ++i) publish(SharedSignal{shelf.item[i].members, signal_of_(shelf.item[i])});
+    for (int i = 0; i < count; ++i) {
+      publish(SharedSignal{shelf.item[i].members, signal_of_(shelf.item[i]), shelf.item[i].token});
+    }
   }
 
   const Context& context_;

@@ -30,6 +30,7 @@ class RoutingTable {
       first_token_ = chunk * kTableChunk;
       const int rest = args_.num_tokens - first_token_;
       num_tokens_ = rest < kTableChunk ? rest : kTableChunk;
+      const uint64_t start = trace_now(args_.context.trace());
       if (num_tokens_ > 0) send_chunk();
       block_.release_sync();
       if (block_.rank() == 0) {
@@ -37,6 +38,7 @@ class RoutingTable {
         const uint32_t payload = chunk == 0 ? static_cast<uint32_t>(args_.num_tokens) : 0;
         signal_many(heap_, RankSet::all(heap_.num_ranks), mine(ws_.table_signal, chunk), epoch, payload);
       }
+      record(args_.context.trace(), block_, {.kind = TraceKind::kRoute, .begin = start, .token = first_token_});
     }
   }
 

@@ -15,6 +15,9 @@ struct Context {
   Workspace ws;
   WaitPolicy wait;
   int64_t max_shared_bytes = 0;  // that a block may use
+
+  // Where the kernels leave their records; waits leave theirs there too.
+  MOE_A2A_HOST_DEVICE const TraceBuffer& trace() const { return wait.trace; }
 };
 
 }  // namespace moe_a2a

@@ -2,24 +2,6 @@
 
 namespace moe_a2a {
 
-const char* name_of(Operation operation) {
-  switch (operation) {
-    case Operation::kDispatchSend:
-      return "dispatch_send";
-    case Operation::kDispatchRecv:
-      return "dispatch_recv";
-    case Operation::kCombineSend:
-      return "combine_send";
-    case Operation::kCombineRecv:
-      return "combine_recv";
-    case Operation::kClose:
-      return "close";
-    case Operation::kNone:
-      break;
-  }
-  return "none";
-}
-
 const char* name_of(Phase phase) {
   switch (phase) {
     case Phase::kCredit:
@@ -32,6 +14,8 @@ const char* name_of(Phase phase) {
       return "partial sum";
     case Phase::kPeer:
       return "peer";
+    case Phase::kClock:
+      return "clock";
     case Phase::kNone:
       break;
   }

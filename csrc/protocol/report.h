@@ -1,12 +1,46 @@
 // What a wait that gave up leaves behind for the host: who waited where, for whom, for what.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 namespace moe_a2a {
 
-enum class Operation : int32_t { kNone, kDispatchSend, kDispatchRecv, kCombineSend, kCombineRecv, kClose };
-enum class Phase : int32_t { kNone, kCredit, kRoutingTable, kRow, kPartialSum, kPeer };
+// What a rank does: the steps that wait, as a report names them, then the launches that only a trace names.
+enum class Operation : int32_t {
+  kNone,
+  kDispatchSend,
+  kDispatchRecv,
+  kCombineSend,
+  kCombineRecv,
+  kClose,
+  kAlignClocks,
+  kDispatch,
+  kCombine,
+  kGatherRows,
+  kRefuseDispatch,
+  kRefuseCombine,
+  kRelease,
+  kGoodbye,
+  kNumOperations,
+};
+inline constexpr const char* kOperationNames[] = {
+    "none",     "dispatch_send", "dispatch_recv", "combine_send",    "combine_recv",   "close",   "align_clocks",
+    "dispatch", "combine",       "gather_rows",   "refuse_dispatch", "refuse_combine", "release", "goodbye"};
+static_assert(sizeof(kOperationNames) / sizeof(*kOperationNames) == static_cast<size_t>(Operation::kNumOperations));
+
+constexpr const char* name_of(Operation operation) { return kOperationNames[static_cast<int>(operation)]; }
+
+// The operation of that name; kNone: there is none.
+constexpr Operation operation_named(std::string_view name) {
+  int i = static_cast<int>(Operation::kNumOperations);
+  while (--i > 0 && name != kOperationNames[i]) {
+  }
+  return static_cast<Operation>(i);
+}
+
+enum class Phase : int32_t { kNone, kCredit, kRoutingTable, kRow, kPartialSum, kPeer, kClock };
 enum class Reason : int32_t {
   kNone,
   kTimeout,   // the deadline passed
@@ -54,7 +88,6 @@ struct Report {
   uint32_t num_short_y_routes = 0;  // stand behind the last row of the `y` given to combine
 };
 
-const char* name_of(Operation operation);
 const char* name_of(Phase phase);
 
 }  // namespace moe_a2a

@@ -3,6 +3,7 @@
 
 #include "protocol/report.h"
 #include "protocol/signal.h"
+#include "protocol/trace_buffer.h"
 #include "symmetric_memory/heap_view.h"
 #include "target/target.h"
 
@@ -25,7 +26,15 @@ struct WaitPolicy {
   Tally* tally = nullptr;      // this rank's own
   uint32_t* poison = nullptr;  // this rank's word in the symmetric heap; null: waits are nobody else's matter
   const uint64_t* refusal_text = nullptr;  // [B, R src, kRefusalWords] in the symmetric heap
+  TraceBuffer trace;
 };
+
+static_assert(static_cast<int>(TraceKind::kClockWait) - static_cast<int>(TraceKind::kCreditWait) ==
+              static_cast<int>(Phase::kClock) - static_cast<int>(Phase::kCredit));
+MOE_A2A_HOST_DEVICE constexpr TraceKind kind_of_wait(Phase phase) {
+  return static_cast<TraceKind>(static_cast<int>(TraceKind::kCreditWait) + static_cast<int>(phase) -
+                                static_cast<int>(Phase::kCredit));
+}
 
 }  // namespace moe_a2a
 
@@ -91,31 +100,54 @@ MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, 
   return false;
 }
 
+// Whether the awaited rank has refused its part of this epoch.
+MOE_A2A_DEVICE bool is_refused(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
+                               uint64_t epoch, uint64_t seen_word, const Signal* refusal, uint32_t attempt) {
+  if (refusal == nullptr) return false;
+  const uint64_t refused = atomic_load<Order::kAcquire, Scope::kSystem>(&refusal->word);
+  if (Signal::epoch_of(refused) != epoch || Signal::payload_of(refused) < attempt) return false;
+  write_report(policy, heap, site, Reason::kRefused, 0, epoch, seen_word, clock_now() - start);
+  return true;
+}
+
+// A wait leaves a record only if it had to wait: a word that was there at once says nothing.
+MOE_A2A_DEVICE void record_wait(const WaitPolicy& policy, const WaitSite& site, uint64_t start, uint32_t polls,
+                                bool given_up = false) {
+  if (!policy.trace.is_on() || polls == 1) return;
+  const uint64_t now = clock_now();
+  append(policy.trace,
+         {.kind = kind_of_wait(site.phase), .begin = start, .peer = site.peer, .token = site.token, .polls = polls},
+         now);
+  if (given_up) {
+    append(policy.trace, {.kind = TraceKind::kGaveUp, .begin = now, .peer = site.peer, .token = site.token}, now);
+  }
+}
+
 // Waits until `signal` (in this rank's heap) carries `epoch` or a later one; returns false when given up.
 // Spins relaxed and acquires once, on the same word: an acquire per poll invalidates the cache per poll on gfx942, and
 // the word is monotone, so the second load can only be as new. The acquire pairs with the release in signal_many().
+// Who waits for the word alone, and for nothing behind it, says kRelaxed.
 // `refusal` (may be null): a signal whose arrival at `epoch` with a payload >= `attempt` ends the wait as well.
+template <Order kThen = Order::kAcquire>
 MOE_A2A_DEVICE bool wait_for(const Signal* signal, uint64_t epoch, const WaitSite& site, const WaitPolicy& policy,
                              const HeapView& heap, uint32_t* payload = nullptr, const Signal* refusal = nullptr,
                              uint32_t attempt = 0) {
-  uint64_t start = 0;
+  uint64_t start = trace_now(policy.trace);
   for (uint32_t polls = 1;; ++polls) {
     uint64_t word = atomic_load<Order::kRelaxed, Scope::kSystem>(&signal->word);
     if (Signal::reached(word, epoch)) {
-      word = atomic_load<Order::kAcquire, Scope::kSystem>(&signal->word);
+      if constexpr (kThen == Order::kAcquire) word = atomic_load<Order::kAcquire, Scope::kSystem>(&signal->word);
       if (payload != nullptr) *payload = Signal::payload_of(word);
+      record_wait(policy, site, start, polls);
       return true;
     }
     if (polls % kPollsPerLook == 0) {
-      if (polls == kPollsPerLook) start = clock_now();
-      if (refusal != nullptr) {
-        const uint64_t refused = atomic_load<Order::kAcquire, Scope::kSystem>(&refusal->word);
-        if (Signal::epoch_of(refused) == epoch && Signal::payload_of(refused) >= attempt) {
-          write_report(policy, heap, site, Reason::kRefused, 0, epoch, word, clock_now() - start);
-          return false;
-        }
+      if (polls == kPollsPerLook && !policy.trace.is_on()) start = clock_now();
+      if (is_refused(policy, heap, site, start, epoch, word, refusal, attempt) ||
+          !may_wait_on(policy, heap, site, start, epoch, word)) {
+        record_wait(policy, site, start, polls, true);
+        return false;
       }
-      if (!may_wait_on(policy, heap, site, start, epoch, word)) return false;
     }
     pause();
   }

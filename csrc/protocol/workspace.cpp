@@ -64,11 +64,16 @@ Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byt
   w.combine_refusal = shared.take<Signal>(b, r);
   w.refusal_text = shared.take<uint64_t>(b, r, kRefusalWords);
   w.goodbye = shared.take<Signal>(r);
+  w.clock_meeting = shared.take<Signal>(r);
+  w.clock_message = shared.take<Signal>(r);
+  w.clock_log = shared.take<uint64_t>(r, kMaxClockRounds + 1);
   w.poison = shared.take<uint32_t>(1);
 
   Carver own(local);
   w.epoch = own.take<uint64_t>(b);
   w.tally = own.take<Tally>(1);
+  w.clock_epoch = own.take<uint64_t>(r);
+  w.clock_reading = own.take<ClockReading>(r);
   w.arrivals = own.take<uint32_t>(b, Workspace::kNumLaunches);
   w.tickets = own.take<uint32_t>(b, Workspace::kNumLaunches);
   w.expert_offsets = own.take<int32_t>(b, experts + 1);

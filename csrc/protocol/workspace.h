@@ -45,6 +45,14 @@ MOE_A2A_HOST_DEVICE constexpr int num_chunks(int num_tokens) { return (num_token
 // Largest multiple that an expert-major block of rows can be padded to.
 inline constexpr int kMaxExpertAlignment = 256;
 
+// What an exchange of messages with a rank has told of its clock. Of the own rank: no offset, and the clock's step.
+struct ClockReading {
+  int64_t offset = 0;       // how far the peer's clock is ahead, in ticks; wrong by at most half the round trip
+  uint64_t round_trip = 0;  // the shortest that was seen
+};
+// Most messages of one exchange.
+inline constexpr int kMaxClockRounds = 256;
+
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
 struct Workspace {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
@@ -62,11 +70,16 @@ struct Workspace {
   Array<Signal, 2> combine_refusal;  // [B, R src]  src refused its combine; payload: which attempt
   Array<uint64_t, 3> refusal_text;   // [B, R src, kRefusalWords]  why src refused its call on this buffer
   Array<Signal, 1> goodbye;          // [R src]  epoch 1: src makes no more calls
+  Array<Signal, 1> clock_meeting;    // [R src]  src is ready for an exchange of messages, or has ended it
+  Array<Signal, 1> clock_message;    // [R src]  one of the messages; see kernels/align_clocks.h
+  Array<uint64_t, 2> clock_log;      // [R src, kMaxClockRounds + 1]  by the clock of src, when it sent each of them
   Array<uint32_t, 1> poison;         // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
 
   // ---- local
   Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; kernels advance it
   Array<Tally, 1> tally;               // [1]
+  Array<uint64_t, 1> clock_epoch;        // [R]  of the newest clock_meeting and clock_message exchanged with each rank
+  Array<ClockReading, 1> clock_reading;  // [R]
   Array<uint32_t, 2> arrivals;         // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
   Array<uint32_t, 2> tickets;          // [B, kNumLaunches]  units of a launch that were handed out; see kernels/units.h
   Array<int32_t, 2> expert_offsets;    // [B, El + 1]

@@ -21,6 +21,7 @@ class Backend {
   virtual const char* name() const = 0;
   virtual int default_blocks() const = 0;
   virtual int max_blocks() const = 0;
+  virtual int warps_per_block() const = 0;
   virtual bool is_synchronous() const = 0;  // a launch returns when its work is done
   virtual bool needs_aligned_vectors() const = 0;
   virtual int64_t max_shared_bytes() const = 0;         // that a block may use
@@ -31,6 +32,8 @@ class Backend {
   virtual std::byte* open_peer(const MemoryHandle& handle, int num_ranks) = 0;
   virtual std::byte* allocate_local(size_t nbytes) = 0;
   virtual std::byte* allocate_host_visible(size_t nbytes) = 0;
+  virtual void clear(void* memory, size_t nbytes) = 0;  // these two when no kernel is at work there
+  virtual void copy_to_host(void* target, const void* source, size_t nbytes) = 0;
   virtual void synchronize() = 0;
   virtual void close() = 0;
 
@@ -46,6 +49,7 @@ class Backend {
   virtual void launch(const GoodbyeArgs& args, int num_blocks, void* stream) = 0;
   virtual void launch(const ReleaseArgs& args, int num_blocks, void* stream) = 0;
   virtual void launch(const PushRowsArgs& args, int num_blocks, void* stream) = 0;
+  virtual void launch(const AlignClocksArgs& args, int num_blocks, void* stream) = 0;
 };
 
 // `target` is "cpu", "cuda" or "hip"; raises when this build has no such target, naming those that it has.

@@ -40,8 +40,7 @@ size_t ExpertParallel::nbytes_for(const MoeConfig& config) {
 }
 
 ExpertParallel::ExpertParallel(const MoeConfig& config, const std::string& target, int device, double timeout_seconds)
-    : open_(config.num_buffers), last_buffer_(config.num_buffers - 1) {
-  backend_ = make_backend(target, device);
+    : backend_(make_backend(target, device)), open_(config.num_buffers), last_buffer_(config.num_buffers - 1) {
   context_.config = config;
   make_workspace(config, nullptr, nullptr, &size_);
   MemoryHandle memory;

@@ -12,6 +12,7 @@
 #include "runtime/backend.h"
 #include "runtime/comm_handle.h"
 #include "runtime/launch_table.h"
+#include "runtime/tracer.h"
 
 namespace moe_a2a {
 
@@ -123,6 +124,8 @@ class ExpertParallel {
   void close();
   bool is_closed() const { return closed_; }
 
+  Tracer& tracer() { return tracer_; }
+
   // Raises unless the handle is open, ours, and at one of the two stages.
   void require(const DispatchHandle& handle, DispatchHandle::Stage stage, DispatchHandle::Stage or_stage,
                const char* call) const;
@@ -144,6 +147,7 @@ class ExpertParallel {
 
   std::unique_ptr<Backend> backend_;
   Context context_;
+  Tracer tracer_{*backend_, context_};
   WorkspaceSize size_;
   CommHandle comm_handle_;
   std::byte* own_heap_ = nullptr;

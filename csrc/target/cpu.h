@@ -99,6 +99,13 @@ struct Grid {
 
 inline int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
 
+// A T of each warp's own, for the length of a launch.
+template <class T>
+T& warp_memory() {
+  static thread_local T of_warp;
+  return of_warp;
+}
+
 constexpr int to_builtin(Order order) {
   return order == Order::kRelaxed   ? __ATOMIC_RELAXED
          : order == Order::kAcquire ? __ATOMIC_ACQUIRE

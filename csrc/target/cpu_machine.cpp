@@ -65,9 +65,9 @@ void unlink_names_of_dead_processes() {
                            " (in a container: --shm-size)");
 }
 
-std::shared_ptr<void> map(int fd, size_t nbytes) {
-  void* start = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (start == MAP_FAILED) fail("mmap of " + std::to_string(nbytes) + " bytes of the symmetric heap", errno);
+std::shared_ptr<void> map(int flags, int fd, size_t nbytes, const char* what) {
+  void* start = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (start == MAP_FAILED) fail("mmap of " + std::to_string(nbytes) + " bytes of " + what, errno);
   return {start, [nbytes](void* mapped) { munmap(mapped, nbytes); }};
 }
 
@@ -113,7 +113,7 @@ std::byte* CpuMachine::allocate_symmetric(size_t nbytes, int num_ranks, MemoryHa
     if (error == ENOSPC || error == EFBIG || error == ENOMEM) fail_for_space(total);
     fail("posix_fallocate of the symmetric heap", error);
   }
-  mappings_.push_back(map(fd, total));
+  mappings_.push_back(map(MAP_SHARED, fd, total, "the symmetric heap"));
   close(fd);
   void* start = mappings_.back().get();
   OwnHeaps::instance().add(mappings_.back());
@@ -137,7 +137,7 @@ std::byte* CpuMachine::open_peer(const MemoryHandle& handle, int num_ranks) {
   } else {
     const int fd = shm_open(name.c_str(), O_RDWR, 0);
     if (fd < 0) fail("shm_open of the heap of process " + std::to_string(handle.pid), errno);
-    mappings_.push_back(map(fd, handle.nbytes + kHeader));
+    mappings_.push_back(map(MAP_SHARED, fd, handle.nbytes + kHeader, "the symmetric heap"));
     close(fd);
   }
   void* start = mappings_.back().get();
@@ -148,18 +148,13 @@ std::byte* CpuMachine::open_peer(const MemoryHandle& handle, int num_ranks) {
 
 void CpuMachine::close_all() {
   mappings_.clear();
-  for (void* allocation : allocations_) std::free(allocation);
-  allocations_.clear();
   if (!name_.empty()) shm_unlink(("/" + name_).c_str());  // gone already, unless a peer never came
   name_.clear();
 }
 
 std::byte* CpuMachine::allocate_local(size_t nbytes) {
-  void* memory = std::aligned_alloc(128, (nbytes + 127) / 128 * 128);
-  if (memory == nullptr) throw std::bad_alloc();
-  std::memset(memory, 0, nbytes);
-  allocations_.push_back(memory);
-  return static_cast<std::byte*>(memory);
+  mappings_.push_back(map(MAP_PRIVATE | MAP_ANONYMOUS, -1, nbytes, "local memory"));
+  return static_cast<std::byte*>(mappings_.back().get());
 }
 
 std::byte* CpuMachine::allocate_host_visible(size_t nbytes) { return allocate_local(nbytes); }

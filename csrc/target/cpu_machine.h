@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -28,8 +29,10 @@ class CpuMachine {
   std::byte* open_peer(const MemoryHandle& handle, int num_ranks);
   void close_all();
 
-  std::byte* allocate_local(size_t nbytes);         // zeroed
+  std::byte* allocate_local(size_t nbytes);         // zeroed; what is never touched takes no memory
   std::byte* allocate_host_visible(size_t nbytes);  // zeroed, read by the host while kernels run
+  void clear(void* memory, size_t nbytes) { std::memset(memory, 0, nbytes); }
+  void copy_to_host(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
   void synchronize() {}
 
   double clock_ticks_per_second() const;
@@ -42,7 +45,6 @@ class CpuMachine {
   BlockPool pool_;
   // Threads of one process share a mapping: it stays until the last of them lets go of it.
   std::vector<std::shared_ptr<void>> mappings_;
-  std::vector<void*> allocations_;
   std::string name_;  // of this rank's shared object, until it is unlinked
 };
 

@@ -117,6 +117,16 @@ class SimtMachine {
     return static_cast<std::byte*>(memory);
   }
 
+  void clear(void* memory, size_t nbytes) {
+    const DeviceGuard guard(device_);
+    zero(memory, nbytes);
+  }
+
+  void copy_to_host(void* target, const void* source, size_t nbytes) {
+    const DeviceGuard guard(device_);
+    check(MOE_A2A_GPU(Memcpy)(target, source, nbytes, MOE_A2A_GPU(MemcpyDeviceToHost)), "reading device memory");
+  }
+
   void synchronize() {
     const DeviceGuard guard(device_);
     check(MOE_A2A_GPU(DeviceSynchronize)(), "waiting for the device");

@@ -2,7 +2,8 @@
 //
 // Every target offers the same words, each in its own inline namespace so that two targets link into one program:
 //   groups     Thread, Warp, Block, Grid: rank(), size(), sync(), broadcast(), any(), sum(), inclusive_sum()
-//   memory     atomic_load / atomic_store / atomic_add with order and scope, Vec16, load16 / store16, copy_bytes
+//   memory     atomic_load / atomic_store / atomic_add with order and scope, Vec16, load16 / store16, copy_bytes,
+//              warp_memory<T>(): a T of each warp's own
 //   numbers    to_float(), from_float<T>()
 //   time       clock_now() in ticks of ClockRate, pause()
 //   host       launch<Kernel>(), Device: memory, sharing of memory, streams

@@ -46,6 +46,8 @@ class Stage {
   virtual std::string name_of(const void* address) const = 0;
   // How often the clock may jump past every deadline once nothing else can happen.
   virtual int num_clock_jumps() const { return 0; }
+  // How far the clock of a stream is ahead of the explorer's.
+  virtual uint64_t clock_offset(int /*stream*/) const { return 0; }
 };
 
 struct Exploration {
@@ -76,7 +78,7 @@ class Explorer {
   void read(const void* address, size_t bytes);
   void write(const void* address, size_t bytes);
   void pause();
-  uint64_t clock() const { return now_; }
+  uint64_t clock() { return ++now_ + stage_.clock_offset(current_->stream); }
 
  private:
   static constexpr size_t kStackBytes = size_t{1} << 17;

@@ -85,6 +85,13 @@ struct Grid {
 
 inline int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
 
+// One for all: the explored kernels run untraced, they keep nothing there.
+template <class T>
+T& warp_memory() {
+  static T of_warp;
+  return of_warp;
+}
+
 // What only the threads of one block see is no business of the explorer: a block is one thread.
 template <Order kOrder, Scope kScope, class T>
 T atomic_load(const T* address) {

@@ -1,8 +1,10 @@
 // Compiled with -fsanitize=thread, see compiler_hooks.cpp: the kernels are instantiated here and nowhere else.
 #include "model_rank.h"
 
+#include <cstdlib>
 #include <cstring>
 
+#include "kernels/align_clocks.h"
 #include "kernels/both_halves.h"
 #include "kernels/notices.h"
 
@@ -206,6 +208,12 @@ Launch ModelRank::goodbye() {
                 [this](int block) { run_kernel<Goodbye>(shared_[block], {.context = context_}, block, 1); });
 }
 
+Launch ModelRank::align_clocks() {
+  return launch("align_clocks", -1, 1, [this](int block) {
+    run_kernel<AlignClocks>(shared_[block], {.context = context_, .num_rounds = 2}, block, 1);
+  });
+}
+
 // The mutation that no hook of an atomic can make: the signal comes before the work.
 void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const {
   const Workspace& ws = context_.ws;
@@ -352,6 +360,21 @@ Launch ModelRank::watch_report(int culprit) {
     while (atomic_load<Order::kRelaxed, Scope::kSystem>(&report_->is_complete) != 1u) pause();
     compare_left(culprit);
   });
+}
+
+Launch ModelRank::check_clocks() {
+  return launch("check_clocks", -1, 1, [this](int) { compare_clocks(); });
+}
+
+void ModelRank::compare_clocks() const {
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    const ClockReading& reading = context_.ws.clock_reading(r);
+    const int64_t wrong_by = reading.offset - static_cast<int64_t>(clock_offset(r) - clock_offset(rank()));
+    if (static_cast<uint64_t>(std::abs(wrong_by)) > (reading.round_trip + 1) / 2 || reading.round_trip > 1000) {
+      fail("the clock of rank " + std::to_string(r) + " is wrong by " + std::to_string(wrong_by) + ", said to be " +
+           std::to_string(reading.round_trip / 2));
+    }
+  }
 }
 
 Launch ModelRank::reuse_heap() {

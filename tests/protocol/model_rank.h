@@ -55,15 +55,19 @@ class ModelRank {
   Launch refuse_dispatch(int call);
   Launch refuse_combine(int call, uint32_t attempt);
   Launch goodbye();
+  Launch align_clocks();
 
   Launch expect_refusal(int peer, bool check_text = true);  // by the launch before, and its text
   Launch note_refusal(int peer);        // the same where the combine may be over before the refusal is seen
   Launch combine_recv_again(int call);  // after a noted refusal
   Launch expect_left(int culprit);      // the launch before gave up because of `culprit`
   Launch watch_report(int culprit);     // a host thread that looks while kernels run
+  Launch check_clocks();                // what align_clocks has found
   Launch reuse_heap();                  // as the next owner of this memory would
 
   static RefusalText refusal_text(int rank);
+  // The ranks' clocks are apart; those of the host's threads, which come after them, are never read.
+  static uint64_t clock_offset(int rank) { return static_cast<uint64_t>(rank) * rank << 50; }
 
  private:
   struct Input {
@@ -85,6 +89,7 @@ class ModelRank {
   void compare_combined(int call) const;
   void compare_refusal(int peer, bool check_text);
   void compare_left(int culprit) const;
+  void compare_clocks() const;
 
   Shape shape_;
   Context context_;

@@ -18,6 +18,10 @@ std::string name_of(Field field) {
       return "combine refusal";
     case Field::kGoodbye:
       return "goodbye";
+    case Field::kClockMeeting:
+      return "clock meeting";
+    case Field::kClockMessage:
+      return "clock message";
     case Field::kPoison:
       return "poison";
     case Field::kSendArrivals:
@@ -46,8 +50,9 @@ std::vector<Mutant> all_mutants() {
   constexpr Field kTable = Field::kTableSignal, kRow = Field::kRowSignal, kSum = Field::kCombineSignal,
                   kCredit = Field::kDispatchCredit, kRefusal = Field::kCombineRefusal, kGoodbye = Field::kGoodbye,
                   kPoison = Field::kPoison, kSends = Field::kSendArrivals, kCombines = Field::kCombineArrivals,
-                  kReport = Field::kReportState;
-  const std::vector<Field> all_signals = {kTable, kRow, kSum, kCredit, kRefusal, kGoodbye, kReport, kSends, kCombines};
+                  kReport = Field::kReportState, kMeeting = Field::kClockMeeting, kMessage = Field::kClockMessage;
+  const std::vector<Field> all_signals = {kTable,   kRow,     kSum,    kCredit, kRefusal,
+                                          kGoodbye, kMeeting, kReport, kSends,  kCombines};
   const std::vector<Broken> all = {
       {Kind::kRelaxedRelease, "no release", all_signals},
       {Kind::kRelaxedRelease, "no release", {kTable}, "refuse_dispatch"},
@@ -55,11 +60,13 @@ std::vector<Mutant> all_mutants() {
       {Kind::kRelaxedRelease, "no release", {kCredit}, "release"},
       {Kind::kRelaxedRelease, "no release", {kCredit}, "refuse_dispatch"},
       {Kind::kRelaxedAcquire, "no acquire", all_signals},
-      {Kind::kWaitSkipped, "no wait", {kTable, kRow, kSum, kCredit, kGoodbye}},
+      {Kind::kWaitSkipped, "no wait", {kTable, kRow, kSum, kCredit, kGoodbye, kMeeting, kMessage}},
       {Kind::kWaitSkipped, "no wait", {kCredit}, "refuse_dispatch"},
-      {Kind::kOneEpochEarly, "waits for the epoch before", {kTable, kRow, kSum, kCredit}},
+      {Kind::kOneEpochEarly, "waits for the epoch before", {kTable, kRow, kSum, kCredit, kMeeting, kMessage}},
       {Kind::kRaisedEarly, "raised before the work", {kTable, kRow, kSum, kCredit, kRefusal}},
-      {Kind::kStoreLost, "not raised", {kTable, kRow, kSum, kCredit, kRefusal, kGoodbye, kPoison, kReport}},
+      {Kind::kStoreLost,
+       "not raised",
+       {kTable, kRow, kSum, kCredit, kRefusal, kGoodbye, kMeeting, kMessage, kPoison, kReport}},
       {Kind::kStoreLost, "not raised", {kTable}, "refuse_dispatch"},
       {Kind::kStoreLost, "not raised", {kCredit}, "refuse_dispatch"},
       {Kind::kStoreLost, "not raised", {kCredit}, "release"},

@@ -16,6 +16,8 @@ enum class Field : uint8_t {
   kCombineRefusal,
   kRefusalText,
   kGoodbye,
+  kClockMeeting,
+  kClockMessage,
   kPoison,
   kSendArrivals,
   kCombineArrivals,

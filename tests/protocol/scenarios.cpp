@@ -237,6 +237,19 @@ Scenario refused_twice() {
           }};
 }
 
+// ---- clocks
+
+// Twice, so that times of the first exchange are still read when the second begins.
+Scenario clocks(const char* name, int num_ranks) {
+  return {.name = name,
+          .shape = {.num_ranks = num_ranks, .num_topk = 2, .num_experts = num_ranks, .num_calls = 0, .routing = {}},
+          .program = [](ModelRank& rank) {
+            Program program;
+            for (int time = 0; time < 2; ++time) append(program, {rank.align_clocks(), rank.check_clocks()});
+            return program;
+          }};
+}
+
 // ---- the end
 
 Scenario parting() {
@@ -297,6 +310,8 @@ std::vector<Scenario> all_scenarios() {
           refused_combine(),
           abandoned_combine(),
           refused_twice(),
+          clocks("clocks", 2),
+          clocks("clocks of three ranks", 3),
           parting(),
           missing_rank()};
 }

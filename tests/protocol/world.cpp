@@ -56,8 +56,13 @@ void World::name_regions(const ModelRank& rank) {
   region(ws.combine_refusal.data, "combine_refusal", Field::kCombineRefusal);
   region(ws.refusal_text.data, "refusal_text", Field::kRefusalText);
   region(ws.goodbye.data, "goodbye", Field::kGoodbye);
+  region(ws.clock_meeting.data, "clock_meeting", Field::kClockMeeting);
+  region(ws.clock_message.data, "clock_message", Field::kClockMessage);
+  region(ws.clock_log.data, "clock_log");
   region(ws.poison.data, "poison", Field::kPoison);
   region(ws.epoch.data, "epoch");
+  region(ws.clock_epoch.data, "clock_epoch");
+  region(ws.clock_reading.data, "clock_reading");
   region(ws.arrivals.data, "arrivals");
   region(ws.expert_offsets.data, "expert_offsets");
   region(ws.expert_counts.data, "expert_counts");

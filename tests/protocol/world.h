@@ -34,6 +34,7 @@ class World final : public Stage {
   bool is_unused_pair(const void* address) const override;
   std::string name_of(const void* address) const override;
   int num_clock_jumps() const override { return scenario_.num_clock_jumps; }
+  uint64_t clock_offset(int stream) const override { return ModelRank::clock_offset(stream); }
 
  private:
   static constexpr size_t kWord = 4;

@@ -175,7 +175,10 @@ def test_a_barrier_without_a_signal_after_it_may_leave_stores_in_flight():
 
 
 def test_row_pieces_in_generic_memory_count_as_wide():
-    assert problems("DispatchSend", SEND.replace("global_store_dwordx4", "flat_store_dwordx4")) == []
+    generic = SEND.replace("global_store_dwordx4", "flat_store_dwordx4")
+    assert "no 16-byte store" in "".join(problems("DispatchSend", generic))  # a record of a trace is no row
+    generic = generic.replace("global_load_dwordx4", "flat_load_dwordx4")
+    assert problems("DispatchSend", generic) == []
 
 
 def test_a_missing_kernel_is_found_and_resources_are_reported():

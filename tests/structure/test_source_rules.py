@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 
 # From the top down: a file includes its own layer and those after it.
-LAYERS = ["bindings", "runtime", "kernels", "protocol", "symmetric_memory", "target"]
+LAYERS = ["bindings", "trace_export", "runtime", "kernels", "protocol", "symmetric_memory", "target"]
 
 VENDOR_WORDS = re.compile(
     r"""\b(

@@ -161,6 +161,9 @@ std::vector<Field> symmetric_fields(const MoeConfig& c, const Workspace& w) {
           {"dispatch_credit", w.dispatch_credit.data, b * r * sizeof(Signal)},
           {"combine_refusal", w.combine_refusal.data, b * r * sizeof(Signal)},
           {"goodbye", w.goodbye.data, r * sizeof(Signal)},
+          {"clock_meeting", w.clock_meeting.data, r * sizeof(Signal)},
+          {"clock_message", w.clock_message.data, r * sizeof(Signal)},
+          {"clock_log", w.clock_log.data, r * (kMaxClockRounds + 1) * 8},
           {"poison", w.poison.data, sizeof(*w.poison.data)}};
 }
 
@@ -169,6 +172,8 @@ std::vector<Field> local_fields(const MoeConfig& c, const Workspace& w) {
   const size_t e = c.num_local_experts();
   const size_t lists = std::max<size_t>(r * t * k + e * (kMaxExpertAlignment - 1), e * r * t);
   return {{"epoch", w.epoch.data, b * 8},
+          {"clock_epoch", w.clock_epoch.data, r * 8},
+          {"clock_reading", w.clock_reading.data, r * sizeof(ClockReading)},
           {"arrivals", w.arrivals.data, b * Workspace::kNumLaunches * 4},
           {"expert_offsets", w.expert_offsets.data, b * (e + 1) * 4},
           {"expert_counts", w.expert_counts.data, b * e * 4},

@@ -1,0 +1,48 @@
+#include "bindings/trace_records.h"
+
+#include <cstring>
+#include <iterator>
+
+namespace moe_a2a::bindings {
+namespace {
+
+template <class T>
+at::Tensor to_tensor(const std::vector<T>& values, at::IntArrayRef shape) {
+  const at::Tensor tensor = at::empty(shape, at::kLong);
+  if (!values.empty()) std::memcpy(tensor.mutable_data_ptr(), values.data(), values.size() * sizeof(T));
+  return tensor;
+}
+
+}  // namespace
+
+py::dict read_trace(ExpertParallel& ep) {
+  TraceDump dump;
+  {
+    py::gil_scoped_release unlocked;
+    dump = ep.tracer().read();
+  }
+  const auto num_segments = static_cast<int64_t>(dump.segment_written.size());
+  py::dict read;
+  read["records"] = to_tensor(dump.records, {static_cast<int64_t>(dump.records.size()), 2});
+  read["segment_written"] = to_tensor(dump.segment_written, {num_segments});
+  read["segment_dropped"] = to_tensor(dump.segment_dropped, {num_segments});
+  read["warps_per_block"] = ep.backend().warps_per_block();
+  read["ticks_per_second"] = ep.backend().clock_ticks_per_second();
+  read["clock_step_ticks"] = ep.tracer().clock_step();
+  return read;
+}
+
+std::vector<std::pair<int64_t, int64_t>> align_clocks(ExpertParallel& ep, int num_rounds, void* stream) {
+  py::gil_scoped_release unlocked;
+  ep.check();
+  const std::vector<ClockReading> readings = ep.tracer().align_clocks(num_rounds, stream);
+  ep.check();
+  std::vector<std::pair<int64_t, int64_t>> pairs;
+  for (const ClockReading& reading : readings) pairs.emplace_back(reading.offset, reading.round_trip);
+  return pairs;
+}
+
+std::vector<std::string> trace_kinds() { return {std::begin(kTraceKindNames), std::end(kTraceKindNames)}; }
+std::vector<std::string> trace_operations() { return {std::begin(kOperationNames), std::end(kOperationNames)}; }
+
+}  // namespace moe_a2a::bindings

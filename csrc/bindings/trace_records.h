@@ -1,0 +1,25 @@
+// The records of a trace as Python reads them: plain tensors and lists, in the words of protocol/trace_buffer.h.
+#pragma once
+
+#include <torch/extension.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/expert_parallel.h"
+
+namespace moe_a2a::bindings {
+
+// records [written, 2] int64, the two words of each, segment after segment; segment_written and segment_dropped
+// [segments] int64; warps_per_block; ticks_per_second; clock_step_ticks, 0 before the first align_clocks().
+py::dict read_trace(ExpertParallel& ep);
+
+// Per rank (ticks that its clock is ahead of this rank's, shortest round trip in ticks); of this rank itself (0, step).
+std::vector<std::pair<int64_t, int64_t>> align_clocks(ExpertParallel& ep, int num_rounds, void* stream);
+
+// The names behind the numbers in the records.
+std::vector<std::string> trace_kinds();
+std::vector<std::string> trace_operations();
+
+}  // namespace moe_a2a::bindings

@@ -1,0 +1,94 @@
+"""Who ended which wait: signals and the waits for them, on one clock."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_a2a.tracing.timeline import (
+    ARROW,
+    COMBINE_SENDERS,
+    CREDIT_WAIT,
+    DISPATCH_SENDERS,
+    PARTIAL_WAIT,
+    ROUTE,
+    ROW_WAIT,
+    SIGNAL,
+    TABLE_WAIT,
+    Timeline,
+    last_before,
+)
+
+TOKEN_BITS = 21
+
+
+def match(timeline: Timeline, error_ns: np.ndarray, has_drops: np.ndarray) -> np.ndarray:
+    """Arrows [m] of ARROW: from each row's and sum's signal to the wait that it ended.
+
+    A signal of a dispatch for (token, destination) and the destination's row_wait for (source, token) belong together,
+    a signal of a combine and a partial_wait likewise. Calls repeat, and a wait is recorded only when it had to wait:
+    of the signals of one key the wait's own is the last one before its end.
+
+    error_ns [R]: of each rank's clock. has_drops [R]: a rank whose buffer was full may lack the right signal; a signal
+    of such a rank from before the wait began is left alone."""
+    slices = timeline.slices
+    operation = timeline.enclosing_kernels()
+    name_of_kernel = np.where(operation >= 0, slices["name"][operation], -1)
+    found = []
+    for wait_name, senders in ((ROW_WAIT, DISPATCH_SENDERS), (PARTIAL_WAIT, COMBINE_SENDERS)):
+        sender_names = [i for i, name in enumerate(timeline.names) if name in senders]
+        signals = np.flatnonzero(timeline.named(SIGNAL) & np.isin(name_of_kernel, sender_names))
+        waits = np.flatnonzero(timeline.named(wait_name))
+        s, w = slices[signals], slices[waits]
+        tolerance = error_ns[w["rank"]] + error_ns[w["peer"]]
+        last = last_before(
+            _key(s["rank"], s["peer"], s["token"]),
+            s["begin_ns"],
+            _key(w["peer"], w["rank"], w["token"]),
+            w["end_ns"] + np.ceil(tolerance).astype(np.int64),
+        )
+        have = last >= 0
+        signals, waits, tolerance = signals[last[have]], waits[have], tolerance[have]
+        sure = ~has_drops[slices["rank"][signals]]
+        sure |= slices["begin_ns"][signals] >= slices["begin_ns"][waits] - tolerance
+        found.append(np.stack([signals[sure], waits[sure]], axis=1))
+    return _one_sink_per_source(slices, np.concatenate(found))
+
+
+def _one_sink_per_source(slices: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """A later wait with an earlier one's signal lacks its own."""
+    pairs = pairs[np.argsort(slices["end_ns"][pairs[:, 1]], kind="stable")]
+    _, first = np.unique(pairs[:, 0], return_index=True)
+    arrows = np.empty(len(first), ARROW)
+    arrows["source"], arrows["sink"] = pairs[first].T
+    return arrows
+
+
+def causes(timeline: Timeline) -> np.ndarray:
+    """int64 [n]: of each wait the slice on the other rank that ended it, -1: not known.
+
+    That of an arrow where there is one. A table_wait's is the peer's routing of that chunk, a credit_wait's the peer's
+    launch that read the buffer before.
+    """
+    cause = np.full(len(timeline.slices), -1, np.int64)
+    operation_names = timeline.about["operations"]
+    for wait_name, sources in (
+        (TABLE_WAIT, (ROUTE,)),
+        (CREDIT_WAIT, (*COMBINE_SENDERS, *(name for name in operation_names if name == "release"))),
+    ):
+        waits = np.flatnonzero(timeline.named(wait_name) & (timeline.slices["peer"] >= 0))
+        givers = np.flatnonzero(timeline.named(*sources))
+        w, g = timeline.slices[waits], timeline.slices[givers]
+        by_token = wait_name == TABLE_WAIT
+        last = last_before(
+            _key(g["rank"], 0, np.maximum(g["token"], 0) if by_token else 0),
+            g["begin_ns"],
+            _key(w["peer"], 0, np.maximum(w["token"], 0) if by_token else 0),
+            w["end_ns"],
+        )
+        cause[waits[last >= 0]] = givers[last[last >= 0]]
+    cause[timeline.arrows["sink"]] = timeline.arrows["source"]
+    return cause
+
+
+def _key(source, destination, token) -> np.ndarray:
+    return ((np.asarray(source, np.int64) << 8) + destination << TOKEN_BITS) + token

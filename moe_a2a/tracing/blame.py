@@ -1,0 +1,91 @@
+"""Names the rank that the others waited for, and what it did in the meantime."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_a2a.tracing.timeline import PARTIAL_WAIT, WAITS, Timeline
+
+NEGLIGIBLE = 0.05  # of the time in launches: below that nobody is at fault
+ALONE = 4.0  # the culprit is waited for that many times as long as the mean of the other ranks
+HOT = 2.0  # an expert with that many times its even share of the choices is hot
+UNEVEN = 1.5  # a rank that receives that many times the mean has more work than the others
+
+
+def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_per_expert: np.ndarray) -> str:
+    """A wait for a peer has two parts: before the peer had begun the launch that ended it, and since then.
+
+    A peer whose waits are of the first part came late; of the second part, it was slow to send. One that was waited
+    for in combine, and that had been given more rows than others, is not to blame: its experts are.
+    """
+    slices, durations = timeline.slices, timeline.durations()
+    num_ranks = timeline.num_ranks
+    waits = timeline.named(*WAITS) & (slices["peer"] >= 0) & (slices["peer"] != slices["rank"])
+    waits &= timeline.enclosing_kernels() >= 0  # of others, for want of room, the launch was not recorded
+    in_launches, waiting = (int(timeline.covered(which).sum()) for which in (timeline.kernels(), waits))
+    by_peer = np.bincount(slices["peer"][waits], durations[waits], minlength=num_ranks)
+    if in_launches == 0 or waiting < NEGLIGIBLE * in_launches:
+        return f"No culprit: waits for other ranks are {_percent(waiting, in_launches)} of the time in launches."
+    blamed = int(by_peer.argmax())
+    if by_peer[blamed] * (num_ranks - 1) < ALONE * (by_peer.sum() - by_peer[blamed]):
+        return (
+            f"No single culprit: waits are {_percent(waiting, in_launches)} of the time in launches, most of "
+            f"them, {_percent(by_peer[blamed], by_peer.sum())}, for rank {blamed}."
+        )
+    of_blamed = waits & (slices["peer"] == blamed)
+    before, after = _parts(timeline, cause, of_blamed)
+    in_combine = durations[of_blamed & timeline.named(PARTIAL_WAIT)].sum() > by_peer[blamed] / 2
+    whom = (
+        f"The others waited {_ms(by_peer[blamed])} for rank {blamed} (of {_ms(by_peer.sum())} for all ranks, "
+        f"{_percent(waiting, in_launches)} of the time in launches)"
+    )
+    if in_combine and (hot := _hot_expert(tokens, tokens_per_expert, blamed)):
+        return f"{hot} {whom}, in combine."
+    if before + after == 0:
+        return f"{whom}; what it did meanwhile was not recorded."
+    if before >= after:
+        step = "combine: its experts are slow" if in_combine else "dispatch: it is slow before the layer"
+        return (
+            f"Rank {blamed} comes late to {step}. {whom}; {_percent(before, before + after)} of that before it began."
+        )
+    step = "combine" if in_combine else "dispatch"
+    return (
+        f"Rank {blamed} sends last in {step}. {whom}; {_percent(after, before + after)} of that while it was sending."
+    )
+
+
+def _parts(timeline: Timeline, cause: np.ndarray, waits: np.ndarray) -> tuple[float, float]:
+    """Nanoseconds before the peer's launch had begun, and after, of those waits whose cause is known."""
+    waits = np.flatnonzero(waits & (cause >= 0))
+    kernel = timeline.enclosing_kernels()[cause[waits]]
+    waits, kernel = waits[kernel >= 0], kernel[kernel >= 0]
+    begin, end = timeline.slices["begin_ns"][waits], timeline.slices["end_ns"][waits]
+    started = np.clip(timeline.slices["begin_ns"][kernel], begin, end)
+    return float((started - begin).sum()), float((end - started).sum())
+
+
+def _hot_expert(tokens: np.ndarray, tokens_per_expert: np.ndarray, rank: int) -> str | None:
+    received = tokens.sum(axis=0)
+    if received.sum() == 0 or received[rank] < UNEVEN * received.mean():
+        return None
+    rows = f"rank {rank} receives {received[rank] / received.mean():.1f} times the mean number of rows"
+    if tokens_per_expert.sum() == 0:
+        return f"The routing is uneven: {rows}."
+    per_rank = len(tokens_per_expert) // len(tokens)
+    own = tokens_per_expert[rank * per_rank : (rank + 1) * per_rank]
+    hot = int(own.argmax())
+    if own[hot] < HOT * tokens_per_expert.mean():
+        return f"The routing is uneven: {rows}, none of its experts alone."
+    share = _percent(own[hot], tokens_per_expert.sum())
+    even = _percent(1, len(tokens_per_expert))
+    return (
+        f"Expert {rank * per_rank + hot} on rank {rank} is hot: {share} of all choices ({even} would be even), {rows}."
+    )
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:.3f} ms"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / max(whole, 1):.1f} %"

@@ -1,0 +1,171 @@
+"""with moe_a2a.trace(ep) as t: what the kernels do inside is recorded, and afterwards put together over all ranks."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from moe_a2a.groups import HandleExchange
+from moe_a2a.tracing import export
+from moe_a2a.tracing.merge import merge
+from moe_a2a.tracing.records import ClockSample, RankRecords
+from moe_a2a.tracing.summary import Summary, summarize
+from moe_a2a.tracing.timeline import Timeline
+
+if TYPE_CHECKING:
+    from moe_a2a.expert_parallel import ExpertParallel
+
+# A block is a thread on the CPU, and there are few; on a GPU 132 blocks of 16 warps take 35 MB.
+DEFAULT_RECORDS = {"cpu": 65536, "cuda": 1024}
+CLOCK_ROUNDS = 200  # exchanges with each rank; the fastest counts
+
+
+class Trace:
+    """What trace() gives: save() and summary() after its block has ended.
+
+    Every rank enters and leaves the block together, since the ranks' clocks are compared at both ends and all records
+    are gathered at the end. When the block ends with an exception nobody is waited for: each rank then has its own
+    records alone, and what it saves shows what its warps did last. So it is for a HandleExchange, which can gather
+    nothing."""
+
+    def __init__(self, ep: ExpertParallel, records_per_segment: int):
+        self._ep = ep
+        self._records_per_segment = records_per_segment
+        self._clocks: list[ClockSample] = []
+        self._choices: list[torch.Tensor] = []  # the topk_idx of each dispatch
+        self._row_bytes: set[int] = set()
+        self._ranks: list[RankRecords] = []
+
+    def __enter__(self) -> Trace:
+        if self._clocks:
+            raise RuntimeError(f"this Trace of rank {self._ep.rank} has had its block; call trace() again")
+        if self._ep._trace is not None:
+            raise RuntimeError(f"rank {self._ep.rank} is inside another trace of this ExpertParallel; leave that first")
+        self._clocks = [self._meet()]
+        self._core.trace_start(self._records_per_segment)
+        self._ep._trace = self
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._ep._trace = None
+        try:
+            own = self._read()
+            if kind is None and not isinstance(self._ep._group, HandleExchange):
+                own.clocks = [*self._clocks, self._meet()]
+                self._ranks = self._ep._group.all_gather(own)
+            else:
+                own.clocks = [ClockSample(np.zeros(1, np.int64), np.zeros(1, np.int64))]
+                self._ranks = [own]
+        finally:
+            self._core.trace_stop()
+
+    def dispatched(self, topk_idx: torch.Tensor, row_dtype: torch.dtype) -> None:
+        """Called by every dispatch: notes what the records do not say. Nothing of it goes into a graph, which would go
+        on writing to it after the trace."""
+        if topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        self._choices.append(topk_idx.detach().clone())
+        hidden = self._ep.hidden
+        scales = 4 * -(-hidden // 128) if row_dtype.itemsize == 1 else 0
+        self._row_bytes.add(hidden * row_dtype.itemsize + scales)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """All ranks on one clock. Made once, on each rank that asks."""
+        if not self._ranks:
+            raise RuntimeError("the trace has not ended; read it after the `with` block")
+        ep = self._ep
+        return merge(self._ranks, _configuration(ep), ep.hidden * ep.dtype.itemsize)
+
+    def save(self, path: str | Path) -> None:
+        """Writes one file with all ranks. Every rank may call it, rank 0 writes; after an exception every rank writes
+        its own, `.rank<r>` before the ending.
+
+        The ending of `path` says which format: .json.gz and .json are Chrome's, .pftrace and .perfetto-trace Perfetto's
+        own. https://ui.perfetto.dev opens all of them.
+        """
+        export.check_ending(path)
+        if len(self._ranks) < self._ep.num_ranks:
+            path = Path(path)
+            export.save(self.timeline, path.with_name(path.name.replace(".", f".rank{self._ep.rank}.", 1)))
+        elif self._ep.rank == 0:
+            export.save(self.timeline, path)
+
+    def summary(self) -> Summary:
+        """The trace in numbers; print() it. The same on every rank."""
+        return summarize(self.timeline)
+
+    @property
+    def _core(self) -> Any:
+        return self._ep._open_core()
+
+    def _meet(self) -> ClockSample:
+        """Compares the clocks of all ranks."""
+        readings = np.array(self._core.align_clocks(CLOCK_ROUNDS), dtype=np.int64)
+        return ClockSample(readings[:, 0].copy(), readings[:, 1].copy())
+
+    def _read(self) -> RankRecords:
+        read = self._core.trace_read()
+        return RankRecords(
+            rank=self._ep.rank,
+            records=read["records"].numpy(),
+            segment_written=read["segment_written"].numpy(),
+            segment_dropped=read["segment_dropped"].numpy(),
+            warps_per_block=read["warps_per_block"],
+            ticks_per_second=float(read["ticks_per_second"]),
+            clock_step_ticks=float(self._clocks[0].round_trips[self._ep.rank]) if self._clocks else 1.0,
+            kinds=self._core.trace_kinds(),
+            operations=self._core.trace_operations(),
+            clocks=[],
+            tokens_per_expert=self._tokens_per_expert(),
+            dispatch_row_bytes=self._row_bytes.pop() if len(self._row_bytes) == 1 else -1,
+        )
+
+    def _tokens_per_expert(self) -> np.ndarray:
+        counts = torch.zeros(self._ep.num_experts, dtype=torch.int64)
+        for topk_idx in self._choices:
+            experts = topk_idx.reshape(-1).long().cpu()
+            counts += torch.bincount(
+                experts[(experts >= 0) & (experts < self._ep.num_experts)], minlength=self._ep.num_experts
+            )
+        return counts.numpy()
+
+
+def trace(ep: ExpertParallel, records_per_segment: int | None = None) -> Trace:
+    """Records what the kernels of `ep` do inside the `with` block; every rank enters it.
+
+        with moe_a2a.trace(ep) as t:
+            h = ep.dispatch(x, topk_idx, topk_weights)
+            out = ep.combine(experts(h), h)
+        t.save("layer.json.gz")
+        print(t.summary())
+
+    records_per_segment: room for so many records, 16 bytes each, in the segment of each warp (CPU: of each thread);
+    default: 1024 on a GPU, 65536 on the CPU. A full segment drops what comes after, and the file says how many. A row
+    that is sent takes one record and one for each rank that it goes to, a wait for it takes one."""
+    return Trace(ep, records_per_segment or DEFAULT_RECORDS[ep.device.type])
+
+
+def _configuration(ep: ExpertParallel) -> dict[str, Any]:
+    names: Sequence[str] = ("num_ranks", "num_experts", "num_topk", "hidden", "num_max_tokens_per_rank", "num_buffers")
+    return {
+        **{name: getattr(ep, name) for name in names},
+        "dtype": str(ep.dtype).removeprefix("torch."),
+        "device": ep.device.type,
+        "device_name": torch.cuda.get_device_name(ep.device) if ep.device.type == "cuda" else platform.machine(),
+        "versions": {"moe_a2a": _own_version(), "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("moe_a2a")
+    except metadata.PackageNotFoundError:
+        return "not installed"  # run from its checkout

@@ -1,0 +1,136 @@
+"""Whether a trace file holds together. Believes nothing but the file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from moe_a2a.tracing.trace_file import FLIGHT, TraceFile, read
+
+WAITS_WITH_ARROWS = {"row_wait", "partial_wait"}
+MAX_SHOWN = 5  # problems of one kind
+
+
+def check(path: str | Path) -> list[str]:
+    """What is wrong with the file; empty: nothing is."""
+    return check_file(read(path))
+
+
+def check_file(file: TraceFile) -> list[str]:
+    problems = _shortened("reading", file.problems)
+    for what, look in (
+        ("metadata", _metadata),
+        ("names", _names),
+        ("times", _times),
+        ("nesting", _nesting),
+        ("flows", _flows),
+        ("counts", _counts),
+        ("counters", _counters),
+    ):
+        try:
+            problems += _shortened(what, look(file))
+        except (KeyError, TypeError, IndexError) as error:
+            problems.append(f"{what}: cannot be checked, {type(error).__name__}: {error}")
+    return problems
+
+
+def _shortened(what: str, found: list[str]) -> list[str]:
+    more = [f"{what}: and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
+    return [f"{what}: {problem}" for problem in found[:MAX_SHOWN]] + more
+
+
+def _metadata(file: TraceFile) -> list[str]:
+    missing = {"format", "configuration", "ranks", "arrows", "operations"} - set(file.about)
+    return [f"{key} is missing" for key in sorted(missing)]
+
+
+def _names(file: TraceFile) -> list[str]:
+    used = {s.track for s in file.slices}
+    problems = [f"a process of track {file.tracks[t]} has no rank's name" for t in used if file.rank_of(t) < 0]
+    problems += [f"track {t} has no name" for t in used if not file.tracks[t][1]]
+    problems += [f"a slice at {s.begin_ns} ns has no name" for s in file.slices if not s.name]
+    twice = [where for where, n in Counter(file.tracks[t] for t in used).items() if n > 1]
+    return problems + [f"two tracks have the name {where}" for where in twice]
+
+
+def _times(file: TraceFile) -> list[str]:
+    problems, last = [], {}
+    for s in file.slices:
+        if s.begin_ns < 0 or s.end_ns < s.begin_ns:
+            problems.append(f"{s.name} from {s.begin_ns} to {s.end_ns} ns")
+        if s.begin_ns < last.get(s.track, 0):
+            problems.append(f"{s.name} at {s.begin_ns} ns stands behind one of its track that begins later")
+        last[s.track] = s.begin_ns
+    return problems
+
+
+def _nesting(file: TraceFile) -> list[str]:
+    problems = []
+    open_ends: dict = {}
+    for s in sorted(file.slices, key=lambda s: (s.begin_ns, -s.end_ns)):
+        ends = open_ends.setdefault(s.track, [])
+        while ends and ends[-1] <= s.begin_ns:
+            ends.pop()
+        if ends and s.end_ns > ends[-1]:
+            problems.append(f"{s.name} from {s.begin_ns} to {s.end_ns} ns reaches across an end at {ends[-1]} ns")
+        ends.append(s.end_ns)
+    return problems
+
+
+def _flows(file: TraceFile) -> list[str]:
+    problems = []
+    error_ns = {r["rank"]: r["clock_error_ns"] for r in file.about["ranks"]}
+    for flow in sorted(file.sources.keys() | file.sinks.keys()):
+        sources, sinks = file.sources.get(flow, []), file.sinks.get(flow, [])
+        if len(sources) != 1 or len(sinks) != 1:
+            problems.append(f"flow {flow} has {len(sources)} sources and {len(sinks)} sinks")
+            continue
+        (source_at, source_ns), (flight_at, flight_ns) = sources[0], sinks[0]
+        source, wait, flight = file.slices[source_at], file.slices[flight_at - 1], file.slices[flight_at]
+        from_rank, to_rank = file.rank_of(source.track), file.rank_of(wait.track)
+        if (source.name, flight.name) != ("signal", FLIGHT) or wait.name not in WAITS_WITH_ARROWS:
+            problems.append(f"flow {flow} goes from {source.name} to {flight.name} of {wait.name}")
+            continue
+        if flight.track != wait.track or flight.begin_ns < wait.begin_ns or flight.end_ns != wait.end_ns:
+            problems.append(f"flow {flow}: its flight is not the last part of its wait")
+        if (source.arguments["peer"], from_rank) != (to_rank, wait.arguments["peer"]):
+            problems.append(f"flow {flow}: rank {from_rank} told {source.arguments}, {to_rank} heard {wait.arguments}")
+        if source.arguments["token"] != wait.arguments["token"]:
+            problems.append(f"flow {flow} is of token {source.arguments['token']} and {wait.arguments['token']}")
+        if not source.begin_ns <= source_ns <= source.end_ns or flight_ns != flight.begin_ns:
+            problems.append(f"flow {flow} leaves or arrives beside its slice")
+        if wait.end_ns < source_ns - error_ns[from_rank] - error_ns[to_rank] - 2:  # times are rounded down
+            problems.append(f"flow {flow} goes back by {source_ns - wait.end_ns} ns, more than the clocks may err")
+    flights = sum(s.name == FLIGHT for s in file.slices)
+    if flights != len(file.sources):
+        problems.append(f"{len(file.sources)} flows, {flights} flights")
+    if len(file.sources) != file.about["arrows"]:
+        problems.append(f"{len(file.sources)} flows, {file.about['arrows']} in the metadata")
+    return problems
+
+
+def _counts(file: TraceFile) -> list[str]:
+    found = Counter(file.rank_of(s.track) for s in file.slices if s.name != FLIGHT)
+    problems = []
+    for rank in file.about["ranks"]:
+        number, written, dropped = rank["rank"], rank["records_written"], rank["records_dropped"]
+        if found[number] != written:
+            problems.append(f"rank {number} has {found[number]} slices, {written} were written")
+        if rank["records_attempted"] != written + dropped:
+            problems.append(
+                f"rank {number}: {rank['records_attempted']} attempts, {written} written, {dropped} dropped"
+            )
+    return problems
+
+
+def _counters(file: TraceFile) -> list[str]:
+    problems = []
+    for (process, name), (times, values) in file.counters.items():
+        where = f"{name} of {file.processes.get(process, process)}"
+        if min(values) < 0:
+            problems.append(f"{where} falls below zero")
+        if times != sorted(times):
+            problems.append(f"{where} goes back in time")
+        if values[-1] != 0:
+            problems.append(f"{where} ends at {values[-1]}")
+    return problems

@@ -1,0 +1,47 @@
+"""`python -m moe_a2a trace FILE`: looks at a trace file without a browser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from moe_a2a.tracing.check import check_file
+from moe_a2a.tracing.plot import save_plot
+from moe_a2a.tracing.summary import summarize
+from moe_a2a.tracing.trace_file import read, to_timeline
+
+HELP = "summarise, check or plot a trace file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, help="what Trace.save() wrote, in either format")
+    parser.add_argument("--summary", action="store_true", help="print the trace in numbers (without any option: this)")
+    parser.add_argument("--check", action="store_true", help="verify that the file holds together")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        nargs="?",
+        const=Path("trace.png"),
+        metavar="PNG",
+        help="draw the wait matrix and each rank's time (default: trace.png)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        file = read(options.file)
+    except (OSError, ValueError) as error:
+        print(error)
+        return 2
+    failed = False
+    if options.check:
+        problems = check_file(file)
+        failed = bool(problems)
+        print("\n".join(problems) or f"{options.file}: {len(file.slices)} slices, {len(file.sources)} arrows, all good")
+    if options.plot:
+        reason = save_plot(options.plot, to_timeline(file))
+        failed |= reason is not None
+        print(reason or f"wrote {options.plot}")
+    if options.summary or not (options.check or options.plot):
+        print(summarize(to_timeline(file)))
+    return int(failed)

@@ -1,0 +1,93 @@
+"""What one rank's kernels left in its trace buffer, as csrc/protocol/trace_buffer.h packs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+TIME_BITS = 48
+NO_TOKEN = (1 << 20) - 1
+KERNEL = "kernel"  # the kind of a launch; its token says which operation
+
+
+@dataclass
+class ClockSample:
+    """One meeting of the ranks' clocks, as this rank measured it.
+
+    offsets: [R] clock of each rank minus this rank's, ticks; right to half of the round trip.
+    round_trips: [R] of the fastest exchange with each rank, ticks.
+    """
+
+    offsets: np.ndarray
+    round_trips: np.ndarray
+
+
+@dataclass
+class RankRecords:
+    """All that a rank brings to the merged trace.
+
+    records: int64 [n, 2], the segments one after the other, in each the records in the order in which they ended.
+    segment_written, segment_dropped: int64 [segments]. Segment s is of block s // warps_per_block, warp
+        s % warps_per_block.
+    kinds, operations: the names of the numbers in the records.
+    clocks: at the beginning and at the end of the trace.
+    tokens_per_expert: int64 [E], choices of this rank's tokens; without those of dispatches that a graph replayed.
+    dispatch_row_bytes: of the rows that were dispatched; -1: not the same for all, or not known.
+    """
+
+    rank: int
+    records: np.ndarray
+    segment_written: np.ndarray
+    segment_dropped: np.ndarray
+    warps_per_block: int
+    ticks_per_second: float
+    clock_step_ticks: float
+    kinds: list[str]
+    operations: list[str]
+    clocks: list[ClockSample]
+    tokens_per_expert: np.ndarray
+    dispatch_row_bytes: int
+
+
+@dataclass
+class Columns:
+    """The decoded records of a rank, one value per record."""
+
+    begin: np.ndarray  # ticks since `RankRecords.records[0]` began; its own low bits are `first_tick`
+    duration: np.ndarray  # ticks
+    kind: np.ndarray
+    peer: np.ndarray  # -1: none
+    token: np.ndarray  # -1: none
+    polls: np.ndarray
+    segment: np.ndarray
+    first_tick: int
+
+
+def decode(rank_records: RankRecords) -> Columns:
+    words = np.ascontiguousarray(rank_records.records).view(np.uint64).reshape(-1, 2)
+    first, second = words[:, 0], words[:, 1]
+    ticks = (first & np.uint64((1 << TIME_BITS) - 1)).astype(np.int64)
+    first_tick = int(ticks[0]) if len(ticks) else 0
+    token = _bits(second, 43, 20)
+    peer = _bits(second, 37, 6)
+    return Columns(
+        begin=wrapped(ticks - first_tick),
+        duration=_bits(second, 0, 32),
+        kind=_bits(second, 32, 5),
+        peer=np.where(_bits(second, 63, 1) == 1, peer, -1),
+        token=np.where(token == NO_TOKEN, -1, token),
+        polls=_bits(first, TIME_BITS, 16),
+        segment=np.repeat(np.arange(len(rank_records.segment_written)), rank_records.segment_written),
+        first_tick=first_tick,
+    )
+
+
+def wrapped(ticks):
+    """A difference of two clocks of which only the low 48 bits are known: the one nearest to zero."""
+    half = 1 << (TIME_BITS - 1)
+    return (ticks + half) % (1 << TIME_BITS) - half
+
+
+def _bits(words: np.ndarray, at: int, width: int) -> np.ndarray:
+    return ((words >> np.uint64(at)) & np.uint64((1 << width) - 1)).astype(np.int64)

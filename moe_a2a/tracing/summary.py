@@ -1,0 +1,131 @@
+"""A trace in numbers: who took how long, who waited for whom, and whose fault it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_a2a.tracing.arrows import causes
+from moe_a2a.tracing.blame import culprit
+from moe_a2a.tracing.critical_path import PathStep, critical_path
+from moe_a2a.tracing.timeline import DISPATCH_SENDERS, SIGNAL, WAITS, Timeline, merged
+
+
+@dataclass
+class Summary:
+    """Times in nanoseconds. R ranks.
+
+    operation_ns: per operation, [R] time in which at least one of the rank's blocks was in it, and how many launches.
+    kind_share: per kind of slice, [R] its part of the time that the rank's warps were in launches; wait_share: [R] the
+        part in which they were in waits.
+    wait_sum, wait_max: [R waiter, R awaited] over all waits of all threads.
+    tokens: [R from, R to] rows that dispatches sent; tokens_per_expert: [E] choices, empty where they were not counted.
+    block_imbalance: [R] time not waiting, of the busiest block over the mean of all.
+    path: the critical path, back from the last thing that happened, latest step first.
+    culprit: one sentence, or more than one.
+    """
+
+    about: dict
+    span_ns: int
+    operation_ns: dict[str, tuple[np.ndarray, np.ndarray]]
+    kind_share: dict[str, np.ndarray]
+    wait_share: np.ndarray
+    wait_sum: np.ndarray
+    wait_max: np.ndarray
+    tokens: np.ndarray
+    tokens_per_expert: np.ndarray
+    block_imbalance: np.ndarray
+    path: list[PathStep]
+    culprit: str
+
+    def __str__(self) -> str:
+        from moe_a2a.tracing.report import text_of
+
+        return text_of(self)
+
+
+def summarize(timeline: Timeline) -> Summary:
+    slices = timeline.slices
+    if len(slices) == 0:
+        raise RuntimeError("the trace is empty: no kernel ran inside its block")
+    cause = causes(timeline)
+    wait_sum, wait_max = _wait_matrices(timeline)
+    kind_share, wait_share = _kind_shares(timeline)
+    tokens = _tokens(timeline)
+    tokens_per_expert = np.array(timeline.about.get("tokens_per_expert", []), dtype=np.int64)
+    return Summary(
+        about=timeline.about,
+        span_ns=int(slices["end_ns"].max() - slices["begin_ns"].min()),
+        operation_ns=_operation_times(timeline),
+        kind_share=kind_share,
+        wait_share=wait_share,
+        wait_sum=wait_sum,
+        wait_max=wait_max,
+        tokens=tokens,
+        tokens_per_expert=tokens_per_expert,
+        block_imbalance=_block_imbalance(timeline),
+        path=critical_path(timeline, cause),
+        culprit=culprit(timeline, cause, tokens, tokens_per_expert),
+    )
+
+
+def _operation_times(timeline: Timeline) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Per operation [R] covered time and [R] launches: those of a rank's blocks that overlap are one."""
+    kernels = timeline.slices[timeline.kernels()]
+    times = {}
+    for number in np.unique(kernels["name"]):
+        own = kernels[kernels["name"] == number]
+        ranks, begins, ends = merged(own["rank"], own["begin_ns"], own["end_ns"])
+        covered = np.bincount(ranks, ends - begins, minlength=timeline.num_ranks).astype(np.int64)
+        times[timeline.names[number]] = (covered, np.bincount(ranks, minlength=timeline.num_ranks))
+    return times
+
+
+def _kind_shares(timeline: Timeline) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Of each kind, and of all waits together."""
+    slices, is_kernel = timeline.slices, timeline.kernels()
+    in_launches = np.maximum(timeline.covered(is_kernel), 1)
+    in_a_launch = ~is_kernel & (slices["instant"] == 0) & (timeline.enclosing_kernels() >= 0)
+    shares = {
+        timeline.names[number]: timeline.covered(in_a_launch & (slices["name"] == number)) / in_launches
+        for number in np.unique(slices["name"][in_a_launch])
+    }
+    waits = timeline.covered(in_a_launch & timeline.named(*WAITS)) / in_launches
+    return dict(sorted(shares.items(), key=lambda item: -item[1].max())), waits
+
+
+def _wait_matrices(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    waits = timeline.named(*WAITS) & (timeline.slices["peer"] >= 0)
+    where = (timeline.slices["rank"][waits], timeline.slices["peer"][waits])
+    total = np.zeros((timeline.num_ranks, timeline.num_ranks), np.int64)
+    longest = total.copy()
+    np.add.at(total, where, timeline.durations()[waits])
+    np.maximum.at(longest, where, timeline.durations()[waits])
+    return total, longest
+
+
+def _tokens(timeline: Timeline) -> np.ndarray:
+    kernel = timeline.enclosing_kernels()
+    senders = [i for i, name in enumerate(timeline.names) if name in DISPATCH_SENDERS]
+    sent = timeline.named(SIGNAL) & (kernel >= 0) & np.isin(timeline.slices["name"][kernel], senders)
+    tokens = np.zeros((timeline.num_ranks, timeline.num_ranks), np.int64)
+    np.add.at(tokens, (timeline.slices["rank"][sent], timeline.slices["peer"][sent]), 1)
+    return tokens
+
+
+def _block_imbalance(timeline: Timeline) -> np.ndarray:
+    slices, is_kernel = timeline.slices, timeline.kernels()
+    is_wait = timeline.named(*WAITS) & (timeline.enclosing_kernels() >= 0)
+    blocks = timeline.warps() >> 16  # without the warp
+    names = np.unique(blocks[is_kernel])
+    work = np.zeros(len(names))
+    for which, sign in ((is_kernel, 1), (is_wait, -1)):
+        warps, begins, ends = merged(timeline.warps()[which], slices["begin_ns"][which], slices["end_ns"][which])
+        work += sign * np.bincount(np.searchsorted(names, warps >> 16), ends - begins, minlength=len(names))
+    imbalance = np.ones(timeline.num_ranks)
+    for rank in range(timeline.num_ranks):
+        own = work[names >> 24 == rank]
+        if len(own):
+            imbalance[rank] = own.max() / max(own.mean(), 1.0)
+    return imbalance

@@ -1,0 +1,115 @@
+"""The merged trace: what every warp of every rank did, on one clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# The records of csrc/trace_export/timeline.h; -1: not known, or of no meaning here.
+SLICE = np.dtype(
+    [
+        ("begin_ns", "i8"),
+        ("end_ns", "i8"),
+        ("bytes", "i8"),
+        ("rank", "i4"),
+        ("block", "i4"),
+        ("warp", "i4"),
+        ("name", "i4"),
+        ("peer", "i4"),
+        ("token", "i4"),
+        ("polls", "i4"),
+        ("instant", "i4"),
+    ]
+)
+ARROW = np.dtype([("source", "i8"), ("sink", "i8")])
+SAMPLE = np.dtype([("time_ns", "i8"), ("value", "i8"), ("rank", "i4"), ("name", "i4")])
+
+ROW_WAIT, PARTIAL_WAIT, TABLE_WAIT, CREDIT_WAIT = "row_wait", "partial_wait", "table_wait", "credit_wait"
+SIGNAL, SEND, SUM, ROUTE = "signal", "send", "sum", "route"
+WAITS = (CREDIT_WAIT, TABLE_WAIT, ROW_WAIT, PARTIAL_WAIT, "peer_wait", "clock_wait")
+MOMENTS = (SIGNAL, "gave_up")
+
+# Launches, by what their signals announce and their waits wait for. "dispatch" and "combine" are both halves in one.
+DISPATCH_SENDERS = ("dispatch_send", "dispatch")
+COMBINE_SENDERS = ("combine_send", "combine")
+
+
+@dataclass
+class Timeline:
+    """slices [n] of SLICE; arrows [m] of ARROW: from a signal to the wait that it ended; names: of slices.
+
+    about: what is known about the whole (see merge.py), as it stands in the file.
+    """
+
+    slices: np.ndarray
+    arrows: np.ndarray
+    names: list[str]
+    about: dict[str, Any]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.about["configuration"]["num_ranks"]
+
+    def named(self, *names: str) -> np.ndarray:
+        """bool [n]: the slices that have one of these names."""
+        return np.isin(self.slices["name"], [i for i, name in enumerate(self.names) if name in names])
+
+    def kernels(self) -> np.ndarray:
+        """bool [n]: the slices that are launches, or a block's part of one."""
+        return self.named(*self.about["operations"])
+
+    def durations(self) -> np.ndarray:
+        return self.slices["end_ns"] - self.slices["begin_ns"]
+
+    def warps(self) -> np.ndarray:
+        """int64 [n]: one number per warp of all ranks."""
+        s = self.slices
+        return (s["rank"].astype(np.int64) << 40) + (s["block"].astype(np.int64) << 16) + s["warp"]
+
+    def covered(self, which: np.ndarray) -> np.ndarray:
+        """int64 [R]: nanoseconds that the warps of each rank were in one of these slices, or in several."""
+        warps, begins, ends = merged(self.warps()[which], self.slices["begin_ns"][which], self.slices["end_ns"][which])
+        return np.bincount(warps >> 40, ends - begins, minlength=self.num_ranks).astype(np.int64)
+
+    def enclosing_kernels(self) -> np.ndarray:
+        """int64 [n]: the launch that each slice is part of, an index of slices; -1: not recorded. A launch's is
+        itself."""
+        kernels = np.flatnonzero(self.kernels())
+        warps, begins = self.warps(), self.slices["begin_ns"]
+        found = last_before(warps[kernels], begins[kernels], warps, begins)
+        kernel = np.where(found >= 0, kernels[found] if len(kernels) else -1, -1)
+        return np.where((kernel >= 0) & (self.slices["end_ns"][kernel] >= self.slices["end_ns"]), kernel, -1)
+
+
+def merged(groups, begins, ends) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The unions of the intervals of each group, as intervals: group, begin and end of each. The threads of a warp may be
+    in waits at the same time: what a warp was doing is their union."""
+    if len(groups) == 0:
+        return tuple(np.empty(0, np.int64) for _ in range(3))
+    names, group = np.unique(groups, return_inverse=True)
+    # Groups one after the other on one line, so that one running maximum serves all.
+    first = begins.min()
+    shift = group.astype(np.int64) * (ends.max() - first + 2) - first
+    order = np.argsort(begins + shift, kind="stable")
+    starts, reach = (begins + shift)[order], np.maximum.accumulate((ends + shift)[order])
+    head = np.flatnonzero(np.concatenate([[True], starts[1:] > reach[:-1]]))
+    tail = np.append(head[1:] - 1, len(order) - 1)
+    shift = shift[order][head]
+    return names[group[order][head]], starts[head] - shift, reach[tail] - shift
+
+
+def last_before(keys, times, query_keys, query_times) -> np.ndarray:
+    """Of each query, the last entry of the same key at or before its time: int64 indices of entries; -1: there is
+    none."""
+    num_entries = len(keys)
+    all_keys = np.concatenate([keys, query_keys])
+    is_query = np.arange(len(all_keys)) >= num_entries
+    order = np.lexsort((is_query, np.concatenate([times, query_times]), all_keys))
+    place = np.maximum.accumulate(np.where(is_query[order], -1, np.arange(len(order))))
+    found = np.where(place >= 0, order[place], -1)
+    found = np.where((found >= 0) & (all_keys[found] == all_keys[order]), found, -1)
+    result = np.empty(len(all_keys), np.int64)
+    result[order] = found
+    return result[num_entries:]

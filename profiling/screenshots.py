@@ -1,0 +1,39 @@
+"""The pictures of docs/tracing.md, from traces of the scripts beside this file:
+
+MOE_A2A_DEVICE=cpu torchrun --nproc-per-node 4 profiling/trace_slow_rank.py --blocks 1 --output slow_rank.pftrace
+python profiling/screenshots.py slow_rank.pftrace docs/images
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from perfetto_ui import opened
+
+from moe_a2a.tracing.plot import save_plot
+from moe_a2a.tracing.trace_file import read, to_timeline
+
+# A row's arrow across ranks, in a wait that is short enough to be seen whole.
+ARROW = """
+select sink.id as id, sink.ts - trace_start() as begin, sink.ts + sink.dur - trace_start() as end
+from flow join slice sink on slice_in = sink.id join slice source on slice_out = source.id
+where sink.track_id != source.track_id and sink.dur between 500 and 20000 order by sink.ts limit 1
+"""
+
+
+def main(trace: str, folder: str) -> None:
+    images = Path(folder)
+    with opened(trace, height=1250) as ui:
+        ui.run("ToggleLeftSidebar")
+        ui.run("ExpandAllGroups")
+        ui.screenshot(images / "tracing_overview.png")
+        (arrow,) = ui.query(ARROW)
+        ui.select(arrow["id"])
+        ui.show(arrow["begin"] - 60_000, arrow["end"] + 40_000)
+        ui.screenshot(images / "tracing_arrow.png")
+    save_plot(images / "tracing_plot.png", to_timeline(read(trace)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,18 @@
+"""One layer, even routing: what a healthy trace looks like.
+
+What to look for, from the top of a rank downwards:
+  - dispatch_send and dispatch_recv (on a GPU: dispatch, in which some blocks send while others receive), then the gap
+    in which the experts run, then combine_send and combine_recv.
+  - In dispatch_recv a short table_wait, then lists; most rows have landed by then and leave no row_wait.
+  - On the CPU ranks share the cores: waits are the time until the other rank was given one.
+"""
+
+from layer import Layer, main
+
+
+def prepare(layer: Layer) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main(prepare, __doc__)

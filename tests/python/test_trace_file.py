@@ -1,0 +1,198 @@
+"""The files and their checker: green on what is written, red on each way to break it."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import synthetic_trace as synthetic
+
+from moe_a2a.__main__ import main
+from moe_a2a.tracing import export
+from moe_a2a.tracing.check import check, check_file
+from moe_a2a.tracing.merge import merge
+from moe_a2a.tracing.summary import summarize
+from moe_a2a.tracing.timeline import SLICE
+from moe_a2a.tracing.trace_file import read, to_timeline
+
+pytestmark = pytest.mark.cpu
+
+ENDINGS = [".json", ".json.gz", ".pftrace", ".perfetto-trace"]
+PLAN = synthetic.Plan(late_ns=[0, 0, 100_000, 0], slow_send=[1, 4, 1, 1])
+
+
+@pytest.fixture(scope="module")
+def timeline():
+    return merge(synthetic.simulate(PLAN), synthetic.configuration(PLAN), combine_row_bytes=128)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_what_is_written_holds_together_and_says_the_same(timeline, tmp_path, ending):
+    path = export.save(timeline, tmp_path / f"trace{ending}")
+    file = read(path)
+    assert check_file(file) == []
+    assert (
+        len(file.slices) == len(timeline.slices) + len(timeline.arrows)
+        and len(file.sources) == len(timeline.arrows) > 0
+    )
+    assert str(summarize(to_timeline(file))) == str(summarize(timeline))
+    assert file.about == json.loads(json.dumps(timeline.about))
+
+
+def test_the_command(timeline, tmp_path, capsys):
+    path = str(export.save(timeline, tmp_path / "trace.json.gz"))
+    assert main(["trace", path]) == 0
+    assert capsys.readouterr().out.strip() == str(summarize(timeline))
+    assert main(["trace", path, "--check"]) == 0
+    assert "all good" in capsys.readouterr().out
+    broken = tmp_path / "broken.json"
+    broken.write_bytes(gzip.decompress(Path(path).read_bytes()).replace(b'"ph":"f"', b'"ph":"s"', 1))
+    assert main(["trace", str(broken), "--check"]) == 1
+    assert "2 sources and 0 sinks" in capsys.readouterr().out
+    assert main(["trace", str(tmp_path / "none.json"), "--check"]) == 2
+    broken.write_bytes(b"not a trace")
+    assert main(["trace", str(broken)]) == 2
+
+
+def test_the_plot(timeline, tmp_path):
+    pytest.importorskip("matplotlib")
+    path, picture = export.save(timeline, tmp_path / "trace.pftrace"), tmp_path / "trace.png"
+    assert main(["trace", str(path), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_ending_of_no_format_is_refused(timeline, tmp_path):
+    with pytest.raises(ValueError, match="json.gz"):
+        export.save(timeline, tmp_path / "trace.csv")
+
+
+def test_waits_of_one_warp_that_end_across_each_other_get_tracks_of_their_own(timeline, tmp_path):
+    begins_and_ends = [(0, 100), (10, 60), (20, 80), (20, 90), (60, 70), (80, 100)]
+    few = timeline.slices[: len(begins_and_ends)].copy()
+    few["rank"] = few["block"] = few["warp"] = few["instant"] = 0
+    few["begin_ns"], few["end_ns"] = zip(*begins_and_ends, strict=True)
+    for ending in ENDINGS[1:3]:
+        path = tmp_path / f"trace{ending}"
+        export.save(type(timeline)(few, timeline.arrows[:0], timeline.names, timeline.about), path)
+        file = read(path)
+        assert sorted(name for _, name in file.tracks.values() if name.startswith("block"))[:2] == [
+            "block 0 warp 0",
+            "block 0 warp 0 (2)",
+        ]
+        assert not [problem for problem in check_file(file) if problem.startswith(("nesting", "times", "names"))]
+        assert sorted((s.begin_ns, s.end_ns) for s in file.slices) == sorted(begins_and_ends)
+
+
+# ---- each way to break a file
+
+
+@pytest.fixture(scope="module")
+def events(timeline, tmp_path_factory):
+    path = export.save(timeline, tmp_path_factory.mktemp("trace") / "trace.json")
+    return path.read_text()
+
+
+def first(content, **wanted):
+    events = content["traceEvents"]
+    return next(e for e in events if all(e.get(k) == v for k, v in wanted.items()))
+
+
+def overlap(content):
+    signal = first(content, ph="X", name="send")
+    signal["dur"] += 1000
+
+
+def drop_a_sink(content):
+    content["traceEvents"].remove(first(content, ph="f"))
+
+
+def double_a_source(content):
+    content["traceEvents"].append(dict(first(content, ph="s")))
+
+
+def shift_a_clock(content):
+    for event in content["traceEvents"]:
+        if event["pid"] == 1002 and "ts" in event:
+            event["ts"] += 5000  # rank 2, which the others wait for, by 5 ms
+
+
+def cross_two_arrows(content):
+    one = first(content, ph="s")
+    other = next(e for e in content["traceEvents"] if e["ph"] == "s" and e["id"] != one["id"])
+    one["id"], other["id"] = other["id"], one["id"]
+
+
+def lose_a_slice(content):
+    content["traceEvents"].remove(first(content, ph="X", name="lists"))
+
+
+def lose_a_drop(content):
+    first(content, ph="i")["args"]["ranks"][1]["records_dropped"] += 1
+
+
+def unname_a_track(content):
+    content["traceEvents"].remove(first(content, ph="M", name="thread_name"))
+
+
+def unname_a_rank(content):
+    content["traceEvents"].remove(first(content, ph="M", name="process_name"))
+
+
+def turn_a_slice_around(content):
+    first(content, ph="X", name="reduce")["dur"] = -1
+
+
+def leave_a_counter_up(content):
+    last = [e for e in content["traceEvents"] if e["ph"] == "C"][-1]
+    last["args"] = {key: value + 1 for key, value in last["args"].items()}
+
+
+def lose_the_metadata(content):
+    content["traceEvents"].remove(first(content, ph="i"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "kind"),
+    [
+        (overlap, "nesting"),
+        (drop_a_sink, "flows"),
+        (double_a_source, "flows"),
+        (shift_a_clock, "flows"),
+        (cross_two_arrows, "flows"),
+        (lose_a_slice, "counts"),
+        (lose_a_drop, "counts"),
+        (unname_a_track, "names"),
+        (unname_a_rank, "names"),
+        (turn_a_slice_around, "times"),
+        (leave_a_counter_up, "counters"),
+        (lose_the_metadata, "metadata"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_the_checker_goes_red(events, tmp_path, harm, kind):
+    content = json.loads(events)
+    harm(content)
+    path = tmp_path / "broken.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    problems = check(path)
+    assert any(problem.startswith(kind) for problem in problems), problems
+
+
+def test_a_protobuf_with_an_end_too_few_is_red(timeline, tmp_path):
+    path = export.save(timeline, tmp_path / "trace.pftrace")
+    data = path.read_bytes()
+    # The last SLICE_END (TrackEvent.type 9 = 2) becomes a SLICE_BEGIN.
+    at = data.rindex(b"\x48\x02")
+    path.write_bytes(data[: at + 1] + b"\x01" + data[at + 2 :])
+    assert any("never ends" in problem for problem in check(path))
+
+
+def test_a_file_that_is_cut_is_refused(timeline, tmp_path):
+    path = export.save(timeline, tmp_path / "trace.pftrace")
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="cut"):
+        check(path)
+
+
+def test_the_record_is_the_exporters():
+    assert SLICE.itemsize == 56  # no padding: _core refuses any other layout

@@ -1,0 +1,56 @@
+"""A million records: merged and written, in both formats, in seconds and in less than a gigabyte."""
+
+import dataclasses
+import resource
+import time
+
+import numpy as np
+import pytest
+import ranks
+import synthetic_trace as synthetic
+
+from moe_a2a.tracing import export
+from moe_a2a.tracing.merge import merge
+
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
+
+NUM_RECORDS = 1_000_000
+MAX_SECONDS, MAX_BYTES = 10, 1 << 30
+CALL_NS = 1_000_000  # from one repetition to the next
+
+
+def repeated(rank, times):
+    """The records of each segment, again and again."""
+    words = rank.records.view(np.uint64)
+    parts = []
+    for segment in np.split(words, np.cumsum(rank.segment_written)[:-1]):
+        again = np.tile(segment, (times, 1))
+        ticks = again[:, 0] & np.uint64((1 << 48) - 1)
+        later = ticks + np.repeat(np.arange(times, dtype=np.uint64) * np.uint64(CALL_NS), len(segment))
+        again[:, 0] += (later & np.uint64((1 << 48) - 1)) - ticks
+        parts.append(again)
+    written = rank.segment_written * times
+    return dataclasses.replace(rank, records=np.concatenate(parts).view(np.int64), segment_written=written)
+
+
+def merge_and_write(group, folder):
+    plan = synthetic.Plan(num_tokens=64, num_warps=8, slow_send=[1, 3, 1, 1])
+    calls = synthetic.simulate(plan)
+    times = -(-NUM_RECORDS // sum(len(rank.records) for rank in calls))
+    start = time.perf_counter()
+    timeline = merge([repeated(rank, times) for rank in calls], synthetic.configuration(plan), combine_row_bytes=128)
+    seconds = {"merge": time.perf_counter() - start}
+    for ending in (".pftrace", ".json.gz", ".json"):
+        start = time.perf_counter()
+        export.save(timeline, f"{folder}/trace{ending}")
+        seconds[ending] = time.perf_counter() - start
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return len(timeline.slices), len(timeline.arrows), seconds, peak
+
+
+def test_a_million_records(tmp_path):
+    ((num_slices, num_arrows, seconds, peak),) = ranks.run_processes(1, merge_and_write, str(tmp_path), timeout=120)
+    print(f"{num_slices} slices, {num_arrows} arrows, {peak / 2**20:.0f} MiB, seconds: {seconds}")
+    assert num_slices >= NUM_RECORDS and num_arrows > 10_000
+    assert peak < MAX_BYTES
+    assert all(seconds["merge"] + seconds[ending] < MAX_SECONDS for ending in (".pftrace", ".json.gz", ".json"))

@@ -1,0 +1,149 @@
+// The trace while ranks talk: overflow under address sanitizer, clocks and recorded waits under thread sanitizer.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "thread_ranks.h"
+#include "traffic.h"
+
+namespace moe_a2a {
+namespace {
+
+MoeConfig config_of(int num_ranks) {
+  return {.num_ranks = num_ranks,
+          .num_experts = 2 * num_ranks,
+          .num_topk = 2,
+          .hidden = 16,
+          .num_max_tokens_per_rank = 5,
+          .dtype = DType::kFloat32};
+}
+
+// One dispatch and combine of whatever the experts would return.
+void layer(ExpertParallel& ep, int round, const LaunchPlace& place) {
+  const Tokens tokens(7, ep.config(), ep.config().rank, round);
+  const int64_t row_bytes = ep.config().hidden * sizeof(float);
+  auto handle = ep.dispatch_send({.num_tokens = tokens.count,
+                                  .topk_idx = {tokens.topk_idx.data(), true},
+                                  .topk_weights = tokens.weights.data(),
+                                  .x = {tokens.x.data(), row_bytes},
+                                  .x_dtype = DType::kFloat32,
+                                  .x_scales = {}},
+                                 place);
+  ep.dispatch_recv(*handle, Layout::kRows, 1, place);
+  const std::vector<std::byte> y(ep.config().route_capacity() * row_bytes);
+  ep.combine_send(*handle, {y.data(), row_bytes}, ep.config().route_capacity(), false, place);
+  std::vector<std::byte> combined(ep.config().num_max_tokens_per_rank * row_bytes);
+  ep.combine_recv(*handle, combined.data(), place);
+}
+
+uint64_t kind_of(const TraceRecord& record) { return record.word[1] >> TraceRecord::kKindAt & 0x1f; }
+int64_t count(const TraceDump& dump, TraceKind kind) {
+  return std::count_if(dump.records.begin(), dump.records.end(),
+                       [&](const TraceRecord& r) { return kind_of(r) == static_cast<uint64_t>(kind); });
+}
+
+// ---- overflow, where one record too many would be somebody else's memory
+
+TEST(Overflow, StaysInTheSegment) {
+  constexpr int kRoom = 10, kBlocks = 4;
+  std::vector<uint64_t> attempts(kBlocks);
+  std::vector<TraceRecord> records(kBlocks * kRoom);
+  const TraceBuffer trace{attempts.data(), records.data(), kRoom};
+  std::vector<std::thread> blocks;
+  for (int b = 0; b < kBlocks; ++b) {
+    blocks.emplace_back([&, b] {
+      for (int launch = 0; launch < 3; ++launch) {
+        Block::Scratch scratch;
+        const Block block(scratch);
+        open_segment(trace, Grid{b, kBlocks}, block);
+        for (int i = 0; i < 25; ++i) {
+          record(trace, block, {.kind = TraceKind::kSend, .begin = trace_now(trace), .token = b});
+        }
+        close_segment(trace, block, 0);
+      }
+    });
+  }
+  for (std::thread& block : blocks) block.join();
+  EXPECT_EQ(attempts, std::vector<uint64_t>(kBlocks, 3 * 26));
+  for (int i = 0; i < kBlocks * kRoom; ++i) {
+    EXPECT_EQ(records[i].word[1] >> TraceRecord::kTokenAt, static_cast<uint64_t>(i / kRoom)) << i;
+  }
+}
+
+// ---- traffic with the trace on, then off
+
+TEST(TracedTraffic, LeavesEveryRecord) {
+  run_ranks(config_of(3), 20.0, [](ExpertParallel& ep) {
+    ep.tracer().start(4000);
+    for (int round = 0; round < 40; ++round) layer(ep, round, {.num_blocks = 1 + round % 3});
+    ep.tracer().stop();
+    for (int round = 40; round < 50; ++round) layer(ep, round, {});
+    const TraceDump dump = ep.tracer().read();
+    EXPECT_EQ(*std::max_element(dump.segment_dropped.begin(), dump.segment_dropped.end()), 0);
+    EXPECT_EQ(count(dump, TraceKind::kKernel), 4 * (14 * 1 + 13 * 2 + 13 * 3));
+    EXPECT_EQ(count(dump, TraceKind::kGaveUp), 0);
+  });
+}
+
+// ---- a rank that stays away: what the others did last can still be read
+
+TEST(TracedTimeout, LastRecordSaysWhichWaitWasGivenUp) {
+  std::barrier all(3);
+  run_ranks(config_of(3), 0.3, [&](ExpertParallel& ep) {
+    ep.tracer().start(100);
+    if (ep.config().rank != 2) {
+      EXPECT_THROW(layer(ep, 0, {}), PeerTimeout);
+      const TraceDump dump = ep.tracer().read();
+      ASSERT_EQ(count(dump, TraceKind::kGaveUp), 1);
+      const auto given_up = std::find_if(dump.records.begin(), dump.records.end(), [](const TraceRecord& r) {
+        return kind_of(r) == static_cast<uint64_t>(TraceKind::kGaveUp);
+      });
+      EXPECT_EQ(kind_of(given_up[-1]), static_cast<uint64_t>(TraceKind::kTableWait));
+      EXPECT_EQ(kind_of(given_up[1]), static_cast<uint64_t>(TraceKind::kKernel));
+      EXPECT_EQ(given_up->word[1] >> TraceRecord::kPeerAt & 0x3f, 2u);
+    }
+    all.arrive_and_wait();
+  });
+}
+
+// ---- clocks: all threads have one, so what is measured must be nothing, within what is said of its error
+
+TEST(Clocks, DifferByNoMoreThanTheStatedError) {
+  for (int num_ranks = 1; num_ranks <= 5; ++num_ranks) {
+    run_ranks(config_of(num_ranks), 20.0, [&](ExpertParallel& ep) {
+      for (int time = 0; time < 3; ++time) {
+        const std::vector<ClockReading> readings = ep.tracer().align_clocks(20, nullptr);
+        ASSERT_EQ(readings.size(), static_cast<size_t>(num_ranks));
+        for (int peer = 0; peer < num_ranks; ++peer) {
+          const ClockReading& reading = readings[peer];
+          EXPECT_GT(reading.round_trip, 0u);
+          EXPECT_LT(reading.round_trip, ep.backend().clock_ticks_per_second());
+          EXPECT_LE(std::abs(reading.offset), static_cast<int64_t>(reading.round_trip / 2 + 1));
+          EXPECT_TRUE(peer != ep.config().rank || reading.offset == 0);
+        }
+        EXPECT_EQ(ep.tracer().clock_step(), readings[ep.config().rank].round_trip);
+        layer(ep, time, {});
+      }
+    });
+  }
+}
+
+TEST(Clocks, AnAbsentRankIsATimeout) {
+  std::barrier all(3);
+  run_ranks(config_of(3), 0.3, [&](ExpertParallel& ep) {
+    if (ep.config().rank != 1) {
+      ep.tracer().align_clocks(20, nullptr);
+      try {
+        ep.check();
+        ADD_FAILURE() << "rank " << ep.config().rank << " did not notice";
+      } catch (const PeerTimeout& timeout) {
+        EXPECT_EQ(timeout.report.operation, Operation::kAlignClocks);
+        EXPECT_EQ(timeout.report.culprit, 1) << timeout.what();
+      }
+    }
+    all.arrive_and_wait();
+  });
+}
+
+}  // namespace
+}  // namespace moe_a2a

@@ -1,0 +1,223 @@
+// What a record holds, how segments fill up and go on, and what the host reads of a rank that traces itself.
+#include "protocol/trace_buffer.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "protocol/report.h"
+#include "runtime/expert_parallel.h"
+
+namespace moe_a2a {
+namespace {
+
+// ---- records, read as docs/tracing.md and every reader of a file would: by their bits
+
+struct Fields {
+  uint64_t begin, polls, duration, kind, peer, token, has_peer;
+  explicit Fields(const TraceRecord& r)
+      : begin(r.word[0] & 0xffffffffffff),
+        polls(r.word[0] >> 48),
+        duration(r.word[1] & 0xffffffff),
+        kind(r.word[1] >> 32 & 0x1f),
+        peer(r.word[1] >> 37 & 0x3f),
+        token(r.word[1] >> 43 & 0xfffff),
+        has_peer(r.word[1] >> 63) {}
+};
+
+TEST(TraceRecord, KeepsItsFieldsApart) {
+  const Fields ones(TraceRecord::pack({.kind = static_cast<TraceKind>(31),
+                                       .begin = ~uint64_t{0},
+                                       .peer = 63,
+                                       .token = (1 << 20) - 1,
+                                       .polls = ~uint32_t{0}},
+                                      ~uint64_t{0}));
+  EXPECT_EQ(ones.begin, 0xffffffffffffu);
+  EXPECT_EQ(ones.polls, 65535u);
+  EXPECT_EQ(ones.duration, 0xffffffffu);
+  EXPECT_EQ(ones.kind, 31u);
+  EXPECT_EQ(ones.peer, 63u);
+  EXPECT_EQ(ones.token, 0xfffffu);
+  EXPECT_EQ(ones.has_peer, 1u);
+  const Fields plain(TraceRecord::pack(
+      {.kind = TraceKind::kRowWait, .begin = (uint64_t{5} << 48) + 77, .peer = 0, .token = 9, .polls = 65535}, 12));
+  EXPECT_EQ(plain.begin, 77u);
+  EXPECT_EQ(plain.polls, 65535u);
+  EXPECT_EQ(plain.duration, 12u);
+  EXPECT_EQ(plain.kind, static_cast<uint64_t>(TraceKind::kRowWait));
+  EXPECT_EQ(plain.peer, 0u);
+  EXPECT_EQ(plain.token, 9u);
+  EXPECT_EQ(plain.has_peer, 1u);
+  const Fields bare(TraceRecord::pack({.kind = TraceKind::kLists, .begin = 1}, 0xffffffff));
+  EXPECT_EQ(bare.duration, 0xffffffffu);
+  EXPECT_EQ(bare.token, 0xfffffu);
+  EXPECT_EQ(bare.peer, 0u);
+  EXPECT_EQ(bare.has_peer, 0u);
+}
+
+TEST(TraceRecord, HasRoomForEveryKindRankAndToken) {
+  EXPECT_LE(static_cast<int>(TraceKind::kNumKinds), 32);
+  EXPECT_LE(kMaxRanks, 64);
+  EXPECT_LT(static_cast<uint64_t>(kMaxTokensPerRank), TraceRecord::kNoToken);
+}
+
+TEST(Operation, IsFoundByItsName) {
+  for (int i = 0; i < static_cast<int>(Operation::kNumOperations); ++i) {
+    EXPECT_EQ(operation_named(name_of(static_cast<Operation>(i))), static_cast<Operation>(i));
+  }
+  EXPECT_EQ(operation_named("no such launch"), Operation::kNone);
+}
+
+// ---- segments
+
+constexpr int kRoom = 10, kBlocks = 3;
+
+// Memory of exactly the size that the buffer needs, between guards.
+struct Guarded {
+  static constexpr uint64_t kGuard = 0x5ca1ab1e;
+  static constexpr TraceRecord kNone{{kGuard, kGuard}};
+
+  std::vector<uint64_t> attempts = std::vector<uint64_t>(kBlocks);
+  std::vector<TraceRecord> memory = std::vector<TraceRecord>(kBlocks * kRoom + 2, kNone);
+  TraceBuffer buffer{attempts.data(), memory.data() + 1, kRoom};
+
+  // One launch of `block`, which leaves `num_records` and that of itself.
+  void launch(const TraceBuffer& trace, int block, int num_records) {
+    Block::Scratch scratch;
+    const Block leader(scratch);
+    open_segment(trace, Grid{block, kBlocks}, leader);
+    for (int i = 0; i < num_records; ++i) {
+      record(trace, leader, {.kind = TraceKind::kSend, .begin = trace_now(trace), .peer = block, .token = i});
+    }
+    close_segment(trace, leader, static_cast<int>(Operation::kDispatchSend));
+  }
+  bool is_untouched(size_t i) const { return memory[i].word[0] == kGuard && memory[i].word[1] == kGuard; }
+};
+
+TEST(TraceBuffer, FullSegmentDropsAndCountsAndTouchesNothingElse) {
+  Guarded trace;
+  trace.launch(trace.buffer, 1, 1000);
+  EXPECT_EQ(trace.attempts, (std::vector<uint64_t>{0, 1001, 0}));
+  for (size_t i = 0; i < trace.memory.size(); ++i) {
+    EXPECT_EQ(trace.is_untouched(i), i < 1 + kRoom || i >= 1 + 2 * kRoom) << i;
+  }
+  for (int i = 0; i < kRoom; ++i) EXPECT_EQ(Fields(trace.memory[1 + kRoom + i]).token, static_cast<uint64_t>(i));
+}
+
+TEST(TraceBuffer, LaunchesGoOnWhereTheOnesBeforeStopped) {
+  Guarded trace;
+  for (int launch = 0; launch < 6; ++launch) {
+    for (int block = 0; block < kBlocks; ++block) trace.launch(trace.buffer, block, block);
+  }
+  EXPECT_EQ(trace.attempts, (std::vector<uint64_t>{6, 12, 18}));
+  EXPECT_EQ(trace.buffer.written(6), 6u);
+  EXPECT_EQ(trace.buffer.written(18), 10u);
+  EXPECT_TRUE(trace.is_untouched(0));
+  for (int i = 0; i < kRoom; ++i) EXPECT_EQ(trace.is_untouched(1 + i), i >= 6) << i;
+  EXPECT_TRUE(trace.is_untouched(trace.memory.size() - 1));
+  const Fields last(trace.memory[1 + 5]);
+  EXPECT_EQ(last.kind, static_cast<uint64_t>(TraceKind::kKernel));
+  EXPECT_EQ(last.token, static_cast<uint64_t>(Operation::kDispatchSend));
+}
+
+TEST(TraceBuffer, OffWritesNothingAndReadsNoClock) {
+  Guarded trace;
+  trace.launch({}, 0, 5);
+  EXPECT_EQ(trace.attempts, (std::vector<uint64_t>{0, 0, 0}));
+  for (size_t i = 0; i < trace.memory.size(); ++i) EXPECT_TRUE(trace.is_untouched(i));
+  EXPECT_EQ(trace_now({}), 0u);
+  EXPECT_GT(trace_now(trace.buffer), 0u);
+}
+
+// ---- a rank that traces itself
+
+struct TracedRank {
+  TracedRank()
+      : ep({.num_experts = 4, .num_topk = 2, .hidden = 8, .num_max_tokens_per_rank = 4, .dtype = DType::kFloat32},
+           "cpu", 0, 5.0) {
+    ep.connect({ep.comm_handle()});
+  }
+
+  // Three tokens there and back: kernel, route and lists once each; send, signal, sum, signal, reduce for each token.
+  void layer() {
+    auto handle = ep.dispatch_send({.num_tokens = 3,
+                                    .topk_idx = {topk_idx.data(), false},
+                                    .x = {reinterpret_cast<const std::byte*>(x.data()), 8 * sizeof(float)},
+                                    .x_dtype = DType::kFloat32,
+                                    .x_scales = {}},
+                                   {});
+    ep.dispatch_recv(*handle, Layout::kRows, 1, {});
+    const std::vector<float> y(6 * 8, 1.0f);
+    ep.combine_send(*handle, {reinterpret_cast<const std::byte*>(y.data()), 8 * sizeof(float)}, 6, false, {});
+    std::vector<float> combined(3 * 8);
+    ep.combine_recv(*handle, combined.data(), {});
+  }
+  static constexpr size_t kRecordsPerLayer = 4 + 1 + 1 + 3 * 5;
+
+  size_t count(const TraceDump& dump, TraceKind kind) {
+    return std::count_if(dump.records.begin(), dump.records.end(),
+                         [&](const TraceRecord& r) { return Fields(r).kind == static_cast<uint64_t>(kind); });
+  }
+
+  std::vector<int32_t> topk_idx = {0, 1, 2, 2, 3, 0};
+  std::vector<float> x = std::vector<float>(3 * 8, 1.5f);
+  ExpertParallel ep;
+};
+
+TEST(Tracer, ReadsWhatTheKernelsLeave) {
+  TracedRank rank;
+  rank.layer();
+  EXPECT_TRUE(rank.ep.tracer().read().records.empty());
+  rank.ep.tracer().start(100);
+  rank.layer();
+  rank.layer();
+  rank.ep.tracer().stop();
+  rank.layer();
+  const TraceDump dump = rank.ep.tracer().read();
+  EXPECT_EQ(dump.records.size(), 2 * TracedRank::kRecordsPerLayer);
+  EXPECT_EQ(dump.segment_written[0], static_cast<int64_t>(dump.records.size()));
+  EXPECT_EQ(rank.count(dump, TraceKind::kKernel), 8u);
+  EXPECT_EQ(rank.count(dump, TraceKind::kSignal), 12u);
+  for (const TraceKind kind : {TraceKind::kSend, TraceKind::kSum, TraceKind::kReduce}) {
+    EXPECT_EQ(rank.count(dump, kind), 6u) << kTraceKindNames[static_cast<int>(kind)];
+  }
+  rank.ep.tracer().start(100);  // empty again
+  EXPECT_TRUE(rank.ep.tracer().read().records.empty());
+}
+
+TEST(Tracer, WrittenAndDroppedAreAllThereWas) {
+  TracedRank rank;
+  rank.ep.tracer().start(10);
+  for (int layer = 0; layer < 7; ++layer) rank.layer();
+  const TraceDump dump = rank.ep.tracer().read();
+  EXPECT_EQ(dump.segment_written[0], 10);
+  EXPECT_EQ(dump.segment_dropped[0], static_cast<int64_t>(7 * TracedRank::kRecordsPerLayer - 10));
+  EXPECT_EQ(dump.records.size(), 10u);
+}
+
+TEST(Tracer, EveryBlockHasItsOwnSegment) {
+  TracedRank rank;
+  rank.ep.tracer().start(10);
+  auto handle = rank.ep.dispatch_send({.num_tokens = 3,
+                                       .topk_idx = {rank.topk_idx.data(), false},
+                                       .x = {reinterpret_cast<const std::byte*>(rank.x.data()), 8 * sizeof(float)},
+                                       .x_dtype = DType::kFloat32,
+                                       .x_scales = {}},
+                                      {.num_blocks = 2});
+  const TraceDump dump = rank.ep.tracer().read();
+  EXPECT_EQ(dump.segment_written[0], 1 + 1 + 2 * 2);  // kernel, route, two tokens sent
+  EXPECT_EQ(dump.segment_written[1], 1 + 2);
+}
+
+TEST(Tracer, RefusesSizesThatMakeNoSense) {
+  TracedRank rank;
+  EXPECT_THROW(rank.ep.tracer().start(0), std::invalid_argument);
+  EXPECT_THROW(rank.ep.tracer().start(int64_t{1} << 31), std::invalid_argument);
+  EXPECT_THROW(rank.ep.tracer().align_clocks(1, nullptr), std::invalid_argument);
+  EXPECT_THROW(rank.ep.tracer().align_clocks(kMaxClockRounds + 1, nullptr), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace moe_a2a
