@@ -37,6 +37,7 @@ class TargetBackend final : public Backend {
   }
   std::byte* allocate_local(size_t nbytes) override { return machine_.allocate_local(nbytes); }
   std::byte* allocate_host_visible(size_t nbytes) override { return machine_.allocate_host_visible(nbytes); }
+  void read_local(void* host, const void* local, size_t nbytes) override { machine_.read_local(host, local, nbytes); }
   void synchronize() override { machine_.synchronize(); }
   void close() override { machine_.close_all(); }
 

@@ -31,6 +31,7 @@ class Backend {
   virtual std::byte* open_peer(const MemoryHandle& handle, int num_ranks) = 0;
   virtual std::byte* allocate_local(size_t nbytes) = 0;
   virtual std::byte* allocate_host_visible(size_t nbytes) = 0;
+  virtual void read_local(void* host, const void* local, size_t nbytes) = 0;
   virtual void synchronize() = 0;
   virtual void close() = 0;
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -33,6 +34,7 @@ class CpuMachine {
   void synchronize() {}
 
   double clock_ticks_per_second() const;
+  void read_local(void* host, const void* local, size_t nbytes) const { std::memcpy(host, local, nbytes); }
   int max_blocks() const { return 1024; }
   int64_t max_shared_bytes() const { return int64_t{1} << 30; }
 

@@ -47,6 +47,8 @@ class SimtMachine {
 
   std::byte* allocate_symmetric(size_t nbytes, int /*num_ranks*/, MemoryHandle* handle) {
     const DeviceGuard guard(device_);
+    // Small allocations share a page, and a process cannot map the same page of another one twice.
+    nbytes = (nbytes + kPage - 1) / kPage * kPage;
     void* memory = nullptr;
     const auto error = Vendor::malloc_symmetric(&memory, nbytes);
     if (error != MOE_A2A_GPU(Success)) {
@@ -108,6 +110,12 @@ class SimtMachine {
     return static_cast<std::byte*>(memory);
   }
 
+  // Waits for the copy alone: kernels on PyTorch's streams are not held up by it.
+  void read_local(void* host, const void* local, size_t nbytes) {
+    const DeviceGuard guard(device_);
+    check(MOE_A2A_GPU(Memcpy)(host, local, nbytes, MOE_A2A_GPU(MemcpyDeviceToHost)), "reading the kernels' counters");
+  }
+
   std::byte* allocate_host_visible(size_t nbytes) {
     const DeviceGuard guard(device_);
     void* memory = nullptr;
@@ -138,6 +146,8 @@ class SimtMachine {
   int device() const { return device_; }
 
  private:
+  static constexpr size_t kPage = size_t{2} << 20;
+
   void zero(void* memory, size_t nbytes) {
     check(MOE_A2A_GPU(Memset)(memory, 0, nbytes), "clearing memory");
     check(MOE_A2A_GPU(DeviceSynchronize)(), "clearing memory");
