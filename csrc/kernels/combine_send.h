@@ -218,7 +218,7 @@ struct CombineSend {
     const Context& c = args.context;
     for (int k = 0; k < c.config.num_topk && terms[k].position >= 0; ++k) {
       if (terms[k].position >= args.num_y_rows) {
-        count_fault(&c.wait.tally->num_short_y_routes, &c.wait.report->num_short_y_routes);
+        atomic_add<Order::kRelaxed, Scope::kDevice>(&c.wait.tally->num_short_y_routes, 1u);
       }
     }
   }

@@ -168,8 +168,7 @@ class ExpertLists {
       if (entry.is_dropped() || expert < 0 || expert >= config_.num_local_experts()) return;
       const int32_t position = next_[expert] + entry.idx_in_chunk();
       if (position - start_[expert] >= held(expert)) {
-        const WaitPolicy& wait = args_.context.wait;
-        count_fault(&wait.tally->num_lost_routes, &wait.report->num_lost_routes);
+        atomic_add<Order::kRelaxed, Scope::kDevice>(&args_.context.wait.tally->num_lost_routes, 1u);
         return;
       }
       write_route(position, rank, token, weights[k]);

@@ -36,8 +36,7 @@ class Outbox {
     if (num_items_ == kRoom) {
       warp.release_sync();
       if (warp.rank() == 0) {
-        signal_batch(context_.heap, epoch_, context_.trace(),
-                     [&](auto publish) { visit(mine(), kRoom, publish); });
+        signal_batch(context_.heap, epoch_, context_.trace(), [&](auto publish) { visit(mine(), kRoom, publish); });
       }
       num_items_ = 0;
     }

@@ -15,11 +15,10 @@ MOE_A2A_DEVICE int rank_of_expert(const MoeConfig& config, int32_t expert) {
 MOE_A2A_DEVICE int32_t checked_choice(const DispatchSendArgs& args, int token, int k) {
   const int64_t expert = args.topk_idx[static_cast<int64_t>(token) * args.context.config.num_topk + k];
   if (expert >= -1 && expert < args.context.config.num_experts) return static_cast<int32_t>(expert);
-  const WaitPolicy& wait = args.context.wait;
-  Report* report = wait.report;
-  atomic_store<Order::kRelaxed, Scope::kSystem>(&report->bad_token, token);
-  atomic_store<Order::kRelaxed, Scope::kSystem>(&report->bad_expert, expert);
-  count_fault(&wait.tally->num_bad_choices, &report->num_bad_choices);
+  Tally* tally = args.context.wait.tally;
+  const uint32_t place = atomic_add<Order::kRelaxed, Scope::kDevice>(&tally->num_bad_choices, 1u) % Tally::kShown;
+  tally->bad_expert[place] = expert;
+  tally->bad_token[place] = token;
   return -1;
 }
 

@@ -55,12 +55,17 @@ struct RefusalText {
   uint64_t word[kRefusalWords] = {};
 };
 
-// Counters of the kernels, in this rank's own memory: a device may not be able to count in the host's.
+// Counters of the kernels, in this rank's own memory: a device may not be able to count in the host's. Routing that the
+// kernels found wrong was treated as dropped; the host reads of it when it looks (ExpertParallel::check).
 struct Tally {
   uint32_t num_reports = 0;  // claimed so far: who raises it by one writes the report
   uint32_t num_bad_choices = 0;
-  uint32_t num_lost_routes = 0;
-  uint32_t num_short_y_routes = 0;
+  uint32_t num_lost_routes = 0;     // found no room in the masked layout
+  uint32_t num_short_y_routes = 0;  // stand behind the last row of the `y` given to combine
+  // The last ones that were counted, each in a place of its own.
+  static constexpr uint32_t kShown = 16;
+  int64_t bad_expert[kShown] = {};
+  int32_t bad_token[kShown] = {};
 };
 
 // In host-visible memory; written by one thread, the one that has claimed it in the Tally.
@@ -79,13 +84,6 @@ struct Report {
   uint64_t seen_epoch = 0;
   double elapsed_seconds = 0;
   RefusalText refusal;  // kRefused: what the peer said
-
-  // The newest values of the Tally. Routing that the kernels found wrong and treated as dropped, and the last of it.
-  uint32_t num_bad_choices = 0;
-  int32_t bad_token = -1;
-  int64_t bad_expert = -1;
-  uint32_t num_lost_routes = 0;     // found no room in the masked layout
-  uint32_t num_short_y_routes = 0;  // stand behind the last row of the `y` given to combine
 };
 
 const char* name_of(Phase phase);

@@ -43,12 +43,6 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 // Polls between two looks at the clock and at the poison: a look must not slow the poll that succeeds.
 inline constexpr uint32_t kPollsPerLook = 64;
 
-// Counts what was found wrong, and shows the host the sum.
-MOE_A2A_DEVICE void count_fault(uint32_t* tally, uint32_t* shown) {
-  const uint32_t count = atomic_add<Order::kRelaxed, Scope::kDevice>(tally, 1u) + 1;
-  atomic_store<Order::kRelaxed, Scope::kSystem>(shown, count);
-}
-
 // Fills the report: the first wait that gives up is the one that says why.
 MOE_A2A_DEVICE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
                                  uint32_t poison, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {

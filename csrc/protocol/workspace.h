@@ -76,11 +76,11 @@ struct Workspace {
   Array<uint32_t, 1> poison;         // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
 
   // ---- local
-  Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; kernels advance it
-  Array<Tally, 1> tally;               // [1]
+  Array<uint64_t, 1> epoch;              // [B]  of the dispatch that holds the buffer; kernels advance it
+  Array<Tally, 1> tally;                 // [1]
   Array<uint64_t, 1> clock_epoch;        // [R]  of the newest clock_meeting and clock_message exchanged with each rank
   Array<ClockReading, 1> clock_reading;  // [R]
-  Array<uint32_t, 2> arrivals;         // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
+  Array<uint32_t, 2> arrivals;           // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
   Array<uint32_t, 2> tickets;          // [B, kNumLaunches]  units of a launch that were handed out; see kernels/units.h
   Array<int32_t, 2> expert_offsets;    // [B, El + 1]
   Array<int32_t, 2> expert_counts;     // [B, El]

@@ -32,7 +32,7 @@ class Backend {
   virtual std::byte* open_peer(const MemoryHandle& handle, int num_ranks) = 0;
   virtual std::byte* allocate_local(size_t nbytes) = 0;
   virtual std::byte* allocate_host_visible(size_t nbytes) = 0;
-  virtual void clear(void* memory, size_t nbytes) = 0;  // these two when no kernel is at work there
+  virtual void clear(void* memory, size_t nbytes) = 0;  // when no kernel is at work there
   virtual void copy_to_host(void* target, const void* source, size_t nbytes) = 0;
   virtual void synchronize() = 0;
   virtual void close() = 0;

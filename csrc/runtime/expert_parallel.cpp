@@ -342,15 +342,15 @@ void ExpertParallel::raise_wait(const Report& report) {
 
 // What the kernels have found wrong since the last look.
 void ExpertParallel::raise_bad_routing() {
-  const Tally now{.num_bad_choices = __atomic_load_n(&report_->num_bad_choices, __ATOMIC_RELAXED),
-                  .num_lost_routes = __atomic_load_n(&report_->num_lost_routes, __ATOMIC_RELAXED),
-                  .num_short_y_routes = __atomic_load_n(&report_->num_short_y_routes, __ATOMIC_RELAXED)};
+  Tally now;
+  backend_->copy_to_host(&now, context_.wait.tally, sizeof(Tally));
   const Tally before = std::exchange(raised_, now);
   const std::string rank = " on rank " + std::to_string(config().rank);
   if (const uint32_t count = now.num_bad_choices - before.num_bad_choices; count > 0) {
+    const uint32_t last = (now.num_bad_choices - 1) % Tally::kShown;
     throw BadRouting("topk_idx held " + std::to_string(count) +
-                     " ids out of range, treated as dropped; the last: topk_idx[" + std::to_string(report_->bad_token) +
-                     "] has " + std::to_string(report_->bad_expert) +
+                     " ids out of range, treated as dropped; the last: topk_idx[" +
+                     std::to_string(now.bad_token[last]) + "] has " + std::to_string(now.bad_expert[last]) +
                      ", not in [-1, num_experts=" + std::to_string(config().num_experts) + ")" + rank);
   }
   if (const uint32_t count = now.num_short_y_routes - before.num_short_y_routes; count > 0) {

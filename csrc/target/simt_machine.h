@@ -47,6 +47,8 @@ class SimtMachine {
 
   std::byte* allocate_symmetric(size_t nbytes, int /*num_ranks*/, MemoryHandle* handle) {
     const DeviceGuard guard(device_);
+    // Small allocations share a page, and a process cannot map the same page of another one twice.
+    nbytes = (nbytes + kPage - 1) / kPage * kPage;
     void* memory = nullptr;
     const auto error = Vendor::malloc_symmetric(&memory, nbytes);
     if (error != MOE_A2A_GPU(Success)) {
@@ -148,6 +150,8 @@ class SimtMachine {
   int device() const { return device_; }
 
  private:
+  static constexpr size_t kPage = size_t{2} << 20;
+
   void zero(void* memory, size_t nbytes) {
     check(MOE_A2A_GPU(Memset)(memory, 0, nbytes), "clearing memory");
     check(MOE_A2A_GPU(DeviceSynchronize)(), "clearing memory");
