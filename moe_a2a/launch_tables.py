@@ -3,7 +3,7 @@
 In this order:
   1. the constructor's launch_table= (a file), else the file that the environment variable MOE_A2A_LAUNCH_TABLE names;
   2. the tuned table that the package ships for this GPU and number of ranks (moe_a2a/tuned/<gpu>_<ranks>.json);
-  3. a small model of bytes per block.
+  3. a small model: see model().
 A call's and the constructor's num_blocks= come before all of them. On the CPU there is no table: one thread.
 
 `python -m moe_a2a tune` writes such files and prints what is in effect.
@@ -93,25 +93,26 @@ def shipped_file(device: torch.device, num_ranks: int) -> Path:
 
 # ---- the small model
 
-FEWEST_BLOCKS = 32  # a launch of fewer is no shorter
-BYTES_PER_BLOCK = 128 << 10  # above this a block is worth its while
+FEWEST_BLOCKS = 64  # small batches are cut until this many have work; these also saturate the links with dispatch
+BYTES_PER_BLOCK = 32 << 10  # a combine adds as well as sends: above this a block is worth its while
 LARGEST_TOKENS = 1 << 14
 
 
 def model(num_ranks: int, num_topk: int, row_bytes: int, most_blocks: int) -> list[LaunchStep]:
-    """One block per 128 KiB of rows, as many as the GPU has, not fewer than 32.
+    """64 blocks for dispatch; for combine one per 32 KiB of rows, as many as the GPU has, not fewer than 64.
 
     A token's row goes to R * (1 - (1 - 1 / R) ** K) ranks on average when its K choices are uniform.
     """
     copies = num_ranks * (1 - (1 - 1 / num_ranks) ** num_topk)
+    fewest = min(FEWEST_BLOCKS, most_blocks)
     steps: list[LaunchStep] = []
     max_tokens = 1
     while max_tokens <= LARGEST_TOKENS:
         wanted = math.ceil(max_tokens * row_bytes * copies / BYTES_PER_BLOCK)
-        blocks = min(most_blocks, max(FEWEST_BLOCKS, wanted))
-        if steps and steps[-1].dispatch_blocks == blocks:
+        blocks = min(most_blocks, max(fewest, wanted))
+        if steps and steps[-1].combine_blocks == blocks:
             steps.pop()
-        steps.append(LaunchStep(max_tokens, blocks, blocks))
+        steps.append(LaunchStep(max_tokens, fewest, blocks))
         max_tokens *= 2
     return steps
 
