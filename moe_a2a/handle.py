@@ -24,6 +24,20 @@ class DispatchHandle:
       layout="masked"        expert e has the positions e * R * T ... e * R * T + expert_counts[e] - 1
     """
 
+    # Made at every call: no dictionary.
+    __slots__ = (
+        "ep",
+        "row_dtype",
+        "layout",
+        "expert_alignment",
+        "_core",
+        "_handle",
+        "_expert_x",
+        "_routing",
+        "_num_blocks",
+        "__weakref__",
+    )
+
     def __init__(
         self,
         ep: ExpertParallel,

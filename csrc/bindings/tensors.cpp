@@ -53,10 +53,6 @@ void check_no_grad(const MoeConfig& config, const at::Tensor& tensor, const char
   }
 }
 
-std::string on_rank(const MoeConfig& config, const char* name) {
-  return std::string(name) + " on rank " + std::to_string(config.rank);
-}
-
 // Rows of any stride whose elements are dense.
 Rows checked_rows(const MoeConfig& config, const at::Tensor& tensor, const char* name) {
   if (tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
@@ -90,7 +86,7 @@ void check_x(const MoeConfig& config, at::Device device, const DispatchTensors& 
                     std::to_string(t.x.dim() == 2 ? t.x.size(1) : config.hidden));
   }
   check_device(config, device, t.x, "x");
-  const DType dtype = to_dtype(t.x.scalar_type(), on_rank(config, "x"));
+  const DType dtype = to_dtype(t.x.scalar_type(), "x", config.rank);
   if (dtype != config.dtype && dtype != DType::kFloat8) {
     throw py::type_error(std::string("x has dtype ") + c10::toString(t.x.scalar_type()) + " on rank " +
                          std::to_string(config.rank) +
@@ -126,7 +122,7 @@ void check_routing(const MoeConfig& config, at::Device device, const DispatchTen
 }
 
 void check_scales(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
-  const bool is_float8 = to_dtype(t.x.scalar_type(), on_rank(config, "x")) == DType::kFloat8;
+  const bool is_float8 = to_dtype(t.x.scalar_type(), "x", config.rank) == DType::kFloat8;
   if (is_float8 && t.quantize)
     raise_value(config, "quantize=\"fp8\" with x that is float8 already", "pass quantize=None");
   if (is_float8 != t.x_scales.has_value()) {
@@ -151,7 +147,7 @@ void check_quantized_row(const MoeConfig& config, int64_t limit) {
 
 }  // namespace
 
-DType to_dtype(at::ScalarType type, const std::string& whose) {
+DType to_dtype(at::ScalarType type, const char* whose, int rank) {
   switch (type) {
     case at::kFloat:
       return DType::kFloat32;
@@ -164,7 +160,8 @@ DType to_dtype(at::ScalarType type, const std::string& whose) {
       return DType::kFloat8;
     default:
       throw py::type_error(
-          whose + " has dtype " + c10::toString(type) +
+          whose + (rank < 0 ? std::string() : " on rank " + std::to_string(rank)) + " has dtype " +
+          c10::toString(type) +
           ", expected one of float32, float16, bfloat16, float8_e4m3fn, float8_e4m3fnuz; pass one of these");
   }
 }
@@ -180,7 +177,7 @@ DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const D
   input.topk_idx = {t.topk_idx.const_data_ptr(), t.topk_idx.scalar_type() == at::kLong};
   if (t.topk_weights) input.topk_weights = static_cast<const float*>(t.topk_weights->const_data_ptr());
   input.x = checked_rows(config, t.x, "x");
-  input.x_dtype = to_dtype(t.x.scalar_type(), on_rank(config, "x"));
+  input.x_dtype = to_dtype(t.x.scalar_type(), "x", config.rank);
   if (t.x_scales) input.x_scales = checked_rows(config, *t.x_scales, "x_scales");
   input.quantize = t.quantize;
   return input;
@@ -190,7 +187,7 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
                bool presummed) {
   const MoeConfig& config = ep.config();
   check_device(config, device, y, "y");
-  if (to_dtype(y.scalar_type(), on_rank(config, "y")) != config.dtype) {
+  if (to_dtype(y.scalar_type(), "y", config.rank) != config.dtype) {
     throw py::type_error(std::string("y has dtype ") + c10::toString(y.scalar_type()) + " on rank " +
                          std::to_string(config.rank) +
                          ", which is not the dtype that this ExpertParallel was made with; pass y.to(ep.dtype)");

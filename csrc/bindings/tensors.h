@@ -12,11 +12,14 @@
 namespace moe_a2a::bindings {
 
 // Raises TypeError, naming `whose`, for a type that rows cannot have.
-DType to_dtype(at::ScalarType type, const std::string& whose);
+DType to_dtype(at::ScalarType type, const char* whose, int rank = -1);
 
+// Of one call, as long as it lasts.
 struct DispatchTensors {
-  at::Tensor x, topk_idx;
-  std::optional<at::Tensor> topk_weights, x_scales;
+  const at::Tensor& x;
+  const at::Tensor& topk_idx;
+  const std::optional<at::Tensor>& topk_weights;
+  const std::optional<at::Tensor>& x_scales;
   bool quantize = false;
 };
 

@@ -100,13 +100,14 @@ def _text(sizes: Sizes, rank: int) -> Tensor:
 def _text_choices() -> Tensor:
     """int64 [layers * tokens of the text, choices], layer by layer: what the model's routers chose."""
     from moe_a2a.demo import models, text
-    from moe_a2a.integrations.experts_module import is_experts_module
 
     model = models.build("qwen3_moe", seed=0)
     chosen: list[Tensor] = []
     for module in model.modules():
-        if is_experts_module(module):
+        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
             module.register_forward_pre_hook(lambda _, arguments: chosen.append(arguments[1]))
     with torch.no_grad():
         model(input_ids=text.batch())
+    if not chosen:
+        raise RuntimeError('routing "text" needs a transformers whose experts are modules of their own (5.x)')
     return torch.cat(chosen)

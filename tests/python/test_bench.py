@@ -218,9 +218,10 @@ def test_a_table_serves_rows_of_another_length(tmp_path):
 
 def test_the_model_grows_with_the_bytes():
     steps = launch_tables.model(num_ranks=4, num_topk=8, row_bytes=14336, most_blocks=132)
-    assert steps[0].dispatch_blocks == launch_tables.FEWEST_BLOCKS and steps[-1].dispatch_blocks == 132
+    assert {step.dispatch_blocks for step in steps} == {launch_tables.FEWEST_BLOCKS}
+    assert steps[0].combine_blocks == launch_tables.FEWEST_BLOCKS and steps[-1].combine_blocks == 132
     assert [step.max_tokens for step in steps] == sorted({step.max_tokens for step in steps})
-    assert [step.dispatch_blocks for step in steps] == sorted({step.dispatch_blocks for step in steps})
+    assert [step.combine_blocks for step in steps] == sorted({step.combine_blocks for step in steps})
 
 
 def test_tune_writes_a_table_that_is_found(tmp_path):
