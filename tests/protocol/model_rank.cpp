@@ -111,7 +111,7 @@ DispatchSendArgs ModelRank::dispatch_send_args(int call) const {
           .num_tokens = num_tokens(call),
           .topk_idx = {in.topk_idx.data(), false},
           .topk_weights = in.topk_weights.data(),
-          .x = {reinterpret_cast<const std::byte*>(in.x.data()), shape_.hidden * sizeof(float)},
+          .x = {reinterpret_cast<const std::byte*>(in.x.data()), shape_.hidden * int64_t{sizeof(float)}},
           .x_dtype = DType::kFloat32,
           .x_scales = {}};
 }
@@ -119,7 +119,7 @@ DispatchSendArgs ModelRank::dispatch_send_args(int call) const {
 CombineSendArgs ModelRank::combine_send_args(int call) const {
   return {.context = context_,
           .buffer = buffer(call),
-          .y = {reinterpret_cast<const std::byte*>(y_.data()), shape_.hidden * sizeof(float)},
+          .y = {reinterpret_cast<const std::byte*>(y_.data()), shape_.hidden * int64_t{sizeof(float)}},
           .num_y_rows = context_.config.route_capacity()};
 }
 
