@@ -41,14 +41,13 @@ struct DispatchSend {
     const int length = c.config.piece_length(num_pieces(args));
     return args.quantize ? (length + length / kScaleBlock * int64_t{sizeof(float)} + 127) / 128 * 128 : 0;
   }
-  // Warps of a block that send whole rows: as many as there is staging for.
+  // Warps of a block that send: as many as there is staging for.
   MOE_A2A_HOST_DEVICE static int num_senders(const Args& args) {
-    return warps_with_staging(args.context, staging_bytes(args));
+    return warps_with_staging(args.context, staging_bytes(args), num_pieces(args) == 1 ? 0 : kOutboxBytes);
   }
   static size_t shared_bytes(const Args& args) {
-    const bool whole_rows = num_pieces(args) == 1;
-    const size_t rows = whole_rows ? staging_bytes(args) * num_senders(args)
-                                   : kOutboxBytes + staging_bytes(args) * (kBlockThreads / kWarpSize);
+    const size_t outbox = num_pieces(args) == 1 ? 0 : kOutboxBytes;
+    const size_t rows = outbox + staging_bytes(args) * num_senders(args);
     const size_t table = RoutingTable::shared_bytes(args.context.config);
     return rows > table ? rows : table;
   }
@@ -126,22 +125,25 @@ struct DispatchSend {
     const auto signal = [&](const Item& item) { return signal_of(args, item); };
     Outbox<Item, decltype(signal)> outbox(args.context, block, shared, epoch, signal);
     std::byte* staging = shared + kOutboxBytes + block.warp_rank() * staging_bytes(args);
-    const int pieces = num_pieces(args), num_units = args.num_tokens * pieces;
+    const int pieces = num_pieces(args), num_units = args.num_tokens * pieces, num_warps = num_senders(args);
     uint32_t* ticket = args.context.ws.tickets.at(args.buffer, Workspace::kDispatchSend);
-    for (Units units(grid, block, block.num_warps(), ticket); units.current() < num_units; units.advance()) {
-      const int token = units.current() / pieces, number = units.current() % pieces;
-      const Item item = item_of(args, warp, token, units.current());
-      if (item.members.empty()) continue;
-      const uint64_t start = trace_now(args.context.trace());
-      send_piece(args, warp, Piece::of(args.context.config, pieces, number), item, staging);
-      record(args.context.trace(), warp, {.kind = TraceKind::kSend, .begin = start, .token = token});
-      outbox.add(item);
+    if (block.warp_rank() < num_warps) {  // the others draw no ticket, but meet these in post()
+      for (Units units(grid, block, num_warps, ticket); units.current() < num_units; units.advance()) {
+        const int token = units.current() / pieces, number = units.current() % pieces;
+        const Item item = item_of(args, warp, token, units.current());
+        if (item.members.empty()) continue;
+        const uint64_t start = trace_now(args.context.trace());
+        send_piece(args, warp, Piece::of(args.context.config, pieces, number), item, staging);
+        record(args.context.trace(), warp, {.kind = TraceKind::kSend, .begin = start, .token = token});
+        outbox.add(item);
+      }
     }
     outbox.post();
   }
 
   MOE_A2A_DEVICE static void send_piece(const Args& args, const Warp& warp, const Piece& piece, const Item& item,
                                         std::byte* staging) {
+    warp.sync();  // the piece before has been read by all lanes before any writes this one in its place
     const RowSource row = args.quantize ? quantized(args, warp, piece, item, staging) : row_source(args, piece, item);
     warp.sync();  // a quantised piece is complete before any lane sends a part of it
     multicast_row(warp, row, item.members, item.turn, [&](int rank) { return landing(args, item, rank); });

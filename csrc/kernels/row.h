@@ -27,10 +27,10 @@ MOE_A2A_HOST_DEVICE int64_t staging_that_fits(const Context& c, int64_t num_byte
   return num_bytes <= c.max_shared_bytes ? num_bytes : 0;
 }
 
-// Warps of a block that have work when each takes so much of its shared memory.
-MOE_A2A_HOST_DEVICE int warps_with_staging(const Context& c, int64_t bytes_per_warp) {
+// Warps of a block that have work when each takes so much of its shared memory, behind what the block has together.
+MOE_A2A_HOST_DEVICE int warps_with_staging(const Context& c, int64_t bytes_per_warp, int64_t bytes_of_block = 0) {
   constexpr int64_t kWarps = kBlockThreads / kWarpSize;
-  const int64_t fits = bytes_per_warp > 0 ? c.max_shared_bytes / bytes_per_warp : kWarps;
+  const int64_t fits = bytes_per_warp > 0 ? (c.max_shared_bytes - bytes_of_block) / bytes_per_warp : kWarps;
   return static_cast<int>(fits < kWarps ? fits : kWarps);
 }
 

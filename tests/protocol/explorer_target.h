@@ -19,7 +19,8 @@ namespace moe_a2a::inline explored {
 
 inline constexpr int kWarpSize = 1;
 inline constexpr int kBlockThreads = 1;
-inline constexpr bool kBlocksAreUnequal = false;  // see kernels/units.h
+inline constexpr bool kBlocksAreUnequal =
+    true;  // as on a GPU, see kernels/units.h: blocks here are as unequal as can be
 template <class T>
 inline constexpr int kLaneElements = 4;
 inline constexpr int kLaneUnroll = 1;

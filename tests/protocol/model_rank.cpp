@@ -11,13 +11,12 @@
 namespace moe_a2a {
 namespace {
 
-constexpr int kHidden = 5;  // one vector of four and one element behind it
 // Only rank 0 loses patience when the clock jumps: the others leave because it tells them.
 uint64_t timeout_ticks(int rank) { return uint64_t{1} << (rank == 0 ? 30 : 60); }
 
 // Small integers: every sum is exact, so the expected value needs no order of addition.
 float x_value(int src, int token, int call, int column) {
-  return static_cast<float>(1 + column + 8 * (token + 4 * (src + 4 * call)));
+  return static_cast<float>(1 + column + 256 * (token + 4 * (src + 4 * call)));
 }
 float weight_value(int src, int token, int k) { return static_cast<float>(1 + (src + 2 * token + 3 * k) % 5); }
 float expert_factor(int expert) { return static_cast<float>(expert + 1); }
@@ -40,7 +39,7 @@ MoeConfig config_of(const Shape& shape, int rank) {
           .num_ranks = shape.num_ranks,
           .num_experts = shape.num_experts,
           .num_topk = shape.num_topk,
-          .hidden = kHidden,
+          .hidden = shape.hidden,
           .num_max_tokens_per_rank = shape.num_max_tokens,
           .num_buffers = shape.num_buffers,
           .dtype = DType::kFloat32};
@@ -55,6 +54,7 @@ ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::by
   context_.heap.rank = rank;
   context_.heap.num_ranks = shape.num_ranks;
   for (int r = 0; r < shape.num_ranks; ++r) context_.heap.base[r] = symmetric + r * size_.symmetric_bytes;
+  context_.max_shared_bytes = 1 << 20;
   context_.wait = {.timeout_ticks = timeout_ticks(rank),
                    .report = report,
                    .tally = context_.ws.tally.data,
@@ -68,20 +68,19 @@ ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::by
           input.topk_idx.push_back(input.choices[t][k]);
           input.topk_weights.push_back(weight_value(r, t, k));
         }
-        for (int c = 0; c < kHidden; ++c) input.x.push_back(x_value(r, t, call, c));
+        for (int c = 0; c < shape.hidden; ++c) input.x.push_back(x_value(r, t, call, c));
       }
       inputs_.push_back(std::move(input));
     }
   }
-  y_.resize(context_.config.route_capacity() * kHidden);
-  combined_.resize(static_cast<size_t>(shape.num_max_tokens) * kHidden);
+  y_.resize(context_.config.route_capacity() * shape.hidden);
+  combined_.resize(static_cast<size_t>(shape.num_max_tokens) * shape.hidden);
 }
 
 void ModelRank::reset() {
   std::memset(own_heap_, 0, size_.symmetric_bytes);
   std::memset(local_, 0, size_.local_bytes);
   *report_ = Report{};
-  context_.wait.num_reports = 0;
   attempt_ = 1;
   noted_refusal_ = false;
   if (shape_.first_epoch == 0) return;
@@ -91,7 +90,9 @@ void ModelRank::reset() {
     ws.epoch(b) = shape_.first_epoch;
     for (int r = 0; r < shape_.num_ranks; ++r) {
       ws.dispatch_credit(b, r) = ws.combine_refusal(b, r) = ws.table_signal(b, r, 0) = old;
-      for (int t = 0; t < shape_.num_max_tokens; ++t) ws.row_signal(b, r, t) = ws.combine_signal(b, r, t) = old;
+      for (int64_t i = 0; i < context_.config.piece_capacity(); ++i) {
+        ws.row_signal(b, r, i) = ws.combine_signal(b, r, i) = old;
+      }
     }
   }
 }
@@ -101,25 +102,26 @@ Launch ModelRank::launch(const std::string& name, int call, int num_blocks, std:
   return {who, name, num_blocks, std::move(body)};
 }
 
+int ModelRank::num_pieces() const { return context_.config.num_pieces(shape_.num_max_tokens); }
+
 // ---- the kernels, as csrc/runtime launches them
 
-DispatchSendArgs ModelRank::dispatch_send_args(int call, int num_blocks) const {
+DispatchSendArgs ModelRank::dispatch_send_args(int call) const {
   const Input& in = input(rank(), call);
   return {.context = context_,
           .buffer = buffer(call),
           .num_tokens = num_tokens(call),
           .topk_idx = {in.topk_idx.data(), false},
           .topk_weights = in.topk_weights.data(),
-          .x = {reinterpret_cast<const std::byte*>(in.x.data()), kHidden * sizeof(float)},
+          .x = {reinterpret_cast<const std::byte*>(in.x.data()), shape_.hidden * int64_t{sizeof(float)}},
           .x_dtype = DType::kFloat32,
-          .x_scales = {},
-          .block_per_token = num_tokens(call) <= num_blocks};
+          .x_scales = {}};
 }
 
 CombineSendArgs ModelRank::combine_send_args(int call) const {
   return {.context = context_,
           .buffer = buffer(call),
-          .y = {reinterpret_cast<const std::byte*>(y_.data()), kHidden * sizeof(float)},
+          .y = {reinterpret_cast<const std::byte*>(y_.data()), shape_.hidden * int64_t{sizeof(float)}},
           .num_y_rows = context_.config.route_capacity()};
 }
 
@@ -134,7 +136,7 @@ CombineRecvArgs ModelRank::combine_recv_args(int call) {
 Launch ModelRank::dispatch_send(int call) {
   return launch("dispatch_send", call, shape_.num_blocks, [this, call](int block) {
     if (block == 0) raise_early({Field::kTableSignal, Field::kRowSignal}, call);
-    run_kernel<DispatchSend>(shared_[block], dispatch_send_args(call, shape_.num_blocks), block, shape_.num_blocks);
+    run_kernel<DispatchSend>(shared_[block], dispatch_send_args(call), block, shape_.num_blocks);
   });
 }
 
@@ -160,11 +162,10 @@ Launch ModelRank::combine_recv(int call) {
 Launch ModelRank::dispatch(int call) {
   return launch("dispatch", call, 2, [this, call](int block) {
     if (block == 0) raise_early({Field::kTableSignal, Field::kRowSignal}, call);
-    run_kernel<Dispatch>(shared_[block],
-                         {.send = dispatch_send_args(call, 1),
-                          .recv = {.context = context_, .buffer = buffer(call)},
-                          .num_send_blocks = 1},
-                         block, 2);
+    run_kernel<Dispatch>(
+        shared_[block],
+        {.send = dispatch_send_args(call), .recv = {.context = context_, .buffer = buffer(call)}, .num_send_blocks = 1},
+        block, 2);
   });
 }
 
@@ -229,9 +230,9 @@ void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const
     if (field == Field::kTableSignal) raise(ws.table_signal.at(b, rank(), 0), epoch + 1, count);
     if (field == Field::kDispatchCredit) raise(ws.dispatch_credit.at(b, rank()), epoch);
     if (field == Field::kCombineRefusal) raise(ws.combine_refusal.at(b, rank()), epoch, attempt_);
-    for (int t = 0; t < shape_.num_max_tokens; ++t) {
-      if (field == Field::kRowSignal) raise(ws.row_signal.at(b, rank(), t), epoch + 1);
-      if (field == Field::kCombineSignal) raise(ws.combine_signal.at(b, rank(), t), epoch);
+    for (int i = 0; i < shape_.num_max_tokens * num_pieces(); ++i) {
+      if (field == Field::kRowSignal) raise(ws.row_signal.at(b, rank(), i), epoch + 1);
+      if (field == Field::kCombineSignal) raise(ws.combine_signal.at(b, rank(), i), epoch);
     }
   }
 }
@@ -239,7 +240,7 @@ void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const
 // ---- what has come
 
 void ModelRank::check_row(int src, int token, int call, const float* row) const {
-  for (int c = 0; c < kHidden; ++c) {
+  for (int c = 0; c < shape_.hidden; ++c) {
     if (row[c] == x_value(src, token, call, c)) continue;
     fail("row of rank " + std::to_string(src) + " token " + std::to_string(token) + " has " + std::to_string(row[c]) +
          " in column " + std::to_string(c) + ", not " + std::to_string(x_value(src, token, call, c)));
@@ -275,7 +276,8 @@ void ModelRank::compute_y(int call) {
           }
           const float* row = reinterpret_cast<const float*>(ws.row.at(b, src, token));
           check_row(src, token, call, row);
-          for (int c = 0; c < kHidden; ++c) y_[position * kHidden + c] = row[c] * expert_factor(first_expert + e);
+          for (int c = 0; c < shape_.hidden; ++c)
+            y_[position * shape_.hidden + c] = row[c] * expert_factor(first_expert + e);
           ++position;
         }
       }
@@ -295,8 +297,8 @@ void ModelRank::compare_combined(int call) const {
       const int expert = input(rank(), call).choices[t][k];
       if (expert >= 0) factor += weight_value(rank(), t, k) * expert_factor(expert);
     }
-    for (int c = 0; c < kHidden; ++c) {
-      const float expected = factor * x_value(rank(), t, call, c), actual = combined_[t * kHidden + c];
+    for (int c = 0; c < shape_.hidden; ++c) {
+      const float expected = factor * x_value(rank(), t, call, c), actual = combined_[t * shape_.hidden + c];
       if (actual != expected) {
         fail("combined_x[" + std::to_string(t) + "][" + std::to_string(c) + "] is " + std::to_string(actual) +
              ", not " + std::to_string(expected));
@@ -326,7 +328,7 @@ void ModelRank::compare_refusal(int peer, bool check_text) {
     if (report_->refusal.word[i] != expected.word[i]) fail("the text of the refusal is wrong");
   }
   report_->is_complete = 0;
-  ++context_.wait.num_reports;
+  ++report_->num_noticed;
   ++attempt_;
 }
 

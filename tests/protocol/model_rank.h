@@ -23,6 +23,7 @@ struct Shape {
   int num_max_tokens = 1;
   int num_topk = 1;
   int num_experts = 2;
+  int hidden = 5;  // one vector of four and one element behind it
   int num_buffers = 1;
   int num_blocks = 1;
   int num_calls = 2;
@@ -76,9 +77,10 @@ class ModelRank {
     std::vector<float> topk_weights, x;
   };
   const Input& input(int rank, int call) const { return inputs_[call * shape_.num_ranks + rank]; }
+  int num_pieces() const;  // of a row, the same in every call
   int num_tokens(int call) const { return static_cast<int>(input(rank(), call).choices.size()); }
   int buffer(int call) const { return call % shape_.num_buffers; }
-  DispatchSendArgs dispatch_send_args(int call, int num_blocks) const;
+  DispatchSendArgs dispatch_send_args(int call) const;
   CombineSendArgs combine_send_args(int call) const;
   CombineRecvArgs combine_recv_args(int call);
   Launch launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const;

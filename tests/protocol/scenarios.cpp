@@ -60,6 +60,13 @@ Scenario plain(const char* name, int num_tokens, int num_blocks, uint64_t first_
           .program = layers(num_calls)};
 }
 
+// Rows of two pieces: a signal for each, all of a block's behind one fence.
+Scenario two_pieces() {
+  return {.name = "rows of two pieces",
+          .shape = {.num_topk = 2, .hidden = 256, .routing = to_everybody(1, 2)},
+          .program = layers(2)};
+}
+
 Scenario one_launch() {
   return {.name = "both halves in one launch",
           .shape = {.num_topk = 2, .routing = to_everybody(1, 2)},
@@ -297,6 +304,7 @@ std::vector<Scenario> all_scenarios() {
           plain("epoch wraps", 1, 1, kLastEpoch - 1),
           plain("epoch passes 2^32", 1, 1, (uint64_t{1} << 32) - 2),
           plain("epoch passes half its range", 1, 1, (uint64_t{1} << 43) - 2),
+          two_pieces(),
           one_launch(),
           one_rank(),
           empty_pairs(),

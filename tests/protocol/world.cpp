@@ -46,8 +46,10 @@ void World::name_regions(const ModelRank& rank) {
     regions_.push_back({offset_of(begin), name + owner, field});
   };
   region(ws.table_signal.data, "table_signal", Field::kTableSignal);
-  region(ws.table_idx.data, "table_idx");
+  region(ws.table_route.data, "table_route");
   region(ws.table_weight.data, "table_weight");
+  region(ws.table_landing.data, "table_landing");
+  region(ws.table_count.data, "table_count");
   region(ws.row_signal.data, "row_signal", Field::kRowSignal);
   region(ws.row.data, "row");
   region(ws.combine_signal.data, "combine_signal", Field::kCombineSignal);
@@ -63,17 +65,21 @@ void World::name_regions(const ModelRank& rank) {
   region(ws.epoch.data, "epoch");
   region(ws.clock_epoch.data, "clock_epoch");
   region(ws.clock_reading.data, "clock_reading");
+  region(ws.tally.data, "tally");
   region(ws.arrivals.data, "arrivals");
+  region(ws.tickets.data, "tickets");
   region(ws.expert_offsets.data, "expert_offsets");
   region(ws.expert_counts.data, "expert_counts");
   region(ws.expert_row_index.data, "expert_row_index");
   region(ws.route_weight.data, "route_weight");
   region(ws.route_src_rank.data, "route_src_rank");
   region(ws.route_src_token.data, "route_src_token");
-  region(ws.row_route.data, "row_route");
   region(ws.landed_row.data, "landed_row");
-  region(ws.num_landed_rows.data, "num_landed_rows");
+  region(ws.landed_offsets.data, "landed_offsets");
+  region(ws.landed_term.data, "landed_term");
   region(ws.num_recv_tokens.data, "num_recv_tokens");
+  region(ws.num_pieces.data, "num_pieces");
+  region(ws.token_ranks.data, "token_ranks");
   region(rank.report(), "report");
 }
 

@@ -195,21 +195,24 @@ class Worker {
 struct Setting {
   int num_ranks, num_buffers, num_rounds;
   DType dtype;
+  int least_hidden = 1, most_hidden = 150, least_tokens = 1, most_tokens = 12;
 };
 
 class BackToBackTest : public ::testing::TestWithParam<Setting> {};
 
 TEST_P(BackToBackTest, EveryValueIsRight) {
-  const auto [num_ranks, num_buffers, num_rounds, dtype] = GetParam();
+  const auto [num_ranks, num_buffers, num_rounds, dtype, least_hidden, most_hidden, least_tokens, most_tokens] =
+      GetParam();
   const uint64_t seed = test_seed();
   std::mt19937_64 random(seed);
+  const auto pick = [&](int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); };
   MoeConfig config{.num_ranks = num_ranks,
-                   .num_experts = num_ranks * (2 + static_cast<int>(random() % 3)),
-                   .hidden = 1 + static_cast<int>(random() % 150),
-                   .num_max_tokens_per_rank = 1 + static_cast<int>(random() % 12),
+                   .num_experts = num_ranks * pick(2, 4),
+                   .hidden = pick(least_hidden, most_hidden),
+                   .num_max_tokens_per_rank = pick(least_tokens, most_tokens),
                    .num_buffers = num_buffers,
                    .dtype = dtype};
-  config.num_topk = 1 + static_cast<int>(random() % std::min(config.num_experts, 6));
+  config.num_topk = pick(1, std::min(config.num_experts, 6));
   const std::vector<Round> rounds = draw_rounds(seed, config, num_rounds);
   run_ranks(config, 20.0, [&](ExpertParallel& ep) { Worker(ep, seed).run(rounds); });
 }
@@ -218,10 +221,15 @@ INSTANTIATE_TEST_SUITE_P(Ranks, BackToBackTest,
                          ::testing::Values(Setting{1, 2, 1000, DType::kFloat32}, Setting{2, 1, 1500, DType::kFloat32},
                                            Setting{2, 3, 1500, DType::kBfloat16}, Setting{3, 2, 1000, DType::kFloat16},
                                            Setting{4, 2, 800, DType::kBfloat16}, Setting{5, 1, 500, DType::kFloat32},
-                                           Setting{8, 2, 400, DType::kFloat32}),
+                                           Setting{8, 2, 400, DType::kFloat32},
+                                           // Rows of up to 16 pieces, fewer where a rank has more than 32 tokens.
+                                           Setting{2, 2, 60, DType::kFloat32, 1100, 2200, 50, 90},
+                                           // Tables of several chunks, by up to three blocks.
+                                           Setting{3, 2, 60, DType::kFloat32, 1, 4, 300, 700}),
                          [](const auto& info) {
                            return std::to_string(info.param.num_ranks) + "_ranks_" +
-                                  std::to_string(info.param.num_buffers) + "_buffers";
+                                  std::to_string(info.param.num_buffers) + "_buffers_" +
+                                  std::to_string(info.param.most_tokens) + "_tokens";
                          });
 
 }  // namespace

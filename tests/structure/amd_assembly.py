@@ -50,6 +50,12 @@ class Instruction:
         return " ".join(word for word in place if word not in ("sc0", "sc1", "nt"))
 
     @property
+    def base(self) -> tuple[str, str]:
+        """What a store's place is counted from: the address register and the scalar base, or "off"."""
+        operands = [word.strip() for word in self.operands.split(",")]
+        return operands[0], operands[2].split()[0]
+
+    @property
     def waits_for_memory(self) -> bool:
         """An s_waitcnt after which every load has arrived and every store is done."""
         return self.opcode == "s_waitcnt" and ("vmcnt(0)" in self.operands or self.operands == "0")

@@ -7,6 +7,7 @@ architectures (gfx90a has no scope bits) only resources and row accesses are che
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections import Counter
@@ -16,8 +17,9 @@ from amd_assembly import Instruction, Kernel, architecture, kernels
 
 # Kernels of every step: nothing of theirs may live in scratch memory.
 HOT = {"Dispatch", "DispatchSend", "DispatchRecv", "Combine", "CombineSend", "CombineRecv"}
-# Of these, the ones that every byte of a row passes at the full rate of the link: not even a scalar register may be
-# parked in a vector register.
+# Of these, the ones that every byte of a row passes at the full rate of the link: in the loops that do it not even a
+# scalar register may be parked in a vector register. (Once per row it may: one kernel sends whole rows and pieces, as
+# they are or quantised, and the addresses of all these forms do not fit into a hundred registers.)
 ROW_PATH = {"DispatchSend", "CombineRecv"}
 # Kernels that copy rows, and kernels that read and write them: in pieces of 16 bytes.
 ROW_COPIERS = {"Dispatch", "DispatchSend"}
@@ -39,6 +41,21 @@ def is_signal_store(instruction: Instruction) -> bool:
     return instruction.is_store and instruction.opcode.endswith("_dwordx2") and "sc1" in instruction.modifiers
 
 
+def report_stores(kernel: Kernel) -> set[Instruction]:
+    """The one 64-bit store of system scope that is no signal: Report::bad_expert, right behind bad_token.
+
+    It is the second of two fields of one struct: 32 bits and then 64 go to one base. Signals stand alone.
+    """
+    found = set()
+    for block in kernel.blocks:
+        fields = [i for i in block.instructions if i.is_store and i.is_system_scope]
+        for token, expert in itertools.pairwise(fields):
+            same_struct = token.base == expert.base and "offset:" in expert.operands
+            if token.opcode.endswith("_dword") and expert.opcode.endswith("_dwordx2") and same_struct:
+                found.add(expert)
+    return found
+
+
 def is_data_store(instruction: Instruction) -> bool:
     return instruction.is_store and "sc1" not in instruction.modifiers
 
@@ -52,10 +69,23 @@ def is_system_invalidate(instruction: Instruction) -> bool:
 
 
 def check_resources(kernel: Kernel) -> list[str]:
-    spills = ["vgpr_spills", "scratch"] + ["sgpr_spills"] * (short_name(kernel) in ROW_PATH)
-    used = [f"{kernel.resources[name]} {name}" for name in spills if kernel.resources[name] > 0]
+    used = [f"{kernel.resources[name]} {name}" for name in ("vgpr_spills", "scratch") if kernel.resources[name] > 0]
+    if short_name(kernel) in ROW_PATH and kernel.resources["sgpr_spills"] > 0:
+        used += [str(i) for i in _parking_in_row_loops(kernel)][:1]
     used += [str(i) for i in kernel.instructions() if i.opcode.startswith("scratch_")][:1]
     return [f"registers do not suffice: {', '.join(used)}"] if used else []
+
+
+def _parking_in_row_loops(kernel: Kernel) -> list[Instruction]:
+    """Lane accesses of vector registers in the innermost loops that read or write rows in pieces of 16 bytes."""
+    loops, rows = kernel.loops(), set()
+    for index, block in enumerate(kernel.blocks):
+        innermost = next((loop for loop in loops if index in loop), None)
+        wide = any((i.is_load or i.is_store) and i.opcode.endswith("_dwordx4") for i in block.instructions)
+        if wide and innermost is not None:
+            rows |= innermost
+    lanes = ("v_readlane_b32", "v_writelane_b32")
+    return [i for i in kernel.instructions_of(rows) if i.opcode in lanes]
 
 
 def check_calls(kernel: Kernel) -> list[str]:
@@ -88,7 +118,7 @@ def check_row_access(kernel: Kernel, copies: bool) -> list[str]:
 
 def check_releases(kernel: Kernel) -> list[str]:
     """Between data and a signal: buffer_wbl2 sc0 sc1, then a wait for it; the signal itself at system scope."""
-    problems, signals = {}, set()
+    problems, signals, reported = {}, set(), report_stores(kernel)
 
     def step(instruction: Instruction, state: str) -> str:
         if is_data_store(instruction):
@@ -97,7 +127,7 @@ def check_releases(kernel: Kernel) -> list[str]:
             return "writing back"
         if instruction.waits_for_memory and state == "writing back":
             return "clean"
-        if is_signal_store(instruction):
+        if is_signal_store(instruction) and instruction not in reported:
             signals.add(instruction)
             if not instruction.is_system_scope:
                 problems[instruction] = f"signal not at system scope (sc0 sc1): {instruction}"
@@ -114,9 +144,11 @@ def check_releases(kernel: Kernel) -> list[str]:
 def check_leader_signals(kernel: Kernel) -> list[str]:
     """A leader signals for its block only after a barrier that every wave reached with its stores done.
 
-    s_barrier itself waits for no store, and the leader's own wait covers its own wave only.
+    s_barrier itself waits for no store, and the leader's own wait covers its own wave only. From the barrier to the
+    signal the leader loads nothing: a wave that does has gone on to work of its own. (In Dispatch the code of the
+    senders stands behind that of the receivers, and a path leads through both that no wave takes.)
     """
-    problems = {}
+    problems, reported = {}, report_stores(kernel)
 
     def step(instruction: Instruction, state: str) -> str:
         if is_data_store(instruction):
@@ -125,7 +157,9 @@ def check_leader_signals(kernel: Kernel) -> list[str]:
             return "done"
         if instruction.opcode == "s_barrier":  # a wait after it would be too late for the other waves
             return str(instruction) if state == "stores in flight" else "done"
-        if is_signal_store(instruction) and state.startswith("line"):
+        if instruction.is_load and state.startswith("line"):
+            return "done"
+        if is_signal_store(instruction) and state.startswith("line") and instruction not in reported:
             problems[state] = f"barrier before a signal does not wait for stores (s_waitcnt vmcnt(0)): {state}"
         return state
 

@@ -159,7 +159,7 @@ def test_an_acquire_of_another_wait_does_not_count():
     assert len(problems("CombineRecv", lost + second)) == 1
 
 
-@pytest.mark.parametrize("resource", ["vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"])
+@pytest.mark.parametrize("resource", ["vgpr_spill_count", "private_segment_fixed_size"])
 def test_spills_are_found(resource):
     (found,) = problems("DispatchSend", SEND, **{resource: 4})
     assert "registers do not suffice" in found
@@ -167,6 +167,44 @@ def test_spills_are_found(resource):
 
 def test_a_scalar_register_parked_in_a_vector_register_costs_no_memory():
     assert problems("DispatchRecv", RECEIVE, sgpr_spill_count=4) == []
+
+
+def test_it_may_not_be_parked_where_rows_pass():
+    parked = "\tv_writelane_b32 v40, s9, 3\n"
+    outside = edited(SEND, ".LBB0_1:\n", parked + ".LBB0_1:\n")
+    inside = edited(SEND, ".LBB0_1:\n", ".LBB0_1:\n" + parked)
+    assert problems("DispatchSend", outside, sgpr_spill_count=1) == []
+    (found,) = problems("DispatchSend", inside, sgpr_spill_count=1)
+    assert "registers do not suffice" in found and "v_writelane_b32" in found
+
+
+# Report::bad_token and bad_expert, where data are not written back.
+REPORT = """	global_store_dword v8, v11, s[50:51] offset:580 sc0 sc1
+	global_store_dwordx2 v8, v[6:7], s[50:51] offset:584 sc0 sc1
+"""
+
+
+def test_two_fields_of_a_report_are_no_signal():
+    place = "\ts_waitcnt vmcnt(0)\n\ts_barrier"
+    assert problems("DispatchSend", edited(SEND, place, REPORT + place)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("s[50:51] offset:580", "s[52:53] offset:580"), ("offset:580 sc0 sc1", "offset:580"), (" offset:584", "")],
+)
+def test_other_pairs_of_stores_are(old, new):
+    place = "\ts_waitcnt vmcnt(0)\n\ts_barrier"
+    (found,) = problems("DispatchSend", edited(SEND, place, edited(REPORT, old, new) + place))
+    assert "data may be dirty" in found
+
+
+def test_a_wave_that_loads_after_a_barrier_speaks_for_itself():
+    lost = edited(SEND, "\ts_waitcnt vmcnt(0)\n\ts_barrier", "\ts_barrier")
+    (found,) = problems("DispatchSend", lost)
+    assert "barrier before a signal" in found
+    loads = edited(lost, "\ts_barrier\n", "\ts_barrier\n\tglobal_load_dword v1, v0, s[8:9]\n")
+    assert problems("DispatchSend", loads) == []
 
 
 def test_a_barrier_without_a_signal_after_it_may_leave_stores_in_flight():
@@ -189,7 +227,7 @@ def test_a_missing_kernel_is_found_and_resources_are_reported():
 
 def test_an_architecture_without_scope_bits_is_checked_for_resources_only():
     body = SEND.replace(" sc0 sc1", "")
-    _, found = check(listing(("DispatchSend", body), arch="gfx90a", sgpr_spill_count=3))
+    _, found = check(listing(("DispatchSend", body), arch="gfx90a", vgpr_spill_count=3))
     assert [problem for problem in found if "no kernel" not in problem] == [
-        "DispatchSend: registers do not suffice: 3 sgpr_spills"
+        "DispatchSend: registers do not suffice: 3 vgpr_spills"
     ]

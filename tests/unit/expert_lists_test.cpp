@@ -1,181 +1,277 @@
-// The expert lists against a model that sorts, for random tables, layouts and grids.
+// Tables that every source rank sends, and the expert lists that a receiver puts together from them, against a model
+// that sorts: random routings, layouts and grids.
 
 #include "kernels/expert_lists.h"
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "kernels/route.h"
+#include "kernels/routing_table.h"
 #include "seed.h"
+#include "unit/heaps.h"
 
 namespace moe_a2a {
 namespace {
 
-TEST(TokenLine, FindsEveryTokenFromEveryStart) {
-  const std::vector<std::vector<int32_t>> lines = {{3}, {0, 3}, {2, 0, 3}, {0, 0, 1, 0, 2}, {1, 0, 0, 0, 1}, {4, 4}};
-  for (const auto& num_tokens : lines) {
-    std::vector<std::pair<int, int>> expected;
-    for (int r = 0; r < static_cast<int>(num_tokens.size()); ++r) {
-      for (int t = 0; t < num_tokens[r]; ++t) expected.push_back({r, t});
-    }
-    for (size_t start = 0; start < expected.size(); ++start) {
-      for (size_t step = 1; step <= expected.size(); ++step) {
-        TokenLine at(num_tokens.data(), static_cast<int64_t>(start));
-        for (size_t unit = start; unit < expected.size(); unit += step) {
-          EXPECT_EQ(std::pair(at.rank, at.token), expected[unit]);
-          if (unit + step < expected.size()) at.skip(static_cast<int64_t>(step));
-        }
-      }
+class Random {
+ public:
+  explicit Random(uint64_t seed) : generator_(static_cast<unsigned>(seed)) {}
+  int pick(int low, int high) { return std::uniform_int_distribution(low, high)(generator_); }
+
+ private:
+  std::mt19937 generator_;
+};
+
+// What a rank sends: choices and weights [num_tokens, num_topk].
+struct Routing {
+  int num_tokens = 0;
+  std::vector<int32_t> choice;
+  std::vector<float> weight;
+
+  Routing(Random& random, const MoeConfig& config, int receiver) {
+    // Anything, all to one expert, all dropped, all to the receiver, ids out of range among them.
+    const int kind = random.pick(0, 4), local = config.num_local_experts(), mine = receiver * local;
+    const int most = config.num_max_tokens_per_rank;
+    num_tokens = random.pick(0, 3) == 0 ? 0 : random.pick(0, 2) == 0 ? most : random.pick(0, most);
+    for (int i = 0; i < num_tokens * config.num_topk; ++i) {
+      choice.push_back(kind == 1   ? mine
+                       : kind == 2 ? -1
+                       : kind == 3 ? mine + random.pick(0, local - 1)
+                       : kind == 4 ? random.pick(-3, config.num_experts + 2)
+                                   : random.pick(-1, config.num_experts - 1));
+      weight.push_back(static_cast<float>(random.pick(0, 1000)));
     }
   }
-}
+};
 
-TEST(Destinations, AreTheDistinctRanksOfATokensExperts) {
-  const MoeConfig config{.num_ranks = 4, .num_experts = 12, .num_topk = 5};
-  const int32_t choices[] = {11, -1, 0, 2, 9};
-  const RankSet ranks = destinations(config, choices);
-  EXPECT_EQ(ranks.bits, 0b1001u);
-  EXPECT_EQ(local_expert(config, 11, 3), 2);
-  EXPECT_EQ(local_expert(config, 11, 2), -1);
-  EXPECT_EQ(local_expert(config, -1, 0), -1);
-  const int32_t dropped[] = {-1, -1, -1, -1, -1};
-  EXPECT_TRUE(destinations(config, dropped).empty());
-}
+struct Size {
+  const char* name;
+  int most_tokens, most_ranks, most_local_experts, num_rounds;
+};
+constexpr Size kSmall{"small", 40, 5, 8, 300}, kChunks{"several_chunks", 700, 4, 8, 60},
+    // A pass over a chunk counts the choices of 4096 experts on this target.
+    kPasses{"several_passes", 300, 3, 5000, 12};
 
-// A rank that has received all tables.
-struct Receiver {
-  DispatchRecvArgs args;
-  std::vector<std::max_align_t> symmetric, local;
-  std::vector<int32_t> num_tokens;
-  Report report;
-  Tally tally;
+// All ranks send, one receives.
+class Exchange {
+ public:
+  Exchange(Random& random, const Size& size, Layout layout)
+      : config_(draw(random, size)),
+        heaps_(config_),
+        me_(random.pick(0, config_.num_ranks - 1)),
+        buffer_(random.pick(0, 1)),
+        layout_(layout),
+        alignment_(layout == Layout::kExpertMajor ? random.pick(1, 16) : 1) {
+    for (int r = 0; r < config_.num_ranks; ++r) sent_.emplace_back(random, config_, me_);
+  }
 
-  Receiver(std::mt19937& random, Layout layout) {
-    const auto pick = [&](int low, int high) { return std::uniform_int_distribution(low, high)(random); };
-    MoeConfig& config = args.context.config;
-    config = {.num_ranks = pick(1, 5),
-              .num_topk = pick(1, 9),
-              .hidden = 1,
-              .num_max_tokens_per_rank = pick(1, 40),
-              .num_buffers = 2};
-    config.num_experts = config.num_ranks * pick(1, 8);
-    config.rank = pick(0, config.num_ranks - 1);
-    args.buffer = pick(0, 1);
-    args.layout = layout;
-    args.expert_alignment = layout == Layout::kExpertMajor ? pick(1, 16) : 1;
-    args.context.wait.report = &report;
-    args.context.wait.tally = &tally;
-    WorkspaceSize size;
-    make_workspace(config, nullptr, nullptr, &size);
-    symmetric.resize(size.symmetric_bytes / sizeof(std::max_align_t) + 1);
-    local.resize(size.local_bytes / sizeof(std::max_align_t) + 1);
-    args.context.ws = make_workspace(config, reinterpret_cast<std::byte*>(symmetric.data()),
-                                     reinterpret_cast<std::byte*>(local.data()), &size);
-    const int kind = pick(0, 3);  // of routing: anything, all to one expert, all dropped, all here
-    for (int r = 0; r < config.num_ranks; ++r) {
-      num_tokens.push_back(pick(0, 3) == 0 ? 0 : pick(0, config.num_max_tokens_per_rank));
-      for (int t = 0; t < config.num_max_tokens_per_rank; ++t) {
-        for (int k = 0; k < config.num_topk; ++k) {
-          const int mine = config.rank * config.num_local_experts();
-          args.context.ws.table_idx(args.buffer, r, t, k) = kind == 1   ? mine
-                                                            : kind == 2 ? -1
-                                                            : kind == 3 ? mine + pick(0, config.num_local_experts() - 1)
-                                                                        : pick(-1, config.num_experts - 1);
-          args.context.ws.table_weight(args.buffer, r, t, k) = static_cast<float>(pick(0, 1000));
-        }
+  void send_tables(int num_blocks) {
+    SharedMemory shared(RoutingTable::shared_bytes(config_));
+    for (int r = 0; r < config_.num_ranks; ++r) {
+      const DispatchSendArgs args{.context = heaps_.context[r],
+                                  .buffer = buffer_,
+                                  .num_tokens = sent_[r].num_tokens,
+                                  .topk_idx = {sent_[r].choice.data(), false},
+                                  .topk_weights = sent_[r].weight.data(),
+                                  .x = {},
+                                  .x_scales = {}};
+      for (int b = num_blocks - 1; b >= 0; --b) {
+        Block::Scratch scratch;
+        RoutingTable(args, Block(scratch), shared.data()).send(Grid{b, num_blocks}, kEpoch);
       }
     }
   }
 
-  void build(int num_blocks) {
-    std::vector<std::max_align_t> shared(ExpertLists::shared_bytes(args.context.config) / sizeof(std::max_align_t) + 1);
+  void build_lists(int num_blocks) {
+    const DispatchRecvArgs args{
+        .context = heaps_.context[me_], .buffer = buffer_, .layout = layout_, .expert_alignment = alignment_};
+    SharedMemory shared(ExpertLists::shared_bytes(config_));
     for (int b = 0; b < num_blocks; ++b) {
       Block::Scratch scratch;
       const Grid grid{b, num_blocks};
       const Block block(scratch);
-      ExpertLists lists(args, grid, block, reinterpret_cast<std::byte*>(shared.data()));
-      std::copy(num_tokens.begin(), num_tokens.end(), lists.num_tokens());
+      ExpertLists lists(args, grid, block, shared.data());
+      for (int r = 0; r < config_.num_ranks; ++r) lists.num_tokens()[r] = sent_[r].num_tokens;
       lists.build();
     }
   }
 
-  void check() const {
-    const MoeConfig& config = args.context.config;
-    const Workspace& ws = args.context.ws;
-    const int b = args.buffer, room = config.num_ranks * config.num_max_tokens_per_rank;
-    uint32_t num_lost = 0;
-    int32_t position = 0;
-    for (int e = 0; e < config.num_local_experts(); ++e) {
-      if (args.layout == Layout::kMasked) position = e * room;
-      ASSERT_EQ(ws.expert_offsets(b, e), position);
-      int count = 0;
-      for (int r = 0; r < config.num_ranks; ++r) {
-        for (int t = 0; t < num_tokens[r]; ++t) {
-          for (int k = 0; k < config.num_topk; ++k) {
-            if (ws.table_idx(b, r, t, k) != config.rank * config.num_local_experts() + e) continue;
-            const int32_t row = r * config.num_max_tokens_per_rank + t;
-            if (args.layout == Layout::kMasked && count == room) {
-              ++num_lost;
-              ASSERT_EQ(ws.row_route(b, row, k), -1);
-              continue;
-            }
-            ASSERT_EQ(ws.expert_row_index(b, position), row);
-            ASSERT_EQ(ws.route_src_rank(b, position), r);
-            ASSERT_EQ(ws.route_src_token(b, position), t);
-            ASSERT_EQ(ws.route_weight(b, position), ws.table_weight(b, r, t, k));
-            ASSERT_EQ(ws.row_route(b, row, k), position);
-            ++count, ++position;
-          }
+  // Every chunk's signal on every rank, and where the sender's tokens go.
+  void check_tables() const {
+    for (int src = 0; src < config_.num_ranks; ++src) {
+      const int num_tokens = sent_[src].num_tokens;
+      for (int r = 0; r < config_.num_ranks; ++r) {
+        const Workspace& ws = heaps_.context[r].ws;
+        ASSERT_EQ(ws.table_signal(buffer_, src, 0).word, Signal::pack(kEpoch, num_tokens));
+        for (int chunk = 1; chunk < num_chunks(num_tokens); ++chunk) {
+          ASSERT_EQ(ws.table_signal(buffer_, src, chunk).word, Signal::pack(kEpoch, 0));
         }
       }
-      ASSERT_EQ(ws.expert_counts(b, e), count);
-      for (; args.layout == Layout::kExpertMajor && position % args.expert_alignment != 0; ++position) {
-        ASSERT_EQ(ws.expert_row_index(b, position), -1);
-        ASSERT_EQ(ws.route_src_rank(b, position), -1);
-        ASSERT_EQ(ws.route_weight(b, position), 0.0f);
+      uint32_t num_bad = 0;
+      for (int t = 0; t < num_tokens; ++t) {
+        RankSet expected;
+        for (int k = 0; k < config_.num_topk; ++k) {
+          const int choice = sent_[src].choice[t * config_.num_topk + k];
+          num_bad += choice < -1 || choice >= config_.num_experts;
+          if (choice >= 0 && choice < config_.num_experts) expected.insert(choice / config_.num_local_experts());
+        }
+        ASSERT_EQ(heaps_.context[src].ws.token_ranks(buffer_, t).bits, expected.bits);
       }
+      ASSERT_EQ(heaps_.report[src].num_bad_choices, num_bad);
     }
-    if (args.layout != Layout::kMasked) {
-      ASSERT_EQ(ws.expert_offsets(b, config.num_local_experts()), position);
-    }
-    ASSERT_EQ(report.num_lost_routes, num_lost);
-    check_landed();
   }
 
-  void check_landed() const {
-    const MoeConfig& config = args.context.config;
-    const Workspace& ws = args.context.ws;
-    int32_t landed = 0;
-    for (int r = 0; r < config.num_ranks; ++r) {
-      ASSERT_EQ(ws.num_recv_tokens(args.buffer, r), num_tokens[r]);
-      for (int t = 0; t < num_tokens[r]; ++t) {
-        if (!destinations(config, ws.table_idx.at(args.buffer, r, t)).contains(config.rank)) continue;
-        ASSERT_EQ(ws.landed_row(args.buffer, landed++), r * config.num_max_tokens_per_rank + t);
+  void check_lists() const {
+    const Workspace& ws = heaps_.context[me_].ws;
+    const std::vector<std::vector<Route>> routes = routes_by_expert();
+    const int64_t room = config_.row_capacity();
+    std::vector<std::vector<RouteTerm>> terms(room * config_.num_topk);  // by row and choice
+    uint32_t num_lost = 0;
+    int32_t position = 0;
+    for (int e = 0; e < config_.num_local_experts(); ++e) {
+      if (layout_ == Layout::kMasked) position = static_cast<int32_t>(e * room);
+      ASSERT_EQ(ws.expert_offsets(buffer_, e), position);
+      int count = 0;
+      for (const Route& route : routes[e]) {
+        if (layout_ == Layout::kMasked && count == room) {
+          ++num_lost;
+          continue;
+        }
+        ASSERT_EQ(ws.expert_row_index(buffer_, position), route.row);
+        ASSERT_EQ(ws.route_src_rank(buffer_, position), route.row / config_.num_max_tokens_per_rank);
+        ASSERT_EQ(ws.route_src_token(buffer_, position), route.row % config_.num_max_tokens_per_rank);
+        ASSERT_EQ(ws.route_weight(buffer_, position), route.weight);
+        terms[route.row * config_.num_topk + route.k].push_back({position, route.weight});
+        ++count, ++position;
+      }
+      ASSERT_EQ(ws.expert_counts(buffer_, e), count);
+      for (; layout_ == Layout::kExpertMajor && position % alignment_ != 0; ++position) {
+        ASSERT_EQ(ws.expert_row_index(buffer_, position), -1);
+        ASSERT_EQ(ws.route_src_rank(buffer_, position), -1);
+        ASSERT_EQ(ws.route_weight(buffer_, position), 0.0f);
       }
     }
-    ASSERT_EQ(ws.num_landed_rows(args.buffer, 0), landed);
+    if (layout_ != Layout::kMasked) {
+      ASSERT_EQ(ws.expert_offsets(buffer_, config_.num_local_experts()), position);
+    }
+    ASSERT_EQ(heaps_.report[me_].num_lost_routes, num_lost);
+    check_landed(terms);
   }
+
+ private:
+  static constexpr uint64_t kEpoch = 7;
+
+  struct Route {
+    int32_t row;
+    int k;
+    float weight;
+  };
+
+  static MoeConfig draw(Random& random, const Size& size) {
+    MoeConfig config{.num_ranks = random.pick(1, size.most_ranks),
+                     .num_topk = random.pick(1, 9),
+                     .hidden = 1,
+                     .num_max_tokens_per_rank = random.pick(std::max(1, size.most_tokens / 2), size.most_tokens),
+                     .num_buffers = 2};
+    config.num_experts =
+        config.num_ranks * random.pick(std::max(1, size.most_local_experts / 2), size.most_local_experts);
+    return config;
+  }
+
+  // In (source rank, token, choice) order.
+  std::vector<std::vector<Route>> routes_by_expert() const {
+    std::vector<std::vector<Route>> routes(config_.num_local_experts());
+    for (int r = 0; r < config_.num_ranks; ++r) {
+      for (int i = 0; i < sent_[r].num_tokens * config_.num_topk; ++i) {
+        const int e = sent_[r].choice[i] - me_ * config_.num_local_experts();
+        if (e < 0 || e >= config_.num_local_experts()) continue;
+        const int32_t row = r * config_.num_max_tokens_per_rank + i / config_.num_topk;
+        routes[e].push_back({row, i % config_.num_topk, sent_[r].weight[i]});
+      }
+    }
+    return routes;
+  }
+
+  // `terms`: of each row and choice, none or one.
+  void check_landed(const std::vector<std::vector<RouteTerm>>& terms) const {
+    const Workspace& ws = heaps_.context[me_].ws;
+    int32_t landed = 0;
+    int most = 0;
+    for (int r = 0; r < config_.num_ranks; ++r) {
+      most = std::max(most, sent_[r].num_tokens);
+      ASSERT_EQ(ws.num_recv_tokens(buffer_, r), sent_[r].num_tokens);
+      ASSERT_EQ(ws.landed_offsets(buffer_, r), landed);
+      for (int t = 0; t < sent_[r].num_tokens; ++t) {
+        if (!heaps_.context[r].ws.token_ranks(buffer_, t).contains(me_)) continue;
+        const int row = r * config_.num_max_tokens_per_rank + t;
+        ASSERT_EQ(ws.landed_row(buffer_, landed), row);
+        int num_terms = 0;
+        for (int k = 0; k < config_.num_topk; ++k) {
+          for (const RouteTerm& term : terms[row * config_.num_topk + k]) {
+            ASSERT_EQ(ws.landed_term(buffer_, landed, num_terms).position, term.position);
+            ASSERT_EQ(ws.landed_term(buffer_, landed, num_terms++).weight, term.weight);
+          }
+        }
+        if (num_terms < config_.num_topk) {
+          ASSERT_EQ(ws.landed_term(buffer_, landed, num_terms).position, -1);
+        }
+        ++landed;
+      }
+    }
+    ASSERT_EQ(ws.landed_offsets(buffer_, config_.num_ranks), landed);
+    ASSERT_EQ(ws.num_pieces(buffer_, 0), config_.num_pieces(most));
+  }
+
+  MoeConfig config_;
+  Heaps heaps_;
+  int me_, buffer_;
+  Layout layout_;
+  int alignment_;
+  std::vector<Routing> sent_;
 };
 
-class ExpertListsTest : public ::testing::TestWithParam<Layout> {};
+class ExpertListsTest : public ::testing::TestWithParam<std::tuple<Layout, Size>> {};
 
 TEST_P(ExpertListsTest, EqualTheModel) {
-  const uint64_t seed = test_seed();
-  std::mt19937 random(static_cast<unsigned>(seed));
-  for (int round = 0; round < 400 && !HasFatalFailure(); ++round) {
-    Receiver receiver(random, GetParam());
-    const int num_blocks = 1 + round % 7;
+  const auto [layout, size] = GetParam();
+  Random random(test_seed());
+  for (int round = 0; round < size.num_rounds && !HasFatalFailure(); ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
-    receiver.build(num_blocks);
-    receiver.check();
+    Exchange exchange(random, size, layout);
+    exchange.send_tables(1 + round % 3);
+    exchange.check_tables();
+    if (HasFatalFailure()) return;
+    exchange.build_lists(1 + round % 7);
+    exchange.check_lists();
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Layouts, ExpertListsTest,
-                         ::testing::Values(Layout::kRows, Layout::kExpertMajor, Layout::kMasked));
+std::string name_of(const ::testing::TestParamInfo<std::tuple<Layout, Size>>& info) {
+  const std::array layouts = {"rows_", "expert_major_", "masked_"};
+  return std::string(layouts[static_cast<size_t>(std::get<Layout>(info.param))]) + std::get<Size>(info.param).name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, ExpertListsTest,
+                         ::testing::Combine(::testing::Values(Layout::kRows, Layout::kExpertMajor, Layout::kMasked),
+                                            ::testing::Values(kSmall, kChunks, kPasses)),
+                         name_of);
+
+TEST(Destinations, AreTheDistinctRanksOfATokensExperts) {
+  const int32_t choices[] = {11, -1, 0, 2, 9, -1, 12, -1, -1, -7};
+  const DispatchSendArgs args{
+      .context = {.config = {.num_ranks = 4, .num_experts = 12, .num_topk = 5}, .heap = {}, .ws = {}, .wait = {}},
+      .num_tokens = 2,
+      .topk_idx = {choices, false},
+      .x = {},
+      .x_scales = {}};
+  EXPECT_EQ(destinations(Warp{}, args, 0).bits, 0b1001u);
+  EXPECT_TRUE(destinations(Warp{}, args, 1).empty());
+}
 
 }  // namespace
 }  // namespace moe_a2a

@@ -59,14 +59,20 @@ INSTANTIATE_TEST_SUITE_P(
         Rule{"divisible", [](MoeConfig& c) { c.num_experts = 10; },
              "num_experts=10 is not divisible by num_ranks=4; pass num_experts=12 and leave the added experts unused"},
         Rule{"topk", [](MoeConfig& c) { c.num_topk = -2; }, "num_topk=-2 < 1; pass num_topk=1 or more"},
+        Rule{"many_experts", [](MoeConfig& c) { c.num_experts = 65536; },
+             "num_experts=65536 > 65535; pass num_experts=65535 or less"},
+        Rule{"many_choices", [](MoeConfig& c) { c.num_topk = 65; }, "num_topk=65 > 64; pass num_topk=64 or less"},
         Rule{"hidden", [](MoeConfig& c) { c.hidden = 0; }, "hidden=0 < 1; pass hidden=1 or more"},
         Rule{"tokens", [](MoeConfig& c) { c.num_max_tokens_per_rank = 0; },
              "num_max_tokens_per_rank=0 < 1; pass num_max_tokens_per_rank=1 or more"},
         Rule{"many_tokens", [](MoeConfig& c) { c.num_max_tokens_per_rank = 1 << 20; },
              "num_max_tokens_per_rank=1048576 > 1048574; pass num_max_tokens_per_rank=1048574 or less"},
         Rule{"buffers", [](MoeConfig& c) { c.num_buffers = 0; }, "num_buffers=0 < 1; pass num_buffers=1 or more"},
-        Rule{"routes", [](MoeConfig& c) { c.num_max_tokens_per_rank = 1'000'000, c.num_topk = 1000; },
-             "num_ranks * num_max_tokens_per_rank * num_topk = 4000000000 > 2147483647; pass a smaller "
+        Rule{"routes",
+             [](MoeConfig& c) {
+               c.num_max_tokens_per_rank = 1'000'000, c.num_ranks = c.num_experts = 64, c.num_topk = 64;
+             },
+             "num_ranks * num_max_tokens_per_rank * num_topk = 4096000000 > 2147483647; pass a smaller "
              "num_max_tokens_per_rank"}),
     [](const auto& info) { return std::string(info.param.name); });
 
@@ -86,7 +92,59 @@ TEST(MoeConfig, RowsStartOnLinesAndHoldTheirScales) {
   }
 }
 
+TEST(MoeConfig, PiecesCoverTheRowAndHaveSignals) {
+  MoeConfig config = small_config();
+  for (const int hidden : {1, 20, 128, 129, 256, 384, 1000, 2048, 2049, 5120, 7168, 16384}) {
+    config.hidden = hidden;
+    for (int num_tokens = 0; num_tokens < 1100; ++num_tokens) {
+      const int pieces = config.num_pieces(num_tokens), length = config.piece_length(pieces);
+      ASSERT_GE(pieces, 1);
+      ASSERT_LE(pieces, kMaxPieces);
+      ASSERT_EQ(length % kScaleBlock, 0);
+      ASSERT_GE(pieces * length, hidden);
+      ASSERT_LT((pieces - 1) * length, hidden);  // the last piece has something
+      config.num_max_tokens_per_rank = std::max(1, num_tokens);
+      ASSERT_LE(num_tokens * pieces, config.piece_capacity());
+      config.num_max_tokens_per_rank = 1100;
+      ASSERT_LE(num_tokens * pieces, config.piece_capacity());
+      ASSERT_LE(pieces, config.num_pieces(std::max(1, num_tokens - 1)));
+    }
+  }
+  config.hidden = 7168;
+  EXPECT_EQ(config.num_pieces(0), 1);
+  EXPECT_EQ(config.num_pieces(1), 14);  // of 4 blocks each
+  EXPECT_EQ(config.num_pieces(128), 4);
+  EXPECT_EQ(config.num_pieces(512), 1);
+}
+
+TEST(RouteEntry, KeepsItsPartsApart) {
+  for (const uint32_t expert : {0u, 1u, 255u, static_cast<uint32_t>(kMaxExperts - 1)}) {
+    for (const uint32_t idx : {0u, 1u, static_cast<uint32_t>(kTableChunk * kMaxTopk - 1)}) {
+      const RouteEntry entry = RouteEntry::pack(expert, idx);
+      EXPECT_FALSE(entry.is_dropped());
+      EXPECT_EQ(entry.expert(), static_cast<int>(expert));
+      EXPECT_EQ(entry.idx_in_chunk(), static_cast<int>(idx));
+    }
+  }
+  EXPECT_TRUE(RouteEntry::dropped().is_dropped());
+  EXPECT_TRUE(RouteEntry{}.is_dropped());
+}
+
 // ---- RankSet
+
+TEST(RankSet, IsVisitedInTheRoundFromAnyRank) {
+  std::mt19937_64 random(test_seed());
+  for (int round = 0; round < 1000; ++round) {
+    const RankSet set{random() & (round % 2 ? random() : ~uint64_t{0})};
+    const int start = round % 64;
+    std::vector<int> expected, seen;
+    for (int i = 0; i < 64; ++i) {
+      if (set.contains((start + i) % 64)) expected.push_back((start + i) % 64);
+    }
+    set.visit_from(start, [&](int rank) { seen.push_back(rank); });
+    EXPECT_EQ(seen, expected);
+  }
+}
 
 TEST(RankSet, IsASet) {
   RankSet set;
@@ -150,16 +208,19 @@ struct Field {
 
 std::vector<Field> symmetric_fields(const MoeConfig& c, const Workspace& w) {
   const size_t b = c.num_buffers, r = c.num_ranks, t = c.num_max_tokens_per_rank, k = c.num_topk;
-  const size_t chunks = (t + kTableChunk - 1) / kTableChunk;
+  const size_t chunks = (t + kTableChunk - 1) / kTableChunk, pieces = c.piece_capacity();
   return {{"table_signal", w.table_signal.data, b * r * chunks * sizeof(Signal)},
-          {"table_idx", w.table_idx.data, b * r * t * k * 4},
+          {"table_route", w.table_route.data, b * r * t * k * sizeof(RouteEntry)},
           {"table_weight", w.table_weight.data, b * r * t * k * 4},
-          {"row_signal", w.row_signal.data, b * r * t * sizeof(Signal)},
+          {"table_landing", w.table_landing.data, b * r * t * 4},
+          {"table_count", w.table_count.data, b * r * chunks * (c.num_local_experts() + 1) * 4},
+          {"row_signal", w.row_signal.data, b * r * pieces * sizeof(Signal)},
           {"row", w.row.data, b * r * t * c.max_row_stride()},
-          {"combine_signal", w.combine_signal.data, b * r * t * sizeof(Signal)},
+          {"combine_signal", w.combine_signal.data, b * r * pieces * sizeof(Signal)},
           {"combine_row", w.combine_row.data, b * r * t * c.row_stride(c.dtype)},
           {"dispatch_credit", w.dispatch_credit.data, b * r * sizeof(Signal)},
           {"combine_refusal", w.combine_refusal.data, b * r * sizeof(Signal)},
+          {"refusal_text", w.refusal_text.data, b * r * kRefusalWords * 8},
           {"goodbye", w.goodbye.data, r * sizeof(Signal)},
           {"clock_meeting", w.clock_meeting.data, r * sizeof(Signal)},
           {"clock_message", w.clock_message.data, r * sizeof(Signal)},
@@ -172,19 +233,23 @@ std::vector<Field> local_fields(const MoeConfig& c, const Workspace& w) {
   const size_t e = c.num_local_experts();
   const size_t lists = std::max<size_t>(r * t * k + e * (kMaxExpertAlignment - 1), e * r * t);
   return {{"epoch", w.epoch.data, b * 8},
+          {"tally", w.tally.data, sizeof(Tally)},
           {"clock_epoch", w.clock_epoch.data, r * 8},
           {"clock_reading", w.clock_reading.data, r * sizeof(ClockReading)},
           {"arrivals", w.arrivals.data, b * Workspace::kNumLaunches * 4},
+          {"tickets", w.tickets.data, b * Workspace::kNumLaunches * 4},
           {"expert_offsets", w.expert_offsets.data, b * (e + 1) * 4},
           {"expert_counts", w.expert_counts.data, b * e * 4},
           {"expert_row_index", w.expert_row_index.data, b * lists * 4},
           {"route_weight", w.route_weight.data, b * lists * 4},
           {"route_src_rank", w.route_src_rank.data, b * lists * 4},
           {"route_src_token", w.route_src_token.data, b * lists * 4},
-          {"row_route", w.row_route.data, b * r * t * k * 4},
           {"landed_row", w.landed_row.data, b * r * t * 4},
-          {"num_landed_rows", w.num_landed_rows.data, b * 4},
-          {"num_recv_tokens", w.num_recv_tokens.data, b * r * 4}};
+          {"landed_offsets", w.landed_offsets.data, b * (r + 1) * 4},
+          {"landed_term", w.landed_term.data, b * r * t * k * sizeof(RouteTerm)},
+          {"num_recv_tokens", w.num_recv_tokens.data, b * r * 4},
+          {"num_pieces", w.num_pieces.data, b * 4},
+          {"token_ranks", w.token_ranks.data, b * t * sizeof(RankSet)}};
 }
 
 void expect_apart(std::vector<Field> fields, const std::byte* base, size_t bytes) {
@@ -248,14 +313,14 @@ TEST(Workspace, EveryElementHasAnAddressOfItsOwn) {
       for (int t = 0; t < c.num_max_tokens_per_rank; ++t) {
         seen.push_back(w.row_signal.at(b, r, t));
         seen.push_back(w.row.at(b, r, t));
-        for (int k = 0; k < c.num_topk; ++k) seen.push_back(w.table_idx.at(b, r, t, k));
+        for (int k = 0; k < c.num_topk; ++k) seen.push_back(w.table_route.at(b, r, t, k));
       }
     }
   }
   std::sort(seen.begin(), seen.end());
   EXPECT_EQ(std::adjacent_find(seen.begin(), seen.end()), seen.end());
   EXPECT_EQ(w.row.at(1, 2, 3) - w.row.at(1, 2, 2), c.max_row_stride());
-  EXPECT_EQ(w.table_idx.at(0, 1) - w.table_idx.at(0, 0), c.num_max_tokens_per_rank * c.num_topk);
+  EXPECT_EQ(w.table_route.at(0, 1) - w.table_route.at(0, 0), c.num_max_tokens_per_rank * c.num_topk);
 }
 
 TEST(HeapView, PeerIsTheSamePlaceInTheOtherHeap) {

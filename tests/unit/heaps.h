@@ -1,0 +1,54 @@
+// The ranks of a test without their runtime: a Context each, whose heaps see each other in this process.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "protocol/context.h"
+
+namespace moe_a2a {
+
+struct alignas(128) Line {
+  std::byte bytes[128] = {};
+};
+using Memory = std::vector<Line>;  // zeroed
+inline Memory make_memory(size_t nbytes) { return Memory(nbytes / sizeof(Line) + 1); }
+
+struct Heaps {
+  std::vector<Context> context;  // [num_ranks]
+  std::vector<Report> report;
+  std::vector<Memory> symmetric, local;
+
+  explicit Heaps(MoeConfig config) : context(config.num_ranks), report(config.num_ranks) {
+    for (int r = 0; r < config.num_ranks; ++r) {
+      config.rank = r;
+      WorkspaceSize size;
+      make_workspace(config, nullptr, nullptr, &size);
+      symmetric.push_back(make_memory(size.symmetric_bytes));
+      local.push_back(make_memory(size.local_bytes));
+      Context& c = context[r];
+      c.config = config;
+      c.ws = make_workspace(config, memory_of(symmetric[r]), memory_of(local[r]), &size);
+      c.heap = {.rank = r, .num_ranks = config.num_ranks};
+      c.wait = {.report = &report[r], .tally = c.ws.tally.data};
+      c.max_shared_bytes = 1 << 20;
+    }
+    for (Context& c : context) {
+      for (int r = 0; r < config.num_ranks; ++r) c.heap.base[r] = memory_of(symmetric[r]);
+    }
+  }
+  Heaps(const Heaps&) = delete;
+  Heaps& operator=(const Heaps&) = delete;
+
+  static std::byte* memory_of(Memory& memory) { return memory.front().bytes; }
+};
+
+// The shared memory of a block.
+struct SharedMemory {
+  explicit SharedMemory(size_t nbytes) : memory(make_memory(nbytes)) {}
+  std::byte* data() { return memory.front().bytes; }
+
+  Memory memory;
+};
+
+}  // namespace moe_a2a

@@ -1,0 +1,121 @@
+// How the work of sending is shared out: units, the outbox that tells of pieces, the order of the rows of a combine.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+#include "kernels/combine_send.h"
+#include "kernels/outbox.h"
+#include "kernels/units.h"
+#include "seed.h"
+#include "unit/heaps.h"
+
+namespace moe_a2a {
+namespace {
+
+MoeConfig config_of(int num_ranks, int num_tokens) {
+  return {.num_ranks = num_ranks,
+          .num_experts = num_ranks,
+          .num_topk = 1,
+          .hidden = 1,
+          .num_max_tokens_per_rank = num_tokens};
+}
+
+TEST(Units, AreEachTakenOnce) {
+  for (int num_blocks = 1; num_blocks < 6; ++num_blocks) {
+    for (int num_units = 0; num_units < 20; ++num_units) {
+      std::vector<int> taken(num_units);
+      uint32_t ticket = 0;
+      for (int b = 0; b < num_blocks; ++b) {
+        Block::Scratch scratch;
+        const Block block(scratch);
+        for (Units units(Grid{b, num_blocks}, block, 1, &ticket); units.current() < num_units; units.advance()) {
+          ++taken[units.current()];
+        }
+      }
+      EXPECT_EQ(taken, std::vector<int>(num_units, 1));
+      EXPECT_EQ(ticket, 0u);  // the blocks of the CPU take turns
+    }
+  }
+}
+
+// ---- the outbox
+
+struct Item {
+  RankSet members;
+  int signal = 0;
+};
+
+TEST(Outbox, TellsOfEachItemTheRanksThatItWentTo) {
+  std::mt19937_64 random(test_seed());
+  constexpr int kRanks = 3, kEpoch = 5, kBuffer = 1;
+  for (int num_items = 0; num_items < 40; ++num_items) {
+    Heaps heaps(config_of(kRanks, 64));
+    const Context& c = heaps.context[1];
+    const auto here = [&](const Item& item) { return c.ws.row_signal.at(kBuffer, 1, item.signal); };
+    using TestedOutbox = Outbox<Item, decltype(here)>;
+    SharedMemory shared(TestedOutbox::shared_bytes());
+    Block::Scratch scratch;
+    const Block block(scratch);
+    TestedOutbox outbox(c, block, shared.data(), kEpoch, here);
+    std::vector<Item> items;
+    for (int i = 0; i < num_items; ++i) {
+      items.push_back({{1 + random() % 7}, i});
+      outbox.add(items.back());
+      // What has not been told of yet is never more than there is room for.
+      const auto is_told = [&](const Item& item) {
+        return c.heap.peer(item.members.first(), here(item))->word == Signal::pack(kEpoch, 0);
+      };
+      EXPECT_LE(i + 1 - std::count_if(items.begin(), items.end(), is_told), TestedOutbox::kRoom);
+    }
+    outbox.post();
+    for (int r = 0; r < kRanks; ++r) {
+      const Workspace& ws = heaps.context[r].ws;
+      for (int src = 0; src < kRanks; ++src) {
+        for (int i = 0; i < c.config.piece_capacity(); ++i) {
+          const bool told = src == 1 && i < num_items && items[i].members.contains(r);
+          ASSERT_EQ(ws.row_signal(kBuffer, src, i).word, told ? Signal::pack(kEpoch, 0) : 0);
+        }
+      }
+    }
+  }
+}
+
+// ---- the rows of a combine
+
+TEST(LandedInTurn, VisitsAllRowsOwnersInTurnEachInItsOrder) {
+  std::mt19937 random(static_cast<unsigned>(test_seed()));
+  const auto pick = [&](int low, int high) { return std::uniform_int_distribution(low, high)(random); };
+  for (int round = 0; round < 500; ++round) {
+    const int num_ranks = pick(1, 9);
+    Heaps heaps(config_of(num_ranks, 20));
+    const int me = pick(0, num_ranks - 1);
+    const Context& c = heaps.context[me];
+    int32_t* offsets = c.ws.landed_offsets.at(0);
+    std::vector<int> owner_of;
+    for (int r = 0; r < num_ranks; ++r) {
+      offsets[r + 1] = offsets[r] + (pick(0, 2) == 0 ? 0 : pick(0, 20));
+      owner_of.resize(offsets[r + 1], r);
+    }
+    std::vector<int> num_sent(num_ranks), left(num_ranks);
+    for (int r = 0; r < num_ranks; ++r) left[r] = offsets[r + 1] - offsets[r];
+    int before = me;
+    for (int i = 0; i < offsets[num_ranks]; ++i) {
+      const int landed = CombineSend::landed_in_turn(c, 0, i);
+      ASSERT_GE(landed, 0);
+      ASSERT_LT(landed, offsets[num_ranks]);
+      // The next owner behind the one before that has rows left, and of these the first: so all come once.
+      int expected = (before + 1) % num_ranks;
+      while (left[expected] == 0) expected = (expected + 1) % num_ranks;
+      ASSERT_EQ(owner_of[landed], expected) << "row " << i << " of round " << round;
+      ASSERT_EQ(landed, offsets[expected] + num_sent[expected]++);
+      --left[expected];
+      before = expected;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moe_a2a
