@@ -271,7 +271,8 @@ void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_
   require(handle, Stage::kReceived, Stage::kReceived, "combine");
   raise_waits();
   const int num_blocks = std::max(2, combine_blocks(handle.num_tokens, place));
-  const int senders = std::min(num_blocks - std::max(1, num_blocks / kCombineRecvShare), kMostSenders);
+  const int most_senders = num_blocks - std::max(1, num_blocks / kCombineRecvShare);
+  const int senders = presummed ? std::min(most_senders, kMostSenders) : most_senders;
   backend_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed),
                                .recv = recv_args(handle, combined_x),
                                .num_send_blocks = senders},

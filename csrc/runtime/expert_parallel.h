@@ -161,7 +161,7 @@ class ExpertParallel {
   bool parted_ = false;  // all ranks have closed: nobody writes into this memory any more
 
   // Of the blocks of both halves in one launch, one in so many receives at least: a dispatch only looks at signals, a
-  // combine adds. More senders than kMostSenders do not make a combine faster, more receivers do (measured on H200).
+  // combine adds. Rows that the caller has summed are sent no faster by more than kMostSenders, but received (H200).
   static constexpr int kDispatchRecvShare = 8;
   static constexpr int kCombineRecvShare = 3;
   static constexpr int kMostSenders = 66;

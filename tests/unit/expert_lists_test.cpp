@@ -122,7 +122,7 @@ class Exchange {
         }
         ASSERT_EQ(heaps_.context[src].ws.token_ranks(buffer_, t).bits, expected.bits);
       }
-      ASSERT_EQ(heaps_.report[src].num_bad_choices, num_bad);
+      ASSERT_EQ(heaps_.context[src].wait.tally->num_bad_choices, num_bad);
     }
   }
 
@@ -159,7 +159,7 @@ class Exchange {
     if (layout_ != Layout::kMasked) {
       ASSERT_EQ(ws.expert_offsets(buffer_, config_.num_local_experts()), position);
     }
-    ASSERT_EQ(heaps_.report[me_].num_lost_routes, num_lost);
+    ASSERT_EQ(heaps_.context[me_].wait.tally->num_lost_routes, num_lost);
     check_landed(terms);
   }
 

@@ -46,6 +46,7 @@ TEST(Units, AreEachTakenOnce) {
 struct Item {
   RankSet members;
   int signal = 0;
+  int token = -1;  // for the trace
 };
 
 TEST(Outbox, TellsOfEachItemTheRanksThatItWentTo) {
