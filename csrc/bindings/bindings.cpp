@@ -197,7 +197,7 @@ class Core {
     ep().check();
   }
 
-  std::vector<std::pair<int64_t, int64_t>> align_clocks(int num_rounds) {
+  std::vector<std::array<int64_t, 3>> align_clocks(int num_rounds) {
     return bindings::align_clocks(ep(), num_rounds, where(0).stream);
   }
 

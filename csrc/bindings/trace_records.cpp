@@ -32,14 +32,16 @@ py::dict read_trace(ExpertParallel& ep) {
   return read;
 }
 
-std::vector<std::pair<int64_t, int64_t>> align_clocks(ExpertParallel& ep, int num_rounds, void* stream) {
+std::vector<std::array<int64_t, 3>> align_clocks(ExpertParallel& ep, int num_rounds, void* stream) {
   py::gil_scoped_release unlocked;
   ep.check();
   const std::vector<ClockReading> readings = ep.tracer().align_clocks(num_rounds, stream);
   ep.check();
-  std::vector<std::pair<int64_t, int64_t>> pairs;
-  for (const ClockReading& reading : readings) pairs.emplace_back(reading.offset, reading.round_trip);
-  return pairs;
+  std::vector<std::array<int64_t, 3>> numbers;
+  for (const ClockReading& reading : readings) {
+    numbers.push_back({reading.offset, static_cast<int64_t>(reading.round_trip), static_cast<int64_t>(reading.at)});
+  }
+  return numbers;
 }
 
 std::vector<std::string> trace_kinds() { return {std::begin(kTraceKindNames), std::end(kTraceKindNames)}; }

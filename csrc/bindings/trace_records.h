@@ -3,6 +3,7 @@
 
 #include <torch/extension.h>
 
+#include <array>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,7 +17,7 @@ namespace moe_a2a::bindings {
 py::dict read_trace(ExpertParallel& ep);
 
 // Per rank (ticks that its clock is ahead of this rank's, shortest round trip in ticks); of this rank itself (0, step).
-std::vector<std::pair<int64_t, int64_t>> align_clocks(ExpertParallel& ep, int num_rounds, void* stream);
+std::vector<std::array<int64_t, 3>> align_clocks(ExpertParallel& ep, int num_rounds, void* stream);
 
 // The names behind the numbers in the records.
 std::vector<std::string> trace_kinds();

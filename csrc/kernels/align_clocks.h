@@ -35,7 +35,7 @@ struct AlignClocks {
       before = now;
       ++i;
     }
-    c.ws.clock_reading(c.heap.rank) = {0, smallest};
+    c.ws.clock_reading(c.heap.rank) = {0, smallest, before};
   }
 
   MOE_A2A_DEVICE static bool exchange(const Args& args, int peer) {
@@ -83,12 +83,12 @@ struct AlignClocks {
   MOE_A2A_DEVICE static ClockReading closest_pair(const Args& args, int peer) {
     const Context& c = args.context;
     const int first = c.heap.rank < peer ? 0 : 1;
-    ClockReading best{0, ~uint64_t{0}};
+    ClockReading best{0, ~uint64_t{0}, 0};
     for (int i = 0; i + first < args.num_rounds; ++i) {
       const uint64_t before = c.ws.clock_log(c.heap.rank, i), after = c.ws.clock_log(c.heap.rank, i + 1);
       if (after - before >= best.round_trip) continue;
       const uint64_t middle = before + (after - before) / 2;
-      best = {static_cast<int64_t>(c.ws.clock_log(peer, i + first) - middle), after - before};
+      best = {static_cast<int64_t>(c.ws.clock_log(peer, i + first) - middle), after - before, middle};
     }
     return best;
   }

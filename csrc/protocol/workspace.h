@@ -49,6 +49,7 @@ inline constexpr int kMaxExpertAlignment = 256;
 struct ClockReading {
   int64_t offset = 0;       // how far the peer's clock is ahead, in ticks; wrong by at most half the round trip
   uint64_t round_trip = 0;  // the shortest that was seen
+  uint64_t at = 0;          // by this rank's clock
 };
 // Most messages of one exchange.
 inline constexpr int kMaxClockRounds = 256;

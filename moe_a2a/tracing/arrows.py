@@ -25,8 +25,9 @@ def match(timeline: Timeline, error_ns: np.ndarray, has_drops: np.ndarray) -> np
     """Arrows [m] of ARROW: from each row's and sum's signal to the wait that it ended.
 
     A signal of a dispatch for (token, destination) and the destination's row_wait for (source, token) belong together,
-    a signal of a combine and a partial_wait likewise. Calls repeat, and a wait is recorded only when it had to wait:
-    of the signals of one key the wait's own is the last one before its end.
+    a signal of a combine and a partial_wait likewise. Calls repeat, a row may come in pieces with a signal each, and a
+    wait is recorded only when it had to wait: of the signals of one key the wait's own is the last one before its end.
+    Where that is of an earlier call, the clocks' error may have put the right one a little behind the end.
 
     error_ns [R]: of each rank's clock. has_drops [R]: a rank whose buffer was full may lack the right signal; a signal
     of such a rank from before the wait began is left alone."""
@@ -40,12 +41,21 @@ def match(timeline: Timeline, error_ns: np.ndarray, has_drops: np.ndarray) -> np
         waits = np.flatnonzero(timeline.named(wait_name))
         s, w = slices[signals], slices[waits]
         tolerance = error_ns[w["rank"]] + error_ns[w["peer"]]
-        last = last_before(
-            _key(s["rank"], s["peer"], s["token"]),
-            s["begin_ns"],
-            _key(w["peer"], w["rank"], w["token"]),
-            w["end_ns"] + np.ceil(tolerance).astype(np.int64),
+        last, late = (
+            last_before(
+                _key(s["rank"], s["peer"], s["token"]),
+                s["begin_ns"],
+                _key(w["peer"], w["rank"], w["token"]),
+                w["end_ns"] + extra,
+            )
+            for extra in (0, np.ceil(tolerance).astype(np.int64))
         )
+        launch = operation[waits]
+        is_of_this_call = (last >= 0) & (launch >= 0)
+        is_of_this_call[is_of_this_call] &= (
+            s["begin_ns"][last[is_of_this_call]] >= slices["begin_ns"][launch[is_of_this_call]]
+        )
+        last = np.where(is_of_this_call, last, late)
         have = last >= 0
         signals, waits, tolerance = signals[last[have]], waits[have], tolerance[have]
         sure = ~has_drops[slices["rank"][signals]]

@@ -61,7 +61,7 @@ class Trace:
                 own.clocks = [*self._clocks, self._meet()]
                 self._ranks = self._ep._group.all_gather(own)
             else:
-                own.clocks = [ClockSample(np.zeros(1, np.int64), np.zeros(1, np.int64))]
+                own.clocks = [ClockSample(np.zeros(1, np.int64), np.zeros(1, np.int64), 0)]
                 self._ranks = [own]
         finally:
             self._core.trace_stop()
@@ -109,7 +109,7 @@ class Trace:
     def _meet(self) -> ClockSample:
         """Compares the clocks of all ranks."""
         readings = np.array(self._core.align_clocks(CLOCK_ROUNDS), dtype=np.int64)
-        return ClockSample(readings[:, 0].copy(), readings[:, 1].copy())
+        return ClockSample(readings[:, 0].copy(), readings[:, 1].copy(), int(readings[self._ep.rank, 2]))
 
     def _read(self) -> RankRecords:
         read = self._core.trace_read()

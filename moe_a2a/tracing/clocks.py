@@ -3,8 +3,8 @@
 Ranks exchange their clocks over the heap, at the beginning and at the end of a trace; of many exchanges the fastest
 counts, and its offset is right to half of its round trip. Every pair of ranks gives such an interval, and together
 they are difference constraints: shortest paths over the ranks give the tightest bounds that follow from all of them.
-From the first record to the last the offset is taken to go evenly from the one meeting's to the other's; the meetings
-were a little before and after, so that all of the drift counts as error.
+From the one meeting to the other the offset is taken to go evenly: GPUs' clocks drift by some millionths, microseconds
+in the second that may lie between a meeting and the first record.
 
 A second, free bound is causality: no wait ends before the signal that it waited for (tighten()).
 """
@@ -24,7 +24,7 @@ class Clock:
     """How a rank's ticks become nanoseconds of rank 0's clock."""
 
     offset_ns: float  # at the beginning: this clock's reading minus rank 0's
-    drift_ns: float  # by how much the offset grew until the end
+    drift_ns: float  # by how much the offset grew from the one meeting to the other
     error_ns: float  # the offset is known to +- this
 
 
@@ -43,9 +43,10 @@ def align(ranks: Sequence[RankRecords], columns: Sequence[Columns]) -> tuple[lis
         begin = zero + c.begin * ns_per_tick[r]
         stop = zero + (c.begin + c.duration) * ns_per_tick[r]
         drift = end[r] - start[r]
-        first, span = (begin.min(), max(stop.max() - begin.min(), 1.0)) if len(begin) else (0.0, 1.0)
+        first, last = (zero + wrapped(ranks[r].clocks[m].at - c.first_tick) * ns_per_tick[r] for m in (0, -1))
+        span = max(last - first, 1.0)
         times.append(np.stack([t - start[r] - drift * (t - first) / span for t in (begin, stop)]))
-        error = max(start_error[r], end_error[r]) + abs(drift) + (step_ns[r] + step_ns[0] if r else 0.0)
+        error = max(start_error[r], end_error[r]) + (step_ns[r] + step_ns[0] if r else 0.0)
         clocks.append(Clock(coarse[r] * ns_per_tick[r] + start[r], drift, error))
     return times, clocks
 

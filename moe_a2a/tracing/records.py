@@ -17,10 +17,12 @@ class ClockSample:
 
     offsets: [R] clock of each rank minus this rank's, ticks; right to half of the round trip.
     round_trips: [R] of the fastest exchange with each rank, ticks.
+    at: when, by this rank's clock, ticks.
     """
 
     offsets: np.ndarray
     round_trips: np.ndarray
+    at: int
 
 
 @dataclass

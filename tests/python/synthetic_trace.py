@@ -165,7 +165,7 @@ def _records(plan, r, rank, counts, end) -> RankRecords:
         trips = rng.integers(600, 1400, plan.num_ranks) * ticks_per_ns
         noise = (rng.random(plan.num_ranks) - 0.5) * trips * 0.9
         offsets = np.where(np.arange(plan.num_ranks) == r, 0, offsets + noise.astype(np.int64))
-        return ClockSample(offsets.astype(np.int64), trips.astype(np.int64))
+        return ClockSample(offsets.astype(np.int64), trips.astype(np.int64), ticks_of(r, ns))
 
     words, written, dropped = [], [], []
     for segment in rank.segments:
