@@ -14,14 +14,17 @@ MOE_A2A_DEVICE void record_role(const Context& c, const Block& block, Operation 
   record(c.trace(), block.warp(), {.kind = TraceKind::kKernel, .begin = start, .token = static_cast<int>(role)});
 }
 
+template <class Send, class Recv, class Args>
+size_t shared_bytes_of_both(const Args& args) {
+  const size_t send = Send::shared_bytes(args.send), recv = Recv::shared_bytes(args.recv);
+  return send > recv ? send : recv;
+}
+
 struct Dispatch {
   using Args = DispatchArgs;
   static constexpr const char* kName = "dispatch";
 
-  static size_t shared_bytes(const Args& args) {
-    const size_t send = DispatchSend::shared_bytes(args.send), recv = DispatchRecv::shared_bytes(args.recv);
-    return send > recv ? send : recv;
-  }
+  static size_t shared_bytes(const Args& args) { return shared_bytes_of_both<DispatchSend, DispatchRecv>(args); }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.send.context;
@@ -50,10 +53,7 @@ struct Combine {
   using Args = CombineArgs;
   static constexpr const char* kName = "combine";
 
-  static size_t shared_bytes(const Args& args) {
-    const size_t send = CombineSend::shared_bytes(args.send), recv = CombineRecv::shared_bytes(args.recv);
-    return send > recv ? send : recv;
-  }
+  static size_t shared_bytes(const Args& args) { return shared_bytes_of_both<CombineSend, CombineRecv>(args); }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const int senders = args.num_send_blocks;

@@ -24,7 +24,7 @@ class Units {
   // What was asked for a unit ago has come by now.
   MOE_A2A_DEVICE void advance() {
     if constexpr (kBlocksAreUnequal) {
-      unit_ = stride_ + warp_.first(taken_);
+      unit_ = stride_ + warp_.broadcast(taken_);
       take();
     } else {
       unit_ += stride_;

@@ -103,7 +103,7 @@ MOE_A2A_DEVICE void append(const TraceBuffer& trace, const TraceEvent& event, ui
     store_values(cursor.segment[place].word, TraceRecord::pack(event, end - event.begin).word);
 }
 
-// A slice from its begin until now, of what the group has done together. Thread{}: of this thread alone.
+// A slice from its begin until now, of what the group has done together.
 template <class Group>
 MOE_A2A_DEVICE void record(const TraceBuffer& trace, const Group& group, const TraceEvent& event) {
   if (trace.is_on() && group.rank() == 0) append(trace, event, clock_now());

@@ -50,11 +50,7 @@ struct Thread {
     return value;
   }
   bool any(bool value) const { return value; }
-  // The value of the first member, and of the last.
-  template <class T>
-  T first(T value) const {
-    return value;
-  }
+  // The value of the last member; broadcast() gives that of the first.
   template <class T>
   T last(T value) const {
     return value;

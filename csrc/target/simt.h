@@ -12,18 +12,6 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // ---- groups
 
-struct Thread {
-  __device__ int rank() const { return 0; }
-  __device__ int size() const { return 1; }
-  __device__ void sync() const {}
-  __device__ void release_sync() const {}
-  template <class T>
-  __device__ T broadcast(T value) const {
-    return value;
-  }
-  __device__ bool any(bool value) const { return value; }
-};
-
 struct Warp {
   __device__ int rank() const { return thread_in_block() % kWarpSize; }
   __device__ int size() const { return kWarpSize; }
@@ -36,7 +24,6 @@ struct Warp {
     return shuffle(value, 0);
   }
   __device__ bool any(bool value) const { return warp_any(value); }
-  __device__ int32_t first(int32_t value) const { return shuffle(value, 0); }
   __device__ int32_t last(int32_t value) const { return shuffle(value, kWarpSize - 1); }
   __device__ uint64_t union_of(uint64_t bits) const {
     return uint64_t{warp_or(static_cast<uint32_t>(bits >> 32))} << 32 | warp_or(static_cast<uint32_t>(bits));
@@ -68,7 +55,6 @@ struct Warp {
 struct Block {
   struct Scratch {
     typename BlockScan::Storage scan;
-    int word;
   };
   __device__ explicit Block(Scratch& scratch) : scratch_(scratch) {}
 
@@ -81,24 +67,11 @@ struct Block {
     drain_stores();
     block_sync();
   }
-  __device__ uint32_t broadcast(uint32_t value) const {
-    if (rank() == 0) scratch_.word = static_cast<int>(value);
-    block_sync();
-    const auto result = static_cast<uint32_t>(scratch_.word);
-    block_sync();
-    return result;
-  }
   __device__ bool any(bool value) const { return block_any(value); }
   __device__ int32_t inclusive_sum(int32_t value, int32_t* total) const {
     const int32_t result = BlockScan::inclusive_sum(scratch_.scan, value, total);
     block_sync();  // the storage may be used again
     return result;
-  }
-
-  template <int kLanes>
-  __device__ float max_of_neighbours(float value) const {
-    static_assert(kWarpSize % kLanes == 0);
-    return warp().max_of_neighbours<kLanes>(value);
   }
 
   __device__ Warp warp() const { return {}; }

@@ -1,12 +1,14 @@
 // The one door to the machine. A file is compiled for one target: the CPU, CUDA or HIP; a test may bring its own.
 //
 // Every target offers the same words, each in its own inline namespace so that two targets link into one program:
-//   groups     Thread, Warp, Block, Grid: rank(), size(), sync(), broadcast(), any(), sum(), inclusive_sum()
-//   memory     atomic_load / atomic_store / atomic_add with order and scope, Vec16, load16 / store16, copy_bytes,
-//              warp_memory<T>(): a T of each warp's own
+//   groups     Warp, Block, Grid: rank(), size(), sync(), release_sync(), any(), broadcast(), last(), inclusive_sum(),
+//              union_of(), matches(), max_of_neighbours()
+//   memory     atomic_load / atomic_store / atomic_add / atomic_claim with order and scope, multicast_bytes, prefetch,
+//              load_lane / store_lane, load_values / store_values, warp_memory<T>(): a T of each warp's own
+//   rows       PlainRowSender, make_warp_sender(): see row_sender.h
 //   numbers    to_float(), from_float<T>()
-//   time       clock_now() in ticks of ClockRate, pause()
-//   host       launch<Kernel>(), Device: memory, sharing of memory, streams
+//   time       clock_now() in the target's ticks, pause()
+//   host       launch<Kernel>(), prepare<Kernel...>(), Machine: memory, sharing of memory
 #pragma once
 
 #if defined(MOE_A2A_TARGET_HEADER)

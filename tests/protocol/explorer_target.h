@@ -44,10 +44,6 @@ struct Thread {
   }
   bool any(bool value) const { return value; }
   template <class T>
-  T first(T value) const {
-    return value;
-  }
-  template <class T>
   T last(T value) const {
     return value;
   }
