@@ -161,7 +161,8 @@ inline constexpr int kLaneElements = 16 / sizeof(T);
 inline constexpr bool kAlignedVectors = true;
 inline constexpr int kLaneUnroll = 2;
 inline constexpr int kRowsInFlight = 4;
-inline constexpr int kQuantizeUnroll = 4;
+// Loads of a quantiser in flight; fewer on AMD, where a warp has twice the lanes and registers are short.
+inline constexpr int kQuantizeUnroll = 128 / kWarpSize;
 template <class T>
 inline constexpr int kQuantizeElements = 16 / sizeof(T);
 

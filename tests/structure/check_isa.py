@@ -77,11 +77,14 @@ def check_resources(kernel: Kernel) -> list[str]:
 
 
 def _parking_in_row_loops(kernel: Kernel) -> list[Instruction]:
-    """Lane accesses of vector registers in the innermost loops that read or write rows in pieces of 16 bytes."""
+    """Lane accesses of vector registers in the innermost loops that read or write rows in pieces of 16 bytes.
+
+    Rows are reached by global accesses; a flat store of 16 bytes is a record of the trace, once per row.
+    """
     loops, rows = kernel.loops(), set()
     for index, block in enumerate(kernel.blocks):
         innermost = next((loop for loop in loops if index in loop), None)
-        wide = any((i.is_load or i.is_store) and i.opcode.endswith("_dwordx4") for i in block.instructions)
+        wide = any(i.opcode in ("global_load_dwordx4", "global_store_dwordx4") for i in block.instructions)
         if wide and innermost is not None:
             rows |= innermost
     lanes = ("v_readlane_b32", "v_writelane_b32")
