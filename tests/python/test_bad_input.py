@@ -210,8 +210,16 @@ def test_combine(name, num_ranks):
             group.all_gather(None)
             assert handle.is_open == (ep.rank == refuser or not on_device.IS_GPU)
             if handle.is_open:
-                assert torch.equal(ep.combine(y, handle), expected_output(ep))
+                assert torch.equal(combined_after_refusal(ep, y, handle), expected_output(ep))
             good_call(ep)
+
+    def combined_after_refusal(ep, y, handle):
+        """Peers of a rank with a bad `out` come here for the first time: they may still meet its refusal."""
+        try:
+            return ep.combine(y, handle)
+        except moe_a2a.PeerRefusedError as error:
+            assert name.startswith("out") and ep.rank != refuser and error.peer == refuser
+            return ep.combine(y, handle)
 
     on_device.run(num_ranks, program)
 
