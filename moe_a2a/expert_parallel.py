@@ -318,8 +318,8 @@ class ExpertParallel:
         return self._core is None
 
     def close(self) -> None:
-        """Ends the object; raises RoutingError as check() does. Other ranks that still wait for this one run into their deadline. Views of handles stay
-        readable as long as they are held, with whatever the memory holds."""
+        """Ends the object; raises RoutingError as check() does. Other ranks that still wait for this one run into their
+        deadline. Views of handles stay readable as long as they are held, with whatever the memory holds."""
         if self._core is not None:
             core, self._core = self._core, None
             core.close()

@@ -36,13 +36,7 @@ struct CombineSend {
   using Args = CombineSendArgs;
   static constexpr const char* kName = "combine_send";
 
-  // A sum, or a piece of it, on its way: to whom, for which of its tokens.
-  struct Item {
-    RankSet members;
-    int token = 0;
-    int turn = 0;
-    int unit = 0;  // what its signal stands for
-  };
+  using Item = SentPiece;
   static constexpr size_t kOutboxBytes = Outbox<Item, int>::shared_bytes();
 
   // Shared memory: a row sender's staging per warp.

@@ -12,13 +12,7 @@ struct DispatchSend {
   using Args = DispatchSendArgs;
   static constexpr const char* kName = "dispatch_send";
 
-  // A row, or a piece of it, on its way: where it goes, and whose it is.
-  struct Item {
-    RankSet members;
-    int token = 0;
-    int turn = 0;
-    int unit = 0;  // what its signal stands for
-  };
+  using Item = SentPiece;
   static constexpr size_t kOutboxBytes = Outbox<Item, int>::shared_bytes();
 
   MOE_A2A_HOST_DEVICE static int num_pieces(const Args& args) {

@@ -6,6 +6,14 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
+// A row or a sum, or a piece of one, on its way: to whom, and for which token.
+struct SentPiece {
+  RankSet members;
+  int token = 0;
+  int turn = 0;  // the rank that is written to first
+  int unit = 0;  // what its signal stands for
+};
+
 // `Item` has `members`, the ranks that a piece has been written to. `signal_of(item)` is the piece's signal here.
 template <class Item, class SignalOf>
 class Outbox {

@@ -104,8 +104,7 @@ class RoutingTable {
     return (num_tokens_ * config_.num_topk + choices_per_warp() - 1) / choices_per_warp();
   }
 
-  // Calls visit(i, expert - first), or with -1 for a choice outside of the pass;
-  // all lanes go round equally often.
+  // Calls visit(i, expert - first), or with -1 for a choice outside of the pass; all lanes go round equally often.
   template <class Visit>
   MOE_A2A_DEVICE void visit_choices(int first, int end, Visit visit) const {
     const Warp warp = block_.warp();
@@ -119,7 +118,7 @@ class RoutingTable {
     }
   }
 
-  // Each warp's choices of each expert; then, in place of each, how many the warps before it have.
+  // Each warp's choices of each expert.
   MOE_A2A_DEVICE void count_choices(int first, int end) {
     const int num = end - first;
     for (int i = block_.rank(); i < num * num_active_warps(); i += block_.size()) counters_[i] = 0;
@@ -130,6 +129,7 @@ class RoutingTable {
     block_.sync();
   }
 
+  // The sums over the warps; and in place of each warp's count, how many the warps before it have.
   MOE_A2A_DEVICE void send_counts(int first, int end) {
     const int num = end - first;
     for (int e = block_.rank(); e < num; e += block_.size()) {
