@@ -22,11 +22,11 @@ FLUSH_BYTES = 256 << 20
 
 @dataclass
 class Step:
-    """One thing that is timed. `reads` is written anew before it."""
+    """One thing that is timed. What it reads is written anew before it: all of `reads`, or what calling it writes."""
 
     name: str
     run: Callable[[], Any]
-    reads: Tensor | None = None
+    reads: Tensor | Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class Clock:
         else:
             dist.barrier()
 
-    def freshen(self, tensor: Tensor | None) -> None:
+    def freshen(self, reads: Tensor | Callable[[], Any] | None) -> None:
         """The same values, written once more; or nothing that is read next is left in the cache."""
-        if self._on_gpu and tensor is not None:
-            tensor.mul_(1)
+        if self._on_gpu and reads is not None:
+            reads() if callable(reads) else reads.mul_(1)
         if self._flush_buffer is not None:
             self._flush_buffer.zero_()
 

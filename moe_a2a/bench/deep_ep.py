@@ -3,6 +3,7 @@
 Each is called as its own tests call it, with the configuration that it chooses itself for 24 multiprocessors. Its
 combine adds rows without weights (low-latency: with), so the rows are weighed and summed before the clock starts, as
 ours are in the mode "presummed". Normal mode and V2 take float8 rows that the caller has quantised: that is not timed.
+V1 normal learns on the host how many rows arrive, and its dispatch waits for that number: it is part of the time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from moe_a2a import reference
 from moe_a2a.bench.cases import Case, Inputs
+from moe_a2a.bench.clock import Step
 from moe_a2a.bench.contenders import Contender
 from moe_a2a.bench.expected import factor_of, local_sums
 
@@ -39,7 +41,24 @@ def _module() -> Any:
 @functools.cache
 def _nccl_group() -> Any:
     """One group for all of its buffers, all its collectives on the GPU."""
-    return dist.new_group(backend="nccl")
+    group = dist.new_group(backend="nccl")
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # V2 takes the communicator, which the first call makes
+    return group
+
+
+@functools.cache
+def _low_latency_buffer(hidden: int, num_experts: int) -> Any:
+    """Lives as long as the process, as does NVSHMEM, which it starts: that one starts a second time is not promised."""
+    group, buffer_class = _nccl_group(), _module().Buffer
+    return buffer_class(
+        group,
+        num_rdma_bytes=buffer_class.get_low_latency_rdma_size_hint(
+            LOW_LATENCY_TOKENS, hidden, group.size(), num_experts
+        ),
+        low_latency_mode=True,
+        num_qps_per_rank=num_experts // group.size(),
+        explicitly_destroy=True,
+    )
 
 
 class _DeepEP(Contender):
@@ -139,6 +158,7 @@ class Elastic(_Flat):
             hidden=case.hidden,
             num_topk=case.num_topk,
             use_fp8_dispatch=self.is_fp8,
+            allow_hybrid_mode=False,  # it is for several nodes
             explicitly_destroy=True,
         )
 
@@ -177,30 +197,31 @@ class LowLatency(_DeepEP):
         return super().why_not(case, device) or too_large
 
     def _make_buffer(self) -> Any:
-        case, num_ranks = self._case, self.inputs.num_ranks
-        buffer_class = _module().Buffer
-        num_bytes = buffer_class.get_low_latency_rdma_size_hint(
-            case.num_tokens, case.hidden, num_ranks, case.num_experts
-        )
-        return buffer_class(
-            _nccl_group(),
-            num_rdma_bytes=num_bytes,
-            low_latency_mode=True,
-            num_qps_per_rank=self.inputs.num_local_experts,
-            explicitly_destroy=True,
-        )
+        return _low_latency_buffer(self._case.hidden, self._case.num_experts)
+
+    def close(self) -> None:
+        Contender.close(self)  # the buffer stays
 
     def dispatch(self) -> Any:
-        (rows, scales), _, key, _, _ = self._buffer.low_latency_dispatch(
-            self.inputs.x, self.inputs.topk_idx, self._case.num_tokens, self._case.num_experts, use_fp8=True
+        (rows, scales), counts, key, _, _ = self._buffer.low_latency_dispatch(
+            self.inputs.x, self.inputs.topk_idx, LOW_LATENCY_TOKENS, self._case.num_experts, use_fp8=True
         )
-        return key, rows, scales
+        return key, rows, scales, counts
+
+    def steps(self) -> list[Step]:
+        dispatch, combine = super().steps()
+        # The experts write the places that hold a row, not all of y: that would be more than the cache takes.
+        is_row = torch.arange(self.y.shape[1], device=self.y.device) < self._counts[:, None]
+        place = is_row.flatten().nonzero().squeeze(1)
+        places, rows = self.y.flatten(0, 1), self.y.flatten(0, 1)[place]
+        combine.reads = lambda: places.index_copy_(0, place, rows)
+        return [dispatch, combine]
 
     def arrived(self, x: Tensor) -> Tensor:
         return reference.dequantize_fp8(*reference.quantize_fp8(x)).to(x.dtype)
 
     def experts(self, handle: Any) -> Tensor:
-        _, rows, scales = handle  # [E_local, R * T, H], [E_local, R * T, H / 128]
+        _, rows, scales, self._counts = handle  # [E_local, R * T, H], [E_local, R * T, H / 128], [E_local]
         values = reference.dequantize_fp8(rows.flatten(0, 1), scales.contiguous().flatten(0, 1))
         local_expert = torch.arange(len(rows), device=rows.device)
         factor = factor_of(local_expert + self.inputs.rank * self.inputs.num_local_experts)
