@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 import moe_a2a
 from moe_a2a import launch_tables
-from moe_a2a.bench import gate, routings
+from moe_a2a.bench import gate, routings, run_case
 from moe_a2a.bench.cases import Case, Traffic, make_inputs
+from moe_a2a.bench.clock import Measuring
 from moe_a2a.bench.contenders import MODES, Ours, OursInHalves
 from moe_a2a.bench.options import integers
+from moe_a2a.bench.peers import SortAllToAll
 from moe_a2a.bench.records import Results
 from moe_a2a.launch_tables import LaunchStep, TunedTable
 
@@ -149,6 +151,37 @@ def test_the_gate_lets_nothing_wrong_through():
         assert "WrongResultError" in wrong[1]
         assert wrong[2] == "rank 1: ArithmeticError: on purpose"
         assert lands
+
+
+class NotMade(SortAllToAll):
+    def __init__(self, case, inputs):
+        if inputs.rank == 1:
+            raise ArithmeticError("on purpose")
+        super().__init__(case, inputs)
+
+
+class RefusesToCombine(SortAllToAll):
+    name = "refuses"
+
+    def combine(self, y, handle):
+        raise ArithmeticError("not today")
+
+
+def case_with_broken_peers_on_rank(group):
+    run_case.PEERS |= {"not_made": NotMade, "refuses": RefusesToCombine}
+    plan = run_case.Plan("tokens", (CASE,), ("rows",), peers=("not_made", "refuses", "sort"))
+    results = Results({})
+    run_case.run(CASE, plan, Measuring(iterations=2, warm_up=1), torch.device("cpu"), results)
+    return [record.system for record in results.records], results.left_out
+
+
+def test_a_peer_that_fails_is_a_line_of_the_table_and_stops_nobody():
+    for systems, left_out in ranks.run_processes(2, case_with_broken_peers_on_rank):
+        assert set(systems) == {"moe_a2a", "sort + all_to_all, gloo"}
+        assert left_out == [
+            {"what": "not_made", "case": str(CASE), "why": "rank 1: ArithmeticError: on purpose"},
+            {"what": "refuses, gloo, rows, eager", "case": str(CASE), "why": "rank 0: ArithmeticError: not today"},
+        ]
 
 
 # ---- routings
