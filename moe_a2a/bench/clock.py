@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+WAKE_UP_SECONDS = 0.05  # of work until the clocks of GPU and links are up
 SLEEP_CYCLES = 300_000  # about 150 us: more than the host needs to queue a step
 FLUSH_BYTES = 256 << 20
 
@@ -50,12 +51,25 @@ class Clock:
     def time(self, steps: Sequence[Step]) -> Tensor:
         """Seconds, float64 [iterations, len(steps)]: all steps, one after the other, again and again."""
         times = torch.zeros(self.how.iterations, len(steps), dtype=torch.float64)
+        if self._on_gpu:
+            self._wake_up(steps)
         for iteration in range(-self.how.warm_up, self.how.iterations):
             marks = [self._run(step) for step in steps]
             self.synchronize()
             if iteration >= 0:
                 times[iteration] = torch.tensor([self.seconds(*pair) for pair in marks])
         return times
+
+    def _wake_up(self, steps: Sequence[Step]) -> None:
+        """Untimed rounds until the slowest rank has worked long enough: who comes first would else pay for all."""
+        start = time.monotonic()
+        longest = torch.zeros(1, device=self._word.device)
+        while longest.item() < WAKE_UP_SECONDS:
+            for step in steps:
+                self._run(step)
+            self.synchronize()
+            longest.fill_(time.monotonic() - start)
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # so that all ranks do the same number of rounds
 
     def _run(self, step: Step) -> tuple[Any, Any]:
         self.freshen(step.reads)
