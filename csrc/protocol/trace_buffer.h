@@ -84,11 +84,12 @@ struct TraceBuffer {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Where a warp is in its segment, during a launch.
+// Where a warp is in its segment, during a launch. Beside the records nothing is written to memory before its end.
 struct TraceCursor {
   TraceRecord* segment;
-  uint64_t* attempts;  // of launches before
+  uint64_t attempts;  // of launches before
   uint64_t opened_at;
+  uint32_t number;  // of the segment
   uint32_t count;
 };
 
@@ -98,9 +99,9 @@ MOE_A2A_DEVICE uint64_t trace_now(const TraceBuffer& trace) { return trace.is_on
 // By any thread: the threads of a warp share its cursor.
 MOE_A2A_DEVICE void append(const TraceBuffer& trace, const TraceEvent& event, uint64_t end) {
   TraceCursor& cursor = warp_memory<TraceCursor>();
+  TraceRecord* segment = cursor.segment;  // before the place is asked for: both are on their way at the same time
   const uint32_t place = atomic_add<Order::kRelaxed, Scope::kBlock>(&cursor.count, 1u);
-  if (place < trace.capacity)
-    store_values(cursor.segment[place].word, TraceRecord::pack(event, end - event.begin).word);
+  if (place < trace.capacity) store_values(segment[place].word, TraceRecord::pack(event, end - event.begin).word);
 }
 
 // A slice from its begin until now, of what the group has done together.
@@ -114,12 +115,13 @@ MOE_A2A_DEVICE void open_segment(const TraceBuffer& trace, const Grid& grid, con
   if (!trace.is_on()) return;
   const Warp warp = block.warp();
   if (warp.rank() == 0) {
-    const int64_t segment = int64_t{grid.rank()} * block.num_warps() + block.warp_rank();
-    TraceCursor& cursor = warp_memory<TraceCursor>();
-    cursor.segment = trace.records + segment * trace.capacity;
-    cursor.attempts = trace.attempts + segment;
-    cursor.opened_at = clock_now();
-    cursor.count = trace.written(*cursor.attempts);
+    const uint32_t number = static_cast<uint32_t>(grid.rank() * block.num_warps() + block.warp_rank());
+    const uint64_t attempts = trace.attempts[number];
+    warp_memory<TraceCursor>() = {.segment = trace.records + uint64_t{number} * trace.capacity,
+                                  .attempts = attempts,
+                                  .opened_at = clock_now(),
+                                  .number = number,
+                                  .count = trace.written(attempts)};
   }
   warp.sync();
 }
@@ -131,7 +133,8 @@ MOE_A2A_DEVICE void close_segment(const TraceBuffer& trace, const Block& block, 
   if (warp.rank() != 0) return;
   const TraceCursor& cursor = warp_memory<TraceCursor>();
   record(trace, warp, {.kind = TraceKind::kKernel, .begin = cursor.opened_at, .token = operation});
-  *cursor.attempts += cursor.count - trace.written(*cursor.attempts);
+  // Not read again: that would be the last thing the launch waits for.
+  trace.attempts[cursor.number] = cursor.attempts + cursor.count - trace.written(cursor.attempts);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -94,6 +94,8 @@ __device__ __forceinline__ void atomic_store(T* address, T value) {
 }
 template <Order kOrder, Scope kScope, class T>
 __device__ __forceinline__ T atomic_add(T* address, T value) {
+  // What is a block's own is in shared memory: of this one the compiler sees it, of the other never.
+  if constexpr (kOrder == Order::kRelaxed && kScope == Scope::kBlock) return atomicAdd_block(address, value);
   return ::cuda::atomic_ref<T, to_builtin(kScope)>(*address).fetch_add(value, to_builtin(kOrder));
 }
 template <Order kOrder, Scope kScope, class T>

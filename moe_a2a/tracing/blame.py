@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_a2a.tracing.timeline import PARTIAL_WAIT, WAITS, Timeline
+from moe_a2a.tracing.timeline import PARTIAL_WAIT, WAITS, Timeline, merged
 
 NEGLIGIBLE = 0.05  # of the time in launches: below that nobody is at fault
 ALONE = 4.0  # the culprit is waited for that many times as long as the mean of the other ranks
@@ -18,26 +18,26 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
     A peer whose waits are of the first part came late; of the second part, it was slow to send. One that was waited
     for in combine, and that had been given more rows than others, is not to blame: its experts are.
     """
-    slices, durations = timeline.slices, timeline.durations()
-    num_ranks = timeline.num_ranks
+    slices = timeline.slices
     waits = timeline.named(*WAITS) & (slices["peer"] >= 0) & (slices["peer"] != slices["rank"])
     waits &= timeline.enclosing_kernels() >= 0  # of others, for want of room, the launch was not recorded
-    in_launches, waiting = (int(timeline.covered(which).sum()) for which in (timeline.kernels(), waits))
-    by_peer = np.bincount(slices["peer"][waits], durations[waits], minlength=num_ranks)
-    if in_launches == 0 or waiting < NEGLIGIBLE * in_launches:
-        return f"No culprit: waits for other ranks are {_percent(waiting, in_launches)} of the time in launches."
+    share = _share_of_blocks(timeline, waits)
+    if share < NEGLIGIBLE:
+        return f"No culprit: waits for other ranks are {_percent(share, 1)} of the time in launches."
+    waited = _WaitedTime(timeline, waits)
+    by_peer = waited.by_peer(waits)
     blamed = int(by_peer.argmax())
-    if by_peer[blamed] * (num_ranks - 1) < ALONE * (by_peer.sum() - by_peer[blamed]):
+    if by_peer[blamed] * (timeline.num_ranks - 1) < ALONE * (by_peer.sum() - by_peer[blamed]):
         return (
-            f"No single culprit: waits are {_percent(waiting, in_launches)} of the time in launches, most of "
+            f"No single culprit: waits are {_percent(share, 1)} of the time in launches, most of "
             f"them, {_percent(by_peer[blamed], by_peer.sum())}, for rank {blamed}."
         )
     of_blamed = waits & (slices["peer"] == blamed)
-    before, after = _parts(timeline, cause, of_blamed)
-    in_combine = durations[of_blamed & timeline.named(PARTIAL_WAIT)].sum() > by_peer[blamed] / 2
+    before, after = _parts(timeline, cause, of_blamed, waited)
+    in_combine = waited.by_peer(of_blamed & timeline.named(PARTIAL_WAIT))[blamed] > by_peer[blamed] / 2
     whom = (
         f"The others waited {_ms(by_peer[blamed])} for rank {blamed} (of {_ms(by_peer.sum())} for all ranks, "
-        f"{_percent(waiting, in_launches)} of the time in launches)"
+        f"{_percent(share, 1)} of the time in launches)"
     )
     if in_combine and (hot := _hot_expert(tokens, tokens_per_expert, blamed)):
         return f"{hot} {whom}, in combine."
@@ -54,14 +54,68 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
     )
 
 
-def _parts(timeline: Timeline, cause: np.ndarray, waits: np.ndarray) -> tuple[float, float]:
+class _WaitedTime:
+    """What the waits for a peer cost the other ranks: time in which a rank waits for it, with however many threads, shared
+    out evenly among all whom it waits for at that moment.
+
+    Added up over threads, one step would drown the other: a late rank's table is waited for by one thread of a block,
+    the sums of all ranks by thousands at once.
+    """
+
+    def __init__(self, timeline: Timeline, waits: np.ndarray):
+        self._slices, self._num_ranks = timeline.slices, timeline.num_ranks
+        waiter, _, begins, ends = self._unions(waits, self._slices["begin_ns"][waits], self._slices["end_ns"][waits])
+        # Per waiting rank: moments, and what one peer has been given of the time up to each.
+        self._given = {}
+        for rank in np.unique(waiter):
+            own = waiter == rank
+            moments = np.concatenate([begins[own], ends[own]])
+            order = np.argsort(moments, kind="stable")
+            awaited = np.cumsum(np.repeat([1, -1], own.sum())[order])[:-1]
+            lengths = np.diff(moments[order]) / np.maximum(awaited, 1)
+            self._given[rank] = moments[order], np.concatenate([[0.0], np.cumsum(lengths)])
+
+    def by_peer(
+        self, waits: np.ndarray, begins: np.ndarray | None = None, ends: np.ndarray | None = None
+    ) -> np.ndarray:
+        """float64 [R]: nanoseconds of these waits, or of the given parts of them, by whom they were for."""
+        begins = self._slices["begin_ns"][waits] if begins is None else begins
+        ends = self._slices["end_ns"][waits] if ends is None else ends
+        waiter, peer, begins, ends = self._unions(waits, begins, ends)
+        cost = np.zeros(len(begins))
+        for rank, (moments, given) in self._given.items():
+            own = waiter == rank
+            cost[own] = np.interp(ends[own], moments, given) - np.interp(begins[own], moments, given)
+        return np.bincount(peer, cost, minlength=self._num_ranks)
+
+    def _unions(self, waits, begins, ends) -> tuple[np.ndarray, ...]:
+        """Waiter, peer, begin and end of the times in which one rank waits for another."""
+        pairs = self._slices["rank"][waits].astype(np.int64) * self._num_ranks + self._slices["peer"][waits]
+        pairs, begins, ends = merged(pairs, begins, ends)
+        return pairs // self._num_ranks, pairs % self._num_ranks, begins, ends
+
+
+def _share_of_blocks(timeline: Timeline, waits: np.ndarray) -> float:
+    """Of the blocks' time in launches, the part in which one of the block's threads waits: the others then often stand at
+    its barrier."""
+
+    def covered(which: np.ndarray) -> int:
+        _, begins, ends = merged(
+            timeline.warps()[which] >> 16, timeline.slices["begin_ns"][which], timeline.slices["end_ns"][which]
+        )
+        return int((ends - begins).sum())
+
+    return covered(waits) / max(covered(timeline.kernels()), 1)
+
+
+def _parts(timeline: Timeline, cause: np.ndarray, waits: np.ndarray, waited: _WaitedTime) -> tuple[float, float]:
     """Nanoseconds before the peer's launch had begun, and after, of those waits whose cause is known."""
     waits = np.flatnonzero(waits & (cause >= 0))
     kernel = timeline.enclosing_kernels()[cause[waits]]
     waits, kernel = waits[kernel >= 0], kernel[kernel >= 0]
     begin, end = timeline.slices["begin_ns"][waits], timeline.slices["end_ns"][waits]
     started = np.clip(timeline.slices["begin_ns"][kernel], begin, end)
-    return float((started - begin).sum()), float((end - started).sum())
+    return waited.by_peer(waits, begin, started).sum(), waited.by_peer(waits, started, end).sum()
 
 
 def _hot_expert(tokens: np.ndarray, tokens_per_expert: np.ndarray, rank: int) -> str | None:

@@ -41,7 +41,8 @@ class _Walk:
         self._kernel_of = timeline.enclosing_kernels()
         self._is_kernel = timeline.kernels()
         self._warps = timeline.warps()
-        leaves = np.flatnonzero(~self._is_kernel & (self._slices["instant"] == 0))
+        # One that begins where it ends, within a step of the clock, leads nowhere: the walk would stay there.
+        leaves = np.flatnonzero(~self._is_kernel & (timeline.durations() > 0))
         self._leaves_of_warp = self._by_end(leaves, self._warps)
         self._kernels_of_warp = self._by_end(np.flatnonzero(self._is_kernel), self._warps)
         self._kernels_of_rank = self._by_end(np.flatnonzero(self._is_kernel), self._slices["rank"])

@@ -9,7 +9,7 @@ import numpy as np
 from moe_a2a.tracing.arrows import causes
 from moe_a2a.tracing.blame import culprit
 from moe_a2a.tracing.critical_path import PathStep, critical_path
-from moe_a2a.tracing.timeline import DISPATCH_SENDERS, SIGNAL, WAITS, Timeline, merged
+from moe_a2a.tracing.timeline import DISPATCH_SENDERS, SIGNAL, WAITS, Timeline, last_before, merged
 
 
 @dataclass
@@ -106,11 +106,16 @@ def _wait_matrices(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _tokens(timeline: Timeline) -> np.ndarray:
-    kernel = timeline.enclosing_kernels()
-    senders = [i for i, name in enumerate(timeline.names) if name in DISPATCH_SENDERS]
-    sent = timeline.named(SIGNAL) & (kernel >= 0) & np.isin(timeline.slices["name"][kernel], senders)
+    """A row in pieces has a signal for each, from as many warps: it counts once in each call."""
+    slices, kernel = timeline.slices, timeline.enclosing_kernels()
+    senders = timeline.kernels() & timeline.named(*DISPATCH_SENDERS)
+    sent = timeline.named(SIGNAL) & (kernel >= 0) & senders[kernel]
+    ranks, begins, _ = merged(slices["rank"][senders], slices["begin_ns"][senders], slices["end_ns"][senders])
+    call = last_before(ranks, begins, slices["rank"][sent], slices["begin_ns"][sent])
+    rows = np.stack([slices["rank"][sent], slices["peer"][sent], slices["token"][sent], call], axis=1)
     tokens = np.zeros((timeline.num_ranks, timeline.num_ranks), np.int64)
-    np.add.at(tokens, (timeline.slices["rank"][sent], timeline.slices["peer"][sent]), 1)
+    source, destination, *_ = np.unique(rows, axis=0).T
+    np.add.at(tokens, (source, destination), 1)
     return tokens
 
 

@@ -4,6 +4,7 @@ the right one: on 4 H200 a third of the arrows pointed backwards, which Perfetto
 import numpy as np
 
 from moe_a2a.tracing import arrows
+from moe_a2a.tracing.summary import summarize
 from moe_a2a.tracing.timeline import SLICE, Timeline
 
 NAMES = ["dispatch_send", "dispatch_recv", "signal", "row_wait"]
@@ -43,3 +44,11 @@ def test_each_piece_has_the_signal_before_its_wait_ended():
 def test_clocks_may_put_the_right_signal_behind_the_wait_of_a_later_call():
     slices = call(0, [1_000], [1_300]) + call(CALL_NS, [1_000], [900])
     assert matched(*slices) == [(1_000, 1_300), (CALL_NS + 1_000, CALL_NS + 900)]
+
+
+def test_a_row_in_pieces_is_one_row_of_its_call():
+    """The balance of 128 tokens said four times the rows that there were."""
+    slices = [*call(0, [1_000, 1_400, 1_500], [1_750]), *call(CALL_NS, [1_000, 1_400, 1_500], [1_750])]
+    about = {"operations": NAMES[:2], "configuration": {"num_ranks": 2}}
+    timeline = Timeline(np.concatenate(slices), np.empty(0, arrows.ARROW), NAMES, about)
+    assert summarize(timeline).tokens.tolist() == [[0, 2], [0, 0]]
