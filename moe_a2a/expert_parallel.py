@@ -38,6 +38,9 @@ class ExpertParallel:
         num_buffers: dispatches that may be open at once.
         timeout: seconds after which a wait for another rank raises PeerTimeoutError.
         num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: as the launch table says.
+        num_max_ll_tokens: a rank's batch of up to so many tokens travels as LL words, which carry their epoch beside
+            their data: fewer steps, more bytes. None: what is best on the device; 0: never. The same on every rank;
+            takes memory for so many rows of every rank.
         launch_table: the file of a tuned table, instead of the one that fits this GPU; see docs/tuning.md.
 
     Every rank makes the same calls in the same order; tokens may differ in number, also be zero. Work is queued on
@@ -57,6 +60,7 @@ class ExpertParallel:
         num_buffers: int = 2,
         timeout: float = 30.0,
         num_blocks: int = 0,
+        num_max_ll_tokens: int | None = None,
         launch_table: str | os.PathLike[str] | None = None,
     ):
         self._group = as_group(group)
@@ -70,6 +74,7 @@ class ExpertParallel:
         self.num_buffers = num_buffers
         self.timeout = timeout
         self.num_blocks = num_blocks
+        self.num_max_ll_tokens = num_max_ll_tokens
         self._launch_table = launch_table
         self._core: Any = None
         self._trace: Trace | None = None  # the one that is running
@@ -100,6 +105,8 @@ class ExpertParallel:
             self.num_max_tokens_per_rank,
             self.num_buffers,
             self.dtype,
+            self.num_max_ll_tokens,
+            target_of(self.device),
         )
         log.info(
             "rank %d takes %d bytes on %s",
@@ -108,11 +115,10 @@ class ExpertParallel:
             self.device,
         )
         try:
-            self._core = _core.ExpertParallel(
-                self.rank, self.num_ranks, *sizes, target_of(self.device), self.device, float(self.timeout)
-            )
+            self._core = _core.ExpertParallel(self.rank, self.num_ranks, *sizes, self.device, float(self.timeout))
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank}: {error}") from None
+        self.num_max_ll_tokens = self._core.num_max_ll_tokens
         # Once: a call looks its blocks up without Python.
         self._core.set_launch_table(launch_tables.steps_for(self, self._launch_table))
 

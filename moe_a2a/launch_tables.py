@@ -93,26 +93,36 @@ def shipped_file(device: torch.device, num_ranks: int) -> Path:
 
 # ---- the small model
 
-FEWEST_BLOCKS = 64  # small batches are cut until this many have work; these also saturate the links with dispatch
+FEWEST_BLOCKS = 64  # they also saturate the links with the dispatch of large batches
 BYTES_PER_BLOCK = 32 << 10  # a combine adds as well as sends: above this a block is worth its while
 LARGEST_TOKENS = 1 << 14
+# Small batches (LL words): a warp per KiB that is sent and per token's choices, and a few blocks for the lists; to add, a
+# warp wants an SM nearly to itself.
+LARGEST_SMALL_BATCH = 128
+WARPS_PER_BLOCK = 16
+BLOCKS_FOR_LISTS = 9
+ADDED_BYTES_PER_BLOCK = 4 << 10
 
 
 def model(num_ranks: int, num_topk: int, row_bytes: int, most_blocks: int) -> list[LaunchStep]:
-    """64 blocks for dispatch; for combine one per 32 KiB of rows, as many as the GPU has, not fewer than 64.
+    """Dispatch: 64 blocks, or what gives each warp one piece of a small batch. Combine: one per 32 KiB of rows (4 KiB of a
+    small batch). As many as the GPU has, not fewer than 64.
 
     A token's row goes to R * (1 - (1 - 1 / R) ** K) ranks on average when its K choices are uniform.
     """
     copies = num_ranks * (1 - (1 - 1 / num_ranks) ** num_topk)
-    fewest = min(FEWEST_BLOCKS, most_blocks)
     steps: list[LaunchStep] = []
     max_tokens = 1
     while max_tokens <= LARGEST_TOKENS:
-        wanted = math.ceil(max_tokens * row_bytes * copies / BYTES_PER_BLOCK)
-        blocks = min(most_blocks, max(fewest, wanted))
-        if steps and steps[-1].combine_blocks == blocks:
+        is_small = max_tokens <= LARGEST_SMALL_BATCH
+        pieces = max_tokens * (row_bytes / 1024 + 1) if is_small else 0
+        for_lists = BLOCKS_FOR_LISTS if is_small else 0
+        added = max_tokens * row_bytes * copies / (ADDED_BYTES_PER_BLOCK if is_small else BYTES_PER_BLOCK)
+        wanted = (pieces / WARPS_PER_BLOCK + for_lists, added)
+        blocks = [min(most_blocks, max(FEWEST_BLOCKS, math.ceil(count))) for count in wanted]
+        if steps and [steps[-1].dispatch_blocks, steps[-1].combine_blocks] == blocks:
             steps.pop()
-        steps.append(LaunchStep(max_tokens, fewest, blocks))
+        steps.append(LaunchStep(max_tokens, *blocks))
         max_tokens *= 2
     return steps
 

@@ -222,7 +222,8 @@ class Core {
 at::ScalarType scalar_type(const py::object& dtype) { return torch::python::detail::py_object_to_dtype(dtype); }
 
 MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
-                      int num_buffers, const py::object& dtype) {
+                      int num_buffers, const py::object& dtype, std::optional<int> num_max_ll_tokens,
+                      const std::string& target) {
   MoeConfig config{.rank = rank,
                    .num_ranks = num_ranks,
                    .num_experts = num_experts,
@@ -235,7 +236,11 @@ MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, in
     throw py::type_error(
         "dtype is float8; pass the dtype of the combined rows, and float8 rows with x_scales= to dispatch");
   }
-  const std::string violation = config.violation();
+  std::string violation = config.violation();
+  if (violation.empty()) {
+    config.num_max_ll_tokens = num_max_ll_tokens ? *num_max_ll_tokens : default_ll_tokens(config, target);
+    violation = config.violation();
+  }
   if (!violation.empty()) throw py::value_error(violation + " (rank " + std::to_string(rank) + ")");
   return config;
 }
@@ -276,9 +281,10 @@ PYBIND11_MODULE(_core, m) {
   m.def(
       "nbytes_for",
       [](int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
-         int num_buffers, const py::object& dtype) {
-        return ExpertParallel::nbytes_for(
-            make_config(rank, num_ranks, num_experts, num_topk, hidden, num_max_tokens_per_rank, num_buffers, dtype));
+         int num_buffers, const py::object& dtype, std::optional<int> num_max_ll_tokens, const std::string& target) {
+        return ExpertParallel::nbytes_for(make_config(rank, num_ranks, num_experts, num_topk, hidden,
+                                                      num_max_tokens_per_rank, num_buffers, dtype, num_max_ll_tokens,
+                                                      target));
       },
       "Bytes that one rank of such an ExpertParallel takes.");
   py::register_exception_translator(raise_peer_errors);
@@ -292,10 +298,10 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<Core>(m, "ExpertParallel")
       .def(py::init([](int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
-                       int num_buffers, const py::object& dtype, const std::string& target, const at::Device& device,
-                       double timeout) {
-        const MoeConfig config =
-            make_config(rank, num_ranks, num_experts, num_topk, hidden, num_max_tokens_per_rank, num_buffers, dtype);
+                       int num_buffers, const py::object& dtype, std::optional<int> num_max_ll_tokens,
+                       const std::string& target, const at::Device& device, double timeout) {
+        const MoeConfig config = make_config(rank, num_ranks, num_experts, num_topk, hidden, num_max_tokens_per_rank,
+                                             num_buffers, dtype, num_max_ll_tokens, target);
         return std::make_unique<Core>(config, scalar_type(dtype), target, device, timeout);
       }))
       .def("comm_handle", &Core::comm_handle)
@@ -339,6 +345,7 @@ PYBIND11_MODULE(_core, m) {
       .def_static("trace_operations", &trace_operations)
       .def("close", &Core::close)
       .def_property_readonly("is_closed", &Core::is_closed)
+      .def_property_readonly("num_max_ll_tokens", [](const Core& core) { return core.ep().config().num_max_ll_tokens; })
       .def_property_readonly("nbytes", [](const Core& core) { return core.ep().nbytes(); });
 }
 

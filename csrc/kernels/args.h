@@ -47,6 +47,7 @@ struct DispatchRecvArgs {
   int buffer = 0;
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
+  DType row_dtype = DType::kBfloat16;  // of the rows that come
 };
 
 // Copies landed rows to where a caller wants them: one row per position of the layout, zeros in the padding.

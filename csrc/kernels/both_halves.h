@@ -2,6 +2,8 @@
 // with nothing in between, where a second launch would only start when the last sender has ended.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/combine_recv.h"
 #include "kernels/combine_send.h"
 #include "kernels/dispatch_recv.h"
@@ -14,38 +16,56 @@ MOE_A2A_DEVICE void record_role(const Context& c, const Block& block, Operation 
   record(c.trace(), block.warp(), {.kind = TraceKind::kKernel, .begin = start, .token = static_cast<int>(role)});
 }
 
-template <class Send, class Recv, class Args>
-size_t shared_bytes_of_both(const Args& args) {
-  const size_t send = Send::shared_bytes(args.send), recv = Recv::shared_bytes(args.recv);
-  return send > recv ? send : recv;
-}
-
 struct Dispatch {
   using Args = DispatchArgs;
   static constexpr const char* kName = "dispatch";
 
-  static size_t shared_bytes(const Args& args) { return shared_bytes_of_both<DispatchSend, DispatchRecv>(args); }
+  // The senders of a small batch work beside the receivers of their block.
+  static size_t shared_bytes(const Args& args) {
+    const size_t beside = DispatchSend::sends_ll(args.send) ? DispatchRecv::header_bytes(args.send.context.config) : 0;
+    return std::max(beside + DispatchSend::shared_bytes(args.send), DispatchRecv::shared_bytes(args.recv));
+  }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.send.context;
-    const uint64_t epoch = c.ws.epoch(args.send.buffer) + 1;
-    const int senders = args.num_send_blocks;
-    // The receivers have nothing to look at before tables come, so they send this rank's.
-    const bool is_sender = grid.rank() < senders;
-    const uint64_t start = trace_now(c.trace());
-    const Grid role = is_sender ? Grid{grid.rank(), senders} : Grid{grid.rank() - senders, grid.size() - senders};
-    if (is_sender) DispatchSend::prefetch_first_unit(args.send, role, block);
-    if (DispatchSend::wait_for_credits(c, block, args.send.buffer, epoch)) {
-      if (is_sender) {
-        DispatchSend::send_rows(args.send, role, block, shared, epoch);
-      } else {
-        RoutingTable(args.send, block, shared).send(role, epoch);
-        block.sync();  // the table's memory is the lists' now
-        DispatchRecv::receive(args.recv, role, block, shared, epoch);
-      }
+    const uint64_t epoch = c.ws.epoch(args.send.buffer) + 1, start = trace_now(c.trace());
+    const bool small = DispatchSend::sends_ll(args.send);
+    const int senders = small ? 0 : args.num_send_blocks;
+    const bool is_receiver = grid.rank() >= senders;
+    const Grid receivers{grid.rank() - senders, grid.size() - senders};
+    const DispatchRecv::Shares shares = DispatchRecv::shares(args.recv, receivers);
+    if (small) start_small_batch(args, grid, shares.rows, block, epoch);
+    const bool good = DispatchSend::wait_for_credits(c, block, args.send.buffer, epoch);
+    if (good && !small) {
+      send(args, is_receiver, Grid{grid.rank(), senders}, receivers, block, shared, epoch);
+    } else if (good && shares.sees_rows()) {  // it is on its way before the first words of another rank can be here
+      DispatchSend::send_small_batch(args.send, shares.rows, block, shared + DispatchRecv::header_bytes(c.config),
+                                     epoch);
     }
-    record_role(c, block, is_sender ? Operation::kDispatchSend : Operation::kDispatchRecv, start);
-    DispatchSend::advance_epoch(c, args.send.buffer, grid, block, epoch);
+    if (good && is_receiver) {
+      if (!small || grid.size() == 1) block.sync();  // the memory of who sent before is the lists' now
+      DispatchRecv::receive(args.recv, shares, block, shared, epoch);
+    }
+    record_role(c, block, is_receiver ? Operation::kDispatchRecv : Operation::kDispatchSend, start);
+    if (!small) DispatchSend::advance_epoch(c, args.send.buffer, grid, block, epoch);
+  }
+
+  // Before tables come there is nothing to receive, so the receivers send this rank's.
+  MOE_A2A_DEVICE static void send(const Args& args, bool is_receiver, const Grid& senders, const Grid& receivers,
+                                  const Block& block, std::byte* shared, uint64_t epoch) {
+    if (is_receiver) {
+      RoutingTable(args.send, block, shared).send(receivers, epoch);
+    } else {
+      DispatchSend::send_whole_rows(args.send, senders, block, shared, epoch);
+    }
+  }
+
+  // What can be done before the credits are seen.
+  MOE_A2A_DEVICE static void start_small_batch(const Args& args, const Grid& grid, const Grid& senders,
+                                               const Block& block, uint64_t epoch) {
+    if (senders.rank() >= 0) DispatchSend::prefetch_first_unit(args.send, senders, block);
+    block.sync();  // all threads have read the epoch
+    DispatchSend::advance_epoch_early(args.send.context, args.send.buffer, grid, block, epoch);
   }
 };
 
@@ -53,18 +73,22 @@ struct Combine {
   using Args = CombineArgs;
   static constexpr const char* kName = "combine";
 
-  static size_t shared_bytes(const Args& args) { return shared_bytes_of_both<CombineSend, CombineRecv>(args); }
+  static size_t shared_bytes(const Args& args) {
+    return std::max(CombineSend::shared_bytes(args.send), CombineRecv::shared_bytes(args.recv));
+  }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    const int senders = args.num_send_blocks;
-    const bool is_sender = grid.rank() < senders;
-    const uint64_t start = trace_now(args.send.context.trace());
-    if (is_sender) {
-      CombineSend::run(args.send, Grid{grid.rank(), senders}, block, shared);
-    } else {
-      CombineRecv::run(args.recv, Grid{grid.rank() - senders, grid.size() - senders}, block, shared);
+    const Context& c = args.send.context;
+    const uint64_t start = trace_now(c.trace());
+    // Small batches are sent before the first words of another rank can be here: all blocks do both.
+    const bool small = c.ws.all_send_ll(args.send.buffer, 0);
+    const int senders = small ? grid.size() : args.num_send_blocks, not_receivers = small ? 0 : senders;
+    const bool is_sender = grid.rank() < senders, is_receiver = grid.rank() >= not_receivers;
+    if (is_sender) CombineSend::run(args.send, Grid{grid.rank(), senders}, block, shared);
+    if (is_receiver) {
+      CombineRecv::run(args.recv, Grid{grid.rank() - not_receivers, grid.size() - not_receivers}, block, shared);
     }
-    record_role(args.send.context, block, is_sender ? Operation::kCombineSend : Operation::kCombineRecv, start);
+    record_role(c, block, is_sender ? Operation::kCombineSend : Operation::kCombineRecv, start);
   }
 };
 

@@ -1,8 +1,8 @@
 // Step 3 of 4: of each landed row, add up what the local experts made of it and push the one sum back to its owner.
 #pragma once
 
-#include "kernels/outbox.h"
-#include "kernels/row.h"
+#include "kernels/ll_stream.h"
+#include "kernels/signal_desk.h"
 #include "kernels/units.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -36,31 +36,48 @@ struct CombineSend {
   using Args = CombineSendArgs;
   static constexpr const char* kName = "combine_send";
 
-  using Item = SentPiece;
-  static constexpr size_t kOutboxBytes = Outbox<Item, int>::shared_bytes();
+  // A sum on its way.
+  struct Item {
+    RankSet members;
+    int token;
+    int turn;  // the rank that it goes to
+  };
+  using Desk = SignalDesk<Item>;
+  static constexpr int kDeskBytes = Desk::shared_bytes();
 
-  // Shared memory: a row sender's staging per warp.
+  // Shared memory: per warp, what a row sender takes, or the sum of a piece that leaves as LL words. Which it will be
+  // is for the largest batch of any rank to say, so there is room for both.
   MOE_A2A_HOST_DEVICE static StagedFor staged_for(const Args& args) {
     return args.presummed ? StagedFor::kSending : StagedFor::kAdding;
   }
-  MOE_A2A_HOST_DEVICE static int64_t staging_bytes(const Args& args) {
+  MOE_A2A_HOST_DEVICE static int staging_bytes(const Args& args) {
     const bool whole_vectors = args.vector_rows && row_bytes(args) % 16 == 0;
     if (!args.presummed && !(kSumsAreStaged && whole_vectors)) return 0;
-    return staging_that_fits(args.context, warp_staging_bytes(row_bytes(args), staged_for(args)));
+    return staging_that_fits(args.context, warp_staging_bytes(row_bytes(args), staged_for(args)), kDeskBytes);
+  }
+  // Warps of a block that send whole rows: as many as there is staging for.
+  MOE_A2A_HOST_DEVICE static int num_senders(const Args& args) {
+    return Desk::num_senders(warps_with_staging(args.context, staging_bytes(args), kDeskBytes));
   }
   MOE_A2A_HOST_DEVICE static int64_t row_bytes(const Args& args) {
     return args.context.config.row_bytes(args.context.config.dtype);
   }
+  MOE_A2A_HOST_DEVICE static int ll_staging_bytes(const Args& args) {
+    const MoeConfig& config = args.context.config;
+    if (args.presummed || config.num_max_ll_tokens == 0) return 0;
+    return MoeConfig::piece_length() * size_of(config.dtype);
+  }
   static size_t shared_bytes(const Args& args) {
-    const size_t staging = staging_bytes(args) * warps_with_staging(args.context, staging_bytes(args));
-    return staging > kOutboxBytes ? staging : kOutboxBytes;
+    const size_t rows = kDeskBytes + staging_bytes(args) * num_senders(args);
+    const size_t pieces = ll_staging_bytes(args) * warps_with_staging(args.context, ll_staging_bytes(args));
+    return rows > pieces ? rows : pieces;
   }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.context;
     const uint64_t epoch = c.ws.epoch(args.buffer);
     send(args, grid, block, shared, epoch);
-    if (last_block_done(grid, block, c.ws, args.buffer, Workspace::kCombineSend)) {
+    if (block.is_last_warp() && count_block(grid, c.ws, args.buffer, Workspace::kCombineSend)) {
       return_credit(c, args.buffer, epoch);
     }
   }
@@ -96,35 +113,41 @@ struct CombineSend {
     }
   }
 
-  // The pieces of all rows lie on one line and the warps take units in turn.
+  // As LL words when the batches of all ranks are small.
   MOE_A2A_DEVICE static void send(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
                                   uint64_t epoch) {
     const Context& c = args.context;
-    const int pieces = c.ws.num_pieces(args.buffer, 0), num_rows = c.ws.landed_offsets(args.buffer, c.heap.num_ranks);
-    if (pieces == 1) {
-      send_whole_rows(args, grid, block, shared, num_rows, epoch);
+    const int num_rows = c.ws.landed_offsets(args.buffer, c.heap.num_ranks);
+    if (c.ws.all_send_ll(args.buffer, 0)) {
+      send_pieces(args, grid, block, shared, num_rows, epoch);
+    } else if (!args.presummed && block.num_warps() > 1 && num_rows < grid.size() * block.num_warps() / 2) {
+      send_few_sums(args, grid, block, num_rows, epoch);
     } else {
-      send_pieces(args, grid, block, shared, num_rows, pieces, epoch);
+      send_whole_rows(args, grid, block, shared, num_rows, epoch);
     }
   }
 
   MOE_A2A_DEVICE static void send_whole_rows(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
                                              int num_rows, uint64_t epoch) {
     const Context& c = args.context;
-    const int num_warps = warps_with_staging(c, staging_bytes(args));
-    if (block.warp_rank() >= num_warps) return;
-    const Warp warp = block.warp();
-    const Piece whole{0, c.config.hidden};
-    const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
+    const int num_warps = num_senders(args);
+    const Desk desk(block, shared, num_warps);
     const auto signal = [&](const Item& item) {
       signal_many(c.heap, item.members, signal_of(args, item), epoch, 0, c.trace(), item.token);
     };
-    std::byte* staging = staging_bytes(args) > 0 ? shared + block.warp_rank() * staging_bytes(args) : nullptr;
-    auto sender = make_warp_sender<Item>(warp, landing_at, signal, staging, row_bytes(args), staged_for(args));
+    if (desk.is_teller()) desk.tell(signal);
+    if (!desk.is_sender()) return;
+    const Warp warp = block.warp();
+    const Piece whole{0, c.config.hidden};
+    const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
+    const auto done = [&](const Item& item) { desk.leave(item, signal); };
+    std::byte* staging =
+        staging_bytes(args) > 0 ? shared + kDeskBytes + block.warp_rank() * staging_bytes(args) : nullptr;
+    auto sender = make_warp_sender<Item>(warp, landing_at, done, staging, row_bytes(args), staged_for(args));
     uint32_t* ticket = c.ws.tickets.at(args.buffer, Workspace::kCombineSend);
     for (Units units(grid, block, num_warps, ticket); units.current() < num_rows; units.advance()) {
       const int landed = landed_in_turn(c, args.buffer, units.current());
-      const Item item = item_of(args, landed, 1, 0);
+      const Item item = item_of(args, landed);
       const uint64_t start = trace_now(c.trace());
       if (args.presummed) {
         sender.send(row_source(args, whole, item), item);
@@ -134,43 +157,73 @@ struct CombineSend {
       } else {
         add_up(args, warp, whole, landed, landing(args, item, item.turn));
         warp.release_sync();
-        if (warp.rank() == 0) signal(item);
+        if (warp.rank() == 0) done(item);
       }
       record_unit(args, warp, item, start);
     }
     sender.finish();
+    desk.close();
   }
 
+  // Where most warps would have no row of their own, the threads of a block form each sum together.
+  MOE_A2A_DEVICE static void send_few_sums(const Args& args, const Grid& grid, const Block& block, int num_rows,
+                                           uint64_t epoch) {
+    const Context& c = args.context;
+    for (int i = grid.rank(); i < num_rows; i += grid.size()) {
+      const int landed = landed_in_turn(c, args.buffer, i);
+      const Item item = item_of(args, landed);
+      const uint64_t start = trace_now(c.trace());
+      add_up(args, block, Piece{0, c.config.hidden}, landed, landing(args, item, item.turn));
+      block.release_sync();
+      if (block.rank() == 0) {
+        signal_many(c.heap, item.members, signal_of(args, item), epoch, 0, c.trace(), item.token);
+      }
+      record_unit(args, block.warp(), item, start);
+    }
+  }
+
+  // The pieces of all rows lie on one line, which begins behind the rows of this rank; the warps go
+  // along it side by side.
   MOE_A2A_DEVICE static void send_pieces(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
-                                         int num_rows, int pieces, uint64_t epoch) {
+                                         int num_rows, uint64_t epoch) {
     const Context& c = args.context;
     const Warp warp = block.warp();
-    const auto signal = [&](const Item& item) { return signal_of(args, item); };
-    Outbox<Item, decltype(signal)> outbox(c, block, shared, epoch, signal);
-    const int num_units = num_rows * pieces;
-    uint32_t* ticket = c.ws.tickets.at(args.buffer, Workspace::kCombineSend);
-    for (Units units(grid, block, block.num_warps(), ticket); units.current() < num_units; units.advance()) {
-      const int landed = landed_in_turn(c, args.buffer, units.current() / pieces), number = units.current() % pieces;
-      const Piece piece = Piece::of(c.config, pieces, number);
-      const Item item = item_of(args, landed, pieces, number);
-      const uint64_t start = trace_now(c.trace());
-      if (args.presummed) {
-        multicast_row(warp, row_source(args, piece, item), item.members, item.turn,
-                      [&](int rank) { return landing(args, item, rank); });
-      } else {
-        add_up(args, warp, piece, landed, landing(args, item, item.turn));
-      }
-      record_unit(args, warp, item, start);
-      outbox.add(item);
+    const int pieces = c.config.num_pieces(), first_row = c.ws.landed_offsets(args.buffer, c.heap.rank + 1);
+    const int num_units = num_rows * pieces, num_warps = warps_with_staging(c, ll_staging_bytes(args));
+    if (block.warp_rank() >= num_warps) return;
+    std::byte* staging = shared + block.warp_rank() * ll_staging_bytes(args);
+    for (int unit = grid.rank() + grid.size() * block.warp_rank(); unit < num_units; unit += grid.size() * num_warps) {
+      const int i = first_row + unit / pieces;
+      send_piece(args, warp, i < num_rows ? i : i - num_rows, unit % pieces, staging, epoch);
     }
-    outbox.post();
   }
 
-  MOE_A2A_DEVICE static Item item_of(const Args& args, int landed, int pieces, int piece) {
+  // Taken by LlSums in combine_recv.
+  MOE_A2A_DEVICE static void send_piece(const Args& args, const Warp& warp, int landed, int number, std::byte* staging,
+                                        uint64_t epoch) {
+    const Context& c = args.context;
+    const uint64_t start = trace_now(c.trace());
+    const Piece piece = Piece::of(c.config, number);
+    const Item item = item_of(args, landed);
+    RowSource row = row_source(args, piece, item);
+    if (!args.presummed) {
+      warp.sync();  // the piece before has been read by all lanes before any writes this one in its place
+      add_up(args, warp, piece, landed, staging);
+      warp.sync();
+      row.values = staging;
+    }
+    LlWord* local = reinterpret_cast<LlWord*>(c.ws.ll_combine_row.at(args.buffer, c.heap.rank, item.token)) +
+                    number * ll_words_of_piece(c.config, c.config.dtype);
+    if (start != 0 && warp.rank() == 0) append_signals(c.trace(), item.members, item.token, clock_now());
+    send_ll(warp, item.members, item.turn, row, epoch, [&](int rank) { return c.heap.peer(rank, local); });
+    record_unit(args, warp, item, start);
+  }
+
+  MOE_A2A_DEVICE static Item item_of(const Args& args, int landed) {
     const MoeConfig& config = args.context.config;
     const int row = args.context.ws.landed_row(args.buffer, landed);
     const int owner = row / config.num_max_tokens_per_rank, token = row % config.num_max_tokens_per_rank;
-    return {RankSet::only(owner), token, owner, token * pieces + piece};
+    return {RankSet::only(owner), token, owner};
   }
   MOE_A2A_DEVICE static std::byte* landing(const Args& args, const Item& item, int rank) {
     const Context& c = args.context;
@@ -178,7 +231,7 @@ struct CombineSend {
   }
   // Pairs with wait_for() in combine_recv.
   MOE_A2A_DEVICE static Signal* signal_of(const Args& args, const Item& item) {
-    return args.context.ws.combine_signal.at(args.buffer, args.context.heap.rank, item.unit);
+    return args.context.ws.combine_signal.at(args.buffer, args.context.heap.rank, item.token);
   }
 
   MOE_A2A_DEVICE static void record_unit(const Args& args, const Warp& warp, const Item& item, uint64_t start) {
@@ -189,21 +242,20 @@ struct CombineSend {
   // A row that the caller has summed is sent as it lies in y.
   MOE_A2A_DEVICE static RowSource row_source(const Args& args, const Piece& piece, const Item& item) {
     const MoeConfig& config = args.context.config;
-    const int64_t row = int64_t{item.turn} * config.num_max_tokens_per_rank + item.token;
-    const int64_t element = size_of(config.dtype);
-    return {.values = args.y[row] + piece.first * element,
-            .num_value_bytes = piece.size() * element,
-            .values_offset = piece.first * element};
+    RowSource row = part_of_row(config, config.dtype, piece);
+    row.values = args.y[int64_t{item.turn} * config.num_max_tokens_per_rank + item.token] + row.values_offset;
+    return row;
   }
 
-  // The sum is formed in registers on its way to `target`, where its row begins.
-  MOE_A2A_DEVICE static void add_up(const Args& args, const Warp& warp, const Piece& piece, int landed,
+  // The sum is formed in registers on its way to `target`, where the piece begins.
+  template <class Group>
+  MOE_A2A_DEVICE static void add_up(const Args& args, const Group& group, const Piece& piece, int landed,
                                     std::byte* target) {
     const RouteTerm* terms = args.context.ws.landed_term.at(args.buffer, landed);
-    if (warp.rank() == 0 && piece.first == 0) count_short_routes(args, terms);
+    if (group.rank() == 0 && piece.first == 0) count_short_routes(args, terms);
     with_element_type(args.context.config.dtype, [&](auto type) {
       using T = decltype(type);
-      add_rows(warp, piece, args.vector_rows, RouteTerms<T>(args, terms), reinterpret_cast<T*>(target));
+      add_rows(group, piece, args.vector_rows, RouteTerms<T>(args, terms), reinterpret_cast<T*>(target));
     });
   }
 

@@ -1,9 +1,10 @@
 // Step 1 of 4: push the routing table and every token's row into the heaps of the ranks that own its experts.
 #pragma once
 
-#include "kernels/outbox.h"
+#include "kernels/ll_choice.h"
+#include "kernels/ll_stream.h"
 #include "kernels/routing_table.h"
-#include "kernels/row.h"
+#include "kernels/signal_desk.h"
 #include "kernels/units.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -12,12 +13,17 @@ struct DispatchSend {
   using Args = DispatchSendArgs;
   static constexpr const char* kName = "dispatch_send";
 
-  using Item = SentPiece;
-  static constexpr size_t kOutboxBytes = Outbox<Item, int>::shared_bytes();
+  // A row on its way.
+  struct Item {
+    RankSet members;
+    int token;
+    int turn;  // the rank that is written to first
+  };
+  using Desk = SignalDesk<Item>;
+  static constexpr int kDeskBytes = Desk::shared_bytes();
 
-  MOE_A2A_HOST_DEVICE static int num_pieces(const Args& args) {
-    return args.context.config.num_pieces(args.num_tokens);
-  }
+  // A small batch goes as LL words, choices and rows; a larger one as a table and rows, with signals.
+  MOE_A2A_HOST_DEVICE static bool sends_ll(const Args& args) { return args.context.config.sends_ll(args.num_tokens); }
   MOE_A2A_HOST_DEVICE static DType sent_dtype(const Args& args) {
     return args.quantize ? DType::kFloat8 : args.x_dtype;
   }
@@ -26,22 +32,24 @@ struct DispatchSend {
     return args.quantize ? StagedFor::kQuantizing : StagedFor::kSending;
   }
 
-  // Shared memory: a row sender's staging per warp that sends; the table takes the same memory before.
-  MOE_A2A_HOST_DEVICE static int64_t staging_bytes(const Args& args) {
-    const Context& c = args.context;
-    if (num_pieces(args) == 1) {
-      return staging_that_fits(c, warp_staging_bytes(c.config.row_bytes(sent_dtype(args)), staged_for(args)));
+  // Shared memory: per warp that sends, what a row sender or a quantised piece takes; the table has the same memory
+  // before.
+  MOE_A2A_HOST_DEVICE static int staging_bytes(const Args& args) {
+    const MoeConfig& config = args.context.config;
+    if (!sends_ll(args)) {
+      return staging_that_fits(args.context, warp_staging_bytes(config.row_bytes(sent_dtype(args)), staged_for(args)),
+                               kDeskBytes);
     }
-    const int length = c.config.piece_length(num_pieces(args));
-    return args.quantize ? (length + length / kScaleBlock * int64_t{sizeof(float)} + 127) / 128 * 128 : 0;
+    constexpr int kLength = MoeConfig::piece_length();
+    return args.quantize ? (kLength + kLength / kScaleBlock * 4 + 127) / 128 * 128 : 0;
   }
   // Warps of a block that send: as many as there is staging for.
   MOE_A2A_HOST_DEVICE static int num_senders(const Args& args) {
-    return warps_with_staging(args.context, staging_bytes(args), num_pieces(args) == 1 ? 0 : kOutboxBytes);
+    if (sends_ll(args)) return warps_with_staging(args.context, staging_bytes(args));
+    return Desk::num_senders(warps_with_staging(args.context, staging_bytes(args), kDeskBytes));
   }
   static size_t shared_bytes(const Args& args) {
-    const size_t outbox = num_pieces(args) == 1 ? 0 : kOutboxBytes;
-    const size_t rows = outbox + staging_bytes(args) * num_senders(args);
+    const size_t rows = kDeskBytes + staging_bytes(args) * num_senders(args);
     const size_t table = RoutingTable::shared_bytes(args.context.config);
     return rows > table ? rows : table;
   }
@@ -50,9 +58,13 @@ struct DispatchSend {
     const uint64_t epoch = args.context.ws.epoch(args.buffer) + 1;
     prefetch_first_unit(args, grid, block);
     if (wait_for_credits(args.context, block, args.buffer, epoch)) {
-      RoutingTable(args, block, shared).send(grid, epoch);
-      block.sync();  // the table's memory is the rows' now
-      send_rows(args, grid, block, shared, epoch);
+      if (sends_ll(args)) {
+        send_small_batch(args, grid, block, shared, epoch);
+      } else {
+        RoutingTable(args, block, shared).send(grid, epoch);
+        block.sync();  // the table's memory is the rows' now
+        send_whole_rows(args, grid, block, shared, epoch);
+      }
     }
     advance_epoch(args.context, args.buffer, grid, block, epoch);
   }
@@ -61,6 +73,14 @@ struct DispatchSend {
   MOE_A2A_DEVICE static void advance_epoch(const Context& c, int buffer, const Grid& grid, const Block& block,
                                            uint64_t epoch) {
     if (last_block_done(grid, block, c.ws, buffer, Workspace::kDispatchSend)) c.ws.epoch(buffer) = epoch;
+  }
+
+  // For launches that do not hand out tickets: this block has read the epoch, and needs nothing else of it. A thread
+  // that has hardly anything else to do counts the block, while the others go on.
+  MOE_A2A_DEVICE static void advance_epoch_early(const Context& c, int buffer, const Grid& grid, const Block& block,
+                                                 uint64_t epoch) {
+    if (block.rank() != block.size() / 2) return;
+    if (count_block(grid, c.ws, buffer, Workspace::kDispatchSend)) c.ws.epoch(buffer) = epoch;
   }
 
   // Nobody reads the previous use of this buffer any more, on any rank, also where no token was exchanged.
@@ -73,33 +93,27 @@ struct DispatchSend {
     return !block.any(!good);
   }
 
-  // The pieces of all rows lie on one line and the warps take units in turn, so none has more than one above another.
-  MOE_A2A_DEVICE static void send_rows(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
-                                       uint64_t epoch) {
-    if (num_pieces(args) == 1) {
-      send_whole_rows(args, grid, block, shared, epoch);
-    } else {
-      send_pieces(args, grid, block, shared, epoch);
-    }
-  }
-
   MOE_A2A_DEVICE static void send_whole_rows(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
                                              uint64_t epoch) {
     const Context& c = args.context;
     const int num_warps = num_senders(args);
-    if (block.warp_rank() >= num_warps) return;
-    const Warp warp = block.warp();
-    const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
+    const Desk desk(block, shared, num_warps);
     const auto signal = [&](const Item& item) {
       signal_many(c.heap, item.members, signal_of(args, item), epoch, 0, c.trace(), item.token);
     };
-    std::byte* staging = staging_bytes(args) > 0 ? shared + block.warp_rank() * staging_bytes(args) : nullptr;
-    auto sender = make_warp_sender<Item>(warp, landing_at, signal, staging, c.config.row_bytes(sent_dtype(args)),
-                                         staged_for(args));
+    if (desk.is_teller()) desk.tell(signal);
+    if (!desk.is_sender()) return;
+    const Warp warp = block.warp();
+    const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
+    const auto done = [&](const Item& item) { desk.leave(item, signal); };
+    std::byte* staging =
+        staging_bytes(args) > 0 ? shared + kDeskBytes + block.warp_rank() * staging_bytes(args) : nullptr;
+    auto sender =
+        make_warp_sender<Item>(warp, landing_at, done, staging, c.config.row_bytes(sent_dtype(args)), staged_for(args));
     const Piece whole{0, c.config.hidden};
     uint32_t* ticket = c.ws.tickets.at(args.buffer, Workspace::kDispatchSend);
     for (Units units(grid, block, num_warps, ticket); units.current() < args.num_tokens; units.advance()) {
-      const Item item = item_of(args, warp, units.current(), units.current());
+      const Item item = item_of(args, warp, units.current());
       if (item.members.empty()) continue;
       const uint64_t start = trace_now(c.trace());
       if (args.quantize) {
@@ -111,53 +125,94 @@ struct DispatchSend {
       record(c.trace(), warp, {.kind = TraceKind::kSend, .begin = start, .token = item.token});
     }
     sender.finish();
+    desk.close();
   }
 
-  MOE_A2A_DEVICE static void send_pieces(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
-                                         uint64_t epoch) {
+  // ---- small batches
+
+  // The choices of all tokens and behind them the pieces of their rows are units of work on one line, along which the
+  // warps go side by side.
+  MOE_A2A_DEVICE static void send_small_batch(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
+                                              uint64_t epoch) {
     const Warp warp = block.warp();
-    const auto signal = [&](const Item& item) { return signal_of(args, item); };
-    Outbox<Item, decltype(signal)> outbox(args.context, block, shared, epoch, signal);
-    std::byte* staging = shared + kOutboxBytes + block.warp_rank() * staging_bytes(args);
-    const int pieces = num_pieces(args), num_units = args.num_tokens * pieces, num_warps = num_senders(args);
-    uint32_t* ticket = args.context.ws.tickets.at(args.buffer, Workspace::kDispatchSend);
-    if (block.warp_rank() < num_warps) {  // the others draw no ticket, but meet these in post()
-      for (Units units(grid, block, num_warps, ticket); units.current() < num_units; units.advance()) {
-        const int token = units.current() / pieces, number = units.current() % pieces;
-        const Item item = item_of(args, warp, token, units.current());
-        if (item.members.empty()) continue;
-        const uint64_t start = trace_now(args.context.trace());
-        send_piece(args, warp, Piece::of(args.context.config, pieces, number), item, staging);
-        record(args.context.trace(), warp, {.kind = TraceKind::kSend, .begin = start, .token = token});
-        outbox.add(item);
+    const int pieces = args.context.config.num_pieces(), num_units = args.num_tokens * (pieces + 1);
+    const int num_warps = num_senders(args);
+    // By threads that have hardly anything else to do.
+    const bool is_last = grid.rank() == grid.size() - 1;
+    if (is_last && block.rank() == block.size() - 1) announce(args, epoch);
+    if (is_last && args.num_tokens == 0 && block.rank() == 0) {
+      send_choice(args.context, args.buffer, 0, 0, 0, -1, 0, epoch);
+    }
+    if (block.warp_rank() >= num_warps) return;
+    std::byte* staging = shared + block.warp_rank() * staging_bytes(args);
+    for (int unit = grid.rank() + grid.size() * block.warp_rank(); unit < num_units; unit += grid.size() * num_warps) {
+      const int piece = unit - args.num_tokens;
+      if (piece < 0) {
+        send_choices(args, warp, unit, epoch);
+      } else {
+        send_piece(args, warp, piece / pieces, piece % pieces, staging, epoch);
       }
     }
-    outbox.post();
   }
 
-  MOE_A2A_DEVICE static void send_piece(const Args& args, const Warp& warp, const Piece& piece, const Item& item,
-                                        std::byte* staging) {
+  // For what came before on this rank: it no longer reads the sums of the combine before. Pairs with wait_for() in
+  // dispatch_recv's see_announcements(). The choices say the same sooner, but nothing of what came before them.
+  MOE_A2A_DEVICE static void announce(const Args& args, uint64_t epoch) {
+    const Context& c = args.context;
+    signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.table_signal.at(args.buffer, c.heap.rank, 0), epoch,
+                static_cast<uint32_t>(args.num_tokens));
+  }
+
+  MOE_A2A_DEVICE static void send_choices(const Args& args, const Warp& warp, int token, uint64_t epoch) {
+    const Context& c = args.context;
+    const int num_topk = c.config.num_topk;
+    RankSet ranks;
+    for (int k = warp.rank(); k < num_topk; k += warp.size()) {
+      const int32_t expert = checked_choice(args, token, k);
+      const float weight = args.topk_weights != nullptr ? args.topk_weights[int64_t{token} * num_topk + k] : 1.0f;
+      send_choice(c, args.buffer, args.num_tokens, token, k, expert, weight, epoch);
+      if (expert >= 0) ranks.insert(rank_of_expert(c.config, expert));
+    }
+    ranks.bits = warp.union_of(ranks.bits);
+    if (warp.rank() == 0) c.ws.token_ranks(args.buffer, token) = ranks;
+  }
+
+  // Taken by receive_piece() in dispatch_recv.
+  MOE_A2A_DEVICE static void send_piece(const Args& args, const Warp& warp, int token, int number, std::byte* staging,
+                                        uint64_t epoch) {
+    const Context& c = args.context;
+    const uint64_t start = trace_now(c.trace());
+    const Item item = item_of(args, warp, token);
+    if (item.members.empty()) return;
+    const Piece piece = Piece::of(c.config, number);
     warp.sync();  // the piece before has been read by all lanes before any writes this one in its place
     const RowSource row = args.quantize ? quantized(args, warp, piece, item, staging) : row_source(args, piece, item);
     warp.sync();  // a quantised piece is complete before any lane sends a part of it
-    multicast_row(warp, row, item.members, item.turn, [&](int rank) { return landing(args, item, rank); });
+    LlWord* local = reinterpret_cast<LlWord*>(c.ws.ll_row.at(args.buffer, c.heap.rank, token)) +
+                    number * ll_words_of_piece(c.config, sent_dtype(args));
+    if (start != 0 && warp.rank() == 0) append_signals(c.trace(), item.members, token, clock_now());
+    send_ll(warp, item.members, item.turn, row, epoch, [&](int rank) { return c.heap.peer(rank, local); });
+    record(c.trace(), warp, {.kind = TraceKind::kSend, .begin = start, .token = token});
   }
 
   // What a sender's first unit reads, asked for while the credits are looked at.
   MOE_A2A_DEVICE static void prefetch_first_unit(const Args& args, const Grid& grid, const Block& block) {
     constexpr int kLine = 128;
-    const int pieces = num_pieces(args), unit = grid.rank() + grid.size() * block.warp_rank();
-    if (pieces == 1 || unit >= args.num_tokens * pieces) return;
-    const Piece piece = Piece::of(args.context.config, pieces, unit % pieces);
+    const int pieces = args.context.config.num_pieces();
+    const int unit = grid.rank() + grid.size() * block.warp_rank() - args.num_tokens;
+    if (!sends_ll(args) || unit < 0 || unit >= args.num_tokens * pieces) return;
+    const Piece piece = Piece::of(args.context.config, unit % pieces);
     const int64_t element = size_of(args.x_dtype);
     const std::byte* values = args.x[unit / pieces] + piece.first * element;
     const Warp warp = block.warp();
     for (int64_t i = warp.rank() * kLine; i < piece.size() * element; i += warp.size() * kLine) prefetch(values + i);
   }
 
-  MOE_A2A_DEVICE static Item item_of(const Args& args, const Warp& warp, int token, int unit) {
+  // ---- rows
+
+  MOE_A2A_DEVICE static Item item_of(const Args& args, const Warp& warp, int token) {
     const HeapView& heap = args.context.heap;
-    return {destinations(warp, args, token), token, (heap.rank + 1 + token) % heap.num_ranks, unit};
+    return {destinations(warp, args, token), token, (heap.rank + 1 + token) % heap.num_ranks};
   }
   MOE_A2A_DEVICE static std::byte* landing(const Args& args, const Item& item, int rank) {
     const Context& c = args.context;
@@ -165,20 +220,15 @@ struct DispatchSend {
   }
   // Pairs with wait_for() in dispatch_recv's receive_rows().
   MOE_A2A_DEVICE static Signal* signal_of(const Args& args, const Item& item) {
-    return args.context.ws.row_signal.at(args.buffer, args.context.heap.rank, item.unit);
+    return args.context.ws.row_signal.at(args.buffer, args.context.heap.rank, item.token);
   }
 
   // Where a piece lies, and where in the row it lands.
   MOE_A2A_DEVICE static RowSource row_source(const Args& args, const Piece& piece, const Item& item) {
-    const MoeConfig& config = args.context.config;
-    const int64_t element = size_of(sent_dtype(args)), first_scale = piece.first / kScaleBlock * int64_t{sizeof(float)};
-    RowSource row{.values = args.x[item.token] + piece.first * element,
-                  .num_value_bytes = piece.size() * element,
-                  .values_offset = piece.first * element};
-    if (sent_dtype(args) == DType::kFloat8) {
-      row.num_scale_bytes = (piece.size() + kScaleBlock - 1) / kScaleBlock * int64_t{sizeof(float)};
-      row.scales_offset = config.scales_offset() + first_scale;
-      if (!args.quantize) row.scales = args.x_scales[item.token] + first_scale;
+    RowSource row = part_of_row(args.context.config, sent_dtype(args), piece);
+    row.values = args.x[item.token] + row.values_offset;
+    if (row.num_scale_bytes > 0 && !args.quantize) {
+      row.scales = args.x_scales[item.token] + piece.first / kScaleBlock * int64_t{sizeof(float)};
     }
     return row;
   }

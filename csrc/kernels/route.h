@@ -10,6 +10,12 @@ MOE_A2A_DEVICE int rank_of_expert(const MoeConfig& config, int32_t expert) {
   return expert / config.num_local_experts();
 }
 
+// The local expert of a choice, -1 when it lives elsewhere or is dropped.
+MOE_A2A_DEVICE int local_expert(const MoeConfig& config, int32_t expert) {
+  const int local = expert - config.rank * config.num_local_experts();
+  return expert >= 0 && local >= 0 && local < config.num_local_experts() ? local : -1;
+}
+
 // A choice as the table carries it, -1 when dropped. An id out of range is dropped: the host refuses it where it can
 // see it; that of a tensor on a device is counted here and raised at the next call that looks (ExpertParallel::check).
 MOE_A2A_DEVICE int32_t checked_choice(const DispatchSendArgs& args, int token, int k) {

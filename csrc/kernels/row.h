@@ -23,15 +23,15 @@ MOE_A2A_DEVICE void with_element_type(DType dtype, F f) {
 // ---- staging
 
 // A row that is too long for the staging of one warp goes without: 0.
-MOE_A2A_HOST_DEVICE int64_t staging_that_fits(const Context& c, int64_t num_bytes) {
-  return num_bytes <= c.max_shared_bytes ? num_bytes : 0;
+MOE_A2A_HOST_DEVICE int staging_that_fits(const Context& c, int64_t num_bytes, int bytes_of_block = 0) {
+  return num_bytes + bytes_of_block <= c.max_shared_bytes ? static_cast<int>(num_bytes) : 0;
 }
 
 // Warps of a block that have work when each takes so much of its shared memory, behind what the block has together.
-MOE_A2A_HOST_DEVICE int warps_with_staging(const Context& c, int64_t bytes_per_warp, int64_t bytes_of_block = 0) {
-  constexpr int64_t kWarps = kBlockThreads / kWarpSize;
-  const int64_t fits = bytes_per_warp > 0 ? (c.max_shared_bytes - bytes_of_block) / bytes_per_warp : kWarps;
-  return static_cast<int>(fits < kWarps ? fits : kWarps);
+MOE_A2A_HOST_DEVICE int warps_with_staging(const Context& c, int bytes_per_warp, int bytes_of_block = 0) {
+  constexpr int kWarps = kBlockThreads / kWarpSize;
+  const int bytes = c.max_shared_bytes - bytes_of_block;
+  return bytes_per_warp * kWarps <= bytes ? kWarps : bytes / bytes_per_warp;
 }
 
 // ---- pieces
@@ -40,12 +40,24 @@ MOE_A2A_HOST_DEVICE int warps_with_staging(const Context& c, int64_t bytes_per_w
 struct Piece {
   int first, end;
 
-  MOE_A2A_DEVICE int size() const { return end - first; }
-  MOE_A2A_DEVICE static Piece of(const MoeConfig& config, int num_pieces, int piece) {
-    const int length = config.piece_length(num_pieces), end = (piece + 1) * length;
+  MOE_A2A_HOST_DEVICE int size() const { return end - first; }
+  // One of those of a row that are `length` long.
+  MOE_A2A_HOST_DEVICE static Piece of(const MoeConfig& config, int piece, int length = MoeConfig::piece_length()) {
+    const int end = (piece + 1) * length;
     return {piece * length, end < config.hidden ? end : config.hidden};
   }
 };
+
+// Where a piece lies in a row of such elements: sizes and offsets, without a source.
+MOE_A2A_HOST_DEVICE RowSource part_of_row(const MoeConfig& config, DType dtype, const Piece& piece) {
+  const int64_t element = size_of(dtype);
+  RowSource row{.num_value_bytes = piece.size() * element, .values_offset = piece.first * element};
+  if (dtype == DType::kFloat8) {
+    row.num_scale_bytes = (piece.size() + kScaleBlock - 1) / kScaleBlock * int64_t{sizeof(float)};
+    row.scales_offset = config.scales_offset() + piece.first / kScaleBlock * int64_t{sizeof(float)};
+  }
+  return row;
+}
 
 // ---- quantisation
 
@@ -101,15 +113,22 @@ struct Term {
   float weight = 0;
 };
 
-// The first terms of a list, held in registers over all columns, and where the others are.
+// The terms of a list from column `first` on: the first ones held in registers over all columns, and where the others
+// are.
 template <class T, class List>
 struct Terms {
   Term<T> held[kRowsInFlight];
   List rest;
+  int first;
 
-  MOE_A2A_DEVICE explicit Terms(const List& list) : rest(list) {
+  MOE_A2A_DEVICE Terms(const List& list, int first) : rest(list), first(first) {
     MOE_A2A_UNROLL
-    for (int i = 0; i < kRowsInFlight; ++i) held[i] = rest.next();
+    for (int i = 0; i < kRowsInFlight; ++i) held[i] = next(rest);
+  }
+  MOE_A2A_DEVICE Term<T> next(List& list) const {
+    Term<T> term = list.next();
+    if (term.row != nullptr) term.row += first;
+    return term;
   }
   MOE_A2A_DEVICE bool has_rest() const { return held[kRowsInFlight - 1].row != nullptr; }
 };
@@ -145,10 +164,13 @@ MOE_A2A_DEVICE void add_lanes(const Terms<T, List>& terms, int c, int stride, T*
   float sum[kUnroll][kLaneElements<T>] = {};
   add_up_to<kMost, kUnroll>(terms.held, c, stride, sum);
   if (kMost == kRowsInFlight && terms.has_rest()) {
+    Term<T> some[kRowsInFlight];
     List rest = terms.rest;
-    for (Term<T> term = rest.next(); term.row != nullptr; term = rest.next()) {
-      add_exactly<1, kUnroll>(&term, c, stride, sum);
-    }
+    do {  // as many side by side as there were first
+      MOE_A2A_UNROLL
+      for (int i = 0; i < kRowsInFlight; ++i) some[i] = terms.next(rest);
+      add_up_to<kRowsInFlight, kUnroll>(some, c, stride, sum);
+    } while (some[kRowsInFlight - 1].row != nullptr);
   }
   for (int u = 0; u < kUnroll; ++u) {
     LaneVector<T> out;
@@ -166,16 +188,16 @@ MOE_A2A_DEVICE int add_columns(const Terms<T, List>& terms, int c, int end, int 
   return c;
 }
 
-// target[c] = sum of weight * row[c] over the terms of the list, for the columns c of the piece, added in their order
-// in fp32, each product rounded to fp32 before it is added (no fused multiply-add: the bits are the same on every
+// target[i] = sum of weight * row[piece.first + i] over the terms of the list, for all i of the piece, added in their
+// order in fp32, each product rounded to fp32 before it is added (no fused multiply-add: the bits are the same on every
 // target).
 template <class T, class Group, class List>
 MOE_A2A_DEVICE void add_rows(const Group& group, const Piece& piece, bool vector_rows, const List& list, T* target) {
   constexpr int kLane = kLaneElements<T>, kFew = (kRowsInFlight + 1) / 2;
-  const Terms<T, List> terms(list);
+  const Terms<T, List> terms(list, piece.first);
   const int stride = group.size() * kLane;
-  const int vector_end = vector_rows ? piece.first + piece.size() / kLane * kLane : piece.first;
-  int c = piece.first + group.rank() * kLane;
+  const int vector_end = vector_rows ? piece.size() / kLane * kLane : 0;
+  int c = group.rank() * kLane;
   // As many loads fly for few rows as for more.
   if (kFew == kRowsInFlight || terms.held[kFew].row == nullptr) {
     c = add_columns<kFew, 2 * kLaneUnroll>(terms, c, vector_end, stride, target);
@@ -183,10 +205,10 @@ MOE_A2A_DEVICE void add_rows(const Group& group, const Piece& piece, bool vector
     c = add_columns<kRowsInFlight, kLaneUnroll>(terms, c, vector_end, stride, target);
   }
   add_columns<kRowsInFlight, 1>(terms, c, vector_end, stride, target);
-  for (c = vector_end + group.rank(); c < piece.end; c += group.size()) {
+  for (c = vector_end + group.rank(); c < piece.size(); c += group.size()) {
     float sum = 0;
     List rest = list;
-    for (Term<T> term = rest.next(); term.row != nullptr; term = rest.next()) {
+    for (Term<T> term = terms.next(rest); term.row != nullptr; term = terms.next(rest)) {
       sum += term.weight * to_float(term.row[c]);
     }
     target[c] = from_float<T>(sum);

@@ -16,9 +16,14 @@ inline constexpr int kMaxExperts = 65535;
 inline constexpr int kMaxTopk = 64;
 // Length of the values that share one scale in a float8 row.
 inline constexpr int kScaleBlock = 128;
-// Rows of small batches are cut: into so many pieces at most, as long as a batch has so many of them at most.
-inline constexpr int kMaxPieces = 16;
-inline constexpr int kMaxPiecesOfBatch = 512;
+// Rows of small batches are cut into pieces of so many scale blocks: few whole rows would leave most warps without
+// work.
+inline constexpr int kPieceBlocks = 4;
+// Most tokens that travel as LL words. Their receiver counts in the shared memory of a block: choices of all ranks'
+// tokens, experts.
+inline constexpr int kMaxLlTokens = 256;
+inline constexpr int kMaxLlChoices = 4096;
+inline constexpr int kMaxLlExperts = 2048;
 
 struct MoeConfig {
   int rank = 0;
@@ -29,6 +34,7 @@ struct MoeConfig {
   int num_max_tokens_per_rank = 0;
   int num_buffers = 2;
   DType dtype = DType::kBfloat16;
+  int num_max_ll_tokens = 0;  // a rank's batch of up to so many tokens travels as LL words (protocol/ll_word.h)
 
   MOE_A2A_HOST_DEVICE constexpr int num_local_experts() const { return num_experts / num_ranks; }
   MOE_A2A_HOST_DEVICE constexpr int num_scales() const { return (hidden + kScaleBlock - 1) / kScaleBlock; }
@@ -56,28 +62,35 @@ struct MoeConfig {
     return own > quantized ? own : quantized;
   }
 
-  // Pieces into which each row of a batch of so many tokens is cut: few whole rows would leave most warps without work.
-  // Sender and receiver must agree on it, so it depends on nothing but sizes that both know.
-  MOE_A2A_HOST_DEVICE constexpr int num_pieces(int num_tokens) const {
-    const int most = num_scales() < kMaxPieces ? num_scales() : kMaxPieces;
-    const int wanted = num_tokens > 0 ? kMaxPiecesOfBatch / num_tokens : 1;
-    const int count = wanted < 1 ? 1 : wanted < most ? wanted : most;
-    const int length = piece_length(count);
-    return (hidden + length - 1) / length;
+  // ---- LL words: small batches, of which the latency counts
+
+  // The largest num_max_ll_tokens.
+  MOE_A2A_HOST_DEVICE constexpr int ll_token_capacity() const {
+    if (num_experts > kMaxLlExperts) return 0;
+    const int most = num_max_tokens_per_rank < kMaxLlTokens ? num_max_tokens_per_rank : kMaxLlTokens;
+    const int fits = kMaxLlChoices / (num_ranks * num_topk);
+    return fits < most ? fits : most;
   }
-  // Values in a piece (the last may have fewer): whole scale blocks, so that no two pieces share a scale.
-  MOE_A2A_HOST_DEVICE constexpr int piece_length(int num_pieces) const {
-    return (num_scales() + num_pieces - 1) / num_pieces * kScaleBlock;
+  MOE_A2A_HOST_DEVICE constexpr bool sends_ll(int num_tokens) const {
+    return num_max_ll_tokens > 0 && num_tokens <= num_max_ll_tokens;
   }
-  // Pieces of the largest batch.
-  MOE_A2A_HOST_DEVICE constexpr int64_t piece_capacity() const {
-    const int64_t pieces = static_cast<int64_t>(num_max_tokens_per_rank) * kMaxPieces;
-    const int64_t cut = pieces < kMaxPiecesOfBatch ? pieces : kMaxPiecesOfBatch;
-    return cut > num_max_tokens_per_rank ? cut : num_max_tokens_per_rank;
+  // Values of a row that a warp sends or takes at a time: whole scale blocks, so that no two pieces share a scale. The
+  // last piece of a row may have fewer.
+  MOE_A2A_HOST_DEVICE static constexpr int piece_length() { return kPieceBlocks * kScaleBlock; }
+  MOE_A2A_HOST_DEVICE constexpr int num_pieces() const { return (hidden + piece_length() - 1) / piece_length(); }
+  // Bytes that `num_dwords` take as LL words, in pieces: up to twice as many, and each piece ends with a whole word.
+  static constexpr int64_t ll_bytes(int64_t num_dwords, int num_pieces) {
+    return (8 * num_dwords + 32 * num_pieces + 127) / 128 * 128;
   }
+  // Three dwords for each choice, in whole words: 16 bytes or 24.
+  constexpr int64_t ll_choices_stride() const { return (24 * int64_t{num_topk} + 15) / 16 * 16; }
+  constexpr int64_t ll_row_stride() const { return ll_bytes(max_row_stride() / 4, num_pieces()); }
 
   // The first rule that does not hold, in words that name value, limit and argument; empty when all hold.
   std::string violation() const;
 };
+
+// The num_max_ll_tokens of a caller who does not say.
+int default_ll_tokens(const MoeConfig& config, const std::string& target);
 
 }  // namespace moe_a2a

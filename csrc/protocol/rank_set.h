@@ -15,9 +15,12 @@ struct RankSet {
   // Calls visit(rank) for all members, those from `rank` on first.
   template <class Visit>
   MOE_A2A_DEVICE void visit_from(int rank, Visit visit) const {
-    const uint64_t later = bits >> rank << rank;
-    for (RankSet rest{later}; !rest.empty(); rest.remove_first()) visit(rest.first());
-    for (RankSet rest{bits & ~later}; !rest.empty(); rest.remove_first()) visit(rest.first());
+    const RankSet later{bits >> rank << rank};
+    for (RankSet rest = *this; !rest.empty();) {
+      const int next = RankSet{rest.bits & later.bits}.empty() ? rest.first() : RankSet{rest.bits & later.bits}.first();
+      visit(next);
+      rest.bits &= ~(uint64_t{1} << next);
+    }
   }
   MOE_A2A_HOST_DEVICE void insert(int rank) { bits |= uint64_t{1} << rank; }
   MOE_A2A_HOST_DEVICE int first() const { return count_trailing_zeros(bits); }

@@ -37,44 +37,30 @@ struct Signal {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// A signal of several ranks, at the place of `local` on each; `token` for the trace.
-struct SharedSignal {
-  RankSet ranks;
-  Signal* local = nullptr;
-  int token = -1;
-  uint32_t payload = 0;
-};
+// The tails of the arrows that end in the waits of `ranks` for a token.
+MOE_A2A_DEVICE void append_signals(const TraceBuffer& trace, const RankSet& ranks, int token, uint64_t now) {
+  for (RankSet rest = ranks; !rest.empty(); rest.remove_first()) {
+    append(trace, {.kind = TraceKind::kSignal, .begin = now, .peer = rest.first(), .token = token}, now);
+  }
+}
 
-// Publishes `epoch` in all signals that visit_all(publish) hands to `publish`. Everything that this thread wrote, or
-// that its group wrote before the group's release_sync(), is visible to whoever then sees the epoch: pairs with the
-// acquire in wait_for(). One fence covers all the signals: a fence per signal costs 20 % of the link on H200, and what
-// it costs it costs the whole SM (16 warps with one each are slower than one for their block: 11 us, not 6).
+// Publishes `epoch` in `local`'s place on every rank of `ranks`. Everything that this thread wrote, or that its group
+// wrote before the group's release_sync(), is visible to whoever then sees the epoch: pairs with the acquire in
+// wait_for(). One fence covers all ranks: a fence per signal costs 20 % of the link on H200, and what it costs it costs
+// the whole SM.
 //
 // With a trace, each signal leaves a record: the tail of the arrow that ends in that rank's wait. Its time is taken
 // after the fence and before the stores, so that no wait can seem to end before it; it is written after them, so that
 // no signal comes later for it.
-template <class VisitAll>
-MOE_A2A_DEVICE void signal_batch(const HeapView& heap, uint64_t epoch, const TraceBuffer& trace, VisitAll visit_all) {
+MOE_A2A_DEVICE void signal_many(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
+                                uint32_t payload = 0, const TraceBuffer& trace = {}, int token = -1) {
   fence_before_signals();
   const uint64_t now = trace_now(trace);
-  visit_all([&](const SharedSignal& signal) {
-    for (RankSet rest = signal.ranks; !rest.empty(); rest.remove_first()) {
-      Signal* remote = heap.peer(rest.first(), signal.local);
-      atomic_store<kSignalOrder, Scope::kSystem>(&remote->word, Signal::pack(epoch, signal.payload));
-    }
-  });
-  if (!trace.is_on()) return;
-  visit_all([&](const SharedSignal& signal) {
-    for (RankSet rest = signal.ranks; !rest.empty(); rest.remove_first()) {
-      append(trace, {.kind = TraceKind::kSignal, .begin = now, .peer = rest.first(), .token = signal.token}, now);
-    }
-  });
-}
-
-// One signal, of every rank of `ranks`: signal_batch() of it alone.
-MOE_A2A_DEVICE void signal_many(const HeapView& heap, RankSet ranks, Signal* local, uint64_t epoch,
-                                uint32_t payload = 0, const TraceBuffer& trace = {}, int token = -1) {
-  signal_batch(heap, epoch, trace, [&](auto publish) { publish(SharedSignal{ranks, local, token, payload}); });
+  for (RankSet rest = ranks; !rest.empty(); rest.remove_first()) {
+    Signal* remote = heap.peer(rest.first(), local);
+    atomic_store<kSignalOrder, Scope::kSystem>(&remote->word, Signal::pack(epoch, payload));
+  }
+  if (trace.is_on()) append_signals(trace, ranks, token, now);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -15,7 +15,14 @@ struct WaitSite {
   Phase phase;
   int peer;
   int token = -1;
-  int buffer = 0;  // where a refusal has left its text
+  int buffer = 0;           // where a refusal has left its text
+  bool is_recorded = true;  // in a trace; of threads that wait side by side for parts of one thing, one is
+};
+
+// A signal whose arrival at the awaited epoch, with a payload of at least `attempt`, ends a wait as well.
+struct Refusal {
+  const Signal* signal = nullptr;
+  uint32_t attempt = 0;
 };
 
 // How long to wait and whom to tell.
@@ -44,8 +51,8 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 inline constexpr uint32_t kPollsPerLook = 64;
 
 // Fills the report: the first wait that gives up is the one that says why.
-MOE_A2A_DEVICE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
-                                 uint32_t poison, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
+MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
+                               uint32_t poison, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
   Report* report = policy.report;
   const uint32_t before = atomic_load<Order::kRelaxed, Scope::kSystem>(&report->num_noticed);
   if (!atomic_claim<Order::kRelaxed, Scope::kDevice>(&policy.tally->num_reports, before, before + 1)) return;
@@ -71,7 +78,7 @@ MOE_A2A_DEVICE void write_report(const WaitPolicy& policy, const HeapView& heap,
 
 // Tells every rank, this one first, that `rank` has given up waiting for `culprit`, so that nobody waits for a rank
 // that has left.
-MOE_A2A_DEVICE void poison_all(const WaitPolicy& policy, const HeapView& heap, int culprit) {
+MOE_A2A_RARE void poison_all(const WaitPolicy& policy, const HeapView& heap, int culprit) {
   const uint32_t word = static_cast<uint32_t>(heap.rank + 1) << 8 | static_cast<uint32_t>(culprit + 1);
   for (int i = 0; i < heap.num_ranks; ++i) {
     const int peer = (heap.rank + i) % heap.num_ranks;
@@ -79,7 +86,7 @@ MOE_A2A_DEVICE void poison_all(const WaitPolicy& policy, const HeapView& heap, i
   }
 }
 
-// The rare look of a wait: false when it is to be given up.
+// False when the wait is to be given up.
 MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
                                 uint64_t expected_epoch, uint64_t seen_word) {
   const uint64_t waited = clock_now() - start;
@@ -96,18 +103,24 @@ MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, 
 
 // Whether the awaited rank has refused its part of this epoch.
 MOE_A2A_DEVICE bool is_refused(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
-                               uint64_t epoch, uint64_t seen_word, const Signal* refusal, uint32_t attempt) {
-  if (refusal == nullptr) return false;
-  const uint64_t refused = atomic_load<Order::kAcquire, Scope::kSystem>(&refusal->word);
-  if (Signal::epoch_of(refused) != epoch || Signal::payload_of(refused) < attempt) return false;
+                               uint64_t epoch, uint64_t seen_word, const Refusal& refusal) {
+  if (refusal.signal == nullptr) return false;
+  const uint64_t refused = atomic_load<Order::kAcquire, Scope::kSystem>(&refusal.signal->word);
+  if (Signal::epoch_of(refused) != epoch || Signal::payload_of(refused) < refusal.attempt) return false;
   write_report(policy, heap, site, Reason::kRefused, 0, epoch, seen_word, clock_now() - start);
   return true;
 }
 
+// The rare look of a wait around itself: false when it is to be given up.
+MOE_A2A_RARE bool look_around(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
+                              uint64_t epoch, uint64_t seen_word, const Refusal& refusal) {
+  return !is_refused(policy, heap, site, start, epoch, seen_word, refusal) &&
+         may_wait_on(policy, heap, site, start, epoch, seen_word);
+}
+
 // A wait leaves a record only if it had to wait: a word that was there at once says nothing.
-MOE_A2A_DEVICE void record_wait(const WaitPolicy& policy, const WaitSite& site, uint64_t start, uint32_t polls,
-                                bool given_up = false) {
-  if (!policy.trace.is_on() || polls == 1) return;
+MOE_A2A_RARE void append_wait(const WaitPolicy& policy, const WaitSite& site, uint64_t start, uint32_t polls,
+                              bool given_up) {
   const uint64_t now = clock_now();
   append(policy.trace,
          {.kind = kind_of_wait(site.phase), .begin = start, .peer = site.peer, .token = site.token, .polls = polls},
@@ -117,34 +130,54 @@ MOE_A2A_DEVICE void record_wait(const WaitPolicy& policy, const WaitSite& site, 
   }
 }
 
-// Waits until `signal` (in this rank's heap) carries `epoch` or a later one; returns false when given up.
-// Spins relaxed and acquires once, on the same word: an acquire per poll invalidates the cache per poll on gfx942, and
-// the word is monotone, so the second load can only be as new. The acquire pairs with the release in signal_many().
-// Who waits for the word alone, and for nothing behind it, says kRelaxed.
-// `refusal` (may be null): a signal whose arrival at `epoch` with a payload >= `attempt` ends the wait as well.
-template <Order kThen = Order::kAcquire>
-MOE_A2A_DEVICE bool wait_for(const Signal* signal, uint64_t epoch, const WaitSite& site, const WaitPolicy& policy,
-                             const HeapView& heap, uint32_t* payload = nullptr, const Signal* refusal = nullptr,
-                             uint32_t attempt = 0) {
+MOE_A2A_DEVICE void record_wait(const WaitPolicy& policy, const WaitSite& site, uint64_t start, uint32_t polls,
+                                bool given_up = false) {
+  if (policy.trace.is_on() && polls > 1 && site.is_recorded) append_wait(policy, site, start, polls, given_up);
+}
+
+// Waits until ready(seen) is true; false when given up. `seen`, a signal's word of the epoch that has come, is for the
+// report. A refusal is looked for now and then.
+template <class Ready>
+MOE_A2A_DEVICE bool wait_until(uint64_t epoch, const WaitSite& site, const WaitPolicy& policy, const HeapView& heap,
+                               const Refusal& refusal, Ready ready) {
   uint64_t start = trace_now(policy.trace);
   for (uint32_t polls = 1;; ++polls) {
-    uint64_t word = atomic_load<Order::kRelaxed, Scope::kSystem>(&signal->word);
-    if (Signal::reached(word, epoch)) {
-      if constexpr (kThen == Order::kAcquire) word = atomic_load<Order::kAcquire, Scope::kSystem>(&signal->word);
-      if (payload != nullptr) *payload = Signal::payload_of(word);
+    uint64_t seen = 0;
+    if (ready(seen)) {
       record_wait(policy, site, start, polls);
       return true;
     }
     if (polls % kPollsPerLook == 0) {
       if (polls == kPollsPerLook && !policy.trace.is_on()) start = clock_now();
-      if (is_refused(policy, heap, site, start, epoch, word, refusal, attempt) ||
-          !may_wait_on(policy, heap, site, start, epoch, word)) {
+      if (!look_around(policy, heap, site, start, epoch, seen, refusal)) {
         record_wait(policy, site, start, polls, true);
         return false;
       }
     }
     pause();
   }
+}
+
+// Whether `signal` carries `epoch` or a later one; then all that it stands for is here, and its payload.
+template <Order kThen = Order::kAcquire>
+MOE_A2A_DEVICE bool has_arrived(const Signal* signal, uint64_t epoch, uint64_t& word, uint32_t* payload) {
+  constexpr Order kPoll = kThen == Order::kAcquire ? kPollOrder : Order::kRelaxed;
+  word = atomic_load<kPoll, Scope::kSystem>(&signal->word);
+  if (!Signal::reached(word, epoch)) return false;
+  if constexpr (kPoll != kThen) word = atomic_load<kThen, Scope::kSystem>(&signal->word);
+  if (payload != nullptr) *payload = Signal::payload_of(word);
+  return true;
+}
+
+// Waits until `signal` (in this rank's heap) carries `epoch` or a later one; returns false when given up.
+// The acquire pairs with the release in signal_many(). Where an acquire per poll is dear (kPollOrder), the word is
+// polled relaxed and acquired once: it is monotone, so the second load can only be as new. Who waits for the word
+// alone, and for nothing behind it, says kRelaxed.
+template <Order kThen = Order::kAcquire>
+MOE_A2A_DEVICE bool wait_for(const Signal* signal, uint64_t epoch, const WaitSite& site, const WaitPolicy& policy,
+                             const HeapView& heap, uint32_t* payload = nullptr, const Refusal& refusal = {}) {
+  return wait_until(epoch, site, policy, heap, refusal,
+                    [&](uint64_t& word) { return has_arrived<kThen>(signal, epoch, word, payload); });
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

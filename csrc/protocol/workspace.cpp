@@ -46,7 +46,7 @@ int64_t route_list_capacity(const MoeConfig& config, int expert_alignment) {
 Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byte* local, WorkspaceSize* size) {
   const int64_t b = config.num_buffers, r = config.num_ranks, t = config.num_max_tokens_per_rank;
   const int64_t k = config.num_topk, experts = config.num_local_experts();
-  const int64_t chunks = num_chunks(config.num_max_tokens_per_rank), pieces = config.piece_capacity();
+  const int64_t chunks = num_chunks(config.num_max_tokens_per_rank), ll = config.num_max_ll_tokens;
   const int64_t lists = std::max(route_list_capacity(config, kMaxExpertAlignment), experts * r * t);
   Workspace w;
 
@@ -56,10 +56,13 @@ Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byt
   w.table_weight = shared.take<float>(b, r, t, k);
   w.table_landing = shared.take<int32_t>(b, r, t);
   w.table_count = shared.take<int32_t>(b, r, chunks, experts + 1);
-  w.row_signal = shared.take<Signal>(b, r, pieces);
+  w.row_signal = shared.take<Signal>(b, r, t);
   w.row = shared.take<std::byte>(b, r, t, config.max_row_stride());
-  w.combine_signal = shared.take<Signal>(b, r, pieces);
+  w.combine_signal = shared.take<Signal>(b, r, t);
   w.combine_row = shared.take<std::byte>(b, r, t, config.row_stride(config.dtype));
+  w.ll_choices = shared.take<std::byte>(b, r, ll, config.ll_choices_stride());
+  w.ll_row = shared.take<std::byte>(b, r, ll, config.ll_row_stride());
+  w.ll_combine_row = shared.take<std::byte>(b, r, ll, config.ll_row_stride());
   w.dispatch_credit = shared.take<Signal>(b, r);
   w.combine_refusal = shared.take<Signal>(b, r);
   w.refusal_text = shared.take<uint64_t>(b, r, kRefusalWords);
@@ -86,7 +89,7 @@ Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byt
   w.landed_offsets = own.take<int32_t>(b, r + 1);
   w.landed_term = own.take<RouteTerm>(b, r * t, k);
   w.num_recv_tokens = own.take<int32_t>(b, r);
-  w.num_pieces = own.take<int32_t>(b, 1);
+  w.all_send_ll = own.take<int32_t>(b, 1);
   w.token_ranks = own.take<RankSet>(b, t);
 
   *size = {shared.size(), own.size(), shared.digest()};

@@ -63,18 +63,22 @@ struct Workspace {
   Array<int32_t, 3>
       table_landing;  // [B, R src, T]  how many rows of its chunk land here before this one; -1: it does not
   Array<int32_t, 4> table_count;    // [B, R src, chunks, El + 1]  routes to each expert here; last: rows that land here
-  Array<Signal, 3> row_signal;      // [B, R src, pieces]  a piece of a row of src has landed; see MoeConfig::num_pieces
+  Array<Signal, 3> row_signal;      // [B, R src, T]  a row of src has landed
   Array<std::byte, 4> row;          // [B, R src, T, row_stride]  recv_x: the row of a token lands at its own index
-  Array<Signal, 3> combine_signal;  // [B, R src, pieces]  a piece of a partial sum of src is here
+  Array<Signal, 3> combine_signal;  // [B, R src, T]  a partial sum of src is here
   Array<std::byte, 4> combine_row;  // [B, R src, T, row_stride]
-  Array<Signal, 2> dispatch_credit;  // [B, R src]  src no longer reads what I dispatched up to this epoch
-  Array<Signal, 2> combine_refusal;  // [B, R src]  src refused its combine; payload: which attempt
-  Array<uint64_t, 3> refusal_text;   // [B, R src, kRefusalWords]  why src refused its call on this buffer
-  Array<Signal, 1> goodbye;          // [R src]  epoch 1: src makes no more calls
-  Array<Signal, 1> clock_meeting;    // [R src]  src is ready for an exchange of messages, or has ended it
-  Array<Signal, 1> clock_message;    // [R src]  one of the messages; see kernels/align_clocks.h
-  Array<uint64_t, 2> clock_log;      // [R src, kMaxClockRounds + 1]  by the clock of src, when it sent each of them
-  Array<uint32_t, 1> poison;         // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
+  // Small batches, L = num_max_ll_tokens: LL words, read by the kernels alone.
+  Array<std::byte, 4> ll_choices;      // [B, R src, L, ll_choices_stride]  expert and weight of each choice
+  Array<std::byte, 4> ll_row;          // [B, R src, L, ll_row_stride]
+  Array<std::byte, 4> ll_combine_row;  // [B, R src, L, ll_row_stride]
+  Array<Signal, 2> dispatch_credit;    // [B, R src]  src no longer reads what I dispatched up to this epoch
+  Array<Signal, 2> combine_refusal;    // [B, R src]  src refused its combine; payload: which attempt
+  Array<uint64_t, 3> refusal_text;     // [B, R src, kRefusalWords]  why src refused its call on this buffer
+  Array<Signal, 1> goodbye;            // [R src]  epoch 1: src makes no more calls
+  Array<Signal, 1> clock_meeting;      // [R src]  src is ready for an exchange of messages, or has ended it
+  Array<Signal, 1> clock_message;      // [R src]  one of the messages; see kernels/align_clocks.h
+  Array<uint64_t, 2> clock_log;        // [R src, kMaxClockRounds + 1]  by the clock of src, when it sent each of them
+  Array<uint32_t, 1> poison;           // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
 
   // ---- local
   Array<uint64_t, 1> epoch;              // [B]  of the dispatch that holds the buffer; kernels advance it
@@ -93,7 +97,7 @@ struct Workspace {
   Array<int32_t, 2> landed_offsets;    // [B, R + 1]  where those of each src begin in landed_row
   Array<RouteTerm, 3> landed_term;     // [B, R * T, K]  of each landed row: its routes here, in k order
   Array<int32_t, 2> num_recv_tokens;   // [B, R src]  rows of the table of src
-  Array<int32_t, 2> num_pieces;        // [B, 1]  of a row on its way back
+  Array<int32_t, 2> all_send_ll;       // [B, 1]  whether the batches of all ranks are small; then so are their combines
   Array<RankSet, 2> token_ranks;       // [B, T]  where this rank's tokens have gone
 
   static constexpr uint32_t kRefused = Signal::kPayloadMask;

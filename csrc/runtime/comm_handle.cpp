@@ -16,6 +16,7 @@ constexpr AgreedField kAgreedFields[] = {
     {"hidden", &CommHandle::hidden},
     {"num_buffers", &CommHandle::num_buffers},
     {"num_max_tokens_per_rank", &CommHandle::num_max_tokens_per_rank},
+    {"num_max_ll_tokens", &CommHandle::num_max_ll_tokens},
     {"dtype", &CommHandle::dtype},
 };
 
@@ -42,6 +43,7 @@ CommHandle make_comm_handle(const MoeConfig& config, const std::string& target, 
                     .hidden = config.hidden,
                     .num_max_tokens_per_rank = config.num_max_tokens_per_rank,
                     .num_buffers = config.num_buffers,
+                    .num_max_ll_tokens = config.num_max_ll_tokens,
                     .dtype = static_cast<int32_t>(config.dtype)};
   std::strncpy(handle.target, target.c_str(), sizeof(handle.target) - 1);
   return handle;

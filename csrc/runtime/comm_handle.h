@@ -21,6 +21,7 @@ struct CommHandle {
   int32_t hidden = 0;
   int32_t num_max_tokens_per_rank = 0;
   int32_t num_buffers = 0;
+  int32_t num_max_ll_tokens = 0;
   int32_t dtype = 0;
   char target[16] = {};
 };

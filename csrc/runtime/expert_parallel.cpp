@@ -70,8 +70,7 @@ void ExpertParallel::connect(const std::vector<CommHandle>& handles) {
     throw std::invalid_argument("got " + std::to_string(handles.size()) + " handles for num_ranks=" +
                                 std::to_string(config().num_ranks) + "; pass one per rank, in rank order");
   }
-  const std::string why = disagreement(handles);
-  if (!why.empty()) throw std::invalid_argument(why);
+  if (const std::string why = disagreement(handles); !why.empty()) throw std::invalid_argument(why);
   if (connected_) throw std::runtime_error("the handles are already set");
   std::vector<MemoryHandle> memory;
   for (const CommHandle& handle : handles) memory.push_back(handle.memory);
@@ -163,10 +162,12 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   require(handle, Stage::kSent, Stage::kSent, "dispatch_recv");
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
-  backend_->launch(
-      DispatchRecvArgs{
-          .context = context_, .buffer = handle.buffer, .layout = layout, .expert_alignment = expert_alignment},
-      dispatch_blocks(handle.num_tokens, place), place.stream);
+  backend_->launch(DispatchRecvArgs{.context = context_,
+                                    .buffer = handle.buffer,
+                                    .layout = layout,
+                                    .expert_alignment = expert_alignment,
+                                    .row_dtype = handle.row_dtype},
+                   dispatch_blocks(handle.num_tokens, place), place.stream);
   handle.stage = Stage::kReceived;
   try {
     after_launch();
@@ -187,12 +188,14 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   raise_waits();
   const int buffer = take_buffer(), num_blocks = std::max(2, dispatch_blocks(input.num_tokens, place));
   const int senders = num_blocks - std::max(1, num_blocks / kDispatchRecvShare);
-  backend_->launch(
-      DispatchArgs{
-          .send = send_args(input, buffer),
-          .recv = {.context = context_, .buffer = buffer, .layout = layout, .expert_alignment = expert_alignment},
-          .num_send_blocks = senders},
-      num_blocks, place.stream);
+  backend_->launch(DispatchArgs{.send = send_args(input, buffer),
+                                .recv = {.context = context_,
+                                         .buffer = buffer,
+                                         .layout = layout,
+                                         .expert_alignment = expert_alignment,
+                                         .row_dtype = input.quantize ? DType::kFloat8 : input.x_dtype},
+                                .num_send_blocks = senders},
+                   num_blocks, place.stream);
   auto handle = open_handle(input, buffer);
   handle->layout = layout;
   handle->expert_alignment = expert_alignment;
@@ -386,8 +389,7 @@ void ExpertParallel::part() {
   GoodbyeArgs args{.context = context_};
   const auto limit = static_cast<uint64_t>(kPartingSeconds * context_.wait.ticks_per_second);
   args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
-  args.context.wait.poison =
-      nullptr;  // who leaves gives nobody else up: the others may wait longer for whoever is late
+  args.context.wait.poison = nullptr;  // who leaves gives nobody up: others may wait longer for whoever is late
   backend_->synchronize();
   backend_->launch(args, 1, nullptr);
   backend_->synchronize();

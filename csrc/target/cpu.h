@@ -75,6 +75,8 @@ using Warp = Thread;
 struct Block : Thread {
   struct Scratch {};
   explicit Block(Scratch&) {}
+  // True in one thread of the block, when all its warps have come here.
+  bool is_last_warp() const { return true; }
   Warp warp() const { return {}; }
   int warp_rank() const { return 0; }
   int num_warps() const { return 1; }
@@ -135,6 +137,9 @@ bool atomic_claim(T* address, T expected, T desired) {
 // nothing and each signal is a release store, which thread sanitizer understands and a free-standing fence is not.
 inline void fence_before_signals() {}
 inline constexpr Order kSignalOrder = Order::kRelease;
+inline constexpr bool kTellerPays = false;            // see kernels/signal_desk.h
+inline constexpr Order kPollOrder = Order::kAcquire;  // see protocol/wait.h
+using LlBits = uint64_t;                              // see protocol/ll_word.h
 
 // Asks for memory that will be read.
 inline void prefetch(const void* address) { __builtin_prefetch(address); }

@@ -109,12 +109,35 @@ __device__ __forceinline__ void fence_before_signals() {
   ::cuda::atomic_thread_fence(::cuda::std::memory_order_release, ::cuda::thread_scope_system);
 }
 inline constexpr Order kSignalOrder = Order::kRelaxed;
+// A warp of each block does the fences of all, see kernels/signal_desk.h.
+inline constexpr bool kTellerPays = true;
+// A poll that acquires costs nothing but the lines of the first cache, a second load of the word 0.7 us.
+inline constexpr Order kPollOrder = Order::kAcquire;
 
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(address)));
 }
 
 using Vec16 = uint4;
+
+// Vectors that are seen whole or not at all (PTX: .b128 with .relaxed is one access of single-copy atomicity).
+using LlBits = Vec16;  // see protocol/ll_word.h
+__device__ __forceinline__ Vec16 load_whole(const Vec16* address) {
+  uint64_t low, high;
+  asm volatile("{ .reg .b128 w; ld.relaxed.sys.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
+               : "=l"(low), "=l"(high)
+               : "l"(__cvta_generic_to_global(address))
+               : "memory");
+  return {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+          static_cast<uint32_t>(high >> 32)};
+}
+__device__ __forceinline__ void store_whole(Vec16* address, const Vec16& value) {
+  const uint64_t low = uint64_t{value.y} << 32 | value.x, high = uint64_t{value.w} << 32 | value.z;
+  asm volatile("{ .reg .b128 w; mov.b128 w, {%1, %2}; st.relaxed.sys.global.b128 [%0], w; }" ::"l"(
+                   __cvta_generic_to_global(address)),
+               "l"(low), "l"(high)
+               : "memory");
+}
 template <class T>
 __device__ __forceinline__ T load_global(const T* address) {
   return *address;

@@ -57,9 +57,7 @@ __device__ __forceinline__ void bulk_wait(int num_in_flight) {
 
 // A row that is only sent comes in while two others fly. One that the warp puts together itself needs no stage to come
 // in; and where it takes long, more warps are worth more than a second stage.
-__host__ __device__ constexpr int num_stages(StagedFor what) {
-  return what == StagedFor::kSending ? 3 : what == StagedFor::kQuantizing ? 2 : 1;
-}
+__host__ __device__ constexpr int num_stages(StagedFor what) { return what == StagedFor::kAdding ? 1 : 2; }
 inline constexpr int kStageHeader = 128;  // holds the stage's barrier and what is in the stage
 __host__ __device__ constexpr int64_t stage_bytes(int64_t row_bytes) {
   return kStageHeader + (row_bytes + 127) / 128 * 128;

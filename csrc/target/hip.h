@@ -114,6 +114,9 @@ __device__ __forceinline__ void fence_before_signals() {
   drain_stores();
 }
 inline constexpr Order kSignalOrder = Order::kRelaxed;
+inline constexpr bool kTellerPays = false;            // see kernels/signal_desk.h; not measured
+inline constexpr Order kPollOrder = Order::kRelaxed;  // an acquire per poll would invalidate the cache per poll
+using LlBits = uint64_t;                              // see protocol/ll_word.h
 
 // Rows lie in global memory; saying so spares the generic (flat) access, which counts against shared memory too.
 typedef uint32_t Vec16 __attribute__((ext_vector_type(4)));

@@ -55,8 +55,12 @@ struct Warp {
 struct Block {
   struct Scratch {
     typename BlockScan::Storage scan;
+    uint32_t num_warps_done;
   };
-  __device__ explicit Block(Scratch& scratch) : scratch_(scratch) {}
+  __device__ explicit Block(Scratch& scratch) : scratch_(scratch) {
+    if (rank() == 0) scratch_.num_warps_done = 0;
+    sync();
+  }
 
   __device__ int rank() const { return thread_in_block(); }
   __device__ int size() const { return kBlockThreads; }
@@ -72,6 +76,16 @@ struct Block {
     const int32_t result = BlockScan::inclusive_sum(scratch_.scan, value, total);
     block_sync();  // the storage may be used again
     return result;
+  }
+
+  // Once in a launch, by every warp: true in the leader of the last one. What the warps did before comes before what
+  // that thread does next; the others go on meanwhile.
+  __device__ bool is_last_warp() const {
+    drain_stores();
+    warp_sync();
+    if (rank() % kWarpSize != 0) return false;
+    const auto before = atomic_add<Order::kAcqRel, Scope::kBlock>(&scratch_.num_warps_done, 1u);
+    return before + 1 == static_cast<uint32_t>(num_warps());
   }
 
   __device__ Warp warp() const { return {}; }

@@ -2,9 +2,10 @@
 //
 // Every target offers the same words, each in its own inline namespace so that two targets link into one program:
 //   groups     Warp, Block, Grid: rank(), size(), sync(), release_sync(), any(), broadcast(), last(), inclusive_sum(),
-//              union_of(), matches(), max_of_neighbours()
+//              union_of(), matches(), max_of_neighbours(), is_last_warp()
 //   memory     atomic_load / atomic_store / atomic_add / atomic_claim with order and scope, multicast_bytes, prefetch,
-//              load_lane / store_lane, load_values / store_values, warp_memory<T>(): a T of each warp's own
+//              load_lane / store_lane, load_values / store_values, warp_memory<T>(): a T of each warp's own; LlBits:
+//              the widest word that is seen whole; kPollOrder, kTellerPays: what orders cost
 //   rows       PlainRowSender, make_warp_sender(): see row_sender.h
 //   numbers    to_float(), from_float<T>()
 //   time       clock_now() in the target's ticks, pause()
