@@ -42,9 +42,11 @@ endfunction()
 
 # Adds the target `name`: the assembly of `source`'s kernels, one isa/<stem>.<architecture>.s for each architecture.
 # `object` is what moe_a2a_add_hip_object made of it: it knows the headers that both depend on. isa/command.txt holds the
-# compiler's command, a word per line, for who wants a listing of changed sources.
+# compiler's command, a word per line, for who wants a listing of changed sources. Every instruction says which line it
+# comes from, or that it has none; the instructions are the same as without.
 function(moe_a2a_add_hip_listing name source object)
   _moe_a2a_hip_command(compile)
+  list(APPEND compile -gline-tables-only -mllvm -use-unknown-locations=Enable)
   get_filename_component(stem ${source} NAME_WE)
   string(REPLACE ";" "\n" command_text "${compile}")
   file(WRITE ${CMAKE_BINARY_DIR}/isa/command.txt "${command_text}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,7 @@ class Instruction:
     line: int
     opcode: str
     operands: str
+    files: tuple[str, ...] = ()  # of its source: where it is written, where that is inlined, and so on outwards
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.opcode} {self.operands}".rstrip()
@@ -61,6 +63,11 @@ class Instruction:
         return self.opcode == "s_waitcnt" and ("vmcnt(0)" in self.operands or self.operands == "0")
 
 
+# Pairs of scalar registers of which it is known that they hold 0 or -1.
+Flags = frozenset[tuple[str, str]]
+NO_FLAGS: Flags = frozenset()
+
+
 @dataclass
 class Block:
     instructions: list[Instruction] = field(default_factory=list)
@@ -81,24 +88,54 @@ class Kernel:
             yield from self.blocks[index].instructions
 
     def walk(self, start: str, step: Callable[[Instruction, str], str], block: int = 0) -> None:
-        """Takes every path from `block` on, with step(instruction, state) -> state; a (block, state) is taken once.
+        """Takes every path from `block` on, with step(instruction, state) -> state; a block is taken once with a state.
 
-        The state "stop" ends a path.
+        The state "stop" ends a path. A branch on a flag that the path itself has set goes one way only: an if and its
+        else stand one behind the other, and the second is entered by a flag that the first puts out.
         """
-        seen = set()
-        ahead = [(block, start)]
+        seen, after = set(), {}  # after: the state behind a block, of the block and the state before it
+        ahead = [(block, start, NO_FLAGS)]
         while ahead:
             here = ahead.pop()
             if here in seen:
                 continue
             seen.add(here)
-            index, state = here
+            index, state, flags = here
+            if (index, state) not in after:
+                after[index, state] = self._state_after(index, state, step)
+            state = after[index, state]
+            if state != "stop":
+                flags, successors = self._ways_on(index, flags)
+                ahead.extend((successor, state, flags) for successor in successors)
+
+    def _state_after(self, index: int, state: str, step: Callable[[Instruction, str], str]) -> str:
+        for instruction in self.blocks[index].instructions:
+            state = step(instruction, state)
+            if state == "stop":
+                break
+        return state
+
+    def _ways_on(self, index: int, flags: Flags) -> tuple[Flags, list[int]]:
+        """What is known behind a block of the flags that were known before it, and where it goes."""
+        if (index, flags) not in self._known_ways:
+            known, is_zero = dict(flags), False
             for instruction in self.blocks[index].instructions:
-                state = step(instruction, state)
-                if state == "stop":
-                    break
-            else:
-                ahead.extend((successor, state) for successor in self.blocks[index].successors)
+                known, is_zero = _follow_flags(instruction, known, is_zero, self._tested)
+            successors = self.blocks[index].successors
+            branch = self.blocks[index].instructions[-1].opcode if self.blocks[index].instructions else ""
+            if is_zero and branch in ("s_cbranch_vccz", "s_cbranch_vccnz"):  # successors: the next block, the target
+                successors = [successors[1 if branch == "s_cbranch_vccz" else 0]]
+            self._known_ways[index, flags] = frozenset(known.items()), successors
+        return self._known_ways[index, flags]
+
+    @cached_property
+    def _known_ways(self) -> dict[tuple[int, Flags], tuple[Flags, list[int]]]:
+        return {}
+
+    @cached_property
+    def _tested(self) -> set[str]:
+        """The pairs of scalar registers by which some branch goes."""
+        return {test.group(2) for i in self.instructions() if (test := _test_of_flag(i))}
 
     def loops_with(self, opcode: str) -> list[set[int]]:
         """The innermost loops that contain `opcode`."""
@@ -144,6 +181,40 @@ class Kernel:
         return dominators
 
 
+def _test_of_flag(instruction: Instruction) -> re.Match[str] | None:
+    """vcc = the lanes of a flag that are on (and), or those that are not (andn2)."""
+    return re.fullmatch(r"s_(and|andn2)_b64 vcc, exec, (s\[\d+:\d+\])", f"{instruction.opcode} {instruction.operands}")
+
+
+def _follow_flags(
+    instruction: Instruction, known: dict[str, str], is_zero: bool, tested: set[str]
+) -> tuple[dict[str, str], bool]:
+    """Returns the flags known after the instruction, and whether vcc is known to be zero.
+
+    Whatever else mentions a register makes it unknown.
+    """
+    test = _test_of_flag(instruction)
+    if test:
+        return known, known.get(test.group(2)) == {"and": "0", "andn2": "-1"}[test.group(1)]
+    if instruction.opcode.startswith("s_swappc"):
+        return {}, False
+    if "vcc" in instruction.operands:
+        is_zero = False
+    mentioned = _scalar_registers(instruction.operands)
+    if mentioned:
+        known = {pair: value for pair, value in known.items() if not mentioned & _scalar_registers(pair)}
+        pair, _, value = instruction.operands.partition(", ")
+        if instruction.opcode == "s_mov_b64" and value in ("0", "-1") and pair in tested:
+            known[pair] = value
+    return known, is_zero
+
+
+@cache
+def _scalar_registers(operands: str) -> frozenset[int]:
+    found = re.findall(r"\bs(?:(\d+)\b|\[(\d+):(\d+)\])", operands)
+    return frozenset(n for one, first, last in found for n in range(int(one or first), int(one or last) + 1))
+
+
 def architecture(text: str) -> str:
     return re.search(r'\.amdgcn_target "amdgcn-amd-amdhsa--(\w+)', text).group(1)
 
@@ -160,10 +231,16 @@ def kernels(text: str) -> list[Kernel]:
 def _blocks(lines: list[str], begin: int) -> list[Block]:
     blocks, labels, targets = [Block()], {}, []
     open_end = True  # whether the block before falls through into the next
+    files: tuple[str, ...] = ()
     for number in range(begin, len(lines)):
-        line = lines[number].split(";")[0].split("//")[0].strip()
+        code, _, comment = lines[number].partition(";")
+        line = code.split("//")[0].strip()
         if re.match(r"\.Lfunc_end\d+:|\.section\b", line):
             break
+        if re.match(r"\.loc\b", line):
+            files = _files(comment)
+        if re.match(r"\.Ltmp\d+:", line):  # of the debug information, no place to jump to
+            continue
         label = re.match(r"(\.\w+):", line)
         if label:
             if blocks[-1].instructions or not open_end:
@@ -175,7 +252,7 @@ def _blocks(lines: list[str], begin: int) -> list[Block]:
                 _start_block(blocks, open_end)
                 open_end = True
             opcode, _, operands = line.partition(" ")
-            blocks[-1].instructions.append(Instruction(number + 1, opcode, operands.strip()))
+            blocks[-1].instructions.append(Instruction(number + 1, opcode, operands.strip(), files))
             if opcode.startswith(("s_branch", "s_cbranch")):
                 targets.append((len(blocks) - 1, operands.strip()))
                 _start_block(blocks, falls_through=opcode != "s_branch")
@@ -184,6 +261,12 @@ def _blocks(lines: list[str], begin: int) -> list[Block]:
     for index, target in targets:
         blocks[index].successors.append(labels[target])
     return blocks
+
+
+@cache
+def _files(location: str) -> tuple[str, ...]:
+    """Of the comment at a .loc: "target/hip.h:97:3 @[ protocol/signal.h:70:7 @[ ... ] ]"."""
+    return tuple(re.findall(r"(\S+):\d+:\d+", location))
 
 
 def _start_block(blocks: list[Block], falls_through: bool) -> None:

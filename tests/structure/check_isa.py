@@ -2,7 +2,11 @@
 
 A release or acquire lost on the way to the machine loses data once in a million calls, and no NVIDIA GPU, processor or
 emulator shows it. The rules read the assembly instead. They know the forms of gfx942 and gfx950; of other
-architectures (gfx90a has no scope bits) only resources and row accesses are checked.
+architectures (gfx90a has no scope bits) only resources, row accesses and LL words are checked.
+
+An LL word (protocol/ll_word.h) is stored and polled by the same instructions as a signal, and needs neither release nor
+acquire. Which of the two an instruction is, its line in the source says: listings are made with line tables. What has
+lost its line counts as a signal.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ ROW_COPIERS = {"Dispatch", "DispatchSend"}
 ROW_ADDERS = {"Combine", "CombineRecv"}
 # Kernels that write data and then raise signals for it.
 SIGNALLERS = {"Dispatch", "DispatchSend", "Combine", "CombineSend"}
+# Kernels that send LL words, and kernels that poll them.
+LL_SENDERS = SIGNALLERS
+LL_RECEIVERS = {"Dispatch", "DispatchRecv", "Combine", "CombineRecv"}
 # Spins that wait for a word with nothing behind it, and so need no acquire: a volley is served or returned.
 BARE_SPINS = {"AlignClocks": 2}
 
@@ -36,8 +43,18 @@ def short_name(kernel: Kernel) -> str:
     return found.group(1) if found else kernel.symbol
 
 
+def is_of_ll_word(instruction: Instruction) -> bool:
+    """An access written in ll_word.h, or by the target's atomics for it."""
+    if not (instruction.is_load or instruction.is_store):
+        return False
+    user = next((file for file in instruction.files if "csrc/target/" not in file), "")
+    return user.endswith("csrc/protocol/ll_word.h")
+
+
 def is_signal_store(instruction: Instruction) -> bool:
-    """A signal is 64 bits; 64-bit stores that carry a scope are signals."""
+    """A signal is 64 bits; 64-bit stores that carry a scope are signals, or else LL words."""
+    if is_of_ll_word(instruction):
+        return False
     return instruction.is_store and instruction.opcode.endswith("_dwordx2") and "sc1" in instruction.modifiers
 
 
@@ -171,10 +188,18 @@ def check_leader_signals(kernel: Kernel) -> list[str]:
 
 
 def check_acquires(kernel: Kernel) -> list[str]:
-    """A spin polls at system scope; once it has seen its signal it loads it again and invalidates the caches."""
+    """A spin polls at system scope; once it has seen its signal it loads it again and invalidates the caches.
+
+    One that polls LL words may poll a signal too, for which the same holds: it is the first other load of 64 bits.
+    """
     problems = []
     for loop in kernel.loops_with("s_sleep"):
-        poll = next((i for i in kernel.instructions_of(loop) if i.is_load), None)
+        loads = [i for i in kernel.instructions_of(loop) if i.is_load]
+        poll = loads[0] if loads else None
+        if any(is_of_ll_word(i) for i in loads):
+            poll = next((i for i in loads if i.opcode.endswith("_dwordx2") and not is_of_ll_word(i)), None)
+            if poll is None:
+                continue
         if poll is None or not poll.is_system_scope:
             problems.append(f"a spin polls without system scope (sc0 sc1): {poll}")
             continue
@@ -216,6 +241,31 @@ def _acquires(instructions: list[Instruction], address: str) -> bool:
     return False
 
 
+def check_ll_words(kernel: Kernel, has_scope_bits: bool) -> list[str]:
+    """Data and stamp of an LL word go in one access, past all caches. gfx90a writes through; its loads say glc."""
+    problems = []
+    for instruction in filter(is_of_ll_word, kernel.instructions()):
+        scope = "sc0 sc1" if has_scope_bits else "glc" if instruction.is_load else ""
+        what = "polled" if instruction.is_load else "stored"
+        if not instruction.opcode.endswith("_dwordx2"):
+            problems.append(f"an LL word is {what} in parts: {instruction}")
+        elif not set(scope.split()) <= instruction.modifiers:
+            problems.append(f"an LL word is not {what} at system scope ({scope}): {instruction}")
+    return problems
+
+
+def check_ll_presence(kernel: Kernel) -> list[str]:
+    """Without line tables no access would be one of an LL word, and none would be checked."""
+    problems = []
+    if short_name(kernel) in LL_SENDERS and not any(i.is_store and is_of_ll_word(i) for i in kernel.instructions()):
+        problems.append("no store of an LL word (protocol/ll_word.h) at all")
+    if short_name(kernel) in LL_RECEIVERS:
+        spins = set().union(*kernel.loops_with("s_sleep"))
+        if not any(i.is_load and is_of_ll_word(i) for i in kernel.instructions_of(spins)):
+            problems.append("no spin that polls an LL word (protocol/ll_word.h)")
+    return problems
+
+
 def check_kernel(kernel: Kernel, has_scope_bits: bool) -> list[str]:
     name = short_name(kernel)
     problems = []
@@ -223,6 +273,7 @@ def check_kernel(kernel: Kernel, has_scope_bits: bool) -> list[str]:
         problems += check_resources(kernel) + check_calls(kernel)
     if name in ROW_COPIERS | ROW_ADDERS:
         problems += check_row_access(kernel, copies=name in ROW_COPIERS)
+    problems += check_ll_words(kernel, has_scope_bits) + check_ll_presence(kernel)
     if has_scope_bits:
         without_acquire = check_acquires(kernel)
         problems += without_acquire if len(without_acquire) != BARE_SPINS.get(name, 0) else []
@@ -235,9 +286,9 @@ def describe(kernel: Kernel) -> str:
     used = ", ".join(f"{value} {name}" for name, value in kernel.resources.items())
     words = ("_dwordx4", "buffer_wbl2", "buffer_inv", "s_barrier")
     count = Counter(
-        i.opcode + (" sc0 sc1" if i.is_system_scope else "")
+        ("LL " if is_of_ll_word(i) else "") + i.opcode + (" sc0 sc1" if i.is_system_scope else "")
         for i in kernel.instructions()
-        if any(word in i.opcode for word in words) and not i.opcode.startswith("s_load")
+        if is_of_ll_word(i) or (any(word in i.opcode for word in words) and not i.opcode.startswith("s_load"))
     )
     return f"{short_name(kernel)}: {used}\n    " + ", ".join(f"{n} x {op}" for op, n in sorted(count.items()))
 

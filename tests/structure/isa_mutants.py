@@ -46,14 +46,14 @@ MUTANTS = [
     Mutant(
         "waits without their acquire",
         "protocol/wait.h",
-        r"Order::kAcquire(, Scope::kSystem>\(&signal->word)",
-        r"Order::kRelaxed\1",
+        r"atomic_load<kThen(, Scope::kSystem>\(&signal->word)",
+        r"atomic_load<Order::kRelaxed\1",
         "no acquire",
     ),
     Mutant(
         "polls of device scope",
         "protocol/wait.h",
-        r"(Order::kRelaxed, Scope::)kSystem(>\(&signal->word)",
+        r"(atomic_load<kPoll, Scope::)kSystem(>\(&signal->word)",
         r"\1kDevice\2",
         "polls without system scope",
     ),
@@ -63,6 +63,52 @@ MUTANTS = [
         r"drain_stores\(\);(\s+block_sync)",
         r"\1",
         "barrier before a signal",
+    ),
+    Mutant(
+        "LL words stored at device scope",
+        "protocol/ll_word.h",
+        r"(atomic_store<Order::kRelaxed, Scope::)kSystem",
+        r"\1kDevice",
+        "not stored at system scope",
+    ),
+    Mutant(
+        "LL words polled at device scope",
+        "protocol/ll_word.h",
+        r"(atomic_load<Order::kRelaxed, Scope::)kSystem",
+        r"\1kDevice",
+        "not polled at system scope",
+    ),
+    Mutant(
+        "LL words stored like data",
+        "protocol/ll_word.h",
+        r"atomic_store<Order::kRelaxed, Scope::kSystem>\(address, bits\)",
+        "*address = bits",
+        "not stored at system scope",
+    ),
+    Mutant(
+        "LL words read like data",
+        "protocol/ll_word.h",
+        r"atomic_load<Order::kRelaxed, Scope::kSystem>\(address\)",
+        "*address",
+        "not polled at system scope",
+    ),
+    Mutant(
+        "LL words stored in halves",
+        "protocol/ll_word.h",
+        r"(atomic_store<Order::kRelaxed, Scope::kSystem>)\(address, bits\);",
+        r"""
+        \1(reinterpret_cast<uint32_t*>(address), static_cast<uint32_t>(bits));
+        \1(reinterpret_cast<uint32_t*>(address) + 1, static_cast<uint32_t>(bits >> 32));""",
+        "LL word is stored in parts",
+    ),
+    Mutant(
+        "LL words polled in halves",
+        "protocol/ll_word.h",
+        r"return (atomic_load<Order::kRelaxed, Scope::kSystem>)\(address\);",
+        r"""
+        const uint32_t* half = reinterpret_cast<const uint32_t*>(address);
+        return \1(half) | uint64_t{\1(half + 1)} << 32;""",
+        "LL word is polled in parts",
     ),
     Mutant(
         "rows in small pieces",

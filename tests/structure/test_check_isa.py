@@ -4,8 +4,27 @@ import pytest
 from amd_assembly import kernels
 from check_isa import check, check_kernel
 
-# Every wave copies 16 bytes per lane, the block meets, the leader raises a signal.
-SEND = """
+# As clang marks what comes from an LL word's accesses, from a signal's, and what it has moved about.
+LL_STORE = (
+    "\t.loc\t2 97 3 ; csrc/target/hip.h:97:3 @[ csrc/protocol/ll_word.h:41:3 @[ csrc/kernels/ll_stream.h:88:47 ] ]"
+)
+LL_LOAD = (
+    "\t.loc\t2 93 10 ; csrc/target/hip.h:93:10 @[ csrc/protocol/ll_word.h:38:10 @[ csrc/kernels/ll_sum.h:63:24 ] ]"
+)
+OF_A_SIGNAL = (
+    "\t.loc\t2 97 3 ; csrc/target/hip.h:97:3 @[ csrc/protocol/signal.h:70:7 @[ csrc/kernels/notices.h:50:5 ] ]"
+)
+OF_A_CALLER = (
+    "\t.loc\t2 97 3 ; csrc/target/hip.h:97:3 @[ csrc/protocol/signal.h:70:7 @[ csrc/protocol/ll_word.h:41:3 ] ]"
+)
+OF_NO_LINE = "\t.loc\t2 0 3 ; csrc/target/hip.h:0:3"
+
+# Every wave sends LL words, copies 16 bytes per lane, the block meets, the leader raises a signal.
+SEND = f"""
+	global_store_dword v40, v41, s[20:21]
+{LL_STORE}
+	global_store_dwordx2 v[42:43], v[44:45], off offset:512 sc0 sc1
+{OF_NO_LINE}
 .LBB0_1:
 	global_load_dwordx4 v[6:9], v[4:5], off
 	s_waitcnt vmcnt(0)
@@ -24,8 +43,18 @@ SEND = """
 	s_endpgm
 """
 
-# A wave spins, acquires, and reads the row that has landed.
-RECEIVE = """
+# A wave spins for LL words; it spins for a signal, acquires, and reads the row that has landed.
+RECEIVE = f"""
+.LBB0_4:
+{LL_LOAD}
+	global_load_dwordx2 v[44:45], v[42:43], off offset:16 sc0 sc1
+.Ltmp7:
+{OF_NO_LINE}
+	s_waitcnt vmcnt(0)
+	s_cbranch_vccnz .LBB0_5
+	s_sleep 1
+	s_branch .LBB0_4
+.LBB0_5:
 	v_mov_b32_e32 v0, 0
 .LBB0_1:
 	global_load_dwordx2 v[4:5], v[2:3], off sc0 sc1
@@ -43,6 +72,23 @@ RECEIVE = """
 	global_store_dwordx4 v[12:13], v[6:9], off
 	s_cbranch_scc0 .LBB0_3
 	s_endpgm
+"""
+
+# More of both: a store behind data that nothing has written back, and a spin.
+SEND_LL = f"""	global_store_dword v40, v41, s[20:21]
+{LL_STORE}
+	global_store_dwordx2 v[42:43], v[44:45], off sc0 sc1
+"""
+RECEIVE_LL_POLL = f"""{LL_LOAD}
+	global_load_dwordx2 v[44:45], v[42:43], off sc0 sc1"""
+RECEIVE_LL = f"""
+.LBB0_6:
+{RECEIVE_LL_POLL}
+	s_waitcnt vmcnt(0)
+	s_cbranch_vccnz .LBB0_7
+	s_sleep 1
+	s_branch .LBB0_6
+.LBB0_7:
 """
 
 RESOURCES = {
@@ -153,6 +199,106 @@ def test_a_broken_receiver_is_found(old, new, said):
     assert len(found) == 1 and said in found[0]
 
 
+@pytest.mark.parametrize("line", [OF_A_SIGNAL, OF_A_CALLER, OF_NO_LINE])
+def test_what_is_not_known_to_be_an_ll_word_is_a_signal(line):
+    stored = edited(SEND, "\ts_endpgm\n", f"{SEND_LL}\ts_endpgm\n")
+    assert problems("DispatchSend", stored) == []
+    (found,) = problems("DispatchSend", edited(stored, SEND_LL, SEND_LL.replace(LL_STORE, line)))
+    assert "data may be dirty" in found
+    polled = edited(RECEIVE, "\ts_endpgm\n", f"{RECEIVE_LL}\ts_endpgm\n")
+    assert problems("CombineRecv", polled) == []
+    (found,) = problems("CombineRecv", edited(polled, RECEIVE_LL, RECEIVE_LL.replace(LL_LOAD, line)))
+    assert "no acquire" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "old", "new", "said"),
+    [
+        ("DispatchSend", SEND, "off offset:512 sc0 sc1", "off offset:512 sc1", "not stored at system scope"),
+        ("DispatchSend", SEND, "off offset:512 sc0 sc1", "off offset:512", "not stored at system scope"),
+        (
+            "DispatchSend",
+            SEND,
+            "global_store_dwordx2 v[42:43], v[44:45], off offset:512 sc0 sc1",
+            "global_store_dword v[42:43], v44, off offset:512 sc0 sc1",
+            "stored in parts",
+        ),
+        ("DispatchSend", SEND, LL_STORE, OF_A_SIGNAL, "no store of an LL word"),
+        ("CombineRecv", RECEIVE, "off offset:16 sc0 sc1", "off offset:16 sc1", "not polled at system scope"),
+        ("CombineRecv", RECEIVE, "off offset:16 sc0 sc1", "off offset:16", "not polled at system scope"),
+        (
+            "CombineRecv",
+            RECEIVE,
+            "global_load_dwordx2 v[44:45], v[42:43], off offset:16 sc0 sc1",
+            "global_load_dword v45, v[42:43], off offset:20 sc0 sc1",
+            "polled in parts",
+        ),
+        ("CombineRecv", RECEIVE, LL_LOAD, OF_A_SIGNAL, "no spin that polls an LL word"),
+    ],
+)
+def test_a_broken_ll_word_is_found(name, body, old, new, said):
+    assert said in "".join(problems(name, edited(body, old, new)))
+
+
+def test_a_spin_for_an_ll_word_or_a_signal_acquires_the_signal():
+    poll = "\tglobal_load_dwordx2 v[4:5], v[2:3], off sc0 sc1"
+    either = edited(RECEIVE, ".LBB0_1:\n", f".LBB0_1:\n{RECEIVE_LL_POLL}\n{OF_A_SIGNAL}\n")
+    assert problems("CombineRecv", either) == []
+    (found,) = problems("CombineRecv", edited(either, "\tbuffer_inv sc0 sc1\n", ""))
+    assert "no acquire" in found
+    (found,) = problems("CombineRecv", either.replace(poll, poll.replace("sc0 sc1", "sc1"), 1))
+    assert "polls without system scope" in found
+
+
+def test_gfx90a_polls_ll_words_past_its_first_cache():
+    body = RECEIVE.replace(" sc0 sc1", " glc")
+    _, found = check(listing(("CombineRecv", body), arch="gfx90a"))
+    assert not [problem for problem in found if "no kernel" not in problem]
+    _, found = check(listing(("CombineRecv", edited(body, "offset:16 glc", "offset:16")), arch="gfx90a"))
+    assert "not polled at system scope (glc)" in "".join(found)
+
+
+# An if and its else: the one behind the other, and a flag says that the first has been gone through.
+EITHER = """
+	s_cbranch_scc1 .LBB0_11
+	global_store_dword v0, v1, s[8:9]
+	s_barrier
+	s_mov_b64 s[12:13], 0
+	s_branch .LBB0_12
+.LBB0_11:
+	s_mov_b64 s[12:13], -1
+.LBB0_12:
+	s_and_b64 vcc, exec, s[12:13]
+	s_cbranch_vccz .LBB0_13
+	buffer_wbl2 sc0 sc1
+	s_waitcnt vmcnt(0)
+	global_store_dwordx2 v0, v[2:3], s[4:5] sc0 sc1
+.LBB0_13:
+	s_endpgm
+"""
+
+
+def test_no_path_leads_through_an_if_and_its_else():
+    both = edited(SEND, "\ts_endpgm\n", EITHER)
+    assert problems("DispatchSend", both) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("\ts_mov_b64 s[12:13], 0\n", "\ts_mov_b64 s[12:13], -1\n"),
+        ("\ts_mov_b64 s[12:13], 0\n", ""),
+        ("\ts_mov_b64 s[12:13], 0\n", "\ts_mov_b64 s[12:13], 0\n\tv_readlane_b32 s13, v40, 2\n"),
+        ("\ts_mov_b64 s[12:13], 0\n", "\ts_mov_b64 s[12:13], 0\n\ts_load_dwordx4 s[12:15], s[0:1], 0x4\n"),
+        ("s_and_b64 vcc, exec, s[12:13]\n", "s_and_b64 vcc, exec, s[12:13]\n\tv_cmp_eq_u32_e32 vcc, 0, v1\n"),
+        ("s_cbranch_vccz", "s_cbranch_vccnz"),
+    ],
+)
+def test_one_does_where_the_flag_is_not_known(old, new):
+    both = edited(SEND, "\ts_endpgm\n", edited(EITHER, old, new))
+    assert "barrier before a signal" in "".join(problems("DispatchSend", both))
+
+
 def test_an_acquire_of_another_wait_does_not_count():
     lost = edited(RECEIVE, "\tbuffer_inv sc0 sc1\n", "").replace("\ts_endpgm", "")
     second = RECEIVE.replace("LBB0_", "LBB0_9").replace("v[2:3]", "v[22:23]")
@@ -225,7 +371,7 @@ def test_a_missing_kernel_is_found_and_resources_are_reported():
     assert "60 vgpr" in report[0] and "304 lds" in report[0] and "global_store_dwordx4" in report[0]
 
 
-def test_an_architecture_without_scope_bits_is_checked_for_resources_only():
+def test_an_architecture_without_scope_bits_is_not_checked_for_orderings():
     body = SEND.replace(" sc0 sc1", "")
     _, found = check(listing(("DispatchSend", body), arch="gfx90a", vgpr_spill_count=3))
     assert [problem for problem in found if "no kernel" not in problem] == [
