@@ -84,6 +84,7 @@ bool Explorer::run_schedule() {
   delays_left_ = max_delays_;
   clock_jumps_ = 0;
   now_ = 0;
+  newest_stamp_.clear();
   failure_.clear();
   trace_.clear();
   for (auto& thread : threads_) {

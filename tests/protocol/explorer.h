@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -88,14 +89,16 @@ class Explorer {
     struct Seen {
       const void* address;
       uint32_t version;
+      uint32_t read_at;  // in pauses of the thread
     };
 
     int id = 0, stream = 0, block = 0;
     State state = State::kParked;
     ucontext_t context;
     std::vector<std::byte> stack = std::vector<std::byte>(kStackBytes);
-    std::vector<Seen> seen;  // what its present wait has read, at which version
-    int idle_polls = 0;      // since it last read something new
+    std::vector<Seen> seen;  // what it has read, at which version; those of its present wait are the newest
+    uint32_t num_pauses = 0;
+    int idle_polls = 0;  // since it last read something new
   };
   struct Stream {
     std::vector<Thread*> threads;
@@ -122,6 +125,7 @@ class Explorer {
   bool next_path();
 
   uint64_t load_text(const void* address);
+  uint64_t mutated_ll(Field field, uint64_t word) const;
   void check(const Race& race, const void* address, const char* access);
   void wake_watchers(const void* address);
   void record(const char* operation, const void* address, uint64_t value);
@@ -143,6 +147,7 @@ class Explorer {
   bool draws_ = false;
   std::mt19937_64 generator_;
 
+  std::map<Field, uint32_t> newest_stamp_;  // of the LL words of a field
   uint64_t now_ = 0;
   int clock_jumps_ = 0;
   std::string failure_;

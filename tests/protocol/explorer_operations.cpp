@@ -12,6 +12,8 @@ namespace {
 // A waiting loop looks at more than its one word only now and then (kPollsPerLook in protocol/wait.h). A thread that
 // has polled this often and seen nothing new has looked at everything that can end its wait.
 constexpr int kPollsBeforeSleep = 128;
+// What it has not read for so many polls belongs to a wait before.
+constexpr uint32_t kPollsOfAWait = 100;
 
 uint64_t value_at(const void* address, size_t bytes) {
   uint64_t value = 0;
@@ -36,17 +38,33 @@ uint64_t Explorer::load(const void* address, size_t bytes, Order order) {
     current_->idle_polls = 0;
     const auto place = std::find_if(seen.begin(), seen.end(), [&](const auto& s) { return s.address == address; });
     if (place == seen.end()) {
-      seen.push_back({address, order_.version(address)});
+      seen.push_back({address, order_.version(address), current_->num_pauses});
     } else {
-      place->version = order_.version(address);
+      *place = {address, order_.version(address), current_->num_pauses};
     }
+  } else {
+    known->read_at = current_->num_pauses;
   }
   check(order_.load(current_->id, address, order), address, "loads");
   uint64_t value = value_at(address, bytes);
-  if (is_broken(Mutation::Kind::kWaitSkipped, field)) value += uint64_t{1} << 60;  // 2^40 epochs later
-  if (is_broken(Mutation::Kind::kOneEpochEarly, field)) value += uint64_t{1} << 20;
+  if (is_ll(field)) {
+    value = mutated_ll(field, value);
+  } else {
+    if (is_broken(Mutation::Kind::kWaitSkipped, field)) value += uint64_t{1} << 60;  // 2^40 epochs later
+    if (is_broken(Mutation::Kind::kOneEpochEarly, field)) value += uint64_t{1} << 20;
+  }
   if (!again) record(order == Order::kAcquire ? "load acquire" : "load relaxed", address, value);
   return value;
+}
+
+// An LL word with the stamp of the newest one of its field that any rank has written, where a mutant takes it for such.
+uint64_t Explorer::mutated_ll(Field field, uint64_t word) const {
+  const bool always = is_broken(Mutation::Kind::kWaitSkipped, field);
+  const auto newest = newest_stamp_.find(field);
+  if (newest == newest_stamp_.end() || !(always || is_broken(Mutation::Kind::kOneEpochEarly, field))) return word;
+  const auto stamp = static_cast<uint32_t>(word >> 32), epoch_later = ((stamp + 1) | 1u << 31);
+  if (!always && epoch_later != newest->second) return word;
+  return uint64_t{newest->second} << 32 | static_cast<uint32_t>(word);
 }
 
 // The words of a text are relaxed and not waited for: who reads one that its signal does not order may get what was
@@ -61,6 +79,7 @@ void Explorer::store(void* address, size_t bytes, uint64_t value, Order order) {
   current_->seen.clear();
   if (is_broken(Mutation::Kind::kStoreLost, field)) return;
   if (is_broken(Mutation::Kind::kLostWhenUnused, field) && stage_.is_unused_pair(address)) return;
+  if (is_ll(field)) newest_stamp_[field] = static_cast<uint32_t>(value >> 32);
   if (is_broken(Mutation::Kind::kRelaxedRelease, field)) order = Order::kRelaxed;
   if (mutation_.signals_by_fence && order == Order::kRelease && field != Field::kReportState) {
     check(order_.store_after_fence(current_->id, address), address, "stores");
@@ -124,8 +143,10 @@ void Explorer::check(const Race& race, const void* address, const char* access) 
 
 // After polls that saw nothing new, sleeps until one of the words that it polled is written.
 void Explorer::pause() {
+  ++current_->num_pauses;
   if (++current_->idle_polls < kPollsBeforeSleep) return;
   current_->idle_polls = 0;
+  std::erase_if(current_->seen, [&](const auto& s) { return current_->num_pauses - s.read_at > kPollsOfAWait; });
   for (const auto& seen : current_->seen) {
     if (order_.version(seen.address) != seen.version) return;
   }

@@ -62,6 +62,7 @@ struct Thread {
 using Warp = Thread;
 
 struct Block : Thread {
+  bool is_last_warp() const { return true; }
   Warp warp() const { return {}; }
   int warp_rank() const { return 0; }
   int num_warps() const { return 1; }
@@ -125,6 +126,9 @@ bool atomic_claim(T* address, T expected, T desired) {
 // GPUs. Which of the two a release store here stands for is the explorer's choice, see Mutation::signals_by_fence.
 inline void fence_before_signals() { observed_fence(); }
 inline constexpr Order kSignalOrder = Order::kRelease;
+inline constexpr bool kTellerPays = false;
+inline constexpr Order kPollOrder = Order::kRelaxed;  // the way of AMD: a poll, then an acquire of its own
+using LlBits = uint64_t;
 
 inline void prefetch(const void*) {}
 

@@ -17,9 +17,9 @@ constexpr int kMaxDelays = 3;
 constexpr int64_t kRandomSchedules = 5'000;
 
 // Per case and number of delays. MOE_A2A_SCHEDULES=1000000 searches more.
-int64_t max_schedules() {
+int64_t max_schedules(const Scenario& scenario) {
   const char* asked = std::getenv("MOE_A2A_SCHEDULES");
-  return asked != nullptr ? std::atoll(asked) : 20'000;
+  return (asked != nullptr ? std::atoll(asked) : 20'000) / scenario.schedule_divisor;
 }
 
 class ProtocolTest : public ::testing::TestWithParam<Scenario> {};
@@ -30,7 +30,7 @@ TEST_P(ProtocolTest, HoldsInEverySchedule) {
     std::printf("  %-36s %-8s", GetParam().name.c_str(), by_fence ? "fence" : "release");
     for (int bound = 0; bound <= (by_fence ? 1 : kMaxDelays); ++bound) {
       World world(GetParam());
-      const Exploration found = Explorer(world, {.signals_by_fence = by_fence}).all(bound, max_schedules());
+      const Exploration found = Explorer(world, {.signals_by_fence = by_fence}).all(bound, max_schedules(GetParam()));
       std::printf(" %6" PRId64 "%s", found.num_schedules, found.complete ? " " : "+");
       ASSERT_EQ(found.failure, "") << found.trace;
       if (!found.complete) break;  // a larger bound begins with the same schedules
@@ -42,7 +42,7 @@ TEST_P(ProtocolTest, HoldsInEverySchedule) {
 TEST_P(ProtocolTest, HoldsInRandomSchedules) {
   const uint64_t seed = test_seed();
   World world(GetParam());
-  const Exploration found = Explorer(world, {}).random(seed, kRandomSchedules);
+  const Exploration found = Explorer(world, {}).random(seed, kRandomSchedules / GetParam().schedule_divisor);
   EXPECT_EQ(found.failure, "");
 }
 
@@ -68,7 +68,7 @@ Catch hunt(const Mutant& mutant, const std::vector<Scenario>& scenarios) {
   for (int delays = 0; delays <= 2 && caught.num_catchers == 0; ++delays) {
     for (const Scenario& scenario : scenarios) {
       World world(scenario);
-      const Exploration found = Explorer(world, mutant.mutation).all(delays, max_schedules());
+      const Exploration found = Explorer(world, mutant.mutation).all(delays, max_schedules(scenario));
       if (found.failure.empty() || caught.num_catchers++ > 0) continue;
       caught.scenario = scenario.name;
       caught.exploration = found;

@@ -7,20 +7,13 @@
 #include "kernels/align_clocks.h"
 #include "kernels/both_halves.h"
 #include "kernels/notices.h"
+#include "model_values.h"
 
 namespace moe_a2a {
 namespace {
 
 // Only rank 0 loses patience when the clock jumps: the others leave because it tells them.
 uint64_t timeout_ticks(int rank) { return uint64_t{1} << (rank == 0 ? 30 : 60); }
-
-// Small integers: every sum is exact, so the expected value needs no order of addition.
-float x_value(int src, int token, int call, int column) {
-  return static_cast<float>(1 + column + 256 * (token + 4 * (src + 4 * call)));
-}
-float weight_value(int src, int token, int k) { return static_cast<float>(1 + (src + 2 * token + 3 * k) % 5); }
-float expert_factor(int expert) { return static_cast<float>(expert + 1); }
-
 [[noreturn]] void fail(const std::string& why) { Explorer::running()->fail(why); }
 
 using SharedMemory = std::vector<std::max_align_t>;  // of a block, kept between launches
@@ -42,7 +35,8 @@ MoeConfig config_of(const Shape& shape, int rank) {
           .hidden = shape.hidden,
           .num_max_tokens_per_rank = shape.num_max_tokens,
           .num_buffers = shape.num_buffers,
-          .dtype = DType::kFloat32};
+          .dtype = DType::kFloat32,
+          .num_max_ll_tokens = shape.num_max_ll_tokens};
 }
 
 ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Report* report)
@@ -84,17 +78,28 @@ void ModelRank::reset() {
   attempt_ = 1;
   noted_refusal_ = false;
   if (shape_.first_epoch == 0) return;
+  reset_ll_words();
   const Signal old{Signal::pack(shape_.first_epoch, 0)};
   const Workspace& ws = context_.ws;
   for (int b = 0; b < shape_.num_buffers; ++b) {
     ws.epoch(b) = shape_.first_epoch;
     for (int r = 0; r < shape_.num_ranks; ++r) {
       ws.dispatch_credit(b, r) = ws.combine_refusal(b, r) = ws.table_signal(b, r, 0) = old;
-      for (int64_t i = 0; i < context_.config.piece_capacity(); ++i) {
-        ws.row_signal(b, r, i) = ws.combine_signal(b, r, i) = old;
-      }
+      for (int t = 0; t < shape_.num_max_tokens; ++t) ws.row_signal(b, r, t) = ws.combine_signal(b, r, t) = old;
     }
   }
+}
+
+void ModelRank::reset_ll_words() {
+  const LlWord old{.data = {}, .stamp = ll_stamp(shape_.first_epoch)};
+  const MoeConfig& config = context_.config;
+  const int64_t num_tokens = int64_t{shape_.num_buffers} * shape_.num_ranks * shape_.num_max_ll_tokens;
+  const auto fill = [&](std::byte* words, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += sizeof(old)) std::memcpy(words + i, &old, sizeof(old));
+  };
+  fill(context_.ws.ll_choices.data, num_tokens * config.ll_choices_stride());
+  fill(context_.ws.ll_row.data, num_tokens * config.ll_row_stride());
+  fill(context_.ws.ll_combine_row.data, num_tokens * config.ll_row_stride());
 }
 
 Launch ModelRank::launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const {
@@ -102,7 +107,11 @@ Launch ModelRank::launch(const std::string& name, int call, int num_blocks, std:
   return {who, name, num_blocks, std::move(body)};
 }
 
-int ModelRank::num_pieces() const { return context_.config.num_pieces(shape_.num_max_tokens); }
+bool ModelRank::all_others_are_small(int call) const {
+  bool small = true;
+  for (int r = 0; r < shape_.num_ranks; ++r) small &= r == rank() || is_small(r, call);
+  return small;
+}
 
 // ---- the kernels, as csrc/runtime launches them
 
@@ -116,6 +125,10 @@ DispatchSendArgs ModelRank::dispatch_send_args(int call) const {
           .x = {reinterpret_cast<const std::byte*>(in.x.data()), shape_.hidden * int64_t{sizeof(float)}},
           .x_dtype = DType::kFloat32,
           .x_scales = {}};
+}
+
+DispatchRecvArgs ModelRank::dispatch_recv_args(int call) const {
+  return {.context = context_, .buffer = buffer(call), .row_dtype = DType::kFloat32};
 }
 
 CombineSendArgs ModelRank::combine_send_args(int call) const {
@@ -134,16 +147,18 @@ CombineRecvArgs ModelRank::combine_recv_args(int call) {
 }
 
 Launch ModelRank::dispatch_send(int call) {
-  return launch("dispatch_send", call, shape_.num_blocks, [this, call](int block) {
-    if (block == 0) raise_early({Field::kTableSignal, Field::kRowSignal}, call);
-    run_kernel<DispatchSend>(shared_[block], dispatch_send_args(call), block, shape_.num_blocks);
-  });
+  return launch(is_small(rank(), call) ? kSmallSend : "dispatch_send", call, shape_.num_blocks,
+                [this, call](int block) {
+                  if (block == 0) raise_early({Field::kTableSignal, Field::kRowSignal}, call);
+                  run_kernel<DispatchSend>(shared_[block], dispatch_send_args(call), block, shape_.num_blocks);
+                });
 }
 
 Launch ModelRank::dispatch_recv(int call) {
-  return launch("dispatch_recv", call, shape_.num_blocks, [this, call](int block) {
-    run_kernel<DispatchRecv>(shared_[block], {.context = context_, .buffer = buffer(call)}, block, shape_.num_blocks);
-  });
+  return launch(all_others_are_small(call) ? kSmallRecv : "dispatch_recv", call, shape_.num_blocks,
+                [this, call](int block) {
+                  run_kernel<DispatchRecv>(shared_[block], dispatch_recv_args(call), block, shape_.num_blocks);
+                });
 }
 
 Launch ModelRank::combine_send(int call) {
@@ -162,10 +177,9 @@ Launch ModelRank::combine_recv(int call) {
 Launch ModelRank::dispatch(int call) {
   return launch("dispatch", call, 2, [this, call](int block) {
     if (block == 0) raise_early({Field::kTableSignal, Field::kRowSignal}, call);
-    run_kernel<Dispatch>(
-        shared_[block],
-        {.send = dispatch_send_args(call), .recv = {.context = context_, .buffer = buffer(call)}, .num_send_blocks = 1},
-        block, 2);
+    run_kernel<Dispatch>(shared_[block],
+                         {.send = dispatch_send_args(call), .recv = dispatch_recv_args(call), .num_send_blocks = 1},
+                         block, 2);
   });
 }
 
@@ -176,7 +190,8 @@ Launch ModelRank::combine(int call) {
                         {.send = combine_send_args(call), .recv = combine_recv_args(call), .num_send_blocks = 1}, block,
                         2);
   });
-  combine.num_counted_blocks = 1;
+  // The sums of small batches are sent by both blocks.
+  combine.num_counted_blocks = all_others_are_small(call) && is_small(rank(), call) ? 2 : 1;
   return combine;
 }
 
@@ -230,7 +245,7 @@ void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const
     if (field == Field::kTableSignal) raise(ws.table_signal.at(b, rank(), 0), epoch + 1, count);
     if (field == Field::kDispatchCredit) raise(ws.dispatch_credit.at(b, rank()), epoch);
     if (field == Field::kCombineRefusal) raise(ws.combine_refusal.at(b, rank()), epoch, attempt_);
-    for (int i = 0; i < shape_.num_max_tokens * num_pieces(); ++i) {
+    for (int i = 0; i < shape_.num_max_tokens; ++i) {
       if (field == Field::kRowSignal) raise(ws.row_signal.at(b, rank(), i), epoch + 1);
       if (field == Field::kCombineSignal) raise(ws.combine_signal.at(b, rank(), i), epoch);
     }
@@ -362,10 +377,6 @@ Launch ModelRank::watch_report(int culprit) {
     while (atomic_load<Order::kRelaxed, Scope::kSystem>(&report_->is_complete) != 1u) pause();
     compare_left(culprit);
   });
-}
-
-Launch ModelRank::check_clocks() {
-  return launch("check_clocks", -1, 1, [this](int) { compare_clocks(); });
 }
 
 void ModelRank::compare_clocks() const {

@@ -27,11 +27,16 @@ struct Shape {
   int num_buffers = 1;
   int num_blocks = 1;
   int num_calls = 2;
+  int num_max_ll_tokens = 0;
   uint64_t first_epoch = 0;  // what the buffers have been through before
   Routing routing;
 };
 
 MoeConfig config_of(const Shape& shape, int rank);
+
+// Launches that mutants can tell from others of their kind: of a small batch; where all other ranks' are small.
+inline constexpr const char* kSmallSend = "dispatch_send of a small batch";
+inline constexpr const char* kSmallRecv = "dispatch_recv of small batches";
 
 class ModelRank {
  public:
@@ -63,8 +68,10 @@ class ModelRank {
   Launch combine_recv_again(int call);  // after a noted refusal
   Launch expect_left(int culprit);      // the launch before gave up because of `culprit`
   Launch watch_report(int culprit);     // a host thread that looks while kernels run
-  Launch check_clocks();                // what align_clocks has found
-  Launch reuse_heap();                  // as the next owner of this memory would
+  Launch check_clocks() {
+    return launch("check_clocks", -1, 1, [this](int) { compare_clocks(); });
+  }
+  Launch reuse_heap();  // as the next owner of this memory would
 
   static RefusalText refusal_text(int rank);
   // The ranks' clocks are apart; those of the host's threads, which come after them, are never read.
@@ -77,14 +84,18 @@ class ModelRank {
     std::vector<float> topk_weights, x;
   };
   const Input& input(int rank, int call) const { return inputs_[call * shape_.num_ranks + rank]; }
-  int num_pieces() const;  // of a row, the same in every call
-  int num_tokens(int call) const { return static_cast<int>(input(rank(), call).choices.size()); }
+  int num_tokens(int rank, int call) const { return static_cast<int>(input(rank, call).choices.size()); }
+  int num_tokens(int call) const { return num_tokens(rank(), call); }
+  bool is_small(int rank, int call) const { return context_.config.sends_ll(num_tokens(rank, call)); }
+  bool all_others_are_small(int call) const;
   int buffer(int call) const { return call % shape_.num_buffers; }
   DispatchSendArgs dispatch_send_args(int call) const;
+  DispatchRecvArgs dispatch_recv_args(int call) const;
   CombineSendArgs combine_send_args(int call) const;
   CombineRecvArgs combine_recv_args(int call);
   Launch launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const;
 
+  void reset_ll_words();
   void raise_early(std::initializer_list<Field> fields, int call) const;
   void compute_y(int call);
   void check_row(int src, int token, int call, const float* row) const;

@@ -12,6 +12,12 @@ std::string name_of(Field field) {
       return "row signal";
     case Field::kCombineSignal:
       return "combine signal";
+    case Field::kLlChoices:
+      return "LL choices";
+    case Field::kLlRow:
+      return "LL row";
+    case Field::kLlCombineRow:
+      return "LL partial sum";
     case Field::kDispatchCredit:
       return "dispatch credit";
     case Field::kCombineRefusal:
@@ -50,6 +56,7 @@ std::vector<Mutant> all_mutants() {
   constexpr Field kTable = Field::kTableSignal, kRow = Field::kRowSignal, kSum = Field::kCombineSignal,
                   kCredit = Field::kDispatchCredit, kRefusal = Field::kCombineRefusal, kGoodbye = Field::kGoodbye,
                   kPoison = Field::kPoison, kSends = Field::kSendArrivals, kCombines = Field::kCombineArrivals,
+                  kLlChoices = Field::kLlChoices, kLlRow = Field::kLlRow, kLlSum = Field::kLlCombineRow,
                   kReport = Field::kReportState, kMeeting = Field::kClockMeeting, kMessage = Field::kClockMessage;
   const std::vector<Field> all_signals = {kTable,   kRow,     kSum,    kCredit, kRefusal,
                                           kGoodbye, kMeeting, kReport, kSends,  kCombines};
@@ -59,10 +66,14 @@ std::vector<Mutant> all_mutants() {
       {Kind::kRelaxedRelease, "no release", {kCredit}, "combine_send"},
       {Kind::kRelaxedRelease, "no release", {kCredit}, "release"},
       {Kind::kRelaxedRelease, "no release", {kCredit}, "refuse_dispatch"},
+      {Kind::kRelaxedRelease, "no release", {kTable}, kSmallSend},
       {Kind::kRelaxedAcquire, "no acquire", all_signals},
+      {Kind::kRelaxedAcquire, "no acquire", {kTable}, kSmallRecv},
       {Kind::kWaitSkipped, "no wait", {kTable, kRow, kSum, kCredit, kGoodbye, kMeeting, kMessage}},
       {Kind::kWaitSkipped, "no wait", {kCredit}, "refuse_dispatch"},
       {Kind::kOneEpochEarly, "waits for the epoch before", {kTable, kRow, kSum, kCredit, kMeeting, kMessage}},
+      {Kind::kWaitSkipped, "no wait for each word", {kLlChoices, kLlRow, kLlSum}},
+      {Kind::kOneEpochEarly, "content with the epoch before", {kLlChoices, kLlRow, kLlSum}},
       {Kind::kRaisedEarly, "raised before the work", {kTable, kRow, kSum, kCredit, kRefusal}},
       {Kind::kStoreLost,
        "not raised",
@@ -70,6 +81,8 @@ std::vector<Mutant> all_mutants() {
       {Kind::kStoreLost, "not raised", {kTable}, "refuse_dispatch"},
       {Kind::kStoreLost, "not raised", {kCredit}, "refuse_dispatch"},
       {Kind::kStoreLost, "not raised", {kCredit}, "release"},
+      {Kind::kStoreLost, "not raised", {kTable}, kSmallSend},
+      {Kind::kStoreLost, "not sent", {kLlChoices, kLlRow, kLlSum}},
       {Kind::kLostWhenUnused, "not raised for ranks that sent nothing", {kCredit}},
       {Kind::kStoreLost, "not set back", {kSends, kCombines}},
       {Kind::kEveryoneIsLast, "every block is the last", {kSends, kCombines}},

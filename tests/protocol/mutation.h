@@ -12,6 +12,9 @@ enum class Field : uint8_t {
   kTableSignal,
   kRowSignal,
   kCombineSignal,
+  kLlChoices,
+  kLlRow,
+  kLlCombineRow,
   kDispatchCredit,
   kCombineRefusal,
   kRefusalText,
@@ -24,12 +27,16 @@ enum class Field : uint8_t {
   kReportState,
 };
 
+inline bool is_ll(Field field) {
+  return field == Field::kLlChoices || field == Field::kLlRow || field == Field::kLlCombineRow;
+}
+
 struct Mutation {
   enum class Kind {
     kNone,
     kRelaxedRelease,  // the release part of stores, adds is lost
     kRelaxedAcquire,  // the acquire part of loads, adds is lost
-    kWaitSkipped,     // the word is always found to have arrived
+    kWaitSkipped,     // the word is always found to have arrived; an LL word, when any of its field has
     kOneEpochEarly,   // a wait is content with the epoch before
     kStoreLost,       // the word is not written
     kLostWhenUnused,  // the word is not written to ranks that sent nothing

@@ -60,13 +60,6 @@ Scenario plain(const char* name, int num_tokens, int num_blocks, uint64_t first_
           .program = layers(num_calls)};
 }
 
-// Rows of two pieces: a signal for each, all of a block's behind one fence.
-Scenario two_pieces() {
-  return {.name = "rows of two pieces",
-          .shape = {.num_topk = 2, .hidden = 256, .routing = to_everybody(1, 2)},
-          .program = layers(2)};
-}
-
 Scenario one_launch() {
   return {.name = "both halves in one launch",
           .shape = {.num_topk = 2, .routing = to_everybody(1, 2)},
@@ -295,6 +288,48 @@ Scenario missing_rank() {
           .num_clock_jumps = 1};
 }
 
+// ---- LL words
+
+// Every word is an operation of its own, so schedules are long.
+constexpr int kLlDivisor = 4;
+
+// Every token to the other rank, rows of two words.
+Scenario small(const char* name, int num_tokens, int num_blocks, uint64_t first_epoch = 0) {
+  return {.name = name,
+          .shape = {.num_max_tokens = num_tokens,
+                    .hidden = 2,
+                    .num_blocks = num_blocks,
+                    .num_calls = 3,
+                    .num_max_ll_tokens = num_tokens,
+                    .first_epoch = first_epoch,
+                    .routing = [=](int rank, int) { return Choices(num_tokens, {1 - rank}); }},
+          .program = layers(3),
+          .schedule_divisor = kLlDivisor};
+}
+
+// One token of a rank is a small batch, two are a large one. Sums are sent as rows as long as one batch is large: in
+// the second call rank 0 may write them again because rank 1 has announced its small batch, and for no other reason.
+Scenario mixed(bool in_one_launch) {
+  constexpr int kNumTokens[][2] = {{2, 1}, {2, 1}, {1, 1}, {1, 2}};
+  return {.name = in_one_launch ? "LL: by turns, in one launch" : "LL: large and small batches by turns",
+          .shape = {.num_max_tokens = 2,
+                    .hidden = 1,
+                    .num_calls = 4,
+                    .num_max_ll_tokens = 1,
+                    .routing = [=](int rank, int call) { return Choices(kNumTokens[call][rank], {1 - rank}); }},
+          .program = in_one_launch ? layers_in_one_launch(4) : layers(4),
+          .schedule_divisor = kLlDivisor};
+}
+
+// The same scenario with LL words for all batches.
+Scenario as_small(Scenario scenario) {
+  scenario.name = "LL: " + scenario.name;
+  scenario.shape.num_max_ll_tokens = scenario.shape.num_max_tokens;
+  scenario.shape.hidden = 1;
+  scenario.schedule_divisor = kLlDivisor;
+  return scenario;
+}
+
 }  // namespace
 
 std::vector<Scenario> all_scenarios() {
@@ -304,7 +339,6 @@ std::vector<Scenario> all_scenarios() {
           plain("epoch wraps", 1, 1, kLastEpoch - 1),
           plain("epoch passes 2^32", 1, 1, (uint64_t{1} << 32) - 2),
           plain("epoch passes half its range", 1, 1, (uint64_t{1} << 43) - 2),
-          two_pieces(),
           one_launch(),
           one_rank(),
           empty_pairs(),
@@ -321,7 +355,26 @@ std::vector<Scenario> all_scenarios() {
           clocks("clocks", 2),
           clocks("clocks of three ranks", 3),
           parting(),
-          missing_rank()};
+          missing_rank(),
+          small("LL: one token", 1, 1),
+          small("LL: two tokens, two blocks", 2, 2),
+          small("LL: epoch passes 2^31", 1, 1, (uint64_t{1} << 31) - 2),
+          small("LL: epoch passes 2^32", 1, 1, (uint64_t{1} << 32) - 2),
+          small("LL: epoch wraps", 1, 1, kLastEpoch - 1),
+          mixed(false),
+          mixed(true),
+          as_small(one_launch()),
+          as_small(one_rank()),
+          as_small(empty_pairs()),
+          as_small(changing_routing()),
+          as_small(three_ranks()),
+          as_small(two_open(1)),
+          as_small(released()),
+          as_small(refused_dispatch()),
+          as_small(refused_combine()),
+          as_small(abandoned_combine()),
+          as_small(parting()),
+          as_small(missing_rank())};
 }
 
 }  // namespace moe_a2a

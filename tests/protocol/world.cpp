@@ -54,6 +54,11 @@ void World::name_regions(const ModelRank& rank) {
   region(ws.row.data, "row");
   region(ws.combine_signal.data, "combine_signal", Field::kCombineSignal);
   region(ws.combine_row.data, "combine_row");
+  if (scenario_.shape.num_max_ll_tokens > 0) {  // else they are empty and lie where the next one begins
+    region(ws.ll_choices.data, "ll_choices", Field::kLlChoices);
+    region(ws.ll_row.data, "ll_row", Field::kLlRow);
+    region(ws.ll_combine_row.data, "ll_combine_row", Field::kLlCombineRow);
+  }
   region(ws.dispatch_credit.data, "dispatch_credit", Field::kDispatchCredit);
   region(ws.combine_refusal.data, "combine_refusal", Field::kCombineRefusal);
   region(ws.refusal_text.data, "refusal_text", Field::kRefusalText);
@@ -78,7 +83,7 @@ void World::name_regions(const ModelRank& rank) {
   region(ws.landed_offsets.data, "landed_offsets");
   region(ws.landed_term.data, "landed_term");
   region(ws.num_recv_tokens.data, "num_recv_tokens");
-  region(ws.num_pieces.data, "num_pieces");
+  region(ws.all_send_ll.data, "all_send_ll");
   region(ws.token_ranks.data, "token_ranks");
   region(rank.report(), "report");
 }

@@ -17,6 +17,7 @@ struct Scenario {
   std::function<Program(ModelRank& rank)> program;    // of each rank
   std::function<Program(ModelRank& rank)> host = {};  // of a thread beside each rank, may be empty
   int num_clock_jumps = 0;
+  int schedule_divisor = 1;  // long cases are given fewer schedules
 };
 
 // For the test framework's messages.

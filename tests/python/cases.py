@@ -56,12 +56,13 @@ class Case:
     dtype: torch.dtype
     num_blocks: int
     num_buffers: int
+    num_max_ll_tokens: int
     calls: tuple[Call, ...]
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Of ExpertParallel."""
-        names = "num_experts num_topk hidden num_max_tokens_per_rank dtype num_buffers".split()
+        names = "num_experts num_topk hidden num_max_tokens_per_rank dtype num_buffers num_max_ll_tokens".split()
         return {name: getattr(self, name) for name in names}
 
 
@@ -82,16 +83,19 @@ def make_case(
         num_max_tokens = min(limit, rng.choice((1, 2, 3, 5, 8, 17, 40, 64, 130, 300, 1200)))
     num_topk = rng.choice((1, 2, 3, 4, 6, 8, 16))
     num_calls = num_calls or rng.randint(1, 3)
+    num_experts = num_ranks * rng.choice((1, 2, 3, 4, 5, 8, 16, 32))
+    most_ll_tokens = min(num_max_tokens, 256, 4096 // (num_ranks * num_topk))
     return Case(
         seed=seed,
         num_ranks=num_ranks,
-        num_experts=num_ranks * rng.choice((1, 2, 3, 4, 5, 8, 16, 32)),
+        num_experts=num_experts,
         num_topk=num_topk,
         hidden=hidden,
         num_max_tokens_per_rank=num_max_tokens,
         dtype=rng.choice((torch.float32, torch.float16, torch.bfloat16)),
         num_blocks=rng.randint(1, 4),
         num_buffers=rng.randint(1, 3),
+        num_max_ll_tokens=rng.choice((0, most_ll_tokens, rng.randint(0, most_ll_tokens))),
         calls=tuple(_make_call(rng, num_ranks, num_max_tokens) for _ in range(num_calls or rng.randint(1, 3))),
     )
 

@@ -23,10 +23,13 @@ LONGEST_DELAY = 0.002  # seconds
 CYCLES_PER_SECOND = 1.5e9  # of a GPU's sleep, roughly
 
 SHAPES = [
-    {"num_topk": 8, "hidden": 256, "num_max_tokens_per_rank": 24, "dtype": torch.bfloat16, "num_buffers": 2},
-    {"num_topk": 3, "hidden": 1024, "num_max_tokens_per_rank": 9, "dtype": torch.bfloat16, "num_buffers": 1},
-    {"num_topk": 2, "hidden": 515, "num_max_tokens_per_rank": 40, "dtype": torch.float32, "num_buffers": 3},
-]
+    {"num_topk": 8, "hidden": 256, "num_max_tokens_per_rank": 24, "dtype": torch.bfloat16, "num_buffers": 2,
+     "num_max_ll_tokens": 12},
+    {"num_topk": 3, "hidden": 1024, "num_max_tokens_per_rank": 9, "dtype": torch.bfloat16, "num_buffers": 1,
+     "num_max_ll_tokens": 9},
+    {"num_topk": 2, "hidden": 515, "num_max_tokens_per_rank": 40, "dtype": torch.float32, "num_buffers": 3,
+     "num_max_ll_tokens": 0},
+]  # fmt: skip
 
 
 class Mill:

@@ -21,7 +21,7 @@ SOURCE = Path(__file__).with_name("count_allocations.c")
 NUM_STEPS = 200
 
 
-def measure(num_tokens, hidden, num_blocks, give_out, read_view=False):
+def measure(num_tokens, hidden, num_blocks, give_out, num_max_ll_tokens=0, read_view=False):
     """Runs in the child. Per step of one rank: what was counted. Both ranks are threads of this process."""
     import ranks
     import torch
@@ -35,8 +35,9 @@ def measure(num_tokens, hidden, num_blocks, give_out, read_view=False):
 
     def program(group):
         with moe_a2a.ExpertParallel(
-            group, num_experts=16, num_topk=4, hidden=hidden, num_max_tokens_per_rank=128, dtype=torch.float32
-        ) as ep:
+            group, num_experts=16, num_topk=4, hidden=hidden, num_max_tokens_per_rank=128, dtype=torch.float32,
+            num_max_ll_tokens=num_max_ll_tokens,
+        ) as ep:  # fmt: skip
             x = torch.randn(num_tokens, hidden)
             topk_idx = torch.randint(0, 16, (num_tokens, 4))
             weights = torch.rand(num_tokens, 4)
@@ -93,6 +94,13 @@ def all_figures(preload):
         for size, num_tokens, hidden in (("small", 2, 64), ("large", 128, 1000))
         for num_blocks in (1, 2)
         for result in ("new", "given")
+    }
+    cases["LL words, new result"] = {
+        "num_tokens": 2,
+        "hidden": 64,
+        "num_blocks": 2,
+        "give_out": False,
+        "num_max_ll_tokens": 2,
     }
     cases["control"] = {**cases["small, 1 blocks, new result"], "read_view": True}
     child = subprocess.run(

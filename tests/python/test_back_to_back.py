@@ -23,7 +23,7 @@ NUM_CALLS = 2_000 if on_device.IS_GPU else 10_000  # test_soak.py has 100,000, c
 NUM_DISTINCT_CALLS = 64
 CASE = cases.Case(
     seed=0, num_ranks=0, num_experts=0, num_topk=3, hidden=40, num_max_tokens_per_rank=12,
-    dtype=torch.bfloat16, num_blocks=1, num_buffers=2, calls=(),
+    dtype=torch.bfloat16, num_blocks=1, num_buffers=2, num_max_ll_tokens=6, calls=(),
 )  # fmt: skip
 
 

@@ -273,6 +273,8 @@ BAD_CONSTRUCTION = {
     "num_max_tokens_per_rank": (0, ValueError, ["num_max_tokens_per_rank=0"]),
     "num_max_tokens_per_rank large": (1 << 21, ValueError, ["num_max_tokens_per_rank=2097152"]),
     "num_buffers": (0, ValueError, ["num_buffers=0"]),
+    "num_max_ll_tokens negative": (-1, ValueError, ["num_max_ll_tokens=-1"]),
+    "num_max_ll_tokens large": (1 << 20, ValueError, ["num_max_ll_tokens=1048576", "or less"]),
     "timeout": (0.0, ValueError, ["timeout=0"]),
     "timeout negative": (-1.0, ValueError, ["timeout=-1"]),
     "timeout nan": (float("nan"), ValueError, ["timeout=nan"]),
@@ -300,7 +302,7 @@ def test_construction(name):
 def test_more_routes_than_an_index_holds():
     """No group of that size here: the configuration alone."""
     with pytest.raises(ValueError, match=r"4294959104 > 2147483647.*num_max_tokens_per_rank"):
-        moe_a2a._core.nbytes_for(0, 64, 64, 64, 8, (1 << 20) - 2, 2, torch.bfloat16)
+        moe_a2a._core.nbytes_for(0, 64, 64, 64, 8, (1 << 20) - 2, 2, torch.bfloat16, None, "cpu")
 
 
 @pytest.mark.parametrize("group", [3, "gloo", object()])

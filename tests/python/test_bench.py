@@ -251,10 +251,16 @@ def test_a_table_serves_rows_of_another_length(tmp_path):
 
 def test_the_model_grows_with_the_bytes():
     steps = launch_tables.model(num_ranks=4, num_topk=8, row_bytes=14336, most_blocks=132)
-    assert {step.dispatch_blocks for step in steps} == {launch_tables.FEWEST_BLOCKS}
-    assert steps[0].combine_blocks == launch_tables.FEWEST_BLOCKS and steps[-1].combine_blocks == 132
+    fewest = launch_tables.FEWEST_BLOCKS
+    assert (steps[0].dispatch_blocks, steps[0].combine_blocks) == (fewest, fewest)
+    assert (steps[-1].dispatch_blocks, steps[-1].combine_blocks) == (fewest, 132)
+    small = [step for step in steps if step.max_tokens <= launch_tables.LARGEST_SMALL_BATCH]
+    assert small[-1].dispatch_blocks * launch_tables.WARPS_PER_BLOCK >= 128 * 15  # a warp per piece, and per token
+    assert all(a.dispatch_blocks <= b.dispatch_blocks for a, b in zip(small, small[1:], strict=False))
     assert [step.max_tokens for step in steps] == sorted({step.max_tokens for step in steps})
-    assert [step.combine_blocks for step in steps] == sorted({step.combine_blocks for step in steps})
+    assert [step.combine_blocks for step in steps] == sorted(step.combine_blocks for step in steps)
+    blocks = [(step.dispatch_blocks, step.combine_blocks) for step in steps]
+    assert all(a != b for a, b in zip(blocks, blocks[1:], strict=False))
 
 
 def test_tune_writes_a_table_that_is_found(tmp_path):

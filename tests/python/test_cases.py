@@ -34,6 +34,8 @@ def test_a_thousand_seeds_cover_every_option():
     assert {case.dtype for case in made} == {torch.float32, torch.float16, torch.bfloat16}
     assert {case.num_blocks for case in made} == {1, 2, 3, 4}
     assert {case.num_buffers for case in made} == {1, 2, 3}
+    lines = {(case.num_max_ll_tokens > 0) + (case.num_max_ll_tokens == case.num_max_tokens_per_rank) for case in made}
+    assert lines == {0, 1, 2}  # none, some and all batches as LL words
     assert {case.hidden for case in made} >= set(cases.HIDDENS)
     assert {call.routing for call in calls} == set(cases.ROUTINGS)
     assert {call.layout for call in calls} == {"rows", "expert_major", "masked"}

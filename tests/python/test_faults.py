@@ -26,6 +26,8 @@ CONFIG = {
     "dtype": torch.float32, "timeout": TIMEOUT,
 }  # fmt: skip
 SHARED_MEMORY = Path("/dev/shm")
+# How batches of up to so many tokens travel: with signals, or as LL words.
+WAYS = pytest.mark.parametrize("num_max_ll_tokens", [0, 16], ids=["signals", "ll_words"])
 
 
 def shared_memory_of(pids):
@@ -95,9 +97,9 @@ def gather_pids(group):
     return moe_a2a.as_group(group).all_gather(os.getpid())
 
 
-def survive_a_kill(group, point, kill_signal):
+def survive_a_kill(group, point, kill_signal, num_max_ll_tokens):
     pids = gather_pids(group)
-    ep = moe_a2a.ExpertParallel(group, **CONFIG)
+    ep = moe_a2a.ExpertParallel(group, **CONFIG, num_max_ll_tokens=num_max_ll_tokens)
     for _ in range(3):
         one_call(ep)
     if ep.rank == VICTIM:
@@ -136,18 +138,22 @@ if on_device.IS_GPU:  # where processes that are killed take long to start
     POINTS, FROZEN_POINTS, START = ("dispatch_recv", "any time"), ("any time",), 40
 
 
+@WAYS
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_rank_is_named_by_all_others(point):
+def test_killed_rank_is_named_by_all_others(point, num_max_ll_tokens):
     on_device.needs(4)
-    reports = ranks.run_processes(4, survive_a_kill, point, signal.SIGKILL, timeout=20 + START, mortal={VICTIM})
+    how = (point, signal.SIGKILL, num_max_ll_tokens)
+    reports = ranks.run_processes(4, survive_a_kill, *how, timeout=20 + START, mortal={VICTIM})
     assert reports[VICTIM] == ranks.DIED
     check_reports(reports)
 
 
+@WAYS
 @pytest.mark.parametrize("point", FROZEN_POINTS)
-def test_frozen_rank_is_named_by_all_others(point):
+def test_frozen_rank_is_named_by_all_others(point, num_max_ll_tokens):
     on_device.needs(3)
-    reports = ranks.run_processes(3, survive_a_kill, point, signal.SIGSTOP, timeout=20 + START, mortal={VICTIM})
+    how = (point, signal.SIGSTOP, num_max_ll_tokens)
+    reports = ranks.run_processes(3, survive_a_kill, *how, timeout=20 + START, mortal={VICTIM})
     check_reports(reports)
 
 
@@ -194,9 +200,9 @@ def test_rank_that_closes_early():
     check_reports(on_device.run(3, wait_for_one_that_left, timeout=20))
 
 
-def name_the_phase(group):
+def name_the_phase(group, num_max_ll_tokens):
     """Rank 0 waits for the rows' sums of a rank that has dispatched but does not combine."""
-    with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+    with moe_a2a.ExpertParallel(group, **CONFIG, num_max_ll_tokens=num_max_ll_tokens) as ep:
         handle = ep.dispatch(*inputs(ep))
         if ep.rank == VICTIM:
             time.sleep(TIMEOUT + 1)
@@ -206,15 +212,17 @@ def name_the_phase(group):
             on_device.combine(ep, y, handle)
         error = raised.value
         assert isinstance(error, RuntimeError)
-        assert error.operation == "combine_recv"
-        assert error.token >= 0
+        assert (error.operation, error.phase) == ("combine_recv", "partial sum")
+        needs_victim = (inputs(ep)[1] // (CONFIG["num_experts"] // 2) == VICTIM).any(1)
+        assert needs_victim[error.token]
         assert error.expected_epoch > error.seen_epoch
         assert TIMEOUT <= error.elapsed_seconds < TIMEOUT + 1
         return error.peer
 
 
-def test_the_error_says_what_was_waited_for():
-    assert on_device.run(2, name_the_phase, timeout=20) == [VICTIM, None]
+@WAYS
+def test_the_error_says_what_was_waited_for(num_max_ll_tokens):
+    assert on_device.run(2, name_the_phase, num_max_ll_tokens, timeout=20) == [VICTIM, None]
 
 
 # ------------------------------------------------------------------------------------ construction
@@ -231,6 +239,16 @@ def construct_with_other_hidden(group):
 
 def test_ranks_that_disagree_raise_everywhere():
     on_device.run(3, construct_with_other_hidden)
+
+
+def construct_with_other_ll_tokens(group):
+    rank = moe_a2a.as_group(group).rank
+    with pytest.raises(ValueError, match=r"num_max_ll_tokens=4 .*rank 0.*num_max_ll_tokens=8 .*rank 2"):
+        moe_a2a.ExpertParallel(group, **CONFIG, num_max_ll_tokens=8 if rank == 2 else 4)
+
+
+def test_ranks_that_disagree_on_small_batches_raise_everywhere():
+    on_device.run(3, construct_with_other_ll_tokens)
 
 
 @on_device.cpu_only

@@ -15,9 +15,16 @@ REFUSED = moe_a2a.PeerRefusedError
 SALT = 3  # of inputs where every rank has a route to every rank
 
 
+@pytest.fixture(autouse=True, params=[0, CONFIG["num_max_tokens_per_rank"]], ids=["signals", "ll_words"])
+def small_batches(request, monkeypatch):
+    monkeypatch.setitem(CONFIG, "num_max_ll_tokens", request.param)
+
+
 def run(program, num_ranks=3):
+    config = {**CONFIG, "timeout": 3}
+
     def with_ep(group):
-        with moe_a2a.ExpertParallel(group, **{**CONFIG, "timeout": 3}) as ep:
+        with moe_a2a.ExpertParallel(group, **config) as ep:
             start = time.monotonic()
             program(ep, group)
             assert time.monotonic() - start < 2.5  # nobody has waited for a deadline

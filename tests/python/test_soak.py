@@ -64,7 +64,8 @@ def test_kills_at_any_time(session_seed):
     on_device.needs(4)
     slowest = 0.0
     for seed in rounds(session_seed):
-        arguments = ("any time", random.Random(seed).choice([signal.SIGKILL, signal.SIGSTOP]))
+        draw = random.Random(seed)
+        arguments = ("any time", draw.choice([signal.SIGKILL, signal.SIGSTOP]), draw.choice([0, 16]))
         reports = ranks.run_processes(
             4, test_faults.survive_a_kill, *arguments, timeout=30 + test_faults.START, mortal={test_faults.VICTIM}
         )

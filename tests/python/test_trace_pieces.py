@@ -2,10 +2,15 @@
 the right one: on 4 H200 a third of the arrows pointed backwards, which Perfetto drops without a word."""
 
 import numpy as np
+import ranks
+import torch
 
+import moe_a2a
 from moe_a2a.tracing import arrows
+from moe_a2a.tracing.check import check_file
 from moe_a2a.tracing.summary import summarize
 from moe_a2a.tracing.timeline import SLICE, Timeline
+from moe_a2a.tracing.trace_file import read, to_timeline
 
 NAMES = ["dispatch_send", "dispatch_recv", "signal", "row_wait"]
 ERROR_NS = np.array([300.0, 300.0])
@@ -52,3 +57,29 @@ def test_a_row_in_pieces_is_one_row_of_its_call():
     about = {"operations": NAMES[:2], "configuration": {"num_ranks": 2}}
     timeline = Timeline(np.concatenate(slices), np.empty(0, arrows.ARROW), NAMES, about)
     assert summarize(timeline).tokens.tolist() == [[0, 2], [0, 0]]
+
+
+NUM_CALLS, NUM_TOKENS, HIDDEN = 3, 5, 1100  # rows of three pieces
+
+
+def trace_small_batches(group, path):
+    config = {"num_experts": 4, "num_topk": 2, "hidden": HIDDEN, "num_max_tokens_per_rank": 8, "dtype": torch.float32}
+    with moe_a2a.ExpertParallel(group, **config, num_max_ll_tokens=8) as ep:
+        x, topk_idx = torch.randn(NUM_TOKENS, HIDDEN), torch.tensor([[0, 2]] * NUM_TOKENS)
+        with moe_a2a.trace(ep) as trace:
+            for _ in range(NUM_CALLS):
+                handle = ep.dispatch(x, topk_idx)
+                ep.combine(torch.zeros(handle.capacity, HIDDEN), handle)
+        trace.save(path)
+
+
+def test_rows_of_ll_words_are_pieces_in_a_real_trace(tmp_path):
+    path = str(tmp_path / "trace.json")
+    ranks.run_threads(2, trace_small_batches, path)
+    file = read(path)
+    assert check_file(file) == []
+    timeline = to_timeline(file)
+    names = np.array(timeline.names)[timeline.slices["name"]]
+    # Each piece of a token goes to both ranks, and a sum of it comes back from both.
+    assert np.count_nonzero(names == "signal") == 2 * NUM_CALLS * NUM_TOKENS * 3 * (2 + 2)
+    assert summarize(timeline).tokens.tolist() == [[NUM_CALLS * NUM_TOKENS] * 2] * 2

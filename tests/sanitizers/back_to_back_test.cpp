@@ -196,13 +196,14 @@ struct Setting {
   int num_ranks, num_buffers, num_rounds;
   DType dtype;
   int least_hidden = 1, most_hidden = 150, least_tokens = 1, most_tokens = 12;
+  bool small_batches = true;
 };
 
 class BackToBackTest : public ::testing::TestWithParam<Setting> {};
 
 TEST_P(BackToBackTest, EveryValueIsRight) {
-  const auto [num_ranks, num_buffers, num_rounds, dtype, least_hidden, most_hidden, least_tokens, most_tokens] =
-      GetParam();
+  const auto [num_ranks, num_buffers, num_rounds, dtype, least_hidden, most_hidden, least_tokens, most_tokens,
+              small_batches] = GetParam();
   const uint64_t seed = test_seed();
   std::mt19937_64 random(seed);
   const auto pick = [&](int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); };
@@ -213,16 +214,21 @@ TEST_P(BackToBackTest, EveryValueIsRight) {
                    .num_buffers = num_buffers,
                    .dtype = dtype};
   config.num_topk = pick(1, std::min(config.num_experts, 6));
+  // All batches travel as LL words, or some: of up to half the tokens.
+  const int most = config.ll_token_capacity();
+  if (small_batches) config.num_max_ll_tokens = pick(0, 1) ? most : (most + 1) / 2;
   const std::vector<Round> rounds = draw_rounds(seed, config, num_rounds);
   run_ranks(config, 20.0, [&](ExpertParallel& ep) { Worker(ep, seed).run(rounds); });
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, BackToBackTest,
                          ::testing::Values(Setting{1, 2, 1000, DType::kFloat32}, Setting{2, 1, 1500, DType::kFloat32},
+                                           Setting{2, 2, 1000, DType::kFloat16, 1, 150, 1, 12, false},
                                            Setting{2, 3, 1500, DType::kBfloat16}, Setting{3, 2, 1000, DType::kFloat16},
                                            Setting{4, 2, 800, DType::kBfloat16}, Setting{5, 1, 500, DType::kFloat32},
+                                           Setting{6, 2, 500, DType::kBfloat16, 1, 150, 1, 12, false},
                                            Setting{8, 2, 400, DType::kFloat32},
-                                           // Rows of up to 16 pieces, fewer where a rank has more than 32 tokens.
+                                           // Rows of several pieces.
                                            Setting{2, 2, 60, DType::kFloat32, 1100, 2200, 50, 90},
                                            // Tables of several chunks, by up to three blocks.
                                            Setting{3, 2, 60, DType::kFloat32, 1, 4, 300, 700}),

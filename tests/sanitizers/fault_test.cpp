@@ -11,13 +11,16 @@ namespace {
 
 // ---- a rank that stays away
 
-TEST(Timeout, NamesTheMissingRankOnEveryOther) {
+class Timeout : public ::testing::TestWithParam<int> {};
+
+TEST_P(Timeout, NamesTheMissingRankOnEveryOther) {
   const MoeConfig config{.num_ranks = 4,
                          .num_experts = 4,
                          .num_topk = 1,
                          .hidden = 8,
                          .num_max_tokens_per_rank = 2,
-                         .dtype = DType::kFloat32};
+                         .dtype = DType::kFloat32,
+                         .num_max_ll_tokens = GetParam()};
   std::barrier all(config.num_ranks);
   run_ranks(config, 0.5, [&](ExpertParallel& ep) {
     if (ep.config().rank != 2) {
@@ -43,6 +46,8 @@ TEST(Timeout, NamesTheMissingRankOnEveryOther) {
     all.arrive_and_wait();
   });
 }
+
+INSTANTIATE_TEST_SUITE_P(NumMaxLlTokens, Timeout, ::testing::Values(0, 2));
 
 // ---- negative control: the sanitizer that watches these tests does see a signal that orders nothing
 

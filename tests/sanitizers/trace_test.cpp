@@ -9,13 +9,14 @@
 namespace moe_a2a {
 namespace {
 
-MoeConfig config_of(int num_ranks) {
+MoeConfig config_of(int num_ranks, int num_max_ll_tokens = 0) {
   return {.num_ranks = num_ranks,
           .num_experts = 2 * num_ranks,
           .num_topk = 2,
           .hidden = 16,
           .num_max_tokens_per_rank = 5,
-          .dtype = DType::kFloat32};
+          .dtype = DType::kFloat32,
+          .num_max_ll_tokens = num_max_ll_tokens};
 }
 
 // One dispatch and combine of whatever the experts would return.
@@ -72,8 +73,10 @@ TEST(Overflow, StaysInTheSegment) {
 
 // ---- traffic with the trace on, then off
 
-TEST(TracedTraffic, LeavesEveryRecord) {
-  run_ranks(config_of(3), 20.0, [](ExpertParallel& ep) {
+class TracedTraffic : public ::testing::TestWithParam<int> {};
+
+TEST_P(TracedTraffic, LeavesEveryRecord) {
+  run_ranks(config_of(3, GetParam()), 20.0, [](ExpertParallel& ep) {
     ep.tracer().start(4000);
     for (int round = 0; round < 40; ++round) layer(ep, round, {.num_blocks = 1 + round % 3});
     ep.tracer().stop();
@@ -84,6 +87,9 @@ TEST(TracedTraffic, LeavesEveryRecord) {
     EXPECT_EQ(count(dump, TraceKind::kGaveUp), 0);
   });
 }
+
+// No batch is small, some are, all are.
+INSTANTIATE_TEST_SUITE_P(NumMaxLlTokens, TracedTraffic, ::testing::Values(0, 2, 5));
 
 // ---- a rank that stays away: what the others did last can still be read
 

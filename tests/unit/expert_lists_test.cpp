@@ -1,5 +1,5 @@
-// Tables that every source rank sends, and the expert lists that a receiver puts together from them, against a model
-// that sorts: random routings, layouts and grids.
+// Tables or LL choices that every source rank sends, and the expert lists that a receiver puts together from them,
+// against a model that sorts: random routings, layouts and grids.
 
 #include "kernels/expert_lists.h"
 
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/routing_table.h"
+#include "kernels/dispatch_send.h"
 #include "seed.h"
 #include "unit/heaps.h"
 
@@ -80,6 +80,10 @@ class Exchange {
                                   .topk_weights = sent_[r].weight.data(),
                                   .x = {},
                                   .x_scales = {}};
+      if (is_small(r)) {
+        for (int t = sent_[r].num_tokens - 1; t >= 0; --t) DispatchSend::send_choices(args, Warp{}, t, kEpoch);
+        continue;
+      }
       for (int b = num_blocks - 1; b >= 0; --b) {
         Block::Scratch scratch;
         RoutingTable(args, Block(scratch), shared.data()).send(Grid{b, num_blocks}, kEpoch);
@@ -95,9 +99,12 @@ class Exchange {
       Block::Scratch scratch;
       const Grid grid{b, num_blocks};
       const Block block(scratch);
-      ExpertLists lists(args, grid, block, shared.data());
-      for (int r = 0; r < config_.num_ranks; ++r) lists.num_tokens()[r] = sent_[r].num_tokens;
-      lists.build();
+      std::vector<int32_t> num_tokens(config_.num_ranks, -1);
+      ExpertLists lists(args, grid, block, shared.data(), num_tokens.data());
+      ASSERT_TRUE(lists.build(kEpoch, [&] {
+        for (int r = 0; r < config_.num_ranks; ++r) num_tokens[r] = sent_[r].num_tokens;
+        return true;
+      }));
     }
   }
 
@@ -107,6 +114,13 @@ class Exchange {
       const int num_tokens = sent_[src].num_tokens;
       for (int r = 0; r < config_.num_ranks; ++r) {
         const Workspace& ws = heaps_.context[r].ws;
+        if (is_small(src)) {
+          ASSERT_EQ(ws.table_signal(buffer_, src, 0).word, 0u);
+          uint32_t seen = 0;
+          ASSERT_EQ(find_ll_tokens(heaps_.context[r], buffer_, src, kEpoch, &seen), num_tokens > 0);
+          ASSERT_TRUE(num_tokens == 0 || seen == static_cast<uint32_t>(num_tokens));
+          continue;
+        }
         ASSERT_EQ(ws.table_signal(buffer_, src, 0).word, Signal::pack(kEpoch, num_tokens));
         for (int chunk = 1; chunk < num_chunks(num_tokens); ++chunk) {
           ASSERT_EQ(ws.table_signal(buffer_, src, chunk).word, Signal::pack(kEpoch, 0));
@@ -172,6 +186,8 @@ class Exchange {
     float weight;
   };
 
+  bool is_small(int rank) const { return config_.sends_ll(sent_[rank].num_tokens); }
+
   static MoeConfig draw(Random& random, const Size& size) {
     MoeConfig config{.num_ranks = random.pick(1, size.most_ranks),
                      .num_topk = random.pick(1, 9),
@@ -180,6 +196,9 @@ class Exchange {
                      .num_buffers = 2};
     config.num_experts =
         config.num_ranks * random.pick(std::max(1, size.most_local_experts / 2), size.most_local_experts);
+    // No batch is small, or some are, or all that can be.
+    const int most = config.ll_token_capacity(), kind = random.pick(0, 3);
+    config.num_max_ll_tokens = kind == 0 ? 0 : kind == 1 ? most : random.pick(0, most);
     return config;
   }
 
@@ -201,9 +220,9 @@ class Exchange {
   void check_landed(const std::vector<std::vector<RouteTerm>>& terms) const {
     const Workspace& ws = heaps_.context[me_].ws;
     int32_t landed = 0;
-    int most = 0;
+    bool all_are_small = true;
     for (int r = 0; r < config_.num_ranks; ++r) {
-      most = std::max(most, sent_[r].num_tokens);
+      all_are_small &= is_small(r);
       ASSERT_EQ(ws.num_recv_tokens(buffer_, r), sent_[r].num_tokens);
       ASSERT_EQ(ws.landed_offsets(buffer_, r), landed);
       for (int t = 0; t < sent_[r].num_tokens; ++t) {
@@ -224,7 +243,7 @@ class Exchange {
       }
     }
     ASSERT_EQ(ws.landed_offsets(buffer_, config_.num_ranks), landed);
-    ASSERT_EQ(ws.num_pieces(buffer_, 0), config_.num_pieces(most));
+    ASSERT_EQ(ws.all_send_ll(buffer_, 0), all_are_small);
   }
 
   MoeConfig config_;
@@ -247,6 +266,7 @@ TEST_P(ExpertListsTest, EqualTheModel) {
     exchange.check_tables();
     if (HasFatalFailure()) return;
     exchange.build_lists(1 + round % 7);
+    if (HasFatalFailure()) return;
     exchange.check_lists();
   }
 }

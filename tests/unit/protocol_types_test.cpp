@@ -5,6 +5,7 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "protocol/moe_config.h"
@@ -29,8 +30,6 @@ MoeConfig small_config() {
           .dtype = DType::kBfloat16};
 }
 
-// ---- MoeConfig
-
 TEST(MoeConfig, HoldsWithOrdinaryNumbers) { EXPECT_EQ(small_config().violation(), ""); }
 
 struct Rule {
@@ -40,7 +39,6 @@ struct Rule {
 };
 
 class MoeConfigRule : public ::testing::TestWithParam<Rule> {};
-
 TEST_P(MoeConfigRule, NamesValueLimitAndArgument) {
   MoeConfig config = small_config();
   GetParam().violate(config);
@@ -67,6 +65,14 @@ INSTANTIATE_TEST_SUITE_P(
              "num_max_tokens_per_rank=0 < 1; pass num_max_tokens_per_rank=1 or more"},
         Rule{"many_tokens", [](MoeConfig& c) { c.num_max_tokens_per_rank = 1 << 20; },
              "num_max_tokens_per_rank=1048576 > 1048574; pass num_max_tokens_per_rank=1048574 or less"},
+        Rule{"ll_tokens", [](MoeConfig& c) { c.num_max_ll_tokens = -1; }, "num_max_ll_tokens=-1 < 0; pass 0 or more"},
+        Rule{"many_ll_tokens", [](MoeConfig& c) { c.num_max_ll_tokens = 6; },
+             "num_max_ll_tokens=6 > 5, what receivers can count; pass num_max_ll_tokens=5, or less"},
+        Rule{"many_ll_choices",
+             [](MoeConfig& c) { c.num_max_tokens_per_rank = 5000, c.num_topk = 20, c.num_max_ll_tokens = 52; },
+             "num_max_ll_tokens=52 > 51, what receivers can count; pass num_max_ll_tokens=51, or less"},
+        Rule{"ll_with_many_experts", [](MoeConfig& c) { c.num_experts = 2052, c.num_max_ll_tokens = 1; },
+             "num_max_ll_tokens=1 > 0, what receivers can count; pass num_max_ll_tokens=0, or less"},
         Rule{"buffers", [](MoeConfig& c) { c.num_buffers = 0; }, "num_buffers=0 < 1; pass num_buffers=1 or more"},
         Rule{"routes",
              [](MoeConfig& c) {
@@ -92,29 +98,40 @@ TEST(MoeConfig, RowsStartOnLinesAndHoldTheirScales) {
   }
 }
 
-TEST(MoeConfig, PiecesCoverTheRowAndHaveSignals) {
+TEST(MoeConfig, PiecesAreWholeScaleBlocksAndCoverTheRow) {
   MoeConfig config = small_config();
-  for (const int hidden : {1, 20, 128, 129, 256, 384, 1000, 2048, 2049, 5120, 7168, 16384}) {
+  EXPECT_EQ(MoeConfig::piece_length() % kScaleBlock, 0);
+  for (int hidden = 1; hidden < 3000; ++hidden) {
     config.hidden = hidden;
-    for (int num_tokens = 0; num_tokens < 1100; ++num_tokens) {
-      const int pieces = config.num_pieces(num_tokens), length = config.piece_length(pieces);
-      ASSERT_GE(pieces, 1);
-      ASSERT_LE(pieces, kMaxPieces);
-      ASSERT_EQ(length % kScaleBlock, 0);
-      ASSERT_GE(pieces * length, hidden);
-      ASSERT_LT((pieces - 1) * length, hidden);  // the last piece has something
-      config.num_max_tokens_per_rank = std::max(1, num_tokens);
-      ASSERT_LE(num_tokens * pieces, config.piece_capacity());
-      config.num_max_tokens_per_rank = 1100;
-      ASSERT_LE(num_tokens * pieces, config.piece_capacity());
-      ASSERT_LE(pieces, config.num_pieces(std::max(1, num_tokens - 1)));
-    }
+    ASSERT_GE(config.num_pieces() * MoeConfig::piece_length(), hidden);
+    ASSERT_LT((config.num_pieces() - 1) * MoeConfig::piece_length(), hidden);  // the last piece has something
   }
   config.hidden = 7168;
-  EXPECT_EQ(config.num_pieces(0), 1);
-  EXPECT_EQ(config.num_pieces(1), 14);  // of 4 blocks each
-  EXPECT_EQ(config.num_pieces(128), 4);
-  EXPECT_EQ(config.num_pieces(512), 1);
+  EXPECT_EQ(config.num_pieces(), 14);
+}
+
+TEST(MoeConfig, CapacityForLlTokensIsThatOfTheShortestLimit) {
+  MoeConfig config = small_config();
+  EXPECT_EQ(config.ll_token_capacity(), 5);  // of a rank
+  config.num_max_tokens_per_rank = 1000;
+  EXPECT_EQ(config.ll_token_capacity(), 256);
+  config.num_topk = 8;
+  EXPECT_EQ(config.ll_token_capacity(), 128);  // 4096 choices of 4 ranks
+  config.num_ranks = 64, config.num_topk = 64;
+  EXPECT_EQ(config.ll_token_capacity(), 1);
+  config.num_experts = 2048;
+  EXPECT_EQ(config.ll_token_capacity(), 1);
+  config.num_experts = 2112;
+  EXPECT_EQ(config.ll_token_capacity(), 0);
+}
+
+TEST(MoeConfig, SendsABatchAsLlWordsUpToTheLimit) {
+  MoeConfig config = small_config();
+  EXPECT_FALSE(config.sends_ll(0));  // who may not send a token so sends none at all so
+  config.num_max_ll_tokens = 3;
+  EXPECT_TRUE(config.sends_ll(0));
+  EXPECT_TRUE(config.sends_ll(3));
+  EXPECT_FALSE(config.sends_ll(4));
 }
 
 TEST(RouteEntry, KeepsItsPartsApart) {
@@ -208,16 +225,19 @@ struct Field {
 
 std::vector<Field> symmetric_fields(const MoeConfig& c, const Workspace& w) {
   const size_t b = c.num_buffers, r = c.num_ranks, t = c.num_max_tokens_per_rank, k = c.num_topk;
-  const size_t chunks = (t + kTableChunk - 1) / kTableChunk, pieces = c.piece_capacity();
+  const size_t chunks = (t + kTableChunk - 1) / kTableChunk, ll = c.num_max_ll_tokens;
   return {{"table_signal", w.table_signal.data, b * r * chunks * sizeof(Signal)},
           {"table_route", w.table_route.data, b * r * t * k * sizeof(RouteEntry)},
           {"table_weight", w.table_weight.data, b * r * t * k * 4},
           {"table_landing", w.table_landing.data, b * r * t * 4},
           {"table_count", w.table_count.data, b * r * chunks * (c.num_local_experts() + 1) * 4},
-          {"row_signal", w.row_signal.data, b * r * pieces * sizeof(Signal)},
+          {"row_signal", w.row_signal.data, b * r * t * sizeof(Signal)},
           {"row", w.row.data, b * r * t * c.max_row_stride()},
-          {"combine_signal", w.combine_signal.data, b * r * pieces * sizeof(Signal)},
+          {"combine_signal", w.combine_signal.data, b * r * t * sizeof(Signal)},
           {"combine_row", w.combine_row.data, b * r * t * c.row_stride(c.dtype)},
+          {"ll_choices", w.ll_choices.data, b * r * ll * c.ll_choices_stride()},
+          {"ll_row", w.ll_row.data, b * r * ll * c.ll_row_stride()},
+          {"ll_combine_row", w.ll_combine_row.data, b * r * ll * c.ll_row_stride()},
           {"dispatch_credit", w.dispatch_credit.data, b * r * sizeof(Signal)},
           {"combine_refusal", w.combine_refusal.data, b * r * sizeof(Signal)},
           {"refusal_text", w.refusal_text.data, b * r * kRefusalWords * 8},
@@ -248,12 +268,14 @@ std::vector<Field> local_fields(const MoeConfig& c, const Workspace& w) {
           {"landed_offsets", w.landed_offsets.data, b * (r + 1) * 4},
           {"landed_term", w.landed_term.data, b * r * t * k * sizeof(RouteTerm)},
           {"num_recv_tokens", w.num_recv_tokens.data, b * r * 4},
-          {"num_pieces", w.num_pieces.data, b * 4},
+          {"all_send_ll", w.all_send_ll.data, b * 4},
           {"token_ranks", w.token_ranks.data, b * t * sizeof(RankSet)}};
 }
 
 void expect_apart(std::vector<Field> fields, const std::byte* base, size_t bytes) {
-  std::sort(fields.begin(), fields.end(), [](const Field& a, const Field& b) { return a.begin < b.begin; });
+  // An empty field lies where the next one begins.
+  std::sort(fields.begin(), fields.end(),
+            [](const Field& a, const Field& b) { return std::tie(a.begin, a.bytes) < std::tie(b.begin, b.bytes); });
   const std::byte* end = base;
   for (const Field& field : fields) {
     const auto* begin = static_cast<const std::byte*>(field.begin);
@@ -277,6 +299,7 @@ TEST(Workspace, FieldsLieApartOnLinesOfTheirOwn) {
                      .dtype = static_cast<DType>(pick(0, 2))};
     config.num_experts = config.num_ranks * pick(1, 20);
     config.rank = pick(0, config.num_ranks - 1);
+    config.num_max_ll_tokens = pick(0, config.ll_token_capacity());
     auto* symmetric = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);
     auto* local = reinterpret_cast<std::byte*>(uintptr_t{1} << 41);
     WorkspaceSize size;
@@ -368,8 +391,7 @@ TEST(Disagreement, SeesWrongOrderOtherDevicesAndOtherVersions) {
   handles = handles_of_all();
   std::strcpy(handles[1].target, "gpu");
   EXPECT_NE(disagreement(handles).find("target cpu on rank 0 but target gpu on rank 1"), std::string::npos);
-  handles = handles_of_all();
-  handles[3].layout_digest = 78;
+  (handles = handles_of_all())[3].layout_digest = 78;
   EXPECT_NE(disagreement(handles).find("run the same version of moe_a2a"), std::string::npos);
 }
 

@@ -1,4 +1,4 @@
-// How the work of sending is shared out: units, the outbox that tells of pieces, the order of the rows of a combine.
+// How the work of sending is shared out: units, the order of the rows of a combine.
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "kernels/combine_send.h"
-#include "kernels/outbox.h"
 #include "kernels/units.h"
 #include "seed.h"
 #include "unit/heaps.h"
@@ -37,49 +36,6 @@ TEST(Units, AreEachTakenOnce) {
       }
       EXPECT_EQ(taken, std::vector<int>(num_units, 1));
       EXPECT_EQ(ticket, 0u);  // the blocks of the CPU take turns
-    }
-  }
-}
-
-// ---- the outbox
-
-struct Item {
-  RankSet members;
-  int signal = 0;
-  int token = -1;  // for the trace
-};
-
-TEST(Outbox, TellsOfEachItemTheRanksThatItWentTo) {
-  std::mt19937_64 random(test_seed());
-  constexpr int kRanks = 3, kEpoch = 5, kBuffer = 1;
-  for (int num_items = 0; num_items < 40; ++num_items) {
-    Heaps heaps(config_of(kRanks, 64));
-    const Context& c = heaps.context[1];
-    const auto here = [&](const Item& item) { return c.ws.row_signal.at(kBuffer, 1, item.signal); };
-    using TestedOutbox = Outbox<Item, decltype(here)>;
-    SharedMemory shared(TestedOutbox::shared_bytes());
-    Block::Scratch scratch;
-    const Block block(scratch);
-    TestedOutbox outbox(c, block, shared.data(), kEpoch, here);
-    std::vector<Item> items;
-    for (int i = 0; i < num_items; ++i) {
-      items.push_back({{1 + random() % 7}, i});
-      outbox.add(items.back());
-      // What has not been told of yet is never more than there is room for.
-      const auto is_told = [&](const Item& item) {
-        return c.heap.peer(item.members.first(), here(item))->word == Signal::pack(kEpoch, 0);
-      };
-      EXPECT_LE(i + 1 - std::count_if(items.begin(), items.end(), is_told), TestedOutbox::kRoom);
-    }
-    outbox.post();
-    for (int r = 0; r < kRanks; ++r) {
-      const Workspace& ws = heaps.context[r].ws;
-      for (int src = 0; src < kRanks; ++src) {
-        for (int i = 0; i < c.config.piece_capacity(); ++i) {
-          const bool told = src == 1 && i < num_items && items[i].members.contains(r);
-          ASSERT_EQ(ws.row_signal(kBuffer, src, i).word, told ? Signal::pack(kEpoch, 0) : 0);
-        }
-      }
     }
   }
 }

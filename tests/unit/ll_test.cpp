@@ -1,0 +1,300 @@
+// Small batches: words that carry their epoch, rows cut into them and put together again, sums of them, and the table
+// of choices that a receiver counts for itself.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels/dispatch_send.h"
+#include "kernels/ll_sum.h"
+#include "kernels/ll_table.h"
+#include "seed.h"
+#include "unit/heaps.h"
+
+namespace moe_a2a {
+namespace {
+
+constexpr uint64_t kEpoch = (uint64_t{1} << 31) + 5;
+constexpr WaitSite kSite{Operation::kDispatchRecv, Phase::kRow, 0};
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : generator_(seed) {}
+  int pick(int low, int high) { return std::uniform_int_distribution(low, high)(generator_); }
+  void fill(std::byte* bytes, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) bytes[i] = static_cast<std::byte>(pick(0, 255));
+  }
+
+ private:
+  std::mt19937_64 generator_;
+};
+
+MoeConfig draw_config(Random& random) {
+  MoeConfig config{.num_ranks = random.pick(1, 6),
+                   .num_topk = random.pick(1, 9),
+                   .hidden = random.pick(0, 1) ? random.pick(1, 40) : random.pick(1, 1700),
+                   .num_max_tokens_per_rank = random.pick(1, 60),
+                   .num_buffers = 2,
+                   .dtype = static_cast<DType>(random.pick(0, 2))};
+  config.num_experts = config.num_ranks * random.pick(1, 20);
+  config.num_max_ll_tokens = random.pick(1, config.ll_token_capacity());
+  return config;
+}
+
+void poison(Heaps& heaps) {
+  Line poisoned;
+  std::fill(std::begin(poisoned.bytes), std::end(poisoned.bytes), std::byte{0xa5});
+  for (Memory& memory : heaps.symmetric) std::fill(memory.begin(), memory.end(), poisoned);
+}
+
+// ---- words
+
+TEST(LlStamp, IsNeverThatOfClearedMemoryAndWrapsAfter31Bits) {
+  for (const uint64_t epoch :
+       {0ull, 1ull, (1ull << 31) - 1, 1ull << 31, (1ull << 32) - 1, 1ull << 32, (1ull << 44) - 1}) {
+    uint64_t seen = 0;
+    EXPECT_NE(ll_stamp(epoch), 0u);
+    EXPECT_NE(ll_stamp(epoch), ll_stamp(epoch + 1));
+    EXPECT_NE(ll_stamp(epoch), ll_stamp(epoch - 1));
+    EXPECT_EQ(ll_stamp(epoch), ll_stamp(epoch + (1ull << 31)));
+    EXPECT_TRUE(is_of({.data = {7}, .stamp = ll_stamp(epoch)}, epoch, seen));
+    EXPECT_FALSE(is_of({.data = {7}, .stamp = ll_stamp(epoch)}, epoch + 1, seen));
+    EXPECT_EQ(Signal::epoch_of(seen), epoch & 0x7fffffff);
+    EXPECT_FALSE(is_of({}, epoch, seen));
+    EXPECT_EQ(Signal::epoch_of(seen), 0u);
+  }
+}
+
+// ---- rows
+
+// Sends a row of rank `src` and takes it again on every rank of `members`; memory is poisoned before.
+TEST(LlStream, RowsComeAsTheyWereAndTouchNothingElse) {
+  Random random(test_seed());
+  for (int round = 0; round < 400; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    MoeConfig config = draw_config(random);
+    Heaps heaps(config);
+    const int num_ranks = config.num_ranks, src = random.pick(0, num_ranks - 1), buffer = random.pick(0, 1);
+    const int token = random.pick(0, config.num_max_ll_tokens - 1), turn = random.pick(0, num_ranks - 1);
+    const RankSet members{1 + static_cast<uint64_t>(random.pick(0, (1 << num_ranks) - 2))};
+    const DType dtype = random.pick(0, 2) == 0 ? DType::kFloat8 : config.dtype;
+    const int pieces = config.num_pieces(), words_of_piece = ll_words_of_piece(config, dtype);
+    std::vector<std::byte> x(config.hidden * size_of(dtype) + 16), scales(4 * config.num_scales());
+    random.fill(x.data(), x.size());
+    random.fill(scales.data(), scales.size());
+    const std::byte* values = x.data() + random.pick(0, 15);  // anywhere
+    poison(heaps);
+    const std::vector<Memory> before = heaps.symmetric;
+
+    const auto row_at = [&](const Context& c) { return c.ws.ll_row.at(buffer, src, token); };
+    for (int p = pieces - 1; p >= 0; --p) {
+      const Context& c = heaps.context[src];
+      RowSource row = part_of_row(config, dtype, Piece::of(config, p));
+      row.values = values + row.values_offset;
+      row.scales = scales.data() + p * kPieceBlocks * 4;
+      LlWord* local = reinterpret_cast<LlWord*>(row_at(c)) + p * words_of_piece;
+      send_ll(Warp{}, members, turn, row, kEpoch, [&](int r) { return c.heap.peer(r, local); });
+    }
+    for (int r = 0; r < num_ranks; ++r) {
+      const auto* bytes = reinterpret_cast<const std::byte*>(heaps.symmetric[r].data());
+      const auto* old = reinterpret_cast<const std::byte*>(before[r].data());
+      const int64_t begin = row_at(heaps.context[r]) - bytes, end = begin + config.ll_row_stride();
+      const int64_t size = heaps.symmetric[r].size() * sizeof(Line);
+      ASSERT_EQ(std::memcmp(bytes, old, begin), 0);
+      ASSERT_EQ(std::memcmp(bytes + end, old + end, size - end), 0);
+      ASSERT_EQ(std::memcmp(bytes + begin, old + begin, end - begin) != 0, members.contains(r));
+    }
+    for (RankSet rest = members; !rest.empty(); rest.remove_first()) {
+      const Context& c = heaps.context[rest.first()];
+      // Between two guards as long as a row; what the row has beside values and scales may be anything.
+      const int64_t stride = config.row_stride(dtype);
+      std::vector<uint32_t> memory(3 * stride / 4, 0x5a5a5a5a);
+      auto* target = reinterpret_cast<std::byte*>(memory.data()) + stride;
+      for (int p = 0; p < pieces; ++p) {
+        const RowSource row = part_of_row(config, dtype, Piece::of(config, p));
+        const LlWord* words = reinterpret_cast<const LlWord*>(row_at(c)) + p * words_of_piece;
+        ASSERT_TRUE(receive_ll(Warp{}, c, words, row, target, kEpoch, kSite));
+      }
+      ASSERT_EQ(std::memcmp(target, values, config.hidden * size_of(dtype)), 0);
+      if (dtype == DType::kFloat8) {
+        ASSERT_EQ(std::memcmp(target + config.scales_offset(), scales.data(), scales.size()), 0);
+      }
+      const auto is_guard = [](uint32_t dword) { return dword == 0x5a5a5a5a; };
+      ASSERT_TRUE(std::all_of(memory.begin(), memory.begin() + stride / 4, is_guard));
+      ASSERT_TRUE(std::all_of(memory.end() - stride / 4, memory.end(), is_guard));
+    }
+  }
+}
+
+TEST(LlStream, OneWordOfAnotherEpochIsWaitedForInVain) {
+  MoeConfig config{.num_experts = 1,
+                   .num_topk = 1,
+                   .hidden = 9,
+                   .num_max_tokens_per_rank = 1,
+                   .num_buffers = 1,
+                   .dtype = DType::kFloat32,
+                   .num_max_ll_tokens = 1};
+  const std::vector<float> x(config.hidden, 3.0f);
+  for (int late = 0; late < config.hidden; ++late) {
+    Heaps heaps(config);
+    const Context& c = heaps.context[0];
+    RowSource row = part_of_row(config, config.dtype, Piece::of(config, 0));
+    row.values = reinterpret_cast<const std::byte*>(x.data());
+    auto* words = reinterpret_cast<LlWord*>(c.ws.ll_row.at(0, 0, 0));
+    send_ll(Warp{}, RankSet::only(0), 0, row, kEpoch, [&](int) { return words; });
+    words[late].stamp = ll_stamp(kEpoch - 1);
+    std::vector<float> target(64);
+    EXPECT_FALSE(receive_ll(Warp{}, c, words, row, reinterpret_cast<std::byte*>(target.data()), kEpoch, kSite));
+    EXPECT_EQ(heaps.report[0].reason, Reason::kTimeout);
+    EXPECT_EQ(heaps.report[0].expected_epoch, kEpoch);
+    EXPECT_EQ(heaps.report[0].seen_epoch, (kEpoch - 1) & 0x7fffffff);
+  }
+}
+
+// ---- sums
+
+TEST(LlSums, AreThePlainSumsInAscendingOrderOfTheRanks) {
+  Random random(test_seed());
+  for (int round = 0; round < 200; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    MoeConfig config = draw_config(random);
+    config.num_ranks = random.pick(1, 6), config.num_experts = config.num_ranks;
+    config.num_max_ll_tokens = std::min(config.num_max_ll_tokens, config.ll_token_capacity());
+    Heaps heaps(config);
+    const int buffer = random.pick(0, 1), token = random.pick(0, config.num_max_ll_tokens - 1);
+    const Context& me = heaps.context[random.pick(0, config.num_ranks - 1)];
+    const RankSet ranks{static_cast<uint64_t>(random.pick(0, (1 << config.num_ranks) - 1))};
+    me.ws.token_ranks(buffer, token) = ranks;
+    const int words_of_piece = ll_words_of_piece(config, config.dtype);
+    with_element_type(config.dtype, [&](auto type) {
+      using T = decltype(type);
+      if constexpr (sizeof(T) > 1) {
+        std::vector<float> expected(config.hidden);
+        for (int r = 0; r < config.num_ranks; ++r) {
+          std::vector<T> y(config.hidden);
+          for (T& value : y) value = from_float<T>(static_cast<float>(random.pick(-4000, 4000)) / 37);
+          if (!ranks.contains(r)) continue;
+          for (int i = 0; i < config.hidden; ++i) expected[i] += to_float(y[i]);
+          for (int p = 0; p < config.num_pieces(); ++p) {
+            RowSource row = part_of_row(config, config.dtype, Piece::of(config, p));
+            row.values = reinterpret_cast<const std::byte*>(y.data()) + row.values_offset;
+            auto* words = reinterpret_cast<LlWord*>(me.ws.ll_combine_row.at(buffer, r, token)) + p * words_of_piece;
+            send_ll(Warp{}, RankSet::only(me.heap.rank), 0, row, kEpoch, [&](int) { return words; });
+          }
+        }
+        const T guard = from_float<T>(77.0f);
+        for (const bool vector_rows : {false, true}) {
+          std::vector<T> combined(config.hidden + 8, guard);
+          for (int p = 0; p < config.num_pieces(); ++p) {
+            const Piece piece = Piece::of(config, p);
+            const LlSums sums{me, buffer, token, 1, p * words_of_piece, kEpoch};
+            ASSERT_TRUE(sums.add(Warp{}, piece.size(), vector_rows, combined.data() + piece.first));
+          }
+          for (int i = 0; i < config.hidden; ++i) {
+            ASSERT_EQ(to_float(combined[i]), to_float(from_float<T>(expected[i]))) << "column " << i;
+          }
+          for (int i = config.hidden; i < config.hidden + 8; ++i) ASSERT_EQ(to_float(combined[i]), 77.0f);
+        }
+      }
+    });
+  }
+}
+
+// ---- choices
+
+TEST(LlChoice, WordsStayInTheirTokensPlace) {
+  Random random(test_seed());
+  for (int round = 0; round < 200; ++round) {
+    const MoeConfig config = draw_config(random);
+    Heaps heaps(config);
+    const int src = random.pick(0, config.num_ranks - 1), token = random.pick(0, config.num_max_ll_tokens - 1);
+    const Context& c = heaps.context[src];
+    poison(heaps);
+    const std::vector<Memory> before = heaps.symmetric;
+    for (int k = 0; k < config.num_topk; ++k) send_choice(c, 1, token + 1, token, k, k - 1, 0.5f * k, kEpoch);
+    for (int r = 0; r < config.num_ranks; ++r) {
+      const Context& there = heaps.context[r];
+      const auto* bytes = reinterpret_cast<const std::byte*>(heaps.symmetric[r].data());
+      const auto* old = reinterpret_cast<const std::byte*>(before[r].data());
+      const int64_t begin = there.ws.ll_choices.at(1, src, token) - bytes, end = begin + config.ll_choices_stride();
+      ASSERT_EQ(std::memcmp(bytes, old, begin), 0);
+      ASSERT_EQ(std::memcmp(bytes + end, old + end, heaps.symmetric[r].size() * sizeof(Line) - end), 0);
+      for (int k = 0; k < config.num_topk; ++k) {
+        int expert;
+        float weight;
+        ASSERT_TRUE(receive_choice(there, 1, src, token, k, kEpoch, true, &expert, &weight));
+        ASSERT_EQ(expert, local_expert(there.config, k - 1));
+        ASSERT_EQ(weight, 0.5f * k);
+      }
+    }
+  }
+}
+
+// Against a plain count.
+TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
+  Random random(test_seed());
+  for (int round = 0; round < 300; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    const MoeConfig config = draw_config(random);
+    Heaps heaps(config);
+    const int num_local = config.num_local_experts(), num_topk = config.num_topk;
+    const Context& me = heaps.context[random.pick(0, config.num_ranks - 1)];
+    // Nothing, something, all that fit, and more: those travel otherwise and are none of the table's business.
+    std::vector<int32_t> num_tokens;
+    std::vector<std::vector<int>> expert(config.num_ranks);
+    std::vector<std::vector<float>> weight(config.num_ranks);
+    for (int r = 0; r < config.num_ranks; ++r) {
+      const int most = config.num_max_ll_tokens, kind = random.pick(0, 5);
+      num_tokens.push_back(kind == 0 ? 0 : kind == 1 ? most : kind == 2 ? most + 1 : random.pick(0, most));
+      for (int i = 0; i < num_tokens[r] * num_topk && num_tokens[r] <= most; ++i) {
+        const int chosen = random.pick(0, 4) == 0 ? -1 : random.pick(0, config.num_experts - 1);
+        weight[r].push_back(static_cast<float>(random.pick(0, 1000)));
+        expert[r].push_back(local_expert(me.config, chosen));
+        send_choice(heaps.context[r], 0, num_tokens[r], i / num_topk, i % num_topk, chosen, weight[r][i], kEpoch);
+      }
+    }
+    SharedMemory shared(LlTable::shared_bytes(config) + 128);
+    std::memset(shared.data(), 0xa5, LlTable::shared_bytes(config) + 128);
+    Block::Scratch scratch;
+    const Block block(scratch);
+    LlTable table(me, 0, block, shared.data());
+    ASSERT_TRUE(table.receive(num_tokens.data(), kEpoch));
+    table.count(num_tokens.data());
+    for (int i = 0; i < 128; ++i) ASSERT_EQ(shared.data()[LlTable::shared_bytes(config) + i], std::byte{0xa5});
+
+    for (int r = 0; r < config.num_ranks; ++r) {
+      if (!config.sends_ll(num_tokens[r])) continue;
+      const int segments = table.num_segments(num_tokens[r]);
+      ASSERT_LE(segments, LlTable::most_segments(config));
+      ASSERT_EQ(table.first_token(0, num_tokens[r]), 0);
+      ASSERT_EQ(table.first_token(segments, num_tokens[r]), num_tokens[r]);
+      int num_landed = 0;
+      for (int s = 0; s < segments; ++s) {
+        std::vector<int> count(num_local);
+        for (int t = table.first_token(s, num_tokens[r]); t < table.first_token(s + 1, num_tokens[r]); ++t) {
+          bool lands = false;
+          int k = 0;
+          table.visit(r, t, [&](int local, int idx, float w) {
+            while (expert[r][t * num_topk + k] < 0) ++k;
+            ASSERT_EQ(local, expert[r][t * num_topk + k]);
+            ASSERT_EQ(w, weight[r][t * num_topk + k]);
+            ASSERT_EQ(idx, count[local]++);
+            ++k;
+          });
+          for (int i = 0; i < num_topk; ++i) lands |= expert[r][t * num_topk + i] >= 0;
+          for (; k < num_topk; ++k) ASSERT_LT(expert[r][t * num_topk + k], 0);  // all have been visited
+          ASSERT_EQ(table.landing(r, t), lands ? num_landed : -1);
+          num_landed += lands;
+        }
+        for (int e = 0; e < num_local; ++e) ASSERT_EQ(table.count(r, s, e), count[e]);
+      }
+      ASSERT_TRUE(segments == 0 || table.count(r, 0, num_local) == num_landed);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moe_a2a
