@@ -34,15 +34,15 @@ class SignalDesk {
   MOE_A2A_DEVICE bool is_teller() const { return kTellerPays && block_.warp_rank() == num_senders_; }
 
   // By the leader of a warp that sends, when a row's stores come before whatever it signals next.
-  template <class Signal>
-  MOE_A2A_DEVICE void leave(const Item& item, const Signal& signal) const {
+  template <class TellOf>
+  MOE_A2A_DEVICE void leave(const Item& item, const TellOf& tell_of) const {
     if constexpr (kTellerPays) {
       Slot& slot = desk_->slot[block_.warp_rank()];
       while (atomic_load<Order::kAcquire, Scope::kBlock>(&slot.is_full) != 0) pause();
       slot.item = item;
       atomic_store<Order::kRelease, Scope::kBlock>(&slot.is_full, 1u);  // pairs with the acquire in tell()
     } else {
-      signal(item);
+      tell_of(item);
     }
   }
 
@@ -54,8 +54,8 @@ class SignalDesk {
   }
 
   // By the warp that tells, a slot to each lane, until all have closed. The lanes' fences are one instruction.
-  template <class Signal>
-  MOE_A2A_DEVICE void tell(const Signal& signal) const {
+  template <class TellOf>
+  MOE_A2A_DEVICE void tell(const TellOf& tell_of) const {
     const Warp warp = block_.warp();
     for (;;) {
       const bool all_closed =
@@ -64,11 +64,11 @@ class SignalDesk {
       const bool is_full =
           warp.rank() < num_senders_ && atomic_load<Order::kAcquire, Scope::kBlock>(&slot.is_full) != 0;
       if (is_full) {
-        signal(slot.item);
+        tell_of(slot.item);
         atomic_store<Order::kRelease, Scope::kBlock>(&slot.is_full, 0u);
       }
       if (!warp.any(is_full)) {
-        if (warp.any(all_closed)) return;
+        if (!warp.any(!all_closed)) return;  // each lane has looked at its slot after that
         pause();
       }
     }
