@@ -164,13 +164,10 @@ MOE_A2A_DEVICE void add_lanes(const Terms<T, List>& terms, int c, int stride, T*
   float sum[kUnroll][kLaneElements<T>] = {};
   add_up_to<kMost, kUnroll>(terms.held, c, stride, sum);
   if (kMost == kRowsInFlight && terms.has_rest()) {
-    Term<T> some[kRowsInFlight];
     List rest = terms.rest;
-    do {  // as many side by side as there were first
-      MOE_A2A_UNROLL
-      for (int i = 0; i < kRowsInFlight; ++i) some[i] = terms.next(rest);
-      add_up_to<kRowsInFlight, kUnroll>(some, c, stride, sum);
-    } while (some[kRowsInFlight - 1].row != nullptr);
+    for (Term<T> term = terms.next(rest); term.row != nullptr; term = terms.next(rest)) {
+      add_exactly<1, kUnroll>(&term, c, stride, sum);
+    }
   }
   for (int u = 0; u < kUnroll; ++u) {
     LaneVector<T> out;
