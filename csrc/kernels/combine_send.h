@@ -212,9 +212,9 @@ struct CombineSend {
       warp.sync();
       row.values = staging;
     }
-    LlWord* local = reinterpret_cast<LlWord*>(c.ws.ll_combine_row.at(args.buffer, c.heap.rank, item.token)) +
-                    number * ll_words_of_piece(c.config, c.config.dtype);
-    if (start != 0 && warp.rank() == 0) append_signals(c.trace(), item.members, item.token, clock_now());
+    LlWord* local = ll_words_at(c.ws.ll_combine_row, args.buffer, c.heap.rank, item.token,
+                                number * ll_words_of_piece(c.config, c.config.dtype));
+    record_signals(c.trace(), warp, item.members, item.token);
     send_ll(warp, item.members, item.turn, row, epoch, [&](int rank) { return c.heap.peer(rank, local); });
     record_unit(args, warp, item, start);
   }

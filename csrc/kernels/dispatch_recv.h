@@ -142,8 +142,8 @@ struct DispatchRecv {
     }
     if (warp.any(!good)) return false;
     if (!warp.any(lands)) return true;
-    const LlWord* words = reinterpret_cast<const LlWord*>(c.ws.ll_row.at(args.buffer, rank, token)) +
-                          number * ll_words_of_piece(c.config, args.row_dtype);
+    const LlWord* words =
+        ll_words_at(c.ws.ll_row, args.buffer, rank, token, number * ll_words_of_piece(c.config, args.row_dtype));
     good =
         receive_ll(warp, c, words, part_of_row(c.config, args.row_dtype, Piece::of(c.config, number)),
                    c.ws.row.at(args.buffer, rank, token), epoch, {Operation::kDispatchRecv, Phase::kRow, rank, token});

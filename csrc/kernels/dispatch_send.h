@@ -188,9 +188,9 @@ struct DispatchSend {
     warp.sync();  // the piece before has been read by all lanes before any writes this one in its place
     const RowSource row = args.quantize ? quantized(args, warp, piece, item, staging) : row_source(args, piece, item);
     warp.sync();  // a quantised piece is complete before any lane sends a part of it
-    LlWord* local = reinterpret_cast<LlWord*>(c.ws.ll_row.at(args.buffer, c.heap.rank, token)) +
-                    number * ll_words_of_piece(c.config, sent_dtype(args));
-    if (start != 0 && warp.rank() == 0) append_signals(c.trace(), item.members, token, clock_now());
+    LlWord* local = ll_words_at(c.ws.ll_row, args.buffer, c.heap.rank, token,
+                                number * ll_words_of_piece(c.config, sent_dtype(args)));
+    record_signals(c.trace(), warp, item.members, token);
     send_ll(warp, item.members, item.turn, row, epoch, [&](int rank) { return c.heap.peer(rank, local); });
     record(c.trace(), warp, {.kind = TraceKind::kSend, .begin = start, .token = token});
   }

@@ -13,7 +13,7 @@ inline constexpr int kWordsOfChoice = num_ll_words(3);
 
 // The words of a choice of one of `src`'s tokens, in this rank's heap.
 MOE_A2A_DEVICE LlWord* ll_choice_at(const Context& c, int buffer, int src, int token, int k) {
-  return reinterpret_cast<LlWord*>(c.ws.ll_choices.at(buffer, src, token)) + k * kWordsOfChoice;
+  return ll_words_at(c.ws.ll_choices, buffer, src, token, k * kWordsOfChoice);
 }
 
 // By a thread, to every rank.

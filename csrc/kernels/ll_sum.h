@@ -37,7 +37,7 @@ struct LlSums {
   static constexpr int kRanksInFlight = kBlockThreads > 1 ? 4 : 1, kUnroll = kBlockThreads > 1 ? 2 : 1;
 
   MOE_A2A_DEVICE const LlWord* words_of(int rank) const {
-    return reinterpret_cast<const LlWord*>(c.ws.ll_combine_row.at(buffer, rank, token)) + first_word;
+    return ll_words_at(c.ws.ll_combine_row, buffer, rank, token, first_word);
   }
 
   // Adds the words of the first ranks of `rest`, which go from it; all loads fly before the first is used.

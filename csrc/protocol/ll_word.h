@@ -49,4 +49,10 @@ MOE_A2A_DEVICE void store_ll(LlWord* address, const LlWord& word) {
   store_whole(reinterpret_cast<LlBits*>(address), std::bit_cast<LlBits>(word));
 }
 
+// The words of a token of `src` from `first` on, in one of the Workspace's fields of LL words.
+template <class Field>
+MOE_A2A_DEVICE LlWord* ll_words_at(const Field& field, int buffer, int src, int token, int first) {
+  return reinterpret_cast<LlWord*>(field.at(buffer, src, token)) + first;
+}
+
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

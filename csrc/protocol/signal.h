@@ -44,6 +44,12 @@ MOE_A2A_DEVICE void append_signals(const TraceBuffer& trace, const RankSet& rank
   }
 }
 
+// The same for words that carry their epoch themselves, before the group writes them.
+template <class Group>
+MOE_A2A_DEVICE void record_signals(const TraceBuffer& trace, const Group& group, const RankSet& ranks, int token) {
+  if (trace.is_on() && group.rank() == 0) append_signals(trace, ranks, token, clock_now());
+}
+
 // Publishes `epoch` in `local`'s place on every rank of `ranks`. Everything that this thread wrote, or that its group
 // wrote before the group's release_sync(), is visible to whoever then sees the epoch: pairs with the acquire in
 // wait_for(). One fence covers all ranks: a fence per signal costs 20 % of the link on H200, and what it costs it costs

@@ -142,7 +142,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::open_handle(const DispatchInput&
   handle->owner = this;
   handle->buffer = buffer;
   handle->num_tokens = input.num_tokens;
-  handle->row_dtype = input.quantize ? DType::kFloat8 : input.x_dtype;
+  handle->row_dtype = input.row_dtype();
   open_[buffer] = handle;
   return handle;
 }
@@ -193,7 +193,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
                                          .buffer = buffer,
                                          .layout = layout,
                                          .expert_alignment = expert_alignment,
-                                         .row_dtype = input.quantize ? DType::kFloat8 : input.x_dtype},
+                                         .row_dtype = input.row_dtype()},
                                 .num_send_blocks = senders},
                    num_blocks, place.stream);
   auto handle = open_handle(input, buffer);

@@ -60,6 +60,8 @@ struct DispatchInput {
   DType x_dtype = DType::kBfloat16;
   Rows x_scales;
   bool quantize = false;
+
+  DType row_dtype() const { return quantize ? DType::kFloat8 : x_dtype; }  // as rows travel
 };
 
 // Where a launch goes.

@@ -7,8 +7,8 @@
 #define MOE_A2A_HOST_DEVICE __host__ __device__ inline __attribute__((always_inline))
 // Before a loop over a lane's own array, which is in registers only when every index is known.
 #define MOE_A2A_UNROLL _Pragma("unroll")
-// What is rarely run must not lie between what is run each time: fetching instructions is a large part of a small
-// batch's time. A function that is called needs a stack on AMD, so there it stays.
+// What is rarely run is called, so that it does not lie between what is run each time: a small batch is the time of its
+// instructions. A function that is called needs a stack on AMD, so there it stays.
 #if defined(__CUDACC__)
 #define MOE_A2A_RARE __device__ __noinline__ static
 #else
