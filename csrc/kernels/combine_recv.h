@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/ll_sum.h"
+#include "kernels/streamed_sum.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
@@ -29,29 +30,42 @@ struct CombineRecv {
   using Args = CombineRecvArgs;
   static constexpr const char* kName = "combine_recv";
 
-  static size_t shared_bytes(const Args&) { return 0; }
+  // Shared memory: per warp, what streams the sums of the ranks.
+  MOE_A2A_HOST_DEVICE static bool streams(const Args& args) {
+    const MoeConfig& config = args.context.config;
+    return can_stream(config.num_ranks, args.vector_rows, config.row_bytes(config.dtype));
+  }
+  static size_t shared_bytes(const Args& args) { return streams(args) ? kReaderBytes * kWarps : 0; }
 
-  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.context;
     const uint64_t epoch = c.ws.epoch(args.buffer);
     const bool by_ll = c.ws.all_send_ll(args.buffer, 0);
-    // Whole rows are added up by several warps too, which makes the last one's way shorter.
-    const int length = by_ll ? MoeConfig::piece_length() : (c.config.hidden + kPartsOfRow - 1) / kPartsOfRow;
-    const int part_length = (length + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
+    const int part_length = by_ll ? MoeConfig::piece_length() : whole_part_length(args, grid);
     const int parts = (c.config.hidden + part_length - 1) / part_length;
-    const int num_units = args.num_tokens * parts, stride = grid.size() * block.num_warps();
+    const int num_units = args.num_tokens * parts, stride = grid.size() * kWarps;
+    RowReader reader(block.warp(), !by_ll && streams(args) ? shared + block.warp_rank() * kReaderBytes : nullptr);
     // From the last warp on: the first ones may still be sending.
-    const int warp = block.num_warps() - 1 - block.warp_rank();
+    const int warp = kWarps - 1 - block.warp_rank();
     for (int unit = grid.rank() + grid.size() * warp; unit < num_units; unit += stride) {
       const int token = unit / parts, number = unit % parts;
-      const bool good = by_ll
-                            ? receive_piece(args, block.warp(), token, number, epoch)
-                            : receive_part(args, block.warp(), token, Piece::of(c.config, number, part_length), epoch);
-      if (!good) return;
+      const Piece part = Piece::of(c.config, number, part_length);
+      if (!(by_ll ? receive_piece(args, block.warp(), token, number, epoch)
+                  : receive_part(args, block.warp(), reader, token, part, epoch))) {
+        return;
+      }
     }
   }
 
-  static constexpr int kPartsOfRow = kBlockThreads > 1 ? 4 : 1;
+  static constexpr int kWarps = kBlockThreads / kWarpSize;
+
+  // Where there are few rows for each warp, several add a row up: it makes the last one's way shorter.
+  MOE_A2A_DEVICE static int whole_part_length(const Args& args, const Grid& grid) {
+    constexpr int kPartsOfRow = kBlockThreads > 1 ? 4 : 1;
+    const int parts = args.num_tokens >= 2 * grid.size() * kWarps ? 1 : kPartsOfRow;
+    const int length = (args.context.config.hidden + parts - 1) / parts;
+    return (length + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
+  }
 
   // A piece that comes as LL words.
   MOE_A2A_DEVICE static bool receive_piece(const Args& args, const Warp& warp, int token, int number, uint64_t epoch) {
@@ -69,8 +83,8 @@ struct CombineRecv {
   }
 
   // A part of a row that comes whole.
-  MOE_A2A_DEVICE static bool receive_part(const Args& args, const Warp& warp, int token, const Piece& part,
-                                          uint64_t epoch) {
+  MOE_A2A_DEVICE static bool receive_part(const Args& args, const Warp& warp, RowReader& reader, int token,
+                                          const Piece& part, uint64_t epoch) {
     const Context& c = args.context;
     const RankSet ranks = c.ws.token_ranks(args.buffer, token);
     bool good = true;
@@ -84,7 +98,17 @@ struct CombineRecv {
     const uint64_t start = trace_now(c.trace());
     with_element_type(c.config.dtype, [&](auto type) {
       using T = decltype(type);
-      add_rows(warp, part, args.vector_rows, PartialSums<T>(args, ranks, token), target_of<T>(args, token, part));
+      T* target = target_of<T>(args, token, part);
+      if (streams(args)) {
+        const int lane = warp.rank() < c.heap.num_ranks ? warp.rank() : 0;
+        const std::byte* row = c.ws.combine_row.at(args.buffer, lane, token) + part.first * sizeof(T);
+        const uint32_t lanes = static_cast<uint32_t>(ranks.bits);
+        reader.begin(row, lanes, part.size() * static_cast<int>(sizeof(T)));
+        const auto open = [&](int first) { return target + first; };
+        add_streamed<T>(warp, reader, lanes, part.size(), [](int) { return 1.0f; }, open, [](int) {});
+      } else {
+        add_rows(warp, part, args.vector_rows, PartialSums<T>(args, ranks, token), target);
+      }
     });
     record(c.trace(), warp, {.kind = TraceKind::kReduce, .begin = start, .token = token});
     return true;

@@ -3,6 +3,7 @@
 
 #include "kernels/ll_stream.h"
 #include "kernels/signal_desk.h"
+#include "kernels/streamed_sum.h"
 #include "kernels/units.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -32,6 +33,13 @@ class RouteTerms {
   const RouteTerm* end_;
 };
 
+// The same, one to a lane of a warp; those of `lanes` are added, in ascending order.
+struct LaneTerms {
+  const std::byte* row = nullptr;
+  float weight = 0;
+  uint32_t lanes = 0;
+};
+
 struct CombineSend {
   using Args = CombineSendArgs;
   static constexpr const char* kName = "combine_send";
@@ -45,15 +53,14 @@ struct CombineSend {
   using Desk = SignalDesk<Item>;
   static constexpr int kDeskBytes = Desk::shared_bytes();
 
-  // Shared memory: per warp, what a row sender takes, or the sum of a piece that leaves as LL words. Which it will be
-  // is for the largest batch of any rank to say, so there is room for both.
-  MOE_A2A_HOST_DEVICE static StagedFor staged_for(const Args& args) {
-    return args.presummed ? StagedFor::kSending : StagedFor::kAdding;
+  // Shared memory: per warp, what a row sender takes, or what a streamed sum does, or the sum of a piece that leaves as
+  // LL words. Whether they will be LL words is for the largest batch of any rank to say, so there is room for both.
+  MOE_A2A_HOST_DEVICE static bool streams(const Args& args) {
+    return !args.presummed && can_stream(args.context.config.num_topk, args.vector_rows, row_bytes(args));
   }
   MOE_A2A_HOST_DEVICE static int staging_bytes(const Args& args) {
-    const bool whole_vectors = args.vector_rows && row_bytes(args) % 16 == 0;
-    if (!args.presummed && !(kSumsAreStaged && whole_vectors)) return 0;
-    return staging_that_fits(args.context, warp_staging_bytes(row_bytes(args), staged_for(args)), kDeskBytes);
+    if (!args.presummed) return streams(args) ? kReaderBytes + kPieceSenderBytes : 0;
+    return staging_that_fits(args.context, warp_staging_bytes(row_bytes(args), StagedFor::kSending), kDeskBytes);
   }
   // Warps of a block that send whole rows: as many as there is staging for.
   MOE_A2A_HOST_DEVICE static int num_senders(const Args& args) {
@@ -120,64 +127,100 @@ struct CombineSend {
     const int num_rows = c.ws.landed_offsets(args.buffer, c.heap.num_ranks);
     if (c.ws.all_send_ll(args.buffer, 0)) {
       send_pieces(args, grid, block, shared, num_rows, epoch);
-    } else if (!args.presummed && block.num_warps() > 1 && num_rows < grid.size() * block.num_warps() / 2) {
+    } else if (!args.presummed && !streams(args) && num_rows < grid.size() * block.num_warps() / 2) {
       send_few_sums(args, grid, block, num_rows, epoch);
     } else {
-      send_whole_rows(args, grid, block, shared, num_rows, epoch);
+      const auto tell = [&](const Item& item) { signal(args, item, epoch); };
+      send_and_tell<Item>(block, shared, num_senders(args), tell, [&](const auto& done) {
+        const int num_bytes = staging_bytes(args);
+        std::byte* staging = num_bytes > 0 ? shared + kDeskBytes + block.warp_rank() * num_bytes : nullptr;
+        if (args.presummed) {
+          send_presummed(args, grid, block, staging, num_rows, done);
+        } else if (streams(args)) {
+          stream_sums(args, grid, block, staging, num_rows, done);
+        } else {
+          send_sums(args, grid, block, num_rows, done);
+        }
+      });
     }
   }
 
-  MOE_A2A_DEVICE static void send_whole_rows(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
-                                             int num_rows, uint64_t epoch) {
+  // Calls send(landed, item) for each row of this warp.
+  template <class Send>
+  MOE_A2A_DEVICE static void for_rows_of_warp(const Args& args, const Grid& grid, const Block& block, int num_rows,
+                                              const Send& send) {
     const Context& c = args.context;
-    const int num_warps = num_senders(args);
-    const Desk desk(block, shared, num_warps);
-    const auto signal = [&](const Item& item) {
-      signal_many(c.heap, item.members, signal_of(args, item), epoch, 0, c.trace(), item.token);
-    };
-    if (desk.is_teller()) desk.tell(signal);
-    if (!desk.is_sender()) return;
-    const Warp warp = block.warp();
-    const Piece whole{0, c.config.hidden};
-    const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
-    const auto done = [&](const Item& item) { desk.leave(item, signal); };
-    std::byte* staging =
-        staging_bytes(args) > 0 ? shared + kDeskBytes + block.warp_rank() * staging_bytes(args) : nullptr;
-    auto sender = make_warp_sender<Item>(warp, landing_at, done, staging, row_bytes(args), staged_for(args));
     uint32_t* ticket = c.ws.tickets.at(args.buffer, Workspace::kCombineSend);
-    for (Units units(grid, block, num_warps, ticket); units.current() < num_rows; units.advance()) {
+    for (Units units(grid, block, num_senders(args), ticket); units.current() < num_rows; units.advance()) {
       const int landed = landed_in_turn(c, args.buffer, units.current());
       const Item item = item_of(args, landed);
       const uint64_t start = trace_now(c.trace());
-      if (args.presummed) {
-        sender.send(row_source(args, whole, item), item);
-      } else if (kSumsAreStaged && staging != nullptr) {
-        add_up(args, warp, whole, landed, sender.open_stage());
-        sender.send_staged(row_source(args, whole, item), item);
-      } else {
-        add_up(args, warp, whole, landed, landing(args, item, item.turn));
-        warp.release_sync();
-        if (warp.rank() == 0) done(item);
-      }
-      record_unit(args, warp, item, start);
+      send(landed, item);
+      record_unit(args, block.warp(), item, start);
     }
-    sender.finish();
-    desk.close();
   }
 
-  // Where most warps would have no row of their own, the threads of a block form each sum together.
+  template <class Done>
+  MOE_A2A_DEVICE static void send_presummed(const Args& args, const Grid& grid, const Block& block, std::byte* staging,
+                                            int num_rows, const Done& done) {
+    const Warp warp = block.warp();
+    const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
+    auto sender = make_warp_sender<Item>(warp, landing_at, done, staging, row_bytes(args));
+    const Piece whole{0, args.context.config.hidden};
+    for_rows_of_warp(args, grid, block, num_rows,
+                     [&](int, const Item& item) { sender.send(row_source(args, whole, item), item); });
+    sender.finish();
+  }
+
+  template <class Done>
+  MOE_A2A_DEVICE static void stream_sums(const Args& args, const Grid& grid, const Block& block, std::byte* staging,
+                                         int num_rows, const Done& done) {
+    const Warp warp = block.warp();
+    const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
+    RowReader reader(warp, staging);
+    PieceSender<Item, decltype(landing_at), Done> sender(warp, landing_at, done, staging + kReaderBytes);
+    with_element_type(args.context.config.dtype, [&](auto type) {
+      using T = decltype(type);
+      constexpr int kElement = sizeof(T);
+      const int hidden = args.context.config.hidden;
+      for_rows_of_warp(args, grid, block, num_rows, [&](int landed, const Item& item) {
+        const LaneTerms terms = lane_terms(args, warp, landed);
+        reader.begin(terms.row, terms.lanes, hidden * kElement);
+        const auto weight_of = [&](int lane) { return warp.broadcast(terms.weight, lane); };
+        const auto open = [&](int) { return reinterpret_cast<T*>(sender.open()); };
+        const auto close = [&](int first) {
+          const int begin = first * kElement, left = hidden * kElement - begin;
+          sender.send(item, begin, left < kStreamBytes ? left : kStreamBytes, left <= kStreamBytes);
+        };
+        add_streamed<T>(warp, reader, terms.lanes, hidden, weight_of, open, close);
+      });
+    });
+    sender.finish();
+  }
+
+  // Without a stream: each sum is formed where it lands.
+  template <class Done>
+  MOE_A2A_DEVICE static void send_sums(const Args& args, const Grid& grid, const Block& block, int num_rows,
+                                       const Done& done) {
+    const Warp warp = block.warp();
+    const Piece whole{0, args.context.config.hidden};
+    for_rows_of_warp(args, grid, block, num_rows, [&](int landed, const Item& item) {
+      add_up(args, warp, whole, landed, landing(args, item, item.turn));
+      warp.release_sync();
+      if (warp.rank() == 0) done(item);
+    });
+  }
+
+  // The same where most warps would have no row of their own: the threads of a block form each sum together.
   MOE_A2A_DEVICE static void send_few_sums(const Args& args, const Grid& grid, const Block& block, int num_rows,
                                            uint64_t epoch) {
-    const Context& c = args.context;
     for (int i = grid.rank(); i < num_rows; i += grid.size()) {
-      const int landed = landed_in_turn(c, args.buffer, i);
+      const int landed = landed_in_turn(args.context, args.buffer, i);
       const Item item = item_of(args, landed);
-      const uint64_t start = trace_now(c.trace());
-      add_up(args, block, Piece{0, c.config.hidden}, landed, landing(args, item, item.turn));
+      const uint64_t start = trace_now(args.context.trace());
+      add_up(args, block, Piece{0, args.context.config.hidden}, landed, landing(args, item, item.turn));
       block.release_sync();
-      if (block.rank() == 0) {
-        signal_many(c.heap, item.members, signal_of(args, item), epoch, 0, c.trace(), item.token);
-      }
+      if (block.rank() == 0) signal(args, item, epoch);
       record_unit(args, block.warp(), item, start);
     }
   }
@@ -230,8 +273,10 @@ struct CombineSend {
     return c.heap.peer(rank, c.ws.combine_row.at(args.buffer, c.heap.rank, item.token));
   }
   // Pairs with wait_for() in combine_recv.
-  MOE_A2A_DEVICE static Signal* signal_of(const Args& args, const Item& item) {
-    return args.context.ws.combine_signal.at(args.buffer, args.context.heap.rank, item.token);
+  MOE_A2A_DEVICE static void signal(const Args& args, const Item& item, uint64_t epoch) {
+    const Context& c = args.context;
+    Signal* local = c.ws.combine_signal.at(args.buffer, c.heap.rank, item.token);
+    signal_many(c.heap, item.members, local, epoch, 0, c.trace(), item.token);
   }
 
   MOE_A2A_DEVICE static void record_unit(const Args& args, const Warp& warp, const Item& item, uint64_t start) {
@@ -257,6 +302,19 @@ struct CombineSend {
       using T = decltype(type);
       add_rows(group, piece, args.vector_rows, RouteTerms<T>(args, terms), reinterpret_cast<T*>(target));
     });
+  }
+
+  // The terms of a landed row, choice by choice in the lanes.
+  MOE_A2A_DEVICE static LaneTerms lane_terms(const Args& args, const Warp& warp, int landed) {
+    const RouteTerm* terms = args.context.ws.landed_term.at(args.buffer, landed);
+    if (warp.rank() == 0) count_short_routes(args, terms);
+    const RouteTerm term = warp.rank() < args.context.config.num_topk ? terms[warp.rank()] : RouteTerm{};
+    const bool is_end = term.position < 0, is_there = !is_end && term.position < args.num_y_rows;
+    const uint64_t ends_and_there =
+        warp.union_of(uint64_t{is_end} << (warp.rank() + 32) | uint64_t{is_there} << warp.rank());
+    const uint32_t ends = static_cast<uint32_t>(ends_and_there >> 32), there = static_cast<uint32_t>(ends_and_there);
+    const uint32_t before_end = (ends & (~ends + 1)) - 1;
+    return {is_there ? args.y[term.position] : nullptr, term.weight, there & before_end};
   }
 
   // Routes that stand behind the end of a `y` that is too short; raised at the next call that looks.

@@ -3,6 +3,7 @@
 
 #include "kernels/ll_choice.h"
 #include "kernels/ll_stream.h"
+#include "kernels/quantize.h"
 #include "kernels/routing_table.h"
 #include "kernels/signal_desk.h"
 #include "kernels/units.h"
@@ -96,23 +97,25 @@ struct DispatchSend {
   MOE_A2A_DEVICE static void send_whole_rows(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
                                              uint64_t epoch) {
     const Context& c = args.context;
-    const int num_warps = num_senders(args);
-    const Desk desk(block, shared, num_warps);
-    const auto signal = [&](const Item& item) {
+    const auto tell = [&](const Item& item) {
       signal_many(c.heap, item.members, signal_of(args, item), epoch, 0, c.trace(), item.token);
     };
-    if (desk.is_teller()) desk.tell(signal);
-    if (!desk.is_sender()) return;
+    send_and_tell<Item>(block, shared, num_senders(args), tell,
+                        [&](const auto& done) { send_rows_of_warp(args, grid, block, shared, done); });
+  }
+
+  template <class Done>
+  MOE_A2A_DEVICE static void send_rows_of_warp(const Args& args, const Grid& grid, const Block& block,
+                                               std::byte* shared, const Done& done) {
+    const Context& c = args.context;
     const Warp warp = block.warp();
     const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
-    const auto done = [&](const Item& item) { desk.leave(item, signal); };
     std::byte* staging =
         staging_bytes(args) > 0 ? shared + kDeskBytes + block.warp_rank() * staging_bytes(args) : nullptr;
-    auto sender =
-        make_warp_sender<Item>(warp, landing_at, done, staging, c.config.row_bytes(sent_dtype(args)), staged_for(args));
+    auto sender = make_warp_sender<Item>(warp, landing_at, done, staging, c.config.row_bytes(sent_dtype(args)));
     const Piece whole{0, c.config.hidden};
     uint32_t* ticket = c.ws.tickets.at(args.buffer, Workspace::kDispatchSend);
-    for (Units units(grid, block, num_warps, ticket); units.current() < args.num_tokens; units.advance()) {
+    for (Units units(grid, block, num_senders(args), ticket); units.current() < args.num_tokens; units.advance()) {
       const Item item = item_of(args, warp, units.current());
       if (item.members.empty()) continue;
       const uint64_t start = trace_now(c.trace());
@@ -125,7 +128,6 @@ struct DispatchSend {
       record(c.trace(), warp, {.kind = TraceKind::kSend, .begin = start, .token = item.token});
     }
     sender.finish();
-    desk.close();
   }
 
   // ---- small batches

@@ -68,7 +68,7 @@ struct PushRows {
       return push(args, sender, first, stride);
     }
     std::byte* staging = staging_bytes(args) > 0 ? shared + block.warp_rank() * staging_bytes(args) : nullptr;
-    auto sender = make_warp_sender<Item>(warp, landing_at, done, staging, args.row_bytes, StagedFor::kSending);
+    auto sender = make_warp_sender<Item>(warp, landing_at, done, staging, args.row_bytes);
     push(args, sender, first, stride);
   }
 

@@ -1,4 +1,4 @@
-// What is done with a row or a piece of it: quantise it, add weighted rows, both by any group of threads.
+// A row or a piece of it: where it lies, and the sum of weighted rows, formed by any group of threads.
 #pragma once
 
 #include "kernels/args.h"
@@ -59,50 +59,6 @@ MOE_A2A_HOST_DEVICE RowSource part_of_row(const MoeConfig& config, DType dtype, 
   return row;
 }
 
-// ---- quantisation
-
-MOE_A2A_DEVICE float magnitude(float value) { return value < 0 ? -value : value; }
-
-// Quantises a piece of the row `x` to float8 with one fp32 scale per 128 values; q and scales are where those of the
-// piece go. scale = amax / max, q = x * (max / amax), rounded to nearest even. Each thread has a few neighbouring
-// values, and neighbouring threads share a block of 128: they meet through the largest magnitude among them.
-template <class T, class Group>
-MOE_A2A_DEVICE void quantize_piece(const Group& group, const Piece& piece, bool vector_rows, const T* x, Float8* q,
-                                   float* scales) {
-  constexpr int kCount = kQuantizeElements<T>, kLanes = kScaleBlock / kCount, kUnroll = kQuantizeUnroll;
-  const int padded = (piece.size() + kScaleBlock - 1) / kScaleBlock * kScaleBlock, stride = group.size() * kCount;
-  // Every thread goes round equally often: those past the end take part in max_of_neighbours() with zeros.
-  for (int base = 0; base < padded; base += kUnroll * stride) {
-    T values[kUnroll][kCount] = {};
-    for (int u = 0; u < kUnroll; ++u) {  // all loads before the first use
-      const int c = base + u * stride + group.rank() * kCount;
-      if (vector_rows && c + kCount <= piece.size()) {
-        load_values(values[u], x + piece.first + c);
-      } else {
-        for (int i = 0; i < kCount && c + i < piece.size(); ++i) values[u][i] = x[piece.first + c + i];
-      }
-    }
-    for (int u = 0; u < kUnroll; ++u) {
-      const int c = base + u * stride + group.rank() * kCount;
-      float amax = 1e-12f;
-      for (int i = 0; i < kCount; ++i) {
-        const float value = magnitude(to_float(values[u][i]));
-        amax = value > amax ? value : amax;
-      }
-      amax = group.template max_of_neighbours<kLanes>(amax);
-      const float inverse = kFloat8Max / amax;
-      Float8 quantized[kCount];
-      for (int i = 0; i < kCount; ++i) quantized[i] = from_float<Float8>(to_float(values[u][i]) * inverse);
-      if (c + kCount <= piece.size()) {
-        store_values(q + c, quantized);
-      } else {
-        for (int i = 0; i < kCount && c + i < piece.size(); ++i) q[c + i] = quantized[i];
-      }
-      if (c < padded && c % kScaleBlock == 0) scales[c / kScaleBlock] = amax / kFloat8Max;
-    }
-  }
-}
-
 // ---- addition
 
 // A row that is added, and its factor. A list of terms is an object whose next() gives one after the other and, behind
@@ -144,8 +100,7 @@ MOE_A2A_DEVICE void add_exactly(const Term<T>* terms, int c, int stride, Sums& s
   MOE_A2A_UNROLL
   for (int i = 0; i < kNum; ++i) {
     for (int u = 0; u < kUnroll; ++u) {
-      const auto& values = elements_of(lane[i][u]);
-      for (int j = 0; j < kLaneElements<T>; ++j) sum[u][j] += terms[i].weight * to_float(values.element[j]);
+      for (int j = 0; j < kLaneElements<T>; ++j) sum[u][j] += terms[i].weight * value_of(lane[i][u], j);
     }
   }
 }

@@ -22,9 +22,12 @@ class SignalDesk {
 
   // By all threads of the block.
   MOE_A2A_DEVICE SignalDesk(const Block& block, std::byte* shared, int num_senders)
-      : block_(block), desk_(reinterpret_cast<Desk*>(shared)), num_senders_(num_senders) {
+      : block_(block),
+        desk_(reinterpret_cast<Desk*>(shared)),
+        num_senders_(num_senders),
+        next_slot_(block.warp_rank()) {
     if constexpr (kTellerPays) {
-      if (block.rank() < kWarps) desk_->slot[block.rank()].is_full = 0;
+      if (block.rank() < kSlots) desk_->slot[block.rank()].is_full = 0;
       if (block.rank() == 0) desk_->num_closed = 0;
       block.sync();
     }
@@ -35,9 +38,11 @@ class SignalDesk {
 
   // By the leader of a warp that sends, when a row's stores come before whatever it signals next.
   template <class TellOf>
-  MOE_A2A_DEVICE void leave(const Item& item, const TellOf& tell_of) const {
+  MOE_A2A_DEVICE void leave(const Item& item, const TellOf& tell_of) {
     if constexpr (kTellerPays) {
-      Slot& slot = desk_->slot[block_.warp_rank()];
+      Slot& slot = desk_->slot[next_slot_];
+      next_slot_ += num_senders_;
+      if (next_slot_ + num_senders_ - block_.warp_rank() > kSlots) next_slot_ = block_.warp_rank();
       while (atomic_load<Order::kAcquire, Scope::kBlock>(&slot.is_full) != 0) pause();
       slot.item = item;
       atomic_store<Order::kRelease, Scope::kBlock>(&slot.is_full, 1u);  // pairs with the acquire in tell()
@@ -60,9 +65,8 @@ class SignalDesk {
     for (;;) {
       const bool all_closed =
           atomic_load<Order::kAcquire, Scope::kBlock>(&desk_->num_closed) == static_cast<uint32_t>(num_senders_);
-      Slot& slot = desk_->slot[warp.rank() % kWarps];
-      const bool is_full =
-          warp.rank() < num_senders_ && atomic_load<Order::kAcquire, Scope::kBlock>(&slot.is_full) != 0;
+      Slot& slot = desk_->slot[warp.rank() % kSlots];
+      const bool is_full = atomic_load<Order::kAcquire, Scope::kBlock>(&slot.is_full) != 0;
       if (is_full) {
         tell_of(slot.item);
         atomic_store<Order::kRelease, Scope::kBlock>(&slot.is_full, 0u);
@@ -75,19 +79,30 @@ class SignalDesk {
   }
 
  private:
-  static constexpr int kWarps = kBlockThreads / kWarpSize;
+  static constexpr int kSlots = kWarpSize;  // a warp has every num_senders-th of them
   struct Slot {
     uint32_t is_full;
     Item item;
   };
   struct Desk {
     uint32_t num_closed;
-    Slot slot[kWarps];
+    Slot slot[kSlots];
   };
 
   const Block& block_;
   Desk* desk_;
-  int num_senders_;
+  int num_senders_, next_slot_;
 };
+
+// Runs send(done) in those warps of the block that send; what they leave with done(item) is told by tell(item).
+template <class Item, class Tell, class Send>
+MOE_A2A_DEVICE void send_and_tell(const Block& block, std::byte* shared, int num_senders, const Tell& tell,
+                                  const Send& send) {
+  SignalDesk<Item> desk(block, shared, num_senders);
+  if (desk.is_teller()) desk.tell(tell);
+  if (!desk.is_sender()) return;
+  send([&](const Item& item) { desk.leave(item, tell); });
+  desk.close();
+}
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

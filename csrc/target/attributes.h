@@ -1,5 +1,17 @@
-// Where a function may run. The words that headers shared by host and kernels need before they know the target.
+// Where a function may run, and which variant of the kernels is compiled. The words that headers shared by host and
+// kernels need before they know the target.
 #pragma once
+
+// The kernels are compiled twice, with the recorder of the trace and bare, each in a namespace of its own. (On H200 the
+// branches around a recorder that is off are 4 % of a small batch.)
+#if !defined(MOE_A2A_RECORDING)
+#define MOE_A2A_RECORDING 1
+#endif
+#if MOE_A2A_RECORDING
+#define MOE_A2A_VARIANT_OF(target) target
+#else
+#define MOE_A2A_VARIANT_OF(target) target##_bare
+#endif
 
 #if defined(__HIP__) || defined(__CUDACC__)
 // Spelled out: HIP defines __forceinline__ in a header that comes later.

@@ -17,9 +17,9 @@
 #include "target/number.h"
 #include "target/order.h"
 
-#define MOE_A2A_TARGET cpu
+#define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu)
 
-namespace moe_a2a::inline cpu {
+namespace moe_a2a::inline MOE_A2A_TARGET {
 
 inline constexpr int kWarpSize = 1;
 inline constexpr int kBlockThreads = 1;
@@ -46,7 +46,7 @@ struct Thread {
   // Makes the stores of all members visible to whoever a member signals next.
   void release_sync() const {}
   template <class T>
-  T broadcast(T value) const {
+  T broadcast(T value, int /*lane*/ = 0) const {
     return value;
   }
   bool any(bool value) const { return value; }
@@ -168,11 +168,6 @@ void load_lane(LoadedLane<T>& lane, const T* source) {
 }
 
 template <class T>
-const LoadedLane<T>& elements_of(const LoadedLane<T>& lane) {
-  return lane;
-}
-
-template <class T>
 void store_lane(T* target, const LaneVector<T>& vector) {
   std::memcpy(target, &vector, sizeof(vector));
 }
@@ -199,6 +194,12 @@ inline float to_float(Half value) {
   const float rebiased = std::bit_cast<float>(magnitude) * 0x1p112f;     // exact, subnormals too
   const uint32_t special = magnitude >= 0x0f800000u ? 0x7f800000u : 0u;  // infinity and NaN
   return std::bit_cast<float>(std::bit_cast<uint32_t>(rebiased) | special | sign);
+}
+
+// The i-th element of a lane's piece.
+template <class T>
+float value_of(const LoadedLane<T>& lane, int i) {
+  return to_float(lane.element[i]);
 }
 
 template <class T>
@@ -241,6 +242,10 @@ inline Float8 from_float<Float8>(float value) {
   const uint32_t encoded = rounded - (120u << 3);
   return {static_cast<uint8_t>(sign | (encoded > 0x7e ? 0x7e : encoded))};
 }
+inline Float8Pair to_float8_pair(float first, float second) {
+  return {{from_float<Float8>(first), from_float<Float8>(second)}};
+}
+inline float larger(float a, float b) { return a > b ? a : b; }
 
 // ---- time
 
@@ -272,6 +277,7 @@ void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks,
   machine.block_pool().run(num_blocks, Kernel::shared_bytes(args), block_main, &args);
 }
 
-}  // namespace moe_a2a::inline cpu
+}  // namespace moe_a2a::inline MOE_A2A_TARGET
 
 #include "target/row_sender.h"
+#include "target/streamed_sums.h"

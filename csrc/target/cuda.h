@@ -16,7 +16,7 @@
 #include "target/number.h"
 #include "target/order.h"
 
-#define MOE_A2A_TARGET cuda
+#define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cuda)
 #define MOE_A2A_KERNEL_ARGUMENT const __grid_constant__
 #define MOE_A2A_GPU(name) cuda##name
 
@@ -178,6 +178,11 @@ template <>
 __device__ __forceinline__ Float8 from_float<Float8>(float value) {
   return {static_cast<uint8_t>(__nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3))};
 }
+__device__ __forceinline__ Float8Pair to_float8_pair(float first, float second) {
+  const auto bits = __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
+  return {{{static_cast<uint8_t>(bits)}, {static_cast<uint8_t>(bits >> 8)}}};
+}
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 
 // ---- time
 
@@ -193,6 +198,7 @@ __device__ __forceinline__ void pause() { __nanosleep(20); }
 // clang-format off: each needs the ones before it
 #include "target/simt.h"
 #include "target/cuda_row_sender.h"
+#include "target/cuda_streamed_sums.h"
 #include "target/simt_machine.h"
 // clang-format on
 

@@ -4,69 +4,20 @@
 #pragma once
 
 #define MOE_A2A_HAS_WARP_SENDER 1
+#include "target/cuda_bulk_copy.h"
 #include "target/row_sender.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// ---- the instructions
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-__device__ __forceinline__ void barrier_init(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t num_bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
-               : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
-  }
-}
-__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t num_bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)),
-               "l"(__cvta_generic_to_global(global)), "r"(num_bytes), "r"(shared_address(barrier))
-               : "memory");
-}
-__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t num_bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),
-               "r"(shared_address(shared)), "r"(num_bytes)
-               : "memory");
-}
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until at most `num_in_flight` of the groups last committed, 0 to 2, are not done.
-__device__ __forceinline__ void bulk_wait(int num_in_flight) {
-  if (num_in_flight >= 2) {
-    asm volatile("cp.async.bulk.wait_group 2;" ::: "memory");
-  } else if (num_in_flight == 1) {
-    asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
-  } else {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-  }
-}
-
-// ---- the sender
-
-// A row that is only sent comes in while two others fly. One that the warp puts together itself needs no stage to come
-// in; and where it takes long, more warps are worth more than a second stage.
-__host__ __device__ constexpr int num_stages(StagedFor what) { return what == StagedFor::kAdding ? 1 : 2; }
+inline constexpr int kRowStages = 2;
 inline constexpr int kStageHeader = 128;  // holds the stage's barrier and what is in the stage
 __host__ __device__ constexpr int64_t stage_bytes(int64_t row_bytes) {
   return kStageHeader + (row_bytes + 127) / 128 * 128;
 }
 // Shared memory that a warp's sender takes.
-__host__ __device__ constexpr int64_t warp_staging_bytes(int64_t row_bytes, StagedFor what) {
-  return num_stages(what) * stage_bytes(row_bytes);
+__host__ __device__ constexpr int64_t warp_staging_bytes(int64_t row_bytes, StagedFor) {
+  return kRowStages * stage_bytes(row_bytes);
 }
-inline constexpr bool kSumsAreStaged = true;
 
 // Same contract as PlainRowSender, for a warp; one lane does it all. `staging`: shared memory, warp_staging_bytes() of
 // it, or null: then rows go by plain stores.
@@ -74,15 +25,10 @@ template <class Item, class Target, class Done>
 class BulkRowSender {
  public:
   __device__ __forceinline__ BulkRowSender(const Warp& warp, Target target, Done done, std::byte* staging,
-                                           int64_t row_bytes, StagedFor what)
-      : warp_(warp),
-        target_(target),
-        done_(done),
-        staging_(staging),
-        stage_stride_(stage_bytes(row_bytes)),
-        num_stages_(num_stages(what)) {
+                                           int64_t row_bytes)
+      : warp_(warp), target_(target), done_(done), staging_(staging), stage_stride_(stage_bytes(row_bytes)) {
     if (warp_.rank() == 0 && staging_ != nullptr) {
-      for (int s = 0; s < num_stages_; ++s) barrier_init(header(s)->loaded);
+      for (int s = 0; s < kRowStages; ++s) barrier_init(header(s)->loaded);
     }
     warp_.sync();
   }
@@ -96,17 +42,17 @@ class BulkRowSender {
       return;
     }
     if (warp_.rank() != 0) return;
-    const int stage = (stage_ + (is_loading_ ? 1 : 0)) % num_stages_;  // free: see below
+    const int stage = (stage_ + (is_loading_ ? 1 : 0)) % kRowStages;  // free: see below
     load(stage, row);
     put_in_stage(stage, row, item);
     store_loaded();  // the row before: its stores fly while this one comes in
     is_loading_ = true;
-    if (num_in_flight_ == num_stages_ - 1) complete_oldest();  // for the next row
+    if (num_in_flight_ == kRowStages - 1) complete_oldest();  // for the next row
   }
 
   // Where the warp may put the next row together; then send_staged().
   __device__ __forceinline__ std::byte* open_stage() {
-    if (warp_.rank() == 0 && num_in_flight_ == num_stages_) complete_oldest();
+    if (warp_.rank() == 0 && num_in_flight_ == kRowStages) complete_oldest();
     warp_.sync();
     return stage_memory(stage_);
   }
@@ -118,7 +64,7 @@ class BulkRowSender {
       put_in_stage(stage_, row, item);
       store_stage();
     }
-    stage_ = (stage_ + 1) % num_stages_;
+    stage_ = (stage_ + 1) % kRowStages;
   }
 
   __device__ __forceinline__ void finish() {
@@ -145,7 +91,7 @@ class BulkRowSender {
   // The rows in flight are in the stages before stage_, the oldest first.
   __device__ __forceinline__ void complete_oldest() {
     bulk_wait(num_in_flight_ - 1);
-    const int oldest = (stage_ + num_stages_ - num_in_flight_) % num_stages_;
+    const int oldest = (stage_ + kRowStages - num_in_flight_) % kRowStages;
     --num_in_flight_;
     done_(header(oldest)->item);
   }
@@ -173,7 +119,7 @@ class BulkRowSender {
     parity_ ^= 1u << stage_;
     is_loading_ = false;
     store_stage();
-    stage_ = (stage_ + 1) % num_stages_;
+    stage_ = (stage_ + 1) % kRowStages;
   }
 
   __device__ __forceinline__ void store_stage() {
@@ -190,7 +136,6 @@ class BulkRowSender {
   Done done_;
   std::byte* staging_;
   int64_t stage_stride_;
-  int num_stages_;
   int stage_ = 0;            // the next row's, or that of the row that comes in
   int num_in_flight_ = 0;    // rows whose stores are under way, in the stages before stage_
   bool is_loading_ = false;  // a row comes in
@@ -199,12 +144,11 @@ class BulkRowSender {
 
 // The warp's sender of whole rows of this target: by bulk copies from sm_90 on.
 template <class Item, class Target, class Done>
-__device__ auto make_warp_sender(const Warp& warp, Target target, Done done, std::byte* staging, int64_t row_bytes,
-                                 StagedFor what) {
+__device__ auto make_warp_sender(const Warp& warp, Target target, Done done, std::byte* staging, int64_t row_bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return PlainRowSender<Warp, Item, Target, Done>(warp, target, done, staging);
 #else
-  return BulkRowSender<Item, Target, Done>(warp, target, done, staging, row_bytes, what);
+  return BulkRowSender<Item, Target, Done>(warp, target, done, staging, row_bytes);
 #endif
 }
 

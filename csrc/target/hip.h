@@ -13,7 +13,7 @@
 #include "target/number.h"
 #include "target/order.h"
 
-#define MOE_A2A_TARGET hip
+#define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(hip)
 #define MOE_A2A_KERNEL_ARGUMENT const
 #define MOE_A2A_GPU(name) hip##name
 
@@ -186,6 +186,10 @@ __device__ __forceinline__ Float8 from_float<Float8>(float value) {
   return {static_cast<uint8_t>(sign | (encoded > 0x7e ? 0x7e : encoded))};
 #endif
 }
+__device__ __forceinline__ Float8Pair to_float8_pair(float first, float second) {
+  return {{from_float<Float8>(first), from_float<Float8>(second)}};
+}
+__device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
 
 // ---- time
 
@@ -196,6 +200,7 @@ __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(1); }
 
 // clang-format off: each needs the ones before it
 #include "target/simt.h"
+#include "target/streamed_sums.h"
 #include "target/row_sender.h"
 #include "target/simt_machine.h"
 // clang-format on

@@ -19,7 +19,7 @@ struct RowSource {
 };
 
 // What a warp does with a row before it leaves.
-enum class StagedFor { kSending, kQuantizing, kAdding };
+enum class StagedFor { kSending, kQuantizing };
 
 }  // namespace moe_a2a
 
@@ -75,15 +75,12 @@ class PlainRowSender {
 
 #if !defined(MOE_A2A_HAS_WARP_SENDER)
 // The warp's sender of whole rows of a target that has no better one.
-// Shared memory that a warp's sender takes: only for rows that are quantised first. Sums go where they belong as they
-// are formed.
-inline constexpr bool kSumsAreStaged = false;
+// Shared memory that a warp's sender takes: only for rows that are quantised first.
 MOE_A2A_HOST_DEVICE constexpr int64_t warp_staging_bytes(int64_t row_bytes, StagedFor what) {
   return what == StagedFor::kQuantizing ? (row_bytes + 127) / 128 * 128 : 0;
 }
 template <class Item, class Target, class Done>
-MOE_A2A_DEVICE auto make_warp_sender(const Warp& warp, Target target, Done done, std::byte* staging, int64_t,
-                                     StagedFor) {
+MOE_A2A_DEVICE auto make_warp_sender(const Warp& warp, Target target, Done done, std::byte* staging, int64_t) {
   return PlainRowSender<Warp, Item, Target, Done>(warp, target, done, staging);
 }
 #endif

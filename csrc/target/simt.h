@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "target/attributes.h"
 #include "target/number.h"
@@ -20,8 +21,8 @@ struct Warp {
   // and the warp barrier orders memory among its lanes on NVIDIA.
   __device__ void release_sync() const { warp_sync(); }
   template <class T>
-  __device__ T broadcast(T value) const {
-    return shuffle(value, 0);
+  __device__ T broadcast(T value, int lane = 0) const {
+    return shuffle(value, lane);
   }
   __device__ bool any(bool value) const { return warp_any(value); }
   __device__ int32_t last(int32_t value) const { return shuffle(value, kWarpSize - 1); }
@@ -46,7 +47,7 @@ struct Warp {
 #pragma unroll
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
       const float other = shuffle_across(value, distance);
-      value = other > value ? other : value;
+      value = larger(other, value);
     }
     return value;
   }
@@ -196,11 +197,20 @@ __device__ void load_lane(LoadedLane<T>& lane, const T* source) {
   lane.bits = load_global(reinterpret_cast<const Vec16*>(source));
 }
 
+// Its i-th element. A bfloat16 is the upper half of its float: one instruction, if the compiler is told so.
 template <class T>
-__device__ LaneVector<T> elements_of(const LoadedLane<T>& lane) {
-  LaneVector<T> vector;
-  memcpy(&vector, &lane.bits, sizeof(vector));
-  return vector;
+__device__ float value_of(const LoadedLane<T>& lane, int i) {
+  if constexpr (std::is_same_v<T, Bfloat16>) {
+    const uint32_t words[] = {lane.bits.x, lane.bits.y, lane.bits.z, lane.bits.w}, word = words[i / 2];
+    const uint32_t bits = i % 2 == 0 ? word << 16 : word & 0xffff0000u;
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+  } else {
+    LaneVector<T> vector;
+    memcpy(&vector, &lane.bits, sizeof(vector));
+    return to_float(vector.element[i]);
+  }
 }
 
 template <class T>

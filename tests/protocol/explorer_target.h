@@ -39,7 +39,7 @@ struct Thread {
   void sync() const {}
   void release_sync() const {}
   template <class T>
-  T broadcast(T value) const {
+  T broadcast(T value, int /*lane*/ = 0) const {
     return value;
   }
   bool any(bool value) const { return value; }
@@ -156,11 +156,6 @@ void load_lane(LaneVector<T>& vector, const T* source) {
 }
 
 template <class T>
-const LoadedLane<T>& elements_of(const LoadedLane<T>& lane) {
-  return lane;
-}
-
-template <class T>
 void store_lane(T* target, const LaneVector<T>& vector) {
   observed_write(target, sizeof(vector));
   std::memcpy(target, &vector, sizeof(vector));
@@ -185,6 +180,12 @@ template <class T>
 float to_float(T) {
   std::abort();
 }
+
+// The i-th element of a lane's piece.
+template <class T>
+float value_of(const LoadedLane<T>& lane, int i) {
+  return to_float(lane.element[i]);
+}
 template <class T>
 T from_float(float) {
   std::abort();
@@ -193,6 +194,8 @@ template <>
 inline float from_float<float>(float value) {
   return value;
 }
+inline Float8Pair to_float8_pair(float, float) { std::abort(); }
+inline float larger(float a, float b) { return a > b ? a : b; }
 
 // ---- time
 
@@ -202,3 +205,4 @@ inline void pause() { observed_pause(); }
 }  // namespace moe_a2a::inline explored
 
 #include "target/row_sender.h"
+#include "target/streamed_sums.h"
