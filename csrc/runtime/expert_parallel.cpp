@@ -187,14 +187,13 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   require_open();
   raise_waits();
   const int buffer = take_buffer(), num_blocks = std::max(2, dispatch_blocks(input.num_tokens, place));
-  const int senders = num_blocks - std::max(1, num_blocks / kDispatchRecvShare);
   backend_->launch(DispatchArgs{.send = send_args(input, buffer),
                                 .recv = {.context = context_,
                                          .buffer = buffer,
                                          .layout = layout,
                                          .expert_alignment = expert_alignment,
                                          .row_dtype = input.row_dtype()},
-                                .num_send_blocks = senders},
+                                .num_send_blocks = dispatch_senders(num_blocks)},
                    num_blocks, place.stream);
   auto handle = open_handle(input, buffer);
   handle->layout = layout;
@@ -274,11 +273,9 @@ void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_
   require(handle, Stage::kReceived, Stage::kReceived, "combine");
   raise_waits();
   const int num_blocks = std::max(2, combine_blocks(handle.num_tokens, place));
-  const int most_senders = num_blocks - std::max(1, num_blocks / kCombineRecvShare);
-  const int senders = presummed ? std::min(most_senders, kMostSenders) : most_senders;
   backend_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed),
                                .recv = recv_args(handle, combined_x),
-                               .num_send_blocks = senders},
+                               .num_send_blocks = combine_senders(num_blocks, presummed)},
                    num_blocks, place.stream);
   finish_combine(handle);
 }

@@ -162,12 +162,6 @@ class ExpertParallel {
   bool closed_ = false;
   bool parted_ = false;  // all ranks have closed: nobody writes into this memory any more
 
-  // Of the blocks of both halves in one launch, one in so many receives at least: a dispatch only looks at signals, a
-  // combine adds. Rows that the caller has summed are sent no faster by more than kMostSenders, but received (H200).
-  static constexpr int kDispatchRecvShare = 8;
-  static constexpr int kCombineRecvShare = 3;
-  static constexpr int kMostSenders = 66;
-
   // How long a close waits for the other ranks to close.
   static constexpr double kPartingSeconds = 5.0;
 };

@@ -1,5 +1,6 @@
 // How many blocks a launch takes when the call does not say: a short table, by the number of tokens. It is measured or
-// computed above (moe_a2a/launch_table.py) and handed over once, so that a call only looks it up.
+// computed above (moe_a2a/launch_tables.py) and handed over once, so that a call only looks it up. And how they are
+// shared out between the halves.
 #pragma once
 
 #include <vector>
@@ -28,5 +29,9 @@ class LaunchTable {
 
   std::vector<LaunchStep> steps_;
 };
+
+// Of so many blocks of a launch that does both halves, two at least, those that send.
+int dispatch_senders(int num_blocks);
+int combine_senders(int num_blocks, bool presummed);
 
 }  // namespace moe_a2a
