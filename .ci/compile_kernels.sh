@@ -34,6 +34,9 @@ echo "== CUDA, sm_90"
 if command -v nvcc >/dev/null; then
   compile "$build/cuda" "cpu;cuda" -DMOE_A2A_CUDA_ARCHITECTURES=90 -DMOE_A2A_CUDA_FLAGS=--resource-usage ||
     failed+=("CUDA")
+  # nvcc lets host templates call device functions, and makes such a call an exit(1).
+  nm -u "$build"/cuda/*_cuda.o >"$build/cuda/undefined.txt"
+  if grep -w exit "$build/cuda/undefined.txt"; then failed+=("CUDA: host code calls a device function"); fi
 else
   leave_out "CUDA: nvcc is not on this machine"
 fi

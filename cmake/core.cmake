@@ -1,13 +1,18 @@
 # The library below the bindings. It knows no PyTorch. Its host code is compiled once; csrc/runtime/backend.cpp, which
-# instantiates every kernel, once per target.
+# instantiates every kernel, and backend_bare.cpp, which does so without the recorder of the trace, once per target.
+
+set(_moe_a2a_kernel_sources csrc/runtime/backend.cpp csrc/runtime/backend_bare.cpp)
 
 find_package(Threads REQUIRED)
 
 function(_moe_a2a_add_vendor_object library vendor runtime)
-  set(object ${CMAKE_CURRENT_BINARY_DIR}/${library}_backend_${vendor}.o)
-  cmake_language(CALL moe_a2a_add_${vendor}_object csrc/runtime/backend.cpp ${object})
-  set_source_files_properties(${object} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
-  target_sources(${library} PRIVATE ${object})
+  foreach(source IN LISTS _moe_a2a_kernel_sources)
+    get_filename_component(stem ${source} NAME_WE)
+    set(object ${CMAKE_CURRENT_BINARY_DIR}/${library}_${stem}_${vendor}.o)
+    cmake_language(CALL moe_a2a_add_${vendor}_object ${source} ${object})
+    set_source_files_properties(${object} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
+    target_sources(${library} PRIVATE ${object})
+  endforeach()
   if(runtime)
     target_link_libraries(${library} PUBLIC ${runtime})
   endif()
@@ -19,12 +24,13 @@ function(moe_a2a_add_core library)
   file(GLOB sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/target/*.cpp
        ${PROJECT_SOURCE_DIR}/csrc/symmetric_memory/*.cpp ${PROJECT_SOURCE_DIR}/csrc/protocol/*.cpp
        ${PROJECT_SOURCE_DIR}/csrc/runtime/*.cpp)
+  list(TRANSFORM _moe_a2a_kernel_sources PREPEND ${PROJECT_SOURCE_DIR}/ OUTPUT_VARIABLE kernel_sources)
   if(NOT cpu IN_LIST arg_TARGETS)
-    list(REMOVE_ITEM sources ${PROJECT_SOURCE_DIR}/csrc/runtime/backend.cpp)
+    list(REMOVE_ITEM sources ${kernel_sources})
   endif()
   if(MOE_A2A_NATIVE)
     # For the CPU target's kernels alone: their loops over rows are vector loops as wide as this machine has.
-    set_source_files_properties(${PROJECT_SOURCE_DIR}/csrc/runtime/backend.cpp PROPERTIES COMPILE_OPTIONS -march=native)
+    set_source_files_properties(${kernel_sources} PROPERTIES COMPILE_OPTIONS -march=native)
   endif()
   add_library(${library} STATIC ${sources})
   set_target_properties(${library} PROPERTIES POSITION_INDEPENDENT_CODE ON)

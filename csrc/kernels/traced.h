@@ -7,7 +7,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Of a launch of two roles: that of the first, they have the same.
 template <class Args>
-MOE_A2A_DEVICE const Context& context_of(const Args& args) {
+MOE_A2A_HOST_DEVICE const Context& context_of(const Args& args) {
   if constexpr (requires { args.context; }) {
     return args.context;
   } else {

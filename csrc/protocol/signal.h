@@ -47,7 +47,7 @@ MOE_A2A_DEVICE void append_signals(const TraceBuffer& trace, const RankSet& rank
 // The same for words that carry their epoch themselves, before the group writes them.
 template <class Group>
 MOE_A2A_DEVICE void record_signals(const TraceBuffer& trace, const Group& group, const RankSet& ranks, int token) {
-  if (trace.is_on() && group.rank() == 0) append_signals(trace, ranks, token, clock_now());
+  if (is_on(trace) && group.rank() == 0) append_signals(trace, ranks, token, clock_now());
 }
 
 // Publishes `epoch` in `local`'s place on every rank of `ranks`. Everything that this thread wrote, or that its group
@@ -66,7 +66,7 @@ MOE_A2A_DEVICE void signal_many(const HeapView& heap, const RankSet& ranks, Sign
     Signal* remote = heap.peer(rest.first(), local);
     atomic_store<kSignalOrder, Scope::kSystem>(&remote->word, Signal::pack(epoch, payload));
   }
-  if (trace.is_on()) append_signals(trace, ranks, token, now);
+  if (is_on(trace)) append_signals(trace, ranks, token, now);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

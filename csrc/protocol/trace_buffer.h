@@ -73,7 +73,6 @@ struct TraceBuffer {
   TraceRecord* records = nullptr;  // [segments, capacity]; null: the trace is off
   uint32_t capacity = 0;
 
-  MOE_A2A_HOST_DEVICE bool is_on() const { return records != nullptr; }
   // Records of a segment that has seen so many attempts.
   MOE_A2A_HOST_DEVICE uint32_t written(uint64_t num_attempts) const {
     return num_attempts < capacity ? static_cast<uint32_t>(num_attempts) : capacity;
@@ -93,8 +92,10 @@ struct TraceCursor {
   uint32_t count;
 };
 
+MOE_A2A_HOST_DEVICE bool is_on(const TraceBuffer& trace) { return MOE_A2A_RECORDING && trace.records != nullptr; }
+
 // The begin of a slice; 0 when the trace is off.
-MOE_A2A_DEVICE uint64_t trace_now(const TraceBuffer& trace) { return trace.is_on() ? clock_now() : 0; }
+MOE_A2A_DEVICE uint64_t trace_now(const TraceBuffer& trace) { return is_on(trace) ? clock_now() : 0; }
 
 // By any thread: the threads of a warp share its cursor.
 MOE_A2A_DEVICE void append(const TraceBuffer& trace, const TraceEvent& event, uint64_t end) {
@@ -107,12 +108,12 @@ MOE_A2A_DEVICE void append(const TraceBuffer& trace, const TraceEvent& event, ui
 // A slice from its begin until now, of what the group has done together.
 template <class Group>
 MOE_A2A_DEVICE void record(const TraceBuffer& trace, const Group& group, const TraceEvent& event) {
-  if (trace.is_on() && group.rank() == 0) append(trace, event, clock_now());
+  if (is_on(trace) && group.rank() == 0) append(trace, event, clock_now());
 }
 
 // Around a launch: every warp takes up its segment where the launch before has left it, and puts it down again.
 MOE_A2A_DEVICE void open_segment(const TraceBuffer& trace, const Grid& grid, const Block& block) {
-  if (!trace.is_on()) return;
+  if (!is_on(trace)) return;
   const Warp warp = block.warp();
   if (warp.rank() == 0) {
     const uint32_t number = static_cast<uint32_t>(grid.rank() * block.num_warps() + block.warp_rank());
@@ -127,7 +128,7 @@ MOE_A2A_DEVICE void open_segment(const TraceBuffer& trace, const Grid& grid, con
 }
 
 MOE_A2A_DEVICE void close_segment(const TraceBuffer& trace, const Block& block, int operation) {
-  if (!trace.is_on()) return;
+  if (!is_on(trace)) return;
   const Warp warp = block.warp();
   warp.sync();  // all threads of the warp have recorded what they had to
   if (warp.rank() != 0) return;

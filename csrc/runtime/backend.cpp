@@ -1,4 +1,5 @@
-// The kernels, compiled once per target: by the C++ compiler, by CUDA's and by HIP's. Nothing here names a vendor.
+// The kernels, compiled for each target: by the C++ compiler, by CUDA's and by HIP's. Nothing here names a vendor. And
+// again without the recorder of the trace, in backend_bare.cpp.
 #include "runtime/backend.h"
 
 #include "kernels/align_clocks.h"
@@ -13,6 +14,12 @@
 #define MOE_A2A_JOIN_EXPANDED(a, b) a##b
 
 namespace moe_a2a {
+
+#if MOE_A2A_RECORDING
+// Defined by backend_bare.cpp.
+std::unique_ptr<Backend> MOE_A2A_JOIN(MOE_A2A_JOIN(make_backend_, MOE_A2A_TARGET), _bare)(int device);
+#endif
+
 inline namespace MOE_A2A_TARGET {
 
 class TargetBackend final : public Backend {
@@ -21,6 +28,9 @@ class TargetBackend final : public Backend {
     prepare_all<Dispatch, Combine, DispatchSend, DispatchRecv, GatherRows, CombineSend, CombineRecv, RefuseDispatch,
                 RefuseCombine, Goodbye, Release, AlignClocks>();
     prepare<PushRows>(machine_);
+#if MOE_A2A_RECORDING
+    bare_ = MOE_A2A_JOIN(MOE_A2A_JOIN(make_backend_, MOE_A2A_TARGET), _bare)(device);
+#endif
   }
 
   const char* name() const override { return Machine::kName; }
@@ -73,10 +83,12 @@ class TargetBackend final : public Backend {
   }
   template <class Kernel>
   void run(const typename Kernel::Args& args, int num_blocks, void* stream) {
+    if (bare_ != nullptr && !is_on(context_of(args).trace())) return bare_->launch(args, num_blocks, stream);
     MOE_A2A_TARGET::launch<Traced<Kernel>>(machine_, args, num_blocks, stream);
   }
 
   Machine machine_;
+  std::unique_ptr<Backend> bare_;  // the same kernels without the recorder; of its memory nothing is used
 };
 
 }  // namespace MOE_A2A_TARGET

@@ -36,7 +36,7 @@ void Tracer::start(int64_t records_per_segment) {
 
 TraceDump Tracer::read() const {
   TraceDump dump;
-  if (!buffer_.is_on()) return dump;
+  if (buffer_.records == nullptr) return dump;
   backend_.synchronize();
   std::vector<uint64_t> attempts(num_segments());
   backend_.copy_to_host(attempts.data(), buffer_.attempts, attempts.size() * sizeof(uint64_t));
