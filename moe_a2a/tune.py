@@ -1,7 +1,8 @@
 """`python -m moe_a2a tune`: measures how many blocks dispatch and combine want on this machine, and writes the table.
 
-Each number of tokens is run with each number of blocks; the fewest blocks within 2 % of the fastest are kept, since
-what a call does not take is left for others. `--print` shows the table that is in effect instead.
+Each number of tokens is run with each number of blocks, as plain rows that are summed and as float8 rows of which the
+sums come ready: a call's blocks are chosen by its tokens alone. The fewest blocks are kept that lose 2 % at most against
+the best for both, since what a call does not take is left for others. `--print` shows the table that is in effect instead.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 GPU_BLOCKS = [4, 8, 16, 24, 32, 48, 64, 80, 96, 112]  # and all multiprocessors
 CPU_BLOCKS = [1, 2]
 GOOD_ENOUGH = 1.02
+MODES = ("rows", "fp8+presummed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +80,7 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
         sizes = (options.hidden, options.topk, options.experts)
         case = Case(tokens, *sizes, DTYPES[options.dtype], "uniform", options.seed)
         times = _microseconds(case, blocks, clock, device)
-        dispatch, combine = (_fewest(blocks, of_step) for of_step in times)
+        dispatch, combine = (_fewest(blocks, [of_mode[step] for of_mode in times.values()]) for step in (0, 1))
         steps.append(LaunchStep(tokens, dispatch, combine))
         if is_first:
             _say(case, blocks, times, steps[-1])
@@ -93,22 +95,29 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
     return 0
 
 
-def _microseconds(case: Case, blocks: list[int], clock: Clock, device: torch.device) -> tuple[list[float], list[float]]:
-    """Of dispatch and of combine, with each number of blocks."""
+def _microseconds(
+    case: Case, blocks: list[int], clock: Clock, device: torch.device
+) -> dict[str, tuple[list[float], list[float]]]:
+    """By mode: of dispatch and of combine, with each number of blocks."""
     inputs = make_inputs(case, device)
+    found = {}
     with moe_a2a.ExpertParallel(None, **case.config, device=device) as ep:
-        contenders = [Ours(ep, inputs, "rows", num_blocks) for num_blocks in blocks]
-        for contender in contenders:
-            if wrong := gate.check(contender, inputs):
-                raise gate.WrongResultError(f"{case}, {contender.num_blocks} blocks: {wrong}")
-        times = clock.time([step for contender in contenders for step in contender.steps()])
-    medians = [1e6 * slowest_rank_median(times[:, i]) for i in range(times.shape[1])]
-    return medians[0::2], medians[1::2]
+        for mode in MODES:
+            contenders = [Ours(ep, inputs, mode, num_blocks) for num_blocks in blocks]
+            for contender in contenders:
+                if wrong := gate.check(contender, inputs):
+                    raise gate.WrongResultError(f"{case}, {mode}, {contender.num_blocks} blocks: {wrong}")
+            times = clock.time([step for contender in contenders for step in contender.steps()])
+            medians = [1e6 * slowest_rank_median(times[:, i]) for i in range(times.shape[1])]
+            found[mode] = (medians[0::2], medians[1::2])
+    return found
 
 
-def _fewest(blocks: list[int], times: list[float]) -> int:
-    """The fewest blocks that are about as fast as the fastest."""
-    return min(n for n, time in zip(blocks, times, strict=True) if time <= GOOD_ENOUGH * min(times))
+def _fewest(blocks: list[int], times: list[list[float]]) -> int:
+    """The fewest blocks that are about as good as the best, judged by the mode that loses most by them. `times`: by mode,
+    then by blocks."""
+    losses = [max(of_mode[i] / min(of_mode) for of_mode in times) for i in range(len(blocks))]
+    return min(n for n, loss in zip(blocks, losses, strict=True) if loss <= GOOD_ENOUGH * min(losses))
 
 
 def _merged(steps: list[LaunchStep]) -> list[LaunchStep]:
@@ -128,7 +137,9 @@ def _default_blocks(device: torch.device) -> list[int]:
     return [blocks for blocks in GPU_BLOCKS if blocks < most] + [most]
 
 
-def _say(case: Case, blocks: list[int], times: tuple[list[float], list[float]], step: LaunchStep) -> None:
-    for name, of_step, best in zip(("dispatch", "combine"), times, step[1:], strict=True):
-        figures = "  ".join(f"{n}: {time:.1f}" for n, time in zip(blocks, of_step, strict=True))
-        print(f"{case.num_tokens:>6} {name:<9} us by blocks  {figures}  ->  {best}", file=sys.stderr, flush=True)
+def _say(case: Case, blocks: list[int], times: dict[str, tuple[list[float], list[float]]], step: LaunchStep) -> None:
+    for mode, of_steps in times.items():
+        for name, of_step, best in zip(("dispatch", "combine"), of_steps, step[1:], strict=True):
+            figures = "  ".join(f"{n}: {time:.1f}" for n, time in zip(blocks, of_step, strict=True))
+            line = f"{case.num_tokens:>6} {mode:<13} {name:<9} us by blocks  {figures}  ->  {best}"
+            print(line, file=sys.stderr, flush=True)
