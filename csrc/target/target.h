@@ -4,8 +4,8 @@
 //   groups     Warp, Block, Grid: rank(), size(), sync(), release_sync(), any(), broadcast(), last(), inclusive_sum(),
 //              union_of(), matches(), max_of_neighbours(), is_last_warp()
 //   memory     atomic_load / atomic_store / atomic_add / atomic_claim with order and scope, multicast_bytes, prefetch,
-//              load_lane / value_of / store_lane, load_values / store_values, warp_memory<T>(): a T of each warp's own; LlBits:
-//              the widest word that is seen whole; kPollOrder, kTellerPays: what orders cost
+//              load_lane / value_of / store_lane, load_values / store_values, warp_memory<T>(): a T of each warp's own;
+//              LlBits: the widest word that is seen whole; kPollOrder, kTellerPays: what orders cost
 //   rows       PlainRowSender, make_warp_sender(): see row_sender.h; RowReader, PieceSender: see streamed_sums.h
 //   numbers    to_float(), from_float<T>(), to_float8_pair(), larger()
 //   time       clock_now() in the target's ticks, pause()
