@@ -37,7 +37,7 @@ class TargetBackend final : public Backend {
   int default_blocks() const override { return Machine::kDefaultBlocks; }
   int max_blocks() const override { return machine_.max_blocks(); }
   int warps_per_block() const override { return kBlockThreads / kWarpSize; }
-  bool is_synchronous() const override { return kBlockThreads == 1; }
+  bool is_synchronous() const override { return Machine::is_synchronous(); }
   bool needs_aligned_vectors() const override { return kAlignedVectors; }
   int64_t max_shared_bytes() const override { return machine_.max_shared_bytes(); }
   int64_t max_quantized_row_bytes() const override { return max_shared_bytes() / 2 - 256; }

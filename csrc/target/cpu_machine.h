@@ -22,6 +22,7 @@ class CpuMachine {
   static constexpr const char* kName = "cpu";
   // Ranks usually outnumber the cores, so one block each.
   static constexpr int kDefaultBlocks = 1;
+  static bool is_synchronous() { return true; }
 
   // Zeroed memory that every rank can map. The object's name disappears as soon as the last of `num_ranks` has mapped
   // it, so that a killed process leaves nothing behind.

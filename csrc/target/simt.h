@@ -34,7 +34,7 @@ struct Warp {
     return {count_ones(same & ((uint64_t{1} << rank()) - 1)), count_ones(same)};
   }
   __device__ int32_t inclusive_sum(int32_t value) const {
-#pragma unroll
+    MOE_A2A_UNROLL
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
       const int32_t other = shuffle_up(value, distance);
       if (rank() >= distance) value += other;
@@ -44,7 +44,7 @@ struct Warp {
   // The largest value among kLanes neighbours, kLanes a power of two; in each of them.
   template <int kLanes>
   __device__ float max_of_neighbours(float value) const {
-#pragma unroll
+    MOE_A2A_UNROLL
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
       const float other = shuffle_across(value, distance);
       value = larger(other, value);
@@ -121,13 +121,13 @@ __device__ void multicast_pieces(const Group& group, const Members& members, int
   const int64_t stride = group.size();
   for (int64_t i = group.rank(); i < count; i += kUnroll * stride) {
     Piece piece[kUnroll];
-#pragma unroll
+    MOE_A2A_UNROLL
     for (int j = 0; j < kUnroll; ++j) {
       if (i + j * stride < count) piece[j] = load_global(from + i + j * stride);
     }
     members.visit_from(turn, [&](int rank) {
       Piece* to = reinterpret_cast<Piece*>(target(rank));
-#pragma unroll
+      MOE_A2A_UNROLL
       for (int j = 0; j < kUnroll; ++j) {
         if (i + j * stride < count) store_global(to + i + j * stride, piece[j]);
       }
@@ -225,7 +225,7 @@ template <int kCount, class T>
 __device__ void load_values(T (&values)[kCount], const T* source) {
   using Bits = typename BitsOf<kCount * sizeof(T)>::type;
   const Bits bits = load_global(reinterpret_cast<const Bits*>(source));
-  memcpy(values, &bits, sizeof(values));
+  memcpy(static_cast<void*>(values), &bits, sizeof(values));
 }
 template <int kCount, class T>
 __device__ void store_values(T* target, const T (&values)[kCount]) {
@@ -233,18 +233,6 @@ __device__ void store_values(T* target, const T (&values)[kCount]) {
   Bits bits;
   memcpy(&bits, values, sizeof(bits));
   *reinterpret_cast<Bits*>(target) = bits;  // global or shared
-}
-
-// ---- launch
-
-// One block per compute unit is what is launched at most. Said so, the compiler has no reason to give up registers for
-// a second one: it went from 92 to 64 of them, and to spills, for a few instructions more in the kernel.
-template <class Kernel>
-__global__ void __launch_bounds__(kBlockThreads, 1) kernel_entry(MOE_A2A_KERNEL_ARGUMENT typename Kernel::Args args) {
-  __shared__ typename Block::Scratch scratch;
-  extern __shared__ __align__(128) unsigned char shared[];  // the copy engine wants whole lines
-  Kernel::run(arguments_in_memory(args), Grid{block_in_grid(), blocks_in_grid()}, Block(scratch),
-              reinterpret_cast<std::byte*>(shared));
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

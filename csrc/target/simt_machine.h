@@ -39,6 +39,7 @@ class SimtMachine {
  public:
   static constexpr const char* kName = Vendor::kName;
   static constexpr int kDefaultBlocks = 32;
+  static bool is_synchronous() { return false; }
 
   explicit SimtMachine(int device) : device_(device) {}
   SimtMachine(const SimtMachine&) = delete;
@@ -168,6 +169,16 @@ class SimtMachine {
   int device_;
   std::vector<void*> allocations_, opened_, host_;
 };
+
+// One block per compute unit is what is launched at most. Said so, the compiler has no reason to give up registers for
+// a second one: it went from 92 to 64 of them, and to spills, for a few instructions more in the kernel.
+template <class Kernel>
+__global__ void __launch_bounds__(kBlockThreads, 1) kernel_entry(MOE_A2A_KERNEL_ARGUMENT typename Kernel::Args args) {
+  __shared__ typename Block::Scratch scratch;
+  extern __shared__ __align__(128) unsigned char shared[];  // the copy engine wants whole lines
+  Kernel::run(arguments_in_memory(args), Grid{block_in_grid(), blocks_in_grid()}, Block(scratch),
+              reinterpret_cast<std::byte*>(shared));
+}
 
 // Loads the kernels before the first of them runs: loading one later may wait for kernels that run, which may wait for
 // a rank whose kernel is being loaded. Also raises what a block may take of shared memory.

@@ -19,6 +19,7 @@ struct Round {
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
   bool quantize = false;
+  bool presummed = false;  // each rank weighs and sums the outputs of its experts itself
   int num_blocks = 1;
   bool opens_second = false;  // the next round is dispatched before this one is combined
 };

@@ -1,0 +1,116 @@
+// The threads of a block as fibers of one thread of the operating system: each runs until it waits for others, then the
+// next one does. Always in the same order, so what a block does follows from its inputs and from what other blocks do.
+#pragma once
+
+#include <sched.h>
+#include <ucontext.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace moe_a2a::lanes {
+
+// Where threads meet. Who has left the kernel is not waited for, as on a GPU.
+class Meeting {
+ public:
+  void expect(int num_members) { num_members_ = num_members, num_here_ = 0; }
+  // True when the calling thread may go on; else it looks again with the same ticket.
+  uint64_t arrive() {
+    const uint64_t ticket = round_;
+    ++num_here_;
+    open_if_complete();
+    return ticket;
+  }
+  bool is_over(uint64_t ticket) const { return round_ != ticket; }
+  void leave() {
+    --num_members_;
+    open_if_complete();
+  }
+
+ private:
+  void open_if_complete() {
+    if (num_here_ < num_members_ || num_here_ == 0) return;
+    num_here_ = 0;
+    ++round_;
+  }
+  int num_members_ = 0, num_here_ = 0;
+  uint64_t round_ = 0;
+};
+
+// A block's threads, on the calling thread of the operating system.
+class Fibers {
+ public:
+  static Fibers& of_block() {
+    static thread_local Fibers fibers;
+    return fibers;
+  }
+
+  // Calls body() in each of num_threads fibers; returns when all have.
+  void run(int num_threads, int warp_size, const std::function<void()>& body) {
+    body_ = &body;
+    warp_size_ = warp_size;
+    while (static_cast<int>(fibers_.size()) < num_threads) fibers_.push_back(std::make_unique<Fiber>());
+    warps_.resize((num_threads + warp_size - 1) / warp_size);
+    for (Meeting& warp : warps_) warp.expect(warp_size);
+    block_.expect(num_threads);
+    for (int i = 0; i < num_threads; ++i) start(*fibers_[i]);
+    for (int num_left = num_threads; num_left > 0;) {
+      has_paused_ = false;
+      for (current_ = 0; current_ < num_threads; ++current_) {
+        if (fibers_[current_]->has_ended) continue;
+        swapcontext(&scheduler_, &fibers_[current_]->context);
+        if (!fibers_[current_]->has_ended) continue;
+        --num_left;
+        warps_[current_ / warp_size].leave();
+        block_.leave();
+      }
+      if (has_paused_) sched_yield();  // other blocks and ranks are threads of the operating system
+    }
+  }
+
+  int current() const { return current_; }
+  void meet_warp() { meet(warps_[current_ / warp_size_]); }
+  void meet_block() { meet(block_); }
+  void pause() {
+    has_paused_ = true;
+    yield();
+  }
+
+ private:
+  struct Fiber {
+    static constexpr size_t kStackBytes = 128 << 10;
+    std::unique_ptr<std::byte[]> stack{new std::byte[kStackBytes]};
+    ucontext_t context;
+    bool has_ended = false;
+  };
+
+  void start(Fiber& fiber) {
+    fiber.has_ended = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack = {.ss_sp = fiber.stack.get(), .ss_flags = 0, .ss_size = Fiber::kStackBytes};
+    fiber.context.uc_link = &scheduler_;
+    makecontext(&fiber.context, reinterpret_cast<void (*)()>(&Fibers::main), 0);
+  }
+  static void main() {
+    Fibers& fibers = of_block();
+    (*fibers.body_)();
+    fibers.fibers_[fibers.current_]->has_ended = true;
+  }
+  void yield() { swapcontext(&fibers_[current_]->context, &scheduler_); }
+  void meet(Meeting& meeting) {
+    for (const uint64_t ticket = meeting.arrive(); !meeting.is_over(ticket);) yield();
+  }
+
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<Meeting> warps_;
+  Meeting block_;
+  ucontext_t scheduler_;
+  const std::function<void()>* body_ = nullptr;
+  int warp_size_ = 1, current_ = 0;
+  bool has_paused_ = false;
+};
+
+}  // namespace moe_a2a::lanes

@@ -1,0 +1,219 @@
+// The fifth target: a GPU's threads on the CPU. The groups of target/simt.h, 32 or 64 lanes to a warp, over fibers, so
+// that what the kernels do with many lanes is run where there is no GPU: with 32 as on NVIDIA (one warp signals for
+// all, LL words of 16 bytes, streamed sums), with 64 as on AMD. It stands in the place of the CPU target
+// (MOE_A2A_TARGET_HEADER).
+#pragma once
+
+#include <time.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "lanes/fibers.h"
+#include "target/attributes.h"
+#include "target/cpu_machine.h"
+#include "target/matches.h"
+#include "target/number.h"
+#include "target/order.h"
+
+#define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu)
+// What is a block's own is its thread's own.
+#define __shared__ static thread_local
+#define __device__
+#define __forceinline__ inline
+
+#include "target/soft_numbers.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+inline constexpr int kWarpSize = MOE_A2A_LANES;
+inline constexpr int kBlockThreads = 4 * kWarpSize;
+inline constexpr bool kAsNvidia = kWarpSize == 32;
+
+// ---- threads
+
+inline int thread_in_block() { return lanes::Fibers::of_block().current(); }
+inline int lane_in_warp() { return thread_in_block() % kWarpSize; }
+inline void warp_sync() { lanes::Fibers::of_block().meet_warp(); }
+inline void block_sync() { lanes::Fibers::of_block().meet_block(); }
+inline void drain_stores() {}
+
+// What every lane of the warp has brought, in the order of the lanes; it stays until the next but one exchange.
+template <class T>
+const T* exchange(T value) {
+  constexpr int kWarps = kBlockThreads / kWarpSize;
+  static thread_local T brought[2][kWarps][kWarpSize];
+  static thread_local int turn[kBlockThreads];
+  const int warp = thread_in_block() / kWarpSize;
+  T(&mine)[kWarpSize] = brought[turn[thread_in_block()] ^= 1][warp];
+  mine[lane_in_warp()] = value;
+  warp_sync();
+  return mine;
+}
+
+inline bool warp_any(bool value) {
+  const bool* all = exchange(value);
+  for (int i = 0; i < kWarpSize; ++i) {
+    if (all[i]) return true;
+  }
+  return false;
+}
+inline uint32_t warp_or(uint32_t bits) {
+  const uint32_t* all = exchange(bits);
+  for (int i = 0; i < kWarpSize; ++i) bits |= all[i];
+  return bits;
+}
+inline uint64_t warp_matches(int32_t value) {
+  const int32_t* all = exchange(value);
+  uint64_t same = 0;
+  for (int i = 0; i < kWarpSize; ++i) same |= uint64_t{all[i] == value} << i;
+  return same;
+}
+inline int count_ones(uint64_t word) { return __builtin_popcountll(word); }
+template <class T>
+T shuffle(T value, int lane) {
+  return exchange(value)[lane];
+}
+inline int32_t shuffle_up(int32_t value, int distance) {
+  const int32_t* all = exchange(value);
+  return lane_in_warp() < distance ? value : all[lane_in_warp() - distance];
+}
+inline float shuffle_across(float value, int distance) { return exchange(value)[lane_in_warp() ^ distance]; }
+
+struct BlockScan {
+  struct Storage {
+    int32_t value[kBlockThreads];
+  };
+  static int32_t inclusive_sum(Storage& storage, int32_t value, int32_t* total) {
+    storage.value[thread_in_block()] = value;
+    block_sync();
+    int32_t up_to_here = 0;
+    *total = 0;
+    for (int i = 0; i < kBlockThreads; ++i) {
+      *total += storage.value[i];
+      if (i <= thread_in_block()) up_to_here += storage.value[i];
+    }
+    return up_to_here;
+  }
+};
+inline bool block_any(bool value) {
+  static thread_local typename BlockScan::Storage storage;
+  int32_t total;
+  BlockScan::inclusive_sum(storage, value, &total);
+  block_sync();
+  return total > 0;
+}
+
+// ---- memory
+
+inline int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
+
+constexpr int to_builtin(Order order) {
+  return order == Order::kRelaxed   ? __ATOMIC_RELAXED
+         : order == Order::kAcquire ? __ATOMIC_ACQUIRE
+         : order == Order::kRelease ? __ATOMIC_RELEASE
+                                    : __ATOMIC_ACQ_REL;
+}
+template <Order kOrder, Scope kScope, class T>
+T atomic_load(const T* address) {
+  return __atomic_load_n(address, to_builtin(kOrder));
+}
+template <Order kOrder, Scope kScope, class T>
+void atomic_store(T* address, T value) {
+  __atomic_store_n(address, value, to_builtin(kOrder));
+}
+template <Order kOrder, Scope kScope, class T>
+T atomic_add(T* address, T value) {
+  return __atomic_fetch_add(address, value, to_builtin(kOrder));
+}
+template <Order kOrder, Scope kScope, class T>
+bool atomic_claim(T* address, T expected, T desired) {
+  return __atomic_compare_exchange_n(address, &expected, desired, false, to_builtin(kOrder), __ATOMIC_RELAXED);
+}
+inline void fence_before_signals() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline constexpr Order kSignalOrder = Order::kRelaxed;
+inline constexpr bool kTellerPays = kAsNvidia;
+inline constexpr Order kPollOrder = kAsNvidia ? Order::kAcquire : Order::kRelaxed;
+
+inline void prefetch(const void*) {}
+
+struct alignas(16) Vec16 {
+  uint32_t x, y, z, w;
+};
+template <class T>
+T load_global(const T* address) {
+  return *address;
+}
+template <class T>
+void store_global(T* address, T value) {
+  *address = value;
+}
+
+#if defined(__AVX__) && MOE_A2A_LANES == 32
+// One access on every processor that has AVX.
+using LlBits = Vec16;
+inline Vec16 load_whole(const Vec16* address) {
+  Vec16 value;
+  asm volatile("vmovdqa %1, %%xmm0\n\tvmovdqu %%xmm0, %0" : "=m"(value) : "m"(*address) : "xmm0", "memory");
+  return value;
+}
+inline void store_whole(Vec16* address, const Vec16& value) {
+  asm volatile("vmovdqu %1, %%xmm0\n\tvmovdqa %%xmm0, %0" : "=m"(*address) : "m"(value) : "xmm0", "memory");
+}
+#else
+using LlBits = uint64_t;
+#endif
+
+// ---- time
+
+inline constexpr uint64_t kClockTicksPerSecond = 1'000'000'000;
+inline uint64_t clock_now() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
+}
+inline void pause() { lanes::Fibers::of_block().pause(); }
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET
+
+// clang-format off: each needs the ones before it
+#include "target/simt.h"
+#include "target/row_sender.h"
+#include "lanes/streamed_sums.h"
+// clang-format on
+
+namespace moe_a2a::lanes {
+
+// Whether the runtime is told that a launch has done its work when it returns; else it launches both halves of a call
+// at once, as it does on a GPU.
+inline const bool launches_are_synchronous = std::getenv("MOE_A2A_ONE_LAUNCH") == nullptr;
+
+}  // namespace moe_a2a::lanes
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+class Machine : public CpuMachine {
+ public:
+  using CpuMachine::CpuMachine;
+  static bool is_synchronous() { return lanes::launches_are_synchronous; }
+  int64_t max_shared_bytes() const { return 64 << 10; }
+};
+
+template <class... Kernel>
+void prepare(Machine&) {}
+
+template <class Kernel>
+void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks, void* /*stream*/) {
+  const auto block_main = [](const void* job, int block_rank, int num_blocks, std::byte* shared) {
+    static thread_local typename Block::Scratch scratch;
+    lanes::Fibers::of_block().run(kBlockThreads, kWarpSize, [&] {
+      Kernel::run(*static_cast<const typename Kernel::Args*>(job), Grid{block_rank, num_blocks}, Block(scratch),
+                  shared);
+    });
+  };
+  machine.block_pool().run(num_blocks, Kernel::shared_bytes(args), block_main, &args);
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET
