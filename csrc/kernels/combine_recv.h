@@ -29,11 +29,13 @@ class PartialSums {
 struct CombineRecv {
   using Args = CombineRecvArgs;
   static constexpr const char* kName = "combine_recv";
+  static constexpr int kWarps = kBlockThreads / kWarpSize;
 
   // Shared memory: per warp, what streams the sums of the ranks.
   MOE_A2A_HOST_DEVICE static bool streams(const Args& args) {
     const MoeConfig& config = args.context.config;
-    return can_stream(config.num_ranks, args.vector_rows, config.row_bytes(config.dtype));
+    return can_stream(config.num_ranks, args.vector_rows, config.row_bytes(config.dtype)) &&
+           kReaderBytes * kWarps <= args.context.max_shared_bytes;
   }
   static size_t shared_bytes(const Args& args) { return streams(args) ? kReaderBytes * kWarps : 0; }
 
@@ -56,8 +58,6 @@ struct CombineRecv {
       }
     }
   }
-
-  static constexpr int kWarps = kBlockThreads / kWarpSize;
 
   // Where there are few rows for each warp, several add a row up: it makes the last one's way shorter.
   MOE_A2A_DEVICE static int whole_part_length(const Args& args, const Grid& grid) {

@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "lanes/fibers.h"
 #include "target/attributes.h"
@@ -213,7 +215,12 @@ void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks,
                   shared);
     });
   };
-  machine.block_pool().run(num_blocks, Kernel::shared_bytes(args), block_main, &args);
+  const size_t shared_bytes = Kernel::shared_bytes(args);
+  if (static_cast<int64_t>(shared_bytes) > machine.max_shared_bytes()) {
+    throw std::runtime_error(std::string(Kernel::kName) + " wants " + std::to_string(shared_bytes) +
+                             " bytes of shared memory");
+  }
+  machine.block_pool().run(num_blocks, shared_bytes, block_main, &args);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
