@@ -3,7 +3,6 @@
 #pragma once
 
 #include <sched.h>
-#include <time.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -17,7 +16,10 @@
 
 #define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu)
 
-#include "target/soft_numbers.h"  // in the namespace that has just been named
+// clang-format off: in the namespace that has just been named
+#include "target/processor.h"
+#include "target/soft_numbers.h"
+// clang-format on
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
@@ -94,42 +96,11 @@ struct Grid {
 
 // ---- memory
 
-inline int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
-
 // A T of each warp's own, for the length of a launch.
 template <class T>
 T& warp_memory() {
   static thread_local T of_warp;
   return of_warp;
-}
-
-constexpr int to_builtin(Order order) {
-  return order == Order::kRelaxed   ? __ATOMIC_RELAXED
-         : order == Order::kAcquire ? __ATOMIC_ACQUIRE
-         : order == Order::kRelease ? __ATOMIC_RELEASE
-                                    : __ATOMIC_ACQ_REL;
-}
-
-template <Order kOrder, Scope kScope, class T>
-T atomic_load(const T* address) {
-  return __atomic_load_n(address, to_builtin(kOrder));
-}
-
-template <Order kOrder, Scope kScope, class T>
-void atomic_store(T* address, T value) {
-  __atomic_store_n(address, value, to_builtin(kOrder));
-}
-
-template <Order kOrder, Scope kScope, class T>
-T atomic_add(T* address, T value) {
-  // Among the threads of a block, which is one: a scope that is too small is then a race, for the sanitizer to find.
-  if constexpr (kOrder == Order::kRelaxed && kScope == Scope::kBlock) return (*address += value) - value;
-  return __atomic_fetch_add(address, value, to_builtin(kOrder));
-}
-
-template <Order kOrder, Scope kScope, class T>
-bool atomic_claim(T* address, T expected, T desired) {
-  return __atomic_compare_exchange_n(address, &expected, desired, false, to_builtin(kOrder), __ATOMIC_RELAXED);
 }
 
 // One fence may stand before several signals where a fence is what a release store costs (the GPUs). Here it is
@@ -188,14 +159,6 @@ float value_of(const LoadedLane<T>& lane, int i) {
 }
 
 // ---- time
-
-inline constexpr uint64_t kClockTicksPerSecond = 1'000'000'000;
-
-inline uint64_t clock_now() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
-}
 
 // Gives the core away: eight ranks may share two of them.
 inline void pause() { sched_yield(); }

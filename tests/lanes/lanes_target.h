@@ -4,8 +4,6 @@
 // (MOE_A2A_TARGET_HEADER).
 #pragma once
 
-#include <time.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -26,6 +24,7 @@
 #define __device__
 #define __forceinline__ inline
 
+#include "target/processor.h"
 #include "target/soft_numbers.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -110,30 +109,6 @@ inline bool block_any(bool value) {
 
 // ---- memory
 
-inline int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
-
-constexpr int to_builtin(Order order) {
-  return order == Order::kRelaxed   ? __ATOMIC_RELAXED
-         : order == Order::kAcquire ? __ATOMIC_ACQUIRE
-         : order == Order::kRelease ? __ATOMIC_RELEASE
-                                    : __ATOMIC_ACQ_REL;
-}
-template <Order kOrder, Scope kScope, class T>
-T atomic_load(const T* address) {
-  return __atomic_load_n(address, to_builtin(kOrder));
-}
-template <Order kOrder, Scope kScope, class T>
-void atomic_store(T* address, T value) {
-  __atomic_store_n(address, value, to_builtin(kOrder));
-}
-template <Order kOrder, Scope kScope, class T>
-T atomic_add(T* address, T value) {
-  return __atomic_fetch_add(address, value, to_builtin(kOrder));
-}
-template <Order kOrder, Scope kScope, class T>
-bool atomic_claim(T* address, T expected, T desired) {
-  return __atomic_compare_exchange_n(address, &expected, desired, false, to_builtin(kOrder), __ATOMIC_RELAXED);
-}
 inline void fence_before_signals() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline constexpr Order kSignalOrder = Order::kRelaxed;
 inline constexpr bool kTellerPays = kAsNvidia;
@@ -170,12 +145,6 @@ using LlBits = uint64_t;
 
 // ---- time
 
-inline constexpr uint64_t kClockTicksPerSecond = 1'000'000'000;
-inline uint64_t clock_now() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
-}
 inline void pause() { lanes::Fibers::of_block().pause(); }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
@@ -190,7 +159,10 @@ namespace moe_a2a::lanes {
 
 // Whether the runtime is told that a launch has done its work when it returns; else it launches both halves of a call
 // at once, as it does on a GPU.
-inline const bool launches_are_synchronous = std::getenv("MOE_A2A_ONE_LAUNCH") == nullptr;
+inline bool are_launches_synchronous() {
+  const char* launches = std::getenv("MOE_A2A_LAUNCHES_OF_A_CALL");
+  return launches == nullptr || std::strcmp(launches, "one") != 0;
+}
 
 }  // namespace moe_a2a::lanes
 
@@ -199,7 +171,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 class Machine : public CpuMachine {
  public:
   using CpuMachine::CpuMachine;
-  static bool is_synchronous() { return lanes::launches_are_synchronous; }
+  static bool is_synchronous() { return lanes::are_launches_synchronous(); }
   int64_t max_shared_bytes() const { return 64 << 10; }
 };
 
