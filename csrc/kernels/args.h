@@ -13,6 +13,9 @@ struct TopkIdx {
   const void* data = nullptr;  // [num_tokens, num_topk]
   bool is_int64 = false;
 
+  MOE_A2A_HOST_DEVICE const void* at(int64_t i) const {
+    return static_cast<const std::byte*>(data) + i * (is_int64 ? sizeof(int64_t) : sizeof(int32_t));
+  }
   MOE_A2A_HOST_DEVICE int64_t operator[](int64_t i) const {
     return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }

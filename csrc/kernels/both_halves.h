@@ -33,9 +33,10 @@ struct Dispatch {
     const int senders = small ? 0 : args.num_send_blocks;
     const bool is_receiver = grid.rank() >= senders;
     const Grid receivers{grid.rank() - senders, grid.size() - senders};
-    const DispatchRecv::Shares shares = DispatchRecv::shares(args.recv, receivers);
-    if (small) start_small_batch(args, grid, shares.rows, block, epoch);
+    const DispatchRecv::Shares shares = DispatchRecv::shares(receivers);
+    if (small && shares.sees_rows()) DispatchSend::prefetch_first_unit(args.send, shares.rows, block);
     const bool good = DispatchSend::wait_for_credits(c, block, args.send.buffer, epoch);
+    if (small) DispatchSend::advance_epoch_early(c, args.send.buffer, grid, block, epoch);  // all threads have read it
     if (good && !small) {
       send(args, is_receiver, Grid{grid.rank(), senders}, receivers, block, shared, epoch);
     } else if (good && shares.sees_rows()) {  // it is on its way before the first words of another rank can be here
@@ -58,14 +59,6 @@ struct Dispatch {
     } else {
       DispatchSend::send_whole_rows(args.send, senders, block, shared, epoch);
     }
-  }
-
-  // What can be done before the credits are seen.
-  MOE_A2A_DEVICE static void start_small_batch(const Args& args, const Grid& grid, const Grid& senders,
-                                               const Block& block, uint64_t epoch) {
-    if (senders.rank() >= 0) DispatchSend::prefetch_first_unit(args.send, senders, block);
-    block.sync();  // all threads have read the epoch
-    DispatchSend::advance_epoch_early(args.send.context, args.send.buffer, grid, block, epoch);
   }
 };
 

@@ -25,15 +25,14 @@ struct DispatchRecv {
     MOE_A2A_DEVICE bool writes_lists() const { return lists.rank() < lists.size(); }
     MOE_A2A_DEVICE bool sees_rows() const { return rows.rank() >= 0; }
   };
-  MOE_A2A_DEVICE static Shares shares(const Args& args, const Grid& grid) {
+  MOE_A2A_DEVICE static Shares shares(const Grid& grid) {
     if (grid.size() == 1) return {grid, grid};
-    const int of_use = ExpertLists::num_blocks_of_use(args.context.config), half = grid.size() / 2;
-    const int writers = of_use < half ? of_use : half;
+    const int half = grid.size() / 2, writers = ExpertLists::kBlocksOfUse < half ? ExpertLists::kBlocksOfUse : half;
     return {Grid{grid.rank(), writers}, Grid{grid.rank() - writers, grid.size() - writers}};
   }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    receive(args, shares(args, grid), block, shared, args.context.ws.epoch(args.buffer));
+    receive(args, shares(grid), block, shared, args.context.ws.epoch(args.buffer));
   }
 
   MOE_A2A_DEVICE static void receive(const Args& args, const Shares& shares, const Block& block, std::byte* shared,
@@ -88,8 +87,8 @@ struct DispatchRecv {
     for (int r = 0; r < c.heap.num_ranks; ++r) {
       if (c.config.sends_ll(num_tokens[r])) continue;
       for (; token < num_tokens[r]; token += stride) {
-        const int chunk = static_cast<int>(token) / kTableChunk;
-        if (chunk > 0 && !receive_chunk(args, r, chunk, epoch)) return;
+        const int chunk = static_cast<int>(token) / chunk_length(num_tokens[r]);
+        if (chunk > 0 && !receive_chunk(args, r, chunk, num_tokens[r], epoch)) return;
         if (c.ws.table_landing(args.buffer, r, token) < 0) continue;
         const WaitSite site{Operation::kDispatchRecv, Phase::kRow, r, static_cast<int>(token)};
         if (!wait_for(c.ws.row_signal.at(args.buffer, r, token), epoch, site, c.wait, c.heap)) return;

@@ -199,14 +199,20 @@ struct DispatchSend {
 
   // What a sender's first unit reads, asked for while the credits are looked at.
   MOE_A2A_DEVICE static void prefetch_first_unit(const Args& args, const Grid& grid, const Block& block) {
-    constexpr int kLine = 128;
-    const int pieces = args.context.config.num_pieces();
-    const int unit = grid.rank() + grid.size() * block.warp_rank() - args.num_tokens;
-    if (!sends_ll(args) || unit < 0 || unit >= args.num_tokens * pieces) return;
-    const Piece piece = Piece::of(args.context.config, unit % pieces);
-    const int64_t element = size_of(args.x_dtype);
-    const std::byte* values = args.x[unit / pieces] + piece.first * element;
+    const int pieces = args.context.config.num_pieces(), num_topk = args.context.config.num_topk;
+    const int unit = grid.rank() + grid.size() * block.warp_rank();
+    if (!sends_ll(args) || unit >= args.num_tokens * (pieces + 1)) return;
     const Warp warp = block.warp();
+    const int number = unit - args.num_tokens, token = number < 0 ? unit : number / pieces;
+    if (warp.rank() == 0) prefetch(args.topk_idx.at(int64_t{token} * num_topk));
+    if (number < 0) {
+      if (warp.rank() == 0 && args.topk_weights != nullptr) prefetch(args.topk_weights + int64_t{token} * num_topk);
+      return;
+    }
+    constexpr int kLine = 128;
+    const Piece piece = Piece::of(args.context.config, number % pieces);
+    const int64_t element = size_of(args.x_dtype);
+    const std::byte* values = args.x[token] + piece.first * element;
     for (int64_t i = warp.rank() * kLine; i < piece.size() * element; i += warp.size() * kLine) prefetch(values + i);
   }
 

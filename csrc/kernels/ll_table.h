@@ -6,11 +6,16 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
+// A choice as the lists take it: local expert (-1: not ours), how many of its chunk and expert stand before it.
+struct LocalChoice {
+  int expert, idx;
+};
+
 class LlTable {
  public:
-  // Parts into which a rank's tokens are cut at most, each counted by a warp.
+  // A rank's tokens are cut into segments of 2^shift tokens, at most so many, each counted by a warp.
   MOE_A2A_HOST_DEVICE static int most_segments(const MoeConfig& config) {
-    constexpr int kOfAllRanks = 8, kNumCounters = 4096;
+    constexpr int kOfAllRanks = 16, kNumCounters = 4096;
     const int wanted = kOfAllRanks / config.num_ranks, fits = kNumCounters / (config.num_ranks * num_lists(config));
     const int most = wanted < fits ? wanted : fits;
     return most > 1 ? most : 1;
@@ -27,7 +32,9 @@ class LlTable {
         config_(context.config),
         buffer_(buffer),
         block_(block),
-        most_segments_(most_segments(context.config)) {
+        most_segments_(most_segments(context.config)),
+        num_bits_(bits_of_values(context.config.num_local_experts())),
+        threads_(block, context.config.num_topk) {
     const int tokens = config_.num_ranks * config_.num_max_ll_tokens;
     count_ = reinterpret_cast<int32_t*>(shared);
     landing_ = count_ + num_counts(config_);
@@ -35,64 +42,74 @@ class LlTable {
     choice_ = reinterpret_cast<Choice*>(weight_ + tokens * config_.num_topk);
   }
 
+  // Before anything is received; the block meets in between.
+  MOE_A2A_DEVICE void clear() {
+    if (config_.num_max_ll_tokens == 0) return;
+    // landing_ lies behind count_.
+    const int num_words = num_counts(config_) + config_.num_ranks * config_.num_max_ll_tokens;
+    MOE_A2A_ROLLED
+    for (int i = block_.rank(); i < num_words; i += block_.size()) count_[i] = 0;
+  }
+
   // The choices of the ranks whose number of tokens says that they send this way; false when a wait was given up. All
-  // ranks' choices lie on one line, a thread for each.
+  // ranks' tokens lie on one line, a thread for each choice.
   MOE_A2A_DEVICE bool receive(const int32_t* num_tokens, uint64_t epoch) {
-    const int num_topk = config_.num_topk;
-    int i = block_.rank();
+    int token = threads_.token;
+    MOE_A2A_ROLLED
     for (int r = 0; r < config_.num_ranks; ++r) {
       if (!config_.sends_ll(num_tokens[r])) continue;
-      const int num_choices = num_tokens[r] * num_topk, first = token_idx(r, 0) * num_topk;
-      for (; i < num_choices; i += block_.size()) {
-        int expert;
-        if (!receive_choice(context_, buffer_, r, i / num_topk, i % num_topk, epoch, i == 0, &expert,
-                            &weight_[first + i])) {
-          return false;
+      MOE_A2A_ROLLED
+      for (; token < num_tokens[r]; token += threads_.next_token) {
+        MOE_A2A_ROLLED
+        for (int k = threads_.k; k < config_.num_topk; k += threads_.next_k) {
+          if (!receive(r, token, k, epoch)) return false;
         }
-        choice_[first + i].expert = static_cast<int16_t>(expert);
       }
-      i -= num_choices;
+      token -= num_tokens[r];
     }
     return true;
   }
 
-  MOE_A2A_DEVICE void count(const int32_t* num_tokens) {
-    if (config_.num_max_ll_tokens == 0) return;
-    for (int i = block_.rank(); i < num_counts(config_); i += block_.size()) count_[i] = 0;
-    block_.sync();
-    for (int i = block_.warp_rank(); i < config_.num_ranks * most_segments_; i += block_.num_warps()) {
-      const int rank = i / most_segments_, segment = i % most_segments_;
-      if (!config_.sends_ll(num_tokens[rank])) continue;
-      number_choices(rank, segment, num_tokens[rank]);
-      if (segment == 0) number_landings(rank, num_tokens[rank]);
+  // A warp for each segment; the block meets before and after.
+  MOE_A2A_DEVICE void count(const int32_t* num_tokens) const {
+    int segment = block_.warp_rank();
+    MOE_A2A_ROLLED
+    for (int r = 0; r < config_.num_ranks; ++r) {
+      if (!config_.sends_ll(num_tokens[r])) continue;
+      const int shift = segment_shift(num_tokens[r]), segments = num_segments(num_tokens[r]);
+      MOE_A2A_ROLLED
+      for (; segment < segments; segment += block_.num_warps()) {
+        const int first = segment << shift, end = first + (1 << shift);
+        number_choices(r, first, end < num_tokens[r] ? end : num_tokens[r], counts_of(r, segment));
+      }
+      segment -= segments;
     }
-    block_.sync();
   }
 
-  // Segments of so many tokens, and the tokens before one of them.
+  MOE_A2A_DEVICE int segment_shift(int num_tokens) const {
+    int shift = kFewestShift;
+    MOE_A2A_ROLLED
+    while (num_tokens > most_segments_ << shift) ++shift;
+    return shift;
+  }
   MOE_A2A_DEVICE int num_segments(int num_tokens) const {
-    const int wanted = (num_tokens * config_.num_topk + kChoicesOfSegment - 1) / kChoicesOfSegment;
-    return wanted < most_segments_ ? wanted : most_segments_;
-  }
-  MOE_A2A_DEVICE int first_token(int segment, int num_tokens) const {
-    const int segments = num_segments(num_tokens);
-    return segment < segments ? segment * num_tokens / segments : num_tokens;
+    const int shift = segment_shift(num_tokens);
+    return (num_tokens + (1 << shift) - 1) >> shift;
   }
 
-  // What a large batch's table says of a chunk: counts of the lists (the tokens that land here: all in the first
-  // segment), the place of a token among the rank's that land here (-1: it does not), and of each choice the local
-  // expert and how many of that expert are before it in its segment.
-  MOE_A2A_DEVICE int32_t count(int rank, int segment, int list) const { return counts_of(rank, segment)[list]; }
+  // What a large batch's table says of a chunk: counts of the lists, [num_lists], the place of a token among those of
+  // its segment that land here (-1: it does not), and of each choice the local expert and how many of that expert are
+  // before it in its segment.
+  MOE_A2A_DEVICE int32_t* counts_of(int rank, int segment) const {
+    return count_ + (rank * most_segments_ + segment) * num_lists(config_);
+  }
   MOE_A2A_DEVICE int32_t landing(int rank, int token) const { return landing_[token_idx(rank, token)]; }
-
-  // Calls visit(local expert, idx, weight) for the choices of a token that are ours, in k order.
-  template <class Visit>
-  MOE_A2A_DEVICE void visit(int rank, int token, Visit visit) const {
-    const int first = token_idx(rank, token) * config_.num_topk;
-    for (int k = 0; k < config_.num_topk; ++k) {
-      const Choice choice = choice_[first + k];
-      if (choice.expert >= 0) visit(choice.expert, choice.idx, weight_[first + k]);
-    }
+  MOE_A2A_DEVICE LocalChoice choice(int rank, int token, int k) const {
+    const Choice choice = choice_[token_idx(rank, token) * config_.num_topk + k];
+    return {choice.expert, choice.idx};
+  }
+  MOE_A2A_DEVICE float weight(int rank, int token, int k) const {
+    return weight_[token_idx(rank, token) * config_.num_topk + k];
   }
 
  private:
@@ -100,57 +117,62 @@ class LlTable {
     int16_t expert;  // local; -1: not ours
     uint16_t idx;    // how many choices of its segment and expert stand before it
   };
-  // Fewer are not worth another segment.
-  static constexpr int kChoicesOfSegment = 64;
+  // Segments of fewer than 4 tokens are not worth their counters.
+  static constexpr int kFewestShift = 2;
 
   // A list per local expert, and one of the tokens that land here.
   MOE_A2A_HOST_DEVICE static int num_lists(const MoeConfig& config) { return config.num_local_experts() + 1; }
   MOE_A2A_HOST_DEVICE static int num_counts(const MoeConfig& config) {
     return config.num_ranks * most_segments(config) * num_lists(config);
   }
-  MOE_A2A_DEVICE int32_t* counts_of(int rank, int segment) const {
-    return count_ + (rank * most_segments_ + segment) * num_lists(config_);
-  }
 
   MOE_A2A_DEVICE int token_idx(int rank, int token) const { return rank * config_.num_max_ll_tokens + token; }
 
-  MOE_A2A_DEVICE void number_choices(int rank, int segment, int num_tokens) const {
+  MOE_A2A_DEVICE bool receive(int rank, int token, int k, uint64_t epoch) {
+    int expert;
+    float weight;
+    if (!receive_choice(context_, buffer_, rank, token, k, epoch, token == 0 && k == 0, &expert, &weight)) return false;
+    const int i = token_idx(rank, token) * config_.num_topk + k;
+    choice_[i].expert = static_cast<int16_t>(expert);
+    weight_[i] = weight;
+    if (expert >= 0) atomic_store<Order::kRelaxed, Scope::kBlock>(&landing_[token_idx(rank, token)], 1);
+    return true;
+  }
+
+  // Choices and landed tokens of a segment. landing_ has said whether a token lands here.
+  MOE_A2A_DEVICE void number_choices(int rank, int first_token, int end_token, int32_t* counts) const {
     const Warp warp = block_.warp();
     Choice* choices = choice_ + token_idx(rank, 0) * config_.num_topk;
-    int32_t* counts = counts_of(rank, segment);
-    const int end = first_token(segment + 1, num_tokens) * config_.num_topk;
-    for (int base = first_token(segment, num_tokens) * config_.num_topk; base < end; base += warp.size()) {
+    const int end = end_token * config_.num_topk;
+    MOE_A2A_ROLLED
+    for (int base = first_token * config_.num_topk; base < end; base += warp.size()) {
       const int i = base + warp.rank();
       const int expert = i < end ? choices[i].expert : -1;
-      const Matches matches = warp.matches(expert);
+      const Matches matches = warp.matches(expert, num_bits_);
       if (expert >= 0) choices[i].idx = static_cast<uint16_t>(counts[expert] + matches.before);
       warp.sync();  // all have read before one moves the counter on
       if (expert >= 0 && matches.before == 0) counts[expert] += matches.total;
       warp.sync();
     }
-  }
-
-  MOE_A2A_DEVICE void number_landings(int rank, int num_tokens) const {
-    const Warp warp = block_.warp();
     int32_t num_landed = 0;
-    for (int base = 0; base < num_tokens; base += warp.size()) {
+    MOE_A2A_ROLLED
+    for (int base = first_token; base < end_token; base += warp.size()) {
       const int token = base + warp.rank();
-      bool lands = false;
-      for (int k = 0; k < config_.num_topk && token < num_tokens; ++k) {
-        lands |= choice_[token_idx(rank, token) * config_.num_topk + k].expert >= 0;
-      }
-      const int32_t up_to_here = num_landed + warp.inclusive_sum(static_cast<int32_t>(lands));
-      if (token < num_tokens) landing_[token_idx(rank, token)] = lands ? up_to_here - 1 : -1;
-      num_landed = warp.last(up_to_here);
+      int32_t* landing = landing_ + token_idx(rank, token);
+      const bool lands = token < end_token && *landing != 0;
+      const Matches matches = warp.matches(lands, 1);
+      if (token < end_token) *landing = lands ? num_landed + matches.before : -1;
+      num_landed += lands ? matches.total : warp.size() - matches.total;
     }
-    if (warp.rank() == 0) counts_of(rank, 0)[config_.num_local_experts()] = num_landed;
+    if (warp.rank() == 0) counts[config_.num_local_experts()] = num_landed;
   }
 
   const Context& context_;
   const MoeConfig& config_;
   int buffer_;
   const Block& block_;
-  int most_segments_;
+  int most_segments_, num_bits_;
+  ChoiceThreads threads_;
   int32_t* count_;    // [num_ranks, most_segments, lists]
   int32_t* landing_;  // [num_ranks, num_max_ll_tokens]
   float* weight_;     // [num_ranks, num_max_ll_tokens, num_topk]

@@ -10,6 +10,29 @@ MOE_A2A_DEVICE int rank_of_expert(const MoeConfig& config, int32_t expert) {
   return expert / config.num_local_experts();
 }
 
+// Enough of them to tell 0 ... count - 1 and -1 apart.
+MOE_A2A_DEVICE int bits_of_values(int count) {
+  int bits = 1;
+  MOE_A2A_ROLLED
+  while (1 << bits <= count) ++bits;
+  return bits;
+}
+
+// Which threads of a block see to which choices of tokens on a line: neighbours to those of one token.
+struct ChoiceThreads {
+  int of_token = 1;        // a power of two
+  int token, k;            // this thread's first
+  int next_token, next_k;  // how much farther its next ones are
+
+  MOE_A2A_DEVICE ChoiceThreads(const Block& block, int num_topk) {
+    while (of_token < num_topk && of_token < block.size()) of_token *= 2;
+    token = block.rank() / of_token;
+    k = block.rank() % of_token;
+    next_token = block.size() / of_token;
+    next_k = of_token;
+  }
+};
+
 // The local expert of a choice, -1 when it lives elsewhere or is dropped.
 MOE_A2A_DEVICE int local_expert(const MoeConfig& config, int32_t expert) {
   const int local = expert - config.rank * config.num_local_experts();

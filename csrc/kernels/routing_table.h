@@ -12,24 +12,24 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 class RoutingTable {
  public:
   MOE_A2A_HOST_DEVICE static size_t shared_bytes(const MoeConfig& config) {
-    return kTableChunk * (sizeof(RankSet) + sizeof(uint16_t) * config.num_topk) + sizeof(int32_t) * kNumCounters;
+    return kMaxChunk * (sizeof(RankSet) + sizeof(uint16_t) * config.num_topk) + sizeof(int32_t) * kNumCounters;
   }
 
   MOE_A2A_DEVICE RoutingTable(const DispatchSendArgs& args, const Block& block, std::byte* shared)
       : args_(args), config_(args.context.config), heap_(args.context.heap), ws_(args.context.ws), block_(block) {
     ranks_ = reinterpret_cast<RankSet*>(shared);
-    counters_ = reinterpret_cast<int32_t*>(ranks_ + kTableChunk);
+    counters_ = reinterpret_cast<int32_t*>(ranks_ + kMaxChunk);
     expert_ = reinterpret_cast<uint16_t*>(counters_ + kNumCounters);
   }
 
   // Chunks go to the blocks in turn. A rank without tokens sends one that says so.
   MOE_A2A_DEVICE void send(const Grid& grid, uint64_t epoch) {
-    const int chunks = num_chunks(args_.num_tokens);
+    const int chunks = num_chunks(args_.num_tokens), length = chunk_length(args_.num_tokens);
     for (int chunk = grid.rank(); chunk < (chunks > 0 ? chunks : 1); chunk += grid.size()) {
       chunk_ = chunk;
-      first_token_ = chunk * kTableChunk;
+      first_token_ = chunk * length;
       const int rest = args_.num_tokens - first_token_;
-      num_tokens_ = rest < kTableChunk ? rest : kTableChunk;
+      num_tokens_ = rest < length ? rest : length;
       const uint64_t start = trace_now(args_.context.trace());
       if (num_tokens_ > 0) send_chunk();
       block_.release_sync();
@@ -53,6 +53,7 @@ class RoutingTable {
   }
   template <class T>
   MOE_A2A_DEVICE void store_to_all(T* local, T value) const {
+    MOE_A2A_ROLLED
     for (int r = 0; r < heap_.num_ranks; ++r) *heap_.peer(r, local) = value;
   }
 
@@ -73,6 +74,7 @@ class RoutingTable {
   MOE_A2A_DEVICE void read_choices() {
     const int num_topk = config_.num_topk;
     const int64_t first = static_cast<int64_t>(first_token_) * num_topk;
+    MOE_A2A_ROLLED
     for (int i = block_.rank(); i < num_tokens_ * num_topk; i += block_.size()) {
       const int32_t expert = checked_choice(args_, first_token_ + i / num_topk, i % num_topk);
       const float weight = args_.topk_weights != nullptr ? args_.topk_weights[first + i] : 1.0f;
@@ -84,8 +86,10 @@ class RoutingTable {
   }
 
   MOE_A2A_DEVICE void find_ranks() {
+    MOE_A2A_ROLLED
     for (int t = block_.rank(); t < num_tokens_; t += block_.size()) {
       RankSet ranks;
+      MOE_A2A_ROLLED
       for (int k = 0; k < config_.num_topk; ++k) {
         const uint16_t expert = expert_[t * config_.num_topk + k];
         if (expert != RouteEntry::kDropped) ranks.insert(rank_of_expert(config_, expert));
@@ -111,6 +115,7 @@ class RoutingTable {
     const int count = num_tokens_ * config_.num_topk;
     const int begin = choices_per_warp() * block_.warp_rank(), rest = count - begin;
     const int stop = begin + (rest < choices_per_warp() ? rest : choices_per_warp());
+    MOE_A2A_ROLLED
     for (int base = begin; base < stop; base += warp.size()) {
       const int i = base + warp.rank();
       const int expert = i < stop ? expert_[i] : -1;
@@ -121,6 +126,7 @@ class RoutingTable {
   // Each warp's choices of each expert.
   MOE_A2A_DEVICE void count_choices(int first, int end) {
     const int num = end - first;
+    MOE_A2A_ROLLED
     for (int i = block_.rank(); i < num * num_active_warps(); i += block_.size()) counters_[i] = 0;
     block_.sync();
     visit_choices(first, end, [&](int, int expert) {
@@ -132,8 +138,10 @@ class RoutingTable {
   // The sums over the warps; and in place of each warp's count, how many the warps before it have.
   MOE_A2A_DEVICE void send_counts(int first, int end) {
     const int num = end - first;
+    MOE_A2A_ROLLED
     for (int e = block_.rank(); e < num; e += block_.size()) {
       int32_t total = 0;
+      MOE_A2A_ROLLED
       for (int w = 0; w < num_active_warps(); ++w) {
         const int32_t count = counters_[w * num + e];
         counters_[w * num + e] = total;
@@ -148,8 +156,9 @@ class RoutingTable {
   MOE_A2A_DEVICE void send_choices(int first, int end) {
     const Warp warp = block_.warp();
     int32_t* counters = counters_ + block_.warp_rank() * (end - first);
+    const int num_bits = bits_of_values(end - first);
     visit_choices(first, end, [&](int i, int expert) {
-      const Matches matches = warp.matches(expert);
+      const Matches matches = warp.matches(expert, num_bits);
       if (expert >= 0) {
         const int32_t idx_in_chunk = counters[expert] + matches.before;
         store_to_all(mine(ws_.table_route, first_token_) + i,
@@ -165,6 +174,7 @@ class RoutingTable {
   // One warp per rank: which tokens land there, numbered.
   MOE_A2A_DEVICE void send_landings(const Warp& warp, int rank) const {
     int32_t num_landed = 0;
+    MOE_A2A_ROLLED
     for (int base = 0; base < num_tokens_; base += warp.size()) {
       const int t = base + warp.rank();
       const int32_t lands = t < num_tokens_ && ranks_[t].contains(rank);
@@ -182,9 +192,9 @@ class RoutingTable {
   const HeapView& heap_;
   const Workspace& ws_;
   const Block& block_;
-  RankSet* ranks_;     // [kTableChunk]
+  RankSet* ranks_;     // [kMaxChunk]
   int32_t* counters_;  // [num_warps][experts of a pass]
-  uint16_t* expert_;   // [kTableChunk * num_topk]
+  uint16_t* expert_;   // [kMaxChunk * num_topk]
   int chunk_ = 0, first_token_ = 0, num_tokens_ = 0;
 };
 

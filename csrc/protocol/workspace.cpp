@@ -46,7 +46,7 @@ int64_t route_list_capacity(const MoeConfig& config, int expert_alignment) {
 Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byte* local, WorkspaceSize* size) {
   const int64_t b = config.num_buffers, r = config.num_ranks, t = config.num_max_tokens_per_rank;
   const int64_t k = config.num_topk, experts = config.num_local_experts();
-  const int64_t chunks = num_chunks(config.num_max_tokens_per_rank), ll = config.num_max_ll_tokens;
+  const int64_t chunks = most_chunks(config.num_max_tokens_per_rank), ll = config.num_max_ll_tokens;
   const int64_t lists = std::max(route_list_capacity(config, kMaxExpertAlignment), experts * r * t);
   Workspace w;
 

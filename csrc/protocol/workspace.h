@@ -38,9 +38,21 @@ struct Array {
   }
 };
 
-// Tokens of a routing table that one signal hands over.
-inline constexpr int kTableChunk = 256;
-MOE_A2A_HOST_DEVICE constexpr int num_chunks(int num_tokens) { return (num_tokens + kTableChunk - 1) / kTableChunk; }
+// Tokens of a routing table that one signal hands over: few where there would else be too few chunks for the blocks.
+inline constexpr int kMaxChunk = 256;
+MOE_A2A_HOST_DEVICE constexpr int chunk_length(int num_tokens) {
+  constexpr int kFewTokens = 512, kSmallChunk = 64;
+  return num_tokens <= kFewTokens ? kSmallChunk : kMaxChunk;
+}
+MOE_A2A_HOST_DEVICE constexpr int num_chunks(int num_tokens) {
+  return (num_tokens + chunk_length(num_tokens) - 1) / chunk_length(num_tokens);
+}
+// Of any number of tokens up to `num_tokens`.
+constexpr int most_chunks(int num_tokens) {
+  int most = 0;
+  for (int n = 0; n <= num_tokens; ++n) most = num_chunks(n) > most ? num_chunks(n) : most;
+  return most;
+}
 
 // Largest multiple that an expert-major block of rows can be padded to.
 inline constexpr int kMaxExpertAlignment = 256;

@@ -19,6 +19,9 @@
 #define MOE_A2A_HOST_DEVICE __host__ __device__ inline __attribute__((always_inline))
 // Before a loop over a lane's own array, which is in registers only when every index is known.
 #define MOE_A2A_UNROLL _Pragma("unroll")
+// Before a loop that goes round a few times in a small batch, which is the time of its instructions: unrolled, those of
+// rounds that do not come are gone through as well. (H200: the sums of the lists took 4.6 us, now 2.)
+#define MOE_A2A_ROLLED _Pragma("unroll 1")
 // What is rarely run is called, so that it does not lie between what is run each time: a small batch is the time of its
 // instructions. A function that is called needs a stack on AMD, so there it stays.
 #if defined(__CUDACC__)
@@ -29,6 +32,7 @@
 #else
 #define MOE_A2A_RARE inline
 #define MOE_A2A_UNROLL
+#define MOE_A2A_ROLLED
 #define MOE_A2A_DEVICE inline
 #define MOE_A2A_HOST_DEVICE inline
 #endif

@@ -58,7 +58,7 @@ struct Thread {
   }
   // All bits that a member has set.
   uint64_t union_of(uint64_t bits) const { return bits; }
-  Matches matches(int32_t) const { return {0, 1}; }
+  Matches matches(int32_t, int) const { return {0, 1}; }
   template <class T>
   T inclusive_sum(T value) const {
     return value;

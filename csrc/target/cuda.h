@@ -36,9 +36,9 @@ __device__ __forceinline__ void block_sync() { __syncthreads(); }
 __device__ __forceinline__ void drain_stores() {}  // the barrier orders the block's stores before the leader's fence
 __device__ __forceinline__ bool warp_any(bool value) { return __any_sync(0xffffffffu, value); }
 __device__ __forceinline__ uint32_t warp_or(uint32_t bits) { return __reduce_or_sync(0xffffffffu, bits); }
-// The lanes that have this lane's value.
-__device__ __forceinline__ uint64_t warp_matches(int32_t value) { return __match_any_sync(0xffffffffu, value); }
-__device__ __forceinline__ int count_ones(uint64_t word) { return __popcll(word); }
+using LaneMask = uint32_t;  // a bit per lane
+__device__ __forceinline__ LaneMask warp_ballot(bool value) { return __ballot_sync(0xffffffffu, value); }
+__device__ __forceinline__ int count_ones(LaneMask word) { return __popc(word); }
 __device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value); }
 template <class T>
 __device__ __forceinline__ T shuffle(T value, int lane) {

@@ -42,17 +42,9 @@ __device__ __forceinline__ uint32_t warp_or(uint32_t bits) {
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) bits |= __shfl_xor(bits, distance);
   return bits;
 }
-// The lanes that have this lane's value: one round per distinct value.
-__device__ __forceinline__ uint64_t warp_matches(int32_t value) {
-  uint64_t same = 0;
-  for (uint64_t rest = ~uint64_t{0}; rest != 0;) {
-    const uint64_t round = __ballot(value == __shfl(value, __builtin_ctzll(rest)));
-    if ((round >> __lane_id()) & 1) same = round;
-    rest &= ~round;
-  }
-  return same;
-}
-__device__ __forceinline__ int count_ones(uint64_t word) { return __popcll(word); }
+using LaneMask = uint64_t;  // a bit per lane
+__device__ __forceinline__ LaneMask warp_ballot(bool value) { return __ballot(value); }
+__device__ __forceinline__ int count_ones(LaneMask word) { return __popcll(word); }
 __device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value); }
 template <class T>
 __device__ __forceinline__ T shuffle(T value, int lane) {

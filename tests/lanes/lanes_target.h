@@ -10,6 +10,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "lanes/fibers.h"
 #include "target/attributes.h"
@@ -66,13 +67,14 @@ inline uint32_t warp_or(uint32_t bits) {
   for (int i = 0; i < kWarpSize; ++i) bits |= all[i];
   return bits;
 }
-inline uint64_t warp_matches(int32_t value) {
-  const int32_t* all = exchange(value);
-  uint64_t same = 0;
-  for (int i = 0; i < kWarpSize; ++i) same |= uint64_t{all[i] == value} << i;
-  return same;
+using LaneMask = std::conditional_t<kAsNvidia, uint32_t, uint64_t>;
+inline LaneMask warp_ballot(bool value) {
+  const bool* all = exchange(value);
+  LaneMask votes = 0;
+  for (int i = 0; i < kWarpSize; ++i) votes |= LaneMask{all[i]} << i;
+  return votes;
 }
-inline int count_ones(uint64_t word) { return __builtin_popcountll(word); }
+inline int count_ones(LaneMask word) { return __builtin_popcountll(word); }
 template <class T>
 T shuffle(T value, int lane) {
   return exchange(value)[lane];

@@ -48,7 +48,7 @@ struct Thread {
     return value;
   }
   uint64_t union_of(uint64_t bits) const { return bits; }
-  Matches matches(int32_t) const { return {0, 1}; }
+  Matches matches(int32_t, int) const { return {0, 1}; }
   template <int kLanes>
   float max_of_neighbours(float value) const {
     return value;

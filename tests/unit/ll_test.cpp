@@ -261,6 +261,7 @@ TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
     Block::Scratch scratch;
     const Block block(scratch);
     LlTable table(me, 0, block, shared.data());
+    table.clear();
     ASSERT_TRUE(table.receive(num_tokens.data(), kEpoch));
     table.count(num_tokens.data());
     for (int i = 0; i < 128; ++i) ASSERT_EQ(shared.data()[LlTable::shared_bytes(config) + i], std::byte{0xa5});
@@ -269,29 +270,29 @@ TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
       if (!config.sends_ll(num_tokens[r])) continue;
       const int segments = table.num_segments(num_tokens[r]);
       ASSERT_LE(segments, LlTable::most_segments(config));
-      ASSERT_EQ(table.first_token(0, num_tokens[r]), 0);
-      ASSERT_EQ(table.first_token(segments, num_tokens[r]), num_tokens[r]);
-      int num_landed = 0;
+      const int length = 1 << table.segment_shift(num_tokens[r]);
       for (int s = 0; s < segments; ++s) {
+        ASSERT_LT(s * length, num_tokens[r]);
         std::vector<int> count(num_local);
-        for (int t = table.first_token(s, num_tokens[r]); t < table.first_token(s + 1, num_tokens[r]); ++t) {
+        int num_landed = 0;
+        for (int t = s * length; t < std::min((s + 1) * length, num_tokens[r]); ++t) {
           bool lands = false;
-          int k = 0;
-          table.visit(r, t, [&](int local, int idx, float w) {
-            while (expert[r][t * num_topk + k] < 0) ++k;
-            ASSERT_EQ(local, expert[r][t * num_topk + k]);
-            ASSERT_EQ(w, weight[r][t * num_topk + k]);
-            ASSERT_EQ(idx, count[local]++);
-            ++k;
-          });
-          for (int i = 0; i < num_topk; ++i) lands |= expert[r][t * num_topk + i] >= 0;
-          for (; k < num_topk; ++k) ASSERT_LT(expert[r][t * num_topk + k], 0);  // all have been visited
+          for (int k = 0; k < num_topk; ++k) {
+            const LocalChoice choice = table.choice(r, t, k);
+            const int local = expert[r][t * num_topk + k];
+            ASSERT_EQ(choice.expert, local);
+            ASSERT_EQ(table.weight(r, t, k), weight[r][t * num_topk + k]);
+            if (local < 0) continue;
+            ASSERT_EQ(choice.idx, count[local]++);
+            lands = true;
+          }
           ASSERT_EQ(table.landing(r, t), lands ? num_landed : -1);
           num_landed += lands;
         }
-        for (int e = 0; e < num_local; ++e) ASSERT_EQ(table.count(r, s, e), count[e]);
+        for (int e = 0; e < num_local; ++e) ASSERT_EQ(table.counts_of(r, s)[e], count[e]);
+        ASSERT_EQ(table.counts_of(r, s)[num_local], num_landed);
       }
-      ASSERT_TRUE(segments == 0 || table.count(r, 0, num_local) == num_landed);
+      ASSERT_GE(segments * length, num_tokens[r]);
     }
   }
 }

@@ -136,7 +136,7 @@ TEST(MoeConfig, SendsABatchAsLlWordsUpToTheLimit) {
 
 TEST(RouteEntry, KeepsItsPartsApart) {
   for (const uint32_t expert : {0u, 1u, 255u, static_cast<uint32_t>(kMaxExperts - 1)}) {
-    for (const uint32_t idx : {0u, 1u, static_cast<uint32_t>(kTableChunk * kMaxTopk - 1)}) {
+    for (const uint32_t idx : {0u, 1u, static_cast<uint32_t>(kMaxChunk * kMaxTopk - 1)}) {
       const RouteEntry entry = RouteEntry::pack(expert, idx);
       EXPECT_FALSE(entry.is_dropped());
       EXPECT_EQ(entry.expert(), static_cast<int>(expert));
@@ -225,7 +225,7 @@ struct Field {
 
 std::vector<Field> symmetric_fields(const MoeConfig& c, const Workspace& w) {
   const size_t b = c.num_buffers, r = c.num_ranks, t = c.num_max_tokens_per_rank, k = c.num_topk;
-  const size_t chunks = (t + kTableChunk - 1) / kTableChunk, ll = c.num_max_ll_tokens;
+  const size_t chunks = t <= 512 ? (t + 63) / 64 : std::max<size_t>(8, (t + 255) / 256), ll = c.num_max_ll_tokens;
   return {{"table_signal", w.table_signal.data, b * r * chunks * sizeof(Signal)},
           {"table_route", w.table_route.data, b * r * t * k * sizeof(RouteEntry)},
           {"table_weight", w.table_weight.data, b * r * t * k * 4},
