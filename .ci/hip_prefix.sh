@@ -13,10 +13,10 @@ prefix=$(realpath -m "$2")
 case $kind in
   stable)
     suite=trixie
-    packages="libamdhip64-dev rocm-device-libs-17 librocprim-dev libhipcub-dev" ;;
+    packages="libamdhip64-dev rocm-device-libs-17" ;;
   new)
     suite=experimental
-    packages="libamdhip64-dev libamdhip64-7 rocm-device-libs-22 librocprim-dev libhipcub-dev" ;;
+    packages="libamdhip64-dev libamdhip64-7 rocm-device-libs-22" ;;
   *)
     echo "usage: $0 stable|new <folder>" >&2
     exit 2 ;;

@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cub/block/block_scan.cuh>
 #include <cuda/atomic>
 
 #include "target/attributes.h"
@@ -51,16 +50,6 @@ __device__ __forceinline__ int32_t shuffle_up(int32_t value, int distance) {
 __device__ __forceinline__ float shuffle_across(float value, int distance) {
   return __shfl_xor_sync(0xffffffffu, value, distance);
 }
-
-struct BlockScan {
-  using Scan = cub::BlockScan<int32_t, kBlockThreads>;
-  using Storage = Scan::TempStorage;
-  __device__ static int32_t inclusive_sum(Storage& storage, int32_t value, int32_t* total) {
-    int32_t result;
-    Scan(storage).InclusiveSum(value, result, *total);
-    return result;
-  }
-};
 
 __host__ __device__ __forceinline__ int count_trailing_zeros(uint64_t word) {
 #if defined(__CUDA_ARCH__)

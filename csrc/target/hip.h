@@ -5,8 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>  // before rocPRIM, which uses memset without it
-#include <rocprim/block/block_scan.hpp>
 
 #include "target/attributes.h"
 #include "target/matches.h"
@@ -53,16 +51,6 @@ __device__ __forceinline__ T shuffle(T value, int lane) {
 
 __device__ __forceinline__ int32_t shuffle_up(int32_t value, int distance) { return __shfl_up(value, distance); }
 __device__ __forceinline__ float shuffle_across(float value, int distance) { return __shfl_xor(value, distance); }
-
-struct BlockScan {
-  using Scan = rocprim::block_scan<int32_t, kBlockThreads>;
-  using Storage = Scan::storage_type;
-  __device__ static int32_t inclusive_sum(Storage& storage, int32_t value, int32_t* total) {
-    int32_t result;
-    Scan().inclusive_scan(value, result, *total, storage);
-    return result;
-  }
-};
 
 __host__ __device__ __forceinline__ int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
 

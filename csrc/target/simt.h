@@ -1,5 +1,5 @@
 // What the two GPU targets share: groups of many threads over the few words that cuda.h and hip.h define before they
-// include this file (thread_in_block(), block_in_grid(), shuffle(), BlockScan, the vendor's runtime names).
+// include this file (thread_in_block(), block_in_grid(), shuffle(), the vendor's runtime names).
 #pragma once
 
 #include <cstring>
@@ -67,7 +67,6 @@ struct Warp {
 
 struct Block {
   struct Scratch {
-    typename BlockScan::Storage scan;
     uint32_t num_warps_done;
   };
   __device__ explicit Block(Scratch& scratch) : scratch_(scratch) {
@@ -85,11 +84,6 @@ struct Block {
     block_sync();
   }
   __device__ bool any(bool value) const { return block_any(value); }
-  __device__ int32_t inclusive_sum(int32_t value, int32_t* total) const {
-    const int32_t result = BlockScan::inclusive_sum(scratch_.scan, value, total);
-    block_sync();  // the storage may be used again
-    return result;
-  }
 
   // Once in a launch, by every warp: true in the leader of the last one. What the warps did before comes before what
   // that thread does next; the others go on meanwhile.

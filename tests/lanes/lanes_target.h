@@ -85,28 +85,14 @@ inline int32_t shuffle_up(int32_t value, int distance) {
 }
 inline float shuffle_across(float value, int distance) { return exchange(value)[lane_in_warp() ^ distance]; }
 
-struct BlockScan {
-  struct Storage {
-    int32_t value[kBlockThreads];
-  };
-  static int32_t inclusive_sum(Storage& storage, int32_t value, int32_t* total) {
-    storage.value[thread_in_block()] = value;
-    block_sync();
-    int32_t up_to_here = 0;
-    *total = 0;
-    for (int i = 0; i < kBlockThreads; ++i) {
-      *total += storage.value[i];
-      if (i <= thread_in_block()) up_to_here += storage.value[i];
-    }
-    return up_to_here;
-  }
-};
 inline bool block_any(bool value) {
-  static thread_local typename BlockScan::Storage storage;
-  int32_t total;
-  BlockScan::inclusive_sum(storage, value, &total);
+  static thread_local bool brought[kBlockThreads];
+  brought[thread_in_block()] = value;
   block_sync();
-  return total > 0;
+  bool any = false;
+  for (const bool one : brought) any |= one;
+  block_sync();
+  return any;
 }
 
 // ---- memory

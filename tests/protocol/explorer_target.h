@@ -66,11 +66,6 @@ struct Block : Thread {
   Warp warp() const { return {}; }
   int warp_rank() const { return 0; }
   int num_warps() const { return 1; }
-  template <class T>
-  T inclusive_sum(T value, T* total) const {
-    *total = value;
-    return value;
-  }
 };
 
 struct Grid {
