@@ -88,6 +88,7 @@ def _time_against_tokens(results: Results) -> Any:
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.set_xticks(sorted({r.tokens for r in records}))
         _plain_ticks(panel.xaxis, panel.yaxis)
+        panel.tick_params(axis="x", labelrotation=45)  # doublings lie close together
     panels[0].set_ylabel("time, us (slowest rank's median)")
     _legend(figure, panels)
     return figure
