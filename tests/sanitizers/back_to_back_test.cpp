@@ -234,6 +234,7 @@ struct Setting {
   DType dtype;
   int least_hidden = 1, most_hidden = 150, least_tokens = 1, most_tokens = 12;
   bool small_batches = true;
+  int least_local_experts = 2, most_local_experts = 4;
 };
 
 // Where a round takes long.
@@ -255,12 +256,12 @@ class BackToBackTest : public ::testing::TestWithParam<Setting> {};
 
 TEST_P(BackToBackTest, EveryValueIsRight) {
   const auto [num_ranks, num_buffers, num_rounds, dtype, least_hidden, most_hidden, least_tokens, most_tokens,
-              small_batches] = GetParam();
+              small_batches, least_local_experts, most_local_experts] = GetParam();
   const uint64_t seed = test_seed();
   std::mt19937_64 random(seed);
   const auto pick = [&](int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); };
   MoeConfig config{.num_ranks = num_ranks,
-                   .num_experts = num_ranks * pick(2, 4),
+                   .num_experts = num_ranks * pick(least_local_experts, most_local_experts),
                    .hidden = pick(least_hidden, most_hidden),
                    .num_max_tokens_per_rank = pick(least_tokens, most_tokens),
                    .num_buffers = num_buffers,
@@ -286,7 +287,9 @@ INSTANTIATE_TEST_SUITE_P(Ranks, BackToBackTest,
                                            // Rows of several pieces.
                                            Setting{2, 2, 60, DType::kFloat32, 1100, 2200, 50, 90},
                                            // Tables of several chunks, by up to three blocks.
-                                           Setting{3, 2, 60, DType::kFloat32, 1, 4, 300, 700}),
+                                           Setting{3, 2, 60, DType::kFloat32, 1, 4, 300, 700},
+                                           // More lists than a warp or a block has lanes.
+                                           Setting{2, 2, 60, DType::kFloat32, 1, 4, 30, 200, true, 60, 300}),
                          [](const auto& info) {
                            return std::to_string(info.param.num_ranks) + "_ranks_" +
                                   std::to_string(info.param.num_buffers) + "_buffers_" +
