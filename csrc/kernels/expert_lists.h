@@ -33,7 +33,6 @@ class ExpertLists {
         grid_(grid),
         block_(block),
         ll_table_(args.context, args.buffer, block, shared + sizeof(int32_t) * num_words(config_)),
-        threads_(block, args.context.config.num_topk),
         routes_{ws_.expert_row_index.at(args.buffer), ws_.route_weight.at(args.buffer),
                 ws_.route_src_rank.at(args.buffer), ws_.route_src_token.at(args.buffer)},
         num_tokens_(num_tokens) {
@@ -43,7 +42,7 @@ class ExpertLists {
     before_rank_ = next_ + num_lists();
   }
 
-  // More are of no use for writing the lists of small batches: each has tokens for a lane or two of its warps.
+  // More are of no use for writing the lists of small batches: seven for the tokens, and two for the rest.
   static constexpr int kBlocksOfUse = 9;
 
   // False when a wait was given up. `receive_headers`, called by every warp, fills its num_tokens.
@@ -190,12 +189,13 @@ class ExpertLists {
   MOE_A2A_DEVICE void write_small_batches() const {
     const int num_blocks = grid_.size() > 2 ? grid_.size() - 2 : grid_.size();
     if (grid_.rank() >= num_blocks) return;
-    int token = grid_.rank() + num_blocks * threads_.token;
+    const ChoiceThreads& threads = ll_table_.threads();
+    int token = grid_.rank() + num_blocks * threads.token;
     MOE_A2A_ROLLED
     for (int r = 0; r < config_.num_ranks; ++r) {
       if (!config_.sends_ll(num_tokens_[r])) continue;
       MOE_A2A_ROLLED
-      for (; token < num_tokens_[r]; token += num_blocks * threads_.next_token) write_small_token(r, token);
+      for (; token < num_tokens_[r]; token += num_blocks * threads.num_tokens) write_small_token(r, token);
       token -= num_tokens_[r];
     }
   }
@@ -213,10 +213,11 @@ class ExpertLists {
       const int32_t position = start_[choice.expert] + before[choice.expert] + choice.idx;
       return has_room_for(choice.expert, position) ? position : -1;
     };
-    if (threads_.k == 0) write_landed(landed, rank, token);
+    const ChoiceThreads& threads = ll_table_.threads();
+    if (threads.k == 0) write_landed(landed, rank, token);
     RouteTerm* terms = ws_.landed_term.at(args_.buffer, landed);
     MOE_A2A_ROLLED
-    for (int k = threads_.k; k < config_.num_topk; k += threads_.next_k) {
+    for (int k = threads.k; k < config_.num_topk; k += threads.per_token) {
       int num_terms = 0;
       MOE_A2A_ROLLED
       for (int i = 0; i < k; ++i) num_terms += position_of(i) >= 0;
@@ -338,7 +339,6 @@ class ExpertLists {
   const Grid& grid_;
   const Block& block_;
   LlTable ll_table_;
-  ChoiceThreads threads_;
   struct {
     int32_t* row;
     float* weight;

@@ -42,6 +42,8 @@ class LlTable {
     choice_ = reinterpret_cast<Choice*>(weight_ + tokens * config_.num_topk);
   }
 
+  MOE_A2A_DEVICE const ChoiceThreads& threads() const { return threads_; }
+
   // Before anything is received; the block meets in between.
   MOE_A2A_DEVICE void clear() {
     if (config_.num_max_ll_tokens == 0) return;
@@ -59,9 +61,9 @@ class LlTable {
     for (int r = 0; r < config_.num_ranks; ++r) {
       if (!config_.sends_ll(num_tokens[r])) continue;
       MOE_A2A_ROLLED
-      for (; token < num_tokens[r]; token += threads_.next_token) {
+      for (; token < num_tokens[r]; token += threads_.num_tokens) {
         MOE_A2A_ROLLED
-        for (int k = threads_.k; k < config_.num_topk; k += threads_.next_k) {
+        for (int k = threads_.k; k < config_.num_topk; k += threads_.per_token) {
           if (!receive(r, token, k, epoch)) return false;
         }
       }

@@ -20,16 +20,15 @@ MOE_A2A_DEVICE int bits_of_values(int count) {
 
 // Which threads of a block see to which choices of tokens on a line: neighbours to those of one token.
 struct ChoiceThreads {
-  int of_token = 1;        // a power of two
-  int token, k;            // this thread's first
-  int next_token, next_k;  // how much farther its next ones are
+  int per_token = 1;  // threads, a power of two
+  int num_tokens;     // side by side
+  int token, k;       // what this thread begins with
 
   MOE_A2A_DEVICE ChoiceThreads(const Block& block, int num_topk) {
-    while (of_token < num_topk && of_token < block.size()) of_token *= 2;
-    token = block.rank() / of_token;
-    k = block.rank() % of_token;
-    next_token = block.size() / of_token;
-    next_k = of_token;
+    while (per_token < num_topk && per_token < block.size()) per_token *= 2;
+    num_tokens = block.size() / per_token;
+    token = block.rank() / per_token;
+    k = block.rank() % per_token;
   }
 };
 

@@ -39,9 +39,8 @@ struct Array {
 };
 
 // Tokens of a routing table that one signal hands over: few where there would else be too few chunks for the blocks.
-inline constexpr int kMaxChunk = 256;
+inline constexpr int kMaxChunk = 256, kSmallChunk = 64, kFewTokens = 512;
 MOE_A2A_HOST_DEVICE constexpr int chunk_length(int num_tokens) {
-  constexpr int kFewTokens = 512, kSmallChunk = 64;
   return num_tokens <= kFewTokens ? kSmallChunk : kMaxChunk;
 }
 MOE_A2A_HOST_DEVICE constexpr int num_chunks(int num_tokens) {
@@ -49,9 +48,8 @@ MOE_A2A_HOST_DEVICE constexpr int num_chunks(int num_tokens) {
 }
 // Of any number of tokens up to `num_tokens`.
 constexpr int most_chunks(int num_tokens) {
-  int most = 0;
-  for (int n = 0; n <= num_tokens; ++n) most = num_chunks(n) > most ? num_chunks(n) : most;
-  return most;
+  const int of_few = num_chunks(num_tokens < kFewTokens ? num_tokens : kFewTokens);
+  return num_chunks(num_tokens) > of_few ? num_chunks(num_tokens) : of_few;
 }
 
 // Largest multiple that an expert-major block of rows can be padded to.
