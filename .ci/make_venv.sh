@@ -6,7 +6,12 @@ python=${PYTHON:-python3}
 
 if "$python" -c 'import torch' 2>/dev/null; then
   # This machine's own PyTorch knows its GPUs: use it, never replace it.
+  packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   "$python" -m venv --system-site-packages "$venv"
+  if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+    # $python is of a virtual environment itself, and one does not see the packages of another.
+    echo "$packages" > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/made_from.pth"
+  fi
   torch=()
 else
   "$python" -m venv "$venv"
