@@ -11,7 +11,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// A block's part of the launch, on the track of each of its warps.
+// A block's part of the launch, on the track of each of its warps. Of a small batch all blocks have the same.
 MOE_A2A_DEVICE void record_role(const Context& c, const Block& block, Operation role, uint64_t start) {
   record(c.trace(), block.warp(), {.kind = TraceKind::kKernel, .begin = start, .token = static_cast<int>(role)});
 }
@@ -28,7 +28,7 @@ struct Dispatch {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.send.context;
-    const uint64_t epoch = c.ws.epoch(args.send.buffer) + 1, start = trace_now(c.trace());
+    const uint64_t epoch = c.ws.epoch(args.send.buffer) + 1, start = trace_now();
     const bool small = DispatchSend::sends_ll(args.send);
     const int senders = small ? 0 : args.num_send_blocks;
     const bool is_receiver = grid.rank() >= senders;
@@ -47,8 +47,9 @@ struct Dispatch {
       if (!small || grid.size() == 1) block.sync();  // the memory of who sent before is the lists' now
       DispatchRecv::receive(args.recv, shares, block, shared, epoch);
     }
+    if (small) return;
     record_role(c, block, is_receiver ? Operation::kDispatchRecv : Operation::kDispatchSend, start);
-    if (!small) DispatchSend::advance_epoch(c, args.send.buffer, grid, block, epoch);
+    DispatchSend::advance_epoch(c, args.send.buffer, grid, block, epoch);
   }
 
   // Before tables come there is nothing to receive, so the receivers send this rank's.
@@ -72,7 +73,7 @@ struct Combine {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.send.context;
-    const uint64_t start = trace_now(c.trace());
+    const uint64_t start = trace_now();
     // Small batches are sent before the first words of another rank can be here: all blocks do both.
     const bool small = c.ws.all_send_ll(args.send.buffer, 0);
     const int senders = small ? grid.size() : args.num_send_blocks, not_receivers = small ? 0 : senders;
@@ -81,7 +82,7 @@ struct Combine {
     if (is_receiver) {
       CombineRecv::run(args.recv, Grid{grid.rank() - not_receivers, grid.size() - not_receivers}, block, shared);
     }
-    record_role(c, block, is_sender ? Operation::kCombineSend : Operation::kCombineRecv, start);
+    if (!small) record_role(c, block, is_sender ? Operation::kCombineSend : Operation::kCombineRecv, start);
   }
 };
 

@@ -70,7 +70,7 @@ struct CombineRecv {
   // A piece that comes as LL words.
   MOE_A2A_DEVICE static bool receive_piece(const Args& args, const Warp& warp, int token, int number, uint64_t epoch) {
     const Context& c = args.context;
-    const uint64_t start = trace_now(c.trace());
+    const uint64_t start = trace_now();
     const Piece piece = Piece::of(c.config, number);
     const LlSums sums{c, args.buffer, token, args.attempt, number * ll_words_of_piece(c.config, c.config.dtype), epoch};
     bool good = true;
@@ -95,7 +95,7 @@ struct CombineRecv {
                        {c.ws.combine_refusal.at(args.buffer, r), args.attempt});
     }
     if (warp.any(!good)) return false;  // also what lets the other lanes read what the waiting ones have acquired
-    const uint64_t start = trace_now(c.trace());
+    const uint64_t start = trace_now();
     with_element_type(c.config.dtype, [&](auto type) {
       using T = decltype(type);
       T* target = target_of<T>(args, token, part);

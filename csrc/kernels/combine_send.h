@@ -154,7 +154,7 @@ struct CombineSend {
     for (Units units(grid, block, num_senders(args), ticket); units.current() < num_rows; units.advance()) {
       const int landed = landed_in_turn(c, args.buffer, units.current());
       const Item item = item_of(args, landed);
-      const uint64_t start = trace_now(c.trace());
+      const uint64_t start = trace_now();
       send(landed, item);
       record_unit(args, block.warp(), item, start);
     }
@@ -217,7 +217,7 @@ struct CombineSend {
     for (int i = grid.rank(); i < num_rows; i += grid.size()) {
       const int landed = landed_in_turn(args.context, args.buffer, i);
       const Item item = item_of(args, landed);
-      const uint64_t start = trace_now(args.context.trace());
+      const uint64_t start = trace_now();
       add_up(args, block, Piece{0, args.context.config.hidden}, landed, landing(args, item, item.turn));
       block.release_sync();
       if (block.rank() == 0) signal(args, item, epoch);
@@ -245,7 +245,7 @@ struct CombineSend {
   MOE_A2A_DEVICE static void send_piece(const Args& args, const Warp& warp, int landed, int number, std::byte* staging,
                                         uint64_t epoch) {
     const Context& c = args.context;
-    const uint64_t start = trace_now(c.trace());
+    const uint64_t start = trace_now();
     const Piece piece = Piece::of(c.config, number);
     const Item item = item_of(args, landed);
     RowSource row = row_source(args, piece, item);
@@ -254,12 +254,13 @@ struct CombineSend {
       add_up(args, warp, piece, landed, staging);
       warp.sync();
       row.values = staging;
+      record_unit(args, warp, item, start);
     }
     LlWord* local = ll_words_at(c.ws.ll_combine_row, args.buffer, c.heap.rank, item.token,
                                 number * ll_words_of_piece(c.config, c.config.dtype));
-    record_signals(c.trace(), warp, item.members, item.token);
+    const uint64_t sent = trace_now();
     send_ll(warp, item.members, item.turn, row, epoch, [&](int rank) { return c.heap.peer(rank, local); });
-    record_unit(args, warp, item, start);
+    record_send_ll(c.trace(), warp, item.members, item.token, sent);
   }
 
   MOE_A2A_DEVICE static Item item_of(const Args& args, int landed) {
@@ -276,7 +277,7 @@ struct CombineSend {
   MOE_A2A_DEVICE static void signal(const Args& args, const Item& item, uint64_t epoch) {
     const Context& c = args.context;
     Signal* local = c.ws.combine_signal.at(args.buffer, c.heap.rank, item.token);
-    signal_many(c.heap, item.members, local, epoch, 0, c.trace(), item.token);
+    signal_token(c.heap, item.members, local, epoch, c.trace(), item.token);
   }
 
   MOE_A2A_DEVICE static void record_unit(const Args& args, const Warp& warp, const Item& item, uint64_t start) {

@@ -41,7 +41,7 @@ struct DispatchRecv {
     int32_t* num_tokens = reinterpret_cast<int32_t*>(shared) + block.warp_rank() * config.num_ranks;
     const auto headers = [&] { return receive_headers(args, block.warp(), num_tokens, epoch); };
     if (shares.writes_lists()) {
-      const uint64_t start = trace_now(args.context.trace());
+      const uint64_t start = trace_now();
       ExpertLists lists(args, shares.lists, block, shared + header_bytes(config), num_tokens);
       if (!lists.build(epoch, headers)) return;
       record(args.context.trace(), block, {.kind = TraceKind::kLists, .begin = start});

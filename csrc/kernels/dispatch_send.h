@@ -98,7 +98,7 @@ struct DispatchSend {
                                              uint64_t epoch) {
     const Context& c = args.context;
     const auto tell = [&](const Item& item) {
-      signal_many(c.heap, item.members, signal_of(args, item), epoch, 0, c.trace(), item.token);
+      signal_token(c.heap, item.members, signal_of(args, item), epoch, c.trace(), item.token);
     };
     send_and_tell<Item>(block, shared, num_senders(args), tell,
                         [&](const auto& done) { send_rows_of_warp(args, grid, block, shared, done); });
@@ -118,7 +118,7 @@ struct DispatchSend {
     for (Units units(grid, block, num_senders(args), ticket); units.current() < args.num_tokens; units.advance()) {
       const Item item = item_of(args, warp, units.current());
       if (item.members.empty()) continue;
-      const uint64_t start = trace_now(c.trace());
+      const uint64_t start = trace_now();
       if (args.quantize) {
         std::byte* staged = sender.open_stage();
         sender.send_staged(quantized(args, warp, whole, item, staged), item);
@@ -183,7 +183,6 @@ struct DispatchSend {
   MOE_A2A_DEVICE static void send_piece(const Args& args, const Warp& warp, int token, int number, std::byte* staging,
                                         uint64_t epoch) {
     const Context& c = args.context;
-    const uint64_t start = trace_now(c.trace());
     const Item item = item_of(args, warp, token);
     if (item.members.empty()) return;
     const Piece piece = Piece::of(c.config, number);
@@ -192,9 +191,9 @@ struct DispatchSend {
     warp.sync();  // a quantised piece is complete before any lane sends a part of it
     LlWord* local = ll_words_at(c.ws.ll_row, args.buffer, c.heap.rank, token,
                                 number * ll_words_of_piece(c.config, sent_dtype(args)));
-    record_signals(c.trace(), warp, item.members, token);
+    const uint64_t start = trace_now();
     send_ll(warp, item.members, item.turn, row, epoch, [&](int rank) { return c.heap.peer(rank, local); });
-    record(c.trace(), warp, {.kind = TraceKind::kSend, .begin = start, .token = token});
+    record_send_ll(c.trace(), warp, item.members, token, start);
   }
 
   // What a sender's first unit reads, asked for while the credits are looked at.

@@ -39,7 +39,7 @@ struct GatherRows {
       fill_zero(warp, scales, scale_bytes);
       return;
     }
-    const uint64_t start = trace_now(c.trace());
+    const uint64_t start = trace_now();
     const int src_rank = row / c.config.num_max_tokens_per_rank, token = row % c.config.num_max_tokens_per_rank;
     const std::byte* source = c.ws.row.at(args.buffer, src_rank, token);
     multicast_bytes(warp, RankSet::only(0), 0, [&](int) { return target; }, source, bytes);

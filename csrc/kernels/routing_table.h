@@ -30,7 +30,7 @@ class RoutingTable {
       first_token_ = chunk * length;
       const int rest = args_.num_tokens - first_token_;
       num_tokens_ = rest < length ? rest : length;
-      const uint64_t start = trace_now(args_.context.trace());
+      const uint64_t start = trace_now();
       if (num_tokens_ > 0) send_chunk();
       block_.release_sync();
       if (block_.rank() == 0) {

@@ -44,29 +44,44 @@ MOE_A2A_DEVICE void append_signals(const TraceBuffer& trace, const RankSet& rank
   }
 }
 
-// The same for words that carry their epoch themselves, before the group writes them.
+// Words that carry their epoch themselves, which the group has written to `ranks` since `begin`: in one record the send
+// and, at its begin, the signals. The ranks are bits of `polls`, those of 16 ranks to a record, from `peer` on.
 template <class Group>
-MOE_A2A_DEVICE void record_signals(const TraceBuffer& trace, const Group& group, const RankSet& ranks, int token) {
-  if (is_on(trace) && group.rank() == 0) append_signals(trace, ranks, token, clock_now());
+MOE_A2A_DEVICE void record_send_ll(const TraceBuffer& trace, const Group& group, const RankSet& ranks, int token,
+                                   uint64_t begin) {
+  if (!kRecording || group.rank() != 0) return;
+  const uint64_t now = clock_now();
+  int first = 0;
+  MOE_A2A_ROLLED
+  for (uint64_t rest = ranks.bits; rest != 0; rest >>= 16, first += 16) {
+    const uint32_t some = rest & 0xffff;
+    if (some == 0) continue;
+    append(trace, {.kind = TraceKind::kSendLl, .begin = begin, .peer = first, .token = token, .polls = some}, now);
+  }
 }
 
 // Publishes `epoch` in `local`'s place on every rank of `ranks`. Everything that this thread wrote, or that its group
 // wrote before the group's release_sync(), is visible to whoever then sees the epoch: pairs with the acquire in
 // wait_for(). One fence covers all ranks: a fence per signal costs 20 % of the link on H200, and what it costs it costs
 // the whole SM.
-//
-// With a trace, each signal leaves a record: the tail of the arrow that ends in that rank's wait. Its time is taken
-// after the fence and before the stores, so that no wait can seem to end before it; it is written after them, so that
-// no signal comes later for it.
-MOE_A2A_DEVICE void signal_many(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
-                                uint32_t payload = 0, const TraceBuffer& trace = {}, int token = -1) {
+// Returns the time after the fence and before the stores: no wait can seem to end before it.
+MOE_A2A_DEVICE uint64_t signal_many(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
+                                    uint32_t payload = 0) {
   fence_before_signals();
-  const uint64_t now = trace_now(trace);
+  const uint64_t now = trace_now();
   for (RankSet rest = ranks; !rest.empty(); rest.remove_first()) {
     Signal* remote = heap.peer(rest.first(), local);
     atomic_store<kSignalOrder, Scope::kSystem>(&remote->word, Signal::pack(epoch, payload));
   }
-  if (is_on(trace)) append_signals(trace, ranks, token, now);
+  return now;
+}
+
+// The same for a token's row or sum, and a record of each signal: the tail of the arrow that ends in that rank's wait.
+// Written after the stores, so that no signal comes later for it.
+MOE_A2A_DEVICE void signal_token(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
+                                 const TraceBuffer& trace, int token) {
+  const uint64_t now = signal_many(heap, ranks, local, epoch);
+  if (kRecording) append_signals(trace, ranks, token, now);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

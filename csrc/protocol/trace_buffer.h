@@ -2,8 +2,8 @@
 //
 // Each warp of each block has a segment of its own, so nothing is shared and nothing is atomic beyond the block. A full
 // segment takes no more; attempts go on being counted, so what was dropped is known exactly. Launches of one object run
-// one after the other, and each goes on where the one before stopped. Off is a null pointer in the kernel's arguments:
-// then no clock is read and no memory touched.
+// one after the other, and each goes on where the one before stopped. A kernel that is compiled with the recorder
+// records (a question after it was a third of its instructions); when the trace is off the host launches another.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +25,7 @@ enum class TraceKind : int32_t {
   kGaveUp,       // a moment: the wait that ends here was given up
   kLists,        // the expert lists are built
   kSend,         // a row, until its stores are done and signalled, or with a copy engine until they are under way
+  kSendLl,       // LL words, which are their own signals: see record_send_ll()
   kSignal,       // a moment: `peer` is told that a row or a sum of this token is there
   kSum,          // the outputs of the local experts are added up, into the memory of `peer`
   kReduce,       // the sums of all ranks for a token are added up
@@ -33,7 +34,8 @@ enum class TraceKind : int32_t {
 };
 inline constexpr const char* kTraceKindNames[] = {"kernel",       "route",     "credit_wait", "table_wait", "row_wait",
                                                   "partial_wait", "peer_wait", "clock_wait",  "gave_up",    "lists",
-                                                  "send",         "signal",    "sum",         "reduce",     "gather"};
+                                                  "send",         "send_ll",   "signal",      "sum",        "reduce",
+                                                  "gather"};
 static_assert(sizeof(kTraceKindNames) / sizeof(*kTraceKindNames) == static_cast<size_t>(TraceKind::kNumKinds));
 
 struct TraceEvent {
@@ -41,7 +43,7 @@ struct TraceEvent {
   uint64_t begin;  // by trace_now()
   int peer = -1;
   int token = -1;
-  uint32_t polls = 0;  // of a wait
+  uint32_t polls = 0;  // of a wait; of kSendLl which ranks, see record_send_ll()
 };
 
 // Little-endian, 16 bytes:
@@ -73,6 +75,7 @@ struct TraceBuffer {
   TraceRecord* records = nullptr;  // [segments, capacity]; null: the trace is off
   uint32_t capacity = 0;
 
+  bool is_on() const { return records != nullptr; }
   // Records of a segment that has seen so many attempts.
   MOE_A2A_HOST_DEVICE uint32_t written(uint64_t num_attempts) const {
     return num_attempts < capacity ? static_cast<uint32_t>(num_attempts) : capacity;
@@ -92,10 +95,10 @@ struct TraceCursor {
   uint32_t count;
 };
 
-MOE_A2A_HOST_DEVICE bool is_on(const TraceBuffer& trace) { return MOE_A2A_RECORDING && trace.records != nullptr; }
+inline constexpr bool kRecording = MOE_A2A_RECORDING;
 
-// The begin of a slice; 0 when the trace is off.
-MOE_A2A_DEVICE uint64_t trace_now(const TraceBuffer& trace) { return is_on(trace) ? clock_now() : 0; }
+// The begin of a slice; 0 in kernels without the recorder.
+MOE_A2A_DEVICE uint64_t trace_now() { return kRecording ? clock_now() : 0; }
 
 // By any thread: the threads of a warp share its cursor.
 MOE_A2A_DEVICE void append(const TraceBuffer& trace, const TraceEvent& event, uint64_t end) {
@@ -108,12 +111,12 @@ MOE_A2A_DEVICE void append(const TraceBuffer& trace, const TraceEvent& event, ui
 // A slice from its begin until now, of what the group has done together.
 template <class Group>
 MOE_A2A_DEVICE void record(const TraceBuffer& trace, const Group& group, const TraceEvent& event) {
-  if (is_on(trace) && group.rank() == 0) append(trace, event, clock_now());
+  if (kRecording && group.rank() == 0) append(trace, event, clock_now());
 }
 
 // Around a launch: every warp takes up its segment where the launch before has left it, and puts it down again.
 MOE_A2A_DEVICE void open_segment(const TraceBuffer& trace, const Grid& grid, const Block& block) {
-  if (!is_on(trace)) return;
+  if (!kRecording) return;
   const Warp warp = block.warp();
   if (warp.rank() == 0) {
     const uint32_t number = static_cast<uint32_t>(grid.rank() * block.num_warps() + block.warp_rank());
@@ -128,7 +131,7 @@ MOE_A2A_DEVICE void open_segment(const TraceBuffer& trace, const Grid& grid, con
 }
 
 MOE_A2A_DEVICE void close_segment(const TraceBuffer& trace, const Block& block, int operation) {
-  if (!is_on(trace)) return;
+  if (!kRecording) return;
   const Warp warp = block.warp();
   warp.sync();  // all threads of the warp have recorded what they had to
   if (warp.rank() != 0) return;

@@ -132,7 +132,7 @@ MOE_A2A_RARE void append_wait(const WaitPolicy& policy, const WaitSite& site, ui
 
 MOE_A2A_DEVICE void record_wait(const WaitPolicy& policy, const WaitSite& site, uint64_t start, uint32_t polls,
                                 bool given_up = false) {
-  if (is_on(policy.trace) && polls > 1 && site.is_recorded) append_wait(policy, site, start, polls, given_up);
+  if (kRecording && polls > 1 && site.is_recorded) append_wait(policy, site, start, polls, given_up);
 }
 
 // Waits until ready(seen) is true; false when given up. `seen`, a signal's word of the epoch that has come, is for the
@@ -140,7 +140,7 @@ MOE_A2A_DEVICE void record_wait(const WaitPolicy& policy, const WaitSite& site, 
 template <class Ready>
 MOE_A2A_DEVICE bool wait_until(uint64_t epoch, const WaitSite& site, const WaitPolicy& policy, const HeapView& heap,
                                const Refusal& refusal, Ready ready) {
-  uint64_t start = trace_now(policy.trace);
+  uint64_t start = trace_now();
   for (uint32_t polls = 1;; ++polls) {
     uint64_t seen = 0;
     if (ready(seen)) {
@@ -148,7 +148,7 @@ MOE_A2A_DEVICE bool wait_until(uint64_t epoch, const WaitSite& site, const WaitP
       return true;
     }
     if (polls % kPollsPerLook == 0) {
-      if (polls == kPollsPerLook && !is_on(policy.trace)) start = clock_now();
+      if (polls == kPollsPerLook && !kRecording) start = clock_now();
       if (!look_around(policy, heap, site, start, epoch, seen, refusal)) {
         record_wait(policy, site, start, polls, true);
         return false;

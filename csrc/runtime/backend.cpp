@@ -83,7 +83,7 @@ class TargetBackend final : public Backend {
   }
   template <class Kernel>
   void run(const typename Kernel::Args& args, int num_blocks, void* stream) {
-    if (bare_ != nullptr && !is_on(context_of(args).trace())) return bare_->launch(args, num_blocks, stream);
+    if (bare_ != nullptr && !context_of(args).trace().is_on()) return bare_->launch(args, num_blocks, stream);
     MOE_A2A_TARGET::launch<Traced<Kernel>>(machine_, args, num_blocks, stream);
   }
 

@@ -114,8 +114,11 @@ def _counts(file: TraceFile) -> list[str]:
     problems = []
     for rank in file.about["ranks"]:
         number, written, dropped = rank["rank"], rank["records_written"], rank["records_dropped"]
-        if found[number] != written:
-            problems.append(f"rank {number} has {found[number]} slices, {written} were written")
+        implied = rank["signals_without_record"]
+        if found[number] != written + implied:
+            problems.append(
+                f"rank {number} has {found[number]} slices, {written} were written and {implied} signals implied"
+            )
         if rank["records_attempted"] != written + dropped:
             problems.append(
                 f"rank {number}: {rank['records_attempted']} attempts, {written} written, {dropped} dropped"

@@ -37,7 +37,8 @@ def merge(ranks: Sequence[RankRecords], configuration: dict[str, Any], combine_r
             _set_times(slices, exact)
     latency = slices["end_ns"][timeline.arrows["sink"]] - slices["begin_ns"][timeline.arrows["source"]]
     _set_bytes(timeline, {r.rank: r.dispatch_row_bytes for r in ranks}, combine_row_bytes)
-    timeline.about |= _about(ranks, rank_clocks, configuration, timeline, latency)
+    num_implied = [c.num_implied for c in columns]
+    timeline.about |= _about(ranks, rank_clocks, num_implied, configuration, timeline, latency)
     return timeline
 
 
@@ -97,7 +98,7 @@ def _causal_move(timeline: Timeline, exact: np.ndarray, rank_clocks, step_ns: fl
     return None
 
 
-def _about(ranks, rank_clocks, configuration, timeline: Timeline, latency: np.ndarray) -> dict[str, Any]:
+def _about(ranks, rank_clocks, num_implied, configuration, timeline: Timeline, latency: np.ndarray) -> dict[str, Any]:
     errors = np.array([c.error_ns for c in rank_clocks])
     source, sink = timeline.arrows["source"], timeline.arrows["sink"]
     pair_error = errors[timeline.slices["rank"][source]] + errors[timeline.slices["rank"][sink]]
@@ -114,12 +115,13 @@ def _about(ranks, rank_clocks, configuration, timeline: Timeline, latency: np.nd
                 "records_attempted": int(r.segment_written.sum() + r.segment_dropped.sum()),
                 "records_written": int(r.segment_written.sum()),
                 "records_dropped": int(r.segment_dropped.sum()),
+                "signals_without_record": implied,
                 "clock_error_ns": round(float(c.error_ns), 1),
                 "clock_step_ns": round(clock_step_ns(r), 3),
                 "clock_offset_ns": round(float(c.offset_ns), 1),
                 "clock_drift_ns": round(float(c.drift_ns), 1),
             }
-            for r, c in zip(ranks, rank_clocks, strict=True)
+            for r, c, implied in zip(ranks, rank_clocks, num_implied, strict=True)
         ],
         "tokens_per_expert": np.sum([r.tokens_per_expert for r in ranks], axis=0).tolist(),
     }

@@ -9,6 +9,8 @@ import numpy as np
 TIME_BITS = 48
 NO_TOKEN = (1 << 20) - 1
 KERNEL = "kernel"  # the kind of a launch; its token says which operation
+SEND_LL = "send_ll"  # a send that is its own signal; see _with_signals()
+RANKS_OF_RECORD = 16  # that a SEND_LL tells of
 
 
 @dataclass
@@ -54,7 +56,7 @@ class RankRecords:
 
 @dataclass
 class Columns:
-    """The decoded records of a rank, one value per record."""
+    """The decoded records of a rank, one value per record, and one for each signal that a record implies."""
 
     begin: np.ndarray  # ticks since `RankRecords.records[0]` began; its own low bits are `first_tick`
     duration: np.ndarray  # ticks
@@ -64,6 +66,7 @@ class Columns:
     polls: np.ndarray
     segment: np.ndarray
     first_tick: int
+    num_implied: int  # of the values, those that no record of their own stands for
 
 
 def decode(rank_records: RankRecords) -> Columns:
@@ -73,7 +76,7 @@ def decode(rank_records: RankRecords) -> Columns:
     first_tick = int(ticks[0]) if len(ticks) else 0
     token = _bits(second, 43, 20)
     peer = _bits(second, 37, 6)
-    return Columns(
+    columns = Columns(
         begin=wrapped(ticks - first_tick),
         duration=_bits(second, 0, 32),
         kind=_bits(second, 32, 5),
@@ -82,7 +85,32 @@ def decode(rank_records: RankRecords) -> Columns:
         polls=_bits(first, TIME_BITS, 16),
         segment=np.repeat(np.arange(len(rank_records.segment_written)), rank_records.segment_written),
         first_tick=first_tick,
+        num_implied=0,
     )
+    return _with_signals(columns, rank_records.kinds) if SEND_LL in rank_records.kinds else columns
+
+
+def _with_signals(columns: Columns, kinds: list[str]) -> Columns:
+    """A SEND_LL becomes a send, and before it a signal at its begin to each rank that it names: `peer` + i for each bit
+    i of `polls`."""
+    sends = np.flatnonzero(columns.kind == kinds.index(SEND_LL))
+    is_told = (columns.polls[sends, None] >> np.arange(RANKS_OF_RECORD)) & 1 == 1
+    told = columns.peer[sends, None] + np.arange(RANKS_OF_RECORD)
+    columns.kind[sends], columns.peer[sends], columns.polls[sends] = kinds.index("send"), -1, 0
+    num_signals = np.zeros(len(columns.kind), np.int64)
+    num_signals[sends] = is_told.sum(axis=1)
+    ends = np.cumsum(num_signals + 1) - 1  # where the records are now, behind their signals
+    source = np.repeat(np.arange(len(num_signals)), num_signals + 1)
+    names = ("begin", "duration", "kind", "peer", "token", "polls", "segment")
+    wide = Columns(
+        **{name: getattr(columns, name)[source] for name in names},
+        first_tick=columns.first_tick,
+        num_implied=int(num_signals.sum()),
+    )
+    is_signal = np.ones(len(source), bool)
+    is_signal[ends] = False
+    wide.kind[is_signal], wide.duration[is_signal], wide.peer[is_signal] = kinds.index("signal"), 0, told[is_told]
+    return wide
 
 
 def wrapped(ticks):

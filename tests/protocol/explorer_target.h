@@ -78,7 +78,7 @@ struct Grid {
 
 inline int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
 
-// One for all: the explored kernels run untraced, they keep nothing there.
+// One for all: the explored kernels are without the recorder, they keep nothing there.
 template <class T>
 T& warp_memory() {
   static T of_warp;

@@ -58,7 +58,7 @@ TEST(Overflow, StaysInTheSegment) {
         const Block block(scratch);
         open_segment(trace, Grid{b, kBlocks}, block);
         for (int i = 0; i < 25; ++i) {
-          record(trace, block, {.kind = TraceKind::kSend, .begin = trace_now(trace), .token = b});
+          record(trace, block, {.kind = TraceKind::kSend, .begin = trace_now(), .token = b});
         }
         close_segment(trace, block, 0);
       }
