@@ -254,6 +254,7 @@ struct CombineSend {
       add_up(args, warp, piece, landed, staging);
       warp.sync();
       row.values = staging;
+      row.in_shared = true;
       record_unit(args, warp, item, start);
     }
     LlWord* local = ll_words_at(c.ws.ll_combine_row, args.buffer, c.heap.rank, item.token,

@@ -252,6 +252,7 @@ struct DispatchSend {
     RowSource row = row_source(args, piece, item);
     row.values = staged;
     row.scales = scales;
+    row.in_shared = true;
     return row;
   }
 };

@@ -38,7 +38,7 @@ MOE_A2A_RARE uint32_t dword_of(RowSource row, int i) {
   uint32_t dword[1] = {0};
   if (i >= num_values) {
     if (i - num_values < row.num_scale_bytes / 4) {
-      load_values(dword, reinterpret_cast<const uint32_t*>(row.scales) + (i - num_values));
+      load_values(dword, reinterpret_cast<const uint32_t*>(row.scales) + (i - num_values), row.in_shared);
     }
     return dword[0];
   }
@@ -55,7 +55,7 @@ MOE_A2A_DEVICE LlWord word_of(const RowSource& row, bool are_dwords, int w, uint
     const uint32_t* values = reinterpret_cast<const uint32_t*>(row.values) + w * kLlData;
     for (int d = 0; d < kLlData; ++d) {
       uint32_t dword[1];
-      load_values(dword, values + d);
+      load_values(dword, values + d, row.in_shared);
       word.data[d] = dword[0];
     }
   } else {

@@ -110,9 +110,10 @@ using LlBits = uint64_t;                              // see protocol/ll_word.h
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
 
 // Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), beginning with `turn` and reading
-// the source once.
+// the source once. `in_shared`: the source is in the block's shared memory; here that is memory like any other.
 template <class Group, class Members, class Target>
-void multicast_bytes(const Group&, const Members& members, int turn, Target target, const void* source, size_t bytes) {
+void multicast_bytes(const Group&, const Members& members, int turn, Target target, const void* source, size_t bytes,
+                     bool /*in_shared*/ = false) {
   members.visit_from(turn, [&](int rank) { std::memcpy(target(rank), source, bytes); });
 }
 
@@ -139,7 +140,7 @@ void store_lane(T* target, const LaneVector<T>& vector) {
 
 // Consecutive values between memory and a lane, kCount * sizeof(T) bytes.
 template <int kCount, class T>
-void load_values(T (&values)[kCount], const T* source) {
+void load_values(T (&values)[kCount], const T* source, bool /*in_shared*/ = false) {
   std::memcpy(values, source, sizeof(values));
 }
 template <int kCount, class T>

@@ -132,6 +132,10 @@ __device__ __forceinline__ T load_global(const T* address) {
   return *address;
 }
 template <class T>
+__device__ __forceinline__ T load_shared(const T* address) {
+  return *address;
+}
+template <class T>
 __device__ __forceinline__ void store_global(T* address, T value) {
   *address = value;
 }

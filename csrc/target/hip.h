@@ -98,11 +98,15 @@ inline constexpr bool kTellerPays = false;            // see kernels/signal_desk
 inline constexpr Order kPollOrder = Order::kRelaxed;  // an acquire per poll would invalidate the cache per poll
 using LlBits = uint64_t;                              // see protocol/ll_word.h
 
-// Rows lie in global memory; saying so spares the generic (flat) access, which counts against shared memory too.
+// Saying in which memory a row lies spares the generic (flat) access, which counts against both.
 typedef uint32_t Vec16 __attribute__((ext_vector_type(4)));
 template <class T>
 __device__ __forceinline__ T load_global(const T* address) {
   return *reinterpret_cast<const __attribute__((address_space(1))) T*>(reinterpret_cast<uint64_t>(address));
+}
+template <class T>
+__device__ __forceinline__ T load_shared(const T* address) {
+  return *(const __attribute__((address_space(3))) T*)address;
 }
 template <class T>
 __device__ __forceinline__ void store_global(T* address, T value) {

@@ -16,6 +16,7 @@ struct RowSource {
   const std::byte* scales = nullptr;
   int64_t num_scale_bytes = 0;
   int64_t scales_offset = 0;
+  bool in_shared = false;  // put together in the block's shared memory, which AMD's loads must know
 };
 
 // What a warp does with a row before it leaves.
@@ -30,10 +31,10 @@ template <class Group, class Members, class Target>
 MOE_A2A_DEVICE void multicast_row(const Group& group, const RowSource& row, const Members& members, int turn,
                                   Target target) {
   const auto values_at = [&](int rank) { return target(rank) + row.values_offset; };
-  multicast_bytes(group, members, turn, values_at, row.values, row.num_value_bytes);
+  multicast_bytes(group, members, turn, values_at, row.values, row.num_value_bytes, row.in_shared);
   if (row.num_scale_bytes > 0) {
     const auto scales_at = [&](int rank) { return target(rank) + row.scales_offset; };
-    multicast_bytes(group, members, turn, scales_at, row.scales, row.num_scale_bytes);
+    multicast_bytes(group, members, turn, scales_at, row.scales, row.num_scale_bytes, row.in_shared);
   }
 }
 

@@ -118,10 +118,15 @@ __device__ T& warp_memory() {
   return of_warp[thread_in_block() / kWarpSize];
 }
 
+template <class T>
+__device__ T load_from(const T* address, bool in_shared) {
+  return in_shared ? load_shared(address) : load_global(address);
+}
+
 // Copies in pieces of type Piece, `kUnroll` of them in flight per thread before the first is stored.
 template <class Piece, class Group, class Members, class Target>
 __device__ void multicast_pieces(const Group& group, const Members& members, int turn, Target target,
-                                 const void* source, int64_t count) {
+                                 const void* source, int64_t count, bool in_shared) {
   constexpr int kUnroll = 4;
   const Piece* from = static_cast<const Piece*>(source);
   const int64_t stride = group.size();
@@ -129,7 +134,7 @@ __device__ void multicast_pieces(const Group& group, const Members& members, int
     Piece piece[kUnroll];
     MOE_A2A_UNROLL
     for (int j = 0; j < kUnroll; ++j) {
-      if (i + j * stride < count) piece[j] = load_global(from + i + j * stride);
+      if (i + j * stride < count) piece[j] = load_from(from + i + j * stride, in_shared);
     }
     members.visit_from(turn, [&](int rank) {
       Piece* to = reinterpret_cast<Piece*>(target(rank));
@@ -142,20 +147,21 @@ __device__ void multicast_pieces(const Group& group, const Members& members, int
 }
 
 // Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), beginning with `turn` and reading
-// the source once. Targets start on 16-byte boundaries; a source that does not goes in smaller pieces.
+// the source once. Targets start on 16-byte boundaries; a source that does not goes in smaller pieces. `in_shared`: the
+// source is in the block's shared memory.
 template <class Group, class Members, class Target>
 __device__ void multicast_bytes(const Group& group, const Members& members, int turn, Target target, const void* source,
-                                int64_t bytes) {
+                                int64_t bytes, bool in_shared = false) {
   const uint64_t misalignment = reinterpret_cast<uint64_t>(source) | static_cast<uint64_t>(bytes) |
                                 reinterpret_cast<uint64_t>(target(members.first()));
   if (misalignment % 16 == 0) {
-    multicast_pieces<Vec16>(group, members, turn, target, source, bytes / 16);
+    multicast_pieces<Vec16>(group, members, turn, target, source, bytes / 16, in_shared);
   } else if (misalignment % 4 == 0) {
-    multicast_pieces<uint32_t>(group, members, turn, target, source, bytes / 4);
+    multicast_pieces<uint32_t>(group, members, turn, target, source, bytes / 4, in_shared);
   } else if (misalignment % 2 == 0) {
-    multicast_pieces<uint16_t>(group, members, turn, target, source, bytes / 2);
+    multicast_pieces<uint16_t>(group, members, turn, target, source, bytes / 2, in_shared);
   } else {
-    multicast_pieces<uint8_t>(group, members, turn, target, source, bytes);
+    multicast_pieces<uint8_t>(group, members, turn, target, source, bytes, in_shared);
   }
 }
 
@@ -228,9 +234,9 @@ __device__ void store_lane(T* target, const LaneVector<T>& vector) {
 
 // Consecutive values between memory and a lane, kCount * sizeof(T) bytes: 4, 8 or 16.
 template <int kCount, class T>
-__device__ void load_values(T (&values)[kCount], const T* source) {
+__device__ void load_values(T (&values)[kCount], const T* source, bool in_shared = false) {
   using Bits = typename BitsOf<kCount * sizeof(T)>::type;
-  const Bits bits = load_global(reinterpret_cast<const Bits*>(source));
+  const Bits bits = load_from(reinterpret_cast<const Bits*>(source), in_shared);
   memcpy(static_cast<void*>(values), &bits, sizeof(values));
 }
 template <int kCount, class T>

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -27,6 +28,25 @@
 
 #include "target/processor.h"
 #include "target/soft_numbers.h"
+
+namespace moe_a2a::lanes {
+
+struct SharedMemory {
+  const void *begin = nullptr, *end = nullptr;
+
+  static SharedMemory& of_block() {
+    static thread_local SharedMemory memory;
+    return memory;
+  }
+  bool holds(const void* address) const { return address >= begin && address < end; }
+};
+
+[[noreturn]] inline void stop(const char* why) {
+  std::fprintf(stderr, "lanes: %s\n", why);
+  std::abort();
+}
+
+}  // namespace moe_a2a::lanes
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
@@ -107,8 +127,15 @@ inline void prefetch(const void*) {}
 struct alignas(16) Vec16 {
   uint32_t x, y, z, w;
 };
+// On AMD shared memory is reached by instructions of its own.
 template <class T>
 T load_global(const T* address) {
+  if (!kAsNvidia && lanes::SharedMemory::of_block().holds(address)) lanes::stop("a global load from shared memory");
+  return *address;
+}
+template <class T>
+T load_shared(const T* address) {
+  if (!lanes::SharedMemory::of_block().holds(address)) lanes::stop("a shared load from global memory");
   return *address;
 }
 template <class T>
@@ -170,9 +197,10 @@ template <class Kernel>
 void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks, void* /*stream*/) {
   const auto block_main = [](const void* job, int block_rank, int num_blocks, std::byte* shared) {
     static thread_local typename Block::Scratch scratch;
+    const auto& args = *static_cast<const typename Kernel::Args*>(job);
+    lanes::SharedMemory::of_block() = {shared, shared + Kernel::shared_bytes(args)};
     lanes::Fibers::of_block().run(kBlockThreads, kWarpSize, [&] {
-      Kernel::run(*static_cast<const typename Kernel::Args*>(job), Grid{block_rank, num_blocks}, Block(scratch),
-                  shared);
+      Kernel::run(args, Grid{block_rank, num_blocks}, Block(scratch), shared);
     });
   };
   const size_t shared_bytes = Kernel::shared_bytes(args);

@@ -128,7 +128,8 @@ using LlBits = uint64_t;
 inline void prefetch(const void*) {}
 
 template <class Group, class Members, class Target>
-void multicast_bytes(const Group&, const Members& members, int turn, Target target, const void* source, size_t bytes) {
+void multicast_bytes(const Group&, const Members& members, int turn, Target target, const void* source, size_t bytes,
+                     bool /*in_shared*/ = false) {
   observed_read(source, bytes);
   members.visit_from(turn, [&](int rank) {
     observed_write(target(rank), bytes);
@@ -157,7 +158,7 @@ void store_lane(T* target, const LaneVector<T>& vector) {
 }
 
 template <int kCount, class T>
-void load_values(T (&values)[kCount], const T* source) {
+void load_values(T (&values)[kCount], const T* source, bool /*in_shared*/ = false) {
   observed_read(source, sizeof(values));
   std::memcpy(values, source, sizeof(values));
 }
