@@ -30,21 +30,24 @@ class PieceQuantizer {
 
  private:
   static constexpr int kCount = kQuantizeElements<T>, kLanes = kScaleBlock / kCount;
-  static_assert(kCount % 2 == 0);
+  static constexpr int kLane = kLaneElements<T>, kVectors = (kCount + kLane - 1) / kLane;
+  static_assert(kCount % 2 == 0 && (kVectors == 1 || kCount % kLane == 0));
 
   // As long as every thread has kUnroll times its values; all loads before the first use.
   template <int kUnroll>
   MOE_A2A_DEVICE void whole_steps() {
     for (; base_ + kUnroll * stride_ <= size_; base_ += kUnroll * stride_) {
-      LoadedLane<T> loaded[kUnroll];
+      LoadedLane<T> loaded[kUnroll][kVectors];
       const int first = base_ + group_.rank() * kCount;
       MOE_A2A_UNROLL
-      for (int u = 0; u < kUnroll; ++u) load_lane(loaded[u], x_ + first + u * stride_);
+      for (int u = 0; u < kUnroll; ++u) {
+        for (int v = 0; v < kVectors; ++v) load_lane(loaded[u][v], x_ + first + u * stride_ + v * kLane);
+      }
       MOE_A2A_UNROLL
       for (int u = 0; u < kUnroll; ++u) {
         float values[kCount];
         MOE_A2A_UNROLL
-        for (int i = 0; i < kCount; ++i) values[i] = value_of(loaded[u], i);
+        for (int i = 0; i < kCount; ++i) values[i] = value_of(loaded[u][i / kLane], i % kLane);
         Float8 quantized[kCount];
         quantize(values, first + u * stride_, quantized);
         store_values(q_ + first + u * stride_, quantized);
