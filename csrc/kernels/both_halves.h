@@ -78,9 +78,10 @@ struct Combine {
     const bool small = c.ws.all_send_ll(args.send.buffer, 0);
     const int senders = small ? grid.size() : args.num_send_blocks, not_receivers = small ? 0 : senders;
     const bool is_sender = grid.rank() < senders, is_receiver = grid.rank() >= not_receivers;
-    if (is_sender) CombineSend::run(args.send, Grid{grid.rank(), senders}, block, shared);
+    const OwnSums own(&args.send);
+    if (is_sender) CombineSend::run(args.send, Grid{grid.rank(), senders}, block, shared, own);
     if (is_receiver) {
-      CombineRecv::run(args.recv, Grid{grid.rank() - not_receivers, grid.size() - not_receivers}, block, shared);
+      CombineRecv::run(args.recv, Grid{grid.rank() - not_receivers, grid.size() - not_receivers}, block, shared, own);
     }
     if (!small) record_role(c, block, is_sender ? Operation::kCombineSend : Operation::kCombineRecv, start);
   }

@@ -1,6 +1,7 @@
 // Step 3 of 4: of each landed row, add up what the local experts made of it and push the one sum back to its owner.
 #pragma once
 
+#include "kernels/landed_line.h"
 #include "kernels/ll_stream.h"
 #include "kernels/signal_desk.h"
 #include "kernels/streamed_sum.h"
@@ -80,10 +81,11 @@ struct CombineSend {
     return rows > pieces ? rows : pieces;
   }
 
-  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
+                                 OwnSums own = OwnSums()) {
     const Context& c = args.context;
     const uint64_t epoch = c.ws.epoch(args.buffer);
-    send(args, grid, block, shared, epoch);
+    send(args, grid, block, shared, LandedLine(c, args.buffer, own), epoch);
     if (block.is_last_warp() && count_block(grid, c.ws, args.buffer, Workspace::kCombineSend)) {
       return_credit(c, args.buffer, epoch);
     }
@@ -97,49 +99,24 @@ struct CombineSend {
     signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.dispatch_credit.at(buffer, c.heap.rank), epoch);
   }
 
-  // The landed row that is the i-th to be sent: the owners in turn, beginning behind this rank, as long as they have
-  // rows left. So no rank is sent to by all at once, and each gets its rows in the order in which it waits for them.
-  MOE_A2A_DEVICE static int landed_in_turn(const Context& c, int buffer, int i) {
-    const int32_t* offsets = c.ws.landed_offsets.at(buffer);
-    const int num_ranks = c.heap.num_ranks;
-    const auto num_rows = [&](int r) { return offsets[r + 1] - offsets[r]; };
-    for (int done = 0;;) {
-      int num_left = 0, fewest = 0;  // owners with more rows than `done`, and the rows of the first of them to end
-      for (int r = 0; r < num_ranks; ++r) {
-        if (num_rows(r) <= done) continue;
-        fewest = num_left == 0 || num_rows(r) < fewest ? num_rows(r) : fewest;
-        ++num_left;
-      }
-      if (i < (fewest - done) * num_left) {
-        int rank = c.heap.rank;
-        for (int skip = i % num_left; skip >= 0; skip -= num_rows(rank) > done) rank = (rank + 1) % num_ranks;
-        return offsets[rank] + done + i / num_left;
-      }
-      i -= (fewest - done) * num_left;
-      done = fewest;
-    }
-  }
-
   // As LL words when the batches of all ranks are small.
   MOE_A2A_DEVICE static void send(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
-                                  uint64_t epoch) {
-    const Context& c = args.context;
-    const int num_rows = c.ws.landed_offsets(args.buffer, c.heap.num_ranks);
-    if (c.ws.all_send_ll(args.buffer, 0)) {
-      send_pieces(args, grid, block, shared, num_rows, epoch);
-    } else if (!args.presummed && !streams(args) && num_rows < grid.size() * block.num_warps() / 2) {
-      send_few_sums(args, grid, block, num_rows, epoch);
+                                  const LandedLine& line, uint64_t epoch) {
+    if (args.context.ws.all_send_ll(args.buffer, 0)) {
+      send_pieces(args, grid, block, shared, line, epoch);
+    } else if (!args.presummed && !streams(args) && line.size() < grid.size() * block.num_warps() / 2) {
+      send_few_sums(args, grid, block, line, epoch);
     } else {
       const auto tell = [&](const Item& item) { signal(args, item, epoch); };
       send_and_tell<Item>(block, shared, num_senders(args), tell, [&](const auto& done) {
         const int num_bytes = staging_bytes(args);
         std::byte* staging = num_bytes > 0 ? shared + kDeskBytes + block.warp_rank() * num_bytes : nullptr;
         if (args.presummed) {
-          send_presummed(args, grid, block, staging, num_rows, done);
+          send_presummed(args, grid, block, staging, line, done);
         } else if (streams(args)) {
-          stream_sums(args, grid, block, staging, num_rows, done);
+          stream_sums(args, grid, block, staging, line, done);
         } else {
-          send_sums(args, grid, block, num_rows, done);
+          send_sums(args, grid, block, line, done);
         }
       });
     }
@@ -147,12 +124,12 @@ struct CombineSend {
 
   // Calls send(landed, item) for each row of this warp.
   template <class Send>
-  MOE_A2A_DEVICE static void for_rows_of_warp(const Args& args, const Grid& grid, const Block& block, int num_rows,
-                                              const Send& send) {
-    const Context& c = args.context;
-    uint32_t* ticket = c.ws.tickets.at(args.buffer, Workspace::kCombineSend);
+  MOE_A2A_DEVICE static void for_rows_of_warp(const Args& args, const Grid& grid, const Block& block,
+                                              const LandedLine& line, const Send& send) {
+    uint32_t* ticket = args.context.ws.tickets.at(args.buffer, Workspace::kCombineSend);
+    const int num_rows = line.size();
     for (Units units(grid, block, num_senders(args), ticket); units.current() < num_rows; units.advance()) {
-      const int landed = landed_in_turn(c, args.buffer, units.current());
+      const int landed = line.in_turn(units.current());
       const Item item = item_of(args, landed);
       const uint64_t start = trace_now();
       send(landed, item);
@@ -162,19 +139,19 @@ struct CombineSend {
 
   template <class Done>
   MOE_A2A_DEVICE static void send_presummed(const Args& args, const Grid& grid, const Block& block, std::byte* staging,
-                                            int num_rows, const Done& done) {
+                                            const LandedLine& line, const Done& done) {
     const Warp warp = block.warp();
     const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
     auto sender = make_warp_sender<Item>(warp, landing_at, done, staging, row_bytes(args));
     const Piece whole{0, args.context.config.hidden};
-    for_rows_of_warp(args, grid, block, num_rows,
+    for_rows_of_warp(args, grid, block, line,
                      [&](int, const Item& item) { sender.send(row_source(args, whole, item), item); });
     sender.finish();
   }
 
   template <class Done>
   MOE_A2A_DEVICE static void stream_sums(const Args& args, const Grid& grid, const Block& block, std::byte* staging,
-                                         int num_rows, const Done& done) {
+                                         const LandedLine& line, const Done& done) {
     const Warp warp = block.warp();
     const auto landing_at = [&](const Item& item, int rank) { return landing(args, item, rank); };
     RowReader reader(warp, staging);
@@ -183,7 +160,7 @@ struct CombineSend {
       using T = decltype(type);
       constexpr int kElement = sizeof(T);
       const int hidden = args.context.config.hidden;
-      for_rows_of_warp(args, grid, block, num_rows, [&](int landed, const Item& item) {
+      for_rows_of_warp(args, grid, block, line, [&](int landed, const Item& item) {
         const LaneTerms terms = lane_terms(args, warp, landed);
         reader.begin(terms.row, terms.lanes, hidden * kElement);
         const auto weight_of = [&](int lane) { return warp.broadcast(terms.weight, lane); };
@@ -200,11 +177,11 @@ struct CombineSend {
 
   // Without a stream: each sum is formed where it lands.
   template <class Done>
-  MOE_A2A_DEVICE static void send_sums(const Args& args, const Grid& grid, const Block& block, int num_rows,
-                                       const Done& done) {
+  MOE_A2A_DEVICE static void send_sums(const Args& args, const Grid& grid, const Block& block,
+                                       const LandedLine& line, const Done& done) {
     const Warp warp = block.warp();
     const Piece whole{0, args.context.config.hidden};
-    for_rows_of_warp(args, grid, block, num_rows, [&](int landed, const Item& item) {
+    for_rows_of_warp(args, grid, block, line, [&](int landed, const Item& item) {
       add_up(args, warp, whole, landed, landing(args, item, item.turn));
       warp.release_sync();
       if (warp.rank() == 0) done(item);
@@ -212,10 +189,10 @@ struct CombineSend {
   }
 
   // The same where most warps would have no row of their own: the threads of a block form each sum together.
-  MOE_A2A_DEVICE static void send_few_sums(const Args& args, const Grid& grid, const Block& block, int num_rows,
-                                           uint64_t epoch) {
-    for (int i = grid.rank(); i < num_rows; i += grid.size()) {
-      const int landed = landed_in_turn(args.context, args.buffer, i);
+  MOE_A2A_DEVICE static void send_few_sums(const Args& args, const Grid& grid, const Block& block,
+                                           const LandedLine& line, uint64_t epoch) {
+    for (int i = grid.rank(); i < line.size(); i += grid.size()) {
+      const int landed = line.in_turn(i);
       const Item item = item_of(args, landed);
       const uint64_t start = trace_now();
       add_up(args, block, Piece{0, args.context.config.hidden}, landed, landing(args, item, item.turn));
@@ -225,19 +202,17 @@ struct CombineSend {
     }
   }
 
-  // The pieces of all rows lie on one line, which begins behind the rows of this rank; the warps go
-  // along it side by side.
+  // The warps go along the pieces of all rows side by side.
   MOE_A2A_DEVICE static void send_pieces(const Args& args, const Grid& grid, const Block& block, std::byte* shared,
-                                         int num_rows, uint64_t epoch) {
+                                         const LandedLine& line, uint64_t epoch) {
     const Context& c = args.context;
     const Warp warp = block.warp();
-    const int pieces = c.config.num_pieces(), first_row = c.ws.landed_offsets(args.buffer, c.heap.rank + 1);
-    const int num_units = num_rows * pieces, num_warps = warps_with_staging(c, ll_staging_bytes(args));
+    const int pieces = c.config.num_pieces(), num_units = line.size() * pieces;
+    const int num_warps = warps_with_staging(c, ll_staging_bytes(args));
     if (block.warp_rank() >= num_warps) return;
     std::byte* staging = shared + block.warp_rank() * ll_staging_bytes(args);
     for (int unit = grid.rank() + grid.size() * block.warp_rank(); unit < num_units; unit += grid.size() * num_warps) {
-      const int i = first_row + unit / pieces;
-      send_piece(args, warp, i < num_rows ? i : i - num_rows, unit % pieces, staging, epoch);
+      send_piece(args, warp, line.behind_own(unit / pieces), unit % pieces, staging, epoch);
     }
   }
 

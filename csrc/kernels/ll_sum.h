@@ -5,13 +5,16 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// The words of one piece of a token's row, of every rank that worked on the token.
+// The words of one piece of a token's row, of every rank that worked on the token. `kKeepsOwn`: this rank's own sum has
+// not travelled. (Who never keeps it shall not be slower for it: a small batch is the time of its instructions.)
+template <bool kKeepsOwn>
 struct LlSums {
   const Context& c;
   int buffer, token;
   uint32_t attempt;
   int first_word;  // of the piece in its row
   uint64_t epoch;
+  const std::byte* own_piece = nullptr;  // where the own sum is when it is kept
 
   // target[i] = the sum over the ranks, in ascending order and in fp32, for the elements of the piece; false when a
   // wait was given up.
@@ -23,7 +26,7 @@ struct LlSums {
     for (int first = group.rank(); first < num_words; first += kUnroll * stride) {
       float sum[kUnroll][kLlData * kInDword] = {};
       for (RankSet rest = ranks; !rest.empty();) {
-        if (!add_some(rest, first, num_words, stride, group.rank() == 0, sum, T{})) return false;
+        if (!add_some(rest, first, num_words, num_elements, stride, group.rank() == 0, sum, T{})) return false;
       }
       for (int u = 0; u < kUnroll; ++u) {
         const int done = (first + u * stride) * kLlData * kInDword;
@@ -40,21 +43,48 @@ struct LlSums {
     return ll_words_at(c.ws.ll_combine_row, buffer, rank, token, first_word);
   }
 
+  // Of this rank's own sum, as it would have come.
+  template <class T>
+  MOE_A2A_DEVICE LlWord own_word(int w, int num_elements) const {
+    const int num_dwords = num_elements * static_cast<int>(sizeof(T)) / 4;
+    LlWord word = {};
+    for (int d = 0; d < kLlData; ++d) {
+      const int i = w * kLlData + d;
+      uint32_t dword[1] = {0};
+      if (i < num_dwords) load_values(dword, reinterpret_cast<const uint32_t*>(own_piece) + i);
+      word.data[d] = dword[0];
+    }
+    return word;
+  }
+
   // Adds the words of the first ranks of `rest`, which go from it; all loads fly before the first is used.
   template <class T, class Sums>
-  MOE_A2A_DEVICE bool add_some(RankSet& rest, int first, int num_words, int stride, bool is_recorded, Sums& sum,
-                               T) const {
+  MOE_A2A_DEVICE bool add_some(RankSet& rest, int first, int num_words, int num_elements, int stride,
+                               bool is_recorded, Sums& sum, T) const {
     LlWord word[kRanksInFlight][kUnroll] = {};
     WaitSite site{Operation::kCombineRecv, Phase::kPartialSum, rest.first(), token, buffer, is_recorded};
     Refusal refusal{nullptr, attempt};
-    const auto all_here = [&](uint64_t& seen) {
-      bool all = true;
+    // Calls visit(i, rank) for the first ranks of `rest`.
+    const auto for_some = [&](auto visit) {
       RankSet some = rest;
       MOE_A2A_UNROLL
       for (int i = 0; i < kRanksInFlight; ++i) {
         if (some.empty()) break;
-        const int rank = some.first();
+        visit(i, some.first());
         some.remove_first();
+      }
+    };
+    if constexpr (kKeepsOwn) {
+      for_some([&](int i, int rank) {
+        if (rank != c.heap.rank) return;
+        MOE_A2A_UNROLL
+        for (int u = 0; u < kUnroll; ++u) word[i][u] = own_word<T>(first + u * stride, num_elements);
+      });
+    }
+    const auto all_here = [&](uint64_t& seen) {
+      bool all = true;
+      for_some([&](int i, int rank) {
+        if (kKeepsOwn && rank == c.heap.rank) return;
         const LlWord* words = words_of(rank) + first;
         bool here = true;
         MOE_A2A_UNROLL
@@ -68,7 +98,7 @@ struct LlSums {
           refusal.signal = c.ws.combine_refusal.at(buffer, rank);
         }
         all &= here;
-      }
+      });
       return all;
     };
     if (!wait_until(epoch, site, c.wait, c.heap, refusal, all_here)) return false;

@@ -19,10 +19,11 @@ struct RankSet {
     for (RankSet rest = *this; !rest.empty();) {
       const int next = RankSet{rest.bits & later.bits}.empty() ? rest.first() : RankSet{rest.bits & later.bits}.first();
       visit(next);
-      rest.bits &= ~(uint64_t{1} << next);
+      rest = rest.without(next);
     }
   }
   MOE_A2A_HOST_DEVICE void insert(int rank) { bits |= uint64_t{1} << rank; }
+  MOE_A2A_HOST_DEVICE RankSet without(int rank) const { return {bits & ~(uint64_t{1} << rank)}; }
   MOE_A2A_HOST_DEVICE int first() const { return count_trailing_zeros(bits); }
   MOE_A2A_HOST_DEVICE void remove_first() { bits &= bits - 1; }
 

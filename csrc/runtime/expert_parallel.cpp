@@ -275,7 +275,7 @@ void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_
   const int num_blocks = std::max(2, combine_blocks(handle.num_tokens, place));
   backend_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed),
                                .recv = recv_args(handle, combined_x),
-                               .num_send_blocks = combine_senders(num_blocks, presummed)},
+                               .num_send_blocks = combine_senders(num_blocks, presummed, config().num_ranks)},
                    num_blocks, place.stream);
   finish_combine(handle);
 }

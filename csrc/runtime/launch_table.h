@@ -32,6 +32,6 @@ class LaunchTable {
 
 // Of so many blocks of a launch that does both halves, two at least, those that send.
 int dispatch_senders(int num_blocks);
-int combine_senders(int num_blocks, bool presummed);
+int combine_senders(int num_blocks, bool presummed, int num_ranks);
 
 }  // namespace moe_a2a

@@ -172,16 +172,20 @@ TEST(LlSums, AreThePlainSumsInAscendingOrderOfTheRanks) {
     with_element_type(config.dtype, [&](auto type) {
       using T = decltype(type);
       if constexpr (sizeof(T) > 1) {
+        const bool keeps_own = config.row_bytes(config.dtype) % 4 == 0 && random.pick(0, 1) == 1;
+        std::vector<T> own;
         std::vector<float> expected(config.hidden);
         for (int r = 0; r < config.num_ranks; ++r) {
           std::vector<T> y(config.hidden);
           for (T& value : y) value = from_float<T>(static_cast<float>(random.pick(-4000, 4000)) / 37);
           if (!ranks.contains(r)) continue;
           for (int i = 0; i < config.hidden; ++i) expected[i] += to_float(y[i]);
+          if (keeps_own && r == me.heap.rank) own = y;
           for (int p = 0; p < config.num_pieces(); ++p) {
             RowSource row = part_of_row(config, config.dtype, Piece::of(config, p));
             row.values = reinterpret_cast<const std::byte*>(y.data()) + row.values_offset;
             auto* words = reinterpret_cast<LlWord*>(me.ws.ll_combine_row.at(buffer, r, token)) + p * words_of_piece;
+            if (keeps_own && r == me.heap.rank) continue;  // it does not travel
             send_ll(Warp{}, RankSet::only(me.heap.rank), 0, row, kEpoch, [&](int) { return words; });
           }
         }
@@ -190,8 +194,15 @@ TEST(LlSums, AreThePlainSumsInAscendingOrderOfTheRanks) {
           std::vector<T> combined(config.hidden + 8, guard);
           for (int p = 0; p < config.num_pieces(); ++p) {
             const Piece piece = Piece::of(config, p);
-            const LlSums sums{me, buffer, token, 1, p * words_of_piece, kEpoch};
-            ASSERT_TRUE(sums.add(Warp{}, piece.size(), vector_rows, combined.data() + piece.first));
+            const auto* own_piece = own.empty() ? nullptr : reinterpret_cast<const std::byte*>(own.data() + piece.first);
+            const auto add = [&](auto sums) {
+              ASSERT_TRUE(sums.add(Warp{}, piece.size(), vector_rows, combined.data() + piece.first));
+            };
+            if (own.empty()) {
+              add(LlSums<false>{me, buffer, token, 1, p * words_of_piece, kEpoch});
+            } else {
+              add(LlSums<true>{me, buffer, token, 1, p * words_of_piece, kEpoch, own_piece});
+            }
           }
           for (int i = 0; i < config.hidden; ++i) {
             ASSERT_EQ(to_float(combined[i]), to_float(from_float<T>(expected[i]))) << "column " << i;

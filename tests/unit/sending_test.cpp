@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -18,7 +19,7 @@ MoeConfig config_of(int num_ranks, int num_tokens) {
   return {.num_ranks = num_ranks,
           .num_experts = num_ranks,
           .num_topk = 1,
-          .hidden = 1,
+          .hidden = 2,
           .num_max_tokens_per_rank = num_tokens};
 }
 
@@ -42,7 +43,7 @@ TEST(Units, AreEachTakenOnce) {
 
 // ---- the rows of a combine
 
-TEST(LandedInTurn, VisitsAllRowsOwnersInTurnEachInItsOrder) {
+TEST(LandedLine, VisitsAllRowsOwnersInTurnEachInItsOrder) {
   std::mt19937 random(static_cast<unsigned>(test_seed()));
   const auto pick = [&](int low, int high) { return std::uniform_int_distribution(low, high)(random); };
   for (int round = 0; round < 500; ++round) {
@@ -58,9 +59,16 @@ TEST(LandedInTurn, VisitsAllRowsOwnersInTurnEachInItsOrder) {
     }
     std::vector<int> num_sent(num_ranks), left(num_ranks);
     for (int r = 0; r < num_ranks; ++r) left[r] = offsets[r + 1] - offsets[r];
+    const CombineSendArgs args{.context = c, .presummed = true};
+    const bool keeps_own = pick(0, 1) == 1;
+    const LandedLine line(c, 0, keeps_own ? OwnSums(&args) : OwnSums());
+    if (keeps_own) left[me] = 0;
+    ASSERT_EQ(line.size(), std::accumulate(left.begin(), left.end(), 0));
+    std::vector<int> behind_own;
     int before = me;
-    for (int i = 0; i < offsets[num_ranks]; ++i) {
-      const int landed = CombineSend::landed_in_turn(c, 0, i);
+    for (int i = 0; i < line.size(); ++i) {
+      behind_own.push_back(line.behind_own(i));
+      const int landed = line.in_turn(i);
       ASSERT_GE(landed, 0);
       ASSERT_LT(landed, offsets[num_ranks]);
       // The next owner behind the one before that has rows left, and of these the first: so all come once.
@@ -71,6 +79,12 @@ TEST(LandedInTurn, VisitsAllRowsOwnersInTurnEachInItsOrder) {
       --left[expected];
       before = expected;
     }
+    // As they lie in memory, beginning with those of the rank behind this one; its own come last, if at all.
+    std::vector<int> expected_behind(offsets[num_ranks]);
+    std::iota(expected_behind.begin(), expected_behind.end(), 0);
+    std::rotate(expected_behind.begin(), expected_behind.begin() + offsets[me + 1], expected_behind.end());
+    expected_behind.resize(line.size());
+    ASSERT_EQ(behind_own, expected_behind);
   }
 }
 
