@@ -9,7 +9,7 @@ class LandedLine {
  public:
   // Without the rows of this rank's own tokens, where their sums are kept. What all warps of a small batch ask for is
   // read here, together.
-  MOE_A2A_DEVICE LandedLine(const Context& c, int buffer, OwnSums own)
+  MOE_A2A_DEVICE LandedLine(const Context& c, int buffer, const OwnSums& own)
       : context_(c),
         own_(own),
         offsets_(c.ws.landed_offsets.at(buffer)),
@@ -50,7 +50,8 @@ class LandedLine {
   MOE_A2A_DEVICE int num_rows(int rank) const { return own_.keep(rank) ? 0 : offsets_[rank + 1] - offsets_[rank]; }
 
   const Context& context_;
-  OwnSums own_;
+  // Not a copy: with that the compiler no longer unrolls in_turn(), and each of H200's SMs sends 25 KB/us instead of 33.
+  const OwnSums& own_;
   const int32_t* offsets_;  // [num_ranks + 1]
   int begin_own_, end_own_, num_landed_;
 };

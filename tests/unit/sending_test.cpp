@@ -61,7 +61,8 @@ TEST(LandedLine, VisitsAllRowsOwnersInTurnEachInItsOrder) {
     for (int r = 0; r < num_ranks; ++r) left[r] = offsets[r + 1] - offsets[r];
     const CombineSendArgs args{.context = c, .presummed = true};
     const bool keeps_own = pick(0, 1) == 1;
-    const LandedLine line(c, 0, keeps_own ? OwnSums(&args) : OwnSums());
+    const OwnSums own(keeps_own ? &args : nullptr);
+    const LandedLine line(c, 0, own);
     if (keeps_own) left[me] = 0;
     ASSERT_EQ(line.size(), std::accumulate(left.begin(), left.end(), 0));
     std::vector<int> behind_own;
