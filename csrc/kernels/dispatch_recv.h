@@ -107,7 +107,7 @@ struct DispatchRecv {
     // From the last warp on: the first ones may still be sending.
     int unit = grid.rank() + grid.size() * (block.num_warps() - 1 - block.warp_rank());
     for (int r = 0; r < config.num_ranks; ++r) {
-      if (!config.sends_ll(num_tokens[r]) || r == args.context.heap.rank) continue;  // own pieces are there
+      if (!config.sends_ll(num_tokens[r])) continue;
       const int num_units = num_tokens[r] * pieces;
       for (; unit < num_units; unit += stride) {
         if (!receive_piece(args, block.warp(), r, unit / pieces, unit % pieces, epoch)) return;
