@@ -157,11 +157,11 @@ def compare(calls: Calls, options: argparse.Namespace) -> tuple[Any, list[str], 
     away = np.median(sums / measured - 1, axis=0), np.median(measured - sums, axis=0)
     of_span = span / (times[-1, -1, 1] - times[0, 0, 0]) - 1
     lines, good = [], True
-    for rank, (slices, timing, (share, us), whole, beside) in enumerate(
+    for rank, (slices, timing, (share, us), whole, more) in enumerate(
         gathered((np.median(sums, axis=0), np.median(measured, axis=0), away, of_span, beside))
     ):
         true = [
-            abs(s) <= AGREE or t < long_us and (beside[i] == 0 or abs(us[i]) <= 1)
+            abs(s) <= AGREE or t < long_us and (more[i] == 0 or abs(us[i]) <= 1)
             for i, (s, t) in enumerate(zip(share, timing, strict=True))
         ]
         true.append(abs(whole) <= AGREE or span < 2 * long_us)
@@ -169,7 +169,7 @@ def compare(calls: Calls, options: argparse.Namespace) -> tuple[Any, list[str], 
         lines.append(
             f"  rank {rank}: "
             + ", ".join(
-                f"{step} {slices[i]:.1f} us, {beside[i]:.1f} of it beside the slices, of {timing[i]:.1f} "
+                f"{step} {slices[i]:.1f} us, {more[i]:.1f} of it beside the slices, of {timing[i]:.1f} "
                 f"({100 * share[i]:+.2f} %, {-us[i]:+.1f} us)"
                 for i, step in enumerate(STEPS)
             )

@@ -108,8 +108,8 @@ struct CombineRecv {
   }
 
   // A part of a row that comes whole.
-  MOE_A2A_DEVICE static bool receive_part(const Args& args, OwnSums own, const Warp& warp, RowReader& reader,
-                                          int token, const Piece& part, uint64_t epoch) {
+  MOE_A2A_DEVICE static bool receive_part(const Args& args, OwnSums own, const Warp& warp, RowReader& reader, int token,
+                                          const Piece& part, uint64_t epoch) {
     const Context& c = args.context;
     const RankSet ranks = c.ws.token_ranks(args.buffer, token);
     const RankSet awaited = own.are_kept() ? ranks.without(c.heap.rank) : ranks;

@@ -177,8 +177,8 @@ struct CombineSend {
 
   // Without a stream: each sum is formed where it lands.
   template <class Done>
-  MOE_A2A_DEVICE static void send_sums(const Args& args, const Grid& grid, const Block& block,
-                                       const LandedLine& line, const Done& done) {
+  MOE_A2A_DEVICE static void send_sums(const Args& args, const Grid& grid, const Block& block, const LandedLine& line,
+                                       const Done& done) {
     const Warp warp = block.warp();
     const Piece whole{0, args.context.config.hidden};
     for_rows_of_warp(args, grid, block, line, [&](int landed, const Item& item) {

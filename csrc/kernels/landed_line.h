@@ -50,7 +50,7 @@ class LandedLine {
   MOE_A2A_DEVICE int num_rows(int rank) const { return own_.keep(rank) ? 0 : offsets_[rank + 1] - offsets_[rank]; }
 
   const Context& context_;
-  // Not a copy: with that the compiler no longer unrolls in_turn(), and each of H200's SMs sends 25 KB/us instead of 33.
+  // Not a copy: with that the compiler no longer unrolls in_turn(), and an SM of H200 sends 25 KB/us instead of 33.
   const OwnSums& own_;
   const int32_t* offsets_;  // [num_ranks + 1]
   int begin_own_, end_own_, num_landed_;

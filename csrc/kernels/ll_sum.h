@@ -59,8 +59,8 @@ struct LlSums {
 
   // Adds the words of the first ranks of `rest`, which go from it; all loads fly before the first is used.
   template <class T, class Sums>
-  MOE_A2A_DEVICE bool add_some(RankSet& rest, int first, int num_words, int num_elements, int stride,
-                               bool is_recorded, Sums& sum, T) const {
+  MOE_A2A_DEVICE bool add_some(RankSet& rest, int first, int num_words, int num_elements, int stride, bool is_recorded,
+                               Sums& sum, T) const {
     LlWord word[kRanksInFlight][kUnroll] = {};
     WaitSite site{Operation::kCombineRecv, Phase::kPartialSum, rest.first(), token, buffer, is_recorded};
     Refusal refusal{nullptr, attempt};

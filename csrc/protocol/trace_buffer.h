@@ -32,10 +32,9 @@ enum class TraceKind : int32_t {
   kGather,       // a row is copied to where its expert wants it; peer and token: whose it is
   kNumKinds,
 };
-inline constexpr const char* kTraceKindNames[] = {"kernel",       "route",     "credit_wait", "table_wait", "row_wait",
-                                                  "partial_wait", "peer_wait", "clock_wait",  "gave_up",    "lists",
-                                                  "send",         "send_ll",   "signal",      "sum",        "reduce",
-                                                  "gather"};
+inline constexpr const char* kTraceKindNames[] = {
+    "kernel",  "route", "credit_wait", "table_wait", "row_wait", "partial_wait", "peer_wait", "clock_wait",
+    "gave_up", "lists", "send",        "send_ll",    "signal",   "sum",          "reduce",    "gather"};
 static_assert(sizeof(kTraceKindNames) / sizeof(*kTraceKindNames) == static_cast<size_t>(TraceKind::kNumKinds));
 
 struct TraceEvent {

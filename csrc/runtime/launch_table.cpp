@@ -36,8 +36,8 @@ int dispatch_senders(int num_blocks) {
 }
 
 // The receivers of a combine add up a row of each rank; the senders read some times as many, or send rows that are
-// summed already, all but their own. (2 H200, 4096 tokens: an SM sends 35 KB/us of those and adds up 43. 24 blocks, 10 of
-// them sending, 189 us, 9 or 11 of them 196, 8 of them 218; 132 blocks 187 with 33 as with 48 of them, 192 with 66.)
+// summed already, all but their own. (2 H200, 4096 tokens: an SM sends 35 KB/us of those and adds up 43. 24 blocks, 10
+// of them sending, 189 us, 9 or 11 of them 196, 8 of them 218; 132 blocks 187 with 33 as with 48 of them, 192 with 66.)
 int combine_senders(int num_blocks, bool presummed, int num_ranks) {
   if (!presummed) return num_blocks - std::max(1, num_blocks / 3);
   const int sent = 5 * (num_ranks - 1), added = 4 * num_ranks;

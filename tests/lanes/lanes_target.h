@@ -199,9 +199,8 @@ void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks,
     static thread_local typename Block::Scratch scratch;
     const auto& args = *static_cast<const typename Kernel::Args*>(job);
     lanes::SharedMemory::of_block() = {shared, shared + Kernel::shared_bytes(args)};
-    lanes::Fibers::of_block().run(kBlockThreads, kWarpSize, [&] {
-      Kernel::run(args, Grid{block_rank, num_blocks}, Block(scratch), shared);
-    });
+    lanes::Fibers::of_block().run(kBlockThreads, kWarpSize,
+                                  [&] { Kernel::run(args, Grid{block_rank, num_blocks}, Block(scratch), shared); });
   };
   const size_t shared_bytes = Kernel::shared_bytes(args);
   if (static_cast<int64_t>(shared_bytes) > machine.max_shared_bytes()) {

@@ -194,7 +194,8 @@ TEST(LlSums, AreThePlainSumsInAscendingOrderOfTheRanks) {
           std::vector<T> combined(config.hidden + 8, guard);
           for (int p = 0; p < config.num_pieces(); ++p) {
             const Piece piece = Piece::of(config, p);
-            const auto* own_piece = own.empty() ? nullptr : reinterpret_cast<const std::byte*>(own.data() + piece.first);
+            const auto* own_piece =
+                own.empty() ? nullptr : reinterpret_cast<const std::byte*>(own.data() + piece.first);
             const auto add = [&](auto sums) {
               ASSERT_TRUE(sums.add(Warp{}, piece.size(), vector_rows, combined.data() + piece.first));
             };
