@@ -125,6 +125,12 @@ def _styles_of(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 # ---- bandwidth against blocks
 
+# Of a step the modes that differ, and how their lines are drawn.
+MODES_OF_STEP = {
+    "dispatch": {"rows": ("as they are", "-"), "fp8+presummed": ("quantised on the way", ":")},
+    "combine": {"rows": ("summed by us", "-"), "presummed": ("summed by the caller", "-.")},
+}
+
 
 def _bandwidth_against_blocks(all_results: list[Results]) -> Any:
     results = next((results for results in all_results if _of_blocks(results)), None)
@@ -134,9 +140,12 @@ def _bandwidth_against_blocks(all_results: list[Results]) -> Any:
     figure, panels = _figure(results, records[0], columns=2)
     for panel, step in zip(panels, STEPS, strict=True):
         for colour, tokens in zip(COLOURS, sorted({r.tokens for r in records}, reverse=True), strict=False):
-            line = [r for r in records if r.tokens == tokens]
-            _plot(panel, _points(line, step, "gbps", against="blocks"), f"{tokens} tokens", color=colour)
-            floor = next(r for r in line if r.step == step)
+            for mode, (what, style) in MODES_OF_STEP[step].items():
+                line = [r for r in records if (r.tokens, r.mode, r.step) == (tokens, mode, step)]
+                if line:
+                    label = f"{step} of {tokens} tokens, {what}"
+                    _plot(panel, _points(line, step, "gbps", against="blocks"), label, color=colour, linestyle=style)
+            floor = next(r for r in records if (r.tokens, r.step) == (tokens, step))
             panel.axhline(
                 floor.remote_bytes / floor.floor_us / 1e3, label=f"floor, {tokens}", **FLOOR | {"color": colour}
             )
@@ -152,7 +161,8 @@ def _of_blocks(results: Results) -> list[Record]:
     return [
         r
         for r in results.records
-        if (r.part, r.routing, r.system, r.mode, r.launch) == ("blocks", "uniform", OURS, "rows", "eager")
+        if (r.part, r.routing, r.system, r.launch) == ("blocks", "uniform", OURS, "eager")
+        and r.mode in MODES_OF_STEP.get(r.step, {})
     ]
 
 
