@@ -76,28 +76,45 @@ def _one_sink_per_source(slices: np.ndarray, pairs: np.ndarray) -> np.ndarray:
 def causes(timeline: Timeline) -> np.ndarray:
     """int64 [n]: of each wait the slice on the other rank that ended it, -1: not known.
 
-    That of an arrow where there is one. A table_wait's is the peer's routing of that chunk, a credit_wait's the peer's
-    launch that read the buffer before.
+    That of an arrow where there is one. A table_wait's is the peer's routing of that chunk, or of a small batch, whose
+    choices leave no record, the peer's launch; a credit_wait's the peer's launch that read the buffer before.
     """
     cause = np.full(len(timeline.slices), -1, np.int64)
-    operation_names = timeline.about["operations"]
-    for wait_name, sources in (
-        (TABLE_WAIT, (ROUTE,)),
-        (CREDIT_WAIT, (*COMBINE_SENDERS, *(name for name in operation_names if name == "release"))),
-    ):
-        waits = np.flatnonzero(timeline.named(wait_name) & (timeline.slices["peer"] >= 0))
-        givers = np.flatnonzero(timeline.named(*sources))
-        w, g = timeline.slices[waits], timeline.slices[givers]
-        by_token = wait_name == TABLE_WAIT
-        last = last_before(
-            _key(g["rank"], 0, np.maximum(g["token"], 0) if by_token else 0),
-            g["begin_ns"],
-            _key(w["peer"], 0, np.maximum(w["token"], 0) if by_token else 0),
-            w["end_ns"],
-        )
-        cause[waits[last >= 0]] = givers[last[last >= 0]]
+    waits = _waits_for_peers(timeline, TABLE_WAIT)
+    cause[waits] = _routing_or_launch(timeline, waits)
+    waits = _waits_for_peers(timeline, CREDIT_WAIT)
+    releases = (name for name in timeline.about["operations"] if name == "release")
+    cause[waits] = _last_of_peer(timeline, waits, (*COMBINE_SENDERS, *releases))
     cause[timeline.arrows["sink"]] = timeline.arrows["source"]
     return cause
+
+
+def _waits_for_peers(timeline: Timeline, name: str) -> np.ndarray:
+    return np.flatnonzero(timeline.named(name) & (timeline.slices["peer"] >= 0))
+
+
+def _routing_or_launch(timeline: Timeline, waits: np.ndarray) -> np.ndarray:
+    slices = timeline.slices
+    routing = _last_of_peer(timeline, waits, (ROUTE,), by_token=True)
+    launch = _last_of_peer(timeline, waits, DISPATCH_SENDERS)
+    # Launches of a rank follow each other: a routing whose launch had ended when another began is of an earlier call.
+    launch_of_routing = timeline.enclosing_kernels()[routing]
+    is_of_this_call = (routing >= 0) & (launch_of_routing >= 0)
+    is_of_this_call &= (launch < 0) | (slices["end_ns"][launch_of_routing] >= slices["begin_ns"][launch])
+    return np.where(is_of_this_call, routing, launch)
+
+
+def _last_of_peer(timeline: Timeline, waits: np.ndarray, names: tuple[str, ...], by_token: bool = False) -> np.ndarray:
+    """Of each wait the last slice of these names on its peer that had begun when it ended; -1: there is none."""
+    givers = np.flatnonzero(timeline.named(*names))
+    w, g = timeline.slices[waits], timeline.slices[givers]
+    last = last_before(
+        _key(g["rank"], 0, np.maximum(g["token"], 0) if by_token else 0),
+        g["begin_ns"],
+        _key(w["peer"], 0, np.maximum(w["token"], 0) if by_token else 0),
+        w["end_ns"],
+    )
+    return np.append(givers, -1)[last]  # of -1 the last
 
 
 def _key(source, destination, token) -> np.ndarray:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_a2a.tracing.timeline import WAITS, Timeline
+from moe_a2a.tracing.timeline import DISPATCH_SENDERS, WAITS, Timeline
 
 HOST = "(before the launch)"
 INSIDE = "(inside a launch)"
@@ -40,6 +40,7 @@ class _Walk:
         self._is_wait = timeline.named(*WAITS)
         self._kernel_of = timeline.enclosing_kernels()
         self._is_kernel = timeline.kernels()
+        self._is_dispatch = timeline.named(*DISPATCH_SENDERS)
         self._warps = timeline.warps()
         # One that begins where it ends, within a step of the clock, leads nowhere: the walk would stay there.
         leaves = np.flatnonzero(~self._is_kernel & (timeline.durations() > 0))
@@ -86,8 +87,9 @@ class _Walk:
         return -1, begin
 
     def _time_of_signal(self, source: int) -> int:
-        """A signal is a moment; of other causes the end counts, which may lie after the wait's."""
-        return int(self._slices["end_ns"][source])
+        """A signal is a moment; of other causes the end counts, which may lie after the wait's. Of a launch that has
+        sent choices, somewhere, all that is known is that it had begun."""
+        return int(self._slices["begin_ns" if self._is_dispatch[source] else "end_ns"][source])
 
     def _by_end(self, which: np.ndarray, keys: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Per key: the ends in ascending order, and the slices."""
