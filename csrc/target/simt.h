@@ -24,7 +24,13 @@ struct Warp {
   __device__ T broadcast(T value, int lane = 0) const {
     return shuffle(value, lane);
   }
-  __device__ bool any(bool value) const { return warp_any(value); }
+  // What the lanes did before it comes before what any of them does after it, as with sync(): a vote by itself orders
+  // nothing (found by compute-sanitizer's racecheck).
+  __device__ bool any(bool value) const {
+    const bool any_lane = warp_any(value);
+    warp_sync();
+    return any_lane;
+  }
   __device__ int32_t last(int32_t value) const { return shuffle(value, kWarpSize - 1); }
   __device__ uint64_t union_of(uint64_t bits) const {
     return uint64_t{warp_or(static_cast<uint32_t>(bits >> 32))} << 32 | warp_or(static_cast<uint32_t>(bits));
