@@ -149,7 +149,8 @@ def trace(ep: ExpertParallel, records_per_segment: int | None = None) -> Trace:
 
     records_per_segment: room for so many records, 16 bytes each, in the segment of each warp (CPU: of each thread);
     default: 1024 on a GPU, 65536 on the CPU. A full segment drops what comes after, and the file says how many. A row
-    that is sent takes one record and one for each rank that it goes to, a wait for it takes one."""
+    that is sent takes one record and one for each rank that it goes to (in a small batch each piece of a row one for both),
+    a wait for it takes one."""
     return Trace(ep, records_per_segment or DEFAULT_RECORDS[ep.device.type])
 
 
