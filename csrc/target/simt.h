@@ -194,11 +194,12 @@ inline constexpr int kLaneElements = 16 / sizeof(T);
 inline constexpr bool kAlignedVectors = true;
 inline constexpr int kLaneUnroll = 2;
 inline constexpr int kRowsInFlight = 4;
-// Two vectors of a quantiser's thread at a time: the more values it has, the fewer threads share what they do for each
-// block of 128. (H200, 4096 tokens: 24 blocks 214 us with one vector, 168 with two; 132 blocks 117 and 114.)
-inline constexpr int kQuantizeUnroll = 64 / kWarpSize;
+// Neighbouring values of a quantiser's thread, and how many times as many it loads at a time. The more neighbours, the
+// fewer threads share what they do for each block of 128: two vectors on NVIDIA (H200, 4096 tokens: 24 blocks 214 us
+// with one, 168 with two; 132 blocks 117 and 114), one on AMD, whose scalar registers do not suffice for two.
 template <class T>
-inline constexpr int kQuantizeElements = 32 / sizeof(T);
+inline constexpr int kQuantizeElements = (kWarpSize == 32 ? 32 : 16) / sizeof(T);
+inline constexpr int kQuantizeUnroll = 2;
 
 template <class T>
 struct alignas(16) LaneVector {
