@@ -29,10 +29,13 @@ struct Shape {
   int num_calls = 2;
   int num_max_ll_tokens = 0;
   uint64_t first_epoch = 0;  // what the buffers have been through before
+  bool presummed = false;    // the caller of combine weighs and sums
   Routing routing;
 };
 
 MoeConfig config_of(const Shape& shape, int rank);
+
+[[noreturn]] inline void fail(const std::string& why) { Explorer::running()->fail(why); }
 
 // Launches that mutants can tell from others of their kind: of a small batch; where all other ranks' are small.
 inline constexpr const char* kSmallSend = "dispatch_send of a small batch";

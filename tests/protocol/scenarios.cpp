@@ -60,9 +60,10 @@ Scenario plain(const char* name, int num_tokens, int num_blocks, uint64_t first_
           .program = layers(num_calls)};
 }
 
-Scenario one_launch() {
-  return {.name = "both halves in one launch",
-          .shape = {.num_topk = 2, .routing = to_everybody(1, 2)},
+// Summed by the caller, the own sums do not travel.
+Scenario one_launch(bool presummed) {
+  return {.name = presummed ? "both halves in one launch, summed by the caller" : "both halves in one launch",
+          .shape = {.num_topk = 2, .presummed = presummed, .routing = to_everybody(1, 2)},
           .program = layers_in_one_launch(2)};
 }
 
@@ -339,7 +340,8 @@ std::vector<Scenario> all_scenarios() {
           plain("epoch wraps", 1, 1, kLastEpoch - 1),
           plain("epoch passes 2^32", 1, 1, (uint64_t{1} << 32) - 2),
           plain("epoch passes half its range", 1, 1, (uint64_t{1} << 43) - 2),
-          one_launch(),
+          one_launch(false),
+          one_launch(true),
           one_rank(),
           empty_pairs(),
           one_way(),
@@ -363,7 +365,8 @@ std::vector<Scenario> all_scenarios() {
           small("LL: epoch wraps", 1, 1, kLastEpoch - 1),
           mixed(false),
           mixed(true),
-          as_small(one_launch()),
+          as_small(one_launch(false)),
+          as_small(one_launch(true)),
           as_small(one_rank()),
           as_small(empty_pairs()),
           as_small(changing_routing()),

@@ -1,0 +1,83 @@
+// What a rank does between the kernels: looks at what has come, works on it, and looks at what has come back. Compiled
+// with -fsanitize=thread, so that the explorer sees what it reads.
+#include <algorithm>
+
+#include "model_rank.h"
+#include "model_values.h"
+
+namespace moe_a2a {
+
+// ---- what has come
+
+void ModelRank::check_row(int src, int token, int call, const float* row) const {
+  for (int c = 0; c < shape_.hidden; ++c) {
+    if (row[c] == x_value(src, token, call, c)) continue;
+    fail("row of rank " + std::to_string(src) + " token " + std::to_string(token) + " has " + std::to_string(row[c]) +
+         " in column " + std::to_string(c) + ", not " + std::to_string(x_value(src, token, call, c)));
+  }
+}
+
+// Walks the routes in the order that the lists promise, (expert, source rank, token, choice), and works on each.
+Launch ModelRank::experts(int call) {
+  return launch("experts", call, 1, [this, call](int) {
+    raise_early({Field::kDispatchCredit}, call);
+    compute_y(call);
+  });
+}
+
+void ModelRank::compute_y(int call) {
+  std::fill(y_.begin(), y_.end(), 0.0f);
+  const Workspace& ws = context_.ws;
+  const int b = buffer(call), first_expert = rank() * context_.config.num_local_experts();
+  int32_t position = 0;
+  for (int e = 0; e < context_.config.num_local_experts(); ++e) {
+    if (ws.expert_offsets(b, e) != position) fail("expert_offsets[" + std::to_string(e) + "] is wrong");
+    for (int src = 0; src < shape_.num_ranks; ++src) {
+      const auto& choices = input(src, call).choices;
+      const int arrived = ws.num_recv_tokens(b, src);
+      if (arrived != static_cast<int>(choices.size()))
+        fail("table of rank " + std::to_string(src) + " has " + std::to_string(arrived) + " tokens");
+      for (int token = 0; token < arrived; ++token) {
+        for (int k = 0; k < shape_.num_topk; ++k) {
+          if (choices[token][k] != first_expert + e) continue;
+          if (ws.expert_row_index(b, position) != src * shape_.num_max_tokens + token ||
+              ws.route_src_rank(b, position) != src || ws.route_src_token(b, position) != token ||
+              ws.route_weight(b, position) != weight_value(src, token, k)) {
+            fail("route " + std::to_string(position) + " is wrong");
+          }
+          const float* row = reinterpret_cast<const float*>(ws.row.at(b, src, token));
+          check_row(src, token, call, row);
+          // Summed by the caller: one row per landed row, like recv_x.
+          const int y_row = shape_.presummed ? src * shape_.num_max_tokens + token : position;
+          const float factor = expert_factor(first_expert + e) * (shape_.presummed ? weight_value(src, token, k) : 1);
+          for (int c = 0; c < shape_.hidden; ++c) y_[y_row * shape_.hidden + c] += row[c] * factor;
+          ++position;
+        }
+      }
+    }
+  }
+  if (ws.expert_offsets(b, context_.config.num_local_experts()) != position) fail("the number of routes is wrong");
+}
+
+Launch ModelRank::check_combined(int call) {
+  return launch("check_combined", call, 1, [this, call](int) { compare_combined(call); });
+}
+
+void ModelRank::compare_combined(int call) const {
+  for (int t = 0; t < num_tokens(call); ++t) {
+    float factor = 0;
+    for (int k = 0; k < shape_.num_topk; ++k) {
+      const int expert = input(rank(), call).choices[t][k];
+      if (expert >= 0) factor += weight_value(rank(), t, k) * expert_factor(expert);
+    }
+    for (int c = 0; c < shape_.hidden; ++c) {
+      const float expected = factor * x_value(rank(), t, call, c), actual = combined_[t * shape_.hidden + c];
+      if (actual != expected) {
+        fail("combined_x[" + std::to_string(t) + "][" + std::to_string(c) + "] is " + std::to_string(actual) +
+             ", not " + std::to_string(expected));
+      }
+    }
+  }
+}
+
+}  // namespace moe_a2a
