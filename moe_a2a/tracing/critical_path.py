@@ -45,6 +45,7 @@ class _Walk:
         # One that begins where it ends, within a step of the clock, leads nowhere: the walk would stay there.
         leaves = np.flatnonzero(~self._is_kernel & (timeline.durations() > 0))
         self._leaves_of_warp = self._by_end(leaves, self._warps)
+        self._waits_of_warp = self._by_end(leaves[self._is_wait[leaves]], self._warps)
         self._kernels_of_warp = self._by_end(np.flatnonzero(self._is_kernel), self._warps)
         self._kernels_of_rank = self._by_end(np.flatnonzero(self._is_kernel), self._slices["rank"])
 
@@ -68,13 +69,14 @@ class _Walk:
             end = int(self._slices["end_ns"][leaf]) if leaf >= 0 else -1
             if end <= begin:
                 break
+            leaf, start = self._innermost(leaf)
             self._add(steps, kernel, INSIDE, time - end)
             source = int(self._cause[leaf])
             if self._is_wait[leaf] and source >= 0 and self._kernel_of[source] >= 0:
                 given = min(self._time_of_signal(source), end)
                 self._add(steps, kernel, FLIGHT, end - given, leaf)
                 return int(self._kernel_of[source]), given
-            start = max(int(self._slices["begin_ns"][leaf]), begin)
+            start = max(start, begin)
             self._add(steps, kernel, self._name(leaf), end - start, leaf)
             time = start
         self._add(steps, kernel, INSIDE, time - begin)
@@ -85,6 +87,16 @@ class _Walk:
             return before, end
         self._add(steps, kernel, HOST, begin - int(self._slices["begin_ns"].min()))
         return -1, begin
+
+    def _innermost(self, leaf: int) -> tuple[int, int]:
+        """What the warp was in when this slice ended, and since when: `lists` and `reduce` have waits inside."""
+        begins, ends = self._slices["begin_ns"], self._slices["end_ns"]
+        if self._is_wait[leaf]:
+            return leaf, int(begins[leaf])
+        wait = self._last_ended(self._waits_of_warp.get(int(self._warps[leaf])), int(ends[leaf]))
+        if wait < 0 or ends[wait] <= begins[leaf]:
+            return leaf, int(begins[leaf])
+        return (wait, int(begins[wait])) if ends[wait] == ends[leaf] else (leaf, int(ends[wait]))
 
     def _time_of_signal(self, source: int) -> int:
         """A signal is a moment; of other causes the end counts, which may lie after the wait's. Of a launch that has
