@@ -9,7 +9,7 @@ from moe_a2a.tracing.timeline import PARTIAL_WAIT, WAITS, Timeline, merged
 NEGLIGIBLE = 0.05  # of the time in launches: below that nobody is at fault
 ALONE = 4.0  # the culprit is waited for that many times as long as the mean of the other ranks
 HOT = 2.0  # an expert with that many times its even share of the choices is hot
-UNEVEN = 1.5  # a rank that receives that many times the mean has more work than the others
+UNEVEN = 1.5  # a rank that receives that many times the mean of rows or of choices has more work than the others
 
 
 def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_per_expert: np.ndarray) -> str:
@@ -120,13 +120,17 @@ def _parts(timeline: Timeline, cause: np.ndarray, waits: np.ndarray, waited: _Wa
 
 def _hot_expert(tokens: np.ndarray, tokens_per_expert: np.ndarray, rank: int) -> str | None:
     received = tokens.sum(axis=0)
-    if received.sum() == 0 or received[rank] < UNEVEN * received.mean():
+    if received.sum() == 0:
         return None
-    rows = f"rank {rank} receives {received[rank] / received.mean():.1f} times the mean number of rows"
-    if tokens_per_expert.sum() == 0:
-        return f"The routing is uneven: {rows}."
+    # A row that several experts of a rank have chosen comes once, and is worked on by each.
     per_rank = len(tokens_per_expert) // len(tokens)
     own = tokens_per_expert[rank * per_rank : (rank + 1) * per_rank]
+    rows, choices = received[rank] / received.mean(), own.sum() * len(tokens) / max(tokens_per_expert.sum(), 1)
+    if max(rows, choices) < UNEVEN:
+        return None
+    rows = f"rank {rank} receives {rows:.1f} times the mean number of rows"
+    if tokens_per_expert.sum() == 0:
+        return f"The routing is uneven: {rows}."
     hot = int(own.argmax())
     if own[hot] < HOT * tokens_per_expert.mean():
         return f"The routing is uneven: {rows}, none of its experts alone."
