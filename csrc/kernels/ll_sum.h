@@ -43,7 +43,8 @@ struct LlSums {
     return ll_words_at(c.ws.ll_combine_row, buffer, rank, token, first_word);
   }
 
-  // Of this rank's own sum, as it would have come.
+  // Of this rank's own sum, as it would have come. (Not by word_of(), which calls for a row's last word: a call
+  // spills.)
   template <class T>
   MOE_A2A_DEVICE LlWord own_word(int w, int num_elements) const {
     const int num_dwords = num_elements * static_cast<int>(sizeof(T)) / 4;

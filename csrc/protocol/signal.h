@@ -45,16 +45,17 @@ MOE_A2A_DEVICE void append_signals(const TraceBuffer& trace, const RankSet& rank
 }
 
 // Words that carry their epoch themselves, which the group has written to `ranks` since `begin`: in one record the send
-// and, at its begin, the signals. The ranks are bits of `polls`, those of 16 ranks to a record, from `peer` on.
+// and, at its begin, the signals. The ranks are bits of `polls`, as many to a record as it has, from `peer` on.
 template <class Group>
 MOE_A2A_DEVICE void record_send_ll(const TraceBuffer& trace, const Group& group, const RankSet& ranks, int token,
                                    uint64_t begin) {
   if (!kRecording || group.rank() != 0) return;
+  constexpr int kRanks = TraceRecord::kPollBits;
   const uint64_t now = clock_now();
   int first = 0;
   MOE_A2A_ROLLED
-  for (uint64_t rest = ranks.bits; rest != 0; rest >>= 16, first += 16) {
-    const uint32_t some = rest & 0xffff;
+  for (uint64_t rest = ranks.bits; rest != 0; rest >>= kRanks, first += kRanks) {
+    const uint32_t some = rest & TraceRecord::kMaxPolls;
     if (some == 0) continue;
     append(trace, {.kind = TraceKind::kSendLl, .begin = begin, .peer = first, .token = token, .polls = some}, now);
   }

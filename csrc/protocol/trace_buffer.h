@@ -54,8 +54,9 @@ struct TraceEvent {
 //            bits 62..43   token; 2^20 - 1: none
 //            bit  63       there is a peer
 struct alignas(16) TraceRecord {
-  static constexpr int kTimeBits = 48, kKindAt = 32, kPeerAt = 37, kTokenAt = 43, kHasPeerAt = 63;
-  static constexpr uint64_t kMaxPolls = 0xffff, kMaxDuration = 0xffffffff, kNoToken = 0xfffff;
+  static constexpr int kTimeBits = 48, kPollBits = 64 - kTimeBits, kKindAt = 32, kPeerAt = 37, kTokenAt = 43,
+                       kHasPeerAt = 63;
+  static constexpr uint64_t kMaxPolls = (1u << kPollBits) - 1, kMaxDuration = 0xffffffff, kNoToken = 0xfffff;
 
   uint64_t word[2];
 

@@ -83,8 +83,7 @@ def causes(timeline: Timeline) -> np.ndarray:
     waits = _waits_for_peers(timeline, TABLE_WAIT)
     cause[waits] = _routing_or_launch(timeline, waits)
     waits = _waits_for_peers(timeline, CREDIT_WAIT)
-    releases = (name for name in timeline.about["operations"] if name == "release")
-    cause[waits] = _last_of_peer(timeline, waits, (*COMBINE_SENDERS, *releases))
+    cause[waits] = _last_of_peer(timeline, waits, (*COMBINE_SENDERS, "release"))
     cause[timeline.arrows["sink"]] = timeline.arrows["source"]
     return cause
 

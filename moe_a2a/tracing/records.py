@@ -10,7 +10,7 @@ TIME_BITS = 48
 NO_TOKEN = (1 << 20) - 1
 KERNEL = "kernel"  # the kind of a launch; its token says which operation
 SEND_LL = "send_ll"  # a send that is its own signal; see _with_signals()
-RANKS_OF_RECORD = 16  # that a SEND_LL tells of
+RANKS_OF_RECORD = 64 - TIME_BITS  # that a SEND_LL tells of: the bits of its polls
 
 
 @dataclass
@@ -82,7 +82,7 @@ def decode(rank_records: RankRecords) -> Columns:
         kind=_bits(second, 32, 5),
         peer=np.where(_bits(second, 63, 1) == 1, peer, -1),
         token=np.where(token == NO_TOKEN, -1, token),
-        polls=_bits(first, TIME_BITS, 16),
+        polls=_bits(first, TIME_BITS, 64 - TIME_BITS),
         segment=np.repeat(np.arange(len(rank_records.segment_written)), rank_records.segment_written),
         first_tick=first_tick,
         num_implied=0,
