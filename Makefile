@@ -16,8 +16,8 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 TARGETS_FLAG := $(if $(TARGETS),-DMOE_A2A_TARGETS="$(TARGETS)")
-NATIVE_FILES := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/*/*)
-FORMATTED := $(wildcard csrc/*/*.h csrc/*/*.cpp tests/*/*.h tests/*/*.cpp)
+NATIVE_FILES := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/*/* csrc/*/*/*)
+FORMATTED := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp tests/*/*.h tests/*/*.cpp)
 
 .PHONY: setup demo test test-cpp test-python test-gpu soak-gpu sanitize-gpu kernels format lint clean
 

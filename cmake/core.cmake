@@ -1,7 +1,7 @@
-# The library below the bindings. It knows no PyTorch. Its host code is compiled once; csrc/runtime/backend.cpp, which
+# The library below the bindings. It knows no PyTorch. Its host code is compiled once; csrc/moe/backend.cpp, which
 # instantiates every kernel, and backend_bare.cpp, which does so without the recorder of the trace, once per target.
 
-set(_moe_a2a_kernel_sources csrc/runtime/backend.cpp csrc/runtime/backend_bare.cpp)
+set(_moe_a2a_kernel_sources csrc/moe/backend.cpp csrc/moe/backend_bare.cpp)
 
 find_package(Threads REQUIRED)
 
@@ -21,9 +21,8 @@ endfunction()
 # moe_a2a_add_core(<library> TARGETS <cpu|cuda|hip>... [OPTIONS <compile and link options>...])
 function(moe_a2a_add_core library)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "TARGETS;OPTIONS")
-  file(GLOB sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/target/*.cpp
-       ${PROJECT_SOURCE_DIR}/csrc/symmetric_memory/*.cpp ${PROJECT_SOURCE_DIR}/csrc/protocol/*.cpp
-       ${PROJECT_SOURCE_DIR}/csrc/runtime/*.cpp)
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/arch/*.cpp ${PROJECT_SOURCE_DIR}/csrc/comm/*.cpp
+       ${PROJECT_SOURCE_DIR}/csrc/rows/*.cpp ${PROJECT_SOURCE_DIR}/csrc/moe/*.cpp)
   list(TRANSFORM _moe_a2a_kernel_sources PREPEND ${PROJECT_SOURCE_DIR}/ OUTPUT_VARIABLE kernel_sources)
   if(NOT cpu IN_LIST arg_TARGETS)
     list(REMOVE_ITEM sources ${kernel_sources})

@@ -1,4 +1,4 @@
-# The CUDA target: csrc/runtime/backend.cpp through nvcc, as a command of our own. CMake's CUDA language would force
+# The CUDA target: csrc/moe/backend.cpp through nvcc, as a command of our own. CMake's CUDA language would force
 # its compiler probe and its flags onto every machine, and its architecture list cannot say "sm_90a, nothing else".
 
 find_program(MOE_A2A_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin /usr/local/cuda/bin)

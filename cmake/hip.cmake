@@ -1,4 +1,4 @@
-# The HIP target: csrc/runtime/backend.cpp through clang's HIP mode, as a command of our own: CMake's HIP language
+# The HIP target: csrc/moe/backend.cpp through clang's HIP mode, as a command of our own: CMake's HIP language
 # differs too much between CMake versions and ROCm packagings.
 #
 # A real ROCm install is found by itself. Anything else that can compile HIP (a plain clang with a directory of

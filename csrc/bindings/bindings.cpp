@@ -9,7 +9,7 @@
 #include "bindings/trace_bindings.h"
 #include "bindings/trace_records.h"
 #include "bindings/views.h"
-#include "kernels/link_floor.h"
+#include "moe/link_floor.h"
 
 namespace moe_a2a::bindings {
 namespace {

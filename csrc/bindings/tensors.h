@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "runtime/expert_parallel.h"
+#include "moe/expert_parallel.h"
 
 namespace moe_a2a::bindings {
 
@@ -30,7 +30,7 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
 at::Tensor checked_out(const MoeConfig& config, at::Device device, int num_tokens, at::ScalarType type,
                        const std::optional<at::Tensor>& out);
 
-// Rows to push (see kernels/link_floor.h): x [num_rows, n] with dense rows, pushes int64 [num_rows, 2]: ranks and
+// Rows to push (see moe/link_floor.h): x [num_rows, n] with dense rows, pushes int64 [num_rows, 2]: ranks and
 // token.
 struct PushedRows {
   Rows x;

@@ -1,4 +1,4 @@
-// The records of a trace as Python reads them: plain tensors and lists, in the words of protocol/trace_buffer.h.
+// The records of a trace as Python reads them: plain tensors and lists, in the words of comm/trace_buffer.h.
 #pragma once
 
 #include <torch/extension.h>
@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/expert_parallel.h"
+#include "moe/expert_parallel.h"
 
 namespace moe_a2a::bindings {
 

@@ -6,7 +6,7 @@
 #include <array>
 #include <memory>
 
-#include "runtime/expert_parallel.h"
+#include "moe/expert_parallel.h"
 
 namespace moe_a2a::bindings {
 

@@ -1,4 +1,4 @@
-"""What one rank's kernels left in its trace buffer, as csrc/protocol/trace_buffer.h packs it."""
+"""What one rank's kernels left in its trace buffer, as csrc/comm/trace_buffer.h packs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// The fifth target: a GPU's threads on the CPU. The groups of target/simt.h, 32 or 64 lanes to a warp, over fibers, so
+// The fifth target: a GPU's threads on the CPU. The groups of arch/simt.h, 32 or 64 lanes to a warp, over fibers, so
 // that what the kernels do with many lanes is run where there is no GPU: with 32 as on NVIDIA (one warp signals for
 // all, LL words of 16 bytes, streamed sums), with 64 as on AMD. It stands in the place of the CPU target
 // (MOE_A2A_TARGET_HEADER).
@@ -13,12 +13,12 @@
 #include <string>
 #include <type_traits>
 
+#include "arch/attributes.h"
+#include "arch/cpu_machine.h"
+#include "arch/matches.h"
+#include "arch/number.h"
+#include "arch/order.h"
 #include "lanes/fibers.h"
-#include "target/attributes.h"
-#include "target/cpu_machine.h"
-#include "target/matches.h"
-#include "target/number.h"
-#include "target/order.h"
 
 #define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu)
 // What is a block's own is its thread's own.
@@ -26,8 +26,8 @@
 #define __device__
 #define __forceinline__ inline
 
-#include "target/processor.h"
-#include "target/soft_numbers.h"
+#include "arch/processor.h"
+#include "arch/soft_numbers.h"
 
 namespace moe_a2a::lanes {
 
@@ -165,8 +165,8 @@ inline void pause() { lanes::Fibers::of_block().pause(); }
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 
 // clang-format off: each needs the ones before it
-#include "target/simt.h"
-#include "target/row_sender.h"
+#include "arch/simt.h"
+#include "arch/row_sender.h"
 #include "lanes/streamed_sums.h"
 // clang-format on
 

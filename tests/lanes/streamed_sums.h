@@ -7,7 +7,7 @@
 #if MOE_A2A_LANES == 32
 #define MOE_A2A_HAS_STREAMED_SUMS 1
 #endif
-#include "target/streamed_sums.h"
+#include "arch/streamed_sums.h"
 
 #if MOE_A2A_LANES == 32
 namespace moe_a2a::inline MOE_A2A_TARGET {

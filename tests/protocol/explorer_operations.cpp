@@ -9,7 +9,7 @@
 namespace moe_a2a {
 namespace {
 
-// A waiting loop looks at more than its one word only now and then (kPollsPerLook in protocol/wait.h). A thread that
+// A waiting loop looks at more than its one word only now and then (kPollsPerLook in comm/wait.h). A thread that
 // has polled this often and seen nothing new has looked at everything that can end its wait.
 constexpr int kPollsBeforeSleep = 128;
 // What it has not read for so many polls belongs to a wait before.

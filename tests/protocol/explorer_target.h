@@ -1,4 +1,4 @@
-// The fourth target: the same words as target/cpu.h, with every atomic, pause and copy told to the explorer, so that
+// The fourth target: the same words as arch/cpu.h, with every atomic, pause and copy told to the explorer, so that
 // the real kernels and the real protocol run under its schedules. Chosen with MOE_A2A_TARGET_HEADER.
 #pragma once
 
@@ -7,11 +7,11 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "arch/attributes.h"
+#include "arch/matches.h"
+#include "arch/number.h"
+#include "arch/order.h"
 #include "observed.h"
-#include "target/attributes.h"
-#include "target/matches.h"
-#include "target/number.h"
-#include "target/order.h"
 
 #define MOE_A2A_TARGET explored
 
@@ -19,8 +19,7 @@ namespace moe_a2a::inline explored {
 
 inline constexpr int kWarpSize = 1;
 inline constexpr int kBlockThreads = 1;
-inline constexpr bool kBlocksAreUnequal =
-    true;  // as on a GPU, see kernels/units.h: blocks here are as unequal as can be
+inline constexpr bool kBlocksAreUnequal = true;  // as on a GPU, see comm/units.h: blocks here are as unequal as can be
 template <class T>
 inline constexpr int kLaneElements = 4;
 inline constexpr int kLaneUnroll = 1;
@@ -200,5 +199,5 @@ inline void pause() { observed_pause(); }
 
 }  // namespace moe_a2a::inline explored
 
-#include "target/row_sender.h"
-#include "target/streamed_sums.h"
+#include "arch/row_sender.h"
+#include "arch/streamed_sums.h"

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "target/order.h"
+#include "arch/order.h"
 
 namespace moe_a2a {
 

@@ -5,10 +5,10 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "kernels/align_clocks.h"
-#include "kernels/both_halves.h"
-#include "kernels/notices.h"
+#include "comm/align_clocks.h"
 #include "model_values.h"
+#include "moe/both_halves.h"
+#include "moe/notices.h"
 
 namespace moe_a2a {
 namespace {

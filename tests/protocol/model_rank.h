@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "explorer.h"
-#include "kernels/args.h"
+#include "moe/args.h"
 
 namespace moe_a2a {
 

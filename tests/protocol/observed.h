@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "target/order.h"
+#include "arch/order.h"
 
 namespace moe_a2a {
 

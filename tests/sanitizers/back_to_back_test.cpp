@@ -8,8 +8,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "arch/arch.h"
 #include "seed.h"
-#include "target/target.h"
 #include "thread_ranks.h"
 #include "traffic.h"
 

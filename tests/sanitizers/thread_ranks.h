@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "runtime/expert_parallel.h"
+#include "moe/expert_parallel.h"
 
 namespace moe_a2a {
 

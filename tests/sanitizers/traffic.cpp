@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "target/target.h"
+#include "arch/arch.h"
 
 namespace moe_a2a {
 namespace {

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels/args.h"
+#include "moe/args.h"
 
 namespace moe_a2a {
 

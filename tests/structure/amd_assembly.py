@@ -265,7 +265,7 @@ def _blocks(lines: list[str], begin: int) -> list[Block]:
 
 @cache
 def _files(location: str) -> tuple[str, ...]:
-    """Of the comment at a .loc: "target/hip.h:97:3 @[ protocol/signal.h:70:7 @[ ... ] ]"."""
+    """Of the comment at a .loc: "arch/hip.h:97:3 @[ comm/signal.h:70:7 @[ ... ] ]"."""
     return tuple(re.findall(r"(\S+):\d+:\d+", location))
 
 

@@ -4,7 +4,7 @@ A release or acquire lost on the way to the machine loses data once in a million
 emulator shows it. The rules read the assembly instead. They know the forms of gfx942 and gfx950; of other
 architectures (gfx90a has no scope bits) only resources, row accesses and LL words are checked.
 
-An LL word (protocol/ll_word.h) is stored and polled by the same instructions as a signal, and needs neither release nor
+An LL word (comm/ll_word.h) is stored and polled by the same instructions as a signal, and needs neither release nor
 acquire. Which of the two an instruction is, its line in the source says: listings are made with line tables. What has
 lost its line counts as a signal.
 """
@@ -47,8 +47,8 @@ def is_of_ll_word(instruction: Instruction) -> bool:
     """An access written in ll_word.h, or by the target's atomics for it."""
     if not (instruction.is_load or instruction.is_store):
         return False
-    user = next((file for file in instruction.files if "csrc/target/" not in file), "")
-    return user.endswith("csrc/protocol/ll_word.h")
+    user = next((file for file in instruction.files if "csrc/arch/" not in file), "")
+    return user.endswith("csrc/comm/ll_word.h")
 
 
 def is_signal_store(instruction: Instruction) -> bool:
@@ -258,11 +258,11 @@ def check_ll_presence(kernel: Kernel) -> list[str]:
     """Without line tables no access would be one of an LL word, and none would be checked."""
     problems = []
     if short_name(kernel) in LL_SENDERS and not any(i.is_store and is_of_ll_word(i) for i in kernel.instructions()):
-        problems.append("no store of an LL word (protocol/ll_word.h) at all")
+        problems.append("no store of an LL word (comm/ll_word.h) at all")
     if short_name(kernel) in LL_RECEIVERS:
         spins = set().union(*kernel.loops_with("s_sleep"))
         if not any(i.is_load and is_of_ll_word(i) for i in kernel.instructions_of(spins)):
-            problems.append("no spin that polls an LL word (protocol/ll_word.h)")
+            problems.append("no spin that polls an LL word (comm/ll_word.h)")
     return problems
 
 

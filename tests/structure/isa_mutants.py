@@ -31,70 +31,70 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "signals without their release",
-        "target/hip.h",
+        "arch/hip.h",
         r'__builtin_amdgcn_fence\(__ATOMIC_RELEASE, ""\);',
         "",
         "data may be dirty",
     ),
     Mutant(
         "signals of device scope",
-        "protocol/signal.h",
+        "comm/signal.h",
         r"(atomic_store<kSignalOrder, Scope::)kSystem",
         r"\1kDevice",
         "signal not at system scope",
     ),
     Mutant(
         "waits without their acquire",
-        "protocol/wait.h",
+        "comm/wait.h",
         r"atomic_load<kThen(, Scope::kSystem>\(&signal->word)",
         r"atomic_load<Order::kRelaxed\1",
         "no acquire",
     ),
     Mutant(
         "polls of device scope",
-        "protocol/wait.h",
+        "comm/wait.h",
         r"(atomic_load<kPoll, Scope::)kSystem(>\(&signal->word)",
         r"\1kDevice\2",
         "polls without system scope",
     ),
     Mutant(
         "a leader ahead of its block's stores",
-        "target/simt.h",
+        "arch/simt.h",
         r"drain_stores\(\);(\s+block_sync)",
         r"\1",
         "barrier before a signal",
     ),
     Mutant(
         "LL words stored at device scope",
-        "protocol/ll_word.h",
+        "comm/ll_word.h",
         r"(atomic_store<Order::kRelaxed, Scope::)kSystem",
         r"\1kDevice",
         "not stored at system scope",
     ),
     Mutant(
         "LL words polled at device scope",
-        "protocol/ll_word.h",
+        "comm/ll_word.h",
         r"(atomic_load<Order::kRelaxed, Scope::)kSystem",
         r"\1kDevice",
         "not polled at system scope",
     ),
     Mutant(
         "LL words stored like data",
-        "protocol/ll_word.h",
+        "comm/ll_word.h",
         r"atomic_store<Order::kRelaxed, Scope::kSystem>\(address, bits\)",
         "*address = bits",
         "not stored at system scope",
     ),
     Mutant(
         "LL words read like data",
-        "protocol/ll_word.h",
+        "comm/ll_word.h",
         r"atomic_load<Order::kRelaxed, Scope::kSystem>\(address\)",
         "*address",
         "not polled at system scope",
     ),
     Mutant(
         "LL words stored in halves",
-        "protocol/ll_word.h",
+        "comm/ll_word.h",
         r"(atomic_store<Order::kRelaxed, Scope::kSystem>)\(address, bits\);",
         r"""
         \1(reinterpret_cast<uint32_t*>(address), static_cast<uint32_t>(bits));
@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     Mutant(
         "LL words polled in halves",
-        "protocol/ll_word.h",
+        "comm/ll_word.h",
         r"return (atomic_load<Order::kRelaxed, Scope::kSystem>)\(address\);",
         r"""
         const uint32_t* half = reinterpret_cast<const uint32_t*>(address);
@@ -112,7 +112,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows in small pieces",
-        "target/simt.h",
+        "arch/simt.h",
         r"misalignment % 16 == 0",
         "false",
         "of what 16-byte loads read",
@@ -122,7 +122,7 @@ MUTANTS = [
 
 def assembly(csrc: Path, command: list[str]) -> str:
     here = [word.replace(str(ROOT / "csrc"), str(csrc)) for word in command]
-    here += ["--offload-arch=gfx942", "--offload-device-only", "-S", "-o", "-", str(csrc / "runtime/backend.cpp")]
+    here += ["--offload-arch=gfx942", "--offload-device-only", "-S", "-o", "-", str(csrc / "moe/backend.cpp")]
     return subprocess.run(here, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
 
 

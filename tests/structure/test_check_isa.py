@@ -5,19 +5,11 @@ from amd_assembly import kernels
 from check_isa import check, check_kernel
 
 # As clang marks what comes from an LL word's accesses, from a signal's, and what it has moved about.
-LL_STORE = (
-    "\t.loc\t2 97 3 ; csrc/target/hip.h:97:3 @[ csrc/protocol/ll_word.h:41:3 @[ csrc/kernels/ll_stream.h:88:47 ] ]"
-)
-LL_LOAD = (
-    "\t.loc\t2 93 10 ; csrc/target/hip.h:93:10 @[ csrc/protocol/ll_word.h:38:10 @[ csrc/kernels/ll_sum.h:63:24 ] ]"
-)
-OF_A_SIGNAL = (
-    "\t.loc\t2 97 3 ; csrc/target/hip.h:97:3 @[ csrc/protocol/signal.h:70:7 @[ csrc/kernels/notices.h:50:5 ] ]"
-)
-OF_A_CALLER = (
-    "\t.loc\t2 97 3 ; csrc/target/hip.h:97:3 @[ csrc/protocol/signal.h:70:7 @[ csrc/protocol/ll_word.h:41:3 ] ]"
-)
-OF_NO_LINE = "\t.loc\t2 0 3 ; csrc/target/hip.h:0:3"
+LL_STORE = "\t.loc\t2 97 3 ; csrc/arch/hip.h:97:3 @[ csrc/comm/ll_word.h:41:3 @[ csrc/rows/ll_stream.h:88:47 ] ]"
+LL_LOAD = "\t.loc\t2 93 10 ; csrc/arch/hip.h:93:10 @[ csrc/comm/ll_word.h:38:10 @[ csrc/rows/ll_sum.h:63:24 ] ]"
+OF_A_SIGNAL = "\t.loc\t2 97 3 ; csrc/arch/hip.h:97:3 @[ csrc/comm/signal.h:70:7 @[ csrc/moe/notices.h:50:5 ] ]"
+OF_A_CALLER = "\t.loc\t2 97 3 ; csrc/arch/hip.h:97:3 @[ csrc/comm/signal.h:70:7 @[ csrc/comm/ll_word.h:41:3 ] ]"
+OF_NO_LINE = "\t.loc\t2 0 3 ; csrc/arch/hip.h:0:3"
 
 # Every wave sends LL words, copies 16 bytes per lane, the block meets, the leader raises a signal.
 SEND = f"""

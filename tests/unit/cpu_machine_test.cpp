@@ -1,6 +1,6 @@
 // The CPU as a machine: blocks as threads, memory shared by processes, and that nothing of it stays behind.
 
-#include "target/cpu_machine.h"
+#include "arch/cpu_machine.h"
 
 #include <dirent.h>
 #include <gtest/gtest.h>
@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "arch/block_pool.h"
 #include "seed.h"
-#include "target/block_pool.h"
 
 namespace moe_a2a {
 namespace {

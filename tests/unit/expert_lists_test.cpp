@@ -1,7 +1,7 @@
 // Tables or LL choices that every source rank sends, and the expert lists that a receiver puts together from them,
 // against a model that sorts: random routings, layouts and grids.
 
-#include "kernels/expert_lists.h"
+#include "moe/route/expert_lists.h"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/dispatch_send.h"
+#include "moe/dispatch/dispatch_send.h"
 #include "seed.h"
 #include "unit/heaps.h"
 

@@ -1,5 +1,5 @@
 // The host object: buffers, handles, and what it refuses. One rank, which is its own peer.
-#include "runtime/expert_parallel.h"
+#include "moe/expert_parallel.h"
 
 #include <gtest/gtest.h>
 

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "protocol/context.h"
+#include "moe/context.h"
 
 namespace moe_a2a {
 

@@ -1,11 +1,11 @@
 // Which blocks a call takes: its own, the table's, the target's.
-#include "runtime/launch_table.h"
+#include "moe/launch_table.h"
 
 #include <gtest/gtest.h>
 
 #include <stdexcept>
 
-#include "runtime/expert_parallel.h"
+#include "moe/expert_parallel.h"
 
 namespace moe_a2a {
 namespace {

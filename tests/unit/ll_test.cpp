@@ -8,9 +8,9 @@
 #include <random>
 #include <vector>
 
-#include "kernels/dispatch_send.h"
-#include "kernels/ll_sum.h"
-#include "kernels/ll_table.h"
+#include "moe/dispatch/dispatch_send.h"
+#include "moe/route/ll_table.h"
+#include "rows/ll_sum.h"
 #include "seed.h"
 #include "unit/heaps.h"
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "arch/arch.h"
 #include "seed.h"
-#include "target/target.h"
 
 namespace moe_a2a {
 namespace {

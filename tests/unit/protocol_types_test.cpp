@@ -8,13 +8,13 @@
 #include <tuple>
 #include <vector>
 
-#include "protocol/moe_config.h"
-#include "protocol/rank_set.h"
-#include "protocol/signal.h"
-#include "protocol/workspace.h"
-#include "runtime/comm_handle.h"
+#include "comm/comm_handle.h"
+#include "comm/heap_view.h"
+#include "comm/rank_set.h"
+#include "comm/signal.h"
+#include "moe/moe_config.h"
+#include "moe/workspace.h"
 #include "seed.h"
-#include "symmetric_memory/heap_view.h"
 
 namespace moe_a2a {
 namespace {

@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "kernels/combine_send.h"
-#include "kernels/units.h"
+#include "comm/units.h"
+#include "moe/combine/combine_send.h"
 #include "seed.h"
 #include "unit/heaps.h"
 

@@ -1,5 +1,5 @@
 // What a record holds, how segments fill up and go on, and what the host reads of a rank that traces itself.
-#include "protocol/trace_buffer.h"
+#include "comm/trace_buffer.h"
 
 #include <gtest/gtest.h>
 
@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "protocol/report.h"
-#include "runtime/expert_parallel.h"
+#include "comm/report.h"
+#include "moe/expert_parallel.h"
 
 namespace moe_a2a {
 namespace {

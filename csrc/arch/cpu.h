@@ -1,0 +1,182 @@
+// The CPU target: a warp has one lane, a block is one OS thread, a device is this process's memory.
+// It is the definition of what the kernels mean, and what the sanitizers and a laptop run.
+#pragma once
+
+#include <sched.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "arch/attributes.h"
+#include "arch/cpu_machine.h"
+#include "arch/matches.h"
+#include "arch/number.h"
+#include "arch/order.h"
+
+#define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu)
+
+// clang-format off: in the namespace that has just been named
+#include "arch/processor.h"
+#include "arch/soft_numbers.h"
+// clang-format on
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+inline constexpr int kWarpSize = 1;
+inline constexpr int kBlockThreads = 1;
+inline constexpr bool kBlocksAreUnequal = false;  // see comm/units.h
+// How many elements a lane works on at a time: long enough for the compiler to use vector instructions.
+template <class T>
+inline constexpr int kLaneElements = 256;
+// How many such pieces of how many rows a lane adds up side by side, and how many values it quantises at a time.
+inline constexpr int kLaneUnroll = 1;
+inline constexpr int kRowsInFlight = 1;
+inline constexpr int kQuantizeUnroll = 1;
+template <class T>
+inline constexpr int kQuantizeElements = 128;
+// Whether a vector access needs an address that is a multiple of 16 bytes.
+inline constexpr bool kAlignedVectors = false;
+
+// ---- groups: with one member, everything that is exchanged is what the member has
+
+struct Thread {
+  int rank() const { return 0; }
+  int size() const { return 1; }
+  void sync() const {}
+  // Makes the stores of all members visible to whoever a member signals next.
+  void release_sync() const {}
+  template <class T>
+  T broadcast(T value, int /*lane*/ = 0) const {
+    return value;
+  }
+  bool any(bool value) const { return value; }
+  // The value of the last member; broadcast() gives that of the first.
+  template <class T>
+  T last(T value) const {
+    return value;
+  }
+  // All bits that a member has set.
+  uint64_t union_of(uint64_t bits) const { return bits; }
+  Matches matches(int32_t, int) const { return {0, 1}; }
+  template <class T>
+  T inclusive_sum(T value) const {
+    return value;
+  }
+  // The largest value among kLanes neighbours.
+  template <int kLanes>
+  float max_of_neighbours(float value) const {
+    static_assert(kLanes == 1);
+    return value;
+  }
+};
+
+using Warp = Thread;
+
+struct Block : Thread {
+  struct Scratch {};
+  explicit Block(Scratch&) {}
+  // True in one thread of the block, when all its warps have come here.
+  bool is_last_warp() const { return true; }
+  Warp warp() const { return {}; }
+  int warp_rank() const { return 0; }
+  int num_warps() const { return 1; }
+};
+
+struct Grid {
+  int block_rank, num_blocks;
+  int rank() const { return block_rank; }
+  int size() const { return num_blocks; }
+};
+
+// ---- memory
+
+// A T of each warp's own, for the length of a launch.
+template <class T>
+T& warp_memory() {
+  static thread_local T of_warp;
+  return of_warp;
+}
+
+// One fence may stand before several signals where a fence is what a release store costs (the GPUs). Here it is
+// nothing and each signal is a release store, which thread sanitizer understands and a free-standing fence is not.
+inline void fence_before_signals() {}
+inline constexpr Order kSignalOrder = Order::kRelease;
+inline constexpr bool kTellerPays = false;            // see comm/signal_desk.h
+inline constexpr Order kPollOrder = Order::kAcquire;  // see comm/wait.h
+using LlBits = uint64_t;                              // see comm/ll_word.h
+
+// Asks for memory that will be read.
+inline void prefetch(const void* address) { __builtin_prefetch(address); }
+
+// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), beginning with `turn` and reading
+// the source once. `in_shared`: the source is in the block's shared memory; here that is memory like any other.
+template <class Group, class Members, class Target>
+void multicast_bytes(const Group&, const Members& members, int turn, Target target, const void* source, size_t bytes,
+                     bool /*in_shared*/ = false) {
+  members.visit_from(turn, [&](int rank) { std::memcpy(target(rank), source, bytes); });
+}
+
+template <class T>
+struct LaneVector {
+  T element[kLaneElements<T>];
+};
+
+// A lane's piece on its way in: read where it lies, since a copy of a kilobyte is not a register.
+template <class T>
+struct LoadedLane {
+  const T* element;
+};
+
+template <class T>
+void load_lane(LoadedLane<T>& lane, const T* source) {
+  lane.element = source;
+}
+
+template <class T>
+void store_lane(T* target, const LaneVector<T>& vector) {
+  std::memcpy(target, &vector, sizeof(vector));
+}
+
+// Consecutive values between memory and a lane, kCount * sizeof(T) bytes.
+template <int kCount, class T>
+void load_values(T (&values)[kCount], const T* source, bool /*in_shared*/ = false) {
+  std::memcpy(values, source, sizeof(values));
+}
+template <int kCount, class T>
+void store_values(T* target, const T (&values)[kCount]) {
+  std::memcpy(target, values, sizeof(values));
+}
+
+// The i-th element of a lane's piece.
+template <class T>
+float value_of(const LoadedLane<T>& lane, int i) {
+  return to_float(lane.element[i]);
+}
+
+// ---- time
+
+// Gives the core away: eight ranks may share two of them.
+inline void pause() { sched_yield(); }
+
+// ---- host
+
+using Machine = CpuMachine;
+
+template <class... Kernel>
+void prepare(Machine&) {}
+
+// Runs the kernel to its end: the CPU has no streams, work is ordered by the calling thread.
+template <class Kernel>
+void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks, void* /*stream*/) {
+  const auto block_main = [](const void* job, int block_rank, int num_blocks, std::byte* shared) {
+    Block::Scratch scratch;
+    Kernel::run(*static_cast<const typename Kernel::Args*>(job), Grid{block_rank, num_blocks}, Block(scratch), shared);
+  };
+  machine.block_pool().run(num_blocks, Kernel::shared_bytes(args), block_main, &args);
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET
+
+#include "arch/row_sender.h"
+#include "arch/streamed_sums.h"

@@ -1,0 +1,52 @@
+// The CPU as the host sees it: memory that processes share, and launches.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "arch/block_pool.h"
+#include "arch/memory_handle.h"
+
+namespace moe_a2a {
+
+class CpuMachine {
+ public:
+  explicit CpuMachine(int /*device*/) {}
+  CpuMachine(const CpuMachine&) = delete;
+  CpuMachine& operator=(const CpuMachine&) = delete;
+  ~CpuMachine();
+
+  static constexpr const char* kName = "cpu";
+  // Ranks usually outnumber the cores, so one block each.
+  static constexpr int kDefaultBlocks = 1;
+  static bool is_synchronous() { return true; }
+
+  // Zeroed memory that every rank can map. The object's name disappears as soon as the last of `num_ranks` has mapped
+  // it, so that a killed process leaves nothing behind.
+  std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle);
+  std::byte* open_peer(const MemoryHandle& handle, int num_ranks);
+  void close_all();
+
+  std::byte* allocate_local(size_t nbytes);         // zeroed; what is never touched takes no memory
+  std::byte* allocate_host_visible(size_t nbytes);  // zeroed, read by the host while kernels run
+  void clear(void* memory, size_t nbytes) { std::memset(memory, 0, nbytes); }
+  void copy_to_host(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
+  void synchronize() {}
+
+  double clock_ticks_per_second() const;
+  int max_blocks() const { return 1024; }
+  int64_t max_shared_bytes() const { return int64_t{1} << 30; }
+
+  BlockPool& block_pool() { return pool_; }
+
+ private:
+  BlockPool pool_;
+  // Threads of one process share a mapping: it stays until the last of them lets go of it.
+  std::vector<std::shared_ptr<void>> mappings_;
+  std::string name_;  // of this rank's shared object, until it is unlinked
+};
+
+}  // namespace moe_a2a

@@ -1,0 +1,218 @@
+// The HIP target: the few words in which AMD differs; what it shares with NVIDIA is in simt.h and simt_machine.h.
+#pragma once
+
+#include <hip/hip_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "arch/attributes.h"
+#include "arch/matches.h"
+#include "arch/number.h"
+#include "arch/order.h"
+
+#define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(hip)
+#define MOE_A2A_KERNEL_ARGUMENT const
+#define MOE_A2A_GPU(name) hip##name
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+inline constexpr int kWarpSize = 64;  // our own constant: gfx9 only, and compilers have stopped defining one
+inline constexpr int kBlockThreads = 512;
+#if defined(__gfx942__)
+inline constexpr float kFloat8Max = 240.0f;  // e4m3fnuz
+#else
+inline constexpr float kFloat8Max = 448.0f;  // e4m3fn
+#endif
+
+// ---- threads
+
+__device__ __forceinline__ int thread_in_block() { return static_cast<int>(threadIdx.x); }
+__device__ __forceinline__ int block_in_grid() { return static_cast<int>(blockIdx.x); }
+__device__ __forceinline__ int blocks_in_grid() { return static_cast<int>(gridDim.x); }
+// The lanes of a wave go together; only the compiler must keep their memory accesses in place.
+__device__ __forceinline__ void warp_sync() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront"); }
+__device__ __forceinline__ void block_sync() { __syncthreads(); }
+__device__ __forceinline__ void drain_stores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
+__device__ __forceinline__ bool warp_any(bool value) { return __any(value); }
+__device__ __forceinline__ uint32_t warp_or(uint32_t bits) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) bits |= __shfl_xor(bits, distance);
+  return bits;
+}
+using LaneMask = uint64_t;  // a bit per lane
+__device__ __forceinline__ LaneMask warp_ballot(bool value) { return __ballot(value); }
+__device__ __forceinline__ int count_ones(LaneMask word) { return __popcll(word); }
+__device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value); }
+template <class T>
+__device__ __forceinline__ T shuffle(T value, int lane) {
+  return __shfl(value, lane);
+}
+
+__device__ __forceinline__ int32_t shuffle_up(int32_t value, int distance) { return __shfl_up(value, distance); }
+__device__ __forceinline__ float shuffle_across(float value, int distance) { return __shfl_xor(value, distance); }
+
+__host__ __device__ __forceinline__ int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
+
+// ---- memory
+
+constexpr int to_builtin(Order order) {
+  return order == Order::kRelaxed   ? __ATOMIC_RELAXED
+         : order == Order::kAcquire ? __ATOMIC_ACQUIRE
+         : order == Order::kRelease ? __ATOMIC_RELEASE
+                                    : __ATOMIC_ACQ_REL;
+}
+constexpr int to_builtin(Scope scope) {
+  return scope == Scope::kBlock    ? __HIP_MEMORY_SCOPE_WORKGROUP
+         : scope == Scope::kDevice ? __HIP_MEMORY_SCOPE_AGENT
+                                   : __HIP_MEMORY_SCOPE_SYSTEM;
+}
+
+template <Order kOrder, Scope kScope, class T>
+__device__ __forceinline__ T atomic_load(const T* address) {
+  return __hip_atomic_load(address, to_builtin(kOrder), to_builtin(kScope));
+}
+template <Order kOrder, Scope kScope, class T>
+__device__ __forceinline__ void atomic_store(T* address, T value) {
+  __hip_atomic_store(address, value, to_builtin(kOrder), to_builtin(kScope));
+}
+template <Order kOrder, Scope kScope, class T>
+__device__ __forceinline__ T atomic_add(T* address, T value) {
+  return __hip_atomic_fetch_add(address, value, to_builtin(kOrder), to_builtin(kScope));
+}
+template <Order kOrder, Scope kScope, class T>
+__device__ __forceinline__ bool atomic_claim(T* address, T expected, T desired) {
+  return __hip_atomic_compare_exchange_strong(address, &expected, desired, to_builtin(kOrder), __ATOMIC_RELAXED,
+                                              to_builtin(kScope));
+}
+
+// One write-back of the cache and one wait order all that was written before every relaxed signal after it.
+// The wait is asked for by hand: up to clang 22 the compiler does not count the write-back among what is in flight, and
+// drops the fence's own wait where it sees nothing else of this wave (LLVM pull request 178316).
+__device__ __forceinline__ void fence_before_signals() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+  drain_stores();
+}
+inline constexpr Order kSignalOrder = Order::kRelaxed;
+inline constexpr bool kTellerPays = false;            // see comm/signal_desk.h; not measured
+inline constexpr Order kPollOrder = Order::kRelaxed;  // an acquire per poll would invalidate the cache per poll
+using LlBits = uint64_t;                              // see comm/ll_word.h
+
+// Saying in which memory a row lies spares the generic (flat) access, which counts against both.
+typedef uint32_t Vec16 __attribute__((ext_vector_type(4)));
+template <class T>
+__device__ __forceinline__ T load_global(const T* address) {
+  return *reinterpret_cast<const __attribute__((address_space(1))) T*>(reinterpret_cast<uint64_t>(address));
+}
+template <class T>
+__device__ __forceinline__ T load_shared(const T* address) {
+  return *(const __attribute__((address_space(3))) T*)address;
+}
+template <class T>
+__device__ __forceinline__ void store_global(T* address, T value) {
+  *reinterpret_cast<__attribute__((address_space(1))) T*>(reinterpret_cast<uint64_t>(address)) = value;
+}
+
+// The kernel's arguments, where they lie. The compiler would load most of a kilobyte of them early and keep it in
+// scalar registers, of which there are a hundred; not knowing what the place holds, it loads each where it is used.
+template <class Args>
+__device__ __forceinline__ const Args& arguments_in_memory(const Args&) {
+  using Place = const __attribute__((address_space(4))) Args*;
+  Place place = (Place)__builtin_amdgcn_kernarg_segment_ptr();  // the only argument: at the start
+  asm volatile("" : "+s"(place));
+  return *(const Args*)place;
+}
+
+__device__ __forceinline__ void prefetch(const void*) {}  // gfx9 has no such instruction for data
+
+// ---- numbers
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(Half value) {
+  return static_cast<float>(__builtin_bit_cast(_Float16, value.bits));
+}
+__device__ __forceinline__ float to_float(Bfloat16 value) {
+  return __builtin_bit_cast(float, static_cast<uint32_t>(value.bits) << 16);
+}
+
+template <class T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ Half from_float<Half>(float value) {
+  return {__builtin_bit_cast(uint16_t, static_cast<_Float16>(value))};
+}
+template <>
+__device__ __forceinline__ Bfloat16 from_float<Bfloat16>(float value) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
+}
+template <>
+__device__ __forceinline__ Float8 from_float<Float8>(float value) {
+#if defined(__gfx942__) || defined(__gfx950__)
+  const float clamped = value > kFloat8Max ? kFloat8Max : value < -kFloat8Max ? -kFloat8Max : value;
+  return {static_cast<uint8_t>(__builtin_amdgcn_cvt_pk_fp8_f32(clamped, clamped, 0, false))};
+#else
+  // gfx90a has no float8 instructions: e4m3fn by hand, as on the CPU.
+  const uint32_t bits = __builtin_bit_cast(uint32_t, value) & 0x7fffffffu;
+  const auto sign = static_cast<uint8_t>((__builtin_bit_cast(uint32_t, value) >> 24) & 0x80);
+  const float magnitude = __builtin_bit_cast(float, bits);
+  if (value != value) return {static_cast<uint8_t>(sign | 0x7f)};
+  if (magnitude >= kFloat8Max) return {static_cast<uint8_t>(sign | 0x7e)};
+  if (magnitude < 0x1p-6f) {
+    return {static_cast<uint8_t>(sign | static_cast<uint8_t>(__builtin_rintf(magnitude * 0x1p9f)))};
+  }
+  const uint32_t encoded = ((bits + 0x7ffffu + ((bits >> 20) & 1)) >> 20) - (120u << 3);
+  return {static_cast<uint8_t>(sign | (encoded > 0x7e ? 0x7e : encoded))};
+#endif
+}
+__device__ __forceinline__ Float8Pair to_float8_pair(float first, float second) {
+  return {{from_float<Float8>(first), from_float<Float8>(second)}};
+}
+__device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
+
+// ---- time
+
+__device__ __forceinline__ uint64_t clock_now() { return wall_clock64(); }  // see clock_ticks_per_second()
+__device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(1); }
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET
+
+// clang-format off: each needs the ones before it
+#include "arch/simt.h"
+#include "arch/streamed_sums.h"
+#include "arch/row_sender.h"
+#include "arch/simt_machine.h"
+// clang-format on
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+struct HipVendor {
+  static constexpr const char* kName = "hip";
+  static constexpr auto kMultiprocessorCount = hipDeviceAttributeMultiprocessorCount;
+  static constexpr auto kMaxSharedMemory = hipDeviceAttributeMaxSharedMemoryPerBlock;
+  // Uncached or fine-grained: a peer's store must not hide behind a stale line of this device's cache.
+  static hipError_t malloc_symmetric(void** memory, size_t nbytes) {
+#if defined(hipDeviceMallocUncached)
+    return hipExtMallocWithFlags(memory, nbytes, hipDeviceMallocUncached);
+#else
+    return hipExtMallocWithFlags(memory, nbytes, hipDeviceMallocFinegrained);
+#endif
+  }
+  static hipError_t malloc_host(void** memory, size_t nbytes) {
+    return hipHostMalloc(memory, nbytes, hipHostMallocPortable | hipHostMallocMapped);
+  }
+  static hipError_t free_host(void* memory) { return hipHostFree(memory); }
+  static double clock_ticks_per_second(int device) {
+    int kilohertz = 100'000;
+    (void)hipDeviceGetAttribute(&kilohertz, hipDeviceAttributeWallClockRate, device);
+    return kilohertz * 1e3;
+  }
+};
+using Machine = SimtMachine<HipVendor>;
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,31 @@
+// Number formats as plain bits, the same layout on every target. Their conversions are in the target's own header,
+// because the machines have instructions for them.
+#pragma once
+
+#include <cstdint>
+
+#include "arch/attributes.h"
+
+namespace moe_a2a {
+
+enum class DType : int { kFloat32, kFloat16, kBfloat16, kFloat8 };
+
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Float8 {  // e4m3: "fn" on the CPU, NVIDIA and gfx950; "fnuz" on gfx942 (see kFloat8Max of the target)
+  uint8_t bits;
+};
+
+struct Float8Pair {
+  Float8 element[2];
+};
+
+MOE_A2A_HOST_DEVICE constexpr int size_of(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8 ? 1 : 2;
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,258 @@
+// What the two GPU targets share: groups of many threads over the few words that cuda.h and hip.h define before they
+// include this file (thread_in_block(), block_in_grid(), shuffle(), the vendor's runtime names).
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "arch/attributes.h"
+#include "arch/number.h"
+#include "arch/order.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// ---- groups
+
+struct Warp {
+  __device__ int rank() const { return thread_in_block() % kWarpSize; }
+  __device__ int size() const { return kWarpSize; }
+  __device__ void sync() const { warp_sync(); }
+  // The lanes' stores come before whatever a lane signals next: one wave is one stream of memory instructions on AMD,
+  // and the warp barrier orders memory among its lanes on NVIDIA.
+  __device__ void release_sync() const { warp_sync(); }
+  template <class T>
+  __device__ T broadcast(T value, int lane = 0) const {
+    return shuffle(value, lane);
+  }
+  // What the lanes did before it comes before what any of them does after it, as with sync(): a vote by itself orders
+  // nothing (found by compute-sanitizer's racecheck).
+  __device__ bool any(bool value) const {
+    const bool any_lane = warp_any(value);
+    warp_sync();
+    return any_lane;
+  }
+  __device__ int32_t last(int32_t value) const { return shuffle(value, kWarpSize - 1); }
+  __device__ uint64_t union_of(uint64_t bits) const {
+    return uint64_t{warp_or(static_cast<uint32_t>(bits >> 32))} << 32 | warp_or(static_cast<uint32_t>(bits));
+  }
+  // By the lowest `num_bits` bits of the values, or a few more. (An H200's instruction for it takes 370 cycles, and
+  // 1000 when 16 warps want it at the same time.)
+  __device__ Matches matches(int32_t value, int num_bits) const {
+    constexpr int kVotesInFlight = 4;
+    LaneMask same = ~LaneMask{0};
+    MOE_A2A_ROLLED
+    for (int first = 0; first < num_bits; first += kVotesInFlight) {
+      MOE_A2A_UNROLL
+      for (int i = 0; i < kVotesInFlight; ++i) {
+        const bool bit = (value >> (first + i)) & 1;
+        const LaneMask votes = warp_ballot(bit);
+        same &= bit ? votes : ~votes;
+      }
+    }
+    return {count_ones(same & ((LaneMask{1} << rank()) - 1)), count_ones(same)};
+  }
+  __device__ int32_t inclusive_sum(int32_t value) const {
+    MOE_A2A_UNROLL
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const int32_t other = shuffle_up(value, distance);
+      if (rank() >= distance) value += other;
+    }
+    return value;
+  }
+  // The largest value among kLanes neighbours, kLanes a power of two; in each of them.
+  template <int kLanes>
+  __device__ float max_of_neighbours(float value) const {
+    MOE_A2A_UNROLL
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      const float other = shuffle_across(value, distance);
+      value = larger(other, value);
+    }
+    return value;
+  }
+};
+
+struct Block {
+  struct Scratch {
+    uint32_t num_warps_done;
+  };
+  __device__ explicit Block(Scratch& scratch) : scratch_(scratch) {
+    if (rank() == 0) scratch_.num_warps_done = 0;
+    sync();
+  }
+
+  __device__ int rank() const { return thread_in_block(); }
+  __device__ int size() const { return kBlockThreads; }
+  __device__ void sync() const { block_sync(); }
+  // A plain barrier does not wait for the other waves' global stores on gfx90a, gfx942 and gfx950, so a leader that
+  // signals after it could be ahead of them. drain_stores() waits; it is nothing on NVIDIA.
+  __device__ void release_sync() const {
+    drain_stores();
+    block_sync();
+  }
+  __device__ bool any(bool value) const { return block_any(value); }
+
+  // Once in a launch, by every warp: true in the leader of the last one. What the warps did before comes before what
+  // that thread does next; the others go on meanwhile.
+  __device__ bool is_last_warp() const {
+    drain_stores();
+    warp_sync();
+    if (rank() % kWarpSize != 0) return false;
+    const auto before = atomic_add<Order::kAcqRel, Scope::kBlock>(&scratch_.num_warps_done, 1u);
+    return before + 1 == static_cast<uint32_t>(num_warps());
+  }
+
+  __device__ Warp warp() const { return {}; }
+  __device__ int warp_rank() const { return thread_in_block() / kWarpSize; }
+  __device__ int num_warps() const { return kBlockThreads / kWarpSize; }
+
+ private:
+  Scratch& scratch_;
+};
+
+struct Grid {
+  int block_rank, num_blocks;
+  __device__ int rank() const { return block_rank; }
+  __device__ int size() const { return num_blocks; }
+};
+
+// ---- memory
+
+// A T of each warp's own, for the length of a launch.
+template <class T>
+__device__ T& warp_memory() {
+  __shared__ T of_warp[kBlockThreads / kWarpSize];
+  return of_warp[thread_in_block() / kWarpSize];
+}
+
+template <class T>
+__device__ T load_from(const T* address, bool in_shared) {
+  return in_shared ? load_shared(address) : load_global(address);
+}
+
+// Copies in pieces of type Piece, `kUnroll` of them in flight per thread before the first is stored.
+template <class Piece, class Group, class Members, class Target>
+__device__ void multicast_pieces(const Group& group, const Members& members, int turn, Target target,
+                                 const void* source, int64_t count, bool in_shared) {
+  constexpr int kUnroll = 4;
+  const Piece* from = static_cast<const Piece*>(source);
+  const int64_t stride = group.size();
+  for (int64_t i = group.rank(); i < count; i += kUnroll * stride) {
+    Piece piece[kUnroll];
+    MOE_A2A_UNROLL
+    for (int j = 0; j < kUnroll; ++j) {
+      if (i + j * stride < count) piece[j] = load_from(from + i + j * stride, in_shared);
+    }
+    members.visit_from(turn, [&](int rank) {
+      Piece* to = reinterpret_cast<Piece*>(target(rank));
+      MOE_A2A_UNROLL
+      for (int j = 0; j < kUnroll; ++j) {
+        if (i + j * stride < count) store_global(to + i + j * stride, piece[j]);
+      }
+    });
+  }
+}
+
+// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), beginning with `turn` and reading
+// the source once. Targets start on 16-byte boundaries; a source that does not goes in smaller pieces. `in_shared`: the
+// source is in the block's shared memory.
+template <class Group, class Members, class Target>
+__device__ void multicast_bytes(const Group& group, const Members& members, int turn, Target target, const void* source,
+                                int64_t bytes, bool in_shared = false) {
+  const uint64_t misalignment = reinterpret_cast<uint64_t>(source) | static_cast<uint64_t>(bytes) |
+                                reinterpret_cast<uint64_t>(target(members.first()));
+  if (misalignment % 16 == 0) {
+    multicast_pieces<Vec16>(group, members, turn, target, source, bytes / 16, in_shared);
+  } else if (misalignment % 4 == 0) {
+    multicast_pieces<uint32_t>(group, members, turn, target, source, bytes / 4, in_shared);
+  } else if (misalignment % 2 == 0) {
+    multicast_pieces<uint16_t>(group, members, turn, target, source, bytes / 2, in_shared);
+  } else {
+    multicast_pieces<uint8_t>(group, members, turn, target, source, bytes, in_shared);
+  }
+}
+
+template <int kBytes>
+struct BitsOf;
+template <>
+struct BitsOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct BitsOf<8> {
+  using type = uint64_t;
+};
+template <>
+struct BitsOf<16> {
+  using type = Vec16;
+};
+
+inline constexpr bool kBlocksAreUnequal = true;  // see comm/units.h
+
+// As many elements as 16 bytes hold.
+template <class T>
+inline constexpr int kLaneElements = 16 / sizeof(T);
+inline constexpr bool kAlignedVectors = true;
+inline constexpr int kLaneUnroll = 2;
+inline constexpr int kRowsInFlight = 4;
+// Neighbouring values of a quantiser's thread, and how many times as many it loads at a time. The more neighbours, the
+// fewer threads share what they do for each block of 128: two vectors on NVIDIA (H200, 4096 tokens: 24 blocks 214 us
+// with one, 168 with two; 132 blocks 117 and 114), one on AMD, whose scalar registers do not suffice for two.
+template <class T>
+inline constexpr int kQuantizeElements = (kWarpSize == 32 ? 32 : 16) / sizeof(T);
+inline constexpr int kQuantizeUnroll = 2;
+
+template <class T>
+struct alignas(16) LaneVector {
+  T element[kLaneElements<T>];
+};
+
+// A lane's piece on its way in: whole words, since the compiler would give each 16-bit element a register of its own.
+template <class T>
+struct LoadedLane {
+  Vec16 bits;
+};
+
+template <class T>
+__device__ void load_lane(LoadedLane<T>& lane, const T* source) {
+  lane.bits = load_global(reinterpret_cast<const Vec16*>(source));
+}
+
+// Its i-th element. A bfloat16 is the upper half of its float: one instruction, if the compiler is told so.
+template <class T>
+__device__ float value_of(const LoadedLane<T>& lane, int i) {
+  if constexpr (std::is_same_v<T, Bfloat16>) {
+    const uint32_t words[] = {lane.bits.x, lane.bits.y, lane.bits.z, lane.bits.w}, word = words[i / 2];
+    const uint32_t bits = i % 2 == 0 ? word << 16 : word & 0xffff0000u;
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+  } else {
+    LaneVector<T> vector;
+    memcpy(&vector, &lane.bits, sizeof(vector));
+    return to_float(vector.element[i]);
+  }
+}
+
+template <class T>
+__device__ void store_lane(T* target, const LaneVector<T>& vector) {
+  Vec16 bits;
+  memcpy(&bits, &vector, sizeof(bits));
+  *reinterpret_cast<Vec16*>(target) = bits;  // global or shared
+}
+
+// Consecutive values between memory and a lane, kCount * sizeof(T) bytes: 4, 8 or 16.
+template <int kCount, class T>
+__device__ void load_values(T (&values)[kCount], const T* source, bool in_shared = false) {
+  using Bits = typename BitsOf<kCount * sizeof(T)>::type;
+  const Bits bits = load_from(reinterpret_cast<const Bits*>(source), in_shared);
+  memcpy(static_cast<void*>(values), &bits, sizeof(values));
+}
+template <int kCount, class T>
+__device__ void store_values(T* target, const T (&values)[kCount]) {
+  using Bits = typename BitsOf<kCount * sizeof(T)>::type;
+  Bits bits;
+  memcpy(&bits, values, sizeof(bits));
+  *reinterpret_cast<Bits*>(target) = bits;  // global or shared
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,204 @@
+// A GPU as the host sees it, for both vendors: their runtimes differ in the prefix of the names, MOE_A2A_GPU(name).
+#pragma once
+
+#include <unistd.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "arch/memory_handle.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+inline void check(MOE_A2A_GPU(Error_t) error, const char* what) {
+  if (error == MOE_A2A_GPU(Success)) return;
+  (void)MOE_A2A_GPU(GetLastError)();  // a reported error does not stick to the next call
+  throw std::runtime_error(std::string(what) + ": " + MOE_A2A_GPU(GetErrorString)(error));
+}
+
+// Makes a device current and puts the caller's back: PyTorch's current device is not ours to change.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    (void)MOE_A2A_GPU(GetDevice)(&before_);
+    if (before_ != device) check(MOE_A2A_GPU(SetDevice)(device), "selecting the device");
+    changed_ = before_ != device;
+  }
+  ~DeviceGuard() {
+    if (changed_) (void)MOE_A2A_GPU(SetDevice)(before_);
+  }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+template <class Vendor>
+class SimtMachine {
+ public:
+  static constexpr const char* kName = Vendor::kName;
+  static constexpr int kDefaultBlocks = 32;
+  static bool is_synchronous() { return false; }
+
+  explicit SimtMachine(int device) : device_(device) {}
+  SimtMachine(const SimtMachine&) = delete;
+  SimtMachine& operator=(const SimtMachine&) = delete;
+  ~SimtMachine() = default;
+
+  std::byte* allocate_symmetric(size_t nbytes, int /*num_ranks*/, MemoryHandle* handle) {
+    const DeviceGuard guard(device_);
+    // Small allocations share a page, and a process cannot map the same page of another one twice.
+    nbytes = (nbytes + kPage - 1) / kPage * kPage;
+    void* memory = nullptr;
+    const auto error = Vendor::malloc_symmetric(&memory, nbytes);
+    if (error != MOE_A2A_GPU(Success)) {
+      (void)MOE_A2A_GPU(GetLastError)();
+      throw std::runtime_error("the symmetric heap needs " + std::to_string(nbytes) + " bytes on device " +
+                               std::to_string(device_) + ": " + MOE_A2A_GPU(GetErrorString)(error) +
+                               "; pass a smaller num_max_tokens_per_rank or num_buffers");
+    }
+    allocations_.push_back(memory);
+    zero(memory, nbytes);
+    *handle = {.nbytes = nbytes,
+               .address = reinterpret_cast<uint64_t>(memory),
+               .machine_id = this_machine_id(),
+               .pid = getpid(),
+               .device = device_};
+    MOE_A2A_GPU(IpcMemHandle_t) ipc;
+    check(MOE_A2A_GPU(IpcGetMemHandle)(&ipc, memory), "sharing the symmetric heap with other processes");
+    static_assert(sizeof(ipc) <= sizeof(handle->opaque));
+    std::memcpy(handle->opaque, &ipc, sizeof(ipc));
+    return static_cast<std::byte*>(memory);
+  }
+
+  std::byte* open_peer(const MemoryHandle& handle, int /*num_ranks*/) {
+    const DeviceGuard guard(device_);
+    if (handle.machine_id != this_machine_id()) {
+      throw std::runtime_error("a rank of the group is on another machine; pass a group whose ranks share this one");
+    }
+    if (handle.pid == getpid()) {
+      if (handle.device != device_) enable_access_to(handle.device);
+      return reinterpret_cast<std::byte*>(handle.address);
+    }
+    MOE_A2A_GPU(IpcMemHandle_t) ipc;
+    std::memcpy(&ipc, handle.opaque, sizeof(ipc));
+    void* memory = nullptr;
+    check(MOE_A2A_GPU(IpcOpenMemHandle)(&memory, ipc, MOE_A2A_GPU(IpcMemLazyEnablePeerAccess)),
+          "mapping the symmetric heap of another rank (peer access between the devices is required)");
+    opened_.push_back(memory);
+    return static_cast<std::byte*>(memory);
+  }
+
+  // Only when no peer writes here any more. Memory that is not closed stays until the process ends.
+  void close_all() {
+    const DeviceGuard guard(device_);
+    (void)MOE_A2A_GPU(DeviceSynchronize)();
+    for (void* memory : opened_) (void)MOE_A2A_GPU(IpcCloseMemHandle)(memory);
+    for (void* memory : allocations_) (void)MOE_A2A_GPU(Free)(memory);
+    for (void* memory : host_) (void)Vendor::free_host(memory);
+    opened_.clear();
+    allocations_.clear();
+    host_.clear();
+  }
+
+  std::byte* allocate_local(size_t nbytes) {
+    const DeviceGuard guard(device_);
+    void* memory = nullptr;
+    check(MOE_A2A_GPU(Malloc)(&memory, nbytes), "allocating the expert lists");
+    allocations_.push_back(memory);
+    zero(memory, nbytes);
+    return static_cast<std::byte*>(memory);
+  }
+
+  std::byte* allocate_host_visible(size_t nbytes) {
+    const DeviceGuard guard(device_);
+    void* memory = nullptr;
+    check(Vendor::malloc_host(&memory, nbytes), "allocating the report");
+    host_.push_back(memory);
+    std::memset(memory, 0, nbytes);
+    return static_cast<std::byte*>(memory);
+  }
+
+  void clear(void* memory, size_t nbytes) {
+    const DeviceGuard guard(device_);
+    zero(memory, nbytes);
+  }
+
+  void copy_to_host(void* target, const void* source, size_t nbytes) {
+    const DeviceGuard guard(device_);
+    check(MOE_A2A_GPU(Memcpy)(target, source, nbytes, MOE_A2A_GPU(MemcpyDeviceToHost)), "reading device memory");
+  }
+
+  void synchronize() {
+    const DeviceGuard guard(device_);
+    check(MOE_A2A_GPU(DeviceSynchronize)(), "waiting for the device");
+  }
+
+  double clock_ticks_per_second() const { return Vendor::clock_ticks_per_second(device_); }
+  // What a kernel's own variables take of a block's shared memory is kept free.
+  int64_t max_shared_bytes() const {
+    constexpr int kOfTheKernel = 6 * 1024;
+    int count = 0;
+    check(MOE_A2A_GPU(DeviceGetAttribute)(&count, Vendor::kMaxSharedMemory, device_), "asking for the shared memory");
+    return count - kOfTheKernel;
+  }
+  int max_blocks() const {
+    int count = 1;
+    (void)MOE_A2A_GPU(DeviceGetAttribute)(&count, Vendor::kMultiprocessorCount, device_);
+    return count;
+  }
+  int device() const { return device_; }
+
+ private:
+  static constexpr size_t kPage = size_t{2} << 20;
+
+  void zero(void* memory, size_t nbytes) {
+    check(MOE_A2A_GPU(Memset)(memory, 0, nbytes), "clearing memory");
+    check(MOE_A2A_GPU(DeviceSynchronize)(), "clearing memory");
+  }
+  void enable_access_to(int peer_device) {
+    const auto error = MOE_A2A_GPU(DeviceEnablePeerAccess)(peer_device, 0);
+    if (error == MOE_A2A_GPU(ErrorPeerAccessAlreadyEnabled)) {
+      (void)MOE_A2A_GPU(GetLastError)();
+    } else {
+      check(error, "enabling peer access between the devices of two ranks");
+    }
+  }
+
+  int device_;
+  std::vector<void*> allocations_, opened_, host_;
+};
+
+// One block per compute unit is what is launched at most. Said so, the compiler has no reason to give up registers for
+// a second one: it went from 92 to 64 of them, and to spills, for a few instructions more in the kernel.
+template <class Kernel>
+__global__ void __launch_bounds__(kBlockThreads, 1) kernel_entry(MOE_A2A_KERNEL_ARGUMENT typename Kernel::Args args) {
+  __shared__ typename Block::Scratch scratch;
+  extern __shared__ __align__(128) unsigned char shared[];  // the copy engine wants whole lines
+  Kernel::run(arguments_in_memory(args), Grid{block_in_grid(), blocks_in_grid()}, Block(scratch),
+              reinterpret_cast<std::byte*>(shared));
+}
+
+// Loads the kernels before the first of them runs: loading one later may wait for kernels that run, which may wait for
+// a rank whose kernel is being loaded. Also raises what a block may take of shared memory.
+template <class... Kernel, class AnyMachine>
+void prepare(AnyMachine& machine) {
+  const DeviceGuard guard(machine.device());
+  (check(MOE_A2A_GPU(FuncSetAttribute)(reinterpret_cast<const void*>(kernel_entry<Kernel>),
+                                       MOE_A2A_GPU(FuncAttributeMaxDynamicSharedMemorySize),
+                                       static_cast<int>(machine.max_shared_bytes())),
+         Kernel::kName),
+   ...);
+}
+
+// Queues the kernel on the stream.
+template <class Kernel, class AnyMachine>
+void launch(AnyMachine& machine, const typename Kernel::Args& args, int num_blocks, void* stream) {
+  const DeviceGuard guard(machine.device());
+  const size_t shared_bytes = Kernel::shared_bytes(args);
+  kernel_entry<Kernel><<<num_blocks, kBlockThreads, shared_bytes, static_cast<MOE_A2A_GPU(Stream_t)>(stream)>>>(args);
+  check(MOE_A2A_GPU(GetLastError)(), Kernel::kName);
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

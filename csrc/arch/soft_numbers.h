@@ -1,0 +1,71 @@
+// Conversions in plain C++, for a target that has no instructions for them.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#include "arch/number.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+inline constexpr float kFloat8Max = 448.0f;
+
+inline float to_float(float value) { return value; }
+inline float to_float(Bfloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }
+// Without branches and without the compiler's half type, which calls a function per value where the machine has no
+// instruction: the loops over a row stay vector loops.
+inline float to_float(Half value) {
+  const uint32_t sign = uint32_t{value.bits & 0x8000u} << 16;
+  const uint32_t magnitude = uint32_t{value.bits & 0x7fffu} << 13;
+  const float rebiased = std::bit_cast<float>(magnitude) * 0x1p112f;     // exact, subnormals too
+  const uint32_t special = magnitude >= 0x0f800000u ? 0x7f800000u : 0u;  // infinity and NaN
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(rebiased) | special | sign);
+}
+
+template <class T>
+T from_float(float value);
+template <>
+inline float from_float<float>(float value) {
+  return value;
+}
+template <>
+inline Half from_float<Half>(float value) {  // to nearest, ties to even
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+  // A subnormal's last bit is 2^-24, as is that of 0.5: the addition rounds it.
+  const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;                                // rounds up to infinity
+  half = magnitude > 0x7f800000u ? 0x7e00u | ((magnitude >> 13) & 0x3ffu) : half;  // NaN stays NaN
+  return {static_cast<uint16_t>(half | sign)};
+}
+template <>
+inline Bfloat16 from_float<Bfloat16>(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
+}
+// e4m3fn: 4 exponent bits (bias 7), 3 mantissa bits, no infinity, 0x7f is NaN. Values beyond 448 saturate.
+template <>
+inline Float8 from_float<Float8>(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const auto sign = static_cast<uint8_t>((bits >> 24) & 0x80);
+  const float magnitude = std::bit_cast<float>(bits & 0x7fffffffu);
+  if (magnitude != magnitude) return {static_cast<uint8_t>(sign | 0x7f)};
+  if (magnitude >= kFloat8Max) return {static_cast<uint8_t>(sign | 0x7e)};
+  if (magnitude < 0x1p-6f) {  // subnormal: multiples of 2^-9
+    return {static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyintf(magnitude * 0x1p9f)))};
+  }
+  const uint32_t u = bits & 0x7fffffffu;
+  const uint32_t rounded = (u + 0x7ffffu + ((u >> 20) & 1)) >> 20;
+  const uint32_t encoded = rounded - (120u << 3);
+  return {static_cast<uint8_t>(sign | (encoded > 0x7e ? 0x7e : encoded))};
+}
+inline Float8Pair to_float8_pair(float first, float second) {
+  return {{from_float<Float8>(first), from_float<Float8>(second)}};
+}
+inline float larger(float a, float b) { return a > b ? a : b; }
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,58 @@
+// Words that carry their epoch beside their data ("LL", as NCCL and RCCL call it): whoever sees the epoch has the data,
+// since both come in one access that is never seen in halves. No signal, no fence, one trip over the link.
+//
+// The price is bytes: 16 for 12 where the target has atomic accesses of 16 bytes, else 8 for 4. So small batches go
+// this way, large ones as rows and signals (signal.h).
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "arch/arch.h"
+#include "comm/signal.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+inline constexpr int kLlData = sizeof(LlBits) / sizeof(uint32_t) - 1;
+
+struct alignas(LlBits) LlWord {
+  uint32_t data[kLlData];
+  uint32_t stamp;
+};
+
+// 31 bits of the epoch and one that cleared memory does not have. A word would have to rest for exactly a multiple of
+// 2^31 epochs to be taken for a new one.
+MOE_A2A_HOST_DEVICE constexpr uint32_t ll_stamp(uint64_t epoch) { return 1u << 31 | static_cast<uint32_t>(epoch); }
+
+// Whether the word is of the epoch; if not, `seen` tells of which, as a signal's word would.
+MOE_A2A_DEVICE bool is_of(const LlWord& word, uint64_t epoch, uint64_t& seen) {
+  if (word.stamp == ll_stamp(epoch)) return true;
+  seen = Signal::pack(word.stamp & ~(1u << 31), 0);
+  return false;
+}
+
+MOE_A2A_HOST_DEVICE constexpr int num_ll_words(int num_dwords) { return (num_dwords + kLlData - 1) / kLlData; }
+
+// Of a target whose LlBits is no vector.
+MOE_A2A_DEVICE uint64_t load_whole(const uint64_t* address) {
+  return atomic_load<Order::kRelaxed, Scope::kSystem>(address);
+}
+MOE_A2A_DEVICE void store_whole(uint64_t* address, uint64_t bits) {
+  atomic_store<Order::kRelaxed, Scope::kSystem>(address, bits);
+}
+
+MOE_A2A_DEVICE LlWord load_ll(const LlWord* address) {
+  return std::bit_cast<LlWord>(load_whole(reinterpret_cast<const LlBits*>(address)));
+}
+
+MOE_A2A_DEVICE void store_ll(LlWord* address, const LlWord& word) {
+  store_whole(reinterpret_cast<LlBits*>(address), std::bit_cast<LlBits>(word));
+}
+
+// The words of a token of `src` from `first` on, in one of the Workspace's fields of LL words.
+template <class Field>
+MOE_A2A_DEVICE LlWord* ll_words_at(const Field& field, int buffer, int src, int token, int first) {
+  return reinterpret_cast<LlWord*>(field.at(buffer, src, token)) + first;
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

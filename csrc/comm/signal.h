@@ -1,0 +1,88 @@
+// A word that one rank writes and another waits for: an epoch that only grows, and a small payload beside it.
+//
+//   bits 63..20  epoch: how many times the guarded memory was handed over; never reset
+//   bits 19..0   payload: the message header that fits the doorbell (a number of tokens, an attempt)
+//
+// Release and acquire occur in this file and in wait.h, nowhere else.
+#pragma once
+
+#include <cstdint>
+
+#include "arch/arch.h"
+#include "comm/heap_view.h"
+#include "comm/rank_set.h"
+#include "comm/trace_buffer.h"
+
+namespace moe_a2a {
+
+struct Signal {
+  static constexpr int kPayloadBits = 20;
+  static constexpr uint32_t kPayloadMask = (1u << kPayloadBits) - 1;
+
+  uint64_t word = 0;
+
+  MOE_A2A_HOST_DEVICE static uint64_t pack(uint64_t epoch, uint32_t payload) {
+    return (epoch << kPayloadBits) | payload;
+  }
+  MOE_A2A_HOST_DEVICE static uint64_t epoch_of(uint64_t word) { return word >> kPayloadBits; }
+  MOE_A2A_HOST_DEVICE static uint32_t payload_of(uint64_t word) { return static_cast<uint32_t>(word) & kPayloadMask; }
+  // Whether `word` carries `epoch` or a later one. The difference is taken in the epoch's own width, so the count may
+  // wrap; a word would have to rest for 2^43 epochs (three years of one every 10 us) to be taken for a new one.
+  MOE_A2A_HOST_DEVICE static bool reached(uint64_t word, uint64_t epoch) {
+    return static_cast<int64_t>((word & ~uint64_t{kPayloadMask}) - (epoch << kPayloadBits)) >= 0;
+  }
+};
+
+}  // namespace moe_a2a
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// The tails of the arrows that end in the waits of `ranks` for a token.
+MOE_A2A_DEVICE void append_signals(const TraceBuffer& trace, const RankSet& ranks, int token, uint64_t now) {
+  for (RankSet rest = ranks; !rest.empty(); rest.remove_first()) {
+    append(trace, {.kind = TraceKind::kSignal, .begin = now, .peer = rest.first(), .token = token}, now);
+  }
+}
+
+// Words that carry their epoch themselves, which the group has written to `ranks` since `begin`: in one record the send
+// and, at its begin, the signals. The ranks are bits of `polls`, as many to a record as it has, from `peer` on.
+template <class Group>
+MOE_A2A_DEVICE void record_send_ll(const TraceBuffer& trace, const Group& group, const RankSet& ranks, int token,
+                                   uint64_t begin) {
+  if (!kRecording || group.rank() != 0) return;
+  constexpr int kRanks = TraceRecord::kPollBits;
+  const uint64_t now = clock_now();
+  int first = 0;
+  MOE_A2A_ROLLED
+  for (uint64_t rest = ranks.bits; rest != 0; rest >>= kRanks, first += kRanks) {
+    const uint32_t some = rest & TraceRecord::kMaxPolls;
+    if (some == 0) continue;
+    append(trace, {.kind = TraceKind::kSendLl, .begin = begin, .peer = first, .token = token, .polls = some}, now);
+  }
+}
+
+// Publishes `epoch` in `local`'s place on every rank of `ranks`. Everything that this thread wrote, or that its group
+// wrote before the group's release_sync(), is visible to whoever then sees the epoch: pairs with the acquire in
+// wait_for(). One fence covers all ranks: a fence per signal costs 20 % of the link on H200, and what it costs it costs
+// the whole SM.
+// Returns the time after the fence and before the stores: no wait can seem to end before it.
+MOE_A2A_DEVICE uint64_t signal_many(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
+                                    uint32_t payload = 0) {
+  fence_before_signals();
+  const uint64_t now = trace_now();
+  for (RankSet rest = ranks; !rest.empty(); rest.remove_first()) {
+    Signal* remote = heap.peer(rest.first(), local);
+    atomic_store<kSignalOrder, Scope::kSystem>(&remote->word, Signal::pack(epoch, payload));
+  }
+  return now;
+}
+
+// The same for a token's row or sum, and a record of each signal: the tail of the arrow that ends in that rank's wait.
+// Written after the stores, so that no signal comes later for it.
+MOE_A2A_DEVICE void signal_token(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
+                                 const TraceBuffer& trace, int token) {
+  const uint64_t now = signal_many(heap, ranks, local, epoch);
+  if (kRecording) append_signals(trace, ranks, token, now);
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

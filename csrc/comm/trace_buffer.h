@@ -1,0 +1,144 @@
+// What a warp did, and when: records that kernels leave in memory while they run, for the host to read afterwards.
+//
+// Each warp of each block has a segment of its own, so nothing is shared and nothing is atomic beyond the block. A full
+// segment takes no more; attempts go on being counted, so what was dropped is known exactly. Launches of one object run
+// one after the other, and each goes on where the one before stopped. A kernel that is compiled with the recorder
+// records (a question after it was a third of its instructions); when the trace is off the host launches another.
+#pragma once
+
+#include <cstdint>
+
+#include "arch/arch.h"
+
+namespace moe_a2a {
+
+// From kCreditWait to kClockWait: the waits, in the order of Phase.
+enum class TraceKind : int32_t {
+  kKernel,       // a launch, or the part of it that a block plays; token: which Operation
+  kRoute,        // a chunk of the routing table: read, written, signalled; token: its first
+  kCreditWait,   // for `peer` to say that it no longer reads this buffer
+  kTableWait,    // for the routing table of `peer`
+  kRowWait,      // for a row of `peer`
+  kPartialWait,  // for the sum that `peer` owes for a token
+  kPeerWait,     // for `peer` to close
+  kClockWait,    // for the clock of `peer`
+  kGaveUp,       // a moment: the wait that ends here was given up
+  kLists,        // the expert lists are built
+  kSend,         // a row, until its stores are done and signalled, or with a copy engine until they are under way
+  kSendLl,       // LL words, which are their own signals: see record_send_ll()
+  kSignal,       // a moment: `peer` is told that a row or a sum of this token is there
+  kSum,          // the outputs of the local experts are added up, into the memory of `peer`
+  kReduce,       // the sums of all ranks for a token are added up
+  kGather,       // a row is copied to where its expert wants it; peer and token: whose it is
+  kNumKinds,
+};
+inline constexpr const char* kTraceKindNames[] = {
+    "kernel",  "route", "credit_wait", "table_wait", "row_wait", "partial_wait", "peer_wait", "clock_wait",
+    "gave_up", "lists", "send",        "send_ll",    "signal",   "sum",          "reduce",    "gather"};
+static_assert(sizeof(kTraceKindNames) / sizeof(*kTraceKindNames) == static_cast<size_t>(TraceKind::kNumKinds));
+
+struct TraceEvent {
+  TraceKind kind;
+  uint64_t begin;  // by trace_now()
+  int peer = -1;
+  int token = -1;
+  uint32_t polls = 0;  // of a wait; of kSendLl which ranks, see record_send_ll()
+};
+
+// Little-endian, 16 bytes:
+//   word 0   bits 47..0    begin, the low bits of the target's clock
+//            bits 63..48   polls; 65535: that many or more
+//   word 1   bits 31..0    duration in ticks; 2^32 - 1: that long or longer
+//            bits 36..32   kind
+//            bits 42..37   peer, where there is one
+//            bits 62..43   token; 2^20 - 1: none
+//            bit  63       there is a peer
+struct alignas(16) TraceRecord {
+  static constexpr int kTimeBits = 48, kPollBits = 64 - kTimeBits, kKindAt = 32, kPeerAt = 37, kTokenAt = 43,
+                       kHasPeerAt = 63;
+  static constexpr uint64_t kMaxPolls = (1u << kPollBits) - 1, kMaxDuration = 0xffffffff, kNoToken = 0xfffff;
+
+  uint64_t word[2];
+
+  MOE_A2A_HOST_DEVICE static TraceRecord pack(const TraceEvent& event, uint64_t duration) {
+    const uint64_t polls = event.polls < kMaxPolls ? event.polls : kMaxPolls;
+    const uint64_t peer = event.peer < 0 ? 0 : uint64_t{1} << kHasPeerAt | static_cast<uint64_t>(event.peer) << kPeerAt;
+    return {{(event.begin & ((uint64_t{1} << kTimeBits) - 1)) | polls << kTimeBits,
+             (duration < kMaxDuration ? duration : kMaxDuration) | static_cast<uint64_t>(event.kind) << kKindAt | peer |
+                 (static_cast<uint64_t>(event.token) & kNoToken) << kTokenAt}};
+  }
+};
+
+// As a kernel sees it. Segment s belongs to warp s % num_warps of block s / num_warps.
+struct TraceBuffer {
+  uint64_t* attempts = nullptr;    // [segments]  to append a record, of all launches
+  TraceRecord* records = nullptr;  // [segments, capacity]; null: the trace is off
+  uint32_t capacity = 0;
+
+  bool is_on() const { return records != nullptr; }
+  // Records of a segment that has seen so many attempts.
+  MOE_A2A_HOST_DEVICE uint32_t written(uint64_t num_attempts) const {
+    return num_attempts < capacity ? static_cast<uint32_t>(num_attempts) : capacity;
+  }
+};
+
+}  // namespace moe_a2a
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Where a warp is in its segment, during a launch. Beside the records nothing is written to memory before its end.
+struct TraceCursor {
+  TraceRecord* segment;
+  uint64_t attempts;  // of launches before
+  uint64_t opened_at;
+  uint32_t number;  // of the segment
+  uint32_t count;
+};
+
+inline constexpr bool kRecording = MOE_A2A_RECORDING;
+
+// The begin of a slice; 0 in kernels without the recorder.
+MOE_A2A_DEVICE uint64_t trace_now() { return kRecording ? clock_now() : 0; }
+
+// By any thread: the threads of a warp share its cursor.
+MOE_A2A_DEVICE void append(const TraceBuffer& trace, const TraceEvent& event, uint64_t end) {
+  TraceCursor& cursor = warp_memory<TraceCursor>();
+  TraceRecord* segment = cursor.segment;  // before the place is asked for: both are on their way at the same time
+  const uint32_t place = atomic_add<Order::kRelaxed, Scope::kBlock>(&cursor.count, 1u);
+  if (place < trace.capacity) store_values(segment[place].word, TraceRecord::pack(event, end - event.begin).word);
+}
+
+// A slice from its begin until now, of what the group has done together.
+template <class Group>
+MOE_A2A_DEVICE void record(const TraceBuffer& trace, const Group& group, const TraceEvent& event) {
+  if (kRecording && group.rank() == 0) append(trace, event, clock_now());
+}
+
+// Around a launch: every warp takes up its segment where the launch before has left it, and puts it down again.
+MOE_A2A_DEVICE void open_segment(const TraceBuffer& trace, const Grid& grid, const Block& block) {
+  if (!kRecording) return;
+  const Warp warp = block.warp();
+  if (warp.rank() == 0) {
+    const uint32_t number = static_cast<uint32_t>(grid.rank() * block.num_warps() + block.warp_rank());
+    const uint64_t attempts = trace.attempts[number];
+    warp_memory<TraceCursor>() = {.segment = trace.records + uint64_t{number} * trace.capacity,
+                                  .attempts = attempts,
+                                  .opened_at = clock_now(),
+                                  .number = number,
+                                  .count = trace.written(attempts)};
+  }
+  warp.sync();
+}
+
+MOE_A2A_DEVICE void close_segment(const TraceBuffer& trace, const Block& block, int operation) {
+  if (!kRecording) return;
+  const Warp warp = block.warp();
+  warp.sync();  // all threads of the warp have recorded what they had to
+  if (warp.rank() != 0) return;
+  const TraceCursor& cursor = warp_memory<TraceCursor>();
+  record(trace, warp, {.kind = TraceKind::kKernel, .begin = cursor.opened_at, .token = operation});
+  // Not read again: that would be the last thing the launch waits for.
+  trace.attempts[cursor.number] = cursor.attempts + cursor.count - trace.written(cursor.attempts);
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

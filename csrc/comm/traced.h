@@ -1,0 +1,35 @@
+// Any kernel, with the trace around it: a record of the whole launch per warp, and the segments that all others go to.
+#pragma once
+
+#include "moe/context.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Of a launch of two roles: that of the first, they have the same.
+template <class Args>
+MOE_A2A_HOST_DEVICE const Context& context_of(const Args& args) {
+  if constexpr (requires { args.context; }) {
+    return args.context;
+  } else {
+    return args.send.context;
+  }
+}
+
+template <class Kernel>
+struct Traced {
+  using Args = typename Kernel::Args;
+  static constexpr const char* kName = Kernel::kName;
+  static constexpr Operation kOperation = operation_named(Kernel::kName);
+  static_assert(kOperation != Operation::kNone);
+
+  static size_t shared_bytes(const Args& args) { return Kernel::shared_bytes(args); }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
+    const TraceBuffer& trace = context_of(args).trace();
+    open_segment(trace, grid, block);
+    Kernel::run(args, grid, block, shared);
+    close_segment(trace, block, static_cast<int>(kOperation));
+  }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,183 @@
+// The one function that waits. It knows what it waits for, it has a deadline, and it leaves normally.
+#pragma once
+
+#include "arch/arch.h"
+#include "comm/heap_view.h"
+#include "comm/report.h"
+#include "comm/signal.h"
+#include "comm/trace_buffer.h"
+
+namespace moe_a2a {
+
+// What a wait is for, in the words of the report.
+struct WaitSite {
+  Operation operation;
+  Phase phase;
+  int peer;
+  int token = -1;
+  int buffer = 0;           // where a refusal has left its text
+  bool is_recorded = true;  // in a trace; of threads that wait side by side for parts of one thing, one is
+};
+
+// A signal whose arrival at the awaited epoch, with a payload of at least `attempt`, ends a wait as well.
+struct Refusal {
+  const Signal* signal = nullptr;
+  uint32_t attempt = 0;
+};
+
+// How long to wait and whom to tell.
+struct WaitPolicy {
+  uint64_t timeout_ticks = 0;
+  double ticks_per_second = 1;
+  Report* report = nullptr;    // host-visible
+  Tally* tally = nullptr;      // this rank's own
+  uint32_t* poison = nullptr;  // this rank's word in the symmetric heap; null: waits are nobody else's matter
+  const uint64_t* refusal_text = nullptr;  // [B, R src, kRefusalWords] in the symmetric heap
+  TraceBuffer trace;
+};
+
+static_assert(static_cast<int>(TraceKind::kClockWait) - static_cast<int>(TraceKind::kCreditWait) ==
+              static_cast<int>(Phase::kClock) - static_cast<int>(Phase::kCredit));
+MOE_A2A_HOST_DEVICE constexpr TraceKind kind_of_wait(Phase phase) {
+  return static_cast<TraceKind>(static_cast<int>(TraceKind::kCreditWait) + static_cast<int>(phase) -
+                                static_cast<int>(Phase::kCredit));
+}
+
+}  // namespace moe_a2a
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Polls between two looks at the clock and at the poison: a look must not slow the poll that succeeds.
+inline constexpr uint32_t kPollsPerLook = 64;
+
+// Fills the report: the first wait that gives up is the one that says why.
+MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
+                               uint32_t poison, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
+  Report* report = policy.report;
+  const uint32_t before = atomic_load<Order::kRelaxed, Scope::kSystem>(&report->num_noticed);
+  if (!atomic_claim<Order::kRelaxed, Scope::kDevice>(&policy.tally->num_reports, before, before + 1)) return;
+  report->reason = reason;
+  report->operation = site.operation;
+  report->phase = site.phase;
+  report->rank = heap.rank;
+  report->peer = site.peer;
+  report->token = site.token;
+  report->reporter = reason == Reason::kPoisoned ? static_cast<int32_t>(poison >> 8) - 1 : heap.rank;
+  report->culprit = reason == Reason::kPoisoned ? static_cast<int32_t>(poison & 0xff) - 1 : site.peer;
+  report->expected_epoch = expected_epoch;
+  report->seen_epoch = Signal::epoch_of(seen_word);
+  report->elapsed_seconds = static_cast<double>(waited) / policy.ticks_per_second;
+  if (reason == Reason::kRefused) {
+    const uint64_t* text = policy.refusal_text + (site.buffer * heap.num_ranks + site.peer) * kRefusalWords;
+    for (int i = 0; i < kRefusalWords; ++i) {
+      report->refusal.word[i] = atomic_load<Order::kRelaxed, Scope::kSystem>(text + i);
+    }
+  }
+  atomic_store<Order::kRelease, Scope::kSystem>(&report->is_complete, 1u);  // pairs with the host's acquire
+}
+
+// Tells every rank, this one first, that `rank` has given up waiting for `culprit`, so that nobody waits for a rank
+// that has left.
+MOE_A2A_RARE void poison_all(const WaitPolicy& policy, const HeapView& heap, int culprit) {
+  const uint32_t word = static_cast<uint32_t>(heap.rank + 1) << 8 | static_cast<uint32_t>(culprit + 1);
+  for (int i = 0; i < heap.num_ranks; ++i) {
+    const int peer = (heap.rank + i) % heap.num_ranks;
+    atomic_store<Order::kRelaxed, Scope::kSystem>(heap.peer(peer, policy.poison), word);
+  }
+}
+
+// False when the wait is to be given up.
+MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
+                                uint64_t expected_epoch, uint64_t seen_word) {
+  const uint64_t waited = clock_now() - start;
+  const uint32_t poison = policy.poison != nullptr ? atomic_load<Order::kRelaxed, Scope::kSystem>(policy.poison) : 0;
+  if (poison != 0) {
+    write_report(policy, heap, site, Reason::kPoisoned, poison, expected_epoch, seen_word, waited);
+    return false;
+  }
+  if (waited < policy.timeout_ticks) return true;
+  write_report(policy, heap, site, Reason::kTimeout, 0, expected_epoch, seen_word, waited);
+  if (policy.poison != nullptr) poison_all(policy, heap, site.peer);
+  return false;
+}
+
+// Whether the awaited rank has refused its part of this epoch.
+MOE_A2A_DEVICE bool is_refused(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
+                               uint64_t epoch, uint64_t seen_word, const Refusal& refusal) {
+  if (refusal.signal == nullptr) return false;
+  const uint64_t refused = atomic_load<Order::kAcquire, Scope::kSystem>(&refusal.signal->word);
+  if (Signal::epoch_of(refused) != epoch || Signal::payload_of(refused) < refusal.attempt) return false;
+  write_report(policy, heap, site, Reason::kRefused, 0, epoch, seen_word, clock_now() - start);
+  return true;
+}
+
+// The rare look of a wait around itself: false when it is to be given up.
+MOE_A2A_RARE bool look_around(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
+                              uint64_t epoch, uint64_t seen_word, const Refusal& refusal) {
+  return !is_refused(policy, heap, site, start, epoch, seen_word, refusal) &&
+         may_wait_on(policy, heap, site, start, epoch, seen_word);
+}
+
+// A wait leaves a record only if it had to wait: a word that was there at once says nothing.
+MOE_A2A_RARE void append_wait(const WaitPolicy& policy, const WaitSite& site, uint64_t start, uint32_t polls,
+                              bool given_up) {
+  const uint64_t now = clock_now();
+  append(policy.trace,
+         {.kind = kind_of_wait(site.phase), .begin = start, .peer = site.peer, .token = site.token, .polls = polls},
+         now);
+  if (given_up) {
+    append(policy.trace, {.kind = TraceKind::kGaveUp, .begin = now, .peer = site.peer, .token = site.token}, now);
+  }
+}
+
+MOE_A2A_DEVICE void record_wait(const WaitPolicy& policy, const WaitSite& site, uint64_t start, uint32_t polls,
+                                bool given_up = false) {
+  if (kRecording && polls > 1 && site.is_recorded) append_wait(policy, site, start, polls, given_up);
+}
+
+// Waits until ready(seen) is true; false when given up. `seen`, a signal's word of the epoch that has come, is for the
+// report. A refusal is looked for now and then.
+template <class Ready>
+MOE_A2A_DEVICE bool wait_until(uint64_t epoch, const WaitSite& site, const WaitPolicy& policy, const HeapView& heap,
+                               const Refusal& refusal, Ready ready) {
+  uint64_t start = trace_now();
+  for (uint32_t polls = 1;; ++polls) {
+    uint64_t seen = 0;
+    if (ready(seen)) {
+      record_wait(policy, site, start, polls);
+      return true;
+    }
+    if (polls % kPollsPerLook == 0) {
+      if (polls == kPollsPerLook && !kRecording) start = clock_now();
+      if (!look_around(policy, heap, site, start, epoch, seen, refusal)) {
+        record_wait(policy, site, start, polls, true);
+        return false;
+      }
+    }
+    pause();
+  }
+}
+
+// Whether `signal` carries `epoch` or a later one; then all that it stands for is here, and its payload.
+template <Order kThen = Order::kAcquire>
+MOE_A2A_DEVICE bool has_arrived(const Signal* signal, uint64_t epoch, uint64_t& word, uint32_t* payload) {
+  constexpr Order kPoll = kThen == Order::kAcquire ? kPollOrder : Order::kRelaxed;
+  word = atomic_load<kPoll, Scope::kSystem>(&signal->word);
+  if (!Signal::reached(word, epoch)) return false;
+  if constexpr (kPoll != kThen) word = atomic_load<kThen, Scope::kSystem>(&signal->word);
+  if (payload != nullptr) *payload = Signal::payload_of(word);
+  return true;
+}
+
+// Waits until `signal` (in this rank's heap) carries `epoch` or a later one; returns false when given up.
+// The acquire pairs with the release in signal_many(). Where an acquire per poll is dear (kPollOrder), the word is
+// polled relaxed and acquired once: it is monotone, so the second load can only be as new. Who waits for the word
+// alone, and for nothing behind it, says kRelaxed.
+template <Order kThen = Order::kAcquire>
+MOE_A2A_DEVICE bool wait_for(const Signal* signal, uint64_t epoch, const WaitSite& site, const WaitPolicy& policy,
+                             const HeapView& heap, uint32_t* payload = nullptr, const Refusal& refusal = {}) {
+  return wait_until(epoch, site, policy, heap, refusal,
+                    [&](uint64_t& word) { return has_arrived<kThen>(signal, epoch, word, payload); });
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,31 @@
+// The sums that a rank owes to itself. In a launch of both halves, where the caller has formed them already, they stay
+// in `y`: combine_send leaves them out, combine_recv adds them where they lie.
+#pragma once
+
+#include "moe/args.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+class OwnSums {
+ public:
+  // Without the arguments of combine_send, in a launch of its own, nothing is known of `y`: all sums travel.
+  MOE_A2A_DEVICE explicit OwnSums(const CombineSendArgs* send = nullptr) : send_(send) {}
+
+  // Only rows of whole dwords, which combine_recv can read as it reads what has travelled.
+  MOE_A2A_DEVICE bool are_kept() const {
+    return send_ != nullptr && send_->presummed && send_->vector_rows && config().row_bytes(config().dtype) % 4 == 0;
+  }
+  MOE_A2A_DEVICE bool keep(int rank) const { return are_kept() && rank == send_->context.heap.rank; }
+
+  // The sum for one of this rank's tokens, when they are kept.
+  MOE_A2A_DEVICE const std::byte* of(int token) const {
+    return send_->y[int64_t{send_->context.heap.rank} * config().num_max_tokens_per_rank + token];
+  }
+
+ private:
+  MOE_A2A_DEVICE const MoeConfig& config() const { return send_->context.config; }
+
+  const CombineSendArgs* send_;
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,396 @@
+#include "moe/expert_parallel.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "comm/symmetric_heap.h"
+
+namespace moe_a2a {
+namespace {
+
+using Stage = DispatchHandle::Stage;
+
+const char* name_of(Stage stage) {
+  switch (stage) {
+    case Stage::kSent:
+      return "sent, not yet received";
+    case Stage::kReceived:
+      return "received";
+    case Stage::kCombineSent:
+      return "combine sent";
+    case Stage::kClosed:
+      break;
+  }
+  return "closed";
+}
+
+RefusalText to_text(const std::string& why) {
+  RefusalText text;  // ends with a zero: the last character is never written
+  std::memcpy(text.word, why.data(), std::min(why.size(), sizeof(text.word) - 1));
+  return text;
+}
+
+}  // namespace
+
+size_t ExpertParallel::nbytes_for(const MoeConfig& config) {
+  WorkspaceSize size;
+  make_workspace(config, nullptr, nullptr, &size);
+  return size.symmetric_bytes + size.local_bytes;
+}
+
+ExpertParallel::ExpertParallel(const MoeConfig& config, const std::string& target, int device, double timeout_seconds)
+    : backend_(make_backend(target, device)), open_(config.num_buffers), last_buffer_(config.num_buffers - 1) {
+  context_.config = config;
+  make_workspace(config, nullptr, nullptr, &size_);
+  MemoryHandle memory;
+  own_heap_ = backend_->allocate_symmetric(size_.symmetric_bytes, config.num_ranks, &memory);
+  context_.ws = make_workspace(config, own_heap_, backend_->allocate_local(size_.local_bytes), &size_);
+  report_ = new (backend_->allocate_host_visible(sizeof(Report))) Report;
+  const double ticks = backend_->clock_ticks_per_second();
+  context_.wait = {.timeout_ticks = static_cast<uint64_t>(timeout_seconds * ticks),
+                   .ticks_per_second = ticks,
+                   .report = report_,
+                   .tally = context_.ws.tally.data,
+                   .poison = context_.ws.poison.data,
+                   .refusal_text = context_.ws.refusal_text.data};
+  context_.max_shared_bytes = backend_->max_shared_bytes();
+  comm_handle_ = make_comm_handle(config, target, memory, size_.layout_digest);
+}
+
+ExpertParallel::~ExpertParallel() {
+  closed_ = true;
+  // Without a close(), or with a peer that never came to its own, a peer may still write here: then the memory of a
+  // device stays until the process ends. A mapping of the CPU can always go, every process has its own.
+  if (backend_->is_synchronous() || parted_) backend_->close();
+}
+
+void ExpertParallel::connect(const std::vector<CommHandle>& handles) {
+  if (static_cast<int>(handles.size()) != config().num_ranks) {
+    throw std::invalid_argument("got " + std::to_string(handles.size()) + " handles for num_ranks=" +
+                                std::to_string(config().num_ranks) + "; pass one per rank, in rank order");
+  }
+  if (const std::string why = disagreement(handles); !why.empty()) throw std::invalid_argument(why);
+  if (connected_) throw std::runtime_error("the handles are already set");
+  std::vector<MemoryHandle> memory;
+  for (const CommHandle& handle : handles) memory.push_back(handle.memory);
+  context_.heap = connect_heap(*backend_, own_heap_, config().rank, memory);
+  connected_ = true;
+}
+
+// ---- buffers and handles
+
+void ExpertParallel::require_open() const {
+  if (closed_) throw std::runtime_error("this ExpertParallel is closed");
+  if (!connected_) throw std::runtime_error("no peers yet; call set_comm_handles() with the handles of all ranks");
+}
+
+void ExpertParallel::require(const DispatchHandle& handle, Stage stage, Stage or_stage, const char* call) const {
+  require_open();
+  if (handle.owner != this) {
+    throw std::runtime_error(std::string(call) +
+                             " got a handle of another ExpertParallel; pass the one that this "
+                             "object's dispatch returned");
+  }
+  if (handle.stage == stage || handle.stage == or_stage) return;
+  throw std::runtime_error(std::string(call) + " got a handle that is " + name_of(handle.stage) + " on rank " +
+                           std::to_string(config().rank) +
+                           (handle.stage == Stage::kClosed ? "; a handle serves one combine, pass that of the newest "
+                                                             "dispatch"
+                                                           : "; call the halves in their order"));
+}
+
+// The next free buffer in turn. All ranks make the same calls, so all take the same one. A buffer whose handle the
+// caller has dropped without combine or release is taken back only when no other is free.
+int ExpertParallel::take_buffer() {
+  const int n = config().num_buffers;
+  for (const bool reclaim : {false, true}) {
+    for (int i = 1; i <= n; ++i) {
+      const int buffer = (last_buffer_ + i) % n;
+      if (reclaim && open_[buffer] && open_[buffer].use_count() == 1) release(*open_[buffer], {});
+      if (!open_[buffer]) return last_buffer_ = buffer;
+    }
+  }
+  throw std::runtime_error("dispatch: " + std::to_string(n) + " handles are open on rank " +
+                           std::to_string(config().rank) + " and num_buffers=" + std::to_string(n) +
+                           "; combine() or release() one first, or pass a larger num_buffers");
+}
+
+int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
+  const int asked = place.num_blocks > 0 ? place.num_blocks : by_table;
+  return asked > 0 ? std::min(asked, backend_->max_blocks()) : backend_->default_blocks();
+}
+
+// ---- the steps
+
+DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer) const {
+  const bool aligned = (reinterpret_cast<uint64_t>(input.x.data) | static_cast<uint64_t>(input.x.stride)) % 16 == 0;
+  return {.context = context_,
+          .buffer = buffer,
+          .num_tokens = input.num_tokens,
+          .topk_idx = input.topk_idx,
+          .topk_weights = input.topk_weights,
+          .x = input.x,
+          .x_dtype = input.x_dtype,
+          .x_scales = input.x_scales,
+          .quantize = input.quantize,
+          .vector_rows = aligned || !backend_->needs_aligned_vectors()};
+}
+
+std::shared_ptr<DispatchHandle> ExpertParallel::open_handle(const DispatchInput& input, int buffer) {
+  auto handle = std::make_shared<DispatchHandle>();
+  handle->owner = this;
+  handle->buffer = buffer;
+  handle->num_tokens = input.num_tokens;
+  handle->row_dtype = input.row_dtype();
+  open_[buffer] = handle;
+  return handle;
+}
+
+std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInput& input, const LaunchPlace& place) {
+  require_open();
+  raise_waits();
+  const int buffer = take_buffer(), num_blocks = dispatch_blocks(input.num_tokens, place);
+  backend_->launch(send_args(input, buffer), num_blocks, place.stream);
+  auto handle = open_handle(input, buffer);
+  after_launch();
+  return handle;
+}
+
+void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int expert_alignment,
+                                   const LaunchPlace& place) {
+  require(handle, Stage::kSent, Stage::kSent, "dispatch_recv");
+  handle.layout = layout;
+  handle.expert_alignment = expert_alignment;
+  backend_->launch(DispatchRecvArgs{.context = context_,
+                                    .buffer = handle.buffer,
+                                    .layout = layout,
+                                    .expert_alignment = expert_alignment,
+                                    .row_dtype = handle.row_dtype},
+                   dispatch_blocks(handle.num_tokens, place), place.stream);
+  handle.stage = Stage::kReceived;
+  try {
+    after_launch();
+  } catch (const PeerRefused&) {
+    release(handle, place);  // the epoch has passed on every rank; the next dispatch is a new one
+    throw;
+  }
+}
+
+std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& input, Layout layout,
+                                                         int expert_alignment, const LaunchPlace& place) {
+  if (backend_->is_synchronous()) {
+    auto handle = dispatch_send(input, place);
+    dispatch_recv(*handle, layout, expert_alignment, place);
+    return handle;
+  }
+  require_open();
+  raise_waits();
+  const int buffer = take_buffer(), num_blocks = std::max(2, dispatch_blocks(input.num_tokens, place));
+  backend_->launch(DispatchArgs{.send = send_args(input, buffer),
+                                .recv = {.context = context_,
+                                         .buffer = buffer,
+                                         .layout = layout,
+                                         .expert_alignment = expert_alignment,
+                                         .row_dtype = input.row_dtype()},
+                                .num_send_blocks = dispatch_senders(num_blocks)},
+                   num_blocks, place.stream);
+  auto handle = open_handle(input, buffer);
+  handle->layout = layout;
+  handle->expert_alignment = expert_alignment;
+  handle->stage = Stage::kReceived;
+  return handle;
+}
+
+void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales,
+                                 const LaunchPlace& place) {
+  require(handle, Stage::kReceived, Stage::kReceived, "the expert layout");
+  backend_->launch(GatherRowsArgs{.context = context_,
+                                  .buffer = handle.buffer,
+                                  .layout = handle.layout,
+                                  .row_dtype = handle.row_dtype,
+                                  .expert_x = static_cast<std::byte*>(expert_x),
+                                  .expert_x_scales = expert_x_scales},
+                   dispatch_blocks(handle.num_tokens, place), place.stream);
+}
+
+CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows,
+                                          bool presummed) const {
+  const bool aligned = (reinterpret_cast<uint64_t>(y.data) | static_cast<uint64_t>(y.stride)) % 16 == 0;
+  return {.context = context_,
+          .buffer = handle.buffer,
+          .y = y,
+          .num_y_rows = num_y_rows,
+          .presummed = presummed,
+          .vector_rows = aligned || !backend_->needs_aligned_vectors()};
+}
+
+CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x) const {
+  const uint64_t row_bytes = static_cast<uint64_t>(config().row_bytes(config().dtype));
+  const bool aligned = (reinterpret_cast<uint64_t>(combined_x) | row_bytes) % 16 == 0;
+  return {.context = context_,
+          .buffer = handle.buffer,
+          .num_tokens = handle.num_tokens,
+          .attempt = handle.attempt,
+          .combined_x = static_cast<std::byte*>(combined_x),
+          .vector_rows = aligned || !backend_->needs_aligned_vectors()};
+}
+
+void ExpertParallel::finish_combine(DispatchHandle& handle) {
+  handle.stage = Stage::kClosed;
+  open_[handle.buffer] = nullptr;
+}
+
+void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
+                                  const LaunchPlace& place) {
+  require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
+  raise_waits();
+  const int num_blocks = combine_blocks(handle.num_tokens, place);
+  backend_->launch(send_args(handle, y, num_y_rows, presummed), num_blocks, place.stream);
+  handle.stage = Stage::kCombineSent;
+  after_launch();
+}
+
+void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {
+  require(handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
+  const int num_blocks = combine_blocks(handle.num_tokens, place);
+  backend_->launch(recv_args(handle, combined_x), num_blocks, place.stream);
+  try {
+    after_launch();
+  } catch (const PeerRefused&) {
+    ++handle.attempt;  // what this rank has sent stands; combine_recv may be called again
+    throw;
+  }
+  finish_combine(handle);
+}
+
+void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
+                             void* combined_x, const LaunchPlace& place) {
+  if (backend_->is_synchronous()) {
+    combine_send(handle, y, num_y_rows, presummed, place);
+    return combine_recv(handle, combined_x, place);
+  }
+  require(handle, Stage::kReceived, Stage::kReceived, "combine");
+  raise_waits();
+  const int num_blocks = std::max(2, combine_blocks(handle.num_tokens, place));
+  backend_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed),
+                               .recv = recv_args(handle, combined_x),
+                               .num_send_blocks = combine_senders(num_blocks, presummed, config().num_ranks)},
+                   num_blocks, place.stream);
+  finish_combine(handle);
+}
+
+void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place) {
+  if (handle.stage == Stage::kClosed || closed_) return;
+  require(handle, handle.stage, handle.stage, "release");
+  if (handle.stage != Stage::kCombineSent) {  // combine_send has given the credit back already
+    backend_->launch(ReleaseArgs{.context = context_, .buffer = handle.buffer}, 1, place.stream);
+  }
+  finish_combine(handle);
+}
+
+// ---- refusals and reports
+
+void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& place) {
+  backend_->launch(RefuseDispatchArgs{.context = context_, .buffer = take_buffer(), .text = to_text(why)}, 1,
+                   place.stream);
+}
+
+void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
+  backend_->launch(
+      RefuseCombineArgs{.context = context_, .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
+      1, place.stream);
+  ++handle.attempt;
+}
+
+void ExpertParallel::after_launch() {
+  if (backend_->is_synchronous()) raise_reported();
+}
+
+void ExpertParallel::raise_reported() {
+  raise_waits();
+  raise_bad_routing();
+}
+
+void ExpertParallel::raise_waits() {
+  // Pairs with the release in write_report().
+  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) raise_wait(*report_);
+}
+
+void ExpertParallel::raise_wait(const Report& report) {
+  const auto rank_text = [](int rank) { return "rank " + std::to_string(rank); };
+  std::string what = rank_text(report.rank) + " in " + moe_a2a::name_of(report.operation);
+  const std::string awaited =
+      std::string(" for the ") + moe_a2a::name_of(report.phase) +
+      (report.token >= 0 && report.phase != Phase::kRoutingTable ? " of token " + std::to_string(report.token) : "") +
+      " from " + rank_text(report.peer);
+  if (report.reason == Reason::kRefused) {
+    const int peer = report.peer;
+    what += ": " + rank_text(peer) + " refused its call: " + reinterpret_cast<const char*>(report.refusal.word);
+    report_->is_complete = 0;  // the object stays usable: a later launch may report again
+    __atomic_store_n(&report_->num_noticed, report_->num_noticed + 1, __ATOMIC_RELEASE);
+    throw PeerRefused(peer, what);
+  }
+  what += " waited " + std::to_string(report.elapsed_seconds) + " s" + awaited + " (expected epoch " +
+          std::to_string(report.expected_epoch) + ", seen " + std::to_string(report.seen_epoch) + ")";
+  if (report.reason == Reason::kPoisoned) {
+    what += "; it left because " + rank_text(report.reporter) + " gave up waiting for " +
+            (report.culprit == report.rank ? "this rank" : rank_text(report.culprit));
+  }
+  what += "; that rank is dead, late, or makes other calls; pass a larger timeout if it is only late";
+  throw PeerTimeout(report, what);
+}
+
+// What the kernels have found wrong since the last look.
+void ExpertParallel::raise_bad_routing() {
+  Tally now;
+  backend_->copy_to_host(&now, context_.wait.tally, sizeof(Tally));
+  const Tally before = std::exchange(raised_, now);
+  const std::string rank = " on rank " + std::to_string(config().rank);
+  if (const uint32_t count = now.num_bad_choices - before.num_bad_choices; count > 0) {
+    const uint32_t last = (now.num_bad_choices - 1) % Tally::kShown;
+    throw BadRouting("topk_idx held " + std::to_string(count) +
+                     " ids out of range, treated as dropped; the last: topk_idx[" +
+                     std::to_string(now.bad_token[last]) + "] has " + std::to_string(now.bad_expert[last]) +
+                     ", not in [-1, num_experts=" + std::to_string(config().num_experts) + ")" + rank);
+  }
+  if (const uint32_t count = now.num_short_y_routes - before.num_short_y_routes; count > 0) {
+    throw BadRouting("y of a combine was too short for " + std::to_string(count) + " routes" + rank +
+                     "; pass at least expert_offsets[-1] rows");
+  }
+  if (const uint32_t count = now.num_lost_routes - before.num_lost_routes; count > 0) {
+    throw BadRouting(std::to_string(count) + " routes found no room in the masked layout" + rank +
+                     ": tokens name an expert more than once; pass layout=\"rows\" or \"expert_major\"");
+  }
+}
+
+void ExpertParallel::check() {
+  require_open();
+  backend_->synchronize();
+  raise_reported();
+}
+
+void ExpertParallel::close() {
+  if (closed_) return;
+  if (connected_ && !backend_->is_synchronous()) part();
+  closed_ = true;
+  for (auto& handle : open_) {
+    if (handle) handle->stage = Stage::kClosed;
+    handle = nullptr;
+  }
+  raise_bad_routing();
+}
+
+void ExpertParallel::part() {
+  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) return;  // somebody is missing already
+  GoodbyeArgs args{.context = context_};
+  const auto limit = static_cast<uint64_t>(kPartingSeconds * context_.wait.ticks_per_second);
+  args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
+  args.context.wait.poison = nullptr;  // who leaves gives nobody up: others may wait longer for whoever is late
+  backend_->synchronize();
+  backend_->launch(args, 1, nullptr);
+  backend_->synchronize();
+  parted_ = __atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0;
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,169 @@
+// The host object: owns the memory, hands out buffers, launches the kernels, turns a report into an exception.
+// Knows nothing of PyTorch: tensors arrive as addresses and strides, already checked by the caller.
+#pragma once
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/comm_handle.h"
+#include "comm/tracer.h"
+#include "moe/args.h"
+#include "moe/backend.h"
+#include "moe/launch_table.h"
+
+namespace moe_a2a {
+
+// A rank did not come within the deadline.
+struct PeerTimeout : std::runtime_error {
+  PeerTimeout(const Report& report, const std::string& what) : std::runtime_error(what), report(report) {}
+  Report report;
+};
+
+// A rank refused its part of a call because of its arguments. The object stays usable on every rank.
+struct PeerRefused : std::runtime_error {
+  PeerRefused(int peer, const std::string& what) : std::runtime_error(what), peer(peer) {}
+  int peer;
+};
+
+// Routing that only the kernels could see was wrong: treated as dropped, said here.
+struct BadRouting : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+class ExpertParallel;
+enum class PushBy : int;
+struct Push;
+
+// One dispatch between its send and the end of its combine.
+struct DispatchHandle {
+  enum class Stage { kSent, kReceived, kCombineSent, kClosed };
+
+  const ExpertParallel* owner = nullptr;
+  int buffer = 0;
+  int num_tokens = 0;
+  Layout layout = Layout::kRows;
+  int expert_alignment = 1;
+  DType row_dtype = DType::kBfloat16;
+  Stage stage = Stage::kSent;
+  uint32_t attempt = 1;  // of the combine: a refused one may be tried again
+};
+
+// What is dispatched: addresses of this rank's tensors.
+struct DispatchInput {
+  int num_tokens = 0;
+  TopkIdx topk_idx;
+  const float* topk_weights = nullptr;
+  Rows x;
+  DType x_dtype = DType::kBfloat16;
+  Rows x_scales;
+  bool quantize = false;
+
+  DType row_dtype() const { return quantize ? DType::kFloat8 : x_dtype; }  // as rows travel
+};
+
+// Where a launch goes.
+struct LaunchPlace {
+  int num_blocks = 0;  // 0: the launch table's, or the target's default
+  void* stream = nullptr;
+};
+
+class ExpertParallel {
+ public:
+  ExpertParallel(const MoeConfig& config, const std::string& target, int device, double timeout_seconds);
+  ~ExpertParallel();
+
+  const MoeConfig& config() const { return context_.config; }
+  const Backend& backend() const { return *backend_; }
+  const Workspace& workspace() const { return context_.ws; }
+  size_t nbytes() const { return size_.symmetric_bytes + size_.local_bytes; }
+  static size_t nbytes_for(const MoeConfig& config);
+
+  // Set-up: every rank's handle to every rank, in rank order.
+  CommHandle comm_handle() const { return comm_handle_; }
+  void connect(const std::vector<CommHandle>& handles);
+
+  // The steps. A handle is open from dispatch_send to the end of combine_recv, or release.
+  std::shared_ptr<DispatchHandle> dispatch_send(const DispatchInput& input, const LaunchPlace& place);
+  void dispatch_recv(DispatchHandle& handle, Layout layout, int expert_alignment, const LaunchPlace& place);
+  void gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales, const LaunchPlace& place);
+  void combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
+                    const LaunchPlace& place);
+  void combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place);
+  void release(DispatchHandle& handle, const LaunchPlace& place);
+
+  // Both halves, in one launch where launches are queued.
+  std::shared_ptr<DispatchHandle> dispatch(const DispatchInput& input, Layout layout, int expert_alignment,
+                                           const LaunchPlace& place);
+  void combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed, void* combined_x,
+               const LaunchPlace& place);
+
+  // How many blocks the launches take: what the place says, else the table, else the target's default.
+  void set_launch_table(LaunchTable table) { launch_table_ = std::move(table); }
+  int dispatch_blocks(int num_tokens, const LaunchPlace& place = {}) const {
+    return blocks(place, launch_table_.dispatch_blocks(num_tokens));
+  }
+  int combine_blocks(int num_tokens, const LaunchPlace& place = {}) const {
+    return blocks(place, launch_table_.combine_blocks(num_tokens));
+  }
+
+  // For benchmarks: row i goes where pushes[i] says, into a buffer that is not open, and nobody is told. All
+  // ranks call it, with no dispatch or combine on its way.
+  void push_rows(const Rows& x, int num_rows, int64_t row_bytes, const Push* pushes, PushBy by,
+                 const LaunchPlace& place);
+
+  // Says on every rank that this rank's call has bad arguments; the caller then raises them.
+  void refuse_dispatch(const std::string& why, const LaunchPlace& place);
+  void refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
+
+  // Raises what the kernels have reported so far: a wait that was given up, or bad routing. check() first waits for the
+  // device. Calls on the hot path raise waits only: a call is not to blame for the routing of an earlier one.
+  void raise_reported();
+  void check();
+  // No call after this one. The memory goes with the object: views of it may still be held.
+  void close();
+  bool is_closed() const { return closed_; }
+
+  Tracer& tracer() { return tracer_; }
+
+  // Raises unless the handle is open, ours, and at one of the two stages.
+  void require(const DispatchHandle& handle, DispatchHandle::Stage stage, DispatchHandle::Stage or_stage,
+               const char* call) const;
+  void require_open() const;
+
+ private:
+  int take_buffer();
+  std::shared_ptr<DispatchHandle> open_handle(const DispatchInput& input, int buffer);
+  DispatchSendArgs send_args(const DispatchInput& input, int buffer) const;
+  CombineSendArgs send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed) const;
+  CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
+  void finish_combine(DispatchHandle& handle);
+  int blocks(const LaunchPlace& place, int by_table) const;
+  void after_launch();
+  void part();
+  [[noreturn]] void raise_wait(const Report& report);
+  void raise_waits();
+  void raise_bad_routing();
+
+  std::unique_ptr<Backend> backend_;
+  Context context_;
+  Tracer tracer_{*backend_, context_};
+  WorkspaceSize size_;
+  CommHandle comm_handle_;
+  std::byte* own_heap_ = nullptr;
+  Report* report_ = nullptr;
+  Tally raised_;                                       // what of the report's counters has been raised
+  std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer, null when free
+  int last_buffer_;
+  LaunchTable launch_table_;
+  bool connected_ = false;
+  bool closed_ = false;
+  bool parted_ = false;  // all ranks have closed: nobody writes into this memory any more
+
+  // How long a close waits for the other ranks to close.
+  static constexpr double kPartingSeconds = 5.0;
+};
+
+}  // namespace moe_a2a

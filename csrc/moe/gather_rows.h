@@ -1,0 +1,58 @@
+// On request between steps 2 and 3: rows contiguous by expert, for callers whose GEMM does not gather. Costs one copy.
+#pragma once
+
+#include "moe/route/route.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+struct GatherRows {
+  using Args = GatherRowsArgs;
+  static constexpr const char* kName = "gather_rows";
+
+  static size_t shared_bytes(const Args&) { return 0; }
+
+  // The filled positions of all experts lie on one line; warp w of W takes positions w, w + W, ... of that line.
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
+    const Workspace& ws = args.context.ws;
+    const int num_warps = grid.size() * block.num_warps();
+    const int warp = grid.rank() + grid.size() * block.warp_rank();
+    int64_t before = 0;
+    for (int e = 0; e < args.context.config.num_local_experts(); ++e) {
+      const int32_t start = ws.expert_offsets(args.buffer, e);
+      const int32_t filled = args.layout == Layout::kMasked ? ws.expert_counts(args.buffer, e)
+                                                            : ws.expert_offsets(args.buffer, e + 1) - start;
+      const int first = static_cast<int>((warp - before % num_warps + num_warps) % num_warps);
+      for (int i = first; i < filled; i += num_warps) gather(args, block.warp(), start + i);
+      before += filled;
+    }
+  }
+
+  MOE_A2A_DEVICE static void gather(const Args& args, const Warp& warp, int32_t position) {
+    const Context& c = args.context;
+    const int32_t row = c.ws.expert_row_index(args.buffer, position);
+    const int64_t bytes = static_cast<int64_t>(c.config.hidden) * size_of(args.row_dtype);
+    const int64_t scale_bytes = args.row_dtype == DType::kFloat8 ? c.config.num_scales() * int64_t{4} : 0;
+    std::byte* target = args.expert_x + position * bytes;
+    std::byte* scales = reinterpret_cast<std::byte*>(args.expert_x_scales) + position * scale_bytes;
+    if (row < 0) {
+      fill_zero(warp, target, bytes);
+      fill_zero(warp, scales, scale_bytes);
+      return;
+    }
+    const uint64_t start = trace_now();
+    const int src_rank = row / c.config.num_max_tokens_per_rank, token = row % c.config.num_max_tokens_per_rank;
+    const std::byte* source = c.ws.row.at(args.buffer, src_rank, token);
+    multicast_bytes(warp, RankSet::only(0), 0, [&](int) { return target; }, source, bytes);
+    if (scale_bytes > 0) {
+      multicast_bytes(
+          warp, RankSet::only(0), 0, [&](int) { return scales; }, source + c.config.scales_offset(), scale_bytes);
+    }
+    record(c.trace(), warp, {.kind = TraceKind::kGather, .begin = start, .peer = src_rank, .token = token});
+  }
+
+  MOE_A2A_DEVICE static void fill_zero(const Warp& warp, std::byte* target, int64_t bytes) {
+    for (int64_t i = warp.rank(); i < bytes; i += warp.size()) target[i] = std::byte{0};
+  }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,26 @@
+// The bare push of rows, for benchmarks: see moe/link_floor.h.
+#include "moe/link_floor.h"
+
+#include <algorithm>
+
+#include "moe/expert_parallel.h"
+
+namespace moe_a2a {
+
+void ExpertParallel::push_rows(const Rows& x, int num_rows, int64_t row_bytes, const Push* pushes, PushBy by,
+                               const LaunchPlace& place) {
+  require_open();
+  const auto free = std::find(open_.begin(), open_.end(), nullptr);
+  if (free == open_.end())
+    throw std::runtime_error("push_rows: every buffer is open; combine() or release() one first");
+  backend_->launch(PushRowsArgs{.context = context_,
+                                .buffer = static_cast<int>(free - open_.begin()),
+                                .num_rows = num_rows,
+                                .x = x,
+                                .row_bytes = row_bytes,
+                                .pushes = pushes,
+                                .by = by},
+                   blocks(place, 0), place.stream);
+}
+
+}  // namespace moe_a2a

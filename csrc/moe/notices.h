@@ -1,0 +1,89 @@
+// Small launches of one block: what a rank tells its peers when it does not take part as expected.
+#pragma once
+
+#include "moe/combine/combine_send.h"
+#include "moe/dispatch/dispatch_send.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Leaves a text with every peer. Visible before the signal that follows it.
+MOE_A2A_DEVICE void leave_text(const Context& c, int buffer, const Block& block, const RefusalText& text) {
+  uint64_t* local = c.ws.refusal_text.at(buffer, c.heap.rank);
+  for (int r = 0; r < c.heap.num_ranks; ++r) {
+    for (int i = block.rank(); i < kRefusalWords; i += block.size()) {
+      atomic_store<Order::kRelaxed, Scope::kSystem>(c.heap.peer(r, local + i), text.word[i]);
+    }
+  }
+  block.release_sync();
+}
+
+// In the place of dispatch_send, for a call with bad arguments: the epoch passes on every rank, without this rank's
+// rows.
+struct RefuseDispatch {
+  using Args = RefuseDispatchArgs;
+  static constexpr const char* kName = "refuse_dispatch";
+
+  static size_t shared_bytes(const Args&) { return 0; }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
+    const Context& c = args.context;
+    const uint64_t epoch = c.ws.epoch(args.buffer) + 1;
+    if (!DispatchSend::wait_for_credits(c, block, args.buffer, epoch)) return;
+    leave_text(c, args.buffer, block, args.text);
+    if (block.rank() != 0) return;
+    const RankSet all = RankSet::all(c.heap.num_ranks);
+    signal_many(c.heap, all, c.ws.table_signal.at(args.buffer, c.heap.rank, 0), epoch, Workspace::kRefused);
+    CombineSend::return_credit(c, args.buffer, epoch);
+    c.ws.epoch(args.buffer) = epoch;
+  }
+};
+
+// In the place of combine_send: peers leave this attempt of the combine and may try again with this rank.
+struct RefuseCombine {
+  using Args = RefuseCombineArgs;
+  static constexpr const char* kName = "refuse_combine";
+
+  static size_t shared_bytes(const Args&) { return 0; }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
+    const Context& c = args.context;
+    leave_text(c, args.buffer, block, args.text);
+    if (block.rank() != 0) return;
+    signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.combine_refusal.at(args.buffer, c.heap.rank),
+                c.ws.epoch(args.buffer), args.attempt);
+  }
+};
+
+// The last launch of an ExpertParallel.
+struct Goodbye {
+  using Args = GoodbyeArgs;
+  static constexpr const char* kName = "goodbye";
+
+  static size_t shared_bytes(const Args&) { return 0; }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
+    const Context& c = args.context;
+    if (block.rank() == 0) {
+      signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.goodbye.at(c.heap.rank), 1);
+    }
+    for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
+      if (!wait_for(c.ws.goodbye.at(r), 1, {Operation::kClose, Phase::kPeer, r}, c.wait, c.heap)) return;
+    }
+  }
+};
+
+// Gives a buffer back without a combine.
+struct Release {
+  using Args = ReleaseArgs;
+  static constexpr const char* kName = "release";
+
+  static size_t shared_bytes(const Args&) { return 0; }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
+    if (block.rank() == 0) {
+      CombineSend::return_credit(args.context, args.buffer, args.context.ws.epoch(args.buffer));
+    }
+  }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,61 @@
+// The choices of a small batch's tokens on their way. Each says what a receiver must know that has seen nothing else of
+// the rank: expert, weight, and how many tokens there are. A rank without tokens sends one choice, which says so.
+#pragma once
+
+#include <bit>
+
+#include "comm/ll_word.h"
+#include "moe/route/route.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+inline constexpr int kWordsOfChoice = num_ll_words(3);
+
+// The words of a choice of one of `src`'s tokens, in this rank's heap.
+MOE_A2A_DEVICE LlWord* ll_choice_at(const Context& c, int buffer, int src, int token, int k) {
+  return ll_words_at(c.ws.ll_choices, buffer, src, token, k * kWordsOfChoice);
+}
+
+// By a thread, to every rank.
+MOE_A2A_DEVICE void send_choice(const Context& c, int buffer, int num_tokens, int token, int k, int32_t expert,
+                                float weight, uint64_t epoch) {
+  const uint32_t dword[3] = {static_cast<uint32_t>(expert), std::bit_cast<uint32_t>(weight),
+                             static_cast<uint32_t>(num_tokens)};
+  LlWord* local = ll_choice_at(c, buffer, c.heap.rank, token, k);
+  for (int w = 0; w < kWordsOfChoice; ++w) {
+    LlWord word;
+    for (int d = 0; d < kLlData; ++d) word.data[d] = dword[w * kLlData + d];
+    word.stamp = ll_stamp(epoch);
+    for (int r = 0; r < c.heap.num_ranks; ++r) store_ll(c.heap.peer(r, local) + w, word);
+  }
+}
+
+// The number of tokens of `src`, if its first choice is here.
+MOE_A2A_DEVICE bool find_ll_tokens(const Context& c, int buffer, int src, uint64_t epoch, uint32_t* num_tokens) {
+  uint64_t seen;
+  const LlWord word = load_ll(ll_choice_at(c, buffer, src, 0, 0) + 2 / kLlData);
+  *num_tokens = word.data[2 % kLlData];
+  return is_of(word, epoch, seen);
+}
+
+// A choice as it comes, to a thread: the local expert, -1 when it lives elsewhere or is dropped. False when the wait
+// was given up.
+MOE_A2A_DEVICE bool receive_choice(const Context& c, int buffer, int src, int token, int k, uint64_t epoch,
+                                   bool is_recorded, int* expert, float* weight) {
+  const LlWord* words = ll_choice_at(c, buffer, src, token, k);
+  const WaitSite site{Operation::kDispatchRecv, Phase::kRoutingTable, src, token, buffer, is_recorded};
+  LlWord word[kWordsOfChoice] = {};
+  const bool good = wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
+    bool all = true;
+    for (int w = 0; w < kWordsOfChoice; ++w) {
+      word[w] = load_ll(words + w);
+      all &= is_of(word[w], epoch, seen);
+    }
+    return all;
+  });
+  *expert = local_expert(c.config, static_cast<int32_t>(word[0].data[0]));
+  *weight = std::bit_cast<float>(word[1 / kLlData].data[1 % kLlData]);
+  return good;
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

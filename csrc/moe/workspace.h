@@ -1,0 +1,129 @@
+// Every field of a rank's memory, by name, type and shape. Host, kernels and tests reach memory only through this.
+//
+// The symmetric part lies at the same offset in the heap of every rank, so HeapView::peer() finds a field elsewhere.
+// The local part is private to the rank. One struct serves both: an Array is a pointer and its strides.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "arch/arch.h"
+#include "comm/rank_set.h"
+#include "comm/report.h"
+#include "comm/signal.h"
+#include "moe/moe_config.h"
+#include "moe/route/route_entry.h"
+
+namespace moe_a2a {
+
+// A dense array of `kRank` dimensions; the first extent is not needed to find an element.
+template <class T, int kRank>
+struct Array {
+  T* data = nullptr;
+  int64_t stride[kRank > 1 ? kRank - 1 : 1] = {};
+
+  template <class... Index>
+  MOE_A2A_HOST_DEVICE T* at(Index... index) const {
+    static_assert(sizeof...(Index) <= kRank);
+    const int64_t indices[] = {static_cast<int64_t>(index)...};
+    int64_t offset = 0;
+    for (int i = 0; i < static_cast<int>(sizeof...(Index)); ++i) {
+      offset += indices[i] * (i < kRank - 1 ? stride[i] : 1);
+    }
+    return data + offset;
+  }
+  template <class... Index>
+  MOE_A2A_HOST_DEVICE T& operator()(Index... index) const {
+    return *at(index...);
+  }
+};
+
+// Tokens of a routing table that one signal hands over: few where there would else be too few chunks for the blocks.
+inline constexpr int kMaxChunk = 256, kSmallChunk = 64, kFewTokens = 512;
+MOE_A2A_HOST_DEVICE constexpr int chunk_length(int num_tokens) {
+  return num_tokens <= kFewTokens ? kSmallChunk : kMaxChunk;
+}
+MOE_A2A_HOST_DEVICE constexpr int num_chunks(int num_tokens) {
+  return (num_tokens + chunk_length(num_tokens) - 1) / chunk_length(num_tokens);
+}
+// Of any number of tokens up to `num_tokens`.
+constexpr int most_chunks(int num_tokens) {
+  const int of_few = num_chunks(num_tokens < kFewTokens ? num_tokens : kFewTokens);
+  return num_chunks(num_tokens) > of_few ? num_chunks(num_tokens) : of_few;
+}
+
+// Largest multiple that an expert-major block of rows can be padded to.
+inline constexpr int kMaxExpertAlignment = 256;
+
+// What an exchange of messages with a rank has told of its clock. Of the own rank: no offset, and the clock's step.
+struct ClockReading {
+  int64_t offset = 0;       // how far the peer's clock is ahead, in ticks; wrong by at most half the round trip
+  uint64_t round_trip = 0;  // the shortest that was seen
+  uint64_t at = 0;          // by this rank's clock
+};
+// Most messages of one exchange.
+inline constexpr int kMaxClockRounds = 256;
+
+// B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
+struct Workspace {
+  // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
+  Array<Signal, 3> table_signal;     // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
+  Array<RouteEntry, 4> table_route;  // [B, R src, T, K]
+  Array<float, 4> table_weight;      // [B, R src, T, K]
+  Array<int32_t, 3>
+      table_landing;  // [B, R src, T]  how many rows of its chunk land here before this one; -1: it does not
+  Array<int32_t, 4> table_count;    // [B, R src, chunks, El + 1]  routes to each expert here; last: rows that land here
+  Array<Signal, 3> row_signal;      // [B, R src, T]  a row of src has landed
+  Array<std::byte, 4> row;          // [B, R src, T, row_stride]  recv_x: the row of a token lands at its own index
+  Array<Signal, 3> combine_signal;  // [B, R src, T]  a partial sum of src is here
+  Array<std::byte, 4> combine_row;  // [B, R src, T, row_stride]
+  // Small batches, L = num_max_ll_tokens: LL words, read by the kernels alone.
+  Array<std::byte, 4> ll_choices;      // [B, R src, L, ll_choices_stride]  expert and weight of each choice
+  Array<std::byte, 4> ll_row;          // [B, R src, L, ll_row_stride]
+  Array<std::byte, 4> ll_combine_row;  // [B, R src, L, ll_row_stride]
+  Array<Signal, 2> dispatch_credit;    // [B, R src]  src no longer reads what I dispatched up to this epoch
+  Array<Signal, 2> combine_refusal;    // [B, R src]  src refused its combine; payload: which attempt
+  Array<uint64_t, 3> refusal_text;     // [B, R src, kRefusalWords]  why src refused its call on this buffer
+  Array<Signal, 1> goodbye;            // [R src]  epoch 1: src makes no more calls
+  Array<Signal, 1> clock_meeting;      // [R src]  src is ready for an exchange of messages, or has ended it
+  Array<Signal, 1> clock_message;      // [R src]  one of the messages; see comm/align_clocks.h
+  Array<uint64_t, 2> clock_log;        // [R src, kMaxClockRounds + 1]  by the clock of src, when it sent each of them
+  Array<uint32_t, 1> poison;           // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
+
+  // ---- local
+  Array<uint64_t, 1> epoch;              // [B]  of the dispatch that holds the buffer; kernels advance it
+  Array<Tally, 1> tally;                 // [1]
+  Array<uint64_t, 1> clock_epoch;        // [R]  of the newest clock_meeting and clock_message exchanged with each rank
+  Array<ClockReading, 1> clock_reading;  // [R]
+  Array<uint32_t, 2> arrivals;           // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
+  Array<uint32_t, 2> tickets;            // [B, kNumLaunches]  units of a launch that were handed out; see comm/units.h
+  Array<int32_t, 2> expert_offsets;      // [B, El + 1]
+  Array<int32_t, 2> expert_counts;       // [B, El]
+  Array<int32_t, 2> expert_row_index;    // [B, routes]  row (src_rank * T + token) of each route, -1 = padding
+  Array<float, 2> route_weight;          // [B, routes]
+  Array<int32_t, 2> route_src_rank;      // [B, routes]
+  Array<int32_t, 2> route_src_token;     // [B, routes]
+  Array<int32_t, 2> landed_row;          // [B, R * T]  rows that have landed, in (src_rank, token) order
+  Array<int32_t, 2> landed_offsets;      // [B, R + 1]  where those of each src begin in landed_row
+  Array<RouteTerm, 3> landed_term;       // [B, R * T, K]  of each landed row: its routes here, in k order
+  Array<int32_t, 2> num_recv_tokens;     // [B, R src]  rows of the table of src
+  Array<int32_t, 2> all_send_ll;  // [B, 1]  whether the batches of all ranks are small; then so are their combines
+  Array<RankSet, 2> token_ranks;  // [B, T]  where this rank's tokens have gone
+
+  static constexpr uint32_t kRefused = Signal::kPayloadMask;
+  enum Launch { kDispatchSend, kCombineSend, kNumLaunches };
+};
+
+struct WorkspaceSize {
+  size_t symmetric_bytes = 0;
+  size_t local_bytes = 0;
+  uint64_t layout_digest = 0;  // of the sequence of symmetric fields: equal on ranks whose offsets are equal
+};
+
+// Routes of the largest layout that the lists must hold: padding of expert blocks to `max_alignment` included.
+int64_t route_list_capacity(const MoeConfig& config, int expert_alignment);
+
+// Lays the fields out from the two bases; with null bases only the sizes mean anything.
+Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byte* local, WorkspaceSize* size);
+
+}  // namespace moe_a2a

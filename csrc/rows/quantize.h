@@ -1,0 +1,98 @@
+// Quantises pieces of rows to float8, with one fp32 scale per 128 values: scale = amax / max, q = x * (max / amax),
+// rounded to nearest even.
+#pragma once
+
+#include <cmath>
+
+#include "rows/row.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// A piece of the row `x`; q and scales are where those of the piece go. Each thread has a few neighbouring values, and
+// neighbouring threads share a block of 128: they meet through the largest magnitude among them.
+template <class T, class Group>
+class PieceQuantizer {
+ public:
+  MOE_A2A_DEVICE PieceQuantizer(const Group& group, const Piece& piece, const T* x, Float8* q, float* scales)
+      : group_(group),
+        size_(piece.size()),
+        stride_(group.size() * kCount),
+        x_(x + piece.first),
+        q_(q),
+        scales_(scales) {}
+
+  MOE_A2A_DEVICE void run(bool vector_rows) {
+    if (vector_rows) whole_steps<kQuantizeUnroll>();
+    // Every thread goes round equally often: those past the end take part in max_of_neighbours() with zeros.
+    const int padded = (size_ + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
+    for (; base_ < padded; base_ += stride_) last_step(padded);
+  }
+
+ private:
+  static constexpr int kCount = kQuantizeElements<T>, kLanes = kScaleBlock / kCount;
+  static constexpr int kLane = kLaneElements<T>, kVectors = (kCount + kLane - 1) / kLane;
+  static_assert(kCount % 2 == 0 && (kVectors == 1 || kCount % kLane == 0));
+
+  // As long as every thread has kUnroll times its values; all loads before the first use.
+  template <int kUnroll>
+  MOE_A2A_DEVICE void whole_steps() {
+    for (; base_ + kUnroll * stride_ <= size_; base_ += kUnroll * stride_) {
+      LoadedLane<T> loaded[kUnroll][kVectors];
+      const int first = base_ + group_.rank() * kCount;
+      MOE_A2A_UNROLL
+      for (int u = 0; u < kUnroll; ++u) {
+        for (int v = 0; v < kVectors; ++v) load_lane(loaded[u][v], x_ + first + u * stride_ + v * kLane);
+      }
+      MOE_A2A_UNROLL
+      for (int u = 0; u < kUnroll; ++u) {
+        float values[kCount];
+        MOE_A2A_UNROLL
+        for (int i = 0; i < kCount; ++i) values[i] = value_of(loaded[u][i / kLane], i % kLane);
+        Float8 quantized[kCount];
+        quantize(values, first + u * stride_, quantized);
+        store_values(q_ + first + u * stride_, quantized);
+      }
+    }
+    if constexpr (kUnroll > 1) whole_steps<kUnroll / 2>();
+  }
+
+  MOE_A2A_DEVICE void last_step(int padded) {
+    const int first = base_ + group_.rank() * kCount;
+    float values[kCount];
+    for (int i = 0; i < kCount; ++i) values[i] = first + i < size_ ? to_float(x_[first + i]) : 0.0f;
+    Float8 quantized[kCount];
+    quantize(values, first < padded ? first : -1, quantized);
+    for (int i = 0; i < kCount && first + i < size_; ++i) q_[first + i] = quantized[i];
+  }
+
+  // The first thread of a block of 128 also writes the scale. `first`: of the values; -1: behind the end.
+  MOE_A2A_DEVICE void quantize(const float (&values)[kCount], int first, Float8 (&quantized)[kCount]) {
+    float amax = 1e-12f;
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kCount; ++i) amax = larger(fabsf(values[i]), amax);
+    amax = group_.template max_of_neighbours<kLanes>(amax);
+    const float inverse = kFloat8Max / amax;
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kCount; i += 2) {
+      const Float8Pair pair = to_float8_pair(values[i] * inverse, values[i + 1] * inverse);
+      quantized[i] = pair.element[0];
+      quantized[i + 1] = pair.element[1];
+    }
+    if (first >= 0 && first % kScaleBlock == 0) scales_[first / kScaleBlock] = amax / kFloat8Max;
+  }
+
+  const Group& group_;
+  int size_, stride_;
+  const T* x_;
+  Float8* q_;
+  float* scales_;
+  int base_ = 0;
+};
+
+template <class T, class Group>
+MOE_A2A_DEVICE void quantize_piece(const Group& group, const Piece& piece, bool vector_rows, const T* x, Float8* q,
+                                   float* scales) {
+  PieceQuantizer<T, Group>(group, piece, x, q, scales).run(vector_rows);
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,170 @@
+// A row or a piece of it: where it lies, and the sum of weighted rows, formed by any group of threads.
+#pragma once
+
+#include "moe/args.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Calls f(T{}) with the element type of `dtype`.
+template <class F>
+MOE_A2A_DEVICE void with_element_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return f(float{});
+    case DType::kFloat16:
+      return f(Half{});
+    case DType::kBfloat16:
+      return f(Bfloat16{});
+    case DType::kFloat8:
+      return;  // float8 rows are moved, never added
+  }
+}
+
+// ---- staging
+
+// A row that is too long for the staging of one warp goes without: 0.
+MOE_A2A_HOST_DEVICE int staging_that_fits(const Context& c, int64_t num_bytes, int bytes_of_block = 0) {
+  return num_bytes + bytes_of_block <= c.max_shared_bytes ? static_cast<int>(num_bytes) : 0;
+}
+
+// Warps of a block that have work when each takes so much of its shared memory, behind what the block has together.
+MOE_A2A_HOST_DEVICE int warps_with_staging(const Context& c, int bytes_per_warp, int bytes_of_block = 0) {
+  constexpr int kWarps = kBlockThreads / kWarpSize;
+  const int bytes = c.max_shared_bytes - bytes_of_block;
+  return bytes_per_warp * kWarps <= bytes ? kWarps : bytes / bytes_per_warp;
+}
+
+// ---- pieces
+
+// A range of a row's values.
+struct Piece {
+  int first, end;
+
+  MOE_A2A_HOST_DEVICE int size() const { return end - first; }
+  // One of those of a row that are `length` long.
+  MOE_A2A_HOST_DEVICE static Piece of(const MoeConfig& config, int piece, int length = MoeConfig::piece_length()) {
+    const int end = (piece + 1) * length;
+    return {piece * length, end < config.hidden ? end : config.hidden};
+  }
+};
+
+// Where a piece lies in a row of such elements: sizes and offsets, without a source.
+MOE_A2A_HOST_DEVICE RowSource part_of_row(const MoeConfig& config, DType dtype, const Piece& piece) {
+  const int64_t element = size_of(dtype);
+  RowSource row{.num_value_bytes = piece.size() * element, .values_offset = piece.first * element};
+  if (dtype == DType::kFloat8) {
+    row.num_scale_bytes = (piece.size() + kScaleBlock - 1) / kScaleBlock * int64_t{sizeof(float)};
+    row.scales_offset = config.scales_offset() + piece.first / kScaleBlock * int64_t{sizeof(float)};
+  }
+  return row;
+}
+
+// ---- addition
+
+// A row that is added, and its factor. A list of terms is an object whose next() gives one after the other and, behind
+// the last, terms without a row.
+template <class T>
+struct Term {
+  const T* row = nullptr;
+  float weight = 0;
+};
+
+// The terms of a list from column `first` on: the first ones held in registers over all columns, and where the others
+// are.
+template <class T, class List>
+struct Terms {
+  Term<T> held[kRowsInFlight];
+  List rest;
+  int first;
+
+  MOE_A2A_DEVICE Terms(const List& list, int first) : rest(list), first(first) {
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kRowsInFlight; ++i) held[i] = next(rest);
+  }
+  MOE_A2A_DEVICE Term<T> next(List& list) const {
+    Term<T> term = list.next();
+    if (term.row != nullptr) term.row += first;
+    return term;
+  }
+  MOE_A2A_DEVICE bool has_rest() const { return held[kRowsInFlight - 1].row != nullptr; }
+};
+
+// Adds the first kNum terms at column c to the sums; all loads fly before the first is used.
+template <int kNum, int kUnroll, class T, class Sums>
+MOE_A2A_DEVICE void add_exactly(const Term<T>* terms, int c, int stride, Sums& sum) {
+  LoadedLane<T> lane[kNum][kUnroll];
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kNum; ++i) {
+    for (int u = 0; u < kUnroll; ++u) load_lane(lane[i][u], terms[i].row + c + u * stride);
+  }
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kNum; ++i) {
+    for (int u = 0; u < kUnroll; ++u) {
+      for (int j = 0; j < kLaneElements<T>; ++j) sum[u][j] += terms[i].weight * value_of(lane[i][u], j);
+    }
+  }
+}
+
+// Adds those of the first kNum terms that have a row; they stand in front. A branch per number keeps the loads
+// together.
+template <int kNum, int kUnroll, class T, class Sums>
+MOE_A2A_DEVICE void add_up_to(const Term<T>* terms, int c, int stride, Sums& sum) {
+  if (terms[kNum - 1].row != nullptr) return add_exactly<kNum, kUnroll>(terms, c, stride, sum);
+  if constexpr (kNum > 1) add_up_to<kNum - 1, kUnroll>(terms, c, stride, sum);
+}
+
+// One thread's `kUnroll` pieces of the sum of at most kMost held terms and the rest, `stride` elements apart.
+template <int kMost, int kUnroll, class T, class List>
+MOE_A2A_DEVICE void add_lanes(const Terms<T, List>& terms, int c, int stride, T* target) {
+  float sum[kUnroll][kLaneElements<T>] = {};
+  add_up_to<kMost, kUnroll>(terms.held, c, stride, sum);
+  if (kMost == kRowsInFlight && terms.has_rest()) {
+    List rest = terms.rest;
+    for (Term<T> term = terms.next(rest); term.row != nullptr; term = terms.next(rest)) {
+      add_exactly<1, kUnroll>(&term, c, stride, sum);
+    }
+  }
+  for (int u = 0; u < kUnroll; ++u) {
+    LaneVector<T> out;
+    for (int j = 0; j < kLaneElements<T>; ++j) out.element[j] = from_float<T>(sum[u][j]);
+    store_lane(target + c + u * stride, out);
+  }
+}
+
+// Columns [c, end) of this thread; those that are left over for the caller to go on with.
+template <int kMost, int kUnroll, class T, class List>
+MOE_A2A_DEVICE int add_columns(const Terms<T, List>& terms, int c, int end, int stride, T* target) {
+  for (; c + (kUnroll - 1) * stride + kLaneElements<T> <= end; c += kUnroll * stride) {
+    add_lanes<kMost, kUnroll>(terms, c, stride, target);
+  }
+  return c;
+}
+
+// target[i] = sum of weight * row[piece.first + i] over the terms of the list, for all i of the piece, added in their
+// order in fp32, each product rounded to fp32 before it is added (no fused multiply-add: the bits are the same on every
+// target).
+template <class T, class Group, class List>
+MOE_A2A_DEVICE void add_rows(const Group& group, const Piece& piece, bool vector_rows, const List& list, T* target) {
+  constexpr int kLane = kLaneElements<T>, kFew = (kRowsInFlight + 1) / 2;
+  const Terms<T, List> terms(list, piece.first);
+  const int stride = group.size() * kLane;
+  const int vector_end = vector_rows ? piece.size() / kLane * kLane : 0;
+  int c = group.rank() * kLane;
+  // As many loads fly for few rows as for more.
+  if (kFew == kRowsInFlight || terms.held[kFew].row == nullptr) {
+    c = add_columns<kFew, 2 * kLaneUnroll>(terms, c, vector_end, stride, target);
+  } else {
+    c = add_columns<kRowsInFlight, kLaneUnroll>(terms, c, vector_end, stride, target);
+  }
+  add_columns<kRowsInFlight, 1>(terms, c, vector_end, stride, target);
+  for (c = vector_end + group.rank(); c < piece.size(); c += group.size()) {
+    float sum = 0;
+    List rest = list;
+    for (Term<T> term = terms.next(rest); term.row != nullptr; term = terms.next(rest)) {
+      sum += term.weight * to_float(term.row[c]);
+    }
+    target[c] = from_float<T>(sum);
+  }
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET
