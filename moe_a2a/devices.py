@@ -19,11 +19,45 @@ def target_of(device: torch.device) -> str:
 
 
 def default_device() -> torch.device:
-    """What MOE_A2A_DEVICE names; else the current GPU where this build and this machine have one, else the CPU."""
-    if os.environ.get("MOE_A2A_DEVICE"):
-        return torch.device(os.environ["MOE_A2A_DEVICE"])
-    kind = default_device_type()
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    """What MOE_A2A_DEVICE names; else this process's GPU where this build and this machine have one, else the CPU."""
+    return with_index(torch.device(os.environ.get("MOE_A2A_DEVICE") or default_device_type()))
+
+
+def with_index(device: torch.device) -> torch.device:
+    """ "cuda" becomes "cuda:<this process's GPU>"."""
+    return torch.device("cuda", this_gpu()) if device.type == "cuda" and device.index is None else device
+
+
+def this_gpu() -> int:
+    """The current GPU. Every process starts on GPU 0, so under torchrun a process that is still there takes the GPU of
+    its LOCAL_RANK and makes it the current one: NCCL's collectives on Python objects run on the current GPU."""
+    current = torch.cuda.current_device()
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    if current == 0 and local_rank.isdecimal() and 0 < int(local_rank) < torch.cuda.device_count():
+        torch.cuda.set_device(int(local_rank))
+        return int(local_rank)
+    return current
+
+
+def gpu_identity(device: torch.device) -> str | None:
+    """Names the physical GPU, whatever CUDA_VISIBLE_DEVICES makes of its index; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    pci = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return str(getattr(properties, "uuid", pci))
+
+
+def check_one_rank_per_gpu(identities: list[str | None]) -> None:
+    """`identities`: gpu_identity() of every rank. Every rank raises the same error."""
+    first_rank: dict[str, int] = {}
+    for rank, identity in enumerate(identities):
+        if identity is not None and first_rank.setdefault(identity, rank) != rank:
+            raise ValueError(
+                f"ranks {first_rank[identity]} and {rank} are both on GPU {identity}; each rank needs a GPU of its own. "
+                "Before making the ExpertParallel call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), or pass "
+                "device=f'cuda:{local_rank}'"
+            )
 
 
 def default_device_type() -> str:

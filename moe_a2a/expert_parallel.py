@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_a2a import _core, arguments, launch_tables
-from moe_a2a.devices import default_device, float8_dtype, target_of
+from moe_a2a import _core, arguments, devices, launch_tables
+from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError
 from moe_a2a.groups import HandleExchange, as_group
 from moe_a2a.handle import DispatchHandle
@@ -34,7 +34,8 @@ class ExpertParallel:
         num_max_tokens_per_rank: most tokens that a rank dispatches at once (T).
         dtype: of x, y and the result: float32, float16 or bfloat16.
         device: where tensors live; default: what the environment variable MOE_A2A_DEVICE names, else the current GPU
-            if this build has its target, else the CPU.
+            if this build has its target, else the CPU. Under torchrun, a process whose current GPU is still GPU 0 takes
+            the GPU of its LOCAL_RANK and makes it the current one. Two ranks on one GPU are refused.
         num_buffers: dispatches that may be open at once.
         timeout: seconds after which a wait for another rank raises PeerTimeoutError.
         num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: as the launch table says.
@@ -93,11 +94,10 @@ class ExpertParallel:
             raise TypeError(
                 f"dtype={self.dtype!r} on rank {self.rank}; pass torch.float32, torch.float16 or torch.bfloat16"
             )
-        self.device = torch.device(device) if device is not None else default_device()
+        self.device = torch.device(device) if device is not None else devices.default_device()
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"device={str(self.device)!r} on rank {self.rank}; pass a cpu or cuda device")
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = devices.with_index(self.device)
         sizes = (
             self.num_experts,
             self.num_topk,
@@ -129,10 +129,12 @@ class ExpertParallel:
             self._allocate(device)
         except Exception as caught:
             error = caught
-        said = self._group.all_gather((None, repr(error)) if error else (self.get_comm_handle(), None))
-        self._raise_first(error, [text for _, text in said])
+        mine = (self.get_comm_handle(), devices.gpu_identity(self.device)) if error is None else (None, None)
+        said = self._group.all_gather((*mine, repr(error) if error else None))
+        self._raise_first(error, [text for *_, text in said])
         try:
-            self.set_comm_handles([handle for handle, _ in said])
+            devices.check_one_rank_per_gpu([gpu for _, gpu, _ in said])
+            self.set_comm_handles([handle for handle, *_ in said])
         except Exception as caught:
             error = caught
         self._raise_first(error, self._group.all_gather(repr(error) if error else None))

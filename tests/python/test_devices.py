@@ -1,0 +1,82 @@
+"""Which GPU a rank takes when nobody says, and that no two ranks take the same one. No GPU is needed: PyTorch's answers
+are replaced."""
+
+import types
+
+import pytest
+import ranks
+import torch
+
+import moe_a2a
+from moe_a2a import devices
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Four GPUs, the current one is number 0."""
+    state = types.SimpleNamespace(current=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: state.current)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(state, "current", index))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("MOE_A2A_DEVICE", "cuda")
+    return state
+
+
+@pytest.mark.parametrize(
+    ("current", "local_rank", "taken"),
+    [
+        (0, None, 0),
+        (0, "0", 0),
+        (0, "3", 3),
+        (2, "3", 2),  # the process has chosen
+        (0, "4", 0),  # CUDA_VISIBLE_DEVICES shows each rank its own GPUs
+        (0, "", 0),
+    ],
+)
+def test_the_gpu_that_a_rank_takes(machine, monkeypatch, current, local_rank, taken):
+    machine.current = current
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert devices.default_device() == torch.device("cuda", taken)
+    assert devices.with_index(torch.device("cuda")) == torch.device("cuda", taken)
+    assert machine.current == taken, "object collectives of NCCL run on the current GPU"
+
+
+def test_a_device_with_an_index_is_taken_as_it_is(machine, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert devices.with_index(torch.device("cuda:1")) == torch.device("cuda:1")
+    assert devices.with_index(torch.device("cpu")) == torch.device("cpu")
+    assert machine.current == 0
+
+
+def make(group):
+    return moe_a2a.ExpertParallel(group, num_experts=6, num_topk=2, hidden=64, num_max_tokens_per_rank=4, device="cpu")
+
+
+def test_two_ranks_on_one_gpu_are_refused_on_every_rank(monkeypatch):
+    gpus = iter(["GPU-a", "GPU-b", "GPU-a"])
+    monkeypatch.setattr(devices, "gpu_identity", lambda device: next(gpus))
+
+    def program(group):
+        with pytest.raises(
+            ValueError, match=r"both on GPU GPU-a.*set_device\(int\(os\.environ\['LOCAL_RANK'\]\)\)"
+        ) as e:
+            make(group)
+        return str(e.value)
+
+    texts = ranks.run_threads(3, program)
+    assert len(set(texts)) == 1
+
+
+def test_ranks_on_the_cpu_share_it():
+    ranks.run_threads(3, lambda group: make(group).close())
+
+
+def test_a_gpu_is_told_by_its_own_name(monkeypatch):
+    properties = types.SimpleNamespace(uuid="5c1e-77")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert devices.gpu_identity(torch.device("cuda:0")) == "5c1e-77"
+    assert devices.gpu_identity(torch.device("cpu")) is None
