@@ -4,8 +4,12 @@
 set -euo pipefail
 
 missing=()
+useful=()
 need() {  # need <package> <command that succeeds when it is here>
   "${@:2}" >/dev/null 2>&1 || missing+=("$1")
+}
+want() {  # the same for a package without which the build does less
+  "${@:2}" >/dev/null 2>&1 || useful+=("$1")
 }
 
 python=${PYTHON:-python3}
@@ -15,8 +19,7 @@ case $1 in
     need make command -v make
     need python3-venv "$python" -c 'import ensurepip, venv'
     need python3-dev "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
-    need nlohmann-json3-dev test -e /usr/include/nlohmann/json.hpp
-    need libprotozero-dev test -e /usr/include/protozero/pbf_writer.hpp
+    want libprotozero-dev test -e /usr/include/protozero/pbf_writer.hpp # for .pftrace files
     ;;
   test)
     need libgtest-dev test -e /usr/include/gtest/gtest.h
@@ -33,11 +36,13 @@ case $1 in
     ;;
 esac
 
-[ ${#missing[@]} -eq 0 ] && exit 0
+[ $((${#missing[@]} + ${#useful[@]})) -eq 0 ] && exit 0
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+  [ ${#missing[@]} -eq 0 ] && exit 0
   echo "Missing on this machine: ${missing[*]}. Please install (Debian, Ubuntu: sudo apt-get install ${missing[*]})" >&2
   exit 1
 fi
+missing+=("${useful[@]}")
 echo "Installing with apt-get: ${missing[*]}"
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq

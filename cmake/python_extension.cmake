@@ -2,9 +2,8 @@
 # tensor converters and ours come from one version).
 
 if(NOT MOE_A2A_TORCH_FOUND)
-  message(FATAL_ERROR "${Python_EXECUTABLE} has no PyTorch. Install torch into the environment first: the extension "
-                      "is built for exactly that one (tools that build in an environment of their own need "
-                      "--no-build-isolation)")
+  message(FATAL_ERROR "${Python_EXECUTABLE} has no PyTorch, and the extension is built for exactly one version of it. "
+                      "Install torch into this environment first")
 endif()
 find_package(Python 3.10 COMPONENTS Interpreter Development.Module REQUIRED)
 message(STATUS "moe_a2a for PyTorch ${MOE_A2A_TORCH_VERSION} in ${MOE_A2A_TORCH_ROOT}")
@@ -20,4 +19,6 @@ target_link_libraries(_core PRIVATE moe_a2a_core moe_a2a_trace_export)
 foreach(library IN ITEMS c10 torch_cpu torch_python)
   target_link_libraries(_core PRIVATE ${MOE_A2A_TORCH_ROOT}/lib/lib${library}.so)
 endforeach()
+configure_file(${CMAKE_CURRENT_LIST_DIR}/build_info.py.in ${CMAKE_CURRENT_BINARY_DIR}/_build_info.py @ONLY)
 install(TARGETS _core LIBRARY DESTINATION moe_a2a)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/_build_info.py DESTINATION moe_a2a)

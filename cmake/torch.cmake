@@ -7,10 +7,12 @@ set(_moe_a2a_torch_query [[
 import pathlib, torch
 root = pathlib.Path(torch.__file__).parent
 vendor = "cuda" if torch.version.cuda else "hip" if torch.version.hip else "cpu"
-print(torch.__version__, root, int(torch._C._GLIBCXX_USE_CXX11_ABI), vendor, sep=";")
+abi = bool(torch._C._GLIBCXX_USE_CXX11_ABI)
+print(torch.__version__, root, abi, vendor, torch.version.cuda or "none", sep=";")
 ]])
 
-# Sets MOE_A2A_TORCH_FOUND, _VERSION, _ROOT, _CXX11_ABI and _VENDOR (cpu, cuda or hip) for the caller.
+# Sets MOE_A2A_TORCH_FOUND, _VERSION, _ROOT, _CXX11_ABI (True or False), _VENDOR (cpu, cuda or hip) and _CUDA (the version
+# of CUDA that it is for, or none) for the caller.
 function(moe_a2a_find_torch)
   find_package(Python 3.10 COMPONENTS Interpreter QUIET)
   set(found FALSE)
@@ -35,8 +37,10 @@ function(moe_a2a_find_torch)
   list(GET answer 1 root)
   list(GET answer 2 cxx11_abi)
   list(GET answer 3 vendor)
+  list(GET answer 4 cuda)
   set(MOE_A2A_TORCH_VERSION ${version} PARENT_SCOPE)
   set(MOE_A2A_TORCH_ROOT ${root} PARENT_SCOPE)
   set(MOE_A2A_TORCH_CXX11_ABI ${cxx11_abi} PARENT_SCOPE)
   set(MOE_A2A_TORCH_VENDOR ${vendor} PARENT_SCOPE)
+  set(MOE_A2A_TORCH_CUDA ${cuda} PARENT_SCOPE)
 endfunction()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import torch  # noqa: F401  (before the core, which uses its libraries)
+from moe_a2a import installation
 
+installation.check()  # loads PyTorch, whose libraries the extension uses, then the extension
+
+# ruff: noqa: E402
 from moe_a2a import reference
 from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError
 from moe_a2a.expert_parallel import ExpertParallel
@@ -11,6 +14,7 @@ from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
 from moe_a2a.tracing import trace
+from moe_a2a.version import __version__
 
 __all__ = [
     "DispatchHandle",
@@ -21,6 +25,7 @@ __all__ = [
     "PeerTimeoutError",
     "RoutingError",
     "ThreadGroup",
+    "__version__",
     "as_group",
     "reference",
     "thread_group",

@@ -51,7 +51,9 @@ void bind_trace_export(py::module_& m) {
   PYBIND11_NUMPY_DTYPE(Arrow, source, sink);
   PYBIND11_NUMPY_DTYPE(CounterSample, time_ns, value, rank, name);
   m.def("write_chrome_json", &export_to<trace_export::write_chrome_json>);
+#if defined(MOE_A2A_WITH_PERFETTO)  // protozero was there
   m.def("write_perfetto", &export_to<trace_export::write_perfetto>);
+#endif
 }
 
 }  // namespace moe_a2a::bindings

@@ -35,5 +35,10 @@ def _writer_for(path: Path):
     if path.name.endswith(JSON_ENDINGS):
         return _core.write_chrome_json
     if path.name.endswith(PROTOBUF_ENDINGS):
+        if not hasattr(_core, "write_perfetto"):
+            raise ValueError(
+                f"{path}: this build of moe_a2a writes Chrome JSON only, because protozero's headers were not there when "
+                "it was built; save as .json.gz, which Perfetto opens too, or install libprotozero-dev and build again"
+            )
         return _core.write_perfetto
     raise ValueError(f"{path}: pass a path that ends in one of {', '.join(JSON_ENDINGS + PROTOBUF_ENDINGS)}")

@@ -1,0 +1,150 @@
+"""What `import moe_a2a` says when the extension is missing or was built for something else, and what the build checks."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_a2a
+from moe_a2a import _core, installation
+from moe_a2a.tracing import export
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).parents[2]
+
+
+def import_copy(folder: Path) -> str:
+    """`import moe_a2a` from a copy of the Python files in `folder`; the last line of stderr."""
+    # -S: without the finder of the editable installation.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(torch.__file__).parents[1])])}
+    command = [sys.executable, "-S", "-c", "import moe_a2a; print('imported')"]
+    result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1, result.stdout
+    return result.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def copy(tmp_path):
+    shutil.copytree(ROOT / "moe_a2a", tmp_path / "moe_a2a", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path
+
+
+def test_a_checkout_without_the_extension_says_how_to_build_it(copy):
+    shutil.copy(ROOT / "CMakeLists.txt", copy)
+    text = import_copy(copy)
+    assert text.startswith("ImportError: the compiled extension moe_a2a._core is missing"), text
+    assert f"make -C {copy} setup" in text and f"pip install {copy}" in text
+    assert "circular" not in text
+
+
+def test_an_installation_without_the_extension_says_how_to_build_it(copy):
+    text = import_copy(copy)
+    assert text.startswith("ImportError: the compiled extension moe_a2a._core is missing"), text
+    assert "pip install --force-reinstall" in text
+
+
+def test_an_extension_for_another_pytorch_is_not_loaded(copy):
+    (copy / "moe_a2a" / "_core.py").write_text("raise AssertionError('loaded')")
+    (copy / "moe_a2a" / "_build_info.py").write_text("PYTHON, TORCH, TORCH_CXX11_ABI, CUDA = '3.11', '2.1.0', True, ''")
+    text = import_copy(copy)
+    assert f"built for PyTorch 2.1.0, this is PyTorch {torch.__version__}" in text, text
+    assert "pip install" in text
+
+
+def test_an_extension_that_does_not_load_names_both_versions(copy):
+    (copy / "moe_a2a" / "_core.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    (copy / "moe_a2a" / "_build_info.py").write_text(
+        f"PYTHON, TORCH, TORCH_CXX11_ABI, CUDA = '3.11', {torch.__version__!r}, "
+        f"{bool(torch._C._GLIBCXX_USE_CXX11_ABI)}, ''"
+    )
+    text = import_copy(copy)
+    assert f"built for Python 3.11, PyTorch {torch.__version__}, does not load" in text, text
+    assert "undefined symbol: _ZN3c10" in text
+
+
+def built(torch="2.9.1+cu130", abi=True, cuda="13.0"):
+    return types.SimpleNamespace(PYTHON="3.12", TORCH=torch, TORCH_CXX11_ABI=abi, CUDA=cuda)
+
+
+def running(version="2.9.1+cu130", abi=True, cuda="13.0"):
+    return types.SimpleNamespace(
+        __version__=version,
+        _C=types.SimpleNamespace(_GLIBCXX_USE_CXX11_ABI=abi),
+        version=types.SimpleNamespace(cuda=cuda),
+    )
+
+
+@pytest.mark.parametrize(
+    ("build_info", "torch_", "words"),
+    [
+        (built(), running(), None),
+        (built(), running("2.9.0"), None),
+        (built(), running(cuda="13.2"), None),  # the CUDA runtime is compatible within a major version
+        (built(cuda=""), running(cuda="12.8"), None),  # no CUDA target
+        (built(), running(cuda=None), None),
+        (built(), running("2.10.0a0+git12"), ("2.9.1+cu130", "2.10.0a0+git12")),
+        (built("2.10.0"), running("2.1.0"), ("2.10.0", "2.1.0")),
+        (built(abi=False), running(), ("_GLIBCXX_USE_CXX11_ABI=0", "has 1")),
+        (built(cuda="12.8"), running(), ("nvcc 12.8", "CUDA 13.0")),
+    ],
+)
+def test_what_fits(build_info, torch_, words):
+    text = installation.mismatch(build_info, torch_)
+    if words is None:
+        assert text is None
+    else:
+        assert all(word in text for word in words), text
+
+
+def test_this_extension_fits_this_pytorch():
+    from moe_a2a import _build_info
+
+    assert _build_info.TORCH == torch.__version__
+    assert bool(_build_info.CUDA) == ("cuda" in _core.built_targets())
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "torch_cuda", "status", "words"),
+    [
+        ("13.0", "13.0", 0, ""),
+        ("13.0", "none", 0, ""),
+        (
+            "12.4",
+            "12.8",
+            0,
+            "nvcc is CUDA 12.4, this PyTorch is for CUDA 12.8; minor versions of one major are compatible",
+        ),
+        ("12.8", "13.0", 1, "nvcc is CUDA 12.8, this PyTorch is for CUDA 13.0: the major versions have to be the same"),
+    ],
+)
+def test_the_build_compares_nvcc_with_pytorch(tmp_path, nvcc, torch_cuda, status, words):
+    script = tmp_path / "check.cmake"
+    script.write_text(f"include({ROOT}/cmake/cuda_versions.cmake)\nmoe_a2a_check_cuda_versions({nvcc} {torch_cuda})\n")
+    cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
+    result = subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == status
+    said = " ".join(result.stderr.split())
+    assert words in said if words else said == ""
+
+
+def test_a_build_without_protozero_says_why_it_cannot(monkeypatch):
+    monkeypatch.delattr(_core, "write_perfetto")
+    export.check_ending("trace.json.gz")
+    with pytest.raises(ValueError, match=re.escape("trace.pftrace: this build of moe_a2a writes Chrome JSON only")):
+        export.check_ending("trace.pftrace")
+
+
+def test_one_version():
+    assert moe_a2a.__version__ == importlib.metadata.version("moe_a2a")
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (Path(moe_a2a.__file__).parent / "py.typed").exists()
