@@ -1,4 +1,4 @@
-# The CUDA target: csrc/moe/backend.cpp through nvcc, as a command of our own. CMake's CUDA language would force
+# The CUDA target: the kernel sources through nvcc, as a command of our own. CMake's CUDA language would force
 # its compiler probe and its flags onto every machine, and its architecture list cannot say "sm_90a, nothing else".
 
 find_program(MOE_A2A_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin /usr/local/cuda/bin)
@@ -47,7 +47,7 @@ function(_moe_a2a_cuda_architecture_flags result)
   set(${result} ${flags} PARENT_SCOPE)
 endfunction()
 
-# Compiles `source` to `object`. --fmad=false: the sums are the same bits on every target.
+# moe_a2a_add_cuda_object(<source> <object> [<definition>...]): compiles `source` to `object`. --fmad=false: the sums are the same bits on every target.
 function(moe_a2a_add_cuda_object source object)
   moe_a2a_find_cuda()
   if(NOT MOE_A2A_CUDART)
@@ -55,7 +55,8 @@ function(moe_a2a_add_cuda_object source object)
                         "(MOE_A2A_NVCC=${MOE_A2A_NVCC}, MOE_A2A_CUDART=${MOE_A2A_CUDART})")
   endif()
   _moe_a2a_cuda_architecture_flags(architecture_flags)
-  list(TRANSFORM MOE_A2A_ABI_DEFINITIONS PREPEND -D OUTPUT_VARIABLE definitions)
+  set(definitions ${MOE_A2A_ABI_DEFINITIONS} ${ARGN})
+  list(TRANSFORM definitions PREPEND -D)
   add_custom_command(
     OUTPUT ${object}
     COMMAND ${MOE_A2A_NVCC} -x cu -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr ${architecture_flags}

@@ -1,4 +1,4 @@
-# The HIP target: csrc/moe/backend.cpp through clang's HIP mode, as a command of our own: CMake's HIP language
+# The HIP target: the kernel sources through clang's HIP mode, as a command of our own: CMake's HIP language
 # differs too much between CMake versions and ROCm packagings.
 #
 # A real ROCm install is found by itself. Anything else that can compile HIP (a plain clang with a directory of
@@ -11,12 +11,14 @@ find_library(MOE_A2A_HIP_RUNTIME amdhip64 HINTS ${_moe_a2a_rocm_hints} PATH_SUFF
 set(MOE_A2A_HIP_FLAGS "" CACHE STRING "Further flags for MOE_A2A_HIP_COMPILER (a list)")
 set(MOE_A2A_HIP_ARCHITECTURES "gfx90a;gfx942;gfx950" CACHE STRING "HIP architectures")
 
+# The compile command, with the definitions that follow `result`.
 function(_moe_a2a_hip_command result)
   if(NOT MOE_A2A_HIP_COMPILER)
     message(FATAL_ERROR "MOE_A2A_TARGETS names hip, but no ROCm was found. "
                         "Set ROCM_PATH, or MOE_A2A_HIP_COMPILER and MOE_A2A_HIP_FLAGS")
   endif()
-  list(TRANSFORM MOE_A2A_ABI_DEFINITIONS PREPEND -D OUTPUT_VARIABLE definitions)
+  set(definitions ${MOE_A2A_ABI_DEFINITIONS} ${ARGN})
+  list(TRANSFORM definitions PREPEND -D)
   # -ffp-contract=off: the sums are the same bits on every target.
   # A kernel is one function: a call costs a stack in memory, and an order of memory that is an argument costs a branch
   # per order. The inliner stops at a number of blocks that ours exceed.
@@ -26,9 +28,9 @@ function(_moe_a2a_hip_command result)
       -fPIC -fvisibility=hidden -I${PROJECT_SOURCE_DIR}/csrc ${definitions} PARENT_SCOPE)
 endfunction()
 
-# Compiles `source` to `object`: host code and one code object per architecture.
+# moe_a2a_add_hip_object(<source> <object> [<definition>...]): compiles `source` to `object`: host code and one code object per architecture.
 function(moe_a2a_add_hip_object source object)
-  _moe_a2a_hip_command(compile)
+  _moe_a2a_hip_command(compile ${ARGN})
   list(TRANSFORM MOE_A2A_HIP_ARCHITECTURES PREPEND --offload-arch= OUTPUT_VARIABLE architecture_flags)
   add_custom_command(
     OUTPUT ${object}
@@ -40,27 +42,30 @@ function(moe_a2a_add_hip_object source object)
     VERBATIM)
 endfunction()
 
-# Adds the target `name`: the assembly of `source`'s kernels, one isa/<stem>.<architecture>.s for each architecture.
-# `object` is what moe_a2a_add_hip_object made of it: it knows the headers that both depend on. isa/command.txt holds the
-# compiler's command, a word per line, for who wants a listing of changed sources. Every instruction says which line it
-# comes from, or that it has none; the instructions are the same as without.
-function(moe_a2a_add_hip_listing name source object)
+# Adds the target `name`: the assembly of the kernels of `sources`, one isa/<stem>.<architecture>.s for each source and
+# architecture. isa/command.txt holds the compiler's command, a word per line, for who wants a listing of changed
+# sources. Every instruction says which line it comes from, or that it has none; the instructions are the same as
+# without.
+function(moe_a2a_add_hip_listing name sources)
   _moe_a2a_hip_command(compile)
   list(APPEND compile -gline-tables-only -mllvm -use-unknown-locations=Enable)
-  get_filename_component(stem ${source} NAME_WE)
   string(REPLACE ";" "\n" command_text "${compile}")
   file(WRITE ${CMAKE_BINARY_DIR}/isa/command.txt "${command_text}\n")
+  file(GLOB_RECURSE headers CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/*.h)
   set(listings)
-  foreach(architecture IN LISTS MOE_A2A_HIP_ARCHITECTURES)
-    set(listing ${CMAKE_BINARY_DIR}/isa/${stem}.${architecture}.s)
-    add_custom_command(
-      OUTPUT ${listing}
-      COMMAND ${compile} --offload-arch=${architecture} --offload-device-only -S ${PROJECT_SOURCE_DIR}/${source}
-              -o ${listing}
-      DEPENDS ${PROJECT_SOURCE_DIR}/${source} ${object}
-      COMMENT "Listing the kernels for ${architecture}"
-      VERBATIM)
-    list(APPEND listings ${listing})
+  foreach(source IN LISTS sources)
+    get_filename_component(stem ${source} NAME_WE)
+    foreach(architecture IN LISTS MOE_A2A_HIP_ARCHITECTURES)
+      set(listing ${CMAKE_BINARY_DIR}/isa/${stem}.${architecture}.s)
+      add_custom_command(
+        OUTPUT ${listing}
+        COMMAND ${compile} --offload-arch=${architecture} --offload-device-only -S ${PROJECT_SOURCE_DIR}/${source}
+                -o ${listing}
+        DEPENDS ${PROJECT_SOURCE_DIR}/${source} ${headers}
+        COMMENT "Listing ${stem} for ${architecture}"
+        VERBATIM)
+      list(APPEND listings ${listing})
+    endforeach()
   endforeach()
   add_custom_target(${name} DEPENDS ${listings})
 endfunction()

@@ -163,17 +163,17 @@ inline void pause() { sched_yield(); }
 
 using Machine = CpuMachine;
 
-template <class... Kernel>
-void prepare(Machine&) {}
+template <class Kernel>
+void prepare(const LaunchSite&) {}
 
 // Runs the kernel to its end: the CPU has no streams, work is ordered by the calling thread.
 template <class Kernel>
-void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks, void* /*stream*/) {
+void launch(const LaunchSite& site, const typename Kernel::Args& args) {
   const auto block_main = [](const void* job, int block_rank, int num_blocks, std::byte* shared) {
     Block::Scratch scratch;
     Kernel::run(*static_cast<const typename Kernel::Args*>(job), Grid{block_rank, num_blocks}, Block(scratch), shared);
   };
-  machine.block_pool().run(num_blocks, Kernel::shared_bytes(args), block_main, &args);
+  site.block_pool->run(site.num_blocks, Kernel::shared_bytes(args), block_main, &args);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

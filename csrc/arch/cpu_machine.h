@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "arch/block_pool.h"
+#include "arch/launch_site.h"
 #include "arch/memory_handle.h"
 
 namespace moe_a2a {
@@ -34,13 +35,13 @@ class CpuMachine {
   std::byte* allocate_host_visible(size_t nbytes);  // zeroed, read by the host while kernels run
   void clear(void* memory, size_t nbytes) { std::memset(memory, 0, nbytes); }
   void copy_to_host(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
+  void copy_to_device(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
   void synchronize() {}
 
   double clock_ticks_per_second() const;
   int max_blocks() const { return 1024; }
-  int64_t max_shared_bytes() const { return int64_t{1} << 30; }
 
-  BlockPool& block_pool() { return pool_; }
+  LaunchSite launch_site() { return {.block_pool = &pool_, .max_shared_bytes = int64_t{1} << 30}; }
 
  private:
   BlockPool pool_;

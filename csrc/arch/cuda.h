@@ -193,6 +193,7 @@ __device__ __forceinline__ void pause() { __nanosleep(20); }
 #include "arch/cuda_row_sender.h"
 #include "arch/cuda_streamed_sums.h"
 #include "arch/simt_machine.h"
+#include "arch/simt_launch.h"
 // clang-format on
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

@@ -187,6 +187,7 @@ __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(1); }
 #include "arch/streamed_sums.h"
 #include "arch/row_sender.h"
 #include "arch/simt_machine.h"
+#include "arch/simt_launch.h"
 // clang-format on
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "arch/launch_site.h"
 #include "arch/memory_handle.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -130,6 +131,11 @@ class SimtMachine {
     check(MOE_A2A_GPU(Memcpy)(target, source, nbytes, MOE_A2A_GPU(MemcpyDeviceToHost)), "reading device memory");
   }
 
+  void copy_to_device(void* target, const void* source, size_t nbytes) {
+    const DeviceGuard guard(device_);
+    check(MOE_A2A_GPU(Memcpy)(target, source, nbytes, MOE_A2A_GPU(MemcpyHostToDevice)), "writing device memory");
+  }
+
   void synchronize() {
     const DeviceGuard guard(device_);
     check(MOE_A2A_GPU(DeviceSynchronize)(), "waiting for the device");
@@ -148,7 +154,7 @@ class SimtMachine {
     (void)MOE_A2A_GPU(DeviceGetAttribute)(&count, Vendor::kMultiprocessorCount, device_);
     return count;
   }
-  int device() const { return device_; }
+  LaunchSite launch_site() const { return {.device = device_, .max_shared_bytes = max_shared_bytes()}; }
 
  private:
   static constexpr size_t kPage = size_t{2} << 20;
@@ -169,36 +175,5 @@ class SimtMachine {
   int device_;
   std::vector<void*> allocations_, opened_, host_;
 };
-
-// One block per compute unit is what is launched at most. Said so, the compiler has no reason to give up registers for
-// a second one: it went from 92 to 64 of them, and to spills, for a few instructions more in the kernel.
-template <class Kernel>
-__global__ void __launch_bounds__(kBlockThreads, 1) kernel_entry(MOE_A2A_KERNEL_ARGUMENT typename Kernel::Args args) {
-  __shared__ typename Block::Scratch scratch;
-  extern __shared__ __align__(128) unsigned char shared[];  // the copy engine wants whole lines
-  Kernel::run(arguments_in_memory(args), Grid{block_in_grid(), blocks_in_grid()}, Block(scratch),
-              reinterpret_cast<std::byte*>(shared));
-}
-
-// Loads the kernels before the first of them runs: loading one later may wait for kernels that run, which may wait for
-// a rank whose kernel is being loaded. Also raises what a block may take of shared memory.
-template <class... Kernel, class AnyMachine>
-void prepare(AnyMachine& machine) {
-  const DeviceGuard guard(machine.device());
-  (check(MOE_A2A_GPU(FuncSetAttribute)(reinterpret_cast<const void*>(kernel_entry<Kernel>),
-                                       MOE_A2A_GPU(FuncAttributeMaxDynamicSharedMemorySize),
-                                       static_cast<int>(machine.max_shared_bytes())),
-         Kernel::kName),
-   ...);
-}
-
-// Queues the kernel on the stream.
-template <class Kernel, class AnyMachine>
-void launch(AnyMachine& machine, const typename Kernel::Args& args, int num_blocks, void* stream) {
-  const DeviceGuard guard(machine.device());
-  const size_t shared_bytes = Kernel::shared_bytes(args);
-  kernel_entry<Kernel><<<num_blocks, kBlockThreads, shared_bytes, static_cast<MOE_A2A_GPU(Stream_t)>(stream)>>>(args);
-  check(MOE_A2A_GPU(GetLastError)(), Kernel::kName);
-}
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

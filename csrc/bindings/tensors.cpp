@@ -171,7 +171,7 @@ DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const D
   check_x(config, device, t);
   check_routing(config, device, t);
   check_scales(config, device, t);
-  if (t.quantize) check_quantized_row(config, ep.backend().max_quantized_row_bytes());
+  if (t.quantize) check_quantized_row(config, ep.max_quantized_row_bytes());
   DispatchInput input;
   input.num_tokens = static_cast<int>(t.x.size(0));
   input.topk_idx = {t.topk_idx.const_data_ptr(), t.topk_idx.scalar_type() == at::kLong};
@@ -208,7 +208,7 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
           "y has shape " + shape_text(y.sizes()) + ", expected [rows, hidden=" + std::to_string(config.hidden) + "]",
           "pass one row per route");
     }
-    if (ep.backend().is_synchronous()) {
+    if (ep.device().is_synchronous()) {
       const int64_t needed = ep.workspace().expert_offsets(handle.buffer, config.num_local_experts());
       if (y.size(0) < needed) {
         raise_value(config,

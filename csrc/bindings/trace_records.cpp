@@ -1,7 +1,8 @@
 #include "bindings/trace_records.h"
 
 #include <cstring>
-#include <iterator>
+
+#include "moe/vocabulary.h"
 
 namespace moe_a2a::bindings {
 namespace {
@@ -26,8 +27,8 @@ py::dict read_trace(ExpertParallel& ep) {
   read["records"] = to_tensor(dump.records, {static_cast<int64_t>(dump.records.size()), 2});
   read["segment_written"] = to_tensor(dump.segment_written, {num_segments});
   read["segment_dropped"] = to_tensor(dump.segment_dropped, {num_segments});
-  read["warps_per_block"] = ep.backend().warps_per_block();
-  read["ticks_per_second"] = ep.backend().clock_ticks_per_second();
+  read["warps_per_block"] = ep.device().warps_per_block();
+  read["ticks_per_second"] = ep.device().clock_ticks_per_second();
   read["clock_step_ticks"] = ep.tracer().clock_step();
   return read;
 }
@@ -44,7 +45,22 @@ std::vector<std::array<int64_t, 3>> align_clocks(ExpertParallel& ep, int num_rou
   return numbers;
 }
 
-std::vector<std::string> trace_kinds() { return {std::begin(kTraceKindNames), std::end(kTraceKindNames)}; }
-std::vector<std::string> trace_operations() { return {std::begin(kOperationNames), std::end(kOperationNames)}; }
+// Codes of all vocabularies as indices; no name where none has the code.
+std::vector<std::string> trace_kinds() {
+  std::vector<std::string> names;
+  for (const Vocabulary* words : {&kCommVocabulary, &kMoeVocabulary}) {
+    names.resize(static_cast<size_t>(words->first_kind));
+    for (const SliceName& kind : words->kinds) names.emplace_back(kind.name);
+  }
+  return names;
+}
+std::vector<std::string> trace_operations() {
+  std::vector<std::string> names;
+  for (const Vocabulary* words : {&kCommVocabulary, &kMoeVocabulary}) {
+    names.resize(static_cast<size_t>(words->first_operation));
+    names.insert(names.end(), words->operations.begin(), words->operations.end());
+  }
+  return names;
+}
 
 }  // namespace moe_a2a::bindings

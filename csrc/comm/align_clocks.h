@@ -2,7 +2,17 @@
 // at a time. A peer's time lies between this rank's times before and after it; the closest pair of them says most.
 #pragma once
 
-#include "moe/args.h"
+#include "comm/context.h"
+
+namespace moe_a2a {
+
+// Every rank passes the same number of rounds, 2 ... kMaxClockRounds.
+struct AlignClocksArgs {
+  CommContext context;
+  int num_rounds = 0;
+};
+
+}  // namespace moe_a2a
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
@@ -15,7 +25,7 @@ struct AlignClocks {
   // In step s ranks i and j with i + j = s (mod R) meet: each pair once, no rank twice in a step. One thread does it
   // all.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
-    const Context& c = args.context;
+    const CommContext& c = args.context;
     if (block.rank() != 0) return;
     measure_own(c);
     for (int step = 0; step < c.heap.num_ranks; ++step) {
@@ -25,7 +35,7 @@ struct AlignClocks {
   }
 
   // The own clock beside itself: no offset, and the smallest step in which it is seen to go forward.
-  MOE_A2A_DEVICE static void measure_own(const Context& c) {
+  MOE_A2A_DEVICE static void measure_own(const CommContext& c) {
     constexpr int kNumSteps = 64;
     uint64_t smallest = ~uint64_t{0}, before = clock_now();
     for (int i = 0; i < kNumSteps;) {
@@ -35,60 +45,62 @@ struct AlignClocks {
       before = now;
       ++i;
     }
-    c.ws.clock_reading(c.heap.rank) = {0, smallest, before};
+    c.region.clock_reading(c.heap.rank) = {0, smallest, before};
   }
 
   MOE_A2A_DEVICE static bool exchange(const Args& args, int peer) {
-    const Context& c = args.context;
-    uint64_t& epoch = c.ws.clock_epoch(peer);
+    const CommContext& c = args.context;
+    uint64_t& epoch = c.region.clock_epoch(peer);
     if (!meet(c, peer, ++epoch)) return false;  // the peer no longer reads what was exchanged last time
     if (!volley(args, peer, epoch)) return false;
     epoch += args.num_rounds;
     if (!meet(c, peer, ++epoch)) return false;  // all times have come
-    c.ws.clock_reading(peer) = closest_pair(args, peer);
+    c.region.clock_reading(peer) = closest_pair(args, peer);
     return true;
   }
 
-  MOE_A2A_DEVICE static bool meet(const Context& c, int peer, uint64_t epoch) {
-    signal_many(c.heap, RankSet::only(peer), c.ws.clock_meeting.at(c.heap.rank), epoch);
-    return wait_for(c.ws.clock_meeting.at(peer), epoch, site_of(peer), c.wait, c.heap);
+  MOE_A2A_DEVICE static bool meet(const CommContext& c, int peer, uint64_t epoch) {
+    signal_many(c.heap, RankSet::only(peer), c.region.clock_meeting.at(c.heap.rank), epoch);
+    return wait_for(c.region.clock_meeting.at(peer), epoch, site_of(peer), c.wait, c.heap);
   }
 
-  static constexpr MOE_A2A_DEVICE WaitSite site_of(int peer) { return {Operation::kAlignClocks, Phase::kClock, peer}; }
+  static constexpr MOE_A2A_DEVICE WaitSite site_of(int peer) {
+    return {Operation::kAlignClocks, TraceKind::kClockWait, peer};
+  }
 
   // The lower rank serves. A message is a signal without a release: nothing is read for its sake before the ranks meet
   // again, and a fence would be in what is measured. It has a word of its own: who comes late to the meeting must not
   // find a message there, which orders nothing. The time of each is left with the peer, and here.
   MOE_A2A_DEVICE static bool volley(const Args& args, int peer, uint64_t epoch) {
-    const Context& c = args.context;
+    const CommContext& c = args.context;
     const bool serves = c.heap.rank < peer;
-    Signal* own = c.heap.peer(peer, c.ws.clock_message.at(c.heap.rank));
+    Signal* own = c.heap.peer(peer, c.region.clock_message.at(c.heap.rank));
     for (int i = 0; i < args.num_rounds; ++i) {
       if (!serves && !await(c, peer, epoch + i + 1)) return false;
       const uint64_t now = clock_now();
       atomic_store<Order::kRelaxed, Scope::kSystem>(&own->word, Signal::pack(epoch + i + 1, 0));
-      c.ws.clock_log(c.heap.rank, i) = now;
-      *c.heap.peer(peer, c.ws.clock_log.at(c.heap.rank, i)) = now;
+      c.region.clock_log(c.heap.rank, i) = now;
+      *c.heap.peer(peer, c.region.clock_log.at(c.heap.rank, i)) = now;
       if (serves && !await(c, peer, epoch + i + 1)) return false;
     }
-    c.ws.clock_log(c.heap.rank, args.num_rounds) = clock_now();
+    c.region.clock_log(c.heap.rank, args.num_rounds) = clock_now();
     return true;
   }
 
-  MOE_A2A_DEVICE static bool await(const Context& c, int peer, uint64_t epoch) {
-    return wait_for<Order::kRelaxed>(c.ws.clock_message.at(peer), epoch, site_of(peer), c.wait, c.heap);
+  MOE_A2A_DEVICE static bool await(const CommContext& c, int peer, uint64_t epoch) {
+    return wait_for<Order::kRelaxed>(c.region.clock_message.at(peer), epoch, site_of(peer), c.wait, c.heap);
   }
 
   // This rank's times i and i + 1 have between them the peer's i, or the peer's i + 1 where the peer serves.
   MOE_A2A_DEVICE static ClockReading closest_pair(const Args& args, int peer) {
-    const Context& c = args.context;
+    const CommContext& c = args.context;
     const int first = c.heap.rank < peer ? 0 : 1;
     ClockReading best{0, ~uint64_t{0}, 0};
     for (int i = 0; i + first < args.num_rounds; ++i) {
-      const uint64_t before = c.ws.clock_log(c.heap.rank, i), after = c.ws.clock_log(c.heap.rank, i + 1);
+      const uint64_t before = c.region.clock_log(c.heap.rank, i), after = c.region.clock_log(c.heap.rank, i + 1);
       if (after - before >= best.round_trip) continue;
       const uint64_t middle = before + (after - before) / 2;
-      best = {static_cast<int64_t>(c.ws.clock_log(peer, i + first) - middle), after - before, middle};
+      best = {static_cast<int64_t>(c.region.clock_log(peer, i + first) - middle), after - before, middle};
     }
     return best;
   }

@@ -9,33 +9,9 @@
 #include <cstdint>
 
 #include "arch/arch.h"
+#include "comm/vocabulary.h"
 
 namespace moe_a2a {
-
-// From kCreditWait to kClockWait: the waits, in the order of Phase.
-enum class TraceKind : int32_t {
-  kKernel,       // a launch, or the part of it that a block plays; token: which Operation
-  kRoute,        // a chunk of the routing table: read, written, signalled; token: its first
-  kCreditWait,   // for `peer` to say that it no longer reads this buffer
-  kTableWait,    // for the routing table of `peer`
-  kRowWait,      // for a row of `peer`
-  kPartialWait,  // for the sum that `peer` owes for a token
-  kPeerWait,     // for `peer` to close
-  kClockWait,    // for the clock of `peer`
-  kGaveUp,       // a moment: the wait that ends here was given up
-  kLists,        // the expert lists are built
-  kSend,         // a row, until its stores are done and signalled, or with a copy engine until they are under way
-  kSendLl,       // LL words, which are their own signals: see record_send_ll()
-  kSignal,       // a moment: `peer` is told that a row or a sum of this token is there
-  kSum,          // the outputs of the local experts are added up, into the memory of `peer`
-  kReduce,       // the sums of all ranks for a token are added up
-  kGather,       // a row is copied to where its expert wants it; peer and token: whose it is
-  kNumKinds,
-};
-inline constexpr const char* kTraceKindNames[] = {
-    "kernel",  "route", "credit_wait", "table_wait", "row_wait", "partial_wait", "peer_wait", "clock_wait",
-    "gave_up", "lists", "send",        "send_ll",    "signal",   "sum",          "reduce",    "gather"};
-static_assert(sizeof(kTraceKindNames) / sizeof(*kTraceKindNames) == static_cast<size_t>(TraceKind::kNumKinds));
 
 struct TraceEvent {
   TraceKind kind;

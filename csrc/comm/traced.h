@@ -1,13 +1,13 @@
 // Any kernel, with the trace around it: a record of the whole launch per warp, and the segments that all others go to.
 #pragma once
 
-#include "moe/context.h"
+#include "comm/context.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Of a launch of two roles: that of the first, they have the same.
 template <class Args>
-MOE_A2A_HOST_DEVICE const Context& context_of(const Args& args) {
+MOE_A2A_HOST_DEVICE const ClientContext& context_of(const Args& args) {
   if constexpr (requires { args.context; }) {
     return args.context;
   } else {
@@ -15,11 +15,11 @@ MOE_A2A_HOST_DEVICE const Context& context_of(const Args& args) {
   }
 }
 
-template <class Kernel>
+template <class Kernel, const Vocabulary& kVocabulary>
 struct Traced {
   using Args = typename Kernel::Args;
   static constexpr const char* kName = Kernel::kName;
-  static constexpr Operation kOperation = operation_named(Kernel::kName);
+  static constexpr Operation kOperation = kVocabulary.operation_named(Kernel::kName);
   static_assert(kOperation != Operation::kNone);
 
   static size_t shared_bytes(const Args& args) { return Kernel::shared_bytes(args); }

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "comm/align_clocks.h"
+
 namespace moe_a2a {
 namespace {
 
@@ -16,30 +18,28 @@ void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
 }  // namespace
 
 // A segment for every warp that a launch may have.
-int64_t Tracer::num_segments() const {
-  return int64_t{std::max(2, backend_.max_blocks())} * backend_.warps_per_block();
-}
+int64_t Tracer::num_segments() const { return int64_t{std::max(2, device_.max_blocks())} * device_.warps_per_block(); }
 
 void Tracer::start(int64_t records_per_segment) {
   check_range("records_per_segment", records_per_segment, 1, INT32_MAX);
-  backend_.synchronize();
+  device_.synchronize();
   const size_t count_bytes = num_segments() * sizeof(uint64_t);
   if (records_per_segment > buffer_.capacity) {
     const size_t record_bytes = num_segments() * records_per_segment * sizeof(TraceRecord);
-    buffer_ = {.attempts = reinterpret_cast<uint64_t*>(backend_.allocate_local(count_bytes)),
-               .records = reinterpret_cast<TraceRecord*>(backend_.allocate_local(record_bytes)),
+    buffer_ = {.attempts = reinterpret_cast<uint64_t*>(device_.allocate_local(count_bytes)),
+               .records = reinterpret_cast<TraceRecord*>(device_.allocate_local(record_bytes)),
                .capacity = static_cast<uint32_t>(records_per_segment)};
   }
-  backend_.clear(buffer_.attempts, count_bytes);
+  device_.clear(buffer_.attempts, count_bytes);
   context_.wait.trace = buffer_;
 }
 
 TraceDump Tracer::read() const {
   TraceDump dump;
   if (buffer_.records == nullptr) return dump;
-  backend_.synchronize();
+  device_.synchronize();
   std::vector<uint64_t> attempts(num_segments());
-  backend_.copy_to_host(attempts.data(), buffer_.attempts, attempts.size() * sizeof(uint64_t));
+  device_.copy_to_host(attempts.data(), buffer_.attempts, attempts.size() * sizeof(uint64_t));
   size_t total = 0;
   for (const uint64_t count : attempts) {
     const uint32_t written = buffer_.written(count);
@@ -52,7 +52,7 @@ TraceDump Tracer::read() const {
   for (size_t segment = 0; segment < attempts.size(); ++segment) {
     const size_t written = dump.segment_written[segment];
     if (written == 0) continue;
-    backend_.copy_to_host(target, buffer_.records + segment * buffer_.capacity, written * sizeof(TraceRecord));
+    device_.copy_to_host(target, buffer_.records + segment * buffer_.capacity, written * sizeof(TraceRecord));
     target += written;
   }
   return dump;
@@ -62,11 +62,11 @@ std::vector<ClockReading> Tracer::align_clocks(int num_rounds, void* stream) {
   check_range("num_rounds", num_rounds, 2, kMaxClockRounds);
   AlignClocksArgs args{.context = context_, .num_rounds = num_rounds};
   args.context.wait.trace = {};  // records of hundreds of short waits would take room, and time that is measured here
-  backend_.launch(args, 1, stream);
-  backend_.synchronize();
-  std::vector<ClockReading> readings(context_.config.num_ranks);
-  backend_.copy_to_host(readings.data(), context_.ws.clock_reading.data, readings.size() * sizeof(ClockReading));
-  clock_step_ = readings[context_.config.rank].round_trip;
+  device_.launch(args, 1, stream);
+  device_.synchronize();
+  std::vector<ClockReading> readings(context_.heap.num_ranks);
+  device_.copy_to_host(readings.data(), context_.region.clock_reading.data, readings.size() * sizeof(ClockReading));
+  clock_step_ = readings[context_.heap.rank].round_trip;
   return readings;
 }
 

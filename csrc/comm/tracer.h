@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "moe/backend.h"
-#include "moe/context.h"
+#include "comm/context.h"
+#include "comm/device.h"
 
 namespace moe_a2a {
 
@@ -20,7 +20,7 @@ struct TraceDump {
 class Tracer {
  public:
   // Switches the trace of `context`, which every launch is given.
-  Tracer(Backend& backend, Context& context) : backend_(backend), context_(context) {}
+  Tracer(Device& device, CommContext& context) : device_(device), context_(context) {}
 
   // On, and empty; with room for that many records per segment, or more if a call before has asked for more. The memory
   // comes from the first call and stays until the object ends: a graph goes on recording where it was captured.
@@ -38,8 +38,8 @@ class Tracer {
  private:
   int64_t num_segments() const;
 
-  Backend& backend_;
-  Context& context_;
+  Device& device_;
+  CommContext& context_;
   TraceBuffer buffer_;
   uint64_t clock_step_ = 0;
 };

@@ -12,7 +12,7 @@ namespace moe_a2a {
 // What a wait is for, in the words of the report.
 struct WaitSite {
   Operation operation;
-  Phase phase;
+  TraceKind awaited;
   int peer;
   int token = -1;
   int buffer = 0;           // where a refusal has left its text
@@ -29,19 +29,13 @@ struct Refusal {
 struct WaitPolicy {
   uint64_t timeout_ticks = 0;
   double ticks_per_second = 1;
-  Report* report = nullptr;    // host-visible
-  Tally* tally = nullptr;      // this rank's own
-  uint32_t* poison = nullptr;  // this rank's word in the symmetric heap; null: waits are nobody else's matter
-  const uint64_t* refusal_text = nullptr;  // [B, R src, kRefusalWords] in the symmetric heap
+  Report* report = nullptr;                // host-visible
+  uint32_t* num_reports = nullptr;         // this rank's own, see CommRegion
+  uint32_t* poison = nullptr;              // this rank's word of the CommRegion; null: a wait that fails tells nobody
+  const HeapView* comm_heap = nullptr;     // where the poison of the other ranks is; read by waits that fail
+  const uint64_t* refusal_text = nullptr;  // ClientServices::refusal_text
   TraceBuffer trace;
 };
-
-static_assert(static_cast<int>(TraceKind::kClockWait) - static_cast<int>(TraceKind::kCreditWait) ==
-              static_cast<int>(Phase::kClock) - static_cast<int>(Phase::kCredit));
-MOE_A2A_HOST_DEVICE constexpr TraceKind kind_of_wait(Phase phase) {
-  return static_cast<TraceKind>(static_cast<int>(TraceKind::kCreditWait) + static_cast<int>(phase) -
-                                static_cast<int>(Phase::kCredit));
-}
 
 }  // namespace moe_a2a
 
@@ -55,10 +49,10 @@ MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, c
                                uint32_t poison, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
   Report* report = policy.report;
   const uint32_t before = atomic_load<Order::kRelaxed, Scope::kSystem>(&report->num_noticed);
-  if (!atomic_claim<Order::kRelaxed, Scope::kDevice>(&policy.tally->num_reports, before, before + 1)) return;
+  if (!atomic_claim<Order::kRelaxed, Scope::kDevice>(policy.num_reports, before, before + 1)) return;
   report->reason = reason;
   report->operation = site.operation;
-  report->phase = site.phase;
+  report->awaited = site.awaited;
   report->rank = heap.rank;
   report->peer = site.peer;
   report->token = site.token;
@@ -76,9 +70,10 @@ MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, c
   atomic_store<Order::kRelease, Scope::kSystem>(&report->is_complete, 1u);  // pairs with the host's acquire
 }
 
-// Tells every rank, this one first, that `rank` has given up waiting for `culprit`, so that nobody waits for a rank
+// Tells every rank, this one first, that this rank has given up waiting for `culprit`, so that nobody waits for a rank
 // that has left.
-MOE_A2A_RARE void poison_all(const WaitPolicy& policy, const HeapView& heap, int culprit) {
+MOE_A2A_RARE void poison_all(const WaitPolicy& policy, int culprit) {
+  const HeapView& heap = *policy.comm_heap;
   const uint32_t word = static_cast<uint32_t>(heap.rank + 1) << 8 | static_cast<uint32_t>(culprit + 1);
   for (int i = 0; i < heap.num_ranks; ++i) {
     const int peer = (heap.rank + i) % heap.num_ranks;
@@ -97,7 +92,7 @@ MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, 
   }
   if (waited < policy.timeout_ticks) return true;
   write_report(policy, heap, site, Reason::kTimeout, 0, expected_epoch, seen_word, waited);
-  if (policy.poison != nullptr) poison_all(policy, heap, site.peer);
+  if (policy.poison != nullptr) poison_all(policy, site.peer);
   return false;
 }
 
@@ -122,8 +117,7 @@ MOE_A2A_RARE bool look_around(const WaitPolicy& policy, const HeapView& heap, co
 MOE_A2A_RARE void append_wait(const WaitPolicy& policy, const WaitSite& site, uint64_t start, uint32_t polls,
                               bool given_up) {
   const uint64_t now = clock_now();
-  append(policy.trace,
-         {.kind = kind_of_wait(site.phase), .begin = start, .peer = site.peer, .token = site.token, .polls = polls},
+  append(policy.trace, {.kind = site.awaited, .begin = start, .peer = site.peer, .token = site.token, .polls = polls},
          now);
   if (given_up) {
     append(policy.trace, {.kind = TraceKind::kGaveUp, .begin = now, .peer = site.peer, .token = site.token}, now);

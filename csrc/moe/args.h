@@ -107,17 +107,6 @@ struct RefuseCombineArgs {
   RefusalText text;
 };
 
-// This rank makes no more calls; waits until every rank has said so, since then nobody writes into its memory.
-struct GoodbyeArgs {
-  Context context;
-};
-
-// Every rank passes the same number of rounds, 2 ... kMaxClockRounds.
-struct AlignClocksArgs {
-  Context context;
-  int num_rounds = 0;
-};
-
 // The buffer's rows are no longer read: gives the credit back without a combine.
 struct ReleaseArgs {
   Context context;

@@ -48,7 +48,7 @@ struct Dispatch {
       DispatchRecv::receive(args.recv, shares, block, shared, epoch);
     }
     if (small) return;
-    record_role(c, block, is_receiver ? Operation::kDispatchRecv : Operation::kDispatchSend, start);
+    record_role(c, block, is_receiver ? moe_op::kDispatchRecv : moe_op::kDispatchSend, start);
     DispatchSend::advance_epoch(c, args.send.buffer, grid, block, epoch);
   }
 
@@ -83,7 +83,7 @@ struct Combine {
     if (is_receiver) {
       CombineRecv::run(args.recv, Grid{grid.rank() - not_receivers, grid.size() - not_receivers}, block, shared, own);
     }
-    if (!small) record_role(c, block, is_sender ? Operation::kCombineSend : Operation::kCombineRecv, start);
+    if (!small) record_role(c, block, is_sender ? moe_op::kCombineSend : moe_op::kCombineRecv, start);
   }
 };
 

@@ -1,24 +1,21 @@
-// What every kernel of an ExpertParallel is given: the sizes, the memory, the peers, the deadline.
+// What every MoE kernel is given: the sizes and the region, beside what a communicator gives each of its clients.
 #pragma once
 
-#include "arch/arch.h"
-#include "comm/heap_view.h"
-#include "comm/wait.h"
+#include "comm/context.h"
 #include "moe/moe_config.h"
+#include "moe/vocabulary.h"
 #include "moe/workspace.h"
 
 namespace moe_a2a {
 
-struct Context {
+struct Context : ClientContext {
   MoeConfig config;
-  HeapView heap;
   Workspace ws;
-  WaitPolicy wait;
-  int max_shared_bytes = 0;  // that a block may use
-
-  // Where the kernels leave their records; waits leave theirs there too.
-  MOE_A2A_HOST_DEVICE const TraceBuffer& trace() const { return wait.trace; }
 };
+
+// Lays out the region of `context.config` from the two bases, and points the context at it. With null bases only the
+// size means anything.
+RegionSize place_region(Context& context, std::byte* symmetric_base, std::byte* local_base);
 
 }  // namespace moe_a2a
 

@@ -4,7 +4,11 @@
 #include <cstring>
 #include <utility>
 
+#include "comm/comm_kernels.h"
+#include "comm/goodbye.h"
 #include "comm/symmetric_heap.h"
+#include "moe/moe_kernels.h"
+#include "moe/vocabulary.h"
 
 namespace moe_a2a {
 namespace {
@@ -31,30 +35,49 @@ RefusalText to_text(const std::string& why) {
   return text;
 }
 
+// Of the communicator's region and ours, one behind the other.
+RegionSize size_of(const MoeConfig& config) {
+  RegionSize comm;
+  make_comm_region(config.num_ranks, nullptr, nullptr, &comm);
+  Context context;
+  context.config = config;
+  const RegionSize own = place_region(context, nullptr, nullptr);
+  return {comm.symmetric_bytes + own.symmetric_bytes, comm.local_bytes + own.local_bytes + sizeof(HeapView),
+          comm.layout_digest ^ own.layout_digest};
+}
+
 }  // namespace
 
 size_t ExpertParallel::nbytes_for(const MoeConfig& config) {
-  WorkspaceSize size;
-  make_workspace(config, nullptr, nullptr, &size);
+  const RegionSize size = size_of(config);
   return size.symmetric_bytes + size.local_bytes;
 }
 
 ExpertParallel::ExpertParallel(const MoeConfig& config, const std::string& target, int device, double timeout_seconds)
-    : backend_(make_backend(target, device)), open_(config.num_buffers), last_buffer_(config.num_buffers - 1) {
+    : device_(make_device(target, device)), open_(config.num_buffers), last_buffer_(config.num_buffers - 1) {
+  device_->add(comm_kernels(target));
+  device_->add(dispatch_kernels(target));
+  device_->add(combine_kernels(target));
+  device_->add(link_floor_kernels(target));
   context_.config = config;
-  make_workspace(config, nullptr, nullptr, &size_);
+  size_ = size_of(config);
   MemoryHandle memory;
-  own_heap_ = backend_->allocate_symmetric(size_.symmetric_bytes, config.num_ranks, &memory);
-  context_.ws = make_workspace(config, own_heap_, backend_->allocate_local(size_.local_bytes), &size_);
-  report_ = new (backend_->allocate_host_visible(sizeof(Report))) Report;
-  const double ticks = backend_->clock_ticks_per_second();
-  context_.wait = {.timeout_ticks = static_cast<uint64_t>(timeout_seconds * ticks),
-                   .ticks_per_second = ticks,
-                   .report = report_,
-                   .tally = context_.ws.tally.data,
-                   .poison = context_.ws.poison.data,
-                   .refusal_text = context_.ws.refusal_text.data};
-  context_.max_shared_bytes = backend_->max_shared_bytes();
+  own_heap_ = device_->allocate_symmetric(size_.symmetric_bytes, config.num_ranks, &memory);
+  std::byte* local = device_->allocate_local(size_.local_bytes);
+  report_ = new (device_->allocate_host_visible(sizeof(Report))) Report;
+  RegionSize comm;
+  comm_.region = make_comm_region(config.num_ranks, own_heap_, local, &comm);
+  device_heap_ = reinterpret_cast<HeapView*>(local + size_.local_bytes - sizeof(HeapView));
+  const double ticks = device_->clock_ticks_per_second();
+  comm_.wait = {.timeout_ticks = static_cast<uint64_t>(timeout_seconds * ticks),
+                .ticks_per_second = ticks,
+                .report = report_,
+                .num_reports = comm_.region.num_reports.data,
+                .poison = comm_.region.poison.data,
+                .comm_heap = device_heap_};
+  comm_.max_shared_bytes = static_cast<int>(device_->max_shared_bytes());
+  static_cast<ClientContext&>(context_) = comm_;
+  place_region(context_, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
   comm_handle_ = make_comm_handle(config, target, memory, size_.layout_digest);
 }
 
@@ -62,7 +85,7 @@ ExpertParallel::~ExpertParallel() {
   closed_ = true;
   // Without a close(), or with a peer that never came to its own, a peer may still write here: then the memory of a
   // device stays until the process ends. A mapping of the CPU can always go, every process has its own.
-  if (backend_->is_synchronous() || parted_) backend_->close();
+  if (device_->is_synchronous() || parted_) device_->close();
 }
 
 void ExpertParallel::connect(const std::vector<CommHandle>& handles) {
@@ -74,7 +97,8 @@ void ExpertParallel::connect(const std::vector<CommHandle>& handles) {
   if (connected_) throw std::runtime_error("the handles are already set");
   std::vector<MemoryHandle> memory;
   for (const CommHandle& handle : handles) memory.push_back(handle.memory);
-  context_.heap = connect_heap(*backend_, own_heap_, config().rank, memory);
+  comm_.heap = context_.heap = connect_heap(*device_, own_heap_, config().rank, memory);
+  device_->copy_to_device(device_heap_, &comm_.heap, sizeof(HeapView));
   connected_ = true;
 }
 
@@ -118,14 +142,14 @@ int ExpertParallel::take_buffer() {
 
 int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
   const int asked = place.num_blocks > 0 ? place.num_blocks : by_table;
-  return asked > 0 ? std::min(asked, backend_->max_blocks()) : backend_->default_blocks();
+  return asked > 0 ? std::min(asked, device_->max_blocks()) : device_->default_blocks();
 }
 
 // ---- the steps
 
 DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer) const {
   const bool aligned = (reinterpret_cast<uint64_t>(input.x.data) | static_cast<uint64_t>(input.x.stride)) % 16 == 0;
-  return {.context = context_,
+  return {.context = context(),
           .buffer = buffer,
           .num_tokens = input.num_tokens,
           .topk_idx = input.topk_idx,
@@ -134,7 +158,7 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffe
           .x_dtype = input.x_dtype,
           .x_scales = input.x_scales,
           .quantize = input.quantize,
-          .vector_rows = aligned || !backend_->needs_aligned_vectors()};
+          .vector_rows = aligned || !device_->needs_aligned_vectors()};
 }
 
 std::shared_ptr<DispatchHandle> ExpertParallel::open_handle(const DispatchInput& input, int buffer) {
@@ -151,7 +175,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
   require_open();
   raise_waits();
   const int buffer = take_buffer(), num_blocks = dispatch_blocks(input.num_tokens, place);
-  backend_->launch(send_args(input, buffer), num_blocks, place.stream);
+  device_->launch(send_args(input, buffer), num_blocks, place.stream);
   auto handle = open_handle(input, buffer);
   after_launch();
   return handle;
@@ -162,12 +186,12 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   require(handle, Stage::kSent, Stage::kSent, "dispatch_recv");
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
-  backend_->launch(DispatchRecvArgs{.context = context_,
-                                    .buffer = handle.buffer,
-                                    .layout = layout,
-                                    .expert_alignment = expert_alignment,
-                                    .row_dtype = handle.row_dtype},
-                   dispatch_blocks(handle.num_tokens, place), place.stream);
+  device_->launch(DispatchRecvArgs{.context = context(),
+                                   .buffer = handle.buffer,
+                                   .layout = layout,
+                                   .expert_alignment = expert_alignment,
+                                   .row_dtype = handle.row_dtype},
+                  dispatch_blocks(handle.num_tokens, place), place.stream);
   handle.stage = Stage::kReceived;
   try {
     after_launch();
@@ -179,7 +203,7 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
 
 std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& input, Layout layout,
                                                          int expert_alignment, const LaunchPlace& place) {
-  if (backend_->is_synchronous()) {
+  if (device_->is_synchronous()) {
     auto handle = dispatch_send(input, place);
     dispatch_recv(*handle, layout, expert_alignment, place);
     return handle;
@@ -187,14 +211,14 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   require_open();
   raise_waits();
   const int buffer = take_buffer(), num_blocks = std::max(2, dispatch_blocks(input.num_tokens, place));
-  backend_->launch(DispatchArgs{.send = send_args(input, buffer),
-                                .recv = {.context = context_,
-                                         .buffer = buffer,
-                                         .layout = layout,
-                                         .expert_alignment = expert_alignment,
-                                         .row_dtype = input.row_dtype()},
-                                .num_send_blocks = dispatch_senders(num_blocks)},
-                   num_blocks, place.stream);
+  device_->launch(DispatchArgs{.send = send_args(input, buffer),
+                               .recv = {.context = context(),
+                                        .buffer = buffer,
+                                        .layout = layout,
+                                        .expert_alignment = expert_alignment,
+                                        .row_dtype = input.row_dtype()},
+                               .num_send_blocks = dispatch_senders(num_blocks)},
+                  num_blocks, place.stream);
   auto handle = open_handle(input, buffer);
   handle->layout = layout;
   handle->expert_alignment = expert_alignment;
@@ -205,35 +229,35 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
 void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales,
                                  const LaunchPlace& place) {
   require(handle, Stage::kReceived, Stage::kReceived, "the expert layout");
-  backend_->launch(GatherRowsArgs{.context = context_,
-                                  .buffer = handle.buffer,
-                                  .layout = handle.layout,
-                                  .row_dtype = handle.row_dtype,
-                                  .expert_x = static_cast<std::byte*>(expert_x),
-                                  .expert_x_scales = expert_x_scales},
-                   dispatch_blocks(handle.num_tokens, place), place.stream);
+  device_->launch(GatherRowsArgs{.context = context(),
+                                 .buffer = handle.buffer,
+                                 .layout = handle.layout,
+                                 .row_dtype = handle.row_dtype,
+                                 .expert_x = static_cast<std::byte*>(expert_x),
+                                 .expert_x_scales = expert_x_scales},
+                  dispatch_blocks(handle.num_tokens, place), place.stream);
 }
 
 CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows,
                                           bool presummed) const {
   const bool aligned = (reinterpret_cast<uint64_t>(y.data) | static_cast<uint64_t>(y.stride)) % 16 == 0;
-  return {.context = context_,
+  return {.context = context(),
           .buffer = handle.buffer,
           .y = y,
           .num_y_rows = num_y_rows,
           .presummed = presummed,
-          .vector_rows = aligned || !backend_->needs_aligned_vectors()};
+          .vector_rows = aligned || !device_->needs_aligned_vectors()};
 }
 
 CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x) const {
   const uint64_t row_bytes = static_cast<uint64_t>(config().row_bytes(config().dtype));
   const bool aligned = (reinterpret_cast<uint64_t>(combined_x) | row_bytes) % 16 == 0;
-  return {.context = context_,
+  return {.context = context(),
           .buffer = handle.buffer,
           .num_tokens = handle.num_tokens,
           .attempt = handle.attempt,
           .combined_x = static_cast<std::byte*>(combined_x),
-          .vector_rows = aligned || !backend_->needs_aligned_vectors()};
+          .vector_rows = aligned || !device_->needs_aligned_vectors()};
 }
 
 void ExpertParallel::finish_combine(DispatchHandle& handle) {
@@ -246,7 +270,7 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t
   require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
   raise_waits();
   const int num_blocks = combine_blocks(handle.num_tokens, place);
-  backend_->launch(send_args(handle, y, num_y_rows, presummed), num_blocks, place.stream);
+  device_->launch(send_args(handle, y, num_y_rows, presummed), num_blocks, place.stream);
   handle.stage = Stage::kCombineSent;
   after_launch();
 }
@@ -254,7 +278,7 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t
 void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {
   require(handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
   const int num_blocks = combine_blocks(handle.num_tokens, place);
-  backend_->launch(recv_args(handle, combined_x), num_blocks, place.stream);
+  device_->launch(recv_args(handle, combined_x), num_blocks, place.stream);
   try {
     after_launch();
   } catch (const PeerRefused&) {
@@ -266,17 +290,17 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
 
 void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
                              void* combined_x, const LaunchPlace& place) {
-  if (backend_->is_synchronous()) {
+  if (device_->is_synchronous()) {
     combine_send(handle, y, num_y_rows, presummed, place);
     return combine_recv(handle, combined_x, place);
   }
   require(handle, Stage::kReceived, Stage::kReceived, "combine");
   raise_waits();
   const int num_blocks = std::max(2, combine_blocks(handle.num_tokens, place));
-  backend_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed),
-                               .recv = recv_args(handle, combined_x),
-                               .num_send_blocks = combine_senders(num_blocks, presummed, config().num_ranks)},
-                   num_blocks, place.stream);
+  device_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed),
+                              .recv = recv_args(handle, combined_x),
+                              .num_send_blocks = combine_senders(num_blocks, presummed, config().num_ranks)},
+                  num_blocks, place.stream);
   finish_combine(handle);
 }
 
@@ -284,7 +308,7 @@ void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place) {
   if (handle.stage == Stage::kClosed || closed_) return;
   require(handle, handle.stage, handle.stage, "release");
   if (handle.stage != Stage::kCombineSent) {  // combine_send has given the credit back already
-    backend_->launch(ReleaseArgs{.context = context_, .buffer = handle.buffer}, 1, place.stream);
+    device_->launch(ReleaseArgs{.context = context(), .buffer = handle.buffer}, 1, place.stream);
   }
   finish_combine(handle);
 }
@@ -292,19 +316,19 @@ void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place) {
 // ---- refusals and reports
 
 void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& place) {
-  backend_->launch(RefuseDispatchArgs{.context = context_, .buffer = take_buffer(), .text = to_text(why)}, 1,
-                   place.stream);
+  device_->launch(RefuseDispatchArgs{.context = context(), .buffer = take_buffer(), .text = to_text(why)}, 1,
+                  place.stream);
 }
 
 void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
-  backend_->launch(
-      RefuseCombineArgs{.context = context_, .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
+  device_->launch(
+      RefuseCombineArgs{.context = context(), .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
       1, place.stream);
   ++handle.attempt;
 }
 
 void ExpertParallel::after_launch() {
-  if (backend_->is_synchronous()) raise_reported();
+  if (device_->is_synchronous()) raise_reported();
 }
 
 void ExpertParallel::raise_reported() {
@@ -319,11 +343,13 @@ void ExpertParallel::raise_waits() {
 
 void ExpertParallel::raise_wait(const Report& report) {
   const auto rank_text = [](int rank) { return "rank " + std::to_string(rank); };
-  std::string what = rank_text(report.rank) + " in " + moe_a2a::name_of(report.operation);
-  const std::string awaited =
-      std::string(" for the ") + moe_a2a::name_of(report.phase) +
-      (report.token >= 0 && report.phase != Phase::kRoutingTable ? " of token " + std::to_string(report.token) : "") +
-      " from " + rank_text(report.peer);
+  const bool is_ours = kMoeVocabulary.name_of(report.operation) != nullptr;
+  const Vocabulary& words = is_ours ? kMoeVocabulary : kCommVocabulary;
+  const SliceName& wait = *words.name_of(report.awaited);
+  std::string what = rank_text(report.rank) + " in " + words.name_of(report.operation);
+  const std::string of_token =
+      wait.of_a_token && report.token >= 0 ? " of token " + std::to_string(report.token) : std::string();
+  const std::string awaited = std::string(" for the ") + wait.awaited + of_token + " from " + rank_text(report.peer);
   if (report.reason == Reason::kRefused) {
     const int peer = report.peer;
     what += ": " + rank_text(peer) + " refused its call: " + reinterpret_cast<const char*>(report.refusal.word);
@@ -343,12 +369,12 @@ void ExpertParallel::raise_wait(const Report& report) {
 
 // What the kernels have found wrong since the last look.
 void ExpertParallel::raise_bad_routing() {
-  Tally now;
-  backend_->copy_to_host(&now, context_.wait.tally, sizeof(Tally));
-  const Tally before = std::exchange(raised_, now);
+  ErrorCounters now;
+  device_->copy_to_host(&now, context_.ws.errors.data, sizeof(now));
+  const ErrorCounters before = std::exchange(raised_, now);
   const std::string rank = " on rank " + std::to_string(config().rank);
   if (const uint32_t count = now.num_bad_choices - before.num_bad_choices; count > 0) {
-    const uint32_t last = (now.num_bad_choices - 1) % Tally::kShown;
+    const uint32_t last = (now.num_bad_choices - 1) % ErrorCounters::kShown;
     throw BadRouting("topk_idx held " + std::to_string(count) +
                      " ids out of range, treated as dropped; the last: topk_idx[" +
                      std::to_string(now.bad_token[last]) + "] has " + std::to_string(now.bad_expert[last]) +
@@ -366,13 +392,13 @@ void ExpertParallel::raise_bad_routing() {
 
 void ExpertParallel::check() {
   require_open();
-  backend_->synchronize();
+  device_->synchronize();
   raise_reported();
 }
 
 void ExpertParallel::close() {
   if (closed_) return;
-  if (connected_ && !backend_->is_synchronous()) part();
+  if (connected_ && !device_->is_synchronous()) part();
   closed_ = true;
   for (auto& handle : open_) {
     if (handle) handle->stage = Stage::kClosed;
@@ -383,13 +409,13 @@ void ExpertParallel::close() {
 
 void ExpertParallel::part() {
   if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) return;  // somebody is missing already
-  GoodbyeArgs args{.context = context_};
+  GoodbyeArgs args{.context = context()};                                     // the part that every client has
   const auto limit = static_cast<uint64_t>(kPartingSeconds * context_.wait.ticks_per_second);
   args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
   args.context.wait.poison = nullptr;  // who leaves gives nobody up: others may wait longer for whoever is late
-  backend_->synchronize();
-  backend_->launch(args, 1, nullptr);
-  backend_->synchronize();
+  device_->synchronize();
+  device_->launch(args, 1, nullptr);
+  device_->synchronize();
   parted_ = __atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0;
 }
 

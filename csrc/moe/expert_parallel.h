@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "comm/comm_handle.h"
+#include "comm/device.h"
 #include "comm/tracer.h"
 #include "moe/args.h"
-#include "moe/backend.h"
 #include "moe/launch_table.h"
 
 namespace moe_a2a {
@@ -76,7 +76,8 @@ class ExpertParallel {
   ~ExpertParallel();
 
   const MoeConfig& config() const { return context_.config; }
-  const Backend& backend() const { return *backend_; }
+  const Device& device() const { return *device_; }
+  int64_t max_quantized_row_bytes() const { return device_->max_shared_bytes() / 2 - 256; }
   const Workspace& workspace() const { return context_.ws; }
   size_t nbytes() const { return size_.symmetric_bytes + size_.local_bytes; }
   static size_t nbytes_for(const MoeConfig& config);
@@ -134,6 +135,12 @@ class ExpertParallel {
   void require_open() const;
 
  private:
+  // What a launch is given: the trace may have been switched since the one before.
+  Context context() const {
+    Context now = context_;
+    now.wait.trace = comm_.wait.trace;
+    return now;
+  }
   int take_buffer();
   std::shared_ptr<DispatchHandle> open_handle(const DispatchInput& input, int buffer);
   DispatchSendArgs send_args(const DispatchInput& input, int buffer) const;
@@ -147,14 +154,16 @@ class ExpertParallel {
   void raise_waits();
   void raise_bad_routing();
 
-  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<Device> device_;
+  CommContext comm_;
   Context context_;
-  Tracer tracer_{*backend_, context_};
-  WorkspaceSize size_;
+  Tracer tracer_{*device_, comm_};
+  RegionSize size_;
+  HeapView* device_heap_ = nullptr;  // the communicator's heap where kernels can read it
   CommHandle comm_handle_;
   std::byte* own_heap_ = nullptr;
   Report* report_ = nullptr;
-  Tally raised_;                                       // what of the report's counters has been raised
+  ErrorCounters raised_;                               // what of the counters has been raised
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer, null when free
   int last_buffer_;
   LaunchTable launch_table_;

@@ -47,7 +47,7 @@ struct GatherRows {
       multicast_bytes(
           warp, RankSet::only(0), 0, [&](int) { return scales; }, source + c.config.scales_offset(), scale_bytes);
     }
-    record(c.trace(), warp, {.kind = TraceKind::kGather, .begin = start, .peer = src_rank, .token = token});
+    record(c.trace(), warp, {.kind = moe_kind::kGather, .begin = start, .peer = src_rank, .token = token});
   }
 
   MOE_A2A_DEVICE static void fill_zero(const Warp& warp, std::byte* target, int64_t bytes) {

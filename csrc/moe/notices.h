@@ -8,7 +8,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Leaves a text with every peer. Visible before the signal that follows it.
 MOE_A2A_DEVICE void leave_text(const Context& c, int buffer, const Block& block, const RefusalText& text) {
-  uint64_t* local = c.ws.refusal_text.at(buffer, c.heap.rank);
+  uint64_t* local = c.services.refusal_text.at(buffer, c.heap.rank);
   for (int r = 0; r < c.heap.num_ranks; ++r) {
     for (int i = block.rank(); i < kRefusalWords; i += block.size()) {
       atomic_store<Order::kRelaxed, Scope::kSystem>(c.heap.peer(r, local + i), text.word[i]);
@@ -51,24 +51,6 @@ struct RefuseCombine {
     if (block.rank() != 0) return;
     signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.combine_refusal.at(args.buffer, c.heap.rank),
                 c.ws.epoch(args.buffer), args.attempt);
-  }
-};
-
-// The last launch of an ExpertParallel.
-struct Goodbye {
-  using Args = GoodbyeArgs;
-  static constexpr const char* kName = "goodbye";
-
-  static size_t shared_bytes(const Args&) { return 0; }
-
-  MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
-    const Context& c = args.context;
-    if (block.rank() == 0) {
-      signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.goodbye.at(c.heap.rank), 1);
-    }
-    for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
-      if (!wait_for(c.ws.goodbye.at(r), 1, {Operation::kClose, Phase::kPeer, r}, c.wait, c.heap)) return;
-    }
   }
 };
 

@@ -9,34 +9,12 @@
 
 #include "arch/arch.h"
 #include "comm/rank_set.h"
-#include "comm/report.h"
+#include "comm/region.h"
 #include "comm/signal.h"
 #include "moe/moe_config.h"
 #include "moe/route/route_entry.h"
 
 namespace moe_a2a {
-
-// A dense array of `kRank` dimensions; the first extent is not needed to find an element.
-template <class T, int kRank>
-struct Array {
-  T* data = nullptr;
-  int64_t stride[kRank > 1 ? kRank - 1 : 1] = {};
-
-  template <class... Index>
-  MOE_A2A_HOST_DEVICE T* at(Index... index) const {
-    static_assert(sizeof...(Index) <= kRank);
-    const int64_t indices[] = {static_cast<int64_t>(index)...};
-    int64_t offset = 0;
-    for (int i = 0; i < static_cast<int>(sizeof...(Index)); ++i) {
-      offset += indices[i] * (i < kRank - 1 ? stride[i] : 1);
-    }
-    return data + offset;
-  }
-  template <class... Index>
-  MOE_A2A_HOST_DEVICE T& operator()(Index... index) const {
-    return *at(index...);
-  }
-};
 
 // Tokens of a routing table that one signal hands over: few where there would else be too few chunks for the blocks.
 inline constexpr int kMaxChunk = 256, kSmallChunk = 64, kFewTokens = 512;
@@ -55,14 +33,17 @@ constexpr int most_chunks(int num_tokens) {
 // Largest multiple that an expert-major block of rows can be padded to.
 inline constexpr int kMaxExpertAlignment = 256;
 
-// What an exchange of messages with a rank has told of its clock. Of the own rank: no offset, and the clock's step.
-struct ClockReading {
-  int64_t offset = 0;       // how far the peer's clock is ahead, in ticks; wrong by at most half the round trip
-  uint64_t round_trip = 0;  // the shortest that was seen
-  uint64_t at = 0;          // by this rank's clock
+// What kernels have found wrong and treated as dropped, counted in this rank's own memory: a device may not be able to
+// count in the host's. The host reads them when it looks (ExpertParallel::check).
+struct ErrorCounters {
+  uint32_t num_bad_choices = 0;
+  uint32_t num_lost_routes = 0;     // found no room in the masked layout
+  uint32_t num_short_y_routes = 0;  // lie behind the last row of the `y` given to combine
+  // The most recent bad choices, each in an element of its own.
+  static constexpr uint32_t kShown = 16;
+  int64_t bad_expert[kShown] = {};
+  int32_t bad_token[kShown] = {};
 };
-// Most messages of one exchange.
-inline constexpr int kMaxClockRounds = 256;
 
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
 struct Workspace {
@@ -83,47 +64,33 @@ struct Workspace {
   Array<std::byte, 4> ll_combine_row;  // [B, R src, L, ll_row_stride]
   Array<Signal, 2> dispatch_credit;    // [B, R src]  src no longer reads what I dispatched up to this epoch
   Array<Signal, 2> combine_refusal;    // [B, R src]  src refused its combine; payload: which attempt
-  Array<uint64_t, 3> refusal_text;     // [B, R src, kRefusalWords]  why src refused its call on this buffer
-  Array<Signal, 1> goodbye;            // [R src]  epoch 1: src makes no more calls
-  Array<Signal, 1> clock_meeting;      // [R src]  src is ready for an exchange of messages, or has ended it
-  Array<Signal, 1> clock_message;      // [R src]  one of the messages; see comm/align_clocks.h
-  Array<uint64_t, 2> clock_log;        // [R src, kMaxClockRounds + 1]  by the clock of src, when it sent each of them
-  Array<uint32_t, 1> poison;           // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
 
   // ---- local
-  Array<uint64_t, 1> epoch;              // [B]  of the dispatch that holds the buffer; kernels advance it
-  Array<Tally, 1> tally;                 // [1]
-  Array<uint64_t, 1> clock_epoch;        // [R]  of the newest clock_meeting and clock_message exchanged with each rank
-  Array<ClockReading, 1> clock_reading;  // [R]
-  Array<uint32_t, 2> arrivals;           // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
-  Array<uint32_t, 2> tickets;            // [B, kNumLaunches]  units of a launch that were handed out; see comm/units.h
-  Array<int32_t, 2> expert_offsets;      // [B, El + 1]
-  Array<int32_t, 2> expert_counts;       // [B, El]
-  Array<int32_t, 2> expert_row_index;    // [B, routes]  row (src_rank * T + token) of each route, -1 = padding
-  Array<float, 2> route_weight;          // [B, routes]
-  Array<int32_t, 2> route_src_rank;      // [B, routes]
-  Array<int32_t, 2> route_src_token;     // [B, routes]
-  Array<int32_t, 2> landed_row;          // [B, R * T]  rows that have landed, in (src_rank, token) order
-  Array<int32_t, 2> landed_offsets;      // [B, R + 1]  where those of each src begin in landed_row
-  Array<RouteTerm, 3> landed_term;       // [B, R * T, K]  of each landed row: its routes here, in k order
-  Array<int32_t, 2> num_recv_tokens;     // [B, R src]  rows of the table of src
-  Array<int32_t, 2> all_send_ll;  // [B, 1]  whether the batches of all ranks are small; then so are their combines
-  Array<RankSet, 2> token_ranks;  // [B, T]  where this rank's tokens have gone
+  Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; kernels advance it
+  Array<ErrorCounters, 1> errors;      // [1]
+  Array<uint32_t, 2> arrivals;         // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
+  Array<uint32_t, 2> tickets;          // [B, kNumLaunches]  units of a launch that were handed out; see comm/units.h
+  Array<int32_t, 2> expert_offsets;    // [B, El + 1]
+  Array<int32_t, 2> expert_counts;     // [B, El]
+  Array<int32_t, 2> expert_row_index;  // [B, routes]  row (src_rank * T + token) of each route, -1 = padding
+  Array<float, 2> route_weight;        // [B, routes]
+  Array<int32_t, 2> route_src_rank;    // [B, routes]
+  Array<int32_t, 2> route_src_token;   // [B, routes]
+  Array<int32_t, 2> landed_row;        // [B, R * T]  rows that have landed, in (src_rank, token) order
+  Array<int32_t, 2> landed_offsets;    // [B, R + 1]  where those of each src begin in landed_row
+  Array<RouteTerm, 3> landed_term;     // [B, R * T, K]  of each landed row: its routes here, in k order
+  Array<int32_t, 2> num_recv_tokens;   // [B, R src]  rows of the table of src
+  Array<int32_t, 2> all_send_ll;       // [B, 1]  whether the batches of all ranks are small; then so are their combines
+  Array<RankSet, 2> token_ranks;       // [B, T]  where this rank's tokens have gone
 
   static constexpr uint32_t kRefused = Signal::kPayloadMask;
   enum Launch { kDispatchSend, kCombineSend, kNumLaunches };
 };
 
-struct WorkspaceSize {
-  size_t symmetric_bytes = 0;
-  size_t local_bytes = 0;
-  uint64_t layout_digest = 0;  // of the sequence of symmetric fields: equal on ranks whose offsets are equal
-};
-
 // Routes of the largest layout that the lists must hold: padding of expert blocks to `max_alignment` included.
 int64_t route_list_capacity(const MoeConfig& config, int expert_alignment);
 
-// Lays the fields out from the two bases; with null bases only the sizes mean anything.
-Workspace make_workspace(const MoeConfig& config, std::byte* symmetric, std::byte* local, WorkspaceSize* size);
+// Takes the fields from the two parts of the client's region.
+Workspace make_workspace(const MoeConfig& config, RegionLayout& symmetric, RegionLayout& local);
 
 }  // namespace moe_a2a

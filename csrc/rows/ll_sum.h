@@ -63,7 +63,7 @@ struct LlSums {
   MOE_A2A_DEVICE bool add_some(RankSet& rest, int first, int num_words, int num_elements, int stride, bool is_recorded,
                                Sums& sum, T) const {
     LlWord word[kRanksInFlight][kUnroll] = {};
-    WaitSite site{Operation::kCombineRecv, Phase::kPartialSum, rest.first(), token, buffer, is_recorded};
+    WaitSite site{moe_op::kCombineRecv, moe_kind::kPartialWait, rest.first(), token, buffer, is_recorded};
     Refusal refusal{nullptr, attempt};
     // Calls visit(i, rank) for the first ranks of `rest`.
     const auto for_some = [&](auto visit) {

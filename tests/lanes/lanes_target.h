@@ -187,14 +187,18 @@ class Machine : public CpuMachine {
  public:
   using CpuMachine::CpuMachine;
   static bool is_synchronous() { return lanes::are_launches_synchronous(); }
-  int64_t max_shared_bytes() const { return 64 << 10; }
+  LaunchSite launch_site() {
+    LaunchSite site = CpuMachine::launch_site();
+    site.max_shared_bytes = 64 << 10;
+    return site;
+  }
 };
 
-template <class... Kernel>
-void prepare(Machine&) {}
+template <class Kernel>
+void prepare(const LaunchSite&) {}
 
 template <class Kernel>
-void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks, void* /*stream*/) {
+void launch(const LaunchSite& site, const typename Kernel::Args& args) {
   const auto block_main = [](const void* job, int block_rank, int num_blocks, std::byte* shared) {
     static thread_local typename Block::Scratch scratch;
     const auto& args = *static_cast<const typename Kernel::Args*>(job);
@@ -203,11 +207,11 @@ void launch(Machine& machine, const typename Kernel::Args& args, int num_blocks,
                                   [&] { Kernel::run(args, Grid{block_rank, num_blocks}, Block(scratch), shared); });
   };
   const size_t shared_bytes = Kernel::shared_bytes(args);
-  if (static_cast<int64_t>(shared_bytes) > machine.max_shared_bytes()) {
+  if (static_cast<int64_t>(shared_bytes) > site.max_shared_bytes) {
     throw std::runtime_error(std::string(Kernel::kName) + " wants " + std::to_string(shared_bytes) +
                              " bytes of shared memory");
   }
-  machine.block_pool().run(num_blocks, shared_bytes, block_main, &args);
+  site.block_pool->run(site.num_blocks, shared_bytes, block_main, &args);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

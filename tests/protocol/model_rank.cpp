@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "comm/align_clocks.h"
+#include "comm/goodbye.h"
 #include "model_values.h"
 #include "moe/both_halves.h"
 #include "moe/notices.h"
@@ -39,21 +40,32 @@ MoeConfig config_of(const Shape& shape, int rank) {
           .num_max_ll_tokens = shape.num_max_ll_tokens};
 }
 
+RegionSize size_of(const Shape& shape) {
+  RegionSize comm;
+  make_comm_region(shape.num_ranks, nullptr, nullptr, &comm);
+  Context context;
+  context.config = config_of(shape, 0);
+  const RegionSize moe = place_region(context, nullptr, nullptr);
+  return {comm.symmetric_bytes + moe.symmetric_bytes, comm.local_bytes + moe.local_bytes, moe.layout_digest};
+}
+
 ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Report* report)
     : shape_(shape), report_(report), local_(local) {
   context_.config = config_of(shape, rank);
-  make_workspace(context_.config, nullptr, nullptr, &size_);
+  size_ = size_of(shape);
   own_heap_ = symmetric + rank * size_.symmetric_bytes;
-  context_.ws = make_workspace(context_.config, own_heap_, local, &size_);
-  context_.heap.rank = rank;
-  context_.heap.num_ranks = shape.num_ranks;
-  for (int r = 0; r < shape.num_ranks; ++r) context_.heap.base[r] = symmetric + r * size_.symmetric_bytes;
-  context_.max_shared_bytes = 1 << 20;
-  context_.wait = {.timeout_ticks = timeout_ticks(rank),
-                   .report = report,
-                   .tally = context_.ws.tally.data,
-                   .poison = context_.ws.poison.data,
-                   .refusal_text = context_.ws.refusal_text.data};
+  RegionSize comm;
+  comm_.region = make_comm_region(shape.num_ranks, own_heap_, local, &comm);
+  comm_.heap = {.rank = rank, .num_ranks = shape.num_ranks};
+  for (int r = 0; r < shape.num_ranks; ++r) comm_.heap.base[r] = symmetric + r * size_.symmetric_bytes;
+  comm_.max_shared_bytes = 1 << 20;
+  comm_.wait = {.timeout_ticks = timeout_ticks(rank),
+                .report = report,
+                .num_reports = comm_.region.num_reports.data,
+                .poison = comm_.region.poison.data,
+                .comm_heap = &comm_.heap};
+  static_cast<ClientContext&>(context_) = comm_;
+  place_region(context_, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
   for (int call = 0; call < shape.num_calls; ++call) {
     for (int r = 0; r < shape.num_ranks; ++r) {
       Input input{.choices = shape.routing(r, call), .topk_idx = {}, .topk_weights = {}, .x = {}};
@@ -227,7 +239,7 @@ Launch ModelRank::goodbye() {
 
 Launch ModelRank::align_clocks() {
   return launch("align_clocks", -1, 1, [this](int block) {
-    run_kernel<AlignClocks>(shared_[block], {.context = context_, .num_rounds = 2}, block, 1);
+    run_kernel<AlignClocks>(shared_[block], {.context = comm_, .num_rounds = 2}, block, 1);
   });
 }
 
@@ -312,7 +324,7 @@ Launch ModelRank::watch_report(int culprit) {
 
 void ModelRank::compare_clocks() const {
   for (int r = 0; r < shape_.num_ranks; ++r) {
-    const ClockReading& reading = context_.ws.clock_reading(r);
+    const ClockReading& reading = comm_.region.clock_reading(r);
     const int64_t wrong_by = reading.offset - static_cast<int64_t>(clock_offset(r) - clock_offset(rank()));
     if (static_cast<uint64_t>(std::abs(wrong_by)) > (reading.round_trip + 1) / 2 || reading.round_trip > 1000) {
       fail("the clock of rank " + std::to_string(r) + " is wrong by " + std::to_string(wrong_by) + ", said to be " +

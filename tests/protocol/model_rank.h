@@ -34,6 +34,8 @@ struct Shape {
 };
 
 MoeConfig config_of(const Shape& shape, int rank);
+// Of the communicator's region and that of the MoE kernels behind it.
+RegionSize size_of(const Shape& shape);
 
 [[noreturn]] inline void fail(const std::string& why) { Explorer::running()->fail(why); }
 
@@ -49,6 +51,8 @@ class ModelRank {
   void reset();  // memory as after `first_epoch` uses of every buffer
   int rank() const { return context_.config.rank; }
   const Workspace& workspace() const { return context_.ws; }
+  const ClientServices& services() const { return context_.services; }
+  const CommRegion& comm_region() const { return comm_.region; }
   const Report* report() const { return report_; }
 
   // ---- launches. Call n of all ranks works on buffer n % num_buffers.
@@ -108,8 +112,9 @@ class ModelRank {
   void compare_clocks() const;
 
   Shape shape_;
+  CommContext comm_;
   Context context_;
-  WorkspaceSize size_;
+  RegionSize size_;  // of both
   Report* report_;
   std::byte* own_heap_;
   std::byte* local_;

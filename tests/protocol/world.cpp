@@ -5,8 +5,7 @@
 namespace moe_a2a {
 
 World::World(const Scenario& scenario) : scenario_(scenario) {
-  WorkspaceSize size;
-  make_workspace(config_of(scenario.shape, 0), nullptr, nullptr, &size);
+  const RegionSize size = size_of(scenario.shape);
   constexpr size_t kReportBytes = (sizeof(Report) + 127) / 128 * 128;
   const size_t ranks = scenario.shape.num_ranks;
   symmetric_bytes_ = size.symmetric_bytes;
@@ -41,6 +40,7 @@ void World::reset() {
 
 void World::name_regions(const ModelRank& rank) {
   const Workspace& ws = rank.workspace();
+  const CommRegion& comm = rank.comm_region();
   const std::string owner = " of rank " + std::to_string(rank.rank());
   const auto region = [&](const void* begin, const char* name, Field field = Field::kOther) {
     regions_.push_back({offset_of(begin), name + owner, field});
@@ -61,16 +61,17 @@ void World::name_regions(const ModelRank& rank) {
   }
   region(ws.dispatch_credit.data, "dispatch_credit", Field::kDispatchCredit);
   region(ws.combine_refusal.data, "combine_refusal", Field::kCombineRefusal);
-  region(ws.refusal_text.data, "refusal_text", Field::kRefusalText);
-  region(ws.goodbye.data, "goodbye", Field::kGoodbye);
-  region(ws.clock_meeting.data, "clock_meeting", Field::kClockMeeting);
-  region(ws.clock_message.data, "clock_message", Field::kClockMessage);
-  region(ws.clock_log.data, "clock_log");
-  region(ws.poison.data, "poison", Field::kPoison);
+  region(rank.services().refusal_text.data, "refusal_text", Field::kRefusalText);
+  region(rank.services().goodbye.data, "goodbye", Field::kGoodbye);
+  region(comm.clock_meeting.data, "clock_meeting", Field::kClockMeeting);
+  region(comm.clock_message.data, "clock_message", Field::kClockMessage);
+  region(comm.clock_log.data, "clock_log");
+  region(comm.poison.data, "poison", Field::kPoison);
   region(ws.epoch.data, "epoch");
-  region(ws.clock_epoch.data, "clock_epoch");
-  region(ws.clock_reading.data, "clock_reading");
-  region(ws.tally.data, "tally");
+  region(comm.clock_epoch.data, "clock_epoch");
+  region(comm.clock_reading.data, "clock_reading");
+  region(ws.errors.data, "errors");
+  region(comm.num_reports.data, "num_reports");
   region(ws.arrivals.data, "arrivals");
   region(ws.tickets.data, "tickets");
   region(ws.expert_offsets.data, "expert_offsets");

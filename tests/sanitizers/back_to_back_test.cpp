@@ -20,7 +20,7 @@ namespace {
 class Worker {
  public:
   Worker(ExpertParallel& ep, uint64_t seed)
-      : ep_(ep), config_(ep.config()), seed_(seed), in_one_launch_(!ep.backend().is_synchronous()) {}
+      : ep_(ep), config_(ep.config()), seed_(seed), in_one_launch_(!ep.device().is_synchronous()) {}
 
   void run(const std::vector<Round>& rounds) {
     for (size_t i = 0; i < rounds.size() && !::testing::Test::HasFailure(); ++i) {
@@ -273,7 +273,7 @@ TEST_P(BackToBackTest, EveryValueIsRight) {
   if (small_batches) config.num_max_ll_tokens = pick(0, 1) ? most : (most + 1) / 2;
   const std::vector<Round> rounds = draw_rounds(seed, config, std::max(1, num_rounds / rounds_divisor()));
   run_ranks(config, 20.0, [&](ExpertParallel& ep) {
-    Worker(ep, seed).run(ep.backend().is_synchronous() ? rounds : without_refusals(rounds));
+    Worker(ep, seed).run(ep.device().is_synchronous() ? rounds : without_refusals(rounds));
   });
 }
 

@@ -37,8 +37,8 @@ TEST_P(Timeout, NamesTheMissingRankOnEveryOther) {
         ADD_FAILURE() << "rank " << ep.config().rank << " did not notice";
       } catch (const PeerTimeout& timeout) {
         EXPECT_EQ(timeout.report.culprit, 2) << timeout.what();
-        EXPECT_EQ(timeout.report.operation, Operation::kDispatchRecv);
-        EXPECT_EQ(timeout.report.phase, Phase::kRoutingTable);
+        EXPECT_EQ(timeout.report.operation, moe_op::kDispatchRecv);
+        EXPECT_EQ(timeout.report.awaited, moe_kind::kTableWait);
         EXPECT_EQ(timeout.report.rank, ep.config().rank);
       }
       EXPECT_THROW(ep.dispatch_send({}, {}), PeerTimeout);  // and it stays so
@@ -64,10 +64,10 @@ int pass_a_message() {
     payload = 42;
     atomic_store<kStore, Scope::kSystem>(&signal.word, Signal::pack(1, 0));
   });
-  Tally tally;
+  uint32_t num_reports = 0;
   const WaitPolicy policy{
-      .timeout_ticks = 5 * kClockTicksPerSecond, .report = &report, .tally = &tally, .poison = &poison};
-  EXPECT_TRUE(wait_for(&signal, 1, {Operation::kDispatchRecv, Phase::kRow, 0}, policy, heap));
+      .timeout_ticks = 5 * kClockTicksPerSecond, .report = &report, .num_reports = &num_reports, .poison = &poison};
+  EXPECT_TRUE(wait_for(&signal, 1, {moe_op::kDispatchRecv, moe_kind::kRowWait, 0}, policy, heap));
   const int received = payload;
   sender.join();
   return received;

@@ -83,7 +83,7 @@ TEST_P(TracedTraffic, LeavesEveryRecord) {
     for (int round = 40; round < 50; ++round) layer(ep, round, {});
     const TraceDump dump = ep.tracer().read();
     EXPECT_EQ(*std::max_element(dump.segment_dropped.begin(), dump.segment_dropped.end()), 0);
-    EXPECT_EQ(count(dump, TraceKind::kKernel), ep.backend().warps_per_block() * 4 * (14 * 1 + 13 * 2 + 13 * 3));
+    EXPECT_EQ(count(dump, TraceKind::kKernel), ep.device().warps_per_block() * 4 * (14 * 1 + 13 * 2 + 13 * 3));
     EXPECT_EQ(count(dump, TraceKind::kGaveUp), 0);
   });
 }
@@ -104,7 +104,7 @@ TEST(TracedTimeout, LastRecordSaysWhichWaitWasGivenUp) {
       const auto given_up = std::find_if(dump.records.begin(), dump.records.end(), [](const TraceRecord& r) {
         return kind_of(r) == static_cast<uint64_t>(TraceKind::kGaveUp);
       });
-      EXPECT_EQ(kind_of(given_up[-1]), static_cast<uint64_t>(TraceKind::kTableWait));
+      EXPECT_EQ(kind_of(given_up[-1]), static_cast<uint64_t>(moe_kind::kTableWait));
       EXPECT_EQ(kind_of(given_up[1]), static_cast<uint64_t>(TraceKind::kKernel));
       EXPECT_EQ(given_up->word[1] >> TraceRecord::kPeerAt & 0x3f, 2u);
     }
@@ -123,7 +123,7 @@ TEST(Clocks, DifferByNoMoreThanTheStatedError) {
         for (int peer = 0; peer < num_ranks; ++peer) {
           const ClockReading& reading = readings[peer];
           EXPECT_GT(reading.round_trip, 0u);
-          EXPECT_LT(reading.round_trip, ep.backend().clock_ticks_per_second());
+          EXPECT_LT(reading.round_trip, ep.device().clock_ticks_per_second());
           EXPECT_LE(std::abs(reading.offset), static_cast<int64_t>(reading.round_trip / 2 + 1));
           EXPECT_TRUE(peer != ep.config().rank || reading.offset == 0);
         }

@@ -121,9 +121,14 @@ MUTANTS = [
 
 
 def assembly(csrc: Path, command: list[str]) -> str:
+    """Of the kernels of every family, one listing behind the other."""
     here = [word.replace(str(ROOT / "csrc"), str(csrc)) for word in command]
-    here += ["--offload-arch=gfx942", "--offload-device-only", "-S", "-o", "-", str(csrc / "moe/backend.cpp")]
-    return subprocess.run(here, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
+    here += ["--offload-arch=gfx942", "--offload-device-only", "-S", "-o", "-"]
+    listings = [
+        subprocess.run([*here, str(family)], check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
+        for family in sorted(csrc.rglob("*_kernels.cpp"))
+    ]
+    return "".join(listings)
 
 
 def problems(csrc: Path, command: list[str]) -> list[str]:

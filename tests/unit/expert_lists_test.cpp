@@ -136,7 +136,7 @@ class Exchange {
         }
         ASSERT_EQ(heaps_.context[src].ws.token_ranks(buffer_, t).bits, expected.bits);
       }
-      ASSERT_EQ(heaps_.context[src].wait.tally->num_bad_choices, num_bad);
+      ASSERT_EQ(heaps_.context[src].ws.errors.data->num_bad_choices, num_bad);
     }
   }
 
@@ -173,7 +173,7 @@ class Exchange {
     if (layout_ != Layout::kMasked) {
       ASSERT_EQ(ws.expert_offsets(buffer_, config_.num_local_experts()), position);
     }
-    ASSERT_EQ(heaps_.context[me_].wait.tally->num_lost_routes, num_lost);
+    ASSERT_EQ(heaps_.context[me_].ws.errors.data->num_lost_routes, num_lost);
     check_landed(terms);
   }
 
@@ -283,12 +283,10 @@ INSTANTIATE_TEST_SUITE_P(Each, ExpertListsTest,
 
 TEST(Destinations, AreTheDistinctRanksOfATokensExperts) {
   const int32_t choices[] = {11, -1, 0, 2, 9, -1, 12, -1, -1, -7};
+  Context context;
+  context.config = {.num_ranks = 4, .num_experts = 12, .num_topk = 5};
   const DispatchSendArgs args{
-      .context = {.config = {.num_ranks = 4, .num_experts = 12, .num_topk = 5}, .heap = {}, .ws = {}, .wait = {}},
-      .num_tokens = 2,
-      .topk_idx = {choices, false},
-      .x = {},
-      .x_scales = {}};
+      .context = context, .num_tokens = 2, .topk_idx = {choices, false}, .x = {}, .x_scales = {}};
   EXPECT_EQ(destinations(Warp{}, args, 0).bits, 0b1001u);
   EXPECT_TRUE(destinations(Warp{}, args, 1).empty());
 }

@@ -163,8 +163,8 @@ TEST(ExpertParallel, SaysItsSizeBeforeItIsMade) {
   EXPECT_LT(ExpertParallel::nbytes_for(config_of_one(1)), ExpertParallel::nbytes_for(config_of_one(2)));
 }
 
-TEST(Backend, UnknownTargetNamesThoseThatAreBuilt) {
-  expect_says(message_of([] { make_backend("abacus", 0); }), "no target \"abacus\" (it has: cpu");
+TEST(Device, UnknownTargetNamesThoseThatAreBuilt) {
+  expect_says(message_of([] { make_device("abacus", 0); }), "no target \"abacus\" (it has: cpu");
 }
 
 }  // namespace

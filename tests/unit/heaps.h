@@ -17,20 +17,22 @@ inline Memory make_memory(size_t nbytes) { return Memory(nbytes / sizeof(Line) +
 struct Heaps {
   std::vector<Context> context;  // [num_ranks]
   std::vector<Report> report;
+  std::vector<uint32_t> num_reports;
   std::vector<Memory> symmetric, local;
 
-  explicit Heaps(MoeConfig config) : context(config.num_ranks), report(config.num_ranks) {
+  explicit Heaps(MoeConfig config)
+      : context(config.num_ranks), report(config.num_ranks), num_reports(config.num_ranks) {
     for (int r = 0; r < config.num_ranks; ++r) {
       config.rank = r;
-      WorkspaceSize size;
-      make_workspace(config, nullptr, nullptr, &size);
-      symmetric.push_back(make_memory(size.symmetric_bytes));
-      local.push_back(make_memory(size.local_bytes));
       Context& c = context[r];
       c.config = config;
-      c.ws = make_workspace(config, memory_of(symmetric[r]), memory_of(local[r]), &size);
+      const RegionSize size = place_region(c, nullptr, nullptr);
+      symmetric.push_back(make_memory(size.symmetric_bytes));
+      local.push_back(make_memory(size.local_bytes));
+      place_region(c, memory_of(symmetric[r]), memory_of(local[r]));
       c.heap = {.rank = r, .num_ranks = config.num_ranks};
-      c.wait = {.report = &report[r], .tally = c.ws.tally.data};
+      c.wait.report = &report[r];
+      c.wait.num_reports = &num_reports[r];
       c.max_shared_bytes = 1 << 20;
     }
     for (Context& c : context) {

@@ -33,12 +33,12 @@ TEST(LaunchTable, RefusesStepsThatDoNotAscendOrAreNotPositive) {
 
 TEST(LaunchTable, ACallComesBeforeTheTableAndTheTableBeforeTheTarget) {
   ExpertParallel ep({.num_experts = 4, .num_topk = 2, .hidden = 10, .num_max_tokens_per_rank = 8}, "cpu", 0, 5.0);
-  EXPECT_EQ(ep.dispatch_blocks(4), ep.backend().default_blocks());
+  EXPECT_EQ(ep.dispatch_blocks(4), ep.device().default_blocks());
   ep.set_launch_table(LaunchTable({{4, 2, 3}}));
   EXPECT_EQ(ep.dispatch_blocks(4), 2);
   EXPECT_EQ(ep.combine_blocks(4), 3);
   EXPECT_EQ(ep.combine_blocks(4, {.num_blocks = 7}), 7);
-  EXPECT_EQ(ep.dispatch_blocks(4, {.num_blocks = 1 << 20}), ep.backend().max_blocks());
+  EXPECT_EQ(ep.dispatch_blocks(4, {.num_blocks = 1 << 20}), ep.device().max_blocks());
 }
 
 }  // namespace

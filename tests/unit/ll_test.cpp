@@ -18,7 +18,7 @@ namespace moe_a2a {
 namespace {
 
 constexpr uint64_t kEpoch = (uint64_t{1} << 31) + 5;
-constexpr WaitSite kSite{Operation::kDispatchRecv, Phase::kRow, 0};
+constexpr WaitSite kSite{moe_op::kDispatchRecv, moe_kind::kRowWait, 0};
 
 class Random {
  public:

@@ -12,8 +12,8 @@
 #include "comm/heap_view.h"
 #include "comm/rank_set.h"
 #include "comm/signal.h"
+#include "moe/context.h"
 #include "moe/moe_config.h"
-#include "moe/workspace.h"
 #include "seed.h"
 
 namespace moe_a2a {
@@ -223,7 +223,9 @@ struct Field {
   size_t bytes;
 };
 
-std::vector<Field> symmetric_fields(const MoeConfig& c, const Workspace& w) {
+std::vector<Field> symmetric_fields(const Context& context) {
+  const MoeConfig& c = context.config;
+  const Workspace& w = context.ws;
   const size_t b = c.num_buffers, r = c.num_ranks, t = c.num_max_tokens_per_rank, k = c.num_topk;
   const size_t chunks = t <= 512 ? (t + 63) / 64 : std::max<size_t>(8, (t + 255) / 256), ll = c.num_max_ll_tokens;
   return {{"table_signal", w.table_signal.data, b * r * chunks * sizeof(Signal)},
@@ -240,22 +242,18 @@ std::vector<Field> symmetric_fields(const MoeConfig& c, const Workspace& w) {
           {"ll_combine_row", w.ll_combine_row.data, b * r * ll * c.ll_row_stride()},
           {"dispatch_credit", w.dispatch_credit.data, b * r * sizeof(Signal)},
           {"combine_refusal", w.combine_refusal.data, b * r * sizeof(Signal)},
-          {"refusal_text", w.refusal_text.data, b * r * kRefusalWords * 8},
-          {"goodbye", w.goodbye.data, r * sizeof(Signal)},
-          {"clock_meeting", w.clock_meeting.data, r * sizeof(Signal)},
-          {"clock_message", w.clock_message.data, r * sizeof(Signal)},
-          {"clock_log", w.clock_log.data, r * (kMaxClockRounds + 1) * 8},
-          {"poison", w.poison.data, sizeof(*w.poison.data)}};
+          {"refusal_text", context.services.refusal_text.data, b * r * kRefusalWords * 8},
+          {"goodbye", context.services.goodbye.data, r * sizeof(Signal)}};
 }
 
-std::vector<Field> local_fields(const MoeConfig& c, const Workspace& w) {
+std::vector<Field> local_fields(const Context& context) {
+  const MoeConfig& c = context.config;
+  const Workspace& w = context.ws;
   const size_t b = c.num_buffers, r = c.num_ranks, t = c.num_max_tokens_per_rank, k = c.num_topk;
   const size_t e = c.num_local_experts();
   const size_t lists = std::max<size_t>(r * t * k + e * (kMaxExpertAlignment - 1), e * r * t);
   return {{"epoch", w.epoch.data, b * 8},
-          {"tally", w.tally.data, sizeof(Tally)},
-          {"clock_epoch", w.clock_epoch.data, r * 8},
-          {"clock_reading", w.clock_reading.data, r * sizeof(ClockReading)},
+          {"errors", w.errors.data, sizeof(ErrorCounters)},
           {"arrivals", w.arrivals.data, b * Workspace::kNumLaunches * 4},
           {"tickets", w.tickets.data, b * Workspace::kNumLaunches * 4},
           {"expert_offsets", w.expert_offsets.data, b * (e + 1) * 4},
@@ -270,6 +268,24 @@ std::vector<Field> local_fields(const MoeConfig& c, const Workspace& w) {
           {"num_recv_tokens", w.num_recv_tokens.data, b * r * 4},
           {"all_send_ll", w.all_send_ll.data, b * 4},
           {"token_ranks", w.token_ranks.data, b * t * sizeof(RankSet)}};
+}
+
+Context context_of(const MoeConfig& config) {
+  Context context;
+  context.config = config;
+  return context;
+}
+
+std::vector<Field> fields_of(const CommRegion& c, size_t num_ranks, bool symmetric) {
+  if (symmetric) {
+    return {{"clock_meeting", c.clock_meeting.data, num_ranks * sizeof(Signal)},
+            {"clock_message", c.clock_message.data, num_ranks * sizeof(Signal)},
+            {"clock_log", c.clock_log.data, num_ranks * (kMaxClockRounds + 1) * 8},
+            {"poison", c.poison.data, sizeof(*c.poison.data)}};
+  }
+  return {{"num_reports", c.num_reports.data, 4},
+          {"clock_epoch", c.clock_epoch.data, num_ranks * 8},
+          {"clock_reading", c.clock_reading.data, num_ranks * sizeof(ClockReading)}};
 }
 
 void expect_apart(std::vector<Field> fields, const std::byte* base, size_t bytes) {
@@ -302,34 +318,42 @@ TEST(Workspace, FieldsLieApartOnLinesOfTheirOwn) {
     config.num_max_ll_tokens = pick(0, config.ll_token_capacity());
     auto* symmetric = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);
     auto* local = reinterpret_cast<std::byte*>(uintptr_t{1} << 41);
-    WorkspaceSize size;
-    const Workspace w = make_workspace(config, symmetric, local, &size);
-    expect_apart(symmetric_fields(config, w), symmetric, size.symmetric_bytes);
-    expect_apart(local_fields(config, w), local, size.local_bytes);
+    Context context = context_of(config);
+    const RegionSize size = place_region(context, symmetric, local);
+    expect_apart(symmetric_fields(context), symmetric, size.symmetric_bytes);
+    expect_apart(local_fields(context), local, size.local_bytes);
 
-    MoeConfig other = config;
-    other.rank = 0;
-    WorkspaceSize other_size;
-    make_workspace(other, nullptr, nullptr, &other_size);
+    context.config.rank = 0;
+    const RegionSize other_size = place_region(context, nullptr, nullptr);
     EXPECT_EQ(other_size.layout_digest, size.layout_digest);
     EXPECT_EQ(other_size.symmetric_bytes, size.symmetric_bytes);
   }
 }
 
+TEST(CommRegion, FieldsLieApartOnLinesOfTheirOwn) {
+  auto* symmetric = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);
+  auto* local = reinterpret_cast<std::byte*>(uintptr_t{1} << 41);
+  for (int num_ranks = 1; num_ranks <= kMaxRanks; ++num_ranks) {
+    RegionSize size;
+    const CommRegion region = make_comm_region(num_ranks, symmetric, local, &size);
+    expect_apart(fields_of(region, num_ranks, true), symmetric, size.symmetric_bytes);
+    expect_apart(fields_of(region, num_ranks, false), local, size.local_bytes);
+  }
+}
+
 TEST(Workspace, DigestTellsLayoutsApart) {
-  WorkspaceSize size;
-  make_workspace(small_config(), nullptr, nullptr, &size);
-  MoeConfig other = small_config();
-  other.num_max_tokens_per_rank = 300;  // a second chunk of the routing table
-  WorkspaceSize other_size;
-  make_workspace(other, nullptr, nullptr, &other_size);
+  Context context = context_of(small_config());
+  const RegionSize size = place_region(context, nullptr, nullptr);
+  context.config.num_max_tokens_per_rank = 300;  // a second chunk of the routing table
+  const RegionSize other_size = place_region(context, nullptr, nullptr);
   EXPECT_NE(size.layout_digest, other_size.layout_digest);
 }
 
 TEST(Workspace, EveryElementHasAnAddressOfItsOwn) {
   const MoeConfig c = small_config();
-  WorkspaceSize size;
-  const Workspace w = make_workspace(c, nullptr, nullptr, &size);
+  Context context = context_of(c);
+  place_region(context, nullptr, nullptr);
+  const Workspace& w = context.ws;
   std::vector<const void*> seen;
   for (int b = 0; b < c.num_buffers; ++b) {
     for (int r = 0; r < c.num_ranks; ++r) {

@@ -42,15 +42,15 @@ TEST(TraceRecord, KeepsItsFieldsApart) {
   EXPECT_EQ(ones.token, 0xfffffu);
   EXPECT_EQ(ones.has_peer, 1u);
   const Fields plain(TraceRecord::pack(
-      {.kind = TraceKind::kRowWait, .begin = (uint64_t{5} << 48) + 77, .peer = 0, .token = 9, .polls = 65535}, 12));
+      {.kind = moe_kind::kRowWait, .begin = (uint64_t{5} << 48) + 77, .peer = 0, .token = 9, .polls = 65535}, 12));
   EXPECT_EQ(plain.begin, 77u);
   EXPECT_EQ(plain.polls, 65535u);
   EXPECT_EQ(plain.duration, 12u);
-  EXPECT_EQ(plain.kind, static_cast<uint64_t>(TraceKind::kRowWait));
+  EXPECT_EQ(plain.kind, static_cast<uint64_t>(moe_kind::kRowWait));
   EXPECT_EQ(plain.peer, 0u);
   EXPECT_EQ(plain.token, 9u);
   EXPECT_EQ(plain.has_peer, 1u);
-  const Fields bare(TraceRecord::pack({.kind = TraceKind::kLists, .begin = 1}, 0xffffffff));
+  const Fields bare(TraceRecord::pack({.kind = moe_kind::kLists, .begin = 1}, 0xffffffff));
   EXPECT_EQ(bare.duration, 0xffffffffu);
   EXPECT_EQ(bare.token, 0xfffffu);
   EXPECT_EQ(bare.peer, 0u);
@@ -58,16 +58,16 @@ TEST(TraceRecord, KeepsItsFieldsApart) {
 }
 
 TEST(TraceRecord, HasRoomForEveryKindRankAndToken) {
-  EXPECT_LE(static_cast<int>(TraceKind::kNumKinds), 32);
+  EXPECT_LE(static_cast<int>(TraceKind::kLimit), 32);
   EXPECT_LE(kMaxRanks, 64);
   EXPECT_LT(static_cast<uint64_t>(kMaxTokensPerRank), TraceRecord::kNoToken);
 }
 
 TEST(Operation, IsFoundByItsName) {
-  for (int i = 0; i < static_cast<int>(Operation::kNumOperations); ++i) {
-    EXPECT_EQ(operation_named(name_of(static_cast<Operation>(i))), static_cast<Operation>(i));
+  for (const Vocabulary& words : {kCommVocabulary, kMoeVocabulary}) {
+    for (const char* name : words.operations) EXPECT_STREQ(words.name_of(words.operation_named(name)), name);
   }
-  EXPECT_EQ(operation_named("no such launch"), Operation::kNone);
+  EXPECT_EQ(kMoeVocabulary.operation_named("no such launch"), Operation::kNone);
 }
 
 // ---- segments
@@ -91,7 +91,7 @@ struct Guarded {
     for (int i = 0; i < num_records; ++i) {
       record(trace, leader, {.kind = TraceKind::kSend, .begin = trace_now(), .peer = block, .token = i});
     }
-    close_segment(trace, leader, static_cast<int>(Operation::kDispatchSend));
+    close_segment(trace, leader, static_cast<int>(moe_op::kDispatchSend));
   }
   bool is_untouched(size_t i) const { return memory[i].word[0] == kGuard && memory[i].word[1] == kGuard; }
 };
@@ -119,7 +119,7 @@ TEST(TraceBuffer, LaunchesGoOnWhereTheOnesBeforeStopped) {
   EXPECT_TRUE(trace.is_untouched(trace.memory.size() - 1));
   const Fields last(trace.memory[1 + 5]);
   EXPECT_EQ(last.kind, static_cast<uint64_t>(TraceKind::kKernel));
-  EXPECT_EQ(last.token, static_cast<uint64_t>(Operation::kDispatchSend));
+  EXPECT_EQ(last.token, static_cast<uint64_t>(moe_op::kDispatchSend));
 }
 
 // ---- a rank that traces itself
@@ -171,8 +171,8 @@ TEST(Tracer, ReadsWhatTheKernelsLeave) {
   EXPECT_EQ(dump.segment_written[0], static_cast<int64_t>(dump.records.size()));
   EXPECT_EQ(rank.count(dump, TraceKind::kKernel), 8u);
   EXPECT_EQ(rank.count(dump, TraceKind::kSignal), 12u);
-  for (const TraceKind kind : {TraceKind::kSend, TraceKind::kSum, TraceKind::kReduce}) {
-    EXPECT_EQ(rank.count(dump, kind), 6u) << kTraceKindNames[static_cast<int>(kind)];
+  for (const TraceKind kind : {TraceKind::kSend, moe_kind::kSum, TraceKind::kReduce}) {
+    EXPECT_EQ(rank.count(dump, kind), 6u) << static_cast<int>(kind);
   }
   rank.ep.tracer().start(100);  // empty again
   EXPECT_TRUE(rank.ep.tracer().read().records.empty());

@@ -116,7 +116,7 @@ struct CombineRecv {
     bool good = true;
     for (int r = warp.rank(); r < c.heap.num_ranks; r += warp.size()) {
       if (!awaited.contains(r)) continue;
-      const WaitSite site{Operation::kCombineRecv, Phase::kPartialSum, r, token, args.buffer};
+      const WaitSite site{moe_op::kCombineRecv, moe_kind::kPartialWait, r, token, args.buffer};
       good &= wait_for(c.ws.combine_signal.at(args.buffer, r, token), epoch, site, c.wait, c.heap, nullptr,
                        {c.ws.combine_refusal.at(args.buffer, r), args.attempt});
     }

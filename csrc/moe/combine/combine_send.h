@@ -257,7 +257,7 @@ struct CombineSend {
   }
 
   MOE_A2A_DEVICE static void record_unit(const Args& args, const Warp& warp, const Item& item, uint64_t start) {
-    const TraceKind kind = args.presummed ? TraceKind::kSend : TraceKind::kSum;
+    const TraceKind kind = args.presummed ? TraceKind::kSend : moe_kind::kSum;
     record(args.context.trace(), warp, {.kind = kind, .begin = start, .peer = item.turn, .token = item.token});
   }
 
@@ -299,7 +299,7 @@ struct CombineSend {
     const Context& c = args.context;
     for (int k = 0; k < c.config.num_topk && terms[k].position >= 0; ++k) {
       if (terms[k].position >= args.num_y_rows) {
-        atomic_add<Order::kRelaxed, Scope::kDevice>(&c.wait.tally->num_short_y_routes, 1u);
+        atomic_add<Order::kRelaxed, Scope::kDevice>(&c.ws.errors.data->num_short_y_routes, 1u);
       }
     }
   }

@@ -44,7 +44,7 @@ struct DispatchRecv {
       const uint64_t start = trace_now();
       ExpertLists lists(args, shares.lists, block, shared + header_bytes(config), num_tokens);
       if (!lists.build(epoch, headers)) return;
-      record(args.context.trace(), block, {.kind = TraceKind::kLists, .begin = start});
+      record(args.context.trace(), block, {.kind = moe_kind::kLists, .begin = start});
     }
     if (shares.sees_rows() && headers()) {
       receive_small_batches(args, shares.rows, block, num_tokens, epoch);
@@ -59,7 +59,7 @@ struct DispatchRecv {
     bool good = true;
     for (int r = warp.rank(); r < c.heap.num_ranks; r += warp.size()) {
       uint32_t payload = 0;
-      const WaitSite site{Operation::kDispatchRecv, Phase::kRoutingTable, r, -1, args.buffer};
+      const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, r, -1, args.buffer};
       const Signal* signal = c.ws.table_signal.at(args.buffer, r, 0);
       good &= wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
         return has_ll_tokens(args, r, epoch, &payload) || has_arrived(signal, epoch, seen, &payload);
@@ -90,7 +90,7 @@ struct DispatchRecv {
         const int chunk = static_cast<int>(token) / chunk_length(num_tokens[r]);
         if (chunk > 0 && !receive_chunk(args, r, chunk, num_tokens[r], epoch)) return;
         if (c.ws.table_landing(args.buffer, r, token) < 0) continue;
-        const WaitSite site{Operation::kDispatchRecv, Phase::kRow, r, static_cast<int>(token)};
+        const WaitSite site{moe_op::kDispatchRecv, moe_kind::kRowWait, r, static_cast<int>(token)};
         if (!wait_for(c.ws.row_signal.at(args.buffer, r, token), epoch, site, c.wait, c.heap)) return;
       }
       token -= num_tokens[r];  // on the next rank's part of the line
@@ -121,7 +121,7 @@ struct DispatchRecv {
                                                uint64_t epoch) {
     const Context& c = args.context;
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
-      const WaitSite site{Operation::kDispatchRecv, Phase::kRoutingTable, r};
+      const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, r};
       if (c.config.sends_ll(num_tokens[r])) {
         wait_for(c.ws.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap);
       }
@@ -143,9 +143,9 @@ struct DispatchRecv {
     if (!warp.any(lands)) return true;
     const LlWord* words =
         ll_words_at(c.ws.ll_row, args.buffer, rank, token, number * ll_words_of_piece(c.config, args.row_dtype));
-    good =
-        receive_ll(warp, c, words, part_of_row(c.config, args.row_dtype, Piece::of(c.config, number)),
-                   c.ws.row.at(args.buffer, rank, token), epoch, {Operation::kDispatchRecv, Phase::kRow, rank, token});
+    good = receive_ll(warp, c, words, part_of_row(c.config, args.row_dtype, Piece::of(c.config, number)),
+                      c.ws.row.at(args.buffer, rank, token), epoch,
+                      {moe_op::kDispatchRecv, moe_kind::kRowWait, rank, token});
     return !warp.any(!good);
   }
 };

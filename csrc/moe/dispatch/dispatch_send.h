@@ -88,7 +88,7 @@ struct DispatchSend {
   MOE_A2A_DEVICE static bool wait_for_credits(const Context& c, const Block& block, int buffer, uint64_t epoch) {
     bool good = true;
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
-      const WaitSite site{Operation::kDispatchSend, Phase::kCredit, r};
+      const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, r};
       good &= wait_for(c.ws.dispatch_credit.at(buffer, r), epoch - 1, site, c.wait, c.heap);
     }
     return !block.any(!good);

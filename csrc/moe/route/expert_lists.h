@@ -14,7 +14,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 // Waits for a chunk of a large batch's table. Pairs with the signal in routing_table.h.
 MOE_A2A_DEVICE bool receive_chunk(const DispatchRecvArgs& args, int rank, int chunk, int num_tokens, uint64_t epoch) {
   const Context& c = args.context;
-  const WaitSite site{Operation::kDispatchRecv, Phase::kRoutingTable, rank, chunk * chunk_length(num_tokens)};
+  const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, rank, chunk * chunk_length(num_tokens)};
   return wait_for(c.ws.table_signal.at(args.buffer, rank, chunk), epoch, site, c.wait, c.heap);
 }
 
@@ -313,7 +313,7 @@ class ExpertLists {
     return args_.layout != Layout::kMasked || position - start_[expert] < extent(expert);
   }
   MOE_A2A_DEVICE void count_lost_route() const {
-    atomic_add<Order::kRelaxed, Scope::kDevice>(&args_.context.wait.tally->num_lost_routes, 1u);
+    atomic_add<Order::kRelaxed, Scope::kDevice>(&args_.context.ws.errors.data->num_lost_routes, 1u);
   }
 
   MOE_A2A_DEVICE void write_landed(int32_t landed, int rank, int token) const {

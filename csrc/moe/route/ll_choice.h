@@ -43,7 +43,7 @@ MOE_A2A_DEVICE bool find_ll_tokens(const Context& c, int buffer, int src, uint64
 MOE_A2A_DEVICE bool receive_choice(const Context& c, int buffer, int src, int token, int k, uint64_t epoch,
                                    bool is_recorded, int* expert, float* weight) {
   const LlWord* words = ll_choice_at(c, buffer, src, token, k);
-  const WaitSite site{Operation::kDispatchRecv, Phase::kRoutingTable, src, token, buffer, is_recorded};
+  const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, src, token, buffer, is_recorded};
   LlWord word[kWordsOfChoice] = {};
   const bool good = wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
     bool all = true;

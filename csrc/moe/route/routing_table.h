@@ -38,7 +38,7 @@ class RoutingTable {
         const uint32_t payload = chunk == 0 ? static_cast<uint32_t>(args_.num_tokens) : 0;
         signal_many(heap_, RankSet::all(heap_.num_ranks), mine(ws_.table_signal, chunk), epoch, payload);
       }
-      record(args_.context.trace(), block_, {.kind = TraceKind::kRoute, .begin = start, .token = first_token_});
+      record(args_.context.trace(), block_, {.kind = moe_kind::kRoute, .begin = start, .token = first_token_});
     }
   }
 

@@ -1,0 +1,37 @@
+// How a GPU starts a kernel. Included by cuda.h and hip.h behind simt.h and simt_machine.h.
+#pragma once
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// At most one block per compute unit is launched. Saying so keeps the compiler from giving up registers for a second
+// one: without it they went from 92 to 64, with spills, for a few instructions more in the kernel.
+template <class Kernel>
+__global__ void __launch_bounds__(kBlockThreads, 1) kernel_entry(MOE_A2A_KERNEL_ARGUMENT typename Kernel::Args args) {
+  __shared__ typename Block::Scratch scratch;
+  extern __shared__ __align__(128) unsigned char shared[];  // TMA wants whole lines
+  Kernel::run(arguments_in_memory(args), Grid{block_in_grid(), blocks_in_grid()}, Block(scratch),
+              reinterpret_cast<std::byte*>(shared));
+}
+
+// Loads the kernel before any other runs: loading it later may wait for a running kernel, which may wait for a rank
+// whose kernel is being loaded. Also raises the limit of a block's shared memory.
+template <class Kernel>
+void prepare(const LaunchSite& site) {
+  const DeviceGuard guard(site.device);
+  check(MOE_A2A_GPU(FuncSetAttribute)(reinterpret_cast<const void*>(kernel_entry<Kernel>),
+                                      MOE_A2A_GPU(FuncAttributeMaxDynamicSharedMemorySize),
+                                      static_cast<int>(site.max_shared_bytes)),
+        Kernel::kName);
+}
+
+// Queues the kernel on the stream.
+template <class Kernel>
+void launch(const LaunchSite& site, const typename Kernel::Args& args) {
+  const DeviceGuard guard(site.device);
+  kernel_entry<Kernel>
+      <<<site.num_blocks, kBlockThreads, Kernel::shared_bytes(args), static_cast<MOE_A2A_GPU(Stream_t)>(site.stream)>>>(
+          args);
+  check(MOE_A2A_GPU(GetLastError)(), Kernel::kName);
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

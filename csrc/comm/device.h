@@ -1,0 +1,71 @@
+// A device as the host sees it: memory and launches behind one interface, so that the host's code is compiled once and
+// several targets live in one library.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "arch/memory_handle.h"
+#include "comm/kernel_family.h"
+#include "comm/traced.h"
+
+namespace moe_a2a {
+
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual const char* name() const = 0;
+  virtual int default_blocks() const = 0;
+  virtual int max_blocks() const = 0;  // as many as are resident at once: blocks wait for each other
+  virtual int warps_per_block() const = 0;
+  virtual bool is_synchronous() const = 0;  // a launch returns when its work is done
+  virtual bool needs_aligned_vectors() const = 0;
+  virtual double clock_ticks_per_second() const = 0;
+
+  virtual std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) = 0;
+  virtual std::byte* open_peer(const MemoryHandle& handle, int num_ranks) = 0;
+  virtual std::byte* allocate_local(size_t nbytes) = 0;
+  virtual std::byte* allocate_host_visible(size_t nbytes) = 0;
+  virtual void clear(void* memory, size_t nbytes) = 0;  // when no kernel is at work there
+  virtual void copy_to_host(void* target, const void* source, size_t nbytes) = 0;
+  virtual void copy_to_device(void* target, const void* source, size_t nbytes) = 0;
+  virtual void synchronize() = 0;
+  virtual void close() = 0;
+
+  int64_t max_shared_bytes() const { return site_.max_shared_bytes; }  // that a block may use
+
+  // Loads the kernels of a family, once, before the first of them is launched.
+  void add(const KernelFamily& family);
+
+  // Launches the kernel that has these arguments; with the recorder where their trace is on.
+  template <class Args>
+  void launch(const Args& args, int num_blocks, void* stream) {
+    const Kernel& kernel = find(id_of_args<Args>());
+    LaunchSite site = site_;
+    site.num_blocks = num_blocks;
+    site.stream = stream;
+    (context_of(args).trace().is_on() ? kernel.traced : kernel.untraced).launch(site, &args);
+  }
+
+ protected:
+  explicit Device(const LaunchSite& site) : site_(site) {}
+
+  LaunchSite site_;
+
+ private:
+  struct Kernel {
+    KernelEntry traced, untraced;
+  };
+  const Kernel& find(ArgsId args) const;
+
+  std::vector<Kernel> kernels_;
+};
+
+// `target` is "cpu", "cuda" or "hip"; raises when this build has no such target, naming those that it has.
+std::unique_ptr<Device> make_device(const std::string& target, int index);
+std::vector<std::string> built_targets();
+
+}  // namespace moe_a2a

@@ -1,0 +1,72 @@
+// Kernels as the host reaches them. A kernel is a struct K with Args, kName, shared_bytes(args) and run(args, grid,
+// block, shared). Kernels that belong together are a family: one source file, compiled for each target with and without
+// the recorder of the trace, that lists them:
+//
+//   MOE_A2A_KERNEL_FAMILY(combine_kernels, kMoeVocabulary, Combine, CombineSend, CombineRecv)
+//
+// The host names the kernel by its arguments: device.launch(CombineSendArgs{...}, num_blocks, stream).
+#pragma once
+
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "arch/launch_site.h"
+
+#define MOE_A2A_JOIN(a, b) MOE_A2A_JOIN_EXPANDED(a, b)
+#define MOE_A2A_JOIN_EXPANDED(a, b) a##b
+
+namespace moe_a2a {
+
+// Tells the arguments of one kernel from those of another.
+using ArgsId = const void*;
+template <class Args>
+inline constexpr char kArgsMark = 0;
+template <class Args>
+constexpr ArgsId id_of_args() {
+  return &kArgsMark<Args>;
+}
+
+// A kernel of one target, its types erased.
+struct KernelEntry {
+  ArgsId args;
+  void (*prepare)(const LaunchSite& site);
+  void (*launch)(const LaunchSite& site, const void* args);
+};
+
+// The kernels of a family for one target: what is launched while the trace is on, and while it is off.
+struct KernelFamily {
+  std::span<const KernelEntry> traced, untraced;
+};
+
+}  // namespace moe_a2a
+
+// Declares family `name`, NAME(target) on the host. The parts are defined by the family's source.
+#define MOE_A2A_DECLARE_FAMILY(name)                                                                             \
+  namespace moe_a2a {                                                                                            \
+  std::span<const KernelEntry> name##_cpu(), name##_cpu_bare(), name##_cuda(), name##_cuda_bare(), name##_hip(), \
+      name##_hip_bare();                                                                                         \
+  inline KernelFamily name(const std::string& target) {                                                          \
+    MOE_A2A_IF_CPU(if (target == "cpu") return {name##_cpu(), name##_cpu_bare()};)                               \
+    MOE_A2A_IF_CUDA(if (target == "cuda") return {name##_cuda(), name##_cuda_bare()};)                           \
+    MOE_A2A_IF_HIP(if (target == "hip") return {name##_hip(), name##_hip_bare()};)                               \
+    throw std::logic_error("this build has no kernels for target \"" + target + "\"");                           \
+  }                                                                                                              \
+  }
+
+// Which targets this library was built with.
+#if defined(MOE_A2A_WITH_CPU)
+#define MOE_A2A_IF_CPU(...) __VA_ARGS__
+#else
+#define MOE_A2A_IF_CPU(...)
+#endif
+#if defined(MOE_A2A_WITH_CUDA)
+#define MOE_A2A_IF_CUDA(...) __VA_ARGS__
+#else
+#define MOE_A2A_IF_CUDA(...)
+#endif
+#if defined(MOE_A2A_WITH_HIP)
+#define MOE_A2A_IF_HIP(...) __VA_ARGS__
+#else
+#define MOE_A2A_IF_HIP(...)
+#endif

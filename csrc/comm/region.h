@@ -1,0 +1,66 @@
+// How a client lays out its memory: a struct names every field, a RegionLayout places them one after the other.
+//
+// The symmetric part of a region has the same offsets on every rank, so HeapView::peer() finds a field elsewhere. The
+// local part is private to the rank. Equal configurations give equal offsets; the digest of the symmetric part is
+// compared when ranks meet.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "comm/array.h"
+#include "comm/report.h"
+#include "comm/signal.h"
+
+namespace moe_a2a {
+
+struct RegionSize {
+  size_t symmetric_bytes = 0;
+  size_t local_bytes = 0;
+  uint64_t layout_digest = 0;  // of the sequence of symmetric fields: equal on ranks whose offsets are equal
+};
+
+// Hands out arrays, each on a 128-byte line of its own. With a null base only the sizes mean anything.
+class RegionLayout {
+ public:
+  explicit RegionLayout(std::byte* base) : base_(base) {}
+
+  template <class T, class... Extent>
+  Array<T, sizeof...(Extent)> take(Extent... extent) {
+    constexpr int kRank = sizeof...(Extent);
+    const int64_t extents[] = {static_cast<int64_t>(extent)...};
+    Array<T, kRank> array;
+    int64_t count = 1;
+    for (int i = kRank - 1; i >= 0; --i) {
+      if (i < kRank - 1) array.stride[i] = count;
+      count *= extents[i];
+    }
+    offset_ = (offset_ + 127) / 128 * 128;
+    array.data = reinterpret_cast<T*>(base_ + offset_);
+    const size_t nbytes = static_cast<size_t>(count) * sizeof(T);
+    digest_ = (digest_ ^ offset_ ^ nbytes) * 0x100000001b3u;  // FNV-1a over the sequence of fields
+    offset_ += nbytes;
+    return array;
+  }
+
+  size_t size() const { return (offset_ + 4095) / 4096 * 4096; }
+  uint64_t digest() const { return digest_; }
+
+ private:
+  std::byte* base_;
+  size_t offset_ = 0;
+  uint64_t digest_ = 0xcbf29ce484222325u;
+};
+
+// What every client's region begins with, symmetric: how a rank leaves, and how it refuses a call.
+struct ClientServices {
+  Array<Signal, 1> goodbye;         // [R src]  epoch 1: src makes no more calls
+  Array<uint64_t, 3> refusal_text;  // [slots, R src, kRefusalWords]  why src refused its call on this slot
+
+  static ClientServices take_from(RegionLayout& symmetric, int num_ranks, int num_slots) {
+    return {.goodbye = symmetric.take<Signal>(num_ranks),
+            .refusal_text = symmetric.take<uint64_t>(num_slots, num_ranks, kRefusalWords)};
+  }
+};
+
+}  // namespace moe_a2a

@@ -1,0 +1,6 @@
+#include "comm/define_family.h"
+#include "moe/both_halves.h"
+#include "moe/notices.h"
+#include "moe/vocabulary.h"
+
+MOE_A2A_KERNEL_FAMILY(combine_kernels, kMoeVocabulary, Combine, CombineSend, CombineRecv, RefuseCombine, Release)

@@ -1,0 +1,42 @@
+// What the MoE kernels are called in reports and traces.
+#pragma once
+
+#include "comm/vocabulary.h"
+
+namespace moe_a2a {
+
+namespace moe_op {
+inline constexpr Operation kDispatchSend{16}, kDispatchRecv{17}, kCombineSend{18}, kCombineRecv{19};
+}
+inline constexpr const char* kMoeOperations[] = {"dispatch_send",  "dispatch_recv", "combine_send", "combine_recv",
+                                                 "dispatch",       "combine",       "gather_rows",  "refuse_dispatch",
+                                                 "refuse_combine", "release",       "push_rows"};
+
+namespace moe_kind {
+inline constexpr TraceKind kRoute{8},  // a chunk of the routing table: read, written, signalled; token: its first
+    kCreditWait{9},                    // for `peer` to stop reading this buffer
+    kTableWait{10},                    // for the routing table of `peer`
+    kRowWait{11},                      // for a row of `peer`
+    kPartialWait{12},                  // for the sum that `peer` owes for a token
+    kLists{13},                        // the expert lists are built
+    kSum{14},                          // the outputs of the local experts are added up, into the memory of `peer`
+    kGather{15};                       // a row is copied to where its expert wants it; peer and token: whose it is
+}
+inline constexpr SliceName kMoeKinds[] = {{"route"},
+                                          {"credit_wait", "credit"},
+                                          {"table_wait", "routing table"},
+                                          {"row_wait", "row", true},
+                                          {"partial_wait", "partial sum", true},
+                                          {"lists"},
+                                          {"sum"},
+                                          {"gather"}};
+
+inline constexpr Vocabulary kMoeVocabulary{.client = "ExpertParallel",
+                                           .first_operation = moe_op::kDispatchSend,
+                                           .operations = kMoeOperations,
+                                           .first_kind = moe_kind::kRoute,
+                                           .kinds = kMoeKinds};
+static_assert(kMoeVocabulary.operation_named("combine_recv") == moe_op::kCombineRecv);
+static_assert(std::string_view(kMoeVocabulary.name_of(moe_kind::kGather)->name) == "gather");
+
+}  // namespace moe_a2a
