@@ -253,10 +253,10 @@ void raise_peer_errors(std::exception_ptr pointer) {
     const Report& r = error.report;
     const int named = r.reason == Reason::kPoisoned ? r.culprit : r.peer;
     py::object type = py::module_::import("moe_a2a.errors").attr("PeerTimeoutError");
-    py::object value = type(error.what(), py::arg("operation") = name_of(r.operation),
-                            py::arg("phase") = name_of(r.phase), py::arg("rank") = r.rank, py::arg("peer") = named,
-                            py::arg("token") = r.token, py::arg("expected_epoch") = r.expected_epoch,
-                            py::arg("seen_epoch") = r.seen_epoch, py::arg("elapsed_seconds") = r.elapsed_seconds);
+    py::object value = type(error.what(), py::arg("operation") = error.operation, py::arg("phase") = error.awaited,
+                            py::arg("rank") = r.rank, py::arg("peer") = named, py::arg("token") = r.token,
+                            py::arg("expected_epoch") = r.expected_epoch, py::arg("seen_epoch") = r.seen_epoch,
+                            py::arg("elapsed_seconds") = r.elapsed_seconds);
     PyErr_SetObject(type.ptr(), value.ptr());
   } catch (const BadRouting& error) {
     py::object type = py::module_::import("moe_a2a.errors").attr("RoutingError");

@@ -338,33 +338,13 @@ void ExpertParallel::raise_reported() {
 
 void ExpertParallel::raise_waits() {
   // Pairs with the release in write_report().
-  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) raise_wait(*report_);
-}
-
-void ExpertParallel::raise_wait(const Report& report) {
-  const auto rank_text = [](int rank) { return "rank " + std::to_string(rank); };
-  const bool is_ours = kMoeVocabulary.name_of(report.operation) != nullptr;
-  const Vocabulary& words = is_ours ? kMoeVocabulary : kCommVocabulary;
-  const SliceName& wait = *words.name_of(report.awaited);
-  std::string what = rank_text(report.rank) + " in " + words.name_of(report.operation);
-  const std::string of_token =
-      wait.of_a_token && report.token >= 0 ? " of token " + std::to_string(report.token) : std::string();
-  const std::string awaited = std::string(" for the ") + wait.awaited + of_token + " from " + rank_text(report.peer);
-  if (report.reason == Reason::kRefused) {
-    const int peer = report.peer;
-    what += ": " + rank_text(peer) + " refused its call: " + reinterpret_cast<const char*>(report.refusal.word);
-    report_->is_complete = 0;  // the object stays usable: a later launch may report again
-    __atomic_store_n(&report_->num_noticed, report_->num_noticed + 1, __ATOMIC_RELEASE);
-    throw PeerRefused(peer, what);
+  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0) return;
+  const Report report = *report_;
+  if (report.reason == Reason::kRefused) {  // the object stays usable: a later launch may report again
+    report_->is_complete = 0;
+    __atomic_store_n(&report_->num_noticed, report.num_noticed + 1, __ATOMIC_RELEASE);
   }
-  what += " waited " + std::to_string(report.elapsed_seconds) + " s" + awaited + " (expected epoch " +
-          std::to_string(report.expected_epoch) + ", seen " + std::to_string(report.seen_epoch) + ")";
-  if (report.reason == Reason::kPoisoned) {
-    what += "; it left because " + rank_text(report.reporter) + " gave up waiting for " +
-            (report.culprit == report.rank ? "this rank" : rank_text(report.culprit));
-  }
-  what += "; that rank is dead, late, or makes other calls; pass a larger timeout if it is only late";
-  throw PeerTimeout(report, what);
+  raise_report(report, {&kMoeVocabulary, &kCommVocabulary});
 }
 
 // What the kernels have found wrong since the last look.

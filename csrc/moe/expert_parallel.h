@@ -10,23 +10,12 @@
 
 #include "comm/comm_handle.h"
 #include "comm/device.h"
+#include "comm/peer_errors.h"
 #include "comm/tracer.h"
 #include "moe/args.h"
 #include "moe/launch_table.h"
 
 namespace moe_a2a {
-
-// A rank did not come within the deadline.
-struct PeerTimeout : std::runtime_error {
-  PeerTimeout(const Report& report, const std::string& what) : std::runtime_error(what), report(report) {}
-  Report report;
-};
-
-// A rank refused its part of a call because of its arguments. The object stays usable on every rank.
-struct PeerRefused : std::runtime_error {
-  PeerRefused(int peer, const std::string& what) : std::runtime_error(what), peer(peer) {}
-  int peer;
-};
 
 // Routing that only the kernels could see was wrong: treated as dropped, said here.
 struct BadRouting : std::invalid_argument {
@@ -150,7 +139,6 @@ class ExpertParallel {
   int blocks(const LaunchPlace& place, int by_table) const;
   void after_launch();
   void part();
-  [[noreturn]] void raise_wait(const Report& report);
   void raise_waits();
   void raise_bad_routing();
 

@@ -1,0 +1,45 @@
+#include "comm/peer_errors.h"
+
+namespace moe_a2a {
+namespace {
+
+std::string rank_text(int rank) { return "rank " + std::to_string(rank); }
+
+const char* operation_name(const Report& report, const std::vector<const Vocabulary*>& vocabularies) {
+  for (const Vocabulary* words : vocabularies) {
+    if (const char* name = words->name_of(report.operation)) return name;
+  }
+  return "a launch";
+}
+
+const SliceName& wait_name(const Report& report, const std::vector<const Vocabulary*>& vocabularies) {
+  for (const Vocabulary* words : vocabularies) {
+    if (const SliceName* name = words->name_of(report.awaited)) return *name;
+  }
+  static constexpr SliceName kUnknown{"wait", "signal"};
+  return kUnknown;
+}
+
+}  // namespace
+
+void raise_report(const Report& report, const std::vector<const Vocabulary*>& vocabularies) {
+  const char* operation = operation_name(report, vocabularies);
+  std::string what = rank_text(report.rank) + " in " + operation;
+  if (report.reason == Reason::kRefused) {
+    throw PeerRefused(report.peer, what + ": " + rank_text(report.peer) +
+                                       " refused its call: " + reinterpret_cast<const char*>(report.refusal.word));
+  }
+  const SliceName& wait = wait_name(report, vocabularies);
+  what += " waited " + std::to_string(report.elapsed_seconds) + " s for the " + wait.awaited;
+  if (wait.of_a_token && report.token >= 0) what += " of token " + std::to_string(report.token);
+  what += " from " + rank_text(report.peer) + " (expected epoch " + std::to_string(report.expected_epoch) + ", seen " +
+          std::to_string(report.seen_epoch) + ")";
+  if (report.reason == Reason::kPoisoned) {
+    what += "; it left because " + rank_text(report.reporter) + " gave up waiting for " +
+            (report.culprit == report.rank ? "this rank" : rank_text(report.culprit));
+  }
+  what += "; that rank is dead, late, or makes other calls; pass a larger timeout if it is only late";
+  throw PeerTimeout(report, operation, wait.awaited, what);
+}
+
+}  // namespace moe_a2a
