@@ -12,6 +12,7 @@ file(GLOB bindings CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/bindings/*.cpp)
 Python_add_library(_core MODULE WITH_SOABI ${bindings})
 target_include_directories(_core SYSTEM PRIVATE ${MOE_A2A_TORCH_ROOT}/include
                            ${MOE_A2A_TORCH_ROOT}/include/torch/csrc/api/include)
+target_precompile_headers(_core PRIVATE ${PROJECT_SOURCE_DIR}/csrc/bindings/python.h)
 target_compile_definitions(_core PRIVATE TORCH_EXTENSION_NAME=_core)
 target_compile_options(_core PRIVATE ${MOE_A2A_WARNINGS})
 target_link_libraries(_core PRIVATE moe_a2a_core moe_a2a_trace_export)

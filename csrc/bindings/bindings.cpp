@@ -1,7 +1,4 @@
 // The Python module moe_a2a._core. A binding does three things: check, convert, call.
-#include <pybind11/stl.h>
-#include <torch/extension.h>
-
 #include <array>
 #include <cstring>
 
@@ -219,7 +216,11 @@ class Core {
   std::unique_ptr<Views> views_;
 };
 
-at::ScalarType scalar_type(const py::object& dtype) { return torch::python::detail::py_object_to_dtype(dtype); }
+at::ScalarType scalar_type(const py::object& dtype) {
+  if (!THPDtype_Check(dtype.ptr()))
+    throw py::type_error("expected a torch.dtype, got " + py::str(dtype).cast<std::string>());
+  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+}
 
 MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
                       int num_buffers, const py::object& dtype, std::optional<int> num_max_ll_tokens,

@@ -2,11 +2,10 @@
 // Only device-generic libtorch calls, so that a binding built with a CPU torch serves any device.
 #pragma once
 
-#include <torch/extension.h>
-
 #include <optional>
 #include <string>
 
+#include "bindings/python.h"
 #include "moe/expert_parallel.h"
 
 namespace moe_a2a::bindings {

@@ -1,13 +1,12 @@
 // The records of a trace as Python reads them: plain tensors and lists, in the words of comm/trace_buffer.h.
 #pragma once
 
-#include <torch/extension.h>
-
 #include <array>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "bindings/python.h"
 #include "moe/expert_parallel.h"
 
 namespace moe_a2a::bindings {

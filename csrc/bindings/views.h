@@ -1,11 +1,10 @@
 // The views that a handle shows: tensors over the heap and the expert lists, made once per buffer and kept.
 #pragma once
 
-#include <torch/extension.h>
-
 #include <array>
 #include <memory>
 
+#include "bindings/python.h"
 #include "moe/expert_parallel.h"
 
 namespace moe_a2a::bindings {
