@@ -8,7 +8,7 @@ installation.check()  # loads PyTorch, whose libraries the extension uses, then 
 
 # ruff: noqa: E402
 from moe_a2a import reference
-from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError
+from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError, TraceFileError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
@@ -25,6 +25,7 @@ __all__ = [
     "PeerTimeoutError",
     "RoutingError",
     "ThreadGroup",
+    "TraceFileError",
     "__version__",
     "as_group",
     "reference",

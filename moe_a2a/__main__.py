@@ -5,25 +5,24 @@ A command is a module with HELP, add_arguments(parser) and run(options) -> exit 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from moe_a2a import bench, demo, doctor, tune
+from moe_a2a import bench, command_line, demo, doctor, tune
 from moe_a2a.tracing import command as trace
 
 COMMANDS = {"demo": demo, "doctor": doctor, "bench": bench, "tune": tune, "trace": trace}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m moe_a2a", description="Expert parallelism")
+    parser = command_line.Parser(prog="python -m moe_a2a", description="Expert parallelism")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
-    return options.run(options)
+    return command_line.run("moe_a2a", options.run, options)
 
 
 if __name__ == "__main__":

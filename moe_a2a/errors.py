@@ -63,3 +63,20 @@ class PeerRefusedError(RuntimeError):
     def __init__(self, message: str, *, peer: int = -1):
         super().__init__(message)
         self.peer = peer
+
+
+class TraceFileError(ValueError):
+    """A file is not a whole trace as Trace.save() writes it: cut, damaged, or made by something else.
+
+    Attributes:
+        path: the file, as it was named.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, path: object, reason: str):
+        self.path = str(path)
+        self.reason = reason
+        super().__init__(self.path, reason)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}; pass an undamaged file that Trace.save() wrote"

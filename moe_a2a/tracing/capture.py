@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # A block is a thread on the CPU, and there are few; on a GPU 132 blocks of 16 warps take 35 MB.
 DEFAULT_RECORDS = {"cpu": 65536, "cuda": 1024}
+MOST_RECORDS = (1 << 31) - 1  # what the core counts with
 CLOCK_ROUNDS = 200  # exchanges with each rank; the fastest counts
 
 
@@ -151,7 +152,14 @@ def trace(ep: ExpertParallel, records_per_segment: int | None = None) -> Trace:
     default: 1024 on a GPU, 65536 on the CPU. A full segment drops what comes after, and the file says how many. A row
     that is sent takes one record and one for each rank that it goes to (in a small batch each piece of a row one for both),
     a wait for it takes one."""
-    return Trace(ep, records_per_segment or DEFAULT_RECORDS[ep.device.type])
+    if records_per_segment is None:
+        records_per_segment = DEFAULT_RECORDS[ep.device.type]
+    elif type(records_per_segment) is not int or not 1 <= records_per_segment <= MOST_RECORDS:
+        kind = ValueError if type(records_per_segment) is int else TypeError
+        raise kind(
+            f"records_per_segment={records_per_segment!r} on rank {ep.rank}; pass an integer from 1 to {MOST_RECORDS}"
+        )
+    return Trace(ep, records_per_segment)
 
 
 def _configuration(ep: ExpertParallel) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from moe_a2a.json_fields import FieldError
+from moe_a2a.tracing.file_timeline import check_about, slices_of_ranks
 from moe_a2a.tracing.trace_file import FLIGHT, TraceFile, read
 
 WAITS_WITH_ARROWS = {"row_wait", "partial_wait"}
@@ -18,19 +20,13 @@ def check(path: str | Path) -> list[str]:
 
 def check_file(file: TraceFile) -> list[str]:
     problems = _shortened("reading", file.problems)
-    for what, look in (
-        ("metadata", _metadata),
-        ("names", _names),
-        ("times", _times),
-        ("nesting", _nesting),
-        ("flows", _flows),
-        ("counts", _counts),
-        ("counters", _counters),
-    ):
-        try:
-            problems += _shortened(what, look(file))
-        except (KeyError, TypeError, IndexError) as error:
-            problems.append(f"{what}: cannot be checked, {type(error).__name__}: {error}")
+    metadata = _metadata(file)
+    looks = [("names", _names), ("times", _times), ("nesting", _nesting), ("counters", _counters)]
+    if not metadata:  # which say what the rest has to agree with
+        looks += [("flows", _flows), ("counts", _counts)]
+    problems += _shortened("metadata", metadata)
+    for what, look in looks:
+        problems += _shortened(what, look(file))
     return problems
 
 
@@ -40,8 +36,11 @@ def _shortened(what: str, found: list[str]) -> list[str]:
 
 
 def _metadata(file: TraceFile) -> list[str]:
-    missing = {"format", "configuration", "ranks", "arrows", "operations"} - set(file.about)
-    return [f"{key} is missing" for key in sorted(missing)]
+    try:
+        check_about(file.about)
+    except FieldError as error:
+        return [str(error)]
+    return []
 
 
 def _names(file: TraceFile) -> list[str]:
@@ -86,6 +85,9 @@ def _flows(file: TraceFile) -> list[str]:
             problems.append(f"flow {flow} has {len(sources)} sources and {len(sinks)} sinks")
             continue
         (source_at, source_ns), (flight_at, flight_ns) = sources[0], sinks[0]
+        if flight_at == 0:
+            problems.append(f"flow {flow} ends in the first slice, before which there is no wait")
+            continue
         source, wait, flight = file.slices[source_at], file.slices[flight_at - 1], file.slices[flight_at]
         from_rank, to_rank = file.rank_of(source.track), file.rank_of(wait.track)
         if (source.name, flight.name) != ("signal", FLIGHT) or wait.name not in WAITS_WITH_ARROWS:
@@ -93,13 +95,16 @@ def _flows(file: TraceFile) -> list[str]:
             continue
         if flight.track != wait.track or flight.begin_ns < wait.begin_ns or flight.end_ns != wait.end_ns:
             problems.append(f"flow {flow}: its flight is not the last part of its wait")
-        if (source.arguments["peer"], from_rank) != (to_rank, wait.arguments["peer"]):
-            problems.append(f"flow {flow}: rank {from_rank} told {source.arguments}, {to_rank} heard {wait.arguments}")
-        if source.arguments["token"] != wait.arguments["token"]:
-            problems.append(f"flow {flow} is of token {source.arguments['token']} and {wait.arguments['token']}")
+        told, heard = source.arguments, wait.arguments
+        if (told.get("peer"), from_rank) != (to_rank, heard.get("peer")):
+            problems.append(f"flow {flow}: rank {from_rank} told {told}, {to_rank} heard {heard}")
+        if told.get("token") != heard.get("token"):
+            problems.append(f"flow {flow} is of token {told.get('token')} and {heard.get('token')}")
         if not source.begin_ns <= source_ns <= source.end_ns or flight_ns != flight.begin_ns:
             problems.append(f"flow {flow} leaves or arrives beside its slice")
-        if wait.end_ns < source_ns - error_ns[from_rank] - error_ns[to_rank] - 2:  # times are rounded down
+        if (
+            wait.end_ns < source_ns - error_ns.get(from_rank, 0) - error_ns.get(to_rank, 0) - 2
+        ):  # times are rounded down
             problems.append(f"flow {flow} goes back by {source_ns - wait.end_ns} ns, more than the clocks may err")
     flights = sum(s.name == FLIGHT for s in file.slices)
     if flights != len(file.sources):
@@ -110,14 +115,14 @@ def _flows(file: TraceFile) -> list[str]:
 
 
 def _counts(file: TraceFile) -> list[str]:
-    found = Counter(file.rank_of(s.track) for s in file.slices if s.name != FLIGHT)
     problems = []
+    found = slices_of_ranks(file)
     for rank in file.about["ranks"]:
         number, written, dropped = rank["rank"], rank["records_written"], rank["records_dropped"]
-        implied = rank["signals_without_record"]
-        if found[number] != written + implied:
+        has, expected = found[number]
+        if has != expected:
             problems.append(
-                f"rank {number} has {found[number]} slices, {written} were written and {implied} signals implied"
+                f"rank {number} has {has} slices, {written} were written and {expected - written} signals implied"
             )
         if rank["records_attempted"] != written + dropped:
             problems.append(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from moe_a2a.command_line import UsageError, output_file
+from moe_a2a.errors import TraceFileError
 from moe_a2a.tracing.check import check_file
+from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.plot import save_plot
 from moe_a2a.tracing.summary import summarize
-from moe_a2a.tracing.trace_file import read, to_timeline
+from moe_a2a.tracing.trace_file import read
 
 HELP = "summarise, check or plot a trace file"
 
@@ -19,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="verify that the file holds together")
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=output_file,
         nargs="?",
-        const=Path("trace.png"),
+        const="trace.png",
         metavar="PNG",
         help="draw the wait matrix and each rank's time (default: trace.png)",
     )
@@ -29,10 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        file = read(options.file)
-    except (OSError, ValueError) as error:
-        print(error)
-        return 2
+        return _run(options)
+    except TraceFileError as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(f"{options.file}: {error.strerror or error}") from None
+
+
+def _run(options: argparse.Namespace) -> int:
+    file = read(options.file)
     failed = False
     if options.check:
         problems = check_file(file)

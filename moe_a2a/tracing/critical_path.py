@@ -42,12 +42,13 @@ class _Walk:
         self._is_kernel = timeline.kernels()
         self._is_dispatch = timeline.named(*DISPATCH_SENDERS)
         self._warps = timeline.warps()
-        # One that begins where it ends, within a step of the clock, leads nowhere: the walk would stay there.
-        leaves = np.flatnonzero(~self._is_kernel & (timeline.durations() > 0))
+        self._left: set[int] = set()  # waits from which the path has gone to another rank
+        # A slice that begins where it ends, within a step of the clock, leads nowhere: the walk would stay there.
+        lasts = timeline.durations() > 0
+        leaves = np.flatnonzero(~self._is_kernel & lasts)
         self._leaves_of_warp = self._by_end(leaves, self._warps)
         self._waits_of_warp = self._by_end(leaves[self._is_wait[leaves]], self._warps)
-        self._kernels_of_warp = self._by_end(np.flatnonzero(self._is_kernel), self._warps)
-        self._kernels_of_rank = self._by_end(np.flatnonzero(self._is_kernel), self._slices["rank"])
+        self._kernels_of_rank = self._by_end(np.flatnonzero(self._is_kernel & lasts), self._slices["rank"])
 
     def steps(self) -> list[PathStep]:
         ends = np.where(self._is_kernel, self._slices["end_ns"], -1)
@@ -61,9 +62,12 @@ class _Walk:
         return steps
 
     def _through_launch(self, steps: list[PathStep], kernel: int, time: int) -> tuple[int, int]:
-        """From `time` in this launch of a warp to where the path leaves it: another launch (-1: none) and a time."""
+        """From `time` in this launch of a warp to where the path leaves it: another launch (-1: none) and a time.
+
+        Time never goes up, and it stays the same only at a wait that has not been left before: so the walk ends."""
         warp = int(self._warps[kernel])
-        begin = int(self._slices["begin_ns"][kernel])
+        # A signal may seem to come before its own launch, as clocks err.
+        begin = min(int(self._slices["begin_ns"][kernel]), time)
         while time > begin:
             leaf = self._last_ended(self._leaves_of_warp.get(warp), time)
             end = int(self._slices["end_ns"][leaf]) if leaf >= 0 else -1
@@ -72,7 +76,8 @@ class _Walk:
             leaf, start = self._innermost(leaf)
             self._add(steps, kernel, INSIDE, time - end)
             source = int(self._cause[leaf])
-            if self._is_wait[leaf] and source >= 0 and self._kernel_of[source] >= 0:
+            if self._is_wait[leaf] and leaf not in self._left and source >= 0 and self._kernel_of[source] >= 0:
+                self._left.add(leaf)
                 given = min(self._time_of_signal(source), end)
                 self._add(steps, kernel, FLIGHT, end - given, leaf)
                 return int(self._kernel_of[source]), given
@@ -80,7 +85,7 @@ class _Walk:
             self._add(steps, kernel, self._name(leaf), end - start, leaf)
             time = start
         self._add(steps, kernel, INSIDE, time - begin)
-        before = self._last_ended(self._kernels_of_rank[int(self._slices["rank"][kernel])], begin)
+        before = self._last_ended(self._kernels_of_rank.get(int(self._slices["rank"][kernel])), begin)
         if before >= 0:
             end = int(self._slices["end_ns"][before])
             self._add(steps, kernel, HOST, begin - end)

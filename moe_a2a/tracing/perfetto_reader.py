@@ -1,107 +1,117 @@
-"""Perfetto's protobuf format: those of its fields that matter here, straight from the bytes.
-
-The encoding: protobuf.dev/programming-guides/encoding. A message is a sequence of (tag, value); tag = number << 3
-| how the value is laid down: 0 a varint, 1 eight bytes, 2 a length and so many bytes, 5 four bytes.
-"""
+"""Perfetto's protobuf format: those of its fields that matter here, straight from the bytes."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import Any
 
-from moe_a2a.tracing.trace_file import ABOUT, FileSlice, TraceFile
+from moe_a2a.json_fields import FieldError
+from moe_a2a.tracing.protobuf import fields, number, signed, text
+from moe_a2a.tracing.trace_file import ABOUT, LATEST_NS, FileSlice, TraceFile, checked_arguments
 
 BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4  # TrackEvent.type
+DEEPEST = 16  # levels of an annotation: ours have four
 
 
-def parse(data: bytes) -> TraceFile:
-    parser = _Parser()
-    for number, packet in _fields(data):
-        if number == 1:
-            parser.packet(packet)
-    return parser.finished()
+def parse(data: bytes, file: TraceFile) -> None:
+    parser = _Parser(file)
+    for index, (field, packet) in enumerate(fields(data)):
+        try:
+            if field == 1:
+                parser.packet(packet)
+        except FieldError as error:
+            raise FieldError(f"packet {index}: {error}") from None
+    parser.finish()
 
 
 class _Parser:
-    def __init__(self) -> None:
-        self._file = TraceFile()
+    def __init__(self, file: TraceFile) -> None:
+        self._file = file
         self._names: dict[int, str] = {}
         self._argument_names: dict[int, str] = {}
         self._open: dict[int, list[int]] = {}  # slices of each track that have not ended
         self._process_of: dict[int, int] = {}  # by the uuid of its track
         self._counters: dict[int, tuple[int, str]] = {}
 
-    def packet(self, packet: bytes) -> None:
+    def packet(self, packet: Any) -> None:
         time, event = 0, None
-        for number, value in _fields(packet):
-            if number == 8:
-                time = value
-            elif number == 11:
+        for field, value in fields(packet):
+            if field == 8:
+                time = number(value)
+            elif field == 11:
                 event = value
-            elif number == 12:
+            elif field == 12:
                 self._interned(value)
-            elif number == 60:
+            elif field == 60:
                 self._descriptor(value)
         if event is not None:
+            if time > LATEST_NS:
+                raise FieldError(f"an event at {time} ns")
             self._event(time, event)
 
-    def finished(self) -> TraceFile:
+    def finish(self) -> None:
         for track, slices in self._open.items():
             for i in slices:
                 self._file.problems.append(f"slice {self._file.slices[i].name} on track {track} never ends")
-        return self._file
 
-    def _interned(self, message: bytes) -> None:
-        for number, entry in _fields(message):
-            names = {2: self._names, 3: self._argument_names}.get(number)
+    def _interned(self, message: Any) -> None:
+        for field, entry in fields(message):
+            names = {2: self._names, 3: self._argument_names}.get(field)
             if names is not None:
-                fields = dict(_fields(entry))
-                names[fields[1]] = fields[2].decode()
+                entry = dict(fields(entry))
+                names[number(entry.get(1))] = text(entry.get(2))
 
-    def _descriptor(self, message: bytes) -> None:
-        fields = dict(_fields(message))
-        uuid, name = fields[1], fields.get(2, b"").decode()
-        if 3 in fields:
-            process = dict(_fields(fields[3]))
-            self._file.processes[process[1]] = process[6].decode()
-            self._process_of[uuid] = process[1]
-        elif 4 in fields:
-            thread = dict(_fields(fields[4]))
-            self._file.tracks[uuid] = (thread[1], thread[5].decode())
-        elif 8 in fields:
-            self._counters[uuid] = (self._process_of[fields[5]], name)
+    def _descriptor(self, message: Any) -> None:
+        descriptor = dict(fields(message))
+        uuid, name = number(descriptor.get(1)), text(descriptor.get(2, b""))
+        if 3 in descriptor:
+            process = dict(fields(descriptor[3]))
+            self._process_of[uuid] = number(process.get(1))
+            self._file.processes[self._process_of[uuid]] = text(process.get(6))
+        elif 4 in descriptor:
+            thread = dict(fields(descriptor[4]))
+            self._file.tracks[uuid] = (number(thread.get(1)), text(thread.get(5)))
+        elif 8 in descriptor:
+            parent = descriptor.get(5)
+            if parent not in self._process_of:
+                raise FieldError(f"counter {name!a} is of track {parent!a}, which is no process")
+            self._counters[uuid] = (self._process_of[parent], name)
 
-    def _event(self, time: int, message: bytes) -> None:
+    def _event(self, time: int, message: Any) -> None:
         kind = track = value = None
         name = ""
         arguments: dict[str, Any] = {}
         sources, sinks = [], []
-        for number, field in _fields(message):
-            if number == 9:
-                kind = field
-            elif number == 11:
-                track = field
-            elif number == 10:
-                name = self._names.get(field, "")
-            elif number == 23:
-                name = field.decode()
-            elif number == 4:
-                self._annotation(field, arguments)
-            elif number == 30:
-                value = _signed(field)
-            elif number == 47:
-                sources.append(field)
-            elif number == 48:
-                sinks.append(field)
+        for field, content in fields(message):
+            if field == 9:
+                kind = content
+            elif field == 11:
+                track = number(content)
+            elif field == 10:
+                name = self._names.get(number(content), "")
+            elif field == 23:
+                name = text(content)
+            elif field == 4:
+                key, argument = self._annotation(content)
+                arguments[key] = argument
+            elif field == 30:
+                value = signed(content)
+            elif field == 47:
+                sources.append(number(content))
+            elif field == 48:
+                sinks.append(number(content))
         if name == ABOUT:
             self._file.about = arguments
         elif kind == COUNTER:
+            if track not in self._counters or value is None:
+                raise FieldError(f"a sample of {value} on track {track}, which is no counter")
             times, values = self._file.counters.setdefault(self._counters[track], ([], []))
             times.append(time)
             values.append(value)
+        elif kind in (BEGIN, END, INSTANT):
+            self._slice_event(kind, track, time, name, checked_arguments(arguments), sources, sinks)
         else:
-            self._slice_event(kind, track, time, name, arguments, sources, sinks)
+            self._file.problems.append(f"an event has the type {kind!a}, which Trace.save() never writes")
 
     def _slice_event(self, kind, track, time, name, arguments, sources, sinks) -> None:
         slices, stack = self._file.slices, self._open.setdefault(track, [])
@@ -122,70 +132,29 @@ class _Parser:
         for flow in sinks:
             self._file.sinks.setdefault(flow, []).append((at, time))
 
-    def _annotation(self, message: bytes, into: dict[str, Any]) -> None:
-        name, value = self._value(message)
-        into[name] = value
-
-    def _value(self, message: bytes) -> tuple[str, Any]:
+    def _annotation(self, message: Any, depth: int = 0) -> tuple[str, Any]:
+        """Its name and value: a scalar, a dict or a list."""
+        if depth > DEEPEST:
+            raise FieldError(f"annotations are nested more than {DEEPEST} deep")
         name, value = "", None
-        for number, field in _fields(message):
-            if number == 1:
-                name = self._argument_names.get(field, "")
-            elif number == 10:
-                name = field.decode()
-            elif number == 2:
-                value = bool(field)
-            elif number == 4:
-                value = _signed(field)
-            elif number == 5:
-                value = struct.unpack("<d", struct.pack("<Q", field))[0]
-            elif number == 6:
-                value = field.decode()
-            elif number == 11:
-                key, part = self._value(field)
-                value = {**(value or {}), key: part}
-            elif number == 12:
-                value = [*(value or []), self._value(field)[1]]
+        for field, content in fields(message):
+            if field == 1:
+                name = self._argument_names.get(number(content), "")
+            elif field == 10:
+                name = text(content)
+            elif field == 2:
+                value = bool(content)
+            elif field == 4:
+                value = signed(content)
+            elif field == 5:
+                value = struct.unpack("<d", struct.pack("<Q", number(content)))[0]
+            elif field == 6:
+                value = text(content)
+            elif field == 11:
+                key, part = self._annotation(content, depth + 1)
+                value = value if isinstance(value, dict) else {}
+                value[key] = part
+            elif field == 12:
+                value = value if isinstance(value, list) else []
+                value.append(self._annotation(content, depth + 1)[1])
         return name, value
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and values: int, or bytes of what has a length."""
-    at, end = 0, len(message)
-    while at < end:
-        tag, at = _varint(message, at)
-        layout = tag & 7
-        if layout == 0:
-            value, at = _varint(message, at)
-        elif layout == 2:
-            length, at = _varint(message, at)
-            if at + length > end:
-                raise ValueError(f"a field of {length} bytes at {at} in a message of {end}: the file is cut")
-            value = message[at : at + length]
-            at += length
-        elif layout in (1, 5):
-            size = 8 if layout == 1 else 4
-            value = int.from_bytes(message[at : at + size], "little")
-            at += size
-        else:
-            raise ValueError(f"layout {layout} at byte {at} of a message: not a protobuf")
-        yield tag >> 3, value
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    byte = data[at]
-    at += 1
-    if byte < 0x80:
-        return byte, at
-    value, shift = byte & 0x7F, 7
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value

@@ -109,7 +109,7 @@ def _tokens(timeline: Timeline) -> np.ndarray:
     """A row in pieces has a signal for each, from as many warps: it counts once in each call."""
     slices, kernel = timeline.slices, timeline.enclosing_kernels()
     senders = timeline.kernels() & timeline.named(*DISPATCH_SENDERS)
-    sent = timeline.named(SIGNAL) & (kernel >= 0) & senders[kernel]
+    sent = timeline.named(SIGNAL) & (kernel >= 0) & senders[kernel] & (slices["peer"] >= 0)
     ranks, begins, _ = merged(slices["rank"][senders], slices["begin_ns"][senders], slices["end_ns"][senders])
     call = last_before(ranks, begins, slices["rank"][sent], slices["begin_ns"][sent])
     rows = np.stack([slices["rank"][sent], slices["peer"][sent], slices["token"][sent], call], axis=1)

@@ -1,20 +1,26 @@
-"""A trace file as it lies there, read by code that shares nothing with what wrote it."""
+"""A trace file as it lies there, read by code that shares nothing with what wrote it. Files are untrusted."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import re
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from moe_a2a.tracing.timeline import ARROW, SLICE, Timeline
+from moe_a2a.errors import TraceFileError
+from moe_a2a.json_fields import FieldError, quoted
 
 ABOUT = "about this trace"
 FLIGHT = "flight"  # the last part of a wait, from the signal on: where its arrow ends
-ARGUMENTS = ("peer", "token", "polls", "bytes")
+# Of a slice, with their largest values (csrc/comm/trace_buffer.h has the bits of the first three). The least is -1: none.
+ARGUMENTS = {"peer": 63, "token": (1 << 20) - 1, "polls": (1 << 16) - 1, "bytes": (1 << 40) - 1}
+LATEST_NS = 1 << 48  # three days
+# A file of ours becomes 20 to 40 times smaller; what unpacks to far more is meant to fill the memory.
+LARGEST_UNPACKED = 200  # times the packed size
+CHUNK = 1 << 20
 
 
 @dataclass
@@ -23,7 +29,7 @@ class FileSlice:
     name: str
     begin_ns: int
     end_ns: int
-    arguments: dict[str, int]
+    arguments: dict[str, int]  # of ARGUMENTS
 
 
 @dataclass
@@ -32,9 +38,11 @@ class TraceFile:
 
     processes: name of each. tracks: process and name of each. slices: in the order of the file.
     sources, sinks: of each flow, (slice index, time in ns) for each time that it is named as such.
-    counters: per (process, name) its times and values. problems: what could not be understood.
+    counters: per (process, name) its times and values. about: as the file has it, not checked. problems: what makes no
+        sense where it stands.
     """
 
+    path: str
     processes: dict[Any, str] = field(default_factory=dict)
     tracks: dict[Any, tuple[Any, str]] = field(default_factory=dict)
     slices: list[FileSlice] = field(default_factory=list)
@@ -47,49 +55,65 @@ class TraceFile:
     def rank_of(self, track: Any) -> int:
         """By the process's name; -1 when it has none."""
         process, _ = self.tracks.get(track, (None, ""))
-        named = re.fullmatch(r"rank (\d+)", self.processes.get(process, ""))
+        named = re.fullmatch(r"rank ([0-9]{1,6})", self.processes.get(process, ""))
         return int(named[1]) if named else -1
+
+    def warp_of(self, track: Any) -> tuple[int, int]:
+        """Block and warp, by the track's name; -1, -1 when it has none."""
+        named = re.match(r"block ([0-9]{1,6}) warp ([0-9]{1,4})(?![0-9])", self.tracks[track][1])
+        return (int(named[1]), int(named[2])) if named else (-1, -1)
+
+    def error(self, reason: str) -> TraceFileError:
+        return TraceFileError(self.path, reason)
 
 
 def read(path: str | Path) -> TraceFile:
-    """Tells the formats apart by their first byte: a JSON object or an array, or a protobuf's first packet."""
+    """Tells the formats apart by their first byte: a JSON object or an array, or a protobuf's first packet.
+
+    Raises TraceFileError, and OSError for a file that cannot be opened.
+    """
     from moe_a2a.tracing import chrome_reader, perfetto_reader
 
-    data = Path(path).read_bytes()
-    if data[:2] == b"\x1f\x8b":
-        data = gzip.decompress(data)
-    if data[:1] in (b"{", b"["):
-        return chrome_reader.parse(data)
-    if data[:1] == b"\x0a":
-        return perfetto_reader.parse(data)
-    raise ValueError(f"{path} is neither a JSON nor a Perfetto trace")
+    file = TraceFile(str(path))
+    try:
+        data = _content(Path(path))
+        if data[:1] in (b"{", b"["):
+            chrome_reader.parse(data, file)
+        elif data[:1] == b"\x0a":
+            perfetto_reader.parse(data, file)
+        else:
+            raise FieldError("it is neither JSON nor a Perfetto trace" if data else "it is empty")
+    except FieldError as error:
+        raise file.error(str(error)) from None
+    return file
 
 
-def to_timeline(file: TraceFile) -> Timeline:
-    """For a summary or a picture of a file of ours. An arrow ends in its wait again, the slice before its flight."""
-    if not file.about:
-        raise ValueError(f'the file has no event "{ABOUT}": it is not one of ours')
-    kept = [s for s in file.slices if s.name != FLIGHT]
-    place = np.cumsum([s.name != FLIGHT for s in file.slices]) - 1  # of a flight: its wait's
-    names = list(dict.fromkeys([*file.about["operations"], *(s.name for s in kept)]))
-    numbers = {name: number for number, name in enumerate(names)}
-    slices = np.full(len(kept), -1, SLICE)
-    slices["begin_ns"] = [s.begin_ns for s in kept]
-    slices["end_ns"] = [s.end_ns for s in kept]
-    slices["name"] = [numbers[s.name] for s in kept]
-    warps = {track: _warp_of(file, track) for track in file.tracks}
-    for at, column in enumerate(("rank", "block", "warp")):
-        slices[column] = [warps[s.track][at] for s in kept]
-    for name in ARGUMENTS:
-        slices[name] = [s.arguments.get(name, -1) for s in kept]
-    timeline = Timeline(slices, np.empty(0, ARROW), names, file.about)
-    slices["instant"] = timeline.named("signal", "gave_up")
-    pairs = [(place[ends[0][0]], place[file.sinks[flow][0][0]]) for flow, ends in file.sources.items()]
-    timeline.arrows = np.array(pairs, dtype=np.int64).reshape(-1, 2).view(ARROW).reshape(-1)
-    return timeline
+def checked_arguments(arguments: dict[str, Any]) -> dict[str, int]:
+    """Those of a slice that are known here."""
+    known = {name: arguments[name] for name in ARGUMENTS if name in arguments}
+    for name, value in known.items():
+        if type(value) is not int or not -1 <= value <= ARGUMENTS[name]:
+            raise FieldError(f"{name} is {quoted(value)}, not an integer from -1 to {ARGUMENTS[name]}")
+    return known
 
 
-def _warp_of(file: TraceFile, track: Any) -> tuple[int, int, int]:
-    named = re.match(r"block (\d+) warp (\d+)", file.tracks[track][1])
-    block, warp = (int(named[1]), int(named[2])) if named else (-1, -1)
-    return file.rank_of(track), block, warp
+def _content(path: Path) -> bytes:
+    if path.exists() and not path.is_file():
+        raise FieldError("it is not a regular file")
+    data = path.read_bytes()
+    return _unpacked(data) if data[:2] == b"\x1f\x8b" else data
+
+
+def _unpacked(data: bytes) -> bytes:
+    limit = LARGEST_UNPACKED * len(data) + CHUNK
+    parts, size = [], 0
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
+            while part := packed.read(CHUNK):
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    raise FieldError(f"it unpacks to more than {LARGEST_UNPACKED} times its {len(data)} bytes")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise FieldError(f"its gzip data is cut or damaged: {error}") from None
+    return b"".join(parts)

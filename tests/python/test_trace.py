@@ -10,8 +10,9 @@ import torch
 
 import moe_a2a
 from moe_a2a.tracing.check import check_file
+from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.summary import summarize
-from moe_a2a.tracing.trace_file import read, to_timeline
+from moe_a2a.tracing.trace_file import read
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "profiling"))
 import perfetto_ui
@@ -171,6 +172,17 @@ def misuse(group):
             trace.summary()
         with pytest.raises(ValueError, match="json.gz"):
             trace.save("trace.xml")
+
+
+@pytest.mark.parametrize(
+    ("records", "error"), [(0, ValueError), (-1, ValueError), (2**31, ValueError), (True, TypeError), ("8", TypeError)]
+)
+def test_a_room_that_is_none_is_refused_by_name(records, error):
+    (group,) = moe_a2a.thread_group(1)
+    sizes = {"num_experts": 4, "num_topk": 2, "hidden": 16, "num_max_tokens_per_rank": 8}
+    with moe_a2a.ExpertParallel(group, **sizes, device="cpu") as ep:
+        with pytest.raises(error, match=rf"records_per_segment={records!r} on rank 0"):
+            moe_a2a.trace(ep, records)
 
 
 def test_misuse_is_refused_by_name():

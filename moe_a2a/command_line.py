@@ -1,0 +1,122 @@
+"""What every command needs: option types that refuse bad values, and one way to end."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+LARGEST = (1 << 31) - 1
+MAX_RANKS = 64
+
+
+class UsageError(Exception):
+    """The options are wrong, or what they name is: the command prints this line and ends with 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage that argparse puts before it."""
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def integer(least: int, most: int = LARGEST) -> Callable[[str], int]:
+    return _number(int, "an integer", least, most)
+
+
+def seconds(text: str) -> float:
+    return _number(float, "a number of seconds", 0.001, 1e9)(text)
+
+
+def integers(least: int, most: int = LARGEST, longest: int = 1000) -> Callable[[str], list[int]]:
+    """ "1,2,5" or, with dots for a progression, "1,2,4,...,64" and "8,16,24,...,128"."""
+    one = integer(least, most)
+
+    def parse(text: str) -> list[int]:
+        words = text.split(",")
+        if "..." not in words:
+            return [one(word) for word in words]
+        dots = words.index("...")
+        numbers, last = [one(word) for word in words[:dots]], [one(word) for word in words[dots + 1 :]]
+        if len(numbers) < 2 or len(last) != 1:
+            raise argparse.ArgumentTypeError(f"{text!r}: pass at least two numbers before the dots and one after them")
+        a, b, *rest = numbers
+        is_geometric = a > 0 and b % a == 0 and (not rest or rest[0] * a == b * b)
+        if not numbers[-2] < numbers[-1] <= last[0]:
+            raise argparse.ArgumentTypeError(f"{text!r}: a progression goes up")
+        while numbers[-1] < last[0] and len(numbers) <= longest:
+            numbers.append(numbers[-1] * (b // a) if is_geometric else numbers[-1] + b - a)
+        if len(numbers) > longest:
+            raise argparse.ArgumentTypeError(f"{text!r}: more than {longest} numbers")
+        return numbers[:-1] + last
+
+    return parse
+
+
+def output_file(text: str | Path) -> Path:
+    """A file that can be written, found out before the work: its folder is made, the file itself is not touched."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{str(text)!r} is a folder; pass a file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{str(text)!r} cannot be written")
+    try:
+        output_folder(path.parent)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{str(text)!r}: {error}") from None
+    return path
+
+
+def output_folder(text: str | Path) -> Path:
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{str(text)!r} cannot be written: {error.strerror}") from None
+    return path
+
+
+def run(prog: str, command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """The command's exit code. SIGTERM unwinds the stack as Ctrl-C does: temporary folders and child processes go."""
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        code = command(options)
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails to flush at its end
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not cut the clean-up short
+    raise SystemExit(128 + number)
+
+
+def _number(kind: Callable, what: str, least: float, most: float) -> Callable:
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} to {most:g}")
+        return value
+
+    return parse

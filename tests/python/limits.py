@@ -1,0 +1,33 @@
+"""Bounds on what code under test may take: a fuzzer must end, and must not take the machine down."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class TooSlowError(Exception):
+    pass
+
+
+@contextmanager
+def limits(seconds: int = 20, nbytes: int = 1 << 30) -> Iterator[None]:
+    """Raises TooSlowError after that time, MemoryError where memory grows by more. In the main thread only."""
+
+    def too_slow(*_: object) -> None:
+        raise TooSlowError(f"still busy after {seconds} s")
+
+    with open("/proc/self/statm") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGALRM, too_slow)
+    signal.alarm(seconds)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + nbytes, hard))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
