@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moe_a2a import devices
+from moe_a2a.json_fields import Field, FieldError, loads
 
 if TYPE_CHECKING:
     from moe_a2a.expert_parallel import ExpertParallel
 
 ENVIRONMENT_VARIABLE = "MOE_A2A_LAUNCH_TABLE"
 SHIPPED = Path(__file__).parent / "tuned"
+DTYPES = ("float32", "float16", "bfloat16")
+LARGEST = (1 << 31) - 1  # what the core counts with
 
 
 class LaunchStep(NamedTuple):
@@ -54,7 +57,7 @@ class TunedTable:
         ratio = self.row_bytes / row_bytes
         steps: dict[int, LaunchStep] = {}
         for step in self.steps:
-            max_tokens = max(1, round(step.max_tokens * ratio))
+            max_tokens = min(LARGEST, max(1, round(step.max_tokens * ratio)))
             steps[max_tokens] = step._replace(max_tokens=max_tokens)
         return replace(self, steps=tuple(steps.values()))
 
@@ -131,14 +134,32 @@ def model(num_ranks: int, num_topk: int, row_bytes: int, most_blocks: int) -> li
 
 
 def read(path: Path) -> list[TunedTable]:
+    """Raises ValueError, which names the file and the place in it."""
     try:
-        tables = json.loads(path.read_text())["tables"]
-        read = [TunedTable(t["hidden"], t["dtype"], tuple(LaunchStep(*step) for step in t["steps"])) for t in tables]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"launch table {path}: {type(error).__name__}: {error}; write one with `tune`") from error
-    if not read:
-        raise ValueError(f"launch table {path} holds no table; write one with `tune`")
-    return read
+        if path.exists() and not path.is_file():
+            raise FieldError("it is not a regular file")
+        tables = [_table(field) for field in loads(path.read_bytes())["tables"].items()]
+        if not tables:
+            raise FieldError("it holds no table")
+    except (OSError, FieldError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"launch table {path}: {reason}; write one with `python -m moe_a2a tune`") from None
+    return tables
+
+
+def _table(field: Field) -> TunedTable:
+    hidden, dtype = field["hidden"].integer(1, LARGEST), field["dtype"].text(DTYPES)
+    steps: list[LaunchStep] = []
+    for step in field["steps"].items():
+        numbers = [number.integer(1, LARGEST) for number in step.items()]
+        if len(numbers) != len(LaunchStep._fields):
+            raise step.error(f"[{', '.join(LaunchStep._fields)}]")
+        if steps and numbers[0] <= steps[-1].max_tokens:
+            raise step.error(f"a step for more than {steps[-1].max_tokens} tokens, as the one before")
+        steps.append(LaunchStep(*numbers))
+    if not steps:
+        raise field["steps"].error("an array of steps")
+    return TunedTable(hidden, dtype, tuple(steps))
 
 
 def write(path: Path, about: dict, table: TunedTable) -> None:
@@ -149,4 +170,6 @@ def write(path: Path, about: dict, table: TunedTable) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n  ".join(json.dumps(asdict(t)) for t in tables)
     head = f'"about": {json.dumps(about, indent=1)},\n "steps": "[max_tokens, dispatch_blocks, combine_blocks]"'
-    path.write_text(f'{{\n {head},\n "tables": [\n  {lines}\n ]\n}}\n')
+    written = path.with_name(f"{path.name}.{os.getpid()}")  # a reader sees the old file or the new one
+    written.write_text(f'{{\n {head},\n "tables": [\n  {lines}\n ]\n}}\n')
+    written.replace(path)

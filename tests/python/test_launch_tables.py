@@ -1,0 +1,99 @@
+"""Launch tables are files that people edit: what is wrong with one is said by file and place.
+
+MOE_A2A_FUZZ=2000 damages that many tables instead of a few hundred.
+"""
+
+import json
+import os
+import random
+
+import mutations
+import pytest
+import torch
+from limits import limits
+
+import moe_a2a
+from moe_a2a import launch_tables
+from moe_a2a.launch_tables import LaunchStep, TunedTable
+
+pytestmark = pytest.mark.cpu
+
+NUM_TABLES = int(os.environ.get("MOE_A2A_FUZZ") or 300)
+TABLES = [
+    TunedTable(64, "float32", (LaunchStep(4, 1, 2), LaunchStep(16, 2, 3), LaunchStep(64, 3, 4))),
+    TunedTable(7168, "bfloat16", (LaunchStep(8, 2, 2),)),
+]
+
+
+def table(hidden=64, dtype="float32", steps=((8, 1, 1),)):
+    return {"tables": [{"hidden": hidden, "dtype": dtype, "steps": steps}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (table(hidden=0), r"tables\[0\]\.hidden is 0"),
+        (table(hidden="64"), r"tables\[0\]\.hidden is '64'"),
+        (table(hidden=True), r"tables\[0\]\.hidden is True"),
+        (table(hidden=64.0), r"tables\[0\]\.hidden is 64\.0"),
+        (table(hidden=float("inf")), "Infinity"),
+        (table(hidden=10**400), r"tables\[0\]\.hidden is 1000"),
+        (table(dtype="nn"), r"tables\[0\]\.dtype is 'nn', not one of float32"),
+        (table(dtype=None), r"tables\[0\]\.dtype is None"),
+        (table(steps=[]), r"tables\[0\]\.steps is \[\]"),
+        (table(steps=[[8, 1]]), r"tables\[0\]\.steps\[0\] is \[8, 1\], not \[max_tokens"),
+        (table(steps=[[8, 1, 0]]), r"tables\[0\]\.steps\[0\]\[2\] is 0"),
+        (table(steps=[[8, 1, 1], [8, 2, 2]]), r"tables\[0\]\.steps\[1\].*more than 8 tokens"),
+        (table(steps={"8": 1}), r"tables\[0\]\.steps is \{'8': 1\}, not an array"),
+        ({"tables": [{"dtype": "float32", "steps": []}]}, r"tables\[0\]\.hidden is missing"),
+        ({"tables": []}, "no table"),
+        ({"tables": 5}, "tables is 5, not an array"),
+        ({}, "tables is missing"),
+        ([], "the document is"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named(tmp_path, content, place):
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"launch table {path}: .*{place}"):
+        launch_tables.read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", mutations.nested(100_000), b'{"tables": [', b"9" * 10_000])
+def test_what_is_no_json_is_named(tmp_path, content):
+    path = tmp_path / "wrong.json"
+    path.write_bytes(content)
+    with limits(), pytest.raises(ValueError, match=rf"launch table {path}: "):
+        launch_tables.read(path)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    for path, reason in ((tmp_path, "not a regular file"), ("/dev/zero", "not a regular"), ("missing.json", "No such")):
+        with pytest.raises(ValueError, match=f"launch table {path}: .*{reason}"):
+            launch_tables.in_effect(torch.device("cpu"), 2, 64, torch.float32, 2, path)
+
+
+def test_damaged_tables_are_used_or_refused(tmp_path, session_seed):
+    """By the constructor: the core takes whatever is read, also scaled to rows of another length."""
+    path = tmp_path / "table.json"
+    path.unlink(missing_ok=True)
+    for tuned in TABLES:
+        launch_tables.write(path, {"machine": "none"}, tuned)
+    intact = path.read_text()
+    (group,) = moe_a2a.thread_group(1)
+    num_refused = 0
+    for number in range(NUM_TABLES):
+        rng = random.Random(f"{session_seed} {number}")
+        harm = mutations.damaged_json if rng.random() < 0.7 else mutations.damaged_bytes
+        path.write_bytes(harm(intact if harm is mutations.damaged_json else intact.encode(), rng))
+        sizes = {"num_experts": 4, "num_topk": 2, "hidden": rng.choice((1, 64, 7168)), "num_max_tokens_per_rank": 8}
+        try:
+            with limits(), moe_a2a.ExpertParallel(group, **sizes, device="cpu", launch_table=path) as ep:
+                assert min(ep.blocks_for(8)) >= 1
+        except ValueError as error:
+            assert str(error).startswith(f"launch table {path}: ") and len(str(error)) < 1000, str(error)
+            num_refused += 1
+        except BaseException as error:
+            raise AssertionError(f"table {number} of MOE_A2A_SEED={session_seed}: {type(error).__name__}") from error
+    assert 0 < num_refused < NUM_TABLES
