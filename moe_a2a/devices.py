@@ -20,7 +20,20 @@ def target_of(device: torch.device) -> str:
 
 def default_device() -> torch.device:
     """What MOE_A2A_DEVICE names; else this process's GPU where this build and this machine have one, else the CPU."""
-    return with_index(torch.device(os.environ.get("MOE_A2A_DEVICE") or default_device_type()))
+    return with_index(_device_of_environment() or torch.device(default_device_type()))
+
+
+def _device_of_environment() -> torch.device | None:
+    name = os.environ.get("MOE_A2A_DEVICE")
+    if not name:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the environment variable MOE_A2A_DEVICE is {name!r}; set it to cpu, cuda, or cuda:<index>")
+    return device
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -62,8 +75,8 @@ def check_one_rank_per_gpu(identities: list[str | None]) -> None:
 
 def default_device_type() -> str:
     """Of default_device(), found without touching a GPU."""
-    if os.environ.get("MOE_A2A_DEVICE"):
-        return torch.device(os.environ["MOE_A2A_DEVICE"]).type
+    if (named := _device_of_environment()) is not None:
+        return named.type
     has_target = target_of(torch.device("cuda")) in _core.built_targets()
     return "cuda" if has_target and torch.cuda.is_available() else "cpu"
 

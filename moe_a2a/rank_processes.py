@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -39,20 +42,20 @@ def run_on_ranks(
     results must be picklable, without tensors: numpy arrays travel by value.
     """
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="moe_a2a_") as folder:
-        store = f"{folder}/store"
-        processes, connections = [], []
+    processes, connections = [], []
+    with tempfile.TemporaryFile() as meeting:
         try:
             for rank in range(num_ranks):
                 ours, theirs = spawn.Pipe()
                 process = spawn.Process(
                     target=_process_main,
-                    args=(rank, num_ranks, backend, store, theirs, timeout, rank_main, arguments),
+                    args=(rank, num_ranks, backend, _OpenFile(meeting), theirs, timeout, rank_main, arguments),
                     daemon=True,
                 )
-                process.start()
+                with _signals_postponed():  # a rank that is half started could not be ended
+                    process.start()
+                    processes.append(process)
                 theirs.close()  # so that a rank's death closes the pipe
-                processes.append(process)
                 connections.append(ours)
             return _collect(connections, time.monotonic() + timeout, on_progress)
         finally:
@@ -60,6 +63,20 @@ def run_on_ranks(
                 process.kill()  # no effect on one that has ended
             for process in processes:
                 process.join()
+
+
+class _OpenFile:
+    """A file that a process inherits open. It needs no name, so nothing is left of it, whoever is killed when."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+
+    def __reduce__(self) -> tuple:
+        return _inherited_path, (reduction.DupFd(self._file.fileno()),)
+
+
+def _inherited_path(descriptor: Any) -> str:
+    return f"/proc/self/fd/{descriptor.detach()}"
 
 
 def _collect(connections: list[Connection], deadline: float, on_progress: Callable[[str], None]) -> list[Any]:
@@ -85,7 +102,29 @@ def _collect(connections: list[Connection], deadline: float, on_progress: Callab
     return [results[rank] for rank in range(len(connections))]
 
 
-def _process_main(rank, num_ranks, backend, store, connection, timeout, rank_main, arguments) -> None:
+@contextlib.contextmanager
+def _signals_postponed() -> Iterator[None]:
+    """SIGINT and SIGTERM take effect at the end. A process that is started inside has them blocked, and a rank keeps
+    SIGINT blocked: a terminal sends Ctrl-C to all processes, but it is the caller that handles it and ends the ranks."""
+    resource_tracker.ensure_running()  # starting it with the first process would lift the mask again
+    came: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # where handlers run, whichever thread has the signal
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def _process_main(rank, num_ranks, backend, meeting, connection, timeout, rank_main, arguments) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _leave_with_parent()
     # Gloo otherwise looks the machine's name up, which containers and laptops may not know.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -93,7 +132,7 @@ def _process_main(rank, num_ranks, backend, store, connection, timeout, rank_mai
     try:
         dist.init_process_group(
             backend,
-            init_method=f"file://{store}",
+            store=dist.FileStore(meeting, num_ranks),
             rank=rank,
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout),

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
-from moe_a2a import devices, launch_tables
+from moe_a2a import launch_tables
 from moe_a2a.bench import gate, machine
 from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.contenders import Ours
-from moe_a2a.bench.options import DTYPES, add_how, integers
-from moe_a2a.bench.start import start_ranks, this_ranks_device
+from moe_a2a.bench.options import DTYPES, add_how, add_sizes
+from moe_a2a.bench.start import check_cases, device_type_of, num_ranks_of, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import slowest_rank_median
+from moe_a2a.command_line import UsageError, integers, output_file
 from moe_a2a.launch_tables import LaunchStep, TunedTable
 
 HELP = "measure the best number of blocks per call, or print the table in effect"
@@ -36,13 +37,11 @@ MODES = ("rows", "fp8+presummed")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print", action="store_true", dest="only_print", help="show the table in effect here")
-    parser.add_argument("--tokens", type=integers, default=TOKENS, metavar="1,2,...", help="of each rank")
+    parser.add_argument("--tokens", type=integers(1), default=TOKENS, metavar="1,2,...", help="of each rank")
     parser.add_argument(
-        "--blocks", type=integers, metavar="8,16,...", help="to try (default: up to all multiprocessors)"
+        "--blocks", type=integers(1), metavar="8,16,...", help="to try (default: up to all multiprocessors)"
     )
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
+    add_sizes(parser)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--output", type=Path, metavar="FILE",
                         help="where the table goes (default: into the package, where it is found by itself)")  # fmt: skip
@@ -50,14 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    return _print(options) if options.only_print else start_ranks(options, rank_main, "tune")
+    check_cases([_case(options, tokens) for tokens in options.tokens], options)
+    if options.only_print:
+        return _print(options)
+    try:
+        output_file(options.output or launch_tables.SHIPPED / "table.json")
+        if options.output and options.output.exists():  # the new table is added to it
+            launch_tables.read(options.output)
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    return start_ranks(options, rank_main, "tune")
 
 
 def _print(options: argparse.Namespace) -> int:
-    device = torch.device(options.device) if options.device else devices.default_device()
-    ranks = options.ranks or (torch.cuda.device_count() if device.type == "cuda" else 4)
-    dtype = DTYPES[options.dtype]
-    steps, origin = launch_tables.in_effect(device, ranks, options.hidden, dtype, options.topk, options.output)
+    device = torch.device(device_type_of(options))
+    ranks, dtype = num_ranks_of(options), DTYPES[options.dtype]
+    try:
+        steps, origin = launch_tables.in_effect(device, ranks, options.hidden, dtype, options.topk, options.output)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     print(f"{ranks} ranks on {device.type}, hidden {options.hidden} {options.dtype}: {origin}")
     _print_steps(steps)
     return 0
@@ -77,8 +87,7 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
     is_first = dist.get_rank() == 0
     steps = []
     for tokens in sorted(options.tokens):
-        sizes = (options.hidden, options.topk, options.experts)
-        case = Case(tokens, *sizes, DTYPES[options.dtype], "uniform", options.seed)
+        case = _case(options, tokens)
         times = _microseconds(case, blocks, clock, device)
         dispatch, combine = (_fewest(blocks, [of_mode[step] for of_mode in times.values()]) for step in (0, 1))
         steps.append(LaunchStep(tokens, dispatch, combine))
@@ -93,6 +102,11 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
         print(f"tune: {path}", flush=True)
     dist.barrier()
     return 0
+
+
+def _case(options: argparse.Namespace, num_tokens: int) -> Case:
+    sizes = (options.hidden, options.topk, options.experts)
+    return Case(num_tokens, *sizes, DTYPES[options.dtype], "uniform", options.seed)
 
 
 def _microseconds(

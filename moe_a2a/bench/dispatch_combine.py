@@ -9,7 +9,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,10 @@ import torch.distributed as dist
 from moe_a2a.bench import machine, routings, run_case, suites, table
 from moe_a2a.bench.clock import Measuring
 from moe_a2a.bench.contenders import MODES
-from moe_a2a.bench.options import DTYPES, add_how, dtypes, integers, routing_names, some_of
+from moe_a2a.bench.options import DTYPES, add_how, add_sizes, dtypes, routing_names, some_of
 from moe_a2a.bench.records import Results
-from moe_a2a.bench.start import start_ranks, this_ranks_device
+from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
+from moe_a2a.command_line import integers, output_file, output_folder
 
 HELP = "time dispatch and combine beside the floor and the peers"
 
@@ -28,18 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     what.add_argument("--suite", choices=("full", "cpu"), help="a fixed set of cases instead of the options below")
     what.add_argument(
-        "--tokens", type=integers, default=[128], metavar="1,2,4,...,64", help="of each rank (default: 128)"
+        "--tokens", type=integers(1), default=[128], metavar="1,2,4,...,64", help="of each rank (default: 128)"
     )
-    what.add_argument("--hidden", type=int, default=7168)
-    what.add_argument("--topk", type=int, default=8)
-    what.add_argument("--experts", type=int, default=256)
+    add_sizes(what)
     what.add_argument("--dtype", type=dtypes, default=[torch.bfloat16], metavar="TYPE,...", help=", ".join(DTYPES))
     what.add_argument("--modes", type=some_of(MODES), default=["rows", "fp8+presummed"], metavar="MODE,...",
                       help=", ".join(MODES))  # fmt: skip
     what.add_argument("--routing", type=routing_names, default=["uniform"], metavar="NAME,...",
                       help=", ".join(routings.NAMES))  # fmt: skip
     what.add_argument(
-        "--blocks", type=integers, default=[0], metavar="8,16,24,...,96", help="of each call (0: as tuned)"
+        "--blocks", type=integers(0), default=[0], metavar="8,16,24,...,96", help="of each call (0: as tuned)"
     )
     what.add_argument("--halves", action="store_true", help="also dispatch_send ... combine_recv, each by itself")
     what.add_argument("--graph", action="store_true", help="also captured graphs")
@@ -47,13 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--peers", type=some_of(run_case.PEERS, or_none=True), default=list(run_case.PEERS),
                       metavar="NAME,...", help=f"{', '.join(run_case.PEERS)}, or none (default: all)")  # fmt: skip
     add_how(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    parser.add_argument("--results", type=Path, metavar="DIR", help="write DIR/<gpu>_<ranks>/dispatch_combine.json")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results here")
+    parser.add_argument(
+        "--results", type=output_folder, metavar="DIR", help="write DIR/<gpu>_<ranks>/dispatch_combine.json"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     if options.suite == "cpu":
         options.device = "cpu"
+    check_cases([case for plan in suites.plans(options) for case in plan.cases], options)
     return start_ranks(options, rank_main, "bench")
 
 

@@ -8,36 +8,31 @@ from collections.abc import Callable, Iterable
 import torch
 
 from moe_a2a.bench import routings
+from moe_a2a.command_line import MAX_RANKS, integer, seconds
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def add_sizes(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    parser.add_argument("--hidden", type=integer(1), default=7168)
+    parser.add_argument("--topk", type=integer(1), default=8)
+    parser.add_argument("--experts", type=integer(1), default=256)
 
 
 def add_how(parser: argparse.ArgumentParser) -> None:
     """Options of every command that measures."""
     how = parser.add_argument_group("how it is measured")
-    how.add_argument("--ranks", type=int, help="processes to start (default: one per GPU, or 4 on the CPU)")
+    how.add_argument(
+        "--ranks", type=integer(1, MAX_RANKS), help="processes to start (default: one per GPU, or 4 on the CPU)"
+    )
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU per rank if there is one")
-    how.add_argument("--iterations", type=int, default=30, help="default: 30")
-    how.add_argument("--warm-up", type=int, default=5, help="iterations before (default: 5)")
+    how.add_argument("--iterations", type=integer(1), default=30, help="default: 30")
+    how.add_argument("--warm-up", type=integer(0), default=5, help="iterations before (default: 5)")
     how.add_argument(
         "--flush", action="store_true", help="write 256 MiB before each step: nothing is left in the cache"
     )
-    how.add_argument("--seed", type=int, default=1, help="of routing and data (default: 1)")
-    how.add_argument("--timeout", type=float, default=1200, help="seconds that the ranks may take (default: 1200)")
-
-
-def integers(text: str) -> list[int]:
-    """ "1,2,5" or, with dots for a progression, "1,2,4,...,64" and "8,16,24,...,128"."""
-    words = text.split(",")
-    if "..." not in words:
-        return [int(word) for word in words]
-    dots = words.index("...")
-    numbers, (last,) = [int(word) for word in words[:dots]], [int(word) for word in words[dots + 1 :]]
-    a, b, *rest = numbers
-    is_geometric = a > 0 and b % a == 0 and (not rest or rest[0] * a == b * b)
-    while numbers[-1] < last:
-        numbers.append(numbers[-1] * (b // a) if is_geometric else numbers[-1] + b - a)
-    return numbers[:-1] + [last]
+    how.add_argument("--seed", type=integer(0), default=1, help="of routing and data (default: 1)")
+    how.add_argument("--timeout", type=seconds, default=1200, help="seconds that the ranks may take (default: 1200)")
 
 
 def dtypes(text: str) -> list[torch.dtype]:

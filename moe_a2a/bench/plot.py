@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_a2a.bench.records import Record, Results
+from moe_a2a.command_line import UsageError, output_folder
+from moe_a2a.json_fields import FieldError
 
 HELP = "draw results"
 STEPS = ("dispatch", "combine")
@@ -35,7 +37,9 @@ COLOURS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="dispatch_combine.json")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the pictures (default: the first file's)")
+    parser.add_argument(
+        "--out", type=output_folder, metavar="DIR", help="folder of the pictures (default: the first file's)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,9 +50,8 @@ def run(options: argparse.Namespace) -> int:
         return 1
     matplotlib.use("Agg")  # files only; a window system may be missing
     matplotlib.rcParams.update({"font.size": 10, "axes.grid": True, "grid.color": "0.9", "axes.axisbelow": True})
-    all_results = [Results.read(path) for path in options.files]
+    all_results = [_read(path) for path in options.files]
     folder = options.out or options.files[0].parent
-    folder.mkdir(parents=True, exist_ok=True)
     pictures = {
         "time_against_tokens": _time_against_tokens(all_results[0]),
         "bandwidth_against_blocks": _bandwidth_against_blocks(all_results),
@@ -61,6 +64,15 @@ def run(options: argparse.Namespace) -> int:
         figure.savefig(folder / f"{name}.png", dpi=130)
         print(f"{name}: {folder / name}.png")
     return 0
+
+
+def _read(path: Path) -> Results:
+    try:
+        return Results.read(path)
+    except FieldError as error:
+        raise UsageError(f"{path}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
 
 
 # ---- time against tokens

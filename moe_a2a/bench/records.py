@@ -10,6 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_a2a.json_fields import Field, loads
+
+TYPES = {"str": str, "int": int, "float": (int, float), "None": type(None)}
+
 
 @dataclass
 class Record:
@@ -59,9 +63,22 @@ class Results:
 
     @staticmethod
     def read(path: Path) -> Results:
-        content = json.loads(path.read_text())
-        content["records"] = [Record(**record) for record in content["records"]]
-        return Results(**content)
+        """Raises FieldError for a file of another kind."""
+        top = loads(path.read_bytes())
+        for name in ("machine", "name"):
+            top["about"][name].text()
+        records = [_record(row) for row in top["records"].items()]
+        lists = ("floors", "overlaps", "left_out", "notes")
+        return Results(top["about"].value, records, *([item.value for item in top[name].items()] for name in lists))
+
+
+def _record(row: Field) -> Record:
+    values = {name: row[name].value for name in Record.__dataclass_fields__}
+    for name, type_name in Record.__annotations__.items():
+        types = [TYPES[part] for part in type_name.split(" | ")]
+        if not any(isinstance(values[name], kind) for kind in types) or isinstance(values[name], bool):
+            raise row[name].error(type_name)
+    return Record(**values)
 
 
 def _rounded(row: Any) -> Any:

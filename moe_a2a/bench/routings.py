@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+TEXT_CHOICES = 8  # per token, of the router that reads
 NAMES = ("uniform", "zipf:1.0", "one_rank", "idle_rank", "text")
 
 
@@ -32,11 +33,18 @@ class Sizes:
 def checked(routing: str) -> str:
     """The routing's name as it is written in records."""
     name, _, exponent = routing.partition(":")
-    if name == "zipf":
+    if name == "zipf" and _is_exponent(exponent or "1"):
         return f"zipf:{float(exponent or 1.0)}"
     if routing not in NAMES:
-        raise ValueError(f"routing {routing!r} is unknown; pass one of {', '.join(NAMES)}")
+        raise ValueError(f"routing {routing!r} is unknown; pass one of {', '.join(NAMES)}, or zipf:<0 to 100>")
     return routing
+
+
+def _is_exponent(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 100
+    except ValueError:
+        return False
 
 
 def topk_idx(routing: str, sizes: Sizes, rank: int, seed: int) -> Tensor:
@@ -87,8 +95,6 @@ def _zipf_logits(num_experts: int, exponent: float, seed: int) -> Tensor:
 def _text(sizes: Sizes, rank: int) -> Tensor:
     """Rank r reads on from where rank r - 1 stops, and from the start again at the end."""
     choices = _text_choices()
-    if sizes.num_topk > choices.shape[1]:
-        raise ValueError(f'routing "text" has {choices.shape[1]} choices per token, not num_topk={sizes.num_topk}')
     place = (torch.arange(sizes.num_tokens) + rank * sizes.num_tokens) % len(choices)
     num_own = int(choices.amax()) + 1
     first = choices[place, : sizes.num_topk] * sizes.num_experts // num_own

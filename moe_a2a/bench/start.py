@@ -5,30 +5,73 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from moe_a2a import devices
+from moe_a2a import _core, devices
+from moe_a2a.bench import routings
+from moe_a2a.bench.cases import Case
+from moe_a2a.command_line import UsageError
 from moe_a2a.rank_processes import RankError, run_on_ranks
+
+
+def device_type_of(options: argparse.Namespace) -> str:
+    try:
+        kind = options.device or devices.default_device_type()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if (target := devices.target_of(torch.device(kind))) not in _core.built_targets():
+        raise UsageError(
+            f"--device {kind}: this build has no {target} kernels, only {', '.join(_core.built_targets())}"
+        )
+    return kind
+
+
+def num_ranks_of(options: argparse.Namespace) -> int:
+    if is_rank():
+        return int(os.environ["WORLD_SIZE"])
+    num_gpus = torch.cuda.device_count() if device_type_of(options) == "cuda" else None
+    if num_gpus is not None and (options.ranks or 1) > num_gpus:
+        raise UsageError(f"--ranks {options.ranks or 1}: each rank needs a GPU, and PyTorch finds {num_gpus}")
+    return options.ranks or num_gpus or 4
+
+
+def is_rank() -> bool:
+    """torchrun has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_cases(cases: Sequence[Case], options: argparse.Namespace) -> None:
+    """What every rank would refuse is refused once, before they are started."""
+    num_ranks, target = num_ranks_of(options), devices.target_of(torch.device(device_type_of(options)))
+    for case in cases:
+        sizes = (case.num_experts, case.num_topk, case.hidden, case.num_tokens)
+        try:
+            _core.nbytes_for(0, num_ranks, *sizes, 2, case.dtype, None, target)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if case.num_topk > case.num_experts:
+            raise UsageError(f"--topk {case.num_topk} > --experts {case.num_experts}: a token chooses distinct experts")
+        if case.routing == "text" and case.num_topk > routings.TEXT_CHOICES:
+            raise UsageError(f'--topk {case.num_topk} > {routings.TEXT_CHOICES}, the choices of --routing "text"')
 
 
 def start_ranks(
     options: argparse.Namespace, main: Callable[[Callable[[str], None], argparse.Namespace], int], name: str
 ) -> int:
     """main(report, options) on every rank; the exit code of rank 0."""
-    device_type = options.device = options.device or devices.default_device_type()
+    device_type = options.device = device_type_of(options)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # torchrun has started us
+    if is_rank():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend)
         code = main(lambda text: None, options)
         dist.destroy_process_group()
         return code
-    num_ranks = options.ranks or (torch.cuda.device_count() if device_type == "cuda" else 4)
     try:
-        return run_on_ranks(num_ranks, main, options, timeout=options.timeout, backend=backend)[0]
+        return run_on_ranks(num_ranks_of(options), main, options, timeout=options.timeout, backend=backend)[0]
     except RankError as error:
         print(error.traceback, file=sys.stderr)
         print(f"{name}: FAILED {error}")

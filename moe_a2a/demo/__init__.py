@@ -12,22 +12,24 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from moe_a2a.command_line import MAX_RANKS, integer, output_folder, seconds
+
 HELP = "run MoE models over several ranks of this machine and check every logit"
 MODEL_NAMES = ("mixtral", "qwen3_moe", "deepseek_v3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=4, help="processes to start (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
+    parser.add_argument("--ranks", type=integer(1, MAX_RANKS), default=4, help="processes to start (default: 4)")
+    parser.add_argument("--seed", type=integer(0), default=0, help="of weights and data (default: 0)")
     parser.add_argument("--models", nargs="+", choices=MODEL_NAMES, default=MODEL_NAMES, metavar="MODEL")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_folder,
         default=Path("moe_a2a_demo"),
         metavar="DIR",
         help="folder of the plot (default: moe_a2a_demo)",
     )
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that the ranks may take (default: 300)")
+    parser.add_argument("--timeout", type=seconds, default=300, help="seconds that the ranks may take (default: 300)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,9 +15,9 @@ from moe_a2a.bench import gate, routings, run_case
 from moe_a2a.bench.cases import Case, Traffic, make_inputs
 from moe_a2a.bench.clock import Measuring
 from moe_a2a.bench.contenders import MODES, Ours, OursInHalves
-from moe_a2a.bench.options import integers
 from moe_a2a.bench.peers import SortAllToAll
 from moe_a2a.bench.records import Results
+from moe_a2a.command_line import integers
 from moe_a2a.launch_tables import LaunchStep, TunedTable
 
 pytestmark = pytest.mark.cpu
@@ -86,10 +86,11 @@ def test_plots_are_drawn(results_file, tmp_path):
 
 
 def test_progressions_are_written_with_dots():
-    assert integers("3,1") == [3, 1]
-    assert integers("1,2,4,...,64") == [1, 2, 4, 8, 16, 32, 64]
-    assert integers("8,16,24,...,40") == [8, 16, 24, 32, 40]
-    assert integers("8,16,24,...,45") == [8, 16, 24, 32, 40, 45]
+    parse = integers(1)
+    assert parse("3,1") == [3, 1]
+    assert parse("1,2,4,...,64") == [1, 2, 4, 8, 16, 32, 64]
+    assert parse("8,16,24,...,40") == [8, 16, 24, 32, 40]
+    assert parse("8,16,24,...,45") == [8, 16, 24, 32, 40, 45]
 
 
 # ---- the gate

@@ -1,0 +1,148 @@
+"""Wrong options of every command: one line that says what to pass, exit code 2, and nothing was started."""
+
+import json
+import os
+
+import pytest
+
+from moe_a2a.__main__ import main
+
+pytestmark = pytest.mark.cpu
+
+BENCH = ("bench", "dispatch_combine", "--device", "cpu")
+SMALL = ("--ranks", "2", "--experts", "8", "--topk", "2", "--hidden", "16", "--tokens", "4")
+
+
+def refused(capsys, *arguments):
+    """The line."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as end:  # argparse
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, ""), (code, out, err)
+    assert err.count("\n") == 1 and err.endswith("\n") and "Traceback" not in err, err
+    return err
+
+
+@pytest.fixture(autouse=True)
+def no_rank_is_started(monkeypatch):
+    from moe_a2a.bench import start
+
+    def run_on_ranks(*arguments, **more):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(start, "run_on_ranks", run_on_ranks)
+
+
+@pytest.mark.parametrize("command", [BENCH, ("tune", "--device", "cpu"), ("tune", "--print"), ("demo",)], ids=" ".join)
+@pytest.mark.parametrize("value", ["0", "-1", "-3", "65", "x", "1.5", "", "9" * 30])
+def test_ranks(capsys, command, value):
+    assert "--ranks" in refused(capsys, *command, "--ranks", value)
+
+
+@pytest.mark.parametrize("command", [BENCH, ("tune",)], ids=" ".join)
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--iterations", ["0", "-1", "x"]),
+        ("--warm-up", ["-1"]),
+        ("--seed", ["-1", "x"]),
+        ("--timeout", ["0", "-1", "nan", "inf", "x"]),
+        ("--hidden", ["0", "-5"]),
+        ("--topk", ["0"]),
+        ("--experts", ["0"]),
+        ("--tokens", ["0", "", "1,,2", "...", "1,...", "1,2,...", "4,2,...,64", "1,2,...,2000000000000", "1,1,...,5"]),
+        ("--blocks", ["-1", "1,-2", "1,2,3,...,100000000"]),
+        ("--dtype", ["int8", ""]),
+        ("--device", ["gpu"]),
+    ],
+)
+def test_options_that_measure(capsys, command, option, values):
+    for value in values:
+        assert option in refused(capsys, *command, f"{option}={value}"), value
+
+
+@pytest.mark.parametrize("option", ["--modes", "--routing", "--peers", "--suite"])
+def test_names(capsys, option):
+    assert option in refused(capsys, *BENCH, option, "nonsense")
+
+
+@pytest.mark.parametrize("routing", ["zipf:x", "zipf:nan", "zipf:inf", "zipf:-1"])
+def test_a_routing_without_a_sense(capsys, routing):
+    assert "--routing" in refused(capsys, *BENCH, *SMALL, "--routing", routing)
+
+
+@pytest.mark.parametrize("command", [BENCH, ("tune", "--device", "cpu"), ("tune", "--print", "--device", "cpu")])
+def test_sizes_that_no_rank_would_take(capsys, command):
+    assert "--topk 9 > --experts 8" in refused(capsys, *command, *SMALL, "--topk", 9)
+    assert "num_experts=9" in refused(capsys, *command, *SMALL, "--experts", 9)
+    assert "num_topk=1000" in refused(capsys, *command, *SMALL, "--topk", 1000)
+    assert "num_max_tokens_per_rank" in refused(capsys, *command, *SMALL, "--tokens", 10**9)
+
+
+def test_the_routing_of_a_text_has_few_choices(capsys):
+    assert "--topk 9" in refused(capsys, *BENCH, *SMALL, "--experts", 16, "--topk", 9, "--routing", "text")
+
+
+def test_a_suite_that_the_ranks_do_not_divide(capsys):
+    assert "num_ranks=3" in refused(capsys, "bench", "dispatch_combine", "--suite", "cpu", "--ranks", 3)
+
+
+def unwritable(tmp_path):
+    """Names that nobody can write, root neither."""
+    (tmp_path / "file").touch()
+    return [tmp_path / "file" / "below.json", "/proc/below.json"]
+
+
+def test_files_that_cannot_be_written(capsys, tmp_path):
+    for path in [*unwritable(tmp_path), tmp_path]:
+        assert "--json" in refused(capsys, *BENCH, *SMALL, "--json", path)
+        assert str(path) in refused(capsys, "tune", "--device", "cpu", *SMALL, "--output", path)
+        assert "--plot" in refused(capsys, "trace", "any.json", "--plot", path)
+
+
+def test_folders_that_cannot_be_written(capsys, tmp_path):
+    for path in unwritable(tmp_path):
+        assert "--results" in refused(capsys, *BENCH, *SMALL, "--results", path)
+        assert "--output" in refused(capsys, "demo", "--output", path)
+        assert "--out" in refused(capsys, "bench", "plot", "any.json", "--out", path)
+
+
+def test_no_folder_without_permission(capsys, tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    tmp_path.chmod(0o500)
+    assert "--json" in refused(capsys, *BENCH, *SMALL, "--json", tmp_path / "results.json")
+
+
+def test_a_launch_table_that_is_none(capsys, tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"tables": [{"hidden": "64"}]}))
+    assert f"{path}: tables[0].hidden" in refused(capsys, "tune", "--print", "--device", "cpu", "--output", path)
+    assert f"{path}: tables[0].hidden" in refused(capsys, "tune", "--device", "cpu", *SMALL, "--output", path)
+
+
+def test_files_that_cannot_be_read(capsys, tmp_path):
+    for content, place in (
+        ("{}", "about"),
+        ("[", "JSON"),
+        ('{"about": {"machine": "", "name": ""}, "records": [{}]}', "part"),
+    ):
+        path = tmp_path / "results.json"
+        path.write_text(content)
+        assert place in refused(capsys, "bench", "plot", path)
+    assert "No such file" in refused(capsys, "bench", "plot", tmp_path / "missing.json")
+    assert "No such file" in refused(capsys, "trace", tmp_path / "missing.json")
+    assert "no trace" not in refused(capsys, "trace", path)
+
+
+def test_a_command_is_needed(capsys):
+    assert "command" in refused(capsys)
+    assert "nonsense" in refused(capsys, "nonsense")
+    assert "what" in refused(capsys, "bench")
+
+
+def test_device_of_the_environment(capsys, monkeypatch):
+    monkeypatch.setenv("MOE_A2A_DEVICE", "gpu")
+    assert "MOE_A2A_DEVICE" in refused(capsys, "tune", "--print")

@@ -1,0 +1,82 @@
+"""A command that is stopped leaves nothing behind: no process, no temporary folder, no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+
+COMMANDS = {
+    "demo": ("demo", "--models", "mixtral", "--ranks", "2"),
+    "bench": ("bench", "dispatch_combine", "--ranks", "2", "--device", "cpu", "--iterations", "100000"),
+}
+WAIT_SECONDS = 120
+
+
+def descendants(pid):
+    """Of a running process, and their start times, which tell a process from a later one of the same number."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found |= {child: start_of(child), **descendants(child)}
+    return found
+
+
+def start_of(pid):
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def until(condition):
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("command", "stop", "to_group", "code", "ranks_are_up"),
+    [
+        ("bench", signal.SIGTERM, False, 143, False),
+        ("bench", signal.SIGTERM, False, 143, True),
+        ("bench", signal.SIGINT, True, 130, False),
+        ("bench", signal.SIGINT, True, 130, True),
+        ("bench", signal.SIGKILL, False, -9, False),
+        ("bench", signal.SIGKILL, False, -9, True),
+        ("demo", signal.SIGTERM, False, 143, True),
+    ],
+)
+def test_nothing_is_left(tmp_path, command, stop, to_group, code, ranks_are_up):
+    if command == "demo":
+        pytest.importorskip("transformers")
+    temporary, output = tmp_path / "tmp", tmp_path / "output"
+    temporary.mkdir()
+    arguments = [*COMMANDS[command], *(("--output", output) if command == "demo" else ())]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moe_a2a", *map(str, arguments)],
+        # PyTorch keeps a cache in the temporary folder, on purpose.
+        env=os.environ | {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        until(lambda: len(descendants(process.pid)) >= 3)  # two ranks and multiprocessing's tracker
+        if ranks_are_up:
+            time.sleep(5)  # they import PyTorch, meet, and work: to be stopped anywhere in there must do no harm
+        children = descendants(process.pid)
+        os.killpg(process.pid, stop) if to_group else os.kill(process.pid, stop)
+        out, err = process.communicate(timeout=WAIT_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == code, err
+    assert "Traceback" not in err, err
+    until(lambda: not any(start == start_of(pid) for pid, start in children.items()))
+    until(lambda: not list(temporary.iterdir()))
