@@ -186,6 +186,9 @@ __device__ __forceinline__ uint64_t clock_now() {  // nanoseconds, in steps of 3
 }
 __device__ __forceinline__ void pause() { __nanosleep(20); }
 
+// No wait on a device is ended by the host.
+__device__ __forceinline__ bool is_interrupted() { return false; }
+
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 
 // clang-format off: each needs the ones before it

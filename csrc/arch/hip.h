@@ -180,6 +180,9 @@ __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b
 __device__ __forceinline__ uint64_t clock_now() { return wall_clock64(); }  // see clock_ticks_per_second()
 __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(1); }
 
+// No wait on a device is ended by the host.
+__device__ __forceinline__ bool is_interrupted() { return false; }
+
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 
 // clang-format off: each needs the ones before it

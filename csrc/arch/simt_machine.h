@@ -1,8 +1,6 @@
 // A GPU as the host sees it, for both vendors: their runtimes differ in the prefix of the names, MOE_A2A_GPU(name).
 #pragma once
 
-#include <unistd.h>
-
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -64,7 +62,7 @@ class SimtMachine {
     *handle = {.nbytes = nbytes,
                .address = reinterpret_cast<uint64_t>(memory),
                .machine_id = this_machine_id(),
-               .pid = getpid(),
+               .process = this_process(),
                .device = device_};
     MOE_A2A_GPU(IpcMemHandle_t) ipc;
     check(MOE_A2A_GPU(IpcGetMemHandle)(&ipc, memory), "sharing the symmetric heap with other processes");
@@ -73,12 +71,12 @@ class SimtMachine {
     return static_cast<std::byte*>(memory);
   }
 
-  std::byte* open_peer(const MemoryHandle& handle, int /*num_ranks*/) {
+  std::byte* open_peer(const MemoryHandle& handle, double /*timeout_seconds*/) {
     const DeviceGuard guard(device_);
     if (handle.machine_id != this_machine_id()) {
       throw std::runtime_error("a rank of the group is on another machine; pass a group whose ranks share this one");
     }
-    if (handle.pid == getpid()) {
+    if (handle.process == this_process()) {
       if (handle.device != device_) enable_access_to(handle.device);
       return reinterpret_cast<std::byte*>(handle.address);
     }
@@ -90,6 +88,12 @@ class SimtMachine {
     opened_.push_back(memory);
     return static_cast<std::byte*>(memory);
   }
+  void close_peer(std::byte* memory) {
+    if (std::erase(opened_, memory) == 0) return;  // a thread of this process: nothing was opened
+    const DeviceGuard guard(device_);
+    (void)MOE_A2A_GPU(IpcCloseMemHandle)(memory);
+  }
+  void confirm_peer(std::byte*) {}
 
   // Only when no peer writes here any more. Memory that is not closed stays until the process ends.
   void close_all() {
@@ -140,6 +144,9 @@ class SimtMachine {
     const DeviceGuard guard(device_);
     check(MOE_A2A_GPU(DeviceSynchronize)(), "waiting for the device");
   }
+  // Waits of kernels end by their deadline alone.
+  void interrupt() {}
+  static bool is_interrupted() { return false; }
 
   double clock_ticks_per_second() const { return Vendor::clock_ticks_per_second(device_); }
   // What a kernel's own variables take of a block's shared memory is kept free.
