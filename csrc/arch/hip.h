@@ -210,6 +210,13 @@ struct HipVendor {
   static hipError_t malloc_host(void** memory, size_t nbytes) {
     return hipHostMalloc(memory, nbytes, hipHostMallocPortable | hipHostMallocMapped);
   }
+  static size_t size_of_mapping(void* memory) {
+    hipDeviceptr_t start = nullptr;
+    size_t nbytes = 0;
+    if (hipMemGetAddressRange(&start, &nbytes, memory) == hipSuccess) return nbytes;
+    (void)hipGetLastError();
+    return 0;
+  }
   static hipError_t free_host(void* memory) { return hipHostFree(memory); }
   static double clock_ticks_per_second(int device) {
     int kilohertz = 100'000;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "arch/launch_site.h"
+#include "arch/live_memory.h"
 #include "arch/memory_handle.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -68,6 +69,7 @@ class SimtMachine {
     check(MOE_A2A_GPU(IpcGetMemHandle)(&ipc, memory), "sharing the symmetric heap with other processes");
     static_assert(sizeof(ipc) <= sizeof(handle->opaque));
     std::memcpy(handle->opaque, &ipc, sizeof(ipc));
+    LiveMemory::of_this_process().add(handle->address, nbytes);
     return static_cast<std::byte*>(memory);
   }
 
@@ -77,7 +79,8 @@ class SimtMachine {
       throw std::runtime_error("a rank of the group is on another machine; pass a group whose ranks share this one");
     }
     if (handle.process == this_process()) {
-      if (handle.device != device_) enable_access_to(handle.device);
+      LiveMemory::of_this_process().require(handle.address, handle.nbytes);
+      if (handle.device != device_) enable_access_to(static_cast<int>(handle.device));
       return reinterpret_cast<std::byte*>(handle.address);
     }
     MOE_A2A_GPU(IpcMemHandle_t) ipc;
@@ -86,10 +89,17 @@ class SimtMachine {
     check(MOE_A2A_GPU(IpcOpenMemHandle)(&memory, ipc, MOE_A2A_GPU(IpcMemLazyEnablePeerAccess)),
           "mapping the symmetric heap of another rank (peer access between the devices is required)");
     opened_.push_back(memory);
+    const size_t nbytes = Vendor::size_of_mapping(memory);  // 0: the vendor's runtime does not say
+    if (nbytes != 0 && nbytes < handle.nbytes) {
+      close_peer(static_cast<std::byte*>(memory));
+      throw std::invalid_argument("its heap has " + std::to_string(nbytes) + " bytes, expected " +
+                                  std::to_string(handle.nbytes) +
+                                  "; pass the handle of the object that this group makes");
+    }
     return static_cast<std::byte*>(memory);
   }
   void close_peer(std::byte* memory) {
-    if (std::erase(opened_, memory) == 0) return;  // a thread of this process: nothing was opened
+    if (std::erase(opened_, static_cast<void*>(memory)) == 0) return;  // a thread of this process: nothing was opened
     const DeviceGuard guard(device_);
     (void)MOE_A2A_GPU(IpcCloseMemHandle)(memory);
   }
@@ -100,7 +110,10 @@ class SimtMachine {
     const DeviceGuard guard(device_);
     (void)MOE_A2A_GPU(DeviceSynchronize)();
     for (void* memory : opened_) (void)MOE_A2A_GPU(IpcCloseMemHandle)(memory);
-    for (void* memory : allocations_) (void)MOE_A2A_GPU(Free)(memory);
+    for (void* memory : allocations_) {
+      LiveMemory::of_this_process().remove(reinterpret_cast<uint64_t>(memory));
+      (void)MOE_A2A_GPU(Free)(memory);
+    }
     for (void* memory : host_) (void)Vendor::free_host(memory);
     opened_.clear();
     allocations_.clear();

@@ -93,7 +93,9 @@ void ExpertParallel::connect(const std::vector<CommHandle>& handles) {
     throw std::invalid_argument("got " + std::to_string(handles.size()) + " handles for num_ranks=" +
                                 std::to_string(config().num_ranks) + "; pass one per rank, in rank order");
   }
-  if (const std::string why = disagreement(handles); !why.empty()) throw std::invalid_argument(why);
+  for (const std::string& why : {disagreement(handles), not_own(handles, comm_handle_)}) {
+    if (!why.empty()) throw std::invalid_argument(why + " (seen by rank " + std::to_string(config().rank) + ")");
+  }
   if (connected_) throw std::runtime_error("the handles are already set");
   std::vector<MemoryHandle> memory;
   for (const CommHandle& handle : handles) memory.push_back(handle.memory);
