@@ -2,6 +2,7 @@
 #include <array>
 #include <cstring>
 
+#include "bindings/errors.h"
 #include "bindings/signals.h"
 #include "bindings/tensors.h"
 #include "bindings/trace_bindings.h"
@@ -288,31 +289,6 @@ MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, in
   return config;
 }
 
-// PeerTimeoutError and PeerRefusedError are Python classes (moe_a2a/errors.py), so that they carry attributes.
-void raise_peer_errors(std::exception_ptr pointer) {
-  try {
-    if (pointer) std::rethrow_exception(pointer);
-  } catch (const Interrupted& error) {
-    if (!restore_signal_error()) PyErr_SetString(PyExc_RuntimeError, error.what());
-  } catch (const PeerTimeout& error) {
-    const Report& r = error.report;
-    const int named = r.reason == Reason::kPoisoned ? r.culprit : r.peer;
-    py::object type = py::module_::import("moe_a2a.errors").attr("PeerTimeoutError");
-    py::object value = type(error.what(), py::arg("operation") = error.operation, py::arg("phase") = error.awaited,
-                            py::arg("rank") = r.rank, py::arg("peer") = named, py::arg("token") = r.token,
-                            py::arg("expected_epoch") = r.expected_epoch, py::arg("seen_epoch") = r.seen_epoch,
-                            py::arg("elapsed_seconds") = r.elapsed_seconds);
-    PyErr_SetObject(type.ptr(), value.ptr());
-  } catch (const BadRouting& error) {
-    py::object type = py::module_::import("moe_a2a.errors").attr("RoutingError");
-    PyErr_SetObject(type.ptr(), type(error.what()).ptr());
-  } catch (const PeerRefused& error) {
-    py::object type = py::module_::import("moe_a2a.errors").attr("PeerRefusedError");
-    py::object value = type(error.what(), py::arg("peer") = error.peer);
-    PyErr_SetObject(type.ptr(), value.ptr());
-  }
-}
-
 template <at::Tensor (Views::*kView)(const DispatchHandle&)>
 at::Tensor view_of(Core& core, const Handle& handle) {
   return (core.views(handle).*kView)(*handle);
@@ -332,7 +308,7 @@ PYBIND11_MODULE(_core, m) {
                                                       target));
       },
       "Bytes that one rank of such an ExpertParallel takes.");
-  py::register_exception_translator(raise_peer_errors);
+  translate_errors();
   bind_trace_export(m);
   watch_signals();
 

@@ -1,15 +1,12 @@
 #include "bindings/signals.h"
 
-#include <pybind11/pybind11.h>
-
 #include <optional>
 
 #include "arch/interrupt.h"
+#include "bindings/python.h"
 
 namespace moe_a2a::bindings {
 namespace {
-
-namespace py = pybind11;
 
 // Kept apart while the call unwinds: what C++ destroys on the way may run Python code.
 thread_local std::optional<py::error_already_set> raised;
