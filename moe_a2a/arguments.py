@@ -1,7 +1,10 @@
-"""Checks of a call's arguments that need no tensor's data. Shapes and types are checked in the bindings."""
+"""Checks of arguments that need no tensor's data: their types, and the values of those that are not sizes. Each error
+names argument, value, rank and what to pass. Shapes, types and memory of tensors are checked in the bindings."""
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +14,20 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("rows", "expert_major", "masked")
 MAX_EXPERT_ALIGNMENT = 256
+MAX_INT = 2**31 - 1
+MAX_TIMEOUT = 1e9  # seconds; the clocks of the targets count nanoseconds in 64 bits
+
+
+def _refuse(rank: int, name: str, value: Any, expected: str) -> TypeError:
+    return TypeError(f"{name}={_shown(value)} is a {type(value).__name__} on rank {rank}; pass {expected}")
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        return "..."
+    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def check_tensor(rank: int, name: str, value: Any) -> None:
@@ -18,29 +35,80 @@ def check_tensor(rank: int, name: str, value: Any) -> None:
         raise TypeError(f"{name} is a {type(value).__name__} on rank {rank}; pass a torch.Tensor")
 
 
-def checked_quantize(rank: int, quantize: str | None) -> bool:
-    if quantize not in (None, "fp8"):
-        raise ValueError(f'quantize={quantize!r} is unknown on rank {rank}; pass "fp8" or None')
-    return quantize is not None
+def check_optional_tensor(rank: int, name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__} on rank {rank}; pass a torch.Tensor or None")
 
 
-def checked_layout(
-    rank: int, handle: DispatchHandle | None, layout: str | None, expert_alignment: int | None
-) -> tuple[str, int]:
+def checked_routing(rank: int, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if topk_idx is None:
+        raise ValueError(f"topk_idx is None on rank {rank}; pass topk_idx or handle=")
+    check_tensor(rank, "topk_idx", topk_idx)
+    check_optional_tensor(rank, "topk_weights", topk_weights)
+    return topk_idx, topk_weights
+
+
+def checked_int(rank: int, name: str, value: Any, least: int = -MAX_INT, most: int = MAX_INT) -> int:
+    if type(value) is not int:
+        if isinstance(value, (bool, torch.Tensor)):
+            raise _refuse(rank, name, value, "an int")
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise _refuse(rank, name, value, "an int") from None
+    if not least <= value <= most:
+        raise ValueError(f"{name}={_shown(value)} is not in [{least}, {most}] on rank {rank}; pass one of these")
+    return value
+
+
+def checked_blocks(rank: int, num_blocks: Any, default: int) -> int:
+    """`default` for 0."""
+    return checked_int(rank, "num_blocks", num_blocks, 0) or default
+
+
+def checked_bool(rank: int, name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(rank, name, value, "True or False")
+    return value
+
+
+def checked_timeout(rank: int, timeout: Any) -> float:
+    if isinstance(timeout, (bool, str, torch.Tensor)):
+        raise _refuse(rank, "timeout", timeout, "a number of seconds")
+    try:
+        seconds = float(timeout)
+    except (TypeError, ValueError, OverflowError):
+        raise _refuse(rank, "timeout", timeout, "a number of seconds") from None
+    if not (math.isfinite(seconds) and 0 < seconds <= MAX_TIMEOUT):
+        raise ValueError(
+            f"timeout={_shown(timeout)} is not in (0, {MAX_TIMEOUT:.0f}] seconds on rank {rank}; pass one of these"
+        )
+    return seconds
+
+
+def checked_quantize(rank: int, quantize: Any) -> bool:
+    if quantize is None:
+        return False
+    if not isinstance(quantize, str):
+        raise _refuse(rank, "quantize", quantize, '"fp8" or None')
+    if quantize != "fp8":
+        raise ValueError(f'quantize={_shown(quantize)} is unknown on rank {rank}; pass "fp8" or None')
+    return True
+
+
+def checked_layout(rank: int, handle: DispatchHandle | None, layout: Any, expert_alignment: Any) -> tuple[str, int]:
     """What is not given is that of `handle`, or the default."""
     if layout is None:
         layout = handle.layout if handle is not None else "rows"
         if expert_alignment is None and handle is not None:
             expert_alignment = handle.expert_alignment
-    if expert_alignment is None:
-        expert_alignment = 1
+    if not isinstance(layout, str):
+        raise _refuse(rank, "layout", layout, '"rows", "expert_major" or "masked"')
     if layout not in LAYOUTS:
-        raise ValueError(f'layout={layout!r} is unknown on rank {rank}; pass "rows", "expert_major" or "masked"')
-    if not 1 <= expert_alignment <= MAX_EXPERT_ALIGNMENT:
-        raise ValueError(
-            f"expert_alignment={expert_alignment} is not in [1, {MAX_EXPERT_ALIGNMENT}] on rank {rank}; "
-            "pass one of these"
-        )
+        raise ValueError(f'layout={_shown(layout)} is unknown on rank {rank}; pass "rows", "expert_major" or "masked"')
+    if expert_alignment is None:
+        return layout, 1
+    expert_alignment = checked_int(rank, "expert_alignment", expert_alignment, 1, MAX_EXPERT_ALIGNMENT)
     if expert_alignment != 1 and layout != "expert_major":
         raise ValueError(
             f'expert_alignment={expert_alignment} with layout="{layout}" on rank {rank}; pass layout="expert_major"'

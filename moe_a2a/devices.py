@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -36,8 +37,25 @@ def _device_of_environment() -> torch.device | None:
     return device
 
 
+def checked_device(rank: int, device: Any) -> torch.device:
+    """The device= of a constructor, with its index where it needs one."""
+    if device is None:
+        return default_device()
+    expected = 'pass "cpu", "cuda" or "cuda:<index>"'
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"device={device!r} is no device on rank {rank}; {expected}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(device)!r} on rank {rank}; {expected}")
+    return with_index(chosen)
+
+
 def with_index(device: torch.device) -> torch.device:
-    """ "cuda" becomes "cuda:<this process's GPU>"."""
+    """ "cuda" becomes "cuda:<this process's GPU>". There is one CPU: "cpu:0" is "cpu"."""
+    if device.type == "cpu":
+        return torch.device("cpu")
     return torch.device("cuda", this_gpu()) if device.type == "cuda" and device.index is None else device
 
 

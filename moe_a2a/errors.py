@@ -45,16 +45,16 @@ class RoutingError(ValueError):
     """Routing that only the kernels could see was wrong: ids out of range in a topk_idx on a device, routes without room
     in the masked layout, a y with too few rows. They were treated as dropped.
 
-    Raised by what looks at the device: ep.check(), ep.close(), and properties of a handle that synchronise. No other rank
-    is concerned.
+    Raised by what looks at the device: ep.check(), ep.close(), and properties of a handle that synchronise. On the CPU
+    dispatch() itself looks: then this rank has no handle, and the combine of the others is refused.
     """
 
 
 class PeerRefusedError(RuntimeError):
-    """Another rank refused its part of this call because of its arguments; the message is that rank's.
+    """Another rank's part of this call failed before it was launched; the message is that rank's.
 
     The object stays usable on every rank. A refused dispatch has passed for all; a refused combine may be tried again
-    by all, with the same handle.
+    by all, with the same handle, while handle.is_open.
 
     Attributes:
         peer: the rank that refused.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_a2a import _core, arguments, devices, launch_tables, set_up
+from moe_a2a import _core, arguments, calls, devices, launch_tables, set_up
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError
 from moe_a2a.groups import HandleExchange, as_group
@@ -36,8 +36,7 @@ class ExpertParallel:
             if this build has its target, else the CPU. Under torchrun, a process whose current GPU is still GPU 0 takes
             the GPU of its LOCAL_RANK and makes it the current one. Two ranks on one GPU are refused.
         num_buffers: dispatches that may be open at once.
-        timeout: seconds after which a wait for another rank raises PeerTimeoutError: of a call, and of the ranks' meeting
-            here (of torch groups of MPI's backend, and of groups of your own, as long as the group waits).
+        timeout: seconds after which a wait for another rank, here or in a call, raises PeerTimeoutError.
         num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: as the launch table says.
         num_max_ll_tokens: a rank's batch of up to so many tokens travels as LL words, which carry their epoch beside
             their data: fewer steps, more bytes. None: what is best on the device; 0: never. The same on every rank;
@@ -88,26 +87,23 @@ class ExpertParallel:
         self.num_max_ll_tokens = num_max_ll_tokens
         self._launch_table = launch_table
         self._core: Any = None
+        self._num_dispatches = 0  # that have returned a handle or raised
         self._trace: Trace | None = None  # the one that is running
         if isinstance(self._group, HandleExchange):
             self._allocate(device)
         else:
             set_up.make_together(self, lambda: self._allocate(device))
-        self.num_local_experts = num_experts // self.num_ranks
+        self.num_local_experts = self.num_experts // self.num_ranks
 
     # ---- set-up
 
     def _allocate(self, device: torch.device | str | None) -> None:
-        if not set_up.is_timeout(self.timeout):
-            raise ValueError(f"timeout={self.timeout} is not a positive number of seconds on rank {self.rank}")
+        self._check_numbers()
         if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(
                 f"dtype={self.dtype!r} on rank {self.rank}; pass torch.float32, torch.float16 or torch.bfloat16"
             )
-        self.device = torch.device(device) if device is not None else devices.default_device()
-        if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device={str(self.device)!r} on rank {self.rank}; pass a cpu or cuda device")
-        self.device = devices.with_index(self.device)
+        self.device = devices.checked_device(self.rank, device)
         sizes = (
             self.num_experts,
             self.num_topk,
@@ -132,6 +128,14 @@ class ExpertParallel:
         # Once: a call looks its blocks up without Python.
         self._core.set_launch_table(launch_tables.steps_for(self, self._launch_table))
 
+    def _check_numbers(self) -> None:
+        for name in ("num_experts", "num_topk", "hidden", "num_max_tokens_per_rank", "num_buffers"):
+            setattr(self, name, arguments.checked_int(self.rank, name, getattr(self, name)))
+        if self.num_max_ll_tokens is not None:
+            self.num_max_ll_tokens = arguments.checked_int(self.rank, "num_max_ll_tokens", self.num_max_ll_tokens)
+        self.num_blocks = arguments.checked_int(self.rank, "num_blocks", self.num_blocks, 0)
+        self.timeout = arguments.checked_timeout(self.rank, self.timeout)
+
     def _drop_core(self) -> None:
         """Of an object that could not be made."""
         core, self._core = self._core, None
@@ -149,6 +153,7 @@ class ExpertParallel:
 
     # ---- the two calls of a layer
 
+    @calls.opens_a_handle
     def dispatch(
         self,
         x: torch.Tensor,
@@ -176,27 +181,26 @@ class ExpertParallel:
             num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
 
         Raises:
-            ValueError, TypeError: an argument is wrong; the other ranks raise PeerRefusedError. All stay usable.
+            ValueError, TypeError: an argument is wrong.
             RuntimeError: num_buffers handles are open, or the object is closed.
+            PeerRefusedError: another rank's call failed.
             PeerTimeoutError: a rank did not come.
+
+        Whatever this rank raises before its launch, MemoryError and KeyboardInterrupt too, the other ranks raise
+        PeerRefusedError with its text, and the object stays usable on all: the refused dispatch has passed on every rank.
+        Only a rank whose object is closed cannot tell. On a GPU the others learn of it at their next call, which then is
+        not made, or at check().
         """
         core = self._open_core()
-        try:
-            layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
-            arguments.check_tensor(self.rank, "x", x)
-            routing = self._routing(handle, topk_idx, topk_weights)
-            quantized = arguments.checked_quantize(self.rank, quantize)
-            num_blocks = num_blocks or self.num_blocks
-            sent = core.dispatch(x, *routing, x_scales, quantized, layout, expert_alignment, num_blocks)
-        except RoutingError:
-            raise
-        except (ValueError, TypeError) as error:
-            core.refuse_dispatch(str(error))  # nobody waits for a rank that raised
-            raise
-        return self._dispatched(sent, float8_dtype(self.device) if quantized else x.dtype, routing)._received(
-            layout, expert_alignment, num_blocks
-        )
+        routing = self._checked_routing(x, x_scales, handle, topk_idx, topk_weights)
+        layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
+        quantized = arguments.checked_quantize(self.rank, quantize)
+        num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
+        row_dtype = float8_dtype(self.device) if quantized else x.dtype
+        sent = core.dispatch(x, *routing, x_scales, quantized, layout, expert_alignment, num_blocks)
+        return self._dispatched(sent, row_dtype, routing)._received(layout, expert_alignment, num_blocks)
 
+    @calls.serves_a_handle(position=1)
     def combine(
         self,
         y: torch.Tensor,
@@ -216,22 +220,23 @@ class ExpertParallel:
                 "masked"), of `dtype`. Rows past the last position are never read.
             handle: of the dispatch; serves once.
             presummed: y is [R * T, H] like recv_x, each row already weighted and summed over the experts here.
-            out: where to write, [num_tokens, H] contiguous.
+            out: where to write, [num_tokens, H] contiguous, of `dtype`, apart from y and from the handle's views.
 
-        Raises: as dispatch(). After PeerRefusedError the combine may be tried again with the same handle.
+        Raises: as dispatch(). After an error of this rank's own, or PeerRefusedError, the combine may be tried again by
+        all with the same handle and the same y, as long as handle.is_open. It is not when the other rank has released
+        its handle, or has none because its dispatch() raised RoutingError, and on a GPU once this rank has dispatched
+        onto the same buffer. A rank that tries again at once may be in time for a peer, which then sees no refusal.
+        A rank that needs nothing from the one that failed ends its combine.
         """
         core, key = self._open_core(), self._key_of(handle)
-        try:
-            arguments.check_tensor(self.rank, "y", y)
-            return core.combine(y, key, presummed, out, num_blocks or self.num_blocks)
-        except RoutingError:
-            raise
-        except (ValueError, TypeError) as error:
-            core.refuse_combine(key, str(error))
-            raise
+        arguments.check_tensor(self.rank, "y", y)
+        arguments.check_optional_tensor(self.rank, "out", out)
+        arguments.checked_bool(self.rank, "presummed", presummed)
+        return core.combine(y, key, presummed, out, arguments.checked_blocks(self.rank, num_blocks, self.num_blocks))
 
     # ---- their halves: between them the device is free
 
+    @calls.opens_a_handle
     def dispatch_send(
         self,
         x: torch.Tensor,
@@ -245,16 +250,14 @@ class ExpertParallel:
     ) -> DispatchHandle:
         """The first half of dispatch(): returns when the rows are posted. The handle shows nothing yet."""
         core = self._open_core()
-        try:
-            arguments.check_tensor(self.rank, "x", x)
-            routing = self._routing(handle, topk_idx, topk_weights)
-            quantized = arguments.checked_quantize(self.rank, quantize)
-            sent = core.dispatch_send(x, *routing, x_scales, quantized, num_blocks or self.num_blocks)
-        except (ValueError, TypeError) as error:
-            core.refuse_dispatch(str(error))
-            raise
-        return self._dispatched(sent, float8_dtype(self.device) if quantized else x.dtype, routing)
+        routing = self._checked_routing(x, x_scales, handle, topk_idx, topk_weights)
+        quantized = arguments.checked_quantize(self.rank, quantize)
+        num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
+        row_dtype = float8_dtype(self.device) if quantized else x.dtype
+        sent = core.dispatch_send(x, *routing, x_scales, quantized, num_blocks)
+        return self._dispatched(sent, row_dtype, routing)
 
+    @calls.serves_a_handle(position=0)
     def dispatch_recv(
         self,
         handle: DispatchHandle,
@@ -264,11 +267,13 @@ class ExpertParallel:
         num_blocks: int = 0,
     ) -> DispatchHandle:
         """The second half of dispatch(): waits for the rows of all ranks; returns the same handle, now readable."""
+        core, key = self._open_core(), self._key_of(handle)
         layout, expert_alignment = arguments.checked_layout(self.rank, None, layout, expert_alignment)
-        num_blocks = num_blocks or self.num_blocks
-        self._open_core().dispatch_recv(self._key_of(handle), layout, expert_alignment, num_blocks)
+        num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
+        core.dispatch_recv(key, layout, expert_alignment, num_blocks)
         return handle._received(layout, expert_alignment, num_blocks)
 
+    @calls.serves_a_handle(position=1)
     def combine_send(
         self,
         y: torch.Tensor,
@@ -279,20 +284,18 @@ class ExpertParallel:
     ) -> None:
         """The first half of combine(): returns when the sums are posted."""
         core, key = self._open_core(), self._key_of(handle)
-        try:
-            arguments.check_tensor(self.rank, "y", y)
-            core.combine_send(y, key, presummed, num_blocks or self.num_blocks)
-        except RoutingError:
-            raise
-        except (ValueError, TypeError) as error:
-            core.refuse_combine(key, str(error))
-            raise
+        arguments.check_tensor(self.rank, "y", y)
+        arguments.checked_bool(self.rank, "presummed", presummed)
+        core.combine_send(y, key, presummed, arguments.checked_blocks(self.rank, num_blocks, self.num_blocks))
 
+    @calls.serves_a_handle(position=0)
     def combine_recv(
         self, handle: DispatchHandle, *, out: torch.Tensor | None = None, num_blocks: int = 0
     ) -> torch.Tensor:
         """The second half of combine(): waits for the sums of all ranks, returns [num_tokens, H]."""
-        return self._open_core().combine_recv(self._key_of(handle), out, num_blocks or self.num_blocks)
+        core, key = self._open_core(), self._key_of(handle)
+        arguments.check_optional_tensor(self.rank, "out", out)
+        return core.combine_recv(key, out, arguments.checked_blocks(self.rank, num_blocks, self.num_blocks))
 
     # ---- the rest
 
@@ -304,7 +307,7 @@ class ExpertParallel:
 
     def blocks_for(self, num_tokens: int) -> tuple[int, int]:
         """Blocks of a dispatch and of a combine of so many tokens, when neither the call nor the object says."""
-        return self._open_core().blocks_for(num_tokens)
+        return self._open_core().blocks_for(arguments.checked_int(self.rank, "num_tokens", num_tokens, 0))
 
     def check(self) -> None:
         """Waits for the device and raises what kernels have reported since the last call: a rank that did not come, a
@@ -332,6 +335,12 @@ class ExpertParallel:
             if exception_type is None:  # an error on its way is the one to see
                 raise
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"an ExpertParallel cannot be copied or pickled (rank {self.rank}): it owns memory that its peers write into; "
+            "make one per rank"
+        )
+
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{self.device}, {self.nbytes} bytes"
         return (
@@ -356,19 +365,15 @@ class ExpertParallel:
             raise TypeError(f"handle is a {type(handle).__name__} on rank {self.rank}; pass what dispatch() returned")
         return handle._handle
 
-    def _routing(
-        self,
-        handle: DispatchHandle | None,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
+    def _checked_routing(
+        self, x: Any, x_scales: Any, handle: DispatchHandle | None, topk_idx: Any, topk_weights: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """That of the earlier handle, where one is given."""
+        arguments.check_tensor(self.rank, "x", x)
+        arguments.check_optional_tensor(self.rank, "x_scales", x_scales)
         if handle is None:
-            if topk_idx is None:
-                raise ValueError(f"topk_idx is None on rank {self.rank}; pass topk_idx or handle=")
-            arguments.check_tensor(self.rank, "topk_idx", topk_idx)
-            if topk_weights is not None:
-                arguments.check_tensor(self.rank, "topk_weights", topk_weights)
-            return topk_idx, topk_weights
+            return arguments.checked_routing(self.rank, topk_idx, topk_weights)
+        self._key_of(handle)
         if topk_idx is not None or topk_weights is not None:
             raise ValueError(f"handle= and topk_idx or topk_weights on rank {self.rank}; pass one or the other")
         if handle.ep is not self:

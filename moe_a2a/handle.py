@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 class DispatchHandle:
     """One dispatch between its send and its combine.
 
-    All tensors are views of the ExpertParallel's own memory, on its device. They live until combine() returns or
+    All tensors are views of the ExpertParallel's own memory, on its device (recv_rows: a copy). Writing to them changes
+    what this rank's experts read, never where a kernel reads or writes. They live until combine() returns or
     release() is called; afterwards reading a property raises RuntimeError.
 
     Sizes: R ranks, T = num_max_tokens_per_rank, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
@@ -115,9 +116,10 @@ class DispatchHandle:
 
     @property
     def recv_rows(self) -> torch.Tensor:
-        """int32 [n]: the rows of recv_x that hold a token, in (source rank, token) order. Read by the host: this
-        synchronises with the device, and raises RoutingError as ep.check() does."""
-        return self._core.landed_rows(self._handle)[: self._read(self._core.num_landed_rows(self._handle))]
+        """int32 [n]: the rows of recv_x that hold a token, in (source rank, token) order. A copy: combine() reads the
+        original. Read by the host: this synchronises with the device, and raises RoutingError as ep.check() does."""
+        num_rows = self._read(self._core.num_landed_rows(self._handle))
+        return self._core.landed_rows(self._handle)[:num_rows].clone()
 
     def _read(self, value: torch.Tensor) -> int:
         read = int(value)
@@ -159,5 +161,11 @@ class DispatchHandle:
         return self._handle.is_open and not self.ep.is_closed
 
     def release(self) -> None:
-        """Ends the handle without a combine; its buffer is free again. Every rank does the same."""
+        """Ends the handle without a combine; its buffer is free again. Every rank does the same: one that combines
+        instead raises PeerRefusedError, and its handle is closed then as well."""
         self._core.release(self._handle)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a DispatchHandle cannot be copied or pickled: it is the key to one buffer of its ExpertParallel"
+        )

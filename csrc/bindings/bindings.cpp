@@ -4,6 +4,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/signals.h"
+#include "bindings/tensor_gate.h"
 #include "bindings/tensors.h"
 #include "bindings/trace_bindings.h"
 #include "bindings/trace_records.h"
@@ -65,7 +66,6 @@ class Core {
     py::gil_scoped_release unlocked;
     core->connect(all);
   }
-
   // Of an object that cannot be made.
   void disconnect() {
     const auto core = ep();
@@ -109,13 +109,14 @@ class Core {
     const auto core = ep();
     const MoeConfig& config = core->config();
     core->require(*handle, DispatchHandle::Stage::kReceived, DispatchHandle::Stage::kReceived, "expert_x");
+    check_row_type(*handle, row_type);
     std::vector<int64_t> shape = {views_->capacity(*handle), config.hidden};
     if (handle->layout == Layout::kMasked) shape = {config.num_local_experts(), config.row_capacity(), config.hidden};
-    const at::Tensor expert_x = at::empty(shape, at::TensorOptions().dtype(row_type).device(device_));
+    const at::Tensor expert_x = make_tensor({config.rank, device_}, shape, row_type);
     OptionalTensor scales;
     if (handle->row_dtype == DType::kFloat8) {
       shape.back() = config.num_scales();
-      scales = at::empty(shape, at::TensorOptions().dtype(at::kFloat).device(device_));
+      scales = make_tensor({config.rank, device_}, shape, at::kFloat);
     }
     const LaunchPlace place = where(num_blocks);
     py::gil_scoped_release unlocked;
@@ -141,10 +142,9 @@ class Core {
     using Stage = DispatchHandle::Stage;
     const auto core = ep();
     core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
-    if (handle->stage == Stage::kCombineSent) return combine_recv(handle, out, num_blocks);  // a second attempt
     const LaunchPlace place = where(num_blocks);
     const Rows rows = checked_y(*core, device_, *handle, y, presummed);
-    const at::Tensor combined_x = checked_out(core->config(), device_, handle->num_tokens, type_, out);
+    const at::Tensor combined_x = checked_out(*core, device_, handle->num_tokens, type_, out, &y);
     const int64_t num_rows = y.numel() / core->config().hidden;
     py::gil_scoped_release unlocked;
     core->combine(*handle, rows, num_rows, presummed, combined_x.mutable_data_ptr(), place);
@@ -171,26 +171,32 @@ class Core {
     core->push_rows(rows.x, rows.num_rows, rows.row_bytes, rows.pushes, how, place);
   }
 
-  // So that no peer waits for this rank, whose call has raised `why`.
-  void refuse_dispatch(const std::string& why) {
-    const LaunchPlace place = where(0);
+  // So that no peer waits for this rank, whose call has raised `why`. `num_before`: num_dispatches() before the call.
+  void tell_dispatch_failed(const std::string& why, uint64_t num_before) {
     const auto core = ep();
+    if (!core->is_connected()) return;
+    const LaunchPlace place = where(0);
     py::gil_scoped_release unlocked;
-    core->refuse_dispatch(why, place);
+    core->num_dispatches() == num_before ? core->refuse_dispatch(why, place) : core->give_up_newest(why, place);
   }
-  void refuse_combine(const Handle& handle, const std::string& why) {
+  // Null: the call had no handle, or none that is open here.
+  void tell_combine_failed(const Handle& handle, const std::string& why) {
     using Stage = DispatchHandle::Stage;
     const auto core = ep();
-    core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
+    if (!core->is_connected()) return;
     const LaunchPlace place = where(0);
     py::gil_scoped_release unlocked;
-    core->refuse_combine(*handle, why, place);
+    const bool is_known = handle && handle->owner == core.get() && handle->is_open();
+    if (!is_known) return core->refuse_combines(why, place);
+    if (handle->stage < Stage::kCombineSent) core->refuse_combine(*handle, why, place);  // else its sums are there
   }
+  uint64_t num_dispatches() const { return ep()->num_dispatches(); }
 
   at::Tensor combine_recv(const Handle& handle, const OptionalTensor& out, int num_blocks) {
     const LaunchPlace place = where(num_blocks);
     const auto core = ep();
-    const at::Tensor combined_x = checked_out(core->config(), device_, handle->num_tokens, type_, out);
+    core->require(*handle, DispatchHandle::Stage::kCombineSent, DispatchHandle::Stage::kCombineSent, "combine_recv");
+    const at::Tensor combined_x = checked_out(*core, device_, handle->num_tokens, type_, out);
     py::gil_scoped_release unlocked;
     core->combine_recv(*handle, combined_x.mutable_data_ptr(), place);
     return combined_x;
@@ -250,7 +256,20 @@ class Core {
   }
   bool is_closed() const { return ep_ == nullptr; }
 
+  at::Tensor recv_x(const Handle& handle, at::ScalarType row_type) {
+    check_row_type(*handle, row_type);
+    return views(handle).recv_x(*handle, row_type);
+  }
+
  private:
+  // DispatchHandle.row_dtype is an attribute that Python can set.
+  void check_row_type(const DispatchHandle& handle, at::ScalarType row_type) const {
+    const int rank = ep()->config().rank;
+    if (to_dtype(row_type, "handle.row_dtype", rank) == handle.row_dtype) return;
+    raise_type(rank, std::string("handle.row_dtype is ") + c10::toString(row_type) + ", not that of the rows",
+               "leave it as dispatch() has set it");
+  }
+
   LaunchPlace where(int num_blocks) const { return {.num_blocks = num_blocks, .stream = current_stream(device_)}; }
 
   at::ScalarType type_;
@@ -309,14 +328,13 @@ PYBIND11_MODULE(_core, m) {
       },
       "Bytes that one rank of such an ExpertParallel takes.");
   translate_errors();
-  bind_trace_export(m);
   watch_signals();
+  bind_trace_export(m);
 
   py::class_<DispatchHandle, Handle>(m, "DispatchHandle")
       .def_readonly("buffer", &DispatchHandle::buffer)
       .def_readonly("num_tokens", &DispatchHandle::num_tokens)
-      .def_property_readonly("is_open",
-                             [](const DispatchHandle& h) { return h.stage != DispatchHandle::Stage::kClosed; });
+      .def_property_readonly("is_open", &DispatchHandle::is_open);
 
   py::class_<Core>(m, "ExpertParallel")
       .def(py::init([](int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
@@ -338,16 +356,15 @@ PYBIND11_MODULE(_core, m) {
       .def("combine", &Core::combine)
       .def("combine_send", &Core::combine_send)
       .def("combine_recv", &Core::combine_recv)
-      .def("refuse_dispatch", &Core::refuse_dispatch)
-      .def("refuse_combine", &Core::refuse_combine)
+      .def("tell_dispatch_failed", &Core::tell_dispatch_failed)
+      .def("tell_combine_failed", &Core::tell_combine_failed)
+      .def_property_readonly("num_dispatches", &Core::num_dispatches)
       .def("release", &Core::release)
       .def("set_launch_table", &Core::set_launch_table)
       .def("blocks_for", &Core::blocks_for)
       .def("push_rows", &Core::push_rows)
-      .def("recv_x",
-           [](Core& core, const Handle& handle, const py::object& row_dtype) {
-             return core.views(handle).recv_x(*handle, scalar_type(row_dtype));
-           })
+      .def("recv_x", [](Core& core, const Handle& handle,
+                        const py::object& row_dtype) { return core.recv_x(handle, scalar_type(row_dtype)); })
       .def("capacity", [](Core& core, const Handle& handle) { return core.views(handle).capacity(*handle); })
       .def("recv_x_scales", &view_of<&Views::recv_x_scales>)
       .def("expert_offsets", &view_of<&Views::expert_offsets>)

@@ -2,13 +2,10 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "bindings/tensor_gate.h"
+
 namespace moe_a2a::bindings {
 namespace {
-
-// Raises ValueError("<what> on rank <r>; <how to mend it>").
-[[noreturn]] void raise_value(const MoeConfig& config, const std::string& what, const std::string& mend) {
-  throw py::value_error(what + " on rank " + std::to_string(config.rank) + "; " + mend);
-}
 
 std::string shape_text(at::IntArrayRef shape) {
   std::string text = "[";
@@ -16,18 +13,10 @@ std::string shape_text(at::IntArrayRef shape) {
   return text + "]";
 }
 
-void check_device(const MoeConfig& config, at::Device device, const at::Tensor& tensor, const char* name) {
-  if (tensor.device() != device) {
-    raise_value(config,
-                std::string(name) + " is on " + tensor.device().str() + ", this ExpertParallel on " + device.str(),
-                std::string("pass ") + name + ".to(\"" + device.str() + "\")");
-  }
-}
-
 void check_shape(const MoeConfig& config, const at::Tensor& tensor, const char* name, at::IntArrayRef shape,
                  const char* mend) {
   if (tensor.sizes() != shape) {
-    raise_value(config,
+    raise_value(config.rank,
                 std::string(name) + " has shape " + shape_text(tensor.sizes()) + ", expected " + shape_text(shape),
                 mend);
   }
@@ -41,14 +30,14 @@ void check_type(const MoeConfig& config, const at::Tensor& tensor, const char* n
 
 void check_contiguous(const MoeConfig& config, const at::Tensor& tensor, const char* name) {
   if (!tensor.is_contiguous()) {
-    raise_value(config, std::string(name) + " is not contiguous (strides " + shape_text(tensor.strides()) + ")",
+    raise_value(config.rank, std::string(name) + " is not contiguous (strides " + shape_text(tensor.strides()) + ")",
                 std::string("pass ") + name + ".contiguous()");
   }
 }
 
 void check_no_grad(const MoeConfig& config, const at::Tensor& tensor, const char* name) {
   if (at::GradMode::is_enabled() && tensor.requires_grad()) {
-    raise_value(config, std::string(name) + " requires grad and dispatch/combine have no backward",
+    raise_value(config.rank, std::string(name) + " requires grad and dispatch/combine have no backward",
                 std::string("call under torch.no_grad() or pass ") + name + ".detach()");
   }
 }
@@ -57,7 +46,7 @@ void check_no_grad(const MoeConfig& config, const at::Tensor& tensor, const char
 Rows checked_rows(const MoeConfig& config, const at::Tensor& tensor, const char* name) {
   if (tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
     raise_value(
-        config,
+        config.rank,
         std::string(name) + " has stride " + std::to_string(tensor.stride(-1)) + " in its last dimension, expected 1",
         std::string("pass ") + name + ".contiguous()");
   }
@@ -70,22 +59,21 @@ void check_range(const MoeConfig& config, const at::Tensor& topk_idx) {
   const Index* ids = static_cast<const Index*>(topk_idx.const_data_ptr());
   for (int64_t i = 0; i < topk_idx.numel(); ++i) {
     if (ids[i] >= -1 && ids[i] < config.num_experts) continue;
-    raise_value(config,
+    raise_value(config.rank,
                 "topk_idx[" + std::to_string(i / config.num_topk) + ", " + std::to_string(i % config.num_topk) + "]=" +
                     std::to_string(ids[i]) + " is not in [-1, num_experts=" + std::to_string(config.num_experts) + ")",
                 "pass ids below num_experts, or -1 to drop a choice");
   }
 }
 
-void check_x(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
+void check_x(const MoeConfig& config, const DispatchTensors& t) {
   if (t.x.dim() != 2 || t.x.size(1) != config.hidden) {
-    raise_value(config,
+    raise_value(config.rank,
                 "x has shape " + shape_text(t.x.sizes()) +
                     ", expected [num_tokens, hidden=" + std::to_string(config.hidden) + "]",
                 "pass x of that shape or construct with hidden=" +
                     std::to_string(t.x.dim() == 2 ? t.x.size(1) : config.hidden));
   }
-  check_device(config, device, t.x, "x");
   const DType dtype = to_dtype(t.x.scalar_type(), "x", config.rank);
   if (dtype != config.dtype && dtype != DType::kFloat8) {
     throw py::type_error(std::string("x has dtype ") + c10::toString(t.x.scalar_type()) + " on rank " +
@@ -94,7 +82,7 @@ void check_x(const MoeConfig& config, at::Device device, const DispatchTensors& 
                          "float8; pass x.to(ep.dtype), or construct with dtype=x.dtype");
   }
   if (t.x.size(0) > config.num_max_tokens_per_rank) {
-    raise_value(config,
+    raise_value(config.rank,
                 "num_tokens=" + std::to_string(t.x.size(0)) +
                     " > num_max_tokens_per_rank=" + std::to_string(config.num_max_tokens_per_rank),
                 "pass num_max_tokens_per_rank=" + std::to_string(t.x.size(0)) + " or more to the constructor");
@@ -104,7 +92,6 @@ void check_x(const MoeConfig& config, at::Device device, const DispatchTensors& 
 
 void check_routing(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
   const int64_t shape[] = {t.x.size(0), config.num_topk};
-  check_device(config, device, t.topk_idx, "topk_idx");
   check_type(config, t.topk_idx, "topk_idx",
              t.topk_idx.scalar_type() == at::kInt || t.topk_idx.scalar_type() == at::kLong, "int32 or int64");
   check_shape(config, t.topk_idx, "topk_idx", shape, "pass one row of num_topk ids per token");
@@ -114,32 +101,39 @@ void check_routing(const MoeConfig& config, at::Device device, const DispatchTen
                                           : check_range<int32_t>(config, t.topk_idx);
   }
   if (!t.topk_weights) return;
-  check_device(config, device, *t.topk_weights, "topk_weights");
   check_type(config, *t.topk_weights, "topk_weights", t.topk_weights->scalar_type() == at::kFloat, "float32");
   check_shape(config, *t.topk_weights, "topk_weights", shape, "pass one weight per id, or None for weights of 1");
   check_contiguous(config, *t.topk_weights, "topk_weights");
   check_no_grad(config, *t.topk_weights, "topk_weights");
 }
 
-void check_scales(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
+void check_scales(const MoeConfig& config, const DispatchTensors& t) {
   const bool is_float8 = to_dtype(t.x.scalar_type(), "x", config.rank) == DType::kFloat8;
   if (is_float8 && t.quantize)
-    raise_value(config, "quantize=\"fp8\" with x that is float8 already", "pass quantize=None");
+    raise_value(config.rank, "quantize=\"fp8\" with x that is float8 already", "pass quantize=None");
   if (is_float8 != t.x_scales.has_value()) {
-    raise_value(config, is_float8 ? "x is float8 but x_scales is None" : "x_scales given with x that is not float8",
+    raise_value(config.rank,
+                is_float8 ? "x is float8 but x_scales is None" : "x_scales given with x that is not float8",
                 is_float8 ? "pass x_scales=[num_tokens, ceil(hidden / 128)] float32" : "pass x_scales=None");
   }
   if (!t.x_scales) return;
   const int64_t shape[] = {t.x.size(0), config.num_scales()};
-  check_device(config, device, *t.x_scales, "x_scales");
   check_type(config, *t.x_scales, "x_scales", t.x_scales->scalar_type() == at::kFloat, "float32");
   check_shape(config, *t.x_scales, "x_scales", shape, "pass one scale per 128 values of a row");
+  check_no_grad(config, *t.x_scales, "x_scales");
+}
+
+void check_all_plain(const Place& place, const DispatchTensors& t) {
+  check_plain(place, t.x, "x");
+  check_plain(place, t.topk_idx, "topk_idx");
+  if (t.topk_weights) check_plain(place, *t.topk_weights, "topk_weights");
+  if (t.x_scales) check_plain(place, *t.x_scales, "x_scales");
 }
 
 void check_quantized_row(const MoeConfig& config, int64_t limit) {
   const int64_t num_bytes = config.row_bytes(DType::kFloat8);
   if (num_bytes <= limit) return;
-  raise_value(config,
+  raise_value(config.rank,
               "quantize=\"fp8\" with hidden=" + std::to_string(config.hidden) + ": a row of " +
                   std::to_string(num_bytes) + " bytes > " + std::to_string(limit),
               "pass float8 rows with x_scales, or quantize=None");
@@ -168,9 +162,10 @@ DType to_dtype(at::ScalarType type, const char* whose, int rank) {
 
 DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const DispatchTensors& t) {
   const MoeConfig& config = ep.config();
-  check_x(config, device, t);
+  check_all_plain({config.rank, device}, t);
+  check_x(config, t);
   check_routing(config, device, t);
-  check_scales(config, device, t);
+  check_scales(config, t);
   if (t.quantize) check_quantized_row(config, ep.max_quantized_row_bytes());
   DispatchInput input;
   input.num_tokens = static_cast<int>(t.x.size(0));
@@ -186,7 +181,7 @@ DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const D
 Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle& handle, const at::Tensor& y,
                bool presummed) {
   const MoeConfig& config = ep.config();
-  check_device(config, device, y, "y");
+  check_plain({config.rank, device}, y, "y");
   if (to_dtype(y.scalar_type(), "y", config.rank) != config.dtype) {
     throw py::type_error(std::string("y has dtype ") + c10::toString(y.scalar_type()) + " on rank " +
                          std::to_string(config.rank) +
@@ -204,14 +199,14 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
   } else {
     if (y.dim() != 2 || y.size(1) != config.hidden) {
       raise_value(
-          config,
+          config.rank,
           "y has shape " + shape_text(y.sizes()) + ", expected [rows, hidden=" + std::to_string(config.hidden) + "]",
           "pass one row per route");
     }
     if (ep.device().is_synchronous()) {
       const int64_t needed = ep.workspace().expert_offsets(handle.buffer, config.num_local_experts());
       if (y.size(0) < needed) {
-        raise_value(config,
+        raise_value(config.rank,
                     "y has " + std::to_string(y.size(0)) + " rows < expert_offsets[-1]=" + std::to_string(needed),
                     "pass one row per route");
       }
@@ -220,27 +215,37 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
   return checked_rows(config, y, "y");
 }
 
-at::Tensor checked_out(const MoeConfig& config, at::Device device, int num_tokens, at::ScalarType type,
-                       const std::optional<at::Tensor>& out) {
+at::Tensor checked_out(const ExpertParallel& ep, at::Device device, int num_tokens, at::ScalarType type,
+                       const std::optional<at::Tensor>& out, const at::Tensor* y) {
+  const MoeConfig& config = ep.config();
   const int64_t shape[] = {num_tokens, config.hidden};
-  if (!out) return at::empty(shape, at::TensorOptions().dtype(type).device(device));
-  check_device(config, device, *out, "out");
+  if (!out) return make_tensor({config.rank, device}, shape, type);
+  check_plain({config.rank, device}, *out, "out");
   check_type(config, *out, "out", out->scalar_type() == type, c10::toString(type));
   check_shape(config, *out, "out", shape, "pass out of the shape of x");
   check_contiguous(config, *out, "out");
+  check_no_grad(config, *out, "out");
+  if (ep.owns(out->const_data_ptr())) {
+    raise_value(config.rank, "out is a view of a handle, whose memory peers write into after the combine",
+                "pass memory of your own");
+  }
+  if (y != nullptr && overlap(*out, *y)) {
+    raise_value(config.rank, "out overlaps y, which is read while out is written", "pass an out apart from y");
+  }
+  if (!out->is_inference()) out->unsafeGetTensorImpl()->bump_version();
   return *out;
 }
 
 PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Tensor& x, const at::Tensor& pushes) {
-  check_device(config, device, x, "x");
-  check_device(config, device, pushes, "pushes");
+  check_plain({config.rank, device}, x, "x");
+  check_plain({config.rank, device}, pushes, "pushes");
   if (x.dim() != 2 || x.size(0) > config.row_capacity()) {
-    raise_value(config, "x has shape " + shape_text(x.sizes()) + ", expected [at most num_ranks * tokens, row]",
+    raise_value(config.rank, "x has shape " + shape_text(x.sizes()) + ", expected [at most num_ranks * tokens, row]",
                 "pass fewer rows");
   }
   const int64_t row_bytes = x.size(1) * x.element_size();
   if (row_bytes > config.max_row_stride()) {
-    raise_value(config,
+    raise_value(config.rank,
                 "x has rows of " + std::to_string(row_bytes) + " bytes > " + std::to_string(config.max_row_stride()),
                 "pass rows that fit into the heap");
   }

@@ -26,8 +26,9 @@ struct DispatchTensors {
 DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const DispatchTensors& tensors);
 Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle& handle, const at::Tensor& y,
                bool presummed);
-at::Tensor checked_out(const MoeConfig& config, at::Device device, int num_tokens, at::ScalarType type,
-                       const std::optional<at::Tensor>& out);
+// `out`, or a new tensor. `y`: what the same launch reads, null: nothing of the caller's.
+at::Tensor checked_out(const ExpertParallel& ep, at::Device device, int num_tokens, at::ScalarType type,
+                       const std::optional<at::Tensor>& out, const at::Tensor* y = nullptr);
 
 // Rows to push (see moe/link_floor.h): x [num_rows, n] with dense rows, pushes int64 [num_rows, 2]: ranks and
 // token.

@@ -30,11 +30,7 @@ at::Tensor Views::recv_x_scales(const DispatchHandle& handle) {
               {config.row_capacity(), config.num_scales()}, {config.max_row_stride() / 4, 1}, at::kFloat);
 }
 
-int64_t Views::capacity(const DispatchHandle& handle) const {
-  const MoeConfig& config = ep_->config();
-  return handle.layout == Layout::kMasked ? config.num_local_experts() * config.row_capacity()
-                                          : route_list_capacity(config, handle.expert_alignment);
-}
+int64_t Views::capacity(const DispatchHandle& handle) const { return ep_->num_positions(handle); }
 
 at::Tensor Views::expert_offsets(const DispatchHandle& handle) {
   return list(ep_->workspace().expert_offsets.at(handle.buffer), ep_->config().num_local_experts() + 1, at::kInt);

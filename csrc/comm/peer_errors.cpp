@@ -26,8 +26,8 @@ void raise_report(const Report& report, const std::vector<const Vocabulary*>& vo
   const char* operation = operation_name(report, vocabularies);
   std::string what = rank_text(report.rank) + " in " + operation;
   if (report.reason == Reason::kRefused) {
-    throw PeerRefused(report.peer, what + ": " + rank_text(report.peer) +
-                                       " refused its call: " + reinterpret_cast<const char*>(report.refusal.word));
+    throw PeerRefused(report, what + ": " + rank_text(report.peer) +
+                                  " refused its call: " + reinterpret_cast<const char*>(report.refusal.word));
   }
   const SliceName& wait = wait_name(report, vocabularies);
   what += " waited " + std::to_string(report.elapsed_seconds) + " s for the " + wait.awaited;

@@ -18,10 +18,12 @@ struct PeerTimeout : std::runtime_error {
   const char* awaited;
 };
 
-// A rank refused its part of a call because of its arguments. The object stays usable on every rank.
+// A rank's call failed before it had done its part. The object stays usable on every rank.
 struct PeerRefused : std::runtime_error {
-  PeerRefused(int peer, const std::string& what) : std::runtime_error(what), peer(peer) {}
+  PeerRefused(const Report& report, const std::string& what)
+      : std::runtime_error(what), peer(report.peer), is_final(report.is_final != 0) {}
   int peer;
+  bool is_final;  // the call cannot be tried again
 };
 
 // Throws one of the two. `vocabularies`: those of all clients and the communicator's own.

@@ -34,6 +34,8 @@ struct Report {
   int32_t token = -1;                      // of the sender of the row; -1 where a wait is not for a token
   int32_t reporter = -1;                   // kPoisoned: the rank that gave up first
   int32_t culprit = -1;                    // kPoisoned: the rank that it waited for
+  int32_t buffer = -1;                     // kRefused: whose call was refused
+  uint32_t is_final = 0;                   // kRefused: every further attempt will be refused as well
   uint64_t expected_epoch = 0;
   uint64_t seen_epoch = 0;
   double elapsed_seconds = 0;

@@ -21,6 +21,8 @@ struct WaitSite {
 
 // A signal whose arrival at the awaited epoch, with a payload of at least `attempt`, ends a wait as well.
 struct Refusal {
+  static constexpr uint32_t kFinal = Signal::kPayloadMask;  // payload: of this and every further attempt
+
   const Signal* signal = nullptr;
   uint32_t attempt = 0;
 };
@@ -44,9 +46,10 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 // Polls between two looks at the clock and at the poison: a look must not slow the poll that succeeds.
 inline constexpr uint32_t kPollsPerLook = 64;
 
-// Fills the report: the first wait that gives up is the one that says why.
+// Fills the report: the first wait that gives up is the one that says why. `word`: the poison, or the refusal's
+// payload.
 MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
-                               uint32_t poison, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
+                               uint32_t word, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
   Report* report = policy.report;
   const uint32_t before = atomic_load<Order::kRelaxed, Scope::kSystem>(&report->num_noticed);
   if (!atomic_claim<Order::kRelaxed, Scope::kDevice>(policy.num_reports, before, before + 1)) return;
@@ -56,12 +59,14 @@ MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, c
   report->rank = heap.rank;
   report->peer = site.peer;
   report->token = site.token;
-  report->reporter = reason == Reason::kPoisoned ? static_cast<int32_t>(poison >> 8) - 1 : heap.rank;
-  report->culprit = reason == Reason::kPoisoned ? static_cast<int32_t>(poison & 0xff) - 1 : site.peer;
+  report->reporter = reason == Reason::kPoisoned ? static_cast<int32_t>(word >> 8) - 1 : heap.rank;
+  report->culprit = reason == Reason::kPoisoned ? static_cast<int32_t>(word & 0xff) - 1 : site.peer;
   report->expected_epoch = expected_epoch;
   report->seen_epoch = Signal::epoch_of(seen_word);
   report->elapsed_seconds = static_cast<double>(waited) / policy.ticks_per_second;
   if (reason == Reason::kRefused) {
+    report->buffer = site.buffer;
+    report->is_final = word == Refusal::kFinal;
     const uint64_t* text = policy.refusal_text + (site.buffer * heap.num_ranks + site.peer) * kRefusalWords;
     for (int i = 0; i < kRefusalWords; ++i) {
       report->refusal.word[i] = atomic_load<Order::kRelaxed, Scope::kSystem>(text + i);
@@ -103,7 +108,8 @@ MOE_A2A_DEVICE bool is_refused(const WaitPolicy& policy, const HeapView& heap, c
   if (refusal.signal == nullptr) return false;
   const uint64_t refused = atomic_load<Order::kAcquire, Scope::kSystem>(&refusal.signal->word);
   if (Signal::epoch_of(refused) != epoch || Signal::payload_of(refused) < refusal.attempt) return false;
-  write_report(policy, heap, site, Reason::kRefused, 0, epoch, seen_word, clock_now() - start);
+  write_report(policy, heap, site, Reason::kRefused, Signal::payload_of(refused), epoch, seen_word,
+               clock_now() - start);
   return true;
 }
 

@@ -59,6 +59,7 @@ struct GatherRowsArgs {
   int buffer = 0;
   Layout layout = Layout::kExpertMajor;
   DType row_dtype = DType::kBfloat16;
+  int64_t num_positions = 0;
   std::byte* expert_x = nullptr;     // [positions, hidden]
   float* expert_x_scales = nullptr;  // [positions, ceil(hidden / 128)], of float8 rows
 };
@@ -76,6 +77,7 @@ struct CombineSendArgs {
   Rows y;  // one row per position of the layout, or per landed row when `presummed`
   int64_t num_y_rows = 0;
   bool presummed = false;
+  bool is_sent = false;     // by an earlier attempt: nothing travels again; own sums that are kept lie in y
   bool vector_rows = true;  // y may be read in 16-byte vectors
 };
 
@@ -107,10 +109,12 @@ struct RefuseCombineArgs {
   RefusalText text;
 };
 
-// The buffer's rows are no longer read: gives the credit back without a combine.
+// The buffer's rows are no longer read: gives the credit back without a combine, and refuses one for good, since peers
+// may already wait for this rank's sums.
 struct ReleaseArgs {
   Context context;
   int buffer = 0;
+  RefusalText text;  // empty: that of an earlier refusal stands
 };
 
 }  // namespace moe_a2a

@@ -79,7 +79,7 @@ struct Combine {
     const int senders = small ? grid.size() : args.num_send_blocks, not_receivers = small ? 0 : senders;
     const bool is_sender = grid.rank() < senders, is_receiver = grid.rank() >= not_receivers;
     const OwnSums own(&args.send);
-    if (is_sender) CombineSend::run(args.send, Grid{grid.rank(), senders}, block, shared, own);
+    if (is_sender && !args.send.is_sent) CombineSend::run(args.send, Grid{grid.rank(), senders}, block, shared, own);
     if (is_receiver) {
       CombineRecv::run(args.recv, Grid{grid.rank() - not_receivers, grid.size() - not_receivers}, block, shared, own);
     }

@@ -1,9 +1,9 @@
 #include "moe/expert_parallel.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
+#include "moe/moe_kernels.h"
 #include "moe/vocabulary.h"
 
 namespace moe_a2a {
@@ -19,16 +19,11 @@ const char* name_of(Stage stage) {
       return "received";
     case Stage::kCombineSent:
       return "combine sent";
+    case Stage::kCombined:
     case Stage::kClosed:
       break;
   }
   return "closed";
-}
-
-RefusalText to_text(const std::string& why) {
-  RefusalText text;  // ends with a zero: the last character is never written
-  std::memcpy(text.word, why.data(), std::min(why.size(), sizeof(text.word) - 1));
-  return text;
 }
 
 }  // namespace
@@ -51,25 +46,40 @@ void ExpertParallel::require(const DispatchHandle& handle, Stage stage, Stage or
   if (handle.stage == stage || handle.stage == or_stage) return;
   throw std::runtime_error(std::string(call) + " got a handle that is " + name_of(handle.stage) + " on rank " +
                            std::to_string(config().rank) +
-                           (handle.stage == Stage::kClosed ? "; a handle serves one combine, pass that of the newest "
-                                                             "dispatch"
-                                                           : "; call the halves in their order"));
+                           (!handle.is_open() ? "; a handle serves one combine, pass that of the newest "
+                                                "dispatch"
+                                              : "; call the halves in their order"));
+}
+
+bool ExpertParallel::owns(const void* address) const {
+  const auto* byte = static_cast<const std::byte*>(address);
+  const auto lies_in = [&](const std::byte* memory, size_t size) { return byte >= memory && byte < memory + size; };
+  return lies_in(own_heap_, size_.symmetric_bytes) || lies_in(local_, size_.local_bytes);
 }
 
 // The next free buffer in turn. All ranks make the same calls, so all take the same one. A buffer whose handle the
 // caller has dropped without combine or release is taken back only when no other is free.
-int ExpertParallel::take_buffer() {
+int ExpertParallel::next_buffer() {
   const int n = config().num_buffers;
   for (const bool reclaim : {false, true}) {
     for (int i = 1; i <= n; ++i) {
       const int buffer = (last_buffer_ + i) % n;
       if (reclaim && open_[buffer] && open_[buffer].use_count() == 1) release(*open_[buffer], {});
-      if (!open_[buffer]) return last_buffer_ = buffer;
+      if (!open_[buffer]) return buffer;
     }
   }
   throw std::runtime_error("dispatch: " + std::to_string(n) + " handles are open on rank " +
                            std::to_string(config().rank) + " and num_buffers=" + std::to_string(n) +
                            "; combine() or release() one first, or pass a larger num_buffers");
+}
+
+// After the launch: one that fails leaves everything as it was.
+void ExpertParallel::take(int buffer, const std::shared_ptr<DispatchHandle>& handle) {
+  if (const auto before = newest_[buffer].lock()) before->stage = Stage::kClosed;
+  open_[buffer] = handle;
+  newest_[buffer] = handle;
+  last_buffer_ = buffer;
+  ++num_dispatches_;
 }
 
 int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
@@ -95,13 +105,12 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffe
           .vector_rows = aligned || !device_->needs_aligned_vectors()};
 }
 
-std::shared_ptr<DispatchHandle> ExpertParallel::open_handle(const DispatchInput& input, int buffer) {
+std::shared_ptr<DispatchHandle> ExpertParallel::make_handle(const DispatchInput& input, int buffer) const {
   auto handle = std::make_shared<DispatchHandle>();
   handle->owner = this;
   handle->buffer = buffer;
   handle->num_tokens = input.num_tokens;
   handle->row_dtype = input.row_dtype();
-  open_[buffer] = handle;
   return handle;
 }
 
@@ -109,9 +118,10 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
   const CallGate::Turn turn = gate_.enter();
   require_open();
   raise_waits();
-  const int buffer = take_buffer(), num_blocks = dispatch_blocks(input.num_tokens, place);
+  const int buffer = next_buffer(), num_blocks = dispatch_blocks(input.num_tokens, place);
+  auto handle = make_handle(input, buffer);
   device_->launch(send_args(input, buffer), num_blocks, place.stream);
-  auto handle = open_handle(input, buffer);
+  take(buffer, handle);
   after_launch();
   return handle;
 }
@@ -134,6 +144,9 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   } catch (const PeerRefused&) {
     release(handle, place);  // the epoch has passed on every rank; the next dispatch is a new one
     throw;
+  } catch (const BadRouting& error) {
+    release(handle, place, error.what());  // the caller has no handle to go on with
+    throw;
   }
 }
 
@@ -147,7 +160,11 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   }
   require_open();
   raise_waits();
-  const int buffer = take_buffer(), num_blocks = std::max(2, dispatch_blocks(input.num_tokens, place));
+  const int buffer = next_buffer(), num_blocks = std::max(2, dispatch_blocks(input.num_tokens, place));
+  auto handle = make_handle(input, buffer);
+  handle->layout = layout;
+  handle->expert_alignment = expert_alignment;
+  handle->stage = Stage::kReceived;
   device_->launch(DispatchArgs{.send = send_args(input, buffer),
                                .recv = {.context = context(),
                                         .buffer = buffer,
@@ -156,11 +173,13 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
                                         .row_dtype = input.row_dtype()},
                                .num_send_blocks = dispatch_senders(num_blocks)},
                   num_blocks, place.stream);
-  auto handle = open_handle(input, buffer);
-  handle->layout = layout;
-  handle->expert_alignment = expert_alignment;
-  handle->stage = Stage::kReceived;
+  take(buffer, handle);
   return handle;
+}
+
+int64_t ExpertParallel::num_positions(const DispatchHandle& handle) const {
+  return handle.layout == Layout::kMasked ? config().num_local_experts() * config().row_capacity()
+                                          : route_list_capacity(config(), handle.expert_alignment);
 }
 
 void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales,
@@ -171,6 +190,7 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
                                  .buffer = handle.buffer,
                                  .layout = handle.layout,
                                  .row_dtype = handle.row_dtype,
+                                 .num_positions = num_positions(handle),
                                  .expert_x = static_cast<std::byte*>(expert_x),
                                  .expert_x_scales = expert_x_scales},
                   dispatch_blocks(handle.num_tokens, place), place.stream);
@@ -199,7 +219,7 @@ CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* co
 }
 
 void ExpertParallel::finish_combine(DispatchHandle& handle) {
-  handle.stage = Stage::kClosed;
+  handle.stage = device_->is_synchronous() ? Stage::kClosed : Stage::kCombined;
   open_[handle.buffer] = nullptr;
 }
 
@@ -217,12 +237,21 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t
 void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
+  if (handle.keeps_own_sums) {
+    throw std::runtime_error("combine_recv got a handle whose combine was refused on rank " +
+                             std::to_string(config().rank) + "; call combine() again, with the same y");
+  }
   const int num_blocks = combine_blocks(handle.num_tokens, place);
+  handle.is_refusal_raised = false;
   device_->launch(recv_args(handle, combined_x), num_blocks, place.stream);
   try {
     after_launch();
-  } catch (const PeerRefused&) {
-    ++handle.attempt;  // what this rank has sent stands; combine_recv may be called again
+  } catch (const PeerRefused& refused) {
+    if (refused.is_final) {
+      finish_combine(handle);
+    } else {
+      ++handle.attempt;  // what this rank has sent stands; the call may be made again
+    }
     throw;
   }
   finish_combine(handle);
@@ -231,93 +260,25 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
 void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
                              void* combined_x, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
+  require(handle, Stage::kReceived, Stage::kCombineSent, "combine");
   if (launches_halves()) {
-    combine_send(handle, y, num_y_rows, presummed, place);
+    if (handle.stage == Stage::kReceived) combine_send(handle, y, num_y_rows, presummed, place);
     return combine_recv(handle, combined_x, place);
   }
-  require(handle, Stage::kReceived, Stage::kReceived, "combine");
   raise_waits();
   const int num_blocks = std::max(2, combine_blocks(handle.num_tokens, place));
-  device_->launch(CombineArgs{.send = send_args(handle, y, num_y_rows, presummed),
+  CombineSendArgs send = send_args(handle, y, num_y_rows, presummed);
+  send.is_sent = handle.stage == Stage::kCombineSent;
+  handle.keeps_own_sums = presummed;
+  handle.is_refusal_raised = false;
+  device_->launch(CombineArgs{.send = send,
                               .recv = recv_args(handle, combined_x),
                               .num_send_blocks = combine_senders(num_blocks, presummed, config().num_ranks)},
                   num_blocks, place.stream);
   finish_combine(handle);
 }
 
-void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place) {
-  const CallGate::Turn turn = gate_.enter();
-  if (handle.stage == Stage::kClosed || closed_) return;
-  require(handle, handle.stage, handle.stage, "release");
-  if (handle.stage != Stage::kCombineSent) {  // combine_send has given the credit back already
-    device_->launch(ReleaseArgs{.context = context(), .buffer = handle.buffer}, 1, place.stream);
-  }
-  finish_combine(handle);
-}
-
-// ---- refusals and reports
-
-void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& place) {
-  const CallGate::Turn turn = gate_.enter();
-  if (closed_ || closing_ || !connected_) return;  // nobody waits for this call
-  device_->launch(RefuseDispatchArgs{.context = context(), .buffer = take_buffer(), .text = to_text(why)}, 1,
-                  place.stream);
-  leave_if_interrupted();
-}
-
-void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
-  const CallGate::Turn turn = gate_.enter();
-  if (closed_ || closing_ || !connected_) return;  // nobody waits for this call
-  device_->launch(
-      RefuseCombineArgs{.context = context(), .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
-      1, place.stream);
-  ++handle.attempt;
-}
-
-void ExpertParallel::after_launch() {
-  if (device_->is_synchronous()) raise_reported();
-}
-
-void ExpertParallel::raise_reported() {
-  const CallGate::Turn turn = gate_.enter();
-  raise_waits();
-  raise_bad_routing();
-}
-
-void ExpertParallel::raise_waits() {
-  leave_if_interrupted();
-  // Pairs with the release in write_report().
-  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0) return;
-  const Report report = *report_;
-  if (report.reason == Reason::kRefused) {  // the object stays usable: a later launch may report again
-    report_->is_complete = 0;
-    __atomic_store_n(&report_->num_noticed, report.num_noticed + 1, __ATOMIC_RELEASE);
-  }
-  raise_report(report, {&kMoeVocabulary, &kCommVocabulary});
-}
-
-// What the kernels have found wrong since the last look.
-void ExpertParallel::raise_bad_routing() {
-  ErrorCounters now;
-  device_->copy_to_host(&now, context_.ws.errors.data, sizeof(now));
-  const ErrorCounters before = std::exchange(raised_, now);
-  const std::string rank = " on rank " + std::to_string(config().rank);
-  if (const uint32_t count = now.num_bad_choices - before.num_bad_choices; count > 0) {
-    const uint32_t last = (now.num_bad_choices - 1) % ErrorCounters::kShown;
-    throw BadRouting("topk_idx held " + std::to_string(count) +
-                     " ids out of range, treated as dropped; the last: topk_idx[" +
-                     std::to_string(now.bad_token[last]) + "] has " + std::to_string(now.bad_expert[last]) +
-                     ", not in [-1, num_experts=" + std::to_string(config().num_experts) + ")" + rank);
-  }
-  if (const uint32_t count = now.num_short_y_routes - before.num_short_y_routes; count > 0) {
-    throw BadRouting("y of a combine was too short for " + std::to_string(count) + " routes" + rank +
-                     "; pass at least expert_offsets[-1] rows");
-  }
-  if (const uint32_t count = now.num_lost_routes - before.num_lost_routes; count > 0) {
-    throw BadRouting(std::to_string(count) + " routes found no room in the masked layout" + rank +
-                     ": tokens name an expert more than once; pass layout=\"rows\" or \"expert_major\"");
-  }
-}
+// ---- the end
 
 void ExpertParallel::check() {
   const CallGate::Turn turn = gate_.enter();

@@ -30,7 +30,8 @@ struct Push;
 
 // One dispatch between its send and the end of its combine.
 struct DispatchHandle {
-  enum class Stage { kSent, kReceived, kCombineSent, kClosed };
+  // kCombined: closed, unless a refusal of the combine comes to light (where launches are queued).
+  enum class Stage { kSent, kReceived, kCombineSent, kCombined, kClosed };
 
   const ExpertParallel* owner = nullptr;
   int buffer = 0;
@@ -39,7 +40,11 @@ struct DispatchHandle {
   int expert_alignment = 1;
   DType row_dtype = DType::kBfloat16;
   std::atomic<Stage> stage = Stage::kSent;
-  uint32_t attempt = 1;  // of the combine: a refused one may be tried again
+  uint32_t attempt = 1;            // of the combine: a refused one may be tried again
+  bool keeps_own_sums = false;     // the combine has left this rank's sums for itself in y
+  bool is_refusal_raised = false;  // of the newest launch: each of its warps may report the refusal
+
+  bool is_open() const { return stage < Stage::kCombined; }
 };
 
 // What is dispatched: addresses of this rank's tensors.
@@ -88,11 +93,14 @@ class ExpertParallel {
   // The steps. A handle is open from dispatch_send to the end of combine_recv, or release.
   std::shared_ptr<DispatchHandle> dispatch_send(const DispatchInput& input, const LaunchPlace& place);
   void dispatch_recv(DispatchHandle& handle, Layout layout, int expert_alignment, const LaunchPlace& place);
+  // Positions of the handle's layout: the rows that expert_x and y have.
+  int64_t num_positions(const DispatchHandle& handle) const;
   void gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales, const LaunchPlace& place);
   void combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
                     const LaunchPlace& place);
   void combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place);
-  void release(DispatchHandle& handle, const LaunchPlace& place);
+  // Peers whose combine waits for this rank are told `why`.
+  void release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why = {});
 
   // Both halves, in one launch where launches are queued and the device holds a sender and a receiver at once.
   std::shared_ptr<DispatchHandle> dispatch(const DispatchInput& input, Layout layout, int expert_alignment,
@@ -114,9 +122,15 @@ class ExpertParallel {
   void push_rows(const Rows& x, int num_rows, int64_t row_bytes, const Push* pushes, PushBy by,
                  const LaunchPlace& place);
 
-  // Says on every rank that this rank's call has bad arguments; the caller then raises them.
+  // Says on every rank that this rank's call has failed; the caller then raises why.
   void refuse_dispatch(const std::string& why, const LaunchPlace& place);
   void refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
+  // The same of every handle whose combine peers may wait for: when the call does not say which one is meant.
+  void refuse_combines(const std::string& why, const LaunchPlace& place);
+  // For a dispatch that this rank has launched and cannot go on with.
+  void give_up_newest(const std::string& why, const LaunchPlace& place);
+  // Dispatches so far, refused ones too: whether a call that has failed was launched.
+  uint64_t num_dispatches() const { return num_dispatches_; }
 
   // Raises what the kernels have reported so far: a wait that was given up, or bad routing. check() first waits for the
   // device. Calls on the hot path raise waits only: a call is not to blame for the routing of an earlier one.
@@ -136,6 +150,9 @@ class ExpertParallel {
   void require(const DispatchHandle& handle, DispatchHandle::Stage stage, DispatchHandle::Stage or_stage,
                const char* call) const;
   void require_open() const;
+  bool is_connected() const { return connected_; }
+  // Whether an address lies in the memory of this object.
+  bool owns(const void* address) const;
 
  private:
   // What a launch is given: the trace may have been switched since the one before.
@@ -145,8 +162,9 @@ class ExpertParallel {
     return now;
   }
   void allocate(const std::string& target, double timeout_seconds);
-  int take_buffer();
-  std::shared_ptr<DispatchHandle> open_handle(const DispatchInput& input, int buffer);
+  int next_buffer();
+  void take(int buffer, const std::shared_ptr<DispatchHandle>& handle);
+  std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
   DispatchSendArgs send_args(const DispatchInput& input, int buffer) const;
   CombineSendArgs send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
@@ -157,6 +175,7 @@ class ExpertParallel {
   void part();
   void leave_if_interrupted();
   void poison_peers();
+  bool is_known_refusal(const Report& report);
   void raise_waits();
   void raise_bad_routing();
 
@@ -168,10 +187,13 @@ class ExpertParallel {
   HeapView* device_heap_ = nullptr;  // the communicator's heap where kernels can read it
   CommHandle comm_handle_;
   std::byte* own_heap_ = nullptr;
+  std::byte* local_ = nullptr;
   Report* report_ = nullptr;
   ErrorCounters raised_;                               // what of the counters has been raised
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer, null when free
+  std::vector<std::weak_ptr<DispatchHandle>> newest_;  // per buffer: the handle that had it last
   int last_buffer_;
+  std::atomic<uint64_t> num_dispatches_ = 0;
   LaunchTable launch_table_;
   double timeout_seconds_;
   CallGate gate_{"ExpertParallel"};

@@ -32,6 +32,7 @@ size_t ExpertParallel::nbytes_for(const MoeConfig& config) {
 ExpertParallel::ExpertParallel(const MoeConfig& config, const std::string& target, int device, double timeout_seconds)
     : device_(make_device(target, device)),
       open_(config.num_buffers),
+      newest_(config.num_buffers),
       last_buffer_(config.num_buffers - 1),
       timeout_seconds_(timeout_seconds) {
   context_.config = config;
@@ -52,11 +53,11 @@ void ExpertParallel::allocate(const std::string& target, double timeout_seconds)
   size_ = size_of(config);
   MemoryHandle memory;
   own_heap_ = device_->allocate_symmetric(size_.symmetric_bytes, config.num_ranks, &memory);
-  std::byte* local = device_->allocate_local(size_.local_bytes);
+  local_ = device_->allocate_local(size_.local_bytes);
   report_ = new (device_->allocate_host_visible(sizeof(Report))) Report;
   RegionSize comm;
-  comm_.region = make_comm_region(config.num_ranks, own_heap_, local, &comm);
-  device_heap_ = reinterpret_cast<HeapView*>(local + size_.local_bytes - sizeof(HeapView));
+  comm_.region = make_comm_region(config.num_ranks, own_heap_, local_, &comm);
+  device_heap_ = reinterpret_cast<HeapView*>(local_ + size_.local_bytes - sizeof(HeapView));
   const double ticks = device_->clock_ticks_per_second();
   comm_.wait = {.timeout_ticks = static_cast<uint64_t>(timeout_seconds * ticks),
                 .ticks_per_second = ticks,
@@ -66,7 +67,7 @@ void ExpertParallel::allocate(const std::string& target, double timeout_seconds)
                 .comm_heap = device_heap_};
   comm_.max_shared_bytes = static_cast<int>(device_->max_shared_bytes());
   static_cast<ClientContext&>(context_) = comm_;
-  place_region(context_, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
+  place_region(context_, own_heap_ + comm.symmetric_bytes, local_ + comm.local_bytes);
   comm_handle_ = make_comm_handle(config, target, memory, size_.layout_digest);
 }
 

@@ -18,23 +18,31 @@ struct GatherRows {
     const int warp = grid.rank() + grid.size() * block.warp_rank();
     int64_t before = 0;
     for (int e = 0; e < args.context.config.num_local_experts(); ++e) {
-      const int32_t start = ws.expert_offsets(args.buffer, e);
-      const int32_t filled = args.layout == Layout::kMasked ? ws.expert_counts(args.buffer, e)
-                                                            : ws.expert_offsets(args.buffer, e + 1) - start;
-      const int first = static_cast<int>((warp - before % num_warps + num_warps) % num_warps);
-      for (int i = first; i < filled; i += num_warps) gather(args, block.warp(), start + i);
+      const int64_t start = ws.expert_offsets(args.buffer, e), filled = num_filled(args, e, start);
+      const int64_t first = (warp - before % num_warps + num_warps) % num_warps;
+      for (int64_t i = first; i < filled; i += num_warps) gather(args, block.warp(), start + i);
       before += filled;
     }
   }
 
-  MOE_A2A_DEVICE static void gather(const Args& args, const Warp& warp, int32_t position) {
+  // The caller holds views of the lists and may have written to them: positions end with expert_x, and rows with
+  // recv_x.
+  MOE_A2A_DEVICE static int64_t num_filled(const Args& args, int expert, int64_t start) {
+    const Workspace& ws = args.context.ws;
+    const int64_t listed = args.layout == Layout::kMasked ? ws.expert_counts(args.buffer, expert)
+                                                          : ws.expert_offsets(args.buffer, expert + 1) - start;
+    const int64_t room = start < 0 ? 0 : args.num_positions - start, filled = listed < room ? listed : room;
+    return filled > 0 ? filled : 0;
+  }
+
+  MOE_A2A_DEVICE static void gather(const Args& args, const Warp& warp, int64_t position) {
     const Context& c = args.context;
     const int32_t row = c.ws.expert_row_index(args.buffer, position);
     const int64_t bytes = static_cast<int64_t>(c.config.hidden) * size_of(args.row_dtype);
     const int64_t scale_bytes = args.row_dtype == DType::kFloat8 ? c.config.num_scales() * int64_t{4} : 0;
     std::byte* target = args.expert_x + position * bytes;
     std::byte* scales = reinterpret_cast<std::byte*>(args.expert_x_scales) + position * scale_bytes;
-    if (row < 0) {
+    if (row < 0 || row >= c.config.row_capacity()) {
       fill_zero(warp, target, bytes);
       fill_zero(warp, scales, scale_bytes);
       return;

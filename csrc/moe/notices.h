@@ -17,6 +17,11 @@ MOE_A2A_DEVICE void leave_text(const Context& c, int buffer, const Block& block,
   block.release_sync();
 }
 
+// Pairs with is_refused() in combine_recv's waits.
+MOE_A2A_DEVICE void refuse_combine(const Context& c, int buffer, uint64_t epoch, uint32_t attempt) {
+  signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.combine_refusal.at(buffer, c.heap.rank), epoch, attempt);
+}
+
 // In the place of dispatch_send, for a call with bad arguments: the epoch passes on every rank, without this rank's
 // rows.
 struct RefuseDispatch {
@@ -34,6 +39,7 @@ struct RefuseDispatch {
     const RankSet all = RankSet::all(c.heap.num_ranks);
     signal_many(c.heap, all, c.ws.table_signal.at(args.buffer, c.heap.rank, 0), epoch, Workspace::kRefused);
     CombineSend::return_credit(c, args.buffer, epoch);
+    refuse_combine(c, args.buffer, epoch, Refusal::kFinal);  // a peer may have queued its combine already
     c.ws.epoch(args.buffer) = epoch;
   }
 };
@@ -48,13 +54,11 @@ struct RefuseCombine {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;
     leave_text(c, args.buffer, block, args.text);
-    if (block.rank() != 0) return;
-    signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.combine_refusal.at(args.buffer, c.heap.rank),
-                c.ws.epoch(args.buffer), args.attempt);
+    if (block.rank() == 0) refuse_combine(c, args.buffer, c.ws.epoch(args.buffer), args.attempt);
   }
 };
 
-// Gives a buffer back without a combine.
+// Gives a buffer back without a combine. The peers' combine ends with a refusal instead of the deadline.
 struct Release {
   using Args = ReleaseArgs;
   static constexpr const char* kName = "release";
@@ -62,9 +66,12 @@ struct Release {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
-    if (block.rank() == 0) {
-      CombineSend::return_credit(args.context, args.buffer, args.context.ws.epoch(args.buffer));
-    }
+    const Context& c = args.context;
+    if (args.text.word[0] != 0) leave_text(c, args.buffer, block, args.text);
+    if (block.rank() != 0) return;
+    const uint64_t epoch = c.ws.epoch(args.buffer);
+    CombineSend::return_credit(c, args.buffer, epoch);
+    refuse_combine(c, args.buffer, epoch, Refusal::kFinal);
   }
 };
 

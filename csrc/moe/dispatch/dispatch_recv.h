@@ -65,7 +65,7 @@ struct DispatchRecv {
         return has_ll_tokens(args, r, epoch, &payload) || has_arrived(signal, epoch, seen, &payload);
       });
       if (payload == Workspace::kRefused) {
-        write_report(c.wait, c.heap, site, Reason::kRefused, 0, epoch, Signal::pack(epoch, payload), 0);
+        write_report(c.wait, c.heap, site, Reason::kRefused, Refusal::kFinal, epoch, Signal::pack(epoch, payload), 0);
         payload = 0;
       }
       num_tokens[r] = static_cast<int32_t>(payload);

@@ -1,0 +1,113 @@
+#include "bindings/tensor_gate.h"
+
+#include <sstream>
+
+namespace moe_a2a::bindings {
+namespace {
+
+using at::DispatchKey;
+
+std::string type_name(const at::Tensor& tensor) {
+  return py::str(py::type::handle_of(py::cast(tensor)).attr("__name__")).cast<std::string>();
+}
+
+// Wrappers that only Python or a transform of PyTorch can look into.
+bool is_wrapper(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return impl->is_python_dispatch() || impl->key_set().has_any(c10::DispatchKeySet({
+                                           DispatchKey::FuncTorchBatched,
+                                           DispatchKey::FuncTorchGradWrapper,
+                                           DispatchKey::Batched,
+                                           DispatchKey::Functionalize,
+                                       }));
+}
+
+void check_is_tensor_of_memory(const Place& place, const at::Tensor& tensor, const std::string& name) {
+  if (is_wrapper(tensor)) {
+    raise_type(place.rank, name + " is a " + type_name(tensor) + ", which wraps memory or stands for it",
+               "pass the plain tensor (of a DTensor " + name +
+                   ".to_local()), and call outside of torch.compile, torch.export and torch.func");
+  }
+  if (tensor.is_nested()) {
+    raise_type(place.rank, name + " is a nested tensor", "pass " + name + ".to_padded_tensor(0), or its rows in one");
+  }
+  if (tensor.layout() != at::kStrided) {
+    std::ostringstream layout;
+    layout << tensor.layout();
+    raise_type(place.rank, name + " has layout " + layout.str(), "pass " + name + ".to_dense()");
+  }
+}
+
+// From the first element on, up to the end of the last.
+uint64_t num_bytes_reached(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return 0;
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  return static_cast<uint64_t>(last + 1) * tensor.element_size();
+}
+
+// Resizing a storage leaves the sizes of its tensors as they were.
+void check_storage(const Place& place, const at::Tensor& tensor, const std::string& name) {
+  if (!tensor.has_storage()) {
+    raise_type(place.rank, name + " is a " + type_name(tensor) + " without storage", "pass a plain torch.Tensor");
+  }
+  if (tensor.numel() == 0) return;
+  const uint64_t needed = tensor.storage_offset() * tensor.element_size() + num_bytes_reached(tensor);
+  const c10::Storage& storage = tensor.storage();
+  if (storage.nbytes() >= needed && storage.data() != nullptr) return;
+  raise_value(place.rank,
+              name + " has a storage of " + std::to_string(storage.nbytes()) + " bytes and sizes that reach " +
+                  std::to_string(needed) + ": it was freed or resized",
+              "pass a tensor that still has its memory");
+}
+
+void check_device(const Place& place, const at::Tensor& tensor, const std::string& name) {
+  const bool same = place.device.is_cpu() ? tensor.device().is_cpu() : tensor.device() == place.device;
+  if (same) return;
+  raise_value(place.rank, name + " is on " + tensor.device().str() + ", this ExpertParallel on " + place.device.str(),
+              "pass " + name + ".to(\"" + place.device.str() + "\")");
+}
+
+void check_has_values(const Place& place, const at::Tensor& tensor, const std::string& name) {
+  if (tensor.is_neg()) {
+    raise_value(place.rank, name + " is a negative view: its memory holds the values with the other sign",
+                "pass " + name + ".resolve_neg()");
+  }
+  if (tensor.is_conj()) {
+    raise_value(place.rank, name + " is a conjugate view", "pass " + name + ".resolve_conj()");
+  }
+  if (tensor._is_zerotensor()) {
+    raise_value(place.rank, name + " is a zero tensor without memory", "pass " + name + ".clone()");
+  }
+}
+
+}  // namespace
+
+void raise_value(int rank, const std::string& what, const std::string& remedy) {
+  throw py::value_error(what + " on rank " + std::to_string(rank) + "; " + remedy);
+}
+void raise_type(int rank, const std::string& what, const std::string& remedy) {
+  throw py::type_error(what + " on rank " + std::to_string(rank) + "; " + remedy);
+}
+
+void check_plain(const Place& place, const at::Tensor& tensor, const char* name) {
+  if (!tensor.defined()) raise_type(place.rank, std::string(name) + " is undefined", "pass a torch.Tensor");
+  check_is_tensor_of_memory(place, tensor, name);
+  check_device(place, tensor, name);
+  check_has_values(place, tensor, name);
+  check_storage(place, tensor, name);
+}
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto* begin_a = static_cast<const std::byte*>(a.const_data_ptr());
+  const auto* begin_b = static_cast<const std::byte*>(b.const_data_ptr());
+  return begin_a < begin_b + num_bytes_reached(b) && begin_b < begin_a + num_bytes_reached(a);
+}
+
+at::Tensor make_tensor(const Place& place, at::IntArrayRef shape, at::ScalarType type) {
+  at::Tensor tensor = at::empty(shape, at::TensorOptions().dtype(type).device(place.device));
+  check_plain(place, tensor, "the result that PyTorch allocates");
+  return tensor;
+}
+
+}  // namespace moe_a2a::bindings

@@ -1,0 +1,141 @@
+// What a rank tells its peers when it does not take part as expected, and what it raises of what its kernels have told.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "moe/expert_parallel.h"
+#include "moe/moe_kernels.h"
+#include "moe/vocabulary.h"
+
+namespace moe_a2a {
+namespace {
+
+using Stage = DispatchHandle::Stage;
+
+// What does not fit is cut off, between two characters of UTF-8.
+RefusalText to_text(const std::string& why) {
+  RefusalText text;  // ends with a zero: the last character is never written
+  size_t length = std::min(why.size(), sizeof(text.word) - 1);
+  const auto continues = [&](size_t i) {
+    return i < why.size() && (static_cast<unsigned char>(why[i]) & 0xc0) == 0x80;
+  };
+  while (length > 0 && continues(length)) --length;
+  std::memcpy(text.word, why.data(), length);
+  return text;
+}
+
+}  // namespace
+
+// ---- to the peers
+
+void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  if (closed_ || closing_ || !connected_) return;  // nobody waits for this call
+  const int buffer = next_buffer();
+  device_->launch(RefuseDispatchArgs{.context = context(), .buffer = buffer, .text = to_text(why)}, 1, place.stream);
+  take(buffer, nullptr);
+  leave_if_interrupted();
+}
+
+void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  if (closed_ || closing_ || !connected_) return;  // nobody waits for this call
+  device_->launch(
+      RefuseCombineArgs{.context = context(), .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
+      1, place.stream);
+  ++handle.attempt;
+}
+
+void ExpertParallel::refuse_combines(const std::string& why, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  for (const auto& handle : open_) {
+    if (handle && handle->stage == Stage::kReceived) refuse_combine(*handle, why, place);
+  }
+}
+
+void ExpertParallel::give_up_newest(const std::string& why, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  if (const auto handle = open_[last_buffer_]) release(*handle, place, why);
+}
+
+void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why) {
+  const CallGate::Turn turn = gate_.enter();
+  if (handle.stage == Stage::kCombined) handle.stage = Stage::kClosed;
+  if (!handle.is_open() || closed_) return;
+  require(handle, handle.stage, handle.stage, "release");
+  if (handle.stage != Stage::kCombineSent) {  // combine_send has given the credit back already
+    const bool refused_before = why.empty() && handle.attempt > 1;
+    device_->launch(ReleaseArgs{.context = context(),
+                                .buffer = handle.buffer,
+                                .text = refused_before ? RefusalText{}
+                                        : why.empty()  ? to_text("it released the handle without a combine")
+                                                       : to_text(why)},
+                    1, place.stream);
+  }
+  finish_combine(handle);
+  handle.stage = Stage::kClosed;
+}
+
+// ---- from the kernels
+
+void ExpertParallel::after_launch() {
+  if (device_->is_synchronous()) raise_reported();
+}
+
+void ExpertParallel::raise_reported() {
+  const CallGate::Turn turn = gate_.enter();
+  raise_waits();
+  raise_bad_routing();
+}
+
+void ExpertParallel::raise_waits() {
+  leave_if_interrupted();
+  // Pairs with the release in write_report().
+  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0) return;
+  const Report report = *report_;
+  if (report.reason == Reason::kRefused) {  // the object stays usable: a later launch may report again
+    report_->is_complete = 0;
+    __atomic_store_n(&report_->num_noticed, report.num_noticed + 1, __ATOMIC_RELEASE);
+    if (!device_->is_synchronous() && is_known_refusal(report)) return;
+  }
+  raise_report(report, {&kMoeVocabulary, &kCommVocabulary});
+}
+
+// Where launches are queued, a refusal comes to light after its call. The first report of a launch reopens the handle
+// of a combine that may be tried again; true for those of its other warps.
+bool ExpertParallel::is_known_refusal(const Report& report) {
+  const auto handle = newest_[report.buffer].lock();
+  if (!handle) return false;
+  if (std::exchange(handle->is_refusal_raised, true)) return true;
+  if (handle->stage == Stage::kCombined && report.operation == moe_op::kCombineRecv && !report.is_final) {
+    handle->stage = Stage::kCombineSent;
+    ++handle->attempt;
+    open_[report.buffer] = handle;
+  }
+  return false;
+}
+
+// What the kernels have found wrong since the last look.
+void ExpertParallel::raise_bad_routing() {
+  ErrorCounters now;
+  device_->copy_to_host(&now, context_.ws.errors.data, sizeof(now));
+  const ErrorCounters before = std::exchange(raised_, now);
+  const std::string rank = " on rank " + std::to_string(config().rank);
+  if (const uint32_t count = now.num_bad_choices - before.num_bad_choices; count > 0) {
+    const uint32_t last = (now.num_bad_choices - 1) % ErrorCounters::kShown;
+    throw BadRouting("topk_idx held " + std::to_string(count) +
+                     " ids out of range, treated as dropped; the last: topk_idx[" +
+                     std::to_string(now.bad_token[last]) + "] has " + std::to_string(now.bad_expert[last]) +
+                     ", not in [-1, num_experts=" + std::to_string(config().num_experts) + ")" + rank);
+  }
+  if (const uint32_t count = now.num_short_y_routes - before.num_short_y_routes; count > 0) {
+    throw BadRouting("y of a combine was too short for " + std::to_string(count) + " routes" + rank +
+                     "; pass at least expert_offsets[-1] rows");
+  }
+  if (const uint32_t count = now.num_lost_routes - before.num_lost_routes; count > 0) {
+    throw BadRouting(std::to_string(count) + " routes found no room in the masked layout" + rank +
+                     ": tokens name an expert more than once; pass layout=\"rows\" or \"expert_major\"");
+  }
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,323 @@
+"""A call that fails on one rank before its launch, for whatever reason: the peers are told, nobody meets a deadline.
+
+Only ValueError and TypeError used to be told. A wrong handle, a closed one, MemoryError, num_blocks=tensor([1, 2]) or
+KeyboardInterrupt left the peers to their deadline, and the object was lost on all ranks.
+"""
+
+import time
+
+import on_device
+import pytest
+import torch
+from test_handles import CONFIG, all_inputs, experts, good_call, make_inputs
+
+import moe_a2a
+from moe_a2a import calls, reference
+
+pytestmark = on_device.TESTS
+
+REFUSED = moe_a2a.PeerRefusedError
+SALT = 3  # of inputs where every rank has a route to every rank
+REFUSER = 1
+
+
+@pytest.fixture(autouse=True, params=[0, CONFIG["num_max_tokens_per_rank"]], ids=["signals", "ll_words"])
+def small_batches(request, monkeypatch):
+    monkeypatch.setitem(CONFIG, "num_max_ll_tokens", request.param)
+
+
+def run(program, num_ranks=3, **config):
+    config = {**CONFIG, "timeout": 4, **config}
+
+    def with_ep(group):
+        with moe_a2a.ExpertParallel(group, **config) as ep:
+            start = time.monotonic()
+            program(ep, group)
+            assert time.monotonic() - start < 3.5  # nobody has waited for a deadline
+            for salt in range(4):
+                good_call(ep, salt)
+
+    on_device.run(num_ranks, with_ep)
+
+
+def expected_output(ep):
+    handles = reference.dispatch(
+        *all_inputs(ep, SALT), num_experts=ep.num_experts, num_max_tokens_per_rank=ep.num_max_tokens_per_rank
+    )
+    y = [2 * h.recv_x[h.expert_row_index.clamp(min=0).long()] for h in handles]
+    return reference.combine(y, handles)[ep.rank].to(ep.device)
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Raises:
+    """An argument that raises when it is looked at, as memory that cannot be had or a signal might."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __index__(self):
+        raise self.error
+
+
+FAILURES = {
+    "memory": (MemoryError("no memory"), "MemoryError: no memory"),
+    "runtime": (RuntimeError("can't start new thread"), "RuntimeError: can't start new thread"),
+    "interrupt": (KeyboardInterrupt(), "KeyboardInterrupt"),
+    "exit": (SystemExit(3), "SystemExit: 3"),
+    "no text": (UnprintableError(), "UnprintableError"),
+    "surrogates": (RuntimeError("\udcff"), r"RuntimeError: \\udcff"),
+    "long": (RuntimeError("é" * 600), "RuntimeError: é{200,300}$"),
+    "empty": (OSError(), "OSError"),
+}
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["one call", "halves"])
+@pytest.mark.parametrize("name", FAILURES)
+def test_dispatch_fails_for_any_reason(name, halves):
+    error, words = FAILURES[name]
+
+    def program(ep, group):
+        for _ in range(3):  # more often than there are buffers
+            call = ep.dispatch_send if halves else ep.dispatch
+            if ep.rank == REFUSER:
+                with pytest.raises(type(error)) as raised:
+                    call(*make_inputs(ep), num_blocks=Raises(error))
+                assert raised.value is error
+            else:
+                with pytest.raises(REFUSED, match=rf"rank 1 refused its call: {words}"):
+                    on_device.dispatch(ep, *make_inputs(ep))
+
+    run(program)
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["one call", "halves"])
+@pytest.mark.parametrize("name", FAILURES)
+def test_combine_fails_for_any_reason_and_is_tried_again(name, halves):
+    error, words = FAILURES[name]
+
+    def program(ep, group):
+        handle = ep.dispatch(*make_inputs(ep, SALT))
+        y = experts(handle)
+        for _ in range(3):
+            if ep.rank == REFUSER:
+                with pytest.raises(type(error)):
+                    (ep.combine_send if halves else ep.combine)(y, handle, num_blocks=Raises(error))
+            else:
+                with pytest.raises(REFUSED, match=rf"rank 1 refused its call: {words}"):
+                    on_device.combine(ep, y, handle)
+            assert handle.is_open
+            group.all_gather(None)  # the refuser does not try again before the others have seen it
+        assert torch.equal(ep.combine(y, handle), expected_output(ep))
+        assert not handle.is_open
+
+    run(program)
+
+
+BAD_CALLS = {
+    "missing argument": (lambda ep, x, idx, w: ep.dispatch(), TypeError, "missing"),
+    "unknown argument": (lambda ep, x, idx, w: ep.dispatch(x, idx, w, blocks=3), TypeError, "blocks"),
+    "handle=5": (lambda ep, x, idx, w: ep.dispatch(x, handle=5), TypeError, "handle is a int"),
+    "num_blocks tensor": (lambda ep, x, idx, w: ep.dispatch(x, idx, w, num_blocks=torch.tensor([1, 2])), TypeError,
+                          "num_blocks=tensor"),
+    "layout é": (lambda ep, x, idx, w: ep.dispatch(x, idx, w, layout="é" * 600), ValueError, "layout='é+"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_call_that_is_wrong_in_itself(name):
+    call, exception, words = BAD_CALLS[name]
+
+    def program(ep, group):
+        for _ in range(3):
+            if ep.rank == REFUSER:
+                with pytest.raises(exception, match=words):
+                    call(ep, *make_inputs(ep))
+            else:
+                with pytest.raises(REFUSED, match=words):
+                    on_device.dispatch(ep, *make_inputs(ep))
+
+    run(program)
+
+
+# ---- handles
+
+WRONG_HANDLES = {
+    "int": lambda closed, foreign: 5,
+    "none": lambda closed, foreign: None,
+    "closed": lambda closed, foreign: closed,
+    "foreign": lambda closed, foreign: foreign,
+}
+
+
+@pytest.mark.parametrize("call", ["combine", "combine_send"])
+@pytest.mark.parametrize("name", WRONG_HANDLES)
+def test_a_wrong_handle_refuses_the_combine_of_every_open_one(name, call):
+    def program(ep, group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as other:
+            foreign = other.dispatch(*make_inputs(other))
+            closed = ep.dispatch(*make_inputs(ep))
+            ep.combine(experts(closed), closed)
+            handle = ep.dispatch(*make_inputs(ep, SALT))
+            y = experts(handle)
+            if ep.rank == REFUSER:
+                with pytest.raises((TypeError, RuntimeError), match=r"handle .*"):
+                    getattr(ep, call)(y, WRONG_HANDLES[name](closed, foreign))
+            else:
+                with pytest.raises(REFUSED, match="rank 1 refused its call: .*handle"):
+                    on_device.combine(ep, y, handle)
+            group.all_gather(None)
+            assert torch.equal(ep.combine(y, handle), expected_output(ep))
+            foreign.release()
+
+    run(program)
+
+
+def test_combine_recv_in_the_place_of_a_refused_combine():
+    """The refuser has sent nothing, so its peers cannot end: all ranks raise, and combine() ends the handle on all."""
+
+    def program(ep, group):
+        handle = ep.dispatch(*make_inputs(ep, SALT))
+        y = experts(handle)
+        if ep.rank == REFUSER:
+            with pytest.raises(ValueError, match="y has shape"):
+                ep.combine(y[:, :-1], handle)
+        else:
+            with pytest.raises(REFUSED):
+                on_device.combine(ep, y, handle)
+        group.all_gather(None)
+        if ep.rank == REFUSER:
+            with pytest.raises(RuntimeError, match="is received on rank 1"):
+                ep.combine_recv(handle)
+        else:
+            with pytest.raises(REFUSED, match="rank 1 refused its call: .*combine_recv"):
+                ep.combine_recv(handle)
+                on_device.settle(ep)
+        group.all_gather(None)
+        assert torch.equal(ep.combine(y, handle), expected_output(ep))
+
+    run(program)
+
+
+def test_a_presummed_combine_is_tried_again():
+    """Where one launch does both halves, a rank's sums for itself are left in y: they are found there again."""
+
+    def program(ep, group):
+        handle = ep.dispatch(*make_inputs(ep, SALT))
+        rows = handle.recv_rows.long()
+        y = torch.full_like(handle.recv_x, torch.nan)
+        y[rows] = 2 * handle.recv_x[rows]
+        if ep.rank == REFUSER:
+            with pytest.raises(ValueError, match="y has shape"):
+                ep.combine(y[1:], handle, presummed=True)
+        else:
+            with pytest.raises(REFUSED):
+                on_device.combine(ep, y, handle, presummed=True)
+        group.all_gather(None)
+        out = ep.combine(y, handle, presummed=True)
+        x, topk_idx, _ = make_inputs(ep, SALT)
+        owners = [set((row[row >= 0] // ep.num_local_experts).tolist()) for row in topk_idx]
+        assert torch.equal(out, torch.stack([2 * len(ranks) * row for ranks, row in zip(owners, x, strict=True)]))
+
+    run(program)
+
+
+def test_a_rank_that_releases_while_the_others_combine():
+    """It will never send its sums: the others' combine is refused for good, and their handle is closed."""
+
+    def program(ep, group):
+        for _ in range(3):
+            handle = ep.dispatch(*make_inputs(ep, SALT))
+            y = experts(handle)
+            if ep.rank == REFUSER:
+                handle.release()
+            else:
+                with pytest.raises(REFUSED, match="rank 1 refused its call: it released the handle without a combine"):
+                    on_device.combine(ep, y, handle)
+            assert not handle.is_open
+
+    run(program)
+
+
+def test_interrupted_when_the_dispatch_has_been_launched(monkeypatch):
+    """The rank has no handle to go on with, and its peers have: their combine is refused for good."""
+    dispatched = moe_a2a.ExpertParallel._dispatched
+
+    def interrupted(ep, *args):
+        if ep.rank == REFUSER and ep.is_interrupted:
+            raise KeyboardInterrupt
+        return dispatched(ep, *args)
+
+    monkeypatch.setattr(moe_a2a.ExpertParallel, "_dispatched", interrupted)
+
+    def program(ep, group):
+        for _ in range(3):
+            ep.is_interrupted = True
+            if ep.rank == REFUSER:
+                with pytest.raises(KeyboardInterrupt):
+                    ep.dispatch(*make_inputs(ep, SALT))
+            else:
+                handle = ep.dispatch(*make_inputs(ep, SALT))
+                with pytest.raises(REFUSED, match="rank 1 refused its call: KeyboardInterrupt"):
+                    on_device.combine(ep, experts(handle), handle)
+                assert not handle.is_open
+            ep.is_interrupted = False
+
+    if on_device.RANKS_ARE_PROCESSES:
+        pytest.skip("patches the ranks' own package")
+    run(program)
+
+
+# ---- routing that only the receiver can see
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("halves", [False, True], ids=["one call", "halves"])
+def test_masked_layout_without_room(halves):
+    """4 tokens a rank, all ids 0: rank 0 has 16 routes to one expert, and places for 12. It raises RoutingError; the
+    others, whose part was right, are told when they combine."""
+
+    def program(ep, group):
+        for _ in range(3):
+            x = make_inputs(ep)[0]
+            topk_idx = torch.zeros(5, 2, dtype=torch.int64)
+            if ep.rank == 0:
+                with pytest.raises(moe_a2a.RoutingError, match="30 - 18 = 12|12 routes.*masked.*rank 0"):
+                    if halves:
+                        ep.dispatch_recv(ep.dispatch_send(x, topk_idx), layout="masked")
+                    else:
+                        ep.dispatch(x, topk_idx, layout="masked")
+            else:
+                handle = ep.dispatch(x, topk_idx, layout="masked")
+                with pytest.raises(REFUSED, match="rank 0 refused its call: 12 routes found no room in the masked"):
+                    ep.combine(torch.zeros(4, 18, ep.hidden), handle)
+                assert not handle.is_open
+
+    run(program)
+
+
+# ---- what cannot be told
+
+
+def test_a_closed_object_says_so():
+    def program(group):
+        ep = moe_a2a.ExpertParallel(group, **CONFIG)
+        x, topk_idx, weights = make_inputs(ep)
+        handle = ep.dispatch(x, topk_idx, weights)
+        group.all_gather(None)
+        ep.close()
+        for call in (lambda: ep.dispatch(x, topk_idx), lambda: ep.combine(x, handle), lambda: ep.combine_recv(handle)):
+            with pytest.raises(RuntimeError, match="closed"):
+                call()
+
+    on_device.run(2, program)
+
+
+@pytest.mark.parametrize(
+    "error", [UnprintableError(), RuntimeError("\udcff"), OSError()], ids=lambda error: type(error).__name__
+)
+def test_words_of_any_error_can_be_sent(error):
+    assert calls.words_of(error).encode()

@@ -1,0 +1,279 @@
+"""Tensors without plain memory of their own are refused by name before anything is launched.
+
+A FakeTensor, a DTensor or a tensor whose storage was freed used to end in a segmentation fault (torch.export.export of a
+module that dispatches killed the process), or, as topk_weights, counted as weights of one. A negative view entered with
+the wrong sign.
+"""
+
+import on_device
+import pytest
+import ranks
+import torch
+from test_handles import expected_output, experts, good_call, make_inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import moe_a2a
+
+pytestmark = on_device.TESTS
+
+CONFIG = {
+    "num_experts": 12, "num_topk": 2, "hidden": 256, "num_max_tokens_per_rank": 6,
+    "dtype": torch.float32, "timeout": 5,
+}  # fmt: skip
+
+
+class Wrapper(torch.Tensor):
+    """Says that it has elements, and has no memory."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} was called on a tensor that should have been refused")
+
+
+class Plain(torch.Tensor):
+    """Has memory like any tensor."""
+
+
+def freed(tensor):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def shortened(tensor):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(tensor.untyped_storage().nbytes() - 1)
+    return tensor
+
+
+def fake(tensor):
+    return FakeTensorMode().from_tensor(tensor)
+
+
+def jagged(tensor):
+    return torch.nested.nested_tensor(list(tensor), layout=torch.jagged)
+
+
+def zero_tensor(tensor):
+    return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+# What is made of a good tensor, the exception, and words of its text.
+HOSTILE = {
+    "fake": (fake, TypeError, "FakeTensor"),
+    "wrapper": (Wrapper, TypeError, "Wrapper"),
+    "functional": (torch._to_functional_tensor, TypeError, "wraps memory"),
+    "freed": (freed, ValueError, "storage of 0 bytes.*freed"),
+    "shortened": (shortened, ValueError, "sizes that reach"),
+    "sparse": (torch.Tensor.to_sparse, TypeError, "Sparse"),
+    "sparse rows": (torch.Tensor.to_sparse_csr, TypeError, "SparseCsr"),
+    "nested": (lambda tensor: torch.nested.nested_tensor(list(tensor)), TypeError, "nested"),
+    "jagged": (jagged, TypeError, "NestedTensor"),
+    "meta": (lambda tensor: tensor.to("meta"), ValueError, "is on meta"),
+    "negative view": (torch._neg_view, ValueError, "negative view"),
+    "zero tensor": (zero_tensor, (TypeError, ValueError), "zero tensor|without storage"),
+}
+LAZY = {"negative view", "zero tensor"}  # for which only floating point has a use here
+PLACES = ("x", "topk_idx", "topk_weights", "x_scales", "y", "out")
+
+
+def good_arguments(ep):
+    """Of every place where a tensor enters."""
+    x, topk_idx, topk_weights = make_inputs(ep)
+    scales = torch.ones(len(x), 2, device=ep.device)
+    return {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "x_scales": scales}
+
+
+def dispatch_with(ep, place, make):
+    arguments = good_arguments(ep)
+    if place == "x_scales":
+        arguments["x"] = arguments["x"].to(torch.float8_e4m3fn)
+    else:
+        arguments.pop("x_scales")
+    return ep.dispatch(**{**arguments, place: make(arguments[place])})
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_is_refused_and_the_peer_is_told(name, place):
+    make, exception, words = HOSTILE[name]
+    if name in LAZY and place == "topk_idx":
+        pytest.skip("of integers there is no such view")
+
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+            of_dispatch = place not in ("y", "out")
+            handle = None if of_dispatch else ep.dispatch(*make_inputs(ep, 3))
+            tensors = {} if of_dispatch else {"y": experts(handle), "out": torch.empty(5, ep.hidden, device=ep.device)}
+            if ep.rank == 1:
+                with pytest.raises(exception, match=rf"(?s){place} .*({words}).* on rank 1; pass "):
+                    if of_dispatch:
+                        dispatch_with(ep, place, make)
+                    else:
+                        ep.combine(handle=handle, **{**tensors, place: make(tensors[place])})
+            else:
+                with pytest.raises(moe_a2a.PeerRefusedError, match=rf"(?s)rank 1 refused its call: {place} "):
+                    if of_dispatch:
+                        on_device.dispatch(ep, *make_inputs(ep))
+                    else:
+                        on_device.combine(ep, tensors["y"], handle)
+            group.all_gather(None)
+            if handle is not None:
+                assert torch.equal(ep.combine(tensors["y"], handle), expected_output(ep, 3))
+            good_call(ep)
+
+    on_device.run(2, program)
+
+
+MADE_PLAIN = {
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "subclass": lambda x: x.as_subclass(Plain),
+    "resolved": lambda x: torch._neg_view(-x).resolve_neg(),
+    "rows of a wider tensor": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "with an offset": lambda x: torch.cat([x, x])[len(x) :],
+    "inference tensor": torch.Tensor.clone,
+}
+
+
+@pytest.mark.parametrize("name", MADE_PLAIN)
+def test_tensors_with_memory_of_their_own_enter(name):
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as ep, torch.inference_mode(name == "inference tensor"):
+            x, topk_idx, weights = make_inputs(ep, 4)
+            handle = ep.dispatch(MADE_PLAIN[name](x), topk_idx, weights)
+            assert torch.equal(ep.combine(experts(handle), handle), expected_output(ep, 4))
+
+    on_device.run(2, program)
+
+
+def test_one_row_for_all_tokens_and_no_tokens_at_all():
+    """Rows of stride 0, and tensors without a byte of storage."""
+
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+            x, topk_idx, weights = make_inputs(ep, 5)
+            same = ep.dispatch(x[:1].expand(5, -1), topk_idx, weights)
+            copied = ep.dispatch(x[:1].repeat(5, 1), topk_idx, weights)
+            assert torch.equal(ep.combine(experts(same), same), ep.combine(experts(copied), copied))
+            none = ep.dispatch(x[:0].clone(), topk_idx[:0].clone(), weights[:0].clone())
+            assert none.num_routes == 0
+            assert ep.combine(experts(none), none).shape == (0, ep.hidden)
+
+    on_device.run(2, program)
+
+
+def test_out_is_memory_of_the_callers_own():
+    """Not y, which is read meanwhile; not a view of the handle, into which peers write after the combine."""
+
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+            handle = ep.dispatch(*make_inputs(ep, 6))
+            y = experts(handle)
+            for bad, words in ((y[:5], "out overlaps y"), (y[3:8], "out overlaps y"), (handle.recv_x[:5], "handle")):
+                with pytest.raises(ValueError, match=rf"{words}.* on rank 0; pass "):
+                    ep.combine(y, handle, out=bad)
+            out = torch.empty(5, ep.hidden, device=ep.device)
+            version = out._version
+            assert ep.combine(y, handle, out=out) is out
+            assert torch.equal(out, expected_output(ep, 6))
+            assert out._version > version  # autograd sees that it was written to
+
+    on_device.run(1, program)
+
+
+def test_out_that_requires_grad():
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+            handle = ep.dispatch(*make_inputs(ep, 7))
+            out = torch.empty(5, ep.hidden, device=ep.device, requires_grad=True)
+            with pytest.raises(ValueError, match=r"out requires grad.* on rank 0; .*detach"):
+                ep.combine(experts(handle), handle, out=out)
+            with torch.no_grad():
+                ep.combine(experts(handle), handle, out=out)
+            assert torch.equal(out, expected_output(ep, 7))
+
+    on_device.run(1, program)
+
+
+# ---- tracing
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, ep):
+        super().__init__()
+        self.ep = ep
+
+    def forward(self, x, topk_idx):
+        handle = self.ep.dispatch(x, topk_idx)
+        y = 2 * handle.recv_x[handle.expert_row_index.clamp(min=0).long()]
+        return self.ep.combine(y, handle)
+
+
+def test_export_raises_instead_of_ending_the_process():
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+            x, topk_idx, _ = make_inputs(ep)
+            with pytest.raises(Exception, match="(?s)x is a F.*Tensor, which wraps memory.*outside of torch.compile"):
+                torch.export.export(Layer(ep), (x, topk_idx), strict=False)
+            good_call(ep)
+
+    on_device.run(1, program)
+
+
+def test_a_transform_of_functorch_is_refused():
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+            x, topk_idx, _ = make_inputs(ep)
+            for transform, argument in ((torch.func.vmap, torch.stack([x, x])), (torch.func.grad, x)):
+                with pytest.raises(TypeError, match="x is a .*, which wraps memory.*torch.func"):
+                    transform(lambda x: ep.dispatch(x, topk_idx))(argument)
+            good_call(ep)
+
+    on_device.run(1, program)
+
+
+def test_results_that_a_mode_would_fake():
+    """Under FakeTensorMode PyTorch allocates tensors without memory, also for a call whose arguments are real."""
+
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+            x, topk_idx, weights = make_inputs(ep, 8)
+            handle = ep.dispatch(x, topk_idx, weights, layout="masked")
+            y = 2 * handle.expert_x
+            again = ep.dispatch(x, topk_idx, weights, layout="masked")
+            with FakeTensorMode():
+                with pytest.raises(TypeError, match="FakeTensor.* on rank 0"):
+                    ep.combine(y, handle)
+                with pytest.raises(TypeError, match="FakeTensor.* on rank 0"):
+                    again.expert_x  # noqa: B018
+            again.release()
+            assert torch.equal(ep.combine(y, handle), expected_output(ep, 8))
+
+    on_device.run(1, program)
+
+
+def dtensors(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+        mesh = init_device_mesh(ep.device.type, (ep.num_ranks,))
+        x, topk_idx, weights = make_inputs(ep)
+        for place in range(3):
+            arguments = [x, topk_idx, weights]
+            arguments[place] = DTensor.from_local(arguments[place], mesh, [Replicate()], run_check=False)
+            with pytest.raises(TypeError, match=rf"is a DTensor.* on rank {ep.rank}; pass .*to_local\(\)"):
+                ep.dispatch(*arguments)
+        good_call(ep)
+
+
+def test_dtensors():
+    run = on_device.run if on_device.RANKS_ARE_PROCESSES else ranks.run_processes
+    run(2, dtensors)
