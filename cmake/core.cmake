@@ -45,7 +45,8 @@ endfunction()
 function(moe_a2a_add_core library)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "TARGETS;OPTIONS")
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/arch/*.cpp ${PROJECT_SOURCE_DIR}/csrc/comm/*.cpp
-       ${PROJECT_SOURCE_DIR}/csrc/rows/*.cpp ${PROJECT_SOURCE_DIR}/csrc/moe/*.cpp)
+       ${PROJECT_SOURCE_DIR}/csrc/rows/*.cpp ${PROJECT_SOURCE_DIR}/csrc/moe/*.cpp
+       ${PROJECT_SOURCE_DIR}/csrc/collectives/*.cpp)
   list(TRANSFORM _moe_a2a_families PREPEND ${PROJECT_SOURCE_DIR}/ OUTPUT_VARIABLE families)
   if(NOT cpu IN_LIST arg_TARGETS)
     list(REMOVE_ITEM sources ${families} ${PROJECT_SOURCE_DIR}/${_moe_a2a_devices})

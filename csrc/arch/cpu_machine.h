@@ -43,6 +43,8 @@ class CpuMachine {
   void copy_to_host(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
   void copy_to_device(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
   void synchronize() {}
+  void order_streams(void* /*earlier*/, void* /*later*/) {}  // the calling thread orders its work
+  void* own_stream() { return nullptr; }
   // Ends the waits of the launch that runs and of all later ones. Any thread may call it.
   void interrupt() { pool_.interrupt(); }
   bool is_interrupted() const { return pool_.is_interrupted(); }

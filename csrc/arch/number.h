@@ -27,5 +27,9 @@ struct Float8Pair {
 MOE_A2A_HOST_DEVICE constexpr int size_of(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8 ? 1 : 2;
 }
+constexpr const char* name_of(DType dtype) {
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float8"};
+  return kNames[static_cast<int>(dtype)];
+}
 
 }  // namespace moe_a2a

@@ -24,14 +24,16 @@ void prepare(const LaunchSite& site) {
         Kernel::kName);
 }
 
-// Queues the kernel on the stream.
+// Queues the kernel on the stream. Its own status is checked, not the last error of the thread: that may be of somebody
+// else's earlier launch.
 template <class Kernel>
 void launch(const LaunchSite& site, const typename Kernel::Args& args) {
   const DeviceGuard guard(site.device);
-  kernel_entry<Kernel>
-      <<<site.num_blocks, kBlockThreads, Kernel::shared_bytes(args), static_cast<MOE_A2A_GPU(Stream_t)>(site.stream)>>>(
-          args);
-  check(MOE_A2A_GPU(GetLastError)(), Kernel::kName);
+  void* arguments[] = {const_cast<typename Kernel::Args*>(&args)};
+  check(MOE_A2A_GPU(LaunchKernel)(reinterpret_cast<const void*>(kernel_entry<Kernel>), dim3(site.num_blocks),
+                                  dim3(kBlockThreads), arguments, Kernel::shared_bytes(args),
+                                  static_cast<MOE_A2A_GPU(Stream_t)>(site.stream)),
+        Kernel::kName);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -115,6 +115,10 @@ class SimtMachine {
       (void)MOE_A2A_GPU(Free)(memory);
     }
     for (void* memory : host_) (void)Vendor::free_host(memory);
+    if (order_event_ != nullptr) (void)MOE_A2A_GPU(EventDestroy)(order_event_);
+    if (own_stream_ != nullptr) (void)MOE_A2A_GPU(StreamDestroy)(own_stream_);
+    order_event_ = nullptr;
+    own_stream_ = nullptr;
     opened_.clear();
     allocations_.clear();
     host_.clear();
@@ -161,6 +165,27 @@ class SimtMachine {
   void interrupt() {}
   static bool is_interrupted() { return false; }
 
+  // Work that is queued on `later` from now on comes after what is queued on `earlier` by now. A captured graph and the
+  // work outside of it cannot be ordered: whoever replays the graph does that.
+  void order_streams(void* earlier, void* later) {
+    const DeviceGuard guard(device_);
+    const auto from = static_cast<MOE_A2A_GPU(Stream_t)>(earlier), to = static_cast<MOE_A2A_GPU(Stream_t)>(later);
+    if (is_capturing(from) != is_capturing(to)) return;
+    if (order_event_ == nullptr) {
+      check(MOE_A2A_GPU(EventCreateWithFlags)(&order_event_, MOE_A2A_GPU(EventDisableTiming)), "making an event");
+    }
+    check(MOE_A2A_GPU(EventRecord)(order_event_, from), "ordering a call behind the one before on another stream");
+    check(MOE_A2A_GPU(StreamWaitEvent)(to, order_event_, 0), "ordering a call behind the one before on another stream");
+  }
+  // For what the library launches by itself; never the null stream, which waits for all others.
+  void* own_stream() {
+    const DeviceGuard guard(device_);
+    if (own_stream_ == nullptr) {
+      check(MOE_A2A_GPU(StreamCreateWithFlags)(&own_stream_, MOE_A2A_GPU(StreamNonBlocking)), "making a stream");
+    }
+    return own_stream_;
+  }
+
   double clock_ticks_per_second() const { return Vendor::clock_ticks_per_second(device_); }
   // What a kernel's own variables take of a block's shared memory is kept free.
   int64_t max_shared_bytes() const {
@@ -179,6 +204,12 @@ class SimtMachine {
  private:
   static constexpr size_t kPage = size_t{2} << 20;
 
+  static bool is_capturing(MOE_A2A_GPU(Stream_t) stream) {
+    MOE_A2A_GPU(StreamCaptureStatus) status = MOE_A2A_GPU(StreamCaptureStatusNone);
+    // An error says that another stream of this thread is captured, and this is the null stream: not captured itself.
+    if (MOE_A2A_GPU(StreamIsCapturing)(stream, &status) != MOE_A2A_GPU(Success)) (void)MOE_A2A_GPU(GetLastError)();
+    return status == MOE_A2A_GPU(StreamCaptureStatusActive);
+  }
   void zero(void* memory, size_t nbytes) {
     check(MOE_A2A_GPU(Memset)(memory, 0, nbytes), "clearing memory");
     check(MOE_A2A_GPU(DeviceSynchronize)(), "clearing memory");
@@ -192,6 +223,8 @@ class SimtMachine {
     }
   }
 
+  MOE_A2A_GPU(Event_t) order_event_ = nullptr;
+  MOE_A2A_GPU(Stream_t) own_stream_ = nullptr;
   int device_;
   std::vector<void*> allocations_, opened_, host_;
 };

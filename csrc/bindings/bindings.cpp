@@ -2,6 +2,8 @@
 #include <array>
 #include <cstring>
 
+#include "bindings/clients.h"
+#include "bindings/collectives.h"
 #include "bindings/errors.h"
 #include "bindings/signals.h"
 #include "bindings/tensor_gate.h"
@@ -34,10 +36,13 @@ PushBy to_push_by(const std::string& name) {
 // What Python holds: the host object, its device, and the views of its buffers.
 class Core {
  public:
-  Core(const MoeConfig& config, at::ScalarType type, const std::string& target, at::Device device, double timeout)
+  // A communicator that was made for this object alone meets its peers, and is closed, together with it.
+  Core(std::shared_ptr<Communicator> comm, bool owns_comm, const MoeConfig& config, at::ScalarType type,
+       at::Device device)
       : type_(type),
         device_(device),
-        ep_(std::make_shared<ExpertParallel>(config, target, device.has_index() ? device.index() : 0, timeout)),
+        owns_comm_(owns_comm),
+        ep_(std::make_shared<ExpertParallel>(std::move(comm), config)),
         views_(std::make_unique<Views>(ep_, device)) {}
 
   // A call holds what it gets: another thread may close the object meanwhile.
@@ -47,32 +52,21 @@ class Core {
     return ep_;
   }
 
-  py::bytes comm_handle() const {
-    const CommHandle handle = ep()->comm_handle();
-    return py::bytes(reinterpret_cast<const char*>(&handle), sizeof(handle));
-  }
-
+  py::bytes comm_handle() const { return handles_of(clients(*ep())); }
   void connect(const std::vector<std::string>& handles) {
     const auto core = ep();
-    std::vector<CommHandle> all(handles.size());
-    for (size_t r = 0; r < handles.size(); ++r) {
-      if (handles[r].size() != sizeof(CommHandle)) {
-        throw py::value_error("handle " + std::to_string(r) + " has " + std::to_string(handles[r].size()) +
-                              " bytes, expected " + std::to_string(sizeof(CommHandle)) +
-                              "; pass what get_comm_handle() returned, from the same version on every rank");
-      }
-      std::memcpy(static_cast<void*>(&all[r]), handles[r].data(), sizeof(CommHandle));
-    }
-    py::gil_scoped_release unlocked;
-    core->connect(all);
+    bindings::connect(clients(*core), handles);
   }
   // Of an object that cannot be made.
   void disconnect() {
     const auto core = ep();
     py::gil_scoped_release unlocked;
-    core->disconnect();
+    for (Client* client : clients(*core)) client->disconnect();
   }
-  void give_back() { ep()->give_back(); }
+  void give_back() {
+    const auto core = ep();
+    for (Client* client : clients(*core)) client->give_back();
+  }
 
   Handle dispatch_send(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
                        const OptionalTensor& x_scales, bool quantize, int num_blocks) {
@@ -242,7 +236,8 @@ class Core {
   }
 
   std::vector<std::array<int64_t, 3>> align_clocks(int num_rounds) {
-    return bindings::align_clocks(*ep(), num_rounds, where(0).stream);
+    const auto core = ep();
+    return bindings::align_clocks(core->communicator(), num_rounds, where(0).stream);
   }
 
   // The memory itself goes when the last view of it goes.
@@ -252,9 +247,22 @@ class Core {
     views_.reset();
     py::gil_scoped_release unlocked;
     const auto closed = std::move(core);  // goes without the GIL too: freeing may wait for the device
-    closed->close();                      // may raise what the kernels have found; it is closed then as well
+    if (!owns_comm_) return closed->close();  // may raise what the kernels have found; it is closed then as well
+    try {
+      closed->close();
+    } catch (...) {
+      closed->communicator().close();
+      throw;
+    }
+    closed->communicator().close();
   }
   bool is_closed() const { return ep_ == nullptr; }
+  size_t nbytes() const {
+    const auto core = ep();
+    size_t total = 0;
+    for (const Client* client : clients(*core)) total += client->nbytes();
+    return total;
+  }
 
   at::Tensor recv_x(const Handle& handle, at::ScalarType row_type) {
     check_row_type(*handle, row_type);
@@ -270,10 +278,15 @@ class Core {
                "leave it as dispatch() has set it");
   }
 
+  std::vector<Client*> clients(ExpertParallel& ep) const {
+    if (owns_comm_) return {&ep.communicator(), &ep};
+    return {&ep};
+  }
   LaunchPlace where(int num_blocks) const { return {.num_blocks = num_blocks, .stream = current_stream(device_)}; }
 
   at::ScalarType type_;
   at::Device device_;
+  bool owns_comm_;
   std::shared_ptr<ExpertParallel> ep_;
   std::unique_ptr<Views> views_;
 };
@@ -330,6 +343,8 @@ PYBIND11_MODULE(_core, m) {
   translate_errors();
   watch_signals();
   bind_trace_export(m);
+  bind_communicator(m);
+  bind_collectives(m);
 
   py::class_<DispatchHandle, Handle>(m, "DispatchHandle")
       .def_readonly("buffer", &DispatchHandle::buffer)
@@ -337,12 +352,14 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("is_open", &DispatchHandle::is_open);
 
   py::class_<Core>(m, "ExpertParallel")
-      .def(py::init([](int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
-                       int num_buffers, const py::object& dtype, std::optional<int> num_max_ll_tokens,
-                       const std::string& target, const at::Device& device, double timeout) {
-        const MoeConfig config = make_config(rank, num_ranks, num_experts, num_topk, hidden, num_max_tokens_per_rank,
-                                             num_buffers, dtype, num_max_ll_tokens, target);
-        return std::make_unique<Core>(config, scalar_type(dtype), target, device, timeout);
+      .def(py::init([](std::shared_ptr<Communicator> comm, bool owns_comm, int num_experts, int num_topk, int hidden,
+                       int num_max_tokens_per_rank, int num_buffers, const py::object& dtype,
+                       std::optional<int> num_max_ll_tokens, const at::Device& device) {
+        const Member& member = comm->member();
+        const MoeConfig config =
+            make_config(member.rank, member.num_ranks, num_experts, num_topk, hidden, num_max_tokens_per_rank,
+                        num_buffers, dtype, num_max_ll_tokens, member.target);
+        return std::make_unique<Core>(std::move(comm), owns_comm, config, scalar_type(dtype), device);
       }))
       .def("comm_handle", &Core::comm_handle)
       .def("connect", &Core::connect)
@@ -388,7 +405,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("is_closed", &Core::is_closed)
       .def_property_readonly("num_max_ll_tokens",
                              [](const Core& core) { return core.ep()->config().num_max_ll_tokens; })
-      .def_property_readonly("nbytes", [](const Core& core) { return core.ep()->nbytes(); });
+      .def_property_readonly("nbytes", [](const Core& core) { return core.nbytes(); });
 }
 
 }  // namespace moe_a2a::bindings

@@ -1,7 +1,5 @@
 #include "bindings/tensors.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include "bindings/tensor_gate.h"
 
 namespace moe_a2a::bindings {
@@ -257,11 +255,6 @@ PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Te
           .num_rows = static_cast<int>(x.size(0)),
           .row_bytes = row_bytes,
           .pushes = static_cast<const Push*>(pushes.const_data_ptr())};
-}
-
-void* current_stream(at::Device device) {
-  if (device.is_cpu()) return nullptr;
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }
 
 }  // namespace moe_a2a::bindings

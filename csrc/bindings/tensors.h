@@ -40,7 +40,4 @@ struct PushedRows {
 };
 PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Tensor& x, const at::Tensor& pushes);
 
-// The raw stream that PyTorch queues work on for this device; null on the CPU.
-void* current_stream(at::Device device);
-
 }  // namespace moe_a2a::bindings

@@ -30,21 +30,8 @@ py::dict read_trace(ExpertParallel& ep) {
   read["segment_dropped"] = to_tensor(dump.segment_dropped, {num_segments});
   read["warps_per_block"] = ep.device().warps_per_block();
   read["ticks_per_second"] = ep.device().clock_ticks_per_second();
-  read["clock_step_ticks"] = ep.tracer().clock_step();
+  read["clock_step_ticks"] = ep.communicator().clock_step();
   return read;
-}
-
-std::vector<std::array<int64_t, 3>> align_clocks(ExpertParallel& ep, int num_rounds, void* stream) {
-  py::gil_scoped_release unlocked;
-  const auto turn = ep.enter();
-  ep.check();
-  const std::vector<ClockReading> readings = ep.tracer().align_clocks(num_rounds, stream);
-  ep.check();
-  std::vector<std::array<int64_t, 3>> numbers;
-  for (const ClockReading& reading : readings) {
-    numbers.push_back({reading.offset, static_cast<int64_t>(reading.round_trip), static_cast<int64_t>(reading.at)});
-  }
-  return numbers;
 }
 
 // Codes of all vocabularies as indices; no name where none has the code.

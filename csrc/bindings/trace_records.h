@@ -15,9 +15,6 @@ namespace moe_a2a::bindings {
 // [segments] int64; warps_per_block; ticks_per_second; clock_step_ticks, 0 before the first align_clocks().
 py::dict read_trace(ExpertParallel& ep);
 
-// Per rank (ticks that its clock is ahead of this rank's, shortest round trip in ticks); of this rank itself (0, step).
-std::vector<std::array<int64_t, 3>> align_clocks(ExpertParallel& ep, int num_rounds, void* stream);
-
 // The names behind the numbers in the records.
 std::vector<std::string> trace_kinds();
 std::vector<std::string> trace_operations();

@@ -22,23 +22,17 @@ struct CommRegion {
   Array<uint32_t, 1> poison;       // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
 
   // ---- local
-  Array<uint32_t, 1> num_reports;        // [1]  claimed so far: who raises it by one writes the report
   Array<uint64_t, 1> clock_epoch;        // [R]  of the newest clock_meeting and clock_message exchanged with each rank
   Array<ClockReading, 1> clock_reading;  // [R]
-};
 
-// Lays the fields out from the two bases; with null bases only the sizes mean anything.
-inline CommRegion make_comm_region(int num_ranks, std::byte* symmetric_base, std::byte* local_base, RegionSize* size) {
-  RegionLayout symmetric(symmetric_base), local(local_base);
-  const CommRegion region{.clock_meeting = symmetric.take<Signal>(num_ranks),
-                          .clock_message = symmetric.take<Signal>(num_ranks),
-                          .clock_log = symmetric.take<uint64_t>(num_ranks, kMaxClockRounds + 1),
-                          .poison = symmetric.take<uint32_t>(1),
-                          .num_reports = local.take<uint32_t>(1),
-                          .clock_epoch = local.take<uint64_t>(num_ranks),
-                          .clock_reading = local.take<ClockReading>(num_ranks)};
-  *size = {symmetric.size(), local.size(), symmetric.digest()};
-  return region;
-}
+  static CommRegion take_from(RegionLayout& symmetric, RegionLayout& local, int num_ranks) {
+    return {.clock_meeting = symmetric.take<Signal>(num_ranks),
+            .clock_message = symmetric.take<Signal>(num_ranks),
+            .clock_log = symmetric.take<uint64_t>(num_ranks, kMaxClockRounds + 1),
+            .poison = symmetric.take<uint32_t>(1),
+            .clock_epoch = local.take<uint64_t>(num_ranks),
+            .clock_reading = local.take<ClockReading>(num_ranks)};
+  }
+};
 
 }  // namespace moe_a2a

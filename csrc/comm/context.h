@@ -23,4 +23,23 @@ struct CommContext : ClientContext {
   CommRegion region;
 };
 
+// Lays out a region from its two bases, by lay_out(symmetric, local), behind the services that every region has; points
+// the context at it. With null bases only the size means anything.
+template <class LayOut>
+RegionSize place_client(ClientContext& context, int num_ranks, int num_slots, std::byte* symmetric_base,
+                        std::byte* local_base, const LayOut& lay_out) {
+  RegionLayout symmetric(symmetric_base), local(local_base);
+  context.services = ClientServices::take_from(symmetric, local, num_ranks, num_slots);
+  context.wait.num_reports = context.services.num_reports.data;
+  context.wait.refusal_text = context.services.refusal_text.data;
+  lay_out(symmetric, local);
+  return {symmetric.size(), local.size(), symmetric.digest()};
+}
+
+inline RegionSize place_region(CommContext& context, int num_ranks, std::byte* symmetric_base, std::byte* local_base) {
+  return place_client(context, num_ranks, 1, symmetric_base, local_base, [&](auto& symmetric, auto& local) {
+    context.region = CommRegion::take_from(symmetric, local, num_ranks);
+  });
+}
+
 }  // namespace moe_a2a

@@ -35,6 +35,9 @@ class Device {
   virtual void copy_to_host(void* target, const void* source, size_t nbytes) = 0;
   virtual void copy_to_device(void* target, const void* source, size_t nbytes) = 0;
   virtual void synchronize() = 0;
+  // Work that is queued on `later` from now on comes after what is queued on `earlier` by now.
+  virtual void order_streams(void* earlier, void* later) = 0;
+  virtual void* own_stream() = 0;  // for launches that no call of the user's makes
   // Ends the waits of the launch that runs and of all later ones, where the host can. Any thread may call it.
   virtual void interrupt() = 0;
   virtual bool is_interrupted() const = 0;  // so, or by the host hook; see arch/interrupt.h

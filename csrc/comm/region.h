@@ -52,14 +52,18 @@ class RegionLayout {
   uint64_t digest_ = 0xcbf29ce484222325u;
 };
 
-// What every client's region begins with, symmetric: how a rank leaves, and how it refuses a call.
+// What every client's region begins with: how a rank leaves, how it refuses a call, and its reports.
 struct ClientServices {
+  // ---- symmetric
   Array<Signal, 1> goodbye;         // [R src]  epoch 1: src makes no more calls
   Array<uint64_t, 3> refusal_text;  // [slots, R src, kRefusalWords]  why src refused its call on this slot
+  // ---- local
+  Array<uint32_t, 1> num_reports;  // [1]  claimed so far: who raises it by one writes the report
 
-  static ClientServices take_from(RegionLayout& symmetric, int num_ranks, int num_slots) {
+  static ClientServices take_from(RegionLayout& symmetric, RegionLayout& local, int num_ranks, int num_slots) {
     return {.goodbye = symmetric.take<Signal>(num_ranks),
-            .refusal_text = symmetric.take<uint64_t>(num_slots, num_ranks, kRefusalWords)};
+            .refusal_text = symmetric.take<uint64_t>(num_slots, num_ranks, kRefusalWords),
+            .num_reports = local.take<uint32_t>(1)};
   }
 };
 

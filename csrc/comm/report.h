@@ -22,7 +22,7 @@ struct RefusalText {
   uint64_t word[kRefusalWords] = {};
 };
 
-// In host-visible memory; written by one thread, the one that claimed it in CommRegion::num_reports.
+// In host-visible memory; written by one thread, the one that claimed it in ClientServices::num_reports.
 struct Report {
   uint32_t is_complete = 0;
   uint32_t num_noticed = 0;  // reports that the host has taken note of; written by the host alone

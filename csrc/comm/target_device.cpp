@@ -35,6 +35,8 @@ class TargetDevice final : public Device {
     machine_.copy_to_device(target, source, nbytes);
   }
   void synchronize() override { machine_.synchronize(); }
+  void order_streams(void* earlier, void* later) override { machine_.order_streams(earlier, later); }
+  void* own_stream() override { return machine_.own_stream(); }
   void interrupt() override { machine_.interrupt(); }
   bool is_interrupted() const override { return machine_.is_interrupted(); }
   void close() override { machine_.close_all(); }

@@ -4,8 +4,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "comm/align_clocks.h"
-
 namespace moe_a2a {
 namespace {
 
@@ -56,18 +54,6 @@ TraceDump Tracer::read() const {
     target += written;
   }
   return dump;
-}
-
-std::vector<ClockReading> Tracer::align_clocks(int num_rounds, void* stream) {
-  check_range("num_rounds", num_rounds, 2, kMaxClockRounds);
-  AlignClocksArgs args{.context = context_, .num_rounds = num_rounds};
-  args.context.wait.trace = {};  // records of hundreds of short waits would take room, and time that is measured here
-  device_.launch(args, 1, stream);
-  device_.synchronize();
-  std::vector<ClockReading> readings(context_.heap.num_ranks);
-  device_.copy_to_host(readings.data(), context_.region.clock_reading.data, readings.size() * sizeof(ClockReading));
-  clock_step_ = readings[context_.heap.rank].round_trip;
-  return readings;
 }
 
 }  // namespace moe_a2a

@@ -1,5 +1,4 @@
-// The trace of one rank as the host sees it: its memory, switching it on and off, reading it, and how the clocks of the
-// other ranks stand to this one's.
+// The trace of one client on one rank as the host sees it: its memory, switching it on and off, reading it.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +18,8 @@ struct TraceDump {
 
 class Tracer {
  public:
-  // Switches the trace of `context`, which every launch is given.
-  Tracer(Device& device, CommContext& context) : device_(device), context_(context) {}
+  // Switches the trace of `context`, which every launch of the client is given.
+  Tracer(Device& device, ClientContext& context) : device_(device), context_(context) {}
 
   // On, and empty; with room for that many records per segment, or more if a call before has asked for more. The memory
   // comes from the first call and stays until the object ends: a graph goes on recording where it was captured.
@@ -29,19 +28,12 @@ class Tracer {
   // Waits for the device. Also when the trace is off again, and after a timeout.
   TraceDump read() const;
 
-  // One reading per rank. Every rank calls it with the same number of rounds; the caller then asks for reports, since a
-  // rank may not have come.
-  std::vector<ClockReading> align_clocks(int num_rounds, void* stream);
-  // The smallest step of the clock, as the newest align_clocks() has seen it; 0: none yet.
-  uint64_t clock_step() const { return clock_step_; }
-
  private:
   int64_t num_segments() const;
 
   Device& device_;
-  CommContext& context_;
+  ClientContext& context_;
   TraceBuffer buffer_;
-  uint64_t clock_step_ = 0;
 };
 
 }  // namespace moe_a2a

@@ -32,7 +32,7 @@ struct WaitPolicy {
   uint64_t timeout_ticks = 0;
   double ticks_per_second = 1;
   Report* report = nullptr;                // host-visible
-  uint32_t* num_reports = nullptr;         // this rank's own, see CommRegion
+  uint32_t* num_reports = nullptr;         // this rank's own, see ClientServices
   uint32_t* poison = nullptr;              // this rank's word of the CommRegion; null: a wait that fails tells nobody
   const HeapView* comm_heap = nullptr;     // where the poison of the other ranks is; read by waits that fail
   const uint64_t* refusal_text = nullptr;  // ClientServices::refusal_text

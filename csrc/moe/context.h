@@ -2,6 +2,7 @@
 #pragma once
 
 #include "comm/context.h"
+#include "comm/launch_count.h"
 #include "moe/moe_config.h"
 #include "moe/vocabulary.h"
 #include "moe/workspace.h"
@@ -21,16 +22,9 @@ RegionSize place_region(Context& context, std::byte* symmetric_base, std::byte* 
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Counts a block of a launch, by one thread of it behind a barrier of the block; true for the last one, which then
-// speaks for the whole launch. Everything that all blocks read and wrote before comes before what that thread does
-// next: the barrier brings a block's own work together, the acq_rel count brings the blocks together. The last one also
-// sets the count and the launch's tickets back, which nobody reads again before the next launch of the same kernel on
-// this buffer.
+// Counts a block of a launch; true for the last one, which also resets the launch's tickets.
 MOE_A2A_DEVICE bool count_block(const Grid& grid, const Workspace& ws, int buffer, Workspace::Launch launch) {
-  uint32_t* arrivals = ws.arrivals.at(buffer, launch);
-  const uint32_t before = atomic_add<Order::kAcqRel, Scope::kDevice>(arrivals, 1u);
-  if (before + 1 != static_cast<uint32_t>(grid.size())) return false;
-  atomic_store<Order::kRelaxed, Scope::kDevice>(arrivals, 0u);
+  if (!count_block(grid, ws.arrivals.at(buffer, launch))) return false;
   ws.tickets(buffer, launch) = 0;
   return true;
 }

@@ -28,13 +28,44 @@ const char* name_of(Stage stage) {
 
 }  // namespace
 
-// ---- buffers and handles
-
-void ExpertParallel::require_open() const {
-  gate_.require_own_process();
-  if (closed_ || closing_) throw std::runtime_error("this ExpertParallel is closed");
-  if (!connected_) throw std::runtime_error("no peers yet; call set_comm_handles() with the handles of all ranks");
+size_t ExpertParallel::nbytes_for(const MoeConfig& config) {
+  Context context;
+  context.config = config;
+  const RegionSize size = place_region(context, nullptr, nullptr);
+  return size.symmetric_bytes + size.local_bytes;
 }
+
+ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConfig& config)
+    : Client(comm->member(), kMoeVocabulary, context_),
+      comm_(std::move(comm)),
+      open_(config.num_buffers),
+      newest_(config.num_buffers),
+      last_buffer_(config.num_buffers - 1) {
+  context_.config = config;
+  for (const auto& family : {dispatch_kernels, combine_kernels, link_floor_kernels}) {
+    device_->add(family(member_.target));
+  }
+  const std::vector<AgreedField> fields = {agreed("num_experts", config.num_experts),
+                                           agreed("num_topk", config.num_topk),
+                                           agreed("hidden", config.hidden),
+                                           agreed("num_buffers", config.num_buffers),
+                                           agreed("num_max_tokens_per_rank", config.num_max_tokens_per_rank),
+                                           agreed("num_max_ll_tokens", config.num_max_ll_tokens),
+                                           agreed("dtype", name_of(config.dtype))};
+  allocate(place_region(context_, nullptr, nullptr), fields,
+           [&](std::byte* symmetric, std::byte* local) { place_region(context_, symmetric, local); });
+  link(comm_->poison_link());
+}
+
+void ExpertParallel::after_close() {
+  for (auto& handle : open_) {
+    if (handle) handle->stage = Stage::kClosed;
+    handle = nullptr;
+  }
+  raise_bad_routing();
+}
+
+// ---- buffers and handles
 
 void ExpertParallel::require(const DispatchHandle& handle, Stage stage, Stage or_stage, const char* call) const {
   require_open();
@@ -51,20 +82,14 @@ void ExpertParallel::require(const DispatchHandle& handle, Stage stage, Stage or
                                               : "; call the halves in their order"));
 }
 
-bool ExpertParallel::owns(const void* address) const {
-  const auto* byte = static_cast<const std::byte*>(address);
-  const auto lies_in = [&](const std::byte* memory, size_t size) { return byte >= memory && byte < memory + size; };
-  return lies_in(own_heap_, size_.symmetric_bytes) || lies_in(local_, size_.local_bytes);
-}
-
 // The next free buffer in turn. All ranks make the same calls, so all take the same one. A buffer whose handle the
 // caller has dropped without combine or release is taken back only when no other is free.
-int ExpertParallel::next_buffer() {
+int ExpertParallel::next_buffer(const LaunchPlace& place) {
   const int n = config().num_buffers;
   for (const bool reclaim : {false, true}) {
     for (int i = 1; i <= n; ++i) {
       const int buffer = (last_buffer_ + i) % n;
-      if (reclaim && open_[buffer] && open_[buffer].use_count() == 1) release(*open_[buffer], {});
+      if (reclaim && open_[buffer] && open_[buffer].use_count() == 1) release(*open_[buffer], place);
       if (!open_[buffer]) return buffer;
     }
   }
@@ -83,8 +108,10 @@ void ExpertParallel::take(int buffer, const std::shared_ptr<DispatchHandle>& han
 }
 
 int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
-  const int asked = place.num_blocks > 0 ? place.num_blocks : by_table;
-  return resident_blocks(asked > 0 ? asked : device_->default_blocks(), device_->max_blocks());
+  if (place.num_blocks > 0) return resident_blocks(place.num_blocks, device_->max_blocks());
+  // Half of the device, so that the kernels of two objects on two streams are resident at once: each waits for its peers,
+  // which may run them in the other order.
+  return resident_blocks(by_table > 0 ? by_table : device_->default_blocks(), device_->max_blocks() / 2);
 }
 
 bool ExpertParallel::launches_halves() const { return device_->is_synchronous() || device_->max_blocks() < 2; }
@@ -93,7 +120,7 @@ bool ExpertParallel::launches_halves() const { return device_->is_synchronous() 
 
 DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer) const {
   const bool aligned = (reinterpret_cast<uint64_t>(input.x.data) | static_cast<uint64_t>(input.x.stride)) % 16 == 0;
-  return {.context = context(),
+  return {.context = context_,
           .buffer = buffer,
           .num_tokens = input.num_tokens,
           .topk_idx = input.topk_idx,
@@ -118,9 +145,9 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
   const CallGate::Turn turn = gate_.enter();
   require_open();
   raise_waits();
-  const int buffer = next_buffer(), num_blocks = dispatch_blocks(input.num_tokens, place);
+  const int buffer = next_buffer(place), num_blocks = dispatch_blocks(input.num_tokens, place);
   auto handle = make_handle(input, buffer);
-  device_->launch(send_args(input, buffer), num_blocks, place.stream);
+  launch(send_args(input, buffer), num_blocks, place.stream);
   take(buffer, handle);
   after_launch();
   return handle;
@@ -132,7 +159,7 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   require(handle, Stage::kSent, Stage::kSent, "dispatch_recv");
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
-  device_->launch(DispatchRecvArgs{.context = context(),
+  launch(DispatchRecvArgs{.context = context_,
                                    .buffer = handle.buffer,
                                    .layout = layout,
                                    .expert_alignment = expert_alignment,
@@ -160,13 +187,13 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   }
   require_open();
   raise_waits();
-  const int buffer = next_buffer(), num_blocks = std::max(2, dispatch_blocks(input.num_tokens, place));
+  const int buffer = next_buffer(place), num_blocks = std::max(2, dispatch_blocks(input.num_tokens, place));
   auto handle = make_handle(input, buffer);
   handle->layout = layout;
   handle->expert_alignment = expert_alignment;
   handle->stage = Stage::kReceived;
-  device_->launch(DispatchArgs{.send = send_args(input, buffer),
-                               .recv = {.context = context(),
+  launch(DispatchArgs{.send = send_args(input, buffer),
+                               .recv = {.context = context_,
                                         .buffer = buffer,
                                         .layout = layout,
                                         .expert_alignment = expert_alignment,
@@ -186,7 +213,7 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
                                  const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kReceived, Stage::kReceived, "the expert layout");
-  device_->launch(GatherRowsArgs{.context = context(),
+  launch(GatherRowsArgs{.context = context_,
                                  .buffer = handle.buffer,
                                  .layout = handle.layout,
                                  .row_dtype = handle.row_dtype,
@@ -199,7 +226,7 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
 CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows,
                                           bool presummed) const {
   const bool aligned = (reinterpret_cast<uint64_t>(y.data) | static_cast<uint64_t>(y.stride)) % 16 == 0;
-  return {.context = context(),
+  return {.context = context_,
           .buffer = handle.buffer,
           .y = y,
           .num_y_rows = num_y_rows,
@@ -210,7 +237,7 @@ CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Ro
 CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x) const {
   const uint64_t row_bytes = static_cast<uint64_t>(config().row_bytes(config().dtype));
   const bool aligned = (reinterpret_cast<uint64_t>(combined_x) | row_bytes) % 16 == 0;
-  return {.context = context(),
+  return {.context = context_,
           .buffer = handle.buffer,
           .num_tokens = handle.num_tokens,
           .attempt = handle.attempt,
@@ -229,7 +256,7 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t
   require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
   raise_waits();
   const int num_blocks = combine_blocks(handle.num_tokens, place);
-  device_->launch(send_args(handle, y, num_y_rows, presummed), num_blocks, place.stream);
+  launch(send_args(handle, y, num_y_rows, presummed), num_blocks, place.stream);
   handle.stage = Stage::kCombineSent;
   after_launch();
 }
@@ -243,7 +270,7 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
   }
   const int num_blocks = combine_blocks(handle.num_tokens, place);
   handle.is_refusal_raised = false;
-  device_->launch(recv_args(handle, combined_x), num_blocks, place.stream);
+  launch(recv_args(handle, combined_x), num_blocks, place.stream);
   try {
     after_launch();
   } catch (const PeerRefused& refused) {
@@ -271,20 +298,11 @@ void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_
   send.is_sent = handle.stage == Stage::kCombineSent;
   handle.keeps_own_sums = presummed;
   handle.is_refusal_raised = false;
-  device_->launch(CombineArgs{.send = send,
+  launch(CombineArgs{.send = send,
                               .recv = recv_args(handle, combined_x),
                               .num_send_blocks = combine_senders(num_blocks, presummed, config().num_ranks)},
                   num_blocks, place.stream);
   finish_combine(handle);
-}
-
-// ---- the end
-
-void ExpertParallel::check() {
-  const CallGate::Turn turn = gate_.enter();
-  require_open();
-  device_->synchronize();
-  raise_reported();
 }
 
 }  // namespace moe_a2a

@@ -9,11 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/call_gate.h"
-#include "comm/comm_handle.h"
-#include "comm/device.h"
-#include "comm/peer_errors.h"
-#include "comm/tracer.h"
+#include "comm/communicator.h"
 #include "moe/args.h"
 #include "moe/launch_table.h"
 
@@ -66,29 +62,16 @@ struct LaunchPlace {
   void* stream = nullptr;
 };
 
-// Calls may come from several threads: each waits until the one before has ended. close() ends the wait of a call that
-// another thread is in. Only the process that made the object may use it; a forked child lets go of its copy unharmed.
-class ExpertParallel {
+class ExpertParallel : public Client {
  public:
-  ExpertParallel(const MoeConfig& config, const std::string& target, int device, double timeout_seconds);
-  ~ExpertParallel();
+  // The rank and the number of ranks of `config` are the communicator's.
+  ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConfig& config);
 
   const MoeConfig& config() const { return context_.config; }
-  const Device& device() const { return *device_; }
+  Communicator& communicator() { return *comm_; }
   int64_t max_quantized_row_bytes() const { return device_->max_shared_bytes() / 2 - 256; }
   const Workspace& workspace() const { return context_.ws; }
-  size_t nbytes() const { return size_.symmetric_bytes + size_.local_bytes; }
   static size_t nbytes_for(const MoeConfig& config);
-
-  // Set-up: every rank's handle to every rank, in rank order.
-  CommHandle comm_handle() {
-    may_be_mapped_ = true;
-    return comm_handle_;
-  }
-  void connect(const std::vector<CommHandle>& handles);
-  // When the object cannot be made: unmaps the peers; says that no peer maps this rank's memory, nor will.
-  void disconnect();
-  void give_back() { may_be_mapped_ = false; }
 
   // The steps. A handle is open from dispatch_send to the end of combine_recv, or release.
   std::shared_ptr<DispatchHandle> dispatch_send(const DispatchInput& input, const LaunchPlace& place);
@@ -132,37 +115,15 @@ class ExpertParallel {
   // Dispatches so far, refused ones too: whether a call that has failed was launched.
   uint64_t num_dispatches() const { return num_dispatches_; }
 
-  // Raises what the kernels have reported so far: a wait that was given up, or bad routing. check() first waits for the
-  // device. Calls on the hot path raise waits only: a call is not to blame for the routing of an earlier one.
-  void raise_reported();
-  void check();
-  // No call after this one; a call of another thread that waits leaves with an error. The memory goes with the object:
-  // views of it may still be held. In a forked child nothing happens.
-  void close();
-  bool is_closed() const { return closed_ || closing_; }
-
-  // A turn is held while the tracer is used.
-  Tracer& tracer() { return tracer_; }
-  [[nodiscard]] CallGate::Turn enter() { return gate_.enter(); }
-  void require_own_process() const { gate_.require_own_process(); }
+  // Also bad routing. Calls on the hot path raise waits only: a call is not to blame for the routing of an earlier one.
+  void raise_reported() override;
 
   // Raises unless the handle is open, ours, and at one of the two stages.
   void require(const DispatchHandle& handle, DispatchHandle::Stage stage, DispatchHandle::Stage or_stage,
                const char* call) const;
-  void require_open() const;
-  bool is_connected() const { return connected_; }
-  // Whether an address lies in the memory of this object.
-  bool owns(const void* address) const;
 
  private:
-  // What a launch is given: the trace may have been switched since the one before.
-  Context context() const {
-    Context now = context_;
-    now.wait.trace = comm_.wait.trace;
-    return now;
-  }
-  void allocate(const std::string& target, double timeout_seconds);
-  int next_buffer();
+  int next_buffer(const LaunchPlace& place);
   void take(int buffer, const std::shared_ptr<DispatchHandle>& handle);
   std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
   DispatchSendArgs send_args(const DispatchInput& input, int buffer) const;
@@ -172,40 +133,18 @@ class ExpertParallel {
   int blocks(const LaunchPlace& place, int by_table) const;
   bool launches_halves() const;
   void after_launch();
-  void part();
-  void leave_if_interrupted();
-  void poison_peers();
-  bool is_known_refusal(const Report& report);
-  void raise_waits();
+  bool is_known_refusal(const Report& report) override;
   void raise_bad_routing();
+  void after_close() override;
 
-  std::unique_ptr<Device> device_;
-  CommContext comm_;
+  std::shared_ptr<Communicator> comm_;
   Context context_;
-  Tracer tracer_{*device_, comm_};
-  RegionSize size_;
-  HeapView* device_heap_ = nullptr;  // the communicator's heap where kernels can read it
-  CommHandle comm_handle_;
-  std::byte* own_heap_ = nullptr;
-  std::byte* local_ = nullptr;
-  Report* report_ = nullptr;
   ErrorCounters raised_;                               // what of the counters has been raised
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer, null when free
   std::vector<std::weak_ptr<DispatchHandle>> newest_;  // per buffer: the handle that had it last
   int last_buffer_;
   std::atomic<uint64_t> num_dispatches_ = 0;
   LaunchTable launch_table_;
-  double timeout_seconds_;
-  CallGate gate_{"ExpertParallel"};
-  std::atomic<bool> connected_ = false;
-  std::atomic<bool> closing_ = false;  // close() has been called: calls that wait leave
-  std::atomic<bool> closed_ = false;
-  bool interrupted_ = false;  // a call was left in its middle: the peers have been told
-  // Whether a peer may write into this memory: from the time that its handle is out until all ranks have closed.
-  std::atomic<bool> may_be_mapped_ = false;
-
-  // How long a close waits for the other ranks to close.
-  static constexpr double kPartingSeconds = 5.0;
 };
 
 }  // namespace moe_a2a

@@ -14,14 +14,14 @@ void ExpertParallel::push_rows(const Rows& x, int num_rows, int64_t row_bytes, c
   const auto free = std::find(open_.begin(), open_.end(), nullptr);
   if (free == open_.end())
     throw std::runtime_error("push_rows: every buffer is open; combine() or release() one first");
-  device_->launch(PushRowsArgs{.context = context(),
-                               .buffer = static_cast<int>(free - open_.begin()),
-                               .num_rows = num_rows,
-                               .x = x,
-                               .row_bytes = row_bytes,
-                               .pushes = pushes,
-                               .by = by},
-                  blocks(place, 0), place.stream);
+  launch(PushRowsArgs{.context = context_,
+                      .buffer = static_cast<int>(free - open_.begin()),
+                      .num_rows = num_rows,
+                      .x = x,
+                      .row_bytes = row_bytes,
+                      .pushes = pushes,
+                      .by = by},
+         blocks(place, 0), place.stream);
 }
 
 }  // namespace moe_a2a

@@ -30,18 +30,18 @@ RefusalText to_text(const std::string& why) {
 
 void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  if (closed_ || closing_ || !connected_) return;  // nobody waits for this call
-  const int buffer = next_buffer();
-  device_->launch(RefuseDispatchArgs{.context = context(), .buffer = buffer, .text = to_text(why)}, 1, place.stream);
+  if (!is_usable()) return;  // nobody waits for this call
+  const int buffer = next_buffer(place);
+  launch(RefuseDispatchArgs{.context = context_, .buffer = buffer, .text = to_text(why)}, 1, place.stream);
   take(buffer, nullptr);
   leave_if_interrupted();
 }
 
 void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  if (closed_ || closing_ || !connected_) return;  // nobody waits for this call
-  device_->launch(
-      RefuseCombineArgs{.context = context(), .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
+  if (!is_usable()) return;  // nobody waits for this call
+  launch(
+      RefuseCombineArgs{.context = context_, .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
       1, place.stream);
   ++handle.attempt;
 }
@@ -61,11 +61,11 @@ void ExpertParallel::give_up_newest(const std::string& why, const LaunchPlace& p
 void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why) {
   const CallGate::Turn turn = gate_.enter();
   if (handle.stage == Stage::kCombined) handle.stage = Stage::kClosed;
-  if (!handle.is_open() || closed_) return;
+  if (!handle.is_open() || is_closed()) return;
   require(handle, handle.stage, handle.stage, "release");
   if (handle.stage != Stage::kCombineSent) {  // combine_send has given the credit back already
     const bool refused_before = why.empty() && handle.attempt > 1;
-    device_->launch(ReleaseArgs{.context = context(),
+    launch(ReleaseArgs{.context = context_,
                                 .buffer = handle.buffer,
                                 .text = refused_before ? RefusalText{}
                                         : why.empty()  ? to_text("it released the handle without a combine")
@@ -86,19 +86,6 @@ void ExpertParallel::raise_reported() {
   const CallGate::Turn turn = gate_.enter();
   raise_waits();
   raise_bad_routing();
-}
-
-void ExpertParallel::raise_waits() {
-  leave_if_interrupted();
-  // Pairs with the release in write_report().
-  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0) return;
-  const Report report = *report_;
-  if (report.reason == Reason::kRefused) {  // the object stays usable: a later launch may report again
-    report_->is_complete = 0;
-    __atomic_store_n(&report_->num_noticed, report.num_noticed + 1, __ATOMIC_RELEASE);
-    if (!device_->is_synchronous() && is_known_refusal(report)) return;
-  }
-  raise_report(report, {&kMoeVocabulary, &kCommVocabulary});
 }
 
 // Where launches are queued, a refusal comes to light after its call. The first report of a launch reopens the handle

@@ -52,11 +52,9 @@ Workspace make_workspace(const MoeConfig& config, RegionLayout& symmetric, Regio
 
 RegionSize place_region(Context& context, std::byte* symmetric_base, std::byte* local_base) {
   const MoeConfig& config = context.config;
-  RegionLayout symmetric(symmetric_base), local(local_base);
-  context.services = ClientServices::take_from(symmetric, config.num_ranks, config.num_buffers);
-  context.ws = make_workspace(config, symmetric, local);
-  context.wait.refusal_text = context.services.refusal_text.data;
-  return {symmetric.size(), local.size(), symmetric.digest()};
+  return place_client(
+      context, config.num_ranks, config.num_buffers, symmetric_base, local_base,
+      [&](RegionLayout& symmetric, RegionLayout& local) { context.ws = make_workspace(config, symmetric, local); });
 }
 
 }  // namespace moe_a2a

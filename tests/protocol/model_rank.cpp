@@ -41,8 +41,8 @@ MoeConfig config_of(const Shape& shape, int rank) {
 }
 
 RegionSize size_of(const Shape& shape) {
-  RegionSize comm;
-  make_comm_region(shape.num_ranks, nullptr, nullptr, &comm);
+  CommContext comm_context;
+  const RegionSize comm = place_region(comm_context, shape.num_ranks, nullptr, nullptr);
   Context context;
   context.config = config_of(shape, 0);
   const RegionSize moe = place_region(context, nullptr, nullptr);
@@ -54,18 +54,18 @@ ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::by
   context_.config = config_of(shape, rank);
   size_ = size_of(shape);
   own_heap_ = symmetric + rank * size_.symmetric_bytes;
-  RegionSize comm;
-  comm_.region = make_comm_region(shape.num_ranks, own_heap_, local, &comm);
+  const RegionSize comm = place_region(comm_, shape.num_ranks, own_heap_, local);
+  place_region(context_, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
   comm_.heap = {.rank = rank, .num_ranks = shape.num_ranks};
   for (int r = 0; r < shape.num_ranks; ++r) comm_.heap.base[r] = symmetric + r * size_.symmetric_bytes;
-  comm_.max_shared_bytes = 1 << 20;
-  comm_.wait = {.timeout_ticks = timeout_ticks(rank),
-                .report = report,
-                .num_reports = comm_.region.num_reports.data,
-                .poison = comm_.region.poison.data,
-                .comm_heap = &comm_.heap};
-  static_cast<ClientContext&>(context_) = comm_;
-  place_region(context_, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
+  context_.heap = comm_.heap;  // of this model both regions are in one allocation
+  for (ClientContext* client : {static_cast<ClientContext*>(&comm_), static_cast<ClientContext*>(&context_)}) {
+    client->max_shared_bytes = 1 << 20;
+    client->wait.timeout_ticks = timeout_ticks(rank);
+    client->wait.report = report;
+    client->wait.poison = comm_.region.poison.data;
+    client->wait.comm_heap = &comm_.heap;
+  }
   for (int call = 0; call < shape.num_calls; ++call) {
     for (int r = 0; r < shape.num_ranks; ++r) {
       Input input{.choices = shape.routing(r, call), .topk_idx = {}, .topk_weights = {}, .x = {}};

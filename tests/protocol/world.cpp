@@ -71,7 +71,7 @@ void World::name_regions(const ModelRank& rank) {
   region(comm.clock_epoch.data, "clock_epoch");
   region(comm.clock_reading.data, "clock_reading");
   region(ws.errors.data, "errors");
-  region(comm.num_reports.data, "num_reports");
+  region(rank.services().num_reports.data, "num_reports");
   region(ws.arrivals.data, "arrivals");
   region(ws.tickets.data, "tickets");
   region(ws.expert_offsets.data, "expert_offsets");

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "alone.h"
+
 namespace moe_a2a {
 namespace {
 
@@ -21,7 +23,7 @@ MoeConfig config_of_one(int num_buffers) {
 }
 
 struct Rank {
-  explicit Rank(int num_buffers = 2) : ep(config_of_one(num_buffers), "cpu", 0, 5.0) { ep.connect({ep.comm_handle()}); }
+  explicit Rank(int num_buffers = 2) : ep(alone(), config_of_one(num_buffers)) { ep.connect({ep.handle()}); }
 
   std::shared_ptr<DispatchHandle> send() {
     return ep.dispatch_send({.num_tokens = kTokens,
@@ -139,11 +141,11 @@ TEST(ExpertParallel, NothingWorksAfterCloseOrBeforeConnect) {
   expect_says(message_of([&] { rank.send(); }), "closed");
   expect_says(message_of([&] { rank.combine_send(*handle); }), "closed");
 
-  ExpertParallel alone(config_of_one(2), "cpu", 0, 5.0);
-  expect_says(message_of([&] { alone.dispatch_send({}, {}); }), "set_comm_handles");
-  expect_says(message_of([&] { alone.connect({}); }), "got 0 handles for num_ranks=1");
-  alone.connect({alone.comm_handle()});
-  expect_says(message_of([&] { alone.connect({alone.comm_handle()}); }), "already set");
+  ExpertParallel unconnected(alone(), config_of_one(2));
+  expect_says(message_of([&] { unconnected.dispatch_send({}, {}); }), "set_comm_handles");
+  expect_says(message_of([&] { unconnected.connect({}); }), "got 0 handles for num_ranks=1");
+  unconnected.connect({unconnected.handle()});
+  expect_says(message_of([&] { unconnected.connect({unconnected.handle()}); }), "already set");
 }
 
 TEST(ExpertParallel, CountsIdsOutOfRangeAndShortY) {

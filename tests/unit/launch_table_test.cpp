@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 
+#include "alone.h"
 #include "moe/expert_parallel.h"
 
 namespace moe_a2a {
@@ -32,7 +33,7 @@ TEST(LaunchTable, RefusesStepsThatDoNotAscendOrAreNotPositive) {
 }
 
 TEST(LaunchTable, ACallComesBeforeTheTableAndTheTableBeforeTheTarget) {
-  ExpertParallel ep({.num_experts = 4, .num_topk = 2, .hidden = 10, .num_max_tokens_per_rank = 8}, "cpu", 0, 5.0);
+  ExpertParallel ep(alone(), {.num_experts = 4, .num_topk = 2, .hidden = 10, .num_max_tokens_per_rank = 8});
   EXPECT_EQ(ep.dispatch_blocks(4), ep.device().default_blocks());
   ep.set_launch_table(LaunchTable({{4, 2, 3}}));
   EXPECT_EQ(ep.dispatch_blocks(4), 2);

@@ -253,6 +253,7 @@ std::vector<Field> local_fields(const Context& context) {
   const size_t lists = std::max<size_t>(r * t * k + e * (kMaxExpertAlignment - 1), e * r * t);
   return {{"epoch", w.epoch.data, b * 8},
           {"errors", w.errors.data, sizeof(ErrorCounters)},
+          {"num_reports", context.services.num_reports.data, 4},
           {"arrivals", w.arrivals.data, b * Workspace::kNumLaunches * 4},
           {"tickets", w.tickets.data, b * Workspace::kNumLaunches * 4},
           {"expert_offsets", w.expert_offsets.data, b * (e + 1) * 4},
@@ -275,14 +276,18 @@ Context context_of(const MoeConfig& config) {
   return context;
 }
 
-std::vector<Field> fields_of(const CommRegion& c, size_t num_ranks, bool symmetric) {
+std::vector<Field> fields_of(const CommContext& context, size_t num_ranks, bool symmetric) {
+  const CommRegion& c = context.region;
+  const ClientServices& s = context.services;
   if (symmetric) {
-    return {{"clock_meeting", c.clock_meeting.data, num_ranks * sizeof(Signal)},
+    return {{"goodbye", s.goodbye.data, num_ranks * sizeof(Signal)},
+            {"refusal_text", s.refusal_text.data, num_ranks * kRefusalWords * 8},
+            {"clock_meeting", c.clock_meeting.data, num_ranks * sizeof(Signal)},
             {"clock_message", c.clock_message.data, num_ranks * sizeof(Signal)},
             {"clock_log", c.clock_log.data, num_ranks * (kMaxClockRounds + 1) * 8},
             {"poison", c.poison.data, sizeof(*c.poison.data)}};
   }
-  return {{"num_reports", c.num_reports.data, 4},
+  return {{"num_reports", s.num_reports.data, 4},
           {"clock_epoch", c.clock_epoch.data, num_ranks * 8},
           {"clock_reading", c.clock_reading.data, num_ranks * sizeof(ClockReading)}};
 }
@@ -333,10 +338,10 @@ TEST(CommRegion, FieldsLieApartOnLinesOfTheirOwn) {
   auto* symmetric = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);
   auto* local = reinterpret_cast<std::byte*>(uintptr_t{1} << 41);
   for (int num_ranks = 1; num_ranks <= kMaxRanks; ++num_ranks) {
-    RegionSize size;
-    const CommRegion region = make_comm_region(num_ranks, symmetric, local, &size);
-    expect_apart(fields_of(region, num_ranks, true), symmetric, size.symmetric_bytes);
-    expect_apart(fields_of(region, num_ranks, false), local, size.local_bytes);
+    CommContext context;
+    const RegionSize size = place_region(context, num_ranks, symmetric, local);
+    expect_apart(fields_of(context, num_ranks, true), symmetric, size.symmetric_bytes);
+    expect_apart(fields_of(context, num_ranks, false), local, size.local_bytes);
   }
 }
 

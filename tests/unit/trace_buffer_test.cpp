@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "alone.h"
 #include "comm/report.h"
 #include "moe/expert_parallel.h"
 
@@ -126,9 +127,9 @@ TEST(TraceBuffer, LaunchesGoOnWhereTheOnesBeforeStopped) {
 
 struct TracedRank {
   TracedRank()
-      : ep({.num_experts = 4, .num_topk = 2, .hidden = 8, .num_max_tokens_per_rank = 4, .dtype = DType::kFloat32},
-           "cpu", 0, 5.0) {
-    ep.connect({ep.comm_handle()});
+      : ep(alone(),
+           {.num_experts = 4, .num_topk = 2, .hidden = 8, .num_max_tokens_per_rank = 4, .dtype = DType::kFloat32}) {
+    ep.connect({ep.handle()});
   }
 
   // Three tokens there and back: kernel, route and lists once each; send, signal, sum, signal, reduce for each token.
@@ -206,8 +207,8 @@ TEST(Tracer, RefusesSizesThatMakeNoSense) {
   TracedRank rank;
   EXPECT_THROW(rank.ep.tracer().start(0), std::invalid_argument);
   EXPECT_THROW(rank.ep.tracer().start(int64_t{1} << 31), std::invalid_argument);
-  EXPECT_THROW(rank.ep.tracer().align_clocks(1, nullptr), std::invalid_argument);
-  EXPECT_THROW(rank.ep.tracer().align_clocks(kMaxClockRounds + 1, nullptr), std::invalid_argument);
+  EXPECT_THROW(rank.ep.communicator().align_clocks(1, nullptr), std::invalid_argument);
+  EXPECT_THROW(rank.ep.communicator().align_clocks(kMaxClockRounds + 1, nullptr), std::invalid_argument);
 }
 
 }  // namespace

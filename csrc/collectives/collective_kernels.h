@@ -1,0 +1,6 @@
+// The kernels of the collectives.
+#pragma once
+
+#include "comm/kernel_family.h"
+
+MOE_A2A_DECLARE_FAMILY(collective_kernels)

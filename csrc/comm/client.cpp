@@ -1,0 +1,181 @@
+#include "comm/client.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "arch/interrupt.h"
+#include "comm/comm_kernels.h"
+#include "comm/goodbye.h"
+#include "comm/symmetric_heap.h"
+
+namespace moe_a2a {
+
+// ---- memory and peers
+
+Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context)
+    : member_(member),
+      vocabulary_(vocabulary),
+      device_(make_device(member.target, member.device)),
+      gate_(vocabulary.client),
+      context_(context),
+      tracer_(*device_, context) {
+  device_->add(comm_kernels(member.target));
+}
+
+std::byte* Client::allocate_symmetric(const RegionSize& size, const std::vector<AgreedField>& fields) {
+  size_ = size;
+  own_heap_ = device_->allocate_symmetric(size.symmetric_bytes, member_.num_ranks, &handle_.memory);
+  handle_.layout_digest = size.layout_digest;
+  handle_.rank = member_.rank;
+  handle_.num_ranks = member_.num_ranks;
+  handle_.num_fields = static_cast<int32_t>(fields.size());
+  std::copy(fields.begin(), fields.end(), handle_.field);
+  std::strncpy(handle_.client, vocabulary_.client, sizeof(handle_.client) - 1);
+  std::strncpy(handle_.target, member_.target.c_str(), sizeof(handle_.target) - 1);
+  handle_.seal();
+  return own_heap_;
+}
+
+void Client::allocate_report() {
+  report_ = new (device_->allocate_host_visible(sizeof(Report))) Report;
+  const double ticks = device_->clock_ticks_per_second();
+  context_.wait.timeout_ticks = static_cast<uint64_t>(member_.timeout_seconds * ticks);
+  context_.wait.ticks_per_second = ticks;
+  context_.wait.report = report_;
+  context_.max_shared_bytes = static_cast<int>(device_->max_shared_bytes());
+}
+
+void Client::link(const PoisonLink& poison) {
+  poison_ = poison;
+  context_.wait.poison = poison.word;
+  context_.wait.comm_heap = poison.device_heap;
+}
+
+// Without a close(), or with a peer that never came to its own, a peer may still write here: then the memory of a
+// device stays until the process ends. A mapping of the CPU can always go, every process has its own.
+Client::~Client() {
+  closed_ = true;
+  if (device_->is_synchronous() || (!may_be_mapped_ && gate_.is_own_process())) device_->close();
+}
+
+RegionHandle Client::handle() {
+  may_be_mapped_ = true;
+  return handle_;
+}
+
+void Client::connect(const std::vector<RegionHandle>& handles) {
+  const CallGate::Turn turn = gate_.enter();
+  if (is_closed()) throw std::runtime_error(std::string("this ") + vocabulary_.client + " is closed");
+  if (static_cast<int>(handles.size()) != member_.num_ranks) {
+    throw std::invalid_argument("got " + std::to_string(handles.size()) + " handles for num_ranks=" +
+                                std::to_string(member_.num_ranks) + "; pass one per rank, in rank order");
+  }
+  for (const std::string& why : {disagreement(handles), not_own(handles, handle_)}) {
+    if (!why.empty()) throw std::invalid_argument(why + " (seen by rank " + std::to_string(member_.rank) + ")");
+  }
+  if (connected_) throw std::runtime_error("the handles are already set");
+  std::vector<MemoryHandle> memory;
+  for (const RegionHandle& handle : handles) memory.push_back(handle.memory);
+  context_.heap = connect_heap(*device_, own_heap_, member_.rank, memory, member_.timeout_seconds);
+  after_connect(context_.heap);
+  connected_ = true;
+}
+
+void Client::disconnect() {
+  const CallGate::Turn turn = gate_.enter();
+  if (!connected_.exchange(false)) return;
+  for (int r = 0; r < member_.num_ranks; ++r) {
+    if (r != member_.rank) device_->close_peer(context_.heap.base[r]);
+  }
+  context_.heap = {};
+}
+
+bool Client::owns(const void* address) const {
+  const auto* byte = static_cast<const std::byte*>(address);
+  const auto lies_in = [&](const std::byte* memory, size_t size) { return byte >= memory && byte < memory + size; };
+  return lies_in(own_heap_, size_.symmetric_bytes) || lies_in(local_, size_.local_bytes);
+}
+
+void Client::require_open() const {
+  gate_.require_own_process();
+  if (is_closed()) throw std::runtime_error(std::string("this ") + vocabulary_.client + " is closed");
+  if (!connected_) throw std::runtime_error("no peers yet; call set_comm_handles() with the handles of all ranks");
+}
+
+// ---- reports
+
+void Client::raise_waits() {
+  leave_if_interrupted();
+  // Pairs with the release in write_report().
+  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0) return;
+  const Report report = *report_;
+  if (report.reason == Reason::kRefused) {  // the object stays usable: a later launch may report again
+    report_->is_complete = 0;
+    __atomic_store_n(&report_->num_noticed, report.num_noticed + 1, __ATOMIC_RELEASE);
+    if (!device_->is_synchronous() && is_known_refusal(report)) return;
+  }
+  raise_report(report, {&vocabulary_, &kCommVocabulary});
+}
+
+void Client::raise_reported() {
+  const CallGate::Turn turn = gate_.enter();
+  raise_waits();
+}
+
+void Client::check() {
+  const CallGate::Turn turn = gate_.enter();
+  require_open();
+  device_->synchronize();
+  raise_reported();
+}
+
+// ---- leaving in the middle of a call
+
+// Other ranks must not wait for a rank that has left: they leave as well, and name it.
+void Client::poison_peers() {
+  if (!device_->is_synchronous()) return;  // a device's memory is not written from here, its waits are not interrupted
+  const auto word = static_cast<uint32_t>(member_.rank + 1) << 8 | static_cast<uint32_t>(member_.rank + 1);
+  for (int r = 0; r < member_.num_ranks; ++r) {
+    __atomic_store_n(poison_.heap->peer(r, poison_.word), word, __ATOMIC_RELAXED);
+  }
+}
+
+void Client::leave_if_interrupted() {
+  if (!device_->is_interrupted()) return;
+  const std::string who = "rank " + std::to_string(member_.rank);
+  if (closing_) {
+    poison_peers();
+    throw std::runtime_error(who + " left a call because close() was called meanwhile");
+  }
+  if (interrupted_)
+    throw std::runtime_error(who + ": an earlier call was interrupted; close this object, make a new one");
+  interrupted_ = true;
+  poison_peers();
+  throw Interrupted(who + " was interrupted while it waited for other ranks; close this object, make a new one");
+}
+
+void Client::close() {
+  if (closed_ || !gate_.is_own_process()) return;
+  closing_ = true;
+  device_->interrupt();
+  if (is_inside_host_hook() && gate_.is_inside()) return;  // the call that the signal came in leaves by itself
+  const CallGate::Turn turn = gate_.enter();
+  if (closed_) return;
+  if (connected_ && !device_->is_synchronous()) part();
+  closed_ = true;
+  after_close();
+}
+
+void Client::part() {
+  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) return;  // somebody is missing already
+  GoodbyeArgs args{.context = context_};
+  const auto limit = static_cast<uint64_t>(kPartingSeconds * context_.wait.ticks_per_second);
+  args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
+  args.context.wait.poison = nullptr;  // who leaves gives nobody up: others may wait longer for whoever is late
+  device_->synchronize();
+  launch(args, 1, device_->own_stream());
+  device_->synchronize();
+  may_be_mapped_ = __atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0;
+}
+
+}  // namespace moe_a2a

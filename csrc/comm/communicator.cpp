@@ -1,0 +1,54 @@
+#include "comm/communicator.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "comm/align_clocks.h"
+#include "comm/comm_kernels.h"
+
+namespace moe_a2a {
+
+std::string Communicator::violation(int rank, int num_ranks) {
+  const std::string limit = std::to_string(kMaxRanks);
+  if (num_ranks < 1) return "num_ranks=" + std::to_string(num_ranks) + " < 1; pass num_ranks=1 or more";
+  if (num_ranks > kMaxRanks) {
+    return "num_ranks=" + std::to_string(num_ranks) + " > " + limit + "; pass a group of at most " + limit + " ranks";
+  }
+  if (rank < 0 || rank >= num_ranks) {
+    return "rank=" + std::to_string(rank) + " is not in [0, " + std::to_string(num_ranks) + ")";
+  }
+  return {};
+}
+
+Communicator::Communicator(const Member& member) : Client(member, kCommVocabulary, context_) {
+  RegionSize size = place_region(context_, member.num_ranks, nullptr, nullptr);
+  const size_t heap_offset = size.local_bytes;
+  size.local_bytes += sizeof(HeapView);
+  allocate(size, {}, [&](std::byte* symmetric, std::byte* local) {
+    place_region(context_, member.num_ranks, symmetric, local);
+    device_heap_ = reinterpret_cast<HeapView*>(local + heap_offset);
+  });
+  link(poison_link());
+}
+
+void Communicator::after_connect(const HeapView& heap) { device_->copy_to_device(device_heap_, &heap, sizeof(heap)); }
+
+std::vector<ClockReading> Communicator::align_clocks(int num_rounds, void* stream) {
+  if (num_rounds < 2 || num_rounds > kMaxClockRounds) {
+    throw std::invalid_argument("num_rounds=" + std::to_string(num_rounds) + " is not in [2, " +
+                                std::to_string(kMaxClockRounds) + "]");
+  }
+  const CallGate::Turn turn = gate_.enter();
+  check();
+  AlignClocksArgs args{.context = context_, .num_rounds = num_rounds};
+  args.context.wait.trace = {};  // records of hundreds of short waits would take room, and time that is measured here
+  launch(args, 1, stream);
+  device_->synchronize();
+  std::vector<ClockReading> readings(member_.num_ranks);
+  device_->copy_to_host(readings.data(), region().clock_reading.data, readings.size() * sizeof(ClockReading));
+  clock_step_ = readings[member_.rank].round_trip;
+  check();
+  return readings;
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,104 @@
+#include "comm/region_handle.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace moe_a2a {
+namespace {
+
+// Texts of a handle may come from anywhere: they need not end with a zero.
+template <size_t kSize>
+std::string text(const char (&chars)[kSize]) {
+  return std::string(chars, strnlen(chars, kSize));
+}
+
+std::string assignment(const AgreedField& field) { return text(field.name) + "=" + text(field.value); }
+
+// What is wrong with the handle at place `r`, whatever the others say.
+std::string flaw(const RegionHandle& handle, size_t r) {
+  const std::string which = "the handle at place " + std::to_string(r);
+  if (handle.magic != RegionHandle::kMagic)
+    return which + " is none; pass what get_comm_handle() returned on that rank";
+  if (handle.version != RegionHandle::kVersion) {
+    return which + " has version " + std::to_string(handle.version) + ", expected " +
+           std::to_string(RegionHandle::kVersion) + "; run the same version of moe_a2a on every rank";
+  }
+  if (handle.checksum != handle.sum()) {
+    return which + " is damaged: its checksum is not that of its bytes; carry it to every rank unchanged";
+  }
+  if (handle.rank != static_cast<int32_t>(r)) {
+    return which + " is that of rank " + std::to_string(handle.rank) + "; pass the handles in rank order";
+  }
+  return {};
+}
+
+std::string difference(const RegionHandle& first, const RegionHandle& other, const std::string& there) {
+  const std::string here = " on rank 0 but ", same = " on every rank";
+  if (text(first.client) != text(other.client)) {
+    return "ranks disagree: " + text(first.client) + here + text(other.client) + there +
+           "; make the same objects in the same order" + same;
+  }
+  if (first.num_ranks != other.num_ranks) {
+    return "ranks disagree: num_ranks=" + std::to_string(first.num_ranks) + here +
+           "num_ranks=" + std::to_string(other.num_ranks) + there + "; pass the same num_ranks" + same;
+  }
+  for (int i = 0; i < std::min(first.num_fields, other.num_fields); ++i) {
+    if (assignment(first.field[i]) == assignment(other.field[i])) continue;
+    return "ranks disagree: " + assignment(first.field[i]) + here + assignment(other.field[i]) + there +
+           "; pass the same " + text(first.field[i].name) + same;
+  }
+  if (text(first.target) != text(other.target)) {
+    return "ranks disagree: target " + text(first.target) + here + "target " + text(other.target) + there +
+           "; pass the same kind of device" + same;
+  }
+  if (first.memory.nbytes != other.memory.nbytes || first.layout_digest != other.layout_digest) {
+    return "ranks disagree: their heaps are laid out differently (" + std::to_string(first.memory.nbytes) + " bytes" +
+           here + std::to_string(other.memory.nbytes) + " bytes" + there + "); run the same version of moe_a2a" + same;
+  }
+  return {};
+}
+
+}  // namespace
+
+AgreedField agreed(const char* name, const std::string& value) {
+  AgreedField field;
+  std::strncpy(field.name, name, sizeof(field.name) - 1);
+  std::strncpy(field.value, value.c_str(), sizeof(field.value) - 1);
+  return field;
+}
+
+// FNV-1a.
+uint64_t RegionHandle::sum() const {
+  RegionHandle unsealed = *this;
+  unsealed.checksum = 0;
+  unsigned char bytes[sizeof(RegionHandle)];
+  std::memcpy(bytes, &unsealed, sizeof(bytes));
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const unsigned char byte : bytes) hash = (hash ^ byte) * 0x100000001b3u;
+  return hash;
+}
+
+std::string disagreement(const std::vector<RegionHandle>& handles) {
+  for (size_t r = 0; r < handles.size(); ++r) {
+    if (std::string why = flaw(handles[r], r); !why.empty()) return why;
+  }
+  for (size_t r = 0; r < handles.size(); ++r) {
+    if (std::string why = difference(handles[0], handles[r], " on rank " + std::to_string(r)); !why.empty()) return why;
+  }
+  return {};
+}
+
+std::string not_own(const std::vector<RegionHandle>& handles, const RegionHandle& own) {
+  const RegionHandle& passed = handles[own.rank];
+  if (std::memcmp(&passed, &own, sizeof(own)) == 0) return {};
+  std::string why = "the handle at place " + std::to_string(own.rank) + ", of rank " + std::to_string(own.rank) +
+                    " itself, is another object's";
+  for (int i = 0; i < std::min(passed.num_fields, own.num_fields); ++i) {
+    if (assignment(passed.field[i]) == assignment(own.field[i])) continue;
+    why += " (" + assignment(passed.field[i]) + ", here " + assignment(own.field[i]) + ")";
+    break;
+  }
+  return why + "; pass what get_comm_handle() of this object returned";
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,16 @@
+// A communicator of one rank, for tests of what does not need a second one.
+#pragma once
+
+#include <memory>
+
+#include "comm/communicator.h"
+
+namespace moe_a2a {
+
+inline std::shared_ptr<Communicator> alone(double timeout_seconds = 5.0) {
+  auto comm = std::make_shared<Communicator>(Member{.timeout_seconds = timeout_seconds});
+  comm->connect({comm->handle()});
+  return comm;
+}
+
+}  // namespace moe_a2a
