@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "collectives/vocabulary.h"
 #include "moe/vocabulary.h"
 
 namespace moe_a2a::bindings {
@@ -37,7 +38,7 @@ py::dict read_trace(ExpertParallel& ep) {
 // Codes of all vocabularies as indices; no name where none has the code.
 std::vector<std::string> trace_kinds() {
   std::vector<std::string> names;
-  for (const Vocabulary* words : {&kCommVocabulary, &kMoeVocabulary}) {
+  for (const Vocabulary* words : {&kCommVocabulary, &kMoeVocabulary, &kCollectiveVocabulary}) {
     names.resize(static_cast<size_t>(words->first_kind));
     for (const SliceName& kind : words->kinds) names.emplace_back(kind.name);
   }
@@ -45,7 +46,7 @@ std::vector<std::string> trace_kinds() {
 }
 std::vector<std::string> trace_operations() {
   std::vector<std::string> names;
-  for (const Vocabulary* words : {&kCommVocabulary, &kMoeVocabulary}) {
+  for (const Vocabulary* words : {&kCommVocabulary, &kMoeVocabulary, &kCollectiveVocabulary}) {
     names.resize(static_cast<size_t>(words->first_operation));
     names.insert(names.end(), words->operations.begin(), words->operations.end());
   }
