@@ -8,6 +8,8 @@ installation.check()  # loads PyTorch, whose libraries the extension uses, then 
 
 # ruff: noqa: E402
 from moe_a2a import reference
+from moe_a2a.collectives import Collectives
+from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError, TraceFileError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
@@ -17,6 +19,8 @@ from moe_a2a.tracing import trace
 from moe_a2a.version import __version__
 
 __all__ = [
+    "Collectives",
+    "Communicator",
     "DispatchHandle",
     "ExpertParallel",
     "HandleExchange",

@@ -34,7 +34,7 @@ class Collectives:
     def _allocate(self) -> None:
         if self._owns_comm:
             self._comm._allocate()
-        self.device = self._comm.device
+        self.device, self.timeout = self._comm.device, self._comm.timeout
         self._core = _core.Collectives(self._comm._open_core(), self._owns_comm, self.device)
 
     def _drop_core(self) -> None:

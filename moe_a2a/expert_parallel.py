@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_a2a import _core, arguments, calls, devices, launch_tables, set_up
+from moe_a2a.communicator import Communicator
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError
-from moe_a2a.groups import HandleExchange, as_group
+from moe_a2a.groups import HandleExchange
 from moe_a2a.handle import DispatchHandle
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ class ExpertParallel:
     """Moves tokens between the ranks of a group: R ranks, each with its own tokens and E / R of the experts.
 
     Args:
-        group: the ranks. A torch.distributed group (None: the default group), a one-dimensional DeviceMesh, an mpi4py
-            communicator, an element of thread_group(n), or HandleExchange(rank, num_ranks) to carry the handles yourself.
+        group: the ranks. A Communicator, which may have other clients too; or what a Communicator takes: a
+            torch.distributed group (None: the default group), a one-dimensional DeviceMesh, an mpi4py communicator, an
+            element of thread_group(n), or HandleExchange(rank, num_ranks) to carry the handles yourself.
         num_experts: experts of all ranks; divisible by the number of ranks. Rank r owns the experts
             r * E_local ... (r + 1) * E_local - 1.
         num_topk: choices per token.
@@ -36,7 +38,8 @@ class ExpertParallel:
             if this build has its target, else the CPU. Under torchrun, a process whose current GPU is still GPU 0 takes
             the GPU of its LOCAL_RANK and makes it the current one. Two ranks on one GPU are refused.
         num_buffers: dispatches that may be open at once.
-        timeout: seconds after which a wait for another rank, here or in a call, raises PeerTimeoutError.
+        timeout: seconds after which a wait for another rank, here or in a call, raises PeerTimeoutError. With a
+            Communicator, its timeout counts.
         num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: as the launch table says.
         num_max_ll_tokens: a rank's batch of up to so many tokens travels as LL words, which carry their epoch beside
             their data: fewer steps, more bytes. None: what is best on the device; 0: never. The same on every rank;
@@ -73,16 +76,17 @@ class ExpertParallel:
         num_max_ll_tokens: int | None = None,
         launch_table: str | os.PathLike[str] | None = None,
     ):
-        self._group = as_group(group)
-        self.rank = self._group.rank
-        self.num_ranks = self._group.num_ranks
+        self._comm, self._owns_comm = Communicator.of_client(group, device, timeout)
+        self._group = self._comm._group
+        self.rank = self._comm.rank
+        self.num_ranks = self._comm.num_ranks
         self.num_experts = num_experts
         self.num_topk = num_topk
         self.hidden = hidden
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.dtype = dtype
         self.num_buffers = num_buffers
-        self.timeout = timeout
+        self.timeout = self._comm.timeout
         self.num_blocks = num_blocks
         self.num_max_ll_tokens = num_max_ll_tokens
         self._launch_table = launch_table
@@ -90,20 +94,22 @@ class ExpertParallel:
         self._num_dispatches = 0  # that have returned a handle or raised
         self._trace: Trace | None = None  # the one that is running
         if isinstance(self._group, HandleExchange):
-            self._allocate(device)
+            self._allocate()
         else:
-            set_up.make_together(self, lambda: self._allocate(device))
+            set_up.make_together(self, self._allocate)
         self.num_local_experts = self.num_experts // self.num_ranks
 
     # ---- set-up
 
-    def _allocate(self, device: torch.device | str | None) -> None:
+    def _allocate(self) -> None:
         self._check_numbers()
         if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(
                 f"dtype={self.dtype!r} on rank {self.rank}; pass torch.float32, torch.float16 or torch.bfloat16"
             )
-        self.device = devices.checked_device(self.rank, device)
+        if self._owns_comm:
+            self._comm._allocate()
+        self.device, self.timeout = self._comm.device, self._comm.timeout
         sizes = (
             self.num_experts,
             self.num_topk,
@@ -112,16 +118,15 @@ class ExpertParallel:
             self.num_buffers,
             self.dtype,
             self.num_max_ll_tokens,
-            target_of(self.device),
         )
         log.info(
             "rank %d takes %d bytes on %s",
             self.rank,
-            _core.nbytes_for(self.rank, self.num_ranks, *sizes),
+            _core.nbytes_for(self.rank, self.num_ranks, *sizes, target_of(self.device)),
             self.device,
         )
         try:
-            self._core = _core.ExpertParallel(self.rank, self.num_ranks, *sizes, self.device, float(self.timeout))
+            self._core = _core.ExpertParallel(self._comm._open_core(), self._owns_comm, *sizes, self.device)
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank}: {error}") from None
         self.num_max_ll_tokens = self._core.num_max_ll_tokens
@@ -134,7 +139,6 @@ class ExpertParallel:
         if self.num_max_ll_tokens is not None:
             self.num_max_ll_tokens = arguments.checked_int(self.rank, "num_max_ll_tokens", self.num_max_ll_tokens)
         self.num_blocks = arguments.checked_int(self.rank, "num_blocks", self.num_blocks, 0)
-        self.timeout = arguments.checked_timeout(self.rank, self.timeout)
 
     def _drop_core(self) -> None:
         """Of an object that could not be made."""

@@ -1,4 +1,4 @@
-"""Making an ExpertParallel on all ranks of a group together. What fails on one rank raises on all, within `timeout`, and
+"""Making a Communicator or one of its clients on all ranks of a group together. What fails on one rank raises on all, within `timeout`, and
 gives the memory back: nobody waits for a rank that has left, and the group may be used again.
 """
 
@@ -6,34 +6,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from moe_a2a import devices, rendezvous
 from moe_a2a.errors import PeerTimeoutError
 
-if TYPE_CHECKING:
-    from moe_a2a.expert_parallel import ExpertParallel
-
 DEFAULT_TIMEOUT = 30.0  # seconds; of a meeting in which a rank has to say that its timeout is none
+
+
+class Made(Protocol):
+    """What is made: it knows its group, and its core holds the memory."""
+
+    _group: Any
+    _core: Any
+    timeout: Any
+    device: Any
+
+    def get_comm_handle(self) -> bytes: ...
+    def set_comm_handles(self, handles: list[bytes]) -> None: ...
+    def _drop_core(self) -> None: ...
 
 
 def is_timeout(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
 
 
-def make_together(ep: ExpertParallel, allocate: Callable[[], None]) -> None:
+def make_together(made: Made, allocate: Callable[[], None]) -> None:
     """Allocates, exchanges handles, maps the memory of the others."""
-    meeting = rendezvous.begin(ep._group, "make the ExpertParallel")
-    timeout = float(ep.timeout) if is_timeout(ep.timeout) else DEFAULT_TIMEOUT
+    meeting = rendezvous.begin(made._group, f"make the {type(made).__name__}")
+    timeout = float(made.timeout) if is_timeout(made.timeout) else DEFAULT_TIMEOUT
     try:
-        handles = _exchange(ep, meeting, timeout, allocate)
-        _map(ep, meeting, timeout, handles)
+        handles = _exchange(made, meeting, timeout, allocate)
+        _map(made, meeting, timeout, handles)
     except BaseException:
-        ep._drop_core()
+        made._drop_core()
         raise
 
 
-def _exchange(ep: ExpertParallel, meeting: Any, timeout: float, allocate: Callable[[], None]) -> list[bytes]:
+def _exchange(made: Made, meeting: Any, timeout: float, allocate: Callable[[], None]) -> list[bytes]:
     own: Exception | None = None
     try:
         allocate()
@@ -42,30 +52,30 @@ def _exchange(ep: ExpertParallel, meeting: Any, timeout: float, allocate: Callab
     except BaseException:
         meeting.leave()
         raise
-    mine = (ep.get_comm_handle(), devices.gpu_identity(ep.device)) if own is None else (None, None)
+    mine = (made.get_comm_handle(), devices.gpu_identity(made.device)) if own is None else (None, None)
     try:
         said = meeting.all_gather((*mine, repr(own) if own else None), timeout)
     except PeerTimeoutError:
         if own is None and meeting.is_certainly_missed():
-            ep._core.give_back()
+            made._core.give_back()
         raise
     errors = [error for *_, error in said]
     if any(errors):
         if own is None:
-            ep._core.give_back()  # nobody has mapped it, nor will
-        _raise_first(own, errors)
+            made._core.give_back()  # nobody has mapped it, nor will
+        _raise_first(made, own, errors)
     try:
         devices.check_one_rank_per_gpu([gpu for _, gpu, _ in said])
     except ValueError:  # on every rank
-        ep._core.give_back()
+        made._core.give_back()
         raise
     return [handle for handle, *_ in said]
 
 
-def _map(ep: ExpertParallel, meeting: Any, timeout: float, handles: list[bytes]) -> None:
+def _map(made: Made, meeting: Any, timeout: float, handles: list[bytes]) -> None:
     own: Exception | None = None
     try:
-        ep.set_comm_handles(handles)
+        made.set_comm_handles(handles)
     except Exception as error:
         own = error
     except BaseException:
@@ -74,18 +84,18 @@ def _map(ep: ExpertParallel, meeting: Any, timeout: float, handles: list[bytes])
     try:
         errors = meeting.all_gather(repr(own) if own else None, timeout)
     except PeerTimeoutError:
-        ep._core.disconnect()  # the memory itself stays: the rank that is missing may have mapped it
+        made._core.disconnect()  # the memory itself stays: the rank that is missing may have mapped it
         raise
     if not any(errors):
         return
-    ep._core.disconnect()
+    made._core.disconnect()
     meeting.all_gather(None, timeout)
-    ep._core.give_back()  # by now no rank maps any other's
-    _raise_first(own, errors)
+    made._core.give_back()  # by now no rank maps any other's
+    _raise_first(made, own, errors)
 
 
-def _raise_first(own: Exception | None, errors: list[str | None]) -> None:
+def _raise_first(made: Made, own: Exception | None, errors: list[str | None]) -> None:
     if own is not None:
         raise own
     rank = next(r for r, text in enumerate(errors) if text)
-    raise RuntimeError(f"rank {rank} could not make its ExpertParallel: {errors[rank]}")
+    raise RuntimeError(f"rank {rank} could not make its {type(made).__name__}: {errors[rank]}")

@@ -246,7 +246,7 @@ class Core {
     auto core = std::move(ep_);
     views_.reset();
     py::gil_scoped_release unlocked;
-    const auto closed = std::move(core);  // goes without the GIL too: freeing may wait for the device
+    const auto closed = std::move(core);      // goes without the GIL too: freeing may wait for the device
     if (!owns_comm_) return closed->close();  // may raise what the kernels have found; it is closed then as well
     try {
       closed->close();

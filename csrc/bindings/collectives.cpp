@@ -1,7 +1,7 @@
 #include "bindings/collectives.h"
 
 #include "bindings/clients.h"
-#include "bindings/tensors.h"
+#include "bindings/tensor_gate.h"
 #include "collectives/collectives.h"
 
 namespace moe_a2a::bindings {
@@ -20,27 +20,20 @@ class Core {
 
   at::Tensor all_reduce(const at::Tensor& x, const std::optional<at::Tensor>& out) {
     collectives_.require_open();
-    const int rank = comm_->member().rank;
-    const DType dtype = to_dtype(x.scalar_type(), "x", rank);
-    if (dtype != DType::kFloat32 && dtype != DType::kBfloat16) {
-      throw py::type_error(std::string("x has dtype ") + c10::toString(x.scalar_type()) + " on rank " +
-                           std::to_string(rank) + ", expected float32 or bfloat16; pass x.to(torch.float32)");
+    const Place place{comm_->member().rank, device_};
+    check_dense(place, x, "x");
+    if (x.scalar_type() != at::kFloat && x.scalar_type() != at::kBFloat16) {
+      raise_type(place.rank, std::string("x has dtype ") + c10::toString(x.scalar_type()),
+                 "expected float32 or bfloat16; pass x.to(torch.float32)");
     }
-    const int64_t nbytes = x.numel() * x.element_size();
-    if (nbytes > Collectives::max_nbytes()) {
-      throw py::value_error("x has " + std::to_string(nbytes) + " bytes > " +
-                            std::to_string(Collectives::max_nbytes()) + " on rank " + std::to_string(rank) +
-                            "; pass it in slices");
+    const DType dtype = x.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBfloat16;
+    const int64_t nbytes = x.numel() * x.element_size(), limit = Collectives::max_nbytes();
+    if (nbytes > limit) {
+      raise_value(place.rank, "x has " + std::to_string(nbytes) + " bytes > " + std::to_string(limit),
+                  "pass it in slices");
     }
-    check_dense(x, "x", rank, device_);
-    if (out) {
-      check_dense(*out, "out", rank, device_);
-      if (out->sizes() != x.sizes() || out->scalar_type() != x.scalar_type()) {
-        throw py::value_error("out is not of the shape and dtype of x on rank " + std::to_string(rank) +
-                              "; pass torch.empty_like(x)");
-      }
-    }
-    const at::Tensor result = out ? *out : at::empty_like(x);
+    if (out) check_out(place, *out, x);
+    const at::Tensor result = out ? *out : make_tensor(place, x.sizes(), x.scalar_type());
     void* stream = current_stream(device_);
     py::gil_scoped_release unlocked;
     collectives_.all_reduce(static_cast<const std::byte*>(x.const_data_ptr()),
@@ -60,13 +53,20 @@ class Core {
   bool is_closed() const { return collectives_.is_closed(); }
 
  private:
-  static void check_dense(const at::Tensor& tensor, const char* name, int rank, at::Device device) {
-    const std::string where = std::string(name) + " on rank " + std::to_string(rank);
-    if (tensor.device() != device) {
-      throw py::value_error(where + " is on " + tensor.device().str() + ", these Collectives on " + device.str() +
-                            "; pass " + name + ".to(\"" + device.str() + "\")");
+  static void check_dense(const Place& place, const at::Tensor& tensor, const char* name) {
+    check_plain(place, tensor, name);
+    if (!tensor.is_contiguous()) {
+      raise_value(place.rank, std::string(name) + " is not contiguous", std::string("pass ") + name + ".contiguous()");
     }
-    if (!tensor.is_contiguous()) throw py::value_error(where + " is not contiguous; pass " + name + ".contiguous()");
+  }
+  static void check_out(const Place& place, const at::Tensor& out, const at::Tensor& x) {
+    check_dense(place, out, "out");
+    if (out.sizes() != x.sizes() || out.scalar_type() != x.scalar_type()) {
+      raise_value(place.rank, "out is not of the shape and dtype of x", "pass torch.empty_like(x), or x itself");
+    }
+    if (overlap(out, x) && out.const_data_ptr() != x.const_data_ptr()) {
+      raise_value(place.rank, "out overlaps x", "pass x itself, or memory apart from it");
+    }
   }
 
   at::Device device_;

@@ -109,8 +109,8 @@ void ExpertParallel::take(int buffer, const std::shared_ptr<DispatchHandle>& han
 
 int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
   if (place.num_blocks > 0) return resident_blocks(place.num_blocks, device_->max_blocks());
-  // Half of the device, so that the kernels of two objects on two streams are resident at once: each waits for its peers,
-  // which may run them in the other order.
+  // Half of the device, so that the kernels of two objects on two streams are resident at once: each waits for its
+  // peers, which may run them in the other order.
   return resident_blocks(by_table > 0 ? by_table : device_->default_blocks(), device_->max_blocks() / 2);
 }
 
@@ -160,11 +160,11 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
   launch(DispatchRecvArgs{.context = context_,
-                                   .buffer = handle.buffer,
-                                   .layout = layout,
-                                   .expert_alignment = expert_alignment,
-                                   .row_dtype = handle.row_dtype},
-                  dispatch_blocks(handle.num_tokens, place), place.stream);
+                          .buffer = handle.buffer,
+                          .layout = layout,
+                          .expert_alignment = expert_alignment,
+                          .row_dtype = handle.row_dtype},
+         dispatch_blocks(handle.num_tokens, place), place.stream);
   handle.stage = Stage::kReceived;
   try {
     after_launch();
@@ -193,13 +193,13 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   handle->expert_alignment = expert_alignment;
   handle->stage = Stage::kReceived;
   launch(DispatchArgs{.send = send_args(input, buffer),
-                               .recv = {.context = context_,
-                                        .buffer = buffer,
-                                        .layout = layout,
-                                        .expert_alignment = expert_alignment,
-                                        .row_dtype = input.row_dtype()},
-                               .num_send_blocks = dispatch_senders(num_blocks)},
-                  num_blocks, place.stream);
+                      .recv = {.context = context_,
+                               .buffer = buffer,
+                               .layout = layout,
+                               .expert_alignment = expert_alignment,
+                               .row_dtype = input.row_dtype()},
+                      .num_send_blocks = dispatch_senders(num_blocks)},
+         num_blocks, place.stream);
   take(buffer, handle);
   return handle;
 }
@@ -214,13 +214,13 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
   const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kReceived, Stage::kReceived, "the expert layout");
   launch(GatherRowsArgs{.context = context_,
-                                 .buffer = handle.buffer,
-                                 .layout = handle.layout,
-                                 .row_dtype = handle.row_dtype,
-                                 .num_positions = num_positions(handle),
-                                 .expert_x = static_cast<std::byte*>(expert_x),
-                                 .expert_x_scales = expert_x_scales},
-                  dispatch_blocks(handle.num_tokens, place), place.stream);
+                        .buffer = handle.buffer,
+                        .layout = handle.layout,
+                        .row_dtype = handle.row_dtype,
+                        .num_positions = num_positions(handle),
+                        .expert_x = static_cast<std::byte*>(expert_x),
+                        .expert_x_scales = expert_x_scales},
+         dispatch_blocks(handle.num_tokens, place), place.stream);
 }
 
 CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows,
@@ -299,9 +299,9 @@ void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_
   handle.keeps_own_sums = presummed;
   handle.is_refusal_raised = false;
   launch(CombineArgs{.send = send,
-                              .recv = recv_args(handle, combined_x),
-                              .num_send_blocks = combine_senders(num_blocks, presummed, config().num_ranks)},
-                  num_blocks, place.stream);
+                     .recv = recv_args(handle, combined_x),
+                     .num_send_blocks = combine_senders(num_blocks, presummed, config().num_ranks)},
+         num_blocks, place.stream);
   finish_combine(handle);
 }
 

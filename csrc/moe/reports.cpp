@@ -66,11 +66,11 @@ void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, c
   if (handle.stage != Stage::kCombineSent) {  // combine_send has given the credit back already
     const bool refused_before = why.empty() && handle.attempt > 1;
     launch(ReleaseArgs{.context = context_,
-                                .buffer = handle.buffer,
-                                .text = refused_before ? RefusalText{}
-                                        : why.empty()  ? to_text("it released the handle without a combine")
-                                                       : to_text(why)},
-                    1, place.stream);
+                       .buffer = handle.buffer,
+                       .text = refused_before ? RefusalText{}
+                               : why.empty()  ? to_text("it released the handle without a combine")
+                                              : to_text(why)},
+           1, place.stream);
   }
   finish_combine(handle);
   handle.stage = Stage::kClosed;

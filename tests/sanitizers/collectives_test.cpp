@@ -1,11 +1,12 @@
 // The second client of a communicator: its sums, its words in reports and traces, and its life beside other clients.
+#include "collectives/collectives.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <random>
 #include <vector>
 
-#include "collectives/collectives.h"
 #include "collectives/vocabulary.h"
 #include "seed.h"
 #include "thread_ranks.h"

@@ -1,0 +1,155 @@
+"""Several clients on one Communicator: made, used together and closed in any order; what they cannot do, said clearly."""
+
+import pytest
+import torch
+from ranks import run_processes, run_threads
+
+import moe_a2a
+
+pytestmark = pytest.mark.cpu
+
+
+def values(rank: int, call: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small integers: exact in bfloat16, and so is their sum."""
+    return ((torch.arange(count) * 7 + rank * 5 + call * 3) % 31 - 15).to(dtype)
+
+
+def check_sum(coll: moe_a2a.Collectives, call: int, count: int, dtype: torch.dtype, in_place: bool) -> None:
+    x = values(coll.rank, call, count, dtype)
+    out = coll.all_reduce(x, out=x if in_place else None)
+    expected = sum(values(r, call, count, torch.float32) for r in range(coll.num_ranks)).to(dtype)
+    assert torch.equal(out, expected)
+    assert (out.data_ptr() == x.data_ptr()) == (in_place or count == 0)
+
+
+def make_ep(group, hidden: int = 16, **kwargs) -> moe_a2a.ExpertParallel:
+    return moe_a2a.ExpertParallel(
+        group, num_experts=12, num_topk=2, hidden=hidden, num_max_tokens_per_rank=32, dtype=torch.float32, **kwargs
+    )
+
+
+def check_layer(ep: moe_a2a.ExpertParallel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed * 10 + ep.rank)
+    x = torch.randn(20, ep.hidden, generator=generator)
+    topk_idx = torch.stack([torch.randperm(12, generator=generator)[:2] for _ in range(20)])
+    h = ep.dispatch(x, topk_idx)
+    y = x.new_full((h.capacity, ep.hidden), float("nan"))
+    y[: h.num_routes] = h.recv_x[h.expert_row_index[: h.num_routes].long()]
+    assert torch.equal(ep.combine(y, h), x + x)
+
+
+def clients_program(group, seed: int) -> None:
+    with moe_a2a.Communicator(group, timeout=20) as comm:
+        ep = make_ep(comm)
+        coll = moe_a2a.Collectives(comm)
+        generator = torch.Generator().manual_seed(seed)
+        for call in range(12):
+            if call == 4:
+                wide = make_ep(comm, hidden=40)
+            if call == 8:
+                ep.close()
+            if call < 8:
+                check_layer(ep, seed + call)
+            if call >= 4:
+                check_layer(wide, seed + call)
+            count = int(torch.randint(0, 3000, (1,), generator=generator))
+            check_sum(coll, call, count, torch.bfloat16 if call % 2 else torch.float32, in_place=call % 3 == 0)
+        coll.close()
+        check_layer(wide, seed)
+        wide.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            coll.all_reduce(torch.ones(1))
+    assert comm.is_closed
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_clients_share_a_communicator(num_ranks, session_seed):
+    run_threads(num_ranks, clients_program, session_seed)
+
+
+def test_clients_share_a_communicator_of_processes(session_seed):
+    run_processes(2, clients_program, session_seed)
+
+
+def own_communicators(group, seed: int) -> None:
+    with moe_a2a.Collectives(group, timeout=20) as coll, make_ep(group, timeout=20) as ep:
+        check_sum(coll, 0, 262144, torch.float32, in_place=True)
+        check_layer(ep, seed)
+
+
+def test_a_client_makes_a_communicator_of_its_own(session_seed):
+    run_threads(2, own_communicators, session_seed)
+
+
+def other_clients_program(group) -> str:
+    comm = moe_a2a.Communicator(group, timeout=10)
+    with pytest.raises(ValueError, match="ranks disagree: (ExpertParallel|Collectives) on rank 0 but"):
+        moe_a2a.Collectives(comm) if comm.rank == 0 else make_ep(comm)
+    check_sum(moe_a2a.Collectives(comm), 0, 5, torch.float32, in_place=False)  # the communicator is as good as before
+    return "done"
+
+
+def test_ranks_that_make_different_clients_are_told():
+    assert run_threads(2, other_clients_program) == ["done", "done"]
+
+
+def carried_handles_program(group) -> None:
+    comm = moe_a2a.Communicator(moe_a2a.HandleExchange(group.rank, group.num_ranks), timeout=10)
+    comm.set_comm_handles(group.all_gather(comm.get_comm_handle()))
+    coll = moe_a2a.Collectives(comm)
+    coll.set_comm_handles(group.all_gather(coll.get_comm_handle()))
+    check_sum(coll, 0, 100, torch.float32, in_place=False)
+    alone = moe_a2a.Collectives(moe_a2a.HandleExchange(group.rank, group.num_ranks), timeout=10)
+    alone.set_comm_handles(group.all_gather(alone.get_comm_handle()))  # its communicator's handle is in it
+    check_sum(alone, 1, 100, torch.float32, in_place=False)
+    for one in (alone, coll, comm):
+        one.close()
+
+
+def test_handles_may_be_carried_by_the_caller():
+    run_threads(2, carried_handles_program)
+
+
+def absent_rank_program(group) -> str:
+    comm = moe_a2a.Communicator(group, timeout=1.0)
+    coll, ep = moe_a2a.Collectives(comm), make_ep(comm)
+    if comm.rank == 1:
+        group.all_gather(None)
+        return ""
+    with pytest.raises(moe_a2a.PeerTimeoutError) as caught:
+        coll.all_reduce(torch.ones(10))
+    assert (caught.value.operation, caught.value.phase, caught.value.peer) == ("one_shot_all_reduce", "chunk", 1)
+    with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 1"):  # a rank that is gone is gone for every client
+        ep.dispatch(torch.ones(1, 16), torch.tensor([[0, 11]]))
+    group.all_gather(None)
+    return str(caught.value)
+
+
+def test_an_absent_rank_is_a_timeout_for_every_client():
+    said = run_threads(2, absent_rank_program)[0]
+    assert "rank 0 in one_shot_all_reduce waited" in said and "for the chunk from rank 1" in said
+
+
+def bad_input_program(group) -> None:
+    comm = moe_a2a.Communicator(group, timeout=10)
+    coll = moe_a2a.Collectives(comm)
+    for bad, error, text in [
+        (torch.ones(3, dtype=torch.int32), TypeError, "x has dtype Int on rank"),
+        (torch.ones(3, dtype=torch.float64), TypeError, "x has dtype Double on rank"),
+        (torch.ones(4, 4).t()[1:], ValueError, "x is not contiguous on rank"),
+        (torch._neg_view(torch.ones(4)), ValueError, "x "),
+        (torch.ones(4, device="meta"), ValueError, "x is on meta"),
+        (torch.ones((1 << 18) + 1), ValueError, "x has 1048580 bytes > 1048576 on rank"),
+        ("x", TypeError, "x is a str"),
+    ]:
+        with pytest.raises(error, match=text):
+            coll.all_reduce(bad)
+    with pytest.raises(ValueError, match="out is not of the shape and dtype of x"):
+        coll.all_reduce(torch.ones(3), out=torch.ones(4))
+    with pytest.raises(ValueError, match="the Communicator is on cpu"):
+        moe_a2a.Collectives(comm, device="cuda:0")
+    check_sum(coll, 0, 3, torch.float32, in_place=False)
+
+
+def test_bad_input_is_refused_and_nothing_is_lost():
+    run_threads(2, bad_input_program)
