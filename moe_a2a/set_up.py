@@ -4,11 +4,10 @@ gives the memory back: nobody waits for a rank that has left, and the group may 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from moe_a2a import devices, rendezvous
+from moe_a2a import arguments, devices, rendezvous
 from moe_a2a.errors import PeerTimeoutError
 
 if TYPE_CHECKING:
@@ -17,14 +16,17 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT = 30.0  # seconds; of a meeting in which a rank has to say that its timeout is none
 
 
-def is_timeout(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+def _timeout_of_meeting(ep: ExpertParallel) -> float:
+    try:
+        return arguments.checked_timeout(ep.rank, ep.timeout)
+    except (TypeError, ValueError):
+        return DEFAULT_TIMEOUT
 
 
 def make_together(ep: ExpertParallel, allocate: Callable[[], None]) -> None:
     """Allocates, exchanges handles, maps the memory of the others."""
     meeting = rendezvous.begin(ep._group, "make the ExpertParallel")
-    timeout = float(ep.timeout) if is_timeout(ep.timeout) else DEFAULT_TIMEOUT
+    timeout = _timeout_of_meeting(ep)
     try:
         handles = _exchange(ep, meeting, timeout, allocate)
         _map(ep, meeting, timeout, handles)

@@ -176,6 +176,7 @@ class ExpertParallel {
   void leave_if_interrupted();
   void poison_peers();
   bool is_known_refusal(const Report& report);
+  bool nobody_waits() const;
   void raise_waits();
   void raise_bad_routing();
 

@@ -28,9 +28,12 @@ RefusalText to_text(const std::string& why) {
 
 // ---- to the peers
 
+// Nobody has mapped this rank, or all have been told already that it has left.
+bool ExpertParallel::nobody_waits() const { return closed_ || closing_ || interrupted_ || !connected_; }
+
 void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  if (closed_ || closing_ || !connected_) return;  // nobody waits for this call
+  if (nobody_waits()) return;
   const int buffer = next_buffer();
   device_->launch(RefuseDispatchArgs{.context = context(), .buffer = buffer, .text = to_text(why)}, 1, place.stream);
   take(buffer, nullptr);
@@ -39,7 +42,7 @@ void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& 
 
 void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  if (closed_ || closing_ || !connected_) return;  // nobody waits for this call
+  if (nobody_waits()) return;
   device_->launch(
       RefuseCombineArgs{.context = context(), .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
       1, place.stream);
@@ -55,6 +58,7 @@ void ExpertParallel::refuse_combines(const std::string& why, const LaunchPlace& 
 
 void ExpertParallel::give_up_newest(const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
+  if (nobody_waits()) return;
   if (const auto handle = open_[last_buffer_]) release(*handle, place, why);
 }
 
