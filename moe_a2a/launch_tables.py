@@ -1,9 +1,11 @@
 """How many blocks a call takes when it does not say: a table by the number of tokens, handed to the core once.
 
 In this order:
+
   1. the constructor's launch_table= (a file), else the file that the environment variable MOE_A2A_LAUNCH_TABLE names;
   2. the tuned table that the package ships for this GPU and number of ranks (moe_a2a/tuned/<gpu>_<ranks>.json);
   3. a small model: see model().
+
 A call's and the constructor's num_blocks= come before all of them. On the CPU there is no table: one thread.
 
 `python -m moe_a2a tune` writes such files and prints what is in effect.
