@@ -17,7 +17,7 @@ done
 
 torch=$("$python" -c 'import torch; print("torch==" + torch.__version__.split("+")[0])')
 "$python" -m venv fresh
-fresh/bin/python -m pip install -qq "$torch" numpy
+fresh/bin/python -m pip install -qq "$torch" numpy platformdirs
 # Isolated: the build requirements come from the package index, PyTorch from the environment.
 fresh/bin/python -m pip wheel -q --no-deps --wheel-dir . "$sdist"
 wheel=$(ls moe_a2a-*.whl)
