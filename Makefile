@@ -2,13 +2,14 @@
 # make test     every test
 # make test-gpu the Python tests on GPUs, a rank each; make soak-gpu and make sanitize-gpu: see tests/README.md
 # make kernels  compile every kernel for CUDA and HIP, check the AMD assembly
-# make format   make lint   make clean
+# make format   make lint   make types   make stubs   make docs   make package   make clean
 #
 # Everything goes to .venv and build in this folder. PYTHON= names the interpreter that .venv is made from,
 # TARGETS= the targets to build in (cpu;cuda;hip; left out: cpu and what is found).
 
 PYTHON ?= python3
 TARGETS ?=
+SOAK_SECONDS ?= 10
 export PYTHON
 
 BIN := .venv/bin
@@ -19,7 +20,7 @@ TARGETS_FLAG := $(if $(TARGETS),-DMOE_A2A_TARGETS="$(TARGETS)")
 NATIVE_FILES := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/*/* csrc/*/*/*)
 FORMATTED := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp tests/*/*.h tests/*/*.cpp)
 
-.PHONY: setup demo test test-cpp test-python test-gpu soak-gpu sanitize-gpu kernels format lint clean
+.PHONY: setup demo test test-cpp test-python test-gpu soak soak-gpu sanitize-gpu kernels format lint types stubs docs package clean
 
 setup: .venv/package
 
@@ -45,10 +46,14 @@ test-cpp: .venv/dependencies
 	ctest --test-dir build/tests --output-on-failure --no-tests=error
 
 test-python: setup
+	.ci/system_packages.sh test
 	$(BIN)/python -m pytest tests
 
 test-gpu: setup
 	MOE_A2A_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/python
+
+soak: setup
+	MOE_A2A_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests/python/test_soak.py
 
 soak-gpu: setup
 	MOE_A2A_TEST_DEVICE=cuda MOE_A2A_SOAK_ITERATIONS=100000 \
@@ -73,6 +78,30 @@ lint: .venv/formatters
 	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+.venv/checkers: .venv/formatters .venv/package
+	$(BIN)/python -m pip install -qq 'mypy==2.*' 'pybind11-stubgen==3.*'
+	@touch $@
+
+# Types of the package, and whether the stub of the extension says what the extension has.
+types: setup .venv/checkers
+	.ci/stubs.sh .venv check
+	$(BIN)/mypy
+
+stubs: setup .venv/checkers
+	.ci/stubs.sh .venv write
+
+.venv/sphinx: .venv/package
+	$(BIN)/python -m pip install -qq 'sphinx==9.*'
+	@touch $@
+
+docs: setup .venv/sphinx
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs/reference build/docs
+	@echo "build/docs/index.html"
+
+# A source distribution, a wheel from it, and the demo from the wheel in an environment of its own.
+package: .venv/dependencies
+	.ci/check_package.sh $(BIN)/python build/package
 
 clean:
 	rm -rf .venv build

@@ -23,6 +23,7 @@ case $1 in
     ;;
   test)
     need libgtest-dev test -e /usr/include/gtest/gtest.h
+    want chromium command -v chromium # for the test that opens a trace in Perfetto's UI
     ;;
   kernels)
     need clang-22 command -v clang++-22

@@ -19,6 +19,8 @@ from scikit_build_core.build import (  # noqa: F401 (the hooks of PEP 517 and 66
     build_sdist,
     build_wheel,
     get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
 )
 
 TORCH = "torch>=2.6"

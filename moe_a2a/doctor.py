@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ OPTIONAL_PACKAGES = {
 }
 SHARED_MEMORY = "/dev/shm"  # where ranks that are processes keep what they share, on the CPU target
 NUM_RANKS = 2
-SIZES = {"num_experts": 8, "num_topk": 2, "hidden": 1024, "num_max_tokens_per_rank": 64}
+SIZES: dict[str, Any] = {"num_experts": 8, "num_topk": 2, "hidden": 1024, "num_max_tokens_per_rank": 64}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,6 +141,6 @@ def _expected(inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> 
         *map(list, zip(*inputs, strict=True)),
         num_experts=SIZES["num_experts"],
         num_max_tokens_per_rank=SIZES["num_max_tokens_per_rank"],
-        layout="expert_major",
     )
-    return moe_a2a.reference.combine([handle.expert_x for handle in handles], handles)
+    y = [handle.recv_x[handle.expert_row_index.clamp(min=0).long()] for handle in handles]
+    return moe_a2a.reference.combine(y, handles)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, devices, launch_tables, set_up
+from moe_a2a import _core, arguments, calls, launch_tables, set_up
 from moe_a2a.communicator import Communicator
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError

@@ -19,10 +19,11 @@ class DispatchHandle:
 
     Sizes: R ranks, T = num_max_tokens_per_rank, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
     one token that lives on this rank. *Positions* number the routes, grouped by local expert and inside an expert by
-    (source rank, token, choice):
-      layout="rows"          capacity = R * T * K positions, the experts' routes without gaps
-      layout="expert_major"  each expert's positions start at a multiple of expert_alignment, padding between
-      layout="masked"        expert e has the positions e * R * T ... e * R * T + expert_counts[e] - 1
+    (source rank, token, choice)::
+
+        layout="rows"          capacity = R * T * K positions, the experts' routes without gaps
+        layout="expert_major"  each expert's positions start at a multiple of expert_alignment, padding between
+        layout="masked"        expert e has the positions e * R * T ... e * R * T + expert_counts[e] - 1
     """
 
     # Made at every call: no dictionary.

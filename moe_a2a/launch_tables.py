@@ -1,9 +1,13 @@
 """How many blocks a call takes when it does not say: a table by the number of tokens, handed to the core once.
 
 In this order:
+
   1. the constructor's launch_table= (a file), else the file that the environment variable MOE_A2A_LAUNCH_TABLE names;
-  2. the tuned table that the package ships for this GPU and number of ranks (moe_a2a/tuned/<gpu>_<ranks>.json);
-  3. a small model: see model().
+  2. the table that `tune` has written on this machine for this GPU and number of ranks, in the user's cache directory
+     (<cache>/moe_a2a/tuned/<gpu>_<ranks>.json);
+  3. the one that the package ships for them, if there is one (moe_a2a/tuned/<gpu>_<ranks>.json);
+  4. a small model: see model().
+
 A call's and the constructor's num_blocks= come before all of them. On the CPU there is no table: one thread.
 
 `python -m moe_a2a tune` writes such files and prints what is in effect.
@@ -18,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import platformdirs
 import torch
 
 from moe_a2a import devices
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_VARIABLE = "MOE_A2A_LAUNCH_TABLE"
 SHIPPED = Path(__file__).parent / "tuned"
+OWN = platformdirs.user_cache_path("moe_a2a", appauthor=False) / "tuned"  # what `tune` has written
 DTYPES = ("float32", "float16", "bfloat16")
 LARGEST = (1 << 31) - 1  # what the core counts with
 
@@ -77,9 +83,9 @@ def in_effect(
 ) -> tuple[list[LaunchStep], str]:
     """The table, and where it comes from in words."""
     named = file or os.environ.get(ENVIRONMENT_VARIABLE)
-    path = Path(named) if named else shipped_file(device, num_ranks)
+    path = Path(named) if named else found_file(device, num_ranks)
     row_bytes = hidden * dtype.itemsize
-    if named or (device.type == "cuda" and path.exists()):
+    if path is not None:
         nearest = min(read(path), key=lambda table: abs(math.log(table.row_bytes / row_bytes)))
         is_same = nearest.row_bytes == row_bytes
         origin = f"{path}, hidden {nearest.hidden} {nearest.dtype}" + ("" if is_same else ", scaled by the row's bytes")
@@ -90,8 +96,16 @@ def in_effect(
     return model(num_ranks, num_topk, row_bytes, num_multiprocessors), "the small model"
 
 
-def shipped_file(device: torch.device, num_ranks: int) -> Path:
-    return SHIPPED / f"{devices.short_name(device)}_{num_ranks}.json"
+def found_file(device: torch.device, num_ranks: int) -> Path | None:
+    """This machine's own table, else the shipped one; None for the CPU, and where there is neither."""
+    if device.type != "cuda":
+        return None
+    candidates = (own_file(device, num_ranks), SHIPPED / own_file(device, num_ranks).name)
+    return next((path for path in candidates if path.exists()), None)
+
+
+def own_file(device: torch.device, num_ranks: int) -> Path:
+    return OWN / f"{devices.short_name(device)}_{num_ranks}.json"
 
 
 # ---- the small model

@@ -2,7 +2,7 @@
 
 The functions take lists with one entry per rank and return such lists. Names, shapes and layouts
 are those of `ExpertParallel` and `DispatchHandle`; the results are equal bit for bit, because every
-order of addition and every rounding is written down here.
+order of addition and every rounding is written down here::
 
     T, H, K      tokens of a rank, hidden, num_topk
     R, E_local   num_ranks, num_experts / num_ranks

@@ -63,7 +63,7 @@ class Meeting:
                 if elapsed >= timeout:
                     self._leave(missing)
                     raise self._error(meetings.rank, missing, elapsed)
-                board.wait(timeout - elapsed)
+                board.wait(min(timeout - elapsed, 1.0))
         except PeerTimeoutError:
             raise
         except Exception as error:

@@ -4,11 +4,10 @@ gives the memory back: nobody waits for a rank that has left, and the group may 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from moe_a2a import devices, rendezvous
+from moe_a2a import arguments, devices, rendezvous
 from moe_a2a.errors import PeerTimeoutError
 
 DEFAULT_TIMEOUT = 30.0  # seconds; of a meeting in which a rank has to say that its timeout is none
@@ -19,6 +18,7 @@ class Made(Protocol):
 
     _group: Any
     _core: Any
+    rank: int
     timeout: Any
     device: Any
 
@@ -27,14 +27,17 @@ class Made(Protocol):
     def _drop_core(self) -> None: ...
 
 
-def is_timeout(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+def _timeout_of_meeting(made: Made) -> float:
+    try:
+        return arguments.checked_timeout(made.rank, made.timeout)
+    except (TypeError, ValueError):
+        return DEFAULT_TIMEOUT
 
 
 def make_together(made: Made, allocate: Callable[[], None]) -> None:
     """Allocates, exchanges handles, maps the memory of the others."""
     meeting = rendezvous.begin(made._group, f"make the {type(made).__name__}")
-    timeout = float(made.timeout) if is_timeout(made.timeout) else DEFAULT_TIMEOUT
+    timeout = _timeout_of_meeting(made)
     try:
         handles = _exchange(made, meeting, timeout, allocate)
         _map(made, meeting, timeout, handles)

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--output", type=Path, metavar="FILE",
-                        help="where the table goes (default: into the package, where it is found by itself)")  # fmt: skip
+                        help="where the table goes (default: the user's cache directory, where it is found by itself)")  # fmt: skip
     add_how(parser)
 
 
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if options.only_print:
         return _print(options)
     try:
-        output_file(options.output or launch_tables.SHIPPED / "table.json")
+        output_file(options.output or launch_tables.OWN / "table.json")
         if options.output and options.output.exists():  # the new table is added to it
             launch_tables.read(options.output)
     except (argparse.ArgumentTypeError, ValueError) as error:
@@ -95,7 +95,7 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
             _say(case, blocks, times, steps[-1])
     if is_first:
         table = TunedTable(options.hidden, options.dtype, tuple(_merged(steps)))
-        path = options.output or launch_tables.shipped_file(device, dist.get_world_size())
+        path = options.output or launch_tables.own_file(device, dist.get_world_size())
         about = machine.about(device, dist.get_world_size()) | {"seed": options.seed, "topk": options.topk}
         launch_tables.write(path, about | {"experts": options.experts}, table)
         _print_steps(list(table.steps))

@@ -106,7 +106,8 @@ class Client {
   // Before each launch, and behind each one of a synchronous device.
   void raise_waits();
   void leave_if_interrupted();
-  bool is_usable() const { return connected_ && !closed_ && !closing_; }
+  // Nobody has mapped this rank, or all have been told already that it has left.
+  bool nobody_waits() const { return is_closed() || interrupted_ || !connected_; }
 
   Member member_;
   const Vocabulary& vocabulary_;

@@ -30,7 +30,7 @@ RefusalText to_text(const std::string& why) {
 
 void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  if (!is_usable()) return;  // nobody waits for this call
+  if (nobody_waits()) return;
   const int buffer = next_buffer(place);
   launch(RefuseDispatchArgs{.context = context_, .buffer = buffer, .text = to_text(why)}, 1, place.stream);
   take(buffer, nullptr);
@@ -39,7 +39,7 @@ void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& 
 
 void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  if (!is_usable()) return;  // nobody waits for this call
+  if (nobody_waits()) return;
   launch(
       RefuseCombineArgs{.context = context_, .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
       1, place.stream);
@@ -55,6 +55,7 @@ void ExpertParallel::refuse_combines(const std::string& why, const LaunchPlace& 
 
 void ExpertParallel::give_up_newest(const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
+  if (nobody_waits()) return;
   if (const auto handle = open_[last_buffer_]) release(*handle, place, why);
 }
 

@@ -1,4 +1,4 @@
-"""Every Mixture-of-Experts model of transformers through dispatch(), its own experts, combine().
+"""Every Mixture-of-Experts model of transformers through dispatch(), its own experts, combine()::
 
     from moe_a2a.integrations.transformers import register, shard_experts
 

@@ -140,7 +140,7 @@ class Trace:
 
 
 def trace(ep: ExpertParallel, records_per_segment: int | None = None) -> Trace:
-    """Records what the kernels of `ep` do inside the `with` block; every rank enters it.
+    """Records what the kernels of `ep` do inside the `with` block; every rank enters it::
 
         with moe_a2a.trace(ep) as t:
             h = ep.dispatch(x, topk_idx, topk_weights)
@@ -148,10 +148,13 @@ def trace(ep: ExpertParallel, records_per_segment: int | None = None) -> Trace:
         t.save("layer.json.gz")
         print(t.summary())
 
-    records_per_segment: room for so many records, 16 bytes each, in the segment of each warp (CPU: of each thread);
-    default: 1024 on a GPU, 65536 on the CPU. A full segment drops what comes after, and the file says how many. A row
-    that is sent takes one record and one for each rank that it goes to (in a small batch each piece of a row one for both),
-    a wait for it takes one."""
+    Args:
+        ep: whose kernels are recorded.
+        records_per_segment: room for n records, 16 bytes each, in the segment of each warp (CPU: of each thread);
+            default: 1024 on a GPU, 65536 on the CPU. A full segment drops what comes after, and the file says how many. A
+            row that is sent takes one record and one for each rank that it goes to (in a small batch each piece of a row
+            one for both), a wait for it takes one.
+    """
     if records_per_segment is None:
         records_per_segment = DEFAULT_RECORDS[ep.device.type]
     elif type(records_per_segment) is not int or not 1 <= records_per_segment <= MOST_RECORDS:

@@ -18,7 +18,7 @@ pytestmark = on_device.TESTS
 
 CONFIG = {
     "num_experts": 12, "num_topk": 2, "hidden": 200, "num_max_tokens_per_rank": 6,
-    "dtype": torch.float32, "timeout": 3,
+    "dtype": torch.float32, "timeout": 30,
 }  # fmt: skip
 E4M3 = torch.float8_e4m3fn
 
@@ -177,7 +177,7 @@ def test_dispatch_refused_by_one_of_three(name):
                         on_device.dispatch(ep, *make_inputs(ep))
                     assert raised.value.peer == 1
                     check_words(raised, 1, words)
-                assert time.monotonic() - start < 2
+                assert time.monotonic() - start < CONFIG["timeout"] / 2  # nobody has waited for a deadline
             good_call(ep)
 
     on_device.run(3, program)
@@ -204,7 +204,7 @@ def test_combine(name, num_ranks):
                     on_device.combine(ep, y, handle)
                 assert raised.value.peer == refuser
                 check_words(raised, refuser, words)
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < CONFIG["timeout"] / 2  # nobody has waited for a deadline
             # A refuser that tries again at once may be in time: then its peers see no refusal.
             group.all_gather(None)
             assert handle.is_open

@@ -184,8 +184,8 @@ def test_release_gives_the_buffer_back():
     run(program)
 
 
-def test_one_rank_releases_and_another_combines_zero_rows():
-    """All ranks combine or all release; with different handles open the buffers stay apart."""
+def test_a_released_handle_leaves_the_other_open_one_alone():
+    """The dispatch after a release takes the released buffer, beside a buffer that is still open."""
 
     def program(ep):
         kept = ep.dispatch(*make_inputs(ep, 1))

@@ -6,8 +6,11 @@ MOE_A2A_FUZZ=2000 damages that many tables instead of a few hundred.
 import json
 import os
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import mutations
+import platformdirs
 import pytest
 import torch
 from limits import limits
@@ -97,3 +100,31 @@ def test_damaged_tables_are_used_or_refused(tmp_path, session_seed):
         except BaseException as error:
             raise AssertionError(f"table {number} of MOE_A2A_SEED={session_seed}: {type(error).__name__}") from error
     assert 0 < num_refused < NUM_TABLES
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """The user's and the package's, and a GPU that is called h200."""
+    monkeypatch.setattr(launch_tables, "OWN", tmp_path / "cache" / "tuned")
+    monkeypatch.setattr(launch_tables, "SHIPPED", tmp_path / "package" / "tuned")
+    monkeypatch.setattr(launch_tables.devices, "short_name", lambda device: "h200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.delenv("MOE_A2A_LAUNCH_TABLE", raising=False)
+
+
+def test_a_table_of_this_machine_comes_before_the_shipped_one(folders):
+    def origin(num_ranks):
+        return launch_tables.in_effect(torch.device("cuda"), num_ranks, 64, torch.bfloat16, 2)[1]
+
+    assert origin(4) == "the small model"
+    for folder in (launch_tables.SHIPPED, launch_tables.OWN):
+        launch_tables.write(folder / "h200_4.json", {}, TunedTable(64, "bfloat16", (LaunchStep(8, 16, 24),)))
+        assert origin(4).startswith(f"{folder / 'h200_4.json'}, hidden 64")
+        assert origin(2) == "the small model"
+    assert launch_tables.in_effect(torch.device("cpu"), 4, 64, torch.bfloat16, 2) == ([], "the target's default")
+
+
+def test_tune_writes_into_the_users_cache():
+    cache = platformdirs.user_cache_path("moe_a2a", appauthor=False)
+    assert launch_tables.own_file(torch.device("cpu"), 4) == cache / "tuned" / "cpu_4.json"
+    assert not cache.is_relative_to(Path(moe_a2a.__file__).parent)

@@ -21,13 +21,13 @@ def small_batches(request, monkeypatch):
 
 
 def run(program, num_ranks=3):
-    config = {**CONFIG, "timeout": 3}
+    config = {**CONFIG, "timeout": 30}
 
     def with_ep(group):
         with moe_a2a.ExpertParallel(group, **config) as ep:
             start = time.monotonic()
             program(ep, group)
-            assert time.monotonic() - start < 2.5  # nobody has waited for a deadline
+            assert time.monotonic() - start < config["timeout"] / 2  # nobody has waited for a deadline
             for salt in range(4):
                 good_call(ep, salt)
 

@@ -20,9 +20,9 @@ import perfetto_ui
 pytestmark = pytest.mark.cpu
 
 NUM_RANKS, NUM_EXPERTS, NUM_CALLS, MAX_TOKENS = 4, 16, 3, 2000
-LATE_SECONDS, SECONDS_PER_ROUTE = 0.03, 1e-4
+# Long beside what a busy machine takes a thread's core away for: that rank would be the culprit, rightly.
+LATE_SECONDS, SECONDS_PER_ROUTE = 0.4, 3e-3
 HOT_EXPERT, SLOW_RANK, LAST_RANK = 5, 2, 3
-NUM_ATTEMPTS = 4
 MODES = {"threads": ranks.run_threads, "processes": ranks.run_processes}
 
 
@@ -115,15 +115,8 @@ def test_slices_take_the_time_that_the_clock_on_the_wall_says(tmp_path):
     ],
 )
 def test_the_culprit_is_named(mode, story, words):
-    texts = []
-    # A machine that is busy with something else takes a rank's core away for longer than a story lasts, and then that rank
-    # is the culprit, rightly. test_trace_merge.py tells the stories without a machine.
-    for _ in range(NUM_ATTEMPTS):
-        results = MODES[mode](NUM_RANKS, run_story, story, [])
-        if all(culprit.startswith(words) for _, culprit, *_ in results):
-            return
-        texts.append(results[0][0])
-    raise AssertionError("\n\n".join(texts))
+    for text, culprit, *_ in MODES[mode](NUM_RANKS, run_story, story, []):
+        assert culprit.startswith(words), text
 
 
 def test_what_does_not_fit_is_counted(tmp_path):

@@ -37,13 +37,13 @@ def merge_and_write(group, folder):
     plan = synthetic.Plan(num_tokens=64, num_warps=8, slow_send=[1, 3, 1, 1])
     calls = synthetic.simulate(plan)
     times = -(-NUM_RECORDS // sum(len(rank.records) for rank in calls))
-    start = time.perf_counter()
+    start = time.process_time()  # not the wall's: what else runs on this machine does not count
     timeline = merge([repeated(rank, times) for rank in calls], synthetic.configuration(plan), combine_row_bytes=128)
-    seconds = {"merge": time.perf_counter() - start}
+    seconds = {"merge": time.process_time() - start}
     for ending in (".pftrace", ".json.gz", ".json"):
-        start = time.perf_counter()
+        start = time.process_time()
         export.save(timeline, f"{folder}/trace{ending}")
-        seconds[ending] = time.perf_counter() - start
+        seconds[ending] = time.process_time() - start
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return len(timeline.slices), len(timeline.arrows), seconds, peak
 

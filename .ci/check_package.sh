@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# check_package.sh <python> <folder>: what somebody gets who has no checkout. A source distribution from this checkout, a
+# wheel from that with pip's build isolation, an environment with PyTorch and the wheel, and in it the demo.
+set -euo pipefail
+python=$(realpath -s "$1")
+root=$PWD
+rm -rf "$2"
+mkdir -p "$2"
+cd "$2"
+
+"$python" -m pip install -qq 'build==1.*'
+"$python" -m build --sdist --outdir . "$root" >sdist.log
+sdist=$(ls moe_a2a-*.tar.gz)
+for file in LICENSE README.md tests/python/conftest.py tests/unit/number_test.cpp csrc/arch/arch.h .ci/run Makefile; do
+  tar -tzf "$sdist" "${sdist%.tar.gz}/$file" >/dev/null # an error names what is missing
+done
+
+torch=$("$python" -c 'import torch; print("torch==" + torch.__version__.split("+")[0])')
+"$python" -m venv fresh
+fresh/bin/python -m pip install -qq "$torch" numpy platformdirs
+# Isolated: the build requirements come from the package index, PyTorch from the environment.
+fresh/bin/python -m pip wheel -q --no-deps --wheel-dir . "$sdist"
+wheel=$(ls moe_a2a-*.whl)
+for file in moe_a2a/py.typed moe_a2a/_core.pyi moe_a2a/_build_info.py; do
+  "$python" -m zipfile -l "$wheel" | grep -q "^$file " || { echo "$wheel lacks $file" >&2; exit 1; }
+done
+fresh/bin/python -m pip install -qq "$wheel[demo]"
+
+for level in v2 v3 v4; do # the kernels for older machines, where this one has them
+  MOE_A2A_CPU_LEVEL=$level fresh/bin/moe-a2a doctor >"doctor_$level.txt" || { cat "doctor_$level.txt"; exit 1; }
+done
+grep 'self test' doctor_*.txt
+fresh/bin/moe-a2a demo --ranks 2 --models mixtral --output demo
+echo "package: $(du -h "$wheel" | cut -f1) $wheel"

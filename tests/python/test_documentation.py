@@ -1,0 +1,72 @@
+"""The examples of README and docs run: a page's Python blocks, in order, are one program of two ranks under torchrun.
+
+What a page takes for granted (a model, say) stands before the block in a comment that readers do not see:
+<!-- hidden
+model = ...
+-->
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import on_device
+import pytest
+
+pytestmark = on_device.TESTS
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    page for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")) if page.exists()
+)
+BLOCK = re.compile(r"^```python\n(.*?)^```$|^<!-- hidden\n(.*?)^-->$", re.DOTALL | re.MULTILINE)
+SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+def program_of(page: Path) -> str:
+    return "\n".join(shown or hidden for shown, hidden in BLOCK.findall(page.read_text()))
+
+
+def relative(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("page", [page for page in PAGES if program_of(page)], ids=relative)
+def test_the_examples_of_a_page_run(page, tmp_path):
+    on_device.needs(2)
+    (tmp_path / "example.py").write_text(program_of(page))
+    environment = dict(os.environ)
+    if on_device.IS_GPU:
+        del environment["MOE_A2A_DEVICE"]  # as a user runs it: the rank finds its GPU
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example.py"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_readme_has_examples():
+    shown = [block for block, _ in BLOCK.findall((ROOT / "README.md").read_text()) if block]
+    assert len(shown) >= 3 and "ExpertParallel" in shown[0]
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_links_of_a_page_lead_somewhere(page):
+    lost = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert lost == []
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_commands_of_a_page_exist(page):
+    """`make x` is a target of the Makefile, `python -m moe_a2a x` a command."""
+    from moe_a2a.__main__ import COMMANDS
+
+    text = page.read_text()
+    commands = "\n".join(SHELL_BLOCK.findall(text)) + "\n".join(re.findall(r"`([^`\n]+)`", text))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z][a-z-]*)", commands)) <= targets
+    assert set(re.findall(r"(?:python -m moe_a2a|moe-a2a) ([a-z]\w*)", commands)) <= set(COMMANDS)

@@ -1,0 +1,58 @@
+"""The programs of examples/ run; each checks its own result and says so."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import on_device
+import pytest
+
+pytestmark = [on_device.TESTS, pytest.mark.timeout(300)]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+UNDER_TORCHRUN = ["one_rank_per_gpu.py", "generate.py", "overlap.py"]
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if on_device.IS_GPU:
+        del environment["MOE_A2A_DEVICE"]  # as a user runs it: the rank finds its GPU
+    result = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("example", UNDER_TORCHRUN)
+def test_under_torchrun(example):
+    on_device.needs(2)
+    said = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / example))
+    assert all(f"rank {rank}" in said for rank in range(2)), said
+
+
+def test_ray_actors():
+    pytest.importorskip(
+        "ray", reason="ray is not installed: it is no test dependency, being larger than PyTorch's CPU build"
+    )
+    on_device.needs(2)
+    assert re.search(r"2 actors, largest difference \d", run(str(EXAMPLES / "ray_actors.py")))
+
+
+@on_device.cpu_only
+def test_notebook():
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(EXAMPLES / "threads.ipynb", as_version=4)
+    assert all(not cell.outputs for cell in notebook.cells if cell.cell_type == "code"), "committed with outputs"
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert "rank 3: routes of its experts" in said and "PeerRefusedError: " in said, said
+
+
+def test_every_example_is_in_the_list_and_in_a_test():
+    programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    assert programs == {*UNDER_TORCHRUN, "ray_actors.py", "threads.ipynb"}
+    listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text()))
+    assert listed == programs
