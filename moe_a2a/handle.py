@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from moe_a2a.expert_parallel import ExpertParallel
+
+class Owner(Protocol):
+    """What a handle needs of the ExpertParallel that made it."""
+
+    _core: Any
+
+    @property
+    def is_closed(self) -> bool: ...
 
 
 class DispatchHandle:
@@ -42,7 +48,7 @@ class DispatchHandle:
 
     def __init__(
         self,
-        ep: ExpertParallel,
+        ep: Owner,
         core_handle: Any,
         row_dtype: torch.dtype,
         routing: tuple[torch.Tensor, torch.Tensor | None],
