@@ -19,11 +19,12 @@ LAYERS = {
     "integrations": ["integrations"],
     "interface": [""],  # moe_a2a/__init__.py
     "MoE layer": ["moe_layer", "experts", "reference"],
-    "clients": ["expert_parallel"],
+    "clients": ["collectives", "expert_parallel"],
     "communicator": ["communicator"],
     "tracing": ["tracing"],
     "parts": [
         "arguments",
+        "boards",
         "calls",
         "devices",
         "errors",
@@ -32,6 +33,8 @@ LAYERS = {
         "installation",
         "json_fields",
         "launch_tables",
+        "rendezvous",
+        "set_up",
         "version",
     ],
     "extension": ["_core", "_build_info"],
