@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 from moe_a2a import installation
 
 installation.check()  # loads PyTorch, whose libraries the extension uses, then the extension
@@ -14,7 +16,8 @@ from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
 from moe_a2a.tracing import trace
-from moe_a2a.version import __version__
+
+__version__ = importlib.metadata.version("moe_a2a")
 
 __all__ = [
     "DispatchHandle",

@@ -43,6 +43,12 @@ class RankError(AssertionError):
         self.all_ended = all_ended  # each rank has returned or raised
 
 
+def slack(seconds: float) -> float:
+    """By how much something may be late: `seconds` on an idle machine, in proportion to the load on a busy one."""
+    load, _, _ = os.getloadavg()
+    return seconds * max(1.0, load / (os.cpu_count() or 1))
+
+
 DIED = "died"  # the result of a rank in `mortal` that was killed
 GRACE = 5.0  # seconds for the other ranks to end once one has failed
 
