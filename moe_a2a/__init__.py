@@ -12,6 +12,7 @@ installation.check()  # loads PyTorch, whose libraries the extension uses, then 
 from moe_a2a import reference
 from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError, TraceFileError
 from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
@@ -31,6 +32,7 @@ __all__ = [
     "TraceFileError",
     "__version__",
     "as_group",
+    "grouped_gemm",
     "reference",
     "thread_group",
     "trace",
