@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 from moe_a2a import installation
 
 installation.check()  # loads PyTorch, whose libraries the extension uses, then the extension
@@ -12,11 +14,13 @@ from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError, TraceFileError
 from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
 from moe_a2a.tracing import trace
-from moe_a2a.version import __version__
+
+__version__ = importlib.metadata.version("moe_a2a")
 
 __all__ = [
     "Collectives",
@@ -32,6 +36,7 @@ __all__ = [
     "TraceFileError",
     "__version__",
     "as_group",
+    "grouped_gemm",
     "reference",
     "thread_group",
     "trace",

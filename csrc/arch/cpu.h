@@ -51,6 +51,7 @@ struct Thread {
     return value;
   }
   bool any(bool value) const { return value; }
+  int count(bool value) const { return value ? 1 : 0; }  // of the members with `value`
   // The value of the last member; broadcast() gives that of the first.
   template <class T>
   T last(T value) const {
@@ -181,5 +182,6 @@ void launch(const LaunchSite& site, const typename Kernel::Args& args) {
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 
+#include "arch/cpu_block_tile.h"
 #include "arch/row_sender.h"
 #include "arch/streamed_sums.h"

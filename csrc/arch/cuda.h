@@ -176,6 +176,7 @@ __device__ __forceinline__ Float8Pair to_float8_pair(float first, float second) 
   return {{{static_cast<uint8_t>(bits)}, {static_cast<uint8_t>(bits >> 8)}}};
 }
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ float sigmoid(float value) { return __fdividef(1.0f, 1.0f + __expf(-value)); }
 
 // ---- time
 
@@ -195,8 +196,13 @@ __device__ __forceinline__ bool is_interrupted() { return false; }
 #include "arch/simt.h"
 #include "arch/cuda_row_sender.h"
 #include "arch/cuda_streamed_sums.h"
+#include "arch/cuda_warp_matrix.h"
+#include "arch/simt_block_tile.h"
 #include "arch/simt_machine.h"
 #include "arch/simt_launch.h"
+#include "arch/cuda_tile_pipeline.h"
+#include "arch/cuda_warp_group_matrix.h"
+#include "arch/cuda_tile_launch.h"
 // clang-format on
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

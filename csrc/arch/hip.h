@@ -174,6 +174,7 @@ __device__ __forceinline__ Float8Pair to_float8_pair(float first, float second) 
   return {{from_float<Float8>(first), from_float<Float8>(second)}};
 }
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
+__device__ __forceinline__ float sigmoid(float value) { return __builtin_amdgcn_rcpf(1.0f + __expf(-value)); }
 
 // ---- time
 
@@ -189,6 +190,8 @@ __device__ __forceinline__ bool is_interrupted() { return false; }
 #include "arch/simt.h"
 #include "arch/streamed_sums.h"
 #include "arch/row_sender.h"
+#include "arch/hip_warp_matrix.h"
+#include "arch/simt_block_tile.h"
 #include "arch/simt_machine.h"
 #include "arch/simt_launch.h"
 // clang-format on

@@ -31,6 +31,7 @@ struct Warp {
     warp_sync();
     return any_lane;
   }
+  __device__ int count(bool value) const { return count_ones(warp_ballot(value)); }
   __device__ int32_t last(int32_t value) const { return shuffle(value, kWarpSize - 1); }
   __device__ uint64_t union_of(uint64_t bits) const {
     return uint64_t{warp_or(static_cast<uint32_t>(bits >> 32))} << 32 | warp_or(static_cast<uint32_t>(bits));

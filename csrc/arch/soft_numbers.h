@@ -23,6 +23,8 @@ inline float to_float(Half value) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(rebiased) | special | sign);
 }
 
+inline float sigmoid(float value) { return 1.0f / (1.0f + std::exp(-value)); }
+
 template <class T>
 T from_float(float value);
 template <>

@@ -5,6 +5,7 @@
 #include "bindings/clients.h"
 #include "bindings/collectives.h"
 #include "bindings/errors.h"
+#include "bindings/grouped_gemm.h"
 #include "bindings/signals.h"
 #include "bindings/tensor_gate.h"
 #include "bindings/tensors.h"
@@ -330,6 +331,7 @@ at::Tensor view_of(Core& core, const Handle& handle) {
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The compiled core of moe_a2a; use the classes of the package instead.";
+  register_grouped_gemm(m);
   m.def("built_targets", &built_targets, "Names of the targets in this build: \"cpu\", \"cuda\", \"hip\".");
   m.def(
       "nbytes_for",

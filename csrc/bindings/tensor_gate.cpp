@@ -7,6 +7,8 @@ namespace {
 
 using at::DispatchKey;
 
+std::string on_rank(int rank) { return rank == kNoRank ? "" : " on rank " + std::to_string(rank); }
+
 std::string type_name(const at::Tensor& tensor) {
   return py::str(py::type::handle_of(py::cast(tensor)).attr("__name__")).cast<std::string>();
 }
@@ -64,7 +66,7 @@ void check_storage(const Place& place, const at::Tensor& tensor, const std::stri
 void check_device(const Place& place, const at::Tensor& tensor, const std::string& name) {
   const bool same = place.device.is_cpu() ? tensor.device().is_cpu() : tensor.device() == place.device;
   if (same) return;
-  raise_value(place.rank, name + " is on " + tensor.device().str() + ", this ExpertParallel on " + place.device.str(),
+  raise_value(place.rank, name + " is on " + tensor.device().str() + ", " + place.owner + " on " + place.device.str(),
               "pass " + name + ".to(\"" + place.device.str() + "\")");
 }
 
@@ -84,10 +86,10 @@ void check_has_values(const Place& place, const at::Tensor& tensor, const std::s
 }  // namespace
 
 void raise_value(int rank, const std::string& what, const std::string& remedy) {
-  throw py::value_error(what + " on rank " + std::to_string(rank) + "; " + remedy);
+  throw py::value_error(what + on_rank(rank) + "; " + remedy);
 }
 void raise_type(int rank, const std::string& what, const std::string& remedy) {
-  throw py::type_error(what + " on rank " + std::to_string(rank) + "; " + remedy);
+  throw py::type_error(what + on_rank(rank) + "; " + remedy);
 }
 
 void check_plain(const Place& place, const at::Tensor& tensor, const char* name) {

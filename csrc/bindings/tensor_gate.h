@@ -8,10 +8,13 @@
 
 namespace moe_a2a::bindings {
 
+inline constexpr int kNoRank = -1;  // of a call that belongs to no group
+
 // The object whose call it is: where its tensors live, and the rank that an error names.
 struct Place {
   int rank = 0;
   at::Device device;
+  const char* owner = "this ExpertParallel";  // of the device, in the words of an error
 };
 
 // Raises ValueError, or TypeError, "<what> on rank <r>; <remedy>".

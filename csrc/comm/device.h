@@ -55,7 +55,7 @@ class Device {
     LaunchSite site = site_;
     site.num_blocks = num_blocks;
     site.stream = stream;
-    (context_of(args).trace().is_on() ? kernel.traced : kernel.untraced).launch(site, &args);
+    (is_traced(args) ? kernel.traced : kernel.untraced).launch(site, &args);
   }
 
  protected:

@@ -54,6 +54,19 @@ struct KernelFamily {
   }                                                                                                              \
   }
 
+// The same for kernels that need no communicator and leave no records: compiled once, by a source that is empty unless
+// MOE_A2A_RECORDING.
+#define MOE_A2A_DECLARE_UNTRACED_FAMILY(name)                                          \
+  namespace moe_a2a {                                                                  \
+  std::span<const KernelEntry> name##_cpu(), name##_cuda(), name##_hip();              \
+  inline KernelFamily name(const std::string& target) {                                \
+    MOE_A2A_IF_CPU(if (target == "cpu") return {name##_cpu(), name##_cpu()};)          \
+    MOE_A2A_IF_CUDA(if (target == "cuda") return {name##_cuda(), name##_cuda()};)      \
+    MOE_A2A_IF_HIP(if (target == "hip") return {name##_hip(), name##_hip()};)          \
+    throw std::logic_error("this build has no kernels for target \"" + target + "\""); \
+  }                                                                                    \
+  }
+
 // Which targets this library was built with.
 #if defined(MOE_A2A_WITH_CPU)
 #define MOE_A2A_IF_CPU(...) __VA_ARGS__

@@ -15,6 +15,16 @@ MOE_A2A_HOST_DEVICE const ClientContext& context_of(const Args& args) {
   }
 }
 
+// Whether a launch with these arguments leaves records. A kernel without a context belongs to no communicator.
+template <class Args>
+bool is_traced(const Args& args) {
+  if constexpr (requires { args.context; } || requires { args.send.context; }) {
+    return context_of(args).trace().is_on();
+  } else {
+    return false;
+  }
+}
+
 template <class Kernel, const Vocabulary& kVocabulary>
 struct Traced {
   using Args = typename Kernel::Args;

@@ -7,8 +7,14 @@ so clamped, soft-capped and interleaved gates need no knowledge here.
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor, nn
+
+ExpertsModule: TypeAlias = (
+    Any  # an nn.Module with these flags, num_experts and its own act_fn, which nn.Module cannot say
+)
 
 FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
 STACKED_PARAMETERS = (
@@ -26,7 +32,7 @@ def is_experts_module(module: nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in (*FLAGS, "_apply_gate", "num_experts"))
 
 
-def require_supported(module: nn.Module) -> None:
+def require_supported(module: ExpertsModule) -> None:
     name = type(module).__name__
     if module._is_expert_parallel:
         raise ValueError(
@@ -50,7 +56,7 @@ def owned_experts(num_experts: int, rank: int, num_ranks: int) -> range:
     return range(num_experts)[rank * per_rank : (rank + 1) * per_rank]
 
 
-def keep_only(module: nn.Module, owned: range) -> None:
+def keep_only(module: ExpertsModule, owned: range) -> None:
     """Replace the stacked parameters by copies of the owned part, so that the rest is freed."""
     for name in STACKED_PARAMETERS:
         parameter = getattr(module, name, None)
@@ -59,7 +65,7 @@ def keep_only(module: nn.Module, owned: range) -> None:
             setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
-def run_owned_experts(module: nn.Module, owned: range, expert_x: Tensor, expert_offsets: Tensor) -> Tensor:
+def run_owned_experts(module: ExpertsModule, owned: range, expert_x: Tensor, expert_offsets: Tensor) -> Tensor:
     """expert_x [n, H], grouped by owned expert; expert_offsets [len(owned) + 1] -> y [n, H]."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     hidden = _grouped_linear(module, up, owned, expert_x, expert_offsets)
@@ -68,7 +74,7 @@ def run_owned_experts(module: nn.Module, owned: range, expert_x: Tensor, expert_
     return module.post_expert_norm(y) if module.has_post_expert_norm else y
 
 
-def _part(module: nn.Module, parameter: Tensor, owned: range) -> Tensor:
+def _part(module: ExpertsModule, parameter: Tensor, owned: range) -> Tensor:
     if len(parameter) == module.num_experts:
         return parameter[owned.start : owned.stop]
     if len(parameter) == len(owned):
@@ -79,7 +85,7 @@ def _part(module: nn.Module, parameter: Tensor, owned: range) -> Tensor:
     )
 
 
-def _grouped_linear(module: nn.Module, name: str, owned: range, x: Tensor, offsets: Tensor) -> Tensor:
+def _grouped_linear(module: ExpertsModule, name: str, owned: range, x: Tensor, offsets: Tensor) -> Tensor:
     """Each row of x through the projection of its expert."""
     weight = _part(module, getattr(module, name), owned)  # [E, out, in], transposed [E, in, out]
     if not module.is_transposed:

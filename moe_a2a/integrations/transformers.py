@@ -33,6 +33,7 @@ except ImportError as error:
 
 import moe_a2a
 from moe_a2a.integrations.experts_module import (
+    ExpertsModule,
     is_experts_module,
     keep_only,
     num_experts_per_rank,
@@ -93,7 +94,9 @@ class RegisteredExperts:
 
     # Compiled models break their graph here: the exchange is not a torch operator.
     @torch.compiler.disable
-    def __call__(self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def __call__(
+        self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H]."""
         require_supported(module)
         _require_inference(module, hidden_states)
@@ -133,7 +136,9 @@ class RegisteredExperts:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _expert_parallel(self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor) -> moe_a2a.ExpertParallel:
+    def _expert_parallel(
+        self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor
+    ) -> moe_a2a.ExpertParallel:
         num_tokens, hidden = hidden_states.shape
         num_topk = top_k_index.shape[1]
         shape = (hidden, module.num_experts, num_topk, hidden_states.dtype, hidden_states.device)
@@ -158,7 +163,7 @@ class RegisteredExperts:
         )
         return ep
 
-    def _agree_on_capacity(self, module: nn.Module, num_tokens: int, shape: tuple) -> int:
+    def _agree_on_capacity(self, module: ExpertsModule, num_tokens: int, shape: tuple) -> int:
         """The most tokens of any rank, rounded up to a power of two so that buffers seldom grow.
 
         Ranks that stand in different layers would mix their rows up: they find out here.
@@ -176,7 +181,7 @@ class RegisteredExperts:
         return max(16, 1 << (most - 1).bit_length())
 
 
-def _owned_experts(module: nn.Module, group) -> range:
+def _owned_experts(module: ExpertsModule, group) -> range:
     here = (group.rank, group.num_ranks)
     split_for = getattr(module, "moe_a2a_split_for", here)
     if split_for != here:
@@ -190,7 +195,7 @@ def _drop_masked(top_k_index: Tensor, num_experts: int) -> Tensor:
     return torch.where(exists, top_k_index, -1).contiguous()
 
 
-def _require_inference(module: nn.Module, hidden_states: Tensor) -> None:
+def _require_inference(module: ExpertsModule, hidden_states: Tensor) -> None:
     if torch.is_grad_enabled() and (hidden_states.requires_grad or any(p.requires_grad for p in module.parameters())):
         raise RuntimeError(
             "moe_a2a has no backward pass: call the model under torch.no_grad() or torch.inference_mode()"

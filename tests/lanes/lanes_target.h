@@ -169,7 +169,17 @@ inline bool is_interrupted() { return is_launch_interrupted(); }
 #include "arch/simt.h"
 #include "arch/row_sender.h"
 #include "lanes/streamed_sums.h"
+#include "arch/block_tile.h"
 // clang-format on
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+template <class T>
+using WarpMatrix = PlainWarpMatrix<T>;
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET
+
+#include "arch/simt_block_tile.h"
 
 namespace moe_a2a::lanes {
 

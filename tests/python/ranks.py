@@ -38,6 +38,12 @@ class RankError(AssertionError):
     """At least one rank raised, died or did not end; the text has what every rank said."""
 
 
+def slack(seconds: float) -> float:
+    """By how much something may be late: `seconds` on an idle machine, in proportion to the load on a busy one."""
+    load, _, _ = os.getloadavg()
+    return seconds * max(1.0, load / (os.cpu_count() or 1))
+
+
 def failure_text(name: str, errors: dict[int, str]) -> str:
     return f"{name}: {len(errors)} rank(s) failed\n" + "\n".join(
         f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())

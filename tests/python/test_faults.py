@@ -81,7 +81,7 @@ def error_of_survivor(ep, calls=50):
             later = time.monotonic()
             with pytest.raises(RuntimeError):
                 one_call(ep)  # the object is out of use, and says so at once
-            assert time.monotonic() - later < 0.5
+            assert time.monotonic() - later < ranks.slack(0.5)
             return {
                 "rank": error.rank,
                 "peer": error.peer,
@@ -126,8 +126,8 @@ def check_reports(reports, victim=VICTIM):
         assert report["rank"] == rank
         assert report["peer"] == victim, report
         assert f"rank {victim}" in report["text"] and f"rank {rank}" in report["text"]
-        assert report["elapsed"] < TIMEOUT + 1, report
-        assert report.get("close", 0) < 1
+        assert report["elapsed"] < TIMEOUT + ranks.slack(1), report
+        assert report.get("close", 0) < ranks.slack(1)
         assert report.get("left over", []) == []
 
 
@@ -166,7 +166,7 @@ def wait_for_one_that_never_comes(group):
             with pytest.raises(moe_a2a.PeerTimeoutError):  # too late: the others have given up
                 for _ in range(3):
                     one_call(ep)
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < ranks.slack(1)
             return None
         return error_of_survivor(ep)
 
@@ -216,7 +216,7 @@ def name_the_phase(group, num_max_ll_tokens):
         needs_victim = (inputs(ep)[1] // (CONFIG["num_experts"] // 2) == VICTIM).any(1)
         assert needs_victim[error.token]
         assert error.expected_epoch > error.seen_epoch
-        assert TIMEOUT <= error.elapsed_seconds < TIMEOUT + 1
+        assert TIMEOUT <= error.elapsed_seconds < TIMEOUT + ranks.slack(1)
         return error.peer
 
 
@@ -278,7 +278,7 @@ def construct_more_than_memory(group):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"\d{9,} bytes o(f /dev/shm|n device).*num_max_tokens_per_rank"):
         moe_a2a.ExpertParallel(group, **huge)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < ranks.slack(5)
     assert_nothing_left(group, pids)
     with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
         one_call(ep)
@@ -356,7 +356,7 @@ def die_before_connecting(group):
     start = time.monotonic()
     with pytest.raises(RuntimeError):
         moe_a2a.ExpertParallel(group, **CONFIG)
-    return time.monotonic() - start < 10
+    return time.monotonic() - start < ranks.slack(10)
 
 
 @on_device.cpu_only

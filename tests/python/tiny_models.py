@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -17,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 256
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "hidden_size": 64,
@@ -75,7 +76,7 @@ _LINEAR_AND_FULL = ["linear_attention", "full_attention", "linear_attention", "f
 _ONE_DENSE_LAYER = ["dense", "sparse", "sparse", "sparse"]
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-EXCEPTIONS = {
+EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": _LINEAR_AND_FULL},
     "deepseek_ocr2": {"mlp_layer_types": _ONE_DENSE_LAYER},
     "dots1": {"n_shared_experts": 1},
@@ -127,7 +128,7 @@ def tiny_model(family: str, seed: int = 0, **overrides) -> PreTrainedModel:
     return model
 
 
-def _tiny_config(family: str, config_class: type, overrides: dict) -> PreTrainedConfig:
+def _tiny_config(family: str, config_class: Any, overrides: dict) -> PreTrainedConfig:
     known = {k for k, v in config_class().to_dict().items() if not isinstance(v, dict)}
     sizes = SIZES | (LATENT_ATTENTION_SIZES if "kv_lora_rank" in known else {})
     wanted = {name: value for name, value in sizes.items() if name in known}

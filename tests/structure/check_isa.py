@@ -28,6 +28,14 @@ ROW_PATH = {"DispatchSend", "CombineRecv"}
 # Kernels that copy rows, and kernels that read and write them: in pieces of 16 bytes.
 ROW_COPIERS = {"Dispatch", "DispatchSend"}
 ROW_ADDERS = {"Combine", "CombineRecv"}
+# Kernels whose products are the matrix units' work.
+MULTIPLIERS = {"GroupedGemm"}
+# What the listing of a family must hold.
+FAMILIES = {
+    "dispatch_kernels": {"Dispatch", "DispatchSend", "DispatchRecv"},
+    "combine_kernels": {"Combine", "CombineSend", "CombineRecv"},
+    "grouped_gemm_kernels": MULTIPLIERS,
+}
 # Kernels that write data and then raise signals for it.
 SIGNALLERS = {"Dispatch", "DispatchSend", "Combine", "CombineSend"}
 # Kernels that send LL words, and kernels that poll them.
@@ -38,8 +46,8 @@ BARE_SPINS = {"AlignClocks": 2}
 
 
 def short_name(kernel: Kernel) -> str:
-    """kernel_entry<DispatchSend> is DispatchSend."""
-    found = re.search(r"kernel_entryI.*?\d([A-Z][A-Za-z]*?)E", kernel.symbol)
+    """kernel_entry<Traced<DispatchSend, ...>> is DispatchSend, kernel_entry<GroupedGemm<...>> is GroupedGemm."""
+    found = re.search(r"kernel_entryI.*?\d(?!Traced)([A-Z][A-Za-z]*?)(?:E|INS)", kernel.symbol)
     return found.group(1) if found else kernel.symbol
 
 
@@ -241,6 +249,12 @@ def _acquires(instructions: list[Instruction], address: str) -> bool:
     return False
 
 
+def check_products(kernel: Kernel) -> list[str]:
+    """The innermost loop multiplies by MFMA."""
+    opcodes = {i.opcode for i in kernel.instructions() if i.opcode.startswith("v_mfma")}
+    return [] if any(kernel.loops_with(opcode) for opcode in opcodes) else ["no matrix instruction (v_mfma) in a loop"]
+
+
 def check_ll_words(kernel: Kernel, has_scope_bits: bool) -> list[str]:
     """Data and stamp of an LL word go in one access, past all caches. gfx90a writes through; its loads say glc."""
     problems = []
@@ -269,8 +283,10 @@ def check_ll_presence(kernel: Kernel) -> list[str]:
 def check_kernel(kernel: Kernel, has_scope_bits: bool) -> list[str]:
     name = short_name(kernel)
     problems = []
-    if name in HOT:
+    if name in HOT | MULTIPLIERS:
         problems += check_resources(kernel) + check_calls(kernel)
+    if name in MULTIPLIERS:
+        problems += check_products(kernel)
     if name in ROW_COPIERS | ROW_ADDERS:
         problems += check_row_access(kernel, copies=name in ROW_COPIERS)
     problems += check_ll_words(kernel, has_scope_bits) + check_ll_presence(kernel)
@@ -284,7 +300,7 @@ def check_kernel(kernel: Kernel, has_scope_bits: bool) -> list[str]:
 
 def describe(kernel: Kernel) -> str:
     used = ", ".join(f"{value} {name}" for name, value in kernel.resources.items())
-    words = ("_dwordx4", "buffer_wbl2", "buffer_inv", "s_barrier")
+    words = ("_dwordx4", "buffer_wbl2", "buffer_inv", "s_barrier", "v_mfma")
     count = Counter(
         ("LL " if is_of_ll_word(i) else "") + i.opcode + (" sc0 sc1" if i.is_system_scope else "")
         for i in kernel.instructions()
@@ -293,11 +309,11 @@ def describe(kernel: Kernel) -> str:
     return f"{short_name(kernel)}: {used}\n    " + ", ".join(f"{n} x {op}" for op, n in sorted(count.items()))
 
 
-def check(text: str) -> tuple[list[str], list[str]]:
-    """Returns what there is to say about each kernel, and what is wrong."""
+def check(text: str, expected: set[str] = HOT) -> tuple[list[str], list[str]]:
+    """Returns what there is to say about each kernel, and what is wrong. `expected`: kernels that must be there."""
     has_scope_bits = architecture(text) in ("gfx942", "gfx950")
     found = kernels(text)
-    problems = [f"no kernel {name}" for name in sorted(HOT - {short_name(kernel) for kernel in found})]
+    problems = [f"no kernel {name}" for name in sorted(expected - {short_name(kernel) for kernel in found})]
     for kernel in found:
         problems += [f"{short_name(kernel)}: {problem}" for problem in check_kernel(kernel, has_scope_bits)]
     return [describe(kernel) for kernel in found], problems
@@ -305,7 +321,7 @@ def check(text: str) -> tuple[list[str], list[str]]:
 
 def main(path: str) -> int:
     text = Path(path).read_text()
-    report, problems = check(text)
+    report, problems = check(text, FAMILIES.get(Path(path).name.split(".")[0], set()))
     print(f"ISA of {architecture(text)} ({path})")
     print("\n".join("  " + line for line in report))
     for problem in problems:

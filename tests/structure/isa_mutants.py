@@ -117,6 +117,13 @@ MUTANTS = [
         "false",
         "of what 16-byte loads read",
     ),
+    Mutant(
+        "products without matrix units",
+        "arch/hip_warp_matrix.h",
+        r"value = __builtin_amdgcn_mfma_[^;]*;",
+        "value[0] += to_float(a[offset + k]) * to_float(b[offset + k]);",
+        "no matrix instruction",
+    ),
 ]
 
 

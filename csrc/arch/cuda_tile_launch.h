@@ -1,0 +1,100 @@
+// Host side of a kernel over the pipeline of cuda_tile_pipeline.h: tensor maps for TMA, clusters.
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include <initializer_list>
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// A tensor of 16-bit values as TMA sees it, the innermost dimension dense. TMA brings boxes of it, with the 128-byte
+// swizzle, and zeros for what lies outside.
+struct TensorShape {
+  struct Dimension {
+    int64_t size;
+    int64_t stride;  // in elements; of the innermost 1
+    uint32_t box;
+  };
+  const void* data;
+  bool is_bfloat16;
+  std::initializer_list<Dimension> dimensions;
+};
+
+inline TensorMap make_tensor_map(const TensorShape& shape) {
+  static const auto encode = [] {
+    cudaDriverEntryPointQueryResult found = {};
+    void* function = nullptr;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
+          "finding cuTensorMapEncodeTiled");
+    if (function == nullptr) throw std::runtime_error("this driver has no cuTensorMapEncodeTiled; update it");
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  constexpr int kMaxRank = 5;
+  cuuint64_t sizes[kMaxRank], strides[kMaxRank];
+  cuuint32_t box[kMaxRank], steps[kMaxRank];
+  cuuint32_t rank = 0;
+  for (const TensorShape::Dimension& dimension : shape.dimensions) {
+    sizes[rank] = static_cast<cuuint64_t>(dimension.size);
+    strides[rank] = static_cast<cuuint64_t>(dimension.stride) * 2;
+    box[rank] = dimension.box;
+    steps[rank++] = 1;
+  }
+  TensorMap map;
+  const CUresult result =
+      encode(&map, shape.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
+             const_cast<void*>(shape.data), sizes, strides + 1, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("cuTensorMapEncodeTiled failed with error " + std::to_string(result));
+  }
+  return map;
+}
+
+// Kernel: Args, kThreads, kBlocks of a cluster, kSharedBytes, run(args, shared).
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    pipeline_entry(const __grid_constant__ typename Kernel::Args args) {
+  if constexpr (kHasTilePipeline) {
+    extern __shared__ __align__(1024) unsigned char stages[];
+    Kernel::run(args, shared_address(stages));
+  }
+}
+
+template <class Kernel>
+void prepare_pipeline(const LaunchSite& site) {
+  const DeviceGuard guard(site.device);
+  check(cudaFuncSetAttribute(pipeline_entry<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::kSharedBytes),
+        Kernel::kName);
+}
+
+// Whether the device runs what was compiled for sm_90a: its own code, not something older that the driver has
+// translated.
+template <class Kernel>
+bool has_pipeline(const LaunchSite& site) {
+  const DeviceGuard guard(site.device);
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, site.device), Kernel::kName);
+  if (major != 9) return false;
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, pipeline_entry<Kernel>), Kernel::kName);
+  return attributes.binaryVersion == 90 && attributes.ptxVersion == 90;
+}
+
+template <class Kernel>
+void launch_pipeline(const LaunchSite& site, const typename Kernel::Args& args) {
+  const DeviceGuard guard(site.device);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(site.num_blocks / Kernel::kBlocks * Kernel::kBlocks));
+  config.blockDim = dim3(Kernel::kThreads);
+  config.dynamicSmemBytes = Kernel::kSharedBytes;
+  config.stream = static_cast<cudaStream_t>(site.stream);
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = Kernel::kBlocks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, pipeline_entry<Kernel>, args), Kernel::kName);
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,85 @@
+// Products of a warp group of sm_90a (wgmma): 64 x 256 sums in the registers of 128 threads, operands in shared memory.
+#pragma once
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Rows of 128 bytes along the summed dimension, as TMA lays them out with its 128-byte swizzle: piece i of row r (16
+// bytes) is at piece i ^ (r % 8). The tile begins at a multiple of 1024 bytes.
+__device__ __forceinline__ uint64_t describe_tile(uint32_t address) {
+  return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
+}
+
+// Warp i of the group has rows 16 * i to 16 * i + 15; see index().
+template <class T>
+struct WarpGroupMatrix {
+  static constexpr int kRows = 64, kColumns = 256, kDepth = 64;
+  float sum[128];
+
+  // Starts the product of 64 rows and 256 columns, kDepth deep. `is_first`: what the sums held does not count.
+  __device__ __forceinline__ void start(uint32_t rows, uint32_t columns, bool is_first) {
+    const uint64_t a = describe_tile(rows), b = describe_tile(columns);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) multiply(a + 2 * k, b + 2 * k, !is_first || k > 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  }
+  // Until of all that were started at most kCount are not done.
+  template <int kCount>
+  __device__ __forceinline__ void wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kCount) : "memory");
+  }
+  // Of the 16 rows of a warp: those of 8 columns from 8 * j on. Row lane / 4 (+ 8 where `lower`), columns lane % 4 * 2
+  // and the next: the index of the first of the two.
+  __device__ static constexpr int index(int j, bool lower) { return 4 * j + (lower ? 2 : 0); }
+
+ private:
+  __device__ __forceinline__ void multiply(uint64_t a, uint64_t b, int adds);
+};
+
+// Two values as the 32 bits of two 16-bit ones.
+template <class T>
+__device__ __forceinline__ uint32_t pack(float first, float second) {
+  if constexpr (std::is_same_v<T, Bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// Assembly wants every register of a product by its number.
+#define MOE_A2A_REGISTERS                                                                                          \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
+  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, " \
+  "%68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, " \
+  "%90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, " \
+  "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define MOE_A2A_SUMS_4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
+#define MOE_A2A_SUMS_16(i) MOE_A2A_SUMS_4(i), MOE_A2A_SUMS_4(i + 4), MOE_A2A_SUMS_4(i + 8), MOE_A2A_SUMS_4(i + 12)
+#define MOE_A2A_SUMS_64(i) MOE_A2A_SUMS_16(i), MOE_A2A_SUMS_16(i + 16), MOE_A2A_SUMS_16(i + 32), MOE_A2A_SUMS_16(i + 48)
+#define MOE_A2A_MULTIPLY(type)                                                            \
+  asm volatile(                                                                           \
+      "{ .reg .pred adds; setp.ne.b32 adds, %130, 0;\n"                                   \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" MOE_A2A_REGISTERS \
+      "}, %128, %129, adds, 1, 1, 0, 0; }"                                                \
+      : MOE_A2A_SUMS_64(0), MOE_A2A_SUMS_64(64)                                           \
+      : "l"(a), "l"(b), "r"(adds))
+
+template <class T>
+__device__ __forceinline__ void WarpGroupMatrix<T>::multiply(uint64_t a, uint64_t b, int adds) {
+  if constexpr (std::is_same_v<T, Bfloat16>) {
+    MOE_A2A_MULTIPLY("bf16");
+  } else {
+    MOE_A2A_MULTIPLY("f16");
+  }
+}
+
+#undef MOE_A2A_MULTIPLY
+#undef MOE_A2A_SUMS_64
+#undef MOE_A2A_SUMS_16
+#undef MOE_A2A_SUMS_4
+#undef MOE_A2A_REGISTERS
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

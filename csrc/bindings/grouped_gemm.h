@@ -1,0 +1,10 @@
+// grouped_gemm() of the Python module.
+#pragma once
+
+#include "bindings/python.h"
+
+namespace moe_a2a::bindings {
+
+void register_grouped_gemm(py::module_& m);
+
+}  // namespace moe_a2a::bindings

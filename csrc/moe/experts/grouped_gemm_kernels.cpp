@@ -1,0 +1,47 @@
+// The family of the grouped GEMM: one entry, which picks the kernel for the types, the activation and the device.
+#include "arch/attributes.h"
+
+#if MOE_A2A_RECORDING  // there is nothing to record: compiled once
+
+#include "comm/kernel_family.h"
+#include "moe/experts/grouped_gemm.h"
+#include "moe/experts/pipelined_gemm.h"
+
+namespace moe_a2a {
+inline namespace MOE_A2A_TARGET {
+
+template <class Use>
+void for_each_variant(Use use) {
+  use.template operator()<Bfloat16, Activation::kNone>(DType::kBfloat16);
+  use.template operator()<Bfloat16, Activation::kSwiglu>(DType::kBfloat16);
+  use.template operator()<Half, Activation::kNone>(DType::kFloat16);
+  use.template operator()<Half, Activation::kSwiglu>(DType::kFloat16);
+}
+
+void prepare_grouped_gemm(const LaunchSite& site) {
+  for_each_variant([&]<class T, Activation kActivation>(DType) {
+    prepare<GroupedGemm<T, kActivation>>(site);
+    prepare_pipelined_gemm<T, kActivation>(site);
+  });
+}
+
+void launch_grouped_gemm(const LaunchSite& site, const void* erased) {
+  const auto& args = *static_cast<const GroupedGemmArgs*>(erased);
+  for_each_variant([&]<class T, Activation kActivation>(DType dtype) {
+    if (args.dtype != dtype || args.activation != kActivation) return;
+    if (!launch_pipelined_gemm<T, kActivation>(site, args)) launch<GroupedGemm<T, kActivation>>(site, args);
+  });
+}
+
+}  // namespace MOE_A2A_TARGET
+
+std::span<const KernelEntry> MOE_A2A_JOIN(grouped_gemm_kernels_, MOE_A2A_TARGET)();
+std::span<const KernelEntry> MOE_A2A_JOIN(grouped_gemm_kernels_, MOE_A2A_TARGET)() {
+  static const KernelEntry entry = {
+      .args = id_of_args<GroupedGemmArgs>(), .prepare = prepare_grouped_gemm, .launch = launch_grouped_gemm};
+  return {&entry, 1};
+}
+
+}  // namespace moe_a2a
+
+#endif

@@ -1,0 +1,62 @@
+// The pipelined GEMM (pipelined_kernel.h) where the target and the device have it.
+#pragma once
+
+#include "moe/experts/pipelined_kernel.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+#if defined(MOE_A2A_HAS_TILE_PIPELINE)
+
+template <class T, Activation kActivation>
+void prepare_pipelined_gemm(const LaunchSite& site) {
+  if (!has_pipeline<PipelinedGemm<T, kActivation, true>>(site)) return;
+  prepare_pipeline<PipelinedGemm<T, kActivation, true>>(site);
+  prepare_pipeline<PipelinedGemm<T, kActivation, false>>(site);
+}
+
+template <class T, Activation kActivation, bool kGathers>
+void launch_pipelined_gemm_of(const LaunchSite& site, const GroupedGemmArgs& args) {
+  constexpr bool kIsBfloat16 = std::is_same_v<T, Bfloat16>;
+  using Kernel = PipelinedGemm<T, kActivation, kGathers>;
+  constexpr int kHalves = kActivation == Activation::kSwiglu ? 2 : 1;
+  using Memory = PipelineMemory;
+  const int64_t depth = args.depth, columns = args.num_columns;
+  typename Kernel::Args pipelined = {.gemm = args,
+                                     .w = make_tensor_map({args.w,
+                                                           kIsBfloat16,
+                                                           {{depth, 1, Memory::kTileDepth},
+                                                            {columns, depth, Memory::kHalfColumns},
+                                                            {kHalves, columns * depth, 1},
+                                                            {args.num_experts, kHalves * columns * depth, 1}}}),
+                                     .x = {}};
+  if (!kGathers) {
+    pipelined.x = make_tensor_map(
+        {args.x, kIsBfloat16, {{depth, 1, Memory::kTileDepth}, {args.num_x_rows, args.x_stride, Memory::kTileRows}}});
+  }
+  launch_pipeline<Kernel>(site, pipelined);
+}
+
+// Whether it did.
+template <class T, Activation kActivation>
+bool launch_pipelined_gemm(const LaunchSite& site, const GroupedGemmArgs& args) {
+  if (site.num_blocks < PairedTiles::kBlocks || !has_pipeline<PipelinedGemm<T, kActivation, true>>(site)) return false;
+  if (args.row_index != nullptr) {
+    launch_pipelined_gemm_of<T, kActivation, true>(site, args);
+  } else {
+    launch_pipelined_gemm_of<T, kActivation, false>(site, args);
+  }
+  return true;
+}
+
+#else
+
+template <class T, Activation kActivation>
+void prepare_pipelined_gemm(const LaunchSite&) {}
+template <class T, Activation kActivation>
+bool launch_pipelined_gemm(const LaunchSite&, const GroupedGemmArgs&) {
+  return false;
+}
+
+#endif
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,56 @@
+#include "moe/experts/run_grouped_gemm.h"
+
+#include <unistd.h>
+
+#include <map>
+#include <memory>
+
+#include "comm/device.h"
+
+MOE_A2A_DECLARE_UNTRACED_FAMILY(grouped_gemm_kernels)
+
+namespace moe_a2a {
+namespace {
+
+// A device with the kernels loaded. In the child of a fork the threads of the CPU's are gone, so that it could neither
+// run nor be destroyed there: it is left as it is.
+class LoadedDevice {
+ public:
+  LoadedDevice() = default;
+  LoadedDevice(const LoadedDevice&) = delete;
+  LoadedDevice& operator=(const LoadedDevice&) = delete;
+  ~LoadedDevice() { leave_to_parent(); }
+
+  Device& get(const std::string& target, int index) {
+    leave_to_parent();
+    if (!device_) {
+      device_ = make_device(target, index);
+      device_->add(grouped_gemm_kernels(target));
+      process_ = getpid();
+    }
+    return *device_;
+  }
+
+ private:
+  void leave_to_parent() {
+    if (process_ != getpid()) (void)device_.release();
+  }
+
+  pid_t process_ = 0;
+  std::unique_ptr<Device> device_;
+};
+
+// One per thread, since the CPU's runs one launch at a time.
+Device& device_of_thread(const std::string& target, int index) {
+  thread_local std::map<std::pair<std::string, int>, LoadedDevice> devices;
+  return devices[{target, index}].get(target, index);
+}
+
+}  // namespace
+
+void run_grouped_gemm(const GroupedGemmPlace& place, const GroupedGemmArgs& args) {
+  Device& device = device_of_thread(place.target, place.device);
+  device.launch(args, place.num_blocks > 0 ? place.num_blocks : device.max_blocks(), place.stream);
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,303 @@
+"""grouped_gemm() against the same product in fp64: any routing, any sizes, and what it refuses."""
+
+import subprocess
+import sys
+
+import on_device
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moe_a2a
+
+pytestmark = on_device.TESTS
+
+DEVICE = torch.device(on_device.NAME)
+DTYPES = [torch.bfloat16, torch.float16]
+# Rows of each expert: none, one, less and more than a tile, an exact number of tiles, all on one.
+ROUTINGS = {
+    "random": [37, 0, 129, 64, 1, 200, 16],
+    "one_token": [0, 0, 1, 0],
+    "all_on_one": [0, 700, 0],
+    "whole_tiles": [128, 256, 64, 128],
+    "many_experts": [3, 0, 1, 0, 7] * 15,
+    "none": [0, 0, 0],
+}
+# [hidden, columns per half]: the least, tails of every kind, larger than a tile
+SIZES = [(16, 16), (48, 80), (208, 144), (320, 272), (1040, 528)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_poisoned():
+    """What the kernel does not write is NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def make_case(counts, hidden, columns, dtype, seed, gather=True):
+    """x, row_index, expert_offsets, w of a random routing; w is gate and up, each of `columns`."""
+    generator = torch.Generator().manual_seed(seed)
+    num_routes = sum(counts)
+    num_rows = max(num_routes // 2, 3) if gather else num_routes
+    x = torch.randn(num_rows, hidden, generator=generator).to(dtype)
+    w = (2 * torch.randn(len(counts), 2 * columns, hidden, generator=generator) / hidden**0.5).to(dtype)
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    row_index = torch.randint(-1, num_rows, (num_routes,), generator=generator).int() if gather else None
+    return [t if t is None else t.to(DEVICE) for t in (x, row_index, offsets, w)]
+
+
+def gathered(x, row_index):
+    if row_index is None:
+        return x
+    return torch.where(row_index[:, None] < 0, torch.zeros((), dtype=x.dtype), x[row_index.clamp_min(0).long()])
+
+
+def in_torch(x, row_index, expert_offsets, w, activation, dtype):
+    """The same in PyTorch, computed in `dtype`, on the CPU."""
+    x, w = x.cpu(), w.cpu().to(dtype)
+    rows = gathered(x, None if row_index is None else row_index.cpu()).to(dtype)
+    out = []
+    for expert, (start, end) in enumerate(torch.stack([expert_offsets[:-1], expert_offsets[1:]], 1).tolist()):
+        y = rows[start:end] @ w[expert].t()
+        if activation == "swiglu":
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate) * up
+        out.append(y)
+    return torch.cat(out)
+
+
+def assert_as_exact_as_torch(out, case, activation):
+    """At most twice the error of PyTorch in the same dtype, both against fp64."""
+    exact = in_torch(*case, activation, torch.float64)
+    torchs = (in_torch(*case, activation, case[0].dtype).double() - exact).norm()
+    ours = (out.cpu().double() - exact).norm()
+    assert ours <= 2 * torchs, f"error {ours}, PyTorch's own {torchs}"
+
+
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "in_place"])
+def test_any_routing(counts, dtype, activation, gather, session_seed):
+    case = make_case(counts, 208, 144, dtype, session_seed, gather)
+    out = moe_a2a.grouped_gemm(*case, activation)
+    assert out.dtype == dtype and list(out.shape) == [sum(counts), 144 if activation else 288]
+    assert_as_exact_as_torch(out, case, activation)
+
+
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_any_size(size, activation, session_seed):
+    case = make_case(ROUTINGS["random"], *size, torch.bfloat16, session_seed)
+    assert_as_exact_as_torch(moe_a2a.grouped_gemm(*case, activation), case, activation)
+
+
+def test_the_comparison_sees_one_wrong_row(session_seed):
+    case = make_case(ROUTINGS["random"], 48, 80, torch.bfloat16, session_seed)
+    wrong = [t.clone() for t in case]
+    wrong[1][40] = (wrong[1][40] + 1) % case[0].shape[0]
+    with pytest.raises(AssertionError, match="error"):
+        assert_as_exact_as_torch(moe_a2a.grouped_gemm(*wrong), case, None)
+
+
+@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "in_place"])
+def test_rows_may_lie_apart(gather, session_seed):
+    """As in recv_x, whose rows are padded to whole lines."""
+    x, *rest = make_case(ROUTINGS["random"], 208, 144, torch.bfloat16, session_seed, gather)
+    padded = torch.full((x.shape[0], 256), float("nan"), dtype=x.dtype, device=DEVICE)
+    padded[:, :208] = x
+    assert torch.equal(moe_a2a.grouped_gemm(padded[:, :208], *rest), moe_a2a.grouped_gemm(x, *rest))
+
+
+def test_lists_may_be_longer_than_the_routing(session_seed):
+    """Neither rows of x nor entries of row_index behind the last expert's positions are read."""
+    x, row_index, offsets, w = make_case(ROUTINGS["random"], 48, 80, torch.bfloat16, session_seed)
+    longer = torch.cat([row_index, torch.full((77,), 1 << 30, dtype=torch.int32, device=DEVICE)])
+    out = moe_a2a.grouped_gemm(x, longer, offsets, w)
+    assert list(out.shape) == [row_index.shape[0] + 77, 160]
+    assert torch.equal(out[:-77], moe_a2a.grouped_gemm(x, row_index, offsets, w))
+
+
+def test_same_inputs_same_bits(session_seed):
+    case = make_case(ROUTINGS["random"], 320, 272, torch.bfloat16, session_seed)
+    first = moe_a2a.grouped_gemm(*case, "swiglu")
+    for _ in range(5):
+        assert torch.equal(moe_a2a.grouped_gemm(*case, "swiglu"), first)
+
+
+@on_device.cpu_only
+def test_any_number_of_threads_gives_the_same_bits(session_seed):
+    case = make_case(ROUTINGS["random"], 208, 144, torch.bfloat16, session_seed)
+    one = moe_a2a.grouped_gemm(*case)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(moe_a2a.grouped_gemm(*case), one)
+    finally:
+        torch.set_num_threads(1)
+
+
+@on_device.cpu_only
+def test_a_forked_process_has_threads_of_its_own():
+    """Those of its parent are not in it: the child neither runs on them nor waits for them when it ends."""
+    program = """
+import os, torch, moe_a2a
+torch.set_num_threads(3)
+x, w = torch.randn(300, 48).bfloat16(), torch.randn(2, 32, 48).bfloat16()
+offsets = torch.tensor([0, 200, 300], dtype=torch.int32)
+before = moe_a2a.grouped_gemm(x, None, offsets, w)
+for child_calls in (True, False):
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(3)
+        assert not child_calls or torch.equal(moe_a2a.grouped_gemm(x, None, offsets, w), before)
+        raise SystemExit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def layer_of_one(group, seed):
+    hidden, intermediate = 48, 80
+    case = make_case([1, 1, 1], hidden, intermediate, torch.bfloat16, seed)
+    w_gate_up = case[3]
+    with moe_a2a.ExpertParallel(
+        group, num_experts=3, num_topk=2, hidden=hidden, num_max_tokens_per_rank=20, timeout=20
+    ) as ep:
+        x = torch.randn(11, hidden).bfloat16().to(ep.device)
+        topk_idx = torch.tensor([[0, 1], [2, 0], [1, 2]] * 4)[:11].to(ep.device)
+        handle = ep.dispatch(x, topk_idx, torch.ones(11, 2, device=ep.device))
+        out = moe_a2a.grouped_gemm(handle.recv_x, handle.expert_row_index, handle.expert_offsets, w_gate_up, "swiglu")
+        handle_lists = (handle.recv_x.clone(), handle.expert_row_index[:22].clone(), handle.expert_offsets.clone())
+        assert_as_exact_as_torch(out[:22], [*handle_lists, w_gate_up], "swiglu")
+        handle.release()
+
+
+def test_takes_what_a_dispatch_brought(session_seed):
+    on_device.run(1, layer_of_one, session_seed)
+
+
+@on_device.gpu_only
+def test_a_captured_graph_takes_new_lists(session_seed):
+    x, row_index, offsets, w = make_case([64, 200, 0, 40], 208, 144, torch.bfloat16, session_seed)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    moe_a2a.grouped_gemm(x, row_index, offsets, w, "swiglu")  # loads the kernels
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        out = moe_a2a.grouped_gemm(x, row_index, offsets, w, "swiglu")
+    for counts in ([300, 0, 4, 0], [1, 1, 1, 301], [0, 0, 0, 304]):
+        offsets.copy_(torch.tensor([0, *counts]).cumsum(0))
+        row_index.copy_(row_index.flip(0))
+        graph.replay()
+        assert_as_exact_as_torch(out, [x, row_index, offsets, w], "swiglu")
+
+
+@on_device.gpu_only
+def test_two_streams_at_once(session_seed):
+    cases = [make_case([500, 0, 300, 77], 1040, 528, torch.bfloat16, session_seed + i) for i in range(2)]
+    alone = [moe_a2a.grouped_gemm(*case) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for case, stream, expected in zip(cases, streams, alone, strict=True):
+            with torch.cuda.stream(stream):
+                assert torch.equal(moe_a2a.grouped_gemm(*case), expected)
+
+
+# ---- what is refused: value, limit and argument in the message, nothing launched
+
+
+def good():
+    return make_case([3, 0, 5], 48, 32, torch.bfloat16, 0)
+
+
+def refused(error, message, x=None, row_index=None, offsets=None, w=None, activation=None):
+    case = good()
+    replaced = [given if given is not None else case[i] for i, given in enumerate((x, row_index, offsets, w))]
+    with pytest.raises(error, match=message):
+        moe_a2a.grouped_gemm(*replaced, activation)
+
+
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype, device=DEVICE)
+
+
+def without_memory(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (
+            TypeError,
+            "x has dtype Float, expected bfloat16 or float16",
+            lambda: {"x": zeros(4, 48, dtype=torch.float32)},
+        ),
+        (ValueError, r"x has shape \[4\], expected \[rows, hidden\]", lambda: {"x": zeros(4)}),
+        (ValueError, "hidden=40 .* not a positive multiple of 16", lambda: {"x": zeros(4, 40)}),
+        (ValueError, r"x has strides \[96, 2\].*x.contiguous", lambda: {"x": zeros(4, 96)[:, ::2]}),
+        (ValueError, r"x has strides \[52, 1\]", lambda: {"x": zeros(4, 52)[:, :48]}),
+        (ValueError, r"x has strides \[0, 1\]", lambda: {"x": zeros(1, 48).expand(4, 48)}),
+        (ValueError, "x requires grad", lambda: {"x": zeros(4, 48).requires_grad_()}),
+        (TypeError, "w has dtype Half, expected BFloat16 as x", lambda: {"w": zeros(3, 64, 48, dtype=torch.float16)}),
+        (ValueError, r"w has shape \[3, 64, 32\], .*hidden=48\]", lambda: {"w": zeros(3, 64, 32)}),
+        (ValueError, r"w has shape \[64, 48\]", lambda: {"w": zeros(64, 48)}),
+        (ValueError, "w has no experts", lambda: {"w": zeros(0, 64, 48)}),
+        (ValueError, r"w.shape\[1\]=40 is not a positive multiple of 16", lambda: {"w": zeros(3, 40, 48)}),
+        (
+            ValueError,
+            r"w.shape\[1\]=48 is not a positive multiple of 32",
+            lambda: {"w": zeros(3, 48, 48), "activation": "swiglu"},
+        ),
+        (ValueError, "w is not contiguous", lambda: {"w": zeros(3, 48, 64).transpose(1, 2)}),
+        (ValueError, "w requires grad", lambda: {"w": zeros(3, 64, 48).requires_grad_()}),
+        (TypeError, "expert_offsets has dtype Long, expected Int", lambda: {"offsets": zeros(4, dtype=torch.int64)}),
+        (ValueError, r"expert_offsets has shape \[3\], .*= 4\]", lambda: {"offsets": zeros(3, dtype=torch.int32)}),
+        (TypeError, "row_index has dtype Long, expected Int", lambda: {"row_index": zeros(8, dtype=torch.int64)}),
+        (ValueError, r"row_index has shape \[8, 1\]", lambda: {"row_index": zeros(8, 1, dtype=torch.int32)}),
+        (ValueError, "row_index is not contiguous", lambda: {"row_index": zeros(16, dtype=torch.int32)[::2]}),
+        (TypeError, "x has layout Sparse; pass x.to_dense", lambda: {"x": zeros(4, 48).to_sparse()}),
+        (TypeError, "w has layout Sparse; pass w.to_dense", lambda: {"w": zeros(3, 64, 48).to_sparse()}),
+        (ValueError, "x has a storage of 0 bytes", lambda: {"x": without_memory(zeros(4, 48))}),
+        (ValueError, 'activation="gelu" is unknown', lambda: {"activation": "gelu"}),
+    ],
+)
+def test_bad_arguments(error, message, change):
+    refused(error, message, **change())
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        (r"expert_offsets\[2\]=2 is not in \[3, num_routes=8\]", {"offsets": [0, 3, 2, 8]}),
+        (r"expert_offsets\[3\]=9 is not in \[3, num_routes=8\]", {"offsets": [0, 3, 3, 9]}),
+        (r"expert_offsets\[0\]=-1 is not in \[0", {"offsets": [-1, 3, 3, 8]}),
+        (r"row_index\[1\]=4 is not in \[-1, rows of x=4\)", {"row_index": [0, 4, 0, 0, 0, 0, 0, 0]}),
+        (r"row_index\[7\]=-2 is not in \[-1", {"row_index": [0, 0, 0, 0, 0, 0, 0, -2]}),
+    ],
+)
+def test_bad_lists_are_found_on_the_cpu(message, change):
+    refused(ValueError, message, **{name: torch.tensor(value, dtype=torch.int32) for name, value in change.items()})
+
+
+@on_device.gpu_only
+def test_tensors_on_two_devices():
+    refused(ValueError, "w is on cpu, x on cuda:0", w=good()[3].cpu())
+
+
+@on_device.gpu_only
+def test_lists_that_no_dispatch_has_made_lead_nowhere(session_seed):
+    """Out of range they are zeros, or cut off: no access past the tensors."""
+    x, row_index, offsets, w = make_case([30, 40, 50], 208, 144, torch.bfloat16, session_seed)
+    row_index[7], row_index[8] = 1 << 30, -(1 << 30)
+    expected = row_index.clone()
+    expected[7:9] = -1
+    assert torch.equal(moe_a2a.grouped_gemm(x, row_index, offsets, w), moe_a2a.grouped_gemm(x, expected, offsets, w))
+    for wild in ([0, 1 << 30, 5, -9], [-7, 3, 2, 1 << 30]):
+        moe_a2a.grouped_gemm(x, row_index, torch.tensor(wild, dtype=torch.int32, device=DEVICE), w)
+    torch.cuda.synchronize()

@@ -1,0 +1,123 @@
+// The grouped GEMM's kernel with several blocks, under the sanitizers and with the lanes of a GPU's warps, against a
+// plain loop. Values are small whole numbers: every sum is exact, in any order.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "../seed.h"
+#include "moe/experts/run_grouped_gemm.h"
+
+namespace moe_a2a {
+namespace {
+
+uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<uint16_t>(bits >> 16);  // exact for small whole numbers
+}
+float to_float(uint16_t bits) {
+  const uint32_t wide = uint32_t{bits} << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof(value));
+  return value;
+}
+
+struct Problem {
+  std::vector<int32_t> counts;
+  int depth, columns, num_x_rows;
+};
+
+class GroupedGemmTest : public testing::TestWithParam<Problem> {
+ protected:
+  void SetUp() override {
+    const Problem& p = GetParam();
+    std::mt19937 random(test_seed());
+    std::uniform_int_distribution<int> small(-2, 2), row(-1, p.num_x_rows - 1);
+    for (int32_t count : p.counts) offsets_.push_back(offsets_.back() + count);
+    x_.resize(static_cast<size_t>(p.num_x_rows) * p.depth);
+    w_.resize(p.counts.size() * 2 * p.columns * p.depth);
+    row_index_.resize(static_cast<size_t>(offsets_.back()));
+    for (uint16_t& value : x_) value = to_bfloat16(static_cast<float>(small(random)));
+    for (uint16_t& value : w_) value = to_bfloat16(static_cast<float>(small(random)));
+    for (int32_t& index : row_index_) index = row(random);
+  }
+
+  std::vector<uint16_t> run(Activation activation, int num_blocks) {
+    const Problem& p = GetParam();
+    const int columns = activation == Activation::kSwiglu ? p.columns : 2 * p.columns;
+    std::vector<uint16_t> out(row_index_.size() * columns, 0xffff);  // NaN
+    run_grouped_gemm({.target = "cpu", .num_blocks = num_blocks}, {.x = x_.data(),
+                                                                   .row_index = row_index_.data(),
+                                                                   .expert_offsets = offsets_.data(),
+                                                                   .w = w_.data(),
+                                                                   .out = out.data(),
+                                                                   .x_stride = p.depth,
+                                                                   .num_experts = static_cast<int32_t>(p.counts.size()),
+                                                                   .num_x_rows = p.num_x_rows,
+                                                                   .num_rows = offsets_.back(),
+                                                                   .num_columns = columns,
+                                                                   .depth = p.depth,
+                                                                   .activation = activation});
+    return out;
+  }
+
+  float exact(int expert, int position, int column) const {
+    const Problem& p = GetParam();
+    if (row_index_[position] < 0) return 0;
+    const uint16_t* row = x_.data() + static_cast<size_t>(row_index_[position]) * p.depth;
+    const uint16_t* weights = w_.data() + (static_cast<size_t>(expert) * 2 * p.columns + column) * p.depth;
+    float sum = 0;
+    for (int k = 0; k < p.depth; ++k) sum += to_float(row[k]) * to_float(weights[k]);
+    return sum;
+  }
+
+  std::vector<uint16_t> x_, w_;
+  std::vector<int32_t> row_index_, offsets_ = {0};
+};
+
+TEST_P(GroupedGemmTest, EveryElementIsExact) {
+  const Problem& p = GetParam();
+  const std::vector<uint16_t> out = run(Activation::kNone, 3);
+  for (size_t e = 0; e < p.counts.size(); ++e) {
+    for (int i = offsets_[e]; i < offsets_[e + 1]; ++i) {
+      for (int j = 0; j < 2 * p.columns; ++j) {
+        const float expected = exact(static_cast<int>(e), i, j), got = to_float(out[i * size_t(2) * p.columns + j]);
+        // Sums beyond 256 are rounded to 8 bits.
+        ASSERT_LE(std::abs(got - expected), std::abs(expected) / 256)
+            << "expert " << e << " row " << i << " column " << j;
+      }
+    }
+  }
+}
+
+TEST_P(GroupedGemmTest, SwigluTakesGateAndUpOfTheSameColumn) {
+  const Problem& p = GetParam();
+  const std::vector<uint16_t> out = run(Activation::kSwiglu, 3);
+  for (size_t e = 0; e < p.counts.size(); ++e) {
+    for (int i = offsets_[e]; i < offsets_[e + 1]; ++i) {
+      for (int j = 0; j < p.columns; ++j) {
+        const float gate = exact(static_cast<int>(e), i, j), up = exact(static_cast<int>(e), i, p.columns + j);
+        const float expected = gate / (1 + std::exp(-gate)) * up, got = to_float(out[i * size_t(1) * p.columns + j]);
+        ASSERT_LE(std::abs(got - expected), std::abs(expected) / 128)
+            << "expert " << e << " row " << i << " column " << j;
+      }
+    }
+  }
+}
+
+TEST_P(GroupedGemmTest, BlocksDoNotMatter) {
+  const std::vector<uint16_t> one = run(Activation::kNone, 1);
+  for (int num_blocks : {2, 5}) EXPECT_EQ(run(Activation::kNone, num_blocks), one);
+}
+
+INSTANTIATE_TEST_SUITE_P(Routings, GroupedGemmTest,
+                         testing::Values(Problem{{3, 0, 5, 1}, 16, 16, 4},                   // the least sizes
+                                         Problem{{70, 0, 129}, 48, 80, 50},                  // tails everywhere
+                                         Problem{{0, 0, 0, 66, 0}, 544, 64, 20},             // deeper than a step
+                                         Problem{std::vector<int32_t>(40, 2), 32, 48, 9}));  // more experts than lanes
+
+}  // namespace
+}  // namespace moe_a2a
