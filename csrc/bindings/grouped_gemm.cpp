@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "bindings/clients.h"
 #include "bindings/tensor_gate.h"
 #include "bindings/tensors.h"
 #include "moe/experts/run_grouped_gemm.h"

@@ -18,7 +18,7 @@ LAYERS = {
     "parts of commands": ["baselines", "samples", "command_line", "rank_processes"],
     "integrations": ["integrations"],
     "interface": [""],  # moe_a2a/__init__.py
-    "MoE layer": ["moe_layer", "experts", "reference"],
+    "MoE layer": ["moe_layer", "experts", "grouped_gemm", "reference"],
     "clients": ["collectives", "expert_parallel"],
     "communicator": ["communicator"],
     "tracing": ["tracing"],
