@@ -220,7 +220,12 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
                                                          int expert_alignment, const LaunchPlace& place) {
   if (device_->is_synchronous()) {
     auto handle = dispatch_send(input, place);
-    dispatch_recv(*handle, layout, expert_alignment, place);
+    try {
+      dispatch_recv(*handle, layout, expert_alignment, place);
+    } catch (const BadRouting&) {
+      release(*handle, place);  // the caller gets no handle, and without a credit the peers would wait for this buffer
+      throw;
+    }
     return handle;
   }
   require_open();
