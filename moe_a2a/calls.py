@@ -8,16 +8,21 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError
-from moe_a2a.handle import DispatchHandle
-
-if TYPE_CHECKING:
-    from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.handle import DispatchHandle, Owner
 
 log = logging.getLogger("moe_a2a")
 Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+class Caller(Owner, Protocol):
+    """The ExpertParallel whose method is called."""
+
+    rank: int
+    _num_dispatches: int
+
 
 # Raised by kernels, or for an earlier call: every rank that is concerned learns of it by itself.
 REPORTS = (PeerTimeoutError, PeerRefusedError, RoutingError)
@@ -28,7 +33,7 @@ def opens_a_handle(call: Call) -> Call:
     fails after it (by KeyboardInterrupt, say) ends its handle here; the peers' combine is refused."""
 
     @functools.wraps(call)
-    def made(ep: ExpertParallel, *args: Any, **kwargs: Any) -> Any:
+    def made(ep: Caller, *args: Any, **kwargs: Any) -> Any:
         try:
             handle = call(ep, *args, **kwargs)
         except BaseException as error:
@@ -40,7 +45,7 @@ def opens_a_handle(call: Call) -> Call:
     return made  # type: ignore[return-value]
 
 
-def _dispatch_failed(ep: ExpertParallel, is_report: bool, core: Any, why: str) -> None:
+def _dispatch_failed(ep: Caller, is_report: bool, core: Any, why: str) -> None:
     try:
         was_launched = core.num_dispatches != ep._num_dispatches
         if was_launched or not is_report:
@@ -58,7 +63,7 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
-        def made(ep: ExpertParallel, *args: Any, **kwargs: Any) -> Any:
+        def made(ep: Caller, *args: Any, **kwargs: Any) -> Any:
             try:
                 return call(ep, *args, **kwargs)
             except REPORTS:
@@ -74,7 +79,7 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
     return decorate
 
 
-def _tell(ep: ExpertParallel, error: BaseException, tell: Callable[[Any, str], None]) -> None:
+def _tell(ep: Caller, error: BaseException, tell: Callable[[Any, str], None]) -> None:
     if ep._core is None:  # closed: there is no memory to say it in
         return
     try:

@@ -116,7 +116,11 @@ class ExpertParallel:
             raise RuntimeError(f"rank {self.rank}: {error}") from None
         self.num_max_ll_tokens = self._core.num_max_ll_tokens
         # Once: a call looks its blocks up without Python.
-        self._core.set_launch_table(launch_tables.steps_for(self, self._launch_table))
+        self._core.set_launch_table(self._launch_steps())
+
+    def _launch_steps(self) -> list[launch_tables.LaunchStep]:
+        file = self._launch_table
+        return launch_tables.in_effect(self.device, self.num_ranks, self.hidden, self.dtype, self.num_topk, file)[0]
 
     def _check_numbers(self) -> None:
         for name in ("num_experts", "num_topk", "hidden", "num_max_tokens_per_rank", "num_buffers"):

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from moe_a2a.expert_parallel import ExpertParallel
+
+class Owner(Protocol):
+    """The ExpertParallel that made a handle, as far as a handle and its users know it."""
+
+    rank: int
+    num_ranks: int
+    num_experts: int
+    num_local_experts: int
+    hidden: int
+    _core: Any
+
+    @property
+    def is_closed(self) -> bool: ...
 
 
 class DispatchHandle:
@@ -42,7 +53,7 @@ class DispatchHandle:
 
     def __init__(
         self,
-        ep: ExpertParallel,
+        ep: Owner,
         core_handle: Any,
         row_dtype: torch.dtype,
         routing: tuple[torch.Tensor, torch.Tensor | None],

@@ -20,16 +20,13 @@ import math
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import platformdirs
 import torch
 
 from moe_a2a import devices
 from moe_a2a.json_fields import Field, FieldError, loads
-
-if TYPE_CHECKING:
-    from moe_a2a.expert_parallel import ExpertParallel
 
 ENVIRONMENT_VARIABLE = "MOE_A2A_LAUNCH_TABLE"
 SHIPPED = Path(__file__).parent / "tuned"
@@ -68,11 +65,6 @@ class TunedTable:
         return replace(self, steps=tuple(steps.values()))
 
 
-def steps_for(ep: ExpertParallel, file: str | os.PathLike[str] | None = None) -> list[LaunchStep]:
-    """What an ExpertParallel is given; empty: the target's default."""
-    return in_effect(ep.device, ep.num_ranks, ep.hidden, ep.dtype, ep.num_topk, file)[0]
-
-
 def in_effect(
     device: torch.device,
     num_ranks: int,
@@ -81,7 +73,7 @@ def in_effect(
     num_topk: int,
     file: str | os.PathLike[str] | None = None,
 ) -> tuple[list[LaunchStep], str]:
-    """The table, and where it comes from in words."""
+    """The table, and where it comes from in words. An empty table: the target's default."""
     named = file or os.environ.get(ENVIRONMENT_VARIABLE)
     path = Path(named) if named else found_file(device, num_ranks)
     row_bytes = hidden * dtype.itemsize

@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 import moe_a2a
 from moe_a2a.tracing.check import check_file
+from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.timeline import Timeline, merged
-from moe_a2a.tracing.trace_file import read
 
 STEPS = ("dispatch", "combine")
 AGREE = 0.02

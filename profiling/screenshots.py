@@ -13,7 +13,7 @@ from perfetto_ui import opened
 
 from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.plot import save_plot
-from moe_a2a.tracing.trace_file import read
+from moe_a2a.tracing.reading import read
 
 # A row's arrow across ranks, in a wait that is short enough to be seen whole.
 ARROW = """

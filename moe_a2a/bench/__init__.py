@@ -7,7 +7,7 @@ from importlib import import_module
 
 HELP = "measure dispatch and combine on this machine; draw results"
 BENCHES = {
-    "dispatch_combine": "time dispatch and combine beside the floor and the peers",
+    "dispatch_combine": "time dispatch and combine beside the floor and the baselines",
     "plot": "draw results",
 }
 

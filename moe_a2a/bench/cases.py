@@ -27,7 +27,7 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Arguments that ExpertParallel and the peers share."""
+        """Arguments that ExpertParallel and the baselines share."""
         return {
             "num_experts": self.num_experts,
             "num_topk": self.num_topk,

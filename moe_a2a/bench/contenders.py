@@ -1,4 +1,4 @@
-"""Who is timed: ExpertParallel in its modes, as calls, as halves, as captured graphs. The peers are in peers.py.
+"""Who is timed: ExpertParallel in its modes, as calls, as halves, as captured graphs. The baselines are in torch_baselines.py and deep_ep.py.
 
 A contender first rehearses one layer, which leaves everything that its steps need; then its steps run again and again.
 """

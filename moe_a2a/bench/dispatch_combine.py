@@ -1,4 +1,4 @@
-"""`python -m moe_a2a bench dispatch_combine`: dispatch and combine beside the floor and the peers, in one run.
+"""`python -m moe_a2a bench dispatch_combine`: dispatch and combine beside the floor and the baselines, in one run.
 
 By itself it starts a process per rank; under torchrun it is the rank.
 """
@@ -21,7 +21,7 @@ from moe_a2a.bench.records import Results
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
 from moe_a2a.command_line import integers, output_file, output_folder
 
-HELP = "time dispatch and combine beside the floor and the peers"
+HELP = "time dispatch and combine beside the floor and the baselines"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--halves", action="store_true", help="also dispatch_send ... combine_recv, each by itself")
     what.add_argument("--graph", action="store_true", help="also captured graphs")
     what.add_argument("--overlap", action="store_true", help="also a matrix product between the halves")
-    what.add_argument("--peers", type=some_of(run_case.PEERS, or_none=True), default=list(run_case.PEERS),
-                      metavar="NAME,...", help=f"{', '.join(run_case.PEERS)}, or none (default: all)")  # fmt: skip
+    what.add_argument("--baselines", type=some_of(run_case.BASELINES, or_none=True), default=list(run_case.BASELINES),
+                      metavar="NAME,...", help=f"{', '.join(run_case.BASELINES)}, or none (default: all)")  # fmt: skip
     add_how(parser)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results here")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """`python -m moe_a2a bench plot FILE...`: pictures of results.
 
-time_against_tokens       of the first file: ours, the peers and the floor, log-log
+time_against_tokens       of the first file: moe_a2a, the baselines and the floor, log-log
 bandwidth_against_blocks  of the first file that has several numbers of blocks
 scaling_over_ranks        of all files, when their numbers of ranks differ
 """
@@ -124,7 +124,7 @@ def _lines_of(records: list[Record]) -> dict[str, list[Record]]:
 
 
 def _styles_of(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A colour for each; a peer's float8 line is dotted, in the colour of its other line."""
+    """A colour for each; the float8 line of a baseline is dotted, in the colour of its other line."""
     colours: dict[str, str] = {}
     styles = {}
     for label in labels:
@@ -140,7 +140,7 @@ def _styles_of(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
 # Of a step the modes that differ, and how their lines are drawn.
 MODES_OF_STEP = {
     "dispatch": {"rows": ("as they are", "-"), "fp8+presummed": ("quantised on the way", ":")},
-    "combine": {"rows": ("summed by us", "-"), "presummed": ("summed by the caller", "-.")},
+    "combine": {"rows": ("summed in the kernel", "-"), "presummed": ("summed by the caller", "-.")},
 }
 
 

@@ -5,7 +5,7 @@ zipf:S       the expert of popularity i is chosen in proportion to 1 / i ** S; w
              the seed
 one_rank     every token of every rank goes to experts of rank 0
 idle_rank    uniform, but the last rank has no token
-text         a small router with random weights reads real text: the demo's Qwen3-MoE
+text         a small router with random weights reads real text: the Qwen3-MoE of moe_a2a/samples
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _text(sizes: Sizes, rank: int) -> Tensor:
 @functools.cache
 def _text_choices() -> Tensor:
     """int64 [layers * tokens of the text, choices], layer by layer: what the model's routers chose."""
-    from moe_a2a.demo import models, text
+    from moe_a2a.samples import models, text
 
     model = models.build("qwen3_moe", seed=0)
     chosen: list[Tensor] = []

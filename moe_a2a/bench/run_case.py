@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import moe_a2a
-from moe_a2a.bench import deep_ep, floor, gate, overlap, peers, routings
+from moe_a2a.bench import deep_ep, floor, gate, overlap, routings, torch_baselines
 from moe_a2a.bench.cases import Case, Inputs, Traffic, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.contenders import Contender, Ours, OursInGraphs, OursInHalves
@@ -20,9 +20,9 @@ from moe_a2a.bench.together import FailedSomewhereError, together
 
 HOST_ITERATIONS = 10
 
-PEERS = {
-    "sort": peers.SortAllToAll,
-    "all_gather": peers.AllGatherReduceScatter,
+BASELINES = {
+    "sort": torch_baselines.SortAllToAll,
+    "all_gather": torch_baselines.AllGatherReduceScatter,
     "deep_ep_v1": deep_ep.Normal,
     "deep_ep_v1_fp8": deep_ep.NormalFp8,
     "deep_ep_v1_ll": deep_ep.LowLatency,
@@ -42,7 +42,7 @@ class Plan:
     halves: bool = False
     graph: bool = False
     overlap: bool = False
-    peers: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = ()
 
 
 def run(case: Case, plan: Plan, how: Measuring, device: torch.device, results: Results) -> None:
@@ -96,13 +96,13 @@ def _contenders(
                 yield OursInHalves(ep, inputs, mode, blocks)
             if plan.graph and inputs.x.is_cuda:
                 yield OursInGraphs(ep, inputs, mode, blocks)
-    for name in plan.peers:
-        peer = PEERS[name]
-        if why := peer.why_not(case, inputs.x.device):
+    for name in plan.baselines:
+        baseline = BASELINES[name]
+        if why := baseline.why_not(case, inputs.x.device):
             _leave_out(results, name, "", why)
             continue
         try:
-            yield together(lambda peer=peer: peer(case, inputs))
+            yield together(lambda baseline=baseline: baseline(case, inputs))
         except FailedSomewhereError as error:
             _leave_out(results, name, str(case), str(error))
 

@@ -37,7 +37,7 @@ def _asked_for(options: argparse.Namespace) -> Plan:
         halves=options.halves,
         graph=options.graph,
         overlap=options.overlap,
-        peers=tuple(options.peers),
+        baselines=tuple(options.baselines),
     )
 
 
@@ -47,12 +47,12 @@ def _cases(tokens: tuple[int, ...], seed: int, routing: str = "uniform", **shape
 
 def _full(options: argparse.Namespace) -> list[Plan]:
     """What the committed results hold; a GPU per rank."""
-    seed, peers = options.seed, tuple(options.peers)
+    seed, baselines = options.seed, tuple(options.baselines)
     both = ("rows", "fp8+presummed")
     others = [routing for routing in routings.NAMES if routing != "uniform"]
     return [
         Plan("tokens", _cases((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), seed), both, graph=True,
-             peers=peers),
+             baselines=baselines),
         Plan("blocks", _cases((8, 128, 4096), seed), both, blocks=BLOCKS),
         *(Plan("routings", _cases((128, 4096), seed, routing), both) for routing in others),
         Plan("halves", _cases((8, 128, 4096), seed), both, halves=True),
@@ -68,4 +68,4 @@ def _cpu(options: argparse.Namespace) -> list[Plan]:
         for tokens, shape in shapes
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    return [Plan("cpu", tuple(cases), ("rows", "expert_major"), peers=("sort", "all_gather"))]
+    return [Plan("cpu", tuple(cases), ("rows", "expert_major"), baselines=("sort", "all_gather"))]

@@ -47,9 +47,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from moe_a2a.demo import models, plot, report, text
+    from moe_a2a.demo import models, plot, report
     from moe_a2a.demo.shapes import SHAPES
     from moe_a2a.rank_processes import run_on_ranks
+    from moe_a2a.samples import text
+    from moe_a2a.samples.models import build
 
     print(
         f"{options.ranks} ranks as processes, seed {options.seed}, {text.batch().numel()} bytes of "
@@ -59,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
     with _progress_bar(num_units) as advance:
         expected, all_bytes = {}, {}
         for name in options.models:
-            model = models.build(name, options.seed)
+            model = build(name, options.seed)
             all_bytes[name] = models.expert_bytes(model)
             expected[name] = models.run_in_one_process(name, options.seed, text.batch())
             advance(f"{name} in one process")
@@ -101,7 +103,8 @@ def _rank_main(report: Callable[[str], None], model_names: tuple[str, ...], seed
     """One rank's life: the models, then the shapes."""
     import torch.distributed as dist
 
-    from moe_a2a.demo import models, shapes, text
+    from moe_a2a.demo import models, shapes
+    from moe_a2a.samples import text
 
     def done(what: str) -> None:
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Three real MoE architectures, small and random, with their experts shared out over the ranks."""
+"""The sample models with their experts shared out over the ranks."""
 
 from __future__ import annotations
 
@@ -7,74 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel
 
-from moe_a2a.demo.text import VOCAB_SIZE
 from moe_a2a.integrations.experts_module import is_experts_module
 from moe_a2a.integrations.transformers import register, shard_experts
+from moe_a2a.samples.models import build
 
 TOLERANCE = 1e-5
-
-_COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.05,  # large enough that routing and logits are not near ties
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-MODELS = {
-    "mixtral": (
-        MixtralForCausalLM,
-        MixtralConfig,
-        {"num_key_value_heads": 2, "intermediate_size": 448, "num_local_experts": 8},
-    ),
-    "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
-        {
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "moe_intermediate_size": 96,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-        },
-    ),
-    "deepseek_v3": (
-        DeepseekV3ForCausalLM,
-        DeepseekV3Config,
-        {
-            "num_key_value_heads": 8,
-            "intermediate_size": 448,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 96,
-            "n_routed_experts": 32,
-            "num_experts_per_tok": 4,
-            "n_shared_experts": 1,
-            "n_group": 4,
-            "topk_group": 2,
-            "q_lora_rank": 96,
-            "kv_lora_rank": 64,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 32,
-        },
-    ),
-}
 
 
 @dataclass
@@ -84,14 +24,6 @@ class RankRun:
     logits: np.ndarray  # fp32 [sequences, length, vocabulary], of this rank's part of the batch
     tokens_per_expert: np.ndarray  # int64 [num_experts]: this rank's routes, over all layers
     expert_bytes: int  # weights of the experts that it holds
-
-
-def build(name: str, seed: int) -> PreTrainedModel:
-    """The same model in every process: fp32, random weights from the seed."""
-    model_class, config_class, sizes = MODELS[name]
-    transformers.logging.set_verbosity_error()
-    torch.manual_seed(seed)
-    return model_class(config_class(**(_COMMON | sizes))).eval()
 
 
 @torch.no_grad()

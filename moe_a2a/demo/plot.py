@@ -57,8 +57,8 @@ def _draw_experts(axes, name: str, counts: np.ndarray) -> None:
 
 
 def _draw_step(axes, shape: ShapeResult) -> None:
-    """Ours beside the peer's, each a stack of the three phases."""
-    milliseconds = 1e3 * np.stack([shape.phases, shape.peer_phases])
+    """moe_a2a beside the baseline, each a stack of the three phases."""
+    milliseconds = 1e3 * np.stack([shape.phases, shape.baseline_phases])
     bottom = np.zeros(2)
     for phase, colour, height in zip(PHASES, COLOURS, milliseconds.T, strict=True):
         axes.bar(("moe_a2a", "sort + gloo"), height, 0.7, bottom=bottom, color=colour, label=phase)

@@ -30,14 +30,14 @@ class ModelResult:
 class ShapeResult:
     label: str
     phases: np.ndarray  # seconds of dispatch, experts, combine
-    peer_phases: np.ndarray
+    baseline_phases: np.ndarray
     traffic: Traffic
     equal: bool
-    peer_close: bool
+    baseline_close: bool
 
     @property
     def passed(self) -> bool:
-        return self.equal and self.peer_close
+        return self.equal and self.baseline_close
 
 
 def model_result(name: str, runs: Sequence[RankRun], expected, all_bytes: int) -> ModelResult:
@@ -57,10 +57,10 @@ def shape_result(shape: Shape, runs: Sequence[RankTimes]) -> ShapeResult:
     return ShapeResult(
         label=str(shape),
         phases=_median_step(np.stack([run.seconds for run in runs])),
-        peer_phases=_median_step(np.stack([run.peer_seconds for run in runs])),
+        baseline_phases=_median_step(np.stack([run.baseline_seconds for run in runs])),
         traffic=sum(others, start=first),
         equal=all(run.equal for run in runs),
-        peer_close=all(run.peer_close for run in runs),
+        baseline_close=all(run.baseline_close for run in runs),
     )
 
 
@@ -91,26 +91,26 @@ def print_models(results: Sequence[ModelResult]) -> None:
 
 def print_shapes(results: Sequence[ShapeResult]) -> None:
     print(
-        "\nms per step (slowest rank of the median step); peer: sort + all_to_all_single over gloo;"
+        "\nms per step (slowest rank of the median step); baseline: sort + all_to_all_single over gloo;"
         "\nrows that leave a rank in dispatch, MB in dispatch and combine, of all ranks together"
         f"\n\n{'experts/k/hidden/tokens':<23} {'dispatch':>8} {'experts':>8} {'combine':>8}"
-        f" {'total':>8} {'peer':>8} {'faster':>7} {'rows':>6} {'no dedup':>8} {'MB':>7}"
+        f" {'total':>8} {'baseline':>8} {'faster':>7} {'rows':>6} {'no dedup':>8} {'MB':>7}"
         f" {'no dedup':>8}  check"
     )
     for r in results:
         dispatch, experts, combine = 1e3 * r.phases
-        total, peer = 1e3 * r.phases.sum(), 1e3 * r.peer_phases.sum()
+        total, baseline = 1e3 * r.phases.sum(), 1e3 * r.baseline_phases.sum()
         t = r.traffic
         check = "bits equal" if r.passed else _why_shape_failed(r)
         print(
             f"{r.label:<23} {dispatch:>8.2f} {experts:>8.2f} {combine:>8.2f} {total:>8.2f}"
-            f" {peer:>8.2f} {peer / total:>6.1f}x {t.rows:>6} {t.rows_without_dedup:>8}"
+            f" {baseline:>8.2f} {baseline / total:>6.1f}x {t.rows:>6} {t.rows_without_dedup:>8}"
             f" {t.megabytes:>7.2f} {t.megabytes_without_dedup:>8.2f}  {check}"
         )
 
 
 def _why_shape_failed(result: ShapeResult) -> str:
-    return "FAILED: " + ("our result differs" if not result.equal else "the peer's result differs")
+    return "FAILED: " + ("our result differs" if not result.equal else "the baseline's result differs")
 
 
 def _verdict(passed: bool) -> str:

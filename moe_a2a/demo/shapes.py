@@ -1,4 +1,4 @@
-"""The five shapes of the GPU MODE all-to-all contest, ours beside the peer."""
+"""The five shapes of the GPU MODE all-to-all contest, beside a baseline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_a2a
-from moe_a2a.peers import SortAllToAll
+from moe_a2a.baselines import SortAllToAll
 
 WARM_UP_STEPS = 2
 TIMED_STEPS = 10
@@ -69,10 +69,10 @@ class RankTimes:
     """One rank, one shape. Seconds are [TIMED_STEPS, 3]: dispatch, experts, combine."""
 
     seconds: np.ndarray
-    peer_seconds: np.ndarray
+    baseline_seconds: np.ndarray
     traffic: Traffic
     equal: bool  # our result, bit for bit
-    peer_close: bool  # the peer's, within the contest's tolerance
+    baseline_close: bool  # the baseline's, within the contest's tolerance
 
 
 def run_on_this_rank(shape: Shape, seed: int) -> RankTimes:
@@ -88,19 +88,19 @@ def run_on_this_rank(shape: Shape, seed: int) -> RankTimes:
         "num_max_tokens_per_rank": shape.max_tokens,
         "dtype": DTYPE,
     }
-    peer = SortAllToAll(dist.group.WORLD, **sizes)
+    baseline = SortAllToAll(dist.group.WORLD, **sizes)
     inputs = (x, topk_idx, topk_weights)
     with moe_a2a.ExpertParallel(dist.group.WORLD, **sizes, device="cpu") as ep:
         seconds, out = _time_steps(ep, _gathered_rows, *inputs)
-    peer_seconds, peer_out = _time_steps(peer, lambda handle: handle.expert_x, *inputs)
+    baseline_seconds, baseline_out = _time_steps(baseline, lambda handle: handle.expert_x, *inputs)
 
     expected = _expected(x, owner, topk_weights, num_ranks)
     return RankTimes(
         seconds=seconds,
-        peer_seconds=peer_seconds,
+        baseline_seconds=baseline_seconds,
         traffic=_traffic(owner, rank, num_ranks, x[:1].nbytes),
         equal=torch.equal(out, expected),
-        peer_close=torch.allclose(peer_out, expected, rtol=1e-2, atol=5e-3),
+        baseline_close=torch.allclose(baseline_out, expected, rtol=1e-2, atol=5e-3),
     )
 
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from moe_a2a.tracing.capture import Trace, trace
-from moe_a2a.tracing.summary import Summary
+from moe_a2a.tracing.report import Summary
 
 __all__ = ["Summary", "Trace", "trace"]

@@ -7,25 +7,41 @@ from collections.abc import Sequence
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from moe_a2a.groups import HandleExchange
+from moe_a2a.groups import Group, HandleExchange
 from moe_a2a.tracing import export
 from moe_a2a.tracing.merge import merge
 from moe_a2a.tracing.records import ClockSample, RankRecords
-from moe_a2a.tracing.summary import Summary, summarize
+from moe_a2a.tracing.report import Summary
+from moe_a2a.tracing.summary import summarize
 from moe_a2a.tracing.timeline import Timeline
-
-if TYPE_CHECKING:
-    from moe_a2a.expert_parallel import ExpertParallel
 
 # A block is a thread on the CPU, and there are few; on a GPU 132 blocks of 16 warps take 35 MB.
 DEFAULT_RECORDS = {"cpu": 65536, "cuda": 1024}
 MOST_RECORDS = (1 << 31) - 1  # what the core counts with
 CLOCK_ROUNDS = 200  # exchanges with each rank; the fastest counts
+
+
+class Traced(Protocol):
+    """What a trace needs of an ExpertParallel, which knows the trace that is running."""
+
+    rank: int
+    num_ranks: int
+    num_experts: int
+    num_topk: int
+    hidden: int
+    num_max_tokens_per_rank: int
+    num_buffers: int
+    dtype: torch.dtype
+    device: torch.device
+    _group: Group
+    _trace: Trace | None
+
+    def _open_core(self) -> Any: ...
 
 
 class Trace:
@@ -36,7 +52,7 @@ class Trace:
     records alone, and what it saves shows what its warps did last. So it is for a HandleExchange, which can gather
     nothing."""
 
-    def __init__(self, ep: ExpertParallel, records_per_segment: int):
+    def __init__(self, ep: Traced, records_per_segment: int):
         self._ep = ep
         self._records_per_segment = records_per_segment
         self._clocks: list[ClockSample] = []
@@ -139,7 +155,7 @@ class Trace:
         return counts.numpy()
 
 
-def trace(ep: ExpertParallel, records_per_segment: int | None = None) -> Trace:
+def trace(ep: Traced, records_per_segment: int | None = None) -> Trace:
     """Records what the kernels of `ep` do inside the `with` block; every rank enters it::
 
         with moe_a2a.trace(ep) as t:
@@ -165,7 +181,7 @@ def trace(ep: ExpertParallel, records_per_segment: int | None = None) -> Trace:
     return Trace(ep, records_per_segment)
 
 
-def _configuration(ep: ExpertParallel) -> dict[str, Any]:
+def _configuration(ep: Traced) -> dict[str, Any]:
     names: Sequence[str] = ("num_ranks", "num_experts", "num_topk", "hidden", "num_max_tokens_per_rank", "num_buffers")
     return {
         **{name: getattr(ep, name) for name in names},

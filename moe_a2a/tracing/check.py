@@ -7,7 +7,8 @@ from pathlib import Path
 
 from moe_a2a.json_fields import FieldError
 from moe_a2a.tracing.file_timeline import check_about, slices_of_ranks
-from moe_a2a.tracing.trace_file import FLIGHT, TraceFile, read
+from moe_a2a.tracing.reading import read
+from moe_a2a.tracing.trace_file import FLIGHT, TraceFile
 
 WAITS_WITH_ARROWS = {"row_wait", "partial_wait"}
 MAX_SHOWN = 5  # problems of one kind

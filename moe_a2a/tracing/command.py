@@ -10,8 +10,8 @@ from moe_a2a.errors import TraceFileError
 from moe_a2a.tracing.check import check_file
 from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.plot import save_plot
+from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.summary import summarize
-from moe_a2a.tracing.trace_file import read
 
 HELP = "summarise, check or plot a trace file"
 

@@ -1,17 +1,49 @@
-"""A summary as text."""
+"""A trace in numbers, and as text."""
 
 from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from moe_a2a.tracing.summary import Summary
+from moe_a2a.tracing.critical_path import PathStep
 
 NUM_PATH_ROWS = 12
 WIDTH = 110
+
+
+@dataclass
+class Summary:
+    """Times in nanoseconds. R ranks.
+
+    operation_ns: per operation, [R] time in which at least one of the rank's blocks was in it, and how many launches.
+    kind_share: per kind of slice, [R] its part of the time that the rank's warps were in launches; wait_share: [R] the
+        part in which they were in waits.
+    wait_sum, wait_max: [R waiter, R awaited] over all waits of all threads.
+    tokens: [R from, R to] rows that dispatches sent; tokens_per_expert: [E] choices, empty where they were not counted.
+    block_imbalance: [R] time not waiting, of the busiest block over the mean of all.
+    path: the critical path, back from the last thing that happened, latest step first.
+    culprit: one sentence, or more than one.
+    """
+
+    about: dict
+    span_ns: int
+    operation_ns: dict[str, tuple[np.ndarray, np.ndarray]]
+    kind_share: dict[str, np.ndarray]
+    wait_share: np.ndarray
+    wait_sum: np.ndarray
+    wait_max: np.ndarray
+    tokens: np.ndarray
+    tokens_per_expert: np.ndarray
+    block_imbalance: np.ndarray
+    path: list[PathStep]
+    culprit: str
+
+    def __str__(self) -> str:
+        return text_of(self)
 
 
 def text_of(summary: Summary) -> str:

@@ -1,48 +1,14 @@
-"""A trace in numbers: who took how long, who waited for whom, and whose fault it was."""
+"""From a timeline to numbers: who took how long, who waited for whom, and whose fault it was."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
 from moe_a2a.tracing.arrows import causes
 from moe_a2a.tracing.blame import culprit
-from moe_a2a.tracing.critical_path import PathStep, critical_path
+from moe_a2a.tracing.critical_path import critical_path
+from moe_a2a.tracing.report import Summary
 from moe_a2a.tracing.timeline import DISPATCH_SENDERS, SIGNAL, WAITS, Timeline, last_before, merged
-
-
-@dataclass
-class Summary:
-    """Times in nanoseconds. R ranks.
-
-    operation_ns: per operation, [R] time in which at least one of the rank's blocks was in it, and how many launches.
-    kind_share: per kind of slice, [R] its part of the time that the rank's warps were in launches; wait_share: [R] the
-        part in which they were in waits.
-    wait_sum, wait_max: [R waiter, R awaited] over all waits of all threads.
-    tokens: [R from, R to] rows that dispatches sent; tokens_per_expert: [E] choices, empty where they were not counted.
-    block_imbalance: [R] time not waiting, of the busiest block over the mean of all.
-    path: the critical path, back from the last thing that happened, latest step first.
-    culprit: one sentence, or more than one.
-    """
-
-    about: dict
-    span_ns: int
-    operation_ns: dict[str, tuple[np.ndarray, np.ndarray]]
-    kind_share: dict[str, np.ndarray]
-    wait_share: np.ndarray
-    wait_sum: np.ndarray
-    wait_max: np.ndarray
-    tokens: np.ndarray
-    tokens_per_expert: np.ndarray
-    block_imbalance: np.ndarray
-    path: list[PathStep]
-    culprit: str
-
-    def __str__(self) -> str:
-        from moe_a2a.tracing.report import text_of
-
-        return text_of(self)
 
 
 def summarize(timeline: Timeline) -> Summary:

@@ -1,13 +1,9 @@
-"""A trace file as it lies there, read by code that shares nothing with what wrote it. Files are untrusted."""
+"""What a trace file holds, as it stands there."""
 
 from __future__ import annotations
 
-import gzip
-import io
 import re
-import zlib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from moe_a2a.errors import TraceFileError
@@ -18,9 +14,6 @@ FLIGHT = "flight"  # the last part of a wait, from the signal on: where its arro
 # Of a slice, with their largest values (csrc/comm/trace_buffer.h has the bits of the first three). The least is -1: none.
 ARGUMENTS = {"peer": 63, "token": (1 << 20) - 1, "polls": (1 << 16) - 1, "bytes": (1 << 40) - 1}
 LATEST_NS = 1 << 48  # three days
-# A file of ours becomes 20 to 40 times smaller; what unpacks to far more is meant to fill the memory.
-LARGEST_UNPACKED = 200  # times the packed size
-CHUNK = 1 << 20
 
 
 @dataclass
@@ -67,27 +60,6 @@ class TraceFile:
         return TraceFileError(self.path, reason)
 
 
-def read(path: str | Path) -> TraceFile:
-    """Tells the formats apart by their first byte: a JSON object or an array, or a protobuf's first packet.
-
-    Raises TraceFileError, and OSError for a file that cannot be opened.
-    """
-    from moe_a2a.tracing import chrome_reader, perfetto_reader
-
-    file = TraceFile(str(path))
-    try:
-        data = _content(Path(path))
-        if data[:1] in (b"{", b"["):
-            chrome_reader.parse(data, file)
-        elif data[:1] == b"\x0a":
-            perfetto_reader.parse(data, file)
-        else:
-            raise FieldError("it is neither JSON nor a Perfetto trace" if data else "it is empty")
-    except FieldError as error:
-        raise file.error(str(error)) from None
-    return file
-
-
 def checked_arguments(arguments: dict[str, Any]) -> dict[str, int]:
     """Those of a slice that are known here."""
     known = {name: arguments[name] for name in ARGUMENTS if name in arguments}
@@ -95,25 +67,3 @@ def checked_arguments(arguments: dict[str, Any]) -> dict[str, int]:
         if type(value) is not int or not -1 <= value <= ARGUMENTS[name]:
             raise FieldError(f"{name} is {quoted(value)}, not an integer from -1 to {ARGUMENTS[name]}")
     return known
-
-
-def _content(path: Path) -> bytes:
-    if path.exists() and not path.is_file():
-        raise FieldError("it is not a regular file")
-    data = path.read_bytes()
-    return _unpacked(data) if data[:2] == b"\x1f\x8b" else data
-
-
-def _unpacked(data: bytes) -> bytes:
-    limit = LARGEST_UNPACKED * len(data) + CHUNK
-    parts, size = [], 0
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
-            while part := packed.read(CHUNK):
-                parts.append(part)
-                size += len(part)
-                if size > limit:
-                    raise FieldError(f"it unpacks to more than {LARGEST_UNPACKED} times its {len(data)} bytes")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise FieldError(f"its gzip data is cut or damaged: {error}") from None
-    return b"".join(parts)

@@ -15,8 +15,8 @@ from moe_a2a.bench import gate, routings, run_case
 from moe_a2a.bench.cases import Case, Traffic, make_inputs
 from moe_a2a.bench.clock import Measuring
 from moe_a2a.bench.contenders import MODES, Ours, OursInHalves
-from moe_a2a.bench.peers import SortAllToAll
 from moe_a2a.bench.records import Results
+from moe_a2a.bench.torch_baselines import SortAllToAll
 from moe_a2a.command_line import integers
 from moe_a2a.launch_tables import LaunchStep, TunedTable
 
@@ -73,7 +73,7 @@ def test_plots_are_drawn(results_file, tmp_path):
     pytest.importorskip("matplotlib")
     other = tmp_path / "one_rank.json"
     moe_a2a_command(
-        "bench", "dispatch_combine", *TINY, "--ranks", 1, "--tokens", "2,5", "--peers", "none", "--json", other
+        "bench", "dispatch_combine", *TINY, "--ranks", 1, "--tokens", "2,5", "--baselines", "none", "--json", other
     )
     blocks = tmp_path / "blocks.json"
     content = json.loads(other.read_text())
@@ -169,8 +169,8 @@ class RefusesToCombine(SortAllToAll):
 
 
 def case_with_broken_peers_on_rank(group):
-    run_case.PEERS |= {"not_made": NotMade, "refuses": RefusesToCombine}
-    plan = run_case.Plan("tokens", (CASE,), ("rows",), peers=("not_made", "refuses", "sort"))
+    run_case.BASELINES |= {"not_made": NotMade, "refuses": RefusesToCombine}
+    plan = run_case.Plan("tokens", (CASE,), ("rows",), baselines=("not_made", "refuses", "sort"))
     results = Results({})
     run_case.run(CASE, plan, Measuring(iterations=2, warm_up=1), torch.device("cpu"), results)
     return [record.system for record in results.records], results.left_out

@@ -63,7 +63,7 @@ def test_options_that_measure(capsys, command, option, values):
         assert option in refused(capsys, *command, f"{option}={value}"), value
 
 
-@pytest.mark.parametrize("option", ["--modes", "--routing", "--peers", "--suite"])
+@pytest.mark.parametrize("option", ["--modes", "--routing", "--baselines", "--suite"])
 def test_names(capsys, option):
     assert option in refused(capsys, *BENCH, option, "nonsense")
 

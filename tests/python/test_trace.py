@@ -11,8 +11,8 @@ import torch
 import moe_a2a
 from moe_a2a.tracing.check import check_file
 from moe_a2a.tracing.file_timeline import to_timeline
+from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.summary import summarize
-from moe_a2a.tracing.trace_file import read
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "profiling"))
 import perfetto_ui

@@ -20,8 +20,8 @@ from moe_a2a.tracing import export
 from moe_a2a.tracing.check import check_file
 from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.merge import merge
+from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.summary import summarize
-from moe_a2a.tracing.trace_file import read
 
 pytestmark = pytest.mark.cpu
 

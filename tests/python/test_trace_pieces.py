@@ -12,9 +12,9 @@ import moe_a2a
 from moe_a2a.tracing import arrows
 from moe_a2a.tracing.check import check_file
 from moe_a2a.tracing.file_timeline import to_timeline
+from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.summary import summarize
 from moe_a2a.tracing.timeline import SLICE, Timeline
-from moe_a2a.tracing.trace_file import read
 
 NAMES = ["dispatch_send", "dispatch_recv", "signal", "row_wait"]
 ERROR_NS = np.array([300.0, 300.0])

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from moe_a2a.integrations import sweep
+import transformers_sweep as sweep
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 

@@ -6,13 +6,16 @@ Ranks are threads; `eager` on one process, with all experts, is the truth.
 # ruff: noqa: E402 (what follows importorskip needs transformers)
 
 import copy
-import subprocess
-import sys
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers")
+
+from tiny_models import tiny_model
+from transformers_sweep import on_threads, parts_of_a_batch, run_with
 
 import moe_a2a
 from moe_a2a.integrations.experts_module import (
@@ -20,8 +23,6 @@ from moe_a2a.integrations.experts_module import (
     is_experts_module,
     owned_experts,
 )
-from moe_a2a.integrations.sweep import on_threads, parts_of_a_batch, run_with
-from moe_a2a.integrations.tiny_models import tiny_model
 from moe_a2a.integrations.transformers import register, shard_experts
 
 pytestmark = pytest.mark.cpu
@@ -299,38 +300,17 @@ def test_compiled_models_break_their_graph_and_go_on():
     assert_close(logits, expected)
 
 
-GENERATE = """
-import sys, torch, torch.distributed as dist
-from moe_a2a.integrations.tiny_models import tiny_model
-from moe_a2a.integrations.transformers import register, shard_experts
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-prompt = torch.arange(3, 9 + 4 * rank)[None]
-length = dict(max_new_tokens=(3, 9)[rank], do_sample=False)
-expected = tiny_model("mixtral").generate(prompt, **length)
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-with register(dist.group.WORLD, timeout=20.0):
-    model = shard_experts(tiny_model("mixtral"), dist.group.WORLD)
-    model.set_experts_implementation("moe_a2a")
-    tokens = model.generate(prompt, synced_gpus=True, **length)
-assert tokens.equal(expected), (tokens, expected)
-dist.destroy_process_group()
-"""
+def generate(group):
+    prompt = torch.arange(3, 9 + 4 * dist.get_rank(group))[None]
+    length = {"max_new_tokens": (3, 9)[dist.get_rank(group)], "do_sample": False}
+    expected = tiny_model("mixtral").generate(prompt, **length)
+    with register(group, timeout=20.0):
+        model = shard_experts(tiny_model("mixtral"), group)
+        model.set_experts_implementation("moe_a2a")
+        tokens = model.generate(prompt, synced_gpus=True, **length)
+    return expected.tolist(), tokens.tolist()
 
 
-def test_generate_with_different_lengths_on_ranks_as_processes(tmp_path):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", GENERATE, str(rank), str(tmp_path / "store")],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
+def test_generate_with_different_lengths_on_ranks_as_processes():
+    for expected, tokens in ranks.run_processes(2, generate, timeout=120):
+        assert tokens == expected

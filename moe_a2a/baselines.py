@@ -1,10 +1,10 @@
-"""What people use today, written with care: the peers that benchmarks run beside `ExpertParallel`.
+"""The baselines that benchmarks run beside `ExpertParallel`: what people use today, written with care.
 
 Both work over any `torch.distributed` group (gloo, nccl, ...) and have one interface:
 
-    handle = peer.dispatch(x, topk_idx, topk_weights)
+    handle = baseline.dispatch(x, topk_idx, topk_weights)
     handle.expert_x, handle.expert_offsets     # [n, H] expert by expert; [E_local + 1]
-    out = peer.combine(y, handle)              # y [n, H], one row per row of expert_x; out [T, H]
+    out = baseline.combine(y, handle)              # y [n, H], one row per row of expert_x; out [T, H]
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Peer:
-    """The configuration that both peers share."""
+class _Baseline:
+    """The configuration that both baselines share."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class SortHandle:
     recv_splits: list[int]  # rows from each rank
 
 
-class SortAllToAll(_Peer):
+class SortAllToAll(_Baseline):
     """Sort by expert, exchange counts, exchange rows, sort again; combine goes the same way back.
 
     Every route travels as a row of its own (no dedup), and the host reads the split sizes, as
@@ -129,7 +129,7 @@ class AllGatherHandle:
     weight: Tensor  # fp32 weight of each row of expert_x
 
 
-class AllGatherReduceScatter(_Peer):
+class AllGatherReduceScatter(_Baseline):
     """Everyone gets every row, padded to num_max_tokens_per_rank; the sums come back reduced.
 
     No size crosses the host, so it suits graphs. It moves num_ranks - 1 rows per token in each

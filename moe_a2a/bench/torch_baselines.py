@@ -1,4 +1,4 @@
-"""The peers of the same run: what people use today (moe_a2a/peers.py), as contenders."""
+"""The baselines over torch.distributed (moe_a2a/baselines.py), as contenders."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_a2a import peers
+from moe_a2a import baselines
 from moe_a2a.bench.cases import Case, Inputs
 from moe_a2a.bench.contenders import Contender
 from moe_a2a.bench.expected import factor_of
 
 
-class _CollectivePeer(Contender):
+class _TorchBaseline(Contender):
     mode = "rows"
-    peer_class: type
+    baseline_class: type
     name: str
 
     def __init__(self, case: Case, inputs: Inputs):
         super().__init__(inputs)
         backend = "NCCL" if inputs.x.is_cuda else "gloo"
         self.system = f"{self.name}, {backend}"
-        self._peer = self.peer_class(dist.group.WORLD, **case.config)
+        self._baseline = self.baseline_class(dist.group.WORLD, **case.config)
 
     @staticmethod
     def why_not(case: Case, device: torch.device) -> str | None:
@@ -31,7 +31,7 @@ class _CollectivePeer(Contender):
         return None
 
     def dispatch(self) -> Any:
-        return self._peer.dispatch(self.inputs.x, self.inputs.topk_idx, self.inputs.topk_weights)
+        return self._baseline.dispatch(self.inputs.x, self.inputs.topk_idx, self.inputs.topk_weights)
 
     def experts(self, handle: Any) -> Tensor:
         place = torch.arange(len(handle.expert_x), device=handle.expert_x.device)
@@ -40,14 +40,14 @@ class _CollectivePeer(Contender):
         return (factor[:, None] * handle.expert_x.float()).to(handle.expert_x.dtype)
 
     def combine(self, y: Tensor, handle: Any) -> Tensor:
-        return self._peer.combine(y, handle)
+        return self._baseline.combine(y, handle)
 
 
-class SortAllToAll(_CollectivePeer):
+class SortAllToAll(_TorchBaseline):
     name = "sort + all_to_all"
-    peer_class = peers.SortAllToAll
+    baseline_class = baselines.SortAllToAll
 
 
-class AllGatherReduceScatter(_CollectivePeer):
+class AllGatherReduceScatter(_TorchBaseline):
     name = "all_gather + reduce_scatter"
-    peer_class = peers.AllGatherReduceScatter
+    baseline_class = baselines.AllGatherReduceScatter

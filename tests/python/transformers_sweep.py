@@ -1,7 +1,7 @@
 """Every MoE family of the installed transformers: are its logits through moe_a2a those of eager?
 
-    python -m moe_a2a.integrations.sweep              # all families, a markdown table
-    python -m moe_a2a.integrations.sweep mixtral gpt_oss --ranks 3
+    python tests/python/transformers_sweep.py                     # all families, a markdown table
+    python tests/python/transformers_sweep.py mixtral gpt_oss --ranks 3
 
 The ranks are threads of this process. Each holds its own copy of a tiny model, keeps only its own
 experts, and runs its own part of the batch; the other side of the comparison is an untouched copy
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import torch
 import transformers
+from tiny_models import VOCAB_SIZE, families, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moe_a2a
 from moe_a2a.integrations.experts_module import is_experts_module
-from moe_a2a.integrations.tiny_models import VOCAB_SIZE, families, tiny_model
 from moe_a2a.integrations.transformers import register, shard_experts
 
 TOLERANCE = 1e-5  # on fp32 logits of size about 1

@@ -1,0 +1,57 @@
+"""Reads a trace file with code that shares nothing with what wrote it. Files are untrusted."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from pathlib import Path
+
+from moe_a2a.json_fields import FieldError
+from moe_a2a.tracing import chrome_reader, perfetto_reader
+from moe_a2a.tracing.trace_file import TraceFile
+
+# A file of ours becomes 20 to 40 times smaller; what unpacks to far more is meant to fill the memory.
+LARGEST_UNPACKED = 200  # times the packed size
+CHUNK = 1 << 20
+
+
+def read(path: str | Path) -> TraceFile:
+    """Tells the formats apart by their first byte: a JSON object or an array, or a protobuf's first packet.
+
+    Raises TraceFileError, and OSError for a file that cannot be opened.
+    """
+    file = TraceFile(str(path))
+    try:
+        data = _content(Path(path))
+        if data[:1] in (b"{", b"["):
+            chrome_reader.parse(data, file)
+        elif data[:1] == b"\x0a":
+            perfetto_reader.parse(data, file)
+        else:
+            raise FieldError("it is neither JSON nor a Perfetto trace" if data else "it is empty")
+    except FieldError as error:
+        raise file.error(str(error)) from None
+    return file
+
+
+def _content(path: Path) -> bytes:
+    if path.exists() and not path.is_file():
+        raise FieldError("it is not a regular file")
+    data = path.read_bytes()
+    return _unpacked(data) if data[:2] == b"\x1f\x8b" else data
+
+
+def _unpacked(data: bytes) -> bytes:
+    limit = LARGEST_UNPACKED * len(data) + CHUNK
+    parts, size = [], 0
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
+            while part := packed.read(CHUNK):
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    raise FieldError(f"it unpacks to more than {LARGEST_UNPACKED} times its {len(data)} bytes")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise FieldError(f"its gzip data is cut or damaged: {error}") from None
+    return b"".join(parts)
