@@ -1,16 +1,20 @@
-"""Ranks as processes of this machine; they never outlive the caller."""
+"""Ranks as processes of this machine; they never outlive the caller, and leave nothing behind."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -19,13 +23,169 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+DIED = "died"  # the result of a rank that was allowed to
+SECONDS_TO_DIE = 5.0
+SECONDS_TO_DUMP = 0.3
+
+
+class RankLostError(Exception):
+    """Raised by a program whose process is of no further use; the rank counts as dead."""
+
 
 class RankError(RuntimeError):
-    """A rank raised, died, or did not finish in time; all others have been stopped."""
+    """A rank raised, died, or did not finish in time.
 
-    def __init__(self, message: str, traceback: str = ""):
+    Attributes:
+        details: what each rank that failed has to say: its traceback, its exit code, or where it still is.
+        all_ended: each rank has returned or raised, and may be given another program.
+    """
+
+    def __init__(self, message: str, details: str, all_ended: bool):
         super().__init__(message)
-        self.traceback = traceback  # of the rank
+        self.details = details
+        self.all_ended = all_ended
+
+
+@dataclass
+class _Failure:
+    summary: str
+    text: str
+
+
+@dataclass
+class _Rank:
+    process: Any
+    connection: Connection
+    stack: IO[bytes]  # where it writes its stack when asked by SIGUSR1
+
+
+class RankProcesses:
+    """`num_ranks` processes of one torch.distributed process group, which run one program after another.
+
+    method: of multiprocessing: "spawn" or "forkserver". backend: of torch.distributed. timeout: of the group, seconds.
+    prepare: called with its rank in each process before the group is made.
+    dumps: pickles programs and their arguments for processes that import modules by name.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        timeout: float,
+        method: str = "spawn",
+        backend: str = "gloo",
+        prepare: Callable[[int], None] | None = None,
+        dumps: Callable[[Any], bytes] = pickle.dumps,
+    ):
+        self._dumps = dumps
+        self._ranks: list[_Rank] = []
+        # The ranks inherit it open: it needs no name, so nothing is left of it, whoever is killed when.
+        self._meeting = tempfile.TemporaryFile()
+        context = multiprocessing.get_context(method)
+        try:
+            for rank in range(num_ranks):
+                self._start(context, rank, num_ranks, backend, timeout, prepare)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, context: Any, rank: int, num_ranks: int, backend: str, timeout: float, prepare: Any) -> None:
+        ours, theirs = context.Pipe()
+        stack = tempfile.TemporaryFile()
+        process = context.Process(
+            target=_serve,
+            args=(theirs, _OpenFile(stack), _OpenFile(self._meeting), rank, num_ranks, backend, timeout, prepare),
+            daemon=True,
+        )
+        with _signals_postponed():  # a rank that is half started could not be ended
+            process.start()
+            self._ranks.append(_Rank(process, ours, stack))
+        theirs.close()  # so that a rank's death closes the pipe
+
+    def run(
+        self,
+        program: Callable[..., Any],
+        *arguments: Any,
+        timeout: float,
+        num_ranks: int | None = None,
+        name: str | None = None,
+        mortal: Set[int] = frozenset(),
+        grace: float = 0.0,
+        on_progress: Callable[[str], None] = lambda what: None,
+    ) -> list[Any]:
+        """program(report, *arguments) on the first `num_ranks` ranks (default: all); their results.
+
+        A rank calls report(what) to have on_progress(what) called here. Ranks in `mortal` may die; their result is DIED.
+        Once a rank has failed the others have `grace` seconds to end. A RankError that leaves a rank running, or dead,
+        closes the object.
+        """
+        ranks = self._ranks[:num_ranks]
+        message = self._dumps((program, arguments))
+        try:
+            for rank in ranks:
+                with contextlib.suppress(OSError):  # it has died: reading says so
+                    rank.connection.send_bytes(message)
+            return self._collect(ranks, timeout, mortal, grace, on_progress)
+        except BaseException as error:
+            if not (isinstance(error, RankError) and error.all_ended):
+                self.close()
+            raise
+
+    def _collect(
+        self, ranks: list[_Rank], timeout: float, mortal: Set[int], grace: float, on_progress: Callable[[str], None]
+    ) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, _Failure] = {}
+        running = {rank.connection: number for number, rank in enumerate(ranks)}
+        all_ended = True
+        deadline = time.monotonic() + timeout
+        while running and (ready := wait(list(running), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                number = running[connection]
+                kind, content = _next_message(ranks[number])
+                if kind == "progress":
+                    on_progress(content)
+                    continue
+                del running[connection]
+                all_ended &= kind in ("result", "failed")
+                if kind == "result":
+                    results[number] = content
+                elif kind == "died" and number in mortal:
+                    results[number] = DIED
+                else:
+                    summary, text = content
+                    failures[number] = _Failure(f"rank {number} {summary}", text)
+                    deadline = min(deadline, time.monotonic() + grace)
+        if running and not failures:
+            message = f"ranks {sorted(running.values())} did not finish in time"
+        elif failures:
+            message = next(iter(failures.values())).summary  # of the first: the others may only have waited for it
+        else:
+            return [results[number] for number in range(len(ranks))]
+        for number in running.values():
+            failures[number] = _Failure("", f"still running:\n{_stack_of(ranks[number])}")
+        details = "\n".join(f"--- rank {number} ---\n{failure.text}" for number, failure in sorted(failures.items()))
+        raise RankError(message, details, all_ended and not running)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._ranks
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.process.kill()  # no effect on one that has ended
+        for rank in self._ranks:
+            rank.process.join()
+            rank.connection.close()
+            rank.stack.close()
+        self._ranks = []
+        self._meeting.close()
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def run_on_ranks(
@@ -36,70 +196,35 @@ def run_on_ranks(
     on_progress: Callable[[str], None] = lambda what: None,
     backend: str = "gloo",
 ) -> list[Any]:
-    """`rank_main(report, *arguments)` in num_ranks processes of one process group; their results.
-
-    `backend` is that of torch.distributed. A rank calls report(what) to have on_progress(what) called here. Arguments and
-    results must be picklable, without tensors: numpy arrays travel by value.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    processes, connections = [], []
-    with tempfile.TemporaryFile() as meeting:
-        try:
-            for rank in range(num_ranks):
-                ours, theirs = spawn.Pipe()
-                process = spawn.Process(
-                    target=_process_main,
-                    args=(rank, num_ranks, backend, _OpenFile(meeting), theirs, timeout, rank_main, arguments),
-                    daemon=True,
-                )
-                with _signals_postponed():  # a rank that is half started could not be ended
-                    process.start()
-                    processes.append(process)
-                theirs.close()  # so that a rank's death closes the pipe
-                connections.append(ours)
-            return _collect(connections, time.monotonic() + timeout, on_progress)
-        finally:
-            for process in processes:
-                process.kill()  # no effect on one that has ended
-            for process in processes:
-                process.join()
+    """rank_main(report, *arguments) in num_ranks processes, once; see RankProcesses."""
+    with RankProcesses(num_ranks, timeout=timeout, backend=backend, prepare=_Threads(num_ranks)) as ranks:
+        return ranks.run(rank_main, *arguments, timeout=timeout, on_progress=on_progress)
 
 
-class _OpenFile:
-    """A file that a process inherits open. It needs no name, so nothing is left of it, whoever is killed when."""
+@dataclass
+class _Threads:
+    """Shares the cores out."""
 
-    def __init__(self, file: IO[bytes]):
-        self._file = file
+    num_ranks: int
 
-    def __reduce__(self) -> tuple:
-        return _inherited_path, (reduction.DupFd(self._file.fileno()),)
-
-
-def _inherited_path(descriptor: Any) -> str:
-    return f"/proc/self/fd/{descriptor.detach()}"
+    def __call__(self, rank: int) -> None:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_ranks))
 
 
-def _collect(connections: list[Connection], deadline: float, on_progress: Callable[[str], None]) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(connections):
-        waiting = {c: r for r, c in enumerate(connections) if r not in results}
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RankError(f"ranks {sorted(waiting.values())} did not finish in time")
-        for connection in ready:
-            rank = waiting[connection]
-            try:
-                kind, content = connection.recv()
-            except EOFError:
-                raise RankError(f"rank {rank} died") from None
-            if kind == "failed":
-                message, text = content
-                raise RankError(f"rank {rank} raised {message}", text)
-            if kind == "progress":
-                on_progress(content)
-            else:
-                results[rank] = content
-    return [results[rank] for rank in range(len(connections))]
+def _next_message(rank: _Rank) -> tuple[str, Any]:
+    try:
+        return pickle.loads(rank.connection.recv_bytes())
+    except (EOFError, OSError):
+        rank.process.join(SECONDS_TO_DIE)
+        text = f"died with exit code {rank.process.exitcode}"
+        return "died", (text, text)
+
+
+def _stack_of(rank: _Rank) -> str:
+    os.kill(rank.process.pid, signal.SIGUSR1)  # faulthandler writes the file
+    time.sleep(SECONDS_TO_DUMP)
+    rank.stack.seek(0)
+    return rank.stack.read().decode(errors="replace") or "(no stack)"
 
 
 @contextlib.contextmanager
@@ -123,26 +248,65 @@ def _signals_postponed() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _process_main(rank, num_ranks, backend, meeting, connection, timeout, rank_main, arguments) -> None:
+# ---- in the rank's process
+
+
+class _OpenFile:
+    """A file that a process inherits open; there, the path that opens it once more."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+
+    def __reduce__(self) -> tuple:
+        return _inherited_path, (reduction.DupFd(self._file.fileno()),)
+
+
+def _inherited_path(descriptor: Any) -> str:
+    return f"/proc/self/fd/{descriptor.detach()}"
+
+
+def _serve(connection, stack_path, meeting, rank, num_ranks, backend, timeout, prepare) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _leave_with_parent()
     # Gloo otherwise looks the machine's name up, which containers and laptops may not know.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    with open(stack_path, "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        try:
+            if prepare is not None:
+                prepare(rank)
+            store = dist.FileStore(meeting, num_ranks)
+            limit = timedelta(seconds=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+            while True:
+                _answer(connection, connection.recv_bytes())
+        except EOFError:  # of the pipe: the caller has closed
+            os._exit(0)  # without gloo's teardown, which waits for ranks that are gone
+        except BaseException:
+            _send(connection, "died", _failure())
+            os._exit(1)
+
+
+def _answer(connection: Connection, message: bytes) -> None:
     try:
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(meeting, num_ranks),
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=timeout),
-        )
-        result = rank_main(lambda what: connection.send(("progress", what)), *arguments)
-        connection.send(("result", result))
-        dist.destroy_process_group()
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-        connection.send(("failed", (message, traceback.format_exc())))
+        program, arguments = pickle.loads(message)
+        result = program(lambda what: _send(connection, "progress", what), *arguments)
+        sys.stdout.flush()  # once the result is there, the process may be killed
+        _send(connection, "result", result)
+    except RankLostError:
+        raise
+    except BaseException:  # SystemExit too, as of a test's skip
+        _send(connection, "failed", _failure())
+
+
+def _failure() -> tuple[str, str]:
+    error = sys.exc_info()[1]
+    return f"raised {type(error).__name__}: {error}", traceback.format_exc()
+
+
+def _send(connection: Connection, kind: str, content: Any) -> None:
+    # Plain bytes: multiprocessing's own pickler would move tensors through /dev/shm.
+    connection.send_bytes(pickle.dumps((kind, content)))
 
 
 def _leave_with_parent() -> None:

@@ -73,7 +73,7 @@ def start_ranks(
     try:
         return run_on_ranks(num_ranks_of(options), main, options, timeout=options.timeout, backend=backend)[0]
     except RankError as error:
-        print(error.traceback, file=sys.stderr)
+        print(error.details, file=sys.stderr)
         print(f"{name}: FAILED {error}")
         return 1
 

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _run(options)
     except RankError as error:
-        print(error.traceback, file=sys.stderr)
+        print(error.details, file=sys.stderr)
         return _failed(str(error))
 
 

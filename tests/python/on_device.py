@@ -5,7 +5,7 @@
     on_device.settle(ep)                       raises what the call before has found
 
 On the CPU ranks are threads. On GPUs each is a process with a GPU of its own, which stays up from test to test
-(rank_pool.py); MOE_A2A_TEST_POOL=4 does the same on the CPU, with at most four ranks. Such sessions run these
+(ranks.RankPool); MOE_A2A_TEST_POOL=4 does the same on the CPU, with at most four ranks. Such sessions run these
 files only.
 """
 
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import rank_pool
 import ranks
 import torch
 
@@ -32,7 +31,7 @@ TESTS = pytest.mark.on_device
 cpu_only = pytest.mark.skipif(IS_GPU, reason="about the CPU target")
 gpu_only = pytest.mark.skipif(not IS_GPU, reason="needs a GPU: MOE_A2A_TEST_DEVICE=cuda")
 
-_pool: rank_pool.RankPool | None = None
+_pool: ranks.RankPool | None = None
 
 
 def most_ranks() -> int:
@@ -51,7 +50,7 @@ def run(num_ranks: int, program: Callable[..., Any], *args: Any, timeout: float 
     if not RANKS_ARE_PROCESSES:
         return ranks.run_threads(num_ranks, program, *args, timeout=timeout)
     if _pool is None or _pool.is_closed:
-        _pool = rank_pool.RankPool(most_ranks())
+        _pool = ranks.RankPool(most_ranks())
     return _pool.run(num_ranks, program, *args, timeout=timeout)
 
 

@@ -5,7 +5,6 @@ import signal
 import time
 
 import pytest
-import rank_pool
 import ranks
 import torch
 import torch.distributed as dist
@@ -79,7 +78,7 @@ def test_threads_that_hang_are_named():
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = rank_pool.RankPool(3)
+    pool = ranks.RankPool(3)
     yield pool
     pool.close()
 
@@ -110,7 +109,7 @@ def test_a_pool_goes_on_after_a_rank_has_raised(pool):
 
 
 def test_a_pool_in_which_a_rank_dies_is_closed():
-    pool = rank_pool.RankPool(2)
+    pool = ranks.RankPool(2)
     with pytest.raises(ranks.RankError, match="exit code -9"):
         pool.run(2, die_on_rank_1_of, timeout=20)
     assert pool.is_closed
@@ -122,7 +121,7 @@ def die_on_rank_1_of(group):
 
 
 def test_a_pool_that_hangs_is_named_and_killed():
-    pool = rank_pool.RankPool(2)
+    pool = ranks.RankPool(2)
 
     def sleeps_on_rank_1(group):
         time.sleep(1000 * group.rank)
