@@ -3,7 +3,7 @@
 Both work over any `torch.distributed` group (gloo, nccl, ...) and have one interface:
 
     handle = baseline.dispatch(x, topk_idx, topk_weights)
-    handle.expert_x, handle.expert_offsets     # [n, H] expert by expert; [E_local + 1]
+    handle.expert_x, handle.expert_offsets         # [n, H] expert by expert; [E_local + 1]
     out = baseline.combine(y, handle)              # y [n, H], one row per row of expert_x; out [T, H]
 """
 
@@ -72,8 +72,7 @@ class SortHandle:
 class SortAllToAll(_Baseline):
     """Sort by expert, exchange counts, exchange rows, sort again; combine goes the same way back.
 
-    Every route travels as a row of its own (no dedup), and the host reads the split sizes, as
-    `all_to_all_single` needs them there.
+    Every route is sent as a row of its own (no dedup). `all_to_all_single` needs the split sizes on the host.
     """
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None) -> SortHandle:
@@ -85,7 +84,7 @@ class SortAllToAll(_Baseline):
         recv_counts = torch.empty_like(send_counts)
         dist.all_to_all_single(recv_counts, send_counts.contiguous(), group=self.group)
 
-        # The one read by the host, which waits for all of the above.
+        # The only synchronisation with the host.
         num_dropped, *splits = torch.cat([counts[:1], send_counts.sum(1), recv_counts.sum(1)]).tolist()
         send_splits, recv_splits = splits[: self.num_ranks], splits[self.num_ranks :]
         order = order[num_dropped:]
@@ -130,10 +129,10 @@ class AllGatherHandle:
 
 
 class AllGatherReduceScatter(_Baseline):
-    """Everyone gets every row, padded to num_max_tokens_per_rank; the sums come back reduced.
+    """All-gathers every row, padded to num_max_tokens_per_rank, and reduce-scatters the sums.
 
-    No size crosses the host, so it suits graphs. It moves num_ranks - 1 rows per token in each
-    direction, and adds the ranks' sums in the row's dtype.
+    The host reads no sizes, so it can be captured. It moves num_ranks - 1 rows per token in each direction, and adds the
+    ranks' sums in the dtype of the rows.
     """
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None) -> AllGatherHandle:

@@ -1,4 +1,4 @@
-"""`python -m moe_a2a doctor`: what is installed here, what runs here, and does it work."""
+"""`python -m moe_a2a doctor`: shows what is installed and what can run here, and tests it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONAL_PACKAGES = {
     "matplotlib": "plots",
     "tqdm": "progress bars",
 }
-SHARED_MEMORY = "/dev/shm"  # where ranks that are processes keep what they share, on the CPU target
+SHARED_MEMORY = "/dev/shm"  # shared by ranks that are processes, on the CPU target
 NUM_RANKS = 2
 SIZES: dict[str, Any] = {"num_experts": 8, "num_topk": 2, "hidden": 1024, "num_max_tokens_per_rank": 64}
 
@@ -89,12 +89,12 @@ def _devices_to_test() -> Iterator[list[torch.device]]:
     if "cpu" in built:
         yield [torch.device("cpu")] * NUM_RANKS
     if torch.cuda.is_available() and ("hip" if torch.version.hip else "cuda") in built:
-        # One rank per GPU: kernels of ranks that share one may wait for each other in its queues.
+        # One rank per GPU: on a shared GPU, kernels can wait for each other in its queues.
         yield [torch.device("cuda", gpu) for gpu in range(min(NUM_RANKS, torch.cuda.device_count()))]
 
 
 def _self_test(devices: list[torch.device]) -> float:
-    """Ranks as threads, result against the reference; milliseconds of one step."""
+    """Runs ranks as threads and checks the result against the reference; returns milliseconds per step."""
     num_ranks = len(devices)
     groups = moe_a2a.thread_group(num_ranks)
     inputs = [_inputs(rank) for rank in range(num_ranks)]
@@ -130,7 +130,7 @@ def _inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _step(ep: moe_a2a.ExpertParallel, *inputs: torch.Tensor) -> torch.Tensor:
-    """Experts that give back what they get."""
+    """A layer whose experts return their input."""
     handle = ep.dispatch(*inputs)
     rows = handle.expert_row_index[: handle.num_routes]
     return ep.combine(handle.recv_x.index_select(0, rows), handle)

@@ -8,8 +8,13 @@ import torch
 
 
 class Owner(Protocol):
-    """What a handle needs of the ExpertParallel that made it."""
+    """The ExpertParallel that made a handle, as far as a handle and its users know it."""
 
+    rank: int
+    num_ranks: int
+    num_experts: int
+    num_local_experts: int
+    hidden: int
     _core: Any
 
     @property
@@ -57,7 +62,7 @@ class DispatchHandle:
         self.row_dtype = row_dtype
         self.layout = "rows"
         self.expert_alignment = 1
-        self._core = ep._open_core()
+        self._core = ep._core
         self._handle = core_handle
         self._expert_x: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._routing = routing

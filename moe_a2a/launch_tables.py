@@ -1,6 +1,6 @@
-"""How many blocks a call takes when it does not say: a table by the number of tokens, handed to the core once.
+"""The number of blocks of a call that does not choose it: a table by the number of tokens, handed to the core once.
 
-In this order:
+The first of these counts:
 
   1. the constructor's launch_table= (a file), else the file that the environment variable MOE_A2A_LAUNCH_TABLE names;
   2. the table that `tune` has written on this machine for this GPU and number of ranks, in the user's cache directory
@@ -10,7 +10,7 @@ In this order:
 
 A call's and the constructor's num_blocks= come before all of them. On the CPU there is no table: one thread.
 
-`python -m moe_a2a tune` writes such files and prints what is in effect.
+`python -m moe_a2a tune` writes such files and prints the table in effect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LARGEST = (1 << 31) - 1  # what the core counts with
 
 
 class LaunchStep(NamedTuple):
-    """For calls of at most max_tokens tokens; the last step also for more."""
+    """For calls with up to max_tokens tokens; the last step also for more."""
 
     max_tokens: int
     dispatch_blocks: int
@@ -45,7 +45,7 @@ class LaunchStep(NamedTuple):
 
 @dataclass(frozen=True)
 class TunedTable:
-    """What was measured for rows of one length and type."""
+    """Measured for rows of one length and type."""
 
     hidden: int
     dtype: str  # "bfloat16"
@@ -56,7 +56,7 @@ class TunedTable:
         return self.hidden * getattr(torch, self.dtype).itemsize
 
     def scaled_to(self, row_bytes: int) -> TunedTable:
-        """For rows of another length: what counts is the bytes of a call."""
+        """For rows of another length, by the bytes of a call."""
         ratio = self.row_bytes / row_bytes
         steps: dict[int, LaunchStep] = {}
         for step in self.steps:
@@ -73,7 +73,7 @@ def in_effect(
     num_topk: int,
     file: str | os.PathLike[str] | None = None,
 ) -> tuple[list[LaunchStep], str]:
-    """The table, and where it comes from in words. An empty table: the target's default."""
+    """The table, and its origin in words. An empty table selects the target's default."""
     named = file or os.environ.get(ENVIRONMENT_VARIABLE)
     path = Path(named) if named else found_file(device, num_ranks)
     row_bytes = hidden * dtype.itemsize
@@ -102,11 +102,11 @@ def own_file(device: torch.device, num_ranks: int) -> Path:
 
 # ---- the small model
 
-FEWEST_BLOCKS = 64  # they also saturate the links with the dispatch of large batches
-BYTES_PER_BLOCK = 32 << 10  # a combine adds as well as sends: above this a block is worth its while
+FEWEST_BLOCKS = 64  # enough to saturate the links with a dispatch of a large batch
+BYTES_PER_BLOCK = 32 << 10  # work that pays for a block of a combine, which adds as well as sends
 LARGEST_TOKENS = 1 << 14
-# Small batches (LL words): a warp per KiB that is sent and per token's choices, and a few blocks for the lists; to add, a
-# warp wants an SM nearly to itself.
+# Small batches (LL words): one warp per KiB sent and one per token's choices, plus a few blocks for the lists. A warp that
+# adds wants an SM nearly to itself.
 LARGEST_SMALL_BATCH = 128
 WARPS_PER_BLOCK = 16
 BLOCKS_FOR_LISTS = 9
@@ -114,10 +114,10 @@ ADDED_BYTES_PER_BLOCK = 4 << 10
 
 
 def model(num_ranks: int, num_topk: int, row_bytes: int, most_blocks: int) -> list[LaunchStep]:
-    """Dispatch: 64 blocks, or what gives each warp one piece of a small batch. Combine: one per 32 KiB of rows (4 KiB of a
-    small batch). As many as the GPU has, not fewer than 64.
+    """Dispatch: 64 blocks, or enough to give each warp one piece of a small batch. Combine: one block per 32 KiB of rows
+    (4 KiB in a small batch). At least 64, at most one per SM.
 
-    A token's row goes to R * (1 - (1 - 1 / R) ** K) ranks on average when its K choices are uniform.
+    With K uniform choices, a token's row goes to R * (1 - (1 - 1 / R) ** K) ranks on average.
     """
     copies = num_ranks * (1 - (1 - 1 / num_ranks) ** num_topk)
     steps: list[LaunchStep] = []
@@ -140,7 +140,7 @@ def model(num_ranks: int, num_topk: int, row_bytes: int, most_blocks: int) -> li
 
 
 def read(path: Path) -> list[TunedTable]:
-    """Raises ValueError, which names the file and the place in it."""
+    """Raises a ValueError that names the file and the field."""
     try:
         if path.exists() and not path.is_file():
             raise FieldError("it is not a regular file")
@@ -169,7 +169,7 @@ def _table(field: Field) -> TunedTable:
 
 
 def write(path: Path, about: dict, table: TunedTable) -> None:
-    """Adds the table to the file, in the place of an older one for the same rows."""
+    """Adds the table to the file, replacing an older one for the same rows."""
     tables = read(path) if path.exists() else []
     same_rows = (table.hidden, table.dtype)
     tables = [old for old in tables if (old.hidden, old.dtype) != same_rows] + [table]

@@ -1,8 +1,8 @@
-"""`python -m moe_a2a tune`: measures how many blocks dispatch and combine want on this machine, and writes the table.
+"""`python -m moe_a2a tune`: measures the best number of blocks for dispatch and combine here, and writes the table.
 
-Each number of tokens is run with each number of blocks, as plain rows that are summed and as float8 rows of which the
-sums come ready: a call's blocks are chosen by its tokens alone. The fewest blocks are kept that lose 2 % at most against
-the best for both, since what a call does not take is left for others. `--print` shows the table that is in effect instead.
+Every number of tokens is measured with every number of blocks, in two modes, because the number of tokens alone selects the
+blocks of a call: plain rows that combine sums, and float8 rows that the caller has summed. The table keeps the fewest blocks
+that are within 2 % of the best in both modes and so leaves SMs to other kernels. `--print` shows the table in effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_a2a.launch_tables import LaunchStep, TunedTable
 
 HELP = "measure the best number of blocks per call, or print the table in effect"
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
-GPU_BLOCKS = [4, 8, 16, 24, 32, 48, 64, 80, 96, 112]  # and all multiprocessors
+GPU_BLOCKS = [4, 8, 16, 24, 32, 48, 64, 80, 96, 112]  # and one per multiprocessor
 CPU_BLOCKS = [1, 2]
 GOOD_ENOUGH = 1.02
 MODES = ("rows", "fp8+presummed")
@@ -112,7 +112,7 @@ def _case(options: argparse.Namespace, num_tokens: int) -> Case:
 def _microseconds(
     case: Case, blocks: list[int], clock: Clock, device: torch.device
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """By mode: of dispatch and of combine, with each number of blocks."""
+    """Per mode: the times of dispatch and of combine for each number of blocks."""
     inputs = make_inputs(case, device)
     found = {}
     with moe_a2a.ExpertParallel(None, **case.config, device=device) as ep:
@@ -128,14 +128,14 @@ def _microseconds(
 
 
 def _fewest(blocks: list[int], times: list[list[float]]) -> int:
-    """The fewest blocks that are about as good as the best, judged by the mode that loses most by them. `times`: by mode,
+    """The fewest blocks that are about as fast as the best, judged by the mode that they slow down most. `times`: by mode,
     then by blocks."""
     losses = [max(of_mode[i] / min(of_mode) for of_mode in times) for i in range(len(blocks))]
     return min(n for n, loss in zip(blocks, losses, strict=True) if loss <= GOOD_ENOUGH * min(losses))
 
 
 def _merged(steps: list[LaunchStep]) -> list[LaunchStep]:
-    """Neighbours with the same blocks are one step."""
+    """Merges neighbours with the same blocks."""
     merged: list[LaunchStep] = []
     for step in steps:
         if merged and merged[-1][1:] == step[1:]:

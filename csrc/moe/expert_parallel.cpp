@@ -182,7 +182,12 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   const CallGate::Turn turn = gate_.enter();
   if (launches_halves()) {
     auto handle = dispatch_send(input, place);
-    dispatch_recv(*handle, layout, expert_alignment, place);
+    try {
+      dispatch_recv(*handle, layout, expert_alignment, place);
+    } catch (const BadRouting&) {
+      release(*handle, place);  // the caller gets no handle, and without a credit the peers would wait for this buffer
+      throw;
+    }
     return handle;
   }
   require_open();

@@ -1,4 +1,4 @@
-"""What is measured: a case, its inputs on each rank, and the traffic that it cannot avoid."""
+"""What is measured: a case, its inputs on each rank, and its minimum traffic."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def _of_all_ranks(own: Tensor, num_tokens: int, fill: int) -> Tensor:
 class Traffic:
     """The rows that must cross a link: a token's row once per other rank that owns one of its experts.
 
-    Of this rank, int64 [rows, 2]: the ranks that a row goes to (a bit each), and the index of its token. Rows of
-    combine are ordered by token, so that at any time all ranks have something to receive.
+    Of this rank, int64 [rows, 2]: the destination ranks of a row as a bit mask, and the index of its token. Rows of combine
+    are ordered by token, so that all ranks have something to receive at any time.
     """
 
     dispatch: Tensor
     combine: Tensor
-    busiest_rows: int  # sent or received by the rank that has most to do; in combine as in dispatch
+    busiest_rows: int  # sent or received by the busiest rank, in dispatch as in combine
 
     @staticmethod
     def of(inputs: Inputs) -> Traffic:

@@ -1,8 +1,8 @@
-"""How long a step takes: events on a GPU, perf_counter on the CPU; the ranks start each step together.
+"""Times steps that all ranks start together: events on a GPU, perf_counter on the CPU.
 
-On a GPU a short sleep lets the host run ahead, so that a step is never measured waiting for its own launch, and then
-the ranks meet in a tiny all-reduce on the stream. What a step reads has just been written by a kernel, as in a layer
-("warm"); or a buffer larger than the L2 cache is written in between ("flushed").
+On a GPU, a short sleep lets the host run ahead, so that no step waits for its own launch; then a tiny all-reduce on the
+stream aligns the ranks. A kernel has just written what a step reads, as in a layer ("warm"), or a buffer larger than the L2
+cache is written in between ("flushed").
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-WAKE_UP_SECONDS = 0.05  # of work until the clocks of GPU and links are up
+WAKE_UP_SECONDS = 0.05  # of work until GPU and link clocks have ramped up
 SLEEP_CYCLES = 300_000  # about 150 us: more than the host needs to queue a step
 FLUSH_BYTES = 256 << 20
 
 
 @dataclass
 class Step:
-    """One thing that is timed. What it reads is written anew before it: all of `reads`, or what calling it writes."""
+    """One timed step. Its input is rewritten before it: the tensor `reads`, or whatever calling `reads` writes."""
 
     name: str
     run: Callable[[], Any]
@@ -40,7 +40,7 @@ class Measuring:
 
 
 class Clock:
-    """Times steps in turn. Every rank calls every method alike; results are of this rank."""
+    """Times steps in turn. Every rank makes the same calls; the results are this rank's."""
 
     def __init__(self, device: torch.device, how: Measuring):
         self.how = how
@@ -49,7 +49,7 @@ class Clock:
         self._flush_buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if how.flush else None
 
     def time(self, steps: Sequence[Step]) -> Tensor:
-        """Seconds, float64 [iterations, len(steps)]: all steps, one after the other, again and again."""
+        """Seconds, float64 [iterations, len(steps)]. Each iteration runs all steps in order."""
         times = torch.zeros(self.how.iterations, len(steps), dtype=torch.float64)
         if self._on_gpu:
             self._wake_up(steps)
@@ -61,7 +61,7 @@ class Clock:
         return times
 
     def _wake_up(self, steps: Sequence[Step]) -> None:
-        """Untimed rounds until the slowest rank has worked long enough: who comes first would else pay for all."""
+        """Untimed rounds until the slowest rank has warmed up: the first step would otherwise pay for it."""
         start = time.monotonic()
         longest = torch.zeros(1, device=self._word.device)
         while longest.item() < WAKE_UP_SECONDS:
@@ -69,7 +69,7 @@ class Clock:
                 self._run(step)
             self.synchronize()
             longest.fill_(time.monotonic() - start)
-            dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # so that all ranks do the same number of rounds
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # all ranks run the same number of rounds
 
     def _run(self, step: Step) -> tuple[Any, Any]:
         self.freshen(step.reads)
@@ -95,15 +95,15 @@ class Clock:
             torch.cuda.synchronize()
 
     def align(self) -> None:
-        """What every rank queues next starts at about the same time on all."""
+        """Aligns the ranks: what they queue next starts at about the same time."""
         if self._on_gpu:
             torch.cuda._sleep(SLEEP_CYCLES)
-            dist.all_reduce(self._word)  # last: GPUs may not sleep equally long
+            dist.all_reduce(self._word)  # last: GPUs may sleep for different times
         else:
             dist.barrier()
 
     def freshen(self, reads: Tensor | Callable[[], Any] | None) -> None:
-        """The same values, written once more; or nothing that is read next is left in the cache."""
+        """Rewrites the input of the next step, or flushes the cache."""
         if self._on_gpu and reads is not None:
             reads() if callable(reads) else reads.mul_(1)
         if self._flush_buffer is not None:

@@ -1,6 +1,7 @@
-"""Who is timed: ExpertParallel in its modes, as calls, as halves, as captured graphs. The baselines are in torch_baselines.py and deep_ep.py.
+"""What is timed: ExpertParallel in its modes, as calls, as halves and as captured graphs. The baselines are in
+torch_baselines.py and deep_ep.py.
 
-A contender first rehearses one layer, which leaves everything that its steps need; then its steps run again and again.
+A contender first rehearses one layer, which leaves everything that its steps need; then its steps run repeatedly.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Contender(ABC):
     mode: str
     launch = "eager"
     is_exact = False  # bit for bit the specified sum
-    is_fp8 = False  # rows travel as float8 with scales in dispatch
+    is_fp8 = False  # dispatch sends float8 rows with scales
     blocks: tuple[int, int] | None = None  # of a dispatch and a combine; None: the system does not say
 
     def __init__(self, inputs: Inputs):
@@ -41,21 +42,21 @@ class Contender(ABC):
 
     @abstractmethod
     def experts(self, handle: Any) -> Tensor:
-        """What combine takes as y: the check's experts over what has arrived."""
+        """The y of combine: the check's experts applied to the received rows."""
 
     @abstractmethod
     def combine(self, y: Tensor, handle: Any) -> Tensor: ...
 
     def arrived(self, x: Tensor) -> Tensor:
-        """Own rows as experts see them."""
+        """This rank's rows as the experts see them."""
         return x
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Frees what it holds."""
         self.handle = self.y = self.out = None
 
     def rehearse(self) -> Tensor:
-        """One layer with the check's experts; their y serves all timed combines, since the rows are the same."""
+        """Runs one layer with the check's experts. All timed combines reuse its y: the rows are the same."""
         handle = self.dispatch()
         try:
             # A rank that fails here must not leave the others waiting in combine.
@@ -161,7 +162,7 @@ class Ours(Contender):
 
 
 class OursInHalves(Ours):
-    """Each half is timed after all ranks have met again, so a recv finds what it waits for."""
+    """All ranks align before each half, so that a recv finds what it waits for."""
 
     launch = "eager, halves"
 
@@ -224,7 +225,7 @@ class OursInGraphs(Ours):
     @staticmethod
     def _captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: the process group's own thread may query its events meanwhile.
+        # Thread-local: the process group's own thread may query events during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             step()
         return graph

@@ -1,9 +1,9 @@
-"""DeepEP beside us where it is installed: V1 normal and low-latency (deep_ep.Buffer), V2 (deep_ep.ElasticBuffer).
+"""DeepEP as a baseline where it is installed: V1 normal and low-latency (deep_ep.Buffer), V2 (deep_ep.ElasticBuffer).
 
-Each is called as its own tests call it, with the configuration that it chooses itself for 24 multiprocessors. Its
-combine adds rows without weights (low-latency: with), so the rows are weighed and summed before the clock starts, as
-ours are in the mode "presummed". Normal mode and V2 take float8 rows that the caller has quantised: that is not timed.
-V1 normal learns on the host how many rows arrive, and its dispatch waits for that number: it is part of the time.
+Each is called as in its own tests, with the configuration that it selects for 24 multiprocessors. Its combine adds rows
+without weights (low-latency: with weights), so the rows are weighted and summed before the clock starts, as in our mode
+"presummed". Normal mode and V2 take float8 rows that the caller has quantised; quantising is not timed. The dispatch of V1
+normal waits on the host for the number of received rows; that wait is part of its time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ELASTIC_CAPACITIES = (128, 1024, 4096, 8192, 16384)  # V2 compiles its kernels f
 
 @functools.cache
 def _module() -> Any:
-    """deep_ep, or a text that says why it cannot be imported."""
+    """deep_ep, or the reason why it cannot be imported."""
     try:
         return importlib.import_module("deep_ep")
-    except Exception as error:  # it looks for its libraries while it is imported
+    except Exception as error:  # it looks up its libraries during the import
         return f"deep_ep is not importable here ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
 
 
@@ -48,7 +48,7 @@ def _nccl_group() -> Any:
 
 @functools.cache
 def _low_latency_buffer(hidden: int, num_experts: int) -> Any:
-    """Lives as long as the process, as does NVSHMEM, which it starts: that one starts a second time is not promised."""
+    """Lives as long as the process: it starts NVSHMEM, which need not start a second time."""
     group, buffer_class = _nccl_group(), _module().Buffer
     return buffer_class(
         group,

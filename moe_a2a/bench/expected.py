@@ -1,8 +1,8 @@
-"""What a check's experts make of a row, and what combine() must return for it.
+"""The check's experts, and what combine() must return for them.
 
-The experts multiply a row by a power of two that follows from the expert: exact, and a row at the wrong expert shows.
-The expected result follows from a rank's own inputs, in the order and with the roundings that combine() promises
-(moe_a2a/reference.py says the same for all modes).
+An expert multiplies a row by a power of two that identifies it: exact, and a row at the wrong expert shows. The expected
+result is computed from a rank's own inputs, in the order and with the roundings that combine() promises
+(moe_a2a/reference.py specifies all modes).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_a2a.bench.cases import Inputs
 
 
 def factor_of(expert: Tensor) -> Tensor:
-    """float32: what an expert (its global index) multiplies a row by."""
+    """float32: the factor of an expert, given its global index."""
     return torch.exp2((expert % 4).float())
 
 

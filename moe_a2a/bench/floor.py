@@ -1,9 +1,8 @@
 """The floor: the same rows pushed to the same ranks by a bare kernel, in the same run. Nothing faster is possible
 without sending fewer bytes.
 
-Every rank pushes at once, by the target's row sender and by plain stores of warps and of whole blocks, with several
-numbers of blocks; the best counts, launch included. Small volumes so contain the time of a launch, which a push of no
-rows shows by itself.
+All ranks push at once: with the target's row sender, and with plain stores of warps and of blocks, each with several
+numbers of blocks. The best counts, including its launch; a push of no rows shows the time of a launch alone.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ WAYS = ("warp_sender", "warp_stores", "block_stores")
 
 @dataclass
 class Push:
-    """One measured way to move the rows of a step."""
+    """One way to move the rows of a step, measured."""
 
     step: str  # "dispatch" or "combine"
     row_bytes: int

@@ -1,4 +1,4 @@
-"""Correct first, or no number."""
+"""Only correct results are timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WrongResultError(ArithmeticError):
 
 
 def check(contender: Contender, inputs: Inputs) -> str | None:
-    """Makes the contender ready to be timed; or says why it may not be, on every rank alike."""
+    """Rehearses the contender. Returns the reason if it may not be timed, the same on every rank."""
     try:
         together(lambda: _compare(contender, inputs))
     except FailedSomewhereError as error:

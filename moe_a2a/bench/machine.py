@@ -1,4 +1,4 @@
-"""Where and when figures were measured: what a reader needs to judge them."""
+"""Where and when figures were measured."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the checkout that the package is run from; MOE_A2A_COMMIT says it where there is none."""
+    """Of the checkout that the package is run from; without a checkout, MOE_A2A_COMMIT."""
     if "MOE_A2A_COMMIT" in os.environ:
         return os.environ["MOE_A2A_COMMIT"]
     checkout = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Options that the commands share, and how their values are written."""
+"""Options that the measuring commands share."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a matrix product loses when it runs while rows fly, and how much of the transfer it hides.
+"""How much a matrix product slows down beside a transfer, and how much of the transfer it hides.
 
 For dispatch and for combine, with each number of blocks:
     same stream   send, product, recv: the product has the whole GPU once the rows are posted
     side stream   send and recv beside the product, on a stream of higher priority: they share the GPU, so the number of
-                  blocks decides
-The product is square, bf16 (CPU: fp32), large enough to take at least as long as the two halves.
+                  blocks matters
+The product is square, in bf16 (CPU: fp32), and takes at least as long as the two halves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def measure(
 
 
 class _Layer:
-    """A layer of which one transfer is measured and the other only done."""
+    """A layer in which one transfer is timed and the other only runs."""
 
     def __init__(self, halves: OursInHalves, clock: Clock):
         self._clock = clock

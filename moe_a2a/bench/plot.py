@@ -1,4 +1,4 @@
-"""`python -m moe_a2a bench plot FILE...`: pictures of results.
+"""`python -m moe_a2a bench plot FILE...`: plots results.
 
 time_against_tokens       of the first file: moe_a2a, the baselines and the floor, log-log
 bandwidth_against_blocks  of the first file that has several numbers of blocks
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     except ImportError:
         print("bench plot: matplotlib is not installed (pip install matplotlib)")
         return 1
-    matplotlib.use("Agg")  # files only; a window system may be missing
+    matplotlib.use("Agg")  # files only: there may be no display
     matplotlib.rcParams.update({"font.size": 10, "axes.grid": True, "grid.color": "0.9", "axes.axisbelow": True})
     all_results = [_read(path) for path in options.files]
     folder = options.out or options.files[0].parent
@@ -107,7 +107,7 @@ def _time_against_tokens(results: Results) -> Any:
 
 
 def _lines_of(records: list[Record]) -> dict[str, list[Record]]:
-    """By label. Of a further mode of ours only the graph is shown, where there is one: few lines."""
+    """By label. To limit the lines, modes of moe_a2a other than "rows" show only their graph, where there is one."""
     has_graphs = any(r.launch == "graph" for r in records)
     lines: dict[str, list[Record]] = {}
     for r in records:
@@ -137,7 +137,7 @@ def _styles_of(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 # ---- bandwidth against blocks
 
-# Of a step the modes that differ, and how their lines are drawn.
+# The modes that differ in a step, and their lines.
 MODES_OF_STEP = {
     "dispatch": {"rows": ("as they are", "-"), "fp8+presummed": ("quantised on the way", ":")},
     "combine": {"rows": ("summed in the kernel", "-"), "presummed": ("summed by the caller", "-.")},
@@ -225,7 +225,7 @@ def _figure(results: Results, record: Record, columns: int, with_ranks: bool = T
 
 
 def _points(line: Iterable[Record], step: str, value: str, against: str = "tokens") -> list[tuple[Any, Any]]:
-    """(x, y) of one step in the order of x; of records with the same x the last one counts."""
+    """(x, y) of one step, sorted by x; of records with equal x the last one counts."""
     return sorted({getattr(r, against): getattr(r, value) for r in line if r.step == step}.items())
 
 

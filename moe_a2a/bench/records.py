@@ -1,4 +1,4 @@
-"""What a run leaves behind: one record per (case, contender, step), and once what all of them share.
+"""The results of a run: one record per (case, contender, step), and what all records share.
 
 Times are microseconds, bytes are bytes, bandwidth is 1e9 bytes per second.
 """
@@ -32,7 +32,7 @@ class Record:
     blocks: int | None  # None: the system does not say, or the step has several launches
     median_us: float  # of the slowest rank
     p99_us: float  # over all ranks and iterations
-    host_us: float | None  # until the call returns when the device is idle; None on the CPU
+    host_us: float | None  # until the call returns while the device is idle; None on the CPU
     remote_bytes: int | None  # rows that must cross a link, of the busiest rank; the same for every system
     gbps: float | None  # remote_bytes / median_us
     floor_us: float | None  # the same bytes, pushed by a bare kernel in the same run
@@ -47,11 +47,11 @@ class Results:
     records: list[Record] = field(default_factory=list)
     floors: list[dict[str, Any]] = field(default_factory=list)  # every push that was measured
     overlaps: list[dict[str, Any]] = field(default_factory=list)
-    left_out: list[dict[str, str]] = field(default_factory=list)  # what has no number, and why
+    left_out: list[dict[str, str]] = field(default_factory=list)  # contenders without a number, and why
     notes: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """A record per line, so that a diff between two runs can be read."""
+        """One record per line, so that two runs can be diffed."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = asdict(self)
         lists = [key for key, value in content.items() if isinstance(value, list)]
@@ -63,7 +63,7 @@ class Results:
 
     @staticmethod
     def read(path: Path) -> Results:
-        """Raises FieldError for a file of another kind."""
+        """Raises FieldError if the file is of another kind."""
         top = loads(path.read_bytes())
         for name in ("machine", "name"):
             top["about"][name].text()

@@ -1,8 +1,7 @@
-"""Where tokens go: the routings that a benchmark runs, each a function of (sizes, rank, seed).
+"""The routings of a benchmark, each a function of (sizes, rank, seed).
 
 uniform      every expert is as likely as any other
-zipf:S       the expert of popularity i is chosen in proportion to 1 / i ** S; which experts are popular follows from
-             the seed
+zipf:S       the expert of popularity i is chosen in proportion to 1 / i ** S; the seed selects the popular experts
 one_rank     every token of every rank goes to experts of rank 0
 idle_rank    uniform, but the last rank has no token
 text         a small router with random weights reads real text: the Qwen3-MoE of moe_a2a/samples
@@ -67,7 +66,7 @@ def topk_idx(routing: str, sizes: Sizes, rank: int, seed: int) -> Tensor:
 
 
 def note(routing: str, sizes: Sizes) -> str:
-    """What a reader of the figures has to know about how the routing was made; often nothing."""
+    """How the routing was made, where a reader of the figures must know; often empty."""
     if routing != "text":
         return ""
     num_own, num_choices = _text_choices().amax() + 1, _text_choices().shape[1]
@@ -78,7 +77,7 @@ def note(routing: str, sizes: Sizes) -> str:
 
 
 def _gumbel(num_tokens: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """With this noise on logits, the largest K are a draw without replacement."""
+    """Gumbel noise: with it, the K largest logits are a draw without replacement."""
     uniform = torch.rand(num_tokens, num_experts, generator=generator).clamp_(1e-20, 1 - 1e-7)
     return -torch.log(-torch.log(uniform))
 

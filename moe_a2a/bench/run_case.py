@@ -1,4 +1,4 @@
-"""One case from inputs to records. Every rank calls it; the records are the same on all."""
+"""Runs one case, from inputs to records. Every rank calls it and gets the same records."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def run(case: Case, plan: Plan, how: Measuring, device: torch.device, results: R
             for push in bare.pushes
         ]
         steps = [contender.steps() for contender in contenders]
-        # A round begins after a pause of the host and its first steps are slower: the first contender's count when it
-        # comes again.
+        # The first steps of a round are slower, after a pause of the host. So the first contender runs twice, and its
+        # second time counts.
         rounds = [*steps[:1], *steps]
         times = clock.time([step for some in rounds for step in some])
         times = times[:, times.shape[1] - sum(map(len, steps)) :]
@@ -108,7 +108,7 @@ def _contenders(
 
 
 def _row_bytes(case: Case, is_fp8: bool) -> int:
-    """What travels: float8 rows carry a float32 scale per 128 values behind the row's last 16 bytes."""
+    """Bytes on the wire: float8 rows carry a float32 scale per 128 values behind the row's last 16 bytes."""
     if not is_fp8:
         return case.hidden * case.dtype.itemsize
     return -(-case.hidden // 16) * 16 + 4 * -(-case.hidden // 128)

@@ -1,4 +1,4 @@
-"""Starts the ranks of a command: a process each, or the one that torchrun has started."""
+"""Starts the ranks of a command: one process each, unless torchrun has started them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_rank() -> bool:
 
 
 def check_cases(cases: Sequence[Case], options: argparse.Namespace) -> None:
-    """What every rank would refuse is refused once, before they are started."""
+    """Refuses once, before any rank starts, what every rank would refuse."""
     num_ranks, target = num_ranks_of(options), devices.target_of(torch.device(device_type_of(options)))
     for case in cases:
         sizes = (case.num_experts, case.num_topk, case.hidden, case.num_tokens)

@@ -1,4 +1,4 @@
-"""Figures of all ranks from the times of each. Every rank calls these alike and gets the same answer."""
+"""Statistics over all ranks. Every rank makes the same calls and gets the same result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases a run has: a named suite, or what the options ask for."""
+"""The cases of a run: a named suite, or the cases that the options select."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_a2a.bench import routings
 from moe_a2a.bench.cases import Case
 from moe_a2a.bench.run_case import Plan
 
-# As DeepSeek-V3: the shape that published figures have.
+# The shape of DeepSeek-V3, which published figures use.
 DEEPSEEK = {"hidden": 7168, "num_topk": 8, "num_experts": 256}
 MOONLIGHT = {"hidden": 2048, "num_topk": 6, "num_experts": 64}
 BLOCKS = (8, 16, 24, 32, 48, 64, 96, 132)
@@ -46,7 +46,7 @@ def _cases(tokens: tuple[int, ...], seed: int, routing: str = "uniform", **shape
 
 
 def _full(options: argparse.Namespace) -> list[Plan]:
-    """What the committed results hold; a GPU per rank."""
+    """The suite of the committed results; one GPU per rank."""
     seed, baselines = options.seed, tuple(options.baselines)
     both = ("rows", "fp8+presummed")
     others = [routing for routing in routings.NAMES if routing != "uniform"]

@@ -1,4 +1,4 @@
-"""The results as an engineer reads them: one line per contender, the same columns for everybody."""
+"""The results as text: one line per contender, the same columns for all."""
 
 from __future__ import annotations
 

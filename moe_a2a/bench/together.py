@@ -1,4 +1,4 @@
-"""What may fail on one rank, done by all: nobody goes on alone into a call that waits for the others."""
+"""Runs what may fail on one rank on all of them together: no rank then waits for one that has failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FailedSomewhereError(RuntimeError):
 
 
 def together(action: Callable[[], T]) -> T:
-    """action() of this rank when it went well on every rank; else raises on every rank."""
+    """The result of action() if it succeeded on every rank; otherwise raises on every rank."""
     result, why = None, None
     try:
         result = action()

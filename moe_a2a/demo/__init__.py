@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _rank_main(report: Callable[[str], None], model_names: tuple[str, ...], seed: int) -> tuple:
-    """One rank's life: the models, then the shapes."""
+    """Runs on every rank: the models, then the shapes."""
     import torch.distributed as dist
 
     from moe_a2a.demo import models, shapes
@@ -122,7 +122,7 @@ def _rank_main(report: Callable[[str], None], model_names: tuple[str, ...], seed
 
 @contextlib.contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """A function that moves the bar by one; on a terminal with tqdm, else it does nothing."""
+    """Yields a function that advances the bar; without tqdm or a terminal, it does nothing."""
     try:
         from tqdm import tqdm
     except ImportError:

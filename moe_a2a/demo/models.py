@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 
 @dataclass
 class RankRun:
-    """What one rank has to show after one model."""
+    """The results of one rank for one model."""
 
     logits: np.ndarray  # fp32 [sequences, length, vocabulary], of this rank's part of the batch
     tokens_per_expert: np.ndarray  # int64 [num_experts]: this rank's routes, over all layers
@@ -59,7 +59,7 @@ def expert_bytes(model: PreTrainedModel) -> int:
 
 
 def max_difference(runs: list[RankRun], expected: np.ndarray) -> float:
-    """Over every logit of every rank; not a number when a logit is not one."""
+    """Over every logit of every rank; NaN if a logit is NaN."""
     return float(np.abs(np.concatenate([run.logits for run in runs]) - expected).max())
 
 

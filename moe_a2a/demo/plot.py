@@ -1,4 +1,4 @@
-"""The demo's picture: where the tokens went, and what a step took."""
+"""The demo's plot: tokens per expert, and the time of a step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ COLOURS = ("tab:blue", "0.7", "tab:green")
 
 
 def save(path: Path, tokens_per_expert: dict[str, np.ndarray], shapes: list[ShapeResult]) -> str | None:
-    """Returns why there is no picture, or None.
+    """Returns the reason if there is no plot, else None.
 
     tokens_per_expert: of each model, [num_ranks, num_experts], routes by the rank that sent them.
     """
     try:
         import matplotlib
 
-        matplotlib.use("Agg")  # files only; a window system may be missing
+        matplotlib.use("Agg")  # files only: there may be no display
         from matplotlib import pyplot
     except ImportError:
         return "matplotlib is not installed (pip install matplotlib)"
@@ -42,7 +42,7 @@ def save(path: Path, tokens_per_expert: dict[str, np.ndarray], shapes: list[Shap
 
 
 def _draw_experts(axes, name: str, counts: np.ndarray) -> None:
-    """One bar per expert, stacked by sending rank; every second owner on a grey ground."""
+    """One bar per expert, stacked by sending rank; every second owner on a grey background."""
     num_ranks, num_experts = counts.shape
     per_rank = -(-num_experts // num_ranks)
     for owner in range(1, num_ranks, 2):

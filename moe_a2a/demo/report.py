@@ -1,4 +1,4 @@
-"""What the ranks measured, put together and printed."""
+"""Merges and prints what the ranks measured."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _generate(shape: Shape, seed: int, rank: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def _gathered_rows(handle: moe_a2a.DispatchHandle) -> Tensor:
-    """Row i for route i, as the first GEMM of the experts would gather them."""
+    """One row per route, gathered as the experts' first GEMM would."""
     return handle.recv_x.index_select(0, handle.expert_row_index[: handle.num_routes])
 
 

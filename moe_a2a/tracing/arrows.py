@@ -1,4 +1,4 @@
-"""Who ended which wait: signals and the waits for them, on one clock."""
+"""Matches signals with the waits that they ended, on one clock."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ TOKEN_BITS = 21
 
 
 def match(timeline: Timeline, error_ns: np.ndarray, has_drops: np.ndarray) -> np.ndarray:
-    """Arrows [m] of ARROW: from each row's and sum's signal to the wait that it ended.
+    """Arrows [m] of ARROW: from the signal of each row or sum to the wait that it ended.
 
-    A signal of a dispatch for (token, destination) and the destination's row_wait for (source, token) belong together,
-    a signal of a combine and a partial_wait likewise. Calls repeat, a row may come in pieces with a signal each, and a
-    wait is recorded only when it had to wait: of the signals of one key the wait's own is the last one before its end.
-    Where that is of an earlier call, the clocks' error may have put the right one a little behind the end.
+    A dispatch's signal for (token, destination) matches the destination's row_wait for (source, token); a combine's signal
+    matches a partial_wait in the same way. Keys repeat: there are many calls, a row may arrive in pieces with one signal
+    each, and a wait that found its signal at once leaves no record. A wait therefore takes the last signal of its key before
+    its end. If that signal belongs to an earlier call, clock error may have moved the right one just past the end, so the
+    search is repeated with the error added.
 
-    error_ns [R]: of each rank's clock. has_drops [R]: a rank whose buffer was full may lack the right signal; a signal
-    of such a rank from before the wait began is left alone."""
+    error_ns [R]: of each rank's clock. has_drops [R]: ranks whose buffer overflowed. Their right signal may be missing, so a
+    signal from before the wait began is not matched."""
     slices = timeline.slices
     operation = timeline.enclosing_kernels()
     name_of_kernel = np.where(operation >= 0, slices["name"][operation], -1)
@@ -65,7 +66,7 @@ def match(timeline: Timeline, error_ns: np.ndarray, has_drops: np.ndarray) -> np
 
 
 def _one_sink_per_source(slices: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """A later wait with an earlier one's signal lacks its own."""
+    """Each signal ends one wait: the first. A later wait that found the same signal has lost its own."""
     pairs = pairs[np.argsort(slices["end_ns"][pairs[:, 1]], kind="stable")]
     _, first = np.unique(pairs[:, 0], return_index=True)
     arrows = np.empty(len(first), ARROW)
@@ -74,10 +75,11 @@ def _one_sink_per_source(slices: np.ndarray, pairs: np.ndarray) -> np.ndarray:
 
 
 def causes(timeline: Timeline) -> np.ndarray:
-    """int64 [n]: of each wait the slice on the other rank that ended it, -1: not known.
+    """int64 [n]: for each wait, the slice on the other rank that ended it; -1: unknown.
 
-    That of an arrow where there is one. A table_wait's is the peer's routing of that chunk, or of a small batch, whose
-    choices leave no record, the peer's launch; a credit_wait's the peer's launch that read the buffer before.
+    An arrow gives the cause where there is one. The cause of a table_wait is the peer's routing of that chunk, or the peer's
+    launch for a small batch, whose routing leaves no record. The cause of a credit_wait is the peer's launch that last read
+    the buffer.
     """
     cause = np.full(len(timeline.slices), -1, np.int64)
     waits = _waits_for_peers(timeline, TABLE_WAIT)
@@ -96,7 +98,7 @@ def _routing_or_launch(timeline: Timeline, waits: np.ndarray) -> np.ndarray:
     slices = timeline.slices
     routing = _last_of_peer(timeline, waits, (ROUTE,), by_token=True)
     launch = _last_of_peer(timeline, waits, DISPATCH_SENDERS)
-    # Launches of a rank follow each other: a routing whose launch had ended when another began is of an earlier call.
+    # A rank's launches do not overlap: if the routing's launch ended before the next one began, it is an earlier call's.
     launch_of_routing = timeline.enclosing_kernels()[routing]
     is_of_this_call = (routing >= 0) & (launch_of_routing >= 0)
     is_of_this_call &= (launch < 0) | (slices["end_ns"][launch_of_routing] >= slices["begin_ns"][launch])
@@ -104,7 +106,7 @@ def _routing_or_launch(timeline: Timeline, waits: np.ndarray) -> np.ndarray:
 
 
 def _last_of_peer(timeline: Timeline, waits: np.ndarray, names: tuple[str, ...], by_token: bool = False) -> np.ndarray:
-    """Of each wait the last slice of these names on its peer that had begun when it ended; -1: there is none."""
+    """For each wait, the last slice with one of these names that began on its peer before the wait ended; -1: none."""
     givers = np.flatnonzero(timeline.named(*names))
     w, g = timeline.slices[waits], timeline.slices[givers]
     last = last_before(
@@ -113,7 +115,7 @@ def _last_of_peer(timeline: Timeline, waits: np.ndarray, names: tuple[str, ...],
         _key(w["peer"], 0, np.maximum(w["token"], 0) if by_token else 0),
         w["end_ns"],
     )
-    return np.append(givers, -1)[last]  # of -1 the last
+    return np.append(givers, -1)[last]  # index -1 picks the appended -1
 
 
 def _key(source, destination, token) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Names the rank that the others waited for, and what it did in the meantime."""
+"""Names the rank that the others waited for, and what it was doing meanwhile."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import numpy as np
 
 from moe_a2a.tracing.timeline import PARTIAL_WAIT, WAITS, Timeline, merged
 
-NEGLIGIBLE = 0.05  # of the time in launches: below that nobody is at fault
-ALONE = 4.0  # the culprit is waited for that many times as long as the mean of the other ranks
-HOT = 2.0  # an expert with that many times its even share of the choices is hot
-UNEVEN = 1.5  # a rank that receives that many times the mean of rows or of choices has more work than the others
+NEGLIGIBLE = 0.05  # share of the time in launches; below it there is no culprit
+ALONE = 4.0  # times the mean wait for the other ranks that a culprit must reach
+HOT = 2.0  # times its even share of the choices that makes an expert hot
+UNEVEN = 1.5  # times the mean of received rows or choices that counts as more work
 
 
 def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_per_expert: np.ndarray) -> str:
-    """A wait for a peer has two parts: before the peer had begun the launch that ended it, and since then.
+    """A wait for a peer has two parts: before the peer began the launch that ended the wait, and after.
 
-    A peer whose waits are of the first part came late; of the second part, it was slow to send. One that was waited
-    for in combine, and that had been given more rows than others, is not to blame: its experts are.
+    If the first part dominates, the peer came late; if the second, it was slow to send. A peer that is awaited in combine
+    and received more rows than the others is not to blame: its experts are.
     """
     slices = timeline.slices
     waits = timeline.named(*WAITS) & (slices["peer"] >= 0) & (slices["peer"] != slices["rank"])
-    waits &= timeline.enclosing_kernels() >= 0  # of others, for want of room, the launch was not recorded
+    waits &= timeline.enclosing_kernels() >= 0  # the launch of the others was dropped
     share = _share_of_blocks(timeline, waits)
     if share < NEGLIGIBLE:
         return f"No culprit: waits for other ranks are {_percent(share, 1)} of the time in launches."
@@ -55,17 +55,17 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
 
 
 class _WaitedTime:
-    """What the waits for a peer cost the other ranks: time in which a rank waits for it, with however many threads, shared
-    out evenly among all whom it waits for at that moment.
+    """What waiting for a peer costs the other ranks: wall time in which a rank waits, split evenly over all peers that it
+    waits for at that moment, however many threads wait.
 
-    Added up over threads, one step would drown the other: a late rank's table is waited for by one thread of a block,
-    the sums of all ranks by thousands at once.
+    A sum over threads would hide one step behind the other: one thread per block waits for a late rank's table, thousands
+    wait for sums at once.
     """
 
     def __init__(self, timeline: Timeline, waits: np.ndarray):
         self._slices, self._num_ranks = timeline.slices, timeline.num_ranks
         waiter, _, begins, ends = self._unions(waits, self._slices["begin_ns"][waits], self._slices["end_ns"][waits])
-        # Per waiting rank: moments, and what one peer has been given of the time up to each.
+        # Per waiting rank: moments, and the time charged to one awaited peer up to each.
         self._given = {}
         for rank in np.unique(waiter):
             own = waiter == rank
@@ -78,7 +78,7 @@ class _WaitedTime:
     def by_peer(
         self, waits: np.ndarray, begins: np.ndarray | None = None, ends: np.ndarray | None = None
     ) -> np.ndarray:
-        """float64 [R]: nanoseconds of these waits, or of the given parts of them, by whom they were for."""
+        """float64 [R]: nanoseconds of these waits, or of the given parts of them, by awaited rank."""
         begins = self._slices["begin_ns"][waits] if begins is None else begins
         ends = self._slices["end_ns"][waits] if ends is None else ends
         waiter, peer, begins, ends = self._unions(waits, begins, ends)
@@ -96,8 +96,8 @@ class _WaitedTime:
 
 
 def _share_of_blocks(timeline: Timeline, waits: np.ndarray) -> float:
-    """Of the blocks' time in launches, the part in which one of the block's threads waits: the others then often stand at
-    its barrier."""
+    """The share of the blocks' time in launches in which a thread of the block waits; the other threads are then often at
+    the block's barrier."""
 
     def covered(which: np.ndarray) -> int:
         _, begins, ends = merged(
@@ -109,7 +109,7 @@ def _share_of_blocks(timeline: Timeline, waits: np.ndarray) -> float:
 
 
 def _parts(timeline: Timeline, cause: np.ndarray, waits: np.ndarray, waited: _WaitedTime) -> tuple[float, float]:
-    """Nanoseconds before the peer's launch had begun, and after, of those waits whose cause is known."""
+    """Nanoseconds before and after the begin of the peer's launch, over the waits whose cause is known."""
     waits = np.flatnonzero(waits & (cause >= 0))
     kernel = timeline.enclosing_kernels()[cause[waits]]
     waits, kernel = waits[kernel >= 0], kernel[kernel >= 0]
@@ -122,7 +122,7 @@ def _hot_expert(tokens: np.ndarray, tokens_per_expert: np.ndarray, rank: int) ->
     received = tokens.sum(axis=0)
     if received.sum() == 0:
         return None
-    # A row that several experts of a rank have chosen comes once, and is worked on by each.
+    # A row for several experts of a rank arrives once, but each of them works on it.
     per_rank = len(tokens_per_expert) // len(tokens)
     own = tokens_per_expert[rank * per_rank : (rank + 1) * per_rank]
     rows, choices = received[rank] / received.mean(), own.sum() * len(tokens) / max(tokens_per_expert.sum(), 1)

@@ -1,4 +1,4 @@
-"""with moe_a2a.trace(ep) as t: what the kernels do inside is recorded, and afterwards put together over all ranks."""
+"""with moe_a2a.trace(ep) as t: records what the kernels do inside the block, and merges the records of all ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from moe_a2a.tracing.report import Summary
 from moe_a2a.tracing.summary import summarize
 from moe_a2a.tracing.timeline import Timeline
 
-# A block is a thread on the CPU, and there are few; on a GPU 132 blocks of 16 warps take 35 MB.
+# A CPU has few blocks of one thread each; on a GPU, 132 blocks of 16 warps take 35 MB.
 DEFAULT_RECORDS = {"cpu": 65536, "cuda": 1024}
 MOST_RECORDS = (1 << 31) - 1  # what the core counts with
-CLOCK_ROUNDS = 200  # exchanges with each rank; the fastest counts
+CLOCK_ROUNDS = 200  # exchanges with each rank, of which the fastest is used
 
 
 class Traced(Protocol):
@@ -45,12 +45,11 @@ class Traced(Protocol):
 
 
 class Trace:
-    """What trace() gives: save() and summary() after its block has ended.
+    """Returned by trace(); call save() and summary() after its block has ended.
 
-    Every rank enters and leaves the block together, since the ranks' clocks are compared at both ends and all records
-    are gathered at the end. When the block ends with an exception nobody is waited for: each rank then has its own
-    records alone, and what it saves shows what its warps did last. So it is for a HandleExchange, which can gather
-    nothing."""
+    All ranks enter and leave the block together: their clocks are compared at both ends, and the records are gathered at the
+    end. If the block ends with an exception, nothing is gathered: each rank keeps its own records, and its file shows what
+    its warps did last. The same holds for a HandleExchange, which has no channel to gather through."""
 
     def __init__(self, ep: Traced, records_per_segment: int):
         self._ep = ep
@@ -84,8 +83,8 @@ class Trace:
             self._core.trace_stop()
 
     def dispatched(self, topk_idx: torch.Tensor, row_dtype: torch.dtype) -> None:
-        """Called by every dispatch: notes what the records do not say. Nothing of it goes into a graph, which would go
-        on writing to it after the trace."""
+        """Called by every dispatch: keeps what the records do not hold. Skipped during graph capture: replays would go on
+        writing after the trace has ended."""
         if topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         self._choices.append(topk_idx.detach().clone())
@@ -95,18 +94,18 @@ class Trace:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """All ranks on one clock. Made once, on each rank that asks."""
+        """All ranks on one clock. Computed once, on the ranks that ask."""
         if not self._ranks:
             raise RuntimeError("the trace has not ended; read it after the `with` block")
         ep = self._ep
         return merge(self._ranks, _configuration(ep), ep.hidden * ep.dtype.itemsize)
 
     def save(self, path: str | Path) -> None:
-        """Writes one file with all ranks. Every rank may call it, rank 0 writes; after an exception every rank writes
-        its own, `.rank<r>` before the ending.
+        """Writes one file with all ranks. Every rank may call it; rank 0 writes. After an exception every rank writes a file
+        of its own, with `.rank<r>` before the suffix.
 
-        The ending of `path` says which format: .json.gz and .json are Chrome's, .pftrace and .perfetto-trace Perfetto's
-        own. https://ui.perfetto.dev opens all of them.
+        The suffix of `path` selects the format: .json.gz and .json are Chrome's, .pftrace and .perfetto-trace Perfetto's.
+        https://ui.perfetto.dev opens all of them.
         """
         export.check_ending(path)
         if len(self._ranks) < self._ep.num_ranks:
@@ -116,7 +115,7 @@ class Trace:
             export.save(self.timeline, path)
 
     def summary(self) -> Summary:
-        """The trace in numbers; print() it. The same on every rank."""
+        """The trace in numbers, equal on every rank. print() it."""
         return summarize(self.timeline)
 
     @property
@@ -166,10 +165,9 @@ def trace(ep: Traced, records_per_segment: int | None = None) -> Trace:
 
     Args:
         ep: whose kernels are recorded.
-        records_per_segment: room for n records, 16 bytes each, in the segment of each warp (CPU: of each thread);
-            default: 1024 on a GPU, 65536 on the CPU. A full segment drops what comes after, and the file says how many. A
-            row that is sent takes one record and one for each rank that it goes to (in a small batch each piece of a row
-            one for both), a wait for it takes one.
+        records_per_segment: capacity of each warp's segment (CPU: each thread's), 16 bytes per record; default: 1024 on a
+            GPU, 65536 on the CPU. A full segment drops further records, and the file says how many. Sending a row takes
+            one record plus one per destination rank (in a small batch, one per piece of a row); a wait takes one.
     """
     if records_per_segment is None:
         records_per_segment = DEFAULT_RECORDS[ep.device.type]

@@ -1,4 +1,4 @@
-"""Whether a trace file holds together. Believes nothing but the file."""
+"""Checks that a trace file is consistent, from the file alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.trace_file import FLIGHT, TraceFile
 
 WAITS_WITH_ARROWS = {"row_wait", "partial_wait"}
-MAX_SHOWN = 5  # problems of one kind
+MAX_SHOWN = 5  # of each kind
 
 
 def check(path: str | Path) -> list[str]:
-    """What is wrong with the file; empty: nothing is."""
+    """The problems of the file; empty if there are none."""
     return check_file(read(path))
 
 
@@ -23,7 +23,7 @@ def check_file(file: TraceFile) -> list[str]:
     problems = _shortened("reading", file.problems)
     metadata = _metadata(file)
     looks = [("names", _names), ("times", _times), ("nesting", _nesting), ("counters", _counters)]
-    if not metadata:  # which say what the rest has to agree with
+    if not metadata:  # the rest is checked against it
         looks += [("flows", _flows), ("counts", _counts)]
     problems += _shortened("metadata", metadata)
     for what, look in looks:

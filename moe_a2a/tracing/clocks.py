@@ -1,12 +1,12 @@
 """One clock for all ranks: rank 0's.
 
-Ranks exchange their clocks over the heap, at the beginning and at the end of a trace; of many exchanges the fastest
-counts, and its offset is right to half of its round trip. Every pair of ranks gives such an interval, and together
-they are difference constraints: shortest paths over the ranks give the tightest bounds that follow from all of them.
-From the one meeting to the other the offset is taken to go evenly: GPUs' clocks drift by some millionths, microseconds
-in the second that may lie between a meeting and the first record.
+Ranks exchange clock readings over the heap at the beginning and at the end of a trace. Of many exchanges the fastest is
+used; its offset is accurate to half its round trip. Each pair of ranks yields such an interval. Together they are difference
+constraints, and shortest paths over the ranks give the tightest bounds. Between the two meetings the offset is interpolated
+linearly: GPU clocks drift by some parts per million, which is microseconds over the second that may pass between a meeting
+and the first record.
 
-A second, free bound is causality: no wait ends before the signal that it waited for (tighten()).
+Causality gives a second bound for free: no wait ends before the signal that it waited for (tighten()).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from moe_a2a.tracing.records import Columns, RankRecords, wrapped
 
 @dataclass
 class Clock:
-    """How a rank's ticks become nanoseconds of rank 0's clock."""
+    """Converts a rank's ticks to nanoseconds of rank 0's clock."""
 
     offset_ns: float  # at the beginning: this clock's reading minus rank 0's
-    drift_ns: float  # by how much the offset grew from the one meeting to the other
-    error_ns: float  # the offset is known to +- this
+    drift_ns: float  # growth of the offset between the two meetings
+    error_ns: float  # bound of the error of the offset, +-
 
 
 def align(ranks: Sequence[RankRecords], columns: Sequence[Columns]) -> tuple[list[np.ndarray], list[Clock]]:
@@ -33,7 +33,7 @@ def align(ranks: Sequence[RankRecords], columns: Sequence[Columns]) -> tuple[lis
     num_ranks = len(ranks)
     ns_per_tick = np.array([1e9 / r.ticks_per_second for r in ranks])
     step_ns = np.array([r.clock_step_ticks for r in ranks]) * ns_per_tick
-    # The ticks' own zeros may lie years apart: what is large is taken off as integers, what is left is small.
+    # The clocks' zeros may be years apart: subtract the large part as integers, so that floats hold the rest.
     coarse = [int(ranks[0].clocks[0].offsets[r]) if num_ranks > 1 else 0 for r in range(num_ranks)]
     bounds = [_bounds_of_meeting([r.clocks[m] for r in ranks], coarse, ns_per_tick) for m in (0, -1)]
     (start, start_error), (end, end_error) = (_middle(b) for b in bounds)
@@ -52,13 +52,13 @@ def align(ranks: Sequence[RankRecords], columns: Sequence[Columns]) -> tuple[lis
 
 
 def tighten(clocks: Sequence[Clock], slack_ns: np.ndarray) -> np.ndarray | None:
-    """Moves the clocks within their errors so that every signal comes before the end of its wait.
+    """Shifts the clocks within their errors so that every signal precedes the end of its wait.
 
     slack_ns: [R src, R dst], the least time from a signal of src to the end of its wait on dst; inf: no such pair.
-    Returns what is to be added to each rank's times, [R], and makes the errors smaller; None: there is no such move.
+    Returns the shift of each rank's times, [R], and reduces the errors; None if no shift satisfies all pairs.
     """
     errors = np.array([c.error_ns for c in clocks])
-    bound = slack_ns.T.copy()  # [a, b]: how much more may be added to b's times than to a's
+    bound = slack_ns.T.copy()  # [a, b]: upper bound of b's shift minus a's
     bound[0, :] = np.minimum(bound[0, :], errors)
     bound[:, 0] = np.minimum(bound[:, 0], errors)
     np.fill_diagonal(bound, 0)
@@ -72,7 +72,7 @@ def tighten(clocks: Sequence[Clock], slack_ns: np.ndarray) -> np.ndarray | None:
 
 
 def _bounds_of_meeting(samples, coarse: list[int], ns_per_tick: np.ndarray) -> np.ndarray:
-    """[a, b]: the most that b's clock, without its coarse offset, may be ahead of a's, ns."""
+    """[a, b]: upper bound in ns of b's clock minus a's, both without their coarse offsets."""
     num_ranks = len(samples)
     bound = np.full((num_ranks, num_ranks), np.inf)
     np.fill_diagonal(bound, 0)
@@ -89,12 +89,12 @@ def _bounds_of_meeting(samples, coarse: list[int], ns_per_tick: np.ndarray) -> n
         worst = np.diag(tightest).min()
         if worst >= 0:
             return tightest
-        bound += -worst  # clocks moved between the exchanges of different pairs: all of them are that much less sure
+        bound += -worst  # clocks drifted between the exchanges of different pairs: widen all bounds
         np.fill_diagonal(bound, 0)
 
 
 def _shortest_paths(bound: np.ndarray) -> np.ndarray:
-    """Floyd and Warshall's."""
+    """Floyd-Warshall."""
     bound = bound.copy()
     for via in range(len(bound)):
         bound = np.minimum(bound, bound[:, via, None] + bound[None, via, :])
@@ -102,6 +102,6 @@ def _shortest_paths(bound: np.ndarray) -> np.ndarray:
 
 
 def _middle(bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The middle of what each value may be relative to the first one's, and half of the width. The middles keep every
-    bound that the ends keep."""
+    """The midpoint and half-width of each value's range relative to the first value. Midpoints satisfy every bound that
+    the ends of the ranges satisfy."""
     return (bound[0] - bound[:, 0]) / 2, (bound[0] + bound[:, 0]) / 2

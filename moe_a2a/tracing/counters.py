@@ -1,4 +1,4 @@
-"""Lines under the slices: how much is on its way, and how much waits."""
+"""The counter tracks: bytes in flight, and tokens that are waited for."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from moe_a2a.tracing.timeline import PARTIAL_WAIT, ROW_WAIT, SAMPLE, SEND, SIGNAL, SUM, Timeline, last_before
 
-MAX_SAMPLES = 2000  # of one counter: a denser line cannot be told from a band, and costs the UI its breath
+MAX_SAMPLES = 2000  # per counter: a denser line looks like a band, and slows the UI down
 
 
 def counters(timeline: Timeline) -> tuple[np.ndarray, list[str]]:
     """Samples [n] of SAMPLE in order of time, and the counters' names.
 
-    "tokens waiting": row_waits and partial_waits of a rank at that time.
-    "bytes in flight to rank p": of rows and sums that are being sent, and of which p has not been told.
+    "tokens waiting": the row_waits and partial_waits of a rank at that time.
+    "bytes in flight to rank p": rows and sums that are being sent and not yet signalled to p.
     """
     names = ["tokens waiting"] + [f"bytes in flight to rank {p}" for p in range(timeline.num_ranks)]
     slices = timeline.slices
@@ -31,10 +31,10 @@ def counters(timeline: Timeline) -> tuple[np.ndarray, list[str]]:
 
 
 def _sends_of_signals(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
-    """The signals whose send was recorded, and when that began: the last one of the same warp, launch and token."""
+    """The signals whose send was recorded, and its begin: the last send of the same warp, launch and token."""
     slices, warps, kernel = timeline.slices, timeline.warps(), timeline.enclosing_kernels()
     sends, signals = np.flatnonzero(timeline.named(SEND, SUM)), np.flatnonzero(timeline.named(SIGNAL))
-    # Warps by rank in a dense numbering, so that warp and token fit into one key.
+    # Number the warps densely, so that warp and token fit into one key.
     _, warp = np.unique(np.concatenate([warps[sends], warps[signals]]), return_inverse=True)
     key = (warp << 20) + np.concatenate([slices["token"][sends], slices["token"][signals]])
     last = last_before(key[: len(sends)], slices["begin_ns"][sends], key[len(sends) :], slices["begin_ns"][signals])
@@ -44,8 +44,8 @@ def _sends_of_signals(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _line(rank: int, name: int, begins: np.ndarray, ends: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-    """A counter that each interval raises by its amount. Of times that lie too close together for MAX_SAMPLES, the
-    largest value is shown, and the last one after it."""
+    """The sum of the amounts of all open intervals over time. Beyond MAX_SAMPLES, nearby samples are merged into their
+    largest value followed by their last."""
     times, where = np.unique(np.concatenate([begins, ends]), return_inverse=True)
     steps = np.bincount(where, np.concatenate([amounts, -amounts]), minlength=len(times))
     values = np.cumsum(steps).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Why it took as long as it did: back from the last thing that happened, from effect to cause."""
+"""The critical path: from the last event back to its causes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLIGHT = "flight"  # from the signal to the end of its wait
 
 @dataclass
 class PathStep:
-    """A piece of the path: on that rank, in that launch, that kind of slice (or one of the above), for so long."""
+    """A piece of the path: its rank, its launch, the kind of its slice (or one of the above), and its duration."""
 
     rank: int
     operation: str
@@ -26,8 +26,8 @@ class PathStep:
 
 
 def critical_path(timeline: Timeline, cause: np.ndarray) -> list[PathStep]:
-    """Latest step first. At a wait whose signal is known the path goes on with the warp that gave it, at that time;
-    otherwise with what the same warp did before; before a launch, with the warp of that rank that ended last before
+    """Latest step first. At a wait whose signal is known, the path continues in the signalling warp at the time of the
+    signal; otherwise in the same warp. At the begin of a launch, it continues in the warp of that rank that ended last before
     it."""
     return _Walk(timeline, cause).steps()
 
@@ -42,8 +42,8 @@ class _Walk:
         self._is_kernel = timeline.kernels()
         self._is_dispatch = timeline.named(*DISPATCH_SENDERS)
         self._warps = timeline.warps()
-        self._left: set[int] = set()  # waits from which the path has gone to another rank
-        # A slice that begins where it ends, within a step of the clock, leads nowhere: the walk would stay there.
+        self._left: set[int] = set()  # waits that the path has already left for another rank
+        # The walk makes no progress in a slice of no length (shorter than a step of the clock).
         lasts = timeline.durations() > 0
         leaves = np.flatnonzero(~self._is_kernel & lasts)
         self._leaves_of_warp = self._by_end(leaves, self._warps)
@@ -62,11 +62,12 @@ class _Walk:
         return steps
 
     def _through_launch(self, steps: list[PathStep], kernel: int, time: int) -> tuple[int, int]:
-        """From `time` in this launch of a warp to where the path leaves it: another launch (-1: none) and a time.
+        """Walks back from `time` within this launch of a warp. Returns the launch where the path continues (-1: none) and
+        the time.
 
-        Time never goes up, and it stays the same only at a wait that has not been left before: so the walk ends."""
+        Time never increases, and stays equal only at a wait that has not been left before: the walk ends."""
         warp = int(self._warps[kernel])
-        # A signal may seem to come before its own launch, as clocks err.
+        # Clock error can put a signal before its own launch.
         begin = min(int(self._slices["begin_ns"][kernel]), time)
         while time > begin:
             leaf = self._last_ended(self._leaves_of_warp.get(warp), time)
@@ -94,7 +95,7 @@ class _Walk:
         return -1, begin
 
     def _innermost(self, leaf: int) -> tuple[int, int]:
-        """What the warp was in when this slice ended, and since when: `lists` and `reduce` have waits inside."""
+        """The slice that the warp was in when this one ended, and its begin: `lists` and `reduce` contain waits."""
         begins, ends = self._slices["begin_ns"], self._slices["end_ns"]
         if self._is_wait[leaf]:
             return leaf, int(begins[leaf])
@@ -104,12 +105,12 @@ class _Walk:
         return (wait, int(begins[wait])) if ends[wait] == ends[leaf] else (leaf, int(ends[wait]))
 
     def _time_of_signal(self, source: int) -> int:
-        """A signal is a moment; of other causes the end counts, which may lie after the wait's. Of a launch that has
-        sent choices, somewhere, all that is known is that it had begun."""
+        """A signal is an instant. Other causes count from their end, which may be later than the wait's. Of a launch that
+        sent the routing of a small batch, only the begin is known."""
         return int(self._slices["begin_ns" if self._is_dispatch[source] else "end_ns"][source])
 
     def _by_end(self, which: np.ndarray, keys: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Per key: the ends in ascending order, and the slices."""
+        """Per key: the ends in ascending order, and their slices."""
         ends = self._slices["end_ns"]
         order = which[np.lexsort((ends[which], keys[which]))]
         starts = np.flatnonzero(np.diff(keys[order], prepend=-1))

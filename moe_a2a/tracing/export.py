@@ -1,4 +1,4 @@
-"""A timeline becomes a file."""
+"""Writes a timeline to a file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moe_a2a.tracing.timeline import Timeline
 
 JSON_ENDINGS = (".json", ".json.gz")
 PROTOBUF_ENDINGS = (".pftrace", ".perfetto-trace")
-GZIP_LEVEL = 3  # level 9 takes five times as long for a tenth less
+GZIP_LEVEL = 3  # level 9 takes five times as long and saves a tenth
 
 
 def save(timeline: Timeline, path: str | Path) -> Path:
-    """The ending says which format: .json and .json.gz are Chrome's, .pftrace and .perfetto-trace are Perfetto's."""
+    """The suffix selects the format: .json and .json.gz are Chrome's, .pftrace and .perfetto-trace Perfetto's."""
     path = Path(path)
     write = _writer_for(path)
     opened = gzip.open(path, "wb", GZIP_LEVEL) if path.name.endswith(".gz") else open(path, "wb")

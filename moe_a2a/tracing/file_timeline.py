@@ -1,4 +1,4 @@
-"""From a file back to the timeline that was written into it, for a summary or a picture."""
+"""Rebuilds the timeline that was written to a file, for a summary or a plot."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moe_a2a.json_fields import Field, FieldError
 from moe_a2a.tracing.timeline import ARROW, MOMENTS, SLICE, Timeline
 from moe_a2a.tracing.trace_file import ABOUT, ARGUMENTS, FLIGHT, TraceFile
 
-MAX_RANKS = 64  # as many as a record's peer can name
-# So that merged() can lay all warps one after the other on one line of int64.
+MAX_RANKS = 64  # that the peer of a record can name
+# merged() lays all warps end to end on one int64 line.
 LONGEST_LINE_NS = 1 << 62
 
 
 def to_timeline(file: TraceFile) -> Timeline:
-    """Raises TraceFileError unless the file is whole: numbers of a part would be wrong without saying so."""
+    """Raises TraceFileError unless the file is complete: a summary of a part would be silently wrong."""
     try:
         return _Builder(file).timeline()
     except FieldError as error:
@@ -25,7 +25,7 @@ def to_timeline(file: TraceFile) -> Timeline:
 
 
 def check_about(about: dict[str, Any]) -> None:
-    """Raises FieldError unless what is known about the whole has the form that merge.py gives it."""
+    """Raises FieldError unless the metadata has the form that merge.py writes."""
     top = Field(about, "")
     num_ranks = top["configuration"]["num_ranks"].integer(1, MAX_RANKS)
     top["format"].text()
@@ -48,7 +48,7 @@ def check_about(about: dict[str, Any]) -> None:
 
 
 def slices_of_ranks(file: TraceFile) -> dict[int, tuple[int, int]]:
-    """Of each rank that `about` names: how many slices the file has of it, and how many it should have."""
+    """For each rank named in `about`: the number of its slices in the file, and the number it should have."""
     rank_of_track = {track: file.rank_of(track) for track in file.tracks}
     found = Counter(rank_of_track[s.track] for s in file.slices if s.name != FLIGHT)
     return {
@@ -62,7 +62,7 @@ class _Builder:
         self._file = file
 
     def timeline(self) -> Timeline:
-        """An arrow ends in its wait again, the slice before its flight."""
+        """Drops the flights: an arrow ends in its wait again, the slice before its flight."""
         file = self._file
         if not file.about:
             raise FieldError(f'it has no event "{ABOUT}"')
@@ -111,7 +111,7 @@ class _Builder:
         return place
 
     def _arrows(self) -> np.ndarray:
-        """Pairs of indices among the slices that are no flights."""
+        """Pairs of indices into the slices without flights."""
         file = self._file
         place = np.cumsum([s.name != FLIGHT for s in file.slices]) - 1  # of a flight: its wait's
         pairs = []

@@ -1,4 +1,4 @@
-"""The records of all ranks become one timeline."""
+"""Merges the records of all ranks into one timeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_a2a.tracing.records import KERNEL, Columns, RankRecords, decode
 from moe_a2a.tracing.timeline import MOMENTS, PARTIAL_WAIT, ROW_WAIT, SEND, SIGNAL, SLICE, SUM, Timeline
 
 FORMAT = "moe_a2a trace 1"
-# What carries or awaits one row: their argument `bytes` is a row's.
+# Slices that carry or await one row: their `bytes` is the size of the row.
 ROW_NAMES = (SEND, SUM, SIGNAL, ROW_WAIT, PARTIAL_WAIT)
 
 
@@ -26,9 +26,9 @@ def merge(ranks: Sequence[RankRecords], configuration: dict[str, Any], combine_r
     timeline = Timeline(slices, np.empty(0, dtype=arrows.ARROW), names, {"operations": list(ranks[0].operations)})
     slices["instant"][timeline.named(*MOMENTS)] = 1
 
-    exact = np.concatenate(times, axis=1)  # with fractions of a nanosecond
+    exact = np.concatenate(times, axis=1)  # including fractions of a nanosecond
     _set_times(slices, exact)
-    if len(ranks) == configuration["num_ranks"]:  # alone, after an exception: nobody to point at
+    if len(ranks) == configuration["num_ranks"]:  # otherwise one rank after an exception: no peer to point at
         has_drops = np.array([r.segment_dropped.sum() > 0 for r in ranks])
         timeline.arrows = arrows.match(timeline, np.array([c.error_ns for c in rank_clocks]), has_drops)
         move = _causal_move(timeline, exact, rank_clocks, max(clock_step_ns(r) for r in ranks))
@@ -52,7 +52,7 @@ def _names(ranks: Sequence[RankRecords]) -> tuple[list[str], dict[str, int]]:
 
 
 def _slices(rank: RankRecords, columns: Columns, numbers: dict[str, int]) -> np.ndarray:
-    """All but the times. A launch has the name of its operation; a kind that is not known here keeps its name."""
+    """All columns but the times. A launch is named after its operation; an unknown kind keeps its name."""
     slices = np.full(len(columns.kind), -1, SLICE)
     kinds = [numbers[name] for name in rank.kinds]
     operations = [numbers[name] for name in rank.operations]
@@ -69,7 +69,7 @@ def _slices(rank: RankRecords, columns: Columns, numbers: dict[str, int]) -> np.
 
 
 def _set_times(slices: np.ndarray, exact: np.ndarray) -> None:
-    """Whole nanoseconds since the first record of all. Rounding down keeps what nests nested."""
+    """Whole nanoseconds since the first record. Rounding down preserves nesting."""
     first = exact[0].min() if exact.size else 0.0
     slices["begin_ns"], slices["end_ns"] = np.floor(exact - first)
 
@@ -84,9 +84,8 @@ def _set_bytes(timeline: Timeline, dispatch_row_bytes: dict[int, int], combine_r
 
 
 def _causal_move(timeline: Timeline, exact: np.ndarray, rank_clocks, step_ns: float) -> np.ndarray | None:
-    """What to add to each rank's times so that every wait ends after its signal: by two nanoseconds, so that one is
-    left when both are rounded down, or else up to a step of the clock before it, since either time may be that
-    wrong."""
+    """The shift of each rank's times that makes every wait end after its signal: by two nanoseconds, of which rounding
+    down leaves one. If there is none, a wait may end up to one clock step early, the error of either time."""
     source, sink = timeline.arrows["source"], timeline.arrows["sink"]
     src, dst = timeline.slices["rank"][source], timeline.slices["rank"][sink]
     slack = np.full((len(rank_clocks), len(rank_clocks)), np.inf)

@@ -1,4 +1,4 @@
-"""Perfetto's protobuf format: those of its fields that matter here, straight from the bytes."""
+"""Perfetto's protobuf format: the fields that Trace.save() writes, decoded from the bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_a2a.tracing.protobuf import fields, number, signed, text
 from moe_a2a.tracing.trace_file import ABOUT, LATEST_NS, FileSlice, TraceFile, checked_arguments
 
 BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4  # TrackEvent.type
-DEEPEST = 16  # levels of an annotation: ours have four
+DEEPEST = 16  # nesting of annotations; Trace.save() writes four levels
 
 
 def parse(data: bytes, file: TraceFile) -> None:

@@ -1,4 +1,4 @@
-"""Two pictures of a trace: who waited for whom, and what each rank's time went into."""
+"""Plots of a trace: the wait matrix, and how each rank spent its time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NUM_BINS = 400
 
 
 def save_plot(path: Path, timeline: Timeline) -> str | None:
-    """Returns why there is no picture, or None."""
+    """Returns the reason if there is no plot, else None."""
     try:
         import matplotlib
 
-        matplotlib.use("Agg")  # files only; a window system may be missing
+        matplotlib.use("Agg")  # files only: there may be no display
         from matplotlib import pyplot
     except ImportError:
         return "matplotlib is not installed (pip install matplotlib)"
@@ -52,7 +52,7 @@ def _draw_waits(figure, axes, microseconds: np.ndarray) -> None:
 
 
 def _draw_ranks(axes, timeline: Timeline) -> None:
-    """A row per rank, time to the right: which part of the rank's warps did what, stacked."""
+    """A row per rank, time to the right: the share of the rank's warps in each kind of slice, stacked."""
     slices, durations = timeline.slices, timeline.durations()
     is_kernel, is_wait = timeline.kernels(), timeline.named(*WAITS)
     leaves = ~is_kernel & (slices["instant"] == 0)
@@ -80,14 +80,14 @@ def _draw_ranks(axes, timeline: Timeline) -> None:
 
 
 def _colours(timeline: Timeline, kinds: list[int], waits: np.ndarray) -> dict[int, str]:
-    """Waits are warm, work is cold."""
+    """Warm colours for waits, cold ones for work."""
     warm = iter(["tab:red", "tab:orange", "gold", "tab:pink", "tab:brown", "rosybrown"])
     cold = iter(["tab:blue", "tab:green", "tab:cyan", "tab:purple", "tab:olive", "tab:gray", "navy", "teal", "0.8"])
     return {kind: next(warm if kind in waits else cold, "0.5") for kind in kinds}
 
 
 def _busy(begins: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """How many of the intervals cover each bin, on average over it."""
+    """The mean number of intervals that cover each bin."""
     times = np.concatenate([begins, ends])
     steps = np.concatenate([np.ones(len(begins)), -np.ones(len(ends))])
     order = np.argsort(times, kind="stable")

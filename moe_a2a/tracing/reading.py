@@ -1,4 +1,4 @@
-"""Reads a trace file with code that shares nothing with what wrote it. Files are untrusted."""
+"""Reads a trace file, independently of the code that wrote it. Files are untrusted."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moe_a2a.json_fields import FieldError
 from moe_a2a.tracing import chrome_reader, perfetto_reader
 from moe_a2a.tracing.trace_file import TraceFile
 
-# A file of ours becomes 20 to 40 times smaller; what unpacks to far more is meant to fill the memory.
+# gzip makes our files 14 times smaller; a file that unpacks to far more is meant to fill the memory.
 LARGEST_UNPACKED = 200  # times the packed size
 CHUNK = 1 << 20
 
 
 def read(path: str | Path) -> TraceFile:
-    """Tells the formats apart by their first byte: a JSON object or an array, or a protobuf's first packet.
+    """The first byte tells the formats apart: a JSON object or array, or the first packet of a protobuf.
 
     Raises TraceFileError, and OSError for a file that cannot be opened.
     """

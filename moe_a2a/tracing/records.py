@@ -1,4 +1,4 @@
-"""What one rank's kernels left in its trace buffer, as csrc/comm/trace_buffer.h packs it."""
+"""Decodes the trace buffer of one rank, as packed by csrc/comm/trace_buffer.h."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 
 TIME_BITS = 48
 NO_TOKEN = (1 << 20) - 1
-KERNEL = "kernel"  # the kind of a launch; its token says which operation
+KERNEL = "kernel"  # the kind of a launch, whose token is the number of its operation
 SEND_LL = "send_ll"  # a send that is its own signal; see _with_signals()
-RANKS_OF_RECORD = 64 - TIME_BITS  # that a SEND_LL tells of: the bits of its polls
+RANKS_OF_RECORD = 64 - TIME_BITS  # that a SEND_LL can signal: the bits of its polls
 
 
 @dataclass
 class ClockSample:
-    """One meeting of the ranks' clocks, as this rank measured it.
+    """One comparison of the ranks' clocks, as measured by this rank.
 
-    offsets: [R] clock of each rank minus this rank's, ticks; right to half of the round trip.
+    offsets: [R] clock of each rank minus this rank's, ticks; accurate to half the round trip.
     round_trips: [R] of the fastest exchange with each rank, ticks.
     at: when, by this rank's clock, ticks.
     """
@@ -29,15 +29,15 @@ class ClockSample:
 
 @dataclass
 class RankRecords:
-    """All that a rank brings to the merged trace.
+    """What a rank contributes to the merged trace.
 
-    records: int64 [n, 2], the segments one after the other, in each the records in the order in which they ended.
+    records: int64 [n, 2], segment by segment, each in the order in which its records ended.
     segment_written, segment_dropped: int64 [segments]. Segment s is of block s // warps_per_block, warp
         s % warps_per_block.
     kinds, operations: the names of the numbers in the records.
     clocks: at the beginning and at the end of the trace.
-    tokens_per_expert: int64 [E], choices of this rank's tokens; without those of dispatches that a graph replayed.
-    dispatch_row_bytes: of the rows that were dispatched; -1: not the same for all, or not known.
+    tokens_per_expert: int64 [E], choices of this rank's tokens, without those of replayed graphs.
+    dispatch_row_bytes: size of a dispatched row; -1: several sizes, or unknown.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class RankRecords:
 
 @dataclass
 class Columns:
-    """The decoded records of a rank, one value per record, and one for each signal that a record implies."""
+    """The decoded records of a rank: one value per record, and one per signal that a record implies."""
 
     begin: np.ndarray  # ticks since `RankRecords.records[0]` began; its own low bits are `first_tick`
     duration: np.ndarray  # ticks
@@ -66,7 +66,7 @@ class Columns:
     polls: np.ndarray
     segment: np.ndarray
     first_tick: int
-    num_implied: int  # of the values, those that no record of their own stands for
+    num_implied: int  # values without a record of their own
 
 
 def decode(rank_records: RankRecords) -> Columns:
@@ -91,15 +91,15 @@ def decode(rank_records: RankRecords) -> Columns:
 
 
 def _with_signals(columns: Columns, kinds: list[str]) -> Columns:
-    """A SEND_LL becomes a send, and before it a signal at its begin to each rank that it names: `peer` + i for each bit
-    i of `polls`."""
+    """Expands a SEND_LL to a send preceded by signals at its begin, one to each rank that it names: rank `peer` + i for
+    each bit i of `polls`."""
     sends = np.flatnonzero(columns.kind == kinds.index(SEND_LL))
     is_told = (columns.polls[sends, None] >> np.arange(RANKS_OF_RECORD)) & 1 == 1
     told = columns.peer[sends, None] + np.arange(RANKS_OF_RECORD)
     columns.kind[sends], columns.peer[sends], columns.polls[sends] = kinds.index("send"), -1, 0
     num_signals = np.zeros(len(columns.kind), np.int64)
     num_signals[sends] = is_told.sum(axis=1)
-    ends = np.cumsum(num_signals + 1) - 1  # where the records are now, behind their signals
+    ends = np.cumsum(num_signals + 1) - 1  # positions of the records, behind their signals
     source = np.repeat(np.arange(len(num_signals)), num_signals + 1)
     names = ("begin", "duration", "kind", "peer", "token", "polls", "segment")
     wide = Columns(
@@ -114,7 +114,7 @@ def _with_signals(columns: Columns, kinds: list[str]) -> Columns:
 
 
 def wrapped(ticks):
-    """A difference of two clocks of which only the low 48 bits are known: the one nearest to zero."""
+    """The difference of two clocks from their low 48 bits: of all that fit, the one nearest to zero."""
     half = 1 << (TIME_BITS - 1)
     return (ticks + half) % (1 << TIME_BITS) - half
 

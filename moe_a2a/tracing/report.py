@@ -1,4 +1,4 @@
-"""A trace in numbers, and as text."""
+"""The summary of a trace, and its text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ WIDTH = 110
 class Summary:
     """Times in nanoseconds. R ranks.
 
-    operation_ns: per operation, [R] time in which at least one of the rank's blocks was in it, and how many launches.
-    kind_share: per kind of slice, [R] its part of the time that the rank's warps were in launches; wait_share: [R] the
-        part in which they were in waits.
+    operation_ns: per operation, [R] time in which at least one of the rank's blocks was in it, and [R] launches.
+    kind_share: per kind of slice, [R] its share of the rank's warp time in launches; wait_share: [R] the share of waits.
     wait_sum, wait_max: [R waiter, R awaited] over all waits of all threads.
-    tokens: [R from, R to] rows that dispatches sent; tokens_per_expert: [E] choices, empty where they were not counted.
+    tokens: [R from, R to] rows sent by dispatches; tokens_per_expert: [E] choices, empty if they were not counted.
     block_imbalance: [R] time not waiting, of the busiest block over the mean of all.
-    path: the critical path, back from the last thing that happened, latest step first.
-    culprit: one sentence, or more than one.
+    path: the critical path, latest step first.
+    culprit: a sentence or two.
     """
 
     about: dict
@@ -116,7 +115,7 @@ def _imbalance(summary: Summary) -> str:
 
 
 def _path(summary: Summary) -> str:
-    """The steps of one rank, operation and kind added up."""
+    """Steps are added up by rank, operation and kind."""
     total = sum(step.duration_ns for step in summary.path)
     added: dict[tuple, int] = defaultdict(int)
     for step in summary.path:

@@ -1,4 +1,4 @@
-"""From a timeline to numbers: who took how long, who waited for whom, and whose fault it was."""
+"""Summarises a timeline: who took how long, who waited for whom, and who is to blame."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def summarize(timeline: Timeline) -> Summary:
 
 
 def _operation_times(timeline: Timeline) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Per operation [R] covered time and [R] launches: those of a rank's blocks that overlap are one."""
+    """Per operation, [R] covered time and [R] launches. Overlapping launches of a rank's blocks count as one."""
     kernels = timeline.slices[timeline.kernels()]
     times = {}
     for number in np.unique(kernels["name"]):
@@ -49,7 +49,7 @@ def _operation_times(timeline: Timeline) -> dict[str, tuple[np.ndarray, np.ndarr
 
 
 def _kind_shares(timeline: Timeline) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Of each kind, and of all waits together."""
+    """The shares of each kind, and of all waits together."""
     slices, is_kernel = timeline.slices, timeline.kernels()
     in_launches = np.maximum(timeline.covered(is_kernel), 1)
     in_a_launch = ~is_kernel & (slices["instant"] == 0) & (timeline.enclosing_kernels() >= 0)
@@ -72,7 +72,7 @@ def _wait_matrices(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _tokens(timeline: Timeline) -> np.ndarray:
-    """A row in pieces has a signal for each, from as many warps: it counts once in each call."""
+    """A row sent in pieces has one signal per piece, from several warps; it counts once per call."""
     slices, kernel = timeline.slices, timeline.enclosing_kernels()
     senders = timeline.kernels() & timeline.named(*DISPATCH_SENDERS)
     sent = timeline.named(SIGNAL) & (kernel >= 0) & senders[kernel] & (slices["peer"] >= 0)

@@ -1,4 +1,4 @@
-"""The merged trace: what every warp of every rank did, on one clock."""
+"""The merged trace: the slices of every warp of every rank, on one clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-# The records of csrc/trace_export/timeline.h; -1: not known, or of no meaning here.
+# The records of csrc/trace_export/timeline.h; -1: unknown, or not applicable.
 SLICE = np.dtype(
     [
         ("begin_ns", "i8"),
@@ -31,7 +31,7 @@ SIGNAL, SEND, SUM, ROUTE = "signal", "send", "sum", "route"
 WAITS = (CREDIT_WAIT, TABLE_WAIT, ROW_WAIT, PARTIAL_WAIT, "peer_wait", "clock_wait")
 MOMENTS = (SIGNAL, "gave_up")
 
-# Launches, by what their signals announce and their waits wait for. "dispatch" and "combine" are both halves in one.
+# Launches by what they signal. "dispatch" and "combine" are launches of both halves.
 DISPATCH_SENDERS = ("dispatch_send", "dispatch")
 COMBINE_SENDERS = ("combine_send", "combine")
 
@@ -40,7 +40,7 @@ COMBINE_SENDERS = ("combine_send", "combine")
 class Timeline:
     """slices [n] of SLICE; arrows [m] of ARROW: from a signal to the wait that it ended; names: of slices.
 
-    about: what is known about the whole (see merge.py), as it stands in the file.
+    about: the metadata (see merge.py), as in the file.
     """
 
     slices: np.ndarray
@@ -53,11 +53,11 @@ class Timeline:
         return self.about["configuration"]["num_ranks"]
 
     def named(self, *names: str) -> np.ndarray:
-        """bool [n]: the slices that have one of these names."""
+        """bool [n]: the slices with one of these names."""
         return np.isin(self.slices["name"], [i for i, name in enumerate(self.names) if name in names])
 
     def kernels(self) -> np.ndarray:
-        """bool [n]: the slices that are launches, or a block's part of one."""
+        """bool [n]: the slices that are launches, or a warp's part of one."""
         return self.named(*self.about["operations"])
 
     def durations(self) -> np.ndarray:
@@ -69,13 +69,12 @@ class Timeline:
         return (s["rank"].astype(np.int64) << 40) + (s["block"].astype(np.int64) << 16) + s["warp"]
 
     def covered(self, which: np.ndarray) -> np.ndarray:
-        """int64 [R]: nanoseconds that the warps of each rank were in one of these slices, or in several."""
+        """int64 [R]: warp time in nanoseconds that each rank spent in at least one of these slices."""
         warps, begins, ends = merged(self.warps()[which], self.slices["begin_ns"][which], self.slices["end_ns"][which])
         return np.bincount(warps >> 40, ends - begins, minlength=self.num_ranks).astype(np.int64)
 
     def enclosing_kernels(self) -> np.ndarray:
-        """int64 [n]: the launch that each slice is part of, an index of slices; -1: not recorded. A launch's is
-        itself."""
+        """int64 [n]: the index of the launch that contains each slice; -1: not recorded. A launch contains itself."""
         kernels = np.flatnonzero(self.kernels())
         warps, begins = self.warps(), self.slices["begin_ns"]
         found = last_before(warps[kernels], begins[kernels], warps, begins)
@@ -84,12 +83,12 @@ class Timeline:
 
 
 def merged(groups, begins, ends) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The unions of the intervals of each group, as intervals: group, begin and end of each. The threads of a warp may be
-    in waits at the same time: what a warp was doing is their union."""
+    """The union of the intervals of each group, as disjoint intervals: their groups, begins and ends. Threads of a warp
+    can wait at the same time; the warp's time is their union."""
     if len(groups) == 0:
         return tuple(np.empty(0, np.int64) for _ in range(3))
     names, group = np.unique(groups, return_inverse=True)
-    # Groups one after the other on one line, so that one running maximum serves all.
+    # Lay the groups end to end on one line, so that one running maximum serves all.
     first = begins.min()
     shift = group.astype(np.int64) * (ends.max() - first + 2) - first
     order = np.argsort(begins + shift, kind="stable")
@@ -101,8 +100,7 @@ def merged(groups, begins, ends) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def last_before(keys, times, query_keys, query_times) -> np.ndarray:
-    """Of each query, the last entry of the same key at or before its time: int64 indices of entries; -1: there is
-    none."""
+    """For each query, the index of the last entry with its key at or before its time, int64; -1: none."""
     num_entries = len(keys)
     all_keys = np.concatenate([keys, query_keys])
     is_query = np.arange(len(all_keys)) >= num_entries

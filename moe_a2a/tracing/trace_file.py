@@ -1,4 +1,4 @@
-"""What a trace file holds, as it stands there."""
+"""The contents of a trace file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from moe_a2a.errors import TraceFileError
 from moe_a2a.json_fields import FieldError, quoted
 
 ABOUT = "about this trace"
-FLIGHT = "flight"  # the last part of a wait, from the signal on: where its arrow ends
-# Of a slice, with their largest values (csrc/comm/trace_buffer.h has the bits of the first three). The least is -1: none.
+FLIGHT = "flight"  # the last part of a wait, from the signal on; its arrow ends there
+# Arguments of a slice and their largest values (csrc/comm/trace_buffer.h has the bits of the first three); -1: none.
 ARGUMENTS = {"peer": 63, "token": (1 << 20) - 1, "polls": (1 << 16) - 1, "bytes": (1 << 40) - 1}
 LATEST_NS = 1 << 48  # three days
 
@@ -27,12 +27,12 @@ class FileSlice:
 
 @dataclass
 class TraceFile:
-    """What either format says.
+    """What both formats hold.
 
     processes: name of each. tracks: process and name of each. slices: in the order of the file.
-    sources, sinks: of each flow, (slice index, time in ns) for each time that it is named as such.
-    counters: per (process, name) its times and values. about: as the file has it, not checked. problems: what makes no
-        sense where it stands.
+    sources, sinks: per flow, the (slice index, time in ns) of each event that names it as such.
+    counters: per (process, name), its times and values. about: the metadata, unchecked. problems: events that are valid but
+        out of place.
     """
 
     path: str
@@ -46,13 +46,13 @@ class TraceFile:
     problems: list[str] = field(default_factory=list)
 
     def rank_of(self, track: Any) -> int:
-        """By the process's name; -1 when it has none."""
+        """From the name of its process; -1 if that is not a rank's."""
         process, _ = self.tracks.get(track, (None, ""))
         named = re.fullmatch(r"rank ([0-9]{1,6})", self.processes.get(process, ""))
         return int(named[1]) if named else -1
 
     def warp_of(self, track: Any) -> tuple[int, int]:
-        """Block and warp, by the track's name; -1, -1 when it has none."""
+        """Block and warp, from the name of the track; -1, -1 if that is not a warp's."""
         named = re.match(r"block ([0-9]{1,6}) warp ([0-9]{1,4})(?![0-9])", self.tracks[track][1])
         return (int(named[1]), int(named[2])) if named else (-1, -1)
 
@@ -61,7 +61,7 @@ class TraceFile:
 
 
 def checked_arguments(arguments: dict[str, Any]) -> dict[str, int]:
-    """Those of a slice that are known here."""
+    """The arguments of a slice that are known here."""
     known = {name: arguments[name] for name in ARGUMENTS if name in arguments}
     for name, value in known.items():
         if type(value) is not int or not -1 <= value <= ARGUMENTS[name]:
