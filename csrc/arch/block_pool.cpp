@@ -1,62 +1,114 @@
 #include "arch/block_pool.h"
 
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
 namespace moe_a2a {
 
-BlockPool::~BlockPool() {
-  {
-    std::lock_guard lock(mutex_);
-    stop_ = true;
-  }
-  start_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
-}
+struct BlockPool::State {
+  ~State();
+  void grow(int num_blocks, size_t shared_bytes);
+  void run(int num_blocks, size_t shared_bytes, BlockFunction function, const void* job);
+  void work(int block_rank, unsigned long seen);
+  void wait_for_all();
 
-void BlockPool::grow(int num_blocks, size_t shared_bytes) {
-  const size_t units = (shared_bytes + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t);
-  if (shared_.size() < static_cast<size_t>(num_blocks)) shared_.resize(num_blocks);
-  for (auto& memory : shared_) {
-    if (memory.size() < units) memory.resize(units);
-  }
-  while (static_cast<int>(threads_.size()) + 1 < num_blocks) {
-    const int block_rank = static_cast<int>(threads_.size()) + 1;
-    threads_.emplace_back([this, block_rank, launch = launch_] { work(block_rank, launch); });
-  }
+  Interrupt interrupt;
+  std::vector<std::thread> threads;                   // of blocks 1, 2, ...
+  std::vector<std::vector<std::max_align_t>> shared;  // per block
+  std::mutex mutex;
+  std::condition_variable start, done;
+  BlockFunction function = nullptr;
+  const void* job = nullptr;
+  int num_blocks = 0, num_running = 0;
+  unsigned long launch = 0;
+  bool stop = false;
+};
+
+BlockPool::BlockPool() : state_(std::make_unique<State>()) {}
+
+BlockPool::~BlockPool() {
+  if (!maker_.is_true()) (void)state_.release();
 }
 
 void BlockPool::run(int num_blocks, size_t shared_bytes, BlockFunction function, const void* job) {
-  if (num_blocks == 1) {  // nobody to wake: the usual case where ranks outnumber the cores
+  state_->run(num_blocks, shared_bytes, function, job);
+}
+
+void BlockPool::interrupt() { state_->interrupt.set(); }
+
+bool BlockPool::is_interrupted() const { return state_->interrupt.is_set(); }
+
+BlockPool::State::~State() {
+  {
+    std::lock_guard lock(mutex);
+    stop = true;
+  }
+  start.notify_all();
+  for (std::thread& thread : threads) thread.join();
+}
+
+void BlockPool::State::grow(int num_blocks, size_t shared_bytes) {
+  const size_t units = (shared_bytes + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t);
+  if (shared.size() < static_cast<size_t>(num_blocks)) shared.resize(num_blocks);
+  for (auto& memory : shared) {
+    if (memory.size() < units) memory.resize(units);
+  }
+  while (static_cast<int>(threads.size()) + 1 < num_blocks) {
+    const int block_rank = static_cast<int>(threads.size()) + 1;
+    threads.emplace_back([this, block_rank, seen = launch] { work(block_rank, seen); });
+  }
+}
+
+void BlockPool::State::run(int blocks, size_t shared_bytes, BlockFunction block_function, const void* block_job) {
+  const Interrupt::Scope scope(interrupt, true);
+  if (blocks == 1) {  // nobody to wake: the usual case where ranks outnumber the cores
     grow(1, shared_bytes);
-    return function(job, 0, 1, reinterpret_cast<std::byte*>(shared_[0].data()));
+    return block_function(block_job, 0, 1, reinterpret_cast<std::byte*>(shared[0].data()));
   }
   {
-    std::lock_guard lock(mutex_);
-    grow(num_blocks, shared_bytes);
-    function_ = function;
-    job_ = job;
-    num_blocks_ = num_blocks;
-    num_running_ = static_cast<int>(threads_.size());
-    ++launch_;
+    std::lock_guard lock(mutex);
+    grow(blocks, shared_bytes);
+    function = block_function;
+    job = block_job;
+    num_blocks = blocks;
+    num_running = static_cast<int>(threads.size());
+    ++launch;
   }
-  start_.notify_all();
-  function(job, 0, num_blocks, reinterpret_cast<std::byte*>(shared_[0].data()));
-  std::unique_lock lock(mutex_);
-  done_.wait(lock, [this] { return num_running_ == 0; });
+  start.notify_all();
+  block_function(block_job, 0, blocks, reinterpret_cast<std::byte*>(shared[0].data()));
+  wait_for_all();
+}
+
+// The other blocks may wait for other ranks long after block 0 has ended, so the host is asked here too.
+void BlockPool::State::wait_for_all() {
+  std::unique_lock lock(mutex);
+  while (num_running > 0) {
+    done.wait_until(lock, std::chrono::system_clock::now() + std::chrono::milliseconds(50));
+    if (num_running == 0) return;
+    lock.unlock();
+    (void)is_launch_interrupted();
+    lock.lock();
+  }
 }
 
 // `seen` is the newest launch that the thread has no part in.
-void BlockPool::work(int block_rank, unsigned long seen) {
-  std::unique_lock lock(mutex_);
+void BlockPool::State::work(int block_rank, unsigned long seen) {
+  const Interrupt::Scope scope(interrupt, false);
+  std::unique_lock lock(mutex);
   while (true) {
-    start_.wait(lock, [&] { return stop_ || launch_ != seen; });
-    if (stop_) return;
-    seen = launch_;
-    if (block_rank < num_blocks_) {
-      std::byte* shared = reinterpret_cast<std::byte*>(shared_[block_rank].data());
+    start.wait(lock, [&] { return stop || launch != seen; });
+    if (stop) return;
+    seen = launch;
+    if (block_rank < num_blocks) {
+      std::byte* memory = reinterpret_cast<std::byte*>(shared[block_rank].data());
       lock.unlock();
-      function_(job_, block_rank, num_blocks_, shared);
+      function(job, block_rank, num_blocks, memory);
       lock.lock();
     }
-    if (--num_running_ == 0) done_.notify_one();
+    if (--num_running == 0) done.notify_one();
   }
 }
 

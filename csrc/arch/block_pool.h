@@ -1,11 +1,11 @@
 // The CPU's blocks: one OS thread each, kept between launches so that a launch neither starts a thread nor allocates.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
-#include <mutex>
-#include <thread>
-#include <vector>
+#include <memory>
+
+#include "arch/interrupt.h"
+#include "arch/process.h"
 
 namespace moe_a2a {
 
@@ -13,7 +13,7 @@ class BlockPool {
  public:
   using BlockFunction = void (*)(const void* job, int block_rank, int num_blocks, std::byte* shared);
 
-  BlockPool() = default;
+  BlockPool();
   BlockPool(const BlockPool&) = delete;
   BlockPool& operator=(const BlockPool&) = delete;
   ~BlockPool();
@@ -22,19 +22,16 @@ class BlockPool {
   // The calling thread is block 0.
   void run(int num_blocks, size_t shared_bytes, BlockFunction function, const void* job);
 
- private:
-  void work(int block_rank, unsigned long seen);
-  void grow(int num_blocks, size_t shared_bytes);
+  // Ends the waits of the launch that runs and of all later ones; see is_launch_interrupted(). Any thread may call it.
+  void interrupt();
+  bool is_interrupted() const;
 
-  std::vector<std::thread> threads_;                   // of blocks 1, 2, ...
-  std::vector<std::vector<std::max_align_t>> shared_;  // per block
-  std::mutex mutex_;
-  std::condition_variable start_, done_;
-  BlockFunction function_ = nullptr;
-  const void* job_ = nullptr;
-  int num_blocks_ = 0, num_running_ = 0;
-  unsigned long launch_ = 0;
-  bool stop_ = false;
+ private:
+  struct State;
+
+  // A forked child has none of the threads, and what they waited on cannot be destroyed there.
+  MadeByThisProcess maker_;
+  std::unique_ptr<State> state_;
 };
 
 }  // namespace moe_a2a

@@ -160,6 +160,9 @@ float value_of(const LoadedLane<T>& lane, int i) {
 // Gives the core away: eight ranks may share two of them.
 inline void pause() { sched_yield(); }
 
+// Whether the host wants the waits of this launch to end.
+inline bool is_interrupted() { return is_launch_interrupted(); }
+
 // ---- host
 
 using Machine = CpuMachine;

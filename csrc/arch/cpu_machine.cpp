@@ -1,160 +1,192 @@
 #include "arch/cpu_machine.h"
 
-#include <dirent.h>
-#include <fcntl.h>
-#include <signal.h>
+#include <pthread.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/statvfs.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <random>
 #include <stdexcept>
+#include <utility>
+
+#include "arch/process.h"
+#include "arch/shared_file.h"
 
 namespace moe_a2a {
 namespace {
 
-constexpr size_t kHeader = 4096;  // one page before the heap: how many ranks have mapped it
-constexpr const char* kDirectory = "/dev/shm";
-constexpr const char* kPrefix = "moe_a2a.";
-
-uint64_t pid_namespace() {
-  struct stat status{};
-  return stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
-}
-
-// moe_a2a.<pid namespace>.<pid>.<random>
-std::string new_name() {
-  return kPrefix + std::to_string(pid_namespace()) + "." + std::to_string(getpid()) + "." +
-         std::to_string(std::random_device{}());
-}
-
-// A process that was killed between creating its object and the last mapping leaves a name; its successors remove it.
-void unlink_names_of_dead_processes() {
-  DIR* directory = opendir(kDirectory);
-  if (directory == nullptr) return;
-  const std::string ours = kPrefix + std::to_string(pid_namespace()) + ".";
-  while (const dirent* entry = readdir(directory)) {
-    const std::string name = entry->d_name;
-    if (name.compare(0, ours.size(), ours) != 0) continue;
-    const int pid = std::atoi(name.c_str() + ours.size());
-    if (pid > 0 && kill(pid, 0) != 0 && errno == ESRCH) shm_unlink(("/" + name).c_str());
-  }
-  closedir(directory);
-}
-
-[[noreturn]] void fail(const std::string& what, int error) {
-  throw std::runtime_error(what + ": " + std::strerror(error));
-}
-
-[[noreturn]] void fail_for_space(size_t nbytes) {
-  struct statvfs status{};
-  std::string available = "unknown";
-  if (statvfs(kDirectory, &status) == 0) {
-    available = std::to_string(static_cast<unsigned long long>(status.f_bavail) * status.f_frsize);
-  }
-  throw std::runtime_error("the symmetric heap needs " + std::to_string(nbytes) + " bytes of " + kDirectory +
-                           ", which has " + available +
-                           " left; pass a smaller num_max_tokens_per_rank or num_buffers, or enlarge " + kDirectory +
-                           " (in a container: --shm-size)");
-}
+// One page before the heap: whose it is, and how many of its peers have mapped it.
+struct HeapHeader {
+  uint64_t owner[2];
+  uint64_t inode;
+  int32_t num_peers;
+  std::atomic<int32_t> num_confirmed;
+};
+constexpr size_t kHeaderBytes = 4096;
 
 std::shared_ptr<void> map(int flags, int fd, size_t nbytes, const char* what) {
   void* start = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, flags, fd, 0);
-  if (start == MAP_FAILED) fail("mmap of " + std::to_string(nbytes) + " bytes of " + what, errno);
+  if (start == MAP_FAILED) {
+    throw std::runtime_error("mmap of " + std::to_string(nbytes) + " bytes of " + what + ": " + std::strerror(errno));
+  }
   return {start, [nbytes](void* mapped) { munmap(mapped, nbytes); }};
 }
+
+}  // namespace
+
+// A mapping of a heap, and as long as a peer may still come, its file.
+class SharedHeap {
+ public:
+  // This rank's own heap.
+  SharedHeap(size_t nbytes, int num_ranks) : owner_(this_process()), total_(nbytes + kHeaderBytes) {
+    file_ = make_shared_file(total_, &location_);
+    mapping_ = map(MAP_SHARED, file_.get(), total_, "the symmetric heap");
+    auto* header = new (mapping_.get()) HeapHeader{{owner_.word[0], owner_.word[1]}, location_.inode, num_ranks - 1, 0};
+    header->num_confirmed.store(0, std::memory_order_release);
+    close_file_if_confirmed();
+  }
+  // A peer's, of another process.
+  SharedHeap(const MemoryHandle& handle, FileDescriptor file)
+      : owner_(handle.process), total_(handle.nbytes + kHeaderBytes) {
+    std::memcpy(&location_, handle.opaque, sizeof(location_));
+    mapping_ = map(MAP_SHARED, file.get(), total_, "the symmetric heap of another rank");
+    const HeapHeader& seen = header();
+    if (seen.owner[0] != owner_.word[0] || seen.owner[1] != owner_.word[1] || seen.inode != location_.inode) {
+      throw std::runtime_error("the heap of process " + std::to_string(owner_.pid) +
+                               " belongs to another process by now; pass the handle of a living object");
+    }
+  }
+  SharedHeap(const SharedHeap&) = delete;
+  SharedHeap& operator=(const SharedHeap&) = delete;
+  ~SharedHeap() {
+    if (file_.is_open() && owner_ == this_process()) remove_name(location_, owner_);
+  }
+
+  std::byte* memory() const { return static_cast<std::byte*>(mapping_.get()) + kHeaderBytes; }
+  size_t nbytes() const { return total_ - kHeaderBytes; }
+  const FileLocation& location() const { return location_; }
+
+  void name_file() {
+    const std::lock_guard lock(mutex_);
+    if (file_.is_open()) give_name(file_, location_, owner_);
+  }
+  void confirm() {
+    if (header().num_confirmed.fetch_add(1) + 1 == header().num_peers) remove_name(location_, owner_);
+  }
+  void close_file_if_confirmed() {
+    const std::lock_guard lock(mutex_);
+    if (!file_.is_open() || header().num_confirmed.load() < header().num_peers) return;
+    remove_name(location_, owner_);
+    file_.reset();
+  }
+
+ private:
+  HeapHeader& header() const { return *static_cast<HeapHeader*>(mapping_.get()); }
+
+  ProcessIdentity owner_;
+  size_t total_;
+  FileLocation location_;
+  std::mutex mutex_;
+  FileDescriptor file_;  // the owner's
+  std::shared_ptr<void> mapping_;
+};
+
+namespace {
 
 // This process's own heaps by address, for ranks that are its threads.
 class OwnHeaps {
  public:
-  static OwnHeaps& instance() {
-    static OwnHeaps heaps;
-    return heaps;
-  }
-  void add(const std::shared_ptr<void>& mapping) {
-    std::lock_guard lock(mutex_);
+  static OwnHeaps& instance() { return *current; }
+
+  void add(const std::shared_ptr<SharedHeap>& heap) {
+    const std::lock_guard lock(mutex_);
     std::erase_if(heaps_, [](const auto& entry) { return entry.second.expired(); });
-    heaps_[mapping.get()] = mapping;
+    for (const auto& entry : heaps_) {  // so that a process with many objects does not run out of file descriptors
+      if (const auto live = entry.second.lock()) live->close_file_if_confirmed();
+    }
+    heaps_[reinterpret_cast<uint64_t>(heap->memory())] = heap;
   }
-  std::shared_ptr<void> find(void* start) {
-    std::lock_guard lock(mutex_);
-    const auto found = heaps_.find(start);
+  std::shared_ptr<SharedHeap> find(uint64_t address) {
+    const std::lock_guard lock(mutex_);
+    const auto found = heaps_.find(address);
     return found == heaps_.end() ? nullptr : found->second.lock();
   }
 
  private:
-  std::mutex mutex_;
-  std::map<void*, std::weak_ptr<void>> heaps_;
-};
+  // A forked child has no heap of its own, and a thread that it does not have may hold the lock.
+  static OwnHeaps* current;
+  [[maybe_unused]] static const int registered;
 
-std::atomic<int>* mapped_count(void* start) { return static_cast<std::atomic<int>*>(start); }
+  std::mutex mutex_;
+  std::map<uint64_t, std::weak_ptr<SharedHeap>> heaps_;
+};
+OwnHeaps* OwnHeaps::current = new OwnHeaps;
+const int OwnHeaps::registered = pthread_atfork(nullptr, nullptr, [] { current = new OwnHeaps; });
 
 }  // namespace
 
 CpuMachine::~CpuMachine() { close_all(); }
 
 std::byte* CpuMachine::allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) {
-  unlink_names_of_dead_processes();
-  const size_t total = nbytes + kHeader;
-  name_ = new_name();
-  const int fd = shm_open(("/" + name_).c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
-  if (fd < 0) fail("shm_open of the symmetric heap", errno);
-  const int error = posix_fallocate(fd, 0, static_cast<off_t>(total));  // reserves: a full disk must not kill us later
-  if (error != 0) {
-    close(fd);
-    shm_unlink(("/" + name_).c_str());
-    if (error == ENOSPC || error == EFBIG || error == ENOMEM) fail_for_space(total);
-    fail("posix_fallocate of the symmetric heap", error);
-  }
-  mappings_.push_back(map(MAP_SHARED, fd, total, "the symmetric heap"));
-  close(fd);
-  void* start = mappings_.back().get();
-  OwnHeaps::instance().add(mappings_.back());
-  if (num_ranks == 1) shm_unlink(("/" + name_).c_str());
+  own_.push_back(std::make_shared<SharedHeap>(nbytes, num_ranks));
+  const SharedHeap& heap = *own_.back();
+  OwnHeaps::instance().add(own_.back());
   *handle = {.nbytes = nbytes,
-             .address = reinterpret_cast<uint64_t>(start) + kHeader,
+             .address = reinterpret_cast<uint64_t>(heap.memory()),
              .machine_id = this_machine_id(),
-             .pid = getpid()};
-  std::strncpy(handle->opaque, name_.c_str(), sizeof(handle->opaque) - 1);
-  return static_cast<std::byte*>(start) + kHeader;
+             .process = this_process()};
+  static_assert(sizeof(FileLocation) <= sizeof(handle->opaque));
+  std::memcpy(handle->opaque, &heap.location(), sizeof(FileLocation));
+  return heap.memory();
 }
 
-std::byte* CpuMachine::open_peer(const MemoryHandle& handle, int num_ranks) {
+std::byte* CpuMachine::open_peer(const MemoryHandle& handle, double timeout_seconds) {
   if (handle.machine_id != this_machine_id()) {
     throw std::runtime_error("a rank of the group is on another machine; pass a group whose ranks share this one");
   }
-  const std::string name = std::string("/") + handle.opaque;
-  if (handle.pid == getpid()) {
-    mappings_.push_back(OwnHeaps::instance().find(reinterpret_cast<void*>(handle.address - kHeader)));
-    if (mappings_.back() == nullptr) throw std::runtime_error("a rank of this process has closed its heap already");
+  if (handle.process == this_process()) {
+    auto heap = OwnHeaps::instance().find(handle.address);
+    if (heap == nullptr) throw std::runtime_error("a rank of this process has closed its heap already");
+    if (heap->nbytes() != handle.nbytes) {
+      throw std::invalid_argument("a heap of this process has " + std::to_string(heap->nbytes()) + " bytes, expected " +
+                                  std::to_string(handle.nbytes));
+    }
+    peers_.push_back(std::move(heap));
   } else {
-    const int fd = shm_open(name.c_str(), O_RDWR, 0);
-    if (fd < 0) fail("shm_open of the heap of process " + std::to_string(handle.pid), errno);
-    mappings_.push_back(map(MAP_SHARED, fd, handle.nbytes + kHeader, "the symmetric heap"));
-    close(fd);
+    FileLocation location;
+    std::memcpy(&location, handle.opaque, sizeof(location));
+    FileDescriptor file = open_shared_file(location, handle.process, handle.nbytes + kHeaderBytes, timeout_seconds,
+                                           [this] { name_own_files(); });
+    peers_.push_back(std::make_shared<SharedHeap>(handle, std::move(file)));
   }
-  void* start = mappings_.back().get();
-  // The owner maps at creation; whoever completes the set of the others takes the name away.
-  if (mapped_count(start)->fetch_add(1) + 1 == num_ranks - 1) shm_unlink(name.c_str());
-  return static_cast<std::byte*>(start) + kHeader;
+  return peers_.back()->memory();
+}
+
+void CpuMachine::close_peer(std::byte* memory) {
+  std::erase_if(peers_, [memory](const auto& peer) { return peer->memory() == memory; });
+}
+
+void CpuMachine::confirm_peer(std::byte* memory) {
+  for (const auto& peer : peers_) {
+    if (peer->memory() == memory) peer->confirm();
+  }
+}
+
+void CpuMachine::name_own_files() {
+  for (const auto& heap : own_) heap->name_file();
 }
 
 void CpuMachine::close_all() {
-  mappings_.clear();
-  if (!name_.empty()) shm_unlink(("/" + name_).c_str());  // gone already, unless a peer never came
-  name_.clear();
+  own_.clear();
+  peers_.clear();
+  local_.clear();
 }
 
 std::byte* CpuMachine::allocate_local(size_t nbytes) {
-  mappings_.push_back(map(MAP_PRIVATE | MAP_ANONYMOUS, -1, nbytes, "local memory"));
-  return static_cast<std::byte*>(mappings_.back().get());
+  local_.push_back(map(MAP_PRIVATE | MAP_ANONYMOUS, -1, nbytes, "local memory"));
+  return static_cast<std::byte*>(local_.back().get());
 }
 
 std::byte* CpuMachine::allocate_host_visible(size_t nbytes) { return allocate_local(nbytes); }

@@ -13,6 +13,8 @@
 
 namespace moe_a2a {
 
+class SharedHeap;
+
 class CpuMachine {
  public:
   explicit CpuMachine(int /*device*/) {}
@@ -25,10 +27,14 @@ class CpuMachine {
   static constexpr int kDefaultBlocks = 1;
   static bool is_synchronous() { return true; }
 
-  // Zeroed memory that every rank can map. The object's name disappears as soon as the last of `num_ranks` has mapped
-  // it, so that a killed process leaves nothing behind.
+  // Zeroed memory that every rank can map: a file without a name, see arch/shared_file.h.
   std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle);
-  std::byte* open_peer(const MemoryHandle& handle, int num_ranks);
+  // Raises unless the memory is what the handle says. `timeout_seconds`: how long to wait for an owner in another pid
+  // namespace. What is opened is closed again, or confirmed when all peers are open: an owner whose peers have all
+  // confirmed keeps no file.
+  std::byte* open_peer(const MemoryHandle& handle, double timeout_seconds);
+  void close_peer(std::byte* memory);
+  void confirm_peer(std::byte* memory);
   void close_all();
 
   std::byte* allocate_local(size_t nbytes);         // zeroed; what is never touched takes no memory
@@ -37,6 +43,9 @@ class CpuMachine {
   void copy_to_host(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
   void copy_to_device(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
   void synchronize() {}
+  // Ends the waits of the launch that runs and of all later ones. Any thread may call it.
+  void interrupt() { pool_.interrupt(); }
+  bool is_interrupted() const { return pool_.is_interrupted(); }
 
   double clock_ticks_per_second() const;
   int max_blocks() const { return 1024; }
@@ -44,10 +53,12 @@ class CpuMachine {
   LaunchSite launch_site() { return {.block_pool = &pool_, .max_shared_bytes = int64_t{1} << 30}; }
 
  private:
+  void name_own_files();
+
   BlockPool pool_;
   // Threads of one process share a mapping: it stays until the last of them lets go of it.
-  std::vector<std::shared_ptr<void>> mappings_;
-  std::string name_;  // of this rank's shared object, until it is unlinked
+  std::vector<std::shared_ptr<SharedHeap>> own_, peers_;
+  std::vector<std::shared_ptr<void>> local_;
 };
 
 }  // namespace moe_a2a

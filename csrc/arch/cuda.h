@@ -187,6 +187,9 @@ __device__ __forceinline__ uint64_t clock_now() {  // nanoseconds, in steps of 3
 }
 __device__ __forceinline__ void pause() { __nanosleep(20); }
 
+// No wait on a device is ended by the host.
+__device__ __forceinline__ bool is_interrupted() { return false; }
+
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 
 // clang-format off: each needs the ones before it
@@ -213,6 +216,25 @@ struct CudaVendor {
     return cudaHostAlloc(memory, nbytes, cudaHostAllocPortable | cudaHostAllocMapped);
   }
   static cudaError_t free_host(void* memory) { return cudaFreeHost(memory); }
+  // Asked of the driver, which the runtime has loaded: its library is not linked, so that the package loads without it.
+  static size_t size_of_mapping([[maybe_unused]] void* memory) {
+#if CUDART_VERSION >= 12050
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    const auto error =
+        cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &entry, 12050, cudaEnableDefault, &found);
+    if (error == cudaSuccess && found == cudaDriverEntryPointSuccess) {
+      using GetAddressRange = int (*)(unsigned long long* start, size_t* nbytes, unsigned long long address);
+      unsigned long long start = 0;
+      size_t nbytes = 0;
+      if (reinterpret_cast<GetAddressRange>(entry)(&start, &nbytes, reinterpret_cast<uint64_t>(memory)) == 0) {
+        return nbytes;
+      }
+    }
+    (void)cudaGetLastError();
+#endif
+    return 0;
+  }
   static double clock_ticks_per_second(int) { return 1e9; }
 };
 using Machine = SimtMachine<CudaVendor>;

@@ -181,6 +181,9 @@ __device__ __forceinline__ float sigmoid(float value) { return __builtin_amdgcn_
 __device__ __forceinline__ uint64_t clock_now() { return wall_clock64(); }  // see clock_ticks_per_second()
 __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(1); }
 
+// No wait on a device is ended by the host.
+__device__ __forceinline__ bool is_interrupted() { return false; }
+
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 
 // clang-format off: each needs the ones before it
@@ -209,6 +212,13 @@ struct HipVendor {
   }
   static hipError_t malloc_host(void** memory, size_t nbytes) {
     return hipHostMalloc(memory, nbytes, hipHostMallocPortable | hipHostMallocMapped);
+  }
+  static size_t size_of_mapping(void* memory) {
+    hipDeviceptr_t start = nullptr;
+    size_t nbytes = 0;
+    if (hipMemGetAddressRange(&start, &nbytes, memory) == hipSuccess) return nbytes;
+    (void)hipGetLastError();
+    return 0;
   }
   static hipError_t free_host(void* memory) { return hipHostFree(memory); }
   static double clock_ticks_per_second(int device) {

@@ -1,7 +1,11 @@
-// What a rank tells the others so that they can map its symmetric heap. Plain bytes: any channel may carry them.
+// What a rank tells the others so that they can map its symmetric heap. Plain bytes without padding: any channel may
+// carry them, and they can be compared and summed up.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+
+#include "arch/process.h"
 
 namespace moe_a2a {
 
@@ -9,10 +13,11 @@ struct MemoryHandle {
   uint64_t nbytes = 0;
   uint64_t address = 0;     // in the process that owns the memory: threads of one process share it as it is
   uint64_t machine_id = 0;  // ranks on different machines cannot map each other
-  int32_t pid = 0;
-  int32_t device = -1;
-  char opaque[64] = {};  // shared-memory name, or the vendor's handle
+  ProcessIdentity process;
+  int64_t device = -1;
+  char opaque[64] = {};  // where the file is (FileLocation), or the vendor's handle
 };
+static_assert(std::has_unique_object_representations_v<MemoryHandle>);
 
 // Identifies this machine since its last start.
 uint64_t this_machine_id();

@@ -1,13 +1,12 @@
 // A GPU as the host sees it, for both vendors: their runtimes differ in the prefix of the names, MOE_A2A_GPU(name).
 #pragma once
 
-#include <unistd.h>
-
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "arch/launch_site.h"
+#include "arch/live_memory.h"
 #include "arch/memory_handle.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -64,22 +63,24 @@ class SimtMachine {
     *handle = {.nbytes = nbytes,
                .address = reinterpret_cast<uint64_t>(memory),
                .machine_id = this_machine_id(),
-               .pid = getpid(),
+               .process = this_process(),
                .device = device_};
     MOE_A2A_GPU(IpcMemHandle_t) ipc;
     check(MOE_A2A_GPU(IpcGetMemHandle)(&ipc, memory), "sharing the symmetric heap with other processes");
     static_assert(sizeof(ipc) <= sizeof(handle->opaque));
     std::memcpy(handle->opaque, &ipc, sizeof(ipc));
+    LiveMemory::of_this_process().add(handle->address, nbytes);
     return static_cast<std::byte*>(memory);
   }
 
-  std::byte* open_peer(const MemoryHandle& handle, int /*num_ranks*/) {
+  std::byte* open_peer(const MemoryHandle& handle, double /*timeout_seconds*/) {
     const DeviceGuard guard(device_);
     if (handle.machine_id != this_machine_id()) {
       throw std::runtime_error("a rank of the group is on another machine; pass a group whose ranks share this one");
     }
-    if (handle.pid == getpid()) {
-      if (handle.device != device_) enable_access_to(handle.device);
+    if (handle.process == this_process()) {
+      LiveMemory::of_this_process().require(handle.address, handle.nbytes);
+      if (handle.device != device_) enable_access_to(static_cast<int>(handle.device));
       return reinterpret_cast<std::byte*>(handle.address);
     }
     MOE_A2A_GPU(IpcMemHandle_t) ipc;
@@ -88,15 +89,31 @@ class SimtMachine {
     check(MOE_A2A_GPU(IpcOpenMemHandle)(&memory, ipc, MOE_A2A_GPU(IpcMemLazyEnablePeerAccess)),
           "mapping the symmetric heap of another rank (peer access between the devices is required)");
     opened_.push_back(memory);
+    const size_t nbytes = Vendor::size_of_mapping(memory);  // 0: the vendor's runtime does not say
+    if (nbytes != 0 && nbytes < handle.nbytes) {
+      close_peer(static_cast<std::byte*>(memory));
+      throw std::invalid_argument("its heap has " + std::to_string(nbytes) + " bytes, expected " +
+                                  std::to_string(handle.nbytes) +
+                                  "; pass the handle of the object that this group makes");
+    }
     return static_cast<std::byte*>(memory);
   }
+  void close_peer(std::byte* memory) {
+    if (std::erase(opened_, static_cast<void*>(memory)) == 0) return;  // a thread of this process: nothing was opened
+    const DeviceGuard guard(device_);
+    (void)MOE_A2A_GPU(IpcCloseMemHandle)(memory);
+  }
+  void confirm_peer(std::byte*) {}
 
   // Only when no peer writes here any more. Memory that is not closed stays until the process ends.
   void close_all() {
     const DeviceGuard guard(device_);
     (void)MOE_A2A_GPU(DeviceSynchronize)();
     for (void* memory : opened_) (void)MOE_A2A_GPU(IpcCloseMemHandle)(memory);
-    for (void* memory : allocations_) (void)MOE_A2A_GPU(Free)(memory);
+    for (void* memory : allocations_) {
+      LiveMemory::of_this_process().remove(reinterpret_cast<uint64_t>(memory));
+      (void)MOE_A2A_GPU(Free)(memory);
+    }
     for (void* memory : host_) (void)Vendor::free_host(memory);
     opened_.clear();
     allocations_.clear();
@@ -140,6 +157,9 @@ class SimtMachine {
     const DeviceGuard guard(device_);
     check(MOE_A2A_GPU(DeviceSynchronize)(), "waiting for the device");
   }
+  // Waits of kernels end by their deadline alone.
+  void interrupt() {}
+  static bool is_interrupted() { return false; }
 
   double clock_ticks_per_second() const { return Vendor::clock_ticks_per_second(device_); }
   // What a kernel's own variables take of a block's shared memory is kept free.

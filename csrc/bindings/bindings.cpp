@@ -2,7 +2,9 @@
 #include <array>
 #include <cstring>
 
+#include "bindings/errors.h"
 #include "bindings/grouped_gemm.h"
+#include "bindings/signals.h"
 #include "bindings/tensor_gate.h"
 #include "bindings/tensors.h"
 #include "bindings/trace_bindings.h"
@@ -39,17 +41,20 @@ class Core {
         ep_(std::make_shared<ExpertParallel>(config, target, device.has_index() ? device.index() : 0, timeout)),
         views_(std::make_unique<Views>(ep_, device)) {}
 
-  ExpertParallel& ep() const {
+  // A call holds what it gets: another thread may close the object meanwhile.
+  std::shared_ptr<ExpertParallel> ep() const {
     if (!ep_) throw std::runtime_error("this ExpertParallel is closed");
-    return *ep_;
+    ep_->require_own_process();
+    return ep_;
   }
 
   py::bytes comm_handle() const {
-    const CommHandle handle = ep().comm_handle();
+    const CommHandle handle = ep()->comm_handle();
     return py::bytes(reinterpret_cast<const char*>(&handle), sizeof(handle));
   }
 
   void connect(const std::vector<std::string>& handles) {
+    const auto core = ep();
     std::vector<CommHandle> all(handles.size());
     for (size_t r = 0; r < handles.size(); ++r) {
       if (handles[r].size() != sizeof(CommHandle)) {
@@ -59,42 +64,52 @@ class Core {
       }
       std::memcpy(static_cast<void*>(&all[r]), handles[r].data(), sizeof(CommHandle));
     }
-    ep().connect(all);
+    py::gil_scoped_release unlocked;
+    core->connect(all);
   }
+  // Of an object that cannot be made.
+  void disconnect() {
+    const auto core = ep();
+    py::gil_scoped_release unlocked;
+    core->disconnect();
+  }
+  void give_back() { ep()->give_back(); }
 
   Handle dispatch_send(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
                        const OptionalTensor& x_scales, bool quantize, int num_blocks) {
-    ExpertParallel& core = ep();
-    core.require_open();
+    const auto core = ep();
+    core->require_open();
     const LaunchPlace place = where(num_blocks);
-    const DispatchInput input = checked_input(core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
+    const DispatchInput input = checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
     py::gil_scoped_release unlocked;
-    return core.dispatch_send(input, place);
+    return core->dispatch_send(input, place);
   }
 
   Handle dispatch(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
                   const OptionalTensor& x_scales, bool quantize, const std::string& layout, int expert_alignment,
                   int num_blocks) {
-    ExpertParallel& core = ep();
-    core.require_open();
+    const auto core = ep();
+    core->require_open();
     const LaunchPlace place = where(num_blocks);
     const Layout as = to_layout(layout);
-    const DispatchInput input = checked_input(core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
+    const DispatchInput input = checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
     py::gil_scoped_release unlocked;
-    return core.dispatch(input, as, expert_alignment, place);
+    return core->dispatch(input, as, expert_alignment, place);
   }
 
   void dispatch_recv(const Handle& handle, const std::string& layout, int expert_alignment, int num_blocks) {
     const LaunchPlace place = where(num_blocks);
     const Layout as = to_layout(layout);
+    const auto core = ep();
     py::gil_scoped_release unlocked;
-    ep().dispatch_recv(*handle, as, expert_alignment, place);
+    core->dispatch_recv(*handle, as, expert_alignment, place);
   }
 
   // (expert_x, its scales or None) of the expert_major and masked layouts.
   std::pair<at::Tensor, OptionalTensor> gather_rows(const Handle& handle, at::ScalarType row_type, int num_blocks) {
-    const MoeConfig& config = ep().config();
-    ep().require(*handle, DispatchHandle::Stage::kReceived, DispatchHandle::Stage::kReceived, "expert_x");
+    const auto core = ep();
+    const MoeConfig& config = core->config();
+    core->require(*handle, DispatchHandle::Stage::kReceived, DispatchHandle::Stage::kReceived, "expert_x");
     check_row_type(*handle, row_type);
     std::vector<int64_t> shape = {views_->capacity(*handle), config.hidden};
     if (handle->layout == Layout::kMasked) shape = {config.num_local_experts(), config.row_capacity(), config.hidden};
@@ -106,33 +121,34 @@ class Core {
     }
     const LaunchPlace place = where(num_blocks);
     py::gil_scoped_release unlocked;
-    ep().gather_rows(*handle, expert_x.mutable_data_ptr(), scales ? scales->mutable_data_ptr<float>() : nullptr, place);
+    core->gather_rows(*handle, expert_x.mutable_data_ptr(), scales ? scales->mutable_data_ptr<float>() : nullptr,
+                      place);
     return {expert_x, scales};
   }
 
   void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int num_blocks) {
     using Stage = DispatchHandle::Stage;
-    ExpertParallel& core = ep();
-    core.require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
+    const auto core = ep();
+    core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
     if (handle->stage == Stage::kCombineSent) return;  // a second attempt: what was sent stands
     const LaunchPlace place = where(num_blocks);
-    const Rows rows = checked_y(core, device_, *handle, y, presummed);
-    const int64_t num_rows = y.numel() / core.config().hidden;
+    const Rows rows = checked_y(*core, device_, *handle, y, presummed);
+    const int64_t num_rows = y.numel() / core->config().hidden;
     py::gil_scoped_release unlocked;
-    core.combine_send(*handle, rows, num_rows, presummed, place);
+    core->combine_send(*handle, rows, num_rows, presummed, place);
   }
 
   at::Tensor combine(const at::Tensor& y, const Handle& handle, bool presummed, const OptionalTensor& out,
                      int num_blocks) {
     using Stage = DispatchHandle::Stage;
-    ExpertParallel& core = ep();
-    core.require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
+    const auto core = ep();
+    core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
     const LaunchPlace place = where(num_blocks);
-    const Rows rows = checked_y(core, device_, *handle, y, presummed);
-    const at::Tensor combined_x = checked_out(core, device_, handle->num_tokens, type_, out, &y);
-    const int64_t num_rows = y.numel() / core.config().hidden;
+    const Rows rows = checked_y(*core, device_, *handle, y, presummed);
+    const at::Tensor combined_x = checked_out(*core, device_, handle->num_tokens, type_, out, &y);
+    const int64_t num_rows = y.numel() / core->config().hidden;
     py::gil_scoped_release unlocked;
-    core.combine(*handle, rows, num_rows, presummed, combined_x.mutable_data_ptr(), place);
+    core->combine(*handle, rows, num_rows, presummed, combined_x.mutable_data_ptr(), place);
     return combined_x;
   }
 
@@ -140,80 +156,104 @@ class Core {
   void set_launch_table(const std::vector<std::array<int, 3>>& rows) {
     std::vector<LaunchStep> steps;
     for (const auto& [max_tokens, dispatch, combine] : rows) steps.push_back({max_tokens, dispatch, combine});
-    ep().set_launch_table(LaunchTable(std::move(steps)));
+    ep()->set_launch_table(LaunchTable(std::move(steps)));
   }
   // (of a dispatch, of a combine) when the call does not say.
   std::pair<int, int> blocks_for(int num_tokens) const {
-    return {ep().dispatch_blocks(num_tokens), ep().combine_blocks(num_tokens)};
+    return {ep()->dispatch_blocks(num_tokens), ep()->combine_blocks(num_tokens)};
   }
 
   void push_rows(const at::Tensor& x, const at::Tensor& pushes, const std::string& by, int num_blocks) {
     const LaunchPlace place = where(num_blocks);
-    const PushedRows rows = checked_push(ep().config(), device_, x, pushes);
+    const auto core = ep();
+    const PushedRows rows = checked_push(core->config(), device_, x, pushes);
     const PushBy how = to_push_by(by);
     py::gil_scoped_release unlocked;
-    ep().push_rows(rows.x, rows.num_rows, rows.row_bytes, rows.pushes, how, place);
+    core->push_rows(rows.x, rows.num_rows, rows.row_bytes, rows.pushes, how, place);
   }
 
   // So that no peer waits for this rank, whose call has raised `why`. `num_before`: num_dispatches() before the call.
   void tell_dispatch_failed(const std::string& why, uint64_t num_before) {
-    ExpertParallel& core = ep();
-    if (!core.is_connected()) return;
+    const auto core = ep();
+    if (!core->is_connected()) return;
     const LaunchPlace place = where(0);
     py::gil_scoped_release unlocked;
-    core.num_dispatches() == num_before ? core.refuse_dispatch(why, place) : core.give_up_newest(why, place);
+    core->num_dispatches() == num_before ? core->refuse_dispatch(why, place) : core->give_up_newest(why, place);
   }
   // Null: the call had no handle, or none that is open here.
   void tell_combine_failed(const Handle& handle, const std::string& why) {
     using Stage = DispatchHandle::Stage;
-    ExpertParallel& core = ep();
-    if (!core.is_connected()) return;
+    const auto core = ep();
+    if (!core->is_connected()) return;
     const LaunchPlace place = where(0);
     py::gil_scoped_release unlocked;
-    const bool is_known = handle && handle->owner == &core && handle->is_open();
-    if (!is_known) return core.refuse_combines(why, place);
-    if (handle->stage < Stage::kCombineSent) core.refuse_combine(*handle, why, place);  // else its sums are there
+    const bool is_known = handle && handle->owner == core.get() && handle->is_open();
+    if (!is_known) return core->refuse_combines(why, place);
+    if (handle->stage < Stage::kCombineSent) core->refuse_combine(*handle, why, place);  // else its sums are there
   }
-  uint64_t num_dispatches() const { return ep().num_dispatches(); }
+  uint64_t num_dispatches() const { return ep()->num_dispatches(); }
 
   at::Tensor combine_recv(const Handle& handle, const OptionalTensor& out, int num_blocks) {
     const LaunchPlace place = where(num_blocks);
-    ep().require(*handle, DispatchHandle::Stage::kCombineSent, DispatchHandle::Stage::kCombineSent, "combine_recv");
-    const at::Tensor combined_x = checked_out(ep(), device_, handle->num_tokens, type_, out);
+    const auto core = ep();
+    core->require(*handle, DispatchHandle::Stage::kCombineSent, DispatchHandle::Stage::kCombineSent, "combine_recv");
+    const at::Tensor combined_x = checked_out(*core, device_, handle->num_tokens, type_, out);
     py::gil_scoped_release unlocked;
-    ep().combine_recv(*handle, combined_x.mutable_data_ptr(), place);
+    core->combine_recv(*handle, combined_x.mutable_data_ptr(), place);
     return combined_x;
   }
 
   void release(const Handle& handle) {
     if (!ep_) return;  // closed: nothing is held any more
     const LaunchPlace place = where(0);
+    const auto core = ep();
     py::gil_scoped_release unlocked;
-    ep_->release(*handle, place);
+    core->release(*handle, place);
   }
 
   // The views of a handle that has been received and whose rows may still be read.
   Views& views(const Handle& handle) {
     using Stage = DispatchHandle::Stage;
-    ep().require(*handle, Stage::kReceived, Stage::kCombineSent, "a view of the handle");
+    ep()->require(*handle, Stage::kReceived, Stage::kCombineSent, "a view of the handle");
     return *views_;
   }
 
   void check() {
+    const auto core = ep();
     py::gil_scoped_release unlocked;
-    ep().check();
+    core->check();
+  }
+  void raise_reported() {
+    const auto core = ep();
+    py::gil_scoped_release unlocked;
+    core->raise_reported();
+  }
+
+  void trace_start(int64_t records) {
+    const auto core = ep();
+    py::gil_scoped_release unlocked;
+    const auto turn = core->enter();
+    core->tracer().start(records);
+  }
+  void trace_stop() {
+    const auto core = ep();
+    py::gil_scoped_release unlocked;
+    const auto turn = core->enter();
+    core->tracer().stop();
   }
 
   std::vector<std::array<int64_t, 3>> align_clocks(int num_rounds) {
-    return bindings::align_clocks(ep(), num_rounds, where(0).stream);
+    return bindings::align_clocks(*ep(), num_rounds, where(0).stream);
   }
 
   // The memory itself goes when the last view of it goes.
   void close() {
     if (!ep_) return;
-    const auto ep = std::move(ep_);
+    auto core = std::move(ep_);
     views_.reset();
-    ep->close();  // may raise what the kernels have found; it is closed then as well
+    py::gil_scoped_release unlocked;
+    const auto closed = std::move(core);  // goes without the GIL too: freeing may wait for the device
+    closed->close();                      // may raise what the kernels have found; it is closed then as well
   }
   bool is_closed() const { return ep_ == nullptr; }
 
@@ -225,7 +265,7 @@ class Core {
  private:
   // DispatchHandle.row_dtype is an attribute that Python can set.
   void check_row_type(const DispatchHandle& handle, at::ScalarType row_type) const {
-    const int rank = ep().config().rank;
+    const int rank = ep()->config().rank;
     if (to_dtype(row_type, "handle.row_dtype", rank) == handle.row_dtype) return;
     raise_type(rank, std::string("handle.row_dtype is ") + c10::toString(row_type) + ", not that of the rows",
                "leave it as dispatch() has set it");
@@ -269,36 +309,6 @@ MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, in
   return config;
 }
 
-// A peer's text may be a mixture of two (see RefusalText), so it need not be UTF-8.
-py::str to_python(const std::string& text) {
-  PyObject* decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
-  if (decoded == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(decoded);
-}
-
-// PeerTimeoutError and PeerRefusedError are Python classes (moe_a2a/errors.py), so that they carry attributes.
-void raise_peer_errors(std::exception_ptr pointer) {
-  try {
-    if (pointer) std::rethrow_exception(pointer);
-  } catch (const PeerTimeout& error) {
-    const Report& r = error.report;
-    const int named = r.reason == Reason::kPoisoned ? r.culprit : r.peer;
-    py::object type = py::module_::import("moe_a2a.errors").attr("PeerTimeoutError");
-    py::object value = type(to_python(error.what()), py::arg("operation") = error.operation,
-                            py::arg("phase") = error.awaited, py::arg("rank") = r.rank, py::arg("peer") = named,
-                            py::arg("token") = r.token, py::arg("expected_epoch") = r.expected_epoch,
-                            py::arg("seen_epoch") = r.seen_epoch, py::arg("elapsed_seconds") = r.elapsed_seconds);
-    PyErr_SetObject(type.ptr(), value.ptr());
-  } catch (const BadRouting& error) {
-    py::object type = py::module_::import("moe_a2a.errors").attr("RoutingError");
-    PyErr_SetObject(type.ptr(), type(to_python(error.what())).ptr());
-  } catch (const PeerRefused& error) {
-    py::object type = py::module_::import("moe_a2a.errors").attr("PeerRefusedError");
-    py::object value = type(to_python(error.what()), py::arg("peer") = error.peer);
-    PyErr_SetObject(type.ptr(), value.ptr());
-  }
-}
-
 template <at::Tensor (Views::*kView)(const DispatchHandle&)>
 at::Tensor view_of(Core& core, const Handle& handle) {
   return (core.views(handle).*kView)(*handle);
@@ -319,7 +329,8 @@ PYBIND11_MODULE(_core, m) {
                                                       target));
       },
       "Bytes that one rank of such an ExpertParallel takes.");
-  py::register_exception_translator(raise_peer_errors);
+  translate_errors();
+  watch_signals();
   bind_trace_export(m);
 
   py::class_<DispatchHandle, Handle>(m, "DispatchHandle")
@@ -337,6 +348,8 @@ PYBIND11_MODULE(_core, m) {
       }))
       .def("comm_handle", &Core::comm_handle)
       .def("connect", &Core::connect)
+      .def("disconnect", &Core::disconnect)
+      .def("give_back", &Core::give_back)
       .def("dispatch_send", &Core::dispatch_send)
       .def("dispatch", &Core::dispatch)
       .def("dispatch_recv", &Core::dispatch_recv)
@@ -366,17 +379,18 @@ PYBIND11_MODULE(_core, m) {
       .def("route_src_rank", &view_of<&Views::route_src_rank>)
       .def("route_src_token_idx", &view_of<&Views::route_src_token_idx>)
       .def("check", &Core::check)
-      .def("raise_reported", [](Core& core) { core.ep().raise_reported(); })
-      .def("trace_start", [](Core& core, int64_t records) { core.ep().tracer().start(records); })
-      .def("trace_stop", [](Core& core) { core.ep().tracer().stop(); })
-      .def("trace_read", [](Core& core) { return read_trace(core.ep()); })
+      .def("raise_reported", &Core::raise_reported)
+      .def("trace_start", &Core::trace_start)
+      .def("trace_stop", &Core::trace_stop)
+      .def("trace_read", [](Core& core) { return read_trace(*core.ep()); })
       .def("align_clocks", &Core::align_clocks)
       .def_static("trace_kinds", &trace_kinds)
       .def_static("trace_operations", &trace_operations)
       .def("close", &Core::close)
       .def_property_readonly("is_closed", &Core::is_closed)
-      .def_property_readonly("num_max_ll_tokens", [](const Core& core) { return core.ep().config().num_max_ll_tokens; })
-      .def_property_readonly("nbytes", [](const Core& core) { return core.ep().nbytes(); });
+      .def_property_readonly("num_max_ll_tokens",
+                             [](const Core& core) { return core.ep()->config().num_max_ll_tokens; })
+      .def_property_readonly("nbytes", [](const Core& core) { return core.ep()->nbytes(); });
 }
 
 }  // namespace moe_a2a::bindings

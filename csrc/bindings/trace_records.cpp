@@ -20,6 +20,7 @@ py::dict read_trace(ExpertParallel& ep) {
   TraceDump dump;
   {
     py::gil_scoped_release unlocked;
+    const auto turn = ep.enter();
     dump = ep.tracer().read();
   }
   const auto num_segments = static_cast<int64_t>(dump.segment_written.size());
@@ -35,6 +36,7 @@ py::dict read_trace(ExpertParallel& ep) {
 
 std::vector<std::array<int64_t, 3>> align_clocks(ExpertParallel& ep, int num_rounds, void* stream) {
   py::gil_scoped_release unlocked;
+  const auto turn = ep.enter();
   ep.check();
   const std::vector<ClockReading> readings = ep.tracer().align_clocks(num_rounds, stream);
   ep.check();

@@ -26,13 +26,18 @@ class Device {
   virtual double clock_ticks_per_second() const = 0;
 
   virtual std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) = 0;
-  virtual std::byte* open_peer(const MemoryHandle& handle, int num_ranks) = 0;
+  virtual std::byte* open_peer(const MemoryHandle& handle, double timeout_seconds) = 0;
+  virtual void close_peer(std::byte* memory) = 0;    // after open_peer(), when another peer cannot be opened
+  virtual void confirm_peer(std::byte* memory) = 0;  // when all peers are open
   virtual std::byte* allocate_local(size_t nbytes) = 0;
   virtual std::byte* allocate_host_visible(size_t nbytes) = 0;
   virtual void clear(void* memory, size_t nbytes) = 0;  // when no kernel is at work there
   virtual void copy_to_host(void* target, const void* source, size_t nbytes) = 0;
   virtual void copy_to_device(void* target, const void* source, size_t nbytes) = 0;
   virtual void synchronize() = 0;
+  // Ends the waits of the launch that runs and of all later ones, where the host can. Any thread may call it.
+  virtual void interrupt() = 0;
+  virtual bool is_interrupted() const = 0;  // so, or by the host hook; see arch/interrupt.h
   virtual void close() = 0;
 
   int64_t max_shared_bytes() const { return site_.max_shared_bytes; }  // that a block may use

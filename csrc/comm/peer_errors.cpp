@@ -35,8 +35,12 @@ void raise_report(const Report& report, const std::vector<const Vocabulary*>& vo
   what += " from " + rank_text(report.peer) + " (expected epoch " + std::to_string(report.expected_epoch) + ", seen " +
           std::to_string(report.seen_epoch) + ")";
   if (report.reason == Reason::kPoisoned) {
-    what += "; it left because " + rank_text(report.reporter) + " gave up waiting for " +
-            (report.culprit == report.rank ? "this rank" : rank_text(report.culprit));
+    what += "; it left because " + rank_text(report.reporter);
+    if (report.culprit == report.reporter) {
+      what += " left a call, interrupted or closed";
+    } else {
+      what += " gave up waiting for " + (report.culprit == report.rank ? "this rank" : rank_text(report.culprit));
+    }
   }
   what += "; that rank is dead, late, or makes other calls; pass a larger timeout if it is only late";
   throw PeerTimeout(report, operation, wait.awaited, what);

@@ -3,23 +3,46 @@
 #pragma once
 
 #include <cstddef>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
+#include "arch/interrupt.h"
 #include "arch/memory_handle.h"
 #include "comm/heap_view.h"
 
 namespace moe_a2a {
 
 // Maps every other rank's heap; `handles` are those of all ranks in rank order. `Machine` is the host side of a target,
-// or the Backend that wraps one.
+// or the Backend that wraps one. When one of them cannot be mapped nothing stays mapped, and a second attempt may
+// succeed.
 template <class Machine>
-HeapView connect_heap(Machine& machine, std::byte* own, int rank, const std::vector<MemoryHandle>& handles) {
+HeapView connect_heap(Machine& machine, std::byte* own, int rank, const std::vector<MemoryHandle>& handles,
+                      double timeout_seconds) {
   HeapView view;
   view.rank = rank;
   view.num_ranks = static_cast<int>(handles.size());
-  for (int r = 0; r < view.num_ranks; ++r) {
-    view.base[r] = r == rank ? own : machine.open_peer(handles[r], view.num_ranks);
+  const auto for_peers = [&](int end, auto call) {
+    for (int r = 0; r < end; ++r) {
+      if (r != rank) call(r);
+    }
+  };
+  int num_open = 0;
+  const std::string who = "rank " + std::to_string(rank) + " cannot map the memory of rank ";
+  try {
+    for_peers(view.num_ranks, [&](int r) {
+      num_open = r;
+      view.base[r] = machine.open_peer(handles[r], timeout_seconds);
+    });
+  } catch (const std::exception& error) {
+    for_peers(num_open, [&](int r) { machine.close_peer(view.base[r]); });
+    const std::string what = who + std::to_string(num_open) + ": " + error.what();
+    if (dynamic_cast<const std::invalid_argument*>(&error) != nullptr) throw std::invalid_argument(what);
+    if (dynamic_cast<const Interrupted*>(&error) != nullptr) throw Interrupted(what);
+    throw std::runtime_error(what);
   }
+  view.base[rank] = own;
+  for_peers(view.num_ranks, [&](int r) { machine.confirm_peer(view.base[r]); });
   return view;
 }
 

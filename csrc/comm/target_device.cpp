@@ -20,9 +20,11 @@ class TargetDevice final : public Device {
   std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) override {
     return machine_.allocate_symmetric(nbytes, num_ranks, handle);
   }
-  std::byte* open_peer(const MemoryHandle& handle, int num_ranks) override {
-    return machine_.open_peer(handle, num_ranks);
+  std::byte* open_peer(const MemoryHandle& handle, double timeout_seconds) override {
+    return machine_.open_peer(handle, timeout_seconds);
   }
+  void close_peer(std::byte* memory) override { machine_.close_peer(memory); }
+  void confirm_peer(std::byte* memory) override { machine_.confirm_peer(memory); }
   std::byte* allocate_local(size_t nbytes) override { return machine_.allocate_local(nbytes); }
   std::byte* allocate_host_visible(size_t nbytes) override { return machine_.allocate_host_visible(nbytes); }
   void clear(void* memory, size_t nbytes) override { machine_.clear(memory, nbytes); }
@@ -33,6 +35,8 @@ class TargetDevice final : public Device {
     machine_.copy_to_device(target, source, nbytes);
   }
   void synchronize() override { machine_.synchronize(); }
+  void interrupt() override { machine_.interrupt(); }
+  bool is_interrupted() const override { return machine_.is_interrupted(); }
   void close() override { machine_.close_all(); }
 
  private:

@@ -89,6 +89,7 @@ MOE_A2A_RARE void poison_all(const WaitPolicy& policy, int culprit) {
 // False when the wait is to be given up.
 MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
                                 uint64_t expected_epoch, uint64_t seen_word) {
+  if (is_interrupted()) return false;  // the host tells the peers
   const uint64_t waited = clock_now() - start;
   const uint32_t poison = policy.poison != nullptr ? atomic_load<Order::kRelaxed, Scope::kSystem>(policy.poison) : 0;
   if (poison != 0) {

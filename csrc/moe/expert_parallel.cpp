@@ -3,9 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "comm/comm_kernels.h"
-#include "comm/goodbye.h"
-#include "comm/symmetric_heap.h"
 #include "moe/moe_kernels.h"
 #include "moe/vocabulary.h"
 
@@ -29,80 +26,13 @@ const char* name_of(Stage stage) {
   return "closed";
 }
 
-// Of the communicator's region and ours, one behind the other.
-RegionSize size_of(const MoeConfig& config) {
-  RegionSize comm;
-  make_comm_region(config.num_ranks, nullptr, nullptr, &comm);
-  Context context;
-  context.config = config;
-  const RegionSize own = place_region(context, nullptr, nullptr);
-  return {comm.symmetric_bytes + own.symmetric_bytes, comm.local_bytes + own.local_bytes + sizeof(HeapView),
-          comm.layout_digest ^ own.layout_digest};
-}
-
 }  // namespace
-
-size_t ExpertParallel::nbytes_for(const MoeConfig& config) {
-  const RegionSize size = size_of(config);
-  return size.symmetric_bytes + size.local_bytes;
-}
-
-ExpertParallel::ExpertParallel(const MoeConfig& config, const std::string& target, int device, double timeout_seconds)
-    : device_(make_device(target, device)),
-      open_(config.num_buffers),
-      newest_(config.num_buffers),
-      last_buffer_(config.num_buffers - 1) {
-  device_->add(comm_kernels(target));
-  device_->add(dispatch_kernels(target));
-  device_->add(combine_kernels(target));
-  device_->add(link_floor_kernels(target));
-  context_.config = config;
-  size_ = size_of(config);
-  MemoryHandle memory;
-  own_heap_ = device_->allocate_symmetric(size_.symmetric_bytes, config.num_ranks, &memory);
-  local_ = device_->allocate_local(size_.local_bytes);
-  report_ = new (device_->allocate_host_visible(sizeof(Report))) Report;
-  RegionSize comm;
-  comm_.region = make_comm_region(config.num_ranks, own_heap_, local_, &comm);
-  device_heap_ = reinterpret_cast<HeapView*>(local_ + size_.local_bytes - sizeof(HeapView));
-  const double ticks = device_->clock_ticks_per_second();
-  comm_.wait = {.timeout_ticks = static_cast<uint64_t>(timeout_seconds * ticks),
-                .ticks_per_second = ticks,
-                .report = report_,
-                .num_reports = comm_.region.num_reports.data,
-                .poison = comm_.region.poison.data,
-                .comm_heap = device_heap_};
-  comm_.max_shared_bytes = static_cast<int>(device_->max_shared_bytes());
-  static_cast<ClientContext&>(context_) = comm_;
-  place_region(context_, own_heap_ + comm.symmetric_bytes, local_ + comm.local_bytes);
-  comm_handle_ = make_comm_handle(config, target, memory, size_.layout_digest);
-}
-
-ExpertParallel::~ExpertParallel() {
-  closed_ = true;
-  // Without a close(), or with a peer that never came to its own, a peer may still write here: then the memory of a
-  // device stays until the process ends. A mapping of the CPU can always go, every process has its own.
-  if (device_->is_synchronous() || parted_) device_->close();
-}
-
-void ExpertParallel::connect(const std::vector<CommHandle>& handles) {
-  if (static_cast<int>(handles.size()) != config().num_ranks) {
-    throw std::invalid_argument("got " + std::to_string(handles.size()) + " handles for num_ranks=" +
-                                std::to_string(config().num_ranks) + "; pass one per rank, in rank order");
-  }
-  if (const std::string why = disagreement(handles); !why.empty()) throw std::invalid_argument(why);
-  if (connected_) throw std::runtime_error("the handles are already set");
-  std::vector<MemoryHandle> memory;
-  for (const CommHandle& handle : handles) memory.push_back(handle.memory);
-  comm_.heap = context_.heap = connect_heap(*device_, own_heap_, config().rank, memory);
-  device_->copy_to_device(device_heap_, &comm_.heap, sizeof(HeapView));
-  connected_ = true;
-}
 
 // ---- buffers and handles
 
 void ExpertParallel::require_open() const {
-  if (closed_) throw std::runtime_error("this ExpertParallel is closed");
+  gate_.require_own_process();
+  if (closed_ || closing_) throw std::runtime_error("this ExpertParallel is closed");
   if (!connected_) throw std::runtime_error("no peers yet; call set_comm_handles() with the handles of all ranks");
 }
 
@@ -154,8 +84,10 @@ void ExpertParallel::take(int buffer, const std::shared_ptr<DispatchHandle>& han
 
 int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
   const int asked = place.num_blocks > 0 ? place.num_blocks : by_table;
-  return asked > 0 ? std::min(asked, device_->max_blocks()) : device_->default_blocks();
+  return resident_blocks(asked > 0 ? asked : device_->default_blocks(), device_->max_blocks());
 }
+
+bool ExpertParallel::launches_halves() const { return device_->is_synchronous() || device_->max_blocks() < 2; }
 
 // ---- the steps
 
@@ -183,6 +115,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::make_handle(const DispatchInput&
 }
 
 std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInput& input, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
   require_open();
   raise_waits();
   const int buffer = next_buffer(), num_blocks = dispatch_blocks(input.num_tokens, place);
@@ -195,6 +128,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
 
 void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int expert_alignment,
                                    const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kSent, Stage::kSent, "dispatch_recv");
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
@@ -218,7 +152,8 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
 
 std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& input, Layout layout,
                                                          int expert_alignment, const LaunchPlace& place) {
-  if (device_->is_synchronous()) {
+  const CallGate::Turn turn = gate_.enter();
+  if (launches_halves()) {
     auto handle = dispatch_send(input, place);
     try {
       dispatch_recv(*handle, layout, expert_alignment, place);
@@ -254,6 +189,7 @@ int64_t ExpertParallel::num_positions(const DispatchHandle& handle) const {
 
 void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales,
                                  const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kReceived, Stage::kReceived, "the expert layout");
   device_->launch(GatherRowsArgs{.context = context(),
                                  .buffer = handle.buffer,
@@ -294,6 +230,7 @@ void ExpertParallel::finish_combine(DispatchHandle& handle) {
 
 void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
                                   const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
   raise_waits();
   const int num_blocks = combine_blocks(handle.num_tokens, place);
@@ -303,6 +240,7 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t
 }
 
 void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
   if (handle.keeps_own_sums) {
     throw std::runtime_error("combine_recv got a handle whose combine was refused on rank " +
@@ -326,8 +264,9 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
 
 void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
                              void* combined_x, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kReceived, Stage::kCombineSent, "combine");
-  if (device_->is_synchronous()) {
+  if (launches_halves()) {
     if (handle.stage == Stage::kReceived) combine_send(handle, y, num_y_rows, presummed, place);
     return combine_recv(handle, combined_x, place);
   }
@@ -347,32 +286,10 @@ void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_
 // ---- the end
 
 void ExpertParallel::check() {
+  const CallGate::Turn turn = gate_.enter();
   require_open();
   device_->synchronize();
   raise_reported();
-}
-
-void ExpertParallel::close() {
-  if (closed_) return;
-  if (connected_ && !device_->is_synchronous()) part();
-  closed_ = true;
-  for (auto& handle : open_) {
-    if (handle) handle->stage = Stage::kClosed;
-    handle = nullptr;
-  }
-  raise_bad_routing();
-}
-
-void ExpertParallel::part() {
-  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) return;  // somebody is missing already
-  GoodbyeArgs args{.context = context()};                                     // the part that every client has
-  const auto limit = static_cast<uint64_t>(kPartingSeconds * context_.wait.ticks_per_second);
-  args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
-  args.context.wait.poison = nullptr;  // who leaves gives nobody up: others may wait longer for whoever is late
-  device_->synchronize();
-  device_->launch(args, 1, nullptr);
-  device_->synchronize();
-  parted_ = __atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0;
 }
 
 }  // namespace moe_a2a

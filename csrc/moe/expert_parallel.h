@@ -2,12 +2,14 @@
 // Knows nothing of PyTorch: tensors arrive as addresses and strides, already checked by the caller.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "comm/call_gate.h"
 #include "comm/comm_handle.h"
 #include "comm/device.h"
 #include "comm/peer_errors.h"
@@ -37,7 +39,7 @@ struct DispatchHandle {
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
   DType row_dtype = DType::kBfloat16;
-  Stage stage = Stage::kSent;
+  std::atomic<Stage> stage = Stage::kSent;
   uint32_t attempt = 1;            // of the combine: a refused one may be tried again
   bool keeps_own_sums = false;     // the combine has left this rank's sums for itself in y
   bool is_refusal_raised = false;  // of the newest launch: each of its warps may report the refusal
@@ -64,6 +66,8 @@ struct LaunchPlace {
   void* stream = nullptr;
 };
 
+// Calls may come from several threads: each waits until the one before has ended. close() ends the wait of a call that
+// another thread is in. Only the process that made the object may use it; a forked child lets go of its copy unharmed.
 class ExpertParallel {
  public:
   ExpertParallel(const MoeConfig& config, const std::string& target, int device, double timeout_seconds);
@@ -77,8 +81,14 @@ class ExpertParallel {
   static size_t nbytes_for(const MoeConfig& config);
 
   // Set-up: every rank's handle to every rank, in rank order.
-  CommHandle comm_handle() const { return comm_handle_; }
+  CommHandle comm_handle() {
+    may_be_mapped_ = true;
+    return comm_handle_;
+  }
   void connect(const std::vector<CommHandle>& handles);
+  // When the object cannot be made: unmaps the peers; says that no peer maps this rank's memory, nor will.
+  void disconnect();
+  void give_back() { may_be_mapped_ = false; }
 
   // The steps. A handle is open from dispatch_send to the end of combine_recv, or release.
   std::shared_ptr<DispatchHandle> dispatch_send(const DispatchInput& input, const LaunchPlace& place);
@@ -92,7 +102,7 @@ class ExpertParallel {
   // Peers whose combine waits for this rank are told `why`.
   void release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why = {});
 
-  // Both halves, in one launch where launches are queued.
+  // Both halves, in one launch where launches are queued and the device holds a sender and a receiver at once.
   std::shared_ptr<DispatchHandle> dispatch(const DispatchInput& input, Layout layout, int expert_alignment,
                                            const LaunchPlace& place);
   void combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed, void* combined_x,
@@ -126,11 +136,15 @@ class ExpertParallel {
   // device. Calls on the hot path raise waits only: a call is not to blame for the routing of an earlier one.
   void raise_reported();
   void check();
-  // No call after this one. The memory goes with the object: views of it may still be held.
+  // No call after this one; a call of another thread that waits leaves with an error. The memory goes with the object:
+  // views of it may still be held. In a forked child nothing happens.
   void close();
-  bool is_closed() const { return closed_; }
+  bool is_closed() const { return closed_ || closing_; }
 
+  // A turn is held while the tracer is used.
   Tracer& tracer() { return tracer_; }
+  [[nodiscard]] CallGate::Turn enter() { return gate_.enter(); }
+  void require_own_process() const { gate_.require_own_process(); }
 
   // Raises unless the handle is open, ours, and at one of the two stages.
   void require(const DispatchHandle& handle, DispatchHandle::Stage stage, DispatchHandle::Stage or_stage,
@@ -147,6 +161,7 @@ class ExpertParallel {
     now.wait.trace = comm_.wait.trace;
     return now;
   }
+  void allocate(const std::string& target, double timeout_seconds);
   int next_buffer();
   void take(int buffer, const std::shared_ptr<DispatchHandle>& handle);
   std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
@@ -155,9 +170,13 @@ class ExpertParallel {
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
   void finish_combine(DispatchHandle& handle);
   int blocks(const LaunchPlace& place, int by_table) const;
+  bool launches_halves() const;
   void after_launch();
   void part();
+  void leave_if_interrupted();
+  void poison_peers();
   bool is_known_refusal(const Report& report);
+  bool nobody_waits() const;
   void raise_waits();
   void raise_bad_routing();
 
@@ -175,11 +194,16 @@ class ExpertParallel {
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer, null when free
   std::vector<std::weak_ptr<DispatchHandle>> newest_;  // per buffer: the handle that had it last
   int last_buffer_;
-  uint64_t num_dispatches_ = 0;
+  std::atomic<uint64_t> num_dispatches_ = 0;
   LaunchTable launch_table_;
-  bool connected_ = false;
-  bool closed_ = false;
-  bool parted_ = false;  // all ranks have closed: nobody writes into this memory any more
+  double timeout_seconds_;
+  CallGate gate_{"ExpertParallel"};
+  std::atomic<bool> connected_ = false;
+  std::atomic<bool> closing_ = false;  // close() has been called: calls that wait leave
+  std::atomic<bool> closed_ = false;
+  bool interrupted_ = false;  // a call was left in its middle: the peers have been told
+  // Whether a peer may write into this memory: from the time that its handle is out until all ranks have closed.
+  std::atomic<bool> may_be_mapped_ = false;
 
   // How long a close waits for the other ranks to close.
   static constexpr double kPartingSeconds = 5.0;

@@ -28,6 +28,8 @@ LaunchStep LaunchTable::step(int num_tokens) const {
   return found != steps_.end() ? *found : steps_.back();
 }
 
+int resident_blocks(int wanted, int max_blocks) { return std::max(1, std::min(wanted, max_blocks)); }
+
 // The receivers of a dispatch write the lists, for which a dozen blocks is enough, and look at signals. (H200: with 3
 // of 24 blocks receiving a dispatch of 4096 tokens took 387 us, with 6 of them 183.)
 int dispatch_senders(int num_blocks) {

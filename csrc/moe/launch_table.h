@@ -30,6 +30,10 @@ class LaunchTable {
   std::vector<LaunchStep> steps_;
 };
 
+// How many blocks a launch takes when `wanted` are wanted: no more than the device holds at once, one for each compute
+// unit. Blocks wait for each other, so one that is not resident would be waited for until the deadline.
+int resident_blocks(int wanted, int max_blocks);
+
 // Of so many blocks of a launch that does both halves, two at least, those that send.
 int dispatch_senders(int num_blocks);
 int combine_senders(int num_blocks, bool presummed, int num_ranks);

@@ -9,6 +9,7 @@ namespace moe_a2a {
 
 void ExpertParallel::push_rows(const Rows& x, int num_rows, int64_t row_bytes, const Push* pushes, PushBy by,
                                const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
   require_open();
   const auto free = std::find(open_.begin(), open_.end(), nullptr);
   if (free == open_.end())

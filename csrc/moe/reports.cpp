@@ -28,13 +28,21 @@ RefusalText to_text(const std::string& why) {
 
 // ---- to the peers
 
+// Nobody has mapped this rank, or all have been told already that it has left.
+bool ExpertParallel::nobody_waits() const { return closed_ || closing_ || interrupted_ || !connected_; }
+
 void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  if (nobody_waits()) return;
   const int buffer = next_buffer();
   device_->launch(RefuseDispatchArgs{.context = context(), .buffer = buffer, .text = to_text(why)}, 1, place.stream);
   take(buffer, nullptr);
+  leave_if_interrupted();
 }
 
 void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  if (nobody_waits()) return;
   device_->launch(
       RefuseCombineArgs{.context = context(), .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
       1, place.stream);
@@ -42,16 +50,20 @@ void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& w
 }
 
 void ExpertParallel::refuse_combines(const std::string& why, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
   for (const auto& handle : open_) {
     if (handle && handle->stage == Stage::kReceived) refuse_combine(*handle, why, place);
   }
 }
 
 void ExpertParallel::give_up_newest(const std::string& why, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  if (nobody_waits()) return;
   if (const auto handle = open_[last_buffer_]) release(*handle, place, why);
 }
 
 void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why) {
+  const CallGate::Turn turn = gate_.enter();
   if (handle.stage == Stage::kCombined) handle.stage = Stage::kClosed;
   if (!handle.is_open() || closed_) return;
   require(handle, handle.stage, handle.stage, "release");
@@ -75,11 +87,13 @@ void ExpertParallel::after_launch() {
 }
 
 void ExpertParallel::raise_reported() {
+  const CallGate::Turn turn = gate_.enter();
   raise_waits();
   raise_bad_routing();
 }
 
 void ExpertParallel::raise_waits() {
+  leave_if_interrupted();
   // Pairs with the release in write_report().
   if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0) return;
   const Report report = *report_;

@@ -196,6 +196,7 @@ inline float larger(float a, float b) { return a > b ? a : b; }
 
 inline uint64_t clock_now() { return observed_clock(); }
 inline void pause() { observed_pause(); }
+inline bool is_interrupted() { return false; }
 
 }  // namespace moe_a2a::inline explored
 

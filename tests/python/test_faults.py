@@ -313,16 +313,41 @@ def test_memory_missing_on_one_rank_raises_everywhere():
 
 
 def count_names_while_in_use(group):
+    """Before the peers have mapped the memory, and after."""
     pids = gather_pids(group)
-    with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+    group = moe_a2a.as_group(group)
+    with moe_a2a.ExpertParallel(moe_a2a.HandleExchange(group.rank, group.num_ranks), **CONFIG) as ep:
+        handles = group.all_gather(ep.get_comm_handle())
+        names = shared_memory_of(pids)
+        group.all_gather(None)
+        ep.set_comm_handles(handles)
         one_call(ep)
-        dist.barrier(group)
-        return shared_memory_of(pids)
+        group.all_gather(None)
+        return names + shared_memory_of(pids)
 
 
 @on_device.cpu_only
-def test_nothing_has_a_name_once_all_have_mapped_it():
+def test_memory_never_has_a_name():
     assert ranks.run_processes(3, count_names_while_in_use) == [[], [], []]
+
+
+def die_with_unmapped_memory(group):
+    group = moe_a2a.as_group(group)
+    exchange = moe_a2a.HandleExchange(group.rank, group.num_ranks)
+    ep = moe_a2a.ExpertParallel(exchange, **CONFIG)
+    group.all_gather(ep.get_comm_handle())
+    if group.rank == 0:
+        return gather_pids(group)
+    gather_pids(group)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@on_device.cpu_only
+def test_ranks_killed_between_making_and_mapping_leave_nothing():
+    """Names survived when all ranks were killed here, until another object was made in the same pid namespace."""
+    pids, *others = ranks.run_processes(3, die_with_unmapped_memory, mortal={1, 2})
+    assert others == [ranks.DIED, ranks.DIED]
+    assert shared_memory_of(pids) == []
 
 
 def die_before_connecting(group):

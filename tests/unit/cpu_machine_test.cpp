@@ -6,17 +6,21 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "arch/block_pool.h"
+#include "arch/shared_file.h"
 #include "seed.h"
 
 namespace moe_a2a {
@@ -129,7 +133,10 @@ std::vector<uint64_t*> map_all(CpuMachine& machine, int rank, Board& board) {
   heaps[rank] = reinterpret_cast<uint64_t*>(machine.allocate_symmetric(kWords * 8, kRanks, &board.handle[rank]));
   board.barrier(0);
   for (int r = 0; r < kRanks; ++r) {
-    if (r != rank) heaps[r] = reinterpret_cast<uint64_t*>(machine.open_peer(board.handle[r], kRanks));
+    if (r != rank) heaps[r] = reinterpret_cast<uint64_t*>(machine.open_peer(board.handle[r], 5.0));
+  }
+  for (int r = 0; r < kRanks; ++r) {
+    if (r != rank) machine.confirm_peer(reinterpret_cast<std::byte*>(heaps[r]));
   }
   board.barrier(1);
   return heaps;
@@ -175,7 +182,8 @@ TEST(SharedMemory, IsZeroAndSurvivesTheDeathOfItsOwner) {
   EXPECT_EQ(names_of(ranks.pids()), std::vector<std::string>{});
 }
 
-TEST(SharedMemory, NameOfAProcessKilledBeforeTheMappingGoesWithTheNextHeap) {
+// Names used to stay until the next process cleaned up, and for ever in a pid namespace that had ended.
+TEST(SharedMemory, RanksKilledBeforeTheMappingLeaveNothing) {
   Ranks ranks([](int rank, Board& board) {
     CpuMachine machine(0);
     machine.allocate_symmetric(4096, kRanks, &board.handle[rank]);
@@ -184,15 +192,76 @@ TEST(SharedMemory, NameOfAProcessKilledBeforeTheMappingGoesWithTheNextHeap) {
     return false;
   });
   ranks.wait_for(0);
+  EXPECT_EQ(names_of(ranks.pids()), std::vector<std::string>{}) << "a heap has no name";
   for (int rank = 0; rank < kRanks; ++rank) ranks.kill_rank(rank);
   for (int rank = 0; rank < kRanks; ++rank) EXPECT_TRUE(WIFSIGNALED(ranks.status(rank)));
+  EXPECT_EQ(names_of(ranks.pids()), std::vector<std::string>{});
+}
+
+// As in containers: what the peers are told of the owner's pid namespace is not theirs.
+void pretend_to_be_elsewhere(MemoryHandle& handle) {
+  FileLocation location;
+  std::memcpy(&location, handle.opaque, sizeof(location));
+  ++location.pid_namespace;
+  std::memcpy(handle.opaque, &location, sizeof(location));
+}
+
+TEST(SharedMemory, PidNamespacesMeetByNameAndNoNameStays) {
+  Ranks ranks([](int rank, Board& board) {
+    CpuMachine machine(0);
+    std::byte* own = machine.allocate_symmetric(4096, kRanks, &board.handle[rank]);
+    own[1] = static_cast<std::byte>(rank);
+    pretend_to_be_elsewhere(board.handle[rank]);
+    board.barrier(0);
+    std::vector<std::byte*> peers;
+    for (int r = 0; r < kRanks; ++r) {
+      if (r != rank) peers.push_back(machine.open_peer(board.handle[r], 10.0));
+    }
+    bool good = true;
+    for (int r = 0, i = 0; r < kRanks; ++r) {
+      if (r != rank) good &= peers[i++][1] == static_cast<std::byte>(r);
+    }
+    board.barrier(1);
+    while (board.arrived[7].load() == 0) usleep(200);
+    for (std::byte* peer : peers) machine.confirm_peer(peer);
+    board.barrier(2);
+    while (board.arrived[7].load() == 1) usleep(200);
+    return good;
+  });
+  ranks.wait_for(1);
+  EXPECT_EQ(names_of(ranks.pids()).size(), size_t{kRanks});
+  ranks.board().arrived[7] = 1;
+  ranks.wait_for(2);
+  EXPECT_EQ(names_of(ranks.pids()), std::vector<std::string>{}) << "the last to confirm takes the name away";
+  ranks.board().arrived[7] = 2;
+  for (int rank = 0; rank < kRanks; ++rank) EXPECT_EQ(ranks.status(rank), 0);
+}
+
+TEST(SharedMemory, NamesOfKilledOwnersGoWithTheNextHeapAndThoseOfTheLivingStay) {
+  Ranks ranks([](int rank, Board& board) {
+    CpuMachine machine(0);
+    machine.allocate_symmetric(4096, kRanks, &board.handle[rank]);
+    pretend_to_be_elsewhere(board.handle[rank]);
+    board.barrier(0);
+    machine.open_peer(board.handle[(rank + 1) % kRanks], 10.0);
+    board.barrier(1);
+    pause();
+    return false;
+  });
+  ranks.wait_for(1);
+  ranks.kill_rank(1);
+  EXPECT_TRUE(WIFSIGNALED(ranks.status(1)));
   EXPECT_EQ(names_of(ranks.pids()).size(), size_t{kRanks});
   CpuMachine machine(0);
   MemoryHandle handle;
   machine.allocate_symmetric(4096, 2, &handle);
+  EXPECT_EQ(names_of(ranks.pids()).size(), size_t{kRanks - 1});
+  for (const int rank : {0, 2, 3}) {
+    ranks.kill_rank(rank);
+    EXPECT_TRUE(WIFSIGNALED(ranks.status(rank)));
+  }
+  machine.allocate_symmetric(4096, 2, &handle);
   EXPECT_EQ(names_of(ranks.pids()), std::vector<std::string>{});
-  machine.close_all();
-  EXPECT_EQ(names_of({getpid()}), std::vector<std::string>{});
 }
 
 TEST(SharedMemory, ThreadsShareOneMappingUntilTheLastLetsGo) {
@@ -200,19 +269,83 @@ TEST(SharedMemory, ThreadsShareOneMappingUntilTheLastLetsGo) {
   auto owner = std::make_unique<CpuMachine>(0);
   CpuMachine peer(0);
   owner->allocate_symmetric(4096, 2, &handle)[100] = std::byte{42};
-  std::byte* seen = peer.open_peer(handle, 2);
-  EXPECT_EQ(names_of({getpid()}), std::vector<std::string>{});
+  std::byte* seen = peer.open_peer(handle, 1.0);
   owner.reset();
   EXPECT_EQ(seen[100], std::byte{42});
-  EXPECT_THROW(
-      CpuMachine(0).open_peer(
-          MemoryHandle{.nbytes = 4096, .address = 1 << 20, .machine_id = this_machine_id(), .pid = getpid()}, 2),
-      std::runtime_error);
+  handle.address = 1 << 20;
+  EXPECT_THROW(CpuMachine(0).open_peer(handle, 1.0), std::runtime_error);
+}
+
+// Two containers may both have a process of this number.
+TEST(SharedMemory, APidIsNoIdentity) {
+  MemoryHandle handle;
+  CpuMachine owner(0), peer(0);
+  owner.allocate_symmetric(4096, 2, &handle);
+  ++handle.process.word[1];
+  try {
+    peer.open_peer(handle, 1.0);  // the same pid and descriptor, another process by its identity
+    FAIL() << "an address of another process was taken for one of ours";
+  } catch (const std::runtime_error& error) {
+    EXPECT_NE(std::string(error.what()).find("belongs to another process"), std::string::npos) << error.what();
+  }
+}
+
+TEST(SharedMemory, AForkedChildIsAnotherProcess) {
+  const ProcessIdentity parent = this_process();
+  const pid_t pid = fork();
+  if (pid == 0) _exit(this_process() == parent ? 1 : 0);
+  int status = -1;
+  waitpid(pid, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(this_process() == parent);
+}
+
+// What is found at the place of a heap must be the heap, before anything is mapped or written.
+TEST(SharedMemory, RefusesWhatIsNotTheHeapOfTheHandle) {
+  Ranks ranks([](int rank, Board& board) {
+    CpuMachine machine(0);
+    machine.allocate_symmetric(kWords * 8, kRanks, &board.handle[rank]);
+    board.barrier(0);
+    if (rank != 0) {
+      board.barrier(1);
+      return true;
+    }
+    const auto refused = [&](auto change, const char* why) {
+      MemoryHandle handle = board.handle[1];
+      FileLocation location;
+      std::memcpy(&location, handle.opaque, sizeof(location));
+      change(handle, location);
+      std::memcpy(handle.opaque, &location, sizeof(location));
+      try {
+        machine.open_peer(handle, 0.2);
+      } catch (const std::exception& error) {
+        if (std::string(error.what()).find(why) != std::string::npos) return true;
+        ADD_FAILURE() << error.what();
+        return false;
+      }
+      ADD_FAILURE() << "accepted, although: " << why;
+      return false;
+    };
+    using H = MemoryHandle;
+    using L = FileLocation;
+    bool good = refused([](H& h, L&) { h.nbytes += 4096; }, "bytes, expected");
+    good &= refused([](H& h, L&) { h.nbytes -= 4096; }, "bytes, expected");
+    good &= refused([](H&, L& l) { l.inode += 1; }, "is gone");
+    good &= refused([](H&, L& l) { l.fd = 0; }, "is gone");
+    good &= refused([](H&, L& l) { l.fd = 1 << 20; }, "it has ended or closed");
+    good &= refused([&](H& h, L&) { h.process.pid = board.handle[2].process.pid; }, "is gone");
+    good &= refused([](H& h, L&) { h.process.word[0] ^= 1; }, "belongs to another process");
+    good &= refused([](H&, L& l) { l.pid_namespace += 1; }, "did not appear");
+    machine.open_peer(board.handle[1], 0.2);
+    board.barrier(1);
+    return good;
+  });
+  for (int rank = 0; rank < kRanks; ++rank) EXPECT_EQ(ranks.status(rank), 0);
 }
 
 TEST(SharedMemory, RefusesAnotherMachineAndTooLittleSpace) {
   CpuMachine machine(0);
-  EXPECT_THROW(machine.open_peer(MemoryHandle{.nbytes = 4096, .machine_id = this_machine_id() + 1}, 2),
+  EXPECT_THROW(machine.open_peer(MemoryHandle{.nbytes = 4096, .machine_id = this_machine_id() + 1}, 1.0),
                std::runtime_error);
   MemoryHandle handle;
   try {
@@ -222,6 +355,23 @@ TEST(SharedMemory, RefusesAnotherMachineAndTooLittleSpace) {
     EXPECT_NE(std::string(error.what()).find("/dev/shm"), std::string::npos) << error.what();
   }
   EXPECT_EQ(names_of({getpid()}), std::vector<std::string>{});
+}
+
+// Each heap keeps its file until its peers have mapped it, and no longer.
+TEST(SharedMemory, ManyObjectsDoNotUseUpTheFileDescriptors) {
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  const rlimit few{64, limit.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &few);
+  std::vector<std::unique_ptr<CpuMachine>> machines;
+  for (int i = 0; i < 200; ++i) {
+    machines.push_back(std::make_unique<CpuMachine>(0));
+    machines.push_back(std::make_unique<CpuMachine>(0));
+    MemoryHandle handle;
+    machines[2 * i]->allocate_symmetric(4096, 2, &handle);
+    machines[2 * i + 1]->confirm_peer(machines[2 * i + 1]->open_peer(handle, 1.0));
+  }
+  setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 }  // namespace

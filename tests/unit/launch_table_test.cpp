@@ -41,5 +41,22 @@ TEST(LaunchTable, ACallComesBeforeTheTableAndTheTableBeforeTheTarget) {
   EXPECT_EQ(ep.dispatch_blocks(4, {.num_blocks = 1 << 20}), ep.device().max_blocks());
 }
 
+// The default of 32 blocks used to be launched on a device with 8 compute units: blocks waited for others that never
+// became resident.
+TEST(LaunchTable, NoLaunchTakesMoreBlocksThanTheDeviceHolds) {
+  EXPECT_EQ(resident_blocks(32, 8), 8);
+  EXPECT_EQ(resident_blocks(32, 132), 32);
+  EXPECT_EQ(resident_blocks(1, 1), 1);
+  for (int units = 2; units <= 16; ++units) {  // both halves have a block
+    const int num_blocks = resident_blocks(32, units);
+    EXPECT_GE(dispatch_senders(num_blocks), 1);
+    EXPECT_LT(dispatch_senders(num_blocks), num_blocks);
+    for (const bool presummed : {false, true}) {
+      EXPECT_GE(combine_senders(num_blocks, presummed, 4), 1);
+      EXPECT_LT(combine_senders(num_blocks, presummed, 4), num_blocks);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace moe_a2a

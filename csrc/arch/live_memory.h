@@ -1,0 +1,26 @@
+// The symmetric heaps of this process on its devices, by address: ranks that are threads of one process use each
+// other's heaps as they are, and an address in a handle is used only if a heap of that size lives there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+
+namespace moe_a2a {
+
+class LiveMemory {
+ public:
+  static LiveMemory& of_this_process();
+
+  void add(uint64_t address, size_t nbytes);
+  void remove(uint64_t address);
+  // Raises unless such a heap lives there.
+  void require(uint64_t address, size_t nbytes) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<uint64_t, size_t> nbytes_;
+};
+
+}  // namespace moe_a2a

@@ -1,0 +1,33 @@
+// Which process this is. A process is told from another by a random identity, not by its number: two containers may
+// each have a process 1, and numbers are used again.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace moe_a2a {
+
+struct ProcessIdentity {
+  uint64_t word[2] = {};
+  uint64_t pid = 0;  // in its own namespace; for messages, and to find its files in /proc
+
+  bool operator==(const ProcessIdentity& other) const { return word[0] == other.word[0] && word[1] == other.word[1]; }
+};
+
+// Drawn once per process; a forked child draws its own.
+const ProcessIdentity& this_process();
+
+// Remembers the process that made an object. Threads, mappings and device contexts do not survive a fork, so a forked
+// child must neither use nor clean up what its parent made.
+class MadeByThisProcess {
+ public:
+  MadeByThisProcess() : maker_(this_process()) {}
+  bool is_true() const { return maker_ == this_process(); }
+  // Raises std::runtime_error in any other process. `what` is the name of the object: "ExpertParallel".
+  void require(const std::string& what) const;
+
+ private:
+  ProcessIdentity maker_;
+};
+
+}  // namespace moe_a2a

@@ -1,0 +1,72 @@
+// A file in /dev/shm that other processes can map although it has no name: nothing to leave behind when every process
+// that knows it is killed.
+//
+// Peers open it as /proc/<pid>/fd/<n> of its owner. Where they cannot (a pid namespace of their own, an owner that is
+// not dumpable) the file gets a name until all have mapped it. The owner holds a lock on a file that has a name, so
+// that the name of a dead owner can be told from that of a living one in any pid namespace.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "arch/process.h"
+
+namespace moe_a2a {
+
+// A file descriptor that is closed with its owner.
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept;
+  ~FileDescriptor() { reset(); }
+
+  int get() const { return fd_; }
+  bool is_open() const { return fd_ >= 0; }
+  void reset();
+
+ private:
+  int release();
+
+  int fd_;
+};
+
+// Where a file is: enough to find it, and to see that what was found is it.
+struct FileLocation {
+  uint64_t pid_namespace = 0;
+  uint64_t filesystem = 0;
+  uint64_t inode = 0;
+  int32_t fd = -1;
+  int32_t has_name = 0;  // from the start: its owner is not dumpable
+};
+
+// Zeroed, `nbytes` long, its space reserved: a full /dev/shm must not kill a process later. Removes the names that dead
+// owners have left.
+FileDescriptor make_shared_file(size_t nbytes, FileLocation* location);
+
+// The same file in another process. `name_own_file` is called before a wait for the owner to give its file a name.
+// Raises unless the file is the one at `location` and `nbytes` long.
+template <class NameOwnFile>
+FileDescriptor open_shared_file(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes,
+                                double timeout_seconds, NameOwnFile name_own_file);
+
+bool can_open_without_a_name(const FileLocation& location);
+FileDescriptor open_by_process(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes);
+// Waits until the file has its name.
+FileDescriptor open_by_name(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes,
+                            double timeout_seconds);
+
+// Names the file, once; takes the name away, if it has one.
+void give_name(const FileDescriptor& file, const FileLocation& location, const ProcessIdentity& owner);
+void remove_name(const FileLocation& location, const ProcessIdentity& owner);
+
+template <class NameOwnFile>
+FileDescriptor open_shared_file(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes,
+                                double timeout_seconds, NameOwnFile name_own_file) {
+  if (can_open_without_a_name(location)) return open_by_process(location, owner, nbytes);
+  if (location.has_name == 0) name_own_file();
+  return open_by_name(location, owner, nbytes, timeout_seconds);
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,12 @@
+// Python's signals during waits: Ctrl-C ends a call that waits for other ranks.
+#pragma once
+
+namespace moe_a2a::bindings {
+
+// Has waits on the host look for signals; see arch/interrupt.h.
+void watch_signals();
+
+// Sets the Python error that a signal handler raised during this thread's wait; false: there is none.
+bool restore_signal_error();
+
+}  // namespace moe_a2a::bindings
