@@ -8,7 +8,6 @@
 #include <tuple>
 #include <vector>
 
-#include "comm/comm_handle.h"
 #include "comm/heap_view.h"
 #include "comm/rank_set.h"
 #include "comm/signal.h"
@@ -377,46 +376,6 @@ TEST(HeapView, PeerIsTheSamePlaceInTheOtherHeap) {
   for (int r = 0; r < 3; ++r) {
     for (int i = 0; i < 100; ++i) EXPECT_EQ(view.peer(r, &heaps[1][i]), &heaps[r][i]);
   }
-}
-
-// ---- agreement
-
-std::vector<CommHandle> handles_of_all() {
-  std::vector<CommHandle> handles;
-  for (int r = 0; r < 4; ++r) {
-    MoeConfig config = small_config();
-    config.rank = r;
-    handles.push_back(make_comm_handle(config, "cpu", MemoryHandle{.nbytes = 4096}, 77));
-  }
-  return handles;
-}
-
-TEST(Disagreement, IsEmptyWhenAllAgree) { EXPECT_EQ(disagreement(handles_of_all()), ""); }
-
-TEST(Disagreement, NamesBothRanksTheArgumentAndTheValues) {
-  auto handles = handles_of_all();
-  handles[2].hidden = 21;
-  EXPECT_EQ(disagreement(handles),
-            "ranks disagree: hidden=20 on rank 0 but hidden=21 on rank 2; pass the same hidden on every rank");
-  handles = handles_of_all();
-  handles[3].dtype = static_cast<int32_t>(DType::kFloat32);
-  EXPECT_EQ(disagreement(handles),
-            "ranks disagree: dtype=bfloat16 on rank 0 but dtype=float32 on rank 3; pass the same "
-            "dtype on every rank");
-  handles = handles_of_all();
-  handles[1].num_ranks = 2;
-  EXPECT_NE(disagreement(handles).find("num_ranks=4 on rank 0 but num_ranks=2 on rank 1"), std::string::npos);
-}
-
-TEST(Disagreement, SeesWrongOrderOtherDevicesAndOtherVersions) {
-  auto handles = handles_of_all();
-  std::swap(handles[1], handles[2]);
-  EXPECT_EQ(disagreement(handles), "the handle at place 1 is that of rank 2; pass the handles in rank order");
-  handles = handles_of_all();
-  std::strcpy(handles[1].target, "gpu");
-  EXPECT_NE(disagreement(handles).find("target cpu on rank 0 but target gpu on rank 1"), std::string::npos);
-  (handles = handles_of_all())[3].layout_digest = 78;
-  EXPECT_NE(disagreement(handles).find("run the same version of moe_a2a"), std::string::npos);
 }
 
 }  // namespace

@@ -1,0 +1,92 @@
+// What ranks tell each other when they meet: damage, wrong places and disagreements are seen before anything is mapped.
+#include "comm/comm_handle.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "seed.h"
+
+namespace moe_a2a {
+namespace {
+
+std::vector<CommHandle> handles_of_all(int hidden = 20) {
+  std::vector<CommHandle> handles;
+  for (int r = 0; r < 4; ++r) {
+    const MoeConfig config{
+        .rank = r, .num_ranks = 4, .num_experts = 8, .num_topk = 2, .hidden = hidden, .num_max_tokens_per_rank = 8};
+    handles.push_back(make_comm_handle(config, "cpu", MemoryHandle{.nbytes = 4096}, 77));
+  }
+  return handles;
+}
+
+// The handles after a change to that of `rank`, sealed as if its own object had made it so.
+template <class Change>
+std::vector<CommHandle> with(int rank, Change change) {
+  auto handles = handles_of_all();
+  change(handles[rank]);
+  handles[rank].seal();
+  return handles;
+}
+
+void expect_says(const std::string& what, const std::string& part) {
+  EXPECT_NE(what.find(part), std::string::npos) << what;
+}
+
+TEST(Disagreement, IsEmptyWhenAllAgree) { EXPECT_EQ(disagreement(handles_of_all()), ""); }
+
+TEST(Disagreement, NamesBothRanksTheArgumentAndTheValues) {
+  EXPECT_EQ(disagreement(with(2, [](CommHandle& h) { h.hidden = 21; })),
+            "ranks disagree: hidden=20 on rank 0 but hidden=21 on rank 2; pass the same hidden on every rank");
+  EXPECT_EQ(disagreement(with(3, [](CommHandle& h) { h.dtype = static_cast<int32_t>(DType::kFloat32); })),
+            "ranks disagree: dtype=bfloat16 on rank 0 but dtype=float32 on rank 3; pass the same "
+            "dtype on every rank");
+  expect_says(disagreement(with(1, [](CommHandle& h) { h.num_ranks = 2; })),
+              "num_ranks=4 on rank 0 but num_ranks=2 on rank 1");
+}
+
+TEST(Disagreement, SeesWrongOrderOtherDevicesAndOtherVersions) {
+  auto handles = handles_of_all();
+  std::swap(handles[1], handles[2]);
+  EXPECT_EQ(disagreement(handles), "the handle at place 1 is that of rank 2; pass the handles in rank order");
+  expect_says(disagreement(with(1, [](CommHandle& h) { std::strcpy(h.target, "gpu"); })),
+              "target cpu on rank 0 but target gpu on rank 1");
+  expect_says(disagreement(with(1, [](CommHandle& h) { std::memset(h.target, 0xf0, sizeof(h.target)); })),
+              "but target ???????????????? on rank 1");
+  expect_says(disagreement(with(3, [](CommHandle& h) { h.layout_digest = 78; })), "run the same version of moe_a2a");
+  expect_says(disagreement(with(3, [](CommHandle& h) { h.version = 1; })), "place 3 has version 1");
+  expect_says(disagreement(with(2, [](CommHandle& h) { h.magic = 0; })), "place 2 is none");
+}
+
+TEST(Disagreement, SeesEveryFlippedBit) {
+  for (size_t bit = 0; bit < 8 * sizeof(CommHandle); ++bit) {
+    auto handles = handles_of_all();
+    unsigned char bytes[sizeof(CommHandle)];
+    std::memcpy(bytes, &handles[1], sizeof(bytes));
+    bytes[bit / 8] ^= static_cast<unsigned char>(1u << bit % 8);
+    std::memcpy(static_cast<void*>(&handles[1]), bytes, sizeof(bytes));
+    expect_says(disagreement(handles), "the handle at place 1");
+  }
+}
+
+// Handles that agree with each other, and not with the object that is given them: SIGSEGV, once.
+TEST(Disagreement, AnObjectKnowsItsOwnHandle) {
+  const auto own = handles_of_all();
+  for (const CommHandle& handle : own) EXPECT_EQ(not_own(own, handle), "");
+  const auto others = handles_of_all(10);
+  EXPECT_EQ(disagreement(others), "");
+  EXPECT_EQ(not_own(others, own[2]),
+            "the handle at place 2, of rank 2 itself, is another object's (hidden=10, here hidden=20); pass what "
+            "get_comm_handle() of this object returned");
+  auto twins = handles_of_all();
+  twins[2].memory.nbytes = 8192;
+  twins[2].seal();
+  expect_says(not_own(twins, own[2]), "is another object's; pass");
+}
+
+}  // namespace
+}  // namespace moe_a2a
