@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, devices, launch_tables
+from moe_a2a import _core, arguments, calls, devices, launch_tables, set_up
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError
 from moe_a2a.groups import HandleExchange, as_group
@@ -36,7 +36,7 @@ class ExpertParallel:
             if this build has its target, else the CPU. Under torchrun, a process whose current GPU is still GPU 0 takes
             the GPU of its LOCAL_RANK and makes it the current one. Two ranks on one GPU are refused.
         num_buffers: dispatches that may be open at once.
-        timeout: seconds after which a wait for another rank raises PeerTimeoutError.
+        timeout: seconds after which a wait for another rank, here or in a call, raises PeerTimeoutError.
         num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: as the launch table says.
         num_max_ll_tokens: a rank's batch of up to so many tokens travels as LL words, which carry their epoch beside
             their data: fewer steps, more bytes. None: what is best on the device; 0: never. The same on every rank;
@@ -45,6 +45,16 @@ class ExpertParallel:
 
     Every rank makes the same calls in the same order; tokens may differ in number, also be zero. Work is queued on
     PyTorch's current stream of the device. Memory: see `nbytes`.
+
+    Threads: a rank's calls may come from any of them. They are serialised: a call waits, without the GIL, until the one
+    before has ended. close() is the exception: it ends the wait of a call that another thread is in, which then raises
+    RuntimeError; the peers raise PeerTimeoutError that names this rank.
+
+    Processes: in a forked child every call raises RuntimeError; to drop or close the object there harms nothing.
+
+    Signals: on the CPU a wait of the main thread runs Python's signal handlers as they come. One that raises, as Ctrl-C
+    does, ends the call; the peers raise PeerTimeoutError that names this rank, and the object is out of use: close it. On
+    a GPU waits are the kernels', and end by `timeout`.
     """
 
     def __init__(
@@ -82,7 +92,7 @@ class ExpertParallel:
         if isinstance(self._group, HandleExchange):
             self._allocate(device)
         else:
-            self._meet(device)
+            set_up.make_together(self, lambda: self._allocate(device))
         self.num_local_experts = self.num_experts // self.num_ranks
 
     # ---- set-up
@@ -130,31 +140,11 @@ class ExpertParallel:
         self.num_blocks = arguments.checked_int(self.rank, "num_blocks", self.num_blocks, 0)
         self.timeout = arguments.checked_timeout(self.rank, self.timeout)
 
-    def _meet(self, device: torch.device | str | None) -> None:
-        """Allocates, exchanges handles, maps. What fails on one rank raises on all: nobody waits for a rank that left."""
-        error: Exception | None = None
-        try:
-            self._allocate(device)
-        except Exception as caught:
-            error = caught
-        mine = (self.get_comm_handle(), devices.gpu_identity(self.device)) if error is None else (None, None)
-        said = self._group.all_gather((*mine, repr(error) if error else None))
-        self._raise_first(error, [text for *_, text in said])
-        try:
-            devices.check_one_rank_per_gpu([gpu for _, gpu, _ in said])
-            self.set_comm_handles([handle for handle, *_ in said])
-        except Exception as caught:
-            error = caught
-        self._raise_first(error, self._group.all_gather(repr(error) if error else None))
-
-    def _raise_first(self, own: Exception | None, texts: list[str | None]) -> None:
-        if not any(texts):
-            return
-        self.close()
-        if own is not None:
-            raise own
-        rank = next(r for r, text in enumerate(texts) if text)
-        raise RuntimeError(f"rank {rank} could not make its ExpertParallel: {texts[rank]}")
+    def _drop_core(self) -> None:
+        """Of an object that could not be made."""
+        core, self._core = self._core, None
+        if core is not None:
+            core.close()
 
     def get_comm_handle(self) -> bytes:
         """What the other ranks need to map this rank's memory. Carry it to every rank; see set_comm_handles()."""

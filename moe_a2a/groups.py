@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import threading
+import weakref
 from typing import Any, Protocol
+
+from moe_a2a.boards import MpiBoard, StoreBoard, ThreadBoard
+from moe_a2a.rendezvous import Meetings
 
 
 class Group(Protocol):
-    """A rank's view of the ranks that belong together."""
+    """A rank's view of the ranks that belong together. One that has `meetings` (see rendezvous.py) can tell within a
+    deadline who does not come; those that come from here have, but for torch groups without a store."""
 
     rank: int
     num_ranks: int
@@ -20,41 +24,15 @@ class Group(Protocol):
 class ThreadGroup:
     """One rank among threads of this process; see thread_group()."""
 
-    def __init__(self, rank: int, meeting: _Meeting):
+    TIMEOUT_SECONDS = 60.0  # of all_gather()
+
+    def __init__(self, rank: int, num_ranks: int, board: ThreadBoard):
         self.rank = rank
-        self.num_ranks = meeting.num_ranks
-        self._meeting = meeting
+        self.num_ranks = num_ranks
+        self.meetings = Meetings(rank, num_ranks, board)
 
     def all_gather(self, value: Any) -> list[Any]:
-        return self._meeting.all_gather(self.rank, value)
-
-
-class _Meeting:
-    """Where the threads of a group lay down their values and pick up everybody's."""
-
-    TIMEOUT_SECONDS = 60.0
-
-    def __init__(self, num_ranks: int):
-        self.num_ranks = num_ranks
-        self._values: list[Any] = [None] * num_ranks
-        self._arrived = threading.Barrier(num_ranks)
-        self._left = threading.Barrier(num_ranks)
-
-    def all_gather(self, rank: int, value: Any) -> list[Any]:
-        self._values[rank] = value
-        self._wait(self._arrived, rank)
-        values = list(self._values)
-        self._wait(self._left, rank)  # nobody lays down the next value before all have read this one
-        return values
-
-    def _wait(self, barrier: threading.Barrier, rank: int) -> None:
-        try:
-            barrier.wait(self.TIMEOUT_SECONDS)
-        except threading.BrokenBarrierError:
-            raise RuntimeError(
-                f"rank {rank} waited {self.TIMEOUT_SECONDS:.0f} s for the other {self.num_ranks - 1} threads of its "
-                "thread_group; call from one thread per rank"
-            ) from None
+        return self.meetings.begin("call all_gather() of its thread_group").all_gather(value, self.TIMEOUT_SECONDS)
 
 
 def thread_group(num_ranks: int) -> list[ThreadGroup]:
@@ -64,8 +42,8 @@ def thread_group(num_ranks: int) -> list[ThreadGroup]:
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks} < 1; pass num_ranks=1 or more")
-    meeting = _Meeting(num_ranks)
-    return [ThreadGroup(rank, meeting) for rank in range(num_ranks)]
+    board = ThreadBoard()
+    return [ThreadGroup(rank, num_ranks, board) for rank in range(num_ranks)]
 
 
 class HandleExchange:
@@ -79,8 +57,12 @@ class HandleExchange:
         raise RuntimeError("a HandleExchange has no channel; call ep.set_comm_handles() with every rank's handle")
 
 
+# By store, so that a group that is made anew under an old name begins anew on every rank.
+_meetings_of: weakref.WeakKeyDictionary[Any, Meetings] = weakref.WeakKeyDictionary()
+
+
 class TorchGroup:
-    """A torch.distributed process group, of any backend."""
+    """A torch.distributed process group, of any backend that came with a store (all but MPI)."""
 
     def __init__(self, process_group: Any):
         import torch.distributed as dist
@@ -91,6 +73,11 @@ class TorchGroup:
         self.num_ranks = dist.get_world_size(process_group)
         if self.rank < 0:
             raise ValueError("this process is not a member of the group; pass a group that contains it")
+        store = dist.distributed_c10d._get_process_group_store(process_group or dist.group.WORLD)
+        self.meetings: Meetings | None = None
+        if store is not None:
+            self.meetings = _meetings_of.get(store) or Meetings(self.rank, self.num_ranks, StoreBoard(store))
+            _meetings_of[store] = self.meetings
 
     def all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks
@@ -105,9 +92,16 @@ class MpiGroup:
         self._communicator = communicator
         self.rank = communicator.Get_rank()
         self.num_ranks = communicator.Get_size()
+        self.meetings = _mpi_meetings.setdefault(
+            id(communicator), Meetings(self.rank, self.num_ranks, MpiBoard(communicator))
+        )
 
     def all_gather(self, value: Any) -> list[Any]:
         return self._communicator.allgather(value)
+
+
+# By identity: an mpi4py communicator is no key of a weak dictionary. The board holds it, so the identity stays its own.
+_mpi_meetings: dict[int, Meetings] = {}
 
 
 def as_group(group: Any) -> Group:
@@ -125,7 +119,17 @@ def as_group(group: Any) -> Group:
             "pass an element of moe_a2a.thread_group(n)"
         )
     if hasattr(group, "get_group"):  # DeviceMesh
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ("a dimension",)
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions {names}; pass one of them, as in mesh[{names[-1]!r}]"
+            )
         group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "this process is not a member of the group (new_group() returned NON_GROUP_MEMBER here); "
+            "make the ExpertParallel on the ranks of the group alone"
+        )
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group is a {type(group).__name__}; pass a torch.distributed group, a DeviceMesh of one dimension, an mpi4py "

@@ -1,0 +1,116 @@
+"""Where the ranks of a group post values for each other: the store of a torch group, an MPI communicator, a dictionary.
+
+A board takes no part in a meeting's order or deadline; see moe_a2a/rendezvous.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any, Protocol
+
+
+class Board(Protocol):
+    def post(self, key: str, value: Any) -> None: ...
+
+    def look(self, keys: list[str]) -> dict[str, Any]:
+        """The values of those keys that are there."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Until there may be something new; not longer than `seconds`."""
+        ...
+
+    def forget(self, keys: list[str]) -> None:
+        """Removes what this rank has posted; nobody looks for it any more."""
+        ...
+
+
+class ThreadBoard:
+    """Of ranks that are threads of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._changed = threading.Condition()
+
+    def post(self, key: str, value: Any) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def look(self, keys: list[str]) -> dict[str, Any]:
+        with self._changed:
+            return {key: self._values[key] for key in keys if key in self._values}
+
+    def wait(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def forget(self, keys: list[str]) -> None:
+        with self._changed:
+            for key in keys:
+                self._values.pop(key, None)
+
+
+class StoreBoard:
+    """Over the store of a torch.distributed group. It answers whether a key is there at once, so a rank that never posts
+    is known by name; a collective of the group would only not end, or fail without a name."""
+
+    def __init__(self, store: Any):
+        import torch.distributed as dist
+
+        self._store = dist.PrefixStore("moe_a2a", store)
+        self._pause = 0.0005
+        self._asleep = threading.Event()  # never set: sleeps in pieces that see Ctrl-C
+
+    def post(self, key: str, value: Any) -> None:
+        self._store.set(key, pickle.dumps(value))
+
+    def look(self, keys: list[str]) -> dict[str, Any]:
+        if not keys:
+            return {}
+        there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+        if there:
+            self._pause = 0.0005
+        return {key: pickle.loads(self._store.get(key)) for key in there}
+
+    def wait(self, seconds: float) -> None:
+        self._asleep.wait(min(self._pause, seconds))
+        self._pause = min(2 * self._pause, 0.02)
+
+    def forget(self, keys: list[str]) -> None:
+        for key in keys:
+            self._store.delete_key(key)
+
+
+class MpiBoard:
+    """Over an mpi4py communicator: a value is a message to every other rank, under a tag of its own."""
+
+    TAG = 20717
+
+    def __init__(self, communicator: Any):
+        self._communicator = communicator
+        self._values: dict[str, Any] = {}
+        self._sends: list[Any] = []  # requests that are not done
+        self._asleep = threading.Event()
+
+    def post(self, key: str, value: Any) -> None:
+        self._values[key] = value
+        for rank in range(self._communicator.Get_size()):
+            if rank != self._communicator.Get_rank():
+                self._sends.append(self._communicator.isend((key, value), dest=rank, tag=self.TAG))
+
+    def look(self, keys: list[str]) -> dict[str, Any]:
+        self._sends = [request for request in self._sends if not request.test()[0]]
+        for rank in range(self._communicator.Get_size()):
+            while rank != self._communicator.Get_rank() and self._communicator.iprobe(source=rank, tag=self.TAG):
+                key, value = self._communicator.recv(source=rank, tag=self.TAG)
+                self._values[key] = value
+        return {key: self._values[key] for key in keys if key in self._values}
+
+    def wait(self, seconds: float) -> None:
+        self._asleep.wait(min(0.0005, seconds))
+
+    def forget(self, keys: list[str]) -> None:
+        for key in keys:
+            self._values.pop(key, None)

@@ -1,0 +1,154 @@
+"""How the ranks of a group meet to make an object: each posts a value and gets everybody's, or learns by name within the
+deadline who did not come. After a meeting that failed the group is as good as before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from moe_a2a.boards import Board
+from moe_a2a.errors import PeerTimeoutError
+
+
+class Meetings:
+    """One rank's count of the meetings of a group. Every rank takes part in the same meetings in the same order; each has
+    a number of its own, so that what a rank that came too late has posted is not taken for another meeting's."""
+
+    def __init__(self, rank: int, num_ranks: int, board: Board):
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.board = board
+        self._number = 0
+        self._posted: list[str] = []  # in the newest meeting
+
+    def begin(self, what: str) -> Meeting:
+        """`what` the ranks do together, for errors: "make the ExpertParallel"."""
+        self._number += 1
+        before, self._posted = self._posted, []
+        return Meeting(self, f"{self._number}", what, before)
+
+
+class Meeting:
+    """A number of exchanges that belong together. When a rank leaves one of them, all leave."""
+
+    def __init__(self, meetings: Meetings, name: str, what: str, stale: list[str]):
+        self._meetings = meetings
+        self._name = name
+        self._what = what
+        self._stale = stale  # what this rank has posted in the meeting before
+        self._left = f"{name}/left"
+        self._step = 0
+
+    def all_gather(self, value: Any, timeout: float) -> list[Any]:
+        """The value of every rank. Raises PeerTimeoutError that names the ranks that have not come after `timeout`
+        seconds, or sooner those that another rank has given up."""
+        meetings, board = self._meetings, self._meetings.board
+        start = time.monotonic()
+        self._step += 1
+        keys = [f"{self._name}/{self._step}/{rank}" for rank in range(meetings.num_ranks)]
+        values: dict[str, Any] = {}
+        try:
+            self._post(keys[meetings.rank], value)
+            while True:
+                values |= board.look([key for key in keys if key not in values])
+                missing = [rank for rank, key in enumerate(keys) if key not in values]
+                elapsed = time.monotonic() - start
+                # Behind the values: a rank that has left is seen before this one goes on without it.
+                if given_up := board.look([self._left]):
+                    raise self._error(*given_up[self._left], elapsed)
+                if not missing:
+                    break
+                if elapsed >= timeout:
+                    self._leave(missing)
+                    raise self._error(meetings.rank, missing, elapsed)
+                board.wait(min(timeout - elapsed, 1.0))
+        except PeerTimeoutError:
+            raise
+        except Exception as error:
+            raise self._lost(error, time.monotonic() - start) from error
+        except BaseException:  # Ctrl-C
+            self.leave()
+            raise
+        self._forget()  # all ranks are here: nobody looks for anything of an earlier meeting
+        return [values[key] for key in keys]
+
+    def leave(self) -> None:
+        """This rank takes no further part: the others do not wait for it."""
+        self._leave([self._meetings.rank])
+
+    def is_certainly_missed(self) -> bool:
+        """After a PeerTimeoutError: whether no rank has got all values of the exchange, nor will. A rank goes on only if
+        it sees all values and then nobody who has left."""
+        keys = [f"{self._name}/{self._step}/{rank}" for rank in range(self._meetings.num_ranks)]
+        try:
+            board = self._meetings.board
+            return len(board.look([self._left])) == 1 and len(board.look(keys)) < len(keys)
+        except Exception:
+            return False
+
+    def _post(self, key: str, value: Any) -> None:
+        self._meetings._posted.append(key)
+        self._meetings.board.post(key, value)
+
+    def _forget(self) -> None:
+        stale, self._stale = self._stale, []
+        self._quietly(lambda: self._meetings.board.forget(stale))
+
+    def _leave(self, missing: list[int]) -> None:
+        self._quietly(lambda: self._post(self._left, (self._meetings.rank, missing)))
+
+    def _quietly(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # the board is gone with a rank: the error that matters is on its way
+            pass
+
+    def _error(self, reporter: int, missing: list[int], elapsed: float) -> PeerTimeoutError:
+        rank = self._meetings.rank
+        names = ", ".join("this rank" if peer == rank else f"rank {peer}" for peer in missing)
+        text = f"rank {rank} waited {elapsed:.3f} s for {names} to {self._what}"
+        if missing == [reporter]:
+            text += f"; it left because rank {reporter} was interrupted"
+        elif reporter != rank:
+            text += f"; it left because rank {reporter} gave up waiting"
+        text += "; that rank is dead, late, or makes other calls; pass a larger timeout if it is only late"
+        return self._timeout(text, missing[0], elapsed)
+
+    def _lost(self, error: Exception, elapsed: float) -> PeerTimeoutError:
+        text = (
+            f"rank {self._meetings.rank} lost the store of the group while it waited for the other ranks to {self._what}: "
+            f"the process that hosts it, rank 0 unless a launcher does, has ended ({error})"
+        )
+        return self._timeout(text, 0, elapsed)
+
+    def _timeout(self, text: str, peer: int, elapsed: float) -> PeerTimeoutError:
+        return PeerTimeoutError(
+            text,
+            operation="construct",
+            phase="peer",
+            rank=self._meetings.rank,
+            peer=peer,
+            elapsed_seconds=elapsed,
+        )
+
+
+class PlainMeeting:
+    """Of a group that offers a collective all_gather and nothing else: it waits as long as the group does."""
+
+    def __init__(self, group: Any):
+        self._group = group
+
+    def all_gather(self, value: Any, timeout: float) -> list[Any]:
+        return self._group.all_gather(value)
+
+    def leave(self) -> None:
+        pass
+
+    def is_certainly_missed(self) -> bool:
+        return False
+
+
+def begin(group: Any, what: str) -> Meeting | PlainMeeting:
+    return group.meetings.begin(what) if getattr(group, "meetings", None) is not None else PlainMeeting(group)

@@ -1,0 +1,214 @@
+"""How ranks meet without torch.distributed: threads, MPI; what a meeting leaves behind, and memory that is given back."""
+
+import threading
+
+import pytest
+from test_construction import SHORT, TIMEOUT, VICTIM, check, timed_error
+from test_handles import CONFIG, good_call
+
+import moe_a2a
+from moe_a2a.boards import MpiBoard, ThreadBoard
+from moe_a2a.rendezvous import Meetings
+
+# ---- groups of threads, and of MPI
+
+
+def test_threads_that_do_not_come_are_named_and_the_group_stays_usable():
+    groups = moe_a2a.thread_group(3)
+    reports = {}
+
+    def come(rank):
+        reports[rank] = timed_error(groups[rank])
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 2)]
+    [thread.start() for thread in threads]
+    [thread.join(TIMEOUT + 5) for thread in threads]
+    for rank in (0, 2):
+        check(reports[rank], rank)
+    with pytest.raises(moe_a2a.PeerTimeoutError, match="gave up waiting"):  # at once
+        moe_a2a.ExpertParallel(groups[VICTIM], **CONFIG)
+
+    def all_come(rank):
+        with moe_a2a.ExpertParallel(groups[rank], **CONFIG) as ep:
+            good_call(ep)
+            reports[rank] = "good"
+
+    threads = [threading.Thread(target=all_come, args=(rank,)) for rank in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join(20) for thread in threads]
+    assert reports == dict.fromkeys(range(3), "good")
+
+
+class Request:
+    def test(self):
+        return True, None
+
+
+class Communicator:
+    """What is used of an mpi4py communicator, between threads."""
+
+    def __init__(self, rank, mailboxes, lock):
+        self._rank, self._mailboxes, self._lock = rank, mailboxes, lock
+
+    def Get_rank(self):  # noqa: N802
+        return self._rank
+
+    def Get_size(self):  # noqa: N802
+        return len(self._mailboxes)
+
+    def isend(self, value, dest, tag):
+        with self._lock:
+            self._mailboxes[dest].setdefault((self._rank, tag), []).append(value)
+        return Request()
+
+    def iprobe(self, source, tag):
+        with self._lock:
+            return bool(self._mailboxes[self._rank].get((source, tag)))
+
+    def recv(self, source, tag):
+        with self._lock:
+            return self._mailboxes[self._rank][source, tag].pop(0)
+
+    def allgather(self, value):
+        raise AssertionError("a collective cannot be left")
+
+
+def mpi_world(num_ranks):
+    mailboxes, lock = [{} for _ in range(num_ranks)], threading.Lock()
+    return [Communicator(rank, mailboxes, lock) for rank in range(num_ranks)]
+
+
+def test_mpi_communicators_name_who_does_not_come():
+    world = mpi_world(3)
+    reports = {}
+
+    def come(rank):
+        reports[rank] = timed_error(world[rank])
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 2)]
+    [thread.start() for thread in threads]
+    [thread.join(TIMEOUT + 5) for thread in threads]
+    for rank in (0, 2):
+        check(reports[rank], rank)
+    with pytest.raises(moe_a2a.PeerTimeoutError, match="gave up waiting"):
+        moe_a2a.ExpertParallel(world[VICTIM], **CONFIG)
+
+    def all_come(rank):
+        for _ in range(2):
+            with moe_a2a.ExpertParallel(world[rank], **CONFIG) as ep:
+                good_call(ep)
+        reports[rank] = "good"
+
+    threads = [threading.Thread(target=all_come, args=(rank,)) for rank in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join(20) for thread in threads]
+    assert reports == dict.fromkeys(range(3), "good")
+
+
+# ---- the meeting itself
+
+
+def test_a_board_keeps_nothing_of_old_meetings():
+    board = ThreadBoard()
+    meetings = [Meetings(rank, 2, board) for rank in range(2)]
+    for number in range(20):
+        values = [None, None]
+
+        def meet(rank):
+            values[rank] = meetings[rank].begin("meet").all_gather((number, rank), 10.0)  # noqa: B023
+
+        threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+        [thread.start() for thread in threads]
+        [thread.join(10) for thread in threads]
+        assert values == [[(number, 0), (number, 1)]] * 2
+        assert len(board._values) <= 4
+
+
+class BrokenBoard(ThreadBoard):
+    """The store of a group whose host has ended."""
+
+    def look(self, keys):
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_store_that_is_gone_names_its_host():
+    with pytest.raises(moe_a2a.PeerTimeoutError, match=r"rank 1 lost the store .* rank 0 .*Connection reset") as raised:
+        Meetings(1, 2, BrokenBoard()).begin("make the ExpertParallel").all_gather(None, 1.0)
+    assert raised.value.peer == 0
+    assert MpiBoard.TAG > 0
+
+
+# ---- memory
+
+
+class Recorded:
+    """A core that notes how it is let go of."""
+
+    def __init__(self, core, notes):
+        self._core, self._notes = core, notes
+
+    def __getattr__(self, name):
+        if name in ("disconnect", "give_back", "close"):
+            self._notes.append(name)
+        return getattr(self._core, name)
+
+
+@pytest.mark.parametrize("failing", ["allocation", "mapping", "nobody comes"])
+def test_memory_is_given_back_when_and_only_when_no_peer_can_map_it(failing, monkeypatch):
+    """On a GPU it stays else until the process ends: 65 to 86 GiB were lost after three attempts."""
+    make = moe_a2a.expert_parallel._core.ExpertParallel
+    notes = {0: [], 1: []}
+
+    class Core:
+        def __new__(cls, rank, *args):
+            if failing == "allocation" and rank == 1:
+                raise RuntimeError("out of memory")
+            return Recorded(make(rank, *args), notes[rank])
+
+    class Module:
+        ExpertParallel = Core
+        nbytes_for = staticmethod(moe_a2a.expert_parallel._core.nbytes_for)
+
+    monkeypatch.setattr(moe_a2a.expert_parallel, "_core", Module)
+    connect = moe_a2a.ExpertParallel.set_comm_handles
+
+    def fail_to_map(ep, handles):
+        if failing == "mapping" and ep.rank == 1:
+            raise RuntimeError("no peer access")
+        connect(ep, handles)
+
+    monkeypatch.setattr(moe_a2a.ExpertParallel, "set_comm_handles", fail_to_map)
+    groups = moe_a2a.thread_group(2)
+    texts = {}
+
+    def make_one(rank):
+        with pytest.raises(RuntimeError) as raised:
+            moe_a2a.ExpertParallel(groups[rank], **SHORT)
+        texts[rank] = str(raised.value)
+
+    come = [0] if failing == "nobody comes" else [0, 1]
+    threads = [threading.Thread(target=make_one, args=(rank,)) for rank in come]
+    [thread.start() for thread in threads]
+    [thread.join(10) for thread in threads]
+    assert sorted(texts) == come
+    if failing == "allocation":
+        assert "rank 1 could not make its ExpertParallel" in texts[0] and "out of memory" in texts[0]
+        assert notes == {0: ["give_back", "close"], 1: []}
+    elif failing == "mapping":
+        assert notes == {rank: ["disconnect", "give_back", "close"] for rank in range(2)}
+    else:
+        assert notes[0] == ["give_back", "close"]
+
+
+def test_a_failed_object_leaves_no_memory(monkeypatch):
+    """On the CPU it can be seen: the mapping goes with the object."""
+
+    def mapped():
+        with open("/proc/self/maps") as maps:
+            return sum("/dev/shm" in line for line in maps)
+
+    before = mapped()
+    group = moe_a2a.thread_group(2)[0]
+    for _ in range(3):
+        timed_error(group, timeout=0.05)
+    assert mapped() == before
