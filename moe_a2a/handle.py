@@ -62,7 +62,7 @@ class DispatchHandle:
         self.row_dtype = row_dtype
         self.layout = "rows"
         self.expert_alignment = 1
-        self._core = ep._core
+        self._core = ep._open_core()
         self._handle = core_handle
         self._expert_x: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._routing = routing

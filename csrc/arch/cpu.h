@@ -14,7 +14,15 @@
 #include "arch/number.h"
 #include "arch/order.h"
 
+#if !defined(MOE_A2A_CPU_LEVEL)
 #define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu)
+#elif MOE_A2A_CPU_LEVEL == 2  // of arch/cpu_level.h
+#define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu_v2)
+#elif MOE_A2A_CPU_LEVEL == 3
+#define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu_v3)
+#else
+#define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu_v4)
+#endif
 
 // clang-format off: in the namespace that has just been named
 #include "arch/processor.h"

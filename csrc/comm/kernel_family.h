@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "arch/cpu_level.h"
 #include "arch/launch_site.h"
 
 #define MOE_A2A_JOIN(a, b) MOE_A2A_JOIN_EXPANDED(a, b)
@@ -46,8 +47,10 @@ struct KernelFamily {
   namespace moe_a2a {                                                                                            \
   std::span<const KernelEntry> name##_cpu(), name##_cpu_bare(), name##_cuda(), name##_cuda_bare(), name##_hip(), \
       name##_hip_bare();                                                                                         \
+  std::span<const KernelEntry> name##_cpu_v2(), name##_cpu_v2_bare(), name##_cpu_v3(), name##_cpu_v3_bare(),     \
+      name##_cpu_v4(), name##_cpu_v4_bare();                                                                     \
   inline KernelFamily name(const std::string& target) {                                                          \
-    MOE_A2A_IF_CPU(if (target == "cpu") return {name##_cpu(), name##_cpu_bare()};)                               \
+    MOE_A2A_IF_CPU(if (target == "cpu") return {MOE_A2A_OF_THIS_CPU(name, ), MOE_A2A_OF_THIS_CPU(name, _bare)};) \
     MOE_A2A_IF_CUDA(if (target == "cuda") return {name##_cuda(), name##_cuda_bare()};)                           \
     MOE_A2A_IF_HIP(if (target == "hip") return {name##_hip(), name##_hip_bare()};)                               \
     throw std::logic_error("this build has no kernels for target \"" + target + "\"");                           \
@@ -56,16 +59,25 @@ struct KernelFamily {
 
 // The same for kernels that need no communicator and leave no records: compiled once, by a source that is empty unless
 // MOE_A2A_RECORDING.
-#define MOE_A2A_DECLARE_UNTRACED_FAMILY(name)                                          \
-  namespace moe_a2a {                                                                  \
-  std::span<const KernelEntry> name##_cpu(), name##_cuda(), name##_hip();              \
-  inline KernelFamily name(const std::string& target) {                                \
-    MOE_A2A_IF_CPU(if (target == "cpu") return {name##_cpu(), name##_cpu()};)          \
-    MOE_A2A_IF_CUDA(if (target == "cuda") return {name##_cuda(), name##_cuda()};)      \
-    MOE_A2A_IF_HIP(if (target == "hip") return {name##_hip(), name##_hip()};)          \
-    throw std::logic_error("this build has no kernels for target \"" + target + "\""); \
-  }                                                                                    \
+#define MOE_A2A_DECLARE_UNTRACED_FAMILY(name)                                                               \
+  namespace moe_a2a {                                                                                       \
+  std::span<const KernelEntry> name##_cpu(), name##_cuda(), name##_hip();                                   \
+  std::span<const KernelEntry> name##_cpu_v2(), name##_cpu_v3(), name##_cpu_v4();                           \
+  inline KernelFamily name(const std::string& target) {                                                     \
+    MOE_A2A_IF_CPU(if (target == "cpu") return {MOE_A2A_OF_THIS_CPU(name, ), MOE_A2A_OF_THIS_CPU(name, )};) \
+    MOE_A2A_IF_CUDA(if (target == "cuda") return {name##_cuda(), name##_cuda()};)                           \
+    MOE_A2A_IF_HIP(if (target == "hip") return {name##_hip(), name##_hip()};)                               \
+    throw std::logic_error("this build has no kernels for target \"" + target + "\"");                      \
+  }                                                                                                         \
   }
+
+// The part of a family that runs on this machine's CPU; a wheel has one for each level of x86-64.
+#if defined(MOE_A2A_CPU_LEVELS)
+#define MOE_A2A_OF_THIS_CPU(name, suffix) \
+  (cpu_level() == 4 ? name##_cpu_v4##suffix() : cpu_level() == 3 ? name##_cpu_v3##suffix() : name##_cpu_v2##suffix())
+#else
+#define MOE_A2A_OF_THIS_CPU(name, suffix) name##_cpu##suffix()
+#endif
 
 // Which targets this library was built with.
 #if defined(MOE_A2A_WITH_CPU)

@@ -6,10 +6,18 @@
 namespace moe_a2a {
 namespace {
 
-// Texts of a handle may come from anywhere: they need not end with a zero.
+// A handle's bytes may come from anywhere: its texts need not end, nor be text.
 template <size_t kSize>
 std::string text(const char (&chars)[kSize]) {
-  return std::string(chars, strnlen(chars, kSize));
+  std::string text(chars, strnlen(chars, kSize));
+  for (char& character : text) {
+    if (character < ' ' || character > '~') character = '?';
+  }
+  return text;
+}
+
+int num_fields(const RegionHandle& a, const RegionHandle& b) {
+  return std::clamp(std::min(a.num_fields, b.num_fields), 0, RegionHandle::kMaxFields);
 }
 
 std::string assignment(const AgreedField& field) { return text(field.name) + "=" + text(field.value); }
@@ -42,7 +50,7 @@ std::string difference(const RegionHandle& first, const RegionHandle& other, con
     return "ranks disagree: num_ranks=" + std::to_string(first.num_ranks) + here +
            "num_ranks=" + std::to_string(other.num_ranks) + there + "; pass the same num_ranks" + same;
   }
-  for (int i = 0; i < std::min(first.num_fields, other.num_fields); ++i) {
+  for (int i = 0; i < num_fields(first, other); ++i) {
     if (assignment(first.field[i]) == assignment(other.field[i])) continue;
     return "ranks disagree: " + assignment(first.field[i]) + here + assignment(other.field[i]) + there +
            "; pass the same " + text(first.field[i].name) + same;
@@ -93,7 +101,7 @@ std::string not_own(const std::vector<RegionHandle>& handles, const RegionHandle
   if (std::memcmp(&passed, &own, sizeof(own)) == 0) return {};
   std::string why = "the handle at place " + std::to_string(own.rank) + ", of rank " + std::to_string(own.rank) +
                     " itself, is another object's";
-  for (int i = 0; i < std::min(passed.num_fields, own.num_fields); ++i) {
+  for (int i = 0; i < num_fields(passed, own); ++i) {
     if (assignment(passed.field[i]) == assignment(own.field[i])) continue;
     why += " (" + assignment(passed.field[i]) + ", here " + assignment(own.field[i]) + ")";
     break;

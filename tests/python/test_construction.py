@@ -37,7 +37,7 @@ def timed_error(group, **config):
 
 
 def check(report, rank, victim=VICTIM):
-    assert report["seconds"] < TIMEOUT + 1, report
+    assert report["seconds"] < TIMEOUT + ranks.slack(1), report
     assert (report["rank"], report["peer"], report["operation"]) == (rank, victim, "construct"), report
     assert f"rank {rank} " in report["text"] and f"rank {victim}" in report["text"], report
 
@@ -195,7 +195,7 @@ def interrupt_the_meeting(group):
         start = time.monotonic()
         with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 0 was interrupted"):
             moe_a2a.ExpertParallel(group, **CONFIG)
-    assert time.monotonic() - start < 1.3
+    assert time.monotonic() - start < ranks.slack(1.3)
     with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
         good_call(ep)
 

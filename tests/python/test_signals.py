@@ -58,7 +58,7 @@ def interrupted_call(group, operation, num_blocks, num_max_ll_tokens):
             sent = interrupt_in_call()
             with pytest.raises(KeyboardInterrupt):
                 ep.combine(y, handle) if operation == "combine" else ep.dispatch(*make_inputs(ep))
-            assert time.monotonic() - sent[0] < PROMPT
+            assert time.monotonic() - sent[0] < ranks.slack(PROMPT)
             store.set("interrupted", "")
             for call in (lambda: ep.dispatch(*make_inputs(ep)), ep.check):
                 with pytest.raises(RuntimeError, match="rank 0: an earlier call was interrupted"):
@@ -70,10 +70,10 @@ def interrupted_call(group, operation, num_blocks, num_max_ll_tokens):
                 for _ in range(3):  # rank 0 has sent its part of the first
                     ep.dispatch(*make_inputs(ep)).release()
             assert raised.value.peer == 0
-            assert time.monotonic() - start < PROMPT
+            assert time.monotonic() - start < ranks.slack(PROMPT)
         start = time.monotonic()
         ep.close()
-        assert time.monotonic() - start < PROMPT
+        assert time.monotonic() - start < ranks.slack(PROMPT)
     with moe_a2a.ExpertParallel(group, **config) as again:
         good_call(again)
 
@@ -97,7 +97,7 @@ def handled_signal(group):
             start = time.monotonic()
             good_call(ep)
             assert time.monotonic() - start > 0.9
-            assert len(seen) == 1 and seen[0] - start < 0.2 + 0.5
+            assert len(seen) == 1 and seen[0] - start < 0.2 + ranks.slack(0.5)
         else:
             time.sleep(1)
             good_call(ep)
@@ -142,7 +142,7 @@ def handler_closes_the_object(group):
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"close\(\) was called"):
             good_call(ep)
-        assert time.monotonic() - start < 0.2 + PROMPT
+        assert time.monotonic() - start < 0.2 + ranks.slack(PROMPT)
         assert ep.is_closed
     else:
         time.sleep(0.7)
@@ -171,7 +171,7 @@ def interrupt_while_another_thread_is_in_a_call(group):
         sent = interrupt_in_call()
         with pytest.raises(KeyboardInterrupt):
             ep.check()
-        assert time.monotonic() - sent[0] < PROMPT
+        assert time.monotonic() - sent[0] < ranks.slack(PROMPT)
         other.join()
 
 

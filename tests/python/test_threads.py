@@ -9,7 +9,7 @@ import time
 
 import on_device
 import pytest
-import torch
+import ranks
 from test_handles import CONFIG, experts, good_call, make_inputs
 
 import moe_a2a
@@ -79,7 +79,7 @@ def test_close_ends_the_wait_of_another_thread(num_blocks, num_max_ll_tokens):
     waiting = Waiting(lambda: ep.dispatch(*make_inputs(ep)))
     start = time.monotonic()
     ep.close()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < ranks.slack(1)
     error = waiting.join()
     assert isinstance(error, RuntimeError) and not isinstance(error, moe_a2a.PeerTimeoutError)
     assert "rank 0" in str(error) and "close() was called" in str(error)
@@ -89,7 +89,7 @@ def test_close_ends_the_wait_of_another_thread(num_blocks, num_max_ll_tokens):
     with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 0 left a call") as raised:
         for _ in range(3):
             peer.dispatch(*make_inputs(peer))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < ranks.slack(1)
     assert raised.value.peer == 0
     peer.close()
 
@@ -135,14 +135,13 @@ def close_after(delay):
 
 
 @on_device.cpu_only
-@pytest.mark.parametrize("call", ["check", "trace", "combine of a closed handle", "blocks_for"])
+@pytest.mark.parametrize("call", ["check", "trace", "blocks_for"])
 def test_other_calls_wait_for_their_turn_without_the_gil(call):
     ep, peer = make_objects()
     waiting = Waiting(lambda: good_call(ep))
     calls = {
         "check": ep.check,
         "trace": lambda: ep._open_core().trace_read(),
-        "combine of a closed handle": lambda: pytest.raises(TypeError, ep.combine, torch.zeros(1), None),
         "blocks_for": lambda: ep.blocks_for(1),
     }
     other = threading.Thread(target=calls[call], daemon=True)

@@ -1,0 +1,37 @@
+# The CPU target of a wheel: its kernels once for each level of x86-64 (psABI). csrc/arch/cpu_level.cpp takes the widest
+# one that the machine has.
+#
+# Each copy has a namespace of its own, but what its kernels call outside of it (std::, headers shared with the host) has
+# the same name in all of them, and of inline functions of one name a linker keeps one: perhaps the one with AVX-512, for a
+# machine without. So each copy becomes one object file in which everything is local but its families and the marks by
+# which the host names a kernel.
+
+set(MOE_A2A_CPU_LEVELS)
+if(NOT MOE_A2A_NATIVE AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND CMAKE_OBJCOPY AND CMAKE_LINKER)
+  set(MOE_A2A_CPU_LEVELS 2 3 4)
+endif()
+
+# moe_a2a_add_cpu_levels(<library> LEVELS <2|3|4>... SOURCES <families>...)
+function(moe_a2a_add_cpu_levels library)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LEVELS;SOURCES")
+  foreach(level IN LISTS arg_LEVELS)
+    set(copy ${library}_cpu_v${level})
+    foreach(recording IN ITEMS 1 0)
+      add_library(${copy}_${recording} OBJECT ${arg_SOURCES})
+      _moe_a2a_set_up(${copy}_${recording} -march=x86-64-v${level})
+      target_compile_definitions(${copy}_${recording} PRIVATE MOE_A2A_CPU_LEVEL=${level} MOE_A2A_RECORDING=${recording})
+    endforeach()
+    set(object ${CMAKE_CURRENT_BINARY_DIR}/${copy}.o)
+    add_custom_command(
+      OUTPUT ${object}
+      COMMAND ${CMAKE_LINKER} -r --force-group-allocation -o ${object} $<TARGET_OBJECTS:${copy}_1> $<TARGET_OBJECTS:${copy}_0>
+      COMMAND ${CMAKE_OBJCOPY} --wildcard --keep-global-symbol=*_kernels_cpu_v${level}* --keep-global-symbol=*kArgsMark*
+              --weaken-symbol=*kArgsMark* ${object}
+      DEPENDS ${copy}_1 ${copy}_0 $<TARGET_OBJECTS:${copy}_1> $<TARGET_OBJECTS:${copy}_0>
+      COMMENT "The CPU target for x86-64-v${level}"
+      COMMAND_EXPAND_LISTS VERBATIM)
+    set_source_files_properties(${object} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
+    target_sources(${library} PRIVATE ${object})
+  endforeach()
+  target_compile_definitions(${library} PUBLIC MOE_A2A_CPU_LEVELS=1)
+endfunction()

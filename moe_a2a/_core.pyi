@@ -1,0 +1,182 @@
+# Written by `make stubs`.
+"""
+The compiled core of moe_a2a; use the classes of the package instead.
+"""
+
+from __future__ import annotations
+import collections.abc
+import numpy.typing
+import torch
+import typing
+
+__all__: list[str] = [
+    "DispatchHandle",
+    "ExpertParallel",
+    "built_targets",
+    "grouped_gemm",
+    "nbytes_for",
+    "write_chrome_json",
+    "write_perfetto",
+]
+
+class DispatchHandle:
+    @property
+    def buffer(self) -> int: ...
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+class ExpertParallel:
+    @staticmethod
+    def trace_kinds() -> list[str]: ...
+    @staticmethod
+    def trace_operations() -> list[str]: ...
+    def __init__(
+        self,
+        arg0: typing.SupportsInt | typing.SupportsIndex,
+        arg1: typing.SupportsInt | typing.SupportsIndex,
+        arg2: typing.SupportsInt | typing.SupportsIndex,
+        arg3: typing.SupportsInt | typing.SupportsIndex,
+        arg4: typing.SupportsInt | typing.SupportsIndex,
+        arg5: typing.SupportsInt | typing.SupportsIndex,
+        arg6: typing.SupportsInt | typing.SupportsIndex,
+        arg7: typing.Any,
+        arg8: typing.SupportsInt | typing.SupportsIndex | None,
+        arg9: str,
+        arg10: torch.device,
+        arg11: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    def align_clocks(
+        self, arg0: typing.SupportsInt | typing.SupportsIndex
+    ) -> list[typing.Annotated[list[int], "FixedSize(3)"]]: ...
+    def blocks_for(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> tuple[int, int]: ...
+    def capacity(self, arg0: DispatchHandle) -> int: ...
+    def check(self) -> None: ...
+    def close(self) -> None: ...
+    def combine(
+        self,
+        arg0: torch.Tensor,
+        arg1: DispatchHandle,
+        arg2: bool,
+        arg3: torch.Tensor | None,
+        arg4: typing.SupportsInt | typing.SupportsIndex,
+    ) -> torch.Tensor: ...
+    def combine_recv(
+        self, arg0: DispatchHandle, arg1: torch.Tensor | None, arg2: typing.SupportsInt | typing.SupportsIndex
+    ) -> torch.Tensor: ...
+    def combine_send(
+        self, arg0: torch.Tensor, arg1: DispatchHandle, arg2: bool, arg3: typing.SupportsInt | typing.SupportsIndex
+    ) -> None: ...
+    def comm_handle(self) -> bytes: ...
+    def connect(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    def disconnect(self) -> None: ...
+    def dispatch(
+        self,
+        arg0: torch.Tensor,
+        arg1: torch.Tensor,
+        arg2: torch.Tensor | None,
+        arg3: torch.Tensor | None,
+        arg4: bool,
+        arg5: str,
+        arg6: typing.SupportsInt | typing.SupportsIndex,
+        arg7: typing.SupportsInt | typing.SupportsIndex,
+    ) -> DispatchHandle: ...
+    def dispatch_recv(
+        self,
+        arg0: DispatchHandle,
+        arg1: str,
+        arg2: typing.SupportsInt | typing.SupportsIndex,
+        arg3: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def dispatch_send(
+        self,
+        arg0: torch.Tensor,
+        arg1: torch.Tensor,
+        arg2: torch.Tensor | None,
+        arg3: torch.Tensor | None,
+        arg4: bool,
+        arg5: typing.SupportsInt | typing.SupportsIndex,
+    ) -> DispatchHandle: ...
+    def expert_counts(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def expert_offsets(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def expert_row_index(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def gather_rows(
+        self, arg0: DispatchHandle, arg1: typing.Any, arg2: typing.SupportsInt | typing.SupportsIndex
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+    def give_back(self) -> None: ...
+    def landed_rows(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def num_landed_rows(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def num_recv_tokens(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def push_rows(
+        self, arg0: torch.Tensor, arg1: torch.Tensor, arg2: str, arg3: typing.SupportsInt | typing.SupportsIndex
+    ) -> None: ...
+    def raise_reported(self) -> None: ...
+    def recv_x(self, arg0: DispatchHandle, arg1: typing.Any) -> torch.Tensor: ...
+    def recv_x_scales(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def release(self, arg0: DispatchHandle) -> None: ...
+    def route_src_rank(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def route_src_token_idx(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def route_weights(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def set_launch_table(
+        self,
+        arg0: collections.abc.Sequence[
+            typing.Annotated[collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], "FixedSize(3)"]
+        ],
+    ) -> None: ...
+    def tell_combine_failed(self, arg0: DispatchHandle, arg1: str) -> None: ...
+    def tell_dispatch_failed(self, arg0: str, arg1: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def trace_read(self) -> dict: ...
+    def trace_start(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def trace_stop(self) -> None: ...
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def num_dispatches(self) -> int: ...
+    @property
+    def num_max_ll_tokens(self) -> int: ...
+
+def built_targets() -> list[str]:
+    """
+    Names of the targets in this build: "cpu", "cuda", "hip".
+    """
+
+def grouped_gemm(
+    arg0: torch.Tensor, arg1: torch.Tensor | None, arg2: torch.Tensor, arg3: torch.Tensor, arg4: str | None, arg5: str
+) -> torch.Tensor: ...
+def nbytes_for(
+    arg0: typing.SupportsInt | typing.SupportsIndex,
+    arg1: typing.SupportsInt | typing.SupportsIndex,
+    arg2: typing.SupportsInt | typing.SupportsIndex,
+    arg3: typing.SupportsInt | typing.SupportsIndex,
+    arg4: typing.SupportsInt | typing.SupportsIndex,
+    arg5: typing.SupportsInt | typing.SupportsIndex,
+    arg6: typing.SupportsInt | typing.SupportsIndex,
+    arg7: typing.Any,
+    arg8: typing.SupportsInt | typing.SupportsIndex | None,
+    arg9: str,
+) -> int:
+    """
+    Bytes that one rank of such an ExpertParallel takes.
+    """
+
+def write_chrome_json(
+    arg0: collections.abc.Callable,
+    arg1: typing.Annotated[numpy.typing.ArrayLike, ...],
+    arg2: typing.Annotated[numpy.typing.ArrayLike, ...],
+    arg3: typing.Annotated[numpy.typing.ArrayLike, ...],
+    arg4: collections.abc.Sequence[str],
+    arg5: collections.abc.Sequence[str],
+    arg6: str,
+) -> None: ...
+def write_perfetto(
+    arg0: collections.abc.Callable,
+    arg1: typing.Annotated[numpy.typing.ArrayLike, ...],
+    arg2: typing.Annotated[numpy.typing.ArrayLike, ...],
+    arg3: typing.Annotated[numpy.typing.ArrayLike, ...],
+    arg4: collections.abc.Sequence[str],
+    arg5: collections.abc.Sequence[str],
+    arg6: str,
+) -> None: ...
