@@ -82,6 +82,10 @@ void ExpertParallel::take(int buffer, const std::shared_ptr<DispatchHandle>& han
   ++num_dispatches_;
 }
 
+int64_t ExpertParallel::max_quantized_row_bytes() const {
+  return moe_a2a::max_quantized_row_bytes(device_->name(), device_->max_shared_bytes());
+}
+
 int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
   const int asked = place.num_blocks > 0 ? place.num_blocks : by_table;
   return resident_blocks(asked > 0 ? asked : device_->default_blocks(), device_->max_blocks());

@@ -75,7 +75,7 @@ class ExpertParallel {
 
   const MoeConfig& config() const { return context_.config; }
   const Device& device() const { return *device_; }
-  int64_t max_quantized_row_bytes() const { return device_->max_shared_bytes() / 2 - 256; }
+  int64_t max_quantized_row_bytes() const;
   const Workspace& workspace() const { return context_.ws; }
   size_t nbytes() const { return size_.symmetric_bytes + size_.local_bytes; }
   static size_t nbytes_for(const MoeConfig& config);
