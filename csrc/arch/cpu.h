@@ -33,7 +33,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 inline constexpr int kWarpSize = 1;
 inline constexpr int kBlockThreads = 1;
-inline constexpr bool kBlocksAreUnequal = false;  // see comm/units.h
+inline constexpr bool kBlocksAreUnequal = false;  // see comm/work_queue.h
 // How many elements a lane works on at a time: long enough for the compiler to use vector instructions.
 template <class T>
 inline constexpr int kLaneElements = 256;
@@ -66,7 +66,7 @@ struct Thread {
     return value;
   }
   // All bits that a member has set.
-  uint64_t union_of(uint64_t bits) const { return bits; }
+  uint64_t reduce_or(uint64_t bits) const { return bits; }
   Matches matches(int32_t, int) const { return {0, 1}; }
   template <class T>
   T inclusive_sum(T value) const {
@@ -111,7 +111,7 @@ T& warp_memory() {
 // nothing and each signal is a release store, which thread sanitizer understands and a free-standing fence is not.
 inline void fence_before_signals() {}
 inline constexpr Order kSignalOrder = Order::kRelease;
-inline constexpr bool kTellerPays = false;            // see comm/signal_desk.h
+inline constexpr bool kOneWarpPublishes = false;      // see comm/signal_queue.h
 inline constexpr Order kPollOrder = Order::kAcquire;  // see comm/wait.h
 using LlBits = uint64_t;                              // see comm/ll_word.h
 

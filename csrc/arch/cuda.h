@@ -98,8 +98,8 @@ __device__ __forceinline__ void fence_before_signals() {
   ::cuda::atomic_thread_fence(::cuda::std::memory_order_release, ::cuda::thread_scope_system);
 }
 inline constexpr Order kSignalOrder = Order::kRelaxed;
-// A warp of each block does the fences of all, see comm/signal_desk.h.
-inline constexpr bool kTellerPays = true;
+// A warp of each block does the fences of all, see comm/signal_queue.h.
+inline constexpr bool kOneWarpPublishes = true;
 // A poll that acquires costs nothing but the lines of the first cache, a second load of the word 0.7 us.
 inline constexpr Order kPollOrder = Order::kAcquire;
 

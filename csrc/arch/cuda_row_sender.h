@@ -1,10 +1,9 @@
-// Rows by the bulk copy engine of sm_90: one lane of a warp has a row brought into shared memory and from there written
-// to every rank, while the SM does nothing else for it. A warp has a few stages: the stores of some rows fly while the
-// next row comes in.
+// Rows by TMA (sm_90): one lane of a warp has a row copied into shared memory and from there to every rank, at no cost
+// to the SM's threads. With two stages per warp, the stores of one row overlap the load of the next.
 #pragma once
 
 #define MOE_A2A_HAS_WARP_SENDER 1
-#include "arch/cuda_bulk_copy.h"
+#include "arch/cuda_tma.h"
 #include "arch/row_sender.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -19,13 +18,13 @@ __host__ __device__ constexpr int64_t warp_staging_bytes(int64_t row_bytes, Stag
   return kRowStages * stage_bytes(row_bytes);
 }
 
-// Same contract as PlainRowSender, for a warp; one lane does it all. `staging`: shared memory, warp_staging_bytes() of
-// it, or null: then rows go by plain stores.
+// The contract of PlainRowSender, for a warp; one lane does it all. `staging`: warp_staging_bytes() of shared memory,
+// or null: then rows go by plain stores.
 template <class Item, class Target, class Done>
-class BulkRowSender {
+class TmaRowSender {
  public:
-  __device__ __forceinline__ BulkRowSender(const Warp& warp, Target target, Done done, std::byte* staging,
-                                           int64_t row_bytes)
+  __device__ __forceinline__ TmaRowSender(const Warp& warp, Target target, Done done, std::byte* staging,
+                                          int64_t row_bytes)
       : warp_(warp), target_(target), done_(done), staging_(staging), stage_stride_(stage_bytes(row_bytes)) {
     if (warp_.rank() == 0 && staging_ != nullptr) {
       for (int s = 0; s < kRowStages; ++s) barrier_init(header(s)->loaded);
@@ -45,20 +44,19 @@ class BulkRowSender {
     const int stage = (stage_ + (is_loading_ ? 1 : 0)) % kRowStages;  // free: see below
     load(stage, row);
     put_in_stage(stage, row, item);
-    store_loaded();  // the row before: its stores fly while this one comes in
+    store_loaded();  // the previous row: its stores overlap this one's load
     is_loading_ = true;
     if (num_in_flight_ == kRowStages - 1) complete_oldest();  // for the next row
   }
 
-  // Where the warp may put the next row together; then send_staged().
-  __device__ __forceinline__ std::byte* open_stage() {
+  __device__ __forceinline__ std::byte* open_stage(const Item&) {
     if (warp_.rank() == 0 && num_in_flight_ == kRowStages) complete_oldest();
     warp_.sync();
     return stage_memory(stage_);
   }
 
   __device__ __forceinline__ void send_staged(const RowSource& row, const Item& item) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine reads what this thread has written
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA reads what this thread has written
     warp_.sync();
     if (warp_.rank() == 0) {
       put_in_stage(stage_, row, item);
@@ -88,9 +86,9 @@ class BulkRowSender {
     return staging_ + stage * stage_stride_ + kStageHeader;
   }
 
-  // The rows in flight are in the stages before stage_, the oldest first.
+  // The rows in flight are in the stages before stage_, oldest first.
   __device__ __forceinline__ void complete_oldest() {
-    bulk_wait(num_in_flight_ - 1);
+    tma_wait(num_in_flight_ - 1);
     const int oldest = (stage_ + kRowStages - num_in_flight_) % kRowStages;
     --num_in_flight_;
     done_(header(oldest)->item);
@@ -100,13 +98,13 @@ class BulkRowSender {
     uint64_t* loaded = header(stage)->loaded;
     std::byte* memory = stage_memory(stage);
     barrier_expect(loaded, static_cast<uint32_t>(row.num_value_bytes + row.num_scale_bytes));
-    bulk_load(memory, row.values, static_cast<uint32_t>(row.num_value_bytes), loaded);
+    tma_load(memory, row.values, static_cast<uint32_t>(row.num_value_bytes), loaded);
     if (row.num_scale_bytes > 0) {
-      bulk_load(memory + row.scales_offset, row.scales, static_cast<uint32_t>(row.num_scale_bytes), loaded);
+      tma_load(memory + row.scales_offset, row.scales, static_cast<uint32_t>(row.num_scale_bytes), loaded);
     }
   }
 
-  // Whole lines: what lies behind the row, here and at its landing place, belongs to its last 128-byte line.
+  // Rows are sent as whole lines: the rest of the last 128-byte line, here and in the slot, belongs to nothing else.
   __device__ __forceinline__ void put_in_stage(int stage, const RowSource& row, const Item& item) {
     const int64_t end = row.num_scale_bytes > 0 ? row.scales_offset + row.num_scale_bytes : row.num_value_bytes;
     header(stage)->num_bytes = static_cast<uint32_t>((end + 127) / 128 * 128);
@@ -126,8 +124,8 @@ class BulkRowSender {
     const Item& item = header(stage_)->item;
     const uint32_t num_bytes = header(stage_)->num_bytes;
     const std::byte* stage = stage_memory(stage_);
-    item.members.visit_from(item.turn, [&](int rank) { bulk_store(target_(item, rank), stage, num_bytes); });
-    bulk_commit();
+    item.dst_ranks.visit_from(item.first_dst_rank, [&](int rank) { tma_store(target_(item, rank), stage, num_bytes); });
+    tma_commit();
     ++num_in_flight_;
   }
 
@@ -136,19 +134,19 @@ class BulkRowSender {
   Done done_;
   std::byte* staging_;
   int64_t stage_stride_;
-  int stage_ = 0;            // the next row's, or that of the row that comes in
-  int num_in_flight_ = 0;    // rows whose stores are under way, in the stages before stage_
-  bool is_loading_ = false;  // a row comes in
+  int stage_ = 0;            // of the next row, or of the row being loaded
+  int num_in_flight_ = 0;    // rows being stored, in the stages before stage_
+  bool is_loading_ = false;  // a row is being loaded
   uint32_t parity_ = 0;      // of each stage's barrier
 };
 
-// The warp's sender of whole rows of this target: by bulk copies from sm_90 on.
+// By TMA from sm_90 on.
 template <class Item, class Target, class Done>
 __device__ auto make_warp_sender(const Warp& warp, Target target, Done done, std::byte* staging, int64_t row_bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return PlainRowSender<Warp, Item, Target, Done>(warp, target, done, staging);
 #else
-  return BulkRowSender<Item, Target, Done>(warp, target, done, staging, row_bytes);
+  return TmaRowSender<Item, Target, Done>(warp, target, done, staging, row_bytes);
 #endif
 }
 

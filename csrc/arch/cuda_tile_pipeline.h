@@ -7,7 +7,7 @@
 
 #include <cuda.h>
 
-#include "arch/cuda_bulk_copy.h"
+#include "arch/cuda_tma.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 

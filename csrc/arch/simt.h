@@ -33,7 +33,7 @@ struct Warp {
   }
   __device__ int count(bool value) const { return count_ones(warp_ballot(value)); }
   __device__ int32_t last(int32_t value) const { return shuffle(value, kWarpSize - 1); }
-  __device__ uint64_t union_of(uint64_t bits) const {
+  __device__ uint64_t reduce_or(uint64_t bits) const {
     return uint64_t{warp_or(static_cast<uint32_t>(bits >> 32))} << 32 | warp_or(static_cast<uint32_t>(bits));
   }
   // By the lowest `num_bits` bits of the values, or a few more. (An H200's instruction for it takes 370 cycles, and
@@ -187,7 +187,7 @@ struct BitsOf<16> {
   using type = Vec16;
 };
 
-inline constexpr bool kBlocksAreUnequal = true;  // see comm/units.h
+inline constexpr bool kBlocksAreUnequal = true;  // see comm/work_queue.h
 
 // As many elements as 16 bytes hold.
 template <class T>

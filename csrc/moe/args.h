@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "moe/context.h"
+#include "rows/row_layout.h"
 
 namespace moe_a2a {
 
@@ -19,14 +20,6 @@ struct TopkIdx {
   MOE_A2A_HOST_DEVICE int64_t operator[](int64_t i) const {
     return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }
-};
-
-// Rows of a tensor whose last dimension is dense.
-struct Rows {
-  const std::byte* data = nullptr;
-  int64_t stride = 0;  // bytes from one row to the next
-
-  MOE_A2A_HOST_DEVICE const std::byte* operator[](int64_t row) const { return data + row * stride; }
 };
 
 struct DispatchSendArgs {

@@ -36,4 +36,9 @@ MOE_A2A_DEVICE bool last_block_done(const Grid& grid, const Block& block, const 
   return block.rank() == 0 && count_block(grid, ws, buffer, launch);
 }
 
+// The part that a block of a fused launch plays, on the track of each of its warps.
+MOE_A2A_DEVICE void record_role(const Context& c, const Block& block, Operation role, uint64_t start) {
+  record(c.trace(), block.warp(), {.kind = TraceKind::kKernel, .begin = start, .token = static_cast<int>(role)});
+}
+
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

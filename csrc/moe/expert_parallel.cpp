@@ -107,6 +107,10 @@ void ExpertParallel::take(int buffer, const std::shared_ptr<DispatchHandle>& han
   ++num_dispatches_;
 }
 
+int64_t ExpertParallel::max_quantized_row_bytes() const {
+  return moe_a2a::max_quantized_row_bytes(device_->name(), device_->max_shared_bytes());
+}
+
 int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
   if (place.num_blocks > 0) return resident_blocks(place.num_blocks, device_->max_blocks());
   // Half of the device, so that the kernels of two objects on two streams are resident at once: each waits for its

@@ -69,7 +69,7 @@ class ExpertParallel : public Client {
 
   const MoeConfig& config() const { return context_.config; }
   Communicator& communicator() { return *comm_; }
-  int64_t max_quantized_row_bytes() const { return device_->max_shared_bytes() / 2 - 256; }
+  int64_t max_quantized_row_bytes() const;
   const Workspace& workspace() const { return context_.ws; }
   static size_t nbytes_for(const MoeConfig& config);
 

@@ -1,7 +1,8 @@
-// On request between steps 2 and 3: rows contiguous by expert, for callers whose GEMM does not gather. Costs one copy.
+// On request, between steps 2 and 3: rows contiguous by expert, for callers whose GEMM does not gather. Costs a copy.
 #pragma once
 
-#include "moe/route/route.h"
+#include "comm/work_queue.h"
+#include "moe/args.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
@@ -11,22 +12,20 @@ struct GatherRows {
 
   static size_t shared_bytes(const Args&) { return 0; }
 
-  // The filled positions of all experts lie on one line; warp w of W takes positions w, w + W, ... of that line.
+  // The filled positions of all experts on one line, a warp for each.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     const Workspace& ws = args.context.ws;
-    const int num_warps = grid.size() * block.num_warps();
-    const int warp = grid.rank() + grid.size() * block.warp_rank();
-    int64_t before = 0;
+    Line<int64_t> line(grid.rank() + grid.size() * block.warp_rank(), grid.size() * block.num_warps());
     for (int e = 0; e < args.context.config.num_local_experts(); ++e) {
-      const int64_t start = ws.expert_offsets(args.buffer, e), filled = num_filled(args, e, start);
-      const int64_t first = (warp - before % num_warps + num_warps) % num_warps;
-      for (int64_t i = first; i < filled; i += num_warps) gather(args, block.warp(), start + i);
-      before += filled;
+      const int64_t start = ws.expert_offsets(args.buffer, e);
+      line.walk(num_filled(args, e, start), [&](int64_t i) {
+        gather(args, block.warp(), start + i);
+        return true;
+      });
     }
   }
 
-  // The caller holds views of the lists and may have written to them: positions end with expert_x, and rows with
-  // recv_x.
+  // The caller holds views of the lists and may have written to them: positions end with expert_x, rows with recv_x.
   MOE_A2A_DEVICE static int64_t num_filled(const Args& args, int expert, int64_t start) {
     const Workspace& ws = args.context.ws;
     const int64_t listed = args.layout == Layout::kMasked ? ws.expert_counts(args.buffer, expert)

@@ -2,7 +2,7 @@
 // hold dispatch and combine against it.
 #pragma once
 
-#include "rows/row.h"
+#include "moe/wires.h"
 
 namespace moe_a2a {
 
@@ -11,7 +11,7 @@ enum class PushBy : int { kWarpSender, kWarpStores, kBlockStores };
 
 // Where a row goes: to these ranks (a bit each), as this rank's row of that token.
 struct Push {
-  uint64_t members = 0;
+  uint64_t dst_ranks = 0;
   int64_t token = 0;
 };
 
@@ -33,42 +33,45 @@ struct PushRows {
   using Args = PushRowsArgs;
   static constexpr const char* kName = "push_rows";
 
-  MOE_A2A_HOST_DEVICE static int64_t staging_bytes(const Args& args) {
-    if (args.by != PushBy::kWarpSender) return 0;
-    return staging_that_fits(args.context, warp_staging_bytes(args.row_bytes, StagedFor::kSending));
-  }
-  // Warps of a block that push: as many as there is staging for.
-  MOE_A2A_HOST_DEVICE static int num_senders(const Args& args) {
-    return warps_with_staging(args.context, staging_bytes(args));
-  }
-  static size_t shared_bytes(const Args& args) { return staging_bytes(args) * num_senders(args); }
-
-  struct Item {
-    RankSet members;
-    int64_t token = 0;
-    int turn = 0;
+  struct Plan {
+    int stage_bytes = 0;  // of a warp
+    int num_senders = 0;
+    SharedPart<std::byte> stages;
+    int bytes = 0;
   };
+  MOE_A2A_HOST_DEVICE static Plan plan(const Args& args) {
+    const int64_t wanted = warp_staging_bytes(args.row_bytes, StagedFor::kSending);
+    const int most = args.context.max_shared_bytes;
+    Plan plan;
+    if (args.by == PushBy::kWarpSender && wanted <= most) plan.stage_bytes = static_cast<int>(wanted);
+    plan.num_senders = warps_with_stage(plan.stage_bytes, most, kBlockThreads / kWarpSize);
+    SharedCarver carver;
+    plan.stages = carver.take_lines(plan.stage_bytes * plan.num_senders);
+    plan.bytes = carver.bytes();
+    return plan;
+  }
+  static size_t shared_bytes(const Args& args) { return plan(args).bytes; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.context;
-    const auto landing_at = [&](const Item& item, int rank) {
-      return c.heap.peer(rank, c.ws.row.at(args.buffer, c.heap.rank, item.token));
+    const auto slot_at = [&](const Delivery& delivery, int rank) {
+      return c.heap.peer(rank, c.ws.row.at(args.buffer, c.heap.rank, delivery.token));
     };
-    const auto done = [](const Item&) {};
+    const auto done = [](const Delivery&) {};
     if (args.by == PushBy::kBlockStores) {
-      PlainRowSender<Block, Item, decltype(landing_at), decltype(done)> sender(block, landing_at, done, nullptr);
+      PlainRowSender<Block, Delivery, decltype(slot_at), decltype(done)> sender(block, slot_at, done, nullptr);
       return push(args, sender, grid.rank(), grid.size());
     }
-    const int senders = num_senders(args);
-    if (block.warp_rank() >= senders) return;
+    const Plan plan = PushRows::plan(args);
+    if (block.warp_rank() >= plan.num_senders) return;
     const Warp warp = block.warp();
-    const int first = grid.rank() + grid.size() * block.warp_rank(), stride = grid.size() * senders;
+    const int first = grid.rank() + grid.size() * block.warp_rank(), stride = grid.size() * plan.num_senders;
     if (args.by == PushBy::kWarpStores) {
-      PlainRowSender<Warp, Item, decltype(landing_at), decltype(done)> sender(warp, landing_at, done, nullptr);
+      PlainRowSender<Warp, Delivery, decltype(slot_at), decltype(done)> sender(warp, slot_at, done, nullptr);
       return push(args, sender, first, stride);
     }
-    std::byte* staging = staging_bytes(args) > 0 ? shared + block.warp_rank() * staging_bytes(args) : nullptr;
-    auto sender = make_warp_sender<Item>(warp, landing_at, done, staging, args.row_bytes);
+    std::byte* stage = plan.stage_bytes > 0 ? plan.stages.in(shared) + block.warp_rank() * plan.stage_bytes : nullptr;
+    auto sender = make_warp_sender<Delivery>(warp, slot_at, done, stage, args.row_bytes);
     push(args, sender, first, stride);
   }
 
@@ -77,8 +80,9 @@ struct PushRows {
     const HeapView& heap = args.context.heap;
     for (int row = first; row < args.num_rows; row += stride) {
       const Push push = args.pushes[row];
-      const Item item{RankSet{push.members}, push.token, (heap.rank + 1 + row) % heap.num_ranks};
-      sender.send({.values = args.x[row], .num_value_bytes = args.row_bytes}, item);
+      const Delivery delivery{RankSet{push.dst_ranks}, static_cast<int>(push.token),
+                              (heap.rank + 1 + row) % heap.num_ranks};
+      sender.send({.values = args.x[row], .num_value_bytes = args.row_bytes}, delivery);
     }
     sender.finish();
   }

@@ -6,6 +6,7 @@
 
 #include "arch/number.h"
 #include "comm/heap_view.h"
+#include "rows/row_layout.h"
 
 namespace moe_a2a {
 
@@ -14,11 +15,6 @@ inline constexpr int kMaxTokensPerRank = (1 << 20) - 2;
 // An entry of the routing table holds an expert in 16 bits, and in as many its place in a chunk of tokens.
 inline constexpr int kMaxExperts = 65535;
 inline constexpr int kMaxTopk = 64;
-// Length of the values that share one scale in a float8 row.
-inline constexpr int kScaleBlock = 128;
-// Rows of small batches are cut into pieces of so many scale blocks: few whole rows would leave most warps without
-// work.
-inline constexpr int kPieceBlocks = 4;
 // Most tokens that travel as LL words. Their receiver counts in the shared memory of a block: choices of all ranks'
 // tokens, experts.
 inline constexpr int kMaxLlTokens = 256;
@@ -37,7 +33,7 @@ struct MoeConfig {
   int num_max_ll_tokens = 0;  // a rank's batch of up to so many tokens travels as LL words (comm/ll_word.h)
 
   MOE_A2A_HOST_DEVICE constexpr int num_local_experts() const { return num_experts / num_ranks; }
-  MOE_A2A_HOST_DEVICE constexpr int num_scales() const { return (hidden + kScaleBlock - 1) / kScaleBlock; }
+  MOE_A2A_HOST_DEVICE constexpr int num_scales() const { return row(DType::kFloat8).num_scales(); }
   // Routes that can arrive here: every token of every rank may bring all of its choices.
   MOE_A2A_HOST_DEVICE constexpr int64_t route_capacity() const {
     return static_cast<int64_t>(num_ranks) * num_max_tokens_per_rank * num_topk;
@@ -46,17 +42,10 @@ struct MoeConfig {
     return static_cast<int64_t>(num_ranks) * num_max_tokens_per_rank;
   }
 
-  // Where the scales start inside a float8 row.
-  MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset() const { return (hidden + 15) / 16 * 16; }
-  // Bytes that travel for one row.
-  MOE_A2A_HOST_DEVICE constexpr int64_t row_bytes(DType row_dtype) const {
-    return row_dtype == DType::kFloat8 ? scales_offset() + int64_t{4} * num_scales()
-                                       : static_cast<int64_t>(hidden) * size_of(row_dtype);
-  }
-  // Bytes from one row of the heap to the next: rows start on 128-byte lines (8 % of the link, measured on H200).
-  MOE_A2A_HOST_DEVICE constexpr int64_t row_stride(DType row_dtype) const {
-    return (row_bytes(row_dtype) + 127) / 128 * 128;
-  }
+  MOE_A2A_HOST_DEVICE constexpr RowLayout row(DType row_dtype) const { return {hidden, row_dtype}; }
+  MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset() const { return row(DType::kFloat8).scales_offset(); }
+  MOE_A2A_HOST_DEVICE constexpr int64_t row_bytes(DType row_dtype) const { return row(row_dtype).num_bytes(); }
+  MOE_A2A_HOST_DEVICE constexpr int64_t row_stride(DType row_dtype) const { return row(row_dtype).stride(); }
   MOE_A2A_HOST_DEVICE constexpr int64_t max_row_stride() const {
     const int64_t own = row_stride(dtype), quantized = row_stride(DType::kFloat8);
     return own > quantized ? own : quantized;
@@ -74,10 +63,7 @@ struct MoeConfig {
   MOE_A2A_HOST_DEVICE constexpr bool sends_ll(int num_tokens) const {
     return num_max_ll_tokens > 0 && num_tokens <= num_max_ll_tokens;
   }
-  // Values of a row that a warp sends or takes at a time: whole scale blocks, so that no two pieces share a scale. The
-  // last piece of a row may have fewer.
-  MOE_A2A_HOST_DEVICE static constexpr int piece_length() { return kPieceBlocks * kScaleBlock; }
-  MOE_A2A_HOST_DEVICE constexpr int num_pieces() const { return (hidden + piece_length() - 1) / piece_length(); }
+  MOE_A2A_HOST_DEVICE constexpr int num_pieces() const { return row(dtype).num_pieces(); }
   // Bytes that `num_dwords` take as LL words, in pieces: up to twice as many, and each piece ends with a whole word.
   static constexpr int64_t ll_bytes(int64_t num_dwords, int num_pieces) {
     return (8 * num_dwords + 32 * num_pieces + 127) / 128 * 128;

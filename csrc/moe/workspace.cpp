@@ -19,7 +19,7 @@ Workspace make_workspace(const MoeConfig& config, RegionLayout& symmetric, Regio
   w.table_signal = symmetric.take<Signal>(b, r, chunks);
   w.table_route = symmetric.take<RouteEntry>(b, r, t, k);
   w.table_weight = symmetric.take<float>(b, r, t, k);
-  w.table_landing = symmetric.take<int32_t>(b, r, t);
+  w.table_landed_idx = symmetric.take<int32_t>(b, r, t);
   w.table_count = symmetric.take<int32_t>(b, r, chunks, experts + 1);
   w.row_signal = symmetric.take<Signal>(b, r, t);
   w.row = symmetric.take<std::byte>(b, r, t, config.max_row_stride());
@@ -44,6 +44,7 @@ Workspace make_workspace(const MoeConfig& config, RegionLayout& symmetric, Regio
   w.landed_row = local.take<int32_t>(b, r * t);
   w.landed_offsets = local.take<int32_t>(b, r + 1);
   w.landed_term = local.take<RouteTerm>(b, r * t, k);
+  w.combine_order = local.take<LandedRow>(b, Workspace::kNumOrders, r * t);
   w.num_recv_tokens = local.take<int32_t>(b, r);
   w.all_send_ll = local.take<int32_t>(b, 1);
   w.token_ranks = local.take<RankSet>(b, t);

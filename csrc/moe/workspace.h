@@ -48,11 +48,10 @@ struct ErrorCounters {
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
 struct Workspace {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
-  Array<Signal, 3> table_signal;     // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
-  Array<RouteEntry, 4> table_route;  // [B, R src, T, K]
-  Array<float, 4> table_weight;      // [B, R src, T, K]
-  Array<int32_t, 3>
-      table_landing;  // [B, R src, T]  how many rows of its chunk land here before this one; -1: it does not
+  Array<Signal, 3> table_signal;       // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
+  Array<RouteEntry, 4> table_route;    // [B, R src, T, K]
+  Array<float, 4> table_weight;        // [B, R src, T, K]
+  Array<int32_t, 3> table_landed_idx;  // [B, R src, T]  rows of its chunk that land here before this one; -1: not here
   Array<int32_t, 4> table_count;    // [B, R src, chunks, El + 1]  routes to each expert here; last: rows that land here
   Array<Signal, 3> row_signal;      // [B, R src, T]  a row of src has landed
   Array<std::byte, 4> row;          // [B, R src, T, row_stride]  recv_x: the row of a token lands at its own index
@@ -66,12 +65,12 @@ struct Workspace {
   Array<Signal, 2> combine_refusal;    // [B, R src]  src refused its combine; payload: which attempt
 
   // ---- local
-  Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; kernels advance it
-  Array<ErrorCounters, 1> errors;      // [1]
-  Array<uint32_t, 2> arrivals;         // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
-  Array<uint32_t, 2> tickets;          // [B, kNumLaunches]  units of a launch that were handed out; see comm/units.h
-  Array<int32_t, 2> expert_offsets;    // [B, El + 1]
-  Array<int32_t, 2> expert_counts;     // [B, El]
+  Array<uint64_t, 1> epoch;          // [B]  of the dispatch that holds the buffer; kernels advance it
+  Array<ErrorCounters, 1> errors;    // [1]
+  Array<uint32_t, 2> arrivals;       // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
+  Array<uint32_t, 2> tickets;        // [B, kNumLaunches]  units of a launch that were handed out; see comm/work_queue.h
+  Array<int32_t, 2> expert_offsets;  // [B, El + 1]
+  Array<int32_t, 2> expert_counts;   // [B, El]
   Array<int32_t, 2> expert_row_index;  // [B, routes]  row (src_rank * T + token) of each route, -1 = padding
   Array<float, 2> route_weight;        // [B, routes]
   Array<int32_t, 2> route_src_rank;    // [B, routes]
@@ -79,12 +78,14 @@ struct Workspace {
   Array<int32_t, 2> landed_row;        // [B, R * T]  rows that have landed, in (src_rank, token) order
   Array<int32_t, 2> landed_offsets;    // [B, R + 1]  where those of each src begin in landed_row
   Array<RouteTerm, 3> landed_term;     // [B, R * T, K]  of each landed row: its routes here, in k order
+  Array<LandedRow, 3> combine_order;   // [B, kNumOrders, R * T]  in which combine sends whole rows
   Array<int32_t, 2> num_recv_tokens;   // [B, R src]  rows of the table of src
   Array<int32_t, 2> all_send_ll;       // [B, 1]  whether the batches of all ranks are small; then so are their combines
   Array<RankSet, 2> token_ranks;       // [B, T]  where this rank's tokens have gone
 
   static constexpr uint32_t kRefused = Signal::kPayloadMask;
   enum Launch { kDispatchSend, kCombineSend, kNumLaunches };
+  enum RowOrder { kAllRows, kPeersRows, kNumOrders };  // the latter without the rank's own rows
 };
 
 // Routes of the largest layout that the lists must hold: padding of expert blocks to `max_alignment` included.

@@ -1,27 +1,28 @@
-// Partial sums that come as LL words, added up as they come.
+// Sums of pieces that arrive as LL words, added as they arrive.
 #pragma once
 
-#include "rows/ll_stream.h"
+#include "rows/ll_row.h"
+#include "rows/row_sum.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// The words of one piece of a token's row, of every rank that worked on the token. `kKeepsOwn`: this rank's own sum has
-// not travelled. (Who never keeps it shall not be slower for it: a small batch is the time of its instructions.)
+// The words of one piece of a token's row from every rank of `ranks`. `kKeepsOwn`: this rank's own summand has not
+// travelled. (A template flag: no cost when unused, which counts in a small batch.)
 template <bool kKeepsOwn>
-struct LlSums {
-  const Context& c;
-  int buffer, token;
+struct LlSum {
+  const Exchange& exchange;
+  RankSet ranks;
+  const WaitSite& site;              // names the token
+  const Array<Signal, 2>& refusals;  // [B, R src]
   uint32_t attempt;
-  int first_word;  // of the piece in its row
-  uint64_t epoch;
-  const std::byte* own_piece = nullptr;  // where the own sum is when it is kept
+  int first_word;                        // of the piece in its row
+  const std::byte* own_piece = nullptr;  // where the rank's own summand lies when it is kept
 
   // target[i] = the sum over the ranks, in ascending order and in fp32, for the elements of the piece; false when a
   // wait was given up.
   template <class T, class Group>
   MOE_A2A_DEVICE bool add(const Group& group, int num_elements, bool vector_rows, T* target) const {
     constexpr int kInDword = 4 / sizeof(T);
-    const RankSet ranks = c.ws.token_ranks(buffer, token);
     const int num_words = num_ll_words((num_elements + kInDword - 1) / kInDword), stride = group.size();
     for (int first = group.rank(); first < num_words; first += kUnroll * stride) {
       float sum[kUnroll][kLlData * kInDword] = {};
@@ -39,32 +40,16 @@ struct LlSums {
  private:
   static constexpr int kRanksInFlight = kBlockThreads > 1 ? 4 : 1, kUnroll = kBlockThreads > 1 ? 2 : 1;
 
-  MOE_A2A_DEVICE const LlWord* words_of(int rank) const {
-    return ll_words_at(c.ws.ll_combine_row, buffer, rank, token, first_word);
-  }
-
-  // Of this rank's own sum, as it would have come. (Not by word_of(), which calls for a row's last word: a call
-  // spills.)
-  template <class T>
-  MOE_A2A_DEVICE LlWord own_word(int w, int num_elements) const {
-    const int num_dwords = num_elements * static_cast<int>(sizeof(T)) / 4;
-    LlWord word = {};
-    for (int d = 0; d < kLlData; ++d) {
-      const int i = w * kLlData + d;
-      uint32_t dword[1] = {0};
-      if (i < num_dwords) load_values(dword, reinterpret_cast<const uint32_t*>(own_piece) + i);
-      word.data[d] = dword[0];
-    }
-    return word;
-  }
-
-  // Adds the words of the first ranks of `rest`, which go from it; all loads fly before the first is used.
+  // Adds the words of the first ranks of `rest` and removes them from it; all loads are in flight before the first is
+  // used.
   template <class T, class Sums>
   MOE_A2A_DEVICE bool add_some(RankSet& rest, int first, int num_words, int num_elements, int stride, bool is_recorded,
                                Sums& sum, T) const {
+    const int own_rank = exchange.heap.rank;
     LlWord word[kRanksInFlight][kUnroll] = {};
-    WaitSite site{moe_op::kCombineRecv, moe_kind::kPartialWait, rest.first(), token, buffer, is_recorded};
-    Refusal refusal{nullptr, attempt};
+    WaitSite missing{site.operation, site.awaited, 0, site.token, site.buffer, is_recorded};
+    Refusal refused{nullptr, attempt};
+    missing.peer = rest.first();
     // Calls visit(i, rank) for the first ranks of `rest`.
     const auto for_some = [&](auto visit) {
       RankSet some = rest;
@@ -76,33 +61,37 @@ struct LlSums {
       }
     };
     if constexpr (kKeepsOwn) {
+      const int num_dwords = num_elements * static_cast<int>(sizeof(T)) / 4;
       for_some([&](int i, int rank) {
-        if (rank != c.heap.rank) return;
+        if (rank != own_rank) return;
         MOE_A2A_UNROLL
-        for (int u = 0; u < kUnroll; ++u) word[i][u] = own_word<T>(first + u * stride, num_elements);
+        for (int u = 0; u < kUnroll; ++u) {
+          const int begin = (first + u * stride) * kLlData;
+          load_data<true>(word[i][u], reinterpret_cast<const uint32_t*>(own_piece) + begin, num_dwords - begin);
+        }
       });
     }
     const auto all_here = [&](uint64_t& seen) {
       bool all = true;
       for_some([&](int i, int rank) {
-        if (kKeepsOwn && rank == c.heap.rank) return;
-        const LlWord* words = words_of(rank) + first;
+        if (kKeepsOwn && rank == own_rank) return;
+        const LlWord* words = ll_words_at(exchange.ll_words, exchange.buffer, rank, site.token, first_word) + first;
         bool here = true;
         MOE_A2A_UNROLL
         for (int u = 0; u < kUnroll; ++u) {
           if (first + u * stride >= num_words) continue;
           word[i][u] = load_ll(words + u * stride);
-          here &= is_of(word[i][u], epoch, seen);
+          here &= has_epoch(word[i][u], exchange.epoch, seen);
         }
-        if (!here) {  // the last one that is missed is the one to be named
-          site.peer = rank;
-          refusal.signal = c.ws.combine_refusal.at(buffer, rank);
+        if (!here) {  // the last one missing is the one to name
+          missing.peer = rank;
+          refused.signal = refusals.at(exchange.buffer, rank);
         }
         all &= here;
       });
       return all;
     };
-    if (!wait_until(epoch, site, c.wait, c.heap, refusal, all_here)) return false;
+    if (!wait_until(exchange.epoch, missing, exchange.wait, exchange.heap, refused, all_here)) return false;
     MOE_A2A_UNROLL
     for (int i = 0; i < kRanksInFlight; ++i) {
       if (rest.empty()) break;
@@ -126,7 +115,7 @@ struct LlSums {
     for (int j = 0; j < kLlData * kInDword; ++j) sum[j] += to_float(elements.element[j]);
   }
 
-  // The first `count` of a word's elements, if it has so many.
+  // The word's elements, at most `count` of them.
   template <class T, class Sum>
   MOE_A2A_DEVICE static void store(T* target, int count, bool vector_rows, const Sum& sum) {
     constexpr int kInDword = 4 / sizeof(T), kCount = kLlData * kInDword;

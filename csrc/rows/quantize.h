@@ -4,12 +4,12 @@
 
 #include <cmath>
 
-#include "rows/row.h"
+#include "rows/row_layout.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// A piece of the row `x`; q and scales are where those of the piece go. Each thread has a few neighbouring values, and
-// neighbouring threads share a block of 128: they meet through the largest magnitude among them.
+// Quantises a piece of the row `x` into the piece's values `q` and scales. Each thread holds a few neighbouring values;
+// the threads that share a block of 128 reduce to its largest magnitude.
 template <class T, class Group>
 class PieceQuantizer {
  public:
@@ -23,7 +23,7 @@ class PieceQuantizer {
 
   MOE_A2A_DEVICE void run(bool vector_rows) {
     if (vector_rows) whole_steps<kQuantizeUnroll>();
-    // Every thread goes round equally often: those past the end take part in max_of_neighbours() with zeros.
+    // All threads run the same number of steps: those past the end join max_of_neighbours() with zeros.
     const int padded = (size_ + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
     for (; base_ < padded; base_ += stride_) last_step(padded);
   }
@@ -33,7 +33,7 @@ class PieceQuantizer {
   static constexpr int kLane = kLaneElements<T>, kVectors = (kCount + kLane - 1) / kLane;
   static_assert(kCount % 2 == 0 && (kVectors == 1 || kCount % kLane == 0));
 
-  // As long as every thread has kUnroll times its values; all loads before the first use.
+  // Steps in which every thread has kUnroll times its values; all loads are issued before the first use.
   template <int kUnroll>
   MOE_A2A_DEVICE void whole_steps() {
     for (; base_ + kUnroll * stride_ <= size_; base_ += kUnroll * stride_) {
@@ -65,7 +65,7 @@ class PieceQuantizer {
     for (int i = 0; i < kCount && first + i < size_; ++i) q_[first + i] = quantized[i];
   }
 
-  // The first thread of a block of 128 also writes the scale. `first`: of the values; -1: behind the end.
+  // The first thread of a block of 128 also writes the scale. `first`: index of the values; -1: past the end.
   MOE_A2A_DEVICE void quantize(const float (&values)[kCount], int first, Float8 (&quantized)[kCount]) {
     float amax = 1e-12f;
     MOE_A2A_UNROLL

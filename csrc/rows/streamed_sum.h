@@ -1,22 +1,21 @@
-// The sum of rows, formed by a warp as its RowReader brings them. The same terms in the same order as in add_rows(), so
-// the same bits.
+// Weighted sums of rows that a RowReader brings to a warp (arch/streamed_sums.h): the terms and the order of
+// add_rows(), so the same bits.
 #pragma once
 
-#include "rows/row.h"
+#include "rows/row_sum.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Whether sums of so many terms, one to a lane, can be streamed on this target.
+// Whether sums of up to `most_terms` rows, one per lane, can be streamed on this target.
 MOE_A2A_HOST_DEVICE bool can_stream(int most_terms, bool vector_rows, int64_t row_bytes) {
-  return RowReader::kIsThere && most_terms <= kWarpSize && vector_rows && row_bytes % 16 == 0;
+  return kHasStreams && most_terms <= kWarpSize && vector_rows && row_bytes % 16 == 0;
 }
 
-// Forms num_values sums of the rows of `lanes`, in ascending order with weight_of(lane) as a factor, as the reader
-// brings them; it has begun. A piece at a time: the one from value `first` on is put to open(first), then close(first).
-template <class T, class WeightOf, class Open, class Close>
-MOE_A2A_DEVICE void add_streamed(const Warp& warp, RowReader& reader, uint32_t lanes, int num_values,
-                                 WeightOf weight_of, Open open, Close close) {
-  if constexpr (!RowReader::kIsThere) return;
+// Forms num_values sums over the rows of `lanes`, in ascending order and multiplied by weight_of(lane); the reader has
+// begun. The sums from value `first` on are stored at open(first), then close(first) is called, a piece at a time.
+template <class T, class Reader, class WeightOf, class Open, class Close>
+MOE_A2A_DEVICE void add_streamed(const Warp& warp, Reader& reader, uint32_t lanes, int num_values, WeightOf weight_of,
+                                 Open open, Close close) {
   constexpr int kLane = kLaneElements<T>, kStep = kStreamBytes / static_cast<int>(sizeof(T));
   constexpr int kVectors = kStep / kLane / kWarpSize;
   const int lane_first = warp.rank() * kLane, stride = warp.size() * kLane;
@@ -25,7 +24,7 @@ MOE_A2A_DEVICE void add_streamed(const Warp& warp, RowReader& reader, uint32_t l
     for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
       const float weight = weight_of(count_trailing_zeros(rest));
       const T* piece = reinterpret_cast<const T*>(reader.next()) + lane_first;
-      LoadedLane<T> loaded[kVectors];  // what lies behind a short piece is not stored
+      LoadedLane<T> loaded[kVectors];  // what lies past a short piece is not stored
       MOE_A2A_UNROLL
       for (int v = 0; v < kVectors; ++v) load_lane(loaded[v], piece + v * stride);
       reader.release();

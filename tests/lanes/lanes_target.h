@@ -119,7 +119,7 @@ inline bool block_any(bool value) {
 
 inline void fence_before_signals() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline constexpr Order kSignalOrder = Order::kRelaxed;
-inline constexpr bool kTellerPays = kAsNvidia;
+inline constexpr bool kOneWarpPublishes = kAsNvidia;
 inline constexpr Order kPollOrder = kAsNvidia ? Order::kAcquire : Order::kRelaxed;
 
 inline void prefetch(const void*) {}

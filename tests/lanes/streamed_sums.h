@@ -1,5 +1,4 @@
-// Streamed sums without a copy engine: a lane copies what the engine would bring. With 32 lanes; with 64 there are
-// none, as on AMD.
+// Streamed sums without TMA: a lane copies what TMA would bring. With 32 lanes; with 64 there are none, as on AMD.
 #pragma once
 
 #include <cstring>
@@ -12,13 +11,12 @@
 #if MOE_A2A_LANES == 32
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
+inline constexpr bool kHasStreams = true;
 inline constexpr int kReaderBytes = kStreamBytes, kPieceSenderBytes = kStreamBytes;
 
-class RowReader {
+class LaneRowReader {
  public:
-  static constexpr bool kIsThere = true;
-
-  RowReader(const Warp& warp, std::byte* memory) : warp_(warp), memory_(memory) {}
+  LaneRowReader(const Warp& warp, std::byte* memory) : warp_(warp), memory_(memory) {}
 
   void begin(const std::byte* row, uint32_t lanes, int num_bytes) {
     row_ = row;
@@ -50,9 +48,9 @@ class RowReader {
 };
 
 template <class Item, class Target, class Done>
-class PieceSender {
+class LanePieceSender {
  public:
-  PieceSender(const Warp& warp, Target target, Done done, std::byte* memory)
+  LanePieceSender(const Warp& warp, Target target, Done done, std::byte* memory)
       : warp_(warp), target_(target), done_(done), memory_(memory) {}
 
   std::byte* open() {
@@ -62,8 +60,8 @@ class PieceSender {
   void send(const Item& item, int offset, int num_bytes, bool is_last) {
     warp_.sync();
     if (warp_.rank() != 0) return;
-    item.members.visit_from(item.turn,
-                            [&](int rank) { std::memcpy(target_(item, rank) + offset, memory_, num_bytes); });
+    item.dst_ranks.visit_from(item.first_dst_rank,
+                              [&](int rank) { std::memcpy(target_(item, rank) + offset, memory_, num_bytes); });
     if (is_last) done_(item);
   }
   void finish() {}
@@ -74,6 +72,17 @@ class PieceSender {
   Done done_;
   std::byte* memory_;
 };
+
+template <class F>
+void with_row_reader(const Warp& warp, std::byte* memory, const F& f) {
+  LaneRowReader reader(warp, memory);
+  f(reader);
+}
+template <class Item, class Target, class Done, class F>
+void with_piece_sender(const Warp& warp, const Target& target, const Done& done, std::byte* memory, const F& f) {
+  LanePieceSender<Item, Target, Done> sender(warp, target, done, memory);
+  f(sender);
+}
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 #endif

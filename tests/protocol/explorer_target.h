@@ -19,7 +19,8 @@ namespace moe_a2a::inline explored {
 
 inline constexpr int kWarpSize = 1;
 inline constexpr int kBlockThreads = 1;
-inline constexpr bool kBlocksAreUnequal = true;  // as on a GPU, see comm/units.h: blocks here are as unequal as can be
+inline constexpr bool kBlocksAreUnequal =
+    true;  // as on a GPU, see comm/work_queue.h: blocks here are as unequal as can be
 template <class T>
 inline constexpr int kLaneElements = 4;
 inline constexpr int kLaneUnroll = 1;
@@ -46,7 +47,7 @@ struct Thread {
   T last(T value) const {
     return value;
   }
-  uint64_t union_of(uint64_t bits) const { return bits; }
+  uint64_t reduce_or(uint64_t bits) const { return bits; }
   Matches matches(int32_t, int) const { return {0, 1}; }
   template <int kLanes>
   float max_of_neighbours(float value) const {
@@ -120,7 +121,7 @@ bool atomic_claim(T* address, T expected, T desired) {
 // GPUs. Which of the two a release store here stands for is the explorer's choice, see Mutation::signals_by_fence.
 inline void fence_before_signals() { observed_fence(); }
 inline constexpr Order kSignalOrder = Order::kRelease;
-inline constexpr bool kTellerPays = false;
+inline constexpr bool kOneWarpPublishes = false;
 inline constexpr Order kPollOrder = Order::kRelaxed;  // the way of AMD: a poll, then an acquire of its own
 using LlBits = uint64_t;
 

@@ -8,7 +8,8 @@
 #include "comm/align_clocks.h"
 #include "comm/goodbye.h"
 #include "model_values.h"
-#include "moe/both_halves.h"
+#include "moe/combine/combine.h"
+#include "moe/dispatch/dispatch.h"
 #include "moe/notices.h"
 
 namespace moe_a2a {

@@ -66,9 +66,10 @@ std::vector<Mutant> all_mutants() {
       {Kind::kRelaxedRelease, "no release", {kCredit}, "combine_send"},
       {Kind::kRelaxedRelease, "no release", {kCredit}, "release"},
       {Kind::kRelaxedRelease, "no release", {kCredit}, "refuse_dispatch"},
-      {Kind::kRelaxedRelease, "no release", {kTable}, kSmallSend},
+      {Kind::kRelaxedRelease, "no release", {kTable, kSends}, kSmallSend},
       {Kind::kRelaxedAcquire, "no acquire", all_signals},
       {Kind::kRelaxedAcquire, "no acquire", {kTable}, kSmallRecv},
+      {Kind::kRelaxedAcquire, "no acquire", {kSends}, kSmallSend},
       {Kind::kWaitSkipped, "no wait", {kTable, kRow, kSum, kCredit, kGoodbye, kMeeting, kMessage}},
       {Kind::kWaitSkipped, "no wait", {kCredit}, "refuse_dispatch"},
       {Kind::kOneEpochEarly, "waits for the epoch before", {kTable, kRow, kSum, kCredit, kMeeting, kMessage}},
@@ -84,8 +85,10 @@ std::vector<Mutant> all_mutants() {
       {Kind::kStoreLost, "not raised", {kTable}, kSmallSend},
       {Kind::kStoreLost, "not sent", {kLlChoices, kLlRow, kLlSum}},
       {Kind::kLostWhenUnused, "not raised for ranks that sent nothing", {kCredit}},
-      {Kind::kStoreLost, "not set back", {kSends, kCombines}},
+      {Kind::kStoreLost, "not reset", {kSends, kCombines}},
+      {Kind::kStoreLost, "not reset", {kSends}, kSmallSend},
       {Kind::kEveryoneIsLast, "every block is the last", {kSends, kCombines}},
+      {Kind::kEveryoneIsLast, "every block is the last", {kSends}, kSmallSend},
   };
   std::vector<Mutant> mutants;
   for (const Broken& broken : all) {

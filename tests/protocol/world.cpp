@@ -48,7 +48,7 @@ void World::name_regions(const ModelRank& rank) {
   region(ws.table_signal.data, "table_signal", Field::kTableSignal);
   region(ws.table_route.data, "table_route");
   region(ws.table_weight.data, "table_weight");
-  region(ws.table_landing.data, "table_landing");
+  region(ws.table_landed_idx.data, "table_landed_idx");
   region(ws.table_count.data, "table_count");
   region(ws.row_signal.data, "row_signal", Field::kRowSignal);
   region(ws.row.data, "row");
@@ -83,6 +83,7 @@ void World::name_regions(const ModelRank& rank) {
   region(ws.landed_row.data, "landed_row");
   region(ws.landed_offsets.data, "landed_offsets");
   region(ws.landed_term.data, "landed_term");
+  region(ws.combine_order.data, "combine_order");
   region(ws.num_recv_tokens.data, "num_recv_tokens");
   region(ws.all_send_ll.data, "all_send_ll");
   region(ws.token_ranks.data, "token_ranks");

@@ -5,7 +5,7 @@ from amd_assembly import kernels
 from check_isa import check, check_kernel
 
 # As clang marks what comes from an LL word's accesses, from a signal's, and what it has moved about.
-LL_STORE = "\t.loc\t2 97 3 ; csrc/arch/hip.h:97:3 @[ csrc/comm/ll_word.h:41:3 @[ csrc/rows/ll_stream.h:88:47 ] ]"
+LL_STORE = "\t.loc\t2 97 3 ; csrc/arch/hip.h:97:3 @[ csrc/comm/ll_word.h:41:3 @[ csrc/rows/ll_row.h:88:47 ] ]"
 LL_LOAD = "\t.loc\t2 93 10 ; csrc/arch/hip.h:93:10 @[ csrc/comm/ll_word.h:38:10 @[ csrc/rows/ll_sum.h:63:24 ] ]"
 OF_A_SIGNAL = "\t.loc\t2 97 3 ; csrc/arch/hip.h:97:3 @[ csrc/comm/signal.h:70:7 @[ csrc/moe/notices.h:50:5 ] ]"
 OF_A_CALLER = "\t.loc\t2 97 3 ; csrc/arch/hip.h:97:3 @[ csrc/comm/signal.h:70:7 @[ csrc/comm/ll_word.h:41:3 ] ]"

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -71,7 +72,7 @@ class Exchange {
   }
 
   void send_tables(int num_blocks) {
-    SharedMemory shared(RoutingTable::shared_bytes(config_));
+    SharedMemory shared(RoutingTable::plan(config_).bytes);
     for (int r = 0; r < config_.num_ranks; ++r) {
       const DispatchSendArgs args{.context = heaps_.context[r],
                                   .buffer = buffer_,
@@ -81,7 +82,7 @@ class Exchange {
                                   .x = {},
                                   .x_scales = {}};
       if (is_small(r)) {
-        for (int t = sent_[r].num_tokens - 1; t >= 0; --t) DispatchSend::send_choices(args, Warp{}, t, kEpoch);
+        for (int t = sent_[r].num_tokens - 1; t >= 0; --t) send_choices(args, Warp{}, t, kEpoch);
         continue;
       }
       for (int b = num_blocks - 1; b >= 0; --b) {
@@ -94,13 +95,14 @@ class Exchange {
   void build_lists(int num_blocks) {
     const DispatchRecvArgs args{
         .context = heaps_.context[me_], .buffer = buffer_, .layout = layout_, .expert_alignment = alignment_};
-    SharedMemory shared(ExpertLists::shared_bytes(config_));
+    const ExpertLists::Plan plan = ExpertLists::plan(config_);
+    SharedMemory shared(plan.bytes);
     for (int b = 0; b < num_blocks; ++b) {
       Block::Scratch scratch;
       const Grid grid{b, num_blocks};
       const Block block(scratch);
       std::vector<int32_t> num_tokens(config_.num_ranks, -1);
-      ExpertLists lists(args, grid, block, shared.data(), num_tokens.data());
+      ExpertLists lists(args, grid, block, shared.data(), plan, num_tokens.data());
       ASSERT_TRUE(lists.build(kEpoch, [&] {
         for (int r = 0; r < config_.num_ranks; ++r) num_tokens[r] = sent_[r].num_tokens;
         return true;
@@ -244,6 +246,27 @@ class Exchange {
     }
     ASSERT_EQ(ws.landed_offsets(buffer_, config_.num_ranks), landed);
     ASSERT_EQ(ws.all_send_ll(buffer_, 0), all_are_small);
+    if (all_are_small) return;  // combine sends words, in another order
+    check_combine_order(Workspace::kAllRows, true);
+    check_combine_order(Workspace::kPeersRows, false);
+  }
+
+  // The next owner behind the one before that has rows left, and of its rows the first: so each comes once.
+  void check_combine_order(Workspace::RowOrder order, bool with_own) const {
+    const Workspace& ws = heaps_.context[me_].ws;
+    const int32_t* offsets = ws.landed_offsets.at(buffer_);
+    std::vector<int> next(offsets, offsets + config_.num_ranks), left(config_.num_ranks);
+    for (int r = 0; r < config_.num_ranks; ++r) left[r] = r == me_ && !with_own ? 0 : offsets[r + 1] - offsets[r];
+    const int num_rows = std::accumulate(left.begin(), left.end(), 0);
+    int owner = me_;
+    for (int i = 0; i < num_rows; ++i) {
+      do owner = (owner + 1) % config_.num_ranks;
+      while (left[owner] == 0);
+      --left[owner];
+      const LandedRow entry = ws.combine_order(buffer_, order, i);
+      ASSERT_EQ(entry.landed, next[owner]++) << "row " << i;
+      ASSERT_EQ(entry.row, ws.landed_row(buffer_, entry.landed));
+    }
   }
 
   MoeConfig config_;
@@ -281,14 +304,14 @@ INSTANTIATE_TEST_SUITE_P(Each, ExpertListsTest,
                                             ::testing::Values(kSmall, kChunks, kPasses)),
                          name_of);
 
-TEST(Destinations, AreTheDistinctRanksOfATokensExperts) {
+TEST(DstRanks, AreTheDistinctRanksOfATokensExperts) {
   const int32_t choices[] = {11, -1, 0, 2, 9, -1, 12, -1, -1, -7};
   Context context;
   context.config = {.num_ranks = 4, .num_experts = 12, .num_topk = 5};
   const DispatchSendArgs args{
       .context = context, .num_tokens = 2, .topk_idx = {choices, false}, .x = {}, .x_scales = {}};
-  EXPECT_EQ(destinations(Warp{}, args, 0).bits, 0b1001u);
-  EXPECT_TRUE(destinations(Warp{}, args, 1).empty());
+  EXPECT_EQ(dst_ranks_of(Warp{}, args, 0).bits, 0b1001u);
+  EXPECT_TRUE(dst_ranks_of(Warp{}, args, 1).empty());
 }
 
 }  // namespace

@@ -8,11 +8,11 @@
 
 namespace moe_a2a {
 
-struct alignas(128) Line {
+struct alignas(128) CacheLine {
   std::byte bytes[128] = {};
 };
-using Memory = std::vector<Line>;  // zeroed
-inline Memory make_memory(size_t nbytes) { return Memory(nbytes / sizeof(Line) + 1); }
+using Memory = std::vector<CacheLine>;  // zeroed
+inline Memory make_memory(size_t nbytes) { return Memory(nbytes / sizeof(CacheLine) + 1); }
 
 struct Heaps {
   std::vector<Context> context;  // [num_ranks]

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "moe/dispatch/dispatch_send.h"
-#include "moe/route/ll_table.h"
+#include "moe/route/expert_lists.h"
 #include "rows/ll_sum.h"
 #include "seed.h"
 #include "unit/heaps.h"
@@ -45,7 +45,7 @@ MoeConfig draw_config(Random& random) {
 }
 
 void poison(Heaps& heaps) {
-  Line poisoned;
+  CacheLine poisoned;
   std::fill(std::begin(poisoned.bytes), std::end(poisoned.bytes), std::byte{0xa5});
   for (Memory& memory : heaps.symmetric) std::fill(memory.begin(), memory.end(), poisoned);
 }
@@ -60,17 +60,17 @@ TEST(LlStamp, IsNeverThatOfClearedMemoryAndWrapsAfter31Bits) {
     EXPECT_NE(ll_stamp(epoch), ll_stamp(epoch + 1));
     EXPECT_NE(ll_stamp(epoch), ll_stamp(epoch - 1));
     EXPECT_EQ(ll_stamp(epoch), ll_stamp(epoch + (1ull << 31)));
-    EXPECT_TRUE(is_of({.data = {7}, .stamp = ll_stamp(epoch)}, epoch, seen));
-    EXPECT_FALSE(is_of({.data = {7}, .stamp = ll_stamp(epoch)}, epoch + 1, seen));
+    EXPECT_TRUE(has_epoch({.data = {7}, .stamp = ll_stamp(epoch)}, epoch, seen));
+    EXPECT_FALSE(has_epoch({.data = {7}, .stamp = ll_stamp(epoch)}, epoch + 1, seen));
     EXPECT_EQ(Signal::epoch_of(seen), epoch & 0x7fffffff);
-    EXPECT_FALSE(is_of({}, epoch, seen));
+    EXPECT_FALSE(has_epoch({}, epoch, seen));
     EXPECT_EQ(Signal::epoch_of(seen), 0u);
   }
 }
 
 // ---- rows
 
-// Sends a row of rank `src` and takes it again on every rank of `members`; memory is poisoned before.
+// Sends a row of rank `src` and receives it on every destination; memory is poisoned before.
 TEST(LlStream, RowsComeAsTheyWereAndTouchNothingElse) {
   Random random(test_seed());
   for (int round = 0; round < 400; ++round) {
@@ -78,10 +78,11 @@ TEST(LlStream, RowsComeAsTheyWereAndTouchNothingElse) {
     MoeConfig config = draw_config(random);
     Heaps heaps(config);
     const int num_ranks = config.num_ranks, src = random.pick(0, num_ranks - 1), buffer = random.pick(0, 1);
-    const int token = random.pick(0, config.num_max_ll_tokens - 1), turn = random.pick(0, num_ranks - 1);
-    const RankSet members{1 + static_cast<uint64_t>(random.pick(0, (1 << num_ranks) - 2))};
+    const int token = random.pick(0, config.num_max_ll_tokens - 1), first = random.pick(0, num_ranks - 1);
+    const RankSet dst_ranks{1 + static_cast<uint64_t>(random.pick(0, (1 << num_ranks) - 2))};
     const DType dtype = random.pick(0, 2) == 0 ? DType::kFloat8 : config.dtype;
-    const int pieces = config.num_pieces(), words_of_piece = ll_words_of_piece(config, dtype);
+    const RowLayout layout = config.row(dtype);
+    const int pieces = layout.num_pieces(), words_per_piece = ll_words_per_piece(layout);
     std::vector<std::byte> x(config.hidden * size_of(dtype) + 16), scales(4 * config.num_scales());
     random.fill(x.data(), x.size());
     random.fill(scales.data(), scales.size());
@@ -92,31 +93,31 @@ TEST(LlStream, RowsComeAsTheyWereAndTouchNothingElse) {
     const auto row_at = [&](const Context& c) { return c.ws.ll_row.at(buffer, src, token); };
     for (int p = pieces - 1; p >= 0; --p) {
       const Context& c = heaps.context[src];
-      RowSource row = part_of_row(config, dtype, Piece::of(config, p));
+      RowSource row = layout.part(layout.piece(p));
       row.values = values + row.values_offset;
       row.scales = scales.data() + p * kPieceBlocks * 4;
-      LlWord* local = reinterpret_cast<LlWord*>(row_at(c)) + p * words_of_piece;
-      send_ll(Warp{}, members, turn, row, kEpoch, [&](int r) { return c.heap.peer(r, local); });
+      LlWord* local = reinterpret_cast<LlWord*>(row_at(c)) + p * words_per_piece;
+      send_ll(Warp{}, {dst_ranks, token, first}, row, kEpoch, [&](int r) { return c.heap.peer(r, local); });
     }
     for (int r = 0; r < num_ranks; ++r) {
       const auto* bytes = reinterpret_cast<const std::byte*>(heaps.symmetric[r].data());
       const auto* old = reinterpret_cast<const std::byte*>(before[r].data());
       const int64_t begin = row_at(heaps.context[r]) - bytes, end = begin + config.ll_row_stride();
-      const int64_t size = heaps.symmetric[r].size() * sizeof(Line);
+      const int64_t size = heaps.symmetric[r].size() * sizeof(CacheLine);
       ASSERT_EQ(std::memcmp(bytes, old, begin), 0);
       ASSERT_EQ(std::memcmp(bytes + end, old + end, size - end), 0);
-      ASSERT_EQ(std::memcmp(bytes + begin, old + begin, end - begin) != 0, members.contains(r));
+      ASSERT_EQ(std::memcmp(bytes + begin, old + begin, end - begin) != 0, dst_ranks.contains(r));
     }
-    for (RankSet rest = members; !rest.empty(); rest.remove_first()) {
+    for (RankSet rest = dst_ranks; !rest.empty(); rest.remove_first()) {
       const Context& c = heaps.context[rest.first()];
       // Between two guards as long as a row; what the row has beside values and scales may be anything.
       const int64_t stride = config.row_stride(dtype);
       std::vector<uint32_t> memory(3 * stride / 4, 0x5a5a5a5a);
       auto* target = reinterpret_cast<std::byte*>(memory.data()) + stride;
       for (int p = 0; p < pieces; ++p) {
-        const RowSource row = part_of_row(config, dtype, Piece::of(config, p));
-        const LlWord* words = reinterpret_cast<const LlWord*>(row_at(c)) + p * words_of_piece;
-        ASSERT_TRUE(receive_ll(Warp{}, c, words, row, target, kEpoch, kSite));
+        const RowSource row = layout.part(layout.piece(p));
+        const LlWord* words = reinterpret_cast<const LlWord*>(row_at(c)) + p * words_per_piece;
+        ASSERT_TRUE(receive_ll(Warp{}, c.heap, c.wait, words, row, target, kEpoch, kSite));
       }
       ASSERT_EQ(std::memcmp(target, values, config.hidden * size_of(dtype)), 0);
       if (dtype == DType::kFloat8) {
@@ -141,13 +142,14 @@ TEST(LlStream, OneWordOfAnotherEpochIsWaitedForInVain) {
   for (int late = 0; late < config.hidden; ++late) {
     Heaps heaps(config);
     const Context& c = heaps.context[0];
-    RowSource row = part_of_row(config, config.dtype, Piece::of(config, 0));
+    RowSource row = config.row(config.dtype).part(config.row(config.dtype).whole());
     row.values = reinterpret_cast<const std::byte*>(x.data());
     auto* words = reinterpret_cast<LlWord*>(c.ws.ll_row.at(0, 0, 0));
-    send_ll(Warp{}, RankSet::only(0), 0, row, kEpoch, [&](int) { return words; });
+    send_ll(Warp{}, {RankSet::only(0), 0, 0}, row, kEpoch, [&](int) { return words; });
     words[late].stamp = ll_stamp(kEpoch - 1);
     std::vector<float> target(64);
-    EXPECT_FALSE(receive_ll(Warp{}, c, words, row, reinterpret_cast<std::byte*>(target.data()), kEpoch, kSite));
+    EXPECT_FALSE(
+        receive_ll(Warp{}, c.heap, c.wait, words, row, reinterpret_cast<std::byte*>(target.data()), kEpoch, kSite));
     EXPECT_EQ(heaps.report[0].reason, Reason::kTimeout);
     EXPECT_EQ(heaps.report[0].expected_epoch, kEpoch);
     EXPECT_EQ(heaps.report[0].seen_epoch, (kEpoch - 1) & 0x7fffffff);
@@ -156,7 +158,7 @@ TEST(LlStream, OneWordOfAnotherEpochIsWaitedForInVain) {
 
 // ---- sums
 
-TEST(LlSums, AreThePlainSumsInAscendingOrderOfTheRanks) {
+TEST(LlSum, AreThePlainSumsInAscendingOrderOfTheRanks) {
   Random random(test_seed());
   for (int round = 0; round < 200; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
@@ -168,7 +170,10 @@ TEST(LlSums, AreThePlainSumsInAscendingOrderOfTheRanks) {
     const Context& me = heaps.context[random.pick(0, config.num_ranks - 1)];
     const RankSet ranks{static_cast<uint64_t>(random.pick(0, (1 << config.num_ranks) - 1))};
     me.ws.token_ranks(buffer, token) = ranks;
-    const int words_of_piece = ll_words_of_piece(config, config.dtype);
+    const RowLayout layout = config.row(config.dtype);
+    const int words_per_piece = ll_words_per_piece(layout);
+    const Exchange exchange = combine_rows(me, buffer, kEpoch);
+    const WaitSite site{moe_op::kCombineRecv, moe_kind::kPartialWait, 0, token, buffer};
     with_element_type(config.dtype, [&](auto type) {
       using T = decltype(type);
       if constexpr (sizeof(T) > 1) {
@@ -182,27 +187,27 @@ TEST(LlSums, AreThePlainSumsInAscendingOrderOfTheRanks) {
           for (int i = 0; i < config.hidden; ++i) expected[i] += to_float(y[i]);
           if (keeps_own && r == me.heap.rank) own = y;
           for (int p = 0; p < config.num_pieces(); ++p) {
-            RowSource row = part_of_row(config, config.dtype, Piece::of(config, p));
+            RowSource row = layout.part(layout.piece(p));
             row.values = reinterpret_cast<const std::byte*>(y.data()) + row.values_offset;
-            auto* words = reinterpret_cast<LlWord*>(me.ws.ll_combine_row.at(buffer, r, token)) + p * words_of_piece;
+            auto* words = reinterpret_cast<LlWord*>(me.ws.ll_combine_row.at(buffer, r, token)) + p * words_per_piece;
             if (keeps_own && r == me.heap.rank) continue;  // it does not travel
-            send_ll(Warp{}, RankSet::only(me.heap.rank), 0, row, kEpoch, [&](int) { return words; });
+            send_ll(Warp{}, {RankSet::only(me.heap.rank), token, 0}, row, kEpoch, [&](int) { return words; });
           }
         }
         const T guard = from_float<T>(77.0f);
         for (const bool vector_rows : {false, true}) {
           std::vector<T> combined(config.hidden + 8, guard);
           for (int p = 0; p < config.num_pieces(); ++p) {
-            const Piece piece = Piece::of(config, p);
+            const Piece piece = layout.piece(p);
             const auto* own_piece =
                 own.empty() ? nullptr : reinterpret_cast<const std::byte*>(own.data() + piece.first);
-            const auto add = [&](auto sums) {
-              ASSERT_TRUE(sums.add(Warp{}, piece.size(), vector_rows, combined.data() + piece.first));
+            const auto add = [&](auto sum) {
+              ASSERT_TRUE(sum.add(Warp{}, piece.size(), vector_rows, combined.data() + piece.first));
             };
             if (own.empty()) {
-              add(LlSums<false>{me, buffer, token, 1, p * words_of_piece, kEpoch});
+              add(LlSum<false>{exchange, ranks, site, me.ws.combine_refusal, 1, p * words_per_piece});
             } else {
-              add(LlSums<true>{me, buffer, token, 1, p * words_of_piece, kEpoch, own_piece});
+              add(LlSum<true>{exchange, ranks, site, me.ws.combine_refusal, 1, p * words_per_piece, own_piece});
             }
           }
           for (int i = 0; i < config.hidden; ++i) {
@@ -233,7 +238,7 @@ TEST(LlChoice, WordsStayInTheirTokensPlace) {
       const auto* old = reinterpret_cast<const std::byte*>(before[r].data());
       const int64_t begin = there.ws.ll_choices.at(1, src, token) - bytes, end = begin + config.ll_choices_stride();
       ASSERT_EQ(std::memcmp(bytes, old, begin), 0);
-      ASSERT_EQ(std::memcmp(bytes + end, old + end, heaps.symmetric[r].size() * sizeof(Line) - end), 0);
+      ASSERT_EQ(std::memcmp(bytes + end, old + end, heaps.symmetric[r].size() * sizeof(CacheLine) - end), 0);
       for (int k = 0; k < config.num_topk; ++k) {
         int expert;
         float weight;
@@ -268,15 +273,17 @@ TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
         send_choice(heaps.context[r], 0, num_tokens[r], i / num_topk, i % num_topk, chosen, weight[r][i], kEpoch);
       }
     }
-    SharedMemory shared(LlTable::shared_bytes(config) + 128);
-    std::memset(shared.data(), 0xa5, LlTable::shared_bytes(config) + 128);
+    SharedCarver carver;
+    const LlTable::Plan plan = LlTable::plan(config, carver);
+    SharedMemory shared(carver.bytes() + 128);
+    std::memset(shared.data(), 0xa5, carver.bytes() + 128);
     Block::Scratch scratch;
     const Block block(scratch);
-    LlTable table(me, 0, block, shared.data());
+    LlTable table(me, 0, block, shared.data(), plan);
     table.clear();
     ASSERT_TRUE(table.receive(num_tokens.data(), kEpoch));
     table.count(num_tokens.data());
-    for (int i = 0; i < 128; ++i) ASSERT_EQ(shared.data()[LlTable::shared_bytes(config) + i], std::byte{0xa5});
+    for (int i = 0; i < 128; ++i) ASSERT_EQ(shared.data()[carver.bytes() + i], std::byte{0xa5});
 
     for (int r = 0; r < config.num_ranks; ++r) {
       if (!config.sends_ll(num_tokens[r])) continue;
@@ -290,15 +297,15 @@ TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
         for (int t = s * length; t < std::min((s + 1) * length, num_tokens[r]); ++t) {
           bool lands = false;
           for (int k = 0; k < num_topk; ++k) {
-            const LocalChoice choice = table.choice(r, t, k);
+            const LocalChoice choice = LlTable::Token(table, r, t).choice(k);
             const int local = expert[r][t * num_topk + k];
             ASSERT_EQ(choice.expert, local);
-            ASSERT_EQ(table.weight(r, t, k), weight[r][t * num_topk + k]);
+            ASSERT_EQ(LlTable::Token(table, r, t).weight(k), weight[r][t * num_topk + k]);
             if (local < 0) continue;
             ASSERT_EQ(choice.idx, count[local]++);
             lands = true;
           }
-          ASSERT_EQ(table.landing(r, t), lands ? num_landed : -1);
+          ASSERT_EQ(LlTable::Token(table, r, t).landed_idx(), lands ? num_landed : -1);
           num_landed += lands;
         }
         for (int e = 0; e < num_local; ++e) ASSERT_EQ(table.counts_of(r, s)[e], count[e]);

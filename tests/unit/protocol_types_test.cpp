@@ -99,11 +99,11 @@ TEST(MoeConfig, RowsStartOnLinesAndHoldTheirScales) {
 
 TEST(MoeConfig, PiecesAreWholeScaleBlocksAndCoverTheRow) {
   MoeConfig config = small_config();
-  EXPECT_EQ(MoeConfig::piece_length() % kScaleBlock, 0);
+  EXPECT_EQ(RowLayout::piece_length() % kScaleBlock, 0);
   for (int hidden = 1; hidden < 3000; ++hidden) {
     config.hidden = hidden;
-    ASSERT_GE(config.num_pieces() * MoeConfig::piece_length(), hidden);
-    ASSERT_LT((config.num_pieces() - 1) * MoeConfig::piece_length(), hidden);  // the last piece has something
+    ASSERT_GE(config.num_pieces() * RowLayout::piece_length(), hidden);
+    ASSERT_LT((config.num_pieces() - 1) * RowLayout::piece_length(), hidden);  // the last piece has something
   }
   config.hidden = 7168;
   EXPECT_EQ(config.num_pieces(), 14);
@@ -230,7 +230,7 @@ std::vector<Field> symmetric_fields(const Context& context) {
   return {{"table_signal", w.table_signal.data, b * r * chunks * sizeof(Signal)},
           {"table_route", w.table_route.data, b * r * t * k * sizeof(RouteEntry)},
           {"table_weight", w.table_weight.data, b * r * t * k * 4},
-          {"table_landing", w.table_landing.data, b * r * t * 4},
+          {"table_landed_idx", w.table_landed_idx.data, b * r * t * 4},
           {"table_count", w.table_count.data, b * r * chunks * (c.num_local_experts() + 1) * 4},
           {"row_signal", w.row_signal.data, b * r * t * sizeof(Signal)},
           {"row", w.row.data, b * r * t * c.max_row_stride()},
@@ -265,6 +265,7 @@ std::vector<Field> local_fields(const Context& context) {
           {"landed_row", w.landed_row.data, b * r * t * 4},
           {"landed_offsets", w.landed_offsets.data, b * (r + 1) * 4},
           {"landed_term", w.landed_term.data, b * r * t * k * sizeof(RouteTerm)},
+          {"combine_order", w.combine_order.data, b * Workspace::kNumOrders * r * t * sizeof(LandedRow)},
           {"num_recv_tokens", w.num_recv_tokens.data, b * r * 4},
           {"all_send_ll", w.all_send_ll.data, b * 4},
           {"token_ranks", w.token_ranks.data, b * t * sizeof(RankSet)}};

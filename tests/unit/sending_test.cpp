@@ -1,4 +1,5 @@
-// How the work of sending is shared out: units, the order of the rows of a combine.
+// How the work of sending is shared out: lines of units, the work queue, the schedules of a combine, the shared memory
+// of a block that sends.
 
 #include <gtest/gtest.h>
 
@@ -7,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "comm/units.h"
+#include "comm/work_queue.h"
 #include "moe/combine/combine_send.h"
 #include "seed.h"
 #include "unit/heaps.h"
@@ -23,7 +24,55 @@ MoeConfig config_of(int num_ranks, int num_tokens) {
           .num_max_tokens_per_rank = num_tokens};
 }
 
-TEST(Units, AreEachTakenOnce) {
+class Random {
+ public:
+  explicit Random(uint64_t seed) : generator_(static_cast<unsigned>(seed)) {}
+  int pick(int low, int high) { return std::uniform_int_distribution(low, high)(generator_); }
+
+ private:
+  std::mt19937 generator_;
+};
+
+TEST(Line, DealsTheUnitsOfAllSegmentsRoundRobin) {
+  Random random(test_seed());
+  for (int round = 0; round < 300; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    std::vector<int> segments(random.pick(0, 6));
+    for (int& num_units : segments) num_units = random.pick(0, 3) == 0 ? 0 : random.pick(0, 12);
+    const int num_workers = random.pick(1, 9);
+    std::vector<int> expected, workers;  // which worker each unit of the whole line goes to
+    for (int i = 0; i < std::accumulate(segments.begin(), segments.end(), 0); ++i) expected.push_back(i % num_workers);
+    workers.resize(expected.size(), -1);
+    for (int w = 0; w < num_workers; ++w) {
+      Line<> line(w, num_workers);
+      int before = 0, last = -1;
+      for (const int num_units : segments) {
+        ASSERT_TRUE(line.walk(num_units, [&](int unit) {
+          EXPECT_LT(unit, num_units);
+          EXPECT_GT(before + unit, last);
+          last = before + unit;
+          EXPECT_EQ(workers[last], -1);
+          workers[last] = w;
+          return true;
+        }));
+        before += num_units;
+      }
+    }
+    ASSERT_EQ(workers, expected);
+  }
+}
+
+TEST(Line, StopsAtAVisitThatReturnsFalse) {
+  Line<> line(1, 2);
+  int num_visits = 0;
+  EXPECT_FALSE(line.walk(10, [&](int unit) {
+    ++num_visits;
+    return unit < 5;
+  }));
+  EXPECT_EQ(num_visits, 3);  // 1, 3, 5
+}
+
+TEST(WorkQueue, HandsOutEachUnitOnce) {
   for (int num_blocks = 1; num_blocks < 6; ++num_blocks) {
     for (int num_units = 0; num_units < 20; ++num_units) {
       std::vector<int> taken(num_units);
@@ -31,61 +80,66 @@ TEST(Units, AreEachTakenOnce) {
       for (int b = 0; b < num_blocks; ++b) {
         Block::Scratch scratch;
         const Block block(scratch);
-        for (Units units(Grid{b, num_blocks}, block, 1, &ticket); units.current() < num_units; units.advance()) {
-          ++taken[units.current()];
-        }
+        WorkQueue(Grid{b, num_blocks}, block, 1, &ticket).walk(num_units, [&](int unit) { ++taken[unit]; });
       }
       EXPECT_EQ(taken, std::vector<int>(num_units, 1));
-      EXPECT_EQ(ticket, 0u);  // the blocks of the CPU take turns
+      EXPECT_EQ(ticket, 0u);  // on the CPU the units go round-robin
     }
   }
 }
 
-// ---- the rows of a combine
+// ---- the schedules of a combine. The order of whole rows is written by dispatch_recv: see expert_lists_test.cpp.
 
-TEST(LandedLine, VisitsAllRowsOwnersInTurnEachInItsOrder) {
-  std::mt19937 random(static_cast<unsigned>(test_seed()));
-  const auto pick = [&](int low, int high) { return std::uniform_int_distribution(low, high)(random); };
+TEST(CombineSchedule, SendsPiecesAsTheRowsLieOwnRowsLast) {
+  Random random(test_seed());
   for (int round = 0; round < 500; ++round) {
-    const int num_ranks = pick(1, 9);
+    const int num_ranks = random.pick(1, 9);
     Heaps heaps(config_of(num_ranks, 20));
-    const int me = pick(0, num_ranks - 1);
+    const int me = random.pick(0, num_ranks - 1);
     const Context& c = heaps.context[me];
     int32_t* offsets = c.ws.landed_offsets.at(0);
-    std::vector<int> owner_of;
     for (int r = 0; r < num_ranks; ++r) {
-      offsets[r + 1] = offsets[r] + (pick(0, 2) == 0 ? 0 : pick(0, 20));
-      owner_of.resize(offsets[r + 1], r);
+      offsets[r + 1] = offsets[r] + (random.pick(0, 2) == 0 ? 0 : random.pick(0, 20));
+      for (int i = offsets[r]; i < offsets[r + 1]; ++i) c.ws.landed_row(0, i) = r * 20 + (i - offsets[r]);
     }
-    std::vector<int> num_sent(num_ranks), left(num_ranks);
-    for (int r = 0; r < num_ranks; ++r) left[r] = offsets[r + 1] - offsets[r];
     const CombineSendArgs args{.context = c, .presummed = true};
-    const bool keeps_own = pick(0, 1) == 1;
+    const bool keeps_own = random.pick(0, 1) == 1;
     const OwnSums own(keeps_own ? &args : nullptr);
-    const LandedLine line(c, 0, own);
-    if (keeps_own) left[me] = 0;
-    ASSERT_EQ(line.size(), std::accumulate(left.begin(), left.end(), 0));
-    std::vector<int> behind_own;
-    int before = me;
-    for (int i = 0; i < line.size(); ++i) {
-      behind_own.push_back(line.behind_own(i));
-      const int landed = line.in_turn(i);
-      ASSERT_GE(landed, 0);
-      ASSERT_LT(landed, offsets[num_ranks]);
-      // The next owner behind the one before that has rows left, and of these the first: so all come once.
-      int expected = (before + 1) % num_ranks;
-      while (left[expected] == 0) expected = (expected + 1) % num_ranks;
-      ASSERT_EQ(owner_of[landed], expected) << "row " << i << " of round " << round;
-      ASSERT_EQ(landed, offsets[expected] + num_sent[expected]++);
-      --left[expected];
-      before = expected;
+    const CombineSchedule<LlWire> schedule(c, 0, own);
+    std::vector<int> expected(offsets[num_ranks]), landed;
+    std::iota(expected.begin(), expected.end(), 0);
+    std::rotate(expected.begin(), expected.begin() + offsets[me + 1], expected.end());
+    if (keeps_own) expected.resize(expected.size() - (offsets[me + 1] - offsets[me]));
+    ASSERT_EQ(schedule.num_rows(), static_cast<int>(expected.size()));
+    for (int i = 0; i < schedule.num_rows(); ++i) {
+      const Scheduled scheduled = schedule.at(Warp{}, i);
+      landed.push_back(scheduled.row);
+      const int owner = scheduled.delivery.first_dst_rank;
+      ASSERT_EQ(scheduled.delivery.dst_ranks.bits, RankSet::only(owner).bits);
+      ASSERT_EQ(owner * 20 + scheduled.delivery.token, c.ws.landed_row(0, scheduled.row));
     }
-    // As they lie in memory, beginning with those of the rank behind this one; its own come last, if at all.
-    std::vector<int> expected_behind(offsets[num_ranks]);
-    std::iota(expected_behind.begin(), expected_behind.end(), 0);
-    std::rotate(expected_behind.begin(), expected_behind.begin() + offsets[me + 1], expected_behind.end());
-    expected_behind.resize(line.size());
-    ASSERT_EQ(behind_own, expected_behind);
+    ASSERT_EQ(landed, expected);
+  }
+}
+
+// ---- shared memory
+
+TEST(RowWire, QuantisesRowsUpToItsLimitAndNoLongerOnes) {
+  for (int64_t shared_bytes = 4 << 10; shared_bytes <= 256 << 10; shared_bytes += 1000) {
+    const auto plan_for = [&](int64_t row_bytes) {
+      return RowWire::plan(warp_staging_bytes(row_bytes, StagedFor::kQuantizing), shared_bytes);
+    };
+    const int64_t most = RowWire::max_quantized_row_bytes(shared_bytes);
+    ASSERT_GT(most, shared_bytes / 4);
+    for (const int64_t row_bytes : {most / 9, most / 2, most - 1, most}) {
+      const RowWire::Plan plan = plan_for(row_bytes);
+      ASSERT_GE(plan.stage_bytes, row_bytes);
+      ASSERT_GE(plan.num_senders, 1);
+      ASSERT_GE(plan.stages.offset, plan.queue.offset + RowWire::Queue::shared_bytes());
+      ASSERT_GE(plan.bytes, plan.stages.offset + int64_t{plan.stage_bytes} * plan.num_senders);
+      ASSERT_LE(plan.bytes, shared_bytes);
+    }
+    ASSERT_EQ(plan_for(most + 1).stage_bytes, 0);
   }
 }
 

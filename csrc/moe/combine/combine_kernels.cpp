@@ -1,5 +1,5 @@
 #include "comm/define_family.h"
-#include "moe/both_halves.h"
+#include "moe/combine/combine.h"
 #include "moe/notices.h"
 #include "moe/vocabulary.h"
 

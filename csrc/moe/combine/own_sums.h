@@ -1,5 +1,5 @@
-// The sums that a rank owes to itself. In a launch of both halves, where the caller has formed them already, they stay
-// in `y`: combine_send leaves them out, combine_recv adds them where they lie.
+// The sums that a rank owes itself. When the caller has formed them and one launch does both halves, they stay in `y`:
+// combine_send leaves them out, combine_recv adds them where they lie.
 #pragma once
 
 #include "moe/args.h"
@@ -8,7 +8,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 class OwnSums {
  public:
-  // Without the arguments of combine_send, in a launch of its own, nothing is known of `y`: all sums travel.
+  // In a launch of one half `y` is not known to both: all sums travel.
   MOE_A2A_DEVICE explicit OwnSums(const CombineSendArgs* send = nullptr) : send_(send) {}
 
   // Only rows of whole dwords, which combine_recv can read as it reads what has travelled.

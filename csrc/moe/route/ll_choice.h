@@ -1,5 +1,5 @@
-// The choices of a small batch's tokens on their way. Each says what a receiver must know that has seen nothing else of
-// the rank: expert, weight, and how many tokens there are. A rank without tokens sends one choice, which says so.
+// The choices of a small batch's tokens as LL words. Each tells a receiver that has seen nothing else of the rank what
+// it needs: expert, weight, and the number of tokens. A rank without tokens sends one choice, which says so.
 #pragma once
 
 #include <bit>
@@ -9,20 +9,20 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-inline constexpr int kWordsOfChoice = num_ll_words(3);
+inline constexpr int kWordsPerChoice = num_ll_words(3);
 
 // The words of a choice of one of `src`'s tokens, in this rank's heap.
 MOE_A2A_DEVICE LlWord* ll_choice_at(const Context& c, int buffer, int src, int token, int k) {
-  return ll_words_at(c.ws.ll_choices, buffer, src, token, k * kWordsOfChoice);
+  return ll_words_at(c.ws.ll_choices, buffer, src, token, k * kWordsPerChoice);
 }
 
-// By a thread, to every rank.
+// Called by one thread; goes to every rank.
 MOE_A2A_DEVICE void send_choice(const Context& c, int buffer, int num_tokens, int token, int k, int32_t expert,
                                 float weight, uint64_t epoch) {
   const uint32_t dword[3] = {static_cast<uint32_t>(expert), std::bit_cast<uint32_t>(weight),
                              static_cast<uint32_t>(num_tokens)};
   LlWord* local = ll_choice_at(c, buffer, c.heap.rank, token, k);
-  for (int w = 0; w < kWordsOfChoice; ++w) {
+  for (int w = 0; w < kWordsPerChoice; ++w) {
     LlWord word;
     for (int d = 0; d < kLlData; ++d) word.data[d] = dword[w * kLlData + d];
     word.stamp = ll_stamp(epoch);
@@ -30,26 +30,39 @@ MOE_A2A_DEVICE void send_choice(const Context& c, int buffer, int num_tokens, in
   }
 }
 
-// The number of tokens of `src`, if its first choice is here.
+// All choices of a token, by one warp.
+MOE_A2A_DEVICE void send_choices(const DispatchSendArgs& args, const Warp& warp, int token, uint64_t epoch) {
+  const Context& c = args.context;
+  RankSet ranks;
+  for (int k = warp.rank(); k < c.config.num_topk; k += warp.size()) {
+    const int32_t expert = checked_choice(args, token, k);
+    send_choice(c, args.buffer, args.num_tokens, token, k, expert, weight_of_choice(args, token, k), epoch);
+    if (expert >= 0) ranks.insert(rank_of_expert(c.config, expert));
+  }
+  ranks.bits = warp.reduce_or(ranks.bits);
+  if (warp.rank() == 0) c.ws.token_ranks(args.buffer, token) = ranks;
+}
+
+// The number of tokens of `src`, if its first choice has arrived.
 MOE_A2A_DEVICE bool find_ll_tokens(const Context& c, int buffer, int src, uint64_t epoch, uint32_t* num_tokens) {
   uint64_t seen;
   const LlWord word = load_ll(ll_choice_at(c, buffer, src, 0, 0) + 2 / kLlData);
   *num_tokens = word.data[2 % kLlData];
-  return is_of(word, epoch, seen);
+  return has_epoch(word, epoch, seen);
 }
 
-// A choice as it comes, to a thread: the local expert, -1 when it lives elsewhere or is dropped. False when the wait
-// was given up.
+// Waits for a choice, by one thread: its local expert, or -1 when it lives elsewhere or is dropped. False when given
+// up.
 MOE_A2A_DEVICE bool receive_choice(const Context& c, int buffer, int src, int token, int k, uint64_t epoch,
                                    bool is_recorded, int* expert, float* weight) {
   const LlWord* words = ll_choice_at(c, buffer, src, token, k);
   const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, src, token, buffer, is_recorded};
-  LlWord word[kWordsOfChoice] = {};
+  LlWord word[kWordsPerChoice] = {};
   const bool good = wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
     bool all = true;
-    for (int w = 0; w < kWordsOfChoice; ++w) {
+    for (int w = 0; w < kWordsPerChoice; ++w) {
       word[w] = load_ll(words + w);
-      all &= is_of(word[w], epoch, seen);
+      all &= has_epoch(word[w], epoch, seen);
     }
     return all;
   });

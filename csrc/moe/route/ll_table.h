@@ -1,90 +1,103 @@
-// The choices of small batches at their receiver: raw, as they came in LL words. A block that needs them takes those of
-// all ranks into its shared memory and counts there what the sender of a large batch would have counted.
+// The routing tables of small batches at their receiver: raw choices, as they arrived in LL words. A block that needs
+// them takes those of all ranks into its shared memory and counts what the sender of a large batch would have counted.
 #pragma once
 
+#include "arch/shared_plan.h"
+#include "moe/route/chunk_table.h"
 #include "moe/route/ll_choice.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// A choice as the lists take it: local expert (-1: not ours), how many of its chunk and expert stand before it.
-struct LocalChoice {
-  int expert, idx;
-};
-
 class LlTable {
  public:
-  // A rank's tokens are cut into segments of 2^shift tokens, at most so many, each counted by a warp.
+  struct Choice {
+    int16_t expert;  // local; -1: not here
+    uint16_t idx;    // how many choices of its expert precede it in its segment
+  };
+  struct Plan {
+    SharedPart<int32_t> counts;      // [num_ranks, most_segments, lists]
+    SharedPart<int32_t> landed_idx;  // [num_ranks, num_max_ll_tokens]  directly behind the counts
+    SharedPart<float> weights;       // [num_ranks, num_max_ll_tokens, num_topk]
+    SharedPart<Choice> choices;      // [num_ranks, num_max_ll_tokens, num_topk]
+  };
+  MOE_A2A_HOST_DEVICE static Plan plan(const MoeConfig& config, SharedCarver& carver) {
+    if (config.num_max_ll_tokens == 0) return {};
+    const int tokens = config.num_ranks * config.num_max_ll_tokens;
+    Plan plan;
+    plan.counts = carver.take<int32_t>(num_counts(config));
+    plan.landed_idx = carver.take<int32_t>(tokens);
+    plan.weights = carver.take<float>(tokens * config.num_topk);
+    plan.choices = carver.take<Choice>(tokens * config.num_topk);
+    return plan;
+  }
+  // A rank's tokens are cut into at most so many segments of 2^shift tokens, each counted by a warp.
   MOE_A2A_HOST_DEVICE static int most_segments(const MoeConfig& config) {
     constexpr int kOfAllRanks = 16, kNumCounters = 4096;
     const int wanted = kOfAllRanks / config.num_ranks, fits = kNumCounters / (config.num_ranks * num_lists(config));
     const int most = wanted < fits ? wanted : fits;
     return most > 1 ? most : 1;
   }
-  MOE_A2A_HOST_DEVICE static size_t shared_bytes(const MoeConfig& config) {
-    if (config.num_max_ll_tokens == 0) return 0;
-    const size_t tokens = size_t(config.num_ranks) * config.num_max_ll_tokens;
-    return tokens * config.num_topk * (sizeof(Choice) + sizeof(float)) +
-           (tokens + num_counts(config)) * sizeof(int32_t);
-  }
 
-  MOE_A2A_DEVICE LlTable(const Context& context, int buffer, const Block& block, std::byte* shared)
+  MOE_A2A_DEVICE LlTable(const Context& context, int buffer, const Block& block, std::byte* shared, const Plan& plan)
       : context_(context),
         config_(context.config),
         buffer_(buffer),
         block_(block),
         most_segments_(most_segments(context.config)),
         num_bits_(bits_of_values(context.config.num_local_experts())),
-        threads_(block, context.config.num_topk) {
-    const int tokens = config_.num_ranks * config_.num_max_ll_tokens;
-    count_ = reinterpret_cast<int32_t*>(shared);
-    landing_ = count_ + num_counts(config_);
-    weight_ = reinterpret_cast<float*>(landing_ + tokens);
-    choice_ = reinterpret_cast<Choice*>(weight_ + tokens * config_.num_topk);
-  }
+        threads_(block, context.config.num_topk),
+        count_(plan.counts.in(shared)),
+        landed_idx_(plan.landed_idx.in(shared)),
+        weight_(plan.weights.in(shared)),
+        choice_(plan.choices.in(shared)) {}
 
+  MOE_A2A_DEVICE bool has(int num_tokens) const { return config_.sends_ll(num_tokens); }
+  // Whether the batches of all ranks are small; known once they have been received.
+  MOE_A2A_DEVICE bool has_all() const { return has_all_; }
   MOE_A2A_DEVICE const ChoiceThreads& threads() const { return threads_; }
 
   // Before anything is received; the block meets in between.
   MOE_A2A_DEVICE void clear() {
     if (config_.num_max_ll_tokens == 0) return;
-    // landing_ lies behind count_.
     const int num_words = num_counts(config_) + config_.num_ranks * config_.num_max_ll_tokens;
     MOE_A2A_ROLLED
     for (int i = block_.rank(); i < num_words; i += block_.size()) count_[i] = 0;
   }
 
-  // The choices of the ranks whose number of tokens says that they send this way; false when a wait was given up. All
-  // ranks' tokens lie on one line, a thread for each choice.
+  // Receives the choices of the ranks whose number of tokens says that they come this way, a thread per choice; false
+  // when a wait was given up.
   MOE_A2A_DEVICE bool receive(const int32_t* num_tokens, uint64_t epoch) {
-    int token = threads_.token;
+    Line<> line(threads_.token, threads_.num_tokens);
     MOE_A2A_ROLLED
     for (int r = 0; r < config_.num_ranks; ++r) {
-      if (!config_.sends_ll(num_tokens[r])) continue;
-      MOE_A2A_ROLLED
-      for (; token < num_tokens[r]; token += threads_.num_tokens) {
+      if (!has(num_tokens[r])) {
+        has_all_ = false;
+        continue;
+      }
+      const bool good = line.walk(num_tokens[r], [&](int token) {
         MOE_A2A_ROLLED
         for (int k = threads_.k; k < config_.num_topk; k += threads_.per_token) {
           if (!receive(r, token, k, epoch)) return false;
         }
-      }
-      token -= num_tokens[r];
+        return true;
+      });
+      if (!good) return false;
     }
     return true;
   }
 
-  // A warp for each segment; the block meets before and after.
+  // A warp per segment; the block meets before and after.
   MOE_A2A_DEVICE void count(const int32_t* num_tokens) const {
-    int segment = block_.warp_rank();
+    Line<> line(block_.warp_rank(), block_.num_warps());
     MOE_A2A_ROLLED
     for (int r = 0; r < config_.num_ranks; ++r) {
-      if (!config_.sends_ll(num_tokens[r])) continue;
-      const int shift = segment_shift(num_tokens[r]), segments = num_segments(num_tokens[r]);
-      MOE_A2A_ROLLED
-      for (; segment < segments; segment += block_.num_warps()) {
+      if (!has(num_tokens[r])) continue;
+      const int shift = segment_shift(num_tokens[r]);
+      line.walk(num_segments(num_tokens[r]), [&](int segment) {
         const int first = segment << shift, end = first + (1 << shift);
-        number_choices(r, first, end < num_tokens[r] ? end : num_tokens[r], counts_of(r, segment));
-      }
-      segment -= segments;
+        count_segment(r, first, end < num_tokens[r] ? end : num_tokens[r], counts_of(r, segment));
+        return true;
+      });
     }
   }
 
@@ -99,26 +112,56 @@ class LlTable {
     return (num_tokens + (1 << shift) - 1) >> shift;
   }
 
-  // What a large batch's table says of a chunk: counts of the lists, [num_lists], the place of a token among those of
-  // its segment that land here (-1: it does not), and of each choice the local expert and how many of that expert are
-  // before it in its segment.
+  // What the table of a large batch says of a chunk, here of a segment: counts of the lists, [num_lists].
   MOE_A2A_DEVICE int32_t* counts_of(int rank, int segment) const {
     return count_ + (rank * most_segments_ + segment) * num_lists(config_);
   }
-  MOE_A2A_DEVICE int32_t landing(int rank, int token) const { return landing_[token_idx(rank, token)]; }
-  MOE_A2A_DEVICE LocalChoice choice(int rank, int token, int k) const {
-    const Choice choice = choice_[token_idx(rank, token) * config_.num_topk + k];
-    return {choice.expert, choice.idx};
-  }
-  MOE_A2A_DEVICE float weight(int rank, int token, int k) const {
-    return weight_[token_idx(rank, token) * config_.num_topk + k];
+  // The entries of a list in all of a rank's segments. Replaces each count by the entries before the segment, `before`
+  // of which are of other ranks.
+  MOE_A2A_DEVICE int32_t sum(int rank, int list, int num_tokens, int32_t before) const {
+    int32_t sum = 0;
+    int32_t* counts = counts_of(rank, 0) + list;
+    MOE_A2A_ROLLED
+    for (int left = num_segments(num_tokens); left > 0; --left, counts += num_lists(config_)) {
+      const int32_t count = *counts;
+      *counts = before + sum;
+      sum += count;
+    }
+    return sum;
   }
 
- private:
-  struct Choice {
-    int16_t expert;  // local; -1: not ours
-    uint16_t idx;    // how many choices of its segment and expert stand before it
+  // A token's choices, shared by several threads.
+  class Token {
+   public:
+    static constexpr bool kIsShared = true;
+
+    MOE_A2A_DEVICE Token(const LlTable& table, int rank, int token)
+        : table_(table), idx_(table.token_idx(rank, token)) {}
+
+    // The token's place among those of its segment that land here; -1: it does not.
+    MOE_A2A_DEVICE int32_t landed_idx() const { return table_.landed_idx_[idx_]; }
+    MOE_A2A_DEVICE bool is_leader() const { return table_.threads_.k == 0; }
+    MOE_A2A_DEVICE float weight(int k) const { return table_.weight_[idx_ * table_.config_.num_topk + k]; }
+    MOE_A2A_DEVICE LocalChoice choice(int k) const {
+      const Choice choice = table_.choice_[idx_ * table_.config_.num_topk + k];
+      return {choice.expert, choice.idx};
+    }
+
+    // Calls visit(k, choice) for this thread's choices.
+    template <class Visit>
+    MOE_A2A_DEVICE void visit_choices(const Visit& visit) const {
+      MOE_A2A_ROLLED
+      for (int k = table_.threads_.k; k < table_.config_.num_topk; k += table_.threads_.per_token) {
+        visit(k, choice(k));
+      }
+    }
+
+   private:
+    const LlTable& table_;
+    int idx_;
   };
+
+ private:
   // Segments of fewer than 4 tokens are not worth their counters.
   static constexpr int kFewestShift = 2;
 
@@ -137,35 +180,22 @@ class LlTable {
     const int i = token_idx(rank, token) * config_.num_topk + k;
     choice_[i].expert = static_cast<int16_t>(expert);
     weight_[i] = weight;
-    if (expert >= 0) atomic_store<Order::kRelaxed, Scope::kBlock>(&landing_[token_idx(rank, token)], 1);
+    if (expert >= 0) atomic_store<Order::kRelaxed, Scope::kBlock>(&landed_idx_[token_idx(rank, token)], 1);
     return true;
   }
 
-  // Choices and landed tokens of a segment. landing_ has said whether a token lands here.
-  MOE_A2A_DEVICE void number_choices(int rank, int first_token, int end_token, int32_t* counts) const {
+  // Numbers the choices and the landed tokens of a segment. So far landed_idx_ says whether a token lands here.
+  MOE_A2A_DEVICE void count_segment(int rank, int first_token, int end_token, int32_t* counts) const {
     const Warp warp = block_.warp();
     Choice* choices = choice_ + token_idx(rank, 0) * config_.num_topk;
-    const int end = end_token * config_.num_topk;
-    MOE_A2A_ROLLED
-    for (int base = first_token * config_.num_topk; base < end; base += warp.size()) {
-      const int i = base + warp.rank();
-      const int expert = i < end ? choices[i].expert : -1;
-      const Matches matches = warp.matches(expert, num_bits_);
-      if (expert >= 0) choices[i].idx = static_cast<uint16_t>(counts[expert] + matches.before);
-      warp.sync();  // all have read before one moves the counter on
-      if (expert >= 0 && matches.before == 0) counts[expert] += matches.total;
-      warp.sync();
-    }
-    int32_t num_landed = 0;
-    MOE_A2A_ROLLED
-    for (int base = first_token; base < end_token; base += warp.size()) {
-      const int token = base + warp.rank();
-      int32_t* landing = landing_ + token_idx(rank, token);
-      const bool lands = token < end_token && *landing != 0;
-      const Matches matches = warp.matches(lands, 1);
-      if (token < end_token) *landing = lands ? num_landed + matches.before : -1;
-      num_landed += lands ? matches.total : warp.size() - matches.total;
-    }
+    number_equal(
+        warp, first_token * config_.num_topk, end_token * config_.num_topk, num_bits_, counts,
+        [&](int i) { return choices[i].expert; },
+        [&](int i, int, int idx) { choices[i].idx = static_cast<uint16_t>(idx); });
+    int32_t* landed_idx = landed_idx_ + token_idx(rank, 0);
+    const int32_t num_landed = number_members(
+        warp, first_token, end_token, [&](int t) { return landed_idx[t] != 0; },
+        [&](int t, int32_t idx) { landed_idx[t] = idx; });
     if (warp.rank() == 0) counts[config_.num_local_experts()] = num_landed;
   }
 
@@ -175,10 +205,11 @@ class LlTable {
   const Block& block_;
   int most_segments_, num_bits_;
   ChoiceThreads threads_;
-  int32_t* count_;    // [num_ranks, most_segments, lists]
-  int32_t* landing_;  // [num_ranks, num_max_ll_tokens]
-  float* weight_;     // [num_ranks, num_max_ll_tokens, num_topk]
-  Choice* choice_;    // [num_ranks, num_max_ll_tokens, num_topk]
+  int32_t* count_;
+  int32_t* landed_idx_;
+  float* weight_;
+  Choice* choice_;
+  bool has_all_ = true;
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,5 +1,5 @@
-// Where a token goes. Nothing is sorted and no slot is handed out: a token lands at its own index, so sender and
-// receiver know every address from the choices alone.
+// Where a token goes. Nothing is sorted and no slot is handed out: a token's slot is its own index on every rank, so
+// sender and receiver derive every address from the choices alone.
 #pragma once
 
 #include "moe/args.h"
@@ -10,7 +10,7 @@ MOE_A2A_DEVICE int rank_of_expert(const MoeConfig& config, int32_t expert) {
   return expert / config.num_local_experts();
 }
 
-// Enough of them to tell 0 ... count - 1 and -1 apart.
+// Bits that tell the values 0 ... count - 1 and -1 apart.
 MOE_A2A_DEVICE int bits_of_values(int count) {
   int bits = 1;
   MOE_A2A_ROLLED
@@ -18,11 +18,11 @@ MOE_A2A_DEVICE int bits_of_values(int count) {
   return bits;
 }
 
-// Which threads of a block see to which choices of tokens on a line: neighbours to those of one token.
+// A block's threads laid over the choices of tokens on a line: neighbouring threads on those of one token.
 struct ChoiceThreads {
   int per_token = 1;  // threads, a power of two
   int num_tokens;     // side by side
-  int token, k;       // what this thread begins with
+  int token, k;       // this thread's first
 
   MOE_A2A_DEVICE ChoiceThreads(const Block& block, int num_topk) {
     while (per_token < num_topk && per_token < block.size()) per_token *= 2;
@@ -32,14 +32,14 @@ struct ChoiceThreads {
   }
 };
 
-// The local expert of a choice, -1 when it lives elsewhere or is dropped.
+// The local expert of a choice; -1 when it lives elsewhere or is dropped.
 MOE_A2A_DEVICE int local_expert(const MoeConfig& config, int32_t expert) {
   const int local = expert - config.rank * config.num_local_experts();
   return expert >= 0 && local >= 0 && local < config.num_local_experts() ? local : -1;
 }
 
-// A choice as the table carries it, -1 when dropped. An id out of range is dropped: the host refuses it where it can
-// see it; that of a tensor on a device is counted here and raised at the next call that looks (ExpertParallel::check).
+// A choice as it travels, -1 when dropped. An id out of range is dropped: the host refuses it where it can see it; in a
+// tensor on a device it is counted here and raised by the next call that looks (ExpertParallel::check).
 MOE_A2A_DEVICE int32_t checked_choice(const DispatchSendArgs& args, int token, int k) {
   const int64_t expert = args.topk_idx[static_cast<int64_t>(token) * args.context.config.num_topk + k];
   if (expert >= -1 && expert < args.context.config.num_experts) return static_cast<int32_t>(expert);
@@ -50,17 +50,55 @@ MOE_A2A_DEVICE int32_t checked_choice(const DispatchSendArgs& args, int token, i
   errors->bad_token[place] = token;
   return -1;
 }
+MOE_A2A_DEVICE float weight_of_choice(const DispatchSendArgs& args, int token, int k) {
+  return args.topk_weights != nullptr ? args.topk_weights[int64_t{token} * args.context.config.num_topk + k] : 1.0f;
+}
 
-// The distinct ranks that own a token's experts, read side by side by the group, before any table exists.
+// The distinct ranks that own a token's experts, read side by side by the group before any table exists.
 template <class Group>
-MOE_A2A_DEVICE RankSet destinations(const Group& group, const DispatchSendArgs& args, int token) {
+MOE_A2A_DEVICE RankSet dst_ranks_of(const Group& group, const DispatchSendArgs& args, int token) {
   const MoeConfig& config = args.context.config;
   RankSet ranks;
   for (int k = group.rank(); k < config.num_topk; k += group.size()) {
     const int64_t expert = args.topk_idx[static_cast<int64_t>(token) * config.num_topk + k];
     if (expert >= 0 && expert < config.num_experts) ranks.insert(rank_of_expert(config, static_cast<int32_t>(expert)));
   }
-  return {group.union_of(ranks.bits)};
+  return {group.reduce_or(ranks.bits)};
+}
+
+// ---- counting, the same for the sender of a table and for the receiver of LL choices
+
+// Numbers the values [begin, end) of a run, by one warp: visit(i, value, idx), where idx counts the equal values before
+// i, on top of what counters[value] holds; that moves on. value_of(i) is in [0, 2^num_bits - 1), or -1: not numbered.
+template <class ValueOf, class Visit>
+MOE_A2A_DEVICE void number_equal(const Warp& warp, int begin, int end, int num_bits, int32_t* counters,
+                                 const ValueOf& value_of, const Visit& visit) {
+  MOE_A2A_ROLLED
+  for (int base = begin; base < end; base += warp.size()) {
+    const int i = base + warp.rank();
+    const int value = i < end ? value_of(i) : -1;
+    const Matches matches = warp.matches(value, num_bits);
+    if (value >= 0) visit(i, value, counters[value] + matches.before);
+    warp.sync();  // all lanes have read before one of them moves the counter on
+    if (value >= 0 && matches.before == 0) counters[value] += matches.total;
+    warp.sync();
+  }
+}
+
+// Numbers the i of [begin, end) for which is_in(i), by one warp: visit(i, idx), -1 for the others. Returns how many
+// there are.
+template <class IsIn, class Visit>
+MOE_A2A_DEVICE int32_t number_members(const Warp& warp, int begin, int end, const IsIn& is_in, const Visit& visit) {
+  int32_t num = 0;
+  MOE_A2A_ROLLED
+  for (int base = begin; base < end; base += warp.size()) {
+    const int i = base + warp.rank();
+    const bool in = i < end && is_in(i);
+    const Matches matches = warp.matches(in, 1);
+    if (i < end) visit(i, in ? num + matches.before : -1);
+    num += in ? matches.total : warp.size() - matches.total;
+  }
+  return num;
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

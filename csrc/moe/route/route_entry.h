@@ -1,4 +1,4 @@
-// One choice of one token, as the sender writes it into the routing table and as the receiver places it.
+// What routing tables and expert lists hold.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,9 @@
 
 namespace moe_a2a {
 
-// The expert, and how many choices of the same expert stand before this one in the chunk. The sender counts, so that
-// the receiver places every choice on its own: in a list the order of (source rank, token, choice) is kept.
+// One choice of one token in a routing table: the expert, and how many entries of it precede this one in the chunk. The
+// sender counts, so that receivers can place entries independently and still keep every list in (source rank, token,
+// choice) order.
 struct RouteEntry {
   static constexpr uint32_t kDropped = 0xffff;
 
@@ -23,10 +24,16 @@ struct RouteEntry {
   MOE_A2A_HOST_DEVICE int idx_in_chunk() const { return static_cast<int>(word & 0xffff); }
 };
 
-// One of the expert outputs that a landed row's sum is made of. A list of fewer than K ends with position -1.
+// A summand of a landed row's sum: an expert's output. A list of fewer than K ends with position -1.
 struct RouteTerm {
   int32_t position = -1;  // in the layout
   float weight = 0;
+};
+
+// A landed row in the order of a combine.
+struct alignas(8) LandedRow {
+  int32_t row;     // src_rank * T + token
+  int32_t landed;  // its index among the landed rows
 };
 
 }  // namespace moe_a2a

@@ -1,28 +1,42 @@
-// The routing table of a rank, as it is sent to every rank: chunk by chunk, each by one block.
+// The routing table that a rank sends to every rank with a large batch, a chunk of tokens at a time, a block per chunk.
 //
-// The sender counts what the receiver would otherwise have to count in order: each choice carries how many of the same
-// expert stand before it in its chunk, each token how many of its chunk land on the same rank before it. With one count
-// per chunk and list, receivers place all entries independently of each other.
+// The sender counts what receivers would otherwise have to count in order: each entry carries how many entries of its
+// expert precede it in the chunk, each token how many of the chunk's tokens land on that rank before it. With one count
+// per chunk and list, receivers place all entries independently.
 #pragma once
 
+#include "arch/shared_plan.h"
 #include "moe/route/route.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 class RoutingTable {
  public:
-  MOE_A2A_HOST_DEVICE static size_t shared_bytes(const MoeConfig& config) {
-    return kMaxChunk * (sizeof(RankSet) + sizeof(uint16_t) * config.num_topk) + sizeof(int32_t) * kNumCounters;
+  struct Plan {
+    SharedPart<RankSet> ranks;     // [kMaxChunk]
+    SharedPart<int32_t> counters;  // [num_warps][experts of a pass]
+    SharedPart<uint16_t> experts;  // [kMaxChunk * num_topk]
+    int bytes = 0;
+  };
+  MOE_A2A_HOST_DEVICE static Plan plan(const MoeConfig& config) {
+    SharedCarver carver;
+    Plan plan;
+    plan.ranks = carver.take<RankSet>(kMaxChunk);
+    plan.counters = carver.take<int32_t>(kNumCounters);
+    plan.experts = carver.take<uint16_t>(kMaxChunk * config.num_topk);
+    plan.bytes = carver.bytes();
+    return plan;
   }
 
   MOE_A2A_DEVICE RoutingTable(const DispatchSendArgs& args, const Block& block, std::byte* shared)
       : args_(args), config_(args.context.config), heap_(args.context.heap), ws_(args.context.ws), block_(block) {
-    ranks_ = reinterpret_cast<RankSet*>(shared);
-    counters_ = reinterpret_cast<int32_t*>(ranks_ + kMaxChunk);
-    expert_ = reinterpret_cast<uint16_t*>(counters_ + kNumCounters);
+    const Plan plan = RoutingTable::plan(config_);
+    ranks_ = plan.ranks.in(shared);
+    counters_ = plan.counters.in(shared);
+    expert_ = plan.experts.in(shared);
   }
 
-  // Chunks go to the blocks in turn. A rank without tokens sends one that says so.
+  // Chunks go to the blocks round-robin. A rank without tokens sends one that says so.
   MOE_A2A_DEVICE void send(const Grid& grid, uint64_t epoch) {
     const int chunks = num_chunks(args_.num_tokens), length = chunk_length(args_.num_tokens);
     for (int chunk = grid.rank(); chunk < (chunks > 0 ? chunks : 1); chunk += grid.size()) {
@@ -34,7 +48,7 @@ class RoutingTable {
       if (num_tokens_ > 0) send_chunk();
       block_.release_sync();
       if (block_.rank() == 0) {
-        // Pairs with wait_for() in dispatch_recv's receive_tables().
+        // Pairs with the acquires in dispatch_recv: receive_headers() and ChunkTable::receive().
         const uint32_t payload = chunk == 0 ? static_cast<uint32_t>(args_.num_tokens) : 0;
         signal_many(heap_, RankSet::all(heap_.num_ranks), mine(ws_.table_signal, chunk), epoch, payload);
       }
@@ -43,7 +57,7 @@ class RoutingTable {
   }
 
  private:
-  // Counters of the experts of one pass, for every warp its own.
+  // Counters of the experts of one pass, a set for every warp.
   static constexpr int kNumCounters = 4096;
 
   // This rank's element of a field that has a source rank.
@@ -65,19 +79,19 @@ class RoutingTable {
       const int end = first + experts_per_pass < config_.num_experts ? first + experts_per_pass : config_.num_experts;
       count_choices(first, end);
       send_counts(first, end);
-      send_choices(first, end);
+      send_entries(first, end);
     }
-    for (int r = block_.warp_rank(); r < heap_.num_ranks; r += block_.num_warps()) send_landings(block_.warp(), r);
+    for (int r = block_.warp_rank(); r < heap_.num_ranks; r += block_.num_warps()) send_landed(block_.warp(), r);
   }
 
-  // The choices into shared memory, the weights to every rank.
+  // Puts the choices into shared memory and sends the weights to every rank.
   MOE_A2A_DEVICE void read_choices() {
     const int num_topk = config_.num_topk;
-    const int64_t first = static_cast<int64_t>(first_token_) * num_topk;
     MOE_A2A_ROLLED
     for (int i = block_.rank(); i < num_tokens_ * num_topk; i += block_.size()) {
-      const int32_t expert = checked_choice(args_, first_token_ + i / num_topk, i % num_topk);
-      const float weight = args_.topk_weights != nullptr ? args_.topk_weights[first + i] : 1.0f;
+      const int token = first_token_ + i / num_topk, k = i % num_topk;
+      const int32_t expert = checked_choice(args_, token, k);
+      const float weight = weight_of_choice(args_, token, k);
       expert_[i] = static_cast<uint16_t>(expert < 0 ? RouteEntry::kDropped : expert);
       store_to_all(mine(ws_.table_weight, first_token_) + i, weight);
       if (expert < 0) store_to_all(mine(ws_.table_route, first_token_) + i, RouteEntry::dropped());
@@ -99,7 +113,10 @@ class RoutingTable {
     }
   }
 
-  // Each warp has neighbouring choices, a few of the warps when there are few.
+  // Each warp counts a run of neighbouring choices; when there are few, only some warps have one.
+  struct Run {
+    int begin, end;
+  };
   MOE_A2A_DEVICE int choices_per_warp() const {
     const int size = block_.warp().size(), whole = size * block_.num_warps();
     return (num_tokens_ * config_.num_topk + whole - 1) / whole * size;
@@ -107,20 +124,14 @@ class RoutingTable {
   MOE_A2A_DEVICE int num_active_warps() const {
     return (num_tokens_ * config_.num_topk + choices_per_warp() - 1) / choices_per_warp();
   }
-
-  // Calls visit(i, expert - first), or with -1 for a choice outside of the pass; all lanes go round equally often.
-  template <class Visit>
-  MOE_A2A_DEVICE void visit_choices(int first, int end, Visit visit) const {
-    const Warp warp = block_.warp();
-    const int count = num_tokens_ * config_.num_topk;
-    const int begin = choices_per_warp() * block_.warp_rank(), rest = count - begin;
-    const int stop = begin + (rest < choices_per_warp() ? rest : choices_per_warp());
-    MOE_A2A_ROLLED
-    for (int base = begin; base < stop; base += warp.size()) {
-      const int i = base + warp.rank();
-      const int expert = i < stop ? expert_[i] : -1;
-      visit(i, expert >= first && expert < end ? expert - first : -1);
-    }
+  MOE_A2A_DEVICE Run run_of_warp() const {
+    const int begin = choices_per_warp() * block_.warp_rank(), rest = num_tokens_ * config_.num_topk - begin;
+    return {begin, begin + (rest < choices_per_warp() ? rest : choices_per_warp())};
+  }
+  // The choice's expert, counted from the first of a pass; -1 for choices outside the pass.
+  MOE_A2A_DEVICE int expert_in_pass(int i, int first, int end) const {
+    const int expert = expert_[i];
+    return expert >= first && expert < end ? expert - first : -1;
   }
 
   // Each warp's choices of each expert.
@@ -129,13 +140,17 @@ class RoutingTable {
     MOE_A2A_ROLLED
     for (int i = block_.rank(); i < num * num_active_warps(); i += block_.size()) counters_[i] = 0;
     block_.sync();
-    visit_choices(first, end, [&](int, int expert) {
+    const Warp warp = block_.warp();
+    const Run run = run_of_warp();
+    MOE_A2A_ROLLED
+    for (int i = run.begin + warp.rank(); i < run.end; i += warp.size()) {
+      const int expert = expert_in_pass(i, first, end);
       if (expert >= 0) atomic_add<Order::kRelaxed, Scope::kBlock>(&counters_[block_.warp_rank() * num + expert], 1);
-    });
+    }
     block_.sync();
   }
 
-  // The sums over the warps; and in place of each warp's count, how many the warps before it have.
+  // Sends the sums over the warps, and replaces each warp's count by that of the warps before it.
   MOE_A2A_DEVICE void send_counts(int first, int end) {
     const int num = end - first;
     MOE_A2A_ROLLED
@@ -153,37 +168,24 @@ class RoutingTable {
     block_.sync();
   }
 
-  MOE_A2A_DEVICE void send_choices(int first, int end) {
-    const Warp warp = block_.warp();
-    int32_t* counters = counters_ + block_.warp_rank() * (end - first);
-    const int num_bits = bits_of_values(end - first);
-    visit_choices(first, end, [&](int i, int expert) {
-      const Matches matches = warp.matches(expert, num_bits);
-      if (expert >= 0) {
-        const int32_t idx_in_chunk = counters[expert] + matches.before;
-        store_to_all(mine(ws_.table_route, first_token_) + i,
-                     RouteEntry::pack(first + expert, static_cast<uint32_t>(idx_in_chunk)));
-      }
-      warp.sync();  // all have read before one moves the counter on
-      if (expert >= 0 && matches.before == 0) counters[expert] += matches.total;
-      warp.sync();
-    });
-    block_.sync();  // before the counters of the next pass, or of the next chunk
+  MOE_A2A_DEVICE void send_entries(int first, int end) {
+    const Run run = run_of_warp();
+    number_equal(
+        block_.warp(), run.begin, run.end, bits_of_values(end - first), counters_ + block_.warp_rank() * (end - first),
+        [&](int i) { return expert_in_pass(i, first, end); },
+        [&](int i, int expert, int idx_in_chunk) {
+          store_to_all(mine(ws_.table_route, first_token_) + i,
+                       RouteEntry::pack(first + expert, static_cast<uint32_t>(idx_in_chunk)));
+        });
+    block_.sync();  // before the counters serve the next pass, or the next chunk
   }
 
   // One warp per rank: which tokens land there, numbered.
-  MOE_A2A_DEVICE void send_landings(const Warp& warp, int rank) const {
-    int32_t num_landed = 0;
-    MOE_A2A_ROLLED
-    for (int base = 0; base < num_tokens_; base += warp.size()) {
-      const int t = base + warp.rank();
-      const int32_t lands = t < num_tokens_ && ranks_[t].contains(rank);
-      const int32_t up_to_here = num_landed + warp.inclusive_sum(lands);
-      if (t < num_tokens_) {
-        *heap_.peer(rank, mine(ws_.table_landing, first_token_ + t)) = lands ? up_to_here - 1 : -1;
-      }
-      num_landed = warp.last(up_to_here);
-    }
+  MOE_A2A_DEVICE void send_landed(const Warp& warp, int rank) const {
+    int32_t* landed_idx = heap_.peer(rank, mine(ws_.table_landed_idx, first_token_));
+    const int32_t num_landed = number_members(
+        warp, 0, num_tokens_, [&](int t) { return ranks_[t].contains(rank); },
+        [&](int t, int32_t idx) { landed_idx[t] = idx; });
     if (warp.rank() == 0) *heap_.peer(rank, mine(ws_.table_count, chunk_, config_.num_local_experts())) = num_landed;
   }
 
@@ -192,9 +194,9 @@ class RoutingTable {
   const HeapView& heap_;
   const Workspace& ws_;
   const Block& block_;
-  RankSet* ranks_;     // [kMaxChunk]
-  int32_t* counters_;  // [num_warps][experts of a pass]
-  uint16_t* expert_;   // [kMaxChunk * num_topk]
+  RankSet* ranks_;
+  int32_t* counters_;
+  uint16_t* expert_;
   int chunk_ = 0, first_token_ = 0, num_tokens_ = 0;
 };
 

@@ -1,76 +1,20 @@
-// A row or a piece of it: where it lies, and the sum of weighted rows, formed by any group of threads.
+// Weighted sums of rows, formed by any group of threads that load and store for themselves.
 #pragma once
 
-#include "moe/args.h"
+#include "rows/row_layout.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Calls f(T{}) with the element type of `dtype`.
-template <class F>
-MOE_A2A_DEVICE void with_element_type(DType dtype, F f) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return f(float{});
-    case DType::kFloat16:
-      return f(Half{});
-    case DType::kBfloat16:
-      return f(Bfloat16{});
-    case DType::kFloat8:
-      return;  // float8 rows are moved, never added
-  }
-}
-
-// ---- staging
-
-// A row that is too long for the staging of one warp goes without: 0.
-MOE_A2A_HOST_DEVICE int staging_that_fits(const Context& c, int64_t num_bytes, int bytes_of_block = 0) {
-  return num_bytes + bytes_of_block <= c.max_shared_bytes ? static_cast<int>(num_bytes) : 0;
-}
-
-// Warps of a block that have work when each takes so much of its shared memory, behind what the block has together.
-MOE_A2A_HOST_DEVICE int warps_with_staging(const Context& c, int bytes_per_warp, int bytes_of_block = 0) {
-  constexpr int kWarps = kBlockThreads / kWarpSize;
-  const int bytes = c.max_shared_bytes - bytes_of_block;
-  return bytes_per_warp * kWarps <= bytes ? kWarps : bytes / bytes_per_warp;
-}
-
-// ---- pieces
-
-// A range of a row's values.
-struct Piece {
-  int first, end;
-
-  MOE_A2A_HOST_DEVICE int size() const { return end - first; }
-  // One of those of a row that are `length` long.
-  MOE_A2A_HOST_DEVICE static Piece of(const MoeConfig& config, int piece, int length = MoeConfig::piece_length()) {
-    const int end = (piece + 1) * length;
-    return {piece * length, end < config.hidden ? end : config.hidden};
-  }
-};
-
-// Where a piece lies in a row of such elements: sizes and offsets, without a source.
-MOE_A2A_HOST_DEVICE RowSource part_of_row(const MoeConfig& config, DType dtype, const Piece& piece) {
-  const int64_t element = size_of(dtype);
-  RowSource row{.num_value_bytes = piece.size() * element, .values_offset = piece.first * element};
-  if (dtype == DType::kFloat8) {
-    row.num_scale_bytes = (piece.size() + kScaleBlock - 1) / kScaleBlock * int64_t{sizeof(float)};
-    row.scales_offset = config.scales_offset() + piece.first / kScaleBlock * int64_t{sizeof(float)};
-  }
-  return row;
-}
-
-// ---- addition
-
-// A row that is added, and its factor. A list of terms is an object whose next() gives one after the other and, behind
-// the last, terms without a row.
+// A summand: a row and its factor. A list of terms is an object whose next() returns one after the other and, past the
+// last, terms without a row.
 template <class T>
 struct Term {
   const T* row = nullptr;
   float weight = 0;
 };
 
-// The terms of a list from column `first` on: the first ones held in registers over all columns, and where the others
-// are.
+// The terms of a list from column `first` on: the first few held in registers across all columns, and the list behind
+// them.
 template <class T, class List>
 struct Terms {
   Term<T> held[kRowsInFlight];
@@ -89,7 +33,7 @@ struct Terms {
   MOE_A2A_DEVICE bool has_rest() const { return held[kRowsInFlight - 1].row != nullptr; }
 };
 
-// Adds the first kNum terms at column c to the sums; all loads fly before the first is used.
+// Adds the first kNum terms at column c to the sums; all loads are in flight before the first is used.
 template <int kNum, int kUnroll, class T, class Sums>
 MOE_A2A_DEVICE void add_exactly(const Term<T>* terms, int c, int stride, Sums& sum) {
   LoadedLane<T> lane[kNum][kUnroll];
@@ -105,15 +49,14 @@ MOE_A2A_DEVICE void add_exactly(const Term<T>* terms, int c, int stride, Sums& s
   }
 }
 
-// Adds those of the first kNum terms that have a row; they stand in front. A branch per number keeps the loads
-// together.
+// Adds those of the first kNum terms that have a row; they come first. A branch per number keeps the loads together.
 template <int kNum, int kUnroll, class T, class Sums>
 MOE_A2A_DEVICE void add_up_to(const Term<T>* terms, int c, int stride, Sums& sum) {
   if (terms[kNum - 1].row != nullptr) return add_exactly<kNum, kUnroll>(terms, c, stride, sum);
   if constexpr (kNum > 1) add_up_to<kNum - 1, kUnroll>(terms, c, stride, sum);
 }
 
-// One thread's `kUnroll` pieces of the sum of at most kMost held terms and the rest, `stride` elements apart.
+// One thread's `kUnroll` vectors of the sum of at most kMost held terms and the rest, `stride` elements apart.
 template <int kMost, int kUnroll, class T, class List>
 MOE_A2A_DEVICE void add_lanes(const Terms<T, List>& terms, int c, int stride, T* target) {
   float sum[kUnroll][kLaneElements<T>] = {};
@@ -131,7 +74,7 @@ MOE_A2A_DEVICE void add_lanes(const Terms<T, List>& terms, int c, int stride, T*
   }
 }
 
-// Columns [c, end) of this thread; those that are left over for the caller to go on with.
+// This thread's columns of [c, end) as far as kUnroll vectors fit; returns where the caller goes on.
 template <int kMost, int kUnroll, class T, class List>
 MOE_A2A_DEVICE int add_columns(const Terms<T, List>& terms, int c, int end, int stride, T* target) {
   for (; c + (kUnroll - 1) * stride + kLaneElements<T> <= end; c += kUnroll * stride) {
@@ -140,7 +83,7 @@ MOE_A2A_DEVICE int add_columns(const Terms<T, List>& terms, int c, int end, int 
   return c;
 }
 
-// target[i] = sum of weight * row[piece.first + i] over the terms of the list, for all i of the piece, added in their
+// target[i] = sum of weight * row[piece.first + i] over the terms of the list, for all i of the piece, added in list
 // order in fp32, each product rounded to fp32 before it is added (no fused multiply-add: the bits are the same on every
 // target).
 template <class T, class Group, class List>
@@ -150,7 +93,7 @@ MOE_A2A_DEVICE void add_rows(const Group& group, const Piece& piece, bool vector
   const int stride = group.size() * kLane;
   const int vector_end = vector_rows ? piece.size() / kLane * kLane : 0;
   int c = group.rank() * kLane;
-  // As many loads fly for few rows as for more.
+  // With few terms, twice the unrolling keeps as many loads in flight.
   if (kFew == kRowsInFlight || terms.held[kFew].row == nullptr) {
     c = add_columns<kFew, 2 * kLaneUnroll>(terms, c, vector_end, stride, target);
   } else {

@@ -1,4 +1,5 @@
-// The bulk copy engine of sm_90: the instructions. Barriers live in shared memory and count the bytes that have come.
+// TMA (sm_90), NVIDIA's bulk copies: the instructions. Barriers live in shared memory and count the bytes that have
+// arrived.
 #pragma once
 
 #include <cstdint>
@@ -25,25 +26,25 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
                  : "memory");
   }
 }
-__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t num_bytes, uint64_t* barrier) {
+__device__ __forceinline__ void tma_load(void* shared, const void* global, uint32_t num_bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(shared)),
                "l"(__cvta_generic_to_global(global)), "r"(num_bytes), "r"(shared_address(barrier))
                : "memory");
 }
-__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t num_bytes) {
+__device__ __forceinline__ void tma_store(void* global, const void* shared, uint32_t num_bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),
                "r"(shared_address(shared)), "r"(num_bytes)
                : "memory");
 }
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until of all groups but the last kNumLeft the sources have been read.
+__device__ __forceinline__ void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until the sources of all but the last kNumLeft groups have been read.
 template <int kNumLeft>
-__device__ __forceinline__ void bulk_wait_read() {
+__device__ __forceinline__ void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNumLeft) : "memory");
 }
-// Until at most `num_in_flight` of the groups last committed, 0 to 2, are not done.
-__device__ __forceinline__ void bulk_wait(int num_in_flight) {
+// Waits until at most `num_in_flight` (0 to 2) of the committed groups are incomplete.
+__device__ __forceinline__ void tma_wait(int num_in_flight) {
   if (num_in_flight >= 2) {
     asm volatile("cp.async.bulk.wait_group 2;" ::: "memory");
   } else if (num_in_flight == 1) {

@@ -1,0 +1,37 @@
+// Both halves of a combine in one launch: the steps of CombineSend and CombineRecv, dealt out to the blocks as roles,
+// as in dispatch/dispatch.h.
+#pragma once
+
+#include <algorithm>
+
+#include "moe/combine/combine_recv.h"
+#include "moe/combine/combine_send.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+struct Combine {
+  using Args = CombineArgs;
+  static constexpr const char* kName = "combine";
+
+  static size_t shared_bytes(const Args& args) {
+    return std::max(CombineSend::shared_bytes(args.send), CombineRecv::shared_bytes(args.recv));
+  }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
+    const Context& c = args.send.context;
+    with_wire(c.ws.all_send_ll(args.send.buffer, 0), [&](auto type) {
+      constexpr bool kAllDoBoth = decltype(type)::type::kIsLl;
+      const uint64_t start = trace_now();
+      const int num_senders = kAllDoBoth ? 0 : args.num_send_blocks;
+      const Grid receivers{grid.rank() - num_senders, grid.size() - num_senders};
+      const Grid senders = kAllDoBoth ? grid : Grid{grid.rank(), num_senders};
+      const OwnSums own(&args.send);
+      if (has_part_in(senders) && !args.send.is_sent) CombineSend::send(type, args.send, own, senders, block, shared);
+      if (has_part_in(receivers)) CombineRecv::receive(type, args.recv, own, receivers, block, shared);
+      if (kAllDoBoth) return;
+      record_role(c, block, has_part_in(senders) ? moe_op::kCombineSend : moe_op::kCombineRecv, start);
+    });
+  }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

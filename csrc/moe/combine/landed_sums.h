@@ -1,0 +1,156 @@
+// What combine sends: the sum of each landed row. Either the caller has formed it, or it is formed here from the
+// outputs of the local experts, in k order: the order of addition is part of the contract.
+#pragma once
+
+#include "moe/wires.h"
+#include "rows/streamed_sum.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Source: sums of the caller's, sent as they lie in `y`.
+struct PresummedRows {
+  static constexpr TraceKind kKind = TraceKind::kSend;
+  const CombineSendArgs& args;
+  RowLayout layout;
+
+  template <class Port, class F>
+  MOE_A2A_DEVICE void with_row_sender(const Port& port, const F& f) const {
+    auto sender = make_warp_sender<Delivery>(port.warp, port.slot_at, port.done, port.stage, layout.num_bytes());
+    f(sender);
+  }
+  template <class Sender>
+  MOE_A2A_DEVICE void send(const Warp&, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
+    const Delivery& delivery = scheduled.delivery;
+    const int64_t first_row = int64_t{delivery.first_dst_rank} * args.context.config.num_max_tokens_per_rank;
+    RowSource row = layout.part(piece);
+    row.values = args.y[first_row + delivery.token] + row.values_offset;
+    sender.send(row, delivery);
+  }
+};
+
+// ---- sums of ours
+
+// Counts routes that lie past the end of a `y` that is too short; raised by the next call that looks.
+MOE_A2A_DEVICE void count_short_routes(const CombineSendArgs& args, const RouteTerm* terms) {
+  const Context& c = args.context;
+  for (int k = 0; k < c.config.num_topk && terms[k].position >= 0; ++k) {
+    if (terms[k].position >= args.num_y_rows) {
+      atomic_add<Order::kRelaxed, Scope::kDevice>(&c.ws.errors.data->num_short_y_routes, 1u);
+    }
+  }
+}
+
+// The terms of a landed row, as add_rows() takes them.
+template <class T>
+class RouteTerms {
+ public:
+  MOE_A2A_DEVICE RouteTerms(const CombineSendArgs& args, const RouteTerm* term)
+      : args_(args), term_(term), end_(term + args.context.config.num_topk) {}
+
+  MOE_A2A_DEVICE Term<T> next() {
+    while (term_ != end_) {
+      const RouteTerm term = *term_++;
+      if (term.position < 0) {
+        term_ = end_;
+      } else if (term.position < args_.num_y_rows) {
+        return {reinterpret_cast<const T*>(args_.y[term.position]), term.weight};
+      }
+    }
+    return {};
+  }
+
+ private:
+  const CombineSendArgs& args_;
+  const RouteTerm* term_;
+  const RouteTerm* end_;
+};
+
+// Source: each sum is formed by a group of threads, in registers on its way to where the sender wants it.
+struct SummedRows {
+  static constexpr TraceKind kKind = moe_kind::kSum;
+  const CombineSendArgs& args;
+  RowLayout layout;
+
+  template <class Port, class F>
+  MOE_A2A_DEVICE void with_row_sender(const Port& port, const F& f) const {
+    InPlaceSender sender(port.warp, port.slot_at, port.done);
+    f(sender);
+  }
+  template <class Group, class Sender>
+  MOE_A2A_DEVICE void send(const Group& group, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
+    std::byte* target = sender.open_stage(scheduled.delivery);
+    const RouteTerm* terms = args.context.ws.landed_term.at(args.buffer, scheduled.row);
+    if (group.rank() == 0 && piece.first == 0) count_short_routes(args, terms);
+    with_element_type(layout.dtype, [&](auto type) {
+      using T = decltype(type);
+      add_rows(group, piece, args.vector_rows, RouteTerms<T>(args, terms), reinterpret_cast<T*>(target));
+    });
+    RowSource row = layout.part(piece);
+    row.values = target;
+    row.in_shared = true;
+    sender.send_staged(row, scheduled.delivery);
+  }
+};
+
+// Source: the same sums, streamed (rows/streamed_sum.h). A term per lane; those of `lanes` are added, in ascending
+// order.
+struct LaneTerms {
+  const std::byte* row = nullptr;
+  float weight = 0;
+  uint32_t lanes = 0;
+};
+
+template <class T>
+struct StreamedRows {
+  static constexpr TraceKind kKind = moe_kind::kSum;
+  const CombineSendArgs& args;
+  RowLayout layout;
+
+  template <class Reader, class Pieces>
+  struct Sender {
+    Reader& reader;
+    Pieces& pieces;
+
+    MOE_A2A_DEVICE void finish() { pieces.finish(); }
+  };
+
+  template <class Port, class F>
+  MOE_A2A_DEVICE void with_row_sender(const Port& port, const F& f) const {
+    with_row_reader(port.warp, port.stage, [&](auto& reader) {
+      with_piece_sender<Delivery>(port.warp, port.slot_at, port.done, port.stage + kReaderBytes, [&](auto& pieces) {
+        Sender<std::remove_reference_t<decltype(reader)>, std::remove_reference_t<decltype(pieces)>> sender{reader,
+                                                                                                            pieces};
+        f(sender);
+      });
+    });
+  }
+  template <class Sender>
+  MOE_A2A_DEVICE void send(const Warp& warp, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
+    constexpr int kElement = sizeof(T);
+    const int num_bytes = piece.size() * kElement;
+    const LaneTerms terms = lane_terms(warp, scheduled.row);
+    sender.reader.begin(terms.row, terms.lanes, num_bytes);
+    const auto weight_of = [&](int lane) { return warp.broadcast(terms.weight, lane); };
+    const auto open = [&](int) { return reinterpret_cast<T*>(sender.pieces.open()); };
+    const auto close = [&](int first) {
+      const int begin = first * kElement, left = num_bytes - begin;
+      sender.pieces.send(scheduled.delivery, begin, left < kStreamBytes ? left : kStreamBytes, left <= kStreamBytes);
+    };
+    add_streamed<T>(warp, sender.reader, terms.lanes, piece.size(), weight_of, open, close);
+  }
+
+ private:
+  MOE_A2A_DEVICE LaneTerms lane_terms(const Warp& warp, int landed) const {
+    const RouteTerm* terms = args.context.ws.landed_term.at(args.buffer, landed);
+    if (warp.rank() == 0) count_short_routes(args, terms);
+    const RouteTerm term = warp.rank() < args.context.config.num_topk ? terms[warp.rank()] : RouteTerm{};
+    const bool is_end = term.position < 0, is_there = !is_end && term.position < args.num_y_rows;
+    const uint64_t ends_and_there =
+        warp.reduce_or(uint64_t{is_end} << (warp.rank() + 32) | uint64_t{is_there} << warp.rank());
+    const uint32_t ends = static_cast<uint32_t>(ends_and_there >> 32), there = static_cast<uint32_t>(ends_and_there);
+    const uint32_t before_end = (ends & (~ends + 1)) - 1;
+    return {is_there ? args.y[term.position] : nullptr, term.weight, there & before_end};
+  }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,70 @@
+// Both halves of a dispatch in one launch: the steps of DispatchSend and DispatchRecv, dealt out to the blocks as
+// roles. Some blocks send while the others receive; a second launch would only start when the last sender has finished.
+// With a small batch nearly all blocks do both, one after the other.
+#pragma once
+
+#include <algorithm>
+
+#include "moe/dispatch/dispatch_recv.h"
+#include "moe/dispatch/dispatch_send.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+struct Dispatch {
+  using Args = DispatchArgs;
+  static constexpr const char* kName = "dispatch";
+
+  // In a small batch the receivers' number of tokens lies in front of the senders' stages, since both are at work.
+  static size_t shared_bytes(const Args& args) {
+    return std::max(rows_begin(args) + DispatchSend::shared_bytes(args.send), DispatchRecv::shared_bytes(args.recv));
+  }
+  MOE_A2A_HOST_DEVICE static int rows_begin(const Args& args) {
+    if (!DispatchSend::sends_ll(args.send)) return 0;
+    const MoeConfig& config = args.send.context.config;
+    const int num_tokens = kBlockThreads / kWarpSize * config.num_ranks;
+    return SharedCarver::round_up(num_tokens * static_cast<int>(sizeof(int32_t)), SharedCarver::kLine);
+  }
+
+  // The grids of the blocks that send the table, send the rows, and receive.
+  struct Roles {
+    Grid table, rows, receivers;
+    DispatchRecv::Roles receive;
+  };
+  template <class Wire>
+  MOE_A2A_DEVICE static Roles roles(const Args& args, const Grid& grid) {
+    const int num_senders = Wire::kIsLl ? 0 : args.num_send_blocks;
+    const Grid receivers{grid.rank() - num_senders, grid.size() - num_senders};
+    const DispatchRecv::Roles receive = DispatchRecv::roles(receivers);
+    // Before tables arrive there is nothing to receive, so the receivers send this rank's. The rows of a small batch
+    // are under way before another rank's first words can be here.
+    if (Wire::kIsLl) return {receive.rows, receive.rows, receivers, receive};
+    return {receivers, Grid{grid.rank(), num_senders}, receivers, receive};
+  }
+
+  // All of it under the choice of the wire: with the receiver shared by both wires, behind the senders, a small batch
+  // of 128 tokens took 35.0 us instead of 30.2 (4 H200, float8).
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
+    with_wire(DispatchSend::sends_ll(args.send), [&](auto wire) {
+      using Wire = typename decltype(wire)::type;
+      const Context& c = args.send.context;
+      const uint64_t epoch = c.ws.epoch(args.send.buffer) + 1, start = trace_now();
+      const Roles roles = Dispatch::roles<Wire>(args, grid);
+      const bool receives = has_part_in(roles.receivers);
+      if (DispatchSend::begin(wire, args.send, grid, roles.rows, block, epoch)) {
+        if (has_part_in(roles.table)) DispatchSend::send_table(wire, args.send, roles.table, block, shared, epoch);
+        if (has_part_in(roles.rows)) {
+          DispatchSend::send_rows(wire, args.send, roles.rows, block, shared + rows_begin(args), epoch);
+        }
+        if (receives) {
+          if (!Wire::kIsLl || grid.size() == 1) block.sync();  // what was sent from is the lists' memory now
+          DispatchRecv::receive(args.recv, roles.receive, block, shared, epoch);
+        }
+      }
+      if (Wire::kIsLl) return;
+      record_role(c, block, receives ? moe_op::kDispatchRecv : moe_op::kDispatchSend, start);
+      DispatchSend::end(args.send, grid, block, epoch);
+    });
+  }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

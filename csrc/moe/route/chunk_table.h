@@ -1,0 +1,110 @@
+// The routing tables of large batches at their receiver: chunks of entries that their sender has counted
+// (routing_table.h). ll_table.h has the tables of small batches, with the same interface.
+#pragma once
+
+#include "comm/work_queue.h"
+#include "moe/route/route.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// A choice at its receiver: the local expert (-1: not here) and how many entries of that expert precede it in its chunk
+// or segment.
+struct LocalChoice {
+  int expert, idx;
+};
+
+class ChunkTable {
+ public:
+  MOE_A2A_DEVICE ChunkTable(const DispatchRecvArgs& args) : args_(args) {}
+
+  MOE_A2A_DEVICE bool has(int num_tokens) const { return !config().sends_ll(num_tokens); }
+
+  // Waits for a chunk. Pairs with the signal in RoutingTable::send().
+  MOE_A2A_DEVICE static bool receive_chunk(const DispatchRecvArgs& args, int rank, int chunk, int num_tokens,
+                                           uint64_t epoch) {
+    const Context& c = args.context;
+    const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, rank, chunk * chunk_length(num_tokens)};
+    return wait_for(c.ws.table_signal.at(args.buffer, rank, chunk), epoch, site, c.wait, c.heap);
+  }
+
+  // Waits for all chunks behind the first, a thread per chunk. The first has brought the number of tokens.
+  MOE_A2A_DEVICE bool receive(const Block& block, const int32_t* num_tokens, uint64_t epoch) const {
+    for (int r = 0; r < config().num_ranks; ++r) {
+      if (!has(num_tokens[r])) continue;
+      for (int chunk = 1 + block.rank(); chunk < num_chunks(num_tokens[r]); chunk += block.size()) {
+        if (!receive_chunk(args_, r, chunk, num_tokens[r], epoch)) return false;
+      }
+    }
+    return true;
+  }
+
+  // The entries of a list in some of a rank's chunks. Several counts are in flight.
+  MOE_A2A_DEVICE int32_t sum(int rank, int list, int begin, int end) const {
+    constexpr int kUnroll = kBlockThreads > 1 ? 8 : 1;
+    const int num_lists = config().num_local_experts() + 1;
+    const int32_t* counts = args_.context.ws.table_count.at(args_.buffer, rank, 0, list);
+    int32_t sum = 0;
+    MOE_A2A_ROLLED
+    for (int first = begin; first < end; first += kUnroll) {
+      int32_t count[kUnroll];
+      MOE_A2A_UNROLL
+      for (int u = 0; u < kUnroll; ++u) count[u] = first + u < end ? counts[(first + u) * num_lists] : 0;
+      MOE_A2A_UNROLL
+      for (int u = 0; u < kUnroll; ++u) sum += count[u];
+    }
+    return sum;
+  }
+
+  // A token's entries, all handled by one thread.
+  class Token {
+   public:
+    static constexpr bool kIsShared = false;
+
+    MOE_A2A_DEVICE Token(const DispatchRecvArgs& args, int rank, int token)
+        : num_topk_(args.context.config.num_topk),
+          config_(args.context.config),
+          entries_(args.context.ws.table_route.at(args.buffer, rank, token)),
+          weights_(args.context.ws.table_weight.at(args.buffer, rank, token)) {
+      prefetch(entries_);
+      prefetch(weights_);
+      landed_idx_ = args.context.ws.table_landed_idx(args.buffer, rank, token);
+    }
+
+    MOE_A2A_DEVICE int32_t landed_idx() const { return landed_idx_; }
+    MOE_A2A_DEVICE bool is_leader() const { return true; }
+    MOE_A2A_DEVICE float weight(int k) const { return weights_[k]; }
+
+    // Calls visit(k, choice) for this thread's choices, in k order; loads four at a time where their number allows it.
+    template <class Visit>
+    MOE_A2A_DEVICE void visit_choices(const Visit& visit) const {
+      constexpr int kVector = 4;
+      if (num_topk_ % kVector != 0) {
+        for (int k = 0; k < num_topk_; ++k) visit(k, local(entries_[k]));
+        return;
+      }
+      for (int k = 0; k < num_topk_; k += kVector) {
+        RouteEntry some[kVector];
+        load_values(some, entries_ + k);
+        for (int i = 0; i < kVector; ++i) visit(k + i, local(some[i]));
+      }
+    }
+
+   private:
+    MOE_A2A_DEVICE LocalChoice local(RouteEntry entry) const {
+      return {entry.is_dropped() ? -1 : local_expert(config_, entry.expert()), entry.idx_in_chunk()};
+    }
+
+    int num_topk_;
+    const MoeConfig& config_;
+    const RouteEntry* entries_;
+    const float* weights_;
+    int32_t landed_idx_;
+  };
+
+ private:
+  MOE_A2A_DEVICE const MoeConfig& config() const { return args_.context.config; }
+
+  const DispatchRecvArgs& args_;
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

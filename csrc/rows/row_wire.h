@@ -1,0 +1,175 @@
+// The wire of large batches: whole rows by bulk copies (TMA where the target has it), each followed by its signal. The
+// signals of a block share fences.
+#pragma once
+
+#include "arch/shared_plan.h"
+#include "comm/signal_queue.h"
+#include "comm/work_queue.h"
+#include "rows/wire.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Rows that are formed by a group where they land, in the first destination's memory; the interface of PlainRowSender.
+template <class Group, class SlotAt, class Done>
+class InPlaceSender {
+ public:
+  MOE_A2A_DEVICE InPlaceSender(const Group& group, const SlotAt& slot_at, const Done& done)
+      : group_(group), slot_at_(slot_at), done_(done) {}
+
+  MOE_A2A_DEVICE std::byte* open_stage(const Delivery& delivery) const {
+    return slot_at_(delivery, delivery.first_dst_rank);
+  }
+  MOE_A2A_DEVICE void send_staged(const RowSource&, const Delivery& delivery) const {
+    group_.release_sync();
+    if (group_.rank() == 0) done_(delivery);
+  }
+  MOE_A2A_DEVICE void finish() const {}
+
+ private:
+  const Group& group_;
+  const SlotAt& slot_at_;
+  const Done& done_;
+};
+
+// What a warp that sends is given: its memory, where rows go, and whom to tell when a row is there.
+template <class SlotAt, class Done>
+struct RowPort {
+  const Warp& warp;
+  const SlotAt& slot_at;  // (delivery, rank): the row's slot in that rank's heap
+  const Done& done;       // (delivery): by one lane, when the row's stores come before whatever it signals next
+  std::byte* stage;       // null: none
+};
+
+class RowWire {
+ public:
+  static constexpr bool kIsLl = false;
+  using Queue = SignalQueue<Delivery>;
+
+  // The queue of rows to signal, and a stage for each warp that sends.
+  struct Plan {
+    SharedPart<std::byte> queue, stages;
+    int stage_bytes = 0;  // 0: rows go by plain stores
+    int num_senders = 0;
+    int bytes = 0;
+  };
+  MOE_A2A_HOST_DEVICE static Plan plan(const RowLayout& layout, StagedFor what, int max_shared_bytes) {
+    return plan(what == StagedFor::kSumming     ? 0
+                : what == StagedFor::kStreaming ? kReaderBytes + kPieceSenderBytes
+                                                : warp_staging_bytes(layout.num_bytes(), what),
+                max_shared_bytes);
+  }
+  // A row that is too long for the stage that it wants goes without.
+  MOE_A2A_HOST_DEVICE static Plan plan(int64_t wanted, int max_shared_bytes) {
+    SharedCarver carver;
+    Plan plan;
+    plan.queue = carver.take_lines(Queue::shared_bytes());
+    const int left = max_shared_bytes - carver.bytes();
+    plan.stage_bytes = wanted <= left ? static_cast<int>(wanted) : 0;
+    plan.num_senders = Queue::num_senders(warps_with_stage(plan.stage_bytes, left, kBlockThreads / kWarpSize));
+    plan.stages = carver.take_lines(plan.stage_bytes * plan.num_senders);
+    plan.bytes = carver.bytes();
+    return plan;
+  }
+
+  // The longest row that a warp has a stage to quantise in.
+  static int64_t max_quantized_row_bytes(int max_shared_bytes) {
+    const auto fits = [&](int64_t row_bytes) {
+      return plan(warp_staging_bytes(row_bytes, StagedFor::kQuantizing), max_shared_bytes).stage_bytes > 0;
+    };
+    int64_t most = 0;
+    for (int64_t step = int64_t{1} << 30; step > 0; step /= 2) {
+      if (fits(most + step)) most += step;
+    }
+    return most;
+  }
+
+  // ---- sending
+
+  // `ticket`: of the launch's work queue.
+  MOE_A2A_DEVICE RowWire(const Exchange& exchange, const RowLayout& layout, const Grid& grid, const Block& block,
+                         std::byte* shared, const Plan& plan, uint32_t* ticket)
+      : exchange_(exchange),
+        layout_(layout),
+        grid_(grid),
+        block_(block),
+        shared_(shared),
+        plan_(plan),
+        ticket_(ticket) {}
+
+  // A warp per row, whichever is free.
+  template <class Schedule, class Source>
+  MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) const {
+    Queue queue(block_, plan_.queue.in(shared_), plan_.num_senders);
+    const auto signal_row = [&](const Delivery& delivery) { signal(delivery); };
+    if (queue.is_publisher()) queue.publish(signal_row);
+    if (!queue.is_sender()) return;
+    const Warp warp = block_.warp();
+    const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(delivery, rank); };
+    const auto done = [&](const Delivery& delivery) { queue.push(delivery, signal_row); };
+    std::byte* stage =
+        plan_.stage_bytes > 0 ? plan_.stages.in(shared_) + block_.warp_rank() * plan_.stage_bytes : nullptr;
+    source.with_row_sender(RowPort<decltype(slot_of), decltype(done)>{warp, slot_of, done, stage}, [&](auto& sender) {
+      WorkQueue(grid_, block_, plan_.num_senders, ticket_).walk(schedule.num_rows(), [&](int i) {
+        send_row<Schedule>(warp, source, sender, schedule.at(warp, i));
+      });
+      sender.finish();
+    });
+    queue.close();
+  }
+
+  // A block per row, for sums of so few rows that most warps would have none.
+  template <class Schedule, class Source>
+  MOE_A2A_DEVICE void send_by_blocks(const Schedule& schedule, const Source& source) const {
+    const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(delivery, rank); };
+    const auto done = [&](const Delivery& delivery) { signal(delivery); };
+    InPlaceSender sender(block_, slot_of, done);
+    make_line(grid_, 0, 1).walk(schedule.num_rows(), [&](int i) {
+      send_row<Schedule>(block_, source, sender, schedule.at(block_.warp(), i));
+      return true;
+    });
+  }
+
+  // ---- receiving
+
+  // Waits until the row of site.token from site.peer has landed; false when given up.
+  MOE_A2A_DEVICE static bool receive(const Exchange& exchange, const WaitSite& site, const Refusal& refusal = {}) {
+    return wait_for(exchange.signals.at(exchange.buffer, site.peer, site.token), exchange.epoch, site, exchange.wait,
+                    exchange.heap, nullptr, refusal);
+  }
+
+ private:
+  template <class Schedule, class Group, class Source, class Sender>
+  MOE_A2A_DEVICE void send_row(const Group& group, const Source& source, Sender& sender,
+                               const Scheduled& scheduled) const {
+    const Delivery& delivery = scheduled.delivery;
+    if (delivery.dst_ranks.empty()) return;
+    const uint64_t start = trace_now();
+    source.send(group, sender, scheduled, layout_.whole());
+    record(exchange_.trace(), block_.warp(),
+           {.kind = Source::kKind,
+            .begin = start,
+            .peer = Schedule::kIsToOneRank ? delivery.first_dst_rank : -1,
+            .token = delivery.token});
+  }
+
+  MOE_A2A_DEVICE std::byte* slot_at(const Delivery& delivery, int rank) const {
+    const HeapView& heap = exchange_.heap;
+    return heap.peer(rank, exchange_.rows.at(exchange_.buffer, heap.rank, delivery.token));
+  }
+  // Pairs with the acquire in receive().
+  MOE_A2A_DEVICE void signal(const Delivery& delivery) const {
+    const HeapView& heap = exchange_.heap;
+    signal_token(heap, delivery.dst_ranks, exchange_.signals.at(exchange_.buffer, heap.rank, delivery.token),
+                 exchange_.epoch, exchange_.trace(), delivery.token);
+  }
+
+  const Exchange& exchange_;
+  const RowLayout layout_;
+  const Grid& grid_;
+  const Block& block_;
+  std::byte* shared_;
+  const Plan& plan_;
+  uint32_t* ticket_;
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

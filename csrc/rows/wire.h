@@ -1,0 +1,47 @@
+// What the two wires have in common. A wire is a way for rows to travel between ranks:
+//   RowWire   whole rows by bulk copies, one signal per row behind a fence that the rows of a block share
+//   LlWire    pieces of rows as LL words
+// Both are used in the same way: send(schedule, source) on the side that has the rows, receive() on the other.
+//   schedule  in which order and where to: num_rows() and at(warp, i), a Scheduled
+//   source    what a row is made of: send(group, sender, scheduled, piece) has a group of threads send a piece of it
+//             through a sender of the wire's; kKind, the slice of the trace that it is
+#pragma once
+
+#include "comm/array.h"
+#include "comm/wait.h"
+#include "rows/row_layout.h"
+
+namespace moe_a2a {
+
+// A row on its way.
+struct Delivery {
+  RankSet dst_ranks;
+  int token;
+  int first_dst_rank;  // written first; if all ranks began with the same one, its link would be the bottleneck
+};
+
+// The i-th row of a schedule. `row` is its number at the source: a token, or a landed row.
+struct Scheduled {
+  Delivery delivery;
+  int row;
+};
+
+// One step's exchange of rows: the slots that they go to, and the epoch of their signals and words.
+struct Exchange {
+  const HeapView& heap;
+  const WaitPolicy& wait;
+  const Array<Signal, 3>& signals;      // [B, R src, T]
+  const Array<std::byte, 4>& rows;      // [B, R src, T, row stride]
+  const Array<std::byte, 4>& ll_words;  // [B, R src, L, LL row stride]
+  int buffer;
+  uint64_t epoch;
+
+  MOE_A2A_HOST_DEVICE const TraceBuffer& trace() const { return wait.trace; }
+};
+
+// Warps out of `num_warps` that can each be given `bytes_per_warp` of `num_bytes` of shared memory.
+MOE_A2A_HOST_DEVICE constexpr int warps_with_stage(int bytes_per_warp, int num_bytes, int num_warps) {
+  return bytes_per_warp <= num_bytes / num_warps ? num_warps : num_bytes / bytes_per_warp;
+}
+
+}  // namespace moe_a2a
