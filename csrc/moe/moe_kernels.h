@@ -9,13 +9,20 @@ MOE_A2A_DECLARE_FAMILY(link_floor_kernels)
 
 namespace moe_a2a {
 
+// The same at every level of the CPU target.
+#if defined(MOE_A2A_CPU_LEVELS)
+int64_t max_quantized_row_bytes_cpu_v2(int64_t max_shared_bytes);
+#define MOE_A2A_QUANTIZED_ROW_OF_CPU max_quantized_row_bytes_cpu_v2
+#else
 int64_t max_quantized_row_bytes_cpu(int64_t max_shared_bytes);
+#define MOE_A2A_QUANTIZED_ROW_OF_CPU max_quantized_row_bytes_cpu
+#endif
 int64_t max_quantized_row_bytes_cuda(int64_t max_shared_bytes);
 int64_t max_quantized_row_bytes_hip(int64_t max_shared_bytes);
 
 // The longest float8 row that dispatch can quantise with blocks of so much shared memory: what its plan has room for.
 inline int64_t max_quantized_row_bytes(const std::string& target, int64_t max_shared_bytes) {
-  MOE_A2A_IF_CPU(if (target == "cpu") return max_quantized_row_bytes_cpu(max_shared_bytes);)
+  MOE_A2A_IF_CPU(if (target == "cpu") return MOE_A2A_QUANTIZED_ROW_OF_CPU(max_shared_bytes);)
   MOE_A2A_IF_CUDA(if (target == "cuda") return max_quantized_row_bytes_cuda(max_shared_bytes);)
   MOE_A2A_IF_HIP(if (target == "hip") return max_quantized_row_bytes_hip(max_shared_bytes);)
   throw std::logic_error("this build has no kernels for target \"" + target + "\"");
