@@ -1,0 +1,144 @@
+"""Streams, residency and lifetime on GPUs: calls of one object are ordered whatever the caller's stream, two objects on two
+streams do not starve each other in any order, and what ends does not disturb others.
+
+Seen on 4 H200 before Client::launch() ordered streams: an object called on three streams in turn, and two objects launched
+in opposite order on the ranks, ended in PeerTimeoutError on all ranks.
+"""
+
+import on_device
+import pytest
+import torch
+
+import moe_a2a
+
+pytestmark = [on_device.TESTS, on_device.gpu_only]
+
+CONFIG = {
+    "num_topk": 4, "hidden": 2048, "num_max_tokens_per_rank": 1024, "dtype": torch.bfloat16, "timeout": 10,
+}  # fmt: skip
+
+
+def make_ep(group, **config):
+    return moe_a2a.ExpertParallel(group, **{**CONFIG, "num_experts": 6 * group.num_ranks, **config})
+
+
+def sums(coll, call, count, wrong):
+    """An all-reduce of small integers, checked on the device."""
+    x = ((torch.arange(count, device=coll.device) * 7 + coll.rank * 5 + call) % 31 - 15).float()
+    expected = sum(
+        ((torch.arange(count, device=coll.device) * 7 + r * 5 + call) % 31 - 15).float() for r in range(coll.num_ranks)
+    )
+    wrong += (coll.all_reduce(x) != expected).sum()
+
+
+def collectives_program(group):
+    with moe_a2a.Communicator(group, timeout=10) as comm, moe_a2a.Collectives(comm) as coll:
+        wrong = torch.zeros((), dtype=torch.int64, device=coll.device)
+        for call in range(300):
+            sums(coll, call, [1, 1000, 40_000, 262_144][call % 4], wrong)
+        coll.check()
+        assert wrong.item() == 0
+        graph, static = torch.cuda.CUDAGraph(), torch.zeros(5000, device=coll.device, dtype=torch.bfloat16)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            coll.all_reduce(static)
+        side.synchronize()
+        with torch.cuda.graph(graph):
+            out = coll.all_reduce(static)
+        for replay in range(50):  # each takes a fresh epoch
+            static.fill_(replay % 7 + coll.rank)
+            graph.replay()
+            wrong += (out != sum(replay % 7 + r for r in range(coll.num_ranks))).sum()
+        coll.check()
+        assert wrong.item() == 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_all_reduce_on_gpus(num_ranks):
+    on_device.run(num_ranks, collectives_program)
+
+
+def one_object_program(group):
+    """Three streams in turn, nothing else between the calls."""
+    with moe_a2a.Collectives(group, timeout=10) as coll, make_ep(group) as ep:
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        x = torch.full((600, ep.hidden), 1.0, device=ep.device, dtype=ep.dtype)
+        topk_idx = (torch.arange(600 * 4, device=ep.device).reshape(600, 4) * 5) % ep.num_experts
+        torch.cuda.synchronize()
+        outs = []
+        for call in range(60):
+            with torch.cuda.stream(streams[call % 3]):
+                h = ep.dispatch(x, topk_idx)
+                y = h.recv_x[h.expert_row_index.clamp(0, h.recv_x.shape[0] - 1).long()]
+                outs.append(ep.combine(y, h))
+                coll.all_reduce(x[0].float())
+        torch.cuda.synchronize()
+        ep.check()
+        coll.check()
+        assert all(bool((out == 4).all()) for out in outs)
+
+
+def test_one_object_on_three_streams():
+    on_device.run(2, one_object_program)
+
+
+def two_objects_program(group):
+    """Each rank launches the two objects' calls in the other order."""
+    with make_ep(group) as first, make_ep(group) as second:
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        x = torch.full((900, first.hidden), 1.0, device=first.device, dtype=first.dtype)
+        topk_idx = (torch.arange(900 * 4, device=first.device).reshape(900, 4) * 5) % first.num_experts
+        torch.cuda.synchronize()
+        pairs = list(zip([first, second], streams, strict=True))
+        for _ in range(40):
+            handles = []
+            for ep, stream in pairs if group.rank % 2 else reversed(pairs):
+                with torch.cuda.stream(stream):
+                    handles.append((ep, stream, ep.dispatch(x, topk_idx)))
+            for ep, stream, h in handles:
+                with torch.cuda.stream(stream):
+                    y = h.recv_x[h.expert_row_index.clamp(0, h.recv_x.shape[0] - 1).long()]
+                    out = ep.combine(y, h)
+            torch.cuda.synchronize()
+            assert bool((out == 4).all())
+        first.check()
+        second.check()
+
+
+def test_two_objects_on_two_streams_in_opposite_order():
+    on_device.run(2, two_objects_program)
+
+
+def dropped_handle_program(group):
+    """A dropped handle is taken back on the stream of the call, not on the null stream."""
+    with make_ep(group, num_buffers=1) as ep:
+        x = torch.full((64, ep.hidden), 1.0, device=ep.device, dtype=ep.dtype)
+        topk_idx = torch.zeros((64, 4), dtype=torch.int64, device=ep.device)
+        stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                handle = ep.dispatch(x, topk_idx)
+                del handle
+        stream.synchronize()
+        ep.check()
+
+
+def test_dropped_handles_are_taken_back():
+    on_device.run(2, dropped_handle_program)
+
+
+def memory_program(group):
+    """An object that cannot be made gives its memory back: another rank ran out of it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(3):
+        config = {"num_max_tokens_per_rank": 4096 if group.rank else 1_000_000, "num_max_ll_tokens": 0}
+        with pytest.raises((RuntimeError, ValueError)):
+            make_ep(group, hidden=16384, num_buffers=16, **config)
+    torch.cuda.synchronize()
+    assert before - torch.cuda.mem_get_info()[0] < 256 << 20
+
+
+def test_a_failed_construction_gives_memory_back():
+    on_device.run(2, memory_program)
