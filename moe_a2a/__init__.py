@@ -20,7 +20,10 @@ from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
 from moe_a2a.tracing import trace
 
-__version__ = importlib.metadata.version("moe_a2a")
+try:
+    __version__ = importlib.metadata.version("moe_a2a")
+except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0.0.0"
 
 __all__ = [
     "Collectives",
