@@ -88,7 +88,7 @@ struct DispatchSend {
     with_wire(sends_ll(args), [&](auto wire) {
       if (!begin(wire, args, grid, grid, block, epoch)) return;
       send_table(wire, args, grid, block, shared, epoch);
-      if (!sends_ll(args)) block.sync();  // the table's memory is the rows' now
+      if (!decltype(wire)::type::kIsLl) block.sync();  // the table's memory is the rows' now
       send_rows(wire, args, grid, block, shared, epoch);
     });
     if (!sends_ll(args)) end(args, grid, block, epoch);
