@@ -77,12 +77,11 @@ MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, c
 
 // Tells every rank, this one first, that this rank has given up waiting for `culprit`, so that nobody waits for a rank
 // that has left.
-MOE_A2A_RARE void poison_all(const WaitPolicy& policy, int culprit) {
-  const HeapView& heap = *policy.comm_heap;
+MOE_A2A_RARE void poison_all(const WaitPolicy& policy, const HeapView& heap, int culprit) {
   const uint32_t word = static_cast<uint32_t>(heap.rank + 1) << 8 | static_cast<uint32_t>(culprit + 1);
   for (int i = 0; i < heap.num_ranks; ++i) {
     const int peer = (heap.rank + i) % heap.num_ranks;
-    atomic_store<Order::kRelaxed, Scope::kSystem>(heap.peer(peer, policy.poison), word);
+    atomic_store<Order::kRelaxed, Scope::kSystem>(policy.comm_heap->peer(peer, policy.poison), word);
   }
 }
 
@@ -98,7 +97,7 @@ MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, 
   }
   if (waited < policy.timeout_ticks) return true;
   write_report(policy, heap, site, Reason::kTimeout, 0, expected_epoch, seen_word, waited);
-  if (policy.poison != nullptr) poison_all(policy, site.peer);
+  if (policy.poison != nullptr) poison_all(policy, heap, site.peer);
   return false;
 }
 
