@@ -22,7 +22,7 @@ void Collectives::all_reduce(const std::byte* x, std::byte* out, int64_t count, 
   raise_waits();
   const int64_t num_chunks = (count * size_of(dtype) + kCollectiveChunk - 1) / kCollectiveChunk;
   const int num_blocks = static_cast<int>(
-      std::clamp<int64_t>(num_chunks, 1, std::max(1, std::min(device_->default_blocks(), device_->max_blocks() / 2))));
+      std::clamp<int64_t>(num_chunks, 1, std::max(1, std::min(device_->default_blocks(), share_of_device()))));
   launch(OneShotArgs{.context = context_, .x = x, .out = out, .count = count, .dtype = dtype}, num_blocks, stream);
   if (device_->is_synchronous()) raise_waits();
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "arch/interrupt.h"
 #include "comm/comm_kernels.h"
@@ -9,6 +10,12 @@
 #include "comm/symmetric_heap.h"
 
 namespace moe_a2a {
+namespace {
+
+// Clients of this process by the index of their device, without communicators: those launch nothing beside others.
+std::atomic<int> num_clients[64];
+
+}  // namespace
 
 // ---- memory and peers
 
@@ -20,6 +27,12 @@ Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext
       context_(context),
       tracer_(*device_, context) {
   device_->add(comm_kernels(member.target));
+  if (&vocabulary != &kCommVocabulary) ++num_clients[member.device % std::size(num_clients)];
+}
+
+int Client::share_of_device() const {
+  const int most = device_->max_blocks();
+  return num_clients[member_.device % std::size(num_clients)] > 1 ? std::max(1, most / 2) : most;
 }
 
 std::byte* Client::allocate_symmetric(const RegionSize& size, const std::vector<AgreedField>& fields) {
@@ -54,6 +67,7 @@ void Client::link(const PoisonLink& poison) {
 // Without a close(), or with a peer that never came to its own, a peer may still write here: then the memory of a
 // device stays until the process ends. A mapping of the CPU can always go, every process has its own.
 Client::~Client() {
+  if (&vocabulary_ != &kCommVocabulary) --num_clients[member_.device % std::size(num_clients)];
   closed_ = true;
   if (device_->is_synchronous() || (!may_be_mapped_ && gate_.is_own_process())) device_->close();
 }

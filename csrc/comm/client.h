@@ -103,6 +103,11 @@ class Client {
     device_->launch(args, num_blocks, stream);
   }
 
+  // How many blocks a launch takes at most unless the caller says otherwise. All of the device's while this is the only
+  // client there; half of them beside others, so that kernels of two clients on two streams are resident at once: each
+  // waits for its peers, which may run them in the other order.
+  int share_of_device() const;
+
   // Before each launch, and behind each one of a synchronous device.
   void raise_waits();
   void leave_if_interrupted();

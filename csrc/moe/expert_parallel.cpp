@@ -113,9 +113,7 @@ int64_t ExpertParallel::max_quantized_row_bytes() const {
 
 int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
   if (place.num_blocks > 0) return resident_blocks(place.num_blocks, device_->max_blocks());
-  // Half of the device, so that the kernels of two objects on two streams are resident at once: each waits for its
-  // peers, which may run them in the other order.
-  return resident_blocks(by_table > 0 ? by_table : device_->default_blocks(), device_->max_blocks() / 2);
+  return resident_blocks(by_table > 0 ? by_table : device_->default_blocks(), share_of_device());
 }
 
 bool ExpertParallel::launches_halves() const { return device_->is_synchronous() || device_->max_blocks() < 2; }
