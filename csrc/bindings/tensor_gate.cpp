@@ -7,6 +7,14 @@ namespace {
 
 using at::DispatchKey;
 
+// The argument's name: becomes part of a string in errors alone, since every call passes here.
+struct Name {
+  const char* text;
+};
+std::string operator+(const Name& name, const char* behind) { return std::string(name.text) + behind; }
+std::string operator+(const std::string& before, const Name& name) { return before + name.text; }
+std::string operator+(const char* before, const Name& name) { return std::string(before) + name.text; }
+
 std::string on_rank(int rank) { return rank == kNoRank ? "" : " on rank " + std::to_string(rank); }
 
 std::string type_name(const at::Tensor& tensor) {
@@ -24,7 +32,7 @@ bool is_wrapper(const at::Tensor& tensor) {
                                        }));
 }
 
-void check_is_tensor_of_memory(const Place& place, const at::Tensor& tensor, const std::string& name) {
+void check_is_tensor_of_memory(const Place& place, const at::Tensor& tensor, const Name& name) {
   if (is_wrapper(tensor)) {
     raise_type(place.rank, name + " is a " + type_name(tensor) + ", which wraps memory or stands for it",
                "pass the plain tensor (of a DTensor " + name +
@@ -49,7 +57,7 @@ uint64_t num_bytes_reached(const at::Tensor& tensor) {
 }
 
 // Resizing a storage leaves the sizes of its tensors as they were.
-void check_storage(const Place& place, const at::Tensor& tensor, const std::string& name) {
+void check_storage(const Place& place, const at::Tensor& tensor, const Name& name) {
   if (!tensor.has_storage()) {
     raise_type(place.rank, name + " is a " + type_name(tensor) + " without storage", "pass a plain torch.Tensor");
   }
@@ -63,14 +71,14 @@ void check_storage(const Place& place, const at::Tensor& tensor, const std::stri
               "pass a tensor that still has its memory");
 }
 
-void check_device(const Place& place, const at::Tensor& tensor, const std::string& name) {
+void check_device(const Place& place, const at::Tensor& tensor, const Name& name) {
   const bool same = place.device.is_cpu() ? tensor.device().is_cpu() : tensor.device() == place.device;
   if (same) return;
   raise_value(place.rank, name + " is on " + tensor.device().str() + ", " + place.owner + " on " + place.device.str(),
               "pass " + name + ".to(\"" + place.device.str() + "\")");
 }
 
-void check_has_values(const Place& place, const at::Tensor& tensor, const std::string& name) {
+void check_has_values(const Place& place, const at::Tensor& tensor, const Name& name) {
   if (tensor.is_neg()) {
     raise_value(place.rank, name + " is a negative view: its memory holds the values with the other sign",
                 "pass " + name + ".resolve_neg()");
@@ -94,10 +102,10 @@ void raise_type(int rank, const std::string& what, const std::string& remedy) {
 
 void check_plain(const Place& place, const at::Tensor& tensor, const char* name) {
   if (!tensor.defined()) raise_type(place.rank, std::string(name) + " is undefined", "pass a torch.Tensor");
-  check_is_tensor_of_memory(place, tensor, name);
-  check_device(place, tensor, name);
-  check_has_values(place, tensor, name);
-  check_storage(place, tensor, name);
+  check_is_tensor_of_memory(place, tensor, {name});
+  check_device(place, tensor, {name});
+  check_has_values(place, tensor, {name});
+  check_storage(place, tensor, {name});
 }
 
 bool overlap(const at::Tensor& a, const at::Tensor& b) {

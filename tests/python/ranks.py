@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -28,7 +29,7 @@ import moe_a2a
 from moe_a2a import rank_processes
 from moe_a2a.rank_processes import DIED, RankLostError, RankProcesses
 
-__all__ = ["DIED", "RankError", "RankPool", "run_processes", "run_threads"]
+__all__ = ["DIED", "RankError", "RankPool", "receive_interrupts", "run_processes", "run_threads"]
 
 GRACE = 5.0  # seconds for the other ranks to end once one has failed
 START_SECONDS = 60.0
@@ -142,6 +143,12 @@ def take_device(rank: int) -> None:
     torch.set_num_threads(1)
     if os.environ.get("MOE_A2A_DEVICE") == "cuda":
         torch.cuda.set_device(rank)
+
+
+def receive_interrupts() -> None:
+    """In a rank: SIGINT raises KeyboardInterrupt. Rank processes block it, since the starter ends them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _with_world(report: Any, program: Callable[..., Any], args: tuple) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).with_name("count_allocations.c")
-NUM_STEPS = 200
+NUM_STEPS = 1000
 
 
 def measure(num_tokens, hidden, num_blocks, give_out, num_max_ll_tokens=0, read_view=False):
@@ -51,7 +51,7 @@ def measure(num_tokens, hidden, num_blocks, give_out, num_max_ll_tokens=0, read_
                         handle.recv_x  # noqa: B018
                     ep.combine(y, handle, num_blocks=num_blocks, out=out)
 
-            steps(20)
+            steps(200)
             group.all_gather(None)
             if group.rank == 0:
                 gc.collect()

@@ -46,7 +46,7 @@ def interrupt_in_call():
 
 def interrupted_call(group, operation, num_blocks, num_max_ll_tokens):
     config = {**CONFIG, "timeout": TIMEOUT, "num_blocks": num_blocks, "num_max_ll_tokens": num_max_ll_tokens}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ranks.receive_interrupts()
     store = dist.distributed_c10d._get_default_store()
     group = moe_a2a.as_group(group)
     with moe_a2a.ExpertParallel(group, **config) as ep:
@@ -158,7 +158,7 @@ def test_a_handler_may_close_the_object():
 
 def interrupt_while_another_thread_is_in_a_call(group):
     """The main thread waits for its turn."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ranks.receive_interrupts()
     with moe_a2a.ExpertParallel(group, **{**CONFIG, "timeout": TIMEOUT}) as ep:
         moe_a2a.as_group(group).all_gather(None)
         if ep.rank == 1:
