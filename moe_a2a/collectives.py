@@ -38,10 +38,12 @@ class Collectives:
         self._core = _core.Collectives(self._comm._open_core(), self._owns_comm, self.device)
 
     def _drop_core(self) -> None:
-        """Of an object that could not be made."""
+        """Lets go of the memory, and of a communicator of its own."""
         core, self._core = self._core, None
         if core is not None:
             core.close()
+        if self._owns_comm:
+            self._comm._drop_core()
 
     def get_comm_handle(self) -> bytes:
         """What the other ranks need to map this rank's memory. Only needed with HandleExchange."""
@@ -79,8 +81,7 @@ class Collectives:
 
     def close(self) -> None:
         """Ends the object, and a communicator of its own."""
-        if self._core is not None:
-            self._core.close()
+        self._drop_core()
 
     def __enter__(self) -> Collectives:
         return self

@@ -149,6 +149,8 @@ class ExpertParallel:
         core, self._core = self._core, None
         if core is not None:
             core.close()
+        if self._owns_comm:
+            self._comm._drop_core()
 
     def get_comm_handle(self) -> bytes:
         """What the other ranks need to map this rank's memory. Carry it to every rank; see set_comm_handles()."""
@@ -331,7 +333,11 @@ class ExpertParallel:
         deadline. Views of handles stay readable as long as they are held, with whatever the memory holds."""
         if self._core is not None:
             core, self._core = self._core, None
-            core.close()
+            try:
+                core.close()
+            finally:
+                if self._owns_comm:
+                    self._comm._drop_core()
 
     def __enter__(self) -> ExpertParallel:
         return self

@@ -280,7 +280,7 @@ class Core {
   }
 
   std::vector<Client*> clients(ExpertParallel& ep) const {
-    if (owns_comm_) return {&ep.communicator(), &ep};
+    if (owns_comm_) return {&ep, &ep.communicator()};
     return {&ep};
   }
   LaunchPlace where(int num_blocks) const { return {.num_blocks = num_blocks, .stream = current_stream(device_)}; }

@@ -83,6 +83,7 @@ void bind_communicator(py::module_& m) {
              return align_clocks(comm, num_rounds, current_stream(device));
            })
       .def("close", &Communicator::close, unlocked())
+      .def_property_readonly("rank", [](const Communicator& comm) { return comm.member().rank; })
       .def_property_readonly("is_closed", &Communicator::is_closed)
       .def_property_readonly("nbytes", [](const Communicator& comm) { return comm.nbytes(); });
 }

@@ -14,7 +14,7 @@ class Core {
       : device_(device), owns_comm_(owns_comm), comm_(comm), collectives_(std::move(comm)) {}
 
   std::vector<Client*> clients() {
-    if (owns_comm_) return {comm_.get(), &collectives_};
+    if (owns_comm_) return {&collectives_, comm_.get()};
     return {&collectives_};
   }
 

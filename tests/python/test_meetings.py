@@ -160,10 +160,11 @@ def test_memory_is_given_back_when_and_only_when_no_peer_can_map_it(failing, mon
     notes = {0: [], 1: []}
 
     class Core:
-        def __new__(cls, rank, *args):
+        def __new__(cls, comm, *args):
+            rank = comm.rank
             if failing == "allocation" and rank == 1:
                 raise RuntimeError("out of memory")
-            return Recorded(make(rank, *args), notes[rank])
+            return Recorded(make(comm, *args), notes[rank])
 
     class Module:
         ExpertParallel = Core
