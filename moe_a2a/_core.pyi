@@ -10,6 +10,8 @@ import torch
 import typing
 
 __all__: list[str] = [
+    "Collectives",
+    "Communicator",
     "DispatchHandle",
     "ExpertParallel",
     "built_targets",
@@ -18,6 +20,43 @@ __all__: list[str] = [
     "write_chrome_json",
     "write_perfetto",
 ]
+
+class Communicator:
+    def __init__(
+        self,
+        arg0: typing.SupportsInt | typing.SupportsIndex,
+        arg1: typing.SupportsInt | typing.SupportsIndex,
+        arg2: str,
+        arg3: torch.device,
+        arg4: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    def align_clocks(
+        self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: torch.device
+    ) -> list[typing.Annotated[list[int], "FixedSize(3)"]]: ...
+    def check(self) -> None: ...
+    def close(self) -> None: ...
+    def comm_handle(self) -> bytes: ...
+    def connect(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    def disconnect(self) -> None: ...
+    def give_back(self) -> None: ...
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+
+class Collectives:
+    def __init__(self, arg0: Communicator, arg1: bool, arg2: torch.device) -> None: ...
+    def all_reduce(self, arg0: torch.Tensor, arg1: torch.Tensor | None) -> torch.Tensor: ...
+    def check(self) -> None: ...
+    def close(self) -> None: ...
+    def comm_handle(self) -> bytes: ...
+    def connect(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    def disconnect(self) -> None: ...
+    def give_back(self) -> None: ...
+    @property
+    def is_closed(self) -> bool: ...
 
 class DispatchHandle:
     @property
@@ -34,8 +73,8 @@ class ExpertParallel:
     def trace_operations() -> list[str]: ...
     def __init__(
         self,
-        arg0: typing.SupportsInt | typing.SupportsIndex,
-        arg1: typing.SupportsInt | typing.SupportsIndex,
+        arg0: Communicator,
+        arg1: bool,
         arg2: typing.SupportsInt | typing.SupportsIndex,
         arg3: typing.SupportsInt | typing.SupportsIndex,
         arg4: typing.SupportsInt | typing.SupportsIndex,
@@ -43,9 +82,7 @@ class ExpertParallel:
         arg6: typing.SupportsInt | typing.SupportsIndex,
         arg7: typing.Any,
         arg8: typing.SupportsInt | typing.SupportsIndex | None,
-        arg9: str,
-        arg10: torch.device,
-        arg11: typing.SupportsFloat | typing.SupportsIndex,
+        arg9: torch.device,
     ) -> None: ...
     def align_clocks(
         self, arg0: typing.SupportsInt | typing.SupportsIndex
