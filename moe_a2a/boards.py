@@ -64,7 +64,7 @@ class StoreBoard:
         self._asleep = threading.Event()  # never set: sleeps in pieces that see Ctrl-C
 
     def post(self, key: str, value: Any) -> None:
-        self._store.set(key, pickle.dumps(value))
+        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
 
     def look(self, keys: list[str]) -> dict[str, Any]:
         if not keys:

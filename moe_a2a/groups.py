@@ -73,7 +73,7 @@ class TorchGroup:
         self.num_ranks = dist.get_world_size(process_group)
         if self.rank < 0:
             raise ValueError("this process is not a member of the group; pass a group that contains it")
-        store = dist.distributed_c10d._get_process_group_store(process_group or dist.group.WORLD)
+        store = dist.distributed_c10d._get_process_group_store(process_group or dist.group.WORLD)  # type: ignore[arg-type]
         self.meetings: Meetings | None = None
         if store is not None:
             self.meetings = _meetings_of.get(store) or Meetings(self.rank, self.num_ranks, StoreBoard(store))

@@ -17,6 +17,8 @@ class Owner(Protocol):
     hidden: int
     _core: Any
 
+    def _open_core(self) -> Any: ...
+
     @property
     def is_closed(self) -> bool: ...
 

@@ -57,7 +57,7 @@ class Meeting:
                 elapsed = time.monotonic() - start
                 # Behind the values: a rank that has left is seen before this one goes on without it.
                 if given_up := board.look([self._left]):
-                    raise self._error(*given_up[self._left], elapsed)
+                    raise self._error(*given_up[self._left], elapsed)  # type: ignore[call-arg]
                 if not missing:
                     break
                 if elapsed >= timeout:
