@@ -4,6 +4,7 @@
 
 #include "bindings/clients.h"
 #include "bindings/collectives.h"
+#include "bindings/config.h"
 #include "bindings/errors.h"
 #include "bindings/grouped_gemm.h"
 #include "bindings/signals.h"
@@ -291,36 +292,6 @@ class Core {
   std::shared_ptr<ExpertParallel> ep_;
   std::unique_ptr<Views> views_;
 };
-
-at::ScalarType scalar_type(const py::object& dtype) {
-  if (!THPDtype_Check(dtype.ptr()))
-    throw py::type_error("expected a torch.dtype, got " + py::str(dtype).cast<std::string>());
-  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-}
-
-MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
-                      int num_buffers, const py::object& dtype, std::optional<int> num_max_ll_tokens,
-                      const std::string& target) {
-  MoeConfig config{.rank = rank,
-                   .num_ranks = num_ranks,
-                   .num_experts = num_experts,
-                   .num_topk = num_topk,
-                   .hidden = hidden,
-                   .num_max_tokens_per_rank = num_max_tokens_per_rank,
-                   .num_buffers = num_buffers,
-                   .dtype = to_dtype(scalar_type(dtype), "dtype=")};
-  if (config.dtype == DType::kFloat8) {
-    throw py::type_error(
-        "dtype is float8; pass the dtype of the combined rows, and float8 rows with x_scales= to dispatch");
-  }
-  std::string violation = config.violation();
-  if (violation.empty()) {
-    config.num_max_ll_tokens = num_max_ll_tokens ? *num_max_ll_tokens : default_ll_tokens(config, target);
-    violation = config.violation();
-  }
-  if (!violation.empty()) throw py::value_error(violation + " (rank " + std::to_string(rank) + ")");
-  return config;
-}
 
 template <at::Tensor (Views::*kView)(const DispatchHandle&)>
 at::Tensor view_of(Core& core, const Handle& handle) {
