@@ -12,7 +12,7 @@ installation.check()  # loads PyTorch, whose libraries the extension uses, then 
 from moe_a2a import reference
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
-from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError, TraceFileError
+from moe_a2a.errors import CallMismatchError, PeerRefusedError, PeerTimeoutError, RoutingError, TraceFileError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
@@ -26,6 +26,7 @@ except importlib.metadata.PackageNotFoundError:  # run from a checkout that is n
     __version__ = "0.0.0"
 
 __all__ = [
+    "CallMismatchError",
     "Collectives",
     "Communicator",
     "DispatchHandle",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 LAYOUTS = ("rows", "expert_major", "masked")
 MAX_EXPERT_ALIGNMENT = 256
 MAX_INT = 2**31 - 1
+MAX_COUNT = 2**40  # rows of a tensor that is shared out
 MAX_TIMEOUT = 1e9  # seconds; the clocks of the targets count nanoseconds in 64 bits
 
 
@@ -84,6 +85,27 @@ def checked_timeout(rank: int, timeout: Any) -> float:
             f"timeout={_shown(timeout)} is not in (0, {MAX_TIMEOUT:.0f}] seconds on rank {rank}; pass one of these"
         )
     return seconds
+
+
+def checked_choice(rank: int, name: str, value: Any, choices: tuple[str, ...]) -> int:
+    """The index of the choice."""
+    expected = ", ".join(f'"{choice}"' for choice in choices)
+    if not isinstance(value, str):
+        raise _refuse(rank, name, value, f"one of {expected}")
+    if value not in choices:
+        raise ValueError(f"{name}={_shown(value)} is unknown on rank {rank}; pass one of {expected}")
+    return choices.index(value)
+
+
+def checked_counts(rank: int, counts: Any) -> list[int] | None:
+    if counts is None:
+        return None
+    if isinstance(counts, (str, bytes)):
+        raise _refuse(rank, "counts", counts, "a list of ints or None")
+    try:
+        return [checked_int(rank, "counts", count, 0, MAX_COUNT) for count in counts]
+    except TypeError:
+        raise _refuse(rank, "counts", counts, "a list of ints or None") from None
 
 
 def checked_quantize(rank: int, quantize: Any) -> bool:

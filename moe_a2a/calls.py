@@ -17,10 +17,16 @@ log = logging.getLogger("moe_a2a")
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-class Caller(Owner, Protocol):
-    """The ExpertParallel whose method is called."""
+class Client(Protocol):
+    """Whose method is called."""
 
     rank: int
+    _core: Any
+
+
+class Caller(Client, Owner, Protocol):
+    """An ExpertParallel."""
+
     _num_dispatches: int
 
 
@@ -79,7 +85,12 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
     return decorate
 
 
-def _tell(ep: Caller, error: BaseException, tell: Callable[[Any, str], None]) -> None:
+def tell_refused(collectives: Client, error: BaseException) -> None:
+    """A call of a Collectives failed before its launch: the peers raise PeerRefusedError, and the call has passed."""
+    _tell(collectives, error, lambda core, why: core.refuse(why))
+
+
+def _tell(ep: Client, error: BaseException, tell: Callable[[Any, str], None]) -> None:
     if ep._core is None:  # closed: there is no memory to say it in
         return
     try:

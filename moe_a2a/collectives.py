@@ -1,30 +1,55 @@
-"""Collectives: reductions over the same communicator, signals and waits as dispatch() and combine()."""
+"""Collectives: all-reduce, reduce-scatter and all-gather over the same communicator, signals and waits as dispatch() and
+combine()."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from moe_a2a import _core, set_up
+from moe_a2a import _core, arguments, calls, set_up
 from moe_a2a.communicator import Communicator
 from moe_a2a.groups import HandleExchange
 
+# In the order of csrc/collectives/announcement.h.
+OPS = ("sum", "max", "min", "avg")
+ALGORITHMS = ("auto", "one_shot", "two_shot")
+
+MAX_NBYTES = 1 << 40
+
 
 class Collectives:
-    """all_reduce() of the ranks of a communicator, or of a group.
+    """Reductions and gathers over the ranks of a communicator, or of a group.
 
     Args:
         group: a Communicator, or what a Communicator takes.
+        max_nbytes: bytes of a tensor that the workspace holds; larger tensors go in slices. The memory taken is about
+            2.5 times as much (see `nbytes`), on the CPU that of 4 MiB at most. The same on every rank.
         device, timeout: of a Communicator of its own, where `group` is none.
 
-    Every rank makes the same calls in the same order. Work is queued on PyTorch's current stream of the device.
+    Every rank makes the same calls in the same order, with the same arguments. Ranks that do not are told, all of them:
+    CallMismatchError. A call that fails on one rank before it begins raises PeerRefusedError on the others. Either way it
+    has passed on every rank, and the object stays usable.
+
+    Values are merged in rank order in fp32 and rounded once to the dtype, so all ranks get the same bits, and the same
+    inputs give them again. A NaN of any rank is the result, for "max" and "min" too. Tensors are contiguous, of float32,
+    float16 or bfloat16, with any number of elements at any address. Work is queued on PyTorch's current stream of the
+    device; there an error of the kernels is raised by a later call, which is made all the same, or by check().
     """
 
-    def __init__(self, group: Any = None, *, device: torch.device | str | None = None, timeout: float = 30.0):
+    def __init__(
+        self,
+        group: Any = None,
+        max_nbytes: int = 64 << 20,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float = 30.0,
+    ):
         self._comm, self._owns_comm = Communicator.of_client(group, device, timeout)
         self._group, self.timeout = self._comm._group, self._comm.timeout
         self.rank, self.num_ranks = self._comm.rank, self._comm.num_ranks
+        self.max_nbytes = max_nbytes
         self._core: Any = None
         if isinstance(self._group, HandleExchange):
             self._allocate()
@@ -32,10 +57,11 @@ class Collectives:
             set_up.make_together(self, self._allocate)
 
     def _allocate(self) -> None:
+        self.max_nbytes = arguments.checked_int(self.rank, "max_nbytes", self.max_nbytes, 1, MAX_NBYTES)
         if self._owns_comm:
             self._comm._allocate()
         self.device, self.timeout = self._comm.device, self._comm.timeout
-        self._core = _core.Collectives(self._comm._open_core(), self._owns_comm, self.device)
+        self._core = _core.Collectives(self._comm._open_core(), self._owns_comm, self.device, self.max_nbytes)
 
     def _drop_core(self) -> None:
         """Lets go of the memory, and of a communicator of its own."""
@@ -53,27 +79,96 @@ class Collectives:
         """Maps the memory of all ranks. `handles`: get_comm_handle() of every rank, in rank order."""
         self._open_core().connect(handles)
 
-    def all_reduce(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of `x` over all ranks, on every rank.
-
-        Added up in rank order in fp32 and rounded once, so all ranks get the same bits, and the same inputs give them
-        again. One-shot: every rank writes its `x` to every other, which is fast for small tensors.
+    def all_reduce(
+        self,
+        x: torch.Tensor,
+        op: str = "sum",
+        algorithm: str = "auto",
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The `x` of all ranks, merged element by element, on every rank.
 
         Args:
-            x: contiguous, float32 or bfloat16, at most 1 MiB; of the same size and dtype on every rank.
-            out: where to write; may be `x`. Default: a new tensor.
+            x: of the same number of elements and dtype on every rank.
+            op: "sum", "max", "min" or "avg".
+            algorithm: "one_shot": every rank writes its x to every other: one trip, for small tensors. "two_shot": each
+                rank reduces its share of the elements, and reads the shares of the others. "auto": by size.
+            out: where to write, of the shape of x; may be x. Default: a new tensor.
 
         Raises:
             ValueError, TypeError: an argument is wrong.
+            CallMismatchError: another rank makes another call.
+            PeerRefusedError: another rank's call failed.
             PeerTimeoutError: a rank did not come.
         """
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x is a {type(x).__name__} on rank {self.rank}; pass a torch.Tensor")
-        return self._open_core().all_reduce(x, out)
+        core = self._open_core()
+        try:
+            self._check_tensors(x, out)
+            op_index = arguments.checked_choice(self.rank, "op", op, OPS)
+            algorithm_index = arguments.checked_choice(self.rank, "algorithm", algorithm, ALGORITHMS)
+        except BaseException as error:
+            calls.tell_refused(self, error)
+            raise
+        return core.all_reduce(x, op_index, algorithm_index, out)
+
+    def reduce_scatter(
+        self,
+        x: torch.Tensor,
+        op: str = "sum",
+        counts: Sequence[int] | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """This rank's rows of the `x` of all ranks, merged element by element.
+
+        Args:
+            x: [n, ...], the rows of rank 0, then those of rank 1, and so on; of the same shape and dtype on every rank.
+            op: "sum", "max", "min" or "avg".
+            counts: rows of each rank, which add up to n, the same on every rank; None: n / num_ranks each.
+            out: where to write, [counts[rank], ...]; may be this rank's rows of x. Default: a new tensor.
+
+        Raises: as all_reduce().
+        """
+        core = self._open_core()
+        try:
+            self._check_tensors(x, out)
+            op_index = arguments.checked_choice(self.rank, "op", op, OPS)
+            counts = arguments.checked_counts(self.rank, counts)
+        except BaseException as error:
+            calls.tell_refused(self, error)
+            raise
+        return core.reduce_scatter(x, op_index, counts, out)
+
+    def all_gather(
+        self, x: torch.Tensor, counts: Sequence[int] | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The rows of all ranks, in rank order.
+
+        Args:
+            x: [n, ...], this rank's rows; of the same dtype and row shape on every rank.
+            counts: rows of each rank, the same on every rank; None: n each.
+            out: where to write, [sum of counts, ...]; x may be this rank's rows of it. Default: a new tensor.
+
+        Raises: as all_reduce().
+        """
+        core = self._open_core()
+        try:
+            self._check_tensors(x, out)
+            counts = arguments.checked_counts(self.rank, counts)
+        except BaseException as error:
+            calls.tell_refused(self, error)
+            raise
+        return core.all_gather(x, counts, out)
 
     def check(self) -> None:
-        """Waits for the device and raises what kernels have reported: a rank that did not come."""
+        """Waits for the device and raises what kernels have reported: a rank that did not come or made another call."""
         self._open_core().check()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that this object holds on this rank."""
+        return self._open_core().nbytes
 
     @property
     def is_closed(self) -> bool:
@@ -93,3 +188,7 @@ class Collectives:
         if self.is_closed:
             raise RuntimeError("these Collectives are closed; make new ones")
         return self._core
+
+    def _check_tensors(self, x: Any, out: Any) -> None:
+        arguments.check_tensor(self.rank, "x", x)
+        arguments.check_optional_tensor(self.rank, "out", out)

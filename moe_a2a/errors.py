@@ -65,6 +65,21 @@ class PeerRefusedError(RuntimeError):
         self.peer = peer
 
 
+class CallMismatchError(ValueError):
+    """Ranks made different calls of a Collectives: another count, dtype, operator or algorithm, or another collective.
+
+    Raised on every rank, with the calls of this rank and of one that differs. Nothing was reduced, the call has passed
+    on all ranks, and the object stays usable.
+
+    Attributes:
+        peer: a rank whose call differs from this rank's.
+    """
+
+    def __init__(self, message: str, *, peer: int = -1):
+        super().__init__(message)
+        self.peer = peer
+
+
 class TraceFileError(ValueError):
     """A file is not a whole trace as Trace.save() writes it: cut, damaged, or made by something else.
 

@@ -1,5 +1,8 @@
 #include "bindings/collectives.h"
 
+#include <numeric>
+#include <sstream>
+
 #include "bindings/clients.h"
 #include "bindings/tensor_gate.h"
 #include "collectives/collectives.h"
@@ -10,35 +13,72 @@ namespace {
 // What Python holds: the host object and its device.
 class Core {
  public:
-  Core(std::shared_ptr<Communicator> comm, bool owns_comm, at::Device device)
-      : device_(device), owns_comm_(owns_comm), comm_(comm), collectives_(std::move(comm)) {}
+  Core(std::shared_ptr<Communicator> comm, bool owns_comm, at::Device device, int64_t max_nbytes)
+      : place_{comm->member().rank, device, "these Collectives"},
+        owns_comm_(owns_comm),
+        comm_(comm),
+        collectives_(std::move(comm), max_nbytes) {}
 
   std::vector<Client*> clients() {
     if (owns_comm_) return {&collectives_, comm_.get()};
     return {&collectives_};
   }
 
-  at::Tensor all_reduce(const at::Tensor& x, const std::optional<at::Tensor>& out) {
-    collectives_.require_open();
-    const Place place{comm_->member().rank, device_};
-    check_dense(place, x, "x");
-    if (x.scalar_type() != at::kFloat && x.scalar_type() != at::kBFloat16) {
-      raise_type(place.rank, std::string("x has dtype ") + c10::toString(x.scalar_type()),
-                 "expected float32 or bfloat16; pass x.to(torch.float32)");
-    }
-    const DType dtype = x.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBfloat16;
-    const int64_t nbytes = x.numel() * x.element_size(), limit = Collectives::max_nbytes();
-    if (nbytes > limit) {
-      raise_value(place.rank, "x has " + std::to_string(nbytes) + " bytes > " + std::to_string(limit),
-                  "pass it in slices");
-    }
-    if (out) check_out(place, *out, x);
-    const at::Tensor result = out ? *out : make_tensor(place, x.sizes(), x.scalar_type());
-    void* stream = current_stream(device_);
+  at::Tensor all_reduce(const at::Tensor& x, int op, int algorithm, const std::optional<at::Tensor>& out) {
+    const Prepared call = prepare([&] {
+      const DType dtype = checked_x(x);
+      const Target target = checked_out(out, x.sizes(), x, 0);
+      return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
+    });
+    run([&](void* stream) {
+      collectives_.all_reduce(call.operands, x.numel(), static_cast<ReduceOp>(op), static_cast<Algorithm>(algorithm),
+                              stream);
+    });
+    return call.out;
+  }
+
+  at::Tensor reduce_scatter(const at::Tensor& x, int op, const std::optional<std::vector<int64_t>>& counts,
+                            const std::optional<at::Tensor>& out) {
+    std::vector<int64_t> shares;
+    const Prepared call = prepare([&] {
+      const DType dtype = checked_x(x);
+      const std::vector<int64_t> rows = counts ? checked_counts(*counts, x.dim() > 0 ? x.size(0) : -1) : even_rows(x);
+      shares = in_elements(rows, x);
+      const int64_t first = std::accumulate(shares.begin(), shares.begin() + place_.rank, int64_t{0});
+      const Target target = checked_out(out, shape_of(x, rows[place_.rank]), x, first);
+      return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
+    });
+    run([&](void* stream) { collectives_.reduce_scatter(call.operands, shares, static_cast<ReduceOp>(op), stream); });
+    return call.out;
+  }
+
+  at::Tensor all_gather(const at::Tensor& x, const std::optional<std::vector<int64_t>>& counts,
+                        const std::optional<at::Tensor>& out) {
+    std::vector<int64_t> shares;
+    const Prepared call = prepare([&] {
+      const DType dtype = checked_x(x);
+      require_rows(x);
+      const std::vector<int64_t> rows =
+          counts ? checked_counts(*counts, -1) : std::vector<int64_t>(num_ranks(), x.size(0));
+      if (rows[place_.rank] != x.size(0)) {
+        raise_value(place_.rank,
+                    "x has " + std::to_string(x.size(0)) + " rows, counts says " + std::to_string(rows[place_.rank]),
+                    "pass counts=[the x.size(0) of every rank]");
+      }
+      shares = in_elements(rows, x);
+      const int64_t first = std::accumulate(shares.begin(), shares.begin() + place_.rank, int64_t{0});
+      const Target target =
+          checked_out(out, shape_of(x, std::accumulate(rows.begin(), rows.end(), int64_t{0})), x, -first);
+      return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
+    });
+    run([&](void* stream) { collectives_.all_gather(call.operands, shares, stream); });
+    return call.out;
+  }
+
+  void refuse(const std::string& why) {
+    void* stream = current_stream(place_.device);
     py::gil_scoped_release unlocked;
-    collectives_.all_reduce(static_cast<const std::byte*>(x.const_data_ptr()),
-                            static_cast<std::byte*>(result.mutable_data_ptr()), x.numel(), dtype, stream);
-    return result;
+    collectives_.refuse(why, stream);
   }
 
   void check() {
@@ -51,25 +91,122 @@ class Core {
     if (owns_comm_) comm_->close();
   }
   bool is_closed() const { return collectives_.is_closed(); }
+  size_t nbytes() const { return collectives_.nbytes(); }
 
  private:
-  static void check_dense(const Place& place, const at::Tensor& tensor, const char* name) {
-    check_plain(place, tensor, name);
-    if (!tensor.is_contiguous()) {
-      raise_value(place.rank, std::string(name) + " is not contiguous", std::string("pass ") + name + ".contiguous()");
+  struct Prepared {
+    at::Tensor out;
+    Collectives::Operands operands;
+  };
+  struct Target {
+    at::Tensor tensor;
+    std::byte* data;
+  };
+
+  // What fails here is told to the peers, which make the call.
+  template <class Prepare>
+  Prepared prepare(const Prepare& prepare) {
+    collectives_.require_open();
+    try {
+      return prepare();
+    } catch (const std::exception& error) {
+      refuse(error.what());
+      throw;
     }
   }
-  static void check_out(const Place& place, const at::Tensor& out, const at::Tensor& x) {
-    check_dense(place, out, "out");
-    if (out.sizes() != x.sizes() || out.scalar_type() != x.scalar_type()) {
-      raise_value(place.rank, "out is not of the shape and dtype of x", "pass torch.empty_like(x), or x itself");
-    }
-    if (overlap(out, x) && out.const_data_ptr() != x.const_data_ptr()) {
-      raise_value(place.rank, "out overlaps x", "pass x itself, or memory apart from it");
-    }
+  template <class Call>
+  void run(const Call& call) {
+    void* stream = current_stream(place_.device);
+    py::gil_scoped_release unlocked;
+    call(stream);
   }
 
-  at::Device device_;
+  int num_ranks() const { return comm_->member().num_ranks; }
+  static const std::byte* bytes_of(const at::Tensor& x) { return static_cast<const std::byte*>(x.const_data_ptr()); }
+
+  void check_dense(const at::Tensor& tensor, const char* name) const {
+    check_plain(place_, tensor, name);
+    if (!tensor.is_contiguous()) {
+      raise_value(place_.rank, std::string(name) + " is not contiguous", std::string("pass ") + name + ".contiguous()");
+    }
+  }
+  DType checked_x(const at::Tensor& x) const {
+    check_dense(x, "x");
+    if (x.scalar_type() == at::kFloat) return DType::kFloat32;
+    if (x.scalar_type() == at::kHalf) return DType::kFloat16;
+    if (x.scalar_type() == at::kBFloat16) return DType::kBfloat16;
+    raise_type(place_.rank, std::string("x has dtype ") + c10::toString(x.scalar_type()),
+               "expected float32, float16 or bfloat16; pass x.to(torch.float32)");
+  }
+
+  void require_rows(const at::Tensor& x) const {
+    if (x.dim() == 0) raise_value(place_.rank, "x has no dimension to share out", "pass x.reshape(1)");
+  }
+  std::vector<int64_t> even_rows(const at::Tensor& x) const {
+    require_rows(x);
+    if (x.size(0) % num_ranks() != 0) {
+      raise_value(place_.rank,
+                  "x has " + std::to_string(x.size(0)) + " rows, which " + std::to_string(num_ranks()) +
+                      " ranks cannot share evenly",
+                  "pass counts=[rows of every rank]");
+    }
+    return std::vector<int64_t>(num_ranks(), x.size(0) / num_ranks());
+  }
+  // `num_rows`: their sum, unless negative.
+  std::vector<int64_t> checked_counts(const std::vector<int64_t>& counts, int64_t num_rows) const {
+    if (counts.size() != static_cast<size_t>(num_ranks())) {
+      raise_value(
+          place_.rank,
+          "counts has " + std::to_string(counts.size()) + " numbers for " + std::to_string(num_ranks()) + " ranks",
+          "pass one per rank");
+    }
+    int64_t sum = 0;
+    for (const int64_t count : counts) {
+      if (count < 0) raise_value(place_.rank, "counts has " + std::to_string(count) + " < 0", "pass 0 or more");
+      sum += count;
+    }
+    if (num_rows >= 0 && sum != num_rows) {
+      raise_value(place_.rank,
+                  "counts has the sum " + std::to_string(sum) + ", x has " + std::to_string(num_rows) + " rows",
+                  "pass counts that add up to x.size(0)");
+    }
+    return counts;
+  }
+  static std::vector<int64_t> in_elements(std::vector<int64_t> rows, const at::Tensor& x) {
+    int64_t row = 1;
+    for (int64_t d = 1; d < x.dim(); ++d) row *= x.size(d);
+    for (int64_t& count : rows) count *= row;
+    return rows;
+  }
+  static std::vector<int64_t> shape_of(const at::Tensor& x, int64_t num_rows) {
+    std::vector<int64_t> shape = x.sizes().vec();
+    shape[0] = num_rows;
+    return shape;
+  }
+
+  // `out`, or a new tensor of the dtype of x. It may overlap x only where it begins with element `first` of x.
+  Target checked_out(const std::optional<at::Tensor>& out, at::IntArrayRef shape, const at::Tensor& x, int64_t first) {
+    if (!out) {
+      const at::Tensor made = make_tensor(place_, shape, x.scalar_type());
+      return {made, static_cast<std::byte*>(made.mutable_data_ptr())};
+    }
+    check_dense(*out, "out");
+    if (out->sizes() != shape || out->scalar_type() != x.scalar_type()) {
+      std::ostringstream expected, got;
+      expected << shape << " of " << x.scalar_type();
+      got << out->sizes() << " of " << out->scalar_type();
+      raise_value(place_.rank, "out is " + got.str() + ", expected " + expected.str(),
+                  "pass a tensor of that shape and dtype");
+    }
+    if (overlap(*out, x) &&
+        static_cast<const std::byte*>(out->const_data_ptr()) != bytes_of(x) + first * x.element_size()) {
+      raise_value(place_.rank, "out overlaps x",
+                  "pass this rank's own part of the longer one, or memory apart from it");
+    }
+    return {*out, static_cast<std::byte*>(out->mutable_data_ptr())};
+  }
+
+  Place place_;
   bool owns_comm_;
   std::shared_ptr<Communicator> comm_;
   Collectives collectives_;
@@ -79,7 +216,7 @@ class Core {
 
 void bind_collectives(py::module_& m) {
   py::class_<Core>(m, "Collectives")
-      .def(py::init<std::shared_ptr<Communicator>, bool, at::Device>())
+      .def(py::init<std::shared_ptr<Communicator>, bool, at::Device, int64_t>())
       .def("comm_handle", [](Core& core) { return handles_of(core.clients()); })
       .def("connect", [](Core& core, const std::vector<std::string>& handles) { connect(core.clients(), handles); })
       .def("disconnect",
@@ -92,9 +229,13 @@ void bind_collectives(py::module_& m) {
              for (Client* client : core.clients()) client->give_back();
            })
       .def("all_reduce", &Core::all_reduce)
+      .def("reduce_scatter", &Core::reduce_scatter)
+      .def("all_gather", &Core::all_gather)
+      .def("refuse", &Core::refuse)
       .def("check", &Core::check)
       .def("close", &Core::close)
-      .def_property_readonly("is_closed", &Core::is_closed);
+      .def_property_readonly("is_closed", &Core::is_closed)
+      .def_property_readonly("nbytes", &Core::nbytes);
 }
 
 }  // namespace moe_a2a::bindings

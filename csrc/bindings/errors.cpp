@@ -3,6 +3,7 @@
 #include "arch/interrupt.h"
 #include "bindings/python.h"
 #include "bindings/signals.h"
+#include "collectives/announcement.h"
 #include "moe/expert_parallel.h"
 
 namespace moe_a2a::bindings {
@@ -33,6 +34,9 @@ void raise_peer_errors(std::exception_ptr pointer) {
   } catch (const BadRouting& error) {
     py::object type = py::module_::import("moe_a2a.errors").attr("RoutingError");
     PyErr_SetObject(type.ptr(), type(to_python(error.what())).ptr());
+  } catch (const CallMismatch& error) {
+    py::object type = py::module_::import("moe_a2a.errors").attr("CallMismatchError");
+    PyErr_SetObject(type.ptr(), type(to_python(error.what()), py::arg("peer") = error.peer).ptr());
   } catch (const PeerRefused& error) {
     py::object type = py::module_::import("moe_a2a.errors").attr("PeerRefusedError");
     py::object value = type(to_python(error.what()), py::arg("peer") = error.peer);

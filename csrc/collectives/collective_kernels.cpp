@@ -1,4 +1,7 @@
 #include "collectives/one_shot.h"
+#include "collectives/refuse_collective.h"
+#include "collectives/two_shot.h"
 #include "comm/define_family.h"
 
-MOE_A2A_KERNEL_FAMILY(collective_kernels, kCollectiveVocabulary, OneShot)
+MOE_A2A_KERNEL_FAMILY(collective_kernels, kCollectiveVocabulary, OneShot, TwoShot, ReduceScatter, AllGather,
+                      RefuseCollective)

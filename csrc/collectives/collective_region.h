@@ -1,25 +1,40 @@
 // The memory of the collectives, and what their kernels are given beside their own arguments.
 #pragma once
 
+#include "collectives/announcement.h"
 #include "comm/context.h"
 
 namespace moe_a2a {
 
-// Bytes that one signal hands over: small enough that the blocks of a launch share a message of 1 MiB.
-inline constexpr int kCollectiveChunk = 16 << 10;
-// Largest message.
-inline constexpr int kMaxOneShotBytes = 1 << 20;
-inline constexpr int kMaxChunks = kMaxOneShotBytes / kCollectiveChunk;
+// Elements behind one signal: as many bytes as a block of a GPU copies at once, or more where a share would otherwise
+// have more than kMaxChunks.
+inline constexpr int kMinChunkBytes = 8 << 10;
+inline constexpr int kMaxChunks = 128;
+// Shares and chunks of them begin at multiples of this many elements: whole vectors, and blocks of line codecs.
+inline constexpr int kShareUnit = 64;
 
-// R = num_ranks. A message of epoch e lies in half e % 2: by the time that a rank writes epoch e there, it has seen
-// every rank's signals of epoch e - 1, which each of them sent after it had read epoch e - 2 to the end.
+// Local; written by the last block of each launch.
+struct CallState {
+  uint64_t epoch = 0;       // of the newest launch; advanced on the device, so that a graph's replay is a new call
+  uint32_t is_refused = 0;  // a rank made another call or none: the later slices of that call do nothing
+  uint32_t is_behind = 0;   // this rank has not seen the newest epoch of all ranks
+};
+
+// R = num_ranks. Whatever belongs to epoch e lies in half e % 2: by the time that a rank begins e, it has seen every
+// rank's call_signal of e - 1, which each of them raised after its launch of e - 2 had ended. So nobody reads or writes
+// a half of two epochs at once, whatever the sizes, types and algorithms of the calls are.
 struct CollectiveRegion {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
-  Array<Signal, 3> chunk_signal;  // [2, R src, chunks]  a chunk of src is here
-  Array<std::byte, 3> message;    // [2, R src, kMaxOneShotBytes]
+  Array<Signal, 2> call_signal;     // [2, R src]  src makes this call
+  Array<uint64_t, 3> announcement;  // [2, R src, kRefusalWords]  which one; laid out like a text, for reports
+  Array<Signal, 3> chunk_signal;    // [2, R src, chunks]  a chunk of src has landed here
+  Array<Signal, 3> result_signal;   // [2, R src, chunks]  a chunk of `result` of src may be read there
+  Array<std::byte, 3> landing;      // [2, R src, share_bytes]
+  // ---- symmetric: written by its owner, read by all ranks
+  Array<std::byte, 2> result;  // [2, share_bytes]  the share that this rank has reduced or gives to all
 
   // ---- local
-  Array<uint64_t, 1> epoch;     // [1]  of the newest call; kernels advance it, so that a graph's replay is a new call
+  Array<CallState, 1> state;    // [1]
   Array<uint32_t, 1> arrivals;  // [1]  blocks that have finished a launch
 };
 
@@ -27,13 +42,23 @@ struct CollectiveContext : ClientContext {
   CollectiveRegion region;
 };
 
+// Bytes of each rank's share of a workspace of `max_nbytes`.
+constexpr int64_t share_bytes_for(int64_t max_nbytes, int num_ranks) {
+  constexpr int64_t kUnit = kShareUnit * 4;
+  return (max_nbytes + num_ranks * kUnit - 1) / (num_ranks * kUnit) * kUnit;
+}
+
 // Lays out the region from the two bases and points the context at it; with null bases only the size means anything.
-inline RegionSize place_region(CollectiveContext& context, int num_ranks, std::byte* symmetric_base,
-                               std::byte* local_base) {
-  return place_client(context, num_ranks, 1, symmetric_base, local_base, [&](auto& symmetric, auto& local) {
-    context.region = {.chunk_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
-                      .message = symmetric.template take<std::byte>(2, num_ranks, kMaxOneShotBytes),
-                      .epoch = local.template take<uint64_t>(1),
+inline RegionSize place_region(CollectiveContext& context, int num_ranks, int64_t share_bytes,
+                               std::byte* symmetric_base, std::byte* local_base) {
+  return place_client(context, num_ranks, 2, symmetric_base, local_base, [&](auto& symmetric, auto& local) {
+    context.region = {.call_signal = symmetric.template take<Signal>(2, num_ranks),
+                      .announcement = symmetric.template take<uint64_t>(2, num_ranks, kRefusalWords),
+                      .chunk_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
+                      .result_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
+                      .landing = symmetric.template take<std::byte>(2, num_ranks, share_bytes),
+                      .result = symmetric.template take<std::byte>(2, share_bytes),
+                      .state = local.template take<CallState>(1),
                       .arrivals = local.template take<uint32_t>(1)};
   });
 }

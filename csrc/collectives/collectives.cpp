@@ -4,27 +4,141 @@
 
 #include "collectives/collective_kernels.h"
 #include "collectives/one_shot.h"
+#include "collectives/refuse_collective.h"
+#include "collectives/two_shot.h"
+#include "comm/refusal_text.h"
 
 namespace moe_a2a {
+namespace {
 
-Collectives::Collectives(std::shared_ptr<Communicator> comm)
+// On the CPU slices that stay in the caches are the fastest.
+constexpr int64_t kMaxCpuWorkspace = 4 << 20;
+// Up to which size all ranks' vectors are worth sending to every rank.
+constexpr int64_t kMaxOneShotOnCpu = 64 << 10, kMaxOneShotOnGpu = 512 << 10;
+
+}  // namespace
+
+Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes)
     : Client(comm->member(), kCollectiveVocabulary, context_), comm_(std::move(comm)) {
   device_->add(collective_kernels(member_.target));
   const int num_ranks = member_.num_ranks;
-  allocate(place_region(context_, num_ranks, nullptr, nullptr), {},
-           [&](std::byte* symmetric, std::byte* local) { place_region(context_, num_ranks, symmetric, local); });
+  share_bytes_ =
+      share_bytes_for(device_->is_synchronous() ? std::min(max_nbytes, kMaxCpuWorkspace) : max_nbytes, num_ranks);
+  allocate(place_region(context_, num_ranks, share_bytes_, nullptr, nullptr), {agreed("max_nbytes", max_nbytes)},
+           [&](std::byte* symmetric, std::byte* local) {
+             place_region(context_, num_ranks, share_bytes_, symmetric, local);
+           });
   link(comm_->poison_link());
 }
 
-void Collectives::all_reduce(const std::byte* x, std::byte* out, int64_t count, DType dtype, void* stream) {
+Algorithm Collectives::choose(int64_t nbytes) const {
+  const int64_t most = device_->is_synchronous() ? kMaxOneShotOnCpu : kMaxOneShotOnGpu;
+  return nbytes <= std::min(most, share_bytes_) ? Algorithm::kOneShot : Algorithm::kTwoShot;
+}
+
+void Collectives::all_reduce(const Operands& operands, int64_t count, ReduceOp op, Algorithm algorithm, void* stream) {
+  if (algorithm == Algorithm::kAuto) algorithm = choose(count * size_of(operands.dtype));
+  if (algorithm == Algorithm::kOneShot) return all_reduce_one_shot(operands, count, op, stream);
+  launch_shares(TwoShotArgs{{.announcement = Announcement::of(CollectiveKind::kAllReduce, operands.dtype, op,
+                                                              Algorithm::kTwoShot, count),
+                             .x = operands.x,
+                             .out = operands.out,
+                             .shares = Shares::even(count, member_.num_ranks),
+                             .dtype = operands.dtype,
+                             .op = op}},
+                stream);
+}
+
+void Collectives::reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op,
+                                 void* stream) {
+  const Shares shares = Shares::of(checked(counts));
+  launch_shares(ReduceScatterArgs{{.announcement = Announcement::of(CollectiveKind::kReduceScatter, operands.dtype, op,
+                                                                    Algorithm::kAuto, shares.offset[member_.num_ranks],
+                                                                    shares.digest(member_.num_ranks)),
+                                   .x = operands.x,
+                                   .out = operands.out,
+                                   .out_begin = shares.offset[member_.rank],
+                                   .shares = shares,
+                                   .dtype = operands.dtype,
+                                   .op = op}},
+                stream);
+}
+
+void Collectives::all_gather(const Operands& operands, const std::vector<int64_t>& counts, void* stream) {
+  const Shares shares = Shares::of(checked(counts));
+  launch_shares(AllGatherArgs{{.announcement = Announcement::of(
+                                   CollectiveKind::kAllGather, operands.dtype, ReduceOp::kSum, Algorithm::kAuto,
+                                   shares.offset[member_.num_ranks], shares.digest(member_.num_ranks)),
+                               .x = operands.x,
+                               .out = operands.out,
+                               .x_begin = shares.offset[member_.rank],
+                               .shares = shares,
+                               .dtype = operands.dtype}},
+                stream);
+}
+
+std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) const {
+  if (counts.size() == static_cast<size_t>(member_.num_ranks)) return counts;
+  throw std::invalid_argument("got " + std::to_string(counts.size()) +
+                              " counts for num_ranks=" + std::to_string(member_.num_ranks) + "; pass one per rank");
+}
+
+void Collectives::all_reduce_one_shot(const Operands& operands, int64_t count, ReduceOp op, void* stream) {
+  const int64_t element_size = size_of(operands.dtype);
+  OneShotArgs args{
+      .announcement = Announcement::of(CollectiveKind::kAllReduce, operands.dtype, op, Algorithm::kOneShot, count),
+      .dtype = operands.dtype,
+      .op = op};
   const CallGate::Turn turn = gate_.enter();
   require_open();
-  raise_waits();
-  const int64_t num_chunks = (count * size_of(dtype) + kCollectiveChunk - 1) / kCollectiveChunk;
-  const int num_blocks = static_cast<int>(
+  raise_timeouts();
+  args.context = context_;
+  for (const Slice& slice : slices_of(count, share_bytes_, static_cast<int>(element_size))) {
+    args.x = operands.x + slice.first * element_size;
+    args.out = operands.out + slice.first * element_size;
+    args.count = std::min(slice.most, count - slice.first);
+    args.chunk = slice.chunk;
+    launch(args, blocks_for((args.count + args.chunk - 1) / args.chunk), stream);
+    raise_waits();
+    ++args.slice;
+  }
+}
+
+// One launch per slice.
+template <class Args>
+void Collectives::launch_shares(const Args& shares, void* stream) {
+  Args args = shares;
+  int64_t largest = 0;
+  for (int r = 0; r < member_.num_ranks; ++r) largest = std::max(largest, args.shares.size(r));
+  const CallGate::Turn turn = gate_.enter();
+  require_open();
+  raise_timeouts();
+  args.context = context_;
+  for (const Slice& slice : slices_of(largest, share_bytes_, size_of(args.dtype))) {
+    args.extent = slice;
+    const int64_t count = std::min(slice.most, largest - slice.first);
+    launch(args, blocks_for((count + slice.chunk - 1) / slice.chunk), stream);
+    raise_waits();
+    ++args.slice;
+  }
+}
+
+int Collectives::blocks_for(int64_t num_chunks) const {
+  return static_cast<int>(
       std::clamp<int64_t>(num_chunks, 1, std::max(1, std::min(device_->default_blocks(), share_of_device()))));
-  launch(OneShotArgs{.context = context_, .x = x, .out = out, .count = count, .dtype = dtype}, num_blocks, stream);
-  if (device_->is_synchronous()) raise_waits();
+}
+
+void Collectives::refuse(const std::string& why, void* stream) {
+  const CallGate::Turn turn = gate_.enter();
+  if (nobody_waits()) return;
+  launch(
+      RefuseCollectiveArgs{
+          .context = context_, .announcement = Announcement::of_refusal(), .text = to_refusal_text(why)},
+      1, stream);
+}
+
+void Collectives::raise_in_own_words(const Report& report) {
+  if (report.awaited == collective_kind::kDisagreement) raise_mismatch(report);
 }
 
 }  // namespace moe_a2a

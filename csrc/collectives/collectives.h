@@ -2,25 +2,54 @@
 #pragma once
 
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "collectives/collective_region.h"
+#include "collectives/shares.h"
 #include "comm/communicator.h"
 
 namespace moe_a2a {
 
+// Every rank makes the same calls in the same order, with the same counts, dtype, operator and algorithm; a rank that
+// makes another call is told so, as are all others (CallMismatch), and the call has passed on every rank. Values are
+// merged in rank order in fp32 and rounded once; all ranks get the same bits.
 class Collectives : public Client {
  public:
-  explicit Collectives(std::shared_ptr<Communicator> comm);
+  struct Operands {
+    const std::byte* x = nullptr;
+    std::byte* out = nullptr;
+    DType dtype = DType::kFloat32;
+  };
 
-  static constexpr int64_t max_nbytes() { return kMaxOneShotBytes; }
+  // `max_nbytes`: of the workspace; larger tensors go in slices.
+  Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes);
 
-  // out[i] = sum over the ranks of x[i], in rank order in fp32; the same bits on every rank. `out` may be `x`. Every
-  // rank passes the same count and dtype (float32 or bfloat16), at most max_nbytes().
-  void all_reduce(const std::byte* x, std::byte* out, int64_t count, DType dtype, void* stream);
+  // out[i] = x[i] of all ranks, merged. `out` may be `x`.
+  void all_reduce(const Operands& operands, int64_t count, ReduceOp op, Algorithm algorithm, void* stream);
+  // x: the shares of all ranks, one behind the other; out: this rank's share, merged. `out` may be that part of `x`.
+  void reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op, void* stream);
+  // x: this rank's share; out: those of all ranks, one behind the other. `x` may be that part of `out`.
+  void all_gather(const Operands& operands, const std::vector<int64_t>& counts, void* stream);
+
+  // In the place of a call that failed before its launch: the peers raise PeerRefused with this text, and the call has
+  // passed on every rank.
+  void refuse(const std::string& why, void* stream);
+
+  // What "auto" stands for.
+  Algorithm choose(int64_t nbytes) const;
 
  private:
+  void all_reduce_one_shot(const Operands& operands, int64_t count, ReduceOp op, void* stream);
+  template <class Args>
+  void launch_shares(const Args& args, void* stream);
+  int blocks_for(int64_t num_chunks) const;
+  std::vector<int64_t> checked(const std::vector<int64_t>& counts) const;
+  void raise_in_own_words(const Report& report) override;
+
   std::shared_ptr<Communicator> comm_;
   CollectiveContext context_;
+  int64_t share_bytes_;
 };
 
 }  // namespace moe_a2a

@@ -6,20 +6,26 @@
 namespace moe_a2a {
 
 namespace collective_op {
-inline constexpr Operation kOneShot{48};
+inline constexpr Operation kOneShot{48}, kTwoShot{49}, kReduceScatter{50}, kAllGather{51}, kRefuse{52};
 }
-inline constexpr const char* kCollectiveOperations[] = {"one_shot_all_reduce"};
+inline constexpr const char* kCollectiveOperations[] = {"one_shot_all_reduce", "two_shot_all_reduce", "reduce_scatter",
+                                                        "all_gather", "refuse_collective"};
 
 namespace collective_kind {
-inline constexpr TraceKind kPush{16},  // a chunk is written to every rank and signalled; token: its number
-    kChunkWait{17};                    // for a chunk of `peer`
+inline constexpr TraceKind kPush{16},  // a chunk is written to the ranks that reduce it; token: its number
+    kChunkWait{17},                    // for a chunk of `peer`
+    kPull{18},                         // a reduced or gathered chunk is read from the memory of every rank
+    kCallWait{19},                     // for `peer` to make this call
+    kDisagreement{20};                 // in reports alone: `peer` makes another call
 }
-inline constexpr SliceName kCollectiveKinds[] = {{"push"}, {"chunk_wait", "chunk"}};
+inline constexpr SliceName kCollectiveKinds[] = {
+    {"push"}, {"chunk_wait", "chunk"}, {"pull"}, {"call_wait", "call"}, {"disagreement", "same call"}};
 
 inline constexpr Vocabulary kCollectiveVocabulary{.client = "Collectives",
                                                   .first_operation = collective_op::kOneShot,
                                                   .operations = kCollectiveOperations,
                                                   .first_kind = collective_kind::kPush,
                                                   .kinds = kCollectiveKinds};
+static_assert(kCollectiveVocabulary.operation_named("refuse_collective") == collective_op::kRefuse);
 
 }  // namespace moe_a2a

@@ -127,8 +127,16 @@ void Client::raise_waits() {
     report_->is_complete = 0;
     __atomic_store_n(&report_->num_noticed, report.num_noticed + 1, __ATOMIC_RELEASE);
     if (!device_->is_synchronous() && is_known_refusal(report)) return;
+    raise_in_own_words(report);
   }
   raise_report(report, {&vocabulary_, &kCommVocabulary});
+}
+
+void Client::raise_timeouts() {
+  leave_if_interrupted();
+  // Pairs with the release in write_report().
+  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0 && report_->reason != Reason::kRefused)
+    raise_waits();
 }
 
 void Client::raise_reported() {

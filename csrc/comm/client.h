@@ -93,6 +93,8 @@ class Client {
   virtual void after_close() {}  // no call can follow
   // Where launches are queued: whether the refusal has been raised before.
   virtual bool is_known_refusal(const Report& /*report*/) { return false; }
+  // Raises a refusal that the client has words of its own for.
+  virtual void raise_in_own_words(const Report& /*report*/) {}
 
   // Launches of one client come one after the other, also when the caller's stream changes.
   template <class Args>
@@ -110,6 +112,8 @@ class Client {
 
   // Before each launch, and behind each one of a synchronous device.
   void raise_waits();
+  // The same for what has put the object out of use: a call that a refusal has come to light before may still be made.
+  void raise_timeouts();
   void leave_if_interrupted();
   // Nobody has mapped this rank, or all have been told already that it has left.
   bool nobody_waits() const { return is_closed() || interrupted_ || !connected_; }

@@ -1,21 +1,11 @@
 // Small launches of one block: what a rank tells its peers when it does not take part as expected.
 #pragma once
 
+#include "comm/refusal_text.h"
 #include "moe/combine/combine_send.h"
 #include "moe/dispatch/dispatch_send.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
-
-// Leaves a text with every peer. Visible before the signal that follows it.
-MOE_A2A_DEVICE void leave_text(const Context& c, int buffer, const Block& block, const RefusalText& text) {
-  uint64_t* local = c.services.refusal_text.at(buffer, c.heap.rank);
-  for (int r = 0; r < c.heap.num_ranks; ++r) {
-    for (int i = block.rank(); i < kRefusalWords; i += block.size()) {
-      atomic_store<Order::kRelaxed, Scope::kSystem>(c.heap.peer(r, local + i), text.word[i]);
-    }
-  }
-  block.release_sync();
-}
 
 // Pairs with is_refused() in combine_recv's waits.
 MOE_A2A_DEVICE void refuse_combine(const Context& c, int buffer, uint64_t epoch, uint32_t attempt) {

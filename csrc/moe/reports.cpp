@@ -1,8 +1,7 @@
 // What a rank tells its peers when it does not take part as expected, and what it raises of what its kernels have told.
-#include <algorithm>
-#include <cstring>
 #include <utility>
 
+#include "comm/refusal_text.h"
 #include "moe/expert_parallel.h"
 #include "moe/moe_kernels.h"
 #include "moe/vocabulary.h"
@@ -12,18 +11,6 @@ namespace {
 
 using Stage = DispatchHandle::Stage;
 
-// What does not fit is cut off, between two characters of UTF-8.
-RefusalText to_text(const std::string& why) {
-  RefusalText text;  // ends with a zero: the last character is never written
-  size_t length = std::min(why.size(), sizeof(text.word) - 1);
-  const auto continues = [&](size_t i) {
-    return i < why.size() && (static_cast<unsigned char>(why[i]) & 0xc0) == 0x80;
-  };
-  while (length > 0 && continues(length)) --length;
-  std::memcpy(text.word, why.data(), length);
-  return text;
-}
-
 }  // namespace
 
 // ---- to the peers
@@ -32,7 +19,7 @@ void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& 
   const CallGate::Turn turn = gate_.enter();
   if (nobody_waits()) return;
   const int buffer = next_buffer(place);
-  launch(RefuseDispatchArgs{.context = context_, .buffer = buffer, .text = to_text(why)}, 1, place.stream);
+  launch(RefuseDispatchArgs{.context = context_, .buffer = buffer, .text = to_refusal_text(why)}, 1, place.stream);
   take(buffer, nullptr);
   leave_if_interrupted();
 }
@@ -41,7 +28,8 @@ void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& w
   const CallGate::Turn turn = gate_.enter();
   if (nobody_waits()) return;
   launch(
-      RefuseCombineArgs{.context = context_, .buffer = handle.buffer, .attempt = handle.attempt, .text = to_text(why)},
+      RefuseCombineArgs{
+          .context = context_, .buffer = handle.buffer, .attempt = handle.attempt, .text = to_refusal_text(why)},
       1, place.stream);
   ++handle.attempt;
 }
@@ -69,8 +57,8 @@ void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, c
     launch(ReleaseArgs{.context = context_,
                        .buffer = handle.buffer,
                        .text = refused_before ? RefusalText{}
-                               : why.empty()  ? to_text("it released the handle without a combine")
-                                              : to_text(why)},
+                               : why.empty()  ? to_refusal_text("it released the handle without a combine")
+                                              : to_refusal_text(why)},
            1, place.stream);
   }
   finish_combine(handle);

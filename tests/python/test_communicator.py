@@ -118,7 +118,7 @@ def absent_rank_program(group) -> str:
         return ""
     with pytest.raises(moe_a2a.PeerTimeoutError) as caught:
         coll.all_reduce(torch.ones(10))
-    assert (caught.value.operation, caught.value.phase, caught.value.peer) == ("one_shot_all_reduce", "chunk", 1)
+    assert (caught.value.operation, caught.value.phase, caught.value.peer) == ("one_shot_all_reduce", "call", 1)
     with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 1"):  # a rank that is gone is gone for every client
         ep.dispatch(torch.ones(1, 16), torch.tensor([[0, 11]]))
     group.all_gather(None)
@@ -127,29 +127,13 @@ def absent_rank_program(group) -> str:
 
 def test_an_absent_rank_is_a_timeout_for_every_client():
     said = run_threads(2, absent_rank_program)[0]
-    assert "rank 0 in one_shot_all_reduce waited" in said and "for the chunk from rank 1" in said
+    assert "rank 0 in one_shot_all_reduce waited" in said and "for the call from rank 1" in said
 
 
-def bad_input_program(group) -> None:
-    comm = moe_a2a.Communicator(group, timeout=10)
-    coll = moe_a2a.Collectives(comm)
-    for bad, error, text in [
-        (torch.ones(3, dtype=torch.int32), TypeError, "x has dtype Int on rank"),
-        (torch.ones(3, dtype=torch.float64), TypeError, "x has dtype Double on rank"),
-        (torch.ones(4, 4).t()[1:], ValueError, "x is not contiguous on rank"),
-        (torch._neg_view(torch.ones(4)), ValueError, "x "),
-        (torch.ones(4, device="meta"), ValueError, "x is on meta"),
-        (torch.ones((1 << 18) + 1), ValueError, "x has 1048580 bytes > 1048576 on rank"),
-        ("x", TypeError, "x is a str"),
-    ]:
-        with pytest.raises(error, match=text):
-            coll.all_reduce(bad)
-    with pytest.raises(ValueError, match="out is not of the shape and dtype of x"):
-        coll.all_reduce(torch.ones(3), out=torch.ones(4))
+def other_device_program(group) -> None:
     with pytest.raises(ValueError, match="the Communicator is on cpu"):
-        moe_a2a.Collectives(comm, device="cuda:0")
-    check_sum(coll, 0, 3, torch.float32, in_place=False)
+        moe_a2a.Collectives(moe_a2a.Communicator(group, timeout=10), device="cuda:0")
 
 
-def test_bad_input_is_refused_and_nothing_is_lost():
-    run_threads(2, bad_input_program)
+def test_a_client_is_on_the_device_of_its_communicator():
+    run_threads(2, other_device_program)

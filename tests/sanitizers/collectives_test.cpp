@@ -18,47 +18,125 @@ namespace {
 // Small integers: exact in bfloat16, and so is the sum over eight ranks.
 float value_of(int rank, int call, int64_t i) { return static_cast<float>((rank * 5 + call * 3 + i * 7) % 31 - 15); }
 
+enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather };
+
 struct Call {
-  int64_t count;
+  int64_t count;  // of the tensor; of reduce_scatter and all_gather, of the largest share
   DType dtype;
   bool in_place;
+  Kind kind = Kind::kOneShot;
+  ReduceOp op = ReduceOp::kSum;
 };
+
+constexpr int64_t kWorkspace = 64 << 10;
 
 std::vector<Call> draw_calls(uint64_t seed, int num_calls) {
   std::mt19937_64 random(seed);
   std::vector<Call> calls(num_calls);
   for (Call& call : calls) {
-    call.dtype = random() % 2 ? DType::kFloat32 : DType::kBfloat16;
-    const int64_t most = Collectives::max_nbytes() / size_of(call.dtype);
-    const int64_t limits[] = {1, 3, 200, 20000, most};
+    constexpr DType kTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBfloat16};
+    call.dtype = kTypes[random() % 3];
+    const int64_t limits[] = {1, 3, 200, 5000, 50000};
     const int64_t limit = limits[random() % 5];
     call.count = random() % 8 == 0 ? limit : static_cast<int64_t>(random() % (limit + 1));
     call.in_place = random() % 2;
+    call.kind = static_cast<Kind>(random() % 4);
+    call.op = static_cast<ReduceOp>(random() % 3);
   }
   return calls;
 }
 
-void check_call(Collectives& collectives, const Call& call, int number) {
-  const int rank = collectives.member().rank, num_ranks = collectives.member().num_ranks;
-  const size_t nbytes = call.count * size_of(call.dtype);
-  std::vector<std::byte> x(nbytes + 16), out(nbytes + 16, std::byte{0xa5});
-  for (int64_t i = 0; i < call.count; ++i) store_element(x.data(), call.dtype, i, value_of(rank, number, i));
-  std::byte* result = call.in_place ? x.data() : out.data();
-  collectives.all_reduce(x.data(), result, call.count, call.dtype, nullptr);
-  for (int64_t i = 0; i < call.count; ++i) {
-    float expected = 0;
-    for (int r = 0; r < num_ranks; ++r) expected += value_of(r, number, i);
-    ASSERT_EQ(load_element(result, call.dtype, i), expected) << "call " << number << ", element " << i;
-  }
-  for (size_t i = nbytes; i < nbytes + 16; ++i) ASSERT_EQ(out[i], std::byte{0xa5}) << "behind the end";
+// Elements of each rank in a call of shares: all, a third, none, all, ...
+std::vector<int64_t> counts_of(const Call& call, int num_ranks) {
+  std::vector<int64_t> counts(num_ranks);
+  for (int r = 0; r < num_ranks; ++r) counts[r] = r % 3 == 0 ? call.count : r % 3 == 1 ? call.count / 3 : 0;
+  return counts;
 }
 
-TEST(OneShot, AddsUpWhateverTheSizesAreFromCallToCall) {
+float expected_value(const Call& call, int num_ranks, int number, int64_t i) {
+  float expected = value_of(0, number, i);
+  for (int r = 1; r < num_ranks; ++r) {
+    const float value = value_of(r, number, i);
+    expected = call.op == ReduceOp::kSum   ? expected + value
+               : call.op == ReduceOp::kMax ? std::max(expected, value)
+                                           : std::min(expected, value);
+  }
+  return expected;
+}
+
+// A tensor with a margin behind it.
+class Tensor {
+ public:
+  Tensor(int64_t count, DType dtype) : dtype_(dtype), nbytes_(count * size_of(dtype)), bytes_(nbytes_ + 16, kPoison) {}
+
+  std::byte* at(int64_t i) { return bytes_.data() + i * size_of(dtype_); }
+  void set(int64_t i, float value) { store_element(bytes_.data(), dtype_, static_cast<int>(i), value); }
+  float get(int64_t i) const { return load_element(bytes_.data(), dtype_, static_cast<int>(i)); }
+  bool has_margin() const {
+    return std::all_of(bytes_.begin() + nbytes_, bytes_.end(), [](std::byte byte) { return byte == kPoison; });
+  }
+
+ private:
+  static constexpr std::byte kPoison{0xa5};
+  DType dtype_;
+  int64_t nbytes_;
+  std::vector<std::byte> bytes_;
+};
+
+void check_all_reduce(Collectives& collectives, const Call& call, int number) {
+  const int rank = collectives.member().rank, num_ranks = collectives.member().num_ranks;
+  Tensor x(call.count, call.dtype), out(call.count, call.dtype);
+  for (int64_t i = 0; i < call.count; ++i) x.set(i, value_of(rank, number, i));
+  Tensor& result = call.in_place ? x : out;
+  collectives.all_reduce({x.at(0), result.at(0), call.dtype}, call.count, call.op,
+                         call.kind == Kind::kOneShot ? Algorithm::kOneShot : Algorithm::kTwoShot, nullptr);
+  for (int64_t i = 0; i < call.count; ++i) {
+    ASSERT_EQ(result.get(i), expected_value(call, num_ranks, number, i)) << "call " << number << ", element " << i;
+  }
+  ASSERT_TRUE(result.has_margin()) << "call " << number;
+}
+
+void check_shares(Collectives& collectives, const Call& call, int number) {
+  const int rank = collectives.member().rank, num_ranks = collectives.member().num_ranks;
+  const std::vector<int64_t> counts = counts_of(call, num_ranks);
+  const Shares shares = Shares::of(counts);
+  const int64_t total = shares.offset[num_ranks], own = shares.offset[rank];
+  Tensor whole(total, call.dtype), share(counts[rank], call.dtype);
+  std::byte* mine = call.in_place ? whole.at(own) : share.at(0);
+  if (call.kind == Kind::kReduceScatter) {
+    for (int64_t i = 0; i < total; ++i) whole.set(i, value_of(rank, number, i));
+    collectives.reduce_scatter({whole.at(0), mine, call.dtype}, counts, call.op, nullptr);
+    for (int64_t i = 0; i < counts[rank]; ++i) {
+      ASSERT_EQ(call.in_place ? whole.get(own + i) : share.get(i), expected_value(call, num_ranks, number, own + i))
+          << "call " << number << ", element " << i;
+    }
+  } else {
+    Tensor& x = call.in_place ? whole : share;
+    for (int64_t i = 0; i < counts[rank]; ++i) x.set(call.in_place ? own + i : i, value_of(rank, number, own + i));
+    collectives.all_gather({mine, whole.at(0), call.dtype}, counts, nullptr);
+    for (int r = 0; r < num_ranks; ++r) {
+      for (int64_t i = shares.offset[r]; i < shares.offset[r + 1]; ++i) {
+        ASSERT_EQ(whole.get(i), value_of(r, number, i)) << "call " << number << ", element " << i;
+      }
+    }
+  }
+  ASSERT_TRUE(whole.has_margin() && share.has_margin()) << "call " << number;
+}
+
+void check_call(Collectives& collectives, const Call& call, int number) {
+  if (call.kind == Kind::kOneShot || call.kind == Kind::kTwoShot) {
+    check_all_reduce(collectives, call, number);
+  } else {
+    check_shares(collectives, call, number);
+  }
+}
+
+TEST(Collective, IsRightWhateverChangesFromCallToCall) {
   const uint64_t seed = test_seed();
   for (const int num_ranks : {1, 2, 3, 5, 8}) {
-    const std::vector<Call> calls = draw_calls(seed + num_ranks, 40 / num_ranks + 5);
+    const std::vector<Call> calls = draw_calls(seed + num_ranks, 100 / num_ranks + 10);
     run_communicators(num_ranks, 60, [&](const std::shared_ptr<Communicator>& comm, Meeting& meeting) {
-      Collectives collectives(comm);
+      Collectives collectives(comm, kWorkspace);
       meeting.connect(collectives);
       for (size_t i = 0; i < calls.size(); ++i) check_call(collectives, calls[i], static_cast<int>(i));
       collectives.close();
@@ -66,9 +144,36 @@ TEST(OneShot, AddsUpWhateverTheSizesAreFromCallToCall) {
   }
 }
 
-TEST(OneShot, AnAbsentRankIsATimeoutInItsOwnWords) {
+// Every few calls a rank refuses, or makes another call than the others; the next call is right again.
+TEST(Collective, GoesOnAfterRefusalsAndDisagreements) {
+  const uint64_t seed = test_seed();
+  for (const int num_ranks : {2, 3}) {
+    const std::vector<Call> calls = draw_calls(seed + num_ranks, 60);
+    run_communicators(num_ranks, 60, [&](const std::shared_ptr<Communicator>& comm, Meeting& meeting) {
+      Collectives collectives(comm, kWorkspace);
+      meeting.connect(collectives);
+      for (size_t i = 0; i < calls.size(); ++i) {
+        const int number = static_cast<int>(i), odd_one = number / 3 % num_ranks;
+        if (number % 3 == 1 && comm->member().rank == odd_one) {
+          collectives.refuse("reasons of its own", nullptr);
+        } else if (number % 3 == 1) {
+          EXPECT_THROW(check_call(collectives, calls[i], number), PeerRefused);
+        } else if (number % 3 == 2) {
+          Call other = calls[i];
+          other.count += comm->member().rank == odd_one ? 5 : 0;
+          EXPECT_THROW(check_call(collectives, other, number), CallMismatch);
+        } else {
+          check_call(collectives, calls[i], number);
+        }
+      }
+      collectives.close();
+    });
+  }
+}
+
+TEST(Collective, AnAbsentRankIsATimeoutInItsOwnWords) {
   run_communicators(3, 0.3, [&](const std::shared_ptr<Communicator>& comm, Meeting& meeting) {
-    Collectives collectives(comm);
+    Collectives collectives(comm, kWorkspace);
     meeting.connect(collectives);
     if (comm->member().rank != 1) {
       try {
@@ -76,21 +181,21 @@ TEST(OneShot, AnAbsentRankIsATimeoutInItsOwnWords) {
         ADD_FAILURE() << "rank " << comm->member().rank << " did not notice";
       } catch (const PeerTimeout& timeout) {
         EXPECT_STREQ(timeout.operation, "one_shot_all_reduce");
-        EXPECT_STREQ(timeout.awaited, "chunk");
+        EXPECT_STREQ(timeout.awaited, "call");
         EXPECT_EQ(timeout.report.reason == Reason::kPoisoned ? timeout.report.culprit : timeout.report.peer, 1);
-        EXPECT_NE(std::string(timeout.what()).find("for the chunk from rank"), std::string::npos) << timeout.what();
+        EXPECT_NE(std::string(timeout.what()).find("for the call from rank"), std::string::npos) << timeout.what();
       }
     }
     meeting.wait();
   });
 }
 
-TEST(OneShot, TracesItsOwnSlices) {
+TEST(Collective, TracesItsOwnSlices) {
   run_communicators(2, 60, [&](const std::shared_ptr<Communicator>& comm, Meeting& meeting) {
-    Collectives collectives(comm);
+    Collectives collectives(comm, 1 << 20);
     meeting.connect(collectives);
     collectives.tracer().start(1000);
-    check_call(collectives, {10000, DType::kFloat32, false}, 0);  // 40,000 bytes: three chunks
+    check_call(collectives, {10000, DType::kFloat32, false}, 0);  // 40,000 bytes: five chunks
     collectives.tracer().stop();
     const TraceDump dump = collectives.tracer().read();
     const auto count = [&](TraceKind kind) {
@@ -98,10 +203,10 @@ TEST(OneShot, TracesItsOwnSlices) {
         return (record.word[1] >> TraceRecord::kKindAt & 31) == static_cast<uint64_t>(kind);
       });
     };
-    EXPECT_EQ(count(collective_kind::kPush), 3);
-    EXPECT_EQ(count(TraceKind::kReduce), 3);
+    EXPECT_EQ(count(collective_kind::kPush), 5);
+    EXPECT_EQ(count(TraceKind::kReduce), 5);
     EXPECT_EQ(count(TraceKind::kKernel), 1 * collectives.device().warps_per_block() *
-                                             std::min(3, std::max(1, collectives.device().default_blocks())));
+                                             std::min(5, std::max(1, collectives.device().default_blocks())));
     collectives.close();
   });
 }
@@ -113,8 +218,8 @@ TEST(Clients, LiveAndEndIndependently) {
     MoeConfig own = config;
     own.rank = comm->member().rank;
     auto ep = std::make_unique<ExpertParallel>(comm, own);
-    auto first = std::make_unique<Collectives>(comm);
-    auto second = std::make_unique<Collectives>(comm);
+    auto first = std::make_unique<Collectives>(comm, kWorkspace);
+    auto second = std::make_unique<Collectives>(comm, kWorkspace);
     for (Client* client : {static_cast<Client*>(first.get()), static_cast<Client*>(ep.get())}) meeting.connect(*client);
     meeting.connect(*second);
     check_call(*first, {100, DType::kFloat32, false}, 0);
@@ -123,12 +228,12 @@ TEST(Clients, LiveAndEndIndependently) {
     first.reset();
     EXPECT_THROW(
         {
-          Collectives unconnected(comm);
-          unconnected.all_reduce(nullptr, nullptr, 0, DType::kFloat32, nullptr);
+          Collectives unconnected(comm, kWorkspace);
+          unconnected.all_reduce({}, 0, ReduceOp::kSum, Algorithm::kAuto, nullptr);
         },
         std::runtime_error);
     check_call(*second, {5000, DType::kFloat32, true}, 2);
-    auto third = std::make_unique<Collectives>(comm);
+    auto third = std::make_unique<Collectives>(comm, kWorkspace);
     meeting.connect(*third);
     check_call(*third, {1, DType::kFloat32, true}, 3);
     check_call(*second, {0, DType::kFloat32, true}, 4);

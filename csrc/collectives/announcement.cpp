@@ -1,0 +1,50 @@
+#include "collectives/announcement.h"
+
+#include <algorithm>
+
+namespace moe_a2a {
+namespace {
+
+constexpr const char* kKinds[] = {"all_reduce", "reduce_scatter", "all_gather", "a refused call"};
+constexpr const char* kOps[] = {"sum", "max", "min", "avg"};
+constexpr const char* kAlgorithms[] = {"auto", "one_shot", "two_shot"};
+
+// Of what a peer wrote: an unknown number is shown as such.
+template <size_t kCount>
+std::string name_in(const char* const (&names)[kCount], uint64_t index) {
+  return index < kCount ? names[index] : std::to_string(index);
+}
+
+}  // namespace
+
+Announcement Announcement::of(CollectiveKind kind, DType dtype, ReduceOp op, Algorithm algorithm, int64_t count,
+                              uint64_t shares_digest) {
+  return {{static_cast<uint64_t>(kind) | static_cast<uint64_t>(dtype) << 8 | static_cast<uint64_t>(op) << 16 |
+               static_cast<uint64_t>(algorithm) << 24,
+           static_cast<uint64_t>(count), shares_digest}};
+}
+
+std::string describe(const Announcement& announcement) {
+  const uint64_t word = announcement.word[0];
+  const auto kind = Announcement::kind_of(word);
+  std::string text = name_in(kKinds, word & 0xff) + " of " + std::to_string(announcement.word[1]) + " " +
+                     name_of(static_cast<DType>(std::min<uint64_t>(word >> 8 & 0xff, 3)));
+  if (kind != CollectiveKind::kAllGather) text += ", " + name_in(kOps, word >> 16 & 0xff);
+  if (kind == CollectiveKind::kAllReduce) text += ", " + name_in(kAlgorithms, word >> 24 & 0xff);
+  return text;
+}
+
+void raise_mismatch(const Report& report) {
+  Announcement theirs, own;
+  for (int i = 0; i < Announcement::kWords; ++i) {
+    theirs.word[i] = report.refusal.word[i];
+    own.word[i] = report.refusal.word[Announcement::kWords + i];
+  }
+  std::string what = "ranks disagree: rank " + std::to_string(report.rank) + " calls " + describe(own) + ", rank " +
+                     std::to_string(report.peer) + " " + describe(theirs);
+  if (theirs.word[0] == own.word[0] && theirs.word[1] == own.word[1]) what += ", shared out by other counts";
+  throw CallMismatch(what + "; make the same calls in the same order, with the same arguments, on every rank",
+                     report.peer);
+}
+
+}  // namespace moe_a2a

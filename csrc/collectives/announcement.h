@@ -1,0 +1,44 @@
+// What a rank says of its call, and how its peers learn when it makes another one: the words that all ranks exchange at
+// the start of every launch.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "arch/number.h"
+#include "comm/report.h"
+
+namespace moe_a2a {
+
+enum class CollectiveKind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kRefused };
+enum class ReduceOp : uint8_t { kSum, kMax, kMin, kAvg };
+enum class Algorithm : uint8_t { kAuto, kOneShot, kTwoShot };
+
+// Equal on all ranks, or the call is not made.
+struct Announcement {
+  static constexpr int kWords = 3;
+
+  uint64_t word[kWords] = {};  // kind, dtype, operator and algorithm; number of elements; how they are shared out
+
+  static Announcement of(CollectiveKind kind, DType dtype, ReduceOp op, Algorithm algorithm, int64_t count,
+                         uint64_t shares_digest = 0);
+  static Announcement of_refusal() { return {{static_cast<uint64_t>(CollectiveKind::kRefused)}}; }
+
+  MOE_A2A_HOST_DEVICE static CollectiveKind kind_of(uint64_t first_word) {
+    return static_cast<CollectiveKind>(first_word & 0xff);
+  }
+};
+
+// "all_reduce of 100 float32, sum, one_shot"
+std::string describe(const Announcement& announcement);
+
+// Two ranks made different calls. Nothing was reduced on any rank; the object stays usable.
+struct CallMismatch : std::runtime_error {
+  CallMismatch(const std::string& what, int peer) : std::runtime_error(what), peer(peer) {}
+  int peer;
+};
+// Of a report whose text holds the announcements of the peer and of the reporting rank, one behind the other.
+[[noreturn]] void raise_mismatch(const Report& report);
+
+}  // namespace moe_a2a

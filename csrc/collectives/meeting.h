@@ -1,0 +1,126 @@
+// How every launch of the collectives begins and ends: it announces its call to all ranks, sends, and reads what others
+// sent once all of them have announced the same call.
+#pragma once
+
+#include "collectives/collective_region.h"
+#include "collectives/vocabulary.h"
+#include "comm/launch_count.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// One launch's part of a call, as its steps see it.
+struct Part {
+  const CollectiveContext& context;
+  const Announcement& announcement;
+  Operation operation;
+  uint64_t epoch;
+
+  MOE_A2A_DEVICE int half() const { return static_cast<int>(epoch % 2); }
+  MOE_A2A_DEVICE int rank() const { return context.heap.rank; }
+  MOE_A2A_DEVICE int num_ranks() const { return context.heap.num_ranks; }
+  MOE_A2A_DEVICE RankSet others() const { return RankSet::all(num_ranks()).without(rank()); }
+};
+
+// Tells every rank which call this is. By one block.
+MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
+  const CollectiveContext& c = part.context;
+  uint64_t* local = c.region.announcement.at(part.half(), part.rank());
+  for (int r = block.rank(); r < part.num_ranks(); r += block.size()) {
+    uint64_t* words = c.heap.peer(r, local);
+    for (int i = 0; i < Announcement::kWords; ++i) {
+      atomic_store<Order::kRelaxed, Scope::kSystem>(words + i, part.announcement.word[i]);
+    }
+  }
+  block.release_sync();
+  if (block.rank() == 0) {  // pairs with the acquire in meet() and catch_up()
+    signal_many(c.heap, RankSet::all(part.num_ranks()), c.region.call_signal.at(part.half(), part.rank()), part.epoch);
+  }
+}
+
+// Reports a rank that refused this call, or makes another one. Its own words are put behind the peer's, as the text of
+// the report.
+MOE_A2A_RARE void report_difference(const Part& part, WaitSite site) {
+  const CollectiveContext& c = part.context;
+  uint64_t* words = c.region.announcement.at(part.half(), site.peer);
+  WaitPolicy policy = c.wait;
+  if (Announcement::kind_of(atomic_load<Order::kRelaxed, Scope::kSystem>(words)) != CollectiveKind::kRefused) {
+    for (int i = 0; i < Announcement::kWords; ++i) {
+      atomic_store<Order::kRelaxed, Scope::kSystem>(words + Announcement::kWords + i, part.announcement.word[i]);
+    }
+    policy.refusal_text = c.region.announcement.data;
+    site.awaited = collective_kind::kDisagreement;
+  }
+  write_report(policy, c.heap, site, Reason::kRefused, 0, part.epoch, Signal::pack(part.epoch, 0), 0);
+}
+
+MOE_A2A_DEVICE bool agrees(const Part& part, const WaitSite& site) {
+  const uint64_t* words = part.context.region.announcement.at(part.half(), site.peer);
+  bool same = true;
+  for (int i = 0; i < Announcement::kWords; ++i) {
+    same &= atomic_load<Order::kRelaxed, Scope::kSystem>(words + i) == part.announcement.word[i];
+  }
+  return same;
+}
+
+// Waits until all ranks have announced this call; false when one of them announced another or did not come. Each block
+// asks for itself: then none waits for data that will not come.
+MOE_A2A_DEVICE bool meet(const Part& part, const Block& block) {
+  const CollectiveContext& c = part.context;
+  bool good = true;
+  for (int r = block.rank(); r < part.num_ranks(); r += block.size()) {
+    const WaitSite site{part.operation, collective_kind::kCallWait, r, -1, part.half()};
+    if (!wait_for(c.region.call_signal.at(part.half(), r), part.epoch, site, c.wait, c.heap)) {
+      good = false;
+    } else if (!agrees(part, site)) {
+      report_difference(part, site);
+      good = false;
+    }
+  }
+  return !block.any(!good);
+}
+
+// After a refusal of this rank's own, which does not wait: sees that all ranks have begun the epoch before.
+MOE_A2A_DEVICE bool catch_up(const Part& part, const Block& block) {
+  const CollectiveContext& c = part.context;
+  bool good = true;
+  for (int r = block.rank(); r < part.num_ranks(); r += block.size()) {
+    const WaitSite site{part.operation, collective_kind::kCallWait, r};
+    good &= wait_for(c.region.call_signal.at(1 - part.half(), r), part.epoch - 1, site, c.wait, c.heap);
+  }
+  return !block.any(!good);
+}
+
+// Waits for chunk i of all of `ranks`; false when one of them did not come.
+MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const Array<Signal, 3>& signals,
+                                   const RankSet& ranks, int i) {
+  const CollectiveContext& c = part.context;
+  bool good = true;
+  for (int r = block.rank(); r < part.num_ranks(); r += block.size()) {
+    if (!ranks.contains(r)) continue;
+    const WaitSite site{part.operation, collective_kind::kChunkWait, r, i};
+    good &= wait_for(signals.at(part.half(), r, i), part.epoch, site, c.wait, c.heap);
+  }
+  return !block.any(!good);
+}
+
+// send(part) writes and signals without waiting; receive(part) may wait for what others send, and returns false when a
+// rank did not come.
+template <class Args, class Send, class Receive>
+MOE_A2A_DEVICE void take_part(const Args& args, Operation operation, const Grid& grid, const Block& block,
+                              const Send& send, const Receive& receive) {
+  const CollectiveRegion& region = args.context.region;
+  const CallState before = region.state(0);
+  if (args.slice > 0 && before.is_refused != 0) return;  // so on every rank
+  const Part part{args.context, args.announcement, operation, before.epoch + 1};
+  bool good = before.is_behind == 0 || catch_up(part, block);
+  if (good) {
+    if (grid.rank() == 0) announce(part, block);
+    send(part);
+    good = meet(part, block) && receive(part);
+  }
+  if (last_block_done(grid, block, region.arrivals.data)) {
+    region.state(0) = {.epoch = part.epoch, .is_refused = !good, .is_behind = 0};
+  }
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

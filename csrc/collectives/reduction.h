@@ -1,0 +1,98 @@
+// Merges the rows of all ranks element by element, in rank order and in fp32, and rounds once: the same bits wherever
+// and by whichever algorithm it is done.
+#pragma once
+
+#include "collectives/announcement.h"
+#include "rows/row_layout.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+struct Sum {
+  MOE_A2A_DEVICE static float merge(float a, float b) { return a + b; }
+  MOE_A2A_DEVICE static float finish(float merged, int) { return merged; }
+};
+struct Average {
+  MOE_A2A_DEVICE static float merge(float a, float b) { return a + b; }
+  MOE_A2A_DEVICE static float finish(float merged, int num_rows) { return merged / static_cast<float>(num_rows); }
+};
+// A NaN of any rank is the result; of equal values (zeros of either sign) the first rank's.
+struct Largest {
+  MOE_A2A_DEVICE static float merge(float a, float b) { return b > a || b != b ? b : a; }
+  MOE_A2A_DEVICE static float finish(float merged, int) { return merged; }
+};
+struct Smallest {
+  MOE_A2A_DEVICE static float merge(float a, float b) { return b < a || b != b ? b : a; }
+  MOE_A2A_DEVICE static float finish(float merged, int) { return merged; }
+};
+
+template <class F>
+MOE_A2A_DEVICE void with_operator(ReduceOp op, F f) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return f(Sum{});
+    case ReduceOp::kMax:
+      return f(Largest{});
+    case ReduceOp::kMin:
+      return f(Smallest{});
+    case ReduceOp::kAvg:
+      return f(Average{});
+  }
+}
+
+// Whether rows that begin at these addresses can be handled in vectors.
+MOE_A2A_DEVICE bool are_vectors(const void* a, const void* b) {
+  return !kAlignedVectors || (reinterpret_cast<uint64_t>(a) | reinterpret_cast<uint64_t>(b)) % 16 == 0;
+}
+
+// Merges one thread's vectors of up to kRowsInFlight rows from row `first` on, all loaded before the first is used.
+template <class T, class Op, bool kFirst, class Row>
+MOE_A2A_DEVICE void merge_rows(int first, int num_rows, int c, const Row& row, float (&merged)[kLaneElements<T>]) {
+  LoadedLane<T> lane[kRowsInFlight];
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kRowsInFlight; ++i) {
+    if (first + i < num_rows) load_lane(lane[i], row(first + i) + c);
+  }
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kRowsInFlight; ++i) {
+    if (first + i >= num_rows) continue;
+    MOE_A2A_UNROLL
+    for (int j = 0; j < kLaneElements<T>; ++j) {
+      const float value = value_of(lane[i], j);
+      merged[j] = kFirst && i == 0 ? value : Op::merge(merged[j], value);
+    }
+  }
+}
+
+template <class T, class Op, class Row>
+MOE_A2A_DEVICE LaneVector<T> reduce_lane(int num_rows, int c, const Row& row) {
+  float merged[kLaneElements<T>];
+  merge_rows<T, Op, true>(0, num_rows, c, row, merged);
+  for (int r = kRowsInFlight; r < num_rows; r += kRowsInFlight) merge_rows<T, Op, false>(r, num_rows, c, row, merged);
+  LaneVector<T> result;
+  MOE_A2A_UNROLL
+  for (int j = 0; j < kLaneElements<T>; ++j) result.element[j] = from_float<T>(Op::finish(merged[j], num_rows));
+  return result;
+}
+
+// Reduces `count` elements of row(0) ... row(num_rows - 1) into `target` and, unless null, into `copy`, which may be
+// one of the rows. `vectors`: see are_vectors().
+template <class T, class Op, class Group, class Row>
+MOE_A2A_DEVICE void reduce_rows(const Group& group, int num_rows, int count, bool vectors, const Row& row, T* target,
+                                T* copy) {
+  constexpr int kLane = kLaneElements<T>;
+  const int vector_end = vectors ? count / kLane * kLane : 0;
+  for (int c = group.rank() * kLane; c < vector_end; c += group.size() * kLane) {
+    const LaneVector<T> result = reduce_lane<T, Op>(num_rows, c, row);
+    store_lane(target + c, result);
+    if (copy != nullptr) store_lane(copy + c, result);
+  }
+  for (int c = vector_end + group.rank(); c < count; c += group.size()) {
+    float merged = to_float(row(0)[c]);
+    for (int r = 1; r < num_rows; ++r) merged = Op::merge(merged, to_float(row(r)[c]));
+    const T result = from_float<T>(Op::finish(merged, num_rows));
+    target[c] = result;
+    if (copy != nullptr) copy[c] = result;
+  }
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,36 @@
+// In the place of a call that failed before its launch: the peers learn why, and the epoch passes on every rank.
+#pragma once
+
+#include "collectives/meeting.h"
+#include "comm/refusal_text.h"
+
+namespace moe_a2a {
+
+struct RefuseCollectiveArgs {
+  CollectiveContext context;
+  Announcement announcement;
+  RefusalText text;
+};
+
+}  // namespace moe_a2a
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+struct RefuseCollective {
+  using Args = RefuseCollectiveArgs;
+  static constexpr const char* kName = "refuse_collective";
+
+  static size_t shared_bytes(const Args&) { return 0; }
+
+  // Waits for nobody's part in this epoch: the next launch does (is_behind).
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
+    CallState& state = args.context.region.state(0);
+    const Part part{args.context, args.announcement, collective_op::kRefuse, state.epoch + 1};
+    if (state.is_behind != 0 && !catch_up(part, block)) return;
+    leave_text(args.context, part.half(), block, args.text);
+    announce(part, block);
+    if (block.rank() == 0) state = {.epoch = part.epoch, .is_refused = 0, .is_behind = 1};
+  }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,165 @@
+// The steps of the collectives that work on shares: each rank sends every other its elements of that rank's share,
+// reduces its own share, and reads the reduced shares of the others where they were reduced.
+#pragma once
+
+#include "collectives/meeting.h"
+#include "collectives/reduction.h"
+#include "collectives/shares.h"
+
+namespace moe_a2a {
+
+struct ShareArgs {
+  CollectiveContext context;
+  Announcement announcement;
+  int slice = 0;  // its number
+  const std::byte* x = nullptr;
+  std::byte* out = nullptr;
+  int64_t x_begin = 0, out_begin = 0;  // the element of the whole tensor that x and out begin with
+  Shares shares;
+  Slice extent;
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+};
+
+}  // namespace moe_a2a
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Of one block in one launch. Chunk i of every share is handled by block i % num_blocks.
+class ShareSteps {
+ public:
+  MOE_A2A_DEVICE ShareSteps(const ShareArgs& args, const Part& part, const Grid& grid, const Block& block)
+      : args_(args), part_(part), region_(args.context.region), grid_(grid), block_(block) {}
+
+  // Writes this rank's elements of all other shares to their owners; a chunk of each behind one fence.
+  MOE_A2A_DEVICE void send_contributions() const {
+    const HeapView& heap = args_.context.heap;
+    for_chunks(most_chunks(), [&](int i) {
+      const uint64_t start = trace_now();
+      std::byte* landing = region_.landing.at(part_.half(), part_.rank(), i * args_.extent.chunk * element_size());
+      RankSet owners;
+      for (int distance = 1; distance < part_.num_ranks(); ++distance) {
+        const int owner = (part_.rank() + distance) % part_.num_ranks();
+        const Span span = args_.extent.chunk_of(args_.shares, owner, i);
+        if (span.count == 0) continue;
+        owners.insert(owner);
+        copy(heap.peer(owner, landing), x_at(span.begin), span.count);
+      }
+      signal(owners, region_.chunk_signal.at(part_.half(), part_.rank(), i));
+      record(args_.context.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
+      return true;
+    });
+  }
+
+  // Reduces this rank's share into its part of out, and into `result` for the others if `shows_result`.
+  MOE_A2A_DEVICE bool reduce(bool shows_result) const {
+    return for_chunks(args_.extent.num_chunks(args_.shares, part_.rank()), [&](int i) {
+      if (!wait_for_chunk(part_, block_, region_.chunk_signal, part_.others(), i)) return false;
+      const uint64_t start = trace_now();
+      with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i, shows_result); });
+      if (shows_result) show(i);
+      record(args_.context.trace(), block_, {.kind = TraceKind::kReduce, .begin = start, .token = i});
+      return true;
+    });
+  }
+
+  // Puts this rank's share, which is x, where the others read it.
+  MOE_A2A_DEVICE void show_own() const {
+    for_chunks(args_.extent.num_chunks(args_.shares, part_.rank()), [&](int i) {
+      const uint64_t start = trace_now();
+      const Span span = args_.extent.chunk_of(args_.shares, part_.rank(), i);
+      copy(result_at(i), x_at(span.begin), span.count);
+      show(i);
+      if (x_at(span.begin) != out_at(span.begin)) copy(out_at(span.begin), x_at(span.begin), span.count);
+      record(args_.context.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
+      return true;
+    });
+  }
+
+  // Reads the shares of all other ranks into out.
+  MOE_A2A_DEVICE bool pull() const {
+    return for_chunks(most_chunks(), [&](int i) {
+      RankSet owners;
+      for (RankSet rest = part_.others(); !rest.empty(); rest.remove_first()) {
+        if (i < args_.extent.num_chunks(args_.shares, rest.first())) owners.insert(rest.first());
+      }
+      if (!wait_for_chunk(part_, block_, region_.result_signal, owners, i)) return false;
+      const uint64_t start = trace_now();
+      owners.visit_from(part_.rank(), [&](int owner) {
+        const Span span = args_.extent.chunk_of(args_.shares, owner, i);
+        copy(out_at(span.begin), args_.context.heap.peer(owner, result_at(i)), span.count);
+      });
+      record(args_.context.trace(), block_, {.kind = collective_kind::kPull, .begin = start, .token = i});
+      return true;
+    });
+  }
+
+ private:
+  // Calls visit(i) for this block's chunks; false as soon as a visit returns false.
+  template <class Visit>
+  MOE_A2A_DEVICE bool for_chunks(int num_chunks, const Visit& visit) const {
+    for (int i = grid_.rank(); i < num_chunks; i += grid_.size()) {
+      if (!visit(i)) return false;
+    }
+    return true;
+  }
+
+  MOE_A2A_DEVICE int most_chunks() const {
+    int most = 0;
+    for (int r = 0; r < part_.num_ranks(); ++r) {
+      const int num_chunks = args_.extent.num_chunks(args_.shares, r);
+      most = num_chunks > most ? num_chunks : most;
+    }
+    return most;
+  }
+
+  template <class T>
+  MOE_A2A_DEVICE void reduce_chunk(int i, bool shows_result) const {
+    const Span span = args_.extent.chunk_of(args_.shares, part_.rank(), i);
+    const int64_t landed_at = i * args_.extent.chunk * int64_t{sizeof(T)};
+    const T* x = reinterpret_cast<const T*>(x_at(span.begin));
+    T* out = reinterpret_cast<T*>(out_at(span.begin));
+    T* result = shows_result ? reinterpret_cast<T*>(result_at(i)) : nullptr;
+    const auto row = [&](int r) {
+      const std::byte* landed = region_.landing.at(part_.half(), r, landed_at);
+      return r == part_.rank() ? x : reinterpret_cast<const T*>(landed);
+    };
+    with_operator(args_.op, [&](auto op) {
+      reduce_rows<T, decltype(op)>(block_, part_.num_ranks(), static_cast<int>(span.count), are_vectors(x, out), row,
+                                   out, result);
+    });
+  }
+
+  MOE_A2A_DEVICE void copy(std::byte* target, const std::byte* source, int64_t count) const {
+    multicast_bytes(block_, RankSet::only(0), 0, [&](int) { return target; }, source, count * element_size());
+  }
+
+  // The chunk of `result` is complete: pairs with the acquire in pull().
+  MOE_A2A_DEVICE void show(int i) const {
+    signal(part_.others(), region_.result_signal.at(part_.half(), part_.rank(), i));
+  }
+
+  MOE_A2A_DEVICE void signal(const RankSet& ranks, Signal* local) const {
+    block_.release_sync();
+    if (block_.rank() == 0) signal_many(args_.context.heap, ranks, local, part_.epoch);
+  }
+
+  MOE_A2A_DEVICE int64_t element_size() const { return size_of(args_.dtype); }
+  MOE_A2A_DEVICE std::byte* result_at(int i) const {
+    return region_.result.at(part_.half(), i * args_.extent.chunk * element_size());
+  }
+  MOE_A2A_DEVICE const std::byte* x_at(int64_t element) const {
+    return args_.x + (element - args_.x_begin) * element_size();
+  }
+  MOE_A2A_DEVICE std::byte* out_at(int64_t element) const {
+    return args_.out + (element - args_.out_begin) * element_size();
+  }
+
+  const ShareArgs& args_;
+  const Part& part_;
+  const CollectiveRegion& region_;
+  const Grid& grid_;
+  const Block& block_;
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,42 @@
+#include "collectives/shares.h"
+
+#include <algorithm>
+
+namespace moe_a2a {
+namespace {
+
+int64_t in_units(int64_t count) { return (count + kShareUnit - 1) / kShareUnit * kShareUnit; }
+
+}  // namespace
+
+Shares Shares::even(int64_t count, int num_ranks) {
+  const int64_t share = in_units((count + num_ranks - 1) / num_ranks);
+  Shares shares;
+  for (int r = 1; r <= num_ranks; ++r) shares.offset[r] = std::min(count, r * share);
+  return shares;
+}
+
+Shares Shares::of(const std::vector<int64_t>& counts) {
+  Shares shares;
+  for (size_t r = 0; r < counts.size(); ++r) shares.offset[r + 1] = shares.offset[r] + counts[r];
+  return shares;
+}
+
+uint64_t Shares::digest(int num_ranks) const {
+  uint64_t digest = 0xcbf29ce484222325u;  // FNV-1a
+  for (int r = 0; r <= num_ranks; ++r) digest = (digest ^ static_cast<uint64_t>(offset[r])) * 0x100000001b3u;
+  return digest;
+}
+
+std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int element_size) {
+  const int64_t most = share_bytes / element_size / kShareUnit * kShareUnit;
+  std::vector<Slice> slices;
+  for (int64_t first = 0; first == 0 || first < largest_share; first += most) {
+    const int64_t count = std::min(most, largest_share - first);
+    const int64_t chunk = std::max<int64_t>(kMinChunkBytes / element_size, (count + kMaxChunks - 1) / kMaxChunks);
+    slices.push_back({.first = first, .most = most, .chunk = in_units(chunk)});
+  }
+  return slices;
+}
+
+}  // namespace moe_a2a

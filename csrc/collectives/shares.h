@@ -1,0 +1,53 @@
+// How the elements of a tensor are shared out: a share for each rank, slices of all shares, chunks of a slice. Pure
+// arithmetic, the same on every rank.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "collectives/collective_region.h"
+
+namespace moe_a2a {
+
+// A range of a tensor's elements.
+struct Span {
+  int64_t begin = 0;
+  int64_t count = 0;
+};
+
+// Rank r's share are the elements offset[r] ... offset[r + 1] - 1.
+struct Shares {
+  int64_t offset[kMaxRanks + 1] = {};
+
+  MOE_A2A_HOST_DEVICE int64_t size(int rank) const { return offset[rank + 1] - offset[rank]; }
+
+  // As even as whole units allow.
+  static Shares even(int64_t count, int num_ranks);
+  static Shares of(const std::vector<int64_t>& counts);
+  uint64_t digest(int num_ranks) const;
+};
+
+// What one launch handles: of each share the elements from `first` on, at most `most`, in chunks.
+struct Slice {
+  int64_t first = 0;
+  int64_t most = 0;
+  int64_t chunk = kShareUnit;
+
+  MOE_A2A_HOST_DEVICE int64_t size_of_share(const Shares& shares, int rank) const {
+    const int64_t rest = shares.size(rank) - first;
+    return rest < 0 ? 0 : rest < most ? rest : most;
+  }
+  MOE_A2A_HOST_DEVICE int num_chunks(const Shares& shares, int rank) const {
+    return static_cast<int>((size_of_share(shares, rank) + chunk - 1) / chunk);
+  }
+  // The i-th chunk of a rank's share; without elements past the last.
+  MOE_A2A_HOST_DEVICE Span chunk_of(const Shares& shares, int rank, int i) const {
+    const int64_t rest = size_of_share(shares, rank) - i * chunk;
+    return {shares.offset[rank] + first + i * chunk, rest < 0 ? 0 : rest < chunk ? rest : chunk};
+  }
+};
+
+// The slices of shares of which the largest has `largest_share` elements; one at least, since every call is a launch.
+std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int element_size);
+
+}  // namespace moe_a2a

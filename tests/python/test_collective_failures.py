@@ -1,0 +1,233 @@
+"""Collectives whose ranks disagree, whose arguments are wrong, whose peers do not come: what every rank raises, and that
+the object goes on afterwards."""
+
+import os
+import threading
+
+import pytest
+import torch
+from ranks import run_processes, run_threads
+
+import moe_a2a
+
+pytestmark = pytest.mark.cpu
+
+
+def check_works(coll: moe_a2a.Collectives) -> None:
+    for algorithm in ("one_shot", "two_shot"):
+        x = torch.arange(1000.0) + coll.rank
+        expected = torch.arange(1000.0) * coll.num_ranks + sum(range(coll.num_ranks))
+        assert torch.equal(coll.all_reduce(x, algorithm=algorithm), expected)
+
+
+# What rank 1 does while the others call all_reduce(torch.ones(5000)) by one_shot, and the words of all errors.
+OTHER_CALLS = {
+    "count": (lambda coll: coll.all_reduce(torch.ones(5001), algorithm="one_shot"), "all_reduce of 5001 float32, sum"),
+    "slices": (
+        lambda coll: coll.all_reduce(torch.ones(50001), algorithm="one_shot"),
+        "all_reduce of 50001 float32, sum",
+    ),
+    "none": (lambda coll: coll.all_reduce(torch.ones(0), algorithm="one_shot"), "all_reduce of 0 float32, sum"),
+    "dtype": (
+        lambda coll: coll.all_reduce(torch.ones(5000, dtype=torch.float16), algorithm="one_shot"),
+        "all_reduce of 5000 float16, sum, one_shot",
+    ),
+    "operator": (
+        lambda coll: coll.all_reduce(torch.ones(5000), "max", "one_shot"),
+        "all_reduce of 5000 float32, max, one_shot",
+    ),
+    "algorithm": (
+        lambda coll: coll.all_reduce(torch.ones(5000), "sum", "two_shot"),
+        "all_reduce of 5000 float32, sum, two_shot",
+    ),
+    "kind": (
+        lambda coll: coll.reduce_scatter(torch.ones(5000), counts=[5000, *[0] * (coll.num_ranks - 1)]),
+        "reduce_scatter of 5000 float32, sum",
+    ),
+    "gather": (lambda coll: coll.all_gather(torch.ones(7)), "all_gather of .* float32"),
+}
+
+
+def mismatch_program(group) -> None:
+    with moe_a2a.Collectives(group, 16 << 10, timeout=20) as coll:
+        for call, words in OTHER_CALLS.values():
+            with pytest.raises(moe_a2a.CallMismatchError) as caught:
+                if coll.rank == 1:
+                    call(coll)
+                else:
+                    coll.all_reduce(torch.ones(5000), algorithm="one_shot")
+            assert caught.value.peer == (0 if coll.rank == 1 else 1)
+            caught.match(f"rank 1 (calls )?{words}")
+            caught.match(
+                "rank 0 (calls )?all_reduce of 5000 float32, sum, one_shot" if coll.rank < 2 else "rank 2 calls"
+            )
+            caught.match("make the same calls in the same order")
+            check_works(coll)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_disagree_are_all_told(num_ranks):
+    run_threads(num_ranks, mismatch_program)
+
+
+def other_counts_program(group) -> None:
+    with moe_a2a.Collectives(group, timeout=20) as coll:
+        with pytest.raises(moe_a2a.CallMismatchError, match="shared out by other counts"):
+            coll.reduce_scatter(torch.ones(10), counts=[4, 6] if coll.rank else [5, 5])
+        with pytest.raises(
+            moe_a2a.CallMismatchError, match="all_gather of (10|8) float32, rank . all_gather of (10|8) "
+        ):
+            coll.all_gather(torch.ones(5 - coll.rank))
+        check_works(coll)
+
+
+def test_counts_that_differ():
+    run_threads(2, other_counts_program)
+
+
+# Calls that fail before they begin, and what both ranks are told.
+BAD_CALLS = [
+    (lambda coll: coll.all_reduce("x"), TypeError, "x is a str on rank 1"),
+    (lambda coll: coll.all_reduce(torch.ones(3, dtype=torch.int32)), TypeError, "x has dtype Int on rank 1"),
+    (
+        lambda coll: coll.all_reduce(torch.ones(3, dtype=torch.float64)),
+        TypeError,
+        "expected float32, float16 or bfloat16",
+    ),
+    (lambda coll: coll.all_reduce(torch.ones(4, 4).t()[1:]), ValueError, "x is not contiguous on rank 1"),
+    (lambda coll: coll.all_reduce(torch._neg_view(torch.ones(4))), ValueError, "x "),
+    (lambda coll: coll.all_reduce(torch.ones(4, device="meta")), ValueError, "x is on meta, these Collectives"),
+    (
+        lambda coll: coll.all_reduce(torch.ones(4), "prod"),
+        ValueError,
+        'op=.prod. is unknown on rank 1; pass one of "sum"',
+    ),
+    (lambda coll: coll.all_reduce(torch.ones(4), 3), TypeError, "op=3 is a int on rank 1"),
+    (
+        lambda coll: coll.all_reduce(torch.ones(4), algorithm="tree"),
+        ValueError,
+        "algorithm=.tree. is unknown on rank 1",
+    ),
+    (
+        lambda coll: coll.all_reduce(torch.ones(4), out=torch.ones(5)),
+        ValueError,
+        "out is .5. of Float, expected .4. of",
+    ),
+    (lambda coll: coll.all_reduce(torch.ones(4), out=[1]), TypeError, "out is a list on rank 1"),
+    (
+        lambda coll: (lambda x: coll.all_reduce(x[:-1], out=x[1:]))(torch.ones(5)),
+        ValueError,
+        "out overlaps x on rank 1",
+    ),
+    (
+        lambda coll: coll.reduce_scatter(torch.ones(3)),
+        ValueError,
+        "3 rows, which 2 ranks cannot share evenly on rank 1",
+    ),
+    (lambda coll: coll.reduce_scatter(torch.tensor(1.0)), ValueError, "x has no dimension to share out"),
+    (lambda coll: coll.reduce_scatter(torch.ones(3), counts=[3]), ValueError, "counts has 1 numbers for 2 ranks"),
+    (lambda coll: coll.reduce_scatter(torch.ones(3), counts=[1, 3]), ValueError, "counts has the sum 4, x has 3 rows"),
+    (lambda coll: coll.reduce_scatter(torch.ones(3), counts=[-1, 4]), ValueError, "counts=-1 is not in"),
+    (lambda coll: coll.reduce_scatter(torch.ones(3), counts="12"), TypeError, "counts=.12. is a str"),
+    (lambda coll: coll.reduce_scatter(torch.ones(3), counts=[1, 2.5]), TypeError, "counts="),
+    (lambda coll: coll.all_gather(torch.ones(3), [3, 4]), ValueError, "x has 3 rows, counts says 4 on rank 1"),
+    (
+        lambda coll: coll.all_gather(torch.ones(3), out=torch.ones(3)),
+        ValueError,
+        "out is .3. of Float, expected .6. of",
+    ),
+]
+
+
+def bad_input_program(group) -> None:
+    with moe_a2a.Collectives(group, 16 << 10, timeout=20) as coll:
+        for bad, error, text in BAD_CALLS:
+            if coll.rank == 1:
+                with pytest.raises(error, match=text):
+                    bad(coll)
+            else:
+                with pytest.raises(moe_a2a.PeerRefusedError, match="rank 1 refused its call: ") as caught:
+                    coll.all_reduce(torch.ones(50000))  # several slices
+                caught.match(text)
+                assert caught.value.peer == 1
+            check_works(coll)
+        for _ in range(3):  # without a call between, on all ranks
+            with pytest.raises(ValueError, match="algorithm="):
+                coll.all_reduce(torch.ones(3), algorithm="ring of fire")
+        check_works(coll)
+
+
+def test_a_call_that_fails_on_one_rank_is_refused_on_all():
+    run_threads(2, bad_input_program)
+
+
+def early_refusal_program(group) -> None:
+    """A rank's refusal does not wait for the others: they make their calls when it has raised long since."""
+    with moe_a2a.Collectives(group, timeout=20) as coll:
+        for failing in (1, 0, 1):
+            if coll.rank == failing:
+                with pytest.raises(TypeError):
+                    coll.all_reduce(None)
+            group.all_gather(None)
+            if coll.rank != failing:
+                with pytest.raises(moe_a2a.PeerRefusedError, match="x is a NoneType"):
+                    coll.all_reduce(torch.ones(3))
+        check_works(coll)
+
+
+def test_a_refusal_does_not_wait():
+    run_threads(2, early_refusal_program)
+
+
+def construction_program(group) -> None:
+    for bad, error, text in [
+        (0, ValueError, "max_nbytes=0 is not in"),
+        ("1", TypeError, "max_nbytes='1' is a str"),
+        (True, TypeError, "max_nbytes=True"),
+    ]:
+        with pytest.raises(error, match=text):
+            moe_a2a.Collectives(group, bad)
+    with pytest.raises((ValueError, RuntimeError), match="ranks disagree.*max_nbytes"):
+        moe_a2a.Collectives(group, 1000 + group.rank)
+    with moe_a2a.Collectives(group, 1, timeout=20) as coll:  # 64 elements at a time
+        check_works(coll)
+        assert coll.nbytes < 1 << 20
+
+
+def test_construction():
+    run_threads(2, construction_program)
+
+
+def absent_rank_program(group, algorithm: str) -> str:
+    with moe_a2a.Collectives(group, timeout=0.5) as coll:
+        check_works(coll)
+        if coll.rank == 1:
+            group.all_gather(None)
+            return ""
+        with pytest.raises(moe_a2a.PeerTimeoutError) as caught:
+            coll.all_reduce(torch.ones(100000), algorithm=algorithm)
+        with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 1"):  # it is gone for good
+            coll.all_gather(torch.ones(1))
+        group.all_gather(None)
+        assert (caught.value.operation, caught.value.phase) == (f"{algorithm}_all_reduce", "call")
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_an_absent_rank_is_named(algorithm):
+    said = run_threads(3, absent_rank_program, algorithm)
+    assert all("rank 1" in text for text in (said[0], said[2]))
+
+
+def dying_program(group) -> None:
+    with moe_a2a.Collectives(group, 64 << 10, timeout=1.0) as coll:
+        x = torch.ones(1 << 22)  # some hundred slices
+        if coll.rank == 1:
+            threading.Timer(0.1, os._exit, [1]).start()
+        with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 1"):
+            while True:
+                coll.all_reduce(x, algorithm="two_shot", out=x)
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_call():
+    run_processes(3, dying_program, mortal={1})

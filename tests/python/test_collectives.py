@@ -1,0 +1,231 @@
+"""all_reduce, reduce_scatter and all_gather against an fp64 reference: operators, dtypes, sizes, places, slices, and what
+differs from call to call."""
+
+import random
+
+import on_device
+import pytest
+import torch
+from on_device import cpu_only, run
+from ranks import run_processes
+
+import moe_a2a
+
+pytestmark = on_device.TESTS
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+OPS = ["sum", "max", "min", "avg"]
+ALGORITHMS = ["one_shot", "two_shot"]
+WORKSPACE = 16 << 10  # small: most tensors below go in several slices
+
+
+def values(rank: int, call: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small integers: exact in every dtype, and so are their sums over eight ranks and the quarters of those."""
+    return ((torch.arange(count) * 7 + rank * 5 + call * 3) % 31 - 15).to(dtype)
+
+
+def merged(xs: list[torch.Tensor], op: str) -> torch.Tensor:
+    """In fp64, rounded once."""
+    stacked = torch.stack([x.double() for x in xs])
+    result = {"sum": stacked.sum(0), "avg": stacked.mean(0), "max": stacked.amax(0), "min": stacked.amin(0)}[op]
+    return result.float().to(xs[0].dtype)
+
+
+def placed(values: torch.Tensor, device: torch.device, shift: int) -> torch.Tensor:
+    """The values at an address that is `shift` elements off a multiple of 64 bytes."""
+    memory = torch.full((values.numel() + shift + 8,), float("nan"), dtype=values.dtype, device=device)
+    target = memory[shift : shift + values.numel()]
+    target.copy_(values)
+    return target
+
+
+def poisoned(count: int, like: torch.Tensor, shift: int) -> torch.Tensor:
+    return placed(torch.full((count,), float("nan"), dtype=like.dtype), like.device, shift)
+
+
+def check_neighbours(tensor: torch.Tensor) -> None:
+    """Nothing was written before or behind a tensor that placed() made."""
+    base, start = tensor._base, tensor.storage_offset()
+    assert base is not None
+    assert base[:start].isnan().all() and base[start + tensor.numel() :].isnan().all()
+
+
+class Calls:
+    """The same random calls on every rank, checked."""
+
+    def __init__(self, coll: moe_a2a.Collectives, seed: int):
+        self.coll, self.random, self.number = coll, random.Random(seed), 0
+
+    def one(self, kind: str, count: int, dtype: torch.dtype, op: str, algorithm: str) -> None:
+        self.number += 1
+        in_place, shift, out_shift = (
+            self.random.random() < 0.5,
+            self.random.choice([0, 0, 1, 3]),
+            self.random.choice([0, 2]),
+        )
+        what = f"call {self.number}: {kind} of {count} {dtype}, {op}, {algorithm}, {in_place=}, {shift=}"
+        getattr(self, kind)(what, count, dtype, op, algorithm, in_place, shift, out_shift)
+
+    def all_reduce(self, what, count, dtype, op, algorithm, in_place, shift, out_shift) -> None:
+        coll = self.coll
+        xs = [values(r, self.number, count, dtype) for r in range(coll.num_ranks)]
+        x = placed(xs[coll.rank], coll.device, shift)
+        out = x if in_place else poisoned(count, x, out_shift)
+        assert coll.all_reduce(x, op, algorithm, out=out) is out
+        assert torch.equal(out.cpu(), merged(xs, op)), what
+        check_neighbours(out)
+        if not in_place:
+            assert torch.equal(x.cpu(), xs[coll.rank]), what
+
+    def counts(self, count: int) -> list[int]:
+        """Of each rank; some have none."""
+        return [self.random.choice([0, count // 3, count]) for _ in range(self.coll.num_ranks)]
+
+    def reduce_scatter(self, what, count, dtype, op, algorithm, in_place, shift, out_shift) -> None:
+        coll, counts = self.coll, self.counts(count)
+        first, mine = sum(counts[: coll.rank]), counts[coll.rank]
+        xs = [values(r, self.number, sum(counts), dtype) for r in range(coll.num_ranks)]
+        x = placed(xs[coll.rank], coll.device, shift)
+        out = x[first : first + mine] if in_place else poisoned(mine, x, out_shift)
+        coll.reduce_scatter(x, op, counts, out=out)
+        assert torch.equal(out.cpu(), merged(xs, op)[first : first + mine]), what
+        untouched = xs[coll.rank].clone()
+        if in_place:
+            untouched[first : first + mine] = merged(xs, op)[first : first + mine]
+        assert torch.equal(x.cpu(), untouched), what
+        check_neighbours(x)
+
+    def all_gather(self, what, count, dtype, op, algorithm, in_place, shift, out_shift) -> None:
+        coll, counts = self.coll, self.counts(count)
+        first, mine = sum(counts[: coll.rank]), counts[coll.rank]
+        xs = [values(r, self.number, counts[r], dtype) for r in range(coll.num_ranks)]
+        out = poisoned(sum(counts), xs[0].to(coll.device), out_shift)
+        x = placed(xs[coll.rank], coll.device, shift)
+        if in_place:
+            x = out[first : first + mine].copy_(x)
+        coll.all_gather(x, counts, out=out)
+        assert torch.equal(out.cpu(), torch.cat(xs)), what
+        check_neighbours(out)
+
+
+def every_case_program(group, seed: int) -> None:
+    """Every operator, dtype and algorithm at a small, an odd and a sliced size."""
+    with moe_a2a.Collectives(group, WORKSPACE, timeout=20) as coll:
+        calls = Calls(coll, seed)
+        for dtype in DTYPES:
+            for op in OPS if coll.num_ranks in (2, 4) else ["sum", "max", "min"]:  # thirds are not exact
+                for algorithm in ALGORITHMS:
+                    for count in (0, 1, 7, 1000, 9001):
+                        calls.one("all_reduce", count, dtype, op, algorithm)
+                calls.one("reduce_scatter", 2501, dtype, op, "")
+                calls.one("all_gather", 2501, dtype, op, "")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_every_operator_dtype_and_algorithm(num_ranks, session_seed):
+    run(num_ranks, every_case_program, session_seed)
+
+
+def changing_calls_program(group, seed: int, num_calls: int) -> None:
+    draw = random.Random(seed)
+    with moe_a2a.Collectives(group, WORKSPACE, timeout=20) as coll:
+        calls = Calls(coll, seed)
+        for _ in range(num_calls):
+            kind = draw.choice(["all_reduce", "all_reduce", "reduce_scatter", "all_gather"])
+            count = draw.choice([1, 7, 64, 300, draw.randrange(12000)])
+            op = draw.choice(OPS if coll.num_ranks in (2, 4, 8) else OPS[:3])
+            calls.one(kind, count, draw.choice(DTYPES), op, draw.choice([*ALGORITHMS, "auto"]))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_calls_change_in_every_way(num_ranks, session_seed):
+    run(num_ranks, changing_calls_program, session_seed, 200)
+
+
+@cpu_only
+def test_calls_of_processes(session_seed):
+    run_processes(3, changing_calls_program, session_seed, 100)
+
+
+@cpu_only
+def test_eight_ranks(session_seed):
+    run(8, changing_calls_program, session_seed, 30)
+
+
+def random_data_program(group, seed: int) -> list[torch.Tensor]:
+    """The results, and the largest error in units of the last place of a sum of magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    results = []
+    with moe_a2a.Collectives(group, 1 << 20, timeout=20) as coll:
+        for dtype in DTYPES:
+            xs = [torch.randn(30011, generator=generator).mul(100).to(dtype) for _ in range(coll.num_ranks)]
+            both = [coll.all_reduce(xs[coll.rank].to(coll.device), algorithm=name).cpu() for name in ALGORITHMS]
+            assert torch.equal(both[0], both[1])  # rank order in fp32, whichever the algorithm
+            exact, size = sum(x.double() for x in xs), sum(x.double().abs() for x in xs)
+            error = (both[0].double() - exact).abs()
+            # One rounding to the dtype, and one of fp32 for each addition.
+            assert (error <= exact.abs() * torch.finfo(dtype).eps / 2 + size * coll.num_ranks * 2**-24).all()
+            results.append(both[0])
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_random_data_is_rounded_once_and_equal_everywhere(num_ranks, session_seed):
+    results = run(num_ranks, random_data_program, session_seed)
+    for own in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(own, results[0], strict=True))
+
+
+def special_values_program(group) -> None:
+    nan, inf = float("nan"), float("inf")
+    columns = torch.tensor([[1.0, nan, 0.0, inf, -inf, 1e-40], [nan, 1.0, -0.0, 5.0, inf, 1e-40]])
+    with moe_a2a.Collectives(group, WORKSPACE, timeout=20) as coll:
+        for algorithm in ALGORITHMS:
+            x = columns[coll.rank].to(coll.device)
+            for op in ("max", "min"):
+                out = coll.all_reduce(x, op, algorithm).cpu()
+                assert out[:2].isnan().all() and out[2] == 0
+            assert coll.all_reduce(x, "max", algorithm).cpu()[3:5].tolist() == [inf, inf]
+            assert coll.all_reduce(x, "min", algorithm).cpu()[3:5].tolist() == [5.0, -inf]
+            total = coll.all_reduce(x, "sum", algorithm).cpu()
+            assert total[[0, 1, 4]].isnan().all() and total[3] == inf and total[5] == 2 * columns[0, 5]
+        big = coll.all_reduce(torch.full((9,), 2.0**127, dtype=torch.bfloat16, device=coll.device), "max")
+        assert (big == 2.0**127).all()
+
+
+def test_special_values():
+    run(2, special_values_program)
+
+
+def shapes_program(group) -> None:
+    with moe_a2a.Collectives(group, timeout=20) as coll:
+        ranks = coll.num_ranks
+        x = values(coll.rank, 0, 2 * ranks * 15, torch.float32).reshape(2 * ranks, 3, 5).to(coll.device)
+        every = [values(r, 0, 2 * ranks * 15, torch.float32).reshape(2 * ranks, 3, 5) for r in range(ranks)]
+        total = merged(every, "sum")
+        assert torch.equal(coll.all_reduce(x).cpu(), total)
+        assert torch.equal(coll.reduce_scatter(x).cpu(), total[2 * coll.rank : 2 * coll.rank + 2])
+        assert torch.equal(coll.all_gather(x).cpu(), torch.cat(every))
+        counts = [1, *[0] * (ranks - 2), 2 * ranks - 1]
+        rows = x[: counts[coll.rank]].contiguous()
+        gathered = torch.cat([every[r][: counts[r]] for r in range(ranks)])
+        assert torch.equal(coll.all_gather(rows, counts).cpu(), gathered)
+        assert coll.all_reduce(x[0, 0, 0]).shape == ()
+        assert coll.reduce_scatter(x, counts=counts).shape == (counts[coll.rank], 3, 5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_rows_have_any_shape(num_ranks):
+    run(num_ranks, shapes_program)
+
+
+def large_program(group) -> None:
+    with moe_a2a.Collectives(group, timeout=20) as coll:
+        x = torch.full(((64 << 20) // 2 + 1,), 1.0, dtype=torch.bfloat16, device=coll.device)
+        x[-1] = coll.rank
+        assert coll.all_reduce(x, out=x) is x
+        assert (x[:-1] == coll.num_ranks).all() and x[-1] == sum(range(coll.num_ranks))
+
+
+def test_more_than_64_mib():
+    run(2, large_program)
