@@ -65,7 +65,8 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
     that fails before this rank's sums are on their way refuses the combine; all may try again with the same handle.
 
     Which one the peers wait for is not known when the handle itself is wrong (closed, of another object, no handle).
-    Then the combine of every handle that is received and open on this rank is refused once."""
+    Then the combine of every handle that is received and open on this rank is refused once: a peer may be told in the
+    combine of another handle than was meant, and makes that call again."""
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)

@@ -15,6 +15,7 @@
 #include <stdexcept>
 
 #include "arch/interrupt.h"
+#include "arch/out_of_memory.h"
 
 namespace moe_a2a {
 namespace {
@@ -32,10 +33,8 @@ constexpr const char* kPrefix = "moe_a2a.heap.";
   if (statvfs(kDirectory, &status) == 0) {
     available = std::to_string(static_cast<unsigned long long>(status.f_bavail) * status.f_frsize);
   }
-  throw std::runtime_error("the symmetric heap needs " + std::to_string(nbytes) + " bytes of " + kDirectory +
-                           ", which has " + available +
-                           " left; pass a smaller num_max_tokens_per_rank or num_buffers, or enlarge " + kDirectory +
-                           " (in a container: --shm-size)");
+  throw OutOfMemory("the symmetric heap needs " + std::to_string(nbytes) + " bytes of " + kDirectory + ", which has " +
+                    available + " left; enlarge " + kDirectory + " (in a container: --shm-size)");
 }
 
 uint64_t this_pid_namespace() {

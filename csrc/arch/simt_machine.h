@@ -8,6 +8,7 @@
 #include "arch/launch_site.h"
 #include "arch/live_memory.h"
 #include "arch/memory_handle.h"
+#include "arch/out_of_memory.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
@@ -54,9 +55,8 @@ class SimtMachine {
     const auto error = Vendor::malloc_symmetric(&memory, nbytes);
     if (error != MOE_A2A_GPU(Success)) {
       (void)MOE_A2A_GPU(GetLastError)();
-      throw std::runtime_error("the symmetric heap needs " + std::to_string(nbytes) + " bytes on device " +
-                               std::to_string(device_) + ": " + MOE_A2A_GPU(GetErrorString)(error) +
-                               "; pass a smaller num_max_tokens_per_rank or num_buffers");
+      throw OutOfMemory("the symmetric heap needs " + std::to_string(nbytes) + " bytes on device " +
+                        std::to_string(device_) + ": " + MOE_A2A_GPU(GetErrorString)(error));
     }
     allocations_.push_back(memory);
     zero(memory, nbytes);
@@ -127,7 +127,7 @@ class SimtMachine {
   std::byte* allocate_local(size_t nbytes) {
     const DeviceGuard guard(device_);
     void* memory = nullptr;
-    check(MOE_A2A_GPU(Malloc)(&memory, nbytes), "allocating the expert lists");
+    check(MOE_A2A_GPU(Malloc)(&memory, nbytes), "allocating local memory");
     allocations_.push_back(memory);
     zero(memory, nbytes);
     return static_cast<std::byte*>(memory);

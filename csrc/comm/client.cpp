@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "arch/interrupt.h"
+#include "arch/out_of_memory.h"
 #include "comm/comm_kernels.h"
 #include "comm/goodbye.h"
 #include "comm/symmetric_heap.h"
@@ -37,7 +38,12 @@ int Client::share_of_device() const {
 
 std::byte* Client::allocate_symmetric(const RegionSize& size, const std::vector<AgreedField>& fields) {
   size_ = size;
-  own_heap_ = device_->allocate_symmetric(size.symmetric_bytes, member_.num_ranks, &handle_.memory);
+  try {
+    own_heap_ = device_->allocate_symmetric(size.symmetric_bytes, member_.num_ranks, &handle_.memory);
+  } catch (const OutOfMemory& error) {
+    throw std::runtime_error(std::string(vocabulary_.client) + " on rank " + std::to_string(member_.rank) + ": " +
+                             error.what() + (vocabulary_.smaller ? std::string("; ") + vocabulary_.smaller : ""));
+  }
   handle_.layout_digest = size.layout_digest;
   handle_.rank = member_.rank;
   handle_.num_ranks = member_.num_ranks;

@@ -21,9 +21,10 @@ struct PeerTimeout : std::runtime_error {
 // A rank's call failed before it had done its part. The object stays usable on every rank.
 struct PeerRefused : std::runtime_error {
   PeerRefused(const Report& report, const std::string& what)
-      : std::runtime_error(what), peer(report.peer), is_final(report.is_final != 0) {}
+      : std::runtime_error(what), peer(report.peer), count(report.refusal_count), is_final(count == kFinalRefusal) {}
   int peer;
-  bool is_final;  // the call cannot be tried again
+  uint32_t count;  // a RefusalCount
+  bool is_final;   // the call cannot be tried again
 };
 
 // Throws one of the two. `vocabularies`: those of all clients and the communicator's own.

@@ -33,6 +33,7 @@ struct SliceName {
 
 struct Vocabulary {
   const char* client;
+  const char* smaller = nullptr;  // what to pass when the memory does not suffice
   Operation first_operation;
   std::span<const char* const> operations;
   TraceKind first_kind;

@@ -19,12 +19,26 @@ struct WaitSite {
   bool is_recorded = true;  // in a trace; of threads that wait side by side for parts of one thing, one is
 };
 
-// A signal whose arrival at the awaited epoch, with a payload of at least `attempt`, ends a wait as well.
+// A signal that ends a wait as well when it arrives at the awaited epoch with a RefusalCount that is news to the
+// caller.
 struct Refusal {
-  static constexpr uint32_t kFinal = Signal::kPayloadMask;  // payload: of this and every further attempt
+  static constexpr uint32_t kFinal = kFinalRefusal;
 
   const Signal* signal = nullptr;
-  uint32_t attempt = 0;
+  uint32_t attempt = 1;     // the caller's
+  uint32_t num_strays = 0;  // of the awaited rank, that the caller has been told of
+
+  MOE_A2A_HOST_DEVICE bool is_news(uint32_t payload) const {
+    return payload == kFinal || RefusalCount::attempt_of(payload) >= attempt ||
+           RefusalCount::strays_of(payload) > num_strays;
+  }
+};
+
+// Of each rank, how many strays the caller has been told of.
+struct SeenStrays {
+  static constexpr int kMaxRanks = 64;
+
+  uint16_t of_rank[kMaxRanks] = {};
 };
 
 // How long to wait and whom to tell.
@@ -66,7 +80,7 @@ MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, c
   report->elapsed_seconds = static_cast<double>(waited) / policy.ticks_per_second;
   if (reason == Reason::kRefused) {
     report->buffer = site.buffer;
-    report->is_final = word == Refusal::kFinal;
+    report->refusal_count = word;
     const uint64_t* text = policy.refusal_text + (site.buffer * heap.num_ranks + site.peer) * kRefusalWords;
     for (int i = 0; i < kRefusalWords; ++i) {
       report->refusal.word[i] = atomic_load<Order::kRelaxed, Scope::kSystem>(text + i);
@@ -106,7 +120,7 @@ MOE_A2A_DEVICE bool is_refused(const WaitPolicy& policy, const HeapView& heap, c
                                uint64_t epoch, uint64_t seen_word, const Refusal& refusal) {
   if (refusal.signal == nullptr) return false;
   const uint64_t refused = atomic_load<Order::kAcquire, Scope::kSystem>(&refusal.signal->word);
-  if (Signal::epoch_of(refused) != epoch || Signal::payload_of(refused) < refusal.attempt) return false;
+  if (Signal::epoch_of(refused) != epoch || !refusal.is_news(Signal::payload_of(refused))) return false;
   write_report(policy, heap, site, Reason::kRefused, Signal::payload_of(refused), epoch, seen_word,
                clock_now() - start);
   return true;

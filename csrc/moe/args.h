@@ -25,6 +25,7 @@ struct TopkIdx {
 struct DispatchSendArgs {
   Context context;
   int buffer = 0;
+  uint64_t number = 0;  // of the dispatch, as the hosts count them; 0: no peer is asked whether it has a buffer
   int num_tokens = 0;
   TopkIdx topk_idx;
   const float* topk_weights = nullptr;  // [num_tokens, num_topk], or null: 1
@@ -79,8 +80,13 @@ struct CombineRecvArgs {
   int buffer = 0;
   int num_tokens = 0;
   uint32_t attempt = 1;
+  SeenStrays seen;
   std::byte* combined_x = nullptr;  // [num_tokens, hidden]
   bool vector_rows = true;
+
+  MOE_A2A_HOST_DEVICE Refusal refusal_of(int rank) const {
+    return {context.ws.combine_refusal.at(buffer, rank), attempt, seen.of_rank[rank]};
+  }
 };
 
 struct CombineArgs {
@@ -93,12 +99,19 @@ struct CombineArgs {
 struct RefuseDispatchArgs {
   Context context;
   int buffer = 0;
+  uint64_t number = 0;  // as in DispatchSendArgs
+  RefusalText text;
+};
+// All of its buffers are open, so that it cannot tell which one its peers have taken.
+struct RefuseAnyBufferArgs {
+  Context context;
+  uint64_t number = 0;
   RefusalText text;
 };
 struct RefuseCombineArgs {
   Context context;
   int buffer = 0;
-  uint32_t attempt = 1;
+  uint32_t count = 1;  // a RefusalCount
   RefusalText text;
 };
 

@@ -84,7 +84,7 @@ void ExpertParallel::require(const DispatchHandle& handle, Stage stage, Stage or
 
 // The next free buffer in turn. All ranks make the same calls, so all take the same one. A buffer whose handle the
 // caller has dropped without combine or release is taken back only when no other is free.
-int ExpertParallel::next_buffer(const LaunchPlace& place) {
+int ExpertParallel::find_buffer(const LaunchPlace& place) {
   const int n = config().num_buffers;
   for (const bool reclaim : {false, true}) {
     for (int i = 1; i <= n; ++i) {
@@ -93,6 +93,12 @@ int ExpertParallel::next_buffer(const LaunchPlace& place) {
       if (!open_[buffer]) return buffer;
     }
   }
+  return -1;
+}
+
+int ExpertParallel::next_buffer(const LaunchPlace& place) {
+  if (const int buffer = find_buffer(place); buffer >= 0) return buffer;
+  const int n = config().num_buffers;
   throw std::runtime_error("dispatch: " + std::to_string(n) + " handles are open on rank " +
                            std::to_string(config().rank) + " and num_buffers=" + std::to_string(n) +
                            "; combine() or release() one first, or pass a larger num_buffers");
@@ -103,6 +109,7 @@ void ExpertParallel::take(int buffer, const std::shared_ptr<DispatchHandle>& han
   if (const auto before = newest_[buffer].lock()) before->stage = Stage::kClosed;
   open_[buffer] = handle;
   newest_[buffer] = handle;
+  newest_dispatch_ = handle;
   last_buffer_ = buffer;
   ++num_dispatches_;
 }
@@ -124,6 +131,7 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffe
   const bool aligned = (reinterpret_cast<uint64_t>(input.x.data) | static_cast<uint64_t>(input.x.stride)) % 16 == 0;
   return {.context = context_,
           .buffer = buffer,
+          .number = awaited_number(),
           .num_tokens = input.num_tokens,
           .topk_idx = input.topk_idx,
           .topk_weights = input.topk_weights,
@@ -150,6 +158,14 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
   const int buffer = next_buffer(place), num_blocks = dispatch_blocks(input.num_tokens, place);
   auto handle = make_handle(input, buffer);
   launch(send_args(input, buffer), num_blocks, place.stream);
+  if (device_->is_synchronous()) {
+    try {
+      raise_waits();
+    } catch (const PeerRefused&) {  // a peer has no buffer: nothing was sent
+      pass_without_buffer();
+      throw;
+    }
+  }
   take(buffer, handle);
   after_launch();
   return handle;
@@ -174,7 +190,7 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
     release(handle, place);  // the epoch has passed on every rank; the next dispatch is a new one
     throw;
   } catch (const BadRouting& error) {
-    release(handle, place, error.what());  // the caller has no handle to go on with
+    release(handle, place, error.what());  // dispatch() returns no handle; the peers get the credit, and are told
     throw;
   }
 }
@@ -184,12 +200,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   const CallGate::Turn turn = gate_.enter();
   if (launches_halves()) {
     auto handle = dispatch_send(input, place);
-    try {
-      dispatch_recv(*handle, layout, expert_alignment, place);
-    } catch (const BadRouting&) {
-      release(*handle, place);  // the caller gets no handle, and without a credit the peers would wait for this buffer
-      throw;
-    }
+    dispatch_recv(*handle, layout, expert_alignment, place);
     return handle;
   }
   require_open();
@@ -248,6 +259,7 @@ CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* co
           .buffer = handle.buffer,
           .num_tokens = handle.num_tokens,
           .attempt = handle.attempt,
+          .seen = handle.seen,
           .combined_x = static_cast<std::byte*>(combined_x),
           .vector_rows = aligned || !device_->needs_aligned_vectors()};
 }
@@ -284,7 +296,7 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
     if (refused.is_final) {
       finish_combine(handle);
     } else {
-      ++handle.attempt;  // what this rank has sent stands; the call may be made again
+      note_refusal(handle, refused.peer, refused.count);  // what this rank has sent stands; the call may be made again
     }
     throw;
   }

@@ -36,7 +36,11 @@ struct DispatchHandle {
   int expert_alignment = 1;
   DType row_dtype = DType::kBfloat16;
   std::atomic<Stage> stage = Stage::kSent;
-  uint32_t attempt = 1;            // of the combine: a refused one may be tried again
+  // Of the combine; one that was refused may be tried again. See RefusalCount.
+  uint32_t attempt = 1;
+  uint32_t failed_attempt = 0;  // the newest that failed on this rank
+  uint32_t num_strays = 0;
+  SeenStrays seen;
   bool keeps_own_sums = false;     // the combine has left this rank's sums for itself in y
   bool is_refusal_raised = false;  // of the newest launch: each of its warps may report the refusal
 
@@ -123,13 +127,19 @@ class ExpertParallel : public Client {
                const char* call) const;
 
  private:
+  int find_buffer(const LaunchPlace& place);  // -1: all are open
   int next_buffer(const LaunchPlace& place);
+  uint64_t awaited_number() const;
+  void pass_without_buffer();
+  void refuse_any_buffer(const std::string& why, const LaunchPlace& place);
   void take(int buffer, const std::shared_ptr<DispatchHandle>& handle);
   std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
   DispatchSendArgs send_args(const DispatchInput& input, int buffer) const;
   CombineSendArgs send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
   void finish_combine(DispatchHandle& handle);
+  void note_refusal(DispatchHandle& handle, int peer, uint32_t count) const;
+  void send_refusal(const DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
   int blocks(const LaunchPlace& place, int by_table) const;
   bool launches_halves() const;
   void after_launch();
@@ -143,7 +153,8 @@ class ExpertParallel : public Client {
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer, null when free
   std::vector<std::weak_ptr<DispatchHandle>> newest_;  // per buffer: the handle that had it last
   int last_buffer_;
-  std::atomic<uint64_t> num_dispatches_ = 0;
+  std::weak_ptr<DispatchHandle> newest_dispatch_;  // null: it was refused
+  std::atomic<uint64_t> num_dispatches_ = 0;       // calls that were made, refused ones too
   LaunchTable launch_table_;
 };
 

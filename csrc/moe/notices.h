@@ -8,8 +8,8 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Pairs with is_refused() in combine_recv's waits.
-MOE_A2A_DEVICE void refuse_combine(const Context& c, int buffer, uint64_t epoch, uint32_t attempt) {
-  signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.combine_refusal.at(buffer, c.heap.rank), epoch, attempt);
+MOE_A2A_DEVICE void refuse_combine(const Context& c, int buffer, uint64_t epoch, uint32_t count) {
+  signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.combine_refusal.at(buffer, c.heap.rank), epoch, count);
 }
 
 // In the place of dispatch_send, for a call with bad arguments: the epoch passes on every rank, without this rank's
@@ -23,7 +23,7 @@ struct RefuseDispatch {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;
     const uint64_t epoch = c.ws.epoch(args.buffer) + 1;
-    if (!DispatchSend::wait_for_credits(c, block, args.buffer, epoch)) return;
+    if (!DispatchSend::wait_for_credits(c, block, args.buffer, epoch, args.number)) return;
     leave_text(c, args.buffer, block, args.text);
     if (block.rank() != 0) return;
     const RankSet all = RankSet::all(c.heap.num_ranks);
@@ -31,6 +31,21 @@ struct RefuseDispatch {
     CombineSend::return_credit(c, args.buffer, epoch);
     refuse_combine(c, args.buffer, epoch, Refusal::kFinal);  // a peer may have queued its combine already
     c.ws.epoch(args.buffer) = epoch;
+  }
+};
+
+// For a dispatch that this rank has no buffer for; see DispatchSend::await_credit().
+struct RefuseAnyBuffer {
+  using Args = RefuseAnyBufferArgs;
+  static constexpr const char* kName = "refuse_any_buffer";
+
+  static size_t shared_bytes(const Args&) { return 0; }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
+    const Context& c = args.context;
+    leave_text(c, DispatchSend::text_slot(c), block, args.text);
+    if (block.rank() != 0) return;
+    signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.dispatch_refusal.at(c.heap.rank), args.number);
   }
 };
 
@@ -44,7 +59,7 @@ struct RefuseCombine {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;
     leave_text(c, args.buffer, block, args.text);
-    if (block.rank() == 0) refuse_combine(c, args.buffer, c.ws.epoch(args.buffer), args.attempt);
+    if (block.rank() == 0) refuse_combine(c, args.buffer, c.ws.epoch(args.buffer), args.count);
   }
 };
 

@@ -18,8 +18,19 @@ using Stage = DispatchHandle::Stage;
 void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   if (nobody_waits()) return;
-  const int buffer = next_buffer(place);
-  launch(RefuseDispatchArgs{.context = context_, .buffer = buffer, .text = to_refusal_text(why)}, 1, place.stream);
+  const int buffer = find_buffer(place);
+  if (buffer < 0) return refuse_any_buffer(why, place);
+  launch(
+      RefuseDispatchArgs{
+          .context = context_, .buffer = buffer, .number = awaited_number(), .text = to_refusal_text(why)},
+      1, place.stream);
+  if (device_->is_synchronous()) {
+    try {
+      raise_waits();
+    } catch (const PeerRefused&) {  // a peer has no buffer: the same call has failed there, too
+      return pass_without_buffer();
+    }
+  }
   take(buffer, nullptr);
   leave_if_interrupted();
 }
@@ -27,24 +38,50 @@ void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& 
 void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   if (nobody_waits()) return;
-  launch(
-      RefuseCombineArgs{
-          .context = context_, .buffer = handle.buffer, .attempt = handle.attempt, .text = to_refusal_text(why)},
-      1, place.stream);
-  ++handle.attempt;
+  handle.failed_attempt = handle.attempt++;
+  send_refusal(handle, why, place);
 }
 
 void ExpertParallel::refuse_combines(const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
+  if (nobody_waits()) return;
   for (const auto& handle : open_) {
-    if (handle && handle->stage == Stage::kReceived) refuse_combine(*handle, why, place);
+    if (!handle || handle->stage != Stage::kReceived) continue;
+    ++handle->num_strays;
+    send_refusal(*handle, why, place);
   }
+}
+
+void ExpertParallel::send_refusal(const DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
+  launch(RefuseCombineArgs{.context = context_,
+                           .buffer = handle.buffer,
+                           .count = RefusalCount::pack(handle.failed_attempt, handle.num_strays),
+                           .text = to_refusal_text(why)},
+         1, place.stream);
+}
+
+void ExpertParallel::note_refusal(DispatchHandle& handle, int peer, uint32_t count) const {
+  handle.attempt = std::max(handle.attempt, RefusalCount::attempt_of(count) + 1);
+  handle.seen.of_rank[peer] = static_cast<uint16_t>(RefusalCount::strays_of(count));
 }
 
 void ExpertParallel::give_up_newest(const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   if (nobody_waits()) return;
-  if (const auto handle = open_[last_buffer_]) release(*handle, place, why);
+  if (const auto handle = newest_dispatch_.lock()) release(*handle, place, why);
+}
+
+// Peers see it where they wait for the credit of a buffer that is open here. A queued launch does not look: in a graph
+// it is replayed, and the hosts do not count that.
+void ExpertParallel::refuse_any_buffer(const std::string& why, const LaunchPlace& place) {
+  launch(RefuseAnyBufferArgs{.context = context_, .number = num_dispatches_ + 1, .text = to_refusal_text(why)}, 1,
+         place.stream);
+  pass_without_buffer();
+}
+uint64_t ExpertParallel::awaited_number() const { return device_->is_synchronous() ? num_dispatches_ + 1 : 0; }
+void ExpertParallel::pass_without_buffer() {
+  newest_dispatch_.reset();
+  ++num_dispatches_;
 }
 
 void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why) {
@@ -53,7 +90,7 @@ void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, c
   if (!handle.is_open() || is_closed()) return;
   require(handle, handle.stage, handle.stage, "release");
   if (handle.stage != Stage::kCombineSent) {  // combine_send has given the credit back already
-    const bool refused_before = why.empty() && handle.attempt > 1;
+    const bool refused_before = why.empty() && handle.failed_attempt + handle.num_strays > 0;
     launch(ReleaseArgs{.context = context_,
                        .buffer = handle.buffer,
                        .text = refused_before ? RefusalText{}
@@ -83,9 +120,10 @@ bool ExpertParallel::is_known_refusal(const Report& report) {
   const auto handle = newest_[report.buffer].lock();
   if (!handle) return false;
   if (std::exchange(handle->is_refusal_raised, true)) return true;
-  if (handle->stage == Stage::kCombined && report.operation == moe_op::kCombineRecv && !report.is_final) {
+  if (handle->stage == Stage::kCombined && report.operation == moe_op::kCombineRecv &&
+      report.refusal_count != kFinalRefusal) {
     handle->stage = Stage::kCombineSent;
-    ++handle->attempt;
+    note_refusal(*handle, report.peer, report.refusal_count);
     open_[report.buffer] = handle;
   }
   return false;

@@ -8,9 +8,9 @@ namespace moe_a2a {
 namespace moe_op {
 inline constexpr Operation kDispatchSend{16}, kDispatchRecv{17}, kCombineSend{18}, kCombineRecv{19};
 }
-inline constexpr const char* kMoeOperations[] = {"dispatch_send",  "dispatch_recv", "combine_send", "combine_recv",
-                                                 "dispatch",       "combine",       "gather_rows",  "refuse_dispatch",
-                                                 "refuse_combine", "release",       "push_rows"};
+inline constexpr const char* kMoeOperations[] = {
+    "dispatch_send", "dispatch_recv",   "combine_send",   "combine_recv", "dispatch",  "combine",
+    "gather_rows",   "refuse_dispatch", "refuse_combine", "release",      "push_rows", "refuse_any_buffer"};
 
 namespace moe_kind {
 inline constexpr TraceKind kRoute{8},  // a chunk of the routing table: read, written, signalled; token: its first
@@ -32,6 +32,7 @@ inline constexpr SliceName kMoeKinds[] = {{"route"},
                                           {"gather"}};
 
 inline constexpr Vocabulary kMoeVocabulary{.client = "ExpertParallel",
+                                           .smaller = "pass a smaller num_max_tokens_per_rank or num_buffers",
                                            .first_operation = moe_op::kDispatchSend,
                                            .operations = kMoeOperations,
                                            .first_kind = moe_kind::kRoute,

@@ -30,6 +30,7 @@ Workspace make_workspace(const MoeConfig& config, RegionLayout& symmetric, Regio
   w.ll_combine_row = symmetric.take<std::byte>(b, r, ll, config.ll_row_stride());
   w.dispatch_credit = symmetric.take<Signal>(b, r);
   w.combine_refusal = symmetric.take<Signal>(b, r);
+  w.dispatch_refusal = symmetric.take<Signal>(r);
 
   w.epoch = local.take<uint64_t>(b);
   w.errors = local.take<ErrorCounters>(1);
@@ -54,7 +55,7 @@ Workspace make_workspace(const MoeConfig& config, RegionLayout& symmetric, Regio
 RegionSize place_region(Context& context, std::byte* symmetric_base, std::byte* local_base) {
   const MoeConfig& config = context.config;
   return place_client(
-      context, config.num_ranks, config.num_buffers, symmetric_base, local_base,
+      context, config.num_ranks, config.num_buffers + 1, symmetric_base, local_base,
       [&](RegionLayout& symmetric, RegionLayout& local) { context.ws = make_workspace(config, symmetric, local); });
 }
 

@@ -63,6 +63,7 @@ struct Workspace {
   Array<std::byte, 4> ll_combine_row;  // [B, R src, L, ll_row_stride]
   Array<Signal, 2> dispatch_credit;    // [B, R src]  src no longer reads what I dispatched up to this epoch
   Array<Signal, 2> combine_refusal;    // [B, R src]  src refused its combine; payload: which attempt
+  Array<Signal, 1> dispatch_refusal;   // [R src]  epoch: the number of the newest dispatch that src had no buffer for
 
   // ---- local
   Array<uint64_t, 1> epoch;          // [B]  of the dispatch that holds the buffer; kernels advance it

@@ -15,6 +15,7 @@ struct LlSum {
   const WaitSite& site;              // names the token
   const Array<Signal, 2>& refusals;  // [B, R src]
   uint32_t attempt;
+  const SeenStrays& seen;
   int first_word;                        // of the piece in its row
   const std::byte* own_piece = nullptr;  // where the rank's own summand lies when it is kept
 
@@ -48,7 +49,7 @@ struct LlSum {
     const int own_rank = exchange.heap.rank;
     LlWord word[kRanksInFlight][kUnroll] = {};
     WaitSite missing{site.operation, site.awaited, 0, site.token, site.buffer, is_recorded};
-    Refusal refused{nullptr, attempt};
+    Refusal refused;
     missing.peer = rest.first();
     // Calls visit(i, rank) for the first ranks of `rest`.
     const auto for_some = [&](auto visit) {
@@ -85,7 +86,7 @@ struct LlSum {
         }
         if (!here) {  // the last one missing is the one to name
           missing.peer = rank;
-          refused.signal = refusals.at(exchange.buffer, rank);
+          refused = {refusals.at(exchange.buffer, rank), attempt, this->seen.of_rank[rank]};
         }
         all &= here;
       });

@@ -226,9 +226,12 @@ Launch ModelRank::refuse_dispatch(int call) {
 Launch ModelRank::refuse_combine(int call, uint32_t attempt) {
   return launch("refuse_combine", call, 1, [this, call, attempt](int block) {
     raise_early({Field::kCombineRefusal}, call);
-    run_kernel<RefuseCombine>(
-        shared_[block], {.context = context_, .buffer = buffer(call), .attempt = attempt, .text = refusal_text(rank())},
-        block, 1);
+    run_kernel<RefuseCombine>(shared_[block],
+                              {.context = context_,
+                               .buffer = buffer(call),
+                               .count = RefusalCount::pack(attempt, 0),
+                               .text = refusal_text(rank())},
+                              block, 1);
     attempt_ = attempt + 1;
   });
 }

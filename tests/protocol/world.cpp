@@ -61,6 +61,7 @@ void World::name_regions(const ModelRank& rank) {
   }
   region(ws.dispatch_credit.data, "dispatch_credit", Field::kDispatchCredit);
   region(ws.combine_refusal.data, "combine_refusal", Field::kCombineRefusal);
+  region(ws.dispatch_refusal.data, "dispatch_refusal");
   region(rank.services().refusal_text.data, "refusal_text", Field::kRefusalText);
   region(rank.services().goodbye.data, "goodbye", Field::kGoodbye);
   region(comm.clock_meeting.data, "clock_meeting", Field::kClockMeeting);

@@ -132,9 +132,11 @@ def test_the_longest_timeout_is_long():
 
 
 def test_integers_of_other_kinds():
-    numpy = pytest.importorskip("numpy")
+    pytest.importorskip("numpy")
 
     def program(group):
+        import numpy
+
         config = {**CONFIG, "num_experts": numpy.int64(12), "timeout": numpy.float32(10)}
         with moe_a2a.ExpertParallel(group, **config) as ep:
             handle = ep.dispatch(*make_inputs(ep), num_blocks=numpy.int32(2))

@@ -296,9 +296,9 @@ def construct_with_a_file_size_limit_on_one_rank(group):
     rank, pids = moe_a2a.as_group(group).rank, gather_pids(group)
     if rank == 1:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    with pytest.raises(RuntimeError, match=r"bytes of /dev/shm") as raised:
-        moe_a2a.ExpertParallel(group, **CONFIG)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # more than the group's own files take
+    with pytest.raises(RuntimeError, match=r"\d{7} bytes of /dev/shm.*num_max_tokens_per_rank") as raised:
+        moe_a2a.ExpertParallel(group, **{**CONFIG, "num_max_tokens_per_rank": 4096})
     assert "rank 1" in str(raised.value)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

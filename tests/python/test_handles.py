@@ -153,7 +153,14 @@ def test_a_handle_of_another_object_is_refused():
             with pytest.raises(RuntimeError, match="another ExpertParallel"):
                 one.dispatch(make_inputs(one)[0], handle=foreign)
             assert torch.equal(other.combine(foreign_y, foreign), expected_output(other, 2))
-            assert torch.equal(one.combine(y, handle), expected_output(one, 1))
+            for _ in range(2 * 3):  # each wrong call of the other rank may be told of here
+                try:
+                    out = on_device.combine(one, y, handle)
+                except moe_a2a.PeerRefusedError:
+                    continue
+                assert torch.equal(out, expected_output(one, 1))
+                break
+            assert not handle.is_open
 
     on_device.run(2, with_two)
 

@@ -105,6 +105,16 @@ def test_refusals_in_turn_without_anything_between():
     run(program)
 
 
+def combine_after_late_refusals(ep, y, handle, most):
+    """A refusal made while this rank was in no combine is told of in its next one, unless the sums come first."""
+    for _ in range(most):
+        try:
+            return ep.combine(y, handle)
+        except REFUSED:
+            pass
+    return ep.combine(y, handle)
+
+
 def refused_combine(ep, group, refuser):
     """Ends with a handle of which one rank has refused the combine."""
     x, topk_idx, weights = make_inputs(ep, SALT)
@@ -134,7 +144,11 @@ def test_combine_refused_again_and_again():
                     with pytest.raises(ValueError, match="y .*rank 0"):
                         ep.combine(y[:, :-1], handle)
             group.all_gather(None)
-        assert torch.equal(ep.combine(y, handle), expected_output(ep, SALT))
+        if ep.rank == 0:  # it has been told of nothing since the first refusal
+            out = ep.combine(y, handle)
+        else:
+            out = combine_after_late_refusals(ep, y, handle, most=1)  # rank 0 has refused twice; they were told of one
+        assert torch.equal(out, expected_output(ep, SALT))
 
     run(program)
 

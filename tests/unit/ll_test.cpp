@@ -205,9 +205,10 @@ TEST(LlSum, AreThePlainSumsInAscendingOrderOfTheRanks) {
               ASSERT_TRUE(sum.add(Warp{}, piece.size(), vector_rows, combined.data() + piece.first));
             };
             if (own.empty()) {
-              add(LlSum<false>{exchange, ranks, site, me.ws.combine_refusal, 1, p * words_per_piece});
+              add(LlSum<false>{exchange, ranks, site, me.ws.combine_refusal, 1, SeenStrays{}, p * words_per_piece});
             } else {
-              add(LlSum<true>{exchange, ranks, site, me.ws.combine_refusal, 1, p * words_per_piece, own_piece});
+              add(LlSum<true>{exchange, ranks, site, me.ws.combine_refusal, 1, SeenStrays{}, p * words_per_piece,
+                              own_piece});
             }
           }
           for (int i = 0; i < config.hidden; ++i) {

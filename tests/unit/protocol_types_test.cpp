@@ -241,7 +241,8 @@ std::vector<Field> symmetric_fields(const Context& context) {
           {"ll_combine_row", w.ll_combine_row.data, b * r * ll * c.ll_row_stride()},
           {"dispatch_credit", w.dispatch_credit.data, b * r * sizeof(Signal)},
           {"combine_refusal", w.combine_refusal.data, b * r * sizeof(Signal)},
-          {"refusal_text", context.services.refusal_text.data, b * r * kRefusalWords * 8},
+          {"dispatch_refusal", w.dispatch_refusal.data, r * sizeof(Signal)},
+          {"refusal_text", context.services.refusal_text.data, (b + 1) * r * kRefusalWords * 8},
           {"goodbye", context.services.goodbye.data, r * sizeof(Signal)}};
 }
 

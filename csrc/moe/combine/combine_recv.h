@@ -131,13 +131,15 @@ struct CombineRecv {
       T* target = target_of<T>(args, token, piece);
       if (own.are_kept()) {
         const std::byte* own_piece = own.of(token) + piece.first * sizeof(T);
-        LlSum<true> sum{
-            exchange, c.ws.token_ranks(args.buffer, token), site, c.ws.combine_refusal, args.attempt, first_word,
-            own_piece};
+        LlSum<true> sum{exchange,     c.ws.token_ranks(args.buffer, token),
+                        site,         c.ws.combine_refusal,
+                        args.attempt, args.seen,
+                        first_word,   own_piece};
         good = sum.add(warp, piece.size(), args.vector_rows, target);
       } else {
-        LlSum<false> sum{exchange,  c.ws.token_ranks(args.buffer, token), site, c.ws.combine_refusal, args.attempt,
-                         first_word};
+        LlSum<false> sum{
+            exchange,  c.ws.token_ranks(args.buffer, token), site, c.ws.combine_refusal, args.attempt, args.seen,
+            first_word};
         good = sum.add(warp, piece.size(), args.vector_rows, target);
       }
     });
@@ -164,7 +166,7 @@ struct CombineRecv {
     for (int r = warp.rank(); r < c.heap.num_ranks; r += warp.size()) {
       if (!awaited.contains(r)) continue;
       const WaitSite site{moe_op::kCombineRecv, moe_kind::kPartialWait, r, token, args.buffer};
-      good &= RowWire::receive(exchange, site, {c.ws.combine_refusal.at(args.buffer, r), args.attempt});
+      good &= RowWire::receive(exchange, site, args.refusal_of(r));
     }
     return !warp.any(!good);  // also what lets the other lanes read what the waiting ones have acquired
   }

@@ -5,7 +5,7 @@
 #include "moe/vocabulary.h"
 
 MOE_A2A_KERNEL_FAMILY(dispatch_kernels, kMoeVocabulary, Dispatch, DispatchSend, DispatchRecv, GatherRows,
-                      RefuseDispatch)
+                      RefuseDispatch, RefuseAnyBuffer)
 
 namespace moe_a2a {
 

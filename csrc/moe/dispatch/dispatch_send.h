@@ -85,13 +85,15 @@ struct DispatchSend {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const uint64_t epoch = args.context.ws.epoch(args.buffer) + 1;
+    bool good = true;
     with_wire(sends_ll(args), [&](auto wire) {
-      if (!begin(wire, args, grid, grid, block, epoch)) return;
+      good = begin(wire, args, grid, grid, block, epoch);
+      if (!good) return;
       send_table(wire, args, grid, block, shared, epoch);
       if (!decltype(wire)::type::kIsLl) block.sync();  // the table's memory is the rows' now
       send_rows(wire, args, grid, block, shared, epoch);
     });
-    if (!sends_ll(args)) end(args, grid, block, epoch);
+    if (!sends_ll(args)) end(args, grid, block, good ? epoch : epoch - 1);
   }
 
   // ---- the steps, as a launch of its own or a fused one (dispatch.h) puts them together
@@ -101,11 +103,12 @@ struct DispatchSend {
   MOE_A2A_DEVICE static bool begin(std::type_identity<Wire>, const Args& args, const Grid& grid, const Grid& senders,
                                    const Block& block, uint64_t epoch) {
     if (Wire::kIsLl && has_part_in(senders)) prefetch_first_unit(args, senders, block);
-    const bool good = wait_for_credits(args.context, block, args.buffer, epoch);
+    const bool good = wait_for_credits(args.context, block, args.buffer, epoch, args.number);
     // Without a work queue nothing of the launch is left to reset at its end. A thread with hardly anything else to do
     // counts the block, all threads of which have read the epoch.
     if (Wire::kIsLl && block.rank() == block.size() / 2) {
-      advance_epoch(args, epoch, count_block(grid, args.context.ws, args.buffer, Workspace::kDispatchSend));
+      advance_epoch(args, good ? epoch : epoch - 1,
+                    count_block(grid, args.context.ws, args.buffer, Workspace::kDispatchSend));
     }
     return good;
   }
@@ -146,14 +149,36 @@ struct DispatchSend {
 
   // Waits until no rank reads the previous use of this buffer any more, whether or not tokens were exchanged with it.
   // Pairs with the release in CombineSend::return_credit().
-  MOE_A2A_DEVICE static bool wait_for_credits(const Context& c, const Block& block, int buffer, uint64_t epoch) {
+  MOE_A2A_DEVICE static bool wait_for_credits(const Context& c, const Block& block, int buffer, uint64_t epoch,
+                                              uint64_t number = 0) {
     bool good = true;
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
+      if (number != 0) {
+        good &= await_credit(c, buffer, r, epoch - 1, number);
+        continue;
+      }
       const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, r};
       good &= wait_for(c.ws.dispatch_credit.at(buffer, r), epoch - 1, site, c.wait, c.heap);
     }
     return !block.any(!good);
   }
+
+  // The same of a peer that may have no buffer for this dispatch. It gives no credit for one that is free here, so the
+  // wait ends at its refusal. Should it give the credit after all, its refusal has come before: all blocks see it.
+  MOE_A2A_DEVICE static bool await_credit(const Context& c, int buffer, int rank, uint64_t epoch, uint64_t number) {
+    const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, rank, -1, text_slot(c)};
+    bool is_refused = false;
+    const bool good = wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
+      uint64_t refusal = 0;
+      const bool has_credit = has_arrived(c.ws.dispatch_credit.at(buffer, rank), epoch, seen, nullptr);
+      is_refused = has_arrived(c.ws.dispatch_refusal.at(rank), number, refusal, nullptr);
+      return has_credit || is_refused;
+    });
+    if (is_refused) write_report(c.wait, c.heap, site, Reason::kRefused, 0, epoch, 0, 0);
+    return good && !is_refused;
+  }
+  // Such a refusal belongs to no buffer: its text has a place of its own, behind those of the buffers.
+  MOE_A2A_DEVICE static int text_slot(const Context& c) { return c.config.num_buffers; }
 
  private:
   // By the last block of the launch: no other reads the word any more.
