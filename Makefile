@@ -43,7 +43,7 @@ test-cpp: .venv/dependencies
 	.ci/system_packages.sh test
 	cmake -S . -B build/tests -G Ninja -DMOE_A2A_BUILD_PYTHON=OFF -DMOE_A2A_BUILD_TESTS=ON $(TARGETS_FLAG)
 	cmake --build build/tests
-	ctest --test-dir build/tests --output-on-failure --no-tests=error
+	ctest --test-dir build/tests --output-on-failure --no-tests=error --parallel 2
 
 test-python: setup
 	.ci/system_packages.sh test
@@ -75,7 +75,7 @@ format: .venv/formatters
 	$(BIN)/ruff check --fix .
 
 lint: .venv/formatters
-	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
+	@$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
