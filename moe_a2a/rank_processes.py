@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import reduction, resource_tracker
@@ -38,11 +38,13 @@ class RankError(RuntimeError):
     Attributes:
         details: what each rank that failed has to say: its traceback, its exit code, or where it still is.
         all_ended: each rank has returned or raised, and may be given another program.
+        kind: what the first rank to fail did: "raised", "died", or "timeout" if none failed and one did not finish.
     """
 
-    def __init__(self, message: str, details: str, all_ended: bool):
+    def __init__(self, message: str, details: str, all_ended: bool, kind: str):
         super().__init__(message)
         self.details = details
+        self.kind = kind
         self.all_ended = all_ended
 
 
@@ -50,6 +52,7 @@ class RankError(RuntimeError):
 class _Failure:
     summary: str
     text: str
+    kind: str
 
 
 @dataclass
@@ -62,7 +65,8 @@ class _Rank:
 class RankProcesses:
     """`num_ranks` processes of one torch.distributed process group, which run one program after another.
 
-    method: of multiprocessing: "spawn" or "forkserver". backend: of torch.distributed. timeout: of the group, seconds.
+    method: of multiprocessing: "spawn" or "forkserver". backend: of torch.distributed; None: programs make their own
+    groups, on this_process_store(). timeout: of the group, seconds.
     prepare: called with its rank in each process before the group is made.
     dumps: pickles programs and their arguments for processes that import modules by name.
     """
@@ -73,7 +77,7 @@ class RankProcesses:
         *,
         timeout: float,
         method: str = "spawn",
-        backend: str = "gloo",
+        backend: str | None = "gloo",
         prepare: Callable[[int], None] | None = None,
         dumps: Callable[[Any], bytes] = pickle.dumps,
     ):
@@ -89,7 +93,9 @@ class RankProcesses:
             self.close()
             raise
 
-    def _start(self, context: Any, rank: int, num_ranks: int, backend: str, timeout: float, prepare: Any) -> None:
+    def _start(
+        self, context: Any, rank: int, num_ranks: int, backend: str | None, timeout: float, prepare: Any
+    ) -> None:
         ours, theirs = context.Pipe()
         stack = tempfile.TemporaryFile()
         process = context.Process(
@@ -107,22 +113,26 @@ class RankProcesses:
         program: Callable[..., Any],
         *arguments: Any,
         timeout: float,
+        own: Sequence[tuple] | None = None,
         num_ranks: int | None = None,
         name: str | None = None,
         mortal: Set[int] = frozenset(),
         grace: float = 0.0,
         on_progress: Callable[[str], None] = lambda what: None,
     ) -> list[Any]:
-        """program(report, *arguments) on the first `num_ranks` ranks (default: all); their results.
+        """program(report, *arguments, *own[rank]) on the first `num_ranks` ranks (default: all); their results.
 
         A rank calls report(what) to have on_progress(what) called here. Ranks in `mortal` may die; their result is DIED.
         Once a rank has failed the others have `grace` seconds to end. A RankError that leaves a rank running, or dead,
         closes the object.
         """
         ranks = self._ranks[:num_ranks]
-        message = self._dumps((program, arguments))
+        if own is None:
+            messages = [self._dumps((program, arguments))] * len(ranks)
+        else:
+            messages = [self._dumps((program, (*arguments, *of_rank))) for of_rank in own]
         try:
-            for rank in ranks:
+            for rank, message in zip(ranks, messages, strict=True):
                 with contextlib.suppress(OSError):  # it has died: reading says so
                     rank.connection.send_bytes(message)
             return self._collect(ranks, timeout, mortal, grace, on_progress)
@@ -154,22 +164,33 @@ class RankProcesses:
                     results[number] = DIED
                 else:
                     summary, text = content
-                    failures[number] = _Failure(f"rank {number} {summary}", text)
+                    failures[number] = _Failure(
+                        f"rank {number} {summary}", text, "died" if kind == "died" else "raised"
+                    )
                     deadline = min(deadline, time.monotonic() + grace)
         if running and not failures:
-            message = f"ranks {sorted(running.values())} did not finish in time"
+            message, kind = f"ranks {sorted(running.values())} did not finish in time", "timeout"
         elif failures:
-            message = next(iter(failures.values())).summary  # of the first: the others may only have waited for it
+            first = next(iter(failures.values()))  # the others may only have waited for it
+            message, kind = first.summary, first.kind
         else:
             return [results[number] for number in range(len(ranks))]
         for number in running.values():
-            failures[number] = _Failure("", f"still running:\n{_stack_of(ranks[number])}")
+            failures[number] = _Failure("", f"still running:\n{_stack_of(ranks[number])}", "timeout")
         details = "\n".join(f"--- rank {number} ---\n{failure.text}" for number, failure in sorted(failures.items()))
-        raise RankError(message, details, all_ended and not running)
+        raise RankError(message, details, all_ended and not running, kind)
 
     @property
     def is_closed(self) -> bool:
         return not self._ranks
+
+    def rotate(self) -> None:
+        """Moves each rank on to the next process; for programs that make their own groups."""
+        self._ranks = [*self._ranks[1:], *self._ranks[:1]]
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
 
     def close(self) -> None:
         for rank in self._ranks:
@@ -250,6 +271,13 @@ def _signals_postponed() -> Iterator[None]:
 
 # ---- in the rank's process
 
+_stores: list[dist.Store] = []  # of a process whose programs make their own groups
+
+
+def this_process_store() -> dist.Store:
+    """The store that the ranks of a RankProcesses without a backend share."""
+    return _stores[0]
+
 
 class _OpenFile:
     """A file that a process inherits open; there, the path that opens it once more."""
@@ -276,8 +304,11 @@ def _serve(connection, stack_path, meeting, rank, num_ranks, backend, timeout, p
             if prepare is not None:
                 prepare(rank)
             store = dist.FileStore(meeting, num_ranks)
-            limit = timedelta(seconds=timeout)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+            if backend is None:
+                _stores.append(store)
+            else:
+                limit = timedelta(seconds=timeout)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
             while True:
                 _answer(connection, connection.recv_bytes())
         except EOFError:  # of the pipe: the caller has closed
