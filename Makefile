@@ -53,7 +53,7 @@ test-gpu: setup
 	MOE_A2A_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/python
 
 soak: setup
-	MOE_A2A_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests/python/test_soak.py
+	MOE_A2A_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests/python/test_soak.py tests/python/test_leaderboard_soak.py
 
 soak-gpu: setup
 	MOE_A2A_TEST_DEVICE=cuda MOE_A2A_SOAK_ITERATIONS=100000 \

@@ -8,10 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from moe_a2a import bench, command_line, demo, doctor, tune
+from moe_a2a import bench, command_line, demo, doctor, leaderboard, tune
 from moe_a2a.tracing import command as trace
 
-COMMANDS = {"demo": demo, "doctor": doctor, "bench": bench, "tune": tune, "trace": trace}
+COMMANDS = {
+    "demo": demo,
+    "doctor": doctor,
+    "bench": bench,
+    "leaderboard": leaderboard,
+    "tune": tune,
+    "trace": trace,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

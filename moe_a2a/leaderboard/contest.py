@@ -1,0 +1,100 @@
+"""Runs the cases of a mode for one submission, and the null submission beside those that are timed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_a2a.leaderboard import loading, modes
+from moe_a2a.leaderboard.cases import Case, ProblemFile
+from moe_a2a.leaderboard.modes import CaseResult, Rules
+from moe_a2a.leaderboard.ranks import SubmissionRanks
+from moe_a2a.leaderboard.statistics import geometric_mean
+
+TIMED = {"benchmark": modes.benchmark, "leaderboard": modes.leaderboard}
+CHECKED = {"test": modes.test, "pressure": modes.pressure, "lone_call": modes.lone_call}
+NULL_SECONDS = 1.0
+OnCase = Callable[[int, CaseResult], None]
+
+
+@dataclass
+class ModeResult:
+    """nulls: of the same cases, of a timed mode; or empty."""
+
+    mode: str
+    cases: list[CaseResult] = field(default_factory=list)
+    nulls: list[CaseResult] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.cases)
+
+    @property
+    def score_ns(self) -> float:
+        """The geometric mean over cases of the mean time of a call. Only of a timed run that has passed."""
+        return geometric_mean([result.stats.mean for result in self.cases])
+
+    @property
+    def null_score_ns(self) -> float:
+        return geometric_mean([result.stats.mean for result in self.nulls])
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A problem with its number of ranks, device and rules.
+
+    cases_from: tests and benchmarks that replace the problem's. limit: seconds that a call may take; None: the problem's.
+    """
+
+    problem: ProblemFile
+    num_ranks: int
+    device_type: str
+    secret: int
+    shortened: float | None = None
+    limit: float | None = None
+
+    @property
+    def rules(self) -> Rules:
+        problem = self.problem
+        if self.limit is not None:
+            problem = dataclasses.replace(problem, test_timeout=self.limit, benchmark_timeout=self.limit)
+        return Rules(problem, self.secret, self.shortened)
+
+    def cases_of(self, mode: str) -> list[Case]:
+        """With world_size, unless the case names its own."""
+        if mode in TIMED or mode == "profile":
+            cases = self.problem.benchmarks
+        elif mode == "pressure":
+            cases = self.problem.tests[: modes.PRESSURE_CASES]
+        elif mode == "lone_call":
+            cases = self.problem.tests[-1:] if self.num_ranks > 1 else []
+        else:
+            cases = self.problem.tests
+        return [case if "world_size" in case else case.with_values(world_size=self.num_ranks) for case in cases]
+
+    def run(self, mode: str, submission: Path, on_case: OnCase = lambda number, result: None) -> ModeResult:
+        """Every case of the mode, also after one that fails."""
+        result = ModeResult(mode)
+        cases = self.cases_of(mode)
+        if mode in TIMED:
+            result.nulls = self._run_null(cases)
+        with self._ranks(submission) as ranks:
+            for number, case in enumerate(cases):
+                of_case = {**TIMED, **CHECKED}[mode](self.rules, ranks, case)
+                if mode in TIMED:
+                    modes.check_clock(of_case, result.nulls[number])
+                result.cases.append(of_case)
+                on_case(number, of_case)
+        return result
+
+    def _run_null(self, cases: list[Case]) -> list[CaseResult]:
+        path = loading.entry_path("", "null")
+        assert path is not None
+        rules = dataclasses.replace(self.rules, shortened=NULL_SECONDS, checked=False)
+        with self._ranks(path) as ranks:
+            return [modes.benchmark(rules, ranks, case) for case in cases]
+
+    def _ranks(self, submission: Path) -> SubmissionRanks:
+        return SubmissionRanks(self.problem.name, submission, self.num_ranks, self.device_type)

@@ -1,0 +1,60 @@
+"""Everything that differs between CPU ranks and GPU ranks."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CACHE_BYTES = 256 << 20  # written before each timed call, more than any GPU's last level cache
+
+
+class RankDevice:
+    """The device of one rank: "cpu", or GPU number `rank`. Like the public evaluator, it does not choose a current GPU:
+    a submission that works on its process's current device must set that itself."""
+
+    def __init__(self, device_type: str, rank: int):
+        self.is_gpu = device_type == "cuda"
+        self.device = torch.device("cuda", rank) if self.is_gpu else torch.device("cpu")
+        self.backend = "cpu:gloo,cuda:nccl" if self.is_gpu else "gloo"
+        # Binds the group to its GPU, as the public evaluator does.
+        self.group_options: dict[str, Any] = {"device_id": self.device} if self.is_gpu else {}
+        self._cache: torch.Tensor | None = None
+
+    def synchronize(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def clear_cache(self) -> None:
+        """On the CPU the barrier and the other ranks displace enough; a fill would only take the cores away."""
+        if not self.is_gpu:
+            return
+        if self._cache is None:
+            self._cache = torch.empty(CACHE_BYTES, dtype=torch.uint8, device=self.device)
+        self._cache.fill_(1)
+
+    def make_barrier(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> Callable[[], None]:
+        """A barrier of a group that torch.distributed does not list: whatever a submission does to the default group,
+        or to the functions of the module, this one stays."""
+        limit = timedelta(seconds=timeout)
+        if not self.is_gpu:
+            gloo: Any = dist.ProcessGroupGloo(store, rank, world_size, limit)
+            return lambda: gloo.barrier().wait()
+        group_options = dist.ProcessGroupNCCL.Options()
+        group_options._timeout = limit
+        nccl: Any = dist.ProcessGroupNCCL(store, rank, world_size, group_options)
+        options = dist.BarrierOptions()
+        options.device = self.device
+        return lambda: nccl.barrier(options).wait()
+
+
+def num_gpus() -> int:
+    return torch.cuda.device_count()
+
+
+def machine_name(device_type: str) -> str:
+    return torch.cuda.get_device_name(0) if device_type == "cuda" else platform.machine()

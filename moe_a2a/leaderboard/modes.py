@@ -1,0 +1,164 @@
+"""The modes of a run: what is called how often, on which inputs, and what it is meant to find out."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from moe_a2a.leaderboard.cases import Case, ProblemFile
+from moe_a2a.leaderboard.ranks import SubmissionRanks
+from moe_a2a.leaderboard.statistics import Stats, enough
+from moe_a2a.leaderboard.trial import Call, Trial
+from moe_a2a.leaderboard.verdicts import PASS, SubmissionFailedError
+
+BENCHMARK_SECONDS, LEADERBOARD_SECONDS = 10.0, 30.0  # of calls per case, from the contract
+PRESSURE_CALLS, PRESSURE_SECONDS = 100, 3.0
+PRESSURE_CASES = 3  # the first tests: the fewer tokens, the more pairs of ranks without any
+LONE_SECONDS = 3.0
+NUM_REPLAYS = 2
+
+
+@dataclass
+class CaseResult:
+    """collective_bytes, shared_bytes: see trial.Call; of tests alone. overhead_ns: what the harness's clock saw beyond the
+    rank's, per call."""
+
+    case: Case
+    verdict: str = PASS
+    message: str = ""
+    details: str = ""
+    nanoseconds: list[int] = field(default_factory=list)
+    overhead_ns: list[int] = field(default_factory=list)
+    collective_bytes: int = -1
+    shared_bytes: int = -1
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict == PASS
+
+    @property
+    def stats(self) -> Stats:
+        return Stats.of(self.nanoseconds)
+
+    def add(self, call: Call) -> None:
+        self.nanoseconds.append(call.nanoseconds)
+        self.overhead_ns.append(call.observed_ns - call.nanoseconds)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Of one run. secret: makes the seeds that no submission can know. shortened: seconds of calls per case instead of the
+    contract's; None: the contract's."""
+
+    problem: ProblemFile
+    secret: int
+    shortened: float | None = None
+    checked: bool = True
+
+    def trial(self, ranks: SubmissionRanks, case: Case) -> Trial:
+        return Trial(ranks, self.problem.name, case, self.secret, self.checked)
+
+
+@contextmanager
+def _failures_into(result: CaseResult) -> Iterator[None]:
+    try:
+        yield
+    except SubmissionFailedError as failure:
+        result.verdict, result.message, result.details = failure.verdict, failure.message, failure.details
+
+
+def test(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
+    """One call on the published seed."""
+    result = CaseResult(case)
+    with _failures_into(result), rules.trial(ranks, case) as trial:
+        call = trial.counted_call(trial.published_inputs(), rules.problem.test_timeout)
+        result.collective_bytes, result.shared_bytes = call.collective_bytes, call.shared_bytes
+    return result
+
+
+def benchmark(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
+    """Many calls on the same data, that of the published seed."""
+    result = CaseResult(case)
+    limit, cap = rules.problem.benchmark_timeout, rules.shortened or BENCHMARK_SECONDS
+    with _failures_into(result), rules.trial(ranks, case) as trial:
+        trial.call(trial.published_inputs(), limit)
+        begin = time.monotonic()
+        while not enough(result.nanoseconds, cap, time.monotonic() - begin):
+            result.add(trial.call(None, limit))
+    return result
+
+
+def leaderboard(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
+    """Many calls, each on new data from a secret seed. The first call has the published data, and no time of it counts."""
+    result = CaseResult(case)
+    limit, cap = rules.problem.benchmark_timeout, rules.shortened or LEADERBOARD_SECONDS
+    with _failures_into(result), rules.trial(ranks, case) as trial:
+        trial.call(trial.published_inputs(), limit)
+        begin = time.monotonic()
+        while not enough(result.nanoseconds, cap, time.monotonic() - begin):
+            result.add(trial.call(trial.secret_inputs(), limit))
+    if result.verdict == "wrong" and _replays(rules, ranks, case, limit):
+        result.verdict = "replayed_seed"
+    return result
+
+
+def _replays(rules: Rules, ranks: SubmissionRanks, case: Case, limit: float) -> bool:
+    """Right each time on the published inputs, wrong each time on secret ones; in between, each a case of its own."""
+
+    def is_right(published: bool) -> bool:
+        try:
+            with rules.trial(ranks, case) as trial:
+                trial.call(trial.published_inputs() if published else trial.secret_inputs(), limit)
+        except SubmissionFailedError:
+            return False
+        return True
+
+    return all(is_right(True) and not is_right(False) for _ in range(NUM_REPLAYS))
+
+
+def pressure(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
+    """Calls back to back without a barrier, while ranks are stopped at random instants: the others then are in the next call
+    while one still has to read what the call before has brought."""
+    result = CaseResult(case)
+    source = random.Random(f"{rules.secret} {case.spec}")
+    limit = rules.problem.test_timeout
+    with _failures_into(result), rules.trial(ranks, case) as trial:
+        call = trial.call(trial.secret_inputs(), limit)  # with barriers: that alone must be right
+        limit += 2e-9 * call.nanoseconds * PRESSURE_CALLS
+        end = time.monotonic() + (rules.shortened or PRESSURE_SECONDS)
+        try:
+            while time.monotonic() < end:
+                trial.calls_in_a_row(PRESSURE_CALLS, limit, source)
+        except SubmissionFailedError as failure:
+            is_race = failure.verdict in ("wrong", "hang", "raised", "crash")
+            verdict = "not_back_to_back" if is_race else failure.verdict
+            raise SubmissionFailedError(verdict, failure.message, failure.details) from None
+    return result
+
+
+def lone_call(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
+    """Rank 0 calls, the others do not. A submission that communicates cannot have the right output."""
+    result = CaseResult(case)
+    with _failures_into(result), rules.trial(ranks, case) as trial:
+        call = trial.call(trial.secret_inputs(), rules.problem.test_timeout)
+        if trial.is_right_alone(0, max(LONE_SECONDS, 20e-9 * call.nanoseconds)):
+            raise SubmissionFailedError("no_communication", "rank 0 had the right output without any other rank")
+    return result
+
+
+def check_clock(result: CaseResult, null: CaseResult) -> None:
+    """The clock is the submission's process's. The harness's process has seen the same calls: beyond what it sees of calls
+    that do nothing, the two must agree."""
+    if not result.passed or not null.overhead_ns:
+        return
+    overhead = statistics.median(result.overhead_ns)
+    reported = statistics.median(result.nanoseconds)
+    if overhead > 3 * max(null.overhead_ns) and overhead > reported:
+        result.verdict = "clock"
+        result.message = (
+            f"the rank reports {reported / 1e3:.1f} us per call, the harness saw {(overhead + reported) / 1e3:.1f} us"
+        )

@@ -1,0 +1,100 @@
+"""Options that the subcommands share, and what becomes of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import random
+from pathlib import Path
+
+import torch
+
+from moe_a2a import _core, devices
+from moe_a2a.command_line import MAX_RANKS, UsageError, integer, seconds
+from moe_a2a.leaderboard import cases, device, loading, problems
+from moe_a2a.leaderboard.contest import Contest
+
+NUM_CPU_RANKS = 4
+
+
+def add_problem(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("problem", choices=cases.problem_names(), metavar="PROBLEM", help="see `leaderboard list`")
+
+
+def add_how(parser: argparse.ArgumentParser) -> None:
+    how = parser.add_argument_group("how it is run")
+    how.add_argument(
+        "--ranks",
+        type=integer(1, MAX_RANKS),
+        help="world size: processes to start (default: POPCORN_GPUS, else one per GPU, or 4 on the CPU)",
+    )
+    how.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU per rank if there is one")
+    how.add_argument("--seed", type=integer(0), help="repeats the secret seeds of a run that has printed it")
+    how.add_argument("--limit", type=seconds, help="seconds that a call may take (default: the problem's, 60 or 180)")
+    how.add_argument(
+        "--shortened",
+        type=seconds,
+        metavar="SECONDS",
+        help="stop timing a case after so many seconds of calls, not the contract's 10 (benchmark) or 30 (leaderboard); "
+        "shapes stay as they are, and the report says so",
+    )
+
+
+def contest_of(options: argparse.Namespace) -> Contest:
+    """Raises CaseFileError where cases cannot be used, UsageError for the rest."""
+    torch.set_num_threads(1)  # of this process, which checks outputs: the cores are the ranks'
+    device_type = _device_type(options)
+    problem = problems.file_of(options.problem)
+    if getattr(options, "cases", None) is not None:
+        lines = cases.read_case_lines(options.cases)
+        problem = dataclasses.replace(problem, tests=lines, benchmarks=lines)
+    other = os.environ.get("POPCORN_SEED")
+    if other:
+        problem = dataclasses.replace(
+            problem, tests=_reseeded(problem.tests, other), benchmarks=_reseeded(problem.benchmarks, other)
+        )
+    secret = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 31)
+    return Contest(problem, _num_ranks(options, device_type), device_type, secret, options.shortened, options.limit)
+
+
+def submission_path(problem: cases.ProblemFile, text: str) -> Path:
+    """A file, or the name of an entry in the tree."""
+    path = Path(text) if Path(text).is_file() else loading.entry_path(problem.entries or problem.name, text)
+    if path is None:
+        names = ", ".join(loading.entry_names(problem.entries or problem.name))
+        raise UsageError(f"{text}: no such file, and no entry of {problem.name}; those are {names}, null")
+    return path.resolve()
+
+
+def _device_type(options: argparse.Namespace) -> str:
+    try:
+        kind = options.device or devices.default_device_type()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if devices.target_of(torch.device(kind)) not in _core.built_targets():
+        raise UsageError(f"--device {kind}: this build has only {', '.join(_core.built_targets())}")
+    return kind
+
+
+def _num_ranks(options: argparse.Namespace, device_type: str) -> int:
+    wanted = options.ranks
+    if wanted is None and "POPCORN_GPUS" in os.environ:
+        try:
+            wanted = integer(1, MAX_RANKS)(os.environ["POPCORN_GPUS"])
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"POPCORN_GPUS: {error}") from None
+    if device_type == "cpu":
+        return wanted or NUM_CPU_RANKS
+    num_gpus = device.num_gpus()
+    if (wanted or 1) > num_gpus:
+        raise UsageError(f"--ranks {wanted or 1}: each rank needs a GPU, and PyTorch finds {num_gpus}")
+    return wanted or num_gpus
+
+
+def _reseeded(of_problem: list[cases.Case], other: str) -> list[cases.Case]:
+    try:
+        number = int(other)
+    except ValueError:
+        raise UsageError(f"POPCORN_SEED={other!r} is not an integer") from None
+    return [case.with_values(seed=cases.combined_seed(case["seed"], number)) for case in of_problem]

@@ -1,0 +1,72 @@
+"""What a run says to other tools: the lines of POPCORN_FD and the exit codes of the public evaluator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TextIO
+
+from moe_a2a.leaderboard.modes import CaseResult
+
+OK, FAILED, BAD_CASES, NO_DESCRIPTOR = 0, 112, 113, 111
+
+
+class Popcorn:
+    """Writes `key: value` lines; nowhere without POPCORN_FD."""
+
+    def __init__(self, file: TextIO | None):
+        self._file = file
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Popcorn:
+        """Raises OSError or ValueError if POPCORN_FD names no open descriptor."""
+        text = environment.get("POPCORN_FD")
+        return cls(None if text is None else os.fdopen(int(text), "w"))
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def log(self, key: str, value: object) -> None:
+        if self._file is not None:
+            self._file.write(f"{key}: {' '.join(str(value).split())}\n")  # a value is one line
+            self._file.flush()
+
+    def count(self, mode: str, number: int) -> None:
+        self.log(f"{_prefix(mode)}-count", number)
+
+    def case(self, mode: str, number: int, result: CaseResult) -> None:
+        """test.{i}.spec, status, error; benchmark.{i}.spec, runs, mean, std, err, best, worst, status, error."""
+        name = f"{_prefix(mode)}.{number}"
+        self.log(f"{name}.spec", result.case.spec)
+        if not result.passed:
+            self.log(f"{name}.status", "fail")
+            self.log(f"{name}.error", f"{result.verdict}: {result.message}")
+        elif _prefix(mode) == "test":
+            self.log(f"{name}.status", "pass")
+        else:
+            for field, value in result.stats.as_dict().items():
+                self.log(f"{name}.{field}", value)
+
+    def report(self, number: int, base64_text: str) -> None:
+        """Of the mode profile."""
+        self.log(f"benchmark.{number}.status", "pass")
+        self.log(f"benchmark.{number}.report", base64_text)
+
+    def check(self, passed: bool) -> None:
+        self.log("check", "pass" if passed else "fail")
+
+
+def _prefix(mode: str) -> str:
+    return "benchmark" if mode in ("benchmark", "leaderboard", "profile") else "test"
+
+
+def exit_code(mode: str, passed: bool, popcorn: Popcorn) -> int:
+    """112 on failure. Only a leaderboard run that is read by other tools ends with 0, as theirs does: they read `check`."""
+    if passed or (mode == "leaderboard" and popcorn.is_open):
+        return OK
+    return FAILED

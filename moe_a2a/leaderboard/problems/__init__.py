@@ -1,0 +1,23 @@
+"""The problems: how each makes its inputs, what it hands to a submission, and what it expects back.
+
+A problem is a YAML file of shapes and a class here of the same name; see moe_a2a/leaderboard/problems/base.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from moe_a2a.leaderboard import cases
+from moe_a2a.leaderboard.problems.all2all import All2All, All2AllExperts
+from moe_a2a.leaderboard.problems.base import Problem
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {"all2all": All2All, "all2all_experts": All2AllExperts}
+
+
+def make(name: str) -> Problem:
+    return PROBLEMS[name]()
+
+
+def file_of(name: str) -> cases.ProblemFile:
+    return cases.read_problem(Path(__file__).parent / f"{name}.yml")

@@ -1,0 +1,93 @@
+"""Dispatch, simulated experts, combine: the published problem, and one whose experts no other rank knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_a2a.leaderboard.cases import Case
+from moe_a2a.leaderboard.problems.base import Tensors, check_divides
+
+
+@dataclass
+class MoEConfig:
+    num_experts: int
+    experts_per_token: int
+    hidden_dim: int
+    max_num_tokens: int
+    in_dtype: torch.dtype = torch.float16
+    out_dtype: torch.dtype = torch.float16
+
+
+@dataclass
+class RankData:
+    """x [num_tokens, H] fp16, indices [num_tokens, K] int32 of distinct experts, weights [num_tokens, K] fp32 that do not
+    add up to 1. Only all2all_experts has expert_scales [E_local, H] fp16: the factors of this rank's experts."""
+
+    num_tokens: int
+    indices: Tensor
+    weights: Tensor
+    x: Tensor
+    expert_scales: Tensor | None = None
+
+
+def draw_tokens(case: Case, generator: torch.Generator, dtype: torch.dtype = torch.float16) -> Tensors:
+    """1 to max_num_tokens - 1 tokens with distinct, uniformly drawn experts."""
+    num_tokens = int(torch.randint(1, case["max_num_tokens"], (1,), generator=generator))
+    scores = torch.rand(num_tokens, case["num_experts"], generator=generator)
+    return {
+        "indices": scores.topk(case["experts_per_token"]).indices.int(),
+        "weights": torch.rand(num_tokens, case["experts_per_token"], generator=generator),
+        "x": torch.randn(num_tokens, case["hidden_dim"], generator=generator).to(dtype),
+    }
+
+
+class All2All:
+    rtol, atol = 1e-2, 5e-3
+
+    def check_case(self, case: Case) -> None:
+        check_divides(case, "num_experts")
+
+    def make_weights(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
+        return {}
+
+    def make_inputs(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
+        return draw_tokens(case, generator)
+
+    def as_data(self, case: Case, tensors: Tensors, rank: int) -> tuple[MoEConfig, RankData, int, int]:
+        names = ("num_experts", "experts_per_token", "hidden_dim", "max_num_tokens")
+        cfg = MoEConfig(*(case[name] for name in names))
+        return cfg, RankData(num_tokens=tensors["x"].shape[0], **tensors), rank, case["world_size"]
+
+    def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
+        per_rank = case["num_experts"] // case["world_size"]
+        scales = (1.0 + torch.arange(case["num_experts"]) // per_rank)[:, None]
+        return [weighted_sums(of_rank, scales) for of_rank in tensors]
+
+    def rank_sizes(self, case: Case, tensors: Tensors) -> str:
+        return f"{tensors['x'].shape[0]} tokens"
+
+
+class All2AllExperts(All2All):
+    """The factors of an expert are drawn anew for each call, a row of them per expert, and only its own rank has them."""
+
+    def make_inputs(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
+        num_local_experts = case["num_experts"] // case["world_size"]
+        scales = 0.5 + torch.rand(num_local_experts, case["hidden_dim"], generator=generator)
+        return {**draw_tokens(case, generator), "expert_scales": scales.half()}
+
+    def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
+        scales = torch.cat([of_rank["expert_scales"] for of_rank in tensors]).float()
+        return [weighted_sums(of_rank, scales) for of_rank in tensors]
+
+
+def weighted_sums(tensors: Tensors, scales: Tensor) -> Tensor:
+    """The sum over k of weight * fp16(x * scales of the expert), added in fp32 and rounded once. scales: [E, 1 or H]."""
+    x = tensors["x"].float()
+    total = torch.zeros_like(x)
+    for k in range(tensors["indices"].shape[1]):
+        y = (x * scales[tensors["indices"][:, k].long()]).half().float()
+        total += tensors["weights"][:, k, None] * y
+    return total.half()

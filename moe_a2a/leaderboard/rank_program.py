@@ -1,0 +1,186 @@
+"""What the process of a rank does, one program after another, as ranks.py asks.
+
+The submission runs in this process and could tamper with anything here. Therefore inputs are drawn, outputs checked and clocks
+compared in the harness's process, and nothing here knows a seed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_a2a.leaderboard import problems
+from moe_a2a.leaderboard.cases import Case
+from moe_a2a.leaderboard.device import RankDevice
+from moe_a2a.leaderboard.guards import CollectiveBytes, GuardedInputs, poison
+from moe_a2a.leaderboard.loading import Submission
+from moe_a2a.leaderboard.problems.base import Problem, Tensors
+from moe_a2a.rank_processes import this_process_store
+
+Report = Callable[[str], None]
+
+
+@dataclass
+class CallResult:
+    """One call on one rank. nanoseconds: from after the first barrier to after the second, as the contract has it.
+
+    output: a copy on the CPU. returned: what it is instead if it is no tensor on the rank's device, else "".
+    """
+
+    output: torch.Tensor | None = None
+    returned: str = ""
+    nanoseconds: int = 0
+    mutated: list[str] = field(default_factory=list)
+    overrun: list[str] = field(default_factory=list)
+    remote_bytes: float = 0.0
+
+
+@dataclass
+class _CaseState:
+    """Between begin_case() and end_case()."""
+
+    case: Case
+    rank: int
+    device: RankDevice
+    barrier: Callable[[], None]
+    weights: Tensors
+    inputs: GuardedInputs | None = None
+    data: Any = None
+    output: Any = None  # of the call before
+
+    def take(self, problem: Problem, inputs: Tensors | None) -> None:
+        """None: the same again."""
+        if inputs is not None:
+            self.inputs = GuardedInputs({**self.weights, **inputs}, self.device.device)
+            self.data = problem.as_data(self.case, self.inputs.tensors, self.rank)
+        poison(self.output)
+        self.output = None
+
+
+_problem: list[Problem] = []
+_submission: list[Submission] = []
+_case: list[_CaseState] = []
+
+
+def load(report: Report, problem_name: str, submission: Path) -> None:
+    if not _submission:
+        _problem.append(problems.make(problem_name))
+        _submission.append(Submission(submission))
+
+
+def begin_case(
+    report: Report, key: str, case: Case, device_type: str, timeout: float, rank: int, weights: Tensors
+) -> None:
+    """Joins a process group of the case's own. `key` is new for each case."""
+    device = RankDevice(device_type, rank)
+    world_size = case["world_size"]
+    store = this_process_store()
+    own_barrier = device.make_barrier(dist.PrefixStore(f"{key} harness", store), rank, world_size, timeout)
+    # By the module's name and with keywords: submissions may have replaced it.
+    dist.init_process_group(
+        device.backend,
+        store=dist.PrefixStore(key, store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+        **device.group_options,
+    )
+    _case.append(_CaseState(case, rank, device, own_barrier, weights))
+    own_barrier()
+
+
+def end_case(report: Report) -> None:
+    state = _case.pop()
+    state.barrier()
+    state.data = state.output = state.inputs = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    del state
+    gc.collect()
+
+
+def call(report: Report, counted: bool, inputs: Tensors | None) -> CallResult:
+    """A timed call between two barriers. counted: with the traffic of torch.distributed, which slows it down."""
+    state = _case[0]
+    state.take(_problem[0], inputs)
+    device, kernel = state.device, _submission[0].kernel
+    counter = CollectiveBytes(state.case["world_size"])
+    device.clear_cache()
+    device.synchronize()
+    report("start")
+    state.barrier()
+    begin = perf_counter_ns()
+    if counted:
+        with counter:
+            output = kernel(state.data)
+    else:
+        output = kernel(state.data)
+    device.synchronize()
+    state.barrier()
+    end = perf_counter_ns()
+    report("end")
+    state.output = output
+    return _result(state.inputs, output, end - begin, counter.nbytes)
+
+
+def call_in_a_row(report: Report, all_inputs: list[Tensors]) -> list[CallResult]:
+    """Calls with no barrier between them."""
+    state = _case[0]
+    guarded = [GuardedInputs({**state.weights, **inputs}, state.device.device) for inputs in all_inputs]
+    all_data = [_problem[0].as_data(state.case, inputs.tensors, state.rank) for inputs in guarded]
+    state.device.synchronize()
+    state.barrier()
+    outputs = []
+    for data in all_data:
+        output = _submission[0].kernel(data)
+        # Copied at once: a submission may use its memory again in the next call.
+        outputs.append(output.clone() if isinstance(output, torch.Tensor) else output)
+    state.device.synchronize()
+    state.barrier()
+    return [_result(inputs, output, 0, 0.0) for inputs, output in zip(guarded, outputs, strict=True)]
+
+
+def call_alone(report: Report, takes_part: bool, inputs: Tensors) -> CallResult:
+    """A call that only one rank makes: the others have left, and answer nothing."""
+    state = _case[0]
+    if not takes_part:
+        return CallResult()
+    state.take(_problem[0], inputs)
+    output = _submission[0].kernel(state.data)
+    state.device.synchronize()
+    return _result(state.inputs, output, 0, 0.0)
+
+
+def resources(report: Report) -> dict[str, int]:
+    """What this process holds: open files, mappings, resident bytes, GPU bytes."""
+    gc.collect()
+    status = Path("/proc/self/statm").read_text().split()
+    on_gpu = sum(torch.cuda.memory_reserved(gpu) for gpu in range(torch.cuda.device_count()))
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "mappings": sum(1 for _ in open("/proc/self/maps")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "bytes": int(status[1]) * os.sysconf("SC_PAGE_SIZE"),
+        "gpu_bytes": on_gpu,
+    }
+
+
+def _result(inputs: GuardedInputs | None, output: Any, nanoseconds: int, remote_bytes: float) -> CallResult:
+    assert inputs is not None
+    device = _case[0].device.device
+    if not isinstance(output, torch.Tensor):
+        copy, returned = None, f"{type(output).__name__}, not a tensor"
+    elif output.device != device:
+        copy, returned = None, f"a tensor on {output.device}, not on {device}"
+    else:
+        copy, returned = output.detach().cpu().clone(), ""
+    return CallResult(copy, returned, nanoseconds, inputs.mutated(), inputs.overrun(), remote_bytes)

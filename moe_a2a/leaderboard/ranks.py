@@ -1,0 +1,141 @@
+"""The processes that run a submission, seen from the harness: cases and calls, and whatever goes wrong in them by name."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_a2a.leaderboard import rank_program
+from moe_a2a.leaderboard.cases import Case
+from moe_a2a.leaderboard.freezing import frozen_now_and_then
+from moe_a2a.leaderboard.problems.base import Tensors
+from moe_a2a.leaderboard.rank_program import CallResult
+from moe_a2a.leaderboard.verdicts import SubmissionFailedError
+from moe_a2a.rank_processes import RankError, RankProcesses
+
+PRELOADED = "moe_a2a.leaderboard.preloaded"
+SECONDS_TO_START = 120.0
+SECONDS_TO_BEGIN = 60.0  # a case: two process groups
+GRACE = 1.0  # for the other ranks, once one has failed
+VERDICTS = {"raised": "raised", "died": "crash", "timeout": "hang"}  # of RankError's kinds
+
+
+class SubmissionRanks:
+    """`num_ranks` processes with one submission in them. A failure ends them all; the next case starts new ones.
+
+    seconds_observed: of the last call, by the clock of this process: from the last rank's start to the first rank's end.
+    """
+
+    def __init__(self, problem_name: str, submission: Path, num_ranks: int, device_type: str):
+        self._problem_name = problem_name
+        self._submission = submission
+        self.num_ranks = num_ranks
+        self.device_type = device_type
+        self._processes: RankProcesses | None = None
+        self._num_cases = 0
+        self._marks: dict[str, list[float]] = {}
+        self.seconds_observed = 0.0
+
+    # ---- cases
+
+    def begin_case(self, case: Case, weights: list[Tensors]) -> None:
+        """Each case moves the ranks on by one process, as the public evaluator's pool may: what a submission keeps in a
+        process need not be its rank's."""
+        if self._processes is None or self._processes.is_closed:
+            self._start()
+        assert self._processes is not None
+        self._processes.rotate()
+        self._num_cases += 1
+        own = [(rank, weights[rank]) for rank in range(self.num_ranks)]
+        arguments = (f"case {self._num_cases}", case, self.device_type, SECONDS_TO_BEGIN)
+        self._run(rank_program.begin_case, *arguments, limit=SECONDS_TO_BEGIN, own=own)
+
+    def end_case(self) -> None:
+        """Also after a failure, when there is nothing left to end."""
+        if self._processes is not None and not self._processes.is_closed:
+            self._run(rank_program.end_case, limit=SECONDS_TO_BEGIN)
+
+    def _start(self) -> None:
+        multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOADED])
+        self._processes = RankProcesses(
+            self.num_ranks,
+            timeout=SECONDS_TO_START,
+            method="forkserver",
+            backend=None,
+            prepare=_Threads(self.num_ranks),
+        )
+        self._run(rank_program.load, self._problem_name, self._submission, limit=SECONDS_TO_START)
+
+    # ---- calls
+
+    def call(self, inputs: list[Tensors] | None, limit: float, counted: bool = False) -> list[CallResult]:
+        """A call on every rank. inputs: None: the same again. Raises SubmissionFailedError: "slow" after `limit` seconds,
+        "hang" after twice as many."""
+        per_rank = [(None,)] * self.num_ranks if inputs is None else [(of_rank,) for of_rank in inputs]
+        self._marks = {"start": [], "end": []}
+        results = self._run(rank_program.call, counted, limit=limit, own=per_rank)
+        self.seconds_observed = min(self._marks["end"]) - max(self._marks["start"])
+        if self.seconds_observed > limit:
+            raise SubmissionFailedError("slow", f"a call took {self.seconds_observed:.3g} s, {limit:g} s at most")
+        return results
+
+    def call_in_a_row(self, inputs: list[list[Tensors]], limit: float, source: random.Random) -> list[list[CallResult]]:
+        """inputs: of each rank, for each call. The ranks are stopped and resumed at instants drawn from `source`."""
+        own = [(of_rank,) for of_rank in inputs]
+        with frozen_now_and_then(self.pids, source):
+            return self._run(rank_program.call_in_a_row, limit=limit, own=own)
+
+    def call_alone(self, rank: int, inputs: Tensors, limit: float) -> CallResult:
+        """Ends with SubmissionFailedError where the submission waits for its peers, as it should."""
+        own = [(other == rank, inputs if other == rank else {}) for other in range(self.num_ranks)]
+        return self._run(rank_program.call_alone, limit=limit / 2, own=own)[rank]
+
+    def run(self, program: Callable[..., Any], *arguments: Any, limit: float) -> list[Any]:
+        """Another program on every rank."""
+        return self._run(program, *arguments, limit=limit)
+
+    @property
+    def pids(self) -> list[int]:
+        return self._processes.pids if self._processes is not None else []
+
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes.close()
+
+    def __enter__(self) -> SubmissionRanks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- inside
+
+    def _run(self, program: Callable[..., Any], *arguments: Any, limit: float, own: Any = None) -> list[Any]:
+        assert self._processes is not None
+        try:
+            return self._processes.run(
+                program, *arguments, own=own, timeout=2 * limit, grace=GRACE, on_progress=self._mark
+            )
+        except RankError as error:
+            self._processes.close()
+            raise SubmissionFailedError(VERDICTS[error.kind], str(error), error.details) from None
+
+    def _mark(self, what: str) -> None:
+        self._marks.setdefault(what, []).append(time.monotonic())
+
+
+class _Threads:
+    """Shares the cores out among the ranks' processes."""
+
+    def __init__(self, num_ranks: int):
+        self._num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
+
+    def __call__(self, rank: int) -> None:
+        torch.set_num_threads(self._num_threads)

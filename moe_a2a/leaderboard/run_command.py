@@ -1,0 +1,104 @@
+"""`python -m moe_a2a leaderboard run PROBLEM SUBMISSION`: one mode of one submission."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+
+from moe_a2a.command_line import UsageError
+from moe_a2a.leaderboard import options as shared
+from moe_a2a.leaderboard import popcorn
+from moe_a2a.leaderboard.cases import CaseFileError
+from moe_a2a.leaderboard.contest import CHECKED, TIMED, Contest, ModeResult
+from moe_a2a.leaderboard.modes import CaseResult
+from moe_a2a.leaderboard.problems import make
+from moe_a2a.leaderboard.verdicts import MEANINGS
+
+HELP = "run one mode of one submission"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_problem(parser)
+    parser.add_argument("submission", metavar="SUBMISSION", help="a submission.py, or the name of an entry in the tree")
+    parser.add_argument(
+        "--mode",
+        choices=[*CHECKED, *TIMED],
+        default="test",
+        help="test: one call per test. benchmark: many calls on the same data. leaderboard: new data from a secret seed in "
+        "each call. pressure: no barrier between calls. lone_call: rank 0 alone. Default: test",
+    )
+    parser.add_argument("--cases", type=Path, metavar="FILE", help="cases instead of the problem's, a line each")
+    shared.add_how(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        out = popcorn.Popcorn.of_environment()
+    except (OSError, ValueError) as error:
+        print(f"leaderboard: POPCORN_FD is no open descriptor: {error}", file=sys.stderr)
+        return popcorn.NO_DESCRIPTOR
+    with contextlib.closing(out):
+        return _run(options, out)
+
+
+def _run(options: argparse.Namespace, out: popcorn.Popcorn) -> int:
+    try:
+        contest = shared.contest_of(options)
+        check_cases(contest, options.mode)
+    except CaseFileError as error:
+        print(f"leaderboard: {error}", file=sys.stderr)
+        return popcorn.BAD_CASES
+    except OSError as error:
+        raise UsageError(f"{options.cases}: {error.strerror}") from None
+    submission = shared.submission_path(contest.problem, options.submission)
+    out.count(options.mode, len(contest.cases_of(options.mode)))
+
+    def on_case(number: int, result: CaseResult) -> None:
+        out.case(options.mode, number, result)
+        print(f"{result.case.label:<32} {line_of(result)}", flush=True)
+
+    result = contest.run(options.mode, submission, on_case)
+    out.check(result.passed)
+    print_end(contest, result)
+    return popcorn.exit_code(options.mode, result.passed, out)
+
+
+def check_cases(contest: Contest, mode: str) -> None:
+    """Before any process starts."""
+    for case in contest.cases_of(mode):
+        if case["world_size"] != contest.num_ranks:
+            raise CaseFileError(
+                f"{case.spec}: world_size={case['world_size']}, but there are {contest.num_ranks} ranks; pass --ranks "
+                f"{case['world_size']} or leave world_size out"
+            )
+        try:
+            make(contest.problem.name).check_case(case)
+        except KeyError as error:
+            raise CaseFileError(f"{case.spec}: no {error}") from None
+
+
+def line_of(result: CaseResult) -> str:
+    """What a terminal shows of a case."""
+    if not result.passed:
+        return "\n".join([f"{result.verdict}: {result.message}", *result.details.splitlines()[-12:]])
+    if result.nanoseconds:
+        stats = result.stats
+        return f"{stats.mean / 1e3:12.1f} us +- {stats.err / 1e3:.1f}, best {stats.best / 1e3:.1f}, {stats.runs} runs"
+    if result.shared_bytes >= 0:
+        return (
+            f"pass   {result.collective_bytes} bytes through torch.distributed, {result.shared_bytes} of shared pages"
+        )
+    return "pass"
+
+
+def print_end(contest: Contest, result: ModeResult) -> None:
+    if not result.passed:
+        failed = {case.verdict for case in result.cases if not case.passed}
+        print("\n".join(f"{verdict}: {MEANINGS[verdict]}" for verdict in sorted(failed)))
+    elif result.nulls:
+        print(f"score {result.score_ns / 1e3:.1f} us, the null submission {result.null_score_ns / 1e3:.1f} us", end="")
+        print(f", shortened to {contest.shortened:g} s per case" if contest.shortened else "")
+    print(f"leaderboard: {contest.problem.name}, {result.mode}, {contest.num_ranks} ranks on {contest.device_type}, "
+          f"seed {contest.secret}: {'passed' if result.passed else 'FAILED'}")  # fmt: skip

@@ -1,0 +1,195 @@
+"""`python -m moe_a2a leaderboard`: entries of the tree, cases, times, and what other tools read."""
+
+import os
+import re
+
+import pytest
+import torch
+from contest_cases import SMALL, SPARSE, contest
+
+from moe_a2a.__main__ import main
+from moe_a2a.leaderboard import cases, loading, problems
+from moe_a2a.leaderboard.cases import CaseFileError
+from moe_a2a.leaderboard.problems.base import mismatch
+from moe_a2a.leaderboard.statistics import Stats, enough, geometric_mean
+
+pytestmark = pytest.mark.cpu
+
+TINY = "num_experts: 8; experts_per_token: 2; hidden_dim: 64; max_num_tokens: 8; seed: 3"
+
+
+@pytest.fixture
+def leaderboard(monkeypatch, capfd, tmp_path):
+    """Runs the command with POPCORN_FD; its exit code, what it printed, and its lines as a dictionary."""
+
+    def run(*arguments, **environment):
+        lines = tmp_path / "popcorn.txt"
+        descriptor = os.open(lines, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for name, value in {"POPCORN_FD": str(descriptor), **environment}.items():
+            monkeypatch.setenv(name, value)
+        try:
+            code = main(["leaderboard", *map(str, arguments)])
+        except SystemExit as end:  # of argparse
+            code = end.code
+        popcorn = dict(line.split(": ", 1) for line in lines.read_text().splitlines())
+        return code, "".join(capfd.readouterr()), popcorn
+
+    return run
+
+
+# ---- the published problem
+
+
+def test_the_published_shapes_are_there():
+    problem = problems.file_of("all2all")
+    assert (len(problem.tests), len(problem.benchmarks), problem.ranking_by) == (9, 5, "geom")
+    assert [case["seed"] for case in problem.tests] == [1236, 1234, 542, 347, 51, 175, 534, 897, 4]
+    assert problem.benchmarks[-1].spec == (
+        "num_experts: 256; experts_per_token: 8; hidden_dim: 7168; max_num_tokens: 256; seed: 4"
+    )
+
+
+def test_inputs_are_those_of_the_contract():
+    problem, case = problems.make("all2all"), SMALL.with_values(world_size=4)
+    for seed in range(20):
+        inputs = problem.make_inputs(case, 0, torch.Generator().manual_seed(seed))
+        cfg, data, rank, world_size = problem.as_data(case, inputs, 3)
+        assert (rank, world_size, cfg.in_dtype, cfg.out_dtype) == (3, 4, torch.float16, torch.float16)
+        assert 1 <= data.num_tokens < case["max_num_tokens"] and type(data.num_tokens) is int
+        assert (data.x.dtype, data.indices.dtype, data.weights.dtype) == (torch.float16, torch.int32, torch.float32)
+        assert all(len(set(row)) == case["experts_per_token"] for row in data.indices.tolist())
+
+
+def test_a_wrong_value_is_described():
+    problem = problems.make("all2all")
+    right = torch.ones(2, 3, dtype=torch.float16)
+    wrong = right.clone()
+    wrong[1, 2] = 2
+    assert mismatch(problem, right * 1.001, right) == ""
+    assert "1 of 6 values are wrong; at [1, 2] it is 2, expected 1" in mismatch(problem, wrong, right)
+    assert "torch.float32" in mismatch(problem, right.float(), right)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", ["reference", "torch_sort", "expert_parallel"])
+@pytest.mark.parametrize("problem", ["all2all", "all2all_experts"])
+def test_the_entries_of_the_tree_are_right(problem, name, num_ranks, session_seed):
+    entry = loading.entry_path("all2all", name)
+    result = contest(problem, num_ranks, session_seed, tests=(SPARSE, SMALL)).run("test", entry)
+    assert result.passed, result.cases
+    shares_memory = name == "expert_parallel"
+    assert all((case.shared_bytes > 0) == shares_memory for case in result.cases)
+    assert all((case.collective_bytes > 0) == (not shares_memory) for case in result.cases)
+
+
+def test_the_null_submission_runs_beside_a_timed_one(session_seed):
+    result = contest(seed=session_seed).run("leaderboard", loading.entry_path("all2all", "expert_parallel"))
+    assert result.passed and len(result.nulls) == len(result.cases) == 1
+    assert result.cases[0].stats.runs >= 3 and result.nulls[0].stats.runs >= 3
+    assert 0 < result.nulls[0].stats.best < result.score_ns
+
+
+# ---- times
+
+
+def test_statistics_are_those_of_the_contract():
+    stats = Stats.of([100, 200, 300])
+    assert (stats.runs, stats.mean, stats.std, stats.best, stats.worst) == (3, 200, 100, 100, 300)
+    assert stats.err == pytest.approx(100 / 3**0.5)
+    assert geometric_mean([1, 100]) == pytest.approx(10)
+
+
+def test_when_there_are_enough_runs():
+    assert not enough([10] * 2, cap_seconds=0, wall_seconds=1000)  # at least 3
+    assert enough([10] * 3, cap_seconds=30, wall_seconds=0)  # no deviation at all
+    assert not enough([10, 20, 30], cap_seconds=30, wall_seconds=119)
+    assert enough([10, 20, 30], cap_seconds=30, wall_seconds=121)
+    assert enough([10**9, 2 * 10**9, 3 * 10**9], cap_seconds=5, wall_seconds=0)
+    assert enough([10, 20] * 50, cap_seconds=30, wall_seconds=0)  # at most 100
+
+
+# ---- cases
+
+
+def test_a_line_of_a_case_file_is_a_case(tmp_path):
+    (tmp_path / "cases.txt").write_text(f"{TINY}; world_size: 4\n{TINY}; has_bias: False\n")
+    first, second = cases.read_case_lines(tmp_path / "cases.txt")
+    assert first["world_size"] == 4 and second["has_bias"] == "False"
+    assert first.spec == TINY + "; world_size: 4" and first.label == "8 2 64 8"
+
+
+@pytest.mark.parametrize("text", ["", f"{TINY}\n\n{TINY}", "a: 1.5; seed: 3", "a=1; seed: 3", "a: 1", "a: 1; seed: x"])
+def test_bad_lines_are_refused(tmp_path, text):
+    (tmp_path / "cases.txt").write_text(text)
+    with pytest.raises(CaseFileError, match="cases.txt"):
+        cases.read_case_lines(tmp_path / "cases.txt")
+
+
+@pytest.mark.parametrize("text", ["[", "1", "name: x", "{name: x, summary: y, tests: [{a: 1}], benchmarks: []}",
+                                  "{name: x, summary: y, tests: [], benchmarks: [], ranking_by: last}"])  # fmt: skip
+def test_bad_problem_files_are_refused(tmp_path, text):
+    (tmp_path / "x.yml").write_text(text)
+    with pytest.raises(CaseFileError, match="x.yml"):
+        cases.read_problem(tmp_path / "x.yml")
+
+
+def test_seeds_are_combined_into_new_ones():
+    combined = {cases.combined_seed(a, b) for a in range(30) for b in range(30)}
+    assert len(combined) == 900
+
+
+# ---- for other tools
+
+
+def test_popcorn_lines_of_a_test(leaderboard, tmp_path):
+    (tmp_path / "cases.txt").write_text(f"{TINY}\n{TINY}; world_size: 2")
+    code, text, lines = leaderboard("run", "all2all", "torch_sort", "--ranks", 2, "--cases", tmp_path / "cases.txt")
+    assert code == 0, text
+    assert lines == {
+        "test-count": "2",
+        "test.0.spec": f"{TINY}; world_size: 2",
+        "test.0.status": "pass",
+        "test.1.spec": f"{TINY}; world_size: 2",
+        "test.1.status": "pass",
+        "check": "pass",
+    }
+
+
+def test_popcorn_lines_of_a_leaderboard_run(leaderboard, tmp_path):
+    (tmp_path / "cases.txt").write_text(TINY)
+    how = ("--cases", tmp_path / "cases.txt", "--mode", "leaderboard", "--shortened", 0.05)
+    code, text, lines = leaderboard("run", "all2all", "torch_sort", *how, POPCORN_GPUS="2", POPCORN_SEED="9")
+    assert code == 0, text
+    assert lines["benchmark-count"] == "1" and lines["check"] == "pass"
+    assert lines["benchmark.0.spec"].endswith(f"seed: {cases.combined_seed(3, 9)}; world_size: 2")
+    times = {name: float(lines[f"benchmark.0.{name}"]) for name in ("mean", "std", "err", "best", "worst")}
+    assert 0 < times["best"] <= times["mean"] <= times["worst"] and int(lines["benchmark.0.runs"]) >= 3
+    assert re.search(r"^score .* us, the null submission .* us, shortened to 0.05 s per case$", text, re.MULTILINE)
+
+
+def test_exit_codes(leaderboard, tmp_path):
+    (tmp_path / "cases.txt").write_text(TINY)
+    (tmp_path / "submission.py").write_text("def custom_kernel(data):\n    return data[1].x\n")
+    ours = (tmp_path / "submission.py", "--ranks", 2, "--cases", tmp_path / "cases.txt")
+    code, text, lines = leaderboard("run", "all2all", *ours)
+    assert code == 112 and lines["check"] == "fail" and lines["test.0.error"].startswith("wrong: rank 0: ")
+    # As the public evaluator does: the tool that reads the lines finds the failure there.
+    code, text, lines = leaderboard("run", "all2all", *ours, "--mode", "leaderboard")
+    assert code == 0 and lines["check"] == "fail" and lines["benchmark.0.status"] == "fail"
+    (tmp_path / "cases.txt").write_text(TINY + "\n\n")
+    code, text, lines = leaderboard("run", "all2all", *ours)
+    assert code == 113 and "is not `name: value`" in text and lines == {}
+    (tmp_path / "cases.txt").write_text(TINY.replace("num_experts: 8", "num_experts: 9"))
+    code, text, _ = leaderboard("run", "all2all", *ours)
+    assert code == 113 and "num_experts=9 is not divisible by world_size=2" in text
+
+
+def test_bad_options_are_refused_before_anything_starts(leaderboard, tmp_path):
+    for arguments, words in [
+        (("run", "all2all", "nobody"), "no such file, and no entry of all2all; those are expert_parallel"),
+        (("run", "all3all", "null"), "invalid choice"),
+        (("run", "all2all", "null", "--cases", tmp_path / "none.txt"), "No such file"),
+        (("run", "all2all", "null", "--ranks", "0"), "not an integer from 1 to 64"),
+    ]:
+        code, text, _ = leaderboard(*arguments)
+        assert code == 2 and words in text, text

@@ -1,0 +1,166 @@
+"""Submissions that fail, each in its own way: the harness tells them apart by name, and goes on."""
+
+import contest_cases
+import pytest
+from contest_cases import changed, contest, verdicts
+
+pytestmark = pytest.mark.cpu
+
+WRONG = """
+def custom_kernel(data):
+    out = right(data)
+    if dist.get_rank() == 1:  # a wrong result must be found on any rank
+        out[0, 0] += 1
+    return out
+"""
+WRONG_SHAPE = "custom_kernel = lambda data: right(data)[:, :-1]"
+NO_TENSOR = "custom_kernel = lambda data: right(data).tolist()"
+RAISING = """
+def custom_kernel(data):
+    right(data)
+    if dist.get_rank() == 1:
+        raise ArithmeticError("on purpose")
+"""
+NO_KERNEL = "del custom_kernel"
+CRASHING = """
+import os
+custom_kernel = lambda data: os.abort() if dist.get_rank() == 1 else right(data)
+"""
+OUT_OF_BOUNDS = """
+def custom_kernel(data):
+    x = data[1].x
+    x.as_strided((1,), (1,), x.storage_offset() + x.numel()).fill_(3.0)  # the value after the last
+    return right(data)
+"""
+MUTATING = """
+def custom_kernel(data):
+    out = right(data)
+    data[1].weights[-1, -1] += 1
+    return out
+"""
+
+
+@pytest.mark.parametrize(
+    "verdict, words, snippet",
+    [
+        ("wrong", "rank 1: 1 of", WRONG),
+        ("wrong", "returned [", WRONG_SHAPE),
+        ("wrong", "returned list, not a tensor", NO_TENSOR),
+        ("raised", "rank 1 raised ArithmeticError: on purpose", RAISING),
+        ("raised", "has no function custom_kernel", NO_KERNEL),
+        ("crash", "rank 1 died with exit code -6", CRASHING),
+        ("out_of_bounds", "bytes before or after x were written", OUT_OF_BOUNDS),
+        ("mutated_input", "the call has changed weights", MUTATING),
+    ],
+    ids=["wrong", "shape", "type", "raising", "no kernel", "crashing", "out of bounds", "mutating"],
+)
+def test_a_failure_has_its_name(tmp_path, verdict, words, snippet):
+    result = contest().run("test", changed(tmp_path, snippet))
+    assert verdicts(result) == {verdict}, result.cases[0].message
+    assert words in result.cases[0].message
+
+
+def test_the_harness_survives_a_crash_and_runs_the_next_case(tmp_path):
+    crash_of_one_case = CRASHING.replace("dist.get_rank() == 1", "data[0].hidden_dim == 32")
+    result = contest(tests=(contest_cases.SPARSE, contest_cases.SMALL)).run(
+        "test", changed(tmp_path, crash_of_one_case)
+    )
+    assert [case.verdict for case in result.cases] == ["crash", "pass"]
+
+
+SLEEPING = """
+import time
+def custom_kernel(data):
+    time.sleep({seconds} if dist.get_rank() == 0 else 0)
+    return right(data)
+"""
+
+
+def test_slow_is_not_hanging(tmp_path):
+    result = contest(limit=2.0).run("test", changed(tmp_path, SLEEPING.format(seconds=2.5)))
+    assert verdicts(result) == {"slow"} and "2 s at most" in result.cases[0].message
+
+
+def test_hanging_is_ended_and_shows_where_it_hangs(tmp_path):
+    result = contest(limit=0.7).run("test", changed(tmp_path, SLEEPING.format(seconds=600)))
+    assert verdicts(result) == {"hang"}
+    assert "submission.py" in result.cases[0].details and "in custom_kernel" in result.cases[0].details
+
+
+# ---- cheats
+
+NO_COMMUNICATION = """
+def custom_kernel(data):
+    cfg, rank_data, rank, world_size = data
+    factors = 1 + rank_data.indices // (cfg.num_experts // world_size)
+    return (rank_data.x.float() * (rank_data.weights * factors).sum(1, keepdim=True)).half()
+"""
+CACHED_COPY = """
+first = []
+def custom_kernel(data):
+    if not first:
+        first.append(right(data))
+        return first[0].clone()
+    return first[0].clone()
+"""
+CACHED_TENSOR = CACHED_COPY.replace(".clone()", "")
+REPLAYED = f"""
+from moe_a2a.leaderboard import problems
+from moe_a2a.leaderboard.cases import Case
+from moe_a2a.leaderboard.problems.all2all import weighted_sums
+
+def custom_kernel(data):
+    case = Case({contest_cases.SMALL.values}).with_values(world_size=data[3])
+    problem = problems.make("all2all_experts")
+    generators = [torch.Generator().manual_seed(case["seed"] + rank) for rank in range(data[3])]
+    guessed = [problem.make_inputs(case, rank, generators[rank]) for rank in range(data[3])]
+    scales = torch.cat([of_rank["expert_scales"] for of_rank in guessed]).float()
+    return weighted_sums(dict(x=data[1].x, indices=data[1].indices, weights=data[1].weights), scales)
+"""
+
+
+def test_a_submission_that_does_not_communicate_is_right_and_found_out(tmp_path):
+    submission = changed(tmp_path, NO_COMMUNICATION)
+    tested = contest().run("test", submission)
+    assert tested.passed
+    assert [(case.collective_bytes, case.shared_bytes) for case in tested.cases] == [(0, 0)]
+    assert verdicts(contest().run("lone_call", submission)) == {"no_communication"}
+
+
+@pytest.mark.parametrize("snippet", [CACHED_COPY, CACHED_TENSOR], ids=["copy", "tensor"])
+def test_a_cached_output_is_known_again(tmp_path, snippet):
+    assert verdicts(contest().run("leaderboard", changed(tmp_path, snippet))) == {"cached_output"}
+
+
+def test_a_replayed_seed_is_right_only_on_published_data(tmp_path):
+    submission = changed(tmp_path, REPLAYED)
+    assert contest("all2all_experts").run("test", submission).passed
+    assert verdicts(contest("all2all_experts").run("leaderboard", submission)) == {"replayed_seed"}
+
+
+FAKE_CLOCK = """
+import itertools, time
+import moe_a2a.leaderboard.rank_program as harness
+harness.perf_counter_ns = itertools.count(0, 1000).__next__
+def custom_kernel(data):
+    time.sleep(0.4)
+    return right(data)
+"""
+
+
+def test_a_clock_that_the_submission_has_replaced_is_noticed(tmp_path):
+    result = contest().run("leaderboard", changed(tmp_path, FAKE_CLOCK))
+    assert verdicts(result) == {"clock"} and "the rank reports 1.0 us" in result.cases[0].message
+
+
+OWN_GROUPS = """
+dist.barrier = lambda *args, **kwargs: None
+dist.get_world_size = lambda *args, **kwargs: 1
+"""
+
+
+def test_the_harness_trusts_no_function_of_the_submission_s_process_group(tmp_path):
+    """Its own barrier stands, so a slow rank 1 is part of rank 0's time."""
+    sleeping = OWN_GROUPS + SLEEPING.replace("== 0", "== 1").format(seconds=0.2)
+    result = contest().run("leaderboard", changed(tmp_path, sleeping))
+    assert result.passed and result.cases[0].stats.best > 0.19e9
