@@ -202,7 +202,7 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
           "pass one row per route");
     }
     if (ep.device().is_synchronous()) {
-      const int64_t needed = ep.workspace().expert_offsets(handle.buffer, config.num_local_experts());
+      const int64_t needed = ep.region().expert_offsets(handle.buffer, config.num_local_experts());
       if (y.size(0) < needed) {
         raise_value(config.rank,
                     "y has " + std::to_string(y.size(0)) + " rows < expert_offsets[-1]=" + std::to_string(needed),

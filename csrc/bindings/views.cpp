@@ -18,7 +18,7 @@ at::Tensor Views::list(const void* data, int64_t size, at::ScalarType type) cons
 at::Tensor Views::recv_x(const DispatchHandle& handle, at::ScalarType type) {
   const MoeConfig& config = ep_->config();
   const int64_t stride = config.max_row_stride() / size_of(handle.row_dtype);
-  return view(ep_->workspace().row.at(handle.buffer), {config.row_capacity(), config.hidden}, {stride, 1}, type);
+  return view(ep_->region().row.at(handle.buffer), {config.row_capacity(), config.hidden}, {stride, 1}, type);
 }
 
 at::Tensor Views::recv_x_scales(const DispatchHandle& handle) {
@@ -26,38 +26,38 @@ at::Tensor Views::recv_x_scales(const DispatchHandle& handle) {
   if (handle.row_dtype != DType::kFloat8) {
     throw std::runtime_error("recv_x_scales exists for float8 rows; dispatch with x_scales= or quantize=\"fp8\"");
   }
-  return view(ep_->workspace().row.at(handle.buffer, 0, 0, config.scales_offset()),
+  return view(ep_->region().row.at(handle.buffer, 0, 0, config.scales_offset()),
               {config.row_capacity(), config.num_scales()}, {config.max_row_stride() / 4, 1}, at::kFloat);
 }
 
 int64_t Views::capacity(const DispatchHandle& handle) const { return ep_->num_positions(handle); }
 
 at::Tensor Views::expert_offsets(const DispatchHandle& handle) {
-  return list(ep_->workspace().expert_offsets.at(handle.buffer), ep_->config().num_local_experts() + 1, at::kInt);
+  return list(ep_->region().expert_offsets.at(handle.buffer), ep_->config().num_local_experts() + 1, at::kInt);
 }
 at::Tensor Views::expert_counts(const DispatchHandle& handle) {
-  return list(ep_->workspace().expert_counts.at(handle.buffer), ep_->config().num_local_experts(), at::kInt);
+  return list(ep_->region().expert_counts.at(handle.buffer), ep_->config().num_local_experts(), at::kInt);
 }
 at::Tensor Views::landed_rows(const DispatchHandle& handle) {
-  return list(ep_->workspace().landed_row.at(handle.buffer), ep_->config().row_capacity(), at::kInt);
+  return list(ep_->region().landed_row.at(handle.buffer), ep_->config().row_capacity(), at::kInt);
 }
 at::Tensor Views::num_landed_rows(const DispatchHandle& handle) {
-  return list(ep_->workspace().landed_offsets.at(handle.buffer, ep_->config().num_ranks), 1, at::kInt);
+  return list(ep_->region().landed_offsets.at(handle.buffer, ep_->config().num_ranks), 1, at::kInt);
 }
 at::Tensor Views::num_recv_tokens(const DispatchHandle& handle) {
-  return list(ep_->workspace().num_recv_tokens.at(handle.buffer), ep_->config().num_ranks, at::kInt);
+  return list(ep_->region().num_recv_tokens.at(handle.buffer), ep_->config().num_ranks, at::kInt);
 }
 at::Tensor Views::expert_row_index(const DispatchHandle& handle) {
-  return list(ep_->workspace().expert_row_index.at(handle.buffer), capacity(handle), at::kInt);
+  return list(ep_->region().expert_row_index.at(handle.buffer), capacity(handle), at::kInt);
 }
 at::Tensor Views::route_weights(const DispatchHandle& handle) {
-  return list(ep_->workspace().route_weight.at(handle.buffer), capacity(handle), at::kFloat);
+  return list(ep_->region().route_weight.at(handle.buffer), capacity(handle), at::kFloat);
 }
 at::Tensor Views::route_src_rank(const DispatchHandle& handle) {
-  return list(ep_->workspace().route_src_rank.at(handle.buffer), capacity(handle), at::kInt);
+  return list(ep_->region().route_src_rank.at(handle.buffer), capacity(handle), at::kInt);
 }
 at::Tensor Views::route_src_token_idx(const DispatchHandle& handle) {
-  return list(ep_->workspace().route_src_token.at(handle.buffer), capacity(handle), at::kInt);
+  return list(ep_->region().route_src_token.at(handle.buffer), capacity(handle), at::kInt);
 }
 
 }  // namespace moe_a2a::bindings

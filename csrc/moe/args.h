@@ -85,7 +85,7 @@ struct CombineRecvArgs {
   bool vector_rows = true;
 
   MOE_A2A_HOST_DEVICE Refusal refusal_of(int rank) const {
-    return {context.ws.combine_refusal.at(buffer, rank), attempt, seen.of_rank[rank]};
+    return {context.region.combine_refusal.at(buffer, rank), attempt, seen.of_rank[rank]};
   }
 };
 

@@ -4,14 +4,14 @@
 #include "comm/context.h"
 #include "comm/launch_count.h"
 #include "moe/moe_config.h"
+#include "moe/moe_region.h"
 #include "moe/vocabulary.h"
-#include "moe/workspace.h"
 
 namespace moe_a2a {
 
 struct Context : ClientContext {
   MoeConfig config;
-  Workspace ws;
+  MoeRegion region;
 };
 
 // Lays out the region of `context.config` from the two bases, and points the context at it. With null bases only the
@@ -23,17 +23,17 @@ RegionSize place_region(Context& context, std::byte* symmetric_base, std::byte* 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Counts a block of a launch; true for the last one, which also resets the launch's tickets.
-MOE_A2A_DEVICE bool count_block(const Grid& grid, const Workspace& ws, int buffer, Workspace::Launch launch) {
-  if (!count_block(grid, ws.arrivals.at(buffer, launch))) return false;
-  ws.tickets(buffer, launch) = 0;
+MOE_A2A_DEVICE bool count_block(const Grid& grid, const MoeRegion& region, int buffer, MoeRegion::Launch launch) {
+  if (!count_block(grid, region.arrivals.at(buffer, launch))) return false;
+  region.tickets(buffer, launch) = 0;
   return true;
 }
 
 // Ends a block's part of a launch; true in one thread of all, the leader of the block that ends last.
-MOE_A2A_DEVICE bool last_block_done(const Grid& grid, const Block& block, const Workspace& ws, int buffer,
-                                    Workspace::Launch launch) {
+MOE_A2A_DEVICE bool last_block_done(const Grid& grid, const Block& block, const MoeRegion& region, int buffer,
+                                    MoeRegion::Launch launch) {
   block.release_sync();
-  return block.rank() == 0 && count_block(grid, ws, buffer, launch);
+  return block.rank() == 0 && count_block(grid, region, buffer, launch);
 }
 
 // The part that a block of a fused launch plays, on the track of each of its warps.

@@ -74,7 +74,7 @@ class ExpertParallel : public Client {
   const MoeConfig& config() const { return context_.config; }
   Communicator& communicator() { return *comm_; }
   int64_t max_quantized_row_bytes() const;
-  const Workspace& workspace() const { return context_.ws; }
+  const MoeRegion& region() const { return context_.region; }
   static size_t nbytes_for(const MoeConfig& config);
 
   // The steps. A handle is open from dispatch_send to the end of combine_recv, or release.

@@ -14,10 +14,10 @@ struct GatherRows {
 
   // The filled positions of all experts on one line, a warp for each.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    const Workspace& ws = args.context.ws;
+    const MoeRegion& region = args.context.region;
     Line<int64_t> line(grid.rank() + grid.size() * block.warp_rank(), grid.size() * block.num_warps());
     for (int e = 0; e < args.context.config.num_local_experts(); ++e) {
-      const int64_t start = ws.expert_offsets(args.buffer, e);
+      const int64_t start = region.expert_offsets(args.buffer, e);
       line.walk(num_filled(args, e, start), [&](int64_t i) {
         gather(args, block.warp(), start + i);
         return true;
@@ -27,16 +27,16 @@ struct GatherRows {
 
   // The caller holds views of the lists and may have written to them: positions end with expert_x, rows with recv_x.
   MOE_A2A_DEVICE static int64_t num_filled(const Args& args, int expert, int64_t start) {
-    const Workspace& ws = args.context.ws;
-    const int64_t listed = args.layout == Layout::kMasked ? ws.expert_counts(args.buffer, expert)
-                                                          : ws.expert_offsets(args.buffer, expert + 1) - start;
+    const MoeRegion& region = args.context.region;
+    const int64_t listed = args.layout == Layout::kMasked ? region.expert_counts(args.buffer, expert)
+                                                          : region.expert_offsets(args.buffer, expert + 1) - start;
     const int64_t room = start < 0 ? 0 : args.num_positions - start, filled = listed < room ? listed : room;
     return filled > 0 ? filled : 0;
   }
 
   MOE_A2A_DEVICE static void gather(const Args& args, const Warp& warp, int64_t position) {
     const Context& c = args.context;
-    const int32_t row = c.ws.expert_row_index(args.buffer, position);
+    const int32_t row = c.region.expert_row_index(args.buffer, position);
     const int64_t bytes = static_cast<int64_t>(c.config.hidden) * size_of(args.row_dtype);
     const int64_t scale_bytes = args.row_dtype == DType::kFloat8 ? c.config.num_scales() * int64_t{4} : 0;
     std::byte* target = args.expert_x + position * bytes;
@@ -48,7 +48,7 @@ struct GatherRows {
     }
     const uint64_t start = trace_now();
     const int src_rank = row / c.config.num_max_tokens_per_rank, token = row % c.config.num_max_tokens_per_rank;
-    const std::byte* source = c.ws.row.at(args.buffer, src_rank, token);
+    const std::byte* source = c.region.row.at(args.buffer, src_rank, token);
     multicast_bytes(warp, RankSet::only(0), 0, [&](int) { return target; }, source, bytes);
     if (scale_bytes > 0) {
       multicast_bytes(

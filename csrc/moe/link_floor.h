@@ -55,7 +55,7 @@ struct PushRows {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.context;
     const auto slot_at = [&](const Delivery& delivery, int rank) {
-      return c.heap.peer(rank, c.ws.row.at(args.buffer, c.heap.rank, delivery.token));
+      return c.heap.peer(rank, c.region.row.at(args.buffer, c.heap.rank, delivery.token));
     };
     const auto done = [](const Delivery&) {};
     if (args.by == PushBy::kBlockStores) {

@@ -9,7 +9,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Pairs with is_refused() in combine_recv's waits.
 MOE_A2A_DEVICE void refuse_combine(const Context& c, int buffer, uint64_t epoch, uint32_t count) {
-  signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.combine_refusal.at(buffer, c.heap.rank), epoch, count);
+  signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.region.combine_refusal.at(buffer, c.heap.rank), epoch, count);
 }
 
 // In the place of dispatch_send, for a call with bad arguments: the epoch passes on every rank, without this rank's
@@ -22,15 +22,15 @@ struct RefuseDispatch {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;
-    const uint64_t epoch = c.ws.epoch(args.buffer) + 1;
+    const uint64_t epoch = c.region.epoch(args.buffer) + 1;
     if (!DispatchSend::wait_for_credits(c, block, args.buffer, epoch, args.number)) return;
     leave_text(c, args.buffer, block, args.text);
     if (block.rank() != 0) return;
     const RankSet all = RankSet::all(c.heap.num_ranks);
-    signal_many(c.heap, all, c.ws.table_signal.at(args.buffer, c.heap.rank, 0), epoch, Workspace::kRefused);
+    signal_many(c.heap, all, c.region.table_signal.at(args.buffer, c.heap.rank, 0), epoch, MoeRegion::kRefused);
     CombineSend::return_credit(c, args.buffer, epoch);
     refuse_combine(c, args.buffer, epoch, Refusal::kFinal);  // a peer may have queued its combine already
-    c.ws.epoch(args.buffer) = epoch;
+    c.region.epoch(args.buffer) = epoch;
   }
 };
 
@@ -45,7 +45,7 @@ struct RefuseAnyBuffer {
     const Context& c = args.context;
     leave_text(c, DispatchSend::text_slot(c), block, args.text);
     if (block.rank() != 0) return;
-    signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.dispatch_refusal.at(c.heap.rank), args.number);
+    signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.region.dispatch_refusal.at(c.heap.rank), args.number);
   }
 };
 
@@ -59,7 +59,7 @@ struct RefuseCombine {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;
     leave_text(c, args.buffer, block, args.text);
-    if (block.rank() == 0) refuse_combine(c, args.buffer, c.ws.epoch(args.buffer), args.count);
+    if (block.rank() == 0) refuse_combine(c, args.buffer, c.region.epoch(args.buffer), args.count);
   }
 };
 
@@ -74,7 +74,7 @@ struct Release {
     const Context& c = args.context;
     if (args.text.word[0] != 0) leave_text(c, args.buffer, block, args.text);
     if (block.rank() != 0) return;
-    const uint64_t epoch = c.ws.epoch(args.buffer);
+    const uint64_t epoch = c.region.epoch(args.buffer);
     CombineSend::return_credit(c, args.buffer, epoch);
     refuse_combine(c, args.buffer, epoch, Refusal::kFinal);
   }

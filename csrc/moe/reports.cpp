@@ -132,7 +132,7 @@ bool ExpertParallel::is_known_refusal(const Report& report) {
 // What the kernels have found wrong since the last look.
 void ExpertParallel::raise_bad_routing() {
   ErrorCounters now;
-  device_->copy_to_host(&now, context_.ws.errors.data, sizeof(now));
+  device_->copy_to_host(&now, context_.region.errors.data, sizeof(now));
   const ErrorCounters before = std::exchange(raised_, now);
   const std::string rank = " on rank " + std::to_string(config().rank);
   if (const uint32_t count = now.num_bad_choices - before.num_bad_choices; count > 0) {

@@ -17,10 +17,10 @@ MOE_A2A_DEVICE auto with_wire(bool is_small, const F& f) {
 
 // Tokens to the ranks of their experts, and sums back to the ranks of their tokens.
 MOE_A2A_DEVICE Exchange dispatch_rows(const Context& c, int buffer, uint64_t epoch) {
-  return {c.heap, c.wait, c.ws.row_signal, c.ws.row, c.ws.ll_row, buffer, epoch};
+  return {c.heap, c.wait, c.region.row_signal, c.region.row, c.region.ll_row, buffer, epoch};
 }
 MOE_A2A_DEVICE Exchange combine_rows(const Context& c, int buffer, uint64_t epoch) {
-  return {c.heap, c.wait, c.ws.combine_signal, c.ws.combine_row, c.ws.ll_combine_row, buffer, epoch};
+  return {c.heap, c.wait, c.region.combine_signal, c.region.combine_row, c.region.ll_combine_row, buffer, epoch};
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

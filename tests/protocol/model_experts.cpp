@@ -27,25 +27,25 @@ Launch ModelRank::experts(int call) {
 
 void ModelRank::compute_y(int call) {
   std::fill(y_.begin(), y_.end(), 0.0f);
-  const Workspace& ws = context_.ws;
+  const MoeRegion& region = context_.region;
   const int b = buffer(call), first_expert = rank() * context_.config.num_local_experts();
   int32_t position = 0;
   for (int e = 0; e < context_.config.num_local_experts(); ++e) {
-    if (ws.expert_offsets(b, e) != position) fail("expert_offsets[" + std::to_string(e) + "] is wrong");
+    if (region.expert_offsets(b, e) != position) fail("expert_offsets[" + std::to_string(e) + "] is wrong");
     for (int src = 0; src < shape_.num_ranks; ++src) {
       const auto& choices = input(src, call).choices;
-      const int arrived = ws.num_recv_tokens(b, src);
+      const int arrived = region.num_recv_tokens(b, src);
       if (arrived != static_cast<int>(choices.size()))
         fail("table of rank " + std::to_string(src) + " has " + std::to_string(arrived) + " tokens");
       for (int token = 0; token < arrived; ++token) {
         for (int k = 0; k < shape_.num_topk; ++k) {
           if (choices[token][k] != first_expert + e) continue;
-          if (ws.expert_row_index(b, position) != src * shape_.num_max_tokens + token ||
-              ws.route_src_rank(b, position) != src || ws.route_src_token(b, position) != token ||
-              ws.route_weight(b, position) != weight_value(src, token, k)) {
+          if (region.expert_row_index(b, position) != src * shape_.num_max_tokens + token ||
+              region.route_src_rank(b, position) != src || region.route_src_token(b, position) != token ||
+              region.route_weight(b, position) != weight_value(src, token, k)) {
             fail("route " + std::to_string(position) + " is wrong");
           }
-          const float* row = reinterpret_cast<const float*>(ws.row.at(b, src, token));
+          const float* row = reinterpret_cast<const float*>(region.row.at(b, src, token));
           check_row(src, token, call, row);
           // Summed by the caller: one row per landed row, like recv_x.
           const int y_row = shape_.presummed ? src * shape_.num_max_tokens + token : position;
@@ -56,7 +56,7 @@ void ModelRank::compute_y(int call) {
       }
     }
   }
-  if (ws.expert_offsets(b, context_.config.num_local_experts()) != position) fail("the number of routes is wrong");
+  if (region.expert_offsets(b, context_.config.num_local_experts()) != position) fail("the number of routes is wrong");
 }
 
 Launch ModelRank::check_combined(int call) {

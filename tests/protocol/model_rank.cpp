@@ -93,12 +93,12 @@ void ModelRank::reset() {
   if (shape_.first_epoch == 0) return;
   reset_ll_words();
   const Signal old{Signal::pack(shape_.first_epoch, 0)};
-  const Workspace& ws = context_.ws;
+  const MoeRegion& region = context_.region;
   for (int b = 0; b < shape_.num_buffers; ++b) {
-    ws.epoch(b) = shape_.first_epoch;
+    region.epoch(b) = shape_.first_epoch;
     for (int r = 0; r < shape_.num_ranks; ++r) {
-      ws.dispatch_credit(b, r) = ws.combine_refusal(b, r) = ws.table_signal(b, r, 0) = old;
-      for (int t = 0; t < shape_.num_max_tokens; ++t) ws.row_signal(b, r, t) = ws.combine_signal(b, r, t) = old;
+      region.dispatch_credit(b, r) = region.combine_refusal(b, r) = region.table_signal(b, r, 0) = old;
+      for (int t = 0; t < shape_.num_max_tokens; ++t) region.row_signal(b, r, t) = region.combine_signal(b, r, t) = old;
     }
   }
 }
@@ -110,9 +110,9 @@ void ModelRank::reset_ll_words() {
   const auto fill = [&](std::byte* words, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += sizeof(old)) std::memcpy(words + i, &old, sizeof(old));
   };
-  fill(context_.ws.ll_choices.data, num_tokens * config.ll_choices_stride());
-  fill(context_.ws.ll_row.data, num_tokens * config.ll_row_stride());
-  fill(context_.ws.ll_combine_row.data, num_tokens * config.ll_row_stride());
+  fill(context_.region.ll_choices.data, num_tokens * config.ll_choices_stride());
+  fill(context_.region.ll_row.data, num_tokens * config.ll_row_stride());
+  fill(context_.region.ll_combine_row.data, num_tokens * config.ll_row_stride());
 }
 
 Launch ModelRank::launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const {
@@ -249,22 +249,22 @@ Launch ModelRank::align_clocks() {
 
 // The mutation that no hook of an atomic can make: the signal comes before the work.
 void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const {
-  const Workspace& ws = context_.ws;
+  const MoeRegion& region = context_.region;
   const RankSet all = RankSet::all(shape_.num_ranks);
   const int b = buffer(call);
-  const uint64_t epoch = ws.epoch(b);
+  const uint64_t epoch = region.epoch(b);
   const auto count = static_cast<uint32_t>(num_tokens(call));
   const auto raise = [&](Signal* signal, uint64_t value, uint32_t payload = 0) {
     signal_many(context_.heap, all, signal, value, payload);
   };
   for (const Field field : fields) {
     if (!Explorer::running()->is_broken(Mutation::Kind::kRaisedEarly, field)) continue;
-    if (field == Field::kTableSignal) raise(ws.table_signal.at(b, rank(), 0), epoch + 1, count);
-    if (field == Field::kDispatchCredit) raise(ws.dispatch_credit.at(b, rank()), epoch);
-    if (field == Field::kCombineRefusal) raise(ws.combine_refusal.at(b, rank()), epoch, attempt_);
+    if (field == Field::kTableSignal) raise(region.table_signal.at(b, rank(), 0), epoch + 1, count);
+    if (field == Field::kDispatchCredit) raise(region.dispatch_credit.at(b, rank()), epoch);
+    if (field == Field::kCombineRefusal) raise(region.combine_refusal.at(b, rank()), epoch, attempt_);
     for (int i = 0; i < shape_.num_max_tokens; ++i) {
-      if (field == Field::kRowSignal) raise(ws.row_signal.at(b, rank(), i), epoch + 1);
-      if (field == Field::kCombineSignal) raise(ws.combine_signal.at(b, rank(), i), epoch);
+      if (field == Field::kRowSignal) raise(region.row_signal.at(b, rank(), i), epoch + 1);
+      if (field == Field::kCombineSignal) raise(region.combine_signal.at(b, rank(), i), epoch);
     }
   }
 }

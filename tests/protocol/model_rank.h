@@ -1,4 +1,4 @@
-// A rank under exploration: the real kernels on a real Workspace, called as the runtime calls them, and the checks of
+// A rank under exploration: the real kernels on a real MoeRegion, called as the runtime calls them, and the checks of
 // what they deliver. Every value is a formula of source rank, token, call and column, so a misplaced row names its
 // origin.
 #pragma once
@@ -50,7 +50,7 @@ class ModelRank {
 
   void reset();  // memory as after `first_epoch` uses of every buffer
   int rank() const { return context_.config.rank; }
-  const Workspace& workspace() const { return context_.ws; }
+  const MoeRegion& region() const { return context_.region; }
   const ClientServices& services() const { return context_.services; }
   const CommRegion& comm_region() const { return comm_.region; }
   const Report* report() const { return report_; }

@@ -1,5 +1,5 @@
 // What the explorer can break, one thing at a time, without a word of test code in csrc/. An atomic operation is known
-// by the field of the Workspace that it touches.
+// by the field of the MoeRegion that it touches.
 #pragma once
 
 #include <cstdint>

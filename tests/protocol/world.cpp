@@ -39,56 +39,56 @@ void World::reset() {
 // ---- names
 
 void World::name_regions(const ModelRank& rank) {
-  const Workspace& ws = rank.workspace();
+  const MoeRegion& region = rank.region();
   const CommRegion& comm = rank.comm_region();
   const std::string owner = " of rank " + std::to_string(rank.rank());
-  const auto region = [&](const void* begin, const char* name, Field field = Field::kOther) {
-    regions_.push_back({offset_of(begin), name + owner, field});
+  const auto field = [&](const void* begin, const char* name, Field kind = Field::kOther) {
+    regions_.push_back({offset_of(begin), name + owner, kind});
   };
-  region(ws.table_signal.data, "table_signal", Field::kTableSignal);
-  region(ws.table_route.data, "table_route");
-  region(ws.table_weight.data, "table_weight");
-  region(ws.table_landed_idx.data, "table_landed_idx");
-  region(ws.table_count.data, "table_count");
-  region(ws.row_signal.data, "row_signal", Field::kRowSignal);
-  region(ws.row.data, "row");
-  region(ws.combine_signal.data, "combine_signal", Field::kCombineSignal);
-  region(ws.combine_row.data, "combine_row");
+  field(region.table_signal.data, "table_signal", Field::kTableSignal);
+  field(region.table_route.data, "table_route");
+  field(region.table_weight.data, "table_weight");
+  field(region.table_landed_idx.data, "table_landed_idx");
+  field(region.table_count.data, "table_count");
+  field(region.row_signal.data, "row_signal", Field::kRowSignal);
+  field(region.row.data, "row");
+  field(region.combine_signal.data, "combine_signal", Field::kCombineSignal);
+  field(region.combine_row.data, "combine_row");
   if (scenario_.shape.num_max_ll_tokens > 0) {  // else they are empty and lie where the next one begins
-    region(ws.ll_choices.data, "ll_choices", Field::kLlChoices);
-    region(ws.ll_row.data, "ll_row", Field::kLlRow);
-    region(ws.ll_combine_row.data, "ll_combine_row", Field::kLlCombineRow);
+    field(region.ll_choices.data, "ll_choices", Field::kLlChoices);
+    field(region.ll_row.data, "ll_row", Field::kLlRow);
+    field(region.ll_combine_row.data, "ll_combine_row", Field::kLlCombineRow);
   }
-  region(ws.dispatch_credit.data, "dispatch_credit", Field::kDispatchCredit);
-  region(ws.combine_refusal.data, "combine_refusal", Field::kCombineRefusal);
-  region(ws.dispatch_refusal.data, "dispatch_refusal");
-  region(rank.services().refusal_text.data, "refusal_text", Field::kRefusalText);
-  region(rank.services().goodbye.data, "goodbye", Field::kGoodbye);
-  region(comm.clock_meeting.data, "clock_meeting", Field::kClockMeeting);
-  region(comm.clock_message.data, "clock_message", Field::kClockMessage);
-  region(comm.clock_log.data, "clock_log");
-  region(comm.poison.data, "poison", Field::kPoison);
-  region(ws.epoch.data, "epoch");
-  region(comm.clock_epoch.data, "clock_epoch");
-  region(comm.clock_reading.data, "clock_reading");
-  region(ws.errors.data, "errors");
-  region(rank.services().num_reports.data, "num_reports");
-  region(ws.arrivals.data, "arrivals");
-  region(ws.tickets.data, "tickets");
-  region(ws.expert_offsets.data, "expert_offsets");
-  region(ws.expert_counts.data, "expert_counts");
-  region(ws.expert_row_index.data, "expert_row_index");
-  region(ws.route_weight.data, "route_weight");
-  region(ws.route_src_rank.data, "route_src_rank");
-  region(ws.route_src_token.data, "route_src_token");
-  region(ws.landed_row.data, "landed_row");
-  region(ws.landed_offsets.data, "landed_offsets");
-  region(ws.landed_term.data, "landed_term");
-  region(ws.combine_order.data, "combine_order");
-  region(ws.num_recv_tokens.data, "num_recv_tokens");
-  region(ws.all_send_ll.data, "all_send_ll");
-  region(ws.token_ranks.data, "token_ranks");
-  region(rank.report(), "report");
+  field(region.dispatch_credit.data, "dispatch_credit", Field::kDispatchCredit);
+  field(region.combine_refusal.data, "combine_refusal", Field::kCombineRefusal);
+  field(region.dispatch_refusal.data, "dispatch_refusal");
+  field(rank.services().refusal_text.data, "refusal_text", Field::kRefusalText);
+  field(rank.services().goodbye.data, "goodbye", Field::kGoodbye);
+  field(comm.clock_meeting.data, "clock_meeting", Field::kClockMeeting);
+  field(comm.clock_message.data, "clock_message", Field::kClockMessage);
+  field(comm.clock_log.data, "clock_log");
+  field(comm.poison.data, "poison", Field::kPoison);
+  field(region.epoch.data, "epoch");
+  field(comm.clock_epoch.data, "clock_epoch");
+  field(comm.clock_reading.data, "clock_reading");
+  field(region.errors.data, "errors");
+  field(rank.services().num_reports.data, "num_reports");
+  field(region.arrivals.data, "arrivals");
+  field(region.tickets.data, "tickets");
+  field(region.expert_offsets.data, "expert_offsets");
+  field(region.expert_counts.data, "expert_counts");
+  field(region.expert_row_index.data, "expert_row_index");
+  field(region.route_weight.data, "route_weight");
+  field(region.route_src_rank.data, "route_src_rank");
+  field(region.route_src_token.data, "route_src_token");
+  field(region.landed_row.data, "landed_row");
+  field(region.landed_offsets.data, "landed_offsets");
+  field(region.landed_term.data, "landed_term");
+  field(region.combine_order.data, "combine_order");
+  field(region.num_recv_tokens.data, "num_recv_tokens");
+  field(region.all_send_ll.data, "all_send_ll");
+  field(region.token_ranks.data, "token_ranks");
+  field(rank.report(), "report");
 }
 
 void World::mark_fields() {
@@ -101,8 +101,8 @@ void World::mark_fields() {
   const auto mark = [&](const void* word, Field field) { fields_[offset_of(word) / kWord] = field; };
   for (const auto& rank : ranks_) {
     for (int b = 0; b < scenario_.shape.num_buffers; ++b) {
-      mark(rank->workspace().arrivals.at(b, Workspace::kDispatchSend), Field::kSendArrivals);
-      mark(rank->workspace().arrivals.at(b, Workspace::kCombineSend), Field::kCombineArrivals);
+      mark(rank->region().arrivals.at(b, MoeRegion::kDispatchSend), Field::kSendArrivals);
+      mark(rank->region().arrivals.at(b, MoeRegion::kCombineSend), Field::kCombineArrivals);
     }
     mark(&rank->report()->is_complete, Field::kReportState);
   }
@@ -134,7 +134,7 @@ bool World::sends_to(int rank, int peer) const {
 // A credit in the heap of `owner`, returned by `src`: used when owner sends src tokens.
 bool World::is_unused_pair(const void* address) const {
   const int owner = static_cast<int>(offset_of(address) / symmetric_bytes_);
-  const auto* credits = ranks_[owner]->workspace().dispatch_credit.data;
+  const auto* credits = ranks_[owner]->region().dispatch_credit.data;
   const int src = static_cast<int>((static_cast<const Signal*>(address) - credits) % scenario_.shape.num_ranks);
   return !sends_to(owner, src);
 }

@@ -79,28 +79,28 @@ class Worker {
 
   // Checks every landed row and route; y for the combine.
   void work(const Round& round, const DispatchHandle& handle) {
-    const Workspace& ws = ep_.workspace();
+    const MoeRegion& region = ep_.region();
     const int b = handle.buffer, local_experts = config_.num_local_experts();
-    const int64_t num_positions =
-        round.layout == Layout::kMasked ? local_experts * config_.row_capacity() : ws.expert_offsets(b, local_experts);
+    const int64_t num_positions = round.layout == Layout::kMasked ? local_experts * config_.row_capacity()
+                                                                  : region.expert_offsets(b, local_experts);
     const int64_t row_bytes = config_.hidden * size_of(config_.dtype);
     std::vector<std::byte>& y = y_[b];
     y.assign(num_positions * row_bytes, std::byte{0xff});
     int64_t expected_routes = 0;
     for (int src = 0; src < config_.num_ranks; ++src) {
       const Tokens tokens(seed_, config_, src, round.number);
-      EXPECT_EQ(ws.num_recv_tokens(b, src), tokens.count);
+      EXPECT_EQ(region.num_recv_tokens(b, src), tokens.count);
       for (const int64_t expert : tokens.topk_idx)
         expected_routes += expert >= 0 && expert / local_experts == config_.rank;
     }
     int64_t routes = 0;
     for (int e = 0; e < local_experts; ++e) {
-      for (int i = 0; i < ws.expert_counts(b, e); ++i, ++routes) {
-        const int position = ws.expert_offsets(b, e) + i, row = ws.expert_row_index(b, position);
+      for (int i = 0; i < region.expert_counts(b, e); ++i, ++routes) {
+        const int position = region.expert_offsets(b, e) + i, row = region.expert_row_index(b, position);
         const int src = row / config_.num_max_tokens_per_rank, token = row % config_.num_max_tokens_per_rank;
-        EXPECT_EQ(ws.route_src_rank(b, position), src);
-        EXPECT_EQ(ws.route_src_token(b, position), token);
-        check_row(round, ws.row.at(b, src, token), src, token);
+        EXPECT_EQ(region.route_src_rank(b, position), src);
+        EXPECT_EQ(region.route_src_token(b, position), token);
+        check_row(round, region.row.at(b, src, token), src, token);
         const int expert = config_.rank * local_experts + e;
         for (int c = 0; c < config_.hidden; ++c) {
           store_element(&y[position * row_bytes], config_.dtype, c,
@@ -136,15 +136,15 @@ class Worker {
   }
 
   void check_gathered(const Round& round, const DispatchHandle& handle, int64_t num_positions) {
-    const Workspace& ws = ep_.workspace();
+    const MoeRegion& region = ep_.region();
     const int64_t row_bytes = config_.hidden * size_of(config_.dtype);
     std::vector<std::byte> expert_x(num_positions * row_bytes);
     ep_.gather_rows(handle, expert_x.data(), nullptr, {.num_blocks = round.num_blocks});
     for (int e = 0; e < config_.num_local_experts(); ++e) {
-      for (int i = 0; i < ws.expert_counts(handle.buffer, e); ++i) {
-        const int position = ws.expert_offsets(handle.buffer, e) + i;
-        check_row(round, &expert_x[position * row_bytes], ws.route_src_rank(handle.buffer, position),
-                  ws.route_src_token(handle.buffer, position));
+      for (int i = 0; i < region.expert_counts(handle.buffer, e); ++i) {
+        const int position = region.expert_offsets(handle.buffer, e) + i;
+        check_row(round, &expert_x[position * row_bytes], region.route_src_rank(handle.buffer, position),
+                  region.route_src_token(handle.buffer, position));
       }
     }
   }

@@ -115,17 +115,17 @@ class Exchange {
     for (int src = 0; src < config_.num_ranks; ++src) {
       const int num_tokens = sent_[src].num_tokens;
       for (int r = 0; r < config_.num_ranks; ++r) {
-        const Workspace& ws = heaps_.context[r].ws;
+        const MoeRegion& region = heaps_.context[r].region;
         if (is_small(src)) {
-          ASSERT_EQ(ws.table_signal(buffer_, src, 0).word, 0u);
+          ASSERT_EQ(region.table_signal(buffer_, src, 0).word, 0u);
           uint32_t seen = 0;
           ASSERT_EQ(find_ll_tokens(heaps_.context[r], buffer_, src, kEpoch, &seen), num_tokens > 0);
           ASSERT_TRUE(num_tokens == 0 || seen == static_cast<uint32_t>(num_tokens));
           continue;
         }
-        ASSERT_EQ(ws.table_signal(buffer_, src, 0).word, Signal::pack(kEpoch, num_tokens));
+        ASSERT_EQ(region.table_signal(buffer_, src, 0).word, Signal::pack(kEpoch, num_tokens));
         for (int chunk = 1; chunk < num_chunks(num_tokens); ++chunk) {
-          ASSERT_EQ(ws.table_signal(buffer_, src, chunk).word, Signal::pack(kEpoch, 0));
+          ASSERT_EQ(region.table_signal(buffer_, src, chunk).word, Signal::pack(kEpoch, 0));
         }
       }
       uint32_t num_bad = 0;
@@ -136,14 +136,14 @@ class Exchange {
           num_bad += choice < -1 || choice >= config_.num_experts;
           if (choice >= 0 && choice < config_.num_experts) expected.insert(choice / config_.num_local_experts());
         }
-        ASSERT_EQ(heaps_.context[src].ws.token_ranks(buffer_, t).bits, expected.bits);
+        ASSERT_EQ(heaps_.context[src].region.token_ranks(buffer_, t).bits, expected.bits);
       }
-      ASSERT_EQ(heaps_.context[src].ws.errors.data->num_bad_choices, num_bad);
+      ASSERT_EQ(heaps_.context[src].region.errors.data->num_bad_choices, num_bad);
     }
   }
 
   void check_lists() const {
-    const Workspace& ws = heaps_.context[me_].ws;
+    const MoeRegion& region = heaps_.context[me_].region;
     const std::vector<std::vector<Route>> routes = routes_by_expert();
     const int64_t room = config_.row_capacity();
     std::vector<std::vector<RouteTerm>> terms(room * config_.num_topk);  // by row and choice
@@ -151,31 +151,31 @@ class Exchange {
     int32_t position = 0;
     for (int e = 0; e < config_.num_local_experts(); ++e) {
       if (layout_ == Layout::kMasked) position = static_cast<int32_t>(e * room);
-      ASSERT_EQ(ws.expert_offsets(buffer_, e), position);
+      ASSERT_EQ(region.expert_offsets(buffer_, e), position);
       int count = 0;
       for (const Route& route : routes[e]) {
         if (layout_ == Layout::kMasked && count == room) {
           ++num_lost;
           continue;
         }
-        ASSERT_EQ(ws.expert_row_index(buffer_, position), route.row);
-        ASSERT_EQ(ws.route_src_rank(buffer_, position), route.row / config_.num_max_tokens_per_rank);
-        ASSERT_EQ(ws.route_src_token(buffer_, position), route.row % config_.num_max_tokens_per_rank);
-        ASSERT_EQ(ws.route_weight(buffer_, position), route.weight);
+        ASSERT_EQ(region.expert_row_index(buffer_, position), route.row);
+        ASSERT_EQ(region.route_src_rank(buffer_, position), route.row / config_.num_max_tokens_per_rank);
+        ASSERT_EQ(region.route_src_token(buffer_, position), route.row % config_.num_max_tokens_per_rank);
+        ASSERT_EQ(region.route_weight(buffer_, position), route.weight);
         terms[route.row * config_.num_topk + route.k].push_back({position, route.weight});
         ++count, ++position;
       }
-      ASSERT_EQ(ws.expert_counts(buffer_, e), count);
+      ASSERT_EQ(region.expert_counts(buffer_, e), count);
       for (; layout_ == Layout::kExpertMajor && position % alignment_ != 0; ++position) {
-        ASSERT_EQ(ws.expert_row_index(buffer_, position), -1);
-        ASSERT_EQ(ws.route_src_rank(buffer_, position), -1);
-        ASSERT_EQ(ws.route_weight(buffer_, position), 0.0f);
+        ASSERT_EQ(region.expert_row_index(buffer_, position), -1);
+        ASSERT_EQ(region.route_src_rank(buffer_, position), -1);
+        ASSERT_EQ(region.route_weight(buffer_, position), 0.0f);
       }
     }
     if (layout_ != Layout::kMasked) {
-      ASSERT_EQ(ws.expert_offsets(buffer_, config_.num_local_experts()), position);
+      ASSERT_EQ(region.expert_offsets(buffer_, config_.num_local_experts()), position);
     }
-    ASSERT_EQ(heaps_.context[me_].ws.errors.data->num_lost_routes, num_lost);
+    ASSERT_EQ(heaps_.context[me_].region.errors.data->num_lost_routes, num_lost);
     check_landed(terms);
   }
 
@@ -220,41 +220,41 @@ class Exchange {
 
   // `terms`: of each row and choice, none or one.
   void check_landed(const std::vector<std::vector<RouteTerm>>& terms) const {
-    const Workspace& ws = heaps_.context[me_].ws;
+    const MoeRegion& region = heaps_.context[me_].region;
     int32_t landed = 0;
     bool all_are_small = true;
     for (int r = 0; r < config_.num_ranks; ++r) {
       all_are_small &= is_small(r);
-      ASSERT_EQ(ws.num_recv_tokens(buffer_, r), sent_[r].num_tokens);
-      ASSERT_EQ(ws.landed_offsets(buffer_, r), landed);
+      ASSERT_EQ(region.num_recv_tokens(buffer_, r), sent_[r].num_tokens);
+      ASSERT_EQ(region.landed_offsets(buffer_, r), landed);
       for (int t = 0; t < sent_[r].num_tokens; ++t) {
-        if (!heaps_.context[r].ws.token_ranks(buffer_, t).contains(me_)) continue;
+        if (!heaps_.context[r].region.token_ranks(buffer_, t).contains(me_)) continue;
         const int row = r * config_.num_max_tokens_per_rank + t;
-        ASSERT_EQ(ws.landed_row(buffer_, landed), row);
+        ASSERT_EQ(region.landed_row(buffer_, landed), row);
         int num_terms = 0;
         for (int k = 0; k < config_.num_topk; ++k) {
           for (const RouteTerm& term : terms[row * config_.num_topk + k]) {
-            ASSERT_EQ(ws.landed_term(buffer_, landed, num_terms).position, term.position);
-            ASSERT_EQ(ws.landed_term(buffer_, landed, num_terms++).weight, term.weight);
+            ASSERT_EQ(region.landed_term(buffer_, landed, num_terms).position, term.position);
+            ASSERT_EQ(region.landed_term(buffer_, landed, num_terms++).weight, term.weight);
           }
         }
         if (num_terms < config_.num_topk) {
-          ASSERT_EQ(ws.landed_term(buffer_, landed, num_terms).position, -1);
+          ASSERT_EQ(region.landed_term(buffer_, landed, num_terms).position, -1);
         }
         ++landed;
       }
     }
-    ASSERT_EQ(ws.landed_offsets(buffer_, config_.num_ranks), landed);
-    ASSERT_EQ(ws.all_send_ll(buffer_, 0), all_are_small);
+    ASSERT_EQ(region.landed_offsets(buffer_, config_.num_ranks), landed);
+    ASSERT_EQ(region.all_send_ll(buffer_, 0), all_are_small);
     if (all_are_small) return;  // combine sends words, in another order
-    check_combine_order(Workspace::kAllRows, true);
-    check_combine_order(Workspace::kPeersRows, false);
+    check_combine_order(MoeRegion::kAllRows, true);
+    check_combine_order(MoeRegion::kPeersRows, false);
   }
 
   // The next owner behind the one before that has rows left, and of its rows the first: so each comes once.
-  void check_combine_order(Workspace::RowOrder order, bool with_own) const {
-    const Workspace& ws = heaps_.context[me_].ws;
-    const int32_t* offsets = ws.landed_offsets.at(buffer_);
+  void check_combine_order(MoeRegion::RowOrder order, bool with_own) const {
+    const MoeRegion& region = heaps_.context[me_].region;
+    const int32_t* offsets = region.landed_offsets.at(buffer_);
     std::vector<int> next(offsets, offsets + config_.num_ranks), left(config_.num_ranks);
     for (int r = 0; r < config_.num_ranks; ++r) left[r] = r == me_ && !with_own ? 0 : offsets[r + 1] - offsets[r];
     const int num_rows = std::accumulate(left.begin(), left.end(), 0);
@@ -263,9 +263,9 @@ class Exchange {
       do owner = (owner + 1) % config_.num_ranks;
       while (left[owner] == 0);
       --left[owner];
-      const LandedRow entry = ws.combine_order(buffer_, order, i);
+      const LandedRow entry = region.combine_order(buffer_, order, i);
       ASSERT_EQ(entry.landed, next[owner]++) << "row " << i;
-      ASSERT_EQ(entry.row, ws.landed_row(buffer_, entry.landed));
+      ASSERT_EQ(entry.row, region.landed_row(buffer_, entry.landed));
     }
   }
 

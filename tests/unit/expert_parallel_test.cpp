@@ -40,12 +40,12 @@ struct Rank {
   }
   // Identity experts, so that the result is x times the number of choices.
   void combine_send(DispatchHandle& handle) {
-    const Workspace& ws = ep.workspace();
-    const int num_routes = ws.expert_offsets(handle.buffer, ep.config().num_local_experts());
+    const MoeRegion& region = ep.region();
+    const int num_routes = region.expert_offsets(handle.buffer, ep.config().num_local_experts());
     y.assign(static_cast<size_t>(ep.config().route_capacity()) * kHidden, -1.0f);
     for (int i = 0; i < num_routes; ++i) {
-      const int row = ws.expert_row_index(handle.buffer, i);
-      const auto* values = reinterpret_cast<const float*>(ws.row.at(handle.buffer, 0, row));
+      const int row = region.expert_row_index(handle.buffer, i);
+      const auto* values = reinterpret_cast<const float*>(region.row.at(handle.buffer, 0, row));
       for (int c = 0; c < kHidden; ++c) y[i * kHidden + c] = values[c];
     }
     ep.combine_send(handle, {reinterpret_cast<const std::byte*>(y.data()), kHidden * sizeof(float)},

@@ -90,7 +90,7 @@ TEST(LlStream, RowsComeAsTheyWereAndTouchNothingElse) {
     poison(heaps);
     const std::vector<Memory> before = heaps.symmetric;
 
-    const auto row_at = [&](const Context& c) { return c.ws.ll_row.at(buffer, src, token); };
+    const auto row_at = [&](const Context& c) { return c.region.ll_row.at(buffer, src, token); };
     for (int p = pieces - 1; p >= 0; --p) {
       const Context& c = heaps.context[src];
       RowSource row = layout.part(layout.piece(p));
@@ -144,7 +144,7 @@ TEST(LlStream, OneWordOfAnotherEpochIsWaitedForInVain) {
     const Context& c = heaps.context[0];
     RowSource row = config.row(config.dtype).part(config.row(config.dtype).whole());
     row.values = reinterpret_cast<const std::byte*>(x.data());
-    auto* words = reinterpret_cast<LlWord*>(c.ws.ll_row.at(0, 0, 0));
+    auto* words = reinterpret_cast<LlWord*>(c.region.ll_row.at(0, 0, 0));
     send_ll(Warp{}, {RankSet::only(0), 0, 0}, row, kEpoch, [&](int) { return words; });
     words[late].stamp = ll_stamp(kEpoch - 1);
     std::vector<float> target(64);
@@ -169,7 +169,7 @@ TEST(LlSum, AreThePlainSumsInAscendingOrderOfTheRanks) {
     const int buffer = random.pick(0, 1), token = random.pick(0, config.num_max_ll_tokens - 1);
     const Context& me = heaps.context[random.pick(0, config.num_ranks - 1)];
     const RankSet ranks{static_cast<uint64_t>(random.pick(0, (1 << config.num_ranks) - 1))};
-    me.ws.token_ranks(buffer, token) = ranks;
+    me.region.token_ranks(buffer, token) = ranks;
     const RowLayout layout = config.row(config.dtype);
     const int words_per_piece = ll_words_per_piece(layout);
     const Exchange exchange = combine_rows(me, buffer, kEpoch);
@@ -189,7 +189,8 @@ TEST(LlSum, AreThePlainSumsInAscendingOrderOfTheRanks) {
           for (int p = 0; p < config.num_pieces(); ++p) {
             RowSource row = layout.part(layout.piece(p));
             row.values = reinterpret_cast<const std::byte*>(y.data()) + row.values_offset;
-            auto* words = reinterpret_cast<LlWord*>(me.ws.ll_combine_row.at(buffer, r, token)) + p * words_per_piece;
+            auto* words =
+                reinterpret_cast<LlWord*>(me.region.ll_combine_row.at(buffer, r, token)) + p * words_per_piece;
             if (keeps_own && r == me.heap.rank) continue;  // it does not travel
             send_ll(Warp{}, {RankSet::only(me.heap.rank), token, 0}, row, kEpoch, [&](int) { return words; });
           }
@@ -205,9 +206,9 @@ TEST(LlSum, AreThePlainSumsInAscendingOrderOfTheRanks) {
               ASSERT_TRUE(sum.add(Warp{}, piece.size(), vector_rows, combined.data() + piece.first));
             };
             if (own.empty()) {
-              add(LlSum<false>{exchange, ranks, site, me.ws.combine_refusal, 1, SeenStrays{}, p * words_per_piece});
+              add(LlSum<false>{exchange, ranks, site, me.region.combine_refusal, 1, SeenStrays{}, p * words_per_piece});
             } else {
-              add(LlSum<true>{exchange, ranks, site, me.ws.combine_refusal, 1, SeenStrays{}, p * words_per_piece,
+              add(LlSum<true>{exchange, ranks, site, me.region.combine_refusal, 1, SeenStrays{}, p * words_per_piece,
                               own_piece});
             }
           }
@@ -237,7 +238,7 @@ TEST(LlChoice, WordsStayInTheirTokensPlace) {
       const Context& there = heaps.context[r];
       const auto* bytes = reinterpret_cast<const std::byte*>(heaps.symmetric[r].data());
       const auto* old = reinterpret_cast<const std::byte*>(before[r].data());
-      const int64_t begin = there.ws.ll_choices.at(1, src, token) - bytes, end = begin + config.ll_choices_stride();
+      const int64_t begin = there.region.ll_choices.at(1, src, token) - bytes, end = begin + config.ll_choices_stride();
       ASSERT_EQ(std::memcmp(bytes, old, begin), 0);
       ASSERT_EQ(std::memcmp(bytes + end, old + end, heaps.symmetric[r].size() * sizeof(CacheLine) - end), 0);
       for (int k = 0; k < config.num_topk; ++k) {

@@ -214,7 +214,7 @@ TEST(Signal, ReachesAcrossTheWrap) {
   }
 }
 
-// ---- Workspace
+// ---- MoeRegion
 
 struct Field {
   const char* name;
@@ -224,7 +224,7 @@ struct Field {
 
 std::vector<Field> symmetric_fields(const Context& context) {
   const MoeConfig& c = context.config;
-  const Workspace& w = context.ws;
+  const MoeRegion& w = context.region;
   const size_t b = c.num_buffers, r = c.num_ranks, t = c.num_max_tokens_per_rank, k = c.num_topk;
   const size_t chunks = t <= 512 ? (t + 63) / 64 : std::max<size_t>(8, (t + 255) / 256), ll = c.num_max_ll_tokens;
   return {{"table_signal", w.table_signal.data, b * r * chunks * sizeof(Signal)},
@@ -248,15 +248,15 @@ std::vector<Field> symmetric_fields(const Context& context) {
 
 std::vector<Field> local_fields(const Context& context) {
   const MoeConfig& c = context.config;
-  const Workspace& w = context.ws;
+  const MoeRegion& w = context.region;
   const size_t b = c.num_buffers, r = c.num_ranks, t = c.num_max_tokens_per_rank, k = c.num_topk;
   const size_t e = c.num_local_experts();
   const size_t lists = std::max<size_t>(r * t * k + e * (kMaxExpertAlignment - 1), e * r * t);
   return {{"epoch", w.epoch.data, b * 8},
           {"errors", w.errors.data, sizeof(ErrorCounters)},
           {"num_reports", context.services.num_reports.data, 4},
-          {"arrivals", w.arrivals.data, b * Workspace::kNumLaunches * 4},
-          {"tickets", w.tickets.data, b * Workspace::kNumLaunches * 4},
+          {"arrivals", w.arrivals.data, b * MoeRegion::kNumLaunches * 4},
+          {"tickets", w.tickets.data, b * MoeRegion::kNumLaunches * 4},
           {"expert_offsets", w.expert_offsets.data, b * (e + 1) * 4},
           {"expert_counts", w.expert_counts.data, b * e * 4},
           {"expert_row_index", w.expert_row_index.data, b * lists * 4},
@@ -266,7 +266,7 @@ std::vector<Field> local_fields(const Context& context) {
           {"landed_row", w.landed_row.data, b * r * t * 4},
           {"landed_offsets", w.landed_offsets.data, b * (r + 1) * 4},
           {"landed_term", w.landed_term.data, b * r * t * k * sizeof(RouteTerm)},
-          {"combine_order", w.combine_order.data, b * Workspace::kNumOrders * r * t * sizeof(LandedRow)},
+          {"combine_order", w.combine_order.data, b * MoeRegion::kNumOrders * r * t * sizeof(LandedRow)},
           {"num_recv_tokens", w.num_recv_tokens.data, b * r * 4},
           {"all_send_ll", w.all_send_ll.data, b * 4},
           {"token_ranks", w.token_ranks.data, b * t * sizeof(RankSet)}};
@@ -308,7 +308,7 @@ void expect_apart(std::vector<Field> fields, const std::byte* base, size_t bytes
   EXPECT_LE(end, base + bytes);
 }
 
-TEST(Workspace, FieldsLieApartOnLinesOfTheirOwn) {
+TEST(MoeRegion, FieldsLieApartOnLinesOfTheirOwn) {
   const uint64_t seed = test_seed();
   std::mt19937 random(static_cast<unsigned>(seed));
   const auto pick = [&](int low, int high) { return std::uniform_int_distribution(low, high)(random); };
@@ -347,7 +347,7 @@ TEST(CommRegion, FieldsLieApartOnLinesOfTheirOwn) {
   }
 }
 
-TEST(Workspace, DigestTellsLayoutsApart) {
+TEST(MoeRegion, DigestTellsLayoutsApart) {
   Context context = context_of(small_config());
   const RegionSize size = place_region(context, nullptr, nullptr);
   context.config.num_max_tokens_per_rank = 300;  // a second chunk of the routing table
@@ -355,11 +355,11 @@ TEST(Workspace, DigestTellsLayoutsApart) {
   EXPECT_NE(size.layout_digest, other_size.layout_digest);
 }
 
-TEST(Workspace, EveryElementHasAnAddressOfItsOwn) {
+TEST(MoeRegion, EveryElementHasAnAddressOfItsOwn) {
   const MoeConfig c = small_config();
   Context context = context_of(c);
   place_region(context, nullptr, nullptr);
-  const Workspace& w = context.ws;
+  const MoeRegion& w = context.region;
   std::vector<const void*> seen;
   for (int b = 0; b < c.num_buffers; ++b) {
     for (int r = 0; r < c.num_ranks; ++r) {

@@ -97,10 +97,10 @@ TEST(CombineSchedule, SendsPiecesAsTheRowsLieOwnRowsLast) {
     Heaps heaps(config_of(num_ranks, 20));
     const int me = random.pick(0, num_ranks - 1);
     const Context& c = heaps.context[me];
-    int32_t* offsets = c.ws.landed_offsets.at(0);
+    int32_t* offsets = c.region.landed_offsets.at(0);
     for (int r = 0; r < num_ranks; ++r) {
       offsets[r + 1] = offsets[r] + (random.pick(0, 2) == 0 ? 0 : random.pick(0, 20));
-      for (int i = offsets[r]; i < offsets[r + 1]; ++i) c.ws.landed_row(0, i) = r * 20 + (i - offsets[r]);
+      for (int i = offsets[r]; i < offsets[r + 1]; ++i) c.region.landed_row(0, i) = r * 20 + (i - offsets[r]);
     }
     const CombineSendArgs args{.context = c, .presummed = true};
     const bool keeps_own = random.pick(0, 1) == 1;
@@ -116,7 +116,7 @@ TEST(CombineSchedule, SendsPiecesAsTheRowsLieOwnRowsLast) {
       landed.push_back(scheduled.row);
       const int owner = scheduled.delivery.first_dst_rank;
       ASSERT_EQ(scheduled.delivery.dst_ranks.bits, RankSet::only(owner).bits);
-      ASSERT_EQ(owner * 20 + scheduled.delivery.token, c.ws.landed_row(0, scheduled.row));
+      ASSERT_EQ(owner * 20 + scheduled.delivery.token, c.region.landed_row(0, scheduled.row));
     }
     ASSERT_EQ(landed, expected);
   }

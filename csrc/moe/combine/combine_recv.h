@@ -10,7 +10,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Where the sum of a rank for a token lies.
 MOE_A2A_DEVICE const std::byte* partial_sum(const CombineRecvArgs& args, const OwnSums& own, int rank, int token) {
-  return own.keep(rank) ? own.of(token) : args.context.ws.combine_row.at(args.buffer, rank, token);
+  return own.keep(rank) ? own.of(token) : args.context.region.combine_row.at(args.buffer, rank, token);
 }
 
 // The partial sums of a token, ranks in ascending order: the order of addition is part of the contract.
@@ -56,7 +56,7 @@ struct CombineRecv {
   static size_t shared_bytes(const Args& args) { return plan(args).bytes; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    with_wire(args.context.ws.all_send_ll(args.buffer, 0),
+    with_wire(args.context.region.all_send_ll(args.buffer, 0),
               [&](auto wire) { receive(wire, args, OwnSums(), grid, block, shared); });
   }
 
@@ -64,21 +64,21 @@ struct CombineRecv {
 
   MOE_A2A_DEVICE static void receive(std::type_identity<LlWire>, const Args& args, const OwnSums& own, const Grid& grid,
                                      const Block& block, std::byte*) {
-    const Exchange exchange = combine_rows(args.context, args.buffer, args.context.ws.epoch(args.buffer));
+    const Exchange exchange = combine_rows(args.context, args.buffer, args.context.region.epoch(args.buffer));
     walk_parts(args, grid, block, RowLayout::piece_length(),
                [&](int token, int number) { return receive_piece(args, own, exchange, block.warp(), token, number); });
   }
 
   MOE_A2A_DEVICE static void receive(std::type_identity<RowWire>, const Args& args, const OwnSums& own,
                                      const Grid& grid, const Block& block, std::byte* shared) {
-    const Exchange exchange = combine_rows(args.context, args.buffer, args.context.ws.epoch(args.buffer));
+    const Exchange exchange = combine_rows(args.context, args.buffer, args.context.region.epoch(args.buffer));
     const RowLayout layout = args.context.config.row(args.context.config.dtype);
     const int length = part_length(args, grid);
     const Warp warp = block.warp();
     // `add(token, part, ranks)` forms the sum once its terms are here.
     const auto receive_all = [&](const auto& add) {
       walk_parts(args, grid, block, length, [&](int token, int number) {
-        const RankSet ranks = args.context.ws.token_ranks(args.buffer, token);
+        const RankSet ranks = args.context.region.token_ranks(args.buffer, token);
         if (!wait_for_sums(args, own, exchange, warp, ranks, token)) return false;
         const uint64_t start = trace_now();
         add(token, layout.piece(number, length), ranks);
@@ -131,15 +131,16 @@ struct CombineRecv {
       T* target = target_of<T>(args, token, piece);
       if (own.are_kept()) {
         const std::byte* own_piece = own.of(token) + piece.first * sizeof(T);
-        LlSum<true> sum{exchange,     c.ws.token_ranks(args.buffer, token),
-                        site,         c.ws.combine_refusal,
+        LlSum<true> sum{exchange,     c.region.token_ranks(args.buffer, token),
+                        site,         c.region.combine_refusal,
                         args.attempt, args.seen,
                         first_word,   own_piece};
         good = sum.add(warp, piece.size(), args.vector_rows, target);
       } else {
-        LlSum<false> sum{
-            exchange,  c.ws.token_ranks(args.buffer, token), site, c.ws.combine_refusal, args.attempt, args.seen,
-            first_word};
+        LlSum<false> sum{exchange,     c.region.token_ranks(args.buffer, token),
+                         site,         c.region.combine_refusal,
+                         args.attempt, args.seen,
+                         first_word};
         good = sum.add(warp, piece.size(), args.vector_rows, target);
       }
     });

@@ -15,9 +15,9 @@ class LandedSchedule {
   MOE_A2A_DEVICE LandedSchedule(const Context& c, int buffer, const OwnSums& own)
       : c_(c),
         buffer_(buffer),
-        num_landed_(c.ws.landed_offsets(buffer, c.heap.num_ranks)),
-        end_own_(c.ws.landed_offsets(buffer, c.heap.rank + 1)),
-        num_own_kept_(own.are_kept() ? end_own_ - c.ws.landed_offsets(buffer, c.heap.rank) : 0) {}
+        num_landed_(c.region.landed_offsets(buffer, c.heap.num_ranks)),
+        end_own_(c.region.landed_offsets(buffer, c.heap.rank + 1)),
+        num_own_kept_(own.are_kept() ? end_own_ - c.region.landed_offsets(buffer, c.heap.rank) : 0) {}
 
   MOE_A2A_DEVICE int num_rows() const { return num_landed_ - num_own_kept_; }
 
@@ -39,7 +39,7 @@ struct CombineSchedule : LandedSchedule {
 
   MOE_A2A_DEVICE Scheduled at(const Warp&, int i) const {
     const int behind = end_own_ + i, landed = behind < num_landed_ ? behind : behind - num_landed_;
-    return scheduled({c_.ws.landed_row(buffer_, landed), landed});
+    return scheduled({c_.region.landed_row(buffer_, landed), landed});
   }
 };
 
@@ -48,7 +48,7 @@ template <>
 struct CombineSchedule<RowWire> : LandedSchedule {
   MOE_A2A_DEVICE CombineSchedule(const Context& c, int buffer, const OwnSums& own)
       : LandedSchedule(c, buffer, own),
-        order_(c.ws.combine_order.at(buffer, own.are_kept() ? Workspace::kPeersRows : Workspace::kAllRows)) {}
+        order_(c.region.combine_order.at(buffer, own.are_kept() ? MoeRegion::kPeersRows : MoeRegion::kAllRows)) {}
 
   MOE_A2A_DEVICE Scheduled at(const Warp&, int i) const { return scheduled(order_[i]); }
 
@@ -82,7 +82,7 @@ struct CombineSend {
   }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    with_wire(args.context.ws.all_send_ll(args.buffer, 0),
+    with_wire(args.context.region.all_send_ll(args.buffer, 0),
               [&](auto wire) { send(wire, args, OwnSums(), grid, block, shared); });
   }
 
@@ -91,17 +91,18 @@ struct CombineSend {
   MOE_A2A_DEVICE static void send(std::type_identity<Wire> type, const Args& args, const OwnSums& own, const Grid& grid,
                                   const Block& block, std::byte* shared) {
     const Context& c = args.context;
-    const uint64_t epoch = c.ws.epoch(args.buffer);
+    const uint64_t epoch = c.region.epoch(args.buffer);
     const Exchange exchange = combine_rows(c, args.buffer, epoch);
     const typename Wire::Plan plan = CombineSend::plan<Wire>(args);
-    Wire wire(exchange, layout(args), grid, block, shared, plan, c.ws.tickets.at(args.buffer, Workspace::kCombineSend));
+    Wire wire(exchange, layout(args), grid, block, shared, plan,
+              c.region.tickets.at(args.buffer, MoeRegion::kCombineSend));
     const CombineSchedule<Wire> schedule(c, args.buffer, own);
     if (args.presummed) {
       wire.send(schedule, PresummedRows{args, layout(args)});
     } else {
       send_sums(type, args, wire, schedule, grid, block);
     }
-    if (block.is_last_warp() && count_block(grid, c.ws, args.buffer, Workspace::kCombineSend)) {
+    if (block.is_last_warp() && count_block(grid, c.region, args.buffer, MoeRegion::kCombineSend)) {
       return_credit(c, args.buffer, epoch);
     }
   }
@@ -111,7 +112,7 @@ struct CombineSend {
   // dispatch on this buffer after its combine_recv, and its sums are written again only after that table has arrived,
   // from every rank, tokens or none.)
   MOE_A2A_DEVICE static void return_credit(const Context& c, int buffer, uint64_t epoch) {
-    signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.dispatch_credit.at(buffer, c.heap.rank), epoch);
+    signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.region.dispatch_credit.at(buffer, c.heap.rank), epoch);
   }
 
  private:

@@ -35,7 +35,7 @@ MOE_A2A_DEVICE void count_short_routes(const CombineSendArgs& args, const RouteT
   const Context& c = args.context;
   for (int k = 0; k < c.config.num_topk && terms[k].position >= 0; ++k) {
     if (terms[k].position >= args.num_y_rows) {
-      atomic_add<Order::kRelaxed, Scope::kDevice>(&c.ws.errors.data->num_short_y_routes, 1u);
+      atomic_add<Order::kRelaxed, Scope::kDevice>(&c.region.errors.data->num_short_y_routes, 1u);
     }
   }
 }
@@ -79,7 +79,7 @@ struct SummedRows {
   template <class Group, class Sender>
   MOE_A2A_DEVICE void send(const Group& group, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
     std::byte* target = sender.open_stage(scheduled.delivery);
-    const RouteTerm* terms = args.context.ws.landed_term.at(args.buffer, scheduled.row);
+    const RouteTerm* terms = args.context.region.landed_term.at(args.buffer, scheduled.row);
     if (group.rank() == 0 && piece.first == 0) count_short_routes(args, terms);
     with_element_type(layout.dtype, [&](auto type) {
       using T = decltype(type);
@@ -141,7 +141,7 @@ struct StreamedRows {
 
  private:
   MOE_A2A_DEVICE LaneTerms lane_terms(const Warp& warp, int landed) const {
-    const RouteTerm* terms = args.context.ws.landed_term.at(args.buffer, landed);
+    const RouteTerm* terms = args.context.region.landed_term.at(args.buffer, landed);
     if (warp.rank() == 0) count_short_routes(args, terms);
     const RouteTerm term = warp.rank() < args.context.config.num_topk ? terms[warp.rank()] : RouteTerm{};
     const bool is_end = term.position < 0, is_there = !is_end && term.position < args.num_y_rows;

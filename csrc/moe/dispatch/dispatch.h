@@ -47,7 +47,7 @@ struct Dispatch {
     with_wire(DispatchSend::sends_ll(args.send), [&](auto wire) {
       using Wire = typename decltype(wire)::type;
       const Context& c = args.send.context;
-      const uint64_t epoch = c.ws.epoch(args.send.buffer) + 1, start = trace_now();
+      const uint64_t epoch = c.region.epoch(args.send.buffer) + 1, start = trace_now();
       const Roles roles = Dispatch::roles<Wire>(args, grid);
       const bool receives = has_part_in(roles.receivers);
       if (DispatchSend::begin(wire, args.send, grid, roles.rows, block, epoch)) {

@@ -39,7 +39,7 @@ struct DispatchRecv {
   }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    receive(args, roles(grid), block, shared, args.context.ws.epoch(args.buffer));
+    receive(args, roles(grid), block, shared, args.context.region.epoch(args.buffer));
   }
 
   MOE_A2A_DEVICE static void receive(const Args& args, const Roles& roles, const Block& block, std::byte* shared,
@@ -70,12 +70,12 @@ struct DispatchRecv {
     for (int r = warp.rank(); r < c.heap.num_ranks; r += warp.size()) {
       uint32_t payload = 0;
       const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, r, -1, args.buffer};
-      const Signal* signal = c.ws.table_signal.at(args.buffer, r, 0);
+      const Signal* signal = c.region.table_signal.at(args.buffer, r, 0);
       good &= wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
         if (c.config.num_max_ll_tokens > 0 && find_ll_tokens(c, args.buffer, r, epoch, &payload)) return true;
         return has_arrived(signal, epoch, seen, &payload);  // pairs with RoutingTable::send() and RefuseDispatch
       });
-      if (payload == Workspace::kRefused) {
+      if (payload == MoeRegion::kRefused) {
         write_report(c.wait, c.heap, site, Reason::kRefused, Refusal::kFinal, epoch, Signal::pack(epoch, payload), 0);
         payload = 0;
       }
@@ -117,7 +117,7 @@ struct DispatchRecv {
                                      const Warp&, int num_tokens, int /*piece*/, const WaitSite& site) {
     const int chunk = site.token / chunk_length(num_tokens);
     if (chunk > 0 && !ChunkTable::receive_chunk(args, site.peer, chunk, num_tokens, exchange.epoch)) return false;
-    if (args.context.ws.table_landed_idx(args.buffer, site.peer, site.token) < 0) return true;
+    if (args.context.region.table_landed_idx(args.buffer, site.peer, site.token) < 0) return true;
     return RowWire::receive(exchange, site);
   }
   MOE_A2A_DEVICE static bool receive(std::type_identity<LlWire>, const Args& args, const Exchange& exchange,
@@ -142,7 +142,7 @@ struct DispatchRecv {
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
       const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, r};
       if (c.config.sends_ll(num_tokens[r])) {
-        wait_for(c.ws.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap);
+        wait_for(c.region.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap);
       }
     }
   }

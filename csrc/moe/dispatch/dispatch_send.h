@@ -84,7 +84,7 @@ struct DispatchSend {
   }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    const uint64_t epoch = args.context.ws.epoch(args.buffer) + 1;
+    const uint64_t epoch = args.context.region.epoch(args.buffer) + 1;
     bool good = true;
     with_wire(sends_ll(args), [&](auto wire) {
       good = begin(wire, args, grid, grid, block, epoch);
@@ -108,13 +108,14 @@ struct DispatchSend {
     // counts the block, all threads of which have read the epoch.
     if (Wire::kIsLl && block.rank() == block.size() / 2) {
       advance_epoch(args, good ? epoch : epoch - 1,
-                    count_block(grid, args.context.ws, args.buffer, Workspace::kDispatchSend));
+                    count_block(grid, args.context.region, args.buffer, MoeRegion::kDispatchSend));
     }
     return good;
   }
   // Of a large batch: the last block of the launch speaks for all.
   MOE_A2A_DEVICE static void end(const Args& args, const Grid& grid, const Block& block, uint64_t epoch) {
-    advance_epoch(args, epoch, last_block_done(grid, block, args.context.ws, args.buffer, Workspace::kDispatchSend));
+    advance_epoch(args, epoch,
+                  last_block_done(grid, block, args.context.region, args.buffer, MoeRegion::kDispatchSend));
   }
 
   MOE_A2A_DEVICE static void send_table(std::type_identity<RowWire>, const Args& args, const Grid& grid,
@@ -132,7 +133,7 @@ struct DispatchSend {
     const Exchange exchange = dispatch_rows(c, args.buffer, epoch);
     const RowLayout layout = sent_layout(args);
     const typename Wire::Plan plan = DispatchSend::plan<Wire>(args);
-    Wire wire(exchange, layout, grid, block, shared, plan, c.ws.tickets.at(args.buffer, Workspace::kDispatchSend));
+    Wire wire(exchange, layout, grid, block, shared, plan, c.region.tickets.at(args.buffer, MoeRegion::kDispatchSend));
     if constexpr (Wire::kIsLl) {
       announce(args, grid, block, epoch);
       wire.walk(args.num_tokens, [&](int token) {
@@ -158,7 +159,7 @@ struct DispatchSend {
         continue;
       }
       const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, r};
-      good &= wait_for(c.ws.dispatch_credit.at(buffer, r), epoch - 1, site, c.wait, c.heap);
+      good &= wait_for(c.region.dispatch_credit.at(buffer, r), epoch - 1, site, c.wait, c.heap);
     }
     return !block.any(!good);
   }
@@ -170,8 +171,8 @@ struct DispatchSend {
     bool is_refused = false;
     const bool good = wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
       uint64_t refusal = 0;
-      const bool has_credit = has_arrived(c.ws.dispatch_credit.at(buffer, rank), epoch, seen, nullptr);
-      is_refused = has_arrived(c.ws.dispatch_refusal.at(rank), number, refusal, nullptr);
+      const bool has_credit = has_arrived(c.region.dispatch_credit.at(buffer, rank), epoch, seen, nullptr);
+      is_refused = has_arrived(c.region.dispatch_refusal.at(rank), number, refusal, nullptr);
       return has_credit || is_refused;
     });
     if (is_refused) write_report(c.wait, c.heap, site, Reason::kRefused, 0, epoch, 0, 0);
@@ -183,7 +184,7 @@ struct DispatchSend {
  private:
   // By the last block of the launch: no other reads the word any more.
   MOE_A2A_DEVICE static void advance_epoch(const Args& args, uint64_t epoch, bool is_last) {
-    if (is_last) args.context.ws.epoch(args.buffer) = epoch;
+    if (is_last) args.context.region.epoch(args.buffer) = epoch;
   }
 
   // What goes with a small batch besides its words, by threads with hardly anything else to do. The signal releases
@@ -193,7 +194,7 @@ struct DispatchSend {
     const Context& c = args.context;
     if (grid.rank() != grid.size() - 1) return;
     if (block.rank() == block.size() - 1) {
-      signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.ws.table_signal.at(args.buffer, c.heap.rank, 0), epoch,
+      signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.region.table_signal.at(args.buffer, c.heap.rank, 0), epoch,
                   static_cast<uint32_t>(args.num_tokens));
     }
     if (args.num_tokens == 0 && block.rank() == 0) send_choice(c, args.buffer, 0, 0, 0, -1, 0, epoch);

@@ -24,7 +24,7 @@ class ChunkTable {
                                            uint64_t epoch) {
     const Context& c = args.context;
     const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, rank, chunk * chunk_length(num_tokens)};
-    return wait_for(c.ws.table_signal.at(args.buffer, rank, chunk), epoch, site, c.wait, c.heap);
+    return wait_for(c.region.table_signal.at(args.buffer, rank, chunk), epoch, site, c.wait, c.heap);
   }
 
   // Waits for all chunks behind the first, a thread per chunk. The first has brought the number of tokens.
@@ -42,7 +42,7 @@ class ChunkTable {
   MOE_A2A_DEVICE int32_t sum(int rank, int list, int begin, int end) const {
     constexpr int kUnroll = kBlockThreads > 1 ? 8 : 1;
     const int num_lists = config().num_local_experts() + 1;
-    const int32_t* counts = args_.context.ws.table_count.at(args_.buffer, rank, 0, list);
+    const int32_t* counts = args_.context.region.table_count.at(args_.buffer, rank, 0, list);
     int32_t sum = 0;
     MOE_A2A_ROLLED
     for (int first = begin; first < end; first += kUnroll) {
@@ -63,11 +63,11 @@ class ChunkTable {
     MOE_A2A_DEVICE Token(const DispatchRecvArgs& args, int rank, int token)
         : num_topk_(args.context.config.num_topk),
           config_(args.context.config),
-          entries_(args.context.ws.table_route.at(args.buffer, rank, token)),
-          weights_(args.context.ws.table_weight.at(args.buffer, rank, token)) {
+          entries_(args.context.region.table_route.at(args.buffer, rank, token)),
+          weights_(args.context.region.table_weight.at(args.buffer, rank, token)) {
       prefetch(entries_);
       prefetch(weights_);
-      landed_idx_ = args.context.ws.table_landed_idx(args.buffer, rank, token);
+      landed_idx_ = args.context.region.table_landed_idx(args.buffer, rank, token);
     }
 
     MOE_A2A_DEVICE int32_t landed_idx() const { return landed_idx_; }

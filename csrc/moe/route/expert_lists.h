@@ -36,7 +36,7 @@ class ExpertLists {
                              const Plan& plan, int32_t* num_tokens)
       : args_(args),
         config_(args.context.config),
-        ws_(args.context.ws),
+        ws_(args.context.region),
         grid_(grid),
         block_(block),
         chunk_table_(args),
@@ -250,7 +250,7 @@ class ExpertLists {
     return args_.layout != Layout::kMasked || position - start_[expert] < extent(expert);
   }
   MOE_A2A_DEVICE void count_lost_route() const {
-    atomic_add<Order::kRelaxed, Scope::kDevice>(&args_.context.ws.errors.data->num_lost_routes, 1u);
+    atomic_add<Order::kRelaxed, Scope::kDevice>(&args_.context.region.errors.data->num_lost_routes, 1u);
   }
 
   MOE_A2A_DEVICE void write_landed(int32_t landed, int rank, int token) const {
@@ -275,8 +275,8 @@ class ExpertLists {
       if (r == own_rank) own_before = full_turns;
     }
     const LandedRow entry{row, landed};
-    ws_.combine_order(args_.buffer, Workspace::kAllRows, before) = entry;
-    if (rank != own_rank) ws_.combine_order(args_.buffer, Workspace::kPeersRows, before - own_before) = entry;
+    ws_.combine_order(args_.buffer, MoeRegion::kAllRows, before) = entry;
+    if (rank != own_rank) ws_.combine_order(args_.buffer, MoeRegion::kPeersRows, before - own_before) = entry;
   }
 
   MOE_A2A_DEVICE void write_route(int32_t position, int rank, int token, float weight) const {
@@ -295,7 +295,7 @@ class ExpertLists {
 
   const DispatchRecvArgs& args_;
   const MoeConfig& config_;
-  const Workspace& ws_;
+  const MoeRegion& ws_;
   const Grid& grid_;
   const Block& block_;
   ChunkTable chunk_table_;

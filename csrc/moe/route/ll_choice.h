@@ -13,7 +13,7 @@ inline constexpr int kWordsPerChoice = num_ll_words(3);
 
 // The words of a choice of one of `src`'s tokens, in this rank's heap.
 MOE_A2A_DEVICE LlWord* ll_choice_at(const Context& c, int buffer, int src, int token, int k) {
-  return ll_words_at(c.ws.ll_choices, buffer, src, token, k * kWordsPerChoice);
+  return ll_words_at(c.region.ll_choices, buffer, src, token, k * kWordsPerChoice);
 }
 
 // Called by one thread; goes to every rank.
@@ -40,7 +40,7 @@ MOE_A2A_DEVICE void send_choices(const DispatchSendArgs& args, const Warp& warp,
     if (expert >= 0) ranks.insert(rank_of_expert(c.config, expert));
   }
   ranks.bits = warp.reduce_or(ranks.bits);
-  if (warp.rank() == 0) c.ws.token_ranks(args.buffer, token) = ranks;
+  if (warp.rank() == 0) c.region.token_ranks(args.buffer, token) = ranks;
 }
 
 // The number of tokens of `src`, if its first choice has arrived.

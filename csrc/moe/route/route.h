@@ -43,7 +43,7 @@ MOE_A2A_DEVICE int local_expert(const MoeConfig& config, int32_t expert) {
 MOE_A2A_DEVICE int32_t checked_choice(const DispatchSendArgs& args, int token, int k) {
   const int64_t expert = args.topk_idx[static_cast<int64_t>(token) * args.context.config.num_topk + k];
   if (expert >= -1 && expert < args.context.config.num_experts) return static_cast<int32_t>(expert);
-  ErrorCounters* errors = args.context.ws.errors.data;
+  ErrorCounters* errors = args.context.region.errors.data;
   const uint32_t place =
       atomic_add<Order::kRelaxed, Scope::kDevice>(&errors->num_bad_choices, 1u) % ErrorCounters::kShown;
   errors->bad_expert[place] = expert;

@@ -29,7 +29,7 @@ class RoutingTable {
   }
 
   MOE_A2A_DEVICE RoutingTable(const DispatchSendArgs& args, const Block& block, std::byte* shared)
-      : args_(args), config_(args.context.config), heap_(args.context.heap), ws_(args.context.ws), block_(block) {
+      : args_(args), config_(args.context.config), heap_(args.context.heap), ws_(args.context.region), block_(block) {
     const Plan plan = RoutingTable::plan(config_);
     ranks_ = plan.ranks.in(shared);
     counters_ = plan.counters.in(shared);
@@ -192,7 +192,7 @@ class RoutingTable {
   const DispatchSendArgs& args_;
   const MoeConfig& config_;
   const HeapView& heap_;
-  const Workspace& ws_;
+  const MoeRegion& ws_;
   const Block& block_;
   RankSet* ranks_;
   int32_t* counters_;

@@ -46,7 +46,7 @@ struct ErrorCounters {
 };
 
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
-struct Workspace {
+struct MoeRegion {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
   Array<Signal, 3> table_signal;       // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
   Array<RouteEntry, 4> table_route;    // [B, R src, T, K]
@@ -93,6 +93,6 @@ struct Workspace {
 int64_t route_list_capacity(const MoeConfig& config, int expert_alignment);
 
 // Takes the fields from the two parts of the client's region.
-Workspace make_workspace(const MoeConfig& config, RegionLayout& symmetric, RegionLayout& local);
+MoeRegion make_moe_region(const MoeConfig& config, RegionLayout& symmetric, RegionLayout& local);
 
 }  // namespace moe_a2a

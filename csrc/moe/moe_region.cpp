@@ -1,4 +1,4 @@
-#include "moe/workspace.h"
+#include "moe/moe_region.h"
 
 #include <algorithm>
 
@@ -9,12 +9,12 @@ int64_t route_list_capacity(const MoeConfig& config, int expert_alignment) {
   return config.route_capacity() + static_cast<int64_t>(config.num_local_experts()) * (expert_alignment - 1);
 }
 
-Workspace make_workspace(const MoeConfig& config, RegionLayout& symmetric, RegionLayout& local) {
+MoeRegion make_moe_region(const MoeConfig& config, RegionLayout& symmetric, RegionLayout& local) {
   const int64_t b = config.num_buffers, r = config.num_ranks, t = config.num_max_tokens_per_rank;
   const int64_t k = config.num_topk, experts = config.num_local_experts();
   const int64_t chunks = most_chunks(config.num_max_tokens_per_rank), ll = config.num_max_ll_tokens;
   const int64_t lists = std::max(route_list_capacity(config, kMaxExpertAlignment), experts * r * t);
-  Workspace w;
+  MoeRegion w;
 
   w.table_signal = symmetric.take<Signal>(b, r, chunks);
   w.table_route = symmetric.take<RouteEntry>(b, r, t, k);
@@ -34,8 +34,8 @@ Workspace make_workspace(const MoeConfig& config, RegionLayout& symmetric, Regio
 
   w.epoch = local.take<uint64_t>(b);
   w.errors = local.take<ErrorCounters>(1);
-  w.arrivals = local.take<uint32_t>(b, Workspace::kNumLaunches);
-  w.tickets = local.take<uint32_t>(b, Workspace::kNumLaunches);
+  w.arrivals = local.take<uint32_t>(b, MoeRegion::kNumLaunches);
+  w.tickets = local.take<uint32_t>(b, MoeRegion::kNumLaunches);
   w.expert_offsets = local.take<int32_t>(b, experts + 1);
   w.expert_counts = local.take<int32_t>(b, experts);
   w.expert_row_index = local.take<int32_t>(b, lists);
@@ -45,7 +45,7 @@ Workspace make_workspace(const MoeConfig& config, RegionLayout& symmetric, Regio
   w.landed_row = local.take<int32_t>(b, r * t);
   w.landed_offsets = local.take<int32_t>(b, r + 1);
   w.landed_term = local.take<RouteTerm>(b, r * t, k);
-  w.combine_order = local.take<LandedRow>(b, Workspace::kNumOrders, r * t);
+  w.combine_order = local.take<LandedRow>(b, MoeRegion::kNumOrders, r * t);
   w.num_recv_tokens = local.take<int32_t>(b, r);
   w.all_send_ll = local.take<int32_t>(b, 1);
   w.token_ranks = local.take<RankSet>(b, t);
@@ -54,9 +54,10 @@ Workspace make_workspace(const MoeConfig& config, RegionLayout& symmetric, Regio
 
 RegionSize place_region(Context& context, std::byte* symmetric_base, std::byte* local_base) {
   const MoeConfig& config = context.config;
-  return place_client(
-      context, config.num_ranks, config.num_buffers + 1, symmetric_base, local_base,
-      [&](RegionLayout& symmetric, RegionLayout& local) { context.ws = make_workspace(config, symmetric, local); });
+  return place_client(context, config.num_ranks, config.num_buffers + 1, symmetric_base, local_base,
+                      [&](RegionLayout& symmetric, RegionLayout& local) {
+                        context.region = make_moe_region(config, symmetric, local);
+                      });
 }
 
 }  // namespace moe_a2a
