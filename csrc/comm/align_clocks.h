@@ -1,12 +1,12 @@
-// How far each rank's clock is ahead of this rank's: messages to and fro over the heap, each rank alone with one other
-// at a time. A peer's time lies between this rank's times before and after it; the closest pair of them says most.
+// Measures how far each rank's clock is ahead of this rank's, by ping-pong messages over the heap, one pair of ranks at
+// a time. A peer's timestamp falls between this rank's timestamps before and after it; the tightest such pair wins.
 #pragma once
 
 #include "comm/context.h"
 
 namespace moe_a2a {
 
-// Every rank passes the same number of rounds, 2 ... kMaxClockRounds.
+// Every rank passes the same num_rounds, 2 ... kMaxClockRounds.
 struct AlignClocksArgs {
   CommContext context;
   int num_rounds = 0;
@@ -22,8 +22,8 @@ struct AlignClocks {
 
   static size_t shared_bytes(const Args&) { return 0; }
 
-  // In step s ranks i and j with i + j = s (mod R) meet: each pair once, no rank twice in a step. One thread does it
-  // all.
+  // In step s, ranks i and j with i + j = s (mod R) meet: each pair once, no rank twice in a step. One thread does all
+  // the work.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const CommContext& c = args.context;
     if (block.rank() != 0) return;
@@ -34,7 +34,7 @@ struct AlignClocks {
     }
   }
 
-  // The own clock beside itself: no offset, and the smallest step in which it is seen to go forward.
+  // This rank against itself: offset 0, and the smallest observed clock step.
   MOE_A2A_DEVICE static void measure_own(const CommContext& c) {
     constexpr int kNumSteps = 64;
     uint64_t smallest = ~uint64_t{0}, before = clock_now();
@@ -51,10 +51,10 @@ struct AlignClocks {
   MOE_A2A_DEVICE static bool exchange(const Args& args, int peer) {
     const CommContext& c = args.context;
     uint64_t& epoch = c.region.clock_epoch(peer);
-    if (!meet(c, peer, ++epoch)) return false;  // the peer no longer reads what was exchanged last time
+    if (!meet(c, peer, ++epoch)) return false;  // the peer no longer reads the previous exchange
     if (!volley(args, peer, epoch)) return false;
     epoch += args.num_rounds;
-    if (!meet(c, peer, ++epoch)) return false;  // all times have come
+    if (!meet(c, peer, ++epoch)) return false;  // all timestamps have arrived
     c.region.clock_reading(peer) = closest_pair(args, peer);
     return true;
   }
@@ -68,9 +68,9 @@ struct AlignClocks {
     return {Operation::kAlignClocks, TraceKind::kClockWait, peer};
   }
 
-  // The lower rank serves. A message is a signal without a release: nothing is read for its sake before the ranks meet
-  // again, and a fence would be in what is measured. It has a word of its own: who comes late to the meeting must not
-  // find a message there, which orders nothing. The time of each is left with the peer, and here.
+  // The lower rank serves. Messages are relaxed: nothing behind them is read before the ranks meet again, and a fence
+  // would distort the measurement. They use a separate word, so that a rank that is late to the meeting cannot take a
+  // message, which orders nothing, for the meeting. Each timestamp is logged both locally and at the peer.
   MOE_A2A_DEVICE static bool volley(const Args& args, int peer, uint64_t epoch) {
     const CommContext& c = args.context;
     const bool serves = c.heap.rank < peer;
@@ -91,7 +91,7 @@ struct AlignClocks {
     return wait_for<Order::kRelaxed>(c.region.clock_message.at(peer), epoch, site_of(peer), c.wait, c.heap);
   }
 
-  // This rank's times i and i + 1 have between them the peer's i, or the peer's i + 1 where the peer serves.
+  // This rank's timestamps i and i + 1 enclose the peer's i, or the peer's i + 1 where the peer serves.
   MOE_A2A_DEVICE static ClockReading closest_pair(const Args& args, int peer) {
     const CommContext& c = args.context;
     const int first = c.heap.rank < peer ? 0 : 1;

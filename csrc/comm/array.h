@@ -1,4 +1,4 @@
-// A dense array somewhere in a region of memory: a pointer and its strides.
+// A dense array in a region of memory: a pointer and its strides.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace moe_a2a {
 
-// `kRank` dimensions; the first extent is not needed to find an element.
+// `kRank` dimensions. The first extent is not stored: indexing does not need it.
 template <class T, int kRank>
 struct Array {
   T* data = nullptr;

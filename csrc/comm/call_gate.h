@@ -1,4 +1,4 @@
-// Lets one call of an object in at a time, from threads of the process that made it.
+// Admits one call of an object at a time, from any thread of the process that made it.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ class CallGate {
   CallGate& operator=(const CallGate&) = delete;
   ~CallGate();
 
-  // A call's turn: it lasts as long as the object.
+  // One call's turn, held for the object's lifetime.
   class Turn {
    public:
     explicit Turn(CallGate& gate) : gate_(gate) {}
@@ -28,9 +28,9 @@ class CallGate {
     CallGate& gate_;
   };
 
-  // Waits until no other thread is in a call. A call may enter again, for a part of itself. Raises in another process
-  // than the maker's, and in a signal handler that runs in the middle of a call of this object; Interrupted when a
-  // signal ends the wait. The caller must not hold a lock that the host hook takes (Python's GIL).
+  // Blocks until no other thread is in a call; reentrant, so that a call may be made of other calls. Throws in a
+  // process that did not make the object, and in a signal handler that interrupted a call of this object. Throws
+  // Interrupted when a signal ends the wait. The caller must not hold a lock that the host hook takes (Python's GIL).
   [[nodiscard]] Turn enter();
 
   bool is_own_process() const { return maker_.is_true(); }
@@ -44,7 +44,7 @@ class CallGate {
 
   std::string what_;
   MadeByThisProcess maker_;
-  std::unique_ptr<State> state_;  // left alone in a forked child: a thread that is not there may hold it
+  std::unique_ptr<State> state_;  // leaked in a forked child: a thread that does not exist there may hold the mutex
 };
 
 }  // namespace moe_a2a

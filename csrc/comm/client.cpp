@@ -13,7 +13,7 @@
 namespace moe_a2a {
 namespace {
 
-// Clients of this process by the index of their device, without communicators: those launch nothing beside others.
+// Clients in this process by device index. Communicators do not count: they launch nothing beside other clients.
 std::atomic<int> num_clients[64];
 
 }  // namespace
@@ -70,8 +70,8 @@ void Client::link(const PoisonLink& poison) {
   context_.wait.comm_heap = poison.device_heap;
 }
 
-// Without a close(), or with a peer that never came to its own, a peer may still write here: then the memory of a
-// device stays until the process ends. A mapping of the CPU can always go, every process has its own.
+// A peer may still write here if close() was not called or a peer never closed; device memory then stays until the
+// process ends. CPU mappings can always go: each process has its own.
 Client::~Client() {
   if (&vocabulary_ != &kCommVocabulary) --num_clients[member_.device % std::size(num_clients)];
   closed_ = true;
@@ -159,9 +159,10 @@ void Client::check() {
 
 // ---- leaving in the middle of a call
 
-// Other ranks must not wait for a rank that has left: they leave as well, and name it.
+// Other ranks must not wait for a rank that has left: they leave too, and name it.
 void Client::poison_peers() {
-  if (!device_->is_synchronous()) return;  // a device's memory is not written from here, its waits are not interrupted
+  if (!device_->is_synchronous())
+    return;  // the host cannot write device memory, and waits on a device are not interrupted
   const auto word = static_cast<uint32_t>(member_.rank + 1) << 8 | static_cast<uint32_t>(member_.rank + 1);
   for (int r = 0; r < member_.num_ranks; ++r) {
     __atomic_store_n(poison_.heap->peer(r, poison_.word), word, __ATOMIC_RELAXED);
@@ -186,7 +187,7 @@ void Client::close() {
   if (closed_ || !gate_.is_own_process()) return;
   closing_ = true;
   device_->interrupt();
-  if (is_inside_host_hook() && gate_.is_inside()) return;  // the call that the signal came in leaves by itself
+  if (is_inside_host_hook() && gate_.is_inside()) return;  // the interrupted call leaves by itself
   const CallGate::Turn turn = gate_.enter();
   if (closed_) return;
   if (connected_ && !device_->is_synchronous()) part();
@@ -195,11 +196,11 @@ void Client::close() {
 }
 
 void Client::part() {
-  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) return;  // somebody is missing already
+  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) return;  // a peer is missing already
   GoodbyeArgs args{.context = context_};
   const auto limit = static_cast<uint64_t>(kPartingSeconds * context_.wait.ticks_per_second);
   args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
-  args.context.wait.poison = nullptr;  // who leaves gives nobody up: others may wait longer for whoever is late
+  args.context.wait.poison = nullptr;  // a closing rank gives up on nobody: others may wait longer for a late rank
   device_->synchronize();
   launch(args, 1, device_->own_stream());
   device_->synchronize();

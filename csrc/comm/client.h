@@ -1,5 +1,5 @@
-// What every object has that takes part in calls of all ranks: its region of memory on every rank, one call at a time,
-// reports that become exceptions, and its life from connect() to close(). A Communicator is one, and so is each of its
+// Base of every object that takes part in collective calls: its region of memory on every rank, one call at a time,
+// reports turned into exceptions, and its lifetime from connect() to close(). A Communicator is one, and so are its
 // clients.
 #pragma once
 
@@ -22,19 +22,19 @@ struct Member {
   int rank = 0;
   int num_ranks = 1;
   std::string target = "cpu";  // "cpu", "cuda" or "hip"
-  int device = 0;              // of a GPU: its index
+  int device = 0;              // index of the GPU
   double timeout_seconds = 30;
 };
 
 // Where a rank tells all ranks of a communicator that it has given up or left.
 struct PoisonLink {
   uint32_t* word = nullptr;               // this rank's, in the communicator's region
-  const HeapView* heap = nullptr;         // where those of the other ranks are
-  const HeapView* device_heap = nullptr;  // the same, where kernels can read it
+  const HeapView* heap = nullptr;         // locates the words of the other ranks
+  const HeapView* device_heap = nullptr;  // the same, readable by kernels
 };
 
-// Calls may come from several threads: each waits until the one before has ended. close() ends the wait of a call that
-// another thread is in. Only the process that made the object may use it; a forked child lets go of its copy unharmed.
+// Calls may come from several threads; they run one at a time. close() ends a wait that another thread is in. Only the
+// process that made the object may use it; a forked child can safely drop its copy.
 class Client {
  public:
   Client(const Client&) = delete;
@@ -45,36 +45,36 @@ class Client {
   const Device& device() const { return *device_; }
   size_t nbytes() const { return size_.symmetric_bytes + size_.local_bytes; }
 
-  // Set-up: every rank's handle to every rank, in rank order. When connect() raises, nothing stays mapped.
+  // Set-up: pass every rank's handle to every rank, in rank order. If connect() throws, nothing stays mapped.
   RegionHandle handle();
   void connect(const std::vector<RegionHandle>& handles);
-  // When the object cannot be made: unmaps the peers; says that no peer maps this rank's memory, nor will.
+  // For an object that cannot be made: disconnect() unmaps the peers; give_back() states that no peer maps this rank's
+  // memory, nor ever will.
   void disconnect();
   void give_back() { may_be_mapped_ = false; }
 
-  // Raises what the kernels have reported so far. check() waits for the device first.
+  // Throws what the kernels have reported so far. check() synchronizes the device first.
   virtual void raise_reported();
   void check();
-  // No call after this one; a call of another thread that waits leaves with an error. The memory goes with the object:
-  // views of it may still be held. In a forked child nothing happens.
+  // No calls after this one; a call that waits in another thread leaves with an error. Memory is freed by the
+  // destructor, since views of it may still be held. No effect in a forked child.
   void close();
   bool is_closed() const { return closed_ || closing_; }
 
-  // A turn is held while the tracer is used.
+  // Hold a turn while using the tracer.
   Tracer& tracer() { return tracer_; }
   [[nodiscard]] CallGate::Turn enter() { return gate_.enter(); }
   void require_own_process() const { gate_.require_own_process(); }
   void require_open() const;
   bool is_connected() const { return connected_; }
-  // Whether an address lies in the memory of this object.
   bool owns(const void* address) const;
 
  protected:
-  // `vocabulary` names the client's launches and waits; it outlives the client. `context` is the client's own, which it
-  // launches its kernels with.
+  // `vocabulary` names the client's launches and waits, and must outlive the client. `context` belongs to the derived
+  // class, which launches its kernels with it.
   Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context);
 
-  // Takes the memory, in the constructor of the client. place(symmetric, local) lays out the region there.
+  // Called by the derived constructor: allocates the memory and lays out the region with place(symmetric, local).
   template <class Place>
   void allocate(const RegionSize& size, const std::vector<AgreedField>& fields, const Place& place) {
     try {
@@ -83,7 +83,7 @@ class Client {
       place(symmetric, local_);
       allocate_report();
     } catch (...) {
-      device_->close();  // nobody else knows of this memory yet
+      device_->close();  // no peer knows of this memory yet
       throw;
     }
   }
@@ -91,12 +91,12 @@ class Client {
 
   virtual void after_connect(const HeapView& /*heap*/) {}
   virtual void after_close() {}  // no call can follow
-  // Where launches are queued: whether the refusal has been raised before.
+  // For queued launches: whether this refusal has been raised already.
   virtual bool is_known_refusal(const Report& /*report*/) { return false; }
-  // Raises a refusal that the client has words of its own for.
+  // Throws a refusal that the client words itself.
   virtual void raise_in_own_words(const Report& /*report*/) {}
 
-  // Launches of one client come one after the other, also when the caller's stream changes.
+  // Launches of one client run in order, even when the caller changes streams.
   template <class Args>
   void launch(const Args& args, int num_blocks, void* stream) {
     if (has_launched_ && stream != last_stream_) device_->order_streams(last_stream_, stream);
@@ -105,22 +105,22 @@ class Client {
     device_->launch(args, num_blocks, stream);
   }
 
-  // How many blocks a launch takes at most unless the caller says otherwise. All of the device's while this is the only
-  // client there; half of them beside others, so that kernels of two clients on two streams are resident at once: each
-  // waits for its peers, which may run them in the other order.
+  // Most blocks per launch unless the caller says otherwise: all of the device while this is its only client, otherwise
+  // half, so that kernels of two clients on two streams are resident at once. Each waits for its peers, which may run
+  // them in the opposite order.
   int share_of_device() const;
 
-  // Before each launch, and behind each one of a synchronous device.
+  // Called before each launch, and after each launch of a synchronous device.
   void raise_waits();
-  // The same for what has put the object out of use: a call that a refusal has come to light before may still be made.
+  // Throws only what has put the object out of use: a refusal does not forbid the next call.
   void raise_timeouts();
   void leave_if_interrupted();
-  // Nobody has mapped this rank, or all have been told already that it has left.
+  // No peer has mapped this rank, or all have been told that it has left.
   bool nobody_waits() const { return is_closed() || interrupted_ || !connected_; }
 
   Member member_;
   const Vocabulary& vocabulary_;
-  std::unique_ptr<Device> device_;  // owns the region's memory, launches the client's kernels
+  std::unique_ptr<Device> device_;  // owns the region's memory and launches the client's kernels
   CallGate gate_;
 
  private:
@@ -138,15 +138,15 @@ class Client {
   std::byte* local_ = nullptr;
   Report* report_ = nullptr;
   std::atomic<bool> connected_ = false;
-  std::atomic<bool> closing_ = false;  // close() has been called: calls that wait leave
+  std::atomic<bool> closing_ = false;  // close() has been called: waiting calls leave
   std::atomic<bool> closed_ = false;
   bool has_launched_ = false;
   void* last_stream_ = nullptr;
-  bool interrupted_ = false;  // a call was left in its middle: the peers have been told
-  // Whether a peer may write into this memory: from the time that its handle is out until all ranks have closed.
+  bool interrupted_ = false;  // a call was interrupted: the peers have been told
+  // Whether a peer may write into this memory: from handle() until all ranks have closed.
   std::atomic<bool> may_be_mapped_ = false;
 
-  // How long a close waits for the other ranks to close.
+  // How long close() waits for the other ranks to close.
   static constexpr double kPartingSeconds = 5.0;
 };
 

@@ -41,7 +41,7 @@ std::vector<ClockReading> Communicator::align_clocks(int num_rounds, void* strea
   const CallGate::Turn turn = gate_.enter();
   check();
   AlignClocksArgs args{.context = context_, .num_rounds = num_rounds};
-  args.context.wait.trace = {};  // records of hundreds of short waits would take room, and time that is measured here
+  args.context.wait.trace = {};  // recording hundreds of short waits would distort the measurement
   launch(args, 1, stream);
   device_->synchronize();
   std::vector<ClockReading> readings(member_.num_ranks);

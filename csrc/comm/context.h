@@ -1,4 +1,4 @@
-// What a kernel is given beside its own arguments.
+// What a kernel gets besides its own arguments.
 #pragma once
 
 #include "comm/comm_region.h"
@@ -7,24 +7,24 @@
 
 namespace moe_a2a {
 
-// Of every client: the memory of its peers, the deadline, whom to tell. A client adds its sizes and its region.
+// Common to all clients: peer memory, deadline, report. A client adds its sizes and its region.
 struct ClientContext {
   HeapView heap;  // the client's region on every rank
   WaitPolicy wait;
   ClientServices services;
-  int max_shared_bytes = 0;  // that a block may use
+  int max_shared_bytes = 0;  // per block
 
-  // Where the kernels leave their records; waits leave theirs there too.
+  // Where kernels and waits append their records.
   MOE_A2A_HOST_DEVICE const TraceBuffer& trace() const { return wait.trace; }
 };
 
-// Of the communicator's own kernels.
+// For the communicator's own kernels.
 struct CommContext : ClientContext {
   CommRegion region;
 };
 
-// Lays out a region from its two bases, by lay_out(symmetric, local), behind the services that every region has; points
-// the context at it. With null bases only the size means anything.
+// Lays out a region from its two bases: the services that every region has, then the client's fields by
+// lay_out(symmetric, local). Points the context at it. With null bases only the returned size is valid.
 template <class LayOut>
 RegionSize place_client(ClientContext& context, int num_ranks, int num_slots, std::byte* symmetric_base,
                         std::byte* local_base, const LayOut& lay_out) {

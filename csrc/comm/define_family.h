@@ -1,4 +1,4 @@
-// For the source file of a kernel family; see kernel_family.h.
+// Included by the source file of a kernel family; see kernel_family.h.
 #pragma once
 
 #include "comm/kernel_family.h"

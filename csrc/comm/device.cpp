@@ -23,7 +23,7 @@ const Device::Kernel& Device::find(ArgsId args) const {
   throw std::logic_error("a kernel was launched whose family was not added to the device");
 }
 
-// Each is defined by target_device.cpp as compiled for that target.
+// Defined by target_device.cpp, which is compiled once per target.
 std::unique_ptr<Device> make_device_cpu(int index);
 std::unique_ptr<Device> make_device_cuda(int index);
 std::unique_ptr<Device> make_device_hip(int index);

@@ -1,5 +1,5 @@
-// A device as the host sees it: memory and launches behind one interface, so that the host's code is compiled once and
-// several targets live in one library.
+// A device as the host sees it: memory and launches behind one interface. Host code is compiled once, and several
+// targets live in one library.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ class Device {
 
   virtual const char* name() const = 0;
   virtual int default_blocks() const = 0;
-  virtual int max_blocks() const = 0;  // as many as are resident at once: blocks wait for each other
+  virtual int max_blocks() const = 0;  // resident at once: blocks wait for each other
   virtual int warps_per_block() const = 0;
   virtual bool is_synchronous() const = 0;  // a launch returns when its work is done
   virtual bool needs_aligned_vectors() const = 0;
@@ -27,28 +27,28 @@ class Device {
 
   virtual std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) = 0;
   virtual std::byte* open_peer(const MemoryHandle& handle, double timeout_seconds) = 0;
-  virtual void close_peer(std::byte* memory) = 0;    // after open_peer(), when another peer cannot be opened
-  virtual void confirm_peer(std::byte* memory) = 0;  // when all peers are open
+  virtual void close_peer(std::byte* memory) = 0;    // undoes open_peer() when another peer cannot be opened
+  virtual void confirm_peer(std::byte* memory) = 0;  // once all peers are open
   virtual std::byte* allocate_local(size_t nbytes) = 0;
   virtual std::byte* allocate_host_visible(size_t nbytes) = 0;
-  virtual void clear(void* memory, size_t nbytes) = 0;  // when no kernel is at work there
+  virtual void clear(void* memory, size_t nbytes) = 0;  // while no kernel uses the memory
   virtual void copy_to_host(void* target, const void* source, size_t nbytes) = 0;
   virtual void copy_to_device(void* target, const void* source, size_t nbytes) = 0;
   virtual void synchronize() = 0;
-  // Work that is queued on `later` from now on comes after what is queued on `earlier` by now.
+  // Work queued on `later` from now on runs after everything already queued on `earlier`.
   virtual void order_streams(void* earlier, void* later) = 0;
-  virtual void* own_stream() = 0;  // for launches that no call of the user's makes
-  // Ends the waits of the launch that runs and of all later ones, where the host can. Any thread may call it.
+  virtual void* own_stream() = 0;  // for launches that no user call makes
+  // Ends the waits of the running launch and of all later ones, where the host can. Callable from any thread.
   virtual void interrupt() = 0;
-  virtual bool is_interrupted() const = 0;  // so, or by the host hook; see arch/interrupt.h
+  virtual bool is_interrupted() const = 0;  // by interrupt() or by the host hook; see arch/interrupt.h
   virtual void close() = 0;
 
-  int64_t max_shared_bytes() const { return site_.max_shared_bytes; }  // that a block may use
+  int64_t max_shared_bytes() const { return site_.max_shared_bytes; }  // per block
 
-  // Loads the kernels of a family, once, before the first of them is launched.
+  // Loads a family's kernels; required once, before the first of them is launched.
   void add(const KernelFamily& family);
 
-  // Launches the kernel that has these arguments; with the recorder where their trace is on.
+  // Launches the kernel with these arguments; the recording variant if their trace is on.
   template <class Args>
   void launch(const Args& args, int num_blocks, void* stream) {
     const Kernel& kernel = find(id_of_args<Args>());
@@ -72,7 +72,7 @@ class Device {
   std::vector<Kernel> kernels_;
 };
 
-// `target` is "cpu", "cuda" or "hip"; raises when this build has no such target, naming those that it has.
+// `target` is "cpu", "cuda" or "hip". Throws when this build lacks it, naming the targets that it has.
 std::unique_ptr<Device> make_device(const std::string& target, int index);
 std::vector<std::string> built_targets();
 

@@ -1,5 +1,5 @@
-// The last launch of a client: this rank makes no more calls; waits until every rank has said so, since then nobody
-// writes into its memory any more.
+// A client's last launch: tells every rank that this one makes no more calls, and waits until every rank has said so.
+// After that nobody writes into this rank's memory.
 #pragma once
 
 #include "comm/context.h"

@@ -7,7 +7,7 @@
 
 namespace moe_a2a {
 
-// As many ranks as one node has; a set of ranks is one 64-bit word (comm/rank_set.h).
+// The most ranks that one node has; a RankSet is one 64-bit word (comm/rank_set.h).
 inline constexpr int kMaxRanks = 64;
 
 struct HeapView {
@@ -15,7 +15,7 @@ struct HeapView {
   int num_ranks = 1;
   std::byte* base[kMaxRanks] = {};
 
-  // The object at `local` (in this rank's heap), in the heap of `rank_of_peer`.
+  // The object at `local`, an address in this rank's heap, in the heap of `rank_of_peer`.
   template <class T>
   MOE_A2A_HOST_DEVICE T* peer(int rank_of_peer, T* local) const {
     const std::ptrdiff_t offset = reinterpret_cast<const std::byte*>(local) - base[rank];

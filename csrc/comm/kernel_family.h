@@ -1,10 +1,10 @@
-// Kernels as the host reaches them. A kernel is a struct K with Args, kName, shared_bytes(args) and run(args, grid,
-// block, shared). Kernels that belong together are a family: one source file, compiled for each target with and without
-// the recorder of the trace, that lists them:
+// How the host reaches kernels. A kernel is a struct K with Args, kName, shared_bytes(args) and run(args, grid, block,
+// shared). Related kernels form a family: one source file that lists them, compiled per target with and without the
+// trace recorder:
 //
 //   MOE_A2A_KERNEL_FAMILY(combine_kernels, kMoeVocabulary, Combine, CombineSend, CombineRecv)
 //
-// The host names the kernel by its arguments: device.launch(CombineSendArgs{...}, num_blocks, stream).
+// The argument type selects the kernel: device.launch(CombineSendArgs{...}, num_blocks, stream).
 #pragma once
 
 #include <span>
@@ -19,7 +19,7 @@
 
 namespace moe_a2a {
 
-// Tells the arguments of one kernel from those of another.
+// Identifies a kernel by its argument type.
 using ArgsId = const void*;
 template <class Args>
 inline constexpr char kArgsMark = 0;
@@ -28,21 +28,21 @@ constexpr ArgsId id_of_args() {
   return &kArgsMark<Args>;
 }
 
-// A kernel of one target, its types erased.
+// A type-erased kernel of one target.
 struct KernelEntry {
   ArgsId args;
   void (*prepare)(const LaunchSite& site);
   void (*launch)(const LaunchSite& site, const void* args);
 };
 
-// The kernels of a family for one target: what is launched while the trace is on, and while it is off.
+// A family's kernels for one target: launched with the trace on, and off.
 struct KernelFamily {
   std::span<const KernelEntry> traced, untraced;
 };
 
 }  // namespace moe_a2a
 
-// Declares family `name`, NAME(target) on the host. The parts are defined by the family's source.
+// Declares family `name` and its host function name(target). The family's source defines the parts.
 #define MOE_A2A_DECLARE_FAMILY(name)                                                                             \
   namespace moe_a2a {                                                                                            \
   std::span<const KernelEntry> name##_cpu(), name##_cpu_bare(), name##_cuda(), name##_cuda_bare(), name##_hip(), \
@@ -57,7 +57,7 @@ struct KernelFamily {
   }                                                                                                              \
   }
 
-// The same for kernels that need no communicator and leave no records: compiled once, by a source that is empty unless
+// The same for kernels that need no communicator and record nothing. Compiled once: the source is empty unless
 // MOE_A2A_RECORDING.
 #define MOE_A2A_DECLARE_UNTRACED_FAMILY(name)                                                               \
   namespace moe_a2a {                                                                                       \
@@ -71,7 +71,7 @@ struct KernelFamily {
   }                                                                                                         \
   }
 
-// The part of a family that runs on this machine's CPU; a wheel has one for each level of x86-64.
+// The build of a family that suits this machine's CPU; a wheel has one per x86-64 level.
 #if defined(MOE_A2A_CPU_LEVELS)
 #define MOE_A2A_OF_THIS_CPU(name, suffix) \
   (cpu_level() == 4 ? name##_cpu_v4##suffix() : cpu_level() == 3 ? name##_cpu_v3##suffix() : name##_cpu_v2##suffix())
@@ -79,7 +79,7 @@ struct KernelFamily {
 #define MOE_A2A_OF_THIS_CPU(name, suffix) name##_cpu##suffix()
 #endif
 
-// Which targets this library was built with.
+// The targets that this library was built with.
 #if defined(MOE_A2A_WITH_CPU)
 #define MOE_A2A_IF_CPU(...) __VA_ARGS__
 #else

@@ -1,14 +1,13 @@
-// Which block of a launch is the last: it speaks for all of them.
+// Finds the last block of a launch, which signals for all of them.
 #pragma once
 
 #include "arch/arch.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Counts a block, by one thread of it behind a barrier of the block; true for the last one. Everything that all blocks
-// read and wrote before comes before what that thread does next: the barrier brings a block's own work together, the
-// acq_rel count brings the blocks together. The last one resets the count, which nobody reads again before the next
-// launch that counts there.
+// Counts a block; true for the last one. Called by one thread, behind a barrier of its block. All blocks' earlier reads
+// and writes happen before what that thread does next: the barrier orders the block's own accesses, the acq_rel count
+// orders the blocks. The last block resets the count; nobody reads it before the next launch that counts there.
 MOE_A2A_DEVICE bool count_block(const Grid& grid, uint32_t* arrivals) {
   const uint32_t before = atomic_add<Order::kAcqRel, Scope::kDevice>(arrivals, 1u);
   if (before + 1 != static_cast<uint32_t>(grid.size())) return false;
@@ -16,7 +15,7 @@ MOE_A2A_DEVICE bool count_block(const Grid& grid, uint32_t* arrivals) {
   return true;
 }
 
-// Ends a block's part of a launch; true in one thread of all, the leader of the block that ends last.
+// Ends a block's part of a launch; true in exactly one thread, the leader of the last block to finish.
 MOE_A2A_DEVICE bool last_block_done(const Grid& grid, const Block& block, uint32_t* arrivals) {
   block.release_sync();
   return block.rank() == 0 && count_block(grid, arrivals);

@@ -1,4 +1,4 @@
-// What a report of the kernels becomes on the host: an exception that names the rank that was waited for.
+// Kernel reports as host exceptions that name the rank waited for.
 #pragma once
 
 #include <stdexcept>
@@ -9,25 +9,25 @@
 
 namespace moe_a2a {
 
-// A rank did not come within the deadline.
+// A rank did not arrive within the deadline.
 struct PeerTimeout : std::runtime_error {
   PeerTimeout(const Report& report, const char* operation, const char* awaited, const std::string& what)
       : std::runtime_error(what), report(report), operation(operation), awaited(awaited) {}
   Report report;
-  const char* operation;  // in the words of the client whose launch it was
+  const char* operation;  // as the launching client names it
   const char* awaited;
 };
 
-// A rank's call failed before it had done its part. The object stays usable on every rank.
+// A rank refused its part of a call. The object stays usable on every rank.
 struct PeerRefused : std::runtime_error {
   PeerRefused(const Report& report, const std::string& what)
       : std::runtime_error(what), peer(report.peer), count(report.refusal_count), is_final(count == kFinalRefusal) {}
   int peer;
   uint32_t count;  // a RefusalCount
-  bool is_final;   // the call cannot be tried again
+  bool is_final;   // the call cannot be retried
 };
 
-// Throws one of the two. `vocabularies`: those of all clients and the communicator's own.
+// Throws one of the two. `vocabularies`: the client's and the communicator's.
 [[noreturn]] void raise_report(const Report& report, const std::vector<const Vocabulary*>& vocabularies);
 
 }  // namespace moe_a2a

@@ -1,4 +1,4 @@
-// A set of ranks in one word: the ranks that a token goes to.
+// A set of ranks in one word.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ struct RankSet {
 
   MOE_A2A_HOST_DEVICE bool empty() const { return bits == 0; }
   MOE_A2A_HOST_DEVICE bool contains(int rank) const { return (bits >> rank) & 1; }
-  // Calls visit(rank) for all members, those from `rank` on first.
+  // Calls visit(rank) for all members in round-robin order from `rank` on.
   template <class Visit>
   MOE_A2A_DEVICE void visit_from(int rank, Visit visit) const {
     const RankSet later{bits >> rank << rank};

@@ -1,4 +1,4 @@
-// Why a rank refuses its part of a call, as it is left with every peer; see RefusalText in report.h.
+// Why a rank refuses a call, as written to every peer; see RefusalText in report.h.
 #pragma once
 
 #include <string>
@@ -7,14 +7,14 @@
 
 namespace moe_a2a {
 
-// `why`, cut at the end of a UTF-8 character where it is too long.
+// `why`, truncated at a UTF-8 character boundary if it is too long.
 RefusalText to_refusal_text(const std::string& why);
 
 }  // namespace moe_a2a
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Leaves a text with every rank. Visible before the signal that follows it.
+// Writes a text to every rank. Visible before any signal raised after it.
 MOE_A2A_DEVICE void leave_text(const ClientContext& c, int slot, const Block& block, const RefusalText& text) {
   uint64_t* local = c.services.refusal_text.at(slot, c.heap.rank);
   for (int r = 0; r < c.heap.num_ranks; ++r) {

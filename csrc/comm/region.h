@@ -1,8 +1,8 @@
-// How a client lays out its memory: a struct names every field, a RegionLayout places them one after the other.
+// How a client lays out its memory: a struct names every field, a RegionLayout places them one after another.
 //
-// The symmetric part of a region has the same offsets on every rank, so HeapView::peer() finds a field elsewhere. The
-// local part is private to the rank. Equal configurations give equal offsets; the digest of the symmetric part is
-// compared when ranks meet.
+// The symmetric part has the same offsets on every rank, so HeapView::peer() finds a field anywhere. The local part is
+// private to the rank. Equal configurations give equal offsets; ranks compare the digest of the symmetric part when
+// they meet.
 #pragma once
 
 #include <cstddef>
@@ -17,10 +17,10 @@ namespace moe_a2a {
 struct RegionSize {
   size_t symmetric_bytes = 0;
   size_t local_bytes = 0;
-  uint64_t layout_digest = 0;  // of the sequence of symmetric fields: equal on ranks whose offsets are equal
+  uint64_t layout_digest = 0;  // of the sequence of symmetric fields: equal offsets, equal digests
 };
 
-// Hands out arrays, each on a 128-byte line of its own. With a null base only the sizes mean anything.
+// Hands out arrays, each on its own 128-byte line. With a null base only the sizes are valid.
 class RegionLayout {
  public:
   explicit RegionLayout(std::byte* base) : base_(base) {}
@@ -52,13 +52,13 @@ class RegionLayout {
   uint64_t digest_ = 0xcbf29ce484222325u;
 };
 
-// What every client's region begins with: how a rank leaves, how it refuses a call, and its reports.
+// What every client's region begins with: leaving, refusing and reporting.
 struct ClientServices {
   // ---- symmetric
   Array<Signal, 1> goodbye;         // [R src]  epoch 1: src makes no more calls
   Array<uint64_t, 3> refusal_text;  // [slots, R src, kRefusalWords]  why src refused its call on this slot
   // ---- local
-  Array<uint32_t, 1> num_reports;  // [1]  claimed so far: who raises it by one writes the report
+  Array<uint32_t, 1> num_reports;  // [1]  reports claimed so far: whoever increments it writes the report
 
   static ClientServices take_from(RegionLayout& symmetric, RegionLayout& local, int num_ranks, int num_slots) {
     return {.goodbye = symmetric.take<Signal>(num_ranks),

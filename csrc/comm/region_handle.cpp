@@ -6,7 +6,7 @@
 namespace moe_a2a {
 namespace {
 
-// A handle's bytes may come from anywhere: its texts need not end, nor be text.
+// Handles are untrusted bytes: text may be unterminated or unprintable.
 template <size_t kSize>
 std::string text(const char (&chars)[kSize]) {
   std::string text(chars, strnlen(chars, kSize));
@@ -22,7 +22,7 @@ int num_fields(const RegionHandle& a, const RegionHandle& b) {
 
 std::string assignment(const AgreedField& field) { return text(field.name) + "=" + text(field.value); }
 
-// What is wrong with the handle at place `r`, whatever the others say.
+// What is wrong with the handle at place `r` by itself.
 std::string flaw(const RegionHandle& handle, size_t r) {
   const std::string which = "the handle at place " + std::to_string(r);
   if (handle.magic != RegionHandle::kMagic)

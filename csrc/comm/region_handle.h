@@ -1,4 +1,4 @@
-// What a rank tells the others before anything is mapped: where its region is, and what it believes all agree on.
+// What a rank tells the others before anything is mapped: where its region is, and the values that all must agree on.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace moe_a2a {
 
-// A value that must be the same on every rank, as text: it can be compared and shown without knowing the client.
+// A value that must be equal on every rank, as text, so that it can be compared and shown without knowing the client.
 struct AgreedField {
   char name[32] = {};
   char value[32] = {};
@@ -18,14 +18,14 @@ struct AgreedField {
 AgreedField agreed(const char* name, const std::string& value);
 inline AgreedField agreed(const char* name, int64_t value) { return agreed(name, std::to_string(value)); }
 
-// Plain bytes without padding: any channel may carry them.
+// Plain bytes without padding: any channel can carry them.
 struct RegionHandle {
   static constexpr uint64_t kMagic = 0x6132615f656f6dull;  // "moe_a2a"
   static constexpr int32_t kVersion = 3;
   static constexpr int kMaxFields = 12;
 
   uint64_t magic = kMagic;
-  uint64_t checksum = 0;  // of all other bytes; see seal()
+  uint64_t checksum = 0;  // over all other bytes; see seal()
   MemoryHandle memory;
   uint64_t layout_digest = 0;  // of the sequence of fields in the region
   int32_t version = kVersion;
@@ -41,11 +41,11 @@ struct RegionHandle {
 };
 static_assert(std::has_unique_object_representations_v<RegionHandle>);
 
-// The first disagreement among `handles` (one per rank, in rank order), in words that name both ranks, the argument and
-// the values; empty when they agree. Every rank sees the same handles, so all raise or none.
+// The first disagreement among `handles` (one per rank, in rank order), naming both ranks, the argument and the values;
+// empty when they agree. Every rank sees the same handles, so either all throw or none.
 std::string disagreement(const std::vector<RegionHandle>& handles);
 
-// What tells the handle at this rank's own place from its own; empty when it is its own.
+// How the handle at this rank's place differs from this rank's own; empty when it is its own.
 std::string not_own(const std::vector<RegionHandle>& handles, const RegionHandle& own);
 
 }  // namespace moe_a2a

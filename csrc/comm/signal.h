@@ -1,9 +1,11 @@
-// A word that one rank writes and another waits for: an epoch that only grows, and a small payload beside it.
+// A word that one rank writes and another waits for: a monotone epoch and a small payload.
 //
 //   bits 63..20  epoch: how many times the guarded memory was handed over; never reset
-//   bits 19..0   payload: the message header that fits the doorbell (a number of tokens, an attempt)
+//   bits 19..0   payload: a message header that fits the doorbell (a number of tokens, an attempt)
 //
-// Release and acquire occur in this file and in wait.h, nowhere else.
+// Between ranks, signal_many() is the only release, and the acquires are in wait.h. Within a rank, count_block()
+// (launch_count.h), is_last_warp() (arch) and SignalQueue order blocks and warps; a Report is released by
+// write_report() and acquired by the host (client.cpp).
 #pragma once
 
 #include <cstdint>
@@ -26,8 +28,8 @@ struct Signal {
   }
   MOE_A2A_HOST_DEVICE static uint64_t epoch_of(uint64_t word) { return word >> kPayloadBits; }
   MOE_A2A_HOST_DEVICE static uint32_t payload_of(uint64_t word) { return static_cast<uint32_t>(word) & kPayloadMask; }
-  // Whether `word` carries `epoch` or a later one. The difference is taken in the epoch's own width, so the count may
-  // wrap; a word would have to rest for 2^43 epochs (three years of one every 10 us) to be taken for a new one.
+  // Whether `word` carries `epoch` or a later one. The difference is taken at the epoch's own width, so the epoch may
+  // wrap. A word would have to rest for 2^43 epochs (three years at one per 10 us) to pass for a new one.
   MOE_A2A_HOST_DEVICE static bool reached(uint64_t word, uint64_t epoch) {
     return static_cast<int64_t>((word & ~uint64_t{kPayloadMask}) - (epoch << kPayloadBits)) >= 0;
   }
@@ -37,15 +39,15 @@ struct Signal {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// The tails of the arrows that end in the waits of `ranks` for a token.
+// Trace arrows start here and end in the waits of `ranks` for the token.
 MOE_A2A_DEVICE void append_signals(const TraceBuffer& trace, const RankSet& ranks, int token, uint64_t now) {
   for (RankSet rest = ranks; !rest.empty(); rest.remove_first()) {
     append(trace, {.kind = TraceKind::kSignal, .begin = now, .peer = rest.first(), .token = token}, now);
   }
 }
 
-// Words that carry their epoch themselves, which the group has written to `ranks` since `begin`: in one record the send
-// and, at its begin, the signals. The ranks are bits of `polls`, as many to a record as it has, from `peer` on.
+// One record for LL words that the group has written to `ranks` since `begin`: the send, and at its begin the signals,
+// since LL words carry their own epoch. `polls` holds the ranks as bits, kRanks per record, from `peer` on.
 template <class Group>
 MOE_A2A_DEVICE void record_send_ll(const TraceBuffer& trace, const Group& group, const RankSet& ranks, int token,
                                    uint64_t begin) {
@@ -61,11 +63,10 @@ MOE_A2A_DEVICE void record_send_ll(const TraceBuffer& trace, const Group& group,
   }
 }
 
-// Publishes `epoch` in `local`'s place on every rank of `ranks`. Everything that this thread wrote, or that its group
-// wrote before the group's release_sync(), is visible to whoever then sees the epoch: pairs with the acquire in
-// wait_for(). One fence covers all ranks: a fence per signal costs 20 % of the link on H200, and what it costs it costs
-// the whole SM.
-// Returns the time after the fence and before the stores: no wait can seem to end before it.
+// Publishes `epoch` in `local`'s place on every rank of `ranks`. Everything that this thread wrote, or its group before
+// the group's release_sync(), is visible to whoever then sees the epoch: pairs with the acquire in wait_for(). One
+// fence covers all ranks: a fence per signal costs 20 % of the link on H200, and a fence stalls the whole SM. Returns
+// the time between the fence and the stores, so that no wait appears to end before its signal.
 MOE_A2A_DEVICE uint64_t signal_many(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
                                     uint32_t payload = 0) {
   fence_before_signals();
@@ -77,8 +78,8 @@ MOE_A2A_DEVICE uint64_t signal_many(const HeapView& heap, const RankSet& ranks, 
   return now;
 }
 
-// The same for a token's row or sum, and a record of each signal: the tail of the arrow that ends in that rank's wait.
-// Written after the stores, so that no signal comes later for it.
+// The same for a token's row or sum, plus a trace record per signal. Recorded after the stores, so as not to delay a
+// signal.
 MOE_A2A_DEVICE void signal_token(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
                                  const TraceBuffer& trace, int token) {
   const uint64_t now = signal_many(heap, ranks, local, epoch);

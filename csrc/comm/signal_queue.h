@@ -1,6 +1,6 @@
-// The rows that a block's warps have sent and not yet signalled. Warps push completed rows; one warp publishes them,
-// all that it finds behind a single fence. With a fence per row and warp, an SM of an H200 does little else: fences
-// take 2 to 5 us each and run one after the other, so a few blocks cannot saturate the link.
+// The rows that a block's warps have sent but not yet signalled. Warps push completed rows; one warp publishes all that
+// it finds behind a single fence. With a fence per row and warp, an SM of an H200 does little else: fences take 2 to 5
+// us each and serialize, so a few blocks cannot saturate the link.
 #pragma once
 
 #include "arch/arch.h"
@@ -8,15 +8,15 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// `Item`: what a row's signal needs to know.
+// `Item`: what a row's signal needs.
 template <class Item>
 class SignalQueue {
  public:
-  // Null where every warp publishes its own rows.
+  // Zero where every warp publishes its own rows.
   MOE_A2A_HOST_DEVICE static constexpr int shared_bytes() {
     return kOneWarpPublishes ? SharedCarver::round_up(sizeof(Shared), SharedCarver::kLine) : 0;
   }
-  // Warps that send, out of `num_warps` that could: one is set aside to publish.
+  // How many of `num_warps` warps send: a full block sets one aside to publish.
   MOE_A2A_HOST_DEVICE static constexpr int num_senders(int num_warps) {
     constexpr int kWarps = kBlockThreads / kWarpSize;
     return kOneWarpPublishes && num_warps == kWarps ? kWarps - 1 : num_warps;
@@ -38,7 +38,7 @@ class SignalQueue {
   MOE_A2A_DEVICE bool is_sender() const { return block_.warp_rank() < num_senders_; }
   MOE_A2A_DEVICE bool is_publisher() const { return kOneWarpPublishes && block_.warp_rank() == num_senders_; }
 
-  // Called by a sending warp's leader once the row's stores are ordered before whatever it signals next.
+  // Called by a sending warp's leader once the row's stores are ordered before its next signal.
   template <class Signal>
   MOE_A2A_DEVICE void push(const Item& item, const Signal& signal) {
     if constexpr (kOneWarpPublishes) {
@@ -60,7 +60,7 @@ class SignalQueue {
     }
   }
 
-  // Called by the publishing warp, a cell per lane; returns when all senders have closed. The lanes' fences are one
+  // Called by the publishing warp, one cell per lane; returns once all senders have closed. The lanes' fences are one
   // instruction.
   template <class Signal>
   MOE_A2A_DEVICE void publish(const Signal& signal) const {
@@ -75,14 +75,14 @@ class SignalQueue {
         atomic_store<Order::kRelease, Scope::kBlock>(&cell.is_full, 0u);  // pairs with the acquire in push()
       }
       if (!warp.any(is_full)) {
-        if (!warp.any(!all_closed)) return;  // each lane has looked at its cell since
+        if (!warp.any(!all_closed)) return;  // each lane has checked its cell since
         pause();
       }
     }
   }
 
  private:
-  static constexpr int kCells = kWarpSize;  // a warp owns every num_senders-th
+  static constexpr int kCells = kWarpSize;  // each sending warp owns every num_senders-th
   struct Cell {
     uint32_t is_full;
     Item item;

@@ -1,5 +1,5 @@
-// One allocation per rank, mapped by all of them. Two steps, so that any channel can carry the handles between: every
-// rank allocates and sends its MemoryHandle to the others, then every rank connects.
+// One allocation per rank, mapped by all. Set-up has two steps, so that any channel can carry the handles: every rank
+// allocates and sends its MemoryHandle to the others, then every rank connects.
 #pragma once
 
 #include <cstddef>
@@ -13,9 +13,8 @@
 
 namespace moe_a2a {
 
-// Maps every other rank's heap; `handles` are those of all ranks in rank order. `Machine` is the host side of a target,
-// or the Backend that wraps one. When one of them cannot be mapped nothing stays mapped, and a second attempt may
-// succeed.
+// Maps every other rank's heap; `handles` are in rank order. `Machine` is the host side of a target, or the Device that
+// wraps one. If one heap cannot be mapped, none stays mapped, and a second attempt may succeed.
 template <class Machine>
 HeapView connect_heap(Machine& machine, std::byte* own, int rank, const std::vector<MemoryHandle>& handles,
                       double timeout_seconds) {

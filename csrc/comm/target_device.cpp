@@ -1,4 +1,4 @@
-// The device of one target, compiled for each by its own compiler. Nothing here names a vendor.
+// The Device of one target; compiled once per target by that target's compiler. Nothing here names a vendor.
 #include "arch/arch.h"
 #include "comm/device.h"
 

@@ -1,9 +1,9 @@
-// What a warp did, and when: records that kernels leave in memory while they run, for the host to read afterwards.
+// What each warp did, and when: records that kernels write to memory for the host to read afterwards.
 //
-// Each warp of each block has a segment of its own, so nothing is shared and nothing is atomic beyond the block. A full
-// segment takes no more; attempts go on being counted, so what was dropped is known exactly. Launches of one object run
-// one after the other, and each goes on where the one before stopped. A kernel that is compiled with the recorder
-// records (a question after it was a third of its instructions); when the trace is off the host launches another.
+// Each warp of each block has its own segment, so nothing is shared beyond the block. A full segment drops records but
+// still counts attempts, so the number dropped is exact. Launches of one object run one after another; each appends
+// where the previous one stopped. Kernels compiled with the recorder always record: checking whether the trace is on
+// was a third of the recorder's instructions. With the trace off, the host launches the kernels without it.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct TraceEvent {
   uint64_t begin;  // by trace_now()
   int peer = -1;
   int token = -1;
-  uint32_t polls = 0;  // of a wait; of kSendLl which ranks, see record_send_ll()
+  uint32_t polls = 0;  // of a wait; for kSendLl a mask of ranks, see record_send_ll()
 };
 
 // Little-endian, 16 bytes:
@@ -47,12 +47,12 @@ struct alignas(16) TraceRecord {
 
 // As a kernel sees it. Segment s belongs to warp s % num_warps of block s / num_warps.
 struct TraceBuffer {
-  uint64_t* attempts = nullptr;    // [segments]  to append a record, of all launches
+  uint64_t* attempts = nullptr;    // [segments]  attempted appends, over all launches
   TraceRecord* records = nullptr;  // [segments, capacity]; null: the trace is off
   uint32_t capacity = 0;
 
   bool is_on() const { return records != nullptr; }
-  // Records of a segment that has seen so many attempts.
+  // Records in a segment after `num_attempts` attempts.
   MOE_A2A_HOST_DEVICE uint32_t written(uint64_t num_attempts) const {
     return num_attempts < capacity ? static_cast<uint32_t>(num_attempts) : capacity;
   }
@@ -62,10 +62,10 @@ struct TraceBuffer {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Where a warp is in its segment, during a launch. Beside the records nothing is written to memory before its end.
+// A warp's place in its segment during a launch. Only records go to memory before the launch ends.
 struct TraceCursor {
   TraceRecord* segment;
-  uint64_t attempts;  // of launches before
+  uint64_t attempts;  // of earlier launches
   uint64_t opened_at;
   uint32_t number;  // of the segment
   uint32_t count;
@@ -76,21 +76,21 @@ inline constexpr bool kRecording = MOE_A2A_RECORDING;
 // The begin of a slice; 0 in kernels without the recorder.
 MOE_A2A_DEVICE uint64_t trace_now() { return kRecording ? clock_now() : 0; }
 
-// By any thread: the threads of a warp share its cursor.
+// Callable by any thread: the threads of a warp share its cursor.
 MOE_A2A_DEVICE void append(const TraceBuffer& trace, const TraceEvent& event, uint64_t end) {
   TraceCursor& cursor = warp_memory<TraceCursor>();
-  TraceRecord* segment = cursor.segment;  // before the place is asked for: both are on their way at the same time
+  TraceRecord* segment = cursor.segment;  // before the atomic, so that both latencies overlap
   const uint32_t place = atomic_add<Order::kRelaxed, Scope::kBlock>(&cursor.count, 1u);
   if (place < trace.capacity) store_values(segment[place].word, TraceRecord::pack(event, end - event.begin).word);
 }
 
-// A slice from its begin until now, of what the group has done together.
+// A slice from its begin until now, of work that the whole group did.
 template <class Group>
 MOE_A2A_DEVICE void record(const TraceBuffer& trace, const Group& group, const TraceEvent& event) {
   if (kRecording && group.rank() == 0) append(trace, event, clock_now());
 }
 
-// Around a launch: every warp takes up its segment where the launch before has left it, and puts it down again.
+// Around a launch: every warp continues its segment where the previous launch stopped.
 MOE_A2A_DEVICE void open_segment(const TraceBuffer& trace, const Grid& grid, const Block& block) {
   if (!kRecording) return;
   const Warp warp = block.warp();
@@ -109,11 +109,11 @@ MOE_A2A_DEVICE void open_segment(const TraceBuffer& trace, const Grid& grid, con
 MOE_A2A_DEVICE void close_segment(const TraceBuffer& trace, const Block& block, int operation) {
   if (!kRecording) return;
   const Warp warp = block.warp();
-  warp.sync();  // all threads of the warp have recorded what they had to
+  warp.sync();  // all threads of the warp have recorded
   if (warp.rank() != 0) return;
   const TraceCursor& cursor = warp_memory<TraceCursor>();
   record(trace, warp, {.kind = TraceKind::kKernel, .begin = cursor.opened_at, .token = operation});
-  // Not read again: that would be the last thing the launch waits for.
+  // Not reloaded: the load would be the last thing that the launch waits for.
   trace.attempts[cursor.number] = cursor.attempts + cursor.count - trace.written(cursor.attempts);
 }
 

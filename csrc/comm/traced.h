@@ -1,11 +1,11 @@
-// Any kernel, with the trace around it: a record of the whole launch per warp, and the segments that all others go to.
+// Wraps the trace around any kernel: opens each warp's segment, and records the whole launch once per warp.
 #pragma once
 
 #include "comm/context.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Of a launch of two roles: that of the first, they have the same.
+// Of a fused launch: its sending half's; both halves have the same.
 template <class Args>
 MOE_A2A_HOST_DEVICE const ClientContext& context_of(const Args& args) {
   if constexpr (requires { args.context; }) {

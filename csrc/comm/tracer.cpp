@@ -15,7 +15,7 @@ void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
 
 }  // namespace
 
-// A segment for every warp that a launch may have.
+// One segment for every warp that a launch may have.
 int64_t Tracer::num_segments() const { return int64_t{std::max(2, device_.max_blocks())} * device_.warps_per_block(); }
 
 void Tracer::start(int64_t records_per_segment) {

@@ -1,4 +1,4 @@
-// The trace of one client on one rank as the host sees it: its memory, switching it on and off, reading it.
+// One client's trace on one rank, from the host: allocating it, switching it, reading it.
 #pragma once
 
 #include <cstdint>
@@ -9,23 +9,23 @@
 
 namespace moe_a2a {
 
-// What the kernels have left since start().
+// What the kernels have recorded since start().
 struct TraceDump {
   std::vector<TraceRecord> records;      // segment after segment
   std::vector<int64_t> segment_written;  // [segments]
-  std::vector<int64_t> segment_dropped;  // [segments]  for want of room
+  std::vector<int64_t> segment_dropped;  // [segments]  for lack of room
 };
 
 class Tracer {
  public:
-  // Switches the trace of `context`, which every launch of the client is given.
+  // Switches the trace of `context`, which every launch of the client receives.
   Tracer(Device& device, ClientContext& context) : device_(device), context_(context) {}
 
-  // On, and empty; with room for that many records per segment, or more if a call before has asked for more. The memory
-  // comes from the first call and stays until the object ends: a graph goes on recording where it was captured.
+  // Turns the trace on, empty, with room for that many records per segment, or more if an earlier call asked for more.
+  // Memory is kept until the object ends: a captured graph goes on recording where it was captured.
   void start(int64_t records_per_segment);
   void stop() { context_.wait.trace = {}; }
-  // Waits for the device. Also when the trace is off again, and after a timeout.
+  // Synchronizes the device. Also valid after stop() and after a timeout.
   TraceDump read() const;
 
  private:

@@ -1,5 +1,5 @@
-// What launches and slices are called in reports and traces. Each client of a communicator brings a Vocabulary; codes
-// are unique across clients, since each vocabulary starts at a code of its own.
+// Names of launches and slices in reports and traces. Each client of a communicator brings a Vocabulary; codes are
+// unique across clients, since each vocabulary has its own first code.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,18 @@
 
 namespace moe_a2a {
 
-// A launch, or the part of one that waits. Clients continue from kFirstOfClients.
+// A launch, or one role of a fused launch. Clients number theirs from kFirstOfClients.
 enum class Operation : int32_t { kNone, kClose, kAlignClocks, kGoodbye, kFirstOfClients = 16 };
 
-// A slice or an instant of a trace; 5 bits of a record. Clients continue from kFirstOfClients.
+// A slice or an instant of a trace; 5 bits of a record. Clients number theirs from kFirstOfClients.
 enum class TraceKind : int32_t {
-  kKernel,     // a launch, or the part of it that a block plays; token: the Operation
-  kGaveUp,     // an instant: the wait that ends here was given up
+  kKernel,     // a launch, or a block's role in it; token: the Operation
+  kGaveUp,     // an instant: the wait that ends here gave up
   kPeerWait,   // for `peer` to close
   kClockWait,  // for the clock of `peer`
   kSend,       // a row, until its stores are done and signalled, or with TMA until they are issued
-  kSendLl,     // LL words, which are their own signals: see record_send_ll()
-  kSignal,     // an instant: `peer` is told that a row or a sum of this token is there
+  kSendLl,     // LL words, which need no signal: see record_send_ll()
+  kSignal,     // an instant: `peer` is told that a token's row or sum is there
   kReduce,     // the contributions of all ranks are added up
   kFirstOfClients,
   kLimit = 32,
@@ -27,26 +27,26 @@ enum class TraceKind : int32_t {
 
 struct SliceName {
   const char* name;
-  const char* awaited = nullptr;  // of a wait: what it waits for, in the words of a report
-  bool of_a_token = false;        // whether a report names the token that was waited for
+  const char* awaited = nullptr;  // of a wait: what it waits for, as reports say it
+  bool of_a_token = false;        // whether reports name the token waited for
 };
 
 struct Vocabulary {
   const char* client;
-  const char* smaller = nullptr;  // what to pass when the memory does not suffice
+  const char* smaller = nullptr;  // advice when memory runs out: what to pass
   Operation first_operation;
   std::span<const char* const> operations;
   TraceKind first_kind;
   std::span<const SliceName> kinds;
 
-  // The operation of that name; kNone if there is none.
+  // kNone if there is no such operation.
   constexpr Operation operation_named(std::string_view name) const {
     for (size_t i = 0; i < operations.size(); ++i) {
       if (name == operations[i]) return Operation{static_cast<int32_t>(first_operation) + static_cast<int32_t>(i)};
     }
     return Operation::kNone;
   }
-  // Null where the code belongs to another vocabulary.
+  // Null if the code belongs to another vocabulary.
   constexpr const char* name_of(Operation operation) const {
     const auto i = static_cast<size_t>(static_cast<int32_t>(operation) - static_cast<int32_t>(first_operation));
     return i < operations.size() ? operations[i] : nullptr;
@@ -57,7 +57,7 @@ struct Vocabulary {
   }
 };
 
-// The communicator's own words.
+// The communicator's own vocabulary.
 inline constexpr const char* kCommOperations[] = {"none", "close", "align_clocks", "goodbye"};
 inline constexpr SliceName kCommKinds[] = {
     {"kernel"}, {"gave_up"}, {"peer_wait", "peer"}, {"clock_wait", "clock"}, {"send"}, {"send_ll"},

@@ -1,4 +1,4 @@
-// The one function that waits. It knows what it waits for, it has a deadline, and it leaves normally.
+// The one function that waits. It knows what it waits for, has a deadline, and returns normally.
 #pragma once
 
 #include "arch/arch.h"
@@ -9,24 +9,23 @@
 
 namespace moe_a2a {
 
-// What a wait is for, in the words of the report.
+// What a wait is for, as a report says it.
 struct WaitSite {
   Operation operation;
   TraceKind awaited;
   int peer;
   int token = -1;
-  int buffer = 0;           // where a refusal has left its text
-  bool is_recorded = true;  // in a trace; of threads that wait side by side for parts of one thing, one is
+  int buffer = 0;           // whose refusal text to report
+  bool is_recorded = true;  // in the trace; of threads that wait side by side for parts of one thing, only one is
 };
 
-// A signal that ends a wait as well when it arrives at the awaited epoch with a RefusalCount that is news to the
-// caller.
+// A signal that also ends a wait, once it carries the awaited epoch and a RefusalCount that is news to the caller.
 struct Refusal {
   static constexpr uint32_t kFinal = kFinalRefusal;
 
   const Signal* signal = nullptr;
   uint32_t attempt = 1;     // the caller's
-  uint32_t num_strays = 0;  // of the awaited rank, that the caller has been told of
+  uint32_t num_strays = 0;  // strays of the awaited rank that the caller knows of
 
   MOE_A2A_HOST_DEVICE bool is_news(uint32_t payload) const {
     return payload == kFinal || RefusalCount::attempt_of(payload) >= attempt ||
@@ -34,7 +33,7 @@ struct Refusal {
   }
 };
 
-// Of each rank, how many strays the caller has been told of.
+// Per rank, how many strays the caller knows of.
 struct SeenStrays {
   static constexpr int kMaxRanks = 64;
 
@@ -46,9 +45,9 @@ struct WaitPolicy {
   uint64_t timeout_ticks = 0;
   double ticks_per_second = 1;
   Report* report = nullptr;                // host-visible
-  uint32_t* num_reports = nullptr;         // this rank's own, see ClientServices
-  uint32_t* poison = nullptr;              // this rank's word of the CommRegion; null: a wait that fails tells nobody
-  const HeapView* comm_heap = nullptr;     // where the poison of the other ranks is; read by waits that fail
+  uint32_t* num_reports = nullptr;         // this rank's, see ClientServices
+  uint32_t* poison = nullptr;              // this rank's word in the CommRegion; null: a failed wait tells nobody
+  const HeapView* comm_heap = nullptr;     // locates the poison of the other ranks; read by failed waits only
   const uint64_t* refusal_text = nullptr;  // ClientServices::refusal_text
   TraceBuffer trace;
 };
@@ -57,11 +56,10 @@ struct WaitPolicy {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Polls between two looks at the clock and at the poison: a look must not slow the poll that succeeds.
+// Polls between checks of the clock and the poison: a check must not slow down the poll that succeeds.
 inline constexpr uint32_t kPollsPerLook = 64;
 
-// Fills the report: the first wait that gives up is the one that says why. `word`: the poison, or the refusal's
-// payload.
+// Fills the report. Only the first wait that gives up does. `word`: the poison, or the refusal's payload.
 MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
                                uint32_t word, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
   Report* report = policy.report;
@@ -89,7 +87,7 @@ MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, c
   atomic_store<Order::kRelease, Scope::kSystem>(&report->is_complete, 1u);  // pairs with the host's acquire
 }
 
-// Tells every rank, this one first, that this rank has given up waiting for `culprit`, so that nobody waits for a rank
+// Tells every rank, this one first, that this rank has given up waiting for `culprit`: nobody then waits for a rank
 // that has left.
 MOE_A2A_RARE void poison_all(const WaitPolicy& policy, const HeapView& heap, int culprit) {
   const uint32_t word = static_cast<uint32_t>(heap.rank + 1) << 8 | static_cast<uint32_t>(culprit + 1);
@@ -99,7 +97,7 @@ MOE_A2A_RARE void poison_all(const WaitPolicy& policy, const HeapView& heap, int
   }
 }
 
-// False when the wait is to be given up.
+// False if the wait must give up.
 MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
                                 uint64_t expected_epoch, uint64_t seen_word) {
   if (is_interrupted()) return false;  // the host tells the peers
@@ -115,7 +113,7 @@ MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, 
   return false;
 }
 
-// Whether the awaited rank has refused its part of this epoch.
+// Whether the awaited rank has refused its part of this epoch. Pairs with the release in signal_many().
 MOE_A2A_DEVICE bool is_refused(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
                                uint64_t epoch, uint64_t seen_word, const Refusal& refusal) {
   if (refusal.signal == nullptr) return false;
@@ -126,14 +124,14 @@ MOE_A2A_DEVICE bool is_refused(const WaitPolicy& policy, const HeapView& heap, c
   return true;
 }
 
-// The rare look of a wait around itself: false when it is to be given up.
+// A wait's periodic check: refusal, interrupt, poison, deadline. False if it must give up. Cold path, kept out of line.
 MOE_A2A_RARE bool look_around(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
                               uint64_t epoch, uint64_t seen_word, const Refusal& refusal) {
   return !is_refused(policy, heap, site, start, epoch, seen_word, refusal) &&
          may_wait_on(policy, heap, site, start, epoch, seen_word);
 }
 
-// A wait leaves a record only if it had to wait: a word that was there at once says nothing.
+// Only waits that had to wait leave a record.
 MOE_A2A_RARE void append_wait(const WaitPolicy& policy, const WaitSite& site, uint64_t start, uint32_t polls,
                               bool given_up) {
   const uint64_t now = clock_now();
@@ -149,8 +147,8 @@ MOE_A2A_DEVICE void record_wait(const WaitPolicy& policy, const WaitSite& site, 
   if (kRecording && polls > 1 && site.is_recorded) append_wait(policy, site, start, polls, given_up);
 }
 
-// Waits until ready(seen) is true; false when given up. `seen`, a signal's word of the epoch that has come, is for the
-// report. A refusal is looked for now and then.
+// Waits until ready(seen) is true; false if it gave up. `seen`, a signal's word with the newest epoch that has arrived,
+// goes into the report. Refusals are checked for periodically.
 template <class Ready>
 MOE_A2A_DEVICE bool wait_until(uint64_t epoch, const WaitSite& site, const WaitPolicy& policy, const HeapView& heap,
                                const Refusal& refusal, Ready ready) {
@@ -172,7 +170,8 @@ MOE_A2A_DEVICE bool wait_until(uint64_t epoch, const WaitSite& site, const WaitP
   }
 }
 
-// Whether `signal` carries `epoch` or a later one; then all that it stands for is here, and its payload.
+// Whether `signal` carries `epoch` or a later one. If so, everything released with it is visible, and its payload is
+// read.
 template <Order kThen = Order::kAcquire>
 MOE_A2A_DEVICE bool has_arrived(const Signal* signal, uint64_t epoch, uint64_t& word, uint32_t* payload) {
   constexpr Order kPoll = kThen == Order::kAcquire ? kPollOrder : Order::kRelaxed;
@@ -183,10 +182,10 @@ MOE_A2A_DEVICE bool has_arrived(const Signal* signal, uint64_t epoch, uint64_t& 
   return true;
 }
 
-// Waits until `signal` (in this rank's heap) carries `epoch` or a later one; returns false when given up.
-// The acquire pairs with the release in signal_many(). Where an acquire per poll is dear (kPollOrder), the word is
-// polled relaxed and acquired once: it is monotone, so the second load can only be as new. Who waits for the word
-// alone, and for nothing behind it, says kRelaxed.
+// Waits until `signal` (in this rank's heap) carries `epoch` or a later one; false if it gave up. The acquire pairs
+// with the release in signal_many(). Where an acquire per poll is expensive (kPollOrder), the poll is relaxed and
+// followed by one acquire load: the word is monotone, so that load sees the same epoch or a later one. Pass kRelaxed to
+// wait for the word alone, with nothing behind it.
 template <Order kThen = Order::kAcquire>
 MOE_A2A_DEVICE bool wait_for(const Signal* signal, uint64_t epoch, const WaitSite& site, const WaitPolicy& policy,
                              const HeapView& heap, uint32_t* payload = nullptr, const Refusal& refusal = {}) {

@@ -1,4 +1,4 @@
-// How the units of a launch's work are shared out among its workers: threads, warps or blocks.
+// How the units of a launch's work are shared among its workers: threads, warps or blocks.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,14 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Round-robin over units that lie in several segments, one behind the other: of the whole line the worker takes every
-// stride-th unit. Unit is an integer that holds a segment's number of units plus the stride.
+// Round-robin over units in several consecutive segments: the worker takes every stride-th unit of the whole line.
+// `Unit` is an integer type that holds a segment's number of units plus the stride.
 template <class Unit = int>
 class Line {
  public:
   MOE_A2A_DEVICE Line(Unit first, int stride) : next_(first), stride_(stride) {}
 
-  // Calls visit(unit) for this worker's units of the next segment; false as soon as a visit returns false.
+  // Calls visit(unit) for this worker's units of the next segment; stops with false as soon as a visit returns false.
   template <class Visit>
   MOE_A2A_DEVICE bool walk(Unit num_units, const Visit& visit) {
     MOE_A2A_ROLLED
@@ -30,28 +30,27 @@ class Line {
   int stride_;
 };
 
-// Whether this block belongs to a part of the launch's blocks.
+// Whether this block is one of `grid`, a subset of the launch's blocks.
 MOE_A2A_DEVICE bool has_part_in(const Grid& grid) { return grid.rank() >= 0 && grid.rank() < grid.size(); }
 
-// Worker w of a block takes unit w * num_blocks + block: neighbouring units go to different blocks.
+// Worker w of block b takes unit w * num_blocks + b: neighbouring units go to different blocks.
 MOE_A2A_DEVICE Line<> make_line(const Grid& grid, int worker, int num_workers) {
   return {grid.rank() + grid.size() * worker, grid.size() * num_workers};
 }
 
-// Units go to whichever warp is free. The blocks of a GPU do not reach a peer equally fast: with equal shares, some
-// finish halfway through and leave the link idle (20 % of combine on H200). Which unit is sent where does not depend on
-// it. On the CPU, where blocks are threads, the units go round-robin.
+// Each free warp takes the next unit. The blocks of a GPU do not reach a peer equally fast: with equal shares, some
+// finish halfway through and leave the link idle (20 % of combine on H200). Results do not depend on which warp takes a
+// unit. On the CPU, where blocks are threads, units go round-robin.
 class WorkQueue {
  public:
-  // `ticket`: the next unit to hand out after everyone's first; 0 at the start of the launch.
+  // `ticket`: counts the units drawn after every warp's first; 0 at the start of the launch.
   MOE_A2A_DEVICE WorkQueue(const Grid& grid, const Block& block, int num_warps, uint32_t* ticket)
       : warp_(block.warp()),
         ticket_(ticket),
         stride_(grid.size() * num_warps),
         unit_(grid.rank() + grid.size() * block.warp_rank()) {}
 
-  // Calls visit(unit) for this warp's units. The next ticket is drawn before the visit, so that it has arrived by its
-  // end.
+  // Calls visit(unit) for this warp's units. The next ticket is drawn before each visit, so that its latency is hidden.
   template <class Visit>
   MOE_A2A_DEVICE void walk(int num_units, const Visit& visit) {
     draw();
