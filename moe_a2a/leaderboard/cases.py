@@ -47,7 +47,7 @@ class ProblemFile:
 
     tests, benchmarks: their shapes, in the order of scores. speed_of_light_us: the published bound per benchmark, or empty.
     test_timeout, benchmark_timeout: seconds that a call may take before the submission counts as slow.
-    entries: the folder of submissions/ with the entries in the tree; default: the problem's own name.
+    shrinkable: the sizes that --shrunk may divide. entries: the folder of submissions/ with the entries in the tree; default: the problem's own name.
     """
 
     name: str
@@ -58,7 +58,15 @@ class ProblemFile:
     test_timeout: float = 60.0
     benchmark_timeout: float = 180.0
     entries: str = ""
+    shrinkable: list[str] = field(default_factory=list)
     speed_of_light_us: list[float] = field(default_factory=list)
+
+
+def shrunk(case: Case, names: list[str], divisor: int) -> Case:
+    """With these sizes divided, rounded down to a multiple of 64, 64 at least."""
+    if divisor == 1:
+        return case
+    return case.with_values(**{name: max(64, case[name] // divisor // 64 * 64) for name in names})
 
 
 def problem_names() -> list[str]:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,6 +34,12 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seed", type=integer(0), help="repeats the secret seeds of a run that has printed it")
     how.add_argument("--limit", type=seconds, help="seconds that a call may take (default: the problem's, 60 or 180)")
     how.add_argument(
+        "--shrunk",
+        type=integer(1),
+        metavar="DIVISOR",
+        help="divide the sizes of matrix products, for machines that are too slow for the published shapes; the report says so",
+    )
+    how.add_argument(
         "--shortened",
         type=seconds,
         metavar="SECONDS",
@@ -49,10 +56,14 @@ def contest_of(options: argparse.Namespace) -> Contest:
     if getattr(options, "cases", None) is not None:
         lines = cases.read_case_lines(options.cases)
         problem = dataclasses.replace(problem, tests=lines, benchmarks=lines)
+    if options.shrunk and not problem.shrinkable:
+        raise UsageError(f"--shrunk: the shapes of {problem.name} are small enough for any machine")
+    problem = _with_all_cases(problem, lambda case: cases.shrunk(case, problem.shrinkable, options.shrunk or 1))
     other = os.environ.get("POPCORN_SEED")
     if other:
-        problem = dataclasses.replace(
-            problem, tests=_reseeded(problem.tests, other), benchmarks=_reseeded(problem.benchmarks, other)
+        number = _popcorn_seed(other)
+        problem = _with_all_cases(
+            problem, lambda case: case.with_values(seed=cases.combined_seed(case["seed"], number))
         )
     secret = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 31)
     return Contest(problem, _num_ranks(options, device_type), device_type, secret, options.shortened, options.limit)
@@ -92,9 +103,13 @@ def _num_ranks(options: argparse.Namespace, device_type: str) -> int:
     return wanted or num_gpus
 
 
-def _reseeded(of_problem: list[cases.Case], other: str) -> list[cases.Case]:
+def _with_all_cases(problem: cases.ProblemFile, change: Callable[[cases.Case], cases.Case]) -> cases.ProblemFile:
+    tests, benchmarks = ([change(case) for case in of_kind] for of_kind in (problem.tests, problem.benchmarks))
+    return dataclasses.replace(problem, tests=tests, benchmarks=benchmarks)
+
+
+def _popcorn_seed(text: str) -> int:
     try:
-        number = int(other)
+        return int(text)
     except ValueError:
-        raise UsageError(f"POPCORN_SEED={other!r} is not an integer") from None
-    return [case.with_values(seed=cases.combined_seed(case["seed"], number)) for case in of_problem]
+        raise UsageError(f"POPCORN_SEED={text!r} is not an integer") from None

@@ -52,7 +52,7 @@ class _CaseState:
     rank: int
     device: RankDevice
     barrier: Callable[[], None]
-    weights: Tensors
+    weights: GuardedInputs
     inputs: GuardedInputs | None = None
     data: Any = None
     output: Any = None  # of the call before
@@ -60,10 +60,13 @@ class _CaseState:
     def take(self, problem: Problem, inputs: Tensors | None) -> None:
         """None: the same again."""
         if inputs is not None:
-            self.inputs = GuardedInputs({**self.weights, **inputs}, self.device.device)
-            self.data = problem.as_data(self.case, self.inputs.tensors, self.rank)
+            self.inputs, self.data = self.guarded(problem, inputs)
         poison(self.output)
         self.output = None
+
+    def guarded(self, problem: Problem, inputs: Tensors) -> tuple[GuardedInputs, Any]:
+        guarded = GuardedInputs(inputs, self.device.device)
+        return guarded, problem.as_data(self.case, {**self.weights.tensors, **guarded.tensors}, self.rank)
 
 
 _problem: list[Problem] = []
@@ -94,7 +97,7 @@ def begin_case(
         timeout=timedelta(seconds=timeout),
         **device.group_options,
     )
-    _case.append(_CaseState(case, rank, device, own_barrier, weights))
+    _case.append(_CaseState(case, rank, device, own_barrier, GuardedInputs(weights, device.device)))
     own_barrier()
 
 
@@ -135,18 +138,17 @@ def call(report: Report, counted: bool, inputs: Tensors | None) -> CallResult:
 def call_in_a_row(report: Report, all_inputs: list[Tensors]) -> list[CallResult]:
     """Calls with no barrier between them."""
     state = _case[0]
-    guarded = [GuardedInputs({**state.weights, **inputs}, state.device.device) for inputs in all_inputs]
-    all_data = [_problem[0].as_data(state.case, inputs.tensors, state.rank) for inputs in guarded]
+    guarded = [state.guarded(_problem[0], inputs) for inputs in all_inputs]
     state.device.synchronize()
     state.barrier()
     outputs = []
-    for data in all_data:
+    for _, data in guarded:
         output = _submission[0].kernel(data)
         # Copied at once: a submission may use its memory again in the next call.
         outputs.append(output.clone() if isinstance(output, torch.Tensor) else output)
     state.device.synchronize()
     state.barrier()
-    return [_result(inputs, output, 0, 0.0) for inputs, output in zip(guarded, outputs, strict=True)]
+    return [_result(inputs, output, 0, 0.0) for (inputs, _), output in zip(guarded, outputs, strict=True)]
 
 
 def call_alone(report: Report, takes_part: bool, inputs: Tensors) -> CallResult:
@@ -176,11 +178,12 @@ def resources(report: Report) -> dict[str, int]:
 
 def _result(inputs: GuardedInputs | None, output: Any, nanoseconds: int, remote_bytes: float) -> CallResult:
     assert inputs is not None
-    device = _case[0].device.device
+    device, weights = _case[0].device.device, _case[0].weights
     if not isinstance(output, torch.Tensor):
         copy, returned = None, f"{type(output).__name__}, not a tensor"
     elif output.device != device:
         copy, returned = None, f"a tensor on {output.device}, not on {device}"
     else:
         copy, returned = output.detach().cpu().clone(), ""
-    return CallResult(copy, returned, nanoseconds, inputs.mutated(), inputs.overrun(), remote_bytes)
+    mutated, overrun = inputs.mutated() + weights.mutated(), inputs.overrun() + weights.overrun()
+    return CallResult(copy, returned, nanoseconds, mutated, overrun, remote_bytes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_a2a.leaderboard import problems, traffic
 from moe_a2a.leaderboard.cases import Case
-from moe_a2a.leaderboard.problems.base import Tensors, mismatch
+from moe_a2a.leaderboard.problems.base import Tensors
 from moe_a2a.leaderboard.rank_program import CallResult
 from moe_a2a.leaderboard.ranks import SubmissionRanks
 from moe_a2a.leaderboard.verdicts import SubmissionFailedError
@@ -119,7 +119,7 @@ class Trial:
             return False
         finally:
             self._ranks.close()
-        return result.output is not None and not mismatch(self._problem, result.output, self.expected(inputs)[rank])
+        return result.output is not None and not self._problem.mismatch(result.output, self.expected(inputs)[rank])
 
     # ---- checks
 
@@ -130,6 +130,10 @@ class Trial:
     def _check_all(self, results: list[CallResult]) -> None:
         for rank, result in enumerate(results):
             self._check(result, self._expected[rank], f"rank {rank}", [outputs[rank] for outputs in self._earlier])
+        if self._checked:
+            problem = self._problem.disagreement([result.output for result in results if result.output is not None])
+            if problem:
+                raise SubmissionFailedError("wrong", problem)
 
     def _check(self, result: CallResult, expected: Tensor, where: str, earlier: list[Tensor] | None = None) -> None:
         """The worst first: a write out of bounds may be the reason of all that comes after it."""
@@ -142,12 +146,12 @@ class Trial:
             raise SubmissionFailedError("mutated_input", f"{where}: the call has changed {', '.join(result.mutated)}")
         if result.output is None:
             raise SubmissionFailedError("wrong", f"{where}: custom_kernel() returned {result.returned}")
-        problem = mismatch(self._problem, result.output, expected)
+        problem = self._problem.mismatch(result.output, expected)
         if not problem:
             return
         if _is_poison(result.output):
             raise SubmissionFailedError("cached_output", f"{where}: the tensor of an earlier call, not written again")
-        if any(not mismatch(self._problem, result.output, old) for old in earlier or []):
+        if any(not self._problem.mismatch(result.output, old) for old in earlier or []):
             raise SubmissionFailedError("cached_output", f"{where}: the output of an earlier call, with other inputs")
         raise SubmissionFailedError("wrong", f"{where}: {problem}")
 

@@ -10,7 +10,6 @@ from contest_cases import SMALL, SPARSE, contest
 from moe_a2a.__main__ import main
 from moe_a2a.leaderboard import cases, loading, problems
 from moe_a2a.leaderboard.cases import CaseFileError
-from moe_a2a.leaderboard.problems.base import mismatch
 from moe_a2a.leaderboard.statistics import Stats, enough, geometric_mean
 
 pytestmark = pytest.mark.cpu
@@ -65,9 +64,9 @@ def test_a_wrong_value_is_described():
     right = torch.ones(2, 3, dtype=torch.float16)
     wrong = right.clone()
     wrong[1, 2] = 2
-    assert mismatch(problem, right * 1.001, right) == ""
-    assert "1 of 6 values are wrong; at [1, 2] it is 2, expected 1" in mismatch(problem, wrong, right)
-    assert "torch.float32" in mismatch(problem, right.float(), right)
+    assert problem.mismatch(right * 1.001, right) == ""
+    assert "1 of 6 values are wrong; at [1, 2] it is 2, expected 1" in problem.mismatch(wrong, right)
+    assert "torch.float32" in problem.mismatch(right.float(), right)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

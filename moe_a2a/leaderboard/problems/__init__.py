@@ -10,9 +10,20 @@ from pathlib import Path
 
 from moe_a2a.leaderboard import cases
 from moe_a2a.leaderboard.problems.all2all import All2All, All2AllExperts
+from moe_a2a.leaderboard.problems.all_reduce import AllReduce, AllReduceQuantised
 from moe_a2a.leaderboard.problems.base import Problem
+from moe_a2a.leaderboard.problems.gemm import AllGatherGemm, GemmReduceScatter
+from moe_a2a.leaderboard.problems.moe_layer import MoELayer
 
-PROBLEMS: dict[str, Callable[[], Problem]] = {"all2all": All2All, "all2all_experts": All2AllExperts}
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "all2all": All2All,
+    "all2all_experts": All2AllExperts,
+    "all_gather_gemm": AllGatherGemm,
+    "all_reduce": AllReduce,
+    "all_reduce_quantised": AllReduceQuantised,
+    "gemm_reduce_scatter": GemmReduceScatter,
+    "moe_layer": MoELayer,
+}
 
 
 def make(name: str) -> Problem:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_a2a.leaderboard.cases import Case
-from moe_a2a.leaderboard.problems.base import Tensors, check_divides
+from moe_a2a.leaderboard.problems.base import CloseTo, Tensors, check_divides
 
 
 @dataclass
@@ -33,6 +33,12 @@ class RankData:
     expert_scales: Tensor | None = None
 
 
+def config_of(case: Case, dtype: torch.dtype) -> MoEConfig:
+    names = ("num_experts", "experts_per_token", "hidden_dim", "max_num_tokens")
+    num_experts, experts_per_token, hidden_dim, max_num_tokens = (case[name] for name in names)
+    return MoEConfig(num_experts, experts_per_token, hidden_dim, max_num_tokens, dtype, dtype)
+
+
 def draw_tokens(case: Case, generator: torch.Generator, dtype: torch.dtype = torch.float16) -> Tensors:
     """1 to max_num_tokens - 1 tokens with distinct, uniformly drawn experts."""
     num_tokens = int(torch.randint(1, case["max_num_tokens"], (1,), generator=generator))
@@ -44,30 +50,23 @@ def draw_tokens(case: Case, generator: torch.Generator, dtype: torch.dtype = tor
     }
 
 
-class All2All:
+class All2All(CloseTo):
     rtol, atol = 1e-2, 5e-3
 
     def check_case(self, case: Case) -> None:
         check_divides(case, "num_experts")
 
-    def make_weights(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
-        return {}
-
     def make_inputs(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
         return draw_tokens(case, generator)
 
     def as_data(self, case: Case, tensors: Tensors, rank: int) -> tuple[MoEConfig, RankData, int, int]:
-        names = ("num_experts", "experts_per_token", "hidden_dim", "max_num_tokens")
-        cfg = MoEConfig(*(case[name] for name in names))
-        return cfg, RankData(num_tokens=tensors["x"].shape[0], **tensors), rank, case["world_size"]
+        rank_data = RankData(num_tokens=tensors["x"].shape[0], **tensors)
+        return config_of(case, torch.float16), rank_data, rank, case["world_size"]
 
     def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
         per_rank = case["num_experts"] // case["world_size"]
         scales = (1.0 + torch.arange(case["num_experts"]) // per_rank)[:, None]
         return [weighted_sums(of_rank, scales) for of_rank in tensors]
-
-    def rank_sizes(self, case: Case, tensors: Tensors) -> str:
-        return f"{tensors['x'].shape[0]} tokens"
 
 
 class All2AllExperts(All2All):

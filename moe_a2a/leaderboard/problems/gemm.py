@@ -1,0 +1,77 @@
+"""A matrix product before a reduce-scatter, and one behind an all-gather: the other two published problems."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_a2a.leaderboard.cases import Case
+from moe_a2a.leaderboard.problems.base import CloseTo, Tensors, check_divides, error_share
+
+MOST_ERROR = 0.02  # of the expected output's norm
+
+
+class _Gemm(CloseTo):
+    """data = (input, weight, bias), bf16, U(-0.01, 0.01). The weight and the bias stay over a case.
+
+    The published tolerance is as large as the values: an output without the product passes it. So the norm of the error is
+    limited too.
+    """
+
+    rtol = atol = 1e-2
+
+    def as_data(self, case: Case, tensors: Tensors, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        return tensors["input"], tensors["weight"], tensors["bias"]
+
+    def mismatch(self, output: Tensor, expected: Tensor) -> str:
+        wrong = super().mismatch(output, expected)
+        share = 0.0 if wrong else error_share(output, expected)
+        return wrong or (
+            f"the error's norm is {share:.3g} of the output's, {MOST_ERROR:g} at most" * (share > MOST_ERROR)
+        )
+
+
+class GemmReduceScatter(_Gemm):
+    """input [M, K/W], weight [N, K/W], bias [N]; returns [M/W, N], this rank's rows of the sum over ranks of
+    input @ weight.T + bias: the bias counts W times."""
+
+    def check_case(self, case: Case) -> None:
+        check_divides(case, "m")
+        check_divides(case, "k")
+
+    def make_weights(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
+        weight = _uniform(case["n"], case["k"] // case["world_size"], generator=generator)
+        return {"weight": weight, "bias": _uniform(case["n"], generator=generator)}
+
+    def make_inputs(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
+        return {"input": _uniform(case["m"], case["k"] // case["world_size"], generator=generator)}
+
+    def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
+        total = torch.zeros(case["m"], case["n"])
+        for of_rank in tensors:
+            total += of_rank["input"].float() @ of_rank["weight"].float().T + of_rank["bias"].float()
+        return list(total.bfloat16().chunk(len(tensors)))
+
+
+class AllGatherGemm(_Gemm):
+    """input [M/W, K], weight [N/W, K], bias [N/W]; returns [M, N/W], all ranks' input @ weight.T + bias."""
+
+    def check_case(self, case: Case) -> None:
+        check_divides(case, "m")
+        check_divides(case, "n")
+
+    def make_weights(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
+        columns = case["n"] // case["world_size"]
+        weight = _uniform(columns, case["k"], generator=generator)
+        return {"weight": weight, "bias": _uniform(columns, generator=generator)}
+
+    def make_inputs(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
+        return {"input": _uniform(case["m"] // case["world_size"], case["k"], generator=generator)}
+
+    def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
+        x = torch.cat([of_rank["input"] for of_rank in tensors]).float()
+        return [(x @ own["weight"].float().T + own["bias"].float()).bfloat16() for own in tensors]
+
+
+def _uniform(*shape: int, generator: torch.Generator) -> Tensor:
+    return ((torch.rand(*shape, generator=generator) * 2 - 1) * 0.01).bfloat16()
