@@ -1,4 +1,4 @@
-// One argument struct per kernel, filled by the runtime with designated initialisers and passed by value.
+// One argument struct per kernel, filled by the host with designated initialisers and passed by value.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace moe_a2a {
 
-// The caller's routing, int32 or int64, contiguous.
+// The caller's routing: int32 or int64, contiguous.
 struct TopkIdx {
   const void* data = nullptr;  // [num_tokens, num_topk]
   bool is_int64 = false;
@@ -25,18 +25,19 @@ struct TopkIdx {
 struct DispatchSendArgs {
   Context context;
   int buffer = 0;
-  uint64_t number = 0;  // of the dispatch, as the hosts count them; 0: no peer is asked whether it has a buffer
+  uint64_t number =
+      0;  // of the dispatch, as the hosts count; 0: peers are not checked for a refusal for lack of a buffer
   int num_tokens = 0;
   TopkIdx topk_idx;
-  const float* topk_weights = nullptr;  // [num_tokens, num_topk], or null: 1
+  const float* topk_weights = nullptr;  // [num_tokens, num_topk]; null: all 1
   Rows x;
   DType x_dtype = DType::kBfloat16;
-  Rows x_scales;            // of float8 rows: [num_tokens, ceil(hidden / 128)] fp32
-  bool quantize = false;    // x_dtype rows leave as float8 rows with scales
-  bool vector_rows = true;  // x may be read in 16-byte vectors
+  Rows x_scales;            // for float8 rows: [num_tokens, ceil(hidden / 128)] fp32
+  bool quantize = false;    // rows travel as float8 with scales
+  bool vector_rows = true;  // x allows 16-byte vector loads
 };
 
-// How the routes of the experts are laid on one line of positions.
+// How the routes of the local experts are laid out in positions.
 enum class Layout : int { kRows, kExpertMajor, kMasked };
 
 struct DispatchRecvArgs {
@@ -44,10 +45,10 @@ struct DispatchRecvArgs {
   int buffer = 0;
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
-  DType row_dtype = DType::kBfloat16;  // of the rows that come
+  DType row_dtype = DType::kBfloat16;  // of the incoming rows
 };
 
-// Copies landed rows to where a caller wants them: one row per position of the layout, zeros in the padding.
+// Copies landed rows into the caller's tensor: one row per position of the layout, zeros in the padding.
 struct GatherRowsArgs {
   Context context;
   int buffer = 0;
@@ -55,10 +56,10 @@ struct GatherRowsArgs {
   DType row_dtype = DType::kBfloat16;
   int64_t num_positions = 0;
   std::byte* expert_x = nullptr;     // [positions, hidden]
-  float* expert_x_scales = nullptr;  // [positions, ceil(hidden / 128)], of float8 rows
+  float* expert_x_scales = nullptr;  // for float8 rows: [positions, ceil(hidden / 128)]
 };
 
-// Both halves in one launch: the first blocks send, the others receive at the same time.
+// Both halves in one launch: the first num_send_blocks blocks send while the others receive.
 struct DispatchArgs {
   DispatchSendArgs send;
   DispatchRecvArgs recv;
@@ -71,8 +72,8 @@ struct CombineSendArgs {
   Rows y;  // one row per position of the layout, or per landed row when `presummed`
   int64_t num_y_rows = 0;
   bool presummed = false;
-  bool is_sent = false;     // by an earlier attempt: nothing travels again; own sums that are kept lie in y
-  bool vector_rows = true;  // y may be read in 16-byte vectors
+  bool is_sent = false;     // by an earlier attempt: nothing is sent again, and kept own sums lie in y
+  bool vector_rows = true;  // y allows 16-byte vector loads
 };
 
 struct CombineRecvArgs {
@@ -95,14 +96,14 @@ struct CombineArgs {
   int num_send_blocks = 0;
 };
 
-// A rank that will not take part in this epoch says so instead of keeping its peers waiting.
+// For a rank that will not take part in this epoch: it says so, so that its peers do not wait.
 struct RefuseDispatchArgs {
   Context context;
   int buffer = 0;
   uint64_t number = 0;  // as in DispatchSendArgs
   RefusalText text;
 };
-// All of its buffers are open, so that it cannot tell which one its peers have taken.
+// For a rank whose buffers are all open: it cannot know which one its peers have taken.
 struct RefuseAnyBufferArgs {
   Context context;
   uint64_t number = 0;
@@ -115,12 +116,12 @@ struct RefuseCombineArgs {
   RefusalText text;
 };
 
-// The buffer's rows are no longer read: gives the credit back without a combine, and refuses one for good, since peers
-// may already wait for this rank's sums.
+// Gives the credit back without a combine: the buffer's rows are no longer read. Also refuses the combine for good,
+// since peers may already wait for this rank's sums.
 struct ReleaseArgs {
   Context context;
   int buffer = 0;
-  RefusalText text;  // empty: that of an earlier refusal stands
+  RefusalText text;  // empty: keep the text of an earlier refusal
 };
 
 }  // namespace moe_a2a

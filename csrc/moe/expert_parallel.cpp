@@ -82,8 +82,8 @@ void ExpertParallel::require(const DispatchHandle& handle, Stage stage, Stage or
                                               : "; call the halves in their order"));
 }
 
-// The next free buffer in turn. All ranks make the same calls, so all take the same one. A buffer whose handle the
-// caller has dropped without combine or release is taken back only when no other is free.
+// The next free buffer, round-robin. All ranks make the same calls, so all take the same one. A buffer whose handle was
+// dropped without combine or release is reclaimed only if no other is free.
 int ExpertParallel::find_buffer(const LaunchPlace& place) {
   const int n = config().num_buffers;
   for (const bool reclaim : {false, true}) {
@@ -104,7 +104,7 @@ int ExpertParallel::next_buffer(const LaunchPlace& place) {
                            "; combine() or release() one first, or pass a larger num_buffers");
 }
 
-// After the launch: one that fails leaves everything as it was.
+// Called after the launch: if that throws, nothing has changed.
 void ExpertParallel::take(int buffer, const std::shared_ptr<DispatchHandle>& handle) {
   if (const auto before = newest_[buffer].lock()) before->stage = Stage::kClosed;
   open_[buffer] = handle;
@@ -190,7 +190,7 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
     release(handle, place);  // the epoch has passed on every rank; the next dispatch is a new one
     throw;
   } catch (const BadRouting& error) {
-    release(handle, place, error.what());  // dispatch() returns no handle; the peers get the credit, and are told
+    release(handle, place, error.what());  // dispatch() returns no handle; the peers get the credit and the reason
     throw;
   }
 }
@@ -296,7 +296,7 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
     if (refused.is_final) {
       finish_combine(handle);
     } else {
-      note_refusal(handle, refused.peer, refused.count);  // what this rank has sent stands; the call may be made again
+      note_refusal(handle, refused.peer, refused.count);  // what this rank has sent stands; the call may be retried
     }
     throw;
   }

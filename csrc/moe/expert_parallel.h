@@ -1,5 +1,5 @@
-// The host object: owns the memory, hands out buffers, launches the kernels, turns a report into an exception.
-// Knows nothing of PyTorch: tensors arrive as addresses and strides, already checked by the caller.
+// The host object: owns the memory, hands out buffers, launches the kernels, turns reports into exceptions. Independent
+// of PyTorch: tensors arrive as addresses and strides that the caller has checked.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace moe_a2a {
 
-// Routing that only the kernels could see was wrong: treated as dropped, said here.
+// Bad routing that only the kernels could see. They treated it as dropped; this reports it.
 struct BadRouting : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
@@ -24,9 +24,9 @@ class ExpertParallel;
 enum class PushBy : int;
 struct Push;
 
-// One dispatch between its send and the end of its combine.
+// One dispatch, from its send to the end of its combine.
 struct DispatchHandle {
-  // kCombined: closed, unless a refusal of the combine comes to light (where launches are queued).
+  // kCombined: closed, unless a queued combine turns out to have been refused.
   enum class Stage { kSent, kReceived, kCombineSent, kCombined, kClosed };
 
   const ExpertParallel* owner = nullptr;
@@ -36,13 +36,13 @@ struct DispatchHandle {
   int expert_alignment = 1;
   DType row_dtype = DType::kBfloat16;
   std::atomic<Stage> stage = Stage::kSent;
-  // Of the combine; one that was refused may be tried again. See RefusalCount.
+  // For the combine, which may be retried after a refusal; see RefusalCount.
   uint32_t attempt = 1;
-  uint32_t failed_attempt = 0;  // the newest that failed on this rank
+  uint32_t failed_attempt = 0;  // the latest that failed on this rank
   uint32_t num_strays = 0;
   SeenStrays seen;
-  bool keeps_own_sums = false;     // the combine has left this rank's sums for itself in y
-  bool is_refusal_raised = false;  // of the newest launch: each of its warps may report the refusal
+  bool keeps_own_sums = false;     // the combine left this rank's sums for itself in y
+  bool is_refusal_raised = false;  // for the latest launch: each of its warps may report the refusal
 
   bool is_open() const { return stage < Stage::kCombined; }
 };
@@ -60,15 +60,15 @@ struct DispatchInput {
   DType row_dtype() const { return quantize ? DType::kFloat8 : x_dtype; }  // as rows travel
 };
 
-// Where a launch goes.
+// Where a launch runs.
 struct LaunchPlace {
-  int num_blocks = 0;  // 0: the launch table's, or the target's default
+  int num_blocks = 0;  // 0: from the launch table, else the target's default
   void* stream = nullptr;
 };
 
 class ExpertParallel : public Client {
  public:
-  // The rank and the number of ranks of `config` are the communicator's.
+  // `config` must have the communicator's rank and num_ranks.
   ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConfig& config);
 
   const MoeConfig& config() const { return context_.config; }
@@ -77,25 +77,25 @@ class ExpertParallel : public Client {
   const MoeRegion& region() const { return context_.region; }
   static size_t nbytes_for(const MoeConfig& config);
 
-  // The steps. A handle is open from dispatch_send to the end of combine_recv, or release.
+  // The steps. A handle is open from dispatch_send until the end of combine_recv or release.
   std::shared_ptr<DispatchHandle> dispatch_send(const DispatchInput& input, const LaunchPlace& place);
   void dispatch_recv(DispatchHandle& handle, Layout layout, int expert_alignment, const LaunchPlace& place);
-  // Positions of the handle's layout: the rows that expert_x and y have.
+  // Positions of the handle's layout: the number of rows of expert_x and y.
   int64_t num_positions(const DispatchHandle& handle) const;
   void gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales, const LaunchPlace& place);
   void combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
                     const LaunchPlace& place);
   void combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place);
-  // Peers whose combine waits for this rank are told `why`.
+  // Peers that wait in combine for this rank are told `why`.
   void release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why = {});
 
-  // Both halves, in one launch where launches are queued and the device holds a sender and a receiver at once.
+  // Both halves; in one launch where launches are queued and a sender and a receiver can be resident at once.
   std::shared_ptr<DispatchHandle> dispatch(const DispatchInput& input, Layout layout, int expert_alignment,
                                            const LaunchPlace& place);
   void combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed, void* combined_x,
                const LaunchPlace& place);
 
-  // How many blocks the launches take: what the place says, else the table, else the target's default.
+  // Block counts: those of `place`, else the table's, else the target's default.
   void set_launch_table(LaunchTable table) { launch_table_ = std::move(table); }
   int dispatch_blocks(int num_tokens, const LaunchPlace& place = {}) const {
     return blocks(place, launch_table_.dispatch_blocks(num_tokens));
@@ -104,25 +104,26 @@ class ExpertParallel : public Client {
     return blocks(place, launch_table_.combine_blocks(num_tokens));
   }
 
-  // For benchmarks: row i goes where pushes[i] says, into a buffer that is not open, and nobody is told. All
-  // ranks call it, with no dispatch or combine on its way.
+  // For benchmarks: sends row i as pushes[i] says, into a buffer that is not open, without signalling. Collective; no
+  // dispatch or combine may be in progress.
   void push_rows(const Rows& x, int num_rows, int64_t row_bytes, const Push* pushes, PushBy by,
                  const LaunchPlace& place);
 
-  // Says on every rank that this rank's call has failed; the caller then raises why.
+  // Tells every rank that this rank's call has failed; the caller then throws.
   void refuse_dispatch(const std::string& why, const LaunchPlace& place);
   void refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
-  // The same of every handle whose combine peers may wait for: when the call does not say which one is meant.
+  // The same for every handle whose combine peers may wait for, when the call does not say which one it meant.
   void refuse_combines(const std::string& why, const LaunchPlace& place);
-  // For a dispatch that this rank has launched and cannot go on with.
+  // For a dispatch that this rank has launched but cannot complete.
   void give_up_newest(const std::string& why, const LaunchPlace& place);
-  // Dispatches so far, refused ones too: whether a call that has failed was launched.
+  // Dispatches so far, including refused ones. Tells whether a failed call was launched.
   uint64_t num_dispatches() const { return num_dispatches_; }
 
-  // Also bad routing. Calls on the hot path raise waits only: a call is not to blame for the routing of an earlier one.
+  // Also throws bad routing. Calls on the hot path raise waits only: they are not to blame for the routing of earlier
+  // calls.
   void raise_reported() override;
 
-  // Raises unless the handle is open, ours, and at one of the two stages.
+  // Throws unless the handle is open, this object's, and at one of the two stages.
   void require(const DispatchHandle& handle, DispatchHandle::Stage stage, DispatchHandle::Stage or_stage,
                const char* call) const;
 
@@ -149,12 +150,12 @@ class ExpertParallel : public Client {
 
   std::shared_ptr<Communicator> comm_;
   Context context_;
-  ErrorCounters raised_;                               // what of the counters has been raised
-  std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer, null when free
-  std::vector<std::weak_ptr<DispatchHandle>> newest_;  // per buffer: the handle that had it last
+  ErrorCounters raised_;                               // counts that have been raised already
+  std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer; null: free
+  std::vector<std::weak_ptr<DispatchHandle>> newest_;  // per buffer: its latest handle
   int last_buffer_;
   std::weak_ptr<DispatchHandle> newest_dispatch_;  // null: it was refused
-  std::atomic<uint64_t> num_dispatches_ = 0;       // calls that were made, refused ones too
+  std::atomic<uint64_t> num_dispatches_ = 0;       // including refused ones
   LaunchTable launch_table_;
 };
 

@@ -1,4 +1,5 @@
-// On request, between steps 2 and 3: rows contiguous by expert, for callers whose GEMM does not gather. Costs a copy.
+// On request, between steps 2 and 3: copies rows so that each expert's are contiguous, for callers whose GEMM does not
+// gather. Costs a copy.
 #pragma once
 
 #include "comm/work_queue.h"
@@ -12,7 +13,7 @@ struct GatherRows {
 
   static size_t shared_bytes(const Args&) { return 0; }
 
-  // The filled positions of all experts on one line, a warp for each.
+  // One warp per position, over the filled positions of all experts.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     const MoeRegion& region = args.context.region;
     Line<int64_t> line(grid.rank() + grid.size() * block.warp_rank(), grid.size() * block.num_warps());
@@ -25,7 +26,8 @@ struct GatherRows {
     }
   }
 
-  // The caller holds views of the lists and may have written to them: positions end with expert_x, rows with recv_x.
+  // The caller holds views of the lists and may have overwritten them. So positions are clamped to expert_x, rows to
+  // recv_x.
   MOE_A2A_DEVICE static int64_t num_filled(const Args& args, int expert, int64_t start) {
     const MoeRegion& region = args.context.region;
     const int64_t listed = args.layout == Layout::kMasked ? region.expert_counts(args.buffer, expert)

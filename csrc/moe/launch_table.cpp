@@ -30,16 +30,16 @@ LaunchStep LaunchTable::step(int num_tokens) const {
 
 int resident_blocks(int wanted, int max_blocks) { return std::max(1, std::min(wanted, max_blocks)); }
 
-// The receivers of a dispatch write the lists, for which a dozen blocks is enough, and look at signals. (H200: with 3
-// of 24 blocks receiving a dispatch of 4096 tokens took 387 us, with 6 of them 183.)
+// Receivers write the lists, for which a dozen blocks suffice, and poll signals. (H200, 24 blocks, 4096 tokens: 387 us
+// with 3 receivers, 183 with 6.)
 int dispatch_senders(int num_blocks) {
   const int receivers = std::max(num_blocks / 8, std::min(num_blocks / 4, 12));
   return num_blocks - std::max(1, receivers);
 }
 
-// The receivers of a combine add up a row of each rank; the senders read some times as many, or send rows that are
-// summed already, all but their own. (2 H200, 4096 tokens: an SM sends 35 KB/us of those and adds up 43. 24 blocks, 10
-// of them sending, 189 us, 9 or 11 of them 196, 8 of them 218; 132 blocks 187 with 33 as with 48 of them, 192 with 66.)
+// Receivers add up one row per rank. Senders read several times as many, or, if presummed, send finished sums, all but
+// their own. (2 H200, 4096 tokens, presummed: an SM sends 35 KB/us and adds up 43. 24 blocks: 189 us with 10 senders,
+// 196 with 9 or 11, 218 with 8. 132 blocks: 187 us with 33 or 48 senders, 192 with 66.)
 int combine_senders(int num_blocks, bool presummed, int num_ranks) {
   if (!presummed) return num_blocks - std::max(1, num_blocks / 3);
   const int sent = 5 * (num_ranks - 1), added = 4 * num_ranks;

@@ -1,6 +1,6 @@
-// How many blocks a launch takes when the call does not say: a short table, by the number of tokens. It is measured or
-// computed above (moe_a2a/launch_tables.py) and handed over once, so that a call only looks it up. And how they are
-// shared out between the halves.
+// How many blocks a launch takes when the call does not say, and how a fused launch splits them between its halves. The
+// table is short and indexed by number of tokens. Python measures or computes it (moe_a2a/launch_tables.py) and sets it
+// once, so a call is only a lookup.
 #pragma once
 
 #include <vector>
@@ -17,10 +17,10 @@ struct LaunchStep {
 class LaunchTable {
  public:
   LaunchTable() = default;
-  // Raises unless max_tokens ascends and every number is positive.
+  // Throws unless max_tokens ascends and every number is positive.
   explicit LaunchTable(std::vector<LaunchStep> steps);
 
-  // 0: the table is empty, so the target's default. Calls of more tokens than the last step has take the last step.
+  // 0: the table is empty; use the target's default. Calls with more tokens than the last step use the last step.
   int dispatch_blocks(int num_tokens) const { return step(num_tokens).dispatch_blocks; }
   int combine_blocks(int num_tokens) const { return step(num_tokens).combine_blocks; }
 
@@ -30,11 +30,11 @@ class LaunchTable {
   std::vector<LaunchStep> steps_;
 };
 
-// How many blocks a launch takes when `wanted` are wanted: no more than the device holds at once, one for each compute
-// unit. Blocks wait for each other, so one that is not resident would be waited for until the deadline.
+// Clamps `wanted` to the blocks that are resident at once, one per compute unit. Blocks wait for each other, so a block
+// that is not resident would stall the others until the deadline.
 int resident_blocks(int wanted, int max_blocks);
 
-// Of so many blocks of a launch that does both halves, two at least, those that send.
+// How many of a fused launch's `num_blocks`, at least two, send.
 int dispatch_senders(int num_blocks);
 int combine_senders(int num_blocks, bool presummed, int num_ranks);
 

@@ -1,15 +1,14 @@
-// What the links can do: the rows of a step and nothing else. No table, no signals, no lists, nobody waits. Benchmarks
-// hold dispatch and combine against it.
+// What the links can do: a step's rows and nothing else. No table, no signals, no lists, no waits. The floor that
+// benchmarks compare dispatch and combine with.
 #pragma once
 
 #include "moe/wires.h"
 
 namespace moe_a2a {
 
-// How a row is pushed.
 enum class PushBy : int { kWarpSender, kWarpStores, kBlockStores };
 
-// Where a row goes: to these ranks (a bit each), as this rank's row of that token.
+// Where a row goes: to these ranks (one bit each), into this rank's slot for `token`.
 struct Push {
   uint64_t dst_ranks = 0;
   int64_t token = 0;
@@ -20,7 +19,7 @@ struct PushRowsArgs {
   int buffer = 0;
   int num_rows = 0;
   Rows x;
-  int64_t row_bytes = 0;         // at most a row's place in the heap
+  int64_t row_bytes = 0;         // at most a slot's size
   const Push* pushes = nullptr;  // [num_rows]
   PushBy by = PushBy::kWarpSender;
 };
@@ -34,7 +33,7 @@ struct PushRows {
   static constexpr const char* kName = "push_rows";
 
   struct Plan {
-    int stage_bytes = 0;  // of a warp
+    int stage_bytes = 0;  // per warp
     int num_senders = 0;
     SharedPart<std::byte> stages;
     int bytes = 0;

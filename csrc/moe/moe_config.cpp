@@ -51,8 +51,8 @@ std::string MoeConfig::violation() const {
   return {};
 }
 
-// NVIDIA: where fewer steps and a third more bytes are even (H200). AMD, where it is twice the bytes: a guess. A CPU's
-// fence is nothing.
+// NVIDIA: the break-even of fewer steps against a third more bytes (H200). AMD: a guess, since words double the bytes.
+// On a CPU a fence costs nothing.
 int default_ll_tokens(const MoeConfig& config, const std::string& target) {
   const int wanted = target == "cuda" ? 128 : target == "hip" ? 32 : 0;
   return std::min(wanted, config.ll_token_capacity());

@@ -10,13 +10,13 @@
 
 namespace moe_a2a {
 
-// The payload of a signal holds a number of tokens (signal.h), one value of it means "refused".
+// The payload of a signal holds a number of tokens (signal.h); one value means "refused".
 inline constexpr int kMaxTokensPerRank = (1 << 20) - 2;
-// An entry of the routing table holds an expert in 16 bits, and in as many its place in a chunk of tokens.
+// A RouteEntry holds the expert in 16 bits, one value of which means "dropped", and its index in the chunk in the other
+// 16.
 inline constexpr int kMaxExperts = 65535;
 inline constexpr int kMaxTopk = 64;
-// Most tokens that travel as LL words. Their receiver counts in the shared memory of a block: choices of all ranks'
-// tokens, experts.
+// Limits of LL batches: their receiver counts in a block's shared memory. kMaxLlChoices is over all ranks' tokens.
 inline constexpr int kMaxLlTokens = 256;
 inline constexpr int kMaxLlChoices = 4096;
 inline constexpr int kMaxLlExperts = 2048;
@@ -30,11 +30,11 @@ struct MoeConfig {
   int num_max_tokens_per_rank = 0;
   int num_buffers = 2;
   DType dtype = DType::kBfloat16;
-  int num_max_ll_tokens = 0;  // a rank's batch of up to so many tokens travels as LL words (comm/ll_word.h)
+  int num_max_ll_tokens = 0;  // a rank's batch of at most this many tokens travels as LL words (comm/ll_word.h)
 
   MOE_A2A_HOST_DEVICE constexpr int num_local_experts() const { return num_experts / num_ranks; }
   MOE_A2A_HOST_DEVICE constexpr int num_scales() const { return row(DType::kFloat8).num_scales(); }
-  // Routes that can arrive here: every token of every rank may bring all of its choices.
+  // The most routes that can arrive here: every token of every rank, with all of its choices.
   MOE_A2A_HOST_DEVICE constexpr int64_t route_capacity() const {
     return static_cast<int64_t>(num_ranks) * num_max_tokens_per_rank * num_topk;
   }
@@ -51,9 +51,9 @@ struct MoeConfig {
     return own > quantized ? own : quantized;
   }
 
-  // ---- LL words: small batches, of which the latency counts
+  // ---- LL words: small batches, which are latency-bound
 
-  // The largest num_max_ll_tokens.
+  // Upper limit of num_max_ll_tokens.
   MOE_A2A_HOST_DEVICE constexpr int ll_token_capacity() const {
     if (num_experts > kMaxLlExperts) return 0;
     const int most = num_max_tokens_per_rank < kMaxLlTokens ? num_max_tokens_per_rank : kMaxLlTokens;
@@ -64,19 +64,19 @@ struct MoeConfig {
     return num_max_ll_tokens > 0 && num_tokens <= num_max_ll_tokens;
   }
   MOE_A2A_HOST_DEVICE constexpr int num_pieces() const { return row(dtype).num_pieces(); }
-  // Bytes that `num_dwords` take as LL words, in pieces: up to twice as many, and each piece ends with a whole word.
+  // Bytes of `num_dwords` as LL words, in pieces: at most twice the data, and each piece ends on a whole word.
   static constexpr int64_t ll_bytes(int64_t num_dwords, int num_pieces) {
     return (8 * num_dwords + 32 * num_pieces + 127) / 128 * 128;
   }
-  // Three dwords for each choice, in whole words: 16 bytes or 24.
+  // Three dwords per choice, in whole words: 16 or 24 bytes.
   constexpr int64_t ll_choices_stride() const { return (24 * int64_t{num_topk} + 15) / 16 * 16; }
   constexpr int64_t ll_row_stride() const { return ll_bytes(max_row_stride() / 4, num_pieces()); }
 
-  // The first rule that does not hold, in words that name value, limit and argument; empty when all hold.
+  // The first violated rule, naming value, limit and argument; empty when all hold.
   std::string violation() const;
 };
 
-// The num_max_ll_tokens of a caller who does not say.
+// The default num_max_ll_tokens.
 int default_ll_tokens(const MoeConfig& config, const std::string& target);
 
 }  // namespace moe_a2a

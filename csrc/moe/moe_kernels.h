@@ -9,7 +9,7 @@ MOE_A2A_DECLARE_FAMILY(link_floor_kernels)
 
 namespace moe_a2a {
 
-// The same at every level of the CPU target.
+// Equal at every x86-64 level, so any level's will do.
 #if defined(MOE_A2A_CPU_LEVELS)
 int64_t max_quantized_row_bytes_cpu_v2(int64_t max_shared_bytes);
 #define MOE_A2A_QUANTIZED_ROW_OF_CPU max_quantized_row_bytes_cpu_v2
@@ -20,7 +20,7 @@ int64_t max_quantized_row_bytes_cpu(int64_t max_shared_bytes);
 int64_t max_quantized_row_bytes_cuda(int64_t max_shared_bytes);
 int64_t max_quantized_row_bytes_hip(int64_t max_shared_bytes);
 
-// The longest float8 row that dispatch can quantise with blocks of so much shared memory: what its plan has room for.
+// The longest float8 row that dispatch can quantise with this much shared memory per block.
 inline int64_t max_quantized_row_bytes(const std::string& target, int64_t max_shared_bytes) {
   MOE_A2A_IF_CPU(if (target == "cpu") return MOE_A2A_QUANTIZED_ROW_OF_CPU(max_shared_bytes);)
   MOE_A2A_IF_CUDA(if (target == "cuda") return max_quantized_row_bytes_cuda(max_shared_bytes);)

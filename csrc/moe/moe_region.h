@@ -1,7 +1,7 @@
-// Every field of a rank's memory, by name, type and shape. Host, kernels and tests reach memory only through this.
+// Every field of the MoE region, by name, type and shape. Host, kernels and tests access the memory only through it.
 //
-// The symmetric part lies at the same offset in the heap of every rank, so HeapView::peer() finds a field elsewhere.
-// The local part is private to the rank. One struct serves both: an Array is a pointer and its strides.
+// The symmetric part has the same offsets on every rank, so HeapView::peer() finds a field anywhere. The local part is
+// private to the rank.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,8 @@
 
 namespace moe_a2a {
 
-// Tokens of a routing table that one signal hands over: few where there would else be too few chunks for the blocks.
+// Tokens of a routing table behind one signal. Small tables use short chunks: long ones would be too few for the
+// blocks.
 inline constexpr int kMaxChunk = 256, kSmallChunk = 64, kFewTokens = 512;
 MOE_A2A_HOST_DEVICE constexpr int chunk_length(int num_tokens) {
   return num_tokens <= kFewTokens ? kSmallChunk : kMaxChunk;
@@ -24,22 +25,22 @@ MOE_A2A_HOST_DEVICE constexpr int chunk_length(int num_tokens) {
 MOE_A2A_HOST_DEVICE constexpr int num_chunks(int num_tokens) {
   return (num_tokens + chunk_length(num_tokens) - 1) / chunk_length(num_tokens);
 }
-// Of any number of tokens up to `num_tokens`.
+// The most chunks of any batch of up to `num_tokens` tokens.
 constexpr int most_chunks(int num_tokens) {
   const int of_few = num_chunks(num_tokens < kFewTokens ? num_tokens : kFewTokens);
   return num_chunks(num_tokens) > of_few ? num_chunks(num_tokens) : of_few;
 }
 
-// Largest multiple that an expert-major block of rows can be padded to.
+// The largest expert_alignment.
 inline constexpr int kMaxExpertAlignment = 256;
 
-// What kernels have found wrong and treated as dropped, counted in this rank's own memory: a device may not be able to
-// count in the host's. The host reads them when it looks (ExpertParallel::check).
+// Errors that kernels found and treated as dropped. In this rank's device memory, since a device may not be able to
+// update host memory atomically. The host reads them in raise_reported().
 struct ErrorCounters {
   uint32_t num_bad_choices = 0;
-  uint32_t num_lost_routes = 0;     // found no room in the masked layout
-  uint32_t num_short_y_routes = 0;  // lie behind the last row of the `y` given to combine
-  // The most recent bad choices, each in an element of its own.
+  uint32_t num_lost_routes = 0;     // no room in the masked layout
+  uint32_t num_short_y_routes = 0;  // past the last row of the `y` given to combine
+  // The latest bad choices, in a ring.
   static constexpr uint32_t kShown = 16;
   int64_t bad_expert[kShown] = {};
   int32_t bad_token[kShown] = {};
@@ -47,49 +48,50 @@ struct ErrorCounters {
 
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
 struct MoeRegion {
-  // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
-  Array<Signal, 3> table_signal;       // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
-  Array<RouteEntry, 4> table_route;    // [B, R src, T, K]
-  Array<float, 4> table_weight;        // [B, R src, T, K]
-  Array<int32_t, 3> table_landed_idx;  // [B, R src, T]  rows of its chunk that land here before this one; -1: not here
+  // ---- symmetric: written by the rank of the "src" index, read by the owner of the memory
+  Array<Signal, 3> table_signal;     // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
+  Array<RouteEntry, 4> table_route;  // [B, R src, T, K]
+  Array<float, 4> table_weight;      // [B, R src, T, K]
+  Array<int32_t, 3>
+      table_landed_idx;             // [B, R src, T]  how many rows of its chunk land here before this one; -1: not here
   Array<int32_t, 4> table_count;    // [B, R src, chunks, El + 1]  routes to each expert here; last: rows that land here
   Array<Signal, 3> row_signal;      // [B, R src, T]  a row of src has landed
-  Array<std::byte, 4> row;          // [B, R src, T, row_stride]  recv_x: the row of a token lands at its own index
+  Array<std::byte, 4> row;          // [B, R src, T, row_stride]  recv_x: each token's slot is its own index
   Array<Signal, 3> combine_signal;  // [B, R src, T]  a partial sum of src is here
   Array<std::byte, 4> combine_row;  // [B, R src, T, row_stride]
-  // Small batches, L = num_max_ll_tokens: LL words, read by the kernels alone.
+  // Small batches, L = num_max_ll_tokens: LL words, accessed by kernels only.
   Array<std::byte, 4> ll_choices;      // [B, R src, L, ll_choices_stride]  expert and weight of each choice
   Array<std::byte, 4> ll_row;          // [B, R src, L, ll_row_stride]
   Array<std::byte, 4> ll_combine_row;  // [B, R src, L, ll_row_stride]
   Array<Signal, 2> dispatch_credit;    // [B, R src]  src no longer reads what I dispatched up to this epoch
-  Array<Signal, 2> combine_refusal;    // [B, R src]  src refused its combine; payload: which attempt
-  Array<Signal, 1> dispatch_refusal;   // [R src]  epoch: the number of the newest dispatch that src had no buffer for
+  Array<Signal, 2> combine_refusal;    // [B, R src]  src refused its combine; payload: RefusalCount
+  Array<Signal, 1> dispatch_refusal;   // [R src]  epoch: number of the latest dispatch that src had no buffer for
 
   // ---- local
-  Array<uint64_t, 1> epoch;          // [B]  of the dispatch that holds the buffer; kernels advance it
-  Array<ErrorCounters, 1> errors;    // [1]
-  Array<uint32_t, 2> arrivals;       // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
-  Array<uint32_t, 2> tickets;        // [B, kNumLaunches]  units of a launch that were handed out; see comm/work_queue.h
-  Array<int32_t, 2> expert_offsets;  // [B, El + 1]
-  Array<int32_t, 2> expert_counts;   // [B, El]
-  Array<int32_t, 2> expert_row_index;  // [B, routes]  row (src_rank * T + token) of each route, -1 = padding
+  Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; advanced by kernels
+  Array<ErrorCounters, 1> errors;      // [1]
+  Array<uint32_t, 2> arrivals;         // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
+  Array<uint32_t, 2> tickets;          // [B, kNumLaunches]  units handed out in a launch; see comm/work_queue.h
+  Array<int32_t, 2> expert_offsets;    // [B, El + 1]
+  Array<int32_t, 2> expert_counts;     // [B, El]
+  Array<int32_t, 2> expert_row_index;  // [B, routes]  row (src_rank * T + token) of each route; -1: padding
   Array<float, 2> route_weight;        // [B, routes]
   Array<int32_t, 2> route_src_rank;    // [B, routes]
   Array<int32_t, 2> route_src_token;   // [B, routes]
-  Array<int32_t, 2> landed_row;        // [B, R * T]  rows that have landed, in (src_rank, token) order
-  Array<int32_t, 2> landed_offsets;    // [B, R + 1]  where those of each src begin in landed_row
-  Array<RouteTerm, 3> landed_term;     // [B, R * T, K]  of each landed row: its routes here, in k order
-  Array<LandedRow, 3> combine_order;   // [B, kNumOrders, R * T]  in which combine sends whole rows
-  Array<int32_t, 2> num_recv_tokens;   // [B, R src]  rows of the table of src
-  Array<int32_t, 2> all_send_ll;       // [B, 1]  whether the batches of all ranks are small; then so are their combines
-  Array<RankSet, 2> token_ranks;       // [B, T]  where this rank's tokens have gone
+  Array<int32_t, 2> landed_row;        // [B, R * T]  landed rows, in (src_rank, token) order
+  Array<int32_t, 2> landed_offsets;    // [B, R + 1]  where the rows of each src begin in landed_row
+  Array<RouteTerm, 3> landed_term;     // [B, R * T, K]  the routes of each landed row, in k order
+  Array<LandedRow, 3> combine_order;   // [B, kNumOrders, R * T]  the order in which combine sends whole rows
+  Array<int32_t, 2> num_recv_tokens;   // [B, R src]  tokens in the batch of src
+  Array<int32_t, 2> all_send_ll;       // [B, 1]  whether all ranks' batches are small; then sums return as LL words too
+  Array<RankSet, 2> token_ranks;       // [B, T]  the ranks that each of this rank's tokens went to
 
   static constexpr uint32_t kRefused = Signal::kPayloadMask;
   enum Launch { kDispatchSend, kCombineSend, kNumLaunches };
-  enum RowOrder { kAllRows, kPeersRows, kNumOrders };  // the latter without the rank's own rows
+  enum RowOrder { kAllRows, kPeersRows, kNumOrders };  // kPeersRows omits the rank's own rows
 };
 
-// Routes of the largest layout that the lists must hold: padding of expert blocks to `max_alignment` included.
+// Routes in the largest layout, with expert blocks padded to `expert_alignment`.
 int64_t route_list_capacity(const MoeConfig& config, int expert_alignment);
 
 // Takes the fields from the two parts of the client's region.

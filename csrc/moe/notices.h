@@ -1,4 +1,4 @@
-// Small launches of one block: what a rank tells its peers when it does not take part as expected.
+// Small one-block launches by which a rank tells its peers that it does not take part as expected.
 #pragma once
 
 #include "comm/refusal_text.h"
@@ -7,13 +7,12 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Pairs with is_refused() in combine_recv's waits.
+// Pairs with the acquire in is_refused(), in combine_recv's waits.
 MOE_A2A_DEVICE void refuse_combine(const Context& c, int buffer, uint64_t epoch, uint32_t count) {
   signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.region.combine_refusal.at(buffer, c.heap.rank), epoch, count);
 }
 
-// In the place of dispatch_send, for a call with bad arguments: the epoch passes on every rank, without this rank's
-// rows.
+// Replaces dispatch_send for a call with bad arguments: the epoch passes on every rank, without rows of this rank.
 struct RefuseDispatch {
   using Args = RefuseDispatchArgs;
   static constexpr const char* kName = "refuse_dispatch";
@@ -49,7 +48,7 @@ struct RefuseAnyBuffer {
   }
 };
 
-// In the place of combine_send: peers leave this attempt of the combine and may try again with this rank.
+// Replaces combine_send: peers leave this attempt of the combine, and may retry together with this rank.
 struct RefuseCombine {
   using Args = RefuseCombineArgs;
   static constexpr const char* kName = "refuse_combine";
@@ -63,7 +62,7 @@ struct RefuseCombine {
   }
 };
 
-// Gives a buffer back without a combine. The peers' combine ends with a refusal instead of the deadline.
+// Gives a buffer back without a combine. The peers' combine ends with a refusal instead of at the deadline.
 struct Release {
   using Args = ReleaseArgs;
   static constexpr const char* kName = "release";

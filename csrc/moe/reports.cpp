@@ -1,4 +1,4 @@
-// What a rank tells its peers when it does not take part as expected, and what it raises of what its kernels have told.
+// What a rank tells its peers when it does not take part as expected, and what it throws of its own kernels' reports.
 #include <utility>
 
 #include "comm/refusal_text.h"
@@ -27,7 +27,7 @@ void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& 
   if (device_->is_synchronous()) {
     try {
       raise_waits();
-    } catch (const PeerRefused&) {  // a peer has no buffer: the same call has failed there, too
+    } catch (const PeerRefused&) {  // a peer has no buffer: this call has failed there too
       return pass_without_buffer();
     }
   }
@@ -71,8 +71,8 @@ void ExpertParallel::give_up_newest(const std::string& why, const LaunchPlace& p
   if (const auto handle = newest_dispatch_.lock()) release(*handle, place, why);
 }
 
-// Peers see it where they wait for the credit of a buffer that is open here. A queued launch does not look: in a graph
-// it is replayed, and the hosts do not count that.
+// Peers see the refusal while they wait for the credit of a buffer that is open here. Queued launches do not check for
+// it: in a captured graph they are replayed, and the hosts do not count replays.
 void ExpertParallel::refuse_any_buffer(const std::string& why, const LaunchPlace& place) {
   launch(RefuseAnyBufferArgs{.context = context_, .number = num_dispatches_ + 1, .text = to_refusal_text(why)}, 1,
          place.stream);
@@ -89,7 +89,7 @@ void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, c
   if (handle.stage == Stage::kCombined) handle.stage = Stage::kClosed;
   if (!handle.is_open() || is_closed()) return;
   require(handle, handle.stage, handle.stage, "release");
-  if (handle.stage != Stage::kCombineSent) {  // combine_send has given the credit back already
+  if (handle.stage != Stage::kCombineSent) {  // combine_send has returned the credit already
     const bool refused_before = why.empty() && handle.failed_attempt + handle.num_strays > 0;
     launch(ReleaseArgs{.context = context_,
                        .buffer = handle.buffer,
@@ -114,8 +114,8 @@ void ExpertParallel::raise_reported() {
   raise_bad_routing();
 }
 
-// Where launches are queued, a refusal comes to light after its call. The first report of a launch reopens the handle
-// of a combine that may be tried again; true for those of its other warps.
+// Where launches are queued, a refusal surfaces after its call. A launch's first report reopens the handle of a combine
+// that may be retried; returns true for the reports of its other warps.
 bool ExpertParallel::is_known_refusal(const Report& report) {
   const auto handle = newest_[report.buffer].lock();
   if (!handle) return false;
@@ -129,7 +129,7 @@ bool ExpertParallel::is_known_refusal(const Report& report) {
   return false;
 }
 
-// What the kernels have found wrong since the last look.
+// Throws errors that the kernels have counted since the last call.
 void ExpertParallel::raise_bad_routing() {
   ErrorCounters now;
   device_->copy_to_host(&now, context_.region.errors.data, sizeof(now));

@@ -1,4 +1,4 @@
-// What the MoE kernels are called in reports and traces.
+// Names of the MoE kernels in reports and traces.
 #pragma once
 
 #include "comm/vocabulary.h"
@@ -19,8 +19,8 @@ inline constexpr TraceKind kRoute{8},  // a chunk of the routing table: read, wr
     kRowWait{11},                      // for a row of `peer`
     kPartialWait{12},                  // for the sum that `peer` owes for a token
     kLists{13},                        // the expert lists are built
-    kSum{14},                          // the outputs of the local experts are added up, into the memory of `peer`
-    kGather{15};                       // a row is copied to where its expert wants it; peer and token: whose it is
+    kSum{14},                          // the outputs of the local experts are summed into the memory of `peer`
+    kGather{15};                       // a row is copied to its expert's positions; peer and token: its source
 }
 inline constexpr SliceName kMoeKinds[] = {{"route"},
                                           {"credit_wait", "credit"},

@@ -1,5 +1,5 @@
-// Both halves of a combine in one launch: the steps of CombineSend and CombineRecv, dealt out to the blocks as roles,
-// as in dispatch/dispatch.h.
+// Both halves of a combine in one launch: the steps of CombineSend and CombineRecv, assigned to blocks as roles, as in
+// dispatch/dispatch.h.
 #pragma once
 
 #include <algorithm>

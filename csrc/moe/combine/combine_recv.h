@@ -8,12 +8,12 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Where the sum of a rank for a token lies.
+// Where a rank's sum for a token lies.
 MOE_A2A_DEVICE const std::byte* partial_sum(const CombineRecvArgs& args, const OwnSums& own, int rank, int token) {
   return own.keep(rank) ? own.of(token) : args.context.region.combine_row.at(args.buffer, rank, token);
 }
 
-// The partial sums of a token, ranks in ascending order: the order of addition is part of the contract.
+// A token's partial sums, ranks ascending: the order of addition is part of the contract.
 template <class T>
 class PartialSums {
  public:
@@ -40,7 +40,7 @@ struct CombineRecv {
   static constexpr int kWarps = kBlockThreads / kWarpSize;
 
   struct Plan {
-    SharedPart<std::byte> readers;  // [warps, kReaderBytes]  when sums are streamed
+    SharedPart<std::byte> readers;  // [warps, kReaderBytes]  if sums are streamed
     int bytes = 0;
   };
   MOE_A2A_HOST_DEVICE static bool streams(const Args& args) {
@@ -60,7 +60,7 @@ struct CombineRecv {
               [&](auto wire) { receive(wire, args, OwnSums(), grid, block, shared); });
   }
 
-  // ---- the step, as a launch of its own or a fused one (combine.h) runs it
+  // ---- the step, run by its own launch or by a fused one (combine.h)
 
   MOE_A2A_DEVICE static void receive(std::type_identity<LlWire>, const Args& args, const OwnSums& own, const Grid& grid,
                                      const Block& block, std::byte*) {
@@ -75,7 +75,7 @@ struct CombineRecv {
     const RowLayout layout = args.context.config.row(args.context.config.dtype);
     const int length = part_length(args, grid);
     const Warp warp = block.warp();
-    // `add(token, part, ranks)` forms the sum once its terms are here.
+    // add(token, part, ranks) forms the sum once its terms have arrived.
     const auto receive_all = [&](const auto& add) {
       walk_parts(args, grid, block, length, [&](int token, int number) {
         const RankSet ranks = args.context.region.token_ranks(args.buffer, token);
@@ -98,8 +98,8 @@ struct CombineRecv {
   }
 
  private:
-  // Calls receive(token, number) for this warp's parts of rows, `length` values each, until one is given up. From the
-  // last warp on: the first ones may still be sending.
+  // Calls receive(token, number) for this warp's parts of rows, `length` values each, until one gives up. The last
+  // warps get the first parts: the first warps may still be sending.
   template <class Receive>
   MOE_A2A_DEVICE static void walk_parts(const Args& args, const Grid& grid, const Block& block, int length,
                                         const Receive& receive) {
@@ -150,7 +150,7 @@ struct CombineRecv {
 
   // ---- whole rows
 
-  // Several warps share a row where there are few: the last ones then finish earlier.
+  // With few rows, several warps share one, so that the last rows finish earlier.
   MOE_A2A_DEVICE static int part_length(const Args& args, const Grid& grid) {
     constexpr int kPartsOfRow = kBlockThreads > 1 ? 4 : 1;
     const int parts = args.num_tokens >= 2 * grid.size() * kWarps ? 1 : kPartsOfRow;
@@ -158,7 +158,7 @@ struct CombineRecv {
     return (length + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
   }
 
-  // A lane per rank; false when a wait was given up.
+  // One lane per rank; false if a wait gave up.
   MOE_A2A_DEVICE static bool wait_for_sums(const Args& args, const OwnSums& own, const Exchange& exchange,
                                            const Warp& warp, RankSet ranks, int token) {
     const Context& c = args.context;
@@ -169,7 +169,7 @@ struct CombineRecv {
       const WaitSite site{moe_op::kCombineRecv, moe_kind::kPartialWait, r, token, args.buffer};
       good &= RowWire::receive(exchange, site, args.refusal_of(r));
     }
-    return !warp.any(!good);  // also what lets the other lanes read what the waiting ones have acquired
+    return !warp.any(!good);  // also lets the other lanes read what the waiting ones have acquired
   }
 
   MOE_A2A_DEVICE static void add(const Args& args, const OwnSums& own, const Warp& warp, int token, const Piece& part,

@@ -1,5 +1,5 @@
-// Step 3 of 4: push the sum of each landed row back to its owner. As LL words when the batches of all ranks are small,
-// else as whole rows.
+// Step 3 of 4: push the sum of each landed row back to its owner. LL words if all ranks' batches are small, else whole
+// rows.
 #pragma once
 
 #include "moe/combine/landed_sums.h"
@@ -7,7 +7,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Schedule: the landed rows, without this rank's own when their sums are kept. Their counts are read here, once.
+// Schedule: the landed rows, without this rank's own if their sums are kept. Their counts are read once, here.
 class LandedSchedule {
  public:
   static constexpr bool kIsToOneRank = true;
@@ -32,7 +32,7 @@ class LandedSchedule {
   int num_landed_, end_own_, num_own_kept_;
 };
 
-// As they lie in memory, beginning behind this rank's own rows, which come last.
+// In memory order, starting after this rank's own rows, which come last.
 template <class Wire>
 struct CombineSchedule : LandedSchedule {
   using LandedSchedule::LandedSchedule;
@@ -43,7 +43,7 @@ struct CombineSchedule : LandedSchedule {
   }
 };
 
-// Whole rows: the order that dispatch_recv has written (ExpertLists::write_combine_order).
+// Whole rows: the order stored by dispatch_recv (ExpertLists::write_combine_order).
 template <>
 struct CombineSchedule<RowWire> : LandedSchedule {
   MOE_A2A_DEVICE CombineSchedule(const Context& c, int buffer, const OwnSums& own)
@@ -74,7 +74,7 @@ struct CombineSend {
                                            : StagedFor::kSumming;
     return Wire::plan(layout(args), what, args.context.max_shared_bytes);
   }
-  // Which wire it is depends on the largest batch of any rank, which the host does not know: room for both.
+  // The wire depends on the largest batch of any rank, which the host does not know: reserve for both.
   static size_t shared_bytes(const Args& args) {
     const int rows = plan<RowWire>(args).bytes;
     const int words = args.context.config.num_max_ll_tokens > 0 ? plan<LlWire>(args).bytes : 0;
@@ -86,7 +86,7 @@ struct CombineSend {
               [&](auto wire) { send(wire, args, OwnSums(), grid, block, shared); });
   }
 
-  // The step, as a launch of its own or a fused one (combine.h) runs it.
+  // The step, run by its own launch or by a fused one (combine.h).
   template <class Wire>
   MOE_A2A_DEVICE static void send(std::type_identity<Wire> type, const Args& args, const OwnSums& own, const Grid& grid,
                                   const Block& block, std::byte* shared) {
@@ -107,10 +107,10 @@ struct CombineSend {
     }
   }
 
-  // Tells every rank, also those that sent nothing, that its part of this buffer is no longer read here. Pairs with the
-  // acquire in DispatchSend::wait_for_credits(). (Sums need no credit of their own: a rank sends the table of its next
-  // dispatch on this buffer after its combine_recv, and its sums are written again only after that table has arrived,
-  // from every rank, tokens or none.)
+  // Tells every rank, including those that sent nothing, that its part of this buffer is no longer read here. Pairs
+  // with the acquire in DispatchSend::wait_for_credits(). Sums need no credit: a rank sends the table of its next
+  // dispatch on this buffer (or announces a small batch) after its combine_recv, and its sums are overwritten only once
+  // that has arrived, tokens or none.
   MOE_A2A_DEVICE static void return_credit(const Context& c, int buffer, uint64_t epoch) {
     signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.region.dispatch_credit.at(buffer, c.heap.rank), epoch);
   }

@@ -7,7 +7,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Source: sums of the caller's, sent as they lie in `y`.
+// Source: the caller's sums, sent as they lie in `y`.
 struct PresummedRows {
   static constexpr TraceKind kKind = TraceKind::kSend;
   const CombineSendArgs& args;
@@ -28,9 +28,9 @@ struct PresummedRows {
   }
 };
 
-// ---- sums of ours
+// ---- sums formed here
 
-// Counts routes that lie past the end of a `y` that is too short; raised by the next call that looks.
+// Counts routes past the end of a `y` that is too short; raised by the next raise_reported().
 MOE_A2A_DEVICE void count_short_routes(const CombineSendArgs& args, const RouteTerm* terms) {
   const Context& c = args.context;
   for (int k = 0; k < c.config.num_topk && terms[k].position >= 0; ++k) {
@@ -65,7 +65,7 @@ class RouteTerms {
   const RouteTerm* end_;
 };
 
-// Source: each sum is formed by a group of threads, in registers on its way to where the sender wants it.
+// Source: a group of threads forms each sum in registers and stores it where the sender wants it.
 struct SummedRows {
   static constexpr TraceKind kKind = moe_kind::kSum;
   const CombineSendArgs& args;
@@ -92,7 +92,7 @@ struct SummedRows {
   }
 };
 
-// Source: the same sums, streamed (rows/streamed_sum.h). A term per lane; those of `lanes` are added, in ascending
+// Source: the same sums, streamed (rows/streamed_sum.h). One term per lane; those in `lanes` are added in ascending
 // order.
 struct LaneTerms {
   const std::byte* row = nullptr;

@@ -1,5 +1,5 @@
-// The sums that a rank owes itself. When the caller has formed them and one launch does both halves, they stay in `y`:
-// combine_send leaves them out, combine_recv adds them where they lie.
+// The sums that a rank owes itself. If the caller has formed them and one launch does both halves, they stay in `y`:
+// combine_send omits them, and combine_recv reads them in place.
 #pragma once
 
 #include "moe/args.h"
@@ -8,16 +8,16 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 class OwnSums {
  public:
-  // In a launch of one half `y` is not known to both: all sums travel.
+  // Launches of a single half do not have `y` on both sides, so all sums travel.
   MOE_A2A_DEVICE explicit OwnSums(const CombineSendArgs* send = nullptr) : send_(send) {}
 
-  // Only rows of whole dwords, which combine_recv can read as it reads what has travelled.
+  // Only rows of whole dwords: combine_recv reads them like rows that have travelled.
   MOE_A2A_DEVICE bool are_kept() const {
     return send_ != nullptr && send_->presummed && send_->vector_rows && config().row_bytes(config().dtype) % 4 == 0;
   }
   MOE_A2A_DEVICE bool keep(int rank) const { return are_kept() && rank == send_->context.heap.rank; }
 
-  // The sum for one of this rank's tokens, when they are kept.
+  // The sum for one of this rank's tokens, if kept.
   MOE_A2A_DEVICE const std::byte* of(int token) const {
     return send_->y[int64_t{send_->context.heap.rank} * config().num_max_tokens_per_rank + token];
   }

@@ -1,6 +1,6 @@
-// Both halves of a dispatch in one launch: the steps of DispatchSend and DispatchRecv, dealt out to the blocks as
-// roles. Some blocks send while the others receive; a second launch would only start when the last sender has finished.
-// With a small batch nearly all blocks do both, one after the other.
+// Both halves of a dispatch in one launch: the steps of DispatchSend and DispatchRecv, assigned to blocks as roles.
+// Some blocks send while the others receive; a second launch would only start when the last sender has finished. For a
+// small batch nearly all blocks do both, one after the other.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ struct Dispatch {
   using Args = DispatchArgs;
   static constexpr const char* kName = "dispatch";
 
-  // In a small batch the receivers' number of tokens lies in front of the senders' stages, since both are at work.
+  // For a small batch the receivers' num_tokens precede the senders' stages, since both are in use at once.
   static size_t shared_bytes(const Args& args) {
     return std::max(rows_begin(args) + DispatchSend::shared_bytes(args.send), DispatchRecv::shared_bytes(args.recv));
   }
@@ -35,14 +35,14 @@ struct Dispatch {
     const int num_senders = Wire::kIsLl ? 0 : args.num_send_blocks;
     const Grid receivers{grid.rank() - num_senders, grid.size() - num_senders};
     const DispatchRecv::Roles receive = DispatchRecv::roles(receivers);
-    // Before tables arrive there is nothing to receive, so the receivers send this rank's. The rows of a small batch
-    // are under way before another rank's first words can be here.
+    // Before tables arrive there is nothing to receive, so the receivers send this rank's table. A small batch's rows
+    // leave before another rank's first words can arrive.
     if (Wire::kIsLl) return {receive.rows, receive.rows, receivers, receive};
     return {receivers, Grid{grid.rank(), num_senders}, receivers, receive};
   }
 
-  // All of it under the choice of the wire: with the receiver shared by both wires, behind the senders, a small batch
-  // of 128 tokens took 35.0 us instead of 30.2 (4 H200, float8).
+  // Everything runs under the choice of the wire: with a receiver shared by both wires, behind the senders, a small
+  // batch of 128 tokens took 35.0 us instead of 30.2 (4 H200, float8).
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     with_wire(DispatchSend::sends_ll(args.send), [&](auto wire) {
       using Wire = typename decltype(wire)::type;
@@ -56,7 +56,7 @@ struct Dispatch {
           DispatchSend::send_rows(wire, args.send, roles.rows, block, shared + rows_begin(args), epoch);
         }
         if (receives) {
-          if (!Wire::kIsLl || grid.size() == 1) block.sync();  // what was sent from is the lists' memory now
+          if (!Wire::kIsLl || grid.size() == 1) block.sync();  // the lists reuse the senders' shared memory
           DispatchRecv::receive(args.recv, roles.receive, block, shared, epoch);
         }
       }

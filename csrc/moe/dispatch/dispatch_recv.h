@@ -1,4 +1,4 @@
-// Step 2 of 4: take the routing tables, write the expert lists while rows are in flight, then see every row land.
+// Step 2 of 4: receive the routing tables, write the expert lists while rows are in flight, then wait for every row.
 #pragma once
 
 #include "moe/route/expert_lists.h"
@@ -11,7 +11,7 @@ struct DispatchRecv {
   static constexpr const char* kName = "dispatch_recv";
 
   struct Plan {
-    SharedPart<int32_t> num_tokens;  // [warps, num_ranks]  a row of its own for every warp
+    SharedPart<int32_t> num_tokens;  // [warps, num_ranks]  one row per warp
     ExpertLists::Plan lists;
     int bytes = 0;
   };
@@ -25,7 +25,7 @@ struct DispatchRecv {
   }
   static size_t shared_bytes(const Args& args) { return plan(args.context.config).bytes; }
 
-  // The first blocks write the lists while the others see the rows land; a single one does both.
+  // The first blocks write the lists while the others wait for rows; a single block does both.
   struct Roles {
     Grid lists, rows;
 
@@ -62,8 +62,8 @@ struct DispatchRecv {
   }
 
  private:
-  // How many tokens each rank has sent, by either wire, into num_tokens [num_ranks] of the warp. A rank that refused
-  // has sent none.
+  // Fills the warp's num_tokens [num_ranks] with the number of tokens that each rank has sent, by either wire. A rank
+  // that refused has sent none.
   MOE_A2A_DEVICE static bool receive_headers(const Args& args, const Warp& warp, int32_t* num_tokens, uint64_t epoch) {
     const Context& c = args.context;
     bool good = true;
@@ -81,12 +81,12 @@ struct DispatchRecv {
       }
       num_tokens[r] = static_cast<int32_t>(payload);
     }
-    return !warp.any(!good);  // also what lets all lanes read num_tokens
+    return !warp.any(!good);  // also lets all lanes read num_tokens
   }
 
   // ---- rows
 
-  // The rows of all batches that travel by this wire, on one line.
+  // The rows of all batches that use this wire, as one line of units.
   template <class Wire>
   MOE_A2A_DEVICE static void receive_rows(const Args& args, const Grid& grid, const Block& block,
                                           const int32_t* num_tokens, uint64_t epoch) {
@@ -104,7 +104,8 @@ struct DispatchRecv {
     }
   }
 
-  // A thread waits for a row's signal; a warp takes a piece's words, from the last warp on: the first may still send.
+  // Whole rows: one thread waits per signal. LL: one warp takes each piece, last warps first, since the first may still
+  // send.
   MOE_A2A_DEVICE static Line<> line_of(std::type_identity<RowWire>, const Grid& grid, const Block& block) {
     return {grid.rank() * block.size() + block.rank(), grid.size() * block.size()};
   }
@@ -112,7 +113,7 @@ struct DispatchRecv {
     return make_line(grid, block.num_warps() - 1 - block.warp_rank(), block.num_warps());
   }
 
-  // A token without an expert here sends no row: its table entry says so, or its choices do.
+  // A token without an expert here sends no row; its table entry, or its choices, say so.
   MOE_A2A_DEVICE static bool receive(std::type_identity<RowWire>, const Args& args, const Exchange& exchange,
                                      const Warp&, int num_tokens, int /*piece*/, const WaitSite& site) {
     const int chunk = site.token / chunk_length(num_tokens);
@@ -134,8 +135,8 @@ struct DispatchRecv {
     return !warp.any(lands) || LlWire::receive(exchange, c.config.row(args.row_dtype), warp, piece, site);
   }
 
-  // The signals that go with small batches: after acquiring one, this rank may write where its sender read sums before.
-  // Pairs with the release in DispatchSend::announce().
+  // The signals that accompany small batches: once one is acquired, this rank may write where its sender read sums
+  // before. Pairs with the release in DispatchSend::announce().
   MOE_A2A_DEVICE static void see_announcements(const Args& args, const Block& block, const int32_t* num_tokens,
                                                uint64_t epoch) {
     const Context& c = args.context;

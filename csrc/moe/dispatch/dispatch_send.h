@@ -1,5 +1,5 @@
 // Step 1 of 4: push the routing table and every token's row into the heaps of the ranks that own its experts. A small
-// batch goes by LlWire, choices and rows; a larger one by RowWire, behind a table.
+// batch sends choices and rows by LlWire; a large one sends rows by RowWire, after a table.
 #pragma once
 
 #include "moe/route/ll_choice.h"
@@ -9,7 +9,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Schedule: the tokens in their order, each starting at another rank.
+// Schedule: the tokens in order, each starting at a different rank.
 struct TokenSchedule {
   static constexpr bool kIsToOneRank = false;
   const DispatchSendArgs& args;
@@ -48,7 +48,7 @@ struct QuantizedRows : TokenRows {
   template <class Sender>
   MOE_A2A_DEVICE void send(const Warp& warp, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
     std::byte* staged = sender.open_stage(scheduled.delivery);
-    std::byte* scales = staged + (piece.size() + 15) / 16 * 16;  // as far behind the values as in a whole row
+    std::byte* scales = staged + (piece.size() + 15) / 16 * 16;  // same distance behind the values as in a whole row
     with_element_type(args.x_dtype, [&](auto type) {
       using T = decltype(type);
       quantize_piece(warp, piece, args.vector_rows, reinterpret_cast<const T*>(args.x[scheduled.row]),
@@ -76,7 +76,7 @@ struct DispatchSend {
     return Wire::plan(sent_layout(args), args.quantize ? StagedFor::kQuantizing : StagedFor::kSending,
                       args.context.max_shared_bytes);
   }
-  // The table is sent before the rows, in the same memory.
+  // The table is sent before the rows, from the same memory.
   static size_t shared_bytes(const Args& args) {
     if (sends_ll(args)) return plan<LlWire>(args).bytes;
     const int rows = plan<RowWire>(args).bytes, table = RoutingTable::plan(args.context.config).bytes;
@@ -90,29 +90,29 @@ struct DispatchSend {
       good = begin(wire, args, grid, grid, block, epoch);
       if (!good) return;
       send_table(wire, args, grid, block, shared, epoch);
-      if (!decltype(wire)::type::kIsLl) block.sync();  // the table's memory is the rows' now
+      if (!decltype(wire)::type::kIsLl) block.sync();  // the rows reuse the table's memory
       send_rows(wire, args, grid, block, shared, epoch);
     });
     if (!sends_ll(args)) end(args, grid, block, good ? epoch : epoch - 1);
   }
 
-  // ---- the steps, as a launch of its own or a fused one (dispatch.h) puts them together
+  // ---- the steps, run by its own launch or by a fused one (dispatch.h)
 
-  // Waits for the credits; false when given up. `senders`: the blocks that send rows.
+  // Waits for the credits; false if it gave up. `senders`: the blocks that send rows.
   template <class Wire>
   MOE_A2A_DEVICE static bool begin(std::type_identity<Wire>, const Args& args, const Grid& grid, const Grid& senders,
                                    const Block& block, uint64_t epoch) {
     if (Wire::kIsLl && has_part_in(senders)) prefetch_first_unit(args, senders, block);
     const bool good = wait_for_credits(args.context, block, args.buffer, epoch, args.number);
-    // Without a work queue nothing of the launch is left to reset at its end. A thread with hardly anything else to do
-    // counts the block, all threads of which have read the epoch.
+    // No work queue means nothing to reset at the end of the launch. So a thread with little else to do counts the
+    // block here: all of the block's threads have read the epoch.
     if (Wire::kIsLl && block.rank() == block.size() / 2) {
       advance_epoch(args, good ? epoch : epoch - 1,
                     count_block(grid, args.context.region, args.buffer, MoeRegion::kDispatchSend));
     }
     return good;
   }
-  // Of a large batch: the last block of the launch speaks for all.
+  // Large batches: the last block of the launch advances the epoch.
   MOE_A2A_DEVICE static void end(const Args& args, const Grid& grid, const Block& block, uint64_t epoch) {
     advance_epoch(args, epoch,
                   last_block_done(grid, block, args.context.region, args.buffer, MoeRegion::kDispatchSend));
@@ -122,7 +122,7 @@ struct DispatchSend {
                                         const Block& block, std::byte* shared, uint64_t epoch) {
     RoutingTable(args, block, shared).send(grid, epoch);
   }
-  // The choices of a small batch are sent with its rows.
+  // A small batch sends its choices with its rows.
   MOE_A2A_DEVICE static void send_table(std::type_identity<LlWire>, const Args&, const Grid&, const Block&, std::byte*,
                                         uint64_t) {}
 
@@ -148,8 +148,8 @@ struct DispatchSend {
     }
   }
 
-  // Waits until no rank reads the previous use of this buffer any more, whether or not tokens were exchanged with it.
-  // Pairs with the release in CombineSend::return_credit().
+  // Waits until no rank reads the previous use of this buffer, whether or not it exchanged tokens with this one. Pairs
+  // with the release in CombineSend::return_credit().
   MOE_A2A_DEVICE static bool wait_for_credits(const Context& c, const Block& block, int buffer, uint64_t epoch,
                                               uint64_t number = 0) {
     bool good = true;
@@ -164,8 +164,9 @@ struct DispatchSend {
     return !block.any(!good);
   }
 
-  // The same of a peer that may have no buffer for this dispatch. It gives no credit for one that is free here, so the
-  // wait ends at its refusal. Should it give the credit after all, its refusal has come before: all blocks see it.
+  // The same for a peer that may have no buffer for this dispatch. All of its buffers are then open, this one included,
+  // so it withholds the credit and its refusal ends the wait. It raises the refusal before any of these credits: a
+  // block that finds the credit finds the refusal too, so all blocks agree.
   MOE_A2A_DEVICE static bool await_credit(const Context& c, int buffer, int rank, uint64_t epoch, uint64_t number) {
     const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, rank, -1, text_slot(c)};
     bool is_refused = false;
@@ -178,18 +179,18 @@ struct DispatchSend {
     if (is_refused) write_report(c.wait, c.heap, site, Reason::kRefused, 0, epoch, 0, 0);
     return good && !is_refused;
   }
-  // Such a refusal belongs to no buffer: its text has a place of its own, behind those of the buffers.
+  // Such a refusal belongs to no buffer; its text has a slot of its own, after those of the buffers.
   MOE_A2A_DEVICE static int text_slot(const Context& c) { return c.config.num_buffers; }
 
  private:
-  // By the last block of the launch: no other reads the word any more.
+  // Called by the last block of the launch: no other block still reads the epoch.
   MOE_A2A_DEVICE static void advance_epoch(const Args& args, uint64_t epoch, bool is_last) {
     if (is_last) args.context.region.epoch(args.buffer) = epoch;
   }
 
-  // What goes with a small batch besides its words, by threads with hardly anything else to do. The signal releases
-  // what this rank did before: it no longer reads the sums of the previous combine. (The choices say so earlier, but
-  // order nothing.) Pairs with the acquire in DispatchRecv::see_announcements().
+  // What accompanies a small batch's words, sent by threads with little else to do. The signal releases this rank's
+  // earlier accesses: it no longer reads the sums of the previous combine. (The choices imply that earlier, but order
+  // nothing.) Pairs with the acquire in DispatchRecv::see_announcements().
   MOE_A2A_DEVICE static void announce(const Args& args, const Grid& grid, const Block& block, uint64_t epoch) {
     const Context& c = args.context;
     if (grid.rank() != grid.size() - 1) return;
@@ -200,7 +201,7 @@ struct DispatchSend {
     if (args.num_tokens == 0 && block.rank() == 0) send_choice(c, args.buffer, 0, 0, 0, -1, 0, epoch);
   }
 
-  // What a warp's first unit reads, while the credits are looked at.
+  // Prefetches what a warp's first unit reads, overlapping the wait for credits.
   MOE_A2A_DEVICE static void prefetch_first_unit(const Args& args, const Grid& grid, const Block& block) {
     const MoeConfig& config = args.context.config;
     const int pieces = config.num_pieces(), unit = grid.rank() + grid.size() * block.warp_rank();

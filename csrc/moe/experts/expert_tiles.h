@@ -1,4 +1,4 @@
-// The tiles of all experts on one line, read from expert_offsets on the device.
+// The tiles of all experts as one sequence, derived from expert_offsets on the device.
 #pragma once
 
 #include "arch/arch.h"
@@ -7,8 +7,8 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// A warp's place in the line, which only goes forward. Each lane knows one expert of those that are near.
-// Order: SingleTiles or PairedTiles.
+// A warp's forward-only cursor over the tiles. Each lane holds one expert of the current window. Order: SingleTiles or
+// PairedTiles.
 template <class Order, int kTileRows, int kTileColumns>
 class ExpertTiles {
  public:
@@ -18,7 +18,7 @@ class ExpertTiles {
 
   MOE_A2A_DEVICE ExpertTiles(const GroupedGemmArgs& args, const Warp& warp) : args_(args), warp_(warp) { load(); }
 
-  // Finds the tile of a block of unit `unit`; false past the last unit.
+  // Moves to `block`'s tile of unit `unit`; false past the last unit.
   MOE_A2A_DEVICE bool seek(int unit, int block = 0) {
     for (;;) {
       const int behind = warp_.count(num_before_ + num_until_ <= unit);  // experts whose tiles all come earlier
@@ -37,7 +37,7 @@ class ExpertTiles {
  private:
   MOE_A2A_DEVICE int column_tiles() const { return div_up(args_.num_columns, kTileColumns); }
 
-  // Offsets that no dispatch has made must not lead past the tensors.
+  // Clamped: offsets that no dispatch has made must not lead past the tensors.
   MOE_A2A_DEVICE void load() {
     const int e = base_ + warp_.rank();
     begin_ = end_ = 0;
@@ -63,8 +63,8 @@ class ExpertTiles {
 
   const GroupedGemmArgs& args_;
   Warp warp_;
-  int base_ = 0, num_before_ = 0;  // the first expert that the lanes know, and the units before its own
-  int begin_, end_, num_until_;    // of the lane's expert: its positions, and the units up to its end
+  int base_ = 0, num_before_ = 0;  // first expert of the window; units of all experts before it
+  int begin_, end_, num_until_;    // of the lane's expert: its positions; units of the window up to its end
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,4 +1,4 @@
-// The grouped GEMM on every target: blocks take tiles in turn, a tile is the target's BlockTile.
+// The grouped GEMM for every target: blocks take tiles in turn; a tile is computed by the target's BlockTile.
 #pragma once
 
 #include "arch/arch.h"
@@ -6,7 +6,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// The row of x of a position; -1: zeros, also for what no dispatch has written.
+// The row of x at a position; -1: zeros, also for list entries that no dispatch has written.
 MOE_A2A_DEVICE int row_of_position(const GroupedGemmArgs& args, int position) {
   const int row = args.row_index != nullptr ? args.row_index[position] : position;
   return row < args.num_x_rows ? row : -1;

@@ -1,4 +1,4 @@
-// What the grouped GEMM is given: out[i] = activation(x[row_index[i]] @ w[e].T) for the positions i of expert e.
+// Arguments of the grouped GEMM: out[i] = activation(x[row_index[i]] @ w[e].T) for the positions i of expert e.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct GroupedGemmArgs {
   const int32_t* expert_offsets = nullptr;  // [num_experts + 1]: the first position of each expert
   const void* w = nullptr;                  // [num_experts, num_columns (twice for kSwiglu), depth]
   void* out = nullptr;                      // [num_rows, num_columns]
-  int32_t* next_unit = nullptr;             // zero: hands out work where blocks take it as they become free
+  int32_t* next_unit = nullptr;             // must be zero; counts the units that clusters have drawn
   int64_t x_stride = 0;
   int32_t num_experts = 0, num_x_rows = 0, num_rows = 0, num_columns = 0, depth = 0;
   DType dtype = DType::kBfloat16;

@@ -1,7 +1,7 @@
-// The family of the grouped GEMM: one entry, which picks the kernel for the types, the activation and the device.
+// The grouped GEMM's family: one entry, which selects the kernel by type, activation and device.
 #include "arch/attributes.h"
 
-#if MOE_A2A_RECORDING  // there is nothing to record: compiled once
+#if MOE_A2A_RECORDING  // compiled once: there is nothing to record
 
 #include "comm/kernel_family.h"
 #include "moe/experts/grouped_gemm.h"

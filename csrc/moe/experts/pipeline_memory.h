@@ -1,4 +1,4 @@
-// What the blocks of the pipelined GEMM have in shared memory, by name, and the line of units that they take from.
+// The shared memory of a block of the pipelined GEMM, by name, and the queue of units that clusters draw from.
 #pragma once
 
 #include "arch/arch.h"
@@ -8,14 +8,15 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Stages of a row tile and a column tile each, a staging row per row of a warp's results, barriers.
+// Stages of one row tile and one column tile each, then a staging area per multiplying warp for its results, then
+// barriers.
 struct PipelineMemory {
   static constexpr int kStages = 4;
   static constexpr int kTileRows = 128, kTileColumns = 256, kTileDepth = 64, kHalfColumns = kTileColumns / 2;
   static constexpr int kRowBytes = kTileDepth * 2;
   static constexpr int kRowsBytes = kTileRows * kRowBytes, kColumnsBytes = kTileColumns * kRowBytes;
   static constexpr int kStageBytes = kRowsBytes + kColumnsBytes;
-  static constexpr int kWarpRows = 16, kResultRowBytes = kHalfColumns * 2 + 16;  // 16: spreads rows over the banks
+  static constexpr int kWarpRows = 16, kResultRowBytes = kHalfColumns * 2 + 16;  // + 16 spreads rows over the banks
   static constexpr int kResultsAt = kStages * kStageBytes;
   static constexpr int kBarriersAt = kResultsAt + 8 * kWarpRows * kResultRowBytes;
   static constexpr int kUnitsAt = kBarriersAt + 3 * kStages * 8;
@@ -26,18 +27,18 @@ struct PipelineMemory {
   MOE_A2A_DEVICE uint32_t rows(int stage) const { return base + stage * kStageBytes; }
   MOE_A2A_DEVICE uint32_t columns(int stage) const { return rows(stage) + kRowsBytes; }
   MOE_A2A_DEVICE uint32_t results(int warp) const { return base + kResultsAt + warp * kWarpRows * kResultRowBytes; }
-  // Of a stage: both tiles are there; all that read them have; the gathered rows have landed.
+  // Barriers of a stage: both tiles are loaded; all readers are done; the gathered rows have landed.
   MOE_A2A_DEVICE uint32_t full(int stage) const { return base + kBarriersAt + 8 * stage; }
   MOE_A2A_DEVICE uint32_t empty(int stage) const { return full(kStages + stage); }
   MOE_A2A_DEVICE uint32_t landed(int stage) const { return full(2 * kStages + stage); }
-  // Two places for the unit that comes next: it is there; all have read it; its number.
+  // Two places for the next unit. Barriers: it is written; all have read it. Then its number.
   MOE_A2A_DEVICE uint32_t unit_full(int place) const { return base + kUnitsAt + 8 * place; }
   MOE_A2A_DEVICE uint32_t unit_empty(int place) const { return unit_full(2 + place); }
   MOE_A2A_DEVICE uint32_t unit(int place) const { return unit_full(4 + place); }
 };
 static_assert(PipelineMemory::kStageBytes % 1024 == 0 && PipelineMemory::kBytes <= 227 * 1024);
 
-// Walks around the stages; `parity` is that of their barriers.
+// Cycles through the stages; `parity` is that of their barriers.
 struct StageRing {
   int stage = 0;
   uint32_t parity = 0;
@@ -49,15 +50,15 @@ struct StageRing {
   }
 };
 
-// The first unit of a cluster is its rank; the others go to whichever cluster becomes free. Tiles differ in how long
-// they take, so with a fixed order clusters would drift apart, and tiles that share weights would no longer meet in the
-// last-level cache (H200, 512 rows per expert, random routing: 9.6 GB read instead of 6.8, 1.15 times as long).
+// A cluster's first unit is its rank; after that, whichever cluster is free draws the next. Tiles differ in duration,
+// so with a fixed order clusters drift apart, and tiles that share weights no longer meet in the last-level cache
+// (H200, 512 rows per expert, random routing: 9.6 GB read instead of 6.8, 1.15 times as long).
 class UnitReader {
  public:
   MOE_A2A_DEVICE explicit UnitReader(const PipelineMemory& memory)
       : memory_(memory), unit_(block_in_grid() / PairedTiles::kBlocks) {}
 
-  // By every warp that walks, the same number of times.
+  // Every warp that walks the units calls it, equally often.
   MOE_A2A_DEVICE int next(const Warp& warp) {
     if (!is_first_) {
       const int place = turn_ & 1;
@@ -78,7 +79,7 @@ class UnitReader {
   bool is_first_ = true;
 };
 
-// One thread of each block: asks for the unit after the current one. Block 0 of the cluster takes it for both.
+// Used by one thread of each block to draw the unit after the current one. Block 0 of the cluster draws for both.
 class UnitTaker {
  public:
   MOE_A2A_DEVICE UnitTaker(const PipelineMemory& memory, int32_t* next_unit, int block)

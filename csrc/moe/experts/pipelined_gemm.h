@@ -1,4 +1,4 @@
-// The pipelined GEMM (pipelined_kernel.h) where the target and the device have it.
+// Launches the pipelined GEMM (pipelined_kernel.h) where target and device have it.
 #pragma once
 
 #include "moe/experts/pipelined_kernel.h"
@@ -36,7 +36,7 @@ void launch_pipelined_gemm_of(const LaunchSite& site, const GroupedGemmArgs& arg
   launch_pipeline<Kernel>(site, pipelined);
 }
 
-// Whether it did.
+// False if this device or grid cannot run it.
 template <class T, Activation kActivation>
 bool launch_pipelined_gemm(const LaunchSite& site, const GroupedGemmArgs& args) {
   if (site.num_blocks < PairedTiles::kBlocks || !has_pipeline<PipelinedGemm<T, kActivation, true>>(site)) return false;

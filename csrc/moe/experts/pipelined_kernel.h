@@ -1,8 +1,9 @@
-// The grouped GEMM as a pipeline of warps, for targets that have what arch/cuda_tile_pipeline.h offers.
+// The grouped GEMM as a pipeline of warps, for targets with the primitives of arch/cuda_tile_pipeline.h.
 //
-// A cluster of two blocks takes a unit of work: two tiles of 128 rows that share a tile of weights, of which each block
-// brings one half for both. In a block, two warps gather rows of x through the list, one brings weights, one passes on
-// what was gathered, and two warp groups multiply, apply the activation and store. Stages of shared memory lie between.
+// A cluster of two blocks takes a unit of work: two tiles of 128 rows that share a tile of weights, half of which each
+// block loads for both. In a block, two warps gather rows of x through the list, one loads weights, one hands the
+// gathered rows to the products, and two warp groups multiply, apply the activation and store. Stages in shared memory
+// connect them.
 #pragma once
 
 #include "moe/experts/grouped_gemm.h"
@@ -17,20 +18,20 @@ struct PipelinedGemm {
   using Memory = PipelineMemory;
   using Matrix = WarpGroupMatrix<T>;
   static constexpr bool kIsSwiglu = kActivation == Activation::kSwiglu;
-  // Gate and up of the same columns side by side: each thread has both, whatever the order of the weights.
+  // Gate and up of the same columns are side by side, so each thread has both, whatever the order of the weights.
   static constexpr int kOutColumns = kIsSwiglu ? Memory::kHalfColumns : Memory::kTileColumns;
   using Tiles = ExpertTiles<PairedTiles, Memory::kTileRows, kOutColumns>;
 
   struct Args {
     GroupedGemmArgs gemm;
     TensorMap w;  // [num_experts, 1 or 2 (gate, up), num_columns, depth], boxes of half a tile's columns
-    TensorMap x;  // [num_x_rows, depth], boxes of a tile's rows; where rows are not gathered
+    TensorMap x;  // [num_x_rows, depth], boxes of a tile's rows; unused when rows are gathered
   };
   static constexpr const char* kName = "pipelined_gemm";
   static constexpr int kThreads = 384, kBlocks = PairedTiles::kBlocks, kSharedBytes = Memory::kBytes;
   static constexpr int kGatherWarps = 2, kLoaderWarp = 2, kPassWarp = 3, kMultiplyWarps = 8;
   static constexpr int kGatherThreads = kGatherWarps * kWarpSize;
-  // Of the registers of all threads when the kernel starts: 168 each.
+  // Each thread starts with 168 registers; the loading warps give some to the multiplying ones.
   static constexpr int kLoadRegisters = 88, kMultiplyRegisters = 208;
   static_assert(128 * kLoadRegisters + 256 * kMultiplyRegisters <= kThreads * 168);
 
@@ -69,7 +70,7 @@ struct PipelinedGemm {
 
   MOE_A2A_DEVICE static int num_steps(const GroupedGemmArgs& args) { return div_up(args.depth, Memory::kTileDepth); }
 
-  // ---- rows of x, by copies of 16 bytes straight to their place in the swizzled tile. Eight threads bring a row.
+  // ---- rows of x, by 16-byte copies straight into the swizzled tile. Eight threads per row.
 
   static constexpr int kRowStep = kGatherThreads / 8, kCopies = Memory::kTileRows / kRowStep;
 
@@ -91,7 +92,8 @@ struct PipelinedGemm {
                                                   piece * 8);
       }
       const bool all_rows = !Warp{}.any(is_row != (1u << kCopies) - 1);
-      // Of a warp group that takes part all rows are written: what is no row is zeros, which cost least power.
+      // A warp group with any row multiplies all of its rows, so all are written: missing rows as zeros, which cost the
+      // least power.
       const int num_copies = div_up(tiles.num_positions, Matrix::kRows) * (Matrix::kRows / kRowStep);
       for (int step = 0; step < num_steps(args); ++step) {
         const uint32_t to = memory.rows(ring.stage) + place;
@@ -116,8 +118,9 @@ struct PipelinedGemm {
     }
   }
 
-  // What was copied was written by threads, and products read it past them: the fence between. Here, in a warp that
-  // has nothing else in flight; in the warps that multiply it would wait for their arrivals at the other block.
+  // Gathered rows are written through the generic proxy and read by the products through the async proxy; this is the
+  // fence between. It has its own warp, with nothing else in flight: in the multiplying warps it would wait for their
+  // arrivals at the other block.
   MOE_A2A_DEVICE static void pass_on(const GroupedGemmArgs& args, const Memory& memory, int block) {
     StageRing ring;
     UnitReader units(memory);
@@ -133,7 +136,7 @@ struct PipelinedGemm {
     }
   }
 
-  // ---- weights, and rows of x that lie one after the other, by TMA
+  // ---- weights, and rows of x that are contiguous, by TMA
 
   MOE_A2A_DEVICE static void load_tiles(const Args& args, const Memory& memory, int block) {
     StageRing ring;
@@ -184,7 +187,7 @@ struct PipelinedGemm {
     Tiles tiles(args, Warp{});
     bool more = tiles.seek(units.next(Warp{}), block);
     while (more) {
-      if (tiles.num_positions <= group * Matrix::kRows) {  // no row is this group's: let the stages pass
+      if (tiles.num_positions <= group * Matrix::kRows) {  // this group has no rows: just release the stages
         for (int step = 0; step < num_steps(args); ++step, ring.advance()) {
           barrier_wait(memory.full(ring.stage), ring.parity);
           release(ring.stage);
@@ -205,17 +208,17 @@ struct PipelinedGemm {
         if (previous >= 0) release(previous);
         previous = ring.stage;
       }
-      more = tiles.seek(units.next(Warp{}), block);  // while the last product is computed
+      more = tiles.seek(units.next(Warp{}), block);  // overlaps the last product
       matrix.template wait<0>();
       release(previous);
       store(args, matrix, memory.results(warp), first_position, num_rows, first_column);
     }
   }
 
-  // A warp's 16 rows, through shared memory so that each row leaves in whole lines; 128 columns at a time.
+  // Stores a warp's 16 rows through shared memory, so that each row leaves in whole lines; 128 columns at a time.
   MOE_A2A_DEVICE static void store(const GroupedGemmArgs& args, const Matrix& matrix, uint32_t results,
                                    int first_position, int num_rows, int first_column) {
-    constexpr int kHalf = 16;  // of a half: groups of 8 columns
+    constexpr int kHalf = 16;  // groups of 8 columns per half
     const int lane = Warp{}.rank(), row = lane / 16, piece = lane % 16;
     const uint32_t corner = results + lane % 16 * Memory::kResultRowBytes + lane / 16 * 16;
     T* out = static_cast<T*>(args.out) + (int64_t{first_position} + row) * args.num_columns + first_column + piece * 8;
@@ -244,11 +247,11 @@ struct PipelinedGemm {
     }
   }
 
-  // Two neighbouring values of group j of 8 columns.
+  // Two neighbouring values of column group j (8 columns).
   MOE_A2A_DEVICE static uint32_t result(const Matrix& matrix, int j, bool lower) {
     const int i = Matrix::index(j, lower);
     if constexpr (kIsSwiglu) {
-      const int up = i + 64;  // 128 columns on
+      const int up = i + 64;  // 128 columns further
       return pack<T>(swiglu(matrix.sum[i], matrix.sum[up]), swiglu(matrix.sum[i + 1], matrix.sum[up + 1]));
     } else {
       return pack<T>(matrix.sum[i], matrix.sum[i + 1]);

@@ -12,8 +12,8 @@ MOE_A2A_DECLARE_UNTRACED_FAMILY(grouped_gemm_kernels)
 namespace moe_a2a {
 namespace {
 
-// A device with the kernels loaded. In the child of a fork the threads of the CPU's are gone, so that it could neither
-// run nor be destroyed there: it is left as it is.
+// A device with the kernels loaded. In a forked child the CPU target's threads are gone, so the device can neither run
+// nor be destroyed there: it is leaked.
 class LoadedDevice {
  public:
   LoadedDevice() = default;
@@ -40,7 +40,7 @@ class LoadedDevice {
   std::unique_ptr<Device> device_;
 };
 
-// One per thread, since the CPU's runs one launch at a time.
+// One per thread: a CPU device runs one launch at a time.
 Device& device_of_thread(const std::string& target, int index) {
   thread_local std::map<std::pair<std::string, int>, LoadedDevice> devices;
   return devices[{target, index}].get(target, index);

@@ -1,4 +1,4 @@
-// The grouped GEMM as the host calls it. It needs no communicator: a device, a stream and pointers.
+// The host's entry to the grouped GEMM. It needs no communicator: just a device, a stream and pointers.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace moe_a2a {
 
-// Where it runs. num_blocks: 0 for as many as the device has room for.
+// num_blocks 0: as many as the device can hold.
 struct GroupedGemmPlace {
   std::string target;
   int device = 0;

@@ -1,7 +1,8 @@
-// In which order the tiles of one expert's product are computed. Pure arithmetic.
+// The order in which the tiles of one expert's product are computed. Pure arithmetic.
 //
-// The order keeps in the last-level cache what neighbours in time share: of kRowTilesInGroup row tiles all columns come
-// before the next row tiles, and row tiles change fastest, so that a tile of weights is read from memory once.
+// Tiles computed at about the same time share rows and weights in the last-level cache: each group of kRowTilesInGroup
+// row tiles takes all columns before the next group begins, and row tiles change fastest, so a tile of weights is read
+// from memory once per group.
 #pragma once
 
 #include "arch/attributes.h"
@@ -20,7 +21,7 @@ MOE_A2A_HOST_DEVICE constexpr int div_up(int a, int b) { return (a + b - 1) / b;
 // ---- a unit of work is one tile
 
 struct SingleTiles {
-  static constexpr int kBlocks = 1;  // that work on one unit
+  static constexpr int kBlocks = 1;  // per unit
 
   MOE_A2A_HOST_DEVICE static constexpr int num_units(int row_tiles, int column_tiles) {
     return row_tiles * column_tiles;
@@ -34,8 +35,8 @@ struct SingleTiles {
 };
 
 // ---- a unit of work is a pair of tiles for a cluster of two blocks: two row tiles of one column tile, whose weights
-// are read once for both; or, for the last row tile where their number is odd, that one and two column tiles. (Of the
-// latter the second may lie past the last column.)
+// are read once for both. If the number of row tiles is odd, the last is paired with itself over two column tiles, the
+// second of which may lie past the last column.
 
 struct PairedTiles {
   static constexpr int kBlocks = 2;

@@ -1,5 +1,5 @@
-// The routing tables of large batches at their receiver: chunks of entries that their sender has counted
-// (routing_table.h). ll_table.h has the tables of small batches, with the same interface.
+// Routing tables of large batches at the receiver: chunks of entries that the sender has counted (routing_table.h).
+// ll_table.h has those of small batches, with the same interface.
 #pragma once
 
 #include "comm/work_queue.h"
@@ -7,8 +7,8 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// A choice at its receiver: the local expert (-1: not here) and how many entries of that expert precede it in its chunk
-// or segment.
+// A choice at its receiver: the local expert (-1: not here), and how many entries of that expert precede it in its
+// chunk or segment.
 struct LocalChoice {
   int expert, idx;
 };
@@ -27,7 +27,7 @@ class ChunkTable {
     return wait_for(c.region.table_signal.at(args.buffer, rank, chunk), epoch, site, c.wait, c.heap);
   }
 
-  // Waits for all chunks behind the first, a thread per chunk. The first has brought the number of tokens.
+  // Waits for all chunks after the first, one thread per chunk. The first has brought the number of tokens.
   MOE_A2A_DEVICE bool receive(const Block& block, const int32_t* num_tokens, uint64_t epoch) const {
     for (int r = 0; r < config().num_ranks; ++r) {
       if (!has(num_tokens[r])) continue;
@@ -38,7 +38,7 @@ class ChunkTable {
     return true;
   }
 
-  // The entries of a list in some of a rank's chunks. Several counts are in flight.
+  // How many entries of a list are in a rank's chunks [begin, end). Unrolled to keep several loads in flight.
   MOE_A2A_DEVICE int32_t sum(int rank, int list, int begin, int end) const {
     constexpr int kUnroll = kBlockThreads > 1 ? 8 : 1;
     const int num_lists = config().num_local_experts() + 1;
@@ -74,7 +74,7 @@ class ChunkTable {
     MOE_A2A_DEVICE bool is_leader() const { return true; }
     MOE_A2A_DEVICE float weight(int k) const { return weights_[k]; }
 
-    // Calls visit(k, choice) for this thread's choices, in k order; loads four at a time where their number allows it.
+    // Calls visit(k, choice) for the token's choices in k order, with loads of four where num_topk allows it.
     template <class Visit>
     MOE_A2A_DEVICE void visit_choices(const Visit& visit) const {
       constexpr int kVector = 4;

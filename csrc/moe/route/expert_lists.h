@@ -1,8 +1,8 @@
-// Which rows each local expert works on: lists of positions, put together from the routing tables of all ranks.
+// Builds the expert lists from the routing tables of all ranks: which rows each local expert works on.
 //
 // A list holds one local expert's routes in (source rank, token, choice) order; one more list holds the landed rows.
-// Every entry carries its place within its chunk or segment, so a prefix sum over those is all that is left: each block
-// with something to write computes it for itself, then writes the entries of its chunks and tokens in any order.
+// Every entry carries its index within its chunk or segment, so only a prefix sum over those is left: each block with
+// something to write computes it for itself, then writes the entries of its chunks and tokens in any order.
 #pragma once
 
 #include "moe/route/ll_table.h"
@@ -17,7 +17,7 @@ class ExpertLists {
     LlTable::Plan ll_table;
     int bytes = 0;
   };
-  // Behind `offset` bytes of something else.
+  // Placed after `offset` bytes of other use.
   MOE_A2A_HOST_DEVICE static Plan plan(const MoeConfig& config, int offset = 0) {
     const int num_lists = config.num_local_experts() + 1;
     SharedCarver carver(offset);
@@ -31,7 +31,7 @@ class ExpertLists {
     return plan;
   }
 
-  // `num_tokens` [num_ranks]: in shared memory, this warp's own.
+  // `num_tokens` [num_ranks]: this warp's, in shared memory.
   MOE_A2A_DEVICE ExpertLists(const DispatchRecvArgs& args, const Grid& grid, const Block& block, std::byte* shared,
                              const Plan& plan, int32_t* num_tokens)
       : args_(args),
@@ -49,10 +49,10 @@ class ExpertLists {
         next_(plan.next.in(shared)),
         before_rank_(plan.before_rank.in(shared)) {}
 
-  // Blocks beyond these do not speed up the lists of small batches: seven for the tokens, two for the rest.
+  // More blocks do not speed up the lists of small batches: seven for the tokens, two for the rest.
   static constexpr int kBlocksOfUse = 9;
 
-  // False when a wait was given up. `receive_headers`, called by every warp, fills its num_tokens.
+  // False if a wait gave up. `receive_headers`, called by every warp, fills its num_tokens.
   template <class ReceiveHeaders>
   MOE_A2A_DEVICE bool build(uint64_t epoch, ReceiveHeaders receive_headers) {
     ll_table_.clear();
@@ -65,7 +65,7 @@ class ExpertLists {
     place_lists();
     write_small_batches();
     write_chunks();
-    // Blocks that have had less to write, or nothing.
+    // By the last two blocks, which had less to write, or nothing.
     const int last = grid_.size() - 1;
     if (grid_.rank() == last) publish_counts();
     if (grid_.rank() == (last > 0 ? last - 1 : 0)) publish_ranks();
@@ -82,7 +82,7 @@ class ExpertLists {
 
   // ---- where everything begins
 
-  // How many entries a list has. Leaves in before_rank_ how many are of lower ranks than each.
+  // The number of entries in a list. Sets before_rank to the number from lower ranks.
   MOE_A2A_DEVICE int32_t add_up(int list) const {
     int32_t sum = 0;
     MOE_A2A_ROLLED
@@ -94,7 +94,7 @@ class ExpertLists {
     return sum;
   }
 
-  // Positions that an expert takes in the layout.
+  // How many positions an expert takes in the layout.
   MOE_A2A_DEVICE int32_t extent(int expert) const {
     if (args_.layout == Layout::kMasked) return config_.num_ranks * config_.num_max_tokens_per_rank;
     const int alignment = args_.expert_alignment;
@@ -102,7 +102,7 @@ class ExpertLists {
     return (count_[expert] + alignment - 1) / alignment * alignment;
   }
 
-  // A thread adds up each list; then a warp lays the experts' positions out one behind the other. The last list, the
+  // One thread adds up each list; then one warp lays out the experts' positions one after another. The last list, the
   // landed rows, takes no positions.
   MOE_A2A_DEVICE void place_lists() {
     MOE_A2A_ROLLED
@@ -122,7 +122,7 @@ class ExpertLists {
 
   // ---- what is published once
 
-  // Routes of an expert that the layout has room for: a masked block may overflow when tokens name an expert twice.
+  // How many of an expert's routes fit in the layout: a masked block overflows if tokens choose an expert twice.
   MOE_A2A_DEVICE int32_t held(int expert) const {
     const int32_t room = args_.layout == Layout::kMasked ? extent(expert) : count_[expert];
     return count_[expert] < room ? count_[expert] : room;
@@ -152,8 +152,8 @@ class ExpertLists {
 
   // ---- the entries
 
-  // The tokens of all small batches, round-robin over the blocks. When there are many, the last two have other things
-  // to write.
+  // The tokens of all small batches, round-robin over the blocks, except the last two if there are more: those have
+  // other things to write.
   MOE_A2A_DEVICE void write_small_batches() const {
     const int num_blocks = grid_.size() > 2 ? grid_.size() - 2 : grid_.size();
     if (grid_.rank() >= num_blocks) return;
@@ -172,8 +172,8 @@ class ExpertLists {
     }
   }
 
-  // The chunks of all large batches, round-robin over the blocks. next_ is where the entries of a chunk begin; a thread
-  // keeps it for the same lists throughout.
+  // The chunks of all large batches, round-robin over the blocks. next_ holds where the current chunk's entries begin;
+  // each thread updates the same lists throughout.
   MOE_A2A_DEVICE void write_chunks() const {
     Line<> line(grid_.rank(), grid_.size());
     for (int r = 0; r < config_.num_ranks; ++r) {
@@ -211,8 +211,8 @@ class ExpertLists {
     block_.sync();
   }
 
-  // Writes a token's routes and terms: by one thread, or by several that each have some of the choices and count the
-  // terms before their own. `before` and `first_position_of` say where the lists of the token's chunk or segment begin.
+  // Writes a token's routes and terms: by one thread, or by several that share its choices and count the terms before
+  // their own. `before` and `first_position_of` tell where the lists of the token's chunk or segment begin.
   template <class Token, class FirstPositionOf>
   MOE_A2A_DEVICE void write_token(const Token& entry, int rank, int token, const int32_t* before,
                                   const FirstPositionOf& first_position_of) const {
@@ -245,7 +245,7 @@ class ExpertLists {
     });
   }
 
-  // Only a masked block may overflow; lost routes are raised by the next call that looks.
+  // Only a masked block can overflow; lost routes are raised by the next raise_reported().
   MOE_A2A_DEVICE bool has_room_for(int expert, int32_t position) const {
     return args_.layout != Layout::kMasked || position - start_[expert] < extent(expert);
   }
@@ -259,14 +259,14 @@ class ExpertLists {
     if (!ll_table_.has_all()) write_combine_order(landed, rank, row);
   }
 
-  // Puts a landed row into the order in which combine sends whole rows: the owners take turns, beginning behind this
-  // rank, as long as they have rows left. So no rank is sent to by all at once, and each gets its rows in the order in
+  // Inserts a landed row into the order in which combine sends whole rows: owners take turns, starting after this rank,
+  // as long as they have rows left. So no rank is the target of all at once, and each gets its rows in the order in
   // which it waits for them.
   MOE_A2A_DEVICE void write_combine_order(int32_t landed, int rank, int32_t row) const {
     const int own_rank = config_.rank, num_ranks = config_.num_ranks;
     const int32_t i = landed - before_rank(rank, landed_list());
     const auto turn_of = [&](int r) { return r > own_rank ? r - own_rank : r - own_rank + num_ranks; };
-    int32_t before = 0, own_before = 0;  // rows of all ranks, of this one
+    int32_t before = 0, own_before = 0;  // rows of all ranks, and of this one
     MOE_A2A_ROLLED
     for (int r = 0; r < num_ranks; ++r) {
       const int32_t end = r + 1 < num_ranks ? before_rank(r + 1, landed_list()) : count_[landed_list()];
@@ -307,9 +307,9 @@ class ExpertLists {
   } routes_;  // [positions]
   int32_t* num_tokens_;
   int32_t* count_;        // [num_lists]  entries of each list
-  int32_t* start_;        // [num_lists]  first position of each expert in the layout; last: of all
-  int32_t* next_;         // [num_lists]  where the entries of the chunk at hand begin
-  int32_t* before_rank_;  // [num_ranks, num_lists]  entries of lower ranks
+  int32_t* start_;        // [num_lists]  first position of each expert in the layout; last: the total
+  int32_t* next_;         // [num_lists]  where the entries of the current chunk begin
+  int32_t* before_rank_;  // [num_ranks, num_lists]  entries from lower ranks
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,5 +1,5 @@
-// The choices of a small batch's tokens as LL words. Each tells a receiver that has seen nothing else of the rank what
-// it needs: expert, weight, and the number of tokens. A rank without tokens sends one choice, which says so.
+// The choices of a small batch's tokens as LL words. Each carries all that a receiver needs who has seen nothing else
+// of the rank: expert, weight, and the number of tokens. A rank without tokens sends one choice that says so.
 #pragma once
 
 #include <bit>
@@ -16,7 +16,7 @@ MOE_A2A_DEVICE LlWord* ll_choice_at(const Context& c, int buffer, int src, int t
   return ll_words_at(c.region.ll_choices, buffer, src, token, k * kWordsPerChoice);
 }
 
-// Called by one thread; goes to every rank.
+// Called by one thread; sends to every rank.
 MOE_A2A_DEVICE void send_choice(const Context& c, int buffer, int num_tokens, int token, int k, int32_t expert,
                                 float weight, uint64_t epoch) {
   const uint32_t dword[3] = {static_cast<uint32_t>(expert), std::bit_cast<uint32_t>(weight),
@@ -30,7 +30,7 @@ MOE_A2A_DEVICE void send_choice(const Context& c, int buffer, int num_tokens, in
   }
 }
 
-// All choices of a token, by one warp.
+// Sends all choices of a token; called by one warp.
 MOE_A2A_DEVICE void send_choices(const DispatchSendArgs& args, const Warp& warp, int token, uint64_t epoch) {
   const Context& c = args.context;
   RankSet ranks;
@@ -43,7 +43,7 @@ MOE_A2A_DEVICE void send_choices(const DispatchSendArgs& args, const Warp& warp,
   if (warp.rank() == 0) c.region.token_ranks(args.buffer, token) = ranks;
 }
 
-// The number of tokens of `src`, if its first choice has arrived.
+// Reads the number of tokens of `src`; true if its first choice has arrived.
 MOE_A2A_DEVICE bool find_ll_tokens(const Context& c, int buffer, int src, uint64_t epoch, uint32_t* num_tokens) {
   uint64_t seen;
   const LlWord word = load_ll(ll_choice_at(c, buffer, src, 0, 0) + 2 / kLlData);
@@ -51,8 +51,8 @@ MOE_A2A_DEVICE bool find_ll_tokens(const Context& c, int buffer, int src, uint64
   return has_epoch(word, epoch, seen);
 }
 
-// Waits for a choice, by one thread: its local expert, or -1 when it lives elsewhere or is dropped. False when given
-// up.
+// Waits for a choice; called by one thread. `expert`: the local expert, or -1 if it is elsewhere or dropped. False if
+// it gave up.
 MOE_A2A_DEVICE bool receive_choice(const Context& c, int buffer, int src, int token, int k, uint64_t epoch,
                                    bool is_recorded, int* expert, float* weight) {
   const LlWord* words = ll_choice_at(c, buffer, src, token, k);

@@ -1,5 +1,5 @@
-// The routing tables of small batches at their receiver: raw choices, as they arrived in LL words. A block that needs
-// them takes those of all ranks into its shared memory and counts what the sender of a large batch would have counted.
+// Routing tables of small batches at the receiver: raw choices, as they arrive in LL words. Each block that needs them
+// reads those of all ranks into its shared memory and counts what the sender of a large batch would have counted.
 #pragma once
 
 #include "arch/shared_plan.h"
@@ -16,7 +16,7 @@ class LlTable {
   };
   struct Plan {
     SharedPart<int32_t> counts;      // [num_ranks, most_segments, lists]
-    SharedPart<int32_t> landed_idx;  // [num_ranks, num_max_ll_tokens]  directly behind the counts
+    SharedPart<int32_t> landed_idx;  // [num_ranks, num_max_ll_tokens]  directly after the counts: clear() zeroes both
     SharedPart<float> weights;       // [num_ranks, num_max_ll_tokens, num_topk]
     SharedPart<Choice> choices;      // [num_ranks, num_max_ll_tokens, num_topk]
   };
@@ -30,7 +30,7 @@ class LlTable {
     plan.choices = carver.take<Choice>(tokens * config.num_topk);
     return plan;
   }
-  // A rank's tokens are cut into at most so many segments of 2^shift tokens, each counted by a warp.
+  // The most segments of 2^shift tokens that a rank's batch is cut into; a warp counts each.
   MOE_A2A_HOST_DEVICE static int most_segments(const MoeConfig& config) {
     constexpr int kOfAllRanks = 16, kNumCounters = 4096;
     const int wanted = kOfAllRanks / config.num_ranks, fits = kNumCounters / (config.num_ranks * num_lists(config));
@@ -52,11 +52,11 @@ class LlTable {
         choice_(plan.choices.in(shared)) {}
 
   MOE_A2A_DEVICE bool has(int num_tokens) const { return config_.sends_ll(num_tokens); }
-  // Whether the batches of all ranks are small; known once they have been received.
+  // Whether all ranks' batches are small; valid after receive().
   MOE_A2A_DEVICE bool has_all() const { return has_all_; }
   MOE_A2A_DEVICE const ChoiceThreads& threads() const { return threads_; }
 
-  // Before anything is received; the block meets in between.
+  // Called before receive(), with a block barrier in between.
   MOE_A2A_DEVICE void clear() {
     if (config_.num_max_ll_tokens == 0) return;
     const int num_words = num_counts(config_) + config_.num_ranks * config_.num_max_ll_tokens;
@@ -64,8 +64,7 @@ class LlTable {
     for (int i = block_.rank(); i < num_words; i += block_.size()) count_[i] = 0;
   }
 
-  // Receives the choices of the ranks whose number of tokens says that they come this way, a thread per choice; false
-  // when a wait was given up.
+  // Receives the choices of all small batches, a thread per choice; false if a wait gave up.
   MOE_A2A_DEVICE bool receive(const int32_t* num_tokens, uint64_t epoch) {
     Line<> line(threads_.token, threads_.num_tokens);
     MOE_A2A_ROLLED
@@ -86,7 +85,7 @@ class LlTable {
     return true;
   }
 
-  // A warp per segment; the block meets before and after.
+  // A warp per segment; needs a block barrier before and after.
   MOE_A2A_DEVICE void count(const int32_t* num_tokens) const {
     Line<> line(block_.warp_rank(), block_.num_warps());
     MOE_A2A_ROLLED
@@ -112,12 +111,12 @@ class LlTable {
     return (num_tokens + (1 << shift) - 1) >> shift;
   }
 
-  // What the table of a large batch says of a chunk, here of a segment: counts of the lists, [num_lists].
+  // Counts per list of a segment, [num_lists]; the table of a large batch has them per chunk.
   MOE_A2A_DEVICE int32_t* counts_of(int rank, int segment) const {
     return count_ + (rank * most_segments_ + segment) * num_lists(config_);
   }
-  // The entries of a list in all of a rank's segments. Replaces each count by the entries before the segment, `before`
-  // of which are of other ranks.
+  // The number of entries of a list in all of a rank's segments. Replaces each count by the number of entries before
+  // the segment, including `before` from other ranks.
   MOE_A2A_DEVICE int32_t sum(int rank, int list, int num_tokens, int32_t before) const {
     int32_t sum = 0;
     int32_t* counts = counts_of(rank, 0) + list;
@@ -138,7 +137,7 @@ class LlTable {
     MOE_A2A_DEVICE Token(const LlTable& table, int rank, int token)
         : table_(table), idx_(table.token_idx(rank, token)) {}
 
-    // The token's place among those of its segment that land here; -1: it does not.
+    // How many tokens of its segment land here before this one; -1: it does not.
     MOE_A2A_DEVICE int32_t landed_idx() const { return table_.landed_idx_[idx_]; }
     MOE_A2A_DEVICE bool is_leader() const { return table_.threads_.k == 0; }
     MOE_A2A_DEVICE float weight(int k) const { return table_.weight_[idx_ * table_.config_.num_topk + k]; }
@@ -162,10 +161,10 @@ class LlTable {
   };
 
  private:
-  // Segments of fewer than 4 tokens are not worth their counters.
+  // Counters for shorter segments would not pay.
   static constexpr int kFewestShift = 2;
 
-  // A list per local expert, and one of the tokens that land here.
+  // One list per local expert, and one of the tokens that land here.
   MOE_A2A_HOST_DEVICE static int num_lists(const MoeConfig& config) { return config.num_local_experts() + 1; }
   MOE_A2A_HOST_DEVICE static int num_counts(const MoeConfig& config) {
     return config.num_ranks * most_segments(config) * num_lists(config);
@@ -184,7 +183,8 @@ class LlTable {
     return true;
   }
 
-  // Numbers the choices and the landed tokens of a segment. So far landed_idx_ says whether a token lands here.
+  // Numbers the choices and the landed tokens of a segment. Before the call, landed_idx_ says whether a token lands
+  // here.
   MOE_A2A_DEVICE void count_segment(int rank, int first_token, int end_token, int32_t* counts) const {
     const Warp warp = block_.warp();
     Choice* choices = choice_ + token_idx(rank, 0) * config_.num_topk;

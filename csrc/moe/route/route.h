@@ -1,4 +1,4 @@
-// Where a token goes. Nothing is sorted and no slot is handed out: a token's slot is its own index on every rank, so
+// Where a token goes. Nothing is sorted and no slot is allocated: a token's slot is its own index on every rank, so
 // sender and receiver derive every address from the choices alone.
 #pragma once
 
@@ -10,7 +10,7 @@ MOE_A2A_DEVICE int rank_of_expert(const MoeConfig& config, int32_t expert) {
   return expert / config.num_local_experts();
 }
 
-// Bits that tell the values 0 ... count - 1 and -1 apart.
+// Bits that distinguish the values 0 ... count - 1 and -1.
 MOE_A2A_DEVICE int bits_of_values(int count) {
   int bits = 1;
   MOE_A2A_ROLLED
@@ -18,10 +18,10 @@ MOE_A2A_DEVICE int bits_of_values(int count) {
   return bits;
 }
 
-// A block's threads laid over the choices of tokens on a line: neighbouring threads on those of one token.
+// Maps a block's threads onto the choices of consecutive tokens: neighbouring threads share a token.
 struct ChoiceThreads {
-  int per_token = 1;  // threads, a power of two
-  int num_tokens;     // side by side
+  int per_token = 1;  // threads per token, a power of two
+  int num_tokens;     // handled side by side
   int token, k;       // this thread's first
 
   MOE_A2A_DEVICE ChoiceThreads(const Block& block, int num_topk) {
@@ -32,14 +32,14 @@ struct ChoiceThreads {
   }
 };
 
-// The local expert of a choice; -1 when it lives elsewhere or is dropped.
+// The local expert of a choice; -1 if it is elsewhere or dropped.
 MOE_A2A_DEVICE int local_expert(const MoeConfig& config, int32_t expert) {
   const int local = expert - config.rank * config.num_local_experts();
   return expert >= 0 && local >= 0 && local < config.num_local_experts() ? local : -1;
 }
 
-// A choice as it travels, -1 when dropped. An id out of range is dropped: the host refuses it where it can see it; in a
-// tensor on a device it is counted here and raised by the next call that looks (ExpertParallel::check).
+// A choice as it travels; -1: dropped. An id out of range counts as dropped. The host rejects it where it can see it;
+// in a device tensor it is counted here and raised by the next raise_reported().
 MOE_A2A_DEVICE int32_t checked_choice(const DispatchSendArgs& args, int token, int k) {
   const int64_t expert = args.topk_idx[static_cast<int64_t>(token) * args.context.config.num_topk + k];
   if (expert >= -1 && expert < args.context.config.num_experts) return static_cast<int32_t>(expert);
@@ -54,7 +54,7 @@ MOE_A2A_DEVICE float weight_of_choice(const DispatchSendArgs& args, int token, i
   return args.topk_weights != nullptr ? args.topk_weights[int64_t{token} * args.context.config.num_topk + k] : 1.0f;
 }
 
-// The distinct ranks that own a token's experts, read side by side by the group before any table exists.
+// The distinct ranks that own a token's experts, read by the group in parallel before any table exists.
 template <class Group>
 MOE_A2A_DEVICE RankSet dst_ranks_of(const Group& group, const DispatchSendArgs& args, int token) {
   const MoeConfig& config = args.context.config;
@@ -66,10 +66,10 @@ MOE_A2A_DEVICE RankSet dst_ranks_of(const Group& group, const DispatchSendArgs& 
   return {group.reduce_or(ranks.bits)};
 }
 
-// ---- counting, the same for the sender of a table and for the receiver of LL choices
+// ---- counting, shared by the sender of a table and the receiver of LL choices
 
-// Numbers the values [begin, end) of a run, by one warp: visit(i, value, idx), where idx counts the equal values before
-// i, on top of what counters[value] holds; that moves on. value_of(i) is in [0, 2^num_bits - 1), or -1: not numbered.
+// One warp numbers the values of [begin, end): visit(i, value, idx), where idx is counters[value] plus the number of
+// equal values before i. Advances the counters. value_of(i) is in [0, 2^num_bits - 1), or -1 for values to skip.
 template <class ValueOf, class Visit>
 MOE_A2A_DEVICE void number_equal(const Warp& warp, int begin, int end, int num_bits, int32_t* counters,
                                  const ValueOf& value_of, const Visit& visit) {
@@ -79,14 +79,14 @@ MOE_A2A_DEVICE void number_equal(const Warp& warp, int begin, int end, int num_b
     const int value = i < end ? value_of(i) : -1;
     const Matches matches = warp.matches(value, num_bits);
     if (value >= 0) visit(i, value, counters[value] + matches.before);
-    warp.sync();  // all lanes have read before one of them moves the counter on
+    warp.sync();  // all lanes have read before one advances the counter
     if (value >= 0 && matches.before == 0) counters[value] += matches.total;
     warp.sync();
   }
 }
 
-// Numbers the i of [begin, end) for which is_in(i), by one warp: visit(i, idx), -1 for the others. Returns how many
-// there are.
+// One warp numbers the i of [begin, end) with is_in(i): visit(i, idx), with idx -1 for the others. Returns their
+// number.
 template <class IsIn, class Visit>
 MOE_A2A_DEVICE int32_t number_members(const Warp& warp, int begin, int end, const IsIn& is_in, const Visit& visit) {
   int32_t num = 0;

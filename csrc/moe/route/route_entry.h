@@ -1,4 +1,4 @@
-// What routing tables and expert lists hold.
+// Elements of routing tables and expert lists.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace moe_a2a {
 
-// One choice of one token in a routing table: the expert, and how many entries of it precede this one in the chunk. The
-// sender counts, so that receivers can place entries independently and still keep every list in (source rank, token,
+// One choice of one token in a routing table: the expert, and how many entries of that expert precede it in the chunk.
+// The sender counts, so receivers can place entries independently and still keep every list in (source rank, token,
 // choice) order.
 struct RouteEntry {
   static constexpr uint32_t kDropped = 0xffff;
@@ -24,13 +24,13 @@ struct RouteEntry {
   MOE_A2A_HOST_DEVICE int idx_in_chunk() const { return static_cast<int>(word & 0xffff); }
 };
 
-// A summand of a landed row's sum: an expert's output. A list of fewer than K ends with position -1.
+// A summand of a landed row's sum: an expert's output and its weight. A list of fewer than K ends with position -1.
 struct RouteTerm {
   int32_t position = -1;  // in the layout
   float weight = 0;
 };
 
-// A landed row in the order of a combine.
+// A landed row in a combine's sending order.
 struct alignas(8) LandedRow {
   int32_t row;     // src_rank * T + token
   int32_t landed;  // its index among the landed rows

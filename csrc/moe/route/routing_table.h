@@ -1,6 +1,6 @@
-// The routing table that a rank sends to every rank with a large batch, a chunk of tokens at a time, a block per chunk.
+// The routing table that a rank with a large batch sends to every rank: chunks of tokens, each sent by one block.
 //
-// The sender counts what receivers would otherwise have to count in order: each entry carries how many entries of its
+// The sender counts what receivers would otherwise have to count in order: each entry says how many entries of its
 // expert precede it in the chunk, each token how many of the chunk's tokens land on that rank before it. With one count
 // per chunk and list, receivers place all entries independently.
 #pragma once
@@ -13,7 +13,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 class RoutingTable {
  public:
   struct Plan {
-    SharedPart<RankSet> ranks;     // [kMaxChunk]
+    SharedPart<RankSet> ranks;     // [num_warps][experts per pass]
     SharedPart<int32_t> counters;  // [num_warps][experts of a pass]
     SharedPart<uint16_t> experts;  // [kMaxChunk * num_topk]
     int bytes = 0;
@@ -36,7 +36,7 @@ class RoutingTable {
     expert_ = plan.experts.in(shared);
   }
 
-  // Chunks go to the blocks round-robin. A rank without tokens sends one that says so.
+  // Chunks go to the blocks round-robin. A rank without tokens sends one chunk that says so.
   MOE_A2A_DEVICE void send(const Grid& grid, uint64_t epoch) {
     const int chunks = num_chunks(args_.num_tokens), length = chunk_length(args_.num_tokens);
     for (int chunk = grid.rank(); chunk < (chunks > 0 ? chunks : 1); chunk += grid.size()) {
@@ -57,10 +57,10 @@ class RoutingTable {
   }
 
  private:
-  // Counters of the experts of one pass, a set for every warp.
+  // Counters for one pass over the experts, a set per warp.
   static constexpr int kNumCounters = 4096;
 
-  // This rank's element of a field that has a source rank.
+  // This rank's element of a field indexed by source rank.
   template <class T, int kRank, class... Index>
   MOE_A2A_DEVICE T* mine(const Array<T, kRank>& field, Index... index) const {
     return field.at(args_.buffer, heap_.rank, index...);
@@ -84,7 +84,7 @@ class RoutingTable {
     for (int r = block_.warp_rank(); r < heap_.num_ranks; r += block_.num_warps()) send_landed(block_.warp(), r);
   }
 
-  // Puts the choices into shared memory and sends the weights to every rank.
+  // Reads the choices into shared memory and sends the weights to every rank.
   MOE_A2A_DEVICE void read_choices() {
     const int num_topk = config_.num_topk;
     MOE_A2A_ROLLED
@@ -113,7 +113,7 @@ class RoutingTable {
     }
   }
 
-  // Each warp counts a run of neighbouring choices; when there are few, only some warps have one.
+  // Each warp counts a run of neighbouring choices; with few choices, only some warps have one.
   struct Run {
     int begin, end;
   };
@@ -128,13 +128,13 @@ class RoutingTable {
     const int begin = choices_per_warp() * block_.warp_rank(), rest = num_tokens_ * config_.num_topk - begin;
     return {begin, begin + (rest < choices_per_warp() ? rest : choices_per_warp())};
   }
-  // The choice's expert, counted from the first of a pass; -1 for choices outside the pass.
+  // The choice's expert, relative to the first of the pass; -1: outside the pass.
   MOE_A2A_DEVICE int expert_in_pass(int i, int first, int end) const {
     const int expert = expert_[i];
     return expert >= first && expert < end ? expert - first : -1;
   }
 
-  // Each warp's choices of each expert.
+  // Counts each warp's choices per expert.
   MOE_A2A_DEVICE void count_choices(int first, int end) {
     const int num = end - first;
     MOE_A2A_ROLLED
@@ -150,7 +150,7 @@ class RoutingTable {
     block_.sync();
   }
 
-  // Sends the sums over the warps, and replaces each warp's count by that of the warps before it.
+  // Sends the sums over the warps, and replaces each warp's count by the sum over the warps before it.
   MOE_A2A_DEVICE void send_counts(int first, int end) {
     const int num = end - first;
     MOE_A2A_ROLLED
@@ -177,10 +177,10 @@ class RoutingTable {
           store_to_all(mine(ws_.table_route, first_token_) + i,
                        RouteEntry::pack(first + expert, static_cast<uint32_t>(idx_in_chunk)));
         });
-    block_.sync();  // before the counters serve the next pass, or the next chunk
+    block_.sync();  // before the counters serve the next pass or chunk
   }
 
-  // One warp per rank: which tokens land there, numbered.
+  // One warp per rank: numbers the tokens that land there.
   MOE_A2A_DEVICE void send_landed(const Warp& warp, int rank) const {
     int32_t* landed_idx = heap_.peer(rank, mine(ws_.table_landed_idx, first_token_));
     const int32_t num_landed = number_members(
