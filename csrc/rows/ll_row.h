@@ -1,8 +1,8 @@
-// Pieces of rows as LL words. Word w of a piece holds the dwords from w * kLlData on: first the values, padded to a
-// whole dword, then the scales.
+// Pieces of rows as LL words. Word w of a piece holds dwords from w * kLlData on: first the values, padded to a whole
+// dword, then the scales.
 //
-// Small batches are latency-bound by a serial instruction chain: the common case comes first and straight, cold code is
-// called.
+// Small batches are latency-bound by a serial instruction chain: the common case is straight-line code, cold code is
+// called out of line.
 #pragma once
 
 #include <bit>
@@ -12,7 +12,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Words that a thread has in flight.
+// Words in flight per thread.
 inline constexpr int kLlUnroll = kBlockThreads > 1 ? 3 : 1;
 
 MOE_A2A_HOST_DEVICE int num_value_dwords(const RowSource& row) {
@@ -21,16 +21,16 @@ MOE_A2A_HOST_DEVICE int num_value_dwords(const RowSource& row) {
 MOE_A2A_HOST_DEVICE int num_ll_words(const RowSource& row) {
   return num_ll_words(num_value_dwords(row) + static_cast<int>(row.num_scale_bytes / 4));
 }
-// Words reserved for each piece of a row: those of the first, which is the longest.
+// Words reserved for each piece of a row: as many as the first piece has, which is the longest.
 MOE_A2A_DEVICE int ll_words_per_piece(const RowLayout& layout) { return num_ll_words(layout.part(layout.piece(0))); }
-// Whether word w holds nothing but whole dwords of values.
+// Whether word w holds only whole dwords of values.
 MOE_A2A_DEVICE bool is_all_values(const RowSource& row, int w) {
   return 4 * (w + 1) * kLlData <= static_cast<int>(row.num_value_bytes);
 }
 
 // ---- sending
 
-// Fills a word's data from memory: all of it or, when kIsBounded, the first `num_dwords`, and 0 for the others.
+// Loads a word's data: all of it or, if kIsBounded, the first `num_dwords`, and 0 for the rest.
 template <bool kIsBounded>
 MOE_A2A_DEVICE void load_data(LlWord& word, const uint32_t* dwords, int num_dwords = 0, bool in_shared = false) {
   for (int d = 0; d < kLlData; ++d) {
@@ -56,7 +56,7 @@ MOE_A2A_RARE uint32_t any_dword(RowSource row, int i) {
   return dword[0];
 }
 
-// Word w of a piece; `are_dwords`: its values begin at a multiple of 4 bytes, where that matters.
+// Word w of a piece. `are_dwords`: its values may be loaded as dwords.
 MOE_A2A_DEVICE LlWord word_of(const RowSource& row, bool are_dwords, int w, uint64_t epoch) {
   LlWord word;
   word.stamp = ll_stamp(epoch);
@@ -68,7 +68,7 @@ MOE_A2A_DEVICE LlWord word_of(const RowSource& row, bool are_dwords, int w, uint
   return word;
 }
 
-// Writes a piece to the words at target(rank) on each rank of the delivery.
+// Writes a piece to the words at target(rank) on each destination rank.
 template <class Group, class Target>
 MOE_A2A_DEVICE void send_ll(const Group& group, const Delivery& delivery, const RowSource& row, uint64_t epoch,
                             Target target) {
@@ -97,7 +97,7 @@ MOE_A2A_DEVICE void store_dword(std::byte* target, int i, uint32_t dword) {
   store_values(reinterpret_cast<uint32_t*>(target) + i, dwords);
 }
 
-// Any word: dwords past the values go to the scales.
+// Stores any word: dwords past the values go to the scales.
 MOE_A2A_RARE void store_any_word(RowSource row, std::byte* target, int w, LlWord word) {
   const int num_values = num_value_dwords(row), num_scales = static_cast<int>(row.num_scale_bytes / 4);
   for (int d = 0; d < kLlData; ++d) {
@@ -110,7 +110,7 @@ MOE_A2A_RARE void store_any_word(RowSource row, std::byte* target, int w, LlWord
   }
 }
 
-// Stores the words of a piece, as they arrive, into the row at `target`; false when the wait was given up.
+// Stores a piece's words, as they arrive, into the row at `target`; false if the wait gave up.
 template <class Group>
 MOE_A2A_DEVICE bool receive_ll(const Group& group, const HeapView& heap, const WaitPolicy& wait, const LlWord* words,
                                const RowSource& row, std::byte* target, uint64_t epoch, WaitSite site) {

@@ -7,7 +7,7 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // The words of one piece of a token's row from every rank of `ranks`. `kKeepsOwn`: this rank's own summand has not
-// travelled. (A template flag: no cost when unused, which counts in a small batch.)
+// travelled. A template flag: no cost when unused, which matters for small batches.
 template <bool kKeepsOwn>
 struct LlSum {
   const Exchange& exchange;
@@ -16,11 +16,10 @@ struct LlSum {
   const Array<Signal, 2>& refusals;  // [B, R src]
   uint32_t attempt;
   const SeenStrays& seen;
-  int first_word;                        // of the piece in its row
-  const std::byte* own_piece = nullptr;  // where the rank's own summand lies when it is kept
+  int first_word;                        // first word of the piece in its row
+  const std::byte* own_piece = nullptr;  // this rank's own summand, if kept
 
-  // target[i] = the sum over the ranks, in ascending order and in fp32, for the elements of the piece; false when a
-  // wait was given up.
+  // target[i] = the sum over the ranks, ascending and in fp32, for the elements of the piece; false if a wait gave up.
   template <class T, class Group>
   MOE_A2A_DEVICE bool add(const Group& group, int num_elements, bool vector_rows, T* target) const {
     constexpr int kInDword = 4 / sizeof(T);
@@ -41,8 +40,7 @@ struct LlSum {
  private:
   static constexpr int kRanksInFlight = kBlockThreads > 1 ? 4 : 1, kUnroll = kBlockThreads > 1 ? 2 : 1;
 
-  // Adds the words of the first ranks of `rest` and removes them from it; all loads are in flight before the first is
-  // used.
+  // Adds the words of the first ranks of `rest` and removes those ranks. Issues all loads before the first use.
   template <class T, class Sums>
   MOE_A2A_DEVICE bool add_some(RankSet& rest, int first, int num_words, int num_elements, int stride, bool is_recorded,
                                Sums& sum, T) const {
@@ -84,7 +82,7 @@ struct LlSum {
           word[i][u] = load_ll(words + u * stride);
           here &= has_epoch(word[i][u], exchange.epoch, seen);
         }
-        if (!here) {  // the last one missing is the one to name
+        if (!here) {  // the report names the last missing rank
           missing.peer = rank;
           refused = {refusals.at(exchange.buffer, rank), attempt, this->seen.of_rank[rank]};
         }
@@ -116,7 +114,7 @@ struct LlSum {
     for (int j = 0; j < kLlData * kInDword; ++j) sum[j] += to_float(elements.element[j]);
   }
 
-  // The word's elements, at most `count` of them.
+  // Stores the word's elements, at most `count` of them.
   template <class T, class Sum>
   MOE_A2A_DEVICE static void store(T* target, int count, bool vector_rows, const Sum& sum) {
     constexpr int kInDword = 4 / sizeof(T), kCount = kLlData * kInDword;

@@ -1,4 +1,4 @@
-// The wire of small batches: pieces of rows as LL words, a warp per piece. No signal, no fence.
+// The wire of small batches: pieces of rows as LL words, one warp per piece. No signal, no fence.
 #pragma once
 
 #include "arch/shared_plan.h"
@@ -7,16 +7,16 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Sends one piece, with the interface of PlainRowSender (arch/row_sender.h). `kForming`: the slice of the trace that
-// forming a piece in the stage is; kSend: none.
+// Sends one piece; same interface as PlainRowSender (arch/row_sender.h). `kForming`: the trace slice for forming a
+// piece in the stage; kSend: none.
 template <TraceKind kForming>
 class LlSender {
  public:
   MOE_A2A_DEVICE LlSender(const Exchange& exchange, const Warp& warp, std::byte* stage, int first_word)
       : exchange_(exchange), warp_(warp), stage_(stage), first_word_(first_word) {}
 
-  // Taken by LlWire::receive() or LlSum. (Storing a rank's own pieces straight into their slot was 1 us faster with 128
-  // tokens, 0.5 us slower with 8.)
+  // Received by LlWire::receive() or LlSum. (Storing a rank's own pieces straight into their slots was 1 us faster with
+  // 128 tokens, 0.5 us slower with 8.)
   MOE_A2A_DEVICE void send(const RowSource& row, const Delivery& delivery) const {
     const HeapView& heap = exchange_.heap;
     LlWord* local = ll_words_at(exchange_.ll_words, exchange_.buffer, heap.rank, delivery.token, first_word_);
@@ -31,7 +31,7 @@ class LlSender {
     return stage_;
   }
   MOE_A2A_DEVICE void send_staged(const RowSource& row, const Delivery& delivery) {
-    warp_.sync();  // the piece is complete before any lane sends a part of it
+    warp_.sync();  // the piece is complete before any lane sends part of it
     if (kForming != TraceKind::kSend) {
       record(exchange_.trace(), warp_,
              {.kind = kForming, .begin = start_, .peer = delivery.first_dst_rank, .token = delivery.token});
@@ -51,7 +51,7 @@ class LlWire {
  public:
   static constexpr bool kIsLl = true;
 
-  // A stage for each warp that sends, where pieces are formed before they are sent.
+  // A stage per sending warp, if pieces are formed before they are sent.
   struct Plan {
     SharedPart<std::byte> stages;
     int stage_bytes = 0;
@@ -80,13 +80,13 @@ class LlWire {
         stage_(plan.stages.in(shared) + block.warp_rank() * plan.stage_bytes),
         line_(make_line(grid, block.warp_rank(), plan.num_senders)) {}
 
-  // Shares out `num_units` units of other work among the warps that send, ahead of the rows.
+  // Shares `num_units` units of other work among the sending warps, ahead of the rows.
   template <class Visit>
   MOE_A2A_DEVICE void walk(int num_units, const Visit& visit) {
     if (is_sender_) line_.walk(num_units, visit);
   }
 
-  // The pieces of all rows on one line.
+  // Sends the pieces of all rows as one line of units.
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) {
     const int pieces = layout_.num_pieces();
@@ -102,7 +102,7 @@ class LlWire {
 
   // ---- receiving
 
-  // Waits for a piece and stores it in its row; false when given up.
+  // Waits for a piece and stores it in its row; false if it gave up.
   MOE_A2A_DEVICE static bool receive(const Exchange& exchange, const RowLayout& layout, const Warp& warp, int piece,
                                      const WaitSite& site) {
     const LlWord* words =

@@ -1,4 +1,4 @@
-// Quantises pieces of rows to float8, with one fp32 scale per 128 values: scale = amax / max, q = x * (max / amax),
+// Quantises pieces of rows to float8 with one fp32 scale per 128 values: scale = amax / max, q = x * (max / amax),
 // rounded to nearest even.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Quantises a piece of the row `x` into the piece's values `q` and scales. Each thread holds a few neighbouring values;
-// the threads that share a block of 128 reduce to its largest magnitude.
+// Quantises a piece of the row `x` into the piece's values `q` and scales. Each thread holds a few consecutive values;
+// the threads that share a block of 128 reduce to its amax.
 template <class T, class Group>
 class PieceQuantizer {
  public:
@@ -23,7 +23,7 @@ class PieceQuantizer {
 
   MOE_A2A_DEVICE void run(bool vector_rows) {
     if (vector_rows) whole_steps<kQuantizeUnroll>();
-    // All threads run the same number of steps: those past the end join max_of_neighbours() with zeros.
+    // All threads run the same number of steps: those past the end contribute zeros to max_of_neighbours().
     const int padded = (size_ + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
     for (; base_ < padded; base_ += stride_) last_step(padded);
   }
@@ -33,7 +33,7 @@ class PieceQuantizer {
   static constexpr int kLane = kLaneElements<T>, kVectors = (kCount + kLane - 1) / kLane;
   static_assert(kCount % 2 == 0 && (kVectors == 1 || kCount % kLane == 0));
 
-  // Steps in which every thread has kUnroll times its values; all loads are issued before the first use.
+  // Steps in which every thread has kUnroll full sets of values. Issues all loads before the first use.
   template <int kUnroll>
   MOE_A2A_DEVICE void whole_steps() {
     for (; base_ + kUnroll * stride_ <= size_; base_ += kUnroll * stride_) {

@@ -1,4 +1,4 @@
-// A row in memory: its values and, for float8, one fp32 scale per 128 values behind them. Host and kernels.
+// A row in memory: its values and, for float8, one fp32 scale per 128 values after them. For host and kernels.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,10 @@
 
 namespace moe_a2a {
 
-// Values that share one scale in a float8 row.
+// Values per scale in a float8 row.
 inline constexpr int kScaleBlock = 128;
-// A piece of a row that one warp sends or receives as LL words, in scale blocks: with whole rows, a small batch would
-// leave most warps idle.
+// Scale blocks in a piece, which one warp sends or receives as LL words: with whole rows, a small batch would leave
+// most warps idle.
 inline constexpr int kPieceBlocks = 4;
 
 // A range of a row's values.
@@ -27,25 +27,25 @@ struct RowLayout {
   MOE_A2A_HOST_DEVICE constexpr int num_scales() const { return (num_values + kScaleBlock - 1) / kScaleBlock; }
   // Where the scales of a float8 row begin.
   MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset() const { return (num_values + 15) / 16 * 16; }
-  // What travels.
+  // The bytes that travel.
   MOE_A2A_HOST_DEVICE constexpr int64_t num_bytes() const {
     return dtype == DType::kFloat8 ? scales_offset() + int64_t{4} * num_scales()
                                    : static_cast<int64_t>(num_values) * size_of(dtype);
   }
-  // From one row of the heap to the next: rows start on 128-byte lines (8 % of the link, measured on H200).
+  // The distance between rows of the heap: rows start on 128-byte lines (8 % of the link, measured on H200).
   MOE_A2A_HOST_DEVICE constexpr int64_t stride() const { return (num_bytes() + 127) / 128 * 128; }
 
-  // Pieces are whole scale blocks, so that no two share a scale; the last one of a row may be shorter.
+  // Pieces are whole scale blocks, so no two share a scale; the last piece of a row may be shorter.
   MOE_A2A_HOST_DEVICE static constexpr int piece_length() { return kPieceBlocks * kScaleBlock; }
   MOE_A2A_HOST_DEVICE constexpr int num_pieces() const { return (num_values + piece_length() - 1) / piece_length(); }
   MOE_A2A_HOST_DEVICE Piece whole() const { return {0, num_values}; }
-  // The i-th of those that are `length` long.
+  // The i-th piece of `length` values.
   MOE_A2A_HOST_DEVICE Piece piece(int i, int length = piece_length()) const {
     const int end = (i + 1) * length;
     return {i * length, end < num_values ? end : num_values};
   }
 
-  // Sizes and offsets of a piece, without a source.
+  // A piece's sizes and offsets; no source addresses.
   MOE_A2A_HOST_DEVICE RowSource part(const Piece& piece) const {
     const int64_t element = size_of(dtype);
     RowSource row{.num_value_bytes = piece.size() * element, .values_offset = piece.first * element};
@@ -57,10 +57,10 @@ struct RowLayout {
   }
 };
 
-// Rows of a tensor whose last dimension is dense.
+// The rows of a tensor whose last dimension is contiguous.
 struct Rows {
   const std::byte* data = nullptr;
-  int64_t stride = 0;  // bytes from one row to the next
+  int64_t stride = 0;  // bytes between rows
 
   MOE_A2A_HOST_DEVICE const std::byte* operator[](int64_t row) const { return data + row * stride; }
 };

@@ -1,20 +1,19 @@
-// Weighted sums of rows, formed by any group of threads that load and store for themselves.
+// Weighted sums of rows, formed by any group of threads with per-thread loads and stores.
 #pragma once
 
 #include "rows/row_layout.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// A summand: a row and its factor. A list of terms is an object whose next() returns one after the other and, past the
-// last, terms without a row.
+// A summand: a row and its weight. A list of terms is an object whose next() returns one term after another, and terms
+// without a row past the last.
 template <class T>
 struct Term {
   const T* row = nullptr;
   float weight = 0;
 };
 
-// The terms of a list from column `first` on: the first few held in registers across all columns, and the list behind
-// them.
+// The terms of a list from column `first` on: the first few are held in registers for all columns, the rest is re-read.
 template <class T, class List>
 struct Terms {
   Term<T> held[kRowsInFlight];
@@ -33,7 +32,7 @@ struct Terms {
   MOE_A2A_DEVICE bool has_rest() const { return held[kRowsInFlight - 1].row != nullptr; }
 };
 
-// Adds the first kNum terms at column c to the sums; all loads are in flight before the first is used.
+// Adds the first kNum terms at column c to the sums. Issues all loads before the first use.
 template <int kNum, int kUnroll, class T, class Sums>
 MOE_A2A_DEVICE void add_exactly(const Term<T>* terms, int c, int stride, Sums& sum) {
   LoadedLane<T> lane[kNum][kUnroll];
@@ -49,14 +48,14 @@ MOE_A2A_DEVICE void add_exactly(const Term<T>* terms, int c, int stride, Sums& s
   }
 }
 
-// Adds those of the first kNum terms that have a row; they come first. A branch per number keeps the loads together.
+// Adds those of the first kNum terms that have a row; they come first. One branch per count keeps the loads together.
 template <int kNum, int kUnroll, class T, class Sums>
 MOE_A2A_DEVICE void add_up_to(const Term<T>* terms, int c, int stride, Sums& sum) {
   if (terms[kNum - 1].row != nullptr) return add_exactly<kNum, kUnroll>(terms, c, stride, sum);
   if constexpr (kNum > 1) add_up_to<kNum - 1, kUnroll>(terms, c, stride, sum);
 }
 
-// One thread's `kUnroll` vectors of the sum of at most kMost held terms and the rest, `stride` elements apart.
+// One thread's `kUnroll` vectors, `stride` elements apart, of the sum of at most kMost held terms and the rest.
 template <int kMost, int kUnroll, class T, class List>
 MOE_A2A_DEVICE void add_lanes(const Terms<T, List>& terms, int c, int stride, T* target) {
   float sum[kUnroll][kLaneElements<T>] = {};
@@ -74,7 +73,7 @@ MOE_A2A_DEVICE void add_lanes(const Terms<T, List>& terms, int c, int stride, T*
   }
 }
 
-// This thread's columns of [c, end) as far as kUnroll vectors fit; returns where the caller goes on.
+// This thread's columns of [c, end), as long as kUnroll vectors fit; returns where to continue.
 template <int kMost, int kUnroll, class T, class List>
 MOE_A2A_DEVICE int add_columns(const Terms<T, List>& terms, int c, int end, int stride, T* target) {
   for (; c + (kUnroll - 1) * stride + kLaneElements<T> <= end; c += kUnroll * stride) {
@@ -83,9 +82,8 @@ MOE_A2A_DEVICE int add_columns(const Terms<T, List>& terms, int c, int end, int 
   return c;
 }
 
-// target[i] = sum of weight * row[piece.first + i] over the terms of the list, for all i of the piece, added in list
-// order in fp32, each product rounded to fp32 before it is added (no fused multiply-add: the bits are the same on every
-// target).
+// target[i] = sum of weight * row[piece.first + i] over the list, for all i of the piece. Added in list order in fp32,
+// each product rounded to fp32 before it is added: no fused multiply-add, so the bits are the same on every target.
 template <class T, class Group, class List>
 MOE_A2A_DEVICE void add_rows(const Group& group, const Piece& piece, bool vector_rows, const List& list, T* target) {
   constexpr int kLane = kLaneElements<T>, kFew = (kRowsInFlight + 1) / 2;

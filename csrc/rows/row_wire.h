@@ -1,5 +1,5 @@
-// The wire of large batches: whole rows by bulk copies (TMA where the target has it), each followed by its signal. The
-// signals of a block share fences.
+// The wire of large batches: whole rows by bulk copies (TMA where available), each followed by its signal. The signals
+// of a block share fences.
 #pragma once
 
 #include "arch/shared_plan.h"
@@ -9,7 +9,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Rows that are formed by a group where they land, in the first destination's memory; the interface of PlainRowSender.
+// Rows that a group forms directly in the first destination's memory; same interface as PlainRowSender.
 template <class Group, class SlotAt, class Done>
 class InPlaceSender {
  public:
@@ -31,12 +31,12 @@ class InPlaceSender {
   const Done& done_;
 };
 
-// What a warp that sends is given: its memory, where rows go, and whom to tell when a row is there.
+// What a sending warp gets: its stage, where rows go, and what to call when a row has been written.
 template <class SlotAt, class Done>
 struct RowPort {
   const Warp& warp;
   const SlotAt& slot_at;  // (delivery, rank): the row's slot in that rank's heap
-  const Done& done;       // (delivery): by one lane, when the row's stores come before whatever it signals next
+  const Done& done;       // (delivery): called by one lane once the row's stores are ordered before its next signal
   std::byte* stage;       // null: none
 };
 
@@ -45,7 +45,7 @@ class RowWire {
   static constexpr bool kIsLl = false;
   using Queue = SignalQueue<Delivery>;
 
-  // The queue of rows to signal, and a stage for each warp that sends.
+  // The queue of rows to signal, and a stage per sending warp.
   struct Plan {
     SharedPart<std::byte> queue, stages;
     int stage_bytes = 0;  // 0: rows go by plain stores
@@ -58,7 +58,7 @@ class RowWire {
                                                 : warp_staging_bytes(layout.num_bytes(), what),
                 max_shared_bytes);
   }
-  // A row that is too long for the stage that it wants goes without.
+  // If the stage does not fit, rows are sent without one.
   MOE_A2A_HOST_DEVICE static Plan plan(int64_t wanted, int max_shared_bytes) {
     SharedCarver carver;
     Plan plan;
@@ -71,7 +71,7 @@ class RowWire {
     return plan;
   }
 
-  // The longest row that a warp has a stage to quantise in.
+  // The longest row for which a warp has a stage to quantise in.
   static int64_t max_quantized_row_bytes(int max_shared_bytes) {
     const auto fits = [&](int64_t row_bytes) {
       return plan(warp_staging_bytes(row_bytes, StagedFor::kQuantizing), max_shared_bytes).stage_bytes > 0;
@@ -85,7 +85,7 @@ class RowWire {
 
   // ---- sending
 
-  // `ticket`: of the launch's work queue.
+  // `ticket`: the counter of the launch's work queue.
   MOE_A2A_DEVICE RowWire(const Exchange& exchange, const RowLayout& layout, const Grid& grid, const Block& block,
                          std::byte* shared, const Plan& plan, uint32_t* ticket)
       : exchange_(exchange),
@@ -96,7 +96,7 @@ class RowWire {
         plan_(plan),
         ticket_(ticket) {}
 
-  // A warp per row, whichever is free.
+  // One warp per row; each free warp takes the next row.
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) const {
     Queue queue(block_, plan_.queue.in(shared_), plan_.num_senders);
@@ -117,7 +117,7 @@ class RowWire {
     queue.close();
   }
 
-  // A block per row, for sums of so few rows that most warps would have none.
+  // One block per row, for sums of so few rows that most warps would have none.
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send_by_blocks(const Schedule& schedule, const Source& source) const {
     const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(delivery, rank); };
@@ -131,7 +131,7 @@ class RowWire {
 
   // ---- receiving
 
-  // Waits until the row of site.token from site.peer has landed; false when given up.
+  // Waits until the row of site.token from site.peer has landed; false if it gave up.
   MOE_A2A_DEVICE static bool receive(const Exchange& exchange, const WaitSite& site, const Refusal& refusal = {}) {
     return wait_for(exchange.signals.at(exchange.buffer, site.peer, site.token), exchange.epoch, site, exchange.wait,
                     exchange.heap, nullptr, refusal);

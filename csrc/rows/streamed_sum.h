@@ -1,18 +1,19 @@
-// Weighted sums of rows that a RowReader brings to a warp (arch/streamed_sums.h): the terms and the order of
-// add_rows(), so the same bits.
+// Weighted sums of rows that a RowReader streams to a warp (arch/streamed_sums.h). Same terms and order as add_rows(),
+// so the same bits.
 #pragma once
 
 #include "rows/row_sum.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Whether sums of up to `most_terms` rows, one per lane, can be streamed on this target.
+// Whether this target can stream sums of up to `most_terms` rows, one per lane.
 MOE_A2A_HOST_DEVICE bool can_stream(int most_terms, bool vector_rows, int64_t row_bytes) {
   return kHasStreams && most_terms <= kWarpSize && vector_rows && row_bytes % 16 == 0;
 }
 
-// Forms num_values sums over the rows of `lanes`, in ascending order and multiplied by weight_of(lane); the reader has
-// begun. The sums from value `first` on are stored at open(first), then close(first) is called, a piece at a time.
+// Forms num_values sums over the rows of `lanes`, ascending, weighted by weight_of(lane). The reader's begin() has been
+// called. The sums from value `first` on are stored at open(first), then close(first) is called, kStreamBytes at a
+// time.
 template <class T, class Reader, class WeightOf, class Open, class Close>
 MOE_A2A_DEVICE void add_streamed(const Warp& warp, Reader& reader, uint32_t lanes, int num_values, WeightOf weight_of,
                                  Open open, Close close) {
@@ -24,7 +25,7 @@ MOE_A2A_DEVICE void add_streamed(const Warp& warp, Reader& reader, uint32_t lane
     for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
       const float weight = weight_of(count_trailing_zeros(rest));
       const T* piece = reinterpret_cast<const T*>(reader.next()) + lane_first;
-      LoadedLane<T> loaded[kVectors];  // what lies past a short piece is not stored
+      LoadedLane<T> loaded[kVectors];  // values past a short piece are not stored
       MOE_A2A_UNROLL
       for (int v = 0; v < kVectors; ++v) load_lane(loaded[v], piece + v * stride);
       reader.release();

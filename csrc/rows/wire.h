@@ -1,10 +1,13 @@
 // What the two wires have in common. A wire is a way for rows to travel between ranks:
+//
 //   RowWire   whole rows by bulk copies, one signal per row behind a fence that the rows of a block share
 //   LlWire    pieces of rows as LL words
-// Both are used in the same way: send(schedule, source) on the side that has the rows, receive() on the other.
+//
+// Both have the same interface: send(schedule, source) at the sender, receive() at the receiver.
+//
 //   schedule  in which order and where to: num_rows() and at(warp, i), a Scheduled
-//   source    what a row is made of: send(group, sender, scheduled, piece) has a group of threads send a piece of it
-//             through a sender of the wire's; kKind, the slice of the trace that it is
+//   source    what a row is made of: send(group, sender, scheduled, piece) has a group send a piece of it through a
+//             sender of the wire; kKind is its trace slice
 #pragma once
 
 #include "comm/array.h"
@@ -39,7 +42,7 @@ struct Exchange {
   MOE_A2A_HOST_DEVICE const TraceBuffer& trace() const { return wait.trace; }
 };
 
-// Warps out of `num_warps` that can each be given `bytes_per_warp` of `num_bytes` of shared memory.
+// How many of `num_warps` warps can have `bytes_per_warp` each of `num_bytes` of shared memory.
 MOE_A2A_HOST_DEVICE constexpr int warps_with_stage(int bytes_per_warp, int num_bytes, int num_warps) {
   return bytes_per_warp <= num_bytes / num_warps ? num_warps : num_bytes / bytes_per_warp;
 }
