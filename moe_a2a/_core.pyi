@@ -61,7 +61,8 @@ class Collectives:
         arg0: torch.Tensor,
         arg1: typing.SupportsInt | typing.SupportsIndex,
         arg2: typing.SupportsInt | typing.SupportsIndex,
-        arg3: torch.Tensor | None,
+        arg3: typing.SupportsInt | typing.SupportsIndex,
+        arg4: torch.Tensor | None,
     ) -> torch.Tensor: ...
     def check(self) -> None: ...
     def close(self) -> None: ...

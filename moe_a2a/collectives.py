@@ -15,6 +15,7 @@ from moe_a2a.groups import HandleExchange
 # In the order of csrc/collectives/announcement.h.
 OPS = ("sum", "max", "min", "avg")
 ALGORITHMS = ("auto", "one_shot", "two_shot")
+CODECS = ("fp8", "q8", "q6", "q4")  # of csrc/rows/line_codec.h; None comes before them
 
 MAX_NBYTES = 1 << 40
 
@@ -84,6 +85,7 @@ class Collectives:
         x: torch.Tensor,
         op: str = "sum",
         algorithm: str = "auto",
+        codec: str | None = None,
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -94,6 +96,11 @@ class Collectives:
             op: "sum", "max", "min" or "avg".
             algorithm: "one_shot": every rank writes its x to every other: one trip, for small tensors. "two_shot": each
                 rank reduces its share of the elements, and reads the shares of the others. "auto": by size.
+            codec: None: values travel as they are. "fp8", "q8", "q6" or "q4": in blocks of 32 that share a scale, with 8,
+                8, 6 or 4 bits each and two_shot: the other ranks' contributions are rounded once, the result once more;
+                all ranks still get the same bits. Each of these roundings is off by at most one step: the block's
+                largest magnitude / 128, / 32 or / 8 (fp8: by 1/16 of the value, or by a 458,752th of that magnitude).
+                A NaN or infinity makes its whole block NaNs.
             out: where to write, of the shape of x; may be x. Default: a new tensor.
 
         Raises:
@@ -107,10 +114,11 @@ class Collectives:
             self._check_tensors(x, out)
             op_index = arguments.checked_choice(self.rank, "op", op, OPS)
             algorithm_index = arguments.checked_choice(self.rank, "algorithm", algorithm, ALGORITHMS)
+            codec_index = self._checked_codec(codec, algorithm)
         except BaseException as error:
             calls.tell_refused(self, error)
             raise
-        return core.all_reduce(x, op_index, algorithm_index, out)
+        return core.all_reduce(x, op_index, algorithm_index, codec_index, out)
 
     def reduce_scatter(
         self,
@@ -188,6 +196,16 @@ class Collectives:
         if self.is_closed:
             raise RuntimeError("these Collectives are closed; make new ones")
         return self._core
+
+    def _checked_codec(self, codec: Any, algorithm: str) -> int:
+        if codec is None:
+            return 0
+        index = 1 + arguments.checked_choice(self.rank, "codec", codec, CODECS)
+        if algorithm not in ("auto", "two_shot"):
+            raise ValueError(
+                f'codec="{codec}" with algorithm="{algorithm}" on rank {self.rank}; pass algorithm="two_shot", or codec=None'
+            )
+        return index
 
     def _check_tensors(self, x: Any, out: Any) -> None:
         arguments.check_tensor(self.rank, "x", x)

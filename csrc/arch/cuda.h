@@ -171,6 +171,9 @@ template <>
 __device__ __forceinline__ Float8 from_float<Float8>(float value) {
   return {static_cast<uint8_t>(__nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3))};
 }
+__device__ __forceinline__ float to_float(Float8 value) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(value.bits, __NV_E4M3)));
+}
 __device__ __forceinline__ Float8Pair to_float8_pair(float first, float second) {
   const auto bits = __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
   return {{{static_cast<uint8_t>(bits)}, {static_cast<uint8_t>(bits >> 8)}}};

@@ -170,6 +170,16 @@ __device__ __forceinline__ Float8 from_float<Float8>(float value) {
   return {static_cast<uint8_t>(sign | (encoded > 0x7e ? 0x7e : encoded))};
 #endif
 }
+__device__ __forceinline__ float to_float(Float8 value) {
+#if defined(__gfx942__) || defined(__gfx950__)
+  return __builtin_amdgcn_cvt_f32_fp8(value.bits, 0);
+#else
+  const uint32_t magnitude = uint32_t{value.bits & 0x7fu} << 20;
+  const float rebiased = __builtin_bit_cast(float, magnitude) * 0x1p120f;  // exact, subnormals too
+  const uint32_t bits = magnitude == 0x07f00000u ? 0x7fc00000u : __builtin_bit_cast(uint32_t, rebiased);
+  return __builtin_bit_cast(float, bits | uint32_t{value.bits & 0x80u} << 24);
+#endif
+}
 __device__ __forceinline__ Float8Pair to_float8_pair(float first, float second) {
   return {{from_float<Float8>(first), from_float<Float8>(second)}};
 }

@@ -175,6 +175,10 @@ __device__ void multicast_bytes(const Group& group, const Members& members, int 
 template <int kBytes>
 struct BitsOf;
 template <>
+struct BitsOf<2> {
+  using type = uint16_t;
+};
+template <>
 struct BitsOf<4> {
   using type = uint32_t;
 };
@@ -241,7 +245,7 @@ __device__ void store_lane(T* target, const LaneVector<T>& vector) {
   *reinterpret_cast<Vec16*>(target) = bits;  // global or shared
 }
 
-// Consecutive values between memory and a lane, kCount * sizeof(T) bytes: 4, 8 or 16.
+// Consecutive values between memory and a lane, kCount * sizeof(T) bytes: 2, 4, 8 or 16.
 template <int kCount, class T>
 __device__ void load_values(T (&values)[kCount], const T* source, bool in_shared = false) {
   using Bits = typename BitsOf<kCount * sizeof(T)>::type;

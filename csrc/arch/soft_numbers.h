@@ -65,6 +65,12 @@ inline Float8 from_float<Float8>(float value) {
   const uint32_t encoded = rounded - (120u << 3);
   return {static_cast<uint8_t>(sign | (encoded > 0x7e ? 0x7e : encoded))};
 }
+inline float to_float(Float8 value) {
+  const uint32_t magnitude = uint32_t{value.bits & 0x7fu} << 20;
+  const float rebiased = std::bit_cast<float>(magnitude) * 0x1p120f;  // exact, subnormals too
+  const uint32_t bits = magnitude == 0x07f00000u ? 0x7fc00000u : std::bit_cast<uint32_t>(rebiased);
+  return std::bit_cast<float>(bits | uint32_t{value.bits & 0x80u} << 24);
+}
 inline Float8Pair to_float8_pair(float first, float second) {
   return {{from_float<Float8>(first), from_float<Float8>(second)}};
 }

@@ -24,15 +24,16 @@ class Core {
     return {&collectives_};
   }
 
-  at::Tensor all_reduce(const at::Tensor& x, int op, int algorithm, const std::optional<at::Tensor>& out) {
+  at::Tensor all_reduce(const at::Tensor& x, int op, int algorithm, int codec, const std::optional<at::Tensor>& out) {
     const Prepared call = prepare([&] {
       const DType dtype = checked_x(x);
       const Target target = checked_out(out, x.sizes(), x, 0);
       return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
     });
     run([&](void* stream) {
-      collectives_.all_reduce(call.operands, x.numel(), static_cast<ReduceOp>(op), static_cast<Algorithm>(algorithm),
-                              stream);
+      collectives_.all_reduce(
+          call.operands, x.numel(),
+          {static_cast<ReduceOp>(op), static_cast<Algorithm>(algorithm), static_cast<LineCodec>(codec)}, stream);
     });
     return call.out;
   }

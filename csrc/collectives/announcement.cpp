@@ -1,12 +1,14 @@
 #include "collectives/announcement.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace moe_a2a {
 namespace {
 
 constexpr const char* kKinds[] = {"all_reduce", "reduce_scatter", "all_gather", "a refused call"};
 constexpr const char* kOps[] = {"sum", "max", "min", "avg"};
+constexpr const char* kCodecs[] = {"none", "fp8", "q8", "q6", "q4"};
 constexpr const char* kAlgorithms[] = {"auto", "one_shot", "two_shot"};
 
 // Of what a peer wrote: an unknown number is shown as such.
@@ -17,11 +19,13 @@ std::string name_in(const char* const (&names)[kCount], uint64_t index) {
 
 }  // namespace
 
-Announcement Announcement::of(CollectiveKind kind, DType dtype, ReduceOp op, Algorithm algorithm, int64_t count,
-                              uint64_t shares_digest) {
-  return {{static_cast<uint64_t>(kind) | static_cast<uint64_t>(dtype) << 8 | static_cast<uint64_t>(op) << 16 |
-               static_cast<uint64_t>(algorithm) << 24,
-           static_cast<uint64_t>(count), shares_digest}};
+Announcement Announcement::of(const Terms& terms, int64_t count, uint64_t shares_digest) {
+  const uint64_t bytes[] = {static_cast<uint64_t>(terms.kind), static_cast<uint64_t>(terms.dtype),
+                            static_cast<uint64_t>(terms.op), static_cast<uint64_t>(terms.algorithm),
+                            static_cast<uint64_t>(terms.codec)};
+  uint64_t word = 0;
+  for (size_t i = 0; i < std::size(bytes); ++i) word |= bytes[i] << 8 * i;
+  return {{word, static_cast<uint64_t>(count), shares_digest}};
 }
 
 std::string describe(const Announcement& announcement) {
@@ -31,6 +35,7 @@ std::string describe(const Announcement& announcement) {
                      name_of(static_cast<DType>(std::min<uint64_t>(word >> 8 & 0xff, 3)));
   if (kind != CollectiveKind::kAllGather) text += ", " + name_in(kOps, word >> 16 & 0xff);
   if (kind == CollectiveKind::kAllReduce) text += ", " + name_in(kAlgorithms, word >> 24 & 0xff);
+  if ((word >> 32 & 0xff) != 0) text += ", " + name_in(kCodecs, word >> 32 & 0xff);
   return text;
 }
 

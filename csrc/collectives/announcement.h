@@ -8,6 +8,7 @@
 
 #include "arch/number.h"
 #include "comm/report.h"
+#include "rows/line_codec.h"
 
 namespace moe_a2a {
 
@@ -19,10 +20,17 @@ enum class Algorithm : uint8_t { kAuto, kOneShot, kTwoShot };
 struct Announcement {
   static constexpr int kWords = 3;
 
-  uint64_t word[kWords] = {};  // kind, dtype, operator and algorithm; number of elements; how they are shared out
+  uint64_t word[kWords] = {};  // kind, dtype, operator, algorithm, codec; number of elements; how they are shared out
 
-  static Announcement of(CollectiveKind kind, DType dtype, ReduceOp op, Algorithm algorithm, int64_t count,
-                         uint64_t shares_digest = 0);
+  // What all calls have: which collective, of what, how merged.
+  struct Terms {
+    CollectiveKind kind;
+    DType dtype;
+    ReduceOp op = ReduceOp::kSum;
+    Algorithm algorithm = Algorithm::kAuto;
+    LineCodec codec = LineCodec::kNone;
+  };
+  static Announcement of(const Terms& terms, int64_t count, uint64_t shares_digest = 0);
   static Announcement of_refusal() { return {{static_cast<uint64_t>(CollectiveKind::kRefused)}}; }
 
   MOE_A2A_HOST_DEVICE static CollectiveKind kind_of(uint64_t first_word) {
@@ -30,7 +38,7 @@ struct Announcement {
   }
 };
 
-// "all_reduce of 100 float32, sum, one_shot"
+// "all_reduce of 100 float32, sum, two_shot, q8"
 std::string describe(const Announcement& announcement);
 
 // Two ranks made different calls. Nothing was reduced on any rank; the object stays usable.

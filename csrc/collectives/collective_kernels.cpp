@@ -4,4 +4,5 @@
 #include "comm/define_family.h"
 
 MOE_A2A_KERNEL_FAMILY(collective_kernels, kCollectiveVocabulary, OneShot, TwoShot, ReduceScatter, AllGather,
-                      RefuseCollective)
+                      RefuseCollective, CodedTwoShot<LineCodec::kFp8>, CodedTwoShot<LineCodec::kQ8>,
+                      CodedTwoShot<LineCodec::kQ6>, CodedTwoShot<LineCodec::kQ4>)

@@ -31,44 +31,51 @@ Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes)
   link(comm_->poison_link());
 }
 
-Algorithm Collectives::choose(int64_t nbytes) const {
+Algorithm Collectives::choose(int64_t nbytes, LineCodec codec) const {
   const int64_t most = device_->is_synchronous() ? kMaxOneShotOnCpu : kMaxOneShotOnGpu;
-  return nbytes <= std::min(most, share_bytes_) ? Algorithm::kOneShot : Algorithm::kTwoShot;
+  return codec == LineCodec::kNone && nbytes <= std::min(most, share_bytes_) ? Algorithm::kOneShot
+                                                                             : Algorithm::kTwoShot;
 }
 
-void Collectives::all_reduce(const Operands& operands, int64_t count, ReduceOp op, Algorithm algorithm, void* stream) {
-  if (algorithm == Algorithm::kAuto) algorithm = choose(count * size_of(operands.dtype));
-  if (algorithm == Algorithm::kOneShot) return all_reduce_one_shot(operands, count, op, stream);
-  launch_shares(TwoShotArgs{{.announcement = Announcement::of(CollectiveKind::kAllReduce, operands.dtype, op,
-                                                              Algorithm::kTwoShot, count),
-                             .x = operands.x,
-                             .out = operands.out,
-                             .shares = Shares::even(count, member_.num_ranks),
-                             .dtype = operands.dtype,
-                             .op = op}},
-                stream);
+void Collectives::all_reduce(const Operands& operands, int64_t count, const Method& method, void* stream) {
+  Announcement::Terms terms{CollectiveKind::kAllReduce, operands.dtype, method.op, method.algorithm, method.codec};
+  if (terms.algorithm == Algorithm::kAuto) terms.algorithm = choose(count * size_of(terms.dtype), terms.codec);
+  const Announcement announcement = Announcement::of(terms, count);
+  if (terms.algorithm == Algorithm::kOneShot) {
+    return all_reduce_one_shot(operands, count, announcement, method.op, stream);
+  }
+  const ShareArgs args{.announcement = announcement,
+                       .x = operands.x,
+                       .out = operands.out,
+                       .shares = Shares::even(count, member_.num_ranks),
+                       .dtype = operands.dtype,
+                       .op = method.op};
+  if (method.codec == LineCodec::kNone) return launch_shares(TwoShotArgs{args}, stream);
+  with_line_codec(method.codec,
+                  [&](auto codec) { launch_shares(CodedTwoShotArgs<decltype(codec)::value>{args}, stream); });
 }
 
 void Collectives::reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op,
                                  void* stream) {
   const Shares shares = Shares::of(checked(counts));
-  launch_shares(ReduceScatterArgs{{.announcement = Announcement::of(CollectiveKind::kReduceScatter, operands.dtype, op,
-                                                                    Algorithm::kAuto, shares.offset[member_.num_ranks],
-                                                                    shares.digest(member_.num_ranks)),
-                                   .x = operands.x,
-                                   .out = operands.out,
-                                   .out_begin = shares.offset[member_.rank],
-                                   .shares = shares,
-                                   .dtype = operands.dtype,
-                                   .op = op}},
-                stream);
+  const int num_ranks = member_.num_ranks;
+  launch_shares(
+      ReduceScatterArgs{{.announcement = Announcement::of({CollectiveKind::kReduceScatter, operands.dtype, op},
+                                                          shares.offset[num_ranks], shares.digest(num_ranks)),
+                         .x = operands.x,
+                         .out = operands.out,
+                         .out_begin = shares.offset[member_.rank],
+                         .shares = shares,
+                         .dtype = operands.dtype,
+                         .op = op}},
+      stream);
 }
 
 void Collectives::all_gather(const Operands& operands, const std::vector<int64_t>& counts, void* stream) {
   const Shares shares = Shares::of(checked(counts));
-  launch_shares(AllGatherArgs{{.announcement = Announcement::of(
-                                   CollectiveKind::kAllGather, operands.dtype, ReduceOp::kSum, Algorithm::kAuto,
-                                   shares.offset[member_.num_ranks], shares.digest(member_.num_ranks)),
+  const int num_ranks = member_.num_ranks;
+  launch_shares(AllGatherArgs{{.announcement = Announcement::of({CollectiveKind::kAllGather, operands.dtype},
+                                                                shares.offset[num_ranks], shares.digest(num_ranks)),
                                .x = operands.x,
                                .out = operands.out,
                                .x_begin = shares.offset[member_.rank],
@@ -83,12 +90,10 @@ std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) co
                               " counts for num_ranks=" + std::to_string(member_.num_ranks) + "; pass one per rank");
 }
 
-void Collectives::all_reduce_one_shot(const Operands& operands, int64_t count, ReduceOp op, void* stream) {
+void Collectives::all_reduce_one_shot(const Operands& operands, int64_t count, const Announcement& announcement,
+                                      ReduceOp op, void* stream) {
   const int64_t element_size = size_of(operands.dtype);
-  OneShotArgs args{
-      .announcement = Announcement::of(CollectiveKind::kAllReduce, operands.dtype, op, Algorithm::kOneShot, count),
-      .dtype = operands.dtype,
-      .op = op};
+  OneShotArgs args{.announcement = announcement, .dtype = operands.dtype, .op = op};
   const CallGate::Turn turn = gate_.enter();
   require_open();
   raise_timeouts();

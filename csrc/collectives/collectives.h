@@ -25,8 +25,14 @@ class Collectives : public Client {
   // `max_nbytes`: of the workspace; larger tensors go in slices.
   Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes);
 
+  struct Method {
+    ReduceOp op = ReduceOp::kSum;
+    Algorithm algorithm = Algorithm::kAuto;
+    LineCodec codec = LineCodec::kNone;  // of kTwoShot alone
+  };
+
   // out[i] = x[i] of all ranks, merged. `out` may be `x`.
-  void all_reduce(const Operands& operands, int64_t count, ReduceOp op, Algorithm algorithm, void* stream);
+  void all_reduce(const Operands& operands, int64_t count, const Method& method, void* stream);
   // x: the shares of all ranks, one behind the other; out: this rank's share, merged. `out` may be that part of `x`.
   void reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op, void* stream);
   // x: this rank's share; out: those of all ranks, one behind the other. `x` may be that part of `out`.
@@ -36,11 +42,12 @@ class Collectives : public Client {
   // passed on every rank.
   void refuse(const std::string& why, void* stream);
 
-  // What "auto" stands for.
-  Algorithm choose(int64_t nbytes) const;
+  // What kAuto stands for.
+  Algorithm choose(int64_t nbytes, LineCodec codec) const;
 
  private:
-  void all_reduce_one_shot(const Operands& operands, int64_t count, ReduceOp op, void* stream);
+  void all_reduce_one_shot(const Operands& operands, int64_t count, const Announcement& announcement, ReduceOp op,
+                           void* stream);
   template <class Args>
   void launch_shares(const Args& args, void* stream);
   int blocks_for(int64_t num_chunks) const;

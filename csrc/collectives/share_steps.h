@@ -25,76 +25,13 @@ struct ShareArgs {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Of one block in one launch. Chunk i of every share is handled by block i % num_blocks.
-class ShareSteps {
+// The chunks of one block in one launch. Chunk i of every share is handled by block i % num_blocks.
+class ShareChunks {
  public:
-  MOE_A2A_DEVICE ShareSteps(const ShareArgs& args, const Part& part, const Grid& grid, const Block& block)
+  MOE_A2A_DEVICE ShareChunks(const ShareArgs& args, const Part& part, const Grid& grid, const Block& block)
       : args_(args), part_(part), region_(args.context.region), grid_(grid), block_(block) {}
 
-  // Writes this rank's elements of all other shares to their owners; a chunk of each behind one fence.
-  MOE_A2A_DEVICE void send_contributions() const {
-    const HeapView& heap = args_.context.heap;
-    for_chunks(most_chunks(), [&](int i) {
-      const uint64_t start = trace_now();
-      std::byte* landing = region_.landing.at(part_.half(), part_.rank(), i * args_.extent.chunk * element_size());
-      RankSet owners;
-      for (int distance = 1; distance < part_.num_ranks(); ++distance) {
-        const int owner = (part_.rank() + distance) % part_.num_ranks();
-        const Span span = args_.extent.chunk_of(args_.shares, owner, i);
-        if (span.count == 0) continue;
-        owners.insert(owner);
-        copy(heap.peer(owner, landing), x_at(span.begin), span.count);
-      }
-      signal(owners, region_.chunk_signal.at(part_.half(), part_.rank(), i));
-      record(args_.context.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
-      return true;
-    });
-  }
-
-  // Reduces this rank's share into its part of out, and into `result` for the others if `shows_result`.
-  MOE_A2A_DEVICE bool reduce(bool shows_result) const {
-    return for_chunks(args_.extent.num_chunks(args_.shares, part_.rank()), [&](int i) {
-      if (!wait_for_chunk(part_, block_, region_.chunk_signal, part_.others(), i)) return false;
-      const uint64_t start = trace_now();
-      with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i, shows_result); });
-      if (shows_result) show(i);
-      record(args_.context.trace(), block_, {.kind = TraceKind::kReduce, .begin = start, .token = i});
-      return true;
-    });
-  }
-
-  // Puts this rank's share, which is x, where the others read it.
-  MOE_A2A_DEVICE void show_own() const {
-    for_chunks(args_.extent.num_chunks(args_.shares, part_.rank()), [&](int i) {
-      const uint64_t start = trace_now();
-      const Span span = args_.extent.chunk_of(args_.shares, part_.rank(), i);
-      copy(result_at(i), x_at(span.begin), span.count);
-      show(i);
-      if (x_at(span.begin) != out_at(span.begin)) copy(out_at(span.begin), x_at(span.begin), span.count);
-      record(args_.context.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
-      return true;
-    });
-  }
-
-  // Reads the shares of all other ranks into out.
-  MOE_A2A_DEVICE bool pull() const {
-    return for_chunks(most_chunks(), [&](int i) {
-      RankSet owners;
-      for (RankSet rest = part_.others(); !rest.empty(); rest.remove_first()) {
-        if (i < args_.extent.num_chunks(args_.shares, rest.first())) owners.insert(rest.first());
-      }
-      if (!wait_for_chunk(part_, block_, region_.result_signal, owners, i)) return false;
-      const uint64_t start = trace_now();
-      owners.visit_from(part_.rank(), [&](int owner) {
-        const Span span = args_.extent.chunk_of(args_.shares, owner, i);
-        copy(out_at(span.begin), args_.context.heap.peer(owner, result_at(i)), span.count);
-      });
-      record(args_.context.trace(), block_, {.kind = collective_kind::kPull, .begin = start, .token = i});
-      return true;
-    });
-  }
-
- private:
+ protected:
   // Calls visit(i) for this block's chunks; false as soon as a visit returns false.
   template <class Visit>
   MOE_A2A_DEVICE bool for_chunks(int num_chunks, const Visit& visit) const {
@@ -102,6 +39,20 @@ class ShareSteps {
       if (!visit(i)) return false;
     }
     return true;
+  }
+
+  // Calls visit(owner) for all other ranks that have a chunk i in their share, the next rank first: if all ranks began
+  // with the same one, its link would be the bottleneck. Returns these ranks.
+  template <class Visit>
+  MOE_A2A_DEVICE RankSet for_other_owners(int i, const Visit& visit) const {
+    RankSet owners;
+    for (int distance = 1; distance < part_.num_ranks(); ++distance) {
+      const int owner = (part_.rank() + distance) % part_.num_ranks();
+      if (chunk(owner, i).count == 0) continue;
+      owners.insert(owner);
+      visit(owner);
+    }
+    return owners;
   }
 
   MOE_A2A_DEVICE int most_chunks() const {
@@ -113,41 +64,31 @@ class ShareSteps {
     return most;
   }
 
-  template <class T>
-  MOE_A2A_DEVICE void reduce_chunk(int i, bool shows_result) const {
-    const Span span = args_.extent.chunk_of(args_.shares, part_.rank(), i);
-    const int64_t landed_at = i * args_.extent.chunk * int64_t{sizeof(T)};
-    const T* x = reinterpret_cast<const T*>(x_at(span.begin));
-    T* out = reinterpret_cast<T*>(out_at(span.begin));
-    T* result = shows_result ? reinterpret_cast<T*>(result_at(i)) : nullptr;
-    const auto row = [&](int r) {
-      const std::byte* landed = region_.landing.at(part_.half(), r, landed_at);
-      return r == part_.rank() ? x : reinterpret_cast<const T*>(landed);
-    };
-    with_operator(args_.op, [&](auto op) {
-      reduce_rows<T, decltype(op)>(block_, part_.num_ranks(), static_cast<int>(span.count), are_vectors(x, out), row,
-                                   out, result);
-    });
-  }
+  MOE_A2A_DEVICE int num_own_chunks() const { return args_.extent.num_chunks(args_.shares, part_.rank()); }
+  MOE_A2A_DEVICE Span chunk(int owner, int i) const { return args_.extent.chunk_of(args_.shares, owner, i); }
 
-  MOE_A2A_DEVICE void copy(std::byte* target, const std::byte* source, int64_t count) const {
-    multicast_bytes(block_, RankSet::only(0), 0, [&](int) { return target; }, source, count * element_size());
+  // This rank's chunk i, counted in each share, has landed at its owners: pairs with the acquire in reduce().
+  MOE_A2A_DEVICE void signal_landed(const RankSet& owners, int i) const {
+    signal(owners, region_.chunk_signal.at(part_.half(), part_.rank(), i));
   }
-
-  // The chunk of `result` is complete: pairs with the acquire in pull().
-  MOE_A2A_DEVICE void show(int i) const {
+  // Chunk i of `result` is complete: pairs with the acquire in pull().
+  MOE_A2A_DEVICE void signal_result(int i) const {
     signal(part_.others(), region_.result_signal.at(part_.half(), part_.rank(), i));
   }
+  // False when a rank did not come.
+  MOE_A2A_DEVICE bool wait_for_landed(int i) const {
+    return wait_for_chunk(part_, block_, region_.chunk_signal, part_.others(), i);
+  }
+  MOE_A2A_DEVICE bool wait_for_results(int i) const {
+    const RankSet owners = for_other_owners(i, [](int) {});
+    return wait_for_chunk(part_, block_, region_.result_signal, owners, i);
+  }
 
-  MOE_A2A_DEVICE void signal(const RankSet& ranks, Signal* local) const {
-    block_.release_sync();
-    if (block_.rank() == 0) signal_many(args_.context.heap, ranks, local, part_.epoch);
+  MOE_A2A_DEVICE void record_chunk(TraceKind kind, uint64_t start, int i) const {
+    record(args_.context.trace(), block_, {.kind = kind, .begin = start, .token = i});
   }
 
   MOE_A2A_DEVICE int64_t element_size() const { return size_of(args_.dtype); }
-  MOE_A2A_DEVICE std::byte* result_at(int i) const {
-    return region_.result.at(part_.half(), i * args_.extent.chunk * element_size());
-  }
   MOE_A2A_DEVICE const std::byte* x_at(int64_t element) const {
     return args_.x + (element - args_.x_begin) * element_size();
   }
@@ -160,6 +101,97 @@ class ShareSteps {
   const CollectiveRegion& region_;
   const Grid& grid_;
   const Block& block_;
+
+ private:
+  MOE_A2A_DEVICE void signal(const RankSet& ranks, Signal* local) const {
+    block_.release_sync();
+    if (block_.rank() == 0) signal_many(args_.context.heap, ranks, local, part_.epoch);
+  }
+};
+
+// Elements travel as they are.
+class ShareSteps : public ShareChunks {
+ public:
+  using ShareChunks::ShareChunks;
+
+  // Writes this rank's elements of all other shares to their owners; a chunk of each behind one fence.
+  MOE_A2A_DEVICE void send_contributions() const {
+    for_chunks(most_chunks(), [&](int i) {
+      const uint64_t start = trace_now();
+      std::byte* landing = region_.landing.at(part_.half(), part_.rank(), place_of(i));
+      const RankSet owners = for_other_owners(i, [&](int owner) {
+        const Span span = chunk(owner, i);
+        copy(args_.context.heap.peer(owner, landing), x_at(span.begin), span.count);
+      });
+      signal_landed(owners, i);
+      record_chunk(collective_kind::kPush, start, i);
+      return true;
+    });
+  }
+
+  // Reduces this rank's share into its part of out, and into `result` for the others if `shows_result`.
+  MOE_A2A_DEVICE bool reduce(bool shows_result) const {
+    return for_chunks(num_own_chunks(), [&](int i) {
+      if (!wait_for_landed(i)) return false;
+      const uint64_t start = trace_now();
+      with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i, shows_result); });
+      if (shows_result) signal_result(i);
+      record_chunk(TraceKind::kReduce, start, i);
+      return true;
+    });
+  }
+
+  // Puts this rank's share, which is x, where the others read it.
+  MOE_A2A_DEVICE void show_own() const {
+    for_chunks(num_own_chunks(), [&](int i) {
+      const uint64_t start = trace_now();
+      const Span span = chunk(part_.rank(), i);
+      copy(result_at(i), x_at(span.begin), span.count);
+      signal_result(i);
+      if (x_at(span.begin) != out_at(span.begin)) copy(out_at(span.begin), x_at(span.begin), span.count);
+      record_chunk(collective_kind::kPush, start, i);
+      return true;
+    });
+  }
+
+  // Reads the shares of all other ranks into out.
+  MOE_A2A_DEVICE bool pull() const {
+    return for_chunks(most_chunks(), [&](int i) {
+      if (!wait_for_results(i)) return false;
+      const uint64_t start = trace_now();
+      for_other_owners(i, [&](int owner) {
+        const Span span = chunk(owner, i);
+        copy(out_at(span.begin), args_.context.heap.peer(owner, result_at(i)), span.count);
+      });
+      record_chunk(collective_kind::kPull, start, i);
+      return true;
+    });
+  }
+
+ private:
+  template <class T>
+  MOE_A2A_DEVICE void reduce_chunk(int i, bool shows_result) const {
+    const Span span = chunk(part_.rank(), i);
+    const T* x = reinterpret_cast<const T*>(x_at(span.begin));
+    T* out = reinterpret_cast<T*>(out_at(span.begin));
+    T* result = shows_result ? reinterpret_cast<T*>(result_at(i)) : nullptr;
+    const auto row = [&](int r) {
+      const std::byte* landed = region_.landing.at(part_.half(), r, place_of(i));
+      return r == part_.rank() ? x : reinterpret_cast<const T*>(landed);
+    };
+    with_operator(args_.op, [&](auto op) {
+      reduce_rows<T, decltype(op)>(block_, part_.num_ranks(), static_cast<int>(span.count), are_vectors(x, out), row,
+                                   out, result);
+    });
+  }
+
+  MOE_A2A_DEVICE void copy(std::byte* target, const std::byte* source, int64_t count) const {
+    multicast_bytes(block_, RankSet::only(0), 0, [&](int) { return target; }, source, count * element_size());
+  }
+
+  // Where chunk i lies in a landing place and in `result`.
+  MOE_A2A_DEVICE int64_t place_of(int i) const { return i * args_.extent.chunk * element_size(); }
+  MOE_A2A_DEVICE std::byte* result_at(int i) const { return region_.result.at(part_.half(), place_of(i)); }
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

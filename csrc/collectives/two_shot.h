@@ -2,11 +2,13 @@
 // the message over each link direction, whatever R is: for large messages. All ranks get the same bits.
 #pragma once
 
-#include "collectives/share_steps.h"
+#include "collectives/coded_steps.h"
 
 namespace moe_a2a {
 
 struct TwoShotArgs : ShareArgs {};
+template <LineCodec kCodec>
+struct CodedTwoShotArgs : ShareArgs {};
 struct ReduceScatterArgs : ShareArgs {};
 struct AllGatherArgs : ShareArgs {};
 
@@ -25,6 +27,22 @@ struct TwoShot {
     take_part(
         args, collective_op::kTwoShot, grid, block, [&](const Part& part) { steps(part).send_contributions(); },
         [&](const Part& part) { return steps(part).reduce(true) && steps(part).pull(); });
+  }
+};
+
+// A kernel per codec, each with the registers that it needs.
+template <LineCodec kCodec>
+struct CodedTwoShot {
+  using Args = CodedTwoShotArgs<kCodec>;
+  static constexpr const char* kName = "two_shot_all_reduce";
+
+  static size_t shared_bytes(const Args&) { return 0; }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
+    const auto steps = [&](const Part& part) { return CodedSteps<kCodec>(args, part, grid, block); };
+    take_part(
+        args, collective_op::kTwoShot, grid, block, [&](const Part& part) { steps(part).send_contributions(); },
+        [&](const Part& part) { return steps(part).reduce() && steps(part).pull(); });
   }
 };
 

@@ -18,7 +18,7 @@ namespace {
 // Small integers: exact in bfloat16, and so is the sum over eight ranks.
 float value_of(int rank, int call, int64_t i) { return static_cast<float>((rank * 5 + call * 3 + i * 7) % 31 - 15); }
 
-enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather };
+enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kQ8, kQ6 };
 
 struct Call {
   int64_t count;  // of the tensor; of reduce_scatter and all_gather, of the largest share
@@ -40,7 +40,7 @@ std::vector<Call> draw_calls(uint64_t seed, int num_calls) {
     const int64_t limit = limits[random() % 5];
     call.count = random() % 8 == 0 ? limit : static_cast<int64_t>(random() % (limit + 1));
     call.in_place = random() % 2;
-    call.kind = static_cast<Kind>(random() % 4);
+    call.kind = static_cast<Kind>(random() % 6);
     call.op = static_cast<ReduceOp>(random() % 3);
   }
   return calls;
@@ -83,15 +83,29 @@ class Tensor {
   std::vector<std::byte> bytes_;
 };
 
+Collectives::Method method_of(const Call& call) {
+  const LineCodec codec = call.kind == Kind::kQ8   ? LineCodec::kQ8
+                          : call.kind == Kind::kQ6 ? LineCodec::kQ6
+                                                   : LineCodec::kNone;
+  return {call.op, call.kind == Kind::kOneShot ? Algorithm::kOneShot : Algorithm::kTwoShot, codec};
+}
+
+// A step of each rank's values, which are 15 at most, and one of their sum; and the rounding to the dtype.
+float error_bound(const Call& call, int num_ranks) {
+  const float range = call.kind == Kind::kQ8 ? 128 : call.kind == Kind::kQ6 ? 32 : 0;
+  if (range == 0) return 0;
+  return 1.02f * static_cast<float>(2 * num_ranks) * 15 / range + static_cast<float>(num_ranks) * 15 / 256;
+}
+
 void check_all_reduce(Collectives& collectives, const Call& call, int number) {
   const int rank = collectives.member().rank, num_ranks = collectives.member().num_ranks;
   Tensor x(call.count, call.dtype), out(call.count, call.dtype);
   for (int64_t i = 0; i < call.count; ++i) x.set(i, value_of(rank, number, i));
   Tensor& result = call.in_place ? x : out;
-  collectives.all_reduce({x.at(0), result.at(0), call.dtype}, call.count, call.op,
-                         call.kind == Kind::kOneShot ? Algorithm::kOneShot : Algorithm::kTwoShot, nullptr);
+  collectives.all_reduce({x.at(0), result.at(0), call.dtype}, call.count, method_of(call), nullptr);
   for (int64_t i = 0; i < call.count; ++i) {
-    ASSERT_EQ(result.get(i), expected_value(call, num_ranks, number, i)) << "call " << number << ", element " << i;
+    ASSERT_NEAR(result.get(i), expected_value(call, num_ranks, number, i), error_bound(call, num_ranks))
+        << "call " << number << ", element " << i;
   }
   ASSERT_TRUE(result.has_margin()) << "call " << number;
 }
@@ -124,7 +138,7 @@ void check_shares(Collectives& collectives, const Call& call, int number) {
 }
 
 void check_call(Collectives& collectives, const Call& call, int number) {
-  if (call.kind == Kind::kOneShot || call.kind == Kind::kTwoShot) {
+  if (call.kind != Kind::kReduceScatter && call.kind != Kind::kAllGather) {
     check_all_reduce(collectives, call, number);
   } else {
     check_shares(collectives, call, number);
@@ -229,7 +243,7 @@ TEST(Clients, LiveAndEndIndependently) {
     EXPECT_THROW(
         {
           Collectives unconnected(comm, kWorkspace);
-          unconnected.all_reduce({}, 0, ReduceOp::kSum, Algorithm::kAuto, nullptr);
+          unconnected.all_reduce({}, 0, {}, nullptr);
         },
         std::runtime_error);
     check_call(*second, {5000, DType::kFloat32, true}, 2);

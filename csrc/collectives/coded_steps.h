@@ -1,0 +1,138 @@
+// The steps of a two-shot all-reduce whose elements travel in a line codec: contributions are encoded on their way to
+// the owner of a share, and the reduced share once for all ranks, its owner included: all get the same bits. A rank's
+// contribution to its own share does not travel and stays exact.
+#pragma once
+
+#include "collectives/share_steps.h"
+#include "rows/line_codec.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+MOE_A2A_DEVICE void merge(ReduceOp op, LineValues& merged, const LineValues& values) {
+  with_operator(op, [&](auto kind) {
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kLineValues; ++i) merged[i] = decltype(kind)::merge(merged[i], values[i]);
+  });
+}
+
+template <LineCodec kCodec>
+class CodedSteps : public ShareChunks {
+ public:
+  using ShareChunks::ShareChunks;
+
+  MOE_A2A_DEVICE void send_contributions() const {
+    for_chunks(most_chunks(), [&](int i) {
+      const uint64_t start = trace_now();
+      std::byte* landing = region_.landing.at(part_.half(), part_.rank(), place_of(i));
+      const RankSet owners = for_other_owners(i, [&](int owner) {
+        std::byte* line = args_.context.heap.peer(owner, landing);
+        with_element_type(args_.dtype, [&](auto element) { encode_chunk<decltype(element)>(chunk(owner, i), line); });
+      });
+      signal_landed(owners, i);
+      record_chunk(collective_kind::kPush, start, i);
+      return true;
+    });
+  }
+
+  MOE_A2A_DEVICE bool reduce() const {
+    return for_chunks(num_own_chunks(), [&](int i) {
+      if (!wait_for_landed(i)) return false;
+      const uint64_t start = trace_now();
+      with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i); });
+      signal_result(i);
+      record_chunk(TraceKind::kReduce, start, i);
+      return true;
+    });
+  }
+
+  MOE_A2A_DEVICE bool pull() const {
+    return for_chunks(most_chunks(), [&](int i) {
+      if (!wait_for_results(i)) return false;
+      const uint64_t start = trace_now();
+      for_other_owners(i, [&](int owner) {
+        const std::byte* line = args_.context.heap.peer(owner, result_at(i));
+        with_element_type(args_.dtype, [&](auto element) { decode_chunk<decltype(element)>(chunk(owner, i), line); });
+      });
+      record_chunk(collective_kind::kPull, start, i);
+      return true;
+    });
+  }
+
+ private:
+  // Calls visit(first) for this thread's values of a chunk, in whole blocks: `first` may lie past the end.
+  template <class Visit>
+  MOE_A2A_DEVICE void for_values(int64_t count, const Visit& visit) const {
+    const int64_t padded = LineLayout{kCodec, count}.num_blocks() * kLineBlock, stride = block_.size() * kLineValues;
+    for (int64_t base = 0; base < padded; base += stride) visit(base + block_.rank() * kLineValues);
+  }
+
+  template <class T>
+  MOE_A2A_DEVICE void encode_chunk(const Span& span, std::byte* line) const {
+    const LineLayout layout{kCodec, span.count};
+    const T* x = reinterpret_cast<const T*>(x_at(span.begin));
+    const bool vectors = are_vectors(x, x);
+    for_values(span.count, [&](int64_t first) {
+      LineValues values;
+      load_floats(x + first, span.count - first, vectors, values);
+      encode_line<kCodec>(block_.warp(), layout, line, first, is_inside(span, first), values);
+    });
+  }
+
+  template <class T>
+  MOE_A2A_DEVICE void reduce_chunk(int i) const {
+    const Span span = chunk(part_.rank(), i);
+    const LineLayout layout{kCodec, span.count};
+    const T* x = reinterpret_cast<const T*>(x_at(span.begin));
+    T* out = reinterpret_cast<T*>(out_at(span.begin));
+    const bool vectors = are_vectors(x, out);
+    for_values(span.count, [&](int64_t first) {
+      LineValues merged = {};
+      if (is_inside(span, first)) {
+        for (int r = 0; r < part_.num_ranks(); ++r) {
+          LineValues values;
+          if (r == part_.rank()) {
+            load_floats(x + first, span.count - first, vectors, values);
+          } else {
+            decode_line<kCodec>(layout, region_.landing.at(part_.half(), r, place_of(i)), first, values);
+          }
+          if (r > 0) {
+            merge(args_.op, merged, values);
+          } else {
+            MOE_A2A_UNROLL
+            for (int v = 0; v < kLineValues; ++v) merged[v] = values[v];
+          }
+        }
+        if (args_.op == ReduceOp::kAvg) {
+          MOE_A2A_UNROLL
+          for (int v = 0; v < kLineValues; ++v) merged[v] = Average::finish(merged[v], part_.num_ranks());
+        }
+      }
+      encode_line<kCodec>(block_.warp(), layout, result_at(i), first, is_inside(span, first), merged);
+      store_floats(out + first, span.count - first, vectors, merged);
+    });
+  }
+
+  template <class T>
+  MOE_A2A_DEVICE void decode_chunk(const Span& span, const std::byte* line) const {
+    const LineLayout layout{kCodec, span.count};
+    T* out = reinterpret_cast<T*>(out_at(span.begin));
+    const bool vectors = are_vectors(out, out);
+    for_values(span.count, [&](int64_t first) {
+      if (!is_inside(span, first)) return;
+      LineValues values;
+      decode_line<kCodec>(layout, line, first, values);
+      store_floats(out + first, span.count - first, vectors, values);
+    });
+  }
+
+  // Whether the line has these values; those behind the last element, up to the end of its block, are zeros.
+  MOE_A2A_DEVICE static bool is_inside(const Span& span, int64_t first) {
+    return first < LineLayout{kCodec, span.count}.num_blocks() * kLineBlock;
+  }
+
+  // Where the line of chunk i lies in a landing place and in `result`.
+  MOE_A2A_DEVICE int64_t place_of(int i) const { return i * LineLayout{kCodec, args_.extent.chunk}.stride(); }
+  MOE_A2A_DEVICE std::byte* result_at(int i) const { return region_.result.at(part_.half(), place_of(i)); }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,235 @@
+// Line codecs: values in blocks of 32 that share one scale, smaller on the wire than 16 bits each.
+//
+//   codec  payload of a block             scale       bytes per 32 values
+//   fp8    32 e4m3                        largest magnitude / largest e4m3       34
+//   q8     32 bytes                       -(signed largest magnitude) / 128      34
+//   q6     16 bytes of the low 4 bits of two values each, 8 bytes of the high 2 bits of four   / 32    26
+//   q4     16 bytes of two values each                                           / 8     18
+//
+// A line is the payload of all its blocks, of q6 first the low bits and then the high ones, and then their scales, two
+// bytes each. Integers are stored with 2^(bits - 1) added. The value of largest magnitude becomes -2^(bits - 1), so
+// that the range is used to its end; one of the opposite sign and more than 2^(bits - 1) - 1/2 steps is cut off there.
+//
+// The scale is a bfloat16, rounded away from zero: no value is out of range for it that float32 has. A value is
+// q * scale, exact in fp32, and at most one step (|scale|) away from what was encoded, half a step unless cut off; fp8:
+// 1/16 of its magnitude, or 2^-10 scales. A block whose largest magnitude is below 2^-116 becomes zeros; a block with
+// an infinity or a NaN becomes 32 NaNs.
+#pragma once
+
+#include <bit>
+
+#include "rows/row_layout.h"
+
+namespace moe_a2a {
+
+enum class LineCodec : uint8_t { kNone, kFp8, kQ8, kQ6, kQ4 };
+
+// Values that share one scale.
+inline constexpr int kLineBlock = 32;
+
+// Where the parts of a line of `num_values` are.
+struct LineLayout {
+  LineCodec codec = LineCodec::kNone;
+  int64_t num_values = 0;
+
+  MOE_A2A_HOST_DEVICE constexpr int bits() const {
+    return codec == LineCodec::kQ6 ? 6 : codec == LineCodec::kQ4 ? 4 : 8;
+  }
+  MOE_A2A_HOST_DEVICE constexpr int64_t num_blocks() const { return (num_values + kLineBlock - 1) / kLineBlock; }
+  // Of the two high bits of q6.
+  MOE_A2A_HOST_DEVICE constexpr int64_t high_offset() const { return num_blocks() * kLineBlock / 2; }
+  MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset() const { return num_blocks() * kLineBlock * bits() / 8; }
+  MOE_A2A_HOST_DEVICE constexpr int64_t num_bytes() const { return scales_offset() + num_blocks() * 2; }
+  // From one line to the next.
+  MOE_A2A_HOST_DEVICE constexpr int64_t stride() const { return (num_bytes() + 127) / 128 * 128; }
+};
+
+}  // namespace moe_a2a
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Threads that share a block, and the values that each of them holds.
+inline constexpr int kLineLanes = kWarpSize == 1 ? 1 : 4;
+inline constexpr int kLineValues = kLineBlock / kLineLanes;
+using LineValues = float[kLineValues];
+
+// Calls f(std::integral_constant<LineCodec, codec>).
+template <LineCodec kCodec>
+struct CodecIs {
+  static constexpr LineCodec value = kCodec;
+};
+template <class F>
+MOE_A2A_DEVICE void with_line_codec(LineCodec codec, F f) {
+  switch (codec) {
+    case LineCodec::kFp8:
+      return f(CodecIs<LineCodec::kFp8>{});
+    case LineCodec::kQ8:
+      return f(CodecIs<LineCodec::kQ8>{});
+    case LineCodec::kQ6:
+      return f(CodecIs<LineCodec::kQ6>{});
+    case LineCodec::kQ4:
+      return f(CodecIs<LineCodec::kQ4>{});
+    case LineCodec::kNone:
+      return;
+  }
+}
+
+struct LineScale {
+  Bfloat16 step;
+  float inverse;  // 0 for blocks that become zeros or NaNs
+};
+
+// The largest value that a codec's integers have below zero; of fp8, its largest.
+template <LineCodec kCodec>
+MOE_A2A_DEVICE constexpr float line_range() {
+  return kCodec == LineCodec::kFp8  ? kFloat8Max
+         : kCodec == LineCodec::kQ8 ? 128.0f
+         : kCodec == LineCodec::kQ6 ? 32.0f
+                                    : 8.0f;
+}
+
+// The scale of the block that this thread and its neighbours hold.
+template <LineCodec kCodec>
+MOE_A2A_DEVICE LineScale line_scale(const Warp& warp, const LineValues& values) {
+  constexpr float kInfinity = std::bit_cast<float>(0x7f800000u);
+  float most = 0, least = 0;
+  uint32_t odd = 0;  // whether there is an infinity or a NaN
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kLineValues; ++i) {
+    most = values[i] > most ? values[i] : most;
+    least = values[i] < least ? values[i] : least;
+    odd |= (std::bit_cast<uint32_t>(values[i]) & 0x7f800000u) == 0x7f800000u ? 1u : 0u;
+  }
+  most = warp.template max_of_neighbours<kLineLanes>(odd != 0 ? kInfinity : most);
+  least = -warp.template max_of_neighbours<kLineLanes>(-least);
+  const float magnitude = larger(most, -least);
+  if (magnitude == kInfinity) return {{0x7fc0}, 0.0f};
+  if (magnitude < 0x1p-116f) return {{0}, 0.0f};
+  const uint32_t step = (std::bit_cast<uint32_t>(magnitude * (1.0f / line_range<kCodec>())) + 0xffffu) >> 16;
+  const bool is_negative = kCodec != LineCodec::kFp8 && most >= -least;
+  const Bfloat16 scale{static_cast<uint16_t>(step | (is_negative ? 0x8000u : 0u))};
+  return {scale, 1.0f / to_float(scale)};
+}
+
+// The nearest integer, ties to even, of |value| < 2^22.
+MOE_A2A_DEVICE int nearest_int(float value) {
+  return static_cast<int>(std::bit_cast<uint32_t>(value + 0x1.8p23f) - 0x4b400000u);
+}
+
+// The code of a value that has been multiplied by the inverse of its scale. What is out of range, or a NaN, is cut off.
+template <LineCodec kCodec>
+MOE_A2A_DEVICE uint8_t line_code(float scaled) {
+  constexpr float kRange = line_range<kCodec>();
+  constexpr float kMost = kCodec == LineCodec::kFp8 ? kRange : kRange - 1;
+  const float raised = scaled > -kRange ? scaled : -kRange;
+  const float clamped = raised < kMost ? raised : kMost;
+  if constexpr (kCodec == LineCodec::kFp8) {
+    return from_float<Float8>(clamped).bits;
+  } else {
+    return static_cast<uint8_t>(nearest_int(clamped) + static_cast<int>(kRange));
+  }
+}
+template <LineCodec kCodec>
+MOE_A2A_DEVICE float line_value(uint32_t code) {
+  if constexpr (kCodec == LineCodec::kFp8) {
+    return to_float(Float8{static_cast<uint8_t>(code)});
+  } else {
+    return static_cast<float>(static_cast<int>(code) - static_cast<int>(line_range<kCodec>()));
+  }
+}
+
+// This thread's values of a line, from value `first` on, a multiple of kLineValues. In: values, whose block it shares
+// with its neighbours, which call this too. Out: what decode_line() will make of them. `is_stored`: false past the end.
+template <LineCodec kCodec>
+MOE_A2A_DEVICE void encode_line(const Warp& warp, const LineLayout& layout, std::byte* line, int64_t first,
+                                bool is_stored, LineValues& values) {
+  const LineScale scale = line_scale<kCodec>(warp, values);
+  const float step = to_float(scale.step);
+  uint8_t code[kLineValues];
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kLineValues; ++i) {
+    code[i] = line_code<kCodec>(values[i] * scale.inverse);
+    values[i] = line_value<kCodec>(code[i]) * step;
+  }
+  if (!is_stored) return;
+  auto* payload = reinterpret_cast<uint8_t*>(line);
+  if constexpr (kCodec == LineCodec::kFp8 || kCodec == LineCodec::kQ8) {
+    store_values(payload + first, code);
+  } else {
+    uint8_t pairs[kLineValues / 2];
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kLineValues / 2; ++i) {
+      pairs[i] = static_cast<uint8_t>((code[2 * i] & 15) | code[2 * i + 1] << 4);
+    }
+    store_values(payload + first / 2, pairs);
+    if constexpr (kCodec == LineCodec::kQ6) {
+      uint8_t high[kLineValues / 4];
+      MOE_A2A_UNROLL
+      for (int i = 0; i < kLineValues / 4; ++i) {
+        high[i] = static_cast<uint8_t>(code[4 * i] >> 4 | code[4 * i + 1] >> 4 << 2 | code[4 * i + 2] >> 4 << 4 |
+                                       code[4 * i + 3] >> 4 << 6);
+      }
+      store_values(payload + layout.high_offset() + first / 4, high);
+    }
+  }
+  if (first % kLineBlock == 0) {
+    reinterpret_cast<Bfloat16*>(line + layout.scales_offset())[first / kLineBlock] = scale.step;
+  }
+}
+
+template <LineCodec kCodec>
+MOE_A2A_DEVICE void decode_line(const LineLayout& layout, const std::byte* line, int64_t first, LineValues& values) {
+  const float step = to_float(reinterpret_cast<const Bfloat16*>(line + layout.scales_offset())[first / kLineBlock]);
+  const auto* payload = reinterpret_cast<const uint8_t*>(line);
+  if constexpr (kCodec == LineCodec::kFp8 || kCodec == LineCodec::kQ8) {
+    uint8_t code[kLineValues];
+    load_values(code, payload + first);
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kLineValues; ++i) values[i] = line_value<kCodec>(code[i]) * step;
+  } else {
+    uint8_t pairs[kLineValues / 2], high[kLineValues / 4] = {};
+    load_values(pairs, payload + first / 2);
+    if constexpr (kCodec == LineCodec::kQ6) load_values(high, payload + layout.high_offset() + first / 4);
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kLineValues; ++i) {
+      const uint32_t low = i % 2 == 0 ? pairs[i / 2] & 15u : pairs[i / 2] >> 4;
+      const uint32_t code = kCodec == LineCodec::kQ6 ? low | (high[i / 4] >> i % 4 * 2 & 3u) << 4 : low;
+      values[i] = line_value<kCodec>(code) * step;
+    }
+  }
+}
+
+// Between a thread's values and a row of elements, of which `rest` are left from there on; values past the end are 0.
+template <class T>
+MOE_A2A_DEVICE void load_floats(const T* source, int64_t rest, bool vectors, LineValues& values) {
+  constexpr int kVector = kLineValues < kLaneElements<T> ? kLineValues : kLaneElements<T>;
+  if (vectors && rest >= kLineValues) {
+    MOE_A2A_UNROLL
+    for (int v = 0; v < kLineValues; v += kVector) {
+      LoadedLane<T> lane;
+      load_lane(lane, source + v);
+      MOE_A2A_UNROLL
+      for (int i = 0; i < kVector; ++i) values[v + i] = value_of(lane, i);
+    }
+  } else {
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kLineValues; ++i) values[i] = i < rest ? to_float(source[i]) : 0.0f;
+  }
+}
+template <class T>
+MOE_A2A_DEVICE void store_floats(T* target, int64_t rest, bool vectors, const LineValues& values) {
+  constexpr int kVector = kLineValues < kLaneElements<T> ? kLineValues : kLaneElements<T>;
+  if (vectors && rest >= kLineValues) {
+    MOE_A2A_UNROLL
+    for (int v = 0; v < kLineValues; v += kVector) {
+      T elements[kVector];
+      MOE_A2A_UNROLL
+      for (int i = 0; i < kVector; ++i) elements[i] = from_float<T>(values[v + i]);
+      store_values(target + v, elements);
+    }
+  } else {
+    for (int i = 0; i < kLineValues && i < rest; ++i) target[i] = from_float<T>(values[i]);
+  }
+}
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET
