@@ -63,8 +63,8 @@ MOE_A2A_DEVICE bool agrees(const Part& part, const WaitSite& site) {
 }
 
 // Waits until all ranks have announced this call; false when one of them announced another or did not come. Each block
-// asks for itself: then none waits for data that will not come.
-MOE_A2A_DEVICE bool meet(const Part& part, const Block& block) {
+// asks for itself: then none waits for data that will not come. One of them reports.
+MOE_A2A_DEVICE bool meet(const Part& part, const Grid& grid, const Block& block) {
   const CollectiveContext& c = part.context;
   bool good = true;
   for (int r = block.rank(); r < part.num_ranks(); r += block.size()) {
@@ -72,7 +72,7 @@ MOE_A2A_DEVICE bool meet(const Part& part, const Block& block) {
     if (!wait_for(c.region.call_signal.at(part.half(), r), part.epoch, site, c.wait, c.heap)) {
       good = false;
     } else if (!agrees(part, site)) {
-      report_difference(part, site);
+      if (grid.rank() == 0) report_difference(part, site);
       good = false;
     }
   }
@@ -116,7 +116,7 @@ MOE_A2A_DEVICE void take_part(const Args& args, Operation operation, const Grid&
   if (good) {
     if (grid.rank() == 0) announce(part, block);
     send(part);
-    good = meet(part, block) && receive(part);
+    good = meet(part, grid, block) && receive(part);
   }
   if (last_block_done(grid, block, region.arrivals.data)) {
     region.state(0) = {.epoch = part.epoch, .is_refused = !good, .is_behind = 0};

@@ -50,11 +50,11 @@ MOE_A2A_DEVICE void merge_rows(int first, int num_rows, int c, const Row& row, f
   LoadedLane<T> lane[kRowsInFlight];
   MOE_A2A_UNROLL
   for (int i = 0; i < kRowsInFlight; ++i) {
-    if (first + i < num_rows) load_lane(lane[i], row(first + i) + c);
+    if ((kFirst && i == 0) || first + i < num_rows) load_lane(lane[i], row(first + i) + c);
   }
   MOE_A2A_UNROLL
   for (int i = 0; i < kRowsInFlight; ++i) {
-    if (first + i >= num_rows) continue;
+    if (!(kFirst && i == 0) && first + i >= num_rows) continue;
     MOE_A2A_UNROLL
     for (int j = 0; j < kLaneElements<T>; ++j) {
       const float value = value_of(lane[i], j);

@@ -52,6 +52,7 @@ uint64_t Explorer::load(const void* address, size_t bytes, Order order) {
   } else {
     if (is_broken(Mutation::Kind::kWaitSkipped, field)) value += uint64_t{1} << 60;  // 2^40 epochs later
     if (is_broken(Mutation::Kind::kOneEpochEarly, field)) value += uint64_t{1} << 20;
+    if (is_broken(Mutation::Kind::kOneUseEarly, field)) value += uint64_t{2} << 20;
   }
   if (!again) record(order == Order::kAcquire ? "load acquire" : "load relaxed", address, value);
   return value;

@@ -36,6 +36,10 @@ std::string name_of(Field field) {
       return "block count of combine_send";
     case Field::kReportState:
       return "report";
+    case Field::kCallSignal:  // see collective_explorer_test.cpp
+    case Field::kChunkSignal:
+    case Field::kResultSignal:
+    case Field::kLaunchArrivals:
     case Field::kRefusalText:
     case Field::kOther:
       break;

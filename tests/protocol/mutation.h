@@ -25,6 +25,11 @@ enum class Field : uint8_t {
   kSendArrivals,
   kCombineArrivals,
   kReportState,
+  // of the collectives; an announcement is a text
+  kCallSignal,
+  kChunkSignal,
+  kResultSignal,
+  kLaunchArrivals,
 };
 
 inline bool is_ll(Field field) {
@@ -38,6 +43,7 @@ struct Mutation {
     kRelaxedAcquire,  // the acquire part of loads, adds is lost
     kWaitSkipped,     // the word is always found to have arrived; an LL word, when any of its field has
     kOneEpochEarly,   // a wait is content with the epoch before
+    kOneUseEarly,     // the same for words that are used in every second epoch
     kStoreLost,       // the word is not written
     kLostWhenUnused,  // the word is not written to ranks that sent nothing
     kEveryoneIsLast,  // each block believes that it is the last one

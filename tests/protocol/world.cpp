@@ -11,7 +11,8 @@ World::World(const Scenario& scenario) : scenario_(scenario) {
   symmetric_bytes_ = size.symmetric_bytes;
   nbytes_ = ranks * (size.symmetric_bytes + size.local_bytes + kReportBytes);
   storage_.resize((nbytes_ + 128) / sizeof(std::max_align_t));
-  memory_ = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(storage_.data()) + 127) / 128 * 128);
+  memory_ = MemoryMap::first_line(storage_.data());
+  map_ = MemoryMap(memory_, nbytes_);
   std::byte* local = memory_ + ranks * size.symmetric_bytes;
   std::byte* reports = local + ranks * size.local_bytes;
   for (size_t r = 0; r < ranks; ++r) {
@@ -43,7 +44,7 @@ void World::name_regions(const ModelRank& rank) {
   const CommRegion& comm = rank.comm_region();
   const std::string owner = " of rank " + std::to_string(rank.rank());
   const auto field = [&](const void* begin, const char* name, Field kind = Field::kOther) {
-    regions_.push_back({offset_of(begin), name + owner, kind});
+    map_.add(begin, name + owner, kind);
   };
   field(region.table_signal.data, "table_signal", Field::kTableSignal);
   field(region.table_route.data, "table_route");
@@ -92,31 +93,14 @@ void World::name_regions(const ModelRank& rank) {
 }
 
 void World::mark_fields() {
-  std::sort(regions_.begin(), regions_.end(), [](const Region& a, const Region& b) { return a.begin < b.begin; });
-  fields_.resize(nbytes_ / kWord);
-  for (size_t i = 0; i < regions_.size(); ++i) {
-    const size_t end = i + 1 < regions_.size() ? regions_[i + 1].begin : nbytes_;
-    std::fill(fields_.begin() + regions_[i].begin / kWord, fields_.begin() + end / kWord, regions_[i].field);
-  }
-  const auto mark = [&](const void* word, Field field) { fields_[offset_of(word) / kWord] = field; };
+  map_.complete();
   for (const auto& rank : ranks_) {
     for (int b = 0; b < scenario_.shape.num_buffers; ++b) {
-      mark(rank->region().arrivals.at(b, MoeRegion::kDispatchSend), Field::kSendArrivals);
-      mark(rank->region().arrivals.at(b, MoeRegion::kCombineSend), Field::kCombineArrivals);
+      map_.mark(rank->region().arrivals.at(b, MoeRegion::kDispatchSend), Field::kSendArrivals);
+      map_.mark(rank->region().arrivals.at(b, MoeRegion::kCombineSend), Field::kCombineArrivals);
     }
-    mark(&rank->report()->is_complete, Field::kReportState);
+    map_.mark(&rank->report()->is_complete, Field::kReportState);
   }
-}
-
-const World::Region& World::region_of(const void* address) const {
-  const auto after = std::upper_bound(regions_.begin(), regions_.end(), offset_of(address),
-                                      [](size_t offset, const Region& region) { return offset < region.begin; });
-  return *std::prev(after);
-}
-
-std::string World::name_of(const void* address) const {
-  const Region& region = region_of(address);
-  return region.name + " + " + std::to_string(offset_of(address) - region.begin);
 }
 
 bool World::sends_to(int rank, int peer) const {

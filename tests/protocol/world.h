@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "memory_map.h"
 #include "model_rank.h"
 
 namespace moe_a2a {
@@ -31,24 +32,16 @@ class World final : public Stage {
   void reset() override;
   std::byte* memory() const override { return memory_; }
   size_t nbytes() const override { return nbytes_; }
-  Field field_of(const void* address) const override { return fields_[offset_of(address) / kWord]; }
+  Field field_of(const void* address) const override { return map_.field_of(address); }
   bool is_unused_pair(const void* address) const override;
-  std::string name_of(const void* address) const override;
+  std::string name_of(const void* address) const override { return map_.name_of(address); }
   int num_clock_jumps() const override { return scenario_.num_clock_jumps; }
   uint64_t clock_offset(int stream) const override { return ModelRank::clock_offset(stream); }
 
  private:
-  static constexpr size_t kWord = 4;
-
-  struct Region {
-    size_t begin;
-    std::string name;
-    Field field;
-  };
   size_t offset_of(const void* address) const {
     return static_cast<size_t>(static_cast<const std::byte*>(address) - memory_);
   }
-  const Region& region_of(const void* address) const;
   void name_regions(const ModelRank& rank);
   void mark_fields();
   bool sends_to(int rank, int peer) const;
@@ -58,8 +51,7 @@ class World final : public Stage {
   std::byte* memory_;
   size_t nbytes_, symmetric_bytes_;
   std::vector<std::unique_ptr<ModelRank>> ranks_;
-  std::vector<Field> fields_;    // per word of memory
-  std::vector<Region> regions_;  // by begin, each ends where the next one begins
+  MemoryMap map_;
 };
 
 }  // namespace moe_a2a

@@ -1,8 +1,13 @@
 """Several clients on one Communicator: made, used together and closed in any order; what they cannot do, said clearly."""
 
+import random
+from collections.abc import Callable
+
+import line_codecs
 import pytest
 import torch
 from ranks import run_processes, run_threads
+from test_collectives import Calls
 
 import moe_a2a
 
@@ -28,11 +33,12 @@ def make_ep(group, hidden: int = 16, **kwargs) -> moe_a2a.ExpertParallel:
     )
 
 
-def check_layer(ep: moe_a2a.ExpertParallel, seed: int) -> None:
+def check_layer(ep: moe_a2a.ExpertParallel, seed: int, between: Callable[[], None] = lambda: None) -> None:
     generator = torch.Generator().manual_seed(seed * 10 + ep.rank)
     x = torch.randn(20, ep.hidden, generator=generator)
     topk_idx = torch.stack([torch.randperm(12, generator=generator)[:2] for _ in range(20)])
     h = ep.dispatch(x, topk_idx)
+    between()
     y = x.new_full((h.capacity, ep.hidden), float("nan"))
     y[: h.num_routes] = h.recv_x[h.expert_row_index[: h.num_routes].long()]
     assert torch.equal(ep.combine(y, h), x + x)
@@ -69,6 +75,36 @@ def test_clients_share_a_communicator(num_ranks, session_seed):
 
 def test_clients_share_a_communicator_of_processes(session_seed):
     run_processes(2, clients_program, session_seed)
+
+
+def interleaved_program(group, seed: int, num_steps: int) -> None:
+    """Random collectives, with and without codecs, between the halves of random layers, nothing else in between."""
+    draw = random.Random(seed)
+    with moe_a2a.Communicator(group, timeout=20) as comm:
+        ep, coll = make_ep(comm), moe_a2a.Collectives(comm, 16 << 10)
+        calls = Calls(coll, seed)
+
+        def some_collectives() -> None:
+            for _ in range(draw.choice([0, 1, 1, 4])):
+                kind = draw.choice(["all_reduce", "reduce_scatter", "all_gather", "codec"])
+                count, dtype = draw.randrange(6000), draw.choice([torch.float32, torch.float16, torch.bfloat16])
+                if kind == "codec":
+                    xs = [values(r, count, count, dtype) for r in range(coll.num_ranks)]
+                    codec = draw.choice(["fp8", "q8", "q6", "q4"])
+                    assert torch.equal(coll.all_reduce(xs[coll.rank], codec=codec), line_codecs.two_shot(xs, codec))
+                else:
+                    calls.one(kind, count, dtype, "sum", draw.choice(["one_shot", "two_shot"]))
+
+        for step in range(num_steps):
+            some_collectives()
+            check_layer(ep, seed + step, between=some_collectives)
+        coll.close()
+        ep.close()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_collectives_between_the_halves_of_layers(num_ranks, session_seed):
+    run_threads(num_ranks, interleaved_program, session_seed, 60)
 
 
 def own_communicators(group, seed: int) -> None:

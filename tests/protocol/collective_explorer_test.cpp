@@ -1,0 +1,169 @@
+// The protocol of the collectives in small cases, in every schedule within a bound; then each of its parts broken in
+// turn, which some case must show.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+
+#include "collective_world.h"
+#include "seed.h"
+
+namespace moe_a2a {
+namespace {
+
+using Kind = ModelCall::Kind;
+constexpr Kind kOneShot = Kind::kOneShot, kTwoShot = Kind::kTwoShot, kReduceScatter = Kind::kReduceScatter,
+               kAllGather = Kind::kAllGather;
+
+std::vector<CollectiveCase> all_cases() {
+  const ModelCall one_shot{.kind = kOneShot, .num_elements = 3}, two_shot{}, scatter{.kind = kReduceScatter},
+      gather{.kind = kAllGather}, in_place{.in_place = true}, sliced{.num_elements = 12}, nothing{.num_elements = 0},
+      odd{.odd_rank = 1}, odd_slices{.num_elements = 12, .odd_rank = 0},
+      refused{.num_elements = 12, .refusing_rank = 1}, refused_by_first{.refusing_rank = 0};
+  return {
+      {.name = "two-shot", .calls = {two_shot, two_shot, two_shot}},
+      {.name = "two-shot, two blocks", .calls = {two_shot, two_shot}, .num_blocks = 2},
+      {.name = "two-shot in place, two blocks", .calls = {in_place, in_place}, .num_blocks = 2},
+      {.name = "two-shot of three ranks", .calls = {two_shot, two_shot, two_shot}, .num_ranks = 3},
+      {.name = "two-shot of one rank", .calls = {two_shot, two_shot}, .num_ranks = 1, .num_blocks = 2},
+      {.name = "one-shot", .calls = {one_shot, one_shot, one_shot}},
+      {.name = "one-shot, two blocks", .calls = {one_shot, one_shot, one_shot}, .num_blocks = 2},
+      {.name = "reduce-scatter", .calls = {scatter, scatter, scatter}},
+      {.name = "all-gather", .calls = {gather, gather, gather}},
+      {.name = "slices", .calls = {sliced, two_shot}},
+      {.name = "calls without elements", .calls = {nothing, two_shot, nothing, two_shot}},
+      {.name = "collectives by turns", .calls = {two_shot, one_shot, gather, scatter, one_shot, two_shot}},
+      {.name = "collectives by turns, three ranks", .calls = {gather, nothing, scatter, one_shot}, .num_ranks = 3},
+      {.name = "epoch wraps", .calls = {two_shot, one_shot, two_shot}, .first_epoch = (uint64_t{1} << 44) - 2},
+      {.name = "ranks disagree", .calls = {odd, two_shot}},
+      {.name = "ranks disagree, two blocks", .calls = {odd, two_shot}, .num_blocks = 2},
+      {.name = "ranks disagree on the number of slices", .calls = {odd_slices, two_shot, gather}},
+      {.name = "one of three ranks disagrees", .calls = {odd, two_shot}, .num_ranks = 3},
+      {.name = "a refused call", .calls = {refused, two_shot, gather}},
+      {.name = "two refused calls", .calls = {refused, refused, two_shot}},
+      {.name = "three refused calls", .calls = {refused, refused, refused, two_shot}},
+      {.name = "refused by turns", .calls = {refused, refused_by_first, two_shot}},
+      {.name = "a refused call of three ranks", .calls = {two_shot, refused, two_shot}, .num_ranks = 3},
+  };
+}
+
+constexpr int kMaxDelays = 2;
+
+// Per case and number of delays. MOE_A2A_SCHEDULES=1000000 searches more.
+int64_t max_schedules() {
+  const char* asked = std::getenv("MOE_A2A_SCHEDULES");
+  return asked != nullptr ? std::atoll(asked) : 2'000;
+}
+
+class CollectiveProtocolTest : public ::testing::TestWithParam<CollectiveCase> {};
+
+// With release stores, as on the CPU, and with one fence before relaxed stores, as on the GPUs.
+TEST_P(CollectiveProtocolTest, HoldsInEverySchedule) {
+  for (const bool by_fence : {false, true}) {
+    std::printf("  %-40s %-8s", GetParam().name.c_str(), by_fence ? "fence" : "release");
+    for (int bound = 0; bound <= (by_fence ? 1 : kMaxDelays); ++bound) {
+      CollectiveWorld world(GetParam());
+      const Exploration found = Explorer(world, {.signals_by_fence = by_fence}).all(bound, max_schedules());
+      std::printf(" %6" PRId64 "%s", found.num_schedules, found.complete ? " " : "+");
+      ASSERT_EQ(found.failure, "") << found.trace;
+      if (!found.complete) break;  // a larger bound begins with the same schedules
+    }
+    std::printf("\n");
+  }
+}
+
+TEST_P(CollectiveProtocolTest, HoldsInRandomSchedules) {
+  const uint64_t seed = test_seed();
+  CollectiveWorld world(GetParam());
+  const Exploration found = Explorer(world, {}).random(seed, max_schedules() / 4);
+  EXPECT_EQ(found.failure, "");
+}
+
+std::string test_name(const ::testing::TestParamInfo<CollectiveCase>& info) {
+  std::string name = info.param.name;
+  std::erase(name, ',');
+  for (char& letter : name) letter = std::isalnum(static_cast<unsigned char>(letter)) ? letter : '_';
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CollectiveProtocolTest, ::testing::ValuesIn(all_cases()), test_name);
+
+// Negative controls.
+struct Broken {
+  std::string name;
+  Mutation mutation;
+};
+
+std::vector<Broken> all_mutants() {
+  using MutationKind = Mutation::Kind;
+  const struct {
+    Field field;
+    const char* name;
+  } signals[] = {{Field::kCallSignal, "call signal"},
+                 {Field::kChunkSignal, "chunk signal"},
+                 {Field::kResultSignal, "result signal"}};
+  const struct {
+    MutationKind kind;
+    const char* name;
+  } kinds[] = {{MutationKind::kRelaxedRelease, "no release"},
+               {MutationKind::kRelaxedAcquire, "no acquire"},
+               {MutationKind::kWaitSkipped, "no wait"},
+               {MutationKind::kOneUseEarly, "waits for the use before"},
+               {MutationKind::kRaisedEarly, "raised before the work"},
+               {MutationKind::kStoreLost, "not raised"}};
+  std::vector<Broken> mutants;
+  for (const auto& signal : signals) {
+    for (const auto& kind : kinds) {
+      mutants.push_back({std::string(signal.name) + ": " + kind.name, {.kind = kind.kind, .field = signal.field}});
+    }
+  }
+  for (const auto& [kind, how] :
+       {std::pair{MutationKind::kRelaxedRelease, "no release"}, {MutationKind::kStoreLost, "not raised"}}) {
+    mutants.push_back({std::string("call signal of refuse_collective: ") + how,
+                       {.kind = kind, .field = Field::kCallSignal, .launch = kRefuseCollective}});
+  }
+  for (const auto& [kind, how] : {std::pair{MutationKind::kRelaxedRelease, "no release"},
+                                  {MutationKind::kRelaxedAcquire, "no acquire"},
+                                  {MutationKind::kStoreLost, "not reset"},
+                                  {MutationKind::kEveryoneIsLast, "every block is the last"}}) {
+    mutants.push_back({std::string("block count: ") + how, {.kind = kind, .field = Field::kLaunchArrivals}});
+  }
+  mutants.push_back({"fence before signals: none", {.kind = MutationKind::kFenceLost, .signals_by_fence = true}});
+  return mutants;
+}
+
+struct Catch {
+  std::string name, how;
+  int delays = 0, num_catchers = 0;
+};
+
+Catch hunt(const Broken& mutant) {
+  Catch caught;
+  for (int delays = 0; delays <= 2 && caught.num_catchers == 0; ++delays) {
+    for (const CollectiveCase& shape : all_cases()) {
+      CollectiveWorld world(shape);
+      const Exploration found = Explorer(world, mutant.mutation).all(delays, max_schedules());
+      if (found.failure.empty() || caught.num_catchers++ > 0) continue;
+      caught.name = shape.name;
+      caught.how = found.failure;
+      caught.delays = delays;
+    }
+  }
+  return caught;
+}
+
+TEST(CollectiveMutantTest, EachIsCaught) {
+  std::printf("  what is broken | first case that shows it | delays | cases that show it | how\n");
+  for (const Broken& mutant : all_mutants()) {
+    const Catch caught = hunt(mutant);
+    std::printf("  %s | %s | %d | %d | %s\n", mutant.name.c_str(), caught.name.c_str(), caught.delays,
+                caught.num_catchers, caught.how.c_str());
+    EXPECT_GT(caught.num_catchers, 0) << mutant.name;
+  }
+}
+
+}  // namespace
+}  // namespace moe_a2a

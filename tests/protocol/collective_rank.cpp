@@ -1,0 +1,258 @@
+// Compiled with -fsanitize=thread, see compiler_hooks.cpp: the kernels are instantiated here and nowhere else.
+#include "collective_rank.h"
+
+#include <cstring>
+
+#include "collectives/one_shot.h"
+#include "collectives/refuse_collective.h"
+
+namespace moe_a2a {
+namespace {
+
+using Kind = ModelCall::Kind;
+
+constexpr int64_t kShareBytes = CollectiveRank::kSlice * sizeof(float);
+constexpr size_t kTensorBytes = CollectiveRank::kMaxElements * sizeof(float);
+
+[[noreturn]] void fail(const std::string& why) { Explorer::running()->fail(why); }
+
+uint64_t text_word(int rank, int i) { return static_cast<uint64_t>(rank + 1) << 32 | static_cast<uint64_t>(i); }
+
+}  // namespace
+
+RegionSize CollectiveRank::size_of(int num_ranks) {
+  CommContext comm_context;
+  CollectiveContext context;
+  const RegionSize comm = place_region(comm_context, num_ranks, nullptr, nullptr);
+  const RegionSize own = place_region(context, num_ranks, kShareBytes, nullptr, nullptr);
+  return {comm.symmetric_bytes + own.symmetric_bytes, comm.local_bytes + own.local_bytes + 2 * kTensorBytes,
+          own.layout_digest};
+}
+
+CollectiveRank::CollectiveRank(const CollectiveCase& shape, int rank, std::byte* symmetric, std::byte* local,
+                               Report* report)
+    : shape_(shape), report_(report), local_(local) {
+  const RegionSize size = size_of(shape.num_ranks);
+  own_heap_ = symmetric + rank * size.symmetric_bytes;
+  const RegionSize comm = place_region(comm_, shape.num_ranks, own_heap_, local);
+  place_region(context_, shape.num_ranks, kShareBytes, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
+  x_ = reinterpret_cast<float*>(local + size.local_bytes - 2 * kTensorBytes);
+  out_ = x_ + kMaxElements;
+  comm_.heap = {.rank = rank, .num_ranks = shape.num_ranks};
+  for (int r = 0; r < shape.num_ranks; ++r) comm_.heap.base[r] = symmetric + r * size.symmetric_bytes;
+  context_.heap = comm_.heap;  // of this model both regions are in one allocation
+  context_.wait.timeout_ticks = uint64_t{1} << 60;
+  context_.wait.report = report;
+  context_.wait.poison = comm_.region.poison.data;
+  context_.wait.comm_heap = &comm_.heap;
+}
+
+void CollectiveRank::reset() {
+  const RegionSize size = size_of(shape_.num_ranks);
+  std::memset(own_heap_, 0, size.symmetric_bytes);
+  std::memset(local_, 0, size.local_bytes);
+  *report_ = Report{};
+  const uint64_t newest = shape_.first_epoch;
+  if (newest == 0) return;
+  const CollectiveRegion& region = context_.region;
+  region.state(0).epoch = newest;
+  for (const uint64_t epoch : {newest - 1, newest}) {
+    const Signal old{Signal::pack(epoch, 0)};
+    const int half = static_cast<int>(epoch % 2);
+    for (int r = 0; r < shape_.num_ranks; ++r) {
+      region.call_signal(half, r) = old;
+      for (int i = 0; i < kMaxChunks; ++i) region.chunk_signal(half, r, i) = region.result_signal(half, r, i) = old;
+    }
+  }
+}
+
+Program CollectiveRank::program() {
+  Program program;
+  for (int call = 0; call < static_cast<int>(shape_.calls.size()); ++call) {
+    if (shape_.calls[call].refusing_rank == rank()) {
+      program.push_back(refuse(call));
+      continue;
+    }
+    program.push_back(prepare(call));
+    for (int i = 0; i < num_slices(call); ++i) program.push_back(slice(call, i));
+    program.push_back(check(call));
+  }
+  return program;
+}
+
+Launch CollectiveRank::launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const {
+  return {"rank " + std::to_string(rank()) + " call " + std::to_string(call), name, num_blocks, std::move(body)};
+}
+
+// ---- a call
+
+// Even, but not in units.
+Shares CollectiveRank::shares(int call) const {
+  Shares shares;
+  for (int r = 1; r <= shape_.num_ranks; ++r) shares.offset[r] = num_elements(call) * r / shape_.num_ranks;
+  return shares;
+}
+
+int CollectiveRank::num_elements(int call) const {
+  return shape_.calls[call].num_elements + (shape_.calls[call].odd_rank == rank() ? kSlice * shape_.num_ranks : 0);
+}
+
+int CollectiveRank::num_slices(int call) const {
+  const int share =
+      shape_.calls[call].kind == Kind::kOneShot ? num_elements(call) : static_cast<int>(shares(call).size(0));
+  return share <= kSlice ? 1 : (share + kSlice - 1) / kSlice;
+}
+
+Announcement CollectiveRank::announcement(int call, int rank) const {
+  const auto kind = static_cast<uint64_t>(shape_.calls[call].kind);
+  const bool is_odd = shape_.calls[call].odd_rank == rank;
+  return {{kind, static_cast<uint64_t>(shape_.calls[call].num_elements) + (is_odd ? 1 : 0), 0}};
+}
+
+Launch CollectiveRank::prepare(int call) {
+  return launch("prepare", call, 1, [this, call](int) { fill_tensors(call); });
+}
+
+void CollectiveRank::fill_tensors(int call) {
+  const int64_t first = shape_.calls[call].kind == Kind::kAllGather ? shares(call).offset[rank()] : 0;
+  for (int i = 0; i < kMaxElements; ++i) {
+    x_[i] = value(rank(), call, static_cast<int>(first) + i);
+    out_[i] = -1;
+  }
+}
+
+template <class Args>
+Args CollectiveRank::share_args(int call, int number) const {
+  const bool in_place = shape_.calls[call].in_place;
+  Args args;
+  args.context = context_;
+  args.announcement = announcement(call, rank());
+  args.slice = number;
+  args.x = reinterpret_cast<const std::byte*>(x_);
+  args.out = reinterpret_cast<std::byte*>(in_place ? x_ : out_);
+  args.shares = shares(call);
+  if (shape_.calls[call].kind == Kind::kReduceScatter) args.out_begin = args.shares.offset[rank()];
+  if (shape_.calls[call].kind == Kind::kAllGather) args.x_begin = args.shares.offset[rank()];
+  args.extent = {.first = number * int64_t{kSlice}, .most = kSlice, .chunk = kChunk};
+  return args;
+}
+
+void CollectiveRank::run(int call, int number, int block) {
+  const Grid grid{block, shape_.num_blocks};
+  switch (shape_.calls[call].kind) {
+    case Kind::kOneShot: {
+      std::byte* out = reinterpret_cast<std::byte*>(shape_.calls[call].in_place ? x_ : out_);
+      const int64_t first = number * kShareBytes;
+      const int rest = num_elements(call) - number * kSlice;
+      return OneShot::run({.context = context_,
+                           .announcement = announcement(call, rank()),
+                           .slice = number,
+                           .x = reinterpret_cast<const std::byte*>(x_) + first,
+                           .out = out + first,
+                           .count = rest < kSlice ? rest : kSlice,
+                           .chunk = kChunk},
+                          grid, Block{}, nullptr);
+    }
+    case Kind::kTwoShot:
+      return TwoShot::run(share_args<TwoShotArgs>(call, number), grid, Block{}, nullptr);
+    case Kind::kReduceScatter:
+      return ReduceScatter::run(share_args<ReduceScatterArgs>(call, number), grid, Block{}, nullptr);
+    case Kind::kAllGather:
+      return AllGather::run(share_args<AllGatherArgs>(call, number), grid, Block{}, nullptr);
+  }
+}
+
+Launch CollectiveRank::slice(int call, int number) {
+  constexpr const char* kNames[] = {"one_shot", "two_shot", "reduce_scatter", "all_gather"};
+  return launch(kNames[static_cast<int>(shape_.calls[call].kind)], call, shape_.num_blocks,
+                [this, call, number](int block) {
+                  if (block == 0) {
+                    for (const Field field : {Field::kCallSignal, Field::kChunkSignal, Field::kResultSignal}) {
+                      raise_early(field);
+                    }
+                  }
+                  run(call, number, block);
+                });
+}
+
+Launch CollectiveRank::refuse(int call) {
+  return launch(kRefuseCollective, call, 1, [this](int) {
+    RefuseCollectiveArgs args{.context = context_, .announcement = Announcement::of_refusal()};
+    for (int i = 0; i < kRefusalWords; ++i) args.text.word[i] = text_word(rank(), i);
+    RefuseCollective::run(args, Grid{0, 1}, Block{}, nullptr);
+  });
+}
+
+// A mutant: the signals of the launch that begins, before what they guard.
+void CollectiveRank::raise_early(Field field) const {
+  if (!Explorer::running()->is_broken(Mutation::Kind::kRaisedEarly, field)) return;
+  const CollectiveRegion& region = context_.region;
+  const uint64_t epoch = region.state(0).epoch + 1;
+  const int half = static_cast<int>(epoch % 2);
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    const auto raise = [&](Signal* local) {
+      atomic_store<Order::kRelease, Scope::kSystem>(&context_.heap.peer(r, local)->word, Signal::pack(epoch, 0));
+    };
+    if (field == Field::kCallSignal) raise(region.call_signal.at(half, rank()));
+    for (int i = 0; i < kSlice / kChunk; ++i) {
+      if (field == Field::kChunkSignal) raise(region.chunk_signal.at(half, rank(), i));
+      if (field == Field::kResultSignal) raise(region.result_signal.at(half, rank(), i));
+    }
+  }
+}
+
+// ---- what has come
+
+Launch CollectiveRank::check(int call) {
+  return launch("check", call, 1, [this, call](int) {
+    if (shape_.calls[call].odd_rank >= 0 || shape_.calls[call].refusing_rank >= 0) {
+      compare_report(call);
+    } else {
+      compare(call);
+    }
+  });
+}
+
+void CollectiveRank::compare(int call) const {
+  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 0u) fail("there is a report");
+  const Kind kind = shape_.calls[call].kind;
+  const Shares cut = shares(call);
+  const int64_t own = cut.offset[rank()];
+  const float* result = shape_.calls[call].in_place ? x_ : out_;
+  const int64_t first = kind == Kind::kReduceScatter ? own : 0;
+  const int64_t end = kind == Kind::kReduceScatter ? cut.offset[rank() + 1] : num_elements(call);
+  for (int64_t i = first; i < end; ++i) {
+    float expected = 0;
+    for (int r = 0; r < shape_.num_ranks; ++r) {
+      const bool counts = kind != Kind::kAllGather || (i >= cut.offset[r] && i < cut.offset[r + 1]);
+      if (counts) expected += value(r, call, static_cast<int>(i));
+    }
+    if (result[i - first] != expected) {
+      fail("element " + std::to_string(i) + " is " + std::to_string(result[i - first]) + ", not " +
+           std::to_string(expected));
+    }
+  }
+}
+
+void CollectiveRank::compare_report(int call) {
+  const ModelCall& made = shape_.calls[call];
+  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 1u) fail("no report");
+  const int peer = made.refusing_rank >= 0 ? made.refusing_rank : made.odd_rank != rank() ? made.odd_rank : rank() == 0;
+  if (report_->reason != Reason::kRefused || report_->peer != peer) fail("the report is not of that call");
+  if (made.refusing_rank >= 0) {
+    for (int i = 0; i < kRefusalWords; ++i) {
+      if (report_->refusal.word[i] != text_word(peer, i)) fail("the text of the refusal is wrong");
+    }
+  } else {
+    const Announcement theirs = announcement(call, peer), own = announcement(call, rank());
+    if (report_->awaited != collective_kind::kDisagreement) fail("the report is of a refusal");
+    for (int i = 0; i < Announcement::kWords; ++i) {
+      if (report_->refusal.word[i] != theirs.word[i]) fail("the announcement of the peer is wrong");
+      if (report_->refusal.word[Announcement::kWords + i] != own.word[i]) fail("the own announcement is wrong");
+    }
+  }
+  report_->is_complete = 0;
+  ++report_->num_noticed;
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,84 @@
+// A rank that calls collectives under exploration: the real kernels on a real CollectiveRegion, called as Collectives
+// calls them where launches are queued, and the checks of what they deliver. Every value is a formula of rank, call and
+// element.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "collectives/two_shot.h"
+#include "explorer.h"
+
+namespace moe_a2a {
+
+struct ModelCall {
+  enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather };
+  Kind kind = Kind::kTwoShot;
+  int num_elements = 8;  // of the whole tensor
+  bool in_place = false;
+  int odd_rank = -1;       // that makes another call than the others
+  int refusing_rank = -1;  // whose call fails before its launch
+};
+
+struct CollectiveCase {
+  std::string name;
+  std::vector<ModelCall> calls;
+  int num_ranks = 2;
+  int num_blocks = 1;
+  uint64_t first_epoch = 0;  // what the region has been through before
+};
+
+inline constexpr const char* kRefuseCollective = "refuse_collective";
+
+class CollectiveRank {
+ public:
+  // Elements of a tensor at most; of each share in one slice; behind one signal.
+  static constexpr int kMaxElements = 32, kSlice = 4, kChunk = 2;
+
+  static RegionSize size_of(int num_ranks);
+
+  // `symmetric` has the heaps of all ranks, one after the other.
+  CollectiveRank(const CollectiveCase& shape, int rank, std::byte* symmetric, std::byte* local, Report* report);
+
+  void reset();  // memory as after `first_epoch` launches
+  Program program();
+
+  int rank() const { return context_.heap.rank; }
+  const CollectiveRegion& region() const { return context_.region; }
+  const ClientServices& services() const { return context_.services; }
+  const CommRegion& comm_region() const { return comm_.region; }
+  const Report* report() const { return report_; }
+  const float* x() const { return x_; }
+  const float* out() const { return out_; }
+
+ private:
+  static float value(int rank, int call, int i) { return static_cast<float>(1 + i + 64 * (rank + 4 * call)); }
+  Launch launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const;
+  Launch prepare(int call);
+  Launch slice(int call, int number);
+  Launch refuse(int call);
+  Launch check(int call);
+
+  int num_slices(int call) const;
+  int num_elements(int call) const;
+  Shares shares(int call) const;
+  Announcement announcement(int call, int rank) const;
+  void fill_tensors(int call);
+  template <class Args>
+  Args share_args(int call, int number) const;
+  void run(int call, int number, int block);
+  void compare(int call) const;
+  void compare_report(int call);
+  void raise_early(Field field) const;
+
+  CollectiveCase shape_;
+  CommContext comm_;
+  CollectiveContext context_;
+  Report* report_;
+  std::byte *own_heap_, *local_;
+  float *x_, *out_;  // of the rank's caller, watched as its own memory
+};
+
+}  // namespace moe_a2a
