@@ -25,8 +25,7 @@ struct TopkIdx {
 struct DispatchSendArgs {
   Context context;
   int buffer = 0;
-  uint64_t number =
-      0;  // of the dispatch, as the hosts count; 0: peers are not checked for a refusal for lack of a buffer
+  uint64_t number = 0;  // of the dispatch, as the hosts count; 0: do not check for refuse_any_buffer
   int num_tokens = 0;
   TopkIdx topk_idx;
   const float* topk_weights = nullptr;  // [num_tokens, num_topk]; null: all 1

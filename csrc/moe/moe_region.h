@@ -49,11 +49,10 @@ struct ErrorCounters {
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
 struct MoeRegion {
   // ---- symmetric: written by the rank of the "src" index, read by the owner of the memory
-  Array<Signal, 3> table_signal;     // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
-  Array<RouteEntry, 4> table_route;  // [B, R src, T, K]
-  Array<float, 4> table_weight;      // [B, R src, T, K]
-  Array<int32_t, 3>
-      table_landed_idx;             // [B, R src, T]  how many rows of its chunk land here before this one; -1: not here
+  Array<Signal, 3> table_signal;       // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
+  Array<RouteEntry, 4> table_route;    // [B, R src, T, K]
+  Array<float, 4> table_weight;        // [B, R src, T, K]
+  Array<int32_t, 3> table_landed_idx;  // [B, R src, T]  rows of its chunk that land here before it; -1: not here
   Array<int32_t, 4> table_count;    // [B, R src, chunks, El + 1]  routes to each expert here; last: rows that land here
   Array<Signal, 3> row_signal;      // [B, R src, T]  a row of src has landed
   Array<std::byte, 4> row;          // [B, R src, T, row_stride]  recv_x: each token's slot is its own index
