@@ -1,9 +1,9 @@
-// Where a function may run, and which variant of the kernels is compiled. The words that headers shared by host and
-// kernels need before they know the target.
+// Where a function may run, and which variant of the kernels is compiled: what headers shared by host and kernels need
+// before they know the target.
 #pragma once
 
-// The kernels are compiled twice, with the recorder of the trace and bare, each in a namespace of its own. (On H200 the
-// branches around a recorder that is off are 4 % of a small batch.)
+// Kernels are compiled twice, with the trace recorder and without, each in its own namespace. (On H200 the branches
+// around a recorder that is off are 4 % of a small batch.)
 #if !defined(MOE_A2A_RECORDING)
 #define MOE_A2A_RECORDING 1
 #endif
@@ -14,16 +14,16 @@
 #endif
 
 #if defined(__HIP__) || defined(__CUDACC__)
-// Spelled out: HIP defines __forceinline__ in a header that comes later.
+// Spelled out: HIP defines __forceinline__ only in a later header.
 #define MOE_A2A_DEVICE __device__ inline __attribute__((always_inline))
 #define MOE_A2A_HOST_DEVICE __host__ __device__ inline __attribute__((always_inline))
-// Before a loop over a lane's own array, which is in registers only when every index is known.
+// For loops over a per-thread array: it stays in registers only if every index is a constant.
 #define MOE_A2A_UNROLL _Pragma("unroll")
-// Before a loop that goes round a few times in a small batch, which is the time of its instructions: unrolled, those of
-// rounds that do not come are gone through as well. (H200: the sums of the lists took 4.6 us, now 2.)
+// For loops with few iterations in a small batch, which is latency-bound by its instructions: unrolled, it would also
+// step through the iterations that do not happen. (H200: summing the lists took 4.6 us, now 2.)
 #define MOE_A2A_ROLLED _Pragma("unroll 1")
-// What is rarely run is called, so that it does not lie between what is run each time: a small batch is the time of its
-// instructions. A function that is called needs a stack on AMD, so there it stays.
+// Keep cold code out of line: small batches are latency-bound by their instructions. On AMD a called function needs a
+// stack, so there it stays inline.
 #if defined(__CUDACC__)
 #define MOE_A2A_RARE __device__ __noinline__ static
 #else

@@ -64,7 +64,7 @@ void BlockPool::State::grow(int num_blocks, size_t shared_bytes) {
 
 void BlockPool::State::run(int blocks, size_t shared_bytes, BlockFunction block_function, const void* block_job) {
   const Interrupt::Scope scope(interrupt, true);
-  if (blocks == 1) {  // nobody to wake: the usual case where ranks outnumber the cores
+  if (blocks == 1) {  // no thread to wake: the usual case when ranks outnumber cores
     grow(1, shared_bytes);
     return block_function(block_job, 0, 1, reinterpret_cast<std::byte*>(shared[0].data()));
   }
@@ -82,7 +82,7 @@ void BlockPool::State::run(int blocks, size_t shared_bytes, BlockFunction block_
   wait_for_all();
 }
 
-// The other blocks may wait for other ranks long after block 0 has ended, so the host is asked here too.
+// The other blocks may wait for other ranks long after block 0 has finished, so poll the host hook here too.
 void BlockPool::State::wait_for_all() {
   std::unique_lock lock(mutex);
   while (num_running > 0) {
@@ -94,7 +94,7 @@ void BlockPool::State::wait_for_all() {
   }
 }
 
-// `seen` is the newest launch that the thread has no part in.
+// `seen`: the latest launch that the thread takes no part in.
 void BlockPool::State::work(int block_rank, unsigned long seen) {
   const Interrupt::Scope scope(interrupt, false);
   std::unique_lock lock(mutex);

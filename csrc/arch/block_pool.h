@@ -1,4 +1,4 @@
-// The CPU's blocks: one OS thread each, kept between launches so that a launch neither starts a thread nor allocates.
+// The CPU's blocks: one OS thread each, kept between launches, so that a launch neither starts threads nor allocates.
 #pragma once
 
 #include <cstddef>
@@ -18,18 +18,18 @@ class BlockPool {
   BlockPool& operator=(const BlockPool&) = delete;
   ~BlockPool();
 
-  // Runs function(job, i, num_blocks, shared memory of block i) for every block and returns when all are done.
-  // The calling thread is block 0.
+  // Runs function(job, i, num_blocks, shared memory of block i) for every block and returns when all are done. The
+  // calling thread is block 0.
   void run(int num_blocks, size_t shared_bytes, BlockFunction function, const void* job);
 
-  // Ends the waits of the launch that runs and of all later ones; see is_launch_interrupted(). Any thread may call it.
+  // Ends the waits of the running launch and of all later ones; see is_launch_interrupted(). Callable from any thread.
   void interrupt();
   bool is_interrupted() const;
 
  private:
   struct State;
 
-  // A forked child has none of the threads, and what they waited on cannot be destroyed there.
+  // A forked child has none of the threads, and cannot destroy what they waited on.
   MadeByThisProcess maker_;
   std::unique_ptr<State> state_;
 };

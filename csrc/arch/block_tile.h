@@ -1,24 +1,24 @@
-// The product that a block computes at a time, and of what each target makes it:
+// The product that a block computes at a time, and what each target builds it from:
 //
 //   BlockTile<T>      T is Half or Bfloat16; sums are fp32
 //     kRows, kColumns, kSharedBytes
 //     multiply(block, shared, num_rows, depth, row_of_a, row_of_b, store)
-//                     row_of_a(i), row_of_b(half, j): where row i < kRows of A and row j < kColumns of either half of B
-//                     begin, at a multiple of 16 bytes; null: zeros. depth: their length, a multiple of 16.
-//                     store(i, j, first, second) is called once for each i < num_rows (and maybe beyond) and j, with
-//                     the products of row i of A and row j of both halves of B. Two halves, so that an activation finds
-//                     gate and up in one place.
-//   WarpMatrix<T>     of a GPU target: kRows x kColumns sums of a warp in its registers, value[kValues] of each lane
+//                     row_of_a(i), row_of_b(half, j): the start of row i < kRows of A, and of row j < kColumns of
+//                     either half of B, 16-byte aligned; null: zeros. depth: their length, a multiple of 16. store(i,
+//                     j, first, second) is called once for each i < num_rows (and possibly beyond) and j, with the
+//                     products of row i of A and row j of both halves of B. Two halves, so that an activation gets gate
+//                     and up together.
+//   WarpMatrix<T>     on GPU targets: kRows x kColumns sums of a warp in its registers, value[kValues] per lane
 //     add_product(warp, a, b, stride, depth)   rows of A and B in shared memory, `stride` elements apart
-//     row_of(warp, v), column_of(warp, v)      where value v of the lane belongs
+//     row_of(warp, v), column_of(warp, v)      the place of the lane's value v
 //
-// The CPU has BlockTile in cpu_block_tile.h; GPUs build it from their WarpMatrix (simt_block_tile.h): mma.sync in
-// cuda_warp_matrix.h, MFMA in hip_warp_matrix.h, and for lanes over fibers the one below.
+// The CPU's BlockTile is in cpu_block_tile.h. GPUs build theirs from WarpMatrix (simt_block_tile.h): mma.sync in
+// cuda_warp_matrix.h, MFMA in hip_warp_matrix.h, and the one below for the test target whose lanes are fibers.
 #pragma once
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// In plain C++, any number of lanes.
+// Plain C++, for any number of lanes.
 template <class T>
 struct PlainWarpMatrix {
   static constexpr int kRows = 32, kColumns = 16, kValues = kRows * kColumns / kWarpSize;

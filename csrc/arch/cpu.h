@@ -1,5 +1,5 @@
-// The CPU target: a warp has one lane, a block is one OS thread, a device is this process's memory.
-// It is the definition of what the kernels mean, and what the sanitizers and a laptop run.
+// The CPU target: a warp has one lane, a block is one OS thread, a device is this process's memory. It defines what the
+// kernels mean, and is what the sanitizers and a laptop run.
 #pragma once
 
 #include <sched.h>
@@ -16,7 +16,7 @@
 
 #if !defined(MOE_A2A_CPU_LEVEL)
 #define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu)
-#elif MOE_A2A_CPU_LEVEL == 2  // of arch/cpu_level.h
+#elif MOE_A2A_CPU_LEVEL == 2  // see arch/cpu_level.h
 #define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu_v2)
 #elif MOE_A2A_CPU_LEVEL == 3
 #define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu_v3)
@@ -24,7 +24,7 @@
 #define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu_v4)
 #endif
 
-// clang-format off: in the namespace that has just been named
+// clang-format off: these use MOE_A2A_TARGET
 #include "arch/processor.h"
 #include "arch/soft_numbers.h"
 // clang-format on
@@ -34,38 +34,38 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 inline constexpr int kWarpSize = 1;
 inline constexpr int kBlockThreads = 1;
 inline constexpr bool kBlocksAreUnequal = false;  // see comm/work_queue.h
-// How many elements a lane works on at a time: long enough for the compiler to use vector instructions.
+// Elements that a lane works on at a time: enough for the compiler to vectorise.
 template <class T>
 inline constexpr int kLaneElements = 256;
-// How many such pieces of how many rows a lane adds up side by side, and how many values it quantises at a time.
+// Pieces and rows that a lane adds up side by side, and how a quantiser's values are grouped.
 inline constexpr int kLaneUnroll = 1;
 inline constexpr int kRowsInFlight = 1;
 inline constexpr int kQuantizeUnroll = 1;
 template <class T>
 inline constexpr int kQuantizeElements = 128;
-// Whether a vector access needs an address that is a multiple of 16 bytes.
+// Whether vector accesses need 16-byte alignment.
 inline constexpr bool kAlignedVectors = false;
 
-// ---- groups: with one member, everything that is exchanged is what the member has
+// ---- groups: with a single member, every exchange is the identity
 
 struct Thread {
   int rank() const { return 0; }
   int size() const { return 1; }
   void sync() const {}
-  // Makes the stores of all members visible to whoever a member signals next.
+  // Orders the stores of all members before any member's next signal.
   void release_sync() const {}
   template <class T>
   T broadcast(T value, int /*lane*/ = 0) const {
     return value;
   }
   bool any(bool value) const { return value; }
-  int count(bool value) const { return value ? 1 : 0; }  // of the members with `value`
-  // The value of the last member; broadcast() gives that of the first.
+  int count(bool value) const { return value ? 1 : 0; }  // members with `value`
+  // The last member's value; broadcast() gives the first's.
   template <class T>
   T last(T value) const {
     return value;
   }
-  // All bits that a member has set.
+  // All bits that any member has set.
   uint64_t reduce_or(uint64_t bits) const { return bits; }
   Matches matches(int32_t, int) const { return {0, 1}; }
   template <class T>
@@ -85,7 +85,7 @@ using Warp = Thread;
 struct Block : Thread {
   struct Scratch {};
   explicit Block(Scratch&) {}
-  // True in one thread of the block, when all its warps have come here.
+  // True in one thread of the block, once all its warps have arrived.
   bool is_last_warp() const { return true; }
   Warp warp() const { return {}; }
   int warp_rank() const { return 0; }
@@ -100,26 +100,25 @@ struct Grid {
 
 // ---- memory
 
-// A T of each warp's own, for the length of a launch.
+// A T per warp, for the duration of a launch.
 template <class T>
 T& warp_memory() {
   static thread_local T of_warp;
   return of_warp;
 }
 
-// One fence may stand before several signals where a fence is what a release store costs (the GPUs). Here it is
-// nothing and each signal is a release store, which thread sanitizer understands and a free-standing fence is not.
+// On GPUs a release store costs a fence, so one fence precedes several relaxed signals. Here a fence is free, and each
+// signal is a release store: thread sanitizer understands those, but not a free-standing fence.
 inline void fence_before_signals() {}
 inline constexpr Order kSignalOrder = Order::kRelease;
 inline constexpr bool kOneWarpPublishes = false;      // see comm/signal_queue.h
 inline constexpr Order kPollOrder = Order::kAcquire;  // see comm/wait.h
 using LlBits = uint64_t;                              // see comm/ll_word.h
 
-// Asks for memory that will be read.
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
 
-// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), beginning with `turn` and reading
-// the source once. `in_shared`: the source is in the block's shared memory; here that is memory like any other.
+// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), starting with `turn`. `in_shared`:
+// the source is in the block's shared memory, which is ordinary memory here.
 template <class Group, class Members, class Target>
 void multicast_bytes(const Group&, const Members& members, int turn, Target target, const void* source, size_t bytes,
                      bool /*in_shared*/ = false) {
@@ -131,7 +130,7 @@ struct LaneVector {
   T element[kLaneElements<T>];
 };
 
-// A lane's piece on its way in: read where it lies, since a copy of a kilobyte is not a register.
+// A lane's piece, loaded. It is read in place: a kilobyte does not fit in a register.
 template <class T>
 struct LoadedLane {
   const T* element;
@@ -165,7 +164,7 @@ float value_of(const LoadedLane<T>& lane, int i) {
 
 // ---- time
 
-// Gives the core away: eight ranks may share two of them.
+// Yields the core: eight ranks may share two.
 inline void pause() { sched_yield(); }
 
 // Whether the host wants the waits of this launch to end.
@@ -178,7 +177,7 @@ using Machine = CpuMachine;
 template <class Kernel>
 void prepare(const LaunchSite&) {}
 
-// Runs the kernel to its end: the CPU has no streams, work is ordered by the calling thread.
+// Runs the kernel to completion: the CPU has no streams; the calling thread orders the work.
 template <class Kernel>
 void launch(const LaunchSite& site, const typename Kernel::Args& args) {
   const auto block_main = [](const void* job, int block_rank, int num_blocks, std::byte* shared) {

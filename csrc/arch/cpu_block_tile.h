@@ -11,7 +11,7 @@ struct BlockTile {
   static constexpr int kRows = 64, kColumns = 64;
 
  private:
-  static constexpr int kDepth = 512;            // summed at a time: rows of A as floats stay in the second cache
+  static constexpr int kDepth = 512;            // summed at a time: rows of A as floats stay in L2
   static constexpr int kLanes = 16, kSide = 4;  // partial sums of a dot product; rows of A that share a row of B
   struct Shared {
     float a[kRows][kDepth], b[kDepth], sum[2 * kColumns][kRows];
@@ -46,7 +46,7 @@ struct BlockTile {
     for (int k = 0; k < count; ++k) to[k] = row == nullptr ? 0.0f : to_float(row[begin + k]);
   }
 
-  // `count` is a multiple of kLanes. The partial sums are added up in a fixed order.
+  // `count` is a multiple of kLanes. Partial sums are added in a fixed order.
   static void add_products(Shared& shared, int i, int j, int count) {
     float partial[kSide][kLanes] = {};
     for (int k = 0; k < count; k += kLanes) {

@@ -17,7 +17,7 @@
 namespace moe_a2a {
 namespace {
 
-// One page before the heap: whose it is, and how many of its peers have mapped it.
+// One page before the heap: its owner, and how many of its peers have mapped it.
 struct HeapHeader {
   uint64_t owner[2];
   uint64_t inode;
@@ -36,10 +36,10 @@ std::shared_ptr<void> map(int flags, int fd, size_t nbytes, const char* what) {
 
 }  // namespace
 
-// A mapping of a heap, and as long as a peer may still come, its file.
+// A mapping of a heap and, as long as a peer may still need it, its file.
 class SharedHeap {
  public:
-  // This rank's own heap.
+  // This rank's heap.
   SharedHeap(size_t nbytes, int num_ranks) : owner_(this_process()), total_(nbytes + kHeaderBytes) {
     file_ = make_shared_file(total_, &location_);
     mapping_ = map(MAP_SHARED, file_.get(), total_, "the symmetric heap");
@@ -47,7 +47,7 @@ class SharedHeap {
     header->num_confirmed.store(0, std::memory_order_release);
     close_file_if_confirmed();
   }
-  // A peer's, of another process.
+  // The heap of a peer in another process.
   SharedHeap(const MemoryHandle& handle, FileDescriptor file)
       : owner_(handle.process), total_(handle.nbytes + kHeaderBytes) {
     std::memcpy(&location_, handle.opaque, sizeof(location_));
@@ -89,13 +89,13 @@ class SharedHeap {
   size_t total_;
   FileLocation location_;
   std::mutex mutex_;
-  FileDescriptor file_;  // the owner's
+  FileDescriptor file_;  // open only in the owner
   std::shared_ptr<void> mapping_;
 };
 
 namespace {
 
-// This process's own heaps by address, for ranks that are its threads.
+// This process's heaps by address, for ranks that are threads of it.
 class OwnHeaps {
  public:
   static OwnHeaps& instance() { return *current; }
@@ -115,7 +115,7 @@ class OwnHeaps {
   }
 
  private:
-  // A forked child has no heap of its own, and a thread that it does not have may hold the lock.
+  // Replaced in a forked child: it owns no heaps, and a thread that does not exist there may hold the lock.
   static OwnHeaps* current;
   [[maybe_unused]] static const int registered;
 

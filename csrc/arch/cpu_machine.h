@@ -23,21 +23,21 @@ class CpuMachine {
   ~CpuMachine();
 
   static constexpr const char* kName = "cpu";
-  // Ranks usually outnumber the cores, so one block each.
+  // Ranks usually outnumber cores, so one block each.
   static constexpr int kDefaultBlocks = 1;
   static bool is_synchronous() { return true; }
 
-  // Zeroed memory that every rank can map: a file without a name, see arch/shared_file.h.
+  // Zeroed memory that every rank can map: a nameless file, see arch/shared_file.h.
   std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle);
-  // Raises unless the memory is what the handle says. `timeout_seconds`: how long to wait for an owner in another pid
-  // namespace. What is opened is closed again, or confirmed when all peers are open: an owner whose peers have all
-  // confirmed keeps no file.
+  // Throws unless the memory is what the handle says. `timeout_seconds`: how long to wait for an owner in another pid
+  // namespace. Follow with close_peer(), or with confirm_peer() once all peers are open: an owner whose peers have all
+  // confirmed closes its file.
   std::byte* open_peer(const MemoryHandle& handle, double timeout_seconds);
   void close_peer(std::byte* memory);
   void confirm_peer(std::byte* memory);
   void close_all();
 
-  std::byte* allocate_local(size_t nbytes);         // zeroed; what is never touched takes no memory
+  std::byte* allocate_local(size_t nbytes);         // zeroed; untouched pages take no memory
   std::byte* allocate_host_visible(size_t nbytes);  // zeroed, read by the host while kernels run
   void clear(void* memory, size_t nbytes) { std::memset(memory, 0, nbytes); }
   void copy_to_host(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
@@ -45,7 +45,7 @@ class CpuMachine {
   void synchronize() {}
   void order_streams(void* /*earlier*/, void* /*later*/) {}  // the calling thread orders its work
   void* own_stream() { return nullptr; }
-  // Ends the waits of the launch that runs and of all later ones. Any thread may call it.
+  // Ends the waits of the running launch and of all later ones. Callable from any thread.
   void interrupt() { pool_.interrupt(); }
   bool is_interrupted() const { return pool_.is_interrupted(); }
 
@@ -58,7 +58,7 @@ class CpuMachine {
   void name_own_files();
 
   BlockPool pool_;
-  // Threads of one process share a mapping: it stays until the last of them lets go of it.
+  // Threads of one process share a mapping; it stays until the last of them releases it.
   std::vector<std::shared_ptr<SharedHeap>> own_, peers_;
   std::vector<std::shared_ptr<void>> local_;
 };

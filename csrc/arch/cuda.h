@@ -1,4 +1,4 @@
-// The CUDA target: the few words in which NVIDIA differs; what it shares with AMD is in simt.h and simt_machine.h.
+// The CUDA target: what is specific to NVIDIA. What it shares with AMD is in simt.h and simt_machine.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,7 +35,7 @@ __device__ __forceinline__ void block_sync() { __syncthreads(); }
 __device__ __forceinline__ void drain_stores() {}  // the barrier orders the block's stores before the leader's fence
 __device__ __forceinline__ bool warp_any(bool value) { return __any_sync(0xffffffffu, value); }
 __device__ __forceinline__ uint32_t warp_or(uint32_t bits) { return __reduce_or_sync(0xffffffffu, bits); }
-using LaneMask = uint32_t;  // a bit per lane
+using LaneMask = uint32_t;  // one bit per lane
 __device__ __forceinline__ LaneMask warp_ballot(bool value) { return __ballot_sync(0xffffffffu, value); }
 __device__ __forceinline__ int count_ones(LaneMask word) { return __popc(word); }
 __device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value); }
@@ -83,7 +83,8 @@ __device__ __forceinline__ void atomic_store(T* address, T value) {
 }
 template <Order kOrder, Scope kScope, class T>
 __device__ __forceinline__ T atomic_add(T* address, T value) {
-  // What is a block's own is in shared memory: of this one the compiler sees it, of the other never.
+  // Block-scope counters are in shared memory. The compiler can tell that from atomicAdd_block(), never from
+  // atomic_ref.
   if constexpr (kOrder == Order::kRelaxed && kScope == Scope::kBlock) return atomicAdd_block(address, value);
   return ::cuda::atomic_ref<T, to_builtin(kScope)>(*address).fetch_add(value, to_builtin(kOrder));
 }
@@ -93,14 +94,14 @@ __device__ __forceinline__ bool atomic_claim(T* address, T expected, T desired) 
                                                                                      to_builtin(kOrder));
 }
 
-// One fence orders all that was written before every relaxed signal after it.
+// One fence orders all earlier writes before every relaxed signal after it.
 __device__ __forceinline__ void fence_before_signals() {
   ::cuda::atomic_thread_fence(::cuda::std::memory_order_release, ::cuda::thread_scope_system);
 }
 inline constexpr Order kSignalOrder = Order::kRelaxed;
-// A warp of each block does the fences of all, see comm/signal_queue.h.
+// One warp of each block does the fences for all, see comm/signal_queue.h.
 inline constexpr bool kOneWarpPublishes = true;
-// A poll that acquires costs nothing but the lines of the first cache, a second load of the word 0.7 us.
+// Acquiring on every poll costs only L1 lines; a second load of the word costs 0.7 us.
 inline constexpr Order kPollOrder = Order::kAcquire;
 
 __device__ __forceinline__ void prefetch(const void* address) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ void prefetch(const void* address) {
 
 using Vec16 = uint4;
 
-// Vectors that are seen whole or not at all (PTX: .b128 with .relaxed is one access of single-copy atomicity).
+// 16-byte accesses that never tear (PTX: .b128 with .relaxed has single-copy atomicity).
 using LlBits = Vec16;  // see comm/ll_word.h
 __device__ __forceinline__ Vec16 load_whole(const Vec16* address) {
   uint64_t low, high;
@@ -190,7 +191,7 @@ __device__ __forceinline__ uint64_t clock_now() {  // nanoseconds, in steps of 3
 }
 __device__ __forceinline__ void pause() { __nanosleep(20); }
 
-// No wait on a device is ended by the host.
+// The host cannot end a wait on a device.
 __device__ __forceinline__ bool is_interrupted() { return false; }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
@@ -219,7 +220,8 @@ struct CudaVendor {
     return cudaHostAlloc(memory, nbytes, cudaHostAllocPortable | cudaHostAllocMapped);
   }
   static cudaError_t free_host(void* memory) { return cudaFreeHost(memory); }
-  // Asked of the driver, which the runtime has loaded: its library is not linked, so that the package loads without it.
+  // Obtained through the runtime, which has loaded the driver. The driver's library is not linked, so the package loads
+  // without it.
   static size_t size_of_mapping([[maybe_unused]] void* memory) {
 #if CUDART_VERSION >= 12050
     void* entry = nullptr;

@@ -9,17 +9,17 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 inline constexpr int kRowStages = 2;
-inline constexpr int kStageHeader = 128;  // holds the stage's barrier and what is in the stage
+inline constexpr int kStageHeader = 128;  // the stage's barrier and a description of its row
 __host__ __device__ constexpr int64_t stage_bytes(int64_t row_bytes) {
   return kStageHeader + (row_bytes + 127) / 128 * 128;
 }
-// Shared memory that a warp's sender takes.
+// Shared memory for one warp's sender.
 __host__ __device__ constexpr int64_t warp_staging_bytes(int64_t row_bytes, StagedFor) {
   return kRowStages * stage_bytes(row_bytes);
 }
 
-// The contract of PlainRowSender, for a warp; one lane does it all. `staging`: warp_staging_bytes() of shared memory,
-// or null: then rows go by plain stores.
+// PlainRowSender's contract, for a warp; one lane does all the work. `staging`: warp_staging_bytes() of shared memory;
+// null: rows go by plain stores.
 template <class Item, class Target, class Done>
 class TmaRowSender {
  public:
@@ -32,7 +32,7 @@ class TmaRowSender {
     warp_.sync();
   }
 
-  // A row whose parts are not multiples of 16 bytes, or that has no staging, goes by plain stores.
+  // A row goes by plain stores if a part is not a multiple of 16 bytes, or without staging.
   __device__ __forceinline__ void send(const RowSource& row, const Item& item) {
     const uint64_t misalignment = reinterpret_cast<uint64_t>(row.values) | static_cast<uint64_t>(row.num_value_bytes) |
                                   reinterpret_cast<uint64_t>(row.scales) | static_cast<uint64_t>(row.num_scale_bytes);
@@ -41,7 +41,8 @@ class TmaRowSender {
       return;
     }
     if (warp_.rank() != 0) return;
-    const int stage = (stage_ + (is_loading_ ? 1 : 0)) % kRowStages;  // free: see below
+    const int stage =
+        (stage_ + (is_loading_ ? 1 : 0)) % kRowStages;  // free: the previous send() completed the oldest row
     load(stage, row);
     put_in_stage(stage, row, item);
     store_loaded();  // the previous row: its stores overlap this one's load
@@ -86,7 +87,7 @@ class TmaRowSender {
     return staging_ + stage * stage_stride_ + kStageHeader;
   }
 
-  // The rows in flight are in the stages before stage_, oldest first.
+  // Rows in flight are in the stages before stage_, oldest first.
   __device__ __forceinline__ void complete_oldest() {
     tma_wait(num_in_flight_ - 1);
     const int oldest = (stage_ + kRowStages - num_in_flight_) % kRowStages;
@@ -104,7 +105,7 @@ class TmaRowSender {
     }
   }
 
-  // Rows are sent as whole lines: the rest of the last 128-byte line, here and in the slot, belongs to nothing else.
+  // Rows are sent as whole lines: the rest of the last 128-byte line is unused, here and in the slot.
   __device__ __forceinline__ void put_in_stage(int stage, const RowSource& row, const Item& item) {
     const int64_t end = row.num_scale_bytes > 0 ? row.scales_offset + row.num_scale_bytes : row.num_value_bytes;
     header(stage)->num_bytes = static_cast<uint32_t>((end + 127) / 128 * 128);
@@ -136,11 +137,11 @@ class TmaRowSender {
   int64_t stage_stride_;
   int stage_ = 0;            // of the next row, or of the row being loaded
   int num_in_flight_ = 0;    // rows being stored, in the stages before stage_
-  bool is_loading_ = false;  // a row is being loaded
-  uint32_t parity_ = 0;      // of each stage's barrier
+  bool is_loading_ = false;  // the row in stage_ is being loaded
+  uint32_t parity_ = 0;      // one bit per stage's barrier
 };
 
-// By TMA from sm_90 on.
+// TMA needs sm_90.
 template <class Item, class Target, class Done>
 __device__ auto make_warp_sender(const Warp& warp, Target target, Done done, std::byte* staging, int64_t row_bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900

@@ -1,5 +1,5 @@
-// Streamed sums by TMA (sm_90). Per-thread loads tie up registers and L1 lines while they are in flight, too few of
-// either to cover the memory's latency: one of 15 warps of an SM took 43 us to add a row of four terms that way, 21 us
+// Streamed sums by TMA (sm_90). Per-thread loads tie up registers and L1 lines while in flight, too few of either to
+// cover memory latency: with 15 warps per SM, a warp took 43 us to add a row of four terms that way, and takes 21 us
 // this way (H200).
 #pragma once
 
@@ -15,12 +15,12 @@ inline constexpr bool kHasStreams = false;
 inline constexpr bool kHasStreams = true;
 #endif
 
-// ---- rows arrive
+// ---- rows in
 
 inline constexpr int kReadStages = 5;
 inline constexpr int kReaderBytes = 128 + kReadStages * kStreamBytes;  // the stages' barriers, and the stages
 
-// See streamed_sums.h. The pieces take the stages in turn.
+// See streamed_sums.h. Pieces use the stages round-robin.
 class TmaRowReader {
  public:
   __device__ __forceinline__ TmaRowReader(const Warp& warp, std::byte* memory) : warp_(warp), memory_(memory) {
@@ -52,7 +52,7 @@ class TmaRowReader {
  private:
   __device__ __forceinline__ uint64_t* barrier(int stage) const { return reinterpret_cast<uint64_t*>(memory_) + stage; }
   __device__ __forceinline__ std::byte* stage_memory(int stage) const { return memory_ + 128 + stage * kStreamBytes; }
-  // Fetches the next piece, if there is one.
+  // Fetches the next piece, if any.
   __device__ __forceinline__ void load(int stage) {
     if (offset_ >= num_bytes_) return;
     const int lane = count_trailing_zeros(to_load_);
@@ -73,18 +73,18 @@ class TmaRowReader {
   std::byte* memory_;
   const std::byte* row_ = nullptr;  // this lane's
   uint32_t lanes_ = 0;              // whose rows are read
-  uint32_t to_load_ = 0;            // those whose piece at offset_ has not been fetched
-  int offset_ = 0, num_bytes_ = 0;  // of the rows
+  uint32_t to_load_ = 0;            // lanes whose piece at offset_ has not been fetched
+  int offset_ = 0, num_bytes_ = 0;  // within the rows
   int stage_ = 0;                   // of the piece to read next
   uint32_t parity_ = 0;             // of its barrier
 };
 
-// ---- sums leave
+// ---- sums out
 
 inline constexpr int kPieceStages = 2;
 inline constexpr int kPieceSenderBytes = kPieceStages * kStreamBytes;
 
-// See streamed_sums.h. A row's completion is waited for only after the first piece of the next has been sent.
+// See streamed_sums.h. Waits for a row's completion only after sending the first piece of the next.
 template <class Item, class Target, class Done>
 class TmaPieceSender {
  public:
@@ -102,7 +102,7 @@ class TmaPieceSender {
     warp_.sync();
     if (warp_.rank() == 0) {
       const std::byte* piece = memory_ + stage_ * kStreamBytes;
-      const uint32_t lines = static_cast<uint32_t>((num_bytes + 127) / 128 * 128);  // whole ones, see TmaRowSender
+      const uint32_t lines = static_cast<uint32_t>((num_bytes + 127) / 128 * 128);  // whole lines, see TmaRowSender
       item.dst_ranks.visit_from(item.first_dst_rank,
                                 [&](int rank) { tma_store(target_(item, rank) + offset, piece, lines); });
       tma_commit();

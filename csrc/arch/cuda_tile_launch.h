@@ -1,4 +1,4 @@
-// Host side of a kernel over the pipeline of cuda_tile_pipeline.h: tensor maps for TMA, clusters.
+// Host side of kernels that use the pipeline of cuda_tile_pipeline.h: tensor maps for TMA, cluster launches.
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -7,12 +7,12 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// A tensor of 16-bit values as TMA sees it, the innermost dimension dense. TMA brings boxes of it, with the 128-byte
-// swizzle, and zeros for what lies outside.
+// A tensor of 16-bit values as TMA sees it, innermost dimension contiguous. TMA loads boxes of it in the 128-byte
+// swizzle, with zeros for what is out of bounds.
 struct TensorShape {
   struct Dimension {
     int64_t size;
-    int64_t stride;  // in elements; of the innermost 1
+    int64_t stride;  // in elements; 1 for the innermost
     uint32_t box;
   };
   const void* data;
@@ -50,7 +50,7 @@ inline TensorMap make_tensor_map(const TensorShape& shape) {
   return map;
 }
 
-// Kernel: Args, kThreads, kBlocks of a cluster, kSharedBytes, run(args, shared).
+// Kernel: Args, kThreads, kBlocks per cluster, kSharedBytes, run(args, shared).
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     pipeline_entry(const __grid_constant__ typename Kernel::Args args) {
@@ -67,8 +67,7 @@ void prepare_pipeline(const LaunchSite& site) {
         Kernel::kName);
 }
 
-// Whether the device runs what was compiled for sm_90a: its own code, not something older that the driver has
-// translated.
+// Whether the device runs native sm_90a code, not older code that the driver has JIT-compiled.
 template <class Kernel>
 bool has_pipeline(const LaunchSite& site) {
   const DeviceGuard guard(site.device);

@@ -1,6 +1,6 @@
-// What sm_90a has for a pipeline of matrix tiles, an instruction each: barriers in shared memory that blocks of a
-// cluster share, tiles by TMA, copies of 16 bytes that arrive at a barrier, products of a warp group (wgmma). Addresses
-// of shared memory are 32-bit.
+// The instructions of sm_90a for a pipeline of matrix tiles: shared-memory barriers across the blocks of a cluster,
+// tiles by TMA, 16-byte copies that arrive at a barrier. Products of a warp group (wgmma) are in
+// cuda_warp_group_matrix.h. Shared memory addresses are 32-bit.
 #pragma once
 
 #define MOE_A2A_HAS_TILE_PIPELINE 1
@@ -11,7 +11,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// In this pass of the compiler. What is compiled for older architectures, or only compatible ones, has no wgmma.
+// In this compiler pass: code for older, or merely compatible, architectures has no wgmma.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 inline constexpr bool kHasTilePipeline = true;
 #else
@@ -46,8 +46,9 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t num_by
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the same barrier of a block of the cluster. Said with .release.cluster, which orders all memory of the GPU, each
-// arrival is a fence, and the kernel takes 1.2 times as long (H200); the reads that this orders are done anyway.
+// Arrives at the same barrier in another block of the cluster. With .release.cluster, which orders all of the GPU's
+// memory, each arrival would be a fence: 1.2 times the kernel's time (H200). Nothing needs that order: the reads are
+// complete.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -55,7 +56,7 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
       "r"(block)
       : "memory");
 }
-// Once this thread's copies so far have landed.
+// Arrives once this thread's copies so far have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -67,7 +68,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "r"(parity)
       : "memory");
 }
-// Between what threads have written into shared memory and what TMA or wgmma read there.
+// Orders this thread's writes to shared memory before reads by TMA or wgmma.
 __device__ __forceinline__ void fence_before_async_reads() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -87,7 +88,7 @@ __device__ __forceinline__ Vec16 load_vector(uint32_t from) {
                : "memory");
   return v;
 }
-// A word for a block of the cluster, counted by that block's barrier.
+// Stores a word in a block of the cluster; that block's barrier counts its bytes.
 __device__ __forceinline__ void store_word_at(uint32_t address, uint32_t barrier, int block, int value) {
   asm volatile(
       "{ .reg .b32 to, at; mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 at, %1, %2;\n"
@@ -95,7 +96,7 @@ __device__ __forceinline__ void store_word_at(uint32_t address, uint32_t barrier
       "r"(barrier), "r"(block), "r"(value)
       : "memory");
 }
-// Four 8 x 8 matrices of 16-bit values, from registers in the layout of products.
+// Stores four 8 x 8 matrices of 16-bit values from registers in the layout of products.
 __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]),
                "r"(v[2]), "r"(v[3])
@@ -123,7 +124,7 @@ __device__ __forceinline__ void load_tile(uint32_t to, const TensorMap* map, uin
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-// Into both blocks of the cluster, at the same place.
+// Into both blocks of the cluster, at the same address.
 __device__ __forceinline__ void load_tile_for_both(uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1,
                                                    int c2, int c3) {
   asm volatile(
@@ -133,7 +134,7 @@ __device__ __forceinline__ void load_tile_for_both(uint32_t to, const TensorMap*
       : "memory");
 }
 
-// ---- registers of a warp group: what one gives another may take
+// ---- registers of warp groups: one group gives some up, another takes them
 
 template <int kCount>
 __device__ __forceinline__ void give_registers() {

@@ -1,5 +1,4 @@
-// TMA (sm_90), NVIDIA's bulk copies: the instructions. Barriers live in shared memory and count the bytes that have
-// arrived.
+// Instructions for TMA (sm_90), NVIDIA's bulk copies. Barriers live in shared memory and count arrived bytes.
 #pragma once
 
 #include <cstdint>

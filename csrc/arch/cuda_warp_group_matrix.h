@@ -1,10 +1,10 @@
-// Products of a warp group of sm_90a (wgmma): 64 x 256 sums in the registers of 128 threads, operands in shared memory.
+// Products of an sm_90a warp group (wgmma): 64 x 256 sums in the registers of 128 threads, operands in shared memory.
 #pragma once
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Rows of 128 bytes along the summed dimension, as TMA lays them out with its 128-byte swizzle: piece i of row r (16
-// bytes) is at piece i ^ (r % 8). The tile begins at a multiple of 1024 bytes.
+// Describes a tile whose rows are 128 bytes along the summed dimension, in TMA's 128-byte swizzle: 16-byte piece i of
+// row r is stored as piece i ^ (r % 8). Tiles are 1024-byte aligned.
 __device__ __forceinline__ uint64_t describe_tile(uint32_t address) {
   return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
 }
@@ -15,7 +15,7 @@ struct WarpGroupMatrix {
   static constexpr int kRows = 64, kColumns = 256, kDepth = 64;
   float sum[128];
 
-  // Starts the product of 64 rows and 256 columns, kDepth deep. `is_first`: what the sums held does not count.
+  // Starts the product of 64 rows and 256 columns, kDepth deep. `is_first`: overwrite the sums.
   __device__ __forceinline__ void start(uint32_t rows, uint32_t columns, bool is_first) {
     const uint64_t a = describe_tile(rows), b = describe_tile(columns);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -23,20 +23,20 @@ struct WarpGroupMatrix {
     for (int k = 0; k < kDepth / 16; ++k) multiply(a + 2 * k, b + 2 * k, !is_first || k > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
-  // Until of all that were started at most kCount are not done.
+  // Waits until at most kCount of the started products are incomplete.
   template <int kCount>
   __device__ __forceinline__ void wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kCount) : "memory");
   }
-  // Of the 16 rows of a warp: those of 8 columns from 8 * j on. Row lane / 4 (+ 8 where `lower`), columns lane % 4 * 2
-  // and the next: the index of the first of the two.
+  // Index in sum[] of a pair of sums: row lane / 4 (+ 8 if `lower`) of the warp's 16, columns 8 * j + lane % 4 * 2 and
+  // the next.
   __device__ static constexpr int index(int j, bool lower) { return 4 * j + (lower ? 2 : 0); }
 
  private:
   __device__ __forceinline__ void multiply(uint64_t a, uint64_t b, int adds);
 };
 
-// Two values as the 32 bits of two 16-bit ones.
+// Packs two values as 16-bit numbers into one word.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float first, float second) {
   if constexpr (std::is_same_v<T, Bfloat16>) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
   }
 }
 
-// Assembly wants every register of a product by its number.
+// The assembly must name every register of a product.
 #define MOE_A2A_REGISTERS                                                                                          \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \

@@ -1,4 +1,4 @@
-// The WarpMatrix of NVIDIA: mma.sync, from sm_80 on. See block_tile.h.
+// NVIDIA's WarpMatrix: mma.sync, from sm_80 on. See block_tile.h.
 #pragma once
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -24,7 +24,7 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4
 template <class T>
 struct WarpMatrix {
   static constexpr int kRows = 32, kColumns = 16, kValues = kRows * kColumns / kWarpSize;
-  float value[kValues];  // of 2 x 2 products of 16 x 8, each 4 values
+  float value[kValues];  // 2 x 2 products of 16 x 8, 4 values each
 
   __device__ void clear() {
 #pragma unroll

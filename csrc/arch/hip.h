@@ -1,4 +1,4 @@
-// The HIP target: the few words in which AMD differs; what it shares with NVIDIA is in simt.h and simt_machine.h.
+// The HIP target: what is specific to AMD. What it shares with NVIDIA is in simt.h and simt_machine.h.
 #pragma once
 
 #include <hip/hip_runtime.h>
@@ -30,7 +30,7 @@ inline constexpr float kFloat8Max = 448.0f;  // e4m3fn
 __device__ __forceinline__ int thread_in_block() { return static_cast<int>(threadIdx.x); }
 __device__ __forceinline__ int block_in_grid() { return static_cast<int>(blockIdx.x); }
 __device__ __forceinline__ int blocks_in_grid() { return static_cast<int>(gridDim.x); }
-// The lanes of a wave go together; only the compiler must keep their memory accesses in place.
+// The lanes of a wave run in lockstep; only the compiler must not reorder their memory accesses.
 __device__ __forceinline__ void warp_sync() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront"); }
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
 __device__ __forceinline__ void drain_stores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint32_t warp_or(uint32_t bits) {
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) bits |= __shfl_xor(bits, distance);
   return bits;
 }
-using LaneMask = uint64_t;  // a bit per lane
+using LaneMask = uint64_t;  // one bit per lane
 __device__ __forceinline__ LaneMask warp_ballot(bool value) { return __ballot(value); }
 __device__ __forceinline__ int count_ones(LaneMask word) { return __popcll(word); }
 __device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value); }
@@ -86,9 +86,9 @@ __device__ __forceinline__ bool atomic_claim(T* address, T expected, T desired) 
                                               to_builtin(kScope));
 }
 
-// One write-back of the cache and one wait order all that was written before every relaxed signal after it.
-// The wait is asked for by hand: up to clang 22 the compiler does not count the write-back among what is in flight, and
-// drops the fence's own wait where it sees nothing else of this wave (LLVM pull request 178316).
+// One cache write-back and one wait order all earlier writes before every relaxed signal after them. The wait is
+// explicit: up to clang 22 the compiler does not count the write-back as in flight, and drops the fence's own wait if
+// it sees no other memory operation of this wave (LLVM pull request 178316).
 __device__ __forceinline__ void fence_before_signals() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
   drain_stores();
@@ -98,7 +98,7 @@ inline constexpr bool kOneWarpPublishes = false;      // see comm/signal_queue.h
 inline constexpr Order kPollOrder = Order::kRelaxed;  // an acquire per poll would invalidate the cache per poll
 using LlBits = uint64_t;                              // see comm/ll_word.h
 
-// Saying in which memory a row lies spares the generic (flat) access, which counts against both.
+// Naming the address space avoids generic (flat) accesses, which count against both global and shared memory.
 typedef uint32_t Vec16 __attribute__((ext_vector_type(4)));
 template <class T>
 __device__ __forceinline__ T load_global(const T* address) {
@@ -113,8 +113,8 @@ __device__ __forceinline__ void store_global(T* address, T value) {
   *reinterpret_cast<__attribute__((address_space(1))) T*>(reinterpret_cast<uint64_t>(address)) = value;
 }
 
-// The kernel's arguments, where they lie. The compiler would load most of a kilobyte of them early and keep it in
-// scalar registers, of which there are a hundred; not knowing what the place holds, it loads each where it is used.
+// The kernel's arguments, in place. The compiler would load most of a kilobyte of them early into scalar registers, of
+// which there are about a hundred. Since the asm hides where the address comes from, each is loaded where it is used.
 template <class Args>
 __device__ __forceinline__ const Args& arguments_in_memory(const Args&) {
   using Place = const __attribute__((address_space(4))) Args*;
@@ -123,7 +123,7 @@ __device__ __forceinline__ const Args& arguments_in_memory(const Args&) {
   return *(const Args*)place;
 }
 
-__device__ __forceinline__ void prefetch(const void*) {}  // gfx9 has no such instruction for data
+__device__ __forceinline__ void prefetch(const void*) {}  // gfx9 has no data prefetch
 
 // ---- numbers
 
@@ -157,7 +157,7 @@ __device__ __forceinline__ Float8 from_float<Float8>(float value) {
   const float clamped = value > kFloat8Max ? kFloat8Max : value < -kFloat8Max ? -kFloat8Max : value;
   return {static_cast<uint8_t>(__builtin_amdgcn_cvt_pk_fp8_f32(clamped, clamped, 0, false))};
 #else
-  // gfx90a has no float8 instructions: e4m3fn by hand, as on the CPU.
+  // gfx90a has no float8 instructions: e4m3fn in software, as on the CPU.
   const uint32_t bits = __builtin_bit_cast(uint32_t, value) & 0x7fffffffu;
   const auto sign = static_cast<uint8_t>((__builtin_bit_cast(uint32_t, value) >> 24) & 0x80);
   const float magnitude = __builtin_bit_cast(float, bits);
@@ -191,7 +191,7 @@ __device__ __forceinline__ float sigmoid(float value) { return __builtin_amdgcn_
 __device__ __forceinline__ uint64_t clock_now() { return wall_clock64(); }  // see clock_ticks_per_second()
 __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(1); }
 
-// No wait on a device is ended by the host.
+// The host cannot end a wait on a device.
 __device__ __forceinline__ bool is_interrupted() { return false; }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
@@ -212,7 +212,7 @@ struct HipVendor {
   static constexpr const char* kName = "hip";
   static constexpr auto kMultiprocessorCount = hipDeviceAttributeMultiprocessorCount;
   static constexpr auto kMaxSharedMemory = hipDeviceAttributeMaxSharedMemoryPerBlock;
-  // Uncached or fine-grained: a peer's store must not hide behind a stale line of this device's cache.
+  // Uncached or fine-grained: a stale line in this device's cache must not hide a peer's store.
   static hipError_t malloc_symmetric(void** memory, size_t nbytes) {
 #if defined(hipDeviceMallocUncached)
     return hipExtMallocWithFlags(memory, nbytes, hipDeviceMallocUncached);

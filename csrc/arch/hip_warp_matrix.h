@@ -1,4 +1,4 @@
-// The WarpMatrix of AMD: MFMA of gfx90a, gfx942 and gfx950. See block_tile.h.
+// AMD's WarpMatrix: MFMA on gfx90a, gfx942 and gfx950. See block_tile.h.
 #pragma once
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

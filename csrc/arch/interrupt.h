@@ -1,5 +1,5 @@
-// How a wait inside a launch on the CPU learns that it should end: the thread that launched looks around now and then.
-// Nothing here knows Python; the bindings install a hook that does.
+// How a wait inside a CPU launch learns that it should end: the launching thread polls a hook. Nothing here knows
+// Python; the bindings install a hook that does.
 #pragma once
 
 #include <atomic>
@@ -11,23 +11,23 @@ namespace moe_a2a {
 using HostHook = bool (*)();
 void set_host_hook(HostHook hook);
 
-// Asks the hook if it is due, in the main thread. False elsewhere, and without a hook.
+// Calls the hook if it is due. False without a hook, and outside the main thread.
 bool is_host_interrupted();
 // Whether this thread is inside the hook: a signal handler is running in the middle of a call.
 bool is_inside_host_hook();
 
-// A wait on the host was ended by the hook.
+// The hook ended a wait on the host.
 struct Interrupted : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The flag of one machine's launches. Once set it stays set: the launch has left its peers in the middle of a call.
+// One machine's interrupt flag. Never cleared: an interrupted launch has left its peers in the middle of a call.
 class Interrupt {
  public:
   void set() { flag_.store(true, std::memory_order_relaxed); }
   bool is_set() const { return flag_.load(std::memory_order_relaxed); }
 
-  // The calling thread runs a block of a launch until the object goes. `asks_host`: in the thread that launched.
+  // The calling thread runs a block of a launch during this object's lifetime. `asks_host`: it is the launching thread.
   class Scope {
    public:
     Scope(Interrupt& interrupt, bool asks_host);

@@ -1,4 +1,4 @@
-// Where a kernel is launched, in words that every target shares.
+// Where a kernel is launched, in terms common to all targets.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@ namespace moe_a2a {
 class BlockPool;
 
 struct LaunchSite {
-  int device = 0;                   // of a GPU
-  BlockPool* block_pool = nullptr;  // of the CPU
-  int64_t max_shared_bytes = 0;     // that a block may use
+  int device = 0;                   // GPU
+  BlockPool* block_pool = nullptr;  // CPU
+  int64_t max_shared_bytes = 0;     // per block
   int num_blocks = 1;
   void* stream = nullptr;
 };

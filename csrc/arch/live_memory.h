@@ -1,5 +1,5 @@
-// The symmetric heaps of this process on its devices, by address: ranks that are threads of one process use each
-// other's heaps as they are, and an address in a handle is used only if a heap of that size lives there.
+// This process's symmetric heaps on devices, by address. Ranks that are threads of one process use each other's heaps
+// directly; an address from a handle is used only if a heap of that size is live there.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ class LiveMemory {
 
   void add(uint64_t address, size_t nbytes);
   void remove(uint64_t address);
-  // Raises unless such a heap lives there.
+  // Throws unless such a heap is live there.
   void require(uint64_t address, size_t nbytes) const;
 
  private:

@@ -1,5 +1,5 @@
-// What a rank tells the others so that they can map its symmetric heap. Plain bytes without padding: any channel may
-// carry them, and they can be compared and summed up.
+// What a rank sends the others so that they can map its symmetric heap. Plain bytes without padding: any channel can
+// carry them, and they can be compared and checksummed.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@ namespace moe_a2a {
 
 struct MemoryHandle {
   uint64_t nbytes = 0;
-  uint64_t address = 0;     // in the process that owns the memory: threads of one process share it as it is
+  uint64_t address = 0;     // in the owning process: ranks that are its threads use it directly
   uint64_t machine_id = 0;  // ranks on different machines cannot map each other
   ProcessIdentity process;
   int64_t device = -1;
-  char opaque[64] = {};  // where the file is (FileLocation), or the vendor's handle
+  char opaque[64] = {};  // where the file is (FileLocation), or the vendor's IPC handle
 };
 static_assert(std::has_unique_object_representations_v<MemoryHandle>);
 
-// Identifies this machine since its last start.
+// Identifies this machine since its last boot.
 uint64_t this_machine_id();
 
 }  // namespace moe_a2a

@@ -1,5 +1,5 @@
-// Number formats as plain bits, the same layout on every target. Their conversions are in the target's own header,
-// because the machines have instructions for them.
+// Number formats as plain bits, the same layout on every target. Conversions are in the target's header, since machines
+// have instructions for them.
 #pragma once
 
 #include <cstdint>

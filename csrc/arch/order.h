@@ -1,4 +1,4 @@
-// Memory order and scope: the words that every atomic of every target takes.
+// Memory orders and scopes, for the atomics of every target.
 #pragma once
 
 namespace moe_a2a {

@@ -1,4 +1,4 @@
-// The error of an allocation that is too large for the machine.
+// Thrown by an allocation that is too large for the machine.
 #pragma once
 
 #include <stdexcept>

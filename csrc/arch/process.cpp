@@ -15,7 +15,7 @@ ProcessIdentity draw() {
   return {.word = {word(), word()}, .pid = static_cast<uint64_t>(getpid())};
 }
 
-// Drawn when the library is loaded: a child must be able to tell itself from a parent that has never asked.
+// Drawn when the library loads: a child must differ from its parent even if the parent never asked.
 ProcessIdentity identity = draw();
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { identity = draw(); });
 

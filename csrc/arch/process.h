@@ -1,5 +1,5 @@
-// Which process this is. A process is told from another by a random identity, not by its number: two containers may
-// each have a process 1, and numbers are used again.
+// Which process this is. Processes are distinguished by a random identity, not by pid: two containers may each have a
+// process 1, and pids are reused.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ class MadeByThisProcess {
  public:
   MadeByThisProcess() : maker_(this_process()) {}
   bool is_true() const { return maker_ == this_process(); }
-  // Raises std::runtime_error in any other process. `what` is the name of the object: "ExpertParallel".
+  // Throws std::runtime_error in any other process. `what` names the object: "ExpertParallel".
   void require(const std::string& what) const;
 
  private:

@@ -1,4 +1,4 @@
-// What every target that runs on the CPU has from the processor: atomic accesses, a clock.
+// For every target that runs on the CPU: atomic accesses and a clock.
 #pragma once
 
 #include <time.h>
@@ -30,8 +30,8 @@ void atomic_store(T* address, T value) {
 
 template <Order kOrder, Scope kScope, class T>
 T atomic_add(T* address, T value) {
-  // Among the threads of a block, of which one runs at a time: a scope that is too small is then a race, for the
-  // sanitizer to find.
+  // Only for the threads of a block, one of which runs at a time; not atomic, so that the sanitizer reports a scope
+  // that is too small as a race.
   if constexpr (kOrder == Order::kRelaxed && kScope == Scope::kBlock) return (*address += value) - value;
   return __atomic_fetch_add(address, value, to_builtin(kOrder));
 }

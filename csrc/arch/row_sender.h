@@ -1,5 +1,5 @@
-// Sends rows, each to several ranks at once, and says when a row's stores are done. The plain form, for any target; a
-// target with TMA has its own (cuda_row_sender.h).
+// Sends rows, each to several ranks at once, and reports when a row's stores are done. This is the plain version, for
+// any target; targets with TMA have their own (cuda_row_sender.h).
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace moe_a2a {
 
-// A row, or a piece of one, at the sender: its values and, for float8, its scales. The offsets are those in the slot.
+// A row, or a piece of one, at the sender: its values and, for float8, its scales. Offsets are those in the slot.
 struct RowSource {
   const std::byte* values = nullptr;
   int64_t num_value_bytes = 0;
@@ -15,11 +15,11 @@ struct RowSource {
   const std::byte* scales = nullptr;
   int64_t num_scale_bytes = 0;
   int64_t scales_offset = 0;
-  bool in_shared = false;  // in the block's shared memory, which AMD's loads must know
+  bool in_shared = false;  // in the block's shared memory; AMD's loads must know
 };
 
-// What a warp does with a row before it leaves: nothing, quantise it, or form it as a sum of other rows, by loads of
-// its own or streamed.
+// What a warp does with a row before it leaves: nothing, quantise it, or form it as a sum of other rows, with
+// per-thread loads or streamed.
 enum class StagedFor { kSending, kQuantizing, kSumming, kStreaming };
 
 }  // namespace moe_a2a
@@ -39,9 +39,9 @@ MOE_A2A_DEVICE void multicast_row(const Group& group, const RowSource& row, cons
 }
 
 // `Item` has `dst_ranks`, the set of ranks that a row goes to, and `first_dst_rank`, which is written first.
-// `target(item, rank)` is where the row goes on a rank; `done(item)` is called by one thread of the group when the
-// row's stores come before whatever that thread signals next. `stage`: row_bytes of memory where a row is formed that
-// is not sent as it lies.
+// `target(item, rank)` is where the row goes on a rank. One thread of the group calls `done(item)` once the row's
+// stores are ordered before its next signal. `stage`: row_bytes of memory for rows that are formed rather than sent as
+// they are.
 template <class Group, class Item, class Target, class Done>
 class PlainRowSender {
  public:
@@ -54,14 +54,14 @@ class PlainRowSender {
     if (group_.rank() == 0) done_(item);
   }
 
-  // Where the caller's group forms a row; send_staged() then sends it.
+  // Where the group forms a row; send_staged() then sends it.
   MOE_A2A_DEVICE std::byte* open_stage(const Item&) {
     group_.sync();  // the previous row has been read
     return stage_;
   }
 
   MOE_A2A_DEVICE void send_staged(const RowSource& row, const Item& item) {
-    group_.sync();  // the row is complete before any thread sends a part of it
+    group_.sync();  // the row is complete before any thread sends part of it
     send(row, item);
   }
 
@@ -75,7 +75,7 @@ class PlainRowSender {
 };
 
 #if !defined(MOE_A2A_HAS_WARP_SENDER)
-// Shared memory that a warp's sender takes: only for rows that are quantised first.
+// Shared memory for one warp's sender: only for rows that are quantised first.
 MOE_A2A_HOST_DEVICE constexpr int64_t warp_staging_bytes(int64_t row_bytes, StagedFor what) {
   return what == StagedFor::kQuantizing ? (row_bytes + 127) / 128 * 128 : 0;
 }

@@ -52,7 +52,7 @@ std::string name_of(const FileLocation& location, const ProcessIdentity& owner) 
          std::to_string(location.inode);
 }
 
-// Whoever can lock a named file is not its owner, and no owner lives.
+// A file that can be locked has no living owner: owners hold the lock.
 void remove_names_of_dead_owners() {
   DIR* directory = opendir(kDirectory);
   if (directory == nullptr) return;
@@ -65,7 +65,7 @@ void remove_names_of_dead_owners() {
   closedir(directory);
 }
 
-// Some file systems know no nameless files: there the name lasts for two system calls.
+// Some file systems have no nameless files; there the name lasts for two system calls.
 FileDescriptor open_nameless() {
   FileDescriptor file(open(kDirectory, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
   if (file.is_open() || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL)) return file;
@@ -81,7 +81,7 @@ bool is_at(const struct stat& status, const FileLocation& location) {
   return S_ISREG(status.st_mode) && status.st_dev == location.filesystem && status.st_ino == location.inode;
 }
 
-// Opened only once it is known to be the file: opening a device or a pipe can have effects, or block.
+// Checked before it is opened: opening a device or a pipe can have side effects, or block.
 FileDescriptor open_checked(const std::string& path, const FileLocation& location, const ProcessIdentity& owner,
                             size_t nbytes) {
   struct stat status{};

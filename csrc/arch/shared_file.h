@@ -1,9 +1,9 @@
-// A file in /dev/shm that other processes can map although it has no name: nothing to leave behind when every process
-// that knows it is killed.
+// A nameless file in /dev/shm that other processes can map: nothing is left behind if every process that knows it is
+// killed.
 //
-// Peers open it as /proc/<pid>/fd/<n> of its owner. Where they cannot (a pid namespace of their own, an owner that is
-// not dumpable) the file gets a name until all have mapped it. The owner holds a lock on a file that has a name, so
-// that the name of a dead owner can be told from that of a living one in any pid namespace.
+// Peers open it as /proc/<pid>/fd/<n> of its owner. If they cannot (different pid namespace, or an owner that is not
+// dumpable), the file gets a name until all have mapped it. The owner of a named file holds a lock on it, so that any
+// pid namespace can tell whether the owner is dead.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace moe_a2a {
 
-// A file descriptor that is closed with its owner.
+// Closes its file descriptor.
 class FileDescriptor {
  public:
   explicit FileDescriptor(int fd = -1) : fd_(fd) {}
@@ -32,21 +32,21 @@ class FileDescriptor {
   int fd_;
 };
 
-// Where a file is: enough to find it, and to see that what was found is it.
+// Where a file is: enough to find it and to verify what was found.
 struct FileLocation {
   uint64_t pid_namespace = 0;
   uint64_t filesystem = 0;
   uint64_t inode = 0;
   int32_t fd = -1;
-  int32_t has_name = 0;  // from the start: its owner is not dumpable
+  int32_t has_name = 0;  // from the start, since its owner is not dumpable
 };
 
-// Zeroed, `nbytes` long, its space reserved: a full /dev/shm must not kill a process later. Removes the names that dead
-// owners have left.
+// Zeroed, `nbytes` long, with its space reserved: a full /dev/shm must not kill a process later. Also removes names
+// left by dead owners.
 FileDescriptor make_shared_file(size_t nbytes, FileLocation* location);
 
-// The same file in another process. `name_own_file` is called before a wait for the owner to give its file a name.
-// Raises unless the file is the one at `location` and `nbytes` long.
+// Opens the same file in another process. Calls `name_own_file` before it waits for the owner to name its file: the
+// owner may be waiting for the same. Throws unless the file is the one at `location` and `nbytes` long.
 template <class NameOwnFile>
 FileDescriptor open_shared_file(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes,
                                 double timeout_seconds, NameOwnFile name_own_file);
@@ -57,7 +57,7 @@ FileDescriptor open_by_process(const FileLocation& location, const ProcessIdenti
 FileDescriptor open_by_name(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes,
                             double timeout_seconds);
 
-// Names the file, once; takes the name away, if it has one.
+// give_name() may be called again; remove_name() also if there is no name.
 void give_name(const FileDescriptor& file, const FileLocation& location, const ProcessIdentity& owner);
 void remove_name(const FileLocation& location, const ProcessIdentity& owner);
 

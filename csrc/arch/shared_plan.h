@@ -1,4 +1,4 @@
-// A block's shared memory carved into named parts. The host takes the size from the plan, the kernel the pointers.
+// A block's shared memory, carved into named parts. The host takes the size from the plan, the kernel the pointers.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace moe_a2a {
 
-// An array of T somewhere in a block's shared memory.
+// An array of T at an offset in a block's shared memory.
 template <class T>
 struct SharedPart {
   int offset = 0;
@@ -16,11 +16,11 @@ struct SharedPart {
   MOE_A2A_HOST_DEVICE T* in(std::byte* shared) const { return reinterpret_cast<T*>(shared + offset); }
 };
 
-// Hands out parts one after the other. In 32 bits and with powers of two: kernels compute their plans, and what a small
-// batch computes it waits for.
+// Hands out parts one after another. 32-bit arithmetic and powers of two: kernels compute their plans, on the critical
+// path of a small batch.
 class SharedCarver {
  public:
-  static constexpr int kLine = 128;  // what TMA copies start on
+  static constexpr int kLine = 128;  // TMA copies start on whole lines
 
   MOE_A2A_HOST_DEVICE explicit constexpr SharedCarver(int offset = 0) : offset_(offset) {}
 

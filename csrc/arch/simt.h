@@ -1,5 +1,5 @@
-// What the two GPU targets share: groups of many threads over the few words that cuda.h and hip.h define before they
-// include this file (thread_in_block(), block_in_grid(), shuffle(), the vendor's runtime names).
+// What the two GPU targets share: groups of threads, built on the few functions that cuda.h and hip.h define before
+// they include this file (thread_in_block(), block_in_grid(), shuffle(), ...).
 #pragma once
 
 #include <cstring>
@@ -17,15 +17,14 @@ struct Warp {
   __device__ int rank() const { return thread_in_block() % kWarpSize; }
   __device__ int size() const { return kWarpSize; }
   __device__ void sync() const { warp_sync(); }
-  // The lanes' stores come before whatever a lane signals next: one wave is one stream of memory instructions on AMD,
-  // and the warp barrier orders memory among its lanes on NVIDIA.
+  // Orders the lanes' stores before any lane's next signal: on AMD a wave issues one stream of memory instructions; on
+  // NVIDIA the warp barrier orders memory among its lanes.
   __device__ void release_sync() const { warp_sync(); }
   template <class T>
   __device__ T broadcast(T value, int lane = 0) const {
     return shuffle(value, lane);
   }
-  // What the lanes did before it comes before what any of them does after it, as with sync(): a vote by itself orders
-  // nothing (found by compute-sanitizer's racecheck).
+  // Orders memory like sync(): a vote alone orders nothing (found by compute-sanitizer's racecheck).
   __device__ bool any(bool value) const {
     const bool any_lane = warp_any(value);
     warp_sync();
@@ -36,8 +35,8 @@ struct Warp {
   __device__ uint64_t reduce_or(uint64_t bits) const {
     return uint64_t{warp_or(static_cast<uint32_t>(bits >> 32))} << 32 | warp_or(static_cast<uint32_t>(bits));
   }
-  // By the lowest `num_bits` bits of the values, or a few more. (An H200's instruction for it takes 370 cycles, and
-  // 1000 when 16 warps want it at the same time.)
+  // Compares the lowest `num_bits` bits of the values, or a few more, by votes. (An H200's match instruction takes 370
+  // cycles, and 1000 when 16 warps issue it at once.)
   __device__ Matches matches(int32_t value, int num_bits) const {
     constexpr int kVotesInFlight = 4;
     LaneMask same = ~LaneMask{0};
@@ -60,7 +59,7 @@ struct Warp {
     }
     return value;
   }
-  // The largest value among kLanes neighbours, kLanes a power of two; in each of them.
+  // The largest value among kLanes neighbours, kLanes a power of two; every one of them gets it.
   template <int kLanes>
   __device__ float max_of_neighbours(float value) const {
     MOE_A2A_UNROLL
@@ -84,16 +83,16 @@ struct Block {
   __device__ int rank() const { return thread_in_block(); }
   __device__ int size() const { return kBlockThreads; }
   __device__ void sync() const { block_sync(); }
-  // A plain barrier does not wait for the other waves' global stores on gfx90a, gfx942 and gfx950, so a leader that
-  // signals after it could be ahead of them. drain_stores() waits; it is nothing on NVIDIA.
+  // On gfx90a, gfx942 and gfx950 a plain barrier does not wait for the other waves' global stores, so a leader that
+  // signals after it could overtake them. drain_stores() waits for them; it is empty on NVIDIA.
   __device__ void release_sync() const {
     drain_stores();
     block_sync();
   }
   __device__ bool any(bool value) const { return block_any(value); }
 
-  // Once in a launch, by every warp: true in the leader of the last one. What the warps did before comes before what
-  // that thread does next; the others go on meanwhile.
+  // Called once per launch by every warp: true in the leader of the last one. The warps' earlier accesses happen before
+  // what that thread does next; the other warps do not wait.
   __device__ bool is_last_warp() const {
     drain_stores();
     warp_sync();
@@ -118,7 +117,7 @@ struct Grid {
 
 // ---- memory
 
-// A T of each warp's own, for the length of a launch.
+// A T per warp, for the duration of a launch.
 template <class T>
 __device__ T& warp_memory() {
   __shared__ T of_warp[kBlockThreads / kWarpSize];
@@ -130,7 +129,7 @@ __device__ T load_from(const T* address, bool in_shared) {
   return in_shared ? load_shared(address) : load_global(address);
 }
 
-// Copies in pieces of type Piece, `kUnroll` of them in flight per thread before the first is stored.
+// Copies in pieces of type Piece; each thread loads `kUnroll` of them before it stores the first.
 template <class Piece, class Group, class Members, class Target>
 __device__ void multicast_pieces(const Group& group, const Members& members, int turn, Target target,
                                  const void* source, int64_t count, bool in_shared) {
@@ -153,8 +152,8 @@ __device__ void multicast_pieces(const Group& group, const Members& members, int
   }
 }
 
-// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), beginning with `turn` and reading
-// the source once. Targets start on 16-byte boundaries; a source that does not goes in smaller pieces. `in_shared`: the
+// Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), starting with `turn`, and reads
+// the source once. Targets are 16-byte aligned; a source that is not is copied in smaller pieces. `in_shared`: the
 // source is in the block's shared memory.
 template <class Group, class Members, class Target>
 __device__ void multicast_bytes(const Group& group, const Members& members, int turn, Target target, const void* source,
@@ -199,9 +198,9 @@ inline constexpr int kLaneElements = 16 / sizeof(T);
 inline constexpr bool kAlignedVectors = true;
 inline constexpr int kLaneUnroll = 2;
 inline constexpr int kRowsInFlight = 4;
-// Neighbouring values of a quantiser's thread, and how many times as many it loads at a time. The more neighbours, the
-// fewer threads share what they do for each block of 128: two vectors on NVIDIA (H200, 4096 tokens: 24 blocks 214 us
-// with one, 168 with two; 132 blocks 117 and 114), one on AMD, whose scalar registers do not suffice for two.
+// Consecutive values per thread of a quantiser, and how many such sets it loads at a time. More values per thread means
+// less redundant work per block of 128: two vectors on NVIDIA (H200, 4096 tokens: 24 blocks 214 us with one, 168 with
+// two; 132 blocks 117 and 114), one on AMD, which lacks the scalar registers for two.
 template <class T>
 inline constexpr int kQuantizeElements = (kWarpSize == 32 ? 32 : 16) / sizeof(T);
 inline constexpr int kQuantizeUnroll = 2;
@@ -211,7 +210,7 @@ struct alignas(16) LaneVector {
   T element[kLaneElements<T>];
 };
 
-// A lane's piece on its way in: whole words, since the compiler would give each 16-bit element a register of its own.
+// A lane's piece, loaded. As whole words: the compiler would give each 16-bit element its own register.
 template <class T>
 struct LoadedLane {
   Vec16 bits;
@@ -222,7 +221,7 @@ __device__ void load_lane(LoadedLane<T>& lane, const T* source) {
   lane.bits = load_global(reinterpret_cast<const Vec16*>(source));
 }
 
-// Its i-th element. A bfloat16 is the upper half of its float: one instruction, if the compiler is told so.
+// Its i-th element. A bfloat16 is the upper half of its float: one instruction, spelled out for the compiler.
 template <class T>
 __device__ float value_of(const LoadedLane<T>& lane, int i) {
   if constexpr (std::is_same_v<T, Bfloat16>) {

@@ -1,5 +1,5 @@
-// The BlockTile of the GPU targets, over the target's WarpMatrix: both operands go through shared memory, while the
-// pieces of the next step are on their way in registers. See block_tile.h.
+// The BlockTile of the GPU targets, built on the target's WarpMatrix: both operands go through shared memory, while the
+// pieces of the next step are loaded into registers. See block_tile.h.
 #pragma once
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -18,7 +18,7 @@ struct BlockTile {
   static constexpr int kDepth = 32;           // summed per step
   static constexpr int kStride = kDepth + 8;  // of a row in shared memory: spreads rows over the banks
   static constexpr int kPieceElements = 16 / sizeof(T), kPiecesOfRow = kDepth / kPieceElements;
-  static constexpr int kPieces = (kRows + 2 * kColumns) * kPiecesOfRow / kBlockThreads;  // of a thread
+  static constexpr int kPieces = (kRows + 2 * kColumns) * kPiecesOfRow / kBlockThreads;  // per thread
   static_assert((kRows + 2 * kColumns) * kPiecesOfRow % kBlockThreads == 0);
   struct Step {
     T a[kRows][kStride], b[2 * kColumns][kStride];
@@ -31,7 +31,7 @@ struct BlockTile {
   MOE_A2A_DEVICE static void multiply(const Block& block, std::byte* shared, int num_rows, int depth, RowOfA row_of_a,
                                       RowOfB row_of_b, Store store) {
     Step* steps = reinterpret_cast<Step*>(shared);
-    const T* source[kPieces];  // of this thread's pieces of each step
+    const T* source[kPieces];  // of this thread's pieces in each step
     MOE_A2A_UNROLL
     for (int p = 0; p < kPieces; ++p) {
       const int row = row_of_piece(block, p);
@@ -47,7 +47,7 @@ struct BlockTile {
     Vec16 piece[kPieces];
     load(block, piece, source, 0, depth);
     for (int s = 0; s < num_steps; ++s) {
-      Step& step = steps[s % 2];  // read two steps ago: the barrier of the step between lies behind
+      Step& step = steps[s % 2];  // read two steps ago, before the previous step's barrier
       store_pieces(block, step, piece);
       if (s + 1 < num_steps) load(block, piece, source, (s + 1) * kDepth, depth);
       block.sync();
@@ -56,7 +56,7 @@ struct BlockTile {
         second.add_product(block.warp(), step.a[warp_row], step.b[kColumns + warp_column], kStride, kDepth);
       }
     }
-    block.sync();  // the next tile writes where the last step is read
+    block.sync();  // the next tile overwrites what the last step reads
     MOE_A2A_UNROLL
     for (int v = 0; v < Matrix::kValues; ++v) {
       store(warp_row + Matrix::row_of(block.warp(), v), warp_column + Matrix::column_of(block.warp(), v),

@@ -1,20 +1,20 @@
-// How a GPU starts a kernel. Included by cuda.h and hip.h behind simt.h and simt_machine.h.
+// How a GPU starts a kernel. Included by cuda.h and hip.h after simt.h and simt_machine.h.
 #pragma once
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// At most one block per compute unit is launched. Saying so keeps the compiler from giving up registers for a second
-// one: without it they went from 92 to 64, with spills, for a few instructions more in the kernel.
+// At most one block per compute unit is launched. Without saying so, the compiler saves registers for a second one:
+// from 92 down to 64, with spills, after a few more instructions in the kernel.
 template <class Kernel>
 __global__ void __launch_bounds__(kBlockThreads, 1) kernel_entry(MOE_A2A_KERNEL_ARGUMENT typename Kernel::Args args) {
   __shared__ typename Block::Scratch scratch;
-  extern __shared__ __align__(128) unsigned char shared[];  // TMA wants whole lines
+  extern __shared__ __align__(128) unsigned char shared[];  // TMA needs whole lines
   Kernel::run(arguments_in_memory(args), Grid{block_in_grid(), blocks_in_grid()}, Block(scratch),
               reinterpret_cast<std::byte*>(shared));
 }
 
 // Loads the kernel before any other runs: loading it later may wait for a running kernel, which may wait for a rank
-// whose kernel is being loaded. Also raises the limit of a block's shared memory.
+// whose kernel is being loaded. Also raises the limit of shared memory per block.
 template <class Kernel>
 void prepare(const LaunchSite& site) {
   const DeviceGuard guard(site.device);
@@ -24,8 +24,8 @@ void prepare(const LaunchSite& site) {
         Kernel::kName);
 }
 
-// Queues the kernel on the stream. Its own status is checked, not the last error of the thread: that may be of somebody
-// else's earlier launch.
+// Queues the kernel on the stream. Checks the launch's own status, not the thread's last error, which may belong to
+// someone else's earlier launch.
 template <class Kernel>
 void launch(const LaunchSite& site, const typename Kernel::Args& args) {
   const DeviceGuard guard(site.device);

@@ -1,4 +1,4 @@
-// A GPU as the host sees it, for both vendors: their runtimes differ in the prefix of the names, MOE_A2A_GPU(name).
+// A GPU as the host sees it, for both vendors: their runtimes differ in the prefix of their names, MOE_A2A_GPU(name).
 #pragma once
 
 #include <stdexcept>
@@ -14,11 +14,11 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 inline void check(MOE_A2A_GPU(Error_t) error, const char* what) {
   if (error == MOE_A2A_GPU(Success)) return;
-  (void)MOE_A2A_GPU(GetLastError)();  // a reported error does not stick to the next call
+  (void)MOE_A2A_GPU(GetLastError)();  // a reported error must not stick to the next call
   throw std::runtime_error(std::string(what) + ": " + MOE_A2A_GPU(GetErrorString)(error));
 }
 
-// Makes a device current and puts the caller's back: PyTorch's current device is not ours to change.
+// Makes a device current and restores the caller's: PyTorch's current device is not ours to change.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -89,7 +89,7 @@ class SimtMachine {
     check(MOE_A2A_GPU(IpcOpenMemHandle)(&memory, ipc, MOE_A2A_GPU(IpcMemLazyEnablePeerAccess)),
           "mapping the symmetric heap of another rank (peer access between the devices is required)");
     opened_.push_back(memory);
-    const size_t nbytes = Vendor::size_of_mapping(memory);  // 0: the vendor's runtime does not say
+    const size_t nbytes = Vendor::size_of_mapping(memory);  // 0: the vendor's runtime does not tell
     if (nbytes != 0 && nbytes < handle.nbytes) {
       close_peer(static_cast<std::byte*>(memory));
       throw std::invalid_argument("its heap has " + std::to_string(nbytes) + " bytes, expected " +
@@ -105,7 +105,7 @@ class SimtMachine {
   }
   void confirm_peer(std::byte*) {}
 
-  // Only when no peer writes here any more. Memory that is not closed stays until the process ends.
+  // Only once no peer writes here any more. Memory that is not closed stays until the process ends.
   void close_all() {
     const DeviceGuard guard(device_);
     (void)MOE_A2A_GPU(DeviceSynchronize)();
@@ -161,12 +161,12 @@ class SimtMachine {
     const DeviceGuard guard(device_);
     check(MOE_A2A_GPU(DeviceSynchronize)(), "waiting for the device");
   }
-  // Waits of kernels end by their deadline alone.
+  // Waits in kernels end only by their deadline.
   void interrupt() {}
   static bool is_interrupted() { return false; }
 
-  // Work that is queued on `later` from now on comes after what is queued on `earlier` by now. A captured graph and the
-  // work outside of it cannot be ordered: whoever replays the graph does that.
+  // Work queued on `later` from now on runs after everything already queued on `earlier`. A captured graph cannot be
+  // ordered with work outside it: whoever replays the graph must do that.
   void order_streams(void* earlier, void* later) {
     const DeviceGuard guard(device_);
     const auto from = static_cast<MOE_A2A_GPU(Stream_t)>(earlier), to = static_cast<MOE_A2A_GPU(Stream_t)>(later);
@@ -177,7 +177,7 @@ class SimtMachine {
     check(MOE_A2A_GPU(EventRecord)(order_event_, from), "ordering a call behind the one before on another stream");
     check(MOE_A2A_GPU(StreamWaitEvent)(to, order_event_, 0), "ordering a call behind the one before on another stream");
   }
-  // For what the library launches by itself; never the null stream, which waits for all others.
+  // For the library's own launches; never the null stream, which waits for all others.
   void* own_stream() {
     const DeviceGuard guard(device_);
     if (own_stream_ == nullptr) {
@@ -187,7 +187,7 @@ class SimtMachine {
   }
 
   double clock_ticks_per_second() const { return Vendor::clock_ticks_per_second(device_); }
-  // What a kernel's own variables take of a block's shared memory is kept free.
+  // Leaves room for a kernel's static shared memory.
   int64_t max_shared_bytes() const {
     constexpr int kOfTheKernel = 6 * 1024;
     int count = 0;
@@ -206,7 +206,7 @@ class SimtMachine {
 
   static bool is_capturing(MOE_A2A_GPU(Stream_t) stream) {
     MOE_A2A_GPU(StreamCaptureStatus) status = MOE_A2A_GPU(StreamCaptureStatusNone);
-    // An error says that another stream of this thread is captured, and this is the null stream: not captured itself.
+    // An error says that this is the null stream and another stream of the thread is capturing: not capturing itself.
     if (MOE_A2A_GPU(StreamIsCapturing)(stream, &status) != MOE_A2A_GPU(Success)) (void)MOE_A2A_GPU(GetLastError)();
     return status == MOE_A2A_GPU(StreamCaptureStatusActive);
   }

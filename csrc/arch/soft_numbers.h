@@ -1,4 +1,4 @@
-// Conversions in plain C++, for a target that has no instructions for them.
+// Conversions in plain C++, for targets without instructions for them.
 #pragma once
 
 #include <bit>
@@ -13,12 +13,12 @@ inline constexpr float kFloat8Max = 448.0f;
 
 inline float to_float(float value) { return value; }
 inline float to_float(Bfloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }
-// Without branches and without the compiler's half type, which calls a function per value where the machine has no
-// instruction: the loops over a row stay vector loops.
+// Branch-free and without the compiler's half type, which calls a function per value where the machine has no
+// instruction: loops over a row stay vectorised.
 inline float to_float(Half value) {
   const uint32_t sign = uint32_t{value.bits & 0x8000u} << 16;
   const uint32_t magnitude = uint32_t{value.bits & 0x7fffu} << 13;
-  const float rebiased = std::bit_cast<float>(magnitude) * 0x1p112f;     // exact, subnormals too
+  const float rebiased = std::bit_cast<float>(magnitude) * 0x1p112f;     // exact, including subnormals
   const uint32_t special = magnitude >= 0x0f800000u ? 0x7f800000u : 0u;  // infinity and NaN
   return std::bit_cast<float>(std::bit_cast<uint32_t>(rebiased) | special | sign);
 }
@@ -32,7 +32,7 @@ inline float from_float<float>(float value) {
   return value;
 }
 template <>
-inline Half from_float<Half>(float value) {  // to nearest, ties to even
+inline Half from_float<Half>(float value) {  // round to nearest, ties to even
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -46,7 +46,7 @@ inline Half from_float<Half>(float value) {  // to nearest, ties to even
 template <>
 inline Bfloat16 from_float<Bfloat16>(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;  // round to nearest, ties to even
   return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
 }
 // e4m3fn: 4 exponent bits (bias 7), 3 mantissa bits, no infinity, 0x7f is NaN. Values beyond 448 saturate.

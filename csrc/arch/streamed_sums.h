@@ -1,6 +1,6 @@
-// Sums of rows where TMA moves the data: a RowReader brings the rows into shared memory piece by piece, some pieces
-// ahead, and a PieceSender takes the sums away. Here: what a target without TMA says of them. Its threads load and
-// store for themselves (add_rows() in rows/row_sum.h).
+// Sums of rows where TMA moves the data: a RowReader brings the rows into shared memory piece by piece, several pieces
+// ahead, and a PieceSender takes the sums away. This file is the fallback for targets without TMA, whose threads load
+// and store for themselves (add_rows() in rows/row_sum.h).
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace moe_a2a {
 
-// Bytes of a row that arrive, and of a sum that leave, at a time.
+// Bytes per piece: of a row that arrives, of a sum that leaves.
 inline constexpr int kStreamBytes = 2048;
 
 }  // namespace moe_a2a
@@ -19,18 +19,18 @@ inline constexpr int kStreamBytes = 2048;
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 inline constexpr bool kHasStreams = false;
-inline constexpr int kReaderBytes = 0, kPieceSenderBytes = 0;  // of a warp's shared memory
+inline constexpr int kReaderBytes = 0, kPieceSenderBytes = 0;  // shared memory per warp
 
-// Where there are streams, calls f(reader) and f(sender); every call to them is made by all lanes of the warp.
+// Where there are streams, these call f(reader) and f(sender); all lanes of the warp make every call to them.
 //
 // A reader has
-//   begin(row, lanes, num_bytes)  starts to fetch each lane's row, of the lanes in `lanes`: the first piece of each in
-//                                 ascending order of the lanes, then the second of each. Rows begin at multiples of 16
-//                                 bytes and have as many.
+//   begin(row, lanes, num_bytes)  starts to fetch each lane's row, for the lanes in `lanes`: the first piece of each in
+//                                 ascending order of lanes, then the second of each. Rows are 16-byte aligned,
+//                                 num_bytes a multiple of 16.
 //   next()                        the next piece, in shared memory, once it has arrived
-//   release()                     it has been read
+//   release()                     the piece has been read
 // A sender has the contract of PlainRowSender (row_sender.h), but for rows that the warp forms piece by piece:
-//   open()                        where the next piece is formed
+//   open()                        where to form the next piece
 //   send(item, offset, num_bytes, is_last)  sends it to `offset` in the row's slot; after a row's last piece the next
 //                                 row may begin
 //   finish()
