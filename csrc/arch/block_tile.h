@@ -3,11 +3,11 @@
 //   BlockTile<T>      T is Half or Bfloat16; sums are fp32
 //     kRows, kColumns, kSharedBytes
 //     multiply(block, shared, num_rows, depth, row_of_a, row_of_b, store)
-//                     row_of_a(i), row_of_b(half, j): the start of row i < kRows of A, and of row j < kColumns of
-//                     either half of B, 16-byte aligned; null: zeros. depth: their length, a multiple of 16. store(i,
-//                     j, first, second) is called once for each i < num_rows (and possibly beyond) and j, with the
-//                     products of row i of A and row j of both halves of B. Two halves, so that an activation gets gate
-//                     and up together.
+//                     row_of_a(i), row_of_b(half, j): the start of row i < kRows of A, or of row j < kColumns of a half
+//                     of B, 16-byte aligned; null: zeros. depth: their length, a multiple of 16.
+//                     store(i, j, first, second) is called once for each i < num_rows (and possibly beyond) and j, with
+//                     the products of row i of A and row j of both halves of B. Two halves, so that an activation gets
+//                     gate and up together.
 //   WarpMatrix<T>     on GPU targets: kRows x kColumns sums of a warp in its registers, value[kValues] per lane
 //     add_product(warp, a, b, stride, depth)   rows of A and B in shared memory, `stride` elements apart
 //     row_of(warp, v), column_of(warp, v)      the place of the lane's value v

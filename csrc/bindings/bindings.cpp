@@ -35,10 +35,10 @@ PushBy to_push_by(const std::string& name) {
   throw py::value_error("by=\"" + name + "\" is unknown; pass \"warp_sender\", \"warp_stores\" or \"block_stores\"");
 }
 
-// What Python holds: the host object, its device, and the views of its buffers.
+// What Python holds: the host object, its device, and its views.
 class Core {
  public:
-  // A communicator that was made for this object alone meets its peers, and is closed, together with it.
+  // `owns_comm`: the communicator was made for this object alone, so it is connected and closed together with it.
   Core(std::shared_ptr<Communicator> comm, bool owns_comm, const MoeConfig& config, at::ScalarType type,
        at::Device device)
       : type_(type),
@@ -47,7 +47,7 @@ class Core {
         ep_(std::make_shared<ExpertParallel>(std::move(comm), config)),
         views_(std::make_unique<Views>(ep_, device)) {}
 
-  // A call holds what it gets: another thread may close the object meanwhile.
+  // Each call holds a reference: another thread may close the object meanwhile.
   std::shared_ptr<ExpertParallel> ep() const {
     if (!ep_) throw std::runtime_error("this ExpertParallel is closed");
     ep_->require_own_process();
@@ -59,7 +59,7 @@ class Core {
     const auto core = ep();
     bindings::connect(clients(*core), handles);
   }
-  // Of an object that cannot be made.
+  // For an object that cannot be made.
   void disconnect() {
     const auto core = ep();
     py::gil_scoped_release unlocked;
@@ -100,7 +100,7 @@ class Core {
     core->dispatch_recv(*handle, as, expert_alignment, place);
   }
 
-  // (expert_x, its scales or None) of the expert_major and masked layouts.
+  // (expert_x, its scales or None) in the expert_major and masked layouts.
   std::pair<at::Tensor, OptionalTensor> gather_rows(const Handle& handle, at::ScalarType row_type, int num_blocks) {
     const auto core = ep();
     const MoeConfig& config = core->config();
@@ -125,7 +125,7 @@ class Core {
     using Stage = DispatchHandle::Stage;
     const auto core = ep();
     core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
-    if (handle->stage == Stage::kCombineSent) return;  // a second attempt: what was sent stands
+    if (handle->stage == Stage::kCombineSent) return;  // a retry: what was sent stands
     const LaunchPlace place = where(num_blocks);
     const Rows rows = checked_y(*core, device_, *handle, y, presummed);
     const int64_t num_rows = y.numel() / core->config().hidden;
@@ -153,7 +153,7 @@ class Core {
     for (const auto& [max_tokens, dispatch, combine] : rows) steps.push_back({max_tokens, dispatch, combine});
     ep()->set_launch_table(LaunchTable(std::move(steps)));
   }
-  // (of a dispatch, of a combine) when the call does not say.
+  // Blocks of (a dispatch, a combine) when the call does not say.
   std::pair<int, int> blocks_for(int num_tokens) const {
     return {ep()->dispatch_blocks(num_tokens), ep()->combine_blocks(num_tokens)};
   }
@@ -167,7 +167,8 @@ class Core {
     core->push_rows(rows.x, rows.num_rows, rows.row_bytes, rows.pushes, how, place);
   }
 
-  // So that no peer waits for this rank, whose call has raised `why`. `num_before`: num_dispatches() before the call.
+  // Tells the peers that this rank's call has raised `why`, so that none waits for it. `num_before`: num_dispatches()
+  // before the call.
   void tell_dispatch_failed(const std::string& why, uint64_t num_before) {
     const auto core = ep();
     if (!core->is_connected()) return;
@@ -175,7 +176,7 @@ class Core {
     py::gil_scoped_release unlocked;
     core->num_dispatches() == num_before ? core->refuse_dispatch(why, place) : core->give_up_newest(why, place);
   }
-  // Null: the call had no handle, or none that is open here.
+  // Null handle: the call had none, or none that is open here.
   void tell_combine_failed(const Handle& handle, const std::string& why) {
     using Stage = DispatchHandle::Stage;
     const auto core = ep();
@@ -184,7 +185,7 @@ class Core {
     py::gil_scoped_release unlocked;
     const bool is_known = handle && handle->owner == core.get() && handle->is_open();
     if (!is_known) return core->refuse_combines(why, place);
-    if (handle->stage < Stage::kCombineSent) core->refuse_combine(*handle, why, place);  // else its sums are there
+    if (handle->stage < Stage::kCombineSent) core->refuse_combine(*handle, why, place);  // else its sums have been sent
   }
   uint64_t num_dispatches() const { return ep()->num_dispatches(); }
 
@@ -206,7 +207,7 @@ class Core {
     core->release(*handle, place);
   }
 
-  // The views of a handle that has been received and whose rows may still be read.
+  // For a handle that has been received and whose rows may still be read.
   Views& views(const Handle& handle) {
     using Stage = DispatchHandle::Stage;
     ep()->require(*handle, Stage::kReceived, Stage::kCombineSent, "a view of the handle");
@@ -242,14 +243,14 @@ class Core {
     return bindings::align_clocks(core->communicator(), num_rounds, where(0).stream);
   }
 
-  // The memory itself goes when the last view of it goes.
+  // The memory is freed with the last view of it.
   void close() {
     if (!ep_) return;
     auto core = std::move(ep_);
     views_.reset();
     py::gil_scoped_release unlocked;
-    const auto closed = std::move(core);      // goes without the GIL too: freeing may wait for the device
-    if (!owns_comm_) return closed->close();  // may raise what the kernels have found; it is closed then as well
+    const auto closed = std::move(core);      // freed without the GIL too: that may wait for the device
+    if (!owns_comm_) return closed->close();  // closes even if it throws what the kernels have reported
     try {
       closed->close();
     } catch (...) {
@@ -272,7 +273,7 @@ class Core {
   }
 
  private:
-  // DispatchHandle.row_dtype is an attribute that Python can set.
+  // Python can set the attribute DispatchHandle.row_dtype.
   void check_row_type(const DispatchHandle& handle, at::ScalarType row_type) const {
     const int rank = ep()->config().rank;
     if (to_dtype(row_type, "handle.row_dtype", rank) == handle.row_dtype) return;

@@ -7,7 +7,6 @@
 namespace moe_a2a::bindings {
 namespace {
 
-// What Python holds of a Communicator.
 std::shared_ptr<Communicator> make_communicator(int rank, int num_ranks, const std::string& target,
                                                 const at::Device& device, double timeout) {
   const std::string violation = Communicator::violation(rank, num_ranks);

@@ -12,13 +12,13 @@ namespace moe_a2a::bindings {
 
 namespace py = pybind11;
 
-// The handles of clients that are made together, as one string of bytes per rank.
+// The handles of clients that are made together, as one byte string per rank.
 py::bytes handles_of(const std::vector<Client*>& clients);
-// Connects all of them or none; `handles`: what handles_of() gave on each rank, in rank order.
+// Connects all of them or none. `handles`: what handles_of() returned on each rank, in rank order.
 void connect(const std::vector<Client*>& clients, const std::vector<std::string>& handles);
 
-// Per rank (ticks that its clock is ahead of this rank's, shortest round trip in ticks, when); of this rank itself
-// (0, step, when).
+// Per rank: (its clock minus this rank's, shortest round trip, time of measurement), in ticks; for this rank itself:
+// (0, clock step, time).
 std::vector<std::array<int64_t, 3>> align_clocks(Communicator& comm, int num_rounds, void* stream);
 
 // PyTorch's current stream of the device; null on the CPU.

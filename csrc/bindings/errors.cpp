@@ -9,14 +9,14 @@
 namespace moe_a2a::bindings {
 namespace {
 
-// A peer's text may be a mixture of two (see RefusalText), so it need not be UTF-8.
+// A peer's text may be a mixture of two (see RefusalText), hence not valid UTF-8.
 py::str to_python(const std::string& text) {
   PyObject* decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
   if (decoded == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::str>(decoded);
 }
 
-// PeerTimeoutError and PeerRefusedError are Python classes (moe_a2a/errors.py), so that they carry attributes.
+// PeerTimeoutError and PeerRefusedError are Python classes (moe_a2a/errors.py), so that they can carry attributes.
 void raise_peer_errors(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);

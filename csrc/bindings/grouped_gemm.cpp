@@ -14,7 +14,7 @@
 namespace moe_a2a::bindings {
 namespace {
 
-constexpr int kGranularity = 16;   // of hidden and intermediate size
+constexpr int kGranularity = 16;   // of hidden and intermediate_hidden
 constexpr int kRowAlignment = 16;  // bytes
 
 std::string text_of(at::IntArrayRef shape) {
@@ -104,8 +104,8 @@ void check_lists(const std::optional<at::Tensor>& row_index, const at::Tensor& e
   require_contiguous(*row_index, "row_index");
 }
 
-// Where the host may look: on the CPU. Elsewhere the kernel stays within its tensors, and what it reads out of range is
-// zeros.
+// Only on the CPU, where the host can read the values. Elsewhere the kernel clamps to its tensors and reads zeros for
+// rows out of range.
 void check_values(const at::Tensor& x, const std::optional<at::Tensor>& row_index, const at::Tensor& expert_offsets,
                   int64_t num_rows) {
   const int32_t* offsets = expert_offsets.const_data_ptr<int32_t>();
@@ -136,7 +136,7 @@ struct Tensors {
 };
 
 void check_sizes(const Tensors& t) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 256;  // the last tile may reach past the last row
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 256;  // the last tile may extend past the last row
   for (int64_t size : {t.num_rows(), t.x.size(0), t.w.size(0), t.w.size(1), t.w.size(2)}) {
     require(size <= kMost,
             "x " + text_of(t.x.sizes()) + ", w " + text_of(t.w.sizes()) + " or num_routes=" +

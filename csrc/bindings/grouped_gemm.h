@@ -1,4 +1,4 @@
-// grouped_gemm() of the Python module.
+// The Python module's grouped_gemm().
 #pragma once
 
 #include "bindings/python.h"

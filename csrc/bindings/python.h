@@ -1,5 +1,5 @@
-// Tensors and Python, in PyTorch's own headers: only those that are needed (all of torch/extension.h takes a compiler
-// twice as long), and precompiled.
+// Tensors and Python. Includes only the PyTorch headers that are needed, and is precompiled: all of torch/extension.h
+// takes a compiler twice as long.
 #pragma once
 
 #include <ATen/ATen.h>

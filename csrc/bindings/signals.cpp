@@ -8,10 +8,10 @@
 namespace moe_a2a::bindings {
 namespace {
 
-// Kept apart while the call unwinds: what C++ destroys on the way may run Python code.
+// Held aside while the call unwinds: destructors on the way may run Python code.
 thread_local std::optional<py::error_already_set> raised;
 
-// Runs the handlers of signals that have come; true when one of them raised.
+// Runs the handlers of pending signals; true if one of them raised.
 bool has_signal() {
   const py::gil_scoped_acquire locked;
   if (PyErr_CheckSignals() == 0) return false;

@@ -3,10 +3,10 @@
 
 namespace moe_a2a::bindings {
 
-// Has waits on the host look for signals; see arch/interrupt.h.
+// Makes waits on the host check for signals; see arch/interrupt.h.
 void watch_signals();
 
-// Sets the Python error that a signal handler raised during this thread's wait; false: there is none.
+// Restores the Python error that a signal handler raised during this thread's wait; false: there is none.
 bool restore_signal_error();
 
 }  // namespace moe_a2a::bindings

@@ -7,7 +7,7 @@ namespace {
 
 using at::DispatchKey;
 
-// The argument's name: becomes part of a string in errors alone, since every call passes here.
+// An argument's name. A string is built only for errors, since every call passes here.
 struct Name {
   const char* text;
 };
@@ -21,7 +21,7 @@ std::string type_name(const at::Tensor& tensor) {
   return py::str(py::type::handle_of(py::cast(tensor)).attr("__name__")).cast<std::string>();
 }
 
-// Wrappers that only Python or a transform of PyTorch can look into.
+// Wrappers that only Python or a PyTorch transform can look into.
 bool is_wrapper(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   return impl->is_python_dispatch() || impl->key_set().has_any(c10::DispatchKeySet({
@@ -48,7 +48,7 @@ void check_is_tensor_of_memory(const Place& place, const at::Tensor& tensor, con
   }
 }
 
-// From the first element on, up to the end of the last.
+// From the start of the first element to the end of the last.
 uint64_t num_bytes_reached(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
   int64_t last = 0;
@@ -56,7 +56,7 @@ uint64_t num_bytes_reached(const at::Tensor& tensor) {
   return static_cast<uint64_t>(last + 1) * tensor.element_size();
 }
 
-// Resizing a storage leaves the sizes of its tensors as they were.
+// Resizing a storage does not update the sizes of its tensors.
 void check_storage(const Place& place, const at::Tensor& tensor, const Name& name) {
   if (!tensor.has_storage()) {
     raise_type(place.rank, name + " is a " + type_name(tensor) + " without storage", "pass a plain torch.Tensor");

@@ -40,7 +40,7 @@ void check_no_grad(const MoeConfig& config, const at::Tensor& tensor, const char
   }
 }
 
-// Rows of any stride whose elements are dense.
+// Rows with any stride whose elements are contiguous.
 Rows checked_rows(const MoeConfig& config, const at::Tensor& tensor, const char* name) {
   if (tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
     raise_value(
@@ -94,7 +94,7 @@ void check_routing(const MoeConfig& config, at::Device device, const DispatchTen
              t.topk_idx.scalar_type() == at::kInt || t.topk_idx.scalar_type() == at::kLong, "int32 or int64");
   check_shape(config, t.topk_idx, "topk_idx", shape, "pass one row of num_topk ids per token");
   check_contiguous(config, t.topk_idx, "topk_idx");
-  if (device.is_cpu()) {  // elsewhere the kernel looks: a host read would cost more than the dispatch
+  if (device.is_cpu()) {  // elsewhere the kernel checks: a host read would cost more than the dispatch
     t.topk_idx.scalar_type() == at::kLong ? check_range<int64_t>(config, t.topk_idx)
                                           : check_range<int32_t>(config, t.topk_idx);
   }

@@ -1,5 +1,5 @@
-// Between tensors and addresses: the checks of every argument, and the views of the heap.
-// Only device-generic libtorch calls, so that a binding built with a CPU torch serves any device.
+// Checks the tensors of MoE calls and converts them to addresses and strides. Uses only device-generic libtorch calls,
+// so a binding built with a CPU torch serves any device.
 #pragma once
 
 #include <optional>
@@ -10,10 +10,10 @@
 
 namespace moe_a2a::bindings {
 
-// Raises TypeError, naming `whose`, for a type that rows cannot have.
+// Raises TypeError, naming `whose`, for a dtype that rows cannot have.
 DType to_dtype(at::ScalarType type, const char* whose, int rank = -1);
 
-// Of one call, as long as it lasts.
+// References, valid for one call.
 struct DispatchTensors {
   const at::Tensor& x;
   const at::Tensor& topk_idx;
@@ -22,15 +22,15 @@ struct DispatchTensors {
   bool quantize = false;
 };
 
-// Raises ValueError or TypeError with the value, the limit, the rank and the argument to change.
+// Raise ValueError or TypeError that names the value, the limit, the rank and the argument to change.
 DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const DispatchTensors& tensors);
 Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle& handle, const at::Tensor& y,
                bool presummed);
-// `out`, or a new tensor. `y`: what the same launch reads, null: nothing of the caller's.
+// `out`, or a new tensor. `y`: the caller's tensor that the same launch reads; null: none.
 at::Tensor checked_out(const ExpertParallel& ep, at::Device device, int num_tokens, at::ScalarType type,
                        const std::optional<at::Tensor>& out, const at::Tensor* y = nullptr);
 
-// Rows to push (see moe/link_floor.h): x [num_rows, n] with dense rows, pushes int64 [num_rows, 2]: ranks and
+// Rows to push (see moe/link_floor.h): x [num_rows, n] with contiguous rows, pushes int64 [num_rows, 2]: ranks and
 // token.
 struct PushedRows {
   Rows x;

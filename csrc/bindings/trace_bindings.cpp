@@ -29,7 +29,7 @@ void check_ends(const Timeline& timeline) {
   }
 }
 
-// `write` takes bytes: the method of an open file, compressing or not.
+// `write` takes bytes: the method of an open file, compressed or not.
 template <void (*kExport)(const Timeline&, const Sink&)>
 void export_to(const py::function& write, const Array<Slice>& slices, const Array<Arrow>& arrows,
                const Array<CounterSample>& samples, std::vector<std::string> slice_names,
@@ -51,7 +51,7 @@ void bind_trace_export(py::module_& m) {
   PYBIND11_NUMPY_DTYPE(Arrow, source, sink);
   PYBIND11_NUMPY_DTYPE(CounterSample, time_ns, value, rank, name);
   m.def("write_chrome_json", &export_to<trace_export::write_chrome_json>);
-#if defined(MOE_A2A_WITH_PERFETTO)  // protozero was there
+#if defined(MOE_A2A_WITH_PERFETTO)  // if CMake found protozero
   m.def("write_perfetto", &export_to<trace_export::write_perfetto>);
 #endif
 }

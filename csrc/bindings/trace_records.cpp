@@ -35,7 +35,7 @@ py::dict read_trace(ExpertParallel& ep) {
   return read;
 }
 
-// Codes of all vocabularies as indices; no name where none has the code.
+// Names indexed by code, over all vocabularies; empty where no vocabulary has the code.
 std::vector<std::string> trace_kinds() {
   std::vector<std::string> names;
   for (const Vocabulary* words : {&kCommVocabulary, &kMoeVocabulary, &kCollectiveVocabulary}) {

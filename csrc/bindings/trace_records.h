@@ -1,4 +1,4 @@
-// The records of a trace as Python reads them: plain tensors and lists, in the words of comm/trace_buffer.h.
+// Trace records as Python reads them: plain tensors and lists, in the format of comm/trace_buffer.h.
 #pragma once
 
 #include <array>
@@ -11,11 +11,12 @@
 
 namespace moe_a2a::bindings {
 
-// records [written, 2] int64, the two words of each, segment after segment; segment_written and segment_dropped
-// [segments] int64; warps_per_block; ticks_per_second; clock_step_ticks, 0 before the first align_clocks().
+// A dict of: records [written, 2] int64, the two words of each, segment after segment; segment_written and
+// segment_dropped [segments] int64; warps_per_block; ticks_per_second; clock_step_ticks, 0 before the first
+// align_clocks().
 py::dict read_trace(ExpertParallel& ep);
 
-// The names behind the numbers in the records.
+// Names by the codes that records hold.
 std::vector<std::string> trace_kinds();
 std::vector<std::string> trace_operations();
 

@@ -1,4 +1,4 @@
-// The views that a handle shows: tensors over the heap and the expert lists, made once per buffer and kept.
+// The views that a handle offers: tensors over the heap and the expert lists. Each view keeps the memory alive.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ class Views {
 
   // [num_ranks * num_max_tokens_per_rank, hidden], rows where they landed.
   at::Tensor recv_x(const DispatchHandle& handle, at::ScalarType type);
-  // [num_ranks * num_max_tokens_per_rank, ceil(hidden / 128)] fp32, of float8 rows.
+  // [num_ranks * num_max_tokens_per_rank, ceil(hidden / 128)] fp32, for float8 rows.
   at::Tensor recv_x_scales(const DispatchHandle& handle);
 
   at::Tensor expert_offsets(const DispatchHandle& handle);   // int32 [num_local_experts + 1]
@@ -30,11 +30,11 @@ class Views {
   at::Tensor route_src_rank(const DispatchHandle& handle);
   at::Tensor route_src_token_idx(const DispatchHandle& handle);
 
-  // Positions of the handle's layout: the rows that expert_x and y have.
+  // Positions of the handle's layout: the number of rows of expert_x and y.
   int64_t capacity(const DispatchHandle& handle) const;
 
  private:
-  // Holds the memory alive for as long as the tensor lives, also after close().
+  // The tensor keeps the memory alive, even after close().
   at::Tensor view(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) const;
   at::Tensor list(const void* data, int64_t size, at::ScalarType type) const;
 

@@ -1,5 +1,5 @@
-// The trace event format: "Trace Event Format", Google, chapters "Complete Events", "Flow Events", "Metadata Events".
-// Perfetto reads `ts` and `dur` as microseconds with three decimals.
+// The format: "Trace Event Format", Google, chapters "Complete Events", "Flow Events", "Metadata Events". Perfetto
+// reads `ts` and `dur` as microseconds with three decimals.
 #include <nlohmann/json.hpp>
 
 #include "trace_export/output.h"
@@ -55,7 +55,7 @@ class Writer {
     }
   }
 
-  // Perfetto shows no otherData: once more as an event that can be clicked.
+  // Perfetto does not show otherData, so write it again as an event that can be clicked.
   void write_about(const Json& about) {
     if (tracks_.empty()) return;
     const int64_t pid = process_id(tracks_.front().rank);
@@ -63,7 +63,7 @@ class Writer {
     event({{"ph", "i"}, {"s", "t"}, {"pid", pid}, {"tid", kAboutThread}, {"ts", 0}, {"name", kAbout}, {"args", about}});
   }
 
-  // A counter's name is shown with the key of its value behind it: its own last word.
+  // The UI shows a counter as its name followed by the key of its value; the name's last word becomes the key.
   void write_sample(const CounterSample& sample) {
     const std::string& name = timeline_.counter_names[sample.name];
     const size_t space = name.rfind(' ');
@@ -100,7 +100,7 @@ class Writer {
            {"args", std::move(args)}});
   }
 
-  // A reader binds it to the last slice before it in the file.
+  // Readers bind it to the last slice before it in the file.
   void write_arrow_end(const char* phase, int64_t pid, int64_t tid, int64_t time_ns, int64_t arrow) {
     Json end{{"ph", phase}, {"pid", pid}, {"tid", tid}, {"name", "signal"}, {"cat", "signal"}};
     end["id"] = arrow;

@@ -1,4 +1,4 @@
-// A file in the making: text gathers until there is enough of it for the sink.
+// Buffers a file's text and passes it to the sink in large pieces.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// A trace is a sequence of packets: first the tracks and the names, then each slice as its begin and its end.
+// A trace is a sequence of packets: first tracks and names, then each slice as a begin and an end.
 #include <nlohmann/json.hpp>
 #include <protozero/pbf_writer.hpp>
 
@@ -20,7 +20,7 @@ uint64_t track_uuid(int32_t rank, size_t track) { return process_uuid(rank) + 1 
 uint64_t counter_uuid(int32_t rank, int32_t counter) { return process_uuid(rank) + (1u << 31) + counter; }
 constexpr uint64_t kAboutUuid = 1;
 
-// A value of the metadata, with its parts, as the UI's table of arguments.
+// Writes a metadata value, recursively, for the UI's table of arguments.
 void annotate(Message& annotation, const Json& value) {
   using namespace annotation_field;
   if (value.is_object()) {
@@ -153,7 +153,7 @@ class Writer {
     });
   }
 
-  // A slice ends before the next one begins that does not lie inside it.
+  // A slice ends before the next one that is not nested in it begins.
   void write_track(const Track& track, uint64_t uuid) {
     std::vector<int64_t> ends;
     const auto close = [&] {

@@ -1,4 +1,4 @@
-// What an exporter is given: the slices of all ranks on one clock, the arrows between them, and counters.
+// Input of the exporters: the slices of all ranks on one clock, the arrows between them, and counters.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ namespace moe_a2a::trace_export {
 
 inline constexpr int32_t kNone = -1;
 
-// Something that one warp did, in nanoseconds of the merged clock. kNone: not known, or of no meaning here.
-// moe_a2a/tracing/timeline.py has the same record.
+// What one warp did, in nanoseconds of the merged clock. kNone: unknown or not applicable. moe_a2a/tracing/timeline.py
+// has the same record.
 struct Slice {
   int64_t begin_ns;
   int64_t end_ns;
@@ -25,14 +25,14 @@ struct Slice {
   int32_t peer;
   int32_t token;
   int32_t polls;
-  int32_t instant;  // 1: a moment without duration
+  int32_t instant;  // 1: an instant, without duration
 };
 
-// From the slice that gave a signal to the wait that ended by it: indices into Timeline::slices.
+// From the slice that raised a signal to the wait that it ended: indices into Timeline::slices.
 //
 // In the file an arrow ends in a slice "flight", the last part of the wait, from the signal on. An arrow to the wait
-// itself would be turned around: of two slices Perfetto takes the one that begins first for the source, and the UI
-// draws an arrow to the left edge of its sink.
+// itself would be reversed: Perfetto takes the earlier of two slices for the source, and the UI draws an arrow to the
+// left edge of its sink.
 struct Arrow {
   int64_t source;
   int64_t sink;
@@ -51,16 +51,16 @@ struct Timeline {
   std::span<const CounterSample> samples;  // in order of time
   std::vector<std::string> slice_names;
   std::vector<std::string> counter_names;
-  std::string about;  // a JSON object: what is known about the whole trace
+  std::string about;  // a JSON object: metadata of the whole trace
 };
 
-// Takes the next piece of the file.
+// Receives the file piece by piece.
 using Sink = std::function<void(std::string_view)>;
 
-// The trace event format of Chrome, as JSON.
+// Chrome's trace event format, as JSON.
 void write_chrome_json(const Timeline& timeline, const Sink& sink);
 
-// The protobuf format of Perfetto.
+// Perfetto's protobuf format.
 void write_perfetto(const Timeline& timeline, const Sink& sink);
 
 }  // namespace moe_a2a::trace_export

@@ -8,7 +8,7 @@
 namespace moe_a2a::trace_export {
 namespace {
 
-// By warp, then as they nest: by begin, of two that begin together the longer one first.
+// By warp, then in nesting order: by begin; if two begin together, the longer one first.
 std::vector<int64_t> nesting_order(std::span<const Slice> slices) {
   const auto key = [&](int64_t i) {
     const Slice& s = slices[i];
@@ -45,7 +45,7 @@ class WarpTracks {
   }
 
  private:
-  // A slice that the next one may lie in.
+  // A slice that the next one may nest in.
   struct Open {
     int64_t end_ns;
     bool takes_others;
@@ -55,7 +55,7 @@ class WarpTracks {
   size_t first_track_;
   int32_t rank_;
   std::string name_;
-  std::vector<std::vector<Open>> open_;  // per lane, the innermost last
+  std::vector<std::vector<Open>> open_;  // per lane, innermost last
 };
 
 }  // namespace

@@ -7,41 +7,40 @@
 
 namespace moe_a2a::trace_export {
 
-// A line of slices of one warp that lie beside or inside each other, never across each other's ends: Perfetto before
-// v57 cuts or deletes those that do (google/perfetto#1656).
+// Slices of one warp that are disjoint or nested, never partially overlapping: before v57, Perfetto cuts or drops those
+// that are (google/perfetto#1656).
 struct Track {
   int32_t rank;
   std::string name;
-  std::vector<int64_t> slices;  // indices: by begin, the outer one first
+  std::vector<int64_t> slices;  // indices, by begin, outer slices first
 };
 
-// All tracks, by rank, block, warp. A warp has one; where its threads were in waits at once that end across each other,
-// it has another one for each that does not fit on those before. Nothing lies inside a wait that an arrow ends in, but
-// its flight.
+// All tracks, by rank, block, warp. A warp has one; if waits of its threads overlap partially, it has a further track
+// for each that does not fit on the ones before. Nothing nests in a wait that an arrow ends in, except its flight.
 std::vector<Track> lay_out(const Timeline& timeline);
 
-// The arrows that leave and reach each slice, kNone: no arrow. An arrow's number is its index in the timeline.
+// The arrows that leave and reach each slice, kNone: no arrow. Arrows are indices into Timeline::arrows.
 struct ArrowEnds {
   std::vector<int64_t> leaving;
   std::vector<int64_t> arriving;
 };
 ArrowEnds ends_of(const Timeline& timeline);
 
-// When the flight of an arrow begins: after the signal, or a reader that meets the sink first loses the arrow; and
-// inside its wait, whatever the clocks say.
+// When an arrow's flight begins: after the signal, since a reader that meets the sink first loses the arrow; and within
+// its wait, whatever the clocks say.
 int64_t flight_begin_ns(const Timeline& timeline, int64_t arrow);
 inline constexpr const char* kFlight = "flight";
 
-// The name of the moment at the beginning that carries Timeline::about.
+// The name of the initial instant that carries Timeline::about.
 inline constexpr const char* kAbout = "about this trace";
 
-// A rank is a process, a track is a thread. Perfetto shows the ids behind the names. Small ones are taken: 0 is the
-// kernel's idle task, and a thread with its process's id is the main thread.
+// A rank is a process, a track is a thread. Perfetto shows the ids after the names. Small ones are taken: 0 is the
+// kernel's idle task, and a thread whose id is its process's is the main thread.
 inline constexpr int kAboutThread = 10'000;
 inline int process_id(int32_t rank) { return 1000 + rank; }
 inline int thread_id(size_t track) { return kAboutThread + 1 + static_cast<int>(track); }
 
-// The ranks that have a slice or a sample, in ascending order.
+// The ranks that have a slice or a sample, ascending.
 std::vector<int32_t> ranks_of(const Timeline& timeline);
 
 }  // namespace moe_a2a::trace_export
