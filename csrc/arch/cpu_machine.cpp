@@ -55,7 +55,7 @@ class SharedHeap {
     const HeapHeader& seen = header();
     if (seen.owner[0] != owner_.word[0] || seen.owner[1] != owner_.word[1] || seen.inode != location_.inode) {
       throw std::runtime_error("the heap of process " + std::to_string(owner_.pid) +
-                               " belongs to another process by now; pass the handle of a living object");
+                               " now belongs to another process; pass the handle of a live object");
     }
   }
   SharedHeap(const SharedHeap&) = delete;

@@ -174,8 +174,9 @@ class SimtMachine {
     if (order_event_ == nullptr) {
       check(MOE_A2A_GPU(EventCreateWithFlags)(&order_event_, MOE_A2A_GPU(EventDisableTiming)), "making an event");
     }
-    check(MOE_A2A_GPU(EventRecord)(order_event_, from), "ordering a call behind the one before on another stream");
-    check(MOE_A2A_GPU(StreamWaitEvent)(to, order_event_, 0), "ordering a call behind the one before on another stream");
+    check(MOE_A2A_GPU(EventRecord)(order_event_, from), "ordering a call after the previous one on another stream");
+    check(MOE_A2A_GPU(StreamWaitEvent)(to, order_event_, 0),
+          "ordering a call after the previous one on another stream");
   }
   // For the library's own launches; never the null stream, which waits for all others.
   void* own_stream() {
@@ -191,7 +192,8 @@ class SimtMachine {
   int64_t max_shared_bytes() const {
     constexpr int kOfTheKernel = 6 * 1024;
     int count = 0;
-    check(MOE_A2A_GPU(DeviceGetAttribute)(&count, Vendor::kMaxSharedMemory, device_), "asking for the shared memory");
+    check(MOE_A2A_GPU(DeviceGetAttribute)(&count, Vendor::kMaxSharedMemory, device_),
+          "querying the shared memory of a block");
     return count - kOfTheKernel;
   }
   int max_blocks() const {

@@ -80,7 +80,7 @@ void check_device(const Place& place, const at::Tensor& tensor, const Name& name
 
 void check_has_values(const Place& place, const at::Tensor& tensor, const Name& name) {
   if (tensor.is_neg()) {
-    raise_value(place.rank, name + " is a negative view: its memory holds the values with the other sign",
+    raise_value(place.rank, name + " is a negative view: its memory holds the values with the opposite sign",
                 "pass " + name + ".resolve_neg()");
   }
   if (tensor.is_conj()) {

@@ -228,7 +228,8 @@ at::Tensor checked_out(const ExpertParallel& ep, at::Device device, int num_toke
                 "pass memory of your own");
   }
   if (y != nullptr && overlap(*out, *y)) {
-    raise_value(config.rank, "out overlaps y, which is read while out is written", "pass an out apart from y");
+    raise_value(config.rank, "out overlaps y, which is read while out is written",
+                "pass an out that does not overlap y");
   }
   if (!out->is_inference()) out->unsafeGetTensorImpl()->bump_version();
   return *out;

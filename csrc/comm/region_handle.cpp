@@ -26,13 +26,13 @@ std::string assignment(const AgreedField& field) { return text(field.name) + "="
 std::string flaw(const RegionHandle& handle, size_t r) {
   const std::string which = "the handle at place " + std::to_string(r);
   if (handle.magic != RegionHandle::kMagic)
-    return which + " is none; pass what get_comm_handle() returned on that rank";
+    return which + " is not a handle; pass what get_comm_handle() returned on that rank";
   if (handle.version != RegionHandle::kVersion) {
     return which + " has version " + std::to_string(handle.version) + ", expected " +
            std::to_string(RegionHandle::kVersion) + "; run the same version of moe_a2a on every rank";
   }
   if (handle.checksum != handle.sum()) {
-    return which + " is damaged: its checksum is not that of its bytes; carry it to every rank unchanged";
+    return which + " is damaged: its checksum does not match its bytes; pass it to every rank unchanged";
   }
   if (handle.rank != static_cast<int32_t>(r)) {
     return which + " is that of rank " + std::to_string(handle.rank) + "; pass the handles in rank order";

@@ -79,7 +79,7 @@ void ExpertParallel::require(const DispatchHandle& handle, Stage stage, Stage or
                            std::to_string(config().rank) +
                            (!handle.is_open() ? "; a handle serves one combine, pass that of the newest "
                                                 "dispatch"
-                                              : "; call the halves in their order"));
+                                              : "; call the halves in order"));
 }
 
 // The next free buffer, round-robin. All ranks make the same calls, so all take the same one. A buffer whose handle was
