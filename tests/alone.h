@@ -1,4 +1,4 @@
-// A communicator of one rank, for tests of what does not need a second one.
+// A communicator of one rank, for tests that do not need a second one.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// The seed of a random test: printed, and given back with MOE_A2A_SEED=<seed>.
+// The seed of a random test: printed, and set with MOE_A2A_SEED=<seed>.
 #pragma once
 
 #include <cstdint>

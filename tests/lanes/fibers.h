@@ -1,5 +1,5 @@
-// The threads of a block as fibers of one thread of the operating system: each runs until it waits for others, then the
-// next one does. Always in the same order, so what a block does follows from its inputs and from what other blocks do.
+// The threads of a block as fibers of one OS thread: each runs until it waits for others, then the next one runs.
+// Always in the same order, so a block is deterministic given its inputs and what other blocks do.
 #pragma once
 
 #include <sched.h>
@@ -13,11 +13,11 @@
 
 namespace moe_a2a::lanes {
 
-// Where threads meet. Who has left the kernel is not waited for, as on a GPU.
+// A barrier. It does not wait for threads that have left the kernel, as on a GPU.
 class Meeting {
  public:
   void expect(int num_members) { num_members_ = num_members, num_here_ = 0; }
-  // True when the calling thread may go on; else it looks again with the same ticket.
+  // Returns a ticket; the caller may continue once is_over(ticket).
   uint64_t arrive() {
     const uint64_t ticket = round_;
     ++num_here_;
@@ -40,7 +40,7 @@ class Meeting {
   uint64_t round_ = 0;
 };
 
-// A block's threads, on the calling thread of the operating system.
+// A block's threads, on the calling OS thread.
 class Fibers {
  public:
   static Fibers& of_block() {
@@ -48,7 +48,7 @@ class Fibers {
     return fibers;
   }
 
-  // Calls body() in each of num_threads fibers; returns when all have.
+  // Calls body() in each of num_threads fibers; returns when all have finished.
   void run(int num_threads, int warp_size, const std::function<void()>& body) {
     body_ = &body;
     warp_size_ = warp_size;
@@ -67,7 +67,7 @@ class Fibers {
         warps_[current_ / warp_size].leave();
         block_.leave();
       }
-      if (has_paused_) sched_yield();  // other blocks and ranks are threads of the operating system
+      if (has_paused_) sched_yield();  // other blocks and ranks are OS threads
     }
   }
 

@@ -1,7 +1,6 @@
-// The fifth target: a GPU's threads on the CPU. The groups of arch/simt.h, 32 or 64 lanes to a warp, over fibers, so
-// that what the kernels do with many lanes is run where there is no GPU: with 32 as on NVIDIA (one warp signals for
-// all, LL words of 16 bytes, streamed sums), with 64 as on AMD. It stands in the place of the CPU target
-// (MOE_A2A_TARGET_HEADER).
+// The fifth target: a GPU's threads on the CPU. The groups of arch/simt.h, with 32 or 64 lanes per warp, on fibers, so
+// that the kernels' many-lane behaviour runs without a GPU: with 32 as on NVIDIA (one warp publishes signals, 16-byte
+// LL words, streamed sums), with 64 as on AMD. It replaces the CPU target (MOE_A2A_TARGET_HEADER).
 #pragma once
 
 #include <cstddef>
@@ -21,7 +20,7 @@
 #include "lanes/fibers.h"
 
 #define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(cpu)
-// What is a block's own is its thread's own.
+// A block is one OS thread, so block-shared is thread-local.
 #define __shared__ static thread_local
 #define __device__
 #define __forceinline__ inline
@@ -62,7 +61,7 @@ inline void warp_sync() { lanes::Fibers::of_block().meet_warp(); }
 inline void block_sync() { lanes::Fibers::of_block().meet_block(); }
 inline void drain_stores() {}
 
-// What every lane of the warp has brought, in the order of the lanes; it stays until the next but one exchange.
+// The values of all lanes of the warp, in lane order; valid until the next exchange but one.
 template <class T>
 const T* exchange(T value) {
   constexpr int kWarps = kBlockThreads / kWarpSize;
@@ -127,7 +126,7 @@ inline void prefetch(const void*) {}
 struct alignas(16) Vec16 {
   uint32_t x, y, z, w;
 };
-// On AMD shared memory is reached by instructions of its own.
+// On AMD, shared memory needs its own instructions.
 template <class T>
 T load_global(const T* address) {
   if (!kAsNvidia && lanes::SharedMemory::of_block().holds(address)) lanes::stop("a global load from shared memory");
@@ -144,7 +143,7 @@ void store_global(T* address, T value) {
 }
 
 #if defined(__AVX__) && MOE_A2A_LANES == 32
-// One access on every processor that has AVX.
+// A single access on every processor with AVX.
 using LlBits = Vec16;
 inline Vec16 load_whole(const Vec16* address) {
   Vec16 value;
@@ -183,8 +182,7 @@ using WarpMatrix = PlainWarpMatrix<T>;
 
 namespace moe_a2a::lanes {
 
-// Whether the runtime is told that a launch has done its work when it returns; else it launches both halves of a call
-// at once, as it does on a GPU.
+// Whether launches claim to be synchronous; if not, the host launches both halves of a call at once, as on a GPU.
 inline bool are_launches_synchronous() {
   const char* launches = std::getenv("MOE_A2A_LAUNCHES_OF_A_CALL");
   return launches == nullptr || std::strcmp(launches, "one") != 0;

@@ -1,6 +1,6 @@
-// Plain loads and stores of the explored code, as the compiler reports them: model_rank.cpp, which holds the kernels,
-// is compiled with -fsanitize=thread, but the program is linked without that sanitizer's runtime. These functions take
-// its place. So every plain access of the real kernels is checked for races and no line of csrc/ knows of it.
+// Plain loads and stores of the explored code, as the compiler reports them. model_rank.cpp, which holds the kernels,
+// is compiled with -fsanitize=thread, but not linked with that sanitizer's runtime: these functions replace it. So
+// every plain access of the real kernels is checked for races, without a line in csrc/.
 #include "observed.h"
 
 using moe_a2a::observed_read;

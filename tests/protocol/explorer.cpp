@@ -49,7 +49,7 @@ Exploration Explorer::all(int delays, int64_t max_schedules) {
   } while (!result.complete && result.num_schedules < max_schedules);
   if (!failure_.empty()) {
     tracing_ = true;
-    run_schedule();  // the same path once more
+    run_schedule();  // the same path again
     tracing_ = false;
   }
   result.failure = failure_;
@@ -69,7 +69,7 @@ Exploration Explorer::random(uint64_t seed, int64_t num_schedules) {
   return result;
 }
 
-// The next schedule in depth-first order; false when the last one is done.
+// Advances to the next schedule in depth-first order; false when there is none.
 bool Explorer::next_path() {
   while (!path_.empty() && path_.back().taken + 1 == path_.back().num_options) path_.pop_back();
   if (path_.empty()) return false;
@@ -104,7 +104,7 @@ bool Explorer::run_schedule() {
   }
   g_running = this;
   current_ = threads_.front().get();
-  swapcontext(&main_, &current_->context);  // comes back when all are done or one has failed
+  swapcontext(&main_, &current_->context);  // returns when all are done or one has failed
   g_running = nullptr;
   return failure_.empty();
 }
@@ -149,7 +149,7 @@ void Explorer::end_launch(Thread& thread) {
 
 // ---- turns
 
-// Before an operation that others can see: the turn may go to somebody else, against this thread's will.
+// Before an operation that others can see: this thread may be preempted.
 void Explorer::schedule_point() {
   if (!draws_ && delays_left_ == 0) return;
   std::vector<Thread*> options = {current_};
@@ -158,7 +158,7 @@ void Explorer::schedule_point() {
   if (&next != current_) switch_to(next);
 }
 
-// The thread cannot go on: somebody else must.
+// The thread cannot continue: another one must.
 void Explorer::give_up_turn() {
   std::vector<Thread*> options;
   do {
@@ -177,7 +177,7 @@ void Explorer::give_up_turn() {
   if (&next != current_) switch_to(next);
 }
 
-// The threads that can run, in the order of the round that starts behind the current one.
+// The threads that can run, round-robin from the current one.
 void Explorer::add_others(std::vector<Thread*>& options) const {
   const int n = static_cast<int>(threads_.size());
   for (int i = 1; i < n; ++i) {
@@ -192,7 +192,7 @@ void Explorer::switch_to(Thread& next) {
   swapcontext(&before->context, &next.context);
 }
 
-// To take the option i is to pass over i threads.
+// Taking option i passes over i threads.
 Explorer::Thread& Explorer::choose(const std::vector<Thread*>& options) {
   const int n = static_cast<int>(options.size());
   if (draws_) return *options[generator_() % n];

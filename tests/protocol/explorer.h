@@ -1,12 +1,15 @@
 // Runs threads one at a time and tries their interleavings.
 //
-// A program is what one stream does: launches in order, each of one or more blocks; a block of a program is a thread of
-// its own. A thread may lose its turn before each atomic operation of device or system scope, and loses it when it
-// polls words that nobody has written since, or at the end of a launch. Two ways through the space of schedules:
-//   all()     depth first over every schedule that departs at most `delays` times from the plain one, in which a thread
-//             runs until it waits and the next in the round takes over; to pass over one thread is one delay
-//   random()  each schedule drawn from a seed of its own, which repeats it
-// A schedule fails by a race, by a wrong value that a program finds (fail()), or when everybody waits.
+// A program is what one stream does: a sequence of launches, each of one or more blocks; each block of a program is a
+// thread. A thread may be preempted before each atomic operation of device or system scope, and yields when it polls
+// words that nobody has written since, or at the end of a launch. Two ways to search the space of schedules:
+//
+//   all()     depth first, every schedule that departs at most `delays` times from the plain one, in which a thread
+//   runs
+//             until it waits and the next in the round takes over; passing over one thread is one delay
+//   random()  schedules drawn from seeds, each of which reproduces its schedule
+//
+// A schedule fails on a race, on a wrong value that a program finds (fail()), or when everybody waits.
 #pragma once
 
 #include <ucontext.h>
@@ -29,11 +32,11 @@ struct Launch {
   std::string who, name;
   int num_blocks = 1;
   std::function<void(int block)> body;
-  int num_counted_blocks = num_blocks;  // that meet in last_block_done()
+  int num_counted_blocks = num_blocks;  // blocks that meet in last_block_done()
 };
 using Program = std::vector<Launch>;
 
-// The memory that programs share, and how it looks before the first launch.
+// The memory that programs share, and its state before the first launch.
 class Stage {
  public:
   virtual ~Stage() = default;
@@ -42,18 +45,18 @@ class Stage {
   virtual std::byte* memory() const = 0;
   virtual size_t nbytes() const = 0;
   virtual Field field_of(const void* address) const = 0;
-  // Whether the word belongs to a pair of ranks that exchange no token.
+  // Whether the word belongs to a pair of ranks that exchange no tokens.
   virtual bool is_unused_pair(const void* address) const = 0;
   virtual std::string name_of(const void* address) const = 0;
   // How often the clock may jump past every deadline once nothing else can happen.
   virtual int num_clock_jumps() const { return 0; }
-  // How far the clock of a stream is ahead of the explorer's.
+  // How far a stream's clock is ahead of the explorer's.
   virtual uint64_t clock_offset(int /*stream*/) const { return 0; }
 };
 
 struct Exploration {
   int64_t num_schedules = 0;
-  bool complete = false;  // every schedule within the bound was run
+  bool complete = false;  // every schedule within the bound has run
   std::string failure;    // of the schedule that ended the search; empty: none failed
   std::string trace;      // the last operations of that schedule
 };
@@ -65,10 +68,10 @@ class Explorer {
   Exploration all(int delays, int64_t max_schedules);
   Exploration random(uint64_t seed, int64_t num_schedules);
 
-  // ---- for the explored code, on the turn of a thread
+  // ---- for the explored code, during a thread's turn
   static Explorer* running();  // null outside a schedule
   [[noreturn]] void fail(const std::string& why);
-  // Whether the operation on `field` that the current thread is about to make is the broken one.
+  // Whether the current thread's next operation on `field` is the broken one.
   bool is_broken(Mutation::Kind kind, Field field) const;
 
   uint64_t load(const void* address, size_t bytes, Order order);
@@ -85,18 +88,18 @@ class Explorer {
   static constexpr size_t kStackBytes = size_t{1} << 17;
 
   struct Thread {
-    enum class State { kReady, kAsleep, kParked };  // parked: has no part in the launch, or has ended it
+    enum class State { kReady, kAsleep, kParked };  // parked: not part of the launch, or done with it
     struct Seen {
       const void* address;
       uint32_t version;
-      uint32_t read_at;  // in pauses of the thread
+      uint32_t read_at;  // the thread's num_pauses at that time
     };
 
     int id = 0, stream = 0, block = 0;
     State state = State::kParked;
     ucontext_t context;
     std::vector<std::byte> stack = std::vector<std::byte>(kStackBytes);
-    std::vector<Seen> seen;  // what it has read, at which version; those of its present wait are the newest
+    std::vector<Seen> seen;  // what it has read, at which version; entries of the current wait are the latest
     uint32_t num_pauses = 0;
     int idle_polls = 0;  // since it last read something new
   };
@@ -104,7 +107,7 @@ class Explorer {
     std::vector<Thread*> threads;
     size_t launch = 0;
     int num_running = 0;
-    VectorClock joined;  // of all that its ended launches knew
+    VectorClock joined;  // all that its finished launches knew
   };
   struct Decision {
     int taken, num_options;
@@ -147,7 +150,7 @@ class Explorer {
   bool draws_ = false;
   std::mt19937_64 generator_;
 
-  std::map<Field, uint32_t> newest_stamp_;  // of the LL words of a field
+  std::map<Field, uint32_t> newest_stamp_;  // of a field's LL words
   uint64_t now_ = 0;
   int clock_jumps_ = 0;
   std::string failure_;

@@ -1,4 +1,4 @@
-// What an operation of the explored code means: its effect on memory, on who knows of whom, and on who sleeps.
+// The semantics of the explored code's operations: their effect on memory, on happens-before, and on sleeping threads.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -9,10 +9,10 @@
 namespace moe_a2a {
 namespace {
 
-// A waiting loop looks at more than its one word only now and then (kPollsPerLook in comm/wait.h). A thread that
-// has polled this often and seen nothing new has looked at everything that can end its wait.
+// A waiting loop checks more than its own word only occasionally (kPollsPerLook in comm/wait.h). After this many polls
+// without anything new, a thread has checked everything that can end its wait.
 constexpr int kPollsBeforeSleep = 128;
-// What it has not read for so many polls belongs to a wait before.
+// Words not read for this many polls belong to an earlier wait.
 constexpr uint32_t kPollsOfAWait = 100;
 
 uint64_t value_at(const void* address, size_t bytes) {
@@ -31,7 +31,7 @@ uint64_t Explorer::load(const void* address, size_t bytes, Order order) {
   if (is_broken(Mutation::Kind::kRelaxedAcquire, field)) order = Order::kRelaxed;
   auto& seen = current_->seen;
   const auto known = std::find_if(seen.begin(), seen.end(), [&](const auto& s) { return s.address == address; });
-  // To poll what has not changed is to have been scheduled later: no other schedule hides behind it.
+  // Polling an unchanged word is equivalent to being scheduled later, so this hides no schedule.
   const bool again = current_->idle_polls > 0 && known != seen.end() && known->version == order_.version(address);
   if (!again) {
     schedule_point();
@@ -58,7 +58,7 @@ uint64_t Explorer::load(const void* address, size_t bytes, Order order) {
   return value;
 }
 
-// An LL word with the stamp of the newest one of its field that any rank has written, where a mutant takes it for such.
+// For mutants that take an LL word for new: the word with the newest stamp that any rank has written to its field.
 uint64_t Explorer::mutated_ll(Field field, uint64_t word) const {
   const bool always = is_broken(Mutation::Kind::kWaitSkipped, field);
   const auto newest = newest_stamp_.find(field);
@@ -68,8 +68,8 @@ uint64_t Explorer::mutated_ll(Field field, uint64_t word) const {
   return uint64_t{newest->second} << 32 | static_cast<uint32_t>(word);
 }
 
-// The words of a text are relaxed and not waited for: who reads one that its signal does not order may get what was
-// there before. No schedule points: what is mixed of two texts is nobody's error.
+// The words of a text are relaxed and nobody waits for them: a reader that its signal does not order may get the
+// previous value. No schedule points: a mixture of two texts is not an error.
 uint64_t Explorer::load_text(const void* address) {
   return order_.sees_newest(current_->id, address) ? value_at(address, sizeof(uint64_t)) : 0;
 }
@@ -142,7 +142,7 @@ void Explorer::check(const Race& race, const void* address, const char* access) 
        (race.with_write ? "write" : "read") + " by [" + describe(*threads_[race.with_thread]) + "]");
 }
 
-// After polls that saw nothing new, sleeps until one of the words that it polled is written.
+// After enough polls without anything new, sleeps until one of the polled words is written.
 void Explorer::pause() {
   ++current_->num_pauses;
   if (++current_->idle_polls < kPollsBeforeSleep) return;
@@ -173,7 +173,7 @@ void Explorer::record(const char* operation, const void* address, uint64_t value
   if (trace_.size() > 40) trace_.erase(trace_.begin());
 }
 
-// ---- what the explored code calls
+// ---- called by the explored code
 
 uint64_t observed_load(const void* address, size_t bytes, Order order) {
   return masked(Explorer::running()->load(address, bytes, order), bytes);

@@ -1,5 +1,5 @@
-// The fourth target: the same words as arch/cpu.h, with every atomic, pause and copy told to the explorer, so that
-// the real kernels and the real protocol run under its schedules. Chosen with MOE_A2A_TARGET_HEADER.
+// The fourth target: the interface of arch/cpu.h, with every atomic, pause and copy reported to the explorer, so that
+// the real kernels and protocol run under its schedules. Selected with MOE_A2A_TARGET_HEADER.
 #pragma once
 
 #include <cstddef>
@@ -78,14 +78,14 @@ struct Grid {
 
 inline int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
 
-// One for all: the explored kernels are without the recorder, they keep nothing there.
+// A single one: the explored kernels are compiled without the recorder and keep nothing there.
 template <class T>
 T& warp_memory() {
   static T of_warp;
   return of_warp;
 }
 
-// What only the threads of one block see is no business of the explorer: a block is one thread.
+// Block-scope operations do not concern the explorer: a block is one thread.
 template <Order kOrder, Scope kScope, class T>
 T atomic_load(const T* address) {
   if constexpr (kScope == Scope::kBlock) return *address;
@@ -118,11 +118,11 @@ bool atomic_claim(T* address, T expected, T desired) {
 }
 
 // Both ways to order a signal are explored: release stores as on the CPU, or one fence and relaxed stores as on the
-// GPUs. Which of the two a release store here stands for is the explorer's choice, see Mutation::signals_by_fence.
+// GPUs. The explorer decides which one a release store stands for, see Mutation::signals_by_fence.
 inline void fence_before_signals() { observed_fence(); }
 inline constexpr Order kSignalOrder = Order::kRelease;
 inline constexpr bool kOneWarpPublishes = false;
-inline constexpr Order kPollOrder = Order::kRelaxed;  // the way of AMD: a poll, then an acquire of its own
+inline constexpr Order kPollOrder = Order::kRelaxed;  // as on AMD: poll, then a separate acquire
 using LlBits = uint64_t;
 
 inline void prefetch(const void*) {}
@@ -169,7 +169,7 @@ void store_values(T* target, const T (&values)[kCount]) {
   std::memcpy(target, values, sizeof(values));
 }
 
-// ---- numbers: the explored rows are fp32, the protocol does not look into them
+// ---- numbers: explored rows are fp32; the protocol does not look inside
 
 inline float to_float(float value) { return value; }
 template <class T>

@@ -1,5 +1,5 @@
 // The protocol in every small case, in every schedule within a bound; then each of its parts broken in turn, which some
-// case must show. docs/protocol.md has the printed tables.
+// case must catch. The printed tables are in docs/protocol.md.
 #include <gtest/gtest.h>
 
 #include <cctype>
@@ -16,7 +16,7 @@ namespace {
 constexpr int kMaxDelays = 3;
 constexpr int64_t kRandomSchedules = 5'000;
 
-// Per case and number of delays. MOE_A2A_SCHEDULES=1000000 searches more.
+// Per case and number of delays. MOE_A2A_SCHEDULES=1000000 searches deeper.
 int64_t max_schedules(const Scenario& scenario) {
   const char* asked = std::getenv("MOE_A2A_SCHEDULES");
   return (asked != nullptr ? std::atoll(asked) : 20'000) / scenario.schedule_divisor;
@@ -55,8 +55,7 @@ std::string test_name(const ::testing::TestParamInfo<Scenario>& info) {
 
 INSTANTIATE_TEST_SUITE_P(All, ProtocolTest, ::testing::ValuesIn(all_scenarios()), test_name);
 
-// Negative controls. All cases with few delays first: what can be seen early is looked for everywhere before anything
-// is searched deeply.
+// Negative controls. All cases with few delays first: a mutant that shows early is found before any deep search.
 struct Catch {
   std::string scenario;
   Exploration exploration;

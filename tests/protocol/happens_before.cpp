@@ -104,7 +104,7 @@ void HappensBefore::fence(int thread) {
 
 Race HappensBefore::store_after_fence(int thread, const void* address) {
   const Race race = atomic_write(thread, address);
-  // Who reads the value comes after its store, though the store comes after the fence: the place itself is coherent.
+  // A reader of the value is ordered after its store, although the release is the earlier fence: the word is coherent.
   cell(address).atomically_written_at[thread] = fence_[thread].time[thread];
   word(address).handed_over = fence_[thread];
   return race;

@@ -1,8 +1,8 @@
-// Who knows of whose work: vector clocks, and the check that two accesses to one place are ordered by them.
+// Happens-before by vector clocks, and the check that conflicting accesses are ordered by it.
 //
-// As FastTrack: a place remembers its last write and, per thread, the last read since. An access races when what it
-// conflicts with is not in the past of the accessing thread. A race is found whenever the two accesses are unordered in
-// the explored schedule, also when they did not fall together there.
+// As in FastTrack, a place remembers its last write and, per thread, the last read since. An access races if a
+// conflicting one is not in the accessing thread's past. So a race is found whenever the two accesses are unordered in
+// the explored schedule, even if they did not coincide.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ struct VectorClock {
   }
 };
 
-// The thread whose access collides with the one just made; -1: none.
+// The thread whose earlier access conflicts with this one; -1: none.
 struct Race {
   int with_thread = -1;
   bool with_write = false;
@@ -33,26 +33,26 @@ struct Race {
 
 class HappensBefore {
  public:
-  // Watches the memory [base, base + bytes); everything else is private to its thread.
+  // Watches [base, base + bytes); all other memory is private to its thread.
   HappensBefore(const void* base, size_t bytes);
 
   bool watches(const void* address) const { return offset_of(address) < bytes_; }
 
-  void reset();  // a new schedule: nobody has touched anything
+  void reset();  // a new schedule: no accesses yet
   VectorClock& clock(int thread) { return clock_[thread]; }
 
   Race read(int thread, const void* address, size_t bytes);
   Race write(int thread, const void* address, size_t bytes);
 
-  // Atomics on the watched memory: they race with plain accesses only. A store replaces what the place hands over, an
-  // add hands on what was there too.
+  // Atomics on the watched memory; they race with plain accesses only. A release store replaces what the word passes on
+  // to acquirers, an add keeps what was there too.
   Race load(int thread, const void* address, Order order);
   Race store(int thread, const void* address, Order order);
   Race add(int thread, const void* address, Order order);
-  // Whether the thread must see the newest store to the word, not an older one.
+  // Whether the thread must see the newest store to the word rather than an older one.
   bool sees_newest(int thread, const void* address);
   void fence(int thread);
-  // A relaxed store that hands over what the thread's last fence covered.
+  // A relaxed store that passes on what the thread's last fence covered.
   Race store_after_fence(int thread, const void* address);
 
   // How often the word has been written.
@@ -62,14 +62,14 @@ class HappensBefore {
  private:
   static constexpr size_t kGranule = 4;
 
-  using Times = std::array<uint32_t, kMaxThreads>;  // per thread, 0: never
+  using Times = std::array<uint32_t, kMaxThreads>;  // per thread; 0: never
 
   struct Cell {
     uint32_t generation = 0;
-    int32_t writer = -1;  // last plain one
+    int32_t writer = -1;  // thread of the last plain write
     uint32_t written_at = 0;
-    Times read_at{};                // plain, since
-    Times atomically_written_at{};  // since
+    Times read_at{};                // plain reads since that write
+    Times atomically_written_at{};  // since that write
   };
   struct Word {
     uint32_t generation = 0;

@@ -1,4 +1,4 @@
-// What lies where in the memory that the explorer watches: the name and the Field of every word.
+// Maps the memory that the explorer watches: the name and the Field of every word.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ class MemoryMap {
   MemoryMap() = default;
   MemoryMap(const std::byte* memory, size_t nbytes) : memory_(memory), nbytes_(nbytes) {}
 
-  // The first 128-byte line of a storage that is that much too large.
+  // The first 128-byte line of a storage that is one line larger than needed.
   static std::byte* first_line(void* storage) {
     return reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(storage) + 127) / 128 * 128);
   }
@@ -26,7 +26,7 @@ class MemoryMap {
   void add(const void* begin, const std::string& name, Field field = Field::kOther) {
     regions_.push_back({offset_of(begin), name, field});
   }
-  // When all are there.
+  // Call once all regions have been added.
   void complete() {
     std::sort(regions_.begin(), regions_.end(), [](const Region& a, const Region& b) { return a.begin < b.begin; });
     fields_.resize(nbytes_ / kWord);

@@ -1,5 +1,5 @@
-// What a rank does between the kernels: looks at what has come, works on it, and looks at what has come back. Compiled
-// with -fsanitize=thread, so that the explorer sees what it reads.
+// What a rank does between the kernels: checks what has landed, computes on it, and checks what has come back. Compiled
+// with -fsanitize=thread, so that the explorer sees its reads.
 #include <algorithm>
 
 #include "model_rank.h"
@@ -7,7 +7,7 @@
 
 namespace moe_a2a {
 
-// ---- what has come
+// ---- landed rows
 
 void ModelRank::check_row(int src, int token, int call, const float* row) const {
   for (int c = 0; c < shape_.hidden; ++c) {
@@ -17,7 +17,7 @@ void ModelRank::check_row(int src, int token, int call, const float* row) const 
   }
 }
 
-// Walks the routes in the order that the lists promise, (expert, source rank, token, choice), and works on each.
+// Walks the routes in the order that the lists guarantee, (expert, source rank, token, choice), and computes each.
 Launch ModelRank::experts(int call) {
   return launch("experts", call, 1, [this, call](int) {
     raise_early({Field::kDispatchCredit}, call);
@@ -47,7 +47,7 @@ void ModelRank::compute_y(int call) {
           }
           const float* row = reinterpret_cast<const float*>(region.row.at(b, src, token));
           check_row(src, token, call, row);
-          // Summed by the caller: one row per landed row, like recv_x.
+          // Summed by the caller: one row per landed row, as in recv_x.
           const int y_row = shape_.presummed ? src * shape_.num_max_tokens + token : position;
           const float factor = expert_factor(first_expert + e) * (shape_.presummed ? weight_value(src, token, k) : 1);
           for (int c = 0; c < shape_.hidden; ++c) y_[y_row * shape_.hidden + c] += row[c] * factor;

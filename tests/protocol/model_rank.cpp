@@ -1,5 +1,5 @@
-// Compiled with -fsanitize=thread, see compiler_hooks.cpp: the kernels are instantiated here and nowhere else. What a
-// rank does between them is in model_experts.cpp.
+// Compiled with -fsanitize=thread, see compiler_hooks.cpp: the kernels are instantiated only here. What a rank does
+// between them is in model_experts.cpp.
 #include "model_rank.h"
 
 #include <cstdlib>
@@ -15,10 +15,10 @@
 namespace moe_a2a {
 namespace {
 
-// Only rank 0 loses patience when the clock jumps: the others leave because it tells them.
+// When the clock jumps, only rank 0 times out; the others leave because it tells them.
 uint64_t timeout_ticks(int rank) { return uint64_t{1} << (rank == 0 ? 30 : 60); }
 
-using SharedMemory = std::vector<std::max_align_t>;  // of a block, kept between launches
+using SharedMemory = std::vector<std::max_align_t>;  // of one block, kept between launches
 
 template <class Kernel>
 void run_kernel(SharedMemory& shared, const typename Kernel::Args& args, int block, int num_blocks) {
@@ -59,7 +59,7 @@ ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::by
   place_region(context_, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
   comm_.heap = {.rank = rank, .num_ranks = shape.num_ranks};
   for (int r = 0; r < shape.num_ranks; ++r) comm_.heap.base[r] = symmetric + r * size_.symmetric_bytes;
-  context_.heap = comm_.heap;  // of this model both regions are in one allocation
+  context_.heap = comm_.heap;  // in this model both regions are in one allocation
   for (ClientContext* client : {static_cast<ClientContext*>(&comm_), static_cast<ClientContext*>(&context_)}) {
     client->max_shared_bytes = 1 << 20;
     client->wait.timeout_ticks = timeout_ticks(rank);
@@ -126,7 +126,7 @@ bool ModelRank::all_others_are_small(int call) const {
   return small;
 }
 
-// ---- the kernels, as csrc/runtime launches them
+// ---- the kernels, launched as by csrc/moe
 
 DispatchSendArgs ModelRank::dispatch_send_args(int call) const {
   const Input& in = input(rank(), call);
@@ -204,7 +204,7 @@ Launch ModelRank::combine(int call) {
                         {.send = combine_send_args(call), .recv = combine_recv_args(call), .num_send_blocks = 1}, block,
                         2);
   });
-  // The sums of small batches are sent by both blocks.
+  // Both blocks send the sums of small batches.
   combine.num_counted_blocks = all_others_are_small(call) && is_small(rank(), call) ? 2 : 1;
   return combine;
 }
@@ -247,7 +247,7 @@ Launch ModelRank::align_clocks() {
   });
 }
 
-// The mutation that no hook of an atomic can make: the signal comes before the work.
+// The one mutation that no hook of an atomic can make: the signal precedes the work.
 void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const {
   const MoeRegion& region = context_.region;
   const RankSet all = RankSet::all(shape_.num_ranks);
@@ -269,7 +269,7 @@ void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const
   }
 }
 
-// ---- refusals and waits that were given up
+// ---- refusals and waits that gave up
 
 RefusalText ModelRank::refusal_text(int rank) {
   RefusalText text;

@@ -1,4 +1,4 @@
-// A rank under exploration: the real kernels on a real MoeRegion, called as the runtime calls them, and the checks of
+// A rank under exploration: the real kernels on a real MoeRegion, launched as csrc/moe launches them, and checks of
 // what they deliver. Every value is a formula of source rank, token, call and column, so a misplaced row names its
 // origin.
 #pragma once
@@ -15,7 +15,7 @@
 
 namespace moe_a2a {
 
-// The choices [token][k] of a rank's n-th call; no tokens is an ordinary answer.
+// The choices [token][k] of a rank's n-th call; a call may have no tokens.
 using Routing = std::function<std::vector<std::vector<int32_t>>(int rank, int call)>;
 
 struct Shape {
@@ -23,29 +23,29 @@ struct Shape {
   int num_max_tokens = 1;
   int num_topk = 1;
   int num_experts = 2;
-  int hidden = 5;  // one vector of four and one element behind it
+  int hidden = 5;  // one vector of four plus one element
   int num_buffers = 1;
   int num_blocks = 1;
   int num_calls = 2;
   int num_max_ll_tokens = 0;
-  uint64_t first_epoch = 0;  // what the buffers have been through before
+  uint64_t first_epoch = 0;  // uses of the buffers before the first call
   bool presummed = false;    // the caller of combine weighs and sums
   Routing routing;
 };
 
 MoeConfig config_of(const Shape& shape, int rank);
-// Of the communicator's region and that of the MoE kernels behind it.
+// Of the communicator's region and the MoE region after it.
 RegionSize size_of(const Shape& shape);
 
 [[noreturn]] inline void fail(const std::string& why) { Explorer::running()->fail(why); }
 
-// Launches that mutants can tell from others of their kind: of a small batch; where all other ranks' are small.
+// Names by which mutants tell launches apart: of a small batch; where all other ranks' batches are small.
 inline constexpr const char* kSmallSend = "dispatch_send of a small batch";
 inline constexpr const char* kSmallRecv = "dispatch_recv of small batches";
 
 class ModelRank {
  public:
-  // `symmetric` has the heaps of all ranks, one after the other.
+  // `symmetric` holds the heaps of all ranks, one after another.
   ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Report* report);
 
   void reset();  // memory as after `first_epoch` uses of every buffer
@@ -55,7 +55,7 @@ class ModelRank {
   const CommRegion& comm_region() const { return comm_.region; }
   const Report* report() const { return report_; }
 
-  // ---- launches. Call n of all ranks works on buffer n % num_buffers.
+  // ---- launches. Call n of every rank uses buffer n % num_buffers.
   Launch dispatch_send(int call);
   Launch dispatch_recv(int call);
   Launch experts(int call);  // checks what has landed, computes y
@@ -70,18 +70,18 @@ class ModelRank {
   Launch goodbye();
   Launch align_clocks();
 
-  Launch expect_refusal(int peer, bool check_text = true);  // by the launch before, and its text
-  Launch note_refusal(int peer);        // the same where the combine may be over before the refusal is seen
+  Launch expect_refusal(int peer, bool check_text = true);  // reported by the previous launch, with its text
+  Launch note_refusal(int peer);        // the same where the combine may end before the refusal is seen
   Launch combine_recv_again(int call);  // after a noted refusal
-  Launch expect_left(int culprit);      // the launch before gave up because of `culprit`
-  Launch watch_report(int culprit);     // a host thread that looks while kernels run
+  Launch expect_left(int culprit);      // the previous launch gave up because of `culprit`
+  Launch watch_report(int culprit);     // a host thread that polls while kernels run
   Launch check_clocks() {
     return launch("check_clocks", -1, 1, [this](int) { compare_clocks(); });
   }
   Launch reuse_heap();  // as the next owner of this memory would
 
   static RefusalText refusal_text(int rank);
-  // The ranks' clocks are apart; those of the host's threads, which come after them, are never read.
+  // The ranks' clocks differ; those of the host threads, which come after the ranks, are never read.
   static uint64_t clock_offset(int rank) { return static_cast<uint64_t>(rank) * rank << 50; }
 
  private:

@@ -1,4 +1,4 @@
-// The parts of the protocol, each broken in turn: every release, every acquire, every wait, every credit, every signal.
+// The parts of the protocol, each broken in turn: every release, acquire, wait, credit and signal.
 #include "scenarios.h"
 
 namespace moe_a2a {

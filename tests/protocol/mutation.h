@@ -1,5 +1,5 @@
-// What the explorer can break, one thing at a time, without a word of test code in csrc/. An atomic operation is known
-// by the field of the MoeRegion that it touches.
+// What the explorer can break, one thing at a time, without test code in csrc. An atomic operation is identified by the
+// field that it touches.
 #pragma once
 
 #include <cstdint>
@@ -39,23 +39,23 @@ inline bool is_ll(Field field) {
 struct Mutation {
   enum class Kind {
     kNone,
-    kRelaxedRelease,  // the release part of stores, adds is lost
-    kRelaxedAcquire,  // the acquire part of loads, adds is lost
-    kWaitSkipped,     // the word is always found to have arrived; an LL word, when any of its field has
-    kOneEpochEarly,   // a wait is content with the epoch before
+    kRelaxedRelease,  // stores and adds lose their release
+    kRelaxedAcquire,  // loads and adds lose their acquire
+    kWaitSkipped,     // the word always seems to have arrived; an LL word, once any of its field has
+    kOneEpochEarly,   // a wait accepts the previous epoch
     kOneUseEarly,     // the same for words that are used in every second epoch
     kStoreLost,       // the word is not written
     kLostWhenUnused,  // the word is not written to ranks that sent nothing
-    kEveryoneIsLast,  // each block believes that it is the last one
-    kFenceLost,       // where signals are ordered by a fence: there is none
+    kEveryoneIsLast,  // each block takes itself for the last
+    kFenceLost,       // no fence before the signals
     kRaisedEarly,     // the signal is raised before what it guards is written
   };
   Kind kind = Kind::kNone;
   Field field = Field::kOther;
-  // The GPUs' way: one fence, then relaxed stores of the signals.
+  // As on the GPUs: one fence, then relaxed stores of the signals.
   bool signals_by_fence = false;
 
-  // Only in launches of this name; empty: everywhere.
+  // Only in launches of this name; empty: in all.
   std::string launch = {};
 };
 

@@ -1,4 +1,4 @@
-// What the explored code tells the explorer. Outside a running schedule these do nothing but the plain operation.
+// What the explored code reports to the explorer. Plain accesses outside a running schedule are ignored.
 #pragma once
 
 #include <cstddef>
@@ -8,16 +8,16 @@
 
 namespace moe_a2a {
 
-// Each of these four is a point where the schedule may turn to another thread.
+// Each of these four is a schedule point: another thread may run next.
 uint64_t observed_load(const void* address, size_t bytes, Order order);
 void observed_store(void* address, size_t bytes, uint64_t value, Order order);
 uint64_t observed_add(void* address, size_t bytes, uint64_t value, Order order);
 bool observed_claim(void* address, size_t bytes, uint64_t expected, uint64_t desired, Order order);
 
-// A release fence before signals; acts only where the schedule models the GPUs' way (Mutation::signals_by_fence).
+// A release fence before signals; effective only in schedules that model the GPUs (Mutation::signals_by_fence).
 void observed_fence();
 
-// Plain accesses: checked for races, no schedule point.
+// Plain accesses: checked for races, not schedule points.
 void observed_read(const void* address, size_t bytes);
 void observed_write(const void* address, size_t bytes);
 

@@ -19,7 +19,7 @@ void append_combine(Program& program, ModelRank& rank, int call) {
   append(program, {rank.experts(call), rank.combine_send(call), rank.combine_recv(call), rank.check_combined(call)});
 }
 
-// Calls 0 .. n-1, each dispatched and combined before the next.
+// Calls 0 ... n-1, each dispatched and combined before the next.
 std::function<Program(ModelRank&)> layers(int n) {
   return [n](ModelRank& rank) {
     Program program;
@@ -31,7 +31,7 @@ std::function<Program(ModelRank&)> layers(int n) {
   };
 }
 
-// The same with both halves of each call in one launch.
+// The same, with both halves of each call in one launch.
 std::function<Program(ModelRank&)> layers_in_one_launch(int n) {
   return [n](ModelRank& rank) {
     Program program;
@@ -42,7 +42,7 @@ std::function<Program(ModelRank&)> layers_in_one_launch(int n) {
   };
 }
 
-// Every token to one expert of every rank.
+// Every token goes to one expert of every rank.
 Routing to_everybody(int num_tokens, int num_ranks) {
   return [=](int, int) { return Choices(num_tokens, num_ranks == 1 ? std::vector{0} : std::vector{0, 1}); };
 }
@@ -60,7 +60,7 @@ Scenario plain(const char* name, int num_tokens, int num_blocks, uint64_t first_
           .program = layers(num_calls)};
 }
 
-// Summed by the caller, the own sums do not travel.
+// When the caller has formed the sums, a rank's own do not travel.
 Scenario one_launch(bool presummed) {
   return {.name = presummed ? "both halves in one launch, summed by the caller" : "both halves in one launch",
           .shape = {.num_topk = 2, .presummed = presummed, .routing = to_everybody(1, 2)},
@@ -78,7 +78,7 @@ Scenario one_rank() {
           .program = layers(3)};
 }
 
-// Rank 1 has tokens only in odd calls and they stay at home, rank 0 only in even ones; most pairs exchange nothing.
+// Rank 1 has tokens only in odd calls, rank 0 only in even ones, and they stay at home; most pairs exchange nothing.
 Scenario empty_pairs() {
   return {.name = "pairs of ranks that exchange nothing",
           .shape = {.num_calls = 3,
@@ -92,7 +92,7 @@ Scenario one_way() {
           .program = layers(3)};
 }
 
-// The routing of a buffer differs from call to call: what a call before left there must not be taken for news.
+// A buffer's routing changes from call to call: leftovers of the previous call must not be taken for news.
 Scenario changing_routing() {
   return {.name = "routing changes from call to call",
           .shape = {.num_max_tokens = 2,
@@ -120,7 +120,7 @@ Scenario three_ranks() {
 
 // ---- more than one handle, no combine
 
-// Calls 2n and 2n + 1 are open together.
+// Calls 2n and 2n + 1 are open at the same time.
 Scenario two_open(int num_blocks) {
   return {.name = num_blocks == 1 ? "two dispatches open" : "two dispatches open, two blocks",
           .shape = {.num_topk = 2,
@@ -159,7 +159,7 @@ Scenario released() {
 
 // ---- refusals
 
-// Rank 1 refuses call 1. Before it nobody sends to anybody else, so that only credits hold the refusal back.
+// Rank 1 refuses call 1. Before it no rank sends to another, so only credits hold the refusal back.
 Scenario refused_dispatch() {
   return {.name = "a refused dispatch",
           .shape = {.num_topk = 2,
@@ -181,7 +181,7 @@ Scenario refused_dispatch() {
           }};
 }
 
-// Rank 1 refuses its first combine and makes a second.
+// Rank 1 refuses its first combine and makes a second attempt.
 Scenario refused_combine() {
   return {.name = "a refused combine",
           .shape = {.num_topk = 2, .num_calls = 2, .routing = to_everybody(1, 2)},
@@ -199,7 +199,7 @@ Scenario refused_combine() {
           }};
 }
 
-// Rank 1 refuses its combine and gives the handle back.
+// Rank 1 refuses its combine and releases the handle.
 Scenario abandoned_combine() {
   return {.name = "a refused combine, given up",
           .shape = {.num_max_tokens = 2, .num_topk = 2, .num_blocks = 2, .routing = to_everybody(2, 2)},
@@ -218,7 +218,7 @@ Scenario abandoned_combine() {
           }};
 }
 
-// Rank 1 refuses twice, on different buffers: no credit lies between the two, and the texts may mix.
+// Rank 1 refuses twice, on different buffers: no credit separates the two, and the texts may mix.
 Scenario refused_twice() {
   return {.name = "two refused dispatches",
           .shape = {.num_topk = 2, .num_buffers = 2, .num_calls = 3, .routing = to_everybody(1, 2)},
@@ -240,7 +240,7 @@ Scenario refused_twice() {
 
 // ---- clocks
 
-// Twice, so that times of the first exchange are still read when the second begins.
+// Twice, so that the second exchange may begin while times of the first are still read.
 Scenario clocks(const char* name, int num_ranks) {
   return {.name = name,
           .shape = {.num_ranks = num_ranks, .num_topk = 2, .num_experts = num_ranks, .num_calls = 0, .routing = {}},
@@ -291,10 +291,10 @@ Scenario missing_rank() {
 
 // ---- LL words
 
-// Every word is an operation of its own, so schedules are long.
+// Every word is an operation, so schedules are long.
 constexpr int kLlDivisor = 4;
 
-// Every token to the other rank, rows of two words.
+// Every token goes to the other rank, as rows of two words.
 Scenario small(const char* name, int num_tokens, int num_blocks, uint64_t first_epoch = 0) {
   return {.name = name,
           .shape = {.num_max_tokens = num_tokens,
@@ -308,8 +308,8 @@ Scenario small(const char* name, int num_tokens, int num_blocks, uint64_t first_
           .schedule_divisor = kLlDivisor};
 }
 
-// One token of a rank is a small batch, two are a large one. Sums are sent as rows as long as one batch is large: in
-// the second call rank 0 may write them again because rank 1 has announced its small batch, and for no other reason.
+// One token is a small batch, two are a large one. Sums travel as rows if any batch is large: in the second call rank 0
+// may overwrite them only because rank 1 has announced its small batch.
 Scenario mixed(bool in_one_launch) {
   constexpr int kNumTokens[][2] = {{2, 1}, {2, 1}, {1, 1}, {1, 2}};
   return {.name = in_one_launch ? "LL: by turns, in one launch" : "LL: large and small batches by turns",

@@ -1,4 +1,4 @@
-// The small cases that the explorer runs through, and what it breaks in them.
+// The small cases that the explorer runs, and the mutants that it must catch.
 #pragma once
 
 #include <string>

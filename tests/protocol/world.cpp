@@ -55,7 +55,7 @@ void World::name_regions(const ModelRank& rank) {
   field(region.row.data, "row");
   field(region.combine_signal.data, "combine_signal", Field::kCombineSignal);
   field(region.combine_row.data, "combine_row");
-  if (scenario_.shape.num_max_ll_tokens > 0) {  // else they are empty and lie where the next one begins
+  if (scenario_.shape.num_max_ll_tokens > 0) {  // otherwise they are empty, at the address of the next field
     field(region.ll_choices.data, "ll_choices", Field::kLlChoices);
     field(region.ll_row.data, "ll_row", Field::kLlRow);
     field(region.ll_combine_row.data, "ll_combine_row", Field::kLlCombineRow);
@@ -115,7 +115,7 @@ bool World::sends_to(int rank, int peer) const {
   return false;
 }
 
-// A credit in the heap of `owner`, returned by `src`: used when owner sends src tokens.
+// A credit in the heap of `owner`, returned by `src`; used if owner sends src tokens.
 bool World::is_unused_pair(const void* address) const {
   const int owner = static_cast<int>(offset_of(address) / symmetric_bytes_);
   const auto* credits = ranks_[owner]->region().dispatch_credit.data;

@@ -1,4 +1,4 @@
-// The ranks of one scenario, their memory, and its names.
+// The ranks of one scenario, their memory, and the names of its fields.
 #pragma once
 
 #include <functional>
@@ -15,13 +15,13 @@ namespace moe_a2a {
 struct Scenario {
   std::string name;
   Shape shape;
-  std::function<Program(ModelRank& rank)> program;    // of each rank
-  std::function<Program(ModelRank& rank)> host = {};  // of a thread beside each rank, may be empty
+  std::function<Program(ModelRank& rank)> program;    // for each rank
+  std::function<Program(ModelRank& rank)> host = {};  // for a thread beside each rank; may be empty
   int num_clock_jumps = 0;
-  int schedule_divisor = 1;  // long cases are given fewer schedules
+  int schedule_divisor = 1;  // long cases get fewer schedules
 };
 
-// For the test framework's messages.
+// For GoogleTest's messages.
 inline void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
 
 class World final : public Stage {

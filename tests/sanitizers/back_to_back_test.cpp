@@ -1,7 +1,7 @@
-// The real kernels through the real runtime, ranks as threads, hundreds of rounds one after the other with no barrier
-// between them: changing numbers of tokens, routings, layouts, blocks, with releases and refusals. Every value is
-// checked. Built with thread sanitizer, with address and undefined-behaviour sanitizer, and for warps of many lanes
-// (tests/lanes), there also with both halves of a call in one launch.
+// The real kernels and host objects, ranks as threads, hundreds of rounds back to back without a barrier: changing
+// numbers of tokens, routings, layouts and blocks, with releases and refusals. Every value is checked. Built with
+// thread sanitizer, with address and undefined-behaviour sanitizer, and for warps of many lanes (tests/lanes), there
+// also with both halves of a call in one launch.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -39,7 +39,7 @@ class Worker {
  private:
   using Handle = std::shared_ptr<DispatchHandle>;
 
-  // Null when the round's dispatch was refused, here or by another rank.
+  // Null if the round's dispatch was refused, here or by another rank.
   Handle dispatch(const Round& round) {
     const bool is_refused = round.end == Round::End::kRefusedDispatch;
     const LaunchPlace place{.num_blocks = round.num_blocks};
@@ -77,7 +77,7 @@ class Worker {
 
   static std::string refusal(const Round& round) { return "round " + std::to_string(round.number) + " is refused"; }
 
-  // Checks every landed row and route; y for the combine.
+  // Checks every landed row and route; computes y for the combine.
   void work(const Round& round, const DispatchHandle& handle) {
     const MoeRegion& region = ep_.region();
     const int b = handle.buffer, local_experts = config_.num_local_experts();
@@ -178,7 +178,7 @@ class Worker {
     check_combined(round, combined);
   }
 
-  // In the place of the experts' outputs one row for each landed row.
+  // Replaces the experts' outputs by one row per landed row.
   void sum_here(const Round& round, std::vector<std::byte>& y) const {
     const int64_t row_bytes = config_.hidden * size_of(config_.dtype);
     y.assign(config_.row_capacity() * row_bytes, std::byte{0xff});
@@ -193,7 +193,7 @@ class Worker {
     }
   }
 
-  // What the experts of rank `r` make of a token: choice by choice, not yet rounded to the wire.
+  // What the experts of rank `r` make of a token: choice by choice, not yet rounded to the wire's type.
   float partial_sum(const Tokens& tokens, int r, int src, int token, int c, const Round& round) const {
     float partial = 0;
     for (int k = 0; k < config_.num_topk; ++k) {
@@ -206,7 +206,7 @@ class Worker {
     return partial;
   }
 
-  // The contract's arithmetic: a partial sum per rank, rounded to the wire, then the sum of these, ranks ascending.
+  // The contract's arithmetic: one partial sum per rank, rounded to the wire's type, then their sum, ranks ascending.
   void check_combined(const Round& round, const std::vector<std::byte>& combined) const {
     const Tokens tokens(seed_, config_, config_.rank, round.number);
     const int64_t row_bytes = config_.hidden * size_of(config_.dtype);
@@ -225,7 +225,7 @@ class Worker {
   ExpertParallel& ep_;
   const MoeConfig config_;
   uint64_t seed_;
-  bool in_one_launch_;           // then refusals are noticed later: without them
+  bool in_one_launch_;           // refusals then surface later, so rounds have none
   std::vector<std::byte> y_[3];  // per buffer
 };
 
@@ -237,13 +237,13 @@ struct Setting {
   int least_local_experts = 2, most_local_experts = 4;
 };
 
-// Where a round takes long.
+// For targets on which a round takes long.
 int rounds_divisor() {
   const char* divisor = std::getenv("MOE_A2A_ROUNDS_DIVISOR");
   return divisor != nullptr ? std::atoi(divisor) : 1;
 }
 
-// What is left of the rounds where a refusal is noticed too late to say of which round it was.
+// The rounds that remain where a refusal surfaces too late to tell which round it belongs to.
 std::vector<Round> without_refusals(std::vector<Round> rounds) {
   for (Round& round : rounds) {
     const bool is_refusal = round.end == Round::End::kRefusedDispatch || round.end == Round::End::kRefusedCombine;
@@ -268,7 +268,7 @@ TEST_P(BackToBackTest, EveryValueIsRight) {
                    .dtype = dtype};
   config.num_topk = pick(1, std::min(config.num_experts, 6));
   if (pick(0, 1)) config.hidden = (config.hidden + 15) / 16 * 16;  // rows of whole vectors
-  // All batches travel as LL words, or some: of up to half the tokens.
+  // All batches travel as LL words, or only those of up to half the tokens.
   const int most = config.ll_token_capacity();
   if (small_batches) config.num_max_ll_tokens = pick(0, 1) ? most : (most + 1) / 2;
   const std::vector<Round> rounds = draw_rounds(seed, config, std::max(1, num_rounds / rounds_divisor()));

@@ -1,4 +1,4 @@
-// What the sanitizers must see, and what ranks that do not come leave behind.
+// What the sanitizers must see, and what absent ranks leave behind.
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -41,7 +41,7 @@ TEST_P(Timeout, NamesTheMissingRankOnEveryOther) {
         EXPECT_EQ(timeout.report.awaited, moe_kind::kTableWait);
         EXPECT_EQ(timeout.report.rank, ep.config().rank);
       }
-      EXPECT_THROW(ep.dispatch_send({}, {}), PeerTimeout);  // and it stays so
+      EXPECT_THROW(ep.dispatch_send({}, {}), PeerTimeout);  // and it stays that way
     }
     all.arrive_and_wait();
   });
@@ -49,7 +49,7 @@ TEST_P(Timeout, NamesTheMissingRankOnEveryOther) {
 
 INSTANTIATE_TEST_SUITE_P(NumMaxLlTokens, Timeout, ::testing::Values(0, 2));
 
-// ---- negative control: the sanitizer that watches these tests does see a signal that orders nothing
+// ---- negative control: the sanitizer that watches these tests reports a signal without a release
 
 #if defined(__SANITIZE_THREAD__)
 template <Order kStore>

@@ -1,5 +1,5 @@
 // The grouped GEMM's kernel with several blocks, under the sanitizers and with the lanes of a GPU's warps, against a
-// plain loop. Values are small whole numbers: every sum is exact, in any order.
+// plain loop. Values are small integers: every sum is exact, in any order.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -16,7 +16,7 @@ namespace {
 uint16_t to_bfloat16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
-  return static_cast<uint16_t>(bits >> 16);  // exact for small whole numbers
+  return static_cast<uint16_t>(bits >> 16);  // exact for small integers
 }
 float to_float(uint16_t bits) {
   const uint32_t wide = uint32_t{bits} << 16;
@@ -114,7 +114,7 @@ TEST_P(GroupedGemmTest, BlocksDoNotMatter) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Routings, GroupedGemmTest,
-                         testing::Values(Problem{{3, 0, 5, 1}, 16, 16, 4},                   // the least sizes
+                         testing::Values(Problem{{3, 0, 5, 1}, 16, 16, 4},                   // the smallest sizes
                                          Problem{{70, 0, 129}, 48, 80, 50},                  // tails everywhere
                                          Problem{{0, 0, 0, 66, 0}, 544, 64, 20},             // deeper than a step
                                          Problem{std::vector<int32_t>(40, 2), 32, 48, 9}));  // more experts than lanes

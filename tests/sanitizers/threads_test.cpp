@@ -1,4 +1,4 @@
-// Threads that share one object: calls take turns, close() ends a wait, trace and check go on beside calls.
+// Threads that share one object: calls take turns, close() ends a wait, trace and check work beside calls.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -63,7 +63,7 @@ TEST_P(Threads, CloseEndsTheWaitOfAnotherThread) {
         std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
         ep.close();
         waiting.join();
-        // Before its turn, or in the middle of it.
+        // Before its turn, or during it.
         EXPECT_TRUE(said.find("close") != std::string::npos) << said;
         EXPECT_TRUE(ep.is_closed());
         EXPECT_THROW(ep.check(), std::runtime_error);
@@ -81,7 +81,7 @@ TEST_P(Threads, CloseEndsTheWaitOfAnotherThread) {
 
 TEST_P(Threads, CallsChecksAndTracesTakeTurns) {
   run_ranks(config_of(3, GetParam()), 60.0, [&](ExpertParallel& ep) {
-    std::mutex order;  // the ranks' calls are the same, whichever thread makes them
+    std::mutex order;  // all ranks make the same calls in the same order, from whichever thread
     std::atomic<bool> stop = false;
     std::thread watcher([&] {
       while (!stop) {

@@ -1,4 +1,4 @@
-// The trace while ranks talk: overflow under address sanitizer, clocks and recorded waits under thread sanitizer.
+// The trace under traffic: overflow under address sanitizer, clocks and recorded waits under thread sanitizer.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ MoeConfig config_of(int num_ranks, int num_max_ll_tokens = 0) {
           .num_max_ll_tokens = num_max_ll_tokens};
 }
 
-// One dispatch and combine of whatever the experts would return.
+// One dispatch and combine; y is zeros, since values do not matter here.
 void layer(ExpertParallel& ep, int round, const LaunchPlace& place) {
   const Tokens tokens(7, ep.config(), ep.config().rank, round);
   const int64_t row_bytes = ep.config().hidden * sizeof(float);
@@ -43,7 +43,7 @@ int64_t count(const TraceDump& dump, TraceKind kind) {
                        [&](const TraceRecord& r) { return kind_of(r) == static_cast<uint64_t>(kind); });
 }
 
-// ---- overflow, where one record too many would be somebody else's memory
+// ---- overflow, where one record too many would hit other memory
 
 TEST(Overflow, StaysInTheSegment) {
   constexpr int kRoom = 10, kBlocks = 4;
@@ -91,7 +91,7 @@ TEST_P(TracedTraffic, LeavesEveryRecord) {
 // No batch is small, some are, all are.
 INSTANTIATE_TEST_SUITE_P(NumMaxLlTokens, TracedTraffic, ::testing::Values(0, 2, 5));
 
-// ---- a rank that stays away: what the others did last can still be read
+// ---- a rank stays away: the other ranks' last records can still be read
 
 TEST(TracedTimeout, LastRecordSaysWhichWaitWasGivenUp) {
   std::barrier all(3);
@@ -112,7 +112,7 @@ TEST(TracedTimeout, LastRecordSaysWhichWaitWasGivenUp) {
   });
 }
 
-// ---- clocks: all threads have one, so what is measured must be nothing, within what is said of its error
+// ---- clocks: all threads share one, so every measured offset must be within its stated error of zero
 
 TEST(Clocks, DifferByNoMoreThanTheStatedError) {
   for (int num_ranks = 1; num_ranks <= 5; ++num_ranks) {

@@ -28,7 +28,7 @@ std::vector<Round> draw_rounds(uint64_t seed, const MoeConfig& config, int num_r
     round.num_blocks = pick(random, 1, 3);
     round.refusing_rank = pick(random, 0, config.num_ranks - 1);
     if (pick(random, 0, 15) == 0) round.end = Round::End::kRelease;
-    // Apart from each other: a rank's next refusal takes the place of the text of the one before.
+    // Not in consecutive rounds: a rank's next refusal overwrites the text of the previous one.
     if (i % 6 == 5 && config.num_ranks > 1)
       round.end = pick(random, 0, 1) ? Round::End::kRefusedDispatch : Round::End::kRefusedCombine;
     round.opens_second = config.num_buffers > 1 && i + 1 < num_rounds && pick(random, 0, 2) == 0;
@@ -47,7 +47,7 @@ Tokens::Tokens(uint64_t seed, const MoeConfig& config, int rank, int round) {
   count = pick(random, 0, 3) == 0 ? 0 : pick(random, 0, config.num_max_tokens_per_rank);
   const bool all_to_one = pick(random, 0, 9) == 0;
   for (int t = 0; t < count; ++t) {
-    // Distinct experts, as a router gives them: then no layout can overflow.
+    // Distinct experts, as from a router, so no layout can overflow.
     std::vector<int> experts(config.num_experts);
     for (int e = 0; e < config.num_experts; ++e) experts[e] = e;
     for (int k = 0; k < config.num_topk; ++k) {

@@ -1,4 +1,4 @@
-// The CPU as a machine: blocks as threads, memory shared by processes, and that nothing of it stays behind.
+// The CPU as a machine: blocks as threads, memory shared between processes, and that nothing of it is left behind.
 
 #include "arch/cpu_machine.h"
 
@@ -64,12 +64,12 @@ TEST(BlockPool, RunsEveryBlockOnceInEveryLaunch) {
 
 TEST(BlockPool, StopsWithoutEverHavingRun) { BlockPool pool; }
 
-// ---- memory of several processes
+// ---- memory shared between processes
 
 constexpr int kRanks = 4;
 constexpr size_t kWords = 5000;
 
-// What the processes share beside the heaps: their handles, and a barrier.
+// What the processes share besides the heaps: their handles, and a barrier.
 struct Board {
   MemoryHandle handle[kRanks];
   std::atomic<int> arrived[8];
@@ -169,7 +169,7 @@ TEST(SharedMemory, IsZeroAndSurvivesTheDeathOfItsOwner) {
     bool good = true;
     for (size_t i = 0; i < kWords; ++i) good &= heaps[(rank + 1) % kRanks][i] == 0;
     board.barrier(2);
-    if (rank == 2) pause();  // to be killed
+    if (rank == 2) pause();  // until killed
     while (board.arrived[7].load() == 0) usleep(200);
     heaps[2][rank] = 7;  // still mapped here
     return good && heaps[2][rank] == 7;
@@ -182,7 +182,7 @@ TEST(SharedMemory, IsZeroAndSurvivesTheDeathOfItsOwner) {
   EXPECT_EQ(names_of(ranks.pids()), std::vector<std::string>{});
 }
 
-// Names used to stay until the next process cleaned up, and for ever in a pid namespace that had ended.
+// Names used to stay until the next process cleaned up, and forever if their pid namespace had ended.
 TEST(SharedMemory, RanksKilledBeforeTheMappingLeaveNothing) {
   Ranks ranks([](int rank, Board& board) {
     CpuMachine machine(0);
@@ -198,7 +198,7 @@ TEST(SharedMemory, RanksKilledBeforeTheMappingLeaveNothing) {
   EXPECT_EQ(names_of(ranks.pids()), std::vector<std::string>{});
 }
 
-// As in containers: what the peers are told of the owner's pid namespace is not theirs.
+// As in containers: the peers are told of a pid namespace that is not theirs.
 void pretend_to_be_elsewhere(MemoryHandle& handle) {
   FileLocation location;
   std::memcpy(&location, handle.opaque, sizeof(location));
@@ -276,14 +276,14 @@ TEST(SharedMemory, ThreadsShareOneMappingUntilTheLastLetsGo) {
   EXPECT_THROW(CpuMachine(0).open_peer(handle, 1.0), std::runtime_error);
 }
 
-// Two containers may both have a process of this number.
+// Two containers may both have a process with this number.
 TEST(SharedMemory, APidIsNoIdentity) {
   MemoryHandle handle;
   CpuMachine owner(0), peer(0);
   owner.allocate_symmetric(4096, 2, &handle);
   ++handle.process.word[1];
   try {
-    peer.open_peer(handle, 1.0);  // the same pid and descriptor, another process by its identity
+    peer.open_peer(handle, 1.0);  // same pid and descriptor, but another identity
     FAIL() << "an address of another process was taken for one of ours";
   } catch (const std::runtime_error& error) {
     EXPECT_NE(std::string(error.what()).find("belongs to another process"), std::string::npos) << error.what();
@@ -300,7 +300,7 @@ TEST(SharedMemory, AForkedChildIsAnotherProcess) {
   EXPECT_TRUE(this_process() == parent);
 }
 
-// What is found at the place of a heap must be the heap, before anything is mapped or written.
+// A file found in place of a heap must be verified before anything is mapped or written.
 TEST(SharedMemory, RefusesWhatIsNotTheHeapOfTheHandle) {
   Ranks ranks([](int rank, Board& board) {
     CpuMachine machine(0);

@@ -1,5 +1,5 @@
-// Tables or LL choices that every source rank sends, and the expert lists that a receiver puts together from them,
-// against a model that sorts: random routings, layouts and grids.
+// Tables or LL choices that every source rank sends, and the expert lists that a receiver builds from them, against a
+// model that sorts: random routings, layouts and grids.
 
 #include "moe/route/expert_lists.h"
 
@@ -35,7 +35,7 @@ struct Routing {
   std::vector<float> weight;
 
   Routing(Random& random, const MoeConfig& config, int receiver) {
-    // Anything, all to one expert, all dropped, all to the receiver, ids out of range among them.
+    // Any routing, all to one expert, all dropped, all to the receiver, or with ids out of range.
     const int kind = random.pick(0, 4), local = config.num_local_experts(), mine = receiver * local;
     const int most = config.num_max_tokens_per_rank;
     num_tokens = random.pick(0, 3) == 0 ? 0 : random.pick(0, 2) == 0 ? most : random.pick(0, most);
@@ -55,7 +55,7 @@ struct Size {
   int most_tokens, most_ranks, most_local_experts, num_rounds;
 };
 constexpr Size kSmall{"small", 40, 5, 8, 300}, kChunks{"several_chunks", 700, 4, 8, 60},
-    // A pass over a chunk counts the choices of 4096 experts on this target.
+    // One pass over a chunk counts the choices of 4096 experts on this target.
     kPasses{"several_passes", 300, 3, 5000, 12};
 
 // All ranks send, one receives.
@@ -110,7 +110,7 @@ class Exchange {
     }
   }
 
-  // Every chunk's signal on every rank, and where the sender's tokens go.
+  // Checks every chunk's signal on every rank, and where the sender's tokens go.
   void check_tables() const {
     for (int src = 0; src < config_.num_ranks; ++src) {
       const int num_tokens = sent_[src].num_tokens;
@@ -218,7 +218,7 @@ class Exchange {
     return routes;
   }
 
-  // `terms`: of each row and choice, none or one.
+  // `terms`: per row and choice, at most one.
   void check_landed(const std::vector<std::vector<RouteTerm>>& terms) const {
     const MoeRegion& region = heaps_.context[me_].region;
     int32_t landed = 0;
@@ -246,12 +246,13 @@ class Exchange {
     }
     ASSERT_EQ(region.landed_offsets(buffer_, config_.num_ranks), landed);
     ASSERT_EQ(region.all_send_ll(buffer_, 0), all_are_small);
-    if (all_are_small) return;  // combine sends words, in another order
+    if (all_are_small) return;  // combine then sends words, in another order
     check_combine_order(MoeRegion::kAllRows, true);
     check_combine_order(MoeRegion::kPeersRows, false);
   }
 
-  // The next owner behind the one before that has rows left, and of its rows the first: so each comes once.
+  // The next owner after the previous one that has rows left, and its first remaining row: so each row comes exactly
+  // once.
   void check_combine_order(MoeRegion::RowOrder order, bool with_own) const {
     const MoeRegion& region = heaps_.context[me_].region;
     const int32_t* offsets = region.landed_offsets.at(buffer_);

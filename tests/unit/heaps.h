@@ -1,4 +1,4 @@
-// The ranks of a test without their runtime: a Context each, whose heaps see each other in this process.
+// The ranks of a test without their host objects: a Context each, whose heaps see each other in this process.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +45,7 @@ struct Heaps {
   static std::byte* memory_of(Memory& memory) { return memory.front().bytes; }
 };
 
-// The shared memory of a block.
+// A block's shared memory.
 struct SharedMemory {
   explicit SharedMemory(size_t nbytes) : memory(make_memory(nbytes)) {}
   std::byte* data() { return memory.front().bytes; }

@@ -1,4 +1,4 @@
-// Which blocks a call takes: its own, the table's, the target's.
+// How many blocks a call takes: its own number, the table's, the target's default.
 #include "moe/launch_table.h"
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@ TEST(LaunchTable, PicksTheFirstStepThatHoldsTheTokens) {
     EXPECT_EQ(table.dispatch_blocks(tokens), 3);
     EXPECT_EQ(table.combine_blocks(tokens), 4);
   }
-  for (const int tokens : {9, 128, 4096}) {  // the last step also serves more
+  for (const int tokens : {9, 128, 4096}) {  // the last step also serves larger calls
     EXPECT_EQ(table.dispatch_blocks(tokens), 5);
     EXPECT_EQ(table.combine_blocks(tokens), 6);
   }
@@ -42,13 +42,13 @@ TEST(LaunchTable, ACallComesBeforeTheTableAndTheTableBeforeTheTarget) {
   EXPECT_EQ(ep.dispatch_blocks(4, {.num_blocks = 1 << 20}), ep.device().max_blocks());
 }
 
-// The default of 32 blocks used to be launched on a device with 8 compute units: blocks waited for others that never
-// became resident.
+// Regression: the default of 32 blocks was launched on a device with 8 compute units, so blocks waited for others that
+// never became resident.
 TEST(LaunchTable, NoLaunchTakesMoreBlocksThanTheDeviceHolds) {
   EXPECT_EQ(resident_blocks(32, 8), 8);
   EXPECT_EQ(resident_blocks(32, 132), 32);
   EXPECT_EQ(resident_blocks(1, 1), 1);
-  for (int units = 2; units <= 16; ++units) {  // both halves have a block
+  for (int units = 2; units <= 16; ++units) {  // each half has a block
     const int num_blocks = resident_blocks(32, units);
     EXPECT_GE(dispatch_senders(num_blocks), 1);
     EXPECT_LT(dispatch_senders(num_blocks), num_blocks);

@@ -1,4 +1,4 @@
-// The device heaps of a process: an address from a handle is used only if a heap of that size lives there.
+// The device heaps of a process: an address from a handle is used only if a heap of that size is live there.
 #include "arch/live_memory.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// Small batches: words that carry their epoch, rows cut into them and put together again, sums of them, and the table
-// of choices that a receiver counts for itself.
+// Small batches: words that carry their epoch, rows cut into words and reassembled, sums of them, and the table of
+// choices that a receiver counts for itself.
 
 #include <gtest/gtest.h>
 
@@ -70,7 +70,7 @@ TEST(LlStamp, IsNeverThatOfClearedMemoryAndWrapsAfter31Bits) {
 
 // ---- rows
 
-// Sends a row of rank `src` and receives it on every destination; memory is poisoned before.
+// Sends a row of rank `src` and receives it on every destination; memory is poisoned first.
 TEST(LlStream, RowsComeAsTheyWereAndTouchNothingElse) {
   Random random(test_seed());
   for (int round = 0; round < 400; ++round) {
@@ -86,7 +86,7 @@ TEST(LlStream, RowsComeAsTheyWereAndTouchNothingElse) {
     std::vector<std::byte> x(config.hidden * size_of(dtype) + 16), scales(4 * config.num_scales());
     random.fill(x.data(), x.size());
     random.fill(scales.data(), scales.size());
-    const std::byte* values = x.data() + random.pick(0, 15);  // anywhere
+    const std::byte* values = x.data() + random.pick(0, 15);  // any alignment
     poison(heaps);
     const std::vector<Memory> before = heaps.symmetric;
 
@@ -110,7 +110,7 @@ TEST(LlStream, RowsComeAsTheyWereAndTouchNothingElse) {
     }
     for (RankSet rest = dst_ranks; !rest.empty(); rest.remove_first()) {
       const Context& c = heaps.context[rest.first()];
-      // Between two guards as long as a row; what the row has beside values and scales may be anything.
+      // Between two guards as long as a row; bytes that are neither values nor scales may be anything.
       const int64_t stride = config.row_stride(dtype);
       std::vector<uint32_t> memory(3 * stride / 4, 0x5a5a5a5a);
       auto* target = reinterpret_cast<std::byte*>(memory.data()) + stride;
@@ -252,7 +252,7 @@ TEST(LlChoice, WordsStayInTheirTokensPlace) {
   }
 }
 
-// Against a plain count.
+// Compares with a plain count.
 TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
   Random random(test_seed());
   for (int round = 0; round < 300; ++round) {
@@ -261,7 +261,7 @@ TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
     Heaps heaps(config);
     const int num_local = config.num_local_experts(), num_topk = config.num_topk;
     const Context& me = heaps.context[random.pick(0, config.num_ranks - 1)];
-    // Nothing, something, all that fit, and more: those travel otherwise and are none of the table's business.
+    // None, some, all that fit, and more: larger batches travel otherwise and must not be in the table.
     std::vector<int32_t> num_tokens;
     std::vector<std::vector<int>> expert(config.num_ranks);
     std::vector<std::vector<float>> weight(config.num_ranks);

@@ -1,5 +1,5 @@
-// Conversions of the CPU target, which the other targets must match, against a slow reference: the table of all values
-// of a format, and the nearest of them, ties to the even code.
+// Conversions of the CPU target, which the other targets must match, against a slow reference: a table of all values of
+// a format, of which the nearest is chosen, ties to the even code.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 struct Format {
   int exponent_bits, mantissa_bits, bias;
   uint32_t largest_finite;  // code
-  bool saturates;           // else: infinity behind the largest
+  bool saturates;           // otherwise infinity follows the largest
   uint32_t nan;
 
   double value(uint32_t code) const {
@@ -34,7 +34,7 @@ constexpr Format kHalfFormat{5, 10, 15, 0x7bff, false, 0x7e00};
 constexpr Format kBfloat16Format{8, 7, 127, 0x7f7f, false, 0x7fc0};
 constexpr Format kFloat8Format{4, 3, 7, 0x7e, true, 0x7f};
 
-// Nearest code to |x|, x finite.
+// The code nearest to |x|, x finite.
 uint32_t nearest(const Format& format, const std::vector<double>& values, double x) {
   const auto after = std::upper_bound(values.begin(), values.end(), x);
   if (after == values.end()) {
@@ -56,7 +56,7 @@ void check_rounding(const Format& format) {
         nearest(format, values, std::fabs(static_cast<double>(x))) | (std::signbit(x) ? format.sign() : 0);
     EXPECT_EQ(from_float<T>(x).bits, expected) << x;
   };
-  // A rounding can only go wrong at a value, at the middle of two, or just beside one of these.
+  // Rounding can only go wrong at a value, at the midpoint of two, or right next to one of these.
   const float infinity = std::numeric_limits<float>::infinity();
   for (uint32_t code = 0; code < format.largest_finite; ++code) {
     const auto low = static_cast<float>(values[code]),

@@ -1,4 +1,4 @@
-// The pure parts that everything stands on: sizes, layout, sets of ranks, signals, agreement among ranks.
+// The pure functions that everything relies on: sizes, layout, sets of ranks, signals, agreement among ranks.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -103,7 +103,7 @@ TEST(MoeConfig, PiecesAreWholeScaleBlocksAndCoverTheRow) {
   for (int hidden = 1; hidden < 3000; ++hidden) {
     config.hidden = hidden;
     ASSERT_GE(config.num_pieces() * RowLayout::piece_length(), hidden);
-    ASSERT_LT((config.num_pieces() - 1) * RowLayout::piece_length(), hidden);  // the last piece has something
+    ASSERT_LT((config.num_pieces() - 1) * RowLayout::piece_length(), hidden);  // the last piece is not empty
   }
   config.hidden = 7168;
   EXPECT_EQ(config.num_pieces(), 14);
@@ -111,11 +111,11 @@ TEST(MoeConfig, PiecesAreWholeScaleBlocksAndCoverTheRow) {
 
 TEST(MoeConfig, CapacityForLlTokensIsThatOfTheShortestLimit) {
   MoeConfig config = small_config();
-  EXPECT_EQ(config.ll_token_capacity(), 5);  // of a rank
+  EXPECT_EQ(config.ll_token_capacity(), 5);  // per rank
   config.num_max_tokens_per_rank = 1000;
   EXPECT_EQ(config.ll_token_capacity(), 256);
   config.num_topk = 8;
-  EXPECT_EQ(config.ll_token_capacity(), 128);  // 4096 choices of 4 ranks
+  EXPECT_EQ(config.ll_token_capacity(), 128);  // 4096 choices over 4 ranks
   config.num_ranks = 64, config.num_topk = 64;
   EXPECT_EQ(config.ll_token_capacity(), 1);
   config.num_experts = 2048;
@@ -126,7 +126,7 @@ TEST(MoeConfig, CapacityForLlTokensIsThatOfTheShortestLimit) {
 
 TEST(MoeConfig, SendsABatchAsLlWordsUpToTheLimit) {
   MoeConfig config = small_config();
-  EXPECT_FALSE(config.sends_ll(0));  // who may not send a token so sends none at all so
+  EXPECT_FALSE(config.sends_ll(0));  // with LL words disabled, even an empty batch is large
   config.num_max_ll_tokens = 3;
   EXPECT_TRUE(config.sends_ll(0));
   EXPECT_TRUE(config.sends_ll(3));
@@ -295,7 +295,7 @@ std::vector<Field> fields_of(const CommContext& context, size_t num_ranks, bool 
 }
 
 void expect_apart(std::vector<Field> fields, const std::byte* base, size_t bytes) {
-  // An empty field lies where the next one begins.
+  // An empty field is at the address of the next one.
   std::sort(fields.begin(), fields.end(),
             [](const Field& a, const Field& b) { return std::tie(a.begin, a.bytes) < std::tie(b.begin, b.bytes); });
   const std::byte* end = base;

@@ -1,4 +1,5 @@
-// What ranks tell each other when they meet: damage, wrong places and disagreements are seen before anything is mapped.
+// What ranks tell each other when they meet: damage, wrong places and disagreements are detected before anything is
+// mapped.
 #include "comm/region_handle.h"
 
 #include <gtest/gtest.h>
@@ -32,7 +33,7 @@ std::vector<RegionHandle> handles_of_all(int hidden = 20) {
   return handles;
 }
 
-// The handles after a change to that of `rank`, sealed as if its own object had made it so.
+// The handles after a change to that of `rank`, sealed as if its object had made it that way.
 template <class Change>
 std::vector<RegionHandle> with(int rank, Change change) {
   auto handles = handles_of_all();
@@ -81,7 +82,7 @@ TEST(Disagreement, SeesEveryFlippedBit) {
   }
 }
 
-// Handles that agree with each other, and not with the object that is given them: SIGSEGV, once.
+// Regression: handles that agree with each other but not with the object that receives them were a SIGSEGV.
 TEST(Disagreement, AnObjectKnowsItsOwnHandle) {
   const auto own = handles_of_all();
   for (const RegionHandle& handle : own) EXPECT_EQ(not_own(own, handle), "");

@@ -1,5 +1,5 @@
-// How the work of sending is shared out: lines of units, the work queue, the schedules of a combine, the shared memory
-// of a block that sends.
+// How the work of sending is shared: lines of units, the work queue, the schedules of a combine, the shared memory of a
+// block that sends.
 
 #include <gtest/gtest.h>
 
@@ -40,7 +40,7 @@ TEST(Line, DealsTheUnitsOfAllSegmentsRoundRobin) {
     std::vector<int> segments(random.pick(0, 6));
     for (int& num_units : segments) num_units = random.pick(0, 3) == 0 ? 0 : random.pick(0, 12);
     const int num_workers = random.pick(1, 9);
-    std::vector<int> expected, workers;  // which worker each unit of the whole line goes to
+    std::vector<int> expected, workers;  // the worker of each unit of the whole line
     for (int i = 0; i < std::accumulate(segments.begin(), segments.end(), 0); ++i) expected.push_back(i % num_workers);
     workers.resize(expected.size(), -1);
     for (int w = 0; w < num_workers; ++w) {
@@ -88,7 +88,7 @@ TEST(WorkQueue, HandsOutEachUnitOnce) {
   }
 }
 
-// ---- the schedules of a combine. The order of whole rows is written by dispatch_recv: see expert_lists_test.cpp.
+// ---- the schedules of a combine. dispatch_recv writes the order of whole rows: see expert_lists_test.cpp.
 
 TEST(CombineSchedule, SendsPiecesAsTheRowsLieOwnRowsLast) {
   Random random(test_seed());

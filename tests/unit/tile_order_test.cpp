@@ -1,4 +1,4 @@
-// Every tile of an expert is handed out exactly once, whatever the numbers of tiles.
+// Every tile of an expert is handed out exactly once, whatever the number of tiles.
 #include "moe/experts/tile_order.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ class TileOrder : public testing::TestWithParam<std::pair<int, int>> {
  protected:
   int row_tiles() const { return GetParam().first; }
   int column_tiles() const { return GetParam().second; }
-  // False for a place that was there before, or is none of this expert's.
+  // False for a tile that has been seen before or does not belong to this expert.
   bool add(const ExpertTile& tile) {
     return tile.row_tile >= 0 && tile.row_tile < row_tiles() && tile.column_tile >= 0 &&
            tile.column_tile < column_tiles() && places_.insert({tile.row_tile, tile.column_tile}).second;
@@ -32,7 +32,7 @@ TEST_P(TileOrder, SinglesCoverAll) {
   EXPECT_EQ(places_.size(), static_cast<size_t>(row_tiles()) * column_tiles());
 }
 
-// A block without work is allowed where both numbers are odd, once for the whole expert.
+// One block of one unit may be idle if both numbers are odd.
 TEST_P(TileOrder, PairsCoverAll) {
   const int num_units = PairedTiles::num_units(row_tiles(), column_tiles());
   int num_idle = 0;
@@ -53,7 +53,7 @@ TEST_P(TileOrder, PairsCoverAll) {
   EXPECT_EQ(num_idle, row_tiles() % 2 * (column_tiles() % 2));
 }
 
-// Row tiles change fastest, so that a tile of weights stays in the cache until all of its group have used it.
+// Row tiles change fastest, so a tile of weights stays in the cache until its whole group has used it.
 TEST_P(TileOrder, RowTilesChangeFastest) {
   const int num_units = SingleTiles::num_units(row_tiles(), column_tiles());
   for (int unit = 1; unit < num_units; ++unit) {

@@ -1,4 +1,4 @@
-// What a record holds, how segments fill up and go on, and what the host reads of a rank that traces itself.
+// What a record holds, how segments fill up and continue, and what the host reads from a rank that traces itself.
 #include "comm/trace_buffer.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 namespace moe_a2a {
 namespace {
 
-// ---- records, read as docs/tracing.md and every reader of a file would: by their bits
+// ---- records, decoded bit by bit, as docs/tracing.md describes them
 
 struct Fields {
   uint64_t begin, polls, duration, kind, peer, token, has_peer;
@@ -84,7 +84,7 @@ struct Guarded {
   std::vector<TraceRecord> memory = std::vector<TraceRecord>(kBlocks * kRoom + 2, kNone);
   TraceBuffer buffer{attempts.data(), memory.data() + 1, kRoom};
 
-  // One launch of `block`, which leaves `num_records` and that of itself.
+  // One launch of `block`, which leaves `num_records` records and its own.
   void launch(const TraceBuffer& trace, int block, int num_records) {
     Block::Scratch scratch;
     const Block leader(scratch);
