@@ -23,6 +23,8 @@ PAGES = sorted(
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```$|^<!-- hidden\n(.*?)^-->$", re.DOTALL | re.MULTILINE)
 SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SOURCE_FILE = re.compile(r"`([\w/.]+\.(?:h|cpp|py))`")
+WRITTEN_BY_THE_READER = {"submission.py", "example.py"}
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -57,6 +59,15 @@ def test_readme_has_examples():
 def test_links_of_a_page_lead_somewhere(page):
     lost = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
     assert lost == []
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_source_files_that_a_page_names_exist(page):
+    named = set(SOURCE_FILE.findall(page.read_text())) - WRITTEN_BY_THE_READER
+    folders = ("csrc", "moe_a2a", "tests", "bench", "examples", "profiling", ".ci")
+    lost = [name for name in named if not any(any((ROOT / folder).glob(f"**/{name}")) for folder in folders)]
+    assert [name for name in lost if not (ROOT / name).exists()] == []
 
 
 @on_device.cpu_only
