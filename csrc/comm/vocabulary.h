@@ -8,7 +8,8 @@
 
 namespace moe_a2a {
 
-// A launch, or one role of a fused launch. Clients number theirs from kFirstOfClients.
+// A launch, or a part of one that reports and traces name by itself: a role of a fused launch, or goodbye's wait
+// (kClose). Clients number theirs from kFirstOfClients.
 enum class Operation : int32_t { kNone, kClose, kAlignClocks, kGoodbye, kFirstOfClients = 16 };
 
 // A slice or an instant of a trace; 5 bits of a record. Clients number theirs from kFirstOfClients.

@@ -1,19 +1,18 @@
 // Line codecs: values in blocks of 32 that share one scale, smaller on the wire than 16 bits each.
 //
-//   codec  payload of a block             scale       bytes per 32 values
-//   fp8    32 e4m3                        largest magnitude / largest e4m3       34
-//   q8     32 bytes                       -(signed largest magnitude) / 128      34
-//   q6     16 bytes of the low 4 bits of two values each, 8 bytes of the high 2 bits of four   / 32    26
-//   q4     16 bytes of two values each                                           / 8     18
+//   codec  payload per block                                                scale                            bytes
+//   fp8    32 e4m3                                                          max |x| / largest e4m3           34
+//   q8     32 bytes                                                         -(x of largest magnitude) / 128  34
+//   q6     16 bytes: low 4 bits of two values each; 8 bytes: high 2 of four     "                   / 32     26
+//   q4     16 bytes of two values each                                          "                   / 8      18
 //
-// A line is the payload of all its blocks, of q6 first the low bits and then the high ones, and then their scales, two
-// bytes each. Integers are stored with 2^(bits - 1) added. The value of largest magnitude becomes -2^(bits - 1), so
-// that the range is used to its end; one of the opposite sign and more than 2^(bits - 1) - 1/2 steps is cut off there.
+// A line is the payload of all its blocks (q6: all low bits, then all high bits), then their scales, two bytes each.
+// Integers are stored with 2^(bits - 1) added. The value of largest magnitude becomes -2^(bits - 1), so the whole range
+// is used; a value of opposite sign above 2^(bits - 1) - 1/2 steps is clipped.
 //
-// The scale is a bfloat16, rounded away from zero: no value is out of range for it that float32 has. A value is
-// q * scale, exact in fp32, and at most one step (|scale|) away from what was encoded, half a step unless cut off; fp8:
-// 1/16 of its magnitude, or 2^-10 scales. A block whose largest magnitude is below 2^-116 becomes zeros; a block with
-// an infinity or a NaN becomes 32 NaNs.
+// The scale is a bfloat16, rounded away from zero, so it covers the range of float32. A value is q * scale, exact in
+// fp32. Its error is at most half a step (|scale|), one step if clipped; fp8: 1/16 of its magnitude, or 2^-10 scales. A
+// block whose largest magnitude is below 2^-116 becomes zeros; a block with an infinity or a NaN becomes 32 NaNs.
 #pragma once
 
 #include <bit>
@@ -24,7 +23,7 @@ namespace moe_a2a {
 
 enum class LineCodec : uint8_t { kNone, kFp8, kQ8, kQ6, kQ4 };
 
-// Values that share one scale.
+// Values per scale.
 inline constexpr int kLineBlock = 32;
 
 // Where the parts of a line of `num_values` are.
@@ -36,11 +35,11 @@ struct LineLayout {
     return codec == LineCodec::kQ6 ? 6 : codec == LineCodec::kQ4 ? 4 : 8;
   }
   MOE_A2A_HOST_DEVICE constexpr int64_t num_blocks() const { return (num_values + kLineBlock - 1) / kLineBlock; }
-  // Of the two high bits of q6.
+  // Of q6's high bits.
   MOE_A2A_HOST_DEVICE constexpr int64_t high_offset() const { return num_blocks() * kLineBlock / 2; }
   MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset() const { return num_blocks() * kLineBlock * bits() / 8; }
   MOE_A2A_HOST_DEVICE constexpr int64_t num_bytes() const { return scales_offset() + num_blocks() * 2; }
-  // From one line to the next.
+  // The distance between lines.
   MOE_A2A_HOST_DEVICE constexpr int64_t stride() const { return (num_bytes() + 127) / 128 * 128; }
 };
 
@@ -53,7 +52,7 @@ inline constexpr int kLineLanes = kWarpSize == 1 ? 1 : 4;
 inline constexpr int kLineValues = kLineBlock / kLineLanes;
 using LineValues = float[kLineValues];
 
-// Calls f(std::integral_constant<LineCodec, codec>).
+// Calls f(CodecIs<codec>{}); not for kNone.
 template <LineCodec kCodec>
 struct CodecIs {
   static constexpr LineCodec value = kCodec;
@@ -79,7 +78,7 @@ struct LineScale {
   float inverse;  // 0 for blocks that become zeros or NaNs
 };
 
-// The largest value that a codec's integers have below zero; of fp8, its largest.
+// Minus the lowest integer of a codec; for fp8, its largest value.
 template <LineCodec kCodec>
 MOE_A2A_DEVICE constexpr float line_range() {
   return kCodec == LineCodec::kFp8  ? kFloat8Max
@@ -93,7 +92,7 @@ template <LineCodec kCodec>
 MOE_A2A_DEVICE LineScale line_scale(const Warp& warp, const LineValues& values) {
   constexpr float kInfinity = std::bit_cast<float>(0x7f800000u);
   float most = 0, least = 0;
-  uint32_t odd = 0;  // whether there is an infinity or a NaN
+  uint32_t odd = 0;  // an infinity or a NaN is present
   MOE_A2A_UNROLL
   for (int i = 0; i < kLineValues; ++i) {
     most = values[i] > most ? values[i] : most;
@@ -111,12 +110,12 @@ MOE_A2A_DEVICE LineScale line_scale(const Warp& warp, const LineValues& values) 
   return {scale, 1.0f / to_float(scale)};
 }
 
-// The nearest integer, ties to even, of |value| < 2^22.
+// Rounds to the nearest integer, ties to even; |value| < 2^22.
 MOE_A2A_DEVICE int nearest_int(float value) {
   return static_cast<int>(std::bit_cast<uint32_t>(value + 0x1.8p23f) - 0x4b400000u);
 }
 
-// The code of a value that has been multiplied by the inverse of its scale. What is out of range, or a NaN, is cut off.
+// The code of a value that has been multiplied by the inverse scale. Clips values out of range, and NaNs.
 template <LineCodec kCodec>
 MOE_A2A_DEVICE uint8_t line_code(float scaled) {
   constexpr float kRange = line_range<kCodec>();
@@ -138,8 +137,8 @@ MOE_A2A_DEVICE float line_value(uint32_t code) {
   }
 }
 
-// This thread's values of a line, from value `first` on, a multiple of kLineValues. In: values, whose block it shares
-// with its neighbours, which call this too. Out: what decode_line() will make of them. `is_stored`: false past the end.
+// Encodes this thread's values of a line, from value `first` on, a multiple of kLineValues. All threads that share the
+// block call it. On return `values` are what decode_line() will produce. `is_stored`: false past the end.
 template <LineCodec kCodec>
 MOE_A2A_DEVICE void encode_line(const Warp& warp, const LineLayout& layout, std::byte* line, int64_t first,
                                 bool is_stored, LineValues& values) {
@@ -199,7 +198,7 @@ MOE_A2A_DEVICE void decode_line(const LineLayout& layout, const std::byte* line,
   }
 }
 
-// Between a thread's values and a row of elements, of which `rest` are left from there on; values past the end are 0.
+// Between a thread's values and a row of elements, `rest` of which remain from there on; values past the end are 0.
 template <class T>
 MOE_A2A_DEVICE void load_floats(const T* source, int64_t rest, bool vectors, LineValues& values) {
   constexpr int kVector = kLineValues < kLaneElements<T> ? kLineValues : kLaneElements<T>;
