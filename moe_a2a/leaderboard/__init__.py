@@ -13,7 +13,7 @@ import argparse
 from importlib import import_module
 
 HELP = "run, check and rank submissions to distributed kernel problems"
-COMMANDS = ("list", "run")
+COMMANDS = ("list", "run", "rank")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -45,7 +45,7 @@ class ModeResult:
 class Contest:
     """A problem with its number of ranks, device and rules.
 
-    cases_from: tests and benchmarks that replace the problem's. limit: seconds that a call may take; None: the problem's.
+    limit: seconds that a call may take; None: the problem's. shortened, shrunk: as their options; None: not at all.
     """
 
     problem: ProblemFile
@@ -54,6 +54,7 @@ class Contest:
     secret: int
     shortened: float | None = None
     limit: float | None = None
+    shrunk: int | None = None
 
     @property
     def rules(self) -> Rules:
@@ -74,14 +75,19 @@ class Contest:
             cases = self.problem.tests
         return [case if "world_size" in case else case.with_values(world_size=self.num_ranks) for case in cases]
 
-    def run(self, mode: str, submission: Path, on_case: OnCase = lambda number, result: None) -> ModeResult:
-        """Every case of the mode, also after one that fails."""
+    def run(
+        self,
+        mode: str,
+        submission: Path,
+        on_case: OnCase = lambda number, result: None,
+        nulls: list[CaseResult] | None = None,
+    ) -> ModeResult:
+        """Every case of the mode, also after one that fails. nulls: from run_null(), for a timed mode; None: runs it."""
         result = ModeResult(mode)
-        cases = self.cases_of(mode)
         if mode in TIMED:
-            result.nulls = self._run_null(cases)
+            result.nulls = self.run_null() if nulls is None else nulls
         with self._ranks(submission) as ranks:
-            for number, case in enumerate(cases):
+            for number, case in enumerate(self.cases_of(mode)):
                 of_case = {**TIMED, **CHECKED}[mode](self.rules, ranks, case)
                 if mode in TIMED:
                     modes.check_clock(of_case, result.nulls[number])
@@ -89,12 +95,30 @@ class Contest:
                 on_case(number, of_case)
         return result
 
-    def _run_null(self, cases: list[Case]) -> list[CaseResult]:
+    def run_null(self) -> list[CaseResult]:
+        """The null submission on every benchmark."""
         path = loading.entry_path("", "null")
         assert path is not None
         rules = dataclasses.replace(self.rules, shortened=NULL_SECONDS, checked=False)
         with self._ranks(path) as ranks:
-            return [modes.benchmark(rules, ranks, case) for case in cases]
+            return [modes.benchmark(rules, ranks, case) for case in self.cases_of("benchmark")]
+
+    def profile(
+        self,
+        submission: Path,
+        cases: list[Case],
+        folder: Path,
+        name: str,
+        on_case: OnCase = lambda number, result: None,
+    ) -> ModeResult:
+        """A trace per case, as <problem>.<name>.<number>.json.gz in `folder`."""
+        result = ModeResult("profile")
+        with self._ranks(submission) as ranks:
+            for number, case in enumerate(cases):
+                path = folder.resolve() / f"{self.problem.name}.{name}.{number}.json.gz"
+                result.cases.append(modes.profile(self.rules, ranks, case, path))
+                on_case(number, result.cases[-1])
+        return result
 
     def _ranks(self, submission: Path) -> SubmissionRanks:
         return SubmissionRanks(self.problem.name, submission, self.num_ranks, self.device_type)

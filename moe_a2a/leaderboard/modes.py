@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from moe_a2a.leaderboard.cases import Case, ProblemFile
 from moe_a2a.leaderboard.ranks import SubmissionRanks
@@ -19,6 +20,7 @@ BENCHMARK_SECONDS, LEADERBOARD_SECONDS = 10.0, 30.0  # of calls per case, from t
 PRESSURE_CALLS, PRESSURE_SECONDS = 100, 3.0
 PRESSURE_CASES = 3  # the first tests: the fewer tokens, the more pairs of ranks without any
 LONE_SECONDS = 3.0
+PROFILE_WARM_UP, PROFILE_CALLS = 2, 3
 NUM_REPLAYS = 2
 
 
@@ -35,6 +37,8 @@ class CaseResult:
     overhead_ns: list[int] = field(default_factory=list)
     collective_bytes: int = -1
     shared_bytes: int = -1
+    summary: str = ""  # of a trace
+    trace_file: str = ""
 
     @property
     def passed(self) -> bool:
@@ -147,6 +151,14 @@ def lone_call(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
         call = trial.call(trial.secret_inputs(), rules.problem.test_timeout)
         if trial.is_right_alone(0, max(LONE_SECONDS, 20e-9 * call.nanoseconds)):
             raise SubmissionFailedError("no_communication", "rank 0 had the right output without any other rank")
+    return result
+
+
+def profile(rules: Rules, ranks: SubmissionRanks, case: Case, path: Path) -> CaseResult:
+    """A trace of a few calls; nothing is checked and nothing timed."""
+    result = CaseResult(case, trace_file=str(path))
+    with _failures_into(result), rules.trial(ranks, case) as trial:
+        result.summary = trial.profile(PROFILE_WARM_UP, PROFILE_CALLS, path, rules.problem.benchmark_timeout)
     return result
 
 

@@ -66,7 +66,8 @@ def contest_of(options: argparse.Namespace) -> Contest:
             problem, lambda case: case.with_values(seed=cases.combined_seed(case["seed"], number))
         )
     secret = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 31)
-    return Contest(problem, _num_ranks(options, device_type), device_type, secret, options.shortened, options.limit)
+    num_ranks = _num_ranks(options, device_type)
+    return Contest(problem, num_ranks, device_type, secret, options.shortened, options.limit, options.shrunk)
 
 
 def submission_path(problem: cases.ProblemFile, text: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Mapping
 from typing import TextIO
@@ -40,7 +41,8 @@ class Popcorn:
         self.log(f"{_prefix(mode)}-count", number)
 
     def case(self, mode: str, number: int, result: CaseResult) -> None:
-        """test.{i}.spec, status, error; benchmark.{i}.spec, runs, mean, std, err, best, worst, status, error."""
+        """test.{i}.spec, status, error; benchmark.{i}.spec, runs, mean, std, err, best, worst, report, status,
+        error."""
         name = f"{_prefix(mode)}.{number}"
         self.log(f"{name}.spec", result.case.spec)
         if not result.passed:
@@ -48,14 +50,11 @@ class Popcorn:
             self.log(f"{name}.error", f"{result.verdict}: {result.message}")
         elif _prefix(mode) == "test":
             self.log(f"{name}.status", "pass")
+        elif mode == "profile":
+            self.log(f"{name}.report", base64.b64encode(result.summary.encode()).decode())
         else:
             for field, value in result.stats.as_dict().items():
                 self.log(f"{name}.{field}", value)
-
-    def report(self, number: int, base64_text: str) -> None:
-        """Of the mode profile."""
-        self.log(f"benchmark.{number}.status", "pass")
-        self.log(f"benchmark.{number}.report", base64_text)
 
     def check(self, passed: bool) -> None:
         self.log("check", "pass" if passed else "fail")

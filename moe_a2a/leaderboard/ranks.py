@@ -97,6 +97,10 @@ class SubmissionRanks:
         own = [(other == rank, inputs if other == rank else {}) for other in range(self.num_ranks)]
         return self._run(rank_program.call_alone, limit=limit / 2, own=own)[rank]
 
+    def profile(self, num_calls: int, path: Path, inputs: list[list[Tensors]], limit: float) -> str:
+        """inputs: of each rank, for each call: those before the last `num_calls` warm up. Rank 0's summary."""
+        return self._run(rank_program.profile, num_calls, path, limit=limit, own=[(of_rank,) for of_rank in inputs])[0]
+
     def run(self, program: Callable[..., Any], *arguments: Any, limit: float) -> list[Any]:
         """Another program on every rank."""
         return self._run(program, *arguments, limit=limit)

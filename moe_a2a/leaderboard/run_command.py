@@ -7,7 +7,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from moe_a2a.command_line import UsageError
+from moe_a2a.command_line import UsageError, output_folder
 from moe_a2a.leaderboard import options as shared
 from moe_a2a.leaderboard import popcorn
 from moe_a2a.leaderboard.cases import CaseFileError
@@ -24,10 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("submission", metavar="SUBMISSION", help="a submission.py, or the name of an entry in the tree")
     parser.add_argument(
         "--mode",
-        choices=[*CHECKED, *TIMED],
+        choices=[*CHECKED, *TIMED, "profile"],
         default="test",
         help="test: one call per test. benchmark: many calls on the same data. leaderboard: new data from a secret seed in "
-        "each call. pressure: no barrier between calls. lone_call: rank 0 alone. Default: test",
+        "each call. pressure: no barrier between calls. lone_call: rank 0 alone. profile: a trace of each benchmark. Default: test",
+    )
+    parser.add_argument(
+        "--out", type=output_folder, default=Path("."), metavar="DIR", help="where traces go (default: .)"
     )
     parser.add_argument("--cases", type=Path, metavar="FILE", help="cases instead of the problem's, a line each")
     shared.add_how(parser)
@@ -59,7 +62,10 @@ def _run(options: argparse.Namespace, out: popcorn.Popcorn) -> int:
         out.case(options.mode, number, result)
         print(f"{result.case.label:<32} {line_of(result)}", flush=True)
 
-    result = contest.run(options.mode, submission, on_case)
+    if options.mode == "profile":
+        result = contest.profile(submission, contest.cases_of("profile"), options.out, submission.stem, on_case)
+    else:
+        result = contest.run(options.mode, submission, on_case)
     out.check(result.passed)
     print_end(contest, result)
     return popcorn.exit_code(options.mode, result.passed, out)
@@ -83,6 +89,8 @@ def line_of(result: CaseResult) -> str:
     """What a terminal shows of a case."""
     if not result.passed:
         return "\n".join([f"{result.verdict}: {result.message}", *result.details.splitlines()[-12:]])
+    if result.summary:
+        return f"{result.trace_file}\n{result.summary}"
     if result.nanoseconds:
         stats = result.stats
         return f"{stats.mean / 1e3:12.1f} us +- {stats.err / 1e3:.1f}, best {stats.best / 1e3:.1f}, {stats.runs} runs"

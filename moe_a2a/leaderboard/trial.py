@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -108,6 +109,11 @@ class Trial:
         for rank, of_rank in enumerate(results):
             for number, result in enumerate(of_rank):
                 self._check(result, expected[number][rank], f"rank {rank}, call {number}")
+
+    def profile(self, num_warm_up: int, num_calls: int, path: Path, limit: float) -> str:
+        """The summary of a trace of `num_calls` calls, which is written to `path`."""
+        inputs = [self.secret_inputs() for _ in range(num_warm_up + num_calls)]
+        return self._ranks.profile(num_calls, path, [list(own) for own in zip(*inputs, strict=True)], limit)
 
     def is_right_alone(self, rank: int, limit: float) -> bool:
         """Whether the rank has the right output though no other rank takes part. If not, it waits, or raises: the

@@ -1,10 +1,12 @@
-"""Small shapes and written submissions for the tests of the leaderboard."""
+"""Small shapes, written submissions and the command itself, for the tests of the leaderboard."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
+from moe_a2a.__main__ import main
 from moe_a2a.leaderboard import loading, problems
 from moe_a2a.leaderboard.cases import Case
 from moe_a2a.leaderboard.contest import Contest, ModeResult
@@ -32,3 +34,21 @@ def changed(folder: Path, snippet: str) -> Path:
 
 def verdicts(result: ModeResult) -> set[str]:
     return {case.verdict for case in result.cases}
+
+
+def command(monkeypatch, capfd, tmp_path):
+    """Runs the command with POPCORN_FD; its exit code, what it printed, and its lines as a dictionary."""
+
+    def run(*arguments, **environment):
+        lines = tmp_path / "popcorn.txt"
+        descriptor = os.open(lines, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for name, value in {"POPCORN_FD": str(descriptor), **environment}.items():
+            monkeypatch.setenv(name, value)
+        try:
+            code = main(["leaderboard", *map(str, arguments)])
+        except SystemExit as end:  # of argparse
+            code = end.code
+        popcorn = dict(line.split(": ", 1) for line in lines.read_text().splitlines())
+        return code, "".join(capfd.readouterr()), popcorn
+
+    return run

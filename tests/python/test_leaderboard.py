@@ -1,13 +1,12 @@
 """`python -m moe_a2a leaderboard`: entries of the tree, cases, times, and what other tools read."""
 
-import os
 import re
 
+import contest_cases
 import pytest
 import torch
 from contest_cases import SMALL, SPARSE, contest
 
-from moe_a2a.__main__ import main
 from moe_a2a.leaderboard import cases, loading, problems
 from moe_a2a.leaderboard.cases import CaseFileError
 from moe_a2a.leaderboard.statistics import Stats, enough, geometric_mean
@@ -19,21 +18,7 @@ TINY = "num_experts: 8; experts_per_token: 2; hidden_dim: 64; max_num_tokens: 8;
 
 @pytest.fixture
 def leaderboard(monkeypatch, capfd, tmp_path):
-    """Runs the command with POPCORN_FD; its exit code, what it printed, and its lines as a dictionary."""
-
-    def run(*arguments, **environment):
-        lines = tmp_path / "popcorn.txt"
-        descriptor = os.open(lines, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for name, value in {"POPCORN_FD": str(descriptor), **environment}.items():
-            monkeypatch.setenv(name, value)
-        try:
-            code = main(["leaderboard", *map(str, arguments)])
-        except SystemExit as end:  # of argparse
-            code = end.code
-        popcorn = dict(line.split(": ", 1) for line in lines.read_text().splitlines())
-        return code, "".join(capfd.readouterr()), popcorn
-
-    return run
+    return contest_cases.command(monkeypatch, capfd, tmp_path)
 
 
 # ---- the published problem

@@ -1,0 +1,91 @@
+"""`python -m moe_a2a leaderboard rank PROBLEM SUBMISSION...`: every mode of several submissions, and a report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from moe_a2a.command_line import UsageError, output_folder
+from moe_a2a.leaderboard import loading, popcorn, report
+from moe_a2a.leaderboard import options as shared
+from moe_a2a.leaderboard.cases import CaseFileError
+from moe_a2a.leaderboard.contest import Contest
+from moe_a2a.leaderboard.modes import CaseResult
+from moe_a2a.leaderboard.record import Board, Entry
+from moe_a2a.leaderboard.run_command import check_cases, line_of
+from moe_a2a.leaderboard.verdicts import PASS
+
+HELP = "run every mode of several submissions, rank them and write a report"
+MODES = ("test", "leaderboard", "pressure", "lone_call")  # the first that fails ends an entry's run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_problem(parser)
+    parser.add_argument(
+        "submissions",
+        nargs="*",
+        metavar="SUBMISSION",
+        help="a submission.py, or the name of an entry in the tree (default: all of them)",
+    )
+    parser.add_argument(
+        "--out",
+        type=output_folder,
+        default=Path("moe_a2a_leaderboard"),
+        metavar="DIR",
+        help="folder of the report and the traces; a page shows all problems in it (default: moe_a2a_leaderboard)",
+    )
+    shared.add_how(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        contest = shared.contest_of(options)
+        for mode in MODES:
+            check_cases(contest, mode)
+    except CaseFileError as error:
+        print(f"leaderboard: {error}", file=sys.stderr)
+        return popcorn.BAD_CASES
+    names = options.submissions or loading.entry_names(contest.problem.entries or contest.problem.name)
+    paths = _by_entry_name([shared.submission_path(contest.problem, name) for name in names])
+
+    nulls = contest.run_null()
+    board = Board.of(contest, nulls)
+    for name, path in paths.items():
+        board.entries.append(_run_entry(contest, name, path, nulls, options.out))
+    board.write(options.out / f"{contest.problem.name}.json")
+    written = report.write_all(options.out)
+
+    for row in report.table(board):
+        print("  ".join([f"{row[0]:<20}", *(f"{cell:>22}" for cell in row[1:])]))
+    print("\n".join(f"report: {path}" for path in written))
+    return popcorn.OK if all(entry.verdict == PASS for entry in board.entries) else popcorn.FAILED
+
+
+def _by_entry_name(paths: list[Path]) -> dict[str, Path]:
+    """By the file's name, and with the folder's in front where the file is called submission.py, as most are."""
+    named: dict[str, Path] = {}
+    for path in paths:
+        name = f"{path.parent.name}-{path.stem}" if path.stem == "submission" else path.stem
+        if name in named:
+            raise UsageError(f"{path} and {named[name]}: two entries of the name {name}; rename one")
+        named[name] = path
+    return named
+
+
+def _run_entry(contest: Contest, name: str, path: Path, nulls: list[CaseResult], out: Path) -> Entry:
+    entry = Entry(name)
+    for mode in MODES:
+        print(f"-- {name}: {mode}", flush=True)
+        entry.take(
+            contest.run(mode, path, lambda _, result: print(f"{result.case.label:<32} {line_of(result)}"), nulls)
+        )
+        if entry.verdict != PASS:
+            return entry
+    print(f"-- {name}: profile", flush=True)
+    profiled = contest.profile(path, contest.cases_of("profile")[-1:], out, name)
+    entry.take(profiled)
+    of_case = profiled.cases[0]
+    entry.profiled_case, entry.summary = of_case.case.label, of_case.summary
+    entry.trace_file = Path(of_case.trace_file).name
+    return entry
