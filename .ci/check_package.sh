@@ -21,14 +21,15 @@ fresh/bin/python -m pip install -qq "$torch" numpy platformdirs
 # Isolated: the build requirements come from the package index, PyTorch from the environment.
 fresh/bin/python -m pip wheel -q --no-deps --wheel-dir . "$sdist"
 wheel=$(ls moe_a2a-*.whl)
-for file in moe_a2a/py.typed moe_a2a/_core.pyi moe_a2a/_build_info.py; do
+for file in moe_a2a/py.typed moe_a2a/_core.pyi moe_a2a/_build_info.py moe_a2a/leaderboard/problems/all2all.yml; do
   "$python" -m zipfile -l "$wheel" | grep -q "^$file " || { echo "$wheel lacks $file" >&2; exit 1; }
 done
-fresh/bin/python -m pip install -qq "$wheel[demo]"
+fresh/bin/python -m pip install -qq "$wheel[demo,leaderboard]"
 
 for level in v2 v3 v4; do # the kernels for older machines, where this one has them
   MOE_A2A_CPU_LEVEL=$level fresh/bin/moe-a2a doctor >"doctor_$level.txt" || { cat "doctor_$level.txt"; exit 1; }
 done
 grep 'self test' doctor_*.txt
 fresh/bin/moe-a2a demo --ranks 2 --models mixtral --output demo
+fresh/bin/moe-a2a leaderboard run all2all expert_parallel --ranks 2
 echo "package: $(du -h "$wheel" | cut -f1) $wheel"

@@ -218,12 +218,12 @@ def run_on_ranks(
     backend: str = "gloo",
 ) -> list[Any]:
     """rank_main(report, *arguments) in num_ranks processes, once; see RankProcesses."""
-    with RankProcesses(num_ranks, timeout=timeout, backend=backend, prepare=_Threads(num_ranks)) as ranks:
+    with RankProcesses(num_ranks, timeout=timeout, backend=backend, prepare=CoresShared(num_ranks)) as ranks:
         return ranks.run(rank_main, *arguments, timeout=timeout, on_progress=on_progress)
 
 
 @dataclass
-class _Threads:
+class CoresShared:
     """Shares the cores out."""
 
     num_ranks: int

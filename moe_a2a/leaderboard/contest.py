@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_a2a.command_line import UsageError
 from moe_a2a.leaderboard import loading, modes
 from moe_a2a.leaderboard.cases import Case, ProblemFile
 from moe_a2a.leaderboard.modes import CaseResult, Rules
@@ -96,12 +97,16 @@ class Contest:
         return result
 
     def run_null(self) -> list[CaseResult]:
-        """The null submission on every benchmark."""
+        """The null submission on every benchmark. Raises UsageError where the harness itself does not run."""
         path = loading.entry_path("", "null")
         assert path is not None
         rules = dataclasses.replace(self.rules, shortened=NULL_SECONDS, checked=False)
         with self._ranks(path) as ranks:
-            return [modes.benchmark(rules, ranks, case) for case in self.cases_of("benchmark")]
+            results = [modes.benchmark(rules, ranks, case) for case in self.cases_of("benchmark")]
+        failed = next((result for result in results if not result.passed), None)
+        if failed is not None:
+            raise UsageError(f"the null submission fails here, so the harness does: {failed.verdict}: {failed.message}")
+        return results
 
     def profile(
         self,

@@ -52,6 +52,12 @@ class RankDevice:
         return lambda: nccl.barrier(options).wait()
 
 
+def start_method(device_type: str) -> str:
+    """Of the ranks' processes. A server of forks that has imported everything may have asked CUDA for its devices, and a
+    fork cannot use CUDA after that."""
+    return "spawn" if device_type == "cuda" else "forkserver"
+
+
 def num_gpus() -> int:
     return torch.cuda.device_count()
 

@@ -1,8 +1,8 @@
-"""What the server of forks imports once, so that no rank has to: a rank's process then starts in milliseconds."""
+"""What a rank's process needs to have imported before its first call. The server of forks imports it once, and its forks
+start in milliseconds."""
 
 import torch
 
-from moe_a2a.leaderboard import rank_program  # noqa: F401
 from moe_a2a.leaderboard.guards import CollectiveBytes
 
 # PyTorch imports 800 modules when a dispatch mode sees its first operator.

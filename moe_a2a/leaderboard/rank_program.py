@@ -77,6 +77,8 @@ _case: list[_CaseState] = []
 
 
 def load(report: Report, problem_name: str, submission: Path) -> None:
+    from moe_a2a.leaderboard import preloaded  # noqa: F401 (a spawned process has not inherited it)
+
     if not _submission:
         _problem.append(problems.make(problem_name))
         _submission.append(Submission(submission))

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moe_a2a.leaderboard import rank_program
 from moe_a2a.leaderboard.cases import Case
+from moe_a2a.leaderboard.device import start_method
 from moe_a2a.leaderboard.freezing import frozen_now_and_then
 from moe_a2a.leaderboard.problems.base import Tensors
 from moe_a2a.leaderboard.rank_program import CallResult
 from moe_a2a.leaderboard.verdicts import SubmissionFailedError
-from moe_a2a.rank_processes import RankError, RankProcesses
+from moe_a2a.rank_processes import CoresShared, RankError, RankProcesses
 
-PRELOADED = "moe_a2a.leaderboard.preloaded"
+PRELOADED = "moe_a2a.leaderboard.preloaded"  # by name: importing it here would slow every command down
 SECONDS_TO_START = 120.0
 SECONDS_TO_BEGIN = 60.0  # a case: two process groups
 GRACE = 1.0  # for the other ranks, once one has failed
@@ -63,13 +61,13 @@ class SubmissionRanks:
             self._run(rank_program.end_case, limit=SECONDS_TO_BEGIN)
 
     def _start(self) -> None:
-        multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOADED])
+        multiprocessing.get_context("forkserver").set_forkserver_preload([rank_program.__name__, PRELOADED])
         self._processes = RankProcesses(
             self.num_ranks,
             timeout=SECONDS_TO_START,
-            method="forkserver",
+            method=start_method(self.device_type),
             backend=None,
-            prepare=_Threads(self.num_ranks),
+            prepare=CoresShared(self.num_ranks),
         )
         self._run(rank_program.load, self._problem_name, self._submission, limit=SECONDS_TO_START)
 
@@ -133,13 +131,3 @@ class SubmissionRanks:
 
     def _mark(self, what: str) -> None:
         self._marks.setdefault(what, []).append(time.monotonic())
-
-
-class _Threads:
-    """Shares the cores out among the ranks' processes."""
-
-    def __init__(self, num_ranks: int):
-        self._num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
-
-    def __call__(self, rank: int) -> None:
-        torch.set_num_threads(self._num_threads)

@@ -46,8 +46,7 @@ class Trial:
         self._secret = secret
         self._checked = checked
         self._num_secret_inputs = 0
-        self._inputs: list[Tensors] = []  # of the last call
-        self._expected: list[Tensor] = []
+        self._expected: list[Tensor] = []  # of the last call
         self._earlier: list[list[Tensor]] = []
         self._weights = [
             self._problem.make_weights(case, rank, _generator(case["seed"], rank)) for rank in range(ranks.num_ranks)
@@ -131,7 +130,7 @@ class Trial:
 
     def _take(self, inputs: list[Tensors]) -> None:
         self._earlier = [*self._earlier[-NUM_KEPT:], self._expected] if self._expected else []
-        self._inputs, self._expected = inputs, self.expected(inputs)
+        self._expected = self.expected(inputs)
 
     def _check_all(self, results: list[CallResult]) -> None:
         for rank, result in enumerate(results):

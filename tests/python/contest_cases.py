@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from moe_a2a.__main__ import main
-from moe_a2a.leaderboard import loading, problems
+from moe_a2a.leaderboard import loading, modes, problems
 from moe_a2a.leaderboard.cases import Case
 from moe_a2a.leaderboard.contest import Contest, ModeResult
 
@@ -52,3 +52,11 @@ def command(monkeypatch, capfd, tmp_path):
         return code, "".join(capfd.readouterr()), popcorn
 
     return run
+
+
+def make_small(monkeypatch) -> None:
+    """The published all2all with small shapes and brief guards, for whole rankings."""
+    file = problems.file_of("all2all")
+    monkeypatch.setattr(problems, "file_of", lambda name: dataclasses.replace(file, tests=[SPARSE], benchmarks=[SMALL]))
+    monkeypatch.setattr(modes, "PRESSURE_SECONDS", 0.0)
+    monkeypatch.setattr(modes, "LONE_SECONDS", 0.5)

@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 
 import contest_cases
 import pytest
-from contest_cases import SMALL, SPARSE, changed
+from contest_cases import changed
 
 from moe_a2a.command_line import UsageError
-from moe_a2a.leaderboard import modes, plot, problems, report
+from moe_a2a.leaderboard import plot, report
 from moe_a2a.leaderboard.record import Board, Entry, Timing, Traffic
 
 pytestmark = pytest.mark.cpu
@@ -27,10 +27,7 @@ def leaderboard(monkeypatch, capfd, tmp_path):
 @pytest.fixture
 def small(monkeypatch):
     """The published problem with small shapes and brief guards."""
-    file = problems.file_of("all2all")
-    monkeypatch.setattr(problems, "file_of", lambda name: dataclasses.replace(file, tests=[SPARSE], benchmarks=[SMALL]))
-    monkeypatch.setattr(modes, "PRESSURE_SECONDS", 0.0)
-    monkeypatch.setattr(modes, "LONE_SECONDS", 0.5)
+    contest_cases.make_small(monkeypatch)
 
 
 @pytest.mark.timeout(200)
