@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_a2a.leaderboard.cases import Case
 from moe_a2a.leaderboard.problems.base import CloseTo, Tensors, check_divides, error_share
 
-MOST_ERROR = 0.02  # of the expected output's norm
+MOST_ERROR = 0.01  # of the expected output's norm; sums that are rounded to bf16 after each of 8 ranks stay below 0.005
 
 
 class _Gemm(CloseTo):
