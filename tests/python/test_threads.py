@@ -4,6 +4,7 @@ close() in one thread while another waited in dispatch() was a segmentation faul
 the GIL while they waited.
 """
 
+import functools
 import threading
 import time
 
@@ -111,9 +112,8 @@ def test_close_ends_the_wait_of_a_combine():
 
 @on_device.cpu_only
 def test_many_rounds_of_close_during_calls():
-    """At any moment of a call, not only in its wait."""
-    for milliseconds in range(14):
-        close_after(0.001 * (milliseconds % 7))
+    """At any moment of a call, not only in its wait. Side by side: where no call is under way, the peer waits in vain."""
+    in_threads([functools.partial(close_after, 0.001 * (i % 7)) for i in range(14)], seconds=3 * TIMEOUT + 15)
 
 
 def close_after(delay):
