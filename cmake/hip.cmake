@@ -10,6 +10,7 @@ find_program(MOE_A2A_HIP_COMPILER amdclang++ HINTS ${_moe_a2a_rocm_hints}
 find_library(MOE_A2A_HIP_RUNTIME amdhip64 HINTS ${_moe_a2a_rocm_hints} PATH_SUFFIXES lib lib64 NO_DEFAULT_PATH)
 set(MOE_A2A_HIP_FLAGS "" CACHE STRING "Further flags for MOE_A2A_HIP_COMPILER (a list)")
 set(MOE_A2A_HIP_ARCHITECTURES "gfx90a;gfx942;gfx950" CACHE STRING "HIP architectures")
+set(MOE_A2A_ISA_ARCHITECTURES "gfx90a;gfx942;gfx950" CACHE STRING "HIP architectures of the assembly listings")
 
 # The compile command, with the definitions that follow `result`.
 function(_moe_a2a_hip_command result)
@@ -55,7 +56,7 @@ function(moe_a2a_add_hip_listing name sources)
   set(listings)
   foreach(source IN LISTS sources)
     get_filename_component(stem ${source} NAME_WE)
-    foreach(architecture IN LISTS MOE_A2A_HIP_ARCHITECTURES)
+    foreach(architecture IN LISTS MOE_A2A_ISA_ARCHITECTURES)
       set(listing ${CMAKE_BINARY_DIR}/isa/${stem}.${architecture}.s)
       add_custom_command(
         OUTPUT ${listing}

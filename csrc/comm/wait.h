@@ -63,7 +63,8 @@ inline constexpr uint32_t kPollsPerLook = 64;
 MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
                                uint32_t word, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
   Report* report = policy.report;
-  const uint32_t before = atomic_load<Order::kRelaxed, Scope::kSystem>(&report->num_noticed);
+  // Pairs with the release in Client::raise_waits(): the host has copied the report before this one.
+  const uint32_t before = atomic_load<Order::kAcquire, Scope::kSystem>(&report->num_noticed);
   if (!atomic_claim<Order::kRelaxed, Scope::kDevice>(policy.num_reports, before, before + 1)) return;
   report->reason = reason;
   report->operation = site.operation;

@@ -1,10 +1,9 @@
 #include "moe/experts/run_grouped_gemm.h"
 
-#include <unistd.h>
-
 #include <map>
 #include <memory>
 
+#include "arch/process.h"
 #include "comm/device.h"
 
 MOE_A2A_DECLARE_UNTRACED_FAMILY(grouped_gemm_kernels)
@@ -26,17 +25,17 @@ class LoadedDevice {
     if (!device_) {
       device_ = make_device(target, index);
       device_->add(grouped_gemm_kernels(target));
-      process_ = getpid();
+      made_by_ = MadeByThisProcess();
     }
     return *device_;
   }
 
  private:
   void leave_to_parent() {
-    if (process_ != getpid()) (void)device_.release();
+    if (!made_by_.is_true()) (void)device_.release();
   }
 
-  pid_t process_ = 0;
+  MadeByThisProcess made_by_;  // the device
   std::unique_ptr<Device> device_;
 };
 
