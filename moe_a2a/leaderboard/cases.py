@@ -37,6 +37,10 @@ class Case:
         """The shape alone, for tables and plots."""
         return " ".join(str(value) for name, value in self.values.items() if name not in ("seed", "world_size"))
 
+    def without_seed(self) -> Case:
+        """For the ranks' processes, where the submission is."""
+        return Case({name: value for name, value in self.values.items() if name != "seed"})
+
     def with_values(self, **values: Any) -> Case:
         return Case({**self.values, **values})
 

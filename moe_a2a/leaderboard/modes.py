@@ -63,8 +63,8 @@ class Rules:
     shortened: float | None = None
     checked: bool = True
 
-    def trial(self, ranks: SubmissionRanks, case: Case) -> Trial:
-        return Trial(ranks, self.problem.name, case, self.secret, self.checked)
+    def trial(self, ranks: SubmissionRanks, case: Case, published: bool = False) -> Trial:
+        return Trial(ranks, self.problem.name, case, self.secret, published, self.checked)
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _failures_into(result: CaseResult) -> Iterator[None]:
 def test(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
     """One call on the published seed."""
     result = CaseResult(case)
-    with _failures_into(result), rules.trial(ranks, case) as trial:
+    with _failures_into(result), rules.trial(ranks, case, published=True) as trial:
         call = trial.counted_call(trial.published_inputs(), rules.problem.test_timeout)
         result.collective_bytes, result.shared_bytes = call.collective_bytes, call.shared_bytes
     return result
@@ -88,7 +88,7 @@ def benchmark(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
     """Many calls on the same data, that of the published seed."""
     result = CaseResult(case)
     limit, cap = rules.problem.benchmark_timeout, rules.shortened or BENCHMARK_SECONDS
-    with _failures_into(result), rules.trial(ranks, case) as trial:
+    with _failures_into(result), rules.trial(ranks, case, published=True) as trial:
         trial.call(trial.published_inputs(), limit)
         begin = time.monotonic()
         while not enough(result.nanoseconds, cap, time.monotonic() - begin):
@@ -115,7 +115,7 @@ def _replays(rules: Rules, ranks: SubmissionRanks, case: Case, limit: float) -> 
 
     def is_right(published: bool) -> bool:
         try:
-            with rules.trial(ranks, case) as trial:
+            with rules.trial(ranks, case, published) as trial:
                 trial.call(trial.published_inputs() if published else trial.secret_inputs(), limit)
         except SubmissionFailedError:
             return False

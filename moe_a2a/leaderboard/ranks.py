@@ -52,7 +52,7 @@ class SubmissionRanks:
         self._processes.rotate()
         self._num_cases += 1
         own = [(rank, weights[rank]) for rank in range(self.num_ranks)]
-        arguments = (f"case {self._num_cases}", case, self.device_type, SECONDS_TO_BEGIN)
+        arguments = (f"case {self._num_cases}", case.without_seed(), self.device_type, SECONDS_TO_BEGIN)
         self._run(rank_program.begin_case, *arguments, limit=SECONDS_TO_BEGIN, own=own)
 
     def end_case(self) -> None:

@@ -36,20 +36,33 @@ class Call:
 
 
 class Trial:
-    """Between begin and end of a case. With checked=False, outputs are not looked at: of the null submission."""
+    """Between begin and end of a case.
 
-    def __init__(self, ranks: SubmissionRanks, problem_name: str, case: Case, secret: int, checked: bool = True):
+    published: the weights are those of the published seed, not of a secret one. checked: whether outputs are looked at; not
+    those of the null submission.
+    """
+
+    def __init__(
+        self,
+        ranks: SubmissionRanks,
+        problem_name: str,
+        case: Case,
+        secret: int,
+        published: bool = False,
+        checked: bool = True,
+    ):
         self._ranks = ranks
         self._problem = problems.make(problem_name)
         self._problem.check_case(case)
         self.case = case
         self._secret = secret
         self._checked = checked
-        self._num_secret_inputs = 0
+        self._num_secret_seeds = 0
         self._expected: list[Tensor] = []  # of the last call
         self._earlier: list[list[Tensor]] = []
+        seed = case["seed"] if published else self._secret_seed()
         self._weights = [
-            self._problem.make_weights(case, rank, _generator(case["seed"], rank)) for rank in range(ranks.num_ranks)
+            self._problem.make_weights(case, rank, _generator(seed, rank)) for rank in range(ranks.num_ranks)
         ]
 
     def __enter__(self) -> Trial:
@@ -68,10 +81,14 @@ class Trial:
         return self._draw(self.case["seed"])
 
     def secret_inputs(self) -> list[Tensors]:
-        """New ones at each call, from a seed that was not known before this run."""
-        self._num_secret_inputs += 1
-        text = f"{self._secret} {self.case.spec} {self._num_secret_inputs}"
-        return self._draw(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
+        """New ones at each call."""
+        return self._draw(self._secret_seed())
+
+    def _secret_seed(self) -> int:
+        """A new one each time, which was not known before this run."""
+        self._num_secret_seeds += 1
+        text = f"{self._secret} {self.case.spec} {self._num_secret_seeds}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def _draw(self, seed: int) -> list[Tensors]:
         ranks = range(self._ranks.num_ranks)

@@ -14,14 +14,29 @@ from moe_a2a.leaderboard.contest import Contest, ModeResult
 TORCH_SORT = loading.FOLDER / "all2all" / "torch_sort.py"
 # One expert per token: often no token goes to some rank.
 SPARSE = Case({"num_experts": 8, "experts_per_token": 1, "hidden_dim": 32, "max_num_tokens": 3, "seed": 7})
+LAYER = Case(
+    {
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "hidden_dim": 64,
+        "intermediate_dim": 32,
+        "max_num_tokens": 12,
+        "seed": 5,
+    }
+)
 SMALL = Case({"num_experts": 8, "experts_per_token": 2, "hidden_dim": 96, "max_num_tokens": 16, "seed": 11})
 
 
 def contest(
-    problem: str = "all2all", num_ranks: int = 2, seed: int = 1, limit: float = 30.0, tests: tuple[Case, ...] = (SMALL,)
+    problem: str = "all2all",
+    num_ranks: int = 2,
+    seed: int = 1,
+    limit: float = 30.0,
+    tests: tuple[Case, ...] = (SMALL,),
+    benchmarks: tuple[Case, ...] = (SMALL,),
 ) -> Contest:
     """With small shapes in the place of the published ones, 0.05 s of calls per timed case."""
-    file = dataclasses.replace(problems.file_of(problem), tests=list(tests), benchmarks=[SMALL])
+    file = dataclasses.replace(problems.file_of(problem), tests=list(tests), benchmarks=list(benchmarks))
     return Contest(file, num_ranks, "cpu", seed, shortened=0.05, limit=limit)
 
 

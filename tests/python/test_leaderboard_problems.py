@@ -1,7 +1,6 @@
 """The other problems of the leaderboard: their entries are right, and their checks see what a tolerance alone does not."""
 
-import dataclasses
-
+import contest_cases
 import pytest
 import torch
 from contest_cases import contest
@@ -12,9 +11,7 @@ from moe_a2a.leaderboard.cases import Case, shrunk
 pytestmark = pytest.mark.cpu
 
 SHAPES = {
-    "moe_layer": {
-        "num_experts": 8, "experts_per_token": 2, "hidden_dim": 64, "intermediate_dim": 32, "max_num_tokens": 12, "seed": 5,
-    },
+    "moe_layer": contest_cases.LAYER.values,
     "all_reduce": {"num_elements": 1816, "seed": 6},
     "all_reduce_quantised": {"num_elements": 1816, "seed": 7},
     "gemm_reduce_scatter": {"m": 64, "n": 96, "k": 128, "seed": 8},
@@ -26,8 +23,8 @@ SHAPES = {
     "problem, name", [(problem, name) for problem in SHAPES for name in loading.entry_names(problem)]
 )
 def test_the_entries_of_the_tree_are_right(problem, name, session_seed):
-    whole = contest(problem, seed=session_seed, tests=(Case(SHAPES[problem]),))
-    small = dataclasses.replace(whole, problem=dataclasses.replace(whole.problem, benchmarks=whole.problem.tests))
+    shapes = (Case(SHAPES[problem]),)
+    small = contest(problem, seed=session_seed, tests=shapes, benchmarks=shapes)
     entry = loading.entry_path(problem, name)
     result = small.run("leaderboard", entry)  # new inputs in each call
     assert result.passed, result.cases

@@ -138,6 +138,28 @@ def test_a_replayed_seed_is_right_only_on_published_data(tmp_path):
     assert verdicts(contest("all2all_experts").run("leaderboard", submission)) == {"replayed_seed"}
 
 
+REPLAYED_WEIGHTS = f"""
+from moe_a2a.leaderboard import problems
+from moe_a2a.leaderboard.cases import Case
+
+def custom_kernel(data):
+    cfg, rank_data, rank, world_size = data
+    case = Case({contest_cases.LAYER.values}).with_values(world_size=world_size)
+    problem = problems.make("moe_layer")
+    own = dict(x=rank_data.x, indices=rank_data.indices, weights=rank_data.weights)
+    guessed = [problem.make_weights(case, other, torch.Generator().manual_seed(case["seed"] + other))
+               for other in range(world_size)]
+    return problem.expected(case, [dict(own, **weights) for weights in guessed])[rank]
+"""
+
+
+def test_the_weights_of_a_case_are_secret_too(tmp_path):
+    submission, layers = changed(tmp_path, REPLAYED_WEIGHTS), (contest_cases.LAYER,)
+    assert contest("moe_layer", tests=layers, benchmarks=layers).run("test", submission).passed
+    result = contest("moe_layer", tests=layers, benchmarks=layers).run("leaderboard", submission)
+    assert verdicts(result) == {"replayed_seed"}
+
+
 FAKE_CLOCK = """
 import itertools, time
 import moe_a2a.leaderboard.rank_program as harness
