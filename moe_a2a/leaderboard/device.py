@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -37,19 +36,30 @@ class RankDevice:
             self._cache = torch.empty(CACHE_BYTES, dtype=torch.uint8, device=self.device)
         self._cache.fill_(1)
 
-    def make_barrier(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> Callable[[], None]:
-        """A barrier of a group that torch.distributed does not list: whatever a submission does to the default group,
-        or to the functions of the module, this one stays."""
+    def make_barrier(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> Barrier:
         limit = timedelta(seconds=timeout)
         if not self.is_gpu:
-            gloo: Any = dist.ProcessGroupGloo(store, rank, world_size, limit)
-            return lambda: gloo.barrier().wait()
+            return Barrier(dist.ProcessGroupGloo(store, rank, world_size, limit))
         group_options = dist.ProcessGroupNCCL.Options()
         group_options._timeout = limit
-        nccl: Any = dist.ProcessGroupNCCL(store, rank, world_size, group_options)
         options = dist.BarrierOptions()
         options.device = self.device
-        return lambda: nccl.barrier(options).wait()
+        return Barrier(dist.ProcessGroupNCCL(store, rank, world_size, group_options), options)
+
+
+class Barrier:
+    """Of a group that torch.distributed does not list: whatever a submission does to the default group, or to the functions of
+    the module, this one stays."""
+
+    def __init__(self, group: Any, *options: Any):
+        self._group = group
+        self._options = options
+
+    def __call__(self) -> None:
+        self._group.barrier(*self._options).wait()
+
+    def close(self) -> None:
+        self._group.shutdown()
 
 
 def start_method(device_type: str) -> str:

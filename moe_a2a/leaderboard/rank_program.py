@@ -22,7 +22,7 @@ import torch.distributed as dist
 import moe_a2a
 from moe_a2a.leaderboard import problems
 from moe_a2a.leaderboard.cases import Case
-from moe_a2a.leaderboard.device import RankDevice
+from moe_a2a.leaderboard.device import Barrier, RankDevice
 from moe_a2a.leaderboard.guards import CollectiveBytes, GuardedInputs, poison
 from moe_a2a.leaderboard.loading import Submission
 from moe_a2a.leaderboard.problems.base import Problem, Tensors
@@ -53,7 +53,7 @@ class _CaseState:
     case: Case
     rank: int
     device: RankDevice
-    barrier: Callable[[], None]
+    barrier: Barrier
     weights: GuardedInputs
     inputs: GuardedInputs | None = None
     data: Any = None
@@ -111,6 +111,7 @@ def end_case(report: Report) -> None:
     state.data = state.output = state.inputs = None
     if dist.is_initialized():
         dist.destroy_process_group()
+    state.barrier.close()
     del state
     gc.collect()
 

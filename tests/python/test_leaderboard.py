@@ -54,9 +54,8 @@ def test_a_wrong_value_is_described():
     assert "torch.float32" in problem.mismatch(right.float(), right)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", ["reference", "torch_sort", "expert_parallel"])
-@pytest.mark.parametrize("problem", ["all2all", "all2all_experts"])
+@pytest.mark.parametrize("problem, num_ranks", [("all2all", 2), ("all2all_experts", 4)])
 def test_the_entries_of_the_tree_are_right(problem, name, num_ranks, session_seed):
     entry = loading.entry_path("all2all", name)
     result = contest(problem, num_ranks, session_seed, tests=(SPARSE, SMALL)).run("test", entry)
