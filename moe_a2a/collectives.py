@@ -14,7 +14,7 @@ from moe_a2a.groups import HandleExchange
 
 # In the order of csrc/collectives/announcement.h.
 OPS = ("sum", "max", "min", "avg")
-ALGORITHMS = ("auto", "one_shot", "two_shot")
+ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "recursive_doubling")
 CODECS = ("fp8", "q8", "q6", "q4")  # of csrc/rows/line_codec.h; None comes before them
 
 MAX_NBYTES = 1 << 40
@@ -33,8 +33,9 @@ class Collectives:
     CallMismatchError. A call that fails on one rank before it begins raises PeerRefusedError on the others. Either way it
     has passed on every rank, and the object stays usable.
 
-    Values are merged in rank order in fp32 and rounded once to the dtype, so all ranks get the same bits, and the same
-    inputs give them again. A NaN of any rank is the result, for "max" and "min" too. Tensors are contiguous, of float32,
+    Values are merged in fp32 and rounded once to the dtype, in an order that the algorithm and the number of ranks
+    determine ("one_shot", "two_shot" and reduce_scatter(): rank order). So all ranks get the same bits, and the same inputs
+    give them again. A NaN of any rank is the result, for "max" and "min" too. Tensors are contiguous, of float32,
     float16 or bfloat16, with any number of elements at any address. Work is queued on PyTorch's current stream of the
     device; there an error of the kernels is raised by a later call, which is made all the same, or by check().
     """
@@ -95,7 +96,9 @@ class Collectives:
             x: of the same number of elements and dtype on every rank.
             op: "sum", "max", "min" or "avg".
             algorithm: "one_shot": every rank writes its x to every other: one trip, for small tensors. "two_shot": each
-                rank reduces its share of the elements, and reads the shares of the others. "auto": by size.
+                rank reduces its share of the elements, and reads the shares of the others. "ring": the shares go
+                round, each rank writes to the next one alone. "recursive_doubling": log2(num_ranks) exchanges of pairs.
+                "auto": by size, one of the first two.
             codec: None: values travel as they are. "fp8", "q8", "q6" or "q4": in blocks of 32 that share a scale, with 8,
                 8, 6 or 4 bits each and two_shot: the other ranks' contributions are rounded once, the result once more;
                 all ranks still get the same bits. Each of these roundings is off by at most one step: the block's

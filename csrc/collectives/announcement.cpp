@@ -9,7 +9,7 @@ namespace {
 constexpr const char* kKinds[] = {"all_reduce", "reduce_scatter", "all_gather", "a refused call"};
 constexpr const char* kOps[] = {"sum", "max", "min", "avg"};
 constexpr const char* kCodecs[] = {"none", "fp8", "q8", "q6", "q4"};
-constexpr const char* kAlgorithms[] = {"auto", "one_shot", "two_shot"};
+constexpr const char* kAlgorithms[] = {"auto", "one_shot", "two_shot", "ring", "recursive_doubling"};
 
 // Of what a peer wrote: an unknown number is shown as such.
 template <size_t kCount>

@@ -14,7 +14,7 @@ namespace moe_a2a {
 
 enum class CollectiveKind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kRefused };
 enum class ReduceOp : uint8_t { kSum, kMax, kMin, kAvg };
-enum class Algorithm : uint8_t { kAuto, kOneShot, kTwoShot };
+enum class Algorithm : uint8_t { kAuto, kOneShot, kTwoShot, kRing, kRecursiveDoubling };
 
 // Equal on all ranks, or the call is not made.
 struct Announcement {

@@ -1,8 +1,10 @@
 #include "collectives/one_shot.h"
+#include "collectives/recursive_doubling.h"
 #include "collectives/refuse_collective.h"
+#include "collectives/ring.h"
 #include "collectives/two_shot.h"
 #include "comm/define_family.h"
 
 MOE_A2A_KERNEL_FAMILY(collective_kernels, kCollectiveVocabulary, OneShot, TwoShot, ReduceScatter, AllGather,
-                      RefuseCollective, CodedTwoShot<LineCodec::kFp8>, CodedTwoShot<LineCodec::kQ8>,
-                      CodedTwoShot<LineCodec::kQ6>, CodedTwoShot<LineCodec::kQ4>)
+                      RefuseCollective, Ring, RecursiveDoubling, CodedTwoShot<LineCodec::kFp8>,
+                      CodedTwoShot<LineCodec::kQ8>, CodedTwoShot<LineCodec::kQ6>, CodedTwoShot<LineCodec::kQ4>)

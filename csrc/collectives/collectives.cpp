@@ -3,8 +3,9 @@
 #include <algorithm>
 
 #include "collectives/collective_kernels.h"
-#include "collectives/one_shot.h"
+#include "collectives/recursive_doubling.h"
 #include "collectives/refuse_collective.h"
+#include "collectives/ring.h"
 #include "collectives/two_shot.h"
 #include "comm/refusal_text.h"
 
@@ -13,8 +14,17 @@ namespace {
 
 // On the CPU slices that stay in the caches are the fastest.
 constexpr int64_t kMaxCpuWorkspace = 4 << 20;
-// Up to which size all ranks' vectors are worth sending to every rank.
-constexpr int64_t kMaxOneShotOnCpu = 64 << 10, kMaxOneShotOnGpu = 512 << 10;
+// What "auto" stands for: the first row of a target whose size is not exceeded. Ring and recursive doubling are for
+// machines whose ranks do not all reach each other equally well; where they do, they were never the fastest.
+struct AutoChoice {
+  bool is_cpu;
+  int64_t max_nbytes;
+  Algorithm algorithm;
+};
+constexpr AutoChoice kAutoChoices[] = {
+    {true, 8 << 10, Algorithm::kOneShot},     // measured: 4 ranks on 2 cores
+    {false, 512 << 10, Algorithm::kOneShot},  // vLLM's limit for 4 GPUs; not measured here
+};
 
 }  // namespace
 
@@ -32,27 +42,42 @@ Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes)
 }
 
 Algorithm Collectives::choose(int64_t nbytes, LineCodec codec) const {
-  const int64_t most = device_->is_synchronous() ? kMaxOneShotOnCpu : kMaxOneShotOnGpu;
-  return codec == LineCodec::kNone && nbytes <= std::min(most, share_bytes_) ? Algorithm::kOneShot
-                                                                             : Algorithm::kTwoShot;
+  if (codec != LineCodec::kNone) return Algorithm::kTwoShot;
+  for (const AutoChoice& choice : kAutoChoices) {
+    const bool fits = nbytes <= std::min(choice.max_nbytes, share_bytes_);
+    if (choice.is_cpu == device_->is_synchronous() && fits) return choice.algorithm;
+  }
+  return Algorithm::kTwoShot;
 }
 
 void Collectives::all_reduce(const Operands& operands, int64_t count, const Method& method, void* stream) {
   Announcement::Terms terms{CollectiveKind::kAllReduce, operands.dtype, method.op, method.algorithm, method.codec};
   if (terms.algorithm == Algorithm::kAuto) terms.algorithm = choose(count * size_of(terms.dtype), terms.codec);
   const Announcement announcement = Announcement::of(terms, count);
-  if (terms.algorithm == Algorithm::kOneShot) {
-    return all_reduce_one_shot(operands, count, announcement, method.op, stream);
+  const OneShotArgs vectors{
+      .announcement = announcement, .x = operands.x, .out = operands.out, .dtype = operands.dtype, .op = method.op};
+  const ShareArgs shares{.announcement = announcement,
+                         .x = operands.x,
+                         .out = operands.out,
+                         .shares = Shares::even(count, member_.num_ranks),
+                         .dtype = operands.dtype,
+                         .op = method.op};
+  const int element_size = size_of(operands.dtype);
+  switch (terms.algorithm) {
+    case Algorithm::kOneShot:
+      return launch_vectors(vectors, count, element_size, stream);
+    case Algorithm::kRecursiveDoubling:
+      return launch_vectors(RecursiveDoublingArgs{vectors}, count, sizeof(float), stream);
+    case Algorithm::kRing:
+      return launch_shares(RingArgs{shares}, sizeof(float), stream);
+    case Algorithm::kTwoShot:
+    case Algorithm::kAuto:
+      break;
   }
-  const ShareArgs args{.announcement = announcement,
-                       .x = operands.x,
-                       .out = operands.out,
-                       .shares = Shares::even(count, member_.num_ranks),
-                       .dtype = operands.dtype,
-                       .op = method.op};
-  if (method.codec == LineCodec::kNone) return launch_shares(TwoShotArgs{args}, stream);
-  with_line_codec(method.codec,
-                  [&](auto codec) { launch_shares(CodedTwoShotArgs<decltype(codec)::value>{args}, stream); });
+  if (method.codec == LineCodec::kNone) return launch_shares(TwoShotArgs{shares}, element_size, stream);
+  with_line_codec(method.codec, [&](auto codec) {
+    launch_shares(CodedTwoShotArgs<decltype(codec)::value>{shares}, element_size, stream);
+  });
 }
 
 void Collectives::reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op,
@@ -68,7 +93,7 @@ void Collectives::reduce_scatter(const Operands& operands, const std::vector<int
                          .shares = shares,
                          .dtype = operands.dtype,
                          .op = op}},
-      stream);
+      size_of(operands.dtype), stream);
 }
 
 void Collectives::all_gather(const Operands& operands, const std::vector<int64_t>& counts, void* stream) {
@@ -81,7 +106,7 @@ void Collectives::all_gather(const Operands& operands, const std::vector<int64_t
                                .x_begin = shares.offset[member_.rank],
                                .shares = shares,
                                .dtype = operands.dtype}},
-                stream);
+                size_of(operands.dtype), stream);
 }
 
 std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) const {
@@ -90,17 +115,18 @@ std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) co
                               " counts for num_ranks=" + std::to_string(member_.num_ranks) + "; pass one per rank");
 }
 
-void Collectives::all_reduce_one_shot(const Operands& operands, int64_t count, const Announcement& announcement,
-                                      ReduceOp op, void* stream) {
-  const int64_t element_size = size_of(operands.dtype);
-  OneShotArgs args{.announcement = announcement, .dtype = operands.dtype, .op = op};
+// One launch per slice.
+template <class Args>
+void Collectives::launch_vectors(const Args& vectors, int64_t count, int wire_size, void* stream) {
+  Args args = vectors;
+  const int64_t element_size = size_of(args.dtype);
   const CallGate::Turn turn = gate_.enter();
   require_open();
   raise_timeouts();
   args.context = context_;
-  for (const Slice& slice : slices_of(count, share_bytes_, static_cast<int>(element_size))) {
-    args.x = operands.x + slice.first * element_size;
-    args.out = operands.out + slice.first * element_size;
+  for (const Slice& slice : slices_of(count, share_bytes_, wire_size)) {
+    args.x = vectors.x + slice.first * element_size;
+    args.out = vectors.out + slice.first * element_size;
     args.count = std::min(slice.most, count - slice.first);
     args.chunk = slice.chunk;
     launch(args, blocks_for((args.count + args.chunk - 1) / args.chunk), stream);
@@ -109,9 +135,8 @@ void Collectives::all_reduce_one_shot(const Operands& operands, int64_t count, c
   }
 }
 
-// One launch per slice.
 template <class Args>
-void Collectives::launch_shares(const Args& shares, void* stream) {
+void Collectives::launch_shares(const Args& shares, int wire_size, void* stream) {
   Args args = shares;
   int64_t largest = 0;
   for (int r = 0; r < member_.num_ranks; ++r) largest = std::max(largest, args.shares.size(r));
@@ -119,7 +144,7 @@ void Collectives::launch_shares(const Args& shares, void* stream) {
   require_open();
   raise_timeouts();
   args.context = context_;
-  for (const Slice& slice : slices_of(largest, share_bytes_, size_of(args.dtype))) {
+  for (const Slice& slice : slices_of(largest, share_bytes_, wire_size)) {
     args.extent = slice;
     const int64_t count = std::min(slice.most, largest - slice.first);
     launch(args, blocks_for((count + slice.chunk - 1) / slice.chunk), stream);

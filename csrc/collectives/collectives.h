@@ -13,7 +13,7 @@ namespace moe_a2a {
 
 // Every rank makes the same calls in the same order, with the same counts, dtype, operator and algorithm; a rank that
 // makes another call is told so, as are all others (CallMismatch), and the call has passed on every rank. Values are
-// merged in rank order in fp32 and rounded once; all ranks get the same bits.
+// merged in fp32 and rounded once, by kOneShot, kTwoShot and reduce_scatter in rank order; all ranks get the same bits.
 class Collectives : public Client {
  public:
   struct Operands {
@@ -46,10 +46,11 @@ class Collectives : public Client {
   Algorithm choose(int64_t nbytes, LineCodec codec) const;
 
  private:
-  void all_reduce_one_shot(const Operands& operands, int64_t count, const Announcement& announcement, ReduceOp op,
-                           void* stream);
+  // `wire_size`: bytes of an element in the workspace.
   template <class Args>
-  void launch_shares(const Args& args, void* stream);
+  void launch_vectors(const Args& args, int64_t count, int wire_size, void* stream);
+  template <class Args>
+  void launch_shares(const Args& args, int wire_size, void* stream);
   int blocks_for(int64_t num_chunks) const;
   std::vector<int64_t> checked(const std::vector<int64_t>& counts) const;
   void raise_in_own_words(const Report& report) override;

@@ -6,10 +6,12 @@
 namespace moe_a2a {
 
 namespace collective_op {
-inline constexpr Operation kOneShot{48}, kTwoShot{49}, kReduceScatter{50}, kAllGather{51}, kRefuse{52};
+inline constexpr Operation kOneShot{48}, kTwoShot{49}, kReduceScatter{50}, kAllGather{51}, kRefuse{52}, kRing{53},
+    kRecursiveDoubling{54};
 }
-inline constexpr const char* kCollectiveOperations[] = {"one_shot_all_reduce", "two_shot_all_reduce", "reduce_scatter",
-                                                        "all_gather", "refuse_collective"};
+inline constexpr const char* kCollectiveOperations[] = {
+    "one_shot_all_reduce", "two_shot_all_reduce",          "reduce_scatter", "all_gather", "refuse_collective",
+    "ring_all_reduce",     "recursive_doubling_all_reduce"};
 
 namespace collective_kind {
 inline constexpr TraceKind kPush{16},  // a chunk is written to the ranks that reduce it; token: its number
@@ -27,5 +29,7 @@ inline constexpr Vocabulary kCollectiveVocabulary{.client = "Collectives",
                                                   .first_kind = collective_kind::kPush,
                                                   .kinds = kCollectiveKinds};
 static_assert(kCollectiveVocabulary.operation_named("refuse_collective") == collective_op::kRefuse);
+static_assert(kCollectiveVocabulary.operation_named("recursive_doubling_all_reduce") ==
+              collective_op::kRecursiveDoubling);
 
 }  // namespace moe_a2a

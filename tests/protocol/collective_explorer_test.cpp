@@ -20,9 +20,11 @@ constexpr Kind kOneShot = Kind::kOneShot, kTwoShot = Kind::kTwoShot, kReduceScat
 
 std::vector<CollectiveCase> all_cases() {
   const ModelCall one_shot{.kind = kOneShot, .num_elements = 3}, two_shot{}, scatter{.kind = kReduceScatter},
-      gather{.kind = kAllGather}, in_place{.in_place = true}, sliced{.num_elements = 12}, nothing{.num_elements = 0},
-      odd{.odd_rank = 1}, odd_slices{.num_elements = 12, .odd_rank = 0},
-      refused{.num_elements = 12, .refusing_rank = 1}, refused_by_first{.refusing_rank = 0};
+      gather{.kind = kAllGather}, ring{.kind = Kind::kRing},
+      doubling{.kind = Kind::kRecursiveDoubling, .num_elements = 3}, in_place{.in_place = true},
+      sliced{.num_elements = 12}, nothing{.num_elements = 0}, odd{.odd_rank = 1},
+      odd_slices{.num_elements = 12, .odd_rank = 0}, refused{.num_elements = 12, .refusing_rank = 1},
+      refused_by_first{.refusing_rank = 0};
   return {
       {.name = "two-shot", .calls = {two_shot, two_shot, two_shot}},
       {.name = "two-shot, two blocks", .calls = {two_shot, two_shot}, .num_blocks = 2},
@@ -33,6 +35,13 @@ std::vector<CollectiveCase> all_cases() {
       {.name = "one-shot, two blocks", .calls = {one_shot, one_shot, one_shot}, .num_blocks = 2},
       {.name = "reduce-scatter", .calls = {scatter, scatter, scatter}},
       {.name = "all-gather", .calls = {gather, gather, gather}},
+      {.name = "ring", .calls = {ring, ring, ring}},
+      {.name = "ring of three ranks", .calls = {ring, ring, ring}, .num_ranks = 3},
+      {.name = "ring of three ranks, two blocks", .calls = {ring, ring}, .num_ranks = 3, .num_blocks = 2},
+      {.name = "recursive doubling", .calls = {doubling, doubling, doubling}},
+      {.name = "recursive doubling of three ranks", .calls = {doubling, doubling, doubling}, .num_ranks = 3},
+      {.name = "recursive doubling of four ranks", .calls = {doubling, doubling, doubling}, .num_ranks = 4},
+      {.name = "algorithms by turns", .calls = {doubling, ring, two_shot, doubling, one_shot, ring}, .num_ranks = 3},
       {.name = "slices", .calls = {sliced, two_shot}},
       {.name = "calls without elements", .calls = {nothing, two_shot, nothing, two_shot}},
       {.name = "collectives by turns", .calls = {two_shot, one_shot, gather, scatter, one_shot, two_shot}},

@@ -3,8 +3,9 @@
 
 #include <cstring>
 
-#include "collectives/one_shot.h"
+#include "collectives/recursive_doubling.h"
 #include "collectives/refuse_collective.h"
+#include "collectives/ring.h"
 
 namespace moe_a2a {
 namespace {
@@ -97,6 +98,10 @@ int CollectiveRank::num_elements(int call) const {
   return shape_.calls[call].num_elements + (shape_.calls[call].odd_rank == rank() ? kSlice * shape_.num_ranks : 0);
 }
 
+bool CollectiveRank::has_vectors(int call) const {
+  return shape_.calls[call].kind == Kind::kOneShot || shape_.calls[call].kind == Kind::kRecursiveDoubling;
+}
+
 int CollectiveRank::num_slices(int call) const {
   const int share =
       shape_.calls[call].kind == Kind::kOneShot ? num_elements(call) : static_cast<int>(shares(call).size(0));
@@ -137,24 +142,31 @@ Args CollectiveRank::share_args(int call, int number) const {
   return args;
 }
 
+template <class Args>
+Args CollectiveRank::vector_args(int call, int number) const {
+  const int rest = num_elements(call) - number * kSlice;
+  Args args;
+  args.context = context_;
+  args.announcement = announcement(call, rank());
+  args.slice = number;
+  args.x = reinterpret_cast<const std::byte*>(x_) + number * kShareBytes;
+  args.out = reinterpret_cast<std::byte*>(shape_.calls[call].in_place ? x_ : out_) + number * kShareBytes;
+  args.count = rest < kSlice ? rest : kSlice;
+  args.chunk = kChunk;
+  return args;
+}
+
 void CollectiveRank::run(int call, int number, int block) {
   const Grid grid{block, shape_.num_blocks};
   switch (shape_.calls[call].kind) {
-    case Kind::kOneShot: {
-      std::byte* out = reinterpret_cast<std::byte*>(shape_.calls[call].in_place ? x_ : out_);
-      const int64_t first = number * kShareBytes;
-      const int rest = num_elements(call) - number * kSlice;
-      return OneShot::run({.context = context_,
-                           .announcement = announcement(call, rank()),
-                           .slice = number,
-                           .x = reinterpret_cast<const std::byte*>(x_) + first,
-                           .out = out + first,
-                           .count = rest < kSlice ? rest : kSlice,
-                           .chunk = kChunk},
-                          grid, Block{}, nullptr);
-    }
+    case Kind::kOneShot:
+      return OneShot::run(vector_args<OneShotArgs>(call, number), grid, Block{}, nullptr);
+    case Kind::kRecursiveDoubling:
+      return RecursiveDoubling::run(vector_args<RecursiveDoublingArgs>(call, number), grid, Block{}, nullptr);
     case Kind::kTwoShot:
       return TwoShot::run(share_args<TwoShotArgs>(call, number), grid, Block{}, nullptr);
+    case Kind::kRing:
+      return Ring::run(share_args<RingArgs>(call, number), grid, Block{}, nullptr);
     case Kind::kReduceScatter:
       return ReduceScatter::run(share_args<ReduceScatterArgs>(call, number), grid, Block{}, nullptr);
     case Kind::kAllGather:
@@ -163,7 +175,7 @@ void CollectiveRank::run(int call, int number, int block) {
 }
 
 Launch CollectiveRank::slice(int call, int number) {
-  constexpr const char* kNames[] = {"one_shot", "two_shot", "reduce_scatter", "all_gather"};
+  constexpr const char* kNames[] = {"one_shot", "two_shot", "reduce_scatter", "all_gather", "ring", "doubling"};
   return launch(kNames[static_cast<int>(shape_.calls[call].kind)], call, shape_.num_blocks,
                 [this, call, number](int block) {
                   if (block == 0) {

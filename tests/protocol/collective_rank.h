@@ -14,7 +14,7 @@
 namespace moe_a2a {
 
 struct ModelCall {
-  enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather };
+  enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kRing, kRecursiveDoubling };
   Kind kind = Kind::kTwoShot;
   int num_elements = 8;  // of the whole tensor
   bool in_place = false;
@@ -68,6 +68,9 @@ class CollectiveRank {
   void fill_tensors(int call);
   template <class Args>
   Args share_args(int call, int number) const;
+  template <class Args>
+  Args vector_args(int call, int number) const;
+  bool has_vectors(int call) const;  // and not shares
   void run(int call, int number, int block);
   void compare(int call) const;
   void compare_report(int call);

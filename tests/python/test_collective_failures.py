@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cpu
 
 
 def check_works(coll: moe_a2a.Collectives) -> None:
-    for algorithm in ("one_shot", "two_shot"):
+    for algorithm in ("one_shot", "two_shot", "ring", "recursive_doubling"):
         x = torch.arange(1000.0) + coll.rank
         expected = torch.arange(1000.0) * coll.num_ranks + sum(range(coll.num_ranks))
         assert torch.equal(coll.all_reduce(x, algorithm=algorithm), expected)
@@ -153,7 +153,7 @@ def bad_input_program(group) -> None:
             check_works(coll)
         for _ in range(3):  # without a call between, on all ranks
             with pytest.raises(ValueError, match="algorithm="):
-                coll.all_reduce(torch.ones(3), algorithm="ring of fire")
+                coll.all_reduce(torch.ones(3), algorithm="tree")
         check_works(coll)
 
 
@@ -213,7 +213,7 @@ def absent_rank_program(group, algorithm: str) -> str:
         return str(caught.value)
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "recursive_doubling"])
 def test_an_absent_rank_is_named(algorithm):
     said = run_threads(3, absent_rank_program, algorithm)
     assert all("rank 1" in text for text in (said[0], said[2]))

@@ -18,7 +18,7 @@ namespace {
 // Small integers: exact in bfloat16, and so is the sum over eight ranks.
 float value_of(int rank, int call, int64_t i) { return static_cast<float>((rank * 5 + call * 3 + i * 7) % 31 - 15); }
 
-enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kQ8, kQ6 };
+enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kQ8, kQ6, kRing, kDoubling };
 
 struct Call {
   int64_t count;  // of the tensor; of reduce_scatter and all_gather, of the largest share
@@ -40,7 +40,7 @@ std::vector<Call> draw_calls(uint64_t seed, int num_calls) {
     const int64_t limit = limits[random() % 5];
     call.count = random() % 8 == 0 ? limit : static_cast<int64_t>(random() % (limit + 1));
     call.in_place = random() % 2;
-    call.kind = static_cast<Kind>(random() % 6);
+    call.kind = static_cast<Kind>(random() % 8);
     call.op = static_cast<ReduceOp>(random() % 3);
   }
   return calls;
@@ -87,7 +87,11 @@ Collectives::Method method_of(const Call& call) {
   const LineCodec codec = call.kind == Kind::kQ8   ? LineCodec::kQ8
                           : call.kind == Kind::kQ6 ? LineCodec::kQ6
                                                    : LineCodec::kNone;
-  return {call.op, call.kind == Kind::kOneShot ? Algorithm::kOneShot : Algorithm::kTwoShot, codec};
+  const Algorithm algorithm = call.kind == Kind::kOneShot    ? Algorithm::kOneShot
+                              : call.kind == Kind::kRing     ? Algorithm::kRing
+                              : call.kind == Kind::kDoubling ? Algorithm::kRecursiveDoubling
+                                                             : Algorithm::kTwoShot;
+  return {call.op, algorithm, codec};
 }
 
 // A step of each rank's values, which are 15 at most, and one of their sum; and the rounding to the dtype.
