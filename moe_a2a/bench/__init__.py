@@ -1,24 +1,28 @@
-"""`python -m moe_a2a bench`: what dispatch and combine cost here, and pictures of it. See docs/tuning.md."""
+"""`python -m moe_a2a bench`: what dispatch, combine and the collectives cost here, and pictures of it. See docs/tuning.md."""
 
 from __future__ import annotations
 
 import argparse
 from importlib import import_module
 
-HELP = "measure dispatch and combine on this machine; draw results"
+HELP = "measure dispatch, combine and collectives on this machine; draw results"
 BENCHES = {
     "dispatch_combine": "time dispatch and combine beside the floor and the baselines",
+    "all_reduce": "time all_reduce beside gloo or NCCL",
+    "reduce_scatter": "time reduce_scatter beside gloo or NCCL",
+    "all_gather": "time all_gather beside gloo or NCCL",
     "plot": "draw results",
 }
+MODULES = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), "collectives")  # others have their bench's name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(required=True, metavar="what")
     for name, text in BENCHES.items():
-        bench = import_module(f"moe_a2a.bench.{name}")
+        bench = import_module(f"moe_a2a.bench.{MODULES.get(name, name)}")
         subparser = benches.add_parser(name, help=text, description=text)
         bench.add_arguments(subparser)
-        subparser.set_defaults(run_bench=bench.run)
+        subparser.set_defaults(run_bench=bench.run, kind=name)
 
 
 def run(options: argparse.Namespace) -> int:

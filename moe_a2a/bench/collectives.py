@@ -1,0 +1,230 @@
+"""`python -m moe_a2a bench all_reduce | reduce_scatter | all_gather`: Collectives beside gloo or NCCL in one run, with the
+columns of nccl-tests.
+
+By itself it starts a process per rank; under torchrun it is the rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moe_a2a
+from moe_a2a.bench import machine
+from moe_a2a.bench.clock import Clock, Measuring
+from moe_a2a.bench.options import DTYPES, add_how, dtypes, some_of
+from moe_a2a.bench.start import start_ranks, this_ranks_device
+from moe_a2a.bench.statistics import of_all_ranks
+from moe_a2a.collectives import ALGORITHMS, CODECS, OPS
+from moe_a2a.command_line import integers, output_file
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+DEFAULT_SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "avg": dist.ReduceOp.AVG,
+}
+# PyTorch has renamed them.
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+BYTES_PER_ROUND = 16 << 20  # calls of a round, back to back: as many as make this, 50 at most
+STEPS = {"q8": 1 / 128, "q6": 1 / 32, "q4": 1 / 8, "fp8": 1 / 16}  # of the largest magnitude, per rounding
+LARGEST = 15  # magnitude of the test's values
+HEADER = (
+    f"{'size':>10} {'count':>10} {'type':<9} {'redop':<5}  {'system':<28} {'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>6}"
+    f"  {'min':>9} {'avg':>9} {'max':>9}"
+)
+UNITS = (
+    f"{'(B)':>10} {'(elements)':>10} {'':<9} {'':<5}  {'':<28} {'(us)':>9} {'(GB/s)':>7} {'(GB/s)':>7} {'':>6}"
+    f"  {'(us)':>9} {'(us)':>9} {'(us)':>9}"
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contender at one size. Times in us: of a call in a round of calls back to back; `time_us`: the median of the
+    slowest rank's; min, avg and max: over all ranks and rounds."""
+
+    kind: str
+    size: int
+    count: int
+    dtype: str
+    op: str
+    system: str
+    time_us: float
+    algbw: float
+    busbw: float
+    num_wrong: int
+    min_us: float
+    avg_us: float
+    max_us: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.size:>10} {self.count:>10} {self.dtype:<9} {self.op:<5}  {self.system:<28} {self.time_us:9.1f}"
+            f" {self.algbw:7.2f} {self.busbw:7.2f} {self.num_wrong:>6}  {self.min_us:9.1f} {self.avg_us:9.1f} {self.max_us:9.1f}"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--sizes", type=integers(1), default=DEFAULT_SIZES, metavar="4096,65536,...",
+                      help="bytes of the whole tensor: of all ranks for reduce_scatter and all_gather")  # fmt: skip
+    what.add_argument("--dtype", type=dtypes, default=[torch.float32], metavar="TYPE,...", help=", ".join(DTYPES))
+    what.add_argument("--op", choices=OPS, default="sum", help="default: sum")
+    what.add_argument("--algorithms", type=some_of(ALGORITHMS), default=["auto"], metavar="NAME,...",
+                      help=f"of all_reduce: {', '.join(ALGORITHMS)} (default: auto)")  # fmt: skip
+    what.add_argument("--codecs", type=some_of(CODECS, or_none=True), default=[], metavar="NAME,...",
+                      help=f"of all_reduce, beside none: {', '.join(CODECS)}")  # fmt: skip
+    add_how(parser)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results here")
+
+
+def run(options: argparse.Namespace) -> int:
+    return start_ranks(options, rank_main, "bench")
+
+
+def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
+    device = this_ranks_device(options)
+    clock = Clock(device, Measuring(options.iterations, options.warm_up, options.flush))
+    is_first, lines = dist.get_rank() == 0, []
+    about = machine.about(device, dist.get_world_size())
+    if is_first:
+        print(
+            f"# {options.kind}, {about['ranks']} ranks on {about['machine']}; torch {about['versions']['torch']}, in place"
+        )
+        print(f"{HEADER}\n{UNITS}", flush=True)
+    with moe_a2a.Collectives(dist.group.WORLD, device=device) as coll:
+        for dtype in options.dtype:
+            for size in options.sizes:
+                case = Case(options.kind, size, dtype, options.op, device)
+                for system, call in contenders(case, coll, options).items():
+                    line = measure(case, system, call, clock)
+                    lines.append(line)
+                    if is_first:
+                        print(line, flush=True)
+    if is_first and options.json:
+        options.json.write_text(json.dumps({"about": about, "lines": [asdict(line) for line in lines]}, indent=1))
+    dist.barrier()
+    return 1 if any(line.num_wrong for line in lines) else 0
+
+
+class Case:
+    """The tensors of one size, in place: this rank's share is a part of the whole one."""
+
+    def __init__(self, kind: str, size: int, dtype: torch.dtype, op: str, device: torch.device):
+        self.kind, self.op, self.dtype = kind, op, dtype
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        count = max(1, size // dtype.itemsize)
+        if kind != "all_reduce":
+            count = max(1, count // self.ranks) * self.ranks
+        self.x = torch.empty(count, dtype=dtype, device=device)
+        self.share = self.x.view(self.ranks, -1)[self.rank] if kind != "all_reduce" else self.x
+
+    def values(self, rank: int) -> torch.Tensor:
+        """Small integers: sums over few ranks are exact in every dtype."""
+        return ((torch.arange(self.x.numel(), device=self.x.device) * 7 + rank * 5) % 31 - LARGEST).to(self.dtype)
+
+    def fill(self) -> None:
+        if self.kind == "all_gather":
+            self.x.fill_(float("nan"))
+            self.share.copy_(self.values(self.rank).view(self.ranks, -1)[self.rank])
+        else:
+            self.x.copy_(self.values(self.rank))
+
+    def num_wrong(self, codec: str | None) -> int:
+        """Elements of all ranks that are not what they must be; with a codec, that are beyond its error bound."""
+        if self.kind == "all_gather":
+            whole = torch.cat([self.values(r).view(self.ranks, -1)[r] for r in range(self.ranks)])
+            wrong = (self.x != whole).sum()
+        else:
+            rows = torch.stack([self.values(r).double() for r in range(self.ranks)])
+            merge = {"sum": rows.sum, "avg": rows.mean, "max": rows.amax, "min": rows.amin}[self.op]
+            expected = merge(0).float().to(self.dtype).view(-1)
+            if self.kind == "reduce_scatter":
+                expected = expected.view(self.ranks, -1)[self.rank]
+            bound = 0.0
+            if codec is not None:
+                bound = 2 * self.ranks * LARGEST * (STEPS[codec] * 1.02 + torch.finfo(self.dtype).eps)
+            wrong = (~((self.share.double() - expected.double()).abs() <= bound)).sum()
+        total = wrong.double().cpu()
+        dist.all_reduce(total)
+        return int(total.item())
+
+    def bus_factor(self) -> float:
+        """Of the bytes of the tensor, what goes over each rank's link at least; as in nccl-tests."""
+        return (2 if self.kind == "all_reduce" else 1) * (self.ranks - 1) / self.ranks
+
+
+def contenders(case: Case, coll: moe_a2a.Collectives, options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    calls: dict[str, Callable[[], Any]] = {}
+    if case.kind == "all_reduce":
+        for name in options.algorithms:
+            calls[f"moe_a2a {name}"] = lambda name=name: coll.all_reduce(case.x, case.op, name, out=case.x)
+        for codec in options.codecs:
+            calls[f"moe_a2a two_shot {codec}"] = lambda codec=codec: coll.all_reduce(
+                case.x, case.op, codec=codec, out=case.x
+            )
+    elif case.kind == "reduce_scatter":
+        calls["moe_a2a"] = lambda: coll.reduce_scatter(case.x, case.op, out=case.share)
+    else:
+        calls["moe_a2a"] = lambda: coll.all_gather(case.share, out=case.x)
+    on_gpu = case.x.device.type == "cuda"
+    peer = "nccl" if on_gpu else "gloo"
+    reduce_op = REDUCE_OPS[case.op]
+    if case.op == "avg" and not on_gpu:
+        return calls  # gloo has no average
+    if case.kind == "all_reduce":
+        calls[peer] = lambda: dist.all_reduce(case.x, reduce_op)
+    elif case.kind == "reduce_scatter":
+        calls[peer] = lambda: REDUCE_SCATTER(case.share, case.x, reduce_op)
+    else:
+        calls[peer] = lambda: ALL_GATHER(case.x, case.share)
+    return calls
+
+
+def measure(case: Case, system: str, call: Callable[[], Any], clock: Clock) -> Line:
+    case.fill()
+    call()
+    clock.synchronize()
+    codec = system.split()[-1]
+    num_wrong = case.num_wrong(codec if codec in CODECS else None)
+    size = case.x.numel() * case.dtype.itemsize
+    num_calls = max(1, min(50, BYTES_PER_ROUND // size))
+    times = torch.zeros(clock.how.iterations, dtype=torch.float64)
+    for i in range(-clock.how.warm_up, clock.how.iterations):
+        clock.freshen(None)
+        clock.align()
+        begin = clock.mark()
+        for _ in range(num_calls):
+            call()
+        end = clock.mark()
+        clock.synchronize()
+        if i >= 0:
+            times[i] = clock.seconds(begin, end) / num_calls
+    every = of_all_ranks(times.to(case.x.device)).cpu()
+    time = every.median(dim=1).values.max().item()
+    algbw = size / time / 1e9
+    return Line(
+        kind=case.kind,
+        size=size,
+        count=case.x.numel(),
+        dtype=str(case.dtype).removeprefix("torch."),
+        op=case.op if case.kind != "all_gather" else "none",
+        system=system,
+        time_us=time * 1e6,
+        algbw=algbw,
+        busbw=algbw * case.bus_factor(),
+        num_wrong=num_wrong,
+        min_us=every.min().item() * 1e6,
+        avg_us=every.mean().item() * 1e6,
+        max_us=every.max().item() * 1e6,
+    )
