@@ -12,6 +12,7 @@ installation.check()  # loads PyTorch, whose libraries the extension uses, then 
 from moe_a2a import reference
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
+from moe_a2a.default_collectives import all_reduce
 from moe_a2a.errors import CallMismatchError, PeerRefusedError, PeerTimeoutError, RoutingError, TraceFileError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.grouped_gemm import grouped_gemm
@@ -39,6 +40,7 @@ __all__ = [
     "ThreadGroup",
     "TraceFileError",
     "__version__",
+    "all_reduce",
     "as_group",
     "grouped_gemm",
     "reference",

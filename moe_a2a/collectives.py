@@ -18,6 +18,8 @@ ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "recursive_doubling")
 CODECS = ("fp8", "q8", "q6", "q4")  # of csrc/rows/line_codec.h; None comes before them
 
 MAX_NBYTES = 1 << 40
+# The elements of a tensor that one rank reduces are a multiple of this, but for the last: see csrc/collectives/shares.h.
+SHARE_UNIT = 64
 
 
 class Collectives:

@@ -1,0 +1,45 @@
+"""all_reduce() without an object: on Collectives of the default process group, made at the first call."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from moe_a2a.collectives import Collectives
+
+_lock = threading.Lock()
+_made: dict[torch.device, tuple[Any, Collectives]] = {}
+
+
+def default_collectives(device: torch.device) -> Collectives:
+    """Those of the default group for tensors of this device. They are made by the first call of all ranks, and again when
+    the default group has been made anew."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError("there is no default process group; call torch.distributed.init_process_group() first")
+    with _lock:
+        group, made = _made.get(device, (None, None))
+        if made is not None and group is dist.group.WORLD and not made.is_closed:
+            return made
+        if made is not None:
+            made.close()
+        made = Collectives(dist.group.WORLD, device=device)
+        _made[device] = (dist.group.WORLD, made)
+        return made
+
+
+def all_reduce(
+    x: torch.Tensor,
+    op: str = "sum",
+    algorithm: str = "auto",
+    codec: str | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Collectives.all_reduce() on Collectives of the default process group, which the first call makes."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; pass a torch.Tensor")
+    return default_collectives(x.device).all_reduce(x, op, algorithm, codec, out=out)

@@ -1,0 +1,104 @@
+"""The Python interface of MK1's QuickReduce on Collectives:
+
+    import moe_a2a.quickreduce as qr
+
+    qr.init(world_size, rank)
+    qr.set_comm_handles(handles)        # of all ranks, in rank order: what get_comm_handle() returned there
+    result = qr.allreduce(qr.Profile.Q6, tensor)
+
+One instance per process, any number of ranks, float16, bfloat16 and float32 tensors of up to 512 MiB; the result is a new
+tensor. Work is queued on the current stream, not on that of init().
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from moe_a2a import arguments
+from moe_a2a.collectives import Collectives
+from moe_a2a.groups import HandleExchange
+
+__all__ = [
+    "MAX_NBYTES",
+    "Profile",
+    "allreduce",
+    "close",
+    "get_comm_handle",
+    "get_rank",
+    "get_world_size",
+    "init",
+    "set_comm_handles",
+]
+
+MAX_NBYTES = 512 << 20
+
+
+class Profile(enum.IntEnum):
+    """How values travel. FP16: as they are, whatever their dtype."""
+
+    FP16 = 1
+    FP8 = 2
+    Q8 = 3
+    Q6 = 4
+    Q4 = 5
+
+
+_CODECS = {Profile.FP16: None, Profile.FP8: "fp8", Profile.Q8: "q8", Profile.Q6: "q6", Profile.Q4: "q4"}
+
+_instance: Collectives | None = None
+
+
+def init(world_size: int, rank: int) -> None:
+    """Takes the memory of this rank, on the current GPU or on the CPU. An earlier instance is closed."""
+    global _instance
+    close()
+    _instance = Collectives(HandleExchange(rank, world_size))
+
+
+def close() -> None:
+    global _instance
+    if _instance is not None:
+        _instance.close()
+    _instance = None
+
+
+def get_world_size() -> int:
+    return _open().num_ranks
+
+
+def get_rank() -> int:
+    return _open().rank
+
+
+def get_comm_handle() -> bytes:
+    return _open().get_comm_handle()
+
+
+def set_comm_handles(handles: list[bytes]) -> None:
+    _open().set_comm_handles(handles)
+
+
+def allreduce(profile: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of `tensor` over all ranks, with values travelling as `profile` says.
+
+    Raises:
+        ValueError: an unknown profile (QuickReduce takes any for FP16), or a tensor of more than 512 MiB.
+    """
+    coll = _open()
+    arguments.check_tensor(coll.rank, "tensor", tensor)
+    number = arguments.checked_int(coll.rank, "profile", profile, min(Profile), max(Profile))
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes > MAX_NBYTES:
+        raise ValueError(
+            f"tensor has {nbytes} bytes > {MAX_NBYTES} on rank {coll.rank}; pass it in slices, or use moe_a2a.Collectives, "
+            "which has no limit"
+        )
+    return coll.all_reduce(tensor, "sum", "two_shot", _CODECS[Profile(number)])
+
+
+def _open() -> Collectives:
+    if _instance is None:
+        raise RuntimeError("quickreduce is not set up; call init(world_size, rank) first")
+    return _instance

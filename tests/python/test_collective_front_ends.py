@@ -1,0 +1,151 @@
+"""What stands on Collectives: moe_a2a.all_reduce() on the default group, the interface of QuickReduce, and the hook for
+gradients of DistributedDataParallel."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_processes
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_a2a
+import moe_a2a.ddp
+import moe_a2a.quickreduce as qr
+from moe_a2a.default_collectives import default_collectives
+
+pytestmark = pytest.mark.cpu
+
+
+def default_group_program(group) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x = torch.arange(1000.0) + rank
+    expected = torch.arange(1000.0) * ranks + sum(range(ranks))
+    assert torch.equal(moe_a2a.all_reduce(x), expected)
+    assert moe_a2a.all_reduce(x, "max", "two_shot", out=x) is x and x[0] == ranks - 1
+    first = default_collectives(x.device)
+    assert default_collectives(torch.device("cpu")) is first  # made once
+    with pytest.raises(TypeError, match="x is a list"):
+        moe_a2a.all_reduce([1.0])
+
+
+def test_all_reduce_on_the_default_group():
+    run_processes(2, default_group_program)
+
+
+def test_all_reduce_without_a_group():
+    with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group"):
+        moe_a2a.all_reduce(torch.ones(1))
+
+
+def quickreduce_program(group) -> None:
+    """QuickReduce's own demo, and what its interface refuses."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with pytest.raises(RuntimeError, match=r"call init\(world_size, rank\) first"):
+        qr.get_comm_handle()
+    qr.init(ranks, rank)
+    assert (qr.get_world_size(), qr.get_rank()) == (ranks, rank)
+    handles = [None] * ranks
+    dist.all_gather_object(handles, qr.get_comm_handle())
+    qr.set_comm_handles(handles)
+    tensor = torch.ones(1024, dtype=torch.float16)
+    for profile in qr.Profile:
+        result = qr.allreduce(profile, tensor)
+        assert result is not tensor and (result - ranks).abs().max() <= (0.05 if profile == qr.Profile.FP8 else 0)
+    assert (qr.allreduce(1, tensor) == ranks).all()
+    for bad, error, text in [
+        ((6, tensor), ValueError, r"profile=6 is not in \[1, 5\]"),
+        ((1, "x"), TypeError, "tensor is a str"),
+        ((1, torch.empty((512 << 19) + 1, dtype=torch.float32)), ValueError, "> 536870912 on rank"),
+    ]:
+        with pytest.raises(error, match=text):
+            qr.allreduce(*bad)
+    dist.barrier()
+    qr.close()
+
+
+def test_quickreduce():
+    run_processes(2, quickreduce_program)
+
+
+def train(state: moe_a2a.ddp.GradientState | None, num_steps: int) -> tuple[list[float], torch.Tensor]:
+    """Losses of this rank and the weights of a small model; each rank has its own data."""
+    torch.manual_seed(5)
+    module = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(128, 40, generator=generator)
+    y = (x[:, :10] + x[:, 10:20]).detach()
+    model = DistributedDataParallel(module, bucket_cap_mb=0.01)  # several buckets
+    if state is not None:
+        model.register_comm_hook(state, moe_a2a.ddp.average_gradients)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def same_on_all_ranks(weights: torch.Tensor) -> bool:
+    every = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, weights)
+    return all(torch.equal(other, weights) for other in every)
+
+
+def hook_program(group) -> tuple[float, ...]:
+    steps = 60
+    losses, _ = train(None, steps)
+    ends = [losses[-1]]
+    with moe_a2a.Collectives(group, timeout=20) as coll:
+        for codec, feedback in [(None, True), ("q8", True), ("q4", True), ("q4", False)]:
+            state = moe_a2a.ddp.GradientState(coll, codec, error_feedback=feedback)
+            own, weights = train(state, steps)
+            state.close()
+            assert same_on_all_ranks(weights), codec
+            ends.append(own[-1])
+            if codec is None:
+                assert own == pytest.approx(losses, rel=1e-5)
+            assert own[-1] < 0.6 * own[0]
+    return tuple(ends)
+
+
+def test_gradients_through_the_hook():
+    """Without a codec the losses are gloo's, to rounding; with one they end close by."""
+    for gloo, plain, q8, q4, q4_alone in run_processes(2, hook_program):
+        assert plain == pytest.approx(gloo, rel=1e-5)
+        assert q8 == pytest.approx(gloo, rel=0.01)
+        assert q4 == pytest.approx(gloo, rel=0.05)
+        assert q4_alone == pytest.approx(gloo, rel=0.2)
+
+
+def feedback_program(group) -> None:
+    """What is lost in one step comes with the next: over many steps of equal gradients the mean is exact."""
+
+    class Bucket:
+        def __init__(self, gradients: torch.Tensor):
+            self.gradients = gradients
+
+        def buffer(self) -> torch.Tensor:
+            return self.gradients
+
+        def index(self) -> int:
+            return 0
+
+    rank, count, steps = dist.get_rank(), 1000, 64
+    own = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(dist.get_world_size())]
+    exact = sum(own) / len(own)
+    errors = []
+    with moe_a2a.Collectives(group, timeout=20) as coll:
+        for feedback in (True, False):
+            state = moe_a2a.ddp.GradientState(coll, "q4", error_feedback=feedback)
+            total = torch.zeros(count)
+            for _ in range(steps):
+                total += moe_a2a.ddp.average_gradients(state, Bucket(own[rank].clone())).wait()
+            errors.append((total / steps - exact).square().mean().item())
+            state.close()
+    assert errors[0] < 0.5 * errors[1]  # the rest is lost with the average
+
+
+def test_error_feedback():
+    run_processes(2, feedback_program)
