@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, set_up
-from moe_a2a.communicator import Communicator
-from moe_a2a.groups import HandleExchange
+from moe_a2a import _core, arguments, calls
+from moe_a2a.communicator import CommunicatorClient
 
 # In the order of csrc/collectives/announcement.h.
 OPS = ("sum", "max", "min", "avg")
@@ -22,7 +21,7 @@ MAX_NBYTES = 1 << 40
 SHARE_UNIT = 64
 
 
-class Collectives:
+class Collectives(CommunicatorClient):
     """Reductions and gathers over the ranks of a communicator, or of a group.
 
     Args:
@@ -50,38 +49,14 @@ class Collectives:
         device: torch.device | str | None = None,
         timeout: float = 30.0,
     ):
-        self._comm, self._owns_comm = Communicator.of_client(group, device, timeout)
-        self._group, self.timeout = self._comm._group, self._comm.timeout
-        self.rank, self.num_ranks = self._comm.rank, self._comm.num_ranks
+        self._join(group, device, timeout)
         self.max_nbytes = max_nbytes
-        self._core: Any = None
-        if isinstance(self._group, HandleExchange):
-            self._allocate()
-        else:
-            set_up.make_together(self, self._allocate)
+        self._make()
 
     def _allocate(self) -> None:
         self.max_nbytes = arguments.checked_int(self.rank, "max_nbytes", self.max_nbytes, 1, MAX_NBYTES)
-        if self._owns_comm:
-            self._comm._allocate()
-        self.device, self.timeout = self._comm.device, self._comm.timeout
-        self._core = _core.Collectives(self._comm._open_core(), self._owns_comm, self.device, self.max_nbytes)
-
-    def _drop_core(self) -> None:
-        """Lets go of the memory, and of a communicator of its own."""
-        core, self._core = self._core, None
-        if core is not None:
-            core.close()
-        if self._owns_comm:
-            self._comm._drop_core()
-
-    def get_comm_handle(self) -> bytes:
-        """What the other ranks need to map this rank's memory. Only needed with HandleExchange."""
-        return self._open_core().comm_handle()
-
-    def set_comm_handles(self, handles: list[bytes]) -> None:
-        """Maps the memory of all ranks. `handles`: get_comm_handle() of every rank, in rank order."""
-        self._open_core().connect(handles)
+        comm = self._allocated_comm()
+        self._core = _core.Collectives(comm, self._owns_comm, self.device, self.max_nbytes)
 
     def all_reduce(
         self,
@@ -173,34 +148,6 @@ class Collectives:
             calls.tell_refused(self, error)
             raise
         return core.all_gather(x, counts, out)
-
-    def check(self) -> None:
-        """Waits for the device and raises what kernels have reported: a rank that did not come or made another call."""
-        self._open_core().check()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that this object holds on this rank."""
-        return self._open_core().nbytes
-
-    @property
-    def is_closed(self) -> bool:
-        return self._core is None or self._core.is_closed
-
-    def close(self) -> None:
-        """Ends the object, and a communicator of its own."""
-        self._drop_core()
-
-    def __enter__(self) -> Collectives:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _open_core(self) -> Any:
-        if self.is_closed:
-            raise RuntimeError("these Collectives are closed; make new ones")
-        return self._core
 
     def _checked_codec(self, codec: Any, algorithm: str) -> int:
         if codec is None:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, launch_tables, set_up
-from moe_a2a.communicator import Communicator
+from moe_a2a import _core, arguments, calls, launch_tables
+from moe_a2a.communicator import CommunicatorClient
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError
-from moe_a2a.groups import HandleExchange
 from moe_a2a.handle import DispatchHandle
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("moe_a2a")
 
 
-class ExpertParallel:
+class ExpertParallel(CommunicatorClient):
     """Moves tokens between the ranks of a group: R ranks, each with its own tokens and E / R of the experts.
 
     Args:
@@ -76,27 +75,19 @@ class ExpertParallel:
         num_max_ll_tokens: int | None = None,
         launch_table: str | os.PathLike[str] | None = None,
     ):
-        self._comm, self._owns_comm = Communicator.of_client(group, device, timeout)
-        self._group = self._comm._group
-        self.rank = self._comm.rank
-        self.num_ranks = self._comm.num_ranks
+        self._join(group, device, timeout)
         self.num_experts = num_experts
         self.num_topk = num_topk
         self.hidden = hidden
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.dtype = dtype
         self.num_buffers = num_buffers
-        self.timeout = self._comm.timeout
         self.num_blocks = num_blocks
         self.num_max_ll_tokens = num_max_ll_tokens
         self._launch_table = launch_table
-        self._core: Any = None
         self._num_dispatches = 0  # that have returned a handle or raised
         self._trace: Trace | None = None  # the one that is running
-        if isinstance(self._group, HandleExchange):
-            self._allocate()
-        else:
-            set_up.make_together(self, self._allocate)
+        self._make()
         self.num_local_experts = self.num_experts // self.num_ranks
 
     # ---- set-up
@@ -107,9 +98,7 @@ class ExpertParallel:
             raise TypeError(
                 f"dtype={self.dtype!r} on rank {self.rank}; pass torch.float32, torch.float16 or torch.bfloat16"
             )
-        if self._owns_comm:
-            self._comm._allocate()
-        self.device, self.timeout = self._comm.device, self._comm.timeout
+        comm = self._allocated_comm()
         sizes = (
             self.num_experts,
             self.num_topk,
@@ -125,10 +114,7 @@ class ExpertParallel:
             _core.nbytes_for(self.rank, self.num_ranks, *sizes, target_of(self.device)),
             self.device,
         )
-        try:
-            self._core = _core.ExpertParallel(self._comm._open_core(), self._owns_comm, *sizes, self.device)
-        except RuntimeError as error:
-            raise RuntimeError(f"rank {self.rank}: {error}") from None
+        self._core = _core.ExpertParallel(comm, self._owns_comm, *sizes, self.device)
         self.num_max_ll_tokens = self._core.num_max_ll_tokens
         # Once: a call looks its blocks up without Python.
         self._core.set_launch_table(self._launch_steps())
@@ -143,23 +129,6 @@ class ExpertParallel:
         if self.num_max_ll_tokens is not None:
             self.num_max_ll_tokens = arguments.checked_int(self.rank, "num_max_ll_tokens", self.num_max_ll_tokens)
         self.num_blocks = arguments.checked_int(self.rank, "num_blocks", self.num_blocks, 0)
-
-    def _drop_core(self) -> None:
-        """Of an object that could not be made."""
-        core, self._core = self._core, None
-        if core is not None:
-            core.close()
-        if self._owns_comm:
-            self._comm._drop_core()
-
-    def get_comm_handle(self) -> bytes:
-        """What the other ranks need to map this rank's memory. Carry it to every rank; see set_comm_handles()."""
-        return self._open_core().comm_handle()
-
-    def set_comm_handles(self, handles: list[bytes]) -> None:
-        """Maps the memory of all ranks. `handles`: get_comm_handle() of every rank, in rank order. Only needed with
-        HandleExchange; raises ValueError when the ranks disagree on the configuration."""
-        self._open_core().connect(handles)
 
     # ---- the two calls of a layer
 
@@ -309,38 +278,14 @@ class ExpertParallel:
 
     # ---- the rest
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that this object holds on this rank; about
-        2 * num_buffers * R * T * row, and fixed from the start."""
-        return self._open_core().nbytes
-
     def blocks_for(self, num_tokens: int) -> tuple[int, int]:
         """Blocks of a dispatch and of a combine of so many tokens, when neither the call nor the object says."""
         return self._open_core().blocks_for(arguments.checked_int(self.rank, "num_tokens", num_tokens, 0))
 
-    def check(self) -> None:
-        """Waits for the device and raises what kernels have reported since the last call: a rank that did not come, a
-        refusal, ids out of range in a topk_idx that the host could not see."""
-        self._open_core().check()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._core is None
-
     def close(self) -> None:
         """Ends the object; raises RoutingError as check() does. Other ranks that still wait for this one run into their
         deadline. Views of handles stay readable as long as they are held, with whatever the memory holds."""
-        if self._core is not None:
-            core, self._core = self._core, None
-            try:
-                core.close()
-            finally:
-                if self._owns_comm:
-                    self._comm._drop_core()
-
-    def __enter__(self) -> ExpertParallel:
-        return self
+        super().close()
 
     def __exit__(self, exception_type: object, *rest: object) -> None:
         try:
@@ -349,23 +294,11 @@ class ExpertParallel:
             if exception_type is None:  # an error on its way is the one to see
                 raise
 
-    def __reduce_ex__(self, protocol: object) -> Any:
-        raise TypeError(
-            f"an ExpertParallel cannot be copied or pickled (rank {self.rank}): it owns memory that its peers write into; "
-            "make one per rank"
-        )
-
     def __repr__(self) -> str:
-        state = "closed" if self.is_closed else f"{self.device}, {self.nbytes} bytes"
         return (
             f"ExpertParallel(rank {self.rank} of {self.num_ranks}, {self.num_experts} experts, top-{self.num_topk}, "
-            f"hidden {self.hidden}, {self.num_max_tokens_per_rank} tokens, {self.dtype}, {state})"
+            f"hidden {self.hidden}, {self.num_max_tokens_per_rank} tokens, {self.dtype}, {self._state()})"
         )
-
-    def _open_core(self) -> Any:
-        if self._core is None:
-            raise RuntimeError("this ExpertParallel is closed; make a new one")
-        return self._core
 
     def _dispatched(
         self, sent: Any, row_dtype: torch.dtype, routing: tuple[torch.Tensor, torch.Tensor | None]

@@ -41,8 +41,7 @@ std::byte* Client::allocate_symmetric(const RegionSize& size, const std::vector<
   try {
     own_heap_ = device_->allocate_symmetric(size.symmetric_bytes, member_.num_ranks, &handle_.memory);
   } catch (const OutOfMemory& error) {
-    throw std::runtime_error(std::string(vocabulary_.client) + " on rank " + std::to_string(member_.rank) + ": " +
-                             error.what() + (vocabulary_.smaller ? std::string("; ") + vocabulary_.smaller : ""));
+    throw std::runtime_error(error.what() + (vocabulary_.smaller ? std::string("; ") + vocabulary_.smaller : ""));
   }
   handle_.layout_digest = size.layout_digest;
   handle_.rank = member_.rank;

@@ -22,6 +22,7 @@ LAYERS = {
     "clients": ["collectives", "expert_parallel"],
     "communicator": ["communicator"],
     "tracing": ["tracing"],
+    "client": ["client"],
     "parts": [
         "arguments",
         "boards",

@@ -1,0 +1,96 @@
+"""What a Communicator and each of its clients have in common: memory that the ranks of a group make and map together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, TypeVar
+
+import torch
+
+from moe_a2a import set_up
+from moe_a2a.groups import Group, HandleExchange
+
+C = TypeVar("C", bound="Client")
+
+
+class Client(ABC):
+    """An object of which every rank of a group has one."""
+
+    _group: Group
+    _core: Any = None  # of the extension; None: closed, or not made
+    rank: int
+    num_ranks: int
+    timeout: float
+    device: torch.device
+
+    @abstractmethod
+    def _allocate(self) -> None:
+        """Checks the arguments and takes this rank's memory: `_core`."""
+
+    def _make(self) -> None:
+        if isinstance(self._group, HandleExchange):
+            self._allocate_here()  # the caller carries the handles
+        else:
+            set_up.make_together(self, self._allocate_here)
+
+    def _allocate_here(self) -> None:
+        try:
+            self._allocate()
+        except RuntimeError as error:
+            raise RuntimeError(f"{type(self).__name__} on rank {self.rank}: {error}") from None
+
+    def _drop_core(self) -> None:
+        core, self._core = self._core, None
+        if core is not None:
+            core.close()
+
+    def _open_core(self) -> Any:
+        if self._core is None:
+            raise RuntimeError(f"this {type(self).__name__} object is closed; make a new one")
+        return self._core
+
+    def get_comm_handle(self) -> bytes:
+        """What the other ranks need to map this rank's memory. Carry it to every rank; see set_comm_handles()."""
+        return self._open_core().comm_handle()
+
+    def set_comm_handles(self, handles: list[bytes]) -> None:
+        """Maps the memory of all ranks. `handles`: get_comm_handle() of every rank, in rank order. Only needed with
+        HandleExchange; raises ValueError when the ranks disagree on the configuration."""
+        self._open_core().connect(handles)
+
+    def check(self) -> None:
+        """Waits for the device and raises what kernels have reported since the last call: a rank that did not come, a
+        refusal, wrong values that only the kernels could see."""
+        self._open_core().check()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that this object holds on this rank, fixed from the start."""
+        return self._open_core().nbytes
+
+    @property
+    def is_closed(self) -> bool:
+        return self._core is None
+
+    def close(self) -> None:
+        """Ends the object; raises what kernels have reported, as check() does. Other ranks that still wait for this one
+        run into their deadline."""
+        self._drop_core()
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, exception_type: object, *rest: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"an object of type {type(self).__name__} cannot be copied or pickled (rank {self.rank}): it owns memory that its peers "
+            "write into; make one per rank"
+        )
+
+    def _state(self) -> str:
+        return "closed" if self.is_closed else f"{self.device}, {self.nbytes} bytes"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.num_ranks}, {self._state()})"
