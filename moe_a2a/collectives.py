@@ -27,7 +27,7 @@ class Collectives(CommunicatorClient):
     Args:
         group: a Communicator, or what a Communicator takes.
         max_nbytes: bytes of a tensor that the workspace holds; larger tensors go in slices. The memory taken is about
-            2.5 times as much (see `nbytes`), on the CPU that of 4 MiB at most. The same on every rank.
+            2.5 times as much (see `nbytes`), on the CPU that of 2 MiB at most. The same on every rank.
         device, timeout: of a Communicator of its own, where `group` is none.
 
     Every rank makes the same calls in the same order, with the same arguments. Ranks that do not are told, all of them:

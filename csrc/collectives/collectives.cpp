@@ -13,7 +13,7 @@ namespace moe_a2a {
 namespace {
 
 // On the CPU slices that stay in the caches are the fastest.
-constexpr int64_t kMaxCpuWorkspace = 4 << 20;
+constexpr int64_t kMaxCpuWorkspace = 2 << 20;
 // What "auto" stands for: the first row of a target whose size is not exceeded. Ring and recursive doubling are for
 // machines whose ranks do not all reach each other equally well; where they do, they were never the fastest.
 struct AutoChoice {
