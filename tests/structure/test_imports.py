@@ -19,6 +19,7 @@ LAYERS = {
     "integrations": ["integrations"],
     "interface": [""],  # moe_a2a/__init__.py
     "MoE layer": ["moe_layer", "experts", "grouped_gemm", "reference"],
+    "on collectives": ["ddp", "default_collectives", "quickreduce"],
     "clients": ["collectives", "expert_parallel"],
     "communicator": ["communicator"],
     "tracing": ["tracing"],
