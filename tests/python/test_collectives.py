@@ -229,3 +229,19 @@ def large_program(group) -> None:
 
 def test_more_than_64_mib():
     run(2, large_program)
+
+
+def many_calls_program(group, seed: int, num_calls: int) -> None:
+    """Equal numbers, which every codec below keeps: a slot that is reused too early holds those of another call."""
+    draw = random.Random(seed)
+    with moe_a2a.Collectives(group, WORKSPACE, timeout=20) as coll:
+        for call in range(num_calls):
+            count, dtype, value = draw.choice([1, 7, 300, 1816, 5000]), draw.choice(DTYPES), float(call % 5)
+            algorithm, codec = draw.choice([*((name, None) for name in ALGORITHMS), ("auto", "q8"), ("auto", "q4")])
+            x = torch.full((count,), value, dtype=dtype, device=coll.device)
+            out = coll.all_reduce(x, "sum", algorithm, codec)
+            assert (out == value * coll.num_ranks).all(), (call, count, dtype, algorithm, codec)
+
+
+def test_many_calls_without_anything_between(session_seed):
+    run(2, many_calls_program, session_seed, 20_000)
