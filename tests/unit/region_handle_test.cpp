@@ -68,7 +68,7 @@ TEST(Disagreement, SeesWrongOrderOtherDevicesAndOtherVersions) {
               "target cpu on rank 0 but target gpu on rank 1");
   expect_says(disagreement(with(3, [](RegionHandle& h) { h.layout_digest = 78; })), "run the same version of moe_a2a");
   expect_says(disagreement(with(3, [](RegionHandle& h) { h.version = 1; })), "place 3 has version 1");
-  expect_says(disagreement(with(2, [](RegionHandle& h) { h.magic = 0; })), "place 2 is none");
+  expect_says(disagreement(with(2, [](RegionHandle& h) { h.magic = 0; })), "place 2 is not a handle");
 }
 
 TEST(Disagreement, SeesEveryFlippedBit) {
