@@ -21,8 +21,9 @@ fresh/bin/python -m pip install -qq "$torch" numpy platformdirs
 # Isolated: the build requirements come from the package index, PyTorch from the environment.
 fresh/bin/python -m pip wheel -q --no-deps --wheel-dir . "$sdist"
 wheel=$(ls moe_a2a-*.whl)
+"$python" -m zipfile -l "$wheel" >contents.txt # a file: the writer of a pipe fails when grep has seen enough
 for file in moe_a2a/py.typed moe_a2a/_core.pyi moe_a2a/_build_info.py moe_a2a/leaderboard/problems/all2all.yml; do
-  "$python" -m zipfile -l "$wheel" | grep -q "^$file " || { echo "$wheel lacks $file" >&2; exit 1; }
+  grep -q "^$file " contents.txt || { echo "$wheel lacks $file" >&2; exit 1; }
 done
 fresh/bin/python -m pip install -qq "$wheel[demo,leaderboard]"
 
