@@ -3,8 +3,8 @@
 #
 # Each copy has a namespace of its own, but what its kernels call outside of it (std::, headers shared with the host) has
 # the same name in all of them, and of inline functions of one name a linker keeps one: perhaps the one with AVX-512, for a
-# machine without. So each copy becomes one object file in which everything is local but its families and the marks by
-# which the host names a kernel.
+# machine without. So each copy becomes one object file in which everything is local but the functions that have the level
+# in their names (its families, say) and the marks by which the host names a kernel.
 
 set(MOE_A2A_CPU_LEVELS)
 if(NOT MOE_A2A_NATIVE AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND CMAKE_OBJCOPY AND CMAKE_LINKER)
@@ -25,7 +25,7 @@ function(moe_a2a_add_cpu_levels library)
     add_custom_command(
       OUTPUT ${object}
       COMMAND ${CMAKE_LINKER} -r --force-group-allocation -o ${object} $<TARGET_OBJECTS:${copy}_1> $<TARGET_OBJECTS:${copy}_0>
-      COMMAND ${CMAKE_OBJCOPY} --wildcard --keep-global-symbol=*_kernels_cpu_v${level}* --keep-global-symbol=*kArgsMark*
+      COMMAND ${CMAKE_OBJCOPY} --wildcard --keep-global-symbol=*_cpu_v${level}* --keep-global-symbol=*kArgsMark*
               --weaken-symbol=*kArgsMark* ${object}
       DEPENDS ${copy}_1 ${copy}_0 $<TARGET_OBJECTS:${copy}_1> $<TARGET_OBJECTS:${copy}_0>
       COMMENT "The CPU target for x86-64-v${level}"
