@@ -36,7 +36,7 @@ def interrupt_in_call():
         while inside < 3:
             time.sleep(0.1)
             frame = sys._current_frames()[threading.main_thread().ident]
-            inside = inside + 1 if Path(frame.f_code.co_filename).name == "expert_parallel.py" else 0
+            inside = inside + 1 if Path(frame.f_code.co_filename).name in ("expert_parallel.py", "client.py") else 0
         sent.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
