@@ -5,9 +5,10 @@ They raise PeerRefusedError with this rank's words instead of waiting for it unt
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError
@@ -86,9 +87,15 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
     return decorate
 
 
-def tell_refused(collectives: Client, error: BaseException) -> None:
-    """A call of a Collectives failed before its launch: the peers raise PeerRefusedError, and the call has passed."""
-    _tell(collectives, error, lambda core, why: core.refuse(why))
+@contextlib.contextmanager
+def refused_if_failed(collectives: Client) -> Iterator[None]:
+    """Around what a call of a Collectives does before its launch. If that fails, the peers raise PeerRefusedError, and the
+    call counts as made on every rank."""
+    try:
+        yield
+    except BaseException as error:
+        _tell(collectives, error, lambda core, why: core.refuse(why))
+        raise
 
 
 def _tell(ep: Client, error: BaseException, tell: Callable[[Any, str], None]) -> None:

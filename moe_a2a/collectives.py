@@ -90,14 +90,11 @@ class Collectives(CommunicatorClient):
             PeerTimeoutError: a rank did not come.
         """
         core = self._open_core()
-        try:
+        with calls.refused_if_failed(self):
             self._check_tensors(x, out)
             op_index = arguments.checked_choice(self.rank, "op", op, OPS)
             algorithm_index = arguments.checked_choice(self.rank, "algorithm", algorithm, ALGORITHMS)
             codec_index = self._checked_codec(codec, algorithm)
-        except BaseException as error:
-            calls.tell_refused(self, error)
-            raise
         return core.all_reduce(x, op_index, algorithm_index, codec_index, out)
 
     def reduce_scatter(
@@ -119,13 +116,10 @@ class Collectives(CommunicatorClient):
         Raises: as all_reduce().
         """
         core = self._open_core()
-        try:
+        with calls.refused_if_failed(self):
             self._check_tensors(x, out)
             op_index = arguments.checked_choice(self.rank, "op", op, OPS)
             counts = arguments.checked_counts(self.rank, counts)
-        except BaseException as error:
-            calls.tell_refused(self, error)
-            raise
         return core.reduce_scatter(x, op_index, counts, out)
 
     def all_gather(
@@ -141,12 +135,9 @@ class Collectives(CommunicatorClient):
         Raises: as all_reduce().
         """
         core = self._open_core()
-        try:
+        with calls.refused_if_failed(self):
             self._check_tensors(x, out)
             counts = arguments.checked_counts(self.rank, counts)
-        except BaseException as error:
-            calls.tell_refused(self, error)
-            raise
         return core.all_gather(x, counts, out)
 
     def _checked_codec(self, codec: Any, algorithm: str) -> int:

@@ -129,7 +129,7 @@ void Collectives::launch_vectors(const Args& vectors, int64_t count, int wire_si
     args.out = vectors.out + slice.first * element_size;
     args.count = std::min(slice.most, count - slice.first);
     args.chunk = slice.chunk;
-    launch(args, blocks_for((args.count + args.chunk - 1) / args.chunk), stream);
+    launch(args, blocks_for(args.num_chunks()), stream);
     raise_waits();
     ++args.slice;
   }

@@ -38,8 +38,8 @@ class Collectives : public Client {
   // x: this rank's share; out: those of all ranks, one behind the other. `x` may be that part of `out`.
   void all_gather(const Operands& operands, const std::vector<int64_t>& counts, void* stream);
 
-  // In the place of a call that failed before its launch: the peers raise PeerRefused with this text, and the call has
-  // passed on every rank.
+  // Replaces a call that failed before its launch. The peers throw PeerRefused with this text, and the call counts as
+  // made on every rank.
   void refuse(const std::string& why, void* stream);
 
   // What kAuto stands for.

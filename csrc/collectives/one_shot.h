@@ -18,6 +18,8 @@ struct OneShotArgs {
   int64_t chunk = 0;         // elements behind one signal
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
+
+  MOE_A2A_HOST_DEVICE int num_chunks() const { return static_cast<int>((count + chunk - 1) / chunk); }
 };
 
 }  // namespace moe_a2a
@@ -32,7 +34,7 @@ struct OneShot {
 
   // Every block sends all of its chunks before it waits for any.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    const int num_chunks = static_cast<int>((args.count + args.chunk - 1) / args.chunk);
+    const int num_chunks = args.num_chunks();
     const auto send = [&](const Part& part) {
       for (int chunk = grid.rank(); chunk < num_chunks; chunk += grid.size()) push(args, part, block, chunk);
     };

@@ -1,7 +1,7 @@
 // Ring all-reduce: each rank writes to the next and reads from the one before, and to no other. The partial result of
-// share s begins at rank s + 1 and is complete at rank s, R - 1 steps later; then it goes round once more. As many
-// bytes as two-shot over one link of each rank, for machines whose links form a ring. Merged in ring order, by one
-// rank: all ranks get the same bits.
+// share s starts at rank s + 1 and is complete at rank s after R - 1 steps; a second trip distributes it. Sends as many
+// bytes as two-shot, over one link per rank: for machines whose links form a ring. One rank completes each share,
+// merged in ring order, so all ranks get the same bits.
 #pragma once
 
 #include "collectives/partial_sums.h"
@@ -132,10 +132,6 @@ class RingSteps : public ShareChunks {
   MOE_A2A_DEVICE void signal_share(int share, int i) const {
     signal_place(part_, block_, region_.result_signal, share, next(), i);
   }
-  MOE_A2A_DEVICE void copy(std::byte* target, const std::byte* source, int64_t count) const {
-    multicast_bytes(block_, RankSet::only(0), 0, [&](int) { return target; }, source, count * element_size());
-  }
-
   MOE_A2A_DEVICE float* partial_place(int share, int i) const {
     return reinterpret_cast<float*>(share_place(share, i));
   }

@@ -96,6 +96,11 @@ class ShareChunks {
     return args_.out + (element - args_.out_begin) * element_size();
   }
 
+  // `count` elements, by the whole block.
+  MOE_A2A_DEVICE void copy(std::byte* target, const std::byte* source, int64_t count) const {
+    multicast_bytes(block_, RankSet::only(0), 0, [&](int) { return target; }, source, count * element_size());
+  }
+
   const ShareArgs& args_;
   const Part& part_;
   const CollectiveRegion& region_;
@@ -114,7 +119,7 @@ class ShareSteps : public ShareChunks {
  public:
   using ShareChunks::ShareChunks;
 
-  // Writes this rank's elements of all other shares to their owners; a chunk of each behind one fence.
+  // Writes this rank's elements of all other shares to their owners, with one fence per chunk index.
   MOE_A2A_DEVICE void send_contributions() const {
     for_chunks(most_chunks(), [&](int i) {
       const uint64_t start = trace_now();
@@ -183,10 +188,6 @@ class ShareSteps : public ShareChunks {
       reduce_rows<T, decltype(op)>(block_, part_.num_ranks(), static_cast<int>(span.count), are_vectors(x, out), row,
                                    out, result);
     });
-  }
-
-  MOE_A2A_DEVICE void copy(std::byte* target, const std::byte* source, int64_t count) const {
-    multicast_bytes(block_, RankSet::only(0), 0, [&](int) { return target; }, source, count * element_size());
   }
 
   // Where chunk i lies in a landing place and in `result`.

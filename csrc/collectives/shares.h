@@ -47,7 +47,7 @@ struct Slice {
   }
 };
 
-// The slices of shares of which the largest has `largest_share` elements; one at least, since every call is a launch.
+// Cuts shares of at most `largest_share` elements into slices. At least one slice, since every call is a launch.
 std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int element_size);
 
 }  // namespace moe_a2a

@@ -1,5 +1,6 @@
-// The choices of a small batch's tokens as LL words. Each carries all that a receiver needs who has seen nothing else
-// of the rank: expert, weight, and the number of tokens. A rank without tokens sends one choice that says so.
+// The choices of a small batch's tokens as LL words. Each is self-contained, so a receiver needs
+// nothing else from that rank: expert, weight, and the number of tokens. A rank without tokens sends one choice that
+// says so.
 #pragma once
 
 #include <bit>
