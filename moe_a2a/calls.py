@@ -88,6 +88,17 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
 
 
 @contextlib.contextmanager
+def dispatch_refused_if_failed(ep: Caller) -> Iterator[None]:
+    """Around what is done before a dispatch(), whose peers may wait already: if it fails, that dispatch has passed for every
+    rank, refused."""
+    try:
+        yield
+    except BaseException as error:
+        _tell(ep, error, functools.partial(_dispatch_failed, ep, False))
+        raise
+
+
+@contextlib.contextmanager
 def refused_if_failed(collectives: Client) -> Iterator[None]:
     """Around what a call of a Collectives does before its launch. If that fails, the peers raise PeerRefusedError, and the
     call counts as made on every rank."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, launch_tables
+from moe_a2a import _core, arguments, calls, experts, launch_tables
 from moe_a2a.communicator import CommunicatorClient
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError
@@ -212,6 +212,47 @@ class ExpertParallel(CommunicatorClient):
         arguments.check_optional_tensor(self.rank, "out", out)
         arguments.checked_bool(self.rank, "presummed", presummed)
         return core.combine(y, key, presummed, out, arguments.checked_blocks(self.rank, num_blocks, self.num_blocks))
+
+    @calls.serves_a_handle(position=0)
+    @torch.no_grad()
+    def experts(
+        self,
+        handle: DispatchHandle,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        *,
+        fused: bool | None = None,
+        num_max_routes: int | None = None,
+        out: torch.Tensor | None = None,
+        num_blocks: int = 0,
+    ) -> torch.Tensor:
+        """SwiGLU experts over the rows that came, and their combine: [num_tokens, H].
+
+        Args:
+            handle: of the dispatch, any layout; serves once. The kernels multiply whole blocks of layout="masked".
+            w_gate_up: [E_local, 2 * I, H] of `dtype`, the gate's rows before the up projection's: this rank's experts.
+            w_down: [E_local, H, I].
+            fused: True: by kernels that gather their rows and read nothing on the host; False: step by step in PyTorch;
+                None: by kernels on a GPU where they can: bfloat16 or float16 rows, sizes that are multiples of 16.
+            num_max_routes: rows of the intermediate results, [num_max_routes, I] and [num_max_routes, H]; None:
+                handle.capacity, which any routing fits in. More routes raise ValueError where the host sees them (on the
+                CPU, step by step); on a GPU those past the bound are left out, here and in the peers' sums, and check()
+                raises RoutingError. Not for layout="masked".
+            out, num_blocks: as in combine().
+
+        Raises: as combine(), and ValueError or TypeError for weights that do not fit. The call may be tried again by all.
+        """
+        core, key = self._open_core(), self._key_of(handle)
+        if handle.ep is not self:
+            raise RuntimeError(
+                f"experts got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"
+            )
+        experts.check_weights(self, w_gate_up, w_down)
+        experts.check_way(self, fused, num_max_routes)
+        arguments.check_optional_tensor(self.rank, "out", out)
+        num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
+        y = experts.run_experts(handle, w_gate_up, w_down, fused=fused, num_max_routes=num_max_routes)
+        return core.combine(y, key, False, out, num_blocks)
 
     # ---- their halves: between them the device is free
 

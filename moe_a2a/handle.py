@@ -15,6 +15,8 @@ class Owner(Protocol):
     num_experts: int
     num_local_experts: int
     hidden: int
+    dtype: torch.dtype
+    device: torch.device
     _core: Any
 
     def _open_core(self) -> Any: ...

@@ -2,40 +2,105 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import nn
 
+from moe_a2a import calls, experts
 from moe_a2a.expert_parallel import ExpertParallel
-from moe_a2a.experts import swiglu_experts
+
+log = logging.getLogger("moe_a2a")
 
 
-class MoELayer:
+class MoELayer(nn.Module):
     """dispatch -> SwiGLU experts -> combine, for a rank's own experts and tokens.
+
+    On a GPU by kernels, which read nothing on the host: the whole layer can be captured in a CUDA graph. Where they cannot
+    (float32, sizes that are no multiples of 16) and on the CPU, where PyTorch's products are faster, step by step in
+    PyTorch; printing the layer says which way and why.
+
+    The weights are parameters of this rank; state_dict() holds nothing else. They stay on the device and in the dtype of
+    `ep`: `.to()` anything else raises. There is no backward.
 
     Args:
         ep: the ranks and their memory.
         w_gate_up: [E_local, 2 * I, H], the gate's rows before the up projection's: this rank's experts.
         w_down: [E_local, H, I].
+        fused: True: by kernels, or an error that says why not; False: step by step; None: see above.
+        num_max_routes: see ExpertParallel.experts().
     """
 
-    def __init__(self, ep: ExpertParallel, w_gate_up: torch.Tensor, w_down: torch.Tensor):
-        experts, double_intermediate, hidden = w_gate_up.shape
-        if (experts, hidden) != (ep.num_local_experts, ep.hidden):
-            raise ValueError(
-                f"w_gate_up has shape {list(w_gate_up.shape)}, expected [num_local_experts={ep.num_local_experts}, "
-                f"2 * intermediate, hidden={ep.hidden}] on rank {ep.rank}; pass this rank's experts"
-            )
-        if list(w_down.shape) != [experts, hidden, double_intermediate // 2] or double_intermediate % 2:
-            raise ValueError(
-                f"w_down has shape {list(w_down.shape)}, expected [{experts}, {hidden}, {double_intermediate // 2}] on rank "
-                f"{ep.rank}; pass [num_local_experts, hidden, intermediate] to w_gate_up's [.., 2 * intermediate, ..]"
-            )
-        self.ep, self.w_gate_up, self.w_down = ep, w_gate_up, w_down
+    def __init__(
+        self,
+        ep: ExpertParallel,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        *,
+        fused: bool | None = None,
+        num_max_routes: int | None = None,
+    ):
+        super().__init__()
+        experts.check_weights(ep, w_gate_up, w_down)
+        experts.check_way(ep, fused, num_max_routes)
+        self.ep, self.fused, self.num_max_routes = ep, fused, num_max_routes
+        self.w_gate_up, self.w_down = _as_parameter(w_gate_up), _as_parameter(w_down)
+        if not self._runs_kernels() and fused is None and ep.device.type != "cpu":
+            log.warning("rank %d: %s", ep.rank, self)
 
-    @torch.no_grad()
-    def __call__(
+    def forward(
         self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """hidden_states [num_tokens, H], topk_idx [num_tokens, K], topk_weights [num_tokens, K] -> [num_tokens, H]."""
-        handle = self.ep.dispatch(hidden_states, topk_idx, topk_weights)
-        y = swiglu_experts(handle, self.w_gate_up, self.w_down)
-        return self.ep.combine(y.to(self.ep.dtype), handle)
+        """hidden_states [num_tokens, H], topk_idx [num_tokens, K], topk_weights [num_tokens, K] -> [num_tokens, H].
+
+        Raises as ExpertParallel.dispatch() and combine(). Whatever one rank raises before its combine, the others raise
+        PeerRefusedError, and the layer stays usable on all."""
+        ep = self.ep
+        with calls.dispatch_refused_if_failed(ep):
+            experts.check_weights(ep, self.w_gate_up, self.w_down)
+            self._check_needs_no_grad(hidden_states, topk_weights)
+        with torch.no_grad():
+            handle = ep.dispatch(hidden_states, topk_idx, topk_weights)
+            try:
+                return ep.experts(
+                    handle, self.w_gate_up, self.w_down, fused=self.fused, num_max_routes=self.num_max_routes
+                )
+            except BaseException:
+                if handle.is_open:
+                    handle.release()
+                raise
+
+    def extra_repr(self) -> str:
+        if self._runs_kernels():
+            return f"{self.ep!r}, by kernels"
+        why = experts.kernels_refuse(self.ep, self.w_gate_up, self.w_down, self.ep.dtype)
+        why = "fused=False" if self.fused is False else why or "PyTorch's products are faster on the CPU"
+        return f"{self.ep!r}, step by step in PyTorch: {why}"
+
+    def _runs_kernels(self) -> bool:
+        return experts.runs_kernels(self.ep, self.w_gate_up, self.w_down, self.ep.dtype, self.fused)
+
+    def _check_needs_no_grad(self, *inputs: Any) -> None:
+        tensors = [t for t in (*inputs, self.w_gate_up, self.w_down) if isinstance(t, torch.Tensor)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise RuntimeError(
+                f"an input or a weight requires grad on rank {self.ep.rank}, and MoELayer has no backward; call it under "
+                "torch.no_grad()"
+            )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
+        """What .to(), .half(), .cuda() and so on do to the weights."""
+        for name, weight in self.named_parameters(recurse=False):
+            moved = fn(weight.detach().new_empty(0))
+            if (moved.device, moved.dtype) != (self.ep.device, self.ep.dtype):
+                raise ValueError(
+                    f"{name} would become {moved.dtype} on {moved.device}, and the ExpertParallel is of {self.ep.dtype} on "
+                    f"{self.ep.device}, on rank {self.ep.rank}; make both anew"
+                )
+        return super()._apply(fn, recurse)
+
+
+def _as_parameter(weight: torch.Tensor) -> nn.Parameter:
+    return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=weight.requires_grad)

@@ -1,59 +1,260 @@
-"""MoELayer on N ranks against the whole layer in one process, in every dtype."""
+"""MoELayer and ExpertParallel.experts() on N ranks against the whole layer in one process, by kernels and step by step."""
 
 import on_device
 import pytest
 import torch
+from torch import nn
 
 import moe_a2a
 from moe_a2a import reference
 
 pytestmark = on_device.TESTS
 
-HIDDEN, INTERMEDIATE, NUM_TOPK = 48, 40, 3
+HIDDEN, INTERMEDIATE, MAX_TOKENS = 48, 80, 20
+KERNEL_DTYPES = [torch.float16, torch.bfloat16]
+ROUTINGS = ["random", "empty_experts", "one_token", "all_on_one", "nothing"]
 
 
-def make_weights(num_experts, dtype, seed):
+def make_weights(num_experts, dtype, seed, intermediate=INTERMEDIATE):
     generator = torch.Generator().manual_seed(seed)
-    w_gate_up = torch.randn(num_experts, 2 * INTERMEDIATE, HIDDEN, generator=generator)
-    w_down = torch.randn(num_experts, HIDDEN, INTERMEDIATE, generator=generator)
-    return (w_gate_up / HIDDEN**0.5).to(dtype), (w_down / INTERMEDIATE**0.5).to(dtype)
+    w_gate_up = torch.randn(num_experts, 2 * intermediate, HIDDEN, generator=generator)
+    w_down = torch.randn(num_experts, HIDDEN, intermediate, generator=generator)
+    return (w_gate_up / HIDDEN**0.5).to(dtype), (w_down / intermediate**0.5).to(dtype)
 
 
-def make_tokens(num_tokens, num_experts, dtype, seed):
+def make_tokens(ep, routing, seed, num_tokens=MAX_TOKENS):
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
-    topk_idx = torch.randint(-1, num_experts, (num_tokens, NUM_TOPK), generator=generator)
-    return x, topk_idx, torch.rand(num_tokens, NUM_TOPK, generator=generator)
+    num_tokens = {"one_token": 1 if ep.rank == 0 else 0, "nothing": 0}.get(routing, num_tokens)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(ep.dtype)
+    topk_idx = torch.randint(-1, ep.num_experts, (num_tokens, ep.num_topk), generator=generator)
+    if routing == "empty_experts":
+        topk_idx[topk_idx % 3 > 0] = 0
+    if routing == "distinct":  # a masked block has room for one route of each token
+        topk_idx = torch.rand(num_tokens, ep.num_experts, generator=generator).topk(ep.num_topk).indices
+    if routing == "all_on_one":
+        topk_idx = torch.full_like(topk_idx, -1)
+        topk_idx[:, -1] = ep.num_experts - 1
+    return x, topk_idx, torch.rand(num_tokens, ep.num_topk, generator=generator)
+
+
+def make_ep(group, dtype=torch.bfloat16, **config):
+    config = {"num_topk": 3, "num_experts": 4 * group.num_ranks, "timeout": 20, **config}
+    return moe_a2a.ExpertParallel(group, hidden=HIDDEN, num_max_tokens_per_rank=MAX_TOKENS, dtype=dtype, **config)
+
+
+def own_part(ep, weights):
+    mine = slice(ep.rank * ep.num_local_experts, (ep.rank + 1) * ep.num_local_experts)
+    return [w[mine].to(ep.device) for w in weights]
 
 
 def rms(values):
     return torch.cat([v.double().flatten() for v in values]).square().mean().sqrt().item()
 
 
-def run_layer(group, dtype, seed):
-    rank, num_ranks = group.rank, group.num_ranks
-    num_experts = 2 * num_ranks
-    weights = make_weights(num_experts, dtype, seed)
-    mine = slice(2 * rank, 2 * rank + 2)
-    ours, torchs = [], []  # errors
-    with moe_a2a.ExpertParallel(
-        group, num_experts=num_experts, num_topk=NUM_TOPK, hidden=HIDDEN,
-        num_max_tokens_per_rank=20, dtype=dtype, timeout=20,
-    ) as ep:  # fmt: skip
-        layer = moe_a2a.MoELayer(ep, *(w[mine].to(ep.device) for w in weights))
-        for call in range(6):
-            num_tokens = (7 * rank + 11 * call) % 21
-            tokens = make_tokens(num_tokens, num_experts, dtype, seed + call * 8 + rank)
-            out = layer(*(tensor.to(ep.device) for tensor in tokens)).cpu()
-            assert out.shape == tokens[0].shape and out.dtype == dtype
-            exact = reference.moe_layer(tokens[0].double(), *tokens[1:], *(w.double() for w in weights))
-            ours.append(out - exact)
-            torchs.append(reference.moe_layer(*tokens, *weights) - exact)
-    # At most twice the error of the same layer in PyTorch at this dtype, both against fp64.
-    assert rms(ours) <= 2 * rms(torchs), f"error {rms(ours)}, PyTorch's own {rms(torchs)}"
+def assert_as_exact_as_torch(outs, calls, weights):
+    """At most twice the error of the same layer in PyTorch at this dtype, both against fp64."""
+    ours, torchs = [], []
+    for out, tokens in zip(outs, calls, strict=True):
+        assert out.shape == tokens[0].shape and out.dtype == tokens[0].dtype
+        exact = reference.moe_layer(tokens[0].double(), *tokens[1:], *(w.double() for w in weights))
+        ours.append(out.cpu() - exact)
+        torchs.append(reference.moe_layer(*tokens, *weights) - exact)
+    if sum(error.numel() for error in ours):
+        assert rms(ours) <= 2 * rms(torchs), f"error {rms(ours)}, PyTorch's own {rms(torchs)}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def on(ep, tokens):
+    return [tensor.to(ep.device) for tensor in tokens]
+
+
+# ---- the layer
+
+
+def run_layer(group, dtype, fused, intermediate, seed):
+    with make_ep(group, dtype) as ep:
+        weights = make_weights(ep.num_experts, dtype, seed, intermediate)
+        layer = moe_a2a.MoELayer(ep, *own_part(ep, weights), fused=fused)
+        calls = [make_tokens(ep, "random", seed + 8 * i + ep.rank, (7 * ep.rank + 11 * i) % 21) for i in range(6)]
+        outs = [layer(*on(ep, tokens)).clone() for tokens in calls]
+        assert_as_exact_as_torch(outs, calls, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *KERNEL_DTYPES])
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_layer_matches_one_process(num_ranks, dtype, session_seed):
-    on_device.run(num_ranks, run_layer, dtype, session_seed)
+@pytest.mark.parametrize("intermediate", [40, 80], ids=["no multiple of 16", "multiple of 16"])
+def test_layer_matches_one_process(num_ranks, dtype, intermediate, session_seed):
+    on_device.run(num_ranks, run_layer, dtype, None, intermediate, session_seed)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+@pytest.mark.parametrize("fused", [True, False])
+def test_either_way_matches_one_process(num_ranks, dtype, fused, session_seed):
+    on_device.run(num_ranks, run_layer, dtype, fused, INTERMEDIATE, session_seed)
+
+
+def run_routing(group, routing, num_topk, seed):
+    with make_ep(group, num_topk=num_topk) as ep:
+        weights = make_weights(ep.num_experts, ep.dtype, seed)
+        layer = moe_a2a.MoELayer(ep, *own_part(ep, weights), fused=True)
+        tokens = make_tokens(ep, routing, seed + ep.rank)
+        first = layer(*on(ep, tokens)).clone()
+        assert_as_exact_as_torch([first], [tokens], weights)
+        for _ in range(3):
+            assert torch.equal(layer(*on(ep, tokens)), first)  # same inputs, same bits
+
+
+@pytest.mark.parametrize("num_topk", [1, 3])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_any_routing(routing, num_topk, session_seed):
+    on_device.run(2, run_routing, routing, num_topk, session_seed)
+
+
+# ---- experts and combine of an open handle
+
+
+def run_layout(group, layout, fused, seed):
+    with make_ep(group) as ep:
+        weights = make_weights(ep.num_experts, ep.dtype, seed)
+        calls = [make_tokens(ep, "distinct", seed + 8 * i + ep.rank) for i in range(3)]
+        outs = []
+        for tokens in calls:
+            handle = ep.dispatch(*on(ep, tokens), layout=layout)
+            outs.append(ep.experts(handle, *own_part(ep, weights), fused=fused).clone())
+            assert ep.device.type != "cpu" or not handle.is_open
+        assert_as_exact_as_torch(outs, calls, weights)
+
+
+@pytest.mark.parametrize("fused", [True, False, None])
+@pytest.mark.parametrize("layout", ["rows", "expert_major", "masked"])
+def test_experts_of_any_layout(layout, fused, session_seed):
+    on_device.run(2, run_layout, layout, fused, session_seed)
+
+
+def run_float8(group, seed):
+    with make_ep(group) as ep:
+        weights = make_weights(ep.num_experts, ep.dtype, seed)
+        x, topk_idx, topk_weights = make_tokens(ep, "random", seed + ep.rank)
+        out = ep.experts(ep.dispatch(*on(ep, (x, topk_idx, topk_weights)), quantize="fp8"), *own_part(ep, weights))
+        exact = reference.moe_layer(x.double(), topk_idx, topk_weights, *(w.double() for w in weights))
+        assert (out.cpu() - exact).norm() <= 0.06 * exact.norm()  # e4m3 has three bits of mantissa
+
+
+def test_rows_of_float8_go_step_by_step(session_seed):
+    on_device.run(2, run_float8, session_seed)
+
+
+def run_out(group, seed):
+    with make_ep(group) as ep:
+        weights = own_part(ep, make_weights(ep.num_experts, ep.dtype, seed))
+        tokens = on(ep, make_tokens(ep, "random", seed + ep.rank))
+        expected = moe_a2a.MoELayer(ep, *weights)(*tokens)
+        out = torch.full_like(expected, torch.nan)
+        assert ep.experts(ep.dispatch(*tokens), *weights, out=out).data_ptr() == out.data_ptr()
+        assert torch.equal(out, expected)
+
+
+def test_out(session_seed):
+    on_device.run(2, run_out, session_seed)
+
+
+# ---- a bound on the intermediate results
+
+
+def run_bounded(group, fused, seed):
+    with make_ep(group, num_topk=1) as ep:
+        weights = make_weights(ep.num_experts, ep.dtype, seed)
+        tokens = make_tokens(ep, "all_on_one", seed + ep.rank)
+        num_routes = MAX_TOKENS * group.num_ranks if ep.rank == group.num_ranks - 1 else 1
+        enough, short = (
+            moe_a2a.MoELayer(ep, *own_part(ep, weights), fused=fused, num_max_routes=n)
+            for n in (num_routes, max(num_routes - 3, 1))
+        )
+        assert_as_exact_as_torch([enough(*on(ep, tokens))], [tokens], weights)
+        ep.check()
+        group.all_gather(None)
+        if ep.rank == group.num_ranks - 1:
+            with pytest.raises((ValueError, moe_a2a.RoutingError), match="num_max_routes|too short for 3 routes"):
+                short(*on(ep, tokens))
+                ep.check()
+        elif ep.device.type == "cpu" or fused is False:
+            with pytest.raises(moe_a2a.PeerRefusedError, match="num_max_routes"):
+                short(*on(ep, tokens))
+                on_device.settle(ep)
+        else:
+            short(*on(ep, tokens))
+        group.all_gather(None)
+        assert_as_exact_as_torch([enough(*on(ep, tokens))], [tokens], weights)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_more_routes_than_num_max_routes_raise(fused, session_seed):
+    on_device.run(2, run_bounded, fused, session_seed)
+
+
+# ---- as a module
+
+
+def run_module(group, seed):
+    with make_ep(group) as ep:
+        weights = own_part(ep, make_weights(ep.num_experts, ep.dtype, seed))
+        layer = nn.Sequential(moe_a2a.MoELayer(ep, *weights))[0]
+        assert sorted(layer.state_dict()) == ["w_down", "w_gate_up"]
+        assert [p.data_ptr() for p in layer.parameters()] == [w.data_ptr() for w in weights]  # no copy
+        assert not any(p.requires_grad for p in layer.parameters())
+        other = moe_a2a.MoELayer(ep, *(torch.zeros_like(w) for w in weights))
+        other.load_state_dict(layer.state_dict())
+        tokens = on(ep, make_tokens(ep, "random", seed + ep.rank))
+        assert torch.equal(layer(*tokens), other(*tokens))
+        assert layer.to(ep.device).to(ep.dtype) is layer
+
+        for move in (lambda: layer.half(), lambda: layer.to(torch.float64), lambda: layer.to("meta")):
+            with pytest.raises(ValueError, match=rf"w_gate_up would become .*rank {ep.rank}"):
+                move()
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            torch.save(layer, "/dev/null")
+        assert torch.equal(layer(*tokens), other(*tokens))
+        way = "step by step" if ep.device.type == "cpu" else "by kernels"
+        assert way in repr(layer) and "fused=False" in repr(moe_a2a.MoELayer(ep, *weights, fused=False))
+        assert "by kernels" in repr(moe_a2a.MoELayer(ep, *weights, fused=True))
+
+
+def test_it_is_a_module(session_seed):
+    on_device.run(2, run_module, session_seed)
+
+
+# ---- in a graph
+
+
+def run_in_a_graph(group, seed):
+    with make_ep(group, num_experts=8 * group.num_ranks) as ep:
+        layer = moe_a2a.MoELayer(ep, *own_part(ep, make_weights(ep.num_experts, ep.dtype, seed)))
+        tokens = on(ep, make_tokens(ep, "random", seed + ep.rank))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                layer(*tokens)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(*tokens)
+        for replay in range(20):
+            for tensor, new in zip(tokens, make_tokens(ep, ROUTINGS[replay % 2], seed + 10 * replay), strict=True):
+                tensor.copy_(new)
+            out.fill_(torch.nan)
+            graph.replay()
+            replayed = out.clone()
+            assert torch.equal(layer(*tokens), replayed)  # the eager call, between replays
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            layer(*tokens)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        ep.check()
+
+
+@on_device.gpu_only
+def test_a_captured_layer_takes_new_tokens(session_seed):
+    on_device.run(on_device.most_ranks(), run_in_a_graph, session_seed)

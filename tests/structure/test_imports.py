@@ -18,12 +18,13 @@ LAYERS = {
     "parts of commands": ["baselines", "samples", "command_line", "rank_processes"],
     "integrations": ["integrations"],
     "interface": [""],  # moe_a2a/__init__.py
-    "MoE layer": ["moe_layer", "experts", "grouped_gemm", "reference"],
+    "MoE layer": ["moe_layer", "reference"],
     "on collectives": ["ddp", "default_collectives", "quickreduce"],
     "clients": ["collectives", "expert_parallel"],
     "communicator": ["communicator"],
     "tracing": ["tracing"],
     "client": ["client"],
+    "experts": ["experts", "grouped_gemm"],
     "parts": [
         "arguments",
         "boards",

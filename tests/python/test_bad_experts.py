@@ -1,0 +1,222 @@
+"""MoELayer and experts() with what they cannot take: an error with value, limit, rank and argument, told to the peers
+before anything is launched; the object stays usable on all ranks."""
+
+import on_device
+import pytest
+import torch
+from test_moe_layer import (
+    HIDDEN,
+    INTERMEDIATE,
+    assert_as_exact_as_torch,
+    make_ep,
+    make_tokens,
+    make_weights,
+    on,
+    own_part,
+)
+from torch import nn
+
+import moe_a2a
+
+pytestmark = on_device.TESTS
+
+REFUSED = moe_a2a.PeerRefusedError
+REFUSER = 1
+
+# (bad w_gate_up, bad w_down) of the good ones, the error, words of its message; 4 local experts
+BAD_WEIGHTS = {
+    "dtype": (lambda up, down: (up.float(), down), TypeError, ["w_gate_up", "float32", "bfloat16"]),
+    "dtype of w_down": (lambda up, down: (up, down.half()), TypeError, ["w_down", "float16", "bfloat16"]),
+    "float64": (lambda up, down: (up.double(), down.double()), TypeError, ["w_gate_up", "float64"]),
+    "integers": (lambda up, down: (up, down.int()), TypeError, ["w_down", "int32"]),
+    "device": (lambda up, down: (up.to("meta"), down), ValueError, ["w_gate_up", "meta"]),
+    "no tensor": (lambda up, down: (up, [1.0]), TypeError, ["w_down", "list"]),
+    "experts": (lambda up, down: (up[:3], down), ValueError, ["w_gate_up", f"[3, {2 * INTERMEDIATE}", "=4"]),
+    "experts of w_down": (lambda up, down: (up, down[:3]), ValueError, ["w_down", f"[3, {HIDDEN}", "[4, "]),
+    "hidden": (lambda up, down: (up[:, :, :-1], down), ValueError, ["w_gate_up", f"hidden={HIDDEN}"]),
+    "intermediate": (lambda up, down: (up, down[:, :, 16:]), ValueError, ["w_down", str(INTERMEDIATE)]),
+    "odd": (lambda up, down: (up[:, 1:], down), ValueError, ["w_down"]),
+    "none": (lambda up, down: (up[:, :0], down[:, :, :0]), ValueError, ["w_down", f"[4, {HIDDEN}, 0]"]),
+    "rank": (lambda up, down: (up[0], down), ValueError, ["w_gate_up", f"[{2 * INTERMEDIATE}, {HIDDEN}]"]),
+    "rank of w_down": (lambda up, down: (up, down[0]), ValueError, ["w_down"]),
+}  # fmt: skip
+
+
+def check_words(raised, words):
+    for word in [*words, f"rank {REFUSER}"]:
+        assert word in str(raised.value), f"{word!r} is not in {raised.value}"
+
+
+def good_calls(ep, weights, seed):
+    calls = [make_tokens(ep, "random", seed + 8 * i + ep.rank) for i in range(3)]
+    layer = moe_a2a.MoELayer(ep, *own_part(ep, weights))
+    assert_as_exact_as_torch([layer(*on(ep, tokens)).clone() for tokens in calls], calls, weights)
+
+
+def run(program, seed, *args):
+    on_device.run(2, with_layer, program, seed, *args)
+
+
+def with_layer(group, program, seed, *args):
+    with make_ep(group) as ep:
+        weights = make_weights(ep.num_experts, ep.dtype, seed)
+        program(ep, group, own_part(ep, weights), on(ep, make_tokens(ep, "random", seed + ep.rank)), *args)
+        group.all_gather(None)
+        ep.check()
+        good_calls(ep, weights, seed)
+
+
+def refused(call, ep):
+    with pytest.raises(REFUSED, match=f"rank {REFUSER} refused its call"):
+        call()
+        on_device.settle(ep)
+
+
+def of_a_new_layer(ep, group, weights, tokens, name):
+    bad, error, words = BAD_WEIGHTS[name]
+    if ep.rank == REFUSER:
+        with pytest.raises(error) as raised:
+            moe_a2a.MoELayer(ep, *bad(*weights))
+        check_words(raised, words)
+
+
+def of_a_layer(ep, group, weights, tokens, name):
+    """The weights have been replaced behind the layer's back."""
+    bad, error, words = BAD_WEIGHTS[name]
+    layer = moe_a2a.MoELayer(ep, *weights)
+    if ep.rank != REFUSER:
+        return refused(lambda: layer(*tokens), ep)
+    layer.w_gate_up = layer.w_down = None
+    vars(layer)["w_gate_up"], vars(layer)["w_down"] = bad(*weights)  # hide the parameters
+    with pytest.raises(error) as raised:
+        layer(*tokens)
+    check_words(raised, words)
+
+
+def of_experts(ep, group, weights, tokens, name):
+    bad, error, words = BAD_WEIGHTS[name]
+    handle = ep.dispatch(*tokens)
+    if ep.rank == REFUSER:
+        with pytest.raises(error) as raised:
+            ep.experts(handle, *bad(*weights))
+        check_words(raised, words)
+    else:
+        refused(lambda: ep.experts(handle, *weights), ep)
+    group.all_gather(None)
+    assert handle.is_open  # all may try again
+    ep.experts(handle, *weights)
+
+
+@pytest.mark.parametrize("call", [of_a_new_layer, of_a_layer, of_experts])
+@pytest.mark.parametrize("name", BAD_WEIGHTS)
+def test_bad_weights(name, call, session_seed):
+    run(call, session_seed, name)
+
+
+def with_bad_choices(ep, group, weights, tokens):
+    for options, error, words in (
+        ({"fused": 1}, TypeError, ["fused=1"]),
+        ({"num_max_routes": 0}, ValueError, ["num_max_routes=0"]),
+        ({"num_max_routes": 2.5}, TypeError, ["num_max_routes=2.5"]),
+    ):
+        handle = ep.dispatch(*tokens)
+        if ep.rank == REFUSER:
+            with pytest.raises(error) as raised:
+                moe_a2a.MoELayer(ep, *weights, **options)
+            check_words(raised, words)
+            with pytest.raises(error) as raised:
+                ep.experts(handle, *weights, **options)
+            check_words(raised, words)
+        else:
+            refused(lambda handle=handle: ep.experts(handle, *weights), ep)
+        group.all_gather(None)
+        handle.release()
+
+
+def test_bad_choices(session_seed):
+    run(with_bad_choices, session_seed)
+
+
+def with_wrong_handles(ep, group, weights, tokens):
+    with make_ep(group) as other:
+        foreign = other.dispatch(*tokens)
+        closed = ep.dispatch(*tokens)
+        ep.experts(closed, *weights)
+        for wrong, words in ((foreign, "handle of another"), (closed, "closed"), (5, "handle is a int")):
+            handle = ep.dispatch(*tokens)
+            if ep.rank == REFUSER:
+                with pytest.raises((TypeError, RuntimeError), match=words):
+                    ep.experts(wrong, *weights)
+            else:
+                refused(lambda handle=handle: ep.experts(handle, *weights), ep)
+            group.all_gather(None)
+            ep.experts(handle, *weights)
+        foreign.release()
+        group.all_gather(None)
+
+
+def test_wrong_handles(session_seed):
+    run(with_wrong_handles, session_seed)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "intermediate", "words"),
+    [(torch.float32, 80, "float32"), (torch.bfloat16, 40, "intermediate=40 is not a multiple of 16")],
+)
+def test_fused_where_the_kernels_cannot(dtype, intermediate, words, session_seed):
+    on_device.run(1, run_fused_in_vain, dtype, intermediate, words, session_seed)
+
+
+def run_fused_in_vain(group, dtype, intermediate, words, seed):
+    with make_ep(group, dtype) as ep:
+        weights = own_part(ep, make_weights(ep.num_experts, dtype, seed, intermediate))
+        with pytest.raises(ValueError, match=rf"fused=True, but .*{words}.* rank 0"):
+            moe_a2a.MoELayer(ep, *weights, fused=True)
+        handle = ep.dispatch(*on(ep, make_tokens(ep, "random", seed)))
+        with pytest.raises(ValueError, match=rf"fused=True, but .*{words}.* rank 0"):
+            ep.experts(handle, *weights, fused=True)
+        ep.experts(handle, *weights)
+
+
+def with_grad(ep, group, weights, tokens):
+    layer = moe_a2a.MoELayer(ep, *(nn.Parameter(w) for w in weights))
+    if ep.rank == REFUSER:
+        with pytest.raises(RuntimeError, match=rf"requires grad on rank {REFUSER}.*no backward"):
+            layer(*tokens)
+    else:
+        with torch.no_grad():
+            refused(lambda: layer(*tokens), ep)
+
+
+def test_nobody_is_given_an_output_without_gradients_in_silence(session_seed):
+    run(with_grad, session_seed)
+
+
+FAILURES = [MemoryError("no memory"), KeyboardInterrupt(), RuntimeError("CUDA out of memory")]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_experts_that_fail_between_dispatch_and_combine(error, monkeypatch, session_seed):
+    if on_device.RANKS_ARE_PROCESSES:
+        pytest.skip("patches the ranks' own package")
+    run_experts = moe_a2a.experts.run_experts
+
+    def failing(handle, *args, **options):
+        if handle.ep.rank == REFUSER and handle.ep.fails:
+            raise error
+        return run_experts(handle, *args, **options)
+
+    monkeypatch.setattr(moe_a2a.experts, "run_experts", failing)
+
+    def program(ep, group, weights, tokens):
+        layer = moe_a2a.MoELayer(ep, *weights)
+        for _ in range(4):  # more often than there are buffers
+            ep.fails = True
+            if ep.rank == REFUSER:
+                with pytest.raises(type(error)):
+                    layer(*tokens)
+            else:
+                refused(lambda: layer(*tokens), ep)
+            ep.fails = False
+
+    run(program, session_seed)
