@@ -96,6 +96,20 @@ def _dequantize(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return rows.float() * scales.repeat_interleave(128, dim=-1)[:, : rows.shape[-1]]
 
 
+def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> torch.Tensor:
+    """Experts that only scale their rows, as the problems of leaderboards simulate them: y = scales[expert] * x, for
+    combine(). Of layout="rows"; reads the number of routes on the host.
+
+    Args:
+        scales: one for all experts, or [E_local], or [E_local, H].
+    """
+    rows = handle.recv_x.index_select(0, handle.expert_row_index[: handle.num_routes])
+    if not isinstance(scales, torch.Tensor):
+        return rows.mul_(scales)
+    per_row = scales.repeat_interleave(handle.expert_counts, dim=0, output_size=rows.shape[0])
+    return rows.mul_(per_row.view(rows.shape[0], -1))
+
+
 # ---- which way
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
+from moe_a2a.experts import simulated_experts
 
 _open = {}  # the ExpertParallel of the current group: at most one
 
@@ -16,15 +17,8 @@ def custom_kernel(data):
     cfg, rank_data, rank, world_size = data
     ep = _expert_parallel(cfg, rank_data.x.device)
     handle = ep.dispatch(rank_data.x, rank_data.indices, rank_data.weights)
-    rows = handle.recv_x.index_select(0, handle.expert_row_index[: handle.num_routes])
-    return ep.combine(run_experts(rows, handle, rank_data, rank), handle)
-
-
-def run_experts(rows, handle, rank_data, rank):
     scales = getattr(rank_data, "expert_scales", None)  # of all2all_experts
-    if scales is None:
-        return rows.mul_(1 + rank)
-    return rows.mul_(scales.repeat_interleave(handle.expert_counts, dim=0, output_size=rows.shape[0]))
+    return ep.combine(simulated_experts(handle, 1 + rank if scales is None else scales), handle)
 
 
 def traced():

@@ -1,4 +1,4 @@
-"""moe_a2a's dispatch, grouped_gemm and combine: the products gather their rows where dispatch() has put them.
+"""moe_a2a's dispatch, experts and combine: on a GPU the products gather their rows where dispatch() has put them.
 
 The evaluator makes a new process group for each case, and may put a rank into another process. So the memory belongs to the
 group: it is made on the first call of a group and given back when the group is destroyed.
@@ -16,10 +16,7 @@ def custom_kernel(data):
     cfg, rank_data, rank, world_size = data
     ep = _expert_parallel(cfg, rank_data.x.device)
     handle = ep.dispatch(rank_data.x, rank_data.indices, rank_data.weights)
-    rows = handle.expert_row_index[: handle.num_routes]
-    h = moe_a2a.grouped_gemm(handle.recv_x, rows, handle.expert_offsets, rank_data.w_gate_up, activation="swiglu")
-    y = moe_a2a.grouped_gemm(h, None, handle.expert_offsets, rank_data.w_down)
-    return ep.combine(y, handle)
+    return ep.experts(handle, rank_data.w_gate_up, rank_data.w_down)
 
 
 def traced():
