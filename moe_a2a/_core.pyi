@@ -206,7 +206,18 @@ def built_targets() -> list[str]:
     """
 
 def grouped_gemm(
-    arg0: torch.Tensor, arg1: torch.Tensor | None, arg2: torch.Tensor, arg3: torch.Tensor, arg4: str | None, arg5: str
+    arg0: torch.Tensor,
+    arg1: torch.Tensor | None,
+    arg2: torch.Tensor,
+    arg3: torch.Tensor,
+    arg4: str | None,
+    arg5: bool,
+    arg6: bool,
+    arg7: typing.SupportsFloat | typing.SupportsIndex,
+    arg8: typing.SupportsFloat | typing.SupportsIndex | None,
+    arg9: typing.SupportsFloat | typing.SupportsIndex,
+    arg10: torch.Tensor | None,
+    arg11: str,
 ) -> torch.Tensor: ...
 def nbytes_for(
     arg0: typing.SupportsInt | typing.SupportsIndex,

@@ -181,6 +181,7 @@ __device__ __forceinline__ Float8Pair to_float8_pair(float first, float second) 
 }
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ float sigmoid(float value) { return __fdividef(1.0f, 1.0f + __expf(-value)); }
+__device__ __forceinline__ float error_function(float value) { return erff(value); }
 
 // ---- time
 

@@ -80,6 +80,14 @@ __device__ __forceinline__ int load_word(uint32_t from) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
   return value;
 }
+__device__ __forceinline__ float load_float(uint32_t from) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_pair(uint32_t to, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(first), "f"(second) : "memory");
+}
 __device__ __forceinline__ Vec16 load_vector(uint32_t from) {
   Vec16 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -28,9 +28,9 @@ struct WarpGroupMatrix {
   __device__ __forceinline__ void wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kCount) : "memory");
   }
-  // Index in sum[] of a pair of sums: row lane / 4 (+ 8 if `lower`) of the warp's 16, columns 8 * j + lane % 4 * 2 and
-  // the next.
+  // Index in sum[] of a pair of sums: row lane / 4 (+ 8 if `lower`) of the warp's 16, column(j) and the next.
   __device__ static constexpr int index(int j, bool lower) { return 4 * j + (lower ? 2 : 0); }
+  __device__ static int column(int j) { return 8 * j + thread_in_block() % 4 * 2; }
 
  private:
   __device__ __forceinline__ void multiply(uint64_t a, uint64_t b, int adds);

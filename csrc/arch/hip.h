@@ -185,6 +185,7 @@ __device__ __forceinline__ Float8Pair to_float8_pair(float first, float second) 
 }
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
 __device__ __forceinline__ float sigmoid(float value) { return __builtin_amdgcn_rcpf(1.0f + __expf(-value)); }
+__device__ __forceinline__ float error_function(float value) { return erff(value); }
 
 // ---- time
 

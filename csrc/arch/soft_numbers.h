@@ -24,6 +24,7 @@ inline float to_float(Half value) {
 }
 
 inline float sigmoid(float value) { return 1.0f / (1.0f + std::exp(-value)); }
+inline float error_function(float value) { return std::erf(value); }
 
 template <class T>
 T from_float(float value);

@@ -46,10 +46,43 @@ void require_no_grad(const at::Tensor& tensor, const char* name) {
           std::string("call under torch.no_grad() or pass ") + name + ".detach()");
 }
 
-Activation to_activation(const std::optional<std::string>& name) {
-  if (!name) return Activation::kNone;
-  if (*name == "swiglu") return Activation::kSwiglu;
-  raise_value(kNoRank, "activation=\"" + *name + "\" is unknown", "pass None or \"swiglu\"");
+// How Python says it; see moe_a2a/grouped_gemm.py.
+struct Epilogue {
+  const std::optional<std::string>& activation;
+  bool gated, interleaved;
+  double alpha;
+  std::optional<double> limit;
+  double up_shift;
+};
+
+Activation::Function to_function(const std::optional<std::string>& name) {
+  using Function = Activation::Function;
+  if (!name) return Function::kNone;
+  if (*name == "silu" || *name == "swiglu") return Function::kSilu;
+  if (*name == "gelu") return Function::kGelu;
+  if (*name == "gelu_tanh") return Function::kGeluTanh;
+  if (*name == "relu2") return Function::kRelu2;
+  raise_value(kNoRank, "activation=\"" + *name + "\" is unknown",
+              "pass None, \"swiglu\", \"silu\", \"gelu\", \"gelu_tanh\" or \"relu2\"");
+}
+
+Activation to_activation(const Epilogue& epilogue) {
+  Activation activation;
+  activation.function = to_function(epilogue.activation);
+  activation.is_gated = epilogue.gated || epilogue.activation == "swiglu";
+  require(epilogue.alpha == 1 || activation.function == Activation::Function::kSilu,
+          "alpha=" + std::to_string(epilogue.alpha) + " is a factor in SiLU alone, and activation is another",
+          "leave it out");
+  require(activation.is_gated || (!epilogue.limit && epilogue.up_shift == 0 && !epilogue.interleaved),
+          "limit, up_shift and interleaved are about gate and up, and w has but one projection",
+          "pass gated=True or leave them out");
+  require(!epilogue.limit || *epilogue.limit > 0,
+          "limit=" + std::to_string(epilogue.limit.value_or(0)) + " is not positive", "pass None for no limit");
+  activation.is_interleaved = epilogue.interleaved;
+  activation.alpha = static_cast<float>(epilogue.alpha);
+  if (epilogue.limit) activation.limit = static_cast<float>(*epilogue.limit);
+  activation.up_shift = static_cast<float>(epilogue.up_shift);
+  return activation;
 }
 
 void check_x(const at::Tensor& x) {
@@ -72,14 +105,14 @@ void check_x(const at::Tensor& x) {
           "pass x.contiguous()");
 }
 
-void check_w(const at::Tensor& w, const at::Tensor& x, Activation activation) {
+void check_w(const at::Tensor& w, const at::Tensor& x, bool is_gated) {
   require_dtype(w, "w", x.scalar_type(), " as x has");
   require(w.dim() == 3 && w.size(2) == x.size(1),
           "w has shape " + text_of(w.sizes()) +
               ", expected [num_experts, columns, hidden=" + std::to_string(x.size(1)) + "]",
           "pass the weights of nn.Linear, stacked");
   require(w.size(0) > 0, "w has no experts", "pass at least one");
-  const int halves = activation == Activation::kSwiglu ? 2 : 1;
+  const int halves = is_gated ? 2 : 1;
   require(w.size(1) > 0 && w.size(1) % (halves * kGranularity) == 0,
           "w.shape[1]=" + std::to_string(w.size(1)) + " is not a positive multiple of " +
               std::to_string(halves * kGranularity),
@@ -88,6 +121,16 @@ void check_w(const at::Tensor& w, const at::Tensor& x, Activation activation) {
   require_contiguous(w, "w");
   require(reinterpret_cast<uintptr_t>(w.const_data_ptr()) % kRowAlignment == 0,
           "w does not begin at a multiple of 16 bytes", "pass w.clone()");
+}
+
+void check_bias(const at::Tensor& bias, const at::Tensor& w) {
+  require_dtype(bias, "bias", at::kFloat, ": it is added to the fp32 sums");
+  require(bias.sizes() == w.sizes().slice(0, 2),
+          "bias has shape " + text_of(bias.sizes()) +
+              ", expected [num_experts, columns] = " + text_of(w.sizes().slice(0, 2)),
+          "pass one value per row of w");
+  require_no_grad(bias, "bias");
+  require_contiguous(bias, "bias");
 }
 
 void check_lists(const std::optional<at::Tensor>& row_index, const at::Tensor& expert_offsets, const at::Tensor& w) {
@@ -131,6 +174,7 @@ struct Tensors {
   const at::Tensor& x;
   const std::optional<at::Tensor>& row_index;
   const at::Tensor &expert_offsets, &w;
+  const std::optional<at::Tensor>& bias;
 
   int64_t num_rows() const { return row_index ? row_index->size(0) : x.size(0); }
 };
@@ -145,23 +189,26 @@ void check_sizes(const Tensors& t) {
   }
 }
 
-void check(const Place& place, const Tensors& t, Activation activation) {
+void check(const Place& place, const Tensors& t, bool is_gated) {
   check_plain(place, t.x, "x");
   check_plain(place, t.w, "w");
   check_plain(place, t.expert_offsets, "expert_offsets");
   if (t.row_index) check_plain(place, *t.row_index, "row_index");
+  if (t.bias) check_plain(place, *t.bias, "bias");
   check_x(t.x);
-  check_w(t.w, t.x, activation);
+  check_w(t.w, t.x, is_gated);
+  if (t.bias) check_bias(*t.bias, t.w);
   check_lists(t.row_index, t.expert_offsets, t.w);
   check_sizes(t);
   if (t.x.is_cpu()) check_values(t.x, t.row_index, t.expert_offsets, t.num_rows());
 }
 
-GroupedGemmArgs to_args(const Tensors& t, Activation activation, const at::Tensor& out) {
+GroupedGemmArgs to_args(const Tensors& t, const Activation& activation, const at::Tensor& out) {
   return {.x = t.x.const_data_ptr(),
           .row_index = t.row_index ? t.row_index->const_data_ptr<int32_t>() : nullptr,
           .expert_offsets = t.expert_offsets.const_data_ptr<int32_t>(),
           .w = t.w.const_data_ptr(),
+          .bias = t.bias ? t.bias->const_data_ptr<float>() : nullptr,
           .out = out.mutable_data_ptr(),
           .x_stride = t.x.size(0) > 1 ? t.x.stride(0) : t.x.size(1),
           .num_experts = static_cast<int32_t>(t.w.size(0)),
@@ -175,12 +222,14 @@ GroupedGemmArgs to_args(const Tensors& t, Activation activation, const at::Tenso
 
 at::Tensor grouped_gemm(const at::Tensor& x, const std::optional<at::Tensor>& row_index,
                         const at::Tensor& expert_offsets, const at::Tensor& w,
-                        const std::optional<std::string>& activation_name, const std::string& target) {
-  const Activation activation = to_activation(activation_name);
-  const Tensors tensors = {x, row_index, expert_offsets, w};
+                        const std::optional<std::string>& activation_name, bool gated, bool interleaved, double alpha,
+                        std::optional<double> limit, double up_shift, const std::optional<at::Tensor>& bias,
+                        const std::string& target) {
+  const Activation activation = to_activation({activation_name, gated, interleaved, alpha, limit, up_shift});
+  const Tensors tensors = {x, row_index, expert_offsets, w, bias};
   const Place place = {.rank = kNoRank, .device = x.device(), .owner = "x"};
-  check(place, tensors, activation);
-  const int64_t columns = activation == Activation::kSwiglu ? w.size(1) / 2 : w.size(1);
+  check(place, tensors, activation.is_gated);
+  const int64_t columns = activation.is_gated ? w.size(1) / 2 : w.size(1);
   const at::Tensor out = make_tensor(place, {tensors.num_rows(), columns}, x.scalar_type());
   if (tensors.num_rows() == 0) return out;
 

@@ -87,6 +87,87 @@ def test_any_routing(counts, dtype, activation, gather, session_seed):
     assert_as_exact_as_torch(out, case, activation)
 
 
+# As models have them: the functions of Mixtral, Gemma and Nemotron; clamped as in GLM and DeepSeek-V4, shifted as in MiniMax;
+# interleaved rows and biases as in GPT-OSS.
+EPILOGUES = {
+    "bias": {"bias": True},
+    "relu2": {"activation": "relu2"},
+    "gelu and bias": {"activation": "gelu", "bias": True},
+    "silu": {"activation": "silu"},
+    "gated by gelu": {"activation": "gelu", "gated": True},
+    "gated by gelu_tanh": {"activation": "gelu_tanh", "gated": True},
+    "gated alone": {"gated": True},
+    "interleaved": {"activation": "swiglu", "interleaved": True},
+    "swiglu and bias": {"activation": "swiglu", "bias": True},
+    "clamped": {"activation": "swiglu", "limit": 0.75},
+    "shifted": {"activation": "swiglu", "limit": 1.5, "alpha": 1.702, "up_shift": 1.0},
+    "GPT-OSS": {
+        "activation": "swiglu",
+        "interleaved": True,
+        "limit": 1.5,
+        "alpha": 1.702,
+        "up_shift": 1.0,
+        "bias": True,
+    },
+}
+
+
+def epilogue_in_torch(sums, activation=None, gated=False, interleaved=False, alpha=1.0, limit=None, up_shift=0.0):
+    functions = {
+        None: lambda x: x,
+        "silu": lambda x: x * torch.sigmoid(alpha * x),
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu2": lambda x: F.relu(x).square(),
+    }
+    if activation != "swiglu" and not gated:
+        return functions[activation](sums)
+    gate, up = (sums[:, ::2], sums[:, 1::2]) if interleaved else sums.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return functions["silu" if activation == "swiglu" else activation](gate) * (up + up_shift)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(16, 16), (208, 144), (320, 272)], ids=str)
+@pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
+def test_any_epilogue(epilogue, size, dtype, session_seed):
+    """At most twice the error of the same sums, activated in fp64 and rounded."""
+    hidden, columns = size
+    case = make_case(ROUTINGS["random"], hidden, columns, dtype, session_seed)
+    epilogue = dict(epilogue)
+    bias = torch.randn(len(case[3]), 2 * columns) if epilogue.pop("bias", False) else None
+    out = moe_a2a.grouped_gemm(*case, **epilogue, bias=None if bias is None else bias.to(DEVICE))
+    sums = in_torch(*case, None, torch.float64)
+    if bias is not None:
+        sums += bias.double().repeat_interleave(case[2].cpu().diff(), dim=0)
+    exact = epilogue_in_torch(sums, **epilogue)
+    assert list(out.shape) == list(exact.shape)
+    rounded = (exact.to(dtype).double() - exact).norm()
+    assert (out.cpu().double() - exact).norm() <= 2 * rounded
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
+def test_large_sums_and_nan_pass_as_in_torch(activation):
+    values = torch.tensor([-1e30, -1e4, -80.0, -1.0, -0.0, 1.0, 80.0, 1e4, 1e30, float("nan"), float("inf")])
+    x = torch.zeros(len(values), 16, dtype=torch.bfloat16)
+    x[:, 0] = values.bfloat16()
+    w = torch.zeros(1, 16, 16, dtype=torch.bfloat16)
+    w[0, :, 0] = 1
+    offsets = torch.tensor([0, len(values)], dtype=torch.int32)
+    x[-2:, 0] = 0  # NaN and infinity times the zeros of w would be NaN in every column
+    bias = torch.zeros(1, 16)
+    out = moe_a2a.grouped_gemm(x.to(DEVICE), None, offsets.to(DEVICE), w.to(DEVICE), activation, bias=bias.to(DEVICE))
+    expected = epilogue_in_torch(x.double()[:, :1], activation).bfloat16()
+    torch.testing.assert_close(out[:, :1].cpu(), expected, rtol=0.01, atol=1e-30)
+    for value in (float("nan"), float("inf")):
+        out = moe_a2a.grouped_gemm(
+            x.to(DEVICE), None, offsets.to(DEVICE), w.to(DEVICE), activation, bias=(bias + value).to(DEVICE)
+        )
+        expected = epilogue_in_torch(x[-1:].double() + value, activation).bfloat16()
+        assert torch.equal(out[-1, :1].cpu().nan_to_num(7), expected[0, :1].nan_to_num(7))
+
+
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_any_size(size, activation, session_seed):
@@ -213,11 +294,11 @@ def good():
     return make_case([3, 0, 5], 48, 32, torch.bfloat16, 0)
 
 
-def refused(error, message, x=None, row_index=None, offsets=None, w=None, activation=None):
+def refused(error, message, x=None, row_index=None, offsets=None, w=None, activation=None, **epilogue):
     case = good()
     replaced = [given if given is not None else case[i] for i, given in enumerate((x, row_index, offsets, w))]
     with pytest.raises(error, match=message):
-        moe_a2a.grouped_gemm(*replaced, activation)
+        moe_a2a.grouped_gemm(*replaced, activation, **epilogue)
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -263,7 +344,14 @@ def without_memory(tensor):
         (TypeError, "x has layout Sparse; pass x.to_dense", lambda: {"x": zeros(4, 48).to_sparse()}),
         (TypeError, "w has layout Sparse; pass w.to_dense", lambda: {"w": zeros(3, 64, 48).to_sparse()}),
         (ValueError, "x has a storage of 0 bytes", lambda: {"x": without_memory(zeros(4, 48))}),
-        (ValueError, 'activation="gelu" is unknown', lambda: {"activation": "gelu"}),
+        (ValueError, 'activation="geglu" is unknown', lambda: {"activation": "geglu"}),
+        (ValueError, "alpha=2.0* is a factor in SiLU alone", lambda: {"activation": "gelu", "alpha": 2}),
+        (ValueError, "limit, up_shift and interleaved are about gate and up", lambda: {"limit": 7.0}),
+        (ValueError, "limit=-1.0* is not positive", lambda: {"activation": "swiglu", "limit": -1}),
+        (TypeError, "bias has dtype BFloat16, expected Float", lambda: {"bias": zeros(3, 64)}),
+        (ValueError, r"bias has shape \[3, 32\], .*\[3, 64\]", lambda: {"bias": zeros(3, 32, dtype=torch.float32)}),
+        (ValueError, "bias is not contiguous", lambda: {"bias": zeros(64, 3, dtype=torch.float32).t()}),
+        (ValueError, "bias requires grad", lambda: {"bias": zeros(3, 64, dtype=torch.float32).requires_grad_()}),
     ],
 )
 def test_bad_arguments(error, message, change):

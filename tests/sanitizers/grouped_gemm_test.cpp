@@ -2,6 +2,7 @@
 // plain loop. Values are small integers: every sum is exact, in any order.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -30,6 +31,8 @@ struct Problem {
   int depth, columns, num_x_rows;
 };
 
+constexpr Activation kSwiglu = {.function = Activation::Function::kSilu, .is_gated = true};
+
 class GroupedGemmTest : public testing::TestWithParam<Problem> {
  protected:
   void SetUp() override {
@@ -45,14 +48,15 @@ class GroupedGemmTest : public testing::TestWithParam<Problem> {
     for (int32_t& index : row_index_) index = row(random);
   }
 
-  std::vector<uint16_t> run(Activation activation, int num_blocks) {
+  std::vector<uint16_t> run(const Activation& activation, int num_blocks, const float* bias = nullptr) {
     const Problem& p = GetParam();
-    const int columns = activation == Activation::kSwiglu ? p.columns : 2 * p.columns;
+    const int columns = activation.is_gated ? p.columns : 2 * p.columns;
     std::vector<uint16_t> out(row_index_.size() * columns, 0xffff);  // NaN
     run_grouped_gemm({.target = "cpu", .num_blocks = num_blocks}, {.x = x_.data(),
                                                                    .row_index = row_index_.data(),
                                                                    .expert_offsets = offsets_.data(),
                                                                    .w = w_.data(),
+                                                                   .bias = bias,
                                                                    .out = out.data(),
                                                                    .x_stride = p.depth,
                                                                    .num_experts = static_cast<int32_t>(p.counts.size()),
@@ -80,7 +84,7 @@ class GroupedGemmTest : public testing::TestWithParam<Problem> {
 
 TEST_P(GroupedGemmTest, EveryElementIsExact) {
   const Problem& p = GetParam();
-  const std::vector<uint16_t> out = run(Activation::kNone, 3);
+  const std::vector<uint16_t> out = run({}, 3);
   for (size_t e = 0; e < p.counts.size(); ++e) {
     for (int i = offsets_[e]; i < offsets_[e + 1]; ++i) {
       for (int j = 0; j < 2 * p.columns; ++j) {
@@ -95,7 +99,7 @@ TEST_P(GroupedGemmTest, EveryElementIsExact) {
 
 TEST_P(GroupedGemmTest, SwigluTakesGateAndUpOfTheSameColumn) {
   const Problem& p = GetParam();
-  const std::vector<uint16_t> out = run(Activation::kSwiglu, 3);
+  const std::vector<uint16_t> out = run(kSwiglu, 3);
   for (size_t e = 0; e < p.counts.size(); ++e) {
     for (int i = offsets_[e]; i < offsets_[e + 1]; ++i) {
       for (int j = 0; j < p.columns; ++j) {
@@ -108,9 +112,34 @@ TEST_P(GroupedGemmTest, SwigluTakesGateAndUpOfTheSameColumn) {
   }
 }
 
+// As GPT-OSS has it.
+TEST_P(GroupedGemmTest, ClampedSwigluWithBiasOfInterleavedRows) {
+  const Problem& p = GetParam();
+  Activation activation = kSwiglu;
+  activation.is_interleaved = true;
+  activation.alpha = 1.5f;
+  activation.limit = 4;
+  activation.up_shift = 1;
+  std::vector<float> bias(p.counts.size() * 2 * p.columns);
+  for (size_t i = 0; i < bias.size(); ++i) bias[i] = static_cast<float>(i % 11) - 5;
+  const std::vector<uint16_t> out = run(activation, 3, bias.data());
+  for (size_t e = 0; e < p.counts.size(); ++e) {
+    for (int i = offsets_[e]; i < offsets_[e + 1]; ++i) {
+      for (int j = 0; j < p.columns; ++j) {
+        const float* of_pair = bias.data() + e * 2 * p.columns + 2 * j;
+        const float gate = std::min(exact(static_cast<int>(e), i, 2 * j) + of_pair[0], 4.0f);
+        const float up = std::clamp(exact(static_cast<int>(e), i, 2 * j + 1) + of_pair[1], -4.0f, 4.0f);
+        const float expected = gate / (1 + std::exp(-1.5f * gate)) * (up + 1), got = to_float(out[i * p.columns + j]);
+        ASSERT_LE(std::abs(got - expected), std::abs(expected) / 128)
+            << "expert " << e << " row " << i << " column " << j;
+      }
+    }
+  }
+}
+
 TEST_P(GroupedGemmTest, BlocksDoNotMatter) {
-  const std::vector<uint16_t> one = run(Activation::kNone, 1);
-  for (int num_blocks : {2, 5}) EXPECT_EQ(run(Activation::kNone, num_blocks), one);
+  const std::vector<uint16_t> one = run({}, 1);
+  for (int num_blocks : {2, 5}) EXPECT_EQ(run({}, num_blocks), one);
 }
 
 INSTANTIATE_TEST_SUITE_P(Routings, GroupedGemmTest,

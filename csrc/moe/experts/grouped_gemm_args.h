@@ -2,28 +2,56 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
+#include "arch/attributes.h"
 #include "arch/number.h"
 
 namespace moe_a2a {
 
-enum class Activation : int32_t {
-  kNone,
-  kSwiglu,  // w holds the gate's rows before the up projection's; silu(gate) * up
+// What becomes of the fp32 sums: f(sum), or f(gate) * (up + up_shift) if w has rows of a gate and of an up projection.
+struct Activation {
+  enum class Function : int32_t {
+    kNone,
+    kSilu,      // x * sigmoid(alpha * x)
+    kGelu,      // with the error function
+    kGeluTanh,  // its approximation by tanh
+    kRelu2,     // relu(x) squared
+  };
+  Function function = Function::kNone;
+  bool is_gated = false;
+  bool is_interleaved = false;  // the gate's rows are the even ones of w; else they come before all of up's
+  float alpha = 1;
+  float limit = std::numeric_limits<float>::infinity();  // before f, clamps the gate above and up on both sides
+  float up_shift = 0;
+
+  // Nothing, or silu(gate) * up: what most models have.
+  MOE_A2A_HOST_DEVICE bool is_plain() const {
+    const bool is_unlimited = limit == std::numeric_limits<float>::infinity();
+    return function == (is_gated ? Function::kSilu : Function::kNone) && alpha == 1 && is_unlimited && up_shift == 0;
+  }
 };
 
 struct GroupedGemmArgs {
   const void* x = nullptr;  // [num_x_rows, depth], rows x_stride elements apart
-  const int32_t* row_index =
-      nullptr;  // [num_rows]: the row of x of each position, -1: zeros. Null: position i is row i
+  // [num_rows]: the row of x of each position, -1: zeros. Null: position i is row i
+  const int32_t* row_index = nullptr;
   const int32_t* expert_offsets = nullptr;  // [num_experts + 1]: the first position of each expert
-  const void* w = nullptr;                  // [num_experts, num_columns (twice for kSwiglu), depth]
+  const void* w = nullptr;                  // [num_experts, rows_of_w(), depth]
+  const float* bias = nullptr;              // [num_experts, rows_of_w()]: added to the sums. Null: none
   void* out = nullptr;                      // [num_rows, num_columns]
   int32_t* next_unit = nullptr;             // must be zero; counts the units that clusters have drawn
   int64_t x_stride = 0;
   int32_t num_experts = 0, num_x_rows = 0, num_rows = 0, num_columns = 0, depth = 0;
   DType dtype = DType::kBfloat16;
-  Activation activation = Activation::kNone;
+  Activation activation;
+
+  // Of an expert: two per column if gated.
+  MOE_A2A_HOST_DEVICE int64_t rows_of_w() const { return int64_t{num_columns} * (activation.is_gated ? 2 : 1); }
+  // The row of w, of an expert, that makes a column. half: 1 for up.
+  MOE_A2A_HOST_DEVICE int64_t row_of_w(int half, int column) const {
+    return activation.is_interleaved ? int64_t{2} * column + half : int64_t{half} * num_columns + column;
+  }
 };
 
 }  // namespace moe_a2a

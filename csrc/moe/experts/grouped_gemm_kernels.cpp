@@ -1,4 +1,4 @@
-// The grouped GEMM's family: one entry, which selects the kernel by type, activation and device.
+// The grouped GEMM's family: one entry, which selects the kernel by type, gate and device.
 #include "arch/attributes.h"
 
 #if MOE_A2A_RECORDING  // compiled once: there is nothing to record
@@ -12,24 +12,24 @@ inline namespace MOE_A2A_TARGET {
 
 template <class Use>
 void for_each_variant(Use use) {
-  use.template operator()<Bfloat16, Activation::kNone>(DType::kBfloat16);
-  use.template operator()<Bfloat16, Activation::kSwiglu>(DType::kBfloat16);
-  use.template operator()<Half, Activation::kNone>(DType::kFloat16);
-  use.template operator()<Half, Activation::kSwiglu>(DType::kFloat16);
+  use.template operator()<Bfloat16, false>(DType::kBfloat16);
+  use.template operator()<Bfloat16, true>(DType::kBfloat16);
+  use.template operator()<Half, false>(DType::kFloat16);
+  use.template operator()<Half, true>(DType::kFloat16);
 }
 
 void prepare_grouped_gemm(const LaunchSite& site) {
-  for_each_variant([&]<class T, Activation kActivation>(DType) {
-    prepare<GroupedGemm<T, kActivation>>(site);
-    prepare_pipelined_gemm<T, kActivation>(site);
+  for_each_variant([&]<class T, bool kGated>(DType) {
+    prepare<GroupedGemm<T, kGated>>(site);
+    prepare_pipelined_gemm<T, kGated>(site);
   });
 }
 
 void launch_grouped_gemm(const LaunchSite& site, const void* erased) {
   const auto& args = *static_cast<const GroupedGemmArgs*>(erased);
-  for_each_variant([&]<class T, Activation kActivation>(DType dtype) {
-    if (args.dtype != dtype || args.activation != kActivation) return;
-    if (!launch_pipelined_gemm<T, kActivation>(site, args)) launch<GroupedGemm<T, kActivation>>(site, args);
+  for_each_variant([&]<class T, bool kGated>(DType dtype) {
+    if (args.dtype != dtype || args.activation.is_gated != kGated) return;
+    if (!launch_pipelined_gemm<T, kGated>(site, args)) launch<GroupedGemm<T, kGated>>(site, args);
   });
 }
 

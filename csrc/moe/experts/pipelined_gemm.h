@@ -7,26 +7,27 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 #if defined(MOE_A2A_HAS_TILE_PIPELINE)
 
-template <class T, Activation kActivation>
+template <class T, bool kGated>
 void prepare_pipelined_gemm(const LaunchSite& site) {
-  if (!has_pipeline<PipelinedGemm<T, kActivation, true>>(site)) return;
-  prepare_pipeline<PipelinedGemm<T, kActivation, true>>(site);
-  prepare_pipeline<PipelinedGemm<T, kActivation, false>>(site);
+  if (!has_pipeline<PipelinedGemm<T, kGated, true>>(site)) return;
+  prepare_pipeline<PipelinedGemm<T, kGated, true>>(site);
+  prepare_pipeline<PipelinedGemm<T, kGated, false>>(site);
 }
 
-template <class T, Activation kActivation, bool kGathers>
+template <class T, bool kGated, bool kGathers>
 void launch_pipelined_gemm_of(const LaunchSite& site, const GroupedGemmArgs& args) {
   constexpr bool kIsBfloat16 = std::is_same_v<T, Bfloat16>;
-  using Kernel = PipelinedGemm<T, kActivation, kGathers>;
-  constexpr int kHalves = kActivation == Activation::kSwiglu ? 2 : 1;
+  using Kernel = PipelinedGemm<T, kGated, kGathers>;
+  constexpr int kHalves = kGated ? 2 : 1;
   using Memory = PipelineMemory;
   const int64_t depth = args.depth, columns = args.num_columns;
+  const int64_t next_column = args.row_of_w(0, 1) * depth, next_half = args.row_of_w(1, 0) * depth;
   typename Kernel::Args pipelined = {.gemm = args,
                                      .w = make_tensor_map({args.w,
                                                            kIsBfloat16,
                                                            {{depth, 1, Memory::kTileDepth},
-                                                            {columns, depth, Memory::kHalfColumns},
-                                                            {kHalves, columns * depth, 1},
+                                                            {columns, next_column, Memory::kHalfColumns},
+                                                            {kHalves, next_half, 1},
                                                             {args.num_experts, kHalves * columns * depth, 1}}}),
                                      .x = {}};
   if (!kGathers) {
@@ -37,22 +38,22 @@ void launch_pipelined_gemm_of(const LaunchSite& site, const GroupedGemmArgs& arg
 }
 
 // False if this device or grid cannot run it.
-template <class T, Activation kActivation>
+template <class T, bool kGated>
 bool launch_pipelined_gemm(const LaunchSite& site, const GroupedGemmArgs& args) {
-  if (site.num_blocks < PairedTiles::kBlocks || !has_pipeline<PipelinedGemm<T, kActivation, true>>(site)) return false;
+  if (site.num_blocks < PairedTiles::kBlocks || !has_pipeline<PipelinedGemm<T, kGated, true>>(site)) return false;
   if (args.row_index != nullptr) {
-    launch_pipelined_gemm_of<T, kActivation, true>(site, args);
+    launch_pipelined_gemm_of<T, kGated, true>(site, args);
   } else {
-    launch_pipelined_gemm_of<T, kActivation, false>(site, args);
+    launch_pipelined_gemm_of<T, kGated, false>(site, args);
   }
   return true;
 }
 
 #else
 
-template <class T, Activation kActivation>
+template <class T, bool kGated>
 void prepare_pipelined_gemm(const LaunchSite&) {}
-template <class T, Activation kActivation>
+template <class T, bool kGated>
 bool launch_pipelined_gemm(const LaunchSite&, const GroupedGemmArgs&) {
   return false;
 }

@@ -13,13 +13,12 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-template <class T, Activation kActivation, bool kGathers>
+template <class T, bool kGated, bool kGathers>
 struct PipelinedGemm {
   using Memory = PipelineMemory;
   using Matrix = WarpGroupMatrix<T>;
-  static constexpr bool kIsSwiglu = kActivation == Activation::kSwiglu;
   // Gate and up of the same columns are side by side, so each thread has both, whatever the order of the weights.
-  static constexpr int kOutColumns = kIsSwiglu ? Memory::kHalfColumns : Memory::kTileColumns;
+  static constexpr int kOutColumns = kGated ? Memory::kHalfColumns : Memory::kTileColumns;
   using Tiles = ExpertTiles<PairedTiles, Memory::kTileRows, kOutColumns>;
 
   struct Args {
@@ -161,15 +160,15 @@ struct PipelinedGemm {
     const uint32_t full = memory.full(stage), columns = memory.columns(stage);
     constexpr int kHalfBytes = Memory::kColumnsBytes / 2;
     const auto column = [&](int half) {
-      return tiles.column_tile * kOutColumns + (kIsSwiglu ? 0 : half * Memory::kHalfColumns);
+      return tiles.column_tile * kOutColumns + (kGated ? 0 : half * Memory::kHalfColumns);
     };
     barrier_expect(full, Memory::kColumnsBytes + (kGathers ? 0 : Memory::kRowsBytes));
     if (tiles.shares_columns) {
-      load_tile_for_both(columns + block * kHalfBytes, &args.w, full, depth, column(block), kIsSwiglu ? block : 0,
+      load_tile_for_both(columns + block * kHalfBytes, &args.w, full, depth, column(block), kGated ? block : 0,
                          tiles.expert);
     } else {
       for (int half = 0; half < 2; ++half) {
-        load_tile(columns + half * kHalfBytes, &args.w, full, depth, column(half), kIsSwiglu ? half : 0, tiles.expert);
+        load_tile(columns + half * kHalfBytes, &args.w, full, depth, column(half), kGated ? half : 0, tiles.expert);
       }
     }
     if (!kGathers) load_tile(memory.rows(stage), &args.x, full, depth, tiles.first_position);
@@ -197,7 +196,7 @@ struct PipelinedGemm {
       }
       const int first_row = group * Matrix::kRows + warp % 4 * Memory::kWarpRows;
       const int first_position = tiles.first_position + first_row, num_rows = tiles.num_positions - first_row;
-      const int first_column = tiles.column_tile * kOutColumns;
+      const int first_column = tiles.column_tile * kOutColumns, expert = tiles.expert;
       Matrix matrix;
       int previous = -1;
       for (int step = 0; step < num_steps(args); ++step, ring.advance()) {
@@ -211,17 +210,30 @@ struct PipelinedGemm {
       more = tiles.seek(units.next(Warp{}), block);  // overlaps the last product
       matrix.template wait<0>();
       release(previous);
-      store(args, matrix, memory.results(warp), first_position, num_rows, first_column);
+      const Place place = {memory.results(warp), expert, first_position, num_rows, first_column};
+      if (args.bias == nullptr && args.activation.is_plain()) {
+        store(args, matrix, place);
+      } else {
+        store_finished(args, matrix, place);
+      }
     }
   }
 
-  // Stores a warp's 16 rows through shared memory, so that each row leaves in whole lines; 128 columns at a time.
-  MOE_A2A_DEVICE static void store(const GroupedGemmArgs& args, const Matrix& matrix, uint32_t results,
-                                   int first_position, int num_rows, int first_column) {
+  // ---- results
+
+  struct Place {  // of the 16 rows and kOutColumns columns that a warp stores
+    uint32_t memory;
+    int expert, first_position, num_rows, first_column;
+  };
+
+  // Stores what needs no more than silu(gate) * up, through shared memory, so that each row leaves in whole lines; 128
+  // columns at a time.
+  MOE_A2A_DEVICE static void store(const GroupedGemmArgs& args, const Matrix& matrix, const Place& place) {
     constexpr int kHalf = 16;  // groups of 8 columns per half
     const int lane = Warp{}.rank(), row = lane / 16, piece = lane % 16;
-    const uint32_t corner = results + lane % 16 * Memory::kResultRowBytes + lane / 16 * 16;
-    T* out = static_cast<T*>(args.out) + (int64_t{first_position} + row) * args.num_columns + first_column + piece * 8;
+    const uint32_t corner = place.memory + lane % 16 * Memory::kResultRowBytes + lane / 16 * 16;
+    const int first_column = place.first_column + piece * 8;
+    T* out = static_cast<T*>(args.out) + (int64_t{place.first_position} + row) * args.num_columns + first_column;
     MOE_A2A_UNROLL
     for (int half = 0; half < kOutColumns / Memory::kHalfColumns; ++half) {
       MOE_A2A_UNROLL
@@ -232,15 +244,15 @@ struct PipelinedGemm {
         store_matrices(corner + j * 16, v);
       }
       warp_sync();
-      const bool is_column = first_column + half * Memory::kHalfColumns + piece * 8 < args.num_columns;
+      const bool is_column = first_column + half * Memory::kHalfColumns < args.num_columns;
       Vec16 v[8];
       MOE_A2A_UNROLL
       for (int i = 0; i < 8; ++i) {
-        v[i] = load_vector(results + (2 * i + row) * Memory::kResultRowBytes + piece * 16);
+        v[i] = load_vector(place.memory + (2 * i + row) * Memory::kResultRowBytes + piece * 16);
       }
       MOE_A2A_UNROLL
       for (int i = 0; i < 8; ++i) {
-        if (!is_column || 2 * i + row >= num_rows) continue;
+        if (!is_column || 2 * i + row >= place.num_rows) continue;
         *reinterpret_cast<Vec16*>(out + 2 * i * int64_t{args.num_columns} + half * Memory::kHalfColumns) = v[i];
       }
       warp_sync();
@@ -250,13 +262,86 @@ struct PipelinedGemm {
   // Two neighbouring values of column group j (8 columns).
   MOE_A2A_DEVICE static uint32_t result(const Matrix& matrix, int j, bool lower) {
     const int i = Matrix::index(j, lower);
-    if constexpr (kIsSwiglu) {
+    if constexpr (kGated) {
       const int up = i + 64;  // 128 columns further
-      return pack<T>(swiglu(matrix.sum[i], matrix.sum[up]), swiglu(matrix.sum[i + 1], matrix.sum[up + 1]));
+      return pack<T>(silu(matrix.sum[i]) * matrix.sum[up], silu(matrix.sum[i + 1]) * matrix.sum[up + 1]);
     } else {
       return pack<T>(matrix.sum[i], matrix.sum[i + 1]);
     }
   }
+
+  // Any activation, and bias. The sums themselves pass through shared memory, 64 columns of w at a time, and the rest
+  // is a loop over rows: as code for each register it took a minute to compile, and spilled.
+  MOE_A2A_DEVICE static void store_finished(const GroupedGemmArgs& args, const Matrix& matrix, const Place& place) {
+    constexpr int kColumns = kGated ? 32 : 64, kGroups = kColumns / 8;  // results, and groups of 8, at a time
+    constexpr int kRows = kWarpSize / kGroups;                          // a lane takes a group in every kRows-th row
+    static_assert(64 * 4 <= Memory::kResultRowBytes);
+    const int lane = Warp{}.rank(), group = lane % kGroups, row = lane / kGroups;
+    const uint32_t from = place.memory + row * Memory::kResultRowBytes + group * 32;
+    MOE_A2A_UNROLL
+    for (int pass = 0; pass < kOutColumns / kColumns; ++pass) {
+      MOE_A2A_UNROLL
+      for (int g = 0; g < 8; ++g) {
+        const int j = pass * kGroups + g % kGroups + g / kGroups * 16;
+        const uint32_t to = place.memory + lane / 4 * Memory::kResultRowBytes + g * 32 + lane % 4 * 8;
+        const float* upper = matrix.sum + Matrix::index(j, false);
+        const float* lower = matrix.sum + Matrix::index(j, true);
+        store_pair(to, upper[0], upper[1]);
+        store_pair(to + 8 * Memory::kResultRowBytes, lower[0], lower[1]);
+      }
+      warp_sync();
+      const int column = place.first_column + pass * kColumns + group * 8;
+      if (column < args.num_columns) {
+        const Finish finish(args, place.expert, column);
+        T* out = static_cast<T*>(args.out) + int64_t{place.first_position} * args.num_columns + column;
+        with_function(args.activation, [&](auto f) {
+          MOE_A2A_ROLLED
+          for (int i = 0; i < Memory::kWarpRows && row + i < place.num_rows; i += kRows) {
+            const Vec16 v = finish.results(f, from + i * Memory::kResultRowBytes);
+            *reinterpret_cast<Vec16*>(out + int64_t{row + i} * args.num_columns) = v;
+          }
+        });
+      }
+      warp_sync();
+    }
+  }
+
+  // Turns the sums of 8 neighbouring columns into results.
+  struct Finish {
+    const Activation& activation;
+    float bias[kGated ? 2 : 1][8];
+
+    MOE_A2A_DEVICE Finish(const GroupedGemmArgs& args, int expert, int column) : activation(args.activation) {
+      MOE_A2A_UNROLL
+      for (int half = 0; half < (kGated ? 2 : 1); ++half) {
+        MOE_A2A_UNROLL
+        for (int c = 0; c < 8; ++c) {
+          const int64_t row = expert * args.rows_of_w() + args.row_of_w(half, column + c);
+          bias[half][c] = args.bias == nullptr ? 0.0f : args.bias[row];
+        }
+      }
+    }
+
+    // from: the sums of the columns; those of up come 32 columns later.
+    template <class Function>
+    MOE_A2A_DEVICE Vec16 results(Function f, uint32_t from) const {
+      uint32_t word[4];
+      MOE_A2A_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        word[i] = pack<T>(result(f, from + i * 8, 2 * i), result(f, from + i * 8 + 4, 2 * i + 1));
+      }
+      return {word[0], word[1], word[2], word[3]};
+    }
+    template <class Function>
+    MOE_A2A_DEVICE float result(Function f, uint32_t from, int c) const {
+      const float sum = load_float(from) + bias[0][c];
+      if constexpr (kGated) {
+        return gated(activation, f, sum, load_float(from + 32 * 4) + bias[1][c]);
+      } else {
+        return f(sum);
+      }
+    }
+  };
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
