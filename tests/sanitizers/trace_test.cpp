@@ -9,7 +9,7 @@
 namespace moe_a2a {
 namespace {
 
-MoeConfig config_of(int num_ranks, int num_max_ll_tokens = 0) {
+MoeConfig traced_config(int num_ranks, int num_max_ll_tokens = 0) {
   return {.num_ranks = num_ranks,
           .num_experts = 2 * num_ranks,
           .num_topk = 2,
@@ -76,7 +76,7 @@ TEST(Overflow, StaysInTheSegment) {
 class TracedTraffic : public ::testing::TestWithParam<int> {};
 
 TEST_P(TracedTraffic, LeavesEveryRecord) {
-  run_ranks(config_of(3, GetParam()), 20.0, [](ExpertParallel& ep) {
+  run_ranks(traced_config(3, GetParam()), 20.0, [](ExpertParallel& ep) {
     ep.tracer().start(4000);
     for (int round = 0; round < 40; ++round) layer(ep, round, {.num_blocks = 1 + round % 3});
     ep.tracer().stop();
@@ -95,7 +95,7 @@ INSTANTIATE_TEST_SUITE_P(NumMaxLlTokens, TracedTraffic, ::testing::Values(0, 2, 
 
 TEST(TracedTimeout, LastRecordSaysWhichWaitWasGivenUp) {
   std::barrier all(3);
-  run_ranks(config_of(3), 0.3, [&](ExpertParallel& ep) {
+  run_ranks(traced_config(3), 0.3, [&](ExpertParallel& ep) {
     ep.tracer().start(100);
     if (ep.config().rank != 2) {
       EXPECT_THROW(layer(ep, 0, {}), PeerTimeout);
@@ -116,7 +116,7 @@ TEST(TracedTimeout, LastRecordSaysWhichWaitWasGivenUp) {
 
 TEST(Clocks, DifferByNoMoreThanTheStatedError) {
   for (int num_ranks = 1; num_ranks <= 5; ++num_ranks) {
-    run_ranks(config_of(num_ranks), 20.0, [&](ExpertParallel& ep) {
+    run_ranks(traced_config(num_ranks), 20.0, [&](ExpertParallel& ep) {
       for (int time = 0; time < 3; ++time) {
         const std::vector<ClockReading> readings = ep.communicator().align_clocks(20, nullptr);
         ASSERT_EQ(readings.size(), static_cast<size_t>(num_ranks));
@@ -136,7 +136,7 @@ TEST(Clocks, DifferByNoMoreThanTheStatedError) {
 
 TEST(Clocks, AnAbsentRankIsATimeout) {
   std::barrier all(3);
-  run_ranks(config_of(3), 0.3, [&](ExpertParallel& ep) {
+  run_ranks(traced_config(3), 0.3, [&](ExpertParallel& ep) {
     if (ep.config().rank != 1) {
       try {
         ep.communicator().align_clocks(20, nullptr);
