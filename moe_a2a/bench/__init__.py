@@ -1,13 +1,15 @@
-"""`python -m moe_a2a bench`: what dispatch, combine and the collectives cost here, and pictures of it. See docs/tuning.md."""
+"""`python -m moe_a2a bench`: what dispatch, experts, combine and the collectives cost here, and pictures of it. See docs/tuning.md."""
 
 from __future__ import annotations
 
 import argparse
 from importlib import import_module
 
-HELP = "measure dispatch, combine and collectives on this machine; draw results"
+HELP = "measure dispatch, experts, combine, layers and collectives on this machine; draw results"
 BENCHES = {
     "dispatch_combine": "time dispatch and combine beside the floor and the baselines",
+    "experts": "time the two products of the experts beside their peers and the limits of the device",
+    "layer": "time a whole MoE layer beside compositions with its peers' products",
     "all_reduce": "time all_reduce beside gloo or NCCL",
     "reduce_scatter": "time reduce_scatter beside gloo or NCCL",
     "all_gather": "time all_gather beside gloo or NCCL",

@@ -207,7 +207,7 @@ class OursInGraphs(Ours):
         super().rehearse()  # kernels are loaded, y is made
         try:
             # A rank whose capture fails must not leave the others waiting in a replay.
-            self._graphs = together(lambda: [self._captured(self._dispatch), self._captured(self._combine)])
+            self._graphs = together(lambda: [captured(self._dispatch), captured(self._combine)])
         except FailedSomewhereError:
             if self.handle is not None:
                 self.handle.release()
@@ -222,10 +222,10 @@ class OursInGraphs(Ours):
         dispatch.run, combine.run = (graph.replay for graph in self._graphs)
         return [dispatch, combine]
 
-    @staticmethod
-    def _captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        # Thread-local: the process group's own thread may query events during the capture.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            step()
-        return graph
+
+def captured(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    # Thread-local: the process group's own thread may query events during the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph

@@ -1,0 +1,157 @@
+"""`python -m moe_a2a bench experts`: the two products of the experts, each beside its peers and the limits of the device.
+
+Each rank multiplies what a real dispatch has brought it, so expert_row_index and recv_x are those of a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import moe_a2a
+from moe_a2a.bench import limits, machine, product_results
+from moe_a2a.bench.cases import Case, make_inputs
+from moe_a2a.bench.clock import Clock, Measuring, Step
+from moe_a2a.bench.product_results import Results, cases_of
+from moe_a2a.bench.products import ALL, Products, make_weights
+from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
+from moe_a2a.bench.statistics import of_all_ranks, slowest_rank_median
+from moe_a2a.bench.together import FailedSomewhereError, together
+
+TOLERANCE = 1e-2  # of the norm: roundings of bfloat16, summed in fp32
+HEADER = (
+    f"{'tokens':>6} {'product':<8} {'system':<18} {'rows':>7} {'columns':>7} {'depth':>6} {'us':>9} {'TFLOP/s':>8} {'TB/s':>6} "
+    f"{'of limit':>8} {'MHz':>5} {'W':>4}  kernel"
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One product of one system; `us`: median of the slowest rank. Bytes: weights of experts with rows, rows once, results."""
+
+    tokens: int
+    product: str
+    system: str
+    rows: int  # of the busiest rank, as all figures
+    columns: int
+    depth: int
+    experts: int  # of a rank
+    dtype: str
+    us: float
+    tflops: float
+    tbps: float
+    share_of_limit: float
+    sm_mhz: float | None
+    watts: float | None
+    kernel: str | None
+
+    def __str__(self) -> str:
+        mhz, watts = (f"{value:.0f}" if value else "-" for value in (self.sm_mhz, self.watts))
+        return (
+            f"{self.tokens:>6} {self.product:<8} {self.system:<18} {self.rows:>7} {self.columns:>7} {self.depth:>6} {self.us:9.1f} "
+            f"{self.tflops:8.1f} {self.tbps:6.2f} {self.share_of_limit:8.0%} {mhz:>5} {watts:>4}  {(self.kernel or '-')[:60]}"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    product_results.add_arguments(parser, "experts")
+
+
+def run(options: argparse.Namespace) -> int:
+    check_cases(cases_of(options), options)
+    return start_ranks(options, rank_main, "bench")
+
+
+def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
+    device = this_ranks_device(options)
+    clock = Clock(device, Measuring(options.iterations, options.warm_up, options.flush))
+    results = Results(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
+    for case in cases_of(options):
+        results.limit(case.dtype, limits.measure(device, case.dtype, clock))
+        _run_case(case, options.intermediate, device, clock, results)
+        results.write(options)
+    results.print_rest()
+    dist.barrier()
+    return 1 if results.failed else 0
+
+
+def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock, results: Results) -> None:
+    inputs = make_inputs(case, device)
+    weights = make_weights(inputs.num_local_experts, case.hidden, intermediate, inputs.x, case.seed + inputs.rank)
+    with moe_a2a.ExpertParallel(dist.group.WORLD, **case.config, device=device) as ep:
+        for contender in ALL:
+            if why := contender.why_not(device, case.dtype):
+                results.leave_out(contender.system, "", why)
+                continue
+            products = contender(*weights)
+            handle = products.dispatch(ep, inputs.x, inputs.topk_idx, inputs.topk_weights)
+            try:
+                _run_system(case, products, handle, clock, results)
+            except FailedSomewhereError as error:
+                results.leave_out(products.system, str(case), str(error))
+            handle.release()
+
+
+def _run_system(case: Case, products: Products, handle: moe_a2a.DispatchHandle, clock: Clock, results: Results) -> None:
+    rows, inner = together(lambda: _check(products, handle))
+    device, counts = rows.device, handle.expert_counts
+    num_routes, num_landed, used = int(counts.sum()), handle.recv_rows.numel(), int((counts > 0).sum())
+    steps = [
+        Step("gate_up", lambda: products.first(rows), rows),
+        Step("down", lambda: products.second(inner), inner),
+    ]
+    times = clock.time([steps[0], *steps])[:, 1:]  # what comes first follows a pause of the host
+    item = case.dtype.itemsize
+    for step, w, seconds, num_inputs in zip(
+        steps, (products.w_gate_up, products.w_down), times.T, (num_landed, num_routes), strict=True
+    ):
+        columns, depth = w.shape[1:]
+        num_results = columns // 2 if products.gathers and step.name == "gate_up" else columns
+        moved = item * (used * columns * depth + num_inputs * depth + num_routes * num_results)
+        median = slowest_rank_median(seconds)
+        flops = _most(2.0 * num_routes * columns * depth, device)
+        num_bytes = _most(moved, device)
+        read = limits.gauge(device, clock, step.run, median)
+        results.add(Line(
+            tokens=case.num_tokens, product=step.name, system=products.system, rows=int(_most(num_routes, device)),
+            columns=columns, depth=depth, experts=w.shape[0], dtype=str(case.dtype).removeprefix("torch."), us=1e6 * median,
+            tflops=1e-12 * flops / median, tbps=1e-12 * num_bytes / median,
+            share_of_limit=results.limits[-1].seconds(flops, num_bytes) / median,
+            sm_mhz=read.sm_mhz, watts=read.watts, kernel=limits.kernel_of(device, step.run),
+        ))  # fmt: skip
+
+
+def _most(value: float, device: torch.device) -> float:
+    return of_all_ranks(torch.tensor([value], dtype=torch.float64, device=device)).max().item()
+
+
+def _check(products: Products, handle: moe_a2a.DispatchHandle) -> tuple[Tensor, Tensor]:
+    """The operands of both products, after a comparison with fp32 for the first, the last and the largest expert."""
+    rows = products.take(handle)
+    inner = products.first(rows)
+    y = products.second(activated := products.activate(inner))
+    offsets, counts = handle.expert_offsets.tolist(), handle.expert_counts
+    used = counts.nonzero().flatten().tolist()
+    for expert in {*used[:1], *used[-1:], *([int(counts.argmax())] if used else [])}:
+        at = slice(offsets[expert], offsets[expert] + int(counts[expert]))
+        x = handle.recv_x.index_select(0, handle.expert_row_index[at])
+        exact = x.float() @ products.w_gate_up[expert].float().T
+        if products.gathers:
+            gate, up = exact.chunk(2, dim=-1)
+            exact = F.silu(gate) * up
+        _compare("gate_up", expert, inner[at], exact)
+        _compare("down", expert, y[at], activated[at].float() @ products.w_down[expert].float().T)
+    return rows, activated
+
+
+def _compare(product: str, expert: int, out: Any, exact: Any) -> None:
+    error, norm = (out.float() - exact).norm().item(), exact.norm().item()
+    if not error <= TOLERANCE * norm:
+        raise ArithmeticError(f"{product} of expert {expert}: error {error:.3g}, of {norm:.3g}")

@@ -1,0 +1,153 @@
+"""`python -m moe_a2a bench layer`: a whole MoE layer, ours by kernels and step by step, beside compositions with its peers'
+products."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moe_a2a
+from moe_a2a.bench import limits, machine, product_results
+from moe_a2a.bench.cases import Case, make_inputs
+from moe_a2a.bench.clock import Clock, Measuring, Step
+from moe_a2a.bench.contenders import captured
+from moe_a2a.bench.product_results import Results, cases_of
+from moe_a2a.bench.products import ALL, Ours, make_weights
+from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
+from moe_a2a.bench.statistics import p99, slowest_rank_median
+from moe_a2a.bench.together import FailedSomewhereError, together
+
+TOLERANCE = 2e-2  # of the norm, between two layers in bfloat16
+HEADER = f"{'tokens':>6} {'system':<28} {'launch':<6} {'us':>9} {'p99':>9} {'TFLOP/s':>8} {'of best peer':>12} {'MHz':>5} {'W':>4}"
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One system at one size. `us`: median of the slowest rank; `tflops`: of the products, per rank."""
+
+    tokens: int
+    hidden: int
+    topk: int
+    experts: int
+    intermediate: int
+    ranks: int
+    dtype: str
+    system: str
+    launch: str  # "eager" or "graph"
+    us: float
+    p99_us: float
+    tflops: float
+    of_best_peer: float | None  # us / that of the fastest system that is not ours
+    sm_mhz: float | None
+    watts: float | None
+
+    def __str__(self) -> str:
+        mhz, watts = (f"{value:.0f}" if value else "-" for value in (self.sm_mhz, self.watts))
+        of_peer = f"{self.of_best_peer:.2f}" if self.of_best_peer else "-"
+        return (
+            f"{self.tokens:>6} {self.system:<28} {self.launch:<6} {self.us:9.1f} {self.p99_us:9.1f} {self.tflops:8.1f} "
+            f"{of_peer:>12} {mhz:>5} {watts:>4}"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    product_results.add_arguments(parser, "layer")
+
+
+def run(options: argparse.Namespace) -> int:
+    check_cases(cases_of(options), options)
+    return start_ranks(options, rank_main, "bench")
+
+
+def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
+    device = this_ranks_device(options)
+    clock = Clock(device, Measuring(options.iterations, options.warm_up, options.flush))
+    results = Results(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
+    for case in cases_of(options):
+        _run_case(case, options.intermediate, device, clock, results)
+        results.write(options)
+    results.print_rest()
+    dist.barrier()
+    return 1 if results.failed else 0
+
+
+@torch.no_grad()
+def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock, results: Results) -> None:
+    inputs = make_inputs(case, device)
+    weights = make_weights(inputs.num_local_experts, case.hidden, intermediate, inputs.x, case.seed + inputs.rank)
+    with moe_a2a.ExpertParallel(dist.group.WORLD, **case.config, device=device) as ep:
+        tokens = (inputs.x, inputs.topk_idx, inputs.topk_weights)
+        expected = moe_a2a.MoELayer(ep, *weights, fused=False)(*tokens)
+        systems = []
+        for system, launch, make in _contenders(case, ep, weights, tokens, results):
+            try:
+                call = together(make)
+                together(lambda call=call: _compare(call(), expected))
+            except FailedSomewhereError as error:
+                results.leave_out(f"{system}, {launch}", str(case), str(error))
+            else:
+                systems.append((system, launch, call))
+        if not systems:
+            return
+        steps = [Step(system, call, inputs.x) for system, _, call in systems]
+        times = clock.time([steps[0], *steps])[:, 1:].T  # what comes first follows a pause of the host
+        medians = [slowest_rank_median(seconds) for seconds in times]
+        peers = [us for us, (system, _, _) in zip(medians, systems, strict=True) if "+" in system]
+        flops = 6.0 * int((inputs.all_topk_idx >= 0).sum()) * case.hidden * intermediate / inputs.num_ranks
+        for (system, launch, call), median, seconds in zip(systems, medians, times, strict=True):
+            read = limits.gauge(device, clock, call, median)
+            results.add(Line(
+                tokens=case.num_tokens, hidden=case.hidden, topk=case.num_topk, experts=case.num_experts,
+                intermediate=intermediate, ranks=inputs.num_ranks, dtype=str(case.dtype).removeprefix("torch."),
+                system=system, launch=launch, us=1e6 * median, p99_us=1e6 * p99(seconds), tflops=1e-12 * flops / median,
+                of_best_peer=median / min(peers) if peers else None, sm_mhz=read.sm_mhz, watts=read.watts,
+            ))  # fmt: skip
+
+
+def _contenders(
+    case: Case, ep: moe_a2a.ExpertParallel, weights: tuple[Tensor, Tensor], tokens: tuple[Tensor, ...], results: Results
+) -> Iterator[tuple[str, str, Callable[[], Call]]]:
+    """(system, launch, what makes its call)"""
+
+    def ours(fused: bool) -> Call:
+        layer = moe_a2a.MoELayer(ep, *weights, fused=fused)
+        return lambda: layer(*tokens)
+
+    yield "moe_a2a", "eager", lambda: ours(True)
+    if ep.device.type == "cuda":
+        yield "moe_a2a", "graph", lambda: _in_a_graph(ours(True))
+    yield "moe_a2a, step by step", "eager", lambda: ours(False)
+    for contender in ALL:
+        system = f"moe_a2a + {contender.system}"
+        if contender is Ours:
+            continue
+        if why := contender.why_not(ep.device, case.dtype):
+            results.leave_out(system, "", why)
+            continue
+        products = contender(*weights)
+        yield system, "eager", lambda products=products: lambda: products.layer(ep, *tokens)
+
+
+def _in_a_graph(call: Call) -> Call:
+    call()  # loads the kernels
+    outs: list[Tensor] = []
+    graph = captured(lambda: outs.append(call()))
+
+    def replay() -> Tensor:
+        graph.replay()
+        return outs[0]
+
+    return replay
+
+
+def _compare(out: Any, expected: Tensor) -> None:
+    error, norm = (out.float() - expected.float()).norm().item(), expected.float().norm().item()
+    if not error <= TOLERANCE * norm:
+        raise ArithmeticError(f"differs from the layer step by step by {error:.3g}, of {norm:.3g}")

@@ -1,0 +1,90 @@
+"""What bounds a product of the experts on this device, measured in the same run: a large square product, a device copy; and the
+clock and the power while a step runs back to back."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_a2a.bench.clock import Clock, Step
+from moe_a2a.bench.statistics import slowest_rank_median
+
+SQUARE = {"cuda": 8192, "cpu": 512}
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 16 << 20}
+ROUND_SECONDS = 0.1  # of calls back to back
+STEADY_SECONDS = 1.0  # nvidia-smi shows the power of the last second
+
+
+@dataclass(frozen=True)
+class Limits:
+    tflops: float  # of a square product in the dtype
+    tbps: float  # of a copy: bytes read and written
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        """What such work takes at least."""
+        return max(flops / (1e12 * self.tflops), num_bytes / (1e12 * self.tbps))
+
+
+def measure(device: torch.device, dtype: torch.dtype, clock: Clock) -> Limits:
+    n, num_bytes = SQUARE[device.type], COPY_BYTES[device.type]
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    c, source = torch.empty_like(a), torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    steps = [Step("square", lambda: torch.mm(a, b, out=c)), Step("copy", lambda: target.copy_(source))]
+    square, copy = (slowest_rank_median(times) for times in clock.time(steps).T)
+    return Limits(tflops=2e-12 * n**3 / square, tbps=2e-12 * num_bytes / copy)
+
+
+@dataclass
+class Gauge:
+    sm_mhz: float | None = None
+    watts: float | None = None
+
+
+def gauge(device: torch.device, clock: Clock, run: Callable[[], Any], seconds: float) -> Gauge:
+    """Every rank calls it; `seconds`: what a run takes, the same number on every rank. Empty without nvidia-smi."""
+    read = Gauge()
+    if device.type != "cuda" or torch.version.hip or shutil.which("nvidia-smi") is None:
+        return read
+    reader = threading.Thread(target=_read, args=(device, read))
+    reader.start()
+    is_reading = torch.ones(1, device=device)
+    while is_reading.item():  # on some rank: all run the same number of rounds
+        for _ in range(max(1, int(ROUND_SECONDS / seconds))):
+            run()
+        clock.synchronize()
+        is_reading.fill_(float(reader.is_alive()))
+        dist.all_reduce(is_reading, op=dist.ReduceOp.MAX)
+    reader.join()
+    return read
+
+
+def _read(device: torch.device, into: Gauge) -> None:
+    time.sleep(STEADY_SECONDS)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "-i", uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", *query]
+    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        into.sm_mhz, into.watts = (float(value) for value in done.stdout.split(","))
+    except ValueError:  # a driver that does not say
+        return
+
+
+def kernel_of(device: torch.device, run: Callable[[], Any]) -> str | None:
+    """The name of the kernel that takes most of a step, as PyTorch's profiler sees it; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    kernels = [event for event in profile.key_averages() if event.self_device_time_total > 0]
+    return max(kernels, key=lambda event: event.self_device_time_total).key if kernels else None

@@ -1,0 +1,112 @@
+"""Options and results that `bench experts` and `bench layer` share: lines as they come, then JSON with the commit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_a2a.bench.cases import Case
+from moe_a2a.bench.limits import Limits
+from moe_a2a.bench.options import add_how, add_sizes, dtypes, routing_names
+from moe_a2a.command_line import UsageError, integer, integers, output_file, output_folder
+
+
+def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--tokens", type=integers(1), default=[128, 512, 4096, 8192], metavar="128,512,...",
+                      help="of each rank (default: 128,512,4096,8192)")  # fmt: skip
+    add_sizes(what)
+    what.add_argument("--intermediate", type=_multiple_of_16, default=2048)
+    what.add_argument("--dtype", type=_dtypes, default=[torch.bfloat16], metavar="TYPE,...", help="bfloat16, float16")
+    what.add_argument("--routing", type=routing_names, default=["uniform"], metavar="NAME,...", help="default: uniform")
+    add_how(parser)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results here")
+    parser.add_argument("--results", type=output_folder, metavar="DIR", help=f"write DIR/<gpu>_<ranks>/{kind}.json")
+
+
+def _multiple_of_16(text: str) -> int:
+    number = integer(16)(text)
+    if number % 16:
+        raise argparse.ArgumentTypeError(f"{number} is not a multiple of 16")
+    return number
+
+
+def _dtypes(text: str) -> list[torch.dtype]:
+    chosen = dtypes(text)
+    if torch.float32 in chosen:
+        raise argparse.ArgumentTypeError("float32: the kernels take bfloat16 and float16")
+    return chosen
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    if options.hidden % 16:
+        raise UsageError(f"--hidden {options.hidden} is not a multiple of 16, as the kernels need it")
+    return [
+        Case(tokens, options.hidden, options.topk, options.experts, dtype, routing, options.seed)
+        for dtype in options.dtype
+        for routing in options.routing
+        for tokens in options.tokens
+    ]
+
+
+class Results:
+    """Every rank keeps them; rank 0 prints and writes."""
+
+    def __init__(self, about: dict[str, Any], header: str):
+        self.about = about
+        self.lines: list[Any] = []
+        self.limits: list[Limits] = []  # one per case
+        self.left_out: list[dict[str, str]] = []
+        self._is_first = dist.get_rank() == 0
+        self._print(f"# {about['ranks']} ranks on {about['machine']}; torch {about['versions']['torch']}, ", end="")
+        self._print(f"commit {about['versions']['commit']}, {about['date']}, seed {about['seed']}\n{header}")
+
+    @property
+    def failed(self) -> bool:
+        """One of ours has no figure."""
+        return any(line["what"].startswith("moe_a2a") and "+" not in line["what"] for line in self.left_out)
+
+    def limit(self, dtype: torch.dtype, limit: Limits) -> None:
+        self.limits.append(limit)
+        name = str(dtype).removeprefix("torch.")
+        self._print(f"# limits: {limit.tflops:.1f} TFLOP/s (square product, {name}), {limit.tbps:.2f} TB/s (copy)")
+
+    def add(self, line: Any) -> None:
+        self.lines.append(line)
+        self._print(line)
+
+    def leave_out(self, what: str, case: str, why: str) -> None:
+        line = {"what": what, "case": case, "why": why}
+        if line not in self.left_out:
+            self.left_out.append(line)
+
+    def print_rest(self) -> None:
+        for line in self.left_out:
+            where = f" ({line['case']})" if line["case"] else ""
+            self._print(f"no figure: {line['what']}{where}: {line['why']}")
+
+    def write(self, options: argparse.Namespace) -> None:
+        """After each case: what is measured is not lost."""
+        if not self._is_first:
+            return
+        content = {
+            "about": self.about,
+            "limits": [asdict(limit) for limit in self.limits],
+            "lines": [asdict(line) for line in self.lines],
+            "left_out": self.left_out,
+        }
+        paths = [options.json] if options.json else []
+        if options.results:
+            paths.append(options.results / self.about["name"] / f"{options.kind}.json")
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(content, indent=1) + "\n")
+
+    def _print(self, text: Any, end: str = "\n") -> None:
+        if self._is_first:
+            print(text, end=end, flush=True)

@@ -1,0 +1,86 @@
+"""`python -m moe_a2a bench experts | layer`: its lines, its check, its peers, at sizes of a toy on the CPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moe_a2a.bench import experts, layer, limits
+
+pytestmark = pytest.mark.cpu
+
+TINY = (
+    "--device", "cpu", "--ranks", "2", "--tokens", "5,40", "--hidden", "64", "--topk", "3", "--experts", "8",
+    "--intermediate", "32", "--iterations", "2", "--warm-up", "1",
+)  # fmt: skip
+PEERS = ["torch._grouped_mm"] if hasattr(torch, "_grouped_mm") else []
+
+
+def bench(kind, *options, expected=0):
+    command = [sys.executable, "-m", "moe_a2a", "bench", kind, *TINY, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_experts(tmp_path):
+    table = bench("experts", "--results", str(tmp_path))
+    assert "no figure: DeepGEMM: DeepGEMM runs on GPUs" in table
+    (file,) = tmp_path.glob("*_2/experts.json")
+    results = json.loads(file.read_text())
+    assert results["about"]["ranks"] == 2 and "commit" in results["about"]["versions"]
+    lines = results["lines"]
+    systems = ["moe_a2a", *PEERS]
+    expected = [(n, s, p) for n in (5, 40) for s in systems for p in ("gate_up", "down")]
+    assert [(line["tokens"], line["system"], line["product"]) for line in lines] == expected
+    for line, limit in zip(lines, [limit for limit in results["limits"] for _ in range(2 * len(systems))], strict=True):
+        assert (line["columns"], line["depth"]) == ((64, 64) if line["product"] == "gate_up" else (64, 32))
+        flops = 2 * line["rows"] * line["columns"] * line["depth"]
+        assert line["tflops"] == pytest.approx(1e-6 * flops / line["us"])
+        least = max(line["tflops"] / limit["tflops"], line["tbps"] / limit["tbps"])
+        assert line["share_of_limit"] == pytest.approx(least)
+        assert line["sm_mhz"] is None and line["kernel"] is None  # of a GPU
+
+
+def test_layer(tmp_path):
+    file = tmp_path / "layer.json"
+    table = bench("layer", "--json", str(file), "--routing", "uniform,idle_rank")
+    assert "no figure: moe_a2a + DeepGEMM: DeepGEMM runs on GPUs" in table
+    lines = json.loads(file.read_text())["lines"]
+    systems = ["moe_a2a", "moe_a2a, step by step", *(f"moe_a2a + {peer}" for peer in PEERS)]
+    assert [(line["tokens"], line["system"]) for line in lines] == [(n, s) for n in (5, 40) for s in systems] * 2
+    for line in lines:
+        assert 0 < line["us"] <= line["p99_us"] * 1.001 and line["launch"] == "eager"
+        if PEERS:
+            peer = next(other["us"] for other in lines[lines.index(line) :] + lines if other["system"] == systems[-1])
+            assert line["of_best_peer"] == pytest.approx(line["us"] / peer)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--hidden", "40"), "--hidden 40"),
+        (("--intermediate", "40"), "40 is not a multiple of 16"),
+        (("--dtype", "float32"), "float32"),
+        (("--experts", "7"), "num_experts=7"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["experts", "layer"])
+def test_refused_before_any_rank_starts(kind, options, words):
+    assert words in bench(kind, *options, expected=2)
+
+
+def test_wrong_results_are_seen():
+    exact = torch.randn(20, 30)
+    for compare in (lambda out: experts._compare("down", 3, out, exact), lambda out: layer._compare(out, exact)):
+        compare(exact.bfloat16())
+        for wrong in (exact.roll(1, 0), exact * 1.05, exact.clone().index_fill_(0, torch.tensor([2]), torch.nan)):
+            with pytest.raises(ArithmeticError):
+                compare(wrong)
+
+
+def test_the_limit_is_the_slower_of_products_and_bytes():
+    limit = limits.Limits(tflops=2.0, tbps=0.5)
+    assert limit.seconds(4e12, 0.1e12) == 2.0 and limit.seconds(1e12, 3e12) == 6.0
