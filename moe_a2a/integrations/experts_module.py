@@ -61,7 +61,12 @@ def keep_only(module: ExpertsModule, owned: range) -> None:
     for name in STACKED_PARAMETERS:
         parameter = getattr(module, name, None)
         if parameter is not None:
-            part = _part(module, parameter, owned).detach().clone()
+            part = own_part(module, parameter, owned).detach()
+            if module.is_transposed and part.dim() == 3:
+                # In memory as [E, out, in], which is what the kernels take; the same values and shape to everybody else.
+                part = part.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+            else:
+                part = part.clone()
             setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
@@ -74,7 +79,7 @@ def run_owned_experts(module: ExpertsModule, owned: range, expert_x: Tensor, exp
     return module.post_expert_norm(y) if module.has_post_expert_norm else y
 
 
-def _part(module: ExpertsModule, parameter: Tensor, owned: range) -> Tensor:
+def own_part(module: ExpertsModule, parameter: Tensor, owned: range) -> Tensor:
     if len(parameter) == module.num_experts:
         return parameter[owned.start : owned.stop]
     if len(parameter) == len(owned):
@@ -87,12 +92,12 @@ def _part(module: ExpertsModule, parameter: Tensor, owned: range) -> Tensor:
 
 def _grouped_linear(module: ExpertsModule, name: str, owned: range, x: Tensor, offsets: Tensor) -> Tensor:
     """Each row of x through the projection of its expert."""
-    weight = _part(module, getattr(module, name), owned)  # [E, out, in], transposed [E, in, out]
+    weight = own_part(module, getattr(module, name), owned)  # [E, out, in], transposed [E, in, out]
     if not module.is_transposed:
         weight = weight.transpose(1, 2)
     out = _grouped_mm(x.to(weight.dtype), weight, offsets)
     if module.has_bias:
-        bias = _part(module, getattr(module, f"{name}_bias"), owned)
+        bias = own_part(module, getattr(module, f"{name}_bias"), owned)
         out += bias.repeat_interleave(offsets.diff(), dim=0, output_size=len(x))
     return out
 

@@ -32,6 +32,7 @@ except ImportError as error:
     ) from error
 
 import moe_a2a
+from moe_a2a.integrations import kernel_experts
 from moe_a2a.integrations.experts_module import (
     ExpertsModule,
     is_experts_module,
@@ -49,6 +50,7 @@ def register(
     num_max_tokens_per_rank: int | None = None,
     timeout: float = 30.0,
     name: str = "moe_a2a",
+    fused: bool | None = None,
 ) -> RegisteredExperts:
     """Make `name` known to `model.set_experts_implementation()`; every rank of the group calls it.
 
@@ -57,8 +59,11 @@ def register(
         needed; that is one small all_gather over the group per layer, so pass the number for speed.
     name: with a name for each, one process may serve several groups, or be several ranks (threads).
         Registering a name again replaces what it stood for.
+    fused: None: on a GPU the experts of a module run by moe_a2a's kernels where these can compute what it does (docs/transformers.md:
+        which families), else by PyTorch's products; True: by kernels, or an error that says why not; False: by PyTorch's.
+        By kernels and with num_max_tokens_per_rank nothing is read on the host.
     """
-    experts = RegisteredExperts(group, num_max_tokens_per_rank, timeout, name)
+    experts = RegisteredExperts(group, num_max_tokens_per_rank, timeout, name, fused)
     ALL_EXPERTS_FUNCTIONS[name] = experts
     return experts
 
@@ -85,11 +90,14 @@ def shard_experts(model: nn.Module, group) -> nn.Module:
 class RegisteredExperts:
     """The experts function; all layers of one shape share one `ExpertParallel`."""
 
-    def __init__(self, group, num_max_tokens_per_rank: int | None, timeout: float, name: str) -> None:
+    def __init__(
+        self, group, num_max_tokens_per_rank: int | None, timeout: float, name: str, fused: bool | None = None
+    ) -> None:
         self.group = moe_a2a.as_group(group)
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.timeout = timeout
         self.name = name
+        self.fused = fused
         self._by_shape: dict[tuple, moe_a2a.ExpertParallel] = {}
 
     # Compiled models break their graph here: the exchange is not a torch operator.
@@ -101,6 +109,7 @@ class RegisteredExperts:
         require_supported(module)
         _require_inference(module, hidden_states)
         owned = _owned_experts(module, self.group)
+        by_kernels = self._runs_kernels(module, hidden_states, owned)
         ep = self._expert_parallel(module, hidden_states, top_k_index)
 
         handle = ep.dispatch(
@@ -109,10 +118,7 @@ class RegisteredExperts:
             top_k_weights.float().contiguous(),
         )
         try:
-            # The one number that the host reads: it keeps the rows below as few as the routes.
-            rows = handle.expert_row_index[: handle.num_routes]
-            offsets = handle.expert_offsets[: len(owned) + 1]
-            y = run_owned_experts(module, owned, handle.recv_x.index_select(0, rows), offsets)
+            y = (kernel_experts.run_by_kernels if by_kernels else _run_by_torch)(module, owned, handle)
         except BaseException:
             handle.release()
             raise
@@ -135,6 +141,14 @@ class RegisteredExperts:
 
     def __exit__(self, *exception) -> None:
         self.close()
+
+    def _runs_kernels(self, module: ExpertsModule, hidden_states: Tensor, owned: range) -> bool:
+        if self.fused is False or (self.fused is None and hidden_states.device.type == "cpu"):
+            return False
+        why_not = kernel_experts.why_not(module, hidden_states, owned)
+        if self.fused and why_not is not None:
+            raise ValueError(f"fused=True, but {type(module).__name__} on rank {self.group.rank}: {why_not}")
+        return why_not is None
 
     def _expert_parallel(
         self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor
@@ -179,6 +193,13 @@ class RegisteredExperts:
                 )
         most = max(num_tokens for _, num_tokens in everywhere)
         return max(16, 1 << (most - 1).bit_length())
+
+
+def _run_by_torch(module: ExpertsModule, owned: range, handle: moe_a2a.DispatchHandle) -> Tensor:
+    # The one number that the host reads: it keeps the rows below as few as the routes.
+    rows = handle.expert_row_index[: handle.num_routes]
+    offsets = handle.expert_offsets[: len(owned) + 1]
+    return run_owned_experts(module, owned, handle.recv_x.index_select(0, rows), offsets)
 
 
 def _owned_experts(module: ExpertsModule, group) -> range:
