@@ -28,6 +28,8 @@ class Collectives(CommunicatorClient):
         group: a Communicator, or what a Communicator takes.
         max_nbytes: bytes of a tensor that the workspace holds; larger tensors go in slices. The memory taken is about
             2.5 times as much (see `nbytes`), on the CPU that of 2 MiB at most. The same on every rank.
+        num_blocks: blocks (CPU: threads) that the kernels use at most: what the rest of the device has for other work; 0: as
+            many as run at once, for large tensors.
         device, timeout: of a Communicator of its own, where `group` is none.
 
     Every rank makes the same calls in the same order, with the same arguments. Ranks that do not are told, all of them:
@@ -45,18 +47,20 @@ class Collectives(CommunicatorClient):
         self,
         group: Any = None,
         max_nbytes: int = 64 << 20,
+        num_blocks: int = 0,
         *,
         device: torch.device | str | None = None,
         timeout: float = 30.0,
     ):
         self._join(group, device, timeout)
-        self.max_nbytes = max_nbytes
+        self.max_nbytes, self.num_blocks = max_nbytes, num_blocks
         self._make()
 
     def _allocate(self) -> None:
         self.max_nbytes = arguments.checked_int(self.rank, "max_nbytes", self.max_nbytes, 1, MAX_NBYTES)
+        self.num_blocks = arguments.checked_int(self.rank, "num_blocks", self.num_blocks, 0)
         comm = self._allocated_comm()
-        self._core = _core.Collectives(comm, self._owns_comm, self.device, self.max_nbytes)
+        self._core = _core.Collectives(comm, self._owns_comm, self.device, self.max_nbytes, self.num_blocks)
 
     def all_reduce(
         self,

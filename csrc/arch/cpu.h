@@ -34,6 +34,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 inline constexpr int kWarpSize = 1;
 inline constexpr int kBlockThreads = 1;
 inline constexpr bool kBlocksAreUnequal = false;  // see comm/work_queue.h
+inline constexpr bool kRanksShareCores = true;    // a wait is a switch to another thread
 // Elements that a lane works on at a time: enough for the compiler to vectorise.
 template <class T>
 inline constexpr int kLaneElements = 256;

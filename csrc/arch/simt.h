@@ -191,6 +191,7 @@ struct BitsOf<16> {
 };
 
 inline constexpr bool kBlocksAreUnequal = true;  // see comm/work_queue.h
+inline constexpr bool kRanksShareCores = false;
 
 // As many elements as 16 bytes hold.
 template <class T>

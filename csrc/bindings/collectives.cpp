@@ -13,11 +13,11 @@ namespace {
 // What Python holds: the host object and its device.
 class Core {
  public:
-  Core(std::shared_ptr<Communicator> comm, bool owns_comm, at::Device device, int64_t max_nbytes)
+  Core(std::shared_ptr<Communicator> comm, bool owns_comm, at::Device device, int64_t max_nbytes, int num_blocks)
       : place_{comm->member().rank, device, "these Collectives"},
         owns_comm_(owns_comm),
         comm_(comm),
-        collectives_(std::move(comm), max_nbytes) {}
+        collectives_(std::move(comm), max_nbytes, num_blocks) {}
 
   std::vector<Client*> clients() {
     if (owns_comm_) return {&collectives_, comm_.get()};
@@ -217,7 +217,7 @@ class Core {
 
 void bind_collectives(py::module_& m) {
   py::class_<Core>(m, "Collectives")
-      .def(py::init<std::shared_ptr<Communicator>, bool, at::Device, int64_t>())
+      .def(py::init<std::shared_ptr<Communicator>, bool, at::Device, int64_t, int>())
       .def("comm_handle", [](Core& core) { return handles_of(core.clients()); })
       .def("connect", [](Core& core, const std::vector<std::string>& handles) { connect(core.clients(), handles); })
       .def("disconnect",

@@ -20,42 +20,37 @@ class CodedSteps : public ShareChunks {
  public:
   using ShareChunks::ShareChunks;
 
-  MOE_A2A_DEVICE void send_contributions() const {
-    for_chunks(most_chunks(), [&](int i) {
-      const uint64_t start = trace_now();
-      std::byte* landing = region_.landing.at(part_.half(), part_.rank(), place_of(i));
-      const RankSet owners = for_other_owners(i, [&](int owner) {
-        std::byte* line = args_.context.heap.peer(owner, landing);
-        with_element_type(args_.dtype, [&](auto element) { encode_chunk<decltype(element)>(chunk(owner, i), line); });
-      });
-      signal_landed(owners, i);
-      record_chunk(collective_kind::kPush, start, i);
-      return true;
+  MOE_A2A_DEVICE bool push(int i) const {
+    const uint64_t start = trace_now();
+    std::byte* landing = region_.landing.at(part_.half(), part_.rank(), place_of(i));
+    const RankSet owners = for_other_owners(i, [&](int owner) {
+      std::byte* line = args_.context.heap.peer(owner, landing);
+      with_element_type(args_.dtype, [&](auto element) { encode_chunk<decltype(element)>(chunk(owner, i), line); });
     });
+    signal_landed(owners, i);
+    record_chunk(collective_kind::kPush, start, i);
+    return true;
   }
 
-  MOE_A2A_DEVICE bool reduce() const {
-    return for_chunks(num_own_chunks(), [&](int i) {
-      if (!wait_for_landed(i)) return false;
-      const uint64_t start = trace_now();
-      with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i); });
-      signal_result(i);
-      record_chunk(TraceKind::kReduce, start, i);
-      return true;
-    });
+  MOE_A2A_DEVICE bool reduce(int i) const {
+    if (i >= num_own_chunks()) return true;
+    if (!wait_for_landed(i)) return false;
+    const uint64_t start = trace_now();
+    with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i); });
+    signal_result(i);
+    record_chunk(TraceKind::kReduce, start, i);
+    return true;
   }
 
-  MOE_A2A_DEVICE bool pull() const {
-    return for_chunks(most_chunks(), [&](int i) {
-      if (!wait_for_results(i)) return false;
-      const uint64_t start = trace_now();
-      for_other_owners(i, [&](int owner) {
-        const std::byte* line = args_.context.heap.peer(owner, result_at(i));
-        with_element_type(args_.dtype, [&](auto element) { decode_chunk<decltype(element)>(chunk(owner, i), line); });
-      });
-      record_chunk(collective_kind::kPull, start, i);
-      return true;
+  MOE_A2A_DEVICE bool pull(int i) const {
+    if (!wait_for_results(i)) return false;
+    const uint64_t start = trace_now();
+    for_other_owners(i, [&](int owner) {
+      const std::byte* line = args_.context.heap.peer(owner, result_at(i));
+      with_element_type(args_.dtype, [&](auto element) { decode_chunk<decltype(element)>(chunk(owner, i), line); });
     });
+    record_chunk(collective_kind::kPull, start, i);
+    return true;
   }
 
  private:

@@ -6,10 +6,10 @@
 
 namespace moe_a2a {
 
-// Elements behind one signal: as many bytes as a block of a GPU copies at once, or more where a share would otherwise
-// have more than kMaxChunks.
-inline constexpr int kMinChunkBytes = 8 << 10;
-inline constexpr int kMaxChunks = 128;
+// A chunk is what stands behind one signal: at least as many bytes as a block of a GPU copies at once.
+inline constexpr int kMinChunkBytes = 8 << 10, kLargeChunkBytes = 32 << 10;
+// A little less than an H200 has multiprocessors (132), so that one is left for the announcement.
+inline constexpr int kChunksPerRound = 128, kMaxRounds = 4, kMaxChunks = kMaxRounds * kChunksPerRound;
 // Shares and chunks of them begin at multiples of this many elements: whole vectors, and blocks of line codecs.
 inline constexpr int kShareUnit = 64;
 

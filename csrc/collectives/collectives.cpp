@@ -28,8 +28,8 @@ constexpr AutoChoice kAutoChoices[] = {
 
 }  // namespace
 
-Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes)
-    : Client(comm->member(), kCollectiveVocabulary, context_), comm_(std::move(comm)) {
+Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int num_blocks)
+    : Client(comm->member(), kCollectiveVocabulary, context_), comm_(std::move(comm)), num_blocks_(num_blocks) {
   device_->add(collective_kernels(member_.target));
   const int num_ranks = member_.num_ranks;
   share_bytes_ =
@@ -153,9 +153,14 @@ void Collectives::launch_shares(const Args& shares, int wire_size, void* stream)
   }
 }
 
+// On a GPU, a block per chunk and one that announces the call (meeting.h).
 int Collectives::blocks_for(int64_t num_chunks) const {
-  return static_cast<int>(
-      std::clamp<int64_t>(num_chunks, 1, std::max(1, std::min(device_->default_blocks(), share_of_device()))));
+  const bool is_cpu = device_->is_synchronous();
+  const int most = std::min(num_blocks_ > 0 ? num_blocks_
+                            : is_cpu        ? device_->default_blocks()
+                                            : share_of_device(),
+                            share_of_device());
+  return static_cast<int>(std::clamp<int64_t>(num_chunks + !is_cpu, 1, std::max(1, most)));
 }
 
 void Collectives::refuse(const std::string& why, void* stream) {

@@ -22,8 +22,9 @@ class Collectives : public Client {
     DType dtype = DType::kFloat32;
   };
 
-  // `max_nbytes`: of the workspace; larger tensors go in slices.
-  Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes);
+  // `max_nbytes`: of the workspace; larger tensors go in slices. `num_blocks`: that a launch has at most; 0: as many as
+  // the device runs at once.
+  Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int num_blocks = 0);
 
   struct Method {
     ReduceOp op = ReduceOp::kSum;
@@ -58,6 +59,7 @@ class Collectives : public Client {
   std::shared_ptr<Communicator> comm_;
   CollectiveContext context_;
   int64_t share_bytes_;
+  int num_blocks_;
 };
 
 }  // namespace moe_a2a

@@ -103,8 +103,15 @@ MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const A
   return !block.any(!good);
 }
 
+// How many chunks a block sends ahead of the one that it waits for: one keeps the link busy while others are reduced.
+// Where waiting is expensive, all.
+MOE_A2A_DEVICE int chunks_ahead(int num_chunks, const Grid& grid) {
+  return kRanksShareCores ? (num_chunks + grid.size() - 1) / grid.size() : 1;
+}
+
 // send(part) writes and signals without waiting; receive(part) may wait for what others send, and returns false when a
-// rank did not come.
+// rank did not come. The last block announces: if there is a block more than chunks, as in small calls on a GPU,
+// nobody's values wait for the fence behind the announcement.
 template <class Args, class Send, class Receive>
 MOE_A2A_DEVICE void take_part(const Args& args, Operation operation, const Grid& grid, const Block& block,
                               const Send& send, const Receive& receive) {
@@ -114,7 +121,7 @@ MOE_A2A_DEVICE void take_part(const Args& args, Operation operation, const Grid&
   const Part part{args.context, args.announcement, operation, before.epoch + 1};
   bool good = before.is_behind == 0 || catch_up(part, block);
   if (good) {
-    if (grid.rank() == 0) announce(part, block);
+    if (grid.rank() == grid.size() - 1) announce(part, block);
     send(part);
     good = meet(part, grid, block) && receive(part);
   }

@@ -32,15 +32,18 @@ struct OneShot {
 
   static size_t shared_bytes(const Args&) { return 0; }
 
-  // Every block sends all of its chunks before it waits for any.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     const int num_chunks = args.num_chunks();
+    const int ahead = chunks_ahead(num_chunks, grid) * grid.size();
     const auto send = [&](const Part& part) {
-      for (int chunk = grid.rank(); chunk < num_chunks; chunk += grid.size()) push(args, part, block, chunk);
+      for (int chunk = grid.rank(); chunk < num_chunks && chunk < ahead; chunk += grid.size()) {
+        push(args, part, block, chunk);
+      }
     };
     const auto receive = [&](const Part& part) {
       bool good = true;
       for (int chunk = grid.rank(); good && chunk < num_chunks; chunk += grid.size()) {
+        if (chunk + ahead < num_chunks) push(args, part, block, chunk + ahead);
         good = reduce(args, part, block, chunk);
       }
       return good;

@@ -25,11 +25,56 @@ struct ShareArgs {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
+// A member function of Steps that takes a chunk; false when a rank did not come.
+template <auto kFunction>
+struct ChunkStep {
+  template <class Steps>
+  MOE_A2A_DEVICE static bool run(const Steps& steps, int i) {
+    return (steps.*kFunction)(i);
+  }
+};
+
+// The part of a block in a launch as a pipeline over its chunks: each stage is chunks_ahead() behind the one before.
+// The first stage waits for nothing.
+template <class Steps, class Send, class... Rest, class Args>
+MOE_A2A_DEVICE void run_pipeline(const Args& args, Operation operation, const Grid& grid, const Block& block) {
+  const auto send = [&](const Part& part) {
+    const Steps steps(args, part, grid, block);
+    const int num_chunks = steps.most_chunks(), end = chunks_ahead(num_chunks, grid) * grid.size();
+    for (int i = grid.rank(); i < num_chunks && i < end; i += grid.size()) Send::run(steps, i);
+  };
+  const auto receive = [&](const Part& part) {
+    const Steps steps(args, part, grid, block);
+    const int num_chunks = steps.most_chunks(), distance = chunks_ahead(num_chunks, grid) * grid.size();
+    const auto run = [&](auto stage, int i) {
+      return i < grid.rank() || i >= num_chunks || decltype(stage)::run(steps, i);
+    };
+    bool good = true;
+    const int end = num_chunks + static_cast<int>(sizeof...(Rest)) * distance;
+    for (int i = grid.rank() + distance; good && i < end; i += grid.size()) {
+      int of_stage = i;
+      good = run(Send{}, i) && (... && run(Rest{}, of_stage -= distance));
+    }
+    return good;
+  };
+  take_part(args, operation, grid, block, send, receive);
+}
+
 // The chunks of one block in one launch. Chunk i of every share is handled by block i % num_blocks.
 class ShareChunks {
  public:
   MOE_A2A_DEVICE ShareChunks(const ShareArgs& args, const Part& part, const Grid& grid, const Block& block)
       : args_(args), part_(part), region_(args.context.region), grid_(grid), block_(block) {}
+
+  // Of the share that has the most.
+  MOE_A2A_DEVICE int most_chunks() const {
+    int most = 0;
+    for (int r = 0; r < part_.num_ranks(); ++r) {
+      const int num_chunks = args_.extent.num_chunks(args_.shares, r);
+      most = num_chunks > most ? num_chunks : most;
+    }
+    return most;
+  }
 
  protected:
   // Calls visit(i) for this block's chunks; false as soon as a visit returns false.
@@ -53,15 +98,6 @@ class ShareChunks {
       visit(owner);
     }
     return owners;
-  }
-
-  MOE_A2A_DEVICE int most_chunks() const {
-    int most = 0;
-    for (int r = 0; r < part_.num_ranks(); ++r) {
-      const int num_chunks = args_.extent.num_chunks(args_.shares, r);
-      most = num_chunks > most ? num_chunks : most;
-    }
-    return most;
   }
 
   MOE_A2A_DEVICE int num_own_chunks() const { return args_.extent.num_chunks(args_.shares, part_.rank()); }
@@ -119,61 +155,58 @@ class ShareSteps : public ShareChunks {
  public:
   using ShareChunks::ShareChunks;
 
-  // Writes this rank's elements of all other shares to their owners, with one fence per chunk index.
-  MOE_A2A_DEVICE void send_contributions() const {
-    for_chunks(most_chunks(), [&](int i) {
-      const uint64_t start = trace_now();
-      std::byte* landing = region_.landing.at(part_.half(), part_.rank(), place_of(i));
-      const RankSet owners = for_other_owners(i, [&](int owner) {
-        const Span span = chunk(owner, i);
-        copy(args_.context.heap.peer(owner, landing), x_at(span.begin), span.count);
-      });
-      signal_landed(owners, i);
-      record_chunk(collective_kind::kPush, start, i);
-      return true;
+  // Writes this rank's elements of chunk i of all other shares to their owners, with one fence for all.
+  MOE_A2A_DEVICE bool push(int i) const {
+    const uint64_t start = trace_now();
+    std::byte* landing = region_.landing.at(part_.half(), part_.rank(), place_of(i));
+    const RankSet owners = for_other_owners(i, [&](int owner) {
+      const Span span = chunk(owner, i);
+      copy(args_.context.heap.peer(owner, landing), x_at(span.begin), span.count);
     });
+    signal_landed(owners, i);
+    record_chunk(collective_kind::kPush, start, i);
+    return true;
   }
 
-  // Reduces this rank's share into its part of out, and into `result` for the others if `shows_result`.
-  MOE_A2A_DEVICE bool reduce(bool shows_result) const {
-    return for_chunks(num_own_chunks(), [&](int i) {
-      if (!wait_for_landed(i)) return false;
-      const uint64_t start = trace_now();
-      with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i, shows_result); });
-      if (shows_result) signal_result(i);
-      record_chunk(TraceKind::kReduce, start, i);
-      return true;
-    });
+  // Reduces chunk i of this rank's share into its part of out; `_for_all`: and into `result` for the others.
+  MOE_A2A_DEVICE bool reduce(int i) const { return reduce_own(i, false); }
+  MOE_A2A_DEVICE bool reduce_for_all(int i) const { return reduce_own(i, true); }
+
+  // Puts chunk i of this rank's share, which is x, where the others read it.
+  MOE_A2A_DEVICE bool show_own(int i) const {
+    if (i >= num_own_chunks()) return true;
+    const uint64_t start = trace_now();
+    const Span span = chunk(part_.rank(), i);
+    copy(result_at(i), x_at(span.begin), span.count);
+    signal_result(i);
+    if (x_at(span.begin) != out_at(span.begin)) copy(out_at(span.begin), x_at(span.begin), span.count);
+    record_chunk(collective_kind::kPush, start, i);
+    return true;
   }
 
-  // Puts this rank's share, which is x, where the others read it.
-  MOE_A2A_DEVICE void show_own() const {
-    for_chunks(num_own_chunks(), [&](int i) {
-      const uint64_t start = trace_now();
-      const Span span = chunk(part_.rank(), i);
-      copy(result_at(i), x_at(span.begin), span.count);
-      signal_result(i);
-      if (x_at(span.begin) != out_at(span.begin)) copy(out_at(span.begin), x_at(span.begin), span.count);
-      record_chunk(collective_kind::kPush, start, i);
-      return true;
+  // Reads chunk i of the shares of all other ranks into out.
+  MOE_A2A_DEVICE bool pull(int i) const {
+    if (!wait_for_results(i)) return false;
+    const uint64_t start = trace_now();
+    for_other_owners(i, [&](int owner) {
+      const Span span = chunk(owner, i);
+      copy(out_at(span.begin), args_.context.heap.peer(owner, result_at(i)), span.count);
     });
-  }
-
-  // Reads the shares of all other ranks into out.
-  MOE_A2A_DEVICE bool pull() const {
-    return for_chunks(most_chunks(), [&](int i) {
-      if (!wait_for_results(i)) return false;
-      const uint64_t start = trace_now();
-      for_other_owners(i, [&](int owner) {
-        const Span span = chunk(owner, i);
-        copy(out_at(span.begin), args_.context.heap.peer(owner, result_at(i)), span.count);
-      });
-      record_chunk(collective_kind::kPull, start, i);
-      return true;
-    });
+    record_chunk(collective_kind::kPull, start, i);
+    return true;
   }
 
  private:
+  MOE_A2A_DEVICE bool reduce_own(int i, bool shows_result) const {
+    if (i >= num_own_chunks()) return true;
+    if (!wait_for_landed(i)) return false;
+    const uint64_t start = trace_now();
+    with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i, shows_result); });
+    if (shows_result) signal_result(i);
+    record_chunk(TraceKind::kReduce, start, i);
+    return true;
+  }
+
   template <class T>
   MOE_A2A_DEVICE void reduce_chunk(int i, bool shows_result) const {
     const Span span = chunk(part_.rank(), i);

@@ -33,7 +33,11 @@ std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int ele
   std::vector<Slice> slices;
   for (int64_t first = 0; first == 0 || first < largest_share; first += most) {
     const int64_t count = std::min(most, largest_share - first);
-    const int64_t chunk = std::max<int64_t>(kMinChunkBytes / element_size, (count + kMaxChunks - 1) / kMaxChunks);
+    // A chunk per block of a large GPU, or several where they are large enough to be sent while others are reduced.
+    const int64_t rounds =
+        std::clamp<int64_t>(count * element_size / (kChunksPerRound * kLargeChunkBytes), 1, kMaxRounds);
+    const int64_t num_chunks = rounds * kChunksPerRound;
+    const int64_t chunk = std::max<int64_t>(kMinChunkBytes / element_size, (count + num_chunks - 1) / num_chunks);
     slices.push_back({.first = first, .most = most, .chunk = in_units(chunk)});
   }
   return slices;

@@ -23,10 +23,8 @@ struct TwoShot {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    const auto steps = [&](const Part& part) { return ShareSteps(args, part, grid, block); };
-    take_part(
-        args, collective_op::kTwoShot, grid, block, [&](const Part& part) { steps(part).send_contributions(); },
-        [&](const Part& part) { return steps(part).reduce(true) && steps(part).pull(); });
+    run_pipeline<ShareSteps, ChunkStep<&ShareSteps::push>, ChunkStep<&ShareSteps::reduce_for_all>,
+                 ChunkStep<&ShareSteps::pull>>(args, collective_op::kTwoShot, grid, block);
   }
 };
 
@@ -39,10 +37,9 @@ struct CodedTwoShot {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    const auto steps = [&](const Part& part) { return CodedSteps<kCodec>(args, part, grid, block); };
-    take_part(
-        args, collective_op::kTwoShot, grid, block, [&](const Part& part) { steps(part).send_contributions(); },
-        [&](const Part& part) { return steps(part).reduce() && steps(part).pull(); });
+    using Steps = CodedSteps<kCodec>;
+    run_pipeline<Steps, ChunkStep<&Steps::push>, ChunkStep<&Steps::reduce>, ChunkStep<&Steps::pull>>(
+        args, collective_op::kTwoShot, grid, block);
   }
 };
 
@@ -53,10 +50,8 @@ struct ReduceScatter {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    const auto steps = [&](const Part& part) { return ShareSteps(args, part, grid, block); };
-    take_part(
-        args, collective_op::kReduceScatter, grid, block, [&](const Part& part) { steps(part).send_contributions(); },
-        [&](const Part& part) { return steps(part).reduce(false); });
+    run_pipeline<ShareSteps, ChunkStep<&ShareSteps::push>, ChunkStep<&ShareSteps::reduce>>(
+        args, collective_op::kReduceScatter, grid, block);
   }
 };
 
@@ -67,10 +62,8 @@ struct AllGather {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    const auto steps = [&](const Part& part) { return ShareSteps(args, part, grid, block); };
-    take_part(
-        args, collective_op::kAllGather, grid, block, [&](const Part& part) { steps(part).show_own(); },
-        [&](const Part& part) { return steps(part).pull(); });
+    run_pipeline<ShareSteps, ChunkStep<&ShareSteps::show_own>, ChunkStep<&ShareSteps::pull>>(
+        args, collective_op::kAllGather, grid, block);
   }
 };
 

@@ -10,19 +10,21 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import moe_a2a
+from moe_a2a import devices
 from moe_a2a.bench import machine
 from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.options import DTYPES, add_how, dtypes, some_of
 from moe_a2a.bench.start import start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import of_all_ranks
 from moe_a2a.collectives import ALGORITHMS, CODECS, OPS
-from moe_a2a.command_line import integers, output_file
+from moe_a2a.command_line import UsageError, integer, integers, output_file
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 DEFAULT_SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
@@ -84,11 +86,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help=f"of all_reduce: {', '.join(ALGORITHMS)} (default: auto)")  # fmt: skip
     what.add_argument("--codecs", type=some_of(CODECS, or_none=True), default=[], metavar="NAME,...",
                       help=f"of all_reduce, beside none: {', '.join(CODECS)}")  # fmt: skip
+    what.add_argument(
+        "--blocks", type=integer(0), default=0, help="num_blocks of Collectives (default: 0, as it chooses)"
+    )
+    what.add_argument("--graph", action="store_true", help="the calls of a round as one CUDA graph (GPU)")
     add_how(parser)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results here")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.graph and (options.device or devices.default_device_type()) == "cpu":
+        raise UsageError("--graph: the CPU has no graphs; leave it out, or pass --device cuda")
     return start_ranks(options, rank_main, "bench")
 
 
@@ -102,12 +110,12 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
             f"# {options.kind}, {about['ranks']} ranks on {about['machine']}; torch {about['versions']['torch']}, in place"
         )
         print(f"{HEADER}\n{UNITS}", flush=True)
-    with moe_a2a.Collectives(dist.group.WORLD, device=device) as coll:
+    with moe_a2a.Collectives(dist.group.WORLD, num_blocks=options.blocks, device=device) as coll:
         for dtype in options.dtype:
             for size in options.sizes:
                 case = Case(options.kind, size, dtype, options.op, device)
-                for system, call in contenders(case, coll, options).items():
-                    line = measure(case, system, call, clock)
+                for contender in contenders(case, coll, options):
+                    line = measure(case, contender, clock, options.graph)
                     lines.append(line)
                     if is_first:
                         print(line, flush=True)
@@ -133,18 +141,18 @@ class Case:
         """Small integers: sums over few ranks are exact in every dtype."""
         return ((torch.arange(self.x.numel(), device=self.x.device) * 7 + rank * 5) % 31 - LARGEST).to(self.dtype)
 
-    def fill(self) -> None:
+    def fill(self, x: torch.Tensor) -> None:
         if self.kind == "all_gather":
-            self.x.fill_(float("nan"))
+            x.fill_(float("nan"))
             self.share.copy_(self.values(self.rank).view(self.ranks, -1)[self.rank])
         else:
-            self.x.copy_(self.values(self.rank))
+            x.copy_(self.values(self.rank))
 
-    def num_wrong(self, codec: str | None) -> int:
+    def num_wrong(self, out: torch.Tensor, codec: str | None) -> int:
         """Elements of all ranks that are not what they must be; with a codec, that are beyond its error bound."""
         if self.kind == "all_gather":
             whole = torch.cat([self.values(r).view(self.ranks, -1)[r] for r in range(self.ranks)])
-            wrong = (self.x != whole).sum()
+            wrong = (out != whole).sum()
         else:
             rows = torch.stack([self.values(r).double() for r in range(self.ranks)])
             merge = {"sum": rows.sum, "avg": rows.mean, "max": rows.amax, "min": rows.amin}[self.op]
@@ -154,7 +162,7 @@ class Case:
             bound = 0.0
             if codec is not None:
                 bound = 2 * self.ranks * LARGEST * (STEPS[codec] * 1.02 + torch.finfo(self.dtype).eps)
-            wrong = (~((self.share.double() - expected.double()).abs() <= bound)).sum()
+            wrong = (~((out.double() - expected.double()).abs() <= bound)).sum()
         total = wrong.double().cpu()
         dist.all_reduce(total)
         return int(total.item())
@@ -164,48 +172,98 @@ class Case:
         return (2 if self.kind == "all_reduce" else 1) * (self.ranks - 1) / self.ranks
 
 
-def contenders(case: Case, coll: moe_a2a.Collectives, options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    calls: dict[str, Callable[[], Any]] = {}
-    if case.kind == "all_reduce":
-        for name in options.algorithms:
-            calls[f"moe_a2a {name}"] = lambda name=name: coll.all_reduce(case.x, case.op, name, out=case.x)
-        for codec in options.codecs:
-            calls[f"moe_a2a two_shot {codec}"] = lambda codec=codec: coll.all_reduce(
-                case.x, case.op, codec=codec, out=case.x
-            )
-    elif case.kind == "reduce_scatter":
-        calls["moe_a2a"] = lambda: coll.reduce_scatter(case.x, case.op, out=case.share)
-    else:
-        calls["moe_a2a"] = lambda: coll.all_gather(case.share, out=case.x)
+@dataclass(frozen=True)
+class Contender:
+    system: str
+    call: Callable[[], Any]  # all_reduce: x becomes the result, or the call returns it
+    x: torch.Tensor
+    codec: str | None = None
+
+
+def contenders(case: Case, coll: moe_a2a.Collectives, options: argparse.Namespace) -> list[Contender]:
     on_gpu = case.x.device.type == "cuda"
-    peer = "nccl" if on_gpu else "gloo"
-    reduce_op = REDUCE_OPS[case.op]
-    if case.op == "avg" and not on_gpu:
-        return calls  # gloo has no average
+    ours, peers = moe_a2a_calls(case, coll, options), []
+    if on_gpu or case.op != "avg":  # gloo has no average
+        peers = [Contender("nccl" if on_gpu else "gloo", distributed_call(case), case.x)]
+    if on_gpu and case.kind == "all_reduce" and case.op == "sum":
+        peers += symmetric_memory_calls(case)
+    return ours + peers
+
+
+def moe_a2a_calls(case: Case, coll: moe_a2a.Collectives, options: argparse.Namespace) -> list[Contender]:
+    if case.kind == "reduce_scatter":
+        return [Contender("moe_a2a", lambda: coll.reduce_scatter(case.x, case.op, out=case.share), case.x)]
+    if case.kind == "all_gather":
+        return [Contender("moe_a2a", lambda: coll.all_gather(case.share, out=case.x), case.x)]
+    how: list[tuple[str, str, str | None]] = [(name, name, None) for name in options.algorithms]
+    how += [(f"two_shot {codec}", "auto", codec) for codec in options.codecs]
+    return [
+        Contender(
+            f"moe_a2a {system}", partial(coll.all_reduce, case.x, case.op, name, codec, out=case.x), case.x, codec
+        )
+        for system, name, codec in how
+    ]
+
+
+def distributed_call(case: Case) -> Callable[[], Any]:
+    """That of torch.distributed."""
     if case.kind == "all_reduce":
-        calls[peer] = lambda: dist.all_reduce(case.x, reduce_op)
-    elif case.kind == "reduce_scatter":
-        calls[peer] = lambda: REDUCE_SCATTER(case.share, case.x, reduce_op)
-    else:
-        calls[peer] = lambda: ALL_GATHER(case.x, case.share)
-    return calls
+        return lambda: dist.all_reduce(case.x, REDUCE_OPS[case.op])
+    if case.kind == "reduce_scatter":
+        return lambda: REDUCE_SCATTER(case.share, case.x, REDUCE_OPS[case.op])
+    return lambda: ALL_GATHER(case.x, case.share)
 
 
-def measure(case: Case, system: str, call: Callable[[], Any], clock: Clock) -> Line:
-    case.fill()
-    call()
+def symmetric_memory_calls(case: Case) -> list[Contender]:
+    """PyTorch's own kernels on its symmetric memory, where this version has them and takes the tensor."""
+    group = dist.group.WORLD.group_name
+    try:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        x = symm_mem.empty(case.x.numel(), dtype=case.dtype, device=case.x.device)
+        symm_mem.rendezvous(x, group)
+        ops = torch.ops.symm_mem
+        calls = {
+            "symm_mem one_shot": lambda: ops.one_shot_all_reduce(x, case.op, group),
+            "symm_mem two_shot": lambda: ops.two_shot_all_reduce_(x, case.op, group),
+        }
+        for call in calls.values():
+            call()
+    except (ImportError, AttributeError, RuntimeError, TypeError):
+        return []
+    return [Contender(system, call, x) for system, call in calls.items()]
+
+
+def check(case: Case, contender: Contender, clock: Clock) -> int:
+    case.fill(contender.x)
+    out = contender.call()
     clock.synchronize()
-    codec = system.split()[-1]
-    num_wrong = case.num_wrong(codec if codec in CODECS else None)
+    if case.kind == "all_reduce":
+        return case.num_wrong(out if isinstance(out, torch.Tensor) else contender.x, contender.codec)
+    return case.num_wrong(case.share if case.kind == "reduce_scatter" else case.x, contender.codec)
+
+
+def captured(call: Callable[[], Any], num_calls: int) -> Callable[[], Any]:
+    """`num_calls` calls as one CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(num_calls):
+            call()
+    return graph.replay
+
+
+def measure(case: Case, contender: Contender, clock: Clock, as_graph: bool) -> Line:
+    num_wrong = check(case, contender, clock)
     size = case.x.numel() * case.dtype.itemsize
     num_calls = max(1, min(50, BYTES_PER_ROUND // size))
+    run, runs = (captured(contender.call, num_calls), 1) if as_graph else (contender.call, num_calls)
     times = torch.zeros(clock.how.iterations, dtype=torch.float64)
     for i in range(-clock.how.warm_up, clock.how.iterations):
         clock.freshen(None)
         clock.align()
         begin = clock.mark()
-        for _ in range(num_calls):
-            call()
+        for _ in range(runs):
+            run()
         end = clock.mark()
         clock.synchronize()
         if i >= 0:
@@ -219,7 +277,7 @@ def measure(case: Case, system: str, call: Callable[[], Any], clock: Clock) -> L
         count=case.x.numel(),
         dtype=str(case.dtype).removeprefix("torch."),
         op=case.op if case.kind != "all_gather" else "none",
-        system=system,
+        system=contender.system,
         time_us=time * 1e6,
         algbw=algbw,
         busbw=algbw * case.bus_factor(),

@@ -128,7 +128,8 @@ def test_every_operator_dtype_and_algorithm(num_ranks, session_seed):
 
 def changing_calls_program(group, seed: int, num_calls: int) -> None:
     draw = random.Random(seed)
-    with moe_a2a.Collectives(group, WORKSPACE, timeout=20) as coll:
+    num_blocks = (0, 1, 3)[moe_a2a.as_group(group).rank % 3]  # blocks with several chunks beside blocks with one
+    with moe_a2a.Collectives(group, WORKSPACE, num_blocks, timeout=20) as coll:
         calls = Calls(coll, seed)
         for _ in range(num_calls):
             kind = draw.choice(["all_reduce", "all_reduce", "reduce_scatter", "all_gather"])
