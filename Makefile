@@ -47,7 +47,7 @@ test-cpp: .venv/dependencies
 
 test-python: setup
 	.ci/system_packages.sh test
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 test-gpu: setup
 	MOE_A2A_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/python

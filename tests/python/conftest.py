@@ -27,6 +27,11 @@ import on_device  # noqa: E402 (by its plain name)
 SEED = int(os.environ.get("MOE_A2A_SEED") or random.SystemRandom().randrange(1 << 30))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        os.environ["MOE_A2A_SEED"] = str(SEED)  # the workers of pytest-xdist read it
+
+
 def pytest_report_header() -> str:
     ranks = f"{on_device.NAME}, {on_device.most_ranks()} ranks at most"
     return f"moe_a2a: {ranks}, seed {SEED} (repeat with MOE_A2A_SEED={SEED})"
