@@ -55,8 +55,10 @@ class Client(ABC):
 
     def set_comm_handles(self, handles: list[bytes]) -> None:
         """Maps the memory of all ranks. `handles`: get_comm_handle() of every rank, in rank order. Only needed with
-        HandleExchange; raises ValueError when the ranks disagree on the configuration."""
-        self._open_core().connect(handles)
+        HandleExchange, on all ranks at the same time: returns when every rank has mapped these objects. Raises ValueError when the
+        ranks disagree on the configuration or were given handles of different objects, PeerTimeoutError when a rank does not
+        set the handles within `timeout`."""
+        self._open_core().connect(handles, isinstance(self._group, HandleExchange))
 
     def check(self) -> None:
         """Waits for the device and raises what kernels have reported since the last call: a rank that did not come, a

@@ -55,19 +55,17 @@ class Core {
   }
 
   py::bytes comm_handle() const { return handles_of(clients(*ep())); }
-  void connect(const std::vector<std::string>& handles) {
+  void connect(const std::vector<std::string>& handles, bool carried) {
     const auto core = ep();
-    bindings::connect(clients(*core), handles);
+    bindings::connect(clients(*core), handles, carried);
   }
-  // For an object that cannot be made.
   void disconnect() {
     const auto core = ep();
-    py::gil_scoped_release unlocked;
-    for (Client* client : clients(*core)) client->disconnect();
+    bindings::disconnect(clients(*core));
   }
   void give_back() {
     const auto core = ep();
-    for (Client* client : clients(*core)) client->give_back();
+    bindings::give_back(clients(*core));
   }
 
   Handle dispatch_send(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
@@ -249,17 +247,9 @@ class Core {
     auto core = std::move(ep_);
     views_.reset();
     py::gil_scoped_release unlocked;
-    const auto closed = std::move(core);      // freed without the GIL too: that may wait for the device
-    if (!owns_comm_) return closed->close();  // closes even if it throws what the kernels have reported
-    try {
-      closed->close();
-    } catch (...) {
-      closed->communicator().close();
-      throw;
-    }
-    closed->communicator().close();
+    const auto closed = std::move(core);  // freed without the GIL too: that may wait for the device
+    bindings::close(clients(*closed));
   }
-  bool is_closed() const { return ep_ == nullptr; }
   size_t nbytes() const {
     const auto core = ep();
     size_t total = 0;
@@ -376,7 +366,6 @@ PYBIND11_MODULE(_core, m) {
       .def_static("trace_kinds", &trace_kinds)
       .def_static("trace_operations", &trace_operations)
       .def("close", &Core::close)
-      .def_property_readonly("is_closed", &Core::is_closed)
       .def_property_readonly("num_max_ll_tokens",
                              [](const Core& core) { return core.ep()->config().num_max_ll_tokens; })
       .def_property_readonly("nbytes", [](const Core& core) { return core.nbytes(); });

@@ -29,7 +29,7 @@ py::bytes handles_of(const std::vector<Client*>& clients) {
   return bytes;
 }
 
-void connect(const std::vector<Client*>& clients, const std::vector<std::string>& handles) {
+void connect(const std::vector<Client*>& clients, const std::vector<std::string>& handles, bool carried) {
   const size_t expected = clients.size() * sizeof(RegionHandle);
   for (size_t r = 0; r < handles.size(); ++r) {
     if (handles[r].size() == expected) continue;
@@ -48,10 +48,34 @@ void connect(const std::vector<Client*>& clients, const std::vector<std::string>
       }
       clients[num_connected]->connect(all);
     }
+    for (Client* client : clients) {
+      if (carried) client->confirm_handles();
+    }
   } catch (...) {
     while (num_connected > 0) clients[--num_connected]->disconnect();
     throw;
   }
+}
+
+void disconnect(const std::vector<Client*>& clients) {
+  py::gil_scoped_release unlocked;
+  for (Client* client : clients) client->disconnect();
+}
+
+void give_back(const std::vector<Client*>& clients) {
+  for (Client* client : clients) client->give_back();
+}
+
+void close(const std::vector<Client*>& clients) {
+  std::exception_ptr reported;
+  for (Client* client : clients) {
+    try {
+      client->close();
+    } catch (...) {
+      if (!reported) reported = std::current_exception();
+    }
+  }
+  if (reported) std::rethrow_exception(reported);
 }
 
 std::vector<std::array<int64_t, 3>> align_clocks(Communicator& comm, int num_rounds, void* stream) {
@@ -73,9 +97,10 @@ void bind_communicator(py::module_& m) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
       .def(py::init(&make_communicator))
       .def("comm_handle", [](Communicator& comm) { return handles_of({&comm}); })
-      .def("connect", [](Communicator& comm, const std::vector<std::string>& handles) { connect({&comm}, handles); })
-      .def("disconnect", &Communicator::disconnect, unlocked())
-      .def("give_back", &Communicator::give_back)
+      .def("connect", [](Communicator& comm, const std::vector<std::string>& handles,
+                         bool carried) { connect({&comm}, handles, carried); })
+      .def("disconnect", [](Communicator& comm) { disconnect({&comm}); })
+      .def("give_back", [](Communicator& comm) { give_back({&comm}); })
       .def("check", &Communicator::check, unlocked())
       .def("align_clocks",
            [](Communicator& comm, int num_rounds, const at::Device& device) {
@@ -83,7 +108,6 @@ void bind_communicator(py::module_& m) {
            })
       .def("close", &Communicator::close, unlocked())
       .def_property_readonly("rank", [](const Communicator& comm) { return comm.member().rank; })
-      .def_property_readonly("is_closed", &Communicator::is_closed)
       .def_property_readonly("nbytes", [](const Communicator& comm) { return comm.nbytes(); });
 }
 

@@ -14,8 +14,14 @@ namespace py = pybind11;
 
 // The handles of clients that are made together, as one byte string per rank.
 py::bytes handles_of(const std::vector<Client*>& clients);
-// Connects all of them or none. `handles`: what handles_of() returned on each rank, in rank order.
-void connect(const std::vector<Client*>& clients, const std::vector<std::string>& handles);
+// Connects all of them or none. `handles`: what handles_of() returned on each rank, in rank order. `carried`: by the
+// caller, who may mix up objects; see Client::confirm_handles().
+void connect(const std::vector<Client*>& clients, const std::vector<std::string>& handles, bool carried);
+// For objects that cannot be made; see Client.
+void disconnect(const std::vector<Client*>& clients);
+void give_back(const std::vector<Client*>& clients);
+// Closes all of them, also if one throws what its kernels have reported.
+void close(const std::vector<Client*>& clients);
 
 // Per rank: (its clock minus this rank's, shortest round trip, time of measurement), in ticks; for this rank itself:
 // (0, clock step, time).

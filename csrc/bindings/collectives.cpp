@@ -88,10 +88,8 @@ class Core {
   }
   void close() {
     py::gil_scoped_release unlocked;
-    collectives_.close();
-    if (owns_comm_) comm_->close();
+    bindings::close(clients());
   }
-  bool is_closed() const { return collectives_.is_closed(); }
   size_t nbytes() const { return collectives_.nbytes(); }
 
  private:
@@ -219,23 +217,16 @@ void bind_collectives(py::module_& m) {
   py::class_<Core>(m, "Collectives")
       .def(py::init<std::shared_ptr<Communicator>, bool, at::Device, int64_t, int>())
       .def("comm_handle", [](Core& core) { return handles_of(core.clients()); })
-      .def("connect", [](Core& core, const std::vector<std::string>& handles) { connect(core.clients(), handles); })
-      .def("disconnect",
-           [](Core& core) {
-             py::gil_scoped_release unlocked;
-             for (Client* client : core.clients()) client->disconnect();
-           })
-      .def("give_back",
-           [](Core& core) {
-             for (Client* client : core.clients()) client->give_back();
-           })
+      .def("connect", [](Core& core, const std::vector<std::string>& handles,
+                         bool carried) { connect(core.clients(), handles, carried); })
+      .def("disconnect", [](Core& core) { disconnect(core.clients()); })
+      .def("give_back", [](Core& core) { give_back(core.clients()); })
       .def("all_reduce", &Core::all_reduce)
       .def("reduce_scatter", &Core::reduce_scatter)
       .def("all_gather", &Core::all_gather)
       .def("refuse", &Core::refuse)
       .def("check", &Core::check)
       .def("close", &Core::close)
-      .def_property_readonly("is_closed", &Core::is_closed)
       .def_property_readonly("nbytes", &Core::nbytes);
 }
 

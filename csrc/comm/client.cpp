@@ -1,8 +1,10 @@
 #include "comm/client.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <iterator>
+#include <thread>
 
 #include "arch/interrupt.h"
 #include "arch/out_of_memory.h"
@@ -96,8 +98,60 @@ void Client::connect(const std::vector<RegionHandle>& handles) {
   std::vector<MemoryHandle> memory;
   for (const RegionHandle& handle : handles) memory.push_back(handle.memory);
   context_.heap = connect_heap(*device_, own_heap_, member_.rank, memory, member_.timeout_seconds);
+  handles_digest_ = digest_of(handles);
   after_connect(context_.heap);
   connected_ = true;
+}
+
+// Each rank writes the digest of its handles into the memory of all that it has mapped. A rank whose object another one
+// has mapped a twin of is not written to. A rank may connect anew with better handles, so a wrong digest has until the
+// deadline too.
+void Client::confirm_handles() {
+  const CallGate::Turn turn = gate_.enter();
+  require_open();
+  uint64_t* place = context_.services.handles_digest.at(member_.rank);
+  for (int r = 0; r < member_.num_ranks; ++r) {
+    uint64_t* there = context_.heap.peer(r, place);
+    if (device_->is_synchronous()) {
+      __atomic_store_n(there, handles_digest_, __ATOMIC_RELEASE);
+    } else {
+      device_->copy_to_device(there, &handles_digest_, sizeof(handles_digest_));
+    }
+  }
+  const auto start = std::chrono::steady_clock::now();
+  for (int r = 0; r < member_.num_ranks; ++r) {
+    uint64_t seen = 0;
+    while ((seen = mapped_by(r)) != handles_digest_) {
+      const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+      const std::string who = "rank " + std::to_string(member_.rank), peer = "rank " + std::to_string(r);
+      if (is_host_interrupted())
+        throw Interrupted(who + " was interrupted while it waited for " + peer + " to connect");
+      if (waited.count() < member_.timeout_seconds) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        continue;
+      }
+      const std::string ask =
+          "; pass the handles of the same objects, in rank order, to set_comm_handles() on every rank";
+      if (seen != 0) {
+        throw std::invalid_argument(peer + " was given other handles than " + who +
+                                    ": theirs are not all of one set of objects" + ask);
+      }
+      throw PeerTimeout(
+          {.reason = Reason::kTimeout, .rank = member_.rank, .peer = r, .elapsed_seconds = waited.count()},
+          "set_comm_handles", "memory",
+          who + " waited " + std::to_string(waited.count()) + " s for " + peer + " to map this " + vocabulary_.client +
+              ": it has set no handles, or those of another object of " + who + ask);
+    }
+  }
+}
+
+// The digest of the handles with which that rank has mapped this one's memory; 0 if it has not.
+uint64_t Client::mapped_by(int peer) {
+  const uint64_t* place = context_.services.handles_digest.at(peer);
+  if (device_->is_synchronous()) return __atomic_load_n(place, __ATOMIC_ACQUIRE);
+  uint64_t digest = 0;
+  device_->copy_to_host(&digest, place, sizeof(digest));
+  return digest;
 }
 
 void Client::disconnect() {

@@ -48,6 +48,9 @@ class Client {
   // Set-up: pass every rank's handle to every rank, in rank order. If connect() throws, nothing stays mapped.
   RegionHandle handle();
   void connect(const std::vector<RegionHandle>& handles);
+  // After connect() with handles that the caller carried: waits until every rank has mapped the same objects. Throws
+  // PeerTimeout for a rank that has not connected to this object, std::invalid_argument where it was given others.
+  void confirm_handles();
   // For an object that cannot be made: disconnect() unmaps the peers; give_back() states that no peer maps this rank's
   // memory, nor ever will.
   void disconnect();
@@ -127,6 +130,7 @@ class Client {
   std::byte* allocate_symmetric(const RegionSize& size, const std::vector<AgreedField>& fields);
   void allocate_report();
   void part();
+  uint64_t mapped_by(int peer);
   void poison_peers();
 
   ClientContext& context_;
@@ -142,7 +146,8 @@ class Client {
   std::atomic<bool> closed_ = false;
   bool has_launched_ = false;
   void* last_stream_ = nullptr;
-  bool interrupted_ = false;  // a call was interrupted: the peers have been told
+  uint64_t handles_digest_ = 0;  // of what connect() was given
+  bool interrupted_ = false;     // a call was interrupted: the peers have been told
   // Whether a peer may write into this memory: from handle() until all ranks have closed.
   std::atomic<bool> may_be_mapped_ = false;
 

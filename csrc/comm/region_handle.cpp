@@ -86,6 +86,12 @@ uint64_t RegionHandle::sum() const {
   return hash;
 }
 
+uint64_t digest_of(const std::vector<RegionHandle>& handles) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const RegionHandle& handle : handles) hash = (hash ^ handle.checksum) * 0x100000001b3u;
+  return hash | 1;
+}
+
 std::string disagreement(const std::vector<RegionHandle>& handles) {
   for (size_t r = 0; r < handles.size(); ++r) {
     if (std::string why = flaw(handles[r], r); !why.empty()) return why;

@@ -8,6 +8,7 @@ MOE_A2A_FUZZED_HANDLES=10000 for a soak; MOE_A2A_SEED repeats a run.
 
 import os
 import random
+import time
 
 import on_device
 import pytest
@@ -146,6 +147,38 @@ def set_a_smaller_object(group):
 @on_device.cpu_only
 def test_live_handles_of_another_object_are_refused():
     ranks.run_processes(2, set_a_smaller_object)
+
+
+def set_a_twin_at_a_peer_s_place(group, all_ranks_err):
+    """Alike in every field, so only the ranks together can tell: rank 0 takes a twin for rank 1's object."""
+    group = moe_a2a.as_group(group)
+    ep, good = objects(group, timeout=1)
+    twin, of_twin = objects(group, timeout=1)
+    mixed = [good[0], of_twin[1]] if group.rank == 0 else [of_twin[0], good[1]] if all_ranks_err else good
+    start = time.monotonic()
+    with pytest.raises((moe_a2a.PeerTimeoutError, ValueError), match=rf"rank {1 - group.rank}.*same objects") as raised:
+        ep.set_comm_handles(mixed)
+    assert time.monotonic() - start < 1 + ranks.slack(1)
+    said = type(raised.value).__name__
+    with pytest.raises(RuntimeError, match="no peers yet"):
+        good_call(ep)
+    group.all_gather(None)
+    ep.set_comm_handles(good)
+    good_call(ep)
+    group.all_gather(None)
+    for one in (ep, twin):
+        one.close()
+    return said
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize(
+    "all_ranks_err, said",
+    [(False, ["ValueError", "PeerTimeoutError"]), (True, ["PeerTimeoutError", "PeerTimeoutError"])],
+    ids=["one rank", "all ranks"],
+)
+def test_a_twin_at_a_peer_s_place_is_refused(all_ranks_err, said):
+    assert ranks.run_processes(2, set_a_twin_at_a_peer_s_place, all_ranks_err) == said
 
 
 def set_again_after_a_peer_was_gone(group):

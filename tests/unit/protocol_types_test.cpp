@@ -243,7 +243,8 @@ std::vector<Field> symmetric_fields(const Context& context) {
           {"combine_refusal", w.combine_refusal.data, b * r * sizeof(Signal)},
           {"dispatch_refusal", w.dispatch_refusal.data, r * sizeof(Signal)},
           {"refusal_text", context.services.refusal_text.data, (b + 1) * r * kRefusalWords * 8},
-          {"goodbye", context.services.goodbye.data, r * sizeof(Signal)}};
+          {"goodbye", context.services.goodbye.data, r * sizeof(Signal)},
+          {"handles_digest", context.services.handles_digest.data, r * 8}};
 }
 
 std::vector<Field> local_fields(const Context& context) {
