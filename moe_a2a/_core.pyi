@@ -211,8 +211,11 @@ def grouped_gemm(
     arg8: typing.SupportsFloat | typing.SupportsIndex | None,
     arg9: typing.SupportsFloat | typing.SupportsIndex,
     arg10: torch.Tensor | None,
-    arg11: str,
-) -> torch.Tensor: ...
+    arg11: torch.Tensor | None,
+    arg12: torch.Tensor | None,
+    arg13: typing.Any,
+    arg14: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 def nbytes_for(
     arg0: typing.SupportsInt | typing.SupportsIndex,
     arg1: typing.SupportsInt | typing.SupportsIndex,

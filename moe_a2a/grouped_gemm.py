@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moe_a2a import _core
-from moe_a2a.devices import target_of
+from moe_a2a.devices import float8_dtype, target_of
 
 
 def grouped_gemm(
@@ -21,7 +23,11 @@ def grouped_gemm(
     limit: float | None = None,
     up_shift: float = 0.0,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    quantize_output: bool = False,
+) -> Any:  # a tensor, or two with quantize_output
     """out[i] = activation(x[row_index[i]] @ w[e].T + bias[e]) for the positions i of expert e, expert_offsets[e] <= i <
     expert_offsets[e + 1].
 
@@ -30,7 +36,7 @@ def grouped_gemm(
     them; same inputs, same bits. Sizes that are multiples of 128 (hidden: of 64) are fastest.
 
     Args:
-        x: [rows, hidden], bfloat16 or float16, `hidden` a multiple of 16; a handle's recv_x as it is. Rows may have any
+        x: [rows, hidden], bfloat16, float16 or float8, `hidden` a multiple of 16; a handle's recv_x as it is. Rows may have any
             stride that is a multiple of 16 bytes.
         row_index: int32 [num_routes]: the row of x of each position, -1 for a row of zeros; a handle's
             expert_row_index. None: position i is row i of x.
@@ -43,15 +49,30 @@ def grouped_gemm(
         alpha: "silu" is x * sigmoid(alpha * x): 1.702 for "quick_gelu" and for GPT-OSS, whose up_shift is 1.
         limit: before f, gate is clamped from above and up on both sides, to limit and -limit.
         bias: float32 [num_experts, columns], in the order of the rows of w.
+        x_scales: with float8 x and w, as in DeepSeek-V3: float32 [rows, ceil(hidden / 128)], one per 128 values of a
+            row; a handle's recv_x_scales. Sums of 128 products are scaled, then added up in fp32.
+        w_scales: float32 [num_experts, ceil(columns / 128), ceil(hidden / 128)], one per 128 x 128 of w; if gated, the
+            ceil(intermediate / 128) of the gate's rows before those of up's.
+        out_dtype: with float8 x: bfloat16 (the default) or float16.
+        quantize_output: with float8 x and SwiGLU: the result is float8 with scales, as x of the next product.
 
-    Returns: [num_routes, columns] (if gated [num_routes, intermediate]). Rows of positions that belong to no expert hold
-    nothing meaningful.
+    Returns: [num_routes, columns] (if gated [num_routes, intermediate]); with quantize_output (y, y_scales), y_scales
+    [num_routes, ceil(intermediate / 128)]. Rows of positions that belong to no expert hold nothing meaningful.
 
     Raises ValueError or TypeError, naming value, limit and argument, before anything is launched. What the lists hold is
     checked where the host can see it, on the CPU; on a GPU, rows out of range count as zeros and offsets out of range
     are cut off. There is no backward.
     """
-    return _core.grouped_gemm(
+    is_float8 = x.dtype.itemsize == 1 and x.dtype.is_floating_point
+    if is_float8 and x.dtype != float8_dtype(x.device):
+        raise TypeError(f"x has dtype {x.dtype}, expected {float8_dtype(x.device)}: the float8 that {x.device} has")
+    if quantize_output and out_dtype is not None:
+        raise ValueError(
+            f"out_dtype={out_dtype} with quantize_output=True, whose result is float8; leave out_dtype out"
+        )
+    if quantize_output and not is_float8:
+        raise TypeError(f"quantize_output=True with x of {x.dtype}: it takes float8 x with x_scales and w_scales")
+    y, y_scales = _core.grouped_gemm(
         x,
         row_index,
         expert_offsets,
@@ -63,5 +84,9 @@ def grouped_gemm(
         limit,
         up_shift,
         bias,
+        x_scales,
+        w_scales,
+        x.dtype if quantize_output or not is_float8 and out_dtype is None else out_dtype or torch.bfloat16,
         target_of(x.device),
     )
+    return y if y_scales is None else (y, y_scales)

@@ -1,13 +1,16 @@
 // The product that a block computes at a time, and what each target builds it from:
 //
-//   BlockTile<T>      T is Half or Bfloat16; sums are fp32
-//     kRows, kColumns, kSharedBytes
-//     multiply(block, shared, num_rows, depth, row_of_a, row_of_b, store)
+//   BlockTile<T>      T is Half, Bfloat16 or Float8; sums are fp32
+//     kRows, kColumns (128 for Float8), kSharedBytes
+//     multiply(block, shared, num_rows, depth, row_of_a, row_of_b, store, scales)
 //                     row_of_a(i), row_of_b(half, j): the start of row i < kRows of A, or of row j < kColumns of a half
 //                     of B, 16-byte aligned; null: zeros. depth: their length, a multiple of 16.
 //                     store(i, j, first, second) is called once for each i < num_rows (and possibly beyond) and j, with
 //                     the products of row i of A and row j of both halves of B. Two halves, so that an activation gets
-//                     gate and up together.
+//                     gate and up together. From its first call until the next product, store() may use `shared`, up to
+//                     kRows * kColumns floats.
+//                     For Float8, products are scaled for every kScaleDepth of depth: scales.of_row(i) and
+//                     scales.of_columns(half) point to the first of these, null: zeros.
 //   WarpMatrix<T>     on GPU targets: kRows x kColumns sums of a warp in its registers, value[kValues] per lane
 //     add_product(warp, a, b, stride, depth)   rows of A and B in shared memory, `stride` elements apart
 //     row_of(warp, v), column_of(warp, v)      the place of the lane's value v
@@ -18,10 +21,13 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
+inline constexpr int kScaleDepth = 128;
+struct NoScales {};
+
 // Plain C++, for any number of lanes.
 template <class T>
 struct PlainWarpMatrix {
-  static constexpr int kRows = 32, kColumns = 16, kValues = kRows * kColumns / kWarpSize;
+  static constexpr int kRows = 32, kColumns = 32, kValues = kRows * kColumns / kWarpSize;
   float value[kValues];
 
   MOE_A2A_DEVICE void clear() {

@@ -7,7 +7,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// A tensor of 16-bit values as TMA sees it, innermost dimension contiguous. TMA loads boxes of it in the 128-byte
+// A tensor of 8- or 16-bit values as TMA sees it, innermost dimension contiguous. TMA loads boxes of it in the 128-byte
 // swizzle, with zeros for what is out of bounds.
 struct TensorShape {
   struct Dimension {
@@ -16,9 +16,15 @@ struct TensorShape {
     uint32_t box;
   };
   const void* data;
-  bool is_bfloat16;
+  DType dtype;
   std::initializer_list<Dimension> dimensions;
 };
+
+inline CUtensorMapDataType type_of(DType dtype) {
+  return dtype == DType::kFloat8    ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+         : dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
 
 inline TensorMap make_tensor_map(const TensorShape& shape) {
   static const auto encode = [] {
@@ -35,15 +41,14 @@ inline TensorMap make_tensor_map(const TensorShape& shape) {
   cuuint32_t rank = 0;
   for (const TensorShape::Dimension& dimension : shape.dimensions) {
     sizes[rank] = static_cast<cuuint64_t>(dimension.size);
-    strides[rank] = static_cast<cuuint64_t>(dimension.stride) * 2;
+    strides[rank] = static_cast<cuuint64_t>(dimension.stride) * size_of(shape.dtype);
     box[rank] = dimension.box;
     steps[rank++] = 1;
   }
   TensorMap map;
-  const CUresult result =
-      encode(&map, shape.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
-             const_cast<void*>(shape.data), sizes, strides + 1, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&map, type_of(shape.dtype), rank, const_cast<void*>(shape.data), sizes, strides + 1,
+                                 box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled failed with error " + std::to_string(result));
   }

@@ -88,6 +88,9 @@ __device__ __forceinline__ float load_float(uint32_t from) {
 __device__ __forceinline__ void store_pair(uint32_t to, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(first), "f"(second) : "memory");
 }
+__device__ __forceinline__ void store_bytes(uint32_t to, uint8_t first, uint8_t second) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(static_cast<uint16_t>(first | second << 8)) : "memory");
+}
 __device__ __forceinline__ Vec16 load_vector(uint32_t from) {
   Vec16 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

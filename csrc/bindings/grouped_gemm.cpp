@@ -2,238 +2,72 @@
 
 #include <ATen/Parallel.h>
 
-#include <limits>
 #include <optional>
 #include <string>
 
 #include "bindings/clients.h"
-#include "bindings/tensor_gate.h"
+#include "bindings/config.h"
+#include "bindings/grouped_gemm_arguments.h"
 #include "bindings/tensors.h"
 #include "moe/experts/run_grouped_gemm.h"
 
 namespace moe_a2a::bindings {
 namespace {
 
-constexpr int kGranularity = 16;   // of hidden and intermediate_hidden
-constexpr int kRowAlignment = 16;  // bytes
-
-std::string text_of(at::IntArrayRef shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-  return text + "]";
-}
-
-void require(bool good, const std::string& what, const std::string& remedy) {
-  if (!good) raise_value(kNoRank, what, remedy);
-}
-
-void require_dtype(const at::Tensor& tensor, const char* name, at::ScalarType type, const char* why) {
-  if (tensor.scalar_type() == type) return;
-  raise_type(kNoRank,
-             std::string(name) + " has dtype " + c10::toString(tensor.scalar_type()) + ", expected " +
-                 c10::toString(type) + why,
-             std::string("pass ") + name + ".to(...)");
-}
-
-void require_contiguous(const at::Tensor& tensor, const char* name) {
-  require(tensor.is_contiguous(), std::string(name) + " is not contiguous (strides " + text_of(tensor.strides()) + ")",
-          std::string("pass ") + name + ".contiguous()");
-}
-
-void require_no_grad(const at::Tensor& tensor, const char* name) {
-  require(!(at::GradMode::is_enabled() && tensor.requires_grad()),
-          std::string(name) + " requires grad and grouped_gemm has no backward",
-          std::string("call under torch.no_grad() or pass ") + name + ".detach()");
-}
-
-// How Python says it; see moe_a2a/grouped_gemm.py.
-struct Epilogue {
-  const std::optional<std::string>& activation;
-  bool gated, interleaved;
-  double alpha;
-  std::optional<double> limit;
-  double up_shift;
+struct Results {
+  at::Tensor out;
+  std::optional<at::Tensor> scales;  // of a float8 out
 };
 
-Activation::Function to_function(const std::optional<std::string>& name) {
-  using Function = Activation::Function;
-  if (!name) return Function::kNone;
-  if (*name == "silu" || *name == "swiglu") return Function::kSilu;
-  if (*name == "gelu") return Function::kGelu;
-  if (*name == "gelu_tanh") return Function::kGeluTanh;
-  if (*name == "relu2") return Function::kRelu2;
-  raise_value(kNoRank, "activation=\"" + *name + "\" is unknown",
-              "pass None, \"swiglu\", \"silu\", \"gelu\", \"gelu_tanh\" or \"relu2\"");
+Results make_results(const Place& place, int64_t num_rows, int64_t columns, at::ScalarType type) {
+  Results results = {make_tensor(place, {num_rows, columns}, type), {}};
+  if (at::elementSize(type) == 1) results.scales = make_tensor(place, {num_rows, (columns + 127) / 128}, at::kFloat);
+  return results;
 }
 
-Activation to_activation(const Epilogue& epilogue) {
-  Activation activation;
-  activation.function = to_function(epilogue.activation);
-  activation.is_gated = epilogue.gated || epilogue.activation == "swiglu";
-  require(epilogue.alpha == 1 || activation.function == Activation::Function::kSilu,
-          "alpha=" + std::to_string(epilogue.alpha) + " is a factor in SiLU alone, and activation is another",
-          "leave it out");
-  require(activation.is_gated || (!epilogue.limit && epilogue.up_shift == 0 && !epilogue.interleaved),
-          "limit, up_shift and interleaved are about gate and up, and w has but one projection",
-          "pass gated=True or leave them out");
-  require(!epilogue.limit || *epilogue.limit > 0,
-          "limit=" + std::to_string(epilogue.limit.value_or(0)) + " is not positive", "pass None for no limit");
-  activation.is_interleaved = epilogue.interleaved;
-  activation.alpha = static_cast<float>(epilogue.alpha);
-  if (epilogue.limit) activation.limit = static_cast<float>(*epilogue.limit);
-  activation.up_shift = static_cast<float>(epilogue.up_shift);
-  return activation;
+const float* floats_of(const std::optional<at::Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr<float>() : nullptr;
 }
 
-void check_x(const at::Tensor& x) {
-  if (x.scalar_type() != at::kBFloat16 && x.scalar_type() != at::kHalf) {
-    raise_type(kNoRank, std::string("x has dtype ") + c10::toString(x.scalar_type()) + ", expected bfloat16 or float16",
-               "pass x.to(torch.bfloat16)");
-  }
-  require(x.dim() == 2, "x has shape " + text_of(x.sizes()) + ", expected [rows, hidden]", "pass two dimensions");
-  require_no_grad(x, "x");
-  require(
-      x.size(1) > 0 && x.size(1) % kGranularity == 0,
-      "hidden=" + std::to_string(x.size(1)) + " (of x) is not a positive multiple of " + std::to_string(kGranularity),
-      "pad x and w with zeros");
-  const bool is_dense = x.size(0) == 0 || (x.stride(1) == 1 && (x.size(0) == 1 || x.stride(0) >= x.size(1)));
-  const bool is_aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kRowAlignment == 0 &&
-                          (x.size(0) <= 1 || x.stride(0) * x.element_size() % kRowAlignment == 0);
-  require(is_dense && is_aligned,
-          "x has strides " + text_of(x.strides()) + ", expected rows of dense elements that begin at multiples of " +
-              std::to_string(kRowAlignment) + " bytes",
-          "pass x.contiguous()");
-}
-
-void check_w(const at::Tensor& w, const at::Tensor& x, bool is_gated) {
-  require_dtype(w, "w", x.scalar_type(), " as x has");
-  require(w.dim() == 3 && w.size(2) == x.size(1),
-          "w has shape " + text_of(w.sizes()) +
-              ", expected [num_experts, columns, hidden=" + std::to_string(x.size(1)) + "]",
-          "pass the weights of nn.Linear, stacked");
-  require(w.size(0) > 0, "w has no experts", "pass at least one");
-  const int halves = is_gated ? 2 : 1;
-  require(w.size(1) > 0 && w.size(1) % (halves * kGranularity) == 0,
-          "w.shape[1]=" + std::to_string(w.size(1)) + " is not a positive multiple of " +
-              std::to_string(halves * kGranularity),
-          halves == 2 ? "pass gate and up of a multiple of 16 each, padded with zeros" : "pad w with zeros");
-  require_no_grad(w, "w");
-  require_contiguous(w, "w");
-  require(reinterpret_cast<uintptr_t>(w.const_data_ptr()) % kRowAlignment == 0,
-          "w does not begin at a multiple of 16 bytes", "pass w.clone()");
-}
-
-void check_bias(const at::Tensor& bias, const at::Tensor& w) {
-  require_dtype(bias, "bias", at::kFloat, ": it is added to the fp32 sums");
-  require(bias.sizes() == w.sizes().slice(0, 2),
-          "bias has shape " + text_of(bias.sizes()) +
-              ", expected [num_experts, columns] = " + text_of(w.sizes().slice(0, 2)),
-          "pass one value per row of w");
-  require_no_grad(bias, "bias");
-  require_contiguous(bias, "bias");
-}
-
-void check_lists(const std::optional<at::Tensor>& row_index, const at::Tensor& expert_offsets, const at::Tensor& w) {
-  require_dtype(expert_offsets, "expert_offsets", at::kInt, "");
-  require(expert_offsets.dim() == 1 && expert_offsets.size(0) == w.size(0) + 1,
-          "expert_offsets has shape " + text_of(expert_offsets.sizes()) +
-              ", expected [num_experts + 1 = " + std::to_string(w.size(0) + 1) + "]",
-          "pass the first position of each expert and their end");
-  require_contiguous(expert_offsets, "expert_offsets");
-  if (!row_index) return;
-  require_dtype(*row_index, "row_index", at::kInt, "");
-  require(row_index->dim() == 1, "row_index has shape " + text_of(row_index->sizes()) + ", expected [num_routes]",
-          "pass one row of x per position");
-  require_contiguous(*row_index, "row_index");
-}
-
-// Only on the CPU, where the host can read the values. Elsewhere the kernel clamps to its tensors and reads zeros for
-// rows out of range.
-void check_values(const at::Tensor& x, const std::optional<at::Tensor>& row_index, const at::Tensor& expert_offsets,
-                  int64_t num_rows) {
-  const int32_t* offsets = expert_offsets.const_data_ptr<int32_t>();
-  int64_t before = 0;
-  for (int64_t e = 0; e < expert_offsets.size(0); ++e) {
-    require(offsets[e] >= before && offsets[e] <= num_rows,
-            "expert_offsets[" + std::to_string(e) + "]=" + std::to_string(offsets[e]) + " is not in [" +
-                std::to_string(before) + ", num_routes=" + std::to_string(num_rows) + "]",
-            "pass offsets that never decrease and end within row_index (or x)");
-    before = offsets[e];
-  }
-  if (!row_index) return;
-  const int32_t* rows = row_index->const_data_ptr<int32_t>();
-  for (int64_t i = offsets[0]; i < before; ++i) {
-    require(rows[i] >= -1 && rows[i] < x.size(0),
-            "row_index[" + std::to_string(i) + "]=" + std::to_string(rows[i]) +
-                " is not in [-1, rows of x=" + std::to_string(x.size(0)) + ")",
-            "pass rows of x, or -1 for zeros");
-  }
-}
-
-struct Tensors {
-  const at::Tensor& x;
-  const std::optional<at::Tensor>& row_index;
-  const at::Tensor &expert_offsets, &w;
-  const std::optional<at::Tensor>& bias;
-
-  int64_t num_rows() const { return row_index ? row_index->size(0) : x.size(0); }
-};
-
-void check_sizes(const Tensors& t) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 256;  // the last tile may extend past the last row
-  for (int64_t size : {t.num_rows(), t.x.size(0), t.w.size(0), t.w.size(1), t.w.size(2)}) {
-    require(size <= kMost,
-            "x " + text_of(t.x.sizes()) + ", w " + text_of(t.w.sizes()) + " or num_routes=" +
-                std::to_string(t.num_rows()) + " has more than " + std::to_string(kMost) + " in one dimension",
-            "split the call");
-  }
-}
-
-void check(const Place& place, const Tensors& t, bool is_gated) {
-  check_plain(place, t.x, "x");
-  check_plain(place, t.w, "w");
-  check_plain(place, t.expert_offsets, "expert_offsets");
-  if (t.row_index) check_plain(place, *t.row_index, "row_index");
-  if (t.bias) check_plain(place, *t.bias, "bias");
-  check_x(t.x);
-  check_w(t.w, t.x, is_gated);
-  if (t.bias) check_bias(*t.bias, t.w);
-  check_lists(t.row_index, t.expert_offsets, t.w);
-  check_sizes(t);
-  if (t.x.is_cpu()) check_values(t.x, t.row_index, t.expert_offsets, t.num_rows());
-}
-
-GroupedGemmArgs to_args(const Tensors& t, const Activation& activation, const at::Tensor& out) {
+GroupedGemmArgs to_args(const GroupedGemmTensors& t, const Activation& activation, const Results& results) {
+  const auto row_stride = [](const at::Tensor& x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); };
   return {.x = t.x.const_data_ptr(),
           .row_index = t.row_index ? t.row_index->const_data_ptr<int32_t>() : nullptr,
           .expert_offsets = t.expert_offsets.const_data_ptr<int32_t>(),
           .w = t.w.const_data_ptr(),
-          .bias = t.bias ? t.bias->const_data_ptr<float>() : nullptr,
-          .out = out.mutable_data_ptr(),
-          .x_stride = t.x.size(0) > 1 ? t.x.stride(0) : t.x.size(1),
+          .bias = floats_of(t.bias),
+          .out = results.out.mutable_data_ptr(),
+          .x_scales = floats_of(t.x_scales),
+          .w_scales = floats_of(t.w_scales),
+          .out_scales = results.scales ? results.scales->mutable_data_ptr<float>() : nullptr,
+          .x_stride = row_stride(t.x),
+          .x_scales_stride = t.x_scales ? row_stride(*t.x_scales) : 0,
           .num_experts = static_cast<int32_t>(t.w.size(0)),
           .num_x_rows = static_cast<int32_t>(t.x.size(0)),
           .num_rows = static_cast<int32_t>(t.num_rows()),
-          .num_columns = static_cast<int32_t>(out.size(1)),
+          .num_columns = static_cast<int32_t>(results.out.size(1)),
           .depth = static_cast<int32_t>(t.x.size(1)),
-          .dtype = t.x.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBfloat16,
+          .dtype = to_dtype(t.x.scalar_type(), "x", kNoRank),
+          .out_dtype = to_dtype(results.out.scalar_type(), "out", kNoRank),
           .activation = activation};
 }
 
-at::Tensor grouped_gemm(const at::Tensor& x, const std::optional<at::Tensor>& row_index,
-                        const at::Tensor& expert_offsets, const at::Tensor& w,
-                        const std::optional<std::string>& activation_name, bool gated, bool interleaved, double alpha,
-                        std::optional<double> limit, double up_shift, const std::optional<at::Tensor>& bias,
-                        const std::string& target) {
+std::pair<at::Tensor, std::optional<at::Tensor>> grouped_gemm(
+    const at::Tensor& x, const std::optional<at::Tensor>& row_index, const at::Tensor& expert_offsets,
+    const at::Tensor& w, const std::optional<std::string>& activation_name, bool gated, bool interleaved, double alpha,
+    std::optional<double> limit, double up_shift, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& x_scales, const std::optional<at::Tensor>& w_scales, const py::object& out_dtype,
+    const std::string& target) {
+  const at::ScalarType out_type = scalar_type(out_dtype);
   const Activation activation = to_activation({activation_name, gated, interleaved, alpha, limit, up_shift});
-  const Tensors tensors = {x, row_index, expert_offsets, w, bias};
+  const GroupedGemmTensors tensors = {x, row_index, expert_offsets, w, bias, x_scales, w_scales};
   const Place place = {.rank = kNoRank, .device = x.device(), .owner = "x"};
-  check(place, tensors, activation.is_gated);
+  check_arguments(place, tensors, activation, out_type);
   const int64_t columns = activation.is_gated ? w.size(1) / 2 : w.size(1);
-  const at::Tensor out = make_tensor(place, {tensors.num_rows(), columns}, x.scalar_type());
-  if (tensors.num_rows() == 0) return out;
+  const Results results = make_results(place, tensors.num_rows(), columns, out_type);
+  if (tensors.num_rows() == 0) return {results.out, results.scales};
 
-  GroupedGemmArgs args = to_args(tensors, activation, out);
+  GroupedGemmArgs args = to_args(tensors, activation, results);
   at::Tensor next_unit;
   if (!x.is_cpu()) {
     next_unit = at::zeros({1}, expert_offsets.options());
@@ -245,7 +79,7 @@ at::Tensor grouped_gemm(const at::Tensor& x, const std::optional<at::Tensor>& ro
                                   .stream = current_stream(x.device())};
   py::gil_scoped_release unlocked;
   run_grouped_gemm(where, args);
-  return out;
+  return {results.out, results.scales};
 }
 
 }  // namespace

@@ -315,7 +315,7 @@ def without_memory(tensor):
     [
         (
             TypeError,
-            "x has dtype Float, expected bfloat16 or float16",
+            "x has dtype Float, expected bfloat16, float16 or float8",
             lambda: {"x": zeros(4, 48, dtype=torch.float32)},
         ),
         (ValueError, r"x has shape \[4\], expected \[rows, hidden\]", lambda: {"x": zeros(4)}),

@@ -1,4 +1,5 @@
-// Arguments of the grouped GEMM: out[i] = activation(x[row_index[i]] @ w[e].T) for the positions i of expert e.
+// Arguments of the grouped GEMM: out[i] = activation(x[row_index[i]] @ w[e].T + bias[e]) for the positions i of expert
+// e.
 #pragma once
 
 #include <cstdint>
@@ -40,12 +41,27 @@ struct GroupedGemmArgs {
   const void* w = nullptr;                  // [num_experts, rows_of_w(), depth]
   const float* bias = nullptr;              // [num_experts, rows_of_w()]: added to the sums. Null: none
   void* out = nullptr;                      // [num_rows, num_columns]
-  int32_t* next_unit = nullptr;             // must be zero; counts the units that clusters have drawn
-  int64_t x_stride = 0;
+  // With float8 x and w, which have one scale per 128 of depth: x for each row, w for each 128 rows, gate and up apart.
+  const float* x_scales = nullptr;  // [num_x_rows, num_scales()], rows x_scales_stride elements apart
+  const float* w_scales = nullptr;  // [num_experts, row_blocks_of_w(), num_scales()]
+  float* out_scales = nullptr;      // [num_rows, column_blocks()]: of float8 results
+  int32_t* next_unit = nullptr;     // must be zero; counts the units that clusters have drawn
+  int64_t x_stride = 0, x_scales_stride = 0;
   int32_t num_experts = 0, num_x_rows = 0, num_rows = 0, num_columns = 0, depth = 0;
-  DType dtype = DType::kBfloat16;
+  DType dtype = DType::kBfloat16, out_dtype = DType::kBfloat16;  // they differ with float8 only
   Activation activation;
 
+  MOE_A2A_HOST_DEVICE int num_scales() const { return (depth + 127) / 128; }
+  MOE_A2A_HOST_DEVICE int column_blocks() const { return (num_columns + 127) / 128; }
+  MOE_A2A_HOST_DEVICE int row_blocks_of_w() const { return column_blocks() * (activation.is_gated ? 2 : 1); }
+  MOE_A2A_HOST_DEVICE uint32_t num_w_scales() const {
+    return static_cast<uint32_t>(num_experts) * static_cast<uint32_t>(row_blocks_of_w() * num_scales());
+  }
+  // The scales of the 128 columns that begin at `column`, of a half; of the last ones for columns past the end.
+  MOE_A2A_HOST_DEVICE const float* scales_of_w(int expert, int half, int column) const {
+    const int block = column < num_columns ? column / 128 : column_blocks() - 1;
+    return w_scales + (int64_t{expert} * row_blocks_of_w() + half * column_blocks() + block) * num_scales();
+  }
   // Of an expert: two per column if gated.
   MOE_A2A_HOST_DEVICE int64_t rows_of_w() const { return int64_t{num_columns} * (activation.is_gated ? 2 : 1); }
   // The row of w, of an expert, that makes a column. half: 1 for up.

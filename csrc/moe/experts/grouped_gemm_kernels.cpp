@@ -16,6 +16,8 @@ void for_each_variant(Use use) {
   use.template operator()<Bfloat16, true>(DType::kBfloat16);
   use.template operator()<Half, false>(DType::kFloat16);
   use.template operator()<Half, true>(DType::kFloat16);
+  use.template operator()<Float8, false>(DType::kFloat8);
+  use.template operator()<Float8, true>(DType::kFloat8);
 }
 
 void prepare_grouped_gemm(const LaunchSite& site) {

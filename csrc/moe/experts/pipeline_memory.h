@@ -12,11 +12,12 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 // barriers.
 struct PipelineMemory {
   static constexpr int kStages = 4;
-  static constexpr int kTileRows = 128, kTileColumns = 256, kTileDepth = 64, kHalfColumns = kTileColumns / 2;
-  static constexpr int kRowBytes = kTileDepth * 2;
+  static constexpr int kTileRows = 128, kTileColumns = 256, kHalfColumns = kTileColumns / 2;
+  static constexpr int kRowBytes = 128;  // of a stage: 64 values of 16 bits, or 128 of 8
   static constexpr int kRowsBytes = kTileRows * kRowBytes, kColumnsBytes = kTileColumns * kRowBytes;
   static constexpr int kStageBytes = kRowsBytes + kColumnsBytes;
-  static constexpr int kWarpRows = 16, kResultRowBytes = kHalfColumns * 2 + 16;  // + 16 spreads rows over the banks
+  static constexpr int kWarpRows = 16, kHalfBytes = kColumnsBytes / 2,
+                       kResultRowBytes = kHalfColumns * 2 + 16;  // + 16 spreads rows over the banks
   static constexpr int kResultsAt = kStages * kStageBytes;
   static constexpr int kBarriersAt = kResultsAt + 8 * kWarpRows * kResultRowBytes;
   static constexpr int kUnitsAt = kBarriersAt + 3 * kStages * 8;

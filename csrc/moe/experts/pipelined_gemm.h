@@ -16,7 +16,6 @@ void prepare_pipelined_gemm(const LaunchSite& site) {
 
 template <class T, bool kGated, bool kGathers>
 void launch_pipelined_gemm_of(const LaunchSite& site, const GroupedGemmArgs& args) {
-  constexpr bool kIsBfloat16 = std::is_same_v<T, Bfloat16>;
   using Kernel = PipelinedGemm<T, kGated, kGathers>;
   constexpr int kHalves = kGated ? 2 : 1;
   using Memory = PipelineMemory;
@@ -24,15 +23,15 @@ void launch_pipelined_gemm_of(const LaunchSite& site, const GroupedGemmArgs& arg
   const int64_t next_column = args.row_of_w(0, 1) * depth, next_half = args.row_of_w(1, 0) * depth;
   typename Kernel::Args pipelined = {.gemm = args,
                                      .w = make_tensor_map({args.w,
-                                                           kIsBfloat16,
-                                                           {{depth, 1, Memory::kTileDepth},
+                                                           args.dtype,
+                                                           {{depth, 1, Kernel::kTileDepth},
                                                             {columns, next_column, Memory::kHalfColumns},
                                                             {kHalves, next_half, 1},
                                                             {args.num_experts, kHalves * columns * depth, 1}}}),
                                      .x = {}};
   if (!kGathers) {
     pipelined.x = make_tensor_map(
-        {args.x, kIsBfloat16, {{depth, 1, Memory::kTileDepth}, {args.num_x_rows, args.x_stride, Memory::kTileRows}}});
+        {args.x, args.dtype, {{depth, 1, Kernel::kTileDepth}, {args.num_x_rows, args.x_stride, Memory::kTileRows}}});
   }
   launch_pipeline<Kernel>(site, pipelined);
 }

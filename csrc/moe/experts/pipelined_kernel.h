@@ -6,8 +6,7 @@
 // connect them.
 #pragma once
 
-#include "moe/experts/grouped_gemm.h"
-#include "moe/experts/pipeline_memory.h"
+#include "moe/experts/pipelined_results.h"
 
 #if defined(MOE_A2A_HAS_TILE_PIPELINE)
 
@@ -17,6 +16,9 @@ template <class T, bool kGated, bool kGathers>
 struct PipelinedGemm {
   using Memory = PipelineMemory;
   using Matrix = WarpGroupMatrix<T>;
+  static constexpr bool kIsFloat8 = std::is_same_v<T, Float8>;
+  using Results = PipelinedResults<T, kGated>;
+  static constexpr int kTileDepth = Memory::kRowBytes / sizeof(T), kPieceElements = 16 / sizeof(T);
   // Gate and up of the same columns are side by side, so each thread has both, whatever the order of the weights.
   static constexpr int kOutColumns = kGated ? Memory::kHalfColumns : Memory::kTileColumns;
   using Tiles = ExpertTiles<PairedTiles, Memory::kTileRows, kOutColumns>;
@@ -31,7 +33,8 @@ struct PipelinedGemm {
   static constexpr int kGatherWarps = 2, kLoaderWarp = 2, kPassWarp = 3, kMultiplyWarps = 8;
   static constexpr int kGatherThreads = kGatherWarps * kWarpSize;
   // Each thread starts with 168 registers; the loading warps give some to the multiplying ones.
-  static constexpr int kLoadRegisters = 88, kMultiplyRegisters = 208;
+  static constexpr int kLoadRegisters = !kIsFloat8 ? 88 : kGathers ? 56 : 40;
+  static constexpr int kMultiplyRegisters = !kIsFloat8 ? 208 : kGathers ? 224 : 232;
   static_assert(128 * kLoadRegisters + 256 * kMultiplyRegisters <= kThreads * 168);
 
   MOE_A2A_DEVICE static void run(const Args& args, uint32_t shared) {
@@ -67,7 +70,7 @@ struct PipelinedGemm {
     fence_barrier_init();
   }
 
-  MOE_A2A_DEVICE static int num_steps(const GroupedGemmArgs& args) { return div_up(args.depth, Memory::kTileDepth); }
+  MOE_A2A_DEVICE static int num_steps(const GroupedGemmArgs& args) { return div_up(args.depth, kTileDepth); }
 
   // ---- rows of x, by 16-byte copies straight into the swizzled tile. Eight threads per row.
 
@@ -88,7 +91,7 @@ struct PipelinedGemm {
         const int row = at < tiles.num_positions ? row_of_position(args, tiles.first_position + at) : -1;
         if (row >= 0) is_row |= 1u << i;
         source[i] = reinterpret_cast<const char*>(static_cast<const T*>(args.x) + (row < 0 ? 0 : row) * args.x_stride +
-                                                  piece * 8);
+                                                  piece * kPieceElements);
       }
       const bool all_rows = !Warp{}.any(is_row != (1u << kCopies) - 1);
       // A warp group with any row multiplies all of its rows, so all are written: missing rows as zeros, which cost the
@@ -96,16 +99,16 @@ struct PipelinedGemm {
       const int num_copies = div_up(tiles.num_positions, Matrix::kRows) * (Matrix::kRows / kRowStep);
       for (int step = 0; step < num_steps(args); ++step) {
         const uint32_t to = memory.rows(ring.stage) + place;
-        const int depth = args.depth - step * Memory::kTileDepth;
+        const int depth = args.depth - step * kTileDepth;
         barrier_wait(memory.empty(ring.stage), ring.parity ^ 1);
-        if (all_rows && depth >= Memory::kTileDepth) {
+        if (all_rows && depth >= kTileDepth) {
           MOE_A2A_UNROLL
           for (int i = 0; i < kCopies; ++i) copy_vector(to + i * kRowStep * Memory::kRowBytes, source[i]);
         } else {
           MOE_A2A_UNROLL
           for (int i = 0; i < kCopies; ++i) {
             if (i >= num_copies) continue;
-            const bool is_there = piece * 8 < depth && (is_row >> i & 1) != 0;
+            const bool is_there = piece * kPieceElements < depth && (is_row >> i & 1) != 0;
             copy_vector_or_zeros(to + i * kRowStep * Memory::kRowBytes, source[i], is_there);
           }
         }
@@ -146,7 +149,7 @@ struct PipelinedGemm {
       for (int step = 0; step < num_steps(args.gemm); ++step) {
         barrier_wait(memory.empty(ring.stage), ring.parity ^ 1);
         if (Warp{}.rank() == 0) {
-          load_stage(args, memory, block, tiles, ring.stage, step * Memory::kTileDepth);
+          load_stage(args, memory, block, tiles, ring.stage, step * kTileDepth);
           if (step == 0) taker.take();
         }
         warp_sync();
@@ -158,23 +161,50 @@ struct PipelinedGemm {
   MOE_A2A_DEVICE static void load_stage(const Args& args, const Memory& memory, int block, const Tiles& tiles,
                                         int stage, int depth) {
     const uint32_t full = memory.full(stage), columns = memory.columns(stage);
-    constexpr int kHalfBytes = Memory::kColumnsBytes / 2;
     const auto column = [&](int half) {
       return tiles.column_tile * kOutColumns + (kGated ? 0 : half * Memory::kHalfColumns);
     };
     barrier_expect(full, Memory::kColumnsBytes + (kGathers ? 0 : Memory::kRowsBytes));
     if (tiles.shares_columns) {
-      load_tile_for_both(columns + block * kHalfBytes, &args.w, full, depth, column(block), kGated ? block : 0,
+      load_tile_for_both(columns + block * Memory::kHalfBytes, &args.w, full, depth, column(block), kGated ? block : 0,
                          tiles.expert);
     } else {
       for (int half = 0; half < 2; ++half) {
-        load_tile(columns + half * kHalfBytes, &args.w, full, depth, column(half), kGated ? half : 0, tiles.expert);
+        load_tile(columns + half * Memory::kHalfBytes, &args.w, full, depth, column(half), kGated ? half : 0,
+                  tiles.expert);
       }
     }
     if (!kGathers) load_tile(memory.rows(stage), &args.x, full, depth, tiles.first_position);
   }
 
   // ---- products
+
+  // The scales of a thread's two rows, and of both halves of the tile's columns. As 32-bit offsets: registers are
+  // scarce.
+  struct RowAndColumnScales {
+    static constexpr uint32_t kNone = ~uint32_t{0};
+    const GroupedGemmArgs& args;
+    uint32_t row[2], half;
+
+    MOE_A2A_DEVICE RowAndColumnScales(const GroupedGemmArgs& args, const typename Results::Place& place) : args(args) {
+      for (int r = 0; r < 2; ++r) {
+        const int at = Warp{}.rank() / 4 + 8 * r;
+        const int x_row = at < place.num_rows ? row_of_position(args, place.first_position + at) : -1;
+        row[r] = x_row < 0 ? kNone : static_cast<uint32_t>(x_row * args.x_scales_stride);
+      }
+      half = static_cast<uint32_t>(args.scales_of_w(place.expert, 0, place.first_column) - args.w_scales);
+    }
+    // Products of a row of zeros times the scale of no row: it must not be NaN.
+    MOE_A2A_DEVICE float of_row(int r, int step) const {
+      return row[r] == kNone ? 0.0f : args.x_scales[row[r] + static_cast<uint32_t>(step)];
+    }
+    // The columns of the second half may lie past the last one: then their products are zeros, too.
+    MOE_A2A_DEVICE float of_half(int h, int step) const {
+      const int next = h == 0 ? 0 : kGated ? args.column_blocks() * args.num_scales() : args.num_scales();
+      const uint32_t at = half + static_cast<uint32_t>(next + step);
+      return !kGated && h == 1 && at >= args.num_w_scales() ? 0.0f : args.w_scales[at];
+    }
+  };
 
   MOE_A2A_DEVICE static void multiply(const GroupedGemmArgs& args, const Memory& memory, int block) {
     const int warp = thread_in_block() / kWarpSize - 4, group = warp / 4;
@@ -195,153 +225,62 @@ struct PipelinedGemm {
         continue;
       }
       const int first_row = group * Matrix::kRows + warp % 4 * Memory::kWarpRows;
-      const int first_position = tiles.first_position + first_row, num_rows = tiles.num_positions - first_row;
-      const int first_column = tiles.column_tile * kOutColumns, expert = tiles.expert;
+      const typename Results::Place place = {.memory = memory.results(warp),
+                                             .expert = tiles.expert,
+                                             .first_position = tiles.first_position + first_row,
+                                             .num_rows = tiles.num_positions - first_row,
+                                             .first_column = tiles.column_tile * kOutColumns};
+      const uint32_t rows = group * Matrix::kRows * Memory::kRowBytes;  // of this group, in a stage
       Matrix matrix;
-      int previous = -1;
-      for (int step = 0; step < num_steps(args); ++step, ring.advance()) {
-        barrier_wait(memory.full(ring.stage), ring.parity);
-        matrix.start(memory.rows(ring.stage) + group * Matrix::kRows * Memory::kRowBytes, memory.columns(ring.stage),
-                     step == 0);
-        matrix.template wait<1>();
-        if (previous >= 0) release(previous);
-        previous = ring.stage;
-      }
-      more = tiles.seek(units.next(Warp{}), block);  // overlaps the last product
-      matrix.template wait<0>();
-      release(previous);
-      const Place place = {memory.results(warp), expert, first_position, num_rows, first_column};
-      if (args.bias == nullptr && args.activation.is_plain()) {
-        store(args, matrix, place);
+      if constexpr (kIsFloat8) {
+        add_scaled_products(args, memory, rows, RowAndColumnScales(args, place), matrix, ring, release);
+        Results::store(args, matrix, place);
+        more = tiles.seek(units.next(Warp{}), block);
       } else {
-        store_finished(args, matrix, place);
+        const int last = start_products(args, memory, rows, matrix, ring, release);
+        more = tiles.seek(units.next(Warp{}), block);  // overlaps the last product
+        matrix.template wait<0>();
+        release(last);
+        Results::store(args, matrix, place);
       }
     }
   }
 
-  // ---- results
-
-  struct Place {  // of the 16 rows and kOutColumns columns that a warp stores
-    uint32_t memory;
-    int expert, first_position, num_rows, first_column;
-  };
-
-  // Stores what needs no more than silu(gate) * up, through shared memory, so that each row leaves in whole lines; 128
-  // columns at a time.
-  MOE_A2A_DEVICE static void store(const GroupedGemmArgs& args, const Matrix& matrix, const Place& place) {
-    constexpr int kHalf = 16;  // groups of 8 columns per half
-    const int lane = Warp{}.rank(), row = lane / 16, piece = lane % 16;
-    const uint32_t corner = place.memory + lane % 16 * Memory::kResultRowBytes + lane / 16 * 16;
-    const int first_column = place.first_column + piece * 8;
-    T* out = static_cast<T*>(args.out) + (int64_t{place.first_position} + row) * args.num_columns + first_column;
-    MOE_A2A_UNROLL
-    for (int half = 0; half < kOutColumns / Memory::kHalfColumns; ++half) {
-      MOE_A2A_UNROLL
-      for (int j = 0; j < kHalf; j += 2) {
-        uint32_t v[4];
-        MOE_A2A_UNROLL
-        for (int q = 0; q < 4; ++q) v[q] = result(matrix, half * kHalf + j + q / 2, q % 2 != 0);
-        store_matrices(corner + j * 16, v);
-      }
-      warp_sync();
-      const bool is_column = first_column + half * Memory::kHalfColumns < args.num_columns;
-      Vec16 v[8];
-      MOE_A2A_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        v[i] = load_vector(place.memory + (2 * i + row) * Memory::kResultRowBytes + piece * 16);
-      }
-      MOE_A2A_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        if (!is_column || 2 * i + row >= place.num_rows) continue;
-        *reinterpret_cast<Vec16*>(out + 2 * i * int64_t{args.num_columns} + half * Memory::kHalfColumns) = v[i];
-      }
-      warp_sync();
+  // Releases all stages but the last, which it returns.
+  template <class Release>
+  MOE_A2A_DEVICE static int start_products(const GroupedGemmArgs& args, const Memory& memory, uint32_t rows,
+                                           Matrix& matrix, StageRing& ring, Release release) {
+    int previous = -1;
+    for (int step = 0; step < num_steps(args); ++step, ring.advance()) {
+      barrier_wait(memory.full(ring.stage), ring.parity);
+      matrix.start(memory.rows(ring.stage) + rows, memory.columns(ring.stage), step == 0);
+      matrix.template wait<1>();
+      if (previous >= 0) release(previous);
+      previous = ring.stage;
     }
+    return previous;
   }
 
-  // Two neighbouring values of column group j (8 columns).
-  MOE_A2A_DEVICE static uint32_t result(const Matrix& matrix, int j, bool lower) {
-    const int i = Matrix::index(j, lower);
-    if constexpr (kGated) {
-      const int up = i + 64;  // 128 columns further
-      return pack<T>(silu(matrix.sum[i]) * matrix.sum[up], silu(matrix.sum[i + 1]) * matrix.sum[up + 1]);
-    } else {
-      return pack<T>(matrix.sum[i], matrix.sum[i + 1]);
+  // Float8: products of half a tile's columns, one scale deep, are scaled and added to the sums. There are registers
+  // for one such product only: while a warp group scales, the products of the other one run.
+  template <class Release>
+  MOE_A2A_DEVICE static void add_scaled_products(const GroupedGemmArgs& args, const Memory& memory, uint32_t rows,
+                                                 const RowAndColumnScales& scales, Matrix& matrix, StageRing& ring,
+                                                 Release release) {
+    matrix.clear();
+    for (int step = 0; step < num_steps(args); ++step, ring.advance()) {
+      const float upper = scales.of_row(0, step), lower = scales.of_row(1, step);  // loaded while the stage is awaited
+      const float columns[2] = {scales.of_half(0, step), scales.of_half(1, step)};
+      barrier_wait(memory.full(ring.stage), ring.parity);
+      MOE_A2A_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        matrix.start(memory.rows(ring.stage) + rows, memory.columns(ring.stage) + half * Memory::kHalfBytes);
+        matrix.wait();
+        if (half == 1) release(ring.stage);
+        matrix.add(half, upper * columns[half], lower * columns[half]);
+      }
     }
   }
-
-  // Any activation, and bias. The sums themselves pass through shared memory, 64 columns of w at a time, and the rest
-  // is a loop over rows: as code for each register it took a minute to compile, and spilled.
-  MOE_A2A_DEVICE static void store_finished(const GroupedGemmArgs& args, const Matrix& matrix, const Place& place) {
-    constexpr int kColumns = kGated ? 32 : 64, kGroups = kColumns / 8;  // results, and groups of 8, at a time
-    constexpr int kRows = kWarpSize / kGroups;                          // a lane takes a group in every kRows-th row
-    static_assert(64 * 4 <= Memory::kResultRowBytes);
-    const int lane = Warp{}.rank(), group = lane % kGroups, row = lane / kGroups;
-    const uint32_t from = place.memory + row * Memory::kResultRowBytes + group * 32;
-    MOE_A2A_UNROLL
-    for (int pass = 0; pass < kOutColumns / kColumns; ++pass) {
-      MOE_A2A_UNROLL
-      for (int g = 0; g < 8; ++g) {
-        const int j = pass * kGroups + g % kGroups + g / kGroups * 16;
-        const uint32_t to = place.memory + lane / 4 * Memory::kResultRowBytes + g * 32 + lane % 4 * 8;
-        const float* upper = matrix.sum + Matrix::index(j, false);
-        const float* lower = matrix.sum + Matrix::index(j, true);
-        store_pair(to, upper[0], upper[1]);
-        store_pair(to + 8 * Memory::kResultRowBytes, lower[0], lower[1]);
-      }
-      warp_sync();
-      const int column = place.first_column + pass * kColumns + group * 8;
-      if (column < args.num_columns) {
-        const Finish finish(args, place.expert, column);
-        T* out = static_cast<T*>(args.out) + int64_t{place.first_position} * args.num_columns + column;
-        with_function(args.activation, [&](auto f) {
-          MOE_A2A_ROLLED
-          for (int i = 0; i < Memory::kWarpRows && row + i < place.num_rows; i += kRows) {
-            const Vec16 v = finish.results(f, from + i * Memory::kResultRowBytes);
-            *reinterpret_cast<Vec16*>(out + int64_t{row + i} * args.num_columns) = v;
-          }
-        });
-      }
-      warp_sync();
-    }
-  }
-
-  // Turns the sums of 8 neighbouring columns into results.
-  struct Finish {
-    const Activation& activation;
-    float bias[kGated ? 2 : 1][8];
-
-    MOE_A2A_DEVICE Finish(const GroupedGemmArgs& args, int expert, int column) : activation(args.activation) {
-      MOE_A2A_UNROLL
-      for (int half = 0; half < (kGated ? 2 : 1); ++half) {
-        MOE_A2A_UNROLL
-        for (int c = 0; c < 8; ++c) {
-          const int64_t row = expert * args.rows_of_w() + args.row_of_w(half, column + c);
-          bias[half][c] = args.bias == nullptr ? 0.0f : args.bias[row];
-        }
-      }
-    }
-
-    // from: the sums of the columns; those of up come 32 columns later.
-    template <class Function>
-    MOE_A2A_DEVICE Vec16 results(Function f, uint32_t from) const {
-      uint32_t word[4];
-      MOE_A2A_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        word[i] = pack<T>(result(f, from + i * 8, 2 * i), result(f, from + i * 8 + 4, 2 * i + 1));
-      }
-      return {word[0], word[1], word[2], word[3]};
-    }
-    template <class Function>
-    MOE_A2A_DEVICE float result(Function f, uint32_t from, int c) const {
-      const float sum = load_float(from) + bias[0][c];
-      if constexpr (kGated) {
-        return gated(activation, f, sum, load_float(from + 32 * 4) + bias[1][c]);
-      } else {
-        return f(sum);
-      }
-    }
-  };
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
