@@ -9,6 +9,8 @@ from moe_a2a import installation
 installation.check()  # loads PyTorch, whose libraries the extension uses, then the extension
 
 # ruff: noqa: E402
+import torch
+
 from moe_a2a import reference
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
@@ -20,6 +22,11 @@ from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
 from moe_a2a.tracing import trace
+
+if torch.distributed.is_available():
+    from moe_a2a import torch_backend
+
+    torch_backend.register()  # init_process_group("moe_a2a")
 
 try:
     __version__ = importlib.metadata.version("moe_a2a")

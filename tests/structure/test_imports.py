@@ -19,7 +19,7 @@ LAYERS = {
     "integrations": ["integrations"],
     "interface": [""],  # moe_a2a/__init__.py
     "MoE layer": ["moe_layer", "reference"],
-    "on collectives": ["ddp", "default_collectives", "quickreduce"],
+    "on collectives": ["backend_work", "ddp", "default_collectives", "quickreduce", "torch_backend"],
     "clients": ["collectives", "expert_parallel"],
     "communicator": ["communicator"],
     "tracing": ["tracing"],

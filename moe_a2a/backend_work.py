@@ -1,0 +1,158 @@
+"""What the calls of the backend of torch.distributed return, and where they run: a thread for CPU tensors, a stream for GPU
+tensors. Either lets the caller go on, and keeps the order of the calls."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_TorchWork: Any = dist.Work  # its stubs lack half of it
+
+
+class _Work(_TorchWork):
+    """A call whose results are in `_future`, of which DistributedDataParallel waits for the values."""
+
+    def __init__(self, future: Any, results: list[torch.Tensor]):
+        super().__init__()
+        self._future, self._results = future, results
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._future.wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Any:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._results
+
+
+def work_done(results: list[torch.Tensor]) -> _Work:
+    """Of a call that has returned; on a GPU its kernels are queued on the current stream."""
+    future: Any = _new_future(results)
+    future.set_result(results)
+    return _Work(future, results)
+
+
+def _new_future(results: list[torch.Tensor]) -> Any:
+    gpus = list({x.device for x in results if x.is_cuda})
+    return torch.futures.Future(devices=gpus) if gpus else torch.futures.Future()  # type: ignore[arg-type]
+
+
+class StreamWork(_Work):
+    """On a stream of its own: wait() makes the stream that is current then wait for it, not the host."""
+
+    def __init__(self, future: Any, results: list[torch.Tensor], ended: Any):
+        super().__init__(future, results)
+        self._ended = ended
+
+    def is_completed(self) -> bool:
+        return self._ended.query()
+
+    @classmethod
+    def begin(
+        cls, stream: Any, call: Callable[[], Any], tensors: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> StreamWork:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        future = _new_future(results)
+        with torch.cuda.stream(stream):
+            call()
+            future.set_result(results)  # its event is behind the call
+            ended = stream.record_event()
+        for x in tensors:
+            x.record_stream(stream)
+        return cls(future, results, ended)
+
+
+class ThreadWork(_Work):
+    """In a CallThread: wait() blocks, and raises what the call has raised."""
+
+    def __init__(self, results: list[torch.Tensor]):
+        self._begun: Any = torch.futures.Future()
+        super().__init__(self._begun.then(self._outcome), results)
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self._error = error
+        self._over.set()
+        self._begun.set_result(None)
+
+    def _outcome(self, _: Any) -> list[torch.Tensor]:
+        if self._error is not None:  # raised here, it is an error of the future for C++ too
+            raise self._error
+        return self._results
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        seconds = timeout.total_seconds() if timeout else 0
+        if not self._over.wait(seconds if seconds > 0 else None):
+            raise RuntimeError(f"the collective has not ended after {seconds} s; wait longer, or without a timeout")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+
+class CallThread:
+    """Runs calls in order. One that is waited for at once runs in the caller's thread if nothing is queued before it:
+    a switch of threads takes as long as a small collective."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._queue: queue.SimpleQueue[tuple[ThreadWork, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: ThreadWork | None = None
+        self._lock = threading.Lock()
+
+    def run(self, call: Callable[[], Any], results: list[torch.Tensor], waits_at_once: bool) -> _Work:
+        with self._lock:
+            if waits_at_once and (self._last is None or self._last.is_completed()):
+                call()
+                return work_done(results)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+            work = self._last = ThreadWork(results)
+            self._queue.put((work, call))
+            return work
+
+    def close(self) -> None:
+        """Waits for what is queued."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+
+    def _serve(self) -> None:
+        while (queued := self._queue.get()) is not None:
+            work, call = queued
+            work.run(call)

@@ -1,0 +1,299 @@
+"""A backend of torch.distributed: init_process_group("moe_a2a").
+
+all_reduce, reduce_scatter(_tensor), all_gather(_into_tensor), their coalesced forms and barrier run on Collectives, for
+contiguous tensors of float32, float16 and bfloat16 and the operators that Collectives has. Everything else (broadcast, send,
+recv, all_to_all, other dtypes, other operators) goes to gloo for CPU tensors and to NCCL for CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_a2a import _core, arguments, devices
+from moe_a2a.backend_work import CallThread, StreamWork, work_done
+from moe_a2a.boards import StoreBoard
+from moe_a2a.collectives import Collectives
+from moe_a2a.rendezvous import Meetings
+
+NAME = "moe_a2a"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_c10d: Any = dist  # the stubs lack its options
+_RedOp = _c10d.ReduceOp.RedOpType
+OPS = {_RedOp.SUM: "sum", _RedOp.MAX: "max", _RedOp.MIN: "min", _RedOp.AVG: "avg"}
+
+
+@dataclass
+class Options:
+    """`pg_options` of init_process_group() and new_group(); the same on every rank.
+
+    Args:
+        max_nbytes: see Collectives: larger tensors go in slices of this size. Default: what the environment variable
+            MOE_A2A_BACKEND_NBYTES says, else 64 MiB.
+        num_blocks: see Collectives.
+    """
+
+    max_nbytes: int | None = None
+    num_blocks: int = 0
+
+    def slice_nbytes(self, rank: int) -> int:
+        if self.max_nbytes is not None:
+            return self.max_nbytes
+        text = os.environ.get("MOE_A2A_BACKEND_NBYTES", str(64 << 20))
+        if not text.isdecimal() or int(text) == 0:
+            raise ValueError(
+                f"the environment variable MOE_A2A_BACKEND_NBYTES is {text!r} on rank {rank}; set it to a number of bytes"
+            )
+        return int(text)
+
+
+class _StoreGroup:
+    """The ranks of a process group that is still being made: all there is of it is its store."""
+
+    def __init__(self, rank: int, num_ranks: int, store: Any, timeout: float):
+        self.rank, self.num_ranks, self._timeout = rank, num_ranks, timeout
+        self.meetings = Meetings(rank, num_ranks, StoreBoard(store))
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self.meetings.begin("call all_gather() of its process group").all_gather(value, self._timeout)
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # its overloads are for those who call it
+
+
+class MoeA2aProcessGroup(_ProcessGroup):
+    """What init_process_group("moe_a2a") makes.
+
+    The delegates are registered as its backends by device, so whatever is not overridden here reaches them as it does in
+    PyTorch's own groups. Collectives are made by the first call of all ranks on a device.
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int, timeout: Any, options: Options):
+        super().__init__(rank, num_ranks)
+        self._rank, self._num_ranks = rank, num_ranks
+        self._seconds = min(timeout.total_seconds(), arguments.MAX_TIMEOUT)
+        self._options = options
+        self._group = _StoreGroup(rank, num_ranks, dist.PrefixStore("collectives", store), self._seconds)
+        self._made: dict[torch.device, Collectives] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._lock = threading.Lock()
+        self._thread = CallThread(f"moe_a2a rank {rank}")
+        self.delegates = _add_delegates(self, store, rank, num_ranks, timeout)
+
+    # What C++ and Python ask of a process group.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    def shutdown(self) -> None:
+        self._thread.close()
+        made, self._made = self._made, {}
+        for coll in made.values():
+            coll.close()
+        super().shutdown()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self._rank} of {self._num_ranks}, else {self.delegates})"
+
+    # The collectives. `opts` carries the operator, and whether the caller waits at once.
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        opts = _c10d.AllreduceOptions() if opts is None else opts
+        op = _op_of(opts)
+        if not _takes(op, tensors):
+            return self._delegate(tensors[0]).allreduce(tensors, opts)
+        return self._run(opts, tensors, lambda coll: _each(tensors, lambda x: coll.all_reduce(x, op, out=x)))
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        opts = _c10d.AllreduceCoalescedOptions() if opts is None else opts
+        if not _takes(_op_of(opts), tensors):
+            return self._delegate(tensors[0]).allreduce_coalesced(tensors, opts)
+        return self.allreduce(tensors, opts)
+
+    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        opts = _c10d.AllgatherOptions() if opts is None else opts
+        if not _takes("gather", [output, x]) or output.numel() != self._num_ranks * x.numel():
+            return self._delegate(x)._allgather_base(output, x, opts)
+        return self._run(opts, [output, x], lambda coll: coll.all_gather(x.view(-1), out=output.view(-1)), [output])
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        opts = _c10d.AllgatherOptions() if opts is None else opts
+        fits = all(output.numel() == self._num_ranks * x.numel() for output, x in zip(outputs, inputs, strict=True))
+        if not fits or not _takes("gather", [*outputs, *inputs]):
+            return self._delegate(inputs[0]).allgather_into_tensor_coalesced(outputs, inputs, opts)
+
+        def call(coll: Collectives) -> None:
+            for output, x in zip(outputs, inputs, strict=True):
+                coll.all_gather(x.view(-1), out=output.view(-1))
+
+        return self._run(opts, [*outputs, *inputs], call, outputs)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        opts = _c10d.AllgatherOptions() if opts is None else opts
+        x, parts = inputs[0], outputs[0]
+        alike = len(inputs) == 1 and all(part.shape == x.shape for part in parts)
+        if not alike or not _takes("gather", [*parts, x]):
+            return self._delegate(x).allgather(outputs, inputs, opts)
+
+        def call(coll: Collectives) -> None:
+            for part, gathered in zip(parts, coll.all_gather(x.view(-1)).chunk(self._num_ranks), strict=True):
+                part.copy_(gathered.view(part.shape))
+
+        return self._run(opts, [*parts, x], call, parts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        opts = _c10d.ReduceScatterOptions() if opts is None else opts
+        op = _op_of(opts)
+        if not _takes(op, [output, x]) or x.numel() != self._num_ranks * output.numel():
+            return self._delegate(x)._reduce_scatter_base(output, x, opts)
+        return self._run(
+            opts, [output, x], lambda coll: coll.reduce_scatter(x.view(-1), op, out=output.view(-1)), [output]
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        opts = _c10d.ReduceScatterOptions() if opts is None else opts
+        op = _op_of(opts)
+        fits = all(x.numel() == self._num_ranks * output.numel() for output, x in zip(outputs, inputs, strict=True))
+        if not fits or not _takes(op, [*outputs, *inputs]):
+            return self._delegate(inputs[0]).reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+
+        def call(coll: Collectives) -> None:
+            for output, x in zip(outputs, inputs, strict=True):
+                coll.reduce_scatter(x.view(-1), op, out=output.view(-1))
+
+        return self._run(opts, [*outputs, *inputs], call, outputs)
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
+        opts = _c10d.ReduceScatterOptions() if opts is None else opts
+        op, output, parts = _op_of(opts), outputs[0], inputs[0]
+        alike = len(outputs) == 1 and all(part.shape == output.shape for part in parts)
+        if not alike or not _takes(op, [output, *parts]):
+            return self._delegate(output).reduce_scatter(outputs, inputs, opts)
+
+        def call(coll: Collectives) -> None:
+            coll.reduce_scatter(torch.cat([part.view(-1) for part in parts]), op, out=output.view(-1))
+
+        return self._run(opts, [output, *parts], call, [output])
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Of the GPUs where the group has worked on them, else of the processes."""
+        gpus = [device for device in self._made if device.type == "cuda"]
+        token = torch.zeros(1, device=gpus[0] if gpus else "cpu")
+        work = self.allreduce([token])
+        work.wait()
+        if gpus:
+            torch.cuda.current_stream(gpus[0]).synchronize()
+        return work_done([])
+
+    # The names before PyTorch 2.12 or so; C++ and Python of either ask for one of the two.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _delegate(self, x: torch.Tensor) -> Any:
+        return self._get_backend(x.device)
+
+    def _run(
+        self,
+        opts: Any,
+        tensors: list[torch.Tensor],
+        call: Callable[[Collectives], Any],
+        results: list[torch.Tensor] | None = None,
+    ) -> Any:
+        """call(collectives of the device), now if the caller waits at once, else behind what has been queued."""
+        device = tensors[0].device
+        results = tensors if results is None else results
+        waits_at_once = not getattr(opts, "asyncOp", True)
+        if device.type == "cpu":
+            return self._thread.run(lambda: call(self._collectives(device)), results, waits_at_once)
+        coll = self._collectives(device)
+        if waits_at_once:  # on the caller's stream, as a kernel of its own
+            call(coll)
+            return work_done(results)
+        with self._lock:
+            stream = self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
+        return StreamWork.begin(stream, lambda: call(coll), tensors, results)
+
+    def _collectives(self, device: torch.device) -> Collectives:
+        with self._lock:
+            if device not in self._made:
+                self._made[device] = Collectives(
+                    self._group,
+                    self._options.slice_nbytes(self._rank),
+                    self._options.num_blocks,
+                    device=device,
+                    timeout=self._seconds,
+                )
+            return self._made[device]
+
+
+def _op_of(opts: Any) -> str:
+    """Of Collectives; "" for an operator that it does not have."""
+    op = opts.reduceOp
+    return OPS.get(getattr(op, "op", op), "")
+
+
+def _takes(op: str, tensors: list[torch.Tensor]) -> bool:
+    """Whether Collectives does it; every rank comes to the same answer."""
+    first = tensors[0]
+    return (
+        op != ""
+        and _has_kernels(first.device)
+        and first.dtype in DTYPES
+        and all(x.dtype == first.dtype and x.device == first.device for x in tensors)
+        and all(x.layout == torch.strided and x.is_contiguous() for x in tensors)
+    )
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type in ("cpu", "cuda") and devices.target_of(device) in _core.built_targets()
+
+
+def _each(tensors: list[torch.Tensor], call: Callable[[torch.Tensor], Any]) -> None:
+    for x in tensors:
+        call(x)
+
+
+def _add_delegates(group: Any, store: Any, rank: int, num_ranks: int, timeout: Any) -> dict[str, str]:
+    """The backends for what Collectives does not have, by device type."""
+    delegates = {}
+    kind = dist.ProcessGroup.BackendType
+    if dist.is_gloo_available():
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout)
+        gloo._set_sequence_number_for_group()
+        group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+        group._set_default_backend(kind.GLOO)
+        delegates["cpu"] = "gloo"
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, num_ranks, options)
+        nccl._set_sequence_number_for_group()
+        group._register_backend(torch.device("cuda"), kind.NCCL, nccl)
+        delegates["cuda"] = "nccl"
+    return delegates
+
+
+def _create(given: Any, options: Any) -> MoeA2aProcessGroup:
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(
+            f"pg_options is a {type(options).__name__} on rank {given.group_rank}; pass a moe_a2a.torch_backend.Options"
+        )
+    return MoeA2aProcessGroup(given.store, given.group_rank, given.group_size, given.timeout, options or Options())
+
+
+def register() -> None:
+    """Makes the name known to torch.distributed; no process group, no GPU."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,0 +1,354 @@
+"""init_process_group("moe_a2a"): collectives beside gloo's of the same run, what is delegated, DistributedDataParallel and
+FSDP2, and what goes wrong."""
+
+import contextlib
+import functools
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from ranks import DIED, run_processes
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_a2a
+from moe_a2a.rank_processes import RankProcesses
+from moe_a2a.torch_backend import DTYPES, OPS, MoeA2aProcessGroup, Options
+
+pytestmark = pytest.mark.cpu
+
+TIMEOUT = timedelta(seconds=20)
+REDUCE_OPS = {name: dist.ReduceOp(kind) for kind, name in OPS.items()}
+
+
+def new_group(members=None, **how) -> MoeA2aProcessGroup:
+    group = dist.new_group(members, backend="moe_a2a", **{"timeout": TIMEOUT, **how})
+    assert isinstance(group, MoeA2aProcessGroup)
+    return group
+
+
+def run_on_backend(num_ranks: int, program, *args):
+    """program(report, *args) where the default group is one of the backend."""
+    with RankProcesses(
+        num_ranks, timeout=60, method="forkserver", backend="moe_a2a", prepare=ranks.take_device
+    ) as processes:
+        return processes.run(program, *args, timeout=100)
+
+
+def integers(shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Sums of a few of them are exact in every dtype."""
+    return torch.randint(-30, 30, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def poison(shape, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+# Each returns what this rank gets from a group; the inputs are the same for every group.
+
+
+def all_reduce(group, op, x):
+    y = x.clone()
+    dist.all_reduce(y, op, group=group)
+    return y
+
+
+def all_reduce_coalesced(group, op, x):
+    parts = [x.clone(), 2 * x]
+    with dist._coalescing_manager(group):
+        for part in parts:
+            dist.all_reduce(part, op, group=group)
+    return torch.stack(parts)
+
+
+def reduce_scatter_tensor(group, op, x):
+    out = poison(x.shape, x.dtype)
+    dist.reduce_scatter_tensor(out, torch.cat([x + r for r in range(group.size())]), op, group=group)
+    return out
+
+
+def reduce_scatter(group, op, x):
+    out = poison(x.shape, x.dtype)
+    dist.reduce_scatter(out, [x + r for r in range(group.size())], op, group=group)
+    return out
+
+
+def all_gather_into_tensor(group, op, x):
+    out = poison((group.size() * x.shape[0], *x.shape[1:]), x.dtype)
+    dist.all_gather_into_tensor(out, x, group=group)
+    return out
+
+
+def all_gather(group, op, x):
+    parts = [poison(x.shape, x.dtype) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return torch.stack(parts)
+
+
+def all_gather_coalesced(group, op, x):
+    outs = [poison((group.size(), x.numel()), x.dtype) for _ in range(2)]
+    with dist._coalescing_manager(group):
+        for index, out in enumerate(outs):
+            dist.all_gather_into_tensor(out, (x + index).view(1, -1), group=group)
+    return torch.stack(outs)
+
+
+COLLECTIVES = [
+    all_reduce,
+    all_reduce_coalesced,
+    reduce_scatter_tensor,
+    reduce_scatter,
+    all_gather_into_tensor,
+    all_gather,
+    all_gather_coalesced,
+]
+
+
+def same_as_gloo_program(gloo, seed: int) -> None:
+    ours = new_group()
+    for dtype in DTYPES:
+        for number, collective in enumerate(COLLECTIVES):
+            for op in ("sum", "max", "min"):
+                x = integers((37, 3), dtype, 1000 * seed + 10 * number + gloo.rank())
+                expected = collective(gloo, REDUCE_OPS[op], x.float()).to(dtype)
+                got = collective(ours, REDUCE_OPS[op], x)
+                assert torch.equal(got, expected), (dtype, collective.__name__, op, seed)
+        y = all_reduce(ours, REDUCE_OPS["avg"], integers((64,), dtype, seed) + ours.rank())
+        assert torch.equal(y, integers((64,), dtype, seed) + (ours.size() - 1) / 2)
+    assert [made.num_ranks for made in ours._made.values()] == [dist.get_world_size()]  # one, for all of it
+    dist.destroy_process_group(ours)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_collectives_give_what_gloo_gives(num_ranks, session_seed):
+    run_processes(num_ranks, same_as_gloo_program, session_seed % 10_000)
+
+
+def delegated_program(gloo) -> None:
+    ours = new_group()
+    rank, num_ranks = ours.rank(), ours.size()
+    everybody = list(range(num_ranks))
+    assert ours.delegates["cpu"] == "gloo"
+
+    x = torch.full((5,), rank + 1, dtype=torch.int64)
+    dist.all_reduce(x, group=ours)
+    assert torch.equal(x, torch.full((5,), sum(everybody) + num_ranks))
+    x = torch.full((5,), rank + 1.0)
+    dist.all_reduce(x, dist.ReduceOp.PRODUCT, group=ours)
+    assert torch.equal(x, torch.full((5,), float(torch.tensor([r + 1 for r in everybody]).prod())))
+
+    x = torch.full((3,), float(rank))
+    dist.broadcast(x, 1, group=ours)
+    assert torch.equal(x, torch.ones(3))
+    parts = [torch.empty(2) for _ in everybody] if rank == 0 else None
+    dist.gather(torch.full((2,), float(rank)), parts, 0, group=ours)
+    assert rank != 0 or [part[0].item() for part in parts] == everybody
+    x = torch.empty(2)
+    dist.scatter(x, [torch.full((2,), 10.0 + r) for r in everybody] if rank == 0 else None, 0, group=ours)
+    assert torch.equal(x, torch.full((2,), 10.0 + rank))
+    x = torch.empty(num_ranks)
+    dist.all_to_all_single(x, torch.tensor([10.0 * rank + r for r in everybody]), group=ours)
+    assert x.tolist() == [10 * r + rank for r in everybody]
+    x = torch.full((2,), float(rank))
+    dist.reduce(x, 0, group=ours)
+    assert rank != 0 or x[0] == sum(everybody)
+
+    x = torch.full((4,), float(rank))
+    y = torch.empty(4)
+    for request in dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, (rank + 1) % num_ranks, group=ours),
+            dist.P2POp(dist.irecv, y, (rank - 1) % num_ranks, group=ours),
+        ]
+    ):
+        request.wait()
+    assert torch.equal(y, torch.full((4,), float((rank - 1) % num_ranks)))
+    objects = [None] * num_ranks
+    dist.all_gather_object(objects, {"rank": rank}, group=ours)
+    assert objects == [{"rank": r} for r in everybody]
+    assert ours._made == {}  # nothing of this has made Collectives
+    uneven = [torch.empty(r + 1) for r in everybody]
+    with pytest.raises(RuntimeError, match="ProcessGroupGloo::allgather: invalid tensor size"):  # errors name it too
+        dist.all_gather(uneven, torch.full((rank + 1,), float(rank)), group=ours)
+    dist.destroy_process_group(ours)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_is_delegated(num_ranks):
+    run_processes(num_ranks, delegated_program)
+
+
+def async_program(gloo) -> None:
+    """A call that is not waited for lets its rank go on, even where the others come later; the order stays."""
+    ours = new_group()
+    rank = ours.rank()
+    x, token = torch.ones(10_000), torch.zeros(1)
+    if rank == 0:
+        work = dist.all_reduce(x, group=ours, async_op=True)
+        dist.send(token, 1)  # rank 1 takes part after it has this
+    else:
+        dist.recv(token, 0)
+        work = dist.all_reduce(x, group=ours, async_op=True)
+    works = [work] + [dist.all_reduce(x, group=ours, async_op=True) for _ in range(5)]
+    dist.all_reduce(x, group=ours)  # behind those that are queued
+    assert torch.equal(x, torch.full_like(x, 2.0**7))
+    for work in works:
+        assert work.wait(timedelta(seconds=20)) and work.is_completed() and work.is_success()
+        assert work.get_future().wait()[0] is x and work.exception() is None
+    done = dist.barrier(group=ours, async_op=True)
+    done.wait()
+    dist.destroy_process_group(ours)
+    assert ours._made == {}
+
+
+def test_async_calls():
+    run_processes(2, async_program)
+
+
+def subgroups_program(report) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    assert dist.get_backend() == "moe_a2a"
+    x = torch.full((100,), float(rank))
+    dist.all_reduce(x)
+    assert torch.equal(x, torch.full((100,), float(sum(range(num_ranks)))))
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # of the default group's backend
+    pair = pairs[rank // 2]
+    assert isinstance(pair, MoeA2aProcessGroup)
+    for _ in range(3):
+        x = torch.full((100,), float(rank))
+        dist.all_reduce(x, group=pair)
+        assert torch.equal(x, torch.full((100,), 4.0 * (rank // 2) + 1))
+        dist.barrier()
+    assert torch.equal(moe_a2a.all_reduce(torch.ones(7)), torch.full((7,), float(num_ranks)))
+    made = list(dist.group.WORLD._made.values())
+    dist.destroy_process_group()
+    assert made and all(coll.is_closed for coll in made)
+
+
+def test_as_default_group_with_subgroups():
+    run_on_backend(4, subgroups_program)
+
+
+def train(wrap, num_steps: int = 20) -> list[float]:
+    torch.manual_seed(5)
+    module = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(128, 40, generator=generator)
+    y = x[:, :10] + x[:, 10:20]
+    model = wrap(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def ddp_program(gloo) -> None:
+    ours = new_group()
+    losses = [
+        train(functools.partial(DistributedDataParallel, process_group=group, bucket_cap_mb=0.01))
+        for group in (gloo, ours)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0][-1] < losses[0][0] and ours._made
+    dist.destroy_process_group(ours)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_distributed_data_parallel(num_ranks):
+    """Losses equal those of gloo to rounding: the order of addition differs."""
+    run_processes(num_ranks, ddp_program)
+
+
+def fsdp_program(report, backend: str) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def wrap(module):
+        for layer in (module[0], module[2]):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(module, mesh=mesh)
+
+    losses = train(wrap)
+    if backend == "moe_a2a":
+        assert mesh.get_group()._made
+        dist.destroy_process_group()
+    return losses
+
+
+def test_fsdp2():
+    ours = run_on_backend(2, fsdp_program, "moe_a2a")
+    with RankProcesses(2, timeout=60, method="forkserver", prepare=ranks.take_device) as processes:
+        gloo = processes.run(fsdp_program, "gloo", timeout=100)
+    for of_ours, of_gloo in zip(ours, gloo, strict=True):
+        assert of_ours == pytest.approx(of_gloo, rel=1e-5)
+
+
+def dead_rank_program(gloo) -> None:
+    group, asynchronous = new_group(timeout=timedelta(seconds=3)), new_group(timeout=timedelta(seconds=3))
+    x = torch.ones(100)
+    for each in (group, asynchronous):
+        dist.all_reduce(x, group=each)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises(moe_a2a.PeerTimeoutError) as caught:
+        dist.all_reduce(x, group=group)
+    assert caught.value.peer == 1
+    work = dist.all_reduce(x, group=asynchronous, async_op=True)
+    with pytest.raises(moe_a2a.PeerTimeoutError):
+        work.wait()
+    with pytest.raises(RuntimeError, match="PeerTimeoutError"):  # what DistributedDataParallel sees
+        work.get_future().wait()
+    assert not work.is_success() and isinstance(work.exception(), moe_a2a.PeerTimeoutError)
+    assert time.monotonic() - start < ranks.slack(15)  # two deadlines
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(x, group=group)
+
+
+def test_a_dead_rank_is_named_within_the_deadline():
+    assert run_processes(2, dead_rank_program, mortal={1})[1] == DIED
+
+
+def bad_calls_program(gloo) -> None:
+    rank = dist.get_rank()
+    with pytest.raises(TypeError, match=rf"pg_options is a dict on rank {rank}; pass a moe_a2a.torch_backend.Options"):
+        new_group(pg_options={"max_nbytes": 3})
+    ours = new_group(pg_options=Options(max_nbytes=4096))
+    x = torch.ones(100_000)
+    dist.all_reduce(x, group=ours)  # in slices
+    assert torch.equal(x, torch.full_like(x, 2.0))
+    assert ours._made[torch.device("cpu")].max_nbytes == 4096
+    with pytest.raises(moe_a2a.CallMismatchError, match="make the same calls in the same order"):
+        dist.all_reduce(torch.ones(100 + rank), group=ours)
+    dist.all_reduce(x, group=ours)  # it has passed
+    assert torch.equal(x, torch.full_like(x, 4.0))
+    with contextlib.suppress(KeyError):
+        del os.environ["MOE_A2A_BACKEND_NBYTES"]
+    for value, error in [("8192", None), ("many", "MOE_A2A_BACKEND_NBYTES is 'many' on rank"), ("0", "is '0'")]:
+        os.environ["MOE_A2A_BACKEND_NBYTES"] = value
+        other = new_group()
+        with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
+            dist.all_reduce(x, group=other)
+            assert other._made[torch.device("cpu")].max_nbytes == 8192
+
+
+def test_options_and_bad_calls():
+    run_processes(2, bad_calls_program)
+
+
+def test_registering_twice_changes_nothing():
+    from moe_a2a import torch_backend
+
+    before = list(dist.Backend.backend_list)
+    torch_backend.register()
+    assert dist.Backend.backend_list == before and "moe_a2a" in before
