@@ -107,7 +107,7 @@ def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> t
     if not isinstance(scales, torch.Tensor):
         return rows.mul_(scales)
     per_row = scales.repeat_interleave(handle.expert_counts, dim=0, output_size=rows.shape[0])
-    return rows.mul_(per_row.view(rows.shape[0], -1))
+    return rows.mul_(per_row if scales.dim() == 2 else per_row.unsqueeze(1))
 
 
 # ---- which way

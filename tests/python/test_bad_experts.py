@@ -220,3 +220,21 @@ def test_experts_that_fail_between_dispatch_and_combine(error, monkeypatch, sess
             ep.fails = False
 
     run(program, session_seed)
+
+
+def scale_no_rows(group):
+    """A rank to which no token is routed: there `view(0, -1)` was ambiguous."""
+    with moe_a2a.ExpertParallel(
+        group, num_experts=4, num_topk=1, hidden=8, num_max_tokens_per_rank=4, dtype=torch.float32
+    ) as ep:
+        x = torch.ones(3, 8, device=ep.device)
+        idx = torch.zeros(3, 1, dtype=torch.int64, device=ep.device)
+        handle = ep.dispatch(x, idx, torch.ones(3, 1, device=ep.device))
+        for scales in (torch.full((2,), 5.0), torch.full((2, 8), 5.0)):
+            y = moe_a2a.experts.simulated_experts(handle, scales.to(ep.device))
+            assert y.shape == (6 if ep.rank == 0 else 0, 8) and (y == 5).all()
+        handle.release()
+
+
+def test_simulated_experts_without_rows():
+    on_device.run(2, scale_no_rows)
