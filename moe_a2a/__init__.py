@@ -17,6 +17,7 @@ from moe_a2a.communicator import Communicator
 from moe_a2a.default_collectives import all_reduce
 from moe_a2a.errors import CallMismatchError, PeerRefusedError, PeerTimeoutError, RoutingError, TraceFileError
 from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.group_objects import of_group
 from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
@@ -50,6 +51,7 @@ __all__ = [
     "all_reduce",
     "as_group",
     "grouped_gemm",
+    "of_group",
     "reference",
     "thread_group",
     "trace",

@@ -31,6 +31,7 @@ LAYERS = {
         "calls",
         "devices",
         "errors",
+        "group_objects",
         "groups",
         "handle",
         "installation",

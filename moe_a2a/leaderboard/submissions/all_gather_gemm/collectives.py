@@ -1,42 +1,13 @@
-"""moe_a2a.Collectives.all_gather, then the product of PyTorch. Its memory belongs to the process group: made on the first call of a group, given back when
-the group is destroyed."""
+"""moe_a2a.Collectives.all_gather, then the product of PyTorch. Its memory lives as long as the process group."""
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import moe_a2a
 
-_open = {}  # the Collectives of the current group: at most one
-
 
 def custom_kernel(data):
     x, weight, bias = data
-    whole = _collectives(x.nbytes * dist.get_world_size(), x.device).all_gather(x)
+    coll = moe_a2a.of_group(moe_a2a.Collectives, max_nbytes=x.nbytes * dist.get_world_size(), device=x.device)
+    whole = coll.all_gather(x)
     return F.linear(whole, weight, bias)
-
-
-def _collectives(nbytes, device):
-    key = (dist.group.WORLD, nbytes)
-    if key not in _open:
-        _close()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        _open[key] = moe_a2a.Collectives(None, max_nbytes=nbytes, device=device)
-    return _open[key]
-
-
-def _close():
-    while _open:
-        _open.popitem()[1].close()
-
-
-_destroy_process_group = dist.destroy_process_group
-
-
-def _close_and_destroy(*args, **kwargs):
-    _close()
-    _destroy_process_group(*args, **kwargs)
-
-
-dist.destroy_process_group = _close_and_destroy

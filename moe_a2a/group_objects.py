@@ -1,0 +1,65 @@
+"""of_group(): an object for as long as the default process group lives, where there is no better place to keep it: in a
+submission to a leaderboard, say, which is one function and gets a new group for each case."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_lock = threading.Lock()
+_open: dict[Callable[..., Any], tuple[Any, dict[str, Any], Any]] = {}  # by kind: the group, the arguments, the object
+_destroy: Callable[..., None] | None = None  # PyTorch's own, once it is watched
+
+
+def of_group(kind: Callable[..., Any], **arguments: Any) -> Any:
+    """`kind(None, **arguments)` of the default process group: moe_a2a.ExpertParallel or moe_a2a.Collectives.
+
+    All ranks make it in their first call. Later calls with equal arguments return it, one with others closes it and makes another.
+    torch.distributed.destroy_process_group() closes it before it destroys the default group.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError("there is no default process group; call torch.distributed.init_process_group() first")
+    with _lock:
+        group, known, made = _open.get(kind, (None, None, None))
+        if made is not None and group is dist.group.WORLD and known == arguments and not made.is_closed:
+            return made
+        if made is not None:
+            del _open[kind]
+            made.close()
+        _watch(dist)
+        device = arguments.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            torch.cuda.set_device(device)  # where NCCL puts what it sends for the ranks to meet
+        made = kind(None, **arguments)
+        _open[kind] = (dist.group.WORLD, arguments, made)
+        return made
+
+
+def opened(kind: Callable[..., Any]) -> Any:
+    """What of_group() has made of this kind and not closed, or None."""
+    return _open[kind][-1] if kind in _open else None
+
+
+def _watch(dist: Any) -> None:
+    """PyTorch tells nobody that a group ends, and its own cleaning up may come after the device's."""
+    global _destroy
+    if _destroy is None:
+        _destroy, dist.destroy_process_group = dist.destroy_process_group, _close_and_destroy
+
+
+def _close_and_destroy(group: Any = None) -> None:
+    import torch.distributed as dist
+
+    assert _destroy is not None
+    try:
+        if group is None or group is dist.group.WORLD:
+            with _lock:
+                while _open:
+                    _open.popitem()[1][-1].close()
+    finally:
+        _destroy(group)

@@ -1,0 +1,42 @@
+"""of_group(): one object of a kind per default process group, made by its first call and closed with the group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_processes
+
+import moe_a2a
+from moe_a2a import group_objects
+
+pytestmark = pytest.mark.cpu
+
+
+def check_sum(max_nbytes):
+    coll = moe_a2a.of_group(moe_a2a.Collectives, max_nbytes=max_nbytes)
+    expected = torch.full((8,), float(dist.get_world_size()))
+    assert torch.equal(coll.all_reduce(torch.ones(8)), expected)
+    return coll
+
+
+def objects_follow_the_group(_, folder):
+    first = check_sum(4096)
+    assert check_sum(4096) is first is group_objects.opened(moe_a2a.Collectives)
+    larger = check_sum(8192)
+    assert larger is not first and first.is_closed and group_objects.opened(moe_a2a.Collectives) is larger
+    part = dist.new_group([0, 1])
+    dist.destroy_process_group(part)  # another group's end is no end of this one
+    assert not larger.is_closed
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    assert larger.is_closed and group_objects.opened(moe_a2a.Collectives) is None
+    with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group"):
+        check_sum(8192)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    again = check_sum(8192)
+    again.close()
+    assert check_sum(8192) is not again  # one that was closed by hand is made anew
+    dist.barrier()
+
+
+def test_objects_follow_the_group(tmp_path):
+    run_processes(2, objects_follow_the_group, str(tmp_path))
