@@ -54,11 +54,25 @@ class CodedSteps : public ShareChunks {
   }
 
  private:
-  // Calls visit(first) for this thread's values of a chunk, in whole blocks: `first` may lie past the end.
-  template <class Visit>
-  MOE_A2A_DEVICE void for_values(int64_t count, const Visit& visit) const {
+  // Sets of values that a thread loads before it works on the first: otherwise a call is the latency of its loads. A
+  // reduction has registers for fewer.
+  static constexpr int kAhead = kBlockThreads > 1 ? 4 : 1, kReducedAhead = kBlockThreads > 1 ? 2 : 1;
+
+  // Calls load(first, u) for kSets sets of this thread's values of a chunk, then use(first, u) for the same sets, as
+  // long as there are whole ones; then rest(first) for those left, in whole blocks: `first` may lie past the end.
+  template <int kSets, class Load, class Use, class Rest>
+  MOE_A2A_DEVICE void for_values(int64_t count, bool vectors, const Load& load, const Use& use,
+                                 const Rest& rest) const {
     const int64_t padded = LineLayout{kCodec, count}.num_blocks() * kLineBlock, stride = block_.size() * kLineValues;
-    for (int64_t base = 0; base < padded; base += stride) visit(base + block_.rank() * kLineValues);
+    int64_t first = block_.rank() * kLineValues;
+    const int64_t end = count - block_.size() * kLineValues + first;  // the same round for all threads of the block
+    for (; vectors && first + (kSets - 1) * stride <= end; first += kSets * stride) {
+      MOE_A2A_UNROLL
+      for (int u = 0; u < kSets; ++u) load(first + u * stride, u);
+      MOE_A2A_UNROLL
+      for (int u = 0; u < kSets; ++u) use(first + u * stride, u);
+    }
+    for (; first - block_.rank() * kLineValues < padded; first += stride) rest(first);
   }
 
   template <class T>
@@ -66,11 +80,22 @@ class CodedSteps : public ShareChunks {
     const LineLayout layout{kCodec, span.count};
     const T* x = reinterpret_cast<const T*>(x_at(span.begin));
     const bool vectors = are_vectors(x, x);
-    for_values(span.count, [&](int64_t first) {
-      LineValues values;
-      load_floats(x + first, span.count - first, vectors, values);
+    LoadedFloats<T> loaded[kAhead];
+    const auto encode = [&](int64_t first, LineValues& values) {
       encode_line<kCodec>(block_.warp(), layout, line, first, is_inside(span, first), values);
-    });
+    };
+    for_values<kAhead>(
+        span.count, vectors, [&](int64_t first, int u) { load_whole(x + first, loaded[u]); },
+        [&](int64_t first, int u) {
+          LineValues values;
+          values_of(loaded[u], values);
+          encode(first, values);
+        },
+        [&](int64_t first) {
+          LineValues values;
+          load_floats(x + first, span.count - first, vectors, values);
+          encode(first, values);
+        });
   }
 
   template <class T>
@@ -80,30 +105,52 @@ class CodedSteps : public ShareChunks {
     const T* x = reinterpret_cast<const T*>(x_at(span.begin));
     T* out = reinterpret_cast<T*>(out_at(span.begin));
     const bool vectors = are_vectors(x, out);
-    for_values(span.count, [&](int64_t first) {
-      LineValues merged = {};
-      if (is_inside(span, first)) {
-        for (int r = 0; r < part_.num_ranks(); ++r) {
-          LineValues values;
-          if (r == part_.rank()) {
-            load_floats(x + first, span.count - first, vectors, values);
-          } else {
-            decode_line<kCodec>(layout, region_.landing.at(part_.half(), r, place_of(i)), first, values);
-          }
-          if (r > 0) {
-            merge(args_.op, merged, values);
-          } else {
-            MOE_A2A_UNROLL
-            for (int v = 0; v < kLineValues; ++v) merged[v] = values[v];
-          }
-        }
-        if (args_.op == ReduceOp::kAvg) {
-          MOE_A2A_UNROLL
-          for (int v = 0; v < kLineValues; ++v) merged[v] = Average::finish(merged[v], part_.num_ranks());
-        }
+    const auto landed = [&](int r) { return region_.landing.at(part_.half(), r, place_of(i)); };
+    const auto finish = [&](int64_t first, LineValues& merged) {
+      if (args_.op == ReduceOp::kAvg) {
+        MOE_A2A_UNROLL
+        for (int v = 0; v < kLineValues; ++v) merged[v] = Average::finish(merged[v], part_.num_ranks());
       }
       encode_line<kCodec>(block_.warp(), layout, result_at(i), first, is_inside(span, first), merged);
       store_floats(out + first, span.count - first, vectors, merged);
+    };
+    const auto add = [&](int r, LineValues& merged, const LineValues& values) {
+      if (r > 0) return merge(args_.op, merged, values);
+      MOE_A2A_UNROLL
+      for (int v = 0; v < kLineValues; ++v) merged[v] = values[v];
+    };
+    LoadedFloats<T> own[kReducedAhead];
+    LoadedLine<kCodec> next[kReducedAhead];  // of the first other rank
+    const int first_other = part_.rank() == 0 ? 1 : 0;
+    const auto load = [&](int64_t first, int u) {
+      load_whole(x + first, own[u]);
+      if (part_.num_ranks() > 1) load_line(layout, landed(first_other), first, next[u]);
+    };
+    const auto use = [&](int64_t first, int u) {
+      LineValues merged, values;
+      for (int r = 0; r < part_.num_ranks(); ++r) {
+        if (r == part_.rank()) {
+          values_of(own[u], values);
+        } else {
+          if (r != first_other) load_line(layout, landed(r), first, next[u]);
+          values_of(next[u], values);
+        }
+        add(r, merged, values);
+      }
+      finish(first, merged);
+    };
+    for_values<kReducedAhead>(span.count, vectors, load, use, [&](int64_t first) {
+      LineValues merged = {}, values;
+      for (int r = 0; is_inside(span, first) && r < part_.num_ranks(); ++r) {
+        if (r == part_.rank()) {
+          load_floats(x + first, span.count - first, vectors, values);
+        } else {
+          load_line(layout, landed(r), first, next[0]);
+          values_of(next[0], values);
+        }
+        add(r, merged, values);
+      }
+      finish(first, merged);
     });
   }
 
@@ -112,11 +159,17 @@ class CodedSteps : public ShareChunks {
     const LineLayout layout{kCodec, span.count};
     T* out = reinterpret_cast<T*>(out_at(span.begin));
     const bool vectors = are_vectors(out, out);
-    for_values(span.count, [&](int64_t first) {
-      if (!is_inside(span, first)) return;
+    LoadedLine<kCodec> loaded[kAhead];
+    const auto load = [&](int64_t first, int u) { load_line(layout, line, first, loaded[u]); };
+    const auto use = [&](int64_t first, int u) {
       LineValues values;
-      decode_line<kCodec>(layout, line, first, values);
+      values_of(loaded[u], values);
       store_floats(out + first, span.count - first, vectors, values);
+    };
+    for_values<kAhead>(span.count, vectors, load, use, [&](int64_t first) {
+      if (!is_inside(span, first)) return;
+      load(first, 0);
+      use(first, 0);
     });
   }
 

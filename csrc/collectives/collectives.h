@@ -43,7 +43,8 @@ class Collectives : public Client {
   // made on every rank.
   void refuse(const std::string& why, void* stream);
 
-  // What kAuto stands for.
+  // What kAuto stands for. Ring and recursive doubling are for machines whose ranks do not all reach each other equally
+  // well; where they do, they were never the fastest.
   Algorithm choose(int64_t nbytes, LineCodec codec) const;
 
  private:
