@@ -46,7 +46,12 @@ class Communicator:
 
 class Collectives:
     def __init__(
-        self, arg0: Communicator, arg1: bool, arg2: torch.device, arg3: typing.SupportsInt | typing.SupportsIndex
+        self,
+        arg0: Communicator,
+        arg1: bool,
+        arg2: torch.device,
+        arg3: typing.SupportsInt | typing.SupportsIndex,
+        arg4: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
     def all_gather(
         self,
