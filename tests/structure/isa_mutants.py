@@ -126,6 +126,14 @@ MUTANTS = [
         "no matrix instruction",
         family="moe/experts/grouped_gemm_kernels.cpp",
     ),
+    Mutant(
+        "registers saved for blocks that never run",
+        "arch/simt_launch.h",
+        r"__launch_bounds__\(kBlockThreads, 1\)",
+        "__launch_bounds__(kBlockThreads, 8)",
+        "registers do not suffice",
+        family="moe/experts/grouped_gemm_kernels.cpp",
+    ),
 ]
 
 
