@@ -58,7 +58,8 @@ struct WarpGroupMatrix<Float8> : WarpGroupSums {
     for (int k = 0; k < kDepth / 32; ++k) multiply(a + 2 * k, b + 2 * k, k > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
-  __device__ __forceinline__ void wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+  // Names the product, so that no use of it moves before the wait.
+  __device__ __forceinline__ void wait();
   // The scales are of the thread's two rows, times the columns'.
   __device__ __forceinline__ void add(int half, float upper, float lower) {
 #pragma unroll
@@ -124,6 +125,10 @@ __device__ __forceinline__ void WarpGroupMatrix<Float8>::multiply(uint64_t a, ui
       "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" MOE_A2A_REGISTERS_64 "}, %64, %65, adds, 1, 1; }"
       : MOE_A2A_SUMS_64(product, 0)
       : "l"(a), "l"(b), "r"(adds));
+}
+
+__device__ __forceinline__ void WarpGroupMatrix<Float8>::wait() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : MOE_A2A_SUMS_64(product, 0)::"memory");
 }
 
 #undef MOE_A2A_MULTIPLY

@@ -124,6 +124,12 @@ void check_float8(const GroupedGemmTensors& t, const Activation& activation, at:
   require(t.x_scales->size(0) == 0 || t.x_scales->stride(1) == 1 || num_scales == 1,
           "x_scales has strides " + text_of(t.x_scales->strides()) + ", expected rows of dense elements",
           "pass x_scales.contiguous()");
+  // 32-bit offsets in the kernel.
+  require(t.x_scales->size(0) * t.x_scales->stride(0) < std::numeric_limits<uint32_t>::max() &&
+              t.w_scales->numel() < std::numeric_limits<uint32_t>::max(),
+          "x_scales " + text_of(t.x_scales->sizes()) + " with strides " + text_of(t.x_scales->strides()) +
+              " or w_scales " + text_of(t.w_scales->sizes()) + " spans 2^32 values or more",
+          "split the call");
   check_scales(*t.w_scales, "w_scales", {t.w.size(0), halves * ((t.w.size(1) / halves + 127) / 128), num_scales},
                "one per 128 rows and 128 columns of an expert's w, gate and up apart");
   require_contiguous(*t.w_scales, "w_scales");

@@ -178,7 +178,7 @@ struct PipelinedResults {
     if (lane % 4 == 0) {
       for (int r = 0; r < 2; ++r) {
         const int row = lane / 4 + 8 * r;
-        if (row >= place.num_rows) continue;
+        if (row >= place.num_rows || block >= args.column_blocks()) continue;  // past the last column, too
         args.out_scales[int64_t{place.first_position + row} * args.column_blocks() + block] = largest[r] / kFloat8Max;
       }
     }
