@@ -7,12 +7,12 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Round-robin over units in several consecutive segments: the worker takes every stride-th unit of the whole line.
+// Round-robin over units in several consecutive segments: the worker takes every stride-th of all units.
 // `Unit` is an integer type that holds a segment's number of units plus the stride.
 template <class Unit = int>
-class Line {
+class RoundRobin {
  public:
-  MOE_A2A_DEVICE Line(Unit first, int stride) : next_(first), stride_(stride) {}
+  MOE_A2A_DEVICE RoundRobin(Unit first, int stride) : next_(first), stride_(stride) {}
 
   // Calls visit(unit) for this worker's units of the next segment; stops with false as soon as a visit returns false.
   template <class Visit>
@@ -34,7 +34,7 @@ class Line {
 MOE_A2A_DEVICE bool has_part_in(const Grid& grid) { return grid.rank() >= 0 && grid.rank() < grid.size(); }
 
 // Worker w of block b takes unit w * num_blocks + b: neighbouring units go to different blocks.
-MOE_A2A_DEVICE Line<> make_line(const Grid& grid, int worker, int num_workers) {
+MOE_A2A_DEVICE RoundRobin<> make_round_robin(const Grid& grid, int worker, int num_workers) {
   return {grid.rank() + grid.size() * worker, grid.size() * num_workers};
 }
 

@@ -78,15 +78,15 @@ class LlWire {
         warp_(block.warp()),
         is_sender_(block.warp_rank() < plan.num_senders),
         stage_(plan.stages.in(shared) + block.warp_rank() * plan.stage_bytes),
-        line_(make_line(grid, block.warp_rank(), plan.num_senders)) {}
+        turns_(make_round_robin(grid, block.warp_rank(), plan.num_senders)) {}
 
   // Shares `num_units` units of other work among the sending warps, ahead of the rows.
   template <class Visit>
   MOE_A2A_DEVICE void walk(int num_units, const Visit& visit) {
-    if (is_sender_) line_.walk(num_units, visit);
+    if (is_sender_) turns_.walk(num_units, visit);
   }
 
-  // Sends the pieces of all rows as one line of units.
+  // Sends the pieces of all rows as one sequence of units.
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) {
     const int pieces = layout_.num_pieces();
@@ -117,7 +117,7 @@ class LlWire {
   Warp warp_;
   bool is_sender_;
   std::byte* stage_;
-  Line<> line_;
+  RoundRobin<> turns_;
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -123,7 +123,7 @@ class RowWire {
     const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(delivery, rank); };
     const auto done = [&](const Delivery& delivery) { signal(delivery); };
     InPlaceSender sender(block_, slot_of, done);
-    make_line(grid_, 0, 1).walk(schedule.num_rows(), [&](int i) {
+    make_round_robin(grid_, 0, 1).walk(schedule.num_rows(), [&](int i) {
       send_row<Schedule>(block_, source, sender, schedule.at(block_.warp(), i));
       return true;
     });

@@ -33,21 +33,21 @@ class Random {
   std::mt19937 generator_;
 };
 
-TEST(Line, DealsTheUnitsOfAllSegmentsRoundRobin) {
+TEST(RoundRobin, DealsTheUnitsOfAllSegmentsRoundRobin) {
   Random random(test_seed());
   for (int round = 0; round < 300; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     std::vector<int> segments(random.pick(0, 6));
     for (int& num_units : segments) num_units = random.pick(0, 3) == 0 ? 0 : random.pick(0, 12);
     const int num_workers = random.pick(1, 9);
-    std::vector<int> expected, workers;  // the worker of each unit of the whole line
+    std::vector<int> expected, workers;  // the worker of each of all units
     for (int i = 0; i < std::accumulate(segments.begin(), segments.end(), 0); ++i) expected.push_back(i % num_workers);
     workers.resize(expected.size(), -1);
     for (int w = 0; w < num_workers; ++w) {
-      Line<> line(w, num_workers);
+      RoundRobin<> turns(w, num_workers);
       int before = 0, last = -1;
       for (const int num_units : segments) {
-        ASSERT_TRUE(line.walk(num_units, [&](int unit) {
+        ASSERT_TRUE(turns.walk(num_units, [&](int unit) {
           EXPECT_LT(unit, num_units);
           EXPECT_GT(before + unit, last);
           last = before + unit;
@@ -62,10 +62,10 @@ TEST(Line, DealsTheUnitsOfAllSegmentsRoundRobin) {
   }
 }
 
-TEST(Line, StopsAtAVisitThatReturnsFalse) {
-  Line<> line(1, 2);
+TEST(RoundRobin, StopsAtAVisitThatReturnsFalse) {
+  RoundRobin<> turns(1, 2);
   int num_visits = 0;
-  EXPECT_FALSE(line.walk(10, [&](int unit) {
+  EXPECT_FALSE(turns.walk(10, [&](int unit) {
     ++num_visits;
     return unit < 5;
   }));

@@ -104,7 +104,7 @@ struct CombineRecv {
   MOE_A2A_DEVICE static void walk_parts(const Args& args, const Grid& grid, const Block& block, int length,
                                         const Receive& receive) {
     const int parts = (args.context.config.hidden + length - 1) / length;
-    make_line(grid, kWarps - 1 - block.warp_rank(), kWarps).walk(args.num_tokens * parts, [&](int unit) {
+    make_round_robin(grid, kWarps - 1 - block.warp_rank(), kWarps).walk(args.num_tokens * parts, [&](int unit) {
       return receive(unit / parts, unit % parts);
     });
   }

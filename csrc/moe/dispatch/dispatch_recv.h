@@ -86,17 +86,17 @@ struct DispatchRecv {
 
   // ---- rows
 
-  // The rows of all batches that use this wire, as one line of units.
+  // The rows of all batches that use this wire, as one sequence of units.
   template <class Wire>
   MOE_A2A_DEVICE static void receive_rows(const Args& args, const Grid& grid, const Block& block,
                                           const int32_t* num_tokens, uint64_t epoch) {
     const MoeConfig& config = args.context.config;
     const Exchange exchange = dispatch_rows(args.context, args.buffer, epoch);
-    Line<> line = line_of(std::type_identity<Wire>{}, grid, block);
+    RoundRobin<> turns = turns_of(std::type_identity<Wire>{}, grid, block);
     for (int r = 0; r < config.num_ranks; ++r) {
       if (config.sends_ll(num_tokens[r]) != Wire::kIsLl) continue;
       const int parts = Wire::kIsLl ? config.num_pieces() : 1;
-      const bool good = line.walk(num_tokens[r] * parts, [&](int unit) {
+      const bool good = turns.walk(num_tokens[r] * parts, [&](int unit) {
         const WaitSite site{moe_op::kDispatchRecv, moe_kind::kRowWait, r, unit / parts};
         return receive(std::type_identity<Wire>{}, args, exchange, block.warp(), num_tokens[r], unit % parts, site);
       });
@@ -106,11 +106,11 @@ struct DispatchRecv {
 
   // Whole rows: one thread waits per signal. LL: one warp takes each piece, last warps first, since the first may still
   // send.
-  MOE_A2A_DEVICE static Line<> line_of(std::type_identity<RowWire>, const Grid& grid, const Block& block) {
+  MOE_A2A_DEVICE static RoundRobin<> turns_of(std::type_identity<RowWire>, const Grid& grid, const Block& block) {
     return {grid.rank() * block.size() + block.rank(), grid.size() * block.size()};
   }
-  MOE_A2A_DEVICE static Line<> line_of(std::type_identity<LlWire>, const Grid& grid, const Block& block) {
-    return make_line(grid, block.num_warps() - 1 - block.warp_rank(), block.num_warps());
+  MOE_A2A_DEVICE static RoundRobin<> turns_of(std::type_identity<LlWire>, const Grid& grid, const Block& block) {
+    return make_round_robin(grid, block.num_warps() - 1 - block.warp_rank(), block.num_warps());
   }
 
   // A token without an expert here sends no row; its table entry, or its choices, say so.

@@ -158,12 +158,12 @@ class ExpertLists {
     const int num_blocks = grid_.size() > 2 ? grid_.size() - 2 : grid_.size();
     if (grid_.rank() >= num_blocks) return;
     const ChoiceThreads& threads = ll_table_.threads();
-    Line<> line(grid_.rank() + num_blocks * threads.token, num_blocks * threads.num_tokens);
+    RoundRobin<> turns(grid_.rank() + num_blocks * threads.token, num_blocks * threads.num_tokens);
     MOE_A2A_ROLLED
     for (int r = 0; r < config_.num_ranks; ++r) {
       if (!ll_table_.has(num_tokens_[r])) continue;
       const int shift = ll_table_.segment_shift(num_tokens_[r]);
-      line.walk(num_tokens_[r], [&](int token) {
+      turns.walk(num_tokens_[r], [&](int token) {
         const int32_t* before = ll_table_.counts_of(r, token >> shift);
         write_token(LlTable::Token(ll_table_, r, token), r, token, before,
                     [&](int expert) { return start_[expert] + before[expert]; });
@@ -175,11 +175,11 @@ class ExpertLists {
   // The chunks of all large batches, round-robin over the blocks. next_ holds where the current chunk's entries begin;
   // each thread updates the same lists throughout.
   MOE_A2A_DEVICE void write_chunks() const {
-    Line<> line(grid_.rank(), grid_.size());
+    RoundRobin<> turns(grid_.rank(), grid_.size());
     for (int r = 0; r < config_.num_ranks; ++r) {
       if (!chunk_table_.has(num_tokens_[r])) continue;
       int at = -1;
-      line.walk(num_chunks(num_tokens_[r]), [&](int chunk) {
+      turns.walk(num_chunks(num_tokens_[r]), [&](int chunk) {
         if (at < 0) begin_rank(r);
         skip_chunks(r, at < 0 ? 0 : at, chunk);
         at = chunk;

@@ -66,14 +66,14 @@ class LlTable {
 
   // Receives the choices of all small batches, a thread per choice; false if a wait gave up.
   MOE_A2A_DEVICE bool receive(const int32_t* num_tokens, uint64_t epoch) {
-    Line<> line(threads_.token, threads_.num_tokens);
+    RoundRobin<> turns(threads_.token, threads_.num_tokens);
     MOE_A2A_ROLLED
     for (int r = 0; r < config_.num_ranks; ++r) {
       if (!has(num_tokens[r])) {
         has_all_ = false;
         continue;
       }
-      const bool good = line.walk(num_tokens[r], [&](int token) {
+      const bool good = turns.walk(num_tokens[r], [&](int token) {
         MOE_A2A_ROLLED
         for (int k = threads_.k; k < config_.num_topk; k += threads_.per_token) {
           if (!receive(r, token, k, epoch)) return false;
@@ -87,12 +87,12 @@ class LlTable {
 
   // A warp per segment; needs a block barrier before and after.
   MOE_A2A_DEVICE void count(const int32_t* num_tokens) const {
-    Line<> line(block_.warp_rank(), block_.num_warps());
+    RoundRobin<> turns(block_.warp_rank(), block_.num_warps());
     MOE_A2A_ROLLED
     for (int r = 0; r < config_.num_ranks; ++r) {
       if (!has(num_tokens[r])) continue;
       const int shift = segment_shift(num_tokens[r]);
-      line.walk(num_segments(num_tokens[r]), [&](int segment) {
+      turns.walk(num_segments(num_tokens[r]), [&](int segment) {
         const int first = segment << shift, end = first + (1 << shift);
         count_segment(r, first, end < num_tokens[r] ? end : num_tokens[r], counts_of(r, segment));
         return true;
