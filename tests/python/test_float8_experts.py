@@ -101,14 +101,14 @@ def test_any_routing(counts, gather, gated, session_seed):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_any_size(size, gated, out_dtype, session_seed):
     case = Case(ROUTINGS["random"], *size, gated, session_seed)
-    # fp16 resolves more than the sums of sm_90's products of float8, which have 14 bits.
+    # fp16 resolves more than sm_90's sums of products of float8, which keep about 13 bits of the largest product.
     exact = case.exact()
     out = case.call(out_dtype=out_dtype)
     assert out.dtype == out_dtype
     if out_dtype == torch.bfloat16:
         assert_rounded(out, exact)
     else:
-        assert (out.cpu().double() - exact).norm() <= 1e-3 * exact.norm()
+        assert (out.cpu().double() - exact).norm() <= 2e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
