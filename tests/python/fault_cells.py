@@ -70,7 +70,7 @@ def all_cells() -> list[Cell]:
 
 
 def make(group, cell):
-    config = {**test_faults.CONFIG, "num_max_ll_tokens": cell.num_max_ll_tokens}
+    config = {**test_faults.CONFIG, "num_experts": 24, "num_max_ll_tokens": cell.num_max_ll_tokens}  # for 8 ranks too
     if cell.group == "torch":
         return moe_a2a.ExpertParallel(group, **config)
     group = moe_a2a.as_group(group)
