@@ -12,6 +12,7 @@ from moe_a2a import _core, arguments, calls, experts, launch_tables
 from moe_a2a.communicator import CommunicatorClient
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError
+from moe_a2a.expert_weights import ExpertWeights, Weight
 from moe_a2a.handle import DispatchHandle
 
 if TYPE_CHECKING:
@@ -218,8 +219,8 @@ class ExpertParallel(CommunicatorClient):
     def experts(
         self,
         handle: DispatchHandle,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
+        w_gate_up: Weight,
+        w_down: Weight,
         *,
         fused: bool | None = None,
         num_max_routes: int | None = None,
@@ -230,8 +231,8 @@ class ExpertParallel(CommunicatorClient):
 
         Args:
             handle: of the dispatch, any layout; serves once. The kernels multiply whole blocks of layout="masked".
-            w_gate_up: [E_local, 2 * I, H] of `dtype`, the gate's rows before the up projection's: this rank's experts.
-            w_down: [E_local, H, I].
+            w_gate_up, w_down: [E_local, 2 * I, H] and [E_local, H, I] of `dtype`, or each (float8 values, scales); see
+                MoELayer. For float8 dispatch with quantize="fp8".
             fused: True: by kernels that gather their rows and read nothing on the host; False: step by step in PyTorch;
                 None: by kernels on a GPU where they can: bfloat16 or float16 rows, sizes that are multiples of 16.
             num_max_routes: rows of the intermediate results, [num_max_routes, I] and [num_max_routes, H]; None:
@@ -247,11 +248,11 @@ class ExpertParallel(CommunicatorClient):
             raise RuntimeError(
                 f"experts got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"
             )
-        experts.check_weights(self, w_gate_up, w_down)
+        weights = ExpertWeights.checked(self, w_gate_up, w_down)
         experts.check_way(self, fused, num_max_routes)
         arguments.check_optional_tensor(self.rank, "out", out)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        y = experts.run_experts(handle, w_gate_up, w_down, fused=fused, num_max_routes=num_max_routes)
+        y = experts.run_experts(handle, weights, fused=fused, num_max_routes=num_max_routes)
         return core.combine(y, key, False, out, num_blocks)
 
     # ---- their halves: between them the device is free

@@ -8,28 +8,23 @@ import torch
 import torch.nn.functional as F
 
 from moe_a2a import arguments
+from moe_a2a.expert_weights import ExpertWeights, Weight
 from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.handle import DispatchHandle, Owner
-
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-GRANULARITY = 16  # of hidden and intermediate, for the kernels
 
 
 def run_experts(
     handle: DispatchHandle,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
+    weights: ExpertWeights,
     *,
     fused: bool | None = None,
     num_max_routes: int | None = None,
 ) -> torch.Tensor:
-    """`y` as combine() takes it; the arguments are those of ExpertParallel.experts(). The weights are checked already."""
-    by_kernels = runs_kernels(handle.ep, w_gate_up, w_down, handle.row_dtype, fused)
+    """`y` as combine() takes it; the arguments are those of ExpertParallel.experts()."""
+    by_kernels = runs_kernels(handle.ep, weights, handle.row_dtype, fused)
     if num_max_routes is not None:
         _check_bound(handle, num_max_routes, can_look=not by_kernels or handle.ep.device.type == "cpu")
-    if by_kernels:
-        return _by_kernels(handle, w_gate_up, w_down, num_max_routes)
-    return swiglu_experts(handle, w_gate_up, w_down)
+    return _by_kernels(handle, weights, num_max_routes) if by_kernels else _step_by_step(handle, weights)
 
 
 def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) -> None:
@@ -41,36 +36,39 @@ def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) ->
         raise ValueError(f"expert_offsets[-1]={num_routes} > num_max_routes={num_max_routes} on rank {rank}; pass more")
 
 
-def _by_kernels(
-    handle: DispatchHandle, w_gate_up: torch.Tensor, w_down: torch.Tensor, num_max_routes: int | None
-) -> torch.Tensor:
+def _by_kernels(handle: DispatchHandle, weights: ExpertWeights, num_max_routes: int | None) -> torch.Tensor:
     offsets, row_index = handle.expert_offsets, handle.expert_row_index[:num_max_routes]
-    inner = grouped_gemm(handle.recv_x, row_index, offsets, w_gate_up, "swiglu")
-    return _in_layout(handle, grouped_gemm(inner, None, offsets, w_down))
+    inner = grouped_gemm(handle.recv_x, row_index, offsets, weights.gate_up, "swiglu")
+    return _in_layout(handle, grouped_gemm(inner, None, offsets, weights.down))
 
 
-def swiglu_experts(handle: DispatchHandle, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> torch.Tensor:
+def swiglu_experts(handle: DispatchHandle, w_gate_up: Weight, w_down: Weight) -> torch.Tensor:
     """Runs each local expert on its rows: y = (silu(x @ gate.T) * (x @ up.T)) @ down.T. Step by step, and to be read: what
-    the kernels compute, rounded between the steps.
+    the kernels compute, rounded between the steps (of float8 weights in fp32, and not rounded).
 
     Args:
         handle: of a dispatch, any layout; float8 rows are dequantised first.
-        w_gate_up: [E_local, 2 * I, H], the gate's rows before the up projection's.
-        w_down: [E_local, H, I].
+        w_gate_up: [E_local, 2 * I, H], the gate's rows before the up projection's; float8 as (values, scales).
+        w_down: [E_local, H, I], likewise.
 
     Returns: `y` as combine() takes it: [rows, H], or [E_local, R * T, H] for layout="masked". Rows that are no route hold
     nothing meaningful. Reads the offsets on the host, which synchronises with the device.
     """
+    return _step_by_step(handle, ExpertWeights.checked(handle.ep, w_gate_up, w_down))
+
+
+def _step_by_step(handle: DispatchHandle, weights: ExpertWeights) -> torch.Tensor:
     offsets = handle.expert_offsets.tolist()
     counts = handle.expert_counts.tolist()
     rows = _rows(handle, offsets[-1])
-    y = rows.new_empty(rows.shape[0], w_down.shape[1], dtype=w_down.dtype)
+    y = rows.new_empty(rows.shape[0], handle.ep.hidden, dtype=handle.ep.dtype)
     for expert, (start, count) in enumerate(zip(offsets, counts, strict=False)):
         if count == 0:
             continue
+        w_gate_up, w_down = weights.of_expert(expert)
         x = rows[start : start + count].to(w_gate_up.dtype)
-        gate, up = F.linear(x, w_gate_up[expert]).chunk(2, dim=-1)
-        torch.mm(F.silu(gate) * up, w_down[expert].t(), out=y[start : start + count])
+        gate, up = F.linear(x, w_gate_up).chunk(2, dim=-1)
+        y[start : start + count] = F.linear(F.silu(gate) * up, w_down)
     return _in_layout(handle, y)
 
 
@@ -113,58 +111,15 @@ def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> t
 # ---- which way
 
 
-def runs_kernels(
-    ep: Owner, w_gate_up: torch.Tensor, w_down: torch.Tensor, row_dtype: torch.dtype, fused: bool | None
-) -> bool:
+def runs_kernels(ep: Owner, weights: ExpertWeights, row_dtype: torch.dtype, fused: bool | None) -> bool:
     """With fused=None: on a GPU, where they can. On the CPU PyTorch's products are faster (bfloat16, AVX-512: up to 10
     times), and reading offsets on the host costs nothing."""
-    why_not = kernels_refuse(ep, w_gate_up, w_down, row_dtype)
+    why_not = weights.kernels_refuse(ep, row_dtype)
     if fused is None:
         return why_not is None and ep.device.type != "cpu"
     if fused and why_not is not None:
         raise ValueError(f"fused=True, but {why_not} on rank {ep.rank}; pass fused=None for step by step in PyTorch")
     return fused
-
-
-def kernels_refuse(ep: Owner, w_gate_up: torch.Tensor, w_down: torch.Tensor, row_dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot take these rows and weights; None if they can."""
-    if row_dtype not in KERNEL_DTYPES:
-        return f"rows are {row_dtype}, and the kernels take bfloat16 and float16"
-    for name, size in (("hidden", ep.hidden), ("intermediate", w_down.shape[2])):
-        if size % GRANULARITY != 0:
-            return f"{name}={size} is not a multiple of {GRANULARITY}"
-    for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
-        if not w.is_contiguous():
-            return f"{name} is not contiguous (strides {list(w.stride())})"
-        if w.data_ptr() % 16 != 0:
-            return f"{name} does not begin at a multiple of 16 bytes"
-    return None
-
-
-# ---- checks
-
-
-def check_weights(ep: Owner, w_gate_up: Any, w_down: Any) -> None:
-    for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
-        arguments.check_tensor(ep.rank, name, w)
-        if w.dtype != ep.dtype:
-            raise TypeError(f"{name} has dtype {w.dtype}, expected {ep.dtype} on rank {ep.rank}; pass {name}.to(...)")
-        if w.device != ep.device:
-            raise ValueError(
-                f'{name} is on {w.device}, the ExpertParallel on {ep.device}, on rank {ep.rank}; pass {name}.to("{ep.device}")'
-            )
-    if w_gate_up.dim() != 3 or (w_gate_up.shape[0], w_gate_up.shape[2]) != (ep.num_local_experts, ep.hidden):
-        raise ValueError(
-            f"w_gate_up has shape {list(w_gate_up.shape)}, expected [num_local_experts={ep.num_local_experts}, "
-            f"2 * intermediate, hidden={ep.hidden}] on rank {ep.rank}; pass this rank's experts"
-        )
-    experts, double_intermediate, hidden = w_gate_up.shape
-    expected = [experts, hidden, double_intermediate // 2]
-    if list(w_down.shape) != expected or double_intermediate % 2 or double_intermediate == 0:
-        raise ValueError(
-            f"w_down has shape {list(w_down.shape)}, expected {expected} on rank "
-            f"{ep.rank}; pass [num_local_experts, hidden, intermediate] to w_gate_up's [.., 2 * intermediate, ..]"
-        )
 
 
 def check_way(ep: Owner, fused: Any, num_max_routes: Any) -> None:

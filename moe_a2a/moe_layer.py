@@ -11,6 +11,7 @@ from torch import nn
 
 from moe_a2a import calls, experts
 from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.expert_weights import ExpertWeights, Weight
 
 log = logging.getLogger("moe_a2a")
 
@@ -22,13 +23,15 @@ class MoELayer(nn.Module):
     (float32, sizes that are no multiples of 16) and on the CPU, where PyTorch's products are faster, step by step in
     PyTorch; printing the layer says which way and why.
 
-    The weights are parameters of this rank; state_dict() holds nothing else. They stay on the device and in the dtype of
-    `ep`: `.to()` anything else raises. There is no backward.
+    The weights are parameters of this rank, scales are buffers; state_dict() holds nothing else. They stay on the device of
+    `ep` and in their dtype: `.to()` anything else raises. There is no backward.
 
     Args:
         ep: the ranks and their memory.
-        w_gate_up: [E_local, 2 * I, H], the gate's rows before the up projection's: this rank's experts.
-        w_down: [E_local, H, I].
+        w_gate_up: [E_local, 2 * I, H] of the dtype of `ep`, the gate's rows before the up projection's: this rank's experts.
+            Or (float8 values, scales), with a float32 scale per 128 x 128 values, [E_local, 2 * ceil(I / 128),
+            ceil(H / 128)], those of the gate first: then the rows travel as float8 too.
+        w_down: [E_local, H, I], or (float8 values, scales [E_local, ceil(H / 128), ceil(I / 128)]).
         fused: True: by kernels, or an error that says why not; False: step by step; None: see above.
         num_max_routes: see ExpertParallel.experts().
     """
@@ -36,17 +39,19 @@ class MoELayer(nn.Module):
     def __init__(
         self,
         ep: ExpertParallel,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
+        w_gate_up: Weight,
+        w_down: Weight,
         *,
         fused: bool | None = None,
         num_max_routes: int | None = None,
     ):
         super().__init__()
-        experts.check_weights(ep, w_gate_up, w_down)
+        weights = ExpertWeights.checked(ep, w_gate_up, w_down)
         experts.check_way(ep, fused, num_max_routes)
         self.ep, self.fused, self.num_max_routes = ep, fused, num_max_routes
-        self.w_gate_up, self.w_down = _as_parameter(w_gate_up), _as_parameter(w_down)
+        self.w_gate_up, self.w_down = _as_parameter(weights.gate_up), _as_parameter(weights.down)
+        self.register_buffer("w_gate_up_scales", weights.gate_up_scales)
+        self.register_buffer("w_down_scales", weights.down_scales)
         if not self._runs_kernels() and fused is None and ep.device.type != "cpu":
             log.warning("rank %d: %s", ep.rank, self)
 
@@ -59,14 +64,13 @@ class MoELayer(nn.Module):
         PeerRefusedError, and the layer stays usable on all."""
         ep = self.ep
         with calls.dispatch_refused_if_failed(ep):
-            experts.check_weights(ep, self.w_gate_up, self.w_down)
+            weights = self._weights()
             self._check_needs_no_grad(hidden_states, topk_weights)
         with torch.no_grad():
-            handle = ep.dispatch(hidden_states, topk_idx, topk_weights)
+            quantize = "fp8" if weights.is_float8 else None
+            handle = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
             try:
-                return ep.experts(
-                    handle, self.w_gate_up, self.w_down, fused=self.fused, num_max_routes=self.num_max_routes
-                )
+                return ep.experts(handle, *self._given(), fused=self.fused, num_max_routes=self.num_max_routes)
             except BaseException:
                 if handle.is_open:
                     handle.release()
@@ -75,12 +79,24 @@ class MoELayer(nn.Module):
     def extra_repr(self) -> str:
         if self._runs_kernels():
             return f"{self.ep!r}, by kernels"
-        why = experts.kernels_refuse(self.ep, self.w_gate_up, self.w_down, self.ep.dtype)
+        why = self._weights().kernels_refuse(self.ep, self._row_dtype())
         why = "fused=False" if self.fused is False else why or "PyTorch's products are faster on the CPU"
         return f"{self.ep!r}, step by step in PyTorch: {why}"
 
     def _runs_kernels(self) -> bool:
-        return experts.runs_kernels(self.ep, self.w_gate_up, self.w_down, self.ep.dtype, self.fused)
+        return experts.runs_kernels(self.ep, self._weights(), self._row_dtype(), self.fused)
+
+    def _row_dtype(self) -> torch.dtype:
+        return self.ep.dtype if self.w_gate_up_scales is None else self.w_gate_up.dtype
+
+    def _given(self) -> tuple[Weight, Weight]:
+        """The weights as they were given."""
+        if self.w_gate_up_scales is None:
+            return self.w_gate_up, self.w_down
+        return (self.w_gate_up, self.w_gate_up_scales), (self.w_down, self.w_down_scales)
+
+    def _weights(self) -> ExpertWeights:
+        return ExpertWeights.checked(self.ep, *self._given())
 
     def _check_needs_no_grad(self, *inputs: Any) -> None:
         tensors = [t for t in (*inputs, self.w_gate_up, self.w_down) if isinstance(t, torch.Tensor)]
@@ -92,12 +108,12 @@ class MoELayer(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
         """What .to(), .half(), .cuda() and so on do to the weights."""
-        for name, weight in self.named_parameters(recurse=False):
-            moved = fn(weight.detach().new_empty(0))
-            if (moved.device, moved.dtype) != (self.ep.device, self.ep.dtype):
+        for name, tensor in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)):
+            moved = fn(tensor.detach().new_empty(0))
+            if (moved.device, moved.dtype) != (self.ep.device, tensor.dtype):
                 raise ValueError(
-                    f"{name} would become {moved.dtype} on {moved.device}, and the ExpertParallel is of {self.ep.dtype} on "
-                    f"{self.ep.device}, on rank {self.ep.rank}; make both anew"
+                    f"{name} would become {moved.dtype} on {moved.device}, and it is {tensor.dtype} on {self.ep.device}, as the "
+                    f"ExpertParallel of rank {self.ep.rank} needs it; make both anew"
                 )
         return super()._apply(fn, recurse)
 

@@ -192,6 +192,23 @@ def quantize_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[T
     return scaled.flatten(1)[:, :hidden].contiguous().to(dtype), (amax / limit).squeeze(2)
 
 
+def quantize_fp8_weights(w: Tensor, halves: int = 1, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """w [E, N, H] -> fp8 [E, N, H] and fp32 scales [E, halves * ceil(N / halves / 128), ceil(H / 128)], one per 128 x 128.
+
+    halves=2: gate and up, whose rows share no scale.
+    """
+    limit = FP8_MAX[dtype]
+    values, scales = [], []
+    for half in w.float().chunk(halves, dim=1):
+        _, rows, columns = half.shape
+        padded = torch.nn.functional.pad(half, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+        blocks = padded.unflatten(2, (-1, FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK))
+        scale = blocks.abs().amax(dim=(2, 4), keepdim=True).clamp(min=1e-12) / limit
+        values.append((blocks / scale).clamp(-limit, limit).flatten(3, 4).flatten(1, 2)[:, :rows, :columns])
+        scales.append(scale[:, :, 0, :, 0])
+    return torch.cat(values, dim=1).to(dtype), torch.cat(scales, dim=1).contiguous()
+
+
 def dequantize_fp8(x: Tensor, x_scales: Tensor) -> Tensor:
     """fp8 rows and their scales back to fp32."""
     return x.float() * x_scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : x.shape[1]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import moe_a2a
-from moe_a2a.experts import GRANULARITY, KERNEL_DTYPES
+from moe_a2a.expert_weights import GRANULARITY, KERNEL_DTYPES
 from moe_a2a.integrations.experts_module import ExpertsModule, own_part
 
 ACTIVATIONS = {

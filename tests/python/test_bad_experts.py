@@ -17,11 +17,20 @@ from test_moe_layer import (
 from torch import nn
 
 import moe_a2a
+from moe_a2a.devices import float8_dtype
 
 pytestmark = on_device.TESTS
 
 REFUSED = moe_a2a.PeerRefusedError
 REFUSER = 1
+
+FLOAT8 = float8_dtype(torch.device(on_device.NAME))
+
+
+def float8(up, down, shape=(4, 2, 1), dtype=torch.float32, device=None):
+    up_scales = torch.ones(shape, dtype=dtype, device=device or up.device)
+    return (up.to(FLOAT8), up_scales), (down.to(FLOAT8), torch.ones(4, 1, 1, device=up.device))
+
 
 # (bad w_gate_up, bad w_down) of the good ones, the error, words of its message; 4 local experts
 BAD_WEIGHTS = {
@@ -37,6 +46,12 @@ BAD_WEIGHTS = {
     "intermediate": (lambda up, down: (up, down[:, :, 16:]), ValueError, ["w_down", str(INTERMEDIATE)]),
     "odd": (lambda up, down: (up[:, 1:], down), ValueError, ["w_down"]),
     "none": (lambda up, down: (up[:, :0], down[:, :, :0]), ValueError, ["w_down", f"[4, {HIDDEN}, 0]"]),
+    "float8 without scales": (lambda up, down: (up.to(FLOAT8), down), TypeError, ["w_gate_up", "(w_gate_up, scales)"]),
+    "scales of bfloat16": (lambda up, down: ((up, torch.ones(4, 2, 1, device=up.device)), down), TypeError, ["bfloat16"]),
+    "only one float8": (lambda up, down: (up, (down.to(FLOAT8), torch.ones(4, 1, 1, device=up.device))), TypeError, ["both"]),
+    "shape of scales": (lambda up, down: float8(up, down, (4, 1, 1)), ValueError, ["w_gate_up's scales", "[4, 2, 1]"]),
+    "dtype of scales": (lambda up, down: float8(up, down, dtype=torch.float64), TypeError, ["scales", "float64"]),
+    "device of scales": (lambda up, down: float8(up, down, device="meta"), ValueError, ["scales", "meta"]),
     "rank": (lambda up, down: (up[0], down), ValueError, ["w_gate_up", f"[{2 * INTERMEDIATE}, {HIDDEN}]"]),
     "rank of w_down": (lambda up, down: (up, down[0]), ValueError, ["w_down"]),
 }  # fmt: skip

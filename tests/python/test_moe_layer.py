@@ -7,6 +7,8 @@ from torch import nn
 
 import moe_a2a
 from moe_a2a import reference
+from moe_a2a.devices import float8_dtype
+from moe_a2a.expert_weights import ExpertWeights
 
 pytestmark = on_device.TESTS
 
@@ -142,6 +144,44 @@ def run_float8(group, seed):
 
 def test_rows_of_float8_go_step_by_step(session_seed):
     on_device.run(2, run_float8, session_seed)
+
+
+def quantized(ep, weights):
+    """(values, scales) of both, and what they stand for, in fp64."""
+    gate_up, down = (
+        reference.quantize_fp8_weights(w, halves, float8_dtype(ep.device))
+        for w, halves in zip(weights, (2, 1), strict=True)
+    )
+    kept = [ExpertWeights(gate_up[0], down[0], gate_up[1], down[1]).of_expert(e) for e in range(len(down[0]))]
+    return (gate_up, down), [torch.stack([of[i] for of in kept]).double() for i in range(2)]
+
+
+def run_float8_weights(group, intermediate, fused, seed):
+    with make_ep(group) as ep:
+        both, exact_weights = quantized(ep, make_weights(ep.num_experts, torch.float32, seed, intermediate))
+        given = [tuple(own_part(ep, pair)) for pair in both]
+        layer = moe_a2a.MoELayer(ep, *given, fused=fused)
+        assert sorted(layer.state_dict()) == ["w_down", "w_down_scales", "w_gate_up", "w_gate_up_scales"]
+        with pytest.raises(ValueError, match="w_gate_up would become torch.bfloat16"):
+            layer.to(torch.bfloat16)
+        errors, norms = [], []
+        for call in range(3):
+            x, topk_idx, topk_weights = make_tokens(ep, "random", seed + 8 * call + ep.rank)
+            out = layer(*on(ep, (x, topk_idx, topk_weights))).cpu()
+            rows = reference.dequantize_fp8(*reference.quantize_fp8(x.float(), float8_dtype(ep.device)))
+            exact = reference.moe_layer(rows.double(), topk_idx, topk_weights, *exact_weights)
+            assert out.dtype == ep.dtype
+            errors.append(out - exact)
+            norms.append(exact)
+            handle = ep.dispatch(*on(ep, (x, topk_idx, topk_weights)), quantize="fp8")
+            assert torch.equal(ep.experts(handle, *given, fused=fused).cpu(), out)
+        return rms(errors) / rms(norms)
+
+
+@pytest.mark.parametrize("intermediate", [40, 80, 304])
+def test_float8_weights_step_by_step(intermediate, session_seed):
+    for error in on_device.run(2, run_float8_weights, intermediate, False, session_seed):
+        assert error <= 4e-3  # nothing is rounded but the result
 
 
 def run_out(group, seed):

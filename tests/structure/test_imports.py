@@ -24,7 +24,7 @@ LAYERS = {
     "communicator": ["communicator"],
     "tracing": ["tracing"],
     "client": ["client"],
-    "experts": ["experts", "grouped_gemm"],
+    "experts": ["experts", "expert_weights", "grouped_gemm"],
     "parts": [
         "arguments",
         "boards",
