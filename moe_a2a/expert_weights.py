@@ -52,17 +52,20 @@ class ExpertWeights:
 
     def kernels_refuse(self, ep: Owner, row_dtype: torch.dtype) -> str | None:
         """Why the kernels cannot take these weights and rows; None if they can."""
-        if self.is_float8:
-            return "float8 weights have no kernels yet"
-        if row_dtype not in KERNEL_DTYPES:
-            return f"rows are {row_dtype}, and the kernels take bfloat16 and float16"
+        if self.is_float8 and row_dtype != self.gate_up.dtype:
+            return f'rows are {row_dtype} and weights {self.gate_up.dtype} (dispatch with quantize="fp8")'
+        if self.is_float8 and ep.dtype not in KERNEL_DTYPES:
+            return f"results are {ep.dtype}, and the kernels make bfloat16 and float16 of float8"
+        if not self.is_float8 and row_dtype not in KERNEL_DTYPES:
+            return f"rows are {row_dtype}, and the kernels take bfloat16 and float16, or float8 with float8 weights"
         for name, size in (("hidden", ep.hidden), ("intermediate", self.intermediate)):
             if size % GRANULARITY != 0:
                 return f"{name}={size} is not a multiple of {GRANULARITY}"
-        for name, w in (("w_gate_up", self.gate_up), ("w_down", self.down)):
-            if not w.is_contiguous():
-                return f"{name} is not contiguous (strides {list(w.stride())})"
-            if w.data_ptr() % 16 != 0:
+        scales = {"w_gate_up's scales": self.gate_up_scales, "w_down's scales": self.down_scales}
+        for name, w in {"w_gate_up": self.gate_up, "w_down": self.down, **scales}.items():
+            if w is not None and not w.is_contiguous():
+                return f"not contiguous: {name} (strides {list(w.stride())})"
+            if w is not None and name not in scales and w.data_ptr() % 16 != 0:
                 return f"{name} does not begin at a multiple of 16 bytes"
         return None
 

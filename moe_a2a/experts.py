@@ -38,8 +38,22 @@ def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) ->
 
 def _by_kernels(handle: DispatchHandle, weights: ExpertWeights, num_max_routes: int | None) -> torch.Tensor:
     offsets, row_index = handle.expert_offsets, handle.expert_row_index[:num_max_routes]
-    inner = grouped_gemm(handle.recv_x, row_index, offsets, weights.gate_up, "swiglu")
-    return _in_layout(handle, grouped_gemm(inner, None, offsets, weights.down))
+    if not weights.is_float8:
+        inner = grouped_gemm(handle.recv_x, row_index, offsets, weights.gate_up, "swiglu")
+        return _in_layout(handle, grouped_gemm(inner, None, offsets, weights.down))
+    inner, inner_scales = grouped_gemm(
+        handle.recv_x,
+        row_index,
+        offsets,
+        weights.gate_up,
+        "swiglu",
+        x_scales=handle.recv_x_scales,
+        w_scales=weights.gate_up_scales,
+        quantize_output=True,
+    )
+    scales, dtype = weights.down_scales, handle.ep.dtype
+    y = grouped_gemm(inner, None, offsets, weights.down, x_scales=inner_scales, w_scales=scales, out_dtype=dtype)
+    return _in_layout(handle, y)
 
 
 def swiglu_experts(handle: DispatchHandle, w_gate_up: Weight, w_down: Weight) -> torch.Tensor:

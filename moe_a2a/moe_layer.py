@@ -36,6 +36,9 @@ class MoELayer(nn.Module):
         num_max_routes: see ExpertParallel.experts().
     """
 
+    w_gate_up_scales: torch.Tensor | None
+    w_down_scales: torch.Tensor | None
+
     def __init__(
         self,
         ep: ExpertParallel,
@@ -91,7 +94,7 @@ class MoELayer(nn.Module):
 
     def _given(self) -> tuple[Weight, Weight]:
         """The weights as they were given."""
-        if self.w_gate_up_scales is None:
+        if self.w_gate_up_scales is None or self.w_down_scales is None:
             return self.w_gate_up, self.w_down
         return (self.w_gate_up, self.w_gate_up_scales), (self.w_down, self.w_down_scales)
 

@@ -18,12 +18,13 @@ from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.contenders import captured
 from moe_a2a.bench.product_results import Results, cases_of
-from moe_a2a.bench.products import ALL, Ours, make_weights
+from moe_a2a.bench.products import ALL, Ours, OursFloat8, make_weights, quantized
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import p99, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
+from moe_a2a.expert_weights import Weight
 
-TOLERANCE = 2e-2  # of the norm, between two layers in bfloat16
+TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-2, "float8": 1e-1}  # of the norm, against the layer step by step
 HEADER = f"{'tokens':>6} {'system':<28} {'launch':<6} {'us':>9} {'p99':>9} {'TFLOP/s':>8} {'of best peer':>12} {'MHz':>5} {'W':>4}"
 Call = Callable[[], Tensor]
 
@@ -38,13 +39,13 @@ class Line:
     experts: int
     intermediate: int
     ranks: int
-    dtype: str
+    dtype: str  # of rows and weights
     system: str
     launch: str  # "eager" or "graph"
     us: float
     p99_us: float
     tflops: float
-    of_best_peer: float | None  # us / that of the fastest system that is not ours
+    of_best_peer: float | None  # us / that of the fastest system of the same dtype that is not ours
     sm_mhz: float | None
     watts: float | None
 
@@ -89,7 +90,8 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
         for system, launch, make in _contenders(case, ep, weights, tokens, results):
             try:
                 call = together(make)
-                together(lambda call=call: _compare(call(), expected))
+                tolerance = TOLERANCE[_dtype_of(system, case)]
+                together(lambda call=call, tolerance=tolerance: _compare(call(), expected, tolerance))
             except FailedSomewhereError as error:
                 results.leave_out(f"{system}, {launch}", str(case), str(error))
             else:
@@ -99,15 +101,19 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
         steps = [Step(system, call, inputs.x) for system, _, call in systems]
         times = clock.time([steps[0], *steps])[:, 1:].T  # what comes first follows a pause of the host
         medians = [slowest_rank_median(seconds) for seconds in times]
-        peers = [us for us, (system, _, _) in zip(medians, systems, strict=True) if "+" in system]
+        peers: dict[str, float] = {}  # the fastest of each dtype
+        for us, (system, _, _) in zip(medians, systems, strict=True):
+            if "+" in system:
+                dtype = _dtype_of(system, case)
+                peers[dtype] = min(us, peers.get(dtype, us))
         flops = 6.0 * int((inputs.all_topk_idx >= 0).sum()) * case.hidden * intermediate / inputs.num_ranks
         for (system, launch, call), median, seconds in zip(systems, medians, times, strict=True):
-            read = limits.gauge(device, clock, call, median)
+            read, dtype = limits.gauge(device, clock, call, median), _dtype_of(system, case)
             results.add(Line(
                 tokens=case.num_tokens, hidden=case.hidden, topk=case.num_topk, experts=case.num_experts,
-                intermediate=intermediate, ranks=inputs.num_ranks, dtype=str(case.dtype).removeprefix("torch."),
+                intermediate=intermediate, ranks=inputs.num_ranks, dtype=dtype,
                 system=system, launch=launch, us=1e6 * median, p99_us=1e6 * p99(seconds), tflops=1e-12 * flops / median,
-                of_best_peer=median / min(peers) if peers else None, sm_mhz=read.sm_mhz, watts=read.watts,
+                of_best_peer=median / peers[dtype] if dtype in peers else None, sm_mhz=read.sm_mhz, watts=read.watts,
             ))  # fmt: skip
 
 
@@ -116,17 +122,19 @@ def _contenders(
 ) -> Iterator[tuple[str, str, Callable[[], Call]]]:
     """(system, launch, what makes its call)"""
 
-    def ours(fused: bool) -> Call:
+    def ours(fused: bool, *weights: Weight) -> Call:
         layer = moe_a2a.MoELayer(ep, *weights, fused=fused)
         return lambda: layer(*tokens)
 
-    yield "moe_a2a", "eager", lambda: ours(True)
-    if ep.device.type == "cuda":
-        yield "moe_a2a", "graph", lambda: _in_a_graph(ours(True))
-    yield "moe_a2a, step by step", "eager", lambda: ours(False)
+    float8 = [quantized(w, halves) for w, halves in zip(weights, (2, 1), strict=True)]
+    for system, own in (("moe_a2a", weights), ("moe_a2a fp8", float8)):
+        yield system, "eager", lambda own=own: ours(True, *own)
+        if ep.device.type == "cuda":
+            yield system, "graph", lambda own=own: _in_a_graph(ours(True, *own))
+    yield "moe_a2a, step by step", "eager", lambda: ours(False, *weights)
     for contender in ALL:
         system = f"moe_a2a + {contender.system}"
-        if contender is Ours:
+        if contender in (Ours, OursFloat8):
             continue
         if why := contender.why_not(ep.device, case.dtype):
             results.leave_out(system, "", why)
@@ -147,7 +155,11 @@ def _in_a_graph(call: Call) -> Call:
     return replay
 
 
-def _compare(out: Any, expected: Tensor) -> None:
+def _dtype_of(system: str, case: Case) -> str:
+    return "float8" if "fp8" in system else str(case.dtype).removeprefix("torch.")
+
+
+def _compare(out: Any, expected: Tensor, tolerance: float) -> None:
     error, norm = (out.float() - expected.float()).norm().item(), expected.float().norm().item()
-    if not error <= TOLERANCE * norm:
+    if not error <= tolerance * norm:
         raise ArithmeticError(f"differs from the layer step by step by {error:.3g}, of {norm:.3g}")

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_a2a.bench.clock import Clock, Step
 from moe_a2a.bench.statistics import slowest_rank_median
+from moe_a2a.bench.together import FailedSomewhereError, together
+from moe_a2a.devices import float8_dtype
 
 SQUARE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 16 << 20}
@@ -27,10 +30,12 @@ STEADY_SECONDS = 1.0  # nvidia-smi shows the power of the last second
 class Limits:
     tflops: float  # of a square product in the dtype
     tbps: float  # of a copy: bytes read and written
+    float8_tflops: float | None = None  # of the same in float8 by torch._scaled_mm; None: it does not run here
 
-    def seconds(self, flops: float, num_bytes: float) -> float:
-        """What such work takes at least."""
-        return max(flops / (1e12 * self.tflops), num_bytes / (1e12 * self.tbps))
+    def seconds(self, flops: float, num_bytes: float, in_float8: bool = False) -> float:
+        """What such work takes at least; in float8 by the rate of the dtype where there is none of float8."""
+        rate = self.float8_tflops if in_float8 and self.float8_tflops is not None else self.tflops
+        return max(flops / (1e12 * rate), num_bytes / (1e12 * self.tbps))
 
 
 def measure(device: torch.device, dtype: torch.dtype, clock: Clock) -> Limits:
@@ -39,8 +44,27 @@ def measure(device: torch.device, dtype: torch.dtype, clock: Clock) -> Limits:
     c, source = torch.empty_like(a), torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     steps = [Step("square", lambda: torch.mm(a, b, out=c)), Step("copy", lambda: target.copy_(source))]
-    square, copy = (slowest_rank_median(times) for times in clock.time(steps).T)
-    return Limits(tflops=2e-12 * n**3 / square, tbps=2e-12 * num_bytes / copy)
+    try:
+        in_float8 = together(lambda: _float8_square(a, b))
+    except FailedSomewhereError:
+        in_float8 = None
+    else:
+        steps.append(Step("float8", in_float8))
+    square, copy, *float8 = (slowest_rank_median(times) for times in clock.time(steps).T)
+    flops = 2e-12 * n**3
+    return Limits(flops / square, 2e-12 * num_bytes / copy, flops / float8[0] if float8 else None)
+
+
+def _float8_square(a: Tensor, b: Tensor) -> Callable[[], Any]:
+    """The product of a and b in float8, after a rehearsal."""
+    x, w = (t.to(float8_dtype(t.device)) for t in (a, b.t().contiguous()))
+    one = torch.ones((), device=a.device)
+
+    def run() -> Tensor:
+        return torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    run()
+    return run
 
 
 @dataclass

@@ -74,7 +74,10 @@ class Results:
     def limit(self, dtype: torch.dtype, limit: Limits) -> None:
         self.limits.append(limit)
         name = str(dtype).removeprefix("torch.")
-        self._print(f"# limits: {limit.tflops:.1f} TFLOP/s (square product, {name}), {limit.tbps:.2f} TB/s (copy)")
+        float8 = f", {limit.float8_tflops:.1f} (float8)" if limit.float8_tflops else ""
+        self._print(
+            f"# limits: {limit.tflops:.1f} TFLOP/s (square product, {name}){float8}, {limit.tbps:.2f} TB/s (copy)"
+        )
 
     def add(self, line: Any) -> None:
         self.lines.append(line)

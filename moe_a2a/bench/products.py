@@ -10,12 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moe_a2a
+from moe_a2a import reference
+from moe_a2a.devices import float8_dtype
 
 
 class Products(ABC):
     """`first` gives what the experts' first product leaves, `second` takes [rows, intermediate] in the same layout."""
 
     system: str
+    is_float8 = False
+    tolerance = 1e-2  # of the norm: roundings of bfloat16, summed in fp32
     gathers = False  # the first product reads recv_x through the list, and applies SwiGLU
 
     def __init__(self, w_gate_up: Tensor, w_down: Tensor):
@@ -29,18 +33,26 @@ class Products(ABC):
         return ep.dispatch(*tokens)
 
     @abstractmethod
-    def take(self, handle: moe_a2a.DispatchHandle) -> Tensor:
+    def take(self, handle: moe_a2a.DispatchHandle) -> Any:
         """The rows of the first product; keeps what the products read of the handle."""
 
     @abstractmethod
-    def first(self, rows: Tensor) -> Tensor: ...
+    def first(self, rows: Any) -> Any: ...
 
-    def activate(self, inner: Tensor) -> Tensor:
+    def activate(self, inner: Any) -> Any:
         gate, up = inner.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     @abstractmethod
-    def second(self, inner: Tensor) -> Tensor: ...
+    def second(self, inner: Any) -> Tensor: ...
+
+    def rows_of(self, handle: moe_a2a.DispatchHandle, at: slice) -> Tensor:
+        """What the first product reads at positions, in fp32."""
+        return handle.recv_x.index_select(0, handle.expert_row_index[at]).float()
+
+    def values(self, result: Any, at: slice) -> Tensor:
+        """Rows of what first(), activate() or second() has returned, in fp32."""
+        return result[at].float()
 
     def layer(self, ep: moe_a2a.ExpertParallel, *tokens: Tensor) -> Tensor:
         handle = self.dispatch(ep, *tokens)
@@ -69,6 +81,48 @@ class Ours(Products):
 
     def second(self, inner: Tensor) -> Tensor:
         return moe_a2a.grouped_gemm(inner, None, self._offsets, self.w_down)
+
+
+class Float8(Products):
+    """Of rows and weights in float8, with the scales of DeepSeek-V3; what passes between the products is (values, scales)."""
+
+    is_float8 = True
+    tolerance = 8e-2  # against unquantised weights: float8 has three bits of mantissa
+
+    def __init__(self, w_gate_up: Tensor, w_down: Tensor):
+        super().__init__(w_gate_up, w_down)
+        self.gate_up, self.gate_up_scales = quantized(w_gate_up, 2)
+        self.down, self.down_scales = quantized(w_down, 1)
+
+    def rows_of(self, handle: moe_a2a.DispatchHandle, at: slice) -> Tensor:
+        index = handle.expert_row_index[at]
+        values = handle.recv_x.view(torch.uint8).index_select(0, index).view(handle.recv_x.dtype)
+        return reference.dequantize_fp8(values, handle.recv_x_scales.index_select(0, index))
+
+    def values(self, result: Any, at: slice) -> Tensor:
+        return (
+            reference.dequantize_fp8(result[0][at], result[1][at]) if isinstance(result, tuple) else result[at].float()
+        )
+
+
+class OursFloat8(Float8, Ours):
+    system = "moe_a2a fp8"
+
+    def dispatch(self, ep: moe_a2a.ExpertParallel, *tokens: Tensor) -> moe_a2a.DispatchHandle:
+        return ep.dispatch(*tokens, quantize="fp8")
+
+    def take(self, handle: moe_a2a.DispatchHandle) -> Any:
+        return super().take(handle), handle.recv_x_scales
+
+    def first(self, rows: Any) -> Any:
+        scales = {"x_scales": rows[1], "w_scales": self.gate_up_scales}
+        return moe_a2a.grouped_gemm(
+            rows[0], self._rows, self._offsets, self.gate_up, "swiglu", **scales, quantize_output=True
+        )
+
+    def second(self, inner: Any) -> Tensor:
+        scales = {"x_scales": inner[1], "w_scales": self.down_scales}
+        return moe_a2a.grouped_gemm(inner[0], None, self._offsets, self.down, **scales)
 
 
 class TorchGroupedMm(Products):
@@ -130,6 +184,48 @@ class DeepGemm(Products):
         return out
 
 
+class DeepGemmFloat8(Float8, DeepGemm):
+    """DeepGEMM's float8 kernels; SiLU(gate) * up is quantised in PyTorch."""
+
+    system = "DeepGEMM fp8"
+
+    @staticmethod
+    def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+        if (why := DeepGemm.why_not(device, dtype)) is not None:
+            return why
+        has = hasattr(_deep_gemm(), "m_grouped_fp8_gemm_nt_contiguous")
+        return None if has else "this deep_gemm has no m_grouped_fp8_gemm_nt_contiguous"
+
+    def dispatch(self, ep: moe_a2a.ExpertParallel, *tokens: Tensor) -> moe_a2a.DispatchHandle:
+        layout = {"layout": "expert_major", "expert_alignment": self.ALIGNMENT}
+        return ep.dispatch(*tokens, quantize="fp8", **layout)
+
+    def take(self, handle: moe_a2a.DispatchHandle) -> Any:
+        rows = super().take(handle)
+        return rows, handle.expert_x_scales[: rows.shape[0]].contiguous()
+
+    def first(self, rows: Any) -> Any:
+        return self._float8_product(rows, (self.gate_up, self.gate_up_scales))
+
+    def activate(self, inner: Any) -> Any:
+        return reference.quantize_fp8(super().activate(inner), self.gate_up.dtype)
+
+    def second(self, inner: Any) -> Tensor:
+        return self._float8_product(inner, (self.down, self.down_scales))
+
+    def _float8_product(self, rows: Any, w: Any) -> Tensor:
+        out = torch.empty(rows[0].shape[0], w[0].shape[1], dtype=torch.bfloat16, device=rows[0].device)
+        _deep_gemm().m_grouped_fp8_gemm_nt_contiguous(rows, w, out, self._experts)
+        return out
+
+
+def quantized(w: Tensor, halves: int) -> tuple[Tensor, Tensor]:
+    """Expert by expert: the fp32 values in between take four times the memory."""
+    pairs = [reference.quantize_fp8_weights(of[None], halves, float8_dtype(w.device)) for of in w]
+    values, scales = zip(*pairs, strict=True)
+    return torch.cat([v.view(torch.uint8) for v in values]).view(values[0].dtype), torch.cat(scales)
+
+
 def _deep_gemm() -> Any:
     """The module, or why it is not there."""
     try:
@@ -139,7 +235,7 @@ def _deep_gemm() -> Any:
     return deep_gemm
 
 
-ALL: tuple[type[Products], ...] = (Ours, TorchGroupedMm, DeepGemm)
+ALL: tuple[type[Products], ...] = (Ours, OursFloat8, TorchGroupedMm, DeepGemm, DeepGemmFloat8)
 
 
 def make_weights(num_experts: int, hidden: int, intermediate: int, like: Tensor, seed: int) -> tuple[Tensor, Tensor]:

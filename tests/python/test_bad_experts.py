@@ -193,6 +193,19 @@ def run_fused_in_vain(group, dtype, intermediate, words, seed):
         ep.experts(handle, *weights)
 
 
+def run_float8_in_vain(group, seed):
+    with make_ep(group) as ep:
+        given = float8(*own_part(ep, make_weights(ep.num_experts, ep.dtype, seed)))
+        handle = ep.dispatch(*on(ep, make_tokens(ep, "random", seed)))
+        with pytest.raises(ValueError, match=r'fused=True, but rows are torch.bfloat16 .*quantize="fp8".* rank 0'):
+            ep.experts(handle, *given, fused=True)
+        ep.experts(handle, *given)
+
+
+def test_float8_weights_and_other_rows(session_seed):
+    on_device.run(1, run_float8_in_vain, session_seed)
+
+
 def with_grad(ep, group, weights, tokens):
     layer = moe_a2a.MoELayer(ep, *(nn.Parameter(w) for w in weights))
     if ep.rank == REFUSER:
