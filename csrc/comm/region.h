@@ -55,8 +55,8 @@ class RegionLayout {
 // What every client's region begins with: leaving, refusing and reporting.
 struct ClientServices {
   // ---- symmetric
-  Array<Signal, 1> goodbye;         // [R src]  epoch 1: src makes no more calls
-  Array<uint64_t, 3> refusal_text;  // [slots, R src, kRefusalWords]  why src refused its call on this slot
+  Array<Signal, 1> goodbye;           // [R src]  epoch 1: src makes no more calls
+  Array<uint64_t, 3> refusal_text;    // [slots, R src, kRefusalWords]  why src refused its call on this slot
   Array<uint64_t, 1> handles_digest;  // [R src]  of the handles that src has mapped, if the caller carried them
   // ---- local
   Array<uint32_t, 1> num_reports;  // [1]  reports claimed so far: whoever increments it writes the report
