@@ -12,7 +12,7 @@ import pytest
 pytestmark = [on_device.TESTS, pytest.mark.timeout(300)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-UNDER_TORCHRUN = ["one_rank_per_gpu.py", "generate.py", "overlap.py"]
+UNDER_TORCHRUN = ["one_rank_per_gpu.py", "generate.py", "overlap.py", "quickreduce.py", "ddp_codecs.py"]
 
 
 def run(*command: str) -> str:
@@ -31,12 +31,16 @@ def test_under_torchrun(example):
     assert all(f"rank {rank}" in said for rank in range(2)), said
 
 
-def test_ray_actors():
+@pytest.mark.parametrize(
+    ("example", "says"),
+    [("ray_actors.py", r"2 actors, largest difference \d"), ("quickreduce.py", r"rank 1: FP16, .*, Q4 gave 2")],
+)
+def test_under_ray(example, says):
     pytest.importorskip(
         "ray", reason="ray is not installed: it is no test dependency, being larger than PyTorch's CPU build"
     )
     on_device.needs(2)
-    assert re.search(r"2 actors, largest difference \d", run(str(EXAMPLES / "ray_actors.py")))
+    assert re.search(says, run(str(EXAMPLES / example)))
 
 
 @on_device.cpu_only
