@@ -62,6 +62,19 @@ def checked_int(rank: int, name: str, value: Any, least: int = -MAX_INT, most: i
     return value
 
 
+def checked_float(rank: int, name: str, value: Any, least: float) -> float:
+    """A finite number, not smaller than `least`."""
+    if isinstance(value, (bool, str, torch.Tensor)):
+        raise _refuse(rank, name, value, "a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _refuse(rank, name, value, "a number") from None
+    if not (math.isfinite(number) and number >= least):
+        raise ValueError(f"{name}={_shown(value)} is not a finite number >= {least:g} on rank {rank}; pass one")
+    return number
+
+
 def checked_blocks(rank: int, num_blocks: Any, default: int) -> int:
     """`default` for 0."""
     return checked_int(rank, "num_blocks", num_blocks, 0) or default

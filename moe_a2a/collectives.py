@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls
+from moe_a2a import _core, arguments, calls, codecs
+from moe_a2a.codecs import CODECS
 from moe_a2a.communicator import CommunicatorClient
 
 # In the order of csrc/collectives/announcement.h.
 OPS = ("sum", "max", "min", "avg")
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "recursive_doubling")
-CODECS = ("fp8", "q8", "q6", "q4")  # of csrc/rows/line_codec.h; None comes before them
 
 MAX_NBYTES = 1 << 40
 # The elements of a tensor that one rank reduces are a multiple of this, but for the last: see csrc/collectives/shares.h.
@@ -69,6 +69,7 @@ class Collectives(CommunicatorClient):
         algorithm: str = "auto",
         codec: str | None = None,
         *,
+        max_error: float | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The `x` of all ranks, merged element by element, on every rank.
@@ -84,7 +85,9 @@ class Collectives(CommunicatorClient):
                 8, 6 or 4 bits each and two_shot: the other ranks' contributions are rounded once, the result once more;
                 all ranks still get the same bits. Each of these roundings is off by at most one step: the block's
                 largest magnitude / 128, / 32 or / 8 (fp8: by 1/16 of the value, or by a 458,752th of that magnitude).
-                A NaN or infinity makes its whole block NaNs.
+                A NaN or infinity makes its whole block NaNs. "auto": by size the one of fewest bits, or none.
+            max_error: what the caller allows, see moe_a2a.codecs.max_error(): "auto" keeps to it, a codec that may be off
+                by more is refused. With codec=None it stands for codec="auto".
             out: where to write, of the shape of x; may be x. Default: a new tensor.
 
         Raises:
@@ -98,7 +101,7 @@ class Collectives(CommunicatorClient):
             self._check_tensors(x, out)
             op_index = arguments.checked_choice(self.rank, "op", op, OPS)
             algorithm_index = arguments.checked_choice(self.rank, "algorithm", algorithm, ALGORITHMS)
-            codec_index = self._checked_codec(codec, algorithm)
+            codec_index = self._checked_codec(codec, algorithm, max_error, x)
         return core.all_reduce(x, op_index, algorithm_index, codec_index, out)
 
     def reduce_scatter(
@@ -144,15 +147,25 @@ class Collectives(CommunicatorClient):
             counts = arguments.checked_counts(self.rank, counts)
         return core.all_gather(x, counts, out)
 
-    def _checked_codec(self, codec: Any, algorithm: str) -> int:
+    def _checked_codec(self, codec: Any, algorithm: str, max_error: Any, x: torch.Tensor) -> int:
+        limit = None if max_error is None else arguments.checked_float(self.rank, "max_error", max_error, 0.0)
+        if codec is not None:
+            arguments.checked_choice(self.rank, "codec", codec, (*CODECS, "auto"))
+        if codec == "auto" or (codec is None and limit is not None):
+            nbytes = x.numel() * x.element_size() if algorithm in ("auto", "two_shot") else 0
+            codec = codecs.choose(self.device.type, nbytes, self.num_ranks, limit)
         if codec is None:
             return 0
-        index = 1 + arguments.checked_choice(self.rank, "codec", codec, CODECS)
         if algorithm not in ("auto", "two_shot"):
             raise ValueError(
                 f'codec="{codec}" with algorithm="{algorithm}" on rank {self.rank}; pass algorithm="two_shot", or codec=None'
             )
-        return index
+        if limit is not None and codecs.max_error(codec) > limit:
+            raise ValueError(
+                f'codec="{codec}" may be off by {codecs.max_error(codec):.3g} > max_error={limit:g} on rank {self.rank}; pass '
+                'codec="auto", or a larger max_error'
+            )
+        return 1 + CODECS.index(codec)
 
     def _check_tensors(self, x: Any, out: Any) -> None:
         arguments.check_tensor(self.rank, "x", x)

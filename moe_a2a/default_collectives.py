@@ -37,9 +37,10 @@ def all_reduce(
     algorithm: str = "auto",
     codec: str | None = None,
     *,
+    max_error: float | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Collectives.all_reduce() on Collectives of the default process group, which the first call makes."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}; pass a torch.Tensor")
-    return default_collectives(x.device).all_reduce(x, op, algorithm, codec, out=out)
+    return default_collectives(x.device).all_reduce(x, op, algorithm, codec, max_error=max_error, out=out)

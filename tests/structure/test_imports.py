@@ -29,6 +29,7 @@ LAYERS = {
         "arguments",
         "boards",
         "calls",
+        "codecs",
         "devices",
         "errors",
         "group_objects",
