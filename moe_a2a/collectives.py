@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, codecs
+from moe_a2a import _core, arguments, calls, capabilities, codecs
 from moe_a2a.codecs import CODECS
 from moe_a2a.communicator import CommunicatorClient
 
 # In the order of csrc/collectives/announcement.h.
 OPS = ("sum", "max", "min", "avg")
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "recursive_doubling")
+DTYPES = ("float32", "float16", "bfloat16")
 
 MAX_NBYTES = 1 << 40
 # The elements of a tensor that one rank reduces are a multiple of this, but for the last: see csrc/collectives/shares.h.
@@ -146,6 +147,26 @@ class Collectives(CommunicatorClient):
             self._check_tensors(x, out)
             counts = arguments.checked_counts(self.rank, counts)
         return core.all_gather(x, counts, out)
+
+    def capabilities(self) -> capabilities.Capabilities:
+        """What there is on this machine: collectives, operators, dtypes, codecs with their error bounds; and whether NVSwitch
+        or a network could reduce, which is asked and never used."""
+        self._open_core()
+        return capabilities.Capabilities(
+            device=str(self.device),
+            num_ranks=self.num_ranks,
+            collectives={
+                "all_reduce": ("op", "algorithm", "codec"),
+                "reduce_scatter": ("op", "counts"),
+                "all_gather": ("counts",),
+            },
+            operators=OPS,
+            dtypes=DTYPES,
+            algorithms=ALGORITHMS[1:],
+            max_errors={codec: codecs.max_error(codec) for codec in CODECS},
+            multicast=capabilities.multicast(self.device),
+            sharp=capabilities.sharp(),
+        )
 
     def _checked_codec(self, codec: Any, algorithm: str, max_error: Any, x: torch.Tensor) -> int:
         limit = None if max_error is None else arguments.checked_float(self.rank, "max_error", max_error, 0.0)

@@ -29,6 +29,7 @@ LAYERS = {
         "arguments",
         "boards",
         "calls",
+        "capabilities",
         "codecs",
         "devices",
         "errors",
