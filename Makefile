@@ -57,7 +57,7 @@ soak: setup
 
 soak-gpu: setup
 	MOE_A2A_TEST_DEVICE=cuda MOE_A2A_SOAK_ITERATIONS=100000 \
-	  $(BIN)/python -m pytest tests/python/test_soak.py -k iterations -s
+	  $(BIN)/python -m pytest tests/python/test_soak.py tests/python/test_collective_soak.py -k iterations -s
 
 sanitize-gpu: setup
 	tests/sanitizers/gpu.sh $(BIN)/python

@@ -1,0 +1,69 @@
+"""Collectives interleaved with dispatches and combines for as long as you like, and captured ones replayed with new data:
+
+MOE_A2A_SOAK_ITERATIONS=50000 pytest tests/python/test_collective_soak.py -k interleaved -s
+MOE_A2A_TEST_DEVICE=cuda pytest tests/python/test_collective_soak.py
+"""
+
+import collective_soak
+import on_device
+import pytest
+import torch
+from test_cuda_graphs import capture
+from test_soak import ITERATIONS
+
+import moe_a2a
+
+pytestmark = on_device.TESTS
+
+FEW_ITERATIONS = 1_500  # of an ordinary session
+NUM_REPLAYS = 1_000
+
+
+@pytest.mark.timeout(120 + (ITERATIONS or FEW_ITERATIONS) // 50)
+def test_interleaved_iterations(session_seed):
+    num_ranks, iterations = min(4, on_device.most_ranks()), ITERATIONS or FEW_ITERATIONS
+    print(f"{iterations} calls on {num_ranks} ranks, seed {session_seed}", flush=True)
+    wrong = on_device.run(num_ranks, collective_soak.run, session_seed, iterations, timeout=100 + iterations / 50)
+    assert wrong == [0] * num_ranks
+
+
+def test_one_wrong_value_is_found(session_seed):
+    """The control of the test above: one value of one rank, in the last call."""
+    wrong = on_device.run(min(2, on_device.most_ranks()), collective_soak.run, session_seed, 21, 20)
+    assert sum(wrong) > 0
+
+
+def replay_program(group, seed: int) -> None:
+    """One graph of all kinds and methods; the data of each replay are new, the results are checked on the device."""
+    count, num_ranks = 5_000, group.num_ranks
+    with moe_a2a.Collectives(group, collective_soak.MAX_NBYTES, timeout=20) as coll:
+        generator = torch.Generator(coll.device).manual_seed(seed)  # the same on all ranks
+        base = torch.zeros(count, device=coll.device)
+        wrong = torch.zeros((), dtype=torch.int64, device=coll.device)
+        gathered_scale = torch.arange(1.0, num_ranks + 1, device=coll.device)[:, None]
+
+        def step() -> None:
+            x = (base * (1 + coll.rank)).to(torch.bfloat16)
+            total = collective_soak.merged(base, "sum", num_ranks)
+            for algorithm, codec in collective_soak.METHODS:
+                off = (coll.all_reduce(x, "sum", algorithm, codec).float() - total).abs()
+                wrong.add_((~(off <= (collective_soak.FP8_IS_OFF if codec == "fp8" else 0) * total.abs())).sum())
+            wrong.add_((coll.all_gather(x).view(num_ranks, -1).float() != base * gathered_scale).sum())
+            counts = [count - num_ranks + 1] + [1] * (num_ranks - 1)
+            begin = sum(counts[: coll.rank])
+            mine = coll.reduce_scatter(x, "sum", counts)
+            wrong.add_((mine.float() != total[begin : begin + len(mine)]).sum())
+
+        graph, _ = capture(step)
+        for _ in range(NUM_REPLAYS):
+            blocks = torch.randint(-6, 7, (-(-count // 32),), generator=generator, device=coll.device)
+            base.copy_(blocks.repeat_interleave(32)[:count])
+            graph.replay()
+        coll.check()
+        assert wrong.item() == 0, f"rank {coll.rank}, seed {seed}: {wrong.item()} wrong values"
+
+
+@on_device.gpu_only
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_replays_of_a_captured_graph_with_new_data(num_ranks, session_seed):
+    on_device.run(num_ranks, replay_program, session_seed, timeout=120)
