@@ -42,7 +42,7 @@ class ExpertParallel(CommunicatorClient):
             Communicator, its timeout counts.
         num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: as the launch table says.
         num_max_ll_tokens: a rank's batch of up to so many tokens travels as LL words, which carry their epoch beside
-            their data: fewer steps, more bytes. None: what is best on the device; 0: never. The same on every rank;
+            their data: fewer steps, more bytes; the sums of a combine only up to 3 MiB. None: what is best on the device; 0: never. The same on every rank;
             takes memory for so many rows of every rank.
         launch_table: the file of a tuned table, instead of the one that fits this GPU; see docs/tuning.md.
 

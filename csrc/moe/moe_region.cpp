@@ -47,7 +47,7 @@ MoeRegion make_moe_region(const MoeConfig& config, RegionLayout& symmetric, Regi
   w.landed_term = local.take<RouteTerm>(b, r * t, k);
   w.combine_order = local.take<LandedRow>(b, MoeRegion::kNumOrders, r * t);
   w.num_recv_tokens = local.take<int32_t>(b, r);
-  w.all_send_ll = local.take<int32_t>(b, 1);
+  w.sums_return_ll = local.take<int32_t>(b, 1);
   w.token_ranks = local.take<RankSet>(b, t);
   return w;
 }

@@ -82,7 +82,7 @@ struct MoeRegion {
   Array<RouteTerm, 3> landed_term;     // [B, R * T, K]  the routes of each landed row, in k order
   Array<LandedRow, 3> combine_order;   // [B, kNumOrders, R * T]  the order in which combine sends whole rows
   Array<int32_t, 2> num_recv_tokens;   // [B, R src]  tokens in the batch of src
-  Array<int32_t, 2> all_send_ll;       // [B, 1]  whether all ranks' batches are small; then sums return as LL words too
+  Array<int32_t, 2> sums_return_ll;    // [B, 1]  whether sums return as LL words: if those of all batches may
   Array<RankSet, 2> token_ranks;       // [B, T]  the ranks that each of this rank's tokens went to
 
   static constexpr uint32_t kRefused = Signal::kPayloadMask;

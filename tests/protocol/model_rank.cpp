@@ -38,7 +38,8 @@ MoeConfig config_of(const Shape& shape, int rank) {
           .num_max_tokens_per_rank = shape.num_max_tokens,
           .num_buffers = shape.num_buffers,
           .dtype = DType::kFloat32,
-          .num_max_ll_tokens = shape.num_max_ll_tokens};
+          .num_max_ll_tokens = shape.num_max_ll_tokens,
+          .max_ll_sum_bytes = shape.max_ll_sum_bytes};
 }
 
 RegionSize size_of(const Shape& shape) {
@@ -126,6 +127,12 @@ bool ModelRank::all_others_are_small(int call) const {
   return small;
 }
 
+bool ModelRank::sums_return_ll(int call) const {
+  bool ll = true;
+  for (int r = 0; r < shape_.num_ranks; ++r) ll &= context_.config.returns_ll(num_tokens(r, call));
+  return ll;
+}
+
 // ---- the kernels, launched as by csrc/moe
 
 DispatchSendArgs ModelRank::dispatch_send_args(int call) const {
@@ -204,8 +211,8 @@ Launch ModelRank::combine(int call) {
                         {.send = combine_send_args(call), .recv = combine_recv_args(call), .num_send_blocks = 1}, block,
                         2);
   });
-  // Both blocks send the sums of small batches.
-  combine.num_counted_blocks = all_others_are_small(call) && is_small(rank(), call) ? 2 : 1;
+  // Both blocks send sums that travel as LL words.
+  combine.num_counted_blocks = sums_return_ll(call) ? 2 : 1;
   return combine;
 }
 

@@ -28,6 +28,7 @@ struct Shape {
   int num_blocks = 1;
   int num_calls = 2;
   int num_max_ll_tokens = 0;
+  int64_t max_ll_sum_bytes = MoeConfig{}.max_ll_sum_bytes;
   uint64_t first_epoch = 0;  // uses of the buffers before the first call
   bool presummed = false;    // the caller of combine weighs and sums
   Routing routing;
@@ -95,6 +96,7 @@ class ModelRank {
   int num_tokens(int call) const { return num_tokens(rank(), call); }
   bool is_small(int rank, int call) const { return context_.config.sends_ll(num_tokens(rank, call)); }
   bool all_others_are_small(int call) const;
+  bool sums_return_ll(int call) const;
   int buffer(int call) const { return call % shape_.num_buffers; }
   DispatchSendArgs dispatch_send_args(int call) const;
   DispatchRecvArgs dispatch_recv_args(int call) const;

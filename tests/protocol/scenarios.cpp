@@ -322,6 +322,13 @@ Scenario mixed(bool in_one_launch) {
           .schedule_divisor = kLlDivisor};
 }
 
+// The same scenario of small batches whose sums return as rows.
+Scenario with_row_sums(Scenario scenario) {
+  scenario.name += ", sums as rows";
+  scenario.shape.max_ll_sum_bytes = 0;
+  return scenario;
+}
+
 // The same scenario with LL words for all batches.
 Scenario as_small(Scenario scenario) {
   scenario.name = "LL: " + scenario.name;
@@ -363,10 +370,14 @@ std::vector<Scenario> all_scenarios() {
           small("LL: epoch passes 2^31", 1, 1, (uint64_t{1} << 31) - 2),
           small("LL: epoch passes 2^32", 1, 1, (uint64_t{1} << 32) - 2),
           small("LL: epoch wraps", 1, 1, kLastEpoch - 1),
+          with_row_sums(small("LL: one token", 1, 1)),
+          with_row_sums(small("LL: two tokens, two blocks", 2, 2)),
           mixed(false),
           mixed(true),
           as_small(one_launch(false)),
           as_small(one_launch(true)),
+          with_row_sums(as_small(one_launch(false))),
+          with_row_sums(as_small(one_launch(true))),
           as_small(one_rank()),
           as_small(empty_pairs()),
           as_small(changing_routing()),

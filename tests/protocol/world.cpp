@@ -87,7 +87,7 @@ void World::name_regions(const ModelRank& rank) {
   field(region.landed_term.data, "landed_term");
   field(region.combine_order.data, "combine_order");
   field(region.num_recv_tokens.data, "num_recv_tokens");
-  field(region.all_send_ll.data, "all_send_ll");
+  field(region.sums_return_ll.data, "sums_return_ll");
   field(region.token_ranks.data, "token_ranks");
   field(rank.report(), "report");
 }

@@ -4,6 +4,7 @@ import cases
 import on_device
 import pytest
 import ranks
+import torch
 
 import moe_a2a
 
@@ -100,3 +101,34 @@ def test_random_cases_with_ranks_as_processes(num_ranks, session_seed):
     seeds = range(first, first + NUM_PROCESS_CASES)
     run = on_device.run if on_device.RANKS_ARE_PROCESSES else ranks.run_processes
     run(num_ranks, run_cases, seeds, num_ranks, timeout=120)
+
+
+def either_wire_program(group, num_tokens, seed):
+    """The sums of the same calls, through LL words as far as they may go and through rows."""
+    sums = {}
+    for num_max_ll_tokens in (0, 64):
+        with moe_a2a.ExpertParallel(
+            group,
+            num_experts=6,
+            num_topk=2,
+            hidden=7168,
+            num_max_tokens_per_rank=64,
+            dtype=torch.float32,
+            num_max_ll_tokens=num_max_ll_tokens,
+            device=on_device.NAME,
+            timeout=TIMEOUT,
+        ) as ep:
+            generator = torch.Generator().manual_seed(seed + ep.rank)
+            for call in range(3):
+                x = torch.randn(num_tokens, 7168, generator=generator).to(ep.device)
+                weights, idx = torch.rand(num_tokens, 6, generator=generator).topk(2)
+                handle = ep.dispatch(x, idx.to(ep.device), weights.to(ep.device))
+                y = handle.recv_x[handle.expert_row_index[: handle.num_routes]] * (1 + ep.rank)
+                sums[num_max_ll_tokens, call] = ep.combine(y, handle).cpu()
+    for call in range(3):
+        assert torch.equal(sums[0, call], sums[64, call]), f"call {call}"
+
+
+@pytest.mark.parametrize("num_tokens", [50, 60], ids=["words", "rows"])  # of 57 KB, 3 MiB hold 54
+def test_sums_of_a_small_batch_by_either_wire(num_tokens, session_seed):
+    on_device.run(3, either_wire_program, num_tokens, session_seed)

@@ -27,13 +27,13 @@ def small_batches(request, monkeypatch):
 
 
 def run(program, num_ranks=3, **config):
-    config = {**CONFIG, "timeout": 4, **config}
+    config = {**CONFIG, "timeout": 20, **config}
 
     def with_ep(group):
         with moe_a2a.ExpertParallel(group, **config) as ep:
             start = time.monotonic()
             program(ep, group)
-            assert time.monotonic() - start < 3.5  # nobody has waited for a deadline
+            assert time.monotonic() - start < 17  # nobody has waited for a deadline, also on a busy machine
             for salt in range(4):
                 good_call(ep, salt)
 

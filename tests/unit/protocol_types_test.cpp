@@ -269,7 +269,7 @@ std::vector<Field> local_fields(const Context& context) {
           {"landed_term", w.landed_term.data, b * r * t * k * sizeof(RouteTerm)},
           {"combine_order", w.combine_order.data, b * MoeRegion::kNumOrders * r * t * sizeof(LandedRow)},
           {"num_recv_tokens", w.num_recv_tokens.data, b * r * 4},
-          {"all_send_ll", w.all_send_ll.data, b * 4},
+          {"sums_return_ll", w.sums_return_ll.data, b * 4},
           {"token_ranks", w.token_ranks.data, b * t * sizeof(RankSet)}};
 }
 

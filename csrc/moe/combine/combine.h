@@ -19,7 +19,7 @@ struct Combine {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.send.context;
-    with_wire(c.region.all_send_ll(args.send.buffer, 0), [&](auto type) {
+    with_wire(c.region.sums_return_ll(args.send.buffer, 0), [&](auto type) {
       constexpr bool kAllDoBoth = decltype(type)::type::kIsLl;
       const uint64_t start = trace_now();
       const int num_senders = kAllDoBoth ? 0 : args.num_send_blocks;

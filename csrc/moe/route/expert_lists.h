@@ -146,7 +146,7 @@ class ExpertLists {
     }
     if (block_.rank() == 0) {
       ws_.landed_offsets(b, config_.num_ranks) = count_[landed_list()];
-      ws_.all_send_ll(b, 0) = ll_table_.has_all();
+      ws_.sums_return_ll(b, 0) = ll_table_.sums_return_ll();
     }
   }
 
@@ -256,7 +256,7 @@ class ExpertLists {
   MOE_A2A_DEVICE void write_landed(int32_t landed, int rank, int token) const {
     const int32_t row = rank * config_.num_max_tokens_per_rank + token;
     ws_.landed_row(args_.buffer, landed) = row;
-    if (!ll_table_.has_all()) write_combine_order(landed, rank, row);
+    if (!ll_table_.sums_return_ll()) write_combine_order(landed, rank, row);
   }
 
   // Inserts a landed row into the order in which combine sends whole rows: owners take turns, starting after this rank,

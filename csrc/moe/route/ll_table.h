@@ -52,8 +52,8 @@ class LlTable {
         choice_(plan.choices.in(shared)) {}
 
   MOE_A2A_DEVICE bool has(int num_tokens) const { return config_.sends_ll(num_tokens); }
-  // Whether all ranks' batches are small; valid after receive().
-  MOE_A2A_DEVICE bool has_all() const { return has_all_; }
+  // Whether the sums of all ranks' batches return as LL words; valid after receive().
+  MOE_A2A_DEVICE bool sums_return_ll() const { return sums_return_ll_; }
   MOE_A2A_DEVICE const ChoiceThreads& threads() const { return threads_; }
 
   // Called before receive(), with a block barrier in between.
@@ -69,10 +69,8 @@ class LlTable {
     RoundRobin<> turns(threads_.token, threads_.num_tokens);
     MOE_A2A_ROLLED
     for (int r = 0; r < config_.num_ranks; ++r) {
-      if (!has(num_tokens[r])) {
-        has_all_ = false;
-        continue;
-      }
+      if (!config_.returns_ll(num_tokens[r])) sums_return_ll_ = false;
+      if (!has(num_tokens[r])) continue;
       const bool good = turns.walk(num_tokens[r], [&](int token) {
         MOE_A2A_ROLLED
         for (int k = threads_.k; k < config_.num_topk; k += threads_.per_token) {
@@ -209,7 +207,7 @@ class LlTable {
   int32_t* landed_idx_;
   float* weight_;
   Choice* choice_;
-  bool has_all_ = true;
+  bool sums_return_ll_ = true;
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
