@@ -195,11 +195,30 @@ class MoeA2aProcessGroup(_ProcessGroup):
             torch.cuda.current_stream(gpus[0]).synchronize()
         return work_done([])
 
+    # What Collectives lacks. PyTorch would find the delegates by itself, but with the GIL held until the call is queued, while a
+    # thread of gloo's may wait for the GIL (to free a tensor) with the queue's lock: they stop for good.
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        return self._delegate(tensors[0]).broadcast(tensors, _c10d.BroadcastOptions() if opts is None else opts)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, x: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Any:
+        opts = _c10d.AllToAllOptions() if opts is None else opts
+        return self._delegate(x).alltoall_base(output, x, output_sizes, input_sizes, opts)
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
+        return self._delegate(tensors[0]).send(tensors, dst, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
+        return self._delegate(tensors[0]).recv(tensors, src, tag)
+
     # The names before PyTorch 2.12 or so; C++ and Python of either ask for one of the two.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
     def _delegate(self, x: torch.Tensor) -> Any:
         return self._get_backend(x.device)

@@ -51,12 +51,12 @@ class CollectiveMill:
         self.bases = {count: [base_values(shared, count, coll.device) for _ in range(NUM_VARIANTS)] for count in COUNTS}
         self.wrong = torch.zeros((), dtype=torch.int64, device=coll.device)
 
-    def call(self, spoil: bool = False) -> None:
-        """spoil: of this rank's contribution one value is another than it should be."""
+    def call(self, is_planted: bool = False) -> None:
+        """is_planted: one value of rank 0 is another than it should be. A minimum could hide it."""
         base = self.shared.choice(self.bases[self.shared.choice(COUNTS)])
-        dtype, op = self.shared.choice(DTYPES), self.shared.choice(OPS)
+        dtype, op = self.shared.choice(DTYPES), "sum" if is_planted else self.shared.choice(OPS)
         x = (base * (1 + self.coll.rank)).to(dtype)
-        if spoil:
+        if is_planted and self.coll.rank == 0:
             x[0] = 100
         kind = self.shared.choice(("all_reduce", "all_reduce", "reduce_scatter", "all_gather"))
         getattr(self, kind)(x, base, op)
@@ -100,7 +100,7 @@ def run(group, seed: int, num_iterations: int, plant_at: int = -1) -> int:
                     collectives.wrong, ep.combine(exact.run_experts(ep, handle, layers.positions), handle), tokens
                 )
             else:
-                collectives.call(spoil=index == plant_at and comm.rank == 0)
+                collectives.call(is_planted=index == plant_at)
             if (index + 1) % soak.CHECK_EVERY == 0 or index + 1 == num_iterations:
                 ep.check()
                 coll.check()

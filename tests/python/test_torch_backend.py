@@ -146,12 +146,13 @@ def delegated_program(gloo) -> None:
     parts = [torch.empty(2) for _ in everybody] if rank == 0 else None
     dist.gather(torch.full((2,), float(rank)), parts, 0, group=ours)
     assert rank != 0 or [part[0].item() for part in parts] == everybody
-    x = torch.empty(2)
-    dist.scatter(x, [torch.full((2,), 10.0 + r) for r in everybody] if rank == 0 else None, 0, group=ours)
-    assert torch.equal(x, torch.full((2,), 10.0 + rank))
-    x = torch.empty(num_ranks)
-    dist.all_to_all_single(x, torch.tensor([10.0 * rank + r for r in everybody]), group=ours)
-    assert x.tolist() == [10 * r + rank for r in everybody]
+    for _ in range(100):  # a call that held the GIL while gloo freed the tensors of the one before stopped for good
+        x = torch.empty(2)
+        dist.scatter(x, [torch.full((2,), 10.0 + r) for r in everybody] if rank == 0 else None, 0, group=ours)
+        assert torch.equal(x, torch.full((2,), 10.0 + rank))
+        x = torch.empty(num_ranks)
+        dist.all_to_all_single(x, torch.tensor([10.0 * rank + r for r in everybody]), group=ours)
+        assert x.tolist() == [10 * r + rank for r in everybody]
     x = torch.full((2,), float(rank))
     dist.reduce(x, 0, group=ours)
     assert rank != 0 or x[0] == sum(everybody)
