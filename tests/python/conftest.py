@@ -57,3 +57,12 @@ def ranks_end_with_the_session():
 @pytest.fixture(scope="session")
 def session_seed() -> int:
     return SEED
+
+
+@pytest.fixture
+def fresh_memory_is_poisoned():
+    """What the kernel does not write is NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)

@@ -2,6 +2,7 @@
 gradients of DistributedDataParallel."""
 
 import pytest
+import tiny_training
 import torch
 import torch.distributed as dist
 from ranks import run_processes
@@ -67,23 +68,15 @@ def test_quickreduce():
 
 
 def train(state: moe_a2a.ddp.GradientState | None, num_steps: int) -> tuple[list[float], torch.Tensor]:
-    """Losses of this rank and the weights of a small model; each rank has its own data."""
-    torch.manual_seed(5)
-    module = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10))
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(128, 40, generator=generator)
-    y = (x[:, :10] + x[:, 10:20]).detach()
-    model = DistributedDataParallel(module, bucket_cap_mb=0.01)  # several buckets
-    if state is not None:
-        model.register_comm_hook(state, moe_a2a.ddp.average_gradients)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    """Losses of this rank, and the weights."""
+
+    def wrap(module: torch.nn.Module) -> torch.nn.Module:
+        model = DistributedDataParallel(module, bucket_cap_mb=0.01)  # several buckets
+        if state is not None:
+            model.register_comm_hook(state, moe_a2a.ddp.average_gradients)
+        return model
+
+    losses, module = tiny_training.train(wrap, num_steps)
     return losses, torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 

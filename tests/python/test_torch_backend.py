@@ -12,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from ranks import DIED, run_processes
+from tiny_training import train
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_a2a
@@ -21,6 +22,7 @@ from moe_a2a.torch_backend import DTYPES, OPS, MoeA2aProcessGroup, Options
 pytestmark = pytest.mark.cpu
 
 TIMEOUT = timedelta(seconds=20)
+NUM_STEPS = 20  # of a training
 REDUCE_OPS = {name: dist.ReduceOp(kind) for kind, name in OPS.items()}
 
 
@@ -233,28 +235,10 @@ def test_as_default_group_with_subgroups():
     run_on_backend(4, subgroups_program)
 
 
-def train(wrap, num_steps: int = 20) -> list[float]:
-    torch.manual_seed(5)
-    module = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10))
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(128, 40, generator=generator)
-    y = x[:, :10] + x[:, 10:20]
-    model = wrap(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def ddp_program(gloo) -> None:
     ours = new_group()
     losses = [
-        train(functools.partial(DistributedDataParallel, process_group=group, bucket_cap_mb=0.01))
+        train(functools.partial(DistributedDataParallel, process_group=group, bucket_cap_mb=0.01), NUM_STEPS)[0]
         for group in (gloo, ours)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -279,7 +263,7 @@ def fsdp_program(report, backend: str) -> list[float]:
             fully_shard(layer, mesh=mesh)
         return fully_shard(module, mesh=mesh)
 
-    losses = train(wrap)
+    losses, _ = train(wrap, NUM_STEPS)
     if backend == "moe_a2a":
         assert mesh.get_group()._made
         dist.destroy_process_group()
