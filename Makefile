@@ -2,6 +2,7 @@
 # make test     every test
 # make test-gpu the Python tests on GPUs, a rank each; make soak-gpu and make sanitize-gpu: see tests/README.md
 # make kernels  compile every kernel for CUDA and HIP, check the AMD assembly
+# make headers  compile every header by itself
 # make format   make lint   make types   make stubs   make docs   make package   make clean
 #
 # Everything goes to .venv and build in this folder. PYTHON= names the interpreter that .venv is made from,
@@ -20,7 +21,7 @@ TARGETS_FLAG := $(if $(TARGETS),-DMOE_A2A_TARGETS="$(TARGETS)")
 NATIVE_FILES := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/*/* csrc/*/*/*)
 FORMATTED := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp tests/*/*.h tests/*/*.cpp)
 
-.PHONY: setup demo test test-cpp test-python test-gpu soak soak-gpu sanitize-gpu kernels format lint types stubs docs package clean
+.PHONY: setup demo test test-cpp test-python test-gpu soak soak-gpu sanitize-gpu kernels headers format lint types stubs docs package clean
 
 setup: .venv/package
 
@@ -47,13 +48,13 @@ test-cpp: .venv/dependencies
 
 test-python: setup
 	.ci/system_packages.sh test
-	$(BIN)/python -m pytest tests -n 2 --dist worksteal
+	$(BIN)/python -m pytest tests -n 4 --dist worksteal --ignore tests/structure/test_headers.py
 
 test-gpu: setup
 	MOE_A2A_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/python
 
 soak: setup
-	MOE_A2A_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests/python/test_soak.py tests/python/test_leaderboard_soak.py
+	MOE_A2A_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -n 2 tests/python/test_soak.py tests/python/test_leaderboard_soak.py
 
 soak-gpu: setup
 	MOE_A2A_TEST_DEVICE=cuda MOE_A2A_SOAK_ITERATIONS=100000 \
@@ -64,6 +65,9 @@ sanitize-gpu: setup
 
 kernels: .venv/dependencies
 	.ci/compile_kernels.sh build/kernels
+
+headers: setup
+	$(BIN)/python -m pytest tests/structure/test_headers.py
 
 .venv/formatters: .venv/dependencies
 	$(BIN)/python -m pip install -qq 'clang-format==22.*' ruff

@@ -14,12 +14,14 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "docs/benchmarks.md", "docs/collectives.md"]
+PAGES = ["README.md", "docs/benchmarks.md", "docs/collectives.md", "docs/leaderboard.md"]
 BLOCK = re.compile(r"(<!-- table (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -104,20 +106,133 @@ def experts() -> str:
     return table(["rows per expert", *(cell.format(i) for i in (1, 2) for cell in of_product)], rows)
 
 
+# ---- dispatch and combine
+
+OURS = "moe_a2a"
+Find = Callable[..., str]
+
+
+def dispatch_combine(
+    name: str, part: str, by: str, columns: Callable[[Find], list[str]], tokens: int | None = None
+) -> list[list[str]]:
+    """A row per value of `by`, "tokens" or "blocks"; tokens: of these alone. columns(find): find(system, step, *modes) is the time of the first of the
+    modes that was measured, captured rather than eager; "" if none was."""
+    of_row: dict[int, list[dict[str, Any]]] = {}
+    for record in results(name)["records"]:
+        is_wanted = record["part"] == part and record["launch"] in ("graph", "eager") and record[by] is not None
+        if is_wanted and tokens in (None, record["tokens"]):
+            of_row.setdefault(record[by], []).append(record)
+
+    def row(records: list[dict[str, Any]]) -> list[str]:
+        def find(system: str, step: str, *modes: str, what: str = "median_us") -> str:
+            for mode in modes:
+                found = [r for r in records if (r["system"], r["step"], r["mode"]) == (system, step, mode)]
+                if found:
+                    return us(max(found, key=lambda r: r["launch"] == "graph")[what])
+            return ""
+
+        return columns(find)
+
+    return [[str(key), *row(of_row[key])] for key in sorted(of_row)]
+
+
+def joined(*cells: str) -> str:
+    return " / ".join(cell or "-" for cell in cells) if any(cells) else ""
+
+
+OURS_COLUMNS = ["dispatch bf16 / fp8", "combine: sums in `combine()` / presummed"]
+
+
+def of_ours(find: Find) -> list[str]:
+    return [
+        joined(find(OURS, "dispatch", "rows", "presummed"), find(OURS, "dispatch", "fp8+presummed")),
+        joined(find(OURS, "combine", "rows"), find(OURS, "combine", "presummed", "fp8+presummed")),
+    ]
+
+
+def by_tokens(name: str) -> str:
+    def columns(find: Find) -> list[str]:
+        floor = [find(OURS, "dispatch", mode, what="floor_us") for mode in ("rows", "fp8+presummed")]
+        nccl = [[find(f"{system}, NCCL", step, "rows") for step in ("dispatch", "combine")]
+                for system in ("sort + all_to_all", "all_gather + reduce_scatter")]  # fmt: skip
+        return [
+            *of_ours(find),
+            joined(*floor, find(OURS, "combine", "rows", what="floor_us")),
+            *(joined(*of) for of in nccl),
+        ]
+
+    header = ["tokens per rank", *OURS_COLUMNS, "floor: dispatch bf16 / fp8 / combine"]
+    return table([*header, "sort + all_to_all, NCCL", "all-gather / reduce-scatter, NCCL"],
+                 dispatch_combine(name, "tokens", "tokens", columns))  # fmt: skip
+
+
+def by_blocks(name: str) -> str:
+    return table(
+        ["blocks, 4096 tokens", *OURS_COLUMNS], dispatch_combine(name, "blocks", "blocks", of_ours, tokens=4096)
+    )
+
+
+def with_deep_ep() -> str:
+    def columns(find: Find) -> list[str]:
+        of = [
+            joined(
+                find(system, "dispatch", "presummed"),
+                find(system, "dispatch", "fp8+presummed"),
+                find(system, "combine", "presummed"),
+            )
+            for system in (OURS, "DeepEP V2", "DeepEP V1 normal")
+        ]
+        low = joined(*(find("DeepEP V1 low-latency", step, "fp8") for step in ("dispatch", "combine")))
+        return [*of, low, joined(*(find(OURS, step, "presummed", what="floor_us") for step in ("dispatch", "combine")))]
+
+    systems = [f"{name}: dispatch bf16 / fp8 / combine" for name in ("moe_a2a", "DeepEP V2", "DeepEP V1 normal")]
+    return table(
+        ["tokens per rank", *systems, "DeepEP V1 low-latency, fp8", "floor bf16"],
+        dispatch_combine("h200_2/with_deep_ep", "tokens", "tokens", columns),
+    )
+
+
+def micro_batches() -> str:
+    rows = [
+        [line["product"], str(line["blocks"]), *(us(line[f"{name}_us"]) for name in ("product", "limited", "in_turn", "transfer", "turn")),
+         *(f"{line[name]:.0%}" for name in ("slower", "beyond", "hidden_share"))]
+        for line in results("h200_2/micro_batches")["lines"]
+    ]  # fmt: skip
+    header = ["product", "blocks", "all SMs", "limited", "in turn", "transfer", "turn", "slower", "beyond", "hidden"]
+    return table(header, rows)
+
+
+def board(name: str) -> str:
+    found = results(name)
+    entries = sorted((entry for entry in found["entries"] if entry["timings"]), key=lambda entry: entry["score_us"])
+    rows = [(f"`{entry['name']}`", [timing["mean_us"] for timing in entry["timings"]]) for entry in entries]
+    rows += [("null", [timing["mean_us"] for timing in found["null"]]), ("floor", found["floor_us"])]
+    header = ["", "score", *(timing["label"] for timing in found["null"])]
+    return table(header, ([title, us(geometric_mean(times)), *map(us, times)] for title, times in rows))
+
+
 # What a table's name stands for, and the file whose commit and date stand below it.
 TABLES = {
     "all_reduce": (all_reduce, "h200_2/all_reduce"),
     "halves": (halves, "h200_2/reduce_scatter"),
     "layer": (layer, "h200_2/layer"),
     "experts": (experts, "h200_1/experts"),
+    "tokens of 2": (partial(by_tokens, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
+    "tokens of 4": (partial(by_tokens, "h200_4/dispatch_combine"), "h200_4/dispatch_combine"),
+    "blocks of 2": (partial(by_blocks, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
+    "blocks of 4": (partial(by_blocks, "h200_4/dispatch_combine"), "h200_4/dispatch_combine"),
+    "micro batches": (micro_batches, "h200_2/micro_batches"),
+    "with DeepEP": (with_deep_ep, "h200_2/with_deep_ep"),
 }
 
 
 def block(name: str) -> str:
     make, file = TABLES[name]
-    about = results(file)["about"]
+    about = results(file).get("about") or results(file)  # a board's are not apart
     when = about["date"].split()[0]
-    return f"{make()}\n{about['ranks']} x {about['machine']}, commit {about['versions']['commit']}, {when}.\n"
+    commit = about["versions"]["commit"]
+    of = f"commit {commit}" if commit else "of no commit"
+    return f"{make()}\n{about['ranks']} x {about['machine']}, {of}, {when}.\n"
 
 
 def main() -> int:

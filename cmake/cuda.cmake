@@ -47,22 +47,27 @@ function(_moe_a2a_cuda_architecture_flags result)
   set(${result} ${flags} PARENT_SCOPE)
 endfunction()
 
-# moe_a2a_add_cuda_object(<source> <object> [<definition>...]): compiles `source` to `object`. --fmad=false: the sums are the same bits on every target.
-function(moe_a2a_add_cuda_object source object)
+# The compile command, with the definitions that follow `result`. --fmad=false: the sums are the same bits on every target.
+function(moe_a2a_cuda_command result)
   moe_a2a_find_cuda()
   if(NOT MOE_A2A_CUDART)
     message(FATAL_ERROR "MOE_A2A_TARGETS names cuda, but nvcc or libcudart is missing "
                         "(MOE_A2A_NVCC=${MOE_A2A_NVCC}, MOE_A2A_CUDART=${MOE_A2A_CUDART})")
   endif()
-  _moe_a2a_cuda_architecture_flags(architecture_flags)
   set(definitions ${MOE_A2A_ABI_DEFINITIONS} ${ARGN})
   list(TRANSFORM definitions PREPEND -D)
+  set(${result} ${MOE_A2A_NVCC} -x cu -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr ${MOE_A2A_CUDA_FLAGS}
+      -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off -I${PROJECT_SOURCE_DIR}/csrc
+      ${definitions} PARENT_SCOPE)
+endfunction()
+
+# moe_a2a_add_cuda_object(<source> <object> [<definition>...]): compiles `source` to `object`, for all architectures.
+function(moe_a2a_add_cuda_object source object)
+  moe_a2a_cuda_command(compile ${ARGN})
+  _moe_a2a_cuda_architecture_flags(architecture_flags)
   add_custom_command(
     OUTPUT ${object}
-    COMMAND ${MOE_A2A_NVCC} -x cu -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr ${architecture_flags}
-            ${MOE_A2A_CUDA_FLAGS} -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off
-            -I${PROJECT_SOURCE_DIR}/csrc ${definitions} -MD -MF ${object}.d -MT ${object}
-            -c ${PROJECT_SOURCE_DIR}/${source} -o ${object}
+    COMMAND ${compile} ${architecture_flags} -MD -MF ${object}.d -MT ${object} -c ${PROJECT_SOURCE_DIR}/${source} -o ${object}
     DEPENDS ${PROJECT_SOURCE_DIR}/${source}
     DEPFILE ${object}.d
     COMMENT "Compiling the kernels for CUDA"

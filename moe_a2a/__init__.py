@@ -23,6 +23,7 @@ from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
 from moe_a2a.tracing import trace
+from moe_a2a.two_level import TwoLevelCollectives
 
 if torch.distributed.is_available():
     from moe_a2a import torch_backend
@@ -47,6 +48,7 @@ __all__ = [
     "RoutingError",
     "ThreadGroup",
     "TraceFileError",
+    "TwoLevelCollectives",
     "__version__",
     "all_reduce",
     "as_group",

@@ -17,6 +17,8 @@ __all__: list[str] = [
     "built_targets",
     "grouped_gemm",
     "nbytes_for",
+    "trace_kinds",
+    "trace_operations",
     "write_chrome_json",
     "write_perfetto",
 ]
@@ -53,11 +55,15 @@ class Collectives:
         arg3: typing.SupportsInt | typing.SupportsIndex,
         arg4: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
+    def align_clocks(
+        self, arg0: typing.SupportsInt | typing.SupportsIndex
+    ) -> list[typing.Annotated[list[int], "FixedSize(3)"]]: ...
     def all_gather(
         self,
         arg0: torch.Tensor,
         arg1: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None,
-        arg2: torch.Tensor | None,
+        arg2: typing.SupportsInt | typing.SupportsIndex,
+        arg3: torch.Tensor | None,
     ) -> torch.Tensor: ...
     def all_reduce(
         self,
@@ -65,7 +71,8 @@ class Collectives:
         arg1: typing.SupportsInt | typing.SupportsIndex,
         arg2: typing.SupportsInt | typing.SupportsIndex,
         arg3: typing.SupportsInt | typing.SupportsIndex,
-        arg4: torch.Tensor | None,
+        arg4: typing.SupportsInt | typing.SupportsIndex,
+        arg5: torch.Tensor | None,
     ) -> torch.Tensor: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
@@ -78,11 +85,17 @@ class Collectives:
         arg0: torch.Tensor,
         arg1: typing.SupportsInt | typing.SupportsIndex,
         arg2: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None,
-        arg3: torch.Tensor | None,
+        arg3: typing.SupportsInt | typing.SupportsIndex,
+        arg4: torch.Tensor | None,
     ) -> torch.Tensor: ...
     def refuse(self, arg0: str) -> None: ...
+    def trace_read(self) -> dict: ...
+    def trace_start(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def trace_stop(self) -> None: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def share_nbytes(self) -> int: ...
 
 class DispatchHandle:
     @property
@@ -93,10 +106,6 @@ class DispatchHandle:
     def num_tokens(self) -> int: ...
 
 class ExpertParallel:
-    @staticmethod
-    def trace_kinds() -> list[str]: ...
-    @staticmethod
-    def trace_operations() -> list[str]: ...
     def __init__(
         self,
         arg0: Communicator,
@@ -114,6 +123,7 @@ class ExpertParallel:
         self, arg0: typing.SupportsInt | typing.SupportsIndex
     ) -> list[typing.Annotated[list[int], "FixedSize(3)"]]: ...
     def blocks_for(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> tuple[int, int]: ...
+    def can_send_with_product(self, arg0: DispatchHandle) -> bool: ...
     def capacity(self, arg0: DispatchHandle) -> int: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
@@ -141,14 +151,14 @@ class ExpertParallel:
         arg2: torch.Tensor | None,
         arg3: torch.Tensor | None,
         arg4: bool,
-        arg5: str,
+        arg5: typing.SupportsInt | typing.SupportsIndex,
         arg6: typing.SupportsInt | typing.SupportsIndex,
         arg7: typing.SupportsInt | typing.SupportsIndex,
     ) -> DispatchHandle: ...
     def dispatch_recv(
         self,
         arg0: DispatchHandle,
-        arg1: str,
+        arg1: typing.SupportsInt | typing.SupportsIndex,
         arg2: typing.SupportsInt | typing.SupportsIndex,
         arg3: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
@@ -171,6 +181,17 @@ class ExpertParallel:
     def landed_rows(self, arg0: DispatchHandle) -> torch.Tensor: ...
     def num_landed_rows(self, arg0: DispatchHandle) -> torch.Tensor: ...
     def num_recv_tokens(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def product_combine(
+        self,
+        arg0: torch.Tensor,
+        arg1: torch.Tensor | None,
+        arg2: torch.Tensor,
+        arg3: torch.Tensor,
+        arg4: torch.Tensor | None,
+        arg5: DispatchHandle,
+        arg6: torch.Tensor | None,
+        arg7: typing.SupportsInt | typing.SupportsIndex,
+    ) -> torch.Tensor: ...
     def push_rows(
         self, arg0: torch.Tensor, arg1: torch.Tensor, arg2: str, arg3: typing.SupportsInt | typing.SupportsIndex
     ) -> None: ...
@@ -187,6 +208,9 @@ class ExpertParallel:
             typing.Annotated[collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], "FixedSize(3)"]
         ],
     ) -> None: ...
+    def simulated_experts(
+        self, arg0: DispatchHandle, arg1: torch.Tensor | None, arg2: typing.SupportsFloat | typing.SupportsIndex
+    ) -> torch.Tensor: ...
     def tell_combine_failed(self, arg0: DispatchHandle, arg1: str) -> None: ...
     def tell_dispatch_failed(self, arg0: str, arg1: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def trace_read(self) -> dict: ...
@@ -220,6 +244,7 @@ def grouped_gemm(
     arg12: torch.Tensor | None,
     arg13: typing.Any,
     arg14: str,
+    arg15: typing.SupportsInt | typing.SupportsIndex,
 ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 def nbytes_for(
     arg0: typing.SupportsInt | typing.SupportsIndex,
@@ -237,6 +262,8 @@ def nbytes_for(
     Bytes that one rank of such an ExpertParallel takes.
     """
 
+def trace_kinds() -> list[str]: ...
+def trace_operations() -> list[str]: ...
 def write_chrome_json(
     arg0: collections.abc.Callable,
     arg1: typing.Annotated[numpy.typing.ArrayLike, ...],

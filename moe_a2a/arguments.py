@@ -149,3 +149,8 @@ def checked_layout(rank: int, handle: DispatchHandle | None, layout: Any, expert
             f'expert_alignment={expert_alignment} with layout="{layout}" on rank {rank}; pass layout="expert_major"'
         )
     return layout, expert_alignment
+
+
+def layout_index(layout: str) -> int:
+    """Of a checked layout, as the extension numbers them."""
+    return LAYOUTS.index(layout)

@@ -16,24 +16,27 @@ _TorchWork: Any = dist.Work  # its stubs lack half of it
 
 
 class _Work(_TorchWork):
-    """A call whose results are in `_future`, of which DistributedDataParallel waits for the values."""
+    """A call on `results`, which DistributedDataParallel gets from a future."""
 
-    def __init__(self, future: Any, results: list[torch.Tensor]):
+    def __init__(self, results: list[torch.Tensor]):
         super().__init__()
-        self._future, self._results = future, results
+        self._results = results
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._future.wait()
         return True
 
     def synchronize(self) -> None:
         self.wait()
 
     def get_future(self) -> Any:
-        return self._future
+        """On a GPU, whoever waits for it has its stream wait for what the current stream holds by now."""
+        gpus = list({x.device for x in self._results if x.is_cuda})
+        future: Any = torch.futures.Future(devices=gpus) if gpus else torch.futures.Future()  # type: ignore[arg-type]
+        future.set_result(self._results)
+        return future
 
     def is_completed(self) -> bool:
-        return self._future.done()
+        return True
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -47,22 +50,23 @@ class _Work(_TorchWork):
 
 def work_done(results: list[torch.Tensor]) -> _Work:
     """Of a call that has returned; on a GPU its kernels are queued on the current stream."""
-    future: Any = _new_future(results)
-    future.set_result(results)
-    return _Work(future, results)
-
-
-def _new_future(results: list[torch.Tensor]) -> Any:
-    gpus = list({x.device for x in results if x.is_cuda})
-    return torch.futures.Future(devices=gpus) if gpus else torch.futures.Future()  # type: ignore[arg-type]
+    return _Work(results)
 
 
 class StreamWork(_Work):
     """On a stream of its own: wait() makes the stream that is current then wait for it, not the host."""
 
-    def __init__(self, future: Any, results: list[torch.Tensor], ended: Any):
-        super().__init__(future, results)
-        self._ended = ended
+    def __init__(self, results: list[torch.Tensor], stream: Any, ended: Any):
+        super().__init__(results)
+        self._stream, self._ended = stream, ended
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        torch.cuda.current_stream(self._stream.device).wait_event(self._ended)
+        return True
+
+    def get_future(self) -> Any:
+        with torch.cuda.stream(self._stream):
+            return super().get_future()
 
     def is_completed(self) -> bool:
         return self._ended.query()
@@ -72,22 +76,21 @@ class StreamWork(_Work):
         cls, stream: Any, call: Callable[[], Any], tensors: list[torch.Tensor], results: list[torch.Tensor]
     ) -> StreamWork:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
-        future = _new_future(results)
         with torch.cuda.stream(stream):
             call()
-            future.set_result(results)  # its event is behind the call
             ended = stream.record_event()
         for x in tensors:
             x.record_stream(stream)
-        return cls(future, results, ended)
+        return cls(results, stream, ended)
 
 
 class ThreadWork(_Work):
     """In a CallThread: wait() blocks, and raises what the call has raised."""
 
     def __init__(self, results: list[torch.Tensor]):
+        super().__init__(results)
         self._begun: Any = torch.futures.Future()
-        super().__init__(self._begun.then(self._outcome), results)
+        self._future = self._begun.then(self._outcome)
         self._over = threading.Event()
         self._error: BaseException | None = None
 
@@ -103,6 +106,9 @@ class ThreadWork(_Work):
         if self._error is not None:  # raised here, it is an error of the future for C++ too
             raise self._error
         return self._results
+
+    def get_future(self) -> Any:
+        return self._future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout else 0

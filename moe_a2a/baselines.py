@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 # torch 2.13 renamed these two and warns about the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Baseline:
@@ -157,7 +157,7 @@ class AllGatherReduceScatter(_Baseline):
         partial = torch.zeros(num_rows, self.hidden, dtype=torch.float32, device=y.device)
         partial.index_add_(0, handle.row, y.float() * handle.weight[:, None])
         out = y.new_empty(self.num_max_tokens_per_rank, self.hidden)
-        _reduce_scatter_single(out, partial.to(y.dtype), group=self.group)
+        reduce_scatter_single(out, partial.to(y.dtype), group=self.group)
         return out[: handle.num_tokens]
 
     def _all_gather(self, values: Tensor, fill: float) -> Tensor:
@@ -165,5 +165,5 @@ class AllGatherReduceScatter(_Baseline):
         padded = values.new_full((self.num_max_tokens_per_rank, values.shape[1]), fill)
         padded[: values.shape[0]] = values
         gathered = values.new_empty(self.num_ranks * self.num_max_tokens_per_rank, values.shape[1])
-        _all_gather_single(gathered, padded, group=self.group)
+        all_gather_single(gathered, padded, group=self.group)
         return gathered

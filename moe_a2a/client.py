@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ class Client(ABC):
 
     _group: Group
     _core: Any = None  # of the extension; None: closed, or not made
+    _trace: Any = None  # the moe_a2a.Trace that is running
     rank: int
     num_ranks: int
     timeout: float
@@ -59,6 +61,10 @@ class Client(ABC):
         ranks disagree on the configuration or were given handles of different objects, PeerTimeoutError when a rank does not
         set the handles within `timeout`."""
         self._open_core().connect(handles, isinstance(self._group, HandleExchange))
+
+    def traced_clients(self) -> Sequence[Client]:
+        """Whose launches a trace of this object records."""
+        return [self]
 
     def check(self) -> None:
         """Waits for the device and raises what kernels have reported since the last call: a rank that did not come, a

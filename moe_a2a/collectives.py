@@ -3,18 +3,19 @@ combine()."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, capabilities, codecs
+from moe_a2a import _core, arguments, calls, capabilities, codecs, collective_tables
 from moe_a2a.codecs import CODECS
 from moe_a2a.communicator import CommunicatorClient
 
 # In the order of csrc/collectives/announcement.h.
 OPS = ("sum", "max", "min", "avg")
-ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "recursive_doubling")
+ALGORITHMS = ("auto", *collective_tables.ALGORITHMS)
 DTYPES = ("float32", "float16", "bfloat16")
 
 MAX_NBYTES = 1 << 40
@@ -30,7 +31,8 @@ class Collectives(CommunicatorClient):
         max_nbytes: bytes of a tensor that the workspace holds; larger tensors go in slices. The memory taken is about
             2.5 times as much (see `nbytes`), on the CPU that of 2 MiB at most. The same on every rank.
         num_blocks: blocks (CPU: threads) that the kernels use at most: what the rest of the device has for other work; 0: as
-            many as run at once, for large tensors.
+            many as the table says, else as run at once, for large tensors.
+        table: the file of a measured table, instead of the one that fits this GPU; see docs/tuning.md. The same on every rank.
         device, timeout: of a Communicator of its own, where `group` is none.
 
     Every rank makes the same calls in the same order, with the same arguments. Ranks that do not are told, all of them:
@@ -50,17 +52,20 @@ class Collectives(CommunicatorClient):
         max_nbytes: int = 64 << 20,
         num_blocks: int = 0,
         *,
+        table: str | os.PathLike[str] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 30.0,
     ):
         self._join(group, device, timeout)
         self.max_nbytes, self.num_blocks = max_nbytes, num_blocks
+        self._table_file = table
         self._make()
 
     def _allocate(self) -> None:
         self.max_nbytes = arguments.checked_int(self.rank, "max_nbytes", self.max_nbytes, 1, MAX_NBYTES)
         self.num_blocks = arguments.checked_int(self.rank, "num_blocks", self.num_blocks, 0)
         comm = self._allocated_comm()
+        self.tables = collective_tables.in_effect(self.device, self.num_ranks, self._table_file)
         self._core = _core.Collectives(comm, self._owns_comm, self.device, self.max_nbytes, self.num_blocks)
 
     def all_reduce(
@@ -81,7 +86,7 @@ class Collectives(CommunicatorClient):
             algorithm: "one_shot": every rank writes its x to every other: one trip, for small tensors. "two_shot": each
                 rank reduces its share of the elements, and reads the shares of the others. "ring": the shares go
                 round, each rank writes to the next one alone. "recursive_doubling": log2(num_ranks) exchanges of pairs.
-                "auto": by size, one of the first two.
+                "auto": by size, what the table says (`tables`), else one of the first two.
             codec: None: values travel as they are. "fp8", "q8", "q6" or "q4": in blocks of 32 that share a scale, with 8,
                 8, 6 or 4 bits each and two_shot: the other ranks' contributions are rounded once, the result once more;
                 all ranks still get the same bits. Each of these roundings is off by at most one step: the block's
@@ -102,8 +107,15 @@ class Collectives(CommunicatorClient):
             self._check_tensors(x, out)
             op_index = arguments.checked_choice(self.rank, "op", op, OPS)
             algorithm_index = arguments.checked_choice(self.rank, "algorithm", algorithm, ALGORITHMS)
-            codec_index = self._checked_codec(codec, algorithm, max_error, x)
-        return core.all_reduce(x, op_index, algorithm_index, codec_index, out)
+            table = self._table_of("all_reduce", x)
+            codec_index = self._checked_codec(codec, algorithm, max_error, x, table)
+            step = table.step(x.nbytes)
+            if algorithm_index == 0:
+                algorithm_index = ALGORITHMS.index(
+                    self._algorithm_of(step, x.nbytes) if codec_index == 0 else "two_shot"
+                )
+            is_tables = codec_index == 0 and ALGORITHMS[algorithm_index] == step.algorithm
+        return core.all_reduce(x, op_index, algorithm_index, codec_index, step.num_blocks if is_tables else 0, out)
 
     def reduce_scatter(
         self,
@@ -128,7 +140,8 @@ class Collectives(CommunicatorClient):
             self._check_tensors(x, out)
             op_index = arguments.checked_choice(self.rank, "op", op, OPS)
             counts = arguments.checked_counts(self.rank, counts)
-        return core.reduce_scatter(x, op_index, counts, out)
+            num_blocks = self._table_of("reduce_scatter", x).step(x.nbytes).num_blocks
+        return core.reduce_scatter(x, op_index, counts, num_blocks, out)
 
     def all_gather(
         self, x: torch.Tensor, counts: Sequence[int] | None = None, *, out: torch.Tensor | None = None
@@ -146,7 +159,8 @@ class Collectives(CommunicatorClient):
         with calls.refused_if_failed(self):
             self._check_tensors(x, out)
             counts = arguments.checked_counts(self.rank, counts)
-        return core.all_gather(x, counts, out)
+            num_blocks = self._table_of("all_gather", x).step(x.nbytes * self.num_ranks).num_blocks
+        return core.all_gather(x, counts, num_blocks, out)
 
     def capabilities(self) -> capabilities.Capabilities:
         """What there is on this machine: collectives, operators, dtypes, codecs with their error bounds; and whether NVSwitch
@@ -168,13 +182,24 @@ class Collectives(CommunicatorClient):
             sharp=capabilities.sharp(),
         )
 
-    def _checked_codec(self, codec: Any, algorithm: str, max_error: Any, x: torch.Tensor) -> int:
+    def _table_of(self, kind: str, x: torch.Tensor) -> collective_tables.CollectiveTable:
+        dtype = str(x.dtype).removeprefix("torch.")
+        return self.tables.of(kind, dtype if dtype in DTYPES else DTYPES[0])  # any other is refused
+
+    def _algorithm_of(self, step: collective_tables.CollectiveStep, nbytes: int) -> str:
+        """One-shot in slices is never worth it."""
+        fits = step.algorithm != "one_shot" or nbytes <= self._core.share_nbytes
+        return step.algorithm if fits else "two_shot"
+
+    def _checked_codec(
+        self, codec: Any, algorithm: str, max_error: Any, x: torch.Tensor, table: collective_tables.CollectiveTable
+    ) -> int:
         limit = None if max_error is None else arguments.checked_float(self.rank, "max_error", max_error, 0.0)
         if codec is not None:
             arguments.checked_choice(self.rank, "codec", codec, (*CODECS, "auto"))
         if codec == "auto" or (codec is None and limit is not None):
             nbytes = x.numel() * x.element_size() if algorithm in ("auto", "two_shot") else 0
-            codec = codecs.choose(self.device.type, nbytes, self.num_ranks, limit)
+            codec = codecs.choose(nbytes, self.num_ranks, limit, table.codecs)
         if codec is None:
             return 0
         if algorithm not in ("auto", "two_shot"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +35,13 @@ class Communicator(Client):
         self._prepare(group, device, timeout)
         self._make()
 
+    def traced_clients(self) -> Sequence[Client]:
+        """Those that are open, in the order in which they were made."""
+        clients = [client() for client in self._clients]
+        return [client for client in clients if client is not None and not client.is_closed]
+
     def _prepare(self, group: Any, device: torch.device | str | None, timeout: float) -> None:
+        self._clients: list[weakref.ref[CommunicatorClient]] = []
         self._group = as_group(group)
         self.rank: int = self._group.rank
         self.num_ranks: int = self._group.num_ranks
@@ -66,6 +74,7 @@ class CommunicatorClient(Client):
                     f"device={str(device)!r} on rank {group.rank}, but the Communicator is on {group.device}; "
                     "pass device=None"
                 )
+        self._comm._clients = [client for client in self._comm._clients if client() is not None] + [weakref.ref(self)]
         self._group, self.timeout = self._comm._group, self._comm.timeout
         self.rank, self.num_ranks = self._comm.rank, self._comm.num_ranks
 

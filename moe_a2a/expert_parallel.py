@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,6 @@ from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError
 from moe_a2a.expert_weights import ExpertWeights, Weight
 from moe_a2a.handle import DispatchHandle
-
-if TYPE_CHECKING:
-    from moe_a2a.tracing import Trace
 
 log = logging.getLogger("moe_a2a")
 
@@ -40,10 +37,11 @@ class ExpertParallel(CommunicatorClient):
         num_buffers: dispatches that may be open at once.
         timeout: seconds after which a wait for another rank, here or in a call, raises PeerTimeoutError. With a
             Communicator, its timeout counts.
-        num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: as the launch table says.
-        num_max_ll_tokens: a rank's batch of up to so many tokens travels as LL words, which carry their epoch beside
-            their data: fewer steps, more bytes; the sums of a combine only up to 3 MiB. None: what is best on the device; 0: never. The same on every rank;
-            takes memory for so many rows of every rank.
+        num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: as the launch table says. On a GPU
+            at most what the device has, shared evenly with this process's other objects on it.
+        num_max_ll_tokens: a rank's batch of at most this many tokens sends its routing as LL words, which carry their epoch
+            beside their data: fewer steps, more bytes. Its rows, up to 1 MiB, and its sums, up to 3 MiB, travel the same
+            way. None: the device's default; 0: never. The same on every rank; takes memory for as many rows of every rank.
         launch_table: the file of a tuned table, instead of the one that fits this GPU; see docs/tuning.md.
 
     Every rank makes the same calls in the same order; tokens may differ in number, also be zero. Work is queued on
@@ -87,7 +85,6 @@ class ExpertParallel(CommunicatorClient):
         self.num_max_ll_tokens = num_max_ll_tokens
         self._launch_table = launch_table
         self._num_dispatches = 0  # that have returned a handle or raised
-        self._trace: Trace | None = None  # the one that is running
         self._make()
         self.num_local_experts = self.num_experts // self.num_ranks
 
@@ -177,7 +174,9 @@ class ExpertParallel(CommunicatorClient):
         quantized = arguments.checked_quantize(self.rank, quantize)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
         row_dtype = float8_dtype(self.device) if quantized else x.dtype
-        sent = core.dispatch(x, *routing, x_scales, quantized, layout, expert_alignment, num_blocks)
+        sent = core.dispatch(
+            x, *routing, x_scales, quantized, arguments.layout_index(layout), expert_alignment, num_blocks
+        )
         return self._dispatched(sent, row_dtype, routing)._received(layout, expert_alignment, num_blocks)
 
     @calls.serves_a_handle(position=1)
@@ -223,6 +222,7 @@ class ExpertParallel(CommunicatorClient):
         w_down: Weight,
         *,
         fused: bool | None = None,
+        fused_combine: bool | None = None,
         num_max_routes: int | None = None,
         out: torch.Tensor | None = None,
         num_blocks: int = 0,
@@ -235,6 +235,10 @@ class ExpertParallel(CommunicatorClient):
                 MoELayer. For float8 dispatch with quantize="fp8".
             fused: True: by kernels that gather their rows and read nothing on the host; False: step by step in PyTorch;
                 None: by kernels on a GPU where they can: bfloat16 or float16 rows, sizes that are multiples of 16.
+            fused_combine: True: the kernel of the second product sends the sums too, each as soon as its terms are there;
+                an error for layout="masked" and for batches of at most num_max_ll_tokens tokens, whose sums may return as LL
+                words. False: first the product, then the combine. None: as False, which was faster wherever both were
+                measured (docs/experts.md). Same bits.
             num_max_routes: rows of the intermediate results, [num_max_routes, I] and [num_max_routes, H]; None:
                 handle.capacity, which any routing fits in. More routes raise ValueError where the host sees them (on the
                 CPU, step by step); on a GPU those past the bound are left out, here and in the peers' sums, and check()
@@ -243,17 +247,18 @@ class ExpertParallel(CommunicatorClient):
 
         Raises: as combine(), and ValueError or TypeError for weights that do not fit. The call may be tried again by all.
         """
-        core, key = self._open_core(), self._key_of(handle)
+        self._open_core()
+        self._key_of(handle)
         if handle.ep is not self:
             raise RuntimeError(
                 f"experts got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"
             )
         weights = ExpertWeights.checked(self, w_gate_up, w_down)
-        experts.check_way(self, fused, num_max_routes)
+        experts.check_way(self, fused, fused_combine, num_max_routes)
         arguments.check_optional_tensor(self.rank, "out", out)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        y = experts.run_experts(handle, weights, fused=fused, num_max_routes=num_max_routes)
-        return core.combine(y, key, False, out, num_blocks)
+        ways: dict[str, Any] = {"fused": fused, "fused_combine": fused_combine, "num_max_routes": num_max_routes}
+        return experts.run_and_combine(handle, weights, out, num_blocks, **ways)
 
     # ---- their halves: between them the device is free
 
@@ -291,7 +296,7 @@ class ExpertParallel(CommunicatorClient):
         core, key = self._open_core(), self._key_of(handle)
         layout, expert_alignment = arguments.checked_layout(self.rank, None, layout, expert_alignment)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        core.dispatch_recv(key, layout, expert_alignment, num_blocks)
+        core.dispatch_recv(key, arguments.layout_index(layout), expert_alignment, num_blocks)
         return handle._received(layout, expert_alignment, num_blocks)
 
     @calls.serves_a_handle(position=1)

@@ -13,18 +13,29 @@ from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.handle import DispatchHandle, Owner
 
 
-def run_experts(
+def run_and_combine(
     handle: DispatchHandle,
     weights: ExpertWeights,
+    out: torch.Tensor | None,
+    num_blocks: int,
     *,
-    fused: bool | None = None,
-    num_max_routes: int | None = None,
+    fused: bool | None,
+    fused_combine: bool | None,
+    num_max_routes: int | None,
 ) -> torch.Tensor:
-    """`y` as combine() takes it; the arguments are those of ExpertParallel.experts()."""
+    """What ExpertParallel.experts() does; the arguments are its."""
+    core, key = handle.ep._core, handle._handle
     by_kernels = runs_kernels(handle.ep, weights, handle.row_dtype, fused)
     if num_max_routes is not None:
         _check_bound(handle, num_max_routes, can_look=not by_kernels or handle.ep.device.type == "cpu")
-    return _by_kernels(handle, weights, num_max_routes) if by_kernels else _step_by_step(handle, weights)
+    fuses = _fuses_combine(handle, by_kernels, fused_combine)
+    if not by_kernels:
+        return core.combine(_step_by_step(handle, weights), key, False, out, num_blocks)
+    inner, inner_scales = _first_product(handle, weights, num_max_routes)
+    if fuses:
+        return multiply_and_combine(handle, weights, inner, inner_scales, out, num_blocks)
+    y = _second_product(handle, weights, inner, inner_scales)
+    return core.combine(_in_layout(handle, y), key, False, out, num_blocks)
 
 
 def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) -> None:
@@ -36,12 +47,14 @@ def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) ->
         raise ValueError(f"expert_offsets[-1]={num_routes} > num_max_routes={num_max_routes} on rank {rank}; pass more")
 
 
-def _by_kernels(handle: DispatchHandle, weights: ExpertWeights, num_max_routes: int | None) -> torch.Tensor:
+def _first_product(
+    handle: DispatchHandle, weights: ExpertWeights, num_max_routes: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """silu(x @ gate.T) * (x @ up.T) of the rows that came; float8 with its scales."""
     offsets, row_index = handle.expert_offsets, handle.expert_row_index[:num_max_routes]
     if not weights.is_float8:
-        inner = grouped_gemm(handle.recv_x, row_index, offsets, weights.gate_up, "swiglu")
-        return _in_layout(handle, grouped_gemm(inner, None, offsets, weights.down))
-    inner, inner_scales = grouped_gemm(
+        return grouped_gemm(handle.recv_x, row_index, offsets, weights.gate_up, "swiglu"), None
+    inner: tuple[torch.Tensor, torch.Tensor] = grouped_gemm(
         handle.recv_x,
         row_index,
         offsets,
@@ -51,9 +64,37 @@ def _by_kernels(handle: DispatchHandle, weights: ExpertWeights, num_max_routes: 
         w_scales=weights.gate_up_scales,
         quantize_output=True,
     )
-    scales, dtype = weights.down_scales, handle.ep.dtype
-    y = grouped_gemm(inner, None, offsets, weights.down, x_scales=inner_scales, w_scales=scales, out_dtype=dtype)
-    return _in_layout(handle, y)
+    return inner
+
+
+def _second_product(
+    handle: DispatchHandle, weights: ExpertWeights, inner: torch.Tensor, inner_scales: torch.Tensor | None
+) -> Any:
+    if inner_scales is None:
+        return grouped_gemm(inner, None, handle.expert_offsets, weights.down)
+    return grouped_gemm(
+        inner,
+        None,
+        handle.expert_offsets,
+        weights.down,
+        x_scales=inner_scales,
+        w_scales=weights.down_scales,
+        out_dtype=handle.ep.dtype,
+    )
+
+
+def multiply_and_combine(
+    handle: DispatchHandle,
+    weights: ExpertWeights,
+    inner: torch.Tensor,
+    inner_scales: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    num_blocks: int = 0,
+) -> torch.Tensor:
+    """The second product, which sends the sums of its rows itself, and the receiving half of the combine."""
+    second = inner, inner_scales, handle.expert_offsets, weights.down, weights.down_scales
+    combined: torch.Tensor = handle.ep._core.product_combine(*second, handle._handle, out, num_blocks)
+    return combined
 
 
 def swiglu_experts(handle: DispatchHandle, w_gate_up: Weight, w_down: Weight) -> torch.Tensor:
@@ -109,17 +150,17 @@ def _dequantize(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> torch.Tensor:
-    """Experts that only scale their rows, as the problems of leaderboards simulate them: y = scales[expert] * x, for
-    combine(). Of layout="rows"; reads the number of routes on the host.
+    """Experts that only scale their rows, as the problems of leaderboards simulate them: y = scales[expert] * x. Returns their
+    weighted sums, [R * T, H], for combine(..., presummed=True). One kernel; the host reads nothing.
 
     Args:
-        scales: one for all experts, or [E_local], or [E_local, H].
+        handle: of a dispatch of rows of the ExpertParallel's dtype; any layout.
+        scales: one for all experts, or [E_local], or [E_local, H] of that dtype.
     """
-    rows = handle.recv_x.index_select(0, handle.expert_row_index[: handle.num_routes])
-    if not isinstance(scales, torch.Tensor):
-        return rows.mul_(scales)
-    per_row = scales.repeat_interleave(handle.expert_counts, dim=0, output_size=rows.shape[0])
-    return rows.mul_(per_row if scales.dim() == 2 else per_row.unsqueeze(1))
+    core = handle.ep._open_core()
+    if isinstance(scales, torch.Tensor):
+        return core.simulated_experts(handle._handle, scales, 1.0)
+    return core.simulated_experts(handle._handle, None, float(scales))
 
 
 # ---- which way
@@ -136,8 +177,31 @@ def runs_kernels(ep: Owner, weights: ExpertWeights, row_dtype: torch.dtype, fuse
     return fused
 
 
-def check_way(ep: Owner, fused: Any, num_max_routes: Any) -> None:
-    if fused is not None:
-        arguments.checked_bool(ep.rank, "fused", fused)
+def _fuses_combine(handle: DispatchHandle, by_kernels: bool, fused_combine: bool | None) -> bool:
+    """With fused_combine=None nowhere: on H200 it takes longer (docs/experts.md), on other GPUs nobody has measured."""
+    if fused_combine and (why_not := combine_stays_apart(handle, by_kernels)) is not None:
+        raise ValueError(f"fused_combine=True, but {why_not} on rank {handle.ep.rank}; pass fused_combine=None")
+    return bool(fused_combine)
+
+
+def combine_stays_apart(handle: DispatchHandle, by_kernels: bool = True) -> str | None:
+    """Why the second product cannot send its rows itself; None if it can."""
+    if not by_kernels:
+        return "the experts run step by step in PyTorch (for kernels pass fused=True)"
+    if handle.layout == "masked":
+        return 'the layout is "masked"'
+    core = handle.ep._core
+    if not core.can_send_with_product(handle._handle):
+        num_tokens, most = handle._handle.num_tokens, core.num_max_ll_tokens
+        return (
+            f"num_tokens={num_tokens} <= num_max_ll_tokens={most} is a small batch, whose sums may return as LL words"
+        )
+    return None
+
+
+def check_way(ep: Owner, fused: Any, fused_combine: Any, num_max_routes: Any) -> None:
+    for name, way in (("fused", fused), ("fused_combine", fused_combine)):
+        if way is not None:
+            arguments.checked_bool(ep.rank, name, way)
     if num_max_routes is not None:
         arguments.checked_int(ep.rank, "num_max_routes", num_max_routes, 1)

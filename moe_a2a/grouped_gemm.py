@@ -27,6 +27,7 @@ def grouped_gemm(
     w_scales: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     quantize_output: bool = False,
+    num_blocks: int = 0,
 ) -> Any:  # a tensor, or two with quantize_output
     """out[i] = activation(x[row_index[i]] @ w[e].T + bias[e]) for the positions i of expert e, expert_offsets[e] <= i <
     expert_offsets[e + 1].
@@ -55,6 +56,7 @@ def grouped_gemm(
             ceil(intermediate / 128) of the gate's rows before those of up's.
         out_dtype: with float8 x: bfloat16 (the default) or float16.
         quantize_output: with float8 x and SwiGLU: the result is float8 with scales, as x of the next product.
+        num_blocks: of the launch (CPU: threads). 0: one per multiprocessor. With fewer, the others are left to kernels beside it.
 
     Returns: [num_routes, columns] (if gated [num_routes, intermediate]); with quantize_output (y, y_scales), y_scales
     [num_routes, ceil(intermediate / 128)]. Rows of positions that belong to no expert hold nothing meaningful.
@@ -72,6 +74,8 @@ def grouped_gemm(
         )
     if quantize_output and not is_float8:
         raise TypeError(f"quantize_output=True with x of {x.dtype}: it takes float8 x with x_scales and w_scales")
+    if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or not 0 <= num_blocks < 2**31:
+        raise ValueError(f"num_blocks={num_blocks!r} is no number of blocks; pass 0 or more")
     y, y_scales = _core.grouped_gemm(
         x,
         row_index,
@@ -88,5 +92,6 @@ def grouped_gemm(
         w_scales,
         x.dtype if quantize_output or not is_float8 and out_dtype is None else out_dtype or torch.bfloat16,
         target_of(x.device),
+        num_blocks,
     )
     return y if y_scales is None else (y, y_scales)

@@ -15,22 +15,18 @@ A call's and the constructor's num_blocks= come before all of them. On the CPU t
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import platformdirs
 import torch
 
-from moe_a2a import devices
-from moe_a2a.json_fields import Field, FieldError, loads
+from moe_a2a import tuned_files
+from moe_a2a.json_fields import Field
 
 ENVIRONMENT_VARIABLE = "MOE_A2A_LAUNCH_TABLE"
-SHIPPED = Path(__file__).parent / "tuned"
-OWN = platformdirs.user_cache_path("moe_a2a", appauthor=False) / "tuned"  # what `tune` has written
 DTYPES = ("float32", "float16", "bfloat16")
 LARGEST = (1 << 31) - 1  # what the core counts with
 
@@ -89,15 +85,11 @@ def in_effect(
 
 
 def found_file(device: torch.device, num_ranks: int) -> Path | None:
-    """This machine's own table, else the shipped one; None for the CPU, and where there is neither."""
-    if device.type != "cuda":
-        return None
-    candidates = (own_file(device, num_ranks), SHIPPED / own_file(device, num_ranks).name)
-    return next((path for path in candidates if path.exists()), None)
+    return tuned_files.found_file("", device, num_ranks)
 
 
 def own_file(device: torch.device, num_ranks: int) -> Path:
-    return OWN / f"{devices.short_name(device)}_{num_ranks}.json"
+    return tuned_files.own_file("", device, num_ranks)
 
 
 # ---- the small model
@@ -141,16 +133,7 @@ def model(num_ranks: int, num_topk: int, row_bytes: int, most_blocks: int) -> li
 
 def read(path: Path) -> list[TunedTable]:
     """Raises a ValueError that names the file and the field."""
-    try:
-        if path.exists() and not path.is_file():
-            raise FieldError("it is not a regular file")
-        tables = [_table(field) for field in loads(path.read_bytes())["tables"].items()]
-        if not tables:
-            raise FieldError("it holds no table")
-    except (OSError, FieldError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"launch table {path}: {reason}; write one with `python -m moe_a2a tune`") from None
-    return tables
+    return tuned_files.read(path, _table, "launch table", "python -m moe_a2a tune")
 
 
 def _table(field: Field) -> TunedTable:
@@ -173,9 +156,4 @@ def write(path: Path, about: dict, table: TunedTable) -> None:
     tables = read(path) if path.exists() else []
     same_rows = (table.hidden, table.dtype)
     tables = [old for old in tables if (old.hidden, old.dtype) != same_rows] + [table]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n  ".join(json.dumps(asdict(t)) for t in tables)
-    head = f'"about": {json.dumps(about, indent=1)},\n "steps": "[max_tokens, dispatch_blocks, combine_blocks]"'
-    written = path.with_name(f"{path.name}.{os.getpid()}")  # a reader sees the old file or the new one
-    written.write_text(f'{{\n {head},\n "tables": [\n  {lines}\n ]\n}}\n')
-    written.replace(path)
+    tuned_files.write(path, about, "[max_tokens, dispatch_blocks, combine_blocks]", map(asdict, tables))

@@ -33,7 +33,7 @@ class MoELayer(nn.Module):
             ceil(H / 128)], those of the gate first: then the rows travel as float8 too.
         w_down: [E_local, H, I], or (float8 values, scales [E_local, ceil(H / 128), ceil(I / 128)]).
         fused: True: by kernels, or an error that says why not; False: step by step; None: see above.
-        num_max_routes: see ExpertParallel.experts().
+        fused_combine, num_max_routes: see ExpertParallel.experts().
     """
 
     w_gate_up_scales: torch.Tensor | None
@@ -46,12 +46,13 @@ class MoELayer(nn.Module):
         w_down: Weight,
         *,
         fused: bool | None = None,
+        fused_combine: bool | None = None,
         num_max_routes: int | None = None,
     ):
         super().__init__()
         weights = ExpertWeights.checked(ep, w_gate_up, w_down)
-        experts.check_way(ep, fused, num_max_routes)
-        self.ep, self.fused, self.num_max_routes = ep, fused, num_max_routes
+        experts.check_way(ep, fused, fused_combine, num_max_routes)
+        self.ep, self.fused, self.fused_combine, self.num_max_routes = ep, fused, fused_combine, num_max_routes
         self.w_gate_up, self.w_down = _as_parameter(weights.gate_up), _as_parameter(weights.down)
         self.register_buffer("w_gate_up_scales", weights.gate_up_scales)
         self.register_buffer("w_down_scales", weights.down_scales)
@@ -73,7 +74,7 @@ class MoELayer(nn.Module):
             quantize = "fp8" if weights.is_float8 else None
             handle = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
             try:
-                return ep.experts(handle, *self._given(), fused=self.fused, num_max_routes=self.num_max_routes)
+                return ep.experts(handle, *self._given(), **self._ways())
             except BaseException:
                 if handle.is_open:
                     handle.release()
@@ -85,6 +86,9 @@ class MoELayer(nn.Module):
         why = self._weights().kernels_refuse(self.ep, self._row_dtype())
         why = "fused=False" if self.fused is False else why or "PyTorch's products are faster on the CPU"
         return f"{self.ep!r}, step by step in PyTorch: {why}"
+
+    def _ways(self) -> dict[str, Any]:
+        return {"fused": self.fused, "fused_combine": self.fused_combine, "num_max_routes": self.num_max_routes}
 
     def _runs_kernels(self) -> bool:
         return experts.runs_kernels(self.ep, self._weights(), self._row_dtype(), self.fused)

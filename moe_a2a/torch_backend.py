@@ -7,50 +7,26 @@ recv, all_to_all, other dtypes, other operators) goes to gloo for CPU tensors an
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moe_a2a import _core, arguments, devices
+from moe_a2a.backend_options import Options, Place
 from moe_a2a.backend_work import CallThread, StreamWork, work_done
 from moe_a2a.boards import StoreBoard
 from moe_a2a.collectives import Collectives
 from moe_a2a.rendezvous import Meetings
+from moe_a2a.two_level import TwoLevelCollectives
 
 NAME = "moe_a2a"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_c10d: Any = dist  # the stubs lack its options
+_c10d: Any = torch._C._distributed_c10d  # torch.distributed lacks some options until 2.12
 _RedOp = _c10d.ReduceOp.RedOpType
 OPS = {_RedOp.SUM: "sum", _RedOp.MAX: "max", _RedOp.MIN: "min", _RedOp.AVG: "avg"}
-
-
-@dataclass
-class Options:
-    """`pg_options` of init_process_group() and new_group(); the same on every rank.
-
-    Args:
-        max_nbytes: see Collectives: larger tensors go in slices of this size. Default: what the environment variable
-            MOE_A2A_BACKEND_NBYTES says, else 64 MiB.
-        num_blocks: see Collectives.
-    """
-
-    max_nbytes: int | None = None
-    num_blocks: int = 0
-
-    def slice_nbytes(self, rank: int) -> int:
-        if self.max_nbytes is not None:
-            return self.max_nbytes
-        text = os.environ.get("MOE_A2A_BACKEND_NBYTES", str(64 << 20))
-        if not text.isdecimal() or int(text) == 0:
-            raise ValueError(
-                f"the environment variable MOE_A2A_BACKEND_NBYTES is {text!r} on rank {rank}; set it to a number of bytes"
-            )
-        return int(text)
 
 
 class _StoreGroup:
@@ -74,13 +50,22 @@ class MoeA2aProcessGroup(_ProcessGroup):
     PyTorch's own groups. Collectives are made by the first call of all ranks on a device.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, timeout: Any, options: Options):
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        num_ranks: int,
+        timeout: Any,
+        options: Options,
+        global_ranks: list[int] | None = None,
+    ):
         super().__init__(rank, num_ranks)
         self._rank, self._num_ranks = rank, num_ranks
         self._seconds = min(timeout.total_seconds(), arguments.MAX_TIMEOUT)
-        self._options = options
-        self._group = _StoreGroup(rank, num_ranks, dist.PrefixStore("collectives", store), self._seconds)
-        self._made: dict[torch.device, Collectives] = {}
+        self._options = options.settled(rank)
+        self._place = Place.of(rank, global_ranks or list(range(num_ranks)), self._options.ranks_per_node)
+        self._store, self._timeout = dist.PrefixStore("collectives", store), timeout
+        self._made: dict[torch.device, Collectives | TwoLevelCollectives] = {}
         self._streams: dict[torch.device, Any] = {}
         self._lock = threading.Lock()
         self._thread = CallThread(f"moe_a2a rank {rank}")
@@ -244,17 +229,33 @@ class MoeA2aProcessGroup(_ProcessGroup):
             stream = self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
         return StreamWork.begin(stream, lambda: call(coll), tensors, results)
 
-    def _collectives(self, device: torch.device) -> Collectives:
+    def _collectives(self, device: torch.device) -> Any:
         with self._lock:
             if device not in self._made:
-                self._made[device] = Collectives(
-                    self._group,
-                    self._options.slice_nbytes(self._rank),
-                    self._options.num_blocks,
-                    device=device,
-                    timeout=self._seconds,
-                )
+                self._made[device] = self._make(device)
             return self._made[device]
+
+    def _make(self, device: torch.device) -> Collectives | TwoLevelCollectives:
+        options, place = self._options, self._place
+        store = dist.PrefixStore(f"node {place.node} {device.type}", self._store)
+        node = _StoreGroup(place.rank, place.num_ranks, store, self._seconds)
+        how: dict[str, Any] = {"num_blocks": options.num_blocks, "device": device, "timeout": self._seconds}
+        if place.num_nodes == 1:
+            return Collectives(node, options.max_nbytes, **how)
+        return TwoLevelCollectives(
+            node,
+            _make_delegate(
+                device.type,
+                dist.PrefixStore(f"between {place.rank} {device.type}", self._store),
+                place.node,
+                place.num_nodes,
+                self._timeout,
+            ),
+            slice_nbytes=options.max_nbytes,
+            parallel_slices=options.parallel_slices,
+            staging_nbytes=options.staging_nbytes,
+            **how,
+        )
 
 
 def _op_of(opts: Any) -> str:
@@ -289,19 +290,26 @@ def _add_delegates(group: Any, store: Any, rank: int, num_ranks: int, timeout: A
     delegates = {}
     kind = dist.ProcessGroup.BackendType
     if dist.is_gloo_available():
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout)
-        gloo._set_sequence_number_for_group()
+        gloo = _make_delegate("cpu", dist.PrefixStore("gloo", store), rank, num_ranks, timeout)
         group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
         group._set_default_backend(kind.GLOO)
         delegates["cpu"] = "gloo"
     if dist.is_nccl_available() and torch.cuda.is_available():
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, num_ranks, options)
-        nccl._set_sequence_number_for_group()
+        nccl = _make_delegate("cuda", dist.PrefixStore("nccl", store), rank, num_ranks, timeout)
         group._register_backend(torch.device("cuda"), kind.NCCL, nccl)
         delegates["cuda"] = "nccl"
     return delegates
+
+
+def _make_delegate(device_type: str, store: Any, rank: int, num_ranks: int, timeout: Any) -> Any:
+    if device_type == "cpu":
+        made: Any = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        made = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+    made._set_sequence_number_for_group()
+    return made
 
 
 def _create(given: Any, options: Any) -> MoeA2aProcessGroup:
@@ -309,7 +317,14 @@ def _create(given: Any, options: Any) -> MoeA2aProcessGroup:
         raise TypeError(
             f"pg_options is a {type(options).__name__} on rank {given.group_rank}; pass a moe_a2a.torch_backend.Options"
         )
-    return MoeA2aProcessGroup(given.store, given.group_rank, given.group_size, given.timeout, options or Options())
+    return MoeA2aProcessGroup(
+        given.store,
+        given.group_rank,
+        given.group_size,
+        given.timeout,
+        options or Options(),
+        given.global_ranks_in_group,
+    )
 
 
 def register() -> None:

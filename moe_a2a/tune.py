@@ -1,4 +1,5 @@
-"""`python -m moe_a2a tune`: measures the best number of blocks for dispatch and combine here, and writes the table.
+"""`python -m moe_a2a tune`: measures the best number of blocks for dispatch and combine here, and writes the table. `tune
+collectives` does the same for Collectives: see tune_collectives.py.
 
 Every number of tokens is measured with every number of blocks, in two modes, because the number of tokens alone selects the
 blocks of a call: plain rows that combine sums, and float8 rows that the caller has summed. The table keeps the fewest blocks
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
-from moe_a2a import launch_tables
+from moe_a2a import launch_tables, tune_collectives, tuned_files
 from moe_a2a.bench import gate, machine
 from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring
@@ -36,8 +37,13 @@ MODES = ("rows", "fp8+presummed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", choices=("dispatch_combine", "collectives"), default="dispatch_combine",
+                        help="whose table (default: dispatch_combine)")  # fmt: skip
     parser.add_argument("--print", action="store_true", dest="only_print", help="show the table in effect here")
     parser.add_argument("--tokens", type=integers(1), default=TOKENS, metavar="1,2,...", help="of each rank")
+    parser.add_argument(
+        "--sizes", type=integers(1), metavar="8192,...", help="bytes of the whole tensor, of collectives"
+    )
     parser.add_argument(
         "--blocks", type=integers(1), metavar="8,16,...", help="to try (default: up to all multiprocessors)"
     )
@@ -49,11 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.what == "collectives":
+        return tune_collectives.run(options)
     check_cases([_case(options, tokens) for tokens in options.tokens], options)
     if options.only_print:
         return _print(options)
     try:
-        output_file(options.output or launch_tables.OWN / "table.json")
+        output_file(options.output or tuned_files.OWN / "table.json")
         if options.output and options.output.exists():  # the new table is added to it
             launch_tables.read(options.output)
     except (argparse.ArgumentTypeError, ValueError) as error:

@@ -44,6 +44,7 @@ class CpuMachine {
   void copy_to_device(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
   void synchronize() {}
   void order_streams(void* /*earlier*/, void* /*later*/) {}  // the calling thread orders its work
+  static bool is_capturing(void* /*stream*/) { return false; }
   void* own_stream() { return nullptr; }
   // Ends the waits of the running launch and of all later ones. Callable from any thread.
   void interrupt() { pool_.interrupt(); }

@@ -178,6 +178,14 @@ class SimtMachine {
     check(MOE_A2A_GPU(StreamWaitEvent)(to, order_event_, 0),
           "ordering a call after the previous one on another stream");
   }
+  // A captured graph may be replayed.
+  static bool is_capturing(void* stream) {
+    MOE_A2A_GPU(StreamCaptureStatus) status = MOE_A2A_GPU(StreamCaptureStatusNone);
+    // An error says that this is the null stream and another stream of the thread is capturing: not capturing itself.
+    const auto asked = MOE_A2A_GPU(StreamIsCapturing)(static_cast<MOE_A2A_GPU(Stream_t)>(stream), &status);
+    if (asked != MOE_A2A_GPU(Success)) (void)MOE_A2A_GPU(GetLastError)();
+    return status == MOE_A2A_GPU(StreamCaptureStatusActive);
+  }
   // For the library's own launches; never the null stream, which waits for all others.
   void* own_stream() {
     const DeviceGuard guard(device_);
@@ -206,12 +214,6 @@ class SimtMachine {
  private:
   static constexpr size_t kPage = size_t{2} << 20;
 
-  static bool is_capturing(MOE_A2A_GPU(Stream_t) stream) {
-    MOE_A2A_GPU(StreamCaptureStatus) status = MOE_A2A_GPU(StreamCaptureStatusNone);
-    // An error says that this is the null stream and another stream of the thread is capturing: not capturing itself.
-    if (MOE_A2A_GPU(StreamIsCapturing)(stream, &status) != MOE_A2A_GPU(Success)) (void)MOE_A2A_GPU(GetLastError)();
-    return status == MOE_A2A_GPU(StreamCaptureStatusActive);
-  }
   void zero(void* memory, size_t nbytes) {
     check(MOE_A2A_GPU(Memset)(memory, 0, nbytes), "clearing memory");
     check(MOE_A2A_GPU(DeviceSynchronize)(), "clearing memory");

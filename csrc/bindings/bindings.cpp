@@ -7,6 +7,7 @@
 #include "bindings/config.h"
 #include "bindings/errors.h"
 #include "bindings/grouped_gemm.h"
+#include "bindings/product_combine.h"
 #include "bindings/signals.h"
 #include "bindings/tensor_gate.h"
 #include "bindings/tensors.h"
@@ -20,13 +21,6 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 using Handle = std::shared_ptr<DispatchHandle>;
-
-Layout to_layout(const std::string& name) {
-  if (name == "rows") return Layout::kRows;
-  if (name == "expert_major") return Layout::kExpertMajor;
-  if (name == "masked") return Layout::kMasked;
-  throw py::value_error("layout=\"" + name + "\" is unknown; pass \"rows\", \"expert_major\" or \"masked\"");
-}
 
 PushBy to_push_by(const std::string& name) {
   if (name == "warp_sender") return PushBy::kWarpSender;
@@ -71,7 +65,6 @@ class Core {
   Handle dispatch_send(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
                        const OptionalTensor& x_scales, bool quantize, int num_blocks) {
     const auto core = ep();
-    core->require_open();
     const LaunchPlace place = where(num_blocks);
     const DispatchInput input = checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
     py::gil_scoped_release unlocked;
@@ -79,23 +72,19 @@ class Core {
   }
 
   Handle dispatch(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
-                  const OptionalTensor& x_scales, bool quantize, const std::string& layout, int expert_alignment,
-                  int num_blocks) {
+                  const OptionalTensor& x_scales, bool quantize, int layout, int expert_alignment, int num_blocks) {
     const auto core = ep();
-    core->require_open();
     const LaunchPlace place = where(num_blocks);
-    const Layout as = to_layout(layout);
     const DispatchInput input = checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
     py::gil_scoped_release unlocked;
-    return core->dispatch(input, as, expert_alignment, place);
+    return core->dispatch(input, static_cast<Layout>(layout), expert_alignment, place);
   }
 
-  void dispatch_recv(const Handle& handle, const std::string& layout, int expert_alignment, int num_blocks) {
+  void dispatch_recv(const Handle& handle, int layout, int expert_alignment, int num_blocks) {
     const LaunchPlace place = where(num_blocks);
-    const Layout as = to_layout(layout);
     const auto core = ep();
     py::gil_scoped_release unlocked;
-    core->dispatch_recv(*handle, as, expert_alignment, place);
+    core->dispatch_recv(*handle, static_cast<Layout>(layout), expert_alignment, place);
   }
 
   // (expert_x, its scales or None) in the expert_major and masked layouts.
@@ -117,6 +106,23 @@ class Core {
     core->gather_rows(*handle, expert_x.mutable_data_ptr(), scales ? scales->mutable_data_ptr<float>() : nullptr,
                       place);
     return {expert_x, scales};
+  }
+
+  // A presummed `y`. scales: of the local experts; None: `factor` for all.
+  at::Tensor simulated_experts(const Handle& handle, const OptionalTensor& scales, double factor) {
+    const auto core = ep();
+    const MoeConfig& config = core->config();
+    core->require(*handle, DispatchHandle::Stage::kReceived, DispatchHandle::Stage::kReceived, "simulated_experts");
+    if (handle->row_dtype != config.dtype) {
+      raise_type(config.rank, "simulated_experts got a handle of float8 rows",
+                 "dispatch without quantize, rows of the dtype that this ExpertParallel was made with");
+    }
+    const ExpertScales checked = checked_scales(config, device_, scales, factor);
+    const at::Tensor sums = make_tensor({config.rank, device_}, {config.row_capacity(), config.hidden}, type_);
+    const LaunchPlace place = where(0);
+    py::gil_scoped_release unlocked;
+    core->simulated_experts(*handle, checked, sums.mutable_data_ptr(), place);
+    return sums;
   }
 
   void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int num_blocks) {
@@ -197,6 +203,16 @@ class Core {
     return combined_x;
   }
 
+  bool can_send_with_product(const Handle& handle) const { return ep()->can_send_with_product(*handle); }
+
+  at::Tensor product_combine(const at::Tensor& inner, const OptionalTensor& inner_scales,
+                             const at::Tensor& expert_offsets, const at::Tensor& w_down,
+                             const OptionalTensor& w_down_scales, const Handle& handle, const OptionalTensor& out,
+                             int num_blocks) {
+    const GroupedGemmTensors second = {inner, {}, expert_offsets, w_down, {}, inner_scales, w_down_scales};
+    return multiply_and_combine(*ep(), *handle, second, type_, out, where(num_blocks));
+  }
+
   void release(const Handle& handle) {
     if (!ep_) return;  // closed: nothing is held any more
     const LaunchPlace place = where(0);
@@ -221,19 +237,6 @@ class Core {
     const auto core = ep();
     py::gil_scoped_release unlocked;
     core->raise_reported();
-  }
-
-  void trace_start(int64_t records) {
-    const auto core = ep();
-    py::gil_scoped_release unlocked;
-    const auto turn = core->enter();
-    core->tracer().start(records);
-  }
-  void trace_stop() {
-    const auto core = ep();
-    py::gil_scoped_release unlocked;
-    const auto turn = core->enter();
-    core->tracer().stop();
   }
 
   std::vector<std::array<int64_t, 3>> align_clocks(int num_rounds) {
@@ -307,6 +310,8 @@ PYBIND11_MODULE(_core, m) {
   translate_errors();
   watch_signals();
   bind_trace_export(m);
+  m.def("trace_kinds", &trace_kinds);
+  m.def("trace_operations", &trace_operations);
   bind_communicator(m);
   bind_collectives(m);
 
@@ -334,9 +339,12 @@ PYBIND11_MODULE(_core, m) {
       .def("dispatch_recv", &Core::dispatch_recv)
       .def("gather_rows", [](Core& core, const Handle& handle, const py::object& row_dtype,
                              int num_blocks) { return core.gather_rows(handle, scalar_type(row_dtype), num_blocks); })
+      .def("simulated_experts", &Core::simulated_experts)
       .def("combine", &Core::combine)
       .def("combine_send", &Core::combine_send)
       .def("combine_recv", &Core::combine_recv)
+      .def("can_send_with_product", &Core::can_send_with_product)
+      .def("product_combine", &Core::product_combine)
       .def("tell_dispatch_failed", &Core::tell_dispatch_failed)
       .def("tell_combine_failed", &Core::tell_combine_failed)
       .def_property_readonly("num_dispatches", &Core::num_dispatches)
@@ -359,12 +367,14 @@ PYBIND11_MODULE(_core, m) {
       .def("route_src_token_idx", &view_of<&Views::route_src_token_idx>)
       .def("check", &Core::check)
       .def("raise_reported", &Core::raise_reported)
-      .def("trace_start", &Core::trace_start)
-      .def("trace_stop", &Core::trace_stop)
-      .def("trace_read", [](Core& core) { return read_trace(*core.ep()); })
+      .def("trace_start", [](Core& core, int64_t records) { start_trace(*core.ep(), records); })
+      .def("trace_stop", [](Core& core) { stop_trace(*core.ep()); })
+      .def("trace_read",
+           [](Core& core) {
+             const auto ep = core.ep();
+             return read_trace(*ep, ep->communicator());
+           })
       .def("align_clocks", &Core::align_clocks)
-      .def_static("trace_kinds", &trace_kinds)
-      .def_static("trace_operations", &trace_operations)
       .def("close", &Core::close)
       .def_property_readonly("num_max_ll_tokens",
                              [](const Core& core) { return core.ep()->config().num_max_ll_tokens; })

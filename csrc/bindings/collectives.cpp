@@ -5,6 +5,7 @@
 
 #include "bindings/clients.h"
 #include "bindings/tensor_gate.h"
+#include "bindings/trace_records.h"
 #include "collectives/collectives.h"
 
 namespace moe_a2a::bindings {
@@ -24,7 +25,8 @@ class Core {
     return {&collectives_};
   }
 
-  at::Tensor all_reduce(const at::Tensor& x, int op, int algorithm, int codec, const std::optional<at::Tensor>& out) {
+  at::Tensor all_reduce(const at::Tensor& x, int op, int algorithm, int codec, int num_blocks,
+                        const std::optional<at::Tensor>& out) {
     const Prepared call = prepare([&] {
       const DType dtype = checked_x(x);
       const Target target = checked_out(out, x.sizes(), x, 0);
@@ -33,13 +35,14 @@ class Core {
     run([&](void* stream) {
       collectives_.all_reduce(
           call.operands, x.numel(),
-          {static_cast<ReduceOp>(op), static_cast<Algorithm>(algorithm), static_cast<LineCodec>(codec)}, stream);
+          {static_cast<ReduceOp>(op), static_cast<Algorithm>(algorithm), static_cast<LineCodec>(codec), num_blocks},
+          stream);
     });
     return call.out;
   }
 
   at::Tensor reduce_scatter(const at::Tensor& x, int op, const std::optional<std::vector<int64_t>>& counts,
-                            const std::optional<at::Tensor>& out) {
+                            int num_blocks, const std::optional<at::Tensor>& out) {
     std::vector<int64_t> shares;
     const Prepared call = prepare([&] {
       const DType dtype = checked_x(x);
@@ -49,11 +52,13 @@ class Core {
       const Target target = checked_out(out, shape_of(x, rows[place_.rank]), x, first);
       return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
     });
-    run([&](void* stream) { collectives_.reduce_scatter(call.operands, shares, static_cast<ReduceOp>(op), stream); });
+    run([&](void* stream) {
+      collectives_.reduce_scatter(call.operands, shares, static_cast<ReduceOp>(op), num_blocks, stream);
+    });
     return call.out;
   }
 
-  at::Tensor all_gather(const at::Tensor& x, const std::optional<std::vector<int64_t>>& counts,
+  at::Tensor all_gather(const at::Tensor& x, const std::optional<std::vector<int64_t>>& counts, int num_blocks,
                         const std::optional<at::Tensor>& out) {
     std::vector<int64_t> shares;
     const Prepared call = prepare([&] {
@@ -72,7 +77,7 @@ class Core {
           checked_out(out, shape_of(x, std::accumulate(rows.begin(), rows.end(), int64_t{0})), x, -first);
       return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
     });
-    run([&](void* stream) { collectives_.all_gather(call.operands, shares, stream); });
+    run([&](void* stream) { collectives_.all_gather(call.operands, shares, num_blocks, stream); });
     return call.out;
   }
 
@@ -91,6 +96,13 @@ class Core {
     bindings::close(clients());
   }
   size_t nbytes() const { return collectives_.nbytes(); }
+  int64_t share_nbytes() const { return collectives_.share_bytes(); }
+
+  Client& client() { return collectives_; }
+  Communicator& comm() { return *comm_; }
+  std::vector<std::array<int64_t, 3>> align_clocks(int num_rounds) {
+    return bindings::align_clocks(*comm_, num_rounds, current_stream(place_.device));
+  }
 
  private:
   struct Prepared {
@@ -159,11 +171,7 @@ class Core {
           "counts has " + std::to_string(counts.size()) + " numbers for " + std::to_string(num_ranks()) + " ranks",
           "pass one per rank");
     }
-    int64_t sum = 0;
-    for (const int64_t count : counts) {
-      if (count < 0) raise_value(place_.rank, "counts has " + std::to_string(count) + " < 0", "pass 0 or more");
-      sum += count;
-    }
+    const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
     if (num_rows >= 0 && sum != num_rows) {
       raise_value(place_.rank,
                   "counts has the sum " + std::to_string(sum) + ", x has " + std::to_string(num_rows) + " rows",
@@ -226,7 +234,12 @@ void bind_collectives(py::module_& m) {
       .def("all_gather", &Core::all_gather)
       .def("refuse", &Core::refuse)
       .def("check", &Core::check)
+      .def("trace_start", [](Core& core, int64_t records) { start_trace(core.client(), records); })
+      .def("trace_stop", [](Core& core) { stop_trace(core.client()); })
+      .def("trace_read", [](Core& core) { return read_trace(core.client(), core.comm()); })
+      .def("align_clocks", &Core::align_clocks)
       .def("close", &Core::close)
+      .def_property_readonly("share_nbytes", &Core::share_nbytes)
       .def_property_readonly("nbytes", &Core::nbytes);
 }
 

@@ -23,10 +23,6 @@ MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, in
                    .num_max_tokens_per_rank = num_max_tokens_per_rank,
                    .num_buffers = num_buffers,
                    .dtype = to_dtype(scalar_type(dtype), "dtype=")};
-  if (config.dtype == DType::kFloat8) {
-    throw py::type_error(
-        "dtype is float8; pass the dtype of the combined rows, and float8 rows with x_scales= to dispatch");
-  }
   std::string violation = config.violation();
   if (violation.empty()) {
     config.num_max_ll_tokens = num_max_ll_tokens ? *num_max_ll_tokens : default_ll_tokens(config, target);

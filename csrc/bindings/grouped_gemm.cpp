@@ -14,22 +14,11 @@
 namespace moe_a2a::bindings {
 namespace {
 
-struct Results {
-  at::Tensor out;
-  std::optional<at::Tensor> scales;  // of a float8 out
-};
-
-Results make_results(const Place& place, int64_t num_rows, int64_t columns, at::ScalarType type) {
-  Results results = {make_tensor(place, {num_rows, columns}, type), {}};
-  if (at::elementSize(type) == 1) results.scales = make_tensor(place, {num_rows, (columns + 127) / 128}, at::kFloat);
-  return results;
-}
-
 const float* floats_of(const std::optional<at::Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr<float>() : nullptr;
 }
 
-GroupedGemmArgs to_args(const GroupedGemmTensors& t, const Activation& activation, const Results& results) {
+GroupedGemmArgs to_args(const GroupedGemmTensors& t, const Activation& activation, const PreparedProduct& results) {
   const auto row_stride = [](const at::Tensor& x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); };
   return {.x = t.x.const_data_ptr(),
           .row_index = t.row_index ? t.row_index->const_data_ptr<int32_t>() : nullptr,
@@ -39,7 +28,7 @@ GroupedGemmArgs to_args(const GroupedGemmTensors& t, const Activation& activatio
           .out = results.out.mutable_data_ptr(),
           .x_scales = floats_of(t.x_scales),
           .w_scales = floats_of(t.w_scales),
-          .out_scales = results.scales ? results.scales->mutable_data_ptr<float>() : nullptr,
+          .out_scales = results.out_scales ? results.out_scales->mutable_data_ptr<float>() : nullptr,
           .x_stride = row_stride(t.x),
           .x_scales_stride = t.x_scales ? row_stride(*t.x_scales) : 0,
           .num_experts = static_cast<int32_t>(t.w.size(0)),
@@ -52,34 +41,46 @@ GroupedGemmArgs to_args(const GroupedGemmTensors& t, const Activation& activatio
           .activation = activation};
 }
 
+}  // namespace
+
+PreparedProduct prepare_product(const GroupedGemmTensors& tensors, const Activation& activation,
+                                at::ScalarType out_type, bool counts_tiles) {
+  const Place place = {.rank = kNoRank, .device = tensors.x.device(), .owner = "x"};
+  check_arguments(place, tensors, activation, out_type);
+  const int64_t num_rows = tensors.num_rows(), columns = tensors.w.size(1) / (activation.is_gated ? 2 : 1);
+  PreparedProduct product;
+  product.out = make_tensor(place, {num_rows, columns}, out_type);
+  if (at::elementSize(out_type) == 1) {
+    product.out_scales = make_tensor(place, {num_rows, (columns + 127) / 128}, at::kFloat);
+  }
+  product.args = to_args(tensors, activation, product);
+  if (counts_tiles || !tensors.x.is_cpu()) {
+    product.counters = at::zeros({1 + (counts_tiles ? num_rows : 0)}, tensors.expert_offsets.options());
+    product.args.next_unit = product.counters.mutable_data_ptr<int32_t>();
+  }
+  if (counts_tiles) product.args.stored_tiles = reinterpret_cast<uint32_t*>(product.args.next_unit + 1);
+  return product;
+}
+
+namespace {
+
 std::pair<at::Tensor, std::optional<at::Tensor>> grouped_gemm(
     const at::Tensor& x, const std::optional<at::Tensor>& row_index, const at::Tensor& expert_offsets,
     const at::Tensor& w, const std::optional<std::string>& activation_name, bool gated, bool interleaved, double alpha,
     std::optional<double> limit, double up_shift, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& x_scales, const std::optional<at::Tensor>& w_scales, const py::object& out_dtype,
-    const std::string& target) {
-  const at::ScalarType out_type = scalar_type(out_dtype);
+    const std::string& target, int num_blocks) {
   const Activation activation = to_activation({activation_name, gated, interleaved, alpha, limit, up_shift});
   const GroupedGemmTensors tensors = {x, row_index, expert_offsets, w, bias, x_scales, w_scales};
-  const Place place = {.rank = kNoRank, .device = x.device(), .owner = "x"};
-  check_arguments(place, tensors, activation, out_type);
-  const int64_t columns = activation.is_gated ? w.size(1) / 2 : w.size(1);
-  const Results results = make_results(place, tensors.num_rows(), columns, out_type);
-  if (tensors.num_rows() == 0) return {results.out, results.scales};
-
-  GroupedGemmArgs args = to_args(tensors, activation, results);
-  at::Tensor next_unit;
-  if (!x.is_cpu()) {
-    next_unit = at::zeros({1}, expert_offsets.options());
-    args.next_unit = next_unit.mutable_data_ptr<int32_t>();
-  }
+  const PreparedProduct product = prepare_product(tensors, activation, scalar_type(out_dtype), false);
+  if (tensors.num_rows() == 0) return {product.out, product.out_scales};
   const GroupedGemmPlace where = {.target = target,
                                   .device = x.is_cpu() ? 0 : x.device().index(),
-                                  .num_blocks = x.is_cpu() ? at::get_num_threads() : 0,
+                                  .num_blocks = num_blocks == 0 && x.is_cpu() ? at::get_num_threads() : num_blocks,
                                   .stream = current_stream(x.device())};
   py::gil_scoped_release unlocked;
-  run_grouped_gemm(where, args);
-  return {results.out, results.scales};
+  run_grouped_gemm(where, product.args);
+  return {product.out, product.out_scales};
 }
 
 }  // namespace

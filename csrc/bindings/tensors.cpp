@@ -235,6 +235,23 @@ at::Tensor checked_out(const ExpertParallel& ep, at::Device device, int num_toke
   return *out;
 }
 
+ExpertScales checked_scales(const MoeConfig& config, at::Device device, const std::optional<at::Tensor>& scales,
+                            double factor) {
+  if (!scales) return {.factor = static_cast<float>(factor)};
+  check_plain({config.rank, device}, *scales, "scales");
+  check_type(config, *scales, "scales", to_dtype(scales->scalar_type(), "scales", config.rank) == config.dtype,
+             name_of(config.dtype));
+  const int64_t shape[] = {config.num_local_experts(), config.hidden};
+  const bool per_column = scales->dim() == 2;
+  check_shape(config, *scales, "scales", at::IntArrayRef(shape, per_column ? 2 : 1),
+              "pass one factor, or one row of factors, per local expert");
+  check_contiguous(config, *scales, "scales");
+  check_no_grad(config, *scales, "scales");
+  return {.data = static_cast<const std::byte*>(scales->const_data_ptr()),
+          .stride = static_cast<int64_t>(scales->element_size()) * (per_column ? config.hidden : 1),
+          .per_column = per_column};
+}
+
 PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Tensor& x, const at::Tensor& pushes) {
   check_plain({config.rank, device}, x, "x");
   check_plain({config.rank, device}, pushes, "pushes");

@@ -30,6 +30,10 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
 at::Tensor checked_out(const ExpertParallel& ep, at::Device device, int num_tokens, at::ScalarType type,
                        const std::optional<at::Tensor>& out, const at::Tensor* y = nullptr);
 
+// Factors of the local experts, [E_local] or [E_local, hidden] of the rows' type; without: `factor` for all.
+ExpertScales checked_scales(const MoeConfig& config, at::Device device, const std::optional<at::Tensor>& scales,
+                            double factor);
+
 // Rows to push (see moe/link_floor.h): x [num_rows, n] with contiguous rows, pushes int64 [num_rows, 2]: ranks and
 // token.
 struct PushedRows {

@@ -17,21 +17,33 @@ at::Tensor to_tensor(const std::vector<T>& values, at::IntArrayRef shape) {
 
 }  // namespace
 
-py::dict read_trace(ExpertParallel& ep) {
+void start_trace(Client& client, int64_t records) {
+  py::gil_scoped_release unlocked;
+  const auto turn = client.enter();
+  client.tracer().start(records);
+}
+
+void stop_trace(Client& client) {
+  py::gil_scoped_release unlocked;
+  const auto turn = client.enter();
+  client.tracer().stop();
+}
+
+py::dict read_trace(Client& client, const Communicator& comm) {
   TraceDump dump;
   {
     py::gil_scoped_release unlocked;
-    const auto turn = ep.enter();
-    dump = ep.tracer().read();
+    const auto turn = client.enter();
+    dump = client.tracer().read();
   }
   const auto num_segments = static_cast<int64_t>(dump.segment_written.size());
   py::dict read;
   read["records"] = to_tensor(dump.records, {static_cast<int64_t>(dump.records.size()), 2});
   read["segment_written"] = to_tensor(dump.segment_written, {num_segments});
   read["segment_dropped"] = to_tensor(dump.segment_dropped, {num_segments});
-  read["warps_per_block"] = ep.device().warps_per_block();
-  read["ticks_per_second"] = ep.device().clock_ticks_per_second();
-  read["clock_step_ticks"] = ep.communicator().clock_step();
+  read["warps_per_block"] = client.device().warps_per_block();
+  read["ticks_per_second"] = client.device().clock_ticks_per_second();
+  read["clock_step_ticks"] = comm.clock_step();
   return read;
 }
 

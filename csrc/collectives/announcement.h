@@ -14,7 +14,7 @@ namespace moe_a2a {
 
 enum class CollectiveKind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kRefused };
 enum class ReduceOp : uint8_t { kSum, kMax, kMin, kAvg };
-enum class Algorithm : uint8_t { kAuto, kOneShot, kTwoShot, kRing, kRecursiveDoubling };
+enum class Algorithm : uint8_t { kNone, kOneShot, kTwoShot, kRing, kRecursiveDoubling };
 
 // Equal on all ranks, or the call is not made.
 struct Announcement {
@@ -27,7 +27,7 @@ struct Announcement {
     CollectiveKind kind;
     DType dtype;
     ReduceOp op = ReduceOp::kSum;
-    Algorithm algorithm = Algorithm::kAuto;
+    Algorithm algorithm = Algorithm::kNone;
     LineCodec codec = LineCodec::kNone;
   };
   static Announcement of(const Terms& terms, int64_t count, uint64_t shares_digest = 0);

@@ -21,36 +21,17 @@ class CodedSteps : public ShareChunks {
   using ShareChunks::ShareChunks;
 
   MOE_A2A_DEVICE bool push(int i) const {
-    const uint64_t start = trace_now();
-    std::byte* landing = region_.landing.at(part_.half(), part_.rank(), place_of(i));
-    const RankSet owners = for_other_owners(i, [&](int owner) {
-      std::byte* line = args_.context.heap.peer(owner, landing);
-      with_element_type(args_.dtype, [&](auto element) { encode_chunk<decltype(element)>(chunk(owner, i), line); });
+    return push_chunks(i, place_of(i), [&](const Span& span, std::byte* line) {
+      with_element_type(args_.dtype, [&](auto element) { encode_chunk<decltype(element)>(span, line); });
     });
-    signal_landed(owners, i);
-    record_chunk(collective_kind::kPush, start, i);
-    return true;
   }
-
   MOE_A2A_DEVICE bool reduce(int i) const {
-    if (i >= num_own_chunks()) return true;
-    if (!wait_for_landed(i)) return false;
-    const uint64_t start = trace_now();
-    with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i); });
-    signal_result(i);
-    record_chunk(TraceKind::kReduce, start, i);
-    return true;
+    return reduce_own(i, true, [&](auto element) { reduce_chunk<decltype(element)>(i); });
   }
-
   MOE_A2A_DEVICE bool pull(int i) const {
-    if (!wait_for_results(i)) return false;
-    const uint64_t start = trace_now();
-    for_other_owners(i, [&](int owner) {
-      const std::byte* line = args_.context.heap.peer(owner, result_at(i));
-      with_element_type(args_.dtype, [&](auto element) { decode_chunk<decltype(element)>(chunk(owner, i), line); });
+    return pull_chunks(i, place_of(i), [&](const Span& span, const std::byte* line) {
+      with_element_type(args_.dtype, [&](auto element) { decode_chunk<decltype(element)>(span, line); });
     });
-    record_chunk(collective_kind::kPull, start, i);
-    return true;
   }
 
  private:

@@ -14,16 +14,6 @@ namespace {
 
 // On the CPU slices that stay in the caches are the fastest.
 constexpr int64_t kMaxCpuWorkspace = 2 << 20;
-// Up to here "auto" is one-shot on the CPU; measured with 4 ranks on 2 cores.
-constexpr int64_t kMaxCpuOneShot = 8 << 10;
-// What a GPU's links carry in the time that two-shot's second trip takes: 5.5 us, 349 GB/s (2 and 4 H200).
-constexpr int64_t kTripBytes = 1'900'000;
-
-// Whether a second trip takes longer than the bytes that it saves: one-shot sends R - 1 times the message, two-shot
-// 2 (R - 1) / R times.
-bool is_one_trip_faster(int64_t nbytes, int64_t num_ranks) {
-  return (num_ranks - 1) * (num_ranks - 2) * nbytes <= num_ranks * kTripBytes;
-}
 
 }  // namespace
 
@@ -40,18 +30,9 @@ Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes,
   link(comm_->poison_link());
 }
 
-Algorithm Collectives::choose(int64_t nbytes, LineCodec codec) const {
-  if (codec != LineCodec::kNone) return Algorithm::kTwoShot;
-  if (nbytes > share_bytes_) return Algorithm::kTwoShot;
-  const bool is_faster =
-      device_->is_synchronous() ? nbytes <= kMaxCpuOneShot : is_one_trip_faster(nbytes, member_.num_ranks);
-  return is_faster ? Algorithm::kOneShot : Algorithm::kTwoShot;
-}
-
 void Collectives::all_reduce(const Operands& operands, int64_t count, const Method& method, void* stream) {
-  Announcement::Terms terms{CollectiveKind::kAllReduce, operands.dtype, method.op, method.algorithm, method.codec};
-  if (terms.algorithm == Algorithm::kAuto) terms.algorithm = choose(count * size_of(terms.dtype), terms.codec);
-  const Announcement announcement = Announcement::of(terms, count);
+  const Announcement announcement =
+      Announcement::of({CollectiveKind::kAllReduce, operands.dtype, method.op, method.algorithm, method.codec}, count);
   const OneShotArgs vectors{
       .announcement = announcement, .x = operands.x, .out = operands.out, .dtype = operands.dtype, .op = method.op};
   const ShareArgs shares{.announcement = announcement,
@@ -61,25 +42,26 @@ void Collectives::all_reduce(const Operands& operands, int64_t count, const Meth
                          .dtype = operands.dtype,
                          .op = method.op};
   const int element_size = size_of(operands.dtype);
-  switch (terms.algorithm) {
+  switch (method.algorithm) {
     case Algorithm::kOneShot:
-      return launch_vectors(vectors, count, element_size, stream);
+      return launch_vectors(vectors, count, element_size, method.num_blocks, stream);
     case Algorithm::kRecursiveDoubling:
-      return launch_vectors(RecursiveDoublingArgs{vectors}, count, sizeof(float), stream);
+      return launch_vectors(RecursiveDoublingArgs{vectors}, count, sizeof(float), method.num_blocks, stream);
     case Algorithm::kRing:
-      return launch_shares(RingArgs{shares}, sizeof(float), stream);
+      return launch_shares(RingArgs{shares}, sizeof(float), method.num_blocks, stream);
     case Algorithm::kTwoShot:
-    case Algorithm::kAuto:
+    case Algorithm::kNone:
       break;
   }
-  if (method.codec == LineCodec::kNone) return launch_shares(TwoShotArgs{shares}, element_size, stream);
+  if (method.codec == LineCodec::kNone)
+    return launch_shares(TwoShotArgs{shares}, element_size, method.num_blocks, stream);
   with_line_codec(method.codec, [&](auto codec) {
-    launch_shares(CodedTwoShotArgs<decltype(codec)::value>{shares}, element_size, stream);
+    launch_shares(CodedTwoShotArgs<decltype(codec)::value>{shares}, element_size, method.num_blocks, stream);
   });
 }
 
 void Collectives::reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op,
-                                 void* stream) {
+                                 int num_blocks, void* stream) {
   const Shares shares = Shares::of(checked(counts));
   const int num_ranks = member_.num_ranks;
   launch_shares(
@@ -91,10 +73,11 @@ void Collectives::reduce_scatter(const Operands& operands, const std::vector<int
                          .shares = shares,
                          .dtype = operands.dtype,
                          .op = op}},
-      size_of(operands.dtype), stream);
+      size_of(operands.dtype), num_blocks, stream);
 }
 
-void Collectives::all_gather(const Operands& operands, const std::vector<int64_t>& counts, void* stream) {
+void Collectives::all_gather(const Operands& operands, const std::vector<int64_t>& counts, int num_blocks,
+                             void* stream) {
   const Shares shares = Shares::of(checked(counts));
   const int num_ranks = member_.num_ranks;
   launch_shares(AllGatherArgs{{.announcement = Announcement::of({CollectiveKind::kAllGather, operands.dtype},
@@ -104,7 +87,7 @@ void Collectives::all_gather(const Operands& operands, const std::vector<int64_t
                                .x_begin = shares.offset[member_.rank],
                                .shares = shares,
                                .dtype = operands.dtype}},
-                size_of(operands.dtype), stream);
+                size_of(operands.dtype), num_blocks, stream);
 }
 
 std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) const {
@@ -113,9 +96,10 @@ std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) co
                               " counts for num_ranks=" + std::to_string(member_.num_ranks) + "; pass one per rank");
 }
 
-// One launch per slice.
+// One launch per slice. On a GPU all are made before an error is raised, which the ranks see at different slices:
+// theirs must stay equally many.
 template <class Args>
-void Collectives::launch_vectors(const Args& vectors, int64_t count, int wire_size, void* stream) {
+void Collectives::launch_vectors(const Args& vectors, int64_t count, int wire_size, int num_blocks, void* stream) {
   Args args = vectors;
   const int64_t element_size = size_of(args.dtype);
   const CallGate::Turn turn = gate_.enter();
@@ -127,14 +111,15 @@ void Collectives::launch_vectors(const Args& vectors, int64_t count, int wire_si
     args.out = vectors.out + slice.first * element_size;
     args.count = std::min(slice.most, count - slice.first);
     args.chunk = slice.chunk;
-    launch(args, blocks_for(args.num_chunks()), stream);
-    raise_waits();
+    launch(args, blocks_for(args.num_chunks(), num_blocks), stream);
+    if (device_->is_synchronous()) raise_waits();
     ++args.slice;
   }
+  raise_waits();
 }
 
 template <class Args>
-void Collectives::launch_shares(const Args& shares, int wire_size, void* stream) {
+void Collectives::launch_shares(const Args& shares, int wire_size, int num_blocks, void* stream) {
   Args args = shares;
   int64_t largest = 0;
   for (int r = 0; r < member_.num_ranks; ++r) largest = std::max(largest, args.shares.size(r));
@@ -145,19 +130,23 @@ void Collectives::launch_shares(const Args& shares, int wire_size, void* stream)
   for (const Slice& slice : slices_of(largest, share_bytes_, wire_size)) {
     args.extent = slice;
     const int64_t count = std::min(slice.most, largest - slice.first);
-    launch(args, blocks_for((count + slice.chunk - 1) / slice.chunk), stream);
-    raise_waits();
+    launch(args, blocks_for((count + slice.chunk - 1) / slice.chunk, num_blocks), stream);
+    if (device_->is_synchronous()) raise_waits();
     ++args.slice;
   }
+  raise_waits();
 }
 
-// On a GPU, a block per chunk and one that announces the call (meeting.h).
-int Collectives::blocks_for(int64_t num_chunks) const {
+// On a GPU, a block per chunk and one that announces the call (meeting.h). `num_blocks`: of this call, at most.
+int Collectives::blocks_for(int64_t num_chunks, int num_blocks) const {
   const bool is_cpu = device_->is_synchronous();
-  const int most = std::min(num_blocks_ > 0 ? num_blocks_
-                            : is_cpu        ? device_->default_blocks()
-                                            : share_of_device(),
-                            share_of_device());
+  int most = share_of_device();
+  if (num_blocks_ > 0) most = std::min(most, num_blocks_);
+  if (num_blocks > 0) {
+    most = std::min(most, num_blocks);
+  } else if (is_cpu && num_blocks_ == 0) {
+    most = std::min(most, device_->default_blocks());
+  }
   return static_cast<int>(std::clamp<int64_t>(num_chunks + !is_cpu, 1, std::max(1, most)));
 }
 

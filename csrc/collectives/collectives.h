@@ -28,32 +28,33 @@ class Collectives : public Client {
 
   struct Method {
     ReduceOp op = ReduceOp::kSum;
-    Algorithm algorithm = Algorithm::kAuto;
+    Algorithm algorithm = Algorithm::kTwoShot;
     LineCodec codec = LineCodec::kNone;  // of kTwoShot alone
+    int num_blocks = 0;                  // of this call at most; 0: as the constructor says
   };
 
   // out[i] = x[i] of all ranks, merged. `out` may be `x`.
   void all_reduce(const Operands& operands, int64_t count, const Method& method, void* stream);
   // x: the shares of all ranks, one behind the other; out: this rank's share, merged. `out` may be that part of `x`.
-  void reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op, void* stream);
+  void reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op, int num_blocks,
+                      void* stream);
   // x: this rank's share; out: those of all ranks, one behind the other. `x` may be that part of `out`.
-  void all_gather(const Operands& operands, const std::vector<int64_t>& counts, void* stream);
+  void all_gather(const Operands& operands, const std::vector<int64_t>& counts, int num_blocks, void* stream);
 
   // Replaces a call that failed before its launch. The peers throw PeerRefused with this text, and the call counts as
   // made on every rank.
   void refuse(const std::string& why, void* stream);
 
-  // What kAuto stands for. Ring and recursive doubling are for machines whose ranks do not all reach each other equally
-  // well; where they do, they were never the fastest.
-  Algorithm choose(int64_t nbytes, LineCodec codec) const;
+  // What one launch of kOneShot holds of a vector.
+  int64_t share_bytes() const { return share_bytes_; }
 
  private:
   // `wire_size`: bytes of an element in the workspace.
   template <class Args>
-  void launch_vectors(const Args& args, int64_t count, int wire_size, void* stream);
+  void launch_vectors(const Args& args, int64_t count, int wire_size, int num_blocks, void* stream);
   template <class Args>
-  void launch_shares(const Args& args, int wire_size, void* stream);
-  int blocks_for(int64_t num_chunks) const;
+  void launch_shares(const Args& args, int wire_size, int num_blocks, void* stream);
+  int blocks_for(int64_t num_chunks, int num_blocks) const;
   std::vector<int64_t> checked(const std::vector<int64_t>& counts) const;
   void raise_in_own_words(const Report& report) override;
 

@@ -103,12 +103,6 @@ MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const A
   return !block.any(!good);
 }
 
-// How many chunks a block sends ahead of the one that it waits for: one keeps the link busy while others are reduced.
-// Where waiting is expensive, all.
-MOE_A2A_DEVICE int chunks_ahead(int num_chunks, const Grid& grid) {
-  return kRanksShareCores ? (num_chunks + grid.size() - 1) / grid.size() : 1;
-}
-
 // send(part) writes and signals without waiting; receive(part) may wait for what others send, and returns false when a
 // rank did not come. The last block announces: if there is a block more than chunks, as in small calls on a GPU,
 // nobody's values wait for the fence behind the announcement.

@@ -2,9 +2,8 @@
 // over the link, R times the bytes: for small messages. All ranks get the same bits.
 #pragma once
 
-#include "collectives/meeting.h"
+#include "collectives/pipeline.h"
 #include "collectives/reduction.h"
-#include "collectives/shares.h"
 
 namespace moe_a2a {
 
@@ -20,11 +19,72 @@ struct OneShotArgs {
   ReduceOp op = ReduceOp::kSum;
 
   MOE_A2A_HOST_DEVICE int num_chunks() const { return static_cast<int>((count + chunk - 1) / chunk); }
+  MOE_A2A_HOST_DEVICE int size_of_chunk(int i) const {
+    const int64_t rest = count - i * chunk;
+    return static_cast<int>(rest < chunk ? rest : chunk);
+  }
 };
 
 }  // namespace moe_a2a
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
+
+class OneShotSteps {
+ public:
+  MOE_A2A_DEVICE OneShotSteps(const OneShotArgs& args, const Part& part, const Grid&, const Block& block)
+      : args_(args), part_(part), block_(block) {}
+
+  MOE_A2A_DEVICE int most_chunks() const { return args_.num_chunks(); }
+
+  // Writes chunk i of this rank's vector to all other ranks.
+  MOE_A2A_DEVICE bool push(int i) const {
+    const CollectiveContext& c = args_.context;
+    const RankSet others = part_.others();
+    if (others.empty()) return true;
+    const uint64_t start = trace_now();
+    const int64_t first = i * args_.chunk * size_of(args_.dtype);
+    std::byte* local = c.region.landing.at(part_.half(), part_.rank(), first);
+    multicast_bytes(
+        block_, others, part_.rank(), [&](int rank) { return c.heap.peer(rank, local); }, args_.x + first,
+        args_.size_of_chunk(i) * size_of(args_.dtype));
+    block_.release_sync();
+    if (block_.rank() == 0) {  // pairs with the acquire in reduce()
+      signal_many(c.heap, others, c.region.chunk_signal.at(part_.half(), part_.rank(), i), part_.epoch);
+    }
+    record(c.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
+    return true;
+  }
+
+  // Reduces chunk i of all ranks into out; false when a rank did not come.
+  MOE_A2A_DEVICE bool reduce(int i) const {
+    const CollectiveContext& c = args_.context;
+    if (!wait_for_chunk(part_, block_, c.region.chunk_signal, part_.others(), i)) return false;
+    const uint64_t start = trace_now();
+    with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i); });
+    record(c.trace(), block_, {.kind = TraceKind::kReduce, .begin = start, .token = i});
+    return true;
+  }
+
+ private:
+  template <class T>
+  MOE_A2A_DEVICE void reduce_chunk(int i) const {
+    const int64_t first = i * args_.chunk;
+    const T* x = reinterpret_cast<const T*>(args_.x) + first;
+    T* out = reinterpret_cast<T*>(args_.out) + first;
+    const auto row = [&](int r) {
+      const auto* landed = args_.context.region.landing.at(part_.half(), r, first * int64_t{sizeof(T)});
+      return r == part_.rank() ? x : reinterpret_cast<const T*>(landed);
+    };
+    with_operator(args_.op, [&](auto op) {
+      reduce_rows<T, decltype(op)>(block_, part_.num_ranks(), args_.size_of_chunk(i), are_vectors(x, out), row, out,
+                                   static_cast<T*>(nullptr));
+    });
+  }
+
+  const OneShotArgs& args_;
+  const Part& part_;
+  const Block& block_;
+};
 
 struct OneShot {
   using Args = OneShotArgs;
@@ -33,66 +93,8 @@ struct OneShot {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    const int num_chunks = args.num_chunks();
-    const int ahead = chunks_ahead(num_chunks, grid) * grid.size();
-    const auto send = [&](const Part& part) {
-      for (int chunk = grid.rank(); chunk < num_chunks && chunk < ahead; chunk += grid.size()) {
-        push(args, part, block, chunk);
-      }
-    };
-    const auto receive = [&](const Part& part) {
-      bool good = true;
-      for (int chunk = grid.rank(); good && chunk < num_chunks; chunk += grid.size()) {
-        if (chunk + ahead < num_chunks) push(args, part, block, chunk + ahead);
-        good = reduce(args, part, block, chunk);
-      }
-      return good;
-    };
-    take_part(args, collective_op::kOneShot, grid, block, send, receive);
-  }
-
-  MOE_A2A_DEVICE static int chunk_size(const Args& args, int chunk) {
-    const int64_t rest = args.count - chunk * args.chunk;
-    return static_cast<int>(rest < args.chunk ? rest : args.chunk);
-  }
-
-  MOE_A2A_DEVICE static void push(const Args& args, const Part& part, const Block& block, int chunk) {
-    const CollectiveContext& c = args.context;
-    const RankSet others = part.others();
-    if (others.empty()) return;
-    const uint64_t start = trace_now();
-    const int64_t first = chunk * args.chunk * size_of(args.dtype);
-    std::byte* local = c.region.landing.at(part.half(), part.rank(), first);
-    multicast_bytes(
-        block, others, part.rank(), [&](int rank) { return c.heap.peer(rank, local); }, args.x + first,
-        chunk_size(args, chunk) * size_of(args.dtype));
-    block.release_sync();
-    if (block.rank() == 0) {  // pairs with the acquire in reduce()
-      signal_many(c.heap, others, c.region.chunk_signal.at(part.half(), part.rank(), chunk), part.epoch);
-    }
-    record(c.trace(), block, {.kind = collective_kind::kPush, .begin = start, .token = chunk});
-  }
-
-  // False when a rank did not come.
-  MOE_A2A_DEVICE static bool reduce(const Args& args, const Part& part, const Block& block, int chunk) {
-    if (!wait_for_chunk(part, block, part.context.region.chunk_signal, part.others(), chunk)) return false;
-    const uint64_t start = trace_now();
-    const int64_t first = chunk * args.chunk;
-    with_element_type(args.dtype, [&](auto element) {
-      using T = decltype(element);
-      const T* x = reinterpret_cast<const T*>(args.x) + first;
-      T* out = reinterpret_cast<T*>(args.out) + first;
-      const auto row = [&](int r) {
-        const auto* landed = args.context.region.landing.at(part.half(), r, first * int64_t{sizeof(T)});
-        return r == part.rank() ? x : reinterpret_cast<const T*>(landed);
-      };
-      with_operator(args.op, [&](auto op) {
-        reduce_rows<T, decltype(op)>(block, part.num_ranks(), chunk_size(args, chunk), are_vectors(x, out), row, out,
-                                     static_cast<T*>(nullptr));
-      });
-    });
-    record(args.context.trace(), block, {.kind = TraceKind::kReduce, .begin = start, .token = chunk});
-    return true;
+    run_pipeline<OneShotSteps, ChunkStep<&OneShotSteps::push>, ChunkStep<&OneShotSteps::reduce>>(
+        args, collective_op::kOneShot, grid, block);
   }
 };
 

@@ -142,7 +142,7 @@ class DoublingSteps {
 
   template <class T, class Op>
   MOE_A2A_DEVICE Merging<T, Op> merging(int i) const {
-    return {reinterpret_cast<const T*>(args_.x) + i * args_.chunk, OneShot::chunk_size(args_, i), part_.num_ranks()};
+    return {reinterpret_cast<const T*>(args_.x) + i * args_.chunk, args_.size_of_chunk(i), part_.num_ranks()};
   }
   MOE_A2A_DEVICE float* partial(int place, int i) const {
     const int64_t offset = i * args_.chunk * int64_t{sizeof(float)};

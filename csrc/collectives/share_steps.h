@@ -2,7 +2,7 @@
 // reduces its own share, and reads the reduced shares of the others where they were reduced.
 #pragma once
 
-#include "collectives/meeting.h"
+#include "collectives/pipeline.h"
 #include "collectives/reduction.h"
 #include "collectives/shares.h"
 
@@ -24,41 +24,6 @@ struct ShareArgs {
 }  // namespace moe_a2a
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
-
-// A member function of Steps that takes a chunk; false when a rank did not come.
-template <auto kFunction>
-struct ChunkStep {
-  template <class Steps>
-  MOE_A2A_DEVICE static bool run(const Steps& steps, int i) {
-    return (steps.*kFunction)(i);
-  }
-};
-
-// The part of a block in a launch as a pipeline over its chunks: each stage is chunks_ahead() behind the one before.
-// The first stage waits for nothing.
-template <class Steps, class Send, class... Rest, class Args>
-MOE_A2A_DEVICE void run_pipeline(const Args& args, Operation operation, const Grid& grid, const Block& block) {
-  const auto send = [&](const Part& part) {
-    const Steps steps(args, part, grid, block);
-    const int num_chunks = steps.most_chunks(), end = chunks_ahead(num_chunks, grid) * grid.size();
-    for (int i = grid.rank(); i < num_chunks && i < end; i += grid.size()) Send::run(steps, i);
-  };
-  const auto receive = [&](const Part& part) {
-    const Steps steps(args, part, grid, block);
-    const int num_chunks = steps.most_chunks(), distance = chunks_ahead(num_chunks, grid) * grid.size();
-    const auto run = [&](auto stage, int i) {
-      return i < grid.rank() || i >= num_chunks || decltype(stage)::run(steps, i);
-    };
-    bool good = true;
-    const int end = num_chunks + static_cast<int>(sizeof...(Rest)) * distance;
-    for (int i = grid.rank() + distance; good && i < end; i += grid.size()) {
-      int of_stage = i;
-      good = run(Send{}, i) && (... && run(Rest{}, of_stage -= distance));
-    }
-    return good;
-  };
-  take_part(args, operation, grid, block, send, receive);
-}
 
 // The chunks of one block in one launch. Chunk i of every share is handled by block i % num_blocks.
 class ShareChunks {
@@ -98,6 +63,45 @@ class ShareChunks {
       visit(owner);
     }
     return owners;
+  }
+
+  // ---- the stages; what differs is how a chunk is copied. `place`: where it lies in a landing place and in `result`.
+
+  // Sends this rank's elements of chunk i of all other shares to their owners by write(span, target), with one fence
+  // for all.
+  template <class Write>
+  MOE_A2A_DEVICE bool push_chunks(int i, int64_t place, const Write& write) const {
+    const uint64_t start = trace_now();
+    std::byte* landing = region_.landing.at(part_.half(), part_.rank(), place);
+    const RankSet owners =
+        for_other_owners(i, [&](int owner) { write(chunk(owner, i), args_.context.heap.peer(owner, landing)); });
+    signal_landed(owners, i);
+    record_chunk(collective_kind::kPush, start, i);
+    return true;
+  }
+
+  // Reduces chunk i of this rank's share by reduce(element), where `element` is of the dtype, once all ranks' have
+  // landed.
+  template <class Reduce>
+  MOE_A2A_DEVICE bool reduce_own(int i, bool shows_result, const Reduce& reduce) const {
+    if (i >= num_own_chunks()) return true;
+    if (!wait_for_landed(i)) return false;
+    const uint64_t start = trace_now();
+    with_element_type(args_.dtype, reduce);
+    if (shows_result) signal_result(i);
+    record_chunk(TraceKind::kReduce, start, i);
+    return true;
+  }
+
+  // Reads chunk i of the shares of all other ranks by read(span, source).
+  template <class Read>
+  MOE_A2A_DEVICE bool pull_chunks(int i, int64_t place, const Read& read) const {
+    if (!wait_for_results(i)) return false;
+    const uint64_t start = trace_now();
+    std::byte* result = region_.result.at(part_.half(), place);
+    for_other_owners(i, [&](int owner) { read(chunk(owner, i), args_.context.heap.peer(owner, result)); });
+    record_chunk(collective_kind::kPull, start, i);
+    return true;
   }
 
   MOE_A2A_DEVICE int num_own_chunks() const { return args_.extent.num_chunks(args_.shares, part_.rank()); }
@@ -155,22 +159,14 @@ class ShareSteps : public ShareChunks {
  public:
   using ShareChunks::ShareChunks;
 
-  // Writes this rank's elements of chunk i of all other shares to their owners, with one fence for all.
   MOE_A2A_DEVICE bool push(int i) const {
-    const uint64_t start = trace_now();
-    std::byte* landing = region_.landing.at(part_.half(), part_.rank(), place_of(i));
-    const RankSet owners = for_other_owners(i, [&](int owner) {
-      const Span span = chunk(owner, i);
-      copy(args_.context.heap.peer(owner, landing), x_at(span.begin), span.count);
-    });
-    signal_landed(owners, i);
-    record_chunk(collective_kind::kPush, start, i);
-    return true;
+    return push_chunks(i, place_of(i),
+                       [&](const Span& span, std::byte* target) { copy(target, x_at(span.begin), span.count); });
   }
 
   // Reduces chunk i of this rank's share into its part of out; `_for_all`: and into `result` for the others.
-  MOE_A2A_DEVICE bool reduce(int i) const { return reduce_own(i, false); }
-  MOE_A2A_DEVICE bool reduce_for_all(int i) const { return reduce_own(i, true); }
+  MOE_A2A_DEVICE bool reduce(int i) const { return reduce_into_out(i, false); }
+  MOE_A2A_DEVICE bool reduce_for_all(int i) const { return reduce_into_out(i, true); }
 
   // Puts chunk i of this rank's share, which is x, where the others read it.
   MOE_A2A_DEVICE bool show_own(int i) const {
@@ -184,27 +180,15 @@ class ShareSteps : public ShareChunks {
     return true;
   }
 
-  // Reads chunk i of the shares of all other ranks into out.
   MOE_A2A_DEVICE bool pull(int i) const {
-    if (!wait_for_results(i)) return false;
-    const uint64_t start = trace_now();
-    for_other_owners(i, [&](int owner) {
-      const Span span = chunk(owner, i);
-      copy(out_at(span.begin), args_.context.heap.peer(owner, result_at(i)), span.count);
+    return pull_chunks(i, place_of(i), [&](const Span& span, const std::byte* source) {
+      copy(out_at(span.begin), source, span.count);
     });
-    record_chunk(collective_kind::kPull, start, i);
-    return true;
   }
 
  private:
-  MOE_A2A_DEVICE bool reduce_own(int i, bool shows_result) const {
-    if (i >= num_own_chunks()) return true;
-    if (!wait_for_landed(i)) return false;
-    const uint64_t start = trace_now();
-    with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i, shows_result); });
-    if (shows_result) signal_result(i);
-    record_chunk(TraceKind::kReduce, start, i);
-    return true;
+  MOE_A2A_DEVICE bool reduce_into_out(int i, bool shows_result) const {
+    return reduce_own(i, shows_result, [&](auto element) { reduce_chunk<decltype(element)>(i, shows_result); });
   }
 
   template <class T>

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "comm/fnv1a.h"
+
 namespace moe_a2a {
 namespace {
 
@@ -23,9 +25,9 @@ Shares Shares::of(const std::vector<int64_t>& counts) {
 }
 
 uint64_t Shares::digest(int num_ranks) const {
-  uint64_t digest = 0xcbf29ce484222325u;  // FNV-1a
-  for (int r = 0; r <= num_ranks; ++r) digest = (digest ^ static_cast<uint64_t>(offset[r])) * 0x100000001b3u;
-  return digest;
+  Fnv1a hash;
+  for (int r = 0; r <= num_ranks; ++r) hash.add(static_cast<uint64_t>(offset[r]));
+  return hash.digest;
 }
 
 std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int element_size) {

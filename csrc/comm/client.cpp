@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <iterator>
 #include <thread>
 
 #include "arch/interrupt.h"
@@ -13,12 +12,6 @@
 #include "comm/symmetric_heap.h"
 
 namespace moe_a2a {
-namespace {
-
-// Clients in this process by device index. Communicators do not count: they launch nothing beside other clients.
-std::atomic<int> num_clients[64];
-
-}  // namespace
 
 // ---- memory and peers
 
@@ -28,14 +21,26 @@ Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext
       device_(make_device(member.target, member.device)),
       gate_(vocabulary.client),
       context_(context),
+      // Communicators launch nothing beside other clients.
+      share_(member.device, &vocabulary != &kCommVocabulary && member.num_ranks > 1),
       tracer_(*device_, context) {
   device_->add(comm_kernels(member.target));
-  if (&vocabulary != &kCommVocabulary) ++num_clients[member.device % std::size(num_clients)];
+  require_share();
 }
 
 int Client::share_of_device() const {
   const int most = device_->max_blocks();
-  return num_clients[member_.device % std::size(num_clients)] > 1 ? std::max(1, most / 2) : most;
+  return device_->is_synchronous() ? most : share_of(most, share_.num_clients());
+}
+
+void Client::require_share() const {
+  if (share_of_device() >= std::min(kFewestBlocks, device_->max_blocks())) return;
+  const int most = device_->max_blocks();
+  throw std::runtime_error(
+      "rank " + std::to_string(member_.rank) + ": " + std::to_string(share_.num_clients()) +
+      " objects would share the " + std::to_string(most) +
+      " compute units of this device, whose kernels wait for other ranks at the same time; at most " +
+      std::to_string(most / kFewestBlocks) + " can: close() one first");
 }
 
 std::byte* Client::allocate_symmetric(const RegionSize& size, const std::vector<AgreedField>& fields) {
@@ -74,7 +79,6 @@ void Client::link(const PoisonLink& poison) {
 // A peer may still write here if close() was not called or a peer never closed; device memory then stays until the
 // process ends. CPU mappings can always go: each process has its own.
 Client::~Client() {
-  if (&vocabulary_ != &kCommVocabulary) --num_clients[member_.device % std::size(num_clients)];
   closed_ = true;
   if (device_->is_synchronous() || (!may_be_mapped_ && gate_.is_own_process())) device_->close();
 }
@@ -244,6 +248,7 @@ void Client::close() {
   if (closed_) return;
   if (connected_ && !device_->is_synchronous()) part();
   closed_ = true;
+  share_.leave();
   after_close();
 }
 

@@ -11,6 +11,7 @@
 #include "comm/call_gate.h"
 #include "comm/context.h"
 #include "comm/device.h"
+#include "comm/device_share.h"
 #include "comm/peer_errors.h"
 #include "comm/region_handle.h"
 #include "comm/tracer.h"
@@ -108,9 +109,7 @@ class Client {
     device_->launch(args, num_blocks, stream);
   }
 
-  // Most blocks per launch unless the caller says otherwise: all of the device while this is its only client, otherwise
-  // half, so that kernels of two clients on two streams are resident at once. Each waits for its peers, which may run
-  // them in the opposite order.
+  // Most blocks per launch: see device_share.h.
   int share_of_device() const;
 
   // Called before each launch, and after each launch of a synchronous device.
@@ -133,7 +132,10 @@ class Client {
   uint64_t mapped_by(int peer);
   void poison_peers();
 
+  void require_share() const;
+
   ClientContext& context_;
+  DeviceShare share_;
   PoisonLink poison_;
   Tracer tracer_;
   RegionSize size_;

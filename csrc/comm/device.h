@@ -37,7 +37,8 @@ class Device {
   virtual void synchronize() = 0;
   // Work queued on `later` from now on runs after everything already queued on `earlier`.
   virtual void order_streams(void* earlier, void* later) = 0;
-  virtual void* own_stream() = 0;  // for launches that no user call makes
+  virtual bool is_capturing(void* stream) const = 0;  // into a graph, which may be replayed
+  virtual void* own_stream() = 0;                     // for launches that no user call makes
   // Ends the waits of the running launch and of all later ones, where the host can. Callable from any thread.
   virtual void interrupt() = 0;
   virtual bool is_interrupted() const = 0;  // by interrupt() or by the host hook; see arch/interrupt.h

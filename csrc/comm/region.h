@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "comm/array.h"
+#include "comm/fnv1a.h"
 #include "comm/report.h"
 #include "comm/signal.h"
 
@@ -38,18 +39,18 @@ class RegionLayout {
     offset_ = (offset_ + 127) / 128 * 128;
     array.data = reinterpret_cast<T*>(base_ + offset_);
     const size_t nbytes = static_cast<size_t>(count) * sizeof(T);
-    digest_ = (digest_ ^ offset_ ^ nbytes) * 0x100000001b3u;  // FNV-1a over the sequence of fields
+    fields_.add(offset_ ^ nbytes);
     offset_ += nbytes;
     return array;
   }
 
   size_t size() const { return (offset_ + 4095) / 4096 * 4096; }
-  uint64_t digest() const { return digest_; }
+  uint64_t digest() const { return fields_.digest; }
 
  private:
   std::byte* base_;
   size_t offset_ = 0;
-  uint64_t digest_ = 0xcbf29ce484222325u;
+  Fnv1a fields_;  // their sequence
 };
 
 // What every client's region begins with: leaving, refusing and reporting.

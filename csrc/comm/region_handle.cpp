@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/fnv1a.h"
+
 namespace moe_a2a {
 namespace {
 
@@ -75,21 +77,20 @@ AgreedField agreed(const char* name, const std::string& value) {
   return field;
 }
 
-// FNV-1a.
 uint64_t RegionHandle::sum() const {
   RegionHandle unsealed = *this;
   unsealed.checksum = 0;
   unsigned char bytes[sizeof(RegionHandle)];
   std::memcpy(bytes, &unsealed, sizeof(bytes));
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (const unsigned char byte : bytes) hash = (hash ^ byte) * 0x100000001b3u;
-  return hash;
+  Fnv1a hash;
+  for (const unsigned char byte : bytes) hash.add(byte);
+  return hash.digest;
 }
 
 uint64_t digest_of(const std::vector<RegionHandle>& handles) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (const RegionHandle& handle : handles) hash = (hash ^ handle.checksum) * 0x100000001b3u;
-  return hash | 1;
+  Fnv1a hash;
+  for (const RegionHandle& handle : handles) hash.add(handle.checksum);
+  return hash.digest | 1;
 }
 
 std::string disagreement(const std::vector<RegionHandle>& handles) {

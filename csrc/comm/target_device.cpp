@@ -36,6 +36,7 @@ class TargetDevice final : public Device {
   }
   void synchronize() override { machine_.synchronize(); }
   void order_streams(void* earlier, void* later) override { machine_.order_streams(earlier, later); }
+  bool is_capturing(void* stream) const override { return machine_.is_capturing(stream); }
   void* own_stream() override { return machine_.own_stream(); }
   void interrupt() override { machine_.interrupt(); }
   bool is_interrupted() const override { return machine_.is_interrupted(); }

@@ -22,10 +22,16 @@ struct TopkIdx {
   }
 };
 
+// A dispatch as the hosts count, by which a rank without a free buffer says which one it has refused.
+struct DispatchNumber {
+  uint64_t number = 0;  // 0: not counted, since a captured graph may replay it; no such refusal ends its waits
+  uint32_t since = 0;   // dispatches since the one that had the buffer before
+};
+
 struct DispatchSendArgs {
   Context context;
   int buffer = 0;
-  uint64_t number = 0;  // of the dispatch, as the hosts count; 0: do not check for refuse_any_buffer
+  DispatchNumber number;
   int num_tokens = 0;
   TopkIdx topk_idx;
   const float* topk_weights = nullptr;  // [num_tokens, num_topk]; null: all 1
@@ -72,6 +78,7 @@ struct CombineSendArgs {
   int64_t num_y_rows = 0;
   bool presummed = false;
   bool is_sent = false;     // by an earlier attempt: nothing is sent again, and kept own sums lie in y
+  uint32_t refused = 0;     // see MoeRegion::dispatch_credit
   bool vector_rows = true;  // y allows 16-byte vector loads
 };
 
@@ -99,7 +106,7 @@ struct CombineArgs {
 struct RefuseDispatchArgs {
   Context context;
   int buffer = 0;
-  uint64_t number = 0;  // as in DispatchSendArgs
+  DispatchNumber number;
   RefusalText text;
 };
 // For a rank whose buffers are all open: it cannot know which one its peers have taken.
@@ -120,7 +127,8 @@ struct RefuseCombineArgs {
 struct ReleaseArgs {
   Context context;
   int buffer = 0;
-  RefusalText text;  // empty: keep the text of an earlier refusal
+  uint32_t refused = 0;  // see MoeRegion::dispatch_credit
+  RefusalText text;      // empty: keep the text of an earlier refusal
 };
 
 }  // namespace moe_a2a

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "moe/experts/product_combine_args.h"
 #include "moe/moe_kernels.h"
 #include "moe/vocabulary.h"
 
@@ -40,9 +41,11 @@ ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConf
       comm_(std::move(comm)),
       open_(config.num_buffers),
       newest_(config.num_buffers),
-      last_buffer_(config.num_buffers - 1) {
+      last_number_(config.num_buffers),
+      last_buffer_(config.num_buffers - 1),
+      last_buffer_before_(last_buffer_) {
   context_.config = config;
-  for (const auto& family : {dispatch_kernels, combine_kernels, link_floor_kernels}) {
+  for (const auto& family : {dispatch_kernels, combine_kernels, product_combine_kernels, link_floor_kernels}) {
     device_->add(family(member_.target));
   }
   const std::vector<AgreedField> fields = {agreed("num_experts", config.num_experts),
@@ -110,8 +113,8 @@ void ExpertParallel::take(int buffer, const std::shared_ptr<DispatchHandle>& han
   open_[buffer] = handle;
   newest_[buffer] = handle;
   newest_dispatch_ = handle;
-  last_buffer_ = buffer;
-  ++num_dispatches_;
+  last_buffer_before_ = std::exchange(last_buffer_, buffer);
+  last_number_before_ = std::exchange(last_number_[buffer], ++num_dispatches_);
 }
 
 int64_t ExpertParallel::max_quantized_row_bytes() const {
@@ -119,19 +122,19 @@ int64_t ExpertParallel::max_quantized_row_bytes() const {
 }
 
 int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
-  if (place.num_blocks > 0) return resident_blocks(place.num_blocks, device_->max_blocks());
-  return resident_blocks(by_table > 0 ? by_table : device_->default_blocks(), share_of_device());
+  const int wanted = place.num_blocks > 0 ? place.num_blocks : by_table > 0 ? by_table : device_->default_blocks();
+  return resident_blocks(wanted, share_of_device());
 }
 
 bool ExpertParallel::launches_halves() const { return device_->is_synchronous() || device_->max_blocks() < 2; }
 
 // ---- the steps
 
-DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer) const {
+DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer, const LaunchPlace& place) const {
   const bool aligned = (reinterpret_cast<uint64_t>(input.x.data) | static_cast<uint64_t>(input.x.stride)) % 16 == 0;
   return {.context = context_,
           .buffer = buffer,
-          .number = awaited_number(),
+          .number = number_of_next(buffer, place),
           .num_tokens = input.num_tokens,
           .topk_idx = input.topk_idx,
           .topk_weights = input.topk_weights,
@@ -146,6 +149,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::make_handle(const DispatchInput&
   auto handle = std::make_shared<DispatchHandle>();
   handle->owner = this;
   handle->buffer = buffer;
+  handle->number = num_dispatches_ + 1;
   handle->num_tokens = input.num_tokens;
   handle->row_dtype = input.row_dtype();
   return handle;
@@ -157,7 +161,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
   raise_waits();
   const int buffer = next_buffer(place), num_blocks = dispatch_blocks(input.num_tokens, place);
   auto handle = make_handle(input, buffer);
-  launch(send_args(input, buffer), num_blocks, place.stream);
+  launch(send_args(input, buffer, place), num_blocks, place.stream);
   if (device_->is_synchronous()) {
     try {
       raise_waits();
@@ -210,7 +214,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   handle->layout = layout;
   handle->expert_alignment = expert_alignment;
   handle->stage = Stage::kReceived;
-  launch(DispatchArgs{.send = send_args(input, buffer),
+  launch(DispatchArgs{.send = send_args(input, buffer, place),
                       .recv = {.context = context_,
                                .buffer = buffer,
                                .layout = layout,
@@ -241,6 +245,23 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
          dispatch_blocks(handle.num_tokens, place), place.stream);
 }
 
+// No block waits for another, so without a choice it takes all of a GPU.
+void ExpertParallel::simulated_experts(const DispatchHandle& handle, const ExpertScales& scales, void* sums,
+                                       const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  require(handle, Stage::kReceived, Stage::kReceived, "simulated_experts");
+  const uint64_t addresses =
+      reinterpret_cast<uint64_t>(sums) | static_cast<uint64_t>(config().row_bytes(config().dtype)) |
+      (scales.per_column ? reinterpret_cast<uint64_t>(scales.data) | static_cast<uint64_t>(scales.stride) : 0);
+  launch(SimulatedExpertsArgs{.context = context_,
+                              .buffer = handle.buffer,
+                              .layout = handle.layout,
+                              .scales = scales,
+                              .sums = static_cast<std::byte*>(sums),
+                              .vector_rows = addresses % 16 == 0 || !device_->needs_aligned_vectors()},
+         blocks(place, device_->is_synchronous() ? 0 : device_->max_blocks()), place.stream);
+}
+
 CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows,
                                           bool presummed) const {
   const bool aligned = (reinterpret_cast<uint64_t>(y.data) | static_cast<uint64_t>(y.stride)) % 16 == 0;
@@ -249,6 +270,7 @@ CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Ro
           .y = y,
           .num_y_rows = num_y_rows,
           .presummed = presummed,
+          .refused = refused_since(handle),
           .vector_rows = aligned || !device_->needs_aligned_vectors()};
 }
 
@@ -276,6 +298,27 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t
   raise_waits();
   const int num_blocks = combine_blocks(handle.num_tokens, place);
   launch(send_args(handle, y, num_y_rows, presummed), num_blocks, place.stream);
+  handle.stage = Stage::kCombineSent;
+  after_launch();
+}
+
+bool ExpertParallel::can_send_with_product(const DispatchHandle& handle) const {
+  return handle.layout != Layout::kMasked && !config().returns_ll(handle.num_tokens) && device_->max_blocks() >= 2;
+}
+
+void ExpertParallel::product_combine_send(DispatchHandle& handle, const GroupedGemmArgs& product,
+                                          const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  require(handle, Stage::kReceived, Stage::kReceived, "experts");
+  if (!can_send_with_product(handle)) throw std::logic_error("product_combine_send: see can_send_with_product()");
+  raise_waits();
+  const Rows y = {static_cast<const std::byte*>(product.out), config().row_bytes(config().dtype)};
+  const int most = device_->max_blocks();
+  const int num_blocks = std::max(2, place.num_blocks > 0 ? resident_blocks(place.num_blocks, most) : most);
+  launch(ProductCombineSendArgs{.product = product,
+                                .send = send_args(handle, y, product.num_rows, false),
+                                .num_send_blocks = product_senders(num_blocks)},
+         num_blocks, place.stream);
   handle.stage = Stage::kCombineSent;
   after_launch();
 }

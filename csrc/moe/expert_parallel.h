@@ -11,6 +11,8 @@
 
 #include "comm/communicator.h"
 #include "moe/args.h"
+#include "moe/experts/grouped_gemm_args.h"
+#include "moe/experts/simulated_experts_args.h"
 #include "moe/launch_table.h"
 
 namespace moe_a2a {
@@ -31,6 +33,7 @@ struct DispatchHandle {
 
   const ExpertParallel* owner = nullptr;
   int buffer = 0;
+  uint64_t number = 0;  // of the dispatch, as the hosts count
   int num_tokens = 0;
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
@@ -83,9 +86,17 @@ class ExpertParallel : public Client {
   // Positions of the handle's layout: the number of rows of expert_x and y.
   int64_t num_positions(const DispatchHandle& handle) const;
   void gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales, const LaunchPlace& place);
+  // Of every row of recv_x the weighted sum of what scaling experts make of it; sums: for a presummed combine.
+  void simulated_experts(const DispatchHandle& handle, const ExpertScales& scales, void* sums,
+                         const LaunchPlace& place);
   void combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
                     const LaunchPlace& place);
   void combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place);
+  // Replaces combine_send: one launch multiplies and sends the sums of the product's rows.
+  // `product.out` is y, its `expert_offsets` are the handle's; place.num_blocks counts the blocks that send too.
+  void product_combine_send(DispatchHandle& handle, const GroupedGemmArgs& product, const LaunchPlace& place);
+  // Not in the masked layout, nor if this rank's batch is so small that its sums may return as LL words.
+  bool can_send_with_product(const DispatchHandle& handle) const;
   // Peers that wait in combine for this rank are told `why`.
   void release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why = {});
 
@@ -130,12 +141,13 @@ class ExpertParallel : public Client {
  private:
   int find_buffer(const LaunchPlace& place);  // -1: all are open
   int next_buffer(const LaunchPlace& place);
-  uint64_t awaited_number() const;
+  DispatchNumber number_of_next(int buffer, const LaunchPlace& place) const;
+  uint32_t refused_since(const DispatchHandle& handle) const;
   void pass_without_buffer();
   void refuse_any_buffer(const std::string& why, const LaunchPlace& place);
   void take(int buffer, const std::shared_ptr<DispatchHandle>& handle);
   std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
-  DispatchSendArgs send_args(const DispatchInput& input, int buffer) const;
+  DispatchSendArgs send_args(const DispatchInput& input, int buffer, const LaunchPlace& place) const;
   CombineSendArgs send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
   void finish_combine(DispatchHandle& handle);
@@ -145,6 +157,7 @@ class ExpertParallel : public Client {
   bool launches_halves() const;
   void after_launch();
   bool is_known_refusal(const Report& report) override;
+  bool take_back(uint64_t number);
   void raise_bad_routing();
   void after_close() override;
 
@@ -153,7 +166,14 @@ class ExpertParallel : public Client {
   ErrorCounters raised_;                               // counts that have been raised already
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer; null: free
   std::vector<std::weak_ptr<DispatchHandle>> newest_;  // per buffer: its latest handle
+  std::vector<uint64_t> last_number_;                  // per buffer: of the dispatch that had it last
   int last_buffer_;
+  // For take_back(): what the newest dispatch has replaced.
+  int last_buffer_before_;
+  uint64_t last_number_before_ = 0;
+  uint64_t last_refused_ = 0;                      // number of the latest dispatch that this rank had no buffer for
+  uint64_t last_failed_ = 0;                       // the same of one that failed here for another reason
+  uint64_t last_taken_back_ = 0;                   // the same of one that a peer had no buffer for
   std::weak_ptr<DispatchHandle> newest_dispatch_;  // null: it was refused
   std::atomic<uint64_t> num_dispatches_ = 0;       // including refused ones
   LaunchTable launch_table_;

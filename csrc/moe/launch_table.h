@@ -30,12 +30,13 @@ class LaunchTable {
   std::vector<LaunchStep> steps_;
 };
 
-// Clamps `wanted` to the blocks that are resident at once, one per compute unit. Blocks wait for each other, so a block
-// that is not resident would stall the others until the deadline.
+// Clamps `wanted` to the blocks that may be resident at once, one per compute unit. Blocks wait for each other, so a
+// block that is not resident would stall the others until the deadline.
 int resident_blocks(int wanted, int max_blocks);
 
 // How many of a fused launch's `num_blocks`, at least two, send.
 int dispatch_senders(int num_blocks);
 int combine_senders(int num_blocks, bool presummed, int num_ranks);
+int product_senders(int num_blocks);  // the others multiply
 
 }  // namespace moe_a2a

@@ -30,9 +30,12 @@ struct MoeConfig {
   int num_max_tokens_per_rank = 0;
   int num_buffers = 2;
   DType dtype = DType::kBfloat16;
-  int num_max_ll_tokens = 0;  // a rank's batch of at most this many tokens travels as LL words (comm/ll_word.h)
-  // The sums of a batch return as LL words if all of its tokens' rows, from every other rank, are no more than this. 4
-  // H200, 128 tokens of hidden 7168 (5.5 MB): 48 us as words, 38 as rows; 2 H200 (1.8 MB): no difference.
+  int num_max_ll_tokens = 0;  // the choices of a batch of at most this many tokens travel as LL words (comm/ll_word.h)
+  // So do its rows, if those of all its tokens are no more than this. 2 H200, hidden 7168: 64 tokens (0.9 MB) 18 us
+  // either way, 128 (1.8 MB) 25.4 as words and 22.1 as rows.
+  int64_t max_ll_row_bytes = 1 << 20;
+  // So do its sums, if those of all its tokens, from every other rank, are no more than this. 4 H200, 128 tokens (5.5
+  // MB): 48 us as words, 38 as rows; 2 H200 (1.8 MB): 31.4 as words, 35.7 as rows.
   int64_t max_ll_sum_bytes = 3 << 20;
 
   MOE_A2A_HOST_DEVICE constexpr int num_local_experts() const { return num_experts / num_ranks; }
@@ -63,11 +66,14 @@ struct MoeConfig {
     const int fits = kMaxLlChoices / (num_ranks * num_topk);
     return fits < most ? fits : most;
   }
-  MOE_A2A_HOST_DEVICE constexpr bool sends_ll(int num_tokens) const {
+  MOE_A2A_HOST_DEVICE constexpr bool sends_ll_choices(int num_tokens) const {
     return num_max_ll_tokens > 0 && num_tokens <= num_max_ll_tokens;
   }
+  MOE_A2A_HOST_DEVICE constexpr bool sends_ll_rows(int num_tokens, DType row_dtype) const {
+    return sends_ll_choices(num_tokens) && num_tokens * row_bytes(row_dtype) <= max_ll_row_bytes;
+  }
   MOE_A2A_HOST_DEVICE constexpr bool returns_ll(int num_tokens) const {
-    return sends_ll(num_tokens) && num_tokens * (num_ranks - 1) * row_bytes(dtype) <= max_ll_sum_bytes;
+    return sends_ll_choices(num_tokens) && num_tokens * (num_ranks - 1) * row_bytes(dtype) <= max_ll_sum_bytes;
   }
   MOE_A2A_HOST_DEVICE constexpr int num_pieces() const { return row(dtype).num_pieces(); }
   // Bytes of `num_dwords` as LL words, in pieces: at most twice the data, and each piece ends on a whole word.

@@ -45,7 +45,7 @@ MoeRegion make_moe_region(const MoeConfig& config, RegionLayout& symmetric, Regi
   w.landed_row = local.take<int32_t>(b, r * t);
   w.landed_offsets = local.take<int32_t>(b, r + 1);
   w.landed_term = local.take<RouteTerm>(b, r * t, k);
-  w.combine_order = local.take<LandedRow>(b, MoeRegion::kNumOrders, r * t);
+  w.combine_order = local.take<int32_t>(b, MoeRegion::kNumOrders, r * t);
   w.num_recv_tokens = local.take<int32_t>(b, r);
   w.sums_return_ll = local.take<int32_t>(b, 1);
   w.token_ranks = local.take<RankSet>(b, t);

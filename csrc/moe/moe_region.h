@@ -62,9 +62,11 @@ struct MoeRegion {
   Array<std::byte, 4> ll_choices;      // [B, R src, L, ll_choices_stride]  expert and weight of each choice
   Array<std::byte, 4> ll_row;          // [B, R src, L, ll_row_stride]
   Array<std::byte, 4> ll_combine_row;  // [B, R src, L, ll_row_stride]
-  Array<Signal, 2> dispatch_credit;    // [B, R src]  src no longer reads what I dispatched up to this epoch
-  Array<Signal, 2> combine_refusal;    // [B, R src]  src refused its combine; payload: RefusalCount
-  Array<Signal, 1> dispatch_refusal;   // [R src]  epoch: number of the latest dispatch that src had no buffer for
+  // [B, R src]  src no longer reads what I dispatched up to this epoch. payload: how many dispatches after that one was
+  // the last that src, out of buffers, refused before it gave this credit; 0: none
+  Array<Signal, 2> dispatch_credit;
+  Array<Signal, 2> combine_refusal;   // [B, R src]  src refused its combine; payload: RefusalCount
+  Array<Signal, 1> dispatch_refusal;  // [R src]  epoch: number of the latest dispatch that src had no buffer for
 
   // ---- local
   Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; advanced by kernels
@@ -79,8 +81,8 @@ struct MoeRegion {
   Array<int32_t, 2> route_src_token;   // [B, routes]
   Array<int32_t, 2> landed_row;        // [B, R * T]  landed rows, in (src_rank, token) order
   Array<int32_t, 2> landed_offsets;    // [B, R + 1]  where the rows of each src begin in landed_row
-  Array<RouteTerm, 3> landed_term;     // [B, R * T, K]  the routes of each landed row, in k order
-  Array<LandedRow, 3> combine_order;   // [B, kNumOrders, R * T]  the order in which combine sends whole rows
+  Array<RouteTerm, 3> landed_term;     // [B, R * T rows, K]  the routes of each row that landed, in k order
+  Array<int32_t, 3> combine_order;     // [B, kNumOrders, R * T]  landed rows as combine sends them, if whole
   Array<int32_t, 2> num_recv_tokens;   // [B, R src]  tokens in the batch of src
   Array<int32_t, 2> sums_return_ll;    // [B, 1]  whether sums return as LL words: if those of all batches may
   Array<RankSet, 2> token_ranks;       // [B, T]  the ranks that each of this rank's tokens went to

@@ -33,7 +33,7 @@ struct RefuseDispatch {
   }
 };
 
-// For a dispatch that this rank has no buffer for; see DispatchSend::await_credit().
+// For a dispatch that this rank has no buffer for. Pairs with the acquire in DispatchSend::await_credit().
 struct RefuseAnyBuffer {
   using Args = RefuseAnyBufferArgs;
   static constexpr const char* kName = "refuse_any_buffer";
@@ -74,7 +74,7 @@ struct Release {
     if (args.text.word[0] != 0) leave_text(c, args.buffer, block, args.text);
     if (block.rank() != 0) return;
     const uint64_t epoch = c.region.epoch(args.buffer);
-    CombineSend::return_credit(c, args.buffer, epoch);
+    CombineSend::return_credit(c, args.buffer, epoch, args.refused);
     refuse_combine(c, args.buffer, epoch, Refusal::kFinal);
   }
 };

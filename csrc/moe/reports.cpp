@@ -22,7 +22,7 @@ void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& 
   if (buffer < 0) return refuse_any_buffer(why, place);
   launch(
       RefuseDispatchArgs{
-          .context = context_, .buffer = buffer, .number = awaited_number(), .text = to_refusal_text(why)},
+          .context = context_, .buffer = buffer, .number = number_of_next(buffer, place), .text = to_refusal_text(why)},
       1, place.stream);
   if (device_->is_synchronous()) {
     try {
@@ -32,6 +32,7 @@ void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& 
     }
   }
   take(buffer, nullptr);
+  last_failed_ = num_dispatches_;
   leave_if_interrupted();
 }
 
@@ -71,17 +72,27 @@ void ExpertParallel::give_up_newest(const std::string& why, const LaunchPlace& p
   if (const auto handle = newest_dispatch_.lock()) release(*handle, place, why);
 }
 
-// Peers see the refusal while they wait for the credit of a buffer that is open here. Queued launches do not check for
-// it: in a captured graph they are replayed, and the hosts do not count replays.
+// Peers see the refusal while they wait for the credit of a buffer that is open here.
 void ExpertParallel::refuse_any_buffer(const std::string& why, const LaunchPlace& place) {
   launch(RefuseAnyBufferArgs{.context = context_, .number = num_dispatches_ + 1, .text = to_refusal_text(why)}, 1,
          place.stream);
   pass_without_buffer();
+  last_refused_ = num_dispatches_;
 }
-uint64_t ExpertParallel::awaited_number() const { return device_->is_synchronous() ? num_dispatches_ + 1 : 0; }
 void ExpertParallel::pass_without_buffer() {
   newest_dispatch_.reset();
   ++num_dispatches_;
+}
+
+// The hosts do not count the replays of captured graphs.
+DispatchNumber ExpertParallel::number_of_next(int buffer, const LaunchPlace& place) const {
+  if (device_->is_capturing(place.stream)) return {};
+  const uint64_t number = num_dispatches_ + 1, since = number - last_number_[buffer];
+  return {.number = number, .since = static_cast<uint32_t>(std::min<uint64_t>(since, Signal::kPayloadMask))};
+}
+uint32_t ExpertParallel::refused_since(const DispatchHandle& handle) const {
+  if (last_refused_ <= handle.number) return 0;
+  return static_cast<uint32_t>(std::min<uint64_t>(last_refused_ - handle.number, Signal::kPayloadMask));
 }
 
 void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why) {
@@ -93,6 +104,7 @@ void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, c
     const bool refused_before = why.empty() && handle.failed_attempt + handle.num_strays > 0;
     launch(ReleaseArgs{.context = context_,
                        .buffer = handle.buffer,
+                       .refused = refused_since(handle),
                        .text = refused_before ? RefusalText{}
                                : why.empty()  ? to_refusal_text("it released the handle without a combine")
                                               : to_refusal_text(why)},
@@ -117,6 +129,7 @@ void ExpertParallel::raise_reported() {
 // Where launches are queued, a refusal surfaces after its call. A launch's first report reopens the handle of a combine
 // that may be retried; returns true for the reports of its other warps.
 bool ExpertParallel::is_known_refusal(const Report& report) {
+  if (report.buffer == config().num_buffers) return take_back(report.expected_epoch);
   const auto handle = newest_[report.buffer].lock();
   if (!handle) return false;
   if (std::exchange(handle->is_refusal_raised, true)) return true;
@@ -127,6 +140,24 @@ bool ExpertParallel::is_known_refusal(const Report& report) {
     open_[report.buffer] = handle;
   }
   return false;
+}
+
+// A peer had no buffer for this dispatch, so it has not taken place: its buffer is the next one again. Returns true if
+// that is not news: each block may report it, and a rank that has refused the same dispatch has raised its own error.
+bool ExpertParallel::take_back(uint64_t number) {
+  if (number <= last_taken_back_) return true;
+  last_taken_back_ = number;
+  if (number == num_dispatches_) {
+    last_number_[last_buffer_] = last_number_before_;
+    last_buffer_ = last_buffer_before_;
+  }
+  for (const auto& newest : newest_) {
+    const auto handle = newest.lock();
+    if (!handle || handle->number != number) continue;
+    handle->stage = Stage::kClosed;
+    if (open_[handle->buffer] == handle) open_[handle->buffer] = nullptr;
+  }
+  return number == last_failed_;
 }
 
 // Throws errors that the kernels have counted since the last call.

@@ -1,4 +1,4 @@
-// Which wire a batch takes, and which slots each step's rows go to.
+// How batches travel, and which slots each step's rows go to.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,33 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Calls f(std::type_identity<Wire>) with the wire for a small or a large batch.
+// The routing of a large batch is a table, and its rows are whole. The choices of others are LL words: a table needs a
+// fence and a signal behind it. Whole rows need a signal each, but no stamps, which are a third of the bytes.
+struct SmallBatch {
+  static constexpr bool kHasTable = false;
+  using Wire = LlWire;
+};
+struct MediumBatch {
+  static constexpr bool kHasTable = false;
+  using Wire = RowWire;
+};
+struct LargeBatch {
+  static constexpr bool kHasTable = true;
+  using Wire = RowWire;
+};
+template <class Batch>
+MOE_A2A_DEVICE bool is(const MoeConfig& config, int num_tokens, DType row_dtype) {
+  if (Batch::kHasTable) return !config.sends_ll_choices(num_tokens);
+  return config.sends_ll_choices(num_tokens) && config.sends_ll_rows(num_tokens, row_dtype) == Batch::Wire::kIsLl;
+}
+// Calls f(std::type_identity<Batch>) with the kind of a batch whose rows travel as `row_dtype`.
+template <class F>
+MOE_A2A_DEVICE auto with_batch(const MoeConfig& config, int num_tokens, DType row_dtype, const F& f) {
+  if (config.sends_ll_rows(num_tokens, row_dtype)) return f(std::type_identity<SmallBatch>{});
+  if (config.sends_ll_choices(num_tokens)) return f(std::type_identity<MediumBatch>{});
+  return f(std::type_identity<LargeBatch>{});
+}
+// Calls f(std::type_identity<Wire>) with the wire that sums return by.
 template <class F>
 MOE_A2A_DEVICE auto with_wire(bool is_small, const F& f) {
   return is_small ? f(std::type_identity<LlWire>{}) : f(std::type_identity<RowWire>{});

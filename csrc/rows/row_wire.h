@@ -100,17 +100,17 @@ class RowWire {
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) const {
     Queue queue(block_, plan_.queue.in(shared_), plan_.num_senders);
-    const auto signal_row = [&](const Delivery& delivery) { signal(delivery); };
+    const auto signal_row = [&](const Delivery& delivery) { signal(exchange_, delivery); };
     if (queue.is_publisher()) queue.publish(signal_row);
     if (!queue.is_sender()) return;
     const Warp warp = block_.warp();
-    const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(delivery, rank); };
+    const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(exchange_, delivery, rank); };
     const auto done = [&](const Delivery& delivery) { queue.push(delivery, signal_row); };
     std::byte* stage =
         plan_.stage_bytes > 0 ? plan_.stages.in(shared_) + block_.warp_rank() * plan_.stage_bytes : nullptr;
     source.with_row_sender(RowPort<decltype(slot_of), decltype(done)>{warp, slot_of, done, stage}, [&](auto& sender) {
       WorkQueue(grid_, block_, plan_.num_senders, ticket_).walk(schedule.num_rows(), [&](int i) {
-        send_row<Schedule>(warp, source, sender, schedule.at(warp, i));
+        send_row<Schedule>(exchange_, layout_, warp, source, sender, schedule.at(warp, i));
       });
       sender.finish();
     });
@@ -120,11 +120,18 @@ class RowWire {
   // One block per row, for sums of so few rows that most warps would have none.
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send_by_blocks(const Schedule& schedule, const Source& source) const {
-    const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(delivery, rank); };
-    const auto done = [&](const Delivery& delivery) { signal(delivery); };
-    InPlaceSender sender(block_, slot_of, done);
-    make_round_robin(grid_, 0, 1).walk(schedule.num_rows(), [&](int i) {
-      send_row<Schedule>(block_, source, sender, schedule.at(block_.warp(), i));
+    send_in_place(exchange_, layout_, block_, make_round_robin(grid_, 0, 1), schedule, source);
+  }
+
+  // Sends the rows of `turns`, each formed in place and signalled by the whole group. Needs no shared memory.
+  template <class Group, class Turns, class Schedule, class Source>
+  MOE_A2A_DEVICE static void send_in_place(const Exchange& exchange, const RowLayout& layout, const Group& group,
+                                           Turns turns, const Schedule& schedule, const Source& source) {
+    const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(exchange, delivery, rank); };
+    const auto done = [&](const Delivery& delivery) { signal(exchange, delivery); };
+    InPlaceSender sender(group, slot_of, done);
+    turns.walk(schedule.num_rows(), [&](int i) {
+      send_row<Schedule>(exchange, layout, group, source, sender, schedule.at(Warp{}, i));
       return true;
     });
   }
@@ -139,28 +146,28 @@ class RowWire {
 
  private:
   template <class Schedule, class Group, class Source, class Sender>
-  MOE_A2A_DEVICE void send_row(const Group& group, const Source& source, Sender& sender,
-                               const Scheduled& scheduled) const {
+  MOE_A2A_DEVICE static void send_row(const Exchange& exchange, const RowLayout& layout, const Group& group,
+                                      const Source& source, Sender& sender, const Scheduled& scheduled) {
     const Delivery& delivery = scheduled.delivery;
     if (delivery.dst_ranks.empty()) return;
     const uint64_t start = trace_now();
-    source.send(group, sender, scheduled, layout_.whole());
-    record(exchange_.trace(), block_.warp(),
+    source.send(group, sender, scheduled, layout.whole());
+    record(exchange.trace(), Warp{},
            {.kind = Source::kKind,
             .begin = start,
             .peer = Schedule::kIsToOneRank ? delivery.first_dst_rank : -1,
             .token = delivery.token});
   }
 
-  MOE_A2A_DEVICE std::byte* slot_at(const Delivery& delivery, int rank) const {
-    const HeapView& heap = exchange_.heap;
-    return heap.peer(rank, exchange_.rows.at(exchange_.buffer, heap.rank, delivery.token));
+  MOE_A2A_DEVICE static std::byte* slot_at(const Exchange& exchange, const Delivery& delivery, int rank) {
+    const HeapView& heap = exchange.heap;
+    return heap.peer(rank, exchange.rows.at(exchange.buffer, heap.rank, delivery.token));
   }
   // Pairs with the acquire in receive().
-  MOE_A2A_DEVICE void signal(const Delivery& delivery) const {
-    const HeapView& heap = exchange_.heap;
-    signal_token(heap, delivery.dst_ranks, exchange_.signals.at(exchange_.buffer, heap.rank, delivery.token),
-                 exchange_.epoch, exchange_.trace(), delivery.token);
+  MOE_A2A_DEVICE static void signal(const Exchange& exchange, const Delivery& delivery) {
+    const HeapView& heap = exchange.heap;
+    signal_token(heap, delivery.dst_ranks, exchange.signals.at(exchange.buffer, heap.rank, delivery.token),
+                 exchange.epoch, exchange.trace(), delivery.token);
   }
 
   const Exchange& exchange_;

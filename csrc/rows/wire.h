@@ -23,7 +23,7 @@ struct Delivery {
   int first_dst_rank;  // written first; if all ranks began with the same one, its link would be the bottleneck
 };
 
-// The i-th row of a schedule. `row` is its number at the source: a token, or a landed row.
+// The i-th row of a schedule. `row` is its number at the source: a token, or a row of recv_x.
 struct Scheduled {
   Delivery delivery;
   int row;

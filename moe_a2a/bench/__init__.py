@@ -10,6 +10,7 @@ BENCHES = {
     "dispatch_combine": "time dispatch and combine beside the floor and the baselines",
     "experts": "time the two products of the experts beside their peers and the limits of the device",
     "layer": "time a whole MoE layer beside compositions with its peers' products",
+    "micro_batches": "time a product on the remaining SMs beside dispatch and combine of another micro-batch",
     "all_reduce": "time all_reduce beside gloo or NCCL",
     "reduce_scatter": "time reduce_scatter beside gloo or NCCL",
     "all_gather": "time all_gather beside gloo or NCCL",

@@ -23,11 +23,13 @@ FLUSH_BYTES = 256 << 20
 
 @dataclass
 class Step:
-    """One timed step. Its input is rewritten before it: the tensor `reads`, or whatever calling `reads` writes."""
+    """One timed step. Its input is rewritten before it: the tensor `reads`, or whatever calling `reads`
+    writes: an open handle, too."""
 
     name: str
     run: Callable[[], Any]
     reads: Tensor | Callable[[], Any] | None = None
+    repeats: int = 1  # what `run` does is done so often; the time is that of one
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,12 @@ class Clock:
         times = torch.zeros(self.how.iterations, len(steps), dtype=torch.float64)
         if self._on_gpu:
             self._wake_up(steps)
+        repeats = torch.tensor([step.repeats for step in steps])
         for iteration in range(-self.how.warm_up, self.how.iterations):
             marks = [self._run(step) for step in steps]
             self.synchronize()
             if iteration >= 0:
-                times[iteration] = torch.tensor([self.seconds(*pair) for pair in marks])
+                times[iteration] = torch.tensor([self.seconds(*pair) for pair in marks]) / repeats
         return times
 
     def _wake_up(self, steps: Sequence[Step]) -> None:
@@ -86,7 +89,7 @@ class Clock:
                 self.synchronize()
                 start = time.perf_counter()
                 step.run()
-                times[iteration, i] = time.perf_counter() - start
+                times[iteration, i] = (time.perf_counter() - start) / step.repeats
         self.synchronize()
         return times.median(dim=0).values.tolist()
 
@@ -104,8 +107,10 @@ class Clock:
 
     def freshen(self, reads: Tensor | Callable[[], Any] | None) -> None:
         """Rewrites the input of the next step, or flushes the cache."""
-        if self._on_gpu and reads is not None:
-            reads() if callable(reads) else reads.mul_(1)
+        if callable(reads):
+            reads()
+        elif self._on_gpu and reads is not None:
+            reads.mul_(1)
         if self._flush_buffer is not None:
             self._flush_buffer.zero_()
 

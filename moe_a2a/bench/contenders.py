@@ -223,6 +223,29 @@ class OursInGraphs(Ours):
         return [dispatch, combine]
 
 
+class OursInChains(OursInGraphs):
+    """Pairs of dispatch and combine in one captured graph, as a decoder runs its layers."""
+
+    launch = "chain"
+
+    def steps(self) -> list[Step]:
+        return [chain(self._dispatch, self._combine, self.inputs.x)]
+
+
+PAIRS_PER_CHAIN = 10
+
+
+def chain(dispatch: Callable[[], Any], combine: Callable[[], Any], x: Tensor) -> Step:
+    """Ten pairs in one graph; the step's time is that of one pair."""
+
+    def pairs() -> None:
+        for _ in range(PAIRS_PER_CHAIN):
+            dispatch()
+            combine()
+
+    return Step("pair", captured(pairs).replay, x, repeats=PAIRS_PER_CHAIN)
+
+
 def captured(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     # Thread-local: the process group's own thread may query events during the capture.

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--halves", action="store_true", help="also dispatch_send ... combine_recv, each by itself")
     what.add_argument("--graph", action="store_true", help="also captured graphs")
+    what.add_argument("--chain", action="store_true", help="also pairs of calls, ten in one captured graph (GPU)")
     what.add_argument("--overlap", action="store_true", help="also a matrix product between the halves")
     what.add_argument("--baselines", type=some_of(run_case.BASELINES, or_none=True), default=list(run_case.BASELINES),
                       metavar="NAME,...", help=f"{', '.join(run_case.BASELINES)}, or none (default: all)")  # fmt: skip

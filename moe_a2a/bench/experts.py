@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,15 @@ from moe_a2a.bench import limits, machine, product_results
 from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.product_results import Results, cases_of
-from moe_a2a.bench.products import ALL, Products, make_weights
+from moe_a2a.bench.products import ALL, Ours, OursFloat8, Products, make_weights
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import of_all_ranks, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
+from moe_a2a.expert_weights import ExpertWeights
+from moe_a2a.experts import combine_stays_apart, multiply_and_combine
 
 HEADER = (
-    f"{'tokens':>6} {'product':<8} {'system':<18} {'rows':>7} {'columns':>7} {'depth':>6} {'us':>9} {'TFLOP/s':>8} {'TB/s':>6} "
+    f"{'tokens':>6} {'product':<13} {'system':<18} {'rows':>7} {'columns':>7} {'depth':>6} {'us':>9} {'TFLOP/s':>8} {'TB/s':>6} "
     f"{'of limit':>8} {'MHz':>5} {'W':>4}  kernel"
 )
 
@@ -54,7 +57,7 @@ class Line:
     def __str__(self) -> str:
         mhz, watts = (f"{value:.0f}" if value else "-" for value in (self.sm_mhz, self.watts))
         return (
-            f"{self.tokens:>6} {self.product:<8} {self.system:<18} {self.rows:>7} {self.columns:>7} {self.depth:>6} {self.us:9.1f} "
+            f"{self.tokens:>6} {self.product:<13} {self.system:<18} {self.rows:>7} {self.columns:>7} {self.depth:>6} {self.us:9.1f} "
             f"{self.tflops:8.1f} {self.tbps:6.2f} {self.share_of_limit:8.0%} {mhz:>5} {watts:>4}  {(self.kernel or '-')[:60]}"
         )
 
@@ -90,15 +93,60 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
                 results.leave_out(contender.system, "", why)
                 continue
             products = contender(*weights)
-            handle = products.dispatch(ep, inputs.x, inputs.topk_idx, inputs.topk_weights)
+            tokens = inputs.x, inputs.topk_idx, inputs.topk_weights
+            handle = products.dispatch(ep, *tokens)
             try:
-                _run_system(case, products, handle, clock, results)
+                _run_system(case, products, handle, clock, results, partial(products.dispatch, ep, *tokens))
             except FailedSomewhereError as error:
                 results.leave_out(products.system, str(case), str(error))
             handle.release()
 
 
-def _run_system(case: Case, products: Products, handle: moe_a2a.DispatchHandle, clock: Clock, results: Results) -> None:
+class Combining:
+    """The second product and the combine of its rows: one after the other, and fused. Each combine takes a new dispatch."""
+
+    def __init__(self, products: Ours, inner: Any, dispatch: Callable[[], moe_a2a.DispatchHandle]):
+        self.products, self.inner, self.dispatch = products, inner, dispatch
+        if isinstance(products, OursFloat8):
+            of_first, of_second = (products.gate_up, products.gate_up_scales), (products.down, products.down_scales)
+        else:
+            of_first, of_second = (products.w_gate_up, None), (products.w_down, None)
+        self.weights = ExpertWeights(of_first[0], of_second[0], of_first[1], of_second[1])
+
+    def begin(self) -> None:
+        _rewrite(self.inner)
+        self.handle = self.dispatch()
+
+    def apart(self) -> Tensor:
+        return self.handle.ep.combine(self.products.second(self.inner), self.handle)
+
+    def fused(self) -> Tensor:
+        inner = self.inner if isinstance(self.inner, tuple) else (self.inner, None)
+        return multiply_and_combine(self.handle, self.weights, *inner)
+
+    def again(self, run: Callable[[], Tensor]) -> Tensor:
+        self.begin()
+        return run()
+
+    def steps(self, case: Case, results: Results) -> list[Step]:
+        steps = [Step("down, combine", self.apart, self.begin)]
+        self.begin()
+        if why := combine_stays_apart(self.handle):
+            results.leave_out("combine fused with the second product", str(case), why)
+        else:
+            steps.append(Step("down+combine", self.fused, self.begin))
+        self.handle.release()
+        return steps
+
+
+def _run_system(
+    case: Case,
+    products: Products,
+    handle: moe_a2a.DispatchHandle,
+    clock: Clock,
+    results: Results,
+    dispatch: Callable[[], moe_a2a.DispatchHandle],
+) -> None:
     rows, inner = together(lambda: _check(products, handle))
     counts = handle.expert_counts
     device = counts.device
@@ -107,26 +155,32 @@ def _run_system(case: Case, products: Products, handle: moe_a2a.DispatchHandle, 
         Step("gate_up", lambda: products.first(rows), lambda: _rewrite(rows)),
         Step("down", lambda: products.second(inner), lambda: _rewrite(inner)),
     ]
+    again = [step.run for step in steps]  # by itself
+    if isinstance(products, Ours):
+        combining = Combining(products, inner, dispatch)
+        more = combining.steps(case, results)
+        steps += more
+        again += [partial(combining.again, step.run) for step in more]
     times = clock.time([steps[0], *steps])[:, 1:]  # what comes first follows a pause of the host
     item = 1 if products.is_float8 else case.dtype.itemsize
     limit = results.limits[-1]
-    for step, w, seconds, num_inputs in zip(
-        steps, (products.w_gate_up, products.w_down), times.T, (num_landed, num_routes), strict=True
-    ):
+    for step, run, seconds in zip(steps, again, times.T, strict=True):
+        is_first = step.name == "gate_up"
+        w, num_inputs = (products.w_gate_up, num_landed) if is_first else (products.w_down, num_routes)
         columns, depth = w.shape[1:]
-        num_results = columns // 2 if products.gathers and step.name == "gate_up" else columns
-        item_of_result = item if products.gathers and step.name == "gate_up" else case.dtype.itemsize
+        num_results = columns // 2 if products.gathers and is_first else columns
+        item_of_result = item if products.gathers and is_first else case.dtype.itemsize
         moved = item * (used * columns * depth + num_inputs * depth) + item_of_result * num_routes * num_results
         median = slowest_rank_median(seconds)
         flops = _most(2.0 * num_routes * columns * depth, device)
         num_bytes = _most(moved, device)
-        read = limits.gauge(device, clock, step.run, median)
+        read = limits.gauge(device, clock, run, median)
         results.add(Line(
             tokens=case.num_tokens, product=step.name, system=products.system, rows=int(_most(num_routes, device)),
             columns=columns, depth=depth, experts=w.shape[0], dtype="float8" if products.is_float8 else str(case.dtype).removeprefix("torch."), us=1e6 * median,
             tflops=1e-12 * flops / median, tbps=1e-12 * num_bytes / median,
             share_of_limit=limit.seconds(flops, num_bytes, products.is_float8) / median,
-            sm_mhz=read.sm_mhz, watts=read.watts, kernel=limits.kernel_of(device, step.run),
+            sm_mhz=read.sm_mhz, watts=read.watts, kernel=limits.kernel_of(device, run),
         ))  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import p99, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
 from moe_a2a.expert_weights import Weight
+from moe_a2a.experts import combine_stays_apart
 
 TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-2, "float8": 1e-1}  # of the norm, against the layer step by step
 HEADER = f"{'tokens':>6} {'system':<28} {'launch':<6} {'us':>9} {'p99':>9} {'TFLOP/s':>8} {'of best peer':>12} {'MHz':>5} {'W':>4}"
@@ -122,8 +123,8 @@ def _contenders(
 ) -> Iterator[tuple[str, str, Callable[[], Call]]]:
     """(system, launch, what makes its call)"""
 
-    def ours(fused: bool, *weights: Weight) -> Call:
-        layer = moe_a2a.MoELayer(ep, *weights, fused=fused)
+    def ours(fused: bool, *weights: Weight, fused_combine: bool = False) -> Call:
+        layer = moe_a2a.MoELayer(ep, *weights, fused=fused, fused_combine=fused_combine)
         return lambda: layer(*tokens)
 
     float8 = [quantized(w, halves) for w, halves in zip(weights, (2, 1), strict=True)]
@@ -131,6 +132,13 @@ def _contenders(
         yield system, "eager", lambda own=own: ours(True, *own)
         if ep.device.type == "cuda":
             yield system, "graph", lambda own=own: _in_a_graph(ours(True, *own))
+        if why := _combine_stays_apart(ep, tokens):
+            results.leave_out("combine fused with the second product", str(case), why)
+            continue
+        system += ", combine fused"
+        yield system, "eager", lambda own=own: ours(True, *own, fused_combine=True)
+        if ep.device.type == "cuda":
+            yield system, "graph", lambda own=own: _in_a_graph(ours(True, *own, fused_combine=True))
     yield "moe_a2a, step by step", "eager", lambda: ours(False, *weights)
     for contender in ALL:
         system = f"moe_a2a + {contender.system}"
@@ -141,6 +149,13 @@ def _contenders(
             continue
         products = contender(*weights)
         yield system, "eager", lambda products=products: lambda: products.layer(ep, *tokens)
+
+
+def _combine_stays_apart(ep: moe_a2a.ExpertParallel, tokens: tuple[Tensor, ...]) -> str | None:
+    handle = ep.dispatch(*tokens)
+    why = combine_stays_apart(handle)
+    handle.release()
+    return why
 
 
 def _in_a_graph(call: Call) -> Call:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import devices
+from moe_a2a import checkout, devices
 
 
 def about(device: torch.device, num_ranks: int) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def about(device: torch.device, num_ranks: int) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {
             "moe_a2a": _version("moe_a2a"),
-            "commit": _commit(),
+            "commit": checkout.commit(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "CUDA": torch.version.cuda,
@@ -58,15 +58,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _commit() -> str | None:
-    """Of the checkout that the package is run from; without a checkout, MOE_A2A_COMMIT."""
-    if "MOE_A2A_COMMIT" in os.environ:
-        return os.environ["MOE_A2A_COMMIT"]
-    checkout = Path(__file__).parents[2]
-    if not (checkout / ".git").exists() or shutil.which("git") is None:
-        return None
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=10"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or None

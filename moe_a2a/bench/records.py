@@ -20,8 +20,8 @@ class Record:
     part: str  # of the suite: "tokens", "blocks", "routings", ...
     system: str
     mode: str
-    launch: str  # "eager", "eager, halves" or "graph"
-    step: str  # "dispatch", "combine", "total", or a half
+    launch: str  # "eager", "eager, halves", "graph", or "chain": ten pairs in one graph
+    step: str  # "dispatch", "combine", "total", a half, or "pair": a dispatch and a combine of a chain
     tokens: int  # of each rank
     hidden: int
     topk: int

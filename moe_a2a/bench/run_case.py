@@ -13,7 +13,7 @@ import moe_a2a
 from moe_a2a.bench import deep_ep, floor, gate, overlap, routings, torch_baselines
 from moe_a2a.bench.cases import Case, Inputs, Traffic, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring
-from moe_a2a.bench.contenders import Contender, Ours, OursInGraphs, OursInHalves
+from moe_a2a.bench.contenders import Contender, Ours, OursInChains, OursInGraphs, OursInHalves
 from moe_a2a.bench.records import Record, Results
 from moe_a2a.bench.statistics import p99, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
@@ -23,6 +23,7 @@ HOST_ITERATIONS = 10
 BASELINES = {
     "sort": torch_baselines.SortAllToAll,
     "all_gather": torch_baselines.AllGatherReduceScatter,
+    "collectives": torch_baselines.BareCollectives,
     "deep_ep_v1": deep_ep.Normal,
     "deep_ep_v1_fp8": deep_ep.NormalFp8,
     "deep_ep_v1_ll": deep_ep.LowLatency,
@@ -41,6 +42,7 @@ class Plan:
     blocks: tuple[int, ...] = (0,)  # 0: the launch table's
     halves: bool = False
     graph: bool = False
+    chain: bool = False
     overlap: bool = False
     baselines: tuple[str, ...] = ()
 
@@ -96,6 +98,10 @@ def _contenders(
                 yield OursInHalves(ep, inputs, mode, blocks)
             if plan.graph and inputs.x.is_cuda:
                 yield OursInGraphs(ep, inputs, mode, blocks)
+            if plan.chain and inputs.x.is_cuda:
+                yield OursInChains(ep, inputs, mode, blocks)
+    if plan.chain and inputs.x.is_cuda and "collectives" in plan.baselines:
+        yield torch_baselines.BareCollectivesInChains(case, inputs)
     for name in plan.baselines:
         baseline = BASELINES[name]
         if why := baseline.why_not(case, inputs.x.device):
@@ -148,7 +154,8 @@ class _Scribe:
         combined = _row_bytes(case, False), self.bare.of("combine", _row_bytes(case, False))
         both = dispatched[0] + combined[0], dispatched[1] + combined[1]
         # A half alone moves no volume of its own.
-        row_bytes, floor_us = {"dispatch": dispatched, "combine": combined, "total": both}.get(step, (None, None))
+        volumes = {"dispatch": dispatched, "combine": combined, "total": both, "pair": both}
+        row_bytes, floor_us = volumes.get(step, (None, None))
         num_bytes = None if row_bytes is None else row_bytes * self.busiest_rows
         return Record(
             part=self.part,
@@ -176,7 +183,7 @@ class _Scribe:
         )
 
     def _blocks(self, step: str) -> int | None:
-        if self.contender.blocks is None or step == "total":
+        if self.contender.blocks is None or step in ("total", "pair"):
             return None
         return self.contender.blocks[0 if step.startswith("dispatch") else 1]
 

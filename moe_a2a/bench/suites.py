@@ -36,6 +36,7 @@ def _asked_for(options: argparse.Namespace) -> Plan:
         blocks=tuple(options.blocks),
         halves=options.halves,
         graph=options.graph,
+        chain=options.chain,
         overlap=options.overlap,
         baselines=tuple(options.baselines),
     )
@@ -52,7 +53,7 @@ def _full(options: argparse.Namespace) -> list[Plan]:
     others = [routing for routing in routings.NAMES if routing != "uniform"]
     return [
         Plan("tokens", _cases((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), seed), both, graph=True,
-             baselines=baselines),
+             chain=True, baselines=baselines),
         Plan("blocks", _cases((8, 128, 4096), seed), both, blocks=BLOCKS),
         *(Plan("routings", _cases((128, 4096), seed, routing), both) for routing in others),
         Plan("halves", _cases((8, 128, 4096), seed), both, halves=True),

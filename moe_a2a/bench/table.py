@@ -38,8 +38,8 @@ def _lines(results: Results) -> Iterator[str]:
             yield ABOVE_HEADER
             yield HEADER
             yield from _call_lines(calls)
-        halves = [r for r in records if r.step not in ("dispatch", "combine", "total")]
-        yield from _half_lines(halves)
+        yield from _pair_lines([r for r in records if r.step == "pair"])
+        yield from _half_lines([r for r in records if r.step not in ("dispatch", "combine", "total", "pair")])
     yield from _overlap_lines(results)
     if results.notes or results.left_out:
         yield ""
@@ -70,6 +70,14 @@ def _call_lines(records: Iterable[Record]) -> Iterator[str]:
 
 def _columns(record: Record) -> str:
     return f"{record.median_us:8.1f} {record.p99_us:8.1f} {record.gbps:6.1f} {record.share_of_floor:5.0%}"
+
+
+def _pair_lines(records: list[Record]) -> Iterator[str]:
+    if not records:
+        return
+    yield f"{'chains':>6}  {'system':<33} {'mode':<13} | us per pair (p99)"
+    for r in records:
+        yield f"{r.tokens:>6}  {r.system:<33} {r.mode:<13} | {r.median_us:8.1f} ({r.p99_us:.1f})"
 
 
 def _half_lines(records: list[Record]) -> Iterator[str]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moe_a2a import baselines
 from moe_a2a.bench.cases import Case, Inputs
-from moe_a2a.bench.contenders import Contender
+from moe_a2a.bench.clock import Step
+from moe_a2a.bench.contenders import Contender, chain
 from moe_a2a.bench.expected import factor_of
 
 
@@ -51,3 +52,36 @@ class SortAllToAll(_TorchBaseline):
 class AllGatherReduceScatter(_TorchBaseline):
     name = "all_gather + reduce_scatter"
     baseline_class = baselines.AllGatherReduceScatter
+
+
+class BareCollectives(AllGatherReduceScatter):
+    """The two collectives alone, on tensors of the right size: what they can do without PyTorch's glue around them. The
+    layer that is checked is that of AllGatherReduceScatter; no rows are sorted or added up in the timed steps."""
+
+    name = "bare all_gather + reduce_scatter"
+
+    def __init__(self, case: Case, inputs: Inputs):
+        super().__init__(case, inputs)
+        num_tokens, hidden = case.num_tokens, case.hidden
+        self._x = self._empty(num_tokens, hidden)
+        self._gathered = self._empty(inputs.num_ranks * num_tokens, hidden)
+        self._sums = self._empty(num_tokens, hidden)
+
+    def _empty(self, rows: int, hidden: int) -> Tensor:
+        return torch.zeros(rows, hidden, dtype=self.inputs.x.dtype, device=self.inputs.x.device)
+
+    def steps(self) -> list[Step]:
+        return [Step("dispatch", self._gather, self._x), Step("combine", self._scatter, self._gathered)]
+
+    def _gather(self) -> None:
+        baselines.all_gather_single(self._gathered, self._x)
+
+    def _scatter(self) -> None:
+        baselines.reduce_scatter_single(self._sums, self._gathered)
+
+
+class BareCollectivesInChains(BareCollectives):
+    launch = "chain"
+
+    def steps(self) -> list[Step]:
+        return [chain(self._gather, self._scatter, self._x)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_a2a.command_line import UsageError
-from moe_a2a.leaderboard import loading, modes
+from moe_a2a.leaderboard import loading, modes, rank_program
 from moe_a2a.leaderboard.cases import Case, ProblemFile
 from moe_a2a.leaderboard.modes import CaseResult, Rules
 from moe_a2a.leaderboard.ranks import SubmissionRanks
@@ -17,6 +17,7 @@ from moe_a2a.leaderboard.statistics import geometric_mean
 TIMED = {"benchmark": modes.benchmark, "leaderboard": modes.leaderboard}
 CHECKED = {"test": modes.test, "pressure": modes.pressure, "lone_call": modes.lone_call}
 NULL_SECONDS = 1.0
+SECONDS_OF_LINK = 60.0
 OnCase = Callable[[int, CaseResult], None]
 
 
@@ -98,15 +99,23 @@ class Contest:
 
     def run_null(self) -> list[CaseResult]:
         """The null submission on every benchmark. Raises UsageError where the harness itself does not run."""
-        path = loading.entry_path("", "null")
-        assert path is not None
         rules = dataclasses.replace(self.rules, shortened=NULL_SECONDS, checked=False)
-        with self._ranks(path) as ranks:
+        with self._ranks(_null_path()) as ranks:
             results = [modes.benchmark(rules, ranks, case) for case in self.cases_of("benchmark")]
         failed = next((result for result in results if not result.passed), None)
         if failed is not None:
             raise UsageError(f"the null submission fails here, so the harness does: {failed.verdict}: {failed.message}")
         return results
+
+    def measure_link(self) -> float:
+        """Bytes per second that a rank sends while all send to all others; 0 for one rank, which has no link."""
+        if self.num_ranks == 1:
+            return 0.0
+        with self._ranks(_null_path()) as ranks:
+            ranks.begin_case(self.cases_of("benchmark")[0], [{} for _ in range(self.num_ranks)])
+            rates = ranks.run(rank_program.link_rate, limit=SECONDS_OF_LINK)
+            ranks.end_case()
+        return rates[0]
 
     def profile(
         self,
@@ -127,3 +136,9 @@ class Contest:
 
     def _ranks(self, submission: Path) -> SubmissionRanks:
         return SubmissionRanks(self.problem.name, submission, self.num_ranks, self.device_type)
+
+
+def _null_path() -> Path:
+    path = loading.entry_path("", "null")
+    assert path is not None
+    return path

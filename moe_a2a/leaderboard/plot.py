@@ -1,4 +1,4 @@
-"""The plot of a ranking: time per shape, a line per entry, the null submission below."""
+"""The plot of a ranking: time per shape, a line per entry, the null submission and the link's floor below."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from moe_a2a.leaderboard.record import Board
 
 NULL_STYLE: dict[str, Any] = {"color": "0.35", "linestyle": (0, (4, 2)), "linewidth": 1.2}
+FLOOR_STYLE: dict[str, Any] = {"color": "0.35", "linestyle": (0, (1, 2)), "linewidth": 1.2}
 
 
 def as_svg(board: Board) -> str:
@@ -35,6 +36,8 @@ def as_svg(board: Board) -> str:
             label=entry.name,
         )
     panel.plot([one.label for one in board.null], [one.mean_us for one in board.null], label="null", **NULL_STYLE)
+    if board.floor_us:
+        panel.plot([one.label for one in board.null], board.floor_us, label="floor", **FLOOR_STYLE)
     panel.set(yscale="log", ylabel="time of a call, us (mean, standard error)")
     panel.grid(color="0.9")
     panel.tick_params(axis="x", labelrotation=20)

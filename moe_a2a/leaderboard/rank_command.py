@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     paths = _by_entry_name([shared.submission_path(contest.problem, name) for name in names])
 
     nulls = contest.run_null()
-    board = Board.of(contest, nulls)
+    board = Board.of(contest, nulls, contest.measure_link())
     for name, path in paths.items():
         board.entries.append(_run_entry(contest, name, path, nulls, options.out))
     board.write(options.out / f"{contest.problem.name}.json")

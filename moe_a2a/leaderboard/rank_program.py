@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
-from moe_a2a.leaderboard import problems
+from moe_a2a.leaderboard import link, problems
 from moe_a2a.leaderboard.cases import Case
 from moe_a2a.leaderboard.device import Barrier, RankDevice
 from moe_a2a.leaderboard.guards import CollectiveBytes, GuardedInputs, poison
@@ -138,6 +138,11 @@ def call(report: Report, counted: bool, inputs: Tensors | None) -> CallResult:
     report("end")
     state.output = output
     return _result(state.inputs, output, end - begin, counter.nbytes)
+
+
+def link_rate(report: Report) -> float:
+    """Of the link between the ranks of the case, in bytes per second."""
+    return link.bytes_per_second(_case[0].device)
 
 
 def call_in_a_row(report: Report, all_inputs: list[Tensors]) -> list[CallResult]:

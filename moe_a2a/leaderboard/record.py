@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import statistics
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any
 
 import torch
 
+from moe_a2a import checkout
 from moe_a2a.command_line import UsageError
+from moe_a2a.leaderboard import problems
+from moe_a2a.leaderboard.cases import Case
 from moe_a2a.leaderboard.contest import Contest, ModeResult
 from moe_a2a.leaderboard.device import machine_name
 from moe_a2a.leaderboard.modes import CaseResult
 from moe_a2a.leaderboard.verdicts import PASS
 
-VERSION = 1
+VERSION = 2
+DRAWS_OF_FLOOR = 8
 
 
 @dataclass
@@ -88,16 +93,20 @@ class Board:
     machine: str
     date: str
     secret: int
-    versions: dict[str, str]
+    versions: dict[str, str | None]
     shortened: float | None
     shrunk: int | None
     speed_of_light_us: list[float]
+    link_gbps: float  # of a rank, in each direction, while all ranks send; 0: one rank has no link
+    floor_us: list[float]  # per benchmark: what must cross, over the link's rate; empty: one rank
     null: list[Timing]
     entries: list[Entry] = field(default_factory=list)
     version: int = VERSION
 
     @classmethod
-    def of(cls, contest: Contest, nulls: list[CaseResult]) -> Board:
+    def of(cls, contest: Contest, nulls: list[CaseResult], link_rate: float) -> Board:
+        """link_rate: from Contest.measure_link()."""
+        benchmarks = contest.cases_of("benchmark")
         return cls(
             problem=contest.problem.name,
             summary=contest.problem.summary,
@@ -106,10 +115,12 @@ class Board:
             machine=machine_name(contest.device_type),
             date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             secret=contest.secret,
-            versions={"moe_a2a": _own_version(), "torch": torch.__version__},
+            versions={"moe_a2a": _own_version(), "commit": checkout.commit(), "torch": torch.__version__},
             shortened=contest.shortened,
             shrunk=contest.shrunk,
             speed_of_light_us=[] if contest.shrunk else contest.problem.speed_of_light_us,
+            link_gbps=link_rate / 1e9,
+            floor_us=[1e6 * bytes_to_move(contest, case) / link_rate for case in benchmarks] if link_rate else [],
             null=[Timing.of(result) for result in nulls],
         )
 
@@ -131,6 +142,16 @@ class Board:
             return cls(null=null, entries=entries, **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path} is no ranking of `leaderboard rank`: {error}") from None
+
+
+def bytes_to_move(contest: Contest, case: Case) -> float:
+    """By the busiest rank, the mean over a few draws: from call to call the number of tokens differs."""
+    problem, ranks = problems.make(contest.problem.name), range(case["world_size"])
+    of_draws = []
+    for draw in range(DRAWS_OF_FLOOR):
+        generators = [torch.Generator().manual_seed(case["seed"] + 1000 * draw + rank) for rank in ranks]
+        of_draws.append(problem.bytes_to_move(case, [problem.make_inputs(case, r, generators[r]) for r in ranks]))
+    return statistics.fmean(of_draws)
 
 
 def _entry(fields: dict[str, Any]) -> Entry:

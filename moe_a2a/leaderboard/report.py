@@ -7,13 +7,15 @@ from pathlib import Path
 
 from moe_a2a.leaderboard import plot
 from moe_a2a.leaderboard.record import Board, Entry
+from moe_a2a.leaderboard.statistics import geometric_mean
 from moe_a2a.leaderboard.verdicts import MEANINGS, PASS
 
 PAGE = "leaderboard.html"
 HOW = (
     "A time is rank 0's, from after a barrier to after the next: the mean over calls, each on new data from a secret seed, "
     "each output checked. A score is the geometric mean over shapes. The null submission does nothing: its time is the "
-    "harness's own, and part of every time. Entries are not compared across machines."
+    "harness's own, and part of every time. The floor is what the busiest rank has to send or receive, divided by the rate of the "
+    "link that a bare kernel reached in the same run: no launch, no wait, no computation. Entries are not compared across machines."
 )
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -47,8 +49,11 @@ def write_all(folder: Path) -> list[Path]:
 def about(board: Board) -> str:
     text = (
         f"{board.ranks} ranks on {board.device} ({board.machine}), {board.date}, moe_a2a {board.versions['moe_a2a']}, "
+        f"commit {board.versions.get('commit')}, "
         f"PyTorch {board.versions['torch']}, seed {board.secret}."
     )
+    if board.link_gbps:
+        text += f" Link: {board.link_gbps:.3g} GB/s sent by each rank while all send."
     if board.shortened is not None:
         text += f" Shortened: {board.shortened:g} s of calls per shape, not the contract's 30."
     if board.shrunk is not None:
@@ -57,16 +62,23 @@ def about(board: Board) -> str:
 
 
 def table(board: Board) -> list[list[str]]:
-    """Rows of cells, the head first: entries in their order, then the null submission and the published bound."""
+    """Rows of cells, the head first: entries in their order, then the null submission, the floor and the published bound."""
     head = ["entry", "score, us", *(timing.label for timing in board.null)]
     rows = [head]
     for entry in board.ranked():
         times = [f"{timing.mean_us:.1f} ± {timing.err_us:.1f}" for timing in entry.timings] or ["" for _ in board.null]
         rows.append([entry.name, f"{entry.score_us:.1f}" if entry.verdict == PASS else entry.verdict, *times])
-    rows.append(["null", "", *(f"{timing.mean_us:.1f}" for timing in board.null)])
+    rows.append(_bound("null", [timing.mean_us for timing in board.null]))
+    if board.floor_us:
+        rows.append(_bound("floor", board.floor_us))
     if board.speed_of_light_us:
         rows.append(["bound published for 8 MI300X", "", *(f"{bound:g}" for bound in board.speed_of_light_us)])
     return rows
+
+
+def _bound(name: str, times_us: list[float]) -> list[str]:
+    digits = 1 if min(times_us) >= 1 else 2
+    return [name, *(f"{time:.{digits}f}" for time in (geometric_mean(times_us), *times_us))]
 
 
 def verdict_line(entry: Entry) -> str:

@@ -6,10 +6,15 @@ import numpy as np
 
 from moe_a2a.tracing.timeline import (
     ARROW,
+    CALL_WAIT,
+    CHUNK_WAIT,
+    COLLECTIVES,
     COMBINE_SENDERS,
     CREDIT_WAIT,
     DISPATCH_SENDERS,
     PARTIAL_WAIT,
+    PUSH,
+    REDUCE,
     ROUTE,
     ROW_WAIT,
     SIGNAL,
@@ -79,13 +84,18 @@ def causes(timeline: Timeline) -> np.ndarray:
 
     An arrow gives the cause where there is one. The cause of a table_wait is the peer's routing of that chunk, or the peer's
     launch for a small batch, whose routing leaves no record. The cause of a credit_wait is the peer's launch that last read
-    the buffer.
+    the buffer. Of collectives: the cause of a call_wait is the peer's launch, that of a chunk_wait the peer's push or
+    reduction of that chunk, whichever was the last.
     """
     cause = np.full(len(timeline.slices), -1, np.int64)
     waits = _waits_for_peers(timeline, TABLE_WAIT)
     cause[waits] = _routing_or_launch(timeline, waits)
     waits = _waits_for_peers(timeline, CREDIT_WAIT)
     cause[waits] = _last_of_peer(timeline, waits, (*COMBINE_SENDERS, "release"))
+    waits = _waits_for_peers(timeline, CALL_WAIT)
+    cause[waits] = _last_of_peer(timeline, waits, COLLECTIVES)
+    waits = _waits_for_peers(timeline, CHUNK_WAIT)
+    cause[waits] = _last_of_peer(timeline, waits, (PUSH, REDUCE), by_token=True)
     cause[timeline.arrows["sink"]] = timeline.arrows["source"]
     return cause
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_a2a.tracing.timeline import PARTIAL_WAIT, WAITS, Timeline, merged
+from moe_a2a.tracing.timeline import CALL_WAIT, CHUNK_WAIT, PARTIAL_WAIT, WAITS, Timeline, merged
 
 NEGLIGIBLE = 0.05  # share of the time in launches; below it there is no culprit
 ALONE = 4.0  # times the mean wait for the other ranks that a culprit must reach
@@ -43,6 +43,14 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
         return f"{hot} {whom}, in combine."
     if before + after == 0:
         return f"{whom}; what it did meanwhile was not recorded."
+    collective = _collective(timeline, of_blamed, waited)
+    if collective and before >= after:
+        return (
+            f"Rank {blamed} comes late to {collective}: it is slow before the call. {whom}; {_percent(before, before + after)} of that "
+            "before it began."
+        )
+    if collective:
+        return f"Rank {blamed} sends last in {collective}. {whom}; {_percent(after, before + after)} of that while it was sending."
     if before >= after:
         step = "combine: its experts are slow" if in_combine else "dispatch: it is slow before the layer"
         return (
@@ -116,6 +124,18 @@ def _parts(timeline: Timeline, cause: np.ndarray, waits: np.ndarray, waited: _Wa
     begin, end = timeline.slices["begin_ns"][waits], timeline.slices["end_ns"][waits]
     started = np.clip(timeline.slices["begin_ns"][kernel], begin, end)
     return waited.by_peer(waits, begin, started).sum(), waited.by_peer(waits, started, end).sum()
+
+
+def _collective(timeline: Timeline, waits: np.ndarray, waited: _WaitedTime) -> str | None:
+    """The launches in which most of these waits lie, if those are collectives."""
+    of_collectives = waits & timeline.named(CALL_WAIT, CHUNK_WAIT)
+    if waited.by_peer(of_collectives).sum() <= waited.by_peer(waits & ~of_collectives).sum():
+        return None
+    name = timeline.slices["name"][timeline.enclosing_kernels()]
+    cost = {
+        number: waited.by_peer(of_collectives & (name == number)).sum() for number in np.unique(name[of_collectives])
+    }
+    return timeline.names[max(cost, key=lambda number: cost[number])]
 
 
 def _hot_expert(tokens: np.ndarray, tokens_per_expert: np.ndarray, rank: int) -> str | None:

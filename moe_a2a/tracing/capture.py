@@ -1,4 +1,5 @@
-"""with moe_a2a.trace(ep) as t: records what the kernels do inside the block, and merges the records of all ranks."""
+"""with moe_a2a.trace(ep) as t: records what the kernels do inside the block, and merges the records of all ranks. Of an
+ExpertParallel, of Collectives, or of all clients of a Communicator."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from moe_a2a.groups import Group, HandleExchange
+from moe_a2a import _core
+from moe_a2a.client import Client
+from moe_a2a.groups import HandleExchange
 from moe_a2a.tracing import export
 from moe_a2a.tracing.merge import merge
 from moe_a2a.tracing.records import ClockSample, RankRecords
@@ -26,24 +29,6 @@ MOST_RECORDS = (1 << 31) - 1  # what the core counts with
 CLOCK_ROUNDS = 200  # exchanges with each rank, of which the fastest is used
 
 
-class Traced(Protocol):
-    """What a trace needs of an ExpertParallel, which knows the trace that is running."""
-
-    rank: int
-    num_ranks: int
-    num_experts: int
-    num_topk: int
-    hidden: int
-    num_max_tokens_per_rank: int
-    num_buffers: int
-    dtype: torch.dtype
-    device: torch.device
-    _group: Group
-    _trace: Trace | None
-
-    def _open_core(self) -> Any: ...
-
-
 class Trace:
     """Returned by trace(); call save() and summary() after its block has ended.
 
@@ -51,8 +36,10 @@ class Trace:
     end. If the block ends with an exception, nothing is gathered: each rank keeps its own records, and its file shows what
     its warps did last. The same holds for a HandleExchange, which has no channel to gather through."""
 
-    def __init__(self, ep: Traced, records_per_segment: int):
-        self._ep = ep
+    def __init__(self, clients: Sequence[Client], records_per_segment: int):
+        self._clients, self._first = clients, clients[0]
+        moe = [client for client in clients if hasattr(client, "num_experts")]
+        self._moe: Any = moe[0] if moe else None  # an ExpertParallel
         self._records_per_segment = records_per_segment
         self._clocks: list[ClockSample] = []
         self._choices: list[torch.Tensor] = []  # the topk_idx of each dispatch
@@ -61,26 +48,32 @@ class Trace:
 
     def __enter__(self) -> Trace:
         if self._clocks:
-            raise RuntimeError(f"this Trace of rank {self._ep.rank} has had its block; call trace() again")
-        if self._ep._trace is not None:
-            raise RuntimeError(f"rank {self._ep.rank} is inside another trace of this ExpertParallel; leave that first")
+            raise RuntimeError(f"this Trace of rank {self._first.rank} has had its block; call trace() again")
+        for client in self._clients:
+            if client._trace is not None:
+                name = type(client).__name__
+                raise RuntimeError(f"rank {client.rank} is inside another trace of this {name}; leave that first")
         self._clocks = [self._meet()]
-        self._core.trace_start(self._records_per_segment)
-        self._ep._trace = self
+        for client in self._clients:
+            client._open_core().trace_start(self._records_per_segment)
+            client._trace = self
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self._ep._trace = None
+        for client in self._clients:
+            client._trace = None
         try:
             own = self._read()
-            if kind is None and not isinstance(self._ep._group, HandleExchange):
+            if kind is None and not isinstance(self._first._group, HandleExchange):
                 own.clocks = [*self._clocks, self._meet()]
-                self._ranks = self._ep._group.all_gather(own)
+                self._ranks = self._first._group.all_gather(own)
             else:
                 own.clocks = [ClockSample(np.zeros(1, np.int64), np.zeros(1, np.int64), 0)]
                 self._ranks = [own]
         finally:
-            self._core.trace_stop()
+            for client in self._clients:
+                if not client.is_closed:
+                    client._open_core().trace_stop()
 
     def dispatched(self, topk_idx: torch.Tensor, row_dtype: torch.dtype) -> None:
         """Called by every dispatch: keeps what the records do not hold. Skipped during graph capture: replays would go on
@@ -88,7 +81,7 @@ class Trace:
         if topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         self._choices.append(topk_idx.detach().clone())
-        hidden = self._ep.hidden
+        hidden = self._moe.hidden
         scales = 4 * -(-hidden // 128) if row_dtype.itemsize == 1 else 0
         self._row_bytes.add(hidden * row_dtype.itemsize + scales)
 
@@ -97,8 +90,8 @@ class Trace:
         """All ranks on one clock. Computed once, on the ranks that ask."""
         if not self._ranks:
             raise RuntimeError("the trace has not ended; read it after the `with` block")
-        ep = self._ep
-        return merge(self._ranks, _configuration(ep), ep.hidden * ep.dtype.itemsize)
+        row_bytes = self._moe.hidden * self._moe.dtype.itemsize if self._moe else -1
+        return merge(self._ranks, _configuration(self._first, self._moe), row_bytes)
 
     def save(self, path: str | Path) -> None:
         """Writes one file with all ranks. Every rank may call it; rank 0 writes. After an exception every rank writes a file
@@ -108,54 +101,52 @@ class Trace:
         https://ui.perfetto.dev opens all of them.
         """
         export.check_ending(path)
-        if len(self._ranks) < self._ep.num_ranks:
+        if len(self._ranks) < self._first.num_ranks:
             path = Path(path)
-            export.save(self.timeline, path.with_name(path.name.replace(".", f".rank{self._ep.rank}.", 1)))
-        elif self._ep.rank == 0:
+            export.save(self.timeline, path.with_name(path.name.replace(".", f".rank{self._first.rank}.", 1)))
+        elif self._first.rank == 0:
             export.save(self.timeline, path)
 
     def summary(self) -> Summary:
         """The trace in numbers, equal on every rank. print() it."""
         return summarize(self.timeline)
 
-    @property
-    def _core(self) -> Any:
-        return self._ep._open_core()
-
     def _meet(self) -> ClockSample:
         """Compares the clocks of all ranks."""
-        readings = np.array(self._core.align_clocks(CLOCK_ROUNDS), dtype=np.int64)
-        return ClockSample(readings[:, 0].copy(), readings[:, 1].copy(), int(readings[self._ep.rank, 2]))
+        readings = np.array(self._first._open_core().align_clocks(CLOCK_ROUNDS), dtype=np.int64)
+        return ClockSample(readings[:, 0].copy(), readings[:, 1].copy(), int(readings[self._first.rank, 2]))
 
     def _read(self) -> RankRecords:
-        read = self._core.trace_read()
+        """The segments of the second client follow those of the first, as those of further blocks."""
+        read = [client._open_core().trace_read() for client in self._clients]
+        joined = {
+            name: np.concatenate([of_client[name].numpy() for of_client in read])
+            for name in ("records", "segment_written", "segment_dropped")
+        }
         return RankRecords(
-            rank=self._ep.rank,
-            records=read["records"].numpy(),
-            segment_written=read["segment_written"].numpy(),
-            segment_dropped=read["segment_dropped"].numpy(),
-            warps_per_block=read["warps_per_block"],
-            ticks_per_second=float(read["ticks_per_second"]),
-            clock_step_ticks=float(self._clocks[0].round_trips[self._ep.rank]) if self._clocks else 1.0,
-            kinds=self._core.trace_kinds(),
-            operations=self._core.trace_operations(),
+            rank=self._first.rank,
+            **joined,
+            warps_per_block=read[0]["warps_per_block"],
+            ticks_per_second=float(read[0]["ticks_per_second"]),
+            clock_step_ticks=float(self._clocks[0].round_trips[self._first.rank]) if self._clocks else 1.0,
+            kinds=_core.trace_kinds(),
+            operations=_core.trace_operations(),
             clocks=[],
             tokens_per_expert=self._tokens_per_expert(),
             dispatch_row_bytes=self._row_bytes.pop() if len(self._row_bytes) == 1 else -1,
         )
 
     def _tokens_per_expert(self) -> np.ndarray:
-        counts = torch.zeros(self._ep.num_experts, dtype=torch.int64)
+        num_experts = self._moe.num_experts if self._moe else 0
+        counts = torch.zeros(num_experts, dtype=torch.int64)
         for topk_idx in self._choices:
             experts = topk_idx.reshape(-1).long().cpu()
-            counts += torch.bincount(
-                experts[(experts >= 0) & (experts < self._ep.num_experts)], minlength=self._ep.num_experts
-            )
+            counts += torch.bincount(experts[(experts >= 0) & (experts < num_experts)], minlength=num_experts)
         return counts.numpy()
 
 
-def trace(ep: Traced, records_per_segment: int | None = None) -> Trace:
-    """Records what the kernels of `ep` do inside the `with` block; every rank enters it::
+def trace(of: Client, records_per_segment: int | None = None) -> Trace:
+    """Records what kernels do inside the `with` block; every rank enters it::
 
         with moe_a2a.trace(ep) as t:
             h = ep.dispatch(x, topk_idx, topk_weights)
@@ -164,28 +155,42 @@ def trace(ep: Traced, records_per_segment: int | None = None) -> Trace:
         print(t.summary())
 
     Args:
-        ep: whose kernels are recorded.
+        of: whose kernels are recorded: an ExpertParallel, Collectives, or a Communicator: of all its clients that are open,
+            at most one of them an ExpertParallel.
         records_per_segment: capacity of each warp's segment (CPU: each thread's), 16 bytes per record; default: 1024 on a
             GPU, 65536 on the CPU. A full segment drops further records, and the file says how many. Sending a row takes
-            one record plus one per destination rank (in a small batch, one per piece of a row); a wait takes one.
+            one record plus one per destination rank (in a small batch, one per piece of a row), a chunk of a collective one per stage; a wait takes one.
     """
+    if not isinstance(of, Client):
+        raise TypeError(f"of is a {type(of).__name__}; pass an ExpertParallel, Collectives or a Communicator")
+    clients = of.traced_clients()
+    if not clients:
+        raise ValueError(
+            f"the Communicator of rank {of.rank} has no clients; make an ExpertParallel or Collectives of it first"
+        )
+    if sum(hasattr(client, "num_experts") for client in clients) > 1:
+        raise ValueError(f"the Communicator of rank {of.rank} has several ExpertParallel objects; trace one of them")
     if records_per_segment is None:
-        records_per_segment = DEFAULT_RECORDS[ep.device.type]
+        records_per_segment = DEFAULT_RECORDS[of.device.type]
     elif type(records_per_segment) is not int or not 1 <= records_per_segment <= MOST_RECORDS:
         kind = ValueError if type(records_per_segment) is int else TypeError
         raise kind(
-            f"records_per_segment={records_per_segment!r} on rank {ep.rank}; pass an integer from 1 to {MOST_RECORDS}"
+            f"records_per_segment={records_per_segment!r} on rank {of.rank}; pass an integer from 1 to {MOST_RECORDS}"
         )
-    return Trace(ep, records_per_segment)
+    return Trace(clients, records_per_segment)
 
 
-def _configuration(ep: Traced) -> dict[str, Any]:
-    names: Sequence[str] = ("num_ranks", "num_experts", "num_topk", "hidden", "num_max_tokens_per_rank", "num_buffers")
-    return {
-        **{name: getattr(ep, name) for name in names},
-        "dtype": str(ep.dtype).removeprefix("torch."),
-        "device": ep.device.type,
-        "device_name": torch.cuda.get_device_name(ep.device) if ep.device.type == "cuda" else platform.machine(),
+def _configuration(client: Client, moe: Any) -> dict[str, Any]:
+    configuration: dict[str, Any] = {"num_ranks": client.num_ranks}
+    if moe is not None:
+        names = ("num_experts", "num_topk", "hidden", "num_max_tokens_per_rank", "num_buffers")
+        configuration |= {name: getattr(moe, name) for name in names}
+        configuration["dtype"] = str(moe.dtype).removeprefix("torch.")
+    return configuration | {
+        "device": client.device.type,
+        "device_name": torch.cuda.get_device_name(client.device)
+        if client.device.type == "cuda"
+        else platform.machine(),
         "versions": {"moe_a2a": _own_version(), "torch": torch.__version__, "python": platform.python_version()},
     }
 

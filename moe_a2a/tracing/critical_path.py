@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_a2a.tracing.timeline import DISPATCH_SENDERS, WAITS, Timeline
+from moe_a2a.tracing.timeline import COLLECTIVES, DISPATCH_SENDERS, WAITS, Timeline
 
 HOST = "(before the launch)"
 INSIDE = "(inside a launch)"
@@ -40,7 +40,7 @@ class _Walk:
         self._is_wait = timeline.named(*WAITS)
         self._kernel_of = timeline.enclosing_kernels()
         self._is_kernel = timeline.kernels()
-        self._is_dispatch = timeline.named(*DISPATCH_SENDERS)
+        self._tells_at_its_begin = timeline.named(*DISPATCH_SENDERS, *COLLECTIVES)
         self._warps = timeline.warps()
         self._left: set[int] = set()  # waits that the path has already left for another rank
         # The walk makes no progress in a slice of no length (shorter than a step of the clock).
@@ -106,8 +106,8 @@ class _Walk:
 
     def _time_of_signal(self, source: int) -> int:
         """A signal is an instant. Other causes count from their end, which may be later than the wait's. Of a launch that
-        sent the routing of a small batch, only the begin is known."""
-        return int(self._slices["begin_ns" if self._is_dispatch[source] else "end_ns"][source])
+        sent the routing of a small batch, or announced a collective, only the begin is known."""
+        return int(self._slices["begin_ns" if self._tells_at_its_begin[source] else "end_ns"][source])
 
     def _by_end(self, which: np.ndarray, keys: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Per key: the ends in ascending order, and their slices."""

@@ -101,6 +101,7 @@ def _about(ranks, rank_clocks, num_implied, configuration, timeline: Timeline, l
     errors = np.array([c.error_ns for c in rank_clocks])
     source, sink = timeline.arrows["source"], timeline.arrows["sink"]
     pair_error = errors[timeline.slices["rank"][source]] + errors[timeline.slices["rank"][sink]]
+    tokens_per_expert = np.sum([r.tokens_per_expert for r in ranks], axis=0).tolist()
     return {
         "format": FORMAT,
         "configuration": configuration,
@@ -122,5 +123,6 @@ def _about(ranks, rank_clocks, num_implied, configuration, timeline: Timeline, l
             }
             for r, c, implied in zip(ranks, rank_clocks, num_implied, strict=True)
         ],
-        "tokens_per_expert": np.sum([r.tokens_per_expert for r in ranks], axis=0).tolist(),
+        # Left out where there is no expert: Perfetto's format has no empty array.
+        **({"tokens_per_expert": tokens_per_expert} if tokens_per_expert else {}),
     }

@@ -98,11 +98,10 @@ def _waits(summary: Summary) -> str:
 
 
 def _imbalance(summary: Summary) -> str:
-    rows = [
-        ["rows sent", *map(str, summary.tokens.sum(axis=1))],
-        ["rows received", *map(str, summary.tokens.sum(axis=0))],
-        ["busiest block / mean", *(f"{b:.2f}" for b in summary.block_imbalance)],
-    ]
+    rows = [["busiest block / mean", *(f"{b:.2f}" for b in summary.block_imbalance)]]
+    if summary.tokens.any():
+        sent, received = summary.tokens.sum(axis=1), summary.tokens.sum(axis=0)
+        rows = [["rows sent", *map(str, sent)], ["rows received", *map(str, received)], *rows]
     text = _table("balance", _rank_names(summary), rows)
     counts = summary.tokens_per_expert
     if counts.sum() > 0:

@@ -28,12 +28,17 @@ SAMPLE = np.dtype([("time_ns", "i8"), ("value", "i8"), ("rank", "i4"), ("name", 
 
 ROW_WAIT, PARTIAL_WAIT, TABLE_WAIT, CREDIT_WAIT = "row_wait", "partial_wait", "table_wait", "credit_wait"
 SIGNAL, SEND, SUM, ROUTE = "signal", "send", "sum", "route"
-WAITS = (CREDIT_WAIT, TABLE_WAIT, ROW_WAIT, PARTIAL_WAIT, "peer_wait", "clock_wait")
+CALL_WAIT, CHUNK_WAIT, PUSH, REDUCE = "call_wait", "chunk_wait", "push", "reduce"
+WAITS = (CREDIT_WAIT, TABLE_WAIT, ROW_WAIT, PARTIAL_WAIT, CALL_WAIT, CHUNK_WAIT, "peer_wait", "clock_wait")
 MOMENTS = (SIGNAL, "gave_up")
 
 # Launches by what they signal. "dispatch" and "combine" are launches of both halves.
 DISPATCH_SENDERS = ("dispatch_send", "dispatch")
 COMBINE_SENDERS = ("combine_send", "combine")
+COLLECTIVES = (
+    "one_shot_all_reduce", "two_shot_all_reduce", "ring_all_reduce", "recursive_doubling_all_reduce", "reduce_scatter", "all_gather",
+    "refuse_collective",
+)  # fmt: skip
 
 
 @dataclass

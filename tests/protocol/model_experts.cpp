@@ -4,6 +4,7 @@
 
 #include "model_rank.h"
 #include "model_values.h"
+#include "moe/experts/stored_tiles.h"
 
 namespace moe_a2a {
 
@@ -21,12 +22,26 @@ void ModelRank::check_row(int src, int token, int call, const float* row) const 
 Launch ModelRank::experts(int call) {
   return launch("experts", call, 1, [this, call](int) {
     raise_early({Field::kDispatchCredit}, call);
-    compute_y(call);
+    const std::vector<float> y = outputs(call);
+    for (size_t i = 0; i < y.size(); ++i) y_[i] = y[i];
   });
 }
 
-void ModelRank::compute_y(int call) {
-  std::fill(y_.begin(), y_.end(), 0.0f);
+// A tile after the other, as GroupedGemm stores them.
+void ModelRank::store_tiles(int call) {
+  const std::vector<float> y = outputs(call);
+  const int num_positions = context_.region.expert_offsets(buffer(call), context_.config.num_local_experts());
+  for (int tile = 0; tile < kTilesOfARow; ++tile) {
+    const int first = shape_.hidden * tile / kTilesOfARow, end = shape_.hidden * (tile + 1) / kTilesOfARow;
+    for (int i = 0; i < num_positions; ++i) {
+      for (int c = first; c < end; ++c) y_[i * shape_.hidden + c] = y[i * shape_.hidden + c];
+    }
+    StoredTiles::add(stored_tiles_, Block{}, 0, num_positions);
+  }
+}
+
+std::vector<float> ModelRank::outputs(int call) const {
+  std::vector<float> y(context_.config.route_capacity() * shape_.hidden);
   const MoeRegion& region = context_.region;
   const int b = buffer(call), first_expert = rank() * context_.config.num_local_experts();
   int32_t position = 0;
@@ -50,13 +65,14 @@ void ModelRank::compute_y(int call) {
           // Summed by the caller: one row per landed row, as in recv_x.
           const int y_row = shape_.presummed ? src * shape_.num_max_tokens + token : position;
           const float factor = expert_factor(first_expert + e) * (shape_.presummed ? weight_value(src, token, k) : 1);
-          for (int c = 0; c < shape_.hidden; ++c) y_[y_row * shape_.hidden + c] += row[c] * factor;
+          for (int c = 0; c < shape_.hidden; ++c) y[y_row * shape_.hidden + c] += row[c] * factor;
           ++position;
         }
       }
     }
   }
   if (region.expert_offsets(b, context_.config.num_local_experts()) != position) fail("the number of routes is wrong");
+  return y;
 }
 
 Launch ModelRank::check_combined(int call) {

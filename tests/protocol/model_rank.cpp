@@ -9,6 +9,7 @@
 #include "comm/goodbye.h"
 #include "model_values.h"
 #include "moe/combine/combine.h"
+#include "moe/combine/combine_send_stored.h"
 #include "moe/dispatch/dispatch.h"
 #include "moe/notices.h"
 
@@ -39,6 +40,7 @@ MoeConfig config_of(const Shape& shape, int rank) {
           .num_buffers = shape.num_buffers,
           .dtype = DType::kFloat32,
           .num_max_ll_tokens = shape.num_max_ll_tokens,
+          .max_ll_row_bytes = shape.max_ll_row_bytes,
           .max_ll_sum_bytes = shape.max_ll_sum_bytes};
 }
 
@@ -48,7 +50,9 @@ RegionSize size_of(const Shape& shape) {
   Context context;
   context.config = config_of(shape, 0);
   const RegionSize moe = place_region(context, nullptr, nullptr);
-  return {comm.symmetric_bytes + moe.symmetric_bytes, comm.local_bytes + moe.local_bytes, moe.layout_digest};
+  const size_t outputs = context.config.route_capacity() * (shape.hidden * sizeof(float) + sizeof(uint32_t));
+  const size_t lines = (outputs + 127) / 128 * 128;
+  return {comm.symmetric_bytes + moe.symmetric_bytes, comm.local_bytes + moe.local_bytes + lines, moe.layout_digest};
 }
 
 ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Report* report)
@@ -57,7 +61,9 @@ ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::by
   size_ = size_of(shape);
   own_heap_ = symmetric + rank * size_.symmetric_bytes;
   const RegionSize comm = place_region(comm_, shape.num_ranks, own_heap_, local);
-  place_region(context_, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
+  const RegionSize moe = place_region(context_, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
+  y_ = reinterpret_cast<float*>(local + comm.local_bytes + moe.local_bytes);
+  stored_tiles_ = reinterpret_cast<uint32_t*>(y_ + context_.config.route_capacity() * shape.hidden);
   comm_.heap = {.rank = rank, .num_ranks = shape.num_ranks};
   for (int r = 0; r < shape.num_ranks; ++r) comm_.heap.base[r] = symmetric + r * size_.symmetric_bytes;
   context_.heap = comm_.heap;  // in this model both regions are in one allocation
@@ -81,7 +87,6 @@ ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::by
       inputs_.push_back(std::move(input));
     }
   }
-  y_.resize(context_.config.route_capacity() * shape.hidden);
   combined_.resize(static_cast<size_t>(shape.num_max_tokens) * shape.hidden);
 }
 
@@ -121,12 +126,6 @@ Launch ModelRank::launch(const std::string& name, int call, int num_blocks, std:
   return {who, name, num_blocks, std::move(body)};
 }
 
-bool ModelRank::all_others_are_small(int call) const {
-  bool small = true;
-  for (int r = 0; r < shape_.num_ranks; ++r) small &= r == rank() || is_small(r, call);
-  return small;
-}
-
 bool ModelRank::sums_return_ll(int call) const {
   bool ll = true;
   for (int r = 0; r < shape_.num_ranks; ++r) ll &= context_.config.returns_ll(num_tokens(r, call));
@@ -154,7 +153,7 @@ DispatchRecvArgs ModelRank::dispatch_recv_args(int call) const {
 CombineSendArgs ModelRank::combine_send_args(int call) const {
   return {.context = context_,
           .buffer = buffer(call),
-          .y = {reinterpret_cast<const std::byte*>(y_.data()), shape_.hidden * int64_t{sizeof(float)}},
+          .y = {reinterpret_cast<const std::byte*>(y_), shape_.hidden * int64_t{sizeof(float)}},
           .num_y_rows = context_.config.route_capacity(),
           .presummed = shape_.presummed};
 }
@@ -168,24 +167,49 @@ CombineRecvArgs ModelRank::combine_recv_args(int call) {
 }
 
 Launch ModelRank::dispatch_send(int call) {
-  return launch(is_small(rank(), call) ? kSmallSend : "dispatch_send", call, shape_.num_blocks,
-                [this, call](int block) {
-                  if (block == 0) raise_early({Field::kTableSignal, Field::kRowSignal}, call);
-                  run_kernel<DispatchSend>(shared_[block], dispatch_send_args(call), block, shape_.num_blocks);
-                });
+  const char* name = is<SmallBatch>(rank(), call)    ? kSmallSend
+                     : is<MediumBatch>(rank(), call) ? kMediumSend
+                                                     : "dispatch_send";
+  return launch(name, call, shape_.num_blocks, [this, call](int block) {
+    if (block == 0) raise_early({Field::kTableSignal, Field::kRowSignal}, call);
+    run_kernel<DispatchSend>(shared_[block], dispatch_send_args(call), block, shape_.num_blocks);
+  });
 }
 
 Launch ModelRank::dispatch_recv(int call) {
-  return launch(all_others_are_small(call) ? kSmallRecv : "dispatch_recv", call, shape_.num_blocks,
-                [this, call](int block) {
-                  run_kernel<DispatchRecv>(shared_[block], dispatch_recv_args(call), block, shape_.num_blocks);
-                });
+  const char* name = all_others_are<SmallBatch>(call)    ? kSmallRecv
+                     : all_others_are<MediumBatch>(call) ? kMediumRecv
+                                                         : "dispatch_recv";
+  return launch(name, call, shape_.num_blocks, [this, call](int block) {
+    run_kernel<DispatchRecv>(shared_[block], dispatch_recv_args(call), block, shape_.num_blocks);
+  });
 }
 
 Launch ModelRank::combine_send(int call) {
   return launch("combine_send", call, shape_.num_blocks, [this, call](int block) {
     if (block == 0) raise_early({Field::kCombineSignal}, call);
     run_kernel<CombineSend>(shared_[block], combine_send_args(call), block, shape_.num_blocks);
+  });
+}
+
+Launch ModelRank::product_combine_send(int call) {
+  Launch fused = launch("product_combine_send", call, 2, [this, call](int block) {
+    if (block == 0) return store_tiles(call);
+    const CombineSendArgs args = combine_send_args(call);
+    SharedMemory& shared = shared_[block];
+    shared.resize(CombineSendStored::plan(args).bytes / sizeof(std::max_align_t) + 1);
+    CombineSendStored::send(args, {stored_tiles_, kTilesOfARow}, Grid{0, 1}, Block{},
+                            reinterpret_cast<std::byte*>(shared.data()));
+  });
+  fused.num_counted_blocks = 1;
+  return fused;
+}
+
+Launch ModelRank::zero_counts(int call) {
+  return launch("zero the counts", call, 1, [this](int) {
+    for (int i = 0; i < context_.config.route_capacity(); ++i) {
+      atomic_store<Order::kRelaxed, Scope::kDevice>(stored_tiles_ + i, 0u);
+    }
   });
 }
 

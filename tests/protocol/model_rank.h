@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "explorer.h"
-#include "moe/args.h"
+#include "moe/wires.h"
 
 namespace moe_a2a {
 
@@ -28,7 +28,7 @@ struct Shape {
   int num_blocks = 1;
   int num_calls = 2;
   int num_max_ll_tokens = 0;
-  int64_t max_ll_sum_bytes = MoeConfig{}.max_ll_sum_bytes;
+  int64_t max_ll_row_bytes = MoeConfig{}.max_ll_row_bytes, max_ll_sum_bytes = MoeConfig{}.max_ll_sum_bytes;
   uint64_t first_epoch = 0;  // uses of the buffers before the first call
   bool presummed = false;    // the caller of combine weighs and sums
   Routing routing;
@@ -40,9 +40,13 @@ RegionSize size_of(const Shape& shape);
 
 [[noreturn]] inline void fail(const std::string& why) { Explorer::running()->fail(why); }
 
-// Names by which mutants tell launches apart: of a small batch; where all other ranks' batches are small.
+// Names by which mutants tell launches apart: of a small or medium batch; where those of all other ranks are such.
 inline constexpr const char* kSmallSend = "dispatch_send of a small batch";
 inline constexpr const char* kSmallRecv = "dispatch_recv of small batches";
+inline constexpr const char* kMediumSend = "dispatch_send of a medium batch";
+inline constexpr const char* kMediumRecv = "dispatch_recv of medium batches";
+
+inline constexpr int kTilesOfARow = 2;  // of a product that sends its rows
 
 class ModelRank {
  public:
@@ -55,6 +59,8 @@ class ModelRank {
   const ClientServices& services() const { return context_.services; }
   const CommRegion& comm_region() const { return comm_.region; }
   const Report* report() const { return report_; }
+  const float* y() const { return y_; }
+  const uint32_t* stored_tiles() const { return stored_tiles_; }
 
   // ---- launches. Call n of every rank uses buffer n % num_buffers.
   Launch dispatch_send(int call);
@@ -63,6 +69,9 @@ class ModelRank {
   Launch combine_send(int call);
   Launch combine_recv(int call);
   Launch check_combined(int call);
+  // Replaces experts() and combine_send(): one block multiplies, in two tiles, while another sends.
+  Launch zero_counts(int call);
+  Launch product_combine_send(int call);
   Launch dispatch(int call);  // both halves in one launch
   Launch combine(int call);
   Launch release(int call);
@@ -94,8 +103,16 @@ class ModelRank {
   const Input& input(int rank, int call) const { return inputs_[call * shape_.num_ranks + rank]; }
   int num_tokens(int rank, int call) const { return static_cast<int>(input(rank, call).choices.size()); }
   int num_tokens(int call) const { return num_tokens(rank(), call); }
-  bool is_small(int rank, int call) const { return context_.config.sends_ll(num_tokens(rank, call)); }
-  bool all_others_are_small(int call) const;
+  template <class Batch>
+  bool is(int rank, int call) const {
+    return moe_a2a::is<Batch>(context_.config, num_tokens(rank, call), DType::kFloat32);
+  }
+  template <class Batch>
+  bool all_others_are(int call) const {
+    bool all = true;
+    for (int r = 0; r < shape_.num_ranks; ++r) all &= r == rank() || is<Batch>(r, call);
+    return all;
+  }
   bool sums_return_ll(int call) const;
   int buffer(int call) const { return call % shape_.num_buffers; }
   DispatchSendArgs dispatch_send_args(int call) const;
@@ -106,7 +123,8 @@ class ModelRank {
 
   void reset_ll_words();
   void raise_early(std::initializer_list<Field> fields, int call) const;
-  void compute_y(int call);
+  std::vector<float> outputs(int call) const;
+  void store_tiles(int call);
   void check_row(int src, int token, int call, const float* row) const;
   void compare_combined(int call) const;
   void compare_refusal(int peer, bool check_text);
@@ -122,7 +140,9 @@ class ModelRank {
   std::byte* local_;
   std::vector<Input> inputs_;
   std::array<std::vector<std::max_align_t>, 4> shared_;  // per block
-  std::vector<float> y_, combined_;
+  float* y_;                // [routes, hidden], and the counts of its tiles: in the explored memory, so that races show
+  uint32_t* stored_tiles_;  // [routes]
+  std::vector<float> combined_;
   uint32_t attempt_ = 1;
   bool noted_refusal_ = false;
 };

@@ -36,6 +36,8 @@ std::string name_of(Field field) {
       return "block count of combine_send";
     case Field::kReportState:
       return "report";
+    case Field::kStoredTiles:
+      return "stored tiles";
     case Field::kCallSignal:  // see collective_explorer_test.cpp
     case Field::kChunkSignal:
     case Field::kResultSignal:
@@ -61,9 +63,10 @@ std::vector<Mutant> all_mutants() {
                   kCredit = Field::kDispatchCredit, kRefusal = Field::kCombineRefusal, kGoodbye = Field::kGoodbye,
                   kPoison = Field::kPoison, kSends = Field::kSendArrivals, kCombines = Field::kCombineArrivals,
                   kLlChoices = Field::kLlChoices, kLlRow = Field::kLlRow, kLlSum = Field::kLlCombineRow,
-                  kReport = Field::kReportState, kMeeting = Field::kClockMeeting, kMessage = Field::kClockMessage;
-  const std::vector<Field> all_signals = {kTable,   kRow,     kSum,    kCredit, kRefusal,
-                                          kGoodbye, kMeeting, kReport, kSends,  kCombines};
+                  kReport = Field::kReportState, kStored = Field::kStoredTiles, kMeeting = Field::kClockMeeting,
+                  kMessage = Field::kClockMessage;
+  const std::vector<Field> all_signals = {kTable,   kRow,    kSum,   kCredit,   kRefusal, kGoodbye,
+                                          kMeeting, kReport, kSends, kCombines, kStored};
   const std::vector<Broken> all = {
       {Kind::kRelaxedRelease, "no release", all_signals},
       {Kind::kRelaxedRelease, "no release", {kTable}, "refuse_dispatch"},
@@ -71,11 +74,15 @@ std::vector<Mutant> all_mutants() {
       {Kind::kRelaxedRelease, "no release", {kCredit}, "release"},
       {Kind::kRelaxedRelease, "no release", {kCredit}, "refuse_dispatch"},
       {Kind::kRelaxedRelease, "no release", {kTable, kSends}, kSmallSend},
+      {Kind::kRelaxedRelease, "no release", {kRow}, kMediumSend},
       {Kind::kRelaxedAcquire, "no acquire", all_signals},
       {Kind::kRelaxedAcquire, "no acquire", {kTable}, kSmallRecv},
+      {Kind::kRelaxedAcquire, "no acquire", {kTable, kRow}, kMediumRecv},
       {Kind::kRelaxedAcquire, "no acquire", {kSends}, kSmallSend},
+      {Kind::kStoreLost, "not zeroed", {kStored}, "zero the counts"},
       {Kind::kWaitSkipped, "no wait", {kTable, kRow, kSum, kCredit, kGoodbye, kMeeting, kMessage}},
       {Kind::kWaitSkipped, "no wait", {kCredit}, "refuse_dispatch"},
+      {Kind::kWaitSkipped, "no wait", {kRow, kLlChoices}, kMediumRecv},
       {Kind::kOneEpochEarly, "waits for the epoch before", {kTable, kRow, kSum, kCredit, kMeeting, kMessage}},
       {Kind::kWaitSkipped, "no wait for each word", {kLlChoices, kLlRow, kLlSum}},
       {Kind::kOneEpochEarly, "content with the epoch before", {kLlChoices, kLlRow, kLlSum}},
@@ -87,6 +94,7 @@ std::vector<Mutant> all_mutants() {
       {Kind::kStoreLost, "not raised", {kCredit}, "refuse_dispatch"},
       {Kind::kStoreLost, "not raised", {kCredit}, "release"},
       {Kind::kStoreLost, "not raised", {kTable}, kSmallSend},
+      {Kind::kStoreLost, "not raised", {kRow, kLlChoices}, kMediumSend},
       {Kind::kStoreLost, "not sent", {kLlChoices, kLlRow, kLlSum}},
       {Kind::kLostWhenUnused, "not raised for ranks that sent nothing", {kCredit}},
       {Kind::kStoreLost, "not reset", {kSends, kCombines}},

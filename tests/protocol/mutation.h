@@ -25,6 +25,7 @@ enum class Field : uint8_t {
   kSendArrivals,
   kCombineArrivals,
   kReportState,
+  kStoredTiles,
   // of the collectives; an announcement is a text
   kCallSignal,
   kChunkSignal,

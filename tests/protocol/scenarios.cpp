@@ -2,6 +2,8 @@
 
 #include <initializer_list>
 
+#include "ll_variants.h"
+
 namespace moe_a2a {
 namespace {
 
@@ -291,9 +293,6 @@ Scenario missing_rank() {
 
 // ---- LL words
 
-// Every word is an operation, so schedules are long.
-constexpr int kLlDivisor = 4;
-
 // Every token goes to the other rank, as rows of two words.
 Scenario small(const char* name, int num_tokens, int num_blocks, uint64_t first_epoch = 0) {
   return {.name = name,
@@ -322,22 +321,6 @@ Scenario mixed(bool in_one_launch) {
           .schedule_divisor = kLlDivisor};
 }
 
-// The same scenario of small batches whose sums return as rows.
-Scenario with_row_sums(Scenario scenario) {
-  scenario.name += ", sums as rows";
-  scenario.shape.max_ll_sum_bytes = 0;
-  return scenario;
-}
-
-// The same scenario with LL words for all batches.
-Scenario as_small(Scenario scenario) {
-  scenario.name = "LL: " + scenario.name;
-  scenario.shape.num_max_ll_tokens = scenario.shape.num_max_tokens;
-  scenario.shape.hidden = 1;
-  scenario.schedule_divisor = kLlDivisor;
-  return scenario;
-}
-
 }  // namespace
 
 std::vector<Scenario> all_scenarios() {
@@ -349,6 +332,8 @@ std::vector<Scenario> all_scenarios() {
           plain("epoch passes half its range", 1, 1, (uint64_t{1} << 43) - 2),
           one_launch(false),
           one_launch(true),
+          product_sends(1),
+          product_sends(2),
           one_rank(),
           empty_pairs(),
           one_way(),
@@ -372,6 +357,14 @@ std::vector<Scenario> all_scenarios() {
           small("LL: epoch wraps", 1, 1, kLastEpoch - 1),
           with_row_sums(small("LL: one token", 1, 1)),
           with_row_sums(small("LL: two tokens, two blocks", 2, 2)),
+          as_medium(plain("one token", 1, 1)),
+          as_medium(plain("two tokens, two blocks", 2, 2, 0, 2)),
+          as_medium(one_launch(false)),
+          as_medium(one_launch(true)),
+          as_medium(empty_pairs()),
+          as_medium(changing_routing()),
+          as_medium(refused_dispatch()),
+          as_medium(missing_rank()),
           mixed(false),
           mixed(true),
           as_small(one_launch(false)),

@@ -9,6 +9,7 @@
 namespace moe_a2a {
 
 std::vector<Scenario> all_scenarios();
+Scenario product_sends(int num_ranks);  // one of them
 
 struct Mutant {
   std::string name;

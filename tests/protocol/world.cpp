@@ -89,6 +89,8 @@ void World::name_regions(const ModelRank& rank) {
   field(region.num_recv_tokens.data, "num_recv_tokens");
   field(region.sums_return_ll.data, "sums_return_ll");
   field(region.token_ranks.data, "token_ranks");
+  field(rank.y(), "y");
+  field(rank.stored_tiles(), "stored_tiles", Field::kStoredTiles);
   field(rank.report(), "report");
 }
 

@@ -135,8 +135,8 @@ class Fuzz:
             == [len(self.open)] * self.ep.num_ranks
         )
         full = len(self.open) == self.ep.num_buffers
-        if full and self.plan.random() < 0.1:
-            return self.dispatch_once_too_often()
+        if full and self.plan.random() < 0.2:
+            return self.dispatch_once_too_often() if self.plan.random() < 0.5 else self.dispatch_without_room()
         if not self.open or (not full and self.plan.random() < 0.5):
             return self.wrong_dispatch() if self.plan.random() < 0.5 else self.dispatch()
         entry = self.open.pop(self.plan.randrange(len(self.open)))
@@ -211,6 +211,25 @@ class Fuzz:
 
     def dispatch_once_too_often(self) -> None:
         self.must_raise(self.ep.dispatch, *self.mine(self.inputs()))
+
+    def dispatch_without_room(self) -> None:
+        """Some ranks still hold what the others have released, and have no buffer for what those dispatch."""
+        entry, some = self.open.pop(self.plan.randrange(len(self.open))), self.some_ranks()
+        self.closed = entry.handle
+        if self.ep.rank not in some:
+            entry.handle.release()
+        for _ in range(self.plan.randint(1, 3)):
+            inputs = self.mine(self.inputs())
+            if self.ep.rank in some:
+                self.must_raise(self.ep.dispatch, *inputs)
+                continue
+            try:
+                on_device.dispatch(self.ep, *inputs)
+            except REFUSED as error:
+                assert error.peer in some, error
+                continue
+            raise AssertionError(f"a dispatch for which {some} had no buffer has returned")
+        entry.handle.release()
 
     # ---- combine
 

@@ -227,14 +227,14 @@ FAILURES = [MemoryError("no memory"), KeyboardInterrupt(), RuntimeError("CUDA ou
 def test_experts_that_fail_between_dispatch_and_combine(error, monkeypatch, session_seed):
     if on_device.RANKS_ARE_PROCESSES:
         pytest.skip("patches the ranks' own package")
-    run_experts = moe_a2a.experts.run_experts
+    run_and_combine = moe_a2a.experts.run_and_combine
 
     def failing(handle, *args, **options):
         if handle.ep.rank == REFUSER and handle.ep.fails:
             raise error
-        return run_experts(handle, *args, **options)
+        return run_and_combine(handle, *args, **options)
 
-    monkeypatch.setattr(moe_a2a.experts, "run_experts", failing)
+    monkeypatch.setattr(moe_a2a.experts, "run_and_combine", failing)
 
     def program(ep, group, weights, tokens):
         layer = moe_a2a.MoELayer(ep, *weights)
@@ -248,21 +248,3 @@ def test_experts_that_fail_between_dispatch_and_combine(error, monkeypatch, sess
             ep.fails = False
 
     run(program, session_seed)
-
-
-def scale_no_rows(group):
-    """A rank to which no token is routed: there `view(0, -1)` was ambiguous."""
-    with moe_a2a.ExpertParallel(
-        group, num_experts=4, num_topk=1, hidden=8, num_max_tokens_per_rank=4, dtype=torch.float32
-    ) as ep:
-        x = torch.ones(3, 8, device=ep.device)
-        idx = torch.zeros(3, 1, dtype=torch.int64, device=ep.device)
-        handle = ep.dispatch(x, idx, torch.ones(3, 1, device=ep.device))
-        for scales in (torch.full((2,), 5.0), torch.full((2, 8), 5.0)):
-            y = moe_a2a.experts.simulated_experts(handle, scales.to(ep.device))
-            assert y.shape == (6 if ep.rank == 0 else 0, 8) and (y == 5).all()
-        handle.release()
-
-
-def test_simulated_experts_without_rows():
-    on_device.run(2, scale_no_rows)

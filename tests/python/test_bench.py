@@ -58,6 +58,7 @@ def test_records_hold_what_a_reader_needs(results_file):
     assert {r.mode for r in results.records if r.system == "moe_a2a"} == set(MODES)
     assert {r.system for r in results.records} == {
         "moe_a2a", "sort + all_to_all, gloo", "all_gather + reduce_scatter, gloo",
+        "bare all_gather + reduce_scatter, gloo",
     }  # fmt: skip
     for r in results.records:
         assert 0 < r.median_us <= r.p99_us or r.step == "total"

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from moe_a2a.bench import experts, layer, limits
+from moe_a2a.__main__ import main
+from moe_a2a.bench import experts, layer, limits, start
 
 pytestmark = pytest.mark.cpu
 
@@ -18,10 +19,10 @@ TINY = (
 PEERS = ["torch._grouped_mm"] if hasattr(torch, "_grouped_mm") else []
 
 
-def bench(kind, *options, expected=0):
+def bench(kind, *options):
     command = [sys.executable, "-m", "moe_a2a", "bench", kind, *TINY, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == expected, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -33,9 +34,11 @@ def test_experts(tmp_path):
     assert results["about"]["ranks"] == 2 and "commit" in results["about"]["versions"]
     lines = results["lines"]
     systems = ["moe_a2a", "moe_a2a fp8", *PEERS]
-    expected = [(n, s, p) for n in (5, 40) for s in systems for p in ("gate_up", "down")]
+    combined = {system: ("down, combine", "down+combine") for system in systems if system not in PEERS}
+    expected = [(n, s, p) for n in (5, 40) for s in systems for p in ("gate_up", "down", *combined.get(s, ()))]
     assert [(line["tokens"], line["system"], line["product"]) for line in lines] == expected
-    for line, limit in zip(lines, [limit for limit in results["limits"] for _ in range(2 * len(systems))], strict=True):
+    for line in lines:
+        limit = results["limits"][(5, 40).index(line["tokens"])]
         assert (line["columns"], line["depth"]) == ((64, 64) if line["product"] == "gate_up" else (64, 32))
         flops = 2 * line["rows"] * line["columns"] * line["depth"]
         assert line["tflops"] == pytest.approx(1e-6 * flops / line["us"])
@@ -50,7 +53,8 @@ def test_layer(tmp_path):
     table = bench("layer", "--json", str(file), "--routing", "uniform,idle_rank")
     assert "no figure: moe_a2a + DeepGEMM: DeepGEMM runs on GPUs" in table
     lines = json.loads(file.read_text())["lines"]
-    systems = ["moe_a2a", "moe_a2a fp8", "moe_a2a, step by step", *(f"moe_a2a + {peer}" for peer in PEERS)]
+    ours = [name + how for name in ("moe_a2a", "moe_a2a fp8") for how in ("", ", combine fused")]
+    systems = [*ours, "moe_a2a, step by step", *(f"moe_a2a + {peer}" for peer in PEERS)]
     assert [(line["tokens"], line["system"]) for line in lines] == [(n, s) for n in (5, 40) for s in systems] * 2
     for line in lines:
         assert 0 < line["us"] <= line["p99_us"] * 1.001 and line["launch"] == "eager"
@@ -70,8 +74,16 @@ def test_layer(tmp_path):
     ],
 )
 @pytest.mark.parametrize("kind", ["experts", "layer"])
-def test_refused_before_any_rank_starts(kind, options, words):
-    assert words in bench(kind, *options, expected=2)
+def test_refused_before_any_rank_starts(monkeypatch, capsys, kind, options, words):
+    def run_on_ranks(*arguments, **more):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(start, "run_on_ranks", run_on_ranks)
+    try:
+        code = main(["bench", kind, *TINY, *options])
+    except SystemExit as end:  # argparse
+        code = end.code
+    assert code == 2 and words in capsys.readouterr().err
 
 
 def test_wrong_results_are_seen():
@@ -90,3 +102,23 @@ def test_the_limit_is_the_slower_of_products_and_bytes():
     limit = limits.Limits(tflops=2.0, tbps=0.5)
     assert limit.seconds(4e12, 0.1e12) == 2.0 and limit.seconds(1e12, 3e12) == 6.0
     assert limits.Limits(2.0, 0.5, 4.0).seconds(4e12, 0, True) == 1.0 and limit.seconds(4e12, 0, True) == 2.0
+
+
+def test_micro_batches(tmp_path):
+    """On the CPU nothing overlaps: what one line of it means."""
+    tiny = [option for i, option in enumerate(TINY) if "--intermediate" not in (TINY[i], TINY[i - 1])]
+    command = [sys.executable, "-m", "moe_a2a", "bench", "micro_batches", *tiny, "--blocks", "1,2"]
+    done = subprocess.run([*command, "--results", str(tmp_path), "--trace", str(tmp_path / "turns.json")],
+                          capture_output=True, text=True, timeout=100)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("*_2/micro_batches.json")
+    lines = json.loads(file.read_text())["lines"]
+    found = [(line["tokens"], line["blocks"], line["product"]) for line in lines]
+    assert found == [(n, b, p) for n in (5, 40) for b in (1, 2) for p in ("linear", "grouped_gemm")]
+    for line in lines:
+        share = 1 - line["blocks"] / (line["blocks"] + 1)
+        assert line["slower"] == pytest.approx(line["in_turn_us"] / line["product_us"] - 1)
+        assert line["beyond"] == pytest.approx((1 + line["slower"]) * share - 1)
+        assert line["hidden_share"] == pytest.approx(1 - (line["turn_us"] - line["limited_us"]) / line["transfer_us"])
+        assert 0 < line["in_turn_us"] < line["turn_us"]
+    assert json.loads((tmp_path / "turns.json").read_text())["traceEvents"]

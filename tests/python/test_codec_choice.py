@@ -7,6 +7,7 @@ from on_device import run
 
 import moe_a2a
 from moe_a2a import codecs
+from moe_a2a.collective_tables import CollectiveStep, CollectiveTable, Tables
 
 pytestmark = on_device.TESTS
 
@@ -82,21 +83,18 @@ def test_bounds_grow_as_bits_shrink():
         (0.0, 64 << 20, None),
     ],
 )
-def test_choice(monkeypatch, limit, nbytes, expected):
+def test_choice(limit, nbytes, expected):
     least = {"fp8": 8 << 20, "q8": 4 << 20, "q6": 4 << 20, "q4": 2 << 20}
-    monkeypatch.setitem(codecs.MIN_NBYTES, "cuda", least)
-    assert codecs.choose("cuda", nbytes, 4, limit) == expected
-    assert codecs.choose("cuda", nbytes, 1, limit) is None
-
-
-def test_every_device_type_has_a_table():
-    assert set(codecs.MIN_NBYTES) == {"cpu", "cuda"}
-    assert all(set(least) <= set(codecs.CODECS) for least in codecs.MIN_NBYTES.values())
+    assert codecs.choose(nbytes, 4, limit, least) == expected
+    assert codecs.choose(nbytes, 1, limit, least) is None
+    assert codecs.choose(nbytes, 4, limit, {}) is None
 
 
 def auto_program(group, seed: int) -> None:
     with moe_a2a.Collectives(group, timeout=20) as coll:
-        codecs.MIN_NBYTES[coll.device.type] = {"q8": 8 << 10, "q4": 4 << 10}  # in this rank
+        steps = (CollectiveStep(8 << 10, "one_shot", 0), CollectiveStep(1 << 30, "two_shot", 0))
+        table = CollectiveTable("all_reduce", "float32", steps, {"q8": 8 << 10, "q4": 4 << 10})
+        coll.tables = Tables([table], "this test")
         x = torch.randn(4096, generator=torch.Generator().manual_seed(seed + coll.rank)).to(coll.device)
         for part, limit, codec in [
             (x, None, "q4"),
@@ -125,8 +123,4 @@ def auto_program(group, seed: int) -> None:
 
 
 def test_auto_takes_what_is_allowed(session_seed):
-    saved = {name: dict(least) for name, least in codecs.MIN_NBYTES.items()}
-    try:
-        run(2, auto_program, session_seed)
-    finally:
-        codecs.MIN_NBYTES.update(saved)
+    run(2, auto_program, session_seed)

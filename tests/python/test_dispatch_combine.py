@@ -104,7 +104,7 @@ def test_random_cases_with_ranks_as_processes(num_ranks, session_seed):
 
 
 def either_wire_program(group, num_tokens, seed):
-    """The sums of the same calls, through LL words as far as they may go and through rows."""
+    """The sums of the same calls, through LL words as far as they may go and without."""
     sums = {}
     for num_max_ll_tokens in (0, 64):
         with moe_a2a.ExpertParallel(
@@ -129,6 +129,7 @@ def either_wire_program(group, num_tokens, seed):
         assert torch.equal(sums[0, call], sums[64, call]), f"call {call}"
 
 
-@pytest.mark.parametrize("num_tokens", [50, 60], ids=["words", "rows"])  # of 57 KB, 3 MiB hold 54
-def test_sums_of_a_small_batch_by_either_wire(num_tokens, session_seed):
+# Rows are words up to 36 tokens (1 MiB), sums up to 54 (3 MiB from two ranks).
+@pytest.mark.parametrize("num_tokens", [30, 50, 60], ids=["words", "rows", "rows and sums"])
+def test_rows_and_sums_by_either_wire(num_tokens, session_seed):
     on_device.run(3, either_wire_program, num_tokens, session_seed)

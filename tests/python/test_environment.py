@@ -16,6 +16,7 @@ READS = [
     r"\$ENV\{(\w+)\}",  # CMake
     r"\$\{([A-Z]\w+):-",  # shell
     r"ENVIRONMENT_VARIABLE = \"(\w+)\"",
+    r"\"(MOE_A2A_BACKEND_\w+)\"",  # named in a table of options
 ]
 # Set for others rather than read, or everybody's.
 NOT_OURS = {"DEBIAN_FRONTEND", "PYTHONPATH", "PATH", "OMP_NUM_THREADS"}

@@ -301,36 +301,6 @@ def test_interrupted_when_the_dispatch_has_been_launched(monkeypatch):
     run(program)
 
 
-@on_device.cpu_only
-@pytest.mark.parametrize("num_blocks", [1, 3])
-def test_a_rank_without_a_free_buffer(num_blocks):
-    """It cannot know which buffer its peers have taken; they wait there for a credit that it has not given."""
-
-    def program(ep, group):
-        for released in ([0], [1], [0, 1]):
-            handles = [ep.dispatch(*make_inputs(ep, salt), num_blocks=num_blocks) for salt in range(2)]
-            if ep.rank != REFUSER:
-                for i in released:
-                    handles[i].release()
-            for attempt in range(3):
-                if ep.rank == REFUSER:
-                    with pytest.raises(RuntimeError, match="2 handles are open on rank 1"):
-                        ep.dispatch(*make_inputs(ep))
-                elif ep.rank == 2 and attempt == 1:
-                    with pytest.raises(ValueError, match="x has shape"):
-                        ep.dispatch(make_inputs(ep)[0][:, 1:], make_inputs(ep)[1])
-                else:
-                    with pytest.raises(
-                        REFUSED, match="refused its call: (RuntimeError: dispatch: 2 handles|x has shape)"
-                    ):
-                        ep.dispatch(*make_inputs(ep), num_blocks=num_blocks)
-            for handle in handles:
-                handle.release()
-            good_call(ep)
-
-    run(program)
-
-
 # ---- routing that only the receiver can see
 
 

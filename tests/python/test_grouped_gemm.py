@@ -197,6 +197,15 @@ def test_same_inputs_same_bits(session_seed):
     first = moe_a2a.grouped_gemm(*case, "swiglu")
     for _ in range(5):
         assert torch.equal(moe_a2a.grouped_gemm(*case, "swiglu"), first)
+    for num_blocks in (2, 6, 1000):
+        assert torch.equal(moe_a2a.grouped_gemm(*case, "swiglu", num_blocks=num_blocks), first)
+
+
+@pytest.mark.parametrize("num_blocks", [-1, 1 << 31, True, 2.0, "2", None])
+def test_bad_num_blocks_are_refused(num_blocks, session_seed):
+    case = make_case([3], 48, 16, torch.bfloat16, session_seed)
+    with pytest.raises(ValueError, match=f"num_blocks={num_blocks!r} is no number of blocks; pass 0 or more"):
+        moe_a2a.grouped_gemm(*case, num_blocks=num_blocks)
 
 
 @on_device.cpu_only

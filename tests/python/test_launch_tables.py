@@ -16,7 +16,7 @@ import torch
 from limits import limits
 
 import moe_a2a
-from moe_a2a import launch_tables
+from moe_a2a import launch_tables, tuned_files
 from moe_a2a.launch_tables import LaunchStep, TunedTable
 
 pytestmark = pytest.mark.cpu
@@ -105,9 +105,9 @@ def test_damaged_tables_are_used_or_refused(tmp_path, session_seed):
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """The user's and the package's, and a GPU that is called h200."""
-    monkeypatch.setattr(launch_tables, "OWN", tmp_path / "cache" / "tuned")
-    monkeypatch.setattr(launch_tables, "SHIPPED", tmp_path / "package" / "tuned")
-    monkeypatch.setattr(launch_tables.devices, "short_name", lambda device: "h200")
+    monkeypatch.setattr(tuned_files, "OWN", tmp_path / "cache" / "tuned")
+    monkeypatch.setattr(tuned_files, "SHIPPED", tmp_path / "package" / "tuned")
+    monkeypatch.setattr(tuned_files.devices, "short_name", lambda device: "h200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.delenv("MOE_A2A_LAUNCH_TABLE", raising=False)
 
@@ -117,7 +117,7 @@ def test_a_table_of_this_machine_comes_before_the_shipped_one(folders):
         return launch_tables.in_effect(torch.device("cuda"), num_ranks, 64, torch.bfloat16, 2)[1]
 
     assert origin(4) == "the small model"
-    for folder in (launch_tables.SHIPPED, launch_tables.OWN):
+    for folder in (tuned_files.SHIPPED, tuned_files.OWN):
         launch_tables.write(folder / "h200_4.json", {}, TunedTable(64, "bfloat16", (LaunchStep(8, 16, 24),)))
         assert origin(4).startswith(f"{folder / 'h200_4.json'}, hidden 64")
         assert origin(2) == "the small model"

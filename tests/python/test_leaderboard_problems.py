@@ -49,6 +49,23 @@ def drawn(problem, num_ranks, seed):
     return made, case, tensors
 
 
+def test_bytes_that_have_to_move():
+    """Two ranks with experts 0, 1 and 2, 3: rank 0's first token goes to both, its second to rank 1 alone, rank 1's stays."""
+    case = Case({"num_experts": 4, "hidden_dim": 10, "world_size": 2})
+    rows = [
+        {"x": torch.zeros(len(idx), 10).half(), "indices": torch.tensor(idx)} for idx in ([[0, 2], [2, 3]], [[2, 3]])
+    ]
+    for name in ("all2all", "all2all_experts", "moe_layer"):
+        assert problems.make(name).bytes_to_move(case, rows) == 2 * (2 * 10 * 2)  # two rows of 20 bytes, and two back
+    of_ranks = [{"x": torch.zeros(8).bfloat16()}] * 4
+    assert problems.make("all_reduce").bytes_to_move(Case({}), of_ranks) == 2 * 3 / 4 * 16
+    least = problems.make("all_reduce_quantised").bytes_to_move(Case({}), of_ranks)
+    assert least == pytest.approx(2 * 3 / 4 * 8 * 4.65 / 8, rel=1e-3)  # 6.02 dB per bit
+    sizes = Case({"m": 8, "n": 6, "k": 4, "world_size": 4})
+    assert problems.make("gemm_reduce_scatter").bytes_to_move(sizes, of_ranks) == 3 * 2 * 6 * 2  # three ranks' rows
+    assert problems.make("all_gather_gemm").bytes_to_move(sizes, of_ranks) == 3 * 2 * 4 * 2
+
+
 @pytest.mark.parametrize("problem", ["gemm_reduce_scatter", "all_gather_gemm"])
 def test_an_output_without_its_product_is_wrong(problem, session_seed):
     """The published tolerance lets it pass."""

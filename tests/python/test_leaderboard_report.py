@@ -41,6 +41,7 @@ def test_a_ranking_shows_what_passed_and_what_failed(small, leaderboard, tmp_pat
     board = Board.read(tmp_path / "out" / "all2all.json")
     ranked = board.ranked()
     assert {entry.name for entry in ranked[:2]} == {"expert_parallel", "torch_sort"}
+    assert board.link_gbps > 0 and len(board.floor_us) == len(board.null) and min(board.floor_us) > 0
     assert board.null[0].mean_us > 0 and 0 < ranked[0].score_us <= ranked[1].score_us
     assert (ranked[2].name, ranked[2].verdict, ranked[2].failed_mode) == (
         f"{tmp_path.name}-submission",
@@ -52,7 +53,7 @@ def test_a_ranking_shows_what_passed_and_what_failed(small, leaderboard, tmp_pat
     assert "us in each operation" in ours.summary and "custom_kernel" in torchs.summary
     assert all((tmp_path / "out" / entry.trace_file).stat().st_size > 0 for entry in ranked[:2])
     page, markdown = (tmp_path / "out" / "leaderboard.html").read_text(), (tmp_path / "out" / "all2all.md").read_text()
-    for what in ("expert_parallel", "torch_sort", "null", "wrong", "Shortened: 0.05 s", "seed 5"):
+    for what in ("expert_parallel", "torch_sort", "null", "floor", "Link:", "wrong", "Shortened: 0.05 s", "seed 5"):
         assert what in page and what in markdown
 
 
@@ -66,8 +67,8 @@ def test_profile_sends_its_report_to_other_tools(small, leaderboard, tmp_path):
 
 def board_of(*entries: Entry) -> Board:
     null = [Timing("8 2", 10.0, 1.0, 9.0, 12.0, 100), Timing("64 6", 11.0, 1.0, 9.0, 12.0, 100)]
-    return Board("all2all", "A problem.", 4, "cpu", "a machine", "today", 7, {"moe_a2a": "1", "torch": "2"}, None, 4,
-                 [], null, list(entries))  # fmt: skip
+    return Board("all2all", "A problem.", 4, "cpu", "a machine", "today", 7, {"moe_a2a": "1", "commit": "c0ffee", "torch": "2"}, None, 4,
+                 [], 370.0, [4.0, 9.0], null, list(entries))  # fmt: skip
 
 
 def timed(name: str, score: float) -> Entry:
@@ -78,9 +79,11 @@ def timed(name: str, score: float) -> Entry:
 def test_the_fastest_is_first_and_failures_are_last():
     failed = Entry("failed", verdict="hang", failed_mode="test", failed_case="8 2", message="ranks [0] did not finish")
     board = board_of(failed, timed("slow", 90.0), timed("fast", 20.0))
-    assert [row[0] for row in report.table(board)] == ["entry", "fast", "slow", "failed", "null"]
+    assert [row[0] for row in report.table(board)] == ["entry", "fast", "slow", "failed", "null", "floor"]
+    assert report.table(board)[-1][1:] == ["6.0", "4.0", "9.0"]  # the score is the geometric mean
     text = report.as_markdown(board, "")
     assert "hang (a call did not return within twice its time limit; its processes were ended): test, shape 8 2" in text
+    assert "commit c0ffee" in text
     assert "Shrunk: sizes divided by 4, not the published shapes." in text and "Shortened" not in text
 
 
@@ -116,6 +119,7 @@ def test_the_page_is_closed_and_needs_nothing_else():
 def test_the_plot_is_drawn_and_repeats():
     svg = plot.as_svg(board_of(timed("one", 20.0), timed("two", 30.0)))
     assert xml.etree.ElementTree.fromstring(svg).tag.endswith("svg")
+    assert "<!-- floor -->" in svg and "<!-- null -->" in svg
     assert svg == plot.as_svg(board_of(timed("one", 20.0), timed("two", 30.0)))
     assert plot.as_svg(board_of(Entry("failed", verdict="hang"))) == ""
 

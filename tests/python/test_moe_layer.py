@@ -217,24 +217,6 @@ def test_out(session_seed):
     on_device.run(2, run_out, session_seed)
 
 
-def run_simulated(group, seed):
-    with make_ep(group) as ep:
-        x, topk_idx, topk_weights = make_tokens(ep, "random", seed + ep.rank)
-        of_all = torch.rand(ep.num_experts, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(ep.dtype)
-        of_all = of_all.index_fill(0, torch.tensor([1]), 0)
-        for scales, known in ((of_all, of_all), (of_all[:, 0], of_all[:, :1]), (2.0, torch.full_like(of_all, 2))):
-            mine = own_part(ep, [scales])[0] if isinstance(scales, torch.Tensor) else scales
-            handle = ep.dispatch(*on(ep, (x, topk_idx, topk_weights)))
-            out = ep.combine(moe_a2a.experts.simulated_experts(handle, mine), handle)
-            weights = torch.where(topk_idx >= 0, topk_weights, 0).double()
-            exact = x.double() * (known.double()[topk_idx.clamp(min=0)] * weights[:, :, None]).sum(1)
-            assert (out.cpu() - exact).norm() <= 0.01 * exact.norm()
-
-
-def test_simulated_experts(session_seed):
-    on_device.run(2, run_simulated, session_seed)
-
-
 # ---- a bound on the intermediate results
 
 

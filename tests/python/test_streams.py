@@ -5,6 +5,8 @@ Seen on 4 H200 before Client::launch() ordered streams: an object called on thre
 in opposite order on the ranks, ended in PeerTimeoutError on all ranks.
 """
 
+import contextlib
+
 import on_device
 import pytest
 import torch
@@ -107,6 +109,48 @@ def two_objects_program(group):
 
 def test_two_objects_on_two_streams_in_opposite_order():
     on_device.run(2, two_objects_program)
+
+
+def many_objects_program(group):
+    """Six objects on six streams, each with messages for its whole share; the ranks launch them in opposite orders. Each used
+    to take half of the device, so kernels of which a peer waited for another one were never resident together."""
+    with contextlib.ExitStack() as stack:
+        colls = [stack.enter_context(moe_a2a.Collectives(group, timeout=10)) for _ in range(6)]
+        streams = [torch.cuda.Stream() for _ in colls]
+        x = torch.full((2 << 20,), 1.0, device=colls[0].device)
+        torch.cuda.synchronize()
+        for _ in range(20):
+            outs = []
+            pairs = list(zip(colls, streams, strict=True))
+            for coll, stream in pairs if group.rank % 2 else reversed(pairs):
+                with torch.cuda.stream(stream):
+                    outs.append(coll.all_reduce(x, algorithm="two_shot"))
+            torch.cuda.synchronize()
+            assert all(bool((out == group.num_ranks).all()) for out in outs)
+        for coll in colls:
+            coll.check()
+
+
+def test_six_objects_on_six_streams_in_opposite_order():
+    on_device.run(2, many_objects_program)
+
+
+def too_many_objects_program(group):
+    """One object more than can have two compute units each is refused, on every rank; the others work on."""
+    units = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    with contextlib.ExitStack() as stack:
+        colls = [stack.enter_context(moe_a2a.Collectives(group, max_nbytes=1 << 16)) for _ in range(units // 2)]
+        with pytest.raises(
+            RuntimeError, match=rf"rank {group.rank}: {units // 2 + 1} objects would share the {units} "
+        ):
+            moe_a2a.Collectives(group, max_nbytes=1 << 16, timeout=10)
+        assert colls[0].all_reduce(torch.ones(4, device=colls[0].device)).tolist() == [group.num_ranks] * 4
+        colls[1].close()
+        moe_a2a.Collectives(group, max_nbytes=1 << 16).close()
+
+
+def test_more_objects_than_the_device_holds_are_refused():
+    on_device.run(2, too_many_objects_program, timeout=120)
 
 
 def dropped_handle_program(group):

@@ -123,7 +123,7 @@ void check_shares(Collectives& collectives, const Call& call, int number) {
   std::byte* mine = call.in_place ? whole.at(own) : share.at(0);
   if (call.kind == Kind::kReduceScatter) {
     for (int64_t i = 0; i < total; ++i) whole.set(i, value_of(rank, number, i));
-    collectives.reduce_scatter({whole.at(0), mine, call.dtype}, counts, call.op, nullptr);
+    collectives.reduce_scatter({whole.at(0), mine, call.dtype}, counts, call.op, 0, nullptr);
     for (int64_t i = 0; i < counts[rank]; ++i) {
       ASSERT_EQ(call.in_place ? whole.get(own + i) : share.get(i), expected_value(call, num_ranks, number, own + i))
           << "call " << number << ", element " << i;
@@ -131,7 +131,7 @@ void check_shares(Collectives& collectives, const Call& call, int number) {
   } else {
     Tensor& x = call.in_place ? whole : share;
     for (int64_t i = 0; i < counts[rank]; ++i) x.set(call.in_place ? own + i : i, value_of(rank, number, own + i));
-    collectives.all_gather({mine, whole.at(0), call.dtype}, counts, nullptr);
+    collectives.all_gather({mine, whole.at(0), call.dtype}, counts, 0, nullptr);
     for (int r = 0; r < num_ranks; ++r) {
       for (int64_t i = shares.offset[r]; i < shares.offset[r + 1]; ++i) {
         ASSERT_EQ(whole.get(i), value_of(r, number, i)) << "call " << number << ", element " << i;

@@ -119,7 +119,7 @@ class Kernel:
         """What is known behind a block of the flags that were known before it, and where it goes."""
         if (index, flags) not in self._known_ways:
             known, is_zero = dict(flags), False
-            for instruction in self.blocks[index].instructions:
+            for instruction in self._flag_instructions[index]:
                 known, is_zero = _follow_flags(instruction, known, is_zero, self._tested)
             successors = self.blocks[index].successors
             branch = self.blocks[index].instructions[-1].opcode if self.blocks[index].instructions else ""
@@ -137,16 +137,32 @@ class Kernel:
         """The pairs of scalar registers by which some branch goes."""
         return {test.group(2) for i in self.instructions() if (test := _test_of_flag(i))}
 
+    @cached_property
+    def _flag_instructions(self) -> list[list[Instruction]]:
+        """Of each block those that can change what is known of flags."""
+        tested = frozenset().union(*map(_scalar_registers, self._tested))
+
+        def matters(instruction: Instruction) -> bool:
+            operands = instruction.operands
+            return (
+                "vcc" in operands
+                or instruction.opcode.startswith("s_swappc")
+                or not tested.isdisjoint(_scalar_registers(operands))
+            )
+
+        return [[i for i in block.instructions if matters(i)] for block in self.blocks]
+
     def loops_with(self, opcode: str) -> list[set[int]]:
         """The innermost loops that contain `opcode`."""
         found = []
         for index, block in enumerate(self.blocks):
             if any(instruction.opcode == opcode for instruction in block.instructions):
-                innermost = next((loop for loop in self.loops() if index in loop), None)
+                innermost = next((loop for loop in self.loops if index in loop), None)
                 if innermost is not None and innermost not in found:
                     found.append(innermost)
         return found
 
+    @cached_property
     def loops(self) -> list[set[int]]:
         """The natural loops, each as the set of its blocks, inner ones before those around them."""
         predecessors: list[list[int]] = [[] for _ in self.blocks]
@@ -157,7 +173,7 @@ class Kernel:
         loops: dict[int, set[int]] = {}
         for tail, block in enumerate(self.blocks):
             for head in block.successors:
-                if head not in dominators[tail]:
+                if not dominators[tail] >> head & 1:
                     continue
                 loop, ahead = loops.setdefault(head, {head}), [tail]
                 while ahead:
@@ -167,15 +183,18 @@ class Kernel:
                         ahead.extend(predecessors[index])
         return sorted(loops.values(), key=len)
 
-    def _dominators(self, predecessors: list[list[int]]) -> list[set[int]]:
-        everything = set(range(len(self.blocks)))
-        dominators = [{0}] + [everything] * (len(self.blocks) - 1)
+    def _dominators(self, predecessors: list[list[int]]) -> list[int]:
+        """The blocks on every path to each block, as bits."""
+        everything = (1 << len(self.blocks)) - 1
+        dominators = [1] + [everything] * (len(self.blocks) - 1)
         changed = True
         while changed:
             changed = False
             for index in range(1, len(self.blocks)):
-                before = [dominators[p] for p in predecessors[index]]
-                now = {index} | (set.intersection(*before) if before else set())
+                now = everything if predecessors[index] else 0
+                for before in predecessors[index]:
+                    now &= dominators[before]
+                now |= 1 << index
                 if now != dominators[index]:
                     dominators[index], changed = now, True
         return dominators

@@ -36,6 +36,6 @@ def test_a_listing_must_hold_the_kernels_of_its_family(tmp_path, capsys):
     for family, lost in (("grouped_gemm_kernels", []), ("comm_kernels", []), ("combine_kernels", ["CombineRecv"])):
         path = tmp_path / f"{family}.gfx942.s"
         path.write_text(text)
-        assert main(str(path)) == (1 if lost else 0)
+        assert main([str(path)]) == (1 if lost else 0)
         said = capsys.readouterr().out
         assert all(f"no kernel {name}" in said for name in lost)

@@ -14,12 +14,21 @@ PACKAGE = Path(__file__).resolve().parents[2] / "moe_a2a"
 # From the top down. A module may import its own layer and those below it.
 LAYERS = {
     "entry": ["__main__"],
-    "commands": ["bench", "demo", "leaderboard", "tune", "doctor", "tracing.command"],
-    "parts of commands": ["baselines", "samples", "command_line", "rank_processes"],
+    "commands": ["bench", "demo", "leaderboard", "tune", "tune_collectives", "doctor", "tracing.command"],
+    "parts of commands": ["baselines", "checkout", "samples", "command_line", "rank_processes"],
     "integrations": ["integrations"],
     "interface": [""],  # moe_a2a/__init__.py
     "MoE layer": ["moe_layer", "reference"],
-    "on collectives": ["backend_work", "ddp", "default_collectives", "quickreduce", "torch_backend"],
+    "on collectives": [
+        "backend_options",
+        "backend_work",
+        "ddp",
+        "default_collectives",
+        "quickreduce",
+        "rail",
+        "torch_backend",
+        "two_level",
+    ],
     "clients": ["collectives", "expert_parallel"],
     "communicator": ["communicator"],
     "tracing": ["tracing"],
@@ -31,6 +40,7 @@ LAYERS = {
         "calls",
         "capabilities",
         "codecs",
+        "collective_tables",
         "devices",
         "errors",
         "group_objects",
@@ -41,12 +51,13 @@ LAYERS = {
         "launch_tables",
         "rendezvous",
         "set_up",
+        "tuned_files",
     ],
     "extension": ["_core", "_build_info"],
 }
 # Of the layers above the interface, those whose insides are nobody else's business.
 APART = ["bench", "demo", "leaderboard"]
-MAY_USE = {"tune": ["bench"]}  # it measures as the bench does
+MAY_USE = {"tune": ["bench"], "tune_collectives": ["bench"]}  # they measure as the bench does
 
 
 def name_of(path: Path) -> str:

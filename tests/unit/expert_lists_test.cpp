@@ -188,7 +188,7 @@ class Exchange {
     float weight;
   };
 
-  bool is_small(int rank) const { return config_.sends_ll(sent_[rank].num_tokens); }
+  bool is_small(int rank) const { return config_.sends_ll_choices(sent_[rank].num_tokens); }
 
   static MoeConfig draw(Random& random, const Size& size) {
     MoeConfig config{.num_ranks = random.pick(1, size.most_ranks),
@@ -235,12 +235,12 @@ class Exchange {
         int num_terms = 0;
         for (int k = 0; k < config_.num_topk; ++k) {
           for (const RouteTerm& term : terms[row * config_.num_topk + k]) {
-            ASSERT_EQ(region.landed_term(buffer_, landed, num_terms).position, term.position);
-            ASSERT_EQ(region.landed_term(buffer_, landed, num_terms++).weight, term.weight);
+            ASSERT_EQ(region.landed_term(buffer_, row, num_terms).position, term.position);
+            ASSERT_EQ(region.landed_term(buffer_, row, num_terms++).weight, term.weight);
           }
         }
         if (num_terms < config_.num_topk) {
-          ASSERT_EQ(region.landed_term(buffer_, landed, num_terms).position, -1);
+          ASSERT_EQ(region.landed_term(buffer_, row, num_terms).position, -1);
         }
         ++landed;
       }
@@ -265,9 +265,7 @@ class Exchange {
       do owner = (owner + 1) % config_.num_ranks;
       while (left[owner] == 0);
       --left[owner];
-      const LandedRow entry = region.combine_order(buffer_, order, i);
-      ASSERT_EQ(entry.landed, next[owner]++) << "row " << i;
-      ASSERT_EQ(entry.row, region.landed_row(buffer_, entry.landed));
+      ASSERT_EQ(region.combine_order(buffer_, order, i), region.landed_row(buffer_, next[owner]++)) << "row " << i;
     }
   }
 

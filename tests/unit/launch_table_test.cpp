@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "alone.h"
+#include "comm/device_share.h"
 #include "moe/expert_parallel.h"
 
 namespace moe_a2a {
@@ -40,6 +41,31 @@ TEST(LaunchTable, ACallComesBeforeTheTableAndTheTableBeforeTheTarget) {
   EXPECT_EQ(ep.combine_blocks(4), 3);
   EXPECT_EQ(ep.combine_blocks(4, {.num_blocks = 7}), 7);
   EXPECT_EQ(ep.dispatch_blocks(4, {.num_blocks = 1 << 20}), ep.device().max_blocks());
+}
+
+// Regression: each of more than two clients took half of the device.
+TEST(DeviceShare, KernelsOfAllClientsAreResidentAtOnce) {
+  for (int units = 1; units <= 304; ++units) {
+    for (int clients = 1; clients <= units; ++clients) {
+      EXPECT_LE(clients * share_of(units, clients), units);
+      EXPECT_GE(share_of(units, clients), 1);
+    }
+  }
+  EXPECT_EQ(share_of(132, 1), 132);
+  EXPECT_EQ(share_of(132, 2), 66);
+}
+
+TEST(DeviceShare, AClientCountsUntilItLeaves) {
+  const DeviceShare first(61, true), uncounted(61, false);
+  DeviceShare second(61, true);
+  EXPECT_EQ(first.num_clients(), 2);
+  {
+    const DeviceShare third(61, true), elsewhere(60, true);
+    EXPECT_EQ(uncounted.num_clients(), 3);
+  }
+  second.leave();
+  second.leave();
+  EXPECT_EQ(first.num_clients(), 1);
 }
 
 // Regression: the default of 32 blocks was launched on a device with 8 compute units, so blocks waited for others that

@@ -288,7 +288,7 @@ TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
     for (int i = 0; i < 128; ++i) ASSERT_EQ(shared.data()[carver.bytes() + i], std::byte{0xa5});
 
     for (int r = 0; r < config.num_ranks; ++r) {
-      if (!config.sends_ll(num_tokens[r])) continue;
+      if (!config.sends_ll_choices(num_tokens[r])) continue;
       const int segments = table.num_segments(num_tokens[r]);
       ASSERT_LE(segments, LlTable::most_segments(config));
       const int length = 1 << table.segment_shift(num_tokens[r]);

@@ -126,11 +126,20 @@ TEST(MoeConfig, CapacityForLlTokensIsThatOfTheShortestLimit) {
 
 TEST(MoeConfig, SendsABatchAsLlWordsUpToTheLimit) {
   MoeConfig config = small_config();
-  EXPECT_FALSE(config.sends_ll(0));  // with LL words disabled, even an empty batch is large
+  EXPECT_FALSE(config.sends_ll_choices(0));  // with LL words disabled, even an empty batch is large
   config.num_max_ll_tokens = 3;
-  EXPECT_TRUE(config.sends_ll(0));
-  EXPECT_TRUE(config.sends_ll(3));
-  EXPECT_FALSE(config.sends_ll(4));
+  EXPECT_TRUE(config.sends_ll_choices(0));
+  EXPECT_TRUE(config.sends_ll_choices(3));
+  EXPECT_FALSE(config.sends_ll_choices(4));
+}
+
+TEST(MoeConfig, SendsRowsAsLlWordsUpToTheirBytes) {
+  MoeConfig config = small_config();
+  config.num_max_ll_tokens = 5;
+  config.max_ll_row_bytes = 3 * config.row_bytes(DType::kFloat32);
+  EXPECT_TRUE(config.sends_ll_rows(3, DType::kFloat32));
+  EXPECT_FALSE(config.sends_ll_rows(4, DType::kFloat32));
+  EXPECT_TRUE(config.sends_ll_rows(5, DType::kFloat16));
 }
 
 TEST(RouteEntry, KeepsItsPartsApart) {
@@ -267,7 +276,7 @@ std::vector<Field> local_fields(const Context& context) {
           {"landed_row", w.landed_row.data, b * r * t * 4},
           {"landed_offsets", w.landed_offsets.data, b * (r + 1) * 4},
           {"landed_term", w.landed_term.data, b * r * t * k * sizeof(RouteTerm)},
-          {"combine_order", w.combine_order.data, b * MoeRegion::kNumOrders * r * t * sizeof(LandedRow)},
+          {"combine_order", w.combine_order.data, b * MoeRegion::kNumOrders * r * t * sizeof(int32_t)},
           {"num_recv_tokens", w.num_recv_tokens.data, b * r * 4},
           {"sums_return_ll", w.sums_return_ll.data, b * 4},
           {"token_ranks", w.token_ranks.data, b * t * sizeof(RankSet)}};

@@ -4,7 +4,7 @@
 #include "moe/combine/own_sums.h"
 #include "moe/wires.h"
 #include "rows/ll_sum.h"
-#include "rows/streamed_sum.h"
+#include "rows/row_sum.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 

@@ -7,6 +7,12 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
+// A landed row, on its way back to the rank of its token.
+MOE_A2A_DEVICE Scheduled to_owner(const Context& c, int row) {
+  const int owner = row / c.config.num_max_tokens_per_rank;
+  return {{RankSet::only(owner), row % c.config.num_max_tokens_per_rank, owner}, row};
+}
+
 // Schedule: the landed rows, without this rank's own if their sums are kept. Their counts are read once, here.
 class LandedSchedule {
  public:
@@ -22,11 +28,6 @@ class LandedSchedule {
   MOE_A2A_DEVICE int num_rows() const { return num_landed_ - num_own_kept_; }
 
  protected:
-  MOE_A2A_DEVICE Scheduled scheduled(LandedRow landed) const {
-    const int owner = landed.row / c_.config.num_max_tokens_per_rank;
-    return {{RankSet::only(owner), landed.row % c_.config.num_max_tokens_per_rank, owner}, landed.landed};
-  }
-
   const Context& c_;
   int buffer_;
   int num_landed_, end_own_, num_own_kept_;
@@ -39,7 +40,7 @@ struct CombineSchedule : LandedSchedule {
 
   MOE_A2A_DEVICE Scheduled at(const Warp&, int i) const {
     const int behind = end_own_ + i, landed = behind < num_landed_ ? behind : behind - num_landed_;
-    return scheduled({c_.region.landed_row(buffer_, landed), landed});
+    return to_owner(c_, c_.region.landed_row(buffer_, landed));
   }
 };
 
@@ -50,10 +51,10 @@ struct CombineSchedule<RowWire> : LandedSchedule {
       : LandedSchedule(c, buffer, own),
         order_(c.region.combine_order.at(buffer, own.are_kept() ? MoeRegion::kPeersRows : MoeRegion::kAllRows)) {}
 
-  MOE_A2A_DEVICE Scheduled at(const Warp&, int i) const { return scheduled(order_[i]); }
+  MOE_A2A_DEVICE Scheduled at(const Warp&, int i) const { return to_owner(c_, order_[i]); }
 
  private:
-  const LandedRow* order_;
+  const int32_t* order_;
 };
 
 struct CombineSend {
@@ -103,7 +104,7 @@ struct CombineSend {
       send_sums(type, args, wire, schedule, grid, block);
     }
     if (block.is_last_warp() && count_block(grid, c.region, args.buffer, MoeRegion::kCombineSend)) {
-      return_credit(c, args.buffer, epoch);
+      return_credit(c, args.buffer, epoch, args.refused);
     }
   }
 
@@ -111,8 +112,9 @@ struct CombineSend {
   // with the acquire in DispatchSend::wait_for_credits(). Sums need no credit: a rank sends the table of its next
   // dispatch on this buffer (or announces a small batch) after its combine_recv, and its sums are overwritten only once
   // that has arrived, tokens or none.
-  MOE_A2A_DEVICE static void return_credit(const Context& c, int buffer, uint64_t epoch) {
-    signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.region.dispatch_credit.at(buffer, c.heap.rank), epoch);
+  MOE_A2A_DEVICE static void return_credit(const Context& c, int buffer, uint64_t epoch, uint32_t refused = 0) {
+    signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.region.dispatch_credit.at(buffer, c.heap.rank), epoch,
+                refused);
   }
 
  private:

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "moe/wires.h"
-#include "rows/streamed_sum.h"
+#include "rows/row_sum.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
@@ -92,7 +92,7 @@ struct SummedRows {
   }
 };
 
-// Source: the same sums, streamed (rows/streamed_sum.h). One term per lane; those in `lanes` are added in ascending
+// Source: the same sums, streamed (rows/row_sum.h). One term per lane; those in `lanes` are added in ascending
 // order.
 struct LaneTerms {
   const std::byte* row = nullptr;
@@ -140,8 +140,8 @@ struct StreamedRows {
   }
 
  private:
-  MOE_A2A_DEVICE LaneTerms lane_terms(const Warp& warp, int landed) const {
-    const RouteTerm* terms = args.context.region.landed_term.at(args.buffer, landed);
+  MOE_A2A_DEVICE LaneTerms lane_terms(const Warp& warp, int row) const {
+    const RouteTerm* terms = args.context.region.landed_term.at(args.buffer, row);
     if (warp.rank() == 0) count_short_routes(args, terms);
     const RouteTerm term = warp.rank() < args.context.config.num_topk ? terms[warp.rank()] : RouteTerm{};
     const bool is_end = term.position < 0, is_there = !is_end && term.position < args.num_y_rows;

@@ -1,5 +1,5 @@
 // Both halves of a dispatch in one launch: the steps of DispatchSend and DispatchRecv, assigned to blocks as roles.
-// Some blocks send while the others receive; a second launch would only start when the last sender has finished. For a
+// Some blocks send while the others receive; a second launch would only start when the last sender has finished. In a
 // small batch nearly all blocks do both, one after the other.
 #pragma once
 
@@ -19,50 +19,56 @@ struct Dispatch {
     return std::max(rows_begin(args) + DispatchSend::shared_bytes(args.send), DispatchRecv::shared_bytes(args.recv));
   }
   MOE_A2A_HOST_DEVICE static int rows_begin(const Args& args) {
-    if (!DispatchSend::sends_ll(args.send)) return 0;
+    if (!DispatchSend::sends_ll_rows(args.send)) return 0;
     const MoeConfig& config = args.send.context.config;
     const int num_tokens = kBlockThreads / kWarpSize * config.num_ranks;
     return SharedCarver::round_up(num_tokens * static_cast<int>(sizeof(int32_t)), SharedCarver::kLine);
   }
 
-  // The grids of the blocks that send the table, send the rows, and receive.
+  // The grids of the blocks that send the routing, send the rows, and receive.
   struct Roles {
-    Grid table, rows, receivers;
+    Grid routing, rows, receivers;
     DispatchRecv::Roles receive;
   };
-  template <class Wire>
+  template <class Batch>
   MOE_A2A_DEVICE static Roles roles(const Args& args, const Grid& grid) {
-    const int num_senders = Wire::kIsLl ? 0 : args.num_send_blocks;
+    constexpr bool kAllDoBoth = Batch::Wire::kIsLl;
+    const int num_senders = kAllDoBoth ? 0 : args.num_send_blocks;
     const Grid receivers{grid.rank() - num_senders, grid.size() - num_senders};
     const DispatchRecv::Roles receive = DispatchRecv::roles(receivers);
-    // Before tables arrive there is nothing to receive, so the receivers send this rank's table. A small batch's rows
-    // leave before another rank's first words can arrive.
-    if (Wire::kIsLl) return {receive.rows, receive.rows, receivers, receive};
+    // Before other ranks' routing arrives there is nothing to receive, so the receivers send this rank's. A small
+    // batch's rows leave before another rank's first words can arrive.
+    if (kAllDoBoth) return {receive.rows, receive.rows, receivers, receive};
     return {receivers, Grid{grid.rank(), num_senders}, receivers, receive};
   }
 
-  // Everything runs under the choice of the wire: with a receiver shared by both wires, behind the senders, a small
+  // Everything runs under the choice of the batch's kind: with a receiver shared by all, behind the senders, a small
   // batch of 128 tokens took 35.0 us instead of 30.2 (4 H200, float8).
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    with_wire(DispatchSend::sends_ll(args.send), [&](auto wire) {
-      using Wire = typename decltype(wire)::type;
+    DispatchSend::with_batch(args.send, [&](auto batch) {
+      using Batch = typename decltype(batch)::type;
       const Context& c = args.send.context;
       const uint64_t epoch = c.region.epoch(args.send.buffer) + 1, start = trace_now();
-      const Roles roles = Dispatch::roles<Wire>(args, grid);
+      const Roles roles = Dispatch::roles<Batch>(args, grid);
       const bool receives = has_part_in(roles.receivers);
-      if (DispatchSend::begin(wire, args.send, grid, roles.rows, block, epoch)) {
-        if (has_part_in(roles.table)) DispatchSend::send_table(wire, args.send, roles.table, block, shared, epoch);
+      const bool good = DispatchSend::begin(batch, args.send, grid, roles.rows, block, epoch);
+      if (good) {
+        if (has_part_in(roles.routing))
+          DispatchSend::send_routing(batch, args.send, roles.routing, block, shared, epoch);
         if (has_part_in(roles.rows)) {
-          DispatchSend::send_rows(wire, args.send, roles.rows, block, shared + rows_begin(args), epoch);
+          DispatchSend::send_rows(batch, args.send, roles.rows, block, shared + rows_begin(args), epoch);
         }
         if (receives) {
-          if (!Wire::kIsLl || grid.size() == 1) block.sync();  // the lists reuse the senders' shared memory
+          // The lists reuse the senders' shared memory.
+          if (Batch::kHasTable || grid.size() == 1) block.sync();
           DispatchRecv::receive(args.recv, roles.receive, block, shared, epoch);
         }
+      } else {
+        DispatchSend::make_void(args.send, grid, block);
       }
-      if (Wire::kIsLl) return;
+      if (Batch::Wire::kIsLl) return;
       record_role(c, block, receives ? moe_op::kDispatchRecv : moe_op::kDispatchSend, start);
-      DispatchSend::end(args.send, grid, block, epoch);
+      DispatchSend::end(args.send, grid, block, good ? epoch : epoch - 1);
     });
   }
 };

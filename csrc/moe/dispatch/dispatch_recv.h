@@ -55,8 +55,9 @@ struct DispatchRecv {
       record(args.context.trace(), block, {.kind = moe_kind::kLists, .begin = start});
     }
     if (roles.sees_rows() && headers()) {
-      receive_rows<LlWire>(args, roles.rows, block, num_tokens, epoch);
-      receive_rows<RowWire>(args, roles.rows, block, num_tokens, epoch);
+      receive_rows<SmallBatch>(args, roles.rows, block, num_tokens, epoch);
+      receive_rows<MediumBatch>(args, roles.rows, block, num_tokens, epoch);
+      receive_rows<LargeBatch>(args, roles.rows, block, num_tokens, epoch);
       see_announcements(args, block, num_tokens, epoch);
     }
   }
@@ -86,25 +87,25 @@ struct DispatchRecv {
 
   // ---- rows
 
-  // The rows of all batches that use this wire, as one sequence of units.
-  template <class Wire>
+  // The rows of all batches of this kind, as one sequence of units: parts of tokens.
+  template <class Batch>
   MOE_A2A_DEVICE static void receive_rows(const Args& args, const Grid& grid, const Block& block,
                                           const int32_t* num_tokens, uint64_t epoch) {
     const MoeConfig& config = args.context.config;
     const Exchange exchange = dispatch_rows(args.context, args.buffer, epoch);
-    RoundRobin<> turns = turns_of(std::type_identity<Wire>{}, grid, block);
+    RoundRobin<> turns = turns_of(std::type_identity<typename Batch::Wire>{}, grid, block);
     for (int r = 0; r < config.num_ranks; ++r) {
-      if (config.sends_ll(num_tokens[r]) != Wire::kIsLl) continue;
-      const int parts = Wire::kIsLl ? config.num_pieces() : 1;
+      if (!is<Batch>(config, num_tokens[r], args.row_dtype)) continue;
+      const int parts = Batch::Wire::kIsLl ? config.num_pieces() : Batch::kHasTable ? 1 : config.num_topk;
       const bool good = turns.walk(num_tokens[r] * parts, [&](int unit) {
         const WaitSite site{moe_op::kDispatchRecv, moe_kind::kRowWait, r, unit / parts};
-        return receive(std::type_identity<Wire>{}, args, exchange, block.warp(), num_tokens[r], unit % parts, site);
+        return receive(std::type_identity<Batch>{}, args, exchange, block.warp(), num_tokens[r], unit % parts, site);
       });
       if (!good) return;
     }
   }
 
-  // Whole rows: one thread waits per signal. LL: one warp takes each piece, last warps first, since the first may still
+  // Whole rows: one thread waits per unit. LL: one warp takes each piece, last warps first, since the first may still
   // send.
   MOE_A2A_DEVICE static RoundRobin<> turns_of(std::type_identity<RowWire>, const Grid& grid, const Block& block) {
     return {grid.rank() * block.size() + block.rank(), grid.size() * block.size()};
@@ -114,14 +115,25 @@ struct DispatchRecv {
   }
 
   // A token without an expert here sends no row; its table entry, or its choices, say so.
-  MOE_A2A_DEVICE static bool receive(std::type_identity<RowWire>, const Args& args, const Exchange& exchange,
-                                     const Warp&, int num_tokens, int /*piece*/, const WaitSite& site) {
+  MOE_A2A_DEVICE static bool receive(std::type_identity<LargeBatch>, const Args& args, const Exchange& exchange,
+                                     const Warp&, int num_tokens, int /*part*/, const WaitSite& site) {
     const int chunk = site.token / chunk_length(num_tokens);
     if (chunk > 0 && !ChunkTable::receive_chunk(args, site.peer, chunk, num_tokens, exchange.epoch)) return false;
     if (args.context.region.table_landed_idx(args.buffer, site.peer, site.token) < 0) return true;
     return RowWire::receive(exchange, site);
   }
-  MOE_A2A_DEVICE static bool receive(std::type_identity<LlWire>, const Args& args, const Exchange& exchange,
+  // One thread per choice: each that chose an expert here waits for the row.
+  MOE_A2A_DEVICE static bool receive(std::type_identity<MediumBatch>, const Args& args, const Exchange& exchange,
+                                     const Warp&, int /*num_tokens*/, int k, const WaitSite& site) {
+    int expert;
+    float weight;
+    if (!receive_choice(args.context, args.buffer, site.peer, site.token, k, exchange.epoch, k == 0, &expert,
+                        &weight)) {
+      return false;
+    }
+    return expert < 0 || RowWire::receive(exchange, site);
+  }
+  MOE_A2A_DEVICE static bool receive(std::type_identity<SmallBatch>, const Args& args, const Exchange& exchange,
                                      const Warp& warp, int /*num_tokens*/, int piece, const WaitSite& site) {
     const Context& c = args.context;
     bool good = true, lands = false;
@@ -136,13 +148,13 @@ struct DispatchRecv {
   }
 
   // The signals that accompany small batches: once one is acquired, this rank may write where its sender read sums
-  // before. Pairs with the release in DispatchSend::announce().
+  // before. (Of other batches each row's signal says so.) Pairs with the release in DispatchSend::announce().
   MOE_A2A_DEVICE static void see_announcements(const Args& args, const Block& block, const int32_t* num_tokens,
                                                uint64_t epoch) {
     const Context& c = args.context;
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
       const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, r};
-      if (c.config.sends_ll(num_tokens[r])) {
+      if (is<SmallBatch>(c.config, num_tokens[r], args.row_dtype)) {
         wait_for(c.region.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap);
       }
     }

@@ -1,5 +1,5 @@
-// Step 1 of 4: push the routing table and every token's row into the heaps of the ranks that own its experts. A small
-// batch sends choices and rows by LlWire; a large one sends rows by RowWire, after a table.
+// Step 1 of 4: push the routing and every token's row into the heaps of the ranks that own its experts. How they travel
+// depends on the batch's kind (wires.h).
 #pragma once
 
 #include "moe/route/ll_choice.h"
@@ -66,9 +66,18 @@ struct DispatchSend {
   using Args = DispatchSendArgs;
   static constexpr const char* kName = "dispatch_send";
 
-  MOE_A2A_HOST_DEVICE static bool sends_ll(const Args& args) { return args.context.config.sends_ll(args.num_tokens); }
+  MOE_A2A_HOST_DEVICE static DType sent_dtype(const Args& args) {
+    return args.quantize ? DType::kFloat8 : args.x_dtype;
+  }
   MOE_A2A_HOST_DEVICE static RowLayout sent_layout(const Args& args) {
-    return args.context.config.row(args.quantize ? DType::kFloat8 : args.x_dtype);
+    return args.context.config.row(sent_dtype(args));
+  }
+  MOE_A2A_HOST_DEVICE static bool sends_ll_rows(const Args& args) {
+    return args.context.config.sends_ll_rows(args.num_tokens, sent_dtype(args));
+  }
+  template <class F>
+  MOE_A2A_DEVICE static auto with_batch(const Args& args, const F& f) {
+    return moe_a2a::with_batch(args.context.config, args.num_tokens, sent_dtype(args), f);
   }
 
   template <class Wire>
@@ -78,57 +87,74 @@ struct DispatchSend {
   }
   // The table is sent before the rows, from the same memory.
   static size_t shared_bytes(const Args& args) {
-    if (sends_ll(args)) return plan<LlWire>(args).bytes;
+    if (sends_ll_rows(args)) return plan<LlWire>(args).bytes;
     const int rows = plan<RowWire>(args).bytes, table = RoutingTable::plan(args.context.config).bytes;
     return rows > table ? rows : table;
   }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const uint64_t epoch = args.context.region.epoch(args.buffer) + 1;
-    bool good = true;
-    with_wire(sends_ll(args), [&](auto wire) {
-      good = begin(wire, args, grid, grid, block, epoch);
-      if (!good) return;
-      send_table(wire, args, grid, block, shared, epoch);
-      if (!decltype(wire)::type::kIsLl) block.sync();  // the rows reuse the table's memory
-      send_rows(wire, args, grid, block, shared, epoch);
+    with_batch(args, [&](auto batch) {
+      using Batch = typename decltype(batch)::type;
+      const bool good = begin(batch, args, grid, grid, block, epoch);
+      if (good) {
+        send_routing(batch, args, grid, block, shared, epoch);
+        if (Batch::kHasTable) block.sync();  // the rows reuse the table's memory
+        send_rows(batch, args, grid, block, shared, epoch);
+      } else {
+        make_void(args, grid, block);
+      }
+      if (!Batch::Wire::kIsLl) end(args, grid, block, good ? epoch : epoch - 1);
     });
-    if (!sends_ll(args)) end(args, grid, block, good ? epoch : epoch - 1);
   }
 
   // ---- the steps, run by its own launch or by a fused one (dispatch.h)
 
   // Waits for the credits; false if it gave up. `senders`: the blocks that send rows.
-  template <class Wire>
-  MOE_A2A_DEVICE static bool begin(std::type_identity<Wire>, const Args& args, const Grid& grid, const Grid& senders,
+  template <class Batch>
+  MOE_A2A_DEVICE static bool begin(std::type_identity<Batch>, const Args& args, const Grid& grid, const Grid& senders,
                                    const Block& block, uint64_t epoch) {
-    if (Wire::kIsLl && has_part_in(senders)) prefetch_first_unit(args, senders, block);
+    constexpr bool kIsSmall = Batch::Wire::kIsLl;
+    if (kIsSmall && has_part_in(senders)) prefetch_first_unit(args, senders, block);
     const bool good = wait_for_credits(args.context, block, args.buffer, epoch, args.number);
     // No work queue means nothing to reset at the end of the launch. So a thread with little else to do counts the
     // block here: all of the block's threads have read the epoch.
-    if (Wire::kIsLl && block.rank() == block.size() / 2) {
+    if (kIsSmall && block.rank() == block.size() / 2) {
       advance_epoch(args, good ? epoch : epoch - 1,
                     count_block(grid, args.context.region, args.buffer, MoeRegion::kDispatchSend));
     }
     return good;
   }
-  // Large batches: the last block of the launch advances the epoch.
+  // After begin() has given up: a combine that is queued already has nothing to send and nothing to wait for.
+  MOE_A2A_DEVICE static void make_void(const Args& args, const Grid& grid, const Block& block) {
+    const Context& c = args.context;
+    const int first = grid.rank() * block.size() + block.rank(), step = grid.size() * block.size();
+    for (int t = first; t < args.num_tokens; t += step) c.region.token_ranks(args.buffer, t) = {};
+    for (int r = first; r <= c.heap.num_ranks; r += step) c.region.landed_offsets(args.buffer, r) = 0;
+  }
+  // All but small batches: the last block of the launch advances the epoch.
   MOE_A2A_DEVICE static void end(const Args& args, const Grid& grid, const Block& block, uint64_t epoch) {
     advance_epoch(args, epoch,
                   last_block_done(grid, block, args.context.region, args.buffer, MoeRegion::kDispatchSend));
   }
 
-  MOE_A2A_DEVICE static void send_table(std::type_identity<RowWire>, const Args& args, const Grid& grid,
-                                        const Block& block, std::byte* shared, uint64_t epoch) {
-    RoutingTable(args, block, shared).send(grid, epoch);
+  template <class Batch>
+  MOE_A2A_DEVICE static void send_routing(std::type_identity<Batch>, const Args& args, const Grid& grid,
+                                          const Block& block, std::byte* shared, uint64_t epoch) {
+    if constexpr (Batch::kHasTable) {
+      RoutingTable(args, block, shared).send(grid, epoch);
+    } else if constexpr (!Batch::Wire::kIsLl) {
+      make_round_robin(grid, block.warp_rank(), block.num_warps()).walk(args.num_tokens, [&](int token) {
+        send_choices(args, block.warp(), token, epoch);
+        return true;
+      });
+    }  // a small batch sends its choices with its rows
   }
-  // A small batch sends its choices with its rows.
-  MOE_A2A_DEVICE static void send_table(std::type_identity<LlWire>, const Args&, const Grid&, const Block&, std::byte*,
-                                        uint64_t) {}
 
-  template <class Wire>
-  MOE_A2A_DEVICE static void send_rows(std::type_identity<Wire>, const Args& args, const Grid& grid, const Block& block,
-                                       std::byte* shared, uint64_t epoch) {
+  template <class Batch>
+  MOE_A2A_DEVICE static void send_rows(std::type_identity<Batch>, const Args& args, const Grid& grid,
+                                       const Block& block, std::byte* shared, uint64_t epoch) {
+    using Wire = typename Batch::Wire;
     const Context& c = args.context;
     const Exchange exchange = dispatch_rows(c, args.buffer, epoch);
     const RowLayout layout = sent_layout(args);
@@ -151,32 +177,39 @@ struct DispatchSend {
   // Waits until no rank reads the previous use of this buffer, whether or not it exchanged tokens with this one. Pairs
   // with the release in CombineSend::return_credit().
   MOE_A2A_DEVICE static bool wait_for_credits(const Context& c, const Block& block, int buffer, uint64_t epoch,
-                                              uint64_t number = 0) {
+                                              const DispatchNumber& number) {
     bool good = true;
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
-      if (number != 0) {
-        good &= await_credit(c, buffer, r, epoch - 1, number);
-        continue;
-      }
-      const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, r};
-      good &= wait_for(c.region.dispatch_credit.at(buffer, r), epoch - 1, site, c.wait, c.heap);
+      good &= await_credit(c, buffer, r, epoch - 1, number);
     }
     return !block.any(!good);
   }
 
-  // The same for a peer that may have no buffer for this dispatch. All of its buffers are then open, this one included,
-  // so it withholds the credit and its refusal ends the wait. It raises the refusal before any of these credits: a
-  // block that finds the credit finds the refusal too, so all blocks agree.
-  MOE_A2A_DEVICE static bool await_credit(const Context& c, int buffer, int rank, uint64_t epoch, uint64_t number) {
+  // A peer may have no buffer for this dispatch. All of its buffers are then open, this one included, so the credit is
+  // not there, and its refusal ends the wait. The credit that it gives later says that this dispatch was refused
+  // before: all blocks agree, whichever of the two they find. A peer that refuses a later dispatch gave this credit
+  // before, without that.
+  MOE_A2A_DEVICE static bool await_credit(const Context& c, int buffer, int rank, uint64_t epoch,
+                                          const DispatchNumber& number) {
     const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, rank, -1, text_slot(c)};
+    const Signal* credit = c.region.dispatch_credit.at(buffer, rank);
     bool is_refused = false;
+    uint32_t polls = 0;
+    const auto find_credit = [&](uint64_t& seen) {
+      uint32_t refused = 0;
+      if (!has_arrived(credit, epoch, seen, &refused)) return false;
+      is_refused = number.number != 0 && Signal::epoch_of(seen) == epoch && refused >= number.since;
+      return true;
+    };
     const bool good = wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
-      uint64_t refusal = 0;
-      const bool has_credit = has_arrived(c.region.dispatch_credit.at(buffer, rank), epoch, seen, nullptr);
-      is_refused = has_arrived(c.region.dispatch_refusal.at(rank), number, refusal, nullptr);
-      return has_credit || is_refused;
+      if (find_credit(seen)) return true;
+      if (number.number == 0 || ++polls % kPollsPerLook != 0) return false;
+      uint64_t word = 0;
+      if (!has_arrived(c.region.dispatch_refusal.at(rank), number.number, word, nullptr)) return false;
+      if (!find_credit(seen)) is_refused = true;
+      return true;
     });
-    if (is_refused) write_report(c.wait, c.heap, site, Reason::kRefused, 0, epoch, 0, 0);
+    if (is_refused) write_report(c.wait, c.heap, site, Reason::kRefused, 0, number.number, 0, 0);
     return good && !is_refused;
   }
   // Such a refusal belongs to no buffer; its text has a slot of its own, after those of the buffers.

@@ -6,6 +6,7 @@
 #include "arch/arch.h"
 #include "moe/experts/activation.h"
 #include "moe/experts/expert_tiles.h"
+#include "moe/experts/stored_tiles.h"
 #include "rows/quantize.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -32,7 +33,13 @@ struct GroupedGemmOf {
     Tiles tiles(args, block.warp());
     for (int unit = grid.rank(); tiles.seek(unit); unit += grid.size()) {
       GroupedGemmOf{args, tiles, shared}.multiply(block);
+      if (args.stored_tiles == nullptr) continue;
+      block.release_sync();
+      StoredTiles::add(args.stored_tiles, block, tiles.first_position, tiles.num_positions);
     }
+  }
+  MOE_A2A_DEVICE static uint32_t tiles_of_a_row(const GroupedGemmArgs& args) {
+    return static_cast<uint32_t>(div_up(args.num_columns, kTileColumns));
   }
 
   MOE_A2A_DEVICE void multiply(const Block& block) const {

@@ -42,10 +42,11 @@ struct GroupedGemmArgs {
   const float* bias = nullptr;              // [num_experts, rows_of_w()]: added to the sums. Null: none
   void* out = nullptr;                      // [num_rows, num_columns]
   // With float8 x and w, which have one scale per 128 of depth: x for each row, w for each 128 rows, gate and up apart.
-  const float* x_scales = nullptr;  // [num_x_rows, num_scales()], rows x_scales_stride elements apart
-  const float* w_scales = nullptr;  // [num_experts, row_blocks_of_w(), num_scales()]
-  float* out_scales = nullptr;      // [num_rows, column_blocks()]: of float8 results
-  int32_t* next_unit = nullptr;     // must be zero; counts the units that clusters have drawn
+  const float* x_scales = nullptr;   // [num_x_rows, num_scales()], rows x_scales_stride elements apart
+  const float* w_scales = nullptr;   // [num_experts, row_blocks_of_w(), num_scales()]
+  float* out_scales = nullptr;       // [num_rows, column_blocks()]: of float8 results
+  int32_t* next_unit = nullptr;      // must be zero; counts the units that clusters have drawn
+  uint32_t* stored_tiles = nullptr;  // [num_rows], must be zero; see stored_tiles.h. Null: nobody waits for rows
   int64_t x_stride = 0, x_scales_stride = 0;
   int32_t num_experts = 0, num_x_rows = 0, num_rows = 0, num_columns = 0, depth = 0;
   DType dtype = DType::kBfloat16, out_dtype = DType::kBfloat16;  // they differ with float8 only

@@ -21,7 +21,8 @@ struct PipelineMemory {
   static constexpr int kResultsAt = kStages * kStageBytes;
   static constexpr int kBarriersAt = kResultsAt + 8 * kWarpRows * kResultRowBytes;
   static constexpr int kUnitsAt = kBarriersAt + 3 * kStages * 8;
-  static constexpr int kBytes = kUnitsAt + 2 * 24;
+  static constexpr int kStoredAt = kUnitsAt + 2 * 24;
+  static constexpr int kBytes = kStoredAt + 2 * 16;
 
   uint32_t base;
 
@@ -36,8 +37,19 @@ struct PipelineMemory {
   MOE_A2A_DEVICE uint32_t unit_full(int place) const { return base + kUnitsAt + 8 * place; }
   MOE_A2A_DEVICE uint32_t unit_empty(int place) const { return unit_full(2 + place); }
   MOE_A2A_DEVICE uint32_t unit(int place) const { return unit_full(4 + place); }
+  // Barriers of every other tile: its results are stored; that has been published (publish_tiles).
+  MOE_A2A_DEVICE uint32_t stored(int place) const { return base + kStoredAt + 8 * place; }
+  MOE_A2A_DEVICE uint32_t published(int place) const { return stored(2 + place); }
 };
 static_assert(PipelineMemory::kStageBytes % 1024 == 0 && PipelineMemory::kBytes <= 227 * 1024);
+
+// By turns, two places for what one warp hands to another; `parity` is that of their barriers.
+struct Turn {
+  uint32_t number = 0;
+
+  MOE_A2A_DEVICE int place() const { return static_cast<int>(number & 1); }
+  MOE_A2A_DEVICE uint32_t parity() const { return number >> 1 & 1; }
+};
 
 // Cycles through the stages; `parity` is that of their barriers.
 struct StageRing {
@@ -54,6 +66,10 @@ struct StageRing {
 // A cluster's first unit is its rank; after that, whichever cluster is free draws the next. Tiles differ in duration,
 // so with a fixed order clusters drift apart, and tiles that share weights no longer meet in the last-level cache
 // (H200, 512 rows per expert, random routing: 9.6 GB read instead of 6.8, 1.15 times as long).
+//
+// kDrawsAll: the first unit is drawn too. Where others wait in the same launch for what is multiplied, no unit may
+// belong to a cluster that is not resident yet.
+template <bool kDrawsAll>
 class UnitReader {
  public:
   MOE_A2A_DEVICE explicit UnitReader(const PipelineMemory& memory)
@@ -77,10 +93,11 @@ class UnitReader {
   PipelineMemory memory_;
   int unit_;
   uint32_t turn_ = 0;
-  bool is_first_ = true;
+  bool is_first_ = !kDrawsAll;
 };
 
 // Used by one thread of each block to draw the unit after the current one. Block 0 of the cluster draws for both.
+template <bool kDrawsAll>
 class UnitTaker {
  public:
   MOE_A2A_DEVICE UnitTaker(const PipelineMemory& memory, int32_t* next_unit, int block)
@@ -91,7 +108,7 @@ class UnitTaker {
     barrier_expect(memory_.unit_full(place), 4);
     if (block_ == 0) {
       barrier_wait(memory_.unit_empty(place), (turn_ >> 1 & 1) ^ 1);
-      const int num_first = blocks_in_grid() / PairedTiles::kBlocks;
+      const int num_first = kDrawsAll ? 0 : blocks_in_grid() / PairedTiles::kBlocks;
       const int unit = num_first + atomic_add<Order::kRelaxed, Scope::kDevice>(next_unit_, 1);
       for (int b = 0; b < PairedTiles::kBlocks; ++b) {
         store_word_at(memory_.unit(place), memory_.unit_full(place), b, unit);

@@ -14,10 +14,9 @@ void prepare_pipelined_gemm(const LaunchSite& site) {
   prepare_pipeline<PipelinedGemm<T, kGated, false>>(site);
 }
 
-template <class T, bool kGated, bool kGathers>
-void launch_pipelined_gemm_of(const LaunchSite& site, const GroupedGemmArgs& args) {
-  using Kernel = PipelinedGemm<T, kGated, kGathers>;
-  constexpr int kHalves = kGated ? 2 : 1;
+// kHalves: 2 if gated.
+template <class Kernel, int kHalves, bool kGathers>
+typename Kernel::Args pipelined_args(const GroupedGemmArgs& args) {
   using Memory = PipelineMemory;
   const int64_t depth = args.depth, columns = args.num_columns;
   const int64_t next_column = args.row_of_w(0, 1) * depth, next_half = args.row_of_w(1, 0) * depth;
@@ -28,12 +27,19 @@ void launch_pipelined_gemm_of(const LaunchSite& site, const GroupedGemmArgs& arg
                                                             {columns, next_column, Memory::kHalfColumns},
                                                             {kHalves, next_half, 1},
                                                             {args.num_experts, kHalves * columns * depth, 1}}}),
-                                     .x = {}};
+                                     .x = {},
+                                     .sender = {}};
   if (!kGathers) {
     pipelined.x = make_tensor_map(
         {args.x, args.dtype, {{depth, 1, Kernel::kTileDepth}, {args.num_x_rows, args.x_stride, Memory::kTileRows}}});
   }
-  launch_pipeline<Kernel>(site, pipelined);
+  return pipelined;
+}
+
+template <class T, bool kGated, bool kGathers>
+void launch_pipelined_gemm_of(const LaunchSite& site, const GroupedGemmArgs& args) {
+  using Kernel = PipelinedGemm<T, kGated, kGathers>;
+  launch_pipeline<Kernel>(site, pipelined_args<Kernel, kGated ? 2 : 1, kGathers>(args));
 }
 
 // False if this device or grid cannot run it.

@@ -3,7 +3,7 @@
 // A cluster of two blocks takes a unit of work: two tiles of 128 rows that share a tile of weights, half of which each
 // block loads for both. In a block, two warps gather rows of x through the list, one loads weights, one hands the
 // gathered rows to the products, and two warp groups multiply, apply the activation and store. Stages in shared memory
-// connect them.
+// connect them. A product that gathers nothing can send its results meanwhile, see pipelined_combine_send.h.
 #pragma once
 
 #include "moe/experts/pipelined_results.h"
@@ -12,7 +12,13 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-template <class T, bool kGated, bool kGathers>
+// What the warps that gather no rows do.
+struct NoSender {
+  struct Args {};
+  static constexpr bool kSends = false;
+};
+
+template <class T, bool kGated, bool kGathers, class Sender = NoSender>
 struct PipelinedGemm {
   using Memory = PipelineMemory;
   using Matrix = WarpGroupMatrix<T>;
@@ -22,19 +28,23 @@ struct PipelinedGemm {
   // Gate and up of the same columns are side by side, so each thread has both, whatever the order of the weights.
   static constexpr int kOutColumns = kGated ? Memory::kHalfColumns : Memory::kTileColumns;
   using Tiles = ExpertTiles<PairedTiles, Memory::kTileRows, kOutColumns>;
+  using Units = UnitReader<Sender::kSends>;
 
   struct Args {
     GroupedGemmArgs gemm;
     TensorMap w;  // [num_experts, 1 or 2 (gate, up), num_columns, depth], boxes of half a tile's columns
     TensorMap x;  // [num_x_rows, depth], boxes of a tile's rows; unused when rows are gathered
+    typename Sender::Args sender;
   };
+  static constexpr bool kSends = Sender::kSends;
+  static_assert(!(kSends && kGathers), "the warps that send are those that gather");
   static constexpr const char* kName = "pipelined_gemm";
   static constexpr int kThreads = 384, kBlocks = PairedTiles::kBlocks, kSharedBytes = Memory::kBytes;
   static constexpr int kGatherWarps = 2, kLoaderWarp = 2, kPassWarp = 3, kMultiplyWarps = 8;
   static constexpr int kGatherThreads = kGatherWarps * kWarpSize;
   // Each thread starts with 168 registers; the loading warps give some to the multiplying ones.
-  static constexpr int kLoadRegisters = !kIsFloat8 ? 88 : kGathers ? 56 : 40;
-  static constexpr int kMultiplyRegisters = !kIsFloat8 ? 208 : kGathers ? 224 : 232;
+  static constexpr int kLoadRegisters = !kIsFloat8 ? 88 : kGathers || kSends ? 56 : 40;
+  static constexpr int kMultiplyRegisters = !kIsFloat8 ? 208 : kGathers || kSends ? 224 : 232;
   static_assert(128 * kLoadRegisters + 256 * kMultiplyRegisters <= kThreads * 168);
 
   MOE_A2A_DEVICE static void run(const Args& args, uint32_t shared) {
@@ -48,6 +58,13 @@ struct PipelinedGemm {
       if (kGathers && warp < kGatherWarps) gather_rows(args.gemm, memory, block);
       if (warp == kLoaderWarp) load_tiles(args, memory, block);
       if (kGathers && warp == kPassWarp) pass_on(args.gemm, memory, block);
+      if constexpr (kSends) {
+        if (warp == kPassWarp) publish_tiles(args.gemm, memory, block);
+        if (warp < kGatherWarps) {
+          const StoredTiles stored = {args.gemm.stored_tiles, tiles_of_a_row(args.gemm)};
+          Sender::send(args.sender, stored, block_in_grid() + blocks_in_grid() * warp, blocks_in_grid() * kGatherWarps);
+        }
+      }
     } else {
       take_registers<kMultiplyRegisters>();
       multiply(args.gemm, memory, block);
@@ -62,8 +79,10 @@ struct PipelinedGemm {
       barrier_init(memory.empty(s), kMultiplyWarps * kBlocks);
       barrier_init(memory.landed(s), kGatherThreads);
     }
-    constexpr int kReaders = kMultiplyWarps + 1 + (kGathers ? kGatherWarps + 1 : 0);
+    constexpr int kReaders = kMultiplyWarps + 1 + (kGathers ? kGatherWarps + 1 : kSends ? 1 : 0);
     for (int place = 0; place < 2; ++place) {
+      barrier_init(memory.stored(place), kMultiplyWarps);
+      barrier_init(memory.published(place), 1);
       barrier_init(memory.unit_full(place), 1);
       barrier_init(memory.unit_empty(place), kReaders * kBlocks);
     }
@@ -71,6 +90,9 @@ struct PipelinedGemm {
   }
 
   MOE_A2A_DEVICE static int num_steps(const GroupedGemmArgs& args) { return div_up(args.depth, kTileDepth); }
+  MOE_A2A_DEVICE static uint32_t tiles_of_a_row(const GroupedGemmArgs& args) {
+    return static_cast<uint32_t>(div_up(args.num_columns, kOutColumns));
+  }
 
   // ---- rows of x, by 16-byte copies straight into the swizzled tile. Eight threads per row.
 
@@ -80,7 +102,7 @@ struct PipelinedGemm {
     const int piece = thread_in_block() % 8, first_row = thread_in_block() % kGatherThreads / 8;
     const uint32_t place = first_row * Memory::kRowBytes + ((piece ^ (first_row % 8)) << 4);
     StageRing ring;
-    UnitReader units(memory);
+    Units units(memory);
     Tiles tiles(args, Warp{});
     while (tiles.seek(units.next(Warp{}), block)) {
       const char* source[kCopies];
@@ -125,7 +147,7 @@ struct PipelinedGemm {
   // arrivals at the other block.
   MOE_A2A_DEVICE static void pass_on(const GroupedGemmArgs& args, const Memory& memory, int block) {
     StageRing ring;
-    UnitReader units(memory);
+    Units units(memory);
     Tiles tiles(args, Warp{});
     while (tiles.seek(units.next(Warp{}), block)) {
       for (int step = 0; step < num_steps(args); ++step) {
@@ -142,8 +164,9 @@ struct PipelinedGemm {
 
   MOE_A2A_DEVICE static void load_tiles(const Args& args, const Memory& memory, int block) {
     StageRing ring;
-    UnitReader units(memory);
-    UnitTaker taker(memory, args.gemm.next_unit, block);
+    Units units(memory);
+    UnitTaker<kSends> taker(memory, args.gemm.next_unit, block);
+    if (kSends && Warp{}.rank() == 0) taker.take();
     Tiles tiles(args.gemm, Warp{});
     while (tiles.seek(units.next(Warp{}), block)) {
       for (int step = 0; step < num_steps(args.gemm); ++step) {
@@ -212,7 +235,8 @@ struct PipelinedGemm {
       if (Warp{}.rank() < kBlocks) barrier_arrive_at(memory.empty(stage), Warp{}.rank());
     };
     StageRing ring;
-    UnitReader units(memory);
+    Turn turn;  // to hand over a tile
+    Units units(memory);
     Tiles tiles(args, Warp{});
     bool more = tiles.seek(units.next(Warp{}), block);
     while (more) {
@@ -221,6 +245,7 @@ struct PipelinedGemm {
           barrier_wait(memory.full(ring.stage), ring.parity);
           release(ring.stage);
         }
+        hand_over(memory, turn);
         more = tiles.seek(units.next(Warp{}), block);
         continue;
       }
@@ -235,6 +260,7 @@ struct PipelinedGemm {
       if constexpr (kIsFloat8) {
         add_scaled_products(args, memory, rows, RowAndColumnScales(args, place), matrix, ring, release);
         Results::store(args, matrix, place);
+        hand_over(memory, turn);
         more = tiles.seek(units.next(Warp{}), block);
       } else {
         const int last = start_products(args, memory, rows, matrix, ring, release);
@@ -242,7 +268,36 @@ struct PipelinedGemm {
         matrix.template wait<0>();
         release(last);
         Results::store(args, matrix, place);
+        hand_over(memory, turn);
       }
+    }
+  }
+
+  // ---- stored tiles, for those who read them in this launch
+
+  // By each multiplying warp once it has stored its part of a tile, or has none.
+  MOE_A2A_DEVICE static void hand_over(const Memory& memory, Turn& turn) {
+    if constexpr (kSends) {
+      barrier_wait(memory.published(turn.place()), turn.parity() ^ 1);
+      warp_sync();
+      if (Warp{}.rank() == 0) barrier_arrive(memory.stored(turn.place()));
+      ++turn.number;
+    }
+  }
+
+  // Publishing is a fence of the whole GPU. It has its own warp: in the multiplying warps it would wait for their
+  // stores, and for their arrivals at the other block.
+  MOE_A2A_DEVICE static void publish_tiles(const GroupedGemmArgs& args, const Memory& memory, int block) {
+    Turn turn;
+    Units units(memory);
+    Tiles tiles(args, Warp{});
+    while (tiles.seek(units.next(Warp{}), block)) {
+      barrier_wait(memory.stored(turn.place()), turn.parity());
+      const bool is_column = tiles.column_tile * kOutColumns < args.num_columns;  // see PairedTiles
+      if (is_column) StoredTiles::add(args.stored_tiles, Warp{}, tiles.first_position, tiles.num_positions);
+      warp_sync();
+      if (Warp{}.rank() == 0) barrier_arrive(memory.published(turn.place()));
+      ++turn.number;
     }
   }
 

@@ -17,7 +17,7 @@ class ChunkTable {
  public:
   MOE_A2A_DEVICE ChunkTable(const DispatchRecvArgs& args) : args_(args) {}
 
-  MOE_A2A_DEVICE bool has(int num_tokens) const { return !config().sends_ll(num_tokens); }
+  MOE_A2A_DEVICE bool has(int num_tokens) const { return !config().sends_ll_choices(num_tokens); }
 
   // Waits for a chunk. Pairs with the signal in RoutingTable::send().
   MOE_A2A_DEVICE static bool receive_chunk(const DispatchRecvArgs& args, int rank, int chunk, int num_tokens,

@@ -217,15 +217,15 @@ class ExpertLists {
   MOE_A2A_DEVICE void write_token(const Token& entry, int rank, int token, const int32_t* before,
                                   const FirstPositionOf& first_position_of) const {
     if (entry.landed_idx() < 0) return;
-    const int32_t landed = before[landed_list()] + entry.landed_idx();
+    const int32_t row = rank * config_.num_max_tokens_per_rank + token;
     // -1: the choice has no route here.
     const auto position_of = [&](LocalChoice choice) {
       if (choice.expert < 0) return -1;
       const int32_t position = first_position_of(choice.expert) + choice.idx;
       return has_room_for(choice.expert, position) ? position : -1;
     };
-    if (entry.is_leader()) write_landed(landed, rank, token);
-    RouteTerm* terms = ws_.landed_term.at(args_.buffer, landed);
+    if (entry.is_leader()) write_landed(before[landed_list()] + entry.landed_idx(), rank, row);
+    RouteTerm* terms = ws_.landed_term.at(args_.buffer, row);
     int num_terms = 0, counted = 0;  // the terms of the first `counted` choices
     entry.visit_choices([&](int k, LocalChoice choice) {
       if constexpr (Token::kIsShared) {
@@ -253,8 +253,7 @@ class ExpertLists {
     atomic_add<Order::kRelaxed, Scope::kDevice>(&args_.context.region.errors.data->num_lost_routes, 1u);
   }
 
-  MOE_A2A_DEVICE void write_landed(int32_t landed, int rank, int token) const {
-    const int32_t row = rank * config_.num_max_tokens_per_rank + token;
+  MOE_A2A_DEVICE void write_landed(int32_t landed, int rank, int32_t row) const {
     ws_.landed_row(args_.buffer, landed) = row;
     if (!ll_table_.sums_return_ll()) write_combine_order(landed, rank, row);
   }
@@ -274,9 +273,8 @@ class ExpertLists {
       before += full_turns + (rows > i && turn_of(r) < turn_of(rank));
       if (r == own_rank) own_before = full_turns;
     }
-    const LandedRow entry{row, landed};
-    ws_.combine_order(args_.buffer, MoeRegion::kAllRows, before) = entry;
-    if (rank != own_rank) ws_.combine_order(args_.buffer, MoeRegion::kPeersRows, before - own_before) = entry;
+    ws_.combine_order(args_.buffer, MoeRegion::kAllRows, before) = row;
+    if (rank != own_rank) ws_.combine_order(args_.buffer, MoeRegion::kPeersRows, before - own_before) = row;
   }
 
   MOE_A2A_DEVICE void write_route(int32_t position, int rank, int token, float weight) const {

@@ -51,7 +51,7 @@ class LlTable {
         weight_(plan.weights.in(shared)),
         choice_(plan.choices.in(shared)) {}
 
-  MOE_A2A_DEVICE bool has(int num_tokens) const { return config_.sends_ll(num_tokens); }
+  MOE_A2A_DEVICE bool has(int num_tokens) const { return config_.sends_ll_choices(num_tokens); }
   // Whether the sums of all ranks' batches return as LL words; valid after receive().
   MOE_A2A_DEVICE bool sums_return_ll() const { return sums_return_ll_; }
   MOE_A2A_DEVICE const ChoiceThreads& threads() const { return threads_; }

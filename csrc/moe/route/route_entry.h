@@ -30,10 +30,4 @@ struct RouteTerm {
   float weight = 0;
 };
 
-// A landed row in a combine's sending order.
-struct alignas(8) LandedRow {
-  int32_t row;     // src_rank * T + token
-  int32_t landed;  // its index among the landed rows
-};
-
 }  // namespace moe_a2a

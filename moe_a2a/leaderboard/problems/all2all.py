@@ -63,6 +63,9 @@ class All2All(CloseTo):
         rank_data = RankData(num_tokens=tensors["x"].shape[0], **tensors)
         return config_of(case, torch.float16), rank_data, rank, case["world_size"]
 
+    def bytes_to_move(self, case: Case, tensors: list[Tensors]) -> float:
+        return there_and_back(case, tensors)
+
     def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
         per_rank = case["num_experts"] // case["world_size"]
         scales = (1.0 + torch.arange(case["num_experts"]) // per_rank)[:, None]
@@ -80,6 +83,19 @@ class All2AllExperts(All2All):
     def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
         scales = torch.cat([of_rank["expert_scales"] for of_rank in tensors]).float()
         return [weighted_sums(of_rank, scales) for of_rank in tensors]
+
+
+def there_and_back(case: Case, tensors: list[Tensors]) -> float:
+    """Bytes of the busiest rank: a token's row once to each other rank that owns one of its experts, and a sum back."""
+    world_size = len(tensors)
+    per_rank = case["num_experts"] // world_size
+    rows = torch.zeros(world_size, world_size)
+    for source, of_rank in enumerate(tensors):
+        owner = of_rank["indices"] // per_rank
+        for target in range(world_size):
+            rows[source, target] = (owner == target).any(dim=1).sum() if target != source else 0
+    busiest = float(torch.maximum(rows.sum(0), rows.sum(1)).max())
+    return 2 * busiest * tensors[0]["x"].element_size() * case["hidden_dim"]
 
 
 def weighted_sums(tensors: Tensors, scales: Tensor) -> Tensor:

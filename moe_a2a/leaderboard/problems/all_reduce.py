@@ -25,6 +25,13 @@ class AllReduce(CloseTo):
     def as_data(self, case: Case, tensors: Tensors, rank: int) -> tuple[Tensor, int, int]:
         return tensors["x"], rank, case["world_size"]
 
+    def bytes_to_move(self, case: Case, tensors: list[Tensors]) -> float:
+        return 2 * (len(tensors) - 1) / len(tensors) * tensors[0]["x"].numel() * self.least_bits() / 8
+
+    def least_bits(self) -> float:
+        """Of a value on its way."""
+        return 16
+
     def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
         total = torch.stack([of_rank["x"] for of_rank in tensors]).float().sum(0)
         return [total.bfloat16()] * len(tensors)
@@ -35,6 +42,10 @@ class AllReduceQuantised(AllReduce):
     drift apart."""
 
     LEAST_DB = 28.0  # signal to noise: 6 bits per value reach it on N(0, 1), 4 bits do not
+
+    def least_bits(self) -> float:
+        """No code of normally distributed values has less noise for its length."""
+        return self.LEAST_DB / (20 * math.log10(2))
 
     def mismatch(self, output: Tensor, expected: Tensor) -> str:
         wrong = shape_mismatch(output, expected)

@@ -34,6 +34,10 @@ class Problem(Protocol):
         """The output of each rank, from the weights and inputs of all."""
         ...
 
+    def bytes_to_move(self, case: Case, tensors: list[Tensors]) -> float:
+        """What the busiest rank has to send, or to receive, to or from the others, whatever the submission does."""
+        ...
+
     def mismatch(self, output: Tensor, expected: Tensor) -> str:
         """Why a rank's output is not what was expected; "" if it is."""
         ...

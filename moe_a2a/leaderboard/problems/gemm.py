@@ -46,6 +46,10 @@ class GemmReduceScatter(_Gemm):
     def make_inputs(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
         return {"input": _uniform(case["m"], case["k"] // case["world_size"], generator=generator)}
 
+    def bytes_to_move(self, case: Case, tensors: list[Tensors]) -> float:
+        """Each rank's rows of this rank's partial sums, in bf16."""
+        return (len(tensors) - 1) / len(tensors) * case["m"] * case["n"] * 2
+
     def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
         total = torch.zeros(case["m"], case["n"])
         for of_rank in tensors:
@@ -67,6 +71,9 @@ class AllGatherGemm(_Gemm):
 
     def make_inputs(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
         return {"input": _uniform(case["m"] // case["world_size"], case["k"], generator=generator)}
+
+    def bytes_to_move(self, case: Case, tensors: list[Tensors]) -> float:
+        return (len(tensors) - 1) / len(tensors) * case["m"] * case["k"] * 2
 
     def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
         x = torch.cat([of_rank["input"] for of_rank in tensors]).float()

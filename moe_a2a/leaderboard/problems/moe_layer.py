@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_a2a.leaderboard.cases import Case
-from moe_a2a.leaderboard.problems.all2all import MoEConfig, RankData, config_of, draw_tokens
+from moe_a2a.leaderboard.problems.all2all import MoEConfig, RankData, config_of, draw_tokens, there_and_back
 from moe_a2a.leaderboard.problems.base import CloseTo, Tensors, check_divides
 
 
@@ -46,6 +46,9 @@ class MoELayer(CloseTo):
     def as_data(self, case: Case, tensors: Tensors, rank: int) -> tuple[MoEConfig, LayerData, int, int]:
         rank_data = LayerData(num_tokens=tensors["x"].shape[0], **tensors)
         return config_of(case, torch.bfloat16), rank_data, rank, case["world_size"]
+
+    def bytes_to_move(self, case: Case, tensors: list[Tensors]) -> float:
+        return there_and_back(case, tensors)
 
     def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
         totals = [torch.zeros_like(of_rank["x"], dtype=torch.float32) for of_rank in tensors]

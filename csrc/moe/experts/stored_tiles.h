@@ -1,0 +1,29 @@
+// Which rows of a product's result are complete, for those who read them in the launch that multiplies.
+#pragma once
+
+#include "arch/arch.h"
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+struct StoredTiles {
+  uint32_t* count;    // [positions]  column tiles stored so far; zero when the launch begins
+  uint32_t of_a_row;  // column tiles of a complete row
+
+  // The group has stored a tile of these positions, and has passed its release barrier since. Pairs with the acquire in
+  // wait_for_row().
+  template <class Group>
+  MOE_A2A_DEVICE static void add(uint32_t* count, const Group& group, int first_position, int num_positions) {
+    for (int i = group.rank(); i < num_positions; i += group.size()) {
+      atomic_add<Order::kRelease, Scope::kDevice>(count + first_position + i, 1u);
+    }
+  }
+
+  // Has no deadline: the product waits for nobody, so it ends.
+  MOE_A2A_DEVICE void wait_for_row(int position) const {
+    const uint32_t* stored = count + position;
+    while (atomic_load<Order::kRelaxed, Scope::kDevice>(stored) != of_a_row) pause();
+    atomic_load<Order::kAcquire, Scope::kDevice>(stored);  // pairs with the release in add()
+  }
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,0 +1,246 @@
+"""`python -m moe_a2a bench micro_batches`: two micro-batches in turn. While a product works on one of them, on all SMs but a
+few, combine() ends the other's layer and dispatch() begins its next, with as many blocks, on a second stream.
+
+Products: `torch.nn.functional.linear` under PyTorch's SM carve-out, and `grouped_gemm` with num_blocks, each large enough to last
+about as long as the transfers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import moe_a2a
+from moe_a2a.bench import machine
+from moe_a2a.bench.cases import Case, Inputs, make_inputs
+from moe_a2a.bench.clock import Clock, Measuring, Step
+from moe_a2a.bench.contenders import Ours
+from moe_a2a.bench.options import add_how, add_sizes
+from moe_a2a.bench.product_results import Results
+from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
+from moe_a2a.bench.statistics import slowest_rank_median
+from moe_a2a.command_line import integers, output_file, output_folder
+
+COLUMNS = {"cuda": (128, 256, 512, 1024, 2048, 4096, 7168, 10240, 14336), "cpu": (16, 64)}
+NUM_TRACED = 3
+HEADER = (
+    f"{'tokens':>6} {'product':<12} {'blocks':>6} | {'all SMs':>8} {'limited':>8} {'in turn':>8} {'slower':>7} {'beyond':>7} | "
+    f"{'transfer':>8} {'turn':>8} {'hidden':>6}"
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Times are us, the slowest rank's medians. beyond: what the product is slower than by the share of the SMs that it has
+    left to the transfers. hidden: the part of the transfers that the turn does not last longer for."""
+
+    tokens: int
+    hidden: int
+    topk: int
+    experts: int
+    ranks: int
+    product: str
+    columns: int
+    blocks: int
+    product_us: float  # on all SMs, alone
+    limited_us: float  # on the SMs that are left, alone
+    in_turn_us: float  # the same beside the transfers
+    transfer_us: float  # a combine and a dispatch, alone
+    turn_us: float
+    slower: float
+    beyond: float
+    hidden_share: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens:>6} {self.product:<12} {self.blocks:>6} | {self.product_us:8.1f} {self.limited_us:8.1f} "
+            f"{self.in_turn_us:8.1f} {self.slower:7.1%} {self.beyond:7.1%} | {self.transfer_us:8.1f} {self.turn_us:8.1f} "
+            f"{self.hidden_share:6.0%}"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--tokens", type=integers(1), default=[4096], metavar="4096,...", help="of each micro-batch and rank"
+    )
+    add_sizes(what)
+    what.add_argument(
+        "--blocks", type=integers(1), default=[16, 24, 32], metavar="16,...", help="of dispatch and combine"
+    )
+    add_how(parser)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results here")
+    parser.add_argument(
+        "--results", type=output_folder, metavar="DIR", help="write DIR/<gpu>_<ranks>/micro_batches.json"
+    )
+    parser.add_argument(
+        "--trace", type=output_file, metavar="FILE", help="write rank 0's last turns as PyTorch's profiler sees them"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    check_cases(_cases(options), options)
+    return start_ranks(options, rank_main, "bench")
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    sizes = (options.hidden, options.topk, options.experts)
+    return [Case(tokens, *sizes, torch.bfloat16, "uniform", options.seed) for tokens in options.tokens]
+
+
+@torch.no_grad()
+def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
+    device = this_ranks_device(options)
+    clock = Clock(device, Measuring(options.iterations, options.warm_up, options.flush))
+    results = Results(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
+    for case in _cases(options):
+        inputs = make_inputs(case, device)
+        with moe_a2a.ExpertParallel(dist.group.WORLD, **case.config, device=device) as ep:
+            for blocks in options.blocks:
+                transfers = Ours(ep, inputs, "rows", blocks)
+                transfers.rehearse()
+                for product in (Linear, Grouped):
+                    turns = Turns(transfers, product(ep, inputs), clock)
+                    results.add(turns.measured(case))
+                    results.write(options)
+            if options.trace:
+                turns.trace(options.trace)
+            transfers.release(transfers.handle)
+    dist.barrier()
+    return 0
+
+
+# ---- products
+
+
+class Linear:
+    name = "linear"
+
+    def __init__(self, ep: moe_a2a.ExpertParallel, inputs: Inputs):
+        self._x = inputs.x
+
+    def resize(self, columns: int) -> None:
+        self._w = torch.randn(columns, self._x.shape[1], device=self._x.device).to(self._x.dtype)
+        self._bias = torch.zeros(columns, device=self._x.device, dtype=self._x.dtype)  # with one, cuBLASLt runs it
+
+    def __call__(self, num_left: int) -> Tensor:
+        """num_left: SMs that it leaves alone."""
+        if not num_left or not self._x.is_cuda:
+            return F.linear(self._x, self._w, self._bias)
+        torch._C._set_sm_carveout_experimental(num_left)
+        try:
+            return F.linear(self._x, self._w, self._bias)
+        finally:
+            torch._C._set_sm_carveout_experimental(None)
+
+
+class Grouped:
+    """Over the rows that a dispatch has brought."""
+
+    name = "grouped_gemm"
+
+    def __init__(self, ep: moe_a2a.ExpertParallel, inputs: Inputs):
+        handle = ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+        self._x, self._offsets = handle.recv_x.clone(), handle.expert_offsets.clone()
+        self._index = handle.expert_row_index[: handle.num_routes].clone()
+        handle.release()
+
+    def resize(self, columns: int) -> None:
+        num_experts, (_, hidden) = len(self._offsets) - 1, self._x.shape
+        self._w = torch.randn(num_experts, columns, hidden, device=self._x.device).to(self._x.dtype)
+
+    def __call__(self, num_left: int) -> Tensor:
+        num_blocks = _num_processors(self._x.device) - num_left if num_left and self._x.is_cuda else 0
+        return moe_a2a.grouped_gemm(self._x, self._index, self._offsets, self._w, num_blocks=num_blocks)
+
+
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+# ---- turns
+
+
+class Turns:
+    def __init__(self, transfers: Ours, product: Any, clock: Clock):
+        self._transfers, self._product, self._clock = transfers, product, clock
+        self._device = transfers.inputs.x.device
+        self._blocks = transfers.num_blocks
+        self._side = torch.cuda.Stream(priority=-1) if self._device.type == "cuda" else None
+        self._marks: list[tuple[Any, Any]] = []
+        if transfers.handle is None or not transfers.handle.is_open:
+            transfers.handle = transfers.dispatch()
+
+    def measured(self, case: Case) -> Line:
+        (transfer_us,) = self._medians(self._transfer)
+        columns = self._resize(transfer_us)
+        product_us, limited_us, turn_us = self._medians(lambda: self._product(0), self._limited, self._turn)
+        marks = self._marks[-self._clock.how.iterations :]
+        in_turn_us = _median_us(torch.tensor([self._clock.seconds(*pair) for pair in marks], dtype=torch.float64))
+        share = 1 - self._blocks / max(_num_processors(self._device), self._blocks + 1)
+        return Line(
+            tokens=case.num_tokens, hidden=case.hidden, topk=case.num_topk, experts=case.num_experts,
+            ranks=dist.get_world_size(), product=self._product.name, columns=columns, blocks=self._blocks,
+            product_us=product_us, limited_us=limited_us, in_turn_us=in_turn_us, transfer_us=transfer_us, turn_us=turn_us,
+            slower=in_turn_us / product_us - 1, beyond=share * in_turn_us / product_us - 1,
+            hidden_share=1 - (turn_us - limited_us) / transfer_us,
+        )  # fmt: skip
+
+    def trace(self, file: Path) -> None:
+        """A few turns."""
+        is_first = dist.get_rank() == 0
+        with torch.profiler.profile() if is_first else nullcontext() as profiler:
+            for _ in range(NUM_TRACED):
+                self._turn()
+            self._clock.synchronize()
+        if profiler is not None:
+            profiler.export_chrome_trace(str(file))
+
+    def _transfer(self) -> None:
+        """Ends the other micro-batch's layer and begins its next."""
+        self._transfers.combine(self._transfers.y, self._transfers.handle)
+        self._transfers.handle = self._transfers.dispatch()
+
+    def _limited(self) -> None:
+        self._product(self._blocks)
+
+    def _turn(self) -> None:
+        if self._side is None:
+            self._transfer()
+            self._marked_product()
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self._transfer()
+        self._marked_product()
+        torch.cuda.current_stream().wait_stream(self._side)
+
+    def _marked_product(self) -> None:
+        begin = self._clock.mark()
+        self._limited()
+        self._marks.append((begin, self._clock.mark()))
+
+    def _resize(self, at_least_us: float) -> int:
+        for columns in COLUMNS[self._device.type]:
+            self._product.resize(columns)
+            (limited_us,) = self._medians(self._limited)
+            if limited_us >= at_least_us:
+                break
+        return columns
+
+    def _medians(self, *steps: Callable[[], Any]) -> list[float]:
+        times = self._clock.time([Step("", run, self._transfers.y) for run in steps])
+        return [_median_us(times[:, i]) for i in range(len(steps))]
+
+
+def _median_us(times: Tensor) -> float:
+    return 1e6 * slowest_rank_median(times)

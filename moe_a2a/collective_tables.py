@@ -1,0 +1,155 @@
+"""Which algorithm algorithm="auto" is, how many blocks a call takes, and from which size a codec is worth it: by the bytes of
+a call of Collectives.
+
+The first of these counts:
+
+  1. the constructor's table= (a file), else the file that the environment variable MOE_A2A_COLLECTIVE_TABLE names;
+  2. the table that `tune collectives` has written on this machine for this GPU and number of ranks, in the user's cache
+     directory (<cache>/moe_a2a/tuned/collectives_<gpu>_<ranks>.json);
+  3. the one that the package ships for them, if there is one;
+  4. a small model: see model().
+
+An algorithm= of the call and a num_blocks= of the constructor come before all of them. All ranks must have the same table.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_a2a import launch_tables, tuned_files
+from moe_a2a.codecs import CODECS
+from moe_a2a.json_fields import Field
+
+ENVIRONMENT_VARIABLE = "MOE_A2A_COLLECTIVE_TABLE"
+PREFIX = "collectives_"  # of the names of files
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+DTYPES = ("float32", "float16", "bfloat16")
+ALGORITHMS = ("one_shot", "two_shot", "ring", "recursive_doubling")  # "two_shot" also for the kinds that have no choice
+LARGEST = 1 << 50  # bytes
+
+
+class CollectiveStep(NamedTuple):
+    """For calls of up to max_nbytes, all ranks' bytes together; the last step also for more."""
+
+    max_nbytes: int
+    algorithm: str
+    num_blocks: int  # 0: a block per chunk, as far as the device goes
+
+
+@dataclass(frozen=True)
+class CollectiveTable:
+    """Measured for one kind and dtype. codecs: the least bytes from which each is worth it; none: it never is."""
+
+    kind: str
+    dtype: str
+    steps: tuple[CollectiveStep, ...]
+    codecs: dict[str, int] = field(default_factory=dict)
+
+    def step(self, nbytes: int) -> CollectiveStep:
+        place = bisect_left(self.steps, nbytes, key=lambda step: step.max_nbytes)
+        return self.steps[min(place, len(self.steps) - 1)]
+
+
+class Tables:
+    """Those of one object."""
+
+    def __init__(self, tables: Sequence[CollectiveTable], origin: str):
+        self.origin = origin
+        self._tables = tables
+
+    def of(self, kind: str, dtype: str) -> CollectiveTable:
+        """The one of this dtype, else of one as long, else any."""
+        size = getattr(torch, dtype).itemsize
+
+        def distance(table: CollectiveTable) -> tuple[bool, bool]:
+            return table.dtype != dtype, getattr(torch, table.dtype).itemsize != size
+
+        return min((table for table in self._tables if table.kind == kind), key=distance)
+
+
+def in_effect(device: torch.device, num_ranks: int, file: str | os.PathLike[str] | None = None) -> Tables:
+    """What a file lacks is the model's."""
+    named = file or os.environ.get(ENVIRONMENT_VARIABLE)
+    path = Path(named) if named else found_file(device, num_ranks)
+    modelled = model(device.type, num_ranks)
+    if path is None:
+        return Tables(modelled, "the small model")
+    tables = read(path)
+    kinds = {table.kind for table in tables}
+    return Tables([*tables, *(table for table in modelled if table.kind not in kinds)], str(path))
+
+
+def found_file(device: torch.device, num_ranks: int) -> Path | None:
+    return tuned_files.found_file(PREFIX, device, num_ranks)
+
+
+def own_file(device: torch.device, num_ranks: int) -> Path:
+    return tuned_files.own_file(PREFIX, device, num_ranks)
+
+
+# ---- the small model
+
+MOST_ONE_SHOT_ON_CPU = 8 << 10  # measured with 4 ranks on 2 cores
+# What a GPU's links carry in the time of two-shot's second trip: 5.5 us, 349 GB/s (2 and 4 H200).
+TRIP_NBYTES = 1_900_000
+# Of a codec. CPU: never; 2 ranks, 16 MiB of bfloat16: 5 ms without a codec, 62 with q8, 80 with q4. GPU: 2 H200, bfloat16,
+# beside no codec: q4 19.7 and 20.4 us at 4 MiB, q8 32.4 and 36.5 us at 8 MiB, q6 31.4.
+LEAST_WITH_CODEC: dict[str, dict[str, int]] = {
+    "cpu": {},
+    "cuda": {"fp8": 8 << 20, "q8": 8 << 20, "q6": 8 << 20, "q4": 4 << 20},
+}
+
+
+def model(device_type: str, num_ranks: int) -> list[CollectiveTable]:
+    """One-shot as long as the bytes that two-shot would save take less time than its second trip: one-shot sends R - 1 times
+    the message, two-shot 2 (R - 1) / R times. Ring and recursive doubling are for machines whose ranks do not all reach
+    each other equally well; where they do, they were never the fastest."""
+    saved = (num_ranks - 1) * (num_ranks - 2)
+    most = MOST_ONE_SHOT_ON_CPU if device_type == "cpu" else num_ranks * TRIP_NBYTES // saved if saved else LARGEST
+    all_reduce = (CollectiveStep(most, "one_shot", 0), CollectiveStep(LARGEST, "two_shot", 0))
+    codecs = LEAST_WITH_CODEC[device_type]
+    return [
+        CollectiveTable("all_reduce", "bfloat16", all_reduce, codecs),
+        *(CollectiveTable(kind, "bfloat16", (CollectiveStep(LARGEST, "two_shot", 0),)) for kind in KINDS[1:]),
+    ]
+
+
+# ---- files
+
+
+def read(path: Path) -> list[CollectiveTable]:
+    """Raises a ValueError that names the file and the field."""
+    return tuned_files.read(path, _table, "table of collectives", "python -m moe_a2a tune collectives")
+
+
+def _table(field: Field) -> CollectiveTable:
+    kind, dtype = field["kind"].text(KINDS), field["dtype"].text(DTYPES)
+    steps: list[CollectiveStep] = []
+    for step in field["steps"].items():
+        parts = step.items()
+        if len(parts) != len(CollectiveStep._fields):
+            raise step.error(f"[{', '.join(CollectiveStep._fields)}]")
+        most, blocks = parts[0].integer(1, LARGEST), parts[2].integer(0, launch_tables.LARGEST)
+        if steps and most <= steps[-1].max_nbytes:
+            raise step.error(f"a step for more than {steps[-1].max_nbytes} bytes, as the one before")
+        steps.append(CollectiveStep(most, parts[1].text(ALGORITHMS), blocks))
+    if not steps:
+        raise field["steps"].error("an array of steps")
+    codecs = field["codecs"]
+    if not isinstance(codecs.value, dict) or not set(codecs.value) <= set(CODECS):
+        raise codecs.error(f"an object with some of {', '.join(CODECS)}")
+    return CollectiveTable(kind, dtype, tuple(steps), {name: codecs[name].integer(0, LARGEST) for name in codecs.value})
+
+
+def write(path: Path, about: dict, tables: Sequence[CollectiveTable]) -> None:
+    """Adds the tables to the file, replacing older ones of the same kinds and dtypes."""
+    known = {(table.kind, table.dtype): table for table in (read(path) if path.exists() else [])}
+    known |= {(table.kind, table.dtype): table for table in tables}
+    tuned_files.write(path, about, "[max_nbytes, algorithm, num_blocks]", map(asdict, known.values()))

@@ -1,0 +1,349 @@
+"""Collectives over several nodes: within each node ours, between the nodes a process group of the caller's.
+
+all_reduce() reduces within the node, so that each of its ranks has a share; the ranks with the same place in all nodes
+exchange their shares over the caller's group; the node gathers the results. In slices: while one is on its way between the
+nodes, the next is reduced.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_a2a import arguments, calls, devices
+from moe_a2a.collectives import MAX_NBYTES, OPS, SHARE_UNIT, Collectives
+from moe_a2a.communicator import Communicator
+from moe_a2a.errors import PeerTimeoutError
+from moe_a2a.rail import NO_CALL, Call, Rail
+
+# Multiprocessors that our kernels leave to those of `between`. Both wait for other ranks, so neither may keep the other's
+# blocks from running.
+MULTIPROCESSORS_LEFT = 32
+MOST_PARALLEL_SLICES = 64
+LARGEST_ELEMENT = 4  # bytes
+
+Finish = Callable[[], Any]
+
+
+class TwoLevelCollectives:
+    """Reductions and gathers over the ranks of several nodes.
+
+        node = dist.new_group(ranks of this machine)
+        rail = dist.new_group(the ranks that have this rank's place on their machines)
+        coll = moe_a2a.TwoLevelCollectives(node, rail)
+
+    Args:
+        local: the ranks of this node: what a Communicator takes, or a Communicator.
+        between: a torch.distributed group of the ranks with the same place in all nodes, node by node: gloo for CPU
+            tensors, NCCL for GPU tensors. Every node has the same number of ranks.
+        slice_nbytes: bytes of a tensor that all_reduce() reduces and exchanges at once; the same on every rank.
+        parallel_slices: slices that are on their way at the same time; 1: nothing overlaps.
+        staging_nbytes: memory for the shares of these slices, which limits `parallel_slices`; 0: as much as they take,
+            parallel_slices * slice_nbytes / ranks of a node.
+        num_blocks: see Collectives; 0 on a GPU: all but 32 multiprocessors, which are left to `between`.
+        device, timeout: of a Communicator of its own, where `local` is none.
+
+    Rank r is rank r % L of node r // L, with L ranks per node. Every rank makes the same calls in the same order.
+    Values are merged within each node as Collectives does it, rounded to the dtype, and merged between the nodes as
+    `between` does it; "avg" divides the sum. Where all sums are exact the bits are those of one level.
+
+    Errors are those of Collectives. On CPU tensors the nodes compare their calls before they exchange anything, and wait
+    for each other until `timeout`; on GPU tensors until the timeout of `between`. After a wait that has failed, the object
+    is of no more use on any rank.
+    """
+
+    def __init__(
+        self,
+        local: Any,
+        between: Any,
+        *,
+        slice_nbytes: int = 25 << 20,
+        parallel_slices: int = 2,
+        staging_nbytes: int = 0,
+        num_blocks: int = 0,
+        device: torch.device | str | None = None,
+        timeout: float = 30.0,
+    ):
+        self._rail = Rail(between)
+        num_blocks = num_blocks or _default_blocks(local, device)
+        self._local = Collectives(local, slice_nbytes, num_blocks, device=device, timeout=timeout)
+        try:
+            self._plan(parallel_slices, staging_nbytes)
+        except BaseException:
+            self._local.close()
+            raise
+
+    def _plan(self, parallel_slices: int, staging_nbytes: int) -> None:
+        coll, rail = self._local, self._rail
+        rail.take(coll)
+        self.node, self.num_nodes = rail.node, rail.num_nodes
+        self.rank, self.num_ranks = rail.rank_on(rail.node), rail.num_nodes * coll.num_ranks
+        self.device, self.timeout, self.max_nbytes = coll.device, coll.timeout, coll.max_nbytes
+        unit = SHARE_UNIT * LARGEST_ELEMENT
+        self._share_nbytes = -(-self.max_nbytes // (unit * coll.num_ranks)) * unit
+        problem = ""
+        try:
+            self.parallel_slices = self._checked_parallel_slices(parallel_slices, staging_nbytes)
+        except (ValueError, TypeError) as error:
+            problem = str(error)  # told when the ranks meet
+        self._meet(problem)
+        self._staging = torch.empty(self.parallel_slices, self._share_nbytes, dtype=torch.uint8, device=self.device)
+
+    def _checked_parallel_slices(self, parallel_slices: int, staging_nbytes: int) -> int:
+        most = arguments.checked_int(self.rank, "parallel_slices", parallel_slices, 1, MOST_PARALLEL_SLICES)
+        limit = arguments.checked_int(self.rank, "staging_nbytes", staging_nbytes, 0, MAX_NBYTES)
+        if limit == 0:
+            return most
+        if limit < self._share_nbytes:
+            raise ValueError(
+                f"staging_nbytes={limit} on rank {self.rank} is less than a share of a slice, {self._share_nbytes} bytes; pass "
+                "more, or a smaller slice_nbytes"
+            )
+        return min(most, limit // self._share_nbytes)
+
+    def _meet(self, problem: str) -> None:
+        """Raises on every rank if the nodes do not fit together, or an argument is wrong on any."""
+        coll, rail = self._local, self._rail
+        names = ("ranks of its node", "place in its node", "slice_nbytes")
+        mine = [coll.num_ranks, coll.rank, coll.max_nbytes]
+        for node, theirs in enumerate(rail.words(mine)):
+            for name, own, other in zip(names, mine, theirs, strict=True):
+                if own != other:
+                    problem = problem or (
+                        f"the nodes differ: {name} on rank {coll.rank} of node {rail.node}: {own}, on its peer of node {node}: "
+                        f"{other}; pass groups of equal sizes and orders, and equal arguments"
+                    )
+        views = self._local_words([rail.node, rail.num_nodes])
+        if views != [views[0]] * len(views):
+            problem = problem or (
+                f"the ranks of a node, seen from rank {coll.rank} of it, are in between as "
+                f"{', '.join(f'rank {node} of {size}' for node, size in views)}; pass groups with one rank of every node, in one "
+                "order of the nodes"
+            )
+        found = any(flag for (flag,) in self._local_words([int(problem != "")]))
+        found = any(flag for (flag,) in rail.words([int(found)]))
+        if any(flag for (flag,) in self._local_words([int(found)])):
+            raise ValueError(problem or f"a rank other than rank {self.rank} has refused the arguments: see its error")
+
+    def _local_words(self, words: list[int]) -> list[list[int]]:
+        """Those of the ranks of this node; float32 holds them."""
+        own = torch.tensor(words, dtype=torch.float32, device=self.device)
+        everyone = self._local.all_gather(own).view(self._local.num_ranks, -1)
+        return [[int(word) for word in each] for each in everyone.tolist()]
+
+    # ---- the collectives
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See Collectives.all_reduce()."""
+        out, flat, target = self._prepared("all_reduce", x, op, out)
+        coll, length = self._local, self._share_nbytes * self._local.num_ranks // x.element_size()
+        firsts = range(0, max(1, flat.numel()), length)
+
+        def begin(index: int) -> tuple[torch.Tensor, Finish]:
+            slice_ = slice(firsts[index], firsts[index] + length)
+            counts = _shares(len(flat[slice_]), coll.num_ranks)
+            staged = self._staging[index % self.parallel_slices].view(x.dtype)[: counts[coll.rank]]
+            share = coll.reduce_scatter(flat[slice_], _op_of_sums(op), counts, out=staged)
+
+            def finish() -> None:
+                if op == "avg":
+                    share.div_(self.num_ranks)
+                coll.all_gather(share, counts, out=target[slice_])
+
+            return share, finish
+
+        self._in_slices(
+            Call.of("all_reduce", x, op),
+            len(firsts),
+            begin,
+            lambda index, share: self._rail.all_reduce(share, _op_of_sums(op)),
+        )
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See Collectives.reduce_scatter(); every rank gets as many rows. A slice is what belongs to one node."""
+        out, flat, target = self._prepared("reduce_scatter", x, op, out)
+        parts = flat.view(self.num_nodes, -1)
+
+        def begin(node: int) -> tuple[torch.Tensor, Finish]:
+            share = target if node == self.node else torch.empty_like(target)
+            return self._local.reduce_scatter(parts[node], _op_of_sums(op), out=share), lambda: None
+
+        self._in_slices(
+            Call.of("reduce_scatter", x, op),
+            self.num_nodes,
+            begin,
+            lambda node, share: self._rail.reduce(share, _op_of_sums(op), node),
+        )
+        if op == "avg":
+            target.div_(self.num_ranks)
+        return out
+
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See Collectives.all_gather(); every rank gives as many rows. A slice is what comes from one node."""
+        out, flat, target = self._prepared("all_gather", x, "sum", out)
+        coll, parts = self._local, target.view(self.num_nodes, -1)
+
+        def begin(node: int) -> tuple[torch.Tensor, Finish]:
+            if node == 0:  # first of all a step of the whole node: what fails on one of its ranks fails on all
+                coll.all_gather(flat, out=parts[self.node])
+            if node == self.node:
+                return flat, lambda: None
+            share = torch.empty_like(flat)
+            return share, lambda: coll.all_gather(share, out=parts[node])
+
+        self._in_slices(
+            Call.of("all_gather", x, "sum"),
+            self.num_nodes,
+            begin,
+            lambda node, share: self._rail.broadcast(share, node),
+        )
+        return out
+
+    def _in_slices(
+        self,
+        call: Call,
+        num_slices: int,
+        begin: Callable[[int], tuple[torch.Tensor, Finish]],
+        exchange: Callable[[int, torch.Tensor], Any],
+    ) -> None:
+        """begin(i), a step of the node, gives a share and how to finish its slice; exchange(i, share) queues what goes
+        between the nodes. At most `parallel_slices` are between the two."""
+        on_their_way: deque[tuple[Any, Finish]] = deque()
+
+        def end_the_oldest() -> None:
+            work, finish = on_their_way.popleft()
+            with calls.refused_if_failed(self._local):
+                if work is not None:
+                    self._rail.wait(work)
+            finish()
+
+        try:
+            for index in range(num_slices):
+                if len(on_their_way) == self.parallel_slices:
+                    end_the_oldest()
+                share, finish = begin(index) if index else self._first(call, begin)
+                is_needed = self.num_nodes > 1 and share.numel() > 0  # the peers' shares are as long
+                with calls.refused_if_failed(self._local):
+                    on_their_way.append((exchange(index, share) if is_needed else None, finish))
+            while on_their_way:
+                end_the_oldest()
+        except PeerTimeoutError as error:
+            self._rail.lost = self._rail.lost or str(error)
+            raise
+
+    def _first(self, call: Call, begin: Callable[[int], tuple[torch.Tensor, Finish]]) -> tuple[torch.Tensor, Finish]:
+        """begin(0). Before anything is exchanged the nodes compare their calls; what fails on one rank of a node fails on all
+        of them, so each tells its peers."""
+        failure = begun = None
+        try:
+            begun = begin(0)
+        except BaseException as error:
+            failure = error
+        if self._rail.compares_calls:
+            self._rail.compare(call, failure)
+        if begun is None:
+            assert failure is not None
+            raise failure
+        return begun
+
+    # ---- arguments
+
+    def _prepared(
+        self, kind: str, x: torch.Tensor, op: str, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """out, and x and out in one dimension."""
+        self._local._open_core()
+        if self._rail.lost:
+            raise RuntimeError(f"these TwoLevelCollectives have lost a rank: {self._rail.lost}; make new groups")
+        try:
+            with calls.refused_if_failed(self._local):
+                arguments.check_tensor(self.rank, "x", x)
+                arguments.check_optional_tensor(self.rank, "out", out)
+                arguments.checked_choice(self.rank, "op", op, OPS)
+                out = self._checked_out(kind, x, out)
+                for name, tensor in (("x", x), ("out", out)):
+                    if tensor.layout != torch.strided or not tensor.is_contiguous():
+                        raise ValueError(f"{name} is not contiguous on rank {self.rank}; pass {name}.contiguous()")
+                self._check_overlap(kind, x, out)
+        except BaseException as error:
+            if self._rail.compares_calls:
+                self._rail.compare(NO_CALL, error)
+            raise
+        return out, x.view(-1), out.view(-1)
+
+    def _checked_out(self, kind: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        shape = list(x.shape)
+        if kind != "all_reduce":
+            if x.dim() == 0:
+                raise ValueError(f"x has no dimension to share out on rank {self.rank}; pass x.reshape(1)")
+            if kind == "reduce_scatter" and shape[0] % self.num_ranks:
+                raise ValueError(
+                    f"x has {shape[0]} rows on rank {self.rank}, which {self.num_ranks} ranks cannot share evenly; pass a multiple"
+                )
+            shape[0] = shape[0] // self.num_ranks if kind == "reduce_scatter" else shape[0] * self.num_ranks
+        if out is None:
+            return torch.empty(shape, dtype=x.dtype, device=x.device)
+        if list(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
+            raise ValueError(
+                f"out is {list(out.shape)} of {out.dtype} on {out.device} on rank {self.rank}, expected {shape} of {x.dtype} on "
+                f"{x.device}; pass such a tensor"
+            )
+        return out
+
+    def _check_overlap(self, kind: str, x: torch.Tensor, out: torch.Tensor) -> None:
+        (begin, end), (out_begin, out_end) = ((t.data_ptr(), t.data_ptr() + t.nbytes) for t in (x, out))
+        own = {"all_reduce": 0, "reduce_scatter": self.rank * out.nbytes, "all_gather": -self.rank * x.nbytes}[kind]
+        if begin < out_end and out_begin < end and out_begin != begin + own:
+            raise ValueError(
+                f"out overlaps x on rank {self.rank}; pass this rank's own part of the longer one, or memory apart from it"
+            )
+
+    # ---- the object
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that this object holds on this rank, without what `between` holds."""
+        return self._local.nbytes + self._staging.numel()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._local.is_closed
+
+    def check(self) -> None:
+        """See Collectives.check()."""
+        self._local.check()
+
+    def close(self) -> None:
+        """Ends the object; `between` stays the caller's."""
+        self._local.close()
+
+    def __enter__(self) -> TwoLevelCollectives:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = f"rank {self.rank} of {self.num_ranks}, node {self.node} of {self.num_nodes}"
+        return f"TwoLevelCollectives({where}, {self._local!r})"
+
+
+def _op_of_sums(op: str) -> str:
+    return "sum" if op == "avg" else op
+
+
+def _shares(count: int, num_ranks: int) -> list[int]:
+    """As even as whole units allow."""
+    each = -(-count // (num_ranks * SHARE_UNIT)) * SHARE_UNIT
+    return [max(0, min(each, count - rank * each)) for rank in range(num_ranks)]
+
+
+def _default_blocks(local: Any, device: torch.device | str | None) -> int:
+    place = local.device if isinstance(local, Communicator) else devices.checked_device(0, device)
+    if place.type != "cuda":
+        return 0
+    return max(1, torch.cuda.get_device_properties(place).multi_processor_count - MULTIPROCESSORS_LEFT)

@@ -1,0 +1,91 @@
+"""A dispatch on a rank whose buffers are all open: the rank raises, and its peers are told, whatever they wait for.
+
+On a GPU the peers of such a rank used to meet their deadline.
+"""
+
+import time
+
+import on_device
+import pytest
+import torch
+from test_failed_calls import REFUSED, REFUSER, SALT, expected_output, run, small_batches  # noqa: F401  (a fixture)
+from test_handles import experts, good_call, make_inputs
+
+pytestmark = on_device.TESTS
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_without_a_free_buffer(num_ranks, num_blocks):
+    """It cannot know which buffer its peers have taken; they wait there for a credit that it has not given."""
+
+    def program(ep, group):
+        for released in ([0], [1], [0, 1]):
+            handles = [ep.dispatch(*make_inputs(ep, salt), num_blocks=num_blocks) for salt in range(2)]
+            if ep.rank != REFUSER:
+                for i in released:
+                    handles[i].release()
+            for attempt in range(3):
+                if ep.rank == REFUSER:
+                    with pytest.raises(RuntimeError, match="2 handles are open on rank 1"):
+                        ep.dispatch(*make_inputs(ep))
+                elif ep.rank == 2 and attempt == 1:
+                    with pytest.raises(ValueError, match="x has shape"):
+                        ep.dispatch(make_inputs(ep)[0][:, 1:], make_inputs(ep)[1])
+                    on_device.settle(ep)  # it has raised its own error and is not told of another's
+                else:
+                    with pytest.raises(
+                        REFUSED, match="refused its call: (RuntimeError: dispatch: 2 handles|x has shape)"
+                    ):
+                        on_device.dispatch(ep, *make_inputs(ep), num_blocks=num_blocks)
+            for handle in handles:
+                handle.release()
+            good_call(ep)
+
+    run(program, num_ranks)
+
+
+def test_what_follows_a_call_without_a_free_buffer():
+    """On a GPU the combine may be queued before anyone knows. It ends at once, and does not touch the sums of the call
+    that still holds the buffer on the refuser."""
+
+    def program(ep, group):
+        held, other = ep.dispatch(*make_inputs(ep, SALT)), ep.dispatch(*make_inputs(ep))
+        y = experts(held)
+        group.all_gather(None)
+        if ep.rank == REFUSER:
+            with pytest.raises(RuntimeError, match="2 handles are open on rank 1"):
+                ep.dispatch(*make_inputs(ep, 2))
+        else:
+            ep.combine_send(y, held)
+            held.release()
+            with pytest.raises(REFUSED, match="2 handles are open on rank 1"):
+                handle = ep.dispatch(*make_inputs(ep, 2))
+                ep.combine(torch.full_like(y, torch.nan), handle)
+                on_device.settle(ep)
+        group.all_gather(None)
+        if ep.rank == REFUSER:
+            assert torch.equal(ep.combine(y, held), expected_output(ep))
+        other.release()
+
+    run(program)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_a_rank_that_is_late_is_not_told_of_later_refusals(num_blocks):
+    """Its calls that the refuser has taken part in are good, whenever they come; it used to take the later refusal for its
+    own, and the ranks were out of step."""
+
+    def program(ep, group):
+        if ep.rank == 0:
+            time.sleep(0.3)
+        sent = [ep.dispatch_send(*make_inputs(ep, SALT), num_blocks=num_blocks) for _ in range(2)]
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"2 handles are open on rank {ep.rank}"):
+                ep.dispatch(*make_inputs(ep))
+        for handle in sent:
+            ep.dispatch_recv(handle)
+            assert torch.equal(ep.combine(experts(handle), handle), expected_output(ep))
+
+    for _ in range(5):
+        run(program)

@@ -1,0 +1,94 @@
+"""Options of the torch.distributed backend: nodes of several ranks, environment variables, registration."""
+
+import on_device
+import pytest
+import torch
+import torch.distributed as dist
+from test_torch_backend import COLLECTIVES, REDUCE_OPS, TIMEOUT, full, integers, new_group, run_processes
+
+import moe_a2a
+from moe_a2a.backend_options import Settled
+from moe_a2a.torch_backend import DTYPES, Options
+
+pytestmark = on_device.TESTS
+
+
+def two_level_program(gloo) -> None:
+    """Two nodes of two ranks: every collective gives what one level gives, in groups of every kind."""
+    rank = dist.get_rank()
+    options = Options(ranks_per_node=2, max_nbytes=4096, parallel_slices=3, staging_nbytes=10_000)
+    two, flat = new_group(pg_options=options), new_group()
+    for dtype in DTYPES:
+        for number, collective in enumerate(COLLECTIVES):
+            for op in ("sum", "max", "min", "avg"):
+                x = integers((200, 30), dtype, 100 * number + rank)
+                assert torch.equal(collective(two, REDUCE_OPS[op], x), collective(flat, REDUCE_OPS[op], x))
+    x = full(10_000, 1)
+    works = [dist.all_reduce(x, group=two, async_op=True) for _ in range(5)]
+    for work in works:
+        work.wait()
+    assert torch.equal(x, full(10_000, 4**5))
+    dist.barrier(group=two)
+    (coll,) = two._made.values()
+    assert isinstance(coll, moe_a2a.TwoLevelCollectives)
+    assert (coll.node, coll.num_nodes, coll.max_nbytes, coll.parallel_slices) == (rank // 2, 2, 4096, 3)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("MOE_A2A_BACKEND_RANKS_PER_NODE", "2")
+        expected = {(0, 1): (1, 2), (2, 3): (1, 2), (0, 2): (2, 1), (1, 3): (2, 1), (0, 1, 2, 3): (2, 2)}
+        for members, (num_nodes, num_ranks) in expected.items():
+            group = dist.new_group(list(members), backend="moe_a2a", timeout=TIMEOUT)
+            if rank not in members:
+                continue
+            x = full(100, rank)
+            dist.all_reduce(x, group=group)
+            assert torch.equal(x, full(100, sum(members)))
+            assert (group._place.num_nodes, group._place.num_ranks) == (num_nodes, num_ranks)
+    if rank < 3:
+        with pytest.raises(ValueError, match=r"ranks \[0, 1, 2\] lie on nodes of 2 ranks as \[\[0, 1\], \[2\]\]; pass"):
+            new_group([0, 1, 2], pg_options=options, use_local_synchronization=True)
+
+
+def test_two_levels():
+    run_processes(4, two_level_program)
+
+
+@on_device.cpu_only
+def test_options_and_the_environment(monkeypatch):
+    variables = {
+        "max_nbytes": "MOE_A2A_BACKEND_NBYTES",
+        "num_blocks": "MOE_A2A_BACKEND_BLOCKS",
+        "ranks_per_node": "MOE_A2A_BACKEND_RANKS_PER_NODE",
+        "parallel_slices": "MOE_A2A_BACKEND_PARALLEL_SLICES",
+        "staging_nbytes": "MOE_A2A_BACKEND_STAGING_NBYTES",
+    }
+    for variable in variables.values():
+        monkeypatch.delenv(variable, raising=False)
+    assert Options().settled(0) == Settled(64 << 20, 0, 0, 2, 0)
+    for name, variable in variables.items():
+        monkeypatch.setenv(variable, "7")
+        assert getattr(Options().settled(0), name) == 7
+        assert getattr(Options(**{name: 9}).settled(0), name) == 9
+        for value in ("many", "-1", "", "1" * 20):
+            monkeypatch.setenv(variable, value)
+            with pytest.raises(
+                ValueError, match=rf"{variable} is '{value}' on rank 3; set it to a number of at least \d"
+            ):
+                Options().settled(3)
+            assert getattr(Options(**{name: 9}).settled(0), name) == 9
+        monkeypatch.delenv(variable)
+        with pytest.raises(ValueError, match=rf"{name}=-1 is not in .* on rank 3"):
+            Options(**{name: -1}).settled(3)
+    for variable in ("MOE_A2A_BACKEND_NBYTES", "MOE_A2A_BACKEND_PARALLEL_SLICES"):
+        monkeypatch.setenv(variable, "0")
+        with pytest.raises(ValueError, match=f"{variable} is '0'"):
+            Options().settled(0)
+        monkeypatch.delenv(variable)
+
+
+@on_device.cpu_only
+def test_registering_twice_changes_nothing():
+    from moe_a2a import torch_backend
+
+    before = list(dist.Backend.backend_list)
+    torch_backend.register()
+    assert dist.Backend.backend_list == before and "moe_a2a" in before

@@ -1,0 +1,93 @@
+// Experts that only scale their rows: every landed row's sum, by several blocks and ranks as threads.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "seed.h"
+#include "thread_ranks.h"
+
+namespace moe_a2a {
+namespace {
+
+constexpr int kRanks = 2, kTokens = 7, kTopk = 3, kExperts = 10;
+
+// A row is a formula of its rank, token and column; float32 holds every product and sum here exactly.
+float value(int rank, int token, int column) { return static_cast<float>(100 * rank + 10 * token + column % 7 + 1); }
+
+struct Choices {
+  std::vector<int32_t> expert;  // [kTokens, kTopk]
+  std::vector<float> weight;    // powers of two
+};
+Choices draw(uint64_t seed, int rank) {
+  std::mt19937_64 random(seed + rank);
+  Choices choices;
+  for (int t = 0; t < kTokens; ++t) {
+    const int first = static_cast<int>(random() % kExperts);
+    for (int k = 0; k < kTopk; ++k) {
+      choices.expert.push_back(random() % 5 == 0 ? -1 : (first + 3 * k) % kExperts);
+      choices.weight.push_back(static_cast<float>(1 << random() % 3));
+    }
+  }
+  return choices;
+}
+
+class SimulatedExpertsTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(SimulatedExpertsTest, SumsEachLandedRow) {
+  const int hidden = GetParam();
+  const uint64_t seed = test_seed();
+  const MoeConfig config{.num_ranks = kRanks,
+                         .num_experts = kExperts,
+                         .num_topk = kTopk,
+                         .hidden = hidden,
+                         .num_max_tokens_per_rank = kTokens,
+                         .dtype = DType::kFloat32};
+  run_ranks(config, 20.0, [&](ExpertParallel& ep) {
+    const int rank = ep.config().rank;
+    const Choices mine = draw(seed, rank);
+    std::vector<float> x(kTokens * hidden);
+    for (int i = 0; i < kTokens * hidden; ++i) x[i] = value(rank, i / hidden, i % hidden);
+    const LaunchPlace place{.num_blocks = 3};
+    auto handle =
+        ep.dispatch_send({.num_tokens = kTokens,
+                          .topk_idx = {mine.expert.data(), false},
+                          .topk_weights = mine.weight.data(),
+                          .x = {reinterpret_cast<const std::byte*>(x.data()), hidden * int64_t{sizeof(float)}},
+                          .x_dtype = DType::kFloat32,
+                          .x_scales = {}},
+                         place);
+    ep.dispatch_recv(*handle, Layout::kRows, 1, place);
+    alignas(16) std::vector<float> sums(kRanks * kTokens * hidden, std::numeric_limits<float>::quiet_NaN());
+    ep.simulated_experts(*handle, {.factor = 2}, sums.data(), place);
+    for (int r = 0; r < kRanks; ++r) {
+      const Choices theirs = draw(seed, r);
+      for (int t = 0; t < kTokens; ++t) {
+        float weight = 0;
+        bool lands = false;
+        for (int k = 0; k < kTopk; ++k) {
+          const int expert = theirs.expert[t * kTopk + k];
+          if (expert < 0 || expert / (kExperts / kRanks) != rank) continue;
+          weight += theirs.weight[t * kTopk + k];
+          lands = true;
+        }
+        for (int c = 0; c < hidden; ++c) {
+          const float sum = sums[(r * kTokens + t) * hidden + c];
+          if (lands) {
+            ASSERT_EQ(sum, weight * 2 * value(r, t, c)) << "rank " << r << " token " << t << " column " << c;
+          } else {
+            ASSERT_TRUE(std::isnan(sum)) << "row of a token that is not here: rank " << r << " token " << t;
+          }
+        }
+      }
+    }
+    ep.release(*handle, place);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Hidden, SimulatedExpertsTest, ::testing::Values(3, 48, 520));
+
+}  // namespace
+}  // namespace moe_a2a
