@@ -48,7 +48,8 @@ test-cpp: .venv/dependencies
 
 test-python: setup
 	.ci/system_packages.sh test
-	$(BIN)/python -m pytest tests -n 4 --dist worksteal --ignore tests/structure/test_headers.py
+	$(BIN)/python -m pytest tests -m 'not alone' -n 4 --dist worksteal --ignore tests/structure/test_headers.py
+	$(BIN)/python -m pytest tests/python -m alone
 
 test-gpu: setup
 	MOE_A2A_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/python

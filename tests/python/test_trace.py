@@ -17,7 +17,7 @@ from moe_a2a.tracing.summary import summarize
 sys.path.insert(0, str(Path(__file__).parents[2] / "profiling"))
 import perfetto_ui
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 NUM_RANKS, NUM_EXPERTS, NUM_CALLS, MAX_TOKENS = 4, 16, 3, 2000
 # Long beside what a busy machine takes a thread's core away for: that rank would be the culprit, rightly.

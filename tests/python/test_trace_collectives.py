@@ -69,6 +69,7 @@ def late_program(group, size: int) -> tuple[str, dict[tuple[int, str], int]]:
         return summary.culprit, path
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("size", "name"), [(100, "one_shot_all_reduce"), (20_000, "two_shot_all_reduce")])
 def test_a_late_rank_is_the_culprit(size, name):
     """And the critical path leads to it: to what it did before its launches."""
