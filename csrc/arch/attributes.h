@@ -1,9 +1,9 @@
-// Where a function may run, and which variant of the kernels is compiled: what headers shared by host and kernels need
+// Where a function may run, and which variant of the kernels is compiled. Headers that host and kernels share need this
 // before they know the target.
 #pragma once
 
-// Kernels are compiled twice, with the trace recorder and without, each in its own namespace. (On H200 the branches
-// around a recorder that is off are 4 % of a small batch.)
+// Kernels are compiled twice, with the trace recorder and without, each in its own namespace. (H200: branches around a
+// disabled recorder cost a small batch 4 %.)
 #if !defined(MOE_A2A_RECORDING)
 #define MOE_A2A_RECORDING 1
 #endif
@@ -19,8 +19,8 @@
 #define MOE_A2A_HOST_DEVICE __host__ __device__ inline __attribute__((always_inline))
 // For loops over a per-thread array: it stays in registers only if every index is a constant.
 #define MOE_A2A_UNROLL _Pragma("unroll")
-// For loops with few iterations in a small batch, which is latency-bound by its instructions: unrolled, it would also
-// step through the iterations that do not happen. (H200: summing the lists took 4.6 us, now 2.)
+// For loops that run few iterations in a small batch, which is latency-bound by its instructions: unrolled, they would
+// also step through the skipped iterations. (H200: summing the lists took 4.6 us, now 2.)
 #define MOE_A2A_ROLLED _Pragma("unroll 1")
 // Keep cold code out of line: small batches are latency-bound by their instructions. On AMD a called function needs a
 // stack, so there it stays inline.

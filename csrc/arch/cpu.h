@@ -1,5 +1,5 @@
-// The CPU target: a warp has one lane, a block is one OS thread, a device is this process's memory. It defines what the
-// kernels mean, and is what the sanitizers and a laptop run.
+// The CPU target: a warp has one lane, a block is one OS thread, a device is this process's memory. It is the reference
+// for what kernels compute, and what sanitizers and laptops run.
 #pragma once
 
 #include <sched.h>
@@ -34,7 +34,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 inline constexpr int kWarpSize = 1;
 inline constexpr int kBlockThreads = 1;
 inline constexpr bool kBlocksAreUnequal = false;  // see comm/work_queue.h
-inline constexpr bool kRanksShareCores = true;    // a wait is a switch to another thread
+inline constexpr bool kRanksShareCores = true;    // waiting means switching to another thread
 // Elements that a lane works on at a time: enough for the compiler to vectorise.
 template <class T>
 inline constexpr int kLaneElements = 256;

@@ -1,5 +1,5 @@
-// How a wait inside a CPU launch learns that it should end: the launching thread polls a hook. Nothing here knows
-// Python; the bindings install a hook that does.
+// How a wait inside a CPU launch learns that it should end: the launching thread polls a hook. This layer does not know
+// Python; the bindings install the hook.
 #pragma once
 
 #include <atomic>

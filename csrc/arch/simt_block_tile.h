@@ -13,8 +13,8 @@ template <class T>
 struct BlockTile {
  private:
   static constexpr bool kIsScaled = std::is_same_v<T, Float8>;
-  // Float8 is staged as bfloat16, which holds it exactly: sm_80 and gfx90a have no products of float8, and where there
-  // are some (gfx942, gfx950), this kernel waits for memory, not for its products.
+  // Float8 is staged as bfloat16, which holds it exactly: sm_80 and gfx90a have no float8 products, and on gfx942 and
+  // gfx950, which do, this kernel is memory-bound.
   using Staged = std::conditional_t<kIsScaled, Bfloat16, T>;
   using Matrix = WarpMatrix<Staged>;
   static constexpr int kWarps = kBlockThreads / kWarpSize;
@@ -99,7 +99,7 @@ struct BlockTile {
   }
 
  private:
-  // The sums of scaled products, and the scales on their way: a thread brings those of one row of A to shared memory.
+  // Sums of scaled products, and the scales in flight: each thread brings those of one row of A into shared memory.
   template <class Scales>
   struct ScaledSums {
     static constexpr int kValues = kIsScaled ? Matrix::kValues : 1;

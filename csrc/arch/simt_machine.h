@@ -89,7 +89,7 @@ class SimtMachine {
     check(MOE_A2A_GPU(IpcOpenMemHandle)(&memory, ipc, MOE_A2A_GPU(IpcMemLazyEnablePeerAccess)),
           "mapping the symmetric heap of another rank (peer access between the devices is required)");
     opened_.push_back(memory);
-    const size_t nbytes = Vendor::size_of_mapping(memory);  // 0: the vendor's runtime does not tell
+    const size_t nbytes = Vendor::size_of_mapping(memory);  // 0: the runtime cannot say
     if (nbytes != 0 && nbytes < handle.nbytes) {
       close_peer(static_cast<std::byte*>(memory));
       throw std::invalid_argument("its heap has " + std::to_string(nbytes) + " bytes, expected " +
@@ -181,7 +181,7 @@ class SimtMachine {
   // A captured graph may be replayed.
   static bool is_capturing(void* stream) {
     MOE_A2A_GPU(StreamCaptureStatus) status = MOE_A2A_GPU(StreamCaptureStatusNone);
-    // An error says that this is the null stream and another stream of the thread is capturing: not capturing itself.
+    // An error means that this is the null stream and another stream of the thread is capturing; this one is not.
     const auto asked = MOE_A2A_GPU(StreamIsCapturing)(static_cast<MOE_A2A_GPU(Stream_t)>(stream), &status);
     if (asked != MOE_A2A_GPU(Success)) (void)MOE_A2A_GPU(GetLastError)();
     return status == MOE_A2A_GPU(StreamCaptureStatusActive);
