@@ -107,9 +107,9 @@ void Client::connect(const std::vector<RegionHandle>& handles) {
   connected_ = true;
 }
 
-// Each rank writes the digest of its handles into the memory of all that it has mapped. A rank whose object another one
-// has mapped a twin of is not written to. A rank may connect anew with better handles, so a wrong digest has until the
-// deadline too.
+// Each rank writes the digest of its handles into the memory of every rank that it has mapped. If it has mapped another
+// object of a rank, that rank's own object gets no digest, and its wait ends at the deadline. A rank may connect again
+// with better handles, so a wrong digest also has until the deadline.
 void Client::confirm_handles() {
   const CallGate::Turn turn = gate_.enter();
   require_open();

@@ -4,14 +4,14 @@
 
 namespace moe_a2a {
 
-// Most blocks of each client's launches. Less than kFewestBlocks: the clients are too many.
+// Most blocks of each client's launches. If this is less than kFewestBlocks, there are too many clients.
 inline constexpr int kFewestBlocks = 2;  // one sends, one receives
 inline int share_of(int max_blocks, int num_clients) { return num_clients > 1 ? max_blocks / num_clients : max_blocks; }
 
 // Counts a client among those of its device, until it leaves.
 class DeviceShare {
  public:
-  // counts: false for whoever launches nothing beside others, or waits for nobody.
+  // counts: false for a client that launches nothing beside others, or waits for nobody.
   DeviceShare(int device, bool counts);
   ~DeviceShare() { leave(); }
   DeviceShare(const DeviceShare&) = delete;

@@ -1,5 +1,5 @@
 // LL words (NCCL's name): 8 or 16 bytes that carry their epoch beside their data and are written and read in one
-// access. A reader that sees the epoch has the data: no signal, no fence, one trip over the link.
+// access. A reader that observes the epoch has the data: no signal, no fence, one trip over the link.
 //
 // The price is bytes: 16 for 12 where the target has 16-byte atomic accesses, otherwise 8 for 4. So small batches
 // travel this way, large ones as rows and signals (signal.h).

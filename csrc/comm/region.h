@@ -53,7 +53,7 @@ class RegionLayout {
   Fnv1a fields_;  // their sequence
 };
 
-// What every client's region begins with: leaving, refusing and reporting.
+// What every client's region begins with: fields for leaving, refusing and reporting.
 struct ClientServices {
   // ---- symmetric
   Array<Signal, 1> goodbye;           // [R src]  epoch 1: src makes no more calls

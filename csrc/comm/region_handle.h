@@ -45,7 +45,7 @@ static_assert(std::has_unique_object_representations_v<RegionHandle>);
 // empty when they agree. Every rank sees the same handles, so either all throw or none.
 std::string disagreement(const std::vector<RegionHandle>& handles);
 
-// Tells the handles of one set of objects from those of any other; never 0.
+// Distinguishes the handles of one set of objects from those of any other; never 0.
 uint64_t digest_of(const std::vector<RegionHandle>& handles);
 
 // How the handle at this rank's place differs from this rank's own; empty when it is its own.

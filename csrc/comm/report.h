@@ -24,9 +24,9 @@ struct RefusalText {
 };
 
 // The payload of a refusal counts a rank's failed calls of two kinds. An attempt is a refused combine that named its
-// handle; ranks make the same calls, so attempts have the same numbers everywhere, and one below the caller's is stale.
-// A stray did not name its handle (the handle was wrong); each rank counts its own, and a count above the one that the
-// caller knows is news.
+// handle. All ranks make the same calls, so attempts have the same numbers everywhere, and one below the caller's is
+// stale. A stray had a wrong handle and names no combine. Each rank counts its own strays, and a count above the one
+// that the caller knows is news.
 struct RefusalCount {
   static constexpr uint32_t kBits = Signal::kPayloadBits / 2, kMost = (1u << kBits) - 2;  // all ones: kFinalRefusal
 
