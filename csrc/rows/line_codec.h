@@ -177,7 +177,7 @@ MOE_A2A_DEVICE void encode_line(const Warp& warp, const LineLayout& layout, std:
   }
 }
 
-// A thread's values of a line as they lie in memory, so that several can be under way at once.
+// A thread's values of a line as they lie in memory, so that several can be in flight at once.
 template <LineCodec kCodec>
 struct LoadedLine {
   static constexpr bool kHasBytes = kCodec == LineCodec::kFp8 || kCodec == LineCodec::kQ8;

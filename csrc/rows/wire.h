@@ -16,7 +16,7 @@
 
 namespace moe_a2a {
 
-// A row on its way.
+// A row in flight.
 struct Delivery {
   RankSet dst_ranks;
   int token;
