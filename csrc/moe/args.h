@@ -22,10 +22,10 @@ struct TopkIdx {
   }
 };
 
-// A dispatch as the hosts count, by which a rank without a free buffer says which one it has refused.
+// The number of a dispatch, as the hosts count. A rank without a free buffer names the dispatch that it refuses by it.
 struct DispatchNumber {
   uint64_t number = 0;  // 0: not counted, since a captured graph may replay it; no such refusal ends its waits
-  uint32_t since = 0;   // dispatches since the one that had the buffer before
+  uint32_t since = 0;   // dispatches since this buffer's previous one
 };
 
 struct DispatchSendArgs {
@@ -102,7 +102,7 @@ struct CombineArgs {
   int num_send_blocks = 0;
 };
 
-// For a rank that will not take part in this epoch: it says so, so that its peers do not wait.
+// For a rank that will not take part in this epoch: it tells its peers, so that they do not wait.
 struct RefuseDispatchArgs {
   Context context;
   int buffer = 0;

@@ -22,7 +22,7 @@ RegionSize place_region(Context& context, std::byte* symmetric_base, std::byte* 
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Counts a block of a launch; true for the last one. That one also resets the launch's tickets.
+// Counts a block of a launch; true for the last one. The last block also resets the launch's tickets.
 MOE_A2A_DEVICE bool count_block(const Grid& grid, const MoeRegion& region, int buffer, MoeRegion::Launch launch) {
   if (!count_block(grid, region.arrivals.at(buffer, launch))) return false;
   region.tickets(buffer, launch) = 0;

@@ -245,7 +245,7 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
          dispatch_blocks(handle.num_tokens, place), place.stream);
 }
 
-// No block waits for another, so without a choice it takes all of a GPU.
+// No block waits for another, so the default is every block of the GPU.
 void ExpertParallel::simulated_experts(const DispatchHandle& handle, const ExpertScales& scales, void* sums,
                                        const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();

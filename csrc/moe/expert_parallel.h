@@ -44,7 +44,7 @@ struct DispatchHandle {
   uint32_t failed_attempt = 0;  // the latest that failed on this rank
   uint32_t num_strays = 0;
   SeenStrays seen;
-  bool keeps_own_sums = false;     // the combine left this rank's sums for itself in y
+  bool keeps_own_sums = false;     // the combine left this rank's own sums in y
   bool is_refusal_raised = false;  // for the latest launch: each of its warps may report the refusal
 
   bool is_open() const { return stage < Stage::kCombined; }
@@ -86,7 +86,7 @@ class ExpertParallel : public Client {
   // Positions of the handle's layout: the number of rows of expert_x and y.
   int64_t num_positions(const DispatchHandle& handle) const;
   void gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales, const LaunchPlace& place);
-  // Of every row of recv_x the weighted sum of what scaling experts make of it; sums: for a presummed combine.
+  // For a presummed combine: for each row of recv_x, the weighted sum of its copies as scaled by its local experts.
   void simulated_experts(const DispatchHandle& handle, const ExpertScales& scales, void* sums,
                          const LaunchPlace& place);
   void combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,

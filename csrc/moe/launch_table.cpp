@@ -47,8 +47,8 @@ int combine_senders(int num_blocks, bool presummed, int num_ranks) {
   return std::clamp(std::min(by_work, enough), 1, num_blocks - 1);
 }
 
-// By estimate, nobody has measured: a combine of such rows takes a fifth of their product's time on all blocks, and
-// what it waits for is memory, which the product leaves idle.
+// An estimate, not measured: on all blocks a combine of such rows takes a fifth of their product's time, and it waits
+// for memory, which the product leaves idle.
 int product_senders(int num_blocks) { return num_blocks < 16 ? 1 : num_blocks / 8; }
 
 }  // namespace moe_a2a

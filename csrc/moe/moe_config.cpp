@@ -51,8 +51,8 @@ std::string MoeConfig::violation() const {
   return {};
 }
 
-// NVIDIA: as many as a receiver can count (2 H200, 256 tokens: 33.7 us, and 43.2 by a table). AMD: a guess, since words
-// double the bytes. On a CPU a fence costs nothing.
+// NVIDIA: as many as a receiver can count (2 H200, 256 tokens: 33.7 us, 43.2 with a table). AMD: a guess; words double
+// the bytes there. On a CPU a fence costs nothing.
 int default_ll_tokens(const MoeConfig& config, const std::string& target) {
   const int wanted = target == "cuda" ? kMaxLlTokens : target == "hip" ? 32 : 0;
   return std::min(wanted, config.ll_token_capacity());

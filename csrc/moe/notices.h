@@ -12,7 +12,7 @@ MOE_A2A_DEVICE void refuse_combine(const Context& c, int buffer, uint64_t epoch,
   signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.region.combine_refusal.at(buffer, c.heap.rank), epoch, count);
 }
 
-// Replaces dispatch_send for a call with bad arguments: the epoch passes on every rank, without rows of this rank.
+// Replaces dispatch_send for a call with bad arguments: the epoch advances on every rank, without rows from this rank.
 struct RefuseDispatch {
   using Args = RefuseDispatchArgs;
   static constexpr const char* kName = "refuse_dispatch";

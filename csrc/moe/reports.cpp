@@ -1,4 +1,4 @@
-// What a rank tells its peers when it does not take part as expected, and what it throws of its own kernels' reports.
+// Tells peers that this rank does not take part as expected, and turns its own kernels' reports into exceptions.
 #include <utility>
 
 #include "comm/refusal_text.h"
@@ -142,8 +142,9 @@ bool ExpertParallel::is_known_refusal(const Report& report) {
   return false;
 }
 
-// A peer had no buffer for this dispatch, so it has not taken place: its buffer is the next one again. Returns true if
-// that is not news: each block may report it, and a rank that has refused the same dispatch has raised its own error.
+// A peer had no buffer for this dispatch, so it did not take place and its buffer is again the next one. Returns true
+// if this is already known: each block may report it, and a rank that refused the same dispatch has raised its own
+// error.
 bool ExpertParallel::take_back(uint64_t number) {
   if (number <= last_taken_back_) return true;
   last_taken_back_ = number;

@@ -9,8 +9,8 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// The routing of a large batch is a table, and its rows are whole. The choices of others are LL words: a table needs a
-// fence and a signal behind it. Whole rows need a signal each, but no stamps, which are a third of the bytes.
+// The routing of a large batch is a table, which needs a fence and a signal behind it; other batches send their choices
+// as LL words. Whole rows need a signal each; rows as LL words need stamps, a third of the bytes.
 struct SmallBatch {
   static constexpr bool kHasTable = false;
   using Wire = LlWire;

@@ -7,10 +7,10 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Visits the positions of `y` in the order in which the product stores them, which is expert by expert. A landed row
-// goes at the last of its positions, after a wait for all of them; at the others there is nothing to send. In the order
-// of CombineSchedule, the first rows would be as likely as any others to wait for the last expert. Not for the masked
-// layout, whose positions have gaps.
+// Visits the positions of `y` in the order in which the product stores them: expert by expert. A landed row is sent at
+// the last of its positions, after a wait for all of them; nothing is sent at its others. In CombineSchedule's order
+// the first rows would be as likely as the rest to wait for the last expert. Not for the masked layout, whose positions
+// have gaps.
 class StoredSchedule {
  public:
   static constexpr bool kIsToOneRank = true;

@@ -1,5 +1,5 @@
-// The sums that a rank owes itself. If the caller has formed them and one launch does both halves, they stay in `y`:
-// combine_send omits them, and combine_recv reads them in place.
+// A rank's own sums. If the caller pre-summed and one launch does both halves, they stay in `y`: combine_send omits
+// them, and combine_recv reads them in place.
 #pragma once
 
 #include "moe/args.h"

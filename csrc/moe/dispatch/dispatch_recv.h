@@ -148,7 +148,7 @@ struct DispatchRecv {
   }
 
   // The signals that accompany small batches: once one is acquired, this rank may write where its sender read sums
-  // before. (Of other batches each row's signal says so.) Pairs with the release in DispatchSend::announce().
+  // before. (For other batches each row's signal gives that order.) Pairs with the release in DispatchSend::announce().
   MOE_A2A_DEVICE static void see_announcements(const Args& args, const Block& block, const int32_t* num_tokens,
                                                uint64_t epoch) {
     const Context& c = args.context;

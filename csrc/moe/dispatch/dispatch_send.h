@@ -125,7 +125,7 @@ struct DispatchSend {
     }
     return good;
   }
-  // After begin() has given up: a combine that is queued already has nothing to send and nothing to wait for.
+  // Called after begin() gave up, so that an already queued combine has nothing to send or to wait for.
   MOE_A2A_DEVICE static void make_void(const Args& args, const Grid& grid, const Block& block) {
     const Context& c = args.context;
     const int first = grid.rank() * block.size() + block.rank(), step = grid.size() * block.size();
@@ -185,10 +185,10 @@ struct DispatchSend {
     return !block.any(!good);
   }
 
-  // A peer may have no buffer for this dispatch. All of its buffers are then open, this one included, so the credit is
-  // not there, and its refusal ends the wait. The credit that it gives later says that this dispatch was refused
-  // before: all blocks agree, whichever of the two they find. A peer that refuses a later dispatch gave this credit
-  // before, without that.
+  // A peer may have no buffer for this dispatch: all of its buffers are open, this one included, so its credit is
+  // missing and its refusal ends the wait. The credit that it gives later says that this dispatch was refused, so all
+  // blocks agree whichever of the two they observe. A peer that refuses only a later dispatch gave this credit before,
+  // without that mark.
   MOE_A2A_DEVICE static bool await_credit(const Context& c, int buffer, int rank, uint64_t epoch,
                                           const DispatchNumber& number) {
     const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, rank, -1, text_slot(c)};
@@ -221,9 +221,9 @@ struct DispatchSend {
     if (is_last) args.context.region.epoch(args.buffer) = epoch;
   }
 
-  // What accompanies a small batch's words, sent by threads with little else to do. The signal releases this rank's
-  // earlier accesses: it no longer reads the sums of the previous combine. (The choices imply that earlier, but order
-  // nothing.) Pairs with the acquire in DispatchRecv::see_announcements().
+  // The signal that accompanies a small batch's words, raised by threads with little else to do. It releases this
+  // rank's earlier accesses: the rank no longer reads the sums of the previous combine. (The choices imply that
+  // earlier, but order nothing.) Pairs with the acquire in DispatchRecv::see_announcements().
   MOE_A2A_DEVICE static void announce(const Args& args, const Grid& grid, const Block& block, uint64_t epoch) {
     const Context& c = args.context;
     if (grid.rank() != grid.size() - 1) return;

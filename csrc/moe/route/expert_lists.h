@@ -1,8 +1,8 @@
 // Builds the expert lists from the routing tables of all ranks: which rows each local expert works on.
 //
 // A list holds one local expert's routes in (source rank, token, choice) order; one more list holds the landed rows.
-// Every entry carries its index within its chunk or segment, so only a prefix sum over those is left: each block with
-// something to write computes it for itself, then writes the entries of its chunks and tokens in any order.
+// Every entry carries its index within its chunk or segment, so only a prefix sum over chunks and segments remains.
+// Each block that has something to write computes it, then writes the entries of its chunks and tokens in any order.
 #pragma once
 
 #include "moe/route/ll_table.h"
@@ -152,8 +152,8 @@ class ExpertLists {
 
   // ---- the entries
 
-  // The tokens of all small batches, round-robin over the blocks, except the last two if there are more: those have
-  // other things to write.
+  // The tokens of all small batches, round-robin over the blocks. If there are more than two, the last two are left to
+  // publish_counts() and publish_ranks().
   MOE_A2A_DEVICE void write_small_batches() const {
     const int num_blocks = grid_.size() > 2 ? grid_.size() - 2 : grid_.size();
     if (grid_.rank() >= num_blocks) return;
