@@ -17,10 +17,10 @@ py::bytes handles_of(const std::vector<Client*>& clients);
 // Connects all of them or none. `handles`: what handles_of() returned on each rank, in rank order. `carried`: by the
 // caller, who may mix up objects; see Client::confirm_handles().
 void connect(const std::vector<Client*>& clients, const std::vector<std::string>& handles, bool carried);
-// For objects that cannot be made; see Client.
+// For objects whose construction failed; see Client.
 void disconnect(const std::vector<Client*>& clients);
 void give_back(const std::vector<Client*>& clients);
-// Closes all of them, also if one throws what its kernels have reported.
+// Closes all of them, even if one throws what its kernels have reported.
 void close(const std::vector<Client*>& clients);
 
 // Per rank: (its clock minus this rank's, shortest round trip, time of measurement), in ticks; for this rank itself:

@@ -114,7 +114,7 @@ class Core {
     std::byte* data;
   };
 
-  // What fails here is told to the peers, which make the call.
+  // A failure here is reported to the peers, which do make the call.
   template <class Prepare>
   Prepared prepare(const Prepare& prepare) {
     collectives_.require_open();

@@ -1,4 +1,4 @@
-// What a grouped GEMM is called with, and the errors for what does not fit.
+// The arguments of a grouped GEMM, and the errors for those that do not fit.
 #pragma once
 
 #include <optional>
@@ -10,7 +10,7 @@
 
 namespace moe_a2a::bindings {
 
-// As Python says it; see moe_a2a/grouped_gemm.py.
+// As Python passes it; see moe_a2a/grouped_gemm.py.
 struct Epilogue {
   const std::optional<std::string>& activation;
   bool gated, interleaved;
