@@ -1,5 +1,5 @@
-"""Checks of arguments that need no tensor's data: their types, and the values of those that are not sizes. Each error
-names argument, value, rank and what to pass. Shapes, types and memory of tensors are checked in the bindings."""
+"""Checks of arguments that need no tensor data: types, and values other than sizes. Each error names argument, value, rank
+and what to pass. The bindings check the shapes, types and memory of tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LAYOUTS = ("rows", "expert_major", "masked")
 MAX_EXPERT_ALIGNMENT = 256
 MAX_INT = 2**31 - 1
-MAX_COUNT = 2**40  # rows of a tensor that is shared out
+MAX_COUNT = 2**40  # rows of a tensor that is split over ranks
 MAX_TIMEOUT = 1e9  # seconds; the clocks of the targets count nanoseconds in 64 bits
 
 
@@ -63,7 +63,7 @@ def checked_int(rank: int, name: str, value: Any, least: int = -MAX_INT, most: i
 
 
 def checked_float(rank: int, name: str, value: Any, least: float) -> float:
-    """A finite number, not smaller than `least`."""
+    """A finite number of at least `least`."""
     if isinstance(value, (bool, str, torch.Tensor)):
         raise _refuse(rank, name, value, "a number")
     try:
@@ -132,7 +132,7 @@ def checked_quantize(rank: int, quantize: Any) -> bool:
 
 
 def checked_layout(rank: int, handle: DispatchHandle | None, layout: Any, expert_alignment: Any) -> tuple[str, int]:
-    """What is not given is that of `handle`, or the default."""
+    """Whatever is None comes from `handle`, or is the default."""
     if layout is None:
         layout = handle.layout if handle is not None else "rows"
         if expert_alignment is None and handle is not None:
@@ -152,5 +152,5 @@ def checked_layout(rank: int, handle: DispatchHandle | None, layout: Any, expert
 
 
 def layout_index(layout: str) -> int:
-    """Of a checked layout, as the extension numbers them."""
+    """The index of a checked layout in the extension's numbering."""
     return LAYOUTS.index(layout)

@@ -1,4 +1,4 @@
-"""What can be chosen about the backend of torch.distributed, and how its ranks lie on nodes."""
+"""Options of the torch.distributed backend, and how its ranks are placed on nodes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LARGEST = 1 << 40
 
 @dataclass
 class Options:
-    """`pg_options` of init_process_group() and new_group(); the same on every rank. What is None is that of an environment
-    variable, else the default.
+    """`pg_options` of init_process_group() and new_group(); the same on every rank. A value of None comes from an environment
+    variable, else the default; both are named below.
 
     Args:
-        max_nbytes: bytes of a slice, in which larger tensors go; MOE_A2A_BACKEND_NBYTES, 64 MiB.
+        max_nbytes: bytes per slice; larger tensors are sent in slices; MOE_A2A_BACKEND_NBYTES, 64 MiB.
         num_blocks: see Collectives; MOE_A2A_BACKEND_BLOCKS, 0.
-        ranks_per_node: ranks of the default group on each machine, if there are several: rank r is on machine
-            r // ranks_per_node, and collectives go in two levels; MOE_A2A_BACKEND_RANKS_PER_NODE, 0: one machine.
+        ranks_per_node: ranks of the default group on each machine, if there are several machines: rank r is on machine
+            r // ranks_per_node, and collectives run in two levels; MOE_A2A_BACKEND_RANKS_PER_NODE, 0: one machine.
         parallel_slices, staging_nbytes: see TwoLevelCollectives; MOE_A2A_BACKEND_PARALLEL_SLICES, 2, and
             MOE_A2A_BACKEND_STAGING_NBYTES, 0.
     """
@@ -32,7 +32,7 @@ class Options:
     staging_nbytes: int | None = None
 
     def settled(self, rank: int) -> Settled:
-        """With the environment, checked."""
+        """The options with None replaced, checked."""
         return Settled(**{field.name: self._settled(rank, field.name) for field in fields(self)})
 
     def _settled(self, rank: int, name: str) -> int:
@@ -69,16 +69,16 @@ _KNOBS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Of a rank on the nodes."""
+    """A rank's place on the nodes."""
 
     node: int
     num_nodes: int
-    rank: int  # among those of the node
+    rank: int  # within the node
     num_ranks: int
 
     @classmethod
     def of(cls, rank: int, global_ranks: list[int], ranks_per_node: int) -> Place:
-        """Of rank `rank` of a group with these members. ranks_per_node = 0: there is one node."""
+        """The place of `rank` in a group with these members. ranks_per_node = 0: there is one node."""
         on_nodes = [
             list(members)
             for _, members in groupby(global_ranks, lambda member: ranks_per_node and member // ranks_per_node)

@@ -1,5 +1,5 @@
-"""What the calls of the backend of torch.distributed return, and where they run: a thread for CPU tensors, a stream for GPU
-tensors. Either lets the caller go on, and keeps the order of the calls."""
+"""What calls of the torch.distributed backend return, and where they run: in a thread for CPU tensors, on a stream for GPU
+tensors. In both cases the caller continues and calls keep their order."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_TorchWork: Any = dist.Work  # its stubs lack half of it
+_TorchWork: Any = dist.Work  # its stubs are incomplete
 
 
 class _Work(_TorchWork):
-    """A call on `results`, which DistributedDataParallel gets from a future."""
+    """A call that writes `results`; DistributedDataParallel gets them from a future."""
 
     def __init__(self, results: list[torch.Tensor]):
         super().__init__()
@@ -29,7 +29,7 @@ class _Work(_TorchWork):
         self.wait()
 
     def get_future(self) -> Any:
-        """On a GPU, whoever waits for it has its stream wait for what the current stream holds by now."""
+        """On a GPU, waiting for the future makes the waiter's stream wait for the work queued on the current stream so far."""
         gpus = list({x.device for x in self._results if x.is_cuda})
         future: Any = torch.futures.Future(devices=gpus) if gpus else torch.futures.Future()  # type: ignore[arg-type]
         future.set_result(self._results)
@@ -49,12 +49,12 @@ class _Work(_TorchWork):
 
 
 def work_done(results: list[torch.Tensor]) -> _Work:
-    """Of a call that has returned; on a GPU its kernels are queued on the current stream."""
+    """The work of a call that has returned; on a GPU its kernels are queued on the current stream."""
     return _Work(results)
 
 
 class StreamWork(_Work):
-    """On a stream of its own: wait() makes the stream that is current then wait for it, not the host."""
+    """Work on its own stream: wait() makes the then-current stream wait for it, not the host."""
 
     def __init__(self, results: list[torch.Tensor], stream: Any, ended: Any):
         super().__init__(results)
@@ -85,7 +85,7 @@ class StreamWork(_Work):
 
 
 class ThreadWork(_Work):
-    """In a CallThread: wait() blocks, and raises what the call has raised."""
+    """Work in a CallThread: wait() blocks, and raises the call's error."""
 
     def __init__(self, results: list[torch.Tensor]):
         super().__init__(results)
@@ -103,7 +103,7 @@ class ThreadWork(_Work):
         self._begun.set_result(None)
 
     def _outcome(self, _: Any) -> list[torch.Tensor]:
-        if self._error is not None:  # raised here, it is an error of the future for C++ too
+        if self._error is not None:  # raised in here, it is the future's error for C++ too
             raise self._error
         return self._results
 
@@ -129,8 +129,8 @@ class ThreadWork(_Work):
 
 
 class CallThread:
-    """Runs calls in order. One that is waited for at once runs in the caller's thread if nothing is queued before it:
-    a switch of threads takes as long as a small collective."""
+    """Runs calls in order. If the caller waits at once and nothing is queued, the call runs in the caller's thread:
+    a thread switch takes as long as a small collective."""
 
     def __init__(self, name: str):
         self._name = name
@@ -152,7 +152,7 @@ class CallThread:
             return work
 
     def close(self) -> None:
-        """Waits for what is queued."""
+        """Waits for the queued calls."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)

@@ -1,4 +1,4 @@
-"""The baselines that benchmarks run beside `ExpertParallel`: what people use today, written with care.
+"""The baselines that benchmarks run beside `ExpertParallel`: today's common approaches, implemented with care.
 
 Both work over any `torch.distributed` group (gloo, nccl, ...) and have one interface:
 
@@ -70,9 +70,9 @@ class SortHandle:
 
 
 class SortAllToAll(_Baseline):
-    """Sort by expert, exchange counts, exchange rows, sort again; combine goes the same way back.
+    """Sort by expert, exchange counts, exchange rows, sort again; combine reverses these steps.
 
-    Every route is sent as a row of its own (no dedup). `all_to_all_single` needs the split sizes on the host.
+    Every route is sent as its own row (no dedup). `all_to_all_single` needs the split sizes on the host.
     """
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None) -> SortHandle:
@@ -131,8 +131,8 @@ class AllGatherHandle:
 class AllGatherReduceScatter(_Baseline):
     """All-gathers every row, padded to num_max_tokens_per_rank, and reduce-scatters the sums.
 
-    The host reads no sizes, so it can be captured. It moves num_ranks - 1 rows per token in each direction, and adds the
-    ranks' sums in the dtype of the rows.
+    The host reads no sizes, so the baseline can be captured. It moves num_ranks - 1 rows per token in each direction, and adds
+    the ranks' sums in the rows' dtype.
     """
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None) -> AllGatherHandle:

@@ -1,6 +1,6 @@
-"""Where the ranks of a group post values for each other: the store of a torch group, an MPI communicator, a dictionary.
+"""Where the ranks of a group post values for each other: a torch group's store, an MPI communicator, a dictionary.
 
-A board takes no part in a meeting's order or deadline; see moe_a2a/rendezvous.py.
+A board knows nothing of a meeting's order or deadline; see moe_a2a/rendezvous.py.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ class Board(Protocol):
     def post(self, key: str, value: Any) -> None: ...
 
     def look(self, keys: list[str]) -> dict[str, Any]:
-        """The values of those keys that are there."""
+        """The values of those keys that have been posted."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Until there may be something new; not longer than `seconds`."""
+        """Waits until something new may have been posted, at most `seconds`."""
         ...
 
     def forget(self, keys: list[str]) -> None:
-        """Removes what this rank has posted; nobody looks for it any more."""
+        """Removes values that this rank has posted and nobody reads any more."""
         ...
 
 
 class ThreadBoard:
-    """Of ranks that are threads of one process."""
+    """For ranks that are threads of one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -53,8 +53,8 @@ class ThreadBoard:
 
 
 class StoreBoard:
-    """Over the store of a torch.distributed group. It answers whether a key is there at once, so a rank that never posts
-    is known by name; a collective of the group would only not end, or fail without a name."""
+    """The store of a torch.distributed group. It answers at once whether a key exists, so a rank that never posts can be
+    named; a collective of the group would hang, or fail without a name."""
 
     def __init__(self, store: Any):
         import torch.distributed as dist
@@ -84,14 +84,14 @@ class StoreBoard:
 
 
 class MpiBoard:
-    """Over an mpi4py communicator: a value is a message to every other rank, under a tag of its own."""
+    """An mpi4py communicator: each value is a message to every other rank, under its own tag."""
 
     TAG = 20717
 
     def __init__(self, communicator: Any):
         self._communicator = communicator
         self._values: dict[str, Any] = {}
-        self._sends: list[Any] = []  # requests that are not done
+        self._sends: list[Any] = []  # requests still in progress
         self._asleep = threading.Event()
 
     def post(self, key: str, value: Any) -> None:

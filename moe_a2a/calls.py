@@ -1,6 +1,6 @@
-"""Calls in which all ranks take part: whatever makes one fail on this rank before its launch, the peers are told.
+"""Calls that all ranks make: if one fails on this rank before its launch, this rank tells its peers.
 
-They raise PeerRefusedError with this rank's words instead of waiting for it until their deadline.
+They raise PeerRefusedError with this rank's error text instead of waiting until their deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class Client(Protocol):
-    """Whose method is called."""
+    """The object whose method is called."""
 
     rank: int
     _core: Any
@@ -31,13 +31,13 @@ class Caller(Client, Owner, Protocol):
     _num_dispatches: int
 
 
-# Raised by kernels, or for an earlier call: every rank that is concerned learns of it by itself.
+# Raised by kernels, or for an earlier call: every affected rank learns of it independently.
 REPORTS = (PeerTimeoutError, PeerRefusedError, RoutingError)
 
 
 def opens_a_handle(call: Call) -> Call:
-    """Of dispatch() and dispatch_send(). A call that fails before its launch passes for every rank, refused. One that
-    fails after it (by KeyboardInterrupt, say) ends its handle here; the peers' combine is refused."""
+    """Decorates dispatch() and dispatch_send(). If a call fails before its launch, the dispatch counts as refused on every
+    rank. If it fails after it (by KeyboardInterrupt, say), this rank's handle ends and the peers' combine is refused."""
 
     @functools.wraps(call)
     def made(ep: Caller, *args: Any, **kwargs: Any) -> Any:
@@ -62,12 +62,12 @@ def _dispatch_failed(ep: Caller, is_report: bool, core: Any, why: str) -> None:
 
 
 def serves_a_handle(position: int) -> Callable[[Call], Call]:
-    """Of the calls between a dispatch and the end of its combine; `position`: of the handle among the arguments. A call
-    that fails before this rank's sums are on their way refuses the combine; all may try again with the same handle.
+    """Decorates the calls between a dispatch and the end of its combine; `position`: of the handle among the arguments. If
+    a call fails before this rank's sums are sent, it refuses the combine; all ranks may retry with the same handle.
 
-    Which one the peers wait for is not known when the handle itself is wrong (closed, of another object, no handle).
-    Then the combine of every handle that is received and open on this rank is refused once: a peer may be told in the
-    combine of another handle than was meant, and makes that call again."""
+    If the handle itself is wrong (closed, another object's, not a handle), nobody knows which combine the peers wait for.
+    Then the combine of every received, open handle on this rank is refused once: a peer may get the refusal in the
+    combine of another handle than was meant, and repeats that call."""
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
@@ -89,8 +89,8 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
 
 @contextlib.contextmanager
 def dispatch_refused_if_failed(ep: Caller) -> Iterator[None]:
-    """Around what is done before a dispatch(), whose peers may wait already: if it fails, that dispatch has passed for every
-    rank, refused."""
+    """Around work that precedes a dispatch(), for which peers may already wait: if it fails, that dispatch counts as
+    refused on every rank."""
     try:
         yield
     except BaseException as error:
@@ -110,16 +110,16 @@ def refused_if_failed(collectives: Client) -> Iterator[None]:
 
 
 def _tell(ep: Client, error: BaseException, tell: Callable[[Any, str], None]) -> None:
-    if ep._core is None:  # closed: there is no memory to say it in
+    if ep._core is None:  # closed: there is no memory to write the refusal into
         return
     try:
         tell(ep._core, words_of(error))
-    except Exception as failure:  # the error on its way is the one to see
+    except Exception as failure:  # the original error is the one to raise
         log.warning("rank %d could not tell its peers that its call failed: %r", ep.rank, failure)
 
 
 def words_of(error: BaseException) -> str:
-    """The error's text, as UTF-8 can carry it; with its type where that is not clear from the text."""
+    """The error's text as valid UTF-8, with its type if the text does not make that clear."""
     try:
         text = str(error)
     except Exception:

@@ -1,4 +1,4 @@
-"""What Collectives can do on a machine, and what the machine could do for them and does not: Collectives.capabilities()."""
+"""What Collectives can do on a machine, and which features of the machine they leave unused: Collectives.capabilities()."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h
 
 @dataclass(frozen=True)
 class InNetwork:
-    """A reduction outside of the GPUs.
+    """A reduction performed outside the GPUs.
 
     Attributes:
-        supported: whether this machine has it, as far as it can be asked.
+        supported: whether this machine has it, as far as it can be queried.
         used: whether Collectives use it.
-        reason: why it is not used, or not there.
-        fallback: what runs in its place.
+        reason: why it is not used, or not available.
+        fallback: what runs instead.
     """
 
     supported: bool
@@ -32,8 +32,8 @@ class Capabilities:
     """See Collectives.capabilities().
 
     Attributes:
-        collectives: each with what it takes.
-        dtypes: of tensors, by their names in torch.
+        collectives: each collective with the arguments it accepts.
+        dtypes: of tensors, by their torch names.
         max_errors: the codecs, with the bound of moe_a2a.codecs.max_error().
         multicast: loads and stores that NVSwitch reduces and copies (NVLS).
         sharp: reductions in InfiniBand switches.
@@ -54,7 +54,7 @@ FALLBACK = "one_shot and two_shot: ranks write into each other's memory, and eac
 
 
 def multicast(device: torch.device) -> InNetwork:
-    """Asks the driver; makes nothing."""
+    """Asks the driver; creates nothing."""
     if device.type != "cuda":
         return InNetwork(False, False, "the ranks are on the CPU", FALLBACK)
     if torch.version.hip:
@@ -71,7 +71,7 @@ def sharp() -> InNetwork:
 
 
 def _driver_says(index: int) -> bool | None:
-    """None: there is no driver that answers. A symbol of this process or of the driver's library, no context."""
+    """None if no driver answers. Uses a symbol of this process or of the driver's library, and no context."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         device, value = ctypes.c_int(), ctypes.c_int()

@@ -1,4 +1,4 @@
-"""The commit that figures are of."""
+"""The commit that results name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def commit() -> str | None:
-    """Of the checkout that the package is run from; without a checkout, MOE_A2A_COMMIT."""
+    """The commit of the checkout that the package runs from; outside a checkout, MOE_A2A_COMMIT."""
     if "MOE_A2A_COMMIT" in os.environ:
         return os.environ["MOE_A2A_COMMIT"]
     folder = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""What a Communicator and each of its clients have in common: memory that the ranks of a group make and map together."""
+"""Common base of Communicator and its clients: memory that the ranks of a group allocate and map together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ C = TypeVar("C", bound="Client")
 
 
 class Client(ABC):
-    """An object of which every rank of a group has one."""
+    """An object with one instance on every rank of a group."""
 
     _group: Group
-    _core: Any = None  # of the extension; None: closed, or not made
-    _trace: Any = None  # the moe_a2a.Trace that is running
+    _core: Any = None  # of the extension; None: closed, or construction failed
+    _trace: Any = None  # the running moe_a2a.Trace
     rank: int
     num_ranks: int
     timeout: float
@@ -27,7 +27,7 @@ class Client(ABC):
 
     @abstractmethod
     def _allocate(self) -> None:
-        """Checks the arguments and takes this rank's memory: `_core`."""
+        """Checks the arguments and allocates this rank's memory: `_core`."""
 
     def _make(self) -> None:
         if isinstance(self._group, HandleExchange):
@@ -57,23 +57,23 @@ class Client(ABC):
 
     def set_comm_handles(self, handles: list[bytes]) -> None:
         """Maps the memory of all ranks. `handles`: get_comm_handle() of every rank, in rank order. Only needed with
-        HandleExchange, on all ranks at the same time: returns when every rank has mapped these objects. Raises ValueError when the
-        ranks disagree on the configuration or were given handles of different objects, PeerTimeoutError when a rank does not
-        set the handles within `timeout`."""
+        HandleExchange, on all ranks at the same time; returns when every rank has mapped these objects. Raises ValueError
+        if the ranks disagree on the configuration or were given handles of different objects, and PeerTimeoutError if a rank
+        does not set the handles within `timeout`."""
         self._open_core().connect(handles, isinstance(self._group, HandleExchange))
 
     def traced_clients(self) -> Sequence[Client]:
-        """Whose launches a trace of this object records."""
+        """The clients whose launches a trace of this object records."""
         return [self]
 
     def check(self) -> None:
-        """Waits for the device and raises what kernels have reported since the last call: a rank that did not come, a
-        refusal, wrong values that only the kernels could see."""
+        """Waits for the device and raises what kernels have reported since the last call: a rank that did not arrive, a
+        refusal, bad values that only the kernels could see."""
         self._open_core().check()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that this object holds on this rank, fixed from the start."""
+        """Bytes of device memory that this object holds on this rank, fixed when it is made."""
         return self._open_core().nbytes
 
     @property
@@ -82,7 +82,7 @@ class Client(ABC):
 
     def close(self) -> None:
         """Ends the object; raises what kernels have reported, as check() does. Other ranks that still wait for this one
-        run into their deadline."""
+        time out."""
         self._drop_core()
 
     def __enter__(self: C) -> C:

@@ -1,6 +1,6 @@
-"""The line codecs as a caller of Collectives.all_reduce() sees them: how far they may be off, and which one "auto" takes.
+"""The line codecs as Collectives.all_reduce() offers them: their error bounds, and the choice of codec="auto".
 
-Bounds are derived in docs/collectives.md; csrc/rows/line_codec.h does the work.
+docs/collectives.md derives the bounds; csrc/rows/line_codec.h implements the codecs.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 CODECS = ("fp8", "q8", "q6", "q4")  # in the order of csrc/rows/line_codec.h; None comes before them
-BITS = {"fp8": 8.5, "q8": 8.5, "q6": 6.5, "q4": 4.5}  # of a value on the wire, its part of the scale included
+BITS = {"fp8": 8.5, "q8": 8.5, "q6": 6.5, "q4": 4.5}  # per value on the wire, including its share of the scale
 
-# The most by which one rounding is off, as a part of the largest magnitude of its block. A scale is rounded up by 2^-7 at
-# most, and with it the step of the integer codecs; fp8 rounds a value to 4 significant bits, whatever the scale.
+# Largest error of one rounding, relative to the largest magnitude of its block. A scale is rounded up by at most 2^-7, and
+# the step of the integer codecs with it; fp8 rounds a value to 4 significant bits, whatever the scale.
 _SCALE = 1 + 2**-7
 ONE_ROUNDING = {"fp8": 2**-4, "q8": 2**-7 * _SCALE, "q6": 2**-5 * _SCALE, "q4": 2**-3 * _SCALE}
 
 
 def max_error(codec: str | None) -> float:
-    """The most by which an element of an all-reduce is off. It is a part of what the operator makes of the largest
-    magnitudes of the element's block of 32 on all ranks: their sum, their average, or their maximum (for "min" too).
+    """Largest error of an element of an all-reduce, relative to what the operator yields for the largest magnitudes of the
+    element's block of 32 on all ranks: their sum, their average, or their maximum (also for "min").
 
-    Contributions are rounded once; the result, which by then may be larger by what that was off, once more. What the dtype
-    rounds comes on top, as without a codec. 0 for None.
+    Contributions are rounded once. The result, which that error may have made larger, is rounded once more. The dtype's own
+    rounding comes on top, as without a codec. 0 for None.
     """
     if codec is None:
         return 0.0
@@ -30,9 +30,8 @@ def max_error(codec: str | None) -> float:
 
 
 def choose(nbytes: int, num_ranks: int, limit: float | None, least: Mapping[str, int]) -> str | None:
-    """The codec of fewest bits that is off by `limit` at most (None: any) and worth it at this size; None: none is.
-    least: of each codec that can be worth it, the bytes from which it is. All ranks that agree on the arguments agree on the
-    answer."""
+    """The codec with the fewest bits whose error is at most `limit` (None: any) and that pays at this size; None if none
+    does. least: for each codec that can pay, the bytes from which it does. Ranks with equal arguments get equal answers."""
     if num_ranks == 1:
         return None
     fit = [c for c in CODECS if c in least and nbytes >= least[c] and (limit is None or max_error(c) <= limit)]

@@ -1,15 +1,15 @@
-"""Which algorithm algorithm="auto" is, how many blocks a call takes, and from which size a codec is worth it: by the bytes of
-a call of Collectives.
+"""What algorithm="auto" selects, how many blocks a call uses, and from which size a codec pays, by the bytes of a call of
+Collectives.
 
-The first of these counts:
+The first match wins:
 
   1. the constructor's table= (a file), else the file that the environment variable MOE_A2A_COLLECTIVE_TABLE names;
   2. the table that `tune collectives` has written on this machine for this GPU and number of ranks, in the user's cache
      directory (<cache>/moe_a2a/tuned/collectives_<gpu>_<ranks>.json);
-  3. the one that the package ships for them, if there is one;
+  3. the package's table for this GPU and number of ranks, if there is one;
   4. a small model: see model().
 
-An algorithm= of the call and a num_blocks= of the constructor come before all of them. All ranks must have the same table.
+A call's algorithm= and the constructor's num_blocks= override all of them. All ranks must have the same table.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from moe_a2a.codecs import CODECS
 from moe_a2a.json_fields import Field
 
 ENVIRONMENT_VARIABLE = "MOE_A2A_COLLECTIVE_TABLE"
-PREFIX = "collectives_"  # of the names of files
+PREFIX = "collectives_"  # of file names
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 DTYPES = ("float32", "float16", "bfloat16")
-ALGORITHMS = ("one_shot", "two_shot", "ring", "recursive_doubling")  # "two_shot" also for the kinds that have no choice
+ALGORITHMS = ("one_shot", "two_shot", "ring", "recursive_doubling")  # kinds without a choice use "two_shot"
 LARGEST = 1 << 50  # bytes
 
 
 class CollectiveStep(NamedTuple):
-    """For calls of up to max_nbytes, all ranks' bytes together; the last step also for more."""
+    """For calls of up to max_nbytes, all ranks' bytes together; the last step also serves larger calls."""
 
     max_nbytes: int
     algorithm: str
-    num_blocks: int  # 0: a block per chunk, as far as the device goes
+    num_blocks: int  # 0: one block per chunk, up to the device's limit
 
 
 @dataclass(frozen=True)
 class CollectiveTable:
-    """Measured for one kind and dtype. codecs: the least bytes from which each is worth it; none: it never is."""
+    """Measured for one kind and dtype. codecs: the fewest bytes from which each codec pays; absent: it never does."""
 
     kind: str
     dtype: str
@@ -58,14 +58,14 @@ class CollectiveTable:
 
 
 class Tables:
-    """Those of one object."""
+    """The tables of one object."""
 
     def __init__(self, tables: Sequence[CollectiveTable], origin: str):
         self.origin = origin
         self._tables = tables
 
     def of(self, kind: str, dtype: str) -> CollectiveTable:
-        """The one of this dtype, else of one as long, else any."""
+        """The table of this dtype, else of a dtype of the same size, else any."""
         size = getattr(torch, dtype).itemsize
 
         def distance(table: CollectiveTable) -> tuple[bool, bool]:
@@ -75,7 +75,7 @@ class Tables:
 
 
 def in_effect(device: torch.device, num_ranks: int, file: str | os.PathLike[str] | None = None) -> Tables:
-    """What a file lacks is the model's."""
+    """The model supplies the kinds that a file lacks."""
     named = file or os.environ.get(ENVIRONMENT_VARIABLE)
     path = Path(named) if named else found_file(device, num_ranks)
     modelled = model(device.type, num_ranks)
@@ -97,10 +97,10 @@ def own_file(device: torch.device, num_ranks: int) -> Path:
 # ---- the small model
 
 MOST_ONE_SHOT_ON_CPU = 8 << 10  # measured with 4 ranks on 2 cores
-# What a GPU's links carry in the time of two-shot's second trip: 5.5 us, 349 GB/s (2 and 4 H200).
+# Bytes that a GPU's links carry in the time of two-shot's second trip: 5.5 us, 349 GB/s (2 and 4 H200).
 TRIP_NBYTES = 1_900_000
-# Of a codec. CPU: never; 2 ranks, 16 MiB of bfloat16: 5 ms without a codec, 62 with q8, 80 with q4. GPU: 2 H200, bfloat16,
-# beside no codec: q4 19.7 and 20.4 us at 4 MiB, q8 32.4 and 36.5 us at 8 MiB, q6 31.4.
+# Per codec. CPU: never; 2 ranks, 16 MiB of bfloat16: 5 ms without a codec, 62 with q8, 80 with q4. GPU: 2 H200, bfloat16,
+# against no codec: q4 19.7 and 20.4 us at 4 MiB, q8 32.4 and 36.5 us at 8 MiB, q6 31.4.
 LEAST_WITH_CODEC: dict[str, dict[str, int]] = {
     "cpu": {},
     "cuda": {"fp8": 8 << 20, "q8": 8 << 20, "q6": 8 << 20, "q4": 4 << 20},
@@ -108,9 +108,9 @@ LEAST_WITH_CODEC: dict[str, dict[str, int]] = {
 
 
 def model(device_type: str, num_ranks: int) -> list[CollectiveTable]:
-    """One-shot as long as the bytes that two-shot would save take less time than its second trip: one-shot sends R - 1 times
+    """One-shot while the bytes that two-shot saves take less time than its second trip: one-shot sends R - 1 times
     the message, two-shot 2 (R - 1) / R times. Ring and recursive doubling are for machines whose ranks do not all reach
-    each other equally well; where they do, they were never the fastest."""
+    each other equally well; elsewhere they were never the fastest."""
     saved = (num_ranks - 1) * (num_ranks - 2)
     most = MOST_ONE_SHOT_ON_CPU if device_type == "cpu" else num_ranks * TRIP_NBYTES // saved if saved else LARGEST
     all_reduce = (CollectiveStep(most, "one_shot", 0), CollectiveStep(LARGEST, "two_shot", 0))
@@ -125,7 +125,7 @@ def model(device_type: str, num_ranks: int) -> list[CollectiveTable]:
 
 
 def read(path: Path) -> list[CollectiveTable]:
-    """Raises a ValueError that names the file and the field."""
+    """Raises ValueError that names the file and the field."""
     return tuned_files.read(path, _table, "table of collectives", "python -m moe_a2a tune collectives")
 
 

@@ -19,7 +19,7 @@ ALGORITHMS = ("auto", *collective_tables.ALGORITHMS)
 DTYPES = ("float32", "float16", "bfloat16")
 
 MAX_NBYTES = 1 << 40
-# The elements of a tensor that one rank reduces are a multiple of this, but for the last: see csrc/collectives/shares.h.
+# Except for the last rank, each rank reduces a multiple of this many elements: see csrc/collectives/shares.h.
 SHARE_UNIT = 64
 
 
@@ -28,22 +28,22 @@ class Collectives(CommunicatorClient):
 
     Args:
         group: a Communicator, or what a Communicator takes.
-        max_nbytes: bytes of a tensor that the workspace holds; larger tensors go in slices. The memory taken is about
-            2.5 times as much (see `nbytes`), on the CPU that of 2 MiB at most. The same on every rank.
-        num_blocks: blocks (CPU: threads) that the kernels use at most: what the rest of the device has for other work; 0: as
-            many as the table says, else as run at once, for large tensors.
+        max_nbytes: bytes of a tensor that the workspace holds; larger tensors are sent in slices. The object takes about
+            2.5 times as much memory (see `nbytes`), on the CPU at most that of 2 MiB. The same on every rank.
+        num_blocks: most blocks (CPU: threads) that the kernels use; the rest of the device is free for other work. 0: what
+            the table says, or for large tensors as many as run at once.
         table: the file of a measured table, instead of the one that fits this GPU; see docs/tuning.md. The same on every rank.
-        device, timeout: of a Communicator of its own, where `group` is none.
+        device, timeout: of the Communicator that is made if `group` is not one.
 
-    Every rank makes the same calls in the same order, with the same arguments. Ranks that do not are told, all of them:
-    CallMismatchError. A call that fails on one rank before it begins raises PeerRefusedError on the others. Either way it
-    has passed on every rank, and the object stays usable.
+    Every rank makes the same calls in the same order, with the same arguments. If ranks do not, all of them raise
+    CallMismatchError. If a call fails on one rank before it begins, the others raise PeerRefusedError. Either way the call
+    is over on every rank, and the object stays usable.
 
     Values are merged in fp32 and rounded once to the dtype, in an order that the algorithm and the number of ranks
-    determine ("one_shot", "two_shot" and reduce_scatter(): rank order). So all ranks get the same bits, and the same inputs
-    give them again. A NaN of any rank is the result, for "max" and "min" too. Tensors are contiguous, of float32,
+    determine ("one_shot", "two_shot" and reduce_scatter(): rank order). So all ranks get the same bits, and equal inputs
+    give equal bits. A NaN on any rank gives NaN, for "max" and "min" too. Tensors are contiguous, of float32,
     float16 or bfloat16, with any number of elements at any address. Work is queued on PyTorch's current stream of the
-    device; there an error of the kernels is raised by a later call, which is made all the same, or by check().
+    device. There a kernel's error is raised by check() or by a later call, which still runs.
     """
 
     def __init__(
@@ -78,22 +78,22 @@ class Collectives(CommunicatorClient):
         max_error: float | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The `x` of all ranks, merged element by element, on every rank.
+        """Merges the `x` of all ranks element by element, on every rank.
 
         Args:
-            x: of the same number of elements and dtype on every rank.
+            x: the same number of elements and dtype on every rank.
             op: "sum", "max", "min" or "avg".
-            algorithm: "one_shot": every rank writes its x to every other: one trip, for small tensors. "two_shot": each
-                rank reduces its share of the elements, and reads the shares of the others. "ring": the shares go
-                round, each rank writes to the next one alone. "recursive_doubling": log2(num_ranks) exchanges of pairs.
-                "auto": by size, what the table says (`tables`), else one of the first two.
-            codec: None: values travel as they are. "fp8", "q8", "q6" or "q4": in blocks of 32 that share a scale, with 8,
-                8, 6 or 4 bits each and two_shot: the other ranks' contributions are rounded once, the result once more;
-                all ranks still get the same bits. Each of these roundings is off by at most one step: the block's
-                largest magnitude / 128, / 32 or / 8 (fp8: by 1/16 of the value, or by a 458,752th of that magnitude).
-                A NaN or infinity makes its whole block NaNs. "auto": by size the one of fewest bits, or none.
-            max_error: what the caller allows, see moe_a2a.codecs.max_error(): "auto" keeps to it, a codec that may be off
-                by more is refused. With codec=None it stands for codec="auto".
+            algorithm: "one_shot": every rank writes its x to every other; one trip, for small tensors. "two_shot": each
+                rank reduces its share of the elements, and reads the others' shares. "ring": shares travel around the
+                ring, each rank writes only to the next. "recursive_doubling": log2(num_ranks) pairwise exchanges.
+                "auto": by size, from the table (`tables`), else one of the first two.
+            codec: None: values travel as they are. "fp8", "q8", "q6" or "q4": by two-shot, in blocks of 32 values that share
+                a scale, with 8, 8, 6 or 4 bits per value. The other ranks' contributions are rounded once, the result once
+                more; all ranks still get the same bits. Each rounding is off by at most one step: the block's
+                largest magnitude / 128, / 32 or / 8 (fp8: 1/16 of the value, or a 458,752th of that magnitude).
+                A NaN or infinity turns its whole block into NaNs. "auto": by size, the codec with the fewest bits, or none.
+            max_error: largest error that the caller allows, see moe_a2a.codecs.max_error(): "auto" respects it, and a codec
+                that may exceed it is refused. With codec=None it implies codec="auto".
             out: where to write, of the shape of x; may be x. Default: a new tensor.
 
         Raises:
@@ -125,12 +125,12 @@ class Collectives(CommunicatorClient):
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """This rank's rows of the `x` of all ranks, merged element by element.
+        """Merges the `x` of all ranks element by element; returns this rank's rows.
 
         Args:
-            x: [n, ...], the rows of rank 0, then those of rank 1, and so on; of the same shape and dtype on every rank.
+            x: [n, ...], the rows of rank 0, then those of rank 1, and so on; the same shape and dtype on every rank.
             op: "sum", "max", "min" or "avg".
-            counts: rows of each rank, which add up to n, the same on every rank; None: n / num_ranks each.
+            counts: rows of each rank, which sum to n, the same on every rank; None: n / num_ranks each.
             out: where to write, [counts[rank], ...]; may be this rank's rows of x. Default: a new tensor.
 
         Raises: as all_reduce().
@@ -146,10 +146,10 @@ class Collectives(CommunicatorClient):
     def all_gather(
         self, x: torch.Tensor, counts: Sequence[int] | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The rows of all ranks, in rank order.
+        """Gathers the rows of all ranks, in rank order.
 
         Args:
-            x: [n, ...], this rank's rows; of the same dtype and row shape on every rank.
+            x: [n, ...], this rank's rows; the same dtype and row shape on every rank.
             counts: rows of each rank, the same on every rank; None: n each.
             out: where to write, [sum of counts, ...]; x may be this rank's rows of it. Default: a new tensor.
 
@@ -163,8 +163,8 @@ class Collectives(CommunicatorClient):
         return core.all_gather(x, counts, num_blocks, out)
 
     def capabilities(self) -> capabilities.Capabilities:
-        """What there is on this machine: collectives, operators, dtypes, codecs with their error bounds; and whether NVSwitch
-        or a network could reduce, which is asked and never used."""
+        """What this machine offers: collectives, operators, dtypes, codecs with their error bounds, and whether NVSwitch
+        or a network could reduce (queried, never used)."""
         self._open_core()
         return capabilities.Capabilities(
             device=str(self.device),
@@ -184,10 +184,10 @@ class Collectives(CommunicatorClient):
 
     def _table_of(self, kind: str, x: torch.Tensor) -> collective_tables.CollectiveTable:
         dtype = str(x.dtype).removeprefix("torch.")
-        return self.tables.of(kind, dtype if dtype in DTYPES else DTYPES[0])  # any other is refused
+        return self.tables.of(kind, dtype if dtype in DTYPES else DTYPES[0])  # other dtypes are refused later
 
     def _algorithm_of(self, step: collective_tables.CollectiveStep, nbytes: int) -> str:
-        """One-shot in slices is never worth it."""
+        """One-shot in slices never pays."""
         fits = step.algorithm != "one_shot" or nbytes <= self._core.share_nbytes
         return step.algorithm if fits else "two_shot"
 

@@ -1,4 +1,4 @@
-"""What every command needs: option types that refuse bad values, and one way to end."""
+"""Shared by all commands: option types that reject bad values, and one way to exit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MAX_RANKS = 64
 
 
 class UsageError(Exception):
-    """The options are wrong, or what they name is: the command prints this line and ends with 2."""
+    """Bad options, or options that name something bad: the command prints this line and exits with 2."""
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, without the usage that argparse puts before it."""
+        """One line, without argparse's usage text."""
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
@@ -60,7 +60,7 @@ def integers(least: int, most: int = LARGEST, longest: int = 1000) -> Callable[[
 
 
 def output_file(text: str | Path) -> Path:
-    """A file that can be written, found out before the work: its folder is made, the file itself is not touched."""
+    """A writable file, checked before the work starts: creates its folder, does not touch the file itself."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{str(text)!r} is a folder; pass a file")
@@ -85,7 +85,7 @@ def output_folder(text: str | Path) -> Path:
 
 
 def run(prog: str, command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """The command's exit code. SIGTERM unwinds the stack as Ctrl-C does: temporary folders and child processes go."""
+    """Returns the command's exit code. SIGTERM unwinds the stack like Ctrl-C: temporary folders and child processes go."""
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         code = command(options)
@@ -94,8 +94,10 @@ def run(prog: str, command: Callable[[argparse.Namespace], int], options: argpar
     except UsageError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails to flush at its end
+    except BrokenPipeError:  # output into `| head`
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # otherwise the interpreter fails to flush on exit
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
@@ -105,7 +107,7 @@ def run(prog: str, command: Callable[[argparse.Namespace], int], options: argpar
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # a second one must not cut the clean-up short
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
     raise SystemExit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""Communicator: the ranks of a group, their device, their deadline; what its clients share."""
+"""Communicator: the ranks of a group, their device and their deadline, shared by its clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_a2a.groups import as_group
 
 
 class Communicator(Client):
-    """The ranks of a group as ExpertParallel and Collectives use them: several of these may share one.
+    """The ranks of a group, which several ExpertParallel and Collectives objects may share.
 
         comm = moe_a2a.Communicator(group)
         ep = moe_a2a.ExpertParallel(comm, num_experts=64, ...)
@@ -27,8 +27,8 @@ class Communicator(Client):
             if this build has its target, else the CPU.
         timeout: seconds after which a wait for another rank raises PeerTimeoutError.
 
-    Every rank makes the same clients in the same order, and closes them before the communicator. A rank that is missing
-    is missing for all clients: once one of them has given up waiting for it, waits of the others end as well.
+    Every rank makes the same clients in the same order, and closes them before the communicator. A missing rank is
+    missing for all clients: once one of them gives up waiting for it, the others' waits end too.
     """
 
     def __init__(self, group: Any = None, *, device: torch.device | str | None = None, timeout: float = 30.0):
@@ -36,7 +36,7 @@ class Communicator(Client):
         self._make()
 
     def traced_clients(self) -> Sequence[Client]:
-        """Those that are open, in the order in which they were made."""
+        """The open clients, in the order in which they were made."""
         clients = [client() for client in self._clients]
         return [client for client in clients if client is not None and not client.is_closed]
 
@@ -57,7 +57,7 @@ class Communicator(Client):
 
 
 class CommunicatorClient(Client):
-    """A client of a communicator: the caller's, or one of its own that is made and closed with it."""
+    """A client of the caller's communicator, or of one that is made and closed with it."""
 
     _comm: Communicator
     _owns_comm: bool
@@ -79,7 +79,7 @@ class CommunicatorClient(Client):
         self.rank, self.num_ranks = self._comm.rank, self._comm.num_ranks
 
     def _allocated_comm(self) -> Any:
-        """The core of the communicator."""
+        """The communicator's core."""
         if self._owns_comm:
             self._comm._allocate()
         self.device, self.timeout = self._comm.device, self._comm.timeout

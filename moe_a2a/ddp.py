@@ -1,11 +1,11 @@
-"""A communication hook for DistributedDataParallel: gradients are averaged by Collectives, with a line codec if asked.
+"""A communication hook for DistributedDataParallel: Collectives average the gradients, with a line codec if asked.
 
 coll = moe_a2a.Collectives(group)
 model = DistributedDataParallel(module)
 model.register_comm_hook(moe_a2a.ddp.GradientState(coll, codec="q4"), moe_a2a.ddp.average_gradients)
 """
 
-# No postponed annotations: DistributedDataParallel looks at those of its hooks.
+# No postponed annotations: DistributedDataParallel inspects those of its hooks.
 import torch
 import torch.distributed as dist
 
@@ -14,31 +14,31 @@ from moe_a2a.groups import thread_group
 
 
 class GradientState:
-    """How average_gradients() does it, and what it keeps between steps.
+    """Settings of average_gradients(), and what it keeps between steps.
 
     Args:
-        collectives: of the same ranks as the process group of DistributedDataParallel.
-        codec: how gradients travel, see Collectives.all_reduce(). None: as they are, and rounded once.
-        error_feedback: with a codec, what the encoding of a rank's own gradients loses is added to its gradients of the
-            next step. Takes as much memory as the gradients. What is lost when the average is encoded is not kept.
+        collectives: of the same ranks as DistributedDataParallel's process group.
+        codec: how gradients travel, see Collectives.all_reduce(). None: as they are, rounded once.
+        error_feedback: with a codec, adds what encoding lost of a rank's own gradients to its gradients of the next step.
+            Takes as much memory as the gradients. The loss from encoding the average is not kept.
     """
 
     def __init__(self, collectives: Collectives, codec: str | None = None, *, error_feedback: bool = True):
         self.collectives = collectives
         self.codec = codec
         self.error_feedback = error_feedback and codec is not None
-        self._lost: dict[int, torch.Tensor] = {}  # of each bucket
-        # An all-reduce of one rank encodes and decodes.
+        self._lost: dict[int, torch.Tensor] = {}  # by bucket
+        # An all-reduce over one rank encodes and decodes.
         self._alone = Collectives(thread_group(1)[0], device=collectives.device) if self.error_feedback else None
 
     def close(self) -> None:
-        """Gives its own memory back. The Collectives stay open."""
+        """Frees the memory of this object. The Collectives stay open."""
         if self._alone is not None:
             self._alone.close()
         self._lost.clear()
 
     def add_what_was_lost(self, index: int, gradients: torch.Tensor) -> None:
-        """Adds to the gradients of a bucket what the step before has lost of them, and keeps what this one will."""
+        """Adds to a bucket's gradients what the previous step lost of them, and keeps what this step will lose."""
         lost = self._lost.get(index)
         if lost is None or lost.shape != gradients.shape or lost.dtype != gradients.dtype:  # DDP rebuilds its buckets
             lost = self._lost[index] = torch.zeros_like(gradients)
@@ -46,7 +46,7 @@ class GradientState:
         assert self._alone is not None
         torch.sub(gradients, self._alone.all_reduce(gradients, codec=self.codec), out=lost)
         lost[self._own_share(gradients.numel())] = 0  # stays exact
-        lost.nan_to_num_(0, 0, 0)  # a step with infinities does not spoil the ones after it
+        lost.nan_to_num_(0, 0, 0)  # a step with infinities must not spoil later ones
 
     def _own_share(self, count: int) -> slice:
         coll = self.collectives
@@ -55,7 +55,7 @@ class GradientState:
 
 
 def average_gradients(state: GradientState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook: the gradients of a bucket, averaged over the ranks."""
+    """The hook: averages a bucket's gradients over the ranks."""
     gradients = bucket.buffer()
     if state.error_feedback:
         state.add_what_was_lost(bucket.index(), gradients)

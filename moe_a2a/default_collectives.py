@@ -1,4 +1,4 @@
-"""all_reduce() without an object: on Collectives of the default process group, made at the first call."""
+"""all_reduce() without an object: uses Collectives of the default process group, made by the first call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _made: dict[torch.device, tuple[Any, Collectives]] = {}
 
 
 def default_collectives(device: torch.device) -> Collectives:
-    """Those of the default group for tensors of this device. They are made by the first call of all ranks, and again when
-    the default group has been made anew."""
+    """The default group's Collectives for this device. All ranks make them in their first call, and again after the
+    default group has been replaced."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

@@ -20,7 +20,7 @@ def target_of(device: torch.device) -> str:
 
 
 def default_device() -> torch.device:
-    """What MOE_A2A_DEVICE names; else this process's GPU where this build and this machine have one, else the CPU."""
+    """What MOE_A2A_DEVICE names; else this process's GPU if this build and this machine have one, else the CPU."""
     return with_index(_device_of_environment() or torch.device(default_device_type()))
 
 
@@ -38,7 +38,7 @@ def _device_of_environment() -> torch.device | None:
 
 
 def checked_device(rank: int, device: Any) -> torch.device:
-    """The device= of a constructor, with its index where it needs one."""
+    """A constructor's device=, with an index if it needs one."""
     if device is None:
         return default_device()
     expected = 'pass "cpu", "cuda" or "cuda:<index>"'
@@ -60,8 +60,8 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def this_gpu() -> int:
-    """The current GPU. Every process starts on GPU 0, so under torchrun a process that is still there takes the GPU of
-    its LOCAL_RANK and makes it the current one: NCCL's collectives on Python objects run on the current GPU."""
+    """The current GPU. Every process starts on GPU 0. If a process under torchrun is still there, this takes the GPU of its
+    LOCAL_RANK and makes it current, because NCCL's collectives on Python objects run on the current GPU."""
     current = torch.cuda.current_device()
     local_rank = os.environ.get("LOCAL_RANK", "")
     if current == 0 and local_rank.isdecimal() and 0 < int(local_rank) < torch.cuda.device_count():
@@ -71,7 +71,7 @@ def this_gpu() -> int:
 
 
 def gpu_identity(device: torch.device) -> str | None:
-    """Names the physical GPU, whatever CUDA_VISIBLE_DEVICES makes of its index; None for the CPU."""
+    """Names the physical GPU, independently of CUDA_VISIBLE_DEVICES; None for the CPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -80,7 +80,7 @@ def gpu_identity(device: torch.device) -> str | None:
 
 
 def check_one_rank_per_gpu(identities: list[str | None]) -> None:
-    """`identities`: gpu_identity() of every rank. Every rank raises the same error."""
+    """`identities`: gpu_identity() of every rank. Raises the same error on every rank."""
     first_rank: dict[str, int] = {}
     for rank, identity in enumerate(identities):
         if identity is not None and first_rank.setdefault(identity, rank) != rank:
@@ -92,7 +92,7 @@ def check_one_rank_per_gpu(identities: list[str | None]) -> None:
 
 
 def default_device_type() -> str:
-    """Of default_device(), found without touching a GPU."""
+    """The type of default_device(), without touching a GPU."""
     if (named := _device_of_environment()) is not None:
         return named.type
     has_target = target_of(torch.device("cuda")) in _core.built_targets()
@@ -109,7 +109,7 @@ def short_name(device: torch.device) -> str:
 
 
 def float8_dtype(device: torch.device) -> torch.dtype:
-    """The float8 type that quantize="fp8" makes on a device: gfx942 has e4m3fnuz, everything else e4m3fn."""
+    """The float8 type that quantize="fp8" yields on a device: e4m3fnuz on gfx942, e4m3fn everywhere else."""
     if device.type == "cuda" and torch.version.hip:
         name = torch.cuda.get_device_properties(device).gcnArchName
         return torch.float8_e4m3fnuz if name.startswith("gfx942") else torch.float8_e4m3fn

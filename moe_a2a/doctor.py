@@ -1,4 +1,4 @@
-"""`python -m moe_a2a doctor`: shows what is installed and what can run here, and tests it."""
+"""`python -m moe_a2a doctor`: shows what is installed and what can run here, and runs a self-test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONAL_PACKAGES = {
     "matplotlib": "plots",
     "tqdm": "progress bars",
 }
-SHARED_MEMORY = "/dev/shm"  # shared by ranks that are processes, on the CPU target
+SHARED_MEMORY = "/dev/shm"  # holds the heaps of ranks that are processes, on the CPU target
 NUM_RANKS = 2
 SIZES: dict[str, Any] = {"num_experts": 8, "num_topk": 2, "hidden": 1024, "num_max_tokens_per_rank": 64}
 
@@ -89,7 +89,7 @@ def _devices_to_test() -> Iterator[list[torch.device]]:
     if "cpu" in built:
         yield [torch.device("cpu")] * NUM_RANKS
     if torch.cuda.is_available() and ("hip" if torch.version.hip else "cuda") in built:
-        # One rank per GPU: on a shared GPU, kernels can wait for each other in its queues.
+        # One rank per GPU: on a shared GPU, kernels may wait for each other in its queues.
         yield [torch.device("cuda", gpu) for gpu in range(min(NUM_RANKS, torch.cuda.device_count()))]
 
 

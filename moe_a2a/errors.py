@@ -1,19 +1,19 @@
-"""The exceptions of moe_a2a that carry more than a text. Wrong arguments raise ValueError or TypeError."""
+"""The exceptions of moe_a2a that carry attributes. Bad arguments raise ValueError or TypeError."""
 
 
 class PeerTimeoutError(RuntimeError):
-    """A rank did not come within the deadline: it is dead, late, or makes other calls.
+    """A rank did not arrive within the deadline: it is dead, late, or makes other calls.
 
-    The object is unusable afterwards, on every rank: all of them raise this error, and all name the rank that the
+    Afterwards the object is unusable on every rank. All ranks raise this error and name the rank that the
     first of them waited for.
 
     Attributes:
         operation: the step that waited: "dispatch_send", "dispatch_recv", "combine_send" or "combine_recv".
         phase: what it waited for: "credit", "routing table", "row" or "partial sum".
         rank: the rank that waited.
-        peer: the rank that did not come.
-        token: the token whose row or sum was awaited, -1 where a wait is not for a token.
-        expected_epoch, seen_epoch: what the awaited signal should have carried, and what it carried.
+        peer: the rank that did not arrive.
+        token: the token whose row or sum was awaited; -1 if the wait was not for a token.
+        expected_epoch, seen_epoch: the epoch that the awaited signal should have carried, and the one it carried.
         elapsed_seconds: how long the wait took.
     """
 
@@ -42,19 +42,19 @@ class PeerTimeoutError(RuntimeError):
 
 
 class RoutingError(ValueError):
-    """Routing that only the kernels could see was wrong: ids out of range in a topk_idx on a device, routes without room
-    in the masked layout, a y with too few rows. They were treated as dropped.
+    """Bad routing that only the kernels could see: ids out of range in a topk_idx on a device, routes without room
+    in the masked layout, a y with too few rows. The kernels treated these routes as dropped.
 
-    Raised by what looks at the device: ep.check(), ep.close(), and properties of a handle that synchronise. On the CPU
-    dispatch() itself looks: then this rank has no handle, and the combine of the others is refused.
+    Raised by calls that synchronise with the device: ep.check(), ep.close(), and properties of a handle that synchronise.
+    On the CPU dispatch() itself raises it; then this rank has no handle, and the others' combine is refused.
     """
 
 
 class PeerRefusedError(RuntimeError):
-    """Another rank's part of this call failed before it was launched; the message is that rank's.
+    """Another rank's part of this call failed before its launch; the message is that rank's.
 
-    The object stays usable on every rank. A refused dispatch has passed for all; a refused combine may be tried again
-    by all, with the same handle, while handle.is_open.
+    The object stays usable on every rank. A refused dispatch is over on all ranks; all may retry a refused combine
+    with the same handle while handle.is_open.
 
     Attributes:
         peer: the rank that refused.
@@ -68,7 +68,7 @@ class PeerRefusedError(RuntimeError):
 class CallMismatchError(ValueError):
     """Ranks made different calls of a Collectives: another count, dtype, operator or algorithm, or another collective.
 
-    Raised on every rank, with the calls of this rank and of one that differs. Nothing was reduced, the call has passed
+    Raised on every rank, with the calls of this rank and of one that differs. Nothing was reduced, the call is over
     on all ranks, and the object stays usable.
 
     Attributes:
@@ -81,10 +81,10 @@ class CallMismatchError(ValueError):
 
 
 class TraceFileError(ValueError):
-    """A file is not a whole trace as Trace.save() writes it: cut, damaged, or made by something else.
+    """A file is not a complete trace as Trace.save() writes it: truncated, damaged, or of another origin.
 
     Attributes:
-        path: the file, as it was named.
+        path: the file, as the caller named it.
         reason: what is wrong with it.
     """
 

@@ -1,4 +1,4 @@
-"""ExpertParallel: dispatch() tokens to the ranks that own their experts, combine() what the experts made of them."""
+"""ExpertParallel: dispatch() sends tokens to the ranks that own their experts, combine() returns the weighted results."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ class ExpertParallel(CommunicatorClient):
             if this build has its target, else the CPU. Under torchrun, a process whose current GPU is still GPU 0 takes
             the GPU of its LOCAL_RANK and makes it the current one. Two ranks on one GPU are refused.
         num_buffers: dispatches that may be open at once.
-        timeout: seconds after which a wait for another rank, here or in a call, raises PeerTimeoutError. With a
-            Communicator, its timeout counts.
-        num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: as the launch table says. On a GPU
+        timeout: seconds after which a wait for another rank, here or in a call, raises PeerTimeoutError. Ignored if
+            `group` is a Communicator, which has its own.
+        num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: from the launch table. On a GPU
             at most what the device has, shared evenly with this process's other objects on it.
         num_max_ll_tokens: a rank's batch of at most this many tokens sends its routing as LL words, which carry their epoch
             beside their data: fewer steps, more bytes. Its rows, up to 1 MiB, and its sums, up to 3 MiB, travel the same
-            way. None: the device's default; 0: never. The same on every rank; takes memory for as many rows of every rank.
+            way. None: the device's default; 0: never. The same on every rank; takes memory for that many rows of every rank.
         launch_table: the file of a tuned table, instead of the one that fits this GPU; see docs/tuning.md.
 
-    Every rank makes the same calls in the same order; tokens may differ in number, also be zero. Work is queued on
+    Every rank makes the same calls in the same order; numbers of tokens may differ, and may be zero. Work is queued on
     PyTorch's current stream of the device. Memory: see `nbytes`.
 
-    Threads: a rank's calls may come from any of them. They are serialised: a call waits, without the GIL, until the one
-    before has ended. close() is the exception: it ends the wait of a call that another thread is in, which then raises
+    Threads: any thread may make a rank's calls. Calls are serialised: each waits, without the GIL, until the previous
+    one has ended. close() is the exception: it ends the wait of a call in another thread, which then raises
     RuntimeError; the peers raise PeerTimeoutError that names this rank.
 
-    Processes: in a forked child every call raises RuntimeError; to drop or close the object there harms nothing.
+    Processes: in a forked child every call raises RuntimeError; dropping or closing the object there is harmless.
 
-    Signals: on the CPU a wait of the main thread runs Python's signal handlers as they come. One that raises, as Ctrl-C
-    does, ends the call; the peers raise PeerTimeoutError that names this rank, and the object is out of use: close it. On
-    a GPU waits are the kernels', and end by `timeout`.
+    Signals: on the CPU a wait in the main thread runs Python's signal handlers. If one raises, as for Ctrl-C, the call
+    ends, the peers raise PeerTimeoutError that names this rank, and the object is out of use: close it. On
+    a GPU the kernels wait, and only `timeout` ends a wait.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ExpertParallel(CommunicatorClient):
         self.num_blocks = num_blocks
         self.num_max_ll_tokens = num_max_ll_tokens
         self._launch_table = launch_table
-        self._num_dispatches = 0  # that have returned a handle or raised
+        self._num_dispatches = 0  # calls that have returned a handle or raised
         self._make()
         self.num_local_experts = self.num_experts // self.num_ranks
 
@@ -114,7 +114,7 @@ class ExpertParallel(CommunicatorClient):
         )
         self._core = _core.ExpertParallel(comm, self._owns_comm, *sizes, self.device)
         self.num_max_ll_tokens = self._core.num_max_ll_tokens
-        # Once: a call looks its blocks up without Python.
+        # Set once, so that a call looks its blocks up without Python.
         self._core.set_launch_table(self._launch_steps())
 
     def _launch_steps(self) -> list[launch_tables.LaunchStep]:
@@ -151,8 +151,8 @@ class ExpertParallel(CommunicatorClient):
             topk_idx: [num_tokens, K] int32 or int64, ids of experts; -1 drops a choice.
             topk_weights: [num_tokens, K] float32; None: 1.
             handle: instead of topk_idx and topk_weights, an earlier handle whose routing is used again.
-            layout, expert_alignment: see DispatchHandle; default: "rows" and 1, or those of `handle`. The alignment (1 to
-                256) is for layout="expert_major".
+            layout, expert_alignment: see DispatchHandle; default: "rows" and 1, or those of `handle`. Only
+                layout="expert_major" takes an alignment (1 to 256).
             x_scales: [num_tokens, ceil(H / 128)] float32, with float8 x.
             quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448).
             num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
@@ -161,12 +161,12 @@ class ExpertParallel(CommunicatorClient):
             ValueError, TypeError: an argument is wrong.
             RuntimeError: num_buffers handles are open, or the object is closed.
             PeerRefusedError: another rank's call failed.
-            PeerTimeoutError: a rank did not come.
+            PeerTimeoutError: a rank did not arrive.
 
-        Whatever this rank raises before its launch, MemoryError and KeyboardInterrupt too, the other ranks raise
-        PeerRefusedError with its text, and the object stays usable on all: the refused dispatch has passed on every rank.
-        Only a rank whose object is closed cannot tell. On a GPU the others learn of it at their next call, which then is
-        not made, or at check().
+        If this rank raises anything before its launch (even MemoryError or KeyboardInterrupt), the other ranks raise
+        PeerRefusedError with its text, the dispatch counts as refused on every rank, and the object stays usable. Only
+        a rank whose object is closed cannot tell the others. On a GPU the others learn of the refusal at check() or at
+        their next call, which then does not run.
         """
         core = self._open_core()
         routing = self._checked_routing(x, x_scales, handle, topk_idx, topk_weights)
@@ -189,23 +189,23 @@ class ExpertParallel(CommunicatorClient):
         out: torch.Tensor | None = None,
         num_blocks: int = 0,
     ) -> torch.Tensor:
-        """Returns [num_tokens, H]: for each own token the sum over its choices of weight * expert output.
+        """Returns [num_tokens, H]: for each of this rank's tokens the sum over its choices of weight * expert output.
 
-        The order of addition is fixed, in fp32: on each rank over the token's choices there, rounded to `dtype`, then
-        over the ranks in ascending order. The same inputs give the same bits.
+        The order of addition is fixed: each rank adds its share of a token's choices in fp32 and rounds to `dtype`, then
+        the ranks' sums are added in fp32 in ascending order. The same inputs give the same bits.
 
         Args:
             y: one row per position of the handle's layout ([n, H], n >= expert_offsets[-1]; [E_local, R * T, H] for
                 "masked"), of `dtype`. Rows past the last position are never read.
-            handle: of the dispatch; serves once.
-            presummed: y is [R * T, H] like recv_x, each row already weighted and summed over the experts here.
-            out: where to write, [num_tokens, H] contiguous, of `dtype`, apart from y and from the handle's views.
+            handle: of the dispatch; valid for one combine.
+            presummed: y is [R * T, H] like recv_x, each row already weighted and summed over this rank's experts.
+            out: where to write, [num_tokens, H] contiguous, of `dtype`; must not overlap y or the handle's views.
 
-        Raises: as dispatch(). After an error of this rank's own, or PeerRefusedError, the combine may be tried again by
-        all with the same handle and the same y, as long as handle.is_open. It is not when the other rank has released
-        its handle, or has none because its dispatch() raised RoutingError, and on a GPU once this rank has dispatched
-        onto the same buffer. A rank that tries again at once may be in time for a peer, which then sees no refusal.
-        A rank that needs nothing from the one that failed ends its combine.
+        Raises: as dispatch(). After an error of its own, or PeerRefusedError, all ranks may retry the combine with the
+        same handle and the same y while handle.is_open. The handle is closed if the other rank has released its own, or
+        has none because its dispatch() raised RoutingError, and on a GPU once this rank has dispatched onto the same
+        buffer. If a rank retries at once, its sums may reach a peer in time, which then raises nothing.
+        A rank that needs no sum from the failed one ends its combine normally.
         """
         core, key = self._open_core(), self._key_of(handle)
         arguments.check_tensor(self.rank, "y", y)
@@ -227,25 +227,25 @@ class ExpertParallel(CommunicatorClient):
         out: torch.Tensor | None = None,
         num_blocks: int = 0,
     ) -> torch.Tensor:
-        """SwiGLU experts over the rows that came, and their combine: [num_tokens, H].
+        """Runs SwiGLU experts over the received rows and combines their outputs: [num_tokens, H].
 
         Args:
-            handle: of the dispatch, any layout; serves once. The kernels multiply whole blocks of layout="masked".
+            handle: of the dispatch, any layout; valid for one combine. With layout="masked" the kernels multiply whole blocks.
             w_gate_up, w_down: [E_local, 2 * I, H] and [E_local, H, I] of `dtype`, or each (float8 values, scales); see
-                MoELayer. For float8 dispatch with quantize="fp8".
-            fused: True: by kernels that gather their rows and read nothing on the host; False: step by step in PyTorch;
-                None: by kernels on a GPU where they can: bfloat16 or float16 rows, sizes that are multiples of 16.
-            fused_combine: True: the kernel of the second product sends the sums too, each as soon as its terms are there;
+                MoELayer. For float8 weights dispatch with quantize="fp8".
+            fused: True: use kernels that gather their rows and never synchronise with the host; False: step by step in
+                PyTorch; None: kernels on a GPU if they can run: bfloat16 or float16 rows, sizes that are multiples of 16.
+            fused_combine: True: the kernel of the second product also sends the sums, each once its terms are complete;
                 an error for layout="masked" and for batches of at most num_max_ll_tokens tokens, whose sums may return as LL
                 words. False: first the product, then the combine. None: as False, which was faster wherever both were
                 measured (docs/experts.md). Same bits.
             num_max_routes: rows of the intermediate results, [num_max_routes, I] and [num_max_routes, H]; None:
-                handle.capacity, which any routing fits in. More routes raise ValueError where the host sees them (on the
-                CPU, step by step); on a GPU those past the bound are left out, here and in the peers' sums, and check()
+                handle.capacity, which holds any routing. More routes raise ValueError if the host can see them (on the
+                CPU, and step by step). On a GPU, routes past the bound are dropped, here and in the peers' sums, and check()
                 raises RoutingError. Not for layout="masked".
             out, num_blocks: as in combine().
 
-        Raises: as combine(), and ValueError or TypeError for weights that do not fit. The call may be tried again by all.
+        Raises: as combine(), and ValueError or TypeError for weights that do not fit. All ranks may retry the call.
         """
         self._open_core()
         self._key_of(handle)
@@ -260,7 +260,7 @@ class ExpertParallel(CommunicatorClient):
         ways: dict[str, Any] = {"fused": fused, "fused_combine": fused_combine, "num_max_routes": num_max_routes}
         return experts.run_and_combine(handle, weights, out, num_blocks, **ways)
 
-    # ---- their halves: between them the device is free
+    # ---- the two halves of each call: between them the device is free
 
     @calls.opens_a_handle
     def dispatch_send(
@@ -274,7 +274,7 @@ class ExpertParallel(CommunicatorClient):
         quantize: str | None = None,
         num_blocks: int = 0,
     ) -> DispatchHandle:
-        """The first half of dispatch(): returns when the rows are posted. The handle shows nothing yet."""
+        """The first half of dispatch(): returns when the rows are posted. The handle is not readable yet."""
         core = self._open_core()
         routing = self._checked_routing(x, x_scales, handle, topk_idx, topk_weights)
         quantized = arguments.checked_quantize(self.rank, quantize)
@@ -326,19 +326,19 @@ class ExpertParallel(CommunicatorClient):
     # ---- the rest
 
     def blocks_for(self, num_tokens: int) -> tuple[int, int]:
-        """Blocks of a dispatch and of a combine of so many tokens, when neither the call nor the object says."""
+        """Blocks of a dispatch and of a combine of `num_tokens` tokens, if neither the call nor the object says."""
         return self._open_core().blocks_for(arguments.checked_int(self.rank, "num_tokens", num_tokens, 0))
 
     def close(self) -> None:
-        """Ends the object; raises RoutingError as check() does. Other ranks that still wait for this one run into their
-        deadline. Views of handles stay readable as long as they are held, with whatever the memory holds."""
+        """Ends the object; raises RoutingError as check() does. Other ranks that still wait for this one time out. Views of
+        handles stay readable while they are held; their contents are unspecified."""
         super().close()
 
     def __exit__(self, exception_type: object, *rest: object) -> None:
         try:
             self.close()
         except RoutingError:
-            if exception_type is None:  # an error on its way is the one to see
+            if exception_type is None:  # an exception in flight takes precedence
                 raise
 
     def __repr__(self) -> str:
@@ -362,7 +362,7 @@ class ExpertParallel(CommunicatorClient):
     def _checked_routing(
         self, x: Any, x_scales: Any, handle: DispatchHandle | None, topk_idx: Any, topk_weights: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """That of the earlier handle, where one is given."""
+        """Returns the earlier handle's routing if one is given."""
         arguments.check_tensor(self.rank, "x", x)
         arguments.check_optional_tensor(self.rank, "x_scales", x_scales)
         if handle is None:

@@ -27,7 +27,7 @@ class ExpertWeights:
 
     @staticmethod
     def checked(ep: Owner, w_gate_up: Any, w_down: Any) -> ExpertWeights:
-        """Raises ValueError or TypeError for what does not fit to `ep`."""
+        """Raises ValueError or TypeError if the weights do not fit `ep`."""
         gate_up, gate_up_scales = _split(ep, "w_gate_up", w_gate_up)
         down, down_scales = _split(ep, "w_down", w_down)
         weights = ExpertWeights(gate_up, down, gate_up_scales, down_scales)
@@ -43,7 +43,7 @@ class ExpertWeights:
         return self.down.shape[2]
 
     def of_expert(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[2 * I, H] and [H, I]; of float8 the values in fp32."""
+        """[2 * I, H] and [H, I]; float8 weights as fp32 values."""
         gate_up, down = self.gate_up[expert], self.down[expert]
         if self.gate_up_scales is None or self.down_scales is None:
             return gate_up, down

@@ -1,4 +1,4 @@
-"""SwiGLU experts over what a dispatch brought: by kernels that gather their rows, or step by step in PyTorch."""
+"""SwiGLU experts over the rows of a dispatch: by kernels that gather their rows, or step by step in PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_and_combine(
     fused_combine: bool | None,
     num_max_routes: int | None,
 ) -> torch.Tensor:
-    """What ExpertParallel.experts() does; the arguments are its."""
+    """Implements ExpertParallel.experts(), with its arguments."""
     core, key = handle.ep._core, handle._handle
     by_kernels = runs_kernels(handle.ep, weights, handle.row_dtype, fused)
     if num_max_routes is not None:
@@ -42,7 +42,7 @@ def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) ->
     rank = handle.ep.rank
     if handle.layout == "masked":
         raise ValueError(f'num_max_routes={num_max_routes} with layout="masked" on rank {rank}; pass another layout')
-    # On a GPU the host would wait for it. There combine() counts the routes that found no row of y.
+    # On a GPU reading it would synchronise. There combine() counts the routes without a row of y.
     if can_look and (num_routes := int(handle.expert_offsets[-1])) > num_max_routes:
         raise ValueError(f"expert_offsets[-1]={num_routes} > num_max_routes={num_max_routes} on rank {rank}; pass more")
 
@@ -50,7 +50,7 @@ def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) ->
 def _first_product(
     handle: DispatchHandle, weights: ExpertWeights, num_max_routes: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """silu(x @ gate.T) * (x @ up.T) of the rows that came; float8 with its scales."""
+    """silu(x @ gate.T) * (x @ up.T) of the received rows; float8 with its scales."""
     offsets, row_index = handle.expert_offsets, handle.expert_row_index[:num_max_routes]
     if not weights.is_float8:
         return grouped_gemm(handle.recv_x, row_index, offsets, weights.gate_up, "swiglu"), None
@@ -91,23 +91,23 @@ def multiply_and_combine(
     out: torch.Tensor | None = None,
     num_blocks: int = 0,
 ) -> torch.Tensor:
-    """The second product, which sends the sums of its rows itself, and the receiving half of the combine."""
+    """The second product, whose kernel sends the sums of its rows itself, and the receiving half of the combine."""
     second = inner, inner_scales, handle.expert_offsets, weights.down, weights.down_scales
     combined: torch.Tensor = handle.ep._core.product_combine(*second, handle._handle, out, num_blocks)
     return combined
 
 
 def swiglu_experts(handle: DispatchHandle, w_gate_up: Weight, w_down: Weight) -> torch.Tensor:
-    """Runs each local expert on its rows: y = (silu(x @ gate.T) * (x @ up.T)) @ down.T. Step by step, and to be read: what
-    the kernels compute, rounded between the steps (of float8 weights in fp32, and not rounded).
+    """Runs each local expert on its rows: y = (silu(x @ gate.T) * (x @ up.T)) @ down.T. Step by step, for reading: it
+    computes what the kernels compute, rounded between the steps (float8 weights: in fp32, unrounded).
 
     Args:
         handle: of a dispatch, any layout; float8 rows are dequantised first.
         w_gate_up: [E_local, 2 * I, H], the gate's rows before the up projection's; float8 as (values, scales).
         w_down: [E_local, H, I], likewise.
 
-    Returns: `y` as combine() takes it: [rows, H], or [E_local, R * T, H] for layout="masked". Rows that are no route hold
-    nothing meaningful. Reads the offsets on the host, which synchronises with the device.
+    Returns: `y` as combine() takes it: [rows, H], or [E_local, R * T, H] for layout="masked". The contents of rows that
+    are no route are unspecified. Reads the offsets on the host, which synchronises with the device.
     """
     return _step_by_step(handle, ExpertWeights.checked(handle.ep, w_gate_up, w_down))
 
@@ -150,7 +150,7 @@ def _dequantize(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> torch.Tensor:
-    """Experts that only scale their rows, as the problems of leaderboards simulate them: y = scales[expert] * x. Returns their
+    """Experts that only scale their rows, as leaderboard problems simulate them: y = scales[expert] * x. Returns their
     weighted sums, [R * T, H], for combine(..., presummed=True). One kernel; the host reads nothing.
 
     Args:
@@ -167,8 +167,8 @@ def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> t
 
 
 def runs_kernels(ep: Owner, weights: ExpertWeights, row_dtype: torch.dtype, fused: bool | None) -> bool:
-    """With fused=None: on a GPU, where they can. On the CPU PyTorch's products are faster (bfloat16, AVX-512: up to 10
-    times), and reading offsets on the host costs nothing."""
+    """fused=None means on a GPU if the kernels can run. On the CPU PyTorch's products are faster (bfloat16, AVX-512: up to
+    10 times), and reading offsets on the host costs nothing."""
     why_not = weights.kernels_refuse(ep, row_dtype)
     if fused is None:
         return why_not is None and ep.device.type != "cpu"
@@ -178,7 +178,7 @@ def runs_kernels(ep: Owner, weights: ExpertWeights, row_dtype: torch.dtype, fuse
 
 
 def _fuses_combine(handle: DispatchHandle, by_kernels: bool, fused_combine: bool | None) -> bool:
-    """With fused_combine=None nowhere: on H200 it takes longer (docs/experts.md), on other GPUs nobody has measured."""
+    """fused_combine=None means no: on H200 fusing takes longer (docs/experts.md), and no other GPU was measured."""
     if fused_combine and (why_not := combine_stays_apart(handle, by_kernels)) is not None:
         raise ValueError(f"fused_combine=True, but {why_not} on rank {handle.ep.rank}; pass fused_combine=None")
     return bool(fused_combine)

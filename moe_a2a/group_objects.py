@@ -1,5 +1,5 @@
-"""of_group(): an object for as long as the default process group lives, where there is no better place to keep it: in a
-submission to a leaderboard, say, which is one function and gets a new group for each case."""
+"""of_group(): an object that lives as long as the default process group, for code with no better place to keep it. Example: a
+leaderboard submission, which is one function and gets a new group for each case."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 _lock = threading.Lock()
 _open: dict[Callable[..., Any], tuple[Any, dict[str, Any], Any]] = {}  # by kind: the group, the arguments, the object
-_destroy: Callable[..., None] | None = None  # PyTorch's own, once it is watched
+_destroy: Callable[..., None] | None = None  # PyTorch's own, once replaced
 
 
 def of_group(kind: Callable[..., Any], **arguments: Any) -> Any:
-    """`kind(None, **arguments)` of the default process group: moe_a2a.ExpertParallel or moe_a2a.Collectives.
+    """`kind(None, **arguments)` on the default process group; kind: moe_a2a.ExpertParallel or moe_a2a.Collectives.
 
-    All ranks make it in their first call. Later calls with equal arguments return it, one with others closes it and makes another.
-    torch.distributed.destroy_process_group() closes it before it destroys the default group.
+    All ranks make the object in their first call. Later calls with equal arguments return it; a call with other arguments
+    closes it and makes another. torch.distributed.destroy_process_group() closes it before it destroys the default group.
     """
     import torch.distributed as dist
 
@@ -34,19 +34,19 @@ def of_group(kind: Callable[..., Any], **arguments: Any) -> Any:
         _watch(dist)
         device = arguments.get("device")
         if device is not None and torch.device(device).type == "cuda":
-            torch.cuda.set_device(device)  # where NCCL puts what it sends for the ranks to meet
+            torch.cuda.set_device(device)  # NCCL exchanges Python objects on the current GPU
         made = kind(None, **arguments)
         _open[kind] = (dist.group.WORLD, arguments, made)
         return made
 
 
 def opened(kind: Callable[..., Any]) -> Any:
-    """What of_group() has made of this kind and not closed, or None."""
+    """The open object of this kind that of_group() has made, or None."""
     return _open[kind][-1] if kind in _open else None
 
 
 def _watch(dist: Any) -> None:
-    """PyTorch tells nobody that a group ends, and its own cleaning up may come after the device's."""
+    """PyTorch does not announce the end of a group, and its own clean-up may run after the device's."""
     global _destroy
     if _destroy is None:
         _destroy, dist.destroy_process_group = dist.destroy_process_group, _close_and_destroy

@@ -1,4 +1,4 @@
-"""One matrix product per expert over the rows that a dispatch brought, without a copy of the rows."""
+"""One matrix product per expert over the rows of a dispatch, without copying the rows."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def grouped_gemm(
     """out[i] = activation(x[row_index[i]] @ w[e].T + bias[e]) for the positions i of expert e, expert_offsets[e] <= i <
     expert_offsets[e + 1].
 
-    Rows are gathered inside of the kernel, an expert's rows are not padded, and nothing is read on the host: the call
-    can be captured in a CUDA graph and replayed with other lists. Sums are fp32, and activation and bias are computed on
-    them; same inputs, same bits. Sizes that are multiples of 128 (hidden: of 64) are fastest.
+    The kernel gathers the rows, pads no expert's rows and needs nothing from the host: a CUDA graph can capture the call
+    and replay it with other lists. Sums are fp32, and activation and bias apply to them; same inputs, same bits. Sizes that
+    are multiples of 128 (hidden: of 64) are fastest.
 
     Args:
         x: [rows, hidden], bfloat16, float16 or float8, `hidden` a multiple of 16; a handle's recv_x as it is. Rows may have any
@@ -46,24 +46,24 @@ def grouped_gemm(
             2 * intermediate, the gate's rows before the up projection's, as in MoELayer.
         activation: f, one of None, "silu", "gelu", "gelu_tanh", "relu2"; "swiglu" is "silu" with gated=True.
         gated: the result is f(gate) * (up + up_shift).
-        interleaved: gate and up take turns in the rows of w, as in GPT-OSS.
+        interleaved: rows of gate and up alternate in w, as in GPT-OSS.
         alpha: "silu" is x * sigmoid(alpha * x): 1.702 for "quick_gelu" and for GPT-OSS, whose up_shift is 1.
-        limit: before f, gate is clamped from above and up on both sides, to limit and -limit.
+        limit: before f, gate is clamped to at most limit, and up to [-limit, limit].
         bias: float32 [num_experts, columns], in the order of the rows of w.
         x_scales: with float8 x and w, as in DeepSeek-V3: float32 [rows, ceil(hidden / 128)], one per 128 values of a
-            row; a handle's recv_x_scales. Sums of 128 products are scaled, then added up in fp32.
+            row; a handle's recv_x_scales. Sums of 128 products are scaled, then added in fp32.
         w_scales: float32 [num_experts, ceil(columns / 128), ceil(hidden / 128)], one per 128 x 128 of w; if gated, the
             ceil(intermediate / 128) of the gate's rows before those of up's.
         out_dtype: with float8 x: bfloat16 (the default) or float16.
-        quantize_output: with float8 x and SwiGLU: the result is float8 with scales, as x of the next product.
-        num_blocks: of the launch (CPU: threads). 0: one per multiprocessor. With fewer, the others are left to kernels beside it.
+        quantize_output: with float8 x and SwiGLU: the result is float8 with scales, usable as x of the next product.
+        num_blocks: of the launch (CPU: threads). 0: one per multiprocessor. Fewer leave multiprocessors to concurrent kernels.
 
     Returns: [num_routes, columns] (if gated [num_routes, intermediate]); with quantize_output (y, y_scales), y_scales
-    [num_routes, ceil(intermediate / 128)]. Rows of positions that belong to no expert hold nothing meaningful.
+    [num_routes, ceil(intermediate / 128)]. The contents of rows whose positions belong to no expert are unspecified.
 
-    Raises ValueError or TypeError, naming value, limit and argument, before anything is launched. What the lists hold is
-    checked where the host can see it, on the CPU; on a GPU, rows out of range count as zeros and offsets out of range
-    are cut off. There is no backward.
+    Raises ValueError or TypeError, naming value, limit and argument, before anything is launched. The values of the lists
+    are checked only on the CPU, where the host can read them; on a GPU, rows out of range count as zeros and offsets out of
+    range are clamped. There is no backward.
     """
     is_float8 = x.dtype.itemsize == 1 and x.dtype.is_floating_point
     if is_float8 and x.dtype != float8_dtype(x.device):

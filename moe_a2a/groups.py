@@ -1,4 +1,4 @@
-"""How ranks find each other. Used when an ExpertParallel is made; a dispatch or combine never comes here."""
+"""How ranks find each other when an ExpertParallel is made; dispatch and combine do not use this module."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from moe_a2a.rendezvous import Meetings
 
 
 class Group(Protocol):
-    """A rank's view of the ranks that belong together. One that has `meetings` (see rendezvous.py) can tell within a
-    deadline who does not come; those that come from here have, but for torch groups without a store."""
+    """A rank's view of the ranks of a group. A group with `meetings` (see rendezvous.py) can name, within a deadline, a rank
+    that does not arrive; all groups of this module have them except torch groups without a store."""
 
     rank: int
     num_ranks: int
@@ -22,7 +22,7 @@ class Group(Protocol):
 
 
 class ThreadGroup:
-    """One rank among threads of this process; see thread_group()."""
+    """One of several ranks that are threads of this process; see thread_group()."""
 
     TIMEOUT_SECONDS = 60.0  # of all_gather()
 
@@ -36,9 +36,9 @@ class ThreadGroup:
 
 
 def thread_group(num_ranks: int) -> list[ThreadGroup]:
-    """Groups for `num_ranks` threads of this process: element r is for the thread that plays rank r.
+    """Groups for `num_ranks` threads of this process: element r is for the thread that runs rank r.
 
-    For notebooks, tests and one process that drives several GPUs.
+    For notebooks, tests, and one process that drives several GPUs.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks} < 1; pass num_ranks=1 or more")
@@ -47,7 +47,7 @@ def thread_group(num_ranks: int) -> list[ThreadGroup]:
 
 
 class HandleExchange:
-    """No channel at all: the caller carries ep.get_comm_handle() to ep.set_comm_handles(), as between Ray actors."""
+    """No channel: the caller carries ep.get_comm_handle() to ep.set_comm_handles(), for example between Ray actors."""
 
     def __init__(self, rank: int, num_ranks: int):
         self.rank = rank
@@ -57,12 +57,12 @@ class HandleExchange:
         raise RuntimeError("a HandleExchange has no channel; call ep.set_comm_handles() with every rank's handle")
 
 
-# By store, so that a group that is made anew under an old name begins anew on every rank.
+# Keyed by store, so that a group recreated under an old name starts afresh on every rank.
 _meetings_of: weakref.WeakKeyDictionary[Any, Meetings] = weakref.WeakKeyDictionary()
 
 
 class TorchGroup:
-    """A torch.distributed process group, of any backend that came with a store (all but MPI)."""
+    """A torch.distributed process group of any backend with a store (all but MPI)."""
 
     def __init__(self, process_group: Any):
         import torch.distributed as dist
@@ -100,12 +100,12 @@ class MpiGroup:
         return self._communicator.allgather(value)
 
 
-# By identity: an mpi4py communicator is no key of a weak dictionary. The board holds it, so the identity stays its own.
+# Keyed by id(): a weak dictionary cannot hold an mpi4py communicator. The board keeps it alive, so the id stays unique.
 _mpi_meetings: dict[int, Meetings] = {}
 
 
 def as_group(group: Any) -> Group:
-    """Wraps what users have: a torch.distributed group (None: the default one) or DeviceMesh, an mpi4py communicator,
+    """Wraps what users pass: a torch.distributed group (None: the default one) or DeviceMesh, an mpi4py communicator,
     an element of thread_group(), a HandleExchange."""
     if all(hasattr(group, name) for name in ("rank", "num_ranks", "all_gather")):
         return group

@@ -1,4 +1,4 @@
-"""What a dispatch brought to this rank, and the key to its combine."""
+"""What this rank received in a dispatch, and the key to its combine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Owner(Protocol):
-    """The ExpertParallel that made a handle, as far as a handle and its users know it."""
+    """The ExpertParallel that made a handle, as a handle and its users see it."""
 
     rank: int
     num_ranks: int
@@ -29,19 +29,19 @@ class DispatchHandle:
     """One dispatch between its send and its combine.
 
     All tensors are views of the ExpertParallel's own memory, on its device (recv_rows: a copy). Writing to them changes
-    what this rank's experts read, never where a kernel reads or writes. They live until combine() returns or
+    what this rank's experts read, never where a kernel reads or writes. They are valid until combine() returns or
     release() is called; afterwards reading a property raises RuntimeError.
 
     Sizes: R ranks, T = num_max_tokens_per_rank, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
-    one token that lives on this rank. *Positions* number the routes, grouped by local expert and inside an expert by
-    (source rank, token, choice)::
+    one token whose expert is on this rank. *Positions* number the routes, grouped by local expert and ordered within an
+    expert by (source rank, token, choice)::
 
         layout="rows"          capacity = R * T * K positions, the experts' routes without gaps
-        layout="expert_major"  each expert's positions start at a multiple of expert_alignment, padding between
+        layout="expert_major"  each expert's positions start at a multiple of expert_alignment, with padding between
         layout="masked"        expert e has the positions e * R * T ... e * R * T + expert_counts[e] - 1
     """
 
-    # Made at every call: no dictionary.
+    # Made at every call, so without a dictionary.
     __slots__ = (
         "ep",
         "row_dtype",
@@ -78,8 +78,8 @@ class DispatchHandle:
 
     @property
     def recv_x(self) -> torch.Tensor:
-        """[R * T, H] rows where they landed: token t of rank s is row s * T + t. Rows of tokens that did not come here
-        hold nothing meaningful."""
+        """[R * T, H] rows where they landed: token t of rank s is row s * T + t. The contents of rows whose tokens were not
+        sent here are unspecified."""
         return self._core.recv_x(self._handle, self.row_dtype)
 
     @property
@@ -94,7 +94,7 @@ class DispatchHandle:
 
     @property
     def expert_offsets(self) -> torch.Tensor:
-        """int32 [E_local + 1]: first position of each expert; the last value is where the positions end."""
+        """int32 [E_local + 1]: first position of each expert; the last value is the end of the positions."""
         return self._core.expert_offsets(self._handle)
 
     @property
@@ -121,36 +121,36 @@ class DispatchHandle:
 
     @property
     def num_recv_tokens_per_rank(self) -> torch.Tensor:
-        """int32 [R]: how many tokens each rank dispatched (anywhere)."""
+        """int32 [R]: how many tokens each rank dispatched (to any rank)."""
         return self._core.num_recv_tokens(self._handle)
 
     @property
     def num_routes(self) -> int:
-        """expert_offsets[-1], read by the host: this synchronises with the device, and raises RoutingError as
-        ep.check() does."""
+        """expert_offsets[-1], read by the host: synchronises with the device, and raises RoutingError as ep.check()
+        does."""
         return self._read(self.expert_offsets[-1])
 
     @property
     def recv_rows(self) -> torch.Tensor:
-        """int32 [n]: the rows of recv_x that hold a token, in (source rank, token) order. A copy: combine() reads the
-        original. Read by the host: this synchronises with the device, and raises RoutingError as ep.check() does."""
+        """int32 [n]: the rows of recv_x that hold a token, in (source rank, token) order. A copy; combine() reads the
+        original. Read by the host: synchronises with the device, and raises RoutingError as ep.check() does."""
         num_rows = self._read(self._core.num_landed_rows(self._handle))
         return self._core.landed_rows(self._handle)[:num_rows].clone()
 
     def _read(self, value: torch.Tensor) -> int:
         read = int(value)
-        self._core.raise_reported()  # the kernels of this handle have run by now
+        self._core.raise_reported()  # the kernels of this handle have finished
         return read
 
     @property
     def capacity(self) -> int:
-        """Positions of the layout: as many rows as `y` may have."""
+        """Positions of the layout: the most rows that `y` may have."""
         return self._core.capacity(self._handle)
 
     @property
     def expert_x(self) -> torch.Tensor:
         """[capacity, H], or [E_local, R * T, H] for layout="masked": one row per position, copied from recv_x; padding
-        of layout="expert_major" is zero. Only for these two layouts; costs one copy of the received rows."""
+        of layout="expert_major" is zero. Not for layout="rows". Costs one copy of the received rows."""
         return self._gathered()[0]
 
     @property
@@ -177,8 +177,8 @@ class DispatchHandle:
         return self._handle.is_open and not self.ep.is_closed
 
     def release(self) -> None:
-        """Ends the handle without a combine; its buffer is free again. Every rank does the same: one that combines
-        instead raises PeerRefusedError, and its handle is closed then as well."""
+        """Ends the handle without a combine and frees its buffer. Every rank must do the same: one that combines
+        instead raises PeerRefusedError, which also closes its handle."""
         self._core.release(self._handle)
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -1,5 +1,5 @@
-"""Is the extension here, and was it built for this PyTorch? Asked once, by `import moe_a2a`, before the extension is
-loaded: what does not fit would fail later with an undefined symbol, or not at all."""
+"""Checks that the extension exists and was built for this PyTorch. `import moe_a2a` runs this once, before it loads the
+extension: a mismatch would fail later with an undefined symbol, or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent
 
 
 def check() -> None:
-    """Raises ImportError that says what is missing and the command that mends it."""
+    """Raises ImportError that says what is missing and which command fixes it."""
     torch = _torch()
     if importlib.util.find_spec("moe_a2a._core") is None:
         raise ImportError(missing_extension())
@@ -32,9 +32,9 @@ def check() -> None:
 
 
 def mismatch(build_info: Any, torch: Any) -> str | None:
-    """What keeps an extension built for `build_info` from running in `torch`, naming both; None: nothing.
+    """What prevents an extension built for `build_info` from running in `torch`, naming both; None if nothing does.
 
-    PyTorch keeps its binary interface within a minor version only. The CUDA runtime is compatible within a major version.
+    PyTorch keeps its binary interface only within a minor version. The CUDA runtime is compatible within a major version.
     """
     if _minor(build_info.TORCH) != _minor(torch.__version__):
         return f"moe_a2a was built for PyTorch {build_info.TORCH}, this is PyTorch {torch.__version__}"

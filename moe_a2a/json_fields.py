@@ -1,4 +1,4 @@
-"""Typed access to a JSON document that somebody else wrote: what is wrong is named by its place, "tables[0].hidden"."""
+"""Typed access to untrusted JSON: errors name the place, "tables[0].hidden"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-LARGEST = (1 << 53) - 1  # the largest integer that every JSON reader keeps
+LARGEST = (1 << 53) - 1  # the largest integer that every JSON reader preserves
 
 
 class FieldError(ValueError):
@@ -31,7 +31,7 @@ class Field:
         return Field(self.value[key], self._name(key))
 
     def items(self) -> list[Field]:
-        """Of an array."""
+        """The elements of an array."""
         if not isinstance(self.value, list):
             raise self.error("an array")
         return [Field(item, f"{self._place}[{i}]") for i, item in enumerate(self.value)]
@@ -59,17 +59,17 @@ class Field:
 
 
 def loads(data: bytes) -> Field:
-    """NaN and Infinity, which Python's parser takes, are not JSON."""
+    """Rejects NaN and Infinity: Python's parser accepts them, but they are not JSON."""
     try:
         return Field(json.loads(data, parse_constant=_refuse))
     except RecursionError:
         raise FieldError("the JSON is nested too deeply") from None
-    except ValueError as error:  # of JSON, UTF-8, or integers with thousands of digits
+    except ValueError as error:  # from JSON, UTF-8, or integers with thousands of digits
         raise FieldError(f"it is not JSON, or it is cut: {error}") from None
 
 
 def quoted(value: Any) -> str:
-    """For messages: short, on one line and printable."""
+    """For messages: short, single-line and printable."""
     return reprlib.repr(value).encode("ascii", "backslashreplace").decode()
 
 

@@ -1,14 +1,14 @@
-"""The number of blocks of a call that does not choose it: a table by the number of tokens, handed to the core once.
+"""The number of blocks of a call that does not choose it, from a table indexed by number of tokens that the core gets once.
 
-The first of these counts:
+The first match wins:
 
   1. the constructor's launch_table= (a file), else the file that the environment variable MOE_A2A_LAUNCH_TABLE names;
   2. the table that `tune` has written on this machine for this GPU and number of ranks, in the user's cache directory
      (<cache>/moe_a2a/tuned/<gpu>_<ranks>.json);
-  3. the one that the package ships for them, if there is one (moe_a2a/tuned/<gpu>_<ranks>.json);
+  3. the package's table for this GPU and number of ranks, if there is one (moe_a2a/tuned/<gpu>_<ranks>.json);
   4. a small model: see model().
 
-A call's and the constructor's num_blocks= come before all of them. On the CPU there is no table: one thread.
+num_blocks= of a call or of the constructor overrides all of them. On the CPU there is no table: one thread.
 
 `python -m moe_a2a tune` writes such files and prints the table in effect.
 """
@@ -28,11 +28,11 @@ from moe_a2a.json_fields import Field
 
 ENVIRONMENT_VARIABLE = "MOE_A2A_LAUNCH_TABLE"
 DTYPES = ("float32", "float16", "bfloat16")
-LARGEST = (1 << 31) - 1  # what the core counts with
+LARGEST = (1 << 31) - 1  # the core's counters are 32-bit
 
 
 class LaunchStep(NamedTuple):
-    """For calls with up to max_tokens tokens; the last step also for more."""
+    """For calls with up to max_tokens tokens; the last step also serves larger calls."""
 
     max_tokens: int
     dispatch_blocks: int
@@ -52,7 +52,7 @@ class TunedTable:
         return self.hidden * getattr(torch, self.dtype).itemsize
 
     def scaled_to(self, row_bytes: int) -> TunedTable:
-        """For rows of another length, by the bytes of a call."""
+        """The table for another row length, scaled by the bytes of a call."""
         ratio = self.row_bytes / row_bytes
         steps: dict[int, LaunchStep] = {}
         for step in self.steps:
@@ -69,7 +69,7 @@ def in_effect(
     num_topk: int,
     file: str | os.PathLike[str] | None = None,
 ) -> tuple[list[LaunchStep], str]:
-    """The table, and its origin in words. An empty table selects the target's default."""
+    """The table, and its origin as text. An empty table selects the target's default."""
     named = file or os.environ.get(ENVIRONMENT_VARIABLE)
     path = Path(named) if named else found_file(device, num_ranks)
     row_bytes = hidden * dtype.itemsize
@@ -95,10 +95,10 @@ def own_file(device: torch.device, num_ranks: int) -> Path:
 # ---- the small model
 
 FEWEST_BLOCKS = 64  # enough to saturate the links with a dispatch of a large batch
-BYTES_PER_BLOCK = 32 << 10  # work that pays for a block of a combine, which adds as well as sends
+BYTES_PER_BLOCK = 32 << 10  # rows that justify a block of a combine, which adds as well as sends
 LARGEST_TOKENS = 1 << 14
 # Small batches (LL words): one warp per KiB sent and one per token's choices, plus a few blocks for the lists. A warp that
-# adds wants an SM nearly to itself.
+# adds needs an SM nearly to itself.
 LARGEST_SMALL_BATCH = 128
 WARPS_PER_BLOCK = 16
 BLOCKS_FOR_LISTS = 9
@@ -132,7 +132,7 @@ def model(num_ranks: int, num_topk: int, row_bytes: int, most_blocks: int) -> li
 
 
 def read(path: Path) -> list[TunedTable]:
-    """Raises a ValueError that names the file and the field."""
+    """Raises ValueError that names the file and the field."""
     return tuned_files.read(path, _table, "launch table", "python -m moe_a2a tune")
 
 

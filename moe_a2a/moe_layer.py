@@ -1,4 +1,4 @@
-"""The whole flow of an MoE layer on one screen."""
+"""An MoE layer from dispatch to combine."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ log = logging.getLogger("moe_a2a")
 class MoELayer(nn.Module):
     """dispatch -> SwiGLU experts -> combine, for a rank's own experts and tokens.
 
-    On a GPU by kernels, which read nothing on the host: the whole layer can be captured in a CUDA graph. Where they cannot
-    (float32, sizes that are no multiples of 16) and on the CPU, where PyTorch's products are faster, step by step in
-    PyTorch; printing the layer says which way and why.
+    On a GPU the experts are kernels that need nothing from the host, so a CUDA graph can capture the whole layer. If the
+    kernels cannot run (float32, sizes that are not multiples of 16), and on the CPU, where PyTorch's products are faster,
+    the experts run step by step in PyTorch. Printing the layer shows which way it runs and why.
 
     The weights are parameters of this rank, scales are buffers; state_dict() holds nothing else. They stay on the device of
     `ep` and in their dtype: `.to()` anything else raises. There is no backward.
 
     Args:
         ep: the ranks and their memory.
-        w_gate_up: [E_local, 2 * I, H] of the dtype of `ep`, the gate's rows before the up projection's: this rank's experts.
+        w_gate_up: this rank's experts, [E_local, 2 * I, H] of the dtype of `ep`, the gate's rows before the up projection's.
             Or (float8 values, scales), with a float32 scale per 128 x 128 values, [E_local, 2 * ceil(I / 128),
-            ceil(H / 128)], those of the gate first: then the rows travel as float8 too.
+            ceil(H / 128)], the gate's first; the rows then travel as float8 too.
         w_down: [E_local, H, I], or (float8 values, scales [E_local, ceil(H / 128), ceil(I / 128)]).
-        fused: True: by kernels, or an error that says why not; False: step by step; None: see above.
+        fused: True: use kernels, or raise an error that says why not; False: step by step; None: see above.
         fused_combine, num_max_routes: see ExpertParallel.experts().
     """
 
@@ -64,7 +64,7 @@ class MoELayer(nn.Module):
     ) -> torch.Tensor:
         """hidden_states [num_tokens, H], topk_idx [num_tokens, K], topk_weights [num_tokens, K] -> [num_tokens, H].
 
-        Raises as ExpertParallel.dispatch() and combine(). Whatever one rank raises before its combine, the others raise
+        Raises as ExpertParallel.dispatch() and combine(). If one rank raises anything before its combine, the others raise
         PeerRefusedError, and the layer stays usable on all."""
         ep = self.ep
         with calls.dispatch_refused_if_failed(ep):
@@ -97,7 +97,7 @@ class MoELayer(nn.Module):
         return self.ep.dtype if self.w_gate_up_scales is None else self.w_gate_up.dtype
 
     def _given(self) -> tuple[Weight, Weight]:
-        """The weights as they were given."""
+        """The weights in the form in which they were given."""
         if self.w_gate_up_scales is None or self.w_down_scales is None:
             return self.w_gate_up, self.w_down
         return (self.w_gate_up, self.w_gate_up_scales), (self.w_down, self.w_down_scales)
@@ -114,7 +114,7 @@ class MoELayer(nn.Module):
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
-        """What .to(), .half(), .cuda() and so on do to the weights."""
+        """Called by .to(), .half(), .cuda() and so on, to change the weights."""
         for name, tensor in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)):
             moved = fn(tensor.detach().new_empty(0))
             if (moved.device, moved.dtype) != (self.ep.device, tensor.dtype):

@@ -1,9 +1,9 @@
-"""The Python interface of MK1's QuickReduce on Collectives:
+"""The Python interface of MK1's QuickReduce, implemented with Collectives:
 
     import moe_a2a.quickreduce as qr
 
     qr.init(world_size, rank)
-    qr.set_comm_handles(handles)        # of all ranks, in rank order: what get_comm_handle() returned there
+    qr.set_comm_handles(handles)        # get_comm_handle() of every rank, in rank order
     result = qr.allreduce(qr.Profile.Q6, tensor)
 
 One instance per process, any number of ranks, float16, bfloat16 and float32 tensors of up to 512 MiB; the result is a new
@@ -36,7 +36,7 @@ MAX_NBYTES = 512 << 20
 
 
 class Profile(enum.IntEnum):
-    """How values travel. FP16: as they are, whatever their dtype."""
+    """How values travel. FP16: unchanged, whatever their dtype."""
 
     FP16 = 1
     FP8 = 2
@@ -51,7 +51,7 @@ _instance: Collectives | None = None
 
 
 def init(world_size: int, rank: int) -> None:
-    """Takes the memory of this rank, on the current GPU or on the CPU. An earlier instance is closed."""
+    """Allocates this rank's memory, on the current GPU or on the CPU. Closes an earlier instance."""
     global _instance
     close()
     _instance = Collectives(HandleExchange(rank, world_size))

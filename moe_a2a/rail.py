@@ -1,4 +1,4 @@
-"""What goes between the nodes of TwoLevelCollectives: a rail is a torch.distributed group with one rank of every node."""
+"""The link between the nodes of TwoLevelCollectives: a rail is a torch.distributed group with one rank of every node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 @dataclass
 class Call:
-    """As words that the nodes compare."""
+    """A call in words that the nodes compare."""
 
     kind: int
     count: int
@@ -36,11 +36,11 @@ class Call:
         return f"{KINDS[self.kind]}({self.count} elements, {dtype}, {OPS[self.op]})"
 
 
-NO_CALL = Call(0, 0, -1, 0)  # of a rank whose arguments are wrong
+NO_CALL = Call(0, 0, -1, 0)  # from a rank with bad arguments
 
 
 class Rail:
-    """One rank's view of it. Exchanges are queued and waited for apart."""
+    """One rank's view of the rail. Exchanges are queued first and waited for later."""
 
     def __init__(self, group: Any):
         if hasattr(group, "get_group"):  # DeviceMesh
@@ -54,10 +54,10 @@ class Rail:
         self._group = group
         self.node: int = group.rank()
         self.num_nodes: int = group.size()
-        self.lost = ""  # why nothing can be exchanged any more
+        self.lost = ""  # why no further exchange is possible
 
     def take(self, local: Any) -> None:
-        """`local`: the Collectives of this node, which say where tensors live and how long to wait."""
+        """`local`: the Collectives of this node, which define the tensors' device and the timeout."""
         self._device, self._timeout = local.device, local.timeout
         self._place, self._ranks_per_node = local.rank, local.num_ranks
 
@@ -66,7 +66,7 @@ class Rail:
 
     @property
     def compares_calls(self) -> bool:
-        """NCCL is left to its own timeout: a comparison would have to wait for the GPU."""
+        """False for NCCL, where its own timeout applies: a comparison would have to wait for the GPU."""
         return self._device.type == "cpu" and self.num_nodes > 1
 
     def all_reduce(self, x: torch.Tensor, op: str) -> Any:
@@ -99,7 +99,7 @@ class Rail:
             raise RuntimeError(f"{self.lost}; a rank of another node is dead, late, or makes other calls") from error
 
     def words(self, words: list[int]) -> list[list[int]]:
-        """Those of every rank, node by node."""
+        """The words of every rank, node by node."""
         if self.num_nodes == 1:
             return [words]
         own = torch.tensor(words, device=self._device)

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine; they never outlive the caller, and leave nothing behind."""
+"""Ranks as processes of this machine. They never outlive the caller, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-DIED = "died"  # the result of a rank that was allowed to
+DIED = "died"  # the result of a rank that was allowed to die
 SECONDS_TO_DIE = 5.0
 SECONDS_TO_DUMP = 0.3
 
@@ -36,9 +36,9 @@ class RankError(RuntimeError):
     """A rank raised, died, or did not finish in time.
 
     Attributes:
-        details: what each rank that failed has to say: its traceback, its exit code, or where it still is.
-        all_ended: each rank has returned or raised, and may be given another program.
-        kind: what the first rank to fail did: "raised", "died", or "timeout" if none failed and one did not finish.
+        details: for each rank that failed, its traceback, its exit code, or its current stack.
+        all_ended: whether each rank has returned or raised, and can run another program.
+        kind: how the first rank failed: "raised", "died", or "timeout" if none failed and one did not finish.
     """
 
     def __init__(self, message: str, details: str, all_ended: bool, kind: str):
@@ -59,7 +59,7 @@ class _Failure:
 class _Rank:
     process: Any
     connection: Connection
-    stack: IO[bytes]  # where it writes its stack when asked by SIGUSR1
+    stack: IO[bytes]  # receives its stack on SIGUSR1
 
 
 class RankProcesses:
@@ -67,7 +67,7 @@ class RankProcesses:
 
     method: of multiprocessing: "spawn" or "forkserver". backend: of torch.distributed; None: programs make their own
     groups, on this_process_store(). timeout: of the group, seconds.
-    prepare: called with its rank in each process before the group is made.
+    prepare: called with the rank in each process before the group is made.
     dumps: pickles programs and their arguments for processes that import modules by name.
     """
 
@@ -83,7 +83,7 @@ class RankProcesses:
     ):
         self._dumps = dumps
         self._ranks: list[_Rank] = []
-        # The ranks inherit it open: it needs no name, so nothing is left of it, whoever is killed when.
+        # The ranks inherit it open, so it needs no name, and nothing remains whoever is killed.
         self._meeting = tempfile.TemporaryFile()
         context = multiprocessing.get_context(method)
         try:
@@ -103,7 +103,7 @@ class RankProcesses:
             args=(theirs, _OpenFile(stack), _OpenFile(self._meeting), rank, num_ranks, backend, timeout, prepare),
             daemon=True,
         )
-        with _signals_postponed():  # a rank that is half started could not be ended
+        with _signals_postponed():  # a half-started rank could not be ended
             process.start()
             self._ranks.append(_Rank(process, ours, stack))
         theirs.close()  # so that a rank's death closes the pipe
@@ -120,10 +120,10 @@ class RankProcesses:
         grace: float = 0.0,
         on_progress: Callable[[str], None] = lambda what: None,
     ) -> list[Any]:
-        """program(report, *arguments, *own[rank]) on the first `num_ranks` ranks (default: all); their results.
+        """Runs program(report, *arguments, *own[rank]) on the first `num_ranks` ranks (default: all); returns their results.
 
-        A rank calls report(what) to have on_progress(what) called here. Ranks in `mortal` may die; their result is DIED.
-        Once a rank has failed the others have `grace` seconds to end. A RankError that leaves a rank running, or dead,
+        When a rank calls report(what), on_progress(what) is called here. Ranks in `mortal` may die; their result is DIED.
+        Once a rank has failed, the others have `grace` seconds to end. A RankError that leaves a rank running or dead
         closes the object.
         """
         ranks = self._ranks[:num_ranks]
@@ -133,7 +133,7 @@ class RankProcesses:
             messages = [self._dumps((program, (*arguments, *of_rank))) for of_rank in own]
         try:
             for rank, message in zip(ranks, messages, strict=True):
-                with contextlib.suppress(OSError):  # it has died: reading says so
+                with contextlib.suppress(OSError):  # it has died: the read below reports it
                     rank.connection.send_bytes(message)
             return self._collect(ranks, timeout, mortal, grace, on_progress)
         except BaseException as error:
@@ -171,7 +171,7 @@ class RankProcesses:
         if running and not failures:
             message, kind = f"ranks {sorted(running.values())} did not finish in time", "timeout"
         elif failures:
-            first = next(iter(failures.values()))  # the others may only have waited for it
+            first = next(iter(failures.values()))  # later failures may be consequences
             message, kind = first.summary, first.kind
         else:
             return [results[number] for number in range(len(ranks))]
@@ -185,7 +185,7 @@ class RankProcesses:
         return not self._ranks
 
     def rotate(self) -> None:
-        """Moves each rank on to the next process; for programs that make their own groups."""
+        """Assigns each rank to the next process; for programs that make their own groups."""
         self._ranks = [*self._ranks[1:], *self._ranks[:1]]
 
     @property
@@ -194,7 +194,7 @@ class RankProcesses:
 
     def close(self) -> None:
         for rank in self._ranks:
-            rank.process.kill()  # no effect on one that has ended
+            rank.process.kill()  # no effect if it has ended
         for rank in self._ranks:
             rank.process.join()
             rank.connection.close()
@@ -217,14 +217,14 @@ def run_on_ranks(
     on_progress: Callable[[str], None] = lambda what: None,
     backend: str = "gloo",
 ) -> list[Any]:
-    """rank_main(report, *arguments) in num_ranks processes, once; see RankProcesses."""
+    """Runs rank_main(report, *arguments) once, in num_ranks processes; see RankProcesses."""
     with RankProcesses(num_ranks, timeout=timeout, backend=backend, prepare=CoresShared(num_ranks)) as ranks:
         return ranks.run(rank_main, *arguments, timeout=timeout, on_progress=on_progress)
 
 
 @dataclass
 class CoresShared:
-    """Shares the cores out."""
+    """Divides the cores among the ranks."""
 
     num_ranks: int
 
@@ -250,12 +250,12 @@ def _stack_of(rank: _Rank) -> str:
 
 @contextlib.contextmanager
 def _signals_postponed() -> Iterator[None]:
-    """SIGINT and SIGTERM take effect at the end. A process that is started inside has them blocked, and a rank keeps
-    SIGINT blocked: a terminal sends Ctrl-C to all processes, but it is the caller that handles it and ends the ranks."""
-    resource_tracker.ensure_running()  # starting it with the first process would lift the mask again
+    """Delays SIGINT and SIGTERM until the end. A process started inside has them blocked, and a rank keeps SIGINT blocked:
+    a terminal sends Ctrl-C to all processes, but the caller handles it and ends the ranks."""
+    resource_tracker.ensure_running()  # starting it with the first process would unblock the signals again
     came: list[int] = []
     handlers = {}
-    if threading.current_thread() is threading.main_thread():  # where handlers run, whichever thread has the signal
+    if threading.current_thread() is threading.main_thread():  # handlers run there, whichever thread gets the signal
         for number in (signal.SIGINT, signal.SIGTERM):
             handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -271,7 +271,7 @@ def _signals_postponed() -> Iterator[None]:
 
 # ---- in the rank's process
 
-_stores: list[dist.Store] = []  # of a process whose programs make their own groups
+_stores: list[dist.Store] = []  # in a process whose programs make their own groups
 
 
 def this_process_store() -> dist.Store:
@@ -280,7 +280,7 @@ def this_process_store() -> dist.Store:
 
 
 class _OpenFile:
-    """A file that a process inherits open; there, the path that opens it once more."""
+    """A file that a process inherits open; unpickling yields a path that opens it again."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -296,7 +296,7 @@ def _inherited_path(descriptor: Any) -> str:
 def _serve(connection, stack_path, meeting, rank, num_ranks, backend, timeout, prepare) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _leave_with_parent()
-    # Gloo otherwise looks the machine's name up, which containers and laptops may not know.
+    # Otherwise gloo looks up the machine's name, which containers and laptops may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with open(stack_path, "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -311,8 +311,8 @@ def _serve(connection, stack_path, meeting, rank, num_ranks, backend, timeout, p
                 dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
             while True:
                 _answer(connection, connection.recv_bytes())
-        except EOFError:  # of the pipe: the caller has closed
-            os._exit(0)  # without gloo's teardown, which waits for ranks that are gone
+        except EOFError:  # the caller has closed the pipe
+            os._exit(0)  # skips gloo's teardown, which waits for ranks that are gone
         except BaseException:
             _send(connection, "died", _failure())
             os._exit(1)
@@ -322,11 +322,11 @@ def _answer(connection: Connection, message: bytes) -> None:
     try:
         program, arguments = pickle.loads(message)
         result = program(lambda what: _send(connection, "progress", what), *arguments)
-        sys.stdout.flush()  # once the result is there, the process may be killed
+        sys.stdout.flush()  # the process may be killed once the result is sent
         _send(connection, "result", result)
     except RankLostError:
         raise
-    except BaseException:  # SystemExit too, as of a test's skip
+    except BaseException:  # including SystemExit, raised by a test's skip
         _send(connection, "failed", _failure())
 
 
@@ -341,7 +341,7 @@ def _send(connection: Connection, kind: str, content: Any) -> None:
 
 
 def _leave_with_parent() -> None:
-    """A killed parent cannot stop its children, so each watches for its end."""
+    """A killed parent cannot stop its children, so each watches for the parent's end."""
 
     def watch() -> None:
         wait([multiprocessing.parent_process().sentinel])

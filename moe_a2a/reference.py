@@ -1,7 +1,7 @@
-"""The specification: what dispatch, combine and an MoE layer mean, in plain PyTorch on one process.
+"""The specification: what dispatch, combine and an MoE layer compute, in plain PyTorch in one process.
 
 The functions take lists with one entry per rank and return such lists. Names, shapes and layouts
-are those of `ExpertParallel` and `DispatchHandle`; the results are equal bit for bit, because every
+are those of `ExpertParallel` and `DispatchHandle`. The results are equal bit for bit, because every
 order of addition and every rounding is written down here::
 
     T, H, K      tokens of a rank, hidden, num_topk
@@ -10,7 +10,7 @@ order of addition and every rounding is written down here::
                  s * num_max_tokens_per_rank + t of every rank that owns one of its experts
     route        one (token, k) with topk_idx[token, k] >= 0; a token that names an expert twice
                  has two routes to it
-    place        where a route stands in its rank's lists; the number of places is the capacity
+    position     index of a route in its rank's lists; the number of positions is the capacity
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ LAYOUTS = ("rows", "expert_major", "masked")
 class Dispatched:
     """What one rank holds after dispatch.
 
-    Here a row that did not land, and a place that holds no route, is zero (expert_row_index: -1);
-    in the runtime it is undefined, except for the padding of "expert_major".
+    Here the rows that did not land, and positions without a route, are zero (expert_row_index: -1);
+    in the runtime they are undefined, except for the padding of "expert_major".
     """
 
-    num_tokens: int  # tokens that this rank sent: combine gives it as many rows back
+    num_tokens: int  # tokens that this rank sent: combine returns this many rows to it
     recv_x: Tensor  # [rows, H]
-    recv_x_scales: Tensor | None  # fp32 [rows, ceil(H / 128)], only beside fp8 rows
+    recv_x_scales: Tensor | None  # fp32 [rows, ceil(H / 128)], only with fp8 rows
     landed: Tensor  # bool [rows]
     expert_row_index: Tensor  # int32 [capacity]: the route's row of recv_x
-    expert_offsets: Tensor  # int32 [E_local + 1]: first place of each expert
+    expert_offsets: Tensor  # int32 [E_local + 1]: first position of each expert
     expert_counts: Tensor  # int32 [E_local]: routes of each expert, padding not counted
     route_weights: Tensor  # fp32 [capacity]
     route_src_rank: Tensor  # int32 [capacity]
@@ -65,7 +65,7 @@ def dispatch(
 ) -> list[Dispatched]:
     """x [T, H], topk_idx [T, K] (-1 = dropped) and topk_weights [T, K] (None = 1) of each rank.
 
-    fp8 rows come with their x_scales, or are made here from x when `quantize` names an fp8 type.
+    fp8 rows come with their x_scales, or are quantised here from x if `quantize` names an fp8 type.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
@@ -152,7 +152,7 @@ def _land(x: list[Tensor], landed: Tensor) -> Tensor:
     for src_rank, rows in enumerate(x):
         recv_x[src_rank, : len(rows)] = rows
     recv_x = recv_x.flatten(0, 1)
-    recv_x.view(torch.uint8)[~landed] = 0  # as bytes: torch has no masks for fp8
+    recv_x.view(torch.uint8)[~landed] = 0  # as bytes: torch cannot mask fp8
     return recv_x
 
 
@@ -195,7 +195,7 @@ def quantize_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[T
 def quantize_fp8_weights(w: Tensor, halves: int = 1, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """w [E, N, H] -> fp8 [E, N, H] and fp32 scales [E, halves * ceil(N / halves / 128), ceil(H / 128)], one per 128 x 128.
 
-    halves=2: gate and up, whose rows share no scale.
+    halves=2: gate and up, whose rows do not share scales.
     """
     limit = FP8_MAX[dtype]
     values, scales = [], []
@@ -218,14 +218,14 @@ def dequantize_fp8(x: Tensor, x_scales: Tensor) -> Tensor:
 
 
 def combine(y: list[Tensor], handles: list[Dispatched], presummed: bool = False) -> list[Tensor]:
-    """y of each rank, one row per place -> out [T, H] of each rank, the sum of weight * y.
+    """y of each rank, one row per position -> out [T, H] of each rank, the sum of weight * y.
 
     - The rank that owns the experts sums weight * y of a token in fp32, from zero, k ascending
       (each product is rounded to fp32 first), and rounds the sum to y's dtype: the row it sends.
     - The token's rank sums the rows of all owners in fp32, from zero, ranks ascending, and rounds
       once more.
 
-    With `presummed` the caller has done the first step: y has the rows of recv_x.
+    With `presummed` the caller has done the first step: y has the same rows as recv_x.
     """
     sent = y if presummed else [_sum_routes(*pair) for pair in zip(y, handles, strict=True)]
     combined = []
@@ -257,7 +257,7 @@ def _sum_routes(y: Tensor, handle: Dispatched) -> Tensor:
 
 
 def moe_layer(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    """The layer with all its experts for tokens x [T, H], wherever they come from.
+    """The layer with all its experts, for tokens x [T, H] of any rank.
 
     w_gate_up [E, 2 * I, H]: the gate's rows, then the up projection's; w_down [E, H, I].
     Matrix products in x's dtype, the weighted sum in fp32 (fp64 when x is fp64).

@@ -1,5 +1,5 @@
-"""How the ranks of a group meet to make an object: each posts a value and gets everybody's, or learns by name within the
-deadline who did not come. After a meeting that failed the group is as good as before.
+"""How the ranks of a group meet to make an object: each posts a value and gets the others' values, or learns within the
+deadline which ranks did not arrive. After a failed meeting the group is as usable as before.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from moe_a2a.errors import PeerTimeoutError
 
 
 class Meetings:
-    """One rank's count of the meetings of a group. Every rank takes part in the same meetings in the same order; each has
-    a number of its own, so that what a rank that came too late has posted is not taken for another meeting's."""
+    """One rank's count of a group's meetings. Every rank takes part in the same meetings in the same order. Meetings are
+    numbered, so that a late rank's posts are not taken for those of another meeting."""
 
     def __init__(self, rank: int, num_ranks: int, board: Board):
         self.rank = rank
         self.num_ranks = num_ranks
         self.board = board
         self._number = 0
-        self._posted: list[str] = []  # in the newest meeting
+        self._posted: list[str] = []  # in the latest meeting
 
     def begin(self, what: str) -> Meeting:
-        """`what` the ranks do together, for errors: "make the ExpertParallel"."""
+        """`what` the ranks do together, for error texts: "make the ExpertParallel"."""
         self._number += 1
         before, self._posted = self._posted, []
         return Meeting(self, f"{self._number}", what, before)
 
 
 class Meeting:
-    """A number of exchanges that belong together. When a rank leaves one of them, all leave."""
+    """A sequence of exchanges. When a rank leaves one of them, all ranks leave."""
 
     def __init__(self, meetings: Meetings, name: str, what: str, stale: list[str]):
         self._meetings = meetings
         self._name = name
         self._what = what
-        self._stale = stale  # what this rank has posted in the meeting before
+        self._stale = stale  # what this rank posted in the previous meeting
         self._left = f"{name}/left"
         self._step = 0
 
     def all_gather(self, value: Any, timeout: float) -> list[Any]:
-        """The value of every rank. Raises PeerTimeoutError that names the ranks that have not come after `timeout`
-        seconds, or sooner those that another rank has given up."""
+        """The value of every rank. Raises PeerTimeoutError that names the ranks that have not arrived after `timeout`
+        seconds, or, sooner, those that another rank has given up on."""
         meetings, board = self._meetings, self._meetings.board
         start = time.monotonic()
         self._step += 1
@@ -55,7 +55,7 @@ class Meeting:
                 values |= board.look([key for key in keys if key not in values])
                 missing = [rank for rank, key in enumerate(keys) if key not in values]
                 elapsed = time.monotonic() - start
-                # Behind the values: a rank that has left is seen before this one goes on without it.
+                # Checked after the values, so that this rank does not continue without a rank that has left.
                 if given_up := board.look([self._left]):
                     raise self._error(*given_up[self._left], elapsed)  # type: ignore[call-arg]
                 if not missing:
@@ -71,16 +71,16 @@ class Meeting:
         except BaseException:  # Ctrl-C
             self.leave()
             raise
-        self._forget()  # all ranks are here: nobody looks for anything of an earlier meeting
+        self._forget()  # all ranks are here: nobody reads posts of an earlier meeting
         return [values[key] for key in keys]
 
     def leave(self) -> None:
-        """This rank takes no further part: the others do not wait for it."""
+        """Ends this rank's part: the others do not wait for it."""
         self._leave([self._meetings.rank])
 
     def is_certainly_missed(self) -> bool:
-        """After a PeerTimeoutError: whether no rank has got all values of the exchange, nor will. A rank goes on only if
-        it sees all values and then nobody who has left."""
+        """After a PeerTimeoutError: whether no rank has, or ever will have, all values of the exchange. A rank continues only
+        if it sees all values and then that nobody has left."""
         keys = [f"{self._name}/{self._step}/{rank}" for rank in range(self._meetings.num_ranks)]
         try:
             board = self._meetings.board
@@ -102,7 +102,7 @@ class Meeting:
     def _quietly(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:  # the board is gone with a rank: the error that matters is on its way
+        except Exception:  # the board died with a rank: the error already in flight matters more
             pass
 
     def _error(self, reporter: int, missing: list[int], elapsed: float) -> PeerTimeoutError:
@@ -135,7 +135,7 @@ class Meeting:
 
 
 class PlainMeeting:
-    """Of a group that offers a collective all_gather and nothing else: it waits as long as the group does."""
+    """For a group that offers only a collective all_gather: waits as long as the group does."""
 
     def __init__(self, group: Any):
         self._group = group

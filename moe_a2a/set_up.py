@@ -1,5 +1,5 @@
-"""Making a Communicator or one of its clients on all ranks of a group together. What fails on one rank raises on all, within `timeout`, and
-gives the memory back: nobody waits for a rank that has left, and the group may be used again.
+"""Makes a Communicator or one of its clients on all ranks of a group together. A failure on one rank raises on all, within
+`timeout`, and frees the memory: nobody waits for a rank that has left, and the group stays usable.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from moe_a2a import arguments, devices, rendezvous
 from moe_a2a.errors import PeerTimeoutError
 
-DEFAULT_TIMEOUT = 30.0  # seconds; of a meeting in which a rank has to say that its timeout is none
+DEFAULT_TIMEOUT = 30.0  # seconds; for a meeting in which a rank reports that its timeout is invalid
 
 
 class Made(Protocol):
-    """What is made: it knows its group, and its core holds the memory."""
+    """The object to make: it knows its group, and its core holds the memory."""
 
     _group: Any
     _core: Any
@@ -35,7 +35,7 @@ def _timeout_of_meeting(made: Made) -> float:
 
 
 def make_together(made: Made, allocate: Callable[[], None]) -> None:
-    """Allocates, exchanges handles, maps the memory of the others."""
+    """Allocates, exchanges handles, maps the other ranks' memory."""
     meeting = rendezvous.begin(made._group, f"make the {type(made).__name__}")
     timeout = _timeout_of_meeting(made)
     try:
@@ -65,11 +65,11 @@ def _exchange(made: Made, meeting: Any, timeout: float, allocate: Callable[[], N
     errors = [error for *_, error in said]
     if any(errors):
         if own is None:
-            made._core.give_back()  # nobody has mapped it, nor will
+            made._core.give_back()  # nobody has mapped it, or ever will
         _raise_first(made, own, errors)
     try:
         devices.check_one_rank_per_gpu([gpu for _, gpu, _ in said])
-    except ValueError:  # on every rank
+    except ValueError:  # raised on every rank
         made._core.give_back()
         raise
     return [handle for handle, *_ in said]
@@ -87,13 +87,13 @@ def _map(made: Made, meeting: Any, timeout: float, handles: list[bytes]) -> None
     try:
         errors = meeting.all_gather(repr(own) if own else None, timeout)
     except PeerTimeoutError:
-        made._core.disconnect()  # the memory itself stays: the rank that is missing may have mapped it
+        made._core.disconnect()  # keeps the memory: the missing rank may have mapped it
         raise
     if not any(errors):
         return
     made._core.disconnect()
     meeting.all_gather(None, timeout)
-    made._core.give_back()  # by now no rank maps any other's
+    made._core.give_back()  # no rank maps another's memory any more
     _raise_first(made, own, errors)
 
 

@@ -30,7 +30,7 @@ OPS = {_RedOp.SUM: "sum", _RedOp.MAX: "max", _RedOp.MIN: "min", _RedOp.AVG: "avg
 
 
 class _StoreGroup:
-    """The ranks of a process group that is still being made: all there is of it is its store."""
+    """The ranks of a process group under construction, of which only the store exists."""
 
     def __init__(self, rank: int, num_ranks: int, store: Any, timeout: float):
         self.rank, self.num_ranks, self._timeout = rank, num_ranks, timeout
@@ -40,14 +40,14 @@ class _StoreGroup:
         return self.meetings.begin("call all_gather() of its process group").all_gather(value, self._timeout)
 
 
-_ProcessGroup: Any = dist.ProcessGroup  # its overloads are for those who call it
+_ProcessGroup: Any = dist.ProcessGroup  # its overloads describe calls, not overrides
 
 
 class MoeA2aProcessGroup(_ProcessGroup):
-    """What init_process_group("moe_a2a") makes.
+    """The group made by init_process_group("moe_a2a").
 
-    The delegates are registered as its backends by device, so whatever is not overridden here reaches them as it does in
-    PyTorch's own groups. Collectives are made by the first call of all ranks on a device.
+    The delegates are registered as its backends by device, so calls that are not overridden here reach them as in
+    PyTorch's own groups. All ranks make the Collectives of a device in their first call on it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         self._thread = CallThread(f"moe_a2a rank {rank}")
         self.delegates = _add_delegates(self, store, rank, num_ranks, timeout)
 
-    # What C++ and Python ask of a process group.
+    # Queried by C++ and Python.
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
@@ -171,7 +171,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         return self._run(opts, [output, *parts], call, [output])
 
     def barrier(self, opts: Any = None) -> Any:
-        """Of the GPUs where the group has worked on them, else of the processes."""
+        """Synchronises the GPUs if the group has used them, else the processes."""
         gpus = [device for device in self._made if device.type == "cuda"]
         token = torch.zeros(1, device=gpus[0] if gpus else "cpu")
         work = self.allreduce([token])
@@ -180,8 +180,8 @@ class MoeA2aProcessGroup(_ProcessGroup):
             torch.cuda.current_stream(gpus[0]).synchronize()
         return work_done([])
 
-    # What Collectives lacks. PyTorch would find the delegates by itself, but with the GIL held until the call is queued, while a
-    # thread of gloo's may wait for the GIL (to free a tensor) with the queue's lock: they stop for good.
+    # What Collectives lacks. PyTorch would find the delegates itself, but it holds the GIL until the call is queued. A gloo
+    # thread may hold the queue's lock and wait for the GIL (to free a tensor): a deadlock.
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         return self._delegate(tensors[0]).broadcast(tensors, _c10d.BroadcastOptions() if opts is None else opts)
@@ -198,7 +198,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
         return self._delegate(tensors[0]).recv(tensors, src, tag)
 
-    # The names before PyTorch 2.12 or so; C++ and Python of either ask for one of the two.
+    # The names before about PyTorch 2.12; C++ and Python of any version call one of the two.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -215,14 +215,14 @@ class MoeA2aProcessGroup(_ProcessGroup):
         call: Callable[[Collectives], Any],
         results: list[torch.Tensor] | None = None,
     ) -> Any:
-        """call(collectives of the device), now if the caller waits at once, else behind what has been queued."""
+        """Runs call(collectives of the device): now if the caller waits at once, else after the queued calls."""
         device = tensors[0].device
         results = tensors if results is None else results
         waits_at_once = not getattr(opts, "asyncOp", True)
         if device.type == "cpu":
             return self._thread.run(lambda: call(self._collectives(device)), results, waits_at_once)
         coll = self._collectives(device)
-        if waits_at_once:  # on the caller's stream, as a kernel of its own
+        if waits_at_once:  # on the caller's stream, like any kernel of its own
             call(coll)
             return work_done(results)
         with self._lock:
@@ -259,13 +259,13 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
 
 def _op_of(opts: Any) -> str:
-    """Of Collectives; "" for an operator that it does not have."""
+    """The operator as Collectives names it; "" if Collectives lacks it."""
     op = opts.reduceOp
     return OPS.get(getattr(op, "op", op), "")
 
 
 def _takes(op: str, tensors: list[torch.Tensor]) -> bool:
-    """Whether Collectives does it; every rank comes to the same answer."""
+    """Whether Collectives can do it; every rank gets the same answer."""
     first = tensors[0]
     return (
         op != ""
@@ -286,7 +286,7 @@ def _each(tensors: list[torch.Tensor], call: Callable[[torch.Tensor], Any]) -> N
 
 
 def _add_delegates(group: Any, store: Any, rank: int, num_ranks: int, timeout: Any) -> dict[str, str]:
-    """The backends for what Collectives does not have, by device type."""
+    """The backends for everything that Collectives lacks, by device type."""
     delegates = {}
     kind = dist.ProcessGroup.BackendType
     if dist.is_gloo_available():
@@ -328,6 +328,6 @@ def _create(given: Any, options: Any) -> MoeA2aProcessGroup:
 
 
 def register() -> None:
-    """Makes the name known to torch.distributed; no process group, no GPU."""
+    """Registers the name with torch.distributed; makes no process group and touches no GPU."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,9 +1,10 @@
-"""`python -m moe_a2a tune`: measures the best number of blocks for dispatch and combine here, and writes the table. `tune
-collectives` does the same for Collectives: see tune_collectives.py.
+"""`python -m moe_a2a tune`: measures the best number of blocks for dispatch and combine on this machine, and writes the
+table. `tune collectives` does the same for Collectives: see tune_collectives.py.
 
-Every number of tokens is measured with every number of blocks, in two modes, because the number of tokens alone selects the
-blocks of a call: plain rows that combine sums, and float8 rows that the caller has summed. The table keeps the fewest blocks
-that are within 2 % of the best in both modes and so leaves SMs to other kernels. `--print` shows the table in effect.
+A call's blocks depend only on its number of tokens. So every number of tokens is measured with every number of blocks in two
+modes: plain rows that combine sums, and float8 rows that the caller has summed. The table keeps the fewest blocks within
+2 % of the best, judged by the mode that they slow down most, and leaves the other SMs to other kernels. `--print` shows the
+table in effect.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MODES = ("rows", "fp8+presummed")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="?", choices=("dispatch_combine", "collectives"), default="dispatch_combine",
-                        help="whose table (default: dispatch_combine)")  # fmt: skip
+                        help="which table (default: dispatch_combine)")  # fmt: skip
     parser.add_argument("--print", action="store_true", dest="only_print", help="show the table in effect here")
     parser.add_argument("--tokens", type=integers(1), default=TOKENS, metavar="1,2,...", help="of each rank")
     parser.add_argument(
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--output", type=Path, metavar="FILE",
-                        help="where the table goes (default: the user's cache directory, where it is found by itself)")  # fmt: skip
+                        help="where to write the table (default: the user's cache directory, where it is found automatically)")  # fmt: skip
     add_how(parser)
 
 
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         return _print(options)
     try:
         output_file(options.output or tuned_files.OWN / "table.json")
-        if options.output and options.output.exists():  # the new table is added to it
+        if options.output and options.output.exists():  # the new table is merged into it
             launch_tables.read(options.output)
     except (argparse.ArgumentTypeError, ValueError) as error:
         raise UsageError(str(error)) from None
@@ -120,7 +121,7 @@ def _case(options: argparse.Namespace, num_tokens: int) -> Case:
 def _microseconds(
     case: Case, blocks: list[int], clock: Clock, device: torch.device
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Per mode: the times of dispatch and of combine for each number of blocks."""
+    """Per mode: the times of dispatch and of combine, by number of blocks."""
     inputs = make_inputs(case, device)
     found = {}
     with moe_a2a.ExpertParallel(None, **case.config, device=device) as ep:
@@ -136,14 +137,14 @@ def _microseconds(
 
 
 def _fewest(blocks: list[int], times: list[list[float]]) -> int:
-    """The fewest blocks that are about as fast as the best, judged by the mode that they slow down most. `times`: by mode,
+    """The fewest blocks within GOOD_ENOUGH of the best, judged by the mode that they slow down most. `times`: by mode,
     then by blocks."""
     losses = [max(of_mode[i] / min(of_mode) for of_mode in times) for i in range(len(blocks))]
     return min(n for n, loss in zip(blocks, losses, strict=True) if loss <= GOOD_ENOUGH * min(losses))
 
 
 def _merged(steps: list[LaunchStep]) -> list[LaunchStep]:
-    """Merges neighbours with the same blocks."""
+    """Merges adjacent steps with the same blocks."""
     merged: list[LaunchStep] = []
     for step in steps:
         if merged and merged[-1][1:] == step[1:]:

@@ -1,9 +1,9 @@
-"""`python -m moe_a2a tune collectives`: measures algorithms, numbers of blocks and codecs, and writes the table that
-algorithm="auto" and codec="auto" go by.
+"""`python -m moe_a2a tune collectives`: measures algorithms, numbers of blocks and codecs, and writes the table behind
+algorithm="auto" and codec="auto".
 
-Calls are timed in place, back to back, as `bench all_reduce` does; on a GPU as one graph. Of each size the table keeps the
-fastest algorithm, then the fewest blocks within 2 % of its best. A codec is worth it from the size on from which it is always
-faster than no codec. The largest of the measured sizes with the same choice is the end of a step.
+Calls are timed in place, back to back, as `bench all_reduce` does; on a GPU as one graph. For each size the table keeps the
+fastest algorithm, then the fewest blocks within 2 % of its best. A codec pays from the size above which it is always
+faster than no codec. A step ends at the largest measured size with the same choice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         return _print(options)
     try:
         output_file(options.output or tuned_files.OWN / "table.json")
-        if options.output and options.output.exists():  # the new tables are added to it
+        if options.output and options.output.exists():  # the new tables are merged into it
             collective_tables.read(options.output)
     except (argparse.ArgumentTypeError, ValueError) as error:
         raise UsageError(str(error)) from None
@@ -127,7 +127,7 @@ def _microseconds(case: bench.Case, coll: moe_a2a.Collectives, way: Way, codec: 
 
 
 def best(times: dict[Way, float]) -> Way:
-    """The fastest algorithm, and the fewest blocks with which it is about as fast. 0, all blocks, is the most."""
+    """The fastest algorithm, and the fewest blocks within GOOD_ENOUGH of its best time. 0 means all blocks, the most."""
     algorithm = min(times, key=lambda way: times[way])[0]
     own = {count: time for (name, count), time in times.items() if name == algorithm}
     good = [count for count, time in own.items() if time <= GOOD_ENOUGH * min(own.values())]
@@ -135,7 +135,7 @@ def best(times: dict[Way, float]) -> Way:
 
 
 def merged(steps: Sequence[CollectiveStep]) -> list[CollectiveStep]:
-    """Merges neighbours with the same choice."""
+    """Merges adjacent steps with the same choice."""
     found: list[CollectiveStep] = []
     for step in steps:
         if found and found[-1][1:] == step[1:]:
@@ -145,7 +145,7 @@ def merged(steps: Sequence[CollectiveStep]) -> list[CollectiveStep]:
 
 
 def worth_it(sizes: Sequence[int], is_faster: Sequence[dict[str, bool]]) -> dict[str, int]:
-    """The least size of each codec from which on it is faster than none at all that were measured."""
+    """For each codec, the smallest measured size from which it is always faster than no codec."""
     least = {}
     for codec in CODECS if is_faster else ():
         for size, faster in zip(reversed(sizes), reversed(is_faster), strict=True):

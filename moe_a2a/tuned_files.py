@@ -1,4 +1,4 @@
-"""Files of measured tables: where they lie, and what all of them have in common."""
+"""Files of measured tables: where they are, and what all of them have in common."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from moe_a2a import devices
 from moe_a2a.json_fields import Field, FieldError, loads
 
 SHIPPED = Path(__file__).parent / "tuned"
-OWN = platformdirs.user_cache_path("moe_a2a", appauthor=False) / "tuned"  # what `tune` has written
+OWN = platformdirs.user_cache_path("moe_a2a", appauthor=False) / "tuned"  # written by `tune`
 
 Table = TypeVar("Table")
 
 
 def own_file(prefix: str, device: torch.device, num_ranks: int) -> Path:
-    """What `tune` writes on this machine."""
+    """The file that `tune` writes on this machine."""
     return OWN / f"{prefix}{devices.short_name(device)}_{num_ranks}.json"
 
 
 def found_file(prefix: str, device: torch.device, num_ranks: int) -> Path | None:
-    """This machine's own file, else the shipped one; None for the CPU, and where there is neither."""
+    """This machine's own file, else the shipped one; None for the CPU, or if there is neither."""
     if device.type != "cuda":
         return None
     own = own_file(prefix, device, num_ranks)
@@ -34,7 +34,7 @@ def found_file(prefix: str, device: torch.device, num_ranks: int) -> Path | None
 
 
 def read(path: Path, parse: Callable[[Field], Table], what: str, command: str) -> list[Table]:
-    """Raises a ValueError that names the file, which is a `what`, the field, and the command that writes such a file."""
+    """Raises ValueError that names the file (a `what`), the field, and the command that writes such a file."""
     try:
         if path.exists() and not path.is_file():
             raise FieldError("it is not a regular file")
@@ -48,10 +48,10 @@ def read(path: Path, parse: Callable[[Field], Table], what: str, command: str) -
 
 
 def write(path: Path, about: dict, steps: str, tables: Iterable[dict[str, Any]]) -> None:
-    """`steps`: what the numbers of a step are, for those who read the file."""
+    """`steps`: the meaning of a step's numbers, for readers of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n  ".join(json.dumps(table) for table in tables)
     head = f'"about": {json.dumps(about, indent=1)},\n "steps": "{steps}"'
-    written = path.with_name(f"{path.name}.{os.getpid()}")  # a reader sees the old file or the new one
+    written = path.with_name(f"{path.name}.{os.getpid()}")  # renamed, so a reader sees the old file or the new one
     written.write_text(f'{{\n {head},\n "tables": [\n  {lines}\n ]\n}}\n')
     written.replace(path)

@@ -1,8 +1,8 @@
-"""Collectives over several nodes: within each node ours, between the nodes a process group of the caller's.
+"""Collectives over several nodes: ours within each node, the caller's process group between the nodes.
 
-all_reduce() reduces within the node, so that each of its ranks has a share; the ranks with the same place in all nodes
-exchange their shares over the caller's group; the node gathers the results. In slices: while one is on its way between the
-nodes, the next is reduced.
+all_reduce() reduces within the node, so that each of its ranks holds a share. Ranks with the same place on all nodes
+exchange their shares over the caller's group; then the node gathers the results. Tensors go in slices: while one slice
+travels between the nodes, the next is reduced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.rail import NO_CALL, Call, Rail
 
-# Multiprocessors that our kernels leave to those of `between`. Both wait for other ranks, so neither may keep the other's
+# Multiprocessors that our kernels leave to those of `between`. Both wait for other ranks, so neither may prevent the other's
 # blocks from running.
 MULTIPROCESSORS_LEFT = 32
 MOST_PARALLEL_SLICES = 64
@@ -32,27 +32,27 @@ class TwoLevelCollectives:
     """Reductions and gathers over the ranks of several nodes.
 
         node = dist.new_group(ranks of this machine)
-        rail = dist.new_group(the ranks that have this rank's place on their machines)
+        rail = dist.new_group(the ranks with this rank's place on their machines)
         coll = moe_a2a.TwoLevelCollectives(node, rail)
 
     Args:
         local: the ranks of this node: what a Communicator takes, or a Communicator.
-        between: a torch.distributed group of the ranks with the same place in all nodes, node by node: gloo for CPU
+        between: a torch.distributed group of the ranks with the same place on all nodes, in node order: gloo for CPU
             tensors, NCCL for GPU tensors. Every node has the same number of ranks.
         slice_nbytes: bytes of a tensor that all_reduce() reduces and exchanges at once; the same on every rank.
-        parallel_slices: slices that are on their way at the same time; 1: nothing overlaps.
-        staging_nbytes: memory for the shares of these slices, which limits `parallel_slices`; 0: as much as they take,
+        parallel_slices: slices in flight at the same time; 1: nothing overlaps.
+        staging_nbytes: memory for the shares of these slices, which limits `parallel_slices`; 0: as much as they need,
             parallel_slices * slice_nbytes / ranks of a node.
         num_blocks: see Collectives; 0 on a GPU: all but 32 multiprocessors, which are left to `between`.
-        device, timeout: of a Communicator of its own, where `local` is none.
+        device, timeout: of the Communicator that is made if `local` is not one.
 
     Rank r is rank r % L of node r // L, with L ranks per node. Every rank makes the same calls in the same order.
-    Values are merged within each node as Collectives does it, rounded to the dtype, and merged between the nodes as
-    `between` does it; "avg" divides the sum. Where all sums are exact the bits are those of one level.
+    Collectives merges values within each node and rounds them to the dtype; `between` merges them across nodes; "avg"
+    divides the sum. If all sums are exact, the bits equal those of a single level.
 
     Errors are those of Collectives. On CPU tensors the nodes compare their calls before they exchange anything, and wait
-    for each other until `timeout`; on GPU tensors until the timeout of `between`. After a wait that has failed, the object
-    is of no more use on any rank.
+    for each other until `timeout`; on GPU tensors until the timeout of `between`. After a failed wait the object
+    is unusable on every rank.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TwoLevelCollectives:
         try:
             self.parallel_slices = self._checked_parallel_slices(parallel_slices, staging_nbytes)
         except (ValueError, TypeError) as error:
-            problem = str(error)  # told when the ranks meet
+            problem = str(error)  # reported when the ranks meet
         self._meet(problem)
         self._staging = torch.empty(self.parallel_slices, self._share_nbytes, dtype=torch.uint8, device=self.device)
 
@@ -105,7 +105,7 @@ class TwoLevelCollectives:
         return min(most, limit // self._share_nbytes)
 
     def _meet(self, problem: str) -> None:
-        """Raises on every rank if the nodes do not fit together, or an argument is wrong on any."""
+        """Raises on every rank if the nodes do not match, or an argument is wrong on any."""
         coll, rail = self._local, self._rail
         names = ("ranks of its node", "place in its node", "slice_nbytes")
         mine = [coll.num_ranks, coll.rank, coll.max_nbytes]
@@ -129,7 +129,7 @@ class TwoLevelCollectives:
             raise ValueError(problem or f"a rank other than rank {self.rank} has refused the arguments: see its error")
 
     def _local_words(self, words: list[int]) -> list[list[int]]:
-        """Those of the ranks of this node; float32 holds them."""
+        """The words of this node's ranks, which float32 represents exactly."""
         own = torch.tensor(words, dtype=torch.float32, device=self.device)
         everyone = self._local.all_gather(own).view(self._local.num_ranks, -1)
         return [[int(word) for word in each] for each in everyone.tolist()]
@@ -164,7 +164,7 @@ class TwoLevelCollectives:
         return out
 
     def reduce_scatter(self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See Collectives.reduce_scatter(); every rank gets as many rows. A slice is what belongs to one node."""
+        """See Collectives.reduce_scatter(); every rank gets equally many rows. A slice is the part of one node."""
         out, flat, target = self._prepared("reduce_scatter", x, op, out)
         parts = flat.view(self.num_nodes, -1)
 
@@ -183,12 +183,12 @@ class TwoLevelCollectives:
         return out
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See Collectives.all_gather(); every rank gives as many rows. A slice is what comes from one node."""
+        """See Collectives.all_gather(); every rank gives equally many rows. A slice is the part from one node."""
         out, flat, target = self._prepared("all_gather", x, "sum", out)
         coll, parts = self._local, target.view(self.num_nodes, -1)
 
         def begin(node: int) -> tuple[torch.Tensor, Finish]:
-            if node == 0:  # first of all a step of the whole node: what fails on one of its ranks fails on all
+            if node == 0:  # a step of the whole node first, so that a failure on one of its ranks fails all
                 coll.all_gather(flat, out=parts[self.node])
             if node == self.node:
                 return flat, lambda: None
@@ -210,8 +210,8 @@ class TwoLevelCollectives:
         begin: Callable[[int], tuple[torch.Tensor, Finish]],
         exchange: Callable[[int, torch.Tensor], Any],
     ) -> None:
-        """begin(i), a step of the node, gives a share and how to finish its slice; exchange(i, share) queues what goes
-        between the nodes. At most `parallel_slices` are between the two."""
+        """begin(i), a step within the node, returns a share and a function that finishes its slice; exchange(i, share) queues
+        the exchange between the nodes. At most `parallel_slices` slices are between the two."""
         on_their_way: deque[tuple[Any, Finish]] = deque()
 
         def end_the_oldest() -> None:
@@ -226,7 +226,7 @@ class TwoLevelCollectives:
                 if len(on_their_way) == self.parallel_slices:
                     end_the_oldest()
                 share, finish = begin(index) if index else self._first(call, begin)
-                is_needed = self.num_nodes > 1 and share.numel() > 0  # the peers' shares are as long
+                is_needed = self.num_nodes > 1 and share.numel() > 0  # the peers' shares have the same length
                 with calls.refused_if_failed(self._local):
                     on_their_way.append((exchange(index, share) if is_needed else None, finish))
             while on_their_way:
@@ -236,8 +236,8 @@ class TwoLevelCollectives:
             raise
 
     def _first(self, call: Call, begin: Callable[[int], tuple[torch.Tensor, Finish]]) -> tuple[torch.Tensor, Finish]:
-        """begin(0). Before anything is exchanged the nodes compare their calls; what fails on one rank of a node fails on all
-        of them, so each tells its peers."""
+        """begin(0). The nodes compare their calls before any exchange. A failure on one rank of a node fails all of its
+        ranks, so each tells its peers."""
         failure = begun = None
         try:
             begun = begin(0)
@@ -255,7 +255,7 @@ class TwoLevelCollectives:
     def _prepared(
         self, kind: str, x: torch.Tensor, op: str, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """out, and x and out in one dimension."""
+        """out, then x and out as one-dimensional tensors."""
         self._local._open_core()
         if self._rail.lost:
             raise RuntimeError(f"these TwoLevelCollectives have lost a rank: {self._rail.lost}; make new groups")
@@ -306,7 +306,7 @@ class TwoLevelCollectives:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that this object holds on this rank, without what `between` holds."""
+        """Bytes of device memory that this object holds on this rank, excluding that of `between`."""
         return self._local.nbytes + self._staging.numel()
 
     @property
@@ -318,7 +318,7 @@ class TwoLevelCollectives:
         self._local.check()
 
     def close(self) -> None:
-        """Ends the object; `between` stays the caller's."""
+        """Ends the object; `between` stays the caller's to close."""
         self._local.close()
 
     def __enter__(self) -> TwoLevelCollectives:
