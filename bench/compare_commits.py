@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Two checkouts of this project, measured alternately on one machine: the ratio of their times in one table.
+"""Measures two checkouts of this project alternately on one machine and prints the ratio of their times.
 
     git worktree add ../before <commit>
     python bench/compare_commits.py ../before . --build -- --tokens 8,128,4096 --modes rows,fp8+presummed --peers none
 
-What follows `--` goes to `python -m moe_a2a bench dispatch_combine`, the same for both. In every round each checkout
-runs once, and the order changes from round to round, so that a drift of the machine's speed hits both. `us` is the
-median over the rounds, the range is that of the rounds' ratios: what is smaller than the range is noise.
+Arguments after `--` go to `python -m moe_a2a bench dispatch_combine`, the same for both. Each checkout runs once per round,
+and the order changes from round to round, so that drift of the machine's speed affects both. `us` is the median over the
+rounds, the range that of the rounds' ratios: a difference smaller than the range is noise.
 
 --build compiles both for the running interpreter's PyTorch, at the same time, and puts each extension into its
-checkout's package folder; without it they must have been built there. Needs cmake and ninja, no installation: an
-editable installation of either is bypassed.
+checkout's package folder; without it they must have been built there. Needs cmake and ninja, no installation: editable
+installations of either are bypassed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 from pathlib import Path
 
 KEY = ("tokens", "hidden", "topk", "experts", "dtype", "routing", "system", "mode", "launch", "step", "blocks")
-# The finder of an editable installation stands before PYTHONPATH.
+# An editable installation's finder comes before PYTHONPATH.
 BYPASS = 'import sys\nsys.meta_path[:] = [f for f in sys.meta_path if "moe_a2a" not in type(f).__module__]\n'
 
 

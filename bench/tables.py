@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Writes the tables of measurements in README.md and docs from the JSON files in bench/results.
 
-    python bench/tables.py             # rewrites what stands between <!-- table NAME --> and <!-- end of table -->
-    python bench/tables.py --check     # exit code 1, and the differences, if a table is not what its file says
+    python bench/tables.py             # rewrites the text between <!-- table NAME --> and <!-- end of table -->
+    python bench/tables.py --check     # exit code 1, and the differences, if a table does not match its file
 
-Times are microseconds. The files are written by `python -m moe_a2a bench`; each names the commit that it was run on.
+Times are microseconds. `python -m moe_a2a bench` writes the files; each names the commit that it was run on.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ Find = Callable[..., str]
 def dispatch_combine(
     name: str, part: str, by: str, columns: Callable[[Find], list[str]], tokens: int | None = None
 ) -> list[list[str]]:
-    """A row per value of `by`, "tokens" or "blocks"; tokens: of these alone. columns(find): find(system, step, *modes) is the time of the first of the
-    modes that was measured, captured rather than eager; "" if none was."""
+    """A row per value of `by`, "tokens" or "blocks"; tokens: keeps only this number. columns(find): find(system, step, *modes)
+    is the time of the first measured mode, captured rather than eager; "" if none was measured."""
     of_row: dict[int, list[dict[str, Any]]] = {}
     for record in results(name)["records"]:
         is_wanted = record["part"] == part and record["launch"] in ("graph", "eager") and record[by] is not None
@@ -211,7 +211,7 @@ def board(name: str) -> str:
     return table(header, ([title, us(geometric_mean(times)), *map(us, times)] for title, times in rows))
 
 
-# What a table's name stands for, and the file whose commit and date stand below it.
+# Each table's function, and the file that supplies its commit and date.
 TABLES = {
     "all_reduce": (all_reduce, "h200_2/all_reduce"),
     "halves": (halves, "h200_2/reduce_scatter"),
@@ -228,7 +228,7 @@ TABLES = {
 
 def block(name: str) -> str:
     make, file = TABLES[name]
-    about = results(file).get("about") or results(file)  # a board's are not apart
+    about = results(file).get("about") or results(file)  # a board has no separate "about"
     when = about["date"].split()[0]
     commit = about["versions"]["commit"]
     of = f"commit {commit}" if commit else "of no commit"
