@@ -1,4 +1,4 @@
-"""DistributedDataParallel with gradients in few bits: the loss on gloo or NCCL, on the backend "moe_a2a", and with the
+"""DistributedDataParallel with few-bit gradients: the loss on gloo or NCCL, on the backend "moe_a2a", and with the
 hook's codecs, each from the same start over the same batches.
 
 torchrun --nproc-per-node 2 examples/ddp_codecs.py
@@ -34,13 +34,13 @@ def model(seed: int, width: int, device: torch.device) -> nn.Module:
 
 
 def train(num_steps: int, device: torch.device, process_group=None, state: GradientState | None = None) -> list[float]:
-    """The loss of each step, averaged over the ranks. A larger network, drawn at random, says what is right."""
+    """The loss of each step, averaged over the ranks. A larger random network supplies the targets."""
     teacher = model(1, 96, device)
     student = DistributedDataParallel(model(2, 128, device), process_group=process_group)
     if state is not None:
         student.register_comm_hook(state, average_gradients)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.05, momentum=0.9)
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())  # each rank has batches of its own
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())  # each rank has its own batches
     losses = torch.zeros(num_steps, device=device)
     for step in range(num_steps):
         x = torch.randn(BATCH, FEATURES, generator=generator).to(device)

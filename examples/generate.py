@@ -1,9 +1,9 @@
-"""generate() of a transformers model whose experts are shared out over the ranks; each rank has a prompt of its own.
+"""generate() of a transformers model whose experts are sharded over the ranks; each rank has its own prompt.
 
     torchrun --nproc-per-node 2 examples/generate.py
 
-The model is a tiny Mixtral with random weights, so the text means nothing. What is shown: each rank gets the tokens that
-the whole model in one process gives for its prompt, though the prompts and the texts differ in length.
+The model is a tiny Mixtral with random weights, so the text means nothing. The example shows that each rank gets the tokens
+that the whole model in one process gives for its prompt, though prompts and texts differ in length.
 """
 
 import copy
@@ -43,7 +43,7 @@ model.set_experts_implementation("moe_a2a")
 
 prompt = torch.randint(1, 128, (1, 5 + 3 * rank), device=device, generator=torch.Generator(device).manual_seed(rank))
 options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
-# All ranks pass the same layers: one whose text has ended goes on with padding until the last one ends.
+# All ranks run the same layers: one whose text has ended continues with padding until the last one ends.
 text = model.generate(prompt, synced_gpus=True, **options)
 
 expected = whole.generate(prompt, **options)

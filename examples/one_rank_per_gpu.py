@@ -1,4 +1,4 @@
-"""An MoE layer over the ranks of torchrun, a GPU each (or all on the CPU, where there is none).
+"""An MoE layer over the ranks of torchrun, one GPU each (or all on the CPU if there is none).
 
 torchrun --nproc-per-node 4 examples/one_rank_per_gpu.py
 """
@@ -25,7 +25,7 @@ with moe_a2a.ExpertParallel(
     layer = moe_a2a.MoELayer(ep, w_gate_up, w_down)
 
     for _ in range(NUM_STEPS):
-        # Ranks may have different numbers of tokens, also none.
+        # Ranks may have different numbers of tokens, even none.
         num_tokens = int(torch.randint(MAX_TOKENS + 1, (), generator=torch.Generator().manual_seed(ep.rank)))
         hidden_states = random(num_tokens, HIDDEN)
         scores = random(num_tokens, NUM_EXPERTS).float().softmax(dim=-1)

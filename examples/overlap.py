@@ -1,8 +1,8 @@
-"""Two micro-batches in turn: while the rows of one fly, the experts of the other compute.
+"""Two alternating micro-batches: while the rows of one are in flight, the experts of the other compute.
 
     torchrun --nproc-per-node 2 examples/overlap.py
 
-dispatch() and combine() in their halves: *_send returns when the rows are posted, *_recv waits for those of the others.
+Uses dispatch() and combine() in halves: *_send returns when the rows are posted, *_recv waits for the other ranks' rows.
 With num_buffers=2 two dispatches may be open at once. All ranks make the same calls in the same order.
 """
 
@@ -50,9 +50,9 @@ def one_after_the_other() -> list[torch.Tensor]:
 @torch.no_grad()
 def overlapped() -> list[torch.Tensor]:
     first = ep.dispatch_send(*batches[0])
-    second = ep.dispatch_send(*batches[1])  # these rows fly while the first batch's experts compute
+    second = ep.dispatch_send(*batches[1])  # in flight while the first batch's experts compute
     ep.combine_send(experts(ep.dispatch_recv(first)), first)
-    ep.combine_send(experts(ep.dispatch_recv(second)), second)  # and meanwhile the first batch's sums
+    ep.combine_send(experts(ep.dispatch_recv(second)), second)  # and meanwhile the first batch's sums travel
     return [ep.combine_recv(first), ep.combine_recv(second)]
 
 

@@ -1,4 +1,4 @@
-"""The demo of QuickReduce on moe_a2a.quickreduce, its interface here: ones in every profile, all-reduced.
+"""QuickReduce's demo on moe_a2a.quickreduce: all-reduces ones in every profile.
 
 torchrun --nproc-per-node 2 examples/quickreduce.py     # the handles go through a process group
 python examples/quickreduce.py                          # ranks as Ray actors: pip install ray; the driver carries them
@@ -18,7 +18,7 @@ def device() -> torch.device:
 
 
 def all_reduce_demo() -> str:
-    """Ones add up to the number of ranks: exactly, but for fp8, whose range is no power of two."""
+    """Ones sum to the number of ranks: exactly, except in fp8, whose range is not a power of two."""
     tensor = torch.ones(1024, dtype=torch.float16, device=device())
     largest = {}
     for profile in qr.Profile:
@@ -39,7 +39,7 @@ def under_torchrun() -> None:
     dist.all_gather_object(handles, qr.get_comm_handle())
     qr.set_comm_handles(handles)
     print(all_reduce_demo())
-    dist.barrier()  # nobody gives memory back that another rank still reads
+    dist.barrier()  # nobody frees memory that another rank still reads
     qr.close()
     dist.destroy_process_group()
 
@@ -64,7 +64,7 @@ def under_ray() -> None:
     import ray
 
     ray.init(num_cpus=NUM_RANKS, include_dashboard=False)
-    remote = ray.remote(num_gpus=1 if torch.cuda.is_available() else 0)(Demo)  # Ray shows each actor a GPU of its own
+    remote = ray.remote(num_gpus=1 if torch.cuda.is_available() else 0)(Demo)  # Ray shows each actor its own GPU
     actors = [remote.remote(rank) for rank in range(NUM_RANKS)]
     handles = ray.get([actor.get_comm_handle.remote() for actor in actors])
     ray.get([actor.set_comm_handles.remote(handles) for actor in actors])

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors: without a process group, the driver carries the handles from rank to rank.
+"""Ranks as Ray actors, without a process group: the driver carries the handles from rank to rank.
 
 pip install ray
 python examples/ray_actors.py
@@ -12,7 +12,7 @@ import moe_a2a
 NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN, NUM_TOKENS = 2, 8, 2, 256, 32
 
 
-@ray.remote(num_gpus=1 if torch.cuda.is_available() else 0)  # Ray shows each actor a GPU of its own
+@ray.remote(num_gpus=1 if torch.cuda.is_available() else 0)  # Ray shows each actor its own GPU
 class Rank:
     def __init__(self, rank: int):
         self.ep = moe_a2a.ExpertParallel(
@@ -31,7 +31,7 @@ class Rank:
         self.ep.set_comm_handles(handles)
 
     def run(self) -> float:
-        """Experts that give back what they get, and weights that add up to one: the layer returns its input."""
+        """The experts return their input and the weights sum to one, so the layer returns its input."""
         generator = torch.Generator(self.ep.device).manual_seed(self.ep.rank)
         x = torch.randn(NUM_TOKENS, HIDDEN, device=self.ep.device, generator=generator)
         topk_idx = torch.rand(NUM_TOKENS, NUM_EXPERTS, device=self.ep.device, generator=generator).topk(TOP_K).indices
