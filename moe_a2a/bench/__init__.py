@@ -1,4 +1,4 @@
-"""`python -m moe_a2a bench`: what dispatch, experts, combine and the collectives cost here, and pictures of it. See docs/tuning.md."""
+"""`python -m moe_a2a bench`: measures and plots dispatch, experts, combine and the collectives. See docs/tuning.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BENCHES = {
     "all_gather": "time all_gather beside gloo or NCCL",
     "plot": "draw results",
 }
-MODULES = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), "collectives")  # others have their bench's name
+MODULES = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), "collectives")  # others: the module's own name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

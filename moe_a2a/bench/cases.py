@@ -1,4 +1,4 @@
-"""What is measured: a case, its inputs on each rank, and its minimum traffic."""
+"""The unit of measurement: a case, its inputs on each rank, and its minimum traffic."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """Every rank calls it."""
+    """Called by every rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     idx = routings.topk_idx(case.routing, case.sizes(num_ranks), rank, case.seed)
     generator = torch.Generator().manual_seed(case.seed * 1000 + 500 + rank)
@@ -91,13 +91,13 @@ def _of_all_ranks(own: Tensor, num_tokens: int, fill: int) -> Tensor:
 class Traffic:
     """The rows that must cross a link: a token's row once per other rank that owns one of its experts.
 
-    Of this rank, int64 [rows, 2]: the destination ranks of a row as a bit mask, and the index of its token. Rows of combine
-    are ordered by token, so that all ranks have something to receive at any time.
+    For this rank, int64 [rows, 2]: the destination ranks of a row as a bit mask, and the index of its token. Rows of combine
+    are ordered by token, so that all ranks always have something to receive.
     """
 
     dispatch: Tensor
     combine: Tensor
-    busiest_rows: int  # sent or received by the busiest rank, in dispatch as in combine
+    busiest_rows: int  # sent or received by the busiest rank; the same in dispatch and combine
 
     @staticmethod
     def of(inputs: Inputs) -> Traffic:
@@ -117,6 +117,6 @@ class Traffic:
 
 
 def _pushes(members: Tensor) -> Tensor:
-    """int64 [T, n], 0 where nothing goes -> [rows, 2]."""
+    """int64 [T, n], 0 if nothing is sent -> [rows, 2]."""
     token, column = members.nonzero(as_tuple=True)
     return torch.stack([members[token, column], token], dim=1)

@@ -1,7 +1,7 @@
 """Times steps that all ranks start together: events on a GPU, perf_counter on the CPU.
 
-On a GPU, a short sleep lets the host run ahead, so that no step waits for its own launch; then a tiny all-reduce on the
-stream aligns the ranks. A kernel has just written what a step reads, as in a layer ("warm"), or a buffer larger than the L2
+On a GPU, a short sleep lets the host run ahead, so that no step waits for its own launch; then a one-value all-reduce on the
+stream aligns the ranks. A kernel has just written a step's input, as in a layer ("warm"), or a buffer larger than the L2
 cache is written in between ("flushed").
 """
 
@@ -23,18 +23,18 @@ FLUSH_BYTES = 256 << 20
 
 @dataclass
 class Step:
-    """One timed step. Its input is rewritten before it: the tensor `reads`, or whatever calling `reads`
-    writes: an open handle, too."""
+    """One timed step. Before it, its input is rewritten: the tensor `reads`, or whatever the callable `reads` writes (or
+    opens: a handle)."""
 
     name: str
     run: Callable[[], Any]
     reads: Tensor | Callable[[], Any] | None = None
-    repeats: int = 1  # what `run` does is done so often; the time is that of one
+    repeats: int = 1  # how often `run` repeats its work; the reported time is that of one repetition
 
 
 @dataclass(frozen=True)
 class Measuring:
-    """How it is measured."""
+    """How to measure."""
 
     iterations: int = 30
     warm_up: int = 5
@@ -42,7 +42,7 @@ class Measuring:
 
 
 class Clock:
-    """Times steps in turn. Every rank makes the same calls; the results are this rank's."""
+    """Times steps in turn. Every rank makes the same calls and gets its own results."""
 
     def __init__(self, device: torch.device, how: Measuring):
         self.how = how
@@ -64,7 +64,7 @@ class Clock:
         return times
 
     def _wake_up(self, steps: Sequence[Step]) -> None:
-        """Untimed rounds until the slowest rank has warmed up: the first step would otherwise pay for it."""
+        """Untimed rounds until the slowest rank has warmed up, so that the first step does not pay for it."""
         start = time.monotonic()
         longest = torch.zeros(1, device=self._word.device)
         while longest.item() < WAKE_UP_SECONDS:
@@ -123,5 +123,5 @@ class Clock:
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two marks; after synchronize()."""
+        """The time between two marks; call it after synchronize()."""
         return 1e-3 * begin.elapsed_time(end) if self._on_gpu else end - begin

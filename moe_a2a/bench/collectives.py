@@ -1,7 +1,7 @@
 """`python -m moe_a2a bench all_reduce | reduce_scatter | all_gather`: Collectives beside gloo or NCCL in one run, with the
 columns of nccl-tests.
 
-By itself it starts a process per rank; under torchrun it is the rank.
+Starts a process per rank; under torchrun it is a rank itself.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "avg": dist.ReduceOp.AVG,
 }
-# PyTorch has renamed them.
+# Renamed in newer PyTorch.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-BYTES_PER_ROUND = 16 << 20  # calls of a round, back to back: as many as make this, 50 at most
-STEPS = {"q8": 1 / 128, "q6": 1 / 32, "q4": 1 / 8, "fp8": 1 / 16}  # of the largest magnitude, per rounding
+BYTES_PER_ROUND = 16 << 20  # a round makes this many bytes of back-to-back calls, at most 50 calls
+STEPS = {"q8": 1 / 128, "q6": 1 / 32, "q4": 1 / 8, "fp8": 1 / 16}  # relative to the largest magnitude, per rounding
 LARGEST = 15  # magnitude of the test's values
 HEADER = (
     f"{'size':>10} {'count':>10} {'type':<9} {'redop':<5}  {'system':<28} {'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>6}"
@@ -52,8 +52,8 @@ UNITS = (
 
 @dataclass(frozen=True)
 class Line:
-    """One contender at one size. Times in us: of a call in a round of calls back to back; `time_us`: the median of the
-    slowest rank's; min, avg and max: over all ranks and rounds."""
+    """One contender at one size. Times in us, per call of a round of back-to-back calls; `time_us`: the slowest rank's
+    median; min, avg and max: over all ranks and rounds."""
 
     kind: str
     size: int
@@ -126,7 +126,7 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
 
 
 class Case:
-    """The tensors of one size, in place: this rank's share is a part of the whole one."""
+    """The tensors of one size, in place: this rank's share is a view of the whole tensor."""
 
     def __init__(self, kind: str, size: int, dtype: torch.dtype, op: str, device: torch.device):
         self.kind, self.op, self.dtype = kind, op, dtype
@@ -149,7 +149,7 @@ class Case:
             x.copy_(self.values(self.rank))
 
     def num_wrong(self, out: torch.Tensor, codec: str | None) -> int:
-        """Elements of all ranks that are not what they must be; with a codec, that are beyond its error bound."""
+        """Wrong elements on all ranks; with a codec, elements beyond its error bound."""
         if self.kind == "all_gather":
             whole = torch.cat([self.values(r).view(self.ranks, -1)[r] for r in range(self.ranks)])
             wrong = (out != whole).sum()
@@ -168,7 +168,7 @@ class Case:
         return int(total.item())
 
     def bus_factor(self) -> float:
-        """Of the bytes of the tensor, what goes over each rank's link at least; as in nccl-tests."""
+        """The share of the tensor's bytes that at least crosses each rank's link, as in nccl-tests."""
         return (2 if self.kind == "all_reduce" else 1) * (self.ranks - 1) / self.ranks
 
 
@@ -206,7 +206,7 @@ def moe_a2a_calls(case: Case, coll: moe_a2a.Collectives, options: argparse.Names
 
 
 def distributed_call(case: Case) -> Callable[[], Any]:
-    """That of torch.distributed."""
+    """The call of torch.distributed."""
     if case.kind == "all_reduce":
         return lambda: dist.all_reduce(case.x, REDUCE_OPS[case.op])
     if case.kind == "reduce_scatter":
@@ -215,7 +215,7 @@ def distributed_call(case: Case) -> Callable[[], Any]:
 
 
 def symmetric_memory_calls(case: Case) -> list[Contender]:
-    """PyTorch's own kernels on its symmetric memory, where this version has them and takes the tensor."""
+    """PyTorch's own kernels on its symmetric memory, if this version has them and accepts the tensor."""
     group = dist.group.WORLD.group_name
     try:
         import torch.distributed._symmetric_memory as symm_mem

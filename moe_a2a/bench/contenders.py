@@ -1,7 +1,7 @@
-"""What is timed: ExpertParallel in its modes, as calls, as halves and as captured graphs. The baselines are in
+"""The timed systems: ExpertParallel in its modes, as calls, as halves and as captured graphs. The baselines are in
 torch_baselines.py and deep_ep.py.
 
-A contender first rehearses one layer, which leaves everything that its steps need; then its steps run repeatedly.
+A contender first rehearses one layer, which prepares everything that its steps need; then its steps run repeatedly.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Contender(ABC):
     system: str
     mode: str
     launch = "eager"
-    is_exact = False  # bit for bit the specified sum
+    is_exact = False  # equals the specified sum bit for bit
     is_fp8 = False  # dispatch sends float8 rows with scales
-    blocks: tuple[int, int] | None = None  # of a dispatch and a combine; None: the system does not say
+    blocks: tuple[int, int] | None = None  # of a dispatch and a combine; None: not reported by the system
 
     def __init__(self, inputs: Inputs):
         self.inputs = inputs
@@ -38,11 +38,11 @@ class Contender(ABC):
 
     @abstractmethod
     def dispatch(self) -> Any:
-        """The handle that combine takes."""
+        """Returns the handle that combine takes."""
 
     @abstractmethod
     def experts(self, handle: Any) -> Tensor:
-        """The y of combine: the check's experts applied to the received rows."""
+        """Returns the y of combine: the check's experts applied to the received rows."""
 
     @abstractmethod
     def combine(self, y: Tensor, handle: Any) -> Tensor: ...
@@ -52,7 +52,7 @@ class Contender(ABC):
         return x
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Frees its resources."""
         self.handle = self.y = self.out = None
 
     def rehearse(self) -> Tensor:
@@ -67,7 +67,7 @@ class Contender(ABC):
         return self.combine(self.y, handle)
 
     def release(self, handle: Any) -> None:  # noqa: B027  (most hold nothing)
-        """Ends a handle that will not be combined."""
+        """Ends a handle that is not going to be combined."""
 
     def steps(self) -> list[Step]:
         return [Step("dispatch", self._dispatch, self.inputs.x), Step("combine", self._combine, self.y)]
@@ -162,7 +162,7 @@ class Ours(Contender):
 
 
 class OursInHalves(Ours):
-    """All ranks align before each half, so that a recv finds what it waits for."""
+    """All ranks align before each half, so a recv finds its rows already there."""
 
     launch = "eager, halves"
 
@@ -204,7 +204,7 @@ class OursInGraphs(Ours):
     launch = "graph"
 
     def rehearse(self) -> Tensor:
-        super().rehearse()  # kernels are loaded, y is made
+        super().rehearse()  # loads kernels, makes y
         try:
             # A rank whose capture fails must not leave the others waiting in a replay.
             self._graphs = together(lambda: [captured(self._dispatch), captured(self._combine)])

@@ -1,9 +1,9 @@
-"""DeepEP as a baseline where it is installed: V1 normal and low-latency (deep_ep.Buffer), V2 (deep_ep.ElasticBuffer).
+"""DeepEP as a baseline if it is installed: V1 normal and low-latency (deep_ep.Buffer), V2 (deep_ep.ElasticBuffer).
 
 Each is called as in its own tests, with the configuration that it selects for 24 multiprocessors. Its combine adds rows
 without weights (low-latency: with weights), so the rows are weighted and summed before the clock starts, as in our mode
-"presummed". Normal mode and V2 take float8 rows that the caller has quantised; quantising is not timed. The dispatch of V1
-normal waits on the host for the number of received rows; that wait is part of its time.
+"presummed". Normal mode and V2 take float8 rows that the caller has quantised; quantising is not timed. V1's normal dispatch
+waits on the host for the number of received rows; that wait is part of its time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_a2a.bench.expected import factor_of, local_sums
 NUM_SMS = 24
 NVLINK_BUFFER_BYTES = 2_000_000_000
 LOW_LATENCY_TOKENS = 128
-ELASTIC_CAPACITIES = (128, 1024, 4096, 8192, 16384)  # V2 compiles its kernels for each when it is first used
+ELASTIC_CAPACITIES = (128, 1024, 4096, 8192, 16384)  # V2 compiles its kernels for each at first use
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def _module() -> Any:
     """deep_ep, or the reason why it cannot be imported."""
     try:
         return importlib.import_module("deep_ep")
-    except Exception as error:  # it looks up its libraries during the import
+    except Exception as error:  # importing it searches for its libraries
         return f"deep_ep is not importable here ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
 
 
@@ -42,13 +42,15 @@ def _module() -> Any:
 def _nccl_group() -> Any:
     """One group for all of its buffers, all its collectives on the GPU."""
     group = dist.new_group(backend="nccl")
-    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # V2 takes the communicator, which the first call makes
+    dist.all_reduce(
+        torch.zeros(1, device="cuda"), group=group
+    )  # V2 needs the communicator, which the first call creates
     return group
 
 
 @functools.cache
 def _low_latency_buffer(hidden: int, num_experts: int) -> Any:
-    """Lives as long as the process: it starts NVSHMEM, which need not start a second time."""
+    """Lives as long as the process: it starts NVSHMEM, which must not start twice."""
     group, buffer_class = _nccl_group(), _module().Buffer
     return buffer_class(
         group,
@@ -92,7 +94,7 @@ class _DeepEP(Contender):
 
 
 class _Flat(_DeepEP):
-    """Rows arrive once per rank, with the choices that live here; handle: (key, recv_x, choices, weights)."""
+    """Rows arrive once per rank, with the choices of local experts; handle: (key, recv_x, choices, weights)."""
 
     mode = "presummed"
     blocks = (NUM_SMS, NUM_SMS)
@@ -107,7 +109,7 @@ class _Flat(_DeepEP):
     def experts(self, handle: Any) -> Tensor:
         _, rows, choices, weights = handle
         rank, num_local_experts = self.inputs.rank, self.inputs.num_local_experts
-        # It counts the experts of a rank from 0.
+        # DeepEP numbers a rank's experts from 0.
         expert = torch.where(choices >= 0, choices + rank * num_local_experts, -1)
         return local_sums(_as_bfloat16(rows), expert, weights, rank, num_local_experts)
 
@@ -158,7 +160,7 @@ class Elastic(_Flat):
             hidden=case.hidden,
             num_topk=case.num_topk,
             use_fp8_dispatch=self.is_fp8,
-            allow_hybrid_mode=False,  # it is for several nodes
+            allow_hybrid_mode=False,  # for several nodes only
             explicitly_destroy=True,
         )
 
@@ -184,7 +186,7 @@ class ElasticFp8(Elastic):
 
 
 class LowLatency(_DeepEP):
-    """float8 rows, one per (token, expert); combine weighs them."""
+    """float8 rows, one per (token, expert); combine weights them."""
 
     system = "DeepEP V1 low-latency"
     mode = "fp8"
@@ -200,7 +202,7 @@ class LowLatency(_DeepEP):
         return _low_latency_buffer(self._case.hidden, self._case.num_experts)
 
     def close(self) -> None:
-        Contender.close(self)  # the buffer stays
+        Contender.close(self)  # keeps the buffer
 
     def dispatch(self) -> Any:
         (rows, scales), counts, key, _, _ = self._buffer.low_latency_dispatch(
@@ -210,7 +212,7 @@ class LowLatency(_DeepEP):
 
     def steps(self) -> list[Step]:
         dispatch, combine = super().steps()
-        # The experts write the places that hold a row, not all of y: that would be more than the cache takes.
+        # The experts write only the rows of y that hold data: all of y would not fit in the cache.
         is_row = torch.arange(self.y.shape[1], device=self.y.device) < self._counts[:, None]
         place = is_row.flatten().nonzero().squeeze(1)
         places, rows = self.y.flatten(0, 1), self.y.flatten(0, 1)[place]

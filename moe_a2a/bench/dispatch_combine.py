@@ -1,6 +1,6 @@
 """`python -m moe_a2a bench dispatch_combine`: dispatch and combine beside the floor and the baselines, in one run.
 
-By itself it starts a process per rank; under torchrun it is the rank.
+Starts a process per rank; under torchrun it is a rank itself.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
             run_case.run(case, plan, how, device, results)
             if is_first:
                 print(f"{time.monotonic() - start:6.1f} s  [{plan.part}] {case}", file=sys.stderr, flush=True)
-                _write(results, options)  # after each case: what is measured is not lost
+                _write(results, options)  # after each case, so that an interrupted run keeps its results
     if is_first:
         print(table.text(results), flush=True)
     dist.barrier()

@@ -1,7 +1,7 @@
 """The check's experts, and what combine() must return for them.
 
-An expert multiplies a row by a power of two that identifies it: exact, and a row at the wrong expert shows. The expected
-result is computed from a rank's own inputs, in the order and with the roundings that combine() promises
+An expert multiplies a row by a power of two that identifies it: the product is exact, and a row at the wrong expert shows.
+The expected result is computed from a rank's own inputs, in the order and with the roundings that combine() promises
 (moe_a2a/reference.py specifies all modes).
 """
 
@@ -19,7 +19,7 @@ def factor_of(expert: Tensor) -> Tensor:
 
 
 def local_sums(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, rank: int, num_local_experts: int) -> Tensor:
-    """What the experts of one rank make of rows x [n, H]: float32, k ascending, products rounded, then x's dtype."""
+    """The sums of one rank's experts over rows x [n, H]: float32, k ascending, products rounded, then x's dtype."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     values = x.float()
     for k in range(topk_idx.shape[1]):
@@ -31,7 +31,7 @@ def local_sums(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, rank: int, num
 
 
 def expected_output(arrived: Tensor, inputs: Inputs) -> Tensor:
-    """[n, H]: float32 over ranks ascending, then x's dtype. `arrived`: own rows as the experts see them."""
+    """[n, H]: float32 over ranks ascending, then x's dtype. `arrived`: this rank's rows as the experts see them."""
     out = torch.zeros(arrived.shape, dtype=torch.float32, device=arrived.device)
     for rank in range(inputs.num_ranks):
         out += local_sums(arrived, inputs.topk_idx, inputs.topk_weights, rank, inputs.num_local_experts).float()

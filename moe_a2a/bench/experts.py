@@ -1,6 +1,6 @@
-"""`python -m moe_a2a bench experts`: the two products of the experts, each beside its peers and the limits of the device.
+"""`python -m moe_a2a bench experts`: the experts' two products, each beside its baselines and the device's limits.
 
-Each rank multiplies what a real dispatch has brought it, so expert_row_index and recv_x are those of a layer.
+Each rank multiplies the rows of a real dispatch, so expert_row_index and recv_x are those of a layer.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Line:
     tokens: int
     product: str
     system: str
-    rows: int  # of the busiest rank, as all figures
+    rows: int  # of the busiest rank, like all figures
     columns: int
     depth: int
-    experts: int  # of a rank
+    experts: int  # per rank
     dtype: str
     us: float
     tflops: float
@@ -103,7 +103,7 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
 
 
 class Combining:
-    """The second product and the combine of its rows: one after the other, and fused. Each combine takes a new dispatch."""
+    """The second product and the combine of its rows, sequential and fused. Each combine needs a new dispatch."""
 
     def __init__(self, products: Ours, inner: Any, dispatch: Callable[[], moe_a2a.DispatchHandle]):
         self.products, self.inner, self.dispatch = products, inner, dispatch
@@ -161,7 +161,7 @@ def _run_system(
         more = combining.steps(case, results)
         steps += more
         again += [partial(combining.again, step.run) for step in more]
-    times = clock.time([steps[0], *steps])[:, 1:]  # what comes first follows a pause of the host
+    times = clock.time([steps[0], *steps])[:, 1:]  # the first step follows a pause of the host
     item = 1 if products.is_float8 else case.dtype.itemsize
     limit = results.limits[-1]
     for step, run, seconds in zip(steps, again, times.T, strict=True):
@@ -189,13 +189,13 @@ def _most(value: float, device: torch.device) -> float:
 
 
 def _rewrite(operand: Any) -> None:
-    """As a kernel before it would have; float8 has no arithmetic."""
+    """Writes it again, like the kernel before it in a layer; float8 has no arithmetic."""
     tensor = operand[0] if isinstance(operand, tuple) else operand
     tensor.view(torch.uint8).bitwise_or_(0) if tensor.dtype.itemsize == 1 else tensor.mul_(1)
 
 
 def _check(products: Products, handle: moe_a2a.DispatchHandle) -> tuple[Any, Any]:
-    """The operands of both products, after a comparison with fp32 for the first, the last and the largest expert."""
+    """The operands of both products, after comparing the first, the last and the largest expert with fp32."""
     rows = products.take(handle)
     inner = products.first(rows)
     y = products.second(activated := products.activate(inner))

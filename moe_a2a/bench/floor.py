@@ -1,7 +1,7 @@
 """The floor: the same rows pushed to the same ranks by a bare kernel, in the same run. Nothing faster is possible
 without sending fewer bytes.
 
-All ranks push at once: with the target's row sender, and with plain stores of warps and of blocks, each with several
+All ranks push at once: with the target's row sender, and with plain stores by warps and by blocks, each with several
 numbers of blocks. The best counts, including its launch; a push of no rows shows the time of a launch alone.
 """
 
@@ -23,7 +23,7 @@ WAYS = ("warp_sender", "warp_stores", "block_stores")
 
 @dataclass
 class Push:
-    """One way to move the rows of a step, measured."""
+    """One measured way to move the rows of a step."""
 
     step: str  # "dispatch" or "combine"
     row_bytes: int
@@ -38,7 +38,7 @@ class Floor:
     launch_us: float  # a push of no rows
 
     def of(self, step: str, row_bytes: int) -> float:
-        """Microseconds of the best push of that step's rows."""
+        """Microseconds of the best push of this step's rows."""
         return min(push.microseconds for push in self.pushes if (push.step, push.row_bytes) == (step, row_bytes))
 
 

@@ -1,4 +1,4 @@
-"""`python -m moe_a2a bench layer`: a whole MoE layer, ours by kernels and step by step, beside compositions with its peers'
+"""`python -m moe_a2a bench layer`: a whole MoE layer, ours with kernels and step by step, beside compositions with the baselines'
 products."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_a2a.bench.together import FailedSomewhereError, together
 from moe_a2a.expert_weights import Weight
 from moe_a2a.experts import combine_stays_apart
 
-TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-2, "float8": 1e-1}  # of the norm, against the layer step by step
+TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-2, "float8": 1e-1}  # relative to the norm of the layer step by step
 HEADER = f"{'tokens':>6} {'system':<28} {'launch':<6} {'us':>9} {'p99':>9} {'TFLOP/s':>8} {'of best peer':>12} {'MHz':>5} {'W':>4}"
 Call = Callable[[], Tensor]
 
@@ -100,7 +100,7 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
         if not systems:
             return
         steps = [Step(system, call, inputs.x) for system, _, call in systems]
-        times = clock.time([steps[0], *steps])[:, 1:].T  # what comes first follows a pause of the host
+        times = clock.time([steps[0], *steps])[:, 1:].T  # the first step follows a pause of the host
         medians = [slowest_rank_median(seconds) for seconds in times]
         peers: dict[str, float] = {}  # the fastest of each dtype
         for us, (system, _, _) in zip(medians, systems, strict=True):
@@ -121,7 +121,7 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
 def _contenders(
     case: Case, ep: moe_a2a.ExpertParallel, weights: tuple[Tensor, Tensor], tokens: tuple[Tensor, ...], results: Results
 ) -> Iterator[tuple[str, str, Callable[[], Call]]]:
-    """(system, launch, what makes its call)"""
+    """(system, launch, factory of its call)"""
 
     def ours(fused: bool, *weights: Weight, fused_combine: bool = False) -> Call:
         layer = moe_a2a.MoELayer(ep, *weights, fused=fused, fused_combine=fused_combine)

@@ -1,4 +1,4 @@
-"""What bounds a product of the experts on this device, measured in the same run: a large square product, a device copy; and the
+"""What bounds an experts' product on this device, measured in the same run: a large square product and a device copy. Also the
 clock and the power while a step runs back to back."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_a2a.devices import float8_dtype
 
 SQUARE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 16 << 20}
-ROUND_SECONDS = 0.1  # of calls back to back
+ROUND_SECONDS = 0.1  # of back-to-back calls
 STEADY_SECONDS = 1.0  # nvidia-smi shows the power of the last second
 
 
@@ -30,10 +30,10 @@ STEADY_SECONDS = 1.0  # nvidia-smi shows the power of the last second
 class Limits:
     tflops: float  # of a square product in the dtype
     tbps: float  # of a copy: bytes read and written
-    float8_tflops: float | None = None  # of the same in float8 by torch._scaled_mm; None: it does not run here
+    float8_tflops: float | None = None  # the same in float8 by torch._scaled_mm; None: not available here
 
     def seconds(self, flops: float, num_bytes: float, in_float8: bool = False) -> float:
-        """What such work takes at least; in float8 by the rate of the dtype where there is none of float8."""
+        """The least time of such work; without a float8 rate, float8 work uses the dtype's."""
         rate = self.float8_tflops if in_float8 and self.float8_tflops is not None else self.tflops
         return max(flops / (1e12 * rate), num_bytes / (1e12 * self.tbps))
 
@@ -74,14 +74,14 @@ class Gauge:
 
 
 def gauge(device: torch.device, clock: Clock, run: Callable[[], Any], seconds: float) -> Gauge:
-    """Every rank calls it; `seconds`: what a run takes, the same number on every rank. Empty without nvidia-smi."""
+    """Called by every rank; `seconds`: the time of one run, equal on every rank. Empty without nvidia-smi."""
     read = Gauge()
     if device.type != "cuda" or torch.version.hip or shutil.which("nvidia-smi") is None:
         return read
     reader = threading.Thread(target=_read, args=(device, read))
     reader.start()
     is_reading = torch.ones(1, device=device)
-    while is_reading.item():  # on some rank: all run the same number of rounds
+    while is_reading.item():  # on any rank, so that all run the same number of rounds
         for _ in range(max(1, int(ROUND_SECONDS / seconds))):
             run()
         clock.synchronize()
@@ -99,12 +99,12 @@ def _read(device: torch.device, into: Gauge) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     try:
         into.sm_mhz, into.watts = (float(value) for value in done.stdout.split(","))
-    except ValueError:  # a driver that does not say
+    except ValueError:  # a driver that does not report it
         return
 
 
 def kernel_of(device: torch.device, run: Callable[[], Any]) -> str | None:
-    """The name of the kernel that takes most of a step, as PyTorch's profiler sees it; None on the CPU."""
+    """The kernel that takes most of a step according to PyTorch's profiler; None on the CPU."""
     if device.type != "cuda":
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

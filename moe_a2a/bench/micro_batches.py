@@ -1,7 +1,7 @@
-"""`python -m moe_a2a bench micro_batches`: two micro-batches in turn. While a product works on one of them, on all SMs but a
-few, combine() ends the other's layer and dispatch() begins its next, with as many blocks, on a second stream.
+"""`python -m moe_a2a bench micro_batches`: two alternating micro-batches. While a product works on one of them on all but a
+few SMs, combine() ends the other's layer and dispatch() begins its next, on a second stream with as many blocks as SMs are left.
 
-Products: `torch.nn.functional.linear` under PyTorch's SM carve-out, and `grouped_gemm` with num_blocks, each large enough to last
+Products: `torch.nn.functional.linear` under PyTorch's SM carve-out, and `grouped_gemm` with num_blocks, each sized to last
 about as long as the transfers.
 """
 
@@ -40,8 +40,8 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Line:
-    """Times are us, the slowest rank's medians. beyond: what the product is slower than by the share of the SMs that it has
-    left to the transfers. hidden: the part of the transfers that the turn does not last longer for."""
+    """Times are us, the slowest rank's medians. beyond: the product's slowdown in excess of the share of SMs left to the
+    transfers. hidden: the share of the transfer time that does not lengthen the turn."""
 
     tokens: int
     hidden: int
@@ -52,8 +52,8 @@ class Line:
     columns: int
     blocks: int
     product_us: float  # on all SMs, alone
-    limited_us: float  # on the SMs that are left, alone
-    in_turn_us: float  # the same beside the transfers
+    limited_us: float  # on the remaining SMs, alone
+    in_turn_us: float  # the same, beside the transfers
     transfer_us: float  # a combine and a dispatch, alone
     turn_us: float
     slower: float
@@ -130,10 +130,10 @@ class Linear:
 
     def resize(self, columns: int) -> None:
         self._w = torch.randn(columns, self._x.shape[1], device=self._x.device).to(self._x.dtype)
-        self._bias = torch.zeros(columns, device=self._x.device, dtype=self._x.dtype)  # with one, cuBLASLt runs it
+        self._bias = torch.zeros(columns, device=self._x.device, dtype=self._x.dtype)  # with a bias, cuBLASLt runs it
 
     def __call__(self, num_left: int) -> Tensor:
-        """num_left: SMs that it leaves alone."""
+        """num_left: SMs that it leaves free."""
         if not num_left or not self._x.is_cuda:
             return F.linear(self._x, self._w, self._bias)
         torch._C._set_sm_carveout_experimental(num_left)
@@ -144,7 +144,7 @@ class Linear:
 
 
 class Grouped:
-    """Over the rows that a dispatch has brought."""
+    """Over the rows of a dispatch."""
 
     name = "grouped_gemm"
 
@@ -196,7 +196,7 @@ class Turns:
         )  # fmt: skip
 
     def trace(self, file: Path) -> None:
-        """A few turns."""
+        """Traces a few turns."""
         is_first = dist.get_rank() == 0
         with torch.profiler.profile() if is_first else nullcontext() as profiler:
             for _ in range(NUM_TRACED):

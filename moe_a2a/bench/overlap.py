@@ -2,7 +2,7 @@
 
 For dispatch and for combine, with each number of blocks:
     same stream   send, product, recv: the product has the whole GPU once the rows are posted
-    side stream   send and recv beside the product, on a stream of higher priority: they share the GPU, so the number of
+    side stream   send and recv on a second, higher-priority stream: they share the GPU with the product, so the number of
                   blocks matters
 The product is square, in bf16 (CPU: fp32), and takes at least as long as the two halves.
 """
@@ -40,7 +40,7 @@ def measure(
 
 
 class _Layer:
-    """A layer in which one transfer is timed and the other only runs."""
+    """A layer in which one transfer is timed and the other just runs."""
 
     def __init__(self, halves: OursInHalves, clock: Clock):
         self._clock = clock

@@ -100,14 +100,14 @@ def _time_against_tokens(results: Results) -> Any:
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.set_xticks(sorted({r.tokens for r in records}))
         _plain_ticks(panel.xaxis, panel.yaxis)
-        panel.tick_params(axis="x", labelrotation=45)  # doublings lie close together
+        panel.tick_params(axis="x", labelrotation=45)  # powers of two are close together
     panels[0].set_ylabel("time, us (slowest rank's median)")
     _legend(figure, panels)
     return figure
 
 
 def _lines_of(records: list[Record]) -> dict[str, list[Record]]:
-    """By label. To limit the lines, modes of moe_a2a other than "rows" show only their graph, where there is one."""
+    """By label. To limit the lines, modes of moe_a2a other than "rows" show only their graph, if there is one."""
     has_graphs = any(r.launch == "graph" for r in records)
     lines: dict[str, list[Record]] = {}
     for r in records:
@@ -124,7 +124,7 @@ def _lines_of(records: list[Record]) -> dict[str, list[Record]]:
 
 
 def _styles_of(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A colour for each; the float8 line of a baseline is dotted, in the colour of its other line."""
+    """A colour for each; a baseline's float8 line is dotted, in the colour of its other line."""
     colours: dict[str, str] = {}
     styles = {}
     for label in labels:
@@ -236,7 +236,7 @@ def _plot(panel: Any, points: list[tuple[Any, Any]], label: str, **style: Any) -
 
 
 def _legend(figure: Any, panels: list[Any]) -> None:
-    """One for all panels, below them."""
+    """One legend for all panels, below them."""
     handles = {
         label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }

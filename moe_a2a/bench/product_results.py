@@ -1,4 +1,4 @@
-"""Options and results that `bench experts` and `bench layer` share: lines as they come, then JSON with the commit."""
+"""Options and results that `bench experts` and `bench layer` share: lines as they are measured, then JSON with the commit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 class Results:
-    """Every rank keeps them; rank 0 prints and writes."""
+    """Kept by every rank; rank 0 prints and writes."""
 
     def __init__(self, about: dict[str, Any], header: str):
         self.about = about
@@ -68,7 +68,7 @@ class Results:
 
     @property
     def failed(self) -> bool:
-        """One of ours has no figure."""
+        """Whether one of ours has no figure."""
         return any(line["what"].startswith("moe_a2a") and "+" not in line["what"] for line in self.left_out)
 
     def limit(self, dtype: torch.dtype, limit: Limits) -> None:
@@ -94,7 +94,7 @@ class Results:
             self._print(f"no figure: {line['what']}{where}: {line['why']}")
 
     def write(self, options: argparse.Namespace) -> None:
-        """After each case: what is measured is not lost."""
+        """Called after each case, so that an interrupted run keeps its results."""
         if not self._is_first:
             return
         content = {

@@ -1,4 +1,4 @@
-"""The two products of SwiGLU experts, by moe_a2a and by its peers, over the rows that a dispatch has brought."""
+"""The two products of SwiGLU experts, by moe_a2a and by its baselines, over the rows of a dispatch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moe_a2a.devices import float8_dtype
 
 
 class Products(ABC):
-    """`first` gives what the experts' first product leaves, `second` takes [rows, intermediate] in the same layout."""
+    """`first` returns the result of the experts' first product, `second` takes [rows, intermediate] in the same layout."""
 
     system: str
     is_float8 = False
-    tolerance = 1e-2  # of the norm: roundings of bfloat16, summed in fp32
+    tolerance = 1e-2  # relative to the norm: bfloat16 roundings, summed in fp32
     gathers = False  # the first product reads recv_x through the list, and applies SwiGLU
 
     def __init__(self, w_gate_up: Tensor, w_down: Tensor):
@@ -34,7 +34,7 @@ class Products(ABC):
 
     @abstractmethod
     def take(self, handle: moe_a2a.DispatchHandle) -> Any:
-        """The rows of the first product; keeps what the products read of the handle."""
+        """Returns the rows of the first product; keeps what the products need of the handle."""
 
     @abstractmethod
     def first(self, rows: Any) -> Any: ...
@@ -47,11 +47,11 @@ class Products(ABC):
     def second(self, inner: Any) -> Tensor: ...
 
     def rows_of(self, handle: moe_a2a.DispatchHandle, at: slice) -> Tensor:
-        """What the first product reads at positions, in fp32."""
+        """The first product's input at these positions, in fp32."""
         return handle.recv_x.index_select(0, handle.expert_row_index[at]).float()
 
     def values(self, result: Any, at: slice) -> Tensor:
-        """Rows of what first(), activate() or second() has returned, in fp32."""
+        """Rows of the result of first(), activate() or second(), in fp32."""
         return result[at].float()
 
     def layer(self, ep: moe_a2a.ExpertParallel, *tokens: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Ours(Products):
         return None
 
     def take(self, handle: moe_a2a.DispatchHandle) -> Tensor:
-        # As long as the routes, not as the handle's capacity: peers allocate no more either.
+        # As long as the routes, not as the handle's capacity: the baselines allocate no more either.
         self._rows, self._offsets = handle.expert_row_index[: handle.num_routes], handle.expert_offsets
         return handle.recv_x
 
@@ -84,7 +84,7 @@ class Ours(Products):
 
 
 class Float8(Products):
-    """Of rows and weights in float8, with the scales of DeepSeek-V3; what passes between the products is (values, scales)."""
+    """Rows and weights in float8, with the scales of DeepSeek-V3; values pass between the products as (values, scales)."""
 
     is_float8 = True
     tolerance = 8e-2  # against unquantised weights: float8 has three bits of mantissa
@@ -126,7 +126,7 @@ class OursFloat8(Float8, Ours):
 
 
 class TorchGroupedMm(Products):
-    """As an engineer would compose it today: gathered rows, torch._grouped_mm, SiLU(gate) * up. Reads num_routes on the host."""
+    """What an engineer would compose today: gathered rows, torch._grouped_mm, SiLU(gate) * up. Reads num_routes on the host."""
 
     system = "torch._grouped_mm"
 
@@ -220,17 +220,17 @@ class DeepGemmFloat8(Float8, DeepGemm):
 
 
 def quantized(w: Tensor, halves: int) -> tuple[Tensor, Tensor]:
-    """Expert by expert: the fp32 values in between take four times the memory."""
+    """Quantises expert by expert: the fp32 intermediate takes four times the memory."""
     pairs = [reference.quantize_fp8_weights(of[None], halves, float8_dtype(w.device)) for of in w]
     values, scales = zip(*pairs, strict=True)
     return torch.cat([v.view(torch.uint8) for v in values]).view(values[0].dtype), torch.cat(scales)
 
 
 def _deep_gemm() -> Any:
-    """The module, or why it is not there."""
+    """The module, or why it is unavailable."""
     try:
         import deep_gemm
-    except Exception as error:  # a wheel for another PyTorch raises what it likes
+    except Exception as error:  # a wheel for another PyTorch may raise anything
         return f"deep_gemm cannot be imported: {error}"
     return deep_gemm
 

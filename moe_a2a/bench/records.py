@@ -22,14 +22,14 @@ class Record:
     mode: str
     launch: str  # "eager", "eager, halves", "graph", or "chain": ten pairs in one graph
     step: str  # "dispatch", "combine", "total", a half, or "pair": a dispatch and a combine of a chain
-    tokens: int  # of each rank
+    tokens: int  # per rank
     hidden: int
     topk: int
     experts: int
     ranks: int
     dtype: str
     routing: str
-    blocks: int | None  # None: the system does not say, or the step has several launches
+    blocks: int | None  # None: not reported by the system, or the step has several launches
     median_us: float  # of the slowest rank
     p99_us: float  # over all ranks and iterations
     host_us: float | None  # until the call returns while the device is idle; None on the CPU
@@ -45,9 +45,9 @@ class Record:
 class Results:
     about: dict[str, Any]
     records: list[Record] = field(default_factory=list)
-    floors: list[dict[str, Any]] = field(default_factory=list)  # every push that was measured
+    floors: list[dict[str, Any]] = field(default_factory=list)  # every measured push
     overlaps: list[dict[str, Any]] = field(default_factory=list)
-    left_out: list[dict[str, str]] = field(default_factory=list)  # contenders without a number, and why
+    left_out: list[dict[str, str]] = field(default_factory=list)  # contenders without a figure, and why
     notes: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TEXT_CHOICES = 8  # per token, of the router that reads
+TEXT_CHOICES = 8  # per token, of the text's router
 NAMES = ("uniform", "zipf:1.0", "one_rank", "idle_rank", "text")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one rank's routing."""
+    """The sizes of one rank's routing."""
 
     num_ranks: int
     num_tokens: int
@@ -30,7 +30,7 @@ class Sizes:
 
 
 def checked(routing: str) -> str:
-    """The routing's name as it is written in records."""
+    """The routing's name as records spell it."""
     name, _, exponent = routing.partition(":")
     if name == "zipf" and _is_exponent(exponent or "1"):
         return f"zipf:{float(exponent or 1.0)}"
@@ -47,7 +47,7 @@ def _is_exponent(text: str) -> bool:
 
 
 def topk_idx(routing: str, sizes: Sizes, rank: int, seed: int) -> Tensor:
-    """int64 [tokens of this rank, K]; -1 where a token has no further choice."""
+    """int64 [tokens of this rank, K]; -1 if a token has no further choice."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     name, _, argument = routing.partition(":")
     if name == "text":
@@ -66,7 +66,7 @@ def topk_idx(routing: str, sizes: Sizes, rank: int, seed: int) -> Tensor:
 
 
 def note(routing: str, sizes: Sizes) -> str:
-    """How the routing was made, where a reader of the figures must know; often empty."""
+    """How the routing was made, if readers of the figures must know; often empty."""
     if routing != "text":
         return ""
     num_own, num_choices = _text_choices().amax() + 1, _text_choices().shape[1]
@@ -88,11 +88,11 @@ def _zipf_logits(num_experts: int, exponent: float, seed: int) -> Tensor:
     return -exponent * torch.log(popularity + 1.0)
 
 
-# ---- the router that reads
+# ---- the text's router
 
 
 def _text(sizes: Sizes, rank: int) -> Tensor:
-    """Rank r reads on from where rank r - 1 stops, and from the start again at the end."""
+    """Rank r continues where rank r - 1 stops, wrapping around at the end."""
     choices = _text_choices()
     place = (torch.arange(sizes.num_tokens) + rank * sizes.num_tokens) % len(choices)
     num_own = int(choices.amax()) + 1
@@ -103,7 +103,7 @@ def _text(sizes: Sizes, rank: int) -> Tensor:
 
 @functools.cache
 def _text_choices() -> Tensor:
-    """int64 [layers * tokens of the text, choices], layer by layer: what the model's routers chose."""
+    """int64 [layers * tokens of the text, choices], layer by layer: the choices of the model's routers."""
     from moe_a2a.samples import models, text
 
     model = models.build("qwen3_moe", seed=0)

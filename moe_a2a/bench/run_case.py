@@ -1,4 +1,4 @@
-"""Runs one case, from inputs to records. Every rank calls it and gets the same records."""
+"""Runs one case, from inputs to records. Called by every rank; all get the same records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BASELINES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done with each case of a part of the suite."""
+    """What to do with each case of a part of the suite."""
 
     part: str
     cases: tuple[Case, ...]
@@ -48,7 +48,7 @@ class Plan:
 
 
 def run(case: Case, plan: Plan, how: Measuring, device: torch.device, results: Results) -> None:
-    """Adds to `results`."""
+    """Adds its records to `results`."""
     inputs = make_inputs(case, device)
     traffic = Traffic.of(inputs)
     clock = Clock(device, how)
@@ -73,8 +73,8 @@ def run(case: Case, plan: Plan, how: Measuring, device: torch.device, results: R
             for push in bare.pushes
         ]
         steps = [contender.steps() for contender in contenders]
-        # The first steps of a round are slower, after a pause of the host. So the first contender runs twice, and its
-        # second time counts.
+        # The first steps of a round are slower, since they follow a pause of the host. So the first contender runs twice,
+        # and its second time counts.
         rounds = [*steps[:1], *steps]
         times = clock.time([step for some in rounds for step in some])
         times = times[:, times.shape[1] - sum(map(len, steps)) :]
@@ -126,7 +126,7 @@ def _gbps(num_bytes: int, microseconds: float) -> float:
 
 @dataclass
 class _Scribe:
-    """Writes the records of one contender."""
+    """Makes the records of one contender."""
 
     case: Case
     part: str
@@ -153,7 +153,7 @@ class _Scribe:
         dispatched = _row_bytes(case, contender.is_fp8), self.bare.of("dispatch", _row_bytes(case, contender.is_fp8))
         combined = _row_bytes(case, False), self.bare.of("combine", _row_bytes(case, False))
         both = dispatched[0] + combined[0], dispatched[1] + combined[1]
-        # A half alone moves no volume of its own.
+        # A half alone has no traffic of its own.
         volumes = {"dispatch": dispatched, "combine": combined, "total": both, "pair": both}
         row_bytes, floor_us = volumes.get(step, (None, None))
         num_bytes = None if row_bytes is None else row_bytes * self.busiest_rows

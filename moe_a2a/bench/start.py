@@ -39,12 +39,12 @@ def num_ranks_of(options: argparse.Namespace) -> int:
 
 
 def is_rank() -> bool:
-    """torchrun has started this process."""
+    """Whether torchrun has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def check_cases(cases: Sequence[Case], options: argparse.Namespace) -> None:
-    """Refuses once, before any rank starts, what every rank would refuse."""
+    """Rejects once, before any rank starts, what every rank would reject."""
     num_ranks, target = num_ranks_of(options), devices.target_of(torch.device(device_type_of(options)))
     for case in cases:
         sizes = (case.num_experts, case.num_topk, case.hidden, case.num_tokens)
@@ -61,7 +61,7 @@ def check_cases(cases: Sequence[Case], options: argparse.Namespace) -> None:
 def start_ranks(
     options: argparse.Namespace, main: Callable[[Callable[[str], None], argparse.Namespace], int], name: str
 ) -> int:
-    """main(report, options) on every rank; the exit code of rank 0."""
+    """Runs main(report, options) on every rank; returns rank 0's exit code."""
     device_type = options.device = device_type_of(options)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if is_rank():

@@ -62,7 +62,7 @@ def _full(options: argparse.Namespace) -> list[Plan]:
 
 
 def _cpu(options: argparse.Namespace) -> list[Plan]:
-    """What the README's table of the CPU holds."""
+    """The cases of README's CPU table."""
     shapes = [(128, DEEPSEEK), (1024, MOONLIGHT)]
     cases = [
         Case(tokens, **shape, dtype=dtype, routing="uniform", seed=options.seed)

@@ -1,4 +1,4 @@
-"""Runs what may fail on one rank on all of them together: no rank then waits for one that has failed."""
+"""Runs an action that may fail on one rank on all of them together, so that no rank waits for one that has failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class FailedSomewhereError(RuntimeError):
-    """On every rank, with the text of the first rank that failed."""
+    """Raised on every rank, with the text of the first rank that failed."""
 
 
 def together(action: Callable[[], T]) -> T:
@@ -19,7 +19,7 @@ def together(action: Callable[[], T]) -> T:
     result, why = None, None
     try:
         result = action()
-    except FailedSomewhereError as error:  # of a together() inside: it names the rank already
+    except FailedSomewhereError as error:  # from a nested together(): it already names the rank
         why = str(error)
     except Exception as error:
         why = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"

@@ -55,8 +55,8 @@ class AllGatherReduceScatter(_TorchBaseline):
 
 
 class BareCollectives(AllGatherReduceScatter):
-    """The two collectives alone, on tensors of the right size: what they can do without PyTorch's glue around them. The
-    layer that is checked is that of AllGatherReduceScatter; no rows are sorted or added up in the timed steps."""
+    """The two collectives alone, on tensors of the right size: their speed without PyTorch's glue around them. The
+    checked layer is that of AllGatherReduceScatter; the timed steps neither sort nor add rows."""
 
     name = "bare all_gather + reduce_scatter"
 
