@@ -1,7 +1,7 @@
 """`python -m moe_a2a demo`: real MoE models and the contest's shapes through dispatch and combine.
 
-Every rank is a process of this machine. Each runs its own part of one text through the models,
-holding only its own experts; every logit is compared with the untouched model in one process.
+Every rank is a process of this machine. It runs its own part of one text through the models and
+holds only its own experts; every logit is compared with the untouched model in one process.
 """
 
 from __future__ import annotations

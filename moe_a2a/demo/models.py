@@ -1,4 +1,4 @@
-"""The sample models with their experts shared out over the ranks."""
+"""The sample models with their experts sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TOLERANCE = 1e-5
 class RankRun:
     """The results of one rank for one model."""
 
-    logits: np.ndarray  # fp32 [sequences, length, vocabulary], of this rank's part of the batch
+    logits: np.ndarray  # fp32 [sequences, length, vocabulary], for this rank's part of the batch
     tokens_per_expert: np.ndarray  # int64 [num_experts]: this rank's routes, over all layers
-    expert_bytes: int  # weights of the experts that it holds
+    expert_bytes: int  # weights of the experts on this rank
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def run_in_one_process(name: str, seed: int, batch: Tensor) -> np.ndarray:
 def run_on_this_rank(name: str, seed: int, batch: Tensor) -> RankRun:
     """The same model on this rank's part of the batch, with only this rank's experts."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    parts = batch.tensor_split(num_ranks)  # the first one is the largest
+    parts = batch.tensor_split(num_ranks)  # the first part is the largest
     model = build(name, seed)
     with register(dist.group.WORLD, num_max_tokens_per_rank=parts[0].numel()) as experts:
         shard_experts(model, dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Merges and prints what the ranks measured."""
+"""Merges and prints the ranks' measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModelResult:
 
     @property
     def passed(self) -> bool:
-        return self.difference <= TOLERANCE  # False when it is not a number
+        return self.difference <= TOLERANCE  # False for NaN
 
 
 @dataclass

@@ -42,7 +42,7 @@ SHAPES = (
 
 @dataclass
 class Traffic:
-    """Rows that leave a rank in dispatch; combine brings as many back."""
+    """Rows that leave a rank in dispatch; combine returns as many."""
 
     rows: int  # one per token and remote rank
     rows_without_dedup: int  # one per token and remote expert
@@ -77,7 +77,7 @@ class RankTimes:
 
 def run_on_this_rank(shape: Shape, seed: int) -> RankTimes:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    # Every rank has at least one expert of each shape, also where num_ranks does not divide.
+    # Every rank has at least one expert of each shape, even if num_ranks does not divide.
     num_experts = -(-shape.num_experts // num_ranks) * num_ranks
     x, topk_idx, topk_weights = _generate(shape, seed, rank)
     owner = topk_idx // (num_experts // num_ranks)
@@ -105,7 +105,7 @@ def run_on_this_rank(shape: Shape, seed: int) -> RankTimes:
 
 
 def _generate(shape: Shape, seed: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As in the contest: distinct experts, and weights that do not add up to one."""
+    """As in the contest: distinct experts, and weights that do not sum to one."""
     generator = torch.Generator().manual_seed(shape.seed + 1000 * seed + rank)
     num_tokens = int(torch.randint(1, shape.max_tokens, (1,), generator=generator))
     scores = torch.rand(num_tokens, shape.num_experts, generator=generator)
@@ -120,7 +120,7 @@ def _gathered_rows(handle: moe_a2a.DispatchHandle) -> Tensor:
 
 
 def _experts(rows: Tensor, rank: int) -> Tensor:
-    """The contest's experts: all of a rank multiply by 1 + rank."""
+    """The contest's experts: all experts of a rank multiply by 1 + rank."""
     return rows * (1 + rank)
 
 
@@ -146,7 +146,7 @@ def _time_steps(
 
 
 def _expected(x: Tensor, owner: Tensor, topk_weights: Tensor, num_ranks: int) -> Tensor:
-    """What combine() promises bit for bit: fp32, owners and k ascending, rounded per owner."""
+    """The bits that combine() promises: fp32, owners and k ascending, rounded per owner."""
     out = torch.zeros(x.shape)
     for rank in range(num_ranks):
         y = _experts(x, rank).float()
