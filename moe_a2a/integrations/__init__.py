@@ -1,1 +1,1 @@
-"""Ways in from other libraries. Each file imports its library: import the one you need."""
+"""Integrations with other libraries. Each file imports its library: import the one you need."""

@@ -1,8 +1,8 @@
-"""What an experts module of transformers looks like, and the part of it that one rank owns.
+"""The structure of an experts module of transformers, and the part of it that one rank owns.
 
 A class decorated with `use_experts_implementation` keeps the weights of all its experts in stacked
-parameters and says by flags how to use them. Activation, gate and norm are the module's own code,
-so clamped, soft-capped and interleaved gates need no knowledge here.
+parameters and describes their use by flags. Activation, gate and norm are the module's own code,
+so clamped, soft-capped and interleaved gates need no handling here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def require_supported(module: ExpertsModule) -> None:
 
 
 def num_experts_per_rank(num_experts: int, num_ranks: int) -> int:
-    """Rounded up: the last ranks own fewer experts, or none, where num_ranks does not divide."""
+    """Rounded up: if num_ranks does not divide, the last ranks own fewer experts, or none."""
     return -(-num_experts // num_ranks)
 
 
@@ -63,7 +63,7 @@ def keep_only(module: ExpertsModule, owned: range) -> None:
         if parameter is not None:
             part = own_part(module, parameter, owned).detach()
             if module.is_transposed and part.dim() == 3:
-                # In memory as [E, out, in], which is what the kernels take; the same values and shape to everybody else.
+                # In memory as [E, out, in], which the kernels need; values and shape look the same to all other code.
                 part = part.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
             else:
                 part = part.clone()
@@ -83,7 +83,7 @@ def own_part(module: ExpertsModule, parameter: Tensor, owned: range) -> Tensor:
     if len(parameter) == module.num_experts:
         return parameter[owned.start : owned.stop]
     if len(parameter) == len(owned):
-        return parameter  # shard_experts() was here
+        return parameter  # already reduced by shard_experts()
     raise ValueError(
         f"{type(module).__name__} holds {len(parameter)} experts, expected all "
         f"{module.num_experts} or this rank's {len(owned)}: was it split by something else?"
@@ -91,7 +91,7 @@ def own_part(module: ExpertsModule, parameter: Tensor, owned: range) -> Tensor:
 
 
 def _grouped_linear(module: ExpertsModule, name: str, owned: range, x: Tensor, offsets: Tensor) -> Tensor:
-    """Each row of x through the projection of its expert."""
+    """Applies to each row of x the projection of its expert."""
     weight = own_part(module, getattr(module, name), owned)  # [E, out, in], transposed [E, in, out]
     if not module.is_transposed:
         weight = weight.transpose(1, 2)
@@ -114,7 +114,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _torch_can_group(weight: Tensor) -> bool:
-    """From torch 2.10 on, where there is an expert and all strides are multiples of 16 bytes."""
+    """From torch 2.10, if there is an expert and all strides are multiples of 16 bytes."""
     num_experts, *sizes = weight.shape
     aligned = all(size * weight.element_size() % 16 == 0 for size in sizes)
     return hasattr(nn.functional, "grouped_mm") and num_experts > 0 and aligned

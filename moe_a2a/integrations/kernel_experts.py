@@ -1,7 +1,7 @@
-"""Experts modules of transformers by grouped_gemm(): which of them, and how.
+"""Runs experts modules of transformers by grouped_gemm(), if it can compute what they do.
 
-What a module does between its two products is its own code. So a module is asked: its gate is applied to a probe, and the
-result compared with all that the epilogue of the first product can compute.
+A module's computation between its two products is its own code. So we probe the module: its gate is applied to a probe, and
+the result is compared with everything that the epilogue of the first product can compute.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Epilogue:
     up_shift: float = 0.0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What it computes of the sums, in PyTorch."""
+        """What the epilogue computes from the sums, in PyTorch."""
         if not self.gated:
             return ACTIVATIONS[self.activation](x, self.alpha)
         gate, up = (x[..., ::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
@@ -50,13 +50,13 @@ class Epilogue:
         return ACTIVATIONS[self.activation](gate, self.alpha) * (up + self.up_shift)
 
     def __str__(self) -> str:
-        """Only what differs from the defaults."""
+        """Only the values that differ from the defaults."""
         return ", ".join(str(v) if k == "activation" else k if v is True else f"{k}={v:g}"
                          for k, v in asdict(self).items() if v != getattr(Epilogue(None), k))  # fmt: skip
 
 
 def epilogue_of(module: ExpertsModule) -> Epilogue | None:
-    """None: the module does something else. Found once per module; that reads the device."""
+    """None if the module computes something else. Found once per module, which synchronises with the device."""
     if "moe_a2a_epilogue" not in vars(module):
         module.moe_a2a_epilogue = _find_epilogue(module)
     return module.moe_a2a_epilogue
@@ -78,11 +78,11 @@ def why_not(module: ExpertsModule, x: Tensor, owned: range) -> str | None:
 
 
 def run_by_kernels(module: ExpertsModule, owned: range, handle: moe_a2a.DispatchHandle) -> Tensor:
-    """`y` for combine(), as many rows as the handle's capacity. Reads nothing on the host."""
+    """`y` for combine(), with as many rows as the handle's capacity. Does not synchronise with the host."""
     if len(owned) == 0:
-        return handle.recv_x[:0]  # no choice leads here
+        return handle.recv_x[:0]  # this rank owns no expert
     epilogue = epilogue_of(module)
-    assert epilogue is not None  # why_not() has been asked
+    assert epilogue is not None  # checked by why_not()
     offsets = handle.expert_offsets[: len(owned) + 1]
     first, bias = _weight(module, _first(module), owned), _bias(module, _first(module), owned)
     rows = handle.expert_row_index
@@ -111,7 +111,7 @@ def _bias(module: ExpertsModule, name: str, owned: range) -> Tensor | None:
 @torch.no_grad()
 def _find_epilogue(module: ExpertsModule) -> Epilogue | None:
     generator = torch.Generator().manual_seed(0)
-    scales = 2.0 ** torch.linspace(-4, 12, PROBE[0])[:, None]  # beyond any limit
+    scales = 2.0 ** torch.linspace(-4, 12, PROBE[0])[:, None]  # exceeds any limit
     probe = (scales * torch.randn(PROBE, generator=generator)).to(module.down_proj.device)
     expected = module._apply_gate(probe) if module.has_gate else module.act_fn(probe)
     for epilogue in _candidates(module):
@@ -122,7 +122,7 @@ def _find_epilogue(module: ExpertsModule) -> Epilogue | None:
 
 
 def _candidates(module: ExpertsModule) -> Iterator[Epilogue]:
-    """Plain ones first. Limits and factors are among the module's own numbers."""
+    """Simple ones first. Limits and factors are taken from the module's own numbers."""
     owners = (module, getattr(module, "act_fn", None))
     values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
     numbers = sorted({float(value) for value in values if type(value) in (int, float) and value > 0})

@@ -1,4 +1,4 @@
-"""Every Mixture-of-Experts model of transformers through dispatch(), its own experts, combine()::
+"""Runs every Mixture-of-Experts model of transformers through dispatch(), its own experts, combine()::
 
     from moe_a2a.integrations.transformers import register, shard_experts
 
@@ -9,13 +9,13 @@
         logits = model(my_part_of_the_batch).logits
     experts.close()
 
-Each rank runs the whole model on its own part of the batch; only the experts are shared out: rank r
-owns experts r * n to (r + 1) * n - 1, n = num_experts / num_ranks rounded up. Where num_ranks does
+Each rank runs the whole model on its own part of the batch; only the experts are sharded: rank r
+owns experts r * n to (r + 1) * n - 1, n = num_experts / num_ranks rounded up. If num_ranks does
 not divide num_experts, the last ranks own fewer experts, or none.
 
-All ranks pass the same MoE layers in the same order. A rank that has nothing to do runs one token of
-padding, as transformers' models cannot run an empty batch. `model.generate()` ends early on some
-ranks unless it is told `synced_gpus=True`.
+All ranks run the same MoE layers in the same order. A rank without work runs one token of
+padding, since transformers' models cannot run an empty batch. `model.generate()` ends early on some
+ranks unless called with `synced_gpus=True`.
 Inference only: there is no backward pass through the exchange yet.
 """
 
@@ -54,14 +54,14 @@ def register(
 ) -> RegisteredExperts:
     """Make `name` known to `model.set_experts_implementation()`; every rank of the group calls it.
 
-    num_max_tokens_per_rank: tokens (batch * sequence) of the largest forward pass of any rank. Left
-        out, the ranks tell each other their token counts before each layer and buffers grow as
-        needed; that is one small all_gather over the group per layer, so pass the number for speed.
-    name: with a name for each, one process may serve several groups, or be several ranks (threads).
-        Registering a name again replaces what it stood for.
-    fused: None: on a GPU the experts of a module run by moe_a2a's kernels where these can compute what it does (docs/transformers.md:
-        which families), else by PyTorch's products; True: by kernels, or an error that says why not; False: by PyTorch's.
-        By kernels and with num_max_tokens_per_rank nothing is read on the host.
+    num_max_tokens_per_rank: tokens (batch * sequence) of the largest forward pass of any rank. If omitted,
+        the ranks exchange their token counts before each layer and buffers grow as needed. That
+        costs one small all_gather over the group per layer, so pass the number for speed.
+    name: with several names, one process may serve several groups, or be several ranks (threads).
+        Registering a name again replaces its previous meaning.
+    fused: None: on a GPU, moe_a2a's kernels run a module's experts if they can compute what it does
+        (docs/transformers.md lists the families), else PyTorch's products do; True: the kernels, or an error that says why
+        not; False: PyTorch's products. With the kernels and num_max_tokens_per_rank, nothing synchronises with the host.
     """
     experts = RegisteredExperts(group, num_max_tokens_per_rank, timeout, name, fused)
     ALL_EXPERTS_FUNCTIONS[name] = experts
@@ -88,7 +88,7 @@ def shard_experts(model: nn.Module, group) -> nn.Module:
 
 
 class RegisteredExperts:
-    """The experts function; all layers of one shape share one `ExpertParallel`."""
+    """The experts function; all layers of the same shape share one `ExpertParallel`."""
 
     def __init__(
         self, group, num_max_tokens_per_rank: int | None, timeout: float, name: str, fused: bool | None = None
@@ -125,7 +125,7 @@ class RegisteredExperts:
         return ep.combine(y.to(ep.dtype), handle)
 
     def close(self) -> None:
-        """Give the buffers back and forget the name; every rank of the group calls it."""
+        """Free the buffers and unregister the name; every rank of the group calls it."""
         for ep in self._by_shape.values():
             ep.close()
         self._by_shape.clear()
@@ -180,7 +180,7 @@ class RegisteredExperts:
     def _agree_on_capacity(self, module: ExpertsModule, num_tokens: int, shape: tuple) -> int:
         """The most tokens of any rank, rounded up to a power of two so that buffers seldom grow.
 
-        Ranks that stand in different layers would mix their rows up: they find out here.
+        Ranks in different layers would mix up their rows; this detects them.
         """
         layer = getattr(module, "moe_a2a_layer", type(module).__name__)
         here = (layer, *shape[:4])
@@ -196,7 +196,7 @@ class RegisteredExperts:
 
 
 def _run_by_torch(module: ExpertsModule, owned: range, handle: moe_a2a.DispatchHandle) -> Tensor:
-    # The one number that the host reads: it keeps the rows below as few as the routes.
+    # The only number that the host reads: it limits the rows below to the routes.
     rows = handle.expert_row_index[: handle.num_routes]
     offsets = handle.expert_offsets[: len(owned) + 1]
     return run_owned_experts(module, owned, handle.recv_x.index_select(0, rows), offsets)
@@ -211,7 +211,7 @@ def _owned_experts(module: ExpertsModule, group) -> range:
 
 
 def _drop_masked(top_k_index: Tensor, num_experts: int) -> Tensor:
-    """Models mark a dropped route by -1 or by num_experts; dispatch() knows it as -1."""
+    """Models mark a dropped route by -1 or by num_experts; dispatch() expects -1."""
     exists = (top_k_index >= 0) & (top_k_index < num_experts)
     return torch.where(exists, top_k_index, -1).contiguous()
 
