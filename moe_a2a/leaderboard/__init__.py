@@ -3,8 +3,8 @@
 It follows the contract of the public amd_distributed problems: a submission.py with custom_kernel(data), a process per rank, a
 process group per case. See docs/leaderboard.md.
 
-contest.py runs the cases of a mode; modes.py says what a mode calls; trial.py holds the inputs and checks of a case; ranks.py
-starts the processes, in which rank_program.py runs. problems/ and submissions/ hold what is run.
+contest.py runs the cases of a mode; modes.py defines what a mode calls; trial.py holds the inputs and checks of a case; ranks.py
+starts the processes, which run rank_program.py. problems/ and submissions/ hold what is run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cases of a problem: its YAML file, and the one-line form in which other evaluators pass cases."""
+"""The cases of a problem: its YAML file, and the one-line form that other evaluators use for cases."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LINE_PART = re.compile(r"\s*([A-Za-z_]+)\s*:\s*([A-Za-z_]+|[+-]?[0-9]+)\s*")
 
 
 class CaseFileError(Exception):
-    """A file of cases, or a problem's YAML file, cannot be used: where, and why."""
+    """A file of cases, or a problem's YAML file, is unusable: where, and why."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. The values are those that the published problems name; `seed` and `world_size` are among them."""
+    """One shape. The names of the values are those of the published problems, including `seed` and `world_size`."""
 
     values: dict[str, Any]
 
@@ -38,7 +38,7 @@ class Case:
         return " ".join(str(value) for name, value in self.values.items() if name not in ("seed", "world_size"))
 
     def without_seed(self) -> Case:
-        """For the ranks' processes, where the submission is."""
+        """For the ranks' processes, which also run the submission."""
         return Case({name: value for name, value in self.values.items() if name != "seed"})
 
     def with_values(self, **values: Any) -> Case:
@@ -50,8 +50,9 @@ class ProblemFile:
     """The contents of problems/<name>.yml.
 
     tests, benchmarks: their shapes, in the order of scores. speed_of_light_us: the published bound per benchmark, or empty.
-    test_timeout, benchmark_timeout: seconds that a call may take before the submission counts as slow.
-    shrinkable: the sizes that --shrunk may divide. entries: the folder of submissions/ with the entries in the tree; default: the problem's own name.
+    test_timeout, benchmark_timeout: seconds after which a call counts as slow.
+    shrinkable: the sizes that --shrunk may divide. entries: the folder of submissions/ with the entries in the tree; default:
+    the problem's own name.
     """
 
     name: str
@@ -67,7 +68,7 @@ class ProblemFile:
 
 
 def shrunk(case: Case, names: list[str], divisor: int) -> Case:
-    """With these sizes divided, rounded down to a multiple of 64, 64 at least."""
+    """The case with these sizes divided, rounded down to a multiple of 64, at least 64."""
     if divisor == 1:
         return case
     return case.with_values(**{name: max(64, case[name] // divisor // 64 * 64) for name in names})
@@ -107,7 +108,7 @@ def _checked(path: Path, values: Any) -> Case:
 
 
 def read_case_lines(path: Path) -> list[Case]:
-    """A case per line, `name: value` joined by semicolons. A blank line is an error, as it is for the public evaluator."""
+    """One case per line, `name: value` joined by semicolons. A blank line is an error, as for the public evaluator."""
     cases = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         values: dict[str, Any] = {}
@@ -126,6 +127,6 @@ def read_case_lines(path: Path) -> list[Case]:
 
 
 def combined_seed(seed: int, other: int) -> int:
-    """Cantor's pairing of a case's seed with POPCORN_SEED: every pair gets a number of its own."""
+    """Cantor's pairing of a case's seed with POPCORN_SEED: every pair gets a different number."""
     both = seed + other
     return seed + both * (both + 1) // 2

@@ -1,4 +1,4 @@
-"""Runs the cases of a mode for one submission, and the null submission beside those that are timed."""
+"""Runs the cases of a mode for one submission, and the null submission beside the timed ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OnCase = Callable[[int, CaseResult], None]
 
 @dataclass
 class ModeResult:
-    """nulls: of the same cases, of a timed mode; or empty."""
+    """nulls: results of the null submission on the same cases, for a timed mode; otherwise empty."""
 
     mode: str
     cases: list[CaseResult] = field(default_factory=list)
@@ -35,7 +35,7 @@ class ModeResult:
 
     @property
     def score_ns(self) -> float:
-        """The geometric mean over cases of the mean time of a call. Only of a timed run that has passed."""
+        """The geometric mean over cases of the mean time of a call. Only for a timed run that has passed."""
         return geometric_mean([result.stats.mean for result in self.cases])
 
     @property
@@ -47,7 +47,7 @@ class ModeResult:
 class Contest:
     """A problem with its number of ranks, device and rules.
 
-    limit: seconds that a call may take; None: the problem's. shortened, shrunk: as their options; None: not at all.
+    limit: seconds that a call may take; None: the problem's. shortened, shrunk: as the options; None: not applied.
     """
 
     problem: ProblemFile
@@ -66,7 +66,7 @@ class Contest:
         return Rules(problem, self.secret, self.shortened)
 
     def cases_of(self, mode: str) -> list[Case]:
-        """With world_size, unless the case names its own."""
+        """Adds world_size, unless the case has its own."""
         if mode in TIMED or mode == "profile":
             cases = self.problem.benchmarks
         elif mode == "pressure":
@@ -84,7 +84,7 @@ class Contest:
         on_case: OnCase = lambda number, result: None,
         nulls: list[CaseResult] | None = None,
     ) -> ModeResult:
-        """Every case of the mode, also after one that fails. nulls: from run_null(), for a timed mode; None: runs it."""
+        """Runs every case of the mode, even after a failure. nulls: from run_null(), for a timed mode; None: runs it."""
         result = ModeResult(mode)
         if mode in TIMED:
             result.nulls = self.run_null() if nulls is None else nulls
@@ -98,7 +98,7 @@ class Contest:
         return result
 
     def run_null(self) -> list[CaseResult]:
-        """The null submission on every benchmark. Raises UsageError where the harness itself does not run."""
+        """Runs the null submission on every benchmark. Raises UsageError if the harness itself does not run."""
         rules = dataclasses.replace(self.rules, shortened=NULL_SECONDS, checked=False)
         with self._ranks(_null_path()) as ranks:
             results = [modes.benchmark(rules, ranks, case) for case in self.cases_of("benchmark")]
@@ -108,7 +108,7 @@ class Contest:
         return results
 
     def measure_link(self) -> float:
-        """Bytes per second that a rank sends while all send to all others; 0 for one rank, which has no link."""
+        """Bytes per second that a rank sends while all send to all others; 0 for a single rank, which has no link."""
         if self.num_ranks == 1:
             return 0.0
         with self._ranks(_null_path()) as ranks:
@@ -125,7 +125,7 @@ class Contest:
         name: str,
         on_case: OnCase = lambda number, result: None,
     ) -> ModeResult:
-        """A trace per case, as <problem>.<name>.<number>.json.gz in `folder`."""
+        """Writes a trace per case, <problem>.<name>.<number>.json.gz in `folder`."""
         result = ModeResult("profile")
         with self._ranks(submission) as ranks:
             for number, case in enumerate(cases):

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CACHE_BYTES = 256 << 20  # written before each timed call, more than any GPU's last level cache
+CACHE_BYTES = 256 << 20  # written before each timed call; more than any GPU's last-level cache
 
 
 class RankDevice:
     """The device of one rank: "cpu", or GPU number `rank`. Like the public evaluator, it does not choose a current GPU:
-    a submission that works on its process's current device must set that itself."""
+    a submission that works on its process's current device must set it."""
 
     def __init__(self, device_type: str, rank: int):
         self.is_gpu = device_type == "cuda"
@@ -29,7 +29,7 @@ class RankDevice:
             torch.cuda.synchronize(self.device)
 
     def clear_cache(self) -> None:
-        """On the CPU the barrier and the other ranks displace enough; a fill would only take the cores away."""
+        """On the CPU the barrier and the other ranks evict enough; a fill would only occupy the cores."""
         if not self.is_gpu:
             return
         if self._cache is None:
@@ -48,8 +48,8 @@ class RankDevice:
 
 
 class Barrier:
-    """Of a group that torch.distributed does not list: whatever a submission does to the default group, or to the functions of
-    the module, this one stays."""
+    """A barrier over a group that torch.distributed does not list, so that nothing a submission does to the default group, or
+    to the module's functions, affects it."""
 
     def __init__(self, group: Any, *options: Any):
         self._group = group
@@ -63,8 +63,8 @@ class Barrier:
 
 
 def start_method(device_type: str) -> str:
-    """Of the ranks' processes. A server of forks that has imported everything may have asked CUDA for its devices, and a
-    fork cannot use CUDA after that."""
+    """Start method of the ranks' processes. A fork server that has imported everything may have asked CUDA for its devices,
+    and a fork cannot use CUDA after that."""
     return "spawn" if device_type == "cuda" else "forkserver"
 
 

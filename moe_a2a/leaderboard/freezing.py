@@ -1,4 +1,4 @@
-"""Stops the processes of ranks at random instants: what an unlucky scheduler does to one rank while the others go on."""
+"""Stops ranks' processes at random instants, like an unlucky scheduler that stops one rank while the others go on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LONGEST_FREEZE, LONGEST_RUN = 0.004, 0.002  # seconds
 
 @contextlib.contextmanager
 def frozen_now_and_then(pids: list[int], source: random.Random) -> Iterator[None]:
-    """One of the processes at a time, never for longer than LONGEST_FREEZE; all of them run at the end."""
-    # By descriptor: the number of a process that ends meanwhile may become another's.
+    """Stops one process at a time, never for longer than LONGEST_FREEZE; all of them run at the end."""
+    # By file descriptor: the pid of a process that ends meanwhile may be reused.
     descriptors = [os.pidfd_open(pid) for pid in pids]
     done = threading.Event()
 

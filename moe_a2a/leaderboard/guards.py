@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_a2a.leaderboard.problems.base import Tensors
 
-FENCE_BYTES = 4096  # a multiple of every alignment that a kernel may ask for
+FENCE_BYTES = 4096  # a multiple of every alignment that a kernel may need
 FENCE = 0xA5
 
 
@@ -29,11 +29,11 @@ class GuardedInputs:
             self._originals[name] = inside.clone()
 
     def mutated(self) -> list[str]:
-        """The inputs that no longer hold what they held; compared bit for bit."""
+        """The inputs whose bits have changed."""
         return [name for name, was in self._originals.items() if not torch.equal(_bits(self.tensors[name]), _bits(was))]
 
     def overrun(self) -> list[str]:
-        """The inputs with a write before or after them."""
+        """The inputs with writes before or after them."""
         return [name for name, buffer in self._buffers.items() if not self._fences_stand(name, buffer)]
 
     def _fences_stand(self, name: str, buffer: Tensor) -> bool:
@@ -54,7 +54,7 @@ def poison(output: object) -> None:
         output.fill_(float("nan") if output.is_floating_point() else -1)
 
 
-# The share of a collective's tensor that any algorithm has to send from a rank, given W ranks.
+# The share of a collective's tensor that any algorithm must send from a rank, given W ranks.
 _SHARES = {
     "allreduce_": lambda world: 2 * (world - 1) / world,
     "_reduce_scatter_base_": lambda world: (world - 1) / world,
@@ -66,17 +66,17 @@ _SHARES = {
     "broadcast_": lambda world: (world - 1) / world,
     "send": lambda world: 1,
 }
-# Which argument of the operator is what the rank sends.
+# The operator's argument that the rank sends.
 _SOURCES = {"_reduce_scatter_base_": 1, "reduce_scatter_": 1, "allgather_": 1, "_allgather_base_": 1, "alltoall_base_": 1,
             "alltoall_": 1}  # fmt: skip
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """Bytes that this thread's torch.distributed calls have to send to other ranks, counted at PyTorch's dispatcher, below
+    """Bytes that this thread's torch.distributed calls must send to other ranks, counted at PyTorch's dispatcher, below
     the Python functions that a submission could replace.
 
-    Sees: collectives and sends of any process group, made in Python on this thread. Does not see: memory shared between
-    ranks, sockets and libraries of a submission's own, moe_a2a's own heap. An all-to-all counts as if evenly split.
+    Counts collectives and sends of any process group, made in Python on this thread. Does not count memory shared between
+    ranks, a submission's own sockets and libraries, or moe_a2a's own heap. An all-to-all counts as if evenly split.
     """
 
     def __init__(self, world_size: int):

@@ -20,8 +20,8 @@ NUM_PUSHES = 10
 
 
 def bytes_per_second(device: RankDevice) -> float:
-    """What a rank sends while all of them send to all others, by the best way and number of blocks. Every rank of the default
-    group, of two ranks or more, calls it."""
+    """Bytes per second that a rank sends while all send to all others, in the best way and with the best number of blocks.
+    Called by every rank of the default group, which has at least two."""
     kind, rank, num_ranks = device.device.type, dist.get_rank(), dist.get_world_size()
     num_tokens = NUM_TOKENS[kind]
     if device.is_gpu:
@@ -48,7 +48,7 @@ def bytes_per_second(device: RankDevice) -> float:
 
 
 def _seconds(device: RankDevice, push: Callable[[], None]) -> float:
-    """Of one push, on the slowest rank."""
+    """Time of one push, on the slowest rank."""
     push()
     device.synchronize()
     dist.barrier()

@@ -13,11 +13,11 @@ FOLDER = Path(__file__).parent / "submissions"
 
 
 class SubmissionError(Exception):
-    """The file is no submission."""
+    """The file is not a submission."""
 
 
 class Submission:
-    """A submission.py that has been imported: custom_kernel(data), and traced() if it has one."""
+    """An imported submission.py: custom_kernel(data), and traced() if it has one."""
 
     def __init__(self, path: Path):
         _add_contract_modules()
@@ -39,14 +39,14 @@ class Submission:
 
 
 def _add_contract_modules() -> None:
-    """`from task import input_t, output_t`, which most public submissions begin with, are annotations alone."""
+    """Most public submissions begin with `from task import input_t, output_t`, which are only annotations."""
     task = types.ModuleType("task")
     task.input_t = task.output_t = Any  # type: ignore[attr-defined]
     sys.modules.setdefault("task", task)
 
 
 def entry_path(problem_entries: str, name: str) -> Path | None:
-    """An entry of the tree by its name; "null" exists for every problem."""
+    """An entry of the tree, by name; "null" exists for every problem."""
     for path in (FOLDER / problem_entries / f"{name}.py", FOLDER / f"{name}.py"):
         if path.exists():
             return path

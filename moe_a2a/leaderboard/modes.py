@@ -1,4 +1,4 @@
-"""The modes of a run: what is called how often, on which inputs, and what it is meant to find out."""
+"""The modes of a run: what is called how often, on which inputs, and which question it answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_a2a.leaderboard.verdicts import PASS, SubmissionFailedError
 
 BENCHMARK_SECONDS, LEADERBOARD_SECONDS = 10.0, 30.0  # of calls per case, from the contract
 PRESSURE_CALLS, PRESSURE_SECONDS = 100, 3.0
-PRESSURE_CASES = 3  # the first tests: the fewer tokens, the more pairs of ranks without any
+PRESSURE_CASES = 3  # the first tests: with fewer tokens, more pairs of ranks exchange none
 LONE_SECONDS = 3.0
 PROFILE_WARM_UP, PROFILE_CALLS = 2, 3
 NUM_REPLAYS = 2
@@ -26,8 +26,8 @@ NUM_REPLAYS = 2
 
 @dataclass
 class CaseResult:
-    """collective_bytes, shared_bytes: see trial.Call; of tests alone. overhead_ns: what the harness's clock saw beyond the
-    rank's, per call."""
+    """collective_bytes, shared_bytes: see trial.Call; only for tests. overhead_ns: the harness's time minus the rank's, per
+    call."""
 
     case: Case
     verdict: str = PASS
@@ -55,8 +55,8 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Rules:
-    """Of one run. secret: makes the seeds that no submission can know. shortened: seconds of calls per case instead of the
-    contract's; None: the contract's."""
+    """The rules of one run. secret: the source of seeds that no submission can know. shortened: seconds of calls per case;
+    None: the contract's."""
 
     problem: ProblemFile
     secret: int
@@ -85,7 +85,7 @@ def test(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
 
 
 def benchmark(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
-    """Many calls on the same data, that of the published seed."""
+    """Many calls on the same data, made from the published seed."""
     result = CaseResult(case)
     limit, cap = rules.problem.benchmark_timeout, rules.shortened or BENCHMARK_SECONDS
     with _failures_into(result), rules.trial(ranks, case, published=True) as trial:
@@ -97,7 +97,7 @@ def benchmark(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
 
 
 def leaderboard(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
-    """Many calls, each on new data from a secret seed. The first call has the published data, and no time of it counts."""
+    """Many calls, each on new data from a secret seed. The first call uses the published data and is not timed."""
     result = CaseResult(case)
     limit, cap = rules.problem.benchmark_timeout, rules.shortened or LEADERBOARD_SECONDS
     with _failures_into(result), rules.trial(ranks, case) as trial:
@@ -111,7 +111,7 @@ def leaderboard(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
 
 
 def _replays(rules: Rules, ranks: SubmissionRanks, case: Case, limit: float) -> bool:
-    """Right each time on the published inputs, wrong each time on secret ones; in between, each a case of its own."""
+    """Whether it is right each time on the published inputs and wrong each time on secret ones, in alternating cases."""
 
     def is_right(published: bool) -> bool:
         try:
@@ -125,13 +125,13 @@ def _replays(rules: Rules, ranks: SubmissionRanks, case: Case, limit: float) -> 
 
 
 def pressure(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
-    """Calls back to back without a barrier, while ranks are stopped at random instants: the others then are in the next call
-    while one still has to read what the call before has brought."""
+    """Calls back to back without a barrier, while ranks are stopped at random instants: the others are then in the next
+    call while one still has to read the data of the previous one."""
     result = CaseResult(case)
     source = random.Random(f"{rules.secret} {case.spec}")
     limit = rules.problem.test_timeout
     with _failures_into(result), rules.trial(ranks, case) as trial:
-        call = trial.call(trial.secret_inputs(), limit)  # with barriers: that alone must be right
+        call = trial.call(trial.secret_inputs(), limit)  # with barriers: this alone must be right
         limit += 2e-9 * call.nanoseconds * PRESSURE_CALLS
         end = time.monotonic() + PRESSURE_SECONDS
         try:
@@ -155,7 +155,7 @@ def lone_call(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
 
 
 def profile(rules: Rules, ranks: SubmissionRanks, case: Case, path: Path) -> CaseResult:
-    """A trace of a few calls; nothing is checked and nothing timed."""
+    """Traces a few calls; checks and times nothing."""
     result = CaseResult(case, trace_file=str(path))
     with _failures_into(result), rules.trial(ranks, case) as trial:
         result.summary = trial.profile(PROFILE_WARM_UP, PROFILE_CALLS, path, rules.problem.benchmark_timeout)
@@ -163,8 +163,8 @@ def profile(rules: Rules, ranks: SubmissionRanks, case: Case, path: Path) -> Cas
 
 
 def check_clock(result: CaseResult, null: CaseResult) -> None:
-    """The clock is the submission's process's. The harness's process has seen the same calls: beyond what it sees of calls
-    that do nothing, the two must agree."""
+    """Detects a submission that manipulates its process's clock. The harness's process has timed the same calls: apart from
+    the overhead of calls that do nothing, the two must agree."""
     if not result.passed or not null.overhead_ns:
         return
     overhead = statistics.median(result.overhead_ns)

@@ -1,4 +1,4 @@
-"""Options that the subcommands share, and what becomes of them."""
+"""Options that the subcommands share, and their evaluation."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def add_how(parser: argparse.ArgumentParser) -> None:
 
 
 def contest_of(options: argparse.Namespace) -> Contest:
-    """Raises CaseFileError where cases cannot be used, UsageError for the rest."""
-    torch.set_num_threads(1)  # of this process, which checks outputs: the cores are the ranks'
+    """Raises CaseFileError if cases are unusable, UsageError for everything else."""
+    torch.set_num_threads(1)  # this process checks outputs; the cores belong to the ranks
     device_type = _device_type(options)
     problem = problems.file_of(options.problem)
     if getattr(options, "cases", None) is not None:

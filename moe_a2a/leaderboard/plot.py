@@ -12,7 +12,7 @@ FLOOR_STYLE: dict[str, Any] = {"color": "0.35", "linestyle": (0, (1, 2)), "linew
 
 
 def as_svg(board: Board) -> str:
-    """An <svg> element; "" without matplotlib, or if nothing has a time."""
+    """An <svg> element; "" without matplotlib, or if there are no times."""
     try:
         import matplotlib
     except ImportError:
@@ -43,7 +43,7 @@ def as_svg(board: Board) -> str:
     panel.tick_params(axis="x", labelrotation=20)
     panel.legend(frameon=False)
     text = io.StringIO()
-    # The same numbers make the same file.
+    # Equal numbers make equal files.
     with matplotlib.rc_context({"svg.hashsalt": board.problem}):
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]

@@ -1,4 +1,4 @@
-"""What a run says to other tools: the lines of POPCORN_FD and the exit codes of the public evaluator."""
+"""Output for other tools: the lines of POPCORN_FD and the exit codes of the public evaluator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OK, FAILED, BAD_CASES, NO_DESCRIPTOR = 0, 112, 113, 111
 
 
 class Popcorn:
-    """Writes `key: value` lines; nowhere without POPCORN_FD."""
+    """Writes `key: value` lines; without POPCORN_FD, nothing."""
 
     def __init__(self, file: TextIO | None):
         self._file = file
@@ -34,7 +34,7 @@ class Popcorn:
 
     def log(self, key: str, value: object) -> None:
         if self._file is not None:
-            self._file.write(f"{key}: {' '.join(str(value).split())}\n")  # a value is one line
+            self._file.write(f"{key}: {' '.join(str(value).split())}\n")  # keeps a value on one line
             self._file.flush()
 
     def count(self, mode: str, number: int) -> None:
@@ -65,7 +65,7 @@ def _prefix(mode: str) -> str:
 
 
 def exit_code(mode: str, passed: bool, popcorn: Popcorn) -> int:
-    """112 on failure. Only a leaderboard run that is read by other tools ends with 0, as theirs does: they read `check`."""
+    """112 on failure. Only a leaderboard run read by other tools always returns 0, as theirs does: they read `check`."""
     if passed or (mode == "leaderboard" and popcorn.is_open):
         return OK
     return FAILED

@@ -1,5 +1,5 @@
-"""What a rank's process needs to have imported before its first call. The server of forks imports it once, and its forks
-start in milliseconds."""
+"""Modules that a rank's process needs before its first call. The fork server imports them once, so its forks start in
+milliseconds."""
 
 import torch
 

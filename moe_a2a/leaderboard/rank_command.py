@@ -17,7 +17,7 @@ from moe_a2a.leaderboard.run_command import check_cases, line_of
 from moe_a2a.leaderboard.verdicts import PASS
 
 HELP = "run every mode of several submissions, rank them and write a report"
-MODES = ("test", "leaderboard", "pressure", "lone_call")  # the first that fails ends an entry's run
+MODES = ("test", "leaderboard", "pressure", "lone_call")  # the first failure ends an entry's run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _by_entry_name(paths: list[Path]) -> dict[str, Path]:
-    """By the file's name, and with the folder's in front where the file is called submission.py, as most are."""
+    """By the file's name, prefixed by the folder's if the file is called submission.py, as most are."""
     named: dict[str, Path] = {}
     for path in paths:
         name = f"{path.parent.name}-{path.stem}" if path.stem == "submission" else path.stem

@@ -1,7 +1,7 @@
-"""What the process of a rank does, one program after another, as ranks.py asks.
+"""The programs of a rank's process, run one after another as ranks.py asks.
 
-The submission runs in this process and could tamper with anything here. Therefore inputs are drawn, outputs checked and clocks
-compared in the harness's process, and nothing here knows a seed.
+The submission runs in this process and could tamper with anything here. Therefore the harness's process draws inputs, checks
+outputs and compares clocks, and no seed is known here.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Report = Callable[[str], None]
 
 @dataclass
 class CallResult:
-    """One call on one rank. nanoseconds: from after the first barrier to after the second, as the contract has it.
+    """One call on one rank. nanoseconds: from after the first barrier to after the second, as the contract requires.
 
-    output: a copy on the CPU. returned: what it is instead if it is no tensor on the rank's device, else "".
+    output: a copy on the CPU. returned: a description of the output if it is not a tensor on the rank's device, else "".
     """
 
     output: torch.Tensor | None = None
@@ -48,7 +48,7 @@ class CallResult:
 
 @dataclass
 class _CaseState:
-    """Between begin_case() and end_case()."""
+    """The state between begin_case() and end_case()."""
 
     case: Case
     rank: int
@@ -57,10 +57,10 @@ class _CaseState:
     weights: GuardedInputs
     inputs: GuardedInputs | None = None
     data: Any = None
-    output: Any = None  # of the call before
+    output: Any = None  # of the previous call
 
     def take(self, problem: Problem, inputs: Tensors | None) -> None:
-        """None: the same again."""
+        """None: the previous inputs again."""
         if inputs is not None:
             self.inputs, self.data = self.guarded(problem, inputs)
         poison(self.output)
@@ -87,12 +87,12 @@ def load(report: Report, problem_name: str, submission: Path) -> None:
 def begin_case(
     report: Report, key: str, case: Case, device_type: str, timeout: float, rank: int, weights: Tensors
 ) -> None:
-    """Joins a process group of the case's own. `key` is new for each case."""
+    """Joins the case's own process group. `key` is new for each case."""
     device = RankDevice(device_type, rank)
     world_size = case["world_size"]
     store = this_process_store()
     own_barrier = device.make_barrier(dist.PrefixStore(f"{key} harness", store), rank, world_size, timeout)
-    # By the module's name and with keywords: submissions may have replaced it.
+    # By the module's name and with keywords: submissions may have replaced the function.
     dist.init_process_group(
         device.backend,
         store=dist.PrefixStore(key, store),
@@ -117,7 +117,7 @@ def end_case(report: Report) -> None:
 
 
 def call(report: Report, counted: bool, inputs: Tensors | None) -> CallResult:
-    """A timed call between two barriers. counted: with the traffic of torch.distributed, which slows it down."""
+    """A timed call between two barriers. counted: counts torch.distributed's traffic, which slows the call down."""
     state = _case[0]
     state.take(_problem[0], inputs)
     device, kernel = state.device, _submission[0].kernel
@@ -141,7 +141,7 @@ def call(report: Report, counted: bool, inputs: Tensors | None) -> CallResult:
 
 
 def link_rate(report: Report) -> float:
-    """Of the link between the ranks of the case, in bytes per second."""
+    """Rate of the link between the ranks of the case, in bytes per second."""
     return link.bytes_per_second(_case[0].device)
 
 
@@ -154,7 +154,7 @@ def call_in_a_row(report: Report, all_inputs: list[Tensors]) -> list[CallResult]
     outputs = []
     for _, data in guarded:
         output = _submission[0].kernel(data)
-        # Copied at once: a submission may use its memory again in the next call.
+        # Copied at once: a submission may reuse its memory in the next call.
         outputs.append(output.clone() if isinstance(output, torch.Tensor) else output)
     state.device.synchronize()
     state.barrier()
@@ -162,7 +162,7 @@ def call_in_a_row(report: Report, all_inputs: list[Tensors]) -> list[CallResult]
 
 
 def call_alone(report: Report, takes_part: bool, inputs: Tensors) -> CallResult:
-    """A call that only one rank makes: the others have left, and answer nothing."""
+    """A call made by only one rank: the others have left and do not answer."""
     state = _case[0]
     if not takes_part:
         return CallResult()
@@ -173,11 +173,11 @@ def call_alone(report: Report, takes_part: bool, inputs: Tensors) -> CallResult:
 
 
 def profile(report: Report, num_calls: int, path: Path, all_inputs: list[Tensors]) -> str:
-    """Calls under a recorder: moe_a2a's own where the submission names an object to trace, else PyTorch's profiler on rank 0.
-    Writes the trace to `path` and returns its summary, on rank 0."""
+    """Calls under a recorder: moe_a2a's own if the submission names an object to trace, else PyTorch's profiler on rank 0.
+    Rank 0 writes the trace to `path` and returns its summary."""
     state = _case[0]
-    prepared = [state.guarded(_problem[0], inputs)[1] for inputs in all_inputs]  # no part of the trace
-    for data in prepared[:-num_calls]:  # first calls allocate, and load kernels
+    prepared = [state.guarded(_problem[0], inputs)[1] for inputs in all_inputs]  # kept out of the trace
+    for data in prepared[:-num_calls]:  # the first calls allocate and load kernels
         _profiled_call(state, data)
     target = _submission[0].traced()
     if target is not None:
@@ -204,7 +204,7 @@ def _profiled_call(state: _CaseState, data: Any) -> None:
 
 
 def resources(report: Report) -> dict[str, int]:
-    """What this process holds: open files, mappings, resident bytes, GPU bytes."""
+    """Resources of this process: open files, mappings, resident bytes, GPU bytes."""
     gc.collect()
     status = Path("/proc/self/statm").read_text().split()
     on_gpu = sum(torch.cuda.memory_reserved(gpu) for gpu in range(torch.cuda.device_count()))

@@ -1,4 +1,4 @@
-"""The processes that run a submission, seen from the harness: cases and calls, and whatever goes wrong in them by name."""
+"""The processes that run a submission, seen from the harness: cases, calls, and named failures."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from moe_a2a.leaderboard.rank_program import CallResult
 from moe_a2a.leaderboard.verdicts import SubmissionFailedError
 from moe_a2a.rank_processes import CoresShared, RankError, RankProcesses
 
-PRELOADED = "moe_a2a.leaderboard.preloaded"  # by name: importing it here would slow every command down
+PRELOADED = "moe_a2a.leaderboard.preloaded"  # by name: an import here would slow every command down
 SECONDS_TO_START = 120.0
 SECONDS_TO_BEGIN = 60.0  # a case: two process groups
-GRACE = 1.0  # for the other ranks, once one has failed
-VERDICTS = {"raised": "raised", "died": "crash", "timeout": "hang"}  # of RankError's kinds
+GRACE = 1.0  # for the other ranks once one has failed
+VERDICTS = {"raised": "raised", "died": "crash", "timeout": "hang"}  # by RankError's kind
 
 
 class SubmissionRanks:
-    """`num_ranks` processes with one submission in them. A failure ends them all; the next case starts new ones.
+    """`num_ranks` processes that hold one submission. A failure ends them all; the next case starts new ones.
 
-    seconds_observed: of the last call, by the clock of this process: from the last rank's start to the first rank's end.
+    seconds_observed: duration of the last call by this process's clock, from the last rank's start to the first rank's end.
     """
 
     def __init__(self, problem_name: str, submission: Path, num_ranks: int, device_type: str):
@@ -44,8 +44,8 @@ class SubmissionRanks:
     # ---- cases
 
     def begin_case(self, case: Case, weights: list[Tensors]) -> None:
-        """Each case moves the ranks on by one process, as the public evaluator's pool may: what a submission keeps in a
-        process need not be its rank's."""
+        """Each case moves every rank to the next process, as the public evaluator's pool may: state that a submission keeps
+        in a process may end up on another rank."""
         if self._processes is None or self._processes.is_closed:
             self._start()
         assert self._processes is not None
@@ -56,7 +56,7 @@ class SubmissionRanks:
         self._run(rank_program.begin_case, *arguments, limit=SECONDS_TO_BEGIN, own=own)
 
     def end_case(self) -> None:
-        """Also after a failure, when there is nothing left to end."""
+        """Also called after a failure, when there is nothing left to end."""
         if self._processes is not None and not self._processes.is_closed:
             self._run(rank_program.end_case, limit=SECONDS_TO_BEGIN)
 
@@ -74,7 +74,7 @@ class SubmissionRanks:
     # ---- calls
 
     def call(self, inputs: list[Tensors] | None, limit: float, counted: bool = False) -> list[CallResult]:
-        """A call on every rank. inputs: None: the same again. Raises SubmissionFailedError: "slow" after `limit` seconds,
+        """A call on every rank. inputs: None: the previous ones. Raises SubmissionFailedError: "slow" after `limit` seconds,
         "hang" after twice as many."""
         per_rank = [(None,)] * self.num_ranks if inputs is None else [(of_rank,) for of_rank in inputs]
         self._marks = {"start": [], "end": []}
@@ -85,22 +85,22 @@ class SubmissionRanks:
         return results
 
     def call_in_a_row(self, inputs: list[list[Tensors]], limit: float, source: random.Random) -> list[list[CallResult]]:
-        """inputs: of each rank, for each call. The ranks are stopped and resumed at instants drawn from `source`."""
+        """inputs: per rank, one per call. The ranks are stopped and resumed at instants drawn from `source`."""
         own = [(of_rank,) for of_rank in inputs]
         with frozen_now_and_then(self.pids, source):
             return self._run(rank_program.call_in_a_row, limit=limit, own=own)
 
     def call_alone(self, rank: int, inputs: Tensors, limit: float) -> CallResult:
-        """Ends with SubmissionFailedError where the submission waits for its peers, as it should."""
+        """Raises SubmissionFailedError if the submission waits for its peers, as it should."""
         own = [(other == rank, inputs if other == rank else {}) for other in range(self.num_ranks)]
         return self._run(rank_program.call_alone, limit=limit / 2, own=own)[rank]
 
     def profile(self, num_calls: int, path: Path, inputs: list[list[Tensors]], limit: float) -> str:
-        """inputs: of each rank, for each call: those before the last `num_calls` warm up. Rank 0's summary."""
+        """inputs: per rank, one per call; those before the last `num_calls` warm up. Returns rank 0's summary."""
         return self._run(rank_program.profile, num_calls, path, limit=limit, own=[(of_rank,) for of_rank in inputs])[0]
 
     def run(self, program: Callable[..., Any], *arguments: Any, limit: float) -> list[Any]:
-        """Another program on every rank."""
+        """Runs another program on every rank."""
         return self._run(program, *arguments, limit=limit)
 
     @property

@@ -1,4 +1,4 @@
-"""What a ranking has found, as it is kept in <problem>.json; report.py and plot.py show it."""
+"""The results of a ranking as stored in <problem>.json; report.py and plot.py show them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRAWS_OF_FLOOR = 8
 
 @dataclass
 class Timing:
-    """Of one benchmark, in microseconds."""
+    """The times of one benchmark, in microseconds."""
 
     label: str
     mean_us: float
@@ -45,7 +45,7 @@ class Timing:
 
 @dataclass
 class Traffic:
-    """Of one test, summed over ranks; -1: not counted."""
+    """The traffic of one test, summed over ranks; -1: not counted."""
 
     label: str
     collective_bytes: int
@@ -54,7 +54,7 @@ class Traffic:
 
 @dataclass
 class Entry:
-    """A submission. failed_mode, failed_case, message: of the first failure. score_us: 0 if it has none."""
+    """A submission. failed_mode, failed_case, message: of the first failure. score_us: 0 without a score."""
 
     name: str
     verdict: str = PASS
@@ -69,7 +69,7 @@ class Entry:
     trace_file: str = ""
 
     def take(self, result: ModeResult) -> None:
-        """The first failure decides; what was measured stays visible."""
+        """The first failure decides; measurements made so far stay visible."""
         failed = next((case for case in result.cases if not case.passed), None)
         if failed is not None and self.verdict == PASS:
             self.verdict, self.failed_mode = failed.verdict, result.mode
@@ -97,8 +97,8 @@ class Board:
     shortened: float | None
     shrunk: int | None
     speed_of_light_us: list[float]
-    link_gbps: float  # of a rank, in each direction, while all ranks send; 0: one rank has no link
-    floor_us: list[float]  # per benchmark: what must cross, over the link's rate; empty: one rank
+    link_gbps: float  # of a rank, in each direction, while all ranks send; 0: a single rank has no link
+    floor_us: list[float]  # per benchmark: the bytes to move over the link's rate; empty: a single rank
     null: list[Timing]
     entries: list[Entry] = field(default_factory=list)
     version: int = VERSION
@@ -125,7 +125,7 @@ class Board:
         )
 
     def ranked(self) -> list[Entry]:
-        """The fastest first, and those without a score last."""
+        """Fastest first, entries without a score last."""
         return sorted(self.entries, key=lambda entry: (entry.verdict != PASS, entry.score_us))
 
     def write(self, path: Path) -> None:
@@ -145,7 +145,7 @@ class Board:
 
 
 def bytes_to_move(contest: Contest, case: Case) -> float:
-    """By the busiest rank, the mean over a few draws: from call to call the number of tokens differs."""
+    """Bytes of the busiest rank, averaged over a few draws since the number of tokens differs from call to call."""
     problem, ranks = problems.make(contest.problem.name), range(case["world_size"])
     of_draws = []
     for draw in range(DRAWS_OF_FLOOR):

@@ -1,4 +1,4 @@
-"""A ranking for readers: Markdown, and one HTML page for all problems of a folder."""
+"""Renders a ranking as Markdown, and all problems of a folder as one HTML page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ svg { max-width: 100%; height: auto }
 
 
 def write_all(folder: Path) -> list[Path]:
-    """Markdown beside each <problem>.json, and the page."""
+    """Writes Markdown beside each <problem>.json, and the page."""
     boards = {path: Board.read(path) for path in sorted(folder.glob("*.json"))}
     written = []
     for path, board in boards.items():
@@ -43,7 +43,7 @@ def write_all(folder: Path) -> list[Path]:
     return [*written, page]
 
 
-# ---- what both formats say
+# ---- content shared by both formats
 
 
 def about(board: Board) -> str:
@@ -62,7 +62,7 @@ def about(board: Board) -> str:
 
 
 def table(board: Board) -> list[list[str]]:
-    """Rows of cells, the head first: entries in their order, then the null submission, the floor and the published bound."""
+    """Rows of cells, header first: entries in rank order, then the null submission, the floor and the published bound."""
     head = ["entry", "score, us", *(timing.label for timing in board.null)]
     rows = [head]
     for entry in board.ranked():
@@ -89,7 +89,7 @@ def verdict_line(entry: Entry) -> str:
 
 
 def traffic_line(entry: Entry) -> str:
-    """Of the last test, which is the largest."""
+    """The traffic of the last test, which is the largest."""
     if not entry.traffic:
         return "traffic not counted"
     last = entry.traffic[-1]

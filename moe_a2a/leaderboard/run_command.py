@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace, out: popcorn.Popcorn) -> int:
 
 
 def check_cases(contest: Contest, mode: str) -> None:
-    """Before any process starts."""
+    """Called before any process starts."""
     for case in contest.cases_of(mode):
         if case["world_size"] != contest.num_ranks:
             raise CaseFileError(
@@ -86,7 +86,7 @@ def check_cases(contest: Contest, mode: str) -> None:
 
 
 def line_of(result: CaseResult) -> str:
-    """What a terminal shows of a case."""
+    """A case's line in the terminal."""
     if not result.passed:
         return "\n".join([f"{result.verdict}: {result.message}", *result.details.splitlines()[-12:]])
     if result.summary:

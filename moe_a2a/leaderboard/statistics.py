@@ -1,4 +1,4 @@
-"""The times of a case, and when there are enough of them: the rules of the public evaluator."""
+"""The times of a case, and when there are enough of them, by the public evaluator's rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_WALL_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Stats:
-    """In nanoseconds, as POPCORN_FD's lines have them. err: the standard error of the mean."""
+    """In nanoseconds, as in POPCORN_FD's lines. err: the standard error of the mean."""
 
     runs: int
     mean: float
@@ -34,7 +34,7 @@ class Stats:
 
 
 def enough(nanoseconds: list[int], cap_seconds: float, wall_seconds: float) -> bool:
-    """cap_seconds: of calls; wall_seconds: that have passed since the first."""
+    """cap_seconds: limit of the calls' total time; wall_seconds: time passed since the first."""
     if len(nanoseconds) < LEAST_RUNS:
         return False
     stats = Stats.of(nanoseconds)

@@ -1,9 +1,9 @@
-"""Bytes that ranks exchange through shared memory, as the kernel of the operating system sees it from outside.
+"""Bytes that ranks exchange through shared memory, as the operating system's kernel sees it from outside.
 
-Before a call the kernel forgets which pages each rank's process has touched; after it, the touched pages of mappings that more
-than one rank has are counted. Sees: every transport over shared memory, moe_a2a's CPU target among them, whatever the
-submission says. Does not see: sockets, GPU memory. A page counts whole (4 KiB), for each process that touches it, and also when a
-rank only touched its own part: an upper bound, and exact when it is 0.
+Before a call the kernel forgets which pages each rank's process has touched. After it, we count the touched pages of mappings
+that more than one rank has. This covers every transport over shared memory, including moe_a2a's CPU target, whatever the
+submission claims, but not sockets or GPU memory. A page counts whole (4 KiB), for each process that touches it, even if a
+rank touched only its own part: the count is an upper bound, and exact when it is 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REFERENCED = re.compile(r"^Referenced: +([0-9]+) kB", re.MULTILINE)
 
 
 def forget_touched_pages(pids: list[int]) -> bool:
-    """False where the kernel offers no such thing."""
+    """False if the kernel lacks the feature."""
     try:
         for pid in pids:
             Path(f"/proc/{pid}/clear_refs").write_text("1")
@@ -35,7 +35,7 @@ def shared_bytes_touched(pids: list[int]) -> int:
 
 
 def _touched(smaps: str) -> dict[str, int]:
-    """Bytes by file, of mappings that are shared."""
+    """Bytes by file, for shared mappings."""
     touched: dict[str, int] = {}
     mappings = list(MAPPING.finditer(smaps))
     ends = [mapping.start() for mapping in mappings[1:]] + [len(smaps)]

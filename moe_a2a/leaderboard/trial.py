@@ -1,4 +1,4 @@
-"""One case of one submission: its inputs, its calls, and every check of what comes back."""
+"""One case of one submission: its inputs, its calls, and all checks of its outputs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from moe_a2a.leaderboard.rank_program import CallResult
 from moe_a2a.leaderboard.ranks import SubmissionRanks
 from moe_a2a.leaderboard.verdicts import SubmissionFailedError
 
-NUM_KEPT = 4  # expected outputs of earlier calls, to know them again
+NUM_KEPT = 4  # expected outputs of earlier calls, to recognise a cached output
 
 
 @dataclass
 class Call:
-    """A call that was right.
+    """A correct call.
 
-    nanoseconds: of rank 0, by its own clock, as the contract has it. observed_ns: by the clock of the harness's process, with
-    the pipes between the two. collective_bytes: sent by torch.distributed, sum over ranks. shared_bytes: pages touched in
-    shared memory; -1: not counted.
+    nanoseconds: by rank 0's own clock, as the contract requires. observed_ns: by the harness's clock, including
+    the pipes between the two processes. collective_bytes: sent by torch.distributed, summed over ranks. shared_bytes: pages
+    touched in shared memory; -1: not counted.
     """
 
     nanoseconds: int
@@ -36,10 +36,10 @@ class Call:
 
 
 class Trial:
-    """Between begin and end of a case.
+    """A case from its begin to its end.
 
-    published: the weights are those of the published seed, not of a secret one. checked: whether outputs are looked at; not
-    those of the null submission.
+    published: the weights come from the published seed, not from a secret one. checked: whether outputs are checked; those
+    of the null submission are not.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Trial:
         if kind is None:
             self._ranks.end_case()
         elif kind is SubmissionFailedError:
-            self._ranks.close()  # after a failure nothing in these processes can be relied on
+            self._ranks.close()  # after a failure these processes cannot be trusted
 
     # ---- inputs
 
@@ -81,11 +81,11 @@ class Trial:
         return self._draw(self.case["seed"])
 
     def secret_inputs(self) -> list[Tensors]:
-        """New ones at each call."""
+        """New inputs at each call."""
         return self._draw(self._secret_seed())
 
     def _secret_seed(self) -> int:
-        """A new one each time, which was not known before this run."""
+        """A new seed each time, unknown before this run."""
         self._num_secret_seeds += 1
         text = f"{self._secret} {self.case.spec} {self._num_secret_seeds}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
@@ -100,7 +100,7 @@ class Trial:
     # ---- calls
 
     def call(self, inputs: list[Tensors] | None, limit: float) -> Call:
-        """Raises SubmissionFailedError unless everything is right. inputs: None: those of the call before."""
+        """Raises SubmissionFailedError unless everything is right. inputs: None: those of the previous call."""
         if inputs is not None:
             self._take(inputs)
         results = self._ranks.call(inputs, limit)
@@ -108,7 +108,7 @@ class Trial:
         return Call(results[0].nanoseconds, round(self._ranks.seconds_observed * 1e9))
 
     def counted_call(self, inputs: list[Tensors], limit: float) -> Call:
-        """A call whose traffic is counted; its time means nothing."""
+        """A call with counted traffic; its time is meaningless."""
         self._take(inputs)
         can_count = traffic.forget_touched_pages(self._ranks.pids)
         results = self._ranks.call(inputs, limit, counted=True)
@@ -118,7 +118,7 @@ class Trial:
         return Call(results[0].nanoseconds, round(self._ranks.seconds_observed * 1e9), round(collective), shared)
 
     def calls_in_a_row(self, num_calls: int, limit: float, source: random.Random) -> None:
-        """No barrier between the calls, and ranks that are stopped at instants drawn from `source`."""
+        """Calls without a barrier in between, while ranks are stopped at instants drawn from `source`."""
         inputs = [self.secret_inputs() for _ in range(num_calls)]
         expected = [self.expected(of_call) for of_call in inputs]
         results = self._ranks.call_in_a_row([list(own) for own in zip(*inputs, strict=True)], limit, source)
@@ -127,12 +127,12 @@ class Trial:
                 self._check(result, expected[number][rank], f"rank {rank}, call {number}")
 
     def profile(self, num_warm_up: int, num_calls: int, path: Path, limit: float) -> str:
-        """The summary of a trace of `num_calls` calls, which is written to `path`."""
+        """Returns the summary of a trace of `num_calls` calls, which it writes to `path`."""
         inputs = [self.secret_inputs() for _ in range(num_warm_up + num_calls)]
         return self._ranks.profile(num_calls, path, [list(own) for own in zip(*inputs, strict=True)], limit)
 
     def is_right_alone(self, rank: int, limit: float) -> bool:
-        """Whether the rank has the right output though no other rank takes part. If not, it waits, or raises: the
+        """Whether the rank has the right output although no other rank takes part. If not, it waits, or raises; the
         submission's processes are ended either way."""
         inputs = self.secret_inputs()
         try:
@@ -158,7 +158,7 @@ class Trial:
                 raise SubmissionFailedError("wrong", problem)
 
     def _check(self, result: CallResult, expected: Tensor, where: str, earlier: list[Tensor] | None = None) -> None:
-        """The worst first: a write out of bounds may be the reason of all that comes after it."""
+        """The worst failure first: a write out of bounds may be the cause of the others."""
         if not self._checked:
             return
         if result.overrun:

@@ -1,4 +1,4 @@
-"""The problems: how each makes its inputs, what it hands to a submission, and what it expects back.
+"""The problems: how each makes its inputs, passes them to a submission, and checks the output.
 
 A problem is a YAML file of shapes and a class here of the same name; see moe_a2a/leaderboard/problems/base.py.
 """

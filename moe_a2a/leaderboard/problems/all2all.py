@@ -1,4 +1,4 @@
-"""Dispatch, simulated experts, combine: the published problem, and one whose experts no other rank knows."""
+"""Dispatch, simulated experts, combine: the published problem, and a variant whose factors only the expert's rank knows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MoEConfig:
 @dataclass
 class RankData:
     """x [num_tokens, H] fp16, indices [num_tokens, K] int32 of distinct experts, weights [num_tokens, K] fp32 that do not
-    add up to 1. Only all2all_experts has expert_scales [E_local, H] fp16: the factors of this rank's experts."""
+    sum to 1. Only all2all_experts has expert_scales [E_local, H] fp16: the factors of this rank's experts."""
 
     num_tokens: int
     indices: Tensor
@@ -73,7 +73,7 @@ class All2All(CloseTo):
 
 
 class All2AllExperts(All2All):
-    """The factors of an expert are drawn anew for each call, a row of them per expert, and only its own rank has them."""
+    """Each call draws new factors, one row per expert, which only the expert's rank has."""
 
     def make_inputs(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
         num_local_experts = case["num_experts"] // case["world_size"]

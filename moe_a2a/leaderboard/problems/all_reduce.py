@@ -1,4 +1,4 @@
-"""Sums over all ranks: exact up to rounding, and with a codec of the submission's choice."""
+"""Sums over all ranks: exact up to rounding, and with a codec chosen by the submission."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AllReduce(CloseTo):
         return 2 * (len(tensors) - 1) / len(tensors) * tensors[0]["x"].numel() * self.least_bits() / 8
 
     def least_bits(self) -> float:
-        """Of a value on its way."""
+        """Bits of a value on the wire."""
         return 16
 
     def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
@@ -38,13 +38,13 @@ class AllReduce(CloseTo):
 
 
 class AllReduceQuantised(AllReduce):
-    """The same sum, with an error of up to MOST_ERROR of its norm. Every rank must have the same bits: replicas that differ
-    drift apart."""
+    """The same sum, with an error of up to MOST_ERROR of its norm. All ranks must get the same bits, since replicas that
+    differ drift apart."""
 
     LEAST_DB = 28.0  # signal to noise: 6 bits per value reach it on N(0, 1), 4 bits do not
 
     def least_bits(self) -> float:
-        """No code of normally distributed values has less noise for its length."""
+        """By rate-distortion: no code of normally distributed values has less noise at this length."""
         return self.LEAST_DB / (20 * math.log10(2))
 
     def mismatch(self, output: Tensor, expected: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""What the harness needs to know of a problem."""
+"""The interface of a problem."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ Tensors = dict[str, Tensor]
 
 
 class Problem(Protocol):
-    """Made in the harness's own process, where no submission runs, and once more in each rank's process."""
+    """Instantiated in the harness's own process, which runs no submission, and in each rank's process."""
 
     def check_case(self, case: Case) -> None:
-        """Raises CaseFileError if the shape and the number of ranks do not go together."""
+        """Raises CaseFileError if the shape does not suit the number of ranks."""
 
     def make_weights(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
-        """The inputs of a rank that stay the same over a case."""
+        """A rank's inputs that stay the same throughout a case."""
         ...
 
     def make_inputs(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
-        """The inputs of a rank that are new in each call."""
+        """A rank's inputs that are new in each call."""
         ...
 
     def as_data(self, case: Case, tensors: Tensors, rank: int) -> Any:
-        """What custom_kernel() gets: the weights and inputs in the form of the contract."""
+        """The argument of custom_kernel(): the weights and inputs in the contract's form."""
         ...
 
     def expected(self, case: Case, tensors: list[Tensors]) -> list[Tensor]:
-        """The output of each rank, from the weights and inputs of all."""
+        """The output of each rank, computed from the weights and inputs of all."""
         ...
 
     def bytes_to_move(self, case: Case, tensors: list[Tensors]) -> float:
-        """What the busiest rank has to send, or to receive, to or from the others, whatever the submission does."""
+        """Bytes that the busiest rank must send to, or receive from, the others in any submission."""
         ...
 
     def mismatch(self, output: Tensor, expected: Tensor) -> str:
-        """Why a rank's output is not what was expected; "" if it is."""
+        """How a rank's output differs from the expected one; "" if it is right."""
         ...
 
     def disagreement(self, outputs: list[Tensor]) -> str:
-        """What is wrong with the outputs of all ranks together, though each is right; "" if nothing is."""
+        """What is wrong with all ranks' outputs together although each is right; "" if nothing is."""
         ...
 
 
 class CloseTo:
-    """The checks of most problems: every value within a tolerance, and nothing that ranks have to agree on."""
+    """The checks of most problems: every value within a tolerance, and nothing for ranks to agree on."""
 
     rtol: float
     atol: float
@@ -85,7 +85,7 @@ def value_mismatch(output: Tensor, expected: Tensor, rtol: float, atol: float) -
 
 
 def error_share(output: Tensor, expected: Tensor) -> float:
-    """The norm of the error over the norm of what was expected."""
+    """The norm of the error over the norm of the expected output."""
     norm = float(expected.float().norm())
     return float((output.float() - expected.float()).norm()) / norm if norm else 0.0
 

@@ -1,4 +1,4 @@
-"""A matrix product before a reduce-scatter, and one behind an all-gather: the other two published problems."""
+"""A matrix product before a reduce-scatter, and one after an all-gather: the other two published problems."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from moe_a2a.leaderboard.cases import Case
 from moe_a2a.leaderboard.problems.base import CloseTo, Tensors, check_divides, error_share
 
-MOST_ERROR = 0.01  # of the expected output's norm; sums that are rounded to bf16 after each of 8 ranks stay below 0.005
+MOST_ERROR = 0.01  # relative to the expected output's norm; sums rounded to bf16 after each of 8 ranks stay below 0.005
 
 
 class _Gemm(CloseTo):
-    """data = (input, weight, bias), bf16, U(-0.01, 0.01). The weight and the bias stay over a case.
+    """data = (input, weight, bias), bf16, U(-0.01, 0.01). The weight and the bias stay the same throughout a case.
 
-    The published tolerance is as large as the values: an output without the product passes it. So the norm of the error is
-    limited too.
+    The published tolerance is as large as the values: an output without the product passes it. So we also limit the norm
+    of the error.
     """
 
     rtol = atol = 1e-2

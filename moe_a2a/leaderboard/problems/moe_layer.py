@@ -1,4 +1,4 @@
-"""A whole MoE layer: dispatch, SwiGLU experts with weights of their own, combine."""
+"""A whole MoE layer: dispatch, SwiGLU experts with their own weights, combine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moe_a2a.leaderboard.problems.base import CloseTo, Tensors, check_divides
 
 @dataclass
 class LayerData(RankData):
-    """As of all2all, x in bf16; w_gate_up [E_local, 2 * I, H] and w_down [E_local, H, I] bf16 are this rank's experts. The
-    gate's rows come before the up projection's."""
+    """As in all2all, with x in bf16; w_gate_up [E_local, 2 * I, H] and w_down [E_local, H, I] bf16 are this rank's experts,
+    with the gate's rows before the up projection's."""
 
     w_gate_up: Tensor | None = None
     w_down: Tensor | None = None

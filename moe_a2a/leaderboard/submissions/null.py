@@ -1,4 +1,4 @@
-"""Does nothing. Its time is what the harness itself takes: two barriers, a call, the device's synchronisation."""
+"""Does nothing. Its time is the harness's own: two barriers, a call, the device's synchronisation."""
 
 
 def custom_kernel(data):

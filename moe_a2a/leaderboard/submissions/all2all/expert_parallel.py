@@ -1,7 +1,7 @@
 """moe_a2a.ExpertParallel under the contract: one file, the installed package, nothing else.
 
-The evaluator makes a new process group for each case, and may put a rank into another process. So the memory belongs to the
-group: it is made on the first call of a group and given back when the group is destroyed.
+The evaluator makes a new process group for each case, and may move a rank to another process. So the memory belongs to the
+group: the group's first call allocates it, and destroying the group frees it.
 """
 
 import moe_a2a
@@ -16,13 +16,13 @@ def custom_kernel(data):
         _made[:] = cfg, _expert_parallel(cfg, rank_data.x.device)
     ep = _made[1]
     handle = ep.dispatch(rank_data.x, rank_data.indices, rank_data.weights)
-    scales = getattr(rank_data, "expert_scales", None)  # of all2all_experts
+    scales = getattr(rank_data, "expert_scales", None)  # only in all2all_experts
     sums = simulated_experts(handle, 1 + rank if scales is None else scales)
     return ep.combine(sums, handle, presummed=True)
 
 
 def traced():
-    """For `leaderboard rank`: whose kernels to trace."""
+    """For `leaderboard rank`: the objects whose kernels to trace."""
     return moe_a2a.group_objects.opened(moe_a2a.ExpertParallel)
 
 

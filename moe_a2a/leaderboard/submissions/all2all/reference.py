@@ -9,7 +9,7 @@ def custom_kernel(data):
     num_local = cfg.num_experts // world_size
     x, indices = rank_data.x, rank_data.indices.tolist()
 
-    # What goes where: for each rank the (token, choice) pairs whose expert lives there.
+    # Routes: for each rank, the (token, choice) pairs whose expert it owns.
     routes = [[] for _ in range(world_size)]
     for token, experts in enumerate(indices):
         for choice, expert in enumerate(experts):
@@ -42,5 +42,5 @@ def custom_kernel(data):
 
 
 def run_expert(row, local_expert, rank_data, rank):
-    scales = getattr(rank_data, "expert_scales", None)  # of all2all_experts
+    scales = getattr(rank_data, "expert_scales", None)  # only in all2all_experts
     return row * (1 + rank) if scales is None else row * scales[local_expert]

@@ -1,4 +1,4 @@
-"""Sort by expert, exchange counts and rows with all_to_all_single, and back the same way. PyTorch alone."""
+"""Sort by expert, exchange counts and rows with all_to_all_single, then the reverse. Only PyTorch."""
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ def custom_kernel(data):
 
 
 def run_experts(received, recv_counts, rank_data, rank):
-    scales = getattr(rank_data, "expert_scales", None)  # of all2all_experts
+    scales = getattr(rank_data, "expert_scales", None)  # only in all2all_experts
     if scales is None:
         return received * (1 + rank)
     world_size, num_local = recv_counts.shape  # rows arrive by source rank, then by expert

@@ -1,4 +1,4 @@
-"""moe_a2a.Collectives.all_gather, then the product of PyTorch. Its memory lives as long as the process group."""
+"""moe_a2a.Collectives.all_gather, then PyTorch's product. Its memory lives as long as the process group."""
 
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""The all-gather of torch.distributed, then the product of PyTorch."""
+"""torch.distributed's all-gather, then PyTorch's product."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The naive reference: every rank gathers everything and adds it up in fp32."""
+"""The naive reference: every rank gathers everything and adds it in fp32."""
 
 import torch
 import torch.distributed as dist

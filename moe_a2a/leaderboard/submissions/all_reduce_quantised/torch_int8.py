@@ -1,4 +1,4 @@
-"""Blocks of 32 values as int8 with a scale each, gathered and added up in fp32 on every rank. PyTorch alone."""
+"""Blocks of 32 values as int8 with one scale each, gathered and added in fp32 on every rank. Only PyTorch."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The product of PyTorch, then moe_a2a.Collectives.reduce_scatter. Its memory lives as long as the process group."""
+"""PyTorch's product, then moe_a2a.Collectives.reduce_scatter. Its memory lives as long as the process group."""
 
 import torch.nn.functional as F
 

@@ -1,4 +1,4 @@
-"""The product of PyTorch, then the reduce-scatter of torch.distributed."""
+"""PyTorch's product, then torch.distributed's reduce-scatter."""
 
 import torch
 import torch.distributed as dist

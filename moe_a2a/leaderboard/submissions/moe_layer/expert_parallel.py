@@ -1,7 +1,7 @@
-"""moe_a2a's dispatch, experts and combine: on a GPU the products gather their rows where dispatch() has put them.
+"""moe_a2a's dispatch, experts and combine: on a GPU the products gather their rows from where dispatch() put them.
 
-The evaluator makes a new process group for each case, and may put a rank into another process. So the memory belongs to the
-group: it is made on the first call of a group and given back when the group is destroyed.
+The evaluator makes a new process group for each case, and may move a rank to another process. So the memory belongs to the
+group: the group's first call allocates it, and destroying the group frees it.
 """
 
 import moe_a2a
@@ -15,7 +15,7 @@ def custom_kernel(data):
 
 
 def traced():
-    """For `leaderboard rank`: whose kernels to trace."""
+    """For `leaderboard rank`: the objects whose kernels to trace."""
     return moe_a2a.group_objects.opened(moe_a2a.ExpertParallel)
 
 

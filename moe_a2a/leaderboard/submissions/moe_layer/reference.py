@@ -23,6 +23,6 @@ def custom_kernel(data):
             part.index_add_(0, token, y.float() * weights[token, choice, None])
         parts.append(part)
 
-    total = torch.stack(parts)  # the parts of all ranks' tokens that come from this rank's experts
+    total = torch.stack(parts)  # this rank's experts' contributions to all ranks' tokens
     dist.all_reduce(total)
     return total[rank, : rank_data.num_tokens].to(cfg.out_dtype)

@@ -1,4 +1,4 @@
-"""Sort by expert, all_to_all_single, sort again, one matrix product per expert, and back the same way. PyTorch alone."""
+"""Sort by expert, all_to_all_single, sort again, one matrix product per expert, then the reverse. Only PyTorch."""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ def custom_kernel(data):
     received = x.new_empty(sum(recv_splits), cfg.hidden_dim)
     dist.all_to_all_single(received, x[src_token], recv_splits, send_splits)
 
-    # Rows arrive by source rank, then by expert; a product wants the rows of its expert together.
+    # Rows arrive by source rank, then by expert; a product needs its expert's rows together.
     local_expert = torch.arange(num_local, device=x.device).repeat(world_size)
     by_expert = torch.argsort(local_expert.repeat_interleave(recv_counts.view(-1)), stable=True)
     rows, y = received[by_expert], torch.empty_like(received)
