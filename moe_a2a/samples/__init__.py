@@ -1,1 +1,1 @@
-"""What demo and bench both run: a text, and small models that read it."""
+"""What both demo and bench run: a text, and small models that read it."""

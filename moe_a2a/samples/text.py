@@ -36,7 +36,7 @@ they are waiting for.
 
 
 def batch() -> Tensor:
-    """The text as token ids [num_sequences, SEQUENCE_LENGTH], without the last, shorter piece."""
+    """The text as token ids [num_sequences, SEQUENCE_LENGTH], without the shorter last piece."""
     tokens = torch.tensor(list(PARAGRAPHS.encode()))
     num_sequences = len(tokens) // SEQUENCE_LENGTH
     return tokens[: num_sequences * SEQUENCE_LENGTH].view(num_sequences, SEQUENCE_LENGTH)
