@@ -1,5 +1,5 @@
-// The fifth target: a GPU's threads on the CPU. The groups of arch/simt.h, with 32 or 64 lanes per warp, on fibers, so
-// that the kernels' many-lane behaviour runs without a GPU: with 32 as on NVIDIA (one warp publishes signals, 16-byte
+// The fifth target: a GPU's threads on the CPU. The groups of arch/simt.h run on fibers with 32 or 64 lanes per warp,
+// so many-lane behaviour of the kernels runs without a GPU: with 32 as on NVIDIA (one warp publishes signals, 16-byte
 // LL words, streamed sums), with 64 as on AMD. It replaces the CPU target (MOE_A2A_TARGET_HEADER).
 #pragma once
 

@@ -1,4 +1,4 @@
-// Streamed sums without TMA: one lane copies what TMA would. With 32 lanes only; with 64 there are none, as on AMD.
+// Streamed sums without TMA: one lane copies instead. Only with 32 lanes; with 64 nothing is streamed, as on AMD.
 #pragma once
 
 #include <cstring>

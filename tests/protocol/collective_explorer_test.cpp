@@ -1,5 +1,5 @@
-// The protocol of the collectives in small cases, in every schedule within a bound; then each of its parts broken in
-// turn, which some case must show.
+// The protocol of the collectives in small cases, in every schedule within a bound. Then each of its parts is broken in
+// turn, and some case must fail.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -78,7 +78,7 @@ TEST_P(CollectiveProtocolTest, HoldsInEverySchedule) {
       const Exploration found = Explorer(world, {.signals_by_fence = by_fence}).all(bound, max_schedules());
       std::printf(" %6" PRId64 "%s", found.num_schedules, found.complete ? " " : "+");
       ASSERT_EQ(found.failure, "") << found.trace;
-      if (!found.complete) break;  // a larger bound begins with the same schedules
+      if (!found.complete) break;  // a larger bound starts with the same schedules
     }
     std::printf("\n");
   }

@@ -195,7 +195,7 @@ Launch CollectiveRank::refuse(int call) {
   });
 }
 
-// A mutant: the signals of the launch that begins, before what they guard.
+// A mutation: raises the signals of a launch before it does the work that they guard.
 void CollectiveRank::raise_early(Field field) const {
   if (!Explorer::running()->is_broken(Mutation::Kind::kRaisedEarly, field)) return;
   const CollectiveRegion& region = context_.region;
@@ -213,7 +213,7 @@ void CollectiveRank::raise_early(Field field) const {
   }
 }
 
-// ---- what has come
+// ---- what has arrived
 
 Launch CollectiveRank::check(int call) {
   return launch("check", call, 1, [this, call](int) {

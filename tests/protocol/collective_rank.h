@@ -1,5 +1,5 @@
 // A rank that calls collectives under exploration: the real kernels on a real CollectiveRegion, called as Collectives
-// calls them where launches are queued, and the checks of what they deliver. Every value is a formula of rank, call and
+// calls them on targets with queued launches, and checks of their results. Every value is a formula of rank, call and
 // element.
 #pragma once
 
@@ -18,7 +18,7 @@ struct ModelCall {
   Kind kind = Kind::kTwoShot;
   int num_elements = 8;  // of the whole tensor
   bool in_place = false;
-  int odd_rank = -1;       // that makes another call than the others
+  int odd_rank = -1;       // makes a different call than the others
   int refusing_rank = -1;  // whose call fails before its launch
 };
 
@@ -27,14 +27,14 @@ struct CollectiveCase {
   std::vector<ModelCall> calls;
   int num_ranks = 2;
   int num_blocks = 1;
-  uint64_t first_epoch = 0;  // what the region has been through before
+  uint64_t first_epoch = 0;  // launches before the first call
 };
 
 inline constexpr const char* kRefuseCollective = "refuse_collective";
 
 class CollectiveRank {
  public:
-  // Elements of a tensor at most; of each share in one slice; behind one signal.
+  // Most elements of a tensor; of each share in one slice; behind one signal.
   static constexpr int kMaxElements = 32, kSlice = 4, kChunk = 2;
 
   static RegionSize size_of(int num_ranks);

@@ -1,15 +1,14 @@
 // Runs threads one at a time and tries their interleavings.
 //
-// A program is what one stream does: a sequence of launches, each of one or more blocks; each block of a program is a
-// thread. A thread may be preempted before each atomic operation of device or system scope, and yields when it polls
-// words that nobody has written since, or at the end of a launch. Two ways to search the space of schedules:
+// A program is what one stream runs: a sequence of launches, each of one or more blocks. Each block of a program is a
+// thread. A thread may be preempted before each atomic operation of device or system scope. It yields when it polls
+// words that nobody has written since, and at the end of a launch. Two ways to search the space of schedules:
 //
-//   all()     depth first, every schedule that departs at most `delays` times from the plain one, in which a thread
-//   runs
-//             until it waits and the next in the round takes over; passing over one thread is one delay
+//   all()     depth first, every schedule with at most `delays` departures from the default one, in which a thread runs
+//             until it waits and the next in turn takes over; passing over one thread is one delay
 //   random()  schedules drawn from seeds, each of which reproduces its schedule
 //
-// A schedule fails on a race, on a wrong value that a program finds (fail()), or when everybody waits.
+// A schedule fails on a race, on a wrong value that a program finds (fail()), or when all threads wait.
 #pragma once
 
 #include <ucontext.h>
@@ -71,7 +70,7 @@ class Explorer {
   // ---- for the explored code, during a thread's turn
   static Explorer* running();  // null outside a schedule
   [[noreturn]] void fail(const std::string& why);
-  // Whether the current thread's next operation on `field` is the broken one.
+  // Whether the mutation breaks the current thread's next operation on `field`.
   bool is_broken(Mutation::Kind kind, Field field) const;
 
   uint64_t load(const void* address, size_t bytes, Order order);
@@ -99,7 +98,7 @@ class Explorer {
     State state = State::kParked;
     ucontext_t context;
     std::vector<std::byte> stack = std::vector<std::byte>(kStackBytes);
-    std::vector<Seen> seen;  // what it has read, at which version; entries of the current wait are the latest
+    std::vector<Seen> seen;  // words it has read, and their versions; those of the current wait come last
     uint32_t num_pauses = 0;
     int idle_polls = 0;  // since it last read something new
   };
@@ -107,7 +106,7 @@ class Explorer {
     std::vector<Thread*> threads;
     size_t launch = 0;
     int num_running = 0;
-    VectorClock joined;  // all that its finished launches knew
+    VectorClock joined;  // knowledge of its finished launches
   };
   struct Decision {
     int taken, num_options;

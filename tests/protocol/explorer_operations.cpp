@@ -58,7 +58,7 @@ uint64_t Explorer::load(const void* address, size_t bytes, Order order) {
   return value;
 }
 
-// For mutants that take an LL word for new: the word with the newest stamp that any rank has written to its field.
+// For mutants that accept stale LL words: the word with the newest stamp that any rank has written to its field.
 uint64_t Explorer::mutated_ll(Field field, uint64_t word) const {
   const bool always = is_broken(Mutation::Kind::kWaitSkipped, field);
   const auto newest = newest_stamp_.find(field);

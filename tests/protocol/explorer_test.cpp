@@ -1,5 +1,5 @@
-// The protocol in every small case, in every schedule within a bound; then each of its parts broken in turn, which some
-// case must catch. The printed tables are in docs/protocol.md.
+// The protocol in every small case, in every schedule within a bound. Then each of its parts is broken in turn, and
+// some case must catch it. docs/protocol.md shows the printed tables.
 #include <gtest/gtest.h>
 
 #include <cctype>
@@ -16,8 +16,8 @@ namespace {
 constexpr int kMaxDelays = 3;
 constexpr int64_t kRandomSchedules = 5'000;
 
-// Per case and number of delays: enough for all schedules with two delays of the smaller cases. Those with three would
-// be millions. MOE_A2A_SCHEDULES=1000000 searches deeper.
+// Per case and number of delays: enough for all schedules with two delays of the smaller cases; those with three are
+// millions. MOE_A2A_SCHEDULES=1000000 searches deeper.
 int64_t max_schedules(const Scenario& scenario, int delays) {
   const char* asked = std::getenv("MOE_A2A_SCHEDULES");
   return (asked != nullptr ? std::atoll(asked) : delays < kMaxDelays ? 20'000 : 10'000) / scenario.schedule_divisor;
@@ -35,7 +35,7 @@ TEST_P(ProtocolTest, HoldsInEverySchedule) {
       const Exploration found = Explorer(world, {.signals_by_fence = by_fence}).all(bound, most);
       std::printf(" %6" PRId64 "%s", found.num_schedules, found.complete ? " " : "+");
       ASSERT_EQ(found.failure, "") << found.trace;
-      if (!found.complete) break;  // a larger bound begins with the same schedules
+      if (!found.complete) break;  // a larger bound starts with the same schedules
     }
     std::printf("\n");
   }
@@ -57,7 +57,7 @@ std::string test_name(const ::testing::TestParamInfo<Scenario>& info) {
 
 INSTANTIATE_TEST_SUITE_P(All, ProtocolTest, ::testing::ValuesIn(all_scenarios()), test_name);
 
-// Negative controls. All cases with few delays first: a mutant that shows early is found before any deep search.
+// Negative controls. All cases with few delays first: an easily caught mutant is found before any deep search.
 struct Catch {
   std::string scenario;
   Exploration exploration;

@@ -1,4 +1,4 @@
-// Scenarios again, with LL words.
+// Variants of scenarios that use LL words.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
-// What a rank does between the kernels: checks what has landed, computes on it, and checks what has come back. Compiled
-// with -fsanitize=thread, so that the explorer sees its reads.
+// What a rank does between the kernels: checks the landed rows, computes on them, and checks the combined result.
+// Compiled with -fsanitize=thread, so that the explorer sees its reads.
 #include <algorithm>
 
 #include "model_rank.h"
@@ -18,7 +18,7 @@ void ModelRank::check_row(int src, int token, int call, const float* row) const 
   }
 }
 
-// Walks the routes in the order that the lists guarantee, (expert, source rank, token, choice), and computes each.
+// Walks the routes in the order that the lists guarantee, (expert, source rank, token, choice), and computes each one.
 Launch ModelRank::experts(int call) {
   return launch("experts", call, 1, [this, call](int) {
     raise_early({Field::kDispatchCredit}, call);
@@ -27,7 +27,7 @@ Launch ModelRank::experts(int call) {
   });
 }
 
-// A tile after the other, as GroupedGemm stores them.
+// Stores tile after tile, like GroupedGemm.
 void ModelRank::store_tiles(int call) {
   const std::vector<float> y = outputs(call);
   const int num_positions = context_.region.expert_offsets(buffer(call), context_.config.num_local_experts());

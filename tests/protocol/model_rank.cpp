@@ -132,7 +132,7 @@ bool ModelRank::sums_return_ll(int call) const {
   return ll;
 }
 
-// ---- the kernels, launched as by csrc/moe
+// ---- the kernels, launched as csrc/moe launches them
 
 DispatchSendArgs ModelRank::dispatch_send_args(int call) const {
   const Input& in = input(rank(), call);
@@ -278,7 +278,7 @@ Launch ModelRank::align_clocks() {
   });
 }
 
-// The one mutation that no hook of an atomic can make: the signal precedes the work.
+// A mutation that hooks of atomics cannot make: the signal precedes the work.
 void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const {
   const MoeRegion& region = context_.region;
   const RankSet all = RankSet::all(shape_.num_ranks);

@@ -1,6 +1,5 @@
 // A rank under exploration: the real kernels on a real MoeRegion, launched as csrc/moe launches them, and checks of
-// what they deliver. Every value is a formula of source rank, token, call and column, so a misplaced row names its
-// origin.
+// their results. Every value is a formula of source rank, token, call and column, so a misplaced row names its origin.
 #pragma once
 
 #include <array>
@@ -30,7 +29,7 @@ struct Shape {
   int num_max_ll_tokens = 0;
   int64_t max_ll_row_bytes = MoeConfig{}.max_ll_row_bytes, max_ll_sum_bytes = MoeConfig{}.max_ll_sum_bytes;
   uint64_t first_epoch = 0;  // uses of the buffers before the first call
-  bool presummed = false;    // the caller of combine weighs and sums
+  bool presummed = false;    // the caller of combine weights and sums
   Routing routing;
 };
 
@@ -40,7 +39,7 @@ RegionSize size_of(const Shape& shape);
 
 [[noreturn]] inline void fail(const std::string& why) { Explorer::running()->fail(why); }
 
-// Names by which mutants tell launches apart: of a small or medium batch; where those of all other ranks are such.
+// Names by which mutants distinguish launches: of a small or medium batch, or launches in which all other ranks' are.
 inline constexpr const char* kSmallSend = "dispatch_send of a small batch";
 inline constexpr const char* kSmallRecv = "dispatch_recv of small batches";
 inline constexpr const char* kMediumSend = "dispatch_send of a medium batch";
@@ -81,7 +80,7 @@ class ModelRank {
   Launch align_clocks();
 
   Launch expect_refusal(int peer, bool check_text = true);  // reported by the previous launch, with its text
-  Launch note_refusal(int peer);        // the same where the combine may end before the refusal is seen
+  Launch note_refusal(int peer);        // the same if the combine may end before it observes the refusal
   Launch combine_recv_again(int call);  // after a noted refusal
   Launch expect_left(int culprit);      // the previous launch gave up because of `culprit`
   Launch watch_report(int culprit);     // a host thread that polls while kernels run

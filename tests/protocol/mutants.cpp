@@ -1,4 +1,4 @@
-// The parts of the protocol, each broken in turn: every release, acquire, wait, credit and signal.
+// Breaks the parts of the protocol in turn: every release, acquire, wait, credit and signal.
 #include "scenarios.h"
 
 namespace moe_a2a {

@@ -47,7 +47,7 @@ struct Mutation {
     kOneUseEarly,     // the same for words that are used in every second epoch
     kStoreLost,       // the word is not written
     kLostWhenUnused,  // the word is not written to ranks that sent nothing
-    kEveryoneIsLast,  // each block takes itself for the last
+    kEveryoneIsLast,  // every block acts as the last one
     kFenceLost,       // no fence before the signals
     kRaisedEarly,     // the signal is raised before what it guards is written
   };

@@ -62,7 +62,7 @@ Scenario plain(const char* name, int num_tokens, int num_blocks, uint64_t first_
           .program = layers(num_calls)};
 }
 
-// When the caller has formed the sums, a rank's own do not travel.
+// If the caller pre-summed, a rank's own sums do not travel.
 Scenario one_launch(bool presummed) {
   return {.name = presummed ? "both halves in one launch, summed by the caller" : "both halves in one launch",
           .shape = {.num_topk = 2, .presummed = presummed, .routing = to_everybody(1, 2)},
@@ -80,7 +80,7 @@ Scenario one_rank() {
           .program = layers(3)};
 }
 
-// Rank 1 has tokens only in odd calls, rank 0 only in even ones, and they stay at home; most pairs exchange nothing.
+// Rank 1 has tokens only in odd calls, rank 0 only in even ones, and they stay local; most pairs exchange nothing.
 Scenario empty_pairs() {
   return {.name = "pairs of ranks that exchange nothing",
           .shape = {.num_calls = 3,
@@ -94,7 +94,7 @@ Scenario one_way() {
           .program = layers(3)};
 }
 
-// A buffer's routing changes from call to call: leftovers of the previous call must not be taken for news.
+// A buffer's routing changes from call to call: stale data of the previous call must not pass for new.
 Scenario changing_routing() {
   return {.name = "routing changes from call to call",
           .shape = {.num_max_tokens = 2,
@@ -161,7 +161,7 @@ Scenario released() {
 
 // ---- refusals
 
-// Rank 1 refuses call 1. Before it no rank sends to another, so only credits hold the refusal back.
+// Rank 1 refuses call 1. No rank has sent to another before, so only credits hold the refusal back.
 Scenario refused_dispatch() {
   return {.name = "a refused dispatch",
           .shape = {.num_topk = 2,
@@ -267,7 +267,7 @@ Scenario parting() {
           }};
 }
 
-// Rank 1 stays away after the first call: the others leave, and their hosts see why while the kernels run.
+// Rank 1 stays away after the first call: the others leave, and their hosts learn the reason while the kernels run.
 Scenario missing_rank() {
   return {.name = "a rank stays away",
           .shape = {.num_ranks = 3,

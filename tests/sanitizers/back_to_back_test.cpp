@@ -1,7 +1,7 @@
 // The real kernels and host objects, ranks as threads, hundreds of rounds back to back without a barrier: changing
 // numbers of tokens, routings, layouts and blocks, with releases and refusals. Every value is checked. Built with
-// thread sanitizer, with address and undefined-behaviour sanitizer, and for warps of many lanes (tests/lanes), there
-// also with both halves of a call in one launch.
+// ThreadSanitizer, with AddressSanitizer and UBSan, and for warps of many lanes (tests/lanes), the latter also with
+// both halves of a call in one launch.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -193,7 +193,7 @@ class Worker {
     }
   }
 
-  // What the experts of rank `r` make of a token: choice by choice, not yet rounded to the wire's type.
+  // The sum of rank `r`'s experts for a token: choice by choice, not yet rounded to the wire's type.
   float partial_sum(const Tokens& tokens, int r, int src, int token, int c, const Round& round) const {
     float partial = 0;
     for (int k = 0; k < config_.num_topk; ++k) {
@@ -225,7 +225,7 @@ class Worker {
   ExpertParallel& ep_;
   const MoeConfig config_;
   uint64_t seed_;
-  bool in_one_launch_;           // refusals then surface later, so rounds have none
+  bool in_one_launch_;           // refusals then surface later, so rounds contain none
   std::vector<std::byte> y_[3];  // per buffer
 };
 
@@ -237,7 +237,7 @@ struct Setting {
   int least_local_experts = 2, most_local_experts = 4;
 };
 
-// For targets on which a round takes long.
+// For targets on which rounds are slow.
 int rounds_divisor() {
   const char* divisor = std::getenv("MOE_A2A_ROUNDS_DIVISOR");
   return divisor != nullptr ? std::atoi(divisor) : 1;

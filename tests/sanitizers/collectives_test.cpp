@@ -1,4 +1,5 @@
-// The second client of a communicator: its sums, its words in reports and traces, and its life beside other clients.
+// The second client of a communicator: its sums, its names in reports and traces, and its lifetime beside other
+// clients.
 #include "collectives/collectives.h"
 
 #include <gtest/gtest.h>
@@ -64,7 +65,7 @@ float expected_value(const Call& call, int num_ranks, int number, int64_t i) {
   return expected;
 }
 
-// A tensor with a margin behind it.
+// A tensor with guard bytes behind it.
 class Tensor {
  public:
   Tensor(int64_t count, DType dtype) : dtype_(dtype), nbytes_(count * size_of(dtype)), bytes_(nbytes_ + 16, kPoison) {}
@@ -94,7 +95,7 @@ Collectives::Method method_of(const Call& call) {
   return {call.op, algorithm, codec};
 }
 
-// A step of each rank's values, which are 15 at most, and one of their sum; and the rounding to the dtype.
+// One step per rank's value, at most 15, and one for their sum, plus the rounding to the dtype.
 float error_bound(const Call& call, int num_ranks) {
   const float range = call.kind == Kind::kQ8 ? 128 : call.kind == Kind::kQ6 ? 32 : 0;
   if (range == 0) return 0;
@@ -162,7 +163,7 @@ TEST(Collective, IsRightWhateverChangesFromCallToCall) {
   }
 }
 
-// Every few calls a rank refuses, or makes another call than the others; the next call is right again.
+// Every few calls a rank refuses, or makes a different call; the next call is right again.
 TEST(Collective, GoesOnAfterRefusalsAndDisagreements) {
   const uint64_t seed = test_seed();
   for (const int num_ranks : {2, 3}) {
@@ -229,7 +230,7 @@ TEST(Collective, TracesItsOwnSlices) {
   });
 }
 
-// Several clients on one communicator, made and closed in any order; each goes on while another is closed.
+// Several clients on one communicator, made and closed in any order; each keeps working while another is closed.
 TEST(Clients, LiveAndEndIndependently) {
   const MoeConfig config{.num_ranks = 3, .num_experts = 3, .num_topk = 1, .hidden = 8, .num_max_tokens_per_rank = 4};
   run_communicators(3, 60, [&](const std::shared_ptr<Communicator>& comm, Meeting& meeting) {

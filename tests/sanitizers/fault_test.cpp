@@ -1,4 +1,4 @@
-// What the sanitizers must see, and what absent ranks leave behind.
+// What the sanitizers must report, and what absent ranks leave behind.
 #include <gtest/gtest.h>
 
 #include <thread>

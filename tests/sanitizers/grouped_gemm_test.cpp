@@ -112,7 +112,7 @@ TEST_P(GroupedGemmTest, SwigluTakesGateAndUpOfTheSameColumn) {
   }
 }
 
-// As GPT-OSS has it.
+// As in GPT-OSS.
 TEST_P(GroupedGemmTest, ClampedSwigluWithBiasOfInterleavedRows) {
   const Problem& p = GetParam();
   Activation activation = kSwiglu;

@@ -1,5 +1,5 @@
-// A rank whose buffers are all open refuses dispatches that its peers make: they are told, whether the host sees a
-// launch's report at once or, as on a GPU, later; afterwards all ranks are in step.
+// A rank whose buffers are all open refuses its peers' dispatches. They learn of it, whether the host sees a launch's
+// report at once or, as on a GPU, later; afterwards all ranks are in step.
 #include <gtest/gtest.h>
 
 #include <string>

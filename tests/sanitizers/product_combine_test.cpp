@@ -1,5 +1,5 @@
-// The second product that sends its rows itself, ranks as threads, rounds back to back: the bits of the product
-// followed by the combine. Several blocks multiply and several send; some have nothing to do.
+// The second product that sends its rows itself, ranks as threads, rounds back to back: the bits equal those of the
+// product followed by the combine. Several blocks multiply and several send; some have nothing to do.
 #include <gtest/gtest.h>
 
 #include <cstring>

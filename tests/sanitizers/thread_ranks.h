@@ -14,7 +14,7 @@
 
 namespace moe_a2a {
 
-// Where the ranks exchange the handles of a client that all of them make.
+// Where ranks exchange the handles of a client that they all make.
 class Meeting {
  public:
   explicit Meeting(int num_ranks) : handles_(num_ranks), all_(num_ranks) {}

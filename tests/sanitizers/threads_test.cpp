@@ -1,4 +1,4 @@
-// Threads that share one object: calls take turns, close() ends a wait, trace and check work beside calls.
+// Threads that share one object: calls are serialised, close() ends a wait, trace and check work beside calls.
 #include <gtest/gtest.h>
 
 #include <atomic>

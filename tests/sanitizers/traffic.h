@@ -1,4 +1,4 @@
-// Inputs that every rank can compute for all ranks, and the expected results: no rank asks another what to expect.
+// Inputs that every rank can compute for all ranks, and the expected results, so ranks need not ask each other.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace moe_a2a {
 
-// What all ranks do in one round, drawn from a seed.
+// The work of all ranks in one round, drawn from a seed.
 struct Round {
   enum class End { kCombine, kRelease, kRefusedDispatch, kRefusedCombine };
 
@@ -19,7 +19,7 @@ struct Round {
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
   bool quantize = false;
-  bool presummed = false;  // each rank weighs and sums its experts' outputs itself
+  bool presummed = false;  // each rank weights and sums its experts' outputs itself
   int num_blocks = 1;
   bool opens_second = false;  // the next round is dispatched before this one is combined
 };
@@ -38,7 +38,7 @@ struct Tokens {
 
 // Small integers over 4, exact in every dtype: source rank, token, round and column in one number.
 float x_value(int rank, int token, int round, int column);
-// What this test's experts make of a value.
+// The output of this test's experts for a value.
 float expert_output(int expert, float x);
 
 void store_element(std::byte* row, DType dtype, int column, float value);

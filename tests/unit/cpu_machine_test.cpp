@@ -1,4 +1,4 @@
-// The CPU as a machine: blocks as threads, memory shared between processes, and that nothing of it is left behind.
+// The CPU as a machine: blocks as threads, memory shared between processes, nothing left behind.
 
 #include "arch/cpu_machine.h"
 
@@ -69,7 +69,7 @@ TEST(BlockPool, StopsWithoutEverHavingRun) { BlockPool pool; }
 constexpr int kRanks = 4;
 constexpr size_t kWords = 5000;
 
-// What the processes share besides the heaps: their handles, and a barrier.
+// What the processes share besides the heaps: their handles and a barrier.
 struct Board {
   MemoryHandle handle[kRanks];
   std::atomic<int> arrived[8];
@@ -94,7 +94,7 @@ std::vector<std::string> names_of(const std::vector<pid_t>& pids) {
   return names;
 }
 
-// Forks the ranks; each ends by itself or by the alarm.
+// Forks the ranks; each exits by itself or is ended by the alarm.
 class Ranks {
  public:
   explicit Ranks(const std::function<bool(int rank, Board& board)>& body)
@@ -198,7 +198,7 @@ TEST(SharedMemory, RanksKilledBeforeTheMappingLeaveNothing) {
   EXPECT_EQ(names_of(ranks.pids()), std::vector<std::string>{});
 }
 
-// As in containers: the peers are told of a pid namespace that is not theirs.
+// Like containers: the peers get the id of another pid namespace.
 void pretend_to_be_elsewhere(MemoryHandle& handle) {
   FileLocation location;
   std::memcpy(&location, handle.opaque, sizeof(location));
@@ -276,7 +276,7 @@ TEST(SharedMemory, ThreadsShareOneMappingUntilTheLastLetsGo) {
   EXPECT_THROW(CpuMachine(0).open_peer(handle, 1.0), std::runtime_error);
 }
 
-// Two containers may both have a process with this number.
+// Two containers may both have a process with this pid.
 TEST(SharedMemory, APidIsNoIdentity) {
   MemoryHandle handle;
   CpuMachine owner(0), peer(0);

@@ -1,5 +1,5 @@
-// Tables or LL choices that every source rank sends, and the expert lists that a receiver builds from them, against a
-// model that sorts: random routings, layouts and grids.
+// The tables or LL choices that every source rank sends, and the expert lists that a receiver builds from them,
+// compared with a model that sorts: random routings, layouts and grids.
 
 #include "moe/route/expert_lists.h"
 
@@ -28,7 +28,7 @@ class Random {
   std::mt19937 generator_;
 };
 
-// What a rank sends: choices and weights [num_tokens, num_topk].
+// The routing of one rank: choices and weights [num_tokens, num_topk].
 struct Routing {
   int num_tokens = 0;
   std::vector<int32_t> choice;
@@ -198,7 +198,7 @@ class Exchange {
                      .num_buffers = 2};
     config.num_experts =
         config.num_ranks * random.pick(std::max(1, size.most_local_experts / 2), size.most_local_experts);
-    // No batch is small, or some are, or all that can be.
+    // Small batches: none, some, or all that can be.
     const int most = config.ll_token_capacity(), kind = random.pick(0, 3);
     config.num_max_ll_tokens = kind == 0 ? 0 : kind == 1 ? most : random.pick(0, most);
     if (random.pick(0, 2) == 0) config.max_ll_sum_bytes = 0;
@@ -247,12 +247,12 @@ class Exchange {
     }
     ASSERT_EQ(region.landed_offsets(buffer_, config_.num_ranks), landed);
     ASSERT_EQ(region.sums_return_ll(buffer_, 0), sums_return_ll);
-    if (sums_return_ll) return;  // combine then sends words, in another order
+    if (sums_return_ll) return;  // combine then sends words, in a different order
     check_combine_order(MoeRegion::kAllRows, true);
     check_combine_order(MoeRegion::kPeersRows, false);
   }
 
-  // The next owner after the previous one that has rows left, and its first remaining row: so each row comes exactly
+  // The next owner after the previous one that has rows left, and its first remaining row: so each row occurs exactly
   // once.
   void check_combine_order(MoeRegion::RowOrder order, bool with_own) const {
     const MoeRegion& region = heaps_.context[me_].region;

@@ -1,4 +1,4 @@
-// The host object: buffers, handles, and what it refuses. One rank, which is its own peer.
+// The host object: buffers, handles, refused calls. A single rank, which is its own peer.
 #include "moe/expert_parallel.h"
 
 #include <gtest/gtest.h>
@@ -108,7 +108,7 @@ TEST(ExpertParallel, ReleaseGivesTheBufferBack) {
   for (int call = 0; call < 3; ++call) {
     auto handle = rank.dispatch();
     rank.ep.release(*handle, {});
-    rank.ep.release(*handle, {});  // twice is once
+    rank.ep.release(*handle, {});  // a second release has no effect
     expect_says(message_of([&] { rank.combine(*handle); }), "closed");
   }
 }

@@ -1,4 +1,4 @@
-// The ranks of a test without their host objects: a Context each, whose heaps see each other in this process.
+// The ranks of a test without host objects: one Context each; their heaps are mapped to each other in this process.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// How many blocks a call takes: its own number, the table's, the target's default.
+// How many blocks a call uses: its own number, the table's, the target's default.
 #include "moe/launch_table.h"
 
 #include <gtest/gtest.h>
@@ -43,7 +43,7 @@ TEST(LaunchTable, ACallComesBeforeTheTableAndTheTableBeforeTheTarget) {
   EXPECT_EQ(ep.dispatch_blocks(4, {.num_blocks = 1 << 20}), ep.device().max_blocks());
 }
 
-// Regression: each of more than two clients took half of the device.
+// Regression: with more than two clients, each took half of the device.
 TEST(DeviceShare, KernelsOfAllClientsAreResidentAtOnce) {
   for (int units = 1; units <= 304; ++units) {
     for (int clients = 1; clients <= units; ++clients) {

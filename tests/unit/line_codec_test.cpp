@@ -1,4 +1,4 @@
-// The bytes of one line per codec, as the NumPy model of tests/python/line_codecs.py gives them, and the sizes of
+// The bytes of one line per codec, compared with the NumPy model of tests/python/line_codecs.py, and the sizes of
 // lines.
 #include "rows/line_codec.h"
 

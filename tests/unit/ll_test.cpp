@@ -1,5 +1,5 @@
-// Small batches: words that carry their epoch, rows cut into words and reassembled, sums of them, and the table of
-// choices that a receiver counts for itself.
+// Small batches: words that carry their epoch, rows cut into words and reassembled, their sums, and the table of
+// choices that a receiver counts itself.
 
 #include <gtest/gtest.h>
 
@@ -191,7 +191,7 @@ TEST(LlSum, AreThePlainSumsInAscendingOrderOfTheRanks) {
             row.values = reinterpret_cast<const std::byte*>(y.data()) + row.values_offset;
             auto* words =
                 reinterpret_cast<LlWord*>(me.region.ll_combine_row.at(buffer, r, token)) + p * words_per_piece;
-            if (keeps_own && r == me.heap.rank) continue;  // it does not travel
+            if (keeps_own && r == me.heap.rank) continue;  // this sum does not travel
             send_ll(Warp{}, {RankSet::only(me.heap.rank), token, 0}, row, kEpoch, [&](int) { return words; });
           }
         }
@@ -261,7 +261,7 @@ TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
     Heaps heaps(config);
     const int num_local = config.num_local_experts(), num_topk = config.num_topk;
     const Context& me = heaps.context[random.pick(0, config.num_ranks - 1)];
-    // None, some, all that fit, and more: larger batches travel otherwise and must not be in the table.
+    // None, some, as many as fit, and more: larger batches travel as tables and must not be in this one.
     std::vector<int32_t> num_tokens;
     std::vector<std::vector<int>> expert(config.num_ranks);
     std::vector<std::vector<float>> weight(config.num_ranks);

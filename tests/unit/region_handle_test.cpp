@@ -1,5 +1,4 @@
-// What ranks tell each other when they meet: damage, wrong places and disagreements are detected before anything is
-// mapped.
+// What ranks exchange when they meet: damage, wrong positions and disagreements are detected before anything is mapped.
 #include "comm/region_handle.h"
 
 #include <gtest/gtest.h>
@@ -82,7 +81,7 @@ TEST(Disagreement, SeesEveryFlippedBit) {
   }
 }
 
-// Regression: handles that agree with each other but not with the object that receives them were a SIGSEGV.
+// Regression: handles that agreed with each other but not with the receiving object caused a SIGSEGV.
 TEST(Disagreement, AnObjectKnowsItsOwnHandle) {
   const auto own = handles_of_all();
   for (const RegionHandle& handle : own) EXPECT_EQ(not_own(own, handle), "");

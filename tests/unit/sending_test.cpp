@@ -1,5 +1,5 @@
-// How the work of sending is shared: lines of units, the work queue, the schedules of a combine, the shared memory of a
-// block that sends.
+// How sending is divided: sequences of units, the work queue, the schedules of a combine, the shared memory of a
+// sending block.
 
 #include <gtest/gtest.h>
 

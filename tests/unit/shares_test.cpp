@@ -1,4 +1,4 @@
-// How tensors are shared out: every element is in exactly one chunk of one slice, and no slice is larger than a share
+// How tensors are divided into shares: every element is in exactly one chunk of one slice, and no slice exceeds a share
 // of the workspace.
 #include "collectives/shares.h"
 

@@ -1,4 +1,4 @@
-// Every tile of an expert is handed out exactly once, whatever the number of tiles.
+// Every tile of an expert is visited exactly once, for any number of tiles.
 #include "moe/experts/tile_order.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What a record holds, how segments fill up and continue, and what the host reads from a rank that traces itself.
+// What a record holds, how segments fill up and continue, and what the host reads back from a traced rank.
 #include "comm/trace_buffer.h"
 
 #include <gtest/gtest.h>
@@ -123,7 +123,7 @@ TEST(TraceBuffer, LaunchesGoOnWhereTheOnesBeforeStopped) {
   EXPECT_EQ(last.token, static_cast<uint64_t>(moe_op::kDispatchSend));
 }
 
-// ---- a rank that traces itself
+// ---- a traced rank
 
 struct TracedRank {
   TracedRank()
