@@ -1,8 +1,8 @@
 """Random configurations of dispatch and combine, the data for them, and bitwise comparison.
 
-A Case follows from its seed alone, its data from the Case alone, so that every rank, thread or
-process, makes the same inputs and expectations without a message. A row's content is a formula of
-(source rank, token, column): a row in the wrong place is traced back to where it came from.
+A Case is determined by its seed alone, its data by the Case alone, so every rank, thread or
+process, makes the same inputs and expectations without communication. A row's content is a formula of
+(source rank, token, column), so a misplaced row reveals its origin.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Call:
     expert_alignment: int
     presummed: bool
     halves: bool  # dispatch_send ... combine_recv instead of dispatch, combine
-    again: bool  # a second dispatch, of other rows with the handle of the first
-    release: bool  # give the handle back instead of combining
-    strided: bool  # rows of x and y lie apart in memory, with NaN between
-    scale: float  # of the values: subnormal and overflowing sums round, too
+    again: bool  # a second dispatch, of other rows, with the first one's handle
+    release: bool  # release the handle instead of combining
+    strided: bool  # rows of x and y have gaps between them, filled with NaN
+    scale: float  # of the values, so that subnormal and overflowing sums round too
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of ExpertParallel."""
+        """The arguments of ExpertParallel."""
         names = "num_experts num_topk hidden num_max_tokens_per_rank dtype num_buffers num_max_ll_tokens".split()
         return {name: getattr(self, name) for name in names}
 
@@ -73,12 +73,12 @@ def make_case(
     num_max_tokens: int | None = None,
     most_ranks: int = 8,
 ) -> Case:
-    """What is not given is drawn."""
+    """Arguments that are None are drawn."""
     rng = random.Random(seed)
     num_ranks = num_ranks or rng.randint(1, most_ranks)
     hidden = rng.choice(HIDDENS) if rng.random() < 0.7 else rng.randint(1, 600)
     if num_max_tokens is None:
-        # Most of the cost is in the bytes: large rows come with few tokens.
+        # Bytes dominate the cost, so large rows come with few tokens.
         limit = max(1, 120_000 // (hidden * num_ranks))
         num_max_tokens = min(limit, rng.choice((1, 2, 3, 5, 8, 17, 40, 64, 130, 300, 1200)))
     num_topk = rng.choice((1, 2, 3, 4, 6, 8, 16))
@@ -112,7 +112,7 @@ def _make_call(rng: random.Random, num_ranks: int, num_max_tokens: int) -> Call:
         num_tokens = [0] * num_ranks
     routing = rng.choice(ROUTINGS)
     layouts = ["rows", "rows", "expert_major"]
-    if routing == "distinct":  # other routings may bring an expert more routes than "masked" holds
+    if routing == "distinct":  # other routings may give an expert more routes than "masked" holds
         layouts += ["masked", "masked"]
     return Call(
         seed=rng.randrange(1 << 30),
@@ -183,12 +183,12 @@ class Data:
 
     case: Case
     call: Call
-    x: list[Tensor]  # as given to dispatch
+    x: list[Tensor]  # as passed to dispatch
     x_scales: list[Tensor] | None
     topk_idx: list[Tensor]
     topk_weights: list[Tensor] | None
     handles: list[reference.Dispatched]
-    y: list[Tensor]  # NaN wherever it must not be read
+    y: list[Tensor]  # NaN wherever nothing may read
     combined: list[Tensor]
     layout: dict[str, Any]  # arguments of every dispatch of this call
     quantize: str | None
@@ -213,7 +213,7 @@ class Data:
 
 @dataclass
 class OnRank:
-    """What one rank gives to dispatch and combine."""
+    """One rank's arguments to dispatch and combine."""
 
     x: Tensor
     x_scales: Tensor | None
@@ -223,7 +223,7 @@ class OnRank:
 
 
 def make_data(case: Case, call: Call, rows_seed: int | None = None) -> Data:
-    """`rows_seed` gives other rows to the same routing."""
+    """`rows_seed` draws other rows for the same routing."""
     generator = torch.Generator().manual_seed(call.seed)
     rows_seed = call.seed if rows_seed is None else rows_seed
     topk_idx = make_topk_idx(case, call, generator)
@@ -272,7 +272,7 @@ def make_y(case: Case, call: Call, rank: int, handle: reference.Dispatched) -> T
 
 
 def apart(rows: Tensor) -> Tensor:
-    """The same rows with three elements of 0xff bytes (NaN in every format) after each; 3-d tensors stay as they are."""
+    """The same rows with three elements of 0xff bytes (NaN in every format) after each; 3-d tensors are unchanged."""
     if rows.ndim != 2:
         return rows
     wide = torch.empty(rows.shape[0], rows.shape[1] + 3, dtype=rows.dtype, device=rows.device)
@@ -296,7 +296,7 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def assert_same(name: str, got: Tensor, expected: Tensor, any_nan: bool = False) -> None:
-    """Bit for bit; with `any_nan` all NaN are the same (which bits inf - inf has is not defined)."""
+    """Bit for bit; with `any_nan` all NaN are equal (the bits of inf - inf are undefined)."""
     assert got.shape == expected.shape, f"{name}: shape {got.shape}, expected {expected.shape}"
     assert got.dtype == expected.dtype, f"{name}: {got.dtype}, expected {expected.dtype}"
     if any_nan:
@@ -311,7 +311,7 @@ def assert_same(name: str, got: Tensor, expected: Tensor, any_nan: bool = False)
 
 
 def assert_rows_from(data: Data, got: Tensor, expected: Tensor, landed: Tensor) -> None:
-    """Landed rows of recv_x; a wrong row is traced to the token it holds."""
+    """Landed rows of recv_x; the error for a wrong row names the token that it holds."""
     for row in landed.nonzero().squeeze(1).tolist():
         if same_bits(got[row], expected[row]):
             continue
@@ -367,7 +367,7 @@ def check_dispatch(handle: Any, data: Data, rank: int) -> None:
 
 
 def on_cpu(handle: Any, expected: reference.Dispatched) -> Any:
-    """What the handle shows, where it can be compared: what the reference has, too, is copied from a GPU."""
+    """The handle's comparable contents; those that the reference also has are copied from a GPU."""
     if handle.expert_offsets.device.type == "cpu":
         return handle
     names = ["expert_offsets", "expert_counts", "recv_x", *ROUTE_LISTS]
@@ -376,7 +376,7 @@ def on_cpu(handle: Any, expected: reference.Dispatched) -> Any:
 
 
 def poison_past_the_end(handle: Any, expected: reference.Dispatched) -> None:
-    """Places past expert_offsets[-1] are never read: fill them with what would be noticed."""
+    """Positions past expert_offsets[-1] must never be read: fill them with values that would be noticed."""
     end = int(expected.expert_offsets[-1])
     handle.expert_row_index[end:] = 0x7FFFFFFF
     handle.route_weights[end:] = torch.nan

@@ -1,8 +1,8 @@
-"""Collectives of alternating kinds, shapes, types, operators, algorithms and codecs, and dispatches and combines among them,
-on one communicator without a barrier; each checked on the device, looked at by the host once in a thousand.
+"""Collectives of alternating kinds, shapes, types, operators, algorithms and codecs, mixed with dispatches and combines,
+on one communicator without a barrier. Each result is checked on the device; the host reads the count once per thousand.
 
-Values are equal within a block of 32 and times 1 + rank on each rank, so each rank knows every result, and the integer codecs
-give it exactly; a stale or misplaced block is another number.
+Values are equal within a block of 32 and multiplied by 1 + rank on each rank, so each rank knows every result, and the integer
+codecs yield it exactly; a stale or misplaced block gives a different number.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ OPS = ("sum", "max", "min", "avg")
 METHODS = [(name, None) for name in ("one_shot", "two_shot", "ring", "recursive_doubling", "auto")] + [
     ("auto", codec) for codec in ("fp8", "q8", "q6", "q4")
 ]
-FP8_IS_OFF = 0.13  # at most; its range is no power of two
+FP8_IS_OFF = 0.13  # at most; its range is not a power of two
 NUM_VARIANTS = 5
-MAX_NBYTES = 16 << 10  # the largest go in slices
+MAX_NBYTES = 16 << 10  # the largest tensors go in slices
 SHARE_OF_LAYERS = 0.25
 MOE = {"num_topk": 3, "hidden": 256, "num_max_tokens_per_rank": 20, "dtype": torch.bfloat16, "num_max_ll_tokens": 8}
 
@@ -34,7 +34,7 @@ def base_values(shared: random.Random, count: int, device: torch.device) -> torc
 
 
 def merged(base: torch.Tensor, op: str, num_ranks: int) -> torch.Tensor:
-    """Of base * (1 + rank) on all ranks."""
+    """Merges base * (1 + rank) over all ranks."""
     if op == "sum":
         return base * (num_ranks * (num_ranks + 1) / 2)
     if op == "avg":
@@ -44,7 +44,7 @@ def merged(base: torch.Tensor, op: str, num_ranks: int) -> torch.Tensor:
 
 
 class CollectiveMill:
-    """Calls of Collectives, drawn alike on all ranks."""
+    """Calls of Collectives, drawn identically on all ranks."""
 
     def __init__(self, coll: moe_a2a.Collectives, shared: random.Random):
         self.coll, self.shared = coll, shared
@@ -52,7 +52,7 @@ class CollectiveMill:
         self.wrong = torch.zeros((), dtype=torch.int64, device=coll.device)
 
     def call(self, is_planted: bool = False) -> None:
-        """is_planted: one value of rank 0 is another than it should be. A minimum could hide it."""
+        """is_planted: rank 0 spoils one value. A minimum could hide it."""
         base = self.shared.choice(self.bases[self.shared.choice(COUNTS)])
         dtype, op = self.shared.choice(DTYPES), "sum" if is_planted else self.shared.choice(OPS)
         x = (base * (1 + self.coll.rank)).to(dtype)
@@ -84,7 +84,7 @@ class CollectiveMill:
 
 
 def run(group, seed: int, num_iterations: int, plant_at: int = -1) -> int:
-    """The number of wrong values, all told. In iteration `plant_at`, a collective, rank 0 spoils a value."""
+    """The total number of wrong values. In iteration `plant_at`, a collective, rank 0 spoils a value."""
     shared, own = random.Random(seed), random.Random(f"{seed} {group.rank}")
     with moe_a2a.Communicator(group, timeout=20) as comm:
         ep = moe_a2a.ExpertParallel(comm, **MOE, num_experts=4 * comm.num_ranks)

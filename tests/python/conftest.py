@@ -1,7 +1,7 @@
-"""Shared by the Python tests: helper modules on the path, a time limit for each, one seed and one device for all.
+"""Shared by the Python tests: helper modules on the path, a time limit per test, one seed and one device for all.
 
-MOE_A2A_SEED=n repeats a run; without it every run draws new numbers and prints its seed.
-MOE_A2A_TEST_DEVICE=cuda runs the tests that know a device on GPUs, and no other; see on_device.py.
+MOE_A2A_SEED=n repeats a run; without it every run draws a new seed and prints it.
+MOE_A2A_TEST_DEVICE=cuda runs the tests that support a device on GPUs, and no others; see on_device.py.
 """
 
 import os
@@ -15,9 +15,9 @@ import torch
 # Helpers are imported by their plain names, here and in the rank processes.
 sys.path.insert(0, str(Path(__file__).parent))
 
-# The tests' tensors are on the CPU unless the session says otherwise, also where the build has a GPU target.
+# The tests' tensors are on the CPU unless the session says otherwise, even if the build has a GPU target.
 os.environ["MOE_A2A_DEVICE"] = os.environ.get("MOE_A2A_TEST_DEVICE") or "cpu"
-# Ranks share the cores: one thread of PyTorch each.
+# Ranks share the cores: one PyTorch thread each.
 torch.set_num_threads(1)
 # gloo must not look up this machine's name: sandboxes often cannot resolve it.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -61,7 +61,7 @@ def session_seed() -> int:
 
 @pytest.fixture
 def fresh_memory_is_poisoned():
-    """What the kernel does not write is NaN."""
+    """Memory that no kernel writes is NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

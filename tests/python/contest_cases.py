@@ -12,7 +12,7 @@ from moe_a2a.leaderboard.cases import Case
 from moe_a2a.leaderboard.contest import Contest, ModeResult
 
 TORCH_SORT = loading.FOLDER / "all2all" / "torch_sort.py"
-# One expert per token: often no token goes to some rank.
+# One expert per token, so often some rank gets no token.
 SPARSE = Case({"num_experts": 8, "experts_per_token": 1, "hidden_dim": 32, "max_num_tokens": 3, "seed": 7})
 LAYER = Case(
     {
@@ -35,13 +35,13 @@ def contest(
     tests: tuple[Case, ...] = (SMALL,),
     benchmarks: tuple[Case, ...] = (SMALL,),
 ) -> Contest:
-    """With small shapes in the place of the published ones, 0.05 s of calls per timed case."""
+    """With small shapes instead of the published ones, and 0.05 s of calls per timed case."""
     file = dataclasses.replace(problems.file_of(problem), tests=list(tests), benchmarks=list(benchmarks))
     return Contest(file, num_ranks, "cpu", seed, shortened=0.05, limit=limit)
 
 
 def changed(folder: Path, snippet: str) -> Path:
-    """The sort submission, which is right, with `snippet` after it; there `right` is its custom_kernel."""
+    """The correct sort submission followed by `snippet`, in which `right` is its custom_kernel."""
     path = folder / "submission.py"
     path.write_text(TORCH_SORT.read_text() + "\nright = custom_kernel\n\n" + snippet)
     return path
@@ -52,7 +52,7 @@ def verdicts(result: ModeResult) -> set[str]:
 
 
 def command(monkeypatch, capfd, tmp_path):
-    """Runs the command with POPCORN_FD; its exit code, what it printed, and its lines as a dictionary."""
+    """Runs the command with POPCORN_FD; returns its exit code, its output, and its lines as a dictionary."""
 
     def run(*arguments, **environment):
         lines = tmp_path / "popcorn.txt"
@@ -61,7 +61,7 @@ def command(monkeypatch, capfd, tmp_path):
             monkeypatch.setenv(name, value)
         try:
             code = main(["leaderboard", *map(str, arguments)])
-        except SystemExit as end:  # of argparse
+        except SystemExit as end:  # from argparse
             code = end.code
         popcorn = dict(line.split(": ", 1) for line in lines.read_text().splitlines())
         return code, "".join(capfd.readouterr()), popcorn
@@ -70,7 +70,7 @@ def command(monkeypatch, capfd, tmp_path):
 
 
 def make_small(monkeypatch) -> None:
-    """The published all2all with small shapes and brief guards, for whole rankings."""
+    """Makes the published all2all small and its guards brief, for whole rankings."""
     file = problems.file_of("all2all")
     monkeypatch.setattr(problems, "file_of", lambda name: dataclasses.replace(file, tests=[SPARSE], benchmarks=[SMALL]))
     monkeypatch.setattr(modes, "PRESSURE_SECONDS", 0.0)

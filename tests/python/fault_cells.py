@@ -1,11 +1,11 @@
-"""A rank is lost: at every point of making an object and of a call, killed or frozen, for several numbers of ranks, ways of
-batches and kinds of groups. One table, by one command:
+"""Loses a rank at every point of constructing an object and of a call, killed or frozen, for several numbers of ranks, kinds of
+batches and kinds of groups. One command prints one table:
 
     .venv/bin/python tests/python/fault_cells.py [--every 10] [--first 3] [--json cells.json]
 
-A cell is as promised if every other rank names the lost one within the deadline and a second, closes within a second, and no name is
-left in /dev/shm. It is late if only the times are longer, which a busy machine may make them; else it is wrong, and the command
-fails.
+A cell passes if every other rank names the lost one within the deadline plus a second, closes within a second, and leaves no
+name in /dev/shm. It is late if only the times are longer, which a busy machine may cause; otherwise it is wrong, and the
+command fails.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def lose_in_construction(group, cell):
     start = time.monotonic()
     try:
         make(group, cell)
-    except RuntimeError as error:  # carried handles of a rank that is dead cannot be mapped: no PeerTimeoutError
+    except RuntimeError as error:  # carried handles of a dead rank cannot be mapped: not a PeerTimeoutError
         report = {"rank": getattr(error, "rank", rank), "peer": getattr(error, "peer", cell.victim), "text": str(error)}
     report |= {"elapsed": time.monotonic() - start, "close": 0.0}
     return end_the_frozen(cell, rank, pids, report)
@@ -115,7 +115,7 @@ def lose_in_construction(group, cell):
 def end_the_frozen(cell, rank, pids, report):
     report["left over"] = test_faults.shared_memory_of(pids)
     if cell.how == "SIGSTOP" and rank == (cell.victim + 1) % len(pids):
-        time.sleep(1)  # the others have their errors
+        time.sleep(1)  # the other ranks have raised by now
         os.kill(pids[cell.victim], signal.SIGKILL)
     return report
 
@@ -124,7 +124,7 @@ def end_the_frozen(cell, rank, pids, report):
 
 
 def run(cell: Cell) -> tuple[str, float]:
-    """What is wrong with the cell, or nothing, and the longest time to an error."""
+    """Returns what is wrong with the cell, or "", and the longest time to an error."""
     program = lose_in_construction if cell.phase == "construction" else lose_in_a_call
     mortal = frozenset({cell.victim})
     try:

@@ -1,14 +1,15 @@
-"""Random calls, good and hostile, on all ranks in step: what each may raise, what it must return, and who is told.
+"""Random calls, good and hostile, on all ranks in step: what each may raise, what it must return, and who learns of it.
 
-The ranks draw the same plan from the same seed. In a step all make the same call, and some of them, which the plan names,
-make it wrongly: with tensors, handles and scalars that no call should take. The plan knows what every rank must see:
+The ranks draw the same plan from the same seed. In each step all ranks make the same call, and the ranks that the plan names
+make it wrongly: with tensors, handles and scalars that no call should accept. The plan knows what every rank must observe:
 
-    dispatch    the wrong ones raise their own error, the others PeerRefusedError: nobody has a handle
-    combine     the same, but who needs nothing from the wrong ones ends; then all try again, and every value is compared
+    dispatch    the wrong ranks raise their own error, the others PeerRefusedError; nobody has a handle
+    combine     the same, but a rank that needs no sum from a wrong one ends normally; then all retry, and every value is
+                compared
     release     by some while the others combine: PeerRefusedError, and the handle is closed on all
 
-A rank that meets a deadline, a value that differs in one bit, a handle that is open on one rank and closed on another:
-each fails with the seed and the step.
+A rank that hits a deadline, a value that differs in one bit, or a handle open on one rank and closed on another fails the test
+with the seed and the step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ENDINGS = {"combine": 10, "wrong combine": 6, "release": 2, "some release": 2}
 
 
 class Raises:
-    """An argument that raises when it is looked at."""
+    """An argument that raises when it is inspected."""
 
     def __init__(self, error: BaseException):
         self.error = error
@@ -59,7 +60,7 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# Of a tensor that would have been right; for tensors with elements.
+# Derived from a correct tensor; only for tensors with elements.
 TENSORS = {
     "fake": lambda t: FakeTensorMode().from_tensor(t),
     "subclass": Subclass,
@@ -213,7 +214,7 @@ class Fuzz:
         self.must_raise(self.ep.dispatch, *self.mine(self.inputs()))
 
     def dispatch_without_room(self) -> None:
-        """Some ranks still hold what the others have released, and have no buffer for what those dispatch."""
+        """Some ranks still hold what the others have released, so they have no buffer when those dispatch."""
         entry, some = self.open.pop(self.plan.randrange(len(self.open))), self.some_ranks()
         self.closed = entry.handle
         if self.ep.rank not in some:
@@ -237,14 +238,14 @@ class Fuzz:
         y, expected = self.experts(entry), self.expected(entry)
         halves = self.plan.random() < 0.3
         self.write_to_a_view(entry)
-        for refused in (entry, *self.open):  # of a wrong handle: all that are open
+        for refused in (entry, *self.open):  # a wrong handle refuses all open ones
             refused.refusals_left += len(wrong)
         if wrong and self.ep.rank in wrong:
             self.wrong_combine(entry, y)
         elif wrong:
             self.refused_combine(entry, y, expected, wrong)
         if wrong:
-            self.group.all_gather(None)  # a wrong rank does not try again before the others have seen it
+            self.group.all_gather(None)  # a wrong rank must not retry before the others have observed the refusal
         while not entry.done:
             try:
                 out = self.combined(entry, y, halves)
@@ -291,7 +292,7 @@ class Fuzz:
         else:
             self.refused_combine(entry, self.experts(entry), self.expected(entry), some)
         self.group.all_gather(None)
-        entry.handle.release()  # of a rank that was refused by another one before
+        entry.handle.release()  # on a rank that another one has refused before
 
     def must_raise(self, call: Any, *args: Any, **kwargs: Any) -> None:
         try:
@@ -302,7 +303,7 @@ class Fuzz:
         raise AssertionError(f"{call.__name__} took {args} {kwargs}")
 
     def experts(self, entry: Open) -> torch.Tensor:
-        """Twice the rows; what combine() must not read is NaN."""
+        """Doubles the rows; NaN wherever combine() must not read."""
         handle = entry.handle
         if entry.presummed:
             y = torch.full_like(handle.recv_x, torch.nan)

@@ -1,4 +1,4 @@
-"""Bounds on what code under test may take: a fuzzer must end, and must not take the machine down."""
+"""Bounds on the time and memory of code under test: a fuzzer must end, and must not exhaust the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TooSlowError(Exception):
 
 @contextmanager
 def limits(seconds: int = 20, nbytes: int = 1 << 30) -> Iterator[None]:
-    """Raises TooSlowError after that time, MemoryError where memory grows by more. In the main thread only."""
+    """Raises TooSlowError after `seconds`, MemoryError if memory grows by more than `nbytes`. Only in the main thread."""
 
     def too_slow(*_: object) -> None:
         raise TooSlowError(f"still busy after {seconds} s")

@@ -1,4 +1,4 @@
-"""The line codecs and the two-shot all-reduce over them in NumPy: what csrc/rows/line_codec.h must give, bit for bit."""
+"""The line codecs and two-shot all-reduce over them in NumPy: the bits that csrc/rows/line_codec.h must produce."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 BLOCK = 32
 BITS = {"fp8": 8, "q8": 8, "q6": 6, "q4": 4}
 RANGE = {"fp8": 448.0, "q8": 128.0, "q6": 32.0, "q4": 8.0}
-# Of the largest magnitude of a block: the most by which a value is off.
+# Largest error of a value, relative to the largest magnitude of its block.
 STEP = {"q8": 1 / 128, "q6": 1 / 32, "q4": 1 / 8}
 SHARE_UNIT = 64
 
 
 def to_bfloat16_away_from_zero(magnitude: np.ndarray) -> np.ndarray:
-    """The bits of the next bfloat16 that is not smaller."""
+    """The bits of the nearest bfloat16 that is not smaller."""
     return ((magnitude.view(np.uint32).astype(np.uint64) + 0xFFFF) >> 16).astype(np.uint32)
 
 
@@ -25,7 +25,7 @@ def nearest_e4m3(values: np.ndarray) -> np.ndarray:
 
 
 def e4m3_code(values: np.ndarray) -> np.ndarray:
-    """Of values that e4m3 has."""
+    """For values that e4m3 represents exactly."""
     magnitude = np.abs(values)
     exponent = np.maximum(np.frexp(magnitude)[1] - 1, -6)
     mantissa = np.ldexp(magnitude, 3 - exponent).astype(np.int64)  # 8 ... 15, or less for subnormals
@@ -34,7 +34,7 @@ def e4m3_code(values: np.ndarray) -> np.ndarray:
 
 
 def encode(x: np.ndarray, codec: str) -> tuple[bytes, np.ndarray]:
-    """The line of float32 values, and what it is decoded to."""
+    """The line of float32 values, and the values it decodes to."""
     blocks = np.zeros((-(-len(x) // BLOCK), BLOCK), np.float32)
     blocks.reshape(-1)[: len(x)] = x
     with np.errstate(all="ignore"):
@@ -50,7 +50,7 @@ def encode(x: np.ndarray, codec: str) -> tuple[bytes, np.ndarray]:
         inverse = np.where(is_large, np.float32(1) / scale, np.float32(0)).astype(np.float32)
         limit = np.float32(RANGE[codec])
         scaled = blocks * inverse[:, None]
-        scaled = np.where(scaled > -limit, scaled, -limit)  # a NaN too
+        scaled = np.where(scaled > -limit, scaled, -limit)  # also replaces NaN
         if codec == "fp8":
             values = nearest_e4m3(np.minimum(scaled, limit))
             code = e4m3_code(values)

@@ -1,4 +1,4 @@
-"""Ways to damage a file: what a fuzzer does to bytes and to JSON documents."""
+"""Damages files: the mutations that fuzzers apply to bytes and to JSON documents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import random
 from typing import Any
 
-# Each of a type, a size or a sign that a reader may not expect.
+# Each has a type, size or sign that a reader may not expect.
 STRANGE = [
     None, True, False, 0, 1, -1, 2, 7, 63, 64, 65, 10**6, 2**31 - 1, 2**31, -(2**31) - 1, 2**53, 2**63, 2**64, -(2**63) - 1, 10**30, 10**400,
     0.5, -0.5, 1e18, 1e300, float("inf"), float("-inf"), float("nan"), "", "64", "rank 0", "rank 99999999999999999999",
@@ -16,7 +16,7 @@ STRANGE = [
 
 
 def damaged_bytes(data: bytes, rng: random.Random) -> bytes:
-    """One or several of: cut, bits flipped, bytes set, a piece removed, repeated, or swapped with another."""
+    """Applies one or more of: truncate, flip bits, set bytes, remove, repeat or swap pieces."""
     data = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 5, 30))):
         if not data:
@@ -43,7 +43,7 @@ def damaged_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_json(text: str, rng: random.Random) -> bytes:
-    """Values replaced, removed, doubled or swapped anywhere in the document."""
+    """Replaces, removes, duplicates or swaps values anywhere in the document."""
     document = json.loads(text)
     for _ in range(rng.choice((1, 1, 1, 2, 5, 30))):
         parent, key = _place(document, rng)
@@ -68,7 +68,7 @@ def nested(depth: int) -> bytes:
 
 
 def _place(document: Any, rng: random.Random) -> tuple[Any, Any]:
-    """A container of the document and a key of it; each level is as likely to be taken as what lies below it."""
+    """A container of the document and one of its keys; each level is as likely as everything below it."""
     parent, key, value = None, None, document
     while isinstance(value, (dict, list)) and value and (parent is None or rng.random() < 0.75):
         parent = value
@@ -78,5 +78,5 @@ def _place(document: Any, rng: random.Random) -> tuple[Any, Any]:
 
 
 def _as_json(value: Any) -> bytes:
-    # Surrogates cannot be encoded: as they are escaped, the reader meets them all the same.
+    # Surrogates cannot be encoded; escaped, they still reach the reader.
     return json.dumps(value).encode()

@@ -1,12 +1,12 @@
-"""The device of a test session: MOE_A2A_TEST_DEVICE=cuda runs the tests on GPU tensors; left out, they run on the CPU.
+"""The device of a test session: MOE_A2A_TEST_DEVICE=cuda runs the tests on GPU tensors; by default they run on the CPU.
 
-    pytestmark = on_device.TESTS               of a file whose tests run on either
+    pytestmark = on_device.TESTS               in a file whose tests run on either
     on_device.run(3, program, arg)             program(group, arg) on three ranks
-    on_device.settle(ep)                       raises what the call before has found
+    on_device.settle(ep)                       raises what the previous call has found
 
-On the CPU ranks are threads. On GPUs each is a process with a GPU of its own, which stays up from test to test
-(ranks.RankPool); MOE_A2A_TEST_POOL=4 does the same on the CPU, with at most four ranks. Such sessions run these
-files only.
+On the CPU ranks are threads. On GPUs each is a process with its own GPU, which stays up from test to test
+(ranks.RankPool); MOE_A2A_TEST_POOL=4 does the same on the CPU, with at most four ranks. Such sessions run only
+these files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = os.environ.get("MOE_A2A_TEST_DEVICE") or "cpu"
 IS_GPU = NAME != "cpu"
 POOL_SIZE = int(os.environ.get("MOE_A2A_TEST_POOL") or 0)
 RANKS_ARE_PROCESSES = IS_GPU or POOL_SIZE > 0
-MANY = 8  # ranks of a session without GPUs
+MANY = 8  # ranks in a session without GPUs
 
 TESTS = pytest.mark.on_device
 cpu_only = pytest.mark.skipif(IS_GPU, reason="about the CPU target")
@@ -44,7 +44,7 @@ def needs(num_ranks: int) -> None:
 
 
 def run(num_ranks: int, program: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """program(group, *args) on each rank; the results in rank order. See ranks.py."""
+    """Runs program(group, *args) on each rank; returns the results in rank order. See ranks.py."""
     global _pool
     needs(num_ranks)
     if not RANKS_ARE_PROCESSES:
@@ -61,7 +61,7 @@ def close() -> None:
     _pool = None
 
 
-# On a GPU a call returns before its kernels have run: what they find is raised by the next one that looks.
+# On a GPU a call returns before its kernels have run; the next call that synchronises raises what they find.
 
 
 def settle(ep: Any) -> None:
@@ -70,12 +70,12 @@ def settle(ep: Any) -> None:
 
 
 def dispatch(ep: Any, *args: Any, **options: Any) -> Any:
-    """ep.dispatch, after which nothing is left to be raised."""
+    """ep.dispatch, which leaves no error to be raised later."""
     handle = ep.dispatch(*args, **options)
     try:
         settle(ep)
     except moe_a2a.PeerRefusedError:
-        handle.release()  # on the CPU nobody has got a handle
+        handle.release()  # on the CPU nobody has a handle
         raise
     return handle
 

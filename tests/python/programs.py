@@ -1,4 +1,4 @@
-"""Programs on their way to a rank's process, which cannot import test modules by the names that pytest gives them."""
+"""Sends programs to a rank's process, which cannot import test modules by the names that pytest gives them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 
 
 def to_bytes(value: Any) -> bytes:
-    """Pickled, with functions of the tests by file and name, and nested ones by their code and what they enclose."""
+    """Pickles functions of the tests by file and name, and nested ones by their code and closure."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()
@@ -28,7 +28,7 @@ def to_bytes(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):  # PyTorch's own reduction does not know every float8 type
+        if isinstance(value, torch.Tensor):  # PyTorch's own reduction does not support every float8 type
             saved = io.BytesIO()
             torch.save(value, saved)
             return _tensor, (saved.getvalue(),)
@@ -36,7 +36,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         code = value.__code__
         if "<" not in value.__qualname__:
-            if value.__module__ == Path(code.co_filename).stem:  # a helper: its plain name is known there
+            if value.__module__ == Path(code.co_filename).stem:  # a helper: importable there by its plain name
                 return NotImplemented
             return load_program, (code.co_filename, value.__qualname__)
         enclosed = tuple(cell.cell_contents for cell in value.__closure__ or ())
@@ -50,7 +50,7 @@ def _tensor(saved: bytes) -> torch.Tensor:
 def _nested_function(code: bytes, name: str, defaults: Any, enclosed: tuple[Any, ...]) -> types.FunctionType:
     code = marshal.loads(code)
     surroundings = vars(load_module(code.co_filename))
-    # The names that pytest's rewritten asserts use.
+    # Names used by pytest's rewritten asserts.
     surroundings.setdefault("@py_builtins", builtins)
     surroundings.setdefault("@pytest_ar", _pytest.assertion.rewrite)
     return types.FunctionType(code, surroundings, name, defaults, tuple(map(types.CellType, enclosed)))

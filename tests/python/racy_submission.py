@@ -1,7 +1,7 @@
-"""A submission with a well-known race: flags and counts that their reader resets, and nothing that holds a writer back.
+"""A submission with a well-known race: readers reset flags and counts, and nothing holds writers back.
 
 With a barrier between calls it is right. Without one, a rank that has sent a peer nothing does not wait for that peer: it may
-write the count of its next call before the peer has read that of this one.
+write the count of its next call before the peer has read the count of this one.
 """
 
 import tempfile
@@ -45,7 +45,7 @@ def _take(flags, step, rank, peer):
         if time.monotonic() > end:
             raise TimeoutError(f"nothing came from {peer}")
         time.sleep(0)
-    flags[step, rank, peer] = 0  # for the next call: the race
+    flags[step, rank, peer] = 0  # reset for the next call: the race
 
 
 def _boxes_of(cfg, world_size):

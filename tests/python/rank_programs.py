@@ -1,4 +1,4 @@
-"""What ranks do in test_command_line.py; a file of its own, as started processes import it by name."""
+"""The ranks' programs of test_command_line.py, in a separate file because started processes import it by name."""
 
 import os
 import time

@@ -1,12 +1,12 @@
-"""Runs one function as N ranks, as threads of this process or as processes of their own.
+"""Runs one function as N ranks, as threads of this process or as separate processes.
 
     run_threads(4, program, arg)       program(group, arg), group = moe_a2a.thread_group(4)[rank]
     run_processes(4, program, arg)     program(group, arg), group = a gloo group of 4 processes
     RankPool(4).run(3, program, arg)   program(group, arg), group = moe_a2a's view of 3 of 4 processes that stay up
 
-All return the results in rank order, raise RankError with every rank's traceback when one fails, and end within
-`timeout`. Processes are those of moe_a2a/rank_processes.py, forked from a server that has imported torch once: a rank costs
-milliseconds instead of seconds. Where a test means neither but "ranks", it says on_device.run.
+All return the results in rank order, raise RankError with every rank's traceback if one fails, and end within
+`timeout`. Processes are those of moe_a2a/rank_processes.py, forked from a server that has imported torch once, so a rank takes
+milliseconds to start instead of seconds. A test that does not care which kind uses on_device.run.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from moe_a2a.rank_processes import DIED, RankLostError, RankProcesses
 
 __all__ = ["DIED", "RankError", "RankPool", "receive_interrupts", "run_processes", "run_threads"]
 
-GRACE = 5.0  # seconds for the other ranks to end once one has failed
+GRACE = 5.0  # seconds that the other ranks have to end once one has failed
 START_SECONDS = 60.0
 
 
 class RankError(AssertionError):
-    """At least one rank raised, died or did not end; the text has what every rank said."""
+    """At least one rank raised, died or did not end; the text includes every rank's output."""
 
 
 def slack(seconds: float) -> float:
-    """By how much something may be late: `seconds` on an idle machine, in proportion to the load on a busy one."""
+    """Allowed lateness: `seconds` on an idle machine, scaled by the load on a busy one."""
     load, _, _ = os.getloadavg()
     return seconds * max(1.0, load / (os.cpu_count() or 1))
 
@@ -85,7 +85,7 @@ def run_threads(num_ranks: int, program: Callable[..., Any], *args: Any, timeout
 
 # --------------------------------------------------------------------------------------- processes
 
-# sympy: torch.testing.assert_close imports it, which takes half a second in every rank.
+# torch.testing.assert_close imports sympy, which takes half a second in every rank.
 multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed", "sympy"])
 
 
@@ -100,8 +100,8 @@ def run_processes(
 class RankPool:
     """`num_ranks` processes that stay up; a program runs on the first of them.
 
-    On a GPU a process needs seconds before its first kernel, more than most tests take. One that hangs, dies or loses its
-    GPU takes all of them with it.
+    On a GPU a process needs seconds before its first kernel, longer than most tests. One that hangs, dies or loses its
+    GPU ends all of them.
     """
 
     def __init__(self, num_ranks: int):
@@ -109,7 +109,7 @@ class RankPool:
         _run(self._processes, _make_groups, _make_groups, num_ranks, timeout=START_SECONDS)
 
     def run(self, num_ranks: int, program: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
-        """Closures travel too."""
+        """Closures are supported."""
         return _run(
             self._processes, program, _with_group, num_ranks, program, args, timeout=timeout, num_ranks=num_ranks
         )
@@ -133,26 +133,26 @@ def _run(processes: RankProcesses, named: Callable[..., Any], *program: Any, **h
         raise RankError(f"{named.__name__}: {error}\n{error.details}") from None
 
 
-# In a rank's process; the first argument, report(), is for commands.
+# Runs in a rank's process; commands use the first argument, report().
 
-_groups: list[dist.ProcessGroup] = []  # of a pool: of one rank, of two, ...
+_groups: list[dist.ProcessGroup] = []  # of a pool: with one rank, with two, ...
 
 
 def take_device(rank: int) -> None:
-    """A core, or a GPU of the rank's own: kernels of ranks that share one may wait for each other in its queues."""
+    """Binds the rank to a core, or to its own GPU: kernels of ranks that share one may wait for each other in its queues."""
     torch.set_num_threads(1)
     if os.environ.get("MOE_A2A_DEVICE") == "cuda":
         torch.cuda.set_device(rank)
 
 
 def receive_interrupts() -> None:
-    """In a rank: SIGINT raises KeyboardInterrupt. Rank processes block it, since the starter ends them."""
+    """In a rank: SIGINT raises KeyboardInterrupt. Rank processes block it by default, since the caller ends them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _with_world(report: Any, program: Callable[..., Any], args: tuple) -> Any:
-    dist.barrier()  # a rank that dies at once must not do so while others still connect
+    dist.barrier()  # a rank that dies at once must not do so while others are still connecting
     return program(dist.group.WORLD, *args)
 
 
@@ -173,6 +173,6 @@ def _with_group(report: Any, size: int, program: Callable[..., Any], args: tuple
 def _has_its_gpu() -> bool:
     try:
         torch.cuda.synchronize()
-    except RuntimeError:  # a fault of a kernel stays with its process
+    except RuntimeError:  # a kernel fault persists in its process
         return False
     return True

@@ -1,7 +1,7 @@
-"""Back-to-back eager calls on several objects, each checked on the device; the host looks once in a thousand calls.
+"""Back-to-back eager calls on several objects, each checked on the device; the host reads the count once per thousand calls.
 
-Ranks agree on which object and how many blocks, and on nothing else: each draws its own number of tokens, and sleeps
-at its own times. In 1,000 iterations a rank runs ahead of another as far as the protocol and the queue let it.
+Ranks agree only on the object and the number of blocks: each draws its own number of tokens and sleeps
+at its own times. In 1,000 iterations a rank runs ahead of another as far as the protocol and the queue allow.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import moe_a2a
 
 CHECK_EVERY = 1_000
 NUM_SAMPLES = 48  # prepared inputs per object: making them would cost more than a call
-LONGEST = 1  # which of them
+LONGEST = 1  # index of the longest sample
 SHARE_OF_DELAYS = 0.005
 LONGEST_DELAY = 0.002  # seconds
-CYCLES_PER_SECOND = 1.5e9  # of a GPU's sleep, roughly
+CYCLES_PER_SECOND = 1.5e9  # of a GPU's sleep, approximately
 
 SHAPES = [
     {"num_topk": 8, "hidden": 256, "num_max_tokens_per_rank": 24, "dtype": torch.bfloat16, "num_buffers": 2,
@@ -33,7 +33,7 @@ SHAPES = [
 
 
 class Mill:
-    """One ExpertParallel with inputs of many lengths, zero and the longest among them."""
+    """One ExpertParallel with inputs of many lengths, including zero and the maximum."""
 
     def __init__(self, ep: moe_a2a.ExpertParallel, rng: random.Random):
         self.ep = ep
@@ -45,7 +45,7 @@ class Mill:
 
 
 def run(group, seed: int, num_iterations: int, plant_at: int = -1) -> int:
-    """The number of wrong values, all told. In iteration `plant_at` rank 0 spoils one row that it has received."""
+    """The total number of wrong values. In iteration `plant_at` rank 0 spoils one received row."""
     shared, own = random.Random(seed), random.Random(f"{seed} {group.rank}")
     with ExitStack() as stack:
         mills = []
@@ -78,7 +78,7 @@ def look(mills: list[Mill], wrong: torch.Tensor, where: str, plant_at: int) -> N
 
 
 def sleep(device: torch.device, seconds: float) -> None:
-    """On a GPU its stream sleeps, and with it the kernels that peers wait for; the host goes on."""
+    """On a GPU the stream sleeps, and with it the kernels that peers wait for; the host continues."""
     if device.type == "cpu":
         time.sleep(seconds)
     else:

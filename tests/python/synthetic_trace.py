@@ -1,5 +1,5 @@
-"""Raw trace records of ranks that never ran: a small event simulation of two calls of dispatch and combine, with clocks
-that are wrong on purpose. What the analysis must find is planted here.
+"""Raw trace records of ranks that never ran: a small event simulation of two calls of dispatch and combine, with deliberately
+wrong clocks. It plants what the analysis must find.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEND, FLIGHT, REDUCE, LISTS, ROUTE, POLL = 2_000, 700, 900, 3_000, 1_500, 40
 @dataclass
 class Plan:
     """late_ns: [R] how much later each rank begins a call. slow_send: [R] factor on a row's time in dispatch.
-    late_combine_ns: [R] of its experts. clock_offset_ns, clock_drift: [R] of the rank's clock against the truth."""
+    late_combine_ns: [R] delay of its experts. clock_offset_ns, clock_drift: [R] of the rank's clock against true time."""
 
     num_ranks: int = 4
     num_tokens: int = 24
@@ -56,7 +56,7 @@ class _Rank:
         self.segments[warp].append((begin, end, KINDS.index(kind), peer, token, polls))
 
     def wait(self, warp, begin, until, kind, peer, token=-1):
-        """Ends when `until` has been; leaves a record only if it had to wait. Returns its end."""
+        """Ends no earlier than `until`; leaves a record only if it had to wait. Returns its end."""
         if until <= begin:
             return begin + POLL
         end = until + POLL
@@ -68,7 +68,7 @@ class _Rank:
 
 
 def make_routing(plan: Plan) -> list[np.ndarray]:
-    """[T, K] of each rank."""
+    """[T, K] for each rank."""
     rng = np.random.default_rng(plan.seed)
     num_experts = CONFIGURATION["num_experts"]
     routing = [rng.integers(0, num_experts, (plan.num_tokens, 2)) for _ in range(plan.num_ranks)]
@@ -156,11 +156,11 @@ def _records(plan, r, rank, counts, end) -> RankRecords:
 
     def ticks_of(reader, ns):
         shifted = plan.of("clock_offset_ns", reader) + ns * (1 + plan.of("clock_drift", reader))
-        return int(shifted * ticks_per_ns) + (1 << 47)  # so that the 48 bits wrap in the middle of things
+        return int(shifted * ticks_per_ns) + (1 << 47)  # so that the 48 bits wrap during the trace
 
     def meeting(ns):
         offsets = [ticks_of(peer, ns) - ticks_of(r, ns) for peer in range(plan.num_ranks)]
-        # The true offset lies somewhere inside the round trip.
+        # The true offset is somewhere within the round trip.
         rng = np.random.default_rng([plan.seed, r, abs(ns)])
         trips = rng.integers(600, 1400, plan.num_ranks) * ticks_per_ns
         noise = (rng.random(plan.num_ranks) - 0.5) * trips * 0.9

@@ -13,7 +13,7 @@ class Instruction:
     line: int
     opcode: str
     operands: str
-    files: tuple[str, ...] = ()  # of its source: where it is written, where that is inlined, and so on outwards
+    files: tuple[str, ...] = ()  # source files: where it is written, where that is inlined, and so on outwards
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.opcode} {self.operands}".rstrip()
@@ -42,28 +42,28 @@ class Instruction:
 
     @property
     def stored(self) -> str:
-        """The registers that a store writes out."""
+        """The registers that a store writes to memory."""
         return self.operands.split(",")[1].strip()
 
     @property
     def address(self) -> str:
-        """Where a load reads: its operands after the destination, without the words that say how."""
+        """The address that a load reads: its operands after the destination, without modifiers."""
         place = self.operands.split(",", 1)[1].split()
         return " ".join(word for word in place if word not in ("sc0", "sc1", "nt"))
 
     @property
     def base(self) -> tuple[str, str]:
-        """What a store's place is counted from: the address register and the scalar base, or "off"."""
+        """The base of a store's address: the address register and the scalar base, or "off"."""
         operands = [word.strip() for word in self.operands.split(",")]
         return operands[0], operands[2].split()[0]
 
     @property
     def waits_for_memory(self) -> bool:
-        """An s_waitcnt after which every load has arrived and every store is done."""
+        """Whether this is an s_waitcnt after which every load has arrived and every store is done."""
         return self.opcode == "s_waitcnt" and ("vmcnt(0)" in self.operands or self.operands == "0")
 
 
-# Pairs of scalar registers of which it is known that they hold 0 or -1.
+# Pairs of scalar registers known to hold 0 or -1.
 Flags = frozenset[tuple[str, str]]
 NO_FLAGS: Flags = frozenset()
 
@@ -88,12 +88,12 @@ class Kernel:
             yield from self.blocks[index].instructions
 
     def walk(self, start: str, step: Callable[[Instruction, str], str], block: int = 0) -> None:
-        """Takes every path from `block` on, with step(instruction, state) -> state; a block is taken once with a state.
+        """Takes every path from `block` on, with step(instruction, state) -> state; visits a block once per state.
 
-        The state "stop" ends a path. A branch on a flag that the path itself has set goes one way only: an if and its
-        else stand one behind the other, and the second is entered by a flag that the first puts out.
+        The state "stop" ends a path. A branch on a flag that the path itself has set has only one successor: an if and its
+        else follow one another, and the flag that enters the second is cleared by the first.
         """
-        seen, after = set(), {}  # after: the state behind a block, of the block and the state before it
+        seen, after = set(), {}  # after: the state after a block, by block and the state before it
         ahead = [(block, start, NO_FLAGS)]
         while ahead:
             here = ahead.pop()
@@ -116,7 +116,7 @@ class Kernel:
         return state
 
     def _ways_on(self, index: int, flags: Flags) -> tuple[Flags, list[int]]:
-        """What is known behind a block of the flags that were known before it, and where it goes."""
+        """The flags known after the block, given those known before it, and its successors."""
         if (index, flags) not in self._known_ways:
             known, is_zero = dict(flags), False
             for instruction in self._flag_instructions[index]:
@@ -134,12 +134,12 @@ class Kernel:
 
     @cached_property
     def _tested(self) -> set[str]:
-        """The pairs of scalar registers by which some branch goes."""
+        """The pairs of scalar registers that some branch tests."""
         return {test.group(2) for i in self.instructions() if (test := _test_of_flag(i))}
 
     @cached_property
     def _flag_instructions(self) -> list[list[Instruction]]:
-        """Of each block those that can change what is known of flags."""
+        """For each block, the instructions that can change what is known of flags."""
         tested = frozenset().union(*map(_scalar_registers, self._tested))
 
         def matters(instruction: Instruction) -> bool:
@@ -164,7 +164,7 @@ class Kernel:
 
     @cached_property
     def loops(self) -> list[set[int]]:
-        """The natural loops, each as the set of its blocks, inner ones before those around them."""
+        """The natural loops, each as the set of its blocks, inner loops before enclosing ones."""
         predecessors: list[list[int]] = [[] for _ in self.blocks]
         for index, block in enumerate(self.blocks):
             for successor in block.successors:
@@ -201,7 +201,7 @@ class Kernel:
 
 
 def _test_of_flag(instruction: Instruction) -> re.Match[str] | None:
-    """vcc = the lanes of a flag that are on (and), or those that are not (andn2)."""
+    """vcc = the lanes whose flag is on (and), or off (andn2)."""
     return re.fullmatch(r"s_(and|andn2)_b64 vcc, exec, (s\[\d+:\d+\])", f"{instruction.opcode} {instruction.operands}")
 
 
@@ -210,7 +210,7 @@ def _follow_flags(
 ) -> tuple[dict[str, str], bool]:
     """Returns the flags known after the instruction, and whether vcc is known to be zero.
 
-    Whatever else mentions a register makes it unknown.
+    Any other mention of a register makes it unknown.
     """
     test = _test_of_flag(instruction)
     if test:
@@ -239,7 +239,7 @@ def architecture(text: str) -> str:
 
 
 def kernels(text: str) -> list[Kernel]:
-    """Every kernel of an assembly listing, in its order."""
+    """Every kernel of an assembly listing, in order."""
     names = re.findall(r"^\s*\.amdhsa_kernel (\S+)", text, re.M)
     lines = text.splitlines()
     begins = {line.split(":")[0]: n for n, line in enumerate(lines) if re.match(r"[A-Za-z_$][\w$.]*:", line)}
@@ -249,7 +249,7 @@ def kernels(text: str) -> list[Kernel]:
 
 def _blocks(lines: list[str], begin: int) -> list[Block]:
     blocks, labels, targets = [Block()], {}, []
-    open_end = True  # whether the block before falls through into the next
+    open_end = True  # whether the previous block falls through into the next
     files: tuple[str, ...] = ()
     for number in range(begin, len(lines)):
         code, _, comment = lines[number].partition(";")
@@ -258,7 +258,7 @@ def _blocks(lines: list[str], begin: int) -> list[Block]:
             break
         if re.match(r"\.loc\b", line):
             files = _files(comment)
-        if re.match(r"\.Ltmp\d+:", line):  # of the debug information, no place to jump to
+        if re.match(r"\.Ltmp\d+:", line):  # debug information, not a branch target
             continue
         label = re.match(r"(\.\w+):", line)
         if label:
@@ -284,7 +284,7 @@ def _blocks(lines: list[str], begin: int) -> list[Block]:
 
 @cache
 def _files(location: str) -> tuple[str, ...]:
-    """Of the comment at a .loc: "arch/hip.h:97:3 @[ comm/signal.h:70:7 @[ ... ] ]"."""
+    """The files in the comment at a .loc: "arch/hip.h:97:3 @[ comm/signal.h:70:7 @[ ... ] ]"."""
     return tuple(re.findall(r"(\S+):\d+:\d+", location))
 
 
@@ -295,7 +295,7 @@ def _start_block(blocks: list[Block], falls_through: bool) -> None:
 
 
 def _resources(text: str) -> dict[str, dict[str, int]]:
-    """What each kernel occupies, from the metadata at the end of the listing."""
+    """The resources of each kernel, from the metadata at the end of the listing."""
     metadata = text.split("amdhsa.kernels:")[1].split("\namdhsa.")[0]
     fields = {
         "vgpr": "vgpr_count",

@@ -1,12 +1,12 @@
-"""Checks what the AMD compiler made of the kernels: check_isa.py dispatch_kernels.gfx942.s...
+"""Checks the AMD compiler's output for the kernels: check_isa.py dispatch_kernels.gfx942.s...
 
-A release or acquire lost on the way to the machine loses data once in a million calls, and no NVIDIA GPU, processor or
-emulator shows it. The rules read the assembly instead. They know the forms of gfx942 and gfx950; of other
+If compilation drops a release or acquire, data is lost once in a million calls, and no NVIDIA GPU, CPU or
+emulator shows it. So the rules read the assembly. They know the forms of gfx942 and gfx950; on other
 architectures (gfx90a has no scope bits) only resources, row accesses and LL words are checked.
 
-An LL word (comm/ll_word.h) is stored and polled by the same instructions as a signal, and needs neither release nor
-acquire. Which of the two an instruction is, its line in the source says: listings are made with line tables. What has
-lost its line counts as a signal.
+An LL word (comm/ll_word.h) is stored and polled by the same instructions as a signal, but needs neither release nor
+acquire. An instruction's source line distinguishes the two: listings are made with line tables. An instruction without a
+line counts as a signal.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 
 from amd_assembly import Instruction, Kernel, architecture, kernels
 
-# Kernels of every step: nothing of theirs may live in scratch memory.
+# Kernels of every step: they must not use scratch memory.
 HOT = {"Dispatch", "DispatchSend", "DispatchRecv", "Combine", "CombineSend", "CombineRecv"}
-# Of these, the ones that every byte of a row passes at the full rate of the link: in the loops that do it not even a
-# scalar register may be parked in a vector register. (Once per row it may: one kernel sends whole rows and pieces, as
-# they are or quantised, and the addresses of all these forms do not fit into a hundred registers.)
+# Those through which every byte of a row passes at the full rate of the link: in these loops not even a
+# scalar register may be spilled to a vector register. (Once per row is allowed: one kernel sends whole rows and pieces,
+# plain or quantised, and the addresses of all these forms do not fit into a hundred registers.)
 ROW_PATH = {"DispatchSend", "CombineRecv"}
-# Kernels that copy rows, and kernels that read and write them: in pieces of 16 bytes.
+# Kernels that copy rows, and kernels that read and write them, in pieces of 16 bytes.
 ROW_COPIERS = {"Dispatch", "DispatchSend"}
 ROW_ADDERS = {"Combine", "CombineRecv"}
-# Kernels whose products are the matrix units' work.
+# Kernels that must multiply on the matrix units.
 MULTIPLIERS = {"GroupedGemm"}
-# What the listing of a family must hold.
+# The kernels that a family's listing must contain.
 FAMILIES = {
     "dispatch_kernels": {"Dispatch", "DispatchSend", "DispatchRecv"},
     "combine_kernels": {"Combine", "CombineSend", "CombineRecv"},
@@ -42,9 +42,9 @@ SIGNALLERS = {"Dispatch", "DispatchSend", "Combine", "CombineSend"}
 # Kernels that send LL words, and kernels that poll them.
 LL_SENDERS = SIGNALLERS
 LL_RECEIVERS = {"Dispatch", "DispatchRecv", "Combine", "CombineRecv"}
-# Spins that wait for a word with nothing behind it, and so need no acquire: a volley is served or returned.
+# Spins that wait for a bare word and so need no acquire: the two sides of a volley.
 BARE_SPINS = {"AlignClocks": 2}
-# Kernels that spin on 32-bit counts of their own device too, at its scope (moe/experts/stored_tiles.h).
+# Kernels that also spin on 32-bit counts of their own device, at device scope (moe/experts/stored_tiles.h).
 TILE_COUNTERS = {"ProductCombineSend"}
 
 
@@ -55,12 +55,12 @@ def short_name(kernel: Kernel) -> str:
 
 
 def finds_a_peer(instruction: Instruction) -> bool:
-    """A load of where a rank's heap is: by a wait that fails, to tell the others. Its word never changes."""
+    """A load of the address of a rank's heap, by a failed wait that tells the others. The word never changes."""
     return bool(instruction.files) and instruction.files[0].endswith("csrc/comm/heap_view.h")
 
 
 def is_of_ll_word(instruction: Instruction) -> bool:
-    """An access written in ll_word.h, or by the target's atomics for it."""
+    """An access from ll_word.h, or from the target's atomics for it."""
     if not (instruction.is_load or instruction.is_store):
         return False
     user = next((file for file in instruction.files if "csrc/arch/" not in file), "")
@@ -68,16 +68,16 @@ def is_of_ll_word(instruction: Instruction) -> bool:
 
 
 def is_signal_store(instruction: Instruction) -> bool:
-    """A signal is 64 bits; 64-bit stores that carry a scope are signals, or else LL words."""
+    """A signal has 64 bits; 64-bit stores with a scope are either signals or LL words."""
     if is_of_ll_word(instruction):
         return False
     return instruction.is_store and instruction.opcode.endswith("_dwordx2") and "sc1" in instruction.modifiers
 
 
 def report_stores(kernel: Kernel) -> set[Instruction]:
-    """The one 64-bit store of system scope that is no signal: Report::bad_expert, right behind bad_token.
+    """The only 64-bit store of system scope that is not a signal: Report::bad_expert, directly after bad_token.
 
-    It is the second of two fields of one struct: 32 bits and then 64 go to one base. Signals stand alone.
+    It is the second of two fields of one struct: 32 bits and then 64 are stored to one base. Signals are stored alone.
     """
     found = set()
     for block in kernel.blocks:
@@ -132,8 +132,8 @@ def check_calls(kernel: Kernel) -> list[str]:
 def check_row_access(kernel: Kernel, copies: bool) -> list[str]:
     """Rows are read in pieces of 16 bytes, and written so in the same loops; a copy stores the registers it loaded.
 
-    Other wide accesses (the stores of a report, the loads of a quantiser) do not count; nor do stores to another kind of
-    address than the loads', as those of a trace's records are (flat, where rows are global).
+    Other wide accesses (the stores of a report, the loads of a quantiser) do not count; nor do stores of another address
+    kind than the loads, such as those of trace records (flat, while rows are global).
     """
 
     def wide(instruction: Instruction) -> bool:
@@ -153,7 +153,7 @@ def check_row_access(kernel: Kernel, copies: bool) -> list[str]:
 
 
 def check_releases(kernel: Kernel) -> list[str]:
-    """Between data and a signal: buffer_wbl2 sc0 sc1, then a wait for it; the signal itself at system scope."""
+    """Between data and a signal: buffer_wbl2 sc0 sc1, then a wait for it. The signal itself has system scope."""
     problems, signals, reported = {}, set(), report_stores(kernel)
 
     def step(instruction: Instruction, state: str) -> str:
@@ -180,9 +180,9 @@ def check_releases(kernel: Kernel) -> list[str]:
 def check_leader_signals(kernel: Kernel) -> list[str]:
     """A leader signals for its block only after a barrier that every wave reached with its stores done.
 
-    s_barrier itself waits for no store, and the leader's own wait covers its own wave only. From the barrier to the
-    signal the leader loads nothing: a wave that does has gone on to work of its own. (In Dispatch the code of the
-    senders stands behind that of the receivers, and a path leads through both that no wave takes.)
+    s_barrier itself does not wait for stores, and the leader's own wait covers only its own wave. From the barrier to the
+    signal the leader loads nothing: a wave that loads has moved on to its own work. (In Dispatch the senders' code
+    follows the receivers', and a path leads through both that no wave takes.)
     """
     problems, reported = {}, report_stores(kernel)
 
@@ -191,7 +191,7 @@ def check_leader_signals(kernel: Kernel) -> list[str]:
             return "stores in flight"
         if instruction.waits_for_memory and state == "stores in flight":
             return "done"
-        if instruction.opcode == "s_barrier":  # a wait after it would be too late for the other waves
+        if instruction.opcode == "s_barrier":  # a wait after it comes too late for the other waves
             return str(instruction) if state == "stores in flight" else "done"
         if instruction.is_load and state.startswith("line"):
             return "done"
@@ -204,9 +204,9 @@ def check_leader_signals(kernel: Kernel) -> list[str]:
 
 
 def check_acquires(kernel: Kernel) -> list[str]:
-    """A spin polls at system scope; once it has seen its signal it loads it again and invalidates the caches.
+    """A spin polls at system scope; after observing its signal it loads it again and invalidates the caches.
 
-    One that polls LL words may poll a signal too, for which the same holds: it is the first other load of 64 bits.
+    A spin that polls LL words may also poll a signal, to which the same applies: it is the first other 64-bit load.
     """
     problems = []
     for loop in kernel.loops_with("s_sleep"):
@@ -260,13 +260,13 @@ def _acquires(instructions: list[Instruction], address: str) -> bool:
 
 
 def check_products(kernel: Kernel) -> list[str]:
-    """The innermost loop multiplies by MFMA."""
+    """The innermost loop must multiply by MFMA."""
     opcodes = {i.opcode for i in kernel.instructions() if i.opcode.startswith("v_mfma")}
     return [] if any(kernel.loops_with(opcode) for opcode in opcodes) else ["no matrix instruction (v_mfma) in a loop"]
 
 
 def check_ll_words(kernel: Kernel, has_scope_bits: bool) -> list[str]:
-    """Data and stamp of an LL word go in one access, past all caches. gfx90a writes through; its loads say glc."""
+    """Data and stamp of an LL word travel in one access that bypasses all caches. gfx90a writes through; its loads say glc."""
     problems = []
     for instruction in filter(is_of_ll_word, kernel.instructions()):
         scope = "sc0 sc1" if has_scope_bits else "glc" if instruction.is_load else ""
@@ -279,7 +279,7 @@ def check_ll_words(kernel: Kernel, has_scope_bits: bool) -> list[str]:
 
 
 def check_ll_presence(kernel: Kernel) -> list[str]:
-    """Without line tables no access would be one of an LL word, and none would be checked."""
+    """Without line tables no access would count as an LL word, and none would be checked."""
     problems = []
     if short_name(kernel) in LL_SENDERS and not any(i.is_store and is_of_ll_word(i) for i in kernel.instructions()):
         problems.append("no store of an LL word (comm/ll_word.h) at all")
@@ -320,7 +320,7 @@ def describe(kernel: Kernel) -> str:
 
 
 def check(text: str, expected: set[str] = HOT) -> tuple[list[str], list[str]]:
-    """Returns what there is to say about each kernel, and what is wrong. `expected`: kernels that must be there."""
+    """Returns notes about each kernel, and violations. `expected`: kernels that must be present."""
     has_scope_bits = architecture(text) in ("gfx942", "gfx950")
     found = kernels(text)
     problems = [f"no kernel {name}" for name in sorted(expected - {short_name(kernel) for kernel in found})]
@@ -330,7 +330,7 @@ def check(text: str, expected: set[str] = HOT) -> tuple[list[str], list[str]]:
 
 
 def report_on(path: str) -> tuple[str, bool]:
-    """What there is to say about a listing, and whether it keeps all rules."""
+    """Notes about a listing, and whether it obeys all rules."""
     text = Path(path).read_text()
     report, problems = check(text, FAMILIES.get(Path(path).name.split(".")[0], set()))
     lines = [f"ISA of {architecture(text)} ({path})", *("  " + line for line in report)]

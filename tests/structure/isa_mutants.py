@@ -1,8 +1,8 @@
 """The negative control of check_isa.py on the real kernels: isa_mutants.py <build>/isa/command.txt [alone]
 
-Loses orderings in a copy of csrc/, compiles it for gfx942, and expects the check to see each loss. Mutants of one group
-are compiled together, since the check says something different of each. `alone` compiles each by itself and
-shows that it alone makes the check say so: run it after changing the mutants.
+Drops orderings in a copy of csrc/, compiles it for gfx942, and expects the check to report each loss. Mutants of one group
+are compiled together, since the check reports each differently. `alone` compiles each mutant by itself and
+shows that it alone causes the report: run it after changing the mutants.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Mutant:
     file: str
     old: str  # a regular expression
     new: str
-    said: str  # what the check must say
+    said: str  # what the check must report
 
 
-# Of each group the family in which its mutants show.
+# For each group, the family in which its mutants show.
 GROUPS: list[tuple[str, list[Mutant]]] = [
     (
         "moe/dispatch/dispatch_kernels.cpp",
@@ -170,9 +170,9 @@ def problems(csrc: Path, family: str, command: list[str]) -> list[str]:
 
 
 def verdicts(family: str, mutants: list[Mutant], others: list[Mutant], command: list[str]) -> list[str]:
-    """Whether the check sees each mutant, and none of `others`, which are not there.
+    """Whether the check reports each mutant, and none of `others`, which are absent.
 
-    The kernels as they are keep all rules: check_isa.py has run before.
+    The unmodified kernels obey all rules: check_isa.py has run before.
     """
     with tempfile.TemporaryDirectory() as folder:
         csrc = Path(shutil.copytree(ROOT / "csrc", Path(folder) / "csrc"))

@@ -1,17 +1,17 @@
-"""Each rule of check_isa.py on small listings: a kernel that keeps it, and one edit that breaks it."""
+"""Each rule of check_isa.py on small listings: a kernel that obeys it, and one edit that breaks it."""
 
 import pytest
 from amd_assembly import kernels
 from check_isa import check, check_kernel
 
-# As clang marks what comes from an LL word's accesses, from a signal's, and what it has moved about.
+# How clang marks code from an LL word's accesses, from a signal's, and code that it has moved.
 LL_STORE = "\t.loc\t2 97 3 ; csrc/arch/hip.h:97:3 @[ csrc/comm/ll_word.h:41:3 @[ csrc/rows/ll_row.h:88:47 ] ]"
 LL_LOAD = "\t.loc\t2 93 10 ; csrc/arch/hip.h:93:10 @[ csrc/comm/ll_word.h:38:10 @[ csrc/rows/ll_sum.h:63:24 ] ]"
 OF_A_SIGNAL = "\t.loc\t2 97 3 ; csrc/arch/hip.h:97:3 @[ csrc/comm/signal.h:70:7 @[ csrc/moe/notices.h:50:5 ] ]"
 OF_A_CALLER = "\t.loc\t2 97 3 ; csrc/arch/hip.h:97:3 @[ csrc/comm/signal.h:70:7 @[ csrc/comm/ll_word.h:41:3 ] ]"
 OF_NO_LINE = "\t.loc\t2 0 3 ; csrc/arch/hip.h:0:3"
 
-# Every wave sends LL words, copies 16 bytes per lane, the block meets, the leader raises a signal.
+# Every wave sends LL words and copies 16 bytes per lane, the block meets, the leader raises a signal.
 SEND = f"""
 	global_store_dword v40, v41, s[20:21]
 {LL_STORE}
@@ -35,7 +35,7 @@ SEND = f"""
 	s_endpgm
 """
 
-# A wave spins for LL words; it spins for a signal, acquires, and reads the row that has landed.
+# A wave spins on LL words; it spins on a signal, acquires, and reads the landed row.
 RECEIVE = f"""
 .LBB0_4:
 {LL_LOAD}
@@ -66,7 +66,7 @@ RECEIVE = f"""
 	s_endpgm
 """
 
-# More of both: a store behind data that nothing has written back, and a spin.
+# Another of each: a store after data without write-back, and a spin.
 SEND_LL = f"""	global_store_dword v40, v41, s[20:21]
 {LL_STORE}
 	global_store_dwordx2 v[42:43], v[44:45], off sc0 sc1
@@ -99,7 +99,7 @@ def symbol(name: str) -> str:
 
 
 def listing(*bodies: tuple[str, str], arch: str = "gfx942", **resources: int) -> str:
-    """Assembly as clang writes it, of kernels given as (name, instructions)."""
+    """Assembly in clang's form, for kernels given as (name, instructions)."""
     text = [f'\t.amdgcn_target "amdgcn-amd-amdhsa--{arch}"']
     for n, (name, body) in enumerate(bodies):
         body = body.replace("LBB0", f"LBB{n}")
@@ -250,7 +250,7 @@ def test_gfx90a_polls_ll_words_past_its_first_cache():
     assert "not polled at system scope (glc)" in "".join(found)
 
 
-# An if and its else: the one behind the other, and a flag says that the first has been gone through.
+# An if and its else, one after the other; a flag says that the first has run.
 EITHER = """
 	s_cbranch_scc1 .LBB0_11
 	global_store_dword v0, v1, s[8:9]
@@ -316,7 +316,7 @@ def test_it_may_not_be_parked_where_rows_pass():
     assert "registers do not suffice" in found and "v_writelane_b32" in found
 
 
-# Report::bad_token and bad_expert, where data are not written back.
+# Report::bad_token and bad_expert, where data is not written back.
 REPORT = """	global_store_dword v8, v11, s[50:51] offset:580 sc0 sc1
 	global_store_dwordx2 v8, v[6:7], s[50:51] offset:584 sc0 sc1
 """
@@ -352,7 +352,7 @@ def test_a_barrier_without_a_signal_after_it_may_leave_stores_in_flight():
 
 def test_row_pieces_in_generic_memory_count_as_wide():
     generic = SEND.replace("global_store_dwordx4", "flat_store_dwordx4")
-    assert "no 16-byte store" in "".join(problems("DispatchSend", generic))  # a record of a trace is no row
+    assert "no 16-byte store" in "".join(problems("DispatchSend", generic))  # a trace record is not a row
     generic = generic.replace("global_load_dwordx4", "flat_load_dwordx4")
     assert problems("DispatchSend", generic) == []
 

@@ -31,7 +31,7 @@ def test_kernels_are_named_as_in_the_source():
 
 
 def test_a_listing_must_hold_the_kernels_of_its_family(tmp_path, capsys):
-    """There is one listing per family: that of another one lacks this one's kernels, and nothing is wrong with it."""
+    """There is one listing per family: another family's listing lacks this one's kernels, which is not an error."""
     text = listing(("GroupedGemm", MULTIPLY))
     for family, lost in (("grouped_gemm_kernels", []), ("comm_kernels", []), ("combine_kernels", ["CombineRecv"])):
         path = tmp_path / f"{family}.gfx942.s"

@@ -1,4 +1,4 @@
-"""Every header compiles without another before it. A minute and a half of a core: `make headers`, apart from `make test`."""
+"""Every header compiles on its own. Takes a minute and a half of one core: `make headers`, not part of `make test`."""
 
 import os
 import re
@@ -13,7 +13,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
 def is_part_of_a_target(path: Path) -> bool:
-    """Included by a target's header in its midst, over words that it has defined before (or only a GPU compiler has)."""
+    """A target includes it midway, after defining names that it needs (or only a GPU compiler has them)."""
     text = path.read_text()
     speaks_for_a_target = "MOE_A2A_TARGET " in text and "#define MOE_A2A_TARGET" not in text
     return path.parent.name == "arch" and (speaks_for_a_target or path.stem in {"cuda", "hip"})
@@ -27,14 +27,14 @@ def is_of_bindings(path: Path) -> bool:
 
 
 def comes_first_in_its_source(header: Path) -> bool:
-    """Then the build has compiled it with nothing before it (in bindings, nothing but the precompiled header)."""
+    """If so, the build has compiled it with nothing before it (in bindings, only the precompiled header)."""
     source = header.with_suffix(".cpp")
     first = re.search(r'^#include [<"](.+)[>"]', source.read_text(), re.M) if source.exists() else None
     return first is not None and (header.parents[0] / Path(first.group(1)).name) == header
 
 
 def compile_errors(files: list[Path], include_folders: list[Path], system_folders: list[Path]) -> str:
-    """What the compiler says of headers that are translation units of their own: on two cores, a call for each half."""
+    """The compiler's errors when headers are translation units of their own; two calls, for two cores."""
     folders = [*(f"-I{place}" for place in include_folders), *(f"-isystem{place}" for place in system_folders)]
     command = [os.environ.get("CXX", "g++"), "-fsyntax-only", "-w", "-std=c++20", *folders, "-x", "c++"]
 

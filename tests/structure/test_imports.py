@@ -1,6 +1,6 @@
-"""The imports of the Python package, drawn: no circle, and no arrow from a lower layer to a higher one.
+"""The import graph of the Python package: no cycle, and no import from a lower layer to a higher one.
 
-Imports for type checkers and those inside of functions count like any other: they say who knows whom.
+Imports for type checkers and inside functions count like any other: they too are dependencies.
 """
 
 import ast
@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "moe_a2a"
 
-# From the top down. A module may import its own layer and those below it.
+# From the top down. A module may import its own layer and lower ones.
 LAYERS = {
     "entry": ["__main__"],
     "commands": ["bench", "demo", "leaderboard", "tune", "tune_collectives", "doctor", "tracing.command"],
@@ -55,9 +55,9 @@ LAYERS = {
     ],
     "extension": ["_core", "_build_info"],
 }
-# Of the layers above the interface, those whose insides are nobody else's business.
+# Among the layers above the interface, those whose internals others must not use.
 APART = ["bench", "demo", "leaderboard"]
-MAY_USE = {"tune": ["bench"], "tune_collectives": ["bench"]}  # they measure as the bench does
+MAY_USE = {"tune": ["bench"], "tune_collectives": ["bench"]}  # they measure with the bench's code
 
 
 def name_of(path: Path) -> str:
@@ -71,7 +71,7 @@ EXTENSIONS = set(LAYERS["extension"])
 
 
 def imports_of(text: str) -> set[str]:
-    """The modules of this package that a source imports, wherever it does."""
+    """The modules of this package that a source imports, anywhere."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -89,7 +89,7 @@ def _module(name: str) -> str | None:
 
 
 def layer_of(module: str) -> int | None:
-    """The layer that lists the module, or else the folder that it is in."""
+    """The layer that lists the module, or else its folder."""
     while True:
         for depth, members in enumerate(LAYERS.values()):
             if module in members:
@@ -120,7 +120,7 @@ def upward_arrows(graph: dict[str, set[str]]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def graph():
-    # A package's own __init__ is no import of what lies beside it.
+    # A package's own __init__ is not an import of its neighbours.
     return {module: imports_of(path.read_text()) - {module} for module, path in MODULES.items()}
 
 

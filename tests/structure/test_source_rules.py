@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 
-# From the top down: a file includes its own folder and those of the layers after it. The clients of the communicator do
-# not know each other.
+# From the top down: a file includes its own folder and those of lower layers. The clients of the communicator must not
+# depend on each other.
 LAYERS = [["bindings"], ["trace_export"], ["moe", "collectives"], ["rows"], ["comm"], ["arch"]]
 
 VENDOR_WORDS = re.compile(
@@ -44,7 +44,7 @@ def name(path: Path) -> str:
 
 
 def without_comments(text: str) -> str:
-    """Comments may say what a vendor's machine does; code may not depend on it."""
+    """Comments may mention a vendor's machine; code must not depend on it."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
@@ -60,7 +60,7 @@ def upward_includes(layer: str, text: str) -> list[str]:
 
 
 def broken(files: list[Path], rule: Callable[[Path], list[str]]) -> str:
-    """Every violation, a line each: all of them are seen at once."""
+    """Every violation, one per line, so that all are visible at once."""
     return "\n".join(f"{name(path)}: {what}" for path in files for what in rule(path))
 
 

@@ -1,4 +1,4 @@
-"""The tables of measurements on the pages are those of the committed files: bench/tables.py."""
+"""The tables of measurements on the pages match the committed files: bench/tables.py."""
 
 import shutil
 import subprocess
