@@ -1,9 +1,9 @@
-"""In steady state a step allocates nothing beyond what it returns: not the core, not PyTorch, not Python.
+"""In steady state a step allocates only what it returns: in the core, in PyTorch and in Python.
 
-A child process is started with a counting allocator (count_allocations.c) in front of glibc's. It counts the calls of
-malloc, operator new and their kin whose caller is the compiled core, the tensors that PyTorch makes, the bytes that the
-core clears with memset and the threads that are started, over 200 steps of dispatch and combine on two ranks. Python's
-own objects are counted by the interpreter.
+A child process is started with a counting allocator (count_allocations.c) in front of glibc's. Over 200 steps of dispatch and
+combine on two ranks it counts calls of malloc, operator new and similar functions by the compiled core, tensors made by
+PyTorch, bytes that the core clears with memset, and started threads. The interpreter counts Python's
+own objects.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ NUM_STEPS = 1000
 
 
 def measure(num_tokens, hidden, num_blocks, give_out, num_max_ll_tokens=0, read_view=False):
-    """Runs in the child. Per step of one rank: what was counted. Both ranks are threads of this process."""
+    """Runs in the child. Returns the counts per step of one rank. Both ranks are threads of this process."""
     import ranks
     import torch
 
@@ -83,7 +83,7 @@ def preload(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def all_figures(preload):
-    """name -> what one step counted; all in one child, as importing PyTorch takes longest."""
+    """name -> counts of one step; all in one child, since importing PyTorch takes longest."""
     cases = {
         f"{size}, {num_blocks} blocks, {result} result": {
             "num_tokens": num_tokens,
@@ -126,8 +126,8 @@ def test_the_counter_sees_one_more_allocation(all_figures):
 
 
 def test_the_core_allocates_nothing_that_grows(figures):
-    # The handle that dispatch returns (its C++ object and the holder in Python's), and the list in which pybind11
-    # passes more than six arguments: three small blocks a step, whatever the sizes.
+    # The handle that dispatch returns (its C++ object and its Python holder), and the list in which pybind11
+    # passes more than six arguments: three small blocks per step, whatever the sizes.
     assert {name: round(step["allocations"], 1) for name, step in figures.items()} == dict.fromkeys(figures, 3)
 
 
@@ -136,7 +136,7 @@ def test_no_thread_is_started(figures):
 
 
 def test_nothing_is_cleared_but_the_counters_of_the_experts(figures):
-    """LL words are counted by their receivers, who have a counter more for each segment and token."""
+    """Receivers count LL words, with another counter for each segment and token."""
     cleared = {name: round(step["memset_bytes"]) for name, step in figures.items()}
     assert cleared.pop("LL words, new result") <= 1024
     assert len(set(cleared.values())) == 1 and set(cleared.values()).pop() <= 1024

@@ -1,8 +1,8 @@
-"""Scalars of wrong types and values: an error that names argument, value and rank, and the peers are told.
+"""Scalars of wrong types and values: an error names argument, value and rank, and the peers learn of it.
 
-They used to give pybind's "incompatible function arguments", up to 12,580 characters without rank or argument, or to be
-accepted in silence: negative, None or True num_blocks, num_blocks="x" in the constructor. timeout=1.85e10 overflowed to 0.
-device="cpu:0" was accepted and then refused every CPU tensor.
+Before, they raised pybind's "incompatible function arguments", up to 12,580 characters without rank or argument, or were
+silently accepted: negative, None or True num_blocks, num_blocks="x" in the constructor. timeout=1.85e10 overflowed to 0.
+device="cpu:0" was accepted and then every CPU tensor refused.
 """
 
 import copy
@@ -173,7 +173,7 @@ def test_a_device_of_the_environment(monkeypatch, name):
 
 
 def test_objects_and_handles_are_not_copied():
-    """copy.copy(ep).close() closed the original."""
+    """Regression: copy.copy(ep).close() closed the original."""
 
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:

@@ -1,7 +1,7 @@
-"""10,000 calls one after the other, with changing shapes and nothing that keeps ranks together.
+"""10,000 consecutive calls with changing shapes and nothing that keeps ranks together.
 
-Ranks run ahead of each other as far as the protocol lets them; a slot that is reused too early, or
-a signal of an earlier call taken for this one, gives rows of another call, which have other values.
+Ranks run ahead of each other as far as the protocol allows. If a slot is reused too early, or
+an earlier call's signal is taken for this one's, rows of another call appear, with other values.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ CASE = cases.Case(
 
 
 def make_pool(seed, num_ranks, num_blocks):
-    """Prepared calls with their expectations: making them costs more than running them."""
+    """Prepared calls with expectations: making them takes longer than running them."""
     case = dataclasses.replace(CASE, num_ranks=num_ranks, num_experts=6 * num_ranks, num_blocks=num_blocks)
     rng = random.Random(seed)
     calls = [

@@ -1,5 +1,5 @@
-"""MoELayer and experts() with what they cannot take: an error with value, limit, rank and argument, told to the peers
-before anything is launched; the object stays usable on all ranks."""
+"""Bad arguments of MoELayer and experts(): an error with value, limit, rank and argument, which the peers learn of before
+anything is launched; the object stays usable on all ranks."""
 
 import on_device
 import pytest
@@ -32,7 +32,7 @@ def float8(up, down, shape=(4, 2, 1), dtype=torch.float32, device=None):
     return (up.to(FLOAT8), up_scales), (down.to(FLOAT8), torch.ones(4, 1, 1, device=up.device))
 
 
-# (bad w_gate_up, bad w_down) of the good ones, the error, words of its message; 4 local experts
+# (bad w_gate_up, bad w_down) made from good ones, the error, words of its message; 4 local experts
 BAD_WEIGHTS = {
     "dtype": (lambda up, down: (up.float(), down), TypeError, ["w_gate_up", "float32", "bfloat16"]),
     "dtype of w_down": (lambda up, down: (up, down.half()), TypeError, ["w_down", "float16", "bfloat16"]),
@@ -96,7 +96,7 @@ def of_a_new_layer(ep, group, weights, tokens, name):
 
 
 def of_a_layer(ep, group, weights, tokens, name):
-    """The weights have been replaced behind the layer's back."""
+    """Replaces the weights without the layer's knowledge."""
     bad, error, words = BAD_WEIGHTS[name]
     layer = moe_a2a.MoELayer(ep, *weights)
     if ep.rank != REFUSER:
@@ -118,7 +118,7 @@ def of_experts(ep, group, weights, tokens, name):
     else:
         refused(lambda: ep.experts(handle, *weights), ep)
     group.all_gather(None)
-    assert handle.is_open  # all may try again
+    assert handle.is_open  # all may retry
     ep.experts(handle, *weights)
 
 

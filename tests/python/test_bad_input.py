@@ -1,8 +1,8 @@
-"""Every argument that can be wrong: the exception says value, limit, rank and what to change.
+"""Every argument that can be wrong: the exception states value, limit, rank and what to change.
 
-Nothing is launched, so the object stays usable: a good call follows every bad one. Where only one
-rank's call is bad, the others do not wait for it: they raise PeerRefusedError with its words.
-What only the CPU target sees before a launch is in test_bad_routing_on_device.py for GPUs.
+Nothing is launched, so the object stays usable: a good call follows every bad one. If only one
+rank's call is bad, the others do not wait for it: they raise PeerRefusedError with its text.
+For GPUs, test_bad_routing_on_device.py covers errors that only the CPU target sees before a launch.
 """
 
 import time
@@ -36,8 +36,8 @@ def ids(*values, dtype=torch.int64):
     return torch.tensor([list(values)] * 5, dtype=dtype)
 
 
-# Of a good dispatch of 5 tokens: x [5, 200], topk_idx [5, 2], topk_weights [5, 2]. Each entry: the
-# arguments that are replaced, the exception, and words that its text must have beside the rank.
+# Replacements in a good dispatch of 5 tokens: x [5, 200], topk_idx [5, 2], topk_weights [5, 2]. Each entry:
+# the replaced arguments, the exception, and words that its text must contain besides the rank.
 BAD_DISPATCH = {
     "x is a list": ({"x": [1.0]}, TypeError, ["x"]),
     "x float64": ({"x": some((5, 200), torch.float64)}, TypeError, ["x", "float32"]),
@@ -103,7 +103,7 @@ SEEN_BY_THE_KERNELS = {"topk_idx too large", "topk_idx -2", "topk_idx 2**32", "y
 if on_device.IS_GPU:
     BAD_DISPATCH = {name: bad for name, bad in BAD_DISPATCH.items() if name not in SEEN_BY_THE_KERNELS}
 
-# Of combine; good: y [capacity, 200] in the layout "rows".
+# The same for combine; good: y [capacity, 200] in the layout "rows".
 CAPACITY = {1: 12, 3: 36}
 BAD_COMBINE = {
     "y is None": (lambda y: None, {}, TypeError, ["y"]),
@@ -128,7 +128,7 @@ if on_device.IS_GPU:
 
 
 def on(device, arguments):
-    """With the tensors on the device, unless they are meant to be elsewhere."""
+    """Moves the tensors to the device, unless they are meant to be elsewhere."""
     moves = {name: value for name, value in arguments.items() if getattr(value, "is_cpu", False)}
     return {**arguments, **{name: value.to(device) for name, value in moves.items()}}
 
@@ -177,7 +177,7 @@ def test_dispatch_refused_by_one_of_three(name):
                         on_device.dispatch(ep, *make_inputs(ep))
                     assert raised.value.peer == 1
                     check_words(raised, 1, words)
-                assert time.monotonic() - start < CONFIG["timeout"] / 2  # nobody has waited for a deadline
+                assert time.monotonic() - start < CONFIG["timeout"] / 2  # nobody waited until a deadline
             good_call(ep)
 
     on_device.run(3, program)
@@ -186,7 +186,7 @@ def test_dispatch_refused_by_one_of_three(name):
 @pytest.mark.parametrize("name", BAD_COMBINE)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_combine(name, num_ranks):
-    """A refused combine is done again with good arguments by all ranks, whose handles stay open."""
+    """After a refused combine all ranks, whose handles stay open, retry with good arguments."""
     make_bad, options, exception, words = BAD_COMBINE[name]
     refuser = num_ranks - 1
 
@@ -204,15 +204,15 @@ def test_combine(name, num_ranks):
                     on_device.combine(ep, y, handle)
                 assert raised.value.peer == refuser
                 check_words(raised, refuser, words)
-            assert time.monotonic() - start < CONFIG["timeout"] / 2  # nobody has waited for a deadline
-            # A refuser that tries again at once may be in time: then its peers see no refusal.
+            assert time.monotonic() - start < CONFIG["timeout"] / 2  # nobody waited until a deadline
+            # If a refusing rank retries at once, its sums may arrive in time and its peers raise nothing.
             group.all_gather(None)
             assert handle.is_open
             assert torch.equal(combined_after_refusal(ep, y, handle), expected_output(ep))
             good_call(ep)
 
     def combined_after_refusal(ep, y, handle):
-        """Peers of a rank with a bad `out` come here for the first time: they may still meet its refusal."""
+        """For peers of a rank with a bad `out`: this is their first attempt, which may still end with its refusal."""
         try:
             return ep.combine(y, handle)
         except moe_a2a.PeerRefusedError as error:
@@ -237,7 +237,7 @@ def test_masked_y_must_have_the_shape_of_expert_x():
 
 
 def test_masked_without_room_for_repeated_experts():
-    """Every token names expert 0 twice: 12 routes, 6 places."""
+    """Every token names expert 0 twice: 12 routes, 6 positions."""
 
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
@@ -298,7 +298,7 @@ def test_construction(name):
 
 
 def test_more_routes_than_an_index_holds():
-    """No group of that size here: the configuration alone."""
+    """No group of that size is available: tests only the configuration."""
     with pytest.raises(ValueError, match=r"4294959104 > 2147483647.*num_max_tokens_per_rank"):
         moe_a2a._core.nbytes_for(0, 64, 64, 64, 8, (1 << 20) - 2, 2, torch.bfloat16, None, "cpu")
 

@@ -1,7 +1,7 @@
-"""Ids out of range, and routes without a place, that only the kernels see: the host reads no tensor of a GPU.
+"""Ids out of range, and routes without a position, that only the kernels see: the host does not read GPU tensors.
 
-They are treated as dropped, counted, and raised with value, rank and row by the next call that touches the host:
-ep.check(), ep.close(), or a property that reads. Nothing is lost but these routes, and the object stays usable.
+The kernels treat them as dropped and count them; the next call that synchronises (ep.check(), ep.close(), or a property
+that reads) raises them with value, rank and row. Only these routes are lost, and the object stays usable.
 On the CPU target the dispatch itself raises; see test_bad_input.py, and the first test here.
 """
 
@@ -22,7 +22,7 @@ CONFIG = {
     "dtype": torch.float32, "timeout": 2,
 }  # fmt: skip
 NUM_TOKENS, ROW, COLUMN = 11, 7, 2
-# As int32, 2**32 + 3 would be expert 3, and 2**31 negative.
+# Truncated to int32, 2**32 + 3 would be expert 3, and 2**31 negative.
 BAD_IDS = [
     (torch.int32, 12), (torch.int32, -2), (torch.int32, 2**31 - 1), (torch.int32, -(2**31)),
     (torch.int64, 12), (torch.int64, -2), (torch.int64, 2**31), (torch.int64, 2**32 + 3), (torch.int64, -(2**32)),
@@ -36,7 +36,7 @@ def good_tokens(ep, idx_dtype=torch.int64, seed=0):
 
 
 def tokens_with(ep, bad):
-    """(row, column) -> id: on CULPRIT these ids stand in topk_idx, and what is expected counts them as dropped."""
+    """(row, column) -> id: puts these ids into CULPRIT's topk_idx; the expected output counts them as dropped."""
     tokens = good_tokens(ep, torch.int32 if all(abs(value) < 2**31 for value in bad.values()) else torch.int64)
     return plant(ep, tokens, bad)
 
@@ -67,7 +67,7 @@ def assert_is_usable(ep):
     for seed in range(3):  # more often than there are buffers
         tokens = good_tokens(ep, seed=seed)
         assert torch.equal(exact.step(ep, tokens, positions), tokens.expected)
-    ep.check()  # what has been raised is not raised again
+    ep.check()  # an error is raised only once
 
 
 def run(program, num_ranks=None):
@@ -94,7 +94,7 @@ def test_value_rank_and_row_are_named(idx_dtype, value):
                     ep.check()
                 assert_names(raised, ep, value)
             else:
-                ep.check()  # its table is as good as any
+                ep.check()  # its table is valid
             assert torch.equal(combined, tokens.expected)
         assert_is_usable(ep)
 
@@ -113,12 +113,12 @@ def test_all_bad_ids_are_counted(halves):
             ep.dispatch_recv(handle)
         else:
             handle = ep.dispatch(tokens.x, tokens.topk_idx)
-        torch.cuda.synchronize()  # not through ep: the host has seen nothing
+        torch.cuda.synchronize()  # not through ep, so the host has seen nothing
         if is_culprit(ep):
             with pytest.raises(ValueError, match=rf"\b{len(bad)}\b ids"):
                 ep.check()
         y = exact.run_experts(ep, handle, exact.positions_of(ep))
-        combined = ep.combine(y, handle)  # the handle is as good as any
+        combined = ep.combine(y, handle)  # the handle is valid
         assert torch.equal(combined, tokens.expected)
         assert_is_usable(ep)
 
@@ -179,13 +179,13 @@ def test_the_end_of_a_with_block_raises_and_hides_no_other_error():
 
 @on_device.gpu_only
 def test_the_next_call_of_the_hot_path_neither_raises_nor_refuses():
-    """combine and the dispatch after it are good calls: who has sent bad ids must not take his peers' results away."""
+    """combine and the next dispatch are good calls: a rank that sent bad ids must not cost its peers their results."""
 
     def program(ep):
         positions = exact.positions_of(ep)
         tokens = tokens_with(ep, {(ROW, COLUMN): 12})
         handle = ep.dispatch(tokens.x, tokens.topk_idx)
-        torch.cuda.synchronize()  # by now the kernels have found it
+        torch.cuda.synchronize()  # the kernels have found it by now
         combined = ep.combine(exact.run_experts(ep, handle, positions), handle)
         torch.cuda.synchronize()
         good = good_tokens(ep, seed=1)
@@ -204,7 +204,7 @@ def test_the_next_call_of_the_hot_path_neither_raises_nor_refuses():
 def test_no_call_of_the_hot_path_waits_for_the_device():
     def program(ep):
         tokens, positions = tokens_with(ep, {(ROW, COLUMN): 12}), exact.positions_of(ep)
-        exact.step(ep, tokens, positions)  # PyTorch's kernels are loaded
+        exact.step(ep, tokens, positions)  # loads PyTorch's kernels
         if is_culprit(ep):
             with pytest.raises(ValueError):
                 ep.check()
@@ -248,7 +248,7 @@ def test_a_tensor_that_changes_under_a_graph():
 
 
 def test_routes_without_a_place_in_the_masked_layout():
-    """Every token of every rank names expert 0 four times: num_topk times as many routes as places."""
+    """Every token of every rank names expert 0 four times: num_topk times as many routes as positions."""
 
     def program(ep):
         x = good_tokens(ep).x.repeat(2, 1)[: ep.num_max_tokens_per_rank]
@@ -256,7 +256,7 @@ def test_routes_without_a_place_in_the_masked_layout():
         num_lost = (ep.num_topk - 1) * ep.num_ranks * ep.num_max_tokens_per_rank
 
         def dispatch_and_check():
-            handle = ep.dispatch(x, topk_idx, layout="masked")  # on the CPU it raises itself
+            handle = ep.dispatch(x, topk_idx, layout="masked")  # on the CPU this raises
             try:
                 ep.check()
             finally:

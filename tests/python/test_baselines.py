@@ -1,4 +1,4 @@
-"""The benchmarks' baselines compute the same thing: a comparison with a wrong baseline is worthless."""
+"""The benchmarks' baselines compute the same result: comparing with a wrong baseline is worthless."""
 
 import pytest
 import ranks
@@ -27,7 +27,7 @@ def run_baseline(group, baseline_name, dtype, idx_dtype, with_weights, seed):
     num_experts, num_topk, num_max_tokens = 4 * num_ranks, 3, 9
     baseline = getattr(baselines, baseline_name)(group, num_experts, num_topk, HIDDEN, num_max_tokens, dtype)
     for call in range(4):
-        # Uneven, with a rank that has no token, and one call without any.
+        # Uneven numbers, one rank without tokens, and one call without any.
         num_tokens = [0 if call == 3 else (5 * r + 4 * call) % 10 for r in range(num_ranks)]
         x, topk_idx, topk_weights = make_inputs(
             num_ranks, num_experts, num_topk, num_tokens, dtype, idx_dtype, seed + call

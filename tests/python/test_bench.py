@@ -1,4 +1,4 @@
-"""`python -m moe_a2a bench` and `tune`: what they write, what they refuse to write, and the launch table they fill."""
+"""`python -m moe_a2a bench` and `tune`: what they write, what they refuse to write, and the launch table they produce."""
 
 import json
 import subprocess
@@ -106,7 +106,7 @@ class OneBitOff(Ours):
 
 
 class TwoExpertsSwapped(Ours):
-    """What an expert list in a wrong order would do."""
+    """The effect of an expert list in the wrong order."""
 
     def experts(self, handle):
         y = super().experts(handle)
@@ -130,14 +130,14 @@ def gate_on_rank(group):
 
 
 def push_lands(ep, inputs):
-    """Pushed rows lie where dispatch would put them; True, or what is not so."""
+    """Pushed rows are where dispatch would put them; True, or what is wrong."""
     handle = ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
     landed, rows = handle.recv_rows.clone().long(), handle.recv_x.clone()
     core = ep._open_core()
     pushes = Traffic.of(inputs).dispatch
     core.push_rows(inputs.x[pushes[:, 1]], pushes, "warp_stores", 2)
     dist.barrier()
-    empty = ep.dispatch(inputs.x[:0], inputs.topk_idx[:0])  # takes the buffer that was pushed into
+    empty = ep.dispatch(inputs.x[:0], inputs.topk_idx[:0])  # takes the buffer of the push
     mine = torch.arange(len(rows)) // CASE.num_tokens == ep.rank
     remote = landed[~mine[landed]]
     is_same = bool(len(remote)) and torch.equal(empty.recv_x[remote], rows[remote])

@@ -1,4 +1,4 @@
-"""`python -m moe_a2a bench all_reduce | reduce_scatter | all_gather`: its columns, its check, its peers."""
+"""`python -m moe_a2a bench all_reduce | reduce_scatter | all_gather`: its columns, its check, its baselines."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def test_all_reduce_beside_gloo(tmp_path):
     for line in lines:
         assert line["num_wrong"] == 0 and line["min_us"] <= line["avg_us"] <= line["max_us"]
         assert line["algbw"] == pytest.approx(line["size"] / line["time_us"] / 1e3)
-        assert line["busbw"] == pytest.approx(line["algbw"])  # 2 (R - 1) / R of two ranks
+        assert line["busbw"] == pytest.approx(line["algbw"])  # 2 (R - 1) / R is 1 for two ranks
 
 
 def test_the_cpu_has_no_graphs():

@@ -1,4 +1,4 @@
-"""`python -m moe_a2a bench experts | layer`: its lines, its check, its peers, at sizes of a toy on the CPU."""
+"""`python -m moe_a2a bench experts | layer`: its lines, its check, its baselines, at toy sizes on the CPU."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def test_experts(tmp_path):
         rate = line["dtype"] == "float8" and limit["float8_tflops"] or limit["tflops"]
         least = max(line["tflops"] / rate, line["tbps"] / limit["tbps"])
         assert line["share_of_limit"] == pytest.approx(least)
-        assert line["sm_mhz"] is None and line["kernel"] is None  # of a GPU
+        assert line["sm_mhz"] is None and line["kernel"] is None  # GPU only
 
 
 def test_layer(tmp_path):
@@ -105,7 +105,7 @@ def test_the_limit_is_the_slower_of_products_and_bytes():
 
 
 def test_micro_batches(tmp_path):
-    """On the CPU nothing overlaps: what one line of it means."""
+    """On the CPU nothing overlaps; checks the contents of one line."""
     tiny = [option for i, option in enumerate(TINY) if "--intermediate" not in (TINY[i], TINY[i - 1])]
     command = [sys.executable, "-m", "moe_a2a", "bench", "micro_batches", *tiny, "--blocks", "1,2"]
     done = subprocess.run([*command, "--results", str(tmp_path), "--trace", str(tmp_path / "turns.json")],

@@ -1,4 +1,4 @@
-"""Collectives.capabilities() says what is so: what it lists works, and what it does not list is refused."""
+"""Collectives.capabilities() is accurate: everything it lists works, and everything else is refused."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""The random cases test themselves: they cover what they promise, and their checks see what is wrong."""
+"""The random cases test themselves: they cover what they promise, and their checks detect errors."""
 
 import copy
 import dataclasses
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture
 def data():
-    """A call with rows of 33 columns between three ranks."""
+    """A call with rows of 33 columns among three ranks."""
     case = cases.make_case(5, num_ranks=3, num_calls=1, num_max_tokens=9)
     case = dataclasses.replace(case, hidden=33, num_experts=6, num_topk=2, dtype=torch.float32)
     call = dataclasses.replace(
@@ -44,7 +44,7 @@ def test_a_thousand_seeds_cover_every_option():
     assert any(0 in call.num_tokens for call in calls) and any(sum(call.num_tokens) == 0 for call in calls)
     for option in ("with_weights", "presummed", "halves", "again", "release", "strided"):
         assert {getattr(call, option) for call in calls} == {True, False}, option
-    # Most calls move something.
+    # Most calls move rows.
     assert sum(sum(call.num_tokens) > 0 and call.routing != "dropped" for call in calls) > len(calls) / 2
 
 

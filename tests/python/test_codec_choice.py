@@ -1,4 +1,4 @@
-"""How far a codec may be off, on data made to reach it, and which codec codec="auto" and max_error= take."""
+"""The error bounds of the codecs, on data made to reach them, and the choices of codec="auto" and max_error=."""
 
 import on_device
 import pytest
@@ -12,15 +12,15 @@ from moe_a2a.collective_tables import CollectiveStep, CollectiveTable, Tables
 pytestmark = on_device.TESTS
 
 BLOCK = 32
-SMALLEST_SEEN = {"fp8": 0.4, "q8": 0.5, "q6": 0.5, "q4": 0.4}  # of its bound: the bound is no idle one
+SMALLEST_SEEN = {"fp8": 0.4, "q8": 0.5, "q6": 0.5, "q4": 0.4}  # share of its bound: the bound must not be loose
 
 
 def worst_blocks(generator: torch.Generator, codec: str, num_blocks: int) -> torch.Tensor:
-    """Blocks whose values lie between two codes, with magnitudes whose scale is rounded up by as much as can be, both
-    signs of the largest magnitude, neighbours of powers of two, and very different sizes in one block."""
+    """Blocks whose values lie between two codes, with magnitudes whose scale is rounded up as far as possible, both
+    signs of the largest magnitude, neighbours of powers of two, and very different sizes within one block."""
     range_of = {"fp8": 448.0, "q8": 128.0, "q6": 32.0, "q4": 8.0}[codec]
-    scale = 1 + torch.randint(0, 128, (num_blocks, 1), generator=generator) / 128  # what bfloat16 has
-    scale = scale * (1 + torch.rand(num_blocks, 1, generator=generator) * 2**-7)  # and what it has not
+    scale = 1 + torch.randint(0, 128, (num_blocks, 1), generator=generator) / 128  # exact in bfloat16
+    scale = scale * (1 + torch.rand(num_blocks, 1, generator=generator) * 2**-7)  # and inexact
     size = torch.exp2(torch.randint(-60, 60, (num_blocks, 1), generator=generator).float())
     codes = torch.randint(-int(range_of) + 1, int(range_of), (num_blocks, BLOCK), generator=generator).float()
     x = codes + torch.tensor([0.5, 0.499, -0.5, 0.501])[torch.randint(0, 4, codes.shape, generator=generator)]
@@ -32,7 +32,7 @@ def worst_blocks(generator: torch.Generator, codec: str, num_blocks: int) -> tor
 
 
 def bound_program(group, seed: int) -> dict[str, float]:
-    """The largest error that was met, as a part of the bound."""
+    """The largest observed error, relative to the bound."""
     worst = dict.fromkeys(codecs.CODECS, 0.0)
     with moe_a2a.Collectives(group, 1 << 20, timeout=20) as coll:
         for codec in codecs.CODECS:
@@ -77,7 +77,7 @@ def test_bounds_grow_as_bits_shrink():
         (None, 1 << 20, None),  # too small
         (0.3, 64 << 20, "q4"),
         (0.2, 64 << 20, "q6"),
-        (0.2, 3 << 20, None),  # q6 is not worth it, q4 is off by more
+        (0.2, 3 << 20, None),  # q6 does not pay, q4's error is larger
         (0.02, 64 << 20, "q8"),
         (0.015, 64 << 20, None),
         (0.0, 64 << 20, None),
@@ -106,7 +106,7 @@ def auto_program(group, seed: int) -> None:
         ]:
             expected = coll.all_reduce(part, algorithm="two_shot", codec=codec)
             assert torch.equal(coll.all_reduce(part, codec="auto", max_error=limit, algorithm="two_shot"), expected)
-            if limit is not None:  # says so itself
+            if limit is not None:  # implies codec="auto"
                 assert torch.equal(coll.all_reduce(part, max_error=limit, algorithm="two_shot"), expected)
         exact = coll.all_reduce(x, algorithm="one_shot")
         assert torch.equal(coll.all_reduce(x), exact)  # lossless unless allowed

@@ -1,5 +1,5 @@
-"""Collectives whose ranks disagree, whose arguments are wrong, whose peers do not come: what every rank raises, and that
-the object goes on afterwards."""
+"""Collectives whose ranks disagree, whose arguments are wrong, or whose peers do not arrive: what every rank raises, and that
+the object keeps working afterwards."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ def check_works(coll: moe_a2a.Collectives) -> None:
         assert torch.equal(coll.all_reduce(x, algorithm=algorithm), expected)
 
 
-# What rank 1 does while the others call all_reduce(torch.ones(5000)) by one_shot, and the words of all errors.
+# What rank 1 does while the others call all_reduce(torch.ones(5000)) by one_shot, and words that all errors contain.
 OTHER_CALLS = {
     "count": (lambda coll: coll.all_reduce(torch.ones(5001), algorithm="one_shot"), "all_reduce of 5001 float32, sum"),
     "slices": (
@@ -85,7 +85,7 @@ def test_counts_that_differ():
     run_threads(2, other_counts_program)
 
 
-# Calls that fail before they begin, and what both ranks are told.
+# Calls that fail before they begin, and what both ranks learn.
 BAD_CALLS = [
     (lambda coll: coll.all_reduce("x"), TypeError, "x is a str on rank 1"),
     (lambda coll: coll.all_reduce(torch.ones(3, dtype=torch.int32)), TypeError, "x has dtype Int on rank 1"),
@@ -151,7 +151,7 @@ def bad_input_program(group) -> None:
                 caught.match(text)
                 assert caught.value.peer == 1
             check_works(coll)
-        for _ in range(3):  # without a call between, on all ranks
+        for _ in range(3):  # on all ranks, with no call in between
             with pytest.raises(ValueError, match="algorithm="):
                 coll.all_reduce(torch.ones(3), algorithm="tree")
         check_works(coll)
@@ -162,7 +162,7 @@ def test_a_call_that_fails_on_one_rank_is_refused_on_all():
 
 
 def early_refusal_program(group) -> None:
-    """A rank's refusal does not wait for the others: they make their calls when it has raised long since."""
+    """A rank's refusal does not wait for the others: they call long after it has raised."""
     with moe_a2a.Collectives(group, timeout=20) as coll:
         for failing in (1, 0, 1):
             if coll.rank == failing:
@@ -208,7 +208,7 @@ def absent_rank_program(group, algorithm: str) -> str:
             return ""
         with pytest.raises(moe_a2a.PeerTimeoutError) as caught:
             coll.all_reduce(torch.ones(100000), algorithm=algorithm)
-        with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 1"):  # it is gone for good
+        with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 1"):  # it stays gone
             coll.all_gather(torch.ones(1))
         group.all_gather(None)
         assert (caught.value.operation, caught.value.phase) == (f"{algorithm}_all_reduce", "call")
@@ -223,7 +223,7 @@ def test_an_absent_rank_is_named(algorithm):
 
 def dying_program(group) -> None:
     with moe_a2a.Collectives(group, 64 << 10, timeout=1.0) as coll:
-        x = torch.ones(1 << 22)  # some hundred slices
+        x = torch.ones(1 << 22)  # a few hundred slices
         if coll.rank == 1:
             threading.Timer(0.1, os._exit, [1]).start()
         with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 1"):

@@ -1,5 +1,5 @@
-"""What stands on Collectives: moe_a2a.all_reduce() on the default group, the interface of QuickReduce, and the hook for
-gradients of DistributedDataParallel."""
+"""Front ends of Collectives: moe_a2a.all_reduce() on the default group, QuickReduce's interface, and the gradient hook of
+DistributedDataParallel."""
 
 import pytest
 import tiny_training
@@ -38,7 +38,7 @@ def test_all_reduce_without_a_group():
 
 
 def quickreduce_program(group) -> None:
-    """QuickReduce's own demo, and what its interface refuses."""
+    """QuickReduce's own demo, and calls that its interface refuses."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with pytest.raises(RuntimeError, match=r"call init\(world_size, rank\) first"):
         qr.get_comm_handle()
@@ -68,7 +68,7 @@ def test_quickreduce():
 
 
 def train(state: moe_a2a.ddp.GradientState | None, num_steps: int) -> tuple[list[float], torch.Tensor]:
-    """Losses of this rank, and the weights."""
+    """This rank's losses, and the weights."""
 
     def wrap(module: torch.nn.Module) -> torch.nn.Module:
         model = DistributedDataParallel(module, bucket_cap_mb=0.01)  # several buckets
@@ -104,7 +104,7 @@ def hook_program(group) -> tuple[float, ...]:
 
 
 def test_gradients_through_the_hook():
-    """Without a codec the losses are gloo's, to rounding; with one they end close by."""
+    """Without a codec the losses equal gloo's up to rounding; with one they end close."""
     for gloo, plain, q8, q4, q4_alone in run_processes(2, hook_program):
         assert plain == pytest.approx(gloo, rel=1e-5)
         assert q8 == pytest.approx(gloo, rel=0.01)
@@ -113,7 +113,7 @@ def test_gradients_through_the_hook():
 
 
 def feedback_program(group) -> None:
-    """What is lost in one step comes with the next: over many steps of equal gradients the mean is exact."""
+    """What one step loses is added in the next: over many steps of equal gradients the mean is exact."""
 
     class Bucket:
         def __init__(self, gradients: torch.Tensor):
@@ -137,7 +137,7 @@ def feedback_program(group) -> None:
                 total += moe_a2a.ddp.average_gradients(state, Bucket(own[rank].clone())).wait()
             errors.append((total / steps - exact).square().mean().item())
             state.close()
-    assert errors[0] < 0.5 * errors[1]  # the rest is lost with the average
+    assert errors[0] < 0.5 * errors[1]  # encoding the average loses the rest
 
 
 def test_error_feedback():

@@ -15,7 +15,7 @@ import moe_a2a
 
 pytestmark = on_device.TESTS
 
-FEW_ITERATIONS = 1_500  # of an ordinary session
+FEW_ITERATIONS = 1_500  # in an ordinary session
 NUM_REPLAYS = 1_000
 
 
@@ -28,13 +28,13 @@ def test_interleaved_iterations(session_seed):
 
 
 def test_one_wrong_value_is_found(session_seed):
-    """The control of the test above: one value of one rank, in the last call."""
+    """Negative control of the test above: one wrong value on one rank, in the last call."""
     wrong = on_device.run(min(2, on_device.most_ranks()), collective_soak.run, session_seed, 21, 20)
     assert sum(wrong) > 0
 
 
 def replay_program(group, seed: int) -> None:
-    """One graph of all kinds and methods; the data of each replay are new, the results are checked on the device."""
+    """One graph of all kinds and methods; each replay gets new data, the device checks the results."""
     count, num_ranks = 5_000, group.num_ranks
     with moe_a2a.Collectives(group, collective_soak.MAX_NBYTES, timeout=20) as coll:
         generator = torch.Generator(coll.device).manual_seed(seed)  # the same on all ranks

@@ -1,4 +1,4 @@
-"""Tables of Collectives: which step a call takes, files that people edit, and `tune collectives` itself."""
+"""Tables of Collectives: which step a call uses, files edited by hand, and `tune collectives` itself."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_the_step_of_a_size():
 
 
 def test_the_table_of_a_dtype():
-    """Its own, else that of a dtype as long, else any of the kind."""
+    """Its own, else that of a dtype of the same size, else any of the kind."""
     tables = [CollectiveTable("all_reduce", dtype, STEPS) for dtype in ("float16", "float32")]
     tables += [CollectiveTable("all_gather", "float32", STEPS)]
     chosen = Tables(tables, "here")
@@ -84,7 +84,7 @@ def test_writing_adds_to_a_file(tmp_path):
 
 
 def test_where_tables_come_from(tmp_path, monkeypatch):
-    """A file that is named, this machine's own, the shipped one, the model; what a file lacks is the model's."""
+    """The file that is named, this machine's own, the shipped one, the model; the model supplies what a file lacks."""
     monkeypatch.setattr(tuned_files, "OWN", tmp_path / "own")
     monkeypatch.setattr(tuned_files, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(tuned_files.devices, "short_name", lambda device: "h200")
@@ -108,7 +108,7 @@ def test_where_tables_come_from(tmp_path, monkeypatch):
 
 
 class Spy:
-    """Of the core: what a call has asked for."""
+    """Wraps the core and records what a call has requested."""
 
     def __init__(self, core, asked):
         self._core, self._asked = core, asked
@@ -121,7 +121,7 @@ class Spy:
 
 
 def calls_program(group, path, seed: int) -> None:
-    """The table decides where the caller does not; results do not depend on it."""
+    """The table decides if the caller does not; results do not depend on it."""
     with moe_a2a.Collectives(group, table=path, device="cpu", timeout=20) as coll:
         asked: list[tuple] = []
         core, coll._core = coll._core, Spy(coll._core, asked)
@@ -137,7 +137,7 @@ def calls_program(group, path, seed: int) -> None:
         assert call(25) == ("one_shot", 0, 2)
         assert call(26) == ("two_shot", 0, 0)
         assert call(1000) == call(5000) == ("ring", 0, 1)
-        assert call(25, algorithm="two_shot") == ("two_shot", 0, 0)  # no blocks: they are one_shot's
+        assert call(25, algorithm="two_shot") == ("two_shot", 0, 0)  # the table's blocks are one_shot's
         assert call(25, algorithm="one_shot") == ("one_shot", 0, 2)
         x = torch.full((64,), 2.0)
         coll.all_reduce(x, codec="auto")

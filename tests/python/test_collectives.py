@@ -1,5 +1,5 @@
-"""all_reduce, reduce_scatter and all_gather against an fp64 reference: operators, dtypes, sizes, places, slices, and what
-differs from call to call."""
+"""all_reduce, reduce_scatter and all_gather against an fp64 reference: operators, dtypes, sizes, addresses, slices, and changes
+from call to call."""
 
 import random
 
@@ -20,7 +20,7 @@ WORKSPACE = 16 << 10  # small: most tensors below go in several slices
 
 
 def values(rank: int, call: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small integers: exact in every dtype, and so are their sums over eight ranks and the quarters of those."""
+    """Small integers: exact in every dtype, as are their sums over eight ranks and the quarters of those."""
     return ((torch.arange(count) * 7 + rank * 5 + call * 3) % 31 - 15).to(dtype)
 
 
@@ -44,7 +44,7 @@ def poisoned(count: int, like: torch.Tensor, shift: int) -> torch.Tensor:
 
 
 def check_neighbours(tensor: torch.Tensor) -> None:
-    """Nothing was written before or behind a tensor that placed() made."""
+    """Nothing was written before or after a tensor that placed() made."""
     base, start = tensor._base, tensor.storage_offset()
     assert base is not None
     assert base[:start].isnan().all() and base[start + tensor.numel() :].isnan().all()
@@ -78,7 +78,7 @@ class Calls:
             assert torch.equal(x.cpu(), xs[coll.rank]), what
 
     def counts(self, count: int) -> list[int]:
-        """Of each rank; some have none."""
+        """The rows of each rank; some have none."""
         return [self.random.choice([0, count // 3, count]) for _ in range(self.coll.num_ranks)]
 
     def reduce_scatter(self, what, count, dtype, op, algorithm, in_place, shift, out_shift) -> None:
@@ -128,7 +128,7 @@ def test_every_operator_dtype_and_algorithm(num_ranks, session_seed):
 
 def changing_calls_program(group, seed: int, num_calls: int) -> None:
     draw = random.Random(seed)
-    num_blocks = (0, 1, 3)[moe_a2a.as_group(group).rank % 3]  # blocks with several chunks beside blocks with one
+    num_blocks = (0, 1, 3)[moe_a2a.as_group(group).rank % 3]  # some blocks have several chunks, others one
     with moe_a2a.Collectives(group, WORKSPACE, num_blocks, timeout=20) as coll:
         calls = Calls(coll, seed)
         for _ in range(num_calls):
@@ -154,7 +154,7 @@ def test_eight_ranks(session_seed):
 
 
 def random_data_program(group, seed: int) -> list[torch.Tensor]:
-    """The results of all algorithms and dtypes, which are within their error bounds."""
+    """The results of all algorithms and dtypes, checked against their error bounds."""
     generator = torch.Generator().manual_seed(seed)
     results = []
     with moe_a2a.Collectives(group, 1 << 20, timeout=20) as coll:
@@ -233,7 +233,7 @@ def test_more_than_64_mib():
 
 
 def many_calls_program(group, seed: int, num_calls: int) -> None:
-    """Equal numbers, which every codec below keeps: a slot that is reused too early holds those of another call."""
+    """Equal numbers, which every codec below preserves: a slot reused too early holds those of another call."""
     draw = random.Random(seed)
     with moe_a2a.Collectives(group, WORKSPACE, timeout=20) as coll:
         for call in range(num_calls):

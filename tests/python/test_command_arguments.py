@@ -1,4 +1,4 @@
-"""Wrong options of every command: one line that says what to pass, exit code 2, and nothing was started."""
+"""Bad options of every command: one line that says what to pass, exit code 2, and nothing is started."""
 
 import json
 import os
@@ -14,7 +14,7 @@ SMALL = ("--ranks", "2", "--experts", "8", "--topk", "2", "--hidden", "16", "--t
 
 
 def refused(capsys, *arguments):
-    """The line."""
+    """Returns the line."""
     try:
         code = main([str(argument) for argument in arguments])
     except SystemExit as end:  # argparse
@@ -90,7 +90,7 @@ def test_a_suite_that_the_ranks_do_not_divide(capsys):
 
 
 def unwritable(tmp_path):
-    """Names that nobody can write, root neither."""
+    """Names that nobody can write, not even root."""
     (tmp_path / "file").touch()
     return [tmp_path / "file" / "below.json", "/proc/below.json"]
 

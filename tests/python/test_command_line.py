@@ -1,4 +1,4 @@
-"""`python -m moe_a2a demo` and `doctor`, and what starts the demo's ranks."""
+"""`python -m moe_a2a demo` and `doctor`, and how the demo starts its ranks."""
 
 import multiprocessing
 import re
@@ -74,5 +74,5 @@ def test_ranks_that_hang_are_stopped():
     start = time.monotonic()
     with pytest.raises(RankError, match=r"^ranks \[0, 1\] did not finish in time$"):
         run_on_ranks(2, rank_programs.hang, timeout=5)
-    assert time.monotonic() - start < 200  # a rank hangs for longer
+    assert time.monotonic() - start < 200  # a rank hangs for longer than this
     assert no_process_is_left()

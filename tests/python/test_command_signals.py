@@ -1,4 +1,4 @@
-"""A command that is stopped leaves nothing behind: no process, no temporary folder, no traceback."""
+"""A stopped command leaves nothing behind: no process, no temporary folder, no traceback."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ WAIT_SECONDS = 120
 
 
 def descendants(pid):
-    """Of a running process, and their start times, which tell a process from a later one of the same number."""
+    """The descendants of a running process with their start times, which distinguish processes that reuse a pid."""
     found = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
@@ -62,14 +62,14 @@ def test_nothing_is_left(tmp_path, command, stop, to_group, code, ranks_are_up):
     arguments = [*COMMANDS[command], *(("--output", output) if command == "demo" else ())]
     process = subprocess.Popen(
         [sys.executable, "-m", "moe_a2a", *map(str, arguments)],
-        # PyTorch keeps a cache in the temporary folder, on purpose.
+        # PyTorch deliberately keeps a cache in the temporary folder.
         env=os.environ | {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
         until(lambda: len(descendants(process.pid)) >= 3)  # two ranks and multiprocessing's tracker
         if ranks_are_up:
-            time.sleep(5)  # they import PyTorch, meet, and work: to be stopped anywhere in there must do no harm
+            time.sleep(5)  # they import PyTorch, meet, and work; stopping at any point must do no harm
         children = descendants(process.pid)
         os.killpg(process.pid, stop) if to_group else os.kill(process.pid, stop)
         out, err = process.communicate(timeout=WAIT_SECONDS)
@@ -77,7 +77,7 @@ def test_nothing_is_left(tmp_path, command, stop, to_group, code, ranks_are_up):
         process.kill()
         process.wait()
     assert process.returncode == code, err
-    if stop != signal.SIGKILL:  # a child whose start it was in the middle of reports that its parent is gone
+    if stop != signal.SIGKILL:  # a child that was just starting reports that its parent is gone
         assert "Traceback" not in err, err
     until(lambda: not any(start == start_of(pid) for pid, start in children.items()))
     until(lambda: not list(temporary.iterdir()))

@@ -1,4 +1,4 @@
-"""Several clients on one Communicator: made, used together and closed in any order; what they cannot do, said clearly."""
+"""Several clients on one Communicator: made, used together and closed in any order; clear errors for what they cannot do."""
 
 import random
 from collections.abc import Callable
@@ -121,7 +121,7 @@ def other_clients_program(group) -> str:
     comm = moe_a2a.Communicator(group, timeout=10)
     with pytest.raises(ValueError, match="ranks disagree: (ExpertParallel|Collectives) on rank 0 but"):
         moe_a2a.Collectives(comm) if comm.rank == 0 else make_ep(comm)
-    check_sum(moe_a2a.Collectives(comm), 0, 5, torch.float32, in_place=False)  # the communicator is as good as before
+    check_sum(moe_a2a.Collectives(comm), 0, 5, torch.float32, in_place=False)  # the communicator still works
     return "done"
 
 
@@ -136,7 +136,7 @@ def carried_handles_program(group) -> None:
     coll.set_comm_handles(group.all_gather(coll.get_comm_handle()))
     check_sum(coll, 0, 100, torch.float32, in_place=False)
     alone = moe_a2a.Collectives(moe_a2a.HandleExchange(group.rank, group.num_ranks), timeout=10)
-    alone.set_comm_handles(group.all_gather(alone.get_comm_handle()))  # its communicator's handle is in it
+    alone.set_comm_handles(group.all_gather(alone.get_comm_handle()))  # includes its communicator's handle
     check_sum(alone, 1, 100, torch.float32, in_place=False)
     for one in (alone, coll, comm):
         one.close()

@@ -1,6 +1,6 @@
-"""Making an object honours `timeout`: within it every rank knows, by name, who did not come; the group stays usable.
+"""Construction honours `timeout`: within it every rank learns by name who did not arrive; the group stays usable.
 
-With gloo a killed rank gave raw errors that named nobody, after 8 to 9 s for the last; thread groups waited a fixed 60 s
+Before, with gloo a killed rank caused raw errors without a name, the last after 8 to 9 s; thread groups waited a fixed 60 s
 and were unusable afterwards.
 """
 
@@ -42,11 +42,11 @@ def check(report, rank, victim=VICTIM):
     assert f"rank {rank} " in report["text"] and f"rank {victim}" in report["text"], report
 
 
-# ---- ranks that are killed, frozen or late, at every point of the construction
+# ---- ranks that are killed, frozen or late, at every point of construction
 
 
 def stop_at(point, kill_signal):
-    """The process ends when its construction comes to this point."""
+    """The process ends when its construction reaches this point."""
 
     def stop(*_):
         os.kill(os.getpid(), kill_signal)
@@ -74,7 +74,7 @@ def lose_a_rank(group, point, kill_signal, victim):
         moe_a2a.ExpertParallel(group, **SHORT)
     report = timed_error(group)
     if kill_signal == signal.SIGSTOP and rank == (victim + 1) % len(pids):
-        time.sleep(1)  # the others have their errors
+        time.sleep(1)  # the others have raised by now
         os.kill(pids[victim], signal.SIGKILL)
     return report
 
@@ -107,7 +107,7 @@ def come_too_late(group):
     else:
         check(timed_error(group), rank)
         time.sleep(1.5)
-    # The same group again, and again after that.
+    # The same group again, twice.
     for _ in range(2):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
             good_call(ep)
@@ -169,7 +169,7 @@ def construct_on_meshes(group):
         dist.barrier()
     if dist.get_rank() == 3:
         return
-    if dist.get_rank() == 2:  # its partner along "ep" does not come
+    if dist.get_rank() == 2:  # its partner along "ep" does not arrive
         check(timed_error(mesh["ep"]), 0)
 
 

@@ -1,7 +1,7 @@
 """dispatch and combine in a captured graph: each replay is a fresh call, and mixes with eager ones.
 
-Replays follow each other without a look by the host; each is checked on the device (exact.py), the sum is read at the
-end. The number of tokens of a graph is fixed, its routing is what the captured tensors hold.
+Replays follow each other without synchronisation; the device checks each (exact.py), and the total is read at the
+end. A graph fixes the number of tokens; its routing is the contents of the captured tensors.
 """
 
 import random
@@ -28,12 +28,12 @@ def make_ep(group, **config):
 
 
 def make_generator(ep, seed):
-    """Ranks have data of their own."""
+    """Ranks have different data."""
     return torch.Generator(ep.device).manual_seed(1000 * seed + ep.rank)
 
 
 def capture(step):
-    """A graph of step(), and the tensor that each replay fills; warmed up on a side stream, as PyTorch asks for."""
+    """A graph of step(), and the tensor that each replay fills; warmed up on a side stream, as PyTorch requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -52,7 +52,7 @@ def check(ep, wrong):
 
 
 def captured_tokens(ep, num_tokens, generator, idx_dtype=torch.int64):
-    """Tensors of a graph, and how to fill them: the number of tokens stays."""
+    """A graph's tensors, and a function that fills them; the number of tokens is fixed."""
     tokens = exact.make_tokens(ep, num_tokens, generator, idx_dtype)
     return tokens, lambda: tokens.copy_(exact.make_tokens(ep, num_tokens, generator, idx_dtype))
 
@@ -66,7 +66,7 @@ def test_a_thousand_replays_with_eager_calls_between(idx_dtype, session_seed):
             positions = exact.positions_of(ep)
             wrong = torch.zeros((), dtype=torch.int64, device=ep.device)
             graph, combined = capture(lambda: exact.step(ep, tokens, positions))
-            own = random.Random(f"{session_seed} {ep.rank}")  # ranks need not have equally many
+            own = random.Random(f"{session_seed} {ep.rank}")  # ranks may have different numbers
             for _ in range(NUM_REPLAYS):
                 renew()
                 combined.fill_(torch.nan)
@@ -81,7 +81,7 @@ def test_a_thousand_replays_with_eager_calls_between(idx_dtype, session_seed):
 
 
 def test_a_wrong_row_is_seen(session_seed):
-    """The control of the check itself."""
+    """Negative control of the check."""
 
     def program(group):
         with make_ep(group) as ep:
@@ -158,7 +158,7 @@ def test_halves_with_matrix_products_between(session_seed):
 
 
 def test_layouts_and_quantised_rows_in_a_graph(session_seed):
-    """expert_major and masked rows are gathered in the graph, too; rows of float8 come with their scales."""
+    """The graph also gathers expert_major and masked rows; float8 rows have scales."""
 
     def program(group):
         with make_ep(group, hidden=256) as ep:
@@ -172,7 +172,7 @@ def test_layouts_and_quantised_rows_in_a_graph(session_seed):
                     rows = rows.float() * handle.expert_x_scales.repeat_interleave(128, dim=-1)
                 return ep.combine(rows.to(ep.dtype), handle)
 
-            def distinct(num_tokens):  # the masked layout has no room for an expert that a token names twice
+            def distinct(num_tokens):  # the masked layout has no room if a token names an expert twice
                 scores = torch.rand(num_tokens, ep.num_experts, device=ep.device, generator=generator)
                 return scores.topk(ep.num_topk).indices
 
@@ -182,7 +182,7 @@ def test_layouts_and_quantised_rows_in_a_graph(session_seed):
                 tokens.topk_idx.copy_(distinct(NUM_TOKENS))
                 graph, combined = capture(lambda tokens=tokens, options=options: step(tokens, **options))
                 for _ in range(30):
-                    tokens.x.random_(-1, 2, generator=generator).mul_(4)  # whole numbers in float8, too
+                    tokens.x.random_(-1, 2, generator=generator).mul_(4)  # exact in float8 too
                     tokens.topk_idx.copy_(distinct(NUM_TOKENS))
                     tokens.expected.copy_(tokens.x * ep.num_topk)
                     combined.fill_(torch.nan)
@@ -194,7 +194,7 @@ def test_layouts_and_quantised_rows_in_a_graph(session_seed):
 
 
 def test_replay_while_its_buffer_is_in_use_ends_at_the_deadline(session_seed):
-    """The host does not see a replay, so it cannot refuse it: the wait for the credit ends it."""
+    """The host does not see a replay, so it cannot refuse it: the deadline ends the wait for the credit."""
     timeout = 1.5
 
     def program(group):

@@ -1,4 +1,4 @@
-"""Same inputs, same bits: twice on one object, whatever the number of blocks, and whichever batches are small."""
+"""Same inputs, same bits: twice on one object, for any number of blocks, and whichever batches are small."""
 
 import dataclasses
 

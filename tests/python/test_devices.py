@@ -1,5 +1,5 @@
-"""Which GPU a rank takes when nobody says, and that no two ranks take the same one. No GPU is needed: PyTorch's answers
-are replaced."""
+"""Which GPU a rank takes by default, and that no two ranks take the same one. Needs no GPU: PyTorch's answers
+are mocked."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""dispatch is equal to the reference bit for bit, and so is combine, over random configurations."""
+"""dispatch and combine equal the reference bit for bit, over random configurations."""
 
 import cases
 import on_device
@@ -11,13 +11,13 @@ import moe_a2a
 pytestmark = on_device.TESTS
 
 NUM_CHUNKS = 20
-NUM_CHUNK_CASES = 20  # 400 configurations with ranks as threads; make soak runs others for as long as it is told
+NUM_CHUNK_CASES = 20  # 400 configurations with ranks as threads; make soak runs others for a given time
 NUM_PROCESS_CASES = 20  # and 80 with ranks as processes
 TIMEOUT = 20.0
 
 
 def dispatch(ep, data, handle=None):
-    """Through the halves or the whole, checked; with `handle`, its routing instead of data's."""
+    """In halves or whole, checked; with `handle`, uses its routing instead of data's."""
     call, mine = data.call, data.on(ep.rank, ep.device)
     x, routing = mine.x, (mine.topk_idx, mine.topk_weights) if handle is None else ()
     options = {
@@ -74,7 +74,7 @@ def run_cases(group, seeds, num_ranks):
 def run_random_cases(seeds):
     for seed in seeds:
         case = cases.make_case(seed, most_ranks=on_device.most_ranks())
-        # Threads share the data; processes make it sooner than they would get it.
+        # Threads share the data; processes make it faster than they would receive it.
         shared = None if on_device.RANKS_ARE_PROCESSES else [cases.make_data(case, call) for call in case.calls]
 
         def program(group, case=case, shared=shared):
@@ -104,7 +104,7 @@ def test_random_cases_with_ranks_as_processes(num_ranks, session_seed):
 
 
 def either_wire_program(group, num_tokens, seed):
-    """The sums of the same calls, through LL words as far as they may go and without."""
+    """The sums of the same calls, through LL words as far as possible and without."""
     sums = {}
     for num_max_ll_tokens in (0, 64):
         with moe_a2a.ExpertParallel(

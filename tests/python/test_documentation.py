@@ -1,6 +1,6 @@
-"""The examples of README and docs run: a page's Python blocks, in order, are one program of two ranks under torchrun.
+"""The examples of README and docs run: a page's Python blocks, in order, form one program of two ranks under torchrun.
 
-What a page takes for granted (a model, say) stands before the block in a comment that readers do not see:
+What a page assumes (a model, for example) is in a hidden comment before the block:
 <!-- hidden
 model = ...
 -->

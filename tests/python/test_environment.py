@@ -1,4 +1,4 @@
-"""docs/environment.md names every environment variable that the sources read, and no other."""
+"""docs/environment.md lists every environment variable that the sources read, and no others."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ READS = [
     r"ENVIRONMENT_VARIABLE = \"(\w+)\"",
     r"\"(MOE_A2A_BACKEND_\w+)\"",  # named in a table of options
 ]
-# Set for others rather than read, or everybody's.
+# Set for other programs rather than read, or in general use.
 NOT_OURS = {"DEBIAN_FRONTEND", "PYTHONPATH", "PATH", "OMP_NUM_THREADS"}
 
 

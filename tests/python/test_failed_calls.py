@@ -1,7 +1,7 @@
-"""A call that fails on one rank before its launch, for whatever reason: the peers are told, nobody meets a deadline.
+"""If a call fails on one rank before its launch, for any reason, the peers learn of it and nobody waits until a deadline.
 
-Only ValueError and TypeError used to be told. A wrong handle, a closed one, MemoryError, num_blocks=tensor([1, 2]) or
-KeyboardInterrupt left the peers to their deadline, and the object was lost on all ranks.
+Before, they learned only of ValueError and TypeError. A wrong or closed handle, MemoryError, num_blocks=tensor([1, 2]) or
+KeyboardInterrupt left the peers waiting until their deadline, and the object was lost on all ranks.
 """
 
 import time
@@ -17,7 +17,7 @@ from moe_a2a import calls, reference
 pytestmark = on_device.TESTS
 
 REFUSED = moe_a2a.PeerRefusedError
-SALT = 3  # of inputs where every rank has a route to every rank
+SALT = 3  # with inputs of this salt every rank has a route to every rank
 REFUSER = 1
 
 
@@ -33,7 +33,7 @@ def run(program, num_ranks=3, **config):
         with moe_a2a.ExpertParallel(group, **config) as ep:
             start = time.monotonic()
             program(ep, group)
-            assert time.monotonic() - start < 17  # nobody has waited for a deadline, also on a busy machine
+            assert time.monotonic() - start < 17  # nobody waited until a deadline, even on a busy machine
             for salt in range(4):
                 good_call(ep, salt)
 
@@ -54,7 +54,7 @@ class UnprintableError(Exception):
 
 
 class Raises:
-    """An argument that raises when it is looked at, as memory that cannot be had or a signal might."""
+    """An argument that raises when it is inspected, as a failed allocation or a signal may."""
 
     def __init__(self, error):
         self.error = error
@@ -110,7 +110,7 @@ def test_combine_fails_for_any_reason_and_is_tried_again(name, halves):
                 with pytest.raises(REFUSED, match=rf"rank 1 refused its call: {words}"):
                     on_device.combine(ep, y, handle)
             assert handle.is_open
-            group.all_gather(None)  # the refuser does not try again before the others have seen it
+            group.all_gather(None)  # the refusing rank must not retry before the others have observed the refusal
         assert torch.equal(ep.combine(y, handle), expected_output(ep))
         assert not handle.is_open
 
@@ -177,7 +177,7 @@ def test_a_wrong_handle_refuses_the_combine_of_every_open_one(name, call):
 
 
 def test_refusals_of_one_rank_do_not_hide_those_of_another():
-    """Ranks used to number their attempts, and one that had failed twice waited in vain for one that failed once."""
+    """Regression: ranks numbered their attempts, and one that had failed twice waited in vain for one that failed once."""
 
     def program(ep, group):
         handle = ep.dispatch(*make_inputs(ep, SALT))
@@ -194,7 +194,7 @@ def test_refusals_of_one_rank_do_not_hide_those_of_another():
             with pytest.raises(REFUSED):
                 on_device.combine(ep, y, handle)
         group.all_gather(None)
-        for _ in range(4):  # a refusal that has come late may be told of again
+        for _ in range(4):  # a late refusal may be reported again
             try:
                 out = on_device.combine(ep, y, handle)
             except REFUSED:
@@ -207,7 +207,7 @@ def test_refusals_of_one_rank_do_not_hide_those_of_another():
 
 
 def test_combine_recv_in_the_place_of_a_refused_combine():
-    """The refuser has sent nothing, so its peers cannot end: all ranks raise, and combine() ends the handle on all."""
+    """The refusing rank has sent nothing, so its peers cannot finish: all ranks raise, and combine() ends the handle on all."""
 
     def program(ep, group):
         handle = ep.dispatch(*make_inputs(ep, SALT))
@@ -233,7 +233,7 @@ def test_combine_recv_in_the_place_of_a_refused_combine():
 
 
 def test_a_presummed_combine_is_tried_again():
-    """Where one launch does both halves, a rank's sums for itself are left in y: they are found there again."""
+    """When one launch does both halves, a rank's own sums stay in y; a retry finds them there again."""
 
     def program(ep, group):
         handle = ep.dispatch(*make_inputs(ep, SALT))
@@ -273,7 +273,7 @@ def test_a_rank_that_releases_while_the_others_combine():
 
 
 def test_interrupted_when_the_dispatch_has_been_launched(monkeypatch):
-    """The rank has no handle to go on with, and its peers have: their combine is refused for good."""
+    """The rank has no handle to continue with, but its peers have: their combine is refused for good."""
     dispatched = moe_a2a.ExpertParallel._dispatched
 
     def interrupted(ep, *args):
@@ -301,14 +301,14 @@ def test_interrupted_when_the_dispatch_has_been_launched(monkeypatch):
     run(program)
 
 
-# ---- routing that only the receiver can see
+# ---- bad routing that only the receiver detects
 
 
 @on_device.cpu_only
 @pytest.mark.parametrize("halves", [False, True], ids=["one call", "halves"])
 def test_masked_layout_without_room(halves):
-    """4 tokens a rank, all ids 0: rank 0 has 16 routes to one expert, and places for 12. It raises RoutingError; the
-    others, whose part was right, are told when they combine."""
+    """4 tokens per rank, all ids 0: rank 0 has 16 routes to one expert, and positions for 12. It raises RoutingError. The
+    others, whose part was right, learn of it when they combine."""
 
     def program(ep, group):
         for _ in range(3):
@@ -329,7 +329,7 @@ def test_masked_layout_without_room(halves):
     run(program)
 
 
-# ---- what cannot be told
+# ---- what cannot be reported
 
 
 def test_a_closed_object_says_so():

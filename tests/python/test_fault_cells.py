@@ -1,4 +1,4 @@
-"""Some of the cells of fault_cells.py, other ones in every session. By hand all of them: python tests/python/fault_cells.py"""
+"""Some of the cells of fault_cells.py, different ones in every session. All of them: python tests/python/fault_cells.py"""
 
 import fault_cells
 import on_device

@@ -1,6 +1,6 @@
-"""Ranks that die, freeze, never come or leave early: the others raise PeerTimeoutError naming them.
+"""Ranks that die, freeze, never arrive or leave early: the others raise PeerTimeoutError naming them.
 
-In time (deadline plus one second), on every other rank, and nothing is left in /dev/shm.
+They do so in time (deadline plus one second), on every other rank, and nothing remains in /dev/shm.
 """
 
 import os
@@ -26,18 +26,18 @@ CONFIG = {
     "dtype": torch.float32, "timeout": TIMEOUT,
 }  # fmt: skip
 SHARED_MEMORY = Path("/dev/shm")
-# How batches of up to so many tokens travel: with signals, or as LL words.
+# How batches of up to this many tokens travel: with signals, or as LL words.
 WAYS = pytest.mark.parametrize("num_max_ll_tokens", [0, 16], ids=["signals", "ll_words"])
 
 
 def shared_memory_of(pids):
-    """Objects of these processes that still have a name."""
+    """Names that shared objects of these processes still have."""
     return [path.name for path in SHARED_MEMORY.glob("moe_a2a.*") if any(f".{pid}." in path.name for pid in pids)]
 
 
 def assert_nothing_left(group, pids):
     group = moe_a2a.as_group(group)
-    group.all_gather(None)  # every rank has had its exception
+    group.all_gather(None)  # every rank has raised
     left = shared_memory_of(pids)
     group.all_gather(None)  # nobody makes a new object yet
     assert left == []
@@ -71,7 +71,7 @@ def one_call(ep, stop_after=None, kill_signal=signal.SIGKILL):
 
 
 def error_of_survivor(ep, calls=50):
-    """Calls until one raises; what it raised, and how long that call took."""
+    """Calls until one raises; returns its error, and how long that call took."""
     for _ in range(calls):
         start = time.monotonic()
         try:
@@ -80,7 +80,7 @@ def error_of_survivor(ep, calls=50):
             elapsed = time.monotonic() - start
             later = time.monotonic()
             with pytest.raises(RuntimeError):
-                one_call(ep)  # the object is out of use, and says so at once
+                one_call(ep)  # the object is unusable, and raises at once
             assert time.monotonic() - later < ranks.slack(0.5)
             return {
                 "rank": error.rank,
@@ -134,7 +134,7 @@ def check_reports(reports, victim=VICTIM):
 POINTS = ("nothing", "dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "any time")
 FROZEN_POINTS = ("dispatch_send", "any time")
 START = 0  # seconds
-if on_device.IS_GPU:  # where processes that are killed take long to start
+if on_device.IS_GPU:  # killed processes take long to restart there
     POINTS, FROZEN_POINTS, START = ("dispatch_recv", "any time"), ("any time",), 40
 
 
@@ -201,7 +201,7 @@ def test_rank_that_closes_early():
 
 
 def name_the_phase(group, num_max_ll_tokens):
-    """Rank 0 waits for the rows' sums of a rank that has dispatched but does not combine."""
+    """Rank 0 waits for the sums of a rank that has dispatched but does not combine."""
     with moe_a2a.ExpertParallel(group, **CONFIG, num_max_ll_tokens=num_max_ll_tokens) as ep:
         handle = ep.dispatch(*inputs(ep))
         if ep.rank == VICTIM:
@@ -232,7 +232,7 @@ def construct_with_other_hidden(group):
     rank = moe_a2a.as_group(group).rank
     with pytest.raises(ValueError, match=r"hidden=32 .*rank 0.*hidden=64 .*rank 2"):
         moe_a2a.ExpertParallel(group, **{**CONFIG, "hidden": 64 if rank == 2 else 32})
-    # The group is as good as before.
+    # The group still works.
     with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
         one_call(ep)
 
@@ -296,7 +296,7 @@ def construct_with_a_file_size_limit_on_one_rank(group):
     rank, pids = moe_a2a.as_group(group).rank, gather_pids(group)
     if rank == 1:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # more than the group's own files take
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # more than the group's own files need
     with pytest.raises(RuntimeError, match=r"\d{7} bytes of /dev/shm.*num_max_tokens_per_rank") as raised:
         moe_a2a.ExpertParallel(group, **{**CONFIG, "num_max_tokens_per_rank": 4096})
     assert "rank 1" in str(raised.value)
@@ -344,7 +344,7 @@ def die_with_unmapped_memory(group):
 
 @on_device.cpu_only
 def test_ranks_killed_between_making_and_mapping_leave_nothing():
-    """Names survived when all ranks were killed here, until another object was made in the same pid namespace."""
+    """Regression: if all ranks were killed here, names survived until another object was made in the same pid namespace."""
     pids, *others = ranks.run_processes(3, die_with_unmapped_memory, mortal={1, 2})
     assert others == [ranks.DIED, ranks.DIED]
     assert shared_memory_of(pids) == []

@@ -1,4 +1,4 @@
-"""grouped_gemm() of float8 against fp64 of the dequantised operands: any routing, any sizes, results as float8."""
+"""grouped_gemm() of float8 against fp64 of the dequantised operands: any routing, any sizes, float8 results."""
 
 import on_device
 import pytest
@@ -58,13 +58,13 @@ class Case:
 
 
 def assert_rounded(out, exact):
-    """At most twice the error of rounding the exact values."""
+    """At most twice the rounding error of the exact values."""
     error, rounding = (out.cpu().double() - exact).norm(), (exact.to(out.dtype).double() - exact).norm()
     assert error <= 2 * rounding, f"error {error}, of rounding {rounding}"
 
 
 def assert_quantized(y, scales, exact):
-    """As exact as quantising the exact values, a little apart: a sum on the edge of two float8 may fall to either side."""
+    """As exact as quantising the exact values, with some tolerance: a sum between two float8 values may round either way."""
     columns = exact.shape[1]
     assert y.dtype == float8_dtype(DEVICE) and list(y.shape) == list(exact.shape)
     assert list(scales.shape) == [exact.shape[0], -(-columns // 128)]
@@ -92,7 +92,7 @@ def test_any_routing(counts, gather, gated, session_seed):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_any_size(size, gated, out_dtype, session_seed):
     case = Case(ROUTINGS["random"], *size, gated, session_seed)
-    # fp16 resolves more than sm_90's sums of products of float8, which keep about 13 bits of the largest product.
+    # fp16 resolves more than sm_90's sums of float8 products, which keep about 13 bits of the largest product.
     exact = case.exact()
     out = case.call(out_dtype=out_dtype)
     assert out.dtype == out_dtype
@@ -133,7 +133,7 @@ def test_a_product_of_a_quantized_product(session_seed):
 
 
 def test_scales_of_missing_rows_are_not_read_into_the_sums(session_seed):
-    """Rows of x that nobody names hold whatever the buffer held, and so do their scales; -1 is a row of zeros."""
+    """Rows of x that nobody names, and their scales, hold arbitrary data; -1 is a row of zeros."""
     case = Case(ROUTINGS["random"], 208, 288, False, session_seed)
     used = torch.zeros(len(case.x), dtype=torch.bool)
     used[case.row_index[case.row_index >= 0].long()] = True
@@ -174,7 +174,7 @@ def test_same_inputs_same_bits(session_seed):
 
 
 def test_every_value_of_float8_is_exact(session_seed):
-    """Among them the subnormal ones and NaN: converted on the way, none changes."""
+    """Including subnormals and NaN: conversion changes none."""
     values = torch.arange(256, dtype=torch.uint8).view(float8_dtype(DEVICE))
     finite = values.double().isfinite()
     x = torch.zeros(256, 16, dtype=torch.uint8)

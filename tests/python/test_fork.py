@@ -1,8 +1,8 @@
 """An object belongs to the process that made it.
 
-A forked child that called one gave its PARENT wrong values, or hung: the child has the parent's shared memory and
+Before, a forked child that called one gave its PARENT wrong values, or hung: the child has the parent's shared memory and
 epochs, and none of its threads. A child that dropped an object unlinked the parent's memory or crashed. Now every call
-in a child is refused by name, and letting go of an object there changes nothing.
+in a child is refused by name, and dropping an object there changes nothing.
 """
 
 import gc
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def in_child(body, seconds=20):
-    """body() in a forked child; its result. A child that raises, crashes or does not end is an AssertionError."""
+    """Runs body() in a forked child; returns its result. AssertionError if the child raises, crashes or does not end."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -49,7 +49,7 @@ def in_child(body, seconds=20):
 
 
 def refusals(ep, handle):
-    """What each entry point says in this process."""
+    """The error of each entry point in this process."""
     x, topk_idx, weights = make_inputs(ep)
     y = torch.zeros(8, ep.hidden)
     calls = {
@@ -133,7 +133,7 @@ def test_a_child_that_lets_go_harms_nothing(how):
 
 
 def exit_normally_in_child(group):
-    """sys.exit in the child: the interpreter is torn down with the parent's objects in it."""
+    """sys.exit in the child: the interpreter shuts down with the parent's objects in it."""
     ep = moe_a2a.ExpertParallel(group, **CONFIG, num_blocks=3)
     good_call(ep)
     pid = os.fork()
@@ -141,7 +141,7 @@ def exit_normally_in_child(group):
         signal.alarm(20)
         import atexit
 
-        # multiprocessing ends its children without it.
+        # multiprocessing ends its children without running them.
         atexit._run_exitfuncs()
         del ep
         gc.collect()
@@ -158,7 +158,7 @@ def test_a_child_ends_normally():
 
 
 def fork_before_the_peers_have_mapped(group):
-    """The memory has no peers yet when the child drops it."""
+    """The memory has no peers yet when the child drops its object."""
     group = moe_a2a.as_group(group)
     ep = moe_a2a.ExpertParallel(moe_a2a.HandleExchange(group.rank, group.num_ranks), **CONFIG)
     kept = [ep]
@@ -221,7 +221,7 @@ def test_fork_while_another_thread_waits():
 
 
 def construct_after_fork(group):
-    """What the error advises: the child makes its own."""
+    """The error's advice: the child makes its own object."""
     with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
         good_call(ep)
 

@@ -1,5 +1,5 @@
-"""The second product that sends its rows itself: the bits of the product followed by the combine, with any routing, and the
-same ways to fail."""
+"""The second product that sends its rows itself: the bits of the product followed by the combine, for any routing, and the
+same failures."""
 
 import on_device
 import pytest
@@ -16,7 +16,7 @@ ROUTINGS = ["random", "empty_experts", "one_token", "all_on_one", "nothing", "re
 
 
 def make_ep(group, dtype=torch.bfloat16, **config):
-    """Several tiles of columns on every target, and a last one that is not full. No batch is small."""
+    """Several tiles of columns on every target, the last one not full. No batch is small."""
     config = {"num_topk": 3, "num_experts": 4 * group.num_ranks, "timeout": 20, "hidden": 784,
               "num_max_tokens_per_rank": 90, "num_max_ll_tokens": 0, **config}  # fmt: skip
     return moe_a2a.ExpertParallel(group, dtype=dtype, **config)
@@ -54,7 +54,7 @@ def make_tokens(ep, routing, seed):
 
 
 def both_ways(ep, tokens, weights, dispatch=None, **options):
-    """What two calls with the same tokens give: product then combine, and fused."""
+    """Results of two calls with the same tokens: product then combine, and fused."""
     outs = []
     for fused_combine in (False, True):
         handle = ep.dispatch(*tokens, **(dispatch or {}))
@@ -128,7 +128,7 @@ def test_layer_and_out(session_seed):
 
 
 def run_ragged(group, seed):
-    """Only some ranks fuse: nothing on the wire tells."""
+    """Only some ranks fuse: nothing on the wire shows it."""
     with make_ep(group) as ep:
         weights = weights_of(ep, seed)
         for call in range(4):
@@ -144,7 +144,7 @@ def test_ranks_may_go_different_ways(session_seed):
     on_device.run(3, run_ragged, session_seed)
 
 
-# ---- what it cannot take
+# ---- what it refuses
 
 
 def run_refused(group, seed):
@@ -190,20 +190,20 @@ def run_too_few_rows(group, seed):
                 ep.experts(handle, *weights, fused=True, fused_combine=True, num_max_routes=bound)
                 on_device.settle(ep)
             except moe_a2a.PeerRefusedError:
-                assert ep.device.type == "cpu"  # another rank's bound
+                assert ep.device.type == "cpu"  # another rank exceeded the bound
 
 
 def test_a_bound_on_the_routes(session_seed):
     on_device.run(2, run_too_few_rows, session_seed)
 
 
-# ---- peers that fail meanwhile
+# ---- peers that fail in the meantime
 
 
 def run_peer_refuses(group, seed):
     with make_ep(group) as ep:
         weights = weights_of(ep, seed)
-        tokens = make_tokens(ep, "everywhere", seed)  # who needs nothing from the refuser is not told
+        tokens = make_tokens(ep, "everywhere", seed)  # a rank that needs no sum from the refusing one learns nothing
         expected = ep.experts(ep.dispatch(*tokens), *weights, fused=True).clone()
         for _ in range(3):
             handle = ep.dispatch(*tokens)
@@ -215,7 +215,7 @@ def run_peer_refuses(group, seed):
                     ep.experts(handle, *weights, fused=True, fused_combine=True)
                     ep.check()
             group.all_gather(None)
-            assert torch.equal(ep.experts(handle, *weights, fused=True, fused_combine=True), expected)  # all try again
+            assert torch.equal(ep.experts(handle, *weights, fused=True, fused_combine=True), expected)  # all retry
             on_device.settle(ep)
 
 

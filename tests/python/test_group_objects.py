@@ -24,7 +24,7 @@ def objects_follow_the_group(_, folder):
     larger = check_sum(8192)
     assert larger is not first and first.is_closed and group_objects.opened(moe_a2a.Collectives) is larger
     part = dist.new_group([0, 1])
-    dist.destroy_process_group(part)  # another group's end is no end of this one
+    dist.destroy_process_group(part)  # ending another group does not end this one
     assert not larger.is_closed
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -34,7 +34,7 @@ def objects_follow_the_group(_, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     again = check_sum(8192)
     again.close()
-    assert check_sum(8192) is not again  # one that was closed by hand is made anew
+    assert check_sum(8192) is not again  # an object closed by hand is remade
     dist.barrier()
 
 

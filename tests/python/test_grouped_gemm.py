@@ -23,12 +23,12 @@ ROUTINGS = {
     "many_experts": [3, 0, 1, 0, 7] * 15,
     "none": [0, 0, 0],
 }
-# [hidden, columns per half]: the least, tails of every kind, larger than a tile
+# [hidden, columns per half]: the smallest, tails of every kind, larger than a tile
 SIZES = [(16, 16), (48, 80), (208, 144), (320, 272), (1040, 528)]
 
 
 def make_case(counts, hidden, columns, dtype, seed, gather=True):
-    """x, row_index, expert_offsets, w of a random routing; w is gate and up, each of `columns`."""
+    """x, row_index, expert_offsets, w of a random routing; w holds gate and up, each of `columns`."""
     generator = torch.Generator().manual_seed(seed)
     num_routes = sum(counts)
     num_rows = max(num_routes // 2, 3) if gather else num_routes
@@ -46,7 +46,7 @@ def gathered(x, row_index):
 
 
 def in_torch(x, row_index, expert_offsets, w, activation, dtype):
-    """The same in PyTorch, computed in `dtype`, on the CPU."""
+    """The same in PyTorch, in `dtype`, on the CPU."""
     x, w = x.cpu(), w.cpu().to(dtype)
     rows = gathered(x, None if row_index is None else row_index.cpu()).to(dtype)
     out = []
@@ -78,7 +78,7 @@ def test_any_routing(counts, dtype, activation, gather, session_seed):
     assert_as_exact_as_torch(out, case, activation)
 
 
-# As models have them: the functions of Mixtral, Gemma and Nemotron; clamped as in GLM and DeepSeek-V4, shifted as in MiniMax;
+# From models: the functions of Mixtral, Gemma and Nemotron; clamped as in GLM and DeepSeek-V4, shifted as in MiniMax;
 # interleaved rows and biases as in GPT-OSS.
 EPILOGUES = {
     "bias": {"bias": True},
@@ -184,7 +184,7 @@ def test_rows_may_lie_apart(gather, session_seed):
 
 
 def test_lists_may_be_longer_than_the_routing(session_seed):
-    """Neither rows of x nor entries of row_index behind the last expert's positions are read."""
+    """Neither rows of x nor entries of row_index past the last expert's positions are read."""
     x, row_index, offsets, w = make_case(ROUTINGS["random"], 48, 80, torch.bfloat16, session_seed)
     longer = torch.cat([row_index, torch.full((77,), 1 << 30, dtype=torch.int32, device=DEVICE)])
     out = moe_a2a.grouped_gemm(x, longer, offsets, w)
@@ -221,7 +221,7 @@ def test_any_number_of_threads_gives_the_same_bits(session_seed):
 
 @on_device.cpu_only
 def test_a_forked_process_has_threads_of_its_own():
-    """Those of its parent are not in it: the child neither runs on them nor waits for them when it ends."""
+    """The parent's threads do not exist in the child, which neither runs on them nor waits for them at exit."""
     program = """
 import os, torch, moe_a2a
 torch.set_num_threads(3)
@@ -380,7 +380,7 @@ def test_tensors_on_two_devices():
 
 @on_device.gpu_only
 def test_lists_that_no_dispatch_has_made_lead_nowhere(session_seed):
-    """Out of range they are zeros, or cut off: no access past the tensors."""
+    """Rows out of range are zeros, offsets out of range are clamped: no access past the tensors."""
     x, row_index, offsets, w = make_case([30, 40, 50], 208, 144, torch.bfloat16, session_seed)
     row_index[7], row_index[8] = 1 << 30, -(1 << 30)
     expected = row_index.clone()

@@ -1,7 +1,7 @@
-"""set_comm_handles() with damaged, swapped and foreign handles: an error at once, nothing half connected, then a good set.
+"""set_comm_handles() with damaged, swapped and foreign handles: an error at once, nothing half connected, then a good set works.
 
-Handles were compared with each other alone: live handles of a smaller object were accepted and ended in SIGSEGV, another
-object's handle at one's own place in a timeout, and a set after a failed one counted its peers twice.
+Before, handles were only compared with each other: live handles of a smaller object were accepted and ended in SIGSEGV, another
+object's handle in a rank's own place ended in a timeout, and a set after a failed one counted its peers twice.
 
 MOE_A2A_FUZZED_HANDLES=10000 for a soak; MOE_A2A_SEED repeats a run.
 """
@@ -23,7 +23,7 @@ NUM_RANKS = 2
 
 
 def seal(handle):
-    """As its own object would have: FNV-1a over all other bytes."""
+    """Seals as its own object would: FNV-1a over all other bytes."""
     value = bytearray(handle)
     value[CHECKSUM] = bytes(8)
     total = 0xCBF29CE484222325
@@ -34,7 +34,7 @@ def seal(handle):
 
 
 def mutant(good, others, random):
-    """A bad list of handles, and in what way it is bad."""
+    """A bad list of handles, and what is bad about it."""
     handles = list(good)
     place = random.randrange(len(handles))
     kind = random.choice(["flip", "cut", "extend", "noise", "swap", "repeat", "foreign", "resealed", "few", "many"])
@@ -69,7 +69,7 @@ def mutant(good, others, random):
 
 
 def alone(group, **config):
-    """timeout: how long a rank of another pid namespace is waited for, which some mutants claim to be."""
+    """timeout: how long to wait for a rank of another pid namespace, which some mutants claim to be."""
     exchange = moe_a2a.HandleExchange(group.rank, group.num_ranks)
     return moe_a2a.ExpertParallel(exchange, **{**CONFIG, "timeout": 0.02, **config})
 
@@ -96,7 +96,7 @@ def fuzz(group, seed):
             said.setdefault((kind, type(error).__name__), str(error))
             assert kind == "resealed" or isinstance(error, ValueError), (kind, error)
             assert "handle" in str(error) or "rank" in str(error), (kind, error)
-        else:  # what the CPU does not read: where another process has mapped its memory, the number of a device
+        else:  # fields that the CPU does not read: another process's mapping address, a device number
             assert kind == "resealed"
             ep.close()
             ep = alone(group)
@@ -150,7 +150,7 @@ def test_live_handles_of_another_object_are_refused():
 
 
 def set_a_twin_at_a_peer_s_place(group, all_ranks_err):
-    """Alike in every field, so only the ranks together can tell: rank 0 takes a twin for rank 1's object."""
+    """Equal in every field, so only the ranks together can detect it: rank 0 takes a twin for rank 1's object."""
     group = moe_a2a.as_group(group)
     ep, good = objects(group, timeout=1)
     twin, of_twin = objects(group, timeout=1)
@@ -182,7 +182,7 @@ def test_a_twin_at_a_peer_s_place_is_refused(all_ranks_err, said):
 
 
 def set_again_after_a_peer_was_gone(group):
-    """A set that fails when some peers are mapped already: nothing stays, and the next one counts from the start."""
+    """A set that fails when some peers are already mapped: nothing stays mapped, and the next one starts afresh."""
     group = moe_a2a.as_group(group)
     ep, good = objects(group, timeout=10)
     gone, of_gone = objects(group)

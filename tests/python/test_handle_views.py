@@ -1,7 +1,7 @@
-"""What a caller writes into the views of a handle cannot send a kernel out of bounds.
+"""Values that a caller writes into the views of a handle cannot send a kernel out of bounds.
 
-h.recv_rows used to be combine's own list: h.recv_rows.add_(10**7) and then combine() ended in a segmentation fault.
-expert_x reads expert_offsets, expert_counts and expert_row_index again, which are views.
+Regression: h.recv_rows was combine's own list, so h.recv_rows.add_(10**7) and then combine() caused a segmentation fault.
+expert_x re-reads expert_offsets, expert_counts and expert_row_index, which are views.
 """
 
 import on_device
@@ -32,7 +32,7 @@ def test_combine_does_not_read_what_was_written(name, num_max_ll_tokens):
                 y = experts(handle)
                 handle.recv_rows  # noqa: B018
                 getattr(handle, name).fill_(value)
-                if name == "expert_offsets":  # what y is checked against on the CPU
+                if name == "expert_offsets":  # the CPU checks y against it
                     handle.expert_offsets.clamp_(max=len(y))
                 assert torch.equal(ep.combine(y, handle), expected_output(ep, salt))
 
@@ -42,7 +42,7 @@ def test_combine_does_not_read_what_was_written(name, num_max_ll_tokens):
 @pytest.mark.parametrize("layout", ["expert_major", "masked"])
 @pytest.mark.parametrize("name", ["expert_row_index", "expert_offsets", "expert_counts"])
 def test_expert_x_stays_in_its_memory(name, layout):
-    """Its rows are then whatever the lists say, and the object is as good as before."""
+    """Its rows are then whatever the lists say, and the object still works."""
 
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
@@ -73,7 +73,7 @@ def test_views_have_a_storage_that_cannot_grow():
 
 
 def test_a_row_dtype_that_was_set_by_hand():
-    """It says how large the rows of recv_x and expert_x are."""
+    """It determines the size of the rows of recv_x and expert_x."""
 
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:

@@ -1,4 +1,4 @@
-"""Handles: two may be open, each serves one combine of its own object; all else raises."""
+"""Handles: two may be open, each serves one combine of its own object; all other uses raise."""
 
 import on_device
 import pytest
@@ -33,7 +33,7 @@ def all_inputs(ep, salt=0):
 
 
 def expected_output(ep, salt=0):
-    """Of experts that multiply their rows by two."""
+    """For experts that double their rows."""
     handles = reference.dispatch(
         *all_inputs(ep, salt),
         num_experts=ep.num_experts, num_max_tokens_per_rank=ep.num_max_tokens_per_rank,
@@ -79,7 +79,7 @@ def test_as_many_open_handles_as_buffers_and_one_more_raises(num_buffers):
         message = rf"(?s){num_buffers} .*open.*rank {ep.rank}.*num_buffers={num_buffers}"
         with pytest.raises(RuntimeError, match=message):
             ep.dispatch(*make_inputs(ep))
-        # What was open is as it was; combined here in the opposite order.
+        # Open handles are unaffected; combined here in the opposite order.
         for salt, handle in reversed(list(enumerate(handles))):
             out = ep.combine(experts(handle), handle)
             assert torch.equal(out, expected_output(ep, salt))
@@ -153,7 +153,7 @@ def test_a_handle_of_another_object_is_refused():
             with pytest.raises(RuntimeError, match="another ExpertParallel"):
                 one.dispatch(make_inputs(one)[0], handle=foreign)
             assert torch.equal(other.combine(foreign_y, foreign), expected_output(other, 2))
-            for _ in range(2 * 3):  # each wrong call of the other rank may be told of here
+            for _ in range(2 * 3):  # each wrong call of the other rank may be reported here
                 try:
                     out = on_device.combine(one, y, handle)
                 except moe_a2a.PeerRefusedError:
@@ -180,7 +180,7 @@ def test_release_gives_the_buffer_back():
             ep.dispatch(*make_inputs(ep, salt)).release()
         handle = ep.dispatch(*make_inputs(ep))
         handle.release()
-        handle.release()  # twice is once
+        handle.release()  # a second release has no effect
         with pytest.raises(RuntimeError, match="closed"):
             ep.combine(torch.zeros(36, ep.hidden, device=ep.device), handle)
         with pytest.raises(RuntimeError, match="closed"):
@@ -212,7 +212,7 @@ def test_views_live_until_combine_and_keep_their_memory():
         assert view.data_ptr() == handle.recv_x.data_ptr()
         ep.combine(experts(handle), handle)
         ep.close()
-        view.sum()  # undefined values, but memory
+        view.sum()  # undefined values, but valid memory
 
     run(program)
 

@@ -1,4 +1,4 @@
-"""What `import moe_a2a` says when the extension is missing or was built for something else, and what the build checks."""
+"""The errors of `import moe_a2a` if the extension is missing or was built for another PyTorch, and what the build checks."""
 
 import os
 import re
@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def import_copy(folder: Path) -> str:
-    """`import moe_a2a` from a copy of the Python files in `folder`; the last line of stderr."""
-    # -S: without the finder of the editable installation.
+    """Runs `import moe_a2a` from a copy of the Python files in `folder`; returns the last line of stderr."""
+    # -S: without the editable installation's finder.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(torch.__file__).parents[1])])}
     command = [sys.executable, "-S", "-c", "import moe_a2a; print('imported')"]
     result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Launch tables are files that people edit: what is wrong with one is said by file and place.
+"""Launch tables are files that people edit: errors name the file and the place in it.
 
 MOE_A2A_FUZZ=2000 damages that many tables instead of a few hundred.
 """
@@ -78,7 +78,7 @@ def test_what_is_no_file_is_refused(tmp_path):
 
 
 def test_damaged_tables_are_used_or_refused(tmp_path, session_seed):
-    """By the constructor: the core takes whatever is read, also scaled to rows of another length."""
+    """By the constructor: the core accepts whatever was read, also scaled to rows of another length."""
     path = tmp_path / "table.json"
     path.unlink(missing_ok=True)
     for tuned in TABLES:
@@ -104,7 +104,7 @@ def test_damaged_tables_are_used_or_refused(tmp_path, session_seed):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """The user's and the package's, and a GPU that is called h200."""
+    """The user's folder and the package's, and a GPU named h200."""
     monkeypatch.setattr(tuned_files, "OWN", tmp_path / "cache" / "tuned")
     monkeypatch.setattr(tuned_files, "SHIPPED", tmp_path / "package" / "tuned")
     monkeypatch.setattr(tuned_files.devices, "short_name", lambda device: "h200")

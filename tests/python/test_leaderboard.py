@@ -1,4 +1,4 @@
-"""`python -m moe_a2a leaderboard`: entries of the tree, cases, times, and what other tools read."""
+"""`python -m moe_a2a leaderboard`: entries of the tree, cases, times, and output for other tools."""
 
 import re
 
@@ -156,7 +156,7 @@ def test_exit_codes(leaderboard, tmp_path):
     ours = (tmp_path / "submission.py", "--ranks", 2, "--cases", tmp_path / "cases.txt")
     code, text, lines = leaderboard("run", "all2all", *ours)
     assert code == 112 and lines["check"] == "fail" and lines["test.0.error"].startswith("wrong: rank 0: ")
-    # As the public evaluator does: the tool that reads the lines finds the failure there.
+    # Like the public evaluator: the tool that reads the lines finds the failure there.
     code, text, lines = leaderboard("run", "all2all", *ours, "--mode", "leaderboard")
     assert code == 0 and lines["check"] == "fail" and lines["benchmark.0.status"] == "fail"
     (tmp_path / "cases.txt").write_text(TINY + "\n\n")

@@ -1,4 +1,4 @@
-"""docs/leaderboard.md as a newcomer follows it: its submissions and its commands, in order, on small shapes."""
+"""Follows docs/leaderboard.md as a newcomer would: its submissions and its commands, in order, on small shapes."""
 
 import re
 import shlex

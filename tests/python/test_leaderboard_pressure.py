@@ -1,4 +1,4 @@
-"""Calls without a barrier between them: who resets flags and holds no writer back is found out."""
+"""Calls without a barrier in between expose a submission that resets flags and holds no writer back."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ RACY = Path(__file__).with_name("racy_submission.py")
 
 @pytest.fixture
 def brief(monkeypatch):
-    """Pressure that lasts for one batch of calls."""
+    """Pressure for a single batch of calls."""
     monkeypatch.setattr(modes, "PRESSURE_SECONDS", 0.0)
 
 
@@ -28,7 +28,7 @@ def test_a_reset_without_a_barrier_is_right_in_a_ranked_run_and_found_under_pres
 
 
 def test_with_a_barrier_of_its_own_it_stands_the_pressure(tmp_path, session_seed, brief):
-    """So it is the missing barrier that was found, not the pressure itself."""
+    """So the failure was the missing barrier, not the pressure itself."""
     safe = tmp_path / "submission.py"
     safe.write_text(
         RACY.read_text()

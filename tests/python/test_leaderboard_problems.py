@@ -1,4 +1,4 @@
-"""The other problems of the leaderboard: their entries are right, and their checks see what a tolerance alone does not."""
+"""The other problems of the leaderboard: their entries are right, and their checks detect what a tolerance alone misses."""
 
 import contest_cases
 import pytest
@@ -56,7 +56,9 @@ def test_bytes_that_have_to_move():
         {"x": torch.zeros(len(idx), 10).half(), "indices": torch.tensor(idx)} for idx in ([[0, 2], [2, 3]], [[2, 3]])
     ]
     for name in ("all2all", "all2all_experts", "moe_layer"):
-        assert problems.make(name).bytes_to_move(case, rows) == 2 * (2 * 10 * 2)  # two rows of 20 bytes, and two back
+        assert problems.make(name).bytes_to_move(case, rows) == 2 * (
+            2 * 10 * 2
+        )  # two rows of 20 bytes, and two sums back
     of_ranks = [{"x": torch.zeros(8).bfloat16()}] * 4
     assert problems.make("all_reduce").bytes_to_move(Case({}), of_ranks) == 2 * 3 / 4 * 16
     least = problems.make("all_reduce_quantised").bytes_to_move(Case({}), of_ranks)
@@ -68,7 +70,7 @@ def test_bytes_that_have_to_move():
 
 @pytest.mark.parametrize("problem", ["gemm_reduce_scatter", "all_gather_gemm"])
 def test_an_output_without_its_product_is_wrong(problem, session_seed):
-    """The published tolerance lets it pass."""
+    """The published tolerance accepts it."""
     made, case, tensors = drawn(problem, 8, session_seed)
     for rank, expected in enumerate(made.expected(case, tensors)):
         biases = [of_rank["bias"].float() for of_rank in tensors]

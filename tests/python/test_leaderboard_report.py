@@ -1,4 +1,4 @@
-"""`leaderboard rank` and its report: the order of entries, what each format says, and where a trace lies."""
+"""`leaderboard rank` and its report: the order of entries, the contents of each format, and the location of traces."""
 
 import base64
 import dataclasses

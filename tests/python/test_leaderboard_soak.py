@@ -1,4 +1,4 @@
-"""Case after case in the same processes, each with a process group of its own: nothing is left of them.
+"""Case after case in the same processes, each with its own process group: nothing remains of them.
 
 `make soak` runs 100 cases, the test suite a few.
 """
@@ -19,7 +19,7 @@ NUM_CASES = 100 if "MOE_A2A_SOAK_SECONDS" in os.environ else 12
 WARM_UP = 6  # cases: every shape twice, each rank in each process
 NUM_RANKS = 2
 SHAPES = [SPARSE, SMALL, SMALL.with_values(hidden_dim=2880, max_num_tokens=64)]
-SLACK_BYTES, BYTES_PER_CASE = 8 << 20, 50_000  # the allocators' arenas; the keys of a case in the store
+SLACK_BYTES, BYTES_PER_CASE = 8 << 20, 50_000  # the allocators' arenas; a case's keys in the store
 
 
 @pytest.mark.timeout(600)
@@ -42,7 +42,7 @@ def test_cases_leave_nothing_behind(session_seed):
         assert grown["mappings"] <= 4, grown
         assert grown["bytes"] <= SLACK_BYTES + BYTES_PER_CASE * (NUM_CASES - WARM_UP), grown
         print(f"process {pid}: {grown} after {NUM_CASES} cases")
-    # Other processes of a test session come and go there too: a name of ours holds the pid of its owner.
+    # Other processes of a test session create files there too; names of ours contain their owner's pid.
     made = set(os.listdir("/dev/shm")) - shared_files
     assert [name for name in made if {str(pid) for pid in after} & set(re.split(r"\D+", name))] == []
 

@@ -1,4 +1,4 @@
-"""Submissions that fail, each in its own way: the harness tells them apart by name, and goes on."""
+"""Submissions that fail, each in its own way: the harness names each kind of failure, and continues."""
 
 import contest_cases
 import pytest
@@ -182,7 +182,7 @@ dist.get_world_size = lambda *args, **kwargs: 1
 
 
 def test_the_harness_trusts_no_function_of_the_submission_s_process_group(tmp_path):
-    """Its own barrier stands, so a slow rank 1 is part of rank 0's time."""
+    """Its own barrier holds, so a slow rank 1 is part of rank 0's time."""
     sleeping = OWN_GROUPS + SLEEPING.replace("== 0", "== 1").format(seconds=0.2)
     result = contest().run("leaderboard", changed(tmp_path, sleeping))
     assert result.passed and result.cases[0].stats.best > 0.19e9

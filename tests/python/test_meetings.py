@@ -1,4 +1,4 @@
-"""How ranks meet without torch.distributed: threads, MPI; what a meeting leaves behind, and memory that is given back."""
+"""How ranks meet without torch.distributed: threads and MPI; what a meeting leaves behind, and memory that is freed."""
 
 import gc
 import threading
@@ -46,7 +46,7 @@ class Request:
 
 
 class Communicator:
-    """What is used of an mpi4py communicator, between threads."""
+    """The part of an mpi4py communicator that we use, between threads."""
 
     def __init__(self, rank, mailboxes, lock):
         self._rank, self._mailboxes, self._lock = rank, mailboxes, lock
@@ -126,7 +126,7 @@ def test_a_board_keeps_nothing_of_old_meetings():
 
 
 class BrokenBoard(ThreadBoard):
-    """The store of a group whose host has ended."""
+    """The store of a group whose host process has ended."""
 
     def look(self, keys):
         raise RuntimeError("Connection reset by peer")
@@ -143,7 +143,7 @@ def test_a_store_that_is_gone_names_its_host():
 
 
 class Recorded:
-    """A core that notes how it is let go of."""
+    """A core that records how it is released."""
 
     def __init__(self, core, notes):
         self._core, self._notes = core, notes
@@ -156,7 +156,7 @@ class Recorded:
 
 @pytest.mark.parametrize("failing", ["allocation", "mapping", "nobody comes"])
 def test_memory_is_given_back_when_and_only_when_no_peer_can_map_it(failing, monkeypatch):
-    """On a GPU it stays else until the process ends: 65 to 86 GiB were lost after three attempts."""
+    """Otherwise, on a GPU, it stays until the process ends: 65 to 86 GiB were lost after three attempts."""
     make = moe_a2a.expert_parallel._core.ExpertParallel
     notes = {0: [], 1: []}
 
@@ -203,13 +203,13 @@ def test_memory_is_given_back_when_and_only_when_no_peer_can_map_it(failing, mon
 
 
 def test_a_failed_object_leaves_no_memory(monkeypatch):
-    """On the CPU it can be seen: the mapping goes with the object."""
+    """Visible on the CPU: the mapping goes with the object."""
 
     def mapped():
         with open("/proc/self/maps") as maps:
             return sum("/dev/shm" in line for line in maps)
 
-    gc.collect()  # an earlier test's object may live in a traceback
+    gc.collect()  # a traceback may keep an earlier test's object alive
     before = mapped()
     group = moe_a2a.thread_group(2)[0]
     for _ in range(3):

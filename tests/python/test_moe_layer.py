@@ -1,4 +1,4 @@
-"""MoELayer and ExpertParallel.experts() on N ranks against the whole layer in one process, by kernels and step by step."""
+"""MoELayer and ExpertParallel.experts() on N ranks against the whole layer in one process, with kernels and step by step."""
 
 import on_device
 import pytest
@@ -139,7 +139,7 @@ def run_float8(group, seed):
         x, topk_idx, topk_weights = make_tokens(ep, "random", seed + ep.rank)
         out = ep.experts(ep.dispatch(*on(ep, (x, topk_idx, topk_weights)), quantize="fp8"), *own_part(ep, weights))
         exact = reference.moe_layer(x.double(), topk_idx, topk_weights, *(w.double() for w in weights))
-        assert (out.cpu() - exact).norm() <= 0.06 * exact.norm()  # e4m3 has three bits of mantissa
+        assert (out.cpu() - exact).norm() <= 0.06 * exact.norm()  # e4m3 has a 3-bit mantissa
 
 
 def test_rows_of_float8_go_step_by_step(session_seed):
@@ -147,7 +147,7 @@ def test_rows_of_float8_go_step_by_step(session_seed):
 
 
 def quantized(ep, weights):
-    """(values, scales) of both, and what they stand for, in fp64."""
+    """(values, scales) of both, and the fp64 weights that they represent."""
     gate_up, down = (
         reference.quantize_fp8_weights(w, halves, float8_dtype(ep.device))
         for w, halves in zip(weights, (2, 1), strict=True)
@@ -180,7 +180,7 @@ def run_float8_weights(group, intermediate, fused, seed):
 
 
 def float8_layer(rows, topk_idx, topk_weights, w_gate_up, w_down):
-    """As the kernels have it: the result of the first product is float8 for the second."""
+    """Like the kernels: the first product's result becomes float8 for the second."""
     out = torch.zeros(rows.shape)
     for expert in range(len(w_down)):
         token, k = (topk_idx == expert).nonzero(as_tuple=True)
@@ -194,7 +194,7 @@ def float8_layer(rows, topk_idx, topk_weights, w_gate_up, w_down):
 @pytest.mark.parametrize("intermediate", [40, 80, 304])
 def test_float8_weights_step_by_step(intermediate, session_seed):
     for error, _ in on_device.run(2, run_float8_weights, intermediate, False, session_seed):
-        assert error <= 4e-3  # nothing is rounded but the result
+        assert error <= 4e-3  # only the result is rounded
 
 
 @pytest.mark.parametrize("intermediate", [80, 304])

@@ -1,6 +1,6 @@
-"""A dispatch on a rank whose buffers are all open: the rank raises, and its peers are told, whatever they wait for.
+"""A dispatch on a rank whose buffers are all open: the rank raises, and its peers learn of it, whatever they wait for.
 
-On a GPU the peers of such a rank used to meet their deadline.
+Before, on a GPU, the peers of such a rank waited until their deadline.
 """
 
 import time
@@ -32,7 +32,7 @@ def test_a_rank_without_a_free_buffer(num_ranks, num_blocks):
                 elif ep.rank == 2 and attempt == 1:
                     with pytest.raises(ValueError, match="x has shape"):
                         ep.dispatch(make_inputs(ep)[0][:, 1:], make_inputs(ep)[1])
-                    on_device.settle(ep)  # it has raised its own error and is not told of another's
+                    on_device.settle(ep)  # it has raised its own error and does not report another's
                 else:
                     with pytest.raises(
                         REFUSED, match="refused its call: (RuntimeError: dispatch: 2 handles|x has shape)"
@@ -47,7 +47,7 @@ def test_a_rank_without_a_free_buffer(num_ranks, num_blocks):
 
 def test_what_follows_a_call_without_a_free_buffer():
     """On a GPU the combine may be queued before anyone knows. It ends at once, and does not touch the sums of the call
-    that still holds the buffer on the refuser."""
+    that still holds the buffer on the refusing rank."""
 
     def program(ep, group):
         held, other = ep.dispatch(*make_inputs(ep, SALT)), ep.dispatch(*make_inputs(ep))
@@ -73,8 +73,8 @@ def test_what_follows_a_call_without_a_free_buffer():
 
 @pytest.mark.parametrize("num_blocks", [1, 3])
 def test_a_rank_that_is_late_is_not_told_of_later_refusals(num_blocks):
-    """Its calls that the refuser has taken part in are good, whenever they come; it used to take the later refusal for its
-    own, and the ranks were out of step."""
+    """Its calls in which the refusing rank took part are good, however late. Regression: it took the later refusal for that
+    of its own call, and the ranks were out of step."""
 
     def program(ep, group):
         if ep.rank == 0:

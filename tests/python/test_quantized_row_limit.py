@@ -1,7 +1,7 @@
-"""The longest row that dispatch quantises is the one that a block's shared memory has room for; longer ones are refused.
+"""Shared memory limits the length of rows that dispatch quantises; longer rows are refused.
 
-The limit used to be half of the shared memory, less 256 bytes. That forgot the block's signal queue: the longest rows
-that passed had no memory to be quantised in.
+Regression: the limit was half of the shared memory, less 256 bytes. That ignored the block's signal queue, so the longest
+accepted rows had no memory to be quantised in.
 """
 
 import re
@@ -15,7 +15,7 @@ from moe_a2a import reference
 
 pytestmark = on_device.TESTS
 
-TOO_LONG = 500_000  # for the shared memory of any GPU
+TOO_LONG = 500_000  # exceeds the shared memory of any GPU
 
 
 def make(group, num_ranks, hidden):
@@ -62,7 +62,7 @@ def quantise_up_to_the_limit(group, num_ranks):
             for token in range(len(x)):
                 if token % ep.num_experts != ep.rank:
                     continue
-                row = ep.rank * 3 + token  # in the slot of this rank's own token
+                row = ep.rank * 3 + token  # the slot of this rank's own token
                 assert torch.equal(handle.recv_x[row].view(torch.uint8), expected[token].view(torch.uint8))
                 assert torch.equal(handle.recv_x_scales[row], scales[token])
             handle.release()

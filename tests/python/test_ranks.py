@@ -1,4 +1,4 @@
-"""The harness tests itself: a rank that fails, hangs or dies must never pass or hang a test."""
+"""The harness tests itself: a rank that fails, hangs or dies must neither pass nor hang a test."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def test_processes_that_hang_are_named_and_killed():
     start = time.monotonic()
     with pytest.raises(ranks.RankError, match=r"(?s)rank 0 ---.*still running.*hang_on_rank_0"):
         ranks.run_processes(2, hang_on_rank_0, timeout=2)
-    assert time.monotonic() - start < 100  # the rank sleeps for longer
+    assert time.monotonic() - start < 100  # the rank sleeps for longer than this
 
 
 def test_processes_that_die():
@@ -130,4 +130,4 @@ def test_a_pool_that_hangs_is_named_and_killed():
     with pytest.raises(ranks.RankError, match=r"(?s)rank 1 ---.*still running.*sleeps_on_rank_1"):
         pool.run(2, sleeps_on_rank_1, timeout=1)
     assert pool.is_closed
-    assert time.monotonic() - start < 100  # the rank sleeps for longer
+    assert time.monotonic() - start < 100  # the rank sleeps for longer than this

@@ -1,4 +1,4 @@
-"""A rank that refuses its call because of its arguments: what the others see, and that all go on together."""
+"""A rank refuses its call because of its arguments: what the others observe, and that all continue together."""
 
 import time
 
@@ -12,7 +12,7 @@ import moe_a2a
 pytestmark = on_device.TESTS
 
 REFUSED = moe_a2a.PeerRefusedError
-SALT = 3  # of inputs where every rank has a route to every rank
+SALT = 3  # with inputs of this salt every rank has a route to every rank
 
 
 @pytest.fixture(autouse=True, params=[0, CONFIG["num_max_tokens_per_rank"]], ids=["signals", "ll_words"])
@@ -27,7 +27,7 @@ def run(program, num_ranks=3):
         with moe_a2a.ExpertParallel(group, **config) as ep:
             start = time.monotonic()
             program(ep, group)
-            assert time.monotonic() - start < config["timeout"] / 2  # nobody has waited for a deadline
+            assert time.monotonic() - start < config["timeout"] / 2  # nobody waited until a deadline
             for salt in range(4):
                 good_call(ep, salt)
 
@@ -50,7 +50,7 @@ def test_through_the_halves():
                 with pytest.raises(REFUSED, match="rank 2 refused .*hidden=16"):
                     ep.dispatch_recv(handle)
                     on_device.settle(ep)
-                if on_device.IS_GPU:  # it came after the call
+                if on_device.IS_GPU:  # the refusal came after the call
                     handle.release()
                 with pytest.raises(RuntimeError, match="closed"):
                     ep.combine(torch.zeros(36, ep.hidden, device=ep.device), handle)
@@ -90,7 +90,7 @@ def test_with_another_handle_open():
 
 
 def test_refusals_in_turn_without_anything_between():
-    """Each rank refuses every third call, at its own pace: a refusal must not be taken for that of another call."""
+    """Each rank refuses every third call, at its own pace: no refusal may be taken for another call's."""
 
     def program(ep, group):
         for call in range(60):
@@ -106,7 +106,7 @@ def test_refusals_in_turn_without_anything_between():
 
 
 def combine_after_late_refusals(ep, y, handle, most):
-    """A refusal made while this rank was in no combine is told of in its next one, unless the sums come first."""
+    """A refusal made while this rank was in no combine is reported in its next one, unless the sums arrive first."""
     for _ in range(most):
         try:
             return ep.combine(y, handle)
@@ -116,9 +116,11 @@ def combine_after_late_refusals(ep, y, handle, most):
 
 
 def refused_combine(ep, group, refuser):
-    """Ends with a handle of which one rank has refused the combine."""
+    """Returns a handle whose combine one rank has refused."""
     x, topk_idx, weights = make_inputs(ep, SALT)
-    assert (topk_idx // ep.num_local_experts == refuser).any()  # who needs nothing of the refuser does not notice
+    assert (
+        topk_idx // ep.num_local_experts == refuser
+    ).any()  # a rank that needs nothing from the refuser notices nothing
     handle = ep.dispatch(x, topk_idx, weights)
     y = experts(handle)
     if ep.rank == refuser:
@@ -127,7 +129,7 @@ def refused_combine(ep, group, refuser):
     else:
         with pytest.raises(REFUSED, match=rf"rank {refuser} refused"):
             on_device.combine(ep, y, handle)
-    group.all_gather(None)  # the refuser does not try again before the others have seen it
+    group.all_gather(None)  # the refuser must not retry before the others have observed the refusal
     return handle, y
 
 
@@ -137,24 +139,24 @@ def test_combine_refused_again_and_again():
         handle, y = refused_combine(ep, group, 0)
         for refuser in (1, 0, 2):
             if ep.rank == refuser:
-                if refuser != 0:  # it has sent what the others need: now only its own `out` can be bad
+                if refuser != 0:  # it has sent what the others need: only its own `out` can be bad now
                     with pytest.raises(ValueError, match=f"out .*rank {refuser}"):
                         ep.combine(y, handle, out=torch.empty(1, 1))
                 else:
                     with pytest.raises(ValueError, match="y .*rank 0"):
                         ep.combine(y[:, :-1], handle)
             group.all_gather(None)
-        if ep.rank == 0:  # it has been told of nothing since the first refusal
+        if ep.rank == 0:  # nothing was reported to it since the first refusal
             out = ep.combine(y, handle)
         else:
-            out = combine_after_late_refusals(ep, y, handle, most=1)  # rank 0 has refused twice; they were told of one
+            out = combine_after_late_refusals(ep, y, handle, most=1)  # rank 0 refused twice; the others saw one refusal
         assert torch.equal(out, expected_output(ep, SALT))
 
     run(program)
 
 
 def test_combine_refused_and_given_up():
-    """Nobody tries again: all release the handle, whatever stage it has on their rank (on a GPU: closed)."""
+    """Nobody retries: all release the handle, in whatever stage it is on their rank (on a GPU: closed)."""
 
     def program(ep, group):
         for _ in range(4):

@@ -1,6 +1,6 @@
-"""Ctrl-C during a wait: KeyboardInterrupt at once, the peers are told, the object is out of use.
+"""Ctrl-C during a wait: KeyboardInterrupt at once, the peers learn of it, the object is unusable.
 
-It took effect at the deadline, 30 s by default: waits on the host did not look at Python's signals.
+Before, it took effect at the deadline, 30 s by default: host waits did not check Python's signals.
 """
 
 import os
@@ -28,7 +28,7 @@ def interrupt_soon(delay, number=signal.SIGINT):
 
 
 def interrupt_in_call():
-    """SIGINT once the main thread has been inside a call of the object for a while. Returns a list: when it was sent."""
+    """Sends SIGINT once the main thread has been inside a call of the object for a while. Returns a list: when it was sent."""
     sent = []
 
     def interrupt():
@@ -64,7 +64,7 @@ def interrupted_call(group, operation, num_blocks, num_max_ll_tokens):
                 with pytest.raises(RuntimeError, match="rank 0: an earlier call was interrupted"):
                     call()
         else:
-            store.wait(["interrupted"])  # no call before: rank 0 waits for rows, or for sums
+            store.wait(["interrupted"])  # makes no call before: rank 0 waits for rows, or for sums
             start = time.monotonic()
             with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 0 left a call") as raised:
                 for _ in range(3):  # rank 0 has sent its part of the first
@@ -87,7 +87,7 @@ def test_an_interrupt_ends_a_wait(operation, num_blocks, num_max_ll_tokens):
 
 
 def handled_signal(group):
-    """A handler that raises nothing runs at once, and the wait goes on."""
+    """A handler that does not raise runs at once, and the wait continues."""
     with moe_a2a.ExpertParallel(group, **{**CONFIG, "timeout": TIMEOUT}) as ep:
         moe_a2a.as_group(group).all_gather(None)
         if ep.rank == 0:
@@ -124,7 +124,7 @@ def handler_calls_the_object(group):
             good_call(ep)
             assert len(errors) == 1
         else:
-            time.sleep(2)  # the other is in its call when the signal comes, also on a busy machine
+            time.sleep(2)  # by then the other rank is in its call, even on a busy machine
             good_call(ep)
 
 
@@ -157,7 +157,7 @@ def test_a_handler_may_close_the_object():
 
 
 def interrupt_while_another_thread_is_in_a_call(group):
-    """The main thread waits for its turn."""
+    """The main thread waits for its turn to call."""
     ranks.receive_interrupts()
     with moe_a2a.ExpertParallel(group, **{**CONFIG, "timeout": TIMEOUT}) as ep:
         moe_a2a.as_group(group).all_gather(None)

@@ -29,7 +29,7 @@ def draw(ep, seed):
 
 
 def expected(ep, x, topk_idx, topk_weights, factors):
-    """factors: [E, H], or [E, 1], of all ranks. Each rank's sum is rounded to the dtype, then the sums of the ranks are added."""
+    """factors: [E, H], or [E, 1], of all ranks. Each rank's sum is rounded to the dtype, then the ranks' sums are added."""
     total = torch.zeros(x.shape, dtype=torch.float32)
     for rank in range(ep.num_ranks):
         part = torch.zeros_like(total)
@@ -63,7 +63,7 @@ def run_scales(group, hidden, dtype, layout, seed):
         ep.check()
 
 
-# 48: whole vectors; 1040: several pieces, the last one short; 51: rows that allow no vectors
+# 48: whole vectors; 1040: several pieces, the last one short; 51: rows that do not allow vectors
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["rows", "expert_major", "masked"])
 @pytest.mark.parametrize(
     "hidden, dtype", [(48, torch.float16), (1040, torch.bfloat16), (51, torch.float16), (20, torch.float32)]
@@ -73,7 +73,7 @@ def test_weighted_sums_of_scaled_rows(hidden, dtype, layout, session_seed):
 
 
 def run_unwritten(group):
-    """Rows of tokens that did not come here, and of tokens that do not exist, are not written."""
+    """Rows of tokens that were not sent here, and of nonexistent tokens, are not written."""
     with make_ep(group, 16, torch.float32, num_topk=1) as ep:
         x = torch.ones(2, 16, device=ep.device)
         topk_idx = torch.zeros(2, 1, dtype=torch.int32, device=ep.device)  # on rank 0, all of them

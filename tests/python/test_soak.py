@@ -1,4 +1,4 @@
-"""The random tests for as long as you like, and 100,000 calls back to back:
+"""The random tests for as long as you like, and 100,000 consecutive calls:
 
     MOE_A2A_SOAK_SECONDS=600 pytest -m slow tests/python/test_soak.py -s
     MOE_A2A_SOAK_ITERATIONS=100000 pytest tests/python/test_soak.py -k iterations -s
@@ -23,7 +23,7 @@ pytestmark = on_device.TESTS
 
 SECONDS = float(os.environ.get("MOE_A2A_SOAK_SECONDS", "0"))
 ITERATIONS = int(os.environ.get("MOE_A2A_SOAK_ITERATIONS", "0"))
-FEW_ITERATIONS = 2_000  # of an ordinary session
+FEW_ITERATIONS = 2_000  # in an ordinary session
 
 
 def for_seconds(test):
@@ -87,6 +87,6 @@ def test_iterations(session_seed):
 
 
 def test_one_wrong_row_in_a_thousand_iterations_is_found(session_seed):
-    """The control of the test above: only the owner of that row finds all its columns wrong."""
+    """Negative control of the test above: only the owner of that row finds all its columns wrong."""
     wrong = on_device.run(min(2, on_device.most_ranks()), soak.run, session_seed, 1_000, 700)
     assert sum(count > 0 for count in wrong) == 1 and sum(wrong) in {shape["hidden"] for shape in soak.SHAPES}, wrong

@@ -1,7 +1,7 @@
 """Streams, residency and lifetime on GPUs: calls of one object are ordered whatever the caller's stream, two objects on two
-streams do not starve each other in any order, and what ends does not disturb others.
+streams do not starve each other in any order, and ending one object does not disturb others.
 
-Seen on 4 H200 before Client::launch() ordered streams: an object called on three streams in turn, and two objects launched
+Seen on 4 H200 before Client::launch() ordered streams: one object called on three streams in turn, and two objects launched
 in opposite order on the ranks, ended in PeerTimeoutError on all ranks.
 """
 
@@ -85,7 +85,7 @@ def test_one_object_on_three_streams():
 
 
 def two_objects_program(group):
-    """Each rank launches the two objects' calls in the other order."""
+    """Each rank launches the two objects' calls in the opposite order."""
     with make_ep(group) as first, make_ep(group) as second:
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         x = torch.full((900, first.hidden), 1.0, device=first.device, dtype=first.dtype)
@@ -112,8 +112,8 @@ def test_two_objects_on_two_streams_in_opposite_order():
 
 
 def many_objects_program(group):
-    """Six objects on six streams, each with messages for its whole share; the ranks launch them in opposite orders. Each used
-    to take half of the device, so kernels of which a peer waited for another one were never resident together."""
+    """Six objects on six streams, each with messages for its whole share; the ranks launch them in opposite orders.
+    Regression: each took half of the device, so kernels that waited for each other's peers were never resident together."""
     with contextlib.ExitStack() as stack:
         colls = [stack.enter_context(moe_a2a.Collectives(group, timeout=10)) for _ in range(6)]
         streams = [torch.cuda.Stream() for _ in colls]
@@ -136,7 +136,7 @@ def test_six_objects_on_six_streams_in_opposite_order():
 
 
 def too_many_objects_program(group):
-    """One object more than can have two compute units each is refused, on every rank; the others work on."""
+    """One object too many for two compute units each is refused on every rank; the others keep working."""
     units = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     with contextlib.ExitStack() as stack:
         colls = [stack.enter_context(moe_a2a.Collectives(group, max_nbytes=1 << 16)) for _ in range(units // 2)]
@@ -154,7 +154,7 @@ def test_more_objects_than_the_device_holds_are_refused():
 
 
 def dropped_handle_program(group):
-    """A dropped handle is taken back on the stream of the call, not on the null stream."""
+    """A dropped handle is released on the stream of the call, not on the null stream."""
     with make_ep(group, num_buffers=1) as ep:
         x = torch.full((64, ep.hidden), 1.0, device=ep.device, dtype=ep.dtype)
         topk_idx = torch.zeros((64, 4), dtype=torch.int64, device=ep.device)
@@ -173,7 +173,7 @@ def test_dropped_handles_are_taken_back():
 
 
 def memory_program(group):
-    """An object that cannot be made gives its memory back: another rank ran out of it."""
+    """If one rank runs out of memory while an object is made, all free theirs."""
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     for _ in range(3):

@@ -1,6 +1,6 @@
 """Tensors without plain memory of their own are refused by name before anything is launched.
 
-A FakeTensor, a DTensor or a tensor whose storage was freed used to end in a segmentation fault (torch.export.export of a
+Before, a FakeTensor, a DTensor or a tensor whose storage was freed caused a segmentation fault (torch.export.export of a
 module that dispatches killed the process), or, as topk_weights, counted as weights of one. A negative view entered with
 the wrong sign.
 """
@@ -23,7 +23,7 @@ CONFIG = {
 
 
 class Wrapper(torch.Tensor):
-    """Says that it has elements, and has no memory."""
+    """Claims to have elements, but has no memory."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -65,7 +65,7 @@ def zero_tensor(tensor):
     return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-# What is made of a good tensor, the exception, and words of its text.
+# Derived from a good tensor, the exception, and words of its text.
 HOSTILE = {
     "fake": (fake, TypeError, "FakeTensor"),
     "wrapper": (Wrapper, TypeError, "Wrapper"),
@@ -80,12 +80,12 @@ HOSTILE = {
     "negative view": (torch._neg_view, ValueError, "negative view"),
     "zero tensor": (zero_tensor, (TypeError, ValueError), "zero tensor|without storage"),
 }
-LAZY = {"negative view", "zero tensor"}  # for which only floating point has a use here
+LAZY = {"negative view", "zero tensor"}  # only meaningful for floating point
 PLACES = ("x", "topk_idx", "topk_weights", "x_scales", "y", "out")
 
 
 def good_arguments(ep):
-    """Of every place where a tensor enters."""
+    """For every parameter that takes a tensor."""
     x, topk_idx, topk_weights = make_inputs(ep)
     scales = torch.ones(len(x), 2, device=ep.device)
     return {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "x_scales": scales}
@@ -170,7 +170,7 @@ def test_one_row_for_all_tokens_and_no_tokens_at_all():
 
 
 def test_out_is_memory_of_the_callers_own():
-    """Not y, which is read meanwhile; not a view of the handle, into which peers write after the combine."""
+    """Not y, which is being read; not a view of the handle, into which peers write after the combine."""
 
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
@@ -183,7 +183,7 @@ def test_out_is_memory_of_the_callers_own():
             version = out._version
             assert ep.combine(y, handle, out=out) is out
             assert torch.equal(out, expected_output(ep, 6))
-            assert out._version > version  # autograd sees that it was written to
+            assert out._version > version  # autograd sees the write
 
     on_device.run(1, program)
 
@@ -240,7 +240,7 @@ def test_a_transform_of_functorch_is_refused():
 
 
 def test_results_that_a_mode_would_fake():
-    """Under FakeTensorMode PyTorch allocates tensors without memory, also for a call whose arguments are real."""
+    """Under FakeTensorMode PyTorch allocates tensors without memory, even for a call whose arguments are real."""
 
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:

@@ -1,6 +1,6 @@
-"""Several threads and one object: calls wait for each other, close() ends a wait, nobody holds the GIL meanwhile.
+"""Several threads and one object: calls are serialised, close() ends a wait, nobody holds the GIL meanwhile.
 
-close() in one thread while another waited in dispatch() was a segmentation fault; close(), check() and trace() held
+Before, close() in one thread while another waited in dispatch() was a segmentation fault; close(), check() and trace() held
 the GIL while they waited.
 """
 
@@ -85,7 +85,7 @@ def test_close_ends_the_wait_of_another_thread(num_blocks, num_max_ll_tokens):
     assert isinstance(error, RuntimeError) and not isinstance(error, moe_a2a.PeerTimeoutError)
     assert "rank 0" in str(error) and "close() was called" in str(error)
     assert ep.is_closed
-    # The peer is told: it does not run into its deadline.
+    # The peer learns of it and does not wait until its deadline.
     start = time.monotonic()
     with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 0 left a call") as raised:
         for _ in range(3):
@@ -112,7 +112,7 @@ def test_close_ends_the_wait_of_a_combine():
 
 @on_device.cpu_only
 def test_many_rounds_of_close_during_calls():
-    """At any moment of a call, not only in its wait. Side by side: where no call is under way, the peer waits in vain."""
+    """At any moment of a call, not only in its wait. Run concurrently: if no call is in progress, the peer waits in vain."""
     in_threads([functools.partial(close_after, 0.001 * (i % 7)) for i in range(14)], seconds=3 * TIMEOUT + 15)
 
 
@@ -147,7 +147,7 @@ def test_other_calls_wait_for_their_turn_without_the_gil(call):
     other = threading.Thread(target=calls[call], daemon=True)
     other.start()
     counted, end = 0, time.monotonic() + 0.5
-    while time.monotonic() < end:  # would stand still if either held the GIL
+    while time.monotonic() < end:  # stands still if either holds the GIL
         counted += 1
         time.sleep(0.001)
     assert counted > 50
@@ -159,7 +159,7 @@ def test_other_calls_wait_for_their_turn_without_the_gil(call):
 
 @on_device.cpu_only
 def test_threads_of_a_rank_take_turns():
-    """Each rank's calls come from four threads, one after the other; all give right values."""
+    """Each rank's calls come from four threads, one after the other; all give right results."""
     eps = make_objects(3, num_buffers=2)
     turns = [threading.Lock() for _ in eps]
 

@@ -1,6 +1,6 @@
-"""init_process_group("moe_a2a"): collectives beside gloo's of the same run, what is delegated, DistributedDataParallel and
-FSDP2, and what goes wrong. The default group is of gloo, on CPU tensors, whatever the device of the session; what only GPUs
-have, streams and graphs, is in test_torch_backend_streams.py."""
+"""init_process_group("moe_a2a"): collectives beside gloo's of the same run, delegated calls, DistributedDataParallel and
+FSDP2, and failures. The default group is gloo's, on CPU tensors, whatever the session's device;
+test_torch_backend_streams.py covers streams and graphs, which only GPUs have."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ pytestmark = on_device.TESTS
 
 DEVICE = on_device.NAME
 TIMEOUT = timedelta(seconds=20)
-NUM_STEPS = 20  # of a training
+NUM_STEPS = 20  # of training
 REDUCE_OPS = {name: dist.ReduceOp(kind) for kind, name in OPS.items()}
 
 
@@ -36,13 +36,13 @@ def new_group(members=None, **how) -> MoeA2aProcessGroup:
 
 
 def run_processes(num_ranks: int, program, *args, **how):
-    """Processes of their own: a pool's default group may have more ranks."""
+    """In new processes: a pool's default group may have more ranks."""
     on_device.needs(num_ranks)
     return ranks.run_processes(num_ranks, program, *args, **how)
 
 
 def run_on_backend(num_ranks: int, program, *args):
-    """program(report, *args) where the default group is one of the backend."""
+    """Runs program(report, *args) with a default group of the backend."""
     on_device.needs(num_ranks)
     with RankProcesses(
         num_ranks, timeout=60, method="forkserver", backend="moe_a2a", prepare=ranks.take_device
@@ -51,7 +51,7 @@ def run_on_backend(num_ranks: int, program, *args):
 
 
 def integers(shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Sums of a few of them are exact in every dtype."""
+    """Small enough that sums of a few of them are exact in every dtype."""
     return torch.randint(-30, 30, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
@@ -69,7 +69,7 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
-# Each returns what this rank gets from a group; the inputs are the same for every group.
+# Each returns what this rank receives from a group; the inputs are the same for every group.
 
 
 def all_reduce(group, op, x):
@@ -141,7 +141,7 @@ def same_as_gloo_program(gloo, seed: int) -> None:
                 assert torch.equal(got.cpu(), expected), (dtype, collective.__name__, op, seed)
         y = all_reduce(ours, REDUCE_OPS["avg"], integers((64,), dtype, seed) + ours.rank())
         assert torch.equal(y, integers((64,), dtype, seed) + (ours.size() - 1) / 2)
-    assert [made.num_ranks for made in ours._made.values()] == [dist.get_world_size()]  # one, for all of it
+    assert [made.num_ranks for made in ours._made.values()] == [dist.get_world_size()]  # one object for everything
     dist.destroy_process_group(ours)
 
 
@@ -169,7 +169,7 @@ def delegated_program(gloo) -> None:
     parts = [full(2, -1) for _ in everybody] if rank == 0 else None
     dist.gather(full(2, rank), parts, 0, group=ours)
     assert rank != 0 or [part[0].item() for part in parts] == everybody
-    for _ in range(100):  # a call that held the GIL while gloo freed the tensors of the one before stopped for good
+    for _ in range(100):  # a call that held the GIL while gloo freed the previous call's tensors deadlocked
         x = full(2, -1)
         dist.scatter(x, [full(2, 10 + r) for r in everybody] if rank == 0 else None, 0, group=ours)
         assert torch.equal(x, full(2, 10 + rank))
@@ -187,13 +187,13 @@ def delegated_program(gloo) -> None:
     ]
     for request in dist.batch_isend_irecv(
         both if rank % 2 == 0 else both[::-1]
-    ):  # NCCL: in an order in which they meet
+    ):  # NCCL: in an order in which the ranks meet
         request.wait()
     assert torch.equal(y, full(4, (rank - 1) % num_ranks))
     objects = [None] * num_ranks
     dist.all_gather_object(objects, {"rank": rank}, group=ours)
     assert objects == [{"rank": r} for r in everybody]
-    assert ours._made == {}  # nothing of this has made Collectives
+    assert ours._made == {}  # none of these calls made Collectives
     uneven = [full(r + 1, -1) for r in everybody]
     if on_device.IS_GPU:
         dist.all_gather(uneven, full(rank + 1, rank), group=ours)
@@ -201,7 +201,7 @@ def delegated_program(gloo) -> None:
     else:
         with pytest.raises(
             RuntimeError, match="ProcessGroupGloo::allgather: invalid tensor size"
-        ):  # errors name it too
+        ):  # errors carry the name too
             dist.all_gather(uneven, full(rank + 1, rank), group=ours)
     dist.destroy_process_group(ours)
 
@@ -212,19 +212,19 @@ def test_what_is_delegated(num_ranks):
 
 
 def async_program(gloo) -> None:
-    """A call that is not waited for lets its rank go on, even where the others come later; the order stays."""
+    """After an asynchronous call its rank continues, even if the others call later; the order is kept."""
     ours = new_group()
     rank = ours.rank()
-    dist.all_reduce(full(1, 1), group=ours)  # the first call makes Collectives, for which GPU ranks wait
+    dist.all_reduce(full(1, 1), group=ours)  # the first call makes Collectives; GPU ranks wait for each other then
     x, token = full(10_000, 1), torch.zeros(1)
     if rank == 0:
         work = dist.all_reduce(x, group=ours, async_op=True)
-        dist.send(token, 1)  # rank 1 takes part after it has this
+        dist.send(token, 1)  # rank 1 takes part after receiving this
     else:
         dist.recv(token, 0)
         work = dist.all_reduce(x, group=ours, async_op=True)
     works = [work] + [dist.all_reduce(x, group=ours, async_op=True) for _ in range(5)]
-    dist.all_reduce(x, group=ours)  # behind those that are queued
+    dist.all_reduce(x, group=ours)  # runs after the queued calls
     assert torch.equal(x, torch.full_like(x, 2.0**7))
     for work in works:
         assert work.wait(timedelta(seconds=20))
@@ -248,7 +248,7 @@ def subgroups_program(report) -> None:
     x = full(100, rank)
     dist.all_reduce(x)
     assert torch.equal(x, full(100, sum(range(num_ranks))))
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # of the default group's backend
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # with the default group's backend
     pair = pairs[rank // 2]
     assert isinstance(pair, MoeA2aProcessGroup)
     for _ in range(3):
@@ -279,7 +279,7 @@ def ddp_program(gloo) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_distributed_data_parallel(num_ranks):
-    """Losses equal those of gloo to rounding: the order of addition differs."""
+    """Losses equal gloo's up to rounding: the order of addition differs."""
     run_processes(num_ranks, ddp_program)
 
 
@@ -322,7 +322,7 @@ def dead_rank_program(gloo) -> None:
     with pytest.raises(moe_a2a.PeerTimeoutError) as caught:
         dist.all_reduce(x, group=group)
         settle()
-        dist.all_reduce(x, group=group)  # on a GPU the next call says what kernels have found
+        dist.all_reduce(x, group=group)  # on a GPU the next call raises what kernels have found
     assert caught.value.peer == 1
     work = dist.all_reduce(x, group=asynchronous, async_op=True)
     with pytest.raises(moe_a2a.PeerTimeoutError):
@@ -330,7 +330,7 @@ def dead_rank_program(gloo) -> None:
         settle()
         dist.all_reduce(x, group=asynchronous, async_op=True)
     if not on_device.IS_GPU:
-        with pytest.raises(RuntimeError, match="PeerTimeoutError"):  # what DistributedDataParallel sees
+        with pytest.raises(RuntimeError, match="PeerTimeoutError"):  # this is what DistributedDataParallel raises
             work.get_future().wait()
         assert not work.is_success() and isinstance(work.exception(), moe_a2a.PeerTimeoutError)
     assert time.monotonic() - start < ranks.slack(15)  # two deadlines
@@ -354,9 +354,9 @@ def bad_calls_program(gloo) -> None:
     with pytest.raises(moe_a2a.CallMismatchError, match="make the same calls in the same order"):
         dist.all_reduce(full(100 + rank, 1), group=ours)
         settle()
-        dist.all_reduce(x, group=ours)  # it is made all the same
+        dist.all_reduce(x, group=ours)  # the call still runs
     if not on_device.IS_GPU:
-        dist.all_reduce(x, group=ours)  # what went wrong has passed
+        dist.all_reduce(x, group=ours)  # the failed call is over
     assert torch.equal(x, full(100_000, 4))
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("MOE_A2A_BACKEND_NBYTES", "8192")

@@ -14,7 +14,7 @@ pytestmark = on_device.TESTS
 
 
 def two_level_program(gloo) -> None:
-    """Two nodes of two ranks: every collective gives what one level gives, in groups of every kind."""
+    """Two nodes of two ranks: every collective gives the result of a single level, in groups of every kind."""
     rank = dist.get_rank()
     options = Options(ranks_per_node=2, max_nbytes=4096, parallel_slices=3, staging_nbytes=10_000)
     two, flat = new_group(pg_options=options), new_group()

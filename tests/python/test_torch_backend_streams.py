@@ -1,4 +1,4 @@
-"""init_process_group("moe_a2a") with GPU tensors: what work is queued behind, what wait() waits for, captured graphs."""
+"""init_process_group("moe_a2a") with GPU tensors: how calls and wait() are ordered with streams, and captured graphs."""
 
 import on_device
 import pytest
@@ -14,11 +14,11 @@ NUM_REPLAYS = 100
 
 
 def order_program(gloo) -> None:
-    """A call sees what its caller's stream has written before; work of the stream that waits sees what the call has written.
+    """A call sees what its caller's stream has written before; work of the waiting stream sees what the call has written.
     The host waits for neither."""
     ours = new_group()
     num_ranks, count = ours.size(), 100_000
-    for is_warm in (False, True):  # in the first round kernels are loaded, which takes time
+    for is_warm in (False, True):  # the first round also loads kernels, which takes time
         for async_op in (False, True):
             for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
                 with torch.cuda.stream(stream):
@@ -39,15 +39,15 @@ def order_program(gloo) -> None:
 
 
 def overlap_program(gloo) -> None:
-    """The caller's stream goes on while an asynchronous call has not ended, until it waits."""
+    """The caller's stream continues while an asynchronous call is running, until it waits."""
     ours = new_group()
     x = full(1000, 1)
     for is_late in (
         False,
         True,
-    ):  # kernels are loaded in the first round: CUDA may load none while one waits for a peer
+    ):  # the first round loads kernels: CUDA may load none while one waits for a peer
         if is_late and ours.rank() == 1:
-            dist.recv(torch.zeros(1), 0)  # rank 0 has seen its own work end
+            dist.recv(torch.zeros(1), 0)  # rank 0 has observed the end of its own work
         before = x.clone()
         torch.cuda.synchronize()
         work = dist.all_reduce(x, group=ours, async_op=True)
@@ -66,7 +66,7 @@ def overlap_program(gloo) -> None:
 
 
 def freed_program(gloo) -> None:
-    """Memory of a tensor that its caller has dropped is not given out again before the call has read it."""
+    """Memory of a tensor that its caller has dropped is not reused before the call has read it."""
     ours = new_group()
     dist.all_reduce(full(1, 0), group=ours)
     results = []
@@ -75,7 +75,7 @@ def freed_program(gloo) -> None:
         x = full(ours.size() << 16, round_idx)
         results.append((dist.reduce_scatter_tensor(out, x, group=ours, async_op=True), out, ours.size() * round_idx))
         del x
-        full(ours.size() << 16, 1e9)  # what the allocator would give it to
+        full(ours.size() << 16, 1e9)  # the allocator would give the memory to this tensor
     for work, out, expected in results:
         work.wait()
         assert (out == expected).all(), expected

@@ -1,4 +1,4 @@
-"""moe_a2a.trace() around real kernels: one file of all ranks that holds together, and the planted culprit is named."""
+"""moe_a2a.trace() around real kernels: one consistent file of all ranks, and the planted culprit is named."""
 
 import sys
 import time
@@ -20,14 +20,14 @@ import perfetto_ui
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 NUM_RANKS, NUM_EXPERTS, NUM_CALLS, MAX_TOKENS = 4, 16, 3, 2000
-# Long beside what a busy machine takes a thread's core away for: that rank would be the culprit, rightly.
+# Much longer than a busy machine takes a thread's core away: otherwise that rank would rightly be the culprit.
 LATE_SECONDS, SECONDS_PER_ROUTE = 0.4, 3e-3
 HOT_EXPERT, SLOW_RANK, LAST_RANK = 5, 2, 3
 MODES = {"threads": ranks.run_threads, "processes": ranks.run_processes}
 
 
 def run_story(group, story, paths, records_per_segment=None):
-    """Returns the summary, the wall time in the block and per operation the time that the trace saw on this rank."""
+    """Returns the summary, the wall time in the block and, per operation, the time that the trace recorded on this rank."""
     alone = story == "one rank sends last"  # it has all the tokens
     num_tokens = 32 if not alone else MAX_TOKENS if moe_a2a.as_group(group).rank == LAST_RANK else 0
     hidden = 8192 if alone else 64
@@ -75,7 +75,7 @@ def test_one_file_of_all_ranks_in_each_format(mode, tmp_path):
     paths = [str(tmp_path / f"trace{ending}") for ending in (".json.gz", ".json", ".pftrace")]
     results = MODES[mode](NUM_RANKS, run_story, "a slow rank", paths)
     texts = {text for text, *_ in results}
-    assert len(texts) == 1  # every rank says the same
+    assert len(texts) == 1  # equal on every rank
     for path in paths:
         file = read(path)
         assert check_file(file) == []

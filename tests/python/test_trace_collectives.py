@@ -12,7 +12,7 @@ from moe_a2a.tracing.reading import read
 
 pytestmark = pytest.mark.cpu
 
-LATE_SECONDS = 0.3  # long beside what a busy machine takes a thread's core away for
+LATE_SECONDS = 0.3  # much longer than a busy machine takes a thread's core away
 LATE_RANK = 2
 ALGORITHMS = ("one_shot", "two_shot", "ring", "recursive_doubling")
 MOE = {"num_experts": 8, "num_topk": 2, "hidden": 64, "num_max_tokens_per_rank": 32}
@@ -32,7 +32,7 @@ def phases_program(group, path) -> tuple[str, dict[str, list[int]], list[str]]:
             coll.all_reduce(x, codec="q8")
             coll.reduce_scatter(x[: 100 * coll.num_ranks])
             coll.all_gather(x[:100])
-        coll.all_reduce(x)  # is not recorded
+        coll.all_reduce(x)  # not recorded
         trace.save(path)
         summary = trace.summary()
         return str(summary), launches(summary), sorted(summary.kind_share)
@@ -43,7 +43,7 @@ def phases_program(group, path) -> tuple[str, dict[str, list[int]], list[str]]:
 def test_phases_of_each_algorithm(tmp_path, num_ranks, ending):
     path = tmp_path / f"trace{ending}"
     results = ranks.run_threads(num_ranks, phases_program, path)
-    assert len({text for text, *_ in results}) == 1  # every rank says the same
+    assert len({text for text, *_ in results}) == 1  # equal on every rank
     text, counts, kinds = results[0]
     expected = {f"{name}_all_reduce": 1 for name in ALGORITHMS} | {"reduce_scatter": 1, "all_gather": 1}
     expected["two_shot_all_reduce"] = 2
@@ -72,7 +72,7 @@ def late_program(group, size: int) -> tuple[str, dict[tuple[int, str], int]]:
 @pytest.mark.alone
 @pytest.mark.parametrize(("size", "name"), [(100, "one_shot_all_reduce"), (20_000, "two_shot_all_reduce")])
 def test_a_late_rank_is_the_culprit(size, name):
-    """And the critical path leads to it: to what it did before its launches."""
+    """The critical path also leads to it: to its work before the launches."""
     for culprit, path in ranks.run_threads(4, late_program, size):
         assert culprit.startswith(f"Rank {LATE_RANK} comes late to {name}: it is slow before the call."), culprit
         assert path.get((LATE_RANK, "(before the launch)"), 0) > 0.6 * sum(path.values()), path

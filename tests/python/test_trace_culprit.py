@@ -1,6 +1,6 @@
-"""4 H200, 4096 tokens, one rank 2 ms late: "no single culprit". The time of every waiting thread was added up. For the late
-rank's table one thread per block waits; for the sums that follow, of all ranks alike, thousands do, and for all of them at
-the same time."""
+"""Regression: 4 H200, 4096 tokens, one rank 2 ms late: "no single culprit". The time of every waiting thread was added up. One
+thread per block waits for the late rank's table; thousands wait for the sums that follow, of all ranks alike, and for all of
+them at the same time."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from moe_a2a.tracing import arrows, blame
 from moe_a2a.tracing.timeline import ARROW, SLICE, Timeline
 
 NAMES = ["dispatch", "combine", "route", "table_wait", "signal", "partial_wait"]
-NUM_RANKS, NUM_BLOCKS, NUM_WARPS, NUM_SUMS = 4, 66, 16, 15  # sums: that each warp waits for
+NUM_RANKS, NUM_BLOCKS, NUM_WARPS, NUM_SUMS = 4, 66, 16, 15  # sums that each warp waits for
 TABLES_US, DISPATCH_US, COMBINE_US, EXPERTS_US = 8, 480, 480, 50
 LATE_RANK = 3
 
@@ -19,7 +19,7 @@ class Recorder:
         self.slices, self.arrows = [], []
 
     def add(self, name, rank, blocks, warps, begin, end, peer=-1):
-        """One slice for each of the blocks and warps; returns the indices."""
+        """Adds one slice for each of the blocks and warps; returns the indices."""
         first = sum(map(len, self.slices))
         block, warp = (grid.reshape(-1) for grid in np.meshgrid(np.arange(blocks), np.arange(warps), indexing="ij"))
         new = np.zeros(len(block), SLICE)
@@ -38,7 +38,7 @@ class Recorder:
 
 
 def call(late_us):
-    """Both halves at once, as on a GPU: every rank waits from its first moment on, for all others."""
+    """Both halves at once, as on a GPU: from the start every rank waits for all others."""
     r = Recorder()
     begins = [late_us if rank == LATE_RANK else 0 for rank in range(NUM_RANKS)]
     everyone = max(begins)
@@ -71,8 +71,8 @@ def test_a_wait_of_few_threads_counts_as_one_of_many(late_us, words):
 
 
 def test_an_expert_is_hot_by_its_choices_too():
-    """Rows that several experts of a rank have chosen come once: profiling/trace_skewed_routing.py sent rank 0 1.3 times the
-    mean of rows, 1.5 times that of choices, and its expert was not named."""
+    """Rows chosen by several experts of a rank arrive once. Regression: profiling/trace_skewed_routing.py sent rank 0 1.3 times
+    the mean of rows and 1.5 times that of choices, and its expert was not named."""
     rows = np.array([[10, 8, 8, 8]] * 4)
     choices = np.array([30, 5, 8, 8, 8, 8, 8, 8])  # two experts on each of 4 ranks
     assert blame._hot_expert(rows, choices, 0).startswith("Expert 0 on rank 0 is hot: 36.1 % of all choices")

@@ -1,4 +1,4 @@
-"""The files and their checker: green on what is written, red on each way to break it."""
+"""The files and their checker: it accepts what is written, and rejects each way to break it."""
 
 import gzip
 import json
@@ -114,7 +114,7 @@ def double_a_source(content):
 def shift_a_clock(content):
     for event in content["traceEvents"]:
         if event["pid"] == 1002 and "ts" in event:
-            event["ts"] += 5000  # rank 2, which the others wait for, by 5 ms
+            event["ts"] += 5000  # delays rank 2, which the others wait for, by 5 ms
 
 
 def cross_two_arrows(content):

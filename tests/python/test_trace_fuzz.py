@@ -1,4 +1,4 @@
-"""Trace files are untrusted: whatever one holds, it is summarised and checked, or refused with a TraceFileError.
+"""Trace files are untrusted: any contents are either summarised and checked, or refused with a TraceFileError.
 
 MOE_A2A_FUZZ=10000 damages that many files instead of a few hundred.
 """
@@ -96,7 +96,7 @@ def test_a_file_cut_anywhere_is_refused(intact, tmp_path, number):
         path.write_bytes(data[:kept])
         found = look_at(path)
         num_refused += found != whole
-        # Counters are no part of a summary, and a .pftrace that is cut between two of their samples is still whole.
+        # A summary does not include counters, and a .pftrace cut between two of their samples is still complete.
         assert isinstance(found, moe_a2a.TraceFileError) or (found == whole and ending == ".pftrace"), kept
     assert num_refused > 0.8 * len(cuts)
 

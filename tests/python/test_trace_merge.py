@@ -1,4 +1,4 @@
-"""From raw records to a timeline: records that never ran, with planted clocks and planted stories."""
+"""From raw records to a timeline: synthetic records with planted clocks and planted stories."""
 
 import numpy as np
 import pytest

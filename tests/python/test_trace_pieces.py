@@ -1,5 +1,5 @@
-"""Rows in pieces have several signals of one key. Within the clocks' error a later piece's signal seemed to be as good as
-the right one: on 4 H200 a third of the arrows pointed backwards, which Perfetto drops without a word."""
+"""Rows in pieces have several signals of one key. Regression: within the clocks' error a later piece's signal seemed as good
+as the right one; on 4 H200 a third of the arrows pointed backwards, and Perfetto drops those silently."""
 
 import re
 import time
@@ -29,7 +29,7 @@ def slice_of(name, rank, warp, begin, end, peer=-1, token=-1):
 
 
 def call(at, signals, wait_ends):
-    """Rank 0 sends token 0 in pieces, rank 1 waits for each of them in a warp of its own."""
+    """Rank 0 sends token 0 in pieces, rank 1 waits for each of them in a different warp."""
     slices = [slice_of("dispatch_send", 0, 0, at, at + 3_000)]
     slices += [slice_of("signal", 0, 0, at + t, at + t, peer=1, token=0) for t in signals]
     for warp, end in enumerate(wait_ends):
@@ -56,7 +56,7 @@ def test_clocks_may_put_the_right_signal_behind_the_wait_of_a_later_call():
 
 
 def test_a_row_in_pieces_is_one_row_of_its_call():
-    """The balance of 128 tokens said four times the rows that there were."""
+    """Regression: the balance of 128 tokens reported four times the actual number of rows."""
     slices = [*call(0, [1_000, 1_400, 1_500], [1_750]), *call(CALL_NS, [1_000, 1_400, 1_500], [1_750])]
     about = {"operations": NAMES[:2], "configuration": {"num_ranks": 2}}
     timeline = Timeline(np.concatenate(slices), np.empty(0, arrows.ARROW), NAMES, about)
@@ -94,8 +94,8 @@ def test_rows_of_ll_words_are_pieces_in_a_real_trace(tmp_path):
 
 
 def test_a_rank_that_comes_late_with_a_small_batch_is_not_said_to_be_slow_to_send(tmp_path):
-    """2 H200, 128 tokens, one rank 2 ms late: "sends last in dispatch". The choices of a small batch leave no record, so
-    the waits for them had no cause, and only those for the rows, behind them, counted."""
+    """Regression: 2 H200, 128 tokens, one rank 2 ms late: "sends last in dispatch". The choices of a small batch leave no
+    record, so the waits for them had no cause, and only the later waits for rows counted."""
     summaries = ranks.run_threads(2, trace_small_batches, str(tmp_path / "trace.json"), 1)
     for summary in summaries:
         assert "Rank 1 comes late to dispatch" in summary

@@ -20,7 +20,7 @@ CALL_NS = 1_000_000  # from one repetition to the next
 
 
 def repeated(rank, times):
-    """The records of each segment, again and again."""
+    """Repeats the records of each segment."""
     words = rank.records.view(np.uint64)
     parts = []
     for segment in np.split(words, np.cumsum(rank.segment_written)[:-1]):
@@ -37,7 +37,7 @@ def merge_and_write(group, folder):
     plan = synthetic.Plan(num_tokens=64, num_warps=8, slow_send=[1, 3, 1, 1])
     calls = synthetic.simulate(plan)
     times = -(-NUM_RECORDS // sum(len(rank.records) for rank in calls))
-    start = time.process_time()  # not the wall's: what else runs on this machine does not count
+    start = time.process_time()  # not wall time: other work on this machine must not count
     timeline = merge([repeated(rank, times) for rank in calls], synthetic.configuration(plan), combine_row_bytes=128)
     seconds = {"merge": time.process_time() - start}
     for ending in (".pftrace", ".json.gz", ".json"):

@@ -1,4 +1,4 @@
-"""The critical path ends on every timeline, also where launches take no time or signals go back in time."""
+"""The critical path ends on every timeline, even if launches take no time or signals go back in time."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_two_launches_of_no_length_do_not_follow_each_other():
 
 
 def test_two_waits_that_end_each_other_are_left_behind():
-    """Clocks err: each of the two signals lies at the end of the other rank's wait."""
+    """Clocks have errors: each of the two signals is at the end of the other rank's wait."""
     slices = [("dispatch_recv", r, 0, 100) for r in (0, 1)] + [("row_wait", r, 50, 100) for r in (0, 1)]
     steps = walked(timeline(*slices), [-1, -1, 3, 2])
     assert sum(step.duration_ns for step in steps) == 100

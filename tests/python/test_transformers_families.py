@@ -1,4 +1,4 @@
-"""Every MoE family of the installed transformers gives through moe_a2a the logits of eager; nearly all by its kernels."""
+"""Every MoE family of the installed transformers gives eager's logits through moe_a2a; nearly all by its kernels."""
 
 # ruff: noqa: E402 (what follows importorskip needs transformers)
 
@@ -44,7 +44,7 @@ def test_logits_are_those_of_eager(family):
 
 @pytest.mark.parametrize("family", sorted({"mixtral", *OTHER_WAYS} - {"inkling2"}))
 def test_experts_by_kernels(family):
-    """In bfloat16, at most twice eager's error, both against fp32."""
+    """In bfloat16: at most twice eager's error, both against fp32."""
     module = next(m for m in sweep.tiny_model(family).bfloat16().modules() if is_experts_module(m))
     batches = [random_tokens(rank, 20 + rank, module) for rank in range(2)]
 
@@ -80,7 +80,7 @@ def eager(module, *tokens):
 
 def test_fused_where_the_kernels_cannot():
     (alone,) = moe_a2a.thread_group(1)
-    cases = {"inkling2": "its gate", "gpt_oss": r"shard_experts\(\)"}  # weights of gpt_oss as they are loaded
+    cases = {"inkling2": "its gate", "gpt_oss": r"shard_experts\(\)"}  # gpt_oss with its weights as loaded
     for family, words in cases.items():
         module = next(m for m in sweep.tiny_model(family).bfloat16().modules() if is_experts_module(m))
         with register(alone, name="moe_a2a:alone", fused=True) as experts, torch.no_grad():

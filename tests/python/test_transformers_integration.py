@@ -1,6 +1,6 @@
-"""The experts function of transformers: what families alike do not show (see the families' test).
+"""The experts function of transformers, apart from what the families' test covers.
 
-Ranks are threads; `eager` on one process, with all experts, is the truth.
+Ranks are threads; `eager` in one process, with all experts, is the reference.
 """
 
 # ruff: noqa: E402 (what follows importorskip needs transformers)
@@ -110,7 +110,7 @@ def test_shard_experts_frees_the_others():
         if parameter is not None:
             assert len(parameter) == 2
             assert parameter.untyped_storage().nbytes() == parameter.nbytes
-    shard_experts(model, moe_a2a.thread_group(4)[1])  # once more changes nothing
+    shard_experts(model, moe_a2a.thread_group(4)[1])  # a second time changes nothing
     assert len(experts_of(model).down_proj) == 2
 
 
@@ -271,7 +271,7 @@ def test_close_forgets_the_name():
     (group,) = moe_a2a.thread_group(1)
     with register(group, name="moe_a2a:gone") as experts:
         run_with(model, "moe_a2a:gone", torch.tensor([[3, 4]]))
-    experts.close()  # twice is fine
+    experts.close()  # a second close has no effect
     with pytest.raises(ValueError, match="moe_a2a:gone"):
         tiny_model("mixtral").set_experts_implementation("moe_a2a:gone")
 

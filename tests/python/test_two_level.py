@@ -1,6 +1,6 @@
-"""TwoLevelCollectives: the ranks of one machine, split into nodes, beside Collectives of all of them.
+"""TwoLevelCollectives over the ranks of one machine, split into nodes, beside Collectives of all of them.
 
-The groups between the nodes are of gloo, on GPUs of NCCL."""
+The groups between the nodes are gloo's, on GPUs NCCL's."""
 
 import os
 import time
@@ -33,7 +33,7 @@ def run(split, program, *args, **how):
 
 
 def groups(num_nodes: int, num_local: int, timeout: float = 20):
-    """This rank's node, and its rail: the ranks of its place."""
+    """This rank's node, and its rail: the ranks in its place on all nodes."""
     rank, limit = dist.get_rank(), timedelta(seconds=timeout)
     between = "nccl" if on_device.IS_GPU else "gloo"
     nodes = [dist.new_group([n * num_local + i for i in range(num_local)], timeout=limit) for n in range(num_nodes)]
@@ -49,7 +49,7 @@ def integers(generator: torch.Generator, shape, dtype: torch.dtype) -> torch.Ten
 
 
 def equal_program(world, num_nodes: int, num_local: int, seed: int) -> None:
-    """Sums of integers are exact, so the bits are those of one level."""
+    """Sums of integers are exact, so the bits equal those of a single level."""
     generator = torch.Generator().manual_seed(100 * seed + world.rank())
     num_ranks = world.size()
     with (
@@ -91,7 +91,7 @@ def test_equals_one_level(split, session_seed):
 
 
 def close_program(world, num_nodes: int, num_local: int, seed: int) -> None:
-    """Of any data: rounded once more, between the nodes; the same bits on every rank."""
+    """Arbitrary data: rounded once more, between the nodes; the same bits on every rank."""
     x = torch.randn(10_000, generator=torch.Generator().manual_seed(seed + world.rank()))
     with TwoLevelCollectives(*groups(num_nodes, num_local), slice_nbytes=SLICE, device="cpu", timeout=20) as two:
         total = two.all_reduce(x)
@@ -110,7 +110,7 @@ def test_any_data(session_seed):
 
 
 class Recorded:
-    """A rail that says when its exchanges are queued and waited for."""
+    """A rail that records when its exchanges are queued and waited for."""
 
     def __init__(self, rail, events):
         self._rail, self._events, self._number = rail, events, 0
@@ -130,7 +130,7 @@ class Recorded:
 
 
 def overlap_program(world, num_nodes: int, num_local: int) -> None:
-    """Slice k + 1 is reduced while slice k is on its way; as many are as `parallel_slices` and the staging memory allow."""
+    """Slice k + 1 is reduced while slice k is in flight, up to the limits of `parallel_slices` and the staging memory."""
     node, rail = groups(num_nodes, num_local)
     share = SLICE // num_local
     for how, expected in [({"parallel_slices": 1}, 1), ({}, 2), ({"parallel_slices": 4}, 4), (
@@ -154,7 +154,7 @@ def test_slices_overlap():
     run((2, 1) if on_device.IS_GPU else (2, 2), overlap_program)
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 def bad_arguments_program(world, num_nodes: int, num_local: int) -> None:
@@ -180,7 +180,7 @@ def test_arguments_that_differ_are_refused_on_every_rank():
 
 
 def ragged_program(world, num_nodes: int, num_local: int) -> None:
-    """Three ranks here, two there; then rails that see the nodes in another order; then one that lacks a node."""
+    """Three ranks here, two there; then rails with the nodes in another order; then one that lacks a node."""
     limit, rank = timedelta(seconds=20), world.rank()
 
     def made(*all_members):
@@ -199,7 +199,7 @@ def ragged_program(world, num_nodes: int, num_local: int) -> None:
     for rails in ([[0, 2], [3, 1]], [[0, 3], [1, 2]], [[0, 2], [1], [3]]):
         node = dist.new_group(pairs[rank // 2], timeout=limit, use_local_synchronization=True)
         rail = next(members for members in rails if rank in members)
-        # Torch sorts the ranks of a group; a store of its own keeps the order.
+        # Torch sorts the ranks of a group; a separate store keeps the order.
         store = dist.PrefixStore(f"{rails} {rail}", dist.distributed_c10d._get_default_store())
         between = dist.ProcessGroupGloo(store, rail.index(rank), len(rail), limit)
         with pytest.raises(ValueError, match=r"the nodes differ: place|are in between as|other than rank"):
@@ -212,13 +212,13 @@ def test_ragged_splits_are_refused_on_every_rank():
 
 
 def bad_calls_program(world, num_nodes: int, num_local: int) -> None:
-    """The error names what is wrong, where; the other ranks are told at once, and the object stays usable."""
+    """The error says what is wrong and where; the other ranks learn of it at once, and the object stays usable."""
     rank, node = world.rank(), world.rank() // num_local
     with TwoLevelCollectives(*groups(num_nodes, num_local), slice_nbytes=SLICE, timeout=20) as two:
         good = torch.ones(64)
 
         def refused(call, error, match):
-            """`call` on rank 1 alone."""
+            """Makes `call` on rank 1 alone."""
             start = time.monotonic()
             with pytest.raises(error if rank == 1 else moe_a2a.PeerRefusedError, match=match if rank == 1 else None):
                 call() if rank == 1 else two.all_reduce(good)
@@ -292,5 +292,5 @@ def test_shares():
         for num_ranks in (1, 2, 3, 8):
             shares = two_level._shares(count, num_ranks)
             assert sum(shares) == count and len(shares) == num_ranks
-            whole = [share for share in shares if share][:-1]  # but for the last that has any
+            whole = [share for share in shares if share][:-1]  # all but the last non-empty one
             assert all(share % two_level.SHARE_UNIT == 0 for share in whole)

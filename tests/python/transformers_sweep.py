@@ -1,4 +1,4 @@
-"""Every MoE family of the installed transformers: are its logits through moe_a2a those of eager?
+"""Every MoE family of the installed transformers: do its logits through moe_a2a equal those of eager?
 
     python tests/python/transformers_sweep.py                     # all families, a markdown table
     python tests/python/transformers_sweep.py mixtral gpt_oss --ranks 3
@@ -39,15 +39,15 @@ class Comparison:
     num_moe_layers: int = 0
     max_difference: float = float("nan")  # between moe_a2a and eager, over all logits
     library_difference: float = 0.0  # between transformers' own grouped_mm and eager
-    experts_effect: float = 0.0  # largest change of a logit when the experts are left out
-    way: str = ""  # of its experts in bfloat16: what the kernels' epilogue computes, or "PyTorch: ..."
-    problem: str = ""  # why there is nothing to compare
+    experts_effect: float = 0.0  # largest change of a logit without the experts
+    way: str = ""  # how its experts run in bfloat16: the kernels' epilogue, or "PyTorch: ..."
+    problem: str = ""  # why there is no comparison
 
     @property
     def equal(self) -> bool:
-        """Some models blow rounding up: there, transformers' own two ways set the measure.
+        """Some models amplify rounding: for them the difference between transformers' own two ways is the measure.
 
-        A model whose experts do not show in its logits would prove nothing.
+        A model whose experts do not affect its logits would prove nothing.
         """
         allowed = max(TOLERANCE, 2 * self.library_difference)
         return self.max_difference <= allowed and self.experts_effect > 1000 * TOLERANCE
@@ -68,7 +68,7 @@ TABLE_HEAD = (
 
 
 def compare(family: str, num_ranks: int = 2, seed: int = 0) -> Comparison:
-    """Run the family's tiny model both ways; a model that cannot be run is a result, too."""
+    """Run the family's tiny model both ways; failing to run a model is a result too."""
     comparison = Comparison(family)
     try:
         untouched = tiny_model(family, seed)
@@ -91,7 +91,7 @@ def compare(family: str, num_ranks: int = 2, seed: int = 0) -> Comparison:
 
 
 def way_of(model: PreTrainedModel) -> str:
-    """How its experts run on a GPU; the same for all its layers. Frees half of them."""
+    """How its experts run on a GPU; the same for all layers. Frees half of the experts."""
     modules = [module for module in model.modules() if is_experts_module(module)]
     shard_experts(model, moe_a2a.thread_group(2)[0])
     ways = set()
@@ -115,11 +115,11 @@ def run_with(model: PreTrainedModel, experts_implementation: str, input_ids: Ten
 
 
 def run_on_ranks(models: Sequence[PreTrainedModel], batches: Sequence[Tensor]) -> list[Tensor]:
-    """Each model on its own thread, as one rank; its foreign experts are freed first."""
+    """Each model on its own thread, as one rank; experts of other ranks are freed first."""
     groups = moe_a2a.thread_group(len(models))
 
     def rank_main(rank: int) -> Tensor:
-        # The registry is the process's, so every rank needs a name of its own.
+        # The registry belongs to the process, so every rank needs its own name.
         with register(groups[rank], timeout=20.0, name=f"moe_a2a:{rank}") as experts:
             shard_experts(models[rank], groups[rank])
             return run_with(models[rank], experts.name, batches[rank])
