@@ -138,14 +138,14 @@ def handler_closes_the_object(group):
     moe_a2a.as_group(group).all_gather(None)
     if ep.rank == 0:
         signal.signal(signal.SIGUSR2, lambda *_: ep.close())
-        interrupt_soon(0.2, signal.SIGUSR2)
+        interrupt_soon(0.5, signal.SIGUSR2)
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"close\(\) was called"):
             good_call(ep)
-        assert time.monotonic() - start < 0.2 + ranks.slack(PROMPT)
+        assert time.monotonic() - start < 0.5 + ranks.slack(PROMPT)
         assert ep.is_closed
     else:
-        time.sleep(0.7)
+        time.sleep(2)  # by then the other rank is in its call, even on a busy machine
         with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 0 left a call"):
             good_call(ep)
         ep.close()
