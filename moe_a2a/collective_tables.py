@@ -138,7 +138,7 @@ def _table(field: Field) -> CollectiveTable:
             raise step.error(f"[{', '.join(CollectiveStep._fields)}]")
         most, blocks = parts[0].integer(1, LARGEST), parts[2].integer(0, launch_tables.LARGEST)
         if steps and most <= steps[-1].max_nbytes:
-            raise step.error(f"a step for more than {steps[-1].max_nbytes} bytes, as the one before")
+            raise step.error(f"a step for more than {steps[-1].max_nbytes} bytes, the previous step's limit")
         steps.append(CollectiveStep(most, parts[1].text(ALGORITHMS), blocks))
     if not steps:
         raise field["steps"].error("an array of steps")

@@ -49,7 +49,7 @@ def integers(least: int, most: int = LARGEST, longest: int = 1000) -> Callable[[
         a, b, *rest = numbers
         is_geometric = a > 0 and b % a == 0 and (not rest or rest[0] * a == b * b)
         if not numbers[-2] < numbers[-1] <= last[0]:
-            raise argparse.ArgumentTypeError(f"{text!r}: a progression goes up")
+            raise argparse.ArgumentTypeError(f"{text!r}: a progression must ascend")
         while numbers[-1] < last[0] and len(numbers) <= longest:
             numbers.append(numbers[-1] * (b // a) if is_geometric else numbers[-1] + b - a)
         if len(numbers) > longest:

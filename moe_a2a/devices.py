@@ -46,7 +46,7 @@ def checked_device(rank: int, device: Any) -> torch.device:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"device={device!r} is no device on rank {rank}; {expected}") from None
+        raise kind(f"device={device!r} is not a device on rank {rank}; {expected}") from None
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r} on rank {rank}; {expected}")
     return with_index(chosen)

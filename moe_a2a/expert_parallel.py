@@ -369,7 +369,9 @@ class ExpertParallel(CommunicatorClient):
             return arguments.checked_routing(self.rank, topk_idx, topk_weights)
         self._key_of(handle)
         if topk_idx is not None or topk_weights is not None:
-            raise ValueError(f"handle= and topk_idx or topk_weights on rank {self.rank}; pass one or the other")
+            raise ValueError(
+                f"both handle= and topk_idx or topk_weights given on rank {self.rank}; pass one or the other"
+            )
         if handle.ep is not self:
             raise RuntimeError(
                 f"dispatch got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"

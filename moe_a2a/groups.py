@@ -128,7 +128,7 @@ def as_group(group: Any) -> Group:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "this process is not a member of the group (new_group() returned NON_GROUP_MEMBER here); "
-            "make the ExpertParallel on the ranks of the group alone"
+            "make the ExpertParallel only on the ranks of the group"
         )
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(

@@ -158,13 +158,13 @@ class DispatchHandle:
         """The scales of float8 expert_x: [..., ceil(H / 128)] float32."""
         scales = self._gathered()[1]
         if scales is None:
-            raise RuntimeError('expert_x_scales exists for float8 rows; dispatch with x_scales= or quantize="fp8"')
+            raise RuntimeError('expert_x_scales exists only for float8 rows; dispatch with x_scales= or quantize="fp8"')
         return scales
 
     def _gathered(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.layout == "rows":
             raise RuntimeError(
-                'expert_x exists for layout="expert_major" and layout="masked"; read recv_x through expert_row_index, or '
+                'expert_x exists only for layout="expert_major" and layout="masked"; read recv_x through expert_row_index, or '
                 "dispatch with one of these layouts"
             )
         if self._expert_x is None:

@@ -65,7 +65,7 @@ def loads(data: bytes) -> Field:
     except RecursionError:
         raise FieldError("the JSON is nested too deeply") from None
     except ValueError as error:  # from JSON, UTF-8, or integers with thousands of digits
-        raise FieldError(f"it is not JSON, or it is cut: {error}") from None
+        raise FieldError(f"it is not JSON, or it is truncated: {error}") from None
 
 
 def quoted(value: Any) -> str:

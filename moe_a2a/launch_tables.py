@@ -144,7 +144,7 @@ def _table(field: Field) -> TunedTable:
         if len(numbers) != len(LaunchStep._fields):
             raise step.error(f"[{', '.join(LaunchStep._fields)}]")
         if steps and numbers[0] <= steps[-1].max_tokens:
-            raise step.error(f"a step for more than {steps[-1].max_tokens} tokens, as the one before")
+            raise step.error(f"a step for more than {steps[-1].max_tokens} tokens, the previous step's limit")
         steps.append(LaunchStep(*numbers))
     if not steps:
         raise field["steps"].error("an array of steps")

@@ -119,8 +119,8 @@ class MoELayer(nn.Module):
             moved = fn(tensor.detach().new_empty(0))
             if (moved.device, moved.dtype) != (self.ep.device, tensor.dtype):
                 raise ValueError(
-                    f"{name} would become {moved.dtype} on {moved.device}, and it is {tensor.dtype} on {self.ep.device}, as the "
-                    f"ExpertParallel of rank {self.ep.rank} needs it; make both anew"
+                    f"{name} would become {moved.dtype} on {moved.device}, but the "
+                    f"ExpertParallel of rank {self.ep.rank} needs {tensor.dtype} on {self.ep.device}; make a new one and a new layer"
                 )
         return super()._apply(fn, recurse)
 

@@ -119,9 +119,9 @@ class TwoLevelCollectives:
         views = self._local_words([rail.node, rail.num_nodes])
         if views != [views[0]] * len(views):
             problem = problem or (
-                f"the ranks of a node, seen from rank {coll.rank} of it, are in between as "
-                f"{', '.join(f'rank {node} of {size}' for node, size in views)}; pass groups with one rank of every node, in one "
-                "order of the nodes"
+                f"the ranks of a node, seen from rank {coll.rank} of it, have these places in between: "
+                f"{', '.join(f'rank {node} of {size}' for node, size in views)}; pass groups with one rank of every node, all in the "
+                "same order of nodes"
             )
         found = any(flag for (flag,) in self._local_words([int(problem != "")]))
         found = any(flag for (flag,) in rail.words([int(found)]))
@@ -279,10 +279,10 @@ class TwoLevelCollectives:
         shape = list(x.shape)
         if kind != "all_reduce":
             if x.dim() == 0:
-                raise ValueError(f"x has no dimension to share out on rank {self.rank}; pass x.reshape(1)")
+                raise ValueError(f"x has no dimension to split over the ranks on rank {self.rank}; pass x.reshape(1)")
             if kind == "reduce_scatter" and shape[0] % self.num_ranks:
                 raise ValueError(
-                    f"x has {shape[0]} rows on rank {self.rank}, which {self.num_ranks} ranks cannot share evenly; pass a multiple"
+                    f"x has {shape[0]} rows on rank {self.rank}, which {self.num_ranks} ranks cannot split evenly; pass a multiple"
                 )
             shape[0] = shape[0] // self.num_ranks if kind == "reduce_scatter" else shape[0] * self.num_ranks
         if out is None:
@@ -299,7 +299,7 @@ class TwoLevelCollectives:
         own = {"all_reduce": 0, "reduce_scatter": self.rank * out.nbytes, "all_gather": -self.rank * x.nbytes}[kind]
         if begin < out_end and out_begin < end and out_begin != begin + own:
             raise ValueError(
-                f"out overlaps x on rank {self.rank}; pass this rank's own part of the longer one, or memory apart from it"
+                f"out overlaps x on rank {self.rank}; pass this rank's own part of the longer tensor, or separate memory"
             )
 
     # ---- the object

@@ -151,14 +151,14 @@ class Core {
   }
 
   void require_rows(const at::Tensor& x) const {
-    if (x.dim() == 0) raise_value(place_.rank, "x has no dimension to share out", "pass x.reshape(1)");
+    if (x.dim() == 0) raise_value(place_.rank, "x has no dimension to split over the ranks", "pass x.reshape(1)");
   }
   std::vector<int64_t> even_rows(const at::Tensor& x) const {
     require_rows(x);
     if (x.size(0) % num_ranks() != 0) {
       raise_value(place_.rank,
                   "x has " + std::to_string(x.size(0)) + " rows, which " + std::to_string(num_ranks()) +
-                      " ranks cannot share evenly",
+                      " ranks cannot split evenly",
                   "pass counts=[rows of every rank]");
     }
     return std::vector<int64_t>(num_ranks(), x.size(0) / num_ranks());
@@ -207,8 +207,7 @@ class Core {
     }
     if (overlap(*out, x) &&
         static_cast<const std::byte*>(out->const_data_ptr()) != bytes_of(x) + first * x.element_size()) {
-      raise_value(place_.rank, "out overlaps x",
-                  "pass this rank's own part of the longer one, or memory apart from it");
+      raise_value(place_.rank, "out overlaps x", "pass this rank's own part of the longer tensor, or separate memory");
     }
     return {*out, static_cast<std::byte*>(out->mutable_data_ptr())};
   }

@@ -73,7 +73,7 @@ void check_x(const at::Tensor& x) {
 }
 
 void check_w(const at::Tensor& w, const at::Tensor& x, bool is_gated) {
-  require_dtype(w, "w", x.scalar_type(), " as x has");
+  require_dtype(w, "w", x.scalar_type(), ", the dtype of x");
   require(w.dim() == 3 && w.size(2) == x.size(1),
           "w has shape " + text_of(w.sizes()) +
               ", expected [num_experts, columns, hidden=" + std::to_string(x.size(1)) + "]",
@@ -83,7 +83,7 @@ void check_w(const at::Tensor& w, const at::Tensor& x, bool is_gated) {
   require(w.size(1) > 0 && w.size(1) % (halves * kGranularity) == 0,
           "w.shape[1]=" + std::to_string(w.size(1)) + " is not a positive multiple of " +
               std::to_string(halves * kGranularity),
-          halves == 2 ? "pass gate and up of a multiple of 16 each, padded with zeros" : "pad w with zeros");
+          halves == 2 ? "pad gate and up with zeros to a multiple of 16 each" : "pad w with zeros");
   require_no_grad(w, "w");
   require_contiguous(w, "w");
   require(reinterpret_cast<uintptr_t>(w.const_data_ptr()) % kRowAlignment == 0,
@@ -199,7 +199,7 @@ Activation to_activation(const Epilogue& epilogue) {
   activation.function = to_function(epilogue.activation);
   activation.is_gated = epilogue.gated || epilogue.activation == "swiglu";
   require(epilogue.alpha == 1 || activation.function == Activation::Function::kSilu,
-          "alpha=" + std::to_string(epilogue.alpha) + " is a factor in SiLU alone, and activation is another",
+          "alpha=" + std::to_string(epilogue.alpha) + " applies only to SiLU, and activation is another function",
           "leave it out");
   require(activation.is_gated || (!epilogue.limit && epilogue.up_shift == 0 && !epilogue.interleaved),
           "limit, up_shift and interleaved are about gate and up, and w has but one projection",

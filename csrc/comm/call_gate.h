@@ -28,7 +28,7 @@ class CallGate {
     CallGate& gate_;
   };
 
-  // Blocks until no other thread is in a call; reentrant, so that a call may be made of other calls. Throws in a
+  // Blocks until no other thread is in a call; reentrant, so that a call may make other calls. Throws in a
   // process that did not make the object, and in a signal handler that interrupted a call of this object. Throws
   // Interrupted when a signal ends the wait. The caller must not hold a lock that the host hook takes (Python's GIL).
   [[nodiscard]] Turn enter();

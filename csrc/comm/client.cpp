@@ -243,7 +243,7 @@ void Client::close() {
   if (closed_ || !gate_.is_own_process()) return;
   closing_ = true;
   device_->interrupt();
-  if (is_inside_host_hook() && gate_.is_inside()) return;  // the interrupted call leaves by itself
+  if (is_inside_host_hook() && gate_.is_inside()) return;  // the interrupted call leaves on its own
   const CallGate::Turn turn = gate_.enter();
   if (closed_) return;
   if (connected_ && !device_->is_synchronous()) part();

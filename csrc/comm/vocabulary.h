@@ -8,7 +8,7 @@
 
 namespace moe_a2a {
 
-// A launch, or a part of one that reports and traces name by itself: a role of a fused launch, or goodbye's wait
+// A launch, or a part of one that reports and traces name separately: a role of a fused launch, or goodbye's wait
 // (kClose). Clients number theirs from kFirstOfClients.
 enum class Operation : int32_t { kNone, kClose, kAlignClocks, kGoodbye, kFirstOfClients = 16 };
 
@@ -20,7 +20,7 @@ enum class TraceKind : int32_t {
   kClockWait,  // for the clock of `peer`
   kSend,       // a row, until its stores are done and signalled, or with TMA until they are issued
   kSendLl,     // LL words, which need no signal: see record_send_ll()
-  kSignal,     // an instant: `peer` is told that a token's row or sum is there
+  kSignal,     // an instant: a signal to `peer` that a token's row or sum is there
   kReduce,     // the contributions of all ranks are added up
   kFirstOfClients,
   kLimit = 32,

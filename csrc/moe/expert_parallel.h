@@ -97,7 +97,7 @@ class ExpertParallel : public Client {
   void product_combine_send(DispatchHandle& handle, const GroupedGemmArgs& product, const LaunchPlace& place);
   // Not in the masked layout, nor if this rank's batch is so small that its sums may return as LL words.
   bool can_send_with_product(const DispatchHandle& handle) const;
-  // Peers that wait in combine for this rank are told `why`.
+  // Peers that wait in combine for this rank raise `why`.
   void release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why = {});
 
   // Both halves; in one launch where launches are queued and a sender and a receiver can be resident at once.

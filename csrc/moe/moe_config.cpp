@@ -41,7 +41,7 @@ std::string MoeConfig::violation() const {
   if (num_max_ll_tokens < 0) return "num_max_ll_tokens=" + text(num_max_ll_tokens) + " < 0; pass 0 or more";
   if (num_max_ll_tokens > ll_token_capacity()) {
     return "num_max_ll_tokens=" + text(num_max_ll_tokens) + " > " + text(ll_token_capacity()) +
-           ", what receivers can count; pass num_max_ll_tokens=" + text(ll_token_capacity()) + ", or less";
+           ", the most that receivers can count; pass num_max_ll_tokens=" + text(ll_token_capacity()) + ", or less";
   }
   if (num_buffers < 1) return less_than_one("num_buffers", num_buffers);
   if (route_capacity() > INT32_MAX) {

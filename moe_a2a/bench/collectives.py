@@ -87,9 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--codecs", type=some_of(CODECS, or_none=True), default=[], metavar="NAME,...",
                       help=f"of all_reduce, beside none: {', '.join(CODECS)}")  # fmt: skip
     what.add_argument(
-        "--blocks", type=integer(0), default=0, help="num_blocks of Collectives (default: 0, as it chooses)"
+        "--blocks", type=integer(0), default=0, help="num_blocks of Collectives (default: 0, chosen by the table)"
     )
-    what.add_argument("--graph", action="store_true", help="the calls of a round as one CUDA graph (GPU)")
+    what.add_argument("--graph", action="store_true", help="run the calls of a round as one CUDA graph (GPU)")
     add_how(parser)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results here")
 

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--blocks", type=integers(0), default=[0], metavar="8,16,24,...,96", help="of each call (0: as tuned)"
     )
-    what.add_argument("--halves", action="store_true", help="also dispatch_send ... combine_recv, each by itself")
+    what.add_argument("--halves", action="store_true", help="also dispatch_send ... combine_recv, each timed alone")
     what.add_argument("--graph", action="store_true", help="also captured graphs")
     what.add_argument("--chain", action="store_true", help="also pairs of calls, ten in one captured graph (GPU)")
     what.add_argument("--overlap", action="store_true", help="also a matrix product between the halves")

@@ -155,7 +155,7 @@ def _run_system(
         Step("gate_up", lambda: products.first(rows), lambda: _rewrite(rows)),
         Step("down", lambda: products.second(inner), lambda: _rewrite(inner)),
     ]
-    again = [step.run for step in steps]  # by itself
+    again = [step.run for step in steps]  # alone
     if isinstance(products, Ours):
         combining = Combining(products, inner, dispatch)
         more = combining.steps(case, results)

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--results", type=output_folder, metavar="DIR", help="write DIR/<gpu>_<ranks>/micro_batches.json"
     )
     parser.add_argument(
-        "--trace", type=output_file, metavar="FILE", help="write rank 0's last turns as PyTorch's profiler sees them"
+        "--trace", type=output_file, metavar="FILE", help="write rank 0's last turns as PyTorch's profiler records them"
     )
 
 

@@ -27,10 +27,8 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU per rank if there is one")
     how.add_argument("--iterations", type=integer(1), default=30, help="default: 30")
-    how.add_argument("--warm-up", type=integer(0), default=5, help="iterations before (default: 5)")
-    how.add_argument(
-        "--flush", action="store_true", help="write 256 MiB before each step: nothing is left in the cache"
-    )
+    how.add_argument("--warm-up", type=integer(0), default=5, help="warm-up iterations (default: 5)")
+    how.add_argument("--flush", action="store_true", help="flush the cache before each step by writing 256 MiB")
     how.add_argument("--seed", type=integer(0), default=1, help="of routing and data (default: 1)")
     how.add_argument("--timeout", type=seconds, default=1200, help="seconds that the ranks may take (default: 1200)")
 

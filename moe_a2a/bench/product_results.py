@@ -45,7 +45,7 @@ def _dtypes(text: str) -> list[torch.dtype]:
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
     if options.hidden % 16:
-        raise UsageError(f"--hidden {options.hidden} is not a multiple of 16, as the kernels need it")
+        raise UsageError(f"--hidden {options.hidden} is not a multiple of 16, which the kernels need")
     return [
         Case(tokens, options.hidden, options.topk, options.experts, dtype, routing, options.seed)
         for dtype in options.dtype

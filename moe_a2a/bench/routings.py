@@ -114,5 +114,5 @@ def _text_choices() -> Tensor:
     with torch.no_grad():
         model(input_ids=text.batch())
     if not chosen:
-        raise RuntimeError('routing "text" needs a transformers whose experts are modules of their own (5.x)')
+        raise RuntimeError('routing "text" needs transformers 5.x, whose experts are separate modules')
     return torch.cat(chosen)

@@ -77,7 +77,7 @@ def shard_experts(model: nn.Module, group) -> nn.Module:
     experts_modules = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
     if not experts_modules:
         raise ValueError(
-            f"{type(model).__name__} has no experts that transformers lets others implement "
+            f"{type(model).__name__} has no experts that transformers lets other libraries implement "
             "(model.set_experts_implementation)"
         )
     for name, module in experts_modules:
@@ -189,7 +189,7 @@ class RegisteredExperts:
             if there != here:
                 raise RuntimeError(
                     f"rank {self.group.rank} is in layer {here} while rank {rank} is in {there}: "
-                    "all ranks pass the same MoE layers in the same order"
+                    "all ranks must run the same MoE layers in the same order"
                 )
         most = max(num_tokens for _, num_tokens in everywhere)
         return max(16, 1 << (most - 1).bit_length())

@@ -101,7 +101,7 @@ def read_problem(path: Path) -> ProblemFile:
 
 def _checked(path: Path, values: Any) -> Case:
     if not isinstance(values, dict) or not all(type(value) in (int, str, bool) for value in values.values()):
-        raise CaseFileError(f"{path}: the case {values!r} is no mapping of names to integers and words")
+        raise CaseFileError(f"{path}: the case {values!r} is not a mapping of names to integers and words")
     if type(values.get("seed")) is not int:
         raise CaseFileError(f"{path}: the case {values!r} has no seed")
     return Case(dict(values))
@@ -122,7 +122,7 @@ def read_case_lines(path: Path) -> list[Case]:
             raise CaseFileError(f"{path}:{number}: the case has no seed")
         cases.append(Case(values))
     if not cases:
-        raise CaseFileError(f"{path}: no case")
+        raise CaseFileError(f"{path}: contains no cases")
     return cases
 
 

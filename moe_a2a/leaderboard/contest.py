@@ -104,7 +104,9 @@ class Contest:
             results = [modes.benchmark(rules, ranks, case) for case in self.cases_of("benchmark")]
         failed = next((result for result in results if not result.passed), None)
         if failed is not None:
-            raise UsageError(f"the null submission fails here, so the harness does: {failed.verdict}: {failed.message}")
+            raise UsageError(
+                f"the harness does not work here, the null submission failed: {failed.verdict}: {failed.message}"
+            )
         return results
 
     def measure_link(self) -> float:

@@ -23,7 +23,7 @@ class Submission:
         _add_contract_modules()
         spec = importlib.util.spec_from_file_location("submission", path)
         if spec is None or spec.loader is None:
-            raise SubmissionError(f"{path} is no Python file")
+            raise SubmissionError(f"{path} is not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules["submission"] = module
         spec.loader.exec_module(module)

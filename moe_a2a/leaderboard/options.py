@@ -43,7 +43,7 @@ def add_how(parser: argparse.ArgumentParser) -> None:
         "--shortened",
         type=seconds,
         metavar="SECONDS",
-        help="stop timing a case after so many seconds of calls, not the contract's 10 (benchmark) or 30 (leaderboard); "
+        help="stop timing a case after this many seconds of calls, not the contract's 10 (benchmark) or 30 (leaderboard); "
         "shapes stay as they are, and the report says so",
     )
 
@@ -75,7 +75,7 @@ def submission_path(problem: cases.ProblemFile, text: str) -> Path:
     path = Path(text) if Path(text).is_file() else loading.entry_path(problem.entries or problem.name, text)
     if path is None:
         names = ", ".join(loading.entry_names(problem.entries or problem.name))
-        raise UsageError(f"{text}: no such file, and no entry of {problem.name}; those are {names}, null")
+        raise UsageError(f"{text}: no such file or entry of {problem.name}; the entries are {names}, null")
     return path.resolve()
 
 

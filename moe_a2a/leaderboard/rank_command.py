@@ -68,7 +68,7 @@ def _by_entry_name(paths: list[Path]) -> dict[str, Path]:
     for path in paths:
         name = f"{path.parent.name}-{path.stem}" if path.stem == "submission" else path.stem
         if name in named:
-            raise UsageError(f"{path} and {named[name]}: two entries of the name {name}; rename one")
+            raise UsageError(f"{path} and {named[name]}: two entries named {name}; rename one")
         named[name] = path
     return named
 

@@ -141,7 +141,7 @@ class Board:
             entries = [_entry(entry) for entry in fields.pop("entries")]
             return cls(null=null, entries=entries, **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path} is no ranking of `leaderboard rank`: {error}") from None
+            raise UsageError(f"{path} is not a ranking of `leaderboard rank`: {error}") from None
 
 
 def bytes_to_move(contest: Contest, case: Case) -> float:

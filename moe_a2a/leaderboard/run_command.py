@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=output_folder, default=Path("."), metavar="DIR", help="where traces go (default: .)"
     )
-    parser.add_argument("--cases", type=Path, metavar="FILE", help="cases instead of the problem's, a line each")
+    parser.add_argument("--cases", type=Path, metavar="FILE", help="cases instead of the problem's, one per line")
     shared.add_how(parser)
 
 

@@ -122,9 +122,9 @@ BAD_CALLS = [
     (
         lambda coll: coll.reduce_scatter(torch.ones(3)),
         ValueError,
-        "3 rows, which 2 ranks cannot share evenly on rank 1",
+        "3 rows, which 2 ranks cannot split evenly on rank 1",
     ),
-    (lambda coll: coll.reduce_scatter(torch.tensor(1.0)), ValueError, "x has no dimension to share out"),
+    (lambda coll: coll.reduce_scatter(torch.tensor(1.0)), ValueError, "x has no dimension to split over the ranks"),
     (lambda coll: coll.reduce_scatter(torch.ones(3), counts=[3]), ValueError, "counts has 1 numbers for 2 ranks"),
     (lambda coll: coll.reduce_scatter(torch.ones(3), counts=[1, 3]), ValueError, "counts has the sum 4, x has 3 rows"),
     (lambda coll: coll.reduce_scatter(torch.ones(3), counts=[-1, 4]), ValueError, "counts=-1 is not in"),

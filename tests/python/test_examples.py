@@ -37,7 +37,7 @@ def test_under_torchrun(example):
 )
 def test_under_ray(example, says):
     pytest.importorskip(
-        "ray", reason="ray is not installed: it is no test dependency, being larger than PyTorch's CPU build"
+        "ray", reason="ray is not installed: it is not a test dependency, since it is larger than PyTorch's CPU build"
     )
     on_device.needs(2)
     assert re.search(says, run(str(EXAMPLES / example)))

@@ -204,7 +204,7 @@ def test_same_inputs_same_bits(session_seed):
 @pytest.mark.parametrize("num_blocks", [-1, 1 << 31, True, 2.0, "2", None])
 def test_bad_num_blocks_are_refused(num_blocks, session_seed):
     case = make_case([3], 48, 16, torch.bfloat16, session_seed)
-    with pytest.raises(ValueError, match=f"num_blocks={num_blocks!r} is no number of blocks; pass 0 or more"):
+    with pytest.raises(ValueError, match=f"num_blocks={num_blocks!r} is not a number of blocks; pass 0 or more"):
         moe_a2a.grouped_gemm(*case, num_blocks=num_blocks)
 
 
@@ -324,7 +324,11 @@ def without_memory(tensor):
         (ValueError, r"x has strides \[52, 1\]", lambda: {"x": zeros(4, 52)[:, :48]}),
         (ValueError, r"x has strides \[0, 1\]", lambda: {"x": zeros(1, 48).expand(4, 48)}),
         (ValueError, "x requires grad", lambda: {"x": zeros(4, 48).requires_grad_()}),
-        (TypeError, "w has dtype Half, expected BFloat16 as x", lambda: {"w": zeros(3, 64, 48, dtype=torch.float16)}),
+        (
+            TypeError,
+            "w has dtype Half, expected BFloat16, the dtype of x",
+            lambda: {"w": zeros(3, 64, 48, dtype=torch.float16)},
+        ),
         (ValueError, r"w has shape \[3, 64, 32\], .*hidden=48\]", lambda: {"w": zeros(3, 64, 32)}),
         (ValueError, r"w has shape \[64, 48\]", lambda: {"w": zeros(64, 48)}),
         (ValueError, "w has no experts", lambda: {"w": zeros(0, 64, 48)}),
@@ -345,7 +349,7 @@ def without_memory(tensor):
         (TypeError, "w has layout Sparse; pass w.to_dense", lambda: {"w": zeros(3, 64, 48).to_sparse()}),
         (ValueError, "x has a storage of 0 bytes", lambda: {"x": without_memory(zeros(4, 48))}),
         (ValueError, 'activation="geglu" is unknown', lambda: {"activation": "geglu"}),
-        (ValueError, "alpha=2.0* is a factor in SiLU alone", lambda: {"activation": "gelu", "alpha": 2}),
+        (ValueError, "alpha=2.0* applies only to SiLU", lambda: {"activation": "gelu", "alpha": 2}),
         (ValueError, "limit, up_shift and interleaved are about gate and up", lambda: {"limit": 7.0}),
         (ValueError, "limit=-1.0* is not positive", lambda: {"activation": "swiglu", "limit": -1}),
         (TypeError, "bias has dtype BFloat16, expected Float", lambda: {"bias": zeros(3, 64)}),

@@ -169,7 +169,7 @@ def test_exit_codes(leaderboard, tmp_path):
 
 def test_bad_options_are_refused_before_anything_starts(leaderboard, tmp_path):
     for arguments, words in [
-        (("run", "all2all", "nobody"), "no such file, and no entry of all2all; those are expert_parallel"),
+        (("run", "all2all", "nobody"), "no such file or entry of all2all; the entries are expert_parallel"),
         (("run", "all3all", "null"), "invalid choice"),
         (("run", "all2all", "null", "--cases", tmp_path / "none.txt"), "No such file"),
         (("run", "all2all", "null", "--ranks", "0"), "not an integer from 1 to 64"),

@@ -44,7 +44,9 @@ def two_level_program(gloo) -> None:
             assert torch.equal(x, full(100, sum(members)))
             assert (group._place.num_nodes, group._place.num_ranks) == (num_nodes, num_ranks)
     if rank < 3:
-        with pytest.raises(ValueError, match=r"ranks \[0, 1, 2\] lie on nodes of 2 ranks as \[\[0, 1\], \[2\]\]; pass"):
+        with pytest.raises(
+            ValueError, match=r"ranks \[0, 1, 2\] are placed on nodes of 2 ranks as \[\[0, 1\], \[2\]\]; pass"
+        ):
             new_group([0, 1, 2], pg_options=options, use_local_synchronization=True)
 
 

@@ -191,7 +191,9 @@ def ragged_program(world, num_nodes: int, num_local: int) -> None:
         return mine
 
     nodes = made([0, 1, 2], [3, 4])
-    with pytest.raises(ValueError, match=r"the nodes differ: ranks of its node|are in between as|other than rank"):
+    with pytest.raises(
+        ValueError, match=r"the nodes differ: ranks of its node|have these places in between:|other than rank"
+    ):
         TwoLevelCollectives(nodes, made([0, 3], [1, 4], [2]), timeout=20)
     if rank == 4:
         return
@@ -202,7 +204,7 @@ def ragged_program(world, num_nodes: int, num_local: int) -> None:
         # Torch sorts the ranks of a group; a separate store keeps the order.
         store = dist.PrefixStore(f"{rails} {rail}", dist.distributed_c10d._get_default_store())
         between = dist.ProcessGroupGloo(store, rail.index(rank), len(rail), limit)
-        with pytest.raises(ValueError, match=r"the nodes differ: place|are in between as|other than rank"):
+        with pytest.raises(ValueError, match=r"the nodes differ: place|have these places in between:|other than rank"):
             TwoLevelCollectives(node, between, timeout=20)
 
 
@@ -234,8 +236,8 @@ def bad_calls_program(world, num_nodes: int, num_local: int) -> None:
         refused(lambda: two.all_reduce(good, out=torch.ones(65)), ValueError, r"out is \[65\].*expected \[64\]")
         long = torch.ones(70)
         refused(lambda: two.all_reduce(long[:64], out=long[6:]), ValueError, "out overlaps x on rank 1")
-        refused(lambda: two.reduce_scatter(torch.ones(6)), ValueError, "6 rows on rank 1, which 4 ranks cannot share")
-        refused(lambda: two.all_gather(torch.tensor(1.0)), ValueError, "no dimension to share out on rank 1")
+        refused(lambda: two.reduce_scatter(torch.ones(6)), ValueError, "6 rows on rank 1, which 4 ranks cannot split")
+        refused(lambda: two.all_gather(torch.tensor(1.0)), ValueError, "no dimension to split over the ranks on rank 1")
         with pytest.raises(moe_a2a.CallMismatchError):  # within each node
             two.all_reduce(torch.ones(64 + rank % num_local))
         for call in (  # between the nodes

@@ -1,8 +1,8 @@
-"""A tiny, random model of every MoE family of transformers whose experts others may implement.
+"""A tiny, random model of every MoE family of transformers whose experts other libraries may implement.
 
-Sizes come from one table of field names, which covers most families; EXCEPTIONS holds what a family
-demands beyond that. Weights are drawn large enough that every layer matters: with the libraries'
-own small initialisation the norms behind the experts would amplify rounding a hundredfold.
+Sizes come from one table of field names, which covers most families; EXCEPTIONS holds further
+requirements of single families. Weights are drawn large enough that every layer matters: with the
+libraries' own small initialisation the norms after the experts would amplify rounding a hundredfold.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
-# Multi-head latent attention: heads are made from low-rank parts, keys are not shared by heads.
+# Multi-head latent attention: heads are built from low-rank parts and do not share keys.
 LATENT_ATTENTION_SIZES = {
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
@@ -103,7 +103,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def families() -> list[str]:
-    """The folders of transformers.models whose modeling file lets others implement its experts."""
+    """The folders of transformers.models whose modeling file lets other libraries implement its experts."""
     models = Path(transformers.__file__).parent / "models"
     decorated = re.compile(r"^@use_experts_implementation", re.MULTILINE)
     return sorted(
@@ -114,7 +114,7 @@ def families() -> list[str]:
 
 
 def tiny_model(family: str, seed: int = 0, **overrides) -> PreTrainedModel:
-    """The family's language model; every call with one seed gives the same weights."""
+    """The family's language model; equal seeds give equal weights."""
     model_class = _language_model_class(family)
     config = _tiny_config(family, model_class.config_class, overrides)
     generator = torch.Generator().manual_seed(seed)
@@ -136,7 +136,7 @@ def _tiny_config(family: str, config_class: Any, overrides: dict) -> PreTrainedC
 
 
 def _language_model_class(family: str) -> type[PreTrainedModel]:
-    """The class that gives logits; of a multi-modal family without one, its text model."""
+    """The class that returns logits; for a multi-modal family without one, its text model."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     classes = [
         value

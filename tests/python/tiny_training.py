@@ -1,4 +1,4 @@
-"""A model of two layers that each rank trains on data of its own."""
+"""A two-layer model that each rank trains on its own data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 def train(
     wrap: Callable[[torch.nn.Module], torch.nn.Module], num_steps: int, device: str = "cpu"
 ) -> tuple[list[float], torch.nn.Module]:
-    """The loss of each step, and the trained module. wrap: DistributedDataParallel, say."""
+    """The loss of each step, and the trained module. wrap: DistributedDataParallel, for example."""
     torch.manual_seed(5)
     module = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10)).to(device)
     generator = torch.Generator().manual_seed(dist.get_rank())

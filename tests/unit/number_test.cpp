@@ -1,5 +1,5 @@
-// Conversions of the CPU target, which the other targets must match, against a slow reference: a table of all values of
-// a format, of which the nearest is chosen, ties to the even code.
+// Conversions of the CPU target, which the other targets must match, against a slow reference that picks the nearest
+// value from a table of all values of a format, ties to the even code.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -88,7 +88,7 @@ struct CombineSendStored {
   MOE_A2A_DEVICE static uint32_t* ticket(const CombineSendArgs& args) {
     return args.context.region.tickets.at(args.buffer, MoeRegion::kCombineSend);
   }
-  // Counts a block, or a warp that sends by itself.
+  // Counts a block, or a warp that sends alone.
   MOE_A2A_DEVICE static void end(const CombineSendArgs& args, const Grid& grid, uint64_t epoch) {
     const Context& c = args.context;
     if (count_block(grid, c.region, args.buffer, MoeRegion::kCombineSend)) {
