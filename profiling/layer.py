@@ -1,6 +1,6 @@
-"""An MoE layer to trace: what the scripts beside this file have in common.
+"""An MoE layer to trace, shared by the scripts beside this file.
 
-Started by torchrun, on the CPU (MOE_A2A_DEVICE=cpu) or with a GPU per rank:
+Started by torchrun, on the CPU (MOE_A2A_DEVICE=cpu) or with one GPU per rank:
 
     MOE_A2A_DEVICE=cpu torchrun --nproc-per-node 4 profiling/trace_one_layer.py --output layer.json.gz
 """

@@ -1,10 +1,10 @@
-"""The grouped GEMM on one GPU beside torch._grouped_mm, a plain product of as many operations, and reading the weights.
+"""The grouped GEMM on one GPU beside torch._grouped_mm, a plain product of the same operations, and reading the weights.
 
     python profiling/measure_grouped_gemm.py [--experts 64] [--hidden 7168] [--intermediate 2048] [--rows 16,512,1024]
 
-`rows` is the mean per expert: "balanced" has exactly as many for each, "random" those of tokens that choose 8 of four
-times the experts. Mean over --milliseconds of calls back to back, after as many of the same: large products are bound by
-power, so a single call would measure another clock. _grouped_mm is given its rows gathered; ours gathers them.
+`rows` is the mean per expert: "balanced" gives each exactly that many, "random" those of tokens that choose 8 of four
+times as many experts. Mean over --milliseconds of back-to-back calls, after as long a warm-up: large products are limited by
+power, so a single call would run at another clock. _grouped_mm gets its rows gathered; ours gathers them.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Does a trace tell the truth on this machine, and what does it cost?
+"""Is a trace accurate on this machine, and what does it cost?
 
-    torchrun --nproc-per-node 4 profiling/measure_trace.py --output traces            # a GPU per rank
+    torchrun --nproc-per-node 4 profiling/measure_trace.py --output traces            # one GPU per rank
     MOE_A2A_DEVICE=cpu torchrun --nproc-per-node 2 profiling/measure_trace.py --tokens 64,512 --hidden 2048 --experts 32
 
-For each number of tokens it prints, and with --output leaves the files of:
-  - slices against timing: what the trace says of each dispatch and combine, beside what the device's own events (CPU: the
-    clock on the wall) say of the same calls. Events see more: how a launch begins and ends, and the copy of topk_idx that
-    a trace makes. What they see beside the slices of calls without tokens, and beside an empty kernel with that copy, is
-    added. Then both must agree to 2 % or to 1 us (on the CPU, where Python is part of it: 2 % of calls that take 5 ms or
-    more). And the whole block, from its first launch to the end of its last, on both clocks.
+For each number of tokens it prints, and with --output writes the files of:
+  - slices against timing: each dispatch and combine according to the trace, beside the device's own events (CPU: the
+    wall clock) for the same calls. Events cover more: how a launch begins and ends, and the copy of topk_idx that
+    a trace makes. That part, measured on calls without tokens and on an empty kernel with that copy, is
+    added. Then both must agree to 2 % or to 1 us (on the CPU, where Python is part of it: 2 % of calls that take at least
+    5 ms). The same for the whole block, from its first launch to the end of its last, on both clocks.
   - arrows: those in the file, read back from both formats, against those that were drawn; none lost, none backwards.
-  - cost: the same calls with the trace off and on, in turn; per record of the busiest warp.
-Ends with 1 when a trace was not true. What it costs is only printed: a machine with something else to do has other times.
+  - cost: the same calls with the trace off and on, alternating; per record of the busiest warp.
+Exits with 1 if a trace was inaccurate. The cost is only printed: a busy machine has other times.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from moe_a2a.tracing.timeline import Timeline, merged
 
 STEPS = ("dispatch", "combine")
 AGREE = 0.02
-LONG_US = {"cuda": 50.0, "cpu": 5000.0}  # calls of which what is not measured is less than that
-LAUNCH_CYCLES = 2_000_000  # about 1 ms for which a GPU is kept busy, so that its next launch is there when it begins
+LONG_US = {"cuda": 50.0, "cpu": 5000.0}  # calls whose unmeasured part is less than that
+LAUNCH_CYCLES = 2_000_000  # keeps a GPU busy for about 1 ms, so that its next launch is queued when it begins
 LAUNCHES = 20
 WARM_UP = 4
 
@@ -63,7 +63,7 @@ class Calls:
         self._together = torch.zeros(1, device=device)
 
     def times_us(self, num_calls: int, num_tokens: int | None = None) -> np.ndarray:
-        """[calls, step, begin and end] from the first on: by the device's events, or by the clock on the wall."""
+        """[calls, step, begin and end] since the first, by the device's events or by the wall clock."""
         x, idx, weights = (tensor[:num_tokens] for tensor in (self._x, self._idx, self._weights))
         marks = []
         for _ in range(num_calls):
@@ -81,7 +81,7 @@ class Calls:
         return 1e6 * (np.array(marks) - marks[0]).reshape(num_calls, len(STEPS), 2)
 
     def beside_us(self) -> np.ndarray:
-        """[step] What events see beside the slices: of calls without tokens, and in a dispatch the copy of topk_idx."""
+        """[step] What events cover beside the slices: calls without tokens, and in a dispatch the copy of topk_idx."""
         if not self._on_gpu:
             return np.zeros(len(STEPS))
         with moe_a2a.trace(self.ep) as trace:
@@ -91,7 +91,7 @@ class Calls:
         return beside + [self._copy_us(), 0]
 
     def _copy_us(self) -> float:
-        """Of topk_idx: how much longer it takes than an empty kernel when it comes before that."""
+        """The time of copying topk_idx before an empty kernel, beyond that of the kernel alone."""
         marks = []
         for _ in range(LAUNCHES):
             for copies in (False, True):
@@ -119,14 +119,14 @@ class Calls:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Of every rank."""
+    """The values of all ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def median_us(times: np.ndarray) -> np.ndarray:
-    """[step] of the slowest rank."""
+    """[step] The slowest rank's median."""
     return np.max(gathered(np.median(times[..., 1] - times[..., 0], axis=0)), axis=0)
 
 
@@ -134,7 +134,7 @@ def median_us(times: np.ndarray) -> np.ndarray:
 
 
 def slice_sums_us(timeline: Timeline, rank: int) -> tuple[np.ndarray, float]:
-    """[calls, step] in which the rank was in launches of the step, and the time from its first launch to its last's end."""
+    """[calls, step] Time that the rank spent in launches of the step, and from its first launch to its last's end."""
     slices = timeline.slices[timeline.kernels() & (timeline.slices["rank"] == rank)]
     is_combine = np.array([name.startswith("combine") for name in timeline.names])[slices["name"]]
     step, begins, ends = merged(is_combine, slices["begin_ns"], slices["end_ns"])

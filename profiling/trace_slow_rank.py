@@ -1,9 +1,9 @@
-"""One slow rank: the last one comes 50 ms late to every layer.
+"""One slow rank: the last one enters every layer 50 ms late.
 
 What to look for:
-  - All other ranks stand in dispatch_recv, in a table_wait whose peer is the last rank.
-  - Its own dispatch_send begins where their waits end: it is not slow inside the layer, it came late.
-  - The critical path goes through "before the launch" of that rank: look at what it does before the layer (its data,
+  - All other ranks wait in dispatch_recv, in a table_wait whose peer is the last rank.
+  - Its own dispatch_send begins where their waits end: it is not slow inside the layer, it arrived late.
+  - The critical path leads through "before the launch" of that rank: look at its work before the layer (its data,
     its garbage collector, another process on its GPU).
 """
 
