@@ -1,12 +1,12 @@
 # make demo     a real MoE model through dispatch() and combine(), on this machine
 # make test     every test
-# make test-gpu the Python tests on GPUs, a rank each; make soak-gpu and make sanitize-gpu: see tests/README.md
+# make test-gpu the Python tests on GPUs, one rank each; make soak-gpu and make sanitize-gpu: see tests/README.md
 # make kernels  compile every kernel for CUDA and HIP, check the AMD assembly
-# make headers  compile every header by itself
+# make headers  compile every header on its own
 # make format   make lint   make types   make stubs   make docs   make package   make clean
 #
-# Everything goes to .venv and build in this folder. PYTHON= names the interpreter that .venv is made from,
-# TARGETS= the targets to build in (cpu;cuda;hip; left out: cpu and what is found).
+# All output goes to .venv and build in this folder. PYTHON= names the interpreter for .venv,
+# TARGETS= the targets to build (cpu;cuda;hip; default: cpu and whatever is found).
 
 PYTHON ?= python3
 TARGETS ?=
@@ -30,7 +30,7 @@ setup: .venv/package
 	.ci/make_venv.sh .venv
 	@touch $@
 
-# Editable, so that `.venv/bin/python -m moe_a2a` finds the extension from inside this checkout too.
+# Editable, so that `.venv/bin/python -m moe_a2a` also finds the extension from inside this checkout.
 .venv/package: .venv/dependencies $(NATIVE_FILES)
 	.ci/install_package.sh .venv "$(TARGETS)"
 	@touch $@
@@ -88,7 +88,7 @@ lint: .venv/formatters
 	$(BIN)/python -m pip install -qq 'mypy==2.*' 'pybind11-stubgen==3.*'
 	@touch $@
 
-# Types of the package, and whether the stub of the extension says what the extension has.
+# Types of the package, and whether the extension's stub is up to date.
 types: setup .venv/checkers
 	.ci/stubs.sh .venv check
 	$(BIN)/mypy
@@ -104,7 +104,7 @@ docs: setup .venv/sphinx
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs/reference build/docs
 	@echo "build/docs/index.html"
 
-# A source distribution, a wheel from it, and the demo from the wheel in an environment of its own.
+# A source distribution, a wheel built from it, and the demo run from the wheel in a separate environment.
 package: .venv/dependencies
 	.ci/check_package.sh $(BIN)/python build/package
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# check_package.sh <python> <folder>: what somebody gets who has no checkout. A source distribution from this checkout, a
-# wheel from that with pip's build isolation, an environment with PyTorch and the wheel, and in it the demo.
+# check_package.sh <python> <folder>: tests what users without a checkout get. Builds a source distribution from this checkout and
+# a wheel from that with pip's build isolation, installs PyTorch and the wheel into an environment, and runs the demo there.
 set -euo pipefail
 python=$(realpath -s "$1")
 root=$PWD
@@ -18,8 +18,8 @@ done
 torch=$("$python" -c 'import torch; print("torch==" + torch.__version__.split("+")[0])')
 "$python" -m venv fresh
 fresh/bin/python -m pip install -qq "$torch" numpy platformdirs
-# Isolated: the build requirements come from the package index, PyTorch from the environment. Hardly optimised: what is
-# checked here is what the wheel holds and that it runs, and its kernels are compiled six times.
+# Isolated: the build requirements come from the package index, PyTorch from the environment. With little optimisation: the
+# check is that the wheel is complete and runs, and it compiles its kernels six times.
 fresh/bin/python -m pip wheel -q --no-deps --wheel-dir . \
   --config-settings='cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG' "$sdist"
 wheel=$(ls moe_a2a-*.whl)

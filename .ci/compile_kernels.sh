@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # compile_kernels.sh <build folder> [full|new]: compiles every kernel for CUDA and HIP, no GPU needed, and checks the AMD
 # assembly. full: builds whole libraries too, for every architecture (half an hour). new: the library for HIP with newer
-# headers, which CI's clang may not be able to read. What the short form leaves out: cmake/kernel_checks.cmake.
+# headers, which CI's clang may not be able to read. cmake/kernel_checks.cmake says what the short form omits.
 #
-# With CI=true a missing compiler is an error; elsewhere it is said and left out.
+# With CI=true a missing compiler is an error; elsewhere it is reported and skipped.
 set -euo pipefail
 build=$1
 failed=()
@@ -45,7 +45,7 @@ configure "$build/checks" "$targets" -DMOE_A2A_CHECK_KERNELS=ON "${options[@]}"
 cmake --build "$build/checks" --target moe_a2a_kernel_checks -- -k 0 || failed+=("compiling")
 
 if [[ $targets == *cuda* ]]; then
-  # nvcc lets host templates call device functions, and makes such a call an exit(1).
+  # nvcc lets host templates call device functions, and compiles such a call to exit(1).
   nm -u "$build"/checks/cuda/*.o >"$build/checks/cuda/undefined.txt"
   if grep -w exit "$build/checks/cuda/undefined.txt"; then failed+=("CUDA: host code calls a device function"); fi
 fi

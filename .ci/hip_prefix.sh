@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# hip_prefix.sh stable|new <folder>: HIP headers and device libraries for Debian's clang-22, in a folder of their own.
+# hip_prefix.sh stable|new <folder>: HIP headers and device libraries for Debian's clang-22, in a separate folder.
 #
-# No Debian release has a HIP that knows gfx950. A compiler of one release can read the headers and the device bitcode
-# of another one, so we unpack just those, unconfigured and never executed, from the machine's own mirror:
-#   stable  a released suite, trixie. Its device libraries are older than gfx950: four constants are generated.
-#   new     the suite under development, experimental. Complete, but gone the day that it is rebuilt with a newer LLVM.
+# No Debian release has a HIP that supports gfx950. A compiler of one release can read the headers and device bitcode
+# of another, so we unpack only those, unconfigured and never executed, from the machine's own mirror:
+#   stable  a released suite, trixie. Its device libraries predate gfx950: four constants are generated.
+#   new     the development suite, experimental. Complete, but it disappears when rebuilt with a newer LLVM.
 # Prints nothing on success; <folder>/flags then holds clang's flags, one per line.
 set -euo pipefail
 kind=$1
@@ -33,7 +33,7 @@ debian_mirror() {
     awk '$1 == "Debian" && $3 !~ /security/ { print $3; exit }' | sed 's#/dists/.*##; s#/$##'
 }
 
-# apt with lists, cache and status of its own: the machine's are neither read nor changed.
+# apt with its own lists, cache and status: the machine's are neither read nor changed.
 private_apt() {
   "$@" -qq \
     -o Dir::Etc::sourcelist="$work/sources.list" -o Dir::Etc::sourceparts=/dev/null \
@@ -73,7 +73,7 @@ constant_bitcode() {
 unpack_packages
 flags=(--rocm-path="$prefix/usr" --rocm-device-lib-path="$prefix/bitcode" -isystem "$prefix/usr/include")
 if [ "$kind" = stable ]; then
-  # clang 22 no longer links a denormal-mode library that device libraries of that age keep apart: it rides along.
+  # clang 22 no longer links a denormal-mode library that device libraries of that age keep separate, so it is merged in.
   for version in 90a:9010 942:9402 950:9500; do
     constant_bitcode "oclc_isa_version_${version%:*}" "__oclc_ISA_version:i32:${version#*:}" __oclc_daz_opt:i8:0
   done

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# make_venv.sh <folder>: a Python environment with PyTorch and what builds the package.
+# make_venv.sh <folder>: a Python environment with PyTorch and the package's build requirements.
 set -euo pipefail
 venv=$1
 python=${PYTHON:-python3}
 packages_of() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
 if "$python" -c 'import torch' 2>/dev/null; then
-  # This machine's own PyTorch knows its GPUs: use it, never replace it.
+  # This machine's own PyTorch supports its GPUs: use it, never replace it.
   packages=$(packages_of "$python")  # before .venv is made: it may be first in PATH
   "$python" -m venv --system-site-packages "$venv"
   if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
-    # $python is of a virtual environment itself, and one does not see the packages of another.
+    # $python belongs to a virtual environment itself, and one does not see another's packages.
     echo "$packages" > "$(packages_of "$venv/bin/python")/made_from.pth"
   fi
   torch=()

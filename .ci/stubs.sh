@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # stubs.sh <venv> write|check: moe_a2a/_core.pyi, the stub of the compiled extension, for type checkers and editors.
-# `check` compares the committed file with what pybind11-stubgen says of the extension in <venv>.
+# `check` compares the committed file with pybind11-stubgen's output for the extension in <venv>.
 set -euo pipefail
 bin=$(realpath "$1/bin")
 stub=moe_a2a/_core.pyi
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-# The errors are three numpy record types without a Python name, in the writers of traces: they become Any's.
+# The errors concern three numpy record types without a Python name, in the trace writers; they become Any.
 "$bin/python" -m pybind11_stubgen moe_a2a._core --output-dir "$folder" --ignore-invalid-expressions 'moe_a2a::.*' \
   --enum-class-locations '.*:moe_a2a._core' 2>"$folder/log" || { cat "$folder/log" >&2; exit 1; }
 {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sees to it that the system's packages for one purpose are here: system_packages.sh build|test|kernels
-# As root on Debian or Ubuntu it installs what is missing; otherwise it says what to install.
+# Provides the system packages for one purpose: system_packages.sh build|test|kernels
+# As root on Debian or Ubuntu it installs missing ones; otherwise it says what to install.
 set -euo pipefail
 
 missing=()

@@ -1,6 +1,6 @@
-# The library below the bindings. It knows no PyTorch. Its host code is compiled once. Kernel sources (the families of
-# kernels, *_kernels.cpp, and the device) are compiled for each target; the families a second time without the recorder
-# of the trace.
+# The library below the bindings; it does not depend on PyTorch. Host code is compiled once. Kernel sources (the kernel
+# families, *_kernels.cpp, and the device) are compiled for each target, the families a second time without the trace
+# recorder.
 
 file(GLOB_RECURSE _moe_a2a_families RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/*_kernels.cpp)
 set(_moe_a2a_devices csrc/comm/target_device.cpp)
@@ -19,7 +19,7 @@ function(_moe_a2a_add_vendor_object library vendor source recording result)
   set(${result} ${${result}} ${object} PARENT_SCOPE)
 endfunction()
 
-# Adds the kernels of a vendor's target; MOE_A2A_<VENDOR>_OBJECTS is set for the caller.
+# Adds the kernels of a vendor's target; sets MOE_A2A_<VENDOR>_OBJECTS for the caller.
 function(_moe_a2a_add_vendor library vendor runtime)
   set(objects)
   foreach(source IN LISTS _moe_a2a_families)
@@ -32,17 +32,17 @@ function(_moe_a2a_add_vendor library vendor runtime)
   endif()
 endfunction()
 
-# What is common to every object of a library, compiled by the C++ compiler.
+# Common to every object of a library that the C++ compiler compiles.
 function(_moe_a2a_set_up library options)
   set_target_properties(${library} PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_include_directories(${library} PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
-  # -ffp-contract=off: the sums are the same bits on every target.
+  # -ffp-contract=off: sums have the same bits on every target.
   target_compile_options(${library} PRIVATE -ffp-contract=off ${MOE_A2A_WARNINGS} PUBLIC ${options})
   target_compile_definitions(${library} PUBLIC ${MOE_A2A_ABI_DEFINITIONS})
 endfunction()
 
 # moe_a2a_add_core(<library> TARGETS <cpu|cuda|hip>... [OPTIONS <compile and link options>...] [HOST_OF <core>])
-# HOST_OF takes the host code of another core, which is the same for every target.
+# HOST_OF reuses the host code of another core, which is the same for every target.
 function(moe_a2a_add_core library)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "HOST_OF" "TARGETS;OPTIONS")
   file(GLOB_RECURSE host CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/arch/*.cpp ${PROJECT_SOURCE_DIR}/csrc/comm/*.cpp
@@ -66,7 +66,7 @@ function(moe_a2a_add_core library)
       list(APPEND kernels ${families})
     endif()
     if(MOE_A2A_NATIVE)
-      # For the CPU target's kernels alone: their loops over rows are vector loops as wide as this machine has.
+      # Only for the CPU target's kernels: their loops over rows become vector loops as wide as this machine's registers.
       set_source_files_properties(${families} PROPERTIES COMPILE_OPTIONS -march=native)
     endif()
   endif()

@@ -1,10 +1,10 @@
-# The CPU target of a wheel: its kernels once for each level of x86-64 (psABI). csrc/arch/cpu_level.cpp takes the widest
-# one that the machine has.
+# The CPU target of a wheel: its kernels once per x86-64 level (psABI). csrc/arch/cpu_level.cpp picks the highest
+# level that the machine supports.
 #
-# Each copy has a namespace of its own, but what its kernels call outside of it (std::, headers shared with the host) has
-# the same name in all of them, and of inline functions of one name a linker keeps one: perhaps the one with AVX-512, for a
-# machine without. So each copy becomes one object file in which everything is local but the functions that have the level
-# in their names (its families, say) and the marks by which the host names a kernel.
+# Each copy has its own namespace, but code outside it that its kernels call (std::, headers shared with the host) has
+# the same name in all copies. Of inline functions with the same name a linker keeps one: perhaps the AVX-512 one, even for a
+# machine without AVX-512. So each copy becomes one object file in which everything is local except functions with the level
+# in their names (such as its families) and the symbols by which the host identifies a kernel.
 
 set(MOE_A2A_CPU_LEVELS)
 if(NOT MOE_A2A_NATIVE AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND CMAKE_OBJCOPY AND CMAKE_LINKER)

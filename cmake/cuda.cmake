@@ -1,11 +1,11 @@
-# The CUDA target: the kernel sources through nvcc, as a command of our own. CMake's CUDA language would force
-# its compiler probe and its flags onto every machine, and its architecture list cannot say "sm_90a, nothing else".
+# The CUDA target: kernel sources compiled by nvcc through a custom command. CMake's CUDA language would impose
+# its compiler probe and its flags on every machine, and its architecture list cannot say "sm_90a, nothing else".
 
 find_program(MOE_A2A_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin /usr/local/cuda/bin)
 set(MOE_A2A_CUDA_FLAGS "" CACHE STRING "Further flags for nvcc (a list)")
 set(MOE_A2A_CUDA_ARCHITECTURES "" CACHE STRING "CUDA architectures. Empty: 80;90, and 100 if nvcc knows it")
 
-# /usr/local/bin/nvcc may be a wrapper: the toolkit is where nvcc itself says it is.
+# /usr/local/bin/nvcc may be a wrapper: nvcc itself knows where the toolkit is.
 function(_moe_a2a_cuda_toolkit result)
   execute_process(COMMAND ${MOE_A2A_NVCC} -v -dryrun -x cu /dev/null OUTPUT_VARIABLE said ERROR_VARIABLE said)
   if(said MATCHES "#\\$ TOP=([^\n]+)")
@@ -14,7 +14,7 @@ function(_moe_a2a_cuda_toolkit result)
   endif()
 endfunction()
 
-# Finds the CUDA runtime library; MOE_A2A_CUDART is set when both nvcc and the library are there.
+# Finds the CUDA runtime library; sets MOE_A2A_CUDART if both nvcc and the library exist.
 function(moe_a2a_find_cuda)
   if(MOE_A2A_NVCC AND NOT MOE_A2A_CUDART)
     _moe_a2a_cuda_toolkit(toolkit)
@@ -47,7 +47,7 @@ function(_moe_a2a_cuda_architecture_flags result)
   set(${result} ${flags} PARENT_SCOPE)
 endfunction()
 
-# The compile command, with the definitions that follow `result`. --fmad=false: the sums are the same bits on every target.
+# The compile command, with the definitions that follow `result`. --fmad=false: sums have the same bits on every target.
 function(moe_a2a_cuda_command result)
   moe_a2a_find_cuda()
   if(NOT MOE_A2A_CUDART)

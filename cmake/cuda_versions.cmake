@@ -1,5 +1,5 @@
-# Do nvcc and PyTorch speak of the same CUDA? Its runtime is compatible within a major version: kernels of nvcc 12.4 run
-# beside a PyTorch for CUDA 12.8. Across major versions two runtimes would meet in one process.
+# Checks that nvcc and PyTorch use the same CUDA major version. The runtime is compatible within one: kernels of nvcc 12.4 run
+# beside a PyTorch for CUDA 12.8. Across major versions one process would load two runtimes.
 
 # The version of MOE_A2A_NVCC: "13.0".
 function(moe_a2a_nvcc_version result)
@@ -10,7 +10,7 @@ function(moe_a2a_nvcc_version result)
   set(${result} ${CMAKE_MATCH_1} PARENT_SCOPE)
 endfunction()
 
-# Another major version is an error, another minor version a remark. `torch` is "none" for a PyTorch without CUDA.
+# A different major version is an error, a different minor version a notice. `torch` is "none" for a PyTorch without CUDA.
 function(moe_a2a_check_cuda_versions nvcc torch)
   if(torch STREQUAL "none" OR torch STREQUAL nvcc)
     return()

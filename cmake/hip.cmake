@@ -1,8 +1,8 @@
-# The HIP target: the kernel sources through clang's HIP mode, as a command of our own: CMake's HIP language
+# The HIP target: kernel sources compiled in clang's HIP mode through a custom command: CMake's HIP language
 # differs too much between CMake versions and ROCm packagings.
 #
-# A real ROCm install is found by itself. Anything else that can compile HIP (a plain clang with a directory of
-# headers and device libraries) is named by MOE_A2A_HIP_COMPILER and MOE_A2A_HIP_FLAGS.
+# A real ROCm install is found automatically. Any other HIP compiler (a plain clang with a directory of
+# headers and device libraries) is given by MOE_A2A_HIP_COMPILER and MOE_A2A_HIP_FLAGS.
 
 set(_moe_a2a_rocm_hints $ENV{ROCM_PATH} $ENV{HIP_PATH} /opt/rocm)
 find_program(MOE_A2A_HIP_COMPILER amdclang++ HINTS ${_moe_a2a_rocm_hints}
@@ -20,10 +20,10 @@ function(moe_a2a_hip_command result)
   endif()
   set(definitions ${MOE_A2A_ABI_DEFINITIONS} ${ARGN})
   list(TRANSFORM definitions PREPEND -D)
-  # -ffp-contract=off: the sums are the same bits on every target.
-  # A kernel is one function: a call costs a stack in memory, and an order of memory that is an argument costs a branch
-  # per order. The inliner stops at a number of blocks that ours exceed.
-  # Hoisting on machine code fills the scalar registers with what loops could compute again for nothing.
+  # -ffp-contract=off: sums have the same bits on every target.
+  # A kernel must be one function: a call needs a stack in memory, and a memory order passed as an argument costs a branch
+  # per order. The inliner stops at a number of blocks that our kernels exceed.
+  # Machine-code hoisting fills the scalar registers with values that loops could recompute at no cost.
   set(${result} ${MOE_A2A_HIP_COMPILER} -x hip ${MOE_A2A_HIP_FLAGS} -std=c++20 -O3 -ffp-contract=off
       -mllvm -amdgpu-inline-max-bb=1000000 -mllvm -disable-machine-licm
       -fPIC -fvisibility=hidden -I${PROJECT_SOURCE_DIR}/csrc ${definitions} PARENT_SCOPE)
@@ -44,9 +44,9 @@ function(moe_a2a_add_hip_object source object)
 endfunction()
 
 # moe_a2a_add_hip_listings(<result> <headers> <sources>): the assembly of their kernels, isa/<stem>.<architecture>.s for each source and
-# architecture, and a code object linked from it: calls of what is defined nowhere end there. Files, in `result`.
-# isa/command.txt holds the compiler's command, a word per line, for recompiling changed sources to a listing. Every
-# instruction says which line it comes from, or that it has none; the instructions are the same as without.
+# architecture, and a code object linked from it, so that calls to undefined functions fail. Lists the files in `result`.
+# isa/command.txt holds the compiler's command, one word per line, for recompiling changed sources to a listing. Every
+# instruction names its source line, or has none; the instructions are the same as without.
 function(moe_a2a_add_hip_listings result headers sources)
   moe_a2a_hip_command(compile)
   list(APPEND compile -gline-tables-only -mllvm -use-unknown-locations=Enable)
@@ -56,7 +56,7 @@ function(moe_a2a_add_hip_listings result headers sources)
   foreach(source IN LISTS sources)
     get_filename_component(stem ${source} NAME_WE)
     foreach(architecture IN LISTS MOE_A2A_ISA_ARCHITECTURES)
-      # gfx950 has the orderings of gfx942 and the float8 of gfx90a; these two are the longest to optimise.
+      # gfx950 has the memory orderings of gfx942 and the float8 code of gfx90a; these two take longest to optimise.
       if(architecture STREQUAL "gfx950" AND stem MATCHES "^(collective|combine)_kernels$")
         continue()
       endif()

@@ -1,11 +1,11 @@
-# What `make kernels` compiles. Optimising the larger families for a GPU takes most of a minute each, so nothing is
-# optimised twice to learn the same:
+# What `make kernels` compiles. Optimising a larger family for a GPU takes most of a minute, so nothing is
+# optimised twice for the same check:
 #
-#   CUDA  sm_90a: without the recorder, as in a library. sm_80: with it, as far as PTX; what has no recorder, as far as SASS.
-#   HIP   with the recorder: the listings for the ISA check, and code objects linked from them. Without it, and the
-#         host's side: as far as the front end. The device: an object for all architectures.
+#   CUDA  sm_90a: without the recorder, as in a library. sm_80: with it, down to PTX; kernels without a recorder, down to SASS.
+#   HIP   with the recorder: listings for the ISA check, and code objects linked from them. Without it, and the
+#         host side: only the front end. The device: an object for all architectures.
 
-# A command whose output is a stamp.
+# A command whose output is a stamp file.
 function(_moe_a2a_check stamp source headers)
   get_filename_component(folder ${stamp} DIRECTORY)
   file(MAKE_DIRECTORY ${folder})
@@ -56,7 +56,7 @@ function(_moe_a2a_hip_checks headers result)
   set(${result} ${checked} ${listings} ${object} PARENT_SCOPE)
 endfunction()
 
-# The target `moe_a2a_kernel_checks`, of the vendors in MOE_A2A_TARGETS.
+# The target `moe_a2a_kernel_checks`, for the vendors in MOE_A2A_TARGETS.
 function(moe_a2a_add_kernel_checks)
   file(GLOB_RECURSE headers CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/*.h)
   if(cuda IN_LIST MOE_A2A_TARGETS)

@@ -1,4 +1,4 @@
-# moe_a2a._core: the only part that knows PyTorch and pybind11 (the copy inside PyTorch's own headers, so that its
+# moe_a2a._core: the only part that depends on PyTorch and pybind11 (the copy inside PyTorch's headers, so that its
 # tensor converters and ours come from one version).
 
 if(NOT MOE_A2A_TORCH_FOUND)
@@ -13,7 +13,7 @@ Python_add_library(_core MODULE WITH_SOABI ${bindings})
 target_include_directories(_core SYSTEM PRIVATE ${MOE_A2A_TORCH_ROOT}/include
                            ${MOE_A2A_TORCH_ROOT}/include/torch/csrc/api/include)
 target_precompile_headers(_core PRIVATE ${PROJECT_SOURCE_DIR}/csrc/bindings/python.h)
-# Half of a small source's time is reading that header: they are compiled several at a time. The two large ones stay apart.
+# Reading that header is half of a small source's time, so several sources are compiled together. The two large ones stay separate.
 set_target_properties(_core PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6)
 set_source_files_properties(${PROJECT_SOURCE_DIR}/csrc/bindings/bindings.cpp ${PROJECT_SOURCE_DIR}/csrc/bindings/collectives.cpp
                             PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)

@@ -1,5 +1,5 @@
-# Which targets go into the library. A vendor's target is of use only beside a PyTorch of that vendor, so what is
-# found is: cpu, and the vendor of the interpreter's PyTorch if its compiler and runtime are here too.
+# Which targets the library contains. A vendor's target is only useful with a PyTorch of that vendor, so the default
+# is cpu, plus the vendor of the interpreter's PyTorch if its compiler and runtime are installed.
 
 function(_moe_a2a_found_targets result)
   set(targets cpu)
@@ -23,7 +23,7 @@ macro(moe_a2a_choose_targets)
     _moe_a2a_found_targets(MOE_A2A_TARGETS)
   endif()
   if(MOE_A2A_BUILD_PYTHON AND MOE_A2A_TORCH_FOUND)
-    # Strings cross from the core to the bindings: all of it must agree with PyTorch on what a std::string is.
+    # Strings cross from the core to the bindings, so the core must agree with PyTorch on std::string's ABI.
     if(MOE_A2A_TORCH_CXX11_ABI)
       set(MOE_A2A_ABI_DEFINITIONS _GLIBCXX_USE_CXX11_ABI=1)
     else()

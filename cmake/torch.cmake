@@ -1,7 +1,7 @@
-# The PyTorch that the extension is built for: the one of the interpreter it is installed into.
+# The PyTorch that the extension is built for: that of the interpreter into which it is installed.
 #
-# Its files are named by path instead of through find_package(Torch): that package wants nvcc and forces its own
-# architecture flags whenever the PyTorch is a CUDA build, though our bindings only use its device-generic part.
+# Its files are named by path instead of through find_package(Torch): for a CUDA build of PyTorch that package requires
+# nvcc and imposes its own architecture flags, though our bindings only use its device-generic part.
 
 set(_moe_a2a_torch_query [[
 import pathlib, torch
@@ -17,8 +17,8 @@ function(moe_a2a_find_torch)
   find_package(Python 3.10 COMPONENTS Interpreter QUIET)
   set(found FALSE)
   if(Python_Interpreter_FOUND)
-    # An isolated build (plain `pip install .`) hides the environment that it installs into behind PYTHONPATH:
-    # the second try looks past it, because the extension has to match the PyTorch that will load it.
+    # An isolated build (plain `pip install .`) hides the target environment behind PYTHONPATH: the second
+    # try looks past it, because the extension must match the PyTorch that will load it.
     foreach(environment IN ITEMS "" "--unset=PYTHONPATH")
       execute_process(
         COMMAND ${CMAKE_COMMAND} -E env ${environment} ${Python_EXECUTABLE} -c "${_moe_a2a_torch_query}"

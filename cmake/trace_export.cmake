@@ -1,7 +1,7 @@
-# The exporters of merged traces, beside the core: they know neither it nor PyTorch. Two libraries that are headers only.
+# The exporters of merged traces, beside the core: they depend on neither the core nor PyTorch. Uses two header-only libraries.
 #
 # nlohmann/json comes from the environment of the build (the package nlohmann_json, a build requirement) or the system.
-# protozero is on no package index: the system's, else a download. Without it traces are written as Chrome JSON only.
+# protozero is in no package index: taken from the system, else downloaded. Without it traces are written as Chrome JSON only.
 
 set(MOE_A2A_PROTOZERO_URL https://github.com/mapbox/protozero/archive/refs/tags/v1.8.1.tar.gz
     CACHE STRING "Where protozero comes from if the system has none; empty: do without")
@@ -19,7 +19,7 @@ print(pathlib.Path(nlohmann_json.__file__).parent / 'include')"
   endif()
 endfunction()
 
-# A failed download is no error: file(DOWNLOAD) instead of FetchContent, which stops the build.
+# A failed download is not an error: uses file(DOWNLOAD), since FetchContent would stop the build.
 function(_moe_a2a_fetch_protozero)
   set(archive ${CMAKE_CURRENT_BINARY_DIR}/protozero.tar.gz)
   set(folder ${CMAKE_CURRENT_BINARY_DIR}/protozero)
