@@ -88,7 +88,8 @@ MOE_A2A_DEVICE void reduce_rows(const Group& group, int num_rows, int count, boo
   }
   for (int c = vector_end + group.rank(); c < count; c += group.size()) {
     float merged = to_float(row(0)[c]);
-    MOE_A2A_ROLLED  // Unrolled, it crashes nvcc 13.0 in half of the builds of a traced TwoShot.
+    // Unrolled, it crashes nvcc 13.0 in half of the builds of a traced TwoShot.
+    MOE_A2A_ROLLED
     for (int r = 1; r < num_rows; ++r) merged = Op::merge(merged, to_float(row(r)[c]));
     const T result = from_float<T>(Op::finish(merged, num_rows));
     target[c] = result;
