@@ -41,11 +41,11 @@ std::vector<CollectiveCase> all_cases() {
       {.name = "recursive doubling", .calls = {doubling, doubling, doubling}},
       {.name = "recursive doubling of three ranks", .calls = {doubling, doubling, doubling}, .num_ranks = 3},
       {.name = "recursive doubling of four ranks", .calls = {doubling, doubling, doubling}, .num_ranks = 4},
-      {.name = "algorithms by turns", .calls = {doubling, ring, two_shot, doubling, one_shot, ring}, .num_ranks = 3},
+      {.name = "alternating algorithms", .calls = {doubling, ring, two_shot, doubling, one_shot, ring}, .num_ranks = 3},
       {.name = "slices", .calls = {sliced, two_shot}},
       {.name = "calls without elements", .calls = {nothing, two_shot, nothing, two_shot}},
-      {.name = "collectives by turns", .calls = {two_shot, one_shot, gather, scatter, one_shot, two_shot}},
-      {.name = "collectives by turns, three ranks", .calls = {gather, nothing, scatter, one_shot}, .num_ranks = 3},
+      {.name = "alternating collectives", .calls = {two_shot, one_shot, gather, scatter, one_shot, two_shot}},
+      {.name = "alternating collectives, three ranks", .calls = {gather, nothing, scatter, one_shot}, .num_ranks = 3},
       {.name = "epoch wraps", .calls = {two_shot, one_shot, two_shot}, .first_epoch = (uint64_t{1} << 44) - 2},
       {.name = "ranks disagree", .calls = {odd, two_shot}},
       {.name = "ranks disagree, two blocks", .calls = {odd, two_shot}, .num_blocks = 2},
@@ -54,7 +54,7 @@ std::vector<CollectiveCase> all_cases() {
       {.name = "a refused call", .calls = {refused, two_shot, gather}},
       {.name = "two refused calls", .calls = {refused, refused, two_shot}},
       {.name = "three refused calls", .calls = {refused, refused, refused, two_shot}},
-      {.name = "refused by turns", .calls = {refused, refused_by_first, two_shot}},
+      {.name = "alternating refusals", .calls = {refused, refused_by_first, two_shot}},
       {.name = "a refused call of three ranks", .calls = {two_shot, refused, two_shot}, .num_ranks = 3},
   };
 }

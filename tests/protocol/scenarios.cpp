@@ -143,7 +143,7 @@ Scenario two_open(int num_blocks) {
 }
 
 Scenario released() {
-  return {.name = "release in the place of combine",
+  return {.name = "release instead of combine",
           .shape = {.num_topk = 2, .num_calls = 3, .routing = to_everybody(1, 2)},
           .program = [](ModelRank& rank) {
             Program program;
@@ -311,7 +311,7 @@ Scenario small(const char* name, int num_tokens, int num_blocks, uint64_t first_
 // may overwrite them only because rank 1 has announced its small batch.
 Scenario mixed(bool in_one_launch) {
   constexpr int kNumTokens[][2] = {{2, 1}, {2, 1}, {1, 1}, {1, 2}};
-  return {.name = in_one_launch ? "LL: by turns, in one launch" : "LL: large and small batches by turns",
+  return {.name = in_one_launch ? "LL: alternating, in one launch" : "LL: alternating large and small batches",
           .shape = {.num_max_tokens = 2,
                     .hidden = 1,
                     .num_calls = 4,
