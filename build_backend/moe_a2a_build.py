@@ -1,10 +1,10 @@
-"""The build backend: scikit-build-core, and PyTorch as a build requirement only where there is none to build for.
+"""The build backend: scikit-build-core, and PyTorch as a build requirement only if none is installed.
 
-The extension fits one minor version of PyTorch, so it has to be built for the one that will load it. pip builds in an
-isolated environment, but with the interpreter of the environment that it installs into: that environment's PyTorch can
-be found by looking past the isolation, and then nothing is asked for. Tools that build with an interpreter of their own
-(`python -m build`, uv) hide it, and an environment may have none yet: then the build gets a PyTorch from the package
-index. Should that be another one than the program uses later, `import moe_a2a` says so.
+The extension fits one minor version of PyTorch, so it must be built for the one that will load it. pip builds in an
+isolated environment, but with the target environment's interpreter: we find that environment's PyTorch by looking past
+the isolation, and then require nothing. Tools that build with their own interpreter (`python -m build`, uv) hide it, and
+an environment may have no PyTorch yet: then the build gets one from the package index. If the program later uses a
+different one, `import moe_a2a` says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def get_requires_for_build_editable(config_settings: dict | None = None) -> list
 
 
 def _torch() -> list[str]:
-    """Nothing where the interpreter has a PyTorch, seen as cmake/torch.cmake sees it."""
+    """Nothing if the interpreter has a PyTorch, found in the same way as in cmake/torch.cmake."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for env in (None, environment):
         command = [sys.executable, "-c", "import torch"]

@@ -14,7 +14,7 @@ PAGE = "leaderboard.html"
 HOW = (
     "A time is rank 0's, from after a barrier to after the next: the mean over calls, each on new data from a secret seed, "
     "each output checked. A score is the geometric mean over shapes. The null submission does nothing: its time is the "
-    "harness's own, and part of every time. The floor is what the busiest rank has to send or receive, divided by the rate of the "
+    "harness's own, and part of every time. The floor is what the busiest rank must send or receive, divided by the rate of the "
     "link that a bare kernel reached in the same run: no launch, no wait, no computation. Entries are not compared across machines."
 )
 STYLE = """
