@@ -71,8 +71,9 @@ class Collectives:
         arg1: typing.SupportsInt | typing.SupportsIndex,
         arg2: typing.SupportsInt | typing.SupportsIndex,
         arg3: typing.SupportsInt | typing.SupportsIndex,
-        arg4: typing.SupportsInt | typing.SupportsIndex,
-        arg5: torch.Tensor | None,
+        arg4: bool,
+        arg5: typing.SupportsInt | typing.SupportsIndex,
+        arg6: torch.Tensor | None,
     ) -> torch.Tensor: ...
     def check(self) -> None: ...
     def close(self) -> None: ...

@@ -1,5 +1,5 @@
-"""What algorithm="auto" selects, how many blocks a call uses, and from which size a codec pays, by the bytes of a call of
-Collectives.
+"""What algorithm="auto" selects, how many blocks a call uses, up to which size one-shot sends LL words, and from which size
+a codec pays, by the bytes of a call of Collectives.
 
 The first match wins:
 
@@ -33,6 +33,7 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 DTYPES = ("float32", "float16", "bfloat16")
 ALGORITHMS = ("one_shot", "two_shot", "ring", "recursive_doubling")  # kinds without a choice use "two_shot"
 LARGEST = 1 << 50  # bytes
+MOST_IN_WORDS = 32 << 10  # kMaxWordsBytes in csrc/collectives/announcement.h
 
 
 class CollectiveStep(NamedTuple):
@@ -45,12 +46,14 @@ class CollectiveStep(NamedTuple):
 
 @dataclass(frozen=True)
 class CollectiveTable:
-    """Measured for one kind and dtype. codecs: the fewest bytes from which each codec pays; absent: it never does."""
+    """Measured for one kind and dtype. codecs: the fewest bytes from which each codec pays; absent: it never does.
+    most_in_words: the most bytes that one-shot sends as LL words; more go as rows with signals."""
 
     kind: str
     dtype: str
     steps: tuple[CollectiveStep, ...]
     codecs: dict[str, int] = field(default_factory=dict)
+    most_in_words: int = 0
 
     def step(self, nbytes: int) -> CollectiveStep:
         place = bisect_left(self.steps, nbytes, key=lambda step: step.max_nbytes)
@@ -97,6 +100,10 @@ def own_file(device: torch.device, num_ranks: int) -> Path:
 # ---- the small model
 
 MOST_ONE_SHOT_ON_CPU = 8 << 10  # measured with 4 ranks on 2 cores
+# CPU: LL words are never faster there, where a signal costs next to nothing; 4 ranks on 2 cores, us as rows and as words: 18.0
+# and 18.3 for 16 bytes, 20 and 30 for 512, 34 and 176 for 8 KiB. GPU: not measured yet; the third more bytes of LL words are
+# 0.1 us of the links of 4 H200 at most.
+MOST_WORDS = {"cpu": 0, "cuda": MOST_IN_WORDS}
 # Bytes that a GPU's links carry in the time of two-shot's second trip: 5.5 us, 349 GB/s (2 and 4 H200).
 TRIP_NBYTES = 1_900_000
 # Per codec. CPU: never; 2 ranks, 16 MiB of bfloat16: 5 ms without a codec, 62 with q8, 80 with q4. GPU: 2 H200, bfloat16,
@@ -116,7 +123,7 @@ def model(device_type: str, num_ranks: int) -> list[CollectiveTable]:
     all_reduce = (CollectiveStep(most, "one_shot", 0), CollectiveStep(LARGEST, "two_shot", 0))
     codecs = LEAST_WITH_CODEC[device_type]
     return [
-        CollectiveTable("all_reduce", "bfloat16", all_reduce, codecs),
+        CollectiveTable("all_reduce", "bfloat16", all_reduce, codecs, MOST_WORDS[device_type]),
         *(CollectiveTable(kind, "bfloat16", (CollectiveStep(LARGEST, "two_shot", 0),)) for kind in KINDS[1:]),
     ]
 
@@ -145,7 +152,10 @@ def _table(field: Field) -> CollectiveTable:
     codecs = field["codecs"]
     if not isinstance(codecs.value, dict) or not set(codecs.value) <= set(CODECS):
         raise codecs.error(f"an object with some of {', '.join(CODECS)}")
-    return CollectiveTable(kind, dtype, tuple(steps), {name: codecs[name].integer(0, LARGEST) for name in codecs.value})
+    least = {name: codecs[name].integer(0, LARGEST) for name in codecs.value}
+    is_older = "most_in_words" not in field.value  # than LL words: what it holds was measured without them
+    most_in_words = 0 if is_older else field["most_in_words"].integer(0, MOST_IN_WORDS)
+    return CollectiveTable(kind, dtype, tuple(steps), least, most_in_words)
 
 
 def write(path: Path, about: dict, tables: Sequence[CollectiveTable]) -> None:

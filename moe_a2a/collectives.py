@@ -29,7 +29,8 @@ class Collectives(CommunicatorClient):
     Args:
         group: a Communicator, or what a Communicator takes.
         max_nbytes: bytes of a tensor that the workspace holds; larger tensors are sent in slices. The object takes about
-            2.5 times as much memory (see `nbytes`), on the CPU at most that of 2 MiB. The same on every rank.
+            2.5 times as much memory, and 145 KiB per rank (see `nbytes`), on the CPU at most that of 2 MiB. The same on
+            every rank.
         num_blocks: most blocks (CPU: threads) that the kernels use; the rest of the device is free for other work. 0: what
             the table says, or for large tensors as many as run at once.
         table: the file of a measured table, instead of the one that fits this GPU; see docs/tuning.md. The same on every rank.
@@ -83,7 +84,8 @@ class Collectives(CommunicatorClient):
         Args:
             x: the same number of elements and dtype on every rank.
             op: "sum", "max", "min" or "avg".
-            algorithm: "one_shot": every rank writes its x to every other; one trip, for small tensors. "two_shot": each
+            algorithm: "one_shot": every rank writes its x to every other; one trip, for small tensors. The smallest go as
+                LL words, which need no signal: the table says up to which size, the bits are the same. "two_shot": each
                 rank reduces its share of the elements, and reads the others' shares. "ring": shares travel around the
                 ring, each rank writes only to the next. "recursive_doubling": log2(num_ranks) pairwise exchanges.
                 "auto": by size, from the table (`tables`), else one of the first two.
@@ -115,7 +117,9 @@ class Collectives(CommunicatorClient):
                     self._algorithm_of(step, x.nbytes) if codec_index == 0 else "two_shot"
                 )
             is_tables = codec_index == 0 and ALGORITHMS[algorithm_index] == step.algorithm
-        return core.all_reduce(x, op_index, algorithm_index, codec_index, step.num_blocks if is_tables else 0, out)
+            num_blocks = step.num_blocks if is_tables else 0
+            as_words = ALGORITHMS[algorithm_index] == "one_shot" and x.nbytes <= table.most_in_words
+        return core.all_reduce(x, op_index, algorithm_index, codec_index, as_words, num_blocks, out)
 
     def reduce_scatter(
         self,

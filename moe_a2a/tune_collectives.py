@@ -1,9 +1,10 @@
-"""`python -m moe_a2a tune collectives`: measures algorithms, numbers of blocks and codecs, and writes the table behind
+"""`python -m moe_a2a tune collectives`: measures algorithms, numbers of blocks, LL words and codecs, and writes the table behind
 algorithm="auto" and codec="auto".
 
 Calls are timed in place, back to back, as `bench all_reduce` does; on a GPU as one graph. For each size the table keeps the
 fastest algorithm, then the fewest blocks within 2 % of its best. A codec pays from the size above which it is always
-faster than no codec. A step ends at the largest measured size with the same choice.
+faster than no codec; LL words pay up to the size below which they are always faster than rows. A step ends at the largest
+measured size with the same choice.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.options import DTYPES
 from moe_a2a.bench.start import device_type_of, num_ranks_of, start_ranks, this_ranks_device
 from moe_a2a.codecs import CODECS
-from moe_a2a.collective_tables import KINDS, CollectiveStep, CollectiveTable
+from moe_a2a.collective_tables import KINDS, MOST_IN_WORDS, CollectiveStep, CollectiveTable
 from moe_a2a.command_line import UsageError, output_file
 
-SIZES = [8 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 32 << 20, 128 << 20]
+SIZES = [1 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 32 << 20, 128 << 20]
 GPU_BLOCKS = [16, 32, 64, 96]  # and as many as the library takes
 CPU_BLOCKS = [1]
 GOOD_ENOUGH = 1.02
@@ -64,6 +65,7 @@ def _print_table(table: CollectiveTable) -> None:
     for step in table.steps:
         print(f"{step.max_nbytes:>16} {step.algorithm:<10} {step.num_blocks or 'all':>6}")
     if table.kind == "all_reduce":
+        print(f"one_shot as LL words up to: {table.most_in_words}")
         print("codecs from: " + (", ".join(f"{name} {least}" for name, least in table.codecs.items()) or "never"))
 
 
@@ -92,10 +94,15 @@ def _measured(
 ) -> CollectiveTable:
     algorithms = ALGORITHMS if kind == "all_reduce" else ALGORITHMS[1:]
     ways = [(algorithm, count) for algorithm in algorithms for count in blocks]
-    steps, with_codec = [], []
+    steps, with_codec, with_words = [], [], []
     for size in sizes:
         case = bench.Case(kind, size, dtype, "sum", coll.device)
         times = {way: _microseconds(case, coll, way, None, clock) for way in ways}
+        if kind == "all_reduce" and size <= MOST_IN_WORDS:
+            in_words = {way: _microseconds(case, coll, way, None, clock, True) for way in ways if way[0] == "one_shot"}
+            with_words.append(min(in_words.values()) < min(times[way] for way in in_words))
+            if all(with_words):
+                times |= in_words
         steps.append(CollectiveStep(size, *best(times)))
         if kind == "all_reduce":
             coded = {codec: _microseconds(case, coll, ("two_shot", 0), codec, clock) for codec in CODECS}
@@ -105,13 +112,18 @@ def _measured(
             figures = "  ".join(f"{name}/{count or 'all'}: {time:.1f}" for (name, count), time in times.items())
             print(f"{kind:<14} {size:>10}  us  {figures}  ->  {steps[-1][1:]}", file=sys.stderr, flush=True)
     name = str(dtype).removeprefix("torch.")
-    return CollectiveTable(kind, name, tuple(merged(steps)), worth_it(sizes, with_codec))
+    words = most_in_words(sizes[: len(with_words)], with_words)
+    return CollectiveTable(kind, name, tuple(merged(steps)), worth_it(sizes, with_codec), words)
 
 
-def _microseconds(case: bench.Case, coll: moe_a2a.Collectives, way: Way, codec: str | None, clock: Clock) -> float:
+def _microseconds(
+    case: bench.Case, coll: moe_a2a.Collectives, way: Way, codec: str | None, clock: Clock, as_words: bool = False
+) -> float:
     algorithm, num_blocks = way
     step = CollectiveStep(case.x.nbytes, algorithm, num_blocks)
-    coll.tables = collective_tables.Tables([CollectiveTable(kind, "bfloat16", (step,)) for kind in KINDS], "tune")
+    words = MOST_IN_WORDS if as_words else 0
+    tables = [CollectiveTable(kind, "bfloat16", (step,), most_in_words=words) for kind in KINDS]
+    coll.tables = collective_tables.Tables(tables, "tune")
     if case.kind == "all_reduce":
         call: Callable[[], object] = lambda: coll.all_reduce(case.x, case.op, codec=codec, out=case.x)  # noqa: E731
     elif case.kind == "reduce_scatter":
@@ -142,6 +154,13 @@ def merged(steps: Sequence[CollectiveStep]) -> list[CollectiveStep]:
             found.pop()
         found.append(step)
     return found
+
+
+def most_in_words(sizes: Sequence[int], is_faster: Sequence[bool]) -> int:
+    """The last of the sizes up to which LL words are always faster than rows; 0: none."""
+    slower = [i for i, faster in enumerate(is_faster) if not faster]
+    end = slower[0] if slower else len(is_faster)
+    return sizes[end - 1] if end > 0 else 0
 
 
 def worth_it(sizes: Sequence[int], is_faster: Sequence[dict[str, bool]]) -> dict[str, int]:

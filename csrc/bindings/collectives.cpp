@@ -25,7 +25,7 @@ class Core {
     return {&collectives_};
   }
 
-  at::Tensor all_reduce(const at::Tensor& x, int op, int algorithm, int codec, int num_blocks,
+  at::Tensor all_reduce(const at::Tensor& x, int op, int algorithm, int codec, bool as_words, int num_blocks,
                         const std::optional<at::Tensor>& out) {
     const Prepared call = prepare([&] {
       const DType dtype = checked_x(x);
@@ -35,7 +35,8 @@ class Core {
     run([&](void* stream) {
       collectives_.all_reduce(
           call.operands, x.numel(),
-          {static_cast<ReduceOp>(op), static_cast<Algorithm>(algorithm), static_cast<LineCodec>(codec), num_blocks},
+          {static_cast<ReduceOp>(op), static_cast<Algorithm>(algorithm), static_cast<LineCodec>(codec),
+           as_words ? CollectiveWire::kWords : CollectiveWire::kRows, num_blocks},
           stream);
     });
     return call.out;

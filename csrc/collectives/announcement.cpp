@@ -20,9 +20,9 @@ std::string name_in(const char* const (&names)[kCount], uint64_t index) {
 }  // namespace
 
 Announcement Announcement::of(const Terms& terms, int64_t count, uint64_t shares_digest) {
-  const uint64_t bytes[] = {static_cast<uint64_t>(terms.kind), static_cast<uint64_t>(terms.dtype),
-                            static_cast<uint64_t>(terms.op), static_cast<uint64_t>(terms.algorithm),
-                            static_cast<uint64_t>(terms.codec)};
+  const uint64_t bytes[] = {static_cast<uint64_t>(terms.kind),  static_cast<uint64_t>(terms.dtype),
+                            static_cast<uint64_t>(terms.op),    static_cast<uint64_t>(terms.algorithm),
+                            static_cast<uint64_t>(terms.codec), static_cast<uint64_t>(terms.wire)};
   uint64_t word = 0;
   for (size_t i = 0; i < std::size(bytes); ++i) word |= bytes[i] << 8 * i;
   return {{word, static_cast<uint64_t>(count), shares_digest}};
@@ -36,6 +36,7 @@ std::string describe(const Announcement& announcement) {
   if (kind != CollectiveKind::kAllGather) text += ", " + name_in(kOps, word >> 16 & 0xff);
   if (kind == CollectiveKind::kAllReduce) text += ", " + name_in(kAlgorithms, word >> 24 & 0xff);
   if ((word >> 32 & 0xff) != 0) text += ", " + name_in(kCodecs, word >> 32 & 0xff);
+  if (word >> 40 == static_cast<uint64_t>(CollectiveWire::kWords)) text += " in LL words";
   return text;
 }
 

@@ -15,12 +15,17 @@ namespace moe_a2a {
 enum class CollectiveKind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kRefused };
 enum class ReduceOp : uint8_t { kSum, kMax, kMin, kAvg };
 enum class Algorithm : uint8_t { kNone, kOneShot, kTwoShot, kRing, kRecursiveDoubling };
+enum class CollectiveWire : uint8_t { kRows, kWords };  // rows and signals, or LL words (comm/ll_word.h)
+
+// Of a vector that travels as LL words.
+inline constexpr int64_t kMaxWordsBytes = 32 << 10;
 
 // Equal on all ranks, or the call is not made.
 struct Announcement {
   static constexpr int kWords = 3;
 
-  uint64_t word[kWords] = {};  // kind, dtype, operator, algorithm, codec; number of elements; how they are shared out
+  // kind, dtype, operator, algorithm, codec, wire; number of elements; how they are shared out
+  uint64_t word[kWords] = {};
 
   // What all calls have: which collective, of what, how merged.
   struct Terms {
@@ -29,6 +34,7 @@ struct Announcement {
     ReduceOp op = ReduceOp::kSum;
     Algorithm algorithm = Algorithm::kNone;
     LineCodec codec = LineCodec::kNone;
+    CollectiveWire wire = CollectiveWire::kRows;
   };
   static Announcement of(const Terms& terms, int64_t count, uint64_t shares_digest = 0);
   static Announcement of_refusal() { return {{static_cast<uint64_t>(CollectiveKind::kRefused)}}; }
@@ -36,6 +42,16 @@ struct Announcement {
   MOE_A2A_HOST_DEVICE static CollectiveKind kind_of(uint64_t first_word) {
     return static_cast<CollectiveKind>(first_word & 0xff);
   }
+
+  // Everything that ranks may disagree about in a call whose values travel as LL words, as data of one such word; 0 for
+  // every other call. So a rank in such a call need not wait for the announcements.
+  MOE_A2A_HOST_DEVICE uint32_t terms_of_words() const {
+    static_assert(kMaxWordsBytes / 2 < 1 << kCountBits);
+    if (word[0] >> 40 != static_cast<uint64_t>(CollectiveWire::kWords)) return 0;
+    const auto dtype = static_cast<uint32_t>(word[0] >> 8 & 0xff), op = static_cast<uint32_t>(word[0] >> 16 & 0xff);
+    return 1u << 31 | dtype << (kCountBits + 4) | op << kCountBits | static_cast<uint32_t>(word[1]);
+  }
+  static constexpr int kCountBits = 20;
 };
 
 // "all_reduce of 100 float32, sum, two_shot, q8"

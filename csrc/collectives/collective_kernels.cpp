@@ -1,10 +1,10 @@
-#include "collectives/one_shot.h"
+#include "collectives/one_shot_words.h"
 #include "collectives/recursive_doubling.h"
 #include "collectives/refuse_collective.h"
 #include "collectives/ring.h"
 #include "collectives/two_shot.h"
 #include "comm/define_family.h"
 
-MOE_A2A_KERNEL_FAMILY(collective_kernels, kCollectiveVocabulary, OneShot, TwoShot, ReduceScatter, AllGather,
-                      RefuseCollective, Ring, RecursiveDoubling, CodedTwoShot<LineCodec::kFp8>,
+MOE_A2A_KERNEL_FAMILY(collective_kernels, kCollectiveVocabulary, OneShot, OneShotWords, TwoShot, ReduceScatter,
+                      AllGather, RefuseCollective, Ring, RecursiveDoubling, CodedTwoShot<LineCodec::kFp8>,
                       CodedTwoShot<LineCodec::kQ8>, CodedTwoShot<LineCodec::kQ6>, CodedTwoShot<LineCodec::kQ4>)

@@ -13,16 +13,24 @@ inline constexpr int kChunksPerRound = 128, kMaxRounds = 4, kMaxChunks = kMaxRou
 // Shares and chunks of them begin at multiples of this many elements: whole vectors, and blocks of line codecs.
 inline constexpr int kShareUnit = 64;
 
+// What a rank has seen of a launch, from all ranks.
+enum class Seen : uint32_t {
+  kSignals,  // call_signal, acquired: what came before the launch on every rank is ordered
+  kWords,    // LL words, which order nothing: every rank has begun the launch
+  kNothing,
+};
+
 // Local; written by the last block of each launch.
 struct CallState {
-  uint64_t epoch = 0;       // of the newest launch; advanced on the device, so that a graph's replay is a new call
-  uint32_t is_refused = 0;  // a rank made another call or none: the later slices of that call do nothing
-  uint32_t is_behind = 0;   // this rank has not seen the newest epoch of all ranks
+  uint64_t epoch = 0;          // of the newest launch; advanced on the device, so that a graph's replay is a new call
+  uint32_t is_refused = 0;     // a rank made another call or none: the later slices of that call do nothing
+  Seen seen = Seen::kSignals;  // of the newest launch
 };
 
 // R = num_ranks. Whatever belongs to epoch e lies in half e % 2: by the time that a rank begins e, it has seen every
-// rank's call_signal of e - 1, which each of them raised after its launch of e - 2 had ended. So nobody reads or writes
-// a half of two epochs at once, whatever the sizes, types and algorithms of the calls are.
+// rank's call_signal or call_word of e - 1, which each of them wrote after its launch of e - 2 had ended. So nobody
+// reads or writes a half of two epochs at once, whatever the sizes, types and algorithms of the calls are. Fields that
+// are not atomic words need the signal, see Seen.
 struct CollectiveRegion {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
   Array<Signal, 2> call_signal;     // [2, R src]  src makes this call
@@ -30,6 +38,8 @@ struct CollectiveRegion {
   Array<Signal, 3> chunk_signal;    // [2, R src, chunks]  a chunk of src has landed here
   Array<Signal, 3> result_signal;   // [2, R src, chunks]  a chunk of `result` of src may be read there
   Array<std::byte, 3> landing;      // [2, R src, share_bytes]
+  Array<std::byte, 3> call_word;    // [2, R src, 16]  an LL word: src's Announcement::terms_of_words()
+  Array<std::byte, 3> words;        // [2, R src, 2 * words_bytes]  LL words: src's vector
   // ---- symmetric: written by its owner, read by all ranks
   Array<std::byte, 2> result;  // [2, share_bytes]  the share that this rank has reduced or gives to all
 
@@ -49,7 +59,7 @@ constexpr int64_t share_bytes_for(int64_t max_nbytes, int num_ranks) {
 }
 
 // Lays out the region from the two bases and points the context at it; with null bases only the size means anything.
-inline RegionSize place_region(CollectiveContext& context, int num_ranks, int64_t share_bytes,
+inline RegionSize place_region(CollectiveContext& context, int num_ranks, int64_t share_bytes, int64_t words_bytes,
                                std::byte* symmetric_base, std::byte* local_base) {
   return place_client(context, num_ranks, 2, symmetric_base, local_base, [&](auto& symmetric, auto& local) {
     context.region = {.call_signal = symmetric.template take<Signal>(2, num_ranks),
@@ -57,6 +67,8 @@ inline RegionSize place_region(CollectiveContext& context, int num_ranks, int64_
                       .chunk_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
                       .result_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
                       .landing = symmetric.template take<std::byte>(2, num_ranks, share_bytes),
+                      .call_word = symmetric.template take<std::byte>(2, num_ranks, 16),
+                      .words = symmetric.template take<std::byte>(2, num_ranks, 2 * words_bytes),
                       .result = symmetric.template take<std::byte>(2, share_bytes),
                       .state = local.template take<CallState>(1),
                       .arrivals = local.template take<uint32_t>(1)};

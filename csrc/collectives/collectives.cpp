@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "collectives/collective_kernels.h"
+#include "collectives/one_shot_words.h"
 #include "collectives/recursive_doubling.h"
 #include "collectives/refuse_collective.h"
 #include "collectives/ring.h"
@@ -23,16 +24,16 @@ Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes,
   const int num_ranks = member_.num_ranks;
   share_bytes_ =
       share_bytes_for(device_->is_synchronous() ? std::min(max_nbytes, kMaxCpuWorkspace) : max_nbytes, num_ranks);
-  allocate(place_region(context_, num_ranks, share_bytes_, nullptr, nullptr), {agreed("max_nbytes", max_nbytes)},
-           [&](std::byte* symmetric, std::byte* local) {
-             place_region(context_, num_ranks, share_bytes_, symmetric, local);
+  allocate(place_region(context_, num_ranks, share_bytes_, kMaxWordsBytes, nullptr, nullptr),
+           {agreed("max_nbytes", max_nbytes)}, [&](std::byte* symmetric, std::byte* local) {
+             place_region(context_, num_ranks, share_bytes_, kMaxWordsBytes, symmetric, local);
            });
   link(comm_->poison_link());
 }
 
 void Collectives::all_reduce(const Operands& operands, int64_t count, const Method& method, void* stream) {
-  const Announcement announcement =
-      Announcement::of({CollectiveKind::kAllReduce, operands.dtype, method.op, method.algorithm, method.codec}, count);
+  const Announcement announcement = Announcement::of(
+      {CollectiveKind::kAllReduce, operands.dtype, method.op, method.algorithm, method.codec, method.wire}, count);
   const OneShotArgs vectors{
       .announcement = announcement, .x = operands.x, .out = operands.out, .dtype = operands.dtype, .op = method.op};
   const ShareArgs shares{.announcement = announcement,
@@ -44,9 +45,13 @@ void Collectives::all_reduce(const Operands& operands, int64_t count, const Meth
   const int element_size = size_of(operands.dtype);
   switch (method.algorithm) {
     case Algorithm::kOneShot:
-      return launch_vectors(vectors, count, element_size, method.num_blocks, stream);
+      if (method.wire == CollectiveWire::kRows)
+        return launch_vectors(vectors, count, share_bytes_, element_size, method.num_blocks, stream);
+      if (count * element_size > kMaxWordsBytes) throw std::invalid_argument("too many bytes for LL words");
+      return launch_vectors(OneShotWordsArgs{vectors}, count, kMaxWordsBytes, element_size, method.num_blocks, stream);
     case Algorithm::kRecursiveDoubling:
-      return launch_vectors(RecursiveDoublingArgs{vectors}, count, sizeof(float), method.num_blocks, stream);
+      return launch_vectors(RecursiveDoublingArgs{vectors}, count, share_bytes_, sizeof(float), method.num_blocks,
+                            stream);
     case Algorithm::kRing:
       return launch_shares(RingArgs{shares}, sizeof(float), method.num_blocks, stream);
     case Algorithm::kTwoShot:
@@ -99,14 +104,15 @@ std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) co
 // One launch per slice. On a GPU all are made before an error is raised, which the ranks see at different slices:
 // theirs must stay equally many.
 template <class Args>
-void Collectives::launch_vectors(const Args& vectors, int64_t count, int wire_size, int num_blocks, void* stream) {
+void Collectives::launch_vectors(const Args& vectors, int64_t count, int64_t slice_bytes, int wire_size, int num_blocks,
+                                 void* stream) {
   Args args = vectors;
   const int64_t element_size = size_of(args.dtype);
   const CallGate::Turn turn = gate_.enter();
   require_open();
   raise_timeouts();
   args.context = context_;
-  for (const Slice& slice : slices_of(count, share_bytes_, wire_size)) {
+  for (const Slice& slice : slices_of(count, slice_bytes, wire_size)) {
     args.x = vectors.x + slice.first * element_size;
     args.out = vectors.out + slice.first * element_size;
     args.count = std::min(slice.most, count - slice.first);

@@ -29,8 +29,9 @@ class Collectives : public Client {
   struct Method {
     ReduceOp op = ReduceOp::kSum;
     Algorithm algorithm = Algorithm::kTwoShot;
-    LineCodec codec = LineCodec::kNone;  // of kTwoShot alone
-    int num_blocks = 0;                  // of this call at most; 0: as the constructor says
+    LineCodec codec = LineCodec::kNone;           // of kTwoShot alone
+    CollectiveWire wire = CollectiveWire::kRows;  // kWords: of kOneShot alone, up to kMaxWordsBytes
+    int num_blocks = 0;                           // of this call at most; 0: as the constructor says
   };
 
   // out[i] = x[i] of all ranks, merged. `out` may be `x`.
@@ -49,9 +50,10 @@ class Collectives : public Client {
   int64_t share_bytes() const { return share_bytes_; }
 
  private:
-  // `wire_size`: bytes of an element in the workspace.
+  // In slices of `slice_bytes`. `wire_size`: bytes of an element there.
   template <class Args>
-  void launch_vectors(const Args& args, int64_t count, int wire_size, int num_blocks, void* stream);
+  void launch_vectors(const Args& args, int64_t count, int64_t slice_bytes, int wire_size, int num_blocks,
+                      void* stream);
   template <class Args>
   void launch_shares(const Args& args, int wire_size, int num_blocks, void* stream);
   int blocks_for(int64_t num_chunks, int num_blocks) const;

@@ -5,6 +5,7 @@
 #include "collectives/collective_region.h"
 #include "collectives/vocabulary.h"
 #include "comm/launch_count.h"
+#include "comm/ll_word.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
@@ -21,11 +22,18 @@ struct Part {
   MOE_A2A_DEVICE RankSet others() const { return RankSet::all(num_ranks()).without(rank()); }
 };
 
-// Tells every rank which call this is. By one block.
+MOE_A2A_DEVICE LlWord* call_word_of(const Part& part, int src) {
+  return reinterpret_cast<LlWord*>(part.context.region.call_word.at(part.half(), src));
+}
+
+// Tells every rank which call this is: at once by a word, to those whose values travel as words, and by a signal with
+// all that there is to say. By one block.
 MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
   const CollectiveContext& c = part.context;
   uint64_t* local = c.region.announcement.at(part.half(), part.rank());
+  const LlWord word{.data = {part.announcement.terms_of_words()}, .stamp = ll_stamp(part.epoch)};
   for (int r = block.rank(); r < part.num_ranks(); r += block.size()) {
+    store_ll(c.heap.peer(r, call_word_of(part, part.rank())), word);
     uint64_t* words = c.heap.peer(r, local);
     for (int i = 0; i < Announcement::kWords; ++i) {
       atomic_store<Order::kRelaxed, Scope::kSystem>(words + i, part.announcement.word[i]);
@@ -79,7 +87,8 @@ MOE_A2A_DEVICE bool meet(const Part& part, const Grid& grid, const Block& block)
   return !block.any(!good);
 }
 
-// After a refusal of this rank's own, which does not wait: sees that all ranks have begun the epoch before.
+// After a launch that has not seen enough of its peers: sees that all ranks have begun the epoch before, and orders
+// what they did before that.
 MOE_A2A_DEVICE bool catch_up(const Part& part, const Block& block) {
   const CollectiveContext& c = part.context;
   bool good = true;
@@ -103,25 +112,32 @@ MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const A
   return !block.any(!good);
 }
 
-// send(part) writes and signals without waiting; receive(part) may wait for what others send, and returns false when a
-// rank did not come. The last block announces: if there is a block more than chunks, as in small calls on a GPU,
-// nobody's values wait for the fence behind the announcement.
-template <class Args, class Send, class Receive>
-MOE_A2A_DEVICE void take_part(const Args& args, Operation operation, const Grid& grid, const Block& block,
-                              const Send& send, const Receive& receive) {
+// One launch, whose body(part) returns false when a rank did not come or makes another call. It needs to have seen
+// `seen` of the launch before, and sees as much of this one.
+template <class Args, class Body>
+MOE_A2A_DEVICE void run_call(const Args& args, Operation operation, Seen seen, const Grid& grid, const Block& block,
+                             const Body& body) {
   const CollectiveRegion& region = args.context.region;
   const CallState before = region.state(0);
   if (args.slice > 0 && before.is_refused != 0) return;  // so on every rank
   const Part part{args.context, args.announcement, operation, before.epoch + 1};
-  bool good = before.is_behind == 0 || catch_up(part, block);
-  if (good) {
+  const bool good = (before.seen <= seen || catch_up(part, block)) && body(part);
+  if (last_block_done(grid, block, region.arrivals.data)) {
+    region.state(0) = {.epoch = part.epoch, .is_refused = !good, .seen = seen};
+  }
+}
+
+// Values travel as rows. send(part) writes and signals without waiting; receive(part) may wait for what others send,
+// and returns false when a rank did not come. The last block announces: if there is a block more than chunks, as in
+// small calls on a GPU, nobody's values wait for the fence behind the announcement.
+template <class Args, class Send, class Receive>
+MOE_A2A_DEVICE void take_part(const Args& args, Operation operation, const Grid& grid, const Block& block,
+                              const Send& send, const Receive& receive) {
+  run_call(args, operation, Seen::kSignals, grid, block, [&](const Part& part) {
     if (grid.rank() == grid.size() - 1) announce(part, block);
     send(part);
-    good = meet(part, grid, block) && receive(part);
-  }
-  if (last_block_done(grid, block, region.arrivals.data)) {
-    region.state(0) = {.epoch = part.epoch, .is_refused = !good, .is_behind = 0};
-  }
+    return meet(part, grid, block) && receive(part);
+  });
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

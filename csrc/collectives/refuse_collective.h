@@ -22,14 +22,14 @@ struct RefuseCollective {
 
   static size_t shared_bytes(const Args&) { return 0; }
 
-  // Waits for nobody's part in this epoch: the next launch does (is_behind).
+  // Waits for nobody's part in this epoch: the next launch does (Seen::kNothing).
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     CallState& state = args.context.region.state(0);
     const Part part{args.context, args.announcement, collective_op::kRefuse, state.epoch + 1};
-    if (state.is_behind != 0 && !catch_up(part, block)) return;
+    if (state.seen != Seen::kSignals && !catch_up(part, block)) return;
     leave_text(args.context, part.half(), block, args.text);
     announce(part, block);
-    if (block.rank() == 0) state = {.epoch = part.epoch, .is_refused = 0, .is_behind = 1};
+    if (block.rank() == 0) state = {.epoch = part.epoch, .is_refused = 0, .seen = Seen::kNothing};
   }
 };
 

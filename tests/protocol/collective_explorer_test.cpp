@@ -24,7 +24,14 @@ std::vector<CollectiveCase> all_cases() {
       doubling{.kind = Kind::kRecursiveDoubling, .num_elements = 3}, in_place{.in_place = true},
       sliced{.num_elements = 12}, nothing{.num_elements = 0}, odd{.odd_rank = 1},
       odd_slices{.num_elements = 12, .odd_rank = 0}, refused{.num_elements = 12, .refusing_rank = 1},
-      refused_by_first{.refusing_rank = 0};
+      refused_by_first{.refusing_rank = 0}, words{.kind = Kind::kOneShotWords, .num_elements = 3},
+      no_words{.kind = Kind::kOneShotWords, .num_elements = 0},
+      one_word{.kind = Kind::kOneShotWords, .num_elements = 1},
+      words_in_place{.kind = Kind::kOneShotWords, .num_elements = 3, .in_place = true},
+      odd_words{.kind = Kind::kOneShotWords, .num_elements = 3, .odd_rank = 1},
+      words_or_rows{.kind = Kind::kOneShotWords, .num_elements = 3, .odd_rank = 0, .odd_kind = kTwoShot},
+      rows_or_words{.kind = kOneShot, .num_elements = 1, .odd_rank = 1, .odd_kind = Kind::kOneShotWords},
+      refused_words{.kind = Kind::kOneShotWords, .num_elements = 3, .refusing_rank = 1};
   return {
       {.name = "two-shot", .calls = {two_shot, two_shot, two_shot}},
       {.name = "two-shot, two blocks", .calls = {two_shot, two_shot}, .num_blocks = 2},
@@ -56,6 +63,27 @@ std::vector<CollectiveCase> all_cases() {
       {.name = "three refused calls", .calls = {refused, refused, refused, two_shot}},
       {.name = "alternating refusals", .calls = {refused, refused_by_first, two_shot}},
       {.name = "a refused call of three ranks", .calls = {two_shot, refused, two_shot}, .num_ranks = 3},
+      {.name = "words", .calls = {one_word, words, one_word, words}},
+      {.name = "words, two blocks", .calls = {words, words_in_place, words}, .num_blocks = 2},
+      {.name = "words of three ranks", .calls = {one_word, one_word, one_word}, .num_ranks = 3},
+      {.name = "words of one rank", .calls = {words, two_shot, words}, .num_ranks = 1, .num_blocks = 2},
+      {.name = "words in place", .calls = {words_in_place, words_in_place, words_in_place}},
+      {.name = "words: calls without elements", .calls = {no_words, one_word, no_words, no_words, one_word}},
+      {.name = "words and rows by turns", .calls = {two_shot, words, two_shot, words, words, one_shot}},
+      {.name = "words and rows by turns, two blocks", .calls = {one_shot, words, one_shot}, .num_blocks = 2},
+      {.name = "words and rows by turns, three ranks", .calls = {one_shot, no_words, one_shot}, .num_ranks = 3},
+      {.name = "words: epoch passes 2^31", .calls = {words, one_word, words}, .first_epoch = (uint64_t{1} << 31) - 2},
+      {.name = "words: epoch passes 2^32", .calls = {words, one_word, words}, .first_epoch = (uint64_t{1} << 32) - 2},
+      {.name = "words: epoch wraps", .calls = {words, two_shot, words}, .first_epoch = (uint64_t{1} << 44) - 2},
+      {.name = "words: ranks disagree", .calls = {odd_words, words, two_shot}},
+      {.name = "words: ranks disagree, two blocks", .calls = {odd_words, words}, .num_blocks = 2},
+      {.name = "words: one of three ranks disagrees", .calls = {odd_words, one_word}, .num_ranks = 3},
+      {.name = "words: one rank sends rows", .calls = {words_or_rows, words, words_or_rows, two_shot}},
+      {.name = "words: one of three ranks sends rows", .calls = {words_or_rows, one_word}, .num_ranks = 3},
+      {.name = "words: one rank sends words", .calls = {rows_or_words, one_shot, rows_or_words, words}},
+      {.name = "words: a refused call", .calls = {words, refused_words, words, two_shot}},
+      {.name = "words: two refused calls", .calls = {words, refused_words, refused_words, words}},
+      {.name = "words: refused by turns", .calls = {refused_words, refused_by_first, words, words}},
   };
 }
 
@@ -129,8 +157,22 @@ std::vector<Broken> all_mutants() {
       mutants.push_back({std::string(signal.name) + ": " + kind.name, {.kind = kind.kind, .field = signal.field}});
     }
   }
+  for (const auto& [field, name] : {std::pair{Field::kCallWord, "call word"}, {Field::kWords, "words"}}) {
+    for (const auto& [kind, how] : {std::pair{MutationKind::kWaitSkipped, "no wait for each"},
+                                    {MutationKind::kOneUseEarly, "content with the stamp of the use before"},
+                                    {MutationKind::kStampFirst, "the stamp is written before the data"},
+                                    {MutationKind::kOneHalf, "one half for all epochs"},
+                                    {MutationKind::kStoreLost, "not sent"}}) {
+      mutants.push_back({std::string(name) + ": " + how, {.kind = kind, .field = field}});
+    }
+  }
+  mutants.push_back({"rows after words: do not catch up", {.kind = MutationKind::kForgotten, .field = Field::kWords}});
+  mutants.push_back(
+      {"words after a refusal: do not catch up", {.kind = MutationKind::kForgotten, .field = Field::kRefusalText}});
   for (const auto& [kind, how] :
        {std::pair{MutationKind::kRelaxedRelease, "no release"}, {MutationKind::kStoreLost, "not raised"}}) {
+    mutants.push_back({std::string("call signal of words: ") + how,
+                       {.kind = kind, .field = Field::kCallSignal, .launch = kWordsLaunch}});
     mutants.push_back({std::string("call signal of refuse_collective: ") + how,
                        {.kind = kind, .field = Field::kCallSignal, .launch = kRefuseCollective}});
   }

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "collectives/one_shot_words.h"
 #include "collectives/recursive_doubling.h"
 #include "collectives/refuse_collective.h"
 #include "collectives/ring.h"
@@ -25,7 +26,7 @@ RegionSize CollectiveRank::size_of(int num_ranks) {
   CommContext comm_context;
   CollectiveContext context;
   const RegionSize comm = place_region(comm_context, num_ranks, nullptr, nullptr);
-  const RegionSize own = place_region(context, num_ranks, kShareBytes, nullptr, nullptr);
+  const RegionSize own = place_region(context, num_ranks, kShareBytes, kWordsBytes, nullptr, nullptr);
   return {comm.symmetric_bytes + own.symmetric_bytes, comm.local_bytes + own.local_bytes + 2 * kTensorBytes,
           own.layout_digest};
 }
@@ -36,7 +37,8 @@ CollectiveRank::CollectiveRank(const CollectiveCase& shape, int rank, std::byte*
   const RegionSize size = size_of(shape.num_ranks);
   own_heap_ = symmetric + rank * size.symmetric_bytes;
   const RegionSize comm = place_region(comm_, shape.num_ranks, own_heap_, local);
-  place_region(context_, shape.num_ranks, kShareBytes, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
+  place_region(context_, shape.num_ranks, kShareBytes, kWordsBytes, own_heap_ + comm.symmetric_bytes,
+               local + comm.local_bytes);
   x_ = reinterpret_cast<float*>(local + size.local_bytes - 2 * kTensorBytes);
   out_ = x_ + kMaxElements;
   comm_.heap = {.rank = rank, .num_ranks = shape.num_ranks};
@@ -63,6 +65,11 @@ void CollectiveRank::reset() {
     for (int r = 0; r < shape_.num_ranks; ++r) {
       region.call_signal(half, r) = old;
       for (int i = 0; i < kMaxChunks; ++i) region.chunk_signal(half, r, i) = region.result_signal(half, r, i) = old;
+      const LlWord old_word{.data = {0}, .stamp = ll_stamp(epoch)};
+      std::memcpy(region.call_word.at(half, r), &old_word, sizeof(LlWord));
+      for (size_t i = 0; i < 2 * kWordsBytes; i += sizeof(LlWord)) {
+        std::memcpy(region.words.at(half, r, static_cast<int64_t>(i)), &old_word, sizeof(LlWord));
+      }
     }
   }
 }
@@ -98,28 +105,40 @@ int CollectiveRank::num_elements(int call) const {
   return shape_.calls[call].num_elements + (shape_.calls[call].odd_rank == rank() ? kSlice * shape_.num_ranks : 0);
 }
 
+Kind CollectiveRank::kind(int call, int rank) const {
+  const ModelCall& made = shape_.calls[call];
+  return made.odd_rank == rank ? made.odd_kind.value_or(made.kind) : made.kind;
+}
+
 bool CollectiveRank::has_vectors(int call) const {
-  return shape_.calls[call].kind == Kind::kOneShot || shape_.calls[call].kind == Kind::kRecursiveDoubling;
+  return kind(call) == Kind::kOneShot || kind(call) == Kind::kRecursiveDoubling;
 }
 
 int CollectiveRank::num_slices(int call) const {
-  const int share =
-      shape_.calls[call].kind == Kind::kOneShot ? num_elements(call) : static_cast<int>(shares(call).size(0));
+  if (kind(call) == Kind::kOneShotWords) return 1;
+  const int share = kind(call) == Kind::kOneShot ? num_elements(call) : static_cast<int>(shares(call).size(0));
   return share <= kSlice ? 1 : (share + kSlice - 1) / kSlice;
 }
 
 Announcement CollectiveRank::announcement(int call, int rank) const {
-  const auto kind = static_cast<uint64_t>(shape_.calls[call].kind);
+  const auto wire = kind(call, rank) == Kind::kOneShotWords ? CollectiveWire::kWords : CollectiveWire::kRows;
   const bool is_odd = shape_.calls[call].odd_rank == rank;
-  return {{kind, static_cast<uint64_t>(shape_.calls[call].num_elements) + (is_odd ? 1 : 0), 0}};
+  return {{static_cast<uint64_t>(kind(call, rank)) | static_cast<uint64_t>(wire) << 40,
+           static_cast<uint64_t>(shape_.calls[call].num_elements) + (is_odd ? 1 : 0), 0}};
 }
 
 Launch CollectiveRank::prepare(int call) {
-  return launch("prepare", call, 1, [this, call](int) { fill_tensors(call); });
+  return launch("prepare", call, 1, [this, call](int) {
+    fill_tensors(call);
+    const auto forgets = [](Field field) { return Explorer::running()->is_broken(Mutation::Kind::kForgotten, field); };
+    Seen& seen = context_.region.state(0).seen;
+    if (seen == Seen::kNothing && forgets(Field::kRefusalText)) seen = Seen::kWords;
+    if (seen == Seen::kWords && forgets(Field::kWords)) seen = Seen::kSignals;
+  });
 }
 
 void CollectiveRank::fill_tensors(int call) {
-  const int64_t first = shape_.calls[call].kind == Kind::kAllGather ? shares(call).offset[rank()] : 0;
+  const int64_t first = kind(call) == Kind::kAllGather ? shares(call).offset[rank()] : 0;
   for (int i = 0; i < kMaxElements; ++i) {
     x_[i] = value(rank(), call, static_cast<int>(first) + i);
     out_[i] = -1;
@@ -136,8 +155,8 @@ Args CollectiveRank::share_args(int call, int number) const {
   args.x = reinterpret_cast<const std::byte*>(x_);
   args.out = reinterpret_cast<std::byte*>(in_place ? x_ : out_);
   args.shares = shares(call);
-  if (shape_.calls[call].kind == Kind::kReduceScatter) args.out_begin = args.shares.offset[rank()];
-  if (shape_.calls[call].kind == Kind::kAllGather) args.x_begin = args.shares.offset[rank()];
+  if (kind(call) == Kind::kReduceScatter) args.out_begin = args.shares.offset[rank()];
+  if (kind(call) == Kind::kAllGather) args.x_begin = args.shares.offset[rank()];
   args.extent = {.first = number * int64_t{kSlice}, .most = kSlice, .chunk = kChunk};
   return args;
 }
@@ -146,21 +165,32 @@ template <class Args>
 Args CollectiveRank::vector_args(int call, int number) const {
   const int rest = num_elements(call) - number * kSlice;
   Args args;
-  args.context = context_;
+  args.context = broken_context();
   args.announcement = announcement(call, rank());
   args.slice = number;
   args.x = reinterpret_cast<const std::byte*>(x_) + number * kShareBytes;
   args.out = reinterpret_cast<std::byte*>(shape_.calls[call].in_place ? x_ : out_) + number * kShareBytes;
-  args.count = rest < kSlice ? rest : kSlice;
+  args.count = rest < kSlice || kind(call) == Kind::kOneShotWords ? rest : kSlice;
   args.chunk = kChunk;
   return args;
 }
 
+// A mutant: fields whose halves are one.
+CollectiveContext CollectiveRank::broken_context() const {
+  CollectiveContext context = context_;
+  const auto is_one = [](Field field) { return Explorer::running()->is_broken(Mutation::Kind::kOneHalf, field); };
+  if (is_one(Field::kCallWord)) context.region.call_word.stride[0] = 0;
+  if (is_one(Field::kWords)) context.region.words.stride[0] = 0;
+  return context;
+}
+
 void CollectiveRank::run(int call, int number, int block) {
   const Grid grid{block, shape_.num_blocks};
-  switch (shape_.calls[call].kind) {
+  switch (kind(call)) {
     case Kind::kOneShot:
       return OneShot::run(vector_args<OneShotArgs>(call, number), grid, Block{}, nullptr);
+    case Kind::kOneShotWords:
+      return OneShotWords::run(vector_args<OneShotWordsArgs>(call, number), grid, Block{}, nullptr);
     case Kind::kRecursiveDoubling:
       return RecursiveDoubling::run(vector_args<RecursiveDoublingArgs>(call, number), grid, Block{}, nullptr);
     case Kind::kTwoShot:
@@ -175,16 +205,16 @@ void CollectiveRank::run(int call, int number, int block) {
 }
 
 Launch CollectiveRank::slice(int call, int number) {
-  constexpr const char* kNames[] = {"one_shot", "two_shot", "reduce_scatter", "all_gather", "ring", "doubling"};
-  return launch(kNames[static_cast<int>(shape_.calls[call].kind)], call, shape_.num_blocks,
-                [this, call, number](int block) {
-                  if (block == 0) {
-                    for (const Field field : {Field::kCallSignal, Field::kChunkSignal, Field::kResultSignal}) {
-                      raise_early(field);
-                    }
-                  }
-                  run(call, number, block);
-                });
+  constexpr const char* kNames[] = {"one_shot", "two_shot", "reduce_scatter", "all_gather",
+                                    "ring",     "doubling", kWordsLaunch};
+  return launch(kNames[static_cast<int>(kind(call))], call, shape_.num_blocks, [this, call, number](int block) {
+    if (block == 0) {
+      for (const Field field : {Field::kCallSignal, Field::kChunkSignal, Field::kResultSignal}) {
+        raise_early(field);
+      }
+    }
+    run(call, number, block);
+  });
 }
 
 Launch CollectiveRank::refuse(int call) {
@@ -227,7 +257,7 @@ Launch CollectiveRank::check(int call) {
 
 void CollectiveRank::compare(int call) const {
   if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 0u) fail("there is a report");
-  const Kind kind = shape_.calls[call].kind;
+  const Kind kind = this->kind(call);
   const Shares cut = shares(call);
   const int64_t own = cut.offset[rank()];
   const float* result = shape_.calls[call].in_place ? x_ : out_;

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,12 +15,13 @@
 namespace moe_a2a {
 
 struct ModelCall {
-  enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kRing, kRecursiveDoubling };
+  enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kRing, kRecursiveDoubling, kOneShotWords };
   Kind kind = Kind::kTwoShot;
   int num_elements = 8;  // of the whole tensor
   bool in_place = false;
-  int odd_rank = -1;       // makes a different call than the others
-  int refusing_rank = -1;  // whose call fails before its launch
+  int odd_rank = -1;                  // makes a different call than the others
+  std::optional<Kind> odd_kind = {};  // of that call, if it differs
+  int refusing_rank = -1;             // whose call fails before its launch
 };
 
 struct CollectiveCase {
@@ -30,12 +32,13 @@ struct CollectiveCase {
   uint64_t first_epoch = 0;  // launches before the first call
 };
 
-inline constexpr const char* kRefuseCollective = "refuse_collective";
+inline constexpr const char *kRefuseCollective = "refuse_collective", *kWordsLaunch = "one_shot_words";
 
 class CollectiveRank {
  public:
   // Most elements of a tensor; of each share in one slice; behind one signal.
   static constexpr int kMaxElements = 32, kSlice = 4, kChunk = 2;
+  static constexpr int64_t kWordsBytes = 16 * sizeof(float);  // of a vector in LL words
 
   static RegionSize size_of(int num_ranks);
 
@@ -61,6 +64,8 @@ class CollectiveRank {
   Launch refuse(int call);
   Launch check(int call);
 
+  ModelCall::Kind kind(int call, int rank) const;
+  ModelCall::Kind kind(int call) const { return kind(call, rank()); }
   int num_slices(int call) const;
   int num_elements(int call) const;
   Shares shares(int call) const;
@@ -72,6 +77,7 @@ class CollectiveRank {
   Args vector_args(int call, int number) const;
   bool has_vectors(int call) const;  // and not shares
   void run(int call, int number, int block);
+  CollectiveContext broken_context() const;
   void compare(int call) const;
   void compare_report(int call);
   void raise_early(Field field) const;

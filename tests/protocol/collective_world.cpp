@@ -46,6 +46,8 @@ void CollectiveWorld::name_regions(const CollectiveRank& rank) {
   region(rank.region().chunk_signal.data, "chunk_signal", Field::kChunkSignal);
   region(rank.region().result_signal.data, "result_signal", Field::kResultSignal);
   region(rank.region().landing.data, "landing");
+  region(rank.region().call_word.data, "call_word", Field::kCallWord);
+  region(rank.region().words.data, "words", Field::kWords);
   region(rank.region().result.data, "result");
   region(comm.clock_epoch.data, "the communicator's local memory");
   region(rank.services().num_reports.data, "num_reports");

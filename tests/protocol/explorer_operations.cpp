@@ -62,9 +62,12 @@ uint64_t Explorer::load(const void* address, size_t bytes, Order order) {
 uint64_t Explorer::mutated_ll(Field field, uint64_t word) const {
   const bool always = is_broken(Mutation::Kind::kWaitSkipped, field);
   const auto newest = newest_stamp_.find(field);
-  if (newest == newest_stamp_.end() || !(always || is_broken(Mutation::Kind::kOneEpochEarly, field))) return word;
-  const auto stamp = static_cast<uint32_t>(word >> 32), epoch_later = ((stamp + 1) | 1u << 31);
-  if (!always && epoch_later != newest->second) return word;
+  const uint32_t too_early = is_broken(Mutation::Kind::kOneEpochEarly, field) ? 1
+                             : is_broken(Mutation::Kind::kOneUseEarly, field) ? 2
+                                                                              : 0;
+  if (newest == newest_stamp_.end() || !(always || too_early > 0)) return word;
+  const auto stamp = static_cast<uint32_t>(word >> 32), later = ((stamp + too_early) | 1u << 31);
+  if (!always && later != newest->second) return word;
   return uint64_t{newest->second} << 32 | static_cast<uint32_t>(word);
 }
 
@@ -81,6 +84,11 @@ void Explorer::store(void* address, size_t bytes, uint64_t value, Order order) {
   if (is_broken(Mutation::Kind::kStoreLost, field)) return;
   if (is_broken(Mutation::Kind::kLostWhenUnused, field) && stage_.is_unused_pair(address)) return;
   if (is_ll(field)) newest_stamp_[field] = static_cast<uint32_t>(value >> 32);
+  if (is_broken(Mutation::Kind::kStampFirst, field)) {
+    std::memcpy(static_cast<std::byte*>(address) + 4, reinterpret_cast<const std::byte*>(&value) + 4, 4);
+    wake_watchers(address);
+    schedule_point();
+  }
   if (is_broken(Mutation::Kind::kRelaxedRelease, field)) order = Order::kRelaxed;
   if (mutation_.signals_by_fence && order == Order::kRelease && field != Field::kReportState) {
     check(order_.store_after_fence(current_->id, address), address, "stores");

@@ -31,10 +31,13 @@ enum class Field : uint8_t {
   kChunkSignal,
   kResultSignal,
   kLaunchArrivals,
+  kCallWord,
+  kWords,
 };
 
 inline bool is_ll(Field field) {
-  return field == Field::kLlChoices || field == Field::kLlRow || field == Field::kLlCombineRow;
+  return field == Field::kLlChoices || field == Field::kLlRow || field == Field::kLlCombineRow ||
+         field == Field::kCallWord || field == Field::kWords;
 }
 
 struct Mutation {
@@ -50,6 +53,9 @@ struct Mutation {
     kEveryoneIsLast,  // every block acts as the last one
     kFenceLost,       // no fence before the signals
     kRaisedEarly,     // the signal is raised before what it guards is written
+    kStampFirst,      // an LL word is written in two halves
+    kOneHalf,         // every epoch uses the same half of a field
+    kForgotten,       // after a launch that saw no more of its peers than this, the next takes it for more
   };
   Kind kind = Kind::kNone;
   Field field = Field::kOther;

@@ -16,8 +16,9 @@ pytestmark = pytest.mark.cpu
 STEPS = (CollectiveStep(100, "one_shot", 2), CollectiveStep(1000, "two_shot", 0), CollectiveStep(4000, "ring", 1))
 
 
-def content(kind="all_reduce", dtype="float32", steps=((8, "one_shot", 1),), codecs=None):
-    return {"tables": [{"kind": kind, "dtype": dtype, "steps": steps, "codecs": codecs or {}}]}
+def content(kind="all_reduce", dtype="float32", steps=((8, "one_shot", 1),), codecs=None, most_in_words=0):
+    table = {"kind": kind, "dtype": dtype, "steps": steps, "codecs": codecs or {}, "most_in_words": most_in_words}
+    return {"tables": [table]}
 
 
 def test_the_step_of_a_size():
@@ -46,6 +47,7 @@ def test_the_model(device, num_ranks, most):
     assert table.step(most).algorithm == "one_shot"
     assert most == LARGEST or table.step(most + 1).algorithm == "two_shot"
     assert (table.codecs == {}) == (device == "cpu")
+    assert table.most_in_words == (0 if device == "cpu" else collective_tables.MOST_IN_WORDS)
     assert all(tables.of(kind, "float32").step(5).num_blocks == 0 for kind in collective_tables.KINDS)
 
 
@@ -59,6 +61,7 @@ def test_the_model(device, num_ranks, most):
     (content(steps=[[8, "one_shot", 1], [8, "two_shot", 1]]), r"steps\[1\] is .*, not a step for more than 8 bytes"),
     (content(codecs={"q5": 1}), r"codecs is \{'q5': 1\}, not an object with some of fp8"),
     (content(codecs={"q4": -1}), r"codecs\.q4 is -1"),
+    (content(most_in_words=32769), r"most_in_words is 32769, not an integer from 0 to 32768"),
     ({"tables": []}, "it holds no table"),
     ({}, "tables is missing"),
 ])  # fmt: skip
@@ -74,13 +77,22 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path, written, place):
 
 def test_writing_adds_to_a_file(tmp_path):
     path = tmp_path / "new" / "table.json"
-    tables = [CollectiveTable("all_reduce", dtype, STEPS, {"q4": 7}) for dtype in ("float32", "float16")]
+    tables = [CollectiveTable("all_reduce", dtype, STEPS, {"q4": 7}, 9) for dtype in ("float32", "float16")]
     collective_tables.write(path, {"machine": "none"}, tables[:1])
     collective_tables.write(path, {"machine": "none"}, tables[1:])
     assert collective_tables.read(path) == tables
     newer = CollectiveTable("all_reduce", "float32", STEPS[:1])
     collective_tables.write(path, {}, [newer])
     assert collective_tables.read(path) == [newer, tables[1]]
+
+
+def test_a_file_from_before_ll_words(tmp_path):
+    """What it says was measured without them."""
+    path, written = tmp_path / "table.json", content()
+    del written["tables"][0]["most_in_words"]
+    path.write_text(json.dumps(written))
+    (table,) = collective_tables.read(path)
+    assert table.most_in_words == 0
 
 
 def test_where_tables_come_from(tmp_path, monkeypatch):
@@ -131,19 +143,21 @@ def calls_program(group, path, seed: int) -> None:
             x = torch.randint(-9, 9, (count,), generator=generator).float()
             out = coll.all_reduce(x, **how)
             assert torch.equal(out, coll.all_reduce(x, algorithm="recursive_doubling"))
-            algorithm, codec, num_blocks = asked[-2][2:]
-            return moe_a2a.collectives.ALGORITHMS[algorithm], codec, num_blocks
+            algorithm, codec, as_words, num_blocks = asked[-2][2:]
+            return moe_a2a.collectives.ALGORITHMS[algorithm], codec, as_words, num_blocks
 
-        assert call(25) == ("one_shot", 0, 2)
-        assert call(26) == ("two_shot", 0, 0)
-        assert call(1000) == call(5000) == ("ring", 0, 1)
-        assert call(25, algorithm="two_shot") == ("two_shot", 0, 0)  # the table's blocks are one_shot's
-        assert call(25, algorithm="one_shot") == ("one_shot", 0, 2)
+        assert call(25) == ("one_shot", 0, False, 2)
+        assert call(15) == ("one_shot", 0, True, 2) and call(16) == ("one_shot", 0, False, 2)
+        assert call(26) == ("two_shot", 0, False, 0)
+        assert call(1000) == call(5000) == ("ring", 0, False, 1)
+        assert call(15, algorithm="two_shot") == ("two_shot", 0, False, 0)  # the table's blocks are one_shot's
+        assert call(25, algorithm="one_shot") == ("one_shot", 0, False, 2)
+        assert call(15, algorithm="one_shot") == ("one_shot", 0, True, 2)
         x = torch.full((64,), 2.0)
         coll.all_reduce(x, codec="auto")
-        assert asked[-1][2:] == (2, 4, 0)  # q4, from 100 bytes on
+        assert asked[-1][2:] == (2, 4, False, 0)  # q4, from 100 bytes on
         coll.all_reduce(x[:20], codec="auto")
-        assert asked[-1][2:] == (1, 0, 2)
+        assert asked[-1][2:] == (1, 0, False, 2)
         coll.reduce_scatter(x)
         assert asked[-1] == ("reduce_scatter", 0, None, 0)  # of the model
         coll.all_gather(x[:7])
@@ -154,7 +168,8 @@ def calls_program(group, path, seed: int) -> None:
 def test_calls_go_by_the_table(tmp_path, session_seed):
     path = tmp_path / "table.json"
     all_gather = CollectiveTable("all_gather", "float16", (CollectiveStep(1000, "two_shot", 3),))
-    collective_tables.write(path, {}, [CollectiveTable("all_reduce", "float32", STEPS, {"q4": 100}), all_gather])
+    all_reduce = CollectiveTable("all_reduce", "float32", STEPS, {"q4": 100}, most_in_words=60)
+    collective_tables.write(path, {}, [all_reduce, all_gather])
     ranks.run_threads(2, calls_program, path, session_seed)
 
 
@@ -185,6 +200,8 @@ def test_what_is_best():
               {"fp8": False, "q8": True, "q6": False, "q4": True}]  # fmt: skip
     assert tune_collectives.worth_it([1, 2, 4], faster) == {"q8": 4, "q4": 1}
     assert tune_collectives.worth_it([1, 2, 4], []) == {}
+    assert tune_collectives.most_in_words([1, 2, 4, 8], [True, True, False, True]) == 2
+    assert tune_collectives.most_in_words([1, 2], [False, True]) == 0
 
 
 def test_the_command(tmp_path, capfd):

@@ -5,6 +5,7 @@ import time
 import pytest
 import ranks
 import torch
+from test_collective_words import send_words
 
 import moe_a2a
 from moe_a2a.tracing.check import check_file
@@ -24,11 +25,12 @@ def launches(summary) -> dict[str, list[int]]:
 
 def phases_program(group, path) -> tuple[str, dict[str, list[int]], list[str]]:
     with moe_a2a.Collectives(group, device="cpu", timeout=20) as coll:
-        x = torch.ones(50_000)
+        x = torch.ones(15_000)  # one slice of each
         coll.all_reduce(x)
         with moe_a2a.trace(coll) as trace:
             for algorithm in ALGORITHMS:
                 coll.all_reduce(x, algorithm=algorithm)
+            send_words(coll).all_reduce(x[:5_000], algorithm="one_shot")
             coll.all_reduce(x, codec="q8")
             coll.reduce_scatter(x[: 100 * coll.num_ranks])
             coll.all_gather(x[:100])
@@ -46,7 +48,7 @@ def test_phases_of_each_algorithm(tmp_path, num_ranks, ending):
     assert len({text for text, *_ in results}) == 1  # equal on every rank
     text, counts, kinds = results[0]
     expected = {f"{name}_all_reduce": 1 for name in ALGORITHMS} | {"reduce_scatter": 1, "all_gather": 1}
-    expected["two_shot_all_reduce"] = 2
+    expected["two_shot_all_reduce"] = expected["one_shot_all_reduce"] = 2  # with a codec, and as LL words
     assert counts == {name: [count] * num_ranks for name, count in expected.items()}
     assert {"push", "reduce", "pull"} <= set(kinds) <= {"push", "reduce", "pull", "chunk_wait", "call_wait"}
     assert "0 dropped" in text and "rows sent" not in text and "us in each operation /launches" in text
@@ -76,6 +78,26 @@ def test_a_late_rank_is_the_culprit(size, name):
     for culprit, path in ranks.run_threads(4, late_program, size):
         assert culprit.startswith(f"Rank {LATE_RANK} comes late to {name}: it is slow before the call."), culprit
         assert path.get((LATE_RANK, "(before the launch)"), 0) > 0.6 * sum(path.values()), path
+
+
+def late_words_program(group) -> str:
+    with moe_a2a.Collectives(group, device="cpu", timeout=20) as coll:
+        x = torch.ones(100)
+        send_words(coll).all_reduce(x, algorithm="one_shot")
+        with moe_a2a.trace(coll) as trace:
+            for _ in range(3):
+                if coll.rank == LATE_RANK:
+                    time.sleep(LATE_SECONDS)
+                coll.all_reduce(x, algorithm="one_shot")
+        return trace.summary().culprit
+
+
+@pytest.mark.alone
+def test_a_rank_that_is_late_for_words_is_the_culprit():
+    for culprit in ranks.run_threads(4, late_words_program):
+        assert culprit.startswith(f"Rank {LATE_RANK} comes late to one_shot_all_reduce: it is slow before the call."), (
+            culprit
+        )
 
 
 def shared_program(group) -> tuple[dict[str, list[int]], list[str], list[int]]:

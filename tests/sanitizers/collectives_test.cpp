@@ -19,7 +19,7 @@ namespace {
 // Small integers: exact in bfloat16, and so is the sum over eight ranks.
 float value_of(int rank, int call, int64_t i) { return static_cast<float>((rank * 5 + call * 3 + i * 7) % 31 - 15); }
 
-enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kQ8, kQ6, kRing, kDoubling };
+enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kQ8, kQ6, kRing, kDoubling, kWords };
 
 struct Call {
   int64_t count;  // of the tensor; of reduce_scatter and all_gather, of the largest share
@@ -41,7 +41,7 @@ std::vector<Call> draw_calls(uint64_t seed, int num_calls) {
     const int64_t limit = limits[random() % 5];
     call.count = random() % 8 == 0 ? limit : static_cast<int64_t>(random() % (limit + 1));
     call.in_place = random() % 2;
-    call.kind = static_cast<Kind>(random() % 8);
+    call.kind = static_cast<Kind>(random() % 9);
     call.op = static_cast<ReduceOp>(random() % 3);
   }
   return calls;
@@ -88,11 +88,16 @@ Collectives::Method method_of(const Call& call) {
   const LineCodec codec = call.kind == Kind::kQ8   ? LineCodec::kQ8
                           : call.kind == Kind::kQ6 ? LineCodec::kQ6
                                                    : LineCodec::kNone;
+  const bool is_small = call.count * size_of(call.dtype) <= kMaxWordsBytes;
   const Algorithm algorithm = call.kind == Kind::kOneShot    ? Algorithm::kOneShot
+                              : call.kind == Kind::kWords    ? Algorithm::kOneShot
                               : call.kind == Kind::kRing     ? Algorithm::kRing
                               : call.kind == Kind::kDoubling ? Algorithm::kRecursiveDoubling
                                                              : Algorithm::kTwoShot;
-  return {call.op, algorithm, codec};
+  return {.op = call.op,
+          .algorithm = algorithm,
+          .codec = codec,
+          .wire = call.kind == Kind::kWords && is_small ? CollectiveWire::kWords : CollectiveWire::kRows};
 }
 
 // One step per rank's value, at most 15, and one for their sum, plus the rounding to the dtype.

@@ -1,0 +1,206 @@
+// One-shot all-reduce of a small vector as LL words: a rank writes its values to every rank and merges those of all as
+// they arrive. It waits for no announcement, no signal and no fence; the bits are those of OneShot.
+//
+// Beside its values each rank sends one call word, which says what ranks may disagree about. A thread that waits for
+// values waits for the call words of all ranks too, and merges only if they say what its own says. If one does not, the
+// announcements, which every launch still makes for its peers to look up, tell the rest.
+#pragma once
+
+#include "collectives/one_shot.h"
+#include "rows/ll_row.h"
+
+namespace moe_a2a {
+
+struct OneShotWordsArgs : OneShotArgs {};
+
+}  // namespace moe_a2a
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+class OneShotWords {
+ public:
+  using Args = OneShotWordsArgs;
+  static constexpr const char* kName = "one_shot_all_reduce";
+
+  static size_t shared_bytes(const Args&) { return 0; }
+
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
+    run_call(args, collective_op::kOneShot, Seen::kWords, grid, block, [&](const Part& part) {
+      const OneShotWords words(args, part, block);
+      const int num_chunks = args.count > 0 ? args.num_chunks() : 1;  // without values, the call words remain
+      for (int i = grid.rank(); i < num_chunks; i += grid.size()) words.push(i);
+      if (grid.rank() == grid.size() - 1) announce(part, block);
+      bool good = true;
+      for (int i = grid.rank(); good && i < num_chunks; i += grid.size()) good = words.receive(i, grid);
+      return good;
+    });
+  }
+
+ private:
+  static constexpr int kRanksInFlight = kBlockThreads > 1 ? 4 : 1, kUnroll = kBlockThreads > 1 ? 2 : 1;
+
+  enum class Arrival { kGood, kGaveUp, kOtherCall };
+
+  // The elements of a word.
+  template <class T>
+  static constexpr int kInWord = kLlData * 4 / static_cast<int>(sizeof(T));
+
+  MOE_A2A_DEVICE OneShotWords(const Args& args, const Part& part, const Block& block)
+      : args_(args), part_(part), block_(block) {}
+
+  // Writes chunk i of this rank's vector to all other ranks.
+  MOE_A2A_DEVICE void push(int i) const {
+    const CollectiveContext& c = args_.context;
+    if (part_.num_ranks() == 1) return;
+    const uint64_t start = trace_now();
+    const Delivery delivery{part_.others(), i, (part_.rank() + 1) % part_.num_ranks()};
+    LlWord* local = words_of(part_.rank(), i);
+    send_ll(block_, delivery, values_of(i), part_.epoch, [&](int rank) { return c.heap.peer(rank, local); });
+    record(c.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
+  }
+
+  // Merges chunk i of all ranks into out; false when a rank did not come or makes another call.
+  MOE_A2A_DEVICE bool receive(int i, const Grid& grid) const {
+    const uint64_t start = trace_now();
+    auto arrival = Arrival::kGood;
+    with_element_type(args_.dtype, [&](auto element) {
+      with_operator(args_.op, [&](auto op) { arrival = reduce_chunk<decltype(element), decltype(op)>(i); });
+    });
+    if (block_.any(arrival == Arrival::kOtherCall)) {
+      meet(part_, grid, block_);  // reports who makes which
+      return false;
+    }
+    record(args_.context.trace(), block_, {.kind = TraceKind::kReduce, .begin = start, .token = i});
+    return !block_.any(arrival == Arrival::kGaveUp);
+  }
+
+  // A thread sends and merges the same words: `out` may be `x`.
+  template <class T, class Op>
+  MOE_A2A_DEVICE Arrival reduce_chunk(int i) const {
+    const RowSource own = values_of(i);
+    const int count = own_count(i), num_words = num_ll_words(own), stride = block_.size();
+    T* out = reinterpret_cast<T*>(args_.out) + i * args_.chunk;
+    for (int first = block_.rank(); first < (num_words > 0 ? num_words : 1); first += kUnroll * stride) {
+      float merged[kUnroll][kInWord<T>] = {};
+      for (int r = 0; r < part_.num_ranks(); r += kRanksInFlight) {
+        const Arrival arrival = merge_some<T, Op>(r, i, own, first, num_words, merged);
+        if (arrival != Arrival::kGood) return arrival;
+      }
+      MOE_A2A_UNROLL
+      for (int u = 0; u < kUnroll; ++u) {
+        const int begin = (first + u * stride) * kInWord<T>;
+        store<T, Op>(out + begin, count - begin, merged[u]);
+      }
+    }
+    return Arrival::kGood;
+  }
+
+  // Merges this thread's words of the ranks from `begin` on, all loaded before the first is used.
+  template <class T, class Op>
+  MOE_A2A_DEVICE Arrival merge_some(int begin, int i, const RowSource& own, int first, int num_words,
+                                    float (&merged)[kUnroll][kInWord<T>]) const {
+    const CollectiveContext& c = args_.context;
+    const int stride = block_.size();
+    LlWord word[kRanksInFlight][kUnroll] = {};
+    // Calls visit(j, u, rank, w) for each of the words.
+    const auto for_words = [&](auto visit) {
+      MOE_A2A_UNROLL
+      for (int j = 0; j < kRanksInFlight; ++j) {
+        if (begin + j >= part_.num_ranks()) break;
+        MOE_A2A_UNROLL
+        for (int u = 0; u < kUnroll; ++u) {
+          if (first + u * stride < num_words) visit(j, u, begin + j, first + u * stride);
+        }
+      }
+    };
+    const bool are_dwords = !kAlignedVectors || reinterpret_cast<uint64_t>(own.values) % 4 == 0;
+    for_words([&](int j, int u, int rank, int w) {
+      if (rank == part_.rank()) word[j][u] = word_of(own, are_dwords, w, part_.epoch);
+    });
+    WaitSite missing{part_.operation, collective_kind::kCallWait, begin, -1, part_.half(), block_.rank() == 0};
+    bool is_other_call = false;
+    const auto all_here = [&](uint64_t& seen) {
+      bool all = call_words_agree(begin, missing, seen, is_other_call);
+      for_words([&](int j, int u, int rank, int w) {
+        if (rank == part_.rank()) return;
+        word[j][u] = load_ll(words_of(rank, i) + w);
+        if (has_epoch(word[j][u], part_.epoch, seen)) return;
+        if (all) missing = {part_.operation, collective_kind::kChunkWait, rank, i, part_.half(), block_.rank() == 0};
+        all = false;
+      });
+      return all || is_other_call;
+    };
+    if (!wait_until(part_.epoch, missing, c.wait, c.heap, {}, all_here)) return Arrival::kGaveUp;
+    if (is_other_call) return Arrival::kOtherCall;
+    for_words([&](int j, int u, int rank, int) { merge_word<T, Op>(rank == 0, word[j][u], merged[u]); });
+    return Arrival::kGood;
+  }
+
+  // Whether the call words of the ranks from `begin` on have come; whether one of them is of another call.
+  MOE_A2A_DEVICE bool call_words_agree(int begin, WaitSite& missing, uint64_t& seen, bool& is_other_call) const {
+    bool all = true;
+    MOE_A2A_UNROLL
+    for (int j = 0; j < kRanksInFlight; ++j) {
+      const int rank = begin + j;
+      if (rank >= part_.num_ranks() || rank == part_.rank()) continue;
+      const LlWord call = load_ll(call_word_of(part_, rank));
+      if (has_epoch(call, part_.epoch, seen)) {
+        is_other_call |= call.data[0] != args_.announcement.terms_of_words();
+        continue;
+      }
+      missing = {part_.operation, collective_kind::kCallWait, rank, -1, part_.half(), block_.rank() == 0};
+      all = false;
+    }
+    return all;
+  }
+
+  template <class T, class Op>
+  MOE_A2A_DEVICE static void merge_word(bool is_first, const LlWord& word, float (&merged)[kInWord<T>]) {
+    struct Elements {
+      T element[kInWord<T>];
+    };
+    struct Data {
+      uint32_t dword[kLlData];
+    } data;
+    for (int d = 0; d < kLlData; ++d) data.dword[d] = word.data[d];
+    const auto elements = std::bit_cast<Elements>(data);
+    MOE_A2A_UNROLL
+    for (int e = 0; e < kInWord<T>; ++e) {
+      const float value = to_float(elements.element[e]);
+      merged[e] = is_first ? value : Op::merge(merged[e], value);
+    }
+  }
+
+  // At most `count` of a word's elements.
+  template <class T, class Op>
+  MOE_A2A_DEVICE void store(T* target, int count, const float (&merged)[kInWord<T>]) const {
+    constexpr int kInDword = 4 / sizeof(T);
+    const auto finished = [&](int e) { return from_float<T>(Op::finish(merged[e], part_.num_ranks())); };
+    if (count >= kInWord<T> && reinterpret_cast<uint64_t>(target) % 4 == 0) {
+      for (int d = 0; d < kLlData; ++d) {
+        T values[kInDword];
+        for (int e = 0; e < kInDword; ++e) values[e] = finished(d * kInDword + e);
+        store_values(target + d * kInDword, values);
+      }
+      return;
+    }
+    for (int e = 0; e < kInWord<T> && e < count; ++e) target[e] = finished(e);
+  }
+
+  MOE_A2A_DEVICE int own_count(int i) const { return args_.count > 0 ? args_.size_of_chunk(i) : 0; }
+  MOE_A2A_DEVICE RowSource values_of(int i) const {
+    const int size = size_of(args_.dtype);
+    return {.values = args_.x + i * args_.chunk * size, .num_value_bytes = int64_t{own_count(i)} * size};
+  }
+  // Where the words of chunk i of `src` lie.
+  MOE_A2A_DEVICE LlWord* words_of(int src, int i) const {
+    const int chunk_words = num_ll_words(static_cast<int>(args_.chunk * size_of(args_.dtype) / 4));
+    return reinterpret_cast<LlWord*>(args_.context.region.words.at(part_.half(), src)) + i * chunk_words;
+  }
+
+  const Args& args_;
+  const Part& part_;
+  const Block& block_;
+};
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET
