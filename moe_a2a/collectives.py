@@ -29,7 +29,7 @@ class Collectives(CommunicatorClient):
     Args:
         group: a Communicator, or what a Communicator takes.
         max_nbytes: bytes of a tensor that the workspace holds; larger tensors are sent in slices. The object takes about
-            2.5 times as much memory, and 145 KiB per rank (see `nbytes`), on the CPU at most that of 2 MiB. The same on
+            2.5 times as much memory, and 145 KiB per rank (see `nbytes`), on the CPU at most that of 256 KiB. The same on
             every rank.
         num_blocks: most blocks (CPU: threads) that the kernels use; the rest of the device is free for other work. 0: what
             the table says, or for large tensors as many as run at once.
