@@ -208,7 +208,8 @@ class Collectives(CommunicatorClient):
             return 0
         if algorithm not in ("auto", "two_shot"):
             raise ValueError(
-                f'codec="{codec}" with algorithm="{algorithm}" on rank {self.rank}; pass algorithm="two_shot", or codec=None'
+                f'codec="{codec}" with algorithm="{algorithm}" on rank {self.rank}: only two_shot has codecs, and keeps to their '
+                'error bounds; pass algorithm="two_shot", or codec=None'
             )
         if limit is not None and codecs.max_error(codec) > limit:
             raise ValueError(
