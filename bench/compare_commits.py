@@ -2,7 +2,7 @@
 """Measures two checkouts of this project alternately on one machine and prints the ratio of their times.
 
     git worktree add ../before <commit>
-    python bench/compare_commits.py ../before . --build -- --tokens 8,128,4096 --modes rows,fp8+presummed --peers none
+    python bench/compare_commits.py ../before . --build -- --tokens 8,128,4096 --modes rows,fp8+presummed --baselines none
 
 Arguments after `--` go to `python -m moe_a2a bench dispatch_combine`, the same for both. Each checkout runs once per round,
 and the order changes from round to round, so that drift of the machine's speed affects both. `us` is the median over the
