@@ -57,7 +57,7 @@ struct MoeConfig {
     return own > quantized ? own : quantized;
   }
 
-  // ---- LL words: small batches, which are latency-bound
+  // ---- LL words: for small batches, which are latency-bound, and for the choices of medium ones
 
   // Upper limit of num_max_ll_tokens.
   MOE_A2A_HOST_DEVICE constexpr int ll_token_capacity() const {

@@ -58,7 +58,7 @@ struct MoeRegion {
   Array<std::byte, 4> row;          // [B, R src, T, row_stride]  recv_x: each token's slot is its own index
   Array<Signal, 3> combine_signal;  // [B, R src, T]  a partial sum of src is here
   Array<std::byte, 4> combine_row;  // [B, R src, T, row_stride]
-  // Small batches, L = num_max_ll_tokens: LL words, accessed by kernels only.
+  // LL words of small batches, of medium ones the choices; L = num_max_ll_tokens. Accessed only by kernels.
   Array<std::byte, 4> ll_choices;      // [B, R src, L, ll_choices_stride]  expert and weight of each choice
   Array<std::byte, 4> ll_row;          // [B, R src, L, ll_row_stride]
   Array<std::byte, 4> ll_combine_row;  // [B, R src, L, ll_row_stride]

@@ -1,5 +1,5 @@
-// The wire of large batches: whole rows by bulk copies (TMA where available), each followed by its signal. The signals
-// of a block share fences.
+// The wire of medium and large batches: whole rows by bulk copies (TMA where available), each followed by its signal.
+// The signals of a block share fences.
 #pragma once
 
 #include "arch/shared_plan.h"

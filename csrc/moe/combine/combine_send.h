@@ -1,5 +1,5 @@
-// Step 3 of 4: push the sum of each landed row back to its owner. LL words if all ranks' batches are small, else whole
-// rows.
+// Step 3 of 4: push the sum of each landed row back to its owner, as LL words if every rank's batch allows it
+// (MoeConfig::returns_ll), else as whole rows.
 #pragma once
 
 #include "moe/combine/landed_sums.h"

@@ -1,5 +1,5 @@
 // Routing tables of large batches at the receiver: chunks of entries that the sender has counted (routing_table.h).
-// ll_table.h has those of small batches, with the same interface.
+// ll_table.h has those of small and medium batches, with the same interface.
 #pragma once
 
 #include "comm/work_queue.h"

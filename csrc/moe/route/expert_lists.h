@@ -152,8 +152,8 @@ class ExpertLists {
 
   // ---- the entries
 
-  // The tokens of all small batches, round-robin over the blocks. If there are more than two, the last two are left to
-  // publish_counts() and publish_ranks().
+  // The tokens of all small and medium batches, round-robin over the blocks. If there are more than two, the last two
+  // are left to publish_counts() and publish_ranks().
   MOE_A2A_DEVICE void write_small_batches() const {
     const int num_blocks = grid_.size() > 2 ? grid_.size() - 2 : grid_.size();
     if (grid_.rank() >= num_blocks) return;

@@ -1,6 +1,5 @@
-// The choices of a small batch's tokens as LL words. Each is self-contained, so a receiver needs
-// nothing else from that rank: expert, weight, and the number of tokens. A rank without tokens sends one choice that
-// says so.
+// The choices of a small or medium batch's tokens as LL words. Each is self-contained, so a receiver needs nothing else
+// from that rank: expert, weight, and the number of tokens. A rank without tokens sends one choice that says so.
 #pragma once
 
 #include <bit>

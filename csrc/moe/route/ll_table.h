@@ -1,5 +1,6 @@
-// Routing tables of small batches at the receiver: raw choices, as they arrive in LL words. Each block that needs them
-// reads those of all ranks into its shared memory and counts what the sender of a large batch would have counted.
+// Routing tables of small and medium batches at the receiver: raw choices, as they arrive in LL words. Each block that
+// needs them reads those of all ranks into its shared memory and counts what the sender of a large batch would have
+// counted.
 #pragma once
 
 #include "arch/shared_plan.h"
@@ -64,7 +65,7 @@ class LlTable {
     for (int i = block_.rank(); i < num_words; i += block_.size()) count_[i] = 0;
   }
 
-  // Receives the choices of all small batches, a thread per choice; false if a wait gave up.
+  // Receives the choices of all small and medium batches, a thread per choice; false if a wait gave up.
   MOE_A2A_DEVICE bool receive(const int32_t* num_tokens, uint64_t epoch) {
     RoundRobin<> turns(threads_.token, threads_.num_tokens);
     MOE_A2A_ROLLED
