@@ -1,7 +1,8 @@
 # What `make kernels` compiles. Optimising a larger family for a GPU takes most of a minute, so nothing is
 # optimised twice for the same check:
 #
-#   CUDA  sm_90a: without the recorder, as in a library. sm_80: with it, down to PTX; kernels without a recorder, down to SASS.
+#   CUDA  sm_90a: without the recorder, as in a library. sm_80: with it, down to PTX; the products, which are short of registers,
+#         down to SASS, and their pipeline with the recorder down to sm_90a's PTX.
 #   HIP   with the recorder: listings for the ISA check, and code objects linked from them. Without it, and the
 #         host side: only the front end. The device: an object for all architectures.
 
@@ -18,18 +19,16 @@ function(_moe_a2a_cuda_checks headers result)
   foreach(source IN LISTS _moe_a2a_families)
     get_filename_component(stem ${source} NAME_WE)
     set(object ${CMAKE_BINARY_DIR}/cuda/${stem}.o)
-    set(ptx --generate-code arch=compute_80,code=compute_80 -ptx -o ${object}.ptx)
-    set(recording 0)
-    file(STRINGS ${PROJECT_SOURCE_DIR}/${source} has_no_recorder REGEX "#if MOE_A2A_RECORDING")
-    if(has_no_recorder)
-      set(ptx --generate-code arch=compute_80,code=sm_80 -cubin -o ${object}.cubin)
-      set(recording 1)
+    set(recorded --generate-code arch=compute_80,code=compute_80 -ptx -o ${object}.ptx)
+    if(stem STREQUAL grouped_gemm_kernels)
+      set(recorded --generate-code arch=compute_80,code=sm_80 --generate-code arch=compute_90a,code=compute_90a
+          --resource-usage -c -o ${object}.recorded)
     endif()
-    moe_a2a_cuda_command(compile MOE_A2A_RECORDING=${recording})
+    moe_a2a_cuda_command(compile MOE_A2A_RECORDING=0)
     _moe_a2a_check(${object}.sm_90a ${source} "${headers}" ${compile} --resource-usage
                    --generate-code arch=compute_90a,code=sm_90a -c ${PROJECT_SOURCE_DIR}/${source} -o ${object})
     moe_a2a_cuda_command(compile MOE_A2A_RECORDING=1)
-    _moe_a2a_check(${object}.sm_80 ${source} "${headers}" ${compile} ${ptx} ${PROJECT_SOURCE_DIR}/${source})
+    _moe_a2a_check(${object}.sm_80 ${source} "${headers}" ${compile} ${recorded} ${PROJECT_SOURCE_DIR}/${source})
     list(APPEND checked ${object}.sm_90a ${object}.sm_80)
   endforeach()
   set(object ${CMAKE_BINARY_DIR}/cuda/device.o)

@@ -14,6 +14,7 @@ __all__: list[str] = [
     "Communicator",
     "DispatchHandle",
     "ExpertParallel",
+    "TracedExperts",
     "built_targets",
     "grouped_gemm",
     "nbytes_for",
@@ -22,6 +23,9 @@ __all__: list[str] = [
     "write_chrome_json",
     "write_perfetto",
 ]
+
+class TracedExperts:
+    pass
 
 class Communicator:
     def __init__(
@@ -217,6 +221,7 @@ class ExpertParallel:
     def trace_read(self) -> dict: ...
     def trace_start(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def trace_stop(self) -> None: ...
+    def traced_experts(self) -> TracedExperts: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -246,6 +251,7 @@ def grouped_gemm(
     arg13: typing.Any,
     arg14: str,
     arg15: typing.SupportsInt | typing.SupportsIndex,
+    arg16: collections.abc.Sequence[TracedExperts],
 ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 def nbytes_for(
     arg0: typing.SupportsInt | typing.SupportsIndex,

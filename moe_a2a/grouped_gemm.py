@@ -9,6 +9,9 @@ import torch
 from moe_a2a import _core
 from moe_a2a.devices import float8_dtype, target_of
 
+# Those whose trace is on. A product whose expert_offsets are a handle's is recorded in the trace of the handle's owner.
+TRACED: list[_core.TracedExperts] = []
+
 
 def grouped_gemm(
     x: torch.Tensor,
@@ -41,7 +44,8 @@ def grouped_gemm(
             stride that is a multiple of 16 bytes.
         row_index: int32 [num_routes]: the row of x of each position, -1 for a row of zeros; a handle's
             expert_row_index. None: position i is row i of x.
-        expert_offsets: int32 [num_experts + 1], never decreasing, at most num_routes.
+        expert_offsets: int32 [num_experts + 1], never decreasing, at most num_routes. Only if they are a handle's own, not a
+            copy, does moe_a2a.trace() show the product.
         w: [num_experts, columns, hidden] of the dtype of x, contiguous. columns is a multiple of 16; if gated it is
             2 * intermediate, the gate's rows before the up projection's, as in MoELayer.
         activation: f, one of None, "silu", "gelu", "gelu_tanh", "relu2"; "swiglu" is "silu" with gated=True.
@@ -93,5 +97,6 @@ def grouped_gemm(
         x.dtype if quantize_output or not is_float8 and out_dtype is None else out_dtype or torch.bfloat16,
         target_of(x.device),
         num_blocks,
+        TRACED,
     )
     return y if y_scales is None else (y, y_scales)

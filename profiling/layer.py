@@ -18,7 +18,7 @@ import moe_a2a
 
 
 class Layer:
-    """Random tokens, a random router and SwiGLU experts; a call runs the whole layer once.
+    """Random tokens, a random router and SwiGLU experts by kernels, whose tiles a trace shows; a call runs the whole layer once.
 
     `before_dispatch` and `before_combine` are called between the steps: places to plant a cause.
     """
@@ -54,9 +54,11 @@ class Layer:
     def __call__(self) -> torch.Tensor:
         self.before_dispatch()
         handle = self.ep.dispatch(self.x, self.topk_idx, self.topk_weights)
-        y = moe_a2a.experts.swiglu_experts(handle, self._w_gate_up, self._w_down)
+        offsets, rows = handle.expert_offsets, handle.expert_row_index
+        inner = moe_a2a.grouped_gemm(handle.recv_x, rows, offsets, self._w_gate_up, "swiglu")
+        y = moe_a2a.grouped_gemm(inner, None, offsets, self._w_down)
         self.before_combine()
-        return self.ep.combine(y.to(self.ep.dtype), handle)
+        return self.ep.combine(y, handle)
 
 
 def main(prepare: Callable[[Layer], None], what: str) -> None:

@@ -24,7 +24,8 @@ from typing import Any
 PORT = 9001
 LOAD_SECONDS = 60
 
-READY = "() => window.app?.trace?.commands.commands.some((c) => c.id === 'dev.perfetto.ExpandAllGroups')"
+READY = """() => !window.app?.isLoadingTrace && window.app?.trace?.workspace.children.length > 0
+  && window.app.trace.commands.commands.some((c) => c.id === 'dev.perfetto.ExpandAllGroups')"""
 
 QUERY = """async (sql) => {
   const result = await window.app.trace.engine.query(sql), rows = [];
@@ -60,6 +61,10 @@ class PerfettoUi:
             }""",
             [begin_ns, end_ns],
         )
+
+    def rows(self) -> list[str]:
+        """Names of the tracks on the first screen: those at the top."""
+        return self.page.evaluate("() => window.app.trace.workspace.children.map((track) => track.name)")
 
     def run(self, command: str) -> None:
         """Runs a command of the UI's palette: "ExpandAllGroups", "ToggleLeftSidebar"."""

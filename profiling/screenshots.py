@@ -27,6 +27,7 @@ def main(trace: str, folder: str) -> None:
     images = Path(folder)
     with opened(trace, height=1250) as ui:
         ui.run("ToggleLeftSidebar")
+        ui.screenshot(images / "tracing_first_screen.png", height=450)
         ui.run("ExpandAllGroups")
         ui.screenshot(images / "tracing_overview.png")
         (arrow,) = ui.query(ARROW)

@@ -374,6 +374,7 @@ PYBIND11_MODULE(_core, m) {
              const auto ep = core.ep();
              return read_trace(*ep, ep->communicator());
            })
+      .def("traced_experts", [](const Core& core) { return TracedExperts{core.ep()}; })
       .def("align_clocks", &Core::align_clocks)
       .def("close", &Core::close)
       .def_property_readonly("num_max_ll_tokens",

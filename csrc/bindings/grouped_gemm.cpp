@@ -2,8 +2,10 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bindings/clients.h"
 #include "bindings/config.h"
@@ -69,7 +71,7 @@ std::pair<at::Tensor, std::optional<at::Tensor>> grouped_gemm(
     const at::Tensor& w, const std::optional<std::string>& activation_name, bool gated, bool interleaved, double alpha,
     std::optional<double> limit, double up_shift, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& x_scales, const std::optional<at::Tensor>& w_scales, const py::object& out_dtype,
-    const std::string& target, int num_blocks) {
+    const std::string& target, int num_blocks, const std::vector<TracedExperts>& traced) {
   const Activation activation = to_activation({activation_name, gated, interleaved, alpha, limit, up_shift});
   const GroupedGemmTensors tensors = {x, row_index, expert_offsets, w, bias, x_scales, w_scales};
   const PreparedProduct product = prepare_product(tensors, activation, scalar_type(out_dtype), false);
@@ -78,13 +80,23 @@ std::pair<at::Tensor, std::optional<at::Tensor>> grouped_gemm(
                                   .device = x.is_cpu() ? 0 : x.device().index(),
                                   .num_blocks = num_blocks == 0 && x.is_cpu() ? at::get_num_threads() : num_blocks,
                                   .stream = current_stream(x.device())};
+  const auto owner = std::find_if(traced.begin(), traced.end(), [&](const TracedExperts& experts) {
+    return experts.ep->owns(product.args.expert_offsets);
+  });
   py::gil_scoped_release unlocked;
-  run_grouped_gemm(where, product.args);
+  if (owner != traced.end()) {
+    owner->ep->run_product(where, product.args);
+  } else {
+    run_grouped_gemm(where, product.args);
+  }
   return {product.out, product.out_scales};
 }
 
 }  // namespace
 
-void register_grouped_gemm(py::module_& m) { m.def("grouped_gemm", &grouped_gemm); }
+void register_grouped_gemm(py::module_& m) {
+  py::class_<TracedExperts>(m, "TracedExperts");
+  m.def("grouped_gemm", &grouped_gemm);
+}
 
 }  // namespace moe_a2a::bindings

@@ -47,7 +47,8 @@ void export_to(const py::function& write, const Array<Slice>& slices, const Arra
 }  // namespace
 
 void bind_trace_export(py::module_& m) {
-  PYBIND11_NUMPY_DTYPE(Slice, begin_ns, end_ns, bytes, rank, block, warp, name, peer, token, polls, instant);
+  PYBIND11_NUMPY_DTYPE(Slice, begin_ns, end_ns, bytes, rank, block, warp, name, peer, token, polls, expert, rows,
+                       instant);
   PYBIND11_NUMPY_DTYPE(Arrow, source, sink);
   PYBIND11_NUMPY_DTYPE(CounterSample, time_ns, value, rank, name);
   m.def("write_chrome_json", &export_to<trace_export::write_chrome_json>);

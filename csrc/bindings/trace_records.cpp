@@ -15,18 +15,28 @@ at::Tensor to_tensor(const std::vector<T>& values, at::IntArrayRef shape) {
   return tensor;
 }
 
+template <class T>
+void append(std::vector<T>& values, const std::vector<T>& more) {
+  values.insert(values.end(), more.begin(), more.end());
+}
+void append(TraceDump& dump, const TraceDump& more) {
+  append(dump.records, more.records);
+  append(dump.segment_written, more.segment_written);
+  append(dump.segment_dropped, more.segment_dropped);
+}
+
 }  // namespace
 
 void start_trace(Client& client, int64_t records) {
   py::gil_scoped_release unlocked;
   const auto turn = client.enter();
-  client.tracer().start(records);
+  for (Tracer* tracer : client.tracers()) tracer->start(records);
 }
 
 void stop_trace(Client& client) {
   py::gil_scoped_release unlocked;
   const auto turn = client.enter();
-  client.tracer().stop();
+  for (Tracer* tracer : client.tracers()) tracer->stop();
 }
 
 py::dict read_trace(Client& client, const Communicator& comm) {
@@ -34,7 +44,7 @@ py::dict read_trace(Client& client, const Communicator& comm) {
   {
     py::gil_scoped_release unlocked;
     const auto turn = client.enter();
-    dump = client.tracer().read();
+    for (Tracer* tracer : client.tracers()) append(dump, tracer->read());
   }
   const auto num_segments = static_cast<int64_t>(dump.segment_written.size());
   py::dict read;

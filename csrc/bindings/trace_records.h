@@ -15,8 +15,8 @@ namespace moe_a2a::bindings {
 void start_trace(Client& client, int64_t records);
 void stop_trace(Client& client);
 // A dict of: records [written, 2] int64, the two words of each, segment after segment; segment_written and
-// segment_dropped [segments] int64; warps_per_block; ticks_per_second; clock_step_ticks, 0 before the first
-// align_clocks().
+// segment_dropped [segments] int64, those of the second tracer behind those of the first; warps_per_block;
+// ticks_per_second; clock_step_ticks, 0 before the first align_clocks().
 py::dict read_trace(Client& client, const Communicator& comm);
 
 // Names by the codes that records hold.

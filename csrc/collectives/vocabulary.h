@@ -14,11 +14,11 @@ inline constexpr const char* kCollectiveOperations[] = {
     "ring_all_reduce",     "recursive_doubling_all_reduce"};
 
 namespace collective_kind {
-inline constexpr TraceKind kPush{16},  // a chunk is written to the ranks that reduce it; token: its number
-    kChunkWait{17},                    // for a chunk of `peer`
-    kPull{18},                         // a reduced or gathered chunk is read from the memory of every rank
-    kCallWait{19},                     // for `peer` to make this call
-    kDisagreement{20};                 // in reports alone: `peer` makes another call
+inline constexpr TraceKind kPush{18},  // a chunk is written to the ranks that reduce it; token: its number
+    kChunkWait{19},                    // for a chunk of `peer`
+    kPull{20},                         // a reduced or gathered chunk is read from the memory of every rank
+    kCallWait{21},                     // for `peer` to make this call
+    kDisagreement{22};                 // in reports alone: `peer` makes another call
 }
 inline constexpr SliceName kCollectiveKinds[] = {
     {"push"}, {"chunk_wait", "chunk"}, {"pull"}, {"call_wait", "call"}, {"disagreement", "same call"}};

@@ -23,7 +23,7 @@ Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext
       context_(context),
       // Communicators launch nothing beside other clients.
       share_(member.device, &vocabulary != &kCommVocabulary && member.num_ranks > 1),
-      tracer_(*device_, context) {
+      tracer_(*device_, context.wait.trace) {
   device_->add(comm_kernels(member.target));
   require_share();
 }

@@ -65,8 +65,9 @@ class Client {
   void close();
   bool is_closed() const { return closed_ || closing_; }
 
-  // Hold a turn while using the tracer.
+  // Hold a turn while using a tracer. All of a client's are started, stopped and read together.
   Tracer& tracer() { return tracer_; }
+  virtual std::vector<Tracer*> tracers() { return {&tracer_}; }
   [[nodiscard]] CallGate::Turn enter() { return gate_.enter(); }
   void require_own_process() const { gate_.require_own_process(); }
   void require_open() const;

@@ -56,7 +56,7 @@ class Device {
     LaunchSite site = site_;
     site.num_blocks = num_blocks;
     site.stream = stream;
-    (is_traced(args) ? kernel.traced : kernel.untraced).launch(site, &args);
+    (trace_of(args).is_on() ? kernel.traced : kernel.untraced).launch(site, &args);
   }
 
  protected:

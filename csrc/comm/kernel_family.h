@@ -57,20 +57,6 @@ struct KernelFamily {
   }                                                                                                              \
   }
 
-// The same for kernels that need no communicator and record nothing. Compiled once: the source is empty unless
-// MOE_A2A_RECORDING.
-#define MOE_A2A_DECLARE_UNTRACED_FAMILY(name)                                                               \
-  namespace moe_a2a {                                                                                       \
-  std::span<const KernelEntry> name##_cpu(), name##_cuda(), name##_hip();                                   \
-  std::span<const KernelEntry> name##_cpu_v2(), name##_cpu_v3(), name##_cpu_v4();                           \
-  inline KernelFamily name(const std::string& target) {                                                     \
-    MOE_A2A_IF_CPU(if (target == "cpu") return {MOE_A2A_OF_THIS_CPU(name, ), MOE_A2A_OF_THIS_CPU(name, )};) \
-    MOE_A2A_IF_CUDA(if (target == "cuda") return {name##_cuda(), name##_cuda()};)                           \
-    MOE_A2A_IF_HIP(if (target == "hip") return {name##_hip(), name##_hip()};)                               \
-    throw std::logic_error("this build has no kernels for target \"" + target + "\"");                      \
-  }                                                                                                         \
-  }
-
 // The build of a family that suits this machine's CPU; a wheel has one per x86-64 level.
 #if defined(MOE_A2A_CPU_LEVELS)
 #define MOE_A2A_OF_THIS_CPU(name, suffix) \

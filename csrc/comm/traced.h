@@ -1,27 +1,21 @@
-// Wraps the trace around any kernel: opens each warp's segment, and records the whole launch once per warp.
+// Wraps the trace around any kernel: opens the segment of each warp that keeps a record, and records the whole launch
+// once in each.
 #pragma once
 
 #include "comm/context.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Of a fused launch: its sending half's; both halves have the same.
+// Where a launch with these arguments leaves its records. Of a fused one: its sending half's; both halves have the
+// same.
 template <class Args>
-MOE_A2A_HOST_DEVICE const ClientContext& context_of(const Args& args) {
+MOE_A2A_HOST_DEVICE const TraceBuffer& trace_of(const Args& args) {
   if constexpr (requires { args.context; }) {
-    return args.context;
+    return args.context.trace();
+  } else if constexpr (requires { args.send.context; }) {
+    return args.send.context.trace();
   } else {
-    return args.send.context;
-  }
-}
-
-// Whether a launch with these arguments leaves records. A kernel without a context belongs to no communicator.
-template <class Args>
-bool is_traced(const Args& args) {
-  if constexpr (requires { args.context; } || requires { args.send.context; }) {
-    return context_of(args).trace().is_on();
-  } else {
-    return false;
+    return args.trace;
   }
 }
 
@@ -35,10 +29,21 @@ struct Traced {
   static size_t shared_bytes(const Args& args) { return Kernel::shared_bytes(args); }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    const TraceBuffer& trace = context_of(args).trace();
-    open_segment(trace, grid, block);
+    const TraceBuffer& trace = trace_of(args);
+    const bool keeps_record = warp_keeps_record(args, grid, block);
+    if (keeps_record) open_segment(trace, grid, block);
     Kernel::run(args, grid, block, shared);
-    close_segment(trace, block, static_cast<int>(kOperation));
+    if (keeps_record) close_segment(trace, block, static_cast<int>(kOperation));
+  }
+
+ private:
+  // Every warp does, unless the kernel says that one warp of a block speaks for all.
+  MOE_A2A_DEVICE static bool warp_keeps_record(const Args& args, const Grid& grid, const Block& block) {
+    if constexpr (requires { Kernel::warp_keeps_record(args, grid, block); }) {
+      return Kernel::warp_keeps_record(args, grid, block);
+    } else {
+      return true;
+    }
   }
 };
 

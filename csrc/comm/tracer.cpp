@@ -29,7 +29,7 @@ void Tracer::start(int64_t records_per_segment) {
                .capacity = static_cast<uint32_t>(records_per_segment)};
   }
   device_.clear(buffer_.attempts, count_bytes);
-  context_.wait.trace = buffer_;
+  shown_ = buffer_;
 }
 
 TraceDump Tracer::read() const {

@@ -1,11 +1,11 @@
-// One client's trace on one rank, from the host: allocating it, switching it, reading it.
+// A trace on one rank, from the host: allocating it, switching it, reading it.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "comm/context.h"
 #include "comm/device.h"
+#include "comm/trace_buffer.h"
 
 namespace moe_a2a {
 
@@ -18,13 +18,13 @@ struct TraceDump {
 
 class Tracer {
  public:
-  // Switches the trace of `context`, which every launch of the client receives.
-  Tracer(Device& device, ClientContext& context) : device_(device), context_(context) {}
+  // Switches `shown`, which is passed to every launch that is to be recorded.
+  Tracer(Device& device, TraceBuffer& shown) : device_(device), shown_(shown) {}
 
   // Turns the trace on, empty, with room for that many records per segment, or more if an earlier call asked for more.
   // Memory is kept until the object ends: a captured graph goes on recording where it was captured.
   void start(int64_t records_per_segment);
-  void stop() { context_.wait.trace = {}; }
+  void stop() { shown_ = {}; }
   // Synchronizes the device. Also valid after stop() and after a timeout.
   TraceDump read() const;
 
@@ -32,7 +32,7 @@ class Tracer {
   int64_t num_segments() const;
 
   Device& device_;
-  ClientContext& context_;
+  TraceBuffer& shown_;
   TraceBuffer buffer_;
 };
 

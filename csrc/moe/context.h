@@ -36,9 +36,10 @@ MOE_A2A_DEVICE bool last_block_done(const Grid& grid, const Block& block, const 
   return block.rank() == 0 && count_block(grid, region, buffer, launch);
 }
 
-// Records a block's role in a fused launch, on the track of each of its warps.
-MOE_A2A_DEVICE void record_role(const Context& c, const Block& block, Operation role, uint64_t start) {
-  record(c.trace(), block.warp(), {.kind = TraceKind::kKernel, .begin = start, .token = static_cast<int>(role)});
+// Records a role in a fused launch: a warp's on its own track, a block's on that of its first warp.
+template <class Group>
+MOE_A2A_DEVICE void record_role(const Context& c, const Group& group, Operation role, uint64_t start) {
+  record(c.trace(), group, {.kind = TraceKind::kKernel, .begin = start, .token = static_cast<int>(role)});
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -39,6 +39,7 @@ size_t ExpertParallel::nbytes_for(const MoeConfig& config) {
 ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConfig& config)
     : Client(comm->member(), kMoeVocabulary, context_),
       comm_(std::move(comm)),
+      product_trace_(*device_),
       open_(config.num_buffers),
       newest_(config.num_buffers),
       last_number_(config.num_buffers),
@@ -313,14 +314,21 @@ void ExpertParallel::product_combine_send(DispatchHandle& handle, const GroupedG
   if (!can_send_with_product(handle)) throw std::logic_error("product_combine_send: see can_send_with_product()");
   raise_waits();
   const Rows y = {static_cast<const std::byte*>(product.out), config().row_bytes(config().dtype)};
+  GroupedGemmArgs traced = product;
+  traced.trace = context_.trace();
   const int most = device_->max_blocks();
   const int num_blocks = std::max(2, place.num_blocks > 0 ? resident_blocks(place.num_blocks, most) : most);
-  launch(ProductCombineSendArgs{.product = product,
+  launch(ProductCombineSendArgs{.product = traced,
                                 .send = send_args(handle, y, product.num_rows, false),
                                 .num_send_blocks = product_senders(num_blocks)},
          num_blocks, place.stream);
   handle.stage = Stage::kCombineSent;
   after_launch();
+}
+
+void ExpertParallel::run_product(const GroupedGemmPlace& place, const GroupedGemmArgs& args) {
+  const CallGate::Turn turn = gate_.enter();
+  product_trace_.run(place, args);
 }
 
 void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {

@@ -11,7 +11,7 @@
 
 #include "comm/communicator.h"
 #include "moe/args.h"
-#include "moe/experts/grouped_gemm_args.h"
+#include "moe/experts/product_trace.h"
 #include "moe/experts/simulated_experts_args.h"
 #include "moe/launch_table.h"
 
@@ -95,6 +95,8 @@ class ExpertParallel : public Client {
   // Replaces combine_send: one launch multiplies and sends the sums of the product's rows.
   // `product.out` is y, its `expert_offsets` are the handle's; place.num_blocks counts the blocks that send too.
   void product_combine_send(DispatchHandle& handle, const GroupedGemmArgs& product, const LaunchPlace& place);
+  // A product of its experts, which needs nothing of this object but its trace. `expert_offsets` are a handle's.
+  void run_product(const GroupedGemmPlace& place, const GroupedGemmArgs& args);
   // Not in the masked layout, nor if this rank's batch is so small that its sums may return as LL words.
   bool can_send_with_product(const DispatchHandle& handle) const;
   // Peers that wait in combine for this rank raise `why`.
@@ -130,6 +132,8 @@ class ExpertParallel : public Client {
   // Dispatches so far, including refused ones. Tells whether a failed call was launched.
   uint64_t num_dispatches() const { return num_dispatches_; }
 
+  std::vector<Tracer*> tracers() override { return {&tracer(), &product_trace_.tracer()}; }
+
   // Also throws bad routing. Calls on the hot path raise waits only: they are not to blame for the routing of earlier
   // calls.
   void raise_reported() override;
@@ -163,6 +167,7 @@ class ExpertParallel : public Client {
 
   std::shared_ptr<Communicator> comm_;
   Context context_;
+  ProductTrace product_trace_;
   ErrorCounters raised_;                               // counts that have been raised already
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer; null: free
   std::vector<std::weak_ptr<DispatchHandle>> newest_;  // per buffer: its latest handle

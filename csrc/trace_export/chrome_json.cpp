@@ -81,6 +81,8 @@ class Writer {
     if (slice.token != kNone) args["token"] = slice.token;
     if (slice.polls != kNone) args["polls"] = slice.polls;
     if (slice.bytes != kNone) args["bytes"] = slice.bytes;
+    if (slice.expert != kNone) args["expert"] = slice.expert;
+    if (slice.rows != kNone) args["rows"] = slice.rows;
     write_span(pid, tid, timeline_.slice_names[slice.name], slice.begin_ns, slice.end_ns, std::move(args));
     if (ends_.leaving[i] != kNone) write_arrow_end("s", pid, tid, slice.begin_ns, ends_.leaving[i]);
     if (const int64_t arrow = ends_.arriving[i]; arrow != kNone) {

@@ -1,4 +1,5 @@
 // A trace is a sequence of packets: first tracks and names, then each slice as a begin and an end.
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <protozero/pbf_writer.hpp>
 
@@ -13,12 +14,11 @@ using Json = nlohmann::ordered_json;
 using Message = protozero::pbf_writer;
 
 constexpr uint32_t kSequence = 1;
-constexpr const char* kArguments[] = {"peer", "token", "polls", "bytes"};
+constexpr const char* kArguments[] = {"peer", "token", "polls", "bytes", "expert", "rows"};
 
-uint64_t process_uuid(int32_t rank) { return static_cast<uint64_t>(rank + 1) << 32; }
-uint64_t track_uuid(int32_t rank, size_t track) { return process_uuid(rank) + 1 + track; }
-uint64_t counter_uuid(int32_t rank, int32_t counter) { return process_uuid(rank) + (1u << 31) + counter; }
-constexpr uint64_t kAboutUuid = 1;
+uint64_t rank_uuid(int32_t rank) { return static_cast<uint64_t>(rank + 1) << 32; }
+uint64_t counter_uuid(int32_t rank, int32_t counter) { return rank_uuid(rank) + (1u << 31) + counter; }
+constexpr uint64_t kFirstGroup = uint64_t{1} << 30;  // of a block's group, behind the rank's
 
 // Writes a metadata value, recursively, for the UI's table of arguments.
 void annotate(Message& annotation, const Json& value) {
@@ -54,7 +54,7 @@ class Writer {
     write_names();
     write_tracks();
     write_about();
-    for (size_t t = 0; t < tracks_.size(); ++t) write_track(tracks_[t], track_uuid(tracks_[t].rank, t));
+    for (size_t t = 0; t < tracks_.size(); ++t) write_track(tracks_[t], uuid_of(t));
     for (const CounterSample& sample : timeline_.samples) {
       event(sample.time_ns, counter_uuid(sample.rank, sample.name), event_field::kCounter,
             [&](Message& event) { event.add_int64(event_field::kCounterValue, sample.value); });
@@ -97,36 +97,74 @@ class Writer {
     packet([&](Message& packet) {
       Message track(packet, packet_field::kTrackDescriptor);
       track.add_uint64(track_field::kUuid, uuid);
-      if (!name.empty()) track.add_string(track_field::kName, name);
+      track.add_string(track_field::kName, name);
       fill(track);
     });
   }
 
+  // The UI collapses groups, and shows a group's own slices or samples. So a rank's phases are the group of its blocks,
+  // and its share of waiting warps is the group of its counters: those two rows per rank are the first screen. At the
+  // top the UI sorts by name. (Tracks there without children would come into a group of their own; processes show
+  // nothing.)
   void write_tracks() {
-    track(kAboutUuid, kAbout, [](Message&) {});
     for (const int32_t rank : ranks_of(timeline_)) {
-      track(process_uuid(rank), "", [&](Message& track) {
-        Message process(track, track_field::kProcess);
-        process.add_int32(track_field::kProcessPid, process_id(rank));
-        process.add_string(track_field::kProcessName, "rank " + std::to_string(rank));
-      });
-      for (size_t c = 0; c < timeline_.counter_names.size(); ++c) {
-        track(counter_uuid(rank, static_cast<int32_t>(c)), timeline_.counter_names[c], [&](Message& track) {
-          track.add_uint64(track_field::kParentUuid, process_uuid(rank));
-          const bool in_bytes = timeline_.counter_names[c].starts_with("bytes");
-          Message counter(track, track_field::kCounter);
-          counter.add_enum(track_field::kCounterUnit, in_bytes ? track_field::kUnitBytes : track_field::kUnitCount);
-        });
-      }
+      track(rank_uuid(rank), name_of(rank),
+            [](Message& track) { track.add_enum(track_field::kChildOrdering, track_field::kExplicit); });
+      write_counters(rank);
     }
-    for (size_t t = 0; t < tracks_.size(); ++t) {
-      track(track_uuid(tracks_[t].rank, t), "", [&](Message& track) {
-        Message thread(track, track_field::kThread);
-        thread.add_int32(track_field::kThreadPid, process_id(tracks_[t].rank));
-        thread.add_int32(track_field::kThreadTid, thread_id(t));
-        thread.add_string(track_field::kThreadName, tracks_[t].name);
+    for (size_t t = 0; t < tracks_.size(); ++t) write_slice_track(t);
+  }
+
+  void write_counters(int32_t rank) {
+    const std::vector<std::string>& names = timeline_.counter_names;
+    const auto top = static_cast<int32_t>(std::find(names.begin(), names.end(), kWaiting) - names.begin());
+    const auto write = [&](int32_t c, const std::string& name) {
+      track(counter_uuid(rank, c), name, [&](Message& track) {
+        if (c != top) track.add_uint64(track_field::kParentUuid, counter_uuid(rank, top));
+        Message counter(track, track_field::kCounter);
+        const bool in_bytes = name.starts_with("bytes");
+        counter.add_enum(track_field::kCounterUnit, in_bytes ? track_field::kUnitBytes : track_field::kUnitCount);
+      });
+    };
+    write(top, name_of(rank) + " " + kWaiting);  // before those below it
+    for (int32_t c = 0; c < static_cast<int32_t>(names.size()); ++c) {
+      if (c != top) write(c, names[c]);
+    }
+  }
+
+  // A block of several tracks has a group.
+  void write_slice_track(size_t t) {
+    const Track& own = tracks_[t];
+    const auto is_beside = [&](size_t other) {
+      return other < tracks_.size() && tracks_[other].rank == own.rank && tracks_[other].block == own.block;
+    };
+    const bool is_first = !is_beside(t - 1);
+    if (own.block == kNone && is_first) return;  // the rank's own track
+    const bool has_group = own.block != kNone && (!is_first || is_beside(t + 1));
+    const uint64_t group = rank_uuid(own.rank) + kFirstGroup + static_cast<uint64_t>(own.block);
+    if (has_group && is_first) {
+      track(group, "block " + std::to_string(own.block), [&](Message& track) {
+        track.add_uint64(track_field::kParentUuid, rank_uuid(own.rank));
+        track.add_enum(track_field::kChildOrdering, track_field::kExplicit);
+        track.add_int32(track_field::kSiblingOrderRank, static_cast<int32_t>(t));
       });
     }
+    track(uuid_of(t), own.name, [&](Message& track) {
+      track.add_uint64(track_field::kParentUuid, has_group ? group : rank_uuid(own.rank));
+      track.add_int32(track_field::kSiblingOrderRank, static_cast<int32_t>(t));
+    });
+  }
+
+  // Its slices are on the rank's own track if they are its phases.
+  uint64_t uuid_of(size_t t) const {
+    const Track& track = tracks_[t];
+    const bool is_of_rank = track.block == kNone && (t == 0 || tracks_[t - 1].rank != track.rank);
+    return is_of_rank ? rank_uuid(track.rank) : rank_uuid(track.rank) + 1 + t;
+  }
+  // Of as many digits for every rank, so that they are sorted.
+  std::string name_of(int32_t rank) const {
+    const std::string number = std::to_string(rank), most = std::to_string(ranks_of(timeline_).back());
+    return "rank " + std::string(most.size() - number.size(), '0') + number;
   }
 
   template <class Fill>
@@ -142,8 +180,9 @@ class Writer {
   }
 
   void write_about() {
+    if (tracks_.empty()) return;
     const Json about = Json::parse(timeline_.about);
-    event(0, kAboutUuid, event_field::kInstant, [&](Message& event) {
+    event(0, uuid_of(0), event_field::kInstant, [&](Message& event) {
       event.add_string(event_field::kName, kAbout);
       for (const auto& [key, value] : about.items()) {
         Message annotation(event, event_field::kDebugAnnotations);
@@ -178,7 +217,7 @@ class Writer {
     const int type = slice.instant ? event_field::kInstant : event_field::kSliceBegin;
     event(slice.begin_ns, track, type, [&](Message& event) {
       event.add_uint64(event_field::kNameIid, static_cast<uint64_t>(slice.name) + 1);
-      annotate_with(event, {slice.peer, slice.token, slice.polls, slice.bytes});
+      annotate_with(event, {slice.peer, slice.token, slice.polls, slice.bytes, slice.expert, slice.rows});
       if (ends_.leaving[i] != kNone) event.add_fixed64(event_field::kFlowIds, flow_id(ends_.leaving[i]));
     });
   }

@@ -22,9 +22,8 @@ inline constexpr Field kEventNames = 2, kDebugAnnotationNames = 3;
 inline constexpr Field kIid = 1, kName = 2;  // of each entry
 }  // namespace interned_field
 namespace track_field {
-inline constexpr Field kUuid = 1, kName = 2, kProcess = 3, kThread = 4, kParentUuid = 5, kCounter = 8;
-inline constexpr Field kProcessPid = 1, kProcessName = 6;
-inline constexpr Field kThreadPid = 1, kThreadTid = 2, kThreadName = 5;
+inline constexpr Field kUuid = 1, kName = 2, kParentUuid = 5, kCounter = 8, kChildOrdering = 11, kSiblingOrderRank = 12;
+inline constexpr int kExplicit = 3;  // of kChildOrdering
 inline constexpr Field kCounterUnit = 3;
 inline constexpr int kUnitCount = 2, kUnitBytes = 3;  // of kCounterUnit
 }  // namespace track_field

@@ -12,8 +12,8 @@ namespace moe_a2a::trace_export {
 
 inline constexpr int32_t kNone = -1;
 
-// What one warp did, in nanoseconds of the merged clock. kNone: unknown or not applicable. moe_a2a/tracing/timeline.py
-// has the same record.
+// What one warp did, in nanoseconds of the merged clock; of block kNone, a phase of its rank. kNone: unknown or not
+// applicable. moe_a2a/tracing/timeline.py has the same record.
 struct Slice {
   int64_t begin_ns;
   int64_t end_ns;
@@ -25,6 +25,8 @@ struct Slice {
   int32_t peer;
   int32_t token;
   int32_t polls;
+  int32_t expert;   // of a tile
+  int32_t rows;     // of a tile
   int32_t instant;  // 1: an instant, without duration
 };
 

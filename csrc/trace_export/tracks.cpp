@@ -27,12 +27,14 @@ class WarpTracks {
       : tracks_(tracks),
         first_track_(tracks.size()),
         rank_(first.rank),
-        name_("block " + std::to_string(first.block) + " warp " + std::to_string(first.warp)) {}
+        block_(first.block),
+        name_(first.block == kNone ? kPhases
+                                   : "block " + std::to_string(first.block) + " warp " + std::to_string(first.warp)) {}
 
   void add(const Slice& slice, int64_t i, bool takes_others) {
     for (size_t lane = 0;; ++lane) {
       if (lane == open_.size()) {
-        tracks_.push_back({rank_, lane == 0 ? name_ : name_ + " (" + std::to_string(lane + 1) + ")", {}});
+        tracks_.push_back({rank_, block_, lane == 0 ? name_ : name_ + " (" + std::to_string(lane + 1) + ")", {}});
         open_.emplace_back();
       }
       std::vector<Open>& open = open_[lane];
@@ -53,7 +55,7 @@ class WarpTracks {
 
   std::vector<Track>& tracks_;
   size_t first_track_;
-  int32_t rank_;
+  int32_t rank_, block_;
   std::string name_;
   std::vector<std::vector<Open>> open_;  // per lane, innermost last
 };

@@ -11,12 +11,14 @@ namespace moe_a2a::trace_export {
 // that are (google/perfetto#1656).
 struct Track {
   int32_t rank;
+  int32_t block;  // kNone: the rank's phases
   std::string name;
   std::vector<int64_t> slices;  // indices, by begin, outer slices first
 };
 
-// All tracks, by rank, block, warp. A warp has one; if waits of its threads overlap partially, it has a further track
-// for each that does not fit on the ones before. Nothing nests in a wait that an arrow ends in, except its flight.
+// All tracks, by rank (its phases first), block, warp. A warp has one; if waits of its threads overlap partially, it
+// has a further track for each that does not fit on the ones before. Nothing nests in a wait that an arrow ends in,
+// except its flight.
 std::vector<Track> lay_out(const Timeline& timeline);
 
 // The arrows that leave and reach each slice, kNone: no arrow. Arrows are indices into Timeline::arrows.
@@ -30,6 +32,10 @@ ArrowEnds ends_of(const Timeline& timeline);
 // its wait, whatever the clocks say.
 int64_t flight_begin_ns(const Timeline& timeline, int64_t arrow);
 inline constexpr const char* kFlight = "flight";
+
+// The track and the counter that say at a glance what a rank does.
+inline constexpr const char* kPhases = "phases";
+inline constexpr const char* kWaiting = "% of the warps that wait";
 
 // The name of the initial instant that carries Timeline::about.
 inline constexpr const char* kAbout = "about this trace";

@@ -15,6 +15,7 @@ import torch
 
 from moe_a2a import _core
 from moe_a2a.client import Client
+from moe_a2a.grouped_gemm import TRACED
 from moe_a2a.groups import HandleExchange
 from moe_a2a.tracing import export
 from moe_a2a.tracing.merge import merge
@@ -42,6 +43,7 @@ class Trace:
         self._moe: Any = moe[0] if moe else None  # an ExpertParallel
         self._records_per_segment = records_per_segment
         self._clocks: list[ClockSample] = []
+        self._experts: _core.TracedExperts | None = None  # its products are recorded too
         self._choices: list[torch.Tensor] = []  # the topk_idx of each dispatch
         self._row_bytes: set[int] = set()
         self._ranks: list[RankRecords] = []
@@ -57,11 +59,16 @@ class Trace:
         for client in self._clients:
             client._open_core().trace_start(self._records_per_segment)
             client._trace = self
+        if self._moe is not None:
+            self._experts = self._moe._open_core().traced_experts()
+            TRACED.append(self._experts)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         for client in self._clients:
             client._trace = None
+        if self._experts is not None:
+            TRACED.remove(self._experts)
         try:
             own = self._read()
             if kind is None and not isinstance(self._first._group, HandleExchange):
@@ -117,7 +124,8 @@ class Trace:
         return ClockSample(readings[:, 0].copy(), readings[:, 1].copy(), int(readings[self._first.rank, 2]))
 
     def _read(self) -> RankRecords:
-        """The segments of the second client follow those of the first, as those of further blocks."""
+        """The segments of an ExpertParallel's products follow its own, those of the second client the first's: as those of
+        further blocks."""
         read = [client._open_core().trace_read() for client in self._clients]
         joined = {
             name: np.concatenate([of_client[name].numpy() for of_client in read])
@@ -151,7 +159,7 @@ def trace(of: Client, records_per_segment: int | None = None) -> Trace:
         with moe_a2a.trace(ep) as t:
             h = ep.dispatch(x, topk_idx, topk_weights)
             out = ep.combine(experts(h), h)
-        t.save("layer.json.gz")
+        t.save("layer.pftrace")
         print(t.summary())
 
     Args:

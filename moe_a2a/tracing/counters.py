@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_a2a.tracing.overview import WAITING, waiting_shares
 from moe_a2a.tracing.timeline import PARTIAL_WAIT, ROW_WAIT, SAMPLE, SEND, SIGNAL, SUM, Timeline, last_before
 
 MAX_SAMPLES = 2000  # per counter: a denser line looks like a band, and slows the UI down
@@ -12,6 +13,7 @@ MAX_SAMPLES = 2000  # per counter: a denser line looks like a band, and slows th
 def counters(timeline: Timeline) -> tuple[np.ndarray, list[str]]:
     """Samples [n] of SAMPLE in order of time, and the counters' names.
 
+    WAITING: see overview.py.
     "tokens waiting": the row_waits and partial_waits of a rank at that time.
     "bytes in flight to rank p": rows and sums that are being sent and not yet signalled to p.
     """
@@ -26,6 +28,8 @@ def counters(timeline: Timeline) -> tuple[np.ndarray, list[str]]:
         for peer in range(timeline.num_ranks):
             pick = (signals["rank"] == rank) & (signals["peer"] == peer)
             lines.append(_line(rank, 1 + peer, begun[pick], signals["end_ns"][pick], signals["bytes"][pick]))
+    lines.append(waiting_shares(timeline, len(names)))
+    names.append(WAITING)
     samples = np.concatenate(lines)
     return samples[np.argsort(samples["time_ns"], kind="stable")], names
 

@@ -6,8 +6,11 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
+
 from moe_a2a import _core
 from moe_a2a.tracing.counters import counters
+from moe_a2a.tracing.overview import phases
 from moe_a2a.tracing.timeline import Timeline
 
 JSON_ENDINGS = (".json", ".json.gz")
@@ -22,8 +25,9 @@ def save(timeline: Timeline, path: str | Path) -> Path:
     opened = gzip.open(path, "wb", GZIP_LEVEL) if path.name.endswith(".gz") else open(path, "wb")
     with opened as file:
         samples, counter_names = counters(timeline)
+        slices = np.concatenate([timeline.slices, phases(timeline)])  # behind the others, to which the arrows point
         about = json.dumps(timeline.about)
-        write(file.write, timeline.slices, timeline.arrows, samples, timeline.names, counter_names, about)
+        write(file.write, slices, timeline.arrows, samples, timeline.names, counter_names, about)
     return path
 
 

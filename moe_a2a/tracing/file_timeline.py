@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -50,19 +51,26 @@ def check_about(about: dict[str, Any]) -> None:
 def slices_of_ranks(file: TraceFile) -> dict[int, tuple[int, int]]:
     """For each rank named in `about`: the number of its slices in the file, and the number it should have."""
     rank_of_track = {track: file.rank_of(track) for track in file.tracks}
-    found = Counter(rank_of_track[s.track] for s in file.slices if s.name != FLIGHT)
+    found = Counter(rank_of_track[s.track] for s, is_own in zip(file.slices, own_slices(file), strict=True) if is_own)
     return {
         rank["rank"]: (found[rank["rank"]], rank["records_written"] + rank["signals_without_record"])
         for rank in file.about["ranks"]
     }
 
 
+def own_slices(file: TraceFile) -> list[bool]:
+    """Of each slice whether it comes from a record: flights and phases are drawn from others."""
+    phases = file.phase_tracks()
+    return [s.name != FLIGHT and s.track not in phases for s in file.slices]
+
+
 class _Builder:
     def __init__(self, file: TraceFile):
         self._file = file
+        self._is_own = own_slices(file)
 
     def timeline(self) -> Timeline:
-        """Drops the flights: an arrow ends in its wait again, the slice before its flight."""
+        """Without flights and phases: an arrow ends in its wait again, the slice before its flight."""
         file = self._file
         if not file.about:
             raise FieldError(f'it has no event "{ABOUT}"')
@@ -72,7 +80,7 @@ class _Builder:
         for rank, (found, expected) in slices_of_ranks(file).items():
             if found != expected:
                 raise FieldError(f"it is cut or damaged: it has {found} of the {expected} slices of rank {rank}")
-        kept = [s for s in file.slices if s.name != FLIGHT]
+        kept = list(compress(file.slices, self._is_own))
         if not kept:
             raise FieldError("the trace is empty: no kernel ran inside its block")
         names = list(dict.fromkeys([*file.about["operations"], *(s.name for s in kept)]))
@@ -111,9 +119,9 @@ class _Builder:
         return place
 
     def _arrows(self) -> np.ndarray:
-        """Pairs of indices into the slices without flights."""
+        """Pairs of indices into the slices that come from records."""
         file = self._file
-        place = np.cumsum([s.name != FLIGHT for s in file.slices]) - 1  # of a flight: its wait's
+        place = np.cumsum(self._is_own) - 1  # of a flight: its wait's
         pairs = []
         for flow in file.sources.keys() | file.sinks.keys():
             sources, sinks = file.sources.get(flow, ()), file.sinks.get(flow, ())

@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_a2a.tracing import arrows, clocks
 from moe_a2a.tracing.records import KERNEL, Columns, RankRecords, decode
-from moe_a2a.tracing.timeline import MOMENTS, PARTIAL_WAIT, ROW_WAIT, SEND, SIGNAL, SLICE, SUM, Timeline
+from moe_a2a.tracing.timeline import MOMENTS, PARTIAL_WAIT, ROW_WAIT, SEND, SIGNAL, SLICE, SUM, TILE, Timeline
 
 FORMAT = "moe_a2a trace 1"
 # Slices that carry or await one row: their `bytes` is the size of the row.
@@ -22,7 +22,8 @@ def merge(ranks: Sequence[RankRecords], configuration: dict[str, Any], combine_r
     columns = [decode(r) for r in ranks]
     times, rank_clocks = clocks.align(ranks, columns)
     names, numbers = _names(ranks)
-    slices = np.concatenate([_slices(r, c, numbers) for r, c in zip(ranks, columns, strict=True)])
+    num_local_experts = configuration.get("num_experts", 0) // configuration["num_ranks"]
+    slices = np.concatenate([_slices(r, c, numbers, num_local_experts) for r, c in zip(ranks, columns, strict=True)])
     timeline = Timeline(slices, np.empty(0, dtype=arrows.ARROW), names, {"operations": list(ranks[0].operations)})
     slices["instant"][timeline.named(*MOMENTS)] = 1
 
@@ -51,8 +52,9 @@ def _names(ranks: Sequence[RankRecords]) -> tuple[list[str], dict[str, int]]:
     return names, {name: number for number, name in enumerate(names)}
 
 
-def _slices(rank: RankRecords, columns: Columns, numbers: dict[str, int]) -> np.ndarray:
-    """All columns but the times. A launch is named after its operation; an unknown kind keeps its name."""
+def _slices(rank: RankRecords, columns: Columns, numbers: dict[str, int], num_local_experts: int) -> np.ndarray:
+    """All columns but the times. A launch is named after its operation; an unknown kind keeps its name. The record of a
+    tile has its local expert in the token's place, and its rows in that of the polls."""
     slices = np.full(len(columns.kind), -1, SLICE)
     kinds = [numbers[name] for name in rank.kinds]
     operations = [numbers[name] for name in rank.operations]
@@ -64,6 +66,11 @@ def _slices(rank: RankRecords, columns: Columns, numbers: dict[str, int]) -> np.
     slices["peer"] = columns.peer
     slices["token"] = np.where(is_kernel, -1, columns.token)
     slices["polls"] = np.where(columns.polls > 0, columns.polls, -1)
+    is_tile = slices["name"] == numbers.get(TILE, -1)
+    slices["expert"][is_tile] = rank.rank * num_local_experts + slices["token"][is_tile]
+    slices["rows"][is_tile] = slices["polls"][is_tile]
+    for name in ("token", "polls"):
+        slices[name][is_tile] = -1
     slices["instant"] = 0
     return slices
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import Any
 
 from moe_a2a.json_fields import FieldError
 from moe_a2a.tracing.protobuf import fields, number, signed, text
-from moe_a2a.tracing.trace_file import ABOUT, LATEST_NS, FileSlice, TraceFile, checked_arguments
+from moe_a2a.tracing.trace_file import ABOUT, LATEST_NS, PHASES, FileSlice, TraceFile, checked_arguments
 
 BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4  # TrackEvent.type
 DEEPEST = 16  # nesting of annotations; Trace.save() writes four levels
@@ -30,8 +31,8 @@ class _Parser:
         self._names: dict[int, str] = {}
         self._argument_names: dict[int, str] = {}
         self._open: dict[int, list[int]] = {}  # slices of each track that have not ended
-        self._process_of: dict[int, int] = {}  # by the uuid of its track
-        self._counters: dict[int, tuple[int, str]] = {}
+        self._rank_of: dict[int, str] = {}  # of each track, as the track at the top names it
+        self._counters: dict[int, tuple[str, str]] = {}
 
     def packet(self, packet: Any) -> None:
         time, event = 0, None
@@ -62,20 +63,23 @@ class _Parser:
                 names[number(entry.get(1))] = text(entry.get(2))
 
     def _descriptor(self, message: Any) -> None:
+        """At the top there are two tracks of a rank, "rank 3" of its phases, and "rank 3 ..." of a counter."""
         descriptor = dict(fields(message))
         uuid, name = number(descriptor.get(1)), text(descriptor.get(2, b""))
-        if 3 in descriptor:
-            process = dict(fields(descriptor[3]))
-            self._process_of[uuid] = number(process.get(1))
-            self._file.processes[self._process_of[uuid]] = text(process.get(6))
-        elif 4 in descriptor:
-            thread = dict(fields(descriptor[4]))
-            self._file.tracks[uuid] = (number(thread.get(1)), text(thread.get(5)))
-        elif 8 in descriptor:
-            parent = descriptor.get(5)
-            if parent not in self._process_of:
-                raise FieldError(f"counter {name!a} is of track {parent!a}, which is no process")
-            self._counters[uuid] = (self._process_of[parent], name)
+        parent = descriptor.get(5)
+        if parent is None:
+            top = re.fullmatch(r"(rank [0-9]{1,6})(?: (.*))?", name, re.DOTALL)
+            rank, name = (top[1], top[2] or PHASES) if top else (name, "")
+            self._file.processes[rank] = f"rank {int(rank[5:])}" if top else name
+        elif parent in self._rank_of:
+            rank = self._rank_of[parent]
+        else:
+            raise FieldError(f"track {name!a} is part of track {parent!a}, which has not been described")
+        self._rank_of[uuid] = rank
+        if 8 in descriptor:
+            self._counters[uuid] = (rank, name)
+        else:
+            self._file.tracks[uuid] = (rank, name)
 
     def _event(self, time: int, message: Any) -> None:
         kind = track = value = None

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_a2a.tracing.summary import summarize
-from moe_a2a.tracing.timeline import WAITS, Timeline, merged
+from moe_a2a.tracing.timeline import WAITS, Timeline, busy, merged
 
 NUM_BINS = 400
 
@@ -68,7 +68,7 @@ def _draw_ranks(axes, timeline: Timeline) -> None:
         for kind in kinds:
             pick = own & leaves & (slices["name"] == kind)
             _, begins, ends = merged(timeline.warps()[pick], slices["begin_ns"][pick], slices["end_ns"][pick])
-            share = 0.9 * _busy(begins, ends, edges) / num_warps
+            share = 0.9 * busy(begins, ends, edges) / num_warps
             label = timeline.names[kind] if rank == 0 else None
             axes.fill_between(
                 middles, bottom, bottom + share, step="mid", color=colours[kind], label=label, linewidth=0
@@ -84,14 +84,3 @@ def _colours(timeline: Timeline, kinds: list[int], waits: np.ndarray) -> dict[in
     warm = iter(["tab:red", "tab:orange", "gold", "tab:pink", "tab:brown", "rosybrown"])
     cold = iter(["tab:blue", "tab:green", "tab:cyan", "tab:purple", "tab:olive", "tab:gray", "navy", "teal", "0.8"])
     return {kind: next(warm if kind in waits else cold, "0.5") for kind in kinds}
-
-
-def _busy(begins: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """The mean number of intervals that cover each bin."""
-    times = np.concatenate([begins, ends])
-    steps = np.concatenate([np.ones(len(begins)), -np.ones(len(ends))])
-    order = np.argsort(times, kind="stable")
-    times, level = times[order], np.cumsum(steps[order])
-    area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(times))]) if len(times) else np.zeros(1)
-    at_edges = np.interp(edges, times, area) if len(times) else np.zeros(len(edges))
-    return np.diff(at_edges) / np.diff(edges)

@@ -20,6 +20,8 @@ SLICE = np.dtype(
         ("peer", "i4"),
         ("token", "i4"),
         ("polls", "i4"),
+        ("expert", "i4"),
+        ("rows", "i4"),
         ("instant", "i4"),
     ]
 )
@@ -29,7 +31,10 @@ SAMPLE = np.dtype([("time_ns", "i8"), ("value", "i8"), ("rank", "i4"), ("name", 
 ROW_WAIT, PARTIAL_WAIT, TABLE_WAIT, CREDIT_WAIT = "row_wait", "partial_wait", "table_wait", "credit_wait"
 SIGNAL, SEND, SUM, ROUTE = "signal", "send", "sum", "route"
 CALL_WAIT, CHUNK_WAIT, PUSH, REDUCE = "call_wait", "chunk_wait", "push", "reduce"
-WAITS = (CREDIT_WAIT, TABLE_WAIT, ROW_WAIT, PARTIAL_WAIT, CALL_WAIT, CHUNK_WAIT, "peer_wait", "clock_wait")
+TILE, STORED_WAIT = "tile", "stored_wait"
+WAITS = (
+    CREDIT_WAIT, TABLE_WAIT, ROW_WAIT, PARTIAL_WAIT, CALL_WAIT, CHUNK_WAIT, STORED_WAIT, "peer_wait", "clock_wait",
+)  # fmt: skip
 MOMENTS = (SIGNAL, "gave_up")
 
 # Launches by what they signal. "dispatch" and "combine" are launches of both halves.
@@ -78,6 +83,12 @@ class Timeline:
         warps, begins, ends = merged(self.warps()[which], self.slices["begin_ns"][which], self.slices["end_ns"][which])
         return np.bincount(warps >> 40, ends - begins, minlength=self.num_ranks).astype(np.int64)
 
+    def phase_times(self) -> np.ndarray:
+        """int64 [R]: time in which each rank has a block in a launch."""
+        kernels = self.slices[self.kernels()]
+        ranks, begins, ends = merged(kernels["rank"], kernels["begin_ns"], kernels["end_ns"])
+        return np.bincount(ranks, ends - begins, minlength=self.num_ranks).astype(np.int64)
+
     def enclosing_kernels(self) -> np.ndarray:
         """int64 [n]: the index of the launch that contains each slice; -1: not recorded. A launch contains itself."""
         kernels = np.flatnonzero(self.kernels())
@@ -116,3 +127,14 @@ def last_before(keys, times, query_keys, query_times) -> np.ndarray:
     result = np.empty(len(all_keys), np.int64)
     result[order] = found
     return result[num_entries:]
+
+
+def busy(begins: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The mean number of intervals that cover each bin."""
+    times = np.concatenate([begins, ends])
+    steps = np.concatenate([np.ones(len(begins)), -np.ones(len(ends))])
+    order = np.argsort(times, kind="stable")
+    times, level = times[order], np.cumsum(steps[order])
+    area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(times))]) if len(times) else np.zeros(1)
+    at_edges = np.interp(edges, times, area) if len(times) else np.zeros(len(edges))
+    return np.diff(at_edges) / np.diff(edges)

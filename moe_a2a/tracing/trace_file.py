@@ -10,9 +10,17 @@ from moe_a2a.errors import TraceFileError
 from moe_a2a.json_fields import FieldError, quoted
 
 ABOUT = "about this trace"
+PHASES = "phases"  # the track of what a rank does as a whole
 FLIGHT = "flight"  # the last part of a wait, from the signal on; its arrow ends there
-# Arguments of a slice and their largest values (csrc/comm/trace_buffer.h has the bits of the first three); -1: none.
-ARGUMENTS = {"peer": 63, "token": (1 << 20) - 1, "polls": (1 << 16) - 1, "bytes": (1 << 40) - 1}
+# Arguments of a slice and their largest values (csrc/comm/trace_buffer.h has the bits of all but the bytes); -1: none.
+ARGUMENTS = {
+    "peer": 63,
+    "token": (1 << 20) - 1,
+    "polls": (1 << 16) - 1,
+    "bytes": (1 << 40) - 1,
+    "expert": (1 << 26) - 1,
+    "rows": (1 << 16) - 1,
+}
 LATEST_NS = 1 << 48  # three days
 
 
@@ -50,6 +58,10 @@ class TraceFile:
         process, _ = self.tracks.get(track, (None, ""))
         named = re.fullmatch(r"rank ([0-9]{1,6})", self.processes.get(process, ""))
         return int(named[1]) if named else -1
+
+    def phase_tracks(self) -> set[Any]:
+        """Tracks of what ranks do as a whole: drawn from the launches of their warps, so they tell nothing new."""
+        return {track for track, (_, name) in self.tracks.items() if re.fullmatch(rf"{PHASES}( \([0-9]+\))?", name)}
 
     def warp_of(self, track: Any) -> tuple[int, int]:
         """Block and warp, from the name of the track; -1, -1 if that is not a warp's."""

@@ -202,10 +202,10 @@ def test_perfetto_itself_reads_it(ending, tmp_path):
             file.about
         )
         assert flows[0]["least"] >= 0
-        ranks_seen = ui.query(
-            "select distinct process.name as name from slice join thread_track on track_id = thread_track.id "
-            "join thread using (utid) join process using (upid) order by 1"
-        )
-        assert [r["name"] for r in ranks_seen] == [f"rank {r}" for r in range(NUM_RANKS)]
-        (samples,) = ui.query("select count(*) as n from counter join process_counter_track t on track_id = t.id")
+        (samples,) = ui.query("select count(*) as n from counter")
         assert samples["n"] == sum(len(times) for times, _ in file.counters.values())
+        rows = [name for r in range(NUM_RANKS) for name in (f"rank {r}", f"rank {r} % of the warps that wait")]
+        if ending == ".json.gz":  # has no groups: a rank is a process, and its id stands behind the name
+            assert sorted(ui.rows()) == [f"rank {r} {1000 + r}" for r in range(NUM_RANKS)]
+        else:
+            assert ui.rows() == rows

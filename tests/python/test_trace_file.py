@@ -2,8 +2,10 @@
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import synthetic_trace as synthetic
 
@@ -12,9 +14,10 @@ from moe_a2a.tracing import export
 from moe_a2a.tracing.check import check, check_file
 from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.merge import merge
+from moe_a2a.tracing.overview import WAITING, phases
 from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.summary import summarize
-from moe_a2a.tracing.timeline import SLICE
+from moe_a2a.tracing.timeline import SLICE, busy, merged
 
 pytestmark = pytest.mark.cpu
 
@@ -32,12 +35,34 @@ def test_what_is_written_holds_together_and_says_the_same(timeline, tmp_path, en
     path = export.save(timeline, tmp_path / f"trace{ending}")
     file = read(path)
     assert check_file(file) == []
-    assert (
-        len(file.slices) == len(timeline.slices) + len(timeline.arrows)
-        and len(file.sources) == len(timeline.arrows) > 0
-    )
+    assert len(file.sources) == len(timeline.arrows) > 0
+    assert len(file.slices) == len(timeline.slices) + len(timeline.arrows) + len(phases(timeline))
     assert str(summarize(to_timeline(file))) == str(summarize(timeline))
     assert file.about == json.loads(json.dumps(timeline.about))
+
+
+@pytest.mark.parametrize("ending", ENDINGS[1:3])
+def test_the_first_screen_has_the_phases_of_each_rank_and_the_share_of_its_warps_that_wait(timeline, tmp_path, ending):
+    file, expected = read(export.save(timeline, tmp_path / f"trace{ending}")), summarize(timeline)
+    phase_ns = Counter()
+    for s in file.slices:
+        if s.track in file.phase_tracks():
+            phase_ns[s.name, file.rank_of(s.track)] += s.end_ns - s.begin_ns
+    assert phase_ns == {
+        (name, rank): ns for name, (times, _) in expected.operation_ns.items() for rank, ns in enumerate(times)
+    }
+    shares = {file.processes[process]: line for (process, name), line in file.counters.items() if name == WAITING}
+    assert sorted(shares) == [f"rank {r}" for r in range(PLAN.num_ranks)]
+    kernels = timeline.slices[timeline.kernels()]
+    for rank in range(PLAN.num_ranks):
+        times, values = (np.array(column) for column in shares[f"rank {rank}"])
+        assert values.min() == values[-1] == 0
+        # On average over the warps' time in launches, what the summary says.
+        own = kernels[kernels["rank"] == rank]
+        _, begins, ends = merged(own["block"], own["begin_ns"], own["end_ns"])
+        edges = np.append(times, max(times[-1] + 1, ends.max()))
+        inside = busy(begins, ends, edges) * np.diff(edges)
+        assert (inside * values).sum() / inside.sum() == pytest.approx(100 * expected.wait_share[rank], abs=1)
 
 
 def test_the_command(timeline, tmp_path, capsys):
@@ -76,7 +101,8 @@ def test_waits_of_one_warp_that_end_across_each_other_get_tracks_of_their_own(ti
         path = tmp_path / f"trace{ending}"
         export.save(type(timeline)(few, timeline.arrows[:0], timeline.names, timeline.about), path)
         file = read(path)
-        assert sorted(name for _, name in file.tracks.values() if name.startswith("block"))[:2] == [
+        names = {file.tracks[s.track][1] for s in file.slices}
+        assert sorted(name for name in names if name.startswith("block"))[:2] == [
             "block 0 warp 0",
             "block 0 warp 0 (2)",
         ]
@@ -196,4 +222,4 @@ def test_a_file_that_is_cut_is_refused(timeline, tmp_path):
 
 
 def test_the_record_is_the_exporters():
-    assert SLICE.itemsize == 56  # no padding: _core refuses any other layout
+    assert SLICE.itemsize == 64  # no padding: _core refuses any other layout

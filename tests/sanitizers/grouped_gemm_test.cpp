@@ -9,7 +9,11 @@
 #include <vector>
 
 #include "../seed.h"
+#include "arch/arch.h"
+#include "arch/block_tile.h"
 #include "moe/experts/run_grouped_gemm.h"
+#include "moe/experts/tile_order.h"
+#include "moe/vocabulary.h"
 
 namespace moe_a2a {
 namespace {
@@ -31,6 +35,7 @@ struct Problem {
   int depth, columns, num_x_rows;
 };
 
+constexpr int kWarpsPerBlock = kBlockThreads / kWarpSize;
 constexpr Activation kSwiglu = {.function = Activation::Function::kSilu, .is_gated = true};
 
 class GroupedGemmTest : public testing::TestWithParam<Problem> {
@@ -48,7 +53,8 @@ class GroupedGemmTest : public testing::TestWithParam<Problem> {
     for (int32_t& index : row_index_) index = row(random);
   }
 
-  std::vector<uint16_t> run(const Activation& activation, int num_blocks, const float* bias = nullptr) {
+  std::vector<uint16_t> run(const Activation& activation, int num_blocks, const float* bias = nullptr,
+                            const TraceBuffer& trace = {}) {
     const Problem& p = GetParam();
     const int columns = activation.is_gated ? p.columns : 2 * p.columns;
     std::vector<uint16_t> out(row_index_.size() * columns, 0xffff);  // NaN
@@ -64,7 +70,8 @@ class GroupedGemmTest : public testing::TestWithParam<Problem> {
                                                                    .num_rows = offsets_.back(),
                                                                    .num_columns = columns,
                                                                    .depth = p.depth,
-                                                                   .activation = activation});
+                                                                   .activation = activation,
+                                                                   .trace = trace});
     return out;
   }
 
@@ -93,6 +100,46 @@ TEST_P(GroupedGemmTest, EveryElementIsExact) {
         ASSERT_LE(std::abs(got - expected), std::abs(expected) / 256)
             << "expert " << e << " row " << i << " column " << j;
       }
+    }
+  }
+}
+
+TEST_P(GroupedGemmTest, RecordsEveryTileOnceAndComputesTheSame) {
+  using Tile = BlockTile<Bfloat16>;
+  constexpr int kBlocks = 3, kRoom = 500, kSegments = kBlocks * kWarpsPerBlock;
+  const Problem& p = GetParam();
+  for (const Activation& activation : {Activation{}, kSwiglu}) {
+    std::vector<uint64_t> attempts(kSegments);
+    std::vector<TraceRecord> records(kSegments * kRoom);
+    const TraceBuffer trace = {attempts.data(), records.data(), kRoom};
+    EXPECT_EQ(run(activation, kBlocks, nullptr, trace), run(activation, kBlocks));
+    EXPECT_EQ(run(activation, kBlocks - 1, nullptr, trace), run(activation, kBlocks));
+    std::vector<int> rows(p.counts.size()), tiles(p.counts.size());
+    int num_launches = 0;
+    for (int segment = 0; segment < kSegments; ++segment) {
+      ASSERT_LT(attempts[segment], uint64_t{kRoom});
+      EXPECT_TRUE(attempts[segment] == 0 || segment % kWarpsPerBlock == 0) << "a block's first warp speaks for it";
+      for (uint64_t i = 0; i < attempts[segment]; ++i) {
+        const TraceRecord& record = records[segment * kRoom + i];
+        const auto kind = static_cast<TraceKind>(record.word[1] >> TraceRecord::kKindAt & 0x1f);
+        const auto expert = static_cast<size_t>(record.word[1] >> TraceRecord::kTokenAt & TraceRecord::kNoToken);
+        if (kind == TraceKind::kKernel) {
+          EXPECT_EQ(expert, static_cast<size_t>(moe_op::kGroupedGemm));
+          ++num_launches;
+          continue;
+        }
+        ASSERT_EQ(kind, moe_kind::kTile);
+        ASSERT_LT(expert, p.counts.size());
+        rows[expert] += static_cast<int>(record.word[0] >> TraceRecord::kTimeBits);
+        ++tiles[expert];
+      }
+    }
+    EXPECT_EQ(num_launches, kBlocks + kBlocks - 1);
+    const int column_tiles = div_up(activation.is_gated ? p.columns : 2 * p.columns,
+                                    activation.is_gated ? int{Tile::kColumns} : 2 * Tile::kColumns);
+    for (size_t e = 0; e < p.counts.size(); ++e) {
+      EXPECT_EQ(rows[e], 2 * p.counts[e] * column_tiles) << "expert " << e;
+      EXPECT_EQ(tiles[e], 2 * div_up(p.counts[e], Tile::kRows) * column_tiles) << "expert " << e;
     }
   }
 }

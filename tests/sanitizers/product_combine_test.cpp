@@ -2,11 +2,14 @@
 // product followed by the combine. Several blocks multiply and several send; some have nothing to do.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 
 #include "arch/arch.h"
+#include "arch/block_tile.h"
 #include "moe/experts/run_grouped_gemm.h"
+#include "moe/experts/tile_order.h"
 #include "seed.h"
 #include "thread_ranks.h"
 #include "traffic.h"
@@ -49,6 +52,8 @@ class ProductWorker {
     const std::vector<uint16_t> fused = combined(tokens, round, layout, true);
     ASSERT_EQ(fused, apart) << "round " << round << " rank " << config_.rank;
   }
+  // Of all tiles that were to be computed in fused launches.
+  int64_t num_tile_rows() const { return num_tile_rows_; }
 
  private:
   std::vector<uint16_t> combined(const Tokens& tokens, int round, Layout layout, bool fuses) {
@@ -78,6 +83,10 @@ class ProductWorker {
     EXPECT_TRUE(ep_.can_send_with_product(*handle));
     if (fuses) {
       product.stored_tiles = stored_tiles.data();
+      for (int e = 0; e < config_.num_local_experts(); ++e) {
+        const int rows = product.expert_offsets[e + 1] - product.expert_offsets[e];
+        num_tile_rows_ += rows * div_up(config_.hidden, 2 * BlockTile<Bfloat16>::kColumns);
+      }
       ep_.product_combine_send(*handle, product, {.num_blocks = 2 + round % 4 * 8});
     } else {
       run_grouped_gemm({.target = "cpu", .num_blocks = 2}, product);
@@ -93,6 +102,7 @@ class ProductWorker {
   const MoeConfig& config_;
   uint64_t seed_;
   std::vector<uint16_t> x_, w_;  // bfloat16
+  int64_t num_tile_rows_ = 0;
 };
 
 class ProductCombineTest : public testing::TestWithParam<int> {};
@@ -102,6 +112,25 @@ TEST_P(ProductCombineTest, GivesTheBitsOfBothInTurn) {
   run_ranks(product_config(GetParam()), 60, [&](ExpertParallel& ep) {
     ProductWorker worker(ep, seed);
     for (int round = 0; round < 12 && !HasFatalFailure(); ++round) worker.run(round);
+  });
+}
+
+TEST_P(ProductCombineTest, RecordsItsTilesAndTheWaitsForThem) {
+  const uint64_t seed = test_seed();
+  run_ranks(product_config(GetParam()), 60, [&](ExpertParallel& ep) {
+    ProductWorker worker(ep, seed);
+    ep.tracer().start(20000);
+    for (int round = 0; round < 6 && !HasFatalFailure(); ++round) worker.run(round);
+    const TraceDump dump = ep.tracer().read();
+    EXPECT_EQ(*std::max_element(dump.segment_dropped.begin(), dump.segment_dropped.end()), 0);
+    int64_t num_rows = 0;
+    for (const TraceRecord& record : dump.records) {
+      const auto kind = static_cast<TraceKind>(record.word[1] >> TraceRecord::kKindAt & 0x1f);
+      const uint64_t polls = record.word[0] >> TraceRecord::kTimeBits;
+      if (kind == moe_kind::kTile) num_rows += static_cast<int64_t>(polls);
+      EXPECT_TRUE(kind != moe_kind::kStoredWait || polls > 1);
+    }
+    EXPECT_EQ(num_rows, worker.num_tile_rows());
   });
 }
 

@@ -29,7 +29,7 @@ struct Combine {
       if (has_part_in(senders) && !args.send.is_sent) CombineSend::send(type, args.send, own, senders, block, shared);
       if (has_part_in(receivers)) CombineRecv::receive(type, args.recv, own, receivers, block, shared);
       if (kAllDoBoth) return;
-      record_role(c, block, has_part_in(senders) ? moe_op::kCombineSend : moe_op::kCombineRecv, start);
+      record_role(c, block.warp(), has_part_in(senders) ? moe_op::kCombineSend : moe_op::kCombineRecv, start);
     });
   }
 };

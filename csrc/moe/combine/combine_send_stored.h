@@ -30,13 +30,21 @@ class StoredSchedule {
     const int num_terms = count_terms(terms);
     if (!is_last(terms, num_terms, position)) return {};
     for (int k = warp.rank(); k < num_terms; k += warp.size()) {
-      if (terms[k].position < args_.num_y_rows) stored_.wait_for_row(terms[k].position);
+      if (terms[k].position < args_.num_y_rows) wait_for_term(terms[k].position, row);
     }
     warp.sync();  // lets the other lanes read what the waiting ones have acquired
     return to_owner(args_.context, row);
   }
 
  private:
+  MOE_A2A_DEVICE void wait_for_term(int position, int row) const {
+    const Context& c = args_.context;
+    const uint64_t start = trace_now();
+    const uint32_t polls = stored_.wait_for_row(position);
+    if (!kRecording || polls == 1) return;
+    const int token = row % c.config.num_max_tokens_per_rank;
+    append(c.trace(), {.kind = moe_kind::kStoredWait, .begin = start, .token = token, .polls = polls}, clock_now());
+  }
   MOE_A2A_DEVICE int count_terms(const RouteTerm* terms) const {
     int n = 0;
     while (n < args_.context.config.num_topk && terms[n].position >= 0) ++n;

@@ -67,7 +67,7 @@ struct Dispatch {
         DispatchSend::make_void(args.send, grid, block);
       }
       if (Batch::Wire::kIsLl) return;
-      record_role(c, block, receives ? moe_op::kDispatchRecv : moe_op::kDispatchSend, start);
+      record_role(c, block.warp(), receives ? moe_op::kDispatchRecv : moe_op::kDispatchSend, start);
       DispatchSend::end(args.send, grid, block, good ? epoch : epoch - 1);
     });
   }

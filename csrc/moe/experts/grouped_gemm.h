@@ -7,6 +7,7 @@
 #include "moe/experts/activation.h"
 #include "moe/experts/expert_tiles.h"
 #include "moe/experts/stored_tiles.h"
+#include "moe/vocabulary.h"
 #include "rows/quantize.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -15,6 +16,10 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 MOE_A2A_DEVICE int row_of_position(const GroupedGemmArgs& args, int position) {
   const int row = args.row_index != nullptr ? args.row_index[position] : position;
   return row < args.num_x_rows ? row : -1;
+}
+
+MOE_A2A_HOST_DEVICE TraceEvent tile_event(int expert, int num_rows, uint64_t begin) {
+  return {.kind = moe_kind::kTile, .begin = begin, .token = expert, .polls = static_cast<uint32_t>(num_rows)};
 }
 
 template <class T, bool kGated>
@@ -32,10 +37,13 @@ struct GroupedGemmOf {
   MOE_A2A_DEVICE static void run(const GroupedGemmArgs& args, const Grid& grid, const Block& block, std::byte* shared) {
     Tiles tiles(args, block.warp());
     for (int unit = grid.rank(); tiles.seek(unit); unit += grid.size()) {
+      const uint64_t start = trace_now();
       GroupedGemmOf{args, tiles, shared}.multiply(block);
-      if (args.stored_tiles == nullptr) continue;
-      block.release_sync();
-      StoredTiles::add(args.stored_tiles, block, tiles.first_position, tiles.num_positions);
+      if (args.stored_tiles != nullptr) {
+        block.release_sync();
+        StoredTiles::add(args.stored_tiles, block, tiles.first_position, tiles.num_positions);
+      }
+      record(args.trace, block, tile_event(tiles.expert, tiles.num_positions, start));
     }
   }
   MOE_A2A_DEVICE static uint32_t tiles_of_a_row(const GroupedGemmArgs& args) {
@@ -140,6 +148,10 @@ struct GroupedGemm {
   using Args = GroupedGemmArgs;
   static constexpr const char* kName = "grouped_gemm";
   static size_t shared_bytes(const Args&) { return BlockTile<T>::kSharedBytes; }
+  // The warps of a block work on a tile together.
+  MOE_A2A_DEVICE static bool warp_keeps_record(const Args&, const Grid&, const Block& block) {
+    return block.warp_rank() == 0;
+  }
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     GroupedGemmOf<T, kGated>::run(args, grid, block, shared);
   }

@@ -7,6 +7,7 @@
 
 #include "arch/attributes.h"
 #include "arch/number.h"
+#include "comm/trace_buffer.h"
 
 namespace moe_a2a {
 
@@ -51,6 +52,7 @@ struct GroupedGemmArgs {
   int32_t num_experts = 0, num_x_rows = 0, num_rows = 0, num_columns = 0, depth = 0;
   DType dtype = DType::kBfloat16, out_dtype = DType::kBfloat16;  // they differ with float8 only
   Activation activation;
+  TraceBuffer trace;  // where the tiles are recorded
 
   MOE_A2A_HOST_DEVICE int num_scales() const { return (depth + 127) / 128; }
   MOE_A2A_HOST_DEVICE int column_blocks() const { return (num_columns + 127) / 128; }

@@ -1,14 +1,13 @@
 // The grouped GEMM's family: one entry, which selects the kernel by type, gate and device.
-#include "arch/attributes.h"
-
-#if MOE_A2A_RECORDING  // compiled once: there is nothing to record
-
-#include "comm/kernel_family.h"
+#include "comm/define_family.h"
 #include "moe/experts/grouped_gemm.h"
 #include "moe/experts/pipelined_gemm.h"
 
 namespace moe_a2a {
 inline namespace MOE_A2A_TARGET {
+
+template <class T, bool kGated>
+using TracedGemm = Traced<GroupedGemm<T, kGated>, kMoeVocabulary>;
 
 template <class Use>
 void for_each_variant(Use use) {
@@ -22,7 +21,7 @@ void for_each_variant(Use use) {
 
 void prepare_grouped_gemm(const LaunchSite& site) {
   for_each_variant([&]<class T, bool kGated>(DType) {
-    prepare<GroupedGemm<T, kGated>>(site);
+    prepare<TracedGemm<T, kGated>>(site);
     prepare_pipelined_gemm<T, kGated>(site);
   });
 }
@@ -31,7 +30,7 @@ void launch_grouped_gemm(const LaunchSite& site, const void* erased) {
   const auto& args = *static_cast<const GroupedGemmArgs*>(erased);
   for_each_variant([&]<class T, bool kGated>(DType dtype) {
     if (args.dtype != dtype || args.activation.is_gated != kGated) return;
-    if (!launch_pipelined_gemm<T, kGated>(site, args)) launch<GroupedGemm<T, kGated>>(site, args);
+    if (!launch_pipelined_gemm<T, kGated>(site, args)) launch<TracedGemm<T, kGated>>(site, args);
   });
 }
 
@@ -45,5 +44,3 @@ std::span<const KernelEntry> MOE_A2A_JOIN(grouped_gemm_kernels_, MOE_A2A_TARGET)
 }
 
 }  // namespace moe_a2a
-
-#endif

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "moe/experts/pipelined_results.h"
+#include "moe/experts/tile_recorder.h"
 
 #if defined(MOE_A2A_HAS_TILE_PIPELINE)
 
@@ -236,6 +237,7 @@ struct PipelinedGemm {
     };
     StageRing ring;
     Turn turn;  // to hand over a tile
+    TileRecorder recorder(args.trace, warp);
     Units units(memory);
     Tiles tiles(args, Warp{});
     bool more = tiles.seek(units.next(Warp{}), block);
@@ -260,6 +262,7 @@ struct PipelinedGemm {
       if constexpr (kIsFloat8) {
         add_scaled_products(args, memory, rows, RowAndColumnScales(args, place), matrix, ring, release);
         Results::store(args, matrix, place);
+        recorder.tile(args, place);
         hand_over(memory, turn);
         more = tiles.seek(units.next(Warp{}), block);
       } else {
@@ -268,9 +271,11 @@ struct PipelinedGemm {
         matrix.template wait<0>();
         release(last);
         Results::store(args, matrix, place);
+        recorder.tile(args, place);
         hand_over(memory, turn);
       }
     }
+    recorder.close(args.trace);
   }
 
   // ---- stored tiles, for those who read them in this launch

@@ -22,16 +22,24 @@ struct ProductCombineSend {
   }
 
   // The first blocks multiply: those start first, and do not wait for the others.
+  MOE_A2A_DEVICE static int num_multipliers(const Args& args, const Grid& grid) {
+    return grid.size() - args.num_send_blocks;
+  }
+  MOE_A2A_DEVICE static bool warp_keeps_record(const Args& args, const Grid& grid, const Block& block) {
+    return grid.rank() >= num_multipliers(args, grid) || block.warp_rank() == 0;
+  }
+
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    const int num_multipliers = grid.size() - args.num_send_blocks;
+    const int num_multipliers = ProductCombineSend::num_multipliers(args, grid);
     const uint64_t start = trace_now();
     if (grid.rank() < num_multipliers) {
       Product::run(args.product, Grid{grid.rank(), num_multipliers}, block, shared);
+      record_role(args.send.context, block, moe_op::kGroupedGemm, start);
     } else {
       const StoredTiles stored = {args.product.stored_tiles, Product::tiles_of_a_row(args.product)};
       const Grid senders{grid.rank() - num_multipliers, args.num_send_blocks};
       CombineSendStored::send(args.send, stored, senders, block, shared);
-      record_role(args.send.context, block, moe_op::kCombineSend, start);
+      record_role(args.send.context, block.warp(), moe_op::kCombineSend, start);
     }
   }
 };

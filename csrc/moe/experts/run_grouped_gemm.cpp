@@ -6,7 +6,7 @@
 #include "arch/process.h"
 #include "comm/device.h"
 
-MOE_A2A_DECLARE_UNTRACED_FAMILY(grouped_gemm_kernels)
+MOE_A2A_DECLARE_FAMILY(grouped_gemm_kernels)
 
 namespace moe_a2a {
 namespace {

@@ -18,11 +18,13 @@ struct StoredTiles {
     }
   }
 
-  // Has no deadline: the product waits for nobody, so it ends.
-  MOE_A2A_DEVICE void wait_for_row(int position) const {
+  // Has no deadline: the product waits for nobody, so it ends. Returns the number of polls.
+  MOE_A2A_DEVICE uint32_t wait_for_row(int position) const {
     const uint32_t* stored = count + position;
-    while (atomic_load<Order::kRelaxed, Scope::kDevice>(stored) != of_a_row) pause();
+    uint32_t polls = 1;
+    for (; atomic_load<Order::kRelaxed, Scope::kDevice>(stored) != of_a_row; ++polls) pause();
     atomic_load<Order::kAcquire, Scope::kDevice>(stored);  // pairs with the release in add()
+    return polls;
   }
 };
 

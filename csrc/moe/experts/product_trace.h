@@ -1,0 +1,29 @@
+// The trace of an ExpertParallel's products. They may run beside its dispatches and combines, on another stream, so
+// their segments are their own.
+#pragma once
+
+#include "comm/tracer.h"
+#include "moe/experts/run_grouped_gemm.h"
+
+namespace moe_a2a {
+
+class ProductTrace {
+ public:
+  explicit ProductTrace(Device& device) : device_(device), tracer_(device, shown_) {}
+  ProductTrace(const ProductTrace&) = delete;
+  ProductTrace& operator=(const ProductTrace&) = delete;
+
+  Tracer& tracer() { return tracer_; }
+  // run_grouped_gemm(), recorded while the trace is on. Recorded products run one after another, on whatever streams:
+  // they continue each other's segments. Hold a turn of the client.
+  void run(GroupedGemmPlace place, GroupedGemmArgs args);
+
+ private:
+  Device& device_;
+  TraceBuffer shown_;
+  Tracer tracer_;
+  bool has_run_ = false;
+  void* last_stream_ = nullptr;
+};
+
+}  // namespace moe_a2a
