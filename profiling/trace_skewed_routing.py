@@ -1,7 +1,7 @@
 """A hot expert: 8 of 10 tokens choose expert 0, which is on rank 0.
 
 What to look for:
-  - Rank 0 receives most rows ("balance" in the summary), and its experts run longest: its combine_send begins last.
+  - Rank 0 has most tiles, many of them of expert 0 ("balance" in the summary), and its combine_send begins last.
   - The other ranks wait in combine_recv, in partial_waits whose peer is 0; their arrows come from rank 0's last sums.
   - The summary names the expert. The remedy is outside this library: replicate the expert, or balance the router.
 """

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_a2a.tracing.hot_expert import ExpertsWork
 from moe_a2a.tracing.timeline import CALL_WAIT, CHUNK_WAIT, PARTIAL_WAIT, WAITS, Timeline, merged
 
 NEGLIGIBLE = 0.05  # share of the time in launches; below it there is no culprit
 ALONE = 4.0  # times the mean wait for the other ranks that a culprit must reach
-HOT = 2.0  # times its even share of the choices that makes an expert hot
-UNEVEN = 1.5  # times the mean of received rows or choices that counts as more work
+LATE = 0.02  # share of the time in launches that waits for a late rank's combine must reach, if there is no culprit
 
 
-def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_per_expert: np.ndarray) -> str:
+def culprit(timeline: Timeline, cause: np.ndarray, work: ExpertsWork) -> str:
     """A wait for a peer has two parts: before the peer began the launch that ended the wait, and after.
 
     If the first part dominates, the peer came late; if the second, it was slow to send. A peer that is awaited in combine
-    and received more rows than the others is not to blame: its experts are.
+    because one of its experts has more to do than the others is not to blame: that expert is. It is looked for even if the
+    waits for all ranks are alike on the whole: rows that are on their way make up most of those.
     """
     slices = timeline.slices
     waits = timeline.named(*WAITS) & (slices["peer"] >= 0) & (slices["peer"] != slices["rank"])
@@ -27,8 +28,8 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
     waited = _WaitedTime(timeline, waits)
     by_peer = waited.by_peer(waits)
     blamed = int(by_peer.argmax())
-    if by_peer[blamed] * (timeline.num_ranks - 1) < ALONE * (by_peer.sum() - by_peer[blamed]):
-        return (
+    if not _is_alone(by_peer, blamed):
+        return _hot_expert_of_late_rank(timeline, cause, waits, work) or (
             f"No single culprit: waits are {_percent(share, 1)} of the time in launches, most of "
             f"them, {_percent(by_peer[blamed], by_peer.sum())}, for rank {blamed}."
         )
@@ -39,7 +40,7 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
         f"The others waited {_ms(by_peer[blamed])} for rank {blamed} (of {_ms(by_peer.sum())} for all ranks, "
         f"{_percent(share, 1)} of the time in launches)"
     )
-    if in_combine and (hot := _hot_expert(tokens, tokens_per_expert, blamed)):
+    if in_combine and (hot := work.explanation(blamed)):
         return f"{hot} {whom}, in combine."
     if before + after == 0:
         return f"{whom}; what it did meanwhile was not recorded."
@@ -59,6 +60,26 @@ def culprit(timeline: Timeline, cause: np.ndarray, tokens: np.ndarray, tokens_pe
     step = "combine" if in_combine else "dispatch"
     return (
         f"Rank {blamed} sends last in {step}. {whom}; {_percent(after, before + after)} of that while it was sending."
+    )
+
+
+def _is_alone(by_peer: np.ndarray, blamed: int) -> bool:
+    return bool(by_peer[blamed] * (len(by_peer) - 1) >= ALONE * (by_peer.sum() - by_peer[blamed]))
+
+
+def _hot_expert_of_late_rank(timeline: Timeline, cause: np.ndarray, waits: np.ndarray, work: ExpertsWork) -> str | None:
+    """Of the waits in combine only what came before the awaited rank had begun: rows on their way are no part of that."""
+    waits, begin, started, _ = _split_at_launch(timeline, cause, waits & timeline.named(PARTIAL_WAIT))
+    is_early = started > begin
+    waiter, peer = (timeline.slices[name][waits[is_early]].astype(np.int64) for name in ("rank", "peer"))
+    pairs, begins, ends = merged(waiter * timeline.num_ranks + peer, begin[is_early], started[is_early])
+    before = np.bincount(pairs % timeline.num_ranks, ends - begins, minlength=timeline.num_ranks)
+    late, in_launches = int(before.argmax()), timeline.phase_times().sum()
+    if before[late] < LATE * in_launches or not _is_alone(before, late) or (hot := work.explanation(late)) is None:
+        return None
+    return (
+        f"{hot} The others waited {_ms(before[late])} for rank {late} to begin its combine "
+        f"({_percent(before[late], in_launches)} of the time in launches)."
     )
 
 
@@ -118,12 +139,17 @@ def _share_of_blocks(timeline: Timeline, waits: np.ndarray) -> float:
 
 def _parts(timeline: Timeline, cause: np.ndarray, waits: np.ndarray, waited: _WaitedTime) -> tuple[float, float]:
     """Nanoseconds before and after the begin of the peer's launch, over the waits whose cause is known."""
+    waits, begin, started, end = _split_at_launch(timeline, cause, waits)
+    return waited.by_peer(waits, begin, started).sum(), waited.by_peer(waits, started, end).sum()
+
+
+def _split_at_launch(timeline: Timeline, cause: np.ndarray, waits: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Those of the waits whose cause is known: their indices and begins, when the peer's launch began, their ends."""
     waits = np.flatnonzero(waits & (cause >= 0))
     kernel = timeline.enclosing_kernels()[cause[waits]]
     waits, kernel = waits[kernel >= 0], kernel[kernel >= 0]
     begin, end = timeline.slices["begin_ns"][waits], timeline.slices["end_ns"][waits]
-    started = np.clip(timeline.slices["begin_ns"][kernel], begin, end)
-    return waited.by_peer(waits, begin, started).sum(), waited.by_peer(waits, started, end).sum()
+    return waits, begin, np.clip(timeline.slices["begin_ns"][kernel], begin, end), end
 
 
 def _collective(timeline: Timeline, waits: np.ndarray, waited: _WaitedTime) -> str | None:
@@ -136,29 +162,6 @@ def _collective(timeline: Timeline, waits: np.ndarray, waited: _WaitedTime) -> s
         number: waited.by_peer(of_collectives & (name == number)).sum() for number in np.unique(name[of_collectives])
     }
     return timeline.names[max(cost, key=lambda number: cost[number])]
-
-
-def _hot_expert(tokens: np.ndarray, tokens_per_expert: np.ndarray, rank: int) -> str | None:
-    received = tokens.sum(axis=0)
-    if received.sum() == 0:
-        return None
-    # A row for several experts of a rank arrives once, but each of them works on it.
-    per_rank = len(tokens_per_expert) // len(tokens)
-    own = tokens_per_expert[rank * per_rank : (rank + 1) * per_rank]
-    rows, choices = received[rank] / received.mean(), own.sum() * len(tokens) / max(tokens_per_expert.sum(), 1)
-    if max(rows, choices) < UNEVEN:
-        return None
-    rows = f"rank {rank} receives {rows:.1f} times the mean number of rows"
-    if tokens_per_expert.sum() == 0:
-        return f"The routing is uneven: {rows}."
-    hot = int(own.argmax())
-    if own[hot] < HOT * tokens_per_expert.mean():
-        return f"The routing is uneven: {rows}, none of its experts alone."
-    share = _percent(own[hot], tokens_per_expert.sum())
-    even = _percent(1, len(tokens_per_expert))
-    return (
-        f"Expert {rank * per_rank + hot} on rank {rank} is hot: {share} of all choices ({even} would be even), {rows}."
-    )
 
 
 def _ms(ns: float) -> str:

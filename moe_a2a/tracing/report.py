@@ -23,6 +23,7 @@ class Summary:
     kind_share: per kind of slice, [R] its share of the rank's warp time in launches; wait_share: [R] the share of waits.
     wait_sum, wait_max: [R waiter, R awaited] over all waits of all threads.
     tokens: [R from, R to] rows sent by dispatches; tokens_per_expert: [E] choices, empty if they were not counted.
+    tile_ns: [E] time in tiles of each expert's products, of all blocks together; empty without tiles.
     block_imbalance: [R] time not waiting, of the busiest block over the mean of all.
     path: the critical path, latest step first.
     culprit: a sentence or two.
@@ -37,6 +38,7 @@ class Summary:
     wait_max: np.ndarray
     tokens: np.ndarray
     tokens_per_expert: np.ndarray
+    tile_ns: np.ndarray
     block_imbalance: np.ndarray
     path: list[PathStep]
     culprit: str
@@ -105,12 +107,16 @@ def _imbalance(summary: Summary) -> str:
     text = _table("balance", _rank_names(summary), rows)
     counts = summary.tokens_per_expert
     if counts.sum() > 0:
-        top = np.argsort(-counts, kind="stable")[:5]
-        named = ", ".join(f"{e} ({100 * counts[e] / counts.sum():.1f} %)" for e in top)
-        text += (
-            f"\nexperts by share of choices: {named}; the busiest has {counts.max() / counts.mean():.1f} times the mean"
-        )
+        text += f"\nexperts by share of choices: {_largest(counts)}"
+    if summary.tile_ns.size:
+        text += f"\nexperts by time in tiles: {_largest(summary.tile_ns)}"
     return text
+
+
+def _largest(of_experts: np.ndarray) -> str:
+    top = np.argsort(-of_experts, kind="stable")[:5]
+    named = ", ".join(f"{e} ({100 * of_experts[e] / of_experts.sum():.1f} %)" for e in top)
+    return f"{named}; the busiest has {of_experts.max() / of_experts.mean():.1f} times the mean"
 
 
 def _path(summary: Summary) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 from moe_a2a.tracing.arrows import causes
 from moe_a2a.tracing.blame import culprit
 from moe_a2a.tracing.critical_path import critical_path
+from moe_a2a.tracing.hot_expert import ExpertsWork
 from moe_a2a.tracing.report import Summary
 from moe_a2a.tracing.timeline import DISPATCH_SENDERS, SIGNAL, WAITS, Timeline, last_before, merged
 
@@ -20,6 +21,7 @@ def summarize(timeline: Timeline) -> Summary:
     kind_share, wait_share = _kind_shares(timeline)
     tokens = _tokens(timeline)
     tokens_per_expert = np.array(timeline.about.get("tokens_per_expert", []), dtype=np.int64)
+    work = ExpertsWork.of(timeline, tokens, tokens_per_expert)
     return Summary(
         about=timeline.about,
         span_ns=int(slices["end_ns"].max() - slices["begin_ns"].min()),
@@ -30,21 +32,28 @@ def summarize(timeline: Timeline) -> Summary:
         wait_max=wait_max,
         tokens=tokens,
         tokens_per_expert=tokens_per_expert,
+        tile_ns=work.tile_ns,
         block_imbalance=_block_imbalance(timeline),
         path=critical_path(timeline, cause),
-        culprit=culprit(timeline, cause, tokens, tokens_per_expert),
+        culprit=culprit(timeline, cause, work),
     )
 
 
 def _operation_times(timeline: Timeline) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Per operation, [R] covered time and [R] launches. Overlapping launches of a rank's blocks count as one."""
+    """Per operation, [R] time in which a block is in it, and [R] launches: those of the busiest warp."""
     kernels = timeline.slices[timeline.kernels()]
     times = {}
     for number in np.unique(kernels["name"]):
         own = kernels[kernels["name"] == number]
         ranks, begins, ends = merged(own["rank"], own["begin_ns"], own["end_ns"])
         covered = np.bincount(ranks, ends - begins, minlength=timeline.num_ranks).astype(np.int64)
-        times[timeline.names[number]] = (covered, np.bincount(ranks, minlength=timeline.num_ranks))
+        # Blocks of a product wait for nobody, so on a busy CPU they may run one after the other.
+        of_warps, counts = np.unique(
+            timeline.warps()[timeline.kernels()][kernels["name"] == number], return_counts=True
+        )
+        launches = np.zeros(timeline.num_ranks, np.int64)
+        np.maximum.at(launches, of_warps >> 40, counts)
+        times[timeline.names[number]] = (covered, launches)
     return times
 
 
@@ -86,7 +95,8 @@ def _tokens(timeline: Timeline) -> np.ndarray:
 
 
 def _block_imbalance(timeline: Timeline) -> np.ndarray:
-    slices, is_kernel = timeline.slices, timeline.kernels()
+    """Without blocks of products, which have other work than those of dispatch and combine."""
+    slices, is_kernel = timeline.slices, timeline.kernels() & ~timeline.named("grouped_gemm")
     is_wait = timeline.named(*WAITS) & (timeline.enclosing_kernels() >= 0)
     blocks = timeline.warps() >> 16  # without the warp
     names = np.unique(blocks[is_kernel])

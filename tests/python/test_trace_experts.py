@@ -135,3 +135,30 @@ def test_a_product_belongs_to_whoever_owns_its_offsets(tmp_path):
     assert ranks.run_threads(NUM_RANKS, record_only_handles, path) == [1] * NUM_RANKS
     assert check_file(read(path)) == []
     assert moe_a2a.grouped_gemm.__globals__["TRACED"] == []
+
+
+def run_hot(group, hot, by_kernels):
+    program = Program(group, 3, hot, hidden=512, intermediate=512, tokens=512)
+    with program.ep as ep:
+
+        def layer():
+            handle = ep.dispatch(program.x, program.topk_idx, program.weights)
+            return ep.experts(handle, program.w_gate_up, program.w_down, fused=by_kernels)
+
+        layer()
+        with moe_a2a.trace(ep) as trace:
+            for _ in range(2):
+                layer()
+        return trace.summary().culprit
+
+
+def test_the_expert_whose_product_takes_longest_is_named():
+    """An eighth of the work everywhere else. Its rank gets each token once, as others do; its product is why it is late."""
+    for culprit in ranks.run_processes(NUM_RANKS, run_hot, True, True):
+        assert culprit.startswith(f"Expert {HOT_EXPERT} on rank 1 is hot"), culprit
+        assert "Its tiles are" in culprit
+
+
+def test_no_expert_is_named_where_all_have_the_same_to_do():
+    for culprit in ranks.run_processes(NUM_RANKS, run_hot, False, True):
+        assert "is hot" not in culprit
