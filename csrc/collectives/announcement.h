@@ -1,5 +1,5 @@
-// What a rank says of its call, and how its peers learn when it makes another one: the words that all ranks exchange at
-// the start of every launch.
+// What a rank announces about its call, and how its peers learn that it makes a different one: the words that all ranks
+// exchange at the start of every launch.
 #pragma once
 
 #include <cstdint>
@@ -17,17 +17,17 @@ enum class ReduceOp : uint8_t { kSum, kMax, kMin, kAvg };
 enum class Algorithm : uint8_t { kNone, kOneShot, kTwoShot, kRing, kRecursiveDoubling };
 enum class CollectiveWire : uint8_t { kRows, kWords };  // rows and signals, or LL words (comm/ll_word.h)
 
-// Of a vector that travels as LL words.
+// Largest vector that travels as LL words.
 inline constexpr int64_t kMaxWordsBytes = 32 << 10;
 
-// Equal on all ranks, or the call is not made.
+// Must be equal on all ranks, or the call is not made.
 struct Announcement {
   static constexpr int kWords = 3;
 
-  // kind, dtype, operator, algorithm, codec, wire; number of elements; how they are shared out
+  // kind, dtype, operator, algorithm, codec, wire; number of elements; how they are divided into shares
   uint64_t word[kWords] = {};
 
-  // What all calls have: which collective, of what, how merged.
+  // Common to all calls: which collective, of what, how merged.
   struct Terms {
     CollectiveKind kind;
     DType dtype;
@@ -43,8 +43,8 @@ struct Announcement {
     return static_cast<CollectiveKind>(first_word & 0xff);
   }
 
-  // Everything that ranks may disagree about in a call whose values travel as LL words, as data of one such word; 0 for
-  // every other call. So a rank in such a call need not wait for the announcements.
+  // Everything that ranks may disagree about in a call whose values travel as LL words, as the data of one such word; 0
+  // for every other call. So a rank in such a call need not wait for the announcements.
   MOE_A2A_HOST_DEVICE uint32_t terms_of_words() const {
     static_assert(kMaxWordsBytes / 2 < 1 << kCountBits);
     if (word[0] >> 40 != static_cast<uint64_t>(CollectiveWire::kWords)) return 0;
@@ -62,7 +62,7 @@ struct CallMismatch : std::runtime_error {
   CallMismatch(const std::string& what, int peer) : std::runtime_error(what), peer(peer) {}
   int peer;
 };
-// Of a report whose text holds the announcements of the peer and of the reporting rank, one behind the other.
+// For a report whose text holds the announcements of the peer and of the reporting rank, one after the other.
 [[noreturn]] void raise_mismatch(const Report& report);
 
 }  // namespace moe_a2a

@@ -1,6 +1,6 @@
-// The steps of a two-shot all-reduce whose elements travel in a line codec: contributions are encoded on their way to
-// the owner of a share, and the reduced share once for all ranks, its owner included: all get the same bits. A rank's
-// contribution to its own share does not travel and stays exact.
+// The steps of a two-shot all-reduce whose elements travel in a line codec. Contributions are encoded on the way to the
+// owner of a share. The owner encodes the reduced share once for all ranks, itself included, so all get the same bits.
+// A rank's contribution to its own share does not travel and stays exact.
 #pragma once
 
 #include "collectives/share_steps.h"
@@ -35,12 +35,12 @@ class CodedSteps : public ShareChunks {
   }
 
  private:
-  // Sets of values that a thread loads before it works on the first: otherwise a call is the latency of its loads. A
-  // reduction has registers for fewer.
+  // Sets of values that a thread loads before it works on the first; with fewer, load latency bounds a call. A
+  // reduction has fewer registers to spare.
   static constexpr int kAhead = kBlockThreads > 1 ? 4 : 1, kReducedAhead = kBlockThreads > 1 ? 2 : 1;
 
-  // Calls load(first, u) for kSets sets of this thread's values of a chunk, then use(first, u) for the same sets, as
-  // long as there are whole ones; then rest(first) for those left, in whole blocks: `first` may lie past the end.
+  // Calls load(first, u) for kSets sets of this thread's values of a chunk, then use(first, u) for the same sets, while
+  // whole ones remain; then rest(first) for the remainder, in whole blocks: `first` may be past the end.
   template <int kSets, class Load, class Use, class Rest>
   MOE_A2A_DEVICE void for_values(int64_t count, bool vectors, const Load& load, const Use& use,
                                  const Rest& rest) const {
@@ -154,7 +154,7 @@ class CodedSteps : public ShareChunks {
     });
   }
 
-  // Whether the line has these values; those behind the last element, up to the end of its block, are zeros.
+  // Whether the line has these values; those after the last element, up to the end of its block, are zeros.
   MOE_A2A_DEVICE static bool is_inside(const Span& span, int64_t first) {
     return first < LineLayout{kCodec, span.count}.num_blocks() * kLineBlock;
   }

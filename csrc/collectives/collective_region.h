@@ -1,4 +1,4 @@
-// The memory of the collectives, and what their kernels are given beside their own arguments.
+// The memory of the collectives, and what their kernels get besides their own arguments.
 #pragma once
 
 #include "collectives/announcement.h"
@@ -6,14 +6,14 @@
 
 namespace moe_a2a {
 
-// A chunk is what stands behind one signal: at least as many bytes as a block of a GPU copies at once.
+// A chunk is the unit behind one signal: at least as many bytes as a block of a GPU copies at once.
 inline constexpr int kMinChunkBytes = 8 << 10, kLargeChunkBytes = 32 << 10;
-// A little less than an H200 has multiprocessors (132), so that one is left for the announcement.
+// Slightly fewer than an H200's multiprocessors (132), so that one is left for the announcement.
 inline constexpr int kChunksPerRound = 128, kMaxRounds = 4, kMaxChunks = kMaxRounds * kChunksPerRound;
 // Shares and chunks of them begin at multiples of this many elements: whole vectors, and blocks of line codecs.
 inline constexpr int kShareUnit = 64;
 
-// What a rank has seen of a launch, from all ranks.
+// What a rank has observed of a launch, from all ranks.
 enum class Seen : uint32_t {
   kSignals,  // call_signal, acquired: what came before the launch on every rank is ordered
   kWords,    // LL words, which order nothing: every rank has begun the launch
@@ -27,10 +27,10 @@ struct CallState {
   Seen seen = Seen::kSignals;  // of the newest launch
 };
 
-// R = num_ranks. Whatever belongs to epoch e lies in half e % 2: by the time that a rank begins e, it has seen every
-// rank's call_signal or call_word of e - 1, which each of them wrote after its launch of e - 2 had ended. So nobody
-// reads or writes a half of two epochs at once, whatever the sizes, types and algorithms of the calls are. Fields that
-// are not atomic words need the signal, see Seen.
+// R = num_ranks. Epoch e uses half e % 2: by the time a rank begins e, it has observed every rank's call_signal or
+// call_word of e - 1, which each of them wrote after its launch of e - 2 had ended. So nobody reads or writes a half
+// for two epochs at once, whatever the sizes, types and algorithms of the calls. Fields that are not atomic words need
+// the signal, see Seen.
 struct CollectiveRegion {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
   Array<Signal, 2> call_signal;     // [2, R src]  src makes this call
@@ -58,7 +58,7 @@ constexpr int64_t share_bytes_for(int64_t max_nbytes, int num_ranks) {
   return (max_nbytes + num_ranks * kUnit - 1) / (num_ranks * kUnit) * kUnit;
 }
 
-// Lays out the region from the two bases and points the context at it; with null bases only the size means anything.
+// Lays out the region from the two bases and points the context at it; with null bases only the size is valid.
 inline RegionSize place_region(CollectiveContext& context, int num_ranks, int64_t share_bytes, int64_t words_bytes,
                                std::byte* symmetric_base, std::byte* local_base) {
   return place_client(context, num_ranks, 2, symmetric_base, local_base, [&](auto& symmetric, auto& local) {

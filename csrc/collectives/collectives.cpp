@@ -13,8 +13,9 @@
 namespace moe_a2a {
 namespace {
 
-// On the CPU slices are the fastest whose landings, two halves on every rank, stay in the cores' own caches. 4 ranks on
-// 2 cores with 2 MiB each, us for 4, 16 and 64 MiB: 1701, 7222 and 31897; with 2 MiB here 2064, 8563 and 35283.
+// On the CPU the fastest slices are those whose landings, two halves on every rank, stay in the cores' own caches. 4
+// ranks on 2 cores with 2 MiB each, us for 4, 16 and 64 MiB: 1701, 7222 and 31897; with 2 MiB here 2064, 8563 and
+// 35283.
 constexpr int64_t kMaxCpuWorkspace = 256 << 10;
 
 }  // namespace
@@ -102,8 +103,8 @@ std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) co
                               " counts for num_ranks=" + std::to_string(member_.num_ranks) + "; pass one per rank");
 }
 
-// One launch per slice. On a GPU all are made before an error is raised, which the ranks see at different slices:
-// theirs must stay equally many.
+// One launch per slice. On a GPU all are launched before an error is raised: ranks see the error at different slices,
+// but must launch equally many.
 template <class Args>
 void Collectives::launch_vectors(const Args& vectors, int64_t count, int64_t slice_bytes, int wire_size, int num_blocks,
                                  void* stream) {
@@ -144,7 +145,7 @@ void Collectives::launch_shares(const Args& shares, int wire_size, int num_block
   raise_waits();
 }
 
-// On a GPU, a block per chunk and one that announces the call (meeting.h). `num_blocks`: of this call, at most.
+// On a GPU, one block per chunk and one that announces the call (meeting.h). `num_blocks`: the most for this call.
 int Collectives::blocks_for(int64_t num_chunks, int num_blocks) const {
   const bool is_cpu = device_->is_synchronous();
   int most = share_of_device();

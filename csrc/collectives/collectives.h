@@ -11,9 +11,9 @@
 
 namespace moe_a2a {
 
-// Every rank makes the same calls in the same order, with the same counts, dtype, operator and algorithm; a rank that
-// makes another call is told so, as are all others (CallMismatch), and the call has passed on every rank. Values are
-// merged in fp32 and rounded once, by kOneShot, kTwoShot and reduce_scatter in rank order; all ranks get the same bits.
+// Every rank makes the same calls in the same order, with the same counts, dtype, operator and algorithm. If a rank
+// makes a different call, all ranks throw CallMismatch and the call is over on every rank. Values are merged in fp32
+// and rounded once, by kOneShot, kTwoShot and reduce_scatter in rank order; all ranks get the same bits.
 class Collectives : public Client {
  public:
   struct Operands {
@@ -22,35 +22,35 @@ class Collectives : public Client {
     DType dtype = DType::kFloat32;
   };
 
-  // `max_nbytes`: of the workspace; larger tensors go in slices. `num_blocks`: that a launch has at most; 0: as many as
-  // the device runs at once.
+  // `max_nbytes`: of the workspace; larger tensors are sent in slices. `num_blocks`: the most for a launch; 0: as many
+  // as the device runs at once.
   Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int num_blocks = 0);
 
   struct Method {
     ReduceOp op = ReduceOp::kSum;
     Algorithm algorithm = Algorithm::kTwoShot;
-    LineCodec codec = LineCodec::kNone;           // of kTwoShot alone
-    CollectiveWire wire = CollectiveWire::kRows;  // kWords: of kOneShot alone, up to kMaxWordsBytes
-    int num_blocks = 0;                           // of this call at most; 0: as the constructor says
+    LineCodec codec = LineCodec::kNone;           // only for kTwoShot
+    CollectiveWire wire = CollectiveWire::kRows;  // kWords: only for kOneShot, up to kMaxWordsBytes
+    int num_blocks = 0;                           // the most for this call; 0: from the constructor
   };
 
   // out[i] = x[i] of all ranks, merged. `out` may be `x`.
   void all_reduce(const Operands& operands, int64_t count, const Method& method, void* stream);
-  // x: the shares of all ranks, one behind the other; out: this rank's share, merged. `out` may be that part of `x`.
+  // x: the shares of all ranks, one after the other; out: this rank's share, merged. `out` may be that part of `x`.
   void reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op, int num_blocks,
                       void* stream);
-  // x: this rank's share; out: those of all ranks, one behind the other. `x` may be that part of `out`.
+  // x: this rank's share; out: those of all ranks, one after the other. `x` may be that part of `out`.
   void all_gather(const Operands& operands, const std::vector<int64_t>& counts, int num_blocks, void* stream);
 
   // Replaces a call that failed before its launch. The peers throw PeerRefused with this text, and the call counts as
   // made on every rank.
   void refuse(const std::string& why, void* stream);
 
-  // What one launch of kOneShot holds of a vector.
+  // The bytes of a vector that one launch of kOneShot handles.
   int64_t share_bytes() const { return share_bytes_; }
 
  private:
-  // In slices of `slice_bytes`. `wire_size`: bytes of an element there.
+  // In slices of `slice_bytes`. `wire_size`: bytes of an element on the wire.
   template <class Args>
   void launch_vectors(const Args& args, int64_t count, int64_t slice_bytes, int wire_size, int num_blocks,
                       void* stream);

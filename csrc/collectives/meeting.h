@@ -1,5 +1,5 @@
-// How every launch of the collectives begins and ends: it announces its call to all ranks, sends, and reads what others
-// sent once all of them have announced the same call.
+// How every launch of the collectives begins and ends: it announces its call to all ranks, sends, and reads the others'
+// data once all of them have announced the same call.
 #pragma once
 
 #include "collectives/collective_region.h"
@@ -26,8 +26,8 @@ MOE_A2A_DEVICE LlWord* call_word_of(const Part& part, int src) {
   return reinterpret_cast<LlWord*>(part.context.region.call_word.at(part.half(), src));
 }
 
-// Tells every rank which call this is: at once by a word, to those whose values travel as words, and by a signal with
-// all that there is to say. By one block.
+// Tells every rank which call this is: at once by a word, for ranks whose values travel as words, and by a signal with
+// the full announcement. Run by one block.
 MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
   const CollectiveContext& c = part.context;
   uint64_t* local = c.region.announcement.at(part.half(), part.rank());
@@ -45,8 +45,8 @@ MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
   }
 }
 
-// Reports a rank that refused this call, or makes another one. Its own words are put behind the peer's, as the text of
-// the report.
+// Reports a rank that refused this call, or makes a different one. Appends this rank's own words to the peer's, as the
+// text of the report.
 MOE_A2A_RARE void report_difference(const Part& part, WaitSite site) {
   const CollectiveContext& c = part.context;
   uint64_t* words = c.region.announcement.at(part.half(), site.peer);
@@ -70,8 +70,8 @@ MOE_A2A_DEVICE bool agrees(const Part& part, const WaitSite& site) {
   return same;
 }
 
-// Waits until all ranks have announced this call; false when one of them announced another or did not come. Each block
-// asks for itself: then none waits for data that will not come. One of them reports.
+// Waits until all ranks have announced this call; false if one announced a different call or did not arrive. Each block
+// checks for itself, so that none waits for data that will not come. One of them reports.
 MOE_A2A_DEVICE bool meet(const Part& part, const Grid& grid, const Block& block) {
   const CollectiveContext& c = part.context;
   bool good = true;
@@ -87,8 +87,8 @@ MOE_A2A_DEVICE bool meet(const Part& part, const Grid& grid, const Block& block)
   return !block.any(!good);
 }
 
-// After a launch that has not seen enough of its peers: sees that all ranks have begun the epoch before, and orders
-// what they did before that.
+// After a launch that has not observed enough of its peers: waits until all ranks have begun the previous epoch, and
+// orders what they did before that.
 MOE_A2A_DEVICE bool catch_up(const Part& part, const Block& block) {
   const CollectiveContext& c = part.context;
   bool good = true;
@@ -99,7 +99,7 @@ MOE_A2A_DEVICE bool catch_up(const Part& part, const Block& block) {
   return !block.any(!good);
 }
 
-// Waits for chunk i of all of `ranks`; false when one of them did not come.
+// Waits for chunk i of all of `ranks`; false if one of them did not arrive.
 MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const Array<Signal, 3>& signals,
                                    const RankSet& ranks, int i) {
   const CollectiveContext& c = part.context;
@@ -112,14 +112,14 @@ MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const A
   return !block.any(!good);
 }
 
-// One launch, whose body(part) returns false when a rank did not come or makes another call. It needs to have seen
-// `seen` of the launch before, and sees as much of this one.
+// One launch, whose body(part) returns false if a rank did not arrive or makes a different call. It needs `seen` of the
+// previous launch, and observes as much of this one.
 template <class Args, class Body>
 MOE_A2A_DEVICE void run_call(const Args& args, Operation operation, Seen seen, const Grid& grid, const Block& block,
                              const Body& body) {
   const CollectiveRegion& region = args.context.region;
   const CallState before = region.state(0);
-  if (args.slice > 0 && before.is_refused != 0) return;  // so on every rank
+  if (args.slice > 0 && before.is_refused != 0) return;  // the same on every rank
   const Part part{args.context, args.announcement, operation, before.epoch + 1};
   const bool good = (before.seen <= seen || catch_up(part, block)) && body(part);
   if (last_block_done(grid, block, region.arrivals.data)) {
@@ -127,9 +127,9 @@ MOE_A2A_DEVICE void run_call(const Args& args, Operation operation, Seen seen, c
   }
 }
 
-// Values travel as rows. send(part) writes and signals without waiting; receive(part) may wait for what others send,
-// and returns false when a rank did not come. The last block announces: if there is a block more than chunks, as in
-// small calls on a GPU, nobody's values wait for the fence behind the announcement.
+// Values travel as rows. send(part) writes and signals without waiting; receive(part) may wait for the others' data,
+// and returns false if a rank did not arrive. The last block announces: if there are more blocks than chunks, as in
+// small calls on a GPU, no rank's values wait for the fence behind the announcement.
 template <class Args, class Send, class Receive>
 MOE_A2A_DEVICE void take_part(const Args& args, Operation operation, const Grid& grid, const Block& block,
                               const Send& send, const Receive& receive) {

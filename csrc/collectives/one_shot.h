@@ -1,5 +1,5 @@
 // One-shot all-reduce: every rank writes its vector to every rank, and each reduces all of them in rank order. One trip
-// over the link, R times the bytes: for small messages. All ranks get the same bits.
+// over the link, R times the bytes: for small tensors. All ranks get the same bits.
 #pragma once
 
 #include "collectives/pipeline.h"
@@ -10,7 +10,7 @@ namespace moe_a2a {
 struct OneShotArgs {
   CollectiveContext context;
   Announcement announcement;
-  int slice = 0;  // its number
+  int slice = 0;  // the slice's number
   const std::byte* x = nullptr;
   std::byte* out = nullptr;  // may be x
   int64_t count = 0;         // elements of this slice
@@ -55,7 +55,7 @@ class OneShotSteps {
     return true;
   }
 
-  // Reduces chunk i of all ranks into out; false when a rank did not come.
+  // Reduces chunk i of all ranks into out; false if a rank did not arrive.
   MOE_A2A_DEVICE bool reduce(int i) const {
     const CollectiveContext& c = args_.context;
     if (!wait_for_chunk(part_, block_, c.region.chunk_signal, part_.others(), i)) return false;

@@ -1,9 +1,9 @@
 // One-shot all-reduce of a small vector as LL words: a rank writes its values to every rank and merges those of all as
-// they arrive. It waits for no announcement, no signal and no fence; the bits are those of OneShot.
+// they arrive. It waits for no announcement, no signal and no fence; the bits equal those of OneShot.
 //
-// Beside its values each rank sends one call word, which says what ranks may disagree about. A thread that waits for
-// values waits for the call words of all ranks too, and merges only if they say what its own says. If one does not, the
-// announcements, which every launch still makes for its peers to look up, tell the rest.
+// Besides its values each rank sends one call word, which encodes what ranks may disagree about. A thread that waits
+// for values also waits for the call words of all ranks, and merges only if they equal its own. If one differs, the
+// announcements, which every launch still makes for its peers to look up, say how.
 #pragma once
 
 #include "collectives/one_shot.h"
@@ -27,7 +27,7 @@ class OneShotWords {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     run_call(args, collective_op::kOneShot, Seen::kWords, grid, block, [&](const Part& part) {
       const OneShotWords words(args, part, block);
-      const int num_chunks = args.count > 0 ? args.num_chunks() : 1;  // without values, the call words remain
+      const int num_chunks = args.count > 0 ? args.num_chunks() : 1;  // without values, only the call words
       for (int i = grid.rank(); i < num_chunks; i += grid.size()) words.push(i);
       if (grid.rank() == grid.size() - 1) announce(part, block);
       bool good = true;
@@ -59,7 +59,7 @@ class OneShotWords {
     record(c.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
   }
 
-  // Merges chunk i of all ranks into out; false when a rank did not come or makes another call.
+  // Merges chunk i of all ranks into out; false if a rank did not arrive or makes a different call.
   MOE_A2A_DEVICE bool receive(int i, const Grid& grid) const {
     const uint64_t start = trace_now();
     auto arrival = Arrival::kGood;
@@ -67,7 +67,7 @@ class OneShotWords {
       with_operator(args_.op, [&](auto op) { arrival = reduce_chunk<decltype(element), decltype(op)>(i); });
     });
     if (block_.any(arrival == Arrival::kOtherCall)) {
-      meet(part_, grid, block_);  // reports who makes which
+      meet(part_, grid, block_);  // reports which calls differ
       return false;
     }
     record(args_.context.trace(), block_, {.kind = TraceKind::kReduce, .begin = start, .token = i});
@@ -95,7 +95,7 @@ class OneShotWords {
     return Arrival::kGood;
   }
 
-  // Merges this thread's words of the ranks from `begin` on, all loaded before the first is used.
+  // Merges this thread's words of the ranks from `begin` on. Issues all loads before the first use.
   template <class T, class Op>
   MOE_A2A_DEVICE Arrival merge_some(int begin, int i, const RowSource& own, int first, int num_words,
                                     float (&merged)[kUnroll][kInWord<T>]) const {
@@ -136,7 +136,7 @@ class OneShotWords {
     return Arrival::kGood;
   }
 
-  // Whether the call words of the ranks from `begin` on have come; whether one of them is of another call.
+  // Whether the call words of the ranks from `begin` on have arrived, and whether one of them is of another call.
   MOE_A2A_DEVICE bool call_words_agree(int begin, WaitSite& missing, uint64_t& seen, bool& is_other_call) const {
     bool all = true;
     MOE_A2A_UNROLL

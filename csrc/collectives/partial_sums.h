@@ -1,4 +1,4 @@
-// Partial results on their way through several ranks: they travel in fp32, whatever the dtype, and are rounded once, at
+// Partial results that pass through several ranks: they travel in fp32, whatever the dtype, and are rounded once, at
 // the end.
 #pragma once
 
@@ -34,7 +34,7 @@ struct Merging {
     MOE_A2A_UNROLL
     for (int i = 0; i < kLineValues; ++i) merged[i] = Op::merge(merged[i], values[i]);
   }
-  // The end of the way: rounded, into out and, unless null, into `copy`, which is aligned.
+  // The final step: rounded into out and, unless null, into `copy`, which is aligned.
   MOE_A2A_DEVICE void finish(LineValues& merged, int64_t first, T* out, T* copy) const {
     MOE_A2A_UNROLL
     for (int i = 0; i < kLineValues; ++i) merged[i] = Op::finish(merged[i], num_ranks);
@@ -49,7 +49,7 @@ MOE_A2A_DEVICE void with_element_and_operator(DType dtype, ReduceOp op, F f) {
   with_element_type(dtype, [&](auto element) { with_operator(op, [&](auto kind) { f(element, kind); }); });
 }
 
-// Waits for chunk i in a place that `peer` writes; false when it did not come.
+// Waits for chunk i in a place that `peer` writes; false if it did not arrive.
 MOE_A2A_DEVICE bool wait_for_place(const Part& part, const Block& block, const Array<Signal, 3>& signals, int place,
                                    int peer, int i) {
   const CollectiveContext& c = part.context;

@@ -6,12 +6,12 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // How many chunks a block sends ahead of the one that it waits for: one keeps the link busy while others are reduced.
-// Where waiting is expensive, all.
+// All, where waiting is expensive.
 MOE_A2A_DEVICE int chunks_ahead(int num_chunks, const Grid& grid) {
   return kRanksShareCores ? (num_chunks + grid.size() - 1) / grid.size() : 1;
 }
 
-// A member function of Steps that takes a chunk; false when a rank did not come.
+// A member function of Steps that takes a chunk; false if a rank did not arrive.
 template <auto kFunction>
 struct ChunkStep {
   template <class Steps>
@@ -20,8 +20,8 @@ struct ChunkStep {
   }
 };
 
-// The part of a block in a launch as a pipeline over its chunks: each stage is chunks_ahead() behind the one before.
-// The first stage waits for nothing.
+// A block's part in a launch, as a pipeline over its chunks: each stage is chunks_ahead() behind the previous one. The
+// first stage does not wait.
 template <class Steps, class Send, class... Rest, class Args>
 MOE_A2A_DEVICE void run_pipeline(const Args& args, Operation operation, const Grid& grid, const Block& block) {
   const auto send = [&](const Part& part) {

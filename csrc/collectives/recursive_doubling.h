@@ -1,7 +1,7 @@
 // All-reduce by recursive doubling: in step k each rank exchanges its partial result with the rank whose number differs
-// in bit k. log2(R) trips, each with the whole vector. Where R is no power of two, the ranks beyond the largest one
-// below it give their values to the rank that much before them first, and get the result from it. Both ranks of a pair
-// merge in the same order, so all get the same bits.
+// in bit k. log2(R) trips, each with the whole vector. If R is not a power of two, let P be the largest one below R:
+// rank P + i first gives its values to rank i, and gets the result from it. Both ranks of a pair merge in the same
+// order, so all get the same bits.
 #pragma once
 
 #include "collectives/one_shot.h"
@@ -15,8 +15,8 @@ struct RecursiveDoublingArgs : OneShotArgs {};
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// landing[0]: what goes between a rank and the one beyond the power of two that it stands for; landing[1 + k]: what
-// comes in step k. `result` has the rank's own partial result.
+// landing[0]: transfers between a rank and the one beyond the power of two that it represents; landing[1 + k]: what
+// arrives in step k. `result` holds the rank's own partial result.
 class DoublingSteps {
  public:
   MOE_A2A_DEVICE DoublingSteps(const RecursiveDoublingArgs& args, const Part& part, const Grid& grid,
@@ -60,7 +60,7 @@ class DoublingSteps {
     return true;
   }
 
-  // Takes the values of the rank that this one stands for, and begins the exchange with them.
+  // Takes the values of the rank that this one represents, and begins the exchange with them.
   MOE_A2A_DEVICE bool fold() const {
     const int other = part_.rank() + power_;
     return for_chunks([&](int i) { return wait(0, other, i) && merge_on(i, kX, 0, partner(0), 1); });
@@ -103,7 +103,7 @@ class DoublingSteps {
     return true;
   }
 
-  // The end: out, and the merged values to the rank that this one stands for.
+  // The end: writes out, and the merged values to the rank that this one represents.
   MOE_A2A_DEVICE bool finish(int i, int first, int second, int peer) const {
     const uint64_t start = trace_now();
     with_element_and_operator(args_.dtype, args_.op, [&](auto element, auto op) {
@@ -161,7 +161,7 @@ class DoublingSteps {
   const CollectiveRegion& region_;
   const Grid& grid_;
   const Block& block_;
-  int power_ = 1;  // the largest power of two that is not above the number of ranks
+  int power_ = 1;  // the largest power of two up to the number of ranks
 };
 
 struct RecursiveDoubling {

@@ -1,5 +1,5 @@
-// Merges the rows of all ranks element by element, in rank order and in fp32, and rounds once: the same bits wherever
-// and by whichever algorithm it is done.
+// Merges the rows of all ranks element by element, in rank order and in fp32, and rounds once: the same bits on any
+// rank and with any algorithm.
 #pragma once
 
 #include "collectives/announcement.h"
@@ -15,7 +15,7 @@ struct Average {
   MOE_A2A_DEVICE static float merge(float a, float b) { return a + b; }
   MOE_A2A_DEVICE static float finish(float merged, int num_rows) { return merged / static_cast<float>(num_rows); }
 };
-// A NaN of any rank is the result; of equal values (zeros of either sign) the first rank's.
+// A NaN on any rank gives NaN; of equal values (zeros of either sign) the first rank's is the result.
 struct Largest {
   MOE_A2A_DEVICE static float merge(float a, float b) { return b > a || b != b ? b : a; }
   MOE_A2A_DEVICE static float finish(float merged, int) { return merged; }
@@ -44,7 +44,7 @@ MOE_A2A_DEVICE bool are_vectors(const void* a, const void* b) {
   return !kAlignedVectors || (reinterpret_cast<uint64_t>(a) | reinterpret_cast<uint64_t>(b)) % 16 == 0;
 }
 
-// Merges one thread's vectors of up to kRowsInFlight rows from row `first` on, all loaded before the first is used.
+// Merges one thread's vectors of up to kRowsInFlight rows from row `first` on. Issues all loads before the first use.
 template <class T, class Op, bool kFirst, class Row>
 MOE_A2A_DEVICE void merge_rows(int first, int num_rows, int c, const Row& row, float (&merged)[kLaneElements<T>]) {
   LoadedLane<T> lane[kRowsInFlight];

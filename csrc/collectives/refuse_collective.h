@@ -22,7 +22,7 @@ struct RefuseCollective {
 
   static size_t shared_bytes(const Args&) { return 0; }
 
-  // Waits for nobody's part in this epoch: the next launch does (Seen::kNothing).
+  // Does not wait for the others' part in this epoch: the next launch does (Seen::kNothing).
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     CallState& state = args.context.region.state(0);
     const Part part{args.context, args.announcement, collective_op::kRefuse, state.epoch + 1};

@@ -1,4 +1,4 @@
-// Ring all-reduce: each rank writes to the next and reads from the one before, and to no other. The partial result of
+// Ring all-reduce: each rank writes only to the next rank and reads only from the previous one. The partial result of
 // share s starts at rank s + 1 and is complete at rank s after R - 1 steps; a second trip distributes it. Sends as many
 // bytes as two-shot, over one link per rank: for machines whose links form a ring. One rank completes each share,
 // merged in ring order, so all ranks get the same bits.
@@ -15,7 +15,7 @@ struct RingArgs : ShareArgs {};
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// landing[s] has the partial result of share s on its way to its owner, and then, on the way round, the share itself.
+// landing[s] holds the partial result of share s on the way to its owner, and on the second trip the share itself.
 class RingSteps : public ShareChunks {
  public:
   using ShareChunks::ShareChunks;
@@ -24,7 +24,7 @@ class RingSteps : public ShareChunks {
     if (part_.num_ranks() > 1) pass_on(0);
   }
 
-  // Adds this rank's values to what comes by, its own share last.
+  // Adds this rank's values to passing partial results, its own share last.
   MOE_A2A_DEVICE bool reduce() const {
     for (int step = 1; step + 1 < part_.num_ranks(); ++step) {
       if (!pass_on(step)) return false;

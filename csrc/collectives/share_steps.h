@@ -11,10 +11,10 @@ namespace moe_a2a {
 struct ShareArgs {
   CollectiveContext context;
   Announcement announcement;
-  int slice = 0;  // its number
+  int slice = 0;  // the slice's number
   const std::byte* x = nullptr;
   std::byte* out = nullptr;
-  int64_t x_begin = 0, out_begin = 0;  // the element of the whole tensor that x and out begin with
+  int64_t x_begin = 0, out_begin = 0;  // the element of the whole tensor at which x and out begin
   Shares shares;
   Slice extent;
   DType dtype = DType::kFloat32;
@@ -31,7 +31,7 @@ class ShareChunks {
   MOE_A2A_DEVICE ShareChunks(const ShareArgs& args, const Part& part, const Grid& grid, const Block& block)
       : args_(args), part_(part), region_(args.context.region), grid_(grid), block_(block) {}
 
-  // Of the share that has the most.
+  // In the largest share.
   MOE_A2A_DEVICE int most_chunks() const {
     int most = 0;
     for (int r = 0; r < part_.num_ranks(); ++r) {
@@ -65,7 +65,7 @@ class ShareChunks {
     return owners;
   }
 
-  // ---- the stages; what differs is how a chunk is copied. `place`: where it lies in a landing place and in `result`.
+  // ---- the stages; callers define how a chunk is copied. `place`: its offset in a landing place and in `result`.
 
   // Sends this rank's elements of chunk i of all other shares to their owners by write(span, target), with one fence
   // for all.
@@ -115,7 +115,7 @@ class ShareChunks {
   MOE_A2A_DEVICE void signal_result(int i) const {
     signal(part_.others(), region_.result_signal.at(part_.half(), part_.rank(), i));
   }
-  // False when a rank did not come.
+  // False if a rank did not arrive.
   MOE_A2A_DEVICE bool wait_for_landed(int i) const {
     return wait_for_chunk(part_, block_, region_.chunk_signal, part_.others(), i);
   }
@@ -168,7 +168,7 @@ class ShareSteps : public ShareChunks {
   MOE_A2A_DEVICE bool reduce(int i) const { return reduce_into_out(i, false); }
   MOE_A2A_DEVICE bool reduce_for_all(int i) const { return reduce_into_out(i, true); }
 
-  // Puts chunk i of this rank's share, which is x, where the others read it.
+  // Copies chunk i of this rank's share, which is x, to where the others read it.
   MOE_A2A_DEVICE bool show_own(int i) const {
     if (i >= num_own_chunks()) return true;
     const uint64_t start = trace_now();

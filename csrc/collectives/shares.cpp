@@ -35,7 +35,7 @@ std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int ele
   std::vector<Slice> slices;
   for (int64_t first = 0; first == 0 || first < largest_share; first += most) {
     const int64_t count = std::min(most, largest_share - first);
-    // A chunk per block of a large GPU, or several where they are large enough to be sent while others are reduced.
+    // One chunk per block of a large GPU, or several if they are large enough to be sent while others are reduced.
     const int64_t rounds =
         std::clamp<int64_t>(count * element_size / (kChunksPerRound * kLargeChunkBytes), 1, kMaxRounds);
     const int64_t num_chunks = rounds * kChunksPerRound;

@@ -1,4 +1,4 @@
-// How the elements of a tensor are shared out: a share for each rank, slices of all shares, chunks of a slice. Pure
+// How the elements of a tensor are divided: a share for each rank, slices of all shares, chunks of a slice. Pure
 // arithmetic, the same on every rank.
 #pragma once
 
@@ -15,7 +15,7 @@ struct Span {
   int64_t count = 0;
 };
 
-// Rank r's share are the elements offset[r] ... offset[r + 1] - 1.
+// Rank r's share is the elements offset[r] ... offset[r + 1] - 1.
 struct Shares {
   int64_t offset[kMaxRanks + 1] = {};
 
@@ -27,7 +27,7 @@ struct Shares {
   uint64_t digest(int num_ranks) const;
 };
 
-// What one launch handles: of each share the elements from `first` on, at most `most`, in chunks.
+// What one launch handles: at most `most` elements of each share, from `first` on, in chunks.
 struct Slice {
   int64_t first = 0;
   int64_t most = 0;
@@ -40,7 +40,7 @@ struct Slice {
   MOE_A2A_HOST_DEVICE int num_chunks(const Shares& shares, int rank) const {
     return static_cast<int>((size_of_share(shares, rank) + chunk - 1) / chunk);
   }
-  // The i-th chunk of a rank's share; without elements past the last.
+  // The i-th chunk of a rank's share; empty past the last.
   MOE_A2A_HOST_DEVICE Span chunk_of(const Shares& shares, int rank, int i) const {
     const int64_t rest = size_of_share(shares, rank) - i * chunk;
     return {shares.offset[rank] + first + i * chunk, rest < 0 ? 0 : rest < chunk ? rest : chunk};

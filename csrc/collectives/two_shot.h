@@ -1,5 +1,5 @@
-// Two-shot all-reduce, and its two shots by themselves: reduce-scatter and all-gather. 2 (R - 1) / R times the bytes of
-// the message over each link direction, whatever R is: for large messages. All ranks get the same bits.
+// Two-shot all-reduce, and its two shots alone: reduce-scatter and all-gather. Moves 2 (R - 1) / R times the bytes of
+// the tensor over each link direction: for large tensors. All ranks get the same bits.
 #pragma once
 
 #include "collectives/coded_steps.h"
@@ -28,7 +28,7 @@ struct TwoShot {
   }
 };
 
-// A kernel per codec, each with the registers that it needs.
+// One kernel per codec, each with the registers that it needs.
 template <LineCodec kCodec>
 struct CodedTwoShot {
   using Args = CodedTwoShotArgs<kCodec>;

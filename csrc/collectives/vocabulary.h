@@ -1,4 +1,4 @@
-// What the collectives are called in reports and traces.
+// The names of the collectives in reports and traces.
 #pragma once
 
 #include "comm/vocabulary.h"
@@ -18,7 +18,7 @@ inline constexpr TraceKind kPush{18},  // a chunk is written to the ranks that r
     kChunkWait{19},                    // for a chunk of `peer`
     kPull{20},                         // a reduced or gathered chunk is read from the memory of every rank
     kCallWait{21},                     // for `peer` to make this call
-    kDisagreement{22};                 // in reports alone: `peer` makes another call
+    kDisagreement{22};                 // only in reports: `peer` makes a different call
 }
 inline constexpr SliceName kCollectiveKinds[] = {
     {"push"}, {"chunk_wait", "chunk"}, {"pull"}, {"call_wait", "call"}, {"disagreement", "same call"}};
