@@ -47,7 +47,7 @@ class CollectiveStep(NamedTuple):
 @dataclass(frozen=True)
 class CollectiveTable:
     """Measured for one kind and dtype. codecs: the fewest bytes from which each codec pays; absent: it never does.
-    most_in_words: the most bytes that one-shot sends as LL words; more go as rows with signals."""
+    most_in_words: the most bytes that one-shot sends as LL words; larger calls use rows with signals."""
 
     kind: str
     dtype: str
@@ -100,7 +100,7 @@ def own_file(device: torch.device, num_ranks: int) -> Path:
 # ---- the small model
 
 MOST_ONE_SHOT_ON_CPU = 8 << 10  # measured with 4 ranks on 2 cores
-# No step of the model sends LL words. On the CPU, where a signal costs next to nothing, they are never faster: 4 ranks on 2
+# No step of the model sends LL words. On the CPU, where a signal costs almost nothing, they are never faster: 4 ranks on 2
 # cores, us as rows and as words: 18.0 and 18.3 for 16 bytes, 20 and 30 for 512, 34 and 176 for 8 KiB. On GPUs they have not run.
 # Bytes that a GPU's links carry in the time of two-shot's second trip: 5.5 us, 349 GB/s (2 and 4 H200).
 TRIP_NBYTES = 1_900_000
@@ -151,7 +151,7 @@ def _table(field: Field) -> CollectiveTable:
     if not isinstance(codecs.value, dict) or not set(codecs.value) <= set(CODECS):
         raise codecs.error(f"an object with some of {', '.join(CODECS)}")
     least = {name: codecs[name].integer(0, LARGEST) for name in codecs.value}
-    is_older = "most_in_words" not in field.value  # than LL words: what it holds was measured without them
+    is_older = "most_in_words" not in field.value  # measured before LL words existed
     most_in_words = 0 if is_older else field["most_in_words"].integer(0, MOST_IN_WORDS)
     return CollectiveTable(kind, dtype, tuple(steps), least, most_in_words)
 

@@ -157,7 +157,7 @@ def merged(steps: Sequence[CollectiveStep]) -> list[CollectiveStep]:
 
 
 def most_in_words(sizes: Sequence[int], is_faster: Sequence[bool]) -> int:
-    """The last of the sizes up to which LL words are always faster than rows; 0: none."""
+    """The largest measured size up to which LL words are always faster than rows; 0: none."""
     slower = [i for i, faster in enumerate(is_faster) if not faster]
     end = slower[0] if slower else len(is_faster)
     return sizes[end - 1] if end > 0 else 0

@@ -175,7 +175,7 @@ Args CollectiveRank::vector_args(int call, int number) const {
   return args;
 }
 
-// A mutant: fields whose halves are one.
+// A mutation: every epoch uses the same half of a field.
 CollectiveContext CollectiveRank::broken_context() const {
   CollectiveContext context = context_;
   const auto is_one = [](Field field) { return Explorer::running()->is_broken(Mutation::Kind::kOneHalf, field); };

@@ -53,9 +53,9 @@ struct Mutation {
     kEveryoneIsLast,  // every block acts as the last one
     kFenceLost,       // no fence before the signals
     kRaisedEarly,     // the signal is raised before what it guards is written
-    kStampFirst,      // an LL word is written in two halves
+    kStampFirst,      // an LL word is written in two halves, stamp first
     kOneHalf,         // every epoch uses the same half of a field
-    kForgotten,       // after a launch that saw no more of its peers than this, the next takes it for more
+    kForgotten,       // the next launch assumes that the previous one observed more of its peers than it did
   };
   Kind kind = Kind::kNone;
   Field field = Field::kOther;

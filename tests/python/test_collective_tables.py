@@ -87,7 +87,7 @@ def test_writing_adds_to_a_file(tmp_path):
 
 
 def test_a_file_from_before_ll_words(tmp_path):
-    """What it says was measured without them."""
+    """Its figures were measured without them."""
     path, written = tmp_path / "table.json", content()
     del written["tables"][0]["most_in_words"]
     path.write_text(json.dumps(written))

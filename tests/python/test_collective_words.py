@@ -1,4 +1,4 @@
-"""One-shot as LL words: the bits of one-shot as rows, whatever comes before and after, and the same errors."""
+"""One-shot as LL words: the bits of one-shot as rows, for any preceding and following calls, and the same errors."""
 
 import os
 import random
@@ -19,19 +19,19 @@ from moe_a2a.collective_tables import MOST_IN_WORDS, Tables, model
 pytestmark = on_device.TESTS
 
 WORKSPACE = 16 << 10
-# Elements: none, parts of a word, whole words of every dtype and target, chunks of 8 KiB, and what fits at most.
+# Elements: none, parts of a word, whole words of every dtype and target, chunks of 8 KiB, and the maximum.
 COUNTS = [0, 1, 2, 3, 5, 6, 7, 12, 13, 64, 1000, 2047, 2048, 2049, 4097, 8191, 8192, 16383, 16384]
 
 
 def send_words(coll: moe_a2a.Collectives, most: int = MOST_IN_WORDS) -> moe_a2a.Collectives:
-    """One-shot up to `most` bytes, and of them LL words; 0: rows."""
+    """One-shot for calls of up to `most` bytes, sent as LL words; 0: rows."""
     tables = model(coll.device.type, coll.num_ranks)
     coll.tables = Tables([replace(table, most_in_words=most) for table in tables], "test")
     return coll
 
 
 def drawn(draw: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of every magnitude, with zeros of both signs, infinities and NaNs."""
+    """Values of every magnitude, with zeros of both signs, infinities and NaNs."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     x = torch.randn(count, generator=generator) * 10.0 ** torch.randint(-6, 5, (count,), generator=generator)
     special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan")])
@@ -41,7 +41,7 @@ def drawn(draw: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Those of a NaN depend on which operand of an addition comes first in the machine's code: here all are one."""
+    """The bits of x, with all NaNs equal: a NaN's bits depend on which operand of an addition the machine code puts first."""
     x = x.cpu().clone()
     x[x.isnan()] = float("nan")
     return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
@@ -78,7 +78,7 @@ def test_the_bits_are_those_of_rows_on_eight_ranks(session_seed):
 
 
 def by_turns_program(group, seed: int, num_calls: int) -> None:
-    """Equal numbers, which every codec keeps: a word or a row that is taken too early or too late is of another call."""
+    """Equal numbers, which every codec preserves: a word or row taken too early or too late is from another call."""
     draw = random.Random(seed)
     num_blocks = (0, 1, 3)[moe_a2a.as_group(group).rank % 3]
     with moe_a2a.Collectives(group, WORKSPACE, num_blocks, timeout=20) as coll:
@@ -110,7 +110,7 @@ def test_words_and_rows_by_turns_of_processes(session_seed):
     run_processes(3, by_turns_program, session_seed, 1_000)
 
 
-# What rank 1 does while the others send 50 float32 as words, and what all errors say of it.
+# What rank 1 does while the others send 50 float32 as words, and words that all errors contain.
 OTHER_CALLS = {
     "count": (lambda coll: coll.all_reduce(torch.ones(51), algorithm="one_shot"), "of 51 float32, sum, one_shot in LL words"),
     "none": (lambda coll: coll.all_reduce(torch.ones(0), algorithm="one_shot"), "of 0 float32, sum, one_shot in LL words"),
