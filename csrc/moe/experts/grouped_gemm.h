@@ -1,4 +1,4 @@
-// The grouped GEMM for every target: blocks take tiles in turn; a tile is computed by the target's BlockTile.
+// The grouped GEMM for every target: blocks take tiles round-robin; the target's BlockTile computes a tile.
 #pragma once
 
 #include <type_traits>

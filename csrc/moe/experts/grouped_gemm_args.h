@@ -11,7 +11,7 @@
 
 namespace moe_a2a {
 
-// What becomes of the fp32 sums: f(sum), or f(gate) * (up + up_shift) if w has rows of a gate and of an up projection.
+// What is applied to the fp32 sums: f(sum), or f(gate) * (up + up_shift) if w has rows of a gate and an up projection.
 struct Activation {
   enum class Function : int32_t {
     kNone,
@@ -27,7 +27,7 @@ struct Activation {
   float limit = std::numeric_limits<float>::infinity();  // before f, clamps the gate above and up on both sides
   float up_shift = 0;
 
-  // Nothing, or silu(gate) * up: what most models have.
+  // The identity, or silu(gate) * up, which most models use.
   MOE_A2A_HOST_DEVICE bool is_plain() const {
     const bool is_unlimited = limit == std::numeric_limits<float>::infinity();
     return function == (is_gated ? Function::kSilu : Function::kNone) && alpha == 1 && is_unlimited && up_shift == 0;
@@ -42,7 +42,7 @@ struct GroupedGemmArgs {
   const void* w = nullptr;                  // [num_experts, rows_of_w(), depth]
   const float* bias = nullptr;              // [num_experts, rows_of_w()]: added to the sums. Null: none
   void* out = nullptr;                      // [num_rows, num_columns]
-  // With float8 x and w, which have one scale per 128 of depth: x for each row, w for each 128 rows, gate and up apart.
+  // With float8 x and w, one scale per 128 of depth: for x per row, for w per 128 rows, gate and up separate.
   const float* x_scales = nullptr;   // [num_x_rows, num_scales()], rows x_scales_stride elements apart
   const float* w_scales = nullptr;   // [num_experts, row_blocks_of_w(), num_scales()]
   float* out_scales = nullptr;       // [num_rows, column_blocks()]: of float8 results

@@ -43,7 +43,7 @@ struct PipelineMemory {
 };
 static_assert(PipelineMemory::kStageBytes % 1024 == 0 && PipelineMemory::kBytes <= 227 * 1024);
 
-// By turns, two places for what one warp hands to another; `parity` is that of their barriers.
+// Alternates between two places in which one warp hands data to another; `parity` is that of their barriers.
 struct Turn {
   uint32_t number = 0;
 

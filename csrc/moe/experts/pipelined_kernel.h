@@ -13,7 +13,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// What the warps that gather no rows do.
+// The work of gathering warps that have no rows to gather.
 struct NoSender {
   struct Args {};
   static constexpr bool kSends = false;
@@ -280,7 +280,7 @@ struct PipelinedGemm {
 
   // ---- stored tiles, for those who read them in this launch
 
-  // By each multiplying warp once it has stored its part of a tile, or has none.
+  // Called by each multiplying warp once it has stored its part of a tile, or has none.
   MOE_A2A_DEVICE static void hand_over(const Memory& memory, Turn& turn) {
     if constexpr (kSends) {
       barrier_wait(memory.published(turn.place()), turn.parity() ^ 1);
