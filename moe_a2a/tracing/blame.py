@@ -15,9 +15,9 @@ LATE = 0.02  # share of the time in launches that waits for a late rank's combin
 def culprit(timeline: Timeline, cause: np.ndarray, work: ExpertsWork) -> str:
     """A wait for a peer has two parts: before the peer began the launch that ended the wait, and after.
 
-    If the first part dominates, the peer came late; if the second, it was slow to send. A peer that is awaited in combine
-    because one of its experts has more to do than the others is not to blame: that expert is. It is looked for even if the
-    waits for all ranks are alike on the whole: rows that are on their way make up most of those.
+    If the first part dominates, the peer came late; if the second, it was slow to send. If a peer is awaited in combine
+    because one of its experts has more work than the others, the expert is to blame, not the peer. It is searched for even
+    if the waits for all ranks are similar overall, since rows in flight cause most of those.
     """
     slices = timeline.slices
     waits = timeline.named(*WAITS) & (slices["peer"] >= 0) & (slices["peer"] != slices["rank"])
@@ -68,7 +68,7 @@ def _is_alone(by_peer: np.ndarray, blamed: int) -> bool:
 
 
 def _hot_expert_of_late_rank(timeline: Timeline, cause: np.ndarray, waits: np.ndarray, work: ExpertsWork) -> str | None:
-    """Of the waits in combine only what came before the awaited rank had begun: rows on their way are no part of that."""
+    """Among the waits in combine, counts only the time before the awaited rank had begun: rows in flight do not count."""
     waits, begin, started, _ = _split_at_launch(timeline, cause, waits & timeline.named(PARTIAL_WAIT))
     is_early = started > begin
     waiter, peer = (timeline.slices[name][waits[is_early]].astype(np.int64) for name in ("rank", "peer"))
@@ -144,7 +144,7 @@ def _parts(timeline: Timeline, cause: np.ndarray, waits: np.ndarray, waited: _Wa
 
 
 def _split_at_launch(timeline: Timeline, cause: np.ndarray, waits: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Those of the waits whose cause is known: their indices and begins, when the peer's launch began, their ends."""
+    """The waits whose cause is known: their indices and begins, when the peer's launch began, their ends."""
     waits = np.flatnonzero(waits & (cause >= 0))
     kernel = timeline.enclosing_kernels()[cause[waits]]
     waits, kernel = waits[kernel >= 0], kernel[kernel >= 0]
@@ -153,7 +153,7 @@ def _split_at_launch(timeline: Timeline, cause: np.ndarray, waits: np.ndarray) -
 
 
 def _collective(timeline: Timeline, waits: np.ndarray, waited: _WaitedTime) -> str | None:
-    """The launches in which most of these waits lie, if those are collectives."""
+    """The launches that contain most of these waits, if those are collectives."""
     of_collectives = waits & timeline.named(CALL_WAIT, CHUNK_WAIT)
     if waited.by_peer(of_collectives).sum() <= waited.by_peer(waits & ~of_collectives).sum():
         return None

@@ -1,5 +1,5 @@
-"""with moe_a2a.trace(ep) as t: records what the kernels do inside the block, and merges the records of all ranks. Of an
-ExpertParallel, of Collectives, or of all clients of a Communicator."""
+"""with moe_a2a.trace(ep) as t: records what the kernels do inside the block, and merges the records of all ranks. Works for
+an ExpertParallel, Collectives, or all clients of a Communicator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moe_a2a.tracing.timeline import Timeline
 
 # A CPU has few blocks of one thread each; on a GPU, 132 blocks of 16 warps take 35 MB.
 DEFAULT_RECORDS = {"cpu": 65536, "cuda": 1024}
-MOST_RECORDS = (1 << 31) - 1  # what the core counts with
+MOST_RECORDS = (1 << 31) - 1  # the core's counters are 32-bit
 CLOCK_ROUNDS = 200  # exchanges with each rank, of which the fastest is used
 
 
@@ -83,8 +83,8 @@ class Trace:
                     client._open_core().trace_stop()
 
     def dispatched(self, topk_idx: torch.Tensor, row_dtype: torch.dtype) -> None:
-        """Called by every dispatch: keeps what the records do not hold. Skipped during graph capture: replays would go on
-        writing after the trace has ended."""
+        """Called by every dispatch: keeps data that the records do not hold. Skipped during graph capture: replays would
+        keep writing after the trace has ended."""
         if topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         self._choices.append(topk_idx.detach().clone())
@@ -101,8 +101,8 @@ class Trace:
         return merge(self._ranks, _configuration(self._first, self._moe), row_bytes)
 
     def save(self, path: str | Path) -> None:
-        """Writes one file with all ranks. Every rank may call it; rank 0 writes. After an exception every rank writes a file
-        of its own, with `.rank<r>` before the suffix.
+        """Writes one file with all ranks. Every rank may call it; rank 0 writes. After an exception every rank writes its own
+        file, with `.rank<r>` before the suffix.
 
         The suffix of `path` selects the format: .json.gz and .json are Chrome's, .pftrace and .perfetto-trace Perfetto's.
         https://ui.perfetto.dev opens all of them.
@@ -124,8 +124,8 @@ class Trace:
         return ClockSample(readings[:, 0].copy(), readings[:, 1].copy(), int(readings[self._first.rank, 2]))
 
     def _read(self) -> RankRecords:
-        """The segments of an ExpertParallel's products follow its own, those of the second client the first's: as those of
-        further blocks."""
+        """The segments of an ExpertParallel's products follow its own, and those of the second client the first's, like
+        those of further blocks."""
         read = [client._open_core().trace_read() for client in self._clients]
         joined = {
             name: np.concatenate([of_client[name].numpy() for of_client in read])
@@ -163,11 +163,12 @@ def trace(of: Client, records_per_segment: int | None = None) -> Trace:
         print(t.summary())
 
     Args:
-        of: whose kernels are recorded: an ExpertParallel, Collectives, or a Communicator: of all its clients that are open,
-            at most one of them an ExpertParallel.
+        of: whose kernels to record: an ExpertParallel, Collectives, or a Communicator (all its open clients, at most one of
+            them an ExpertParallel).
         records_per_segment: capacity of each warp's segment (CPU: each thread's), 16 bytes per record; default: 1024 on a
-            GPU, 65536 on the CPU. A full segment drops further records, and the file says how many. Sending a row takes
-            one record plus one per destination rank (in a small batch, one per piece of a row), a chunk of a collective one per stage; a wait takes one.
+            GPU, 65536 on the CPU. A full segment drops further records, and the file says how many. Sending a row takes one
+            record plus one per destination rank (in a small batch, one per piece of a row), a chunk of a collective one per
+            stage; a wait takes one.
     """
     if not isinstance(of, Client):
         raise TypeError(f"of is a {type(of).__name__}; pass an ExpertParallel, Collectives or a Communicator")

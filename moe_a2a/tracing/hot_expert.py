@@ -1,4 +1,4 @@
-"""Whether one expert is why its rank's experts take longer than those of the others."""
+"""Whether one expert is the reason why its rank's experts take longer than the others'."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from moe_a2a.tracing.timeline import TILE, Timeline, last_before, merged
 HOT = 2.0  # times its even share of the choices that makes an expert hot
 CHANCE = 4.0  # standard deviations of an even share that chance does not exceed
 UNEVEN = 1.5  # times the mean of received rows or choices that counts as more work
-MORE_WORK = 1.1  # the same, where a hot expert is the reason
-IN_PROPORTION = 3.0  # times as much extra time as extra work: more is not the work's doing
+MORE_WORK = 1.1  # the same threshold if a hot expert is the reason
+IN_PROPORTION = 3.0  # most extra time per extra work: beyond that, the work is not the cause
 
 PRODUCTS = ("grouped_gemm", "product_combine_send")
 DISPATCH_ENDS = ("dispatch", "dispatch_recv")
@@ -37,8 +37,8 @@ class ExpertsWork:
         )
 
     def explanation(self, rank: int) -> str | None:
-        """A sentence if the routing is why this rank's experts are slower than the others'; it begins with the expert if
-        one alone is."""
+        """A sentence if the routing is the reason why this rank's experts are slower than the others'. It begins with the
+        expert if a single one is."""
         if self.rows.sum() == 0:
             return None
         received = self.rows[rank] / self.rows.mean()
@@ -61,14 +61,14 @@ class ExpertsWork:
         return f"The routing is uneven: {_receives(rank, received)}, none of its experts alone."
 
     def _is_hot(self, choices: int, more_than_mean: float) -> bool:
-        """Far from even, not by chance, and at least half of what its rank has more than the mean."""
+        """Far from even, not by chance, and at least half of its rank's excess over the mean."""
         mean = self.choices.mean()
         excess = choices - mean
         return choices >= HOT * mean and excess >= CHANCE * mean**0.5 and 2 * excess >= more_than_mean
 
     def _takes_what_it_is_worth(self, rank: int, of_ranks: np.ndarray) -> bool:
-        """The extra time of this rank's experts is that of its products, where those were recorded; else it is in
-        proportion to its choices."""
+        """Whether the extra time of this rank's experts is that of its products, if those were recorded; else whether it is
+        in proportion to its choices."""
         others = np.arange(len(of_ranks)) != rank
         if not others.any():
             return True
@@ -92,7 +92,7 @@ class ExpertsWork:
 
 
 def tile_times(timeline: Timeline, num_experts: int) -> np.ndarray:
-    """[E] nanoseconds in tiles of each expert, of all blocks together; empty without tiles."""
+    """[E] nanoseconds in tiles of each expert, summed over all blocks; empty without tiles."""
     tiles = timeline.slices[timeline.named(TILE) & (timeline.slices["expert"] >= 0)]
     tiles = tiles[tiles["expert"] < num_experts]
     if len(tiles) == 0:
@@ -110,7 +110,7 @@ def _products(timeline: Timeline) -> np.ndarray:
 def _spans(timeline: Timeline) -> np.ndarray:
     dispatches, combines = (_launches(timeline, names) for names in (DISPATCH_ENDS, COMBINE_BEGINS))
     before = last_before(dispatches[0], dispatches[2], combines[0], combines[1])
-    # Of several combines after one dispatch, in halves that overlap, say, the first counts.
+    # If several combines follow one dispatch, for example in overlapping halves, the first counts.
     have = before >= 0
     _, first = np.unique(before[have], return_index=True)
     ranks, ends = combines[0][have][first], combines[1][have][first]

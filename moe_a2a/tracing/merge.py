@@ -53,8 +53,8 @@ def _names(ranks: Sequence[RankRecords]) -> tuple[list[str], dict[str, int]]:
 
 
 def _slices(rank: RankRecords, columns: Columns, numbers: dict[str, int], num_local_experts: int) -> np.ndarray:
-    """All columns but the times. A launch is named after its operation; an unknown kind keeps its name. The record of a
-    tile has its local expert in the token's place, and its rows in that of the polls."""
+    """All columns except the times. A launch is named after its operation; an unknown kind keeps its name. The record of a
+    tile holds its local expert in place of the token, and its rows in place of the polls."""
     slices = np.full(len(columns.kind), -1, SLICE)
     kinds = [numbers[name] for name in rank.kinds]
     operations = [numbers[name] for name in rank.operations]
@@ -130,6 +130,6 @@ def _about(ranks, rank_clocks, num_implied, configuration, timeline: Timeline, l
             }
             for r, c, implied in zip(ranks, rank_clocks, num_implied, strict=True)
         ],
-        # Left out where there is no expert: Perfetto's format has no empty array.
+        # Omitted without experts: Perfetto's format has no empty array.
         **({"tokens_per_expert": tokens_per_expert} if tokens_per_expert else {}),
     }

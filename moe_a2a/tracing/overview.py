@@ -1,4 +1,4 @@
-"""What a rank did at a glance: its phases on one track, and the share of its warps that wait as a counter."""
+"""A rank at a glance: its phases on one track, and the share of its warps that wait as a counter."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def phases(timeline: Timeline) -> np.ndarray:
 
 
 def waiting_shares(timeline: Timeline, name: int) -> np.ndarray:
-    """Samples of SAMPLE, counter `name`: how many per cent of the warps that are in a launch wait, on average until the next
-    sample; 0 where no launch is."""
+    """Samples of SAMPLE, counter `name`: percentage of the warps in launches that wait, averaged until the next
+    sample; 0 outside launches."""
     slices = timeline.slices
     if len(slices) == 0:
         return np.empty(0, SAMPLE)
@@ -53,7 +53,7 @@ def _line(timeline: Timeline, rank: int, edges: np.ndarray, inside: np.ndarray, 
 
 
 def _warps(timeline: Timeline, which: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """The mean number of warps that are in one of these slices, between neighbouring edges."""
+    """The mean number of warps in one of these slices, between adjacent edges."""
     slices = timeline.slices[which]
     _, begins, ends = merged(timeline.warps()[which], slices["begin_ns"], slices["end_ns"])
     return busy(begins, ends, edges)

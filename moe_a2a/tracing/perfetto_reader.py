@@ -31,7 +31,7 @@ class _Parser:
         self._names: dict[int, str] = {}
         self._argument_names: dict[int, str] = {}
         self._open: dict[int, list[int]] = {}  # slices of each track that have not ended
-        self._rank_of: dict[int, str] = {}  # of each track, as the track at the top names it
+        self._rank_of: dict[int, str] = {}  # of each track, from the name of its top-level track
         self._counters: dict[int, tuple[str, str]] = {}
 
     def packet(self, packet: Any) -> None:
@@ -63,7 +63,7 @@ class _Parser:
                 names[number(entry.get(1))] = text(entry.get(2))
 
     def _descriptor(self, message: Any) -> None:
-        """At the top there are two tracks of a rank, "rank 3" of its phases, and "rank 3 ..." of a counter."""
+        """At the top, each rank has two tracks: "rank 3" for its phases, and "rank 3 ..." for a counter."""
         descriptor = dict(fields(message))
         uuid, name = number(descriptor.get(1)), text(descriptor.get(2, b""))
         parent = descriptor.get(5)

@@ -10,7 +10,7 @@ TIME_BITS = 48
 NO_TOKEN = (1 << 20) - 1
 KERNEL = "kernel"  # the kind of a launch, whose token is the number of its operation
 SEND_LL = "send_ll"  # a send that is its own signal; see _with_signals()
-RANKS_OF_RECORD = 64 - TIME_BITS  # that a SEND_LL can signal: the bits of its polls
+RANKS_OF_RECORD = 64 - TIME_BITS  # ranks that a SEND_LL can signal: the bits of its polls
 
 
 @dataclass
@@ -19,7 +19,7 @@ class ClockSample:
 
     offsets: [R] clock of each rank minus this rank's, ticks; accurate to half the round trip.
     round_trips: [R] of the fastest exchange with each rank, ticks.
-    at: when, by this rank's clock, ticks.
+    at: time by this rank's clock, ticks.
     """
 
     offsets: np.ndarray
@@ -99,7 +99,7 @@ def _with_signals(columns: Columns, kinds: list[str]) -> Columns:
     columns.kind[sends], columns.peer[sends], columns.polls[sends] = kinds.index("send"), -1, 0
     num_signals = np.zeros(len(columns.kind), np.int64)
     num_signals[sends] = is_told.sum(axis=1)
-    ends = np.cumsum(num_signals + 1) - 1  # positions of the records, behind their signals
+    ends = np.cumsum(num_signals + 1) - 1  # positions of the records, after their signals
     source = np.repeat(np.arange(len(num_signals)), num_signals + 1)
     names = ("begin", "duration", "kind", "peer", "token", "polls", "segment")
     wide = Columns(

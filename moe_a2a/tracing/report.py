@@ -120,7 +120,7 @@ def _largest(of_experts: np.ndarray) -> str:
 
 
 def _path(summary: Summary) -> str:
-    """Steps are added up by rank, operation and kind."""
+    """Sums steps by rank, operation and kind."""
     total = sum(step.duration_ns for step in summary.path)
     added: dict[tuple, int] = defaultdict(int)
     for step in summary.path:

@@ -95,7 +95,7 @@ def _tokens(timeline: Timeline) -> np.ndarray:
 
 
 def _block_imbalance(timeline: Timeline) -> np.ndarray:
-    """Without blocks of products, which have other work than those of dispatch and combine."""
+    """Excludes blocks of products, whose work differs from that of dispatch and combine."""
     slices, is_kernel = timeline.slices, timeline.kernels() & ~timeline.named("grouped_gemm")
     is_wait = timeline.named(*WAITS) & (timeline.enclosing_kernels() >= 0)
     blocks = timeline.warps() >> 16  # without the warp

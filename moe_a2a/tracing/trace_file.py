@@ -10,7 +10,7 @@ from moe_a2a.errors import TraceFileError
 from moe_a2a.json_fields import FieldError, quoted
 
 ABOUT = "about this trace"
-PHASES = "phases"  # the track of what a rank does as a whole
+PHASES = "phases"  # the track of a rank's phases
 FLIGHT = "flight"  # the last part of a wait, from the signal on; its arrow ends there
 # Arguments of a slice and their largest values (csrc/comm/trace_buffer.h has the bits of all but the bytes); -1: none.
 ARGUMENTS = {
@@ -35,7 +35,7 @@ class FileSlice:
 
 @dataclass
 class TraceFile:
-    """What both formats hold.
+    """The contents that both formats share.
 
     processes: name of each. tracks: process and name of each. slices: in the order of the file.
     sources, sinks: per flow, the (slice index, time in ns) of each event that names it as such.
@@ -60,7 +60,7 @@ class TraceFile:
         return int(named[1]) if named else -1
 
     def phase_tracks(self) -> set[Any]:
-        """Tracks of what ranks do as a whole: drawn from the launches of their warps, so they tell nothing new."""
+        """Tracks of ranks' phases: drawn from the launches of their warps, so they add no information."""
         return {track for track, (_, name) in self.tracks.items() if re.fullmatch(rf"{PHASES}( \([0-9]+\))?", name)}
 
     def warp_of(self, track: Any) -> tuple[int, int]:
