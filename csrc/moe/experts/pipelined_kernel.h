@@ -13,7 +13,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// The work of gathering warps that have no rows to gather.
+// The sender of a product that sends nothing.
 struct NoSender {
   struct Args {};
   static constexpr bool kSends = false;
