@@ -11,7 +11,7 @@ constexpr const char* kOps[] = {"sum", "max", "min", "avg"};
 constexpr const char* kCodecs[] = {"none", "fp8", "q8", "q6", "q4"};
 constexpr const char* kAlgorithms[] = {"auto", "one_shot", "two_shot", "ring", "recursive_doubling"};
 
-// For data from a peer: an unknown number is shown as such.
+// `index` comes from a peer: if it is unknown, its number is shown.
 template <size_t kCount>
 std::string name_in(const char* const (&names)[kCount], uint64_t index) {
   return index < kCount ? names[index] : std::to_string(index);

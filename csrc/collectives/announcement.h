@@ -1,5 +1,4 @@
-// What a rank announces about its call, and how its peers learn that it makes a different one: the words that all ranks
-// exchange at the start of every launch.
+// What each rank tells all others about its call at the start of every launch, and the error if two calls differ.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +42,8 @@ struct Announcement {
     return static_cast<CollectiveKind>(first_word & 0xff);
   }
 
-  // Everything that ranks may disagree about in a call whose values travel as LL words, as the data of one such word; 0
-  // for every other call. So a rank in such a call need not wait for the announcements.
+  // For a call whose values travel as LL words: everything that ranks may disagree about, packed into one LL word, so
+  // that no rank waits for the announcements. 0 for every other call.
   MOE_A2A_HOST_DEVICE uint32_t terms_of_words() const {
     static_assert(kMaxWordsBytes / 2 < 1 << kCountBits);
     if (word[0] >> 40 != static_cast<uint64_t>(CollectiveWire::kWords)) return 0;

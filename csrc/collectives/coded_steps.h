@@ -35,7 +35,7 @@ class CodedSteps : public ShareChunks {
   }
 
  private:
-  // Sets of values that a thread loads before it works on the first; with fewer, load latency bounds a call. A
+  // Sets of values that a thread loads before it uses the first; with fewer, calls are bound by load latency. A
   // reduction has fewer registers to spare.
   static constexpr int kAhead = kBlockThreads > 1 ? 4 : 1, kReducedAhead = kBlockThreads > 1 ? 2 : 1;
 
@@ -46,7 +46,7 @@ class CodedSteps : public ShareChunks {
                                  const Rest& rest) const {
     const int64_t padded = LineLayout{kCodec, count}.num_blocks() * kLineBlock, stride = block_.size() * kLineValues;
     int64_t first = block_.rank() * kLineValues;
-    const int64_t end = count - block_.size() * kLineValues + first;  // the same round for all threads of the block
+    const int64_t end = count - block_.size() * kLineValues + first;  // all threads of the block leave together
     for (; vectors && first + (kSets - 1) * stride <= end; first += kSets * stride) {
       MOE_A2A_UNROLL
       for (int u = 0; u < kSets; ++u) load(first + u * stride, u);

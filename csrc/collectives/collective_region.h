@@ -10,7 +10,8 @@ namespace moe_a2a {
 inline constexpr int kMinChunkBytes = 8 << 10, kLargeChunkBytes = 32 << 10;
 // Slightly fewer than an H200's multiprocessors (132), so that one is left for the announcement.
 inline constexpr int kChunksPerRound = 128, kMaxRounds = 4, kMaxChunks = kMaxRounds * kChunksPerRound;
-// Shares and chunks of them begin at multiples of this many elements: whole vectors, and blocks of line codecs.
+// Even shares begin at multiples of this many elements, and so do chunks within their share: whole vectors, whole
+// blocks of line codecs.
 inline constexpr int kShareUnit = 64;
 
 // What a rank has observed of a launch, from all ranks.

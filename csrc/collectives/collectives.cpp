@@ -13,9 +13,9 @@
 namespace moe_a2a {
 namespace {
 
-// On the CPU the fastest slices are those whose landings, two halves on every rank, stay in the cores' own caches. 4
-// ranks on 2 cores with 2 MiB each, us for 4, 16 and 64 MiB: 1701, 7222 and 31897; with 2 MiB here 2064, 8563 and
-// 35283.
+// On the CPU slices are fastest if their landings (two halves on every rank) stay in the cores' private caches. 4 ranks
+// on 2 cores with 2 MiB of cache each, us for 4, 16 and 64 MiB: 1701, 7222, 31897; with a workspace of 2 MiB: 2064,
+// 8563, 35283.
 constexpr int64_t kMaxCpuWorkspace = 256 << 10;
 
 }  // namespace
@@ -145,7 +145,7 @@ void Collectives::launch_shares(const Args& shares, int wire_size, int num_block
   raise_waits();
 }
 
-// On a GPU, one block per chunk and one that announces the call (meeting.h). `num_blocks`: the most for this call.
+// On a GPU, one block per chunk and one that announces the call (meeting.h). `num_blocks`: the limit for this call.
 int Collectives::blocks_for(int64_t num_chunks, int num_blocks) const {
   const bool is_cpu = device_->is_synchronous();
   int most = share_of_device();

@@ -22,8 +22,8 @@ class Collectives : public Client {
     DType dtype = DType::kFloat32;
   };
 
-  // `max_nbytes`: of the workspace; larger tensors are sent in slices. `num_blocks`: the most for a launch; 0: as many
-  // as the device runs at once.
+  // `max_nbytes`: size of the workspace; larger tensors are sent in slices. `num_blocks`: the limit for a launch; 0: as
+  // many as the device runs at once.
   Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int num_blocks = 0);
 
   struct Method {
@@ -31,7 +31,7 @@ class Collectives : public Client {
     Algorithm algorithm = Algorithm::kTwoShot;
     LineCodec codec = LineCodec::kNone;           // only for kTwoShot
     CollectiveWire wire = CollectiveWire::kRows;  // kWords: only for kOneShot, up to kMaxWordsBytes
-    int num_blocks = 0;                           // the most for this call; 0: from the constructor
+    int num_blocks = 0;                           // the limit for this call; 0: from the constructor
   };
 
   // out[i] = x[i] of all ranks, merged. `out` may be `x`.

@@ -26,8 +26,8 @@ MOE_A2A_DEVICE LlWord* call_word_of(const Part& part, int src) {
   return reinterpret_cast<LlWord*>(part.context.region.call_word.at(part.half(), src));
 }
 
-// Tells every rank which call this is: at once by a word, for ranks whose values travel as words, and by a signal with
-// the full announcement. Run by one block.
+// Tells every rank which call this is: first by an LL word, for calls whose values travel as words, then by the full
+// announcement and a signal. Run by one block.
 MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
   const CollectiveContext& c = part.context;
   uint64_t* local = c.region.announcement.at(part.half(), part.rank());
@@ -45,8 +45,8 @@ MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
   }
 }
 
-// Reports a rank that refused this call, or makes a different one. Appends this rank's own words to the peer's, as the
-// text of the report.
+// Reports a rank that refused this call or makes a different one. In the latter case the report's text is the peer's
+// announcement, followed by this rank's.
 MOE_A2A_RARE void report_difference(const Part& part, WaitSite site) {
   const CollectiveContext& c = part.context;
   uint64_t* words = c.region.announcement.at(part.half(), site.peer);
@@ -112,8 +112,8 @@ MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const A
   return !block.any(!good);
 }
 
-// One launch, whose body(part) returns false if a rank did not arrive or makes a different call. It needs `seen` of the
-// previous launch, and observes as much of this one.
+// One launch. body(part) returns false if a rank did not arrive or makes a different call. `seen`: what it observes of
+// this launch; if the previous launch observed less, this one catches up first.
 template <class Args, class Body>
 MOE_A2A_DEVICE void run_call(const Args& args, Operation operation, Seen seen, const Grid& grid, const Block& block,
                              const Body& body) {
@@ -127,9 +127,9 @@ MOE_A2A_DEVICE void run_call(const Args& args, Operation operation, Seen seen, c
   }
 }
 
-// Values travel as rows. send(part) writes and signals without waiting; receive(part) may wait for the others' data,
-// and returns false if a rank did not arrive. The last block announces: if there are more blocks than chunks, as in
-// small calls on a GPU, no rank's values wait for the fence behind the announcement.
+// A launch whose values travel as rows. send(part) writes and signals without waiting; receive(part) may wait for the
+// others' data, and returns false if a rank did not arrive. The last block announces: in small calls on a GPU it has no
+// chunk, so no rank's values wait for the fence behind the announcement.
 template <class Args, class Send, class Receive>
 MOE_A2A_DEVICE void take_part(const Args& args, Operation operation, const Grid& grid, const Block& block,
                               const Send& send, const Receive& receive) {

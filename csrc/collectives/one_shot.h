@@ -10,7 +10,7 @@ namespace moe_a2a {
 struct OneShotArgs {
   CollectiveContext context;
   Announcement announcement;
-  int slice = 0;  // the slice's number
+  int slice = 0;  // its index in the call
   const std::byte* x = nullptr;
   std::byte* out = nullptr;  // may be x
   int64_t count = 0;         // elements of this slice
@@ -48,7 +48,7 @@ class OneShotSteps {
         block_, others, part_.rank(), [&](int rank) { return c.heap.peer(rank, local); }, args_.x + first,
         args_.size_of_chunk(i) * size_of(args_.dtype));
     block_.release_sync();
-    if (block_.rank() == 0) {  // pairs with the acquire in reduce()
+    if (block_.rank() == 0) {  // pairs with the acquire in wait_for_chunk()
       signal_many(c.heap, others, c.region.chunk_signal.at(part_.half(), part_.rank(), i), part_.epoch);
     }
     record(c.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});

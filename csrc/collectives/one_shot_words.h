@@ -2,8 +2,8 @@
 // they arrive. It waits for no announcement, no signal and no fence; the bits equal those of OneShot.
 //
 // Besides its values each rank sends one call word, which encodes what ranks may disagree about. A thread that waits
-// for values also waits for the call words of all ranks, and merges only if they equal its own. If one differs, the
-// announcements, which every launch still makes for its peers to look up, say how.
+// for values also waits for the call words of all ranks, and stores nothing unless they equal its own. If one differs,
+// the ranks compare their announcements, which this launch makes like any other.
 #pragma once
 
 #include "collectives/one_shot.h"

@@ -1,4 +1,4 @@
-// A launch whose blocks pass chunks through stages: each block sends ahead of what it waits for.
+// A launch as a pipeline: each block passes its chunks through stages and sends ahead of what it waits for.
 #pragma once
 
 #include "collectives/meeting.h"
@@ -11,7 +11,7 @@ MOE_A2A_DEVICE int chunks_ahead(int num_chunks, const Grid& grid) {
   return kRanksShareCores ? (num_chunks + grid.size() - 1) / grid.size() : 1;
 }
 
-// A member function of Steps that takes a chunk; false if a rank did not arrive.
+// A stage: a member function of Steps that takes a chunk and returns false if a rank did not arrive.
 template <auto kFunction>
 struct ChunkStep {
   template <class Steps>
@@ -20,8 +20,7 @@ struct ChunkStep {
   }
 };
 
-// A block's part in a launch, as a pipeline over its chunks: each stage is chunks_ahead() behind the previous one. The
-// first stage does not wait.
+// Runs a block's chunks through the stages, each chunks_ahead() behind the previous one. The first stage does not wait.
 template <class Steps, class Send, class... Rest, class Args>
 MOE_A2A_DEVICE void run_pipeline(const Args& args, Operation operation, const Grid& grid, const Block& block) {
   const auto send = [&](const Part& part) {

@@ -15,7 +15,7 @@ struct RecursiveDoublingArgs : OneShotArgs {};
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// landing[0]: transfers between a rank and the one beyond the power of two that it represents; landing[1 + k]: what
+// landing[0]: transfers between a rank and the rank beyond the power of two that it stands for; landing[1 + k]: what
 // arrives in step k. `result` holds the rank's own partial result.
 class DoublingSteps {
  public:
@@ -60,7 +60,7 @@ class DoublingSteps {
     return true;
   }
 
-  // Takes the values of the rank that this one represents, and begins the exchange with them.
+  // Merges the values of the rank that this one stands for, and begins the exchange with the result.
   MOE_A2A_DEVICE bool fold() const {
     const int other = part_.rank() + power_;
     return for_chunks([&](int i) { return wait(0, other, i) && merge_on(i, kX, 0, partner(0), 1); });
@@ -84,7 +84,7 @@ class DoublingSteps {
     return true;
   }
 
-  // Merges two values (or takes the first), keeps them, and writes them to a place of `peer`.
+  // Merges chunk i of two places (or takes the first), keeps the result, and writes it to a place of `peer`.
   MOE_A2A_DEVICE bool merge_on(int i, int first, int second, int peer, int place) const {
     const uint64_t start = trace_now();
     with_element_and_operator(args_.dtype, args_.op, [&](auto element, auto op) {
@@ -103,7 +103,7 @@ class DoublingSteps {
     return true;
   }
 
-  // The end: writes out, and the merged values to the rank that this one represents.
+  // The last step: writes out, and the merged values to the rank that this one stands for.
   MOE_A2A_DEVICE bool finish(int i, int first, int second, int peer) const {
     const uint64_t start = trace_now();
     with_element_and_operator(args_.dtype, args_.op, [&](auto element, auto op) {

@@ -1,5 +1,5 @@
-// Merges the rows of all ranks element by element, in rank order and in fp32, and rounds once: the same bits on any
-// rank and with any algorithm.
+// Merges the rows of all ranks element by element, in rank order and in fp32, and rounds once: one-shot and two-shot
+// give the same bits, on every rank.
 #pragma once
 
 #include "collectives/announcement.h"

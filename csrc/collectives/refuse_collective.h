@@ -1,4 +1,4 @@
-// Launched instead of a call that failed before its launch: the peers learn why, and every rank advances its epoch.
+// Launched in place of a call that failed before its launch: the peers learn why, and every rank advances its epoch.
 #pragma once
 
 #include "collectives/meeting.h"

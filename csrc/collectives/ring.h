@@ -67,12 +67,12 @@ class RingSteps : public ShareChunks {
  private:
   MOE_A2A_DEVICE int next() const { return (part_.rank() + 1) % part_.num_ranks(); }
   MOE_A2A_DEVICE int previous() const { return (part_.rank() + part_.num_ranks() - 1) % part_.num_ranks(); }
-  // Which share this rank handles in a step.
+  // The share that this rank handles in a step.
   MOE_A2A_DEVICE int share_at(int step) const {
     return (part_.rank() + 2 * part_.num_ranks() - 1 - step) % part_.num_ranks();
   }
 
-  // Sends on the partial result of a step's share, with this rank's values; in step 0 it begins with them.
+  // Adds this rank's values to the partial result of a step's share and passes it on; in step 0 starts it.
   MOE_A2A_DEVICE bool pass_on(int step) const {
     const int share = share_at(step);
     return for_chunks(args_.extent.num_chunks(args_.shares, share), [&](int i) {

@@ -11,7 +11,7 @@ namespace moe_a2a {
 struct ShareArgs {
   CollectiveContext context;
   Announcement announcement;
-  int slice = 0;  // the slice's number
+  int slice = 0;  // its index in the call
   const std::byte* x = nullptr;
   std::byte* out = nullptr;
   int64_t x_begin = 0, out_begin = 0;  // the element of the whole tensor at which x and out begin
@@ -31,7 +31,7 @@ class ShareChunks {
   MOE_A2A_DEVICE ShareChunks(const ShareArgs& args, const Part& part, const Grid& grid, const Block& block)
       : args_(args), part_(part), region_(args.context.region), grid_(grid), block_(block) {}
 
-  // In the largest share.
+  // The number of chunks of the largest share.
   MOE_A2A_DEVICE int most_chunks() const {
     int most = 0;
     for (int r = 0; r < part_.num_ranks(); ++r) {
@@ -80,8 +80,8 @@ class ShareChunks {
     return true;
   }
 
-  // Reduces chunk i of this rank's share by reduce(element), where `element` is of the dtype, once all ranks' have
-  // landed.
+  // Once chunk i of this rank's share has landed from all ranks, reduces it by reduce(element), where `element` is of
+  // the dtype.
   template <class Reduce>
   MOE_A2A_DEVICE bool reduce_own(int i, bool shows_result, const Reduce& reduce) const {
     if (i >= num_own_chunks()) return true;
@@ -107,11 +107,11 @@ class ShareChunks {
   MOE_A2A_DEVICE int num_own_chunks() const { return args_.extent.num_chunks(args_.shares, part_.rank()); }
   MOE_A2A_DEVICE Span chunk(int owner, int i) const { return args_.extent.chunk_of(args_.shares, owner, i); }
 
-  // This rank's chunk i, counted in each share, has landed at its owners: pairs with the acquire in reduce().
+  // Chunk i of each owner's share, from this rank, has landed: pairs with the acquire in wait_for_landed().
   MOE_A2A_DEVICE void signal_landed(const RankSet& owners, int i) const {
     signal(owners, region_.chunk_signal.at(part_.half(), part_.rank(), i));
   }
-  // Chunk i of `result` is complete: pairs with the acquire in pull().
+  // Chunk i of `result` is complete: pairs with the acquire in wait_for_results().
   MOE_A2A_DEVICE void signal_result(int i) const {
     signal(part_.others(), region_.result_signal.at(part_.half(), part_.rank(), i));
   }
@@ -164,7 +164,7 @@ class ShareSteps : public ShareChunks {
                        [&](const Span& span, std::byte* target) { copy(target, x_at(span.begin), span.count); });
   }
 
-  // Reduces chunk i of this rank's share into its part of out; `_for_all`: and into `result` for the others.
+  // Reduces chunk i of this rank's share into out; reduce_for_all() also into `result`, for the others.
   MOE_A2A_DEVICE bool reduce(int i) const { return reduce_into_out(i, false); }
   MOE_A2A_DEVICE bool reduce_for_all(int i) const { return reduce_into_out(i, true); }
 

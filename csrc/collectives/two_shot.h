@@ -28,7 +28,7 @@ struct TwoShot {
   }
 };
 
-// One kernel per codec, each with the registers that it needs.
+// One kernel per codec, so that each allocates only the registers it needs.
 template <LineCodec kCodec>
 struct CodedTwoShot {
   using Args = CodedTwoShotArgs<kCodec>;
