@@ -102,7 +102,7 @@ class Writer {
            {"args", std::move(args)}});
   }
 
-  // Readers bind it to the last slice before it in the file.
+  // Readers bind an arrow's end to the last slice before it in the file.
   void write_arrow_end(const char* phase, int64_t pid, int64_t tid, int64_t time_ns, int64_t arrow) {
     Json end{{"ph", phase}, {"pid", pid}, {"tid", tid}, {"name", "signal"}, {"cat", "signal"}};
     end["id"] = arrow;

@@ -18,7 +18,7 @@ constexpr const char* kArguments[] = {"peer", "token", "polls", "bytes", "expert
 
 uint64_t rank_uuid(int32_t rank) { return static_cast<uint64_t>(rank + 1) << 32; }
 uint64_t counter_uuid(int32_t rank, int32_t counter) { return rank_uuid(rank) + (1u << 31) + counter; }
-constexpr uint64_t kFirstGroup = uint64_t{1} << 30;  // of a block's group, behind the rank's
+constexpr uint64_t kFirstGroup = uint64_t{1} << 30;  // ids of block groups, counted from the rank's
 
 // Writes a metadata value, recursively, for the UI's table of arguments.
 void annotate(Message& annotation, const Json& value) {
@@ -102,10 +102,10 @@ class Writer {
     });
   }
 
-  // The UI collapses groups, and shows a group's own slices or samples. So a rank's phases are the group of its blocks,
-  // and its share of waiting warps is the group of its counters: those two rows per rank are the first screen. At the
-  // top the UI sorts by name. (Tracks there without children would come into a group of their own; processes show
-  // nothing.)
+  // The UI collapses groups but shows a group's own slices or samples. So a rank's phases are the parent of its blocks,
+  // and its share of waiting warps is the parent of its counters: the first screen has these two rows per rank. The UI
+  // sorts top-level tracks by name. (It gathers those without children in a separate group, and a collapsed process
+  // shows nothing.)
   void write_tracks() {
     for (const int32_t rank : ranks_of(timeline_)) {
       track(rank_uuid(rank), name_of(rank),
@@ -126,13 +126,13 @@ class Writer {
         counter.add_enum(track_field::kCounterUnit, in_bytes ? track_field::kUnitBytes : track_field::kUnitCount);
       });
     };
-    write(top, name_of(rank) + " " + kWaiting);  // before those below it
+    write(top, name_of(rank) + " " + kWaiting);  // before its children
     for (int32_t c = 0; c < static_cast<int32_t>(names.size()); ++c) {
       if (c != top) write(c, names[c]);
     }
   }
 
-  // A block of several tracks has a group.
+  // A block with several tracks gets a group.
   void write_slice_track(size_t t) {
     const Track& own = tracks_[t];
     const auto is_beside = [&](size_t other) {
@@ -155,13 +155,13 @@ class Writer {
     });
   }
 
-  // Its slices are on the rank's own track if they are its phases.
+  // A rank's phases are on the rank's own track.
   uint64_t uuid_of(size_t t) const {
     const Track& track = tracks_[t];
     const bool is_of_rank = track.block == kNone && (t == 0 || tracks_[t - 1].rank != track.rank);
     return is_of_rank ? rank_uuid(track.rank) : rank_uuid(track.rank) + 1 + t;
   }
-  // Of as many digits for every rank, so that they are sorted.
+  // Zero-padded, so that sorting by name sorts the ranks.
   std::string name_of(int32_t rank) const {
     const std::string number = std::to_string(rank), most = std::to_string(ranks_of(timeline_).back());
     return "rank " + std::string(most.size() - number.size(), '0') + number;
@@ -192,7 +192,7 @@ class Writer {
     });
   }
 
-  // A slice ends before the next one that is not nested in it begins.
+  // Closes each slice before the next one that is not nested in it begins.
   void write_track(const Track& track, uint64_t uuid) {
     std::vector<int64_t> ends;
     const auto close = [&] {

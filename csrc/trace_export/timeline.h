@@ -12,8 +12,8 @@ namespace moe_a2a::trace_export {
 
 inline constexpr int32_t kNone = -1;
 
-// What one warp did, in nanoseconds of the merged clock; of block kNone, a phase of its rank. kNone: unknown or not
-// applicable. moe_a2a/tracing/timeline.py has the same record.
+// What one warp did, in nanoseconds on the merged clock; if `block` is kNone, a phase of its rank. In other fields
+// kNone means unknown or not applicable. moe_a2a/tracing/timeline.py has the same record.
 struct Slice {
   int64_t begin_ns;
   int64_t end_ns;
@@ -50,7 +50,7 @@ struct CounterSample {
 struct Timeline {
   std::span<const Slice> slices;
   std::span<const Arrow> arrows;
-  std::span<const CounterSample> samples;  // in order of time
+  std::span<const CounterSample> samples;  // by time
   std::vector<std::string> slice_names;
   std::vector<std::string> counter_names;
   std::string about;  // a JSON object: metadata of the whole trace
