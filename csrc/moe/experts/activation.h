@@ -31,7 +31,7 @@ MOE_A2A_DEVICE void with_function(const Activation& activation, Use use) {
   }
 }
 
-// Comparisons, so that NaN stays NaN.
+// Comparisons rather than min and max: NaN stays NaN.
 template <class Function>
 MOE_A2A_DEVICE float gated(const Activation& activation, Function f, float gate, float up) {
   const float limit = activation.limit;

@@ -37,7 +37,7 @@ class ExpertTiles {
  private:
   MOE_A2A_DEVICE int column_tiles() const { return div_up(args_.num_columns, kTileColumns); }
 
-  // Clamped: offsets that no dispatch has made must not lead past the tensors.
+  // Clamped: offsets that no dispatch has written must not lead past the tensors.
   MOE_A2A_DEVICE void load() {
     const int e = base_ + warp_.rank();
     begin_ = end_ = 0;

@@ -76,7 +76,7 @@ struct GroupedGemmOf {
   MOE_A2A_DEVICE int column_at(int half, int j) const {
     return tile.column_tile * kTileColumns + j + (kGated ? 0 : half * Tile::kColumns);
   }
-  // Of all experts' rows; -1 past the last column.
+  // Index of a row of w, over all experts; -1 past the last column.
   MOE_A2A_DEVICE int64_t row_of_weights(int half, int j) const {
     const int column = column_at(half, j);
     if (column >= args.num_columns) return -1;

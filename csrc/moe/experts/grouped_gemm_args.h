@@ -60,14 +60,14 @@ struct GroupedGemmArgs {
   MOE_A2A_HOST_DEVICE uint32_t num_w_scales() const {
     return static_cast<uint32_t>(num_experts) * static_cast<uint32_t>(row_blocks_of_w() * num_scales());
   }
-  // The scales of the 128 columns that begin at `column`, of a half; of the last ones for columns past the end.
+  // A half's scales of the 128 columns from `column` on; past the end, those of the last block of columns.
   MOE_A2A_HOST_DEVICE const float* scales_of_w(int expert, int half, int column) const {
     const int block = column < num_columns ? column / 128 : column_blocks() - 1;
     return w_scales + (int64_t{expert} * row_blocks_of_w() + half * column_blocks() + block) * num_scales();
   }
-  // Of an expert: two per column if gated.
+  // Per expert: two per column if gated.
   MOE_A2A_HOST_DEVICE int64_t rows_of_w() const { return int64_t{num_columns} * (activation.is_gated ? 2 : 1); }
-  // The row of w, of an expert, that makes a column. half: 1 for up.
+  // The row of an expert's w that yields this column. half: 1 for up.
   MOE_A2A_HOST_DEVICE int64_t row_of_w(int half, int column) const {
     return activation.is_interleaved ? int64_t{2} * column + half : int64_t{half} * num_columns + column;
   }

@@ -37,7 +37,7 @@ struct PipelineMemory {
   MOE_A2A_DEVICE uint32_t unit_full(int place) const { return base + kUnitsAt + 8 * place; }
   MOE_A2A_DEVICE uint32_t unit_empty(int place) const { return unit_full(2 + place); }
   MOE_A2A_DEVICE uint32_t unit(int place) const { return unit_full(4 + place); }
-  // Barriers of every other tile: its results are stored; that has been published (publish_tiles).
+  // Two places for the newest tiles. Barriers: the tile is stored; it is published (publish_tiles()).
   MOE_A2A_DEVICE uint32_t stored(int place) const { return base + kStoredAt + 8 * place; }
   MOE_A2A_DEVICE uint32_t published(int place) const { return stored(2 + place); }
 };
@@ -67,15 +67,15 @@ struct StageRing {
 // so with a fixed order clusters drift apart, and tiles that share weights no longer meet in the last-level cache
 // (H200, 512 rows per expert, random routing: 9.6 GB read instead of 6.8, 1.15 times as long).
 //
-// kDrawsAll: the first unit is drawn too. Where others wait in the same launch for what is multiplied, no unit may
-// belong to a cluster that is not resident yet.
+// kDrawsAll: the first unit is drawn too. Needed if others wait for results in the same launch: then no unit may belong
+// to a cluster that is not resident yet.
 template <bool kDrawsAll>
 class UnitReader {
  public:
   MOE_A2A_DEVICE explicit UnitReader(const PipelineMemory& memory)
       : memory_(memory), unit_(block_in_grid() / PairedTiles::kBlocks) {}
 
-  // Every warp that walks the units calls it, equally often.
+  // Every warp that walks the units calls it equally often.
   MOE_A2A_DEVICE int next(const Warp& warp) {
     if (!is_first_) {
       const int place = turn_ & 1;

@@ -1,5 +1,5 @@
-// The pipelined GEMM whose idle warps send. In a second product nothing is gathered: two of a block's warps form and
-// send the sums of landed rows as soon as their terms are stored, while the others multiply.
+// The pipelined GEMM whose idle warps send. A second product gathers nothing, so each block's two gathering warps sum
+// and send landed rows as soon as their terms are stored.
 #pragma once
 
 #include "moe/combine/combine_send_stored.h"
@@ -8,7 +8,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Not with the recorder: beside the stages there is no shared memory left for its cursors. A traced launch is that of
+// Not with the recorder: the stages leave no shared memory for its cursors. A traced launch uses
 // product_combine_send.h.
 #if defined(MOE_A2A_HAS_TILE_PIPELINE) && !MOE_A2A_RECORDING
 

@@ -3,7 +3,7 @@
 // A cluster of two blocks takes a unit of work: two tiles of 128 rows that share a tile of weights, half of which each
 // block loads for both. In a block, two warps gather rows of x through the list, one loads weights, one hands the
 // gathered rows to the products, and two warp groups multiply, apply the activation and store. Stages in shared memory
-// connect them. A product that gathers nothing can send its results meanwhile, see pipelined_combine_send.h.
+// connect them. Where nothing is gathered, the gathering warps can send results: see pipelined_combine_send.h.
 #pragma once
 
 #include "moe/experts/pipelined_results.h"
@@ -218,11 +218,11 @@ struct PipelinedGemm {
       }
       half = static_cast<uint32_t>(args.scales_of_w(place.expert, 0, place.first_column) - args.w_scales);
     }
-    // Products of a row of zeros times the scale of no row: it must not be NaN.
+    // A missing row's products are zeros, which its scale must not turn into NaN.
     MOE_A2A_DEVICE float of_row(int r, int step) const {
       return row[r] == kNone ? 0.0f : args.x_scales[row[r] + static_cast<uint32_t>(step)];
     }
-    // The columns of the second half may lie past the last one: then their products are zeros, too.
+    // The second half may lie past the last column; then its products are zeros, too.
     MOE_A2A_DEVICE float of_half(int h, int step) const {
       const int next = h == 0 ? 0 : kGated ? args.column_blocks() * args.num_scales() : args.num_scales();
       const uint32_t at = half + static_cast<uint32_t>(next + step);
@@ -278,7 +278,7 @@ struct PipelinedGemm {
     recorder.close(args.trace);
   }
 
-  // ---- stored tiles, for those who read them in this launch
+  // ---- stored tiles, for readers in this launch
 
   // Called by each multiplying warp once it has stored its part of a tile, or has none.
   MOE_A2A_DEVICE static void hand_over(const Memory& memory, Turn& turn) {
@@ -290,7 +290,7 @@ struct PipelinedGemm {
     }
   }
 
-  // Publishing is a fence of the whole GPU. It has its own warp: in the multiplying warps it would wait for their
+  // Publishing takes a fence at GPU scope. It has its own warp: in the multiplying warps the fence would wait for their
   // stores, and for their arrivals at the other block.
   MOE_A2A_DEVICE static void publish_tiles(const GroupedGemmArgs& args, const Memory& memory, int block) {
     Turn turn;

@@ -30,8 +30,8 @@ struct PipelinedResults {
     }
   }
 
-  // Stores what needs no more than silu(gate) * up, through shared memory, so that each row leaves in whole lines; 128
-  // columns at a time.
+  // The identity, or silu(gate) * up. Results pass through shared memory, 128 columns at a time, so that rows are
+  // stored in whole lines.
   MOE_A2A_DEVICE static void store_plain(const GroupedGemmArgs& args, const Matrix& matrix, const Place& place) {
     constexpr int kHalf = 16;  // groups of 8 columns per half
     const int lane = Warp{}.rank(), row = lane / 16, piece = lane % 16;
@@ -75,8 +75,8 @@ struct PipelinedResults {
     }
   }
 
-  // Any activation, and bias. The sums themselves pass through shared memory, 64 columns of w at a time, and the rest
-  // is a loop over rows: as code for each register it took a minute to compile, and spilled.
+  // Any activation, and bias. The sums pass through shared memory, 64 columns of w at a time, and a loop over rows
+  // finishes them: unrolled over registers, this took a minute to compile and spilled.
   MOE_A2A_DEVICE static void store_finished(const GroupedGemmArgs& args, const Matrix& matrix, const Place& place) {
     constexpr int kColumns = kGated ? 32 : 64, kGroups = kColumns / 8;  // results, and groups of 8, at a time
     constexpr int kRows = kWarpSize / kGroups;                          // a lane takes a group in every kRows-th row

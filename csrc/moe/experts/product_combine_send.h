@@ -21,7 +21,7 @@ struct ProductCombineSend {
     return std::max<size_t>(BlockTile<T>::kSharedBytes, static_cast<size_t>(CombineSendStored::plan(args.send).bytes));
   }
 
-  // The first blocks multiply: those start first, and do not wait for the others.
+  // The first blocks multiply, since they start first and wait for no other.
   MOE_A2A_DEVICE static int num_multipliers(const Args& args, const Grid& grid) {
     return grid.size() - args.num_send_blocks;
   }

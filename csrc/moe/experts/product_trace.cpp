@@ -9,7 +9,7 @@ void ProductTrace::run(GroupedGemmPlace place, GroupedGemmArgs args) {
     if (has_run_ && place.stream != last_stream_) device_.order_streams(last_stream_, place.stream);
     has_run_ = true;
     last_stream_ = place.stream;
-    place.num_blocks = std::min(place.num_blocks, device_.max_blocks());  // each has a segment
+    place.num_blocks = std::min(place.num_blocks, device_.max_blocks());  // one segment each
     args.trace = shown_;
   }
   run_grouped_gemm(place, args);

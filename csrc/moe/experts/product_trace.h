@@ -1,5 +1,5 @@
-// The trace of an ExpertParallel's products. They may run beside its dispatches and combines, on another stream, so
-// their segments are their own.
+// The trace of an ExpertParallel's products. They may run concurrently with its dispatches and combines, on another
+// stream, so they have segments of their own.
 #pragma once
 
 #include "comm/tracer.h"
@@ -14,8 +14,8 @@ class ProductTrace {
   ProductTrace& operator=(const ProductTrace&) = delete;
 
   Tracer& tracer() { return tracer_; }
-  // run_grouped_gemm(), recorded while the trace is on. Recorded products run one after another, on whatever streams:
-  // they continue each other's segments. Hold a turn of the client.
+  // Calls run_grouped_gemm(), recorded while the trace is on. Recorded products are serialised, whatever their streams,
+  // since each continues the segments of the previous one. The caller holds a turn of the client.
   void run(GroupedGemmPlace place, GroupedGemmArgs args);
 
  private:

@@ -1,4 +1,4 @@
-// What simulated_experts() launches: experts that scale their rows, between a dispatch and a combine.
+// Arguments of simulated_experts(): experts that scale their rows, between a dispatch and a combine.
 #pragma once
 
 #include "moe/args.h"
@@ -20,7 +20,7 @@ struct SimulatedExpertsArgs {
   int buffer = 0;
   Layout layout = Layout::kRows;
   ExpertScales scales;
-  std::byte* sums = nullptr;  // [R * T, hidden]: one row per row of recv_x, as a presummed combine takes them
+  std::byte* sums = nullptr;  // [R * T, hidden]: one row per row of recv_x; the input of a presummed combine
   bool vector_rows = true;    // sums and scales allow 16-byte vectors
 };
 

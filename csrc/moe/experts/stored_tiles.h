@@ -1,4 +1,4 @@
-// Which rows of a product's result are complete, for those who read them in the launch that multiplies.
+// Which rows of a product's result are complete, for readers in the same launch.
 #pragma once
 
 #include "arch/arch.h"
@@ -9,8 +9,8 @@ struct StoredTiles {
   uint32_t* count;    // [positions]  column tiles stored so far; zero when the launch begins
   uint32_t of_a_row;  // column tiles of a complete row
 
-  // The group has stored a tile of these positions, and has passed its release barrier since. Pairs with the acquire in
-  // wait_for_row().
+  // Call it once the group has stored a tile of these positions and passed its release barrier. Pairs with the acquire
+  // in wait_for_row().
   template <class Group>
   MOE_A2A_DEVICE static void add(uint32_t* count, const Group& group, int first_position, int num_positions) {
     for (int i = group.rank(); i < num_positions; i += group.size()) {
@@ -18,7 +18,7 @@ struct StoredTiles {
     }
   }
 
-  // Has no deadline: the product waits for nobody, so it ends. Returns the number of polls.
+  // Needs no deadline: the product waits for nobody, so it completes. Returns the number of polls.
   MOE_A2A_DEVICE uint32_t wait_for_row(int position) const {
     const uint32_t* stored = count + position;
     uint32_t polls = 1;

@@ -1,5 +1,5 @@
-// The trace of a block of the pipelined GEMM, kept by the first of its multiplying threads. The cursor lives in
-// registers: beside the stages there is no shared memory left for it.
+// The trace of a block of the pipelined GEMM, recorded by the first of its multiplying threads. The cursor lives in
+// registers: the stages leave no shared memory for it.
 #pragma once
 
 #include "moe/experts/grouped_gemm.h"
@@ -19,7 +19,7 @@ class TileRecorder {
     opened_at_ = last_at_ = clock_now();
   }
 
-  // A tile begins where the one before it ends: the loads of its first stages overlap that one's products.
+  // A tile begins where the previous one ends: the loads of its first stages overlap the previous tile's products.
   template <class Place>
   MOE_A2A_DEVICE void tile(const GroupedGemmArgs& args, const Place& place) {
     if (!records_) return;
@@ -40,7 +40,7 @@ class TileRecorder {
   }
 
  private:
-  // Of the block's first warp, as Tracer numbers them.
+  // The segment of the block's first warp, as Tracer numbers them.
   MOE_A2A_DEVICE static int segment() { return block_in_grid() * (kBlockThreads / kWarpSize); }
 
   MOE_A2A_DEVICE void put(const TraceBuffer& trace, const TraceEvent& event, uint64_t end) {
