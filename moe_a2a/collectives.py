@@ -28,15 +28,15 @@ class Collectives(CommunicatorClient):
 
     Args:
         group: a Communicator, or what a Communicator takes.
-        max_nbytes: bytes of a tensor that the workspace holds; larger tensors are sent in slices. The object takes about
-            2.5 times as much memory, and 145 KiB per rank (see `nbytes`), on the CPU at most that of 256 KiB. The same on
-            every rank.
-        num_blocks: most blocks (CPU: threads) that the kernels use; the rest of the device is free for other work. 0: what
+        max_nbytes: bytes of a tensor that the workspace holds, on the CPU at most 256 KiB; larger tensors are sent in
+            slices. The object takes about 2.5 times as much memory, plus 145 KiB per rank (see `nbytes`). The same on every
+            rank.
+        num_blocks: limit on the blocks (CPU: threads) of a kernel; the rest of the device is free for other work. 0: what
             the table says, or for large tensors as many as run at once.
         table: the file of a measured table, instead of the one that fits this GPU; see docs/tuning.md. The same on every rank.
-        device, timeout: of the Communicator that is made if `group` is not one.
+        device, timeout: for the Communicator that is made if `group` is not one.
 
-    Every rank makes the same calls in the same order, with the same arguments. If ranks do not, all of them raise
+    Every rank makes the same calls in the same order, with the same arguments. If any call differs, all ranks raise
     CallMismatchError. If a call fails on one rank before it begins, the others raise PeerRefusedError. Either way the call
     is over on every rank, and the object stays usable.
 
@@ -100,9 +100,9 @@ class Collectives(CommunicatorClient):
 
         Raises:
             ValueError, TypeError: an argument is wrong.
-            CallMismatchError: another rank makes another call.
+            CallMismatchError: another rank makes a different call.
             PeerRefusedError: another rank's call failed.
-            PeerTimeoutError: a rank did not come.
+            PeerTimeoutError: a rank did not arrive.
         """
         core = self._open_core()
         with calls.refused_if_failed(self):
@@ -191,7 +191,7 @@ class Collectives(CommunicatorClient):
         return self.tables.of(kind, dtype if dtype in DTYPES else DTYPES[0])  # other dtypes are refused later
 
     def _algorithm_of(self, step: collective_tables.CollectiveStep, nbytes: int) -> str:
-        """One-shot in slices never pays."""
+        """The step's algorithm, but two-shot where one-shot would need slices: that never pays."""
         fits = step.algorithm != "one_shot" or nbytes <= self._core.share_nbytes
         return step.algorithm if fits else "two_shot"
 

@@ -28,7 +28,7 @@ class GradientState:
         self.codec = codec
         self.error_feedback = error_feedback and codec is not None
         self._lost: dict[int, torch.Tensor] = {}  # by bucket
-        # An all-reduce over one rank encodes and decodes.
+        # An all-reduce over one rank is a round trip through the codec.
         self._alone = Collectives(thread_group(1)[0], device=collectives.device) if self.error_feedback else None
 
     def close(self) -> None:

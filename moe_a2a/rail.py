@@ -19,7 +19,7 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 @dataclass
 class Call:
-    """A call in words that the nodes compare."""
+    """A call, encoded for comparison between nodes."""
 
     kind: int
     count: int
@@ -99,7 +99,7 @@ class Rail:
             raise RuntimeError(f"{self.lost}; a rank of another node is dead, late, or makes other calls") from error
 
     def words(self, words: list[int]) -> list[list[int]]:
-        """The words of every rank, node by node."""
+        """The `words` of every rank of the rail, in node order."""
         if self.num_nodes == 1:
             return [words]
         own = torch.tensor(words, device=self._device)
@@ -108,7 +108,7 @@ class Rail:
         return [each.tolist() for each in everyone]
 
     def compare(self, call: Call, failure: BaseException | None) -> None:
-        """Raises what is wrong with another node's call, or `failure`, this node's."""
+        """Raises `failure` if there is one, or an error if another node's call failed or differs from this one."""
         mine = [int(failure is not None), *astuple(call)]
         try:
             everyone = self.words(mine)

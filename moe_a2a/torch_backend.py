@@ -24,13 +24,13 @@ from moe_a2a.two_level import TwoLevelCollectives
 
 NAME = "moe_a2a"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_c10d: Any = torch._C._distributed_c10d  # torch.distributed lacks some options until 2.12
+_c10d: Any = torch._C._distributed_c10d  # torch.distributed lacks some options before 2.12
 _RedOp = _c10d.ReduceOp.RedOpType
 OPS = {_RedOp.SUM: "sum", _RedOp.MAX: "max", _RedOp.MIN: "min", _RedOp.AVG: "avg"}
 
 
 class _StoreGroup:
-    """The ranks of a process group under construction, of which only the store exists."""
+    """The ranks of a process group under construction: only its store exists yet."""
 
     def __init__(self, rank: int, num_ranks: int, store: Any, timeout: float):
         self.rank, self.num_ranks, self._timeout = rank, num_ranks, timeout
@@ -71,7 +71,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         self._thread = CallThread(f"moe_a2a rank {rank}")
         self.delegates = _add_delegates(self, store, rank, num_ranks, timeout)
 
-    # Queried by C++ and Python.
+    # Called from C++ and Python.
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
@@ -198,7 +198,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
         return self._delegate(tensors[0]).recv(tensors, src, tag)
 
-    # The names before about PyTorch 2.12; C++ and Python of any version call one of the two.
+    # The names before PyTorch 2.12 or so. PyTorch's C++ and Python code call one or the other.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

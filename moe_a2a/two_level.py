@@ -1,8 +1,8 @@
 """Collectives over several nodes: ours within each node, the caller's process group between the nodes.
 
 all_reduce() reduces within the node, so that each of its ranks holds a share. Ranks with the same place on all nodes
-exchange their shares over the caller's group; then the node gathers the results. Tensors go in slices: while one slice
-travels between the nodes, the next is reduced.
+exchange their shares over the caller's group; then the node gathers the results. Tensors are cut into slices: while one
+slice travels between the nodes, the next is reduced.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.rail import NO_CALL, Call, Rail
 
-# Multiprocessors that our kernels leave to those of `between`. Both wait for other ranks, so neither may prevent the other's
-# blocks from running.
+# Multiprocessors that our kernels leave to the kernels of `between`. Both wait for other ranks, so neither may keep the
+# other's blocks from running.
 MULTIPROCESSORS_LEFT = 32
 MOST_PARALLEL_SLICES = 64
 LARGEST_ELEMENT = 4  # bytes
@@ -40,11 +40,11 @@ class TwoLevelCollectives:
         between: a torch.distributed group of the ranks with the same place on all nodes, in node order: gloo for CPU
             tensors, NCCL for GPU tensors. Every node has the same number of ranks.
         slice_nbytes: bytes of a tensor that all_reduce() reduces and exchanges at once; the same on every rank.
-        parallel_slices: slices in flight at the same time; 1: nothing overlaps.
+        parallel_slices: slices in flight at the same time; 1: no overlap.
         staging_nbytes: memory for the shares of these slices, which limits `parallel_slices`; 0: as much as they need,
             parallel_slices * slice_nbytes / ranks of a node.
         num_blocks: see Collectives; 0 on a GPU: all but 32 multiprocessors, which are left to `between`.
-        device, timeout: of the Communicator that is made if `local` is not one.
+        device, timeout: for the Communicator that is made if `local` is not one.
 
     Rank r is rank r % L of node r // L, with L ranks per node. Every rank makes the same calls in the same order.
     Collectives merges values within each node and rounds them to the dtype; `between` merges them across nodes; "avg"
@@ -129,7 +129,7 @@ class TwoLevelCollectives:
             raise ValueError(problem or f"a rank other than rank {self.rank} has refused the arguments: see its error")
 
     def _local_words(self, words: list[int]) -> list[list[int]]:
-        """The words of this node's ranks, which float32 represents exactly."""
+        """The `words` of every rank of this node. float32 represents them exactly."""
         own = torch.tensor(words, dtype=torch.float32, device=self.device)
         everyone = self._local.all_gather(own).view(self._local.num_ranks, -1)
         return [[int(word) for word in each] for each in everyone.tolist()]
@@ -164,7 +164,7 @@ class TwoLevelCollectives:
         return out
 
     def reduce_scatter(self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See Collectives.reduce_scatter(); every rank gets equally many rows. A slice is the part of one node."""
+        """See Collectives.reduce_scatter(); every rank gets equally many rows. A slice is one node's part."""
         out, flat, target = self._prepared("reduce_scatter", x, op, out)
         parts = flat.view(self.num_nodes, -1)
 
@@ -183,7 +183,7 @@ class TwoLevelCollectives:
         return out
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See Collectives.all_gather(); every rank gives equally many rows. A slice is the part from one node."""
+        """See Collectives.all_gather(); every rank contributes equally many rows. A slice is one node's part."""
         out, flat, target = self._prepared("all_gather", x, "sum", out)
         coll, parts = self._local, target.view(self.num_nodes, -1)
 
@@ -318,7 +318,7 @@ class TwoLevelCollectives:
         self._local.check()
 
     def close(self) -> None:
-        """Ends the object; `between` stays the caller's to close."""
+        """Closes the object, but not `between`, which is the caller's."""
         self._local.close()
 
     def __enter__(self) -> TwoLevelCollectives:
