@@ -85,7 +85,7 @@ def causes(timeline: Timeline) -> np.ndarray:
     An arrow gives the cause where there is one. The cause of a table_wait is the peer's routing of that chunk, or the peer's
     launch for a small batch, whose routing leaves no record. The cause of a credit_wait is the peer's launch that last read
     the buffer. Of collectives: the cause of a call_wait is the peer's launch, that of a chunk_wait the peer's push or
-    reduction of that chunk, whichever was the last.
+    reduction of that chunk, whichever came last.
     """
     cause = np.full(len(timeline.slices), -1, np.int64)
     waits = _waits_for_peers(timeline, TABLE_WAIT)

@@ -1,4 +1,4 @@
-"""Names the rank that the others waited for, and what it was doing meanwhile."""
+"""Names the rank that the others waited for, and what kept it busy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def culprit(timeline: Timeline, cause: np.ndarray, work: ExpertsWork) -> str:
     """
     slices = timeline.slices
     waits = timeline.named(*WAITS) & (slices["peer"] >= 0) & (slices["peer"] != slices["rank"])
-    waits &= timeline.enclosing_kernels() >= 0  # the launch of the others was dropped
+    waits &= timeline.enclosing_kernels() >= 0  # without those whose launch was dropped
     share = _share_of_blocks(timeline, waits)
     if share < NEGLIGIBLE:
         return f"No culprit: waits for other ranks are {_percent(share, 1)} of the time in launches."
@@ -68,7 +68,7 @@ def _is_alone(by_peer: np.ndarray, blamed: int) -> bool:
 
 
 def _hot_expert_of_late_rank(timeline: Timeline, cause: np.ndarray, waits: np.ndarray, work: ExpertsWork) -> str | None:
-    """Among the waits in combine, counts only the time before the awaited rank had begun: rows in flight do not count."""
+    """Of the waits in combine, counts only the time before the awaited rank began: rows in flight do not count."""
     waits, begin, started, _ = _split_at_launch(timeline, cause, waits & timeline.named(PARTIAL_WAIT))
     is_early = started > begin
     waiter, peer = (timeline.slices[name][waits[is_early]].astype(np.int64) for name in ("rank", "peer"))

@@ -124,8 +124,8 @@ class Trace:
         return ClockSample(readings[:, 0].copy(), readings[:, 1].copy(), int(readings[self._first.rank, 2]))
 
     def _read(self) -> RankRecords:
-        """The segments of an ExpertParallel's products follow its own, and those of the second client the first's, like
-        those of further blocks."""
+        """Segments of products follow those of their ExpertParallel, and the second client's those of the first, as if they
+        were further blocks."""
         read = [client._open_core().trace_read() for client in self._clients]
         joined = {
             name: np.concatenate([of_client[name].numpy() for of_client in read])

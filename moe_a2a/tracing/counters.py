@@ -11,7 +11,7 @@ MAX_SAMPLES = 2000  # per counter: a denser line looks like a band, and slows th
 
 
 def counters(timeline: Timeline) -> tuple[np.ndarray, list[str]]:
-    """Samples [n] of SAMPLE in order of time, and the counters' names.
+    """Samples [n] of SAMPLE, by time, and the counters' names.
 
     WAITING: see overview.py.
     "tokens waiting": the row_waits and partial_waits of a rank at that time.

@@ -25,7 +25,7 @@ def save(timeline: Timeline, path: str | Path) -> Path:
     opened = gzip.open(path, "wb", GZIP_LEVEL) if path.name.endswith(".gz") else open(path, "wb")
     with opened as file:
         samples, counter_names = counters(timeline)
-        slices = np.concatenate([timeline.slices, phases(timeline)])  # behind the others, to which the arrows point
+        slices = np.concatenate([timeline.slices, phases(timeline)])  # last: arrows index the others
         about = json.dumps(timeline.about)
         write(file.write, slices, timeline.arrows, samples, timeline.names, counter_names, about)
     return path

@@ -59,7 +59,7 @@ def slices_of_ranks(file: TraceFile) -> dict[int, tuple[int, int]]:
 
 
 def own_slices(file: TraceFile) -> list[bool]:
-    """Of each slice whether it comes from a record: flights and phases are drawn from others."""
+    """For each slice, whether it comes from a record: flights and phases are derived from others."""
     phases = file.phase_tracks()
     return [s.name != FLIGHT and s.track not in phases for s in file.slices]
 

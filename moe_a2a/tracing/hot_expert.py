@@ -12,7 +12,7 @@ HOT = 2.0  # times its even share of the choices that makes an expert hot
 CHANCE = 4.0  # standard deviations of an even share that chance does not exceed
 UNEVEN = 1.5  # times the mean of received rows or choices that counts as more work
 MORE_WORK = 1.1  # the same threshold if a hot expert is the reason
-IN_PROPORTION = 3.0  # most extra time per extra work: beyond that, the work is not the cause
+IN_PROPORTION = 3.0  # largest ratio of extra time to extra work; beyond it, the work is not the cause
 
 PRODUCTS = ("grouped_gemm", "product_combine_send")
 DISPATCH_ENDS = ("dispatch", "dispatch_recv")
@@ -37,8 +37,8 @@ class ExpertsWork:
         )
 
     def explanation(self, rank: int) -> str | None:
-        """A sentence if the routing is the reason why this rank's experts are slower than the others'. It begins with the
-        expert if a single one is."""
+        """A sentence if this rank's experts are slower than the others' because of the routing. It starts with the expert if
+        a single one is to blame."""
         if self.rows.sum() == 0:
             return None
         received = self.rows[rank] / self.rows.mean()
