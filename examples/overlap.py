@@ -52,7 +52,7 @@ def overlapped() -> list[torch.Tensor]:
     first = ep.dispatch_send(*batches[0])
     second = ep.dispatch_send(*batches[1])  # in flight while the first batch's experts compute
     ep.combine_send(experts(ep.dispatch_recv(first)), first)
-    ep.combine_send(experts(ep.dispatch_recv(second)), second)  # and meanwhile the first batch's sums travel
+    ep.combine_send(experts(ep.dispatch_recv(second)), second)  # while the first batch's sums travel
     return [ep.combine_recv(first), ep.combine_recv(second)]
 
 

@@ -2,7 +2,7 @@
 
 
 class PeerTimeoutError(RuntimeError):
-    """A rank did not arrive within the deadline: it is dead, late, or makes other calls.
+    """A rank did not arrive within the deadline: it is dead, late, or makes different calls.
 
     Afterwards the object is unusable on every rank. All ranks raise this error and name the rank that the
     first of them waited for.
@@ -66,7 +66,7 @@ class PeerRefusedError(RuntimeError):
 
 
 class CallMismatchError(ValueError):
-    """Ranks made different calls of a Collectives: another count, dtype, operator or algorithm, or another collective.
+    """Ranks made different calls of a Collectives: a different collective, count, dtype, operator or algorithm.
 
     Raised on every rank, with the calls of this rank and of one that differs. Nothing was reduced, the call is over
     on all ranks, and the object stays usable.

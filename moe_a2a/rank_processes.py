@@ -83,7 +83,7 @@ class RankProcesses:
     ):
         self._dumps = dumps
         self._ranks: list[_Rank] = []
-        # The ranks inherit it open, so it needs no name, and nothing remains whoever is killed.
+        # The ranks inherit it open, so it needs no name, and nothing remains whichever process is killed.
         self._meeting = tempfile.TemporaryFile()
         context = multiprocessing.get_context(method)
         try:

@@ -41,7 +41,7 @@ class Core {
         ep_(std::make_shared<ExpertParallel>(std::move(comm), config)),
         views_(std::make_unique<Views>(ep_, device)) {}
 
-  // Each call holds a reference: another thread may close the object meanwhile.
+  // Each call holds a reference: another thread may close the object during it.
   std::shared_ptr<ExpertParallel> ep() const {
     if (!ep_) throw std::runtime_error("this ExpertParallel is closed");
     ep_->require_own_process();
@@ -129,7 +129,7 @@ class Core {
     using Stage = DispatchHandle::Stage;
     const auto core = ep();
     core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
-    if (handle->stage == Stage::kCombineSent) return;  // a retry: what was sent stands
+    if (handle->stage == Stage::kCombineSent) return;  // a retry: the sums have been sent
     const LaunchPlace place = where(num_blocks);
     const Rows rows = checked_y(*core, device_, *handle, y, presummed);
     const int64_t num_rows = y.numel() / core->config().hidden;

@@ -17,7 +17,7 @@ at::Tensor multiply_and_combine(ExpertParallel& ep, DispatchHandle& handle, cons
                                   .stream = place.stream};
   py::gil_scoped_release unlocked;
   if (handle.stage == Stage::kReceived) ep.product_combine_send(handle, product.args, all_blocks);
-  ep.combine_recv(handle, combined_x.mutable_data_ptr(), place);  // else a retry: what was sent stands
+  ep.combine_recv(handle, combined_x.mutable_data_ptr(), place);  // else a retry: the sums have been sent
   return combined_x;
 }
 

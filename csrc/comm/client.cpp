@@ -21,7 +21,7 @@ Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext
       device_(make_device(member.target, member.device)),
       gate_(vocabulary.client),
       context_(context),
-      // Communicators launch nothing beside other clients.
+      // A communicator launches nothing concurrently with other clients.
       share_(member.device, &vocabulary != &kCommVocabulary && member.num_ranks > 1),
       tracer_(*device_, context.wait.trace) {
   device_->add(comm_kernels(member.target));

@@ -11,7 +11,7 @@ inline int share_of(int max_blocks, int num_clients) { return num_clients > 1 ? 
 // Counts a client among those of its device, until it leaves.
 class DeviceShare {
  public:
-  // counts: false for a client that launches nothing beside others, or waits for nobody.
+  // counts: false for a client that launches nothing concurrently with others, or waits for nobody.
   DeviceShare(int device, bool counts);
   ~DeviceShare() { leave(); }
   DeviceShare(const DeviceShare&) = delete;

@@ -24,7 +24,7 @@ int num_fields(const RegionHandle& a, const RegionHandle& b) {
 
 std::string assignment(const AgreedField& field) { return text(field.name) + "=" + text(field.value); }
 
-// What is wrong with the handle at place `r` alone.
+// What is wrong with the handle at place `r`, regardless of the others; empty: nothing.
 std::string flaw(const RegionHandle& handle, size_t r) {
   const std::string which = "the handle at place " + std::to_string(r);
   if (handle.magic != RegionHandle::kMagic)

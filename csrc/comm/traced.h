@@ -6,8 +6,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Where a launch with these arguments leaves its records. Of a fused one: its sending half's; both halves have the
-// same.
+// Where a launch with these arguments leaves its records. Both halves of a fused one have the same buffer.
 template <class Args>
 MOE_A2A_HOST_DEVICE const TraceBuffer& trace_of(const Args& args) {
   if constexpr (requires { args.context; }) {

@@ -22,7 +22,7 @@ struct TopkIdx {
   }
 };
 
-// The number of a dispatch, as the hosts count. A rank without a free buffer names the dispatch that it refuses by it.
+// A dispatch's number, counted by the hosts. A rank without a free buffer refuses a dispatch by its number.
 struct DispatchNumber {
   uint64_t number = 0;  // 0: not counted, since a captured graph may replay it; no such refusal ends its waits
   uint32_t since = 0;   // dispatches since this buffer's previous one
@@ -77,7 +77,7 @@ struct CombineSendArgs {
   Rows y;  // one row per position of the layout, or per landed row when `presummed`
   int64_t num_y_rows = 0;
   bool presummed = false;
-  bool is_sent = false;     // by an earlier attempt: nothing is sent again, and kept own sums lie in y
+  bool is_sent = false;     // by an earlier attempt: nothing is sent again; own sums, if kept, are in y
   uint32_t refused = 0;     // see MoeRegion::dispatch_credit
   bool vector_rows = true;  // y allows 16-byte vector loads
 };

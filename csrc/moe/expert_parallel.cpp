@@ -347,7 +347,7 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
     if (refused.is_final) {
       finish_combine(handle);
     } else {
-      note_refusal(handle, refused.peer, refused.count);  // what this rank has sent stands; the call may be retried
+      note_refusal(handle, refused.peer, refused.count);  // what this rank has sent stays sent; the call may be retried
     }
     throw;
   }

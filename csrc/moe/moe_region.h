@@ -62,8 +62,8 @@ struct MoeRegion {
   Array<std::byte, 4> ll_choices;      // [B, R src, L, ll_choices_stride]  expert and weight of each choice
   Array<std::byte, 4> ll_row;          // [B, R src, L, ll_row_stride]
   Array<std::byte, 4> ll_combine_row;  // [B, R src, L, ll_row_stride]
-  // [B, R src]  src no longer reads what I dispatched up to this epoch. payload: how many dispatches after that one was
-  // the last that src, out of buffers, refused before it gave this credit; 0: none
+  // [B, R src]  src no longer reads what this rank dispatched up to this epoch. payload: if src has since refused
+  // dispatches for lack of a buffer, how many dispatches after this one the last of them was; 0: none
   Array<Signal, 2> dispatch_credit;
   Array<Signal, 2> combine_refusal;   // [B, R src]  src refused its combine; payload: RefusalCount
   Array<Signal, 1> dispatch_refusal;  // [R src]  epoch: number of the latest dispatch that src had no buffer for

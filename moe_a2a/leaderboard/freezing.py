@@ -15,7 +15,7 @@ LONGEST_FREEZE, LONGEST_RUN = 0.004, 0.002  # seconds
 @contextlib.contextmanager
 def frozen_now_and_then(pids: list[int], source: random.Random) -> Iterator[None]:
     """Stops one process at a time, never for longer than LONGEST_FREEZE; all of them run at the end."""
-    # By file descriptor: the pid of a process that ends meanwhile may be reused.
+    # By file descriptor: if the process ends, its pid may be reused.
     descriptors = [os.pidfd_open(pid) for pid in pids]
     done = threading.Event()
 

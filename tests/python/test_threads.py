@@ -1,4 +1,4 @@
-"""Several threads and one object: calls are serialised, close() ends a wait, nobody holds the GIL meanwhile.
+"""Several threads and one object: calls are serialised, close() ends a wait, nobody holds the GIL while it waits.
 
 Before, close() in one thread while another waited in dispatch() was a segmentation fault; close(), check() and trace() held
 the GIL while they waited.

@@ -205,7 +205,7 @@ def test_perfetto_itself_reads_it(ending, tmp_path):
         (samples,) = ui.query("select count(*) as n from counter")
         assert samples["n"] == sum(len(times) for times, _ in file.counters.values())
         rows = [name for r in range(NUM_RANKS) for name in (f"rank {r}", f"rank {r} % of the warps that wait")]
-        if ending == ".json.gz":  # has no groups: a rank is a process, and its id stands behind the name
+        if ending == ".json.gz":  # has no groups: a rank is a process, and its id follows the name
             assert sorted(ui.rows()) == [f"rank {r} {1000 + r}" for r in range(NUM_RANKS)]
         else:
             assert ui.rows() == rows

@@ -102,7 +102,7 @@ def test_each_unit_of_work_leaves_one_tile(mode, fused_combine, session_seed, tm
     launches = timeline.slices[timeline.kernels()]
     names = {timeline.names[name] for name in launches["name"]}
     assert "grouped_gemm" in names and ("product_combine_send" in names) == fused_combine
-    # Tiles lie in their products, one warp of a block speaking for all.
+    # Tiles nest in their products; one warp of a block records for all.
     inside = timeline.enclosing_kernels()[timeline.named("tile")]
     assert (inside >= 0).all()
     assert {timeline.names[name] for name in timeline.slices["name"][inside]} == {"grouped_gemm"}

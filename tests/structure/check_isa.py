@@ -76,9 +76,10 @@ def is_signal_store(instruction: Instruction) -> bool:
 
 
 def report_stores(kernel: Kernel) -> set[Instruction]:
-    """The only 64-bit store of system scope that is not a signal: Report::bad_expert, directly after bad_token.
+    """64-bit stores of system scope that are no signals: the second of two fields of one struct, where 32 bits and then 64
+    are stored to one base. Signals are stored alone.
 
-    It is the second of two fields of one struct: 32 bits and then 64 are stored to one base. Signals are stored alone.
+    Report had such a pair (bad_token, bad_expert); no field of csrc/comm/report.h is stored so today.
     """
     found = set()
     for block in kernel.blocks:

@@ -316,7 +316,7 @@ def test_it_may_not_be_parked_where_rows_pass():
     assert "registers do not suffice" in found and "v_writelane_b32" in found
 
 
-# Report::bad_token and bad_expert, where data is not written back.
+# Two fields of a report, stored at system scope, where data is not written back.
 REPORT = """	global_store_dword v8, v11, s[50:51] offset:580 sc0 sc1
 	global_store_dwordx2 v8, v[6:7], s[50:51] offset:584 sc0 sc1
 """
