@@ -2,8 +2,8 @@
 # gpu.sh [python]: the kernels under compute-sanitizer, on one GPU and on two. The last line says what was found.
 #
 #   memcheck   every access of the kernels, with 1 and 2 ranks. PyTorch allocates without its cache, so that an access
-#              behind a tensor is one behind an allocation. API errors are left out: peer access that is enabled already
-#              is one, and the runtime takes it for what it is.
+#              behind a tensor is one behind an allocation. API errors are not reported: "peer access is already enabled" is
+#              one, and harmless.
 #   racecheck  shared memory, our kernels only, 1 rank
 set -uo pipefail
 cd "$(dirname "$0")/../.."

@@ -9,7 +9,7 @@ struct StoredTiles {
   uint32_t* count;    // [positions]  column tiles stored so far; zero when the launch begins
   uint32_t of_a_row;  // column tiles of a complete row
 
-  // Call it once the group has stored a tile of these positions and passed its release barrier. Pairs with the acquire
+  // Call it after the group has stored a tile of these positions and passed its release barrier. Pairs with the acquire
   // in wait_for_row().
   template <class Group>
   MOE_A2A_DEVICE static void add(uint32_t* count, const Group& group, int first_position, int num_positions) {
