@@ -35,6 +35,7 @@ inline constexpr int kWarpSize = 1;
 inline constexpr int kBlockThreads = 1;
 inline constexpr bool kBlocksAreUnequal = false;  // see comm/work_queue.h
 inline constexpr bool kRanksShareCores = true;    // waiting means switching to another thread
+inline constexpr uint32_t kPollsPerLook = 64;     // see comm/wait.h
 // Elements that a lane works on at a time: enough for the compiler to vectorise.
 template <class T>
 inline constexpr int kLaneElements = 256;

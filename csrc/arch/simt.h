@@ -192,6 +192,7 @@ struct BitsOf<16> {
 
 inline constexpr bool kBlocksAreUnequal = true;  // see comm/work_queue.h
 inline constexpr bool kRanksShareCores = false;
+inline constexpr uint32_t kPollsPerLook = 64;  // see comm/wait.h
 
 // As many elements as 16 bytes hold.
 template <class T>

@@ -56,9 +56,6 @@ struct WaitPolicy {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Polls between checks of the clock and the poison: a check must not slow down the poll that succeeds.
-inline constexpr uint32_t kPollsPerLook = 64;
-
 // Fills the report. Only the first wait that gives up does. `word`: the poison, or the refusal's payload.
 MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
                                uint32_t word, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
@@ -148,8 +145,9 @@ MOE_A2A_DEVICE void record_wait(const WaitPolicy& policy, const WaitSite& site, 
   if (kRecording && polls > 1 && site.is_recorded) append_wait(policy, site, start, polls, given_up);
 }
 
-// Waits until ready(seen) is true; false if it gave up. `seen`, a signal's word with the newest epoch that has arrived,
-// goes into the report. Refusals are checked for periodically.
+// Waits until ready(seen) is true; false if it gave up. Looks around only every kPollsPerLook polls: a check must not
+// slow down the poll that succeeds. `seen`, a signal's word with the newest epoch that has arrived, goes into the
+// report. Refusals are checked for periodically.
 template <class Ready>
 MOE_A2A_DEVICE bool wait_until(uint64_t epoch, const WaitSite& site, const WaitPolicy& policy, const HeapView& heap,
                                const Refusal& refusal, Ready ready) {

@@ -3,13 +3,13 @@
 #pragma once
 
 #include <sched.h>
-#include <ucontext.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <vector>
+
+#include "fiber.h"
 
 namespace moe_a2a::lanes {
 
@@ -52,17 +52,18 @@ class Fibers {
   void run(int num_threads, int warp_size, const std::function<void()>& body) {
     body_ = &body;
     warp_size_ = warp_size;
-    while (static_cast<int>(fibers_.size()) < num_threads) fibers_.push_back(std::make_unique<Fiber>());
+    while (static_cast<int>(threads_.size()) < num_threads) threads_.push_back(std::make_unique<Thread>(*this));
     warps_.resize((num_threads + warp_size - 1) / warp_size);
     for (Meeting& warp : warps_) warp.expect(warp_size);
     block_.expect(num_threads);
-    for (int i = 0; i < num_threads; ++i) start(*fibers_[i]);
+    for (int i = 0; i < num_threads; ++i) threads_[i]->has_ended = false;
     for (int num_left = num_threads; num_left > 0;) {
       has_paused_ = false;
       for (current_ = 0; current_ < num_threads; ++current_) {
-        if (fibers_[current_]->has_ended) continue;
-        swapcontext(&scheduler_, &fibers_[current_]->context);
-        if (!fibers_[current_]->has_ended) continue;
+        Thread& thread = *threads_[current_];
+        if (thread.has_ended) continue;
+        scheduler_.switch_to(thread.fiber);
+        if (!thread.has_ended) continue;
         --num_left;
         warps_[current_ / warp_size].leave();
         block_.leave();
@@ -80,34 +81,31 @@ class Fibers {
   }
 
  private:
-  struct Fiber {
+  struct Thread {
+    explicit Thread(Fibers& block) : fiber(kStackBytes, [&block, this] { block.main_of(*this); }) {}
+
     static constexpr size_t kStackBytes = 128 << 10;
-    std::unique_ptr<std::byte[]> stack{new std::byte[kStackBytes]};
-    ucontext_t context;
-    bool has_ended = false;
+    Fiber fiber;
+    bool has_ended = true;
   };
 
-  void start(Fiber& fiber) {
-    fiber.has_ended = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack = {.ss_sp = fiber.stack.get(), .ss_flags = 0, .ss_size = Fiber::kStackBytes};
-    fiber.context.uc_link = &scheduler_;
-    makecontext(&fiber.context, reinterpret_cast<void (*)()>(&Fibers::main), 0);
+  // One body() after another.
+  void main_of(Thread& thread) {
+    while (true) {
+      (*body_)();
+      thread.has_ended = true;
+      yield();
+    }
   }
-  static void main() {
-    Fibers& fibers = of_block();
-    (*fibers.body_)();
-    fibers.fibers_[fibers.current_]->has_ended = true;
-  }
-  void yield() { swapcontext(&fibers_[current_]->context, &scheduler_); }
+  void yield() { threads_[current_]->fiber.switch_to(scheduler_); }
   void meet(Meeting& meeting) {
     for (const uint64_t ticket = meeting.arrive(); !meeting.is_over(ticket);) yield();
   }
 
-  std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<std::unique_ptr<Thread>> threads_;
   std::vector<Meeting> warps_;
   Meeting block_;
-  ucontext_t scheduler_;
+  Fiber scheduler_;
   const std::function<void()>* body_ = nullptr;
   int warp_size_ = 1, current_ = 0;
   bool has_paused_ = false;

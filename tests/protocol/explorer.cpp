@@ -1,18 +1,11 @@
 #include "explorer.h"
 
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cstring>
 
+#include "observed.h"
+
 namespace moe_a2a {
-namespace {
-
-Explorer* g_running = nullptr;
-
-}  // namespace
-
-Explorer* Explorer::running() { return g_running; }
 
 Explorer::Explorer(Stage& stage, const Mutation& mutation)
     : stage_(stage),
@@ -24,7 +17,7 @@ Explorer::Explorer(Stage& stage, const Mutation& mutation)
     int blocks = 1;
     for (const Launch& launch : programs_[s]) blocks = std::max(blocks, launch.num_blocks);
     for (int b = 0; b < blocks; ++b) {
-      threads_.push_back(std::make_unique<Thread>());
+      threads_.push_back(std::make_unique<Thread>([this](Thread& thread) { main_of(thread); }));
       Thread& thread = *threads_.back();
       thread.id = static_cast<int>(threads_.size()) - 1;
       thread.stream = static_cast<int>(s);
@@ -88,12 +81,7 @@ bool Explorer::run_schedule() {
   failure_.clear();
   trace_.clear();
   for (auto& thread : threads_) {
-    getcontext(&thread->context);
-    thread->context.uc_stack = {.ss_sp = thread->stack.data(), .ss_flags = 0, .ss_size = thread->stack.size()};
-    thread->context.uc_link = nullptr;
-    const auto address = reinterpret_cast<uint64_t>(thread.get());
-    makecontext(&thread->context, reinterpret_cast<void (*)()>(enter), 2, static_cast<unsigned>(address >> 32),
-                static_cast<unsigned>(address));
+    thread->fiber.restart();
     thread->state = Thread::State::kParked;
     thread->seen.clear();
     thread->idle_polls = 0;
@@ -102,19 +90,16 @@ bool Explorer::run_schedule() {
     stream.joined = {};
     start_launch(stream, 0);
   }
-  g_running = this;
+  running_ = this;
+  watched_memory = {stage_.memory(), stage_.nbytes()};
   current_ = threads_.front().get();
-  swapcontext(&main_, &current_->context);  // returns when all are done or one has failed
-  g_running = nullptr;
+  main_.switch_to(current_->fiber);  // returns when all are done or one has failed
+  watched_memory = {};
+  running_ = nullptr;
   return failure_.empty();
 }
 
 // ---- threads and launches
-
-void Explorer::enter(unsigned high, unsigned low) {
-  auto* thread = reinterpret_cast<Thread*>(uint64_t{high} << 32 | low);
-  g_running->main_of(*thread);
-}
 
 void Explorer::main_of(Thread& thread) {
   while (true) {
@@ -152,56 +137,56 @@ void Explorer::end_launch(Thread& thread) {
 // Before an operation that others can see: this thread may be preempted.
 void Explorer::schedule_point() {
   if (!draws_ && delays_left_ == 0) return;
-  std::vector<Thread*> options = {current_};
-  add_others(options);
-  Thread& next = choose(options);
+  options_.assign(1, current_);
+  add_others();
+  Thread& next = choose();
   if (&next != current_) switch_to(next);
 }
 
 // The thread cannot continue: another one must.
 void Explorer::give_up_turn() {
-  std::vector<Thread*> options;
+  options_.clear();
   do {
-    add_others(options);
-    if (current_->state == Thread::State::kReady) options.push_back(current_);
-  } while (options.empty() && let_time_pass());
-  if (options.empty()) {
+    add_others();
+    if (current_->state == Thread::State::kReady) options_.push_back(current_);
+  } while (options_.empty() && let_time_pass());
+  if (options_.empty()) {
     std::string who;
     for (const auto& thread : threads_) {
       if (thread->state == Thread::State::kAsleep) who += " [" + describe(*thread) + "]";
     }
     if (!who.empty()) fail("everybody waits:" + who);
-    setcontext(&main_);  // all have ended
+    current_->fiber.switch_to(main_);  // all have ended
   }
-  Thread& next = choose(options);
+  Thread& next = choose();
   if (&next != current_) switch_to(next);
 }
 
 // The threads that can run, round-robin from the current one.
-void Explorer::add_others(std::vector<Thread*>& options) const {
+void Explorer::add_others() {
   const int n = static_cast<int>(threads_.size());
   for (int i = 1; i < n; ++i) {
     Thread& thread = *threads_[(current_->id + i) % n];
-    if (thread.state == Thread::State::kReady) options.push_back(&thread);
+    if (thread.state == Thread::State::kReady) options_.push_back(&thread);
   }
 }
 
 void Explorer::switch_to(Thread& next) {
   Thread* before = current_;
   current_ = &next;
-  swapcontext(&before->context, &next.context);
+  before->fiber.switch_to(next.fiber);
 }
 
 // Taking option i passes over i threads.
-Explorer::Thread& Explorer::choose(const std::vector<Thread*>& options) {
-  const int n = static_cast<int>(options.size());
-  if (draws_) return *options[generator_() % n];
+Explorer::Thread& Explorer::choose() {
+  const int n = static_cast<int>(options_.size());
+  if (draws_) return *options_[generator_() % n];
   const int num_affordable = std::min(n, delays_left_ + 1);
-  if (num_affordable == 1) return *options.front();
+  if (num_affordable == 1) return *options_.front();
   if (depth_ == path_.size()) path_.push_back({0, num_affordable});
   const int taken = path_[depth_++].taken;
   delays_left_ -= taken;
-  return *options[taken];
+  return *options_[taken];
 }
 
 bool Explorer::let_time_pass() {
@@ -218,8 +203,8 @@ bool Explorer::let_time_pass() {
 
 void Explorer::fail(const std::string& why) {
   failure_ = describe(*current_) + ": " + why;
-  setcontext(&main_);
-  std::abort();  // setcontext does not return
+  current_->fiber.switch_to(main_);
+  std::abort();  // nothing switches back
 }
 
 // ---- names

@@ -11,8 +11,6 @@
 // A schedule fails on a race, on a wrong value that a program finds (fail()), or when all threads wait.
 #pragma once
 
-#include <ucontext.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -22,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "fiber.h"
 #include "happens_before.h"
 #include "mutation.h"
 
@@ -68,7 +67,7 @@ class Explorer {
   Exploration random(uint64_t seed, int64_t num_schedules);
 
   // ---- for the explored code, during a thread's turn
-  static Explorer* running();  // null outside a schedule
+  static Explorer* running() { return running_; }  // null outside a schedule
   [[noreturn]] void fail(const std::string& why);
   // Whether the mutation breaks the current thread's next operation on `field`.
   bool is_broken(Mutation::Kind kind, Field field) const;
@@ -94,10 +93,11 @@ class Explorer {
       uint32_t read_at;  // the thread's num_pauses at that time
     };
 
+    explicit Thread(std::function<void(Thread&)> main) : fiber(kStackBytes, [main, this] { main(*this); }) {}
+
     int id = 0, stream = 0, block = 0;
     State state = State::kParked;
-    ucontext_t context;
-    std::vector<std::byte> stack = std::vector<std::byte>(kStackBytes);
+    Fiber fiber;
     std::vector<Seen> seen;  // words it has read, and their versions; those of the current wait come last
     uint32_t num_pauses = 0;
     int idle_polls = 0;  // since it last read something new
@@ -114,15 +114,14 @@ class Explorer {
 
   bool run_schedule();
   void main_of(Thread& thread);
-  static void enter(unsigned high, unsigned low);
   void start_launch(Stream& stream, size_t index);
   void end_launch(Thread& thread);
 
   void schedule_point();
   void give_up_turn();
   void switch_to(Thread& next);
-  void add_others(std::vector<Thread*>& options) const;
-  Thread& choose(const std::vector<Thread*>& options);
+  void add_others();
+  Thread& choose();
   bool let_time_pass();
   bool next_path();
 
@@ -134,14 +133,17 @@ class Explorer {
   const Launch& launch_of(const Thread& thread) const;
   std::string describe(const Thread& thread) const;
 
+  static inline Explorer* running_ = nullptr;
+
   Stage& stage_;
   Mutation mutation_;
   HappensBefore order_;
   std::vector<Program> programs_;
   std::vector<std::unique_ptr<Thread>> threads_;
   std::vector<Stream> streams_;
-  ucontext_t main_;
+  Fiber main_;  // of the search
   Thread* current_ = nullptr;
+  std::vector<Thread*> options_;  // of the next choice
 
   std::vector<Decision> path_;
   size_t depth_ = 0;

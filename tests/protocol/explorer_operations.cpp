@@ -9,11 +9,11 @@
 namespace moe_a2a {
 namespace {
 
-// A waiting loop checks more than its own word only occasionally (kPollsPerLook in comm/wait.h). After this many polls
+// A waiting loop checks more than its own word only occasionally (kPollsPerLook). After this many polls
 // without anything new, a thread has checked everything that can end its wait.
-constexpr int kPollsBeforeSleep = 128;
+constexpr int kPollsBeforeSleep = 8;
 // Words not read for this many polls belong to an earlier wait.
-constexpr uint32_t kPollsOfAWait = 100;
+constexpr uint32_t kPollsOfAWait = 6;
 
 uint64_t value_at(const void* address, size_t bytes) {
   uint64_t value = 0;
@@ -135,12 +135,12 @@ void Explorer::fence() {
 }
 
 void Explorer::read(const void* address, size_t bytes) {
-  if (bytes == 0 || !order_.watches(address)) return;
+  if (bytes == 0) return;
   check(order_.read(current_->id, address, bytes), address, "reads");
 }
 
 void Explorer::write(const void* address, size_t bytes) {
-  if (bytes == 0 || !order_.watches(address)) return;
+  if (bytes == 0) return;
   check(order_.write(current_->id, address, bytes), address, "writes");
 }
 
@@ -196,12 +196,8 @@ bool observed_claim(void* address, size_t bytes, uint64_t expected, uint64_t des
   return Explorer::running()->claim(address, bytes, expected, desired, order);
 }
 void observed_fence() { Explorer::running()->fence(); }
-void observed_read(const void* address, size_t bytes) {
-  if (Explorer::running() != nullptr) Explorer::running()->read(address, bytes);
-}
-void observed_write(const void* address, size_t bytes) {
-  if (Explorer::running() != nullptr) Explorer::running()->write(address, bytes);
-}
+void watched_read(const void* address, size_t bytes) { Explorer::running()->read(address, bytes); }
+void watched_write(const void* address, size_t bytes) { Explorer::running()->write(address, bytes); }
 void observed_pause() { Explorer::running()->pause(); }
 uint64_t observed_clock() { return Explorer::running()->clock(); }
 

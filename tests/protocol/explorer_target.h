@@ -22,6 +22,7 @@ inline constexpr int kBlockThreads = 1;
 inline constexpr bool kBlocksAreUnequal =
     true;  // as on a GPU, see comm/work_queue.h: blocks here are as unequal as can be
 inline constexpr bool kRanksShareCores = false;  // as on a GPU: more orders of a block's steps
+inline constexpr uint32_t kPollsPerLook = 4;     // a poll without news costs time and changes nothing
 template <class T>
 inline constexpr int kLaneElements = 4;
 inline constexpr int kLaneUnroll = 1;

@@ -3,7 +3,7 @@
 namespace moe_a2a {
 
 HappensBefore::HappensBefore(const void* base, size_t bytes)
-    : base_(static_cast<const std::byte*>(base)), bytes_(bytes), cells_(bytes / kGranule), words_(bytes / kGranule) {
+    : base_(static_cast<const std::byte*>(base)), cells_(bytes / kGranule), words_(bytes / kGranule) {
   reset();
 }
 

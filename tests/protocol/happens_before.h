@@ -33,10 +33,8 @@ struct Race {
 
 class HappensBefore {
  public:
-  // Watches [base, base + bytes); all other memory is private to its thread.
+  // Watches [base, base + bytes).
   HappensBefore(const void* base, size_t bytes);
-
-  bool watches(const void* address) const { return offset_of(address) < bytes_; }
 
   void reset();  // a new schedule: no accesses yet
   VectorClock& clock(int thread) { return clock_[thread]; }
@@ -97,7 +95,6 @@ class HappensBefore {
   Word& word(const void* address) { return fresh(words_, offset_of(address) / kGranule); }
 
   const std::byte* base_;
-  size_t bytes_;
   uint32_t generation_ = 0;  // of the schedule: cells of an older one count as empty
   std::vector<Cell> cells_;
   std::vector<Word> words_;

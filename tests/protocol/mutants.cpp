@@ -41,6 +41,8 @@ std::string name_of(Field field) {
     case Field::kCallSignal:  // see collective_explorer_test.cpp
     case Field::kChunkSignal:
     case Field::kResultSignal:
+    case Field::kCallWord:
+    case Field::kWords:
     case Field::kLaunchArrivals:
     case Field::kRefusalText:
     case Field::kOther:

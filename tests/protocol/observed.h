@@ -1,4 +1,4 @@
-// What the explored code reports to the explorer. Plain accesses outside a running schedule are ignored.
+// What the explored code reports to the explorer.
 #pragma once
 
 #include <cstddef>
@@ -17,9 +17,27 @@ bool observed_claim(void* address, size_t bytes, uint64_t expected, uint64_t des
 // A release fence before signals; effective only in schedules that model the GPUs (Mutation::signals_by_fence).
 void observed_fence();
 
-// Plain accesses: checked for races, not schedule points.
-void observed_read(const void* address, size_t bytes);
-void observed_write(const void* address, size_t bytes);
+// The memory that the ranks of the running schedule share. All other memory is private to its thread.
+struct WatchedMemory {
+  const std::byte* begin = nullptr;
+  size_t nbytes = 0;  // 0 outside a schedule
+
+  bool holds(const void* address) const {
+    return static_cast<size_t>(static_cast<const std::byte*>(address) - begin) < nbytes;
+  }
+};
+inline WatchedMemory watched_memory;
+
+void watched_read(const void* address, size_t bytes);
+void watched_write(const void* address, size_t bytes);
+
+// Plain accesses: checked for races, not schedule points. Inline: most of them are private.
+inline void observed_read(const void* address, size_t bytes) {
+  if (watched_memory.holds(address)) watched_read(address, bytes);
+}
+inline void observed_write(const void* address, size_t bytes) {
+  if (watched_memory.holds(address)) watched_write(address, bytes);
+}
 
 void observed_pause();
 uint64_t observed_clock();
