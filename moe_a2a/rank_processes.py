@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -16,15 +17,18 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import reduction, resource_tracker
+from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 
+from moe_a2a import devices
+
 DIED = "died"  # the result of a rank that was allowed to die
 SECONDS_TO_DIE = 5.0
+FORK_SERVER = "moe_a2a.fork_server"  # to preload where all of moe_a2a may be
 SECONDS_TO_DUMP = 0.3
 
 
@@ -62,6 +66,27 @@ class _Rank:
     stack: IO[bytes]  # receives its stack on SIGUSR1
 
 
+_preloaded: list[str] = []
+
+
+def preload(*modules: str) -> None:
+    """Modules that the fork server imports when this process starts its first rank; a rank that needs them then starts in
+    milliseconds. By name: this process may not need them itself."""
+    _preloaded.extend(name for name in modules if name not in _preloaded)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_preloaded)
+
+
+@functools.cache
+def _await_fork_server() -> None:
+    """Returns once the server has imported everything. That takes seconds, in which signals must not be postponed as they are
+    while a rank starts."""
+    with _signals_postponed():  # ranks inherit the server's mask
+        forkserver.ensure_running()
+    probe = multiprocessing.get_context("forkserver").Process(target=int)
+    probe.start()
+    probe.join()
+
+
 class RankProcesses:
     """`num_ranks` processes of one torch.distributed process group, which run one program after another.
 
@@ -87,6 +112,8 @@ class RankProcesses:
         self._meeting = tempfile.TemporaryFile()
         context = multiprocessing.get_context(method)
         try:
+            if method == "forkserver":
+                _await_fork_server()
             for rank in range(num_ranks):
                 self._start(context, rank, num_ranks, backend, timeout, prepare)
         except BaseException:
@@ -216,10 +243,21 @@ def run_on_ranks(
     timeout: float,
     on_progress: Callable[[str], None] = lambda what: None,
     backend: str = "gloo",
+    device_type: str | None = None,
 ) -> list[Any]:
-    """Runs rank_main(report, *arguments) once, in num_ranks processes; see RankProcesses."""
-    with RankProcesses(num_ranks, timeout=timeout, backend=backend, prepare=CoresShared(num_ranks)) as ranks:
+    """Runs rank_main(report, *arguments) once, in num_ranks processes; see RankProcesses. device_type: None: that of
+    devices.default_device()."""
+    preload(FORK_SERVER, rank_main.__module__)
+    method = start_method(device_type or devices.default_device_type())
+    prepare = CoresShared(num_ranks)
+    with RankProcesses(num_ranks, timeout=timeout, method=method, backend=backend, prepare=prepare) as ranks:
         return ranks.run(rank_main, *arguments, timeout=timeout, on_progress=on_progress)
+
+
+def start_method(device_type: str) -> str:
+    """Start method of ranks on such devices. A fork server that has imported everything may have asked CUDA for its devices,
+    and a fork cannot use CUDA after that."""
+    return "spawn" if device_type == "cuda" else "forkserver"
 
 
 @dataclass

@@ -71,7 +71,8 @@ def start_ranks(
         dist.destroy_process_group()
         return code
     try:
-        return run_on_ranks(num_ranks_of(options), main, options, timeout=options.timeout, backend=backend)[0]
+        how = {"timeout": options.timeout, "backend": backend, "device_type": device_type}
+        return run_on_ranks(num_ranks_of(options), main, options, **how)[0]
     except RankError as error:
         print(error.details, file=sys.stderr)
         print(f"{name}: FAILED {error}")

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     from moe_a2a.demo import models, plot, report
     from moe_a2a.demo.shapes import SHAPES
-    from moe_a2a.rank_processes import run_on_ranks
+    from moe_a2a.rank_processes import preload, run_on_ranks
     from moe_a2a.samples import text
     from moe_a2a.samples.models import build
 
@@ -57,6 +57,7 @@ def _run(options: argparse.Namespace) -> int:
         f"{options.ranks} ranks as processes, seed {options.seed}, {text.batch().numel()} bytes of "
         "text, fp32 models with random weights"
     )
+    preload(models.__name__)  # with transformers
     num_units = 2 * len(options.models) + len(SHAPES)
     with _progress_bar(num_units) as advance:
         expected, all_bytes = {}, {}

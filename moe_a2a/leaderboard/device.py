@@ -62,12 +62,6 @@ class Barrier:
         self._group.shutdown()
 
 
-def start_method(device_type: str) -> str:
-    """Start method of the ranks' processes. A fork server that has imported everything may have asked CUDA for its devices,
-    and a fork cannot use CUDA after that."""
-    return "spawn" if device_type == "cuda" else "forkserver"
-
-
 def num_gpus() -> int:
     return torch.cuda.device_count()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from collections.abc import Callable
@@ -11,12 +10,11 @@ from typing import Any
 
 from moe_a2a.leaderboard import rank_program
 from moe_a2a.leaderboard.cases import Case
-from moe_a2a.leaderboard.device import start_method
 from moe_a2a.leaderboard.freezing import frozen_now_and_then
 from moe_a2a.leaderboard.problems.base import Tensors
 from moe_a2a.leaderboard.rank_program import CallResult
 from moe_a2a.leaderboard.verdicts import SubmissionFailedError
-from moe_a2a.rank_processes import CoresShared, RankError, RankProcesses
+from moe_a2a.rank_processes import FORK_SERVER, CoresShared, RankError, RankProcesses, preload, start_method
 
 PRELOADED = "moe_a2a.leaderboard.preloaded"  # by name: an import here would slow every command down
 SECONDS_TO_START = 120.0
@@ -61,7 +59,7 @@ class SubmissionRanks:
             self._run(rank_program.end_case, limit=SECONDS_TO_BEGIN)
 
     def _start(self) -> None:
-        multiprocessing.get_context("forkserver").set_forkserver_preload([rank_program.__name__, PRELOADED])
+        preload(FORK_SERVER, rank_program.__name__, PRELOADED)
         self._processes = RankProcesses(
             self.num_ranks,
             timeout=SECONDS_TO_START,

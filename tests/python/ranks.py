@@ -11,7 +11,6 @@ milliseconds to start instead of seconds. A test that does not care which kind u
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -26,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
-from moe_a2a import rank_processes
-from moe_a2a.rank_processes import DIED, RankLostError, RankProcesses
+from moe_a2a import devices, rank_processes
+from moe_a2a.rank_processes import DIED, RankLostError, RankProcesses, start_method
 
 __all__ = ["DIED", "RankError", "RankPool", "receive_interrupts", "run_processes", "run_threads"]
 
@@ -86,7 +85,10 @@ def run_threads(num_ranks: int, program: Callable[..., Any], *args: Any, timeout
 # --------------------------------------------------------------------------------------- processes
 
 # torch.testing.assert_close imports sympy, which takes half a second in every rank.
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed", "sympy"])
+rank_processes.preload("torch.distributed", "sympy", "pytest")
+if start_method(devices.default_device_type()) == "forkserver":  # a server of ranks on GPUs must not touch CUDA
+    modules = ("moe_a2a.leaderboard.rank_program", "moe_a2a.leaderboard.preloaded")
+    rank_processes.preload(rank_processes.FORK_SERVER, *modules)
 
 
 def run_processes(
