@@ -30,6 +30,7 @@ DIED = "died"  # the result of a rank that was allowed to die
 SECONDS_TO_DIE = 5.0
 FORK_SERVER = "moe_a2a.fork_server"  # to preload where all of moe_a2a may be
 SECONDS_TO_DUMP = 0.3
+OUTPUTS = (1, 2)  # descriptors
 
 
 class RankLostError(Exception):
@@ -127,7 +128,17 @@ class RankProcesses:
         stack = tempfile.TemporaryFile()
         process = context.Process(
             target=_serve,
-            args=(theirs, _OpenFile(stack), _OpenFile(self._meeting), rank, num_ranks, backend, timeout, prepare),
+            args=(
+                _Surroundings(),
+                theirs,
+                _OpenFile(stack),
+                _OpenFile(self._meeting),
+                rank,
+                num_ranks,
+                backend,
+                timeout,
+                prepare,
+            ),
             daemon=True,
         )
         with _signals_postponed():  # a half-started rank could not be ended
@@ -317,6 +328,23 @@ def this_process_store() -> dist.Store:
     return _stores[0]
 
 
+class _Surroundings:
+    """This process's environment and output as they are now; unpickling makes them the rank's. A fork server has those of its
+    own start."""
+
+    def __reduce__(self) -> tuple:
+        return _take_surroundings, (dict(os.environ), *map(reduction.DupFd, OUTPUTS))
+
+
+def _take_surroundings(environment: dict[str, str], *outputs: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for output, descriptor in zip(outputs, OUTPUTS, strict=True):
+        opened = output.detach()
+        os.dup2(opened, descriptor)
+        os.close(opened)
+
+
 class _OpenFile:
     """A file that a process inherits open; unpickling yields a path that opens it again."""
 
@@ -331,7 +359,7 @@ def _inherited_path(descriptor: Any) -> str:
     return f"/proc/self/fd/{descriptor.detach()}"
 
 
-def _serve(connection, stack_path, meeting, rank, num_ranks, backend, timeout, prepare) -> None:
+def _serve(surroundings, connection, stack_path, meeting, rank, num_ranks, backend, timeout, prepare) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _leave_with_parent()
     # Otherwise gloo looks up the machine's name, which containers and laptops may not resolve.
