@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from moe_a2a import devices
+from moe_a2a.inherited import OpenFile, Surroundings
 
 DIED = "died"  # the result of a rank that was allowed to die
 SECONDS_TO_DIE = 5.0
 FORK_SERVER = "moe_a2a.fork_server"  # to preload where all of moe_a2a may be
 SECONDS_TO_DUMP = 0.3
-OUTPUTS = (1, 2)  # descriptors
 
 
 class RankLostError(Exception):
@@ -129,10 +129,10 @@ class RankProcesses:
         process = context.Process(
             target=_serve,
             args=(
-                _Surroundings(),
+                Surroundings(),
                 theirs,
-                _OpenFile(stack),
-                _OpenFile(self._meeting),
+                OpenFile(stack),
+                OpenFile(self._meeting),
                 rank,
                 num_ranks,
                 backend,
@@ -326,37 +326,6 @@ _stores: list[dist.Store] = []  # in a process whose programs make their own gro
 def this_process_store() -> dist.Store:
     """The store that the ranks of a RankProcesses without a backend share."""
     return _stores[0]
-
-
-class _Surroundings:
-    """This process's environment and output as they are now; unpickling makes them the rank's. A fork server has those of its
-    own start."""
-
-    def __reduce__(self) -> tuple:
-        return _take_surroundings, (dict(os.environ), *map(reduction.DupFd, OUTPUTS))
-
-
-def _take_surroundings(environment: dict[str, str], *outputs: Any) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    for output, descriptor in zip(outputs, OUTPUTS, strict=True):
-        opened = output.detach()
-        os.dup2(opened, descriptor)
-        os.close(opened)
-
-
-class _OpenFile:
-    """A file that a process inherits open; unpickling yields a path that opens it again."""
-
-    def __init__(self, file: IO[bytes]):
-        self._file = file
-
-    def __reduce__(self) -> tuple:
-        return _inherited_path, (reduction.DupFd(self._file.fileno()),)
-
-
-def _inherited_path(descriptor: Any) -> str:
-    return f"/proc/self/fd/{descriptor.detach()}"
 
 
 def _serve(surroundings, connection, stack_path, meeting, rank, num_ranks, backend, timeout, prepare) -> None:

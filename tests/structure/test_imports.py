@@ -15,7 +15,15 @@ PACKAGE = Path(__file__).resolve().parents[2] / "moe_a2a"
 LAYERS = {
     "entry": ["__main__"],
     "commands": ["bench", "demo", "leaderboard", "tune", "tune_collectives", "doctor", "tracing.command"],
-    "parts of commands": ["baselines", "checkout", "samples", "command_line", "fork_server", "rank_processes"],
+    "parts of commands": [
+        "baselines",
+        "checkout",
+        "samples",
+        "command_line",
+        "fork_server",
+        "inherited",
+        "rank_processes",
+    ],
     "integrations": ["integrations"],
     "interface": [""],  # moe_a2a/__init__.py
     "MoE layer": ["moe_layer", "reference"],
