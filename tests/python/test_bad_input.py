@@ -317,7 +317,7 @@ def test_thread_group_of_nobody():
 def test_moe_layer_weights():
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
-            up, down = some((12, 64, 200)), some((12, 200, 32))
+            up, down = some((12, 64, 200)).to(ep.device), some((12, 200, 32)).to(ep.device)
             for bad_up, bad_down, words in (
                 (up[:11], down, ["w_gate_up", "[11, 64, 200]", "num_local_experts=12"]),
                 (up[:, :, :199], down, ["w_gate_up", "hidden=200"]),

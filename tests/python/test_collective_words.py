@@ -148,7 +148,7 @@ def mismatch_program(group) -> None:
             check_works(coll)
 
 
-@pytest.mark.cpu
+@cpu_only
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_disagree_are_all_told(num_ranks):
     run_threads(num_ranks, mismatch_program)
@@ -167,7 +167,7 @@ def refusal_program(group) -> None:
         check_works(coll)
 
 
-@pytest.mark.cpu
+@cpu_only
 def test_a_call_that_fails_on_one_rank_is_refused_on_all():
     run_threads(2, refusal_program)
 
@@ -185,7 +185,7 @@ def absent_rank_program(group) -> str:
         return str(caught.value)
 
 
-@pytest.mark.cpu
+@cpu_only
 def test_an_absent_rank_is_named():
     said = run_threads(3, absent_rank_program)
     assert all("rank 1" in text for text in (said[0], said[2]))
@@ -202,6 +202,6 @@ def dying_program(group) -> None:
                 coll.all_reduce(x, algorithm="one_shot")
 
 
-@pytest.mark.cpu
+@cpu_only
 def test_a_rank_that_dies_among_calls():
     run_processes(3, dying_program, mortal={1})
