@@ -43,6 +43,7 @@ ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConf
       open_(config.num_buffers),
       newest_(config.num_buffers),
       last_number_(config.num_buffers),
+      raised_refusals_(config.num_buffers),
       last_buffer_(config.num_buffers - 1),
       last_buffer_before_(last_buffer_) {
   context_.config = config;

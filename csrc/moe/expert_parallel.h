@@ -172,6 +172,7 @@ class ExpertParallel : public Client {
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer; null: free
   std::vector<std::weak_ptr<DispatchHandle>> newest_;  // per buffer: its latest handle
   std::vector<uint64_t> last_number_;                  // per buffer: of the dispatch that had it last
+  std::vector<uint64_t> raised_refusals_;              // per buffer: epoch of its newest refusal that was raised
   int last_buffer_;
   // For take_back(): what the newest dispatch has replaced.
   int last_buffer_before_;

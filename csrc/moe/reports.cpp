@@ -130,8 +130,10 @@ void ExpertParallel::raise_reported() {
 // that may be retried; returns true for the reports of its other warps.
 bool ExpertParallel::is_known_refusal(const Report& report) {
   if (report.buffer == config().num_buffers) return take_back(report.expected_epoch);
+  // A launch whose refusal has been raised may report it again, even once its handle is gone.
+  const uint64_t raised = std::exchange(raised_refusals_[report.buffer], report.expected_epoch);
   const auto handle = newest_[report.buffer].lock();
-  if (!handle) return false;
+  if (!handle) return raised == report.expected_epoch;
   if (std::exchange(handle->is_refusal_raised, true)) return true;
   if (handle->stage == Stage::kCombined && report.operation == moe_op::kCombineRecv &&
       report.refusal_count != kFinalRefusal) {
