@@ -75,13 +75,14 @@ struct Block {
   struct Scratch {
     uint32_t num_warps_done;
   };
-  __device__ explicit Block(Scratch& scratch) : scratch_(scratch) {
+  __device__ explicit Block(Scratch& scratch, int num_threads = kBlockThreads)
+      : scratch_(scratch), num_threads_(num_threads) {
     if (rank() == 0) scratch_.num_warps_done = 0;
     sync();
   }
 
   __device__ int rank() const { return thread_in_block(); }
-  __device__ int size() const { return kBlockThreads; }
+  __device__ int size() const { return num_threads_; }
   __device__ void sync() const { block_sync(); }
   // On gfx90a, gfx942 and gfx950 a plain barrier does not wait for the other waves' global stores, so a leader that
   // signals after it could overtake them. drain_stores() waits for them; it is empty on NVIDIA.
@@ -103,10 +104,11 @@ struct Block {
 
   __device__ Warp warp() const { return {}; }
   __device__ int warp_rank() const { return thread_in_block() / kWarpSize; }
-  __device__ int num_warps() const { return kBlockThreads / kWarpSize; }
+  __device__ int num_warps() const { return num_threads_ / kWarpSize; }
 
  private:
   Scratch& scratch_;
+  int num_threads_;
 };
 
 struct Grid {
@@ -152,6 +154,19 @@ __device__ void multicast_pieces(const Group& group, const Members& members, int
   }
 }
 
+// Rows whose size or place is not a multiple of 16 bytes.
+template <class Group, class Members, class Target>
+MOE_A2A_RARE void multicast_small_pieces(const Group& group, const Members& members, int turn, const Target& target,
+                                         const void* source, int64_t bytes, bool in_shared, uint64_t misalignment) {
+  if (misalignment % 4 == 0) {
+    multicast_pieces<uint32_t>(group, members, turn, target, source, bytes / 4, in_shared);
+  } else if (misalignment % 2 == 0) {
+    multicast_pieces<uint16_t>(group, members, turn, target, source, bytes / 2, in_shared);
+  } else {
+    multicast_pieces<uint8_t>(group, members, turn, target, source, bytes, in_shared);
+  }
+}
+
 // Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), starting with `turn`, and reads
 // the source once. Targets are 16-byte aligned; a source that is not is copied in smaller pieces. `in_shared`: the
 // source is in the block's shared memory.
@@ -162,12 +177,8 @@ __device__ void multicast_bytes(const Group& group, const Members& members, int 
                                 reinterpret_cast<uint64_t>(target(members.first()));
   if (misalignment % 16 == 0) {
     multicast_pieces<Vec16>(group, members, turn, target, source, bytes / 16, in_shared);
-  } else if (misalignment % 4 == 0) {
-    multicast_pieces<uint32_t>(group, members, turn, target, source, bytes / 4, in_shared);
-  } else if (misalignment % 2 == 0) {
-    multicast_pieces<uint16_t>(group, members, turn, target, source, bytes / 2, in_shared);
   } else {
-    multicast_pieces<uint8_t>(group, members, turn, target, source, bytes, in_shared);
+    multicast_small_pieces(group, members, turn, target, source, bytes, in_shared, misalignment);
   }
 }
 

@@ -74,6 +74,20 @@ MOE_A2A_DEVICE LaneVector<T> reduce_lane(int num_rows, int c, const Row& row) {
   return result;
 }
 
+// Elements from `first` on, one at a time: the end of a row, or all of rows that are not vectors.
+template <class T, class Op, class Group, class Row>
+MOE_A2A_RARE void reduce_elements(const Group& group, int num_rows, int first, int count, const Row& row, T* target,
+                                  T* copy) {
+  for (int c = first + group.rank(); c < count; c += group.size()) {
+    float merged = to_float(row(0)[c]);
+    MOE_A2A_ROLLED
+    for (int r = 1; r < num_rows; ++r) merged = Op::merge(merged, to_float(row(r)[c]));
+    const T result = from_float<T>(Op::finish(merged, num_rows));
+    target[c] = result;
+    if (copy != nullptr) copy[c] = result;
+  }
+}
+
 // Reduces `count` elements of row(0) ... row(num_rows - 1) into `target` and, unless null, into `copy`, which may be
 // one of the rows. `vectors`: see are_vectors().
 template <class T, class Op, class Group, class Row>
@@ -86,15 +100,7 @@ MOE_A2A_DEVICE void reduce_rows(const Group& group, int num_rows, int count, boo
     store_lane(target + c, result);
     if (copy != nullptr) store_lane(copy + c, result);
   }
-  for (int c = vector_end + group.rank(); c < count; c += group.size()) {
-    float merged = to_float(row(0)[c]);
-    // Unrolled, it crashes nvcc 13.0 in half of the builds of a traced TwoShot.
-    MOE_A2A_ROLLED
-    for (int r = 1; r < num_rows; ++r) merged = Op::merge(merged, to_float(row(r)[c]));
-    const T result = from_float<T>(Op::finish(merged, num_rows));
-    target[c] = result;
-    if (copy != nullptr) copy[c] = result;
-  }
+  if (vector_end < count) reduce_elements<T, Op>(group, num_rows, vector_end, count, row, target, copy);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
