@@ -111,7 +111,8 @@ T& warp_memory() {
 
 // On GPUs a release store costs a fence, so one fence precedes several relaxed signals. Here a fence is free, and each
 // signal is a release store: thread sanitizer understands those, but not a free-standing fence.
-inline void fence_before_signals() {}
+template <Scope = Scope::kSystem>
+void fence_before_signals() {}
 inline constexpr Order kSignalOrder = Order::kRelease;
 inline constexpr bool kOneWarpPublishes = false;      // see comm/signal_queue.h
 inline constexpr Order kPollOrder = Order::kAcquire;  // see comm/wait.h

@@ -95,8 +95,9 @@ __device__ __forceinline__ bool atomic_claim(T* address, T expected, T desired) 
 }
 
 // One fence orders all earlier writes before every relaxed signal after it.
+template <Scope kScope = Scope::kSystem>
 __device__ __forceinline__ void fence_before_signals() {
-  ::cuda::atomic_thread_fence(::cuda::std::memory_order_release, ::cuda::thread_scope_system);
+  ::cuda::atomic_thread_fence(::cuda::std::memory_order_release, to_builtin(kScope));
 }
 inline constexpr Order kSignalOrder = Order::kRelaxed;
 // One warp of each block does the fences for all, see comm/signal_queue.h.

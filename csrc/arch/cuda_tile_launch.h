@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     pipeline_entry(const __grid_constant__ typename Kernel::Args args) {
   if constexpr (kHasTilePipeline) {
     extern __shared__ __align__(1024) unsigned char stages[];
-    Kernel::run(args, shared_address(stages));
+    Kernel::run(args, reinterpret_cast<std::byte*>(stages));
   }
 }
 

@@ -89,8 +89,13 @@ __device__ __forceinline__ bool atomic_claim(T* address, T expected, T desired) 
 // One cache write-back and one wait order all earlier writes before every relaxed signal after them. The wait is
 // explicit: up to clang 22 the compiler does not count the write-back as in flight, and drops the fence's own wait if
 // it sees no other memory operation of this wave (LLVM pull request 178316).
+template <Scope kScope = Scope::kSystem>
 __device__ __forceinline__ void fence_before_signals() {
-  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+  if constexpr (kScope == Scope::kSystem) {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+  } else {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent");
+  }
   drain_stores();
 }
 inline constexpr Order kSignalOrder = Order::kRelaxed;

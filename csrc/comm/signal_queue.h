@@ -16,10 +16,9 @@ class SignalQueue {
   MOE_A2A_HOST_DEVICE static constexpr int shared_bytes() {
     return kOneWarpPublishes ? SharedCarver::round_up(sizeof(Shared), SharedCarver::kLine) : 0;
   }
-  // How many of `num_warps` warps send: a full block sets one aside to publish.
-  MOE_A2A_HOST_DEVICE static constexpr int num_senders(int num_warps) {
-    constexpr int kWarps = kBlockThreads / kWarpSize;
-    return kOneWarpPublishes && num_warps == kWarps ? kWarps - 1 : num_warps;
+  // How many warps send, of `num_able` that could: if those are all of the block's, one is set aside to publish.
+  MOE_A2A_HOST_DEVICE static constexpr int num_senders(int num_able, int num_warps) {
+    return kOneWarpPublishes && num_able == num_warps ? num_warps - 1 : num_able;
   }
 
   // Called by all threads of the block.

@@ -45,9 +45,10 @@ class WorkQueue {
  public:
   // `ticket`: counts the units drawn after every warp's first; 0 at the start of the launch.
   MOE_A2A_DEVICE WorkQueue(const Grid& grid, const Block& block, int num_warps, uint32_t* ticket)
-      : WorkQueue(block.warp(), grid.rank() + grid.size() * block.warp_rank(), grid.size() * num_warps, ticket) {}
-  MOE_A2A_DEVICE WorkQueue(const Warp& warp, int worker, int num_workers, uint32_t* ticket)
-      : warp_(warp), ticket_(ticket), stride_(num_workers), unit_(worker) {}
+      : warp_(block.warp()),
+        ticket_(ticket),
+        stride_(grid.size() * num_warps),
+        unit_(grid.rank() + grid.size() * block.warp_rank()) {}
 
   // Calls visit(unit) for this warp's units. The next ticket is drawn before each visit, so that its latency is hidden.
   template <class Visit>

@@ -52,20 +52,22 @@ class RowWire {
     int num_senders = 0;
     int bytes = 0;
   };
-  MOE_A2A_HOST_DEVICE static Plan plan(const RowLayout& layout, StagedFor what, int max_shared_bytes) {
+  MOE_A2A_HOST_DEVICE static Plan plan(const RowLayout& layout, StagedFor what, int max_shared_bytes,
+                                       int num_warps = kBlockThreads / kWarpSize) {
     return plan(what == StagedFor::kSumming     ? 0
                 : what == StagedFor::kStreaming ? kReaderBytes + kPieceSenderBytes
                                                 : warp_staging_bytes(layout.num_bytes(), what),
-                max_shared_bytes);
+                max_shared_bytes, num_warps);
   }
   // If the stage does not fit, rows are sent without one.
-  MOE_A2A_HOST_DEVICE static Plan plan(int64_t wanted, int max_shared_bytes) {
+  MOE_A2A_HOST_DEVICE static Plan plan(int64_t wanted, int max_shared_bytes,
+                                       int num_warps = kBlockThreads / kWarpSize) {
     SharedCarver carver;
     Plan plan;
     plan.queue = carver.take_lines(Queue::shared_bytes());
     const int left = max_shared_bytes - carver.bytes();
     plan.stage_bytes = wanted <= left ? static_cast<int>(wanted) : 0;
-    plan.num_senders = Queue::num_senders(warps_with_stage(plan.stage_bytes, left, kBlockThreads / kWarpSize));
+    plan.num_senders = Queue::num_senders(warps_with_stage(plan.stage_bytes, left, num_warps), num_warps);
     plan.stages = carver.take_lines(plan.stage_bytes * plan.num_senders);
     plan.bytes = carver.bytes();
     return plan;
@@ -109,29 +111,24 @@ class RowWire {
     std::byte* stage =
         plan_.stage_bytes > 0 ? plan_.stages.in(shared_) + block_.warp_rank() * plan_.stage_bytes : nullptr;
     source.with_row_sender(RowPort<decltype(slot_of), decltype(done)>{warp, slot_of, done, stage}, [&](auto& sender) {
-      WorkQueue(grid_, block_, plan_.num_senders, ticket_).walk(schedule.num_rows(), [&](int i) {
-        send_row<Schedule>(exchange_, layout_, warp, source, sender, schedule.at(warp, i));
+      WorkQueue(grid_, block_, plan_.num_senders, ticket_).walk(num_units(schedule), [&](int unit) {
+        visit(schedule, warp, unit,
+              [&](const Scheduled& scheduled) { send_row<Schedule>(warp, source, sender, scheduled); });
       });
       sender.finish();
     });
     queue.close();
   }
 
-  // One block per row, for sums of so few rows that most warps would have none.
+  // One block per row, for sums of so few rows that most warps would have none. Each is formed in place and signalled
+  // by the whole block.
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send_by_blocks(const Schedule& schedule, const Source& source) const {
-    send_in_place(exchange_, layout_, block_, make_round_robin(grid_, 0, 1), schedule, source);
-  }
-
-  // Sends the rows of `turns`, each formed in place and signalled by the whole group. Needs no shared memory.
-  template <class Group, class Turns, class Schedule, class Source>
-  MOE_A2A_DEVICE static void send_in_place(const Exchange& exchange, const RowLayout& layout, const Group& group,
-                                           Turns turns, const Schedule& schedule, const Source& source) {
-    const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(exchange, delivery, rank); };
-    const auto done = [&](const Delivery& delivery) { signal(exchange, delivery); };
-    InPlaceSender sender(group, slot_of, done);
-    turns.walk(schedule.num_rows(), [&](int i) {
-      send_row<Schedule>(exchange, layout, group, source, sender, schedule.at(Warp{}, i));
+    const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(exchange_, delivery, rank); };
+    const auto done = [&](const Delivery& delivery) { signal(exchange_, delivery); };
+    InPlaceSender sender(block_, slot_of, done);
+    make_round_robin(grid_, 0, 1).walk(schedule.num_rows(), [&](int i) {
+      send_row<Schedule>(block_, source, sender, schedule.at(Warp{}, i));
       return true;
     });
   }
@@ -145,14 +142,32 @@ class RowWire {
   }
 
  private:
+  // A schedule has a row per unit, at(), or calls back for each row of a unit, visit().
+  template <class Schedule>
+  MOE_A2A_DEVICE static int num_units(const Schedule& schedule) {
+    if constexpr (requires { schedule.num_units(); }) {
+      return schedule.num_units();
+    } else {
+      return schedule.num_rows();
+    }
+  }
+  template <class Schedule, class Send>
+  MOE_A2A_DEVICE static void visit(const Schedule& schedule, const Warp& warp, int unit, const Send& send) {
+    if constexpr (requires { schedule.visit(warp, unit, send); }) {
+      schedule.visit(warp, unit, send);
+    } else {
+      send(schedule.at(warp, unit));
+    }
+  }
+
   template <class Schedule, class Group, class Source, class Sender>
-  MOE_A2A_DEVICE static void send_row(const Exchange& exchange, const RowLayout& layout, const Group& group,
-                                      const Source& source, Sender& sender, const Scheduled& scheduled) {
+  MOE_A2A_DEVICE void send_row(const Group& group, const Source& source, Sender& sender,
+                               const Scheduled& scheduled) const {
     const Delivery& delivery = scheduled.delivery;
     if (delivery.dst_ranks.empty()) return;
     const uint64_t start = trace_now();
-    source.send(group, sender, scheduled, layout.whole());
-    record(exchange.trace(), Warp{},
+    source.send(group, sender, scheduled, layout_.whole());
+    record(exchange_.trace(), Warp{},
            {.kind = Source::kKind,
             .begin = start,
             .peer = Schedule::kIsToOneRank ? delivery.first_dst_rank : -1,

@@ -116,7 +116,10 @@ inline bool block_any(bool value) {
 
 // ---- memory
 
-inline void fence_before_signals() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+template <Scope = Scope::kSystem>
+void fence_before_signals() {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
 inline constexpr Order kSignalOrder = Order::kRelaxed;
 inline constexpr bool kOneWarpPublishes = kAsNvidia;
 inline constexpr Order kPollOrder = kAsNvidia ? Order::kAcquire : Order::kRelaxed;

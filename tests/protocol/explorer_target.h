@@ -121,7 +121,10 @@ bool atomic_claim(T* address, T expected, T desired) {
 
 // Both ways to order a signal are explored: release stores as on the CPU, or one fence and relaxed stores as on the
 // GPUs. The explorer decides which one a release store stands for, see Mutation::signals_by_fence.
-inline void fence_before_signals() { observed_fence(); }
+template <Scope = Scope::kSystem>
+void fence_before_signals() {
+  observed_fence();
+}
 inline constexpr Order kSignalOrder = Order::kRelease;
 inline constexpr bool kOneWarpPublishes = false;
 inline constexpr Order kPollOrder = Order::kRelaxed;  // as on AMD: poll, then a separate acquire

@@ -67,13 +67,13 @@ struct CombineSend {
   MOE_A2A_HOST_DEVICE static bool streams(const Args& args) {
     return !args.presummed && can_stream(args.context.config.num_topk, args.vector_rows, layout(args).num_bytes());
   }
+  MOE_A2A_HOST_DEVICE static StagedFor staged_for(const Args& args) {
+    return args.presummed ? StagedFor::kSending : streams(args) ? StagedFor::kStreaming : StagedFor::kSumming;
+  }
 
   template <class Wire>
   MOE_A2A_HOST_DEVICE static typename Wire::Plan plan(const Args& args) {
-    const StagedFor what = args.presummed  ? StagedFor::kSending
-                           : streams(args) ? StagedFor::kStreaming
-                                           : StagedFor::kSumming;
-    return Wire::plan(layout(args), what, args.context.max_shared_bytes);
+    return Wire::plan(layout(args), staged_for(args), args.context.max_shared_bytes);
   }
   // The wire depends on the largest batch of any rank, which the host does not know: reserve for both.
   static size_t shared_bytes(const Args& args) {
@@ -103,6 +103,12 @@ struct CombineSend {
     } else {
       send_sums(type, args, wire, schedule, grid, block);
     }
+    finish(args, grid, block, epoch);
+  }
+
+  // Called by every warp once it has sent its rows; the last of all blocks returns the credit.
+  MOE_A2A_DEVICE static void finish(const Args& args, const Grid& grid, const Block& block, uint64_t epoch) {
+    const Context& c = args.context;
     if (block.is_last_warp() && count_block(grid, c.region, args.buffer, MoeRegion::kCombineSend)) {
       return_credit(c, args.buffer, epoch, args.refused);
     }

@@ -16,27 +16,46 @@ class StoredSchedule {
   static constexpr bool kIsToOneRank = true;
 
   MOE_A2A_DEVICE StoredSchedule(const CombineSendArgs& args, const StoredTiles& stored)
-      : args_(args), stored_(stored) {}
+      : args_(args),
+        stored_(stored),
+        num_positions_(args.context.region.expert_offsets(args.buffer, args.context.config.num_local_experts())) {}
 
-  MOE_A2A_DEVICE int num_rows() const {
-    return args_.context.region.expert_offsets(args_.buffer, args_.context.config.num_local_experts());
-  }
+  // A unit of work is a few positions, which the lanes look at side by side: most of that time is memory latency.
+  MOE_A2A_DEVICE int num_units() const { return (num_positions_ + kPositions - 1) / kPositions; }
 
-  MOE_A2A_DEVICE Scheduled at(const Warp& warp, int position) const {
-    const MoeRegion& region = args_.context.region;
-    const int row = region.expert_row_index(args_.buffer, position);
-    if (row < 0) return {};  // padding between experts
-    const RouteTerm* terms = region.landed_term.at(args_.buffer, row);
-    const int num_terms = count_terms(terms);
-    if (!is_last(terms, num_terms, position)) return {};
-    for (int k = warp.rank(); k < num_terms; k += warp.size()) {
-      if (terms[k].position < args_.num_y_rows) wait_for_term(terms[k].position, row);
+  // Calls send(scheduled) for the rows whose last position is one of the unit's, each once its terms are stored.
+  template <class Send>
+  MOE_A2A_DEVICE void visit(const Warp& warp, int unit, const Send& send) const {
+    const int position = unit * kPositions + warp.rank();
+    const int row = warp.rank() < kPositions && position < num_positions_ ? row_completed_at(position) : -1;
+    const auto complete = static_cast<uint32_t>(warp.reduce_or(row < 0 ? 0 : uint64_t{1} << warp.rank()));
+    for (uint32_t rest = complete; rest != 0; rest &= rest - 1) {
+      const int next = warp.broadcast(row, count_trailing_zeros(rest));
+      wait_for_terms(warp, next);
+      send(to_owner(args_.context, next));
     }
-    warp.sync();  // lets the other lanes read what the waiting ones have acquired
-    return to_owner(args_.context, row);
   }
 
  private:
+  static constexpr int kPositions = kWarpSize < 4 ? kWarpSize : 4;
+
+  // The landed row whose last position this is; -1: the row has later ones, or this is padding between experts.
+  MOE_A2A_DEVICE int row_completed_at(int position) const {
+    const int row = args_.context.region.expert_row_index(args_.buffer, position);
+    if (row < 0) return -1;
+    const RouteTerm* terms = terms_of(row);
+    for (int k = 0; k < args_.context.config.num_topk && terms[k].position >= 0; ++k) {
+      if (terms[k].position > position) return -1;
+    }
+    return row;
+  }
+  MOE_A2A_DEVICE void wait_for_terms(const Warp& warp, int row) const {
+    const RouteTerm* terms = terms_of(row);
+    for (int k = 0; k < args_.context.config.num_topk && terms[k].position >= 0; ++k) {
+      if (k % warp.size() == warp.rank() && terms[k].position < args_.num_y_rows) wait_for_term(terms[k].position, row);
+    }
+    warp.sync();  // lets the other lanes read what the waiting ones have acquired
+  }
   MOE_A2A_DEVICE void wait_for_term(int position, int row) const {
     const Context& c = args_.context;
     const uint64_t start = trace_now();
@@ -45,63 +64,40 @@ class StoredSchedule {
     const int token = row % c.config.num_max_tokens_per_rank;
     append(c.trace(), {.kind = moe_kind::kStoredWait, .begin = start, .token = token, .polls = polls}, clock_now());
   }
-  MOE_A2A_DEVICE int count_terms(const RouteTerm* terms) const {
-    int n = 0;
-    while (n < args_.context.config.num_topk && terms[n].position >= 0) ++n;
-    return n;
-  }
-  MOE_A2A_DEVICE static bool is_last(const RouteTerm* terms, int num_terms, int position) {
-    for (int k = 0; k < num_terms; ++k) {
-      if (terms[k].position > position) return false;
-    }
-    return true;
+  MOE_A2A_DEVICE const RouteTerm* terms_of(int row) const {
+    return args_.context.region.landed_term.at(args_.buffer, row);
   }
 
   const CombineSendArgs& args_;
   StoredTiles stored_;
+  int num_positions_;
 };
 
+// By blocks that do nothing else.
 struct CombineSendStored {
-  MOE_A2A_HOST_DEVICE static RowWire::Plan plan(const CombineSendArgs& args) {
-    return RowWire::plan(CombineSend::layout(args), StagedFor::kSumming, args.context.max_shared_bytes);
+  MOE_A2A_HOST_DEVICE static RowWire::Plan plan(const CombineSendArgs& args,
+                                                int num_warps = kBlockThreads / kWarpSize) {
+    return RowWire::plan(CombineSend::layout(args), CombineSend::staged_for(args), args.context.max_shared_bytes,
+                         num_warps);
   }
 
-  // By blocks that do nothing else.
   MOE_A2A_DEVICE static void send(const CombineSendArgs& args, const StoredTiles& stored, const Grid& grid,
                                   const Block& block, std::byte* shared) {
     const Context& c = args.context;
     const uint64_t epoch = c.region.epoch(args.buffer);
     const Exchange exchange = combine_rows(c, args.buffer, epoch);
-    const RowWire::Plan plan = CombineSendStored::plan(args);
     const RowLayout layout = CombineSend::layout(args);
-    RowWire wire(exchange, layout, grid, block, shared, plan, ticket(args));
-    wire.send(StoredSchedule(args, stored), SummedRows{args, layout});
-    if (block.is_last_warp()) end(args, grid, epoch);
-  }
-
-  // By one of `num_workers` warps of blocks that do something else too. Needs no shared memory.
-  MOE_A2A_DEVICE static void send_by_warp(const CombineSendArgs& args, const StoredTiles& stored, const Warp& warp,
-                                          int worker, int num_workers) {
-    const Context& c = args.context;
-    const uint64_t epoch = c.region.epoch(args.buffer);
-    const Exchange exchange = combine_rows(c, args.buffer, epoch);
-    const RowLayout layout = CombineSend::layout(args);
-    RowWire::send_in_place(exchange, layout, warp, WorkQueue(warp, worker, num_workers, ticket(args)),
-                           StoredSchedule(args, stored), SummedRows{args, layout});
-    warp.sync();
-    if (warp.rank() == 0) end(args, Grid{worker, num_workers}, epoch);
-  }
-
- private:
-  MOE_A2A_DEVICE static uint32_t* ticket(const CombineSendArgs& args) {
-    return args.context.region.tickets.at(args.buffer, MoeRegion::kCombineSend);
-  }
-  // Counts a block, or a warp that sends alone.
-  MOE_A2A_DEVICE static void end(const CombineSendArgs& args, const Grid& grid, uint64_t epoch) {
-    const Context& c = args.context;
-    if (count_block(grid, c.region, args.buffer, MoeRegion::kCombineSend)) {
-      CombineSend::return_credit(c, args.buffer, epoch, args.refused);
+    const RowWire::Plan plan = CombineSendStored::plan(args, block.num_warps());
+    RowWire wire(exchange, layout, grid, block, shared, plan,
+                 c.region.tickets.at(args.buffer, MoeRegion::kCombineSend));
+    const StoredSchedule schedule(args, stored);
+    if (CombineSend::streams(args)) {
+      with_element_type(layout.dtype,
+                        [&](auto type) { wire.send(schedule, StreamedRows<decltype(type)>{args, layout}); });
+    } else {
+      wire.send(schedule, SummedRows{args, layout});
     }
+    CombineSend::finish(args, grid, block, epoch);
   }
 };
 

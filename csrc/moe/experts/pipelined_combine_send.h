@@ -1,5 +1,5 @@
-// The pipelined GEMM whose idle warps send. A second product gathers nothing, so each block's two gathering warps sum
-// and send landed rows as soon as their terms are stored.
+// The pipelined GEMM beside the combine_send of its rows: the first blocks multiply, the others form and send the sums
+// of landed rows as soon as their terms are stored.
 #pragma once
 
 #include "moe/combine/combine_send_stored.h"
@@ -13,11 +13,21 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 #if defined(MOE_A2A_HAS_TILE_PIPELINE) && !MOE_A2A_RECORDING
 
 struct SumSender {
-  using Args = CombineSendArgs;
+  struct Args {
+    CombineSendArgs send;
+    int num_blocks;  // the last ones of the grid
+  };
   static constexpr bool kSends = true;
 
-  MOE_A2A_DEVICE static void send(const Args& args, const StoredTiles& stored, int worker, int num_workers) {
-    CombineSendStored::send_by_warp(args, stored, Warp{}, worker, num_workers);
+  MOE_A2A_DEVICE static int first_block(const Args& args) { return blocks_in_grid() - args.num_blocks; }
+  MOE_A2A_DEVICE static bool has_block(const Args& args) { return block_in_grid() >= first_block(args); }
+
+  template <int kThreads>
+  MOE_A2A_DEVICE static void send(const Args& args, const StoredTiles& stored, std::byte* shared) {
+    constexpr int kScratchBytes = 128;  // in front, since a static variable beside the stages would not fit
+    const Block block(*reinterpret_cast<Block::Scratch*>(shared), kThreads);
+    CombineSendStored::send(args.send, stored, Grid{block_in_grid() - first_block(args), args.num_blocks}, block,
+                            shared + kScratchBytes);
   }
 };
 
@@ -33,9 +43,10 @@ void prepare_pipelined_combine_send(const LaunchSite& site) {
 template <class T>
 bool launch_pipelined_combine_send(const LaunchSite& site, const ProductCombineSendArgs& args) {
   using Kernel = PipelinedCombineSend<T>;
-  if (site.num_blocks < PairedTiles::kBlocks || !has_pipeline<Kernel>(site)) return false;
+  const int num_senders = (args.num_send_blocks + 1) / PairedTiles::kBlocks * PairedTiles::kBlocks;  // whole clusters
+  if (site.num_blocks < num_senders + PairedTiles::kBlocks || !has_pipeline<Kernel>(site)) return false;
   typename Kernel::Args pipelined = pipelined_args<Kernel, 1, false>(args.product);
-  pipelined.sender = args.send;
+  pipelined.sender = {args.send, num_senders};
   launch_pipeline<Kernel>(site, pipelined);
   return true;
 }

@@ -3,7 +3,7 @@
 // A cluster of two blocks takes a unit of work: two tiles of 128 rows that share a tile of weights, half of which each
 // block loads for both. In a block, two warps gather rows of x through the list, one loads weights, one hands the
 // gathered rows to the products, and two warp groups multiply, apply the activation and store. Stages in shared memory
-// connect them. Where nothing is gathered, the gathering warps can send results: see pipelined_combine_send.h.
+// connect them. The grid's last blocks can send the results meanwhile: see pipelined_combine_send.h.
 #pragma once
 
 #include "moe/experts/pipelined_results.h"
@@ -38,18 +38,24 @@ struct PipelinedGemm {
     typename Sender::Args sender;
   };
   static constexpr bool kSends = Sender::kSends;
-  static_assert(!(kSends && kGathers), "the warps that send are those that gather");
+  static_assert(!(kSends && kGathers), "sums are of the second product");
   static constexpr const char* kName = "pipelined_gemm";
   static constexpr int kThreads = 384, kBlocks = PairedTiles::kBlocks, kSharedBytes = Memory::kBytes;
   static constexpr int kGatherWarps = 2, kLoaderWarp = 2, kPassWarp = 3, kMultiplyWarps = 8;
   static constexpr int kGatherThreads = kGatherWarps * kWarpSize;
   // Each thread starts with 168 registers; the loading warps give some to the multiplying ones.
-  static constexpr int kLoadRegisters = !kIsFloat8 ? 88 : kGathers || kSends ? 56 : 40;
-  static constexpr int kMultiplyRegisters = !kIsFloat8 ? 208 : kGathers || kSends ? 224 : 232;
+  static constexpr int kLoadRegisters = !kIsFloat8 ? 88 : kGathers ? 56 : 40;
+  static constexpr int kMultiplyRegisters = !kIsFloat8 ? 208 : kGathers ? 224 : 232;
   static_assert(128 * kLoadRegisters + 256 * kMultiplyRegisters <= kThreads * 168);
 
-  MOE_A2A_DEVICE static void run(const Args& args, uint32_t shared) {
-    const Memory memory{shared};
+  MOE_A2A_DEVICE static void run(const Args& args, std::byte* shared) {
+    if constexpr (kSends) {
+      if (Sender::has_block(args.sender)) {
+        return Sender::template send<kThreads>(args.sender, {args.gemm.stored_tiles, tiles_of_a_row(args.gemm)},
+                                               shared);
+      }
+    }
+    const Memory memory{shared_address(shared)};
     const int warp = thread_in_block() / kWarpSize, block = block_in_cluster();
     if (thread_in_block() == 0) init_barriers(memory);
     block_sync();
@@ -59,13 +65,7 @@ struct PipelinedGemm {
       if (kGathers && warp < kGatherWarps) gather_rows(args.gemm, memory, block);
       if (warp == kLoaderWarp) load_tiles(args, memory, block);
       if (kGathers && warp == kPassWarp) pass_on(args.gemm, memory, block);
-      if constexpr (kSends) {
-        if (warp == kPassWarp) publish_tiles(args.gemm, memory, block);
-        if (warp < kGatherWarps) {
-          const StoredTiles stored = {args.gemm.stored_tiles, tiles_of_a_row(args.gemm)};
-          Sender::send(args.sender, stored, block_in_grid() + blocks_in_grid() * warp, blocks_in_grid() * kGatherWarps);
-        }
-      }
+      if (kSends && warp == kPassWarp) publish_tiles(args.gemm, memory, block);
     } else {
       take_registers<kMultiplyRegisters>();
       multiply(args.gemm, memory, block);

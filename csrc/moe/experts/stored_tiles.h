@@ -13,8 +13,9 @@ struct StoredTiles {
   // in wait_for_row().
   template <class Group>
   MOE_A2A_DEVICE static void add(uint32_t* count, const Group& group, int first_position, int num_positions) {
+    fence_before_signals<Scope::kDevice>();  // one for all: a fence takes microseconds
     for (int i = group.rank(); i < num_positions; i += group.size()) {
-      atomic_add<Order::kRelease, Scope::kDevice>(count + first_position + i, 1u);
+      atomic_add<kSignalOrder, Scope::kDevice>(count + first_position + i, 1u);
     }
   }
 
