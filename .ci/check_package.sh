@@ -7,6 +7,7 @@ root=$PWD
 rm -rf "$2"
 mkdir -p "$2"
 cd "$2"
+unset PYTHONDONTWRITEBYTECODE # pip compiles no modules here: thousands that nothing imports
 
 "$python" -m pip install -qq 'build==1.*'
 "$python" -m build --sdist --outdir . "$root" >sdist.log
@@ -17,7 +18,7 @@ done
 
 torch=$("$python" -c 'import torch; print("torch==" + torch.__version__.split("+")[0])')
 "$python" -m venv fresh
-fresh/bin/python -m pip install -qq "$torch" numpy platformdirs
+fresh/bin/python -m pip install -qq --no-compile "$torch" numpy platformdirs
 # Isolated: the build requirements come from the package index, PyTorch from the environment. With little optimisation: the
 # check is that the wheel is complete and runs, and it compiles its kernels six times.
 fresh/bin/python -m pip wheel -q --no-deps --wheel-dir . \
@@ -27,7 +28,7 @@ wheel=$(ls moe_a2a-*.whl)
 for file in moe_a2a/py.typed moe_a2a/_core.pyi moe_a2a/_build_info.py moe_a2a/leaderboard/problems/all2all.yml; do
   grep -q "^$file " contents.txt || { echo "$wheel lacks $file" >&2; exit 1; }
 done
-fresh/bin/python -m pip install -qq "$wheel[demo,leaderboard]"
+fresh/bin/python -m pip install -qq --no-compile "$wheel[demo,leaderboard]"
 
 for level in v2 v3 v4; do # the kernels for older machines, where this one has them
   MOE_A2A_CPU_LEVEL=$level fresh/bin/moe-a2a doctor >"doctor_$level.txt" || { cat "doctor_$level.txt"; exit 1; }

@@ -30,8 +30,9 @@ function(moe_a2a_add_cpu_levels library)
       DEPENDS ${copy}_1 ${copy}_0 $<TARGET_OBJECTS:${copy}_1> $<TARGET_OBJECTS:${copy}_0>
       COMMENT "The CPU target for x86-64-v${level}"
       COMMAND_EXPAND_LISTS VERBATIM)
-    set_source_files_properties(${object} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
-    target_sources(${library} PRIVATE ${object})
+    # Not a source of the library: everything that links it would then wait for this object before it compiles.
+    add_custom_target(${copy} DEPENDS ${object})
+    target_link_libraries(${library} INTERFACE ${object})
   endforeach()
   target_compile_definitions(${library} PUBLIC MOE_A2A_CPU_LEVELS=1)
 endfunction()
