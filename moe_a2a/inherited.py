@@ -22,8 +22,9 @@ def _take_surroundings(environment: dict[str, str], *outputs: Any) -> None:
     os.environ.update(environment)
     for output, descriptor in zip(outputs, OUTPUTS, strict=True):
         opened = output.detach()
-        os.dup2(opened, descriptor)
-        os.close(opened)
+        if opened != descriptor:  # a spawned process has them in their places
+            os.dup2(opened, descriptor)
+            os.close(opened)
 
 
 class OpenFile:

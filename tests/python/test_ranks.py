@@ -2,12 +2,15 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+
+from moe_a2a import rank_processes
 
 
 def add_ranks(group, value):
@@ -40,6 +43,20 @@ def test_processes_return_results_in_rank_order():
 def test_processes_show_the_traceback_of_the_rank_that_failed():
     with pytest.raises(ranks.RankError, match=r"(?s)rank 1 ---.*on purpose"):
         ranks.run_processes(2, fail_on_rank_1)
+
+
+def say_on_both(report):
+    print("on stdout", flush=True)
+    print("on stderr", file=sys.stderr, flush=True)
+    os.write(1, b"by descriptor\n")
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_output_of_a_rank_is_that_of_its_starter(method, capfd):
+    with rank_processes.RankProcesses(1, timeout=60, method=method) as processes:
+        processes.run(say_on_both, timeout=60)
+    said = capfd.readouterr()
+    assert said.out == "on stdout\nby descriptor\n" and said.err == "on stderr\n"
 
 
 def test_processes_that_hang_are_named_and_killed():
