@@ -47,8 +47,7 @@ int combine_senders(int num_blocks, bool presummed, int num_ranks) {
   return std::clamp(std::min(by_work, enough), 1, num_blocks - 1);
 }
 
-// An estimate, not measured: on all blocks a combine of such rows takes a fifth of their product's time, and it waits
-// for memory, which the product leaves idle.
-int product_senders(int num_blocks) { return num_blocks < 16 ? 1 : num_blocks / 8; }
+// 2 H200, 4096 tokens, of 132 blocks 8, 12 or 20 senders: bfloat16 2989, 2514 and 2213 us, float8 2388, 1929 and 1643.
+int product_senders(int num_blocks) { return std::max(1, num_blocks * 3 / 20); }
 
 }  // namespace moe_a2a
