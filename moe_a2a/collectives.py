@@ -118,7 +118,10 @@ class Collectives(CommunicatorClient):
                 )
             is_tables = codec_index == 0 and ALGORITHMS[algorithm_index] == step.algorithm
             num_blocks = step.num_blocks if is_tables else 0
-            as_words = ALGORITHMS[algorithm_index] == "one_shot" and x.nbytes <= table.most_in_words
+            may_be_words = (
+                ALGORITHMS[algorithm_index] == "one_shot" and self.device.type in collective_tables.WORDS_RUN_ON
+            )
+            as_words = may_be_words and x.nbytes <= table.most_in_words
         return core.all_reduce(x, op_index, algorithm_index, codec_index, as_words, num_blocks, out)
 
     def reduce_scatter(

@@ -5,10 +5,9 @@ import random
 import threading
 from dataclasses import replace
 
-import on_device
 import pytest
 import torch
-from on_device import cpu_only, run
+from on_device import run
 from ranks import run_processes, run_threads
 from test_collective_failures import check_works
 from test_collectives import ALGORITHMS, DTYPES, OPS, check_neighbours, placed, poisoned
@@ -16,7 +15,7 @@ from test_collectives import ALGORITHMS, DTYPES, OPS, check_neighbours, placed, 
 import moe_a2a
 from moe_a2a.collective_tables import MOST_IN_WORDS, Tables, model
 
-pytestmark = on_device.TESTS
+pytestmark = pytest.mark.cpu  # words do not run on GPUs: docs/collectives.md
 
 WORKSPACE = 16 << 10
 # Elements: none, parts of a word, whole words of every dtype and target, chunks of 8 KiB, and the maximum.
@@ -72,7 +71,6 @@ def test_the_bits_are_those_of_rows(num_ranks, session_seed):
     run(num_ranks, same_bits_program, session_seed)
 
 
-@cpu_only
 def test_the_bits_are_those_of_rows_on_eight_ranks(session_seed):
     run(8, same_bits_program, session_seed)
 
@@ -105,7 +103,6 @@ def test_words_and_rows_by_turns(num_ranks, num_calls, session_seed):
     run(num_ranks, by_turns_program, session_seed, num_calls)
 
 
-@cpu_only
 def test_words_and_rows_by_turns_of_processes(session_seed):
     run_processes(3, by_turns_program, session_seed, 1_000)
 
@@ -148,7 +145,6 @@ def mismatch_program(group) -> None:
             check_works(coll)
 
 
-@cpu_only
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_disagree_are_all_told(num_ranks):
     run_threads(num_ranks, mismatch_program)
@@ -167,7 +163,6 @@ def refusal_program(group) -> None:
         check_works(coll)
 
 
-@cpu_only
 def test_a_call_that_fails_on_one_rank_is_refused_on_all():
     run_threads(2, refusal_program)
 
@@ -185,7 +180,6 @@ def absent_rank_program(group) -> str:
         return str(caught.value)
 
 
-@cpu_only
 def test_an_absent_rank_is_named():
     said = run_threads(3, absent_rank_program)
     assert all("rank 1" in text for text in (said[0], said[2]))
@@ -202,6 +196,5 @@ def dying_program(group) -> None:
                 coll.all_reduce(x, algorithm="one_shot")
 
 
-@cpu_only
 def test_a_rank_that_dies_among_calls():
     run_processes(3, dying_program, mortal={1})
