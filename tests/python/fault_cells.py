@@ -148,6 +148,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0, help="begin with this one")
     parser.add_argument("--json", type=Path, help="write each cell here")
     options = parser.parse_args(arguments)
+    os.environ["MOE_A2A_DEVICE"] = "cpu"  # also on a machine with GPUs, which would be too few
     rows, found = defaultdict(list), []
     for cell in all_cells()[options.first :: options.every]:
         wrong, seconds = run(cell)
