@@ -102,7 +102,7 @@ def own_file(device: torch.device, num_ranks: int) -> Path:
 MOST_ONE_SHOT_ON_CPU = 8 << 10  # measured with 4 ranks on 2 cores
 # No step of the model sends LL words. On the CPU, where a signal costs almost nothing, they are never faster: 4 ranks on 2
 # cores, us as rows and as words: 18.0 and 18.3 for 16 bytes, 20 and 30 for 512, 34 and 176 for 8 KiB. On GPUs they are not used,
-# whatever a table says: there one call in some hundred was wrong (docs/collectives.md, "LL words").
+# whatever a table says, until they have run there again (docs/collectives.md, "LL words").
 WORDS_RUN_ON = ("cpu",)
 # Bytes that a GPU's links carry in the time of two-shot's second trip: 5.5 us, 349 GB/s (2 and 4 H200).
 TRIP_NBYTES = 1_900_000

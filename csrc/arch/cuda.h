@@ -111,11 +111,12 @@ __device__ __forceinline__ void prefetch(const void* address) {
 
 using Vec16 = uint4;
 
-// 16-byte accesses that never tear (PTX: .b128 with .relaxed has single-copy atomicity).
+// 16-byte accesses that never tear. The load is volatile: ptxas turns a relaxed one into a load per part where a kernel
+// uses only some parts, and then a new stamp may come with old data (H200: one all-reduce in 300 as LL words was wrong).
 using LlBits = Vec16;  // see comm/ll_word.h
 __device__ __forceinline__ Vec16 load_whole(const Vec16* address) {
   uint64_t low, high;
-  asm volatile("{ .reg .b128 w; ld.relaxed.sys.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
+  asm volatile("{ .reg .b128 w; ld.volatile.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
                : "=l"(low), "=l"(high)
                : "l"(__cvta_generic_to_global(address))
                : "memory");

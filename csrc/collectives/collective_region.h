@@ -14,9 +14,6 @@ inline constexpr int kChunksPerRound = 128, kMaxRounds = 4, kMaxChunks = kMaxRou
 // blocks of line codecs.
 inline constexpr int kShareUnit = 64;
 
-// A line each, so that no two ranks write to one.
-inline constexpr int kCallWordBytes = 128;
-
 // What a rank has observed of a launch, from all ranks.
 enum class Seen : uint32_t {
   kSignals,  // call_signal, acquired: what came before the launch on every rank is ordered
@@ -42,7 +39,7 @@ struct CollectiveRegion {
   Array<Signal, 3> chunk_signal;    // [2, R src, chunks]  a chunk of src has landed here
   Array<Signal, 3> result_signal;   // [2, R src, chunks]  a chunk of `result` of src may be read there
   Array<std::byte, 3> landing;      // [2, R src, share_bytes]
-  Array<std::byte, 3> call_word;    // [2, R src, kCallWordBytes]  an LL word: src's Announcement::terms_of_words()
+  Array<std::byte, 3> call_word;    // [2, R src, 16]  an LL word: src's Announcement::terms_of_words()
   Array<std::byte, 3> words;        // [2, R src, 2 * words_bytes]  LL words: src's vector
   // ---- symmetric: written by its owner, read by all ranks
   Array<std::byte, 2> result;  // [2, share_bytes]  the share that this rank has reduced or gives to all
@@ -71,7 +68,7 @@ inline RegionSize place_region(CollectiveContext& context, int num_ranks, int64_
                       .chunk_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
                       .result_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
                       .landing = symmetric.template take<std::byte>(2, num_ranks, share_bytes),
-                      .call_word = symmetric.template take<std::byte>(2, num_ranks, kCallWordBytes),
+                      .call_word = symmetric.template take<std::byte>(2, num_ranks, 16),
                       .words = symmetric.template take<std::byte>(2, num_ranks, 2 * words_bytes),
                       .result = symmetric.template take<std::byte>(2, share_bytes),
                       .state = local.template take<CallState>(1),
