@@ -1,7 +1,7 @@
 # make demo     a real MoE model through dispatch() and combine(), on this machine
 # make test     every test
 # make test-gpu the Python tests on GPUs, one rank each; make soak-gpu and make sanitize-gpu: see tests/README.md
-# make kernels  compile every kernel for CUDA and HIP, check the AMD assembly
+# make kernels  compile every kernel for CUDA and HIP, check the AMD assembly and the NVIDIA machine code
 # make headers  compile every header on its own
 # make format   make lint   make types   make stubs   make docs   make package   make clean
 #

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # compile_kernels.sh <build folder> [full|new]: compiles every kernel for CUDA and HIP, no GPU needed, and checks the AMD
-# assembly. full: builds whole libraries too, for every architecture (half an hour). new: the library for HIP with newer
+# assembly and NVIDIA's machine code. full: builds whole libraries too, for every architecture (half an hour). new: the library for HIP with newer
 # headers, which CI's clang may not be able to read. cmake/kernel_checks.cmake says what the short form omits.
 #
 # With CI=true a missing compiler is an error; elsewhere it is reported and skipped.
@@ -29,6 +29,14 @@ fetch_prefix() {
   [ -e "$build/hip_$1/flags" ] || .ci/hip_prefix.sh "$1" "$build/hip_$1"
 }
 
+get_disassembler() {  # part of CUDA's toolkit; some installations have its compiler only
+  command -v cuobjdump >/dev/null && command -v nvdisasm >/dev/null && return
+  local wheels=$build/disassembler
+  [ -d "$wheels" ] || python3 -m pip install -qq --root-user-action=ignore --no-deps --target "$wheels" \
+    'nvidia-cuda-cuobjdump==13.*' 'nvidia-cuda-nvdisasm==13.*' || return
+  PATH+=:$PWD/$wheels/nvidia/cu13/bin
+}
+
 mkdir -p "$build"
 targets="cpu"
 options=()
@@ -48,6 +56,13 @@ if [[ $targets == *cuda* ]]; then
   # nvcc lets host templates call device functions, and compiles such a call to exit(1).
   nm -u "$build"/checks/cuda/*.o >"$build/checks/cuda/undefined.txt"
   if grep -w exit "$build/checks/cuda/undefined.txt"; then failed+=("CUDA: host code calls a device function"); fi
+
+  echo "== NVIDIA machine code"
+  if get_disassembler; then
+    python3 tests/structure/check_sass.py "$build"/checks/cuda/*_kernels.o || failed+=("SASS")
+  else
+    leave_out "SASS: cuobjdump and nvdisasm are not on this machine"
+  fi
 fi
 
 if [[ $targets == *hip* ]]; then
