@@ -112,7 +112,8 @@ __device__ __forceinline__ void prefetch(const void* address) {
 using Vec16 = uint4;
 
 // 16-byte accesses that never tear. The load is volatile: ptxas turns a relaxed one into a load per part where a kernel
-// uses only some parts, and then a new stamp may come with old data (H200: one all-reduce in 300 as LL words was wrong).
+// uses only some parts, and then a new stamp may come with old data (H200: one all-reduce in 300 as LL words was
+// wrong).
 using LlBits = Vec16;  // see comm/ll_word.h
 __device__ __forceinline__ Vec16 load_whole(const Vec16* address) {
   uint64_t low, high;
