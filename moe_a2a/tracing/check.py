@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from moe_a2a.json_fields import FieldError
+from moe_a2a.json_fields import FieldError, quoted
 from moe_a2a.tracing.file_timeline import check_about, slices_of_ranks
 from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.trace_file import FLIGHT, TraceFile
@@ -57,9 +57,9 @@ def _times(file: TraceFile) -> list[str]:
     problems, last = [], {}
     for s in file.slices:
         if s.begin_ns < 0 or s.end_ns < s.begin_ns:
-            problems.append(f"{s.name} from {s.begin_ns} to {s.end_ns} ns")
+            problems.append(f"{quoted(s.name)} from {s.begin_ns} to {s.end_ns} ns")
         if s.begin_ns < last.get(s.track, 0):
-            problems.append(f"{s.name} at {s.begin_ns} ns stands behind one of its track that begins later")
+            problems.append(f"{quoted(s.name)} at {s.begin_ns} ns stands behind one of its track that begins later")
         last[s.track] = s.begin_ns
     return problems
 
@@ -72,7 +72,9 @@ def _nesting(file: TraceFile) -> list[str]:
         while ends and ends[-1] <= s.begin_ns:
             ends.pop()
         if ends and s.end_ns > ends[-1]:
-            problems.append(f"{s.name} from {s.begin_ns} to {s.end_ns} ns reaches across an end at {ends[-1]} ns")
+            problems.append(
+                f"{quoted(s.name)} from {s.begin_ns} to {s.end_ns} ns reaches across an end at {ends[-1]} ns"
+            )
         ends.append(s.end_ns)
     return problems
 
@@ -92,7 +94,9 @@ def _flows(file: TraceFile) -> list[str]:
         source, wait, flight = file.slices[source_at], file.slices[flight_at - 1], file.slices[flight_at]
         from_rank, to_rank = file.rank_of(source.track), file.rank_of(wait.track)
         if (source.name, flight.name) != ("signal", FLIGHT) or wait.name not in WAITS_WITH_ARROWS:
-            problems.append(f"flow {flow} goes from {source.name} to {flight.name} of {wait.name}")
+            problems.append(
+                f"flow {flow} goes from {quoted(source.name)} to {quoted(flight.name)} of {quoted(wait.name)}"
+            )
             continue
         if flight.track != wait.track or flight.begin_ns < wait.begin_ns or flight.end_ns != wait.end_ns:
             problems.append(f"flow {flow}: its flight is not the last part of its wait")
@@ -135,7 +139,7 @@ def _counts(file: TraceFile) -> list[str]:
 def _counters(file: TraceFile) -> list[str]:
     problems = []
     for (process, name), (times, values) in file.counters.items():
-        where = f"{name} of {file.processes.get(process, process)}"
+        where = f"{quoted(name)} of {quoted(file.processes.get(process, process))}"
         if min(values) < 0:
             problems.append(f"{where} falls below zero")
         if times != sorted(times):

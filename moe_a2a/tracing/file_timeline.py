@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_a2a.json_fields import Field, FieldError
+from moe_a2a.json_fields import Field, FieldError, quoted
 from moe_a2a.tracing.timeline import ARROW, MOMENTS, SLICE, Timeline
 from moe_a2a.tracing.trace_file import ABOUT, ARGUMENTS, FLIGHT, TraceFile
 
@@ -103,7 +103,7 @@ class _Builder:
         wrong = np.flatnonzero((slices["begin_ns"] < 0) | (slices["end_ns"] < slices["begin_ns"]))
         if len(wrong):
             s = kept[wrong[0]]
-            raise FieldError(f"{s.name!a} lasts from {s.begin_ns} to {s.end_ns} ns")
+            raise FieldError(f"{quoted(s.name)} lasts from {s.begin_ns} to {s.end_ns} ns")
         if slices["peer"].max() >= self._num_ranks:
             raise FieldError(f"a slice has the peer {slices['peer'].max()}, with {self._num_ranks} ranks")
         span = int(slices["end_ns"].max() - slices["begin_ns"].min())
@@ -115,7 +115,7 @@ class _Builder:
         """Rank, block and warp."""
         place = (self._file.rank_of(track), *self._file.warp_of(track))
         if min(place) < 0 or place[0] >= self._num_ranks:
-            raise FieldError(f"the track {self._file.tracks[track][1]!a} is of no warp of a rank")
+            raise FieldError(f"the track {quoted(self._file.tracks[track][1])} is of no warp of a rank")
         return place
 
     def _arrows(self) -> np.ndarray:

@@ -6,7 +6,7 @@ import re
 import struct
 from typing import Any
 
-from moe_a2a.json_fields import FieldError
+from moe_a2a.json_fields import FieldError, quoted
 from moe_a2a.tracing.protobuf import fields, number, signed, text
 from moe_a2a.tracing.trace_file import ABOUT, LATEST_NS, PHASES, FileSlice, TraceFile, checked_arguments
 
@@ -53,7 +53,7 @@ class _Parser:
     def finish(self) -> None:
         for track, slices in self._open.items():
             for i in slices:
-                self._file.problems.append(f"slice {self._file.slices[i].name} on track {track} never ends")
+                self._file.problems.append(f"slice {quoted(self._file.slices[i].name)} on track {track} never ends")
 
     def _interned(self, message: Any) -> None:
         for field, entry in fields(message):
@@ -74,7 +74,7 @@ class _Parser:
         elif parent in self._rank_of:
             rank = self._rank_of[parent]
         else:
-            raise FieldError(f"track {name!a} is part of track {parent!a}, which has not been described")
+            raise FieldError(f"track {quoted(name)} is part of track {quoted(parent)}, which has not been described")
         self._rank_of[uuid] = rank
         if 8 in descriptor:
             self._counters[uuid] = (rank, name)
@@ -115,7 +115,7 @@ class _Parser:
         elif kind in (BEGIN, END, INSTANT):
             self._slice_event(kind, track, time, name, checked_arguments(arguments), sources, sinks)
         else:
-            self._file.problems.append(f"an event has the type {kind!a}, which Trace.save() never writes")
+            self._file.problems.append(f"an event has the type {quoted(kind)}, which Trace.save() never writes")
 
     def _slice_event(self, kind, track, time, name, arguments, sources, sinks) -> None:
         slices, stack = self._file.slices, self._open.setdefault(track, [])
