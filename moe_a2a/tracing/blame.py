@@ -74,7 +74,7 @@ def _hot_expert_of_late_rank(timeline: Timeline, cause: np.ndarray, waits: np.nd
     waiter, peer = (timeline.slices[name][waits[is_early]].astype(np.int64) for name in ("rank", "peer"))
     pairs, begins, ends = merged(waiter * timeline.num_ranks + peer, begin[is_early], started[is_early])
     before = np.bincount(pairs % timeline.num_ranks, ends - begins, minlength=timeline.num_ranks)
-    late, in_launches = int(before.argmax()), timeline.phase_times().sum()
+    late, in_launches = int(before.argmax()), timeline.phase_times(timeline.kernels()).sum()
     if before[late] < LATE * in_launches or not _is_alone(before, late) or (hot := work.explanation(late)) is None:
         return None
     return (

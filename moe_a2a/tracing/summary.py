@@ -41,19 +41,15 @@ def summarize(timeline: Timeline) -> Summary:
 
 def _operation_times(timeline: Timeline) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Per operation, [R] time in which a block is in it, and [R] launches of the warp with the most."""
-    kernels = timeline.slices[timeline.kernels()]
+    names, is_kernel = timeline.slices["name"], timeline.kernels()
     times = {}
-    for number in np.unique(kernels["name"]):
-        own = kernels[kernels["name"] == number]
-        ranks, begins, ends = merged(own["rank"], own["begin_ns"], own["end_ns"])
-        covered = np.bincount(ranks, ends - begins, minlength=timeline.num_ranks).astype(np.int64)
+    for number in np.unique(names[is_kernel]):
+        which = is_kernel & (names == number)
         # Counted per warp: blocks of a product wait for nobody, so on a busy CPU they may run one after the other.
-        of_warps, counts = np.unique(
-            timeline.warps()[timeline.kernels()][kernels["name"] == number], return_counts=True
-        )
+        of_warps, counts = np.unique(timeline.warps()[which], return_counts=True)
         launches = np.zeros(timeline.num_ranks, np.int64)
         np.maximum.at(launches, of_warps >> 40, counts)
-        times[timeline.names[number]] = (covered, launches)
+        times[timeline.names[number]] = (timeline.phase_times(which), launches)
     return times
 
 

@@ -83,9 +83,9 @@ class Timeline:
         warps, begins, ends = merged(self.warps()[which], self.slices["begin_ns"][which], self.slices["end_ns"][which])
         return np.bincount(warps >> 40, ends - begins, minlength=self.num_ranks).astype(np.int64)
 
-    def phase_times(self) -> np.ndarray:
-        """int64 [R]: time in which each rank has a block in a launch."""
-        kernels = self.slices[self.kernels()]
+    def phase_times(self, which: np.ndarray) -> np.ndarray:
+        """int64 [R]: time in which each rank has a block in at least one of these launches."""
+        kernels = self.slices[which]
         ranks, begins, ends = merged(kernels["rank"], kernels["begin_ns"], kernels["end_ns"])
         return np.bincount(ranks, ends - begins, minlength=self.num_ranks).astype(np.int64)
 
