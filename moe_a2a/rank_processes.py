@@ -30,6 +30,7 @@ from moe_a2a.inherited import OpenFile, Surroundings
 DIED = "died"  # the result of a rank that was allowed to die
 SECONDS_TO_DIE = 5.0
 FORK_SERVER = "moe_a2a.fork_server"  # to preload where all of moe_a2a may be
+LONGEST_SOCKET_PATH = 107  # bytes; unix(7), "Pathname sockets"
 SECONDS_TO_DUMP = 0.3
 
 
@@ -77,6 +78,11 @@ def preload(*modules: str) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(_preloaded)
 
 
+def _fork_server_can_listen() -> bool:
+    multiprocessing_name = os.path.join("pymp-12345678", "listener-12345678")
+    return len(os.fsencode(os.path.join(tempfile.gettempdir(), multiprocessing_name))) <= LONGEST_SOCKET_PATH
+
+
 @functools.cache
 def _await_fork_server() -> None:
     """Returns once the server has imported everything. That takes seconds, in which signals must not be postponed as they are
@@ -91,7 +97,8 @@ def _await_fork_server() -> None:
 class RankProcesses:
     """`num_ranks` processes of one torch.distributed process group, which run one program after another.
 
-    method: of multiprocessing: "spawn" or "forkserver". backend: of torch.distributed; None: programs make their own
+    method: of multiprocessing: "spawn", or "forkserver", which becomes "spawn" where the temporary folder's path is too long
+    for the server's socket. backend: of torch.distributed; None: programs make their own
     groups, on this_process_store(). timeout: of the group, seconds.
     prepare: called with the rank in each process before the group is made.
     dumps: pickles programs and their arguments for processes that import modules by name.
@@ -111,6 +118,8 @@ class RankProcesses:
         self._ranks: list[_Rank] = []
         # The ranks inherit it open, so it needs no name, and nothing remains whichever process is killed.
         self._meeting = tempfile.TemporaryFile()
+        if method == "forkserver" and not _fork_server_can_listen():
+            method = "spawn"
         context = multiprocessing.get_context(method)
         try:
             if method == "forkserver":

@@ -1,9 +1,13 @@
 """The harness tests itself: a rank that fails, hangs or dies must neither pass nor hang a test."""
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import ranks
@@ -57,6 +61,35 @@ def test_the_output_of_a_rank_is_that_of_its_starter(method, capfd):
         processes.run(say_on_both, timeout=60)
     said = capfd.readouterr()
     assert said.out == "on stdout\nby descriptor\n" and said.err == "on stderr\n"
+
+
+RANKS_IN_A_FOLDER = """
+from moe_a2a.rank_processes import RankProcesses
+
+with RankProcesses(2, timeout=60, method="forkserver") as processes:
+    processes.run(print, "rank", timeout=60)
+"""
+
+
+@pytest.mark.parametrize("length", [75, 76, 300])  # from 76 on the fork server's socket would have 108 bytes
+def test_ranks_start_whatever_the_length_of_the_temporary_folder(length, tmp_path):
+    folder = tempfile.mkdtemp(dir="/tmp")  # tmp_path itself may be too long
+    try:
+        long = Path(folder)
+        while len(str(long)) < length - 102:
+            long /= "x" * 100
+        long /= "x" * (length - len(str(long)) - 1)
+        long.mkdir(parents=True)
+        assert len(str(long)) == length
+        run = subprocess.run(
+            [sys.executable, "-c", RANKS_IN_A_FOLDER],
+            env=os.environ | {"TMPDIR": str(long)}, cwd=tmp_path, timeout=100, capture_output=True, text=True,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count("rank") == 2
+        assert not list(long.iterdir())
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_processes_that_hang_are_named_and_killed():
