@@ -1,4 +1,5 @@
-"""The line codecs as Collectives.all_reduce() offers them: their error bounds, and the choice of codec="auto".
+"""The line codecs as Collectives.all_reduce() and ExpertParallel.combine() offer them: their error bounds, and the choice of
+codec="auto".
 
 docs/collectives.md derives the bounds; csrc/rows/line_codec.h implements the codecs.
 """
@@ -6,14 +7,28 @@ docs/collectives.md derives the bounds; csrc/rows/line_codec.h implements the co
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from moe_a2a import arguments
 
 CODECS = ("fp8", "q8", "q6", "q4")  # in the order of csrc/rows/line_codec.h; None comes before them
+BLOCK = 32  # values that share a scale
 BITS = {"fp8": 8.5, "q8": 8.5, "q6": 6.5, "q4": 4.5}  # per value on the wire, including its share of the scale
 
 # Largest error of one rounding, relative to the largest magnitude of its block. A scale is rounded up by at most 2^-7, and
 # the step of the integer codecs with it; fp8 rounds a value to 4 significant bits, whatever the scale.
 _SCALE = 1 + 2**-7
 ONE_ROUNDING = {"fp8": 2**-4, "q8": 2**-7 * _SCALE, "q6": 2**-5 * _SCALE, "q4": 2**-3 * _SCALE}
+
+
+def checked_index(rank: int, name: str, codec: Any) -> int:
+    """The codec's number in csrc/rows/line_codec.h; 0 for None."""
+    return 0 if codec is None else 1 + arguments.checked_choice(rank, name, codec, CODECS)
+
+
+def line_bytes(codec: str, num_values: int) -> int:
+    """Bytes on the wire of a row of values."""
+    return int(-(-num_values // BLOCK) * BLOCK * BITS[codec]) // 8
 
 
 def max_error(codec: str | None) -> float:

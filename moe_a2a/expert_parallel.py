@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, experts, launch_tables
+from moe_a2a import _core, arguments, calls, codecs, experts, launch_tables
 from moe_a2a.communicator import CommunicatorClient
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError
@@ -186,6 +186,7 @@ class ExpertParallel(CommunicatorClient):
         handle: DispatchHandle,
         *,
         presummed: bool = False,
+        wire: str | None = None,
         out: torch.Tensor | None = None,
         num_blocks: int = 0,
     ) -> torch.Tensor:
@@ -199,6 +200,11 @@ class ExpertParallel(CommunicatorClient):
                 "masked"), of `dtype`. Rows past the last position are never read.
             handle: of the dispatch; valid for one combine.
             presummed: y is [R * T, H] like recv_x, each row already weighted and summed over this rank's experts.
+            wire: how this rank's sums travel. None: as `dtype`. "fp8", "q8", "q6" or "q4": in blocks of 32 values that share
+                a scale, 8.5, 8.5, 6.5 or 4.5 bits per value. Each sum that another rank has sent is off by at most
+                codecs.ONE_ROUNDING[wire] times the largest magnitude in its block, and a NaN or an infinity turns its block
+                into NaNs. A rank's own sums stay exact, and so do those of batches that return as LL words (up to
+                num_max_ll_tokens tokens and 3 MiB of sums), which latency bounds. The ranks need not agree.
             out: where to write, [num_tokens, H] contiguous, of `dtype`; must not overlap y or the handle's views.
 
         Raises: as dispatch(). After an error of its own, or PeerRefusedError, all ranks may retry the combine with the
@@ -211,7 +217,9 @@ class ExpertParallel(CommunicatorClient):
         arguments.check_tensor(self.rank, "y", y)
         arguments.check_optional_tensor(self.rank, "out", out)
         arguments.checked_bool(self.rank, "presummed", presummed)
-        return core.combine(y, key, presummed, out, arguments.checked_blocks(self.rank, num_blocks, self.num_blocks))
+        codec = self._checked_wire(wire)
+        blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
+        return core.combine(y, key, presummed, codec, out, blocks)
 
     @calls.serves_a_handle(position=0)
     @torch.no_grad()
@@ -223,6 +231,7 @@ class ExpertParallel(CommunicatorClient):
         *,
         fused: bool | None = None,
         fused_combine: bool | None = None,
+        wire: str | None = None,
         num_max_routes: int | None = None,
         out: torch.Tensor | None = None,
         num_blocks: int = 0,
@@ -239,6 +248,7 @@ class ExpertParallel(CommunicatorClient):
                 an error for layout="masked" and for batches whose sums may return as LL words (at most num_max_ll_tokens
                 tokens and 3 MiB of sums). False: first the product, then the combine. None: as False, which was faster
                 wherever both were measured (docs/experts.md). Same bits.
+            wire: as in combine(); not with fused_combine=True.
             num_max_routes: rows of the intermediate results, [num_max_routes, I] and [num_max_routes, H]; None:
                 handle.capacity, which holds any routing. More routes raise ValueError if the host can see them (on the
                 CPU, and step by step). On a GPU, routes past the bound are dropped, here and in the peers' sums, and check()
@@ -254,11 +264,12 @@ class ExpertParallel(CommunicatorClient):
                 f"experts got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"
             )
         weights = ExpertWeights.checked(self, w_gate_up, w_down)
-        experts.check_way(self, fused, fused_combine, num_max_routes)
+        experts.check_way(self, fused, fused_combine, wire, num_max_routes)
+        self._checked_wire(wire)
         arguments.check_optional_tensor(self.rank, "out", out)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
         ways: dict[str, Any] = {"fused": fused, "fused_combine": fused_combine, "num_max_routes": num_max_routes}
-        return experts.run_and_combine(handle, weights, out, num_blocks, **ways)
+        return experts.run_and_combine(handle, weights, out, num_blocks, wire=wire, **ways)
 
     # ---- the two halves of each call: between them the device is free
 
@@ -306,13 +317,15 @@ class ExpertParallel(CommunicatorClient):
         handle: DispatchHandle,
         *,
         presummed: bool = False,
+        wire: str | None = None,
         num_blocks: int = 0,
     ) -> None:
         """The first half of combine(): returns when the sums are posted."""
         core, key = self._open_core(), self._key_of(handle)
         arguments.check_tensor(self.rank, "y", y)
         arguments.checked_bool(self.rank, "presummed", presummed)
-        core.combine_send(y, key, presummed, arguments.checked_blocks(self.rank, num_blocks, self.num_blocks))
+        codec = self._checked_wire(wire)
+        core.combine_send(y, key, presummed, codec, arguments.checked_blocks(self.rank, num_blocks, self.num_blocks))
 
     @calls.serves_a_handle(position=0)
     def combine_recv(
@@ -353,6 +366,12 @@ class ExpertParallel(CommunicatorClient):
         if self._trace is not None:
             self._trace.dispatched(routing[0], row_dtype)
         return DispatchHandle(self, sent, row_dtype, routing)
+
+    def _checked_wire(self, wire: Any) -> int:
+        codec = codecs.checked_index(self.rank, "wire", wire)
+        if self._trace is not None:
+            self._trace.combined(wire)
+        return codec
 
     def _key_of(self, handle: DispatchHandle) -> Any:
         if not isinstance(handle, DispatchHandle):

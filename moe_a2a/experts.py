@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moe_a2a import arguments
+from moe_a2a import arguments, codecs
 from moe_a2a.expert_weights import ExpertWeights, Weight
 from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.handle import DispatchHandle, Owner
@@ -21,21 +21,22 @@ def run_and_combine(
     *,
     fused: bool | None,
     fused_combine: bool | None,
+    wire: str | None,
     num_max_routes: int | None,
 ) -> torch.Tensor:
     """Implements ExpertParallel.experts(), with its arguments."""
-    core, key = handle.ep._core, handle._handle
+    core, key, codec = handle.ep._core, handle._handle, codecs.checked_index(handle.ep.rank, "wire", wire)
     by_kernels = runs_kernels(handle.ep, weights, handle.row_dtype, fused)
     if num_max_routes is not None:
         _check_bound(handle, num_max_routes, can_look=not by_kernels or handle.ep.device.type == "cpu")
     fuses = _fuses_combine(handle, by_kernels, fused_combine)
     if not by_kernels:
-        return core.combine(_step_by_step(handle, weights), key, False, out, num_blocks)
+        return core.combine(_step_by_step(handle, weights), key, False, codec, out, num_blocks)
     inner, inner_scales = _first_product(handle, weights, num_max_routes)
     if fuses:
         return multiply_and_combine(handle, weights, inner, inner_scales, out, num_blocks)
     y = _second_product(handle, weights, inner, inner_scales)
-    return core.combine(_in_layout(handle, y), key, False, out, num_blocks)
+    return core.combine(_in_layout(handle, y), key, False, codec, out, num_blocks)
 
 
 def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) -> None:
@@ -199,9 +200,15 @@ def combine_stays_apart(handle: DispatchHandle, by_kernels: bool = True) -> str 
     return None
 
 
-def check_way(ep: Owner, fused: Any, fused_combine: Any, num_max_routes: Any) -> None:
+def check_way(ep: Owner, fused: Any, fused_combine: Any, wire: Any, num_max_routes: Any) -> None:
     for name, way in (("fused", fused), ("fused_combine", fused_combine)):
         if way is not None:
             arguments.checked_bool(ep.rank, name, way)
+    codecs.checked_index(ep.rank, "wire", wire)
+    if wire is not None and fused_combine:
+        raise ValueError(
+            f'wire="{wire}" with fused_combine=True on rank {ep.rank}: the fused kernel sends its sums as they are; pass '
+            "fused_combine=None"
+        )
     if num_max_routes is not None:
         arguments.checked_int(ep.rank, "num_max_routes", num_max_routes, 1)

@@ -33,7 +33,7 @@ class MoELayer(nn.Module):
             ceil(H / 128)], the gate's first; the rows then travel as float8 too.
         w_down: [E_local, H, I], or (float8 values, scales [E_local, ceil(H / 128), ceil(I / 128)]).
         fused: True: use kernels, or raise an error that says why not; False: step by step; None: see above.
-        fused_combine, num_max_routes: see ExpertParallel.experts().
+        fused_combine, wire, num_max_routes: see ExpertParallel.experts().
     """
 
     w_gate_up_scales: torch.Tensor | None
@@ -47,12 +47,14 @@ class MoELayer(nn.Module):
         *,
         fused: bool | None = None,
         fused_combine: bool | None = None,
+        wire: str | None = None,
         num_max_routes: int | None = None,
     ):
         super().__init__()
         weights = ExpertWeights.checked(ep, w_gate_up, w_down)
-        experts.check_way(ep, fused, fused_combine, num_max_routes)
-        self.ep, self.fused, self.fused_combine, self.num_max_routes = ep, fused, fused_combine, num_max_routes
+        experts.check_way(ep, fused, fused_combine, wire, num_max_routes)
+        self.ep, self.fused, self.fused_combine = ep, fused, fused_combine
+        self.wire, self.num_max_routes = wire, num_max_routes
         self.w_gate_up, self.w_down = _as_parameter(weights.gate_up), _as_parameter(weights.down)
         self.register_buffer("w_gate_up_scales", weights.gate_up_scales)
         self.register_buffer("w_down_scales", weights.down_scales)
@@ -88,7 +90,12 @@ class MoELayer(nn.Module):
         return f"{self.ep!r}, step by step in PyTorch: {why}"
 
     def _ways(self) -> dict[str, Any]:
-        return {"fused": self.fused, "fused_combine": self.fused_combine, "num_max_routes": self.num_max_routes}
+        return {
+            "fused": self.fused,
+            "fused_combine": self.fused_combine,
+            "wire": self.wire,
+            "num_max_routes": self.num_max_routes,
+        }
 
     def _runs_kernels(self) -> bool:
         return experts.runs_kernels(self.ep, self._weights(), self._row_dtype(), self.fused)

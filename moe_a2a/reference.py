@@ -15,6 +15,7 @@ order of addition and every rounding is written down here::
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -217,7 +218,12 @@ def dequantize_fp8(x: Tensor, x_scales: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------- combine
 
 
-def combine(y: list[Tensor], handles: list[Dispatched], presummed: bool = False) -> list[Tensor]:
+def combine(
+    y: list[Tensor],
+    handles: list[Dispatched],
+    presummed: bool = False,
+    wires: Sequence[Callable[[Tensor], Tensor]] | None = None,
+) -> list[Tensor]:
     """y of each rank, one row per position -> out [T, H] of each rank, the sum of weight * y.
 
     - The rank that owns the experts sums weight * y of a token in fp32, from zero, k ascending
@@ -225,17 +231,19 @@ def combine(y: list[Tensor], handles: list[Dispatched], presummed: bool = False)
     - The token's rank sums the rows of all owners in fp32, from zero, ranks ascending, and rounds
       once more.
 
-    With `presummed` the caller has done the first step: y has the same rows as recv_x.
+    With `presummed` the caller has done the first step: y has the same rows as recv_x. wires: for each rank what other ranks
+    receive, float32, of the rows that it sends; None: the rows themselves.
     """
     sent = y if presummed else [_sum_routes(*pair) for pair in zip(y, handles, strict=True)]
     combined = []
     for rank, mine in enumerate(handles):
         out = torch.zeros(mine.num_tokens, y[0].shape[-1], dtype=torch.float32)
-        for rows, owner in zip(sent, handles, strict=True):
+        for src_rank, (rows, owner) in enumerate(zip(sent, handles, strict=True)):
             first = rank * (len(owner.landed) // len(handles))
             my_rows = slice(first, first + mine.num_tokens)
             has_row = owner.landed[my_rows]
-            out[has_row] += rows[my_rows][has_row].float()
+            arrived = rows[my_rows][has_row].float()
+            out[has_row] += arrived if wires is None or src_rank == rank else wires[src_rank](arrived)
         combined.append(out.to(y[0].dtype))
     return combined
 

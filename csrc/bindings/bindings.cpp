@@ -125,29 +125,27 @@ class Core {
     return sums;
   }
 
-  void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int num_blocks) {
+  void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int codec, int num_blocks) {
     using Stage = DispatchHandle::Stage;
     const auto core = ep();
     core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
     if (handle->stage == Stage::kCombineSent) return;  // a retry: the sums have been sent
     const LaunchPlace place = where(num_blocks);
-    const Rows rows = checked_y(*core, device_, *handle, y, presummed);
-    const int64_t num_rows = y.numel() / core->config().hidden;
+    const CombineInput input = combine_input(*core, *handle, y, presummed, codec);
     py::gil_scoped_release unlocked;
-    core->combine_send(*handle, rows, num_rows, presummed, place);
+    core->combine_send(*handle, input, place);
   }
 
-  at::Tensor combine(const at::Tensor& y, const Handle& handle, bool presummed, const OptionalTensor& out,
+  at::Tensor combine(const at::Tensor& y, const Handle& handle, bool presummed, int codec, const OptionalTensor& out,
                      int num_blocks) {
     using Stage = DispatchHandle::Stage;
     const auto core = ep();
     core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
     const LaunchPlace place = where(num_blocks);
-    const Rows rows = checked_y(*core, device_, *handle, y, presummed);
+    const CombineInput input = combine_input(*core, *handle, y, presummed, codec);
     const at::Tensor combined_x = checked_out(*core, device_, handle->num_tokens, type_, out, &y);
-    const int64_t num_rows = y.numel() / core->config().hidden;
     py::gil_scoped_release unlocked;
-    core->combine(*handle, rows, num_rows, presummed, combined_x.mutable_data_ptr(), place);
+    core->combine(*handle, input, combined_x.mutable_data_ptr(), place);
     return combined_x;
   }
 
@@ -203,6 +201,8 @@ class Core {
     return combined_x;
   }
 
+  // Whether the sums of a batch return as LL words, if no other rank's is larger.
+  bool returns_ll(int num_tokens) const { return ep()->config().returns_ll(num_tokens); }
   bool can_send_with_product(const Handle& handle) const { return ep()->can_send_with_product(*handle); }
 
   at::Tensor product_combine(const at::Tensor& inner, const OptionalTensor& inner_scales,
@@ -278,6 +278,11 @@ class Core {
     if (owns_comm_) return {&ep, &ep.communicator()};
     return {&ep};
   }
+  CombineInput combine_input(const ExpertParallel& core, const DispatchHandle& handle, const at::Tensor& y,
+                             bool presummed, int codec) const {
+    const Rows rows = checked_y(core, device_, handle, y, presummed);
+    return {rows, y.numel() / core.config().hidden, presummed, static_cast<LineCodec>(codec)};
+  }
   LaunchPlace where(int num_blocks) const { return {.num_blocks = num_blocks, .stream = current_stream(device_)}; }
 
   at::ScalarType type_;
@@ -341,6 +346,7 @@ PYBIND11_MODULE(_core, m) {
                              int num_blocks) { return core.gather_rows(handle, scalar_type(row_dtype), num_blocks); })
       .def("simulated_experts", &Core::simulated_experts)
       .def("combine", &Core::combine)
+      .def("returns_ll", &Core::returns_ll)
       .def("combine_send", &Core::combine_send)
       .def("combine_recv", &Core::combine_recv)
       .def("can_send_with_product", &Core::can_send_with_product)

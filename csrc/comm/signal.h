@@ -1,7 +1,7 @@
 // A word that one rank writes and another waits for: a monotone epoch and a small payload.
 //
 //   bits 63..20  epoch: how many times the guarded memory was handed over; never reset
-//   bits 19..0   payload: a message header that fits the doorbell (a number of tokens, an attempt)
+//   bits 19..0   payload: a message header that fits the doorbell (a number of tokens, an attempt, a row's codec)
 //
 // Between ranks, signal_many() is the only release, and the acquires are in wait.h. Within a rank, count_block()
 // (launch_count.h), is_last_warp() (arch) and SignalQueue order blocks and warps; a Report is released by
@@ -81,8 +81,8 @@ MOE_A2A_DEVICE uint64_t signal_many(const HeapView& heap, const RankSet& ranks, 
 // The same for a token's row or sum, plus a trace record per signal. Recorded after the stores, so as not to delay a
 // signal.
 MOE_A2A_DEVICE void signal_token(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
-                                 const TraceBuffer& trace, int token) {
-  const uint64_t now = signal_many(heap, ranks, local, epoch);
+                                 uint32_t payload, const TraceBuffer& trace, int token) {
+  const uint64_t now = signal_many(heap, ranks, local, epoch, payload);
   if (kRecording) append_signals(trace, ranks, token, now);
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "moe/context.h"
+#include "rows/line_codec.h"
 #include "rows/row_layout.h"
 
 namespace moe_a2a {
@@ -81,6 +82,14 @@ struct CombineSendArgs {
   uint32_t refused = 0;     // see MoeRegion::dispatch_credit
   bool vector_rows = true;  // y allows 16-byte vector loads
 };
+// The sums that travel to other ranks as whole rows are coded.
+struct CodedCombineSendArgs : CombineSendArgs {
+  LineCodec codec = LineCodec::kNone;
+
+  MOE_A2A_HOST_DEVICE LineCodec codec_to(int rank) const {
+    return rank == context.heap.rank ? LineCodec::kNone : codec;
+  }
+};
 
 struct CombineRecvArgs {
   Context context;
@@ -98,6 +107,11 @@ struct CombineRecvArgs {
 
 struct CombineArgs {
   CombineSendArgs send;
+  CombineRecvArgs recv;
+  int num_send_blocks = 0;
+};
+struct CodedCombineArgs {
+  CodedCombineSendArgs send;
   CombineRecvArgs recv;
   int num_send_blocks = 0;
 };

@@ -47,7 +47,8 @@ ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConf
       last_buffer_(config.num_buffers - 1),
       last_buffer_before_(last_buffer_) {
   context_.config = config;
-  for (const auto& family : {dispatch_kernels, combine_kernels, product_combine_kernels, link_floor_kernels}) {
+  for (const auto& family :
+       {dispatch_kernels, combine_kernels, coded_combine_kernels, product_combine_kernels, link_floor_kernels}) {
     device_->add(family(member_.target));
   }
   const std::vector<AgreedField> fields = {agreed("num_experts", config.num_experts),
@@ -264,14 +265,14 @@ void ExpertParallel::simulated_experts(const DispatchHandle& handle, const Exper
          blocks(place, device_->is_synchronous() ? 0 : device_->max_blocks()), place.stream);
 }
 
-CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows,
-                                          bool presummed) const {
+CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const CombineInput& input) const {
+  const Rows& y = input.y;
   const bool aligned = (reinterpret_cast<uint64_t>(y.data) | static_cast<uint64_t>(y.stride)) % 16 == 0;
   return {.context = context_,
           .buffer = handle.buffer,
           .y = y,
-          .num_y_rows = num_y_rows,
-          .presummed = presummed,
+          .num_y_rows = input.num_y_rows,
+          .presummed = input.presummed,
           .refused = refused_since(handle),
           .vector_rows = aligned || !device_->needs_aligned_vectors()};
 }
@@ -293,13 +294,17 @@ void ExpertParallel::finish_combine(DispatchHandle& handle) {
   open_[handle.buffer] = nullptr;
 }
 
-void ExpertParallel::combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
-                                  const LaunchPlace& place) {
+void ExpertParallel::combine_send(DispatchHandle& handle, const CombineInput& input, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
   raise_waits();
   const int num_blocks = combine_blocks(handle.num_tokens, place);
-  launch(send_args(handle, y, num_y_rows, presummed), num_blocks, place.stream);
+  const CombineSendArgs send = send_args(handle, input);
+  if (input.codec == LineCodec::kNone) {
+    launch(send, num_blocks, place.stream);
+  } else {
+    launch(CodedCombineSendArgs{send, input.codec}, num_blocks, place.stream);
+  }
   handle.stage = Stage::kCombineSent;
   after_launch();
 }
@@ -320,7 +325,7 @@ void ExpertParallel::product_combine_send(DispatchHandle& handle, const GroupedG
   const int most = device_->max_blocks();
   const int num_blocks = std::max(2, place.num_blocks > 0 ? resident_blocks(place.num_blocks, most) : most);
   launch(ProductCombineSendArgs{.product = traced,
-                                .send = send_args(handle, y, product.num_rows, false),
+                                .send = send_args(handle, {.y = y, .num_y_rows = product.num_rows}),
                                 .num_send_blocks = product_senders(num_blocks)},
          num_blocks, place.stream);
   handle.stage = Stage::kCombineSent;
@@ -355,24 +360,27 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
   finish_combine(handle);
 }
 
-void ExpertParallel::combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
-                             void* combined_x, const LaunchPlace& place) {
+void ExpertParallel::combine(DispatchHandle& handle, const CombineInput& input, void* combined_x,
+                             const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kReceived, Stage::kCombineSent, "combine");
   if (launches_halves()) {
-    if (handle.stage == Stage::kReceived) combine_send(handle, y, num_y_rows, presummed, place);
+    if (handle.stage == Stage::kReceived) combine_send(handle, input, place);
     return combine_recv(handle, combined_x, place);
   }
   raise_waits();
   const int num_blocks = std::max(2, combine_blocks(handle.num_tokens, place));
-  CombineSendArgs send = send_args(handle, y, num_y_rows, presummed);
+  CombineSendArgs send = send_args(handle, input);
   send.is_sent = handle.stage == Stage::kCombineSent;
-  handle.keeps_own_sums = presummed;
+  handle.keeps_own_sums = input.presummed;
   handle.is_refusal_raised = false;
-  launch(CombineArgs{.send = send,
-                     .recv = recv_args(handle, combined_x),
-                     .num_send_blocks = combine_senders(num_blocks, presummed, config().num_ranks)},
-         num_blocks, place.stream);
+  const CombineRecvArgs recv = recv_args(handle, combined_x);
+  const int num_senders = combine_senders(num_blocks, input.presummed, config().num_ranks);
+  if (input.codec == LineCodec::kNone) {
+    launch(CombineArgs{send, recv, num_senders}, num_blocks, place.stream);
+  } else {
+    launch(CodedCombineArgs{{send, input.codec}, recv, num_senders}, num_blocks, place.stream);
+  }
   finish_combine(handle);
 }
 

@@ -63,6 +63,14 @@ struct DispatchInput {
   DType row_dtype() const { return quantize ? DType::kFloat8 : x_dtype; }  // as rows travel
 };
 
+// What is combined: one row per position of the handle's layout, or per landed row if presummed.
+struct CombineInput {
+  Rows y;
+  int64_t num_y_rows = 0;
+  bool presummed = false;
+  LineCodec codec = LineCodec::kNone;
+};
+
 // Where a launch runs.
 struct LaunchPlace {
   int num_blocks = 0;  // 0: from the launch table, else the target's default
@@ -89,8 +97,7 @@ class ExpertParallel : public Client {
   // For a presummed combine: for each row of recv_x, the weighted sum of its copies as scaled by its local experts.
   void simulated_experts(const DispatchHandle& handle, const ExpertScales& scales, void* sums,
                          const LaunchPlace& place);
-  void combine_send(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed,
-                    const LaunchPlace& place);
+  void combine_send(DispatchHandle& handle, const CombineInput& input, const LaunchPlace& place);
   void combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place);
   // Replaces combine_send: one launch multiplies and sends the sums of the product's rows.
   // `product.out` is y, its `expert_offsets` are the handle's; place.num_blocks counts the blocks that send too.
@@ -105,8 +112,7 @@ class ExpertParallel : public Client {
   // Both halves; in one launch where launches are queued and a sender and a receiver can be resident at once.
   std::shared_ptr<DispatchHandle> dispatch(const DispatchInput& input, Layout layout, int expert_alignment,
                                            const LaunchPlace& place);
-  void combine(DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed, void* combined_x,
-               const LaunchPlace& place);
+  void combine(DispatchHandle& handle, const CombineInput& input, void* combined_x, const LaunchPlace& place);
 
   // Block counts: those of `place`, else the table's, else the target's default.
   void set_launch_table(LaunchTable table) { launch_table_ = std::move(table); }
@@ -152,7 +158,7 @@ class ExpertParallel : public Client {
   void take(int buffer, const std::shared_ptr<DispatchHandle>& handle);
   std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
   DispatchSendArgs send_args(const DispatchInput& input, int buffer, const LaunchPlace& place) const;
-  CombineSendArgs send_args(const DispatchHandle& handle, const Rows& y, int64_t num_y_rows, bool presummed) const;
+  CombineSendArgs send_args(const DispatchHandle& handle, const CombineInput& input) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
   void finish_combine(DispatchHandle& handle);
   void note_refusal(DispatchHandle& handle, int peer, uint32_t count) const;

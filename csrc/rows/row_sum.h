@@ -116,17 +116,23 @@ MOE_A2A_HOST_DEVICE bool can_stream(int most_terms, bool vector_rows, int64_t ro
   return kHasStreams && most_terms <= kWarpSize && vector_rows && row_bytes % 16 == 0;
 }
 
+// A lane's sums of one step, kStreamBytes of rows: element j of vector v belongs to value
+// (v * warp.size() + warp.rank()) * kLaneElements<T> + j of the step.
+template <class T>
+inline constexpr int kStreamVectors = kStreamBytes / static_cast<int>(sizeof(T)) / kLaneElements<T> / kWarpSize;
+template <class T>
+using StreamedSums = float[kStreamVectors<T>][kLaneElements<T>];
+
 // Forms num_values sums over the rows of `lanes`, ascending, weighted by weight_of(lane). The reader's begin() has been
-// called. The sums from value `first` on are stored at open(first), then close(first) is called, kStreamBytes at a
-// time.
-template <class T, class Reader, class WeightOf, class Open, class Close>
+// called. Calls store(first, sums) for each step; sums past num_values mean nothing.
+template <class T, class Reader, class WeightOf, class Store>
 MOE_A2A_DEVICE void add_streamed(const Warp& warp, Reader& reader, uint32_t lanes, int num_values, WeightOf weight_of,
-                                 Open open, Close close) {
+                                 Store store) {
   constexpr int kLane = kLaneElements<T>, kStep = kStreamBytes / static_cast<int>(sizeof(T));
-  constexpr int kVectors = kStep / kLane / kWarpSize;
+  constexpr int kVectors = kStreamVectors<T>;
   const int lane_first = warp.rank() * kLane, stride = warp.size() * kLane;
   for (int first = 0; first < num_values; first += kStep) {
-    float sum[kVectors][kLane] = {};
+    StreamedSums<T> sum = {};
     for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
       const float weight = weight_of(count_trailing_zeros(rest));
       const T* piece = reinterpret_cast<const T*>(reader.next()) + lane_first;
@@ -140,16 +146,20 @@ MOE_A2A_DEVICE void add_streamed(const Warp& warp, Reader& reader, uint32_t lane
         for (int j = 0; j < kLane; ++j) sum[v][j] += weight * value_of(loaded[v], j);
       }
     }
-    T* target = open(first);
+    store(first, sum);
+  }
+}
+
+// Stores the sums of a step, the first num_values of them.
+template <class T>
+MOE_A2A_DEVICE void store_streamed(const Warp& warp, const StreamedSums<T>& sum, int num_values, T* target) {
+  MOE_A2A_UNROLL
+  for (int v = 0; v < kStreamVectors<T>; ++v) {
+    LaneVector<T> out;
     MOE_A2A_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      LaneVector<T> out;
-      MOE_A2A_UNROLL
-      for (int j = 0; j < kLane; ++j) out.element[j] = from_float<T>(sum[v][j]);
-      const int c = lane_first + v * stride;
-      if (first + c < num_values) store_lane(target + c, out);
-    }
-    close(first);
+    for (int j = 0; j < kLaneElements<T>; ++j) out.element[j] = from_float<T>(sum[v][j]);
+    const int c = (v * warp.size() + warp.rank()) * kLaneElements<T>;
+    if (c < num_values) store_lane(target + c, out);
   }
 }
 

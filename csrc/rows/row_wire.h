@@ -102,7 +102,7 @@ class RowWire {
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) const {
     Queue queue(block_, plan_.queue.in(shared_), plan_.num_senders);
-    const auto signal_row = [&](const Delivery& delivery) { signal(exchange_, delivery); };
+    const auto signal_row = [&](const Delivery& delivery) { signal(exchange_, delivery, payload(source, delivery)); };
     if (queue.is_publisher()) queue.publish(signal_row);
     if (!queue.is_sender()) return;
     const Warp warp = block_.warp();
@@ -125,7 +125,7 @@ class RowWire {
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send_by_blocks(const Schedule& schedule, const Source& source) const {
     const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(exchange_, delivery, rank); };
-    const auto done = [&](const Delivery& delivery) { signal(exchange_, delivery); };
+    const auto done = [&](const Delivery& delivery) { signal(exchange_, delivery, payload(source, delivery)); };
     InPlaceSender sender(block_, slot_of, done);
     make_round_robin(grid_, 0, 1).walk(schedule.num_rows(), [&](int i) {
       send_row<Schedule>(block_, source, sender, schedule.at(Warp{}, i));
@@ -135,10 +135,11 @@ class RowWire {
 
   // ---- receiving
 
-  // Waits until the row of site.token from site.peer has landed; false if it gave up.
-  MOE_A2A_DEVICE static bool receive(const Exchange& exchange, const WaitSite& site, const Refusal& refusal = {}) {
+  // Waits until the row of site.token from site.peer has landed; false if it gave up. `payload`: of its signal.
+  MOE_A2A_DEVICE static bool receive(const Exchange& exchange, const WaitSite& site, const Refusal& refusal = {},
+                                     uint32_t* payload = nullptr) {
     return wait_for(exchange.signals.at(exchange.buffer, site.peer, site.token), exchange.epoch, site, exchange.wait,
-                    exchange.heap, nullptr, refusal);
+                    exchange.heap, payload, refusal);
   }
 
  private:
@@ -178,11 +179,20 @@ class RowWire {
     const HeapView& heap = exchange.heap;
     return heap.peer(rank, exchange.rows.at(exchange.buffer, heap.rank, delivery.token));
   }
+  // What a row's signal says of it.
+  template <class Source>
+  MOE_A2A_DEVICE static uint32_t payload(const Source& source, const Delivery& delivery) {
+    if constexpr (requires { source.payload(delivery); }) {
+      return source.payload(delivery);
+    } else {
+      return 0;
+    }
+  }
   // Pairs with the acquire in receive().
-  MOE_A2A_DEVICE static void signal(const Exchange& exchange, const Delivery& delivery) {
+  MOE_A2A_DEVICE static void signal(const Exchange& exchange, const Delivery& delivery, uint32_t payload) {
     const HeapView& heap = exchange.heap;
     signal_token(heap, delivery.dst_ranks, exchange.signals.at(exchange.buffer, heap.rank, delivery.token),
-                 exchange.epoch, exchange.trace(), delivery.token);
+                 exchange.epoch, payload, exchange.trace(), delivery.token);
   }
 
   const Exchange& exchange_;

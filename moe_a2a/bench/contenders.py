@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import moe_a2a
-from moe_a2a import reference
+from moe_a2a import codecs, reference
 from moe_a2a.bench.cases import Inputs
 from moe_a2a.bench.clock import Step
 from moe_a2a.bench.expected import factor_of, local_sums
@@ -28,6 +28,7 @@ class Contender(ABC):
     launch = "eager"
     is_exact = False  # equals the specified sum bit for bit
     is_fp8 = False  # dispatch sends float8 rows with scales
+    wire: str | None = None  # the codec of the sums
     blocks: tuple[int, int] | None = None  # of a dispatch and a combine; None: not reported by the system
 
     def __init__(self, inputs: Inputs):
@@ -89,6 +90,7 @@ class Mode:
     quantize: str | None = None
     presummed: bool = False
     layout: str = "rows"
+    wire: str | None = None
 
 
 MODES = {
@@ -97,12 +99,12 @@ MODES = {
     "presummed": Mode(presummed=True),
     "fp8+presummed": Mode(quantize="fp8", presummed=True),
     "expert_major": Mode(layout="expert_major"),
+    **{f"wire_{codec}": Mode(wire=codec) for codec in codecs.CODECS},
 }
 
 
 class Ours(Contender):
     system = "moe_a2a"
-    is_exact = True
 
     def __init__(self, ep: moe_a2a.ExpertParallel, inputs: Inputs, mode: str = "rows", num_blocks: int = 0):
         super().__init__(inputs)
@@ -111,6 +113,8 @@ class Ours(Contender):
         self.num_blocks = num_blocks
         self._how = MODES[mode]
         self.is_fp8 = self._how.quantize is not None
+        self.wire = None if ep._core.returns_ll(len(inputs.x)) else self._how.wire  # LL words are not coded
+        self.is_exact = self.wire is None
         self.blocks = (num_blocks, num_blocks) if num_blocks else ep.blocks_for(len(inputs.x))
         self._out = torch.empty_like(inputs.x)
 
@@ -128,7 +132,9 @@ class Ours(Contender):
         return handle
 
     def combine(self, y: Tensor, handle: moe_a2a.DispatchHandle) -> Tensor:
-        return self.ep.combine(y, handle, presummed=self._how.presummed, out=self._out, num_blocks=self.num_blocks)
+        return self.ep.combine(
+            y, handle, presummed=self._how.presummed, wire=self._how.wire, out=self._out, num_blocks=self.num_blocks
+        )
 
     def release(self, handle: moe_a2a.DispatchHandle) -> None:
         handle.release()
@@ -192,7 +198,7 @@ class OursInHalves(Ours):
         return self.ep.dispatch_recv(handle, layout=self._how.layout, num_blocks=self.num_blocks)
 
     def _send_sums(self, y: Tensor, handle: moe_a2a.DispatchHandle) -> None:
-        self.ep.combine_send(y, handle, presummed=self._how.presummed, num_blocks=self.num_blocks)
+        self.ep.combine_send(y, handle, presummed=self._how.presummed, wire=self._how.wire, num_blocks=self.num_blocks)
 
     def _receive_sums(self, handle: moe_a2a.DispatchHandle) -> Tensor:
         return self.ep.combine_recv(handle, out=self._out, num_blocks=self.num_blocks)

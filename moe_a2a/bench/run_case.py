@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import moe_a2a
+from moe_a2a import codecs
 from moe_a2a.bench import deep_ep, floor, gate, overlap, routings, torch_baselines
 from moe_a2a.bench.cases import Case, Inputs, Traffic, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring
@@ -64,7 +65,10 @@ def run(case: Case, plan: Plan, how: Measuring, device: torch.device, results: R
             else:
                 _leave_out(results, f"{contender.system}, {contender.mode}, {contender.launch}", str(case), wrong)
 
-        lengths = {"dispatch": {_row_bytes(case, c.is_fp8) for c in contenders}, "combine": {_row_bytes(case, False)}}
+        lengths = {
+            "dispatch": {_row_bytes(case, c.is_fp8) for c in contenders},
+            "combine": {_sum_bytes(case, c.wire) for c in contenders},
+        }
         bare = floor.measure(ep, inputs, traffic, lengths, clock)
         results.floors += [
             {"part": plan.part, "tokens": case.num_tokens, "routing": case.routing, "launch_us": bare.launch_us}
@@ -120,6 +124,10 @@ def _row_bytes(case: Case, is_fp8: bool) -> int:
     return -(-case.hidden // 16) * 16 + 4 * -(-case.hidden // 128)
 
 
+def _sum_bytes(case: Case, wire: str | None) -> int:
+    return _row_bytes(case, False) if wire is None else codecs.line_bytes(wire, case.hidden)
+
+
 def _gbps(num_bytes: int, microseconds: float) -> float:
     return num_bytes / microseconds / 1e3
 
@@ -151,7 +159,7 @@ class _Scribe:
         case, contender = self.case, self.contender
         median_us = 1e6 * slowest_rank_median(seconds)
         dispatched = _row_bytes(case, contender.is_fp8), self.bare.of("dispatch", _row_bytes(case, contender.is_fp8))
-        combined = _row_bytes(case, False), self.bare.of("combine", _row_bytes(case, False))
+        combined = _sum_bytes(case, contender.wire), self.bare.of("combine", _sum_bytes(case, contender.wire))
         both = dispatched[0] + combined[0], dispatched[1] + combined[1]
         # A half alone has no traffic of its own.
         volumes = {"dispatch": dispatched, "combine": combined, "total": both, "pair": both}

@@ -10,7 +10,7 @@ from moe_a2a.bench.records import Record, Results
 LEGEND = """\
 us: median of the slowest rank; p99: over all ranks and iterations; host: us until dispatch() + combine() return while
 the device is idle; GB/s: 1e9 remote bytes per second of the busiest rank, each row once per rank, the same bytes for
-every system; floor: time of a bare push of the same rows in the same run / time"""
+every system (coded sums: as coded); floor: time of a bare push of the same rows in the same run / time"""
 
 STEP_COLUMNS = f"{'us':>8} {'p99':>8} {'GB/s':>6} {'floor':>5}"
 HEADER = (

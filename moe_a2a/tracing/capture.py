@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_a2a import _core
+from moe_a2a import _core, codecs
 from moe_a2a.client import Client
 from moe_a2a.grouped_gemm import TRACED
 from moe_a2a.groups import HandleExchange
@@ -46,6 +46,7 @@ class Trace:
         self._experts: _core.TracedExperts | None = None  # its products are recorded too
         self._choices: list[torch.Tensor] = []  # the topk_idx of each dispatch
         self._row_bytes: set[int] = set()
+        self._sum_bytes: set[int] = set()  # of combines with a codec, and without
         self._ranks: list[RankRecords] = []
 
     def __enter__(self) -> Trace:
@@ -91,6 +92,11 @@ class Trace:
         hidden = self._moe.hidden
         scales = 4 * -(-hidden // 128) if row_dtype.itemsize == 1 else 0
         self._row_bytes.add(hidden * row_dtype.itemsize + scales)
+
+    def combined(self, wire: str | None) -> None:
+        """Called by every combine, with the codec in which this rank sends."""
+        hidden = self._moe.hidden
+        self._sum_bytes.add(hidden * self._moe.dtype.itemsize if wire is None else codecs.line_bytes(wire, hidden))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -142,6 +148,7 @@ class Trace:
             clocks=[],
             tokens_per_expert=self._tokens_per_expert(),
             dispatch_row_bytes=self._row_bytes.pop() if len(self._row_bytes) == 1 else -1,
+            sum_bytes=min(self._sum_bytes) if len(self._sum_bytes) == 1 else -1 if self._sum_bytes else None,
         )
 
     def _tokens_per_expert(self) -> np.ndarray:

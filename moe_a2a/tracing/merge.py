@@ -37,7 +37,7 @@ def merge(ranks: Sequence[RankRecords], configuration: dict[str, Any], combine_r
             exact += move[slices["rank"]]
             _set_times(slices, exact)
     latency = slices["end_ns"][timeline.arrows["sink"]] - slices["begin_ns"][timeline.arrows["source"]]
-    _set_bytes(timeline, {r.rank: r.dispatch_row_bytes for r in ranks}, combine_row_bytes)
+    _set_bytes(timeline, ranks, combine_row_bytes)
     num_implied = [c.num_implied for c in columns]
     timeline.about |= _about(ranks, rank_clocks, num_implied, configuration, timeline, latency)
     return timeline
@@ -81,13 +81,17 @@ def _set_times(slices: np.ndarray, exact: np.ndarray) -> None:
     slices["begin_ns"], slices["end_ns"] = np.floor(exact - first)
 
 
-def _set_bytes(timeline: Timeline, dispatch_row_bytes: dict[int, int], combine_row_bytes: int) -> None:
+def _set_bytes(timeline: Timeline, ranks: Sequence[RankRecords], combine_row_bytes: int) -> None:
     slices, kernel = timeline.slices, timeline.enclosing_kernels()
     carries_a_row = timeline.named(*ROW_NAMES)
     in_dispatch = timeline.named("dispatch", "dispatch_send", "dispatch_recv")[kernel] & (kernel >= 0)
     slices["bytes"][carries_a_row] = combine_row_bytes
-    for rank, row_bytes in dispatch_row_bytes.items():
-        slices["bytes"][carries_a_row & in_dispatch & (slices["rank"] == rank)] = row_bytes
+    sender = np.where(timeline.named(PARTIAL_WAIT), slices["peer"], slices["rank"])
+    crosses_a_link = slices["rank"] != slices["peer"]
+    for r in ranks:
+        slices["bytes"][carries_a_row & in_dispatch & (slices["rank"] == r.rank)] = r.dispatch_row_bytes
+        if r.sum_bytes is not None:
+            slices["bytes"][carries_a_row & ~in_dispatch & crosses_a_link & (sender == r.rank)] = r.sum_bytes
 
 
 def _causal_move(timeline: Timeline, exact: np.ndarray, rank_clocks, step_ns: float) -> np.ndarray | None:

@@ -38,6 +38,7 @@ class RankRecords:
     clocks: at the beginning and at the end of the trace.
     tokens_per_expert: int64 [E], choices of this rank's tokens, without those of replayed graphs.
     dispatch_row_bytes: size of a dispatched row; -1: several sizes, or unknown.
+    sum_bytes: the same of the sums that this rank sent to others; None: rows of the dtype.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RankRecords:
     clocks: list[ClockSample]
     tokens_per_expert: np.ndarray
     dispatch_row_bytes: int
+    sum_bytes: int | None = None
 
 
 @dataclass

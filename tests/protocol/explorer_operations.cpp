@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "comm/signal.h"
 #include "explorer.h"
 #include "observed.h"
 
@@ -89,6 +90,7 @@ void Explorer::store(void* address, size_t bytes, uint64_t value, Order order) {
     wake_watchers(address);
     schedule_point();
   }
+  if (is_broken(Mutation::Kind::kPayloadLost, field)) value &= ~uint64_t{Signal::kPayloadMask};
   if (is_broken(Mutation::Kind::kRelaxedRelease, field)) order = Order::kRelaxed;
   if (mutation_.signals_by_fence && order == Order::kRelease && field != Field::kReportState) {
     check(order_.store_after_fence(current_->id, address), address, "stores");

@@ -2,6 +2,7 @@
 // the real kernels and protocol run under its schedules. Selected with MOE_A2A_TARGET_HEADER.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -177,6 +178,7 @@ void store_values(T* target, const T (&values)[kCount]) {
 // ---- numbers: explored rows are fp32; the protocol does not look inside
 
 inline float to_float(float value) { return value; }
+inline float to_float(Bfloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }  // scales
 template <class T>
 float to_float(T) {
   std::abort();

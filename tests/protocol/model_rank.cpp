@@ -16,6 +16,8 @@
 namespace moe_a2a {
 namespace {
 
+constexpr LineCodec kCodec = LineCodec::kQ8;  // of coded calls
+
 // When the clock jumps, only rank 0 times out; the others leave because it tells them.
 uint64_t timeout_ticks(int rank) { return uint64_t{1} << (rank == 0 ? 30 : 60); }
 
@@ -188,7 +190,12 @@ Launch ModelRank::dispatch_recv(int call) {
 Launch ModelRank::combine_send(int call) {
   return launch("combine_send", call, shape_.num_blocks, [this, call](int block) {
     if (block == 0) raise_early({Field::kCombineSignal}, call);
-    run_kernel<CombineSend>(shared_[block], combine_send_args(call), block, shape_.num_blocks);
+    const CombineSendArgs args = combine_send_args(call);
+    if (is_coded(call)) {
+      run_kernel<CodedCombineSend>(shared_[block], {args, kCodec}, block, shape_.num_blocks);
+    } else {
+      run_kernel<CombineSend>(shared_[block], args, block, shape_.num_blocks);
+    }
   });
 }
 
@@ -231,9 +238,12 @@ Launch ModelRank::dispatch(int call) {
 Launch ModelRank::combine(int call) {
   Launch combine = launch("combine", call, 2, [this, call](int block) {
     if (block == 0) raise_early({Field::kCombineSignal}, call);
-    run_kernel<Combine>(shared_[block],
-                        {.send = combine_send_args(call), .recv = combine_recv_args(call), .num_send_blocks = 1}, block,
-                        2);
+    const CombineSendArgs send = combine_send_args(call);
+    if (is_coded(call)) {
+      run_kernel<CodedCombine>(shared_[block], {{send, kCodec}, combine_recv_args(call), 1}, block, 2);
+    } else {
+      run_kernel<Combine>(shared_[block], {send, combine_recv_args(call), 1}, block, 2);
+    }
   });
   // Both blocks send sums that travel as LL words.
   combine.num_counted_blocks = sums_return_ll(call) ? 2 : 1;

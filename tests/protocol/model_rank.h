@@ -30,6 +30,7 @@ struct Shape {
   int64_t max_ll_row_bytes = MoeConfig{}.max_ll_row_bytes, max_ll_sum_bytes = MoeConfig{}.max_ll_sum_bytes;
   uint64_t first_epoch = 0;  // uses of the buffers before the first call
   bool presummed = false;    // the caller of combine weights and sums
+  bool coded = false;        // sums travel in a line codec in every second call
   Routing routing;
 };
 
@@ -114,6 +115,7 @@ class ModelRank {
   }
   bool sums_return_ll(int call) const;
   int buffer(int call) const { return call % shape_.num_buffers; }
+  bool is_coded(int call) const { return shape_.coded && call % 2 == 0; }
   DispatchSendArgs dispatch_send_args(int call) const;
   DispatchRecvArgs dispatch_recv_args(int call) const;
   CombineSendArgs combine_send_args(int call) const;

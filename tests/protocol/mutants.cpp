@@ -98,6 +98,7 @@ std::vector<Mutant> all_mutants() {
       {Kind::kStoreLost, "not raised", {kTable}, kSmallSend},
       {Kind::kStoreLost, "not raised", {kRow, kLlChoices}, kMediumSend},
       {Kind::kStoreLost, "not sent", {kLlChoices, kLlRow, kLlSum}},
+      {Kind::kPayloadLost, "says nothing but its epoch", {kTable, kSum}},
       {Kind::kLostWhenUnused, "not raised for ranks that sent nothing", {kCredit}},
       {Kind::kStoreLost, "not reset", {kSends, kCombines}},
       {Kind::kStoreLost, "not reset", {kSends}, kSmallSend},

@@ -49,6 +49,7 @@ struct Mutation {
     kOneEpochEarly,   // a wait accepts the previous epoch
     kOneUseEarly,     // the same for words that are used in every second epoch
     kStoreLost,       // the word is not written
+    kPayloadLost,     // the signal carries its epoch only
     kLostWhenUnused,  // the word is not written to ranks that sent nothing
     kEveryoneIsLast,  // every block acts as the last one
     kFenceLost,       // no fence before the signals

@@ -69,6 +69,13 @@ Scenario one_launch(bool presummed) {
           .program = layers_in_one_launch(2)};
 }
 
+// The receivers learn from each row's signal whether it is coded.
+Scenario coded(Scenario scenario) {
+  scenario.name += ", coded";
+  scenario.shape.coded = true;
+  return scenario;
+}
+
 Scenario one_rank() {
   return {.name = "one rank, two blocks",
           .shape = {.num_ranks = 1,
@@ -332,6 +339,8 @@ std::vector<Scenario> all_scenarios() {
           plain("epoch passes half its range", 1, 1, (uint64_t{1} << 43) - 2),
           one_launch(false),
           one_launch(true),
+          coded(plain("two tokens, two blocks", 2, 2, 0, 2)),
+          coded(one_launch(true)),
           product_sends(1),
           product_sends(2),
           one_rank(),

@@ -8,15 +8,18 @@ process, makes the same inputs and expectations without communication. A row's c
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import line_codecs
 import torch
 from torch import Tensor
 
 from moe_a2a import reference
 
+MAX_LL_SUM_BYTES = 3 << 20  # MoeConfig::max_ll_sum_bytes
 ROUTE_LISTS = ("expert_row_index", "route_weights", "route_src_rank", "route_src_token_idx")
 HIDDENS = (1, 2, 7, 8, 16, 33, 64, 100, 127, 128, 129, 257, 384, 512, 1000, 2048, 2880, 7168)
 ROUTINGS = (
@@ -38,6 +41,7 @@ class Call:
     layout: str
     expert_alignment: int
     presummed: bool
+    wires: tuple[str | None, ...]  # of the combine, per rank
     halves: bool  # dispatch_send ... combine_recv instead of dispatch, combine
     again: bool  # a second dispatch, of other rows, with the first one's handle
     release: bool  # release the handle instead of combining
@@ -124,6 +128,7 @@ def _make_call(rng: random.Random, num_ranks: int, num_max_tokens: int) -> Call:
         layout=rng.choice(layouts),
         expert_alignment=rng.choice((1, 2, 3, 8, 16, 64, 128)),
         presummed=rng.random() < 0.2,
+        wires=line_codecs.draw_wires(rng, num_ranks),
         halves=rng.random() < 0.4,
         again=rng.random() < 0.15,
         release=rng.random() < 0.1,
@@ -246,7 +251,7 @@ def make_data(case: Case, call: Call, rows_seed: int | None = None) -> Data:
         x_scales=x_scales, quantize=quantize, **layout,
     )  # fmt: skip
     y = [make_y(case, call, rank, handle) for rank, handle in enumerate(handles)]
-    combined = reference.combine(y, handles, presummed=call.presummed)
+    combined = reference.combine(y, handles, presummed=call.presummed, wires=make_wires(case, call))
     if call.strided:
         x, y = [apart(rows) for rows in x], [apart(rows) for rows in y]
         x_scales = None if x_scales is None else [apart(scales) for scales in x_scales]
@@ -254,6 +259,14 @@ def make_data(case: Case, call: Call, rows_seed: int | None = None) -> Data:
         case, call, x, x_scales, topk_idx, topk_weights, handles, y, combined,
         layout=layout, quantize=None if quantize is None else "fp8",
     )  # fmt: skip
+
+
+def make_wires(case: Case, call: Call) -> list[Callable[[Tensor], Tensor]]:
+    """What others receive of each rank's sums; those that return as LL words are not coded."""
+    most_tokens = max(call.num_tokens)
+    sum_bytes = most_tokens * (case.num_ranks - 1) * case.hidden * case.dtype.itemsize
+    is_ll = 0 < case.num_max_ll_tokens >= most_tokens and sum_bytes <= MAX_LL_SUM_BYTES
+    return [line_codecs.wire(None if is_ll else codec) for codec in call.wires]
 
 
 def make_rows(case: Case, call: Call, seed: int, rank: int, rows: Tensor | int) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -59,6 +62,28 @@ def encode(x: np.ndarray, codec: str) -> tuple[bytes, np.ndarray]:
             code = (values + limit).astype(np.uint8)
         decoded = values * scale[:, None]
     return pack(code.reshape(-1), codec) + step.astype("<u2").tobytes(), decoded.reshape(-1)[: len(x)]
+
+
+def decoded_rows(rows: torch.Tensor, codec: str) -> torch.Tensor:
+    """What a receiver reads of float32 rows, each a line of its own."""
+    padded = np.zeros((len(rows), -(-rows.shape[1] // BLOCK) * BLOCK), np.float32)
+    padded[:, : rows.shape[1]] = rows.numpy()
+    return torch.from_numpy(encode(padded.reshape(-1), codec)[1].reshape(padded.shape)[:, : rows.shape[1]])
+
+
+def wire(codec: str | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """For reference.combine(): what becomes of rows that travel."""
+    return (lambda rows: rows) if codec is None else (lambda rows: decoded_rows(rows, codec))
+
+
+def draw_wires(rng: random.Random, num_ranks: int) -> tuple[str | None, ...]:
+    """Most often none; else the same on all ranks, or any mixture."""
+    style = rng.random()
+    if style < 0.6:
+        return (None,) * num_ranks
+    if style < 0.85:
+        return (rng.choice(list(BITS)),) * num_ranks
+    return tuple(rng.choice((None, *BITS)) for _ in range(num_ranks))
 
 
 def pack(code: np.ndarray, codec: str) -> bytes:

@@ -37,7 +37,7 @@ def dispatch(ep, data, handle=None):
 
 def combine(ep, data, handle):
     call, y = data.call, data.on(ep.rank, ep.device).y
-    options = {"presummed": call.presummed, "num_blocks": data.case.num_blocks}
+    options = {"presummed": call.presummed, "wire": call.wires[ep.rank], "num_blocks": data.case.num_blocks}
     if call.halves:
         ep.combine_send(y, handle, **options)
         combined = ep.combine_recv(handle, num_blocks=data.case.num_blocks)

@@ -38,8 +38,8 @@ std::shared_ptr<DispatchHandle> dispatch(ExpertParallel& ep, float value, const 
 void combine(ExpertParallel& ep, DispatchHandle& handle, float value, const LaunchPlace& place) {
   const std::vector<float> y(ep.config().route_capacity() * kRowLength, value);
   std::vector<float> combined(kRowLength);
-  ep.combine(handle, {reinterpret_cast<const std::byte*>(y.data()), sizeof(float) * kRowLength},
-             ep.config().route_capacity(), false, combined.data(), place);
+  const Rows rows{reinterpret_cast<const std::byte*>(y.data()), sizeof(float) * kRowLength};
+  ep.combine(handle, {.y = rows, .num_y_rows = ep.config().route_capacity()}, combined.data(), place);
   ep.raise_reported();
   EXPECT_EQ(combined[kRowLength - 1], value);
 }

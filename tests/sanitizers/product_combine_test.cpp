@@ -91,7 +91,7 @@ class ProductWorker {
     } else {
       run_grouped_gemm({.target = "cpu", .num_blocks = 2}, product);
       const Rows rows{reinterpret_cast<const std::byte*>(y.data()), config_.hidden * int64_t{2}};
-      ep_.combine_send(*handle, rows, num_rows, false, place);
+      ep_.combine_send(*handle, {.y = rows, .num_y_rows = num_rows}, place);
     }
     ep_.combine_recv(*handle, out.data(), place);
     ep_.check();

@@ -38,8 +38,8 @@ void call(ExpertParallel& ep, int num_blocks) {
                                  place);
   ep.dispatch_recv(*handle, Layout::kRows, 1, place);
   const std::vector<float> y(ep.config().route_capacity() * kHidden, 2.5f);
-  ep.combine_send(*handle, {reinterpret_cast<const std::byte*>(y.data()), sizeof(float) * kHidden},
-                  ep.config().route_capacity(), false, place);
+  const Rows rows{reinterpret_cast<const std::byte*>(y.data()), sizeof(float) * kHidden};
+  ep.combine_send(*handle, {.y = rows, .num_y_rows = ep.config().route_capacity()}, place);
   std::vector<float> combined(kHidden);
   ep.combine_recv(*handle, combined.data(), place);
   EXPECT_EQ(combined[kHidden - 1], 2.5f);

@@ -32,7 +32,7 @@ void layer(ExpertParallel& ep, int round, const LaunchPlace& place) {
                                  place);
   ep.dispatch_recv(*handle, Layout::kRows, 1, place);
   const std::vector<std::byte> y(ep.config().route_capacity() * row_bytes);
-  ep.combine_send(*handle, {y.data(), row_bytes}, ep.config().route_capacity(), false, place);
+  ep.combine_send(*handle, {.y = {y.data(), row_bytes}, .num_y_rows = ep.config().route_capacity()}, place);
   std::vector<std::byte> combined(ep.config().num_max_tokens_per_rank * row_bytes);
   ep.combine_recv(*handle, combined.data(), place);
 }

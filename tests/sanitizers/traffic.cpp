@@ -25,6 +25,7 @@ std::vector<Round> draw_rounds(uint64_t seed, const MoeConfig& config, int num_r
     round.expert_alignment = round.layout == Layout::kExpertMajor ? pick(random, 1, 9) : 1;
     round.quantize = pick(random, 0, 3) == 0;
     round.presummed = pick(random, 0, 3) == 0;
+    if (pick(random, 0, 2) == 0) round.first_codec = pick(random, 0, 4);
     round.num_blocks = pick(random, 1, 3);
     round.refusing_rank = pick(random, 0, config.num_ranks - 1);
     if (pick(random, 0, 15) == 0) round.end = Round::End::kRelease;

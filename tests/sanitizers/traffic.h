@@ -20,8 +20,14 @@ struct Round {
   int expert_alignment = 1;
   bool quantize = false;
   bool presummed = false;  // each rank weights and sums its experts' outputs itself
+  int first_codec = -1;    // of the sums that rank 0 sends; -1: of no rank's
   int num_blocks = 1;
   bool opens_second = false;  // the next round is dispatched before this one is combined
+
+  // Neighbouring ranks send in different codecs.
+  LineCodec codec_of(int rank) const {
+    return first_codec < 0 ? LineCodec::kNone : static_cast<LineCodec>((first_codec + rank) % 5);
+  }
 };
 
 std::vector<Round> draw_rounds(uint64_t seed, const MoeConfig& config, int num_rounds);

@@ -48,8 +48,8 @@ struct Rank {
       const auto* values = reinterpret_cast<const float*>(region.row.at(handle.buffer, 0, row));
       for (int c = 0; c < kHidden; ++c) y[i * kHidden + c] = values[c];
     }
-    ep.combine_send(handle, {reinterpret_cast<const std::byte*>(y.data()), kHidden * sizeof(float)},
-                    ep.config().route_capacity(), false, {});
+    const Rows rows{reinterpret_cast<const std::byte*>(y.data()), kHidden * sizeof(float)};
+    ep.combine_send(handle, {.y = rows, .num_y_rows = ep.config().route_capacity()}, {});
   }
   void combine(DispatchHandle& handle) {
     combine_send(handle);
@@ -155,7 +155,7 @@ TEST(ExpertParallel, CountsIdsOutOfRangeAndShortY) {
   Rank fresh;
   auto handle = fresh.dispatch();
   const Rows y{reinterpret_cast<const std::byte*>(fresh.x.data()), kHidden * sizeof(float)};
-  expect_says(message_of([&] { fresh.ep.combine_send(*handle, y, 3, false, {}); }),
+  expect_says(message_of([&] { fresh.ep.combine_send(*handle, {.y = y, .num_y_rows = 3}, {}); }),
               "y of a combine was too short for 3 routes");
 }
 

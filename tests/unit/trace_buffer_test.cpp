@@ -142,7 +142,8 @@ struct TracedRank {
                                    {});
     ep.dispatch_recv(*handle, Layout::kRows, 1, {});
     const std::vector<float> y(6 * 8, 1.0f);
-    ep.combine_send(*handle, {reinterpret_cast<const std::byte*>(y.data()), 8 * sizeof(float)}, 6, false, {});
+    const Rows rows{reinterpret_cast<const std::byte*>(y.data()), 8 * sizeof(float)};
+    ep.combine_send(*handle, {.y = rows, .num_y_rows = 6}, {});
     std::vector<float> combined(3 * 8);
     ep.combine_recv(*handle, combined.data(), {});
   }

@@ -4,17 +4,19 @@
 
 #include <algorithm>
 
+#include "moe/combine/coded_combine_send.h"
 #include "moe/combine/combine_recv.h"
 #include "moe/combine/combine_send.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-struct Combine {
-  using Args = CombineArgs;
+template <class Send, class BothArgs>
+struct BothHalves {
+  using Args = BothArgs;
   static constexpr const char* kName = "combine";
 
   static size_t shared_bytes(const Args& args) {
-    return std::max(CombineSend::shared_bytes(args.send), CombineRecv::shared_bytes(args.recv));
+    return std::max(Send::shared_bytes(args.send), CombineRecv::shared_bytes(args.recv));
   }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
@@ -26,12 +28,15 @@ struct Combine {
       const Grid receivers{grid.rank() - num_senders, grid.size() - num_senders};
       const Grid senders = kAllDoBoth ? grid : Grid{grid.rank(), num_senders};
       const OwnSums own(&args.send);
-      if (has_part_in(senders) && !args.send.is_sent) CombineSend::send(type, args.send, own, senders, block, shared);
+      if (has_part_in(senders) && !args.send.is_sent) Send::send(type, args.send, own, senders, block, shared);
       if (has_part_in(receivers)) CombineRecv::receive(type, args.recv, own, receivers, block, shared);
       if (kAllDoBoth) return;
       record_role(c, block.warp(), has_part_in(senders) ? moe_op::kCombineSend : moe_op::kCombineRecv, start);
     });
   }
 };
+
+struct Combine : BothHalves<CombineSend, CombineArgs> {};
+struct CodedCombine : BothHalves<CodedCombineSend, CodedCombineArgs> {};
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -3,6 +3,7 @@
 
 #include "moe/combine/own_sums.h"
 #include "moe/wires.h"
+#include "rows/coded_row.h"
 #include "rows/ll_sum.h"
 #include "rows/row_sum.h"
 
@@ -33,6 +34,106 @@ class PartialSums {
   RankSet ranks_;
   int token_;
 };
+
+// The same as rows that may be coded. Each row's signal says how; own sums that are kept in place have none.
+class CodedPartialSums {
+ public:
+  MOE_A2A_DEVICE CodedPartialSums(const CombineRecvArgs& args, const OwnSums& own, const Warp& warp, RankSet ranks,
+                                  int token)
+      : args_(args), own_(own), ranks_(ranks), token_(token) {
+    uint64_t bits[kCodecBits] = {};
+    for (int r = warp.rank(); r < args.context.heap.num_ranks; r += warp.size()) {
+      if (!ranks.contains(r) || own.keep(r)) continue;
+      const Signal* signal = args.context.region.combine_signal.at(args.buffer, r, token);
+      const uint32_t codec = Signal::payload_of(atomic_load<Order::kRelaxed, Scope::kSystem>(&signal->word));
+      for (int i = 0; i < kCodecBits; ++i) bits[i] |= uint64_t{codec >> i & 1} << r;
+    }
+    for (int i = 0; i < kCodecBits; ++i) codec_bits_[i] = warp.reduce_or(bits[i]);
+  }
+
+  MOE_A2A_DEVICE CodedRow next() {
+    if (ranks_.empty()) return {};
+    const int rank = ranks_.first();
+    ranks_.remove_first();
+    uint32_t codec = 0;
+    for (int i = 0; i < kCodecBits; ++i) codec |= static_cast<uint32_t>(codec_bits_[i] >> rank & 1) << i;
+    const MoeConfig& config = args_.context.config;
+    return {const_cast<std::byte*>(partial_sum(args_, own_, rank, token_)), static_cast<LineCodec>(codec), config.dtype,
+            config.hidden};
+  }
+
+ private:
+  static constexpr int kCodecBits = 3;
+
+  const CombineRecvArgs& args_;
+  OwnSums own_;
+  RankSet ranks_;
+  int token_;
+  uint64_t codec_bits_[kCodecBits];  // bit i of each rank's codec
+};
+
+// Calls receive(token, number) for this warp's parts of rows, `length` values each, until one gives up. The last warps
+// get the first parts: the first warps may still be sending.
+template <class Receive>
+MOE_A2A_DEVICE void walk_parts(const CombineRecvArgs& args, const Grid& grid, const Block& block, int length,
+                               const Receive& receive) {
+  constexpr int kWarps = kBlockThreads / kWarpSize;
+  const int parts = (args.context.config.hidden + length - 1) / length;
+  make_round_robin(grid, kWarps - 1 - block.warp_rank(), kWarps).walk(args.num_tokens * parts, [&](int unit) {
+    return receive(unit / parts, unit % parts);
+  });
+}
+
+// Of whole rows: with few of them several warps share one, so that the last rows finish earlier.
+MOE_A2A_DEVICE int part_length(const CombineRecvArgs& args, const Grid& grid) {
+  constexpr int kPartsOfRow = kBlockThreads > 1 ? 4 : 1, kWarps = kBlockThreads / kWarpSize;
+  const int parts = args.num_tokens >= 2 * grid.size() * kWarps ? 1 : kPartsOfRow;
+  const int length = (args.context.config.hidden + parts - 1) / parts;
+  return (length + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
+}
+
+enum class Arrived { kNot, kPlain, kCoded };  // kCoded: some of the sums are
+
+// Waits for a token's sums, one lane per rank; kNot if a wait gave up.
+MOE_A2A_DEVICE Arrived wait_for_sums(const CombineRecvArgs& args, const OwnSums& own, const Exchange& exchange,
+                                     const Warp& warp, RankSet ranks, int token) {
+  const Context& c = args.context;
+  const RankSet awaited = own.are_kept() ? ranks.without(c.heap.rank) : ranks;
+  constexpr uint32_t kGaveUp = ~0u;
+  uint32_t codecs = 0;
+  for (int r = warp.rank(); r < c.heap.num_ranks; r += warp.size()) {
+    if (!awaited.contains(r)) continue;
+    const WaitSite site{moe_op::kCombineRecv, moe_kind::kPartialWait, r, token, args.buffer};
+    uint32_t codec = 0;
+    codecs |= RowWire::receive(exchange, site, args.refusal_of(r), &codec) ? codec : kGaveUp;
+  }
+  // The votes also let the other lanes read what the waiting ones have acquired.
+  if (!warp.any(codecs != 0)) return Arrived::kPlain;
+  return warp.any(codecs == kGaveUp) ? Arrived::kNot : Arrived::kCoded;
+}
+
+// Receives this warp's parts from a token's part on, coded or not. Out of line and called last, so that loops without
+// coded sums keep their registers.
+MOE_A2A_RARE void receive_coded(const CombineRecvArgs& args, const OwnSums& own, const Grid& grid, const Block& block,
+                                int first_token, int first_number) {
+  const Context& c = args.context;
+  const Exchange exchange = combine_rows(c, args.buffer, c.region.epoch(args.buffer));
+  const RowLayout layout = c.config.row(c.config.dtype);
+  const int length = part_length(args, grid);
+  const Warp warp = block.warp();
+  walk_parts(args, grid, block, length, [&](int token, int number) {
+    if (token < first_token || (token == first_token && number < first_number)) return true;
+    const RankSet ranks = c.region.token_ranks(args.buffer, token);
+    if (wait_for_sums(args, own, exchange, warp, ranks, token) == Arrived::kNot) return false;
+    const uint64_t start = trace_now();
+    const Piece part = layout.piece(number, length);
+    const int64_t first_value = static_cast<int64_t>(token) * c.config.hidden + part.first;
+    add_coded_rows(warp, part, args.vector_rows, CodedPartialSums(args, own, warp, ranks, token), c.config.dtype,
+                   args.combined_x + first_value * size_of(c.config.dtype));
+    record(exchange.trace(), warp, {.kind = TraceKind::kReduce, .begin = start, .token = token});
+    return true;
+  });
+}
 
 struct CombineRecv {
   using Args = CombineRecvArgs;
@@ -75,40 +176,33 @@ struct CombineRecv {
     const RowLayout layout = args.context.config.row(args.context.config.dtype);
     const int length = part_length(args, grid);
     const Warp warp = block.warp();
+    int coded_token = -1, coded_number = 0;  // the first with coded sums
     // add(token, part, ranks) forms the sum once its terms have arrived.
     const auto receive_all = [&](const auto& add) {
       walk_parts(args, grid, block, length, [&](int token, int number) {
         const RankSet ranks = args.context.region.token_ranks(args.buffer, token);
-        if (!wait_for_sums(args, own, exchange, warp, ranks, token)) return false;
+        const Arrived arrived = wait_for_sums(args, own, exchange, warp, ranks, token);
+        if (arrived == Arrived::kCoded) coded_token = token, coded_number = number;
+        if (arrived != Arrived::kPlain) return false;
         const uint64_t start = trace_now();
         add(token, layout.piece(number, length), ranks);
         record(exchange.trace(), warp, {.kind = TraceKind::kReduce, .begin = start, .token = token});
         return true;
       });
     };
-    if (!streams(args)) {
-      return receive_all(
-          [&](int token, const Piece& part, RankSet ranks) { add(args, own, warp, token, part, ranks); });
+    if (streams(args)) {
+      std::byte* memory = plan(args).readers.in(shared) + block.warp_rank() * kReaderBytes;
+      with_row_reader(warp, memory, [&](auto& reader) {
+        receive_all(
+            [&](int token, const Piece& part, RankSet ranks) { stream(args, own, warp, reader, token, part, ranks); });
+      });
+    } else {
+      receive_all([&](int token, const Piece& part, RankSet ranks) { add(args, own, warp, token, part, ranks); });
     }
-    std::byte* memory = plan(args).readers.in(shared) + block.warp_rank() * kReaderBytes;
-    with_row_reader(warp, memory, [&](auto& reader) {
-      receive_all(
-          [&](int token, const Piece& part, RankSet ranks) { stream(args, own, warp, reader, token, part, ranks); });
-    });
+    if (coded_token >= 0) receive_coded(args, own, grid, block, coded_token, coded_number);
   }
 
  private:
-  // Calls receive(token, number) for this warp's parts of rows, `length` values each, until one gives up. The last
-  // warps get the first parts: the first warps may still be sending.
-  template <class Receive>
-  MOE_A2A_DEVICE static void walk_parts(const Args& args, const Grid& grid, const Block& block, int length,
-                                        const Receive& receive) {
-    const int parts = (args.context.config.hidden + length - 1) / length;
-    make_round_robin(grid, kWarps - 1 - block.warp_rank(), kWarps).walk(args.num_tokens * parts, [&](int unit) {
-      return receive(unit / parts, unit % parts);
-    });
-  }
-
   template <class T>
   MOE_A2A_DEVICE static T* target_of(const Args& args, int token, const Piece& piece) {
     return reinterpret_cast<T*>(args.combined_x) + static_cast<int64_t>(token) * args.context.config.hidden +
@@ -150,28 +244,6 @@ struct CombineRecv {
 
   // ---- whole rows
 
-  // With few rows, several warps share one, so that the last rows finish earlier.
-  MOE_A2A_DEVICE static int part_length(const Args& args, const Grid& grid) {
-    constexpr int kPartsOfRow = kBlockThreads > 1 ? 4 : 1;
-    const int parts = args.num_tokens >= 2 * grid.size() * kWarps ? 1 : kPartsOfRow;
-    const int length = (args.context.config.hidden + parts - 1) / parts;
-    return (length + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
-  }
-
-  // One lane per rank; false if a wait gave up.
-  MOE_A2A_DEVICE static bool wait_for_sums(const Args& args, const OwnSums& own, const Exchange& exchange,
-                                           const Warp& warp, RankSet ranks, int token) {
-    const Context& c = args.context;
-    const RankSet awaited = own.are_kept() ? ranks.without(c.heap.rank) : ranks;
-    bool good = true;
-    for (int r = warp.rank(); r < c.heap.num_ranks; r += warp.size()) {
-      if (!awaited.contains(r)) continue;
-      const WaitSite site{moe_op::kCombineRecv, moe_kind::kPartialWait, r, token, args.buffer};
-      good &= RowWire::receive(exchange, site, args.refusal_of(r));
-    }
-    return !warp.any(!good);  // also lets the other lanes read what the waiting ones have acquired
-  }
-
   MOE_A2A_DEVICE static void add(const Args& args, const OwnSums& own, const Warp& warp, int token, const Piece& part,
                                  RankSet ranks) {
     with_element_type(args.context.config.dtype, [&](auto type) {
@@ -190,8 +262,10 @@ struct CombineRecv {
       T* target = target_of<T>(args, token, part);
       const std::byte* row = partial_sum(args, own, rank, token) + part.first * sizeof(T);
       reader.begin(row, lanes, part.size() * static_cast<int>(sizeof(T)));
-      const auto open = [&](int first) { return target + first; };
-      add_streamed<T>(warp, reader, lanes, part.size(), [](int) { return 1.0f; }, open, [](int) {});
+      const auto store = [&](int first, const StreamedSums<T>& sums) {
+        store_streamed(warp, sums, part.size() - first, target + first);
+      };
+      add_streamed<T>(warp, reader, lanes, part.size(), [](int) { return 1.0f; }, store);
     });
   }
 };

@@ -100,6 +100,18 @@ struct LaneTerms {
   uint32_t lanes = 0;
 };
 
+MOE_A2A_DEVICE LaneTerms lane_terms(const CombineSendArgs& args, const Warp& warp, int row) {
+  const RouteTerm* terms = args.context.region.landed_term.at(args.buffer, row);
+  if (warp.rank() == 0) count_short_routes(args, terms);
+  const RouteTerm term = warp.rank() < args.context.config.num_topk ? terms[warp.rank()] : RouteTerm{};
+  const bool is_end = term.position < 0, is_there = !is_end && term.position < args.num_y_rows;
+  const uint64_t ends_and_there =
+      warp.reduce_or(uint64_t{is_end} << (warp.rank() + 32) | uint64_t{is_there} << warp.rank());
+  const uint32_t ends = static_cast<uint32_t>(ends_and_there >> 32), there = static_cast<uint32_t>(ends_and_there);
+  const uint32_t before_end = (ends & (~ends + 1)) - 1;
+  return {is_there ? args.y[term.position] : nullptr, term.weight, there & before_end};
+}
+
 template <class T>
 struct StreamedRows {
   static constexpr TraceKind kKind = moe_kind::kSum;
@@ -128,28 +140,15 @@ struct StreamedRows {
   MOE_A2A_DEVICE void send(const Warp& warp, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
     constexpr int kElement = sizeof(T);
     const int num_bytes = piece.size() * kElement;
-    const LaneTerms terms = lane_terms(warp, scheduled.row);
+    const LaneTerms terms = lane_terms(args, warp, scheduled.row);
     sender.reader.begin(terms.row, terms.lanes, num_bytes);
     const auto weight_of = [&](int lane) { return warp.broadcast(terms.weight, lane); };
-    const auto open = [&](int) { return reinterpret_cast<T*>(sender.pieces.open()); };
-    const auto close = [&](int first) {
+    const auto store = [&](int first, const StreamedSums<T>& sums) {
       const int begin = first * kElement, left = num_bytes - begin;
+      store_streamed(warp, sums, piece.size() - first, reinterpret_cast<T*>(sender.pieces.open()));
       sender.pieces.send(scheduled.delivery, begin, left < kStreamBytes ? left : kStreamBytes, left <= kStreamBytes);
     };
-    add_streamed<T>(warp, sender.reader, terms.lanes, piece.size(), weight_of, open, close);
-  }
-
- private:
-  MOE_A2A_DEVICE LaneTerms lane_terms(const Warp& warp, int row) const {
-    const RouteTerm* terms = args.context.region.landed_term.at(args.buffer, row);
-    if (warp.rank() == 0) count_short_routes(args, terms);
-    const RouteTerm term = warp.rank() < args.context.config.num_topk ? terms[warp.rank()] : RouteTerm{};
-    const bool is_end = term.position < 0, is_there = !is_end && term.position < args.num_y_rows;
-    const uint64_t ends_and_there =
-        warp.reduce_or(uint64_t{is_end} << (warp.rank() + 32) | uint64_t{is_there} << warp.rank());
-    const uint32_t ends = static_cast<uint32_t>(ends_and_there >> 32), there = static_cast<uint32_t>(ends_and_there);
-    const uint32_t before_end = (ends & (~ends + 1)) - 1;
-    return {is_there ? args.y[term.position] : nullptr, term.weight, there & before_end};
+    add_streamed<T>(warp, sender.reader, terms.lanes, piece.size(), weight_of, store);
   }
 };
 
