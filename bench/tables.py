@@ -59,6 +59,25 @@ def all_reduce() -> str:
     return table(["KiB", *(str(size >> 10) for size in times)], rows)
 
 
+def against_gloo() -> str:
+    """us of all_reduce / gloo, and their ratio, by size."""
+    rows, sizes = [], []
+    for dtype in ("float32", "bfloat16"):
+        lines = [line for line in results("cpu/all_reduce")["lines"] if line["dtype"] == dtype]
+        ours, gloo = (
+            [line["time_us"] for line in lines if line["system"] == name] for name in ("moe_a2a auto", "gloo")
+        )
+        sizes = sorted({line["size"] for line in lines})
+        rows.append([dtype, *(f"{us(a)} / {us(b)}" for a, b in zip(ours, gloo, strict=True))])
+        rows.append(
+            [
+                "times as fast",
+                *(f"{b / a:.1f}" if b < 10 * a else f"{b / a:.0f}" for a, b in zip(ours, gloo, strict=True)),
+            ]
+        )
+    return table(["KiB", *(str(size >> 10) for size in sizes)], rows)
+
+
 def halves() -> str:
     kinds = {kind: times_by_size(f"h200_2/{kind}") for kind in ("reduce_scatter", "all_gather")}
     rows = [
@@ -215,6 +234,7 @@ def board(name: str) -> str:
 TABLES = {
     "all_reduce": (all_reduce, "h200_2/all_reduce"),
     "halves": (halves, "h200_2/reduce_scatter"),
+    "against gloo": (against_gloo, "cpu/all_reduce"),
     "layer": (layer, "h200_2/layer"),
     "experts": (experts, "h200_1/experts"),
     "tokens of 2": (partial(by_tokens, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
