@@ -11,7 +11,6 @@ line counts as a signal.
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 from collections import Counter
@@ -74,22 +73,6 @@ def is_signal_store(instruction: Instruction) -> bool:
     if is_of_ll_word(instruction):
         return False
     return instruction.is_store and instruction.opcode.endswith("_dwordx2") and "sc1" in instruction.modifiers
-
-
-def report_stores(kernel: Kernel) -> set[Instruction]:
-    """64-bit stores of system scope that are no signals: the second of two fields of one struct, where 32 bits and then 64
-    are stored to one base. Signals are stored alone.
-
-    Report had such a pair (bad_token, bad_expert); no field of csrc/comm/report.h is stored so today.
-    """
-    found = set()
-    for block in kernel.blocks:
-        fields = [i for i in block.instructions if i.is_store and i.is_system_scope]
-        for token, expert in itertools.pairwise(fields):
-            same_struct = token.base == expert.base and "offset:" in expert.operands
-            if token.opcode.endswith("_dword") and expert.opcode.endswith("_dwordx2") and same_struct:
-                found.add(expert)
-    return found
 
 
 def is_data_store(instruction: Instruction) -> bool:
@@ -157,7 +140,7 @@ def check_row_access(kernel: Kernel, copies: bool) -> list[str]:
 
 def check_releases(kernel: Kernel) -> list[str]:
     """Between data and a signal: buffer_wbl2 sc0 sc1, then a wait for it. The signal itself has system scope."""
-    problems, signals, reported = {}, set(), report_stores(kernel)
+    problems, signals = {}, set()
 
     def step(instruction: Instruction, state: str) -> str:
         if is_data_store(instruction):
@@ -166,7 +149,7 @@ def check_releases(kernel: Kernel) -> list[str]:
             return "writing back"
         if instruction.waits_for_memory and state == "writing back":
             return "clean"
-        if is_signal_store(instruction) and instruction not in reported:
+        if is_signal_store(instruction):
             signals.add(instruction)
             if not instruction.is_system_scope:
                 problems[instruction] = f"signal not at system scope (sc0 sc1): {instruction}"
@@ -187,7 +170,7 @@ def check_leader_signals(kernel: Kernel) -> list[str]:
     signal the leader loads nothing: a wave that loads has moved on to its own work. (In Dispatch the senders' code
     follows the receivers', and a path leads through both that no wave takes.)
     """
-    problems, reported = {}, report_stores(kernel)
+    problems = {}
 
     def step(instruction: Instruction, state: str) -> str:
         if is_data_store(instruction):
@@ -198,7 +181,7 @@ def check_leader_signals(kernel: Kernel) -> list[str]:
             return str(instruction) if state == "stores in flight" else "done"
         if instruction.is_load and state.startswith("line"):
             return "done"
-        if is_signal_store(instruction) and state.startswith("line") and instruction not in reported:
+        if is_signal_store(instruction) and state.startswith("line"):
             problems[state] = f"barrier before a signal does not wait for stores (s_waitcnt vmcnt(0)): {state}"
         return state
 
