@@ -26,7 +26,7 @@ hip_flags() {  # of the headers stable|new
 }
 
 fetch_prefix() {
-  [ -e "$build/hip_$1/flags" ] || .ci/hip_prefix.sh "$1" "$build/hip_$1"
+  [ "$build/hip_$1/flags" -nt .ci/hip_prefix.sh ] || .ci/hip_prefix.sh "$1" "$build/hip_$1"
 }
 
 get_disassembler() {  # part of CUDA's toolkit; some installations have its compiler only

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# hip_prefix.sh stable|new <folder>: HIP headers and device libraries for Debian's clang-22, in a separate folder.
+# hip_prefix.sh stable|new <folder>: HIP and rocPRIM headers and device libraries for Debian's clang-22, in a separate folder.
 #
 # No Debian release has a HIP that supports gfx950. A compiler of one release can read the headers and device bitcode
 # of another, so we unpack only those, unconfigured and never executed, from the machine's own mirror:
@@ -13,10 +13,10 @@ prefix=$(realpath -m "$2")
 case $kind in
   stable)
     suite=trixie
-    packages="libamdhip64-dev rocm-device-libs-17" ;;
+    packages="libamdhip64-dev librocprim-dev rocm-device-libs-17" ;;
   new)
     suite=experimental
-    packages="libamdhip64-dev libamdhip64-7 rocm-device-libs-22" ;;
+    packages="libamdhip64-dev libamdhip64-7 librocprim-dev rocm-device-libs-22" ;;
   *)
     echo "usage: $0 stable|new <folder>" >&2
     exit 2 ;;

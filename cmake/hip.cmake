@@ -1,8 +1,9 @@
 # The HIP target: kernel sources compiled in clang's HIP mode through a custom command: CMake's HIP language
 # differs too much between CMake versions and ROCm packagings.
 #
-# A real ROCm install is found automatically. Any other HIP compiler (a plain clang with a directory of
-# headers and device libraries) is given by MOE_A2A_HIP_COMPILER and MOE_A2A_HIP_FLAGS.
+# A real ROCm install is found automatically; it must include rocPRIM's headers (package rocprim-dev). Any other HIP
+# compiler (a plain clang with a directory of headers and device libraries) is given by MOE_A2A_HIP_COMPILER and
+# MOE_A2A_HIP_FLAGS.
 
 set(_moe_a2a_rocm_hints $ENV{ROCM_PATH} $ENV{HIP_PATH} /opt/rocm)
 find_program(MOE_A2A_HIP_COMPILER amdclang++ HINTS ${_moe_a2a_rocm_hints}

@@ -70,6 +70,7 @@ struct Thread {
   // All bits that any member has set.
   uint64_t reduce_or(uint64_t bits) const { return bits; }
   Matches matches(int32_t, int) const { return {0, 1}; }
+  Matches matches(bool) const { return {0, 1}; }
   template <class T>
   T inclusive_sum(T value) const {
     return value;

@@ -8,6 +8,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cub/util_ptx.cuh>
+#include <cub/warp/warp_scan.cuh>
 #include <cuda/atomic>
 
 #include "arch/attributes.h"
@@ -34,18 +36,29 @@ __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
 __device__ __forceinline__ void drain_stores() {}  // the barrier orders the block's stores before the leader's fence
 __device__ __forceinline__ bool warp_any(bool value) { return __any_sync(0xffffffffu, value); }
-__device__ __forceinline__ uint32_t warp_or(uint32_t bits) { return __reduce_or_sync(0xffffffffu, bits); }
+// One instruction per half; cub::WarpReduce uses it since CUB 3.5 and shuffles ten times before (CUDA 13.0 has 3.0).
+__device__ __forceinline__ uint64_t warp_or(uint64_t bits) {
+  return uint64_t{__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(bits >> 32))} << 32 |
+         __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(bits));
+}
+__device__ __forceinline__ int32_t warp_inclusive_sum(int32_t value) {
+  using Scan = cub::WarpScan<int32_t, kWarpSize>;
+  typename Scan::TempStorage unused;
+  Scan(unused).InclusiveSum(value, value);
+  return value;
+}
 using LaneMask = uint32_t;  // one bit per lane
 __device__ __forceinline__ LaneMask warp_ballot(bool value) { return __ballot_sync(0xffffffffu, value); }
 __device__ __forceinline__ int count_ones(LaneMask word) { return __popc(word); }
+// The lanes whose values have the same lowest kBits bits.
+template <int kBits>
+__device__ __forceinline__ LaneMask equal_lanes(int32_t value) {
+  return cub::MatchAny<kBits>(static_cast<uint32_t>(value));
+}
 __device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value); }
 template <class T>
 __device__ __forceinline__ T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
-}
-
-__device__ __forceinline__ int32_t shuffle_up(int32_t value, int distance) {
-  return __shfl_up_sync(0xffffffffu, value, distance);
 }
 __device__ __forceinline__ float shuffle_across(float value, int distance) {
   return __shfl_xor_sync(0xffffffffu, value, distance);

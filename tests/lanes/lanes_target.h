@@ -81,10 +81,16 @@ inline bool warp_any(bool value) {
   }
   return false;
 }
-inline uint32_t warp_or(uint32_t bits) {
-  const uint32_t* all = exchange(bits);
+inline uint64_t warp_or(uint64_t bits) {
+  const uint64_t* all = exchange(bits);
   for (int i = 0; i < kWarpSize; ++i) bits |= all[i];
   return bits;
+}
+inline int32_t warp_inclusive_sum(int32_t value) {
+  const int32_t* all = exchange(value);
+  int32_t sum = 0;
+  for (int i = 0; i <= lane_in_warp(); ++i) sum += all[i];
+  return sum;
 }
 using LaneMask = std::conditional_t<kAsNvidia, uint32_t, uint64_t>;
 inline LaneMask warp_ballot(bool value) {
@@ -94,13 +100,16 @@ inline LaneMask warp_ballot(bool value) {
   return votes;
 }
 inline int count_ones(LaneMask word) { return __builtin_popcountll(word); }
+template <int kBits>
+LaneMask equal_lanes(int32_t value) {
+  const int32_t* all = exchange(value);
+  LaneMask equal = 0;
+  for (int i = 0; i < kWarpSize; ++i) equal |= LaneMask{(all[i] ^ value) % (1 << kBits) == 0} << i;
+  return equal;
+}
 template <class T>
 T shuffle(T value, int lane) {
   return exchange(value)[lane];
-}
-inline int32_t shuffle_up(int32_t value, int distance) {
-  const int32_t* all = exchange(value);
-  return lane_in_warp() < distance ? value : all[lane_in_warp() - distance];
 }
 inline float shuffle_across(float value, int distance) { return exchange(value)[lane_in_warp() ^ distance]; }
 

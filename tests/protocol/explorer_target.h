@@ -52,6 +52,7 @@ struct Thread {
   }
   uint64_t reduce_or(uint64_t bits) const { return bits; }
   Matches matches(int32_t, int) const { return {0, 1}; }
+  Matches matches(bool) const { return {0, 1}; }
   template <int kLanes>
   float max_of_neighbours(float value) const {
     return value;

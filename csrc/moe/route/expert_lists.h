@@ -103,7 +103,8 @@ class ExpertLists {
   }
 
   // One thread adds up each list; then one warp lays out the experts' positions one after another. The last list, the
-  // landed rows, takes no positions.
+  // landed rows, takes no positions. (cub::BlockScan would cost each of 16 warps 93 instructions, a round of this 29 in
+  // one warp: 64 experts take three.)
   MOE_A2A_DEVICE void place_lists() {
     MOE_A2A_ROLLED
     for (int list = block_.rank(); list < num_lists(); list += block_.size()) count_[list] = add_up(list);

@@ -94,7 +94,7 @@ MOE_A2A_DEVICE int32_t number_members(const Warp& warp, int begin, int end, cons
   for (int base = begin; base < end; base += warp.size()) {
     const int i = base + warp.rank();
     const bool in = i < end && is_in(i);
-    const Matches matches = warp.matches(in, 1);
+    const Matches matches = warp.matches(in);
     if (i < end) visit(i, in ? num + matches.before : -1);
     num += in ? matches.total : warp.size() - matches.total;
   }

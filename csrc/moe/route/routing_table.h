@@ -134,7 +134,8 @@ class RoutingTable {
     return expert >= first && expert < end ? expert - first : -1;
   }
 
-  // Counts each warp's choices per expert.
+  // Counts each warp's choices per expert. (The block ranks of CUB and rocPRIM fix the numbers of experts and choices
+  // at compile time. With 256 and 2048 they are 594 and 649 instructions long; these three steps, 314 and 400.)
   MOE_A2A_DEVICE void count_choices(int first, int end) {
     const int num = end - first;
     MOE_A2A_ROLLED
