@@ -254,7 +254,10 @@ MOE_A2A_DEVICE void store_floats(T* target, int64_t rest, bool vectors, const Li
       store_values(target + v, elements);
     }
   } else {
-    for (int i = 0; i < kLineValues && i < rest; ++i) target[i] = from_float<T>(values[i]);
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kLineValues; ++i) {
+      if (i < rest) target[i] = from_float<T>(values[i]);
+    }
   }
 }
 
