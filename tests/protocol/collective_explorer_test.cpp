@@ -11,7 +11,7 @@
 #include "collective_world.h"
 #include "seed.h"
 
-namespace moe_a2a {
+namespace moe_a2a::collective_explorer {  // explorer_test.cpp has names like these
 namespace {
 
 using Kind = ModelCall::Kind;
@@ -217,4 +217,4 @@ TEST(CollectiveMutantTest, EachIsCaught) {
 }
 
 }  // namespace
-}  // namespace moe_a2a
+}  // namespace moe_a2a::collective_explorer

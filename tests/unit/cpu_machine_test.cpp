@@ -169,7 +169,7 @@ TEST(SharedMemory, IsZeroAndSurvivesTheDeathOfItsOwner) {
     bool good = true;
     for (size_t i = 0; i < kWords; ++i) good &= heaps[(rank + 1) % kRanks][i] == 0;
     board.barrier(2);
-    if (rank == 2) pause();  // until killed
+    if (rank == 2) ::pause();  // until killed
     while (board.arrived[7].load() == 0) usleep(200);
     heaps[2][rank] = 7;  // still mapped here
     return good && heaps[2][rank] == 7;
@@ -188,7 +188,7 @@ TEST(SharedMemory, RanksKilledBeforeTheMappingLeaveNothing) {
     CpuMachine machine(0);
     machine.allocate_symmetric(4096, kRanks, &board.handle[rank]);
     board.barrier(0);
-    pause();
+    ::pause();
     return false;
   });
   ranks.wait_for(0);
@@ -245,7 +245,7 @@ TEST(SharedMemory, NamesOfKilledOwnersGoWithTheNextHeapAndThoseOfTheLivingStay) 
     board.barrier(0);
     machine.open_peer(board.handle[(rank + 1) % kRanks], 10.0);
     board.barrier(1);
-    pause();
+    ::pause();
     return false;
   });
   ranks.wait_for(1);

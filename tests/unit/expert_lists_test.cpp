@@ -8,25 +8,16 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "moe/dispatch/dispatch_send.h"
 #include "seed.h"
 #include "unit/heaps.h"
+#include "unit/random.h"
 
 namespace moe_a2a {
 namespace {
-
-class Random {
- public:
-  explicit Random(uint64_t seed) : generator_(static_cast<unsigned>(seed)) {}
-  int pick(int low, int high) { return std::uniform_int_distribution(low, high)(generator_); }
-
- private:
-  std::mt19937 generator_;
-};
 
 // The routing of one rank: choices and weights [num_tokens, num_topk].
 struct Routing {
@@ -59,9 +50,9 @@ constexpr Size kSmall{"small", 40, 5, 8, 300}, kChunks{"several_chunks", 700, 4,
     kPasses{"several_passes", 300, 3, 5000, 12};
 
 // All ranks send, one receives.
-class Exchange {
+class RoutingExchange {
  public:
-  Exchange(Random& random, const Size& size, Layout layout)
+  RoutingExchange(Random& random, const Size& size, Layout layout)
       : config_(draw(random, size)),
         heaps_(config_),
         me_(random.pick(0, config_.num_ranks - 1)),
@@ -284,7 +275,7 @@ TEST_P(ExpertListsTest, EqualTheModel) {
   Random random(test_seed());
   for (int round = 0; round < size.num_rounds && !HasFatalFailure(); ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
-    Exchange exchange(random, size, layout);
+    RoutingExchange exchange(random, size, layout);
     exchange.send_tables(1 + round % 3);
     exchange.check_tables();
     if (HasFatalFailure()) return;

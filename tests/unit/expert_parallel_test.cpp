@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "alone.h"
+#include "unit/expect_says.h"
 
 namespace moe_a2a {
 namespace {
@@ -71,10 +72,6 @@ std::string message_of(Call call) {
     return error.what();
   }
   return "";
-}
-
-void expect_says(const std::string& message, const std::string& part) {
-  EXPECT_NE(message.find(part), std::string::npos) << message;
 }
 
 TEST(ExpertParallel, TakesBuffersInTurn) {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 #include <vector>
 
 #include "moe/dispatch/dispatch_send.h"
@@ -13,24 +12,13 @@
 #include "rows/ll_sum.h"
 #include "seed.h"
 #include "unit/heaps.h"
+#include "unit/random.h"
 
 namespace moe_a2a {
 namespace {
 
 constexpr uint64_t kEpoch = (uint64_t{1} << 31) + 5;
 constexpr WaitSite kSite{moe_op::kDispatchRecv, moe_kind::kRowWait, 0};
-
-class Random {
- public:
-  explicit Random(uint64_t seed) : generator_(seed) {}
-  int pick(int low, int high) { return std::uniform_int_distribution(low, high)(generator_); }
-  void fill(std::byte* bytes, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) bytes[i] = static_cast<std::byte>(pick(0, 255));
-  }
-
- private:
-  std::mt19937_64 generator_;
-};
 
 MoeConfig draw_config(Random& random) {
   MoeConfig config{.num_ranks = random.pick(1, 6),

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "seed.h"
+#include "unit/expect_says.h"
 
 namespace moe_a2a {
 namespace {
@@ -39,10 +40,6 @@ std::vector<RegionHandle> with(int rank, Change change) {
   change(handles[rank]);
   handles[rank].seal();
   return handles;
-}
-
-void expect_says(const std::string& what, const std::string& part) {
-  EXPECT_NE(what.find(part), std::string::npos) << what;
 }
 
 TEST(Disagreement, IsEmptyWhenAllAgree) { EXPECT_EQ(disagreement(handles_of_all()), ""); }

@@ -5,13 +5,13 @@
 
 #include <algorithm>
 #include <numeric>
-#include <random>
 #include <vector>
 
 #include "comm/work_queue.h"
 #include "moe/combine/combine_send.h"
 #include "seed.h"
 #include "unit/heaps.h"
+#include "unit/random.h"
 
 namespace moe_a2a {
 namespace {
@@ -23,15 +23,6 @@ MoeConfig config_of(int num_ranks, int num_tokens) {
           .hidden = 2,
           .num_max_tokens_per_rank = num_tokens};
 }
-
-class Random {
- public:
-  explicit Random(uint64_t seed) : generator_(static_cast<unsigned>(seed)) {}
-  int pick(int low, int high) { return std::uniform_int_distribution(low, high)(generator_); }
-
- private:
-  std::mt19937 generator_;
-};
 
 TEST(RoundRobin, DealsTheUnitsOfAllSegmentsRoundRobin) {
   Random random(test_seed());
