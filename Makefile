@@ -16,6 +16,8 @@ export PYTHON
 BIN := .venv/bin
 # .venv first: its cmake and ninja are new enough on any machine.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# pip compiles no modules here, thousands that nothing imports: the first import of one does, and keeps it.
+unexport PYTHONDONTWRITEBYTECODE
 
 TARGETS_FLAG := $(if $(TARGETS),-DMOE_A2A_TARGETS="$(TARGETS)")
 NATIVE_FILES := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/*/* csrc/*/*/*)
@@ -49,7 +51,7 @@ test-cpp: .venv/dependencies
 test-python: setup
 	.ci/system_packages.sh test
 	$(BIN)/python -m pytest tests -m 'not alone' -n 4 --dist worksteal --ignore tests/structure/test_headers.py
-	$(BIN)/python -m pytest tests/python -m alone
+	$(BIN)/python -m pytest $$(grep -l 'mark\.alone' tests/python/*.py) -m alone
 
 test-gpu: setup
 	MOE_A2A_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/python
@@ -71,7 +73,7 @@ headers: setup
 	$(BIN)/python -m pytest tests/structure/test_headers.py
 
 .venv/formatters: .venv/dependencies
-	$(BIN)/python -m pip install -qq 'clang-format==22.*' ruff
+	$(BIN)/python -m pip install -qq --no-compile 'clang-format==22.*' ruff
 	@touch $@
 
 format: .venv/formatters
@@ -85,7 +87,7 @@ lint: .venv/formatters
 	$(BIN)/ruff check .
 
 .venv/checkers: .venv/formatters .venv/package
-	$(BIN)/python -m pip install -qq 'mypy==2.*' 'pybind11-stubgen==3.*'
+	$(BIN)/python -m pip install -qq --no-compile 'mypy==2.*' 'pybind11-stubgen==3.*'
 	@touch $@
 
 # Types of the package, and whether the extension's stub is up to date.
@@ -97,7 +99,7 @@ stubs: setup .venv/checkers
 	.ci/stubs.sh .venv write
 
 .venv/sphinx: .venv/package
-	$(BIN)/python -m pip install -qq 'sphinx==9.*'
+	$(BIN)/python -m pip install -qq --no-compile 'sphinx==9.*'
 	@touch $@
 
 docs: setup .venv/sphinx

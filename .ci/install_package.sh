@@ -4,4 +4,4 @@
 set -euo pipefail
 options=()
 [ -n "$2" ] && options=(--config-settings=cmake.define.MOE_A2A_TARGETS="$2")
-"$1/bin/python" -m pip install -qq --no-build-isolation "${options[@]}" --editable '.[demo,test]'
+"$1/bin/python" -m pip install -qq --no-compile --no-build-isolation "${options[@]}" --editable '.[demo,test]'

@@ -18,4 +18,4 @@ else
   "$python" -m venv "$venv"
   torch=("torch==2.13.0") # small where pip offers a CPU build; a newer one pulls gigabytes of GPU libraries
 fi
-"$venv/bin/python" -m pip install -qq scikit-build-core nlohmann_json cmake ninja "${torch[@]}"
+"$venv/bin/python" -m pip install -qq --no-compile scikit-build-core nlohmann_json cmake ninja "${torch[@]}"
