@@ -1,8 +1,8 @@
 # What `make kernels` compiles. Optimising a larger family for a GPU takes most of a minute, so nothing is
 # optimised twice for the same check:
 #
-#   CUDA  sm_90a: without the recorder, as in a library. sm_80: with it, down to PTX; the products, which are short of registers,
-#         down to SASS, and their pipeline with the recorder down to sm_90a's PTX.
+#   CUDA  sm_90a: without the recorder, as in a library. sm_80: with it, down to PTX that nobody reads, so hardly optimised; the
+#         products, which are short of registers, down to SASS, and their pipeline with the recorder down to sm_90a's PTX.
 #   HIP   with the recorder: listings for the ISA check, and code objects linked from them. Without it, and the
 #         host side: only the front end. The device: an object for all architectures.
 
@@ -16,10 +16,15 @@ endfunction()
 
 function(_moe_a2a_cuda_checks headers result)
   set(checked)
+  execute_process(COMMAND ${MOE_A2A_NVCC} --help OUTPUT_VARIABLE options)
+  set(fast)
+  if(options MATCHES "--Ofast-compile") # CUDA 12.9 and later
+    set(fast --Ofast-compile=max)
+  endif()
   foreach(source IN LISTS _moe_a2a_families)
     get_filename_component(stem ${source} NAME_WE)
     set(object ${CMAKE_BINARY_DIR}/cuda/${stem}.o)
-    set(recorded --generate-code arch=compute_80,code=compute_80 -ptx -o ${object}.ptx)
+    set(recorded ${fast} --generate-code arch=compute_80,code=compute_80 -ptx -o ${object}.ptx)
     if(stem STREQUAL grouped_gemm_kernels)
       set(recorded --generate-code arch=compute_80,code=sm_80 --generate-code arch=compute_90a,code=compute_90a
           --resource-usage -c -o ${object}.recorded)
