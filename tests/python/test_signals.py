@@ -22,13 +22,8 @@ TIMEOUT = 10.0
 PROMPT = 1.0  # a fifth of a second on an idle machine
 
 
-def interrupt_soon(delay, number=signal.SIGINT):
-    pid = os.getpid()
-    threading.Timer(delay, os.kill, (pid, number)).start()
-
-
-def interrupt_in_call():
-    """Sends SIGINT once the main thread has been inside a call of the object for a while. Returns a list: when it was sent."""
+def interrupt_in_call(number=signal.SIGINT):
+    """Sends the signal once the main thread has been inside a call of the object for a while. Returns a list: when it was sent."""
     sent = []
 
     def interrupt():
@@ -38,7 +33,7 @@ def interrupt_in_call():
             frame = sys._current_frames()[threading.main_thread().ident]
             inside = inside + 1 if Path(frame.f_code.co_filename).name in ("expert_parallel.py", "client.py") else 0
         sent.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
     return sent
@@ -88,18 +83,23 @@ def test_an_interrupt_ends_a_wait(operation, num_blocks, num_max_ll_tokens):
 
 def handled_signal(group):
     """A handler that does not raise runs at once, and the wait continues."""
+    store = dist.distributed_c10d._get_default_store()
     with moe_a2a.ExpertParallel(group, **{**CONFIG, "timeout": TIMEOUT}) as ep:
         moe_a2a.as_group(group).all_gather(None)
         if ep.rank == 0:
             seen = []
-            signal.signal(signal.SIGUSR2, lambda *_: seen.append(time.monotonic()))
-            interrupt_soon(0.2, signal.SIGUSR2)
-            start = time.monotonic()
+
+            def handler(*_):
+                seen.append(time.monotonic())
+                threading.Timer(0.5, store.set, ("handled", "")).start()
+
+            signal.signal(signal.SIGUSR2, handler)
+            sent = interrupt_in_call(signal.SIGUSR2)
             good_call(ep)
-            assert time.monotonic() - start > 0.9
-            assert len(seen) == 1 and seen[0] - start < 0.2 + ranks.slack(0.5)
+            assert time.monotonic() - seen[0] > 0.4
+            assert len(seen) == 1 and seen[0] - sent[0] < ranks.slack(0.5)
         else:
-            time.sleep(1)
+            store.wait(["handled"])
             good_call(ep)
 
 
@@ -109,6 +109,7 @@ def test_a_handler_that_raises_nothing_ends_nothing():
 
 
 def handler_calls_the_object(group):
+    store = dist.distributed_c10d._get_default_store()
     with moe_a2a.ExpertParallel(group, **{**CONFIG, "timeout": TIMEOUT}) as ep:
         moe_a2a.as_group(group).all_gather(None)
         if ep.rank == 0:
@@ -118,13 +119,14 @@ def handler_calls_the_object(group):
                 with pytest.raises(RuntimeError, match="signal handler") as raised:
                     ep.check()
                 errors.append(raised.value)
+                store.set("handled", "")
 
             signal.signal(signal.SIGUSR2, handler)
-            interrupt_soon(0.5, signal.SIGUSR2)
+            interrupt_in_call(signal.SIGUSR2)
             good_call(ep)
             assert len(errors) == 1
         else:
-            time.sleep(2)  # by then the other rank is in its call, even on a busy machine
+            store.wait(["handled"])
             good_call(ep)
 
 
@@ -135,17 +137,18 @@ def test_a_handler_that_calls_the_object_is_refused():
 
 def handler_closes_the_object(group):
     ep = moe_a2a.ExpertParallel(group, **{**CONFIG, "timeout": TIMEOUT})
+    store = dist.distributed_c10d._get_default_store()
     moe_a2a.as_group(group).all_gather(None)
     if ep.rank == 0:
         signal.signal(signal.SIGUSR2, lambda *_: ep.close())
-        interrupt_soon(0.5, signal.SIGUSR2)
-        start = time.monotonic()
+        sent = interrupt_in_call(signal.SIGUSR2)
         with pytest.raises(RuntimeError, match=r"close\(\) was called"):
             good_call(ep)
-        assert time.monotonic() - start < 0.5 + ranks.slack(PROMPT)
+        assert time.monotonic() - sent[0] < ranks.slack(PROMPT)
         assert ep.is_closed
+        store.set("closed", "")
     else:
-        time.sleep(2)  # by then the other rank is in its call, even on a busy machine
+        store.wait(["closed"])
         with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 0 left a call"):
             good_call(ep)
         ep.close()
