@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, capabilities, codecs, collective_tables
+from moe_a2a import _core, arguments, calls, capabilities, codecs, collective_tables, operators
 from moe_a2a.codecs import CODECS
 from moe_a2a.communicator import CommunicatorClient
 
@@ -60,6 +60,7 @@ class Collectives(CommunicatorClient):
         self._join(group, device, timeout)
         self.max_nbytes, self.num_blocks = max_nbytes, num_blocks
         self._table_file = table
+        self._number = operators.numbered(self)
         self._make()
 
     def _allocate(self) -> None:
@@ -104,6 +105,8 @@ class Collectives(CommunicatorClient):
             PeerRefusedError: another rank's call failed.
             PeerTimeoutError: a rank did not arrive.
         """
+        if torch.compiler.is_compiling():
+            return _stored(torch.ops.moe_a2a.all_reduce(x, op, algorithm, codec, max_error, self._number.value), out)
         core = self._open_core()
         with calls.refused_if_failed(self):
             self._check_tensors(x, out)
@@ -142,6 +145,8 @@ class Collectives(CommunicatorClient):
 
         Raises: as all_reduce().
         """
+        if torch.compiler.is_compiling():
+            return _stored(torch.ops.moe_a2a.reduce_scatter(x, op, counts, self._number.value), out)
         core = self._open_core()
         with calls.refused_if_failed(self):
             self._check_tensors(x, out)
@@ -162,6 +167,8 @@ class Collectives(CommunicatorClient):
 
         Raises: as all_reduce().
         """
+        if torch.compiler.is_compiling():
+            return _stored(torch.ops.moe_a2a.all_gather(x, counts, self._number.value), out)
         core = self._open_core()
         with calls.refused_if_failed(self):
             self._check_tensors(x, out)
@@ -224,3 +231,7 @@ class Collectives(CommunicatorClient):
     def _check_tensors(self, x: Any, out: Any) -> None:
         arguments.check_tensor(self.rank, "x", x)
         arguments.check_optional_tensor(self.rank, "out", out)
+
+
+def _stored(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return result if out is None else out.copy_(result)

@@ -69,6 +69,26 @@ def grouped_gemm(
     are checked only on the CPU, where the host can read them; on a GPU, rows out of range count as zeros and offsets out of
     range are clamped. There is no backward.
     """
+    if torch.compiler.is_compiling():
+        options: dict[str, Any] = {} if quantize_output else {"out_dtype": out_dtype}
+        operators = torch.ops.moe_a2a
+        return (operators.grouped_gemm_quantized if quantize_output else operators.grouped_gemm)(
+            x,
+            row_index,
+            expert_offsets,
+            w,
+            bias,
+            x_scales,
+            w_scales,
+            activation=activation,
+            gated=gated,
+            interleaved=interleaved,
+            alpha=alpha,
+            limit=limit,
+            up_shift=up_shift,
+            num_blocks=num_blocks,
+            **options,
+        )
     is_float8 = x.dtype.itemsize == 1 and x.dtype.is_floating_point
     if is_float8 and x.dtype != float8_dtype(x.device):
         raise TypeError(f"x has dtype {x.dtype}, expected {float8_dtype(x.device)}: the float8 that {x.device} has")

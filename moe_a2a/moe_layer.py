@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_a2a import calls, experts
+from moe_a2a import calls, experts, operators
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.expert_weights import ExpertWeights, Weight
 
@@ -55,6 +55,7 @@ class MoELayer(nn.Module):
         experts.check_way(ep, fused, fused_combine, wire, num_max_routes)
         self.ep, self.fused, self.fused_combine = ep, fused, fused_combine
         self.wire, self.num_max_routes = wire, num_max_routes
+        self._number = operators.numbered(self)
         self.w_gate_up, self.w_down = _as_parameter(weights.gate_up), _as_parameter(weights.down)
         self.register_buffer("w_gate_up_scales", weights.gate_up_scales)
         self.register_buffer("w_down_scales", weights.down_scales)
@@ -68,6 +69,8 @@ class MoELayer(nn.Module):
 
         Raises as ExpertParallel.dispatch() and combine(). If one rank raises anything before its combine, the others raise
         PeerRefusedError, and the layer stays usable on all."""
+        if torch.compiler.is_compiling():
+            return torch.ops.moe_a2a.moe_layer(hidden_states, topk_idx, topk_weights, self._number.value)
         ep = self.ep
         with calls.dispatch_refused_if_failed(ep):
             weights = self._weights()

@@ -32,6 +32,7 @@ except ImportError as error:
     ) from error
 
 import moe_a2a
+from moe_a2a import operators
 from moe_a2a.integrations import kernel_experts
 from moe_a2a.integrations.experts_module import (
     ExpertsModule,
@@ -84,6 +85,7 @@ def shard_experts(model: nn.Module, group) -> nn.Module:
         require_supported(module)
         keep_only(module, _owned_experts(module, group))
         module.moe_a2a_layer, module.moe_a2a_split_for = name, (group.rank, group.num_ranks)
+        module.moe_a2a_number = operators.numbered(module)
     return model
 
 
@@ -99,13 +101,19 @@ class RegisteredExperts:
         self.name = name
         self.fused = fused
         self._by_shape: dict[tuple, moe_a2a.ExpertParallel] = {}
+        self._number = operators.numbered(self)
 
-    # Compiled models break their graph here: the exchange is not a torch operator.
-    @torch.compiler.disable
     def __call__(
         self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H]."""
+        if torch.compiler.is_compiling() and hasattr(module, "moe_a2a_number") and module.moe_a2a_number.value:
+            numbers = module.moe_a2a_number.value, self._number.value
+            return torch.ops.moe_a2a.transformers_experts(hidden_states, top_k_index, top_k_weights, *numbers)
+        return self._run(module, hidden_states, top_k_index, top_k_weights)
+
+    @torch.compiler.disable  # a module that shard_experts() has not seen has no number: its graph breaks here
+    def _run(self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         require_supported(module)
         _require_inference(module, hidden_states)
         owned = _owned_experts(module, self.group)

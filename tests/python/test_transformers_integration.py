@@ -289,15 +289,39 @@ def test_models_that_cannot_be_split_are_refused():
         shard_experts(quantised, group)
 
 
-def test_compiled_models_break_their_graph_and_go_on():
+@pytest.mark.parametrize("shards", [True, False], ids=["one_graph", "broken_where_a_module_has_no_number"])
+def test_compiled_models(shards):
     model = tiny_model("mixtral")
     (group,) = moe_a2a.thread_group(1)
     batch = torch.arange(3, 9)[None]
     expected = run_with(tiny_model("mixtral"), "eager", batch)
     with register(group, name="moe_a2a:compiled") as experts, torch.no_grad():
+        if shards:
+            shard_experts(model, group)
         model.set_experts_implementation(experts.name)
-        logits = torch.compile(model, backend="eager")(input_ids=batch).logits
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=shards)
+        logits = compiled(input_ids=batch, use_cache=False).logits
     assert_close(logits, expected)
+
+
+def test_a_copy_of_a_model_runs_its_own_experts_in_its_graph():
+    original = tiny_model("mixtral")
+    (group,) = moe_a2a.thread_group(1)
+    batch = torch.arange(3, 9)[None]
+    with register(group, name="moe_a2a:copied") as experts, torch.no_grad():
+        shard_experts(original, group)
+        model = copy.deepcopy(original)
+        experts_of(model).gate_up_proj.mul_(2)
+        for either in (original, model):
+            either.set_experts_implementation(experts.name)
+        torch._dynamo.reset()
+        for fullgraph in (False, True):
+            for either in (original, model):
+                expected = either(input_ids=batch, use_cache=False).logits
+                compiled = torch.compile(either, backend="eager", fullgraph=fullgraph)
+                assert_close(compiled(input_ids=batch, use_cache=False).logits, expected)
+            shard_experts(model, group)  # gives the copy's modules numbers of their own
 
 
 def generate(group):

@@ -41,6 +41,7 @@ LAYERS = {
     "communicator": ["communicator"],
     "tracing": ["tracing"],
     "client": ["client"],
+    "operators": ["operators"],
     "experts": ["experts", "expert_weights", "grouped_gemm"],
     "parts": [
         "arguments",

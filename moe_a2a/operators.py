@@ -1,0 +1,174 @@
+"""torch.ops.moe_a2a: calls as torch.compile and torch.export see them, one operator each, with a known result shape.
+
+While PyTorch traces, `MoELayer`, `grouped_gemm()` and the methods of `Collectives` call these operators, whose bodies are
+the same calls again. An operator takes tensors, numbers and strings, so an object enters as its number. The graph holds that
+number as a constant: it serves only the process that compiled it, and only while the object lives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_a2a.grouped_gemm import grouped_gemm
+
+_numbers = itertools.count(1)
+_objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class GraphNumber:
+    """The number by which graphs find the object that has it as an attribute. A copy of that object is another object: its
+    number is 0, none, until numbered() gives it one."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[type[GraphNumber], tuple[()]]:
+        return GraphNumber, ()
+
+
+def numbered(used_in_graphs: Any) -> GraphNumber:
+    """A new number, by which graphs find the object."""
+    number = next(_numbers)
+    _objects[number] = used_in_graphs
+    return GraphNumber(number)
+
+
+def _object(number: int) -> Any:
+    found = _objects.get(number)
+    if found is None:
+        raise RuntimeError(
+            f"a compiled graph uses object {number} of moe_a2a, which this process does not have (any more); keep the object "
+            "for as long as the graph, and compile in the process that runs the graph"
+        )
+    return found
+
+
+def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    def made(function: Callable[..., Any]) -> Any:
+        operator = torch.library.custom_op(f"moe_a2a::{name}", function, mutates_args=(), schema=schema)
+        operator.register_autograd(no_backward)
+        return operator
+
+    def no_backward(*_: Any) -> NoReturn:
+        raise RuntimeError(f"moe_a2a::{name} has no backward; call it under torch.no_grad()")
+
+    return made
+
+
+# ---- of a MoELayer
+
+
+@_operator("moe_layer", "(Tensor hidden_states, Tensor topk_idx, Tensor? topk_weights, int layer) -> Tensor")
+def _moe_layer(hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, layer: int) -> Tensor:
+    return _object(layer)(hidden_states, topk_idx, topk_weights)
+
+
+@_moe_layer.register_fake
+def _(hidden_states: Tensor, *_: Any) -> Tensor:
+    return hidden_states.new_empty(hidden_states.shape)
+
+
+# ---- of the experts function of transformers, for one of its modules
+
+
+@_operator(
+    "transformers_experts",
+    "(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, int experts_module, int registered) -> Tensor",
+)
+def _transformers_experts(
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts_module: int, registered: int
+) -> Tensor:
+    return _object(registered)(_object(experts_module), hidden_states, top_k_index, top_k_weights)
+
+
+@_transformers_experts.register_fake
+def _(hidden_states: Tensor, *_: Any) -> Tensor:
+    return hidden_states.new_empty(hidden_states.shape)
+
+
+# ---- of a Collectives
+
+
+@_operator(
+    "all_reduce",
+    "(Tensor x, str op, str algorithm, str? codec, float? max_error, int collectives) -> Tensor",
+)
+def _all_reduce(
+    x: Tensor, op: str, algorithm: str, codec: str | None, max_error: float | None, collectives: int
+) -> Tensor:
+    return _object(collectives).all_reduce(x, op, algorithm, codec, max_error=max_error)
+
+
+@_all_reduce.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_operator("reduce_scatter", "(Tensor x, str op, int[]? counts, int collectives) -> Tensor")
+def _reduce_scatter(x: Tensor, op: str, counts: Sequence[int] | None, collectives: int) -> Tensor:
+    return _object(collectives).reduce_scatter(x, op, counts)
+
+
+@_reduce_scatter.register_fake
+def _(x: Tensor, op: str, counts: Sequence[int] | None, collectives: int) -> Tensor:
+    found = _object(collectives)
+    num_rows = x.shape[0] // found.num_ranks if counts is None else counts[found.rank]
+    return x.new_empty(num_rows, *x.shape[1:])
+
+
+@_operator("all_gather", "(Tensor x, int[]? counts, int collectives) -> Tensor")
+def _all_gather(x: Tensor, counts: Sequence[int] | None, collectives: int) -> Tensor:
+    return _object(collectives).all_gather(x, counts)
+
+
+@_all_gather.register_fake
+def _(x: Tensor, counts: Sequence[int] | None, collectives: int) -> Tensor:
+    num_rows = x.shape[0] * _object(collectives).num_ranks if counts is None else sum(counts)
+    return x.new_empty(num_rows, *x.shape[1:])
+
+
+# ---- the grouped GEMM: tensors by position, the rest by name
+
+_GEMM = (
+    "(Tensor x, Tensor? row_index, Tensor expert_offsets, Tensor w, Tensor? bias, Tensor? x_scales, Tensor? w_scales, *, "
+    "str? activation, bool gated, bool interleaved, float alpha, float? limit, float up_shift, {result}int num_blocks)"
+)
+
+
+def _multiplied(x: Tensor, row_index: Any, expert_offsets: Tensor, w: Tensor, *by_name: Any, **options: Any) -> Any:
+    tensors = dict(zip(("bias", "x_scales", "w_scales"), by_name, strict=True))
+    return grouped_gemm(x, row_index, expert_offsets, w, **tensors, **options)
+
+
+def _result_shape(x: Tensor, row_index: Tensor | None, w: Tensor, activation: str | None, gated: bool) -> list[Any]:
+    num_rows = x.shape[0] if row_index is None else row_index.shape[0]
+    return [num_rows, w.shape[1] // 2 if gated or activation == "swiglu" else w.shape[1]]
+
+
+@_operator("grouped_gemm", _GEMM.format(result="ScalarType? out_dtype, ") + " -> Tensor")
+def _grouped_gemm(*tensors: Any, **options: Any) -> Tensor:
+    return _multiplied(*tensors, **options)
+
+
+@_grouped_gemm.register_fake
+def _(x: Tensor, row_index: Any, expert_offsets: Tensor, w: Tensor, *_: Any, **options: Any) -> Tensor:
+    default = torch.bfloat16 if x.element_size() == 1 else x.dtype
+    shape = _result_shape(x, row_index, w, options["activation"], options["gated"])
+    return x.new_empty(shape, dtype=options["out_dtype"] or default)
+
+
+@_operator("grouped_gemm_quantized", _GEMM.format(result="") + " -> (Tensor, Tensor)")
+def _grouped_gemm_quantized(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return _multiplied(*tensors, **options, quantize_output=True)
+
+
+@_grouped_gemm_quantized.register_fake
+def _(x: Tensor, row_index: Any, expert_offsets: Tensor, w: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    shape = _result_shape(x, row_index, w, options["activation"], options["gated"])
+    return x.new_empty(shape), x.new_empty([shape[0], -(-shape[1] // 128)], dtype=torch.float32)

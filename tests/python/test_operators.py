@@ -1,0 +1,184 @@
+"""Under torch.compile(fullgraph=True) a call is one operator of the graph, and gives the bits that it gives eagerly."""
+
+import gc
+
+import on_device
+import pytest
+import ranks
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+
+import moe_a2a
+
+HIDDEN, NUM_EXPERTS, NUM_TOPK, INTERMEDIATE, MAX_TOKENS = 64, 8, 2, 32, 40
+
+pytestmark = on_device.cpu_only
+
+
+def draw(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make_layer(group, seed=0):
+    sizes = {"num_experts": NUM_EXPERTS, "num_topk": NUM_TOPK, "hidden": HIDDEN, "num_max_tokens_per_rank": MAX_TOKENS}
+    ep = moe_a2a.ExpertParallel(group, **sizes, device="cpu", timeout=60)
+    n = ep.num_local_experts
+    w_gate_up, w_down = draw(n, 2 * INTERMEDIATE, HIDDEN, seed=seed), draw(n, HIDDEN, INTERMEDIATE, seed=seed + 1)
+    return moe_a2a.MoELayer(ep, w_gate_up / 8, w_down / 8)
+
+
+class Block(nn.Module):
+    """A router, an MoE layer and something around them."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.router = nn.Linear(HIDDEN, NUM_EXPERTS, dtype=torch.bfloat16)
+        with torch.no_grad():
+            self.router.weight.copy_(draw(NUM_EXPERTS, HIDDEN, seed=7))
+
+    def forward(self, x):
+        weights, experts = self.router(x).float().softmax(-1).topk(NUM_TOPK)
+        return x + self.layer(x * 2, experts, weights)
+
+
+def compiled(function):
+    """The function as one graph, and what returns the names of our operators in each graph that was compiled."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def operators():
+        targets = [[str(node.target) for node in graph.graph.nodes] for graph in counter.graphs]
+        ours = [[target for target in names if target.startswith("moe_a2a.")] for names in targets]
+        return [
+            [name.removeprefix("moe_a2a.") for name in names] for names in ours if names
+        ]  # PyTorch's own may be empty
+
+    return torch.compile(function, backend=counter, fullgraph=True, dynamic=True), operators
+
+
+@torch.no_grad()
+def layer_program(group):
+    block = Block(make_layer(group, seed=10 * group.rank()))
+    graph, operators = compiled(block)
+    for call in range(6):
+        x = draw(5 + 3 * call + group.rank(), HIDDEN, seed=call)
+        assert torch.equal(graph(x), block(x))
+    assert operators() == [["moe_layer"]]
+
+
+def test_a_layer_is_one_operator_for_any_number_of_tokens():
+    ranks.run_processes(2, layer_program, timeout=120)
+
+
+@torch.no_grad()
+def collectives_program(group):
+    coll = moe_a2a.Collectives(group, 1 << 16, device="cpu", timeout=60)
+    counts = [3, 5]
+
+    def steps(x, out):
+        total = coll.all_reduce(x, "max") + coll.all_reduce(x, codec="q8", algorithm="two_shot")
+        shares = coll.reduce_scatter(x), coll.reduce_scatter(x, "sum", counts)
+        gathered = coll.all_gather(shares[0]), coll.all_gather(shares[1], counts)
+        coll.all_reduce(x * 2, out=out)
+        return total, *shares, *gathered, out + 1
+
+    graph, operators = compiled(steps)
+    for call in range(3):
+        x = draw(8, 6, seed=call + 10 * group.rank())
+        outs = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+        for got, expected in zip(graph(x, outs[0]), steps(x, outs[1]), strict=True):
+            assert torch.equal(got, expected)
+        assert torch.equal(*outs)
+    assert operators() == [["all_reduce"] * 2 + ["reduce_scatter"] * 2 + ["all_gather"] * 2 + ["all_reduce"]]
+
+
+def test_collectives_are_operators():
+    ranks.run_processes(2, collectives_program, timeout=120)
+
+
+def routes():
+    offsets = torch.tensor([0, 3, 3, 7, 7, 7, 7, 8, 10], dtype=torch.int32)
+    return torch.tensor([2, 0, 1, 9, -1, 3, 3, 8, 5, 6], dtype=torch.int32), offsets
+
+
+@torch.no_grad()
+def test_products_are_operators():
+    row_index, offsets = routes()
+    x, w = draw(10, 128), draw(NUM_EXPERTS, 2 * 128, 128, seed=1)
+    scales = torch.rand(10, 1), torch.rand(NUM_EXPERTS, 2, 1)
+    x8, w8 = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+
+    def products(x, x8):
+        plain = moe_a2a.grouped_gemm(x, row_index, offsets, w)
+        gated = moe_a2a.grouped_gemm(x, None, offsets, w, "swiglu", limit=7.0, up_shift=1.0)
+        options = {"x_scales": scales[0], "w_scales": scales[1]}
+        half = moe_a2a.grouped_gemm(x8, row_index, offsets, w8, "gelu", **options, out_dtype=torch.float16)
+        return (
+            plain,
+            gated,
+            half,
+            *moe_a2a.grouped_gemm(x8, row_index, offsets, w8, "swiglu", **options, quantize_output=True),
+        )
+
+    graph, operators = compiled(products)
+    for got, expected in zip(graph(x, x8), products(x, x8), strict=True):
+        assert got.dtype == expected.dtype and torch.equal(got.float(), expected.float())
+    assert operators() == [["grouped_gemm"] * 3 + ["grouped_gemm_quantized"]]
+
+
+@pytest.fixture
+def objects():
+    (group,) = moe_a2a.thread_group(1)
+    with moe_a2a.Communicator(group, device="cpu") as comm:
+        yield make_layer(comm), moe_a2a.Collectives(comm, 1 << 16)
+
+
+def test_pytorch_s_own_checks_of_operators(objects):
+    layer, coll = objects
+    ops = torch.ops.moe_a2a
+    x, experts, weights = draw(10, HIDDEN), torch.rand(10, NUM_EXPERTS).topk(NUM_TOPK).indices, torch.rand(10, NUM_TOPK)
+    opcheck(ops.moe_layer, (x, experts, weights, layer._number.value))
+    opcheck(ops.moe_layer, (x, experts, None, layer._number.value))
+    opcheck(ops.all_reduce, (x, "sum", "auto", None, None, coll._number.value))
+    opcheck(ops.reduce_scatter, (x, "sum", [10], coll._number.value))
+    opcheck(ops.all_gather, (x, None, coll._number.value))
+    row_index, offsets = routes()
+    options = {"gated": True, "interleaved": False, "alpha": 1.0, "limit": None, "up_shift": 0.0, "num_blocks": 0}
+    w = draw(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN)
+    tensors = x, row_index, offsets, w, None, None, None
+    opcheck(ops.grouped_gemm, tensors, {**options, "activation": "silu", "out_dtype": None})
+
+
+@torch.no_grad()
+def test_export_keeps_the_operator(objects):
+    block, x = Block(objects[0]), draw(6, HIDDEN)
+    exported = torch.export.export(block, (x,))
+    assert "torch.ops.moe_a2a.moe_layer" in exported.graph_module.code
+    assert torch.equal(exported.module()(x), block(x))
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in GeneratedBackward")
+def test_a_backward_pass_is_refused_by_name(objects):
+    block, x = Block(objects[0]), draw(6, HIDDEN).requires_grad_()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="moe_a2a::moe_layer has no backward; call it under torch.no_grad"):
+        torch.compile(block, backend="aot_eager", fullgraph=True)(x).sum().backward()
+
+
+@torch.no_grad()
+def test_a_graph_that_outlives_its_object_says_so():
+    (group,) = moe_a2a.thread_group(1)
+    coll = moe_a2a.Collectives(group, 1 << 16, device="cpu")
+    number, x = coll._number.value, draw(4, 4)
+    graph, _ = compiled(lambda x: torch.ops.moe_a2a.all_reduce(x, "sum", "auto", None, None, number))
+    assert torch.equal(graph(x), x)
+    coll.close()
+    with pytest.raises(RuntimeError, match="Collectives object is closed"):
+        graph(x)
+    del coll
+    gc.collect()
+    with pytest.raises(RuntimeError, match=f"a compiled graph uses object {number} of moe_a2a"):
+        graph(x)
