@@ -48,7 +48,7 @@ class ExpertWeights:
         if self.gate_up_scales is None or self.down_scales is None:
             return gate_up, down
         halves = zip(gate_up.chunk(2), self.gate_up_scales[expert].chunk(2), strict=True)
-        return torch.cat([_dequantize(*half) for half in halves]), _dequantize(down, self.down_scales[expert])
+        return torch.cat([dequantize(*half) for half in halves]), dequantize(down, self.down_scales[expert])
 
     def kernels_refuse(self, ep: Owner, row_dtype: torch.dtype) -> str | None:
         """Why the kernels cannot take these weights and rows; None if they can."""
@@ -131,8 +131,8 @@ def _check_device(ep: Owner, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] of float8 with a scale per 128 x 128 -> fp32."""
+def dequantize(values: torch.Tensor, scales: torch.Tensor, rows_per_scale: int = BLOCK) -> torch.Tensor:
+    """[rows, columns] of float8 with a scale per rows_per_scale x 128 -> fp32."""
     rows, columns = values.shape
-    every = scales.repeat_interleave(BLOCK, dim=0)[:rows].repeat_interleave(BLOCK, dim=1)[:, :columns]
+    every = scales.repeat_interleave(rows_per_scale, dim=0)[:rows].repeat_interleave(BLOCK, dim=1)[:, :columns]
     return values.float() * every

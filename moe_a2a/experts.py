@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_a2a import arguments, codecs
-from moe_a2a.expert_weights import ExpertWeights, Weight
+from moe_a2a.expert_weights import ExpertWeights, Weight, dequantize
 from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.handle import DispatchHandle, Owner
 
@@ -137,17 +137,13 @@ def _rows(handle: DispatchHandle, num_positions: int) -> torch.Tensor:
     is_float8 = handle.row_dtype.itemsize == 1
     if handle.layout != "rows":
         rows = handle.expert_x.view(-1, handle.ep.hidden)
-        return _dequantize(rows, handle.expert_x_scales.view(rows.shape[0], -1)) if is_float8 else rows
+        return dequantize(rows, handle.expert_x_scales.view(rows.shape[0], -1), 1) if is_float8 else rows
     index = handle.expert_row_index[:num_positions]
     if is_float8:
         scales = handle.recv_x_scales.index_select(0, index)
-        return _dequantize(handle.recv_x.view(torch.uint8).index_select(0, index).view(handle.row_dtype), scales)
+        rows = handle.recv_x.view(torch.uint8).index_select(0, index).view(handle.row_dtype)
+        return dequantize(rows, scales, 1)
     return handle.recv_x.index_select(0, index)
-
-
-def _dequantize(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32 values of float8 rows with one scale per 128 values."""
-    return rows.float() * scales.repeat_interleave(128, dim=-1)[:, : rows.shape[-1]]
 
 
 def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> torch.Tensor:
