@@ -36,10 +36,13 @@ class Case:
             "dtype": self.dtype,
         }
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"{self.num_tokens} tokens, hidden {self.hidden}, top-{self.num_topk} of {self.num_experts}, {dtype}, "
+            f"{self.num_tokens} tokens, hidden {self.hidden}, top-{self.num_topk} of {self.num_experts}, {self.dtype_name}, "
             f"{self.routing}"
         )
 

@@ -7,6 +7,7 @@ cache is written in between ("flushed").
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ class Measuring:
     iterations: int = 30
     warm_up: int = 5
     flush: bool = False
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> Measuring:
+        """Of options.add_how()."""
+        return Measuring(options.iterations, options.warm_up, options.flush)
 
 
 class Clock:

@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
 def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
     device = this_ranks_device(options)
-    clock = Clock(device, Measuring(options.iterations, options.warm_up, options.flush))
+    clock = Clock(device, Measuring.of(options))
     is_first, lines = dist.get_rank() == 0, []
     about = machine.about(device, dist.get_world_size())
     if is_first:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from moe_a2a.bench import machine, routings, run_case, suites, table
 from moe_a2a.bench.clock import Measuring
 from moe_a2a.bench.contenders import MODES
-from moe_a2a.bench.options import DTYPES, add_how, add_sizes, dtypes, routing_names, some_of
+from moe_a2a.bench.options import DTYPES, add_how, add_outputs, add_sizes, dtypes, output_paths, routing_names, some_of
 from moe_a2a.bench.records import Results
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
-from moe_a2a.command_line import integers, output_file, output_folder
+from moe_a2a.command_line import integers
 
 HELP = "time dispatch and combine beside the floor and the baselines"
 
@@ -46,10 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--baselines", type=some_of(run_case.BASELINES, or_none=True), default=list(run_case.BASELINES),
                       metavar="NAME,...", help=f"{', '.join(run_case.BASELINES)}, or none (default: all)")  # fmt: skip
     add_how(parser)
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results here")
-    parser.add_argument(
-        "--results", type=output_folder, metavar="DIR", help="write DIR/<gpu>_<ranks>/dispatch_combine.json"
-    )
+    add_outputs(parser, "dispatch_combine")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -61,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
 def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
     device = this_ranks_device(options)
-    how = Measuring(options.iterations, options.warm_up, options.flush)
+    how = Measuring.of(options)
     about = machine.about(device, dist.get_world_size())
     about |= {"seed": options.seed, "cache": "flushed" if how.flush else "warm", "iterations": how.iterations}
     results = Results(about)
@@ -72,16 +69,9 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
             run_case.run(case, plan, how, device, results)
             if is_first:
                 print(f"{time.monotonic() - start:6.1f} s  [{plan.part}] {case}", file=sys.stderr, flush=True)
-                _write(results, options)  # after each case, so that an interrupted run keeps its results
+                for path in output_paths(options, about["name"]):
+                    results.write(path)  # after each case, so that an interrupted run keeps its results
     if is_first:
         print(table.text(results), flush=True)
     dist.barrier()
     return 1 if any(line["what"].startswith("moe_a2a") for line in results.left_out) else 0
-
-
-def _write(results: Results, options: argparse.Namespace) -> None:
-    paths = [options.json] if options.json else []
-    if options.results:
-        paths.append(options.results / results.about["name"] / "dispatch_combine.json")
-    for path in paths:
-        results.write(path)

@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moe_a2a
-from moe_a2a.bench import limits, machine, product_results
+from moe_a2a.bench import limits, product_results
 from moe_a2a.bench.cases import Case, make_inputs
-from moe_a2a.bench.clock import Clock, Measuring, Step
-from moe_a2a.bench.product_results import Results, cases_of
+from moe_a2a.bench.clock import Clock, Step
+from moe_a2a.bench.product_results import Results, compare
 from moe_a2a.bench.products import ALL, Ours, OursFloat8, Products, make_weights
-from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import of_all_ranks, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
 from moe_a2a.expert_weights import ExpertWeights
@@ -67,24 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    check_cases(cases_of(options), options)
-    return start_ranks(options, rank_main, "bench")
-
-
-def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
-    device = this_ranks_device(options)
-    clock = Clock(device, Measuring(options.iterations, options.warm_up, options.flush))
-    results = Results(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
-    for case in cases_of(options):
-        results.limit(case.dtype, limits.measure(device, case.dtype, clock))
-        _run_case(case, options.intermediate, device, clock, results)
-        results.write(options)
-    results.print_rest()
-    dist.barrier()
-    return 1 if results.failed else 0
+    return product_results.run(options, HEADER, _run_case)
 
 
 def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock, results: Results) -> None:
+    results.limit(case, limits.measure(device, case.dtype, clock))
     inputs = make_inputs(case, device)
     weights = make_weights(inputs.num_local_experts, case.hidden, intermediate, inputs.x, case.seed + inputs.rank)
     with moe_a2a.ExpertParallel(dist.group.WORLD, **case.config, device=device) as ep:
@@ -177,7 +163,7 @@ def _run_system(
         read = limits.gauge(device, clock, run, median)
         results.add(Line(
             tokens=case.num_tokens, product=step.name, system=products.system, rows=int(_most(num_routes, device)),
-            columns=columns, depth=depth, experts=w.shape[0], dtype="float8" if products.is_float8 else str(case.dtype).removeprefix("torch."), us=1e6 * median,
+            columns=columns, depth=depth, experts=w.shape[0], dtype="float8" if products.is_float8 else case.dtype_name, us=1e6 * median,
             tflops=1e-12 * flops / median, tbps=1e-12 * num_bytes / median,
             share_of_limit=limit.seconds(flops, num_bytes, products.is_float8) / median,
             sm_mhz=read.sm_mhz, watts=read.watts, kernel=limits.kernel_of(device, run),
@@ -207,13 +193,7 @@ def _check(products: Products, handle: moe_a2a.DispatchHandle) -> tuple[Any, Any
         if products.gathers:
             gate, up = exact.chunk(2, dim=-1)
             exact = F.silu(gate) * up
-        _compare("gate_up", expert, products.values(inner, at), exact, products.tolerance)
+        compare(f"gate_up of expert {expert}", products.values(inner, at), exact, products.tolerance)
         exact = products.values(activated, at) @ products.w_down[expert].float().T
-        _compare("down", expert, products.values(y, at), exact, products.tolerance)
+        compare(f"down of expert {expert}", products.values(y, at), exact, products.tolerance)
     return rows, activated
-
-
-def _compare(product: str, expert: int, out: Tensor, exact: Tensor, tolerance: float) -> None:
-    error, norm = (out.float() - exact).norm().item(), exact.norm().item()
-    if not error <= tolerance * norm:
-        raise ArithmeticError(f"{product} of expert {expert}: error {error:.3g}, of {norm:.3g}")

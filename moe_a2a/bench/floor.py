@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 import moe_a2a
 from moe_a2a.bench.cases import Inputs, Traffic
 from moe_a2a.bench.clock import Clock, Step
-from moe_a2a.bench.statistics import slowest_rank_median
+from moe_a2a.bench.statistics import medians_us
 
 WAYS = ("warp_sender", "warp_stores", "block_stores")
 
@@ -60,7 +59,7 @@ def measure(
                     steps.append(Step(step, partial(core.push_rows, rows, routes[step], by, blocks)))
     nothing = (torch.zeros(0, 16, dtype=torch.uint8, device=device), routes["dispatch"][:0])
     steps.append(Step("launch", partial(core.push_rows, *nothing, WAYS[0], 1)))
-    medians = _medians(clock.time(steps))
+    medians = medians_us(clock.time(steps))
     for push, median in zip(pushes, medians, strict=False):
         push.microseconds = median
     return Floor(pushes, launch_us=medians[-1])
@@ -70,7 +69,3 @@ def _gpu_blocks(device: torch.device) -> list[int]:
     """The last one: as many as the GPU has multiprocessors."""
     most = torch.cuda.get_device_properties(device).multi_processor_count
     return [blocks for blocks in (8, 24, 64) if blocks < most] + [most]
-
-
-def _medians(times: Tensor) -> list[float]:
-    return [1e6 * slowest_rank_median(times[:, i]) for i in range(times.shape[1])]

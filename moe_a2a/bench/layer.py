@@ -6,20 +6,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import moe_a2a
-from moe_a2a.bench import limits, machine, product_results
+from moe_a2a.bench import limits, product_results
 from moe_a2a.bench.cases import Case, make_inputs
-from moe_a2a.bench.clock import Clock, Measuring, Step
+from moe_a2a.bench.clock import Clock, Step
 from moe_a2a.bench.contenders import captured
-from moe_a2a.bench.product_results import Results, cases_of
+from moe_a2a.bench.product_results import Results, compare
 from moe_a2a.bench.products import ALL, Ours, OursFloat8, make_weights, quantized
-from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import p99, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
 from moe_a2a.expert_weights import Weight
@@ -64,20 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    check_cases(cases_of(options), options)
-    return start_ranks(options, rank_main, "bench")
-
-
-def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
-    device = this_ranks_device(options)
-    clock = Clock(device, Measuring(options.iterations, options.warm_up, options.flush))
-    results = Results(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
-    for case in cases_of(options):
-        _run_case(case, options.intermediate, device, clock, results)
-        results.write(options)
-    results.print_rest()
-    dist.barrier()
-    return 1 if results.failed else 0
+    return product_results.run(options, HEADER, _run_case)
 
 
 @torch.no_grad()
@@ -92,7 +77,11 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
             try:
                 call = together(make)
                 tolerance = TOLERANCE[_dtype_of(system, case)]
-                together(lambda call=call, tolerance=tolerance: _compare(call(), expected, tolerance))
+                together(
+                    lambda call=call, tolerance=tolerance: compare(
+                        "beside the layer step by step", call(), expected, tolerance
+                    )
+                )
             except FailedSomewhereError as error:
                 results.leave_out(f"{system}, {launch}", str(case), str(error))
             else:
@@ -171,10 +160,4 @@ def _in_a_graph(call: Call) -> Call:
 
 
 def _dtype_of(system: str, case: Case) -> str:
-    return "float8" if "fp8" in system else str(case.dtype).removeprefix("torch.")
-
-
-def _compare(out: Any, expected: Tensor, tolerance: float) -> None:
-    error, norm = (out.float() - expected.float()).norm().item(), expected.float().norm().item()
-    if not error <= tolerance * norm:
-        raise ArithmeticError(f"differs from the layer step by step by {error:.3g}, of {norm:.3g}")
+    return "float8" if "fp8" in system else case.dtype_name

@@ -21,14 +21,15 @@ from torch import Tensor
 
 import moe_a2a
 from moe_a2a.bench import machine
+from moe_a2a.bench.beside import TimedProduct
 from moe_a2a.bench.cases import Case, Inputs, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.contenders import Ours
-from moe_a2a.bench.options import add_how, add_sizes
+from moe_a2a.bench.options import add_how, add_outputs, add_sizes
 from moe_a2a.bench.product_results import Results
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
-from moe_a2a.bench.statistics import slowest_rank_median
-from moe_a2a.command_line import integers, output_file, output_folder
+from moe_a2a.bench.statistics import medians_us
+from moe_a2a.command_line import integers, output_file
 
 COLUMNS = {"cuda": (128, 256, 512, 1024, 2048, 4096, 7168, 10240, 14336), "cpu": (16, 64)}
 NUM_TRACED = 3
@@ -78,10 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--blocks", type=integers(1), default=[16, 24, 32], metavar="16,...", help="of dispatch and combine"
     )
     add_how(parser)
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results here")
-    parser.add_argument(
-        "--results", type=output_folder, metavar="DIR", help="write DIR/<gpu>_<ranks>/micro_batches.json"
-    )
+    add_outputs(parser, "micro_batches")
     parser.add_argument(
         "--trace", type=output_file, metavar="FILE", help="write rank 0's last turns as PyTorch's profiler records them"
     )
@@ -100,7 +98,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 @torch.no_grad()
 def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
     device = this_ranks_device(options)
-    clock = Clock(device, Measuring(options.iterations, options.warm_up, options.flush))
+    clock = Clock(device, Measuring.of(options))
     results = Results(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
     for case in _cases(options):
         inputs = make_inputs(case, device)
@@ -175,8 +173,7 @@ class Turns:
         self._transfers, self._product, self._clock = transfers, product, clock
         self._device = transfers.inputs.x.device
         self._blocks = transfers.num_blocks
-        self._side = torch.cuda.Stream(priority=-1) if self._device.type == "cuda" else None
-        self._marks: list[tuple[Any, Any]] = []
+        self._timed = TimedProduct(self._device, clock)
         if transfers.handle is None or not transfers.handle.is_open:
             transfers.handle = transfers.dispatch()
 
@@ -184,8 +181,7 @@ class Turns:
         (transfer_us,) = self._medians(self._transfer)
         columns = self._resize(transfer_us)
         product_us, limited_us, turn_us = self._medians(lambda: self._product(0), self._limited, self._turn)
-        marks = self._marks[-self._clock.how.iterations :]
-        in_turn_us = _median_us(torch.tensor([self._clock.seconds(*pair) for pair in marks], dtype=torch.float64))
+        in_turn_us = self._timed.median_us()
         share = 1 - self._blocks / max(_num_processors(self._device), self._blocks + 1)
         return Line(
             tokens=case.num_tokens, hidden=case.hidden, topk=case.num_topk, experts=case.num_experts,
@@ -214,20 +210,7 @@ class Turns:
         self._product(self._blocks)
 
     def _turn(self) -> None:
-        if self._side is None:
-            self._transfer()
-            self._marked_product()
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            self._transfer()
-        self._marked_product()
-        torch.cuda.current_stream().wait_stream(self._side)
-
-    def _marked_product(self) -> None:
-        begin = self._clock.mark()
-        self._limited()
-        self._marks.append((begin, self._clock.mark()))
+        self._timed.run_beside(self._transfer, self._limited)
 
     def _resize(self, at_least_us: float) -> int:
         for columns in COLUMNS[self._device.type]:
@@ -238,9 +221,4 @@ class Turns:
         return columns
 
     def _medians(self, *steps: Callable[[], Any]) -> list[float]:
-        times = self._clock.time([Step("", run, self._transfers.y) for run in steps])
-        return [_median_us(times[:, i]) for i in range(len(steps))]
-
-
-def _median_us(times: Tensor) -> float:
-    return 1e6 * slowest_rank_median(times)
+        return medians_us(self._clock.time([Step("", run, self._transfers.y) for run in steps]))

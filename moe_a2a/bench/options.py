@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 
 from moe_a2a.bench import routings
-from moe_a2a.command_line import MAX_RANKS, integer, seconds
+from moe_a2a.command_line import MAX_RANKS, integer, output_file, output_folder, seconds
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -31,6 +32,19 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--flush", action="store_true", help="flush the cache before each step by writing 256 MiB")
     how.add_argument("--seed", type=integer(0), default=1, help="of routing and data (default: 1)")
     how.add_argument("--timeout", type=seconds, default=1200, help="seconds that the ranks may take (default: 1200)")
+
+
+def add_outputs(parser: argparse.ArgumentParser, kind: str) -> None:
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results here")
+    parser.add_argument("--results", type=output_folder, metavar="DIR", help=f"write DIR/<gpu>_<ranks>/{kind}.json")
+
+
+def output_paths(options: argparse.Namespace, machine: str) -> list[Path]:
+    """The files that add_outputs() named. machine: the name of GPU and number of ranks."""
+    paths = [options.json] if options.json else []
+    if options.results:
+        paths.append(options.results / machine / f"{options.kind}.json")
+    return paths
 
 
 def dtypes(text: str) -> list[torch.dtype]:

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import moe_a2a
+from moe_a2a.bench.beside import TimedProduct
 from moe_a2a.bench.cases import Case, Inputs
 from moe_a2a.bench.clock import Clock, Step
 from moe_a2a.bench.contenders import OursInHalves
-from moe_a2a.bench.statistics import slowest_rank_median
+from moe_a2a.bench.statistics import medians_us
 
 GPU_SIZES = (1024, 2048, 4096, 6144, 8192, 12288, 16384)
 CPU_SIZES = (64, 128, 256, 512)
@@ -47,9 +47,8 @@ class _Layer:
         self._device = halves.inputs.x.device
         halves.rehearse()
         self._halves = {step.name: step.run for step in halves.steps()}
-        self._side = torch.cuda.Stream(priority=-1) if self._device.type == "cuda" else None
         self._product: Callable[[], Any] = lambda: None
-        self._marks: list[tuple[Any, Any]] = []
+        self._timed = TimedProduct(self._device, clock)
 
     def figures(self, name: str, stream: str) -> dict[str, Any]:
         """Microseconds, slowest rank's median."""
@@ -68,14 +67,14 @@ class _Layer:
         }
 
     def _choose_product(self, at_least_us: float) -> tuple[float, int]:
-        on_gpu = self._side is not None
+        on_gpu = self._device.type == "cuda"
         for size in GPU_SIZES if on_gpu else CPU_SIZES:
             a, b = (torch.randn(size, size, device=self._device) for _ in range(2))
             if on_gpu:
                 a, b = a.bfloat16(), b.bfloat16()
             out = torch.empty_like(a)
             self._product = lambda a=a, b=b, out=out: torch.matmul(a, b, out=out)
-            alone_us = _median_us(self._clock.time([Step("product", self._product)])[:, 0])
+            (alone_us,) = medians_us(self._clock.time([Step("product", self._product)]))
             if alone_us >= at_least_us:
                 break
         return alone_us, size
@@ -83,35 +82,17 @@ class _Layer:
     def _time(self, name: str, stream: str) -> tuple[float, float]:
         """(send, product and recv of `name`, the product in it)."""
         send, recv = self._halves[f"{name}_send"], self._halves[f"{name}_recv"]
-        around = self._on_one_stream if stream == "same" else self._on_two_streams
-        this = Step(name, lambda: around(send, recv))
+
+        def on_one_stream() -> None:
+            send()
+            self._timed.run(self._product)
+            recv()
+
+        def on_two_streams() -> None:
+            self._timed.run_beside(lambda: (send(), recv()), self._product)
+
+        this = Step(name, on_one_stream if stream == "same" else on_two_streams)
         other = "combine" if name == "dispatch" else "dispatch"
         that = Step(other, lambda: (self._halves[f"{other}_send"](), self._halves[f"{other}_recv"]()))
         in_order = [this, that] if name == "dispatch" else [that, this]
-        self._marks.clear()
-        times = self._clock.time(in_order)[:, in_order.index(this)]
-        pairs = self._marks[-self._clock.how.iterations :]
-        products = torch.tensor([self._clock.seconds(*pair) for pair in pairs], dtype=torch.float64)
-        return _median_us(times), _median_us(products)
-
-    def _on_one_stream(self, send: Callable[[], Any], recv: Callable[[], Any]) -> None:
-        send()
-        self._marked_product()
-        recv()
-
-    def _on_two_streams(self, send: Callable[[], Any], recv: Callable[[], Any]) -> None:
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            send()
-            recv()
-        self._marked_product()
-        torch.cuda.current_stream().wait_stream(self._side)
-
-    def _marked_product(self) -> None:
-        begin = self._clock.mark()
-        self._product()
-        self._marks.append((begin, self._clock.mark()))
-
-
-def _median_us(times: Tensor) -> float:
-    return 1e6 * slowest_rank_median(times)
+        return medians_us(self._clock.time(in_order))[in_order.index(this)], self._timed.median_us()

@@ -1,19 +1,26 @@
-"""Options and results that `bench experts` and `bench layer` share: lines as they are measured, then JSON with the commit."""
+"""What `bench experts` and `bench layer` share: options, the loop over cases, and results: lines as they are measured, then JSON
+with the commit."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from moe_a2a.bench import machine
 from moe_a2a.bench.cases import Case
+from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.limits import Limits
-from moe_a2a.bench.options import add_how, add_sizes, dtypes, routing_names
-from moe_a2a.command_line import UsageError, integer, integers, output_file, output_folder
+from moe_a2a.bench.options import add_how, add_outputs, add_sizes, dtypes, output_paths, routing_names
+from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
+from moe_a2a.command_line import UsageError, integer, integers
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
@@ -25,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     what.add_argument("--dtype", type=_dtypes, default=[torch.bfloat16], metavar="TYPE,...", help="bfloat16, float16")
     what.add_argument("--routing", type=routing_names, default=["uniform"], metavar="NAME,...", help="default: uniform")
     add_how(parser)
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results here")
-    parser.add_argument("--results", type=output_folder, metavar="DIR", help=f"write DIR/<gpu>_<ranks>/{kind}.json")
+    add_outputs(parser, kind)
 
 
 def _multiple_of_16(text: str) -> int:
@@ -71,12 +77,11 @@ class Results:
         """Whether one of ours has no figure."""
         return any(line["what"].startswith("moe_a2a") and "+" not in line["what"] for line in self.left_out)
 
-    def limit(self, dtype: torch.dtype, limit: Limits) -> None:
+    def limit(self, case: Case, limit: Limits) -> None:
         self.limits.append(limit)
-        name = str(dtype).removeprefix("torch.")
         float8 = f", {limit.float8_tflops:.1f} (float8)" if limit.float8_tflops else ""
         self._print(
-            f"# limits: {limit.tflops:.1f} TFLOP/s (square product, {name}){float8}, {limit.tbps:.2f} TB/s (copy)"
+            f"# limits: {limit.tflops:.1f} TFLOP/s (square product, {case.dtype_name}){float8}, {limit.tbps:.2f} TB/s (copy)"
         )
 
     def add(self, line: Any) -> None:
@@ -103,13 +108,36 @@ class Results:
             "lines": [asdict(line) for line in self.lines],
             "left_out": self.left_out,
         }
-        paths = [options.json] if options.json else []
-        if options.results:
-            paths.append(options.results / self.about["name"] / f"{options.kind}.json")
-        for path in paths:
+        for path in output_paths(options, self.about["name"]):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, indent=1) + "\n")
 
     def _print(self, text: Any, end: str = "\n") -> None:
         if self._is_first:
             print(text, end=end, flush=True)
+
+
+RunCase = Callable[[Case, int, torch.device, Clock, Results], None]  # the int: intermediate
+
+
+def run(options: argparse.Namespace, header: str, run_case: RunCase) -> int:
+    check_cases(cases_of(options), options)
+    return start_ranks(options, partial(_rank_main, header=header, run_case=run_case), "bench")
+
+
+def _rank_main(report: Callable[[str], None], options: argparse.Namespace, *, header: str, run_case: RunCase) -> int:
+    device = this_ranks_device(options)
+    clock = Clock(device, Measuring.of(options))
+    results = Results(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, header)
+    for case in cases_of(options):
+        run_case(case, options.intermediate, device, clock, results)
+        results.write(options)
+    results.print_rest()
+    dist.barrier()
+    return 1 if results.failed else 0
+
+
+def compare(what: str, out: Tensor, expected: Tensor, tolerance: float) -> None:
+    error, norm = (out.float() - expected.float()).norm().item(), expected.float().norm().item()
+    if not error <= tolerance * norm:
+        raise ArithmeticError(f"{what}: error {error:.3g}, of {norm:.3g}")

@@ -176,7 +176,7 @@ class _Scribe:
             topk=case.num_topk,
             experts=case.num_experts,
             ranks=self.num_ranks,
-            dtype=str(case.dtype).removeprefix("torch."),
+            dtype=case.dtype_name,
             routing=case.routing,
             blocks=self._blocks(step),
             median_us=median_us,

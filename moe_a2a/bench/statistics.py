@@ -18,6 +18,11 @@ def slowest_rank_median(times: Tensor) -> float:
     return of_all_ranks(times).median(dim=1).values.max().item()
 
 
+def medians_us(times: Tensor) -> list[float]:
+    """Seconds [n, steps] of this rank -> microseconds of each step: the slowest rank's median."""
+    return [1e6 * slowest_rank_median(step) for step in times.T]
+
+
 def p99(times: Tensor) -> float:
     """Over all ranks and all iterations."""
     return of_all_ranks(times).flatten().quantile(0.99).item()
