@@ -79,18 +79,13 @@ class Tables:
 
 def in_effect(device: torch.device, num_ranks: int, file: str | os.PathLike[str] | None = None) -> Tables:
     """The model supplies the kinds that a file lacks."""
-    named = file or os.environ.get(ENVIRONMENT_VARIABLE)
-    path = Path(named) if named else found_file(device, num_ranks)
+    path = tuned_files.chosen_file(file or os.environ.get(ENVIRONMENT_VARIABLE), PREFIX, device, num_ranks)
     modelled = model(device.type, num_ranks)
     if path is None:
         return Tables(modelled, "the small model")
     tables = read(path)
     kinds = {table.kind for table in tables}
     return Tables([*tables, *(table for table in modelled if table.kind not in kinds)], str(path))
-
-
-def found_file(device: torch.device, num_ranks: int) -> Path | None:
-    return tuned_files.found_file(PREFIX, device, num_ranks)
 
 
 def own_file(device: torch.device, num_ranks: int) -> Path:

@@ -70,8 +70,7 @@ def in_effect(
     file: str | os.PathLike[str] | None = None,
 ) -> tuple[list[LaunchStep], str]:
     """The table, and its origin as text. An empty table selects the target's default."""
-    named = file or os.environ.get(ENVIRONMENT_VARIABLE)
-    path = Path(named) if named else found_file(device, num_ranks)
+    path = tuned_files.chosen_file(file or os.environ.get(ENVIRONMENT_VARIABLE), "", device, num_ranks)
     row_bytes = hidden * dtype.itemsize
     if path is not None:
         nearest = min(read(path), key=lambda table: abs(math.log(table.row_bytes / row_bytes)))
@@ -82,10 +81,6 @@ def in_effect(
         return [], "the target's default"
     num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return model(num_ranks, num_topk, row_bytes, num_multiprocessors), "the small model"
-
-
-def found_file(device: torch.device, num_ranks: int) -> Path | None:
-    return tuned_files.found_file("", device, num_ranks)
 
 
 def own_file(device: torch.device, num_ranks: int) -> Path:
@@ -121,11 +116,9 @@ def model(num_ranks: int, num_topk: int, row_bytes: int, most_blocks: int) -> li
         added = max_tokens * row_bytes * copies / (ADDED_BYTES_PER_BLOCK if is_small else BYTES_PER_BLOCK)
         wanted = (pieces / WARPS_PER_BLOCK + for_lists, added)
         blocks = [min(most_blocks, max(FEWEST_BLOCKS, math.ceil(count))) for count in wanted]
-        if steps and [steps[-1].dispatch_blocks, steps[-1].combine_blocks] == blocks:
-            steps.pop()
         steps.append(LaunchStep(max_tokens, *blocks))
         max_tokens *= 2
-    return steps
+    return tuned_files.merged(steps)
 
 
 # ---- files

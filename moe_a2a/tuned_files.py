@@ -18,6 +18,7 @@ SHIPPED = Path(__file__).parent / "tuned"
 OWN = platformdirs.user_cache_path("moe_a2a", appauthor=False) / "tuned"  # written by `tune`
 
 Table = TypeVar("Table")
+Step = TypeVar("Step", bound=tuple[Any, ...])
 
 
 def own_file(prefix: str, device: torch.device, num_ranks: int) -> Path:
@@ -25,12 +26,24 @@ def own_file(prefix: str, device: torch.device, num_ranks: int) -> Path:
     return OWN / f"{prefix}{devices.short_name(device)}_{num_ranks}.json"
 
 
-def found_file(prefix: str, device: torch.device, num_ranks: int) -> Path | None:
-    """This machine's own file, else the shipped one; None for the CPU, or if there is neither."""
+def chosen_file(named: str | os.PathLike[str] | None, prefix: str, device: torch.device, num_ranks: int) -> Path | None:
+    """The file `named`, else this machine's own, else the shipped one; for the CPU only the first."""
+    if named:
+        return Path(named)
     if device.type != "cuda":
         return None
     own = own_file(prefix, device, num_ranks)
     return next((path for path in (own, SHIPPED / own.name) if path.exists()), None)
+
+
+def merged(steps: Iterable[Step]) -> list[Step]:
+    """Merges adjacent steps, (limit, choice...), with the same choice."""
+    found: list[Step] = []
+    for step in steps:
+        if found and found[-1][1:] == step[1:]:
+            found.pop()
+        found.append(step)
+    return found
 
 
 def read(path: Path, parse: Callable[[Field], Table], what: str, command: str) -> list[Table]:

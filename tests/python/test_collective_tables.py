@@ -7,9 +7,10 @@ import ranks
 import torch
 
 import moe_a2a
-from moe_a2a import collective_tables, tune_collectives, tuned_files
+from moe_a2a import collective_tables, tuned_files
 from moe_a2a.__main__ import main
 from moe_a2a.collective_tables import LARGEST, CollectiveStep, CollectiveTable, Tables
+from moe_a2a.tune import collectives
 
 pytestmark = pytest.mark.cpu
 
@@ -189,19 +190,19 @@ def test_what_is_best():
         ("two_shot", 0): 9.5,
         ("two_shot", 4): 11.0,
     }
-    assert tune_collectives.best(times) == ("two_shot", 0)
+    assert collectives.best(times) == ("two_shot", 0)
     times["one_shot", 32] = 9.4
-    assert tune_collectives.best(times) == ("one_shot", 32)
+    assert collectives.best(times) == ("one_shot", 32)
     times["one_shot", 16] = 9.5
-    assert tune_collectives.best(times) == ("one_shot", 16)
+    assert collectives.best(times) == ("one_shot", 16)
     steps = [CollectiveStep(1, "one_shot", 0), CollectiveStep(2, "one_shot", 0), CollectiveStep(4, "two_shot", 0)]
-    assert tune_collectives.merged(steps) == steps[1:]
+    assert tuned_files.merged(steps) == steps[1:]
     faster = [{"fp8": False, "q8": True, "q6": False, "q4": True}, {"fp8": False, "q8": False, "q6": False, "q4": True},
               {"fp8": False, "q8": True, "q6": False, "q4": True}]  # fmt: skip
-    assert tune_collectives.worth_it([1, 2, 4], faster) == {"q8": 4, "q4": 1}
-    assert tune_collectives.worth_it([1, 2, 4], []) == {}
-    assert tune_collectives.most_in_words([1, 2, 4, 8], [True, True, False, True]) == 2
-    assert tune_collectives.most_in_words([1, 2], [False, True]) == 0
+    assert collectives.worth_it([1, 2, 4], faster) == {"q8": 4, "q4": 1}
+    assert collectives.worth_it([1, 2, 4], []) == {}
+    assert collectives.most_in_words([1, 2, 4, 8], [True, True, False, True]) == 2
+    assert collectives.most_in_words([1, 2], [False, True]) == 0
 
 
 def test_the_command(tmp_path, capfd):
@@ -220,4 +221,4 @@ def test_the_command(tmp_path, capfd):
 
 
 def test_the_device_of_a_table(monkeypatch):
-    assert collective_tables.found_file(torch.device("cpu"), 2) is None
+    assert tuned_files.chosen_file(None, collective_tables.PREFIX, torch.device("cpu"), 2) is None

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "moe_a2a"
 # From the top down. A module may import its own layer and lower ones.
 LAYERS = {
     "entry": ["__main__"],
-    "commands": ["bench", "demo", "leaderboard", "tune", "tune_collectives", "doctor", "tracing.command"],
+    "commands": ["bench", "demo", "leaderboard", "tune", "doctor", "tracing.command"],
     "parts of commands": [
         "baselines",
         "checkout",
@@ -66,7 +66,7 @@ LAYERS = {
 }
 # Among the layers above the interface, those whose internals others must not use.
 APART = ["bench", "demo", "leaderboard"]
-MAY_USE = {"tune": ["bench"], "tune_collectives": ["bench"]}  # they measure with the bench's code
+MAY_USE = {"tune": ["bench"]}  # it measures with the bench's code
 
 
 def name_of(path: Path) -> str:

@@ -1,5 +1,5 @@
-"""`python -m moe_a2a tune collectives`: measures algorithms, numbers of blocks, LL words and codecs, and writes the table behind
-algorithm="auto" and codec="auto".
+"""`python -m moe_a2a tune collectives`: measures algorithms, numbers of blocks, LL words and codecs for algorithm="auto" and
+codec="auto".
 
 Calls are timed in place, back to back, as `bench all_reduce` does; on a GPU as one graph. For each size the table keeps the
 fastest algorithm, then the fewest blocks within 2 % of its best. A codec pays from the size above which it is always
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,74 +20,49 @@ import torch.distributed as dist
 import moe_a2a
 from moe_a2a import collective_tables, tuned_files
 from moe_a2a.bench import collectives as bench
-from moe_a2a.bench import machine
-from moe_a2a.bench.clock import Clock, Measuring
+from moe_a2a.bench.clock import Clock
 from moe_a2a.bench.options import DTYPES
-from moe_a2a.bench.start import device_type_of, num_ranks_of, start_ranks, this_ranks_device
 from moe_a2a.codecs import CODECS
 from moe_a2a.collective_tables import KINDS, MOST_IN_WORDS, CollectiveStep, CollectiveTable
-from moe_a2a.command_line import UsageError, output_file
+from moe_a2a.tune.fewest_blocks import fewest_blocks
 
 SIZES = [1 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 32 << 20, 128 << 20]
 GPU_BLOCKS = [16, 32, 64, 96]  # and as many as the library takes
 CPU_BLOCKS = [1]
-GOOD_ENOUGH = 1.02
 ALGORITHMS = ("one_shot", "two_shot")
 
 Way = tuple[str, int]  # algorithm, blocks
 
 
-def run(options: argparse.Namespace) -> int:
-    if options.only_print:
-        return _print(options)
-    try:
-        output_file(options.output or tuned_files.OWN / "table.json")
-        if options.output and options.output.exists():  # the new tables are merged into it
-            collective_tables.read(options.output)
-    except (argparse.ArgumentTypeError, ValueError) as error:
-        raise UsageError(str(error)) from None
-    return start_ranks(options, rank_main, "tune")
+def check(options: argparse.Namespace) -> None:
+    """Collectives take any sizes."""
 
 
-def _print(options: argparse.Namespace) -> int:
-    device, ranks = torch.device(device_type_of(options)), num_ranks_of(options)
-    try:
-        tables = collective_tables.in_effect(device, ranks, options.output)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    print(f"{ranks} ranks on {device.type}: {tables.origin}")
-    for kind in KINDS:
-        _print_table(tables.of(kind, options.dtype))
-    return 0
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    return {}
 
 
-def _print_table(table: CollectiveTable) -> None:
-    print(f"{table.kind} of {table.dtype}\n{'bytes at most':>16} {'algorithm':<10} {'blocks':>6}")
-    for step in table.steps:
-        print(f"{step.max_nbytes:>16} {step.algorithm:<10} {step.num_blocks or 'all':>6}")
-    if table.kind == "all_reduce":
-        print(f"one_shot as LL words up to: {table.most_in_words}")
-        print("codecs from: " + (", ".join(f"{name} {least}" for name, least in table.codecs.items()) or "never"))
+def in_effect(options: argparse.Namespace, device: torch.device, num_ranks: int) -> str:
+    tables = collective_tables.in_effect(device, num_ranks, options.output)
+    return f": {tables.origin}\n" + text([tables.of(kind, options.dtype) for kind in KINDS])
 
 
-def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
-    device = this_ranks_device(options)
-    clock = Clock(device, Measuring(options.iterations, options.warm_up, options.flush))
+def text(tables: Sequence[CollectiveTable]) -> str:
+    lines = []
+    for table in tables:
+        lines += [f"{table.kind} of {table.dtype}", f"{'bytes at most':>16} {'algorithm':<10} {'blocks':>6}"]
+        lines += [f"{step.max_nbytes:>16} {step.algorithm:<10} {step.num_blocks or 'all':>6}" for step in table.steps]
+        if table.kind == "all_reduce":
+            codecs = ", ".join(f"{name} {least}" for name, least in table.codecs.items())
+            lines += [f"one_shot as LL words up to: {table.most_in_words}", f"codecs from: {codecs or 'never'}"]
+    return "\n".join(lines)
+
+
+def measure(options: argparse.Namespace, device: torch.device, clock: Clock) -> list[CollectiveTable]:
     blocks = [0, *(options.blocks or (GPU_BLOCKS if device.type == "cuda" else CPU_BLOCKS))]
-    sizes = sorted(options.sizes or SIZES)
-    is_first = dist.get_rank() == 0
-    tables = []
+    sizes = sorted(options.sizes)
     with moe_a2a.Collectives(dist.group.WORLD, device=device) as coll:
-        for kind in KINDS:
-            tables.append(_measured(kind, DTYPES[options.dtype], sizes, blocks, coll, clock))
-    if is_first:
-        path = options.output or collective_tables.own_file(device, dist.get_world_size())
-        collective_tables.write(path, machine.about(device, dist.get_world_size()), tables)
-        for table in tables:
-            _print_table(table)
-        print(f"tune: {path}", flush=True)
-    dist.barrier()
-    return 0
+        return [_measured(kind, DTYPES[options.dtype], sizes, blocks, coll, clock) for kind in KINDS]
 
 
 def _measured(
@@ -113,7 +89,7 @@ def _measured(
             print(f"{kind:<14} {size:>10}  us  {figures}  ->  {steps[-1][1:]}", file=sys.stderr, flush=True)
     name = str(dtype).removeprefix("torch.")
     words = most_in_words(sizes[: len(with_words)], with_words)
-    return CollectiveTable(kind, name, tuple(merged(steps)), worth_it(sizes, with_codec), words)
+    return CollectiveTable(kind, name, tuple(tuned_files.merged(steps)), worth_it(sizes, with_codec), words)
 
 
 def _microseconds(
@@ -139,21 +115,9 @@ def _microseconds(
 
 
 def best(times: dict[Way, float]) -> Way:
-    """The fastest algorithm, and the fewest blocks within GOOD_ENOUGH of its best time. 0 means all blocks, the most."""
+    """The fastest algorithm, and the fewest blocks about as fast."""
     algorithm = min(times, key=lambda way: times[way])[0]
-    own = {count: time for (name, count), time in times.items() if name == algorithm}
-    good = [count for count, time in own.items() if time <= GOOD_ENOUGH * min(own.values())]
-    return algorithm, min(good, key=lambda count: count or collective_tables.LARGEST)
-
-
-def merged(steps: Sequence[CollectiveStep]) -> list[CollectiveStep]:
-    """Merges adjacent steps with the same choice."""
-    found: list[CollectiveStep] = []
-    for step in steps:
-        if found and found[-1][1:] == step[1:]:
-            found.pop()
-        found.append(step)
-    return found
+    return algorithm, fewest_blocks({count: time for (name, count), time in times.items() if name == algorithm})
 
 
 def most_in_words(sizes: Sequence[int], is_faster: Sequence[bool]) -> int:
