@@ -345,7 +345,7 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
                              std::to_string(config().rank) + "; call combine() again, with the same y");
   }
   const int num_blocks = combine_blocks(handle.num_tokens, place);
-  handle.is_refusal_raised = false;
+  raised_refusals_[handle.buffer] = 0;
   launch(recv_args(handle, combined_x), num_blocks, place.stream);
   try {
     after_launch();
@@ -373,7 +373,7 @@ void ExpertParallel::combine(DispatchHandle& handle, const CombineInput& input, 
   CombineSendArgs send = send_args(handle, input);
   send.is_sent = handle.stage == Stage::kCombineSent;
   handle.keeps_own_sums = input.presummed;
-  handle.is_refusal_raised = false;
+  raised_refusals_[handle.buffer] = 0;
   const CombineRecvArgs recv = recv_args(handle, combined_x);
   const int num_senders = combine_senders(num_blocks, input.presummed, config().num_ranks);
   if (input.codec == LineCodec::kNone) {

@@ -44,8 +44,7 @@ struct DispatchHandle {
   uint32_t failed_attempt = 0;  // the latest that failed on this rank
   uint32_t num_strays = 0;
   SeenStrays seen;
-  bool keeps_own_sums = false;     // the combine left this rank's own sums in y
-  bool is_refusal_raised = false;  // for the latest launch: each of its warps may report the refusal
+  bool keeps_own_sums = false;  // the combine left this rank's own sums in y
 
   bool is_open() const { return stage < Stage::kCombined; }
 };
@@ -178,7 +177,7 @@ class ExpertParallel : public Client {
   std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer; null: free
   std::vector<std::weak_ptr<DispatchHandle>> newest_;  // per buffer: its latest handle
   std::vector<uint64_t> last_number_;                  // per buffer: of the dispatch that had it last
-  std::vector<uint64_t> raised_refusals_;              // per buffer: epoch of its newest refusal that was raised
+  std::vector<uint64_t> raised_refusals_;  // per buffer: epoch whose refusal was raised; 0: not for the latest launch
   int last_buffer_;
   // For take_back(): what the newest dispatch has replaced.
   int last_buffer_before_;

@@ -127,15 +127,13 @@ void ExpertParallel::raise_reported() {
 }
 
 // Where launches are queued, a refusal surfaces after its call. A launch's first report reopens the handle of a combine
-// that may be retried; returns true for the reports of its other warps.
+// that may be retried; returns true for the reports of its other warps, which may come once the handle is gone.
 bool ExpertParallel::is_known_refusal(const Report& report) {
   if (report.buffer == config().num_buffers) return take_back(report.expected_epoch);
-  // A launch whose refusal has been raised may report it again, even once its handle is gone.
   const uint64_t raised = std::exchange(raised_refusals_[report.buffer], report.expected_epoch);
+  if (raised == report.expected_epoch) return true;
   const auto handle = newest_[report.buffer].lock();
-  if (!handle) return raised == report.expected_epoch;
-  if (std::exchange(handle->is_refusal_raised, true)) return true;
-  if (handle->stage == Stage::kCombined && report.operation == moe_op::kCombineRecv &&
+  if (handle && handle->stage == Stage::kCombined && report.operation == moe_op::kCombineRecv &&
       report.refusal_count != kFinalRefusal) {
     handle->stage = Stage::kCombineSent;
     note_refusal(*handle, report.peer, report.refusal_count);
