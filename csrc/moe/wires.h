@@ -23,17 +23,17 @@ struct LargeBatch {
   static constexpr bool kHasTable = true;
   using Wire = RowWire;
 };
-template <class Batch>
-MOE_A2A_DEVICE bool is(const MoeConfig& config, int num_tokens, DType row_dtype) {
-  if (Batch::kHasTable) return !config.sends_ll_choices(num_tokens);
-  return config.sends_ll_choices(num_tokens) && config.sends_ll_rows(num_tokens, row_dtype) == Batch::Wire::kIsLl;
-}
 // Calls f(std::type_identity<Batch>) with the kind of a batch whose rows travel as `row_dtype`.
 template <class F>
 MOE_A2A_DEVICE auto with_batch(const MoeConfig& config, int num_tokens, DType row_dtype, const F& f) {
   if (config.sends_ll_rows(num_tokens, row_dtype)) return f(std::type_identity<SmallBatch>{});
   if (config.sends_ll_choices(num_tokens)) return f(std::type_identity<MediumBatch>{});
   return f(std::type_identity<LargeBatch>{});
+}
+template <class Batch>
+MOE_A2A_DEVICE bool is(const MoeConfig& config, int num_tokens, DType row_dtype) {
+  return with_batch(config, num_tokens, row_dtype,
+                    [](auto batch) { return std::is_same_v<typename decltype(batch)::type, Batch>; });
 }
 // Calls f(std::type_identity<Wire>) with the wire that sums return by.
 template <class F>
