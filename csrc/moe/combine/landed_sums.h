@@ -33,11 +33,11 @@ struct PresummedRows {
 // Counts routes past the end of a `y` that is too short; raised by the next raise_reported().
 MOE_A2A_DEVICE void count_short_routes(const CombineSendArgs& args, const RouteTerm* terms) {
   const Context& c = args.context;
-  for (int k = 0; k < c.config.num_topk && terms[k].position >= 0; ++k) {
-    if (terms[k].position >= args.num_y_rows) {
+  for_each_term(terms, c.config.num_topk, [&](const RouteTerm& term) {
+    if (term.position >= args.num_y_rows) {
       atomic_add<Order::kRelaxed, Scope::kDevice>(&c.region.errors.data->num_short_y_routes, 1u);
     }
-  }
+  });
 }
 
 // The terms of a landed row, as add_rows() takes them.

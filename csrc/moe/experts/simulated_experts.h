@@ -50,8 +50,9 @@ struct SimulatedExperts {
     }
     for (int i = vector_end + warp.rank(); i < piece.size(); i += warp.size()) {
       float total = 0;
-      for_each_term(args, terms, [&](float weight, const std::byte* scales) {
-        total += weight * scaled<T>(to_float(x[i]), factor<T>(args, scales, piece.first + i));
+      for_each_term(terms, args.context.config.num_topk, [&](const RouteTerm& term) {
+        const std::byte* scales = scales_of(args, term);
+        total += term.weight * scaled<T>(to_float(x[i]), factor<T>(args, scales, piece.first + i));
       });
       target[i] = from_float<T>(total);
     }
@@ -63,14 +64,15 @@ struct SimulatedExperts {
     LoadedLane<T> values;
     load_lane(values, x);
     float total[kLane] = {};
-    for_each_term(args, terms, [&](float weight, const std::byte* scales) {
+    for_each_term(terms, args.context.config.num_topk, [&](const RouteTerm& term) {
+      const std::byte* scales = scales_of(args, term);
       if (args.scales.per_column) {
         LoadedLane<T> factors;
         load_lane(factors, reinterpret_cast<const T*>(scales) + column);
-        for (int j = 0; j < kLane; ++j) total[j] += weight * scaled<T>(value_of(values, j), value_of(factors, j));
+        for (int j = 0; j < kLane; ++j) total[j] += term.weight * scaled<T>(value_of(values, j), value_of(factors, j));
       } else {
         const float by = factor<T>(args, scales, 0);
-        for (int j = 0; j < kLane; ++j) total[j] += weight * scaled<T>(value_of(values, j), by);
+        for (int j = 0; j < kLane; ++j) total[j] += term.weight * scaled<T>(value_of(values, j), by);
       }
     });
     LaneVector<T> out;
@@ -78,14 +80,9 @@ struct SimulatedExperts {
     store_lane(target, out);
   }
 
-  // f(weight, scales of the expert) for the routes of a landed row, in k order.
-  template <class F>
-  MOE_A2A_DEVICE static void for_each_term(const Args& args, const RouteTerm* terms, const F& f) {
-    MOE_A2A_ROLLED
-    for (int k = 0; k < args.context.config.num_topk && terms[k].position >= 0; ++k) {
-      const bool is_one = args.scales.data == nullptr;
-      f(terms[k].weight, is_one ? nullptr : args.scales.of(expert_at(args, terms[k].position)));
-    }
+  // The scales of the expert that a term is of; null: one factor for all.
+  MOE_A2A_DEVICE static const std::byte* scales_of(const Args& args, const RouteTerm& term) {
+    return args.scales.data == nullptr ? nullptr : args.scales.of(expert_at(args, term.position));
   }
 
   template <class T>

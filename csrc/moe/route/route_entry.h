@@ -30,4 +30,11 @@ struct RouteTerm {
   float weight = 0;
 };
 
+// f(term) for a landed row's terms, in k order.
+template <class F>
+MOE_A2A_HOST_DEVICE void for_each_term(const RouteTerm* terms, int num_topk, const F& f) {
+  MOE_A2A_ROLLED
+  for (int k = 0; k < num_topk && terms[k].position >= 0; ++k) f(terms[k]);
+}
+
 }  // namespace moe_a2a
