@@ -125,7 +125,7 @@ class OneShotWords {
         if (rank == part_.rank()) return;
         word[j][u] = load_ll(words_of(rank, i) + w);
         if (has_epoch(word[j][u], part_.epoch, seen)) return;
-        if (all) missing = {part_.operation, collective_kind::kChunkWait, rank, i, part_.half(), block_.rank() == 0};
+        if (all) await(missing, collective_kind::kChunkWait, rank, i);
         all = false;
       });
       return all || is_other_call;
@@ -148,10 +148,16 @@ class OneShotWords {
         is_other_call |= call.data[0] != args_.announcement.terms_of_words();
         continue;
       }
-      missing = {part_.operation, collective_kind::kCallWait, rank, -1, part_.half(), block_.rank() == 0};
+      await(missing, collective_kind::kCallWait, rank, -1);
       all = false;
     }
     return all;
+  }
+
+  MOE_A2A_DEVICE static void await(WaitSite& site, TraceKind awaited, int rank, int chunk) {
+    site.awaited = awaited;
+    site.peer = rank;
+    site.token = chunk;
   }
 
   template <class T, class Op>
