@@ -13,11 +13,10 @@ from functools import partial
 import torch
 
 import moe_a2a
+from moe_a2a import bare_push
 from moe_a2a.bench.cases import Inputs, Traffic
 from moe_a2a.bench.clock import Clock, Step
 from moe_a2a.bench.statistics import medians_us
-
-WAYS = ("warp_sender", "warp_stores", "block_stores")
 
 
 @dataclass
@@ -47,25 +46,18 @@ def measure(
     """`row_bytes`: the sizes of rows to push for "dispatch" and for "combine"."""
     core = ep._open_core()
     device = inputs.x.device
-    ways, block_counts = (WAYS, _gpu_blocks(device)) if device.type == "cuda" else (WAYS[:1], (1,))
+    ways = bare_push.ways(device)
     pushes, steps = [], []
     routes = {"dispatch": traffic.dispatch, "combine": traffic.combine}
     for step, sizes in row_bytes.items():
         for num_bytes in sorted(sizes):
             rows = torch.zeros(len(routes[step]), num_bytes, dtype=torch.uint8, device=device)
-            for by in ways:
-                for blocks in block_counts:
-                    pushes.append(Push(step, num_bytes, by, blocks, 0.0))
-                    steps.append(Step(step, partial(core.push_rows, rows, routes[step], by, blocks)))
+            for by, blocks in ways:
+                pushes.append(Push(step, num_bytes, by, blocks, 0.0))
+                steps.append(Step(step, partial(core.push_rows, rows, routes[step], by, blocks)))
     nothing = (torch.zeros(0, 16, dtype=torch.uint8, device=device), routes["dispatch"][:0])
-    steps.append(Step("launch", partial(core.push_rows, *nothing, WAYS[0], 1)))
+    steps.append(Step("launch", partial(core.push_rows, *nothing, *ways[0])))
     medians = medians_us(clock.time(steps))
     for push, median in zip(pushes, medians, strict=False):
         push.microseconds = median
     return Floor(pushes, launch_us=medians[-1])
-
-
-def _gpu_blocks(device: torch.device) -> list[int]:
-    """The last one: as many as the GPU has multiprocessors."""
-    most = torch.cuda.get_device_properties(device).multi_processor_count
-    return [blocks for blocks in (8, 24, 64) if blocks < most] + [most]

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
+from moe_a2a import bare_push
 from moe_a2a.leaderboard.device import RankDevice
 
 HIDDEN = 8192
 NUM_TOKENS = {"cuda": 4096, "cpu": 128}  # 64 and 2 MiB to each other rank
-WAYS = ("warp_sender", "warp_stores", "block_stores")
-BLOCKS = (24, 64, 128)
 NUM_PUSHES = 10
 
 
@@ -41,8 +40,8 @@ def bytes_per_second(device: RankDevice) -> float:
         pushes = torch.stack([peers.repeat(num_tokens), tokens.repeat_interleave(len(peers))], dim=1).to(device.device)
         rows = torch.zeros(len(pushes), HIDDEN, dtype=torch.float16, device=device.device)
         core = ep._open_core()
-        how = [(way, blocks) for way in WAYS for blocks in BLOCKS] if device.is_gpu else [(WAYS[0], 1)]
-        fastest = min(_seconds(device, partial(core.push_rows, rows, pushes, *one)) for one in how)
+        ways = bare_push.ways(device.device)
+        fastest = min(_seconds(device, partial(core.push_rows, rows, pushes, *way)) for way in ways)
         dist.barrier()  # nobody closes while another still pushes
     return rows.nbytes / fastest
 

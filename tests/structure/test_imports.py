@@ -16,6 +16,7 @@ LAYERS = {
     "entry": ["__main__"],
     "commands": ["bench", "demo", "leaderboard", "tune", "doctor", "tracing.command"],
     "parts of commands": [
+        "bare_push",
         "baselines",
         "checkout",
         "samples",
