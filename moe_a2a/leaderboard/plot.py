@@ -38,6 +38,8 @@ def as_svg(board: Board) -> str:
     panel.plot([one.label for one in board.null], [one.mean_us for one in board.null], label="null", **NULL_STYLE)
     if board.floor_us:
         panel.plot([one.label for one in board.null], board.floor_us, label="floor", **FLOOR_STYLE)
+    else:
+        panel.plot([], [], label=f"floor: n/a, {board.no_floor}", **FLOOR_STYLE)
     panel.set(yscale="log", ylabel="time of a call, us (mean, standard error)")
     panel.grid(color="0.9")
     panel.tick_params(axis="x", labelrotation=20)

@@ -98,9 +98,10 @@ class Board:
     shrunk: int | None
     speed_of_light_us: list[float]
     link_gbps: float  # of a rank, in each direction, while all ranks send; 0: a single rank has no link
-    floor_us: list[float]  # per benchmark: the bytes to move over the link's rate; empty: a single rank
+    floor_us: list[float]  # per benchmark: the bytes to move over the link's rate; empty: see no_floor
     null: list[Timing]
     entries: list[Entry] = field(default_factory=list)
+    no_floor: str = ""  # why there is none
     version: int = VERSION
 
     @classmethod
@@ -122,6 +123,7 @@ class Board:
             link_gbps=link_rate / 1e9,
             floor_us=[1e6 * bytes_to_move(contest, case) / link_rate for case in benchmarks] if link_rate else [],
             null=[Timing.of(result) for result in nulls],
+            no_floor="" if link_rate else "a single rank has no link",
         )
 
     def ranked(self) -> list[Entry]:

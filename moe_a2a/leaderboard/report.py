@@ -54,6 +54,8 @@ def about(board: Board) -> str:
     )
     if board.link_gbps:
         text += f" Link: {board.link_gbps:.3g} GB/s sent by each rank while all send."
+    if board.no_floor:
+        text += f" No floor: {board.no_floor}."
     if board.shortened is not None:
         text += f" Shortened: {board.shortened:g} s of calls per shape, not the contract's 30."
     if board.shrunk is not None:
@@ -69,8 +71,7 @@ def table(board: Board) -> list[list[str]]:
         times = [f"{timing.mean_us:.1f} ± {timing.err_us:.1f}" for timing in entry.timings] or ["" for _ in board.null]
         rows.append([entry.name, f"{entry.score_us:.1f}" if entry.verdict == PASS else entry.verdict, *times])
     rows.append(_bound("null", [timing.mean_us for timing in board.null]))
-    if board.floor_us:
-        rows.append(_bound("floor", board.floor_us))
+    rows.append(_bound("floor", board.floor_us) if board.floor_us else ["floor", *("n/a" for _ in head[1:])])
     if board.speed_of_light_us:
         rows.append(["bound published for 8 MI300X", "", *(f"{bound:g}" for bound in board.speed_of_light_us)])
     return rows

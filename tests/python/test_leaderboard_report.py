@@ -124,6 +124,28 @@ def test_the_plot_is_drawn_and_repeats():
     assert plot.as_svg(board_of(Entry("failed", verdict="hang"))) == ""
 
 
+def test_a_missing_floor_is_explained_everywhere(tmp_path):
+    why = "a single rank has no link"
+    board = dataclasses.replace(board_of(timed("one", 20.0)), ranks=1, link_gbps=0.0, floor_us=[], no_floor=why)
+    assert report.table(board)[-1] == ["floor", "n/a", "n/a", "n/a"]
+    board.write(tmp_path / "all2all.json")
+    texts = (
+        report.as_markdown(board, ""),
+        report.as_html([board]),
+        plot.as_svg(board),
+        (tmp_path / "all2all.json").read_text(),
+    )
+    assert all(why in text for text in texts)
+
+
+@pytest.mark.timeout(100)
+def test_a_single_rank_has_no_floor(small, leaderboard, tmp_path):
+    how = ("--ranks", 1, "--shortened", 0.05, "--out", tmp_path)
+    leaderboard("rank", "all2all", "expert_parallel", *how)
+    board = Board.read(tmp_path / "all2all.json")
+    assert (board.floor_us, board.no_floor) == ([], "a single rank has no link")
+
+
 def test_a_board_is_read_as_it_was_written(tmp_path):
     board = board_of(timed("one", 20.0), Entry("failed", verdict="hang"))
     board.write(tmp_path / "all2all.json")
