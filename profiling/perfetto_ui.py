@@ -66,6 +66,15 @@ class PerfettoUi:
         """Names of the tracks on the first screen: those at the top."""
         return self.page.evaluate("() => window.app.trace.workspace.children.map((track) => track.name)")
 
+    def expand(self, names: list[str]) -> None:
+        """Expands these of rows(), and collapses all other groups."""
+        self.run("CollapseAllGroups")
+        self.page.evaluate(
+            """(names) => window.app.trace.workspace.children.filter((track) => names.includes(track.name))
+                 .forEach((track) => track.expand())""",
+            names,
+        )
+
     def run(self, command: str) -> None:
         """Runs a command of the UI's palette: "ExpandAllGroups", "ToggleLeftSidebar"."""
         self.page.evaluate("(id) => window.app.trace.commands.runCommand(id)", f"dev.perfetto.{command}")

@@ -15,11 +15,12 @@ from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.plot import save_plot
 from moe_a2a.tracing.reading import read
 
-# A row's arrow across ranks, in a wait short enough to fit into the picture.
+# A row's arrow from rank 0, in a wait short enough to fit into the picture.
 ARROW = """
 select sink.id as id, sink.ts - trace_start() as begin, sink.ts + sink.dur - trace_start() as end
 from flow join slice sink on slice_in = sink.id join slice source on slice_out = source.id
-where sink.track_id != source.track_id and sink.dur between 500 and 20000 order by sink.ts limit 1
+join track warp on source.track_id = warp.id join track rank on warp.parent_id = rank.id
+where rank.name = 'rank 0' and sink.track_id != source.track_id and sink.dur between 500 and 20000 order by sink.ts limit 1
 """
 
 
@@ -31,6 +32,7 @@ def main(trace: str, folder: str) -> None:
         ui.run("ExpandAllGroups")
         ui.screenshot(images / "tracing_overview.png")
         (arrow,) = ui.query(ARROW)
+        ui.expand([name for name in ui.rows() if "%" not in name])  # the ranks' blocks, without the counters
         ui.select(arrow["id"])
         ui.show(arrow["begin"] - 60_000, arrow["end"] + 40_000)
         ui.screenshot(images / "tracing_arrow.png")
