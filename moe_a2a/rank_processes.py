@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 
 from moe_a2a import devices
 from moe_a2a.inherited import OpenFile, Surroundings
+from moe_a2a.rank_server import serve
 
 DIED = "died"  # the result of a rank that was allowed to die
 SECONDS_TO_DIE = 5.0
 FORK_SERVER = "moe_a2a.fork_server"  # to preload where all of moe_a2a may be
 LONGEST_SOCKET_PATH = 107  # bytes; unix(7), "Pathname sockets"
 SECONDS_TO_DUMP = 0.3
-
-
-class RankLostError(Exception):
-    """Raised by a program whose process is of no further use; the rank counts as dead."""
 
 
 class RankError(RuntimeError):
@@ -99,7 +91,7 @@ class RankProcesses:
 
     method: of multiprocessing: "spawn", or "forkserver", which becomes "spawn" where the temporary folder's path is too long
     for the server's socket. backend: of torch.distributed; None: programs make their own
-    groups, on this_process_store(). timeout: of the group, seconds.
+    groups, on rank_server.this_process_store(). timeout: of the group, seconds.
     prepare: called with the rank in each process before the group is made.
     dumps: pickles programs and their arguments for processes that import modules by name.
     """
@@ -136,7 +128,7 @@ class RankProcesses:
         ours, theirs = context.Pipe()
         stack = tempfile.TemporaryFile()
         process = context.Process(
-            target=_serve,
+            target=serve,
             args=(
                 Surroundings(),
                 theirs,
@@ -325,70 +317,3 @@ def _signals_postponed() -> Iterator[None]:
             signal.signal(number, handler)
         for number in came:
             signal.raise_signal(number)
-
-
-# ---- in the rank's process
-
-_stores: list[dist.Store] = []  # in a process whose programs make their own groups
-
-
-def this_process_store() -> dist.Store:
-    """The store that the ranks of a RankProcesses without a backend share."""
-    return _stores[0]
-
-
-def _serve(surroundings, connection, stack_path, meeting, rank, num_ranks, backend, timeout, prepare) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    _leave_with_parent()
-    # Otherwise gloo looks up the machine's name, which containers and laptops may not resolve.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with open(stack_path, "w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        try:
-            if prepare is not None:
-                prepare(rank)
-            store = dist.FileStore(meeting, num_ranks)
-            if backend is None:
-                _stores.append(store)
-            else:
-                limit = timedelta(seconds=timeout)
-                dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
-            while True:
-                _answer(connection, connection.recv_bytes())
-        except EOFError:  # the caller has closed the pipe
-            os._exit(0)  # skips gloo's teardown, which waits for ranks that are gone
-        except BaseException:
-            _send(connection, "died", _failure())
-            os._exit(1)
-
-
-def _answer(connection: Connection, message: bytes) -> None:
-    try:
-        program, arguments = pickle.loads(message)
-        result = program(lambda what: _send(connection, "progress", what), *arguments)
-        sys.stdout.flush()  # the process may be killed once the result is sent
-        _send(connection, "result", result)
-    except RankLostError:
-        raise
-    except BaseException:  # including SystemExit, raised by a test's skip
-        _send(connection, "failed", _failure())
-
-
-def _failure() -> tuple[str, str]:
-    error = sys.exc_info()[1]
-    return f"raised {type(error).__name__}: {error}", traceback.format_exc()
-
-
-def _send(connection: Connection, kind: str, content: Any) -> None:
-    # Plain bytes: multiprocessing's own pickler would move tensors through /dev/shm.
-    connection.send_bytes(pickle.dumps((kind, content)))
-
-
-def _leave_with_parent() -> None:
-    """A killed parent cannot stop its children, so each watches for the parent's end."""
-
-    def watch() -> None:
-        wait([multiprocessing.parent_process().sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 import moe_a2a
 from moe_a2a import devices, rank_processes
-from moe_a2a.rank_processes import DIED, RankLostError, RankProcesses, start_method
+from moe_a2a.rank_processes import DIED, RankProcesses, start_method
+from moe_a2a.rank_server import RankLostError
 
 __all__ = ["DIED", "RankError", "RankPool", "receive_interrupts", "run_processes", "run_threads"]
 

@@ -24,6 +24,7 @@ LAYERS = {
         "fork_server",
         "inherited",
         "rank_processes",
+        "rank_server",
     ],
     "integrations": ["integrations"],
     "interface": [""],  # moe_a2a/__init__.py

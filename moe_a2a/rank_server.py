@@ -1,0 +1,102 @@
+"""What runs in a rank's process (rank_processes.py): programs that come through its pipe, one after another."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_a2a.inherited import Surroundings
+
+
+class RankLostError(Exception):
+    """Raised by a program whose process is of no further use; the rank counts as dead."""
+
+
+_stores: list[dist.Store] = []  # in a process whose programs make their own groups
+
+
+def this_process_store() -> dist.Store:
+    """The store that the ranks of a RankProcesses without a backend share."""
+    return _stores[0]
+
+
+def serve(
+    surroundings: Surroundings,
+    connection: Connection,
+    stack_path: str,
+    meeting: str,
+    rank: int,
+    num_ranks: int,
+    backend: str | None,
+    timeout: float,
+    prepare: Callable[[int], None] | None,
+) -> None:
+    """Answers programs until the caller closes the pipe. The arguments are those of RankProcesses as they arrive here."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    _leave_with_parent()
+    # Otherwise gloo looks up the machine's name, which containers and laptops may not resolve.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with open(stack_path, "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        try:
+            if prepare is not None:
+                prepare(rank)
+            store = dist.FileStore(meeting, num_ranks)
+            if backend is None:
+                _stores.append(store)
+            else:
+                limit = timedelta(seconds=timeout)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+            while True:
+                _answer(connection, connection.recv_bytes())
+        except EOFError:  # the caller has closed the pipe
+            os._exit(0)  # skips gloo's teardown, which waits for ranks that are gone
+        except BaseException:
+            _send(connection, "died", _failure())
+            os._exit(1)
+
+
+def _answer(connection: Connection, message: bytes) -> None:
+    try:
+        program, arguments = pickle.loads(message)
+        result = program(lambda what: _send(connection, "progress", what), *arguments)
+        sys.stdout.flush()  # the process may be killed once the result is sent
+        _send(connection, "result", result)
+    except RankLostError:
+        raise
+    except BaseException:  # including SystemExit, raised by a test's skip
+        _send(connection, "failed", _failure())
+
+
+def _failure() -> tuple[str, str]:
+    error = sys.exc_info()[1]
+    return f"raised {type(error).__name__}: {error}", traceback.format_exc()
+
+
+def _send(connection: Connection, kind: str, content: Any) -> None:
+    # Plain bytes: multiprocessing's own pickler would move tensors through /dev/shm.
+    connection.send_bytes(pickle.dumps((kind, content)))
+
+
+def _leave_with_parent() -> None:
+    """A killed parent cannot stop its children, so each watches for the parent's end."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
