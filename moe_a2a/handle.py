@@ -122,7 +122,7 @@ class DispatchHandle:
     @property
     def num_recv_tokens_per_rank(self) -> torch.Tensor:
         """int32 [R]: how many tokens each rank dispatched (to any rank)."""
-        return self._core.num_recv_tokens(self._handle)
+        return self._core.num_recv_tokens_per_rank(self._handle)
 
     @property
     def num_routes(self) -> int:

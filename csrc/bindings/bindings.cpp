@@ -366,7 +366,7 @@ PYBIND11_MODULE(_core, m) {
       .def("expert_counts", &view_of<&Views::expert_counts>)
       .def("landed_rows", &view_of<&Views::landed_rows>)
       .def("num_landed_rows", &view_of<&Views::num_landed_rows>)
-      .def("num_recv_tokens", &view_of<&Views::num_recv_tokens>)
+      .def("num_recv_tokens_per_rank", &view_of<&Views::num_recv_tokens_per_rank>)
       .def("expert_row_index", &view_of<&Views::expert_row_index>)
       .def("route_weights", &view_of<&Views::route_weights>)
       .def("route_src_rank", &view_of<&Views::route_src_rank>)

@@ -44,20 +44,20 @@ at::Tensor Views::landed_rows(const DispatchHandle& handle) {
 at::Tensor Views::num_landed_rows(const DispatchHandle& handle) {
   return list(ep_->region().landed_offsets.at(handle.buffer, ep_->config().num_ranks), 1, at::kInt);
 }
-at::Tensor Views::num_recv_tokens(const DispatchHandle& handle) {
-  return list(ep_->region().num_recv_tokens.at(handle.buffer), ep_->config().num_ranks, at::kInt);
+at::Tensor Views::num_recv_tokens_per_rank(const DispatchHandle& handle) {
+  return list(ep_->region().num_recv_tokens_per_rank.at(handle.buffer), ep_->config().num_ranks, at::kInt);
 }
 at::Tensor Views::expert_row_index(const DispatchHandle& handle) {
   return list(ep_->region().expert_row_index.at(handle.buffer), capacity(handle), at::kInt);
 }
 at::Tensor Views::route_weights(const DispatchHandle& handle) {
-  return list(ep_->region().route_weight.at(handle.buffer), capacity(handle), at::kFloat);
+  return list(ep_->region().route_weights.at(handle.buffer), capacity(handle), at::kFloat);
 }
 at::Tensor Views::route_src_rank(const DispatchHandle& handle) {
   return list(ep_->region().route_src_rank.at(handle.buffer), capacity(handle), at::kInt);
 }
 at::Tensor Views::route_src_token_idx(const DispatchHandle& handle) {
-  return list(ep_->region().route_src_token.at(handle.buffer), capacity(handle), at::kInt);
+  return list(ep_->region().route_src_token_idx.at(handle.buffer), capacity(handle), at::kInt);
 }
 
 }  // namespace moe_a2a::bindings

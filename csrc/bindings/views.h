@@ -18,11 +18,11 @@ class Views {
   // [num_ranks * num_max_tokens_per_rank, ceil(hidden / 128)] fp32, for float8 rows.
   at::Tensor recv_x_scales(const DispatchHandle& handle);
 
-  at::Tensor expert_offsets(const DispatchHandle& handle);   // int32 [num_local_experts + 1]
-  at::Tensor expert_counts(const DispatchHandle& handle);    // int32 [num_local_experts]
-  at::Tensor landed_rows(const DispatchHandle& handle);      // int32 [num_ranks * num_max_tokens_per_rank]
-  at::Tensor num_landed_rows(const DispatchHandle& handle);  // int32 [1]
-  at::Tensor num_recv_tokens(const DispatchHandle& handle);  // int32 [num_ranks]
+  at::Tensor expert_offsets(const DispatchHandle& handle);            // int32 [num_local_experts + 1]
+  at::Tensor expert_counts(const DispatchHandle& handle);             // int32 [num_local_experts]
+  at::Tensor landed_rows(const DispatchHandle& handle);               // int32 [num_ranks * num_max_tokens_per_rank]
+  at::Tensor num_landed_rows(const DispatchHandle& handle);           // int32 [1]
+  at::Tensor num_recv_tokens_per_rank(const DispatchHandle& handle);  // int32 [num_ranks]
 
   // [positions of the layout]
   at::Tensor expert_row_index(const DispatchHandle& handle);

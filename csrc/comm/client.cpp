@@ -123,34 +123,32 @@ void Client::confirm_handles() {
     }
   }
   const auto start = std::chrono::steady_clock::now();
-  for (int r = 0; r < member_.num_ranks; ++r) {
-    uint64_t seen = 0;
-    while ((seen = mapped_by(r)) != handles_digest_) {
-      const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
-      const std::string who = "rank " + std::to_string(member_.rank), peer = "rank " + std::to_string(r);
-      if (is_host_interrupted())
-        throw Interrupted(who + " was interrupted while it waited for " + peer + " to connect");
-      if (waited.count() < member_.timeout_seconds) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        continue;
-      }
-      const std::string ask =
-          "; pass the handles of the same objects, in rank order, to set_comm_handles() on every rank";
-      if (seen != 0) {
-        throw std::invalid_argument(peer + " was given other handles than " + who +
-                                    ": theirs are not all of one set of objects" + ask);
-      }
-      throw PeerTimeout(
-          {.reason = Reason::kTimeout, .rank = member_.rank, .peer = r, .elapsed_seconds = waited.count()},
-          "set_comm_handles", "memory",
-          who + " waited " + std::to_string(waited.count()) + " s for " + peer + " to map this " + vocabulary_.client +
-              ": it has set no handles, or those of another object of " + who + ask);
-    }
+  for (int r = 0; r < member_.num_ranks; ++r) await_mapping(r, start);
+}
+
+void Client::await_mapping(int peer, std::chrono::steady_clock::time_point start) const {
+  const std::string who = "rank " + std::to_string(member_.rank), other = "rank " + std::to_string(peer);
+  const auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
+  uint64_t seen = 0;
+  while ((seen = mapped_by(peer)) != handles_digest_ && seconds() < member_.timeout_seconds) {
+    if (is_host_interrupted()) throw Interrupted(who + " was interrupted while it waited for " + other + " to connect");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  if (seen == handles_digest_) return;
+  const std::string ask = "; pass the handles of the same objects, in rank order, to set_comm_handles() on every rank";
+  if (seen != 0) {
+    throw std::invalid_argument(other + " was given other handles than " + who +
+                                ": theirs are not all of one set of objects" + ask);
+  }
+  const double waited = seconds();
+  throw PeerTimeout({.reason = Reason::kTimeout, .rank = member_.rank, .peer = peer, .elapsed_seconds = waited},
+                    "set_comm_handles", "memory",
+                    who + " waited " + std::to_string(waited) + " s for " + other + " to map this " +
+                        vocabulary_.client + ": it has set no handles, or those of another object of " + who + ask);
 }
 
 // The digest of the handles with which that rank has mapped this one's memory; 0 if it has not.
-uint64_t Client::mapped_by(int peer) {
+uint64_t Client::mapped_by(int peer) const {
   const uint64_t* place = context_.services.handles_digest.at(peer);
   if (device_->is_synchronous()) return __atomic_load_n(place, __ATOMIC_ACQUIRE);
   uint64_t digest = 0;
@@ -246,16 +244,16 @@ void Client::close() {
   if (is_inside_host_hook() && gate_.is_inside()) return;  // the interrupted call leaves on its own
   const CallGate::Turn turn = gate_.enter();
   if (closed_) return;
-  if (connected_ && !device_->is_synchronous()) part();
+  if (connected_ && !device_->is_synchronous()) say_goodbye();
   closed_ = true;
   share_.leave();
   after_close();
 }
 
-void Client::part() {
+void Client::say_goodbye() {
   if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) return;  // a peer is missing already
   GoodbyeArgs args{.context = context_};
-  const auto limit = static_cast<uint64_t>(kPartingSeconds * context_.wait.ticks_per_second);
+  const auto limit = static_cast<uint64_t>(kGoodbyeSeconds * context_.wait.ticks_per_second);
   args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
   args.context.wait.poison = nullptr;  // a closing rank gives up on nobody: others may wait longer for a late rank
   device_->synchronize();

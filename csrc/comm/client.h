@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -129,8 +130,9 @@ class Client {
  private:
   std::byte* allocate_symmetric(const RegionSize& size, const std::vector<AgreedField>& fields);
   void allocate_report();
-  void part();
-  uint64_t mapped_by(int peer);
+  void say_goodbye();
+  void await_mapping(int peer, std::chrono::steady_clock::time_point start) const;
+  uint64_t mapped_by(int peer) const;
   void poison_peers();
 
   void require_share() const;
@@ -155,7 +157,7 @@ class Client {
   std::atomic<bool> may_be_mapped_ = false;
 
   // How long close() waits for the other ranks to close.
-  static constexpr double kPartingSeconds = 5.0;
+  static constexpr double kGoodbyeSeconds = 5.0;
 };
 
 }  // namespace moe_a2a

@@ -35,8 +35,6 @@ struct Refusal {
 
 // Per rank, how many strays the caller knows of.
 struct SeenStrays {
-  static constexpr int kMaxRanks = 64;
-
   uint16_t of_rank[kMaxRanks] = {};
 };
 

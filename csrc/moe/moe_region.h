@@ -76,16 +76,16 @@ struct MoeRegion {
   Array<int32_t, 2> expert_offsets;    // [B, El + 1]
   Array<int32_t, 2> expert_counts;     // [B, El]
   Array<int32_t, 2> expert_row_index;  // [B, routes]  row (src_rank * T + token) of each route; -1: padding
-  Array<float, 2> route_weight;        // [B, routes]
+  Array<float, 2> route_weights;       // [B, routes]
   Array<int32_t, 2> route_src_rank;    // [B, routes]
-  Array<int32_t, 2> route_src_token;   // [B, routes]
-  Array<int32_t, 2> landed_row;        // [B, R * T]  landed rows, in (src_rank, token) order
-  Array<int32_t, 2> landed_offsets;    // [B, R + 1]  where the rows of each src begin in landed_row
-  Array<RouteTerm, 3> landed_term;     // [B, R * T rows, K]  the routes of each row that landed, in k order
-  Array<int32_t, 3> combine_order;     // [B, kNumOrders, R * T]  landed rows as combine sends them, if whole
-  Array<int32_t, 2> num_recv_tokens;   // [B, R src]  tokens in the batch of src
-  Array<int32_t, 2> sums_return_ll;    // [B, 1]  whether sums return as LL words: only if every batch's may
-  Array<RankSet, 2> token_ranks;       // [B, T]  the ranks that each of this rank's tokens went to
+  Array<int32_t, 2> route_src_token_idx;       // [B, routes]
+  Array<int32_t, 2> landed_row;                // [B, R * T]  landed rows, in (src_rank, token) order
+  Array<int32_t, 2> landed_offsets;            // [B, R + 1]  where the rows of each src begin in landed_row
+  Array<RouteTerm, 3> landed_term;             // [B, R * T rows, K]  the routes of each row that landed, in k order
+  Array<int32_t, 3> combine_order;             // [B, kNumOrders, R * T]  landed rows as combine sends them, if whole
+  Array<int32_t, 2> num_recv_tokens_per_rank;  // [B, R src]  tokens in the batch of src
+  Array<int32_t, 2> sums_return_ll;            // [B, 1]  whether sums return as LL words: only if every batch's may
+  Array<RankSet, 2> token_ranks;               // [B, T]  the ranks that each of this rank's tokens went to
 
   static constexpr uint32_t kRefused = Signal::kPayloadMask;
   enum Launch { kDispatchSend, kCombineSend, kNumLaunches };

@@ -50,15 +50,15 @@ std::vector<float> ModelRank::outputs(int call) const {
     if (region.expert_offsets(b, e) != position) fail("expert_offsets[" + std::to_string(e) + "] is wrong");
     for (int src = 0; src < shape_.num_ranks; ++src) {
       const auto& choices = input(src, call).choices;
-      const int arrived = region.num_recv_tokens(b, src);
+      const int arrived = region.num_recv_tokens_per_rank(b, src);
       if (arrived != static_cast<int>(choices.size()))
         fail("table of rank " + std::to_string(src) + " has " + std::to_string(arrived) + " tokens");
       for (int token = 0; token < arrived; ++token) {
         for (int k = 0; k < shape_.num_topk; ++k) {
           if (choices[token][k] != first_expert + e) continue;
           if (region.expert_row_index(b, position) != src * shape_.num_max_tokens + token ||
-              region.route_src_rank(b, position) != src || region.route_src_token(b, position) != token ||
-              region.route_weight(b, position) != weight_value(src, token, k)) {
+              region.route_src_rank(b, position) != src || region.route_src_token_idx(b, position) != token ||
+              region.route_weights(b, position) != weight_value(src, token, k)) {
             fail("route " + std::to_string(position) + " is wrong");
           }
           const float* row = reinterpret_cast<const float*>(region.row.at(b, src, token));

@@ -79,14 +79,14 @@ void World::name_regions(const ModelRank& rank) {
   field(region.expert_offsets.data, "expert_offsets");
   field(region.expert_counts.data, "expert_counts");
   field(region.expert_row_index.data, "expert_row_index");
-  field(region.route_weight.data, "route_weight");
+  field(region.route_weights.data, "route_weights");
   field(region.route_src_rank.data, "route_src_rank");
-  field(region.route_src_token.data, "route_src_token");
+  field(region.route_src_token_idx.data, "route_src_token_idx");
   field(region.landed_row.data, "landed_row");
   field(region.landed_offsets.data, "landed_offsets");
   field(region.landed_term.data, "landed_term");
   field(region.combine_order.data, "combine_order");
-  field(region.num_recv_tokens.data, "num_recv_tokens");
+  field(region.num_recv_tokens_per_rank.data, "num_recv_tokens_per_rank");
   field(region.sums_return_ll.data, "sums_return_ll");
   field(region.token_ranks.data, "token_ranks");
   field(rank.y(), "y");

@@ -89,7 +89,7 @@ class Worker {
     int64_t expected_routes = 0;
     for (int src = 0; src < config_.num_ranks; ++src) {
       const Tokens tokens(seed_, config_, src, round.number);
-      EXPECT_EQ(region.num_recv_tokens(b, src), tokens.count);
+      EXPECT_EQ(region.num_recv_tokens_per_rank(b, src), tokens.count);
       for (const int64_t expert : tokens.topk_idx)
         expected_routes += expert >= 0 && expert / local_experts == config_.rank;
     }
@@ -99,7 +99,7 @@ class Worker {
         const int position = region.expert_offsets(b, e) + i, row = region.expert_row_index(b, position);
         const int src = row / config_.num_max_tokens_per_rank, token = row % config_.num_max_tokens_per_rank;
         EXPECT_EQ(region.route_src_rank(b, position), src);
-        EXPECT_EQ(region.route_src_token(b, position), token);
+        EXPECT_EQ(region.route_src_token_idx(b, position), token);
         check_row(round, region.row.at(b, src, token), src, token);
         const int expert = config_.rank * local_experts + e;
         for (int c = 0; c < config_.hidden; ++c) {
@@ -144,7 +144,7 @@ class Worker {
       for (int i = 0; i < region.expert_counts(handle.buffer, e); ++i) {
         const int position = region.expert_offsets(handle.buffer, e) + i;
         check_row(round, &expert_x[position * row_bytes], region.route_src_rank(handle.buffer, position),
-                  region.route_src_token(handle.buffer, position));
+                  region.route_src_token_idx(handle.buffer, position));
       }
     }
   }

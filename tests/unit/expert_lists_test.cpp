@@ -151,8 +151,8 @@ class RoutingExchange {
         }
         ASSERT_EQ(region.expert_row_index(buffer_, position), route.row);
         ASSERT_EQ(region.route_src_rank(buffer_, position), route.row / config_.num_max_tokens_per_rank);
-        ASSERT_EQ(region.route_src_token(buffer_, position), route.row % config_.num_max_tokens_per_rank);
-        ASSERT_EQ(region.route_weight(buffer_, position), route.weight);
+        ASSERT_EQ(region.route_src_token_idx(buffer_, position), route.row % config_.num_max_tokens_per_rank);
+        ASSERT_EQ(region.route_weights(buffer_, position), route.weight);
         terms[route.row * config_.num_topk + route.k].push_back({position, route.weight});
         ++count, ++position;
       }
@@ -160,7 +160,7 @@ class RoutingExchange {
       for (; layout_ == Layout::kExpertMajor && position % alignment_ != 0; ++position) {
         ASSERT_EQ(region.expert_row_index(buffer_, position), -1);
         ASSERT_EQ(region.route_src_rank(buffer_, position), -1);
-        ASSERT_EQ(region.route_weight(buffer_, position), 0.0f);
+        ASSERT_EQ(region.route_weights(buffer_, position), 0.0f);
       }
     }
     if (layout_ != Layout::kMasked) {
@@ -217,7 +217,7 @@ class RoutingExchange {
     bool sums_return_ll = true;
     for (int r = 0; r < config_.num_ranks; ++r) {
       sums_return_ll &= config_.returns_ll(sent_[r].num_tokens);
-      ASSERT_EQ(region.num_recv_tokens(buffer_, r), sent_[r].num_tokens);
+      ASSERT_EQ(region.num_recv_tokens_per_rank(buffer_, r), sent_[r].num_tokens);
       ASSERT_EQ(region.landed_offsets(buffer_, r), landed);
       for (int t = 0; t < sent_[r].num_tokens; ++t) {
         if (!heaps_.context[r].region.token_ranks(buffer_, t).contains(me_)) continue;

@@ -270,14 +270,14 @@ std::vector<Field> local_fields(const Context& context) {
           {"expert_offsets", w.expert_offsets.data, b * (e + 1) * 4},
           {"expert_counts", w.expert_counts.data, b * e * 4},
           {"expert_row_index", w.expert_row_index.data, b * lists * 4},
-          {"route_weight", w.route_weight.data, b * lists * 4},
+          {"route_weights", w.route_weights.data, b * lists * 4},
           {"route_src_rank", w.route_src_rank.data, b * lists * 4},
-          {"route_src_token", w.route_src_token.data, b * lists * 4},
+          {"route_src_token_idx", w.route_src_token_idx.data, b * lists * 4},
           {"landed_row", w.landed_row.data, b * r * t * 4},
           {"landed_offsets", w.landed_offsets.data, b * (r + 1) * 4},
           {"landed_term", w.landed_term.data, b * r * t * k * sizeof(RouteTerm)},
           {"combine_order", w.combine_order.data, b * MoeRegion::kNumOrders * r * t * sizeof(int32_t)},
-          {"num_recv_tokens", w.num_recv_tokens.data, b * r * 4},
+          {"num_recv_tokens_per_rank", w.num_recv_tokens_per_rank.data, b * r * 4},
           {"sums_return_ll", w.sums_return_ll.data, b * 4},
           {"token_ranks", w.token_ranks.data, b * t * sizeof(RankSet)}};
 }

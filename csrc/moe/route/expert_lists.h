@@ -36,13 +36,13 @@ class ExpertLists {
                              const Plan& plan, int32_t* num_tokens)
       : args_(args),
         config_(args.context.config),
-        ws_(args.context.region),
+        region_(args.context.region),
         grid_(grid),
         block_(block),
         chunk_table_(args),
         ll_table_(args.context, args.buffer, block, shared, plan.ll_table),
-        routes_{ws_.expert_row_index.at(args.buffer), ws_.route_weight.at(args.buffer),
-                ws_.route_src_rank.at(args.buffer), ws_.route_src_token.at(args.buffer)},
+        routes_{region_.expert_row_index.at(args.buffer), region_.route_weights.at(args.buffer),
+                region_.route_src_rank.at(args.buffer), region_.route_src_token_idx.at(args.buffer)},
         num_tokens_(num_tokens),
         count_(plan.count.in(shared)),
         start_(plan.start.in(shared)),
@@ -133,8 +133,8 @@ class ExpertLists {
     const int num_experts = config_.num_local_experts(), b = args_.buffer;
     MOE_A2A_ROLLED
     for (int e = block_.rank(); e <= num_experts; e += block_.size()) {
-      ws_.expert_offsets(b, e) = start_[e];
-      if (e < num_experts) ws_.expert_counts(b, e) = held(e);
+      region_.expert_offsets(b, e) = start_[e];
+      if (e < num_experts) region_.expert_counts(b, e) = held(e);
     }
   }
 
@@ -142,12 +142,12 @@ class ExpertLists {
     const int b = args_.buffer;
     MOE_A2A_ROLLED
     for (int r = block_.rank(); r < config_.num_ranks; r += block_.size()) {
-      ws_.num_recv_tokens(b, r) = num_tokens_[r];
-      ws_.landed_offsets(b, r) = before_rank(r, landed_list());
+      region_.num_recv_tokens_per_rank(b, r) = num_tokens_[r];
+      region_.landed_offsets(b, r) = before_rank(r, landed_list());
     }
     if (block_.rank() == 0) {
-      ws_.landed_offsets(b, config_.num_ranks) = count_[landed_list()];
-      ws_.sums_return_ll(b, 0) = ll_table_.sums_return_ll();
+      region_.landed_offsets(b, config_.num_ranks) = count_[landed_list()];
+      region_.sums_return_ll(b, 0) = ll_table_.sums_return_ll();
     }
   }
 
@@ -226,7 +226,7 @@ class ExpertLists {
       return has_room_for(choice.expert, position) ? position : -1;
     };
     if (entry.is_leader()) write_landed(before[landed_list()] + entry.landed_idx(), rank, row);
-    RouteTerm* terms = ws_.landed_term.at(args_.buffer, row);
+    RouteTerm* terms = region_.landed_term.at(args_.buffer, row);
     int num_terms = 0, counted = 0;  // the terms of the first `counted` choices
     entry.visit_choices([&](int k, LocalChoice choice) {
       if constexpr (Token::kIsShared) {
@@ -255,7 +255,7 @@ class ExpertLists {
   }
 
   MOE_A2A_DEVICE void write_landed(int32_t landed, int rank, int32_t row) const {
-    ws_.landed_row(args_.buffer, landed) = row;
+    region_.landed_row(args_.buffer, landed) = row;
     if (!ll_table_.sums_return_ll()) write_combine_order(landed, rank, row);
   }
 
@@ -274,8 +274,8 @@ class ExpertLists {
       before += full_turns + (rows > i && turn_of(r) < turn_of(rank));
       if (r == own_rank) own_before = full_turns;
     }
-    ws_.combine_order(args_.buffer, MoeRegion::kAllRows, before) = row;
-    if (rank != own_rank) ws_.combine_order(args_.buffer, MoeRegion::kPeersRows, before - own_before) = row;
+    region_.combine_order(args_.buffer, MoeRegion::kAllRows, before) = row;
+    if (rank != own_rank) region_.combine_order(args_.buffer, MoeRegion::kPeersRows, before - own_before) = row;
   }
 
   MOE_A2A_DEVICE void write_route(int32_t position, int rank, int token, float weight) const {
@@ -294,7 +294,7 @@ class ExpertLists {
 
   const DispatchRecvArgs& args_;
   const MoeConfig& config_;
-  const MoeRegion& ws_;
+  const MoeRegion& region_;
   const Grid& grid_;
   const Block& block_;
   ChunkTable chunk_table_;

@@ -13,9 +13,9 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 class RoutingTable {
  public:
   struct Plan {
-    SharedPart<RankSet> ranks;     // [num_warps][experts per pass]
-    SharedPart<int32_t> counters;  // [num_warps][experts of a pass]
-    SharedPart<uint16_t> experts;  // [kMaxChunk * num_topk]
+    SharedPart<RankSet> ranks;     // [kMaxChunk]  that a token goes to
+    SharedPart<int32_t> counters;  // [warps, experts of a pass]
+    SharedPart<uint16_t> experts;  // [kMaxChunk, num_topk]
     int bytes = 0;
   };
   MOE_A2A_HOST_DEVICE static Plan plan(const MoeConfig& config) {
@@ -29,7 +29,11 @@ class RoutingTable {
   }
 
   MOE_A2A_DEVICE RoutingTable(const DispatchSendArgs& args, const Block& block, std::byte* shared)
-      : args_(args), config_(args.context.config), heap_(args.context.heap), ws_(args.context.region), block_(block) {
+      : args_(args),
+        config_(args.context.config),
+        heap_(args.context.heap),
+        region_(args.context.region),
+        block_(block) {
     const Plan plan = RoutingTable::plan(config_);
     ranks_ = plan.ranks.in(shared);
     counters_ = plan.counters.in(shared);
@@ -50,7 +54,7 @@ class RoutingTable {
       if (block_.rank() == 0) {
         // Pairs with the acquires in dispatch_recv: receive_headers() and ChunkTable::receive().
         const uint32_t payload = chunk == 0 ? static_cast<uint32_t>(args_.num_tokens) : 0;
-        signal_many(heap_, RankSet::all(heap_.num_ranks), mine(ws_.table_signal, chunk), epoch, payload);
+        signal_many(heap_, RankSet::all(heap_.num_ranks), mine(region_.table_signal, chunk), epoch, payload);
       }
       record(args_.context.trace(), block_, {.kind = moe_kind::kRoute, .begin = start, .token = first_token_});
     }
@@ -93,8 +97,8 @@ class RoutingTable {
       const int32_t expert = checked_choice(args_, token, k);
       const float weight = weight_of_choice(args_, token, k);
       expert_[i] = static_cast<uint16_t>(expert < 0 ? RouteEntry::kDropped : expert);
-      store_to_all(mine(ws_.table_weight, first_token_) + i, weight);
-      if (expert < 0) store_to_all(mine(ws_.table_route, first_token_) + i, RouteEntry::dropped());
+      store_to_all(mine(region_.table_weight, first_token_) + i, weight);
+      if (expert < 0) store_to_all(mine(region_.table_route, first_token_) + i, RouteEntry::dropped());
     }
     block_.sync();
   }
@@ -109,7 +113,7 @@ class RoutingTable {
         if (expert != RouteEntry::kDropped) ranks.insert(rank_of_expert(config_, expert));
       }
       ranks_[t] = ranks;
-      ws_.token_ranks(args_.buffer, first_token_ + t) = ranks;
+      region_.token_ranks(args_.buffer, first_token_ + t) = ranks;
     }
   }
 
@@ -164,7 +168,7 @@ class RoutingTable {
         total += count;
       }
       const int rank = rank_of_expert(config_, first + e), local = first + e - rank * config_.num_local_experts();
-      *heap_.peer(rank, mine(ws_.table_count, chunk_, local)) = total;
+      *heap_.peer(rank, mine(region_.table_count, chunk_, local)) = total;
     }
     block_.sync();
   }
@@ -175,7 +179,7 @@ class RoutingTable {
         block_.warp(), run.begin, run.end, bits_of_values(end - first), counters_ + block_.warp_rank() * (end - first),
         [&](int i) { return expert_in_pass(i, first, end); },
         [&](int i, int expert, int idx_in_chunk) {
-          store_to_all(mine(ws_.table_route, first_token_) + i,
+          store_to_all(mine(region_.table_route, first_token_) + i,
                        RouteEntry::pack(first + expert, static_cast<uint32_t>(idx_in_chunk)));
         });
     block_.sync();  // before the counters serve the next pass or chunk
@@ -183,17 +187,18 @@ class RoutingTable {
 
   // One warp per rank: numbers the tokens that land there.
   MOE_A2A_DEVICE void send_landed(const Warp& warp, int rank) const {
-    int32_t* landed_idx = heap_.peer(rank, mine(ws_.table_landed_idx, first_token_));
+    int32_t* landed_idx = heap_.peer(rank, mine(region_.table_landed_idx, first_token_));
     const int32_t num_landed = number_members(
         warp, 0, num_tokens_, [&](int t) { return ranks_[t].contains(rank); },
         [&](int t, int32_t idx) { landed_idx[t] = idx; });
-    if (warp.rank() == 0) *heap_.peer(rank, mine(ws_.table_count, chunk_, config_.num_local_experts())) = num_landed;
+    if (warp.rank() == 0)
+      *heap_.peer(rank, mine(region_.table_count, chunk_, config_.num_local_experts())) = num_landed;
   }
 
   const DispatchSendArgs& args_;
   const MoeConfig& config_;
   const HeapView& heap_;
-  const MoeRegion& ws_;
+  const MoeRegion& region_;
   const Block& block_;
   RankSet* ranks_;
   int32_t* counters_;
