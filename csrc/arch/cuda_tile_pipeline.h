@@ -75,6 +75,10 @@ __device__ __forceinline__ void fence_before_async_reads() {
 
 // ---- shared memory and tiles
 
+struct FloatPair {
+  float first, second;
+};
+
 __device__ __forceinline__ int load_word(uint32_t from) {
   int value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
@@ -84,6 +88,11 @@ __device__ __forceinline__ float load_float(uint32_t from) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
   return value;
+}
+__device__ __forceinline__ FloatPair load_pair(uint32_t from) {
+  FloatPair pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.first), "=f"(pair.second) : "r"(from) : "memory");
+  return pair;
 }
 __device__ __forceinline__ void store_pair(uint32_t to, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(first), "f"(second) : "memory");
@@ -119,6 +128,9 @@ __device__ __forceinline__ void copy_vector(uint32_t to, const void* from) {
 __device__ __forceinline__ void copy_vector_or_zeros(uint32_t to, const void* from, bool is_there) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0)
                : "memory");
+}
+__device__ __forceinline__ void copy_float_or_zero(uint32_t to, const float* from, bool is_there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(is_there ? 4 : 0) : "memory");
 }
 __device__ __forceinline__ void load_tile(uint32_t to, const TensorMap* map, uint32_t barrier, int c0, int c1) {
   asm volatile(

@@ -35,6 +35,7 @@ def about(device: torch.device, num_ranks: int) -> dict[str, Any]:
             "HIP": torch.version.hip,
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
             "deep_ep": _version("deep_ep"),
+            "deep_gemm": _version("deep_gemm"),
         },
     }
 

@@ -8,18 +8,26 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Stages of one row tile and one column tile each, then a staging area per multiplying warp for its results, then
-// barriers.
+// A row of the results' staging area. Its 16-byte pieces are permuted by the row, so that eight rows of a column cover
+// all banks.
+struct StagedRow {
+  uint32_t address, twist;
+  MOE_A2A_DEVICE uint32_t at(uint32_t byte) const { return address + (byte ^ twist); }
+};
+
+// Stages of one row tile and one column tile each, then a staging area per multiplying warp for its results, then the
+// scales of each stage (float8), then barriers.
 struct PipelineMemory {
   static constexpr int kStages = 4;
   static constexpr int kTileRows = 128, kTileColumns = 256, kHalfColumns = kTileColumns / 2;
   static constexpr int kRowBytes = 128;  // of a stage: 64 values of 16 bits, or 128 of 8
   static constexpr int kRowsBytes = kTileRows * kRowBytes, kColumnsBytes = kTileColumns * kRowBytes;
   static constexpr int kStageBytes = kRowsBytes + kColumnsBytes;
-  static constexpr int kWarpRows = 16, kHalfBytes = kColumnsBytes / 2,
-                       kResultRowBytes = kHalfColumns * 2 + 16;  // + 16 spreads rows over the banks
+  static constexpr int kWarpRows = 16, kHalfBytes = kColumnsBytes / 2, kResultRowBytes = kHalfColumns * 2;
+  static constexpr int kScalesBytes = (kTileRows + 2) * 4;  // of the rows, then of both halves of the columns
   static constexpr int kResultsAt = kStages * kStageBytes;
-  static constexpr int kBarriersAt = kResultsAt + 8 * kWarpRows * kResultRowBytes;
+  static constexpr int kScalesAt = kResultsAt + 8 * kWarpRows * kResultRowBytes;
+  static constexpr int kBarriersAt = kScalesAt + kStages * kScalesBytes;
   static constexpr int kUnitsAt = kBarriersAt + 3 * kStages * 8;
   static constexpr int kStoredAt = kUnitsAt + 2 * 24;
   static constexpr int kBytes = kStoredAt + 2 * 16;
@@ -29,6 +37,11 @@ struct PipelineMemory {
   MOE_A2A_DEVICE uint32_t rows(int stage) const { return base + stage * kStageBytes; }
   MOE_A2A_DEVICE uint32_t columns(int stage) const { return rows(stage) + kRowsBytes; }
   MOE_A2A_DEVICE uint32_t results(int warp) const { return base + kResultsAt + warp * kWarpRows * kResultRowBytes; }
+  MOE_A2A_DEVICE static StagedRow staged_row(uint32_t results, int row) {
+    return {results + row * kResultRowBytes, static_cast<uint32_t>(row % 8 << 4)};
+  }
+  MOE_A2A_DEVICE uint32_t row_scales(int stage) const { return base + kScalesAt + stage * kScalesBytes; }
+  MOE_A2A_DEVICE uint32_t column_scales(int stage) const { return row_scales(stage) + kTileRows * 4; }
   // Barriers of a stage: both tiles are loaded; all readers are done; the gathered rows have landed.
   MOE_A2A_DEVICE uint32_t full(int stage) const { return base + kBarriersAt + 8 * stage; }
   MOE_A2A_DEVICE uint32_t empty(int stage) const { return full(kStages + stage); }

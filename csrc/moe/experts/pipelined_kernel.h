@@ -1,9 +1,9 @@
 // The grouped GEMM as a pipeline of warps, for targets with the primitives of arch/cuda_tile_pipeline.h.
 //
 // A cluster of two blocks takes a unit of work: two tiles of 128 rows that share a tile of weights, half of which each
-// block loads for both. In a block, two warps gather rows of x through the list, one loads weights, one hands the
-// gathered rows to the products, and two warp groups multiply, apply the activation and store. Stages in shared memory
-// connect them. The grid's last blocks can send the results meanwhile: see pipelined_combine_send.h.
+// block loads for both. In a block, two warps gather rows of x through the list, one loads weights and scales, one
+// hands the gathered rows to the products, and two warp groups multiply, apply the activation and store. Stages in
+// shared memory connect them. The grid's last blocks can send the results meanwhile: see pipelined_combine_send.h.
 #pragma once
 
 #include "moe/experts/pipelined_results.h"
@@ -44,8 +44,8 @@ struct PipelinedGemm {
   static constexpr int kGatherWarps = 2, kLoaderWarp = 2, kPassWarp = 3, kMultiplyWarps = 8;
   static constexpr int kGatherThreads = kGatherWarps * kWarpSize;
   // Each thread starts with 168 registers; the loading warps give some to the multiplying ones.
-  static constexpr int kLoadRegisters = !kIsFloat8 ? 88 : kGathers ? 56 : 40;
-  static constexpr int kMultiplyRegisters = !kIsFloat8 ? 208 : kGathers ? 224 : 232;
+  static constexpr int kLoadRegisters = !kIsFloat8 ? 88 : kGathers ? 72 : 56;
+  static constexpr int kMultiplyRegisters = !kIsFloat8 ? 208 : kGathers ? 216 : 224;
   static_assert(128 * kLoadRegisters + 256 * kMultiplyRegisters <= kThreads * 168);
 
   MOE_A2A_DEVICE static void run(const Args& args, std::byte* shared) {
@@ -76,7 +76,7 @@ struct PipelinedGemm {
 
   MOE_A2A_DEVICE static void init_barriers(const Memory& memory) {
     for (int s = 0; s < Memory::kStages; ++s) {
-      barrier_init(memory.full(s), kGathers ? 2 : 1);
+      barrier_init(memory.full(s), (kGathers ? 2 : 1) + (kIsFloat8 ? kWarpSize : 0));
       barrier_init(memory.empty(s), kMultiplyWarps * kBlocks);
       barrier_init(memory.landed(s), kGatherThreads);
     }
@@ -161,7 +161,7 @@ struct PipelinedGemm {
     }
   }
 
-  // ---- weights, and rows of x that are contiguous, by TMA
+  // ---- weights, and rows of x that are contiguous, by TMA; scales
 
   MOE_A2A_DEVICE static void load_tiles(const Args& args, const Memory& memory, int block) {
     StageRing ring;
@@ -170,6 +170,7 @@ struct PipelinedGemm {
     if (kSends && Warp{}.rank() == 0) taker.take();
     Tiles tiles(args.gemm, Warp{});
     while (tiles.seek(units.next(Warp{}), block)) {
+      std::conditional_t<kIsFloat8, ScaleLoader, NoScales> scales(args.gemm, tiles);
       for (int step = 0; step < num_steps(args.gemm); ++step) {
         barrier_wait(memory.empty(ring.stage), ring.parity ^ 1);
         if (Warp{}.rank() == 0) {
@@ -177,10 +178,54 @@ struct PipelinedGemm {
           if (step == 0) taker.take();
         }
         warp_sync();
+        scales.load(memory, ring.stage);
         ring.advance();
       }
     }
   }
+
+  struct NoScales {
+    MOE_A2A_DEVICE NoScales(const GroupedGemmArgs&, const Tiles&) {}
+    MOE_A2A_DEVICE void load(const Memory&, int) const {}
+  };
+
+  // A tile's scales, one step after the other: a lane copies those of four rows, two lanes also one of a half's columns
+  // each.
+  class ScaleLoader {
+   public:
+    MOE_A2A_DEVICE ScaleLoader(const GroupedGemmArgs& args, const Tiles& tiles) : lane_(Warp{}.rank()) {
+      MOE_A2A_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const int at = lane_ + kWarpSize * i;
+        const int row = at < tiles.num_positions ? row_of_position(args, tiles.first_position + at) : -1;
+        if (row >= 0) is_row_ |= 1u << i;
+        of_row_[i] = args.x_scales + (row < 0 ? 0 : row) * args.x_scales_stride;
+      }
+      // The second half may lie past the last column; then its products are zeros, with any finite scale.
+      const int half = lane_ % 2, column = tiles.column_tile * kOutColumns + (kGated ? 0 : half * Memory::kHalfColumns);
+      of_columns_ = args.scales_of_w(tiles.expert, kGated ? half : 0, column);
+      is_column_ = column < args.num_columns;
+    }
+
+    // The products of a missing row are zeros, which a scale of another row must not turn into NaN: its scale is zero.
+    MOE_A2A_DEVICE void load(const Memory& memory, int stage) {
+      MOE_A2A_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const uint32_t to = memory.row_scales(stage) + (lane_ + kWarpSize * i) * 4;
+        copy_float_or_zero(to, of_row_[i]++, (is_row_ >> i & 1) != 0);
+      }
+      if (lane_ < 2) copy_float_or_zero(memory.column_scales(stage) + lane_ * 4, of_columns_++, is_column_);
+      barrier_arrive_after_copies(memory.full(stage));
+    }
+
+   private:
+    static constexpr int kRows = Memory::kTileRows / kWarpSize;
+
+    const float *of_row_[kRows], *of_columns_;
+    uint32_t is_row_ = 0;
+    int lane_;
+    bool is_column_;
+  };
 
   MOE_A2A_DEVICE static void load_stage(const Args& args, const Memory& memory, int block, const Tiles& tiles,
                                         int stage, int depth) {
@@ -202,33 +247,6 @@ struct PipelinedGemm {
   }
 
   // ---- products
-
-  // The scales of a thread's two rows, and of both halves of the tile's columns. As 32-bit offsets: registers are
-  // scarce.
-  struct RowAndColumnScales {
-    static constexpr uint32_t kNone = ~uint32_t{0};
-    const GroupedGemmArgs& args;
-    uint32_t row[2], half;
-
-    MOE_A2A_DEVICE RowAndColumnScales(const GroupedGemmArgs& args, const typename Results::Place& place) : args(args) {
-      for (int r = 0; r < 2; ++r) {
-        const int at = Warp{}.rank() / 4 + 8 * r;
-        const int x_row = at < place.num_rows ? row_of_position(args, place.first_position + at) : -1;
-        row[r] = x_row < 0 ? kNone : static_cast<uint32_t>(x_row * args.x_scales_stride);
-      }
-      half = static_cast<uint32_t>(args.scales_of_w(place.expert, 0, place.first_column) - args.w_scales);
-    }
-    // A missing row's products are zeros, which its scale must not turn into NaN.
-    MOE_A2A_DEVICE float of_row(int r, int step) const {
-      return row[r] == kNone ? 0.0f : args.x_scales[row[r] + static_cast<uint32_t>(step)];
-    }
-    // The second half may lie past the last column; then its products are zeros, too.
-    MOE_A2A_DEVICE float of_half(int h, int step) const {
-      const int next = h == 0 ? 0 : kGated ? args.column_blocks() * args.num_scales() : args.num_scales();
-      const uint32_t at = half + static_cast<uint32_t>(next + step);
-      return !kGated && h == 1 && at >= args.num_w_scales() ? 0.0f : args.w_scales[at];
-    }
-  };
 
   MOE_A2A_DEVICE static void multiply(const GroupedGemmArgs& args, const Memory& memory, int block) {
     const int warp = thread_in_block() / kWarpSize - 4, group = warp / 4;
@@ -260,7 +278,7 @@ struct PipelinedGemm {
       const uint32_t rows = group * Matrix::kRows * Memory::kRowBytes;  // of this group, in a stage
       Matrix matrix;
       if constexpr (kIsFloat8) {
-        add_scaled_products(args, memory, rows, RowAndColumnScales(args, place), matrix, ring, release);
+        add_scaled_products(args, memory, rows, first_row + Warp{}.rank() / 4, matrix, ring, release);
         Results::store(args, matrix, place);
         recorder.tile(args, place);
         hand_over(memory, turn);
@@ -325,22 +343,31 @@ struct PipelinedGemm {
   // for one such product only: while a warp group scales, the products of the other one run.
   template <class Release>
   MOE_A2A_DEVICE static void add_scaled_products(const GroupedGemmArgs& args, const Memory& memory, uint32_t rows,
-                                                 const RowAndColumnScales& scales, Matrix& matrix, StageRing& ring,
-                                                 Release release) {
+                                                 int row, Matrix& matrix, StageRing& ring, Release release) {
     matrix.clear();
     for (int step = 0; step < num_steps(args); ++step, ring.advance()) {
-      const float upper = scales.of_row(0, step), lower = scales.of_row(1, step);  // loaded while the stage is awaited
-      const float columns[2] = {scales.of_half(0, step), scales.of_half(1, step)};
       barrier_wait(memory.full(ring.stage), ring.parity);
-      MOE_A2A_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        matrix.start(memory.rows(ring.stage) + rows, memory.columns(ring.stage) + half * Memory::kHalfBytes);
-        matrix.wait();
-        if (half == 1) release(ring.stage);
-        matrix.add(half, upper * columns[half], lower * columns[half]);
-      }
+      matrix.start(memory.rows(ring.stage) + rows, memory.columns(ring.stage));
+      const Scales scales(memory, ring.stage, row);  // while the first product runs
+      matrix.wait();
+      matrix.add(0, scales.upper * scales.columns.first, scales.lower * scales.columns.first);
+      matrix.start(memory.rows(ring.stage) + rows, memory.columns(ring.stage) + Memory::kHalfBytes);
+      matrix.wait();
+      release(ring.stage);
+      matrix.add(1, scales.upper * scales.columns.second, scales.lower * scales.columns.second);
     }
   }
+
+  // Of a thread's two rows, and of both halves of the tile's columns.
+  struct Scales {
+    FloatPair columns;
+    float upper, lower;
+
+    MOE_A2A_DEVICE Scales(const Memory& memory, int stage, int row)
+        : columns(load_pair(memory.column_scales(stage))),
+          upper(load_float(memory.row_scales(stage) + row * 4)),
+          lower(load_float(memory.row_scales(stage) + (row + 8) * 4)) {}
+  };
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -35,7 +35,7 @@ struct PipelinedResults {
   MOE_A2A_DEVICE static void store_plain(const GroupedGemmArgs& args, const Matrix& matrix, const Place& place) {
     constexpr int kHalf = 16;  // groups of 8 columns per half
     const int lane = Warp{}.rank(), row = lane / 16, piece = lane % 16;
-    const uint32_t corner = place.memory + lane % 16 * Memory::kResultRowBytes + lane / 16 * 16;
+    const StagedRow to = Memory::staged_row(place.memory, lane % 16);
     const int first_column = place.first_column + piece * 8;
     uint16_t* out =
         static_cast<uint16_t*>(args.out) + (int64_t{place.first_position} + row) * args.num_columns + first_column;
@@ -46,14 +46,14 @@ struct PipelinedResults {
         uint32_t v[4];
         MOE_A2A_UNROLL
         for (int q = 0; q < 4; ++q) v[q] = result(args, matrix, half * kHalf + j + q / 2, q % 2 != 0);
-        store_matrices(corner + j * 16, v);
+        store_matrices(to.at((j + lane / 16) * 16), v);
       }
       warp_sync();
       const bool is_column = first_column + half * Memory::kHalfColumns < args.num_columns;
       Vec16 v[8];
       MOE_A2A_UNROLL
       for (int i = 0; i < 8; ++i) {
-        v[i] = load_vector(place.memory + (2 * i + row) * Memory::kResultRowBytes + piece * 16);
+        v[i] = load_vector(Memory::staged_row(place.memory, 2 * i + row).at(piece * 16));
       }
       MOE_A2A_UNROLL
       for (int i = 0; i < 8; ++i) {
@@ -82,17 +82,18 @@ struct PipelinedResults {
     constexpr int kRows = kWarpSize / kGroups;                          // a lane takes a group in every kRows-th row
     static_assert(64 * 4 <= Memory::kResultRowBytes);
     const int lane = Warp{}.rank(), group = lane % kGroups, row = lane / kGroups;
-    const uint32_t from = place.memory + row * Memory::kResultRowBytes + group * 32;
+    const StagedRow upper_row = Memory::staged_row(place.memory, lane / 4);
+    const StagedRow lower_row = Memory::staged_row(place.memory, lane / 4 + 8);
     MOE_A2A_UNROLL
     for (int pass = 0; pass < kOutColumns / kColumns; ++pass) {
       MOE_A2A_UNROLL
       for (int g = 0; g < 8; ++g) {
         const int j = pass * kGroups + g % kGroups + g / kGroups * 16;
-        const uint32_t to = place.memory + lane / 4 * Memory::kResultRowBytes + g * 32 + lane % 4 * 8;
+        const uint32_t to = g * 32 + lane % 4 * 8;
         const float* upper = matrix.sum + Matrix::index(j, false);
         const float* lower = matrix.sum + Matrix::index(j, true);
-        store_pair(to, upper[0], upper[1]);
-        store_pair(to + 8 * Memory::kResultRowBytes, lower[0], lower[1]);
+        store_pair(upper_row.at(to), upper[0], upper[1]);
+        store_pair(lower_row.at(to), lower[0], lower[1]);
       }
       warp_sync();
       const int column = place.first_column + pass * kColumns + group * 8;
@@ -102,7 +103,7 @@ struct PipelinedResults {
         with_function(args.activation, [&](auto f) {
           MOE_A2A_ROLLED
           for (int i = 0; i < Memory::kWarpRows && row + i < place.num_rows; i += kRows) {
-            const Vec16 v = finish.results(f, from + i * Memory::kResultRowBytes);
+            const Vec16 v = finish.results(f, Memory::staged_row(place.memory, row + i), group * 32);
             *reinterpret_cast<Vec16*>(out + int64_t{row + i} * args.num_columns) = v;
           }
         });
@@ -127,21 +128,21 @@ struct PipelinedResults {
       }
     }
 
-    // from: the sums of the columns; those of up come 32 columns later.
+    // byte: where the sums of the columns begin in the row; those of up come 32 columns later.
     template <class Function>
-    MOE_A2A_DEVICE Vec16 results(Function f, uint32_t from) const {
+    MOE_A2A_DEVICE Vec16 results(Function f, const StagedRow& from, uint32_t byte) const {
       uint32_t word[4];
       MOE_A2A_UNROLL
       for (int i = 0; i < 4; ++i) {
-        word[i] = packed(args, result(f, from + i * 8, 2 * i), result(f, from + i * 8 + 4, 2 * i + 1));
+        word[i] = packed(args, result(f, from, byte + i * 8, 2 * i), result(f, from, byte + i * 8 + 4, 2 * i + 1));
       }
       return {word[0], word[1], word[2], word[3]};
     }
     template <class Function>
-    MOE_A2A_DEVICE float result(Function f, uint32_t from, int c) const {
-      const float sum = load_float(from) + bias[0][c];
+    MOE_A2A_DEVICE float result(Function f, const StagedRow& from, uint32_t byte, int c) const {
+      const float sum = load_float(from.at(byte)) + bias[0][c];
       if constexpr (kGated) {
-        return gated(args.activation, f, sum, load_float(from + 32 * 4) + bias[1][c]);
+        return gated(args.activation, f, sum, load_float(from.at(byte + 32 * 4)) + bias[1][c]);
       } else {
         return f(sum);
       }
@@ -164,14 +165,15 @@ struct PipelinedResults {
       inverse[r] = kFloat8Max / largest[r];
     }
     const int lane = Warp{}.rank();
-    const uint32_t corner = place.memory + lane / 4 * Memory::kResultRowBytes + lane % 4 * 2;
+    const StagedRow staged[2] = {Memory::staged_row(place.memory, lane / 4),
+                                 Memory::staged_row(place.memory, lane / 4 + 8)};
     MOE_A2A_UNROLL
     for (int j = 0; j < 16; ++j) {
       MOE_A2A_UNROLL
       for (int r = 0; r < 2; ++r) {
         const float* sum = matrix.sum + Matrix::index(j, r == 1);
         const Float8Pair pair = to_float8_pair(sum[0] * inverse[r], sum[1] * inverse[r]);
-        store_bytes(corner + r * 8 * Memory::kResultRowBytes + j * 8, pair.element[0].bits, pair.element[1].bits);
+        store_bytes(staged[r].at(j * 8 + lane % 4 * 2), pair.element[0].bits, pair.element[1].bits);
       }
     }
     const int block = place.first_column / kOutColumns;
@@ -188,7 +190,7 @@ struct PipelinedResults {
     MOE_A2A_UNROLL
     for (int row = lane / 8; row < Memory::kWarpRows; row += 4) {
       if (column >= args.num_columns || row >= place.num_rows) continue;
-      const Vec16 v = load_vector(place.memory + row * Memory::kResultRowBytes + lane % 8 * 16);
+      const Vec16 v = load_vector(Memory::staged_row(place.memory, row).at(lane % 8 * 16));
       *reinterpret_cast<Vec16*>(out + int64_t{row} * args.num_columns) = v;
     }
     warp_sync();
