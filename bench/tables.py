@@ -110,7 +110,7 @@ def layer() -> str:
     return table(["tokens per rank", "`MoELayer`", *peers, "`MoELayer` / best", "SM MHz, W"], rows)
 
 
-def experts() -> str:
+def experts(ours: str, *peers: str) -> str:
     times: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
     for line in results("h200_1/experts")["lines"]:
         times.setdefault(line["rows"], {})[line["product"], line["system"]] = line
@@ -118,11 +118,29 @@ def experts() -> str:
     for num_rows, of in times.items():
         cells = [str(num_rows // 64)]
         for product in ("gate_up", "down"):
-            ours = of[product, "moe_a2a"]
-            cells += [us(ours["us"]), us(of[product, "torch._grouped_mm"]["us"]), f"{ours['share_of_limit']:.0%}"]
+            own = of[product, ours]
+            cells += [us(own["us"]), *(us(of[product, peer]["us"]) for peer in peers), f"{own['share_of_limit']:.0%}"]
         rows.append(cells)
-    of_product = ["ours {0}", "`torch._grouped_mm` {0}", "of the limit {0}"]
+    names = [f"`{peer}`" if "." in peer else "DeepGEMM" for peer in peers]
+    of_product = ["ours {0}", *(f"{name} {{0}}" for name in names), "of the limit {0}"]
     return table(["rows per expert", *(cell.format(i) for i in (1, 2) for cell in of_product)], rows)
+
+
+def layer_alone() -> str:
+    """The layer of one rank beside compositions with its own dispatch and combine."""
+    times: dict[int, dict[str, float]] = {}
+    for line in results("h200_1/layer")["lines"]:
+        if line["launch"] == "eager":
+            times.setdefault(line["tokens"], {})[line["system"]] = line["us"]
+    systems = {
+        "`MoELayer`": "moe_a2a",
+        "with `torch._grouped_mm`": "moe_a2a + torch._grouped_mm",
+        "with DeepGEMM": "moe_a2a + DeepGEMM",
+        "`MoELayer`, fp8": "moe_a2a fp8",
+        "with DeepGEMM, fp8": "moe_a2a + DeepGEMM fp8",
+    }
+    rows = [[str(tokens * 8 // 64), *(us(of[system]) for system in systems.values())] for tokens, of in times.items()]
+    return table(["rows per expert", *systems], rows)
 
 
 # ---- dispatch and combine
@@ -236,7 +254,9 @@ TABLES = {
     "halves": (halves, "h200_2/reduce_scatter"),
     "against gloo": (against_gloo, "cpu/all_reduce"),
     "layer": (layer, "h200_2/layer"),
-    "experts": (experts, "h200_1/experts"),
+    "experts": (partial(experts, "moe_a2a", "torch._grouped_mm", "DeepGEMM"), "h200_1/experts"),
+    "experts float8": (partial(experts, "moe_a2a fp8", "DeepGEMM fp8"), "h200_1/experts"),
+    "layer alone": (layer_alone, "h200_1/layer"),
     "tokens of 2": (partial(by_tokens, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
     "tokens of 4": (partial(by_tokens, "h200_4/dispatch_combine"), "h200_4/dispatch_combine"),
     "blocks of 2": (partial(by_blocks, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
