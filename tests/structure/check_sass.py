@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 
 FUNCTION = re.compile(r"^\s*Function : (\S+)")
 LOAD = re.compile(r"\b(LDG\.E\S*\.SYS)\b")
@@ -29,21 +30,25 @@ def loads(listing: str) -> dict[str, Counter[str]]:
     return found
 
 
-def problems(listing: str) -> list[str]:
+def problems(of_function: dict[str, Counter[str]]) -> list[str]:
     return [
         f"{name}: {count} x {load}, part of an LL word; {WHOLE} expected"
-        for name, kinds in loads(listing).items()
+        for name, kinds in of_function.items()
         for load, count in kinds.items()
         if load != WHOLE
     ]
 
 
+def loads_of_file(path: str) -> dict[str, Counter[str]]:
+    return loads(subprocess.run(["cuobjdump", "-sass", path], capture_output=True, text=True, check=True).stdout)
+
+
 def main(arguments: list[str]) -> int:
     num_words, found = 0, []
-    for path in arguments:
-        listing = subprocess.run(["cuobjdump", "-sass", path], capture_output=True, text=True, check=True).stdout
-        num_words += sum(kinds[WHOLE] for kinds in loads(listing).values())
-        found += [f"{path}: {problem}" for problem in problems(listing)]
+    with ProcessPoolExecutor() as pool:
+        for path, of_function in zip(arguments, pool.map(loads_of_file, arguments), strict=True):
+            num_words += sum(kinds[WHOLE] for kinds in of_function.values())
+            found += [f"{path}: {problem}" for problem in problems(of_function)]
     if num_words == 0:
         found.append(f"no load of an LL word in {len(arguments)} files")
     print("\n".join(found) if found else f"{num_words} loads of LL words in {len(arguments)} files, each one access")

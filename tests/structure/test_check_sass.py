@@ -1,6 +1,6 @@
 """check_sass.py on small listings: a kernel that obeys its rule, and ones that break it."""
 
-from check_sass import main, problems
+from check_sass import loads, main, problems
 
 GOOD = """
 	Function : one_shot
@@ -20,11 +20,13 @@ SPLIT = (
 
 
 def test_words_in_one_access():
-    assert problems(GOOD) == []
+    assert problems(loads(GOOD)) == []
 
 
 def test_a_word_in_two_accesses():
-    assert problems(SPLIT) == ["dispatch: 2 x LDG.E.STRONG.SYS, part of an LL word; LDG.E.128.STRONG.SYS expected"]
+    assert problems(loads(SPLIT)) == [
+        "dispatch: 2 x LDG.E.STRONG.SYS, part of an LL word; LDG.E.128.STRONG.SYS expected"
+    ]
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
