@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from moe_a2a.row_routes import row_routes
+
 
 class Owner(Protocol):
     """The ExpertParallel that made a handle, as a handle and its users see it."""
@@ -28,9 +30,9 @@ class Owner(Protocol):
 class DispatchHandle:
     """One dispatch between its send and its combine.
 
-    All tensors are views of the ExpertParallel's own memory, on its device (recv_rows: a copy). Writing to them changes
-    what this rank's experts read, never where a kernel reads or writes. They are valid until combine() returns or
-    release() is called; afterwards reading a property raises RuntimeError.
+    All tensors are views of the ExpertParallel's own memory, on its device (recv_rows, recv_topk(): copies). Writing to
+    them changes what this rank's experts read, never where a kernel reads or writes. They are valid until combine()
+    returns or release() is called; afterwards reading a property raises RuntimeError.
 
     Sizes: R ranks, T = num_max_tokens_per_rank, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
     one token whose expert is on this rank. *Positions* number the routes, grouped by local expert and ordered within an
@@ -136,6 +138,15 @@ class DispatchHandle:
         original. Read by the host: synchronises with the device, and raises RoutingError as ep.check() does."""
         num_rows = self._read(self._core.num_landed_rows(self._handle))
         return self._core.landed_rows(self._handle)[:num_rows].clone()
+
+    def recv_topk(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(recv_topk_idx, recv_topk_weights), int64 and float32 [R * T, K]: for each row of recv_x the local experts
+        (0 ... E_local - 1) that its token chose, in the order of its choices, then -1 with weight 0; -1 throughout in rows
+        whose tokens were not sent here. New tensors, made without the host.
+
+        A kernel that weighs and sums a row's experts itself (the fused MoE of another library) takes recv_x with these two;
+        its result goes to combine(..., presummed=True)."""
+        return row_routes(self._core, self._handle, self.expert_offsets)
 
     def _read(self, value: torch.Tensor) -> int:
         read = int(value)

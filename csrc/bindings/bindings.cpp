@@ -366,6 +366,8 @@ PYBIND11_MODULE(_core, m) {
       .def("expert_counts", &view_of<&Views::expert_counts>)
       .def("landed_rows", &view_of<&Views::landed_rows>)
       .def("num_landed_rows", &view_of<&Views::num_landed_rows>)
+      .def("term_positions", &view_of<&Views::term_positions>)
+      .def("term_weights", &view_of<&Views::term_weights>)
       .def("num_recv_tokens_per_rank", &view_of<&Views::num_recv_tokens_per_rank>)
       .def("expert_row_index", &view_of<&Views::expert_row_index>)
       .def("route_weights", &view_of<&Views::route_weights>)

@@ -44,6 +44,17 @@ at::Tensor Views::landed_rows(const DispatchHandle& handle) {
 at::Tensor Views::num_landed_rows(const DispatchHandle& handle) {
   return list(ep_->region().landed_offsets.at(handle.buffer, ep_->config().num_ranks), 1, at::kInt);
 }
+at::Tensor Views::term_positions(const DispatchHandle& handle) { return terms(handle, &RouteTerm::position, at::kInt); }
+at::Tensor Views::term_weights(const DispatchHandle& handle) { return terms(handle, &RouteTerm::weight, at::kFloat); }
+
+template <class T>
+at::Tensor Views::terms(const DispatchHandle& handle, T RouteTerm::* member, at::ScalarType type) const {
+  static_assert(sizeof(RouteTerm) == 2 * sizeof(T));
+  const MoeConfig& config = ep_->config();
+  const T* first = &(ep_->region().landed_term.at(handle.buffer)->*member);
+  return view(first, {config.row_capacity(), config.num_topk}, {2 * config.num_topk, 2}, type);
+}
+
 at::Tensor Views::num_recv_tokens_per_rank(const DispatchHandle& handle) {
   return list(ep_->region().num_recv_tokens_per_rank.at(handle.buffer), ep_->config().num_ranks, at::kInt);
 }

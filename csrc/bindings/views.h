@@ -24,6 +24,10 @@ class Views {
   at::Tensor num_landed_rows(const DispatchHandle& handle);           // int32 [1]
   at::Tensor num_recv_tokens_per_rank(const DispatchHandle& handle);  // int32 [num_ranks]
 
+  // [num_ranks * num_max_tokens_per_rank, num_topk]: the terms of each landed row (RouteTerm), in two strided views.
+  at::Tensor term_positions(const DispatchHandle& handle);  // int32
+  at::Tensor term_weights(const DispatchHandle& handle);    // fp32
+
   // [positions of the layout]
   at::Tensor expert_row_index(const DispatchHandle& handle);
   at::Tensor route_weights(const DispatchHandle& handle);
@@ -37,6 +41,8 @@ class Views {
   // The tensor keeps the memory alive, even after close().
   at::Tensor view(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) const;
   at::Tensor list(const void* data, int64_t size, at::ScalarType type) const;
+  template <class T>
+  at::Tensor terms(const DispatchHandle& handle, T RouteTerm::* member, at::ScalarType type) const;
 
   std::shared_ptr<ExpertParallel> ep_;
   at::Device device_;

@@ -61,6 +61,7 @@ LAYERS = {
         "json_fields",
         "launch_tables",
         "rendezvous",
+        "row_routes",
         "set_up",
         "tuned_files",
     ],
