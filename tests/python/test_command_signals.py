@@ -51,6 +51,15 @@ def short_folder():
         yield Path(folder)
 
 
+@pytest.fixture
+def heeds_sigint():
+    """Shells start background jobs with SIGINT ignored; pytest, the command and its ranks would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_sigint")
 @pytest.mark.parametrize(
     ("command", "stop", "to_group", "code", "ranks_are_up", "start"),
     [
