@@ -7,7 +7,6 @@ import pytest
 import ranks
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import moe_a2a
@@ -46,6 +45,9 @@ class Block(nn.Module):
 
 def compiled(function):
     """The function as one graph, and what returns the names of our operators in each graph that was compiled."""
+    # Takes seconds, which each worker of pytest-xdist would pay.
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
