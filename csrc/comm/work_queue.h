@@ -43,17 +43,21 @@ MOE_A2A_DEVICE RoundRobin<> make_round_robin(const Grid& grid, int worker, int n
 // unit. On the CPU, where blocks are threads, units go round-robin.
 class WorkQueue {
  public:
-  // `ticket`: counts the units drawn after every warp's first; 0 at the start of the launch.
-  MOE_A2A_DEVICE WorkQueue(const Grid& grid, const Block& block, int num_warps, uint32_t* ticket)
+  // `ticket`: counts the units drawn; 0 at the start of the launch. Each warp has a first unit of its own, unless
+  // blocks join late: it would lie idle until its block does.
+  MOE_A2A_DEVICE WorkQueue(const Grid& grid, const Block& block, int num_warps, uint32_t* ticket,
+                           bool blocks_join_late = false)
       : warp_(block.warp()),
         ticket_(ticket),
-        stride_(grid.size() * num_warps),
+        draws_first_(kBlocksAreUnequal && blocks_join_late),
+        num_first_(draws_first_ ? 0 : grid.size() * num_warps),
         unit_(grid.rank() + grid.size() * block.warp_rank()) {}
 
   // Calls visit(unit) for this warp's units. The next ticket is drawn before each visit, so that its latency is hidden.
   template <class Visit>
   MOE_A2A_DEVICE void walk(int num_units, const Visit& visit) {
     draw();
+    if (draws_first_) advance();
     while (unit_ < num_units) {
       visit(unit_);
       advance();
@@ -68,17 +72,18 @@ class WorkQueue {
   }
   MOE_A2A_DEVICE void advance() {
     if constexpr (kBlocksAreUnequal) {
-      unit_ = stride_ + warp_.broadcast(drawn_);
+      unit_ = num_first_ + warp_.broadcast(drawn_);
       draw();
     } else {
-      unit_ += stride_;
+      unit_ += num_first_;
     }
   }
 
   Warp warp_;
   uint32_t* ticket_;
-  int stride_, unit_;
-  int drawn_ = 0;
+  bool draws_first_;
+  int num_first_;  // units that are not drawn: one per warp, or none
+  int unit_, drawn_ = 0;
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -111,7 +111,8 @@ class RowWire {
     std::byte* stage =
         plan_.stage_bytes > 0 ? plan_.stages.in(shared_) + block_.warp_rank() * plan_.stage_bytes : nullptr;
     source.with_row_sender(RowPort<decltype(slot_of), decltype(done)>{warp, slot_of, done, stage}, [&](auto& sender) {
-      WorkQueue(grid_, block_, plan_.num_senders, ticket_).walk(num_units(schedule), [&](int unit) {
+      WorkQueue units(grid_, block_, plan_.num_senders, ticket_, blocks_join_late<Schedule>());
+      units.walk(num_units(schedule), [&](int unit) {
         visit(schedule, warp, unit,
               [&](const Scheduled& scheduled) { send_row<Schedule>(warp, source, sender, scheduled); });
       });
@@ -143,6 +144,10 @@ class RowWire {
   }
 
  private:
+  template <class Schedule>
+  MOE_A2A_DEVICE static constexpr bool blocks_join_late() {
+    return requires { requires Schedule::kBlocksJoinLate; };
+  }
   // A schedule has a row per unit, at(), or calls back for each row of a unit, visit().
   template <class Schedule>
   MOE_A2A_DEVICE static int num_units(const Schedule& schedule) {

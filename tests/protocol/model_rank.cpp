@@ -200,16 +200,14 @@ Launch ModelRank::combine_send(int call) {
 }
 
 Launch ModelRank::product_combine_send(int call) {
-  Launch fused = launch("product_combine_send", call, 2, [this, call](int block) {
-    if (block == 0) return store_tiles(call);
+  return launch("product_combine_send", call, 2, [this, call](int block) {
+    if (block == 0) store_tiles(call);
     const CombineSendArgs args = combine_send_args(call);
     SharedMemory& shared = shared_[block];
     shared.resize(CombineSendStored::plan(args).bytes / sizeof(std::max_align_t) + 1);
-    CombineSendStored::send(args, {stored_tiles_, kTilesOfARow}, Grid{0, 1}, Block{},
+    CombineSendStored::send(args, {stored_tiles_, kTilesOfARow}, Grid{block, 2}, Block{},
                             reinterpret_cast<std::byte*>(shared.data()));
   });
-  fused.num_counted_blocks = 1;
-  return fused;
 }
 
 Launch ModelRank::zero_counts(int call) {

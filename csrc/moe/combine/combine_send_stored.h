@@ -13,32 +13,25 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 // have gaps.
 class StoredSchedule {
  public:
-  static constexpr bool kIsToOneRank = true;
+  static constexpr bool kIsToOneRank = true, kBlocksJoinLate = true;
 
   MOE_A2A_DEVICE StoredSchedule(const CombineSendArgs& args, const StoredTiles& stored)
       : args_(args),
         stored_(stored),
         num_positions_(args.context.region.expert_offsets(args.buffer, args.context.config.num_local_experts())) {}
 
-  // A unit of work is a few positions, which the lanes look at side by side: most of that time is memory latency.
-  MOE_A2A_DEVICE int num_units() const { return (num_positions_ + kPositions - 1) / kPositions; }
+  MOE_A2A_DEVICE int num_units() const { return num_positions_; }
 
-  // Calls send(scheduled) for the rows whose last position is one of the unit's, each once its terms are stored.
+  // Calls send(scheduled) if the position is the last of a row, once the row's terms are stored.
   template <class Send>
-  MOE_A2A_DEVICE void visit(const Warp& warp, int unit, const Send& send) const {
-    const int position = unit * kPositions + warp.rank();
-    const int row = warp.rank() < kPositions && position < num_positions_ ? row_completed_at(position) : -1;
-    const auto complete = static_cast<uint32_t>(warp.reduce_or(row < 0 ? 0 : uint64_t{1} << warp.rank()));
-    for (uint32_t rest = complete; rest != 0; rest &= rest - 1) {
-      const int next = warp.broadcast(row, count_trailing_zeros(rest));
-      wait_for_terms(warp, next);
-      send(to_owner(args_.context, next));
-    }
+  MOE_A2A_DEVICE void visit(const Warp& warp, int position, const Send& send) const {
+    const int row = row_completed_at(position);
+    if (row < 0) return;
+    wait_for_terms(warp, row);
+    send(to_owner(args_.context, row));
   }
 
  private:
-  static constexpr int kPositions = kWarpSize < 4 ? kWarpSize : 4;
-
   // The landed row whose last position this is; -1: the row has later ones, or this is padding between experts.
   MOE_A2A_DEVICE int row_completed_at(int position) const {
     const int row = args_.context.region.expert_row_index(args_.buffer, position);
@@ -73,7 +66,6 @@ class StoredSchedule {
   int num_positions_;
 };
 
-// By blocks that do nothing else.
 struct CombineSendStored {
   MOE_A2A_HOST_DEVICE static RowWire::Plan plan(const CombineSendArgs& args,
                                                 int num_warps = kBlockThreads / kWarpSize) {

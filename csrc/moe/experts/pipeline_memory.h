@@ -28,9 +28,9 @@ struct PipelineMemory {
   static constexpr int kResultsAt = kStages * kStageBytes;
   static constexpr int kScalesAt = kResultsAt + 8 * kWarpRows * kResultRowBytes;
   static constexpr int kBarriersAt = kScalesAt + kStages * kScalesBytes;
-  static constexpr int kUnitsAt = kBarriersAt + 3 * kStages * 8;
-  static constexpr int kStoredAt = kUnitsAt + 2 * 24;
-  static constexpr int kBytes = kStoredAt + 2 * 16;
+  static constexpr int kNumBarriers = 3 * kStages + 4 + 4;
+  static constexpr int kUnitsAt = kBarriersAt + kNumBarriers * 8;
+  static constexpr int kBytes = kUnitsAt + 2 * 8;
 
   uint32_t base;
 
@@ -42,17 +42,18 @@ struct PipelineMemory {
   }
   MOE_A2A_DEVICE uint32_t row_scales(int stage) const { return base + kScalesAt + stage * kScalesBytes; }
   MOE_A2A_DEVICE uint32_t column_scales(int stage) const { return row_scales(stage) + kTileRows * 4; }
+  MOE_A2A_DEVICE uint32_t barrier(int i) const { return base + kBarriersAt + 8 * i; }
   // Barriers of a stage: both tiles are loaded; all readers are done; the gathered rows have landed.
-  MOE_A2A_DEVICE uint32_t full(int stage) const { return base + kBarriersAt + 8 * stage; }
-  MOE_A2A_DEVICE uint32_t empty(int stage) const { return full(kStages + stage); }
-  MOE_A2A_DEVICE uint32_t landed(int stage) const { return full(2 * kStages + stage); }
-  // Two places for the next unit. Barriers: it is written; all have read it. Then its number.
-  MOE_A2A_DEVICE uint32_t unit_full(int place) const { return base + kUnitsAt + 8 * place; }
-  MOE_A2A_DEVICE uint32_t unit_empty(int place) const { return unit_full(2 + place); }
-  MOE_A2A_DEVICE uint32_t unit(int place) const { return unit_full(4 + place); }
+  MOE_A2A_DEVICE uint32_t full(int stage) const { return barrier(stage); }
+  MOE_A2A_DEVICE uint32_t empty(int stage) const { return barrier(kStages + stage); }
+  MOE_A2A_DEVICE uint32_t landed(int stage) const { return barrier(2 * kStages + stage); }
+  // Two places for the next unit: its number, and barriers: it is written; all have read it.
+  MOE_A2A_DEVICE uint32_t unit(int place) const { return base + kUnitsAt + 8 * place; }
+  MOE_A2A_DEVICE uint32_t unit_full(int place) const { return barrier(3 * kStages + place); }
+  MOE_A2A_DEVICE uint32_t unit_empty(int place) const { return barrier(3 * kStages + 2 + place); }
   // Two places for the newest tiles. Barriers: the tile is stored; it is published (publish_tiles()).
-  MOE_A2A_DEVICE uint32_t stored(int place) const { return base + kStoredAt + 8 * place; }
-  MOE_A2A_DEVICE uint32_t published(int place) const { return stored(2 + place); }
+  MOE_A2A_DEVICE uint32_t stored(int place) const { return barrier(3 * kStages + 4 + place); }
+  MOE_A2A_DEVICE uint32_t published(int place) const { return barrier(3 * kStages + 6 + place); }
 };
 static_assert(PipelineMemory::kStageBytes % 1024 == 0 && PipelineMemory::kBytes <= 227 * 1024);
 

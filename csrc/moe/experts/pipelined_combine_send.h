@@ -1,5 +1,5 @@
-// The pipelined GEMM beside the combine_send of its rows: the first blocks multiply, the others form and send the sums
-// of landed rows as soon as their terms are stored.
+// The pipelined GEMM and the combine_send of its rows: the last blocks form and send the sums of landed rows as soon as
+// their terms are stored; the others multiply, then join them.
 #pragma once
 
 #include "moe/combine/combine_send_stored.h"
@@ -15,19 +15,19 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 struct SumSender {
   struct Args {
     CombineSendArgs send;
-    int num_blocks;  // the last ones of the grid
+    int num_blocks;  // that only send: the last ones of the grid
   };
   static constexpr bool kSends = true;
 
-  MOE_A2A_DEVICE static int first_block(const Args& args) { return blocks_in_grid() - args.num_blocks; }
-  MOE_A2A_DEVICE static bool has_block(const Args& args) { return block_in_grid() >= first_block(args); }
+  MOE_A2A_DEVICE static bool only_sends(const Args& args) {
+    return block_in_grid() >= blocks_in_grid() - args.num_blocks;
+  }
 
   template <int kThreads>
   MOE_A2A_DEVICE static void send(const Args& args, const StoredTiles& stored, std::byte* shared) {
     constexpr int kScratchBytes = 128;  // in front, since a static variable beside the stages would not fit
     const Block block(*reinterpret_cast<Block::Scratch*>(shared), kThreads);
-    CombineSendStored::send(args.send, stored, Grid{block_in_grid() - first_block(args), args.num_blocks}, block,
-                            shared + kScratchBytes);
+    CombineSendStored::send(args.send, stored, Grid{block_in_grid(), blocks_in_grid()}, block, shared + kScratchBytes);
   }
 };
 

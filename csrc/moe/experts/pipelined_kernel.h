@@ -3,7 +3,7 @@
 // A cluster of two blocks takes a unit of work: two tiles of 128 rows that share a tile of weights, half of which each
 // block loads for both. In a block, two warps gather rows of x through the list, one loads weights and scales, one
 // hands the gathered rows to the products, and two warp groups multiply, apply the activation and store. Stages in
-// shared memory connect them. The grid's last blocks can send the results meanwhile: see pipelined_combine_send.h.
+// shared memory connect them. With a Sender the results also leave: see pipelined_combine_send.h.
 #pragma once
 
 #include "moe/experts/pipelined_results.h"
@@ -41,26 +41,46 @@ struct PipelinedGemm {
   static_assert(!(kSends && kGathers), "sums are of the second product");
   static constexpr const char* kName = "pipelined_gemm";
   static constexpr int kThreads = 384, kBlocks = PairedTiles::kBlocks, kSharedBytes = Memory::kBytes;
-  static constexpr int kGatherWarps = 2, kLoaderWarp = 2, kPassWarp = 3, kMultiplyWarps = 8;
+  static constexpr int kLoadWarps = 4, kGatherWarps = 2, kLoaderWarp = 2, kPassWarp = 3, kMultiplyWarps = 8;
   static constexpr int kGatherThreads = kGatherWarps * kWarpSize;
-  // Each thread starts with 168 registers; the loading warps give some to the multiplying ones.
+  // Of a thread at first; then the loading warps give some to the multiplying ones.
+  static constexpr int kRegisters = 168;
   static constexpr int kLoadRegisters = !kIsFloat8 ? 88 : kGathers ? 72 : 56;
   static constexpr int kMultiplyRegisters = !kIsFloat8 ? 208 : kGathers ? 216 : 224;
-  static_assert(128 * kLoadRegisters + 256 * kMultiplyRegisters <= kThreads * 168);
+  static_assert(128 * kLoadRegisters + 256 * kMultiplyRegisters <= kThreads * kRegisters);
 
   MOE_A2A_DEVICE static void run(const Args& args, std::byte* shared) {
     if constexpr (kSends) {
-      if (Sender::has_block(args.sender)) {
-        return Sender::template send<kThreads>(args.sender, {args.gemm.stored_tiles, tiles_of_a_row(args.gemm)},
-                                               shared);
+      if (!Sender::only_sends(args.sender)) {
+        multiply_units(args, shared);
+        end_pipeline(Memory{shared_address(shared)});
       }
+      Sender::template send<kThreads>(args.sender, {args.gemm.stored_tiles, tiles_of_a_row(args.gemm)}, shared);
+    } else {
+      multiply_units(args, shared);
     }
+  }
+
+  // Leaves every thread as many registers, and the block its shared memory.
+  MOE_A2A_DEVICE static void end_pipeline(const Memory& memory) {
+    if (thread_in_block() / kWarpSize < kLoadWarps) {
+      take_registers<kRegisters>();
+    } else {
+      give_registers<kRegisters>();
+    }
+    fence_before_async_reads();
+    block_sync();
+    if (thread_in_block() < Memory::kNumBarriers) barrier_end(memory.barrier(thread_in_block()));
+    block_sync();
+  }
+
+  MOE_A2A_DEVICE static void multiply_units(const Args& args, std::byte* shared) {
     const Memory memory{shared_address(shared)};
     const int warp = thread_in_block() / kWarpSize, block = block_in_cluster();
     if (thread_in_block() == 0) init_barriers(memory);
     block_sync();
     cluster_sync();
-    if (warp < 4) {
+    if (warp < kLoadWarps) {
       give_registers<kLoadRegisters>();
       if (kGathers && warp < kGatherWarps) gather_rows(args.gemm, memory, block);
       if (warp == kLoaderWarp) load_tiles(args, memory, block);
@@ -249,7 +269,7 @@ struct PipelinedGemm {
   // ---- products
 
   MOE_A2A_DEVICE static void multiply(const GroupedGemmArgs& args, const Memory& memory, int block) {
-    const int warp = thread_in_block() / kWarpSize - 4, group = warp / 4;
+    const int warp = thread_in_block() / kWarpSize - kLoadWarps, group = warp / 4;
     const auto release = [&](int stage) {
       if (Warp{}.rank() < kBlocks) barrier_arrive_at(memory.empty(stage), Warp{}.rank());
     };

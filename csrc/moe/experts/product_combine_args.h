@@ -9,7 +9,7 @@ namespace moe_a2a {
 struct ProductCombineSendArgs {
   GroupedGemmArgs product;  // with stored_tiles; its result is the y of `send`
   CombineSendArgs send;
-  int num_send_blocks = 0;  // the last blocks of the grid, which only send
+  int num_send_blocks = 0;  // that only send: the last ones of the grid
 };
 
 }  // namespace moe_a2a

@@ -1,6 +1,6 @@
-// The second product of an expert layer and the combine_send of its rows in one launch: some blocks multiply, the
-// others send each landed row as soon as its terms are stored. The sums leave as whole rows, so this is not for batches
-// whose sums may return as LL words.
+// The second product of an expert layer and the combine_send of its rows in one launch: a few blocks send each landed
+// row as soon as its terms are stored; the others multiply, then join them. The sums leave as whole rows, so this is
+// not for batches whose sums may return as LL words.
 #pragma once
 
 #include <algorithm>
@@ -21,26 +21,19 @@ struct ProductCombineSend {
     return std::max<size_t>(BlockTile<T>::kSharedBytes, static_cast<size_t>(CombineSendStored::plan(args.send).bytes));
   }
 
-  // The first blocks multiply, since they start first and wait for no other.
-  MOE_A2A_DEVICE static int num_multipliers(const Args& args, const Grid& grid) {
-    return grid.size() - args.num_send_blocks;
-  }
-  MOE_A2A_DEVICE static bool warp_keeps_record(const Args& args, const Grid& grid, const Block& block) {
-    return grid.rank() >= num_multipliers(args, grid) || block.warp_rank() == 0;
-  }
-
+  // The first blocks multiply, since they start first and wait for no other before they have.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    const int num_multipliers = ProductCombineSend::num_multipliers(args, grid);
-    const uint64_t start = trace_now();
+    const int num_multipliers = grid.size() - args.num_send_blocks;
     if (grid.rank() < num_multipliers) {
+      const uint64_t start = trace_now();
       Product::run(args.product, Grid{grid.rank(), num_multipliers}, block, shared);
       record_role(args.send.context, block, moe_op::kGroupedGemm, start);
-    } else {
-      const StoredTiles stored = {args.product.stored_tiles, Product::tiles_of_a_row(args.product)};
-      const Grid senders{grid.rank() - num_multipliers, args.num_send_blocks};
-      CombineSendStored::send(args.send, stored, senders, block, shared);
-      record_role(args.send.context, block.warp(), moe_op::kCombineSend, start);
+      block.sync();
     }
+    const uint64_t start = trace_now();
+    const StoredTiles stored = {args.product.stored_tiles, Product::tiles_of_a_row(args.product)};
+    CombineSendStored::send(args.send, stored, grid, block, shared);
+    record_role(args.send.context, block.warp(), moe_op::kCombineSend, start);
   }
 };
 
