@@ -1,0 +1,148 @@
+"""moe_a2a as a communication backend of flashinfer.moe_ep, against a sum over each token's own choices."""
+
+# ruff: noqa: E402 (what follows importorskip needs flashinfer)
+
+import on_device
+import pytest
+import ranks
+import torch
+
+pytestmark = on_device.TESTS
+
+pytest.importorskip("flashinfer", reason="flashinfer is not a test dependency: pip install flashinfer-python")
+
+from flashinfer.fused_moe.api import QuantFormat
+from flashinfer.moe_ep.config import BootstrapConfig
+from flashinfer.moe_ep.core.comm import MoEEpCommParams, available_communication_backends, create_communication
+
+import moe_a2a
+import moe_a2a.integrations.flashinfer  # noqa: F401 (registers the backend)
+from moe_a2a.devices import default_device, float8_dtype
+
+SEED = 20261124
+HIDDEN, TOPK, EXPERTS_PER_RANK, MOST_TOKENS = 256, 3, 4, 40
+
+
+def parameters(num_ranks, **changes):
+    sizes = {"num_experts": num_ranks * EXPERTS_PER_RANK, "top_k": TOPK, "hidden_size": HIDDEN}
+    return MoEEpCommParams(**{**sizes, "max_tokens_per_rank": MOST_TOKENS, **changes})
+
+
+def backend(group, **changes):
+    group = moe_a2a.as_group(group)
+    bootstrap = BootstrapConfig(world_size=group.num_ranks, rank=group.rank, process_group=group)
+    return create_communication(bootstrap, parameters(group.num_ranks, **changes), "moe_a2a", timeout=ranks.slack(10))
+
+
+def tokens_of(rank, call, num_experts, dtype):
+    generator = torch.Generator().manual_seed(SEED + 100 * call + rank)
+    num_tokens = int(torch.randint(0, MOST_TOKENS + 1, (), generator=generator)) if call else MOST_TOKENS
+    topk_ids = torch.stack([torch.randperm(num_experts, generator=generator)[:TOPK] for _ in range(num_tokens + 1)])
+    topk_ids = topk_ids[:num_tokens].masked_fill(torch.rand(num_tokens, TOPK, generator=generator) < 0.2, -1)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
+    return x, topk_ids, torch.rand(num_tokens, TOPK, generator=generator)
+
+
+def factor(expert):
+    return 1 + expert % 3
+
+
+def fused_moe(received, first, last, dtype):
+    """Evaluates, as the contract demands, only the ids of this rank; every other row becomes NaN."""
+    ids, rows = received.topk_ids.long(), received.hidden_states.float()
+    if received.hidden_states_scale is not None:
+        rows = rows * received.hidden_states_scale.repeat_interleave(128, dim=1)
+    local = (ids >= first) & (ids < last)
+    weights = torch.ones(ids.shape, device=ids.device) if received.topk_weights is None else received.topk_weights
+    sums = rows * (weights * factor(ids)).masked_fill(~local, 0).sum(dim=1, keepdim=True)
+    return torch.where(local.any(dim=1, keepdim=True), sums, torch.nan).to(dtype)
+
+
+def expected(x, topk_ids, topk_weights):
+    return x.float() * (topk_weights * factor(topk_ids)).masked_fill(topk_ids < 0, 0).sum(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_pairs_follow_the_contract(num_ranks, dtype, id_dtype, weighted):
+    print(f"seed {SEED}")
+    num_experts = num_ranks * EXPERTS_PER_RANK
+
+    def program(group):
+        comm, device = backend(group, dtype=dtype, invalid_expert_id=num_experts), default_device()
+        for call in range(4):
+            x, topk_ids, topk_weights = tokens_of(comm.ep_rank, call, num_experts, dtype)
+            x, ids = x.to(device), topk_ids.to(device, id_dtype)
+            given = topk_weights.to(device) if weighted else None
+            received = comm.dispatch(x, ids, given)
+            num_rows = comm.ep_size * received.tokens_per_rank
+            assert received.hidden_states.shape == (num_rows, HIDDEN) and received.topk_ids.dtype == torch.int32
+            assert received.topk_ids.shape == (num_rows, TOPK) and (received.topk_weights is None) != weighted
+            first = comm.ep_rank * EXPERTS_PER_RANK
+            others = received.topk_ids[(received.topk_ids < first) | (received.topk_ids >= first + EXPERTS_PER_RANK)]
+            assert (others == num_experts).all()
+            y = fused_moe(received, first, first + EXPERTS_PER_RANK, dtype)
+            output = torch.full_like(x, torch.nan)
+            shape = (comm.ep_size, received.tokens_per_rank, HIDDEN) if call % 2 else y.shape
+            assert comm.combine(y.reshape(shape), output=output).data_ptr() == output.data_ptr()
+            want = expected(x.cpu(), topk_ids, topk_weights if weighted else torch.ones(topk_weights.shape))
+            torch.testing.assert_close(output.cpu().float(), want, rtol=0.02, atol=0.05)
+        comm.destroy()
+        comm.destroy()
+
+    on_device.run(num_ranks, program)
+
+
+def test_float8_rows_bring_their_scales():
+    print(f"seed {SEED}")
+
+    def program(group):
+        comm, device = backend(group, dispatch_format=QuantFormat.DeepSeekFp8), default_device()
+        x, topk_ids, topk_weights = tokens_of(comm.ep_rank, 0, 2 * EXPERTS_PER_RANK, torch.float32)
+        scales = x.reshape(-1, HIDDEN // 128, 128).abs().amax(dim=2) / 448
+        rows = (x.reshape(-1, HIDDEN // 128, 128) / scales[:, :, None]).reshape(x.shape).to(float8_dtype(device))
+        sent = [part.to(device) for part in (rows, topk_ids, topk_weights, scales)]
+        received = comm.dispatch(*sent[:3], hidden_states_scale=sent[3])
+        assert received.hidden_states.dtype == float8_dtype(device)
+        first = comm.ep_rank * EXPERTS_PER_RANK
+        out = comm.combine(fused_moe(received, first, first + EXPERTS_PER_RANK, torch.bfloat16))
+        torch.testing.assert_close(out.cpu().float(), expected(x, topk_ids, topk_weights), rtol=0.1, atol=0.1)
+        comm.destroy()
+
+    on_device.run(2, program)
+
+
+def test_it_is_listed():
+    assert "moe_a2a" in available_communication_backends()
+
+
+def test_calls_out_of_order_are_refused():
+    def program(group):
+        comm, device = backend(group), default_device()
+        x = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=device)
+        ids = torch.zeros(1, TOPK, dtype=torch.int64, device=device)
+        with pytest.raises(RuntimeError, match="rank 0 follows no dispatch"):
+            comm.combine(x)
+        received = comm.dispatch(x, ids)
+        with pytest.raises(RuntimeError, match="rank 0 follows a dispatch"):
+            comm.dispatch(x, ids)
+        comm.combine(torch.zeros_like(received.hidden_states))
+        with pytest.raises(ValueError, match="eplb_local_stats on rank 0"):
+            comm.dispatch(x, ids, eplb_local_stats=ids)
+        comm.destroy()
+
+    on_device.run(1, program)
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP8"])
+def test_formats_that_it_does_not_send_are_refused(name):
+    with pytest.raises(ValueError, match=f"dispatch_format={name} on rank 0"):
+        backend(moe_a2a.thread_group(1)[0], dispatch_format=QuantFormat[name])
+
+
+def test_a_bootstrap_of_other_ranks_is_refused():
+    bootstrap = BootstrapConfig(world_size=2, rank=1, process_group=moe_a2a.thread_group(1)[0])
+    with pytest.raises(ValueError, match="rank 1 of 2, its process_group rank 0 of 1"):
+        create_communication(bootstrap, parameters(2), "moe_a2a")
