@@ -22,6 +22,7 @@ from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
+from moe_a2a.token_dispatcher import TokenDispatcher
 from moe_a2a.tracing import trace
 from moe_a2a.two_level import TwoLevelCollectives
 
@@ -47,6 +48,7 @@ __all__ = [
     "PeerTimeoutError",
     "RoutingError",
     "ThreadGroup",
+    "TokenDispatcher",
     "TraceFileError",
     "TwoLevelCollectives",
     "__version__",

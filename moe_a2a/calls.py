@@ -99,6 +99,20 @@ def dispatch_refused_if_failed(ep: Caller) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def combine_refused_if_failed(handle: DispatchHandle) -> Iterator[None]:
+    """Around work between a dispatch() and its combine(), for which peers may already wait: if it fails, that combine is
+    refused, and the handle released."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, REPORTS):
+            _tell(handle.ep, error, lambda core, why: core.tell_combine_failed(handle._handle, why))
+        if handle.is_open:
+            handle.release()
+        raise
+
+
+@contextlib.contextmanager
 def refused_if_failed(collectives: Client) -> Iterator[None]:
     """Around what a call of a Collectives does before its launch. If that fails, the peers raise PeerRefusedError, and the
     call counts as made on every rank."""

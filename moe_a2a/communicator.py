@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -61,8 +62,10 @@ class CommunicatorClient(Client):
 
     _comm: Communicator
     _owns_comm: bool
+    _closed_with_it: list[CommunicatorClient]  # made for this object's use
 
     def _join(self, group: Any, device: torch.device | str | None, timeout: float) -> None:
+        self._closed_with_it = []
         self._owns_comm = not isinstance(group, Communicator)
         if self._owns_comm:
             self._comm = Communicator.__new__(Communicator)
@@ -86,8 +89,9 @@ class CommunicatorClient(Client):
         return self._comm._open_core()
 
     def _drop_core(self) -> None:
-        try:
-            super()._drop_core()
-        finally:
+        with contextlib.ExitStack() as closed:  # the last first, each even if another raises
             if self._owns_comm:
-                self._comm._drop_core()
+                closed.callback(self._comm._drop_core)
+            closed.callback(super()._drop_core)
+            for client in self._closed_with_it:
+                closed.callback(client._drop_core)

@@ -85,6 +85,7 @@ class ExpertParallel(CommunicatorClient):
         self.num_max_ll_tokens = num_max_ll_tokens
         self._launch_table = launch_table
         self._num_dispatches = 0  # calls that have returned a handle or raised
+        self._training: Any = None  # what its TokenDispatchers share
         self._make()
         self.num_local_experts = self.num_experts // self.num_ranks
 

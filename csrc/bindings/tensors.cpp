@@ -35,8 +35,9 @@ void check_contiguous(const MoeConfig& config, const at::Tensor& tensor, const c
 
 void check_no_grad(const MoeConfig& config, const at::Tensor& tensor, const char* name) {
   if (at::GradMode::is_enabled() && tensor.requires_grad()) {
-    raise_value(config.rank, std::string(name) + " requires grad and dispatch/combine have no backward",
-                std::string("call under torch.no_grad() or pass ") + name + ".detach()");
+    raise_value(
+        config.rank, std::string(name) + " requires grad, which this call would not record",
+        std::string("train with moe_a2a.TokenDispatcher, call under torch.no_grad(), or pass ") + name + ".detach()");
   }
 }
 

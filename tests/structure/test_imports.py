@@ -36,6 +36,7 @@ LAYERS = {
         "default_collectives",
         "quickreduce",
         "rail",
+        "token_dispatcher",
         "torch_backend",
         "two_level",
     ],
