@@ -128,6 +128,16 @@ def _step_by_step(handle: DispatchHandle, weights: ExpertWeights) -> torch.Tenso
     return _in_layout(handle, y)
 
 
+def swiglu_of_each(rows: torch.Tensor, split_sizes: list[int], w_gate_up: torch.Tensor, w_down: torch.Tensor) -> Any:
+    """The outputs of all experts, one row per row, recorded for a backward pass. Experts without rows take part too, so that
+    every weight has a gradient."""
+    outputs = []
+    for x, gate_up, down in zip(rows.split(split_sizes), w_gate_up.unbind(), w_down.unbind(), strict=True):
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        outputs.append(F.linear(F.silu(gate) * up, down))
+    return torch.cat(outputs)
+
+
 def _in_layout(handle: DispatchHandle, y: torch.Tensor) -> torch.Tensor:
     return y.view(handle.ep.num_local_experts, -1, y.shape[-1]) if handle.layout == "masked" else y
 

@@ -12,6 +12,7 @@ from torch import nn
 from moe_a2a import calls, experts, operators
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.expert_weights import ExpertWeights, Weight
+from moe_a2a.token_dispatcher import TokenDispatcher
 
 log = logging.getLogger("moe_a2a")
 
@@ -24,7 +25,11 @@ class MoELayer(nn.Module):
     the experts run step by step in PyTorch. Printing the layer shows which way it runs and why.
 
     The weights are parameters of this rank, scales are buffers; state_dict() holds nothing else. They stay on the device of
-    `ep` and in their dtype: `.to()` anything else raises. There is no backward.
+    `ep` and in their dtype: `.to()` anything else raises.
+
+    In grad mode, if an input or a weight requires grad, the layer is recorded for a backward pass: its experts run step by
+    step in PyTorch between the calls of a TokenDispatcher. From then on every call on this `ep` in grad mode is recorded, so
+    that a rank whose tensors happen not to require grad still takes part in the others' backward. See docs/training.md.
 
     Args:
         ep: the ranks and their memory.
@@ -69,12 +74,15 @@ class MoELayer(nn.Module):
 
         Raises as ExpertParallel.dispatch() and combine(). If one rank raises anything before its combine, the others raise
         PeerRefusedError, and the layer stays usable on all."""
+        if self._needs_grad(hidden_states, topk_weights):
+            # Breaks a graph that is being compiled.
+            recorded = torch.compiler.disable(self._recorded) if torch.compiler.is_compiling() else self._recorded
+            return recorded(hidden_states, topk_idx, topk_weights)
         if torch.compiler.is_compiling():
             return torch.ops.moe_a2a.moe_layer(hidden_states, topk_idx, topk_weights, self._number.value)
         ep = self.ep
         with calls.dispatch_refused_if_failed(ep):
             weights = self._weights()
-            self._check_needs_no_grad(hidden_states, topk_weights)
         with torch.no_grad():
             quantize = "fp8" if weights.is_float8 else None
             handle = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
@@ -84,6 +92,22 @@ class MoELayer(nn.Module):
                 if handle.is_open:
                     handle.release()
                 raise
+
+    def _recorded(
+        self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """forward() for a backward pass."""
+        dispatcher = TokenDispatcher(
+            self.ep
+        )  # before anything that may fail on this rank only: all ranks make the first
+        with calls.dispatch_refused_if_failed(self.ep):
+            self._check_can_record()
+        rows, routes = dispatcher.dispatch(hidden_states, topk_idx, topk_weights)
+        with routes.refused_if_failed():
+            self._check_bound(len(rows))
+            assert routes.split_sizes is not None  # without num_max_routes the host has read them
+            y = experts.swiglu_of_each(rows, routes.split_sizes, self.w_gate_up, self.w_down)
+        return dispatcher.combine(y, routes, wire=self.wire)
 
     def extra_repr(self) -> str:
         if self._runs_kernels():
@@ -115,12 +139,22 @@ class MoELayer(nn.Module):
     def _weights(self) -> ExpertWeights:
         return ExpertWeights.checked(self.ep, *self._given())
 
-    def _check_needs_no_grad(self, *inputs: Any) -> None:
+    def _needs_grad(self, *inputs: Any) -> bool:
         tensors = [t for t in (*inputs, self.w_gate_up, self.w_down) if isinstance(t, torch.Tensor)]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return torch.is_grad_enabled() and (self.ep._training is not None or any(t.requires_grad for t in tensors))
+
+    def _check_can_record(self) -> None:
+        if self._weights().is_float8 or self.fused or self.fused_combine:
+            what = "fused=True" if self.fused else "fused_combine=True" if self.fused_combine else "float8 weights"
             raise RuntimeError(
-                f"an input or a weight requires grad on rank {self.ep.rank}, and MoELayer has no backward; call it under "
-                "torch.no_grad()"
+                f"MoELayer was called in grad mode on rank {self.ep.rank}, and with {what} it has no backward; call it under "
+                "torch.no_grad(), or make one without"
+            )
+
+    def _check_bound(self, num_routes: int) -> None:
+        if self.num_max_routes is not None and num_routes > self.num_max_routes:
+            raise ValueError(
+                f"expert_offsets[-1]={num_routes} > num_max_routes={self.num_max_routes} on rank {self.ep.rank}; pass more"
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:

@@ -1,0 +1,374 @@
+"""MoELayer in grad mode: its gradients, what it refuses, compiled, and the loss curve of a model on several ranks."""
+
+import contextlib
+
+import on_device
+import pytest
+import ranks
+import torch
+from gradients import HIDDEN, assert_close, leaf, make_batch, make_ep, make_weights, own_part
+from torch import nn
+
+import moe_a2a
+from moe_a2a.token_dispatcher import _Exchange
+
+pytestmark = on_device.TESTS
+
+REFUSER = 1
+
+
+def make_layer(ep, seed, **options):
+    weights = make_weights(ep, seed)
+    return moe_a2a.MoELayer(ep, *(nn.Parameter(w) for w in own_part(ep, weights)), **options), weights
+
+
+def leaves_of(ep, batch):
+    return leaf(batch.x, ep), batch.topk_idx.to(ep.device), leaf(batch.topk_weights, ep)
+
+
+def grads_of(layer, x, topk_weights):
+    weights_grad = None if topk_weights is None else topk_weights.grad
+    return {"x": x.grad, "topk_weights": weights_grad, "w_gate_up": layer.w_gate_up.grad, "w_down": layer.w_down.grad}
+
+
+# ---- gradients
+
+
+def run_layer(group, dtype, routing, options, seed):
+    with make_ep(group, dtype) as ep:
+        layer, weights = make_layer(ep, seed, **options)
+        stepwise = moe_a2a.MoELayer(ep, layer.w_gate_up, layer.w_down, **{**options, "fused": False})
+        for call in range(3):
+            batches = [make_batch(ep, rank, seed + call, routing) for rank in range(ep.num_ranks)]
+            x, topk_idx, topk_weights = leaves_of(ep, batches[ep.rank])
+            layer.zero_grad()
+            out = layer(x, topk_idx, topk_weights)
+            with torch.no_grad():
+                assert torch.equal(out, stepwise(x, topk_idx, topk_weights))
+            out.backward(batches[ep.rank].grad_out.to(ep.device))
+            ep.check()
+            assert layer.w_gate_up.grad is not None and layer.w_down.grad is not None  # also of experts without rows
+            assert_close(ep, grads_of(layer, x, topk_weights), batches, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_gradients_of_a_layer(num_ranks, dtype, session_seed):
+    on_device.run(num_ranks, run_layer, dtype, "random", {}, session_seed)
+
+
+@pytest.mark.parametrize("routing", ["zero_tokens", "zero_routes", "nothing", "no_weights"])
+def test_any_routing(routing, session_seed):
+    on_device.run(2, run_layer, torch.float32, routing, {}, session_seed)
+
+
+@pytest.mark.parametrize("options", [{"wire": "q8"}, {"num_max_routes": 72}], ids=str)
+def test_any_option(options, session_seed):
+    on_device.run(2, run_layer, torch.float32, "random", options, session_seed)
+
+
+def run_frozen_layer(group, seed):
+    """Once the layer has been recorded, what requires grad may differ from rank to rank."""
+    with make_ep(group) as ep:
+        layer, weights = make_layer(ep, seed)
+        for call in range(3):
+            layer.requires_grad_(call == 0)
+            batches = [make_batch(ep, rank, seed + call) for rank in range(ep.num_ranks)]
+            x, topk_idx, topk_weights = leaves_of(ep, batches[ep.rank])
+            is_frozen = call > 0 and ep.rank == 0
+            if is_frozen:
+                x, topk_weights = x.detach(), topk_weights.detach()
+            out = layer(x, topk_idx, topk_weights)
+            out.backward(batches[ep.rank].grad_out.to(ep.device))
+            ep.check()
+            names = () if is_frozen else ("x", "topk_weights")
+            assert_close(ep, grads_of(layer, x, topk_weights), batches, weights, names)
+
+
+def test_a_rank_where_nothing_requires_grad(session_seed):
+    on_device.run(2, run_frozen_layer, session_seed)
+
+
+# ---- failures
+
+
+@contextlib.contextmanager
+def fails_for(ep, error, match):
+    """`error` on the rank that fails; the others learn of it."""
+    expected = (error, match) if ep.rank == REFUSER else (moe_a2a.PeerRefusedError, rf"rank {REFUSER}.*{match}")
+    with pytest.raises(expected[0], match=expected[1]):
+        yield
+        on_device.settle(ep)
+
+
+def bad_y(ep, layer, x, topk_idx, topk_weights):
+    dispatcher = moe_a2a.TokenDispatcher(ep)
+    rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+    with fails_for(ep, ValueError, "y has shape"):
+        dispatcher.combine(torch.cat([rows, rows, rows[:1]]) if ep.rank == REFUSER else rows, routes)
+
+
+def experts_fail(ep, layer, x, topk_idx, topk_weights):
+    dispatcher = moe_a2a.TokenDispatcher(ep)
+    rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+    with fails_for(ep, MemoryError, "no memory"):
+        with routes.refused_if_failed():
+            if ep.rank == REFUSER:
+                raise MemoryError("no memory")
+        dispatcher.combine(rows, routes)
+
+
+def bad_bound(ep, layer, x, topk_idx, topk_weights):
+    with fails_for(ep, TypeError, "num_max_routes"):
+        num_max_routes = 1.5 if ep.rank == REFUSER else None
+        _, routes = moe_a2a.TokenDispatcher(ep).dispatch(x, topk_idx, topk_weights, num_max_routes=num_max_routes)
+        routes.release()
+
+
+def no_room(ep, layer, x, topk_idx, topk_weights):
+    dispatcher = moe_a2a.TokenDispatcher(ep)
+    with fails_for(ep, ValueError, r"expert_offsets\[-1\]=.*> num_max_routes=1"):
+        num_max_routes = 1 if ep.rank == REFUSER else None
+        rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights, num_max_routes=num_max_routes)
+        dispatcher.combine(rows, routes)
+
+
+def no_room_in_the_layer(ep, layer, x, topk_idx, topk_weights):
+    layer.num_max_routes = 1 if ep.rank == REFUSER else None
+    with fails_for(ep, ValueError, r"expert_offsets\[-1\]=.*> num_max_routes=1"):
+        layer(x, topk_idx, topk_weights)
+    layer.num_max_routes = None
+
+
+def by_kernels(ep, layer, x, topk_idx, topk_weights):
+    layer.fused = ep.rank == REFUSER or None
+    with fails_for(ep, RuntimeError, "with fused=True it has no backward"):
+        layer(x, topk_idx, topk_weights)
+    layer.fused = None
+
+
+def patched(method, owner):
+    def fails(ep, layer, x, topk_idx, topk_weights):
+        out = layer(x, topk_idx, topk_weights)
+
+        def no_memory(self, *_):
+            if getattr(self, "ep", ep).rank == REFUSER:
+                raise MemoryError("no memory")
+            return kept(self, *_)
+
+        kept = getattr(owner, method)
+        with fails_for(ep, MemoryError, "no memory"):
+            ep._group.all_gather(None)
+            setattr(owner, method, no_memory)
+            try:
+                out.sum().backward()
+            finally:
+                ep._group.all_gather(None)
+                setattr(owner, method, kept)
+
+    return fails
+
+
+FAILURES = {
+    "y": bad_y,
+    "experts": experts_fail,
+    "num_max_routes": bad_bound,
+    "more than num_max_routes": no_room,
+    "more than the layer's num_max_routes": no_room_in_the_layer,
+    "kernels": by_kernels,
+    "backward of combine": patched("_grads_of_weighted", _Exchange),
+    "backward of dispatch": patched("_by_choice", _Exchange),
+}
+
+
+def run_failure(group, name, seed):
+    with make_ep(group) as ep:
+        layer, weights = make_layer(ep, seed)
+        batches = [make_batch(ep, rank, seed, "full") for rank in range(ep.num_ranks)]
+        for _ in range(3):
+            FAILURES[name](ep, layer, *leaves_of(ep, batches[ep.rank]))
+        x, topk_idx, topk_weights = leaves_of(ep, batches[ep.rank])
+        layer.zero_grad()
+        layer(x, topk_idx, topk_weights).backward(batches[ep.rank].grad_out)
+        assert_close(ep, grads_of(layer, x, topk_weights), batches, weights)
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("name", FAILURES)
+def test_every_rank_learns_of_a_failure_and_the_next_call_is_right(name, session_seed):
+    ranks.run_threads(2, run_failure, name, session_seed)
+
+
+def run_misuse(group, seed):
+    with make_ep(group) as ep:
+        layer, _ = make_layer(ep, seed)
+        x, topk_idx, topk_weights = leaves_of(ep, make_batch(ep, ep.rank, seed, "full"))
+        dispatcher = moe_a2a.TokenDispatcher(ep)
+        rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+        out = dispatcher.combine(rows, routes)
+        with pytest.raises(RuntimeError, match="a handle serves one combine"):
+            dispatcher.combine(rows, routes)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(out.sum(), x, create_graph=True)
+        with pytest.raises(ValueError, match="x requires grad.*TokenDispatcher"):
+            ep.dispatch(x, topk_idx, topk_weights)
+        out = layer(x, topk_idx, topk_weights)
+        out.sum().backward()
+        assert dispatcher._training.collectives is moe_a2a.TokenDispatcher(ep)._training.collectives
+    assert dispatcher._training.collectives.is_closed
+
+
+def test_misuse_raises(session_seed):
+    on_device.run(1, run_misuse, session_seed)
+
+
+@on_device.cpu_only
+def test_carried_handles_need_collectives_of_their_own(session_seed):
+    group = moe_a2a.HandleExchange(0, 1)
+    comm = moe_a2a.Communicator(group, device="cpu")
+    with make_ep(comm, num_experts=4) as ep, moe_a2a.Collectives(comm, 1 << 16) as coll:
+        for client in (comm, ep, coll):
+            client.set_comm_handles([client.get_comm_handle()])
+        with pytest.raises(ValueError, match="HandleExchange.*pass collectives="):
+            moe_a2a.TokenDispatcher(ep)
+        dispatcher = moe_a2a.TokenDispatcher(ep, collectives=coll)
+        x, topk_idx, topk_weights = leaves_of(ep, make_batch(ep, 0, session_seed, "full"))
+        rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+        dispatcher.combine(rows, routes).sum().backward()
+        torch.testing.assert_close(topk_weights.grad, x.detach().sum(1, keepdim=True) * (topk_idx >= 0))
+
+
+def run_apart(group, seed):
+    """Rank 0 runs under no_grad(), so nobody answers the other's backward pass."""
+    with make_ep(group, timeout=2) as ep:
+        layer, _ = make_layer(ep, seed)
+        tokens = leaves_of(ep, make_batch(ep, ep.rank, seed, "full"))
+        layer(*tokens)
+        with torch.set_grad_enabled(ep.rank == REFUSER):
+            out = layer(*tokens)
+        assert out.requires_grad == (ep.rank == REFUSER)
+        if ep.rank == REFUSER:
+            with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 0"):
+                out.sum().backward()
+        group.all_gather(None)
+
+
+@on_device.cpu_only
+def test_a_rank_that_does_not_record_is_named(session_seed):
+    ranks.run_threads(2, run_apart, session_seed)
+
+
+# ---- under torch.compile
+
+
+class Block(nn.Module):
+    def __init__(self, layer, num_topk):
+        super().__init__()
+        self.layer, self.num_topk = layer, num_topk
+        self.router = nn.Linear(HIDDEN, layer.ep.num_experts)
+
+    def forward(self, x):
+        topk_weights, topk_idx = self.router(x).softmax(-1).topk(self.num_topk)
+        return x + self.layer(x * 2, topk_idx, topk_weights).tanh()
+
+
+def run_compiled(group, seed):
+    with make_ep(group, timeout=90) as ep:
+        torch.manual_seed(seed)
+        block = Block(make_layer(ep, seed)[0], ep.num_topk)
+        compiled = torch.compile(block, backend="aot_eager", dynamic=True)
+        for call in range(2):
+            x = make_batch(ep, ep.rank, seed + call).x
+            found = []
+            for run in (compiled, block):
+                block.zero_grad()
+                out = run(x)
+                out.sum().backward()
+                found.append([out, *(p.grad.clone() for p in block.parameters())])
+            for ours, eager in zip(*found, strict=True):
+                torch.testing.assert_close(ours, eager)
+        with pytest.raises(Exception, match="disable"):
+            torch.compile(block, backend="aot_eager", fullgraph=True)(x)
+
+
+@on_device.cpu_only
+def test_a_compiled_layer_has_the_same_gradients(session_seed):
+    ranks.run_processes(2, run_compiled, session_seed, timeout=120)
+
+
+# ---- a model
+
+
+class Model(nn.Module):
+    """[tokens, HIDDEN] -> [tokens, 4]. experts: (x, topk_idx, topk_weights) -> [tokens, HIDDEN]."""
+
+    def __init__(self, num_experts, experts, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inner, self.router = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, num_experts, bias=False)
+        self.head = nn.Linear(HIDDEN, 4)
+        self.experts = experts
+
+    def forward(self, x):
+        x = self.inner(x).tanh()
+        topk_weights, topk_idx = self.router(x).softmax(-1).topk(2)
+        return self.head(x + self.experts(x, topk_idx, topk_weights))
+
+
+def data_of(rank, step, seed):
+    generator = torch.Generator().manual_seed(seed + 100 * (step % 2) + rank)
+    x = torch.randn(8 + rank, HIDDEN, generator=generator)
+    return x, x[:, :4] * x[:, 4:8]
+
+
+def train(model, params, batches_of, num_tokens, reduce, num_steps=20):
+    """The loss of each step. reduce: adds over the ranks."""
+    optimizer = torch.optim.Adam(params, lr=0.01)
+    losses = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = sum((model(x) - y).square().sum() for x, y in batches_of(step)) / num_tokens
+        loss.backward()
+        for dense in (model.inner, model.router, model.head):
+            for p in dense.parameters():
+                reduce(p.grad)
+        optimizer.step()
+        total = loss.detach().clone()
+        reduce(total)
+        losses.append(total.item())
+    return losses
+
+
+def run_training(group, seed):
+    num_ranks, rank = group.size(), group.rank()
+    num_tokens = sum(8 + r for r in range(num_ranks))
+    with moe_a2a.ExpertParallel(
+        group, num_experts=8, num_topk=2, hidden=HIDDEN, num_max_tokens_per_rank=16, dtype=torch.float32, device="cpu"
+    ) as ep:
+        layer, weights = make_layer(ep, seed)
+        model = Model(8, layer, seed)
+        ours = train(
+            model,
+            list(model.parameters()),
+            lambda step: [data_of(rank, step, seed)],
+            num_tokens,
+            lambda tensor: torch.distributed.all_reduce(tensor, group=group),
+        )
+    all_weights = [nn.Parameter(w) for w in weights]
+    alone = Model(8, lambda *tokens: moe_a2a.reference.moe_layer(*tokens, *all_weights), seed)
+    expected = train(
+        alone,
+        [*alone.parameters(), *all_weights],
+        lambda step: [data_of(r, step, seed) for r in range(num_ranks)],
+        num_tokens,
+        lambda tensor: None,
+    )
+    return ours, expected
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_model_learns_as_in_one_process(num_ranks, session_seed):
+    for ours, expected in ranks.run_processes(num_ranks, run_training, session_seed, timeout=120):
+        torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-4)
+        assert ours[-1] < 0.8 * ours[0], ours
