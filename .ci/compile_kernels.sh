@@ -17,8 +17,8 @@ leave_out() {
 configure() {
   local options=()
   [[ $2 == *hip* ]] && options=(-DMOE_A2A_HIP_COMPILER="$(command -v clang++-22)")
-  cmake -S . -B "$1" -G Ninja -DMOE_A2A_BUILD_PYTHON=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O0 -DMOE_A2A_TARGETS="$2" \
-    "${options[@]}" "${@:3}" >/dev/null
+  cmake -S . -B "$1" -G Ninja -DMOE_A2A_BUILD_PYTHON=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O0 -DCMAKE_UNITY_BUILD=ON \
+    -DMOE_A2A_TARGETS="$2" "${options[@]}" "${@:3}" >/dev/null
 }
 
 hip_flags() {  # of the headers stable|new
@@ -59,7 +59,7 @@ if [[ $targets == *cuda* ]]; then
 
   echo "== NVIDIA machine code"
   if get_disassembler; then
-    python3 tests/structure/check_sass.py "$build"/checks/cuda/*_kernels.o || failed+=("SASS")
+    python3 tests/structure/check_sass.py "$build"/checks/cuda/*.sm_90a.cubin || failed+=("SASS")
   else
     leave_out "SASS: cuobjdump and nvdisasm are not on this machine"
   fi
