@@ -91,8 +91,8 @@ def rms(values: Tensor) -> float:
 def assert_close(
     ep: moe_a2a.ExpertParallel, got: dict[str, Tensor | None], batches: list[Batch], weights: Any, names: Any = NAMES
 ) -> None:
-    """At most three times the error of one process in PyTorch at this dtype, both against fp64; a rank's gradients have few
-    values, so either error varies."""
+    """At most three times the error of one process in PyTorch at this dtype, both against fp64, and some roundings: a rank's
+    gradients may have few values, whose errors vary."""
     exact, torchs = (expected(ep, batches, weights, dtype) for dtype in (torch.float64, ep.dtype))
     for name in names:
         if exact[name] is None:
@@ -100,5 +100,6 @@ def assert_close(
             continue
         ours, theirs, right = got[name].cpu().double(), torchs[name].cpu().double(), exact[name].cpu().double()
         assert ours.shape == right.shape, name
-        allowed = 3 * rms(theirs - right) + 4 * torch.finfo(ep.dtype).eps * rms(right)
+        rounding = max(4 * torch.finfo(ep.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+        allowed = 3 * rms(theirs - right) + rounding * rms(right)
         assert rms(ours - right) <= allowed, f"{name}: error {rms(ours - right)} > {allowed}, size {rms(right)}"

@@ -1,5 +1,7 @@
 """TokenDispatcher: the gradients of x, topk_weights and the experts' weights on N ranks, against one process in fp64."""
 
+import random
+
 import gradients
 import on_device
 import pytest
@@ -346,3 +348,33 @@ def run_half_a_checkpoint(group, seed):
 
 def test_a_checkpoint_that_ends_before_combine(session_seed):
     on_device.run(2, run_half_a_checkpoint, session_seed)
+
+
+# ---- all of it
+
+
+def run_random_program(group, seed):
+    draw = random.Random(seed)  # the same on every rank
+    with make_ep(group, draw.choice(DTYPES), num_buffers=draw.randint(1, 3)) as ep:
+        dispatcher, waiting = moe_a2a.TokenDispatcher(ep), []
+        for call in range(10):
+            frozen = draw.choice([(), ("x",), ("topk_weights",), ("w_gate_up", "w_down"), gradients.NAMES])
+            frozen = frozen if ep.rank == draw.randrange(ep.num_ranks) else ()
+            routing = draw.choice(["random", "full", "zero_tokens", "zero_routes", "nothing", "no_weights"])
+            rank = Rank(ep, seed + call, routing, frozen, dispatcher)
+            options = draw.choice([{}, *(given for given in OPTIONS.values() if "experts" not in given)])
+            again = draw.random() < 0.4
+            out = checkpoint(rank.forward, use_reentrant=False, **options) if again else rank.forward(**options)
+            waiting.append((rank, out))
+            while waiting and (call == 9 or draw.random() < 0.5):
+                chosen = [
+                    waiting.pop(draw.randrange(len(waiting))) for _ in range(min(len(waiting), draw.randint(1, 2)))
+                ]
+                sum((out * rank.grad_out).sum() for rank, out in chosen).backward()
+                for rank, _ in chosen:
+                    rank.check()
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_random_programs(offset, session_seed):
+    on_device.run(2, run_random_program, session_seed + 100 * offset)
