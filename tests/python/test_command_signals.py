@@ -22,12 +22,19 @@ FOLDERS = {"forked": "t", "spawned": "t" * 100}
 
 
 def descendants(pid):
-    """The descendants of a running process with their start times, which distinguish processes that reuse a pid."""
+    """The descendants of a process with their start times, which distinguish processes that reuse a pid."""
     found = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found |= {child: start_of(child), **descendants(child)}
+    for child in children_of(pid):
+        found |= {child: start_of(child), **descendants(child)}
     return found
+
+
+def children_of(pid):
+    try:
+        tasks = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # it has just ended
+        return []
+    return [int(child) for children in tasks for child in children.split()]
 
 
 def start_of(pid):
