@@ -97,9 +97,8 @@ class MoELayer(nn.Module):
         self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
         """forward() for a backward pass."""
-        dispatcher = TokenDispatcher(
-            self.ep
-        )  # before anything that may fail on this rank only: all ranks make the first
+        # Before anything that may fail on this rank only: all ranks make the first together.
+        dispatcher = TokenDispatcher(self.ep)
         with calls.dispatch_refused_if_failed(self.ep):
             self._check_can_record()
         rows, routes = dispatcher.dispatch(hidden_states, topk_idx, topk_weights)

@@ -39,11 +39,11 @@ SLICE_NBYTES = 64 << 20  # of the fp32 rows that combine's backward holds at a t
 class Routes:
     """The routes behind the rows of TokenDispatcher.dispatch(), and the key to their combine().
 
-    weights: float32 [num_rows], the weight of each row's route, 0 for rows without a route. Differentiable.
-    expert_offsets: int32 [E_local + 1] on the device: the rows of local expert e are expert_offsets[e] ...
-        expert_offsets[e + 1] - 1. expert_offsets[1:] is what torch._grouped_mm takes as `offs`.
-    split_sizes: the rows of each local expert as ints, for rows.split(); None if num_max_routes was given, since then the
-        host has read nothing.
+    weights is float32 [num_rows]: the weight of each row's route, 0 for rows without a route. Differentiable.
+    expert_offsets is int32 [E_local + 1] on the device: the rows of local expert e are expert_offsets[e] to
+    expert_offsets[e + 1] - 1, and expert_offsets[1:] is what torch._grouped_mm takes as `offs`.
+    split_sizes holds the rows of each local expert as ints, for rows.split(). It is None if num_max_routes was given,
+    since the host has read nothing then.
     """
 
     weights: Tensor
