@@ -8,13 +8,6 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-MOE_A2A_DEVICE void merge(ReduceOp op, LineValues& merged, const LineValues& values) {
-  with_operator(op, [&](auto kind) {
-    MOE_A2A_UNROLL
-    for (int i = 0; i < kLineValues; ++i) merged[i] = decltype(kind)::merge(merged[i], values[i]);
-  });
-}
-
 template <LineCodec kCodec>
 class CodedSteps : public ShareChunks {
  public:
@@ -88,10 +81,7 @@ class CodedSteps : public ShareChunks {
     const bool vectors = are_vectors(x, out);
     const auto landed = [&](int r) { return region_.landing.at(part_.half(), r, place_of(i)); };
     const auto finish = [&](int64_t first, LineValues& merged) {
-      if (args_.op == ReduceOp::kAvg) {
-        MOE_A2A_UNROLL
-        for (int v = 0; v < kLineValues; ++v) merged[v] = Average::finish(merged[v], part_.num_ranks());
-      }
+      divide(merged, divisor_of(args_.op, part_.num_ranks()));
       encode_line<kCodec>(block_.warp(), layout, result_at(i), first, is_inside(span, first), merged);
       store_floats(out + first, span.count - first, vectors, merged);
     };

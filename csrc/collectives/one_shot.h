@@ -71,13 +71,12 @@ class OneShotSteps {
     const int64_t first = i * args_.chunk;
     const T* x = reinterpret_cast<const T*>(args_.x) + first;
     T* out = reinterpret_cast<T*>(args_.out) + first;
-    const auto row = [&](int r) {
-      const auto* landed = args_.context.region.landing.at(part_.half(), r, first * int64_t{sizeof(T)});
-      return r == part_.rank() ? x : reinterpret_cast<const T*>(landed);
-    };
+    const auto& landing = args_.context.region.landing;
+    const MergedRows<T> row{x, landing.at(part_.half(), 0, first * int64_t{sizeof(T)}), landing.stride[1],
+                            part_.rank()};
     with_operator(args_.op, [&](auto op) {
-      reduce_rows<T, decltype(op)>(block_, part_.num_ranks(), args_.size_of_chunk(i), are_vectors(x, out), row, out,
-                                   static_cast<T*>(nullptr));
+      reduce_rows<T, decltype(op)>(block_, part_.num_ranks(), divisor_of(args_.op, part_.num_ranks()),
+                                   args_.size_of_chunk(i), are_vectors(x, out), row, out, static_cast<T*>(nullptr));
     });
   }
 

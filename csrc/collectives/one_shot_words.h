@@ -89,7 +89,8 @@ class OneShotWords {
       MOE_A2A_UNROLL
       for (int u = 0; u < kUnroll; ++u) {
         const int begin = (first + u * stride) * kInWord<T>;
-        store<T, Op>(out + begin, count - begin, merged[u]);
+        divide(merged[u], divisor_of(args_.op, part_.num_ranks()));
+        store(out + begin, count - begin, merged[u]);
       }
     }
     return Arrival::kGood;
@@ -178,19 +179,18 @@ class OneShotWords {
   }
 
   // At most `count` of a word's elements.
-  template <class T, class Op>
-  MOE_A2A_DEVICE void store(T* target, int count, const float (&merged)[kInWord<T>]) const {
+  template <class T>
+  MOE_A2A_DEVICE static void store(T* target, int count, const float (&merged)[kInWord<T>]) {
     constexpr int kInDword = 4 / sizeof(T);
-    const auto finished = [&](int e) { return from_float<T>(Op::finish(merged[e], part_.num_ranks())); };
     if (count >= kInWord<T> && reinterpret_cast<uint64_t>(target) % 4 == 0) {
       for (int d = 0; d < kLlData; ++d) {
         T values[kInDword];
-        for (int e = 0; e < kInDword; ++e) values[e] = finished(d * kInDword + e);
+        for (int e = 0; e < kInDword; ++e) values[e] = from_float<T>(merged[d * kInDword + e]);
         store_values(target + d * kInDword, values);
       }
       return;
     }
-    for (int e = 0; e < kInWord<T> && e < count; ++e) target[e] = finished(e);
+    for (int e = 0; e < kInWord<T> && e < count; ++e) target[e] = from_float<T>(merged[e]);
   }
 
   MOE_A2A_DEVICE int own_count(int i) const { return args_.count > 0 ? args_.size_of_chunk(i) : 0; }

@@ -4,7 +4,6 @@
 
 #include "collectives/meeting.h"
 #include "collectives/reduction.h"
-#include "rows/line_codec.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
@@ -14,15 +13,20 @@ MOE_A2A_DEVICE void for_lane_values(const Block& block, int64_t count, const Vis
   for (int64_t first = block.rank() * kLineValues; first < count; first += block.size() * kLineValues) visit(first);
 }
 
-// One rank's values, and how they are merged.
-template <class T, class Op>
+// One rank's values, and how they are merged. The dtype and the operator are chosen for each vector, not around the
+// loops: these kernels wait for links, and a copy of each loop for each choice takes half a minute to compile.
 struct Merging {
-  const T* x;
+  DType dtype;
+  ReduceOp op;
+  const std::byte* x;
   int64_t count;
   int num_ranks;
 
   MOE_A2A_DEVICE void load_x(int64_t first, LineValues& values) const {
-    load_floats(x + first, count - first, are_vectors(x, x), values);
+    with_element_type(dtype, [&](auto element) {
+      const auto* source = reinterpret_cast<const decltype(element)*>(x);
+      load_floats(source + first, count - first, are_vectors(x, x), values);
+    });
   }
   MOE_A2A_DEVICE void load(const float* partial, int64_t first, LineValues& values) const {
     load_floats(partial + first, count - first, true, values);
@@ -30,24 +34,16 @@ struct Merging {
   MOE_A2A_DEVICE void store(const LineValues& values, int64_t first, float* partial) const {
     store_floats(partial + first, count - first, true, values);
   }
-  MOE_A2A_DEVICE static void merge(LineValues& merged, const LineValues& values) {
-    MOE_A2A_UNROLL
-    for (int i = 0; i < kLineValues; ++i) merged[i] = Op::merge(merged[i], values[i]);
-  }
   // The final step: rounded into out and, unless null, into `copy`, which is aligned.
-  MOE_A2A_DEVICE void finish(LineValues& merged, int64_t first, T* out, T* copy) const {
-    MOE_A2A_UNROLL
-    for (int i = 0; i < kLineValues; ++i) merged[i] = Op::finish(merged[i], num_ranks);
-    store_floats(out + first, count - first, are_vectors(out, out), merged);
-    if (copy != nullptr) store_floats(copy + first, count - first, true, merged);
+  MOE_A2A_DEVICE void finish(LineValues& merged, int64_t first, std::byte* out, std::byte* copy) const {
+    divide(merged, divisor_of(op, num_ranks));
+    with_element_type(dtype, [&](auto element) {
+      using T = decltype(element);
+      store_floats(reinterpret_cast<T*>(out) + first, count - first, are_vectors(out, out), merged);
+      if (copy != nullptr) store_floats(reinterpret_cast<T*>(copy) + first, count - first, true, merged);
+    });
   }
 };
-
-// Calls f(T{}, Op{}).
-template <class F>
-MOE_A2A_DEVICE void with_element_and_operator(DType dtype, ReduceOp op, F f) {
-  with_element_type(dtype, [&](auto element) { with_operator(op, [&](auto kind) { f(element, kind); }); });
-}
 
 // Waits for chunk i in a place that `peer` writes; false if it did not arrive.
 MOE_A2A_DEVICE bool wait_for_place(const Part& part, const Block& block, const Array<Signal, 3>& signals, int place,

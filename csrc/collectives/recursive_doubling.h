@@ -87,16 +87,14 @@ class DoublingSteps {
   // Merges chunk i of two places (or takes the first), keeps the result, and writes it to a place of `peer`.
   MOE_A2A_DEVICE bool merge_on(int i, int first, int second, int peer, int place) const {
     const uint64_t start = trace_now();
-    with_element_and_operator(args_.dtype, args_.op, [&](auto element, auto op) {
-      const auto own = merging<decltype(element), decltype(op)>(i);
-      float* kept = partial(kOwn, i);
-      float* target = args_.context.heap.peer(peer, partial(place, i));
-      for_lane_values(block_, own.count, [&](int64_t at) {
-        LineValues merged;
-        load_merged(own, i, first, second, at, merged);
-        own.store(merged, at, kept);
-        own.store(merged, at, target);
-      });
+    const Merging own = merging(i);
+    float* kept = partial(kOwn, i);
+    float* target = args_.context.heap.peer(peer, partial(place, i));
+    for_lane_values(block_, own.count, [&](int64_t at) {
+      LineValues merged;
+      load_merged(own, i, first, second, at, merged);
+      own.store(merged, at, kept);
+      own.store(merged, at, target);
     });
     signal_place(part_, block_, region_.chunk_signal, place, peer, i);
     record_chunk(collective_kind::kPush, start, i);
@@ -106,33 +104,29 @@ class DoublingSteps {
   // The last step: writes out, and the merged values to the rank that this one stands for.
   MOE_A2A_DEVICE bool finish(int i, int first, int second, int peer) const {
     const uint64_t start = trace_now();
-    with_element_and_operator(args_.dtype, args_.op, [&](auto element, auto op) {
-      using T = decltype(element);
-      const auto own = merging<T, decltype(op)>(i);
-      T* out = reinterpret_cast<T*>(args_.out) + i * args_.chunk;
-      float* target = peer == kNobody ? nullptr : args_.context.heap.peer(peer, partial(0, i));
-      for_lane_values(block_, own.count, [&](int64_t at) {
-        LineValues merged;
-        load_merged(own, i, first, second, at, merged);
-        if (target != nullptr) own.store(merged, at, target);
-        own.finish(merged, at, out, static_cast<T*>(nullptr));
-      });
+    const Merging own = merging(i);
+    std::byte* out = args_.out + i * args_.chunk * size_of(args_.dtype);
+    float* target = peer == kNobody ? nullptr : args_.context.heap.peer(peer, partial(0, i));
+    for_lane_values(block_, own.count, [&](int64_t at) {
+      LineValues merged;
+      load_merged(own, i, first, second, at, merged);
+      if (target != nullptr) own.store(merged, at, target);
+      own.finish(merged, at, out, nullptr);
     });
     if (peer != kNobody) signal_place(part_, block_, region_.chunk_signal, 0, peer, i);
     record_chunk(TraceKind::kReduce, start, i);
     return true;
   }
 
-  template <class Own>
-  MOE_A2A_DEVICE void load_merged(const Own& own, int i, int first, int second, int64_t at, LineValues& merged) const {
+  MOE_A2A_DEVICE void load_merged(const Merging& own, int i, int first, int second, int64_t at,
+                                  LineValues& merged) const {
     load_from(own, i, first, at, merged);
     if (second == kNowhere) return;
     LineValues values;
     load_from(own, i, second, at, values);
-    own.merge(merged, values);
+    merge(args_.op, merged, values);
   }
-  template <class Own>
-  MOE_A2A_DEVICE void load_from(const Own& own, int i, int place, int64_t at, LineValues& values) const {
+  MOE_A2A_DEVICE void load_from(const Merging& own, int i, int place, int64_t at, LineValues& values) const {
     if (place == kX) {
       own.load_x(at, values);
     } else {
@@ -140,9 +134,9 @@ class DoublingSteps {
     }
   }
 
-  template <class T, class Op>
-  MOE_A2A_DEVICE Merging<T, Op> merging(int i) const {
-    return {reinterpret_cast<const T*>(args_.x) + i * args_.chunk, args_.size_of_chunk(i), part_.num_ranks()};
+  MOE_A2A_DEVICE Merging merging(int i) const {
+    return {args_.dtype, args_.op, args_.x + i * args_.chunk * size_of(args_.dtype), args_.size_of_chunk(i),
+            part_.num_ranks()};
   }
   MOE_A2A_DEVICE float* partial(int place, int i) const {
     const int64_t offset = i * args_.chunk * int64_t{sizeof(float)};

@@ -3,46 +3,71 @@
 #pragma once
 
 #include "collectives/announcement.h"
+#include "rows/line_codec.h"
 #include "rows/row_layout.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 struct Sum {
   MOE_A2A_DEVICE static float merge(float a, float b) { return a + b; }
-  MOE_A2A_DEVICE static float finish(float merged, int) { return merged; }
-};
-struct Average {
-  MOE_A2A_DEVICE static float merge(float a, float b) { return a + b; }
-  MOE_A2A_DEVICE static float finish(float merged, int num_rows) { return merged / static_cast<float>(num_rows); }
 };
 // A NaN on any rank gives NaN; of equal values (zeros of either sign) the first rank's is the result.
 struct Largest {
   MOE_A2A_DEVICE static float merge(float a, float b) { return b > a || b != b ? b : a; }
-  MOE_A2A_DEVICE static float finish(float merged, int) { return merged; }
 };
 struct Smallest {
   MOE_A2A_DEVICE static float merge(float a, float b) { return b < a || b != b ? b : a; }
-  MOE_A2A_DEVICE static float finish(float merged, int) { return merged; }
 };
 
+// An average is a sum that divide() ends: each operator costs a copy of the loops that merge.
 template <class F>
 MOE_A2A_DEVICE void with_operator(ReduceOp op, F f) {
   switch (op) {
     case ReduceOp::kSum:
+    case ReduceOp::kAvg:
       return f(Sum{});
     case ReduceOp::kMax:
       return f(Largest{});
     case ReduceOp::kMin:
       return f(Smallest{});
-    case ReduceOp::kAvg:
-      return f(Average{});
   }
+}
+
+MOE_A2A_DEVICE float divisor_of(ReduceOp op, int num_rows) {
+  return op == ReduceOp::kAvg ? static_cast<float>(num_rows) : 1.0f;
+}
+
+template <int kCount>
+MOE_A2A_DEVICE void divide(float (&merged)[kCount], float divisor) {
+  if (divisor == 1.0f) return;
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kCount; ++i) merged[i] /= divisor;
+}
+
+MOE_A2A_DEVICE void merge(ReduceOp op, LineValues& merged, const LineValues& values) {
+  with_operator(op, [&](auto kind) {
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kLineValues; ++i) merged[i] = decltype(kind)::merge(merged[i], values[i]);
+  });
 }
 
 // Whether rows that begin at these addresses can be handled in vectors.
 MOE_A2A_DEVICE bool are_vectors(const void* a, const void* b) {
   return !kAlignedVectors || (reinterpret_cast<uint64_t>(a) | reinterpret_cast<uint64_t>(b)) % 16 == 0;
 }
+
+// The rows that are merged: this rank's values, and those of rank r at `landed` + r * `stride` bytes.
+template <class T>
+struct MergedRows {
+  const T* own;
+  const std::byte* landed;
+  int64_t stride;
+  int rank;
+
+  MOE_A2A_DEVICE const T* operator()(int r) const {
+    return r == rank ? own : reinterpret_cast<const T*>(landed + r * stride);
+  }
+};
 
 // Merges one thread's vectors of up to kRowsInFlight rows from row `first` on. Issues all loads before the first use.
 template <class T, class Op, bool kFirst, class Row>
@@ -64,43 +89,44 @@ MOE_A2A_DEVICE void merge_rows(int first, int num_rows, int c, const Row& row, f
 }
 
 template <class T, class Op, class Row>
-MOE_A2A_DEVICE LaneVector<T> reduce_lane(int num_rows, int c, const Row& row) {
+MOE_A2A_DEVICE LaneVector<T> reduce_lane(int num_rows, float divisor, int c, const Row& row) {
   float merged[kLaneElements<T>];
   merge_rows<T, Op, true>(0, num_rows, c, row, merged);
   for (int r = kRowsInFlight; r < num_rows; r += kRowsInFlight) merge_rows<T, Op, false>(r, num_rows, c, row, merged);
+  divide(merged, divisor);
   LaneVector<T> result;
   MOE_A2A_UNROLL
-  for (int j = 0; j < kLaneElements<T>; ++j) result.element[j] = from_float<T>(Op::finish(merged[j], num_rows));
+  for (int j = 0; j < kLaneElements<T>; ++j) result.element[j] = from_float<T>(merged[j]);
   return result;
 }
 
 // Elements from `first` on, one at a time: the end of a row, or all of rows that are not vectors.
 template <class T, class Op, class Group, class Row>
-MOE_A2A_RARE void reduce_elements(const Group& group, int num_rows, int first, int count, const Row& row, T* target,
-                                  T* copy) {
+MOE_A2A_RARE void reduce_elements(const Group& group, int num_rows, float divisor, int first, int count, const Row& row,
+                                  T* target, T* copy) {
   for (int c = first + group.rank(); c < count; c += group.size()) {
     float merged = to_float(row(0)[c]);
     MOE_A2A_ROLLED
     for (int r = 1; r < num_rows; ++r) merged = Op::merge(merged, to_float(row(r)[c]));
-    const T result = from_float<T>(Op::finish(merged, num_rows));
+    const T result = from_float<T>(merged / divisor);
     target[c] = result;
     if (copy != nullptr) copy[c] = result;
   }
 }
 
 // Reduces `count` elements of row(0) ... row(num_rows - 1) into `target` and, unless null, into `copy`, which may be
-// one of the rows. `vectors`: see are_vectors().
+// one of the rows. `divisor`: see divisor_of(); `vectors`: see are_vectors().
 template <class T, class Op, class Group, class Row>
-MOE_A2A_DEVICE void reduce_rows(const Group& group, int num_rows, int count, bool vectors, const Row& row, T* target,
-                                T* copy) {
+MOE_A2A_DEVICE void reduce_rows(const Group& group, int num_rows, float divisor, int count, bool vectors,
+                                const Row& row, T* target, T* copy) {
   constexpr int kLane = kLaneElements<T>;
   const int vector_end = vectors ? count / kLane * kLane : 0;
   for (int c = group.rank() * kLane; c < vector_end; c += group.size() * kLane) {
-    const LaneVector<T> result = reduce_lane<T, Op>(num_rows, c, row);
+    const LaneVector<T> result = reduce_lane<T, Op>(num_rows, divisor, c, row);
     store_lane(target + c, result);
     if (copy != nullptr) store_lane(copy + c, result);
   }
-  if (vector_end < count) reduce_elements<T, Op>(group, num_rows, vector_end, count, row, target, copy);
+  if (vector_end < count) reduce_elements<T, Op>(group, num_rows, divisor, vector_end, count, row, target, copy);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

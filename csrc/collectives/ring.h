@@ -32,8 +32,7 @@ class RingSteps : public ShareChunks {
     return for_chunks(num_own_chunks(), [&](int i) {
       const uint64_t start = trace_now();
       if (part_.num_ranks() > 1 && !wait_for_partial(part_.rank(), i)) return false;
-      with_element_and_operator(args_.dtype, args_.op,
-                                [&](auto element, auto op) { complete<decltype(element), decltype(op)>(i); });
+      complete(i);
       if (part_.num_ranks() > 1) signal_share(part_.rank(), i);
       record_chunk(TraceKind::kReduce, start, i);
       return true;
@@ -78,23 +77,19 @@ class RingSteps : public ShareChunks {
     return for_chunks(args_.extent.num_chunks(args_.shares, share), [&](int i) {
       if (step > 0 && !wait_for_partial(share, i)) return false;
       const uint64_t start = trace_now();
-      with_element_and_operator(args_.dtype, args_.op, [&](auto element, auto op) {
-        merge_on<decltype(element), decltype(op)>(share, i, step > 0);
-      });
+      merge_on(share, i, step > 0);
       signal_place(part_, block_, region_.chunk_signal, share, next(), i);
       record_chunk(collective_kind::kPush, start, i);
       return true;
     });
   }
 
-  template <class T, class Op>
-  MOE_A2A_DEVICE Merging<T, Op> merging(const Span& span) const {
-    return {reinterpret_cast<const T*>(x_at(span.begin)), span.count, part_.num_ranks()};
+  MOE_A2A_DEVICE Merging merging(const Span& span) const {
+    return {args_.dtype, args_.op, x_at(span.begin), span.count, part_.num_ranks()};
   }
 
-  template <class T, class Op>
   MOE_A2A_DEVICE void merge_on(int share, int i, bool has_partial) const {
-    const auto own = merging<T, Op>(chunk(share, i));
+    const Merging own = merging(chunk(share, i));
     float* partial = partial_place(share, i);
     float* target = args_.context.heap.peer(next(), partial);
     for_lane_values(block_, own.count, [&](int64_t first) {
@@ -103,16 +98,15 @@ class RingSteps : public ShareChunks {
       if (has_partial) {
         for (int v = 0; v < kLineValues; ++v) values[v] = merged[v];
         own.load(partial, first, merged);
-        own.merge(merged, values);
+        merge(args_.op, merged, values);
       }
       own.store(merged, first, target);
     });
   }
 
-  template <class T, class Op>
   MOE_A2A_DEVICE void complete(int i) const {
     const Span span = chunk(part_.rank(), i);
-    const auto own = merging<T, Op>(span);
+    const Merging own = merging(span);
     const float* partial = partial_place(part_.rank(), i);
     for_lane_values(block_, own.count, [&](int64_t first) {
       LineValues merged, values;
@@ -120,9 +114,9 @@ class RingSteps : public ShareChunks {
       if (part_.num_ranks() > 1) {
         for (int v = 0; v < kLineValues; ++v) values[v] = merged[v];
         own.load(partial, first, merged);
-        own.merge(merged, values);
+        merge(args_.op, merged, values);
       }
-      own.finish(merged, first, reinterpret_cast<T*>(out_at(span.begin)), reinterpret_cast<T*>(result_place(i)));
+      own.finish(merged, first, out_at(span.begin), result_place(i));
     });
   }
 

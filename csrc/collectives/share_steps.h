@@ -197,13 +197,11 @@ class ShareSteps : public ShareChunks {
     const T* x = reinterpret_cast<const T*>(x_at(span.begin));
     T* out = reinterpret_cast<T*>(out_at(span.begin));
     T* result = shows_result ? reinterpret_cast<T*>(result_at(i)) : nullptr;
-    const auto row = [&](int r) {
-      const std::byte* landed = region_.landing.at(part_.half(), r, place_of(i));
-      return r == part_.rank() ? x : reinterpret_cast<const T*>(landed);
-    };
+    const MergedRows<T> row{x, region_.landing.at(part_.half(), 0, place_of(i)), region_.landing.stride[1],
+                            part_.rank()};
     with_operator(args_.op, [&](auto op) {
-      reduce_rows<T, decltype(op)>(block_, part_.num_ranks(), static_cast<int>(span.count), are_vectors(x, out), row,
-                                   out, result);
+      reduce_rows<T, decltype(op)>(block_, part_.num_ranks(), divisor_of(args_.op, part_.num_ranks()),
+                                   static_cast<int>(span.count), are_vectors(x, out), row, out, result);
     });
   }
 
