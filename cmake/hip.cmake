@@ -58,7 +58,7 @@ function(moe_a2a_add_hip_listings result headers sources)
     get_filename_component(stem ${source} NAME_WE)
     foreach(architecture IN LISTS MOE_A2A_ISA_ARCHITECTURES)
       # gfx950 has the memory orderings of gfx942 and the float8 code of gfx90a; these take longest to optimise.
-      if(architecture STREQUAL "gfx950" AND stem MATCHES "^(collective|combine|coded_combine)_kernels$")
+      if(architecture STREQUAL "gfx950" AND stem MATCHES "^(collective|dispatch|combine|coded_combine)_kernels$")
         continue()
       endif()
       set(listing ${CMAKE_BINARY_DIR}/isa/${stem}.${architecture}.s)

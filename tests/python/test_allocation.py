@@ -1,6 +1,6 @@
 """In steady state a step allocates only what it returns: in the core, in PyTorch and in Python.
 
-A child process is started with a counting allocator (count_allocations.c) in front of glibc's. Over 200 steps of dispatch and
+A child process is started with a counting allocator (count_allocations.c) in front of glibc's. Over 1000 steps of dispatch and
 combine on two ranks it counts calls of malloc, operator new and similar functions by the compiled core, tensors made by
 PyTorch, bytes that the core clears with memset, and started threads. The interpreter counts Python's
 own objects.
@@ -91,7 +91,7 @@ def all_figures(preload):
             "num_blocks": num_blocks,
             "give_out": result == "given",
         }
-        for size, num_tokens, hidden in (("small", 2, 64), ("large", 128, 1000))
+        for size, num_tokens, hidden in (("small", 2, 64), ("large", 128, 200))
         for num_blocks in (1, 2)
         for result in ("new", "given")
     }
