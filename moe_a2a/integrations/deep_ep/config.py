@@ -1,0 +1,24 @@
+"""Config: of what it holds, moe_a2a uses the number of SMs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """num_sms: blocks of the kernels. The chunk sizes of DeepEP's queues are accepted and not used."""
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """A number that grows with the row and the ranks, as callers expect. Memory follows from the first dispatch."""
+        return self.num_max_nvl_chunked_recv_tokens * num_ranks * hidden_bytes
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: one node."""
+        return 0

@@ -1,0 +1,115 @@
+"""The memory of a Buffer: a Collectives, and an ExpertParallel for each kind of row."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_a2a import calls
+from moe_a2a.collectives import Collectives
+from moe_a2a.communicator import Communicator
+from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.handle import DispatchHandle
+
+TABLE_NBYTES = 1 << 20  # larger tables of choices go in slices
+
+
+class Kind(NamedTuple):
+    """What is alike in all dispatches of an ExpertParallel, and on all ranks."""
+
+    num_experts: int
+    num_topk: int
+    hidden: int
+    dtype: torch.dtype
+    is_low_latency: bool
+
+
+class Exchange:
+    """Made by all ranks together; an ExpertParallel is made by the first dispatch that needs it, likewise by all ranks.
+
+    `group`, `timeout`: as for a Communicator. `num_buffers`: dispatches of a kind that may be open at once."""
+
+    def __init__(self, group: Any, timeout: float, num_buffers: int):
+        self.comm = Communicator(group, timeout=timeout)
+        self.collectives = Collectives(self.comm, TABLE_NBYTES)
+        self.num_buffers = num_buffers
+        self._made: list[tuple[Kind, ExpertParallel]] = []
+        self._open: dict[ExpertParallel, deque[DispatchHandle]] = {}
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.comm.num_ranks
+
+    def most_tokens(self, num_tokens: int) -> int:
+        """The largest number of tokens on any rank, read by the host."""
+        most = torch.tensor([num_tokens], dtype=torch.float32, device=self.comm.device)
+        return int(self.collectives.all_reduce(most, "max"))
+
+    def expert_parallel(self, kind: Kind, num_max_tokens: int) -> ExpertParallel:
+        """One of that kind for batches of num_max_tokens, which is the same on all ranks. Smaller ones stay: handles may refer to
+        them."""
+        for made, ep in self._made:
+            is_enough = ep.num_max_tokens_per_rank >= num_max_tokens
+            if made == kind and (ep.num_max_tokens_per_rank == num_max_tokens if kind.is_low_latency else is_enough):
+                return ep
+        ep = ExpertParallel(
+            self.comm,
+            num_experts=kind.num_experts,
+            num_topk=kind.num_topk,
+            hidden=kind.hidden,
+            num_max_tokens_per_rank=num_max_tokens if kind.is_low_latency else _power_of_two(num_max_tokens),
+            dtype=kind.dtype,
+            num_buffers=self.num_buffers,
+        )
+        self._made.append((kind, ep))
+        self._open[ep] = deque()
+        return ep
+
+    def make_room(self, ep: ExpertParallel) -> None:
+        """Before a dispatch: if no buffer is free, ends the oldest open one, whose combine then opens another. Decided by the
+        order of calls alone, so that all ranks end the same."""
+        with calls.dispatch_refused_if_failed(ep):
+            self._open[ep] = deque(handle for handle in self._open[ep] if handle.is_open)
+            while len(self._open[ep]) >= ep.num_buffers:
+                self._open[ep].popleft().release()
+
+    def opened(self, ep: ExpertParallel, handle: DispatchHandle) -> DispatchHandle:
+        self._open[ep].append(handle)
+        return handle
+
+    def check_handle(self, handle: Any, kind: type) -> None:
+        """Raises TypeError unless it is one of that kind, on the peers PeerRefusedError."""
+        if isinstance(handle, kind):
+            return
+        if self._made:
+            ep = self._made[-1][1]
+            ep.combine(torch.empty(0, ep.hidden, dtype=ep.dtype, device=ep.device), handle)
+        raise TypeError(f"handle is a {type(handle).__name__} on rank {self.rank}; pass what dispatch() returned")
+
+    def gathered(self, table: Tensor) -> Tensor:
+        """The tables of all ranks, one below the other; a table has a row for each of T tokens."""
+        return self.collectives.all_gather(table)
+
+    def close(self) -> None:
+        for _, ep in self._made:
+            ep.close()
+        self.collectives.close()
+        self.comm.close()
+
+
+def padded(rows: Tensor, num_rows: int, fill: int) -> Tensor:
+    """`rows` with rows of `fill` behind."""
+    result = rows.new_full((num_rows, rows.shape[1]), fill)
+    result[: len(rows)] = rows
+    return result
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 127).bit_length()

@@ -1,0 +1,195 @@
+"""Buffer.dispatch() and Buffer.combine(): packed rows, one for each token that chose an expert of this rank.
+
+DeepEP reports a row's experts in the columns of its token's choices, and takes no bound on the tokens of a rank. So a dispatch
+that is not repeated also exchanges the largest number of tokens and the choices of all tokens, 8 bytes each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_a2a import arguments, calls
+from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.handle import DispatchHandle
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, padded
+
+
+@dataclass(eq=False)
+class Handle:
+    """A routing that has been dispatched once; any number of dispatches and combines may use it again."""
+
+    ep: ExpertParallel
+    topk_idx: Tensor
+    row_index: Tensor  # int64 [num_rows]: the row of recv_x that each packed row was; R * T where there is none
+    open: DispatchHandle  # of the latest dispatch; ended by a combine
+
+    def packed(self, rows: Tensor) -> Tensor:
+        return rows.index_select(0, self.row_index.clamp(max=len(rows) - 1))
+
+    def unpacked(self, packed: Tensor) -> Tensor:
+        """[R * T, ...]; rows without a packed row are not initialised."""
+        num_rows = self.ep.num_ranks * self.ep.num_max_tokens_per_rank
+        rows = packed.new_empty(num_rows + 1, packed.shape[1])
+        return rows.index_copy_(0, self.row_index, packed)[:-1]
+
+
+@dataclass
+class Received:
+    x: Tensor
+    x_scales: Tensor | None
+    topk_idx: Tensor | None = None
+    topk_weights: Tensor | None = None
+    num_tokens_per_expert: list[int] | None = None
+    handle: Handle | None = None
+
+
+def dispatch(
+    exchange: Exchange,
+    x: Tensor,
+    x_scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    num_experts: int,
+    *,
+    expert_alignment: int,
+    num_worst_tokens: int,
+    num_blocks: int,
+) -> Received:
+    with calls.refused_if_failed(exchange.collectives):
+        kind, bound = _checked(exchange, x, x_scales, topk_idx, topk_weights, num_experts, num_worst_tokens)
+    if bound is None:
+        bound = exchange.most_tokens(len(x))
+    ep = exchange.expert_parallel(kind, bound)
+    with calls.refused_if_failed(exchange.collectives):
+        table = _choices(topk_idx, topk_weights, ep)
+    choices = exchange.gathered(table)
+    exchange.make_room(ep)
+    opened = exchange.opened(ep, ep.dispatch(x, topk_idx, x_scales=x_scales, num_blocks=num_blocks))
+    with calls.combine_refused_if_failed(opened):
+        handle = Handle(ep, topk_idx, _row_index(opened, num_worst_tokens), opened)
+        received = Received(*_packed(handle, opened, x_scales), handle=handle)
+        received.topk_idx, weights = _received_choices(handle, choices)
+        received.topk_weights = None if topk_weights is None else weights
+        counts = [] if num_worst_tokens else opened.expert_counts.tolist()
+        received.num_tokens_per_expert = [-(-count // expert_alignment) * expert_alignment for count in counts]
+    return received
+
+
+def dispatch_again(
+    exchange: Exchange, x: Tensor, x_scales: Tensor | None, handle: Handle, *, num_blocks: int
+) -> Received:
+    """The rows of `x` along the routing of an earlier dispatch."""
+    opened = _opened_again(exchange, x, x_scales, handle, num_blocks)
+    with calls.combine_refused_if_failed(opened):
+        return Received(*_packed(handle, opened, x_scales))
+
+
+def combine(
+    exchange: Exchange, x: Tensor, handle: Handle, topk_weights: Tensor | None, *, num_blocks: int
+) -> tuple[Tensor, Tensor | None]:
+    """The sums over ranks of the packed rows `x`, and of `topk_weights` by choice."""
+    exchange.check_handle(handle, Handle)
+    opened = handle.open
+    if not opened.is_open:
+        ep = handle.ep
+        nothing = torch.empty(len(handle.topk_idx), ep.hidden, dtype=ep.dtype, device=ep.device)
+        opened = _opened_again(exchange, nothing, None, handle, num_blocks)
+    with calls.combine_refused_if_failed(opened):
+        _check_rows(handle, "x", x, handle.ep.hidden)
+        rows = handle.unpacked(x)
+    combined_x = handle.ep.combine(rows, opened, presummed=True, num_blocks=num_blocks)
+    if topk_weights is None:
+        return combined_x, None
+    with calls.refused_if_failed(exchange.collectives):
+        _check_rows(handle, "topk_weights", topk_weights, handle.ep.num_topk)
+        by_choice = topk_weights.new_zeros(
+            handle.ep.num_ranks * handle.ep.num_max_tokens_per_rank + 1, handle.ep.num_topk
+        )
+        by_choice.index_copy_(0, handle.row_index, topk_weights)
+    return combined_x, exchange.collectives.reduce_scatter(by_choice[:-1])[: len(handle.topk_idx)]
+
+
+def _checked(
+    exchange: Exchange,
+    x: Tensor,
+    x_scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    num_experts: int,
+    num_worst_tokens: int,
+) -> tuple[Kind, int | None]:
+    """The kind, and the most tokens of a rank if all ranks know it."""
+    rank = exchange.rank
+    arguments.check_tensor(rank, "x", x)
+    arguments.check_tensor(rank, "topk_idx", topk_idx)
+    arguments.check_optional_tensor(rank, "topk_weights", topk_weights)
+    shape = [len(x), topk_idx.shape[-1]]
+    for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if tensor is not None and list(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} on rank {rank}; pass {shape}, one row per row of x"
+            )
+    dtype = x.dtype if x_scales is None else torch.bfloat16
+    kind = Kind(num_experts, topk_idx.shape[1], x.shape[1], dtype, is_low_latency=False)
+    if not num_worst_tokens:
+        return kind, None
+    bound = -(-num_worst_tokens // exchange.num_ranks)
+    if len(x) > bound:
+        raise ValueError(
+            f"x has {len(x)} rows on rank {rank}, but num_worst_tokens={num_worst_tokens} allows {bound} on each of "
+            f"{exchange.num_ranks} ranks; pass more"
+        )
+    return kind, bound
+
+
+def _check_rows(handle: Handle, name: str, rows: Tensor, width: int) -> None:
+    arguments.check_tensor(handle.ep.rank, name, rows)
+    if list(rows.shape) != [len(handle.row_index), width]:
+        raise ValueError(
+            f"{name} has shape {list(rows.shape)} on rank {handle.ep.rank}; pass {[len(handle.row_index), width]}, one row per "
+            "row of recv_x"
+        )
+
+
+def _choices(topk_idx: Tensor, topk_weights: Tensor | None, ep: ExpertParallel) -> Tensor:
+    """[T, 2 * K] float32: the ids as bits, then the weights."""
+    ids = topk_idx.to(torch.int32)
+    weights = torch.zeros_like(ids) if topk_weights is None else topk_weights.float().view(torch.int32)
+    return padded(torch.cat([ids, weights], 1), ep.num_max_tokens_per_rank, -1).view(torch.float32)
+
+
+def _received_choices(handle: Handle, choices: Tensor) -> tuple[Tensor, Tensor]:
+    """(local ids, -1 for experts elsewhere; weights, then 0), both [num_rows, K]."""
+    ep = handle.ep
+    there = (handle.row_index < len(choices))[:, None]
+    ids, weights = handle.packed(choices).split(ep.num_topk, 1)
+    local = ids.contiguous().view(torch.int32).long() - ep.rank * ep.num_local_experts
+    is_mine = there & (local >= 0) & (local < ep.num_local_experts)
+    return torch.where(is_mine, local, -1), torch.where(is_mine, weights, 0.0)
+
+
+def _row_index(opened: DispatchHandle, num_worst_tokens: int) -> Tensor:
+    if not num_worst_tokens:
+        return opened.recv_rows.long()
+    landed = opened._core.landed_rows(opened._handle)[:num_worst_tokens].long()
+    num_landed = opened._core.num_landed_rows(opened._handle)
+    is_listed = torch.arange(num_worst_tokens, device=landed.device) < num_landed
+    return torch.where(is_listed, landed, len(opened.recv_x))
+
+
+def _packed(handle: Handle, opened: DispatchHandle, x_scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    scales = None if x_scales is None else handle.packed(opened.recv_x_scales)
+    return handle.packed(opened.recv_x), scales
+
+
+def _opened_again(
+    exchange: Exchange, x: Tensor, x_scales: Tensor | None, handle: Handle, num_blocks: int
+) -> DispatchHandle:
+    exchange.check_handle(handle, Handle)
+    exchange.make_room(handle.ep)
+    opened = handle.ep.dispatch(x, handle.topk_idx, x_scales=x_scales, num_blocks=num_blocks)
+    handle.open = exchange.opened(handle.ep, opened)
+    return opened

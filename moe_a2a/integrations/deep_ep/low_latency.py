@@ -1,0 +1,145 @@
+"""Buffer.low_latency_dispatch() and low_latency_combine(): rows grouped by local expert, in a fixed amount of memory.
+
+DeepEP learns the weights only at the combine, moe_a2a at the dispatch. So the dispatch carries the index of each choice in
+place of its weight, and the combine first gathers the weights of all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_a2a import arguments, calls
+from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.handle import DispatchHandle
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, padded
+
+Hook = Callable[[], None]
+
+
+@dataclass(eq=False)
+class LowLatencyHandle:
+    """A dispatch, for one combine."""
+
+    ep: ExpertParallel
+    opened: DispatchHandle
+    num_tokens: int
+    has_weights: bool
+
+
+@dataclass
+class LowLatencyReceived:
+    x: Tensor  # [E_local, R * T, H]
+    x_scales: Tensor | None  # [E_local, R * T, H / 128], column-major in the last two dimensions
+    counts: Tensor  # int32 [E_local]
+    handle: LowLatencyHandle
+    hook: Hook | None
+
+
+def dispatch(
+    exchange: Exchange,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    num_max_tokens: int,
+    num_experts: int,
+    *,
+    use_fp8: bool,
+    return_recv_hook: bool,
+) -> LowLatencyReceived:
+    arguments.check_tensor(exchange.rank, "x", x)
+    arguments.check_tensor(exchange.rank, "topk_idx", topk_idx)
+    kind = Kind(num_experts, topk_idx.shape[-1], x.shape[-1], x.dtype, is_low_latency=True)
+    ep = exchange.expert_parallel(kind, num_max_tokens)
+    exchange.make_room(ep)
+    with calls.dispatch_refused_if_failed(ep):
+        choices = torch.arange(ep.num_topk, dtype=torch.float32, device=ep.device).expand(topk_idx.shape).contiguous()
+    routing = topk_idx, choices if topk_weights is None else topk_weights
+    quantize = "fp8" if use_fp8 else None
+    if not return_recv_hook:
+        opened = exchange.opened(ep, ep.dispatch(x, *routing, layout="masked", quantize=quantize))
+        handle = LowLatencyHandle(ep, opened, len(x), topk_weights is not None)
+        with calls.combine_refused_if_failed(opened):
+            return LowLatencyReceived(*_received(opened, use_fp8), handle, None)
+    opened = exchange.opened(ep, ep.dispatch_send(x, *routing, quantize=quantize))
+    handle = LowLatencyHandle(ep, opened, len(x), topk_weights is not None)
+    with calls.combine_refused_if_failed(opened):
+        received = LowLatencyReceived(*_empty(ep, opened.row_dtype, use_fp8), handle, None)
+    received.hook = lambda: _fill(received)
+    return received
+
+
+def combine(
+    exchange: Exchange,
+    x: Tensor,
+    topk_weights: Tensor,
+    handle: LowLatencyHandle,
+    *,
+    out: Tensor | None,
+    return_recv_hook: bool,
+) -> tuple[Tensor, Hook | None]:
+    exchange.check_handle(handle, LowLatencyHandle)
+    ep, opened = handle.ep, handle.opened
+    if opened.is_open and not handle.has_weights:
+        _set_weights(exchange, handle, topk_weights)
+    if not return_recv_hook:
+        return ep.combine(x, opened, out=out), None
+    with calls.combine_refused_if_failed(opened):
+        combined = x.new_empty(handle.num_tokens, ep.hidden) if out is None else out
+    ep.combine_send(x, opened)
+
+    def receive() -> None:
+        ep.combine_recv(opened, out=combined)
+
+    return combined, receive
+
+
+def _received(opened: DispatchHandle, use_fp8: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    scales = _column_major(opened.expert_x_scales) if use_fp8 else None
+    return opened.expert_x, scales, opened.expert_counts.clone()
+
+
+def _column_major(scales: Tensor) -> Tensor:
+    return scales.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty(ep: ExpertParallel, dtype: torch.dtype, use_fp8: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What _fill() fills."""
+    num_rows = ep.num_ranks * ep.num_max_tokens_per_rank
+    x = torch.empty(ep.num_local_experts, num_rows, ep.hidden, dtype=dtype, device=ep.device)
+    counts = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
+    if not use_fp8:
+        return x, None, counts
+    scales = torch.empty(ep.num_local_experts, num_rows, -(-ep.hidden // 128), device=ep.device)
+    return x, _column_major(scales), counts
+
+
+def _fill(received: LowLatencyReceived) -> None:
+    opened = received.handle.opened
+    received.handle.ep.dispatch_recv(opened, layout="masked")
+    with calls.combine_refused_if_failed(opened):
+        received.x.copy_(opened.expert_x)
+        received.counts.copy_(opened.expert_counts)
+        if received.x_scales is not None:
+            received.x_scales.copy_(opened.expert_x_scales)
+
+
+def _set_weights(exchange: Exchange, handle: LowLatencyHandle, topk_weights: Tensor) -> None:
+    """Replaces the index of each choice by its weight."""
+    ep, opened = handle.ep, handle.opened
+    with calls.refused_if_failed(exchange.collectives):
+        arguments.check_tensor(ep.rank, "topk_weights", topk_weights)
+        shape = [handle.num_tokens, ep.num_topk]
+        if list(topk_weights.shape) != shape:
+            raise ValueError(f"topk_weights has shape {list(topk_weights.shape)} on rank {ep.rank}; pass {shape}")
+        table = padded(topk_weights.float(), ep.num_max_tokens_per_rank, 0)
+    weights = exchange.gathered(table)
+    with calls.combine_refused_if_failed(opened):
+        terms = opened._core.term_weights(opened._handle)
+        # Of a row's terms past its last, the memory holds anything.
+        choices = terms.nan_to_num(0.0).clamp_(0, terms.shape[1] - 1).long()
+        terms.copy_(weights.gather(1, choices))
+        handle.has_weights = True

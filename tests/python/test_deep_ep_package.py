@@ -1,0 +1,68 @@
+"""The top-level package deep_ep of compat/, as its callers find it: installed, and under Megatron-Core's MoE."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+pytestmark = pytest.mark.cpu
+
+SOURCE = Path(__file__).parents[2] / "compat" / "deep_ep"
+SEED = 20261123
+
+
+def test_it_is_found_by_its_name(tmp_path):
+    pytest.importorskip("scikit_build_core", reason="the build backend is not installed: make setup")
+    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", "--no-compile"]
+    subprocess.run([*install, "--target", str(tmp_path), str(SOURCE)], check=True, timeout=120)
+    found = [
+        "import sys, importlib.util; sys.path.insert(0, sys.argv[1])",
+        "assert importlib.util.find_spec('deep_ep').origin.startswith(sys.argv[1])",
+        "import deep_ep, deep_ep.utils, moe_a2a.integrations.deep_ep as ours",
+        "assert {getattr(deep_ep, name) is getattr(ours, name) for name in ours.__all__} == {True}",
+        "assert deep_ep.__all__ == ours.__all__ and deep_ep.utils.EventOverlap is deep_ep.EventOverlap",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(found), str(tmp_path)], check=True, timeout=120)
+
+
+def megatron(group):
+    """Two layers of Megatron's FusedDispatch and FusedCombine, and the same with all experts here: outputs, gradients."""
+    sys.path.insert(0, str(SOURCE))
+    from megatron.core.transformer.moe import fused_a2a
+
+    assert fused_a2a.HAVE_DEEP_EP
+    rank, num_ranks = group.rank(), group.size()
+    generator = torch.Generator().manual_seed(SEED + rank)
+    num_experts, num_local, num_tokens = 4 * num_ranks, 4, 20 + 5 * rank
+    idx = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(num_tokens)])
+    x = torch.randn(num_tokens, 64, generator=generator, requires_grad=True)
+    probs = torch.rand(num_tokens, 2, generator=generator, requires_grad=True)
+    scales = 1 + torch.arange(num_experts) / num_experts
+
+    rows = x
+    for _ in range(2):
+        recv, recv_idx, recv_probs, counts, handle = fused_a2a.fused_dispatch(
+            rows, idx, probs, num_experts, group, async_finish=True
+        )
+        assert counts.tolist() == [int((recv_idx == e).sum()) for e in range(num_local)]
+        factors = (recv_probs * scales[recv_idx + rank * num_local]).masked_fill(recv_idx < 0, 0)
+        rows, _ = fused_a2a.fused_combine(recv * factors.sum(1, keepdim=True), group, handle, async_finish=True)
+    rows.square().sum().backward()
+
+    want_x, want_probs = x.detach().clone().requires_grad_(), probs.detach().clone().requires_grad_()
+    want = want_x
+    for _ in range(2):
+        want = want * (want_probs * scales[idx]).sum(1, keepdim=True)
+    want.square().sum().backward()
+    for got, wanted in ((rows, want), (x.grad, want_x.grad), (probs.grad, want_probs.grad)):
+        torch.testing.assert_close(got, wanted)
+    fused_a2a._buffer.destroy()
+
+
+def test_megatron_core():
+    pytest.importorskip("megatron.core", reason="megatron-core is not a test dependency: pip install megatron-core")
+    print(f"seed {SEED}")
+    ranks.run_processes(2, megatron)
