@@ -23,3 +23,8 @@ def row_routes(core: Any, handle: Any, expert_offsets: Tensor) -> tuple[Tensor, 
     is_route = has_landed[:-1, None] & (positions >= 0).cumprod(1).bool()
     experts = torch.searchsorted(expert_offsets[1:].contiguous(), positions.contiguous(), right=True)
     return torch.where(is_route, experts, -1), torch.where(is_route, weights, 0.0)
+
+
+def make_unweighted(core: Any, handle: Any) -> None:
+    """Lets combine() add the rows as they are: it reads the weights of a row's terms, not route_weights."""
+    core.term_weights(handle).fill_(1.0)

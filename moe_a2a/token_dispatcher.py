@@ -30,6 +30,7 @@ from moe_a2a.collectives import Collectives
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.groups import HandleExchange
 from moe_a2a.handle import DispatchHandle
+from moe_a2a.row_routes import make_unweighted
 
 COLLECTIVES_NBYTES = 1 << 20  # larger tables of gradients go in slices
 SLICE_NBYTES = 64 << 20  # of the fp32 rows that combine's backward holds at a time
@@ -203,7 +204,7 @@ class _Exchange:
                 with calls.combine_refused_if_failed(handle):
                     self._check_y(y)
                     if not arguments.checked_bool(self.ep.rank, "weighted", weighted):
-                        _make_unweighted(handle)
+                        make_unweighted(handle._core, handle._handle)
             return self.ep.combine(y, handle, wire=wire)
 
     def _count_rows(self) -> int:
@@ -256,7 +257,7 @@ class _Exchange:
             with calls.refused_if_failed(collectives):
                 by_choice = self._by_choice(handle, grad_weights)
                 grad_rows = grad_rows.contiguous()
-                _make_unweighted(handle)
+                make_unweighted(handle._core, handle._handle)
             grad_topk_weights = collectives.reduce_scatter(by_choice)[: len(topk_idx)]
             return self.ep.combine(grad_rows, handle), grad_topk_weights
 
@@ -317,11 +318,6 @@ class _Exchange:
             return handle.recv_x.index_select(0, row_index)
         rows = handle.recv_x.index_select(0, row_index.clamp(min=0))
         return rows.masked_fill_((row_index < 0)[:, None], 0)
-
-
-def _make_unweighted(handle: DispatchHandle) -> None:
-    """Lets combine() add the rows as they are: it reads the weights of a row's terms, not route_weights."""
-    handle._core.term_weights(handle._handle).fill_(1.0)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,54 @@
+"""vLLM's expert parallelism over moe_a2a: a plugin, switched on by MOE_A2A_VLLM=1::
+
+    MOE_A2A_VLLM=1 vllm serve <model> --data-parallel-size 2 --enable-expert-parallel
+
+It takes the place of the default all2all backend (allgather_reducescatter) wherever experts are spread over ranks. See docs/vllm.md.
+Interface: vLLM 0.32, `model_executor/layers/fused_moe`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("moe_a2a")
+
+
+def register() -> None:
+    """vLLM's entry point `vllm.general_plugins`, called in each of its processes. Does nothing unless switched on."""
+    if os.environ.get("MOE_A2A_VLLM", "0") in ("", "0"):
+        return
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    make = all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep
+    if not isinstance(make, functools.partial):  # vLLM may call this more than once
+        all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep = functools.partial(_make, make)
+
+
+def _make(
+    default: Callable[..., Any], use_monolithic: bool, is_sequence_parallel: bool = False, num_dispatchers: int = 1
+) -> Any:
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    if why := _why_not(config.parallel_config, use_monolithic):
+        log.warning("MOE_A2A_VLLM: %s, so vLLM's own all2all is used", why)
+        return default(
+            use_monolithic=use_monolithic, is_sequence_parallel=is_sequence_parallel, num_dispatchers=num_dispatchers
+        )
+    from moe_a2a.integrations.vllm import prepare_finalize
+
+    return prepare_finalize.make(num_dispatchers, config.scheduler_config.max_num_batched_tokens)
+
+
+def _why_not(parallel: Any, use_monolithic: bool) -> str | None:
+    if not parallel.enable_expert_parallel:
+        return "without --enable-expert-parallel every rank has a part of every expert"
+    if use_monolithic:
+        return "these experts route by themselves"
+    if getattr(parallel, "expert_placement_strategy", "linear") != "linear":
+        return f'expert_placement_strategy="{parallel.expert_placement_strategy}" is not "linear"'
+    return None

@@ -1,0 +1,192 @@
+"""What vLLM calls around the experts of a layer: prepare() dispatches, finalize() combines."""
+
+from __future__ import annotations
+
+import functools
+import os
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.distributed import get_ep_group
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
+from vllm.platforms import current_platform
+
+from moe_a2a import row_routes
+from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.handle import DispatchHandle
+
+# Ranks may compile for minutes before their first call.
+TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT", 300))
+
+
+def make(num_dispatchers: int, num_max_tokens: int) -> PrepareAndFinalize:
+    """For the experts of this machine; vLLM's for the CPU take only local ids."""
+    kind = PrepareRoutes if current_platform.is_cpu() else PrepareRows
+    return kind(num_dispatchers, num_max_tokens)
+
+
+@functools.cache
+def expert_parallel(
+    num_experts: int, num_topk: int, hidden: int, num_max_tokens: int, dtype: torch.dtype, device: torch.device
+) -> ExpertParallel:
+    """One for all layers of a shape: they run one after the other."""
+    return ExpertParallel(
+        get_ep_group().cpu_group,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        hidden=hidden,
+        num_max_tokens_per_rank=num_max_tokens,
+        dtype=dtype,
+        device=device,
+        timeout=TIMEOUT_SECONDS,
+    )
+
+
+class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+    """Of one layer. Rows travel in the model's dtype; those that arrive are quantised here if the experts ask for it."""
+
+    def __init__(self, num_dispatchers: int, num_max_tokens: int):
+        super().__init__()
+        self._num_dispatchers, self._num_max_tokens = num_dispatchers, num_max_tokens
+        self._handle: DispatchHandle | None = None  # between prepare() and finalize()
+
+    @property
+    def activation_format(self) -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        return None
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return None
+
+    def num_dispatchers(self) -> int:
+        return self._num_dispatchers
+
+    def output_is_reduced(self) -> bool:
+        return False
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> mk.PrepareResultType:
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ValueError(f"apply_router_weight_on_input needs top-1, not top-{topk_ids.shape[1]}")
+            a1 = a1 * topk_weights.to(a1.dtype)
+        ep = expert_parallel(num_experts, topk_ids.shape[1], a1.shape[1], self._num_max_tokens, a1.dtype, a1.device)
+        ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
+        self._handle, rows, local_ids, weights = self._dispatch(ep, a1, ids, topk_weights.float())
+        scales = None
+        if not defer_input_quant:
+            rows, scales = _quantized(rows, quant_config)
+        counts = mk.ExpertTokensMetadata(expert_num_tokens=self._handle.expert_counts, expert_num_tokens_cpu=None)
+        return rows, scales, counts, local_ids.to(topk_ids.dtype), weights.to(topk_weights.dtype)
+
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: mk.TopKWeightAndReduce,
+    ) -> None:
+        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+        y = weight_and_reduce_impl.apply(
+            output=None,
+            fused_expert_output=fused_expert_output,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+        handle, self._handle = self._handle, None
+        if handle is None:
+            raise RuntimeError("finalize() follows no prepare() of this layer")
+        # vLLM may have the experts write into the memory of `output`.
+        is_apart = y.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
+        combined = self._combine(handle, y, output if is_apart else None)
+        if not is_apart:
+            output.copy_(combined)
+
+    @abstractmethod
+    def _dispatch(
+        self, ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> tuple[DispatchHandle, Tensor, Tensor, Tensor]:
+        """The handle, and for the experts: rows, ids [num_rows, n], weights [num_rows, n]."""
+
+    @abstractmethod
+    def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
+        """y: a row for each row that the experts were given."""
+
+
+class PrepareRows(PrepareAndFinalize):
+    """For experts that take global ids and skip those of other ranks: all R * T rows, where they landed. Nothing is copied, and the
+    host reads nothing."""
+
+    def _dispatch(
+        self, ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> tuple[DispatchHandle, Tensor, Tensor, Tensor]:
+        handle = ep.dispatch(x, ids, weights)
+        local_ids, recv_weights = handle.recv_topk()
+        # Experts look ids up, so that -1 will not do.
+        elsewhere = (ep.rank + 1) % ep.num_ranks * ep.num_local_experts
+        global_ids = torch.where(local_ids < 0, elsewhere, local_ids + ep.rank * ep.num_local_experts)
+        return handle, handle.recv_x, global_ids, recv_weights
+
+    def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
+        return handle.ep.combine(y, handle, presummed=True, out=out)  # type: ignore[attr-defined]
+
+
+class PrepareRoutes(PrepareAndFinalize):
+    """For experts that take local ids only: one row per route, with its one expert. Copies the rows, and the host reads how
+    many there are."""
+
+    def _dispatch(
+        self, ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> tuple[DispatchHandle, Tensor, Tensor, Tensor]:
+        handle = ep.dispatch(x, ids, weights, layout="expert_major")
+        num_routes = handle.num_routes
+        positions = torch.arange(num_routes, device=x.device)
+        local_ids = torch.searchsorted(handle.expert_offsets[1:].contiguous(), positions, right=True)
+        weights = handle.route_weights[:num_routes, None].clone()
+        row_routes.make_unweighted(handle._core, handle._handle)  # the experts apply them
+        return handle, handle.expert_x[:num_routes], local_ids[:, None], weights
+
+    def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
+        return handle.ep.combine(y, handle, out=out)  # type: ignore[attr-defined]
+
+
+def _quantized(rows: Tensor, config: Any) -> tuple[Tensor, Tensor | None]:
+    if config.quant_dtype is None:
+        return rows, None
+    scale = config.a1_gscale if config.use_nvfp4_w4a4 else config.a1_scale
+    if scale is None and not config.per_act_token_quant and config.block_shape is None:
+        raise ValueError(
+            "the experts ask for one scale of all rows that arrive, some of which hold nothing; use a model with static, "
+            "per-token or block scales"
+        )
+    quantized: tuple[Tensor, Tensor | None] = moe_kernel_quantize_input(
+        rows,
+        scale,
+        quant_dtype=config.quant_dtype,
+        per_act_token_quant=config.per_act_token_quant,
+        block_shape=config.block_shape,
+        mx_alignment=config.mx_alignment,
+    )
+    return quantized
