@@ -92,6 +92,10 @@ class Core {
     py::gil_scoped_release unlocked;
     collectives_.check();
   }
+  void raise_reported() {
+    py::gil_scoped_release unlocked;
+    collectives_.raise_reported();
+  }
   void close() {
     py::gil_scoped_release unlocked;
     bindings::close(clients());
@@ -234,6 +238,7 @@ void bind_collectives(py::module_& m) {
       .def("all_gather", &Core::all_gather)
       .def("refuse", &Core::refuse)
       .def("check", &Core::check)
+      .def("raise_reported", &Core::raise_reported)
       .def("trace_start", [](Core& core, int64_t records) { start_trace(core.client(), records); })
       .def("trace_stop", [](Core& core) { stop_trace(core.client()); })
       .def("trace_read", [](Core& core) { return read_trace(core.client(), core.comm()); })

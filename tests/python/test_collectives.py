@@ -225,6 +225,7 @@ def large_program(group) -> None:
         x = torch.full(((64 << 20) // 2 + 1,), 1.0, dtype=torch.bfloat16, device=coll.device)
         x[-1] = coll.rank
         assert coll.all_reduce(x, out=x) is x
+        coll.check()
         assert (x[:-1] == coll.num_ranks).all() and x[-1] == sum(range(coll.num_ranks))
 
 

@@ -50,15 +50,22 @@ class Exchange:
     def most_tokens(self, num_tokens: int) -> int:
         """The largest number of tokens on any rank, read by the host."""
         most = torch.tensor([num_tokens], dtype=torch.float32, device=self.comm.device)
-        return int(self.collectives.all_reduce(most, "max"))
+        result = int(self.collectives.all_reduce(most, "max"))
+        self.collectives._core.raise_reported()  # on a GPU a refused all-reduce returns, too
+        return result
 
-    def expert_parallel(self, kind: Kind, num_max_tokens: int) -> ExpertParallel:
-        """One of that kind for batches of num_max_tokens, which is the same on all ranks. Smaller ones stay: handles may refer to
-        them."""
+    def find(self, kind: Kind, num_max_tokens: int) -> ExpertParallel | None:
+        """One of that kind for batches of num_max_tokens, if there is one."""
         for made, ep in self._made:
             is_enough = ep.num_max_tokens_per_rank >= num_max_tokens
             if made == kind and (ep.num_max_tokens_per_rank == num_max_tokens if kind.is_low_latency else is_enough):
                 return ep
+        return None
+
+    def expert_parallel(self, kind: Kind, num_max_tokens: int) -> ExpertParallel:
+        """find(), or else a new one: num_max_tokens is the same on all ranks. Smaller ones stay: handles may refer to them."""
+        if found := self.find(kind, num_max_tokens):
+            return found
         ep = ExpertParallel(
             self.comm,
             num_experts=kind.num_experts,

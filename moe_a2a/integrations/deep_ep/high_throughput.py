@@ -60,8 +60,9 @@ def dispatch(
 ) -> Received:
     with calls.refused_if_failed(exchange.collectives):
         kind, bound = _checked(exchange, x, x_scales, topk_idx, topk_weights, num_experts, num_worst_tokens)
-    if bound is None:
-        bound = exchange.most_tokens(len(x))
+    if bound is None or not exchange.find(kind, bound):
+        most = exchange.most_tokens(len(x))  # or learns that another rank's call has failed
+        bound = most if bound is None else bound
     ep = exchange.expert_parallel(kind, bound)
     with calls.refused_if_failed(exchange.collectives):
         table = _choices(topk_idx, topk_weights, ep)
