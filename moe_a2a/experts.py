@@ -128,9 +128,29 @@ def _step_by_step(handle: DispatchHandle, weights: ExpertWeights) -> torch.Tenso
     return _in_layout(handle, y)
 
 
-def swiglu_of_each(rows: torch.Tensor, split_sizes: list[int], w_gate_up: torch.Tensor, w_down: torch.Tensor) -> Any:
-    """The outputs of all experts, one row per row, recorded for a backward pass. Experts without rows take part too, so that
-    every weight has a gradient."""
+def has_group_products(*weights: torch.Tensor) -> bool:
+    """Whether PyTorch multiplies the rows of all experts at once, by offsets that the host need not know."""
+    if not hasattr(F, "grouped_mm"):
+        return False
+    if weights[0].is_cuda and (weights[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability() < (9, 0)):
+        return False  # PyTorch would read the offsets and multiply expert by expert
+    return all(weight.stride(-2) * weight.itemsize % 16 == 0 for weight in weights)
+
+
+def swiglu_by_groups(
+    rows: torch.Tensor, expert_offsets: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor
+) -> torch.Tensor:
+    """The outputs of all experts, one row per row, recorded for a backward pass. Those past the last expert's are
+    unspecified."""
+    ends = expert_offsets[1:]
+    gate, up = F.grouped_mm(rows, w_gate_up.mT, offs=ends).chunk(2, dim=-1)
+    return F.grouped_mm(F.silu(gate) * up, w_down.mT, offs=ends)
+
+
+def swiglu_of_each(
+    rows: torch.Tensor, split_sizes: list[int], w_gate_up: torch.Tensor, w_down: torch.Tensor
+) -> torch.Tensor:
+    """The same, expert by expert. Those without rows take part too, so that every weight has a gradient."""
     outputs = []
     for x, gate_up, down in zip(rows.split(split_sizes), w_gate_up.unbind(), w_down.unbind(), strict=True):
         gate, up = F.linear(x, gate_up).chunk(2, dim=-1)

@@ -27,8 +27,8 @@ class MoELayer(nn.Module):
     The weights are parameters of this rank, scales are buffers; state_dict() holds nothing else. They stay on the device of
     `ep` and in their dtype: `.to()` anything else raises.
 
-    In grad mode, if an input or a weight requires grad, the layer is recorded for a backward pass: its experts run step by
-    step in PyTorch between the calls of a TokenDispatcher. From then on every call on this `ep` in grad mode is recorded, so
+    In grad mode, if an input or a weight requires grad, the layer is recorded for a backward pass: its experts are products
+    of PyTorch between the calls of a TokenDispatcher. From then on every call on this `ep` in grad mode is recorded, so
     that a rank whose tensors happen not to require grad still takes part in the others' backward. See docs/training.md.
 
     Args:
@@ -101,11 +101,16 @@ class MoELayer(nn.Module):
         dispatcher = TokenDispatcher(self.ep)
         with calls.dispatch_refused_if_failed(self.ep):
             self._check_can_record()
-        rows, routes = dispatcher.dispatch(hidden_states, topk_idx, topk_weights)
+            by_groups = experts.has_group_products(self.w_gate_up, self.w_down)
+        bound = self.num_max_routes if by_groups else None
+        rows, routes = dispatcher.dispatch(hidden_states, topk_idx, topk_weights, num_max_routes=bound)
         with routes.refused_if_failed():
-            self._check_bound(len(rows))
-            assert routes.split_sizes is not None  # without num_max_routes the host has read them
-            y = experts.swiglu_of_each(rows, routes.split_sizes, self.w_gate_up, self.w_down)
+            if by_groups:
+                y = experts.swiglu_by_groups(rows, routes.expert_offsets, self.w_gate_up, self.w_down)
+            else:
+                self._check_bound(len(rows))
+                assert routes.split_sizes is not None  # without num_max_routes the host has read them
+                y = experts.swiglu_of_each(rows, routes.split_sizes, self.w_gate_up, self.w_down)
         return dispatcher.combine(y, routes, wire=self.wire)
 
     def extra_repr(self) -> str:
