@@ -94,7 +94,7 @@ class Core {
     core->require(*handle, DispatchHandle::Stage::kReceived, DispatchHandle::Stage::kReceived, "expert_x");
     check_row_type(*handle, row_type);
     std::vector<int64_t> shape = {views_->capacity(*handle), config.hidden};
-    if (handle->layout == Layout::kMasked) shape = {config.num_local_experts(), config.row_capacity(), config.hidden};
+    if (handle->layout == Layout::kMasked) shape = {config.num_local_experts, config.row_capacity(), config.hidden};
     const at::Tensor expert_x = make_tensor({config.rank, device_}, shape, row_type);
     OptionalTensor scales;
     if (handle->row_dtype == DType::kFloat8) {

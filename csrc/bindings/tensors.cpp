@@ -192,7 +192,7 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
     const int64_t shape[] = {rows, config.hidden};
     check_shape(config, y, "y", shape, "with presummed=True pass one row per row of recv_x");
   } else if (handle.layout == Layout::kMasked) {
-    const int64_t shape[] = {config.num_local_experts(), rows, config.hidden};
+    const int64_t shape[] = {config.num_local_experts, rows, config.hidden};
     check_shape(config, y, "y", shape, "pass y of the shape of expert_x");
     check_contiguous(config, y, "y");
   } else {
@@ -203,7 +203,7 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
           "pass one row per route");
     }
     if (ep.device().is_synchronous()) {
-      const int64_t needed = ep.region().expert_offsets(handle.buffer, config.num_local_experts());
+      const int64_t needed = ep.region().expert_offsets(handle.buffer, config.num_local_experts);
       if (y.size(0) < needed) {
         raise_value(config.rank,
                     "y has " + std::to_string(y.size(0)) + " rows < expert_offsets[-1]=" + std::to_string(needed),
@@ -242,7 +242,7 @@ ExpertScales checked_scales(const MoeConfig& config, at::Device device, const st
   check_plain({config.rank, device}, *scales, "scales");
   check_type(config, *scales, "scales", to_dtype(scales->scalar_type(), "scales", config.rank) == config.dtype,
              name_of(config.dtype));
-  const int64_t shape[] = {config.num_local_experts(), config.hidden};
+  const int64_t shape[] = {config.num_local_experts, config.hidden};
   const bool per_column = scales->dim() == 2;
   check_shape(config, *scales, "scales", at::IntArrayRef(shape, per_column ? 2 : 1),
               "pass one factor, or one row of factors, per local expert");

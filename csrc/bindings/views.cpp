@@ -33,10 +33,10 @@ at::Tensor Views::recv_x_scales(const DispatchHandle& handle) {
 int64_t Views::capacity(const DispatchHandle& handle) const { return ep_->num_positions(handle); }
 
 at::Tensor Views::expert_offsets(const DispatchHandle& handle) {
-  return list(ep_->region().expert_offsets.at(handle.buffer), ep_->config().num_local_experts() + 1, at::kInt);
+  return list(ep_->region().expert_offsets.at(handle.buffer), ep_->config().num_local_experts + 1, at::kInt);
 }
 at::Tensor Views::expert_counts(const DispatchHandle& handle) {
-  return list(ep_->region().expert_counts.at(handle.buffer), ep_->config().num_local_experts(), at::kInt);
+  return list(ep_->region().expert_counts.at(handle.buffer), ep_->config().num_local_experts, at::kInt);
 }
 at::Tensor Views::landed_rows(const DispatchHandle& handle) {
   return list(ep_->region().landed_row.at(handle.buffer), ep_->config().row_capacity(), at::kInt);

@@ -230,7 +230,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
 }
 
 int64_t ExpertParallel::num_positions(const DispatchHandle& handle) const {
-  return handle.layout == Layout::kMasked ? config().num_local_experts() * config().row_capacity()
+  return handle.layout == Layout::kMasked ? config().num_local_experts * config().row_capacity()
                                           : route_list_capacity(config(), handle.expert_alignment);
 }
 

@@ -17,7 +17,7 @@ struct GatherRows {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     const MoeRegion& region = args.context.region;
     RoundRobin<int64_t> turns(grid.rank() + grid.size() * block.warp_rank(), grid.size() * block.num_warps());
-    for (int e = 0; e < args.context.config.num_local_experts(); ++e) {
+    for (int e = 0; e < args.context.config.num_local_experts; ++e) {
       const int64_t start = region.expert_offsets(args.buffer, e);
       turns.walk(num_filled(args, e, start), [&](int64_t i) {
         gather(args, block.warp(), start + i);

@@ -37,8 +37,10 @@ struct MoeConfig {
   // So do its sums, if those of all its tokens, from every other rank, are no more than this. 4 H200, 128 tokens (5.5
   // MB): 48 us as words, 38 as rows; 2 H200 (1.8 MB): 31.4 as words, 35.7 as rows.
   int64_t max_ll_sum_bytes = 3 << 20;
+  // Follows from the sizes above. Stored, since a kernel would divide for it wherever it is used: 25 instructions, on
+  // the critical path of a small batch.
+  int num_local_experts = num_ranks > 0 ? num_experts / num_ranks : 0;
 
-  MOE_A2A_HOST_DEVICE constexpr int num_local_experts() const { return num_experts / num_ranks; }
   MOE_A2A_HOST_DEVICE constexpr int num_scales() const { return row(DType::kFloat8).num_scales(); }
   // The most routes that can arrive here: every token of every rank, with all of its choices.
   MOE_A2A_HOST_DEVICE constexpr int64_t route_capacity() const {

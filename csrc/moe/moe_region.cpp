@@ -6,12 +6,12 @@
 
 namespace moe_a2a {
 int64_t route_list_capacity(const MoeConfig& config, int expert_alignment) {
-  return config.route_capacity() + static_cast<int64_t>(config.num_local_experts()) * (expert_alignment - 1);
+  return config.route_capacity() + static_cast<int64_t>(config.num_local_experts) * (expert_alignment - 1);
 }
 
 MoeRegion make_moe_region(const MoeConfig& config, RegionLayout& symmetric, RegionLayout& local) {
   const int64_t b = config.num_buffers, r = config.num_ranks, t = config.num_max_tokens_per_rank;
-  const int64_t k = config.num_topk, experts = config.num_local_experts();
+  const int64_t k = config.num_topk, experts = config.num_local_experts;
   const int64_t chunks = most_chunks(config.num_max_tokens_per_rank), ll = config.num_max_ll_tokens;
   const int64_t lists = std::max(route_list_capacity(config, kMaxExpertAlignment), experts * r * t);
   MoeRegion region;

@@ -31,7 +31,7 @@ Launch ModelRank::experts(int call) {
 // Stores tile after tile, like GroupedGemm.
 void ModelRank::store_tiles(int call) {
   const std::vector<float> y = outputs(call);
-  const int num_positions = context_.region.expert_offsets(buffer(call), context_.config.num_local_experts());
+  const int num_positions = context_.region.expert_offsets(buffer(call), context_.config.num_local_experts);
   for (int tile = 0; tile < kTilesOfARow; ++tile) {
     const int first = shape_.hidden * tile / kTilesOfARow, end = shape_.hidden * (tile + 1) / kTilesOfARow;
     for (int i = 0; i < num_positions; ++i) {
@@ -44,9 +44,9 @@ void ModelRank::store_tiles(int call) {
 std::vector<float> ModelRank::outputs(int call) const {
   std::vector<float> y(context_.config.route_capacity() * shape_.hidden);
   const MoeRegion& region = context_.region;
-  const int b = buffer(call), first_expert = rank() * context_.config.num_local_experts();
+  const int b = buffer(call), first_expert = rank() * context_.config.num_local_experts;
   int32_t position = 0;
-  for (int e = 0; e < context_.config.num_local_experts(); ++e) {
+  for (int e = 0; e < context_.config.num_local_experts; ++e) {
     if (region.expert_offsets(b, e) != position) fail("expert_offsets[" + std::to_string(e) + "] is wrong");
     for (int src = 0; src < shape_.num_ranks; ++src) {
       const auto& choices = input(src, call).choices;
@@ -72,7 +72,7 @@ std::vector<float> ModelRank::outputs(int call) const {
       }
     }
   }
-  if (region.expert_offsets(b, context_.config.num_local_experts()) != position) fail("the number of routes is wrong");
+  if (region.expert_offsets(b, context_.config.num_local_experts) != position) fail("the number of routes is wrong");
   return y;
 }
 

@@ -80,7 +80,7 @@ class Worker {
   // Checks every landed row and route; computes y for the combine.
   void work(const Round& round, const DispatchHandle& handle) {
     const MoeRegion& region = ep_.region();
-    const int b = handle.buffer, local_experts = config_.num_local_experts();
+    const int b = handle.buffer, local_experts = config_.num_local_experts;
     const int64_t num_positions = round.layout == Layout::kMasked ? local_experts * config_.row_capacity()
                                                                   : region.expert_offsets(b, local_experts);
     const int64_t row_bytes = config_.hidden * size_of(config_.dtype);
@@ -140,7 +140,7 @@ class Worker {
     const int64_t row_bytes = config_.hidden * size_of(config_.dtype);
     std::vector<std::byte> expert_x(num_positions * row_bytes);
     ep_.gather_rows(handle, expert_x.data(), nullptr, {.num_blocks = round.num_blocks});
-    for (int e = 0; e < config_.num_local_experts(); ++e) {
+    for (int e = 0; e < config_.num_local_experts; ++e) {
       for (int i = 0; i < region.expert_counts(handle.buffer, e); ++i) {
         const int position = region.expert_offsets(handle.buffer, e) + i;
         check_row(round, &expert_x[position * row_bytes], region.route_src_rank(handle.buffer, position),
@@ -201,7 +201,7 @@ class Worker {
     float partial = 0;
     for (int k = 0; k < config_.num_topk; ++k) {
       const auto expert = static_cast<int>(tokens.topk_idx[token * config_.num_topk + k]);
-      if (expert < 0 || expert / config_.num_local_experts() != r) continue;
+      if (expert < 0 || expert / config_.num_local_experts != r) continue;
       const float y = rounded(config_.dtype, expert_output(expert, x_value(src, token, round.number, c)));
       const volatile float product = tokens.weights[token * config_.num_topk + k] * y;  // rounded before it is added
       partial += product;

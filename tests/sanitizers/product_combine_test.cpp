@@ -36,7 +36,7 @@ class ProductWorker {
         config_(ep.config()),
         seed_(seed),
         x_(config_.route_capacity() * 4 * kDepth),
-        w_(static_cast<size_t>(config_.num_local_experts()) * config_.hidden * kDepth) {
+        w_(static_cast<size_t>(config_.num_local_experts) * config_.hidden * kDepth) {
     std::mt19937 random(static_cast<uint32_t>(seed + config_.rank));
     for (auto* values : {&x_, &w_}) {
       for (uint16_t& value : *values) {
@@ -75,7 +75,7 @@ class ProductWorker {
                                .w = w_.data(),
                                .out = y.data(),
                                .x_stride = kDepth,
-                               .num_experts = config_.num_local_experts(),
+                               .num_experts = config_.num_local_experts,
                                .num_x_rows = static_cast<int32_t>(num_rows),
                                .num_rows = static_cast<int32_t>(num_rows),
                                .num_columns = config_.hidden,
@@ -83,7 +83,7 @@ class ProductWorker {
     EXPECT_TRUE(ep_.can_send_with_product(*handle));
     if (fuses) {
       product.stored_tiles = stored_tiles.data();
-      for (int e = 0; e < config_.num_local_experts(); ++e) {
+      for (int e = 0; e < config_.num_local_experts; ++e) {
         const int rows = product.expert_offsets[e + 1] - product.expert_offsets[e];
         num_tile_rows_ += rows * div_up(config_.hidden, 2 * BlockTile<Bfloat16>::kColumns);
       }

@@ -27,7 +27,7 @@ struct Routing {
 
   Routing(Random& random, const MoeConfig& config, int receiver) {
     // Any routing, all to one expert, all dropped, all to the receiver, or with ids out of range.
-    const int kind = random.pick(0, 4), local = config.num_local_experts(), mine = receiver * local;
+    const int kind = random.pick(0, 4), local = config.num_local_experts, mine = receiver * local;
     const int most = config.num_max_tokens_per_rank;
     num_tokens = random.pick(0, 3) == 0 ? 0 : random.pick(0, 2) == 0 ? most : random.pick(0, most);
     for (int i = 0; i < num_tokens * config.num_topk; ++i) {
@@ -125,7 +125,7 @@ class RoutingExchange {
         for (int k = 0; k < config_.num_topk; ++k) {
           const int choice = sent_[src].choice[t * config_.num_topk + k];
           num_bad += choice < -1 || choice >= config_.num_experts;
-          if (choice >= 0 && choice < config_.num_experts) expected.insert(choice / config_.num_local_experts());
+          if (choice >= 0 && choice < config_.num_experts) expected.insert(choice / config_.num_local_experts);
         }
         ASSERT_EQ(heaps_.context[src].region.token_ranks(buffer_, t).bits, expected.bits);
       }
@@ -140,7 +140,7 @@ class RoutingExchange {
     std::vector<std::vector<RouteTerm>> terms(room * config_.num_topk);  // by row and choice
     uint32_t num_lost = 0;
     int32_t position = 0;
-    for (int e = 0; e < config_.num_local_experts(); ++e) {
+    for (int e = 0; e < config_.num_local_experts; ++e) {
       if (layout_ == Layout::kMasked) position = static_cast<int32_t>(e * room);
       ASSERT_EQ(region.expert_offsets(buffer_, e), position);
       int count = 0;
@@ -164,7 +164,7 @@ class RoutingExchange {
       }
     }
     if (layout_ != Layout::kMasked) {
-      ASSERT_EQ(region.expert_offsets(buffer_, config_.num_local_experts()), position);
+      ASSERT_EQ(region.expert_offsets(buffer_, config_.num_local_experts), position);
     }
     ASSERT_EQ(heaps_.context[me_].region.errors.data->num_lost_routes, num_lost);
     check_landed(terms);
@@ -182,13 +182,14 @@ class RoutingExchange {
   bool is_small(int rank) const { return config_.sends_ll_choices(sent_[rank].num_tokens); }
 
   static MoeConfig draw(Random& random, const Size& size) {
-    MoeConfig config{.num_ranks = random.pick(1, size.most_ranks),
+    const int num_ranks = random.pick(1, size.most_ranks);
+    const int num_local = random.pick(std::max(1, size.most_local_experts / 2), size.most_local_experts);
+    MoeConfig config{.num_ranks = num_ranks,
+                     .num_experts = num_ranks * num_local,
                      .num_topk = random.pick(1, 9),
                      .hidden = 1,
                      .num_max_tokens_per_rank = random.pick(std::max(1, size.most_tokens / 2), size.most_tokens),
                      .num_buffers = 2};
-    config.num_experts =
-        config.num_ranks * random.pick(std::max(1, size.most_local_experts / 2), size.most_local_experts);
     // Small batches: none, some, or all that can be.
     const int most = config.ll_token_capacity(), kind = random.pick(0, 3);
     config.num_max_ll_tokens = kind == 0 ? 0 : kind == 1 ? most : random.pick(0, most);
@@ -198,11 +199,11 @@ class RoutingExchange {
 
   // In (source rank, token, choice) order.
   std::vector<std::vector<Route>> routes_by_expert() const {
-    std::vector<std::vector<Route>> routes(config_.num_local_experts());
+    std::vector<std::vector<Route>> routes(config_.num_local_experts);
     for (int r = 0; r < config_.num_ranks; ++r) {
       for (int i = 0; i < sent_[r].num_tokens * config_.num_topk; ++i) {
-        const int e = sent_[r].choice[i] - me_ * config_.num_local_experts();
-        if (e < 0 || e >= config_.num_local_experts()) continue;
+        const int e = sent_[r].choice[i] - me_ * config_.num_local_experts;
+        if (e < 0 || e >= config_.num_local_experts) continue;
         const int32_t row = r * config_.num_max_tokens_per_rank + i / config_.num_topk;
         routes[e].push_back({row, i % config_.num_topk, sent_[r].weight[i]});
       }

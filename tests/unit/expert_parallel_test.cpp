@@ -42,7 +42,7 @@ struct Rank {
   // Identity experts, so that the result is x times the number of choices.
   void combine_send(DispatchHandle& handle) {
     const MoeRegion& region = ep.region();
-    const int num_routes = region.expert_offsets(handle.buffer, ep.config().num_local_experts());
+    const int num_routes = region.expert_offsets(handle.buffer, ep.config().num_local_experts);
     y.assign(static_cast<size_t>(ep.config().route_capacity()) * kHidden, -1.0f);
     for (int i = 0; i < num_routes; ++i) {
       const int row = region.expert_row_index(handle.buffer, i);

@@ -21,13 +21,14 @@ constexpr uint64_t kEpoch = (uint64_t{1} << 31) + 5;
 constexpr WaitSite kSite{moe_op::kDispatchRecv, moe_kind::kRowWait, 0};
 
 MoeConfig draw_config(Random& random) {
-  MoeConfig config{.num_ranks = random.pick(1, 6),
+  const int num_ranks = random.pick(1, 6);
+  MoeConfig config{.num_ranks = num_ranks,
+                   .num_experts = num_ranks * random.pick(1, 20),
                    .num_topk = random.pick(1, 9),
                    .hidden = random.pick(0, 1) ? random.pick(1, 40) : random.pick(1, 1700),
                    .num_max_tokens_per_rank = random.pick(1, 60),
                    .num_buffers = 2,
                    .dtype = static_cast<DType>(random.pick(0, 2))};
-  config.num_experts = config.num_ranks * random.pick(1, 20);
   config.num_max_ll_tokens = random.pick(1, config.ll_token_capacity());
   return config;
 }
@@ -151,7 +152,7 @@ TEST(LlSum, AreThePlainSumsInAscendingOrderOfTheRanks) {
   for (int round = 0; round < 200; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     MoeConfig config = draw_config(random);
-    config.num_ranks = random.pick(1, 6), config.num_experts = config.num_ranks;
+    config.num_ranks = random.pick(1, 6), config.num_experts = config.num_ranks, config.num_local_experts = 1;
     config.num_max_ll_tokens = std::min(config.num_max_ll_tokens, config.ll_token_capacity());
     Heaps heaps(config);
     const int buffer = random.pick(0, 1), token = random.pick(0, config.num_max_ll_tokens - 1);
@@ -247,7 +248,7 @@ TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
     SCOPED_TRACE("round " + std::to_string(round));
     const MoeConfig config = draw_config(random);
     Heaps heaps(config);
-    const int num_local = config.num_local_experts(), num_topk = config.num_topk;
+    const int num_local = config.num_local_experts, num_topk = config.num_topk;
     const Context& me = heaps.context[random.pick(0, config.num_ranks - 1)];
     // None, some, as many as fit, and more: larger batches travel as tables and must not be in this one.
     std::vector<int32_t> num_tokens;

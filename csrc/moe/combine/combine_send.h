@@ -22,15 +22,16 @@ class LandedSchedule {
       : c_(c),
         buffer_(buffer),
         num_landed_(c.region.landed_offsets(buffer, c.heap.num_ranks)),
+        begin_own_(c.region.landed_offsets(buffer, c.heap.rank)),  // loaded with the others, needed or not
         end_own_(c.region.landed_offsets(buffer, c.heap.rank + 1)),
-        num_own_kept_(own.are_kept() ? end_own_ - c.region.landed_offsets(buffer, c.heap.rank) : 0) {}
+        num_own_kept_(own.are_kept() ? end_own_ - begin_own_ : 0) {}
 
   MOE_A2A_DEVICE int num_rows() const { return num_landed_ - num_own_kept_; }
 
  protected:
   const Context& c_;
   int buffer_;
-  int num_landed_, end_own_, num_own_kept_;
+  int num_landed_, begin_own_, end_own_, num_own_kept_;
 };
 
 // In memory order, starting after this rank's own rows, which come last.

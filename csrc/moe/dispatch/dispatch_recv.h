@@ -73,8 +73,12 @@ struct DispatchRecv {
       const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, r, -1, args.buffer};
       const Signal* signal = c.region.table_signal.at(args.buffer, r, 0);
       good &= wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
+        // In flight together with the LL word: one after the other they would double the time of a poll.
+        const uint64_t polled = atomic_load<Order::kRelaxed, Scope::kSystem>(&signal->word);
         if (c.config.num_max_ll_tokens > 0 && find_ll_tokens(c, args.buffer, r, epoch, &payload)) return true;
-        return has_arrived(signal, epoch, seen, &payload);  // pairs with RoutingTable::send() and RefuseDispatch
+        seen = polled;
+        // Pairs with RoutingTable::send() and RefuseDispatch.
+        return Signal::reached(polled, epoch) && has_arrived(signal, epoch, seen, &payload);
       });
       if (payload == MoeRegion::kRefused) {
         write_report(c.wait, c.heap, site, Reason::kRefused, Refusal::kFinal, epoch, Signal::pack(epoch, payload), 0);

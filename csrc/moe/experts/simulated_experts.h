@@ -98,7 +98,7 @@ struct SimulatedExperts {
   // The last local expert whose positions begin at or before this one.
   MOE_A2A_DEVICE static int expert_at(const Args& args, int position) {
     const MoeConfig& config = args.context.config;
-    int first = 0, last = config.num_local_experts() - 1;
+    int first = 0, last = config.num_local_experts - 1;
     if (args.layout == Layout::kMasked) {
       const int expert = static_cast<int>(position / config.row_capacity());
       return expert < last ? expert : last;

@@ -41,7 +41,7 @@ class ChunkTable {
   // How many entries of a list are in a rank's chunks [begin, end). Unrolled to keep several loads in flight.
   MOE_A2A_DEVICE int32_t sum(int rank, int list, int begin, int end) const {
     constexpr int kUnroll = kBlockThreads > 1 ? 8 : 1;
-    const int num_lists = config().num_local_experts() + 1;
+    const int num_lists = config().num_local_experts + 1;
     const int32_t* counts = args_.context.region.table_count.at(args_.buffer, rank, 0, list);
     int32_t sum = 0;
     MOE_A2A_ROLLED

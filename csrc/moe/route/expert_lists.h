@@ -19,7 +19,7 @@ class ExpertLists {
   };
   // Placed after `offset` bytes of other use.
   MOE_A2A_HOST_DEVICE static Plan plan(const MoeConfig& config, int offset = 0) {
-    const int num_lists = config.num_local_experts() + 1;
+    const int num_lists = config.num_local_experts + 1;
     SharedCarver carver(offset);
     Plan plan;
     plan.count = carver.take<int32_t>(num_lists);
@@ -70,14 +70,14 @@ class ExpertLists {
     if (grid_.rank() == last) publish_counts();
     if (grid_.rank() == (last > 0 ? last - 1 : 0)) publish_ranks();
     if (args_.layout == Layout::kExpertMajor) {
-      for (int e = grid_.rank(); e < config_.num_local_experts(); e += grid_.size()) write_padding(e);
+      for (int e = grid_.rank(); e < config_.num_local_experts; e += grid_.size()) write_padding(e);
     }
     return true;
   }
 
  private:
-  MOE_A2A_DEVICE int num_lists() const { return config_.num_local_experts() + 1; }
-  MOE_A2A_DEVICE int landed_list() const { return config_.num_local_experts(); }
+  MOE_A2A_DEVICE int num_lists() const { return config_.num_local_experts + 1; }
+  MOE_A2A_DEVICE int landed_list() const { return config_.num_local_experts; }
   MOE_A2A_DEVICE int32_t& before_rank(int rank, int list) const { return before_rank_[rank * num_lists() + list]; }
 
   // ---- where everything begins
@@ -130,7 +130,7 @@ class ExpertLists {
   }
 
   MOE_A2A_DEVICE void publish_counts() const {
-    const int num_experts = config_.num_local_experts(), b = args_.buffer;
+    const int num_experts = config_.num_local_experts, b = args_.buffer;
     MOE_A2A_ROLLED
     for (int e = block_.rank(); e <= num_experts; e += block_.size()) {
       region_.expert_offsets(b, e) = start_[e];
@@ -159,18 +159,13 @@ class ExpertLists {
     const int num_blocks = grid_.size() > 2 ? grid_.size() - 2 : grid_.size();
     if (grid_.rank() >= num_blocks) return;
     const ChoiceThreads& threads = ll_table_.threads();
-    RoundRobin<> turns(grid_.rank() + num_blocks * threads.token, num_blocks * threads.num_tokens);
-    MOE_A2A_ROLLED
-    for (int r = 0; r < config_.num_ranks; ++r) {
-      if (!ll_table_.has(num_tokens_[r])) continue;
-      const int shift = ll_table_.segment_shift(num_tokens_[r]);
-      turns.walk(num_tokens_[r], [&](int token) {
-        const int32_t* before = ll_table_.counts_of(r, token >> shift);
-        write_token(LlTable::Token(ll_table_, r, token), r, token, before,
-                    [&](int expert) { return start_[expert] + before[expert]; });
-        return true;
-      });
-    }
+    const int first = grid_.rank() + num_blocks * threads.token, stride = num_blocks * threads.num_tokens;
+    ll_table_.walk_tokens(num_tokens_, first, stride, [&](int rank, int token) {
+      const int32_t* before = ll_table_.counts_of(rank, token >> ll_table_.segment_shift(num_tokens_[rank]));
+      write_token(LlTable::Token(ll_table_, rank, token), rank, token, before,
+                  [&](int expert) { return start_[expert] + before[expert]; });
+      return true;
+    });
   }
 
   // The chunks of all large batches, round-robin over the blocks. next_ holds where the current chunk's entries begin;
@@ -219,11 +214,9 @@ class ExpertLists {
                                   const FirstPositionOf& first_position_of) const {
     if (entry.landed_idx() < 0) return;
     const int32_t row = rank * config_.num_max_tokens_per_rank + token;
-    // -1: the choice has no route here.
-    const auto position_of = [&](LocalChoice choice) {
-      if (choice.expert < 0) return -1;
-      const int32_t position = first_position_of(choice.expert) + choice.idx;
-      return has_room_for(choice.expert, position) ? position : -1;
+    const auto position_of = [&](LocalChoice choice) { return first_position_of(choice.expert) + choice.idx; };
+    const auto has_route = [&](LocalChoice choice) {
+      return choice.expert >= 0 && (!can_overflow() || has_room_for(choice.expert, position_of(choice)));
     };
     if (entry.is_leader()) write_landed(before[landed_list()] + entry.landed_idx(), rank, row);
     RouteTerm* terms = region_.landed_term.at(args_.buffer, row);
@@ -231,11 +224,11 @@ class ExpertLists {
     entry.visit_choices([&](int k, LocalChoice choice) {
       if constexpr (Token::kIsShared) {
         MOE_A2A_ROLLED
-        for (; counted < k; ++counted) num_terms += position_of(entry.choice(counted)) >= 0;
+        for (; counted < k; ++counted) num_terms += has_route(entry.choice(counted));
         ++counted;
       }
-      const int32_t position = position_of(choice);
-      if (position >= 0) {
+      if (has_route(choice)) {
+        const int32_t position = position_of(choice);
         const float weight = entry.weight(k);
         write_route(position, rank, token, weight);
         terms[num_terms++] = {position, weight};
@@ -246,9 +239,10 @@ class ExpertLists {
     });
   }
 
-  // Only a masked block can overflow; lost routes are raised by the next raise_reported().
+  // Only a masked block can; lost routes are raised by the next raise_reported().
+  MOE_A2A_DEVICE bool can_overflow() const { return args_.layout == Layout::kMasked; }
   MOE_A2A_DEVICE bool has_room_for(int expert, int32_t position) const {
-    return args_.layout != Layout::kMasked || position - start_[expert] < extent(expert);
+    return position - start_[expert] < extent(expert);
   }
   MOE_A2A_DEVICE void count_lost_route() const {
     atomic_add<Order::kRelaxed, Scope::kDevice>(&args_.context.region.errors.data->num_lost_routes, 1u);

@@ -35,8 +35,9 @@ MOE_A2A_DEVICE void send_choices(const DispatchSendArgs& args, const Warp& warp,
   const Context& c = args.context;
   RankSet ranks;
   for (int k = warp.rank(); k < c.config.num_topk; k += warp.size()) {
+    const float weight = weight_of_choice(args, token, k);  // loaded first, so that neither load waits for the other
     const int32_t expert = checked_choice(args, token, k);
-    send_choice(c, args.buffer, args.num_tokens, token, k, expert, weight_of_choice(args, token, k), epoch);
+    send_choice(c, args.buffer, args.num_tokens, token, k, expert, weight, epoch);
     if (expert >= 0) ranks.insert(rank_of_expert(c.config, expert));
   }
   ranks.bits = warp.reduce_or(ranks.bits);

@@ -31,12 +31,14 @@ class LlTable {
     plan.choices = carver.take<Choice>(tokens * config.num_topk);
     return plan;
   }
-  // The most segments of 2^shift tokens that a rank's batch is cut into; a warp counts each.
+  // The most segments of 2^shift tokens that a rank's batch is cut into; a warp counts each. A power of two: kernels
+  // compute it, and divide slowly.
   MOE_A2A_HOST_DEVICE static int most_segments(const MoeConfig& config) {
     constexpr int kOfAllRanks = 16, kNumCounters = 4096;
-    const int wanted = kOfAllRanks / config.num_ranks, fits = kNumCounters / (config.num_ranks * num_lists(config));
-    const int most = wanted < fits ? wanted : fits;
-    return most > 1 ? most : 1;
+    const int counters = config.num_ranks * num_lists(config);
+    int most = 1;
+    while (2 * most * config.num_ranks <= kOfAllRanks && 2 * most * counters <= kNumCounters) most *= 2;
+    return most;
   }
 
   MOE_A2A_DEVICE LlTable(const Context& context, int buffer, const Block& block, std::byte* shared, const Plan& plan)
@@ -45,7 +47,7 @@ class LlTable {
         buffer_(buffer),
         block_(block),
         most_segments_(most_segments(context.config)),
-        num_bits_(bits_of_values(context.config.num_local_experts())),
+        num_bits_(bits_of_values(context.config.num_local_experts)),
         threads_(block, context.config.num_topk),
         count_(plan.counts.in(shared)),
         landed_idx_(plan.landed_idx.in(shared)),
@@ -67,21 +69,36 @@ class LlTable {
 
   // Receives the choices of all small and medium batches, a thread per choice; false if a wait gave up.
   MOE_A2A_DEVICE bool receive(const int32_t* num_tokens, uint64_t epoch) {
-    RoundRobin<> turns(threads_.token, threads_.num_tokens);
     MOE_A2A_ROLLED
     for (int r = 0; r < config_.num_ranks; ++r) {
       if (!config_.returns_ll(num_tokens[r])) sums_return_ll_ = false;
-      if (!has(num_tokens[r])) continue;
-      const bool good = turns.walk(num_tokens[r], [&](int token) {
-        MOE_A2A_ROLLED
-        for (int k = threads_.k; k < config_.num_topk; k += threads_.per_token) {
-          if (!receive(r, token, k, epoch)) return false;
-        }
-        return true;
-      });
-      if (!good) return false;
     }
-    return true;
+    return walk_tokens(num_tokens, threads_.token, threads_.num_tokens, [&](int rank, int token) {
+      MOE_A2A_ROLLED
+      for (int k = threads_.k; k < config_.num_topk; k += threads_.per_token) {
+        if (!receive(rank, token, k, epoch)) return false;
+      }
+      return true;
+    });
+  }
+
+  // Calls visit(rank, token) for every stride-th of all small and medium batches' tokens, from `first` on; stops with
+  // false as soon as a visit returns false. The threads of a warp visit theirs together, whatever the ranks; in a loop
+  // over the ranks, a warp with tokens of three ranks would visit three times.
+  template <class Visit>
+  MOE_A2A_DEVICE bool walk_tokens(const int32_t* num_tokens, int first, int stride, const Visit& visit) const {
+    int rank = 0;
+    MOE_A2A_ROLLED
+    for (int token = first;; token += stride) {
+      MOE_A2A_ROLLED
+      for (; rank < config_.num_ranks; ++rank) {
+        const int here = has(num_tokens[rank]) ? num_tokens[rank] : 0;
+        if (token < here) break;
+        token -= here;
+      }
+      if (rank == config_.num_ranks) return true;
+      if (!visit(rank, token)) return false;
+    }
   }
 
   // A warp per segment; needs a block barrier before and after.
@@ -164,7 +181,7 @@ class LlTable {
   static constexpr int kFewestShift = 2;
 
   // One list per local expert, and one of the tokens that land here.
-  MOE_A2A_HOST_DEVICE static int num_lists(const MoeConfig& config) { return config.num_local_experts() + 1; }
+  MOE_A2A_HOST_DEVICE static int num_lists(const MoeConfig& config) { return config.num_local_experts + 1; }
   MOE_A2A_HOST_DEVICE static int num_counts(const MoeConfig& config) {
     return config.num_ranks * most_segments(config) * num_lists(config);
   }
@@ -195,7 +212,7 @@ class LlTable {
     const int32_t num_landed = number_members(
         warp, first_token, end_token, [&](int t) { return landed_idx[t] != 0; },
         [&](int t, int32_t idx) { landed_idx[t] = idx; });
-    if (warp.rank() == 0) counts[config_.num_local_experts()] = num_landed;
+    if (warp.rank() == 0) counts[config_.num_local_experts] = num_landed;
   }
 
   const Context& context_;

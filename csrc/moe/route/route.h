@@ -6,9 +6,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-MOE_A2A_DEVICE int rank_of_expert(const MoeConfig& config, int32_t expert) {
-  return expert / config.num_local_experts();
-}
+MOE_A2A_DEVICE int rank_of_expert(const MoeConfig& config, int32_t expert) { return expert / config.num_local_experts; }
 
 // Bits that distinguish the values 0 ... count - 1 and -1.
 MOE_A2A_DEVICE int bits_of_values(int count) {
@@ -20,22 +18,24 @@ MOE_A2A_DEVICE int bits_of_values(int count) {
 
 // Maps a block's threads onto the choices of consecutive tokens: neighbouring threads share a token.
 struct ChoiceThreads {
-  int per_token = 1;  // threads per token, a power of two
-  int num_tokens;     // handled side by side
-  int token, k;       // this thread's first
+  int per_token;   // threads per token, a power of two
+  int num_tokens;  // handled side by side
+  int token, k;    // this thread's first
 
   MOE_A2A_DEVICE ChoiceThreads(const Block& block, int num_topk) {
-    while (per_token < num_topk && per_token < block.size()) per_token *= 2;
-    num_tokens = block.size() / per_token;
-    token = block.rank() / per_token;
-    k = block.rank() % per_token;
+    int log2 = 0;  // of per_token
+    while (1 << log2 < num_topk && 1 << log2 < block.size()) ++log2;
+    per_token = 1 << log2;
+    num_tokens = block.size() >> log2;
+    token = block.rank() >> log2;
+    k = block.rank() & (per_token - 1);
   }
 };
 
 // The local expert of a choice; -1 if it is elsewhere or dropped.
 MOE_A2A_DEVICE int local_expert(const MoeConfig& config, int32_t expert) {
-  const int local = expert - config.rank * config.num_local_experts();
-  return expert >= 0 && local >= 0 && local < config.num_local_experts() ? local : -1;
+  const int local = expert - config.rank * config.num_local_experts;
+  return expert >= 0 && local >= 0 && local < config.num_local_experts ? local : -1;
 }
 
 // A choice as it travels; -1: dropped. An id out of range counts as dropped. The host rejects it where it can see it;

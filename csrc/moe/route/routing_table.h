@@ -167,7 +167,7 @@ class RoutingTable {
         counters_[w * num + e] = total;
         total += count;
       }
-      const int rank = rank_of_expert(config_, first + e), local = first + e - rank * config_.num_local_experts();
+      const int rank = rank_of_expert(config_, first + e), local = first + e - rank * config_.num_local_experts;
       *heap_.peer(rank, mine(region_.table_count, chunk_, local)) = total;
     }
     block_.sync();
@@ -191,8 +191,7 @@ class RoutingTable {
     const int32_t num_landed = number_members(
         warp, 0, num_tokens_, [&](int t) { return ranks_[t].contains(rank); },
         [&](int t, int32_t idx) { landed_idx[t] = idx; });
-    if (warp.rank() == 0)
-      *heap_.peer(rank, mine(region_.table_count, chunk_, config_.num_local_experts())) = num_landed;
+    if (warp.rank() == 0) *heap_.peer(rank, mine(region_.table_count, chunk_, config_.num_local_experts)) = num_landed;
   }
 
   const DispatchSendArgs& args_;
