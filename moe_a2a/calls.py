@@ -113,6 +113,17 @@ def combine_refused_if_failed(handle: DispatchHandle) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def combines_refused_if_failed(ep: Client) -> Iterator[None]:
+    """Around work for a combine() of which this rank knows no handle: if it fails, the combine of every received, open handle
+    is refused once, as serves_a_handle() does."""
+    try:
+        yield
+    except BaseException as error:
+        _tell(ep, error, lambda core, why: core.tell_combine_failed(None, why))
+        raise
+
+
+@contextlib.contextmanager
 def refused_if_failed(collectives: Client) -> Iterator[None]:
     """Around what a call of a Collectives does before its launch. If that fails, the peers raise PeerRefusedError, and the
     call counts as made on every rank."""

@@ -371,7 +371,23 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
             handle.ep.check()
         group.all_gather(None)  # had the rank tried again at once, its sums might have come before its refusal was seen
         assert torch.equal(buffer.combine(y, handle)[0], combined(x, ids, weights))
+        with refused(TypeError, "handle is a list"):
+            buffer.dispatch(x, handle=[] if fails else handle)
+            handle.ep.check()
+        other = buffer_of(group)
+        *_, foreign, _ = dispatched(other, x, ids, weights)
+        with refused(ValueError, "handle is one of another Buffer on rank 0"):
+            buffer.dispatch(x, handle=foreign if fails else handle)
+            handle.ep.check()
+        other.destroy()
+        buffer.dispatch(x, handle=handle)
+        assert torch.equal(buffer.combine(y, handle)[0], combined(x, ids, weights))
+        with refused(ValueError, r"x has shape \[256\] on rank 0; pass a row per token"):
+            dispatched(buffer, x[0] if fails and len(x) else x, ids, weights)
         recv_x, _, low_latency, *_ = buffer.low_latency_dispatch(x, ids, 40, 2 * EXPERTS_PER_RANK, use_fp8=False)
+        with refused(ValueError, r"topk_idx has shape \[0\] on rank 0; pass a row per token"):
+            buffer.low_latency_dispatch(x, ids.flatten()[:0] if fails else ids, 40, 2 * EXPERTS_PER_RANK, use_fp8=False)
+            low_latency.ep.check()
         if device.type == "cpu":  # on a GPU rank 1 would wait for its deadline
             with refused(ValueError, "topk_weights has shape"):
                 buffer.low_latency_combine(recv_x, ids, wrong, low_latency)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -91,14 +92,23 @@ class Exchange:
         self._open[ep].append(handle)
         return handle
 
-    def check_handle(self, handle: Any, kind: type) -> None:
-        """Raises TypeError unless it is one of that kind, on the peers PeerRefusedError."""
-        if isinstance(handle, kind):
-            return
-        if self._made:
-            ep = self._made[-1][1]
-            ep.combine(torch.empty(0, ep.hidden, dtype=ep.dtype, device=ep.device), handle)
-        raise TypeError(f"handle is a {type(handle).__name__} on rank {self.rank}; pass what dispatch() returned")
+    def check_handle(self, handle: Any, kind: type, opens: bool = False) -> None:
+        """Raises unless it is one of that kind, of this exchange. On the peers the dispatch is refused if the call `opens`
+        one, else the combine."""
+        with self.dispatch_refused_if_failed() if opens else self.combines_refused_if_failed():
+            if not isinstance(handle, kind):
+                name = type(handle).__name__
+                raise TypeError(f"handle is a {name} on rank {self.rank}; pass what dispatch() returned")
+            if handle.ep not in self._open:  # type: ignore[attr-defined]
+                raise ValueError(f"handle is one of another Buffer on rank {self.rank}; pass one of this Buffer's")
+
+    # For arguments that do not tell which ExpertParallel the peers are in: most likely the newest.
+
+    def dispatch_refused_if_failed(self) -> AbstractContextManager[None]:
+        return calls.dispatch_refused_if_failed(self._made[-1][1]) if self._made else nullcontext()
+
+    def combines_refused_if_failed(self) -> AbstractContextManager[None]:
+        return calls.combines_refused_if_failed(self._made[-1][1]) if self._made else nullcontext()
 
     def gathered(self, table: Tensor) -> Tensor:
         """The tables of all ranks, one below the other; a table has a row for each of T tokens."""

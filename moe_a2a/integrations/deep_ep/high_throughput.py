@@ -83,6 +83,7 @@ def dispatch_again(
     exchange: Exchange, x: Tensor, x_scales: Tensor | None, handle: Handle, *, num_blocks: int
 ) -> Received:
     """The rows of `x` along the routing of an earlier dispatch."""
+    exchange.check_handle(handle, Handle, opens=True)
     opened = _opened_again(exchange, x, x_scales, handle, num_blocks)
     with calls.combine_refused_if_failed(opened):
         return Received(*_packed(handle, opened, x_scales))
@@ -127,6 +128,9 @@ def _checked(
     arguments.check_tensor(rank, "x", x)
     arguments.check_tensor(rank, "topk_idx", topk_idx)
     arguments.check_optional_tensor(rank, "topk_weights", topk_weights)
+    for name, rows in (("x", x), ("topk_idx", topk_idx)):
+        if rows.dim() != 2:
+            raise ValueError(f"{name} has shape {list(rows.shape)} on rank {rank}; pass a row per token")
     shape = [len(x), topk_idx.shape[-1]]
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         if tensor is not None and list(tensor.shape) != shape:
@@ -189,7 +193,6 @@ def _packed(handle: Handle, opened: DispatchHandle, x_scales: Tensor | None) -> 
 def _opened_again(
     exchange: Exchange, x: Tensor, x_scales: Tensor | None, handle: Handle, num_blocks: int
 ) -> DispatchHandle:
-    exchange.check_handle(handle, Handle)
     exchange.make_room(handle.ep)
     opened = handle.ep.dispatch(x, handle.topk_idx, x_scales=x_scales, num_blocks=num_blocks)
     handle.open = exchange.opened(handle.ep, opened)

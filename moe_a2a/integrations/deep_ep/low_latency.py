@@ -50,8 +50,11 @@ def dispatch(
     use_fp8: bool,
     return_recv_hook: bool,
 ) -> LowLatencyReceived:
-    arguments.check_tensor(exchange.rank, "x", x)
-    arguments.check_tensor(exchange.rank, "topk_idx", topk_idx)
+    with exchange.dispatch_refused_if_failed():
+        for name, tensor in (("x", x), ("topk_idx", topk_idx)):
+            arguments.check_tensor(exchange.rank, name, tensor)
+            if tensor.dim() != 2:
+                raise ValueError(f"{name} has shape {list(tensor.shape)} on rank {exchange.rank}; pass a row per token")
     kind = Kind(num_experts, topk_idx.shape[-1], x.shape[-1], x.dtype, is_low_latency=True)
     ep = exchange.expert_parallel(kind, num_max_tokens)
     exchange.make_room(ep)
