@@ -4,6 +4,8 @@ CI has no torchtitan. To run these: pip install torchtitan==0.3.0.
 """
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import ranks
@@ -83,6 +85,46 @@ def program(group, alignment):
 def test_layers_and_gradients_are_those_of_one_rank(titan, num_ranks, alignment):
     print(f"seed {SEED}")
     ranks.run_processes(num_ranks, program, alignment)
+
+
+def through_deep_ep(group):
+    """torchtitan's DeepEP backend on our package of that name: forward, gradients, and its form for captured graphs."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "compat" / "deep_ep"))
+    from torchtitan.distributed.deepep import deepep
+
+    for name in ("dispatch", "combine"):  # registered for GPUs only
+        deepep._lib.impl(name, getattr(deepep, f"_{name}_op_impl"), "CPU")
+    rank, num_ranks = group.rank(), group.size()
+    num_experts, num_local = 4 * num_ranks, 4
+    deepep.get_buffer(group, hidden=DIM, num_max_tokens_per_rank=TOKENS, num_topk=TOPK)
+    generator = torch.Generator().manual_seed(SEED + rank)
+    scores, ids = torch.rand(TOKENS, num_experts, generator=generator).topk(TOPK)
+    x, scores = torch.randn(TOKENS, DIM, generator=generator).requires_grad_(), scores.requires_grad_()
+    factors = 1 + torch.arange(num_experts) / num_experts
+
+    def factors_of(counts):
+        return factors[rank * num_local :][:num_local].repeat_interleave(counts)[:, None]
+
+    rows, counts, state = deepep.dispatch_tokens(x, ids, scores, num_local, num_experts, num_tokens_per_rank=TOKENS)
+    out = deepep.combine_tokens(rows * factors_of(counts), state)
+    deepep.sync_combine()
+    out.square().sum().backward()
+    want_x, want_scores = x.detach().clone().requires_grad_(), scores.detach().clone().requires_grad_()
+    want = want_x * (want_scores * factors[ids]).sum(1, keepdim=True)
+    want.square().sum().backward()
+    for mine, wanted in ((out, want), (x.grad, want_x.grad), (scores.grad, want_scores.grad)):
+        torch.testing.assert_close(mine, wanted)
+    with torch.no_grad():
+        rows, counts, state = deepep.dispatch_tokens(
+            x, ids, scores, num_local, num_experts, num_tokens_per_rank=TOKENS, cudagraphable=True
+        )
+        rows[: counts.sum()] *= factors_of(counts)
+        torch.testing.assert_close(deepep.combine_tokens(rows, state), want)
+
+
+def test_its_deep_ep_backend_runs_on_our_package(titan):
+    print(f"seed {SEED}")
+    ranks.run_processes(2, through_deep_ep)
 
 
 def test_without_expert_parallelism_it_is_torchtitans(titan):

@@ -48,6 +48,11 @@ class Exchange:
     def num_ranks(self) -> int:
         return self.comm.num_ranks
 
+    @property
+    def has_made(self) -> bool:
+        """Whether there is an ExpertParallel."""
+        return bool(self._made)
+
     def most_tokens(self, num_tokens: int) -> int:
         """The largest number of tokens on any rank, read by the host."""
         most = torch.tensor([num_tokens], dtype=torch.float32, device=self.comm.device)

@@ -57,9 +57,12 @@ def dispatch(
     expert_alignment: int,
     num_worst_tokens: int,
     num_blocks: int,
+    num_max_tokens: int | None = None,
 ) -> Received:
+    """num_max_tokens: the most tokens of a rank, if all ranks know it; else as num_worst_tokens says, or exchanged."""
     with calls.refused_if_failed(exchange.collectives):
-        kind, bound = _checked(exchange, x, x_scales, topk_idx, topk_weights, num_experts, num_worst_tokens)
+        kind, bound = checked(exchange, x, x_scales, topk_idx, topk_weights, num_experts, num_worst_tokens)
+        bound = bound if num_max_tokens is None else num_max_tokens
     if bound is None or not exchange.find(kind, bound):
         most = exchange.most_tokens(len(x))  # or learns that another rank's call has failed
         bound = most if bound is None else bound
@@ -99,7 +102,7 @@ def combine(
         ep = handle.ep
         nothing = torch.empty(len(handle.topk_idx), ep.hidden, dtype=ep.dtype, device=ep.device)
         opened = _opened_again(exchange, nothing, None, handle, num_blocks)
-    with calls.combine_refused_if_failed(opened):
+    with calls.attempt_refused_if_failed(opened):  # released here alone, it would not be open on the other ranks
         _check_rows(handle, "x", x, handle.ep.hidden)
         rows = handle.unpacked(x)
     combined_x = handle.ep.combine(rows, opened, presummed=True, num_blocks=num_blocks)
@@ -114,7 +117,7 @@ def combine(
     return combined_x, exchange.collectives.reduce_scatter(by_choice[:-1])[: len(handle.topk_idx)]
 
 
-def _checked(
+def checked(
     exchange: Exchange,
     x: Tensor,
     x_scales: Tensor | None,

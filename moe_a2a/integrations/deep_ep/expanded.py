@@ -1,0 +1,181 @@
+"""ElasticBuffer's rows by route: one for each choice of an expert of this rank, grouped by expert.
+
+A dispatch carries the weights that its caller gave, or else the index of each choice: a combine that returns topk_weights
+needs these to find the place of each, and opens another dispatch if the open one does not have them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_a2a import arguments, calls
+from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.handle import DispatchHandle
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind
+from moe_a2a.row_routes import make_unweighted
+
+
+@dataclass(eq=False)
+class ExpandedHandle:
+    """A routing that has been dispatched once; any number of dispatches and combines may use it again."""
+
+    ep: ExpertParallel
+    topk_idx: Tensor
+    expert_alignment: int
+    num_rows: int
+    is_exact: bool  # num_rows is what arrived, not a bound
+    open: DispatchHandle  # of the latest dispatch; ended by a combine
+    carries_choices: bool
+
+    def row_index(self) -> Tensor:
+        """int64 [num_rows]: the row of recv_x of each row by route, -1 where there is none."""
+        index = self.open.expert_row_index[: self.num_rows]
+        positions = torch.arange(len(index), device=index.device)
+        index = torch.where(positions < self.open.expert_offsets[-1], index, -1).long()
+        return torch.nn.functional.pad(index, (0, self.num_rows - len(index)), value=-1)
+
+    def weights(self, row_index: Tensor) -> Tensor:
+        weights = self.open.route_weights[: self.num_rows]
+        weights = torch.nn.functional.pad(weights, (0, self.num_rows - len(weights)))
+        return torch.where(row_index >= 0, weights, 0.0)
+
+
+def worst_num_rows(num_ranks: int, num_tokens: int, num_topk: int, num_local_experts: int, alignment: int) -> int:
+    rows = num_ranks * num_tokens * min(num_topk, num_local_experts) + (alignment - 1) * num_local_experts
+    return -(-rows // alignment) * alignment
+
+
+def dispatch(
+    exchange: Exchange,
+    kind: Kind,
+    x: Tensor,
+    x_scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    num_max_tokens: int,
+    *,
+    expert_alignment: int,
+    is_exact: bool,
+    num_blocks: int,
+) -> tuple[ExpandedHandle, list[int]]:
+    """The handle, and with is_exact the rows of each expert, which the host reads."""
+    if not exchange.find(kind, num_max_tokens):
+        exchange.most_tokens(len(x))  # or learns that another rank's call has failed
+    ep = exchange.expert_parallel(kind, num_max_tokens)
+    exchange.make_room(ep)
+    opened = _opened(exchange, ep, x, x_scales, topk_idx, topk_weights, expert_alignment, num_blocks)
+    with calls.combine_refused_if_failed(opened):
+        sizes = ep.num_ranks, num_max_tokens, ep.num_topk, ep.num_local_experts
+        num_rows, counts = worst_num_rows(*sizes, expert_alignment), []
+        if is_exact:
+            counts = [-(-n // expert_alignment) * expert_alignment for n in opened.expert_counts.tolist()]
+            opened._core.raise_reported()
+            num_rows = sum(counts)
+        has_choices = topk_weights is None
+        return ExpandedHandle(ep, topk_idx, expert_alignment, num_rows, is_exact, opened, has_choices), counts
+
+
+def dispatch_again(
+    exchange: Exchange,
+    handle: ExpandedHandle,
+    x: Tensor,
+    x_scales: Tensor | None,
+    topk_weights: Tensor | None,
+    *,
+    num_blocks: int,
+) -> None:
+    exchange.make_room(handle.ep)
+    handle.open = _opened(
+        exchange, handle.ep, x, x_scales, handle.topk_idx, topk_weights, handle.expert_alignment, num_blocks
+    )
+    handle.carries_choices = topk_weights is None
+
+
+def rows(handle: ExpandedHandle, row_index: Tensor, num_blocks: int) -> tuple[Tensor, Tensor | None]:
+    """Rows and scales; zeros between the experts' rows."""
+    opened, has_scales = handle.open, handle.open.row_dtype.itemsize == 1
+    if not handle.is_exact:  # the kernel copies what arrived, and not up to the bound
+        x, scales = opened._core.gather_rows(opened._handle, opened.row_dtype, num_blocks)
+        return _resized(x, handle.num_rows), None if scales is None else _resized(scales, handle.num_rows)
+    index, is_gap = row_index.clamp(min=0), (row_index < 0)[:, None]
+    x = opened.recv_x.index_select(0, index)
+    x.view(torch.uint8).masked_fill_(is_gap, 0)
+    return x, opened.recv_x_scales.index_select(0, index).masked_fill_(is_gap, 0) if has_scales else None
+
+
+def combine(
+    exchange: Exchange, x: Tensor, handle: ExpandedHandle, topk_weights: Tensor | None, *, num_blocks: int
+) -> tuple[Tensor, Tensor | None]:
+    """The sums over all routes of the rows `x`, and `topk_weights` by token and choice."""
+    ep = handle.ep
+    if not handle.open.is_open or (topk_weights is not None and not handle.carries_choices):
+        with calls.dispatch_refused_if_failed(ep):
+            if handle.open.is_open:
+                handle.open.release()
+            nothing = torch.empty(len(handle.topk_idx), ep.hidden, dtype=ep.dtype, device=ep.device)
+        dispatch_again(exchange, handle, nothing, None, None, num_blocks=num_blocks)
+    opened, by_choice = handle.open, None
+    with calls.attempt_refused_if_failed(opened):
+        _check_shape(ep.rank, "x", x, [handle.num_rows, ep.hidden])
+        if topk_weights is not None:
+            _check_shape(ep.rank, "topk_weights", topk_weights, [handle.num_rows])
+            by_choice = _by_choice(handle, topk_weights)
+        make_unweighted(opened._core, opened._handle)
+    combined_x = ep.combine(x, opened, num_blocks=num_blocks)
+    if by_choice is None:
+        return combined_x, None
+    return combined_x, exchange.collectives.reduce_scatter(by_choice)[: len(handle.topk_idx)]
+
+
+def _opened(
+    exchange: Exchange,
+    ep: ExpertParallel,
+    x: Tensor,
+    x_scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    expert_alignment: int,
+    num_blocks: int,
+) -> DispatchHandle:
+    if topk_weights is None:
+        with calls.dispatch_refused_if_failed(ep):
+            choices = torch.arange(ep.num_topk, dtype=torch.float32, device=ep.device)
+            topk_weights = choices.expand(topk_idx.shape).contiguous()
+    opened = ep.dispatch(
+        x,
+        topk_idx,
+        topk_weights,
+        x_scales=x_scales,
+        layout="expert_major",
+        expert_alignment=expert_alignment,
+        num_blocks=num_blocks,
+    )
+    return exchange.opened(ep, opened)
+
+
+def _by_choice(handle: ExpandedHandle, values: Tensor) -> Tensor:
+    """[R * T, K]: the value of each choice that has a route here, zeros elsewhere."""
+    ep, row_index = handle.ep, handle.row_index()
+    shape = ep.num_ranks * ep.num_max_tokens_per_rank, ep.num_topk
+    nowhere = shape[0] * shape[1]
+    place = torch.where(row_index >= 0, row_index * ep.num_topk + handle.weights(row_index).long(), nowhere)
+    by_choice = values.new_zeros(nowhere + 1)
+    by_choice[place] = values
+    return by_choice[:-1].view(shape)
+
+
+def _resized(rows: Tensor, num_rows: int) -> Tensor:
+    if len(rows) >= num_rows:
+        return rows[:num_rows]
+    result = rows.new_empty(num_rows, rows.shape[1])
+    result[: len(rows)] = rows
+    return result
+
+
+def _check_shape(rank: int, name: str, value: Tensor, shape: list[int]) -> None:
+    arguments.check_tensor(rank, name, value)
+    if list(value.shape) != shape:
+        raise ValueError(f"{name} has shape {list(value.shape)} on rank {rank}; pass {shape}, as dispatch() returned")
