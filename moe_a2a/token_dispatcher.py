@@ -18,6 +18,7 @@ autograd engine runs recorded nodes in reverse order of their creation, which is
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,7 @@ class TokenDispatcher:
         self._training = _training_of(ep, collectives)
         # Requires grad, so that dispatch() is always recorded.
         self._anchor = torch.empty(0, device=ep.device, requires_grad=True)
+        self._newest: weakref.ref[DispatchHandle] | None = None
 
     def dispatch(
         self,
@@ -114,6 +116,7 @@ class TokenDispatcher:
             self._training.release_kept()
         exchange = _Exchange(self.ep, self._training, expert_alignment, num_max_routes)
         rows, weights = _Dispatch.apply(self._anchor, x, topk_weights, topk_idx, exchange)
+        self._newest = weakref.ref(exchange.handle)
         return rows, Routes(weights, exchange.expert_offsets, exchange.split_sizes, topk_idx, exchange)
 
     def combine(self, y: Tensor, routes: Routes, *, weighted: bool = True, wire: str | None = None) -> Tensor:
@@ -128,8 +131,20 @@ class TokenDispatcher:
 
         Raises: as ExpertParallel.combine(). A combine that fails ends the routes on every rank.
         """
+        if not isinstance(routes, Routes):
+            self._refuse_newest(routes)
         combined: Tensor = _Combine.apply(routes.weights, y, routes._topk_idx, routes._exchange, weighted, wire)
         return combined
+
+    def _refuse_newest(self, routes: Any) -> None:
+        """For combine() without routes. The other ranks are most likely in that of the newest dispatch, which ends."""
+        newest = self._newest() if self._newest is not None else None
+        refused = calls.combines_refused_if_failed(self.ep)
+        if newest is not None and newest.is_open:
+            refused = calls.combine_refused_if_failed(newest)
+        with refused:
+            name = type(routes).__name__
+            raise TypeError(f"routes is a {name} on rank {self.ep.rank}; pass what dispatch() returned beside the rows")
 
 
 def _training_of(ep: ExpertParallel, collectives: Collectives | None) -> _Training:

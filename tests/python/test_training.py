@@ -1,7 +1,6 @@
 """MoELayer in grad mode: its gradients, what it refuses, and compiled."""
 
 import contextlib
-from unittest import mock
 
 import on_device
 import pytest
@@ -69,13 +68,10 @@ def test_any_option(options, session_seed):
     on_device.run(2, run_layer, torch.float32, "random", options, session_seed)
 
 
-def run_expert_by_expert(group, seed):
-    with mock.patch.object(experts, "has_group_products", lambda *weights: False):
-        run_layer(group, torch.bfloat16, "random", {}, seed)
-
-
-def test_without_group_products(session_seed):
-    on_device.run(2, run_expert_by_expert, session_seed)
+@on_device.cpu_only
+def test_without_group_products(monkeypatch, session_seed):
+    monkeypatch.setattr(experts, "has_group_products", lambda *weights: False)
+    ranks.run_threads(2, run_layer, torch.bfloat16, "random", {}, session_seed)
 
 
 def test_group_products_need_rows_of_16_bytes():
@@ -148,6 +144,13 @@ def bad_y(ep, layer, x, topk_idx, topk_weights):
         dispatcher.combine(torch.cat([rows, rows, rows[:1]]) if ep.rank == REFUSER else rows, routes)
 
 
+def bad_routes(ep, layer, x, topk_idx, topk_weights):
+    dispatcher = moe_a2a.TokenDispatcher(ep)
+    rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+    with fails_for(ep, TypeError, "routes is a Tensor"):
+        dispatcher.combine(*((routes, rows) if ep.rank == REFUSER else (rows, routes)))
+
+
 def experts_fail(ep, layer, x, topk_idx, topk_weights):
     dispatcher = moe_a2a.TokenDispatcher(ep)
     rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
@@ -211,6 +214,7 @@ def patched(method, owner):
 
 FAILURES = {
     "y": bad_y,
+    "routes": bad_routes,
     "experts": experts_fail,
     "num_max_routes": bad_bound,
     "more than num_max_routes": no_room,
