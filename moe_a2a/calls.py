@@ -113,24 +113,14 @@ def combine_refused_if_failed(handle: DispatchHandle) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attempt_refused_if_failed(handle: DispatchHandle) -> Iterator[None]:
+def attempt_refused_if_failed(ep: Client, handle: DispatchHandle | None = None) -> Iterator[None]:
     """Around work that precedes a combine(): if it fails, this combine is refused, and all ranks may retry with the same
-    handle."""
+    handle. If this rank knows no handle, that of every received, open one is, as by serves_a_handle()."""
     try:
         yield
     except BaseException as error:
-        _tell(handle.ep, error, lambda core, why: core.tell_combine_failed(handle._handle, why))
-        raise
-
-
-@contextlib.contextmanager
-def combines_refused_if_failed(ep: Client) -> Iterator[None]:
-    """Around work for a combine() of which this rank knows no handle: if it fails, the combine of every received, open handle
-    is refused once, as serves_a_handle() does."""
-    try:
-        yield
-    except BaseException as error:
-        _tell(ep, error, lambda core, why: core.tell_combine_failed(None, why))
+        key = None if handle is None else handle._handle
+        _tell(ep, error, lambda core, why: core.tell_combine_failed(key, why))
         raise
 
 

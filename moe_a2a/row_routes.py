@@ -11,18 +11,44 @@ from torch import Tensor
 def row_routes(core: Any, handle: Any, expert_offsets: Tensor) -> tuple[Tensor, Tensor]:
     """(local experts int64, -1 past a row's last; weights float32, then 0), both [R * T, K]. Reads nothing on the host."""
     positions, weights = core.term_positions(handle), core.term_weights(handle)
-    landed, num_landed = core.landed_rows(handle), core.num_landed_rows(handle)
+    landed = landed_rows(core, handle)
     num_rows = len(landed)
-
-    listed = torch.arange(num_rows, device=landed.device) < num_landed
     has_landed = torch.zeros(
         num_rows + 1, dtype=torch.bool, device=landed.device
     )  # the last one takes the rest of the list
-    has_landed.scatter_(0, torch.where(listed, landed, num_rows).long(), True)
+    has_landed.scatter_(0, landed.long(), True)
     # Past the first -1, and in rows that did not land, the memory holds what earlier dispatches left.
     is_route = has_landed[:-1, None] & (positions >= 0).cumprod(1).bool()
-    experts = torch.searchsorted(expert_offsets[1:].contiguous(), positions.contiguous(), right=True)
+    experts = experts_of(positions.contiguous(), expert_offsets)
     return torch.where(is_route, experts, -1), torch.where(is_route, weights, 0.0)
+
+
+def landed_rows(core: Any, handle: Any) -> Tensor:
+    """int32 [R * T]: the rows of recv_x that hold a token, in (source rank, token) order, then R * T. Reads nothing on the
+    host."""
+    landed = core.landed_rows(handle)
+    is_listed = torch.arange(len(landed), device=landed.device) < core.num_landed_rows(handle)
+    return torch.where(is_listed, landed, len(landed))
+
+
+def experts_of(positions: Tensor, expert_offsets: Tensor) -> Tensor:
+    """int64, like positions: the local expert of each."""
+    return torch.searchsorted(expert_offsets[1:].contiguous(), positions, right=True)
+
+
+def choice_numbers(topk_idx: Tensor) -> Tensor:
+    """float32, like topk_idx: the index of each choice, which a dispatch carries in place of its weight for by_choice()."""
+    numbers = torch.arange(topk_idx.shape[-1], dtype=torch.float32, device=topk_idx.device)
+    return numbers.expand(topk_idx.shape).contiguous()
+
+
+def by_choice(values: Tensor, row_index: Tensor, numbers: Tensor, num_rows: int, num_topk: int) -> Tensor:
+    """[num_rows, num_topk]: the value of each route at its row and choice, zeros elsewhere. Below 0 in row_index: no route."""
+    nowhere = num_rows * num_topk
+    place = torch.where(row_index >= 0, row_index.long() * num_topk + numbers.long(), nowhere)
+    table = values.new_zeros(nowhere + 1)
+    table[place] = values
+    return table[:-1].view(num_rows, num_topk)
 
 
 def make_unweighted(core: Any, handle: Any) -> None:

@@ -31,7 +31,7 @@ from moe_a2a.collectives import Collectives
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.groups import HandleExchange
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.row_routes import make_unweighted
+from moe_a2a.row_routes import by_choice, choice_numbers, make_unweighted
 
 COLLECTIVES_NBYTES = 1 << 20  # larger tables of gradients go in slices
 SLICE_NBYTES = 64 << 20  # of the fp32 rows that combine's backward holds at a time
@@ -139,7 +139,7 @@ class TokenDispatcher:
     def _refuse_newest(self, routes: Any) -> None:
         """For combine() without routes. The other ranks are most likely in that of the newest dispatch, which ends."""
         newest = self._newest() if self._newest is not None else None
-        refused = calls.combines_refused_if_failed(self.ep)
+        refused = calls.attempt_refused_if_failed(self.ep)
         if newest is not None and newest.is_open:
             refused = calls.combine_refused_if_failed(newest)
         with refused:
@@ -270,10 +270,10 @@ class _Exchange:
         collectives = self.training.collectives
         with _released_if_failed(handle):
             with calls.refused_if_failed(collectives):
-                by_choice = self._by_choice(handle, grad_weights)
+                table = self._by_choice(handle, grad_weights)
                 grad_rows = grad_rows.contiguous()
                 make_unweighted(handle._core, handle._handle)
-            grad_topk_weights = collectives.reduce_scatter(by_choice)[: len(topk_idx)]
+            grad_topk_weights = collectives.reduce_scatter(table)[: len(topk_idx)]
             return self.ep.combine(grad_rows, handle), grad_topk_weights
 
     def _grads_of_weighted(self, handle: DispatchHandle, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,13 +290,7 @@ class _Exchange:
     def _by_choice(self, handle: DispatchHandle, grad_weights: Tensor) -> Tensor:
         """[R * T, K]: the gradient of each choice that has a route here, zeros elsewhere."""
         shape = self.ep.num_ranks * self.ep.num_max_tokens_per_rank, self.ep.num_topk
-        nowhere = shape[0] * shape[1]
-        row_index = self._row_index(handle).long()
-        choice = handle.route_weights[: self.num_rows].long()
-        place = torch.where(row_index >= 0, row_index * self.ep.num_topk + choice, nowhere)
-        by_choice = grad_weights.new_zeros(nowhere + 1)
-        by_choice[place] = grad_weights
-        return by_choice[:-1].view(shape)
+        return by_choice(grad_weights, self._row_index(handle), handle.route_weights[: self.num_rows], *shape)
 
     def _check_no_second_derivative(self) -> None:
         if torch.is_grad_enabled():
@@ -316,8 +310,7 @@ class _Exchange:
         """Sends x along the same routes, with the index of its choice as the weight of each."""
         with calls.dispatch_refused_if_failed(self.ep):
             self.training.release_kept()
-            choices = torch.arange(self.ep.num_topk, dtype=torch.float32, device=x.device)
-            choices, x = choices.expand(topk_idx.shape).contiguous(), x.contiguous()
+            choices, x = choice_numbers(topk_idx), x.contiguous()
         return self._opened(x, topk_idx, choices)
 
     def _row_index(self, handle: DispatchHandle) -> Tensor:

@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_a2a import calls
 from moe_a2a.integrations.deep_ep import high_throughput, low_latency
 from moe_a2a.integrations.deep_ep.config import Config
 from moe_a2a.integrations.deep_ep.events import EventHandle, EventOverlap, event_if, wait_for
-from moe_a2a.integrations.deep_ep.exchange import Exchange
+from moe_a2a.integrations.deep_ep.exchange import OfExchange
 
 topk_idx_t = torch.int64
 Rows = Tensor | tuple[Tensor, Tensor]
 
 
-class Buffer:
+class Buffer(OfExchange):
     """dispatch() and combine() of packed rows, low_latency_dispatch() and low_latency_combine() of rows by expert.
 
     Args:
@@ -57,8 +58,8 @@ class Buffer:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
-        self._exchange: Exchange | None = Exchange(group if comm is None else comm, timeout, num_buffers)
-        self.rank, self.group_size = self._exchange.rank, self._exchange.num_ranks
+        super().__init__(group if comm is None else comm, timeout, num_buffers)
+        self.rank, self.group_size = self._rank, self._num_ranks
 
     # ---- what concerns the class
 
@@ -167,13 +168,19 @@ class Buffer:
                 raise ValueError(
                     f"dispatch on rank {self.rank} got neither a handle nor a routing; pass topk_idx and num_tokens_per_expert"
                 )
+            num_experts = num_tokens_per_expert.numel()
+            with calls.refused_if_failed(exchange.collectives):
+                kind, bound = high_throughput.checked(
+                    exchange, rows, scales, topk_idx, topk_weights, num_experts, num_worst_tokens
+                )
             received = high_throughput.dispatch(
                 exchange,
+                kind,
+                bound,
                 rows,
                 scales,
                 topk_idx,
                 topk_weights,
-                num_tokens_per_expert.numel(),
                 expert_alignment=expert_alignment,
                 num_worst_tokens=num_worst_tokens,
                 num_blocks=num_blocks,
@@ -318,17 +325,6 @@ class Buffer:
     def get_comm_stream(self) -> Any:
         """The current stream."""
         return torch.cuda.current_stream()
-
-    def destroy(self) -> None:
-        """Releases the memory, on every rank."""
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
-
-    def _open(self) -> Exchange:
-        if self._exchange is None:
-            raise RuntimeError(f"the Buffer of rank {self.rank} has been destroyed; make another")
-        return self._exchange
 
     def _blocks(self, config: Config | None) -> int:
         """A Config says something only if its number is not the one that every Config has."""

@@ -15,7 +15,8 @@ from moe_a2a.groups import as_group
 from moe_a2a.integrations.deep_ep import expanded, high_throughput
 from moe_a2a.integrations.deep_ep.buffer import Rows
 from moe_a2a.integrations.deep_ep.events import EventHandle, EventOverlap, event_if, wait_for
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind
+from moe_a2a.integrations.deep_ep.exchange import Kind, OfExchange
+from moe_a2a.row_routes import landed_rows
 
 SIZE_ALIGNMENT = 2 << 20
 
@@ -70,7 +71,7 @@ class _Received:
     handle: EPHandle
 
 
-class ElasticBuffer:
+class ElasticBuffer(OfExchange):
     """dispatch() and combine() of DeepEP 2. Arguments that are not named below concern its network; they are not used.
 
     Args:
@@ -111,8 +112,8 @@ class ElasticBuffer:
         self.num_bytes = self.get_buffer_size_hint(group, *sizes) if num_bytes is None else num_bytes
         self.num_allocated_qps = num_allocated_qps
         self.explicitly_destroy = explicitly_destroy
-        self._exchange: Exchange | None = Exchange(group, num_gpu_timeout_secs, num_buffers)
-        self.rank_idx, self.num_ranks = self._exchange.rank, self._exchange.num_ranks
+        super().__init__(group, num_gpu_timeout_secs, num_buffers)
+        self.rank_idx, self.num_ranks = self._rank, self._num_ranks
 
     @staticmethod
     def get_buffer_size_hint(
@@ -265,14 +266,14 @@ class ElasticBuffer:
     def _dispatch_packed(self, first: _First, is_exact: bool, num_sms: int, blocks: int) -> _Received:
         received = high_throughput.dispatch(
             self._open(),
+            first.kind,
+            first.num_max_tokens,
             first.x,
             first.x_scales,
             first.topk_idx,
             first.topk_weights,
-            first.kind.num_experts,
             expert_alignment=first.expert_alignment,
             num_worst_tokens=0 if is_exact else self.num_ranks * first.num_max_tokens,
-            num_max_tokens=first.num_max_tokens,
             num_blocks=blocks,
         )
         routing, ids = received.handle, received.topk_idx
@@ -330,7 +331,7 @@ class ElasticBuffer:
         wait_for(previous_event)
         wait_for(previous_event_before_epilogue)
         exchange.check_handle(handle, EPHandle)
-        with calls.combines_refused_if_failed(handle.ep):
+        with calls.attempt_refused_if_failed(handle.ep):
             if bias is not None:
                 raise ValueError(f"combine of moe_a2a has no bias (rank {self.rank_idx}); pass bias=None")
             blocks, routing = self._blocks(num_sms or handle.num_sms), handle._routing
@@ -342,17 +343,6 @@ class ElasticBuffer:
                 topk_weights = torch.where(mine >= 0, topk_weights, 0.0)  # other ranks return theirs
             combined = high_throughput.combine(exchange, x, routing, topk_weights, num_blocks=blocks)
         return *combined, event_if(async_with_compute_stream)
-
-    def destroy(self) -> None:
-        """Releases the memory, on every rank."""
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
-
-    def _open(self) -> Exchange:
-        if self._exchange is None:
-            raise RuntimeError(f"the ElasticBuffer of rank {self.rank_idx} has been destroyed; make another")
-        return self._exchange
 
     def _blocks(self, num_sms: int) -> int:
         return 0 if num_sms == ElasticBuffer.num_sms else arguments.checked_int(self.rank_idx, "num_sms", num_sms, 0)
@@ -380,9 +370,7 @@ def _column_major(scales: Tensor) -> Tensor:
 def _prefix_sums(routing: Any, alignment: int, do_expand: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Of tokens by rank and of rows by expert, and the rows of each expert without padding."""
     ep, opened = routing.ep, routing.open
-    landed, num_landed = opened._core.landed_rows(opened._handle), opened._core.num_landed_rows(opened._handle)
-    listed = torch.arange(len(landed), device=landed.device) < num_landed
-    rows = torch.where(listed, landed, len(landed))
+    rows = landed_rows(opened._core, opened._handle)
     ends = torch.arange(1, ep.num_ranks + 1, device=rows.device, dtype=rows.dtype) * ep.num_max_tokens_per_rank
     counts = opened.expert_counts.clone()
     aligned = (counts + alignment - 1) // alignment * alignment

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_a2a import calls
+from moe_a2a import arguments, calls
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.expert_parallel import ExpertParallel
@@ -52,6 +52,12 @@ class Exchange:
     def has_made(self) -> bool:
         """Whether there is an ExpertParallel."""
         return bool(self._made)
+
+    def check_per_token(self, **tensors: Any) -> None:
+        for name, tensor in tensors.items():
+            arguments.check_tensor(self.rank, name, tensor)
+            if tensor.dim() != 2:
+                raise ValueError(f"{name} has shape {list(tensor.shape)} on rank {self.rank}; pass a row per token")
 
     def most_tokens(self, num_tokens: int) -> int:
         """The largest number of tokens on any rank, read by the host."""
@@ -113,7 +119,7 @@ class Exchange:
         return calls.dispatch_refused_if_failed(self._made[-1][1]) if self._made else nullcontext()
 
     def combines_refused_if_failed(self) -> AbstractContextManager[None]:
-        return calls.combines_refused_if_failed(self._made[-1][1]) if self._made else nullcontext()
+        return calls.attempt_refused_if_failed(self._made[-1][1]) if self._made else nullcontext()
 
     def gathered(self, table: Tensor) -> Tensor:
         """The tables of all ranks, one below the other; a table has a row for each of T tokens."""
@@ -124,6 +130,25 @@ class Exchange:
             ep.close()
         self.collectives.close()
         self.comm.close()
+
+
+class OfExchange:
+    """What a Buffer and an ElasticBuffer have in common: an Exchange, until destroy()."""
+
+    def __init__(self, group: Any, timeout: float, num_buffers: int):
+        self._exchange: Exchange | None = Exchange(group, timeout, num_buffers)
+        self._rank, self._num_ranks = self._exchange.rank, self._exchange.num_ranks
+
+    def destroy(self) -> None:
+        """Releases the memory, on every rank."""
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def _open(self) -> Exchange:
+        if self._exchange is None:
+            raise RuntimeError(f"the {type(self).__name__} of rank {self._rank} has been destroyed; make another")
+        return self._exchange
 
 
 def padded(rows: Tensor, num_rows: int, fill: int) -> Tensor:

@@ -15,7 +15,7 @@ from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind
-from moe_a2a.row_routes import make_unweighted
+from moe_a2a.row_routes import by_choice, choice_numbers, make_unweighted
 
 
 @dataclass(eq=False)
@@ -117,17 +117,18 @@ def combine(
                 handle.open.release()
             nothing = torch.empty(len(handle.topk_idx), ep.hidden, dtype=ep.dtype, device=ep.device)
         dispatch_again(exchange, handle, nothing, None, None, num_blocks=num_blocks)
-    opened, by_choice = handle.open, None
-    with calls.attempt_refused_if_failed(opened):
+    opened, table = handle.open, None
+    with calls.attempt_refused_if_failed(ep, opened):
         _check_shape(ep.rank, "x", x, [handle.num_rows, ep.hidden])
         if topk_weights is not None:
             _check_shape(ep.rank, "topk_weights", topk_weights, [handle.num_rows])
-            by_choice = _by_choice(handle, topk_weights)
+            index, shape = handle.row_index(), (ep.num_ranks * ep.num_max_tokens_per_rank, ep.num_topk)
+            table = by_choice(topk_weights, index, handle.weights(index), *shape)
         make_unweighted(opened._core, opened._handle)
     combined_x = ep.combine(x, opened, num_blocks=num_blocks)
-    if by_choice is None:
+    if table is None:
         return combined_x, None
-    return combined_x, exchange.collectives.reduce_scatter(by_choice)[: len(handle.topk_idx)]
+    return combined_x, exchange.collectives.reduce_scatter(table)[: len(handle.topk_idx)]
 
 
 def _opened(
@@ -142,8 +143,7 @@ def _opened(
 ) -> DispatchHandle:
     if topk_weights is None:
         with calls.dispatch_refused_if_failed(ep):
-            choices = torch.arange(ep.num_topk, dtype=torch.float32, device=ep.device)
-            topk_weights = choices.expand(topk_idx.shape).contiguous()
+            topk_weights = choice_numbers(topk_idx)
     opened = ep.dispatch(
         x,
         topk_idx,
@@ -154,17 +154,6 @@ def _opened(
         num_blocks=num_blocks,
     )
     return exchange.opened(ep, opened)
-
-
-def _by_choice(handle: ExpandedHandle, values: Tensor) -> Tensor:
-    """[R * T, K]: the value of each choice that has a route here, zeros elsewhere."""
-    ep, row_index = handle.ep, handle.row_index()
-    shape = ep.num_ranks * ep.num_max_tokens_per_rank, ep.num_topk
-    nowhere = shape[0] * shape[1]
-    place = torch.where(row_index >= 0, row_index * ep.num_topk + handle.weights(row_index).long(), nowhere)
-    by_choice = values.new_zeros(nowhere + 1)
-    by_choice[place] = values
-    return by_choice[:-1].view(shape)
 
 
 def _resized(rows: Tensor, num_rows: int) -> Tensor:

@@ -15,6 +15,7 @@ from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, padded
+from moe_a2a.row_routes import landed_rows
 
 
 @dataclass(eq=False)
@@ -48,21 +49,18 @@ class Received:
 
 def dispatch(
     exchange: Exchange,
+    kind: Kind,
+    bound: int | None,
     x: Tensor,
     x_scales: Tensor | None,
     topk_idx: Tensor,
     topk_weights: Tensor | None,
-    num_experts: int,
     *,
     expert_alignment: int,
     num_worst_tokens: int,
     num_blocks: int,
-    num_max_tokens: int | None = None,
 ) -> Received:
-    """num_max_tokens: the most tokens of a rank, if all ranks know it; else as num_worst_tokens says, or exchanged."""
-    with calls.refused_if_failed(exchange.collectives):
-        kind, bound = checked(exchange, x, x_scales, topk_idx, topk_weights, num_experts, num_worst_tokens)
-        bound = bound if num_max_tokens is None else num_max_tokens
+    """kind, bound, and arguments that they come from: as checked() says."""
     if bound is None or not exchange.find(kind, bound):
         most = exchange.most_tokens(len(x))  # or learns that another rank's call has failed
         bound = most if bound is None else bound
@@ -102,7 +100,9 @@ def combine(
         ep = handle.ep
         nothing = torch.empty(len(handle.topk_idx), ep.hidden, dtype=ep.dtype, device=ep.device)
         opened = _opened_again(exchange, nothing, None, handle, num_blocks)
-    with calls.attempt_refused_if_failed(opened):  # released here alone, it would not be open on the other ranks
+    with calls.attempt_refused_if_failed(
+        handle.ep, opened
+    ):  # released here alone, it would not be open on the other ranks
         _check_rows(handle, "x", x, handle.ep.hidden)
         rows = handle.unpacked(x)
     combined_x = handle.ep.combine(rows, opened, presummed=True, num_blocks=num_blocks)
@@ -128,12 +128,8 @@ def checked(
 ) -> tuple[Kind, int | None]:
     """The kind, and the most tokens of a rank if all ranks know it."""
     rank = exchange.rank
-    arguments.check_tensor(rank, "x", x)
-    arguments.check_tensor(rank, "topk_idx", topk_idx)
+    exchange.check_per_token(x=x, topk_idx=topk_idx)
     arguments.check_optional_tensor(rank, "topk_weights", topk_weights)
-    for name, rows in (("x", x), ("topk_idx", topk_idx)):
-        if rows.dim() != 2:
-            raise ValueError(f"{name} has shape {list(rows.shape)} on rank {rank}; pass a row per token")
     shape = [len(x), topk_idx.shape[-1]]
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         if tensor is not None and list(tensor.shape) != shape:
@@ -182,10 +178,7 @@ def _received_choices(handle: Handle, choices: Tensor) -> tuple[Tensor, Tensor]:
 def _row_index(opened: DispatchHandle, num_worst_tokens: int) -> Tensor:
     if not num_worst_tokens:
         return opened.recv_rows.long()
-    landed = opened._core.landed_rows(opened._handle)[:num_worst_tokens].long()
-    num_landed = opened._core.num_landed_rows(opened._handle)
-    is_listed = torch.arange(num_worst_tokens, device=landed.device) < num_landed
-    return torch.where(is_listed, landed, len(opened.recv_x))
+    return landed_rows(opened._core, opened._handle)[:num_worst_tokens].long()
 
 
 def _packed(handle: Handle, opened: DispatchHandle, x_scales: Tensor | None) -> tuple[Tensor, Tensor | None]:

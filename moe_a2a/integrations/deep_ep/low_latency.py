@@ -16,6 +16,7 @@ from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, padded
+from moe_a2a.row_routes import choice_numbers
 
 Hook = Callable[[], None]
 
@@ -51,16 +52,12 @@ def dispatch(
     return_recv_hook: bool,
 ) -> LowLatencyReceived:
     with exchange.dispatch_refused_if_failed():
-        for name, tensor in (("x", x), ("topk_idx", topk_idx)):
-            arguments.check_tensor(exchange.rank, name, tensor)
-            if tensor.dim() != 2:
-                raise ValueError(f"{name} has shape {list(tensor.shape)} on rank {exchange.rank}; pass a row per token")
+        exchange.check_per_token(x=x, topk_idx=topk_idx)
     kind = Kind(num_experts, topk_idx.shape[-1], x.shape[-1], x.dtype, is_low_latency=True)
     ep = exchange.expert_parallel(kind, num_max_tokens)
     exchange.make_room(ep)
     with calls.dispatch_refused_if_failed(ep):
-        choices = torch.arange(ep.num_topk, dtype=torch.float32, device=ep.device).expand(topk_idx.shape).contiguous()
-    routing = topk_idx, choices if topk_weights is None else topk_weights
+        routing = topk_idx, choice_numbers(topk_idx) if topk_weights is None else topk_weights
     quantize = "fp8" if use_fp8 else None
     if not return_recv_hook:
         opened = exchange.opened(ep, ep.dispatch(x, *routing, layout="masked", quantize=quantize))

@@ -163,7 +163,7 @@ class PrepareRoutes(PrepareAndFinalize):
         handle = ep.dispatch(x, ids, weights, layout="expert_major")
         num_routes = handle.num_routes
         positions = torch.arange(num_routes, device=x.device)
-        local_ids = torch.searchsorted(handle.expert_offsets[1:].contiguous(), positions, right=True)
+        local_ids = row_routes.experts_of(positions, handle.expert_offsets)
         weights = handle.route_weights[:num_routes, None].clone()
         row_routes.make_unweighted(handle._core, handle._handle)  # the experts apply them
         return handle, handle.expert_x[:num_routes], local_ids[:, None], weights
