@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError
 from moe_a2a.handle import DispatchHandle, Owner
 
@@ -90,12 +92,28 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
 @contextlib.contextmanager
 def dispatch_refused_if_failed(ep: Caller) -> Iterator[None]:
     """Around work that precedes a dispatch(), for which peers may already wait: if it fails, that dispatch counts as
-    refused on every rank."""
+    refused on every rank. The dispatch() itself may be inside, since it tells of its own failure."""
+    num_dispatches = ep._num_dispatches
     try:
         yield
     except BaseException as error:
-        _tell(ep, error, functools.partial(_dispatch_failed, ep, False))
+        if ep._num_dispatches == num_dispatches:
+            _tell(ep, error, functools.partial(_dispatch_failed, ep, False))
         raise
+
+
+def makes_a_dispatch(call: Call) -> Call:
+    """Decorates a method that makes one dispatch() of its object's `ep`: whatever fails before it, a wrong argument list
+    included, refuses that dispatch on every rank."""
+
+    @functools.wraps(call)
+    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the graph would be compiled anew for each number of dispatches
+            return call(self, *args, **kwargs)
+        with dispatch_refused_if_failed(self.ep):
+            return call(self, *args, **kwargs)
+
+    return made  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -67,6 +67,7 @@ class MoELayer(nn.Module):
         if not self._runs_kernels() and fused is None and ep.device.type != "cpu":
             log.warning("rank %d: %s", ep.rank, self)
 
+    @calls.makes_a_dispatch
     def forward(
         self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
@@ -81,10 +82,8 @@ class MoELayer(nn.Module):
         if torch.compiler.is_compiling():
             return torch.ops.moe_a2a.moe_layer(hidden_states, topk_idx, topk_weights, self._number.value)
         ep = self.ep
-        with calls.dispatch_refused_if_failed(ep):
-            weights = self._weights()
         with torch.no_grad():
-            quantize = "fp8" if weights.is_float8 else None
+            quantize = "fp8" if self._weights().is_float8 else None
             handle = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
             try:
                 return ep.experts(handle, *self._given(), **self._ways())
@@ -99,9 +98,8 @@ class MoELayer(nn.Module):
         """forward() for a backward pass."""
         # Before anything that may fail on this rank only: all ranks make the first together.
         dispatcher = TokenDispatcher(self.ep)
-        with calls.dispatch_refused_if_failed(self.ep):
-            self._check_can_record()
-            by_groups = experts.has_group_products(self.w_gate_up, self.w_down)
+        self._check_can_record()
+        by_groups = experts.has_group_products(self.w_gate_up, self.w_down)
         bound = self.num_max_routes if by_groups else None
         rows, routes = dispatcher.dispatch(hidden_states, topk_idx, topk_weights, num_max_routes=bound)
         with routes.refused_if_failed():

@@ -89,6 +89,7 @@ class TokenDispatcher:
         self._anchor = torch.empty(0, device=ep.device, requires_grad=True)
         self._newest: weakref.ref[DispatchHandle] | None = None
 
+    @calls.makes_a_dispatch
     def dispatch(
         self,
         x: Tensor,
@@ -110,12 +111,12 @@ class TokenDispatcher:
 
         Raises: as ExpertParallel.dispatch().
         """
-        with calls.dispatch_refused_if_failed(self.ep):
-            if num_max_routes is not None:
-                num_max_routes = arguments.checked_int(self.ep.rank, "num_max_routes", num_max_routes, 1)
-            self._training.release_kept()
+        if num_max_routes is not None:
+            num_max_routes = arguments.checked_int(self.ep.rank, "num_max_routes", num_max_routes, 1)
+        self._training.release_kept()
         exchange = _Exchange(self.ep, self._training, expert_alignment, num_max_routes)
-        rows, weights = _Dispatch.apply(self._anchor, x, topk_weights, topk_idx, exchange)
+        with exchange.combine_refused_if_failed():  # by autograd, after the dispatch: a dual tensor, say
+            rows, weights = _Dispatch.apply(self._anchor, x, topk_weights, topk_idx, exchange)
         self._newest = weakref.ref(exchange.handle)
         return rows, Routes(weights, exchange.expert_offsets, exchange.split_sizes, topk_idx, exchange)
 
@@ -190,7 +191,7 @@ class _Training:
 class _Exchange:
     """One dispatch and its combine, forward and backward. Holds no tensor that a checkpoint would want to free."""
 
-    handle: DispatchHandle
+    handle: DispatchHandle  # from dispatch() on
     expert_offsets: Tensor
     split_sizes: list[int] | None = None
 
@@ -199,6 +200,17 @@ class _Exchange:
         self.expert_alignment, self.num_max_routes = expert_alignment, num_max_routes
         self.num_rows = 0
         self.has_gaps = expert_alignment != 1 or num_max_routes is not None
+
+    @contextlib.contextmanager
+    def combine_refused_if_failed(self) -> Iterator[None]:
+        """Around a dispatch() and what follows it: if that fails and the handle is open, its combine is refused."""
+        try:
+            yield
+        except BaseException:
+            if not hasattr(self, "handle") or not self.handle.is_open:
+                raise
+            with calls.combine_refused_if_failed(self.handle):
+                raise
 
     # ---- forward
 

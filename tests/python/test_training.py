@@ -8,6 +8,7 @@ import ranks
 import torch
 from gradients import HIDDEN, assert_close, leaf, make_batch, make_ep, make_weights, own_part
 from torch import nn
+from torch.autograd import forward_ad
 
 import moe_a2a
 from moe_a2a import experts
@@ -190,6 +191,28 @@ def by_kernels(ep, layer, x, topk_idx, topk_weights):
     layer.fused = None
 
 
+def transformed(error, match, call):
+    """`call` fails within autograd, or before any of this project's code runs; call(run, x) makes a call on this rank."""
+
+    def fails(ep, layer, x, topk_idx, topk_weights):
+        dispatcher = moe_a2a.TokenDispatcher(ep)
+
+        def dispatch(x, **options):
+            return dispatcher.combine(*dispatcher.dispatch(x, topk_idx, topk_weights, **options))
+
+        for run in (dispatch, lambda x, **options: layer(x, topk_idx, topk_weights, **options)):
+            with fails_for(ep, error, match):
+                call(run, x) if ep.rank == REFUSER else run(x)
+            ep._group.all_gather(None)
+
+    return fails
+
+
+def in_forward_mode(run, x):
+    with forward_ad.dual_level():
+        run(forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+
+
 def patched(method, owner):
     def fails(ep, layer, x, topk_idx, topk_weights):
         out = layer(x, topk_idx, topk_weights)
@@ -220,6 +243,10 @@ FAILURES = {
     "more than num_max_routes": no_room,
     "more than the layer's num_max_routes": no_room_in_the_layer,
     "kernels": by_kernels,
+    "unknown argument": transformed(TypeError, "unexpected keyword argument 'axis'", lambda run, x: run(x, axis=1)),
+    "vmap": transformed(RuntimeError, "functorch", lambda run, x: torch.func.vmap(run)(x.detach()[None])),
+    "grad": transformed(RuntimeError, "functorch", lambda run, x: torch.func.grad(lambda x: run(x).sum())(x.detach())),
+    "forward mode": transformed(RuntimeError, "jvp", in_forward_mode),
     "backward of combine": patched("_grads_of_weighted", _Exchange),
     "backward of dispatch": patched("_by_choice", _Exchange),
 }
