@@ -89,7 +89,8 @@ def build(checkouts: list[Path], cmake_options: list[str]) -> None:
 
 
 def environment(checkout: Path, scratch: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{scratch}{os.pathsep}{checkout}"}
+    paths = filter(None, [scratch, str(checkout), os.environ.get("PYTHONPATH")])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def require_own_package(checkout: Path, scratch: str) -> None:

@@ -167,7 +167,7 @@ class ExpertParallel(CommunicatorClient):
         If this rank raises anything before its launch (even MemoryError or KeyboardInterrupt), the other ranks raise
         PeerRefusedError with its text, the dispatch counts as refused on every rank, and the object stays usable. Only
         a rank whose object is closed cannot tell the others. On a GPU the others learn of the refusal at check() or at
-        their next call, which then does not run.
+        their next call, which then does not run; the handle that they got is closed from then on.
         """
         core = self._open_core()
         routing = self._checked_routing(x, x_scales, handle, topk_idx, topk_weights)

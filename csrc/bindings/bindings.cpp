@@ -185,8 +185,9 @@ class Core {
     if (!core->is_connected()) return;
     const LaunchPlace place = where(0);
     py::gil_scoped_release unlocked;
-    const bool is_known = handle && handle->owner == core.get() && handle->is_open();
-    if (!is_known) return core->refuse_combines(why, place);
+    const bool is_own = handle && handle->owner == core.get();
+    if (is_own && handle->stage == Stage::kRefused) return;  // no peer waits for its combine
+    if (!is_own || !handle->is_open()) return core->refuse_combines(why, place);
     if (handle->stage < Stage::kCombineSent) core->refuse_combine(*handle, why, place);  // else its sums have been sent
   }
   uint64_t num_dispatches() const { return ep()->num_dispatches(); }

@@ -49,6 +49,7 @@ enum class Layout : int { kRows, kExpertMajor, kMasked };
 struct DispatchRecvArgs {
   Context context;
   int buffer = 0;
+  uint64_t number = 0;  // of the dispatch, for the report of its refusal; 0: in a captured graph
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
   DType row_dtype = DType::kBfloat16;  // of the incoming rows

@@ -20,6 +20,8 @@ const char* name_of(Stage stage) {
       return "received";
     case Stage::kCombineSent:
       return "combine sent";
+    case Stage::kRefused:
+      return "closed, since its dispatch was refused,";
     case Stage::kCombined:
     case Stage::kClosed:
       break;
@@ -88,14 +90,17 @@ void ExpertParallel::require(const DispatchHandle& handle, Stage stage, Stage or
                                               : "; call the halves in order"));
 }
 
-// The next free buffer, round-robin. All ranks make the same calls, so all take the same one. A buffer whose handle was
-// dropped without combine or release is reclaimed only if no other is free.
+// The next free buffer, round-robin. All ranks make the same calls, so all take the same one. The buffer of a refused
+// dispatch is free, as it is on the rank that refused. A buffer whose handle was dropped without combine or release is
+// reclaimed only if no other is free.
 int ExpertParallel::find_buffer(const LaunchPlace& place) {
   const int n = config().num_buffers;
   for (const bool reclaim : {false, true}) {
     for (int i = 1; i <= n; ++i) {
       const int buffer = (last_buffer_ + i) % n;
-      if (reclaim && open_[buffer] && open_[buffer].use_count() == 1) release(*open_[buffer], place);
+      const auto handle = open_[buffer];
+      const bool is_dropped = handle.use_count() == 2;  // held by `handle` and `open_` only
+      if (handle && (handle->stage == Stage::kRefused || (reclaim && is_dropped))) release(*handle, place);
       if (!open_[buffer]) return buffer;
     }
   }
@@ -148,6 +153,15 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffe
           .vector_rows = aligned || !device_->needs_aligned_vectors()};
 }
 
+DispatchRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, const LaunchPlace& place) const {
+  return {.context = context_,
+          .buffer = handle.buffer,
+          .number = device_->is_capturing(place.stream) ? 0 : handle.number,
+          .layout = handle.layout,
+          .expert_alignment = handle.expert_alignment,
+          .row_dtype = handle.row_dtype};
+}
+
 std::shared_ptr<DispatchHandle> ExpertParallel::make_handle(const DispatchInput& input, int buffer) const {
   auto handle = std::make_shared<DispatchHandle>();
   handle->owner = this;
@@ -184,12 +198,7 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   require(handle, Stage::kSent, Stage::kSent, "dispatch_recv");
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
-  launch(DispatchRecvArgs{.context = context_,
-                          .buffer = handle.buffer,
-                          .layout = layout,
-                          .expert_alignment = expert_alignment,
-                          .row_dtype = handle.row_dtype},
-         dispatch_blocks(handle.num_tokens, place), place.stream);
+  launch(recv_args(handle, place), dispatch_blocks(handle.num_tokens, place), place.stream);
   handle.stage = Stage::kReceived;
   try {
     after_launch();
@@ -218,11 +227,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   handle->expert_alignment = expert_alignment;
   handle->stage = Stage::kReceived;
   launch(DispatchArgs{.send = send_args(input, buffer, place),
-                      .recv = {.context = context_,
-                               .buffer = buffer,
-                               .layout = layout,
-                               .expert_alignment = expert_alignment,
-                               .row_dtype = input.row_dtype()},
+                      .recv = recv_args(*handle, place),
                       .num_send_blocks = dispatch_senders(num_blocks)},
          num_blocks, place.stream);
   take(buffer, handle);

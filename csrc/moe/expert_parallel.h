@@ -28,8 +28,9 @@ struct Push;
 
 // One dispatch, from its send to the end of its combine.
 struct DispatchHandle {
-  // kCombined: closed, unless a queued combine turns out to have been refused.
-  enum class Stage { kSent, kReceived, kCombineSent, kCombined, kClosed };
+  // kCombined: closed, unless a queued combine turns out to have been refused. kRefused: a peer refused the dispatch,
+  // as a report said after the launch; closed, but its buffer is given back by the dispatch that takes it next.
+  enum class Stage { kSent, kReceived, kCombineSent, kCombined, kRefused, kClosed };
 
   const ExpertParallel* owner = nullptr;
   int buffer = 0;
@@ -158,6 +159,7 @@ class ExpertParallel : public Client {
   std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
   DispatchSendArgs send_args(const DispatchInput& input, int buffer, const LaunchPlace& place) const;
   CombineSendArgs send_args(const DispatchHandle& handle, const CombineInput& input) const;
+  DispatchRecvArgs recv_args(const DispatchHandle& handle, const LaunchPlace& place) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
   void finish_combine(DispatchHandle& handle);
   void note_refusal(DispatchHandle& handle, int peer, uint32_t count) const;

@@ -98,10 +98,11 @@ uint32_t ExpertParallel::refused_since(const DispatchHandle& handle) const {
 void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why) {
   const CallGate::Turn turn = gate_.enter();
   if (handle.stage == Stage::kCombined) handle.stage = Stage::kClosed;
-  if (!handle.is_open() || is_closed()) return;
+  const bool was_refused = handle.stage == Stage::kRefused;
+  if ((!handle.is_open() && !was_refused) || is_closed()) return;
   require(handle, handle.stage, handle.stage, "release");
   if (handle.stage != Stage::kCombineSent) {  // combine_send has returned the credit already
-    const bool refused_before = why.empty() && handle.failed_attempt + handle.num_strays > 0;
+    const bool refused_before = why.empty() && (was_refused || handle.failed_attempt + handle.num_strays > 0);
     launch(ReleaseArgs{.context = context_,
                        .buffer = handle.buffer,
                        .refused = refused_since(handle),
@@ -127,14 +128,18 @@ void ExpertParallel::raise_reported() {
 }
 
 // Where launches are queued, a refusal surfaces after its call. A launch's first report reopens the handle of a combine
-// that may be retried; returns true for the reports of its other warps, which may come once the handle is gone.
+// that may be retried, or closes that of a refused dispatch (its number is 0 in a captured graph, which may be
+// replayed). Returns true for the reports of the launch's other warps, which may come once the handle is gone.
 bool ExpertParallel::is_known_refusal(const Report& report) {
   if (report.buffer == config().num_buffers) return take_back(report.expected_epoch);
   const uint64_t raised = std::exchange(raised_refusals_[report.buffer], report.expected_epoch);
   if (raised == report.expected_epoch) return true;
   const auto handle = newest_[report.buffer].lock();
-  if (handle && handle->stage == Stage::kCombined && report.operation == moe_op::kCombineRecv &&
-      report.refusal_count != kFinalRefusal) {
+  if (!handle) return false;
+  if (report.operation == moe_op::kDispatchRecv) {
+    const bool is_its = static_cast<uint32_t>(handle->number) == report.refusal_count;
+    if (is_its && handle->stage < Stage::kCombineSent) handle->stage = Stage::kRefused;
+  } else if (handle->stage == Stage::kCombined && report.refusal_count != kFinalRefusal) {
     handle->stage = Stage::kCombineSent;
     note_refusal(*handle, report.peer, report.refusal_count);
     open_[report.buffer] = handle;

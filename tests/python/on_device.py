@@ -19,8 +19,6 @@ import pytest
 import ranks
 import torch
 
-import moe_a2a
-
 NAME = os.environ.get("MOE_A2A_TEST_DEVICE") or "cpu"
 IS_GPU = NAME != "cpu"
 POOL_SIZE = int(os.environ.get("MOE_A2A_TEST_POOL") or 0)
@@ -72,11 +70,7 @@ def settle(ep: Any) -> None:
 def dispatch(ep: Any, *args: Any, **options: Any) -> Any:
     """ep.dispatch, which leaves no error to be raised later."""
     handle = ep.dispatch(*args, **options)
-    try:
-        settle(ep)
-    except moe_a2a.PeerRefusedError:
-        handle.release()  # on the CPU nobody has a handle
-        raise
+    settle(ep)
     return handle
 
 

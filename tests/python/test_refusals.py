@@ -50,8 +50,6 @@ def test_through_the_halves():
                 with pytest.raises(REFUSED, match="rank 2 refused .*hidden=16"):
                     ep.dispatch_recv(handle)
                     on_device.settle(ep)
-                if on_device.IS_GPU:  # the refusal came after the call
-                    handle.release()
                 with pytest.raises(RuntimeError, match="closed"):
                     ep.combine(torch.zeros(36, ep.hidden, device=ep.device), handle)
 
@@ -87,6 +85,31 @@ def test_with_another_handle_open():
         assert torch.equal(ep.combine(experts(handle), handle), expected_output(ep, 7))
 
     run(program)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 3])
+def test_the_buffer_of_a_refused_dispatch_is_free(num_buffers, monkeypatch):
+    """Also on a GPU, where the call has returned a handle before the refusal is known, and the caller keeps it."""
+    monkeypatch.setitem(CONFIG, "num_buffers", num_buffers)
+
+    def program(ep, group):
+        others = [ep.dispatch(*make_inputs(ep, 7)) for _ in range(num_buffers - 1)]
+        kept = []
+        for call in range(2 * num_buffers + 1):
+            if ep.rank == 1:
+                bad_dispatch(ep)
+            else:
+                with pytest.raises(REFUSED):
+                    kept.append(ep.dispatch(*make_inputs(ep)))
+                    on_device.settle(ep)
+            assert not any(handle.is_open for handle in kept)
+            good_call(ep, call)
+            if others:  # so that another buffer is the free one
+                handle = others.pop(0)
+                assert torch.equal(ep.combine(experts(handle), handle), expected_output(ep, 7))
+        assert len(kept) == (2 * num_buffers + 1 if on_device.IS_GPU and ep.rank != 1 else 0)
+
+    run(program, num_ranks=2)
 
 
 def test_refusals_in_turn_without_anything_between():

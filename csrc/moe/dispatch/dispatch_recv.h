@@ -81,7 +81,8 @@ struct DispatchRecv {
         return Signal::reached(polled, epoch) && has_arrived(signal, epoch, seen, &payload);
       });
       if (payload == MoeRegion::kRefused) {
-        write_report(c.wait, c.heap, site, Reason::kRefused, Refusal::kFinal, epoch, Signal::pack(epoch, payload), 0);
+        write_report(c.wait, c.heap, site, Reason::kRefused, static_cast<uint32_t>(args.number), epoch,
+                     Signal::pack(epoch, payload), 0);
         payload = 0;
       }
       num_tokens[r] = static_cast<int32_t>(payload);
