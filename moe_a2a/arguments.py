@@ -58,7 +58,9 @@ def checked_int(rank: int, name: str, value: Any, least: int = -MAX_INT, most: i
         except TypeError:
             raise _refuse(rank, name, value, "an int") from None
     if not least <= value <= most:
-        raise ValueError(f"{name}={_shown(value)} is not in [{least}, {most}] on rank {rank}; pass one of these")
+        raise ValueError(
+            f"{name}={_shown(value)} is not in [{least}, {most}] on rank {rank}; pass a number in this range"
+        )
     return value
 
 
@@ -95,7 +97,7 @@ def checked_timeout(rank: int, timeout: Any) -> float:
         raise _refuse(rank, "timeout", timeout, "a number of seconds") from None
     if not (math.isfinite(seconds) and 0 < seconds <= MAX_TIMEOUT):
         raise ValueError(
-            f"timeout={_shown(timeout)} is not in (0, {MAX_TIMEOUT:.0f}] seconds on rank {rank}; pass one of these"
+            f"timeout={_shown(timeout)} is not in (0, {MAX_TIMEOUT:.0f}] seconds on rank {rank}; pass a number in this range"
         )
     return seconds
 

@@ -156,7 +156,7 @@ class MoELayer(nn.Module):
     def _check_bound(self, num_routes: int) -> None:
         if self.num_max_routes is not None and num_routes > self.num_max_routes:
             raise ValueError(
-                f"expert_offsets[-1]={num_routes} > num_max_routes={self.num_max_routes} on rank {self.ep.rank}; pass more"
+                f"expert_offsets[-1]={num_routes} > num_max_routes={self.num_max_routes} on rank {self.ep.rank}; pass a larger num_max_routes"
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
@@ -165,8 +165,8 @@ class MoELayer(nn.Module):
             moved = fn(tensor.detach().new_empty(0))
             if (moved.device, moved.dtype) != (self.ep.device, tensor.dtype):
                 raise ValueError(
-                    f"{name} would become {moved.dtype} on {moved.device}, but the "
-                    f"ExpertParallel of rank {self.ep.rank} needs {tensor.dtype} on {self.ep.device}; make a new one and a new layer"
+                    f"{name} would become {moved.dtype} on {moved.device}, but the ExpertParallel of rank {self.ep.rank} needs "
+                    f"{tensor.dtype} on {self.ep.device}; make another ExpertParallel, and a layer that uses it"
                 )
         return super()._apply(fn, recurse)
 

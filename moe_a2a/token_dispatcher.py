@@ -245,7 +245,7 @@ class _Exchange:
             return offsets[-1]
         if offsets is not None and offsets[-1] > self.num_max_routes:
             raise ValueError(
-                f"expert_offsets[-1]={offsets[-1]} > num_max_routes={self.num_max_routes} on rank {self.ep.rank}; pass more"
+                f"expert_offsets[-1]={offsets[-1]} > num_max_routes={self.num_max_routes} on rank {self.ep.rank}; pass a larger num_max_routes"
             )
         return min(self.num_max_routes, self.handle.capacity)
 

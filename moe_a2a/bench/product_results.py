@@ -20,6 +20,7 @@ from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.limits import Limits
 from moe_a2a.bench.options import add_how, add_outputs, add_sizes, dtypes, output_paths, routing_names
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
+from moe_a2a.bench.table import left_out_lines
 from moe_a2a.command_line import UsageError, integer, integers
 
 
@@ -94,9 +95,8 @@ class Results:
             self.left_out.append(line)
 
     def print_rest(self) -> None:
-        for line in self.left_out:
-            where = f" ({line['case']})" if line["case"] else ""
-            self._print(f"no figure: {line['what']}{where}: {line['why']}")
+        for line in left_out_lines(self.left_out):
+            self._print(line)
 
     def write(self, options: argparse.Namespace) -> None:
         """Called after each case, so that an interrupted run keeps its results."""

@@ -14,10 +14,10 @@ every system (coded sums: as coded); floor: time of a bare push of the same rows
 
 STEP_COLUMNS = f"{'us':>8} {'p99':>8} {'GB/s':>6} {'floor':>5}"
 HEADER = (
-    f"{'tokens':>6}  {'system':<33} {'mode':<13} {'launch':<6} {'blocks':>8} | {STEP_COLUMNS} | {STEP_COLUMNS} |"
+    f"{'tokens':>6}  {'system':<39} {'mode':<13} {'launch':<6} {'blocks':>8} | {STEP_COLUMNS} | {STEP_COLUMNS} |"
     f" {'us':>8} {'host':>6}"
 )
-ABOVE_HEADER = f"{'':>71} | {'dispatch':^30} | {'combine':^30} | {'both':^15}"
+ABOVE_HEADER = f"{'':>77} | {'dispatch':^30} | {'combine':^30} | {'both':^15}"
 
 
 def text(results: Results) -> str:
@@ -44,11 +44,16 @@ def _lines(results: Results) -> Iterator[str]:
     if results.notes or results.left_out:
         yield ""
     yield from (f"note: {note}" for note in results.notes)
-    for line in results.left_out:
-        where = f" ({line['case']})" if line["case"] else ""
-        yield f"no figure: {line['what']}{where}: {line['why']}"
+    yield from left_out_lines(results.left_out)
     yield ""
     yield LEGEND
+
+
+def left_out_lines(left_out: Iterable[dict[str, str]]) -> Iterator[str]:
+    """Which contenders have no figure, one line per case and reason."""
+    for (case, why), lines in groupby(left_out, lambda line: (line["case"], line["why"])):
+        where = f" ({case})" if case else ""
+        yield f"no figure: {', '.join(line['what'] for line in lines)}{where}: {why}"
 
 
 def _heading(record: Record) -> str:
@@ -63,7 +68,7 @@ def _call_lines(records: Iterable[Record]) -> Iterator[str]:
         blocks = f"{dispatch.blocks}/{combine.blocks}" if dispatch.blocks else "-"
         host = f"{total.host_us:6.1f}" if total.host_us is not None else f"{'-':>6}"
         yield (
-            f"{dispatch.tokens:>6}  {dispatch.system:<33} {dispatch.mode:<13} {dispatch.launch:<6} {blocks:>8} |"
+            f"{dispatch.tokens:>6}  {dispatch.system:<39} {dispatch.mode:<13} {dispatch.launch:<6} {blocks:>8} |"
             f" {_columns(dispatch)} | {_columns(combine)} | {total.median_us:8.1f} {host}"
         )
 
@@ -75,9 +80,9 @@ def _columns(record: Record) -> str:
 def _pair_lines(records: list[Record]) -> Iterator[str]:
     if not records:
         return
-    yield f"{'chains':>6}  {'system':<33} {'mode':<13} | us per pair (p99)"
+    yield f"{'chains':>6}  {'system':<39} {'mode':<13} | us per pair (p99)"
     for r in records:
-        yield f"{r.tokens:>6}  {r.system:<33} {r.mode:<13} | {r.median_us:8.1f} ({r.p99_us:.1f})"
+        yield f"{r.tokens:>6}  {r.system:<39} {r.mode:<13} | {r.median_us:8.1f} ({r.p99_us:.1f})"
 
 
 def _half_lines(records: list[Record]) -> Iterator[str]:

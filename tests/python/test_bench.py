@@ -46,7 +46,7 @@ def results_file(tmp_path_factory):
         "bench", "dispatch_combine", *TINY, *options, "--modes", ",".join(MODES), "--halves", "--overlap",
         "--results", folder,
     )  # fmt: skip
-    assert "no figure: deep_ep_v2: deep_ep runs on GPUs" in table
+    assert "deep_ep_v2, deep_ep_v2_fp8: deep_ep runs on GPUs" in table
     return folder / "cpu_2" / "dispatch_combine.json"
 
 

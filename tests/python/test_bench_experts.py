@@ -29,7 +29,7 @@ def bench(kind, *options):
 
 def test_experts(tmp_path):
     table = bench("experts", "--results", str(tmp_path))
-    assert "no figure: DeepGEMM: DeepGEMM runs on GPUs" in table
+    assert "no figure: DeepGEMM, DeepGEMM fp8: DeepGEMM runs on GPUs" in table
     (file,) = tmp_path.glob("*_2/experts.json")
     results = json.loads(file.read_text())
     assert results["about"]["ranks"] == 2 and "commit" in results["about"]["versions"]
@@ -52,7 +52,7 @@ def test_experts(tmp_path):
 def test_layer(tmp_path):
     file = tmp_path / "layer.json"
     table = bench("layer", "--json", str(file), "--routing", "uniform,idle_rank")
-    assert "no figure: moe_a2a + DeepGEMM: DeepGEMM runs on GPUs" in table
+    assert "no figure: moe_a2a + DeepGEMM, moe_a2a + DeepGEMM fp8: DeepGEMM runs on GPUs" in table
     lines = json.loads(file.read_text())["lines"]
     ours = [name + how for name in ("moe_a2a", "moe_a2a fp8") for how in ("", ", combine fused")]
     systems = [*ours, "moe_a2a, step by step", *(f"moe_a2a + {peer}" for peer in PEERS)]

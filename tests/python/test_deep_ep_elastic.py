@@ -171,7 +171,7 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
                 buffer.dispatch(x, **(wrong if fails else {}), handle=packed)
                 packed.ep.check()
             group.all_gather(None)  # else the text may be that of the next refusal
-        with refused(ValueError, r"x has 41 rows > num_max_tokens_per_rank=40 on rank 0; pass more"):
+        with refused(ValueError, r"x has 41 rows > num_max_tokens_per_rank=40 on rank 0; pass a larger one"):
             long = torch.ones(41, HIDDEN, device=device), ids.new_zeros(41, TOPK), torch.ones(41, TOPK, device=device)
             dispatched(buffer, *(long if fails else (x, ids, weights)), do_expand=True)
             handle.ep.check()

@@ -241,7 +241,7 @@ class ElasticBuffer(OfExchange):
             raise ValueError(f"do_zero_padding=True without do_expand on rank {rank}; pass one with the other")
         kind, _ = high_throughput.checked(self._open(), x, x_scales, topk_idx, topk_weights, num_experts, 0)
         if len(x) > bound:
-            raise ValueError(f"x has {len(x)} rows > num_max_tokens_per_rank={bound} on rank {rank}; pass more")
+            raise ValueError(f"x has {len(x)} rows > num_max_tokens_per_rank={bound} on rank {rank}; pass a larger one")
         return _First(x, x_scales, topk_idx, topk_weights, kind, bound, 1 if alignment is None else alignment)
 
     def _dispatch_expanded(self, first: _First, is_exact: bool, num_sms: int, blocks: int) -> _Received:

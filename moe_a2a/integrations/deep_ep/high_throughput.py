@@ -144,7 +144,7 @@ def checked(
     if len(x) > bound:
         raise ValueError(
             f"x has {len(x)} rows on rank {rank}, but num_worst_tokens={num_worst_tokens} allows {bound} on each of "
-            f"{exchange.num_ranks} ranks; pass more"
+            f"{exchange.num_ranks} ranks; pass a larger num_worst_tokens"
         )
     return kind, bound
 
