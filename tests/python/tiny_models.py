@@ -88,6 +88,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
     "glm5_next": {"index_kpool": 4, "qk_rope_head_dim": 0, "qk_head_dim": 16, "head_dim": 0},
     "granitemoehybrid": {"layer_types": _LINEAR_AND_FULL, "mamba_n_heads": 8},
+    "hy_v4_vl": {"rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": _LINEAR_AND_FULL},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
