@@ -45,7 +45,9 @@ def test_logits_are_those_of_eager(family):
     assert comparison.way == OTHER_WAYS.get(family, SWIGLU)
 
 
-@pytest.mark.parametrize("family", sorted({"mixtral"} | {family for family, way in OTHER_WAYS.items() if way != SOFTCAPPED}))
+@pytest.mark.parametrize(
+    "family", sorted({"mixtral"} | {family for family, way in OTHER_WAYS.items() if way != SOFTCAPPED})
+)
 def test_experts_by_kernels(family):
     """In bfloat16: at most twice eager's error, both against fp32."""
     module = next(m for m in sweep.tiny_model(family).bfloat16().modules() if is_experts_module(m))
