@@ -16,6 +16,7 @@ __all__: list[str] = [
     "ExpertParallel",
     "TracedExperts",
     "built_targets",
+    "check_dispatch",
     "grouped_gemm",
     "nbytes_for",
     "trace_kinds",
@@ -242,6 +243,24 @@ class ExpertParallel:
 def built_targets() -> list[str]:
     """
     Names of the targets in this build: "cpu", "cuda", "hip".
+    """
+
+def check_dispatch(
+    arg0: typing.SupportsInt | typing.SupportsIndex,
+    arg1: typing.SupportsInt | typing.SupportsIndex,
+    arg2: typing.SupportsInt | typing.SupportsIndex,
+    arg3: typing.SupportsInt | typing.SupportsIndex,
+    arg4: typing.SupportsInt | typing.SupportsIndex,
+    arg5: typing.Any,
+    arg6: torch.device,
+    arg7: torch.Tensor,
+    arg8: torch.Tensor,
+    arg9: torch.Tensor | None,
+    arg10: torch.Tensor | None,
+    arg11: bool,
+) -> None:
+    """
+    Raises what a dispatch of these tensors would.
     """
 
 def grouped_gemm(

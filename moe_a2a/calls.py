@@ -27,6 +27,14 @@ class Client(Protocol):
     _core: Any
 
 
+class Dispatcher(Protocol):
+    """An ExpertParallel or TwoLevelExpertParallel."""
+
+    @property
+    def _num_dispatches(self) -> int: ...
+    def _refuse_dispatch(self, error: BaseException) -> None: ...
+
+
 class Caller(Client, Owner, Protocol):
     """An ExpertParallel."""
 
@@ -90,7 +98,7 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
 
 
 @contextlib.contextmanager
-def dispatch_refused_if_failed(ep: Caller) -> Iterator[None]:
+def dispatch_refused_if_failed(ep: Dispatcher) -> Iterator[None]:
     """Around work that precedes a dispatch(), for which peers may already wait: if it fails, that dispatch counts as
     refused on every rank. The dispatch() itself may be inside, since it tells of its own failure."""
     num_dispatches = ep._num_dispatches
@@ -98,8 +106,13 @@ def dispatch_refused_if_failed(ep: Caller) -> Iterator[None]:
         yield
     except BaseException as error:
         if ep._num_dispatches == num_dispatches:
-            _tell(ep, error, functools.partial(_dispatch_failed, ep, False))
+            ep._refuse_dispatch(error)
         raise
+
+
+def refuse_dispatch(ep: Caller, error: BaseException) -> None:
+    """This rank's next dispatch fails with `error`: it counts as refused on every rank."""
+    _tell(ep, error, functools.partial(_dispatch_failed, ep, False))
 
 
 def makes_a_dispatch(call: Call) -> Call:

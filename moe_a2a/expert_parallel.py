@@ -98,15 +98,8 @@ class ExpertParallel(CommunicatorClient):
                 f"dtype={self.dtype!r} on rank {self.rank}; pass torch.float32, torch.float16 or torch.bfloat16"
             )
         comm = self._allocated_comm()
-        sizes = (
-            self.num_experts,
-            self.num_topk,
-            self.hidden,
-            self.num_max_tokens_per_rank,
-            self.num_buffers,
-            self.dtype,
-            self.num_max_ll_tokens,
-        )
+        of_batch = (self.num_topk, self.hidden, self.num_max_tokens_per_rank)
+        sizes = (self.num_experts, *of_batch, self.num_buffers, self.dtype, self.num_max_ll_tokens)
         log.info(
             "rank %d takes %d bytes on %s",
             self.rank,
@@ -360,6 +353,8 @@ class ExpertParallel(CommunicatorClient):
             f"ExpertParallel(rank {self.rank} of {self.num_ranks}, {self.num_experts} experts, top-{self.num_topk}, "
             f"hidden {self.hidden}, {self.num_max_tokens_per_rank} tokens, {self.dtype}, {self._state()})"
         )
+
+    _refuse_dispatch = calls.refuse_dispatch
 
     def _dispatched(
         self, sent: Any, row_dtype: torch.dtype, routing: tuple[torch.Tensor, torch.Tensor | None]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from moe_a2a import arguments, codecs
 from moe_a2a.expert_weights import ExpertWeights, Weight, dequantize
 from moe_a2a.grouped_gemm import grouped_gemm
-from moe_a2a.handle import DispatchHandle, Owner
+from moe_a2a.handle import DispatchHandle, Place
 
 
 def run_and_combine(
@@ -195,7 +195,7 @@ def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> t
 # ---- which way
 
 
-def runs_kernels(ep: Owner, weights: ExpertWeights, row_dtype: torch.dtype, fused: bool | None) -> bool:
+def runs_kernels(ep: Place, weights: ExpertWeights, row_dtype: torch.dtype, fused: bool | None) -> bool:
     """fused=None means on a GPU if the kernels can run. On the CPU PyTorch's products are faster (bfloat16, AVX-512: up to
     10 times), and reading offsets on the host costs nothing."""
     why_not = weights.kernels_refuse(ep, row_dtype)
@@ -228,7 +228,7 @@ def combine_stays_apart(handle: DispatchHandle, by_kernels: bool = True) -> str 
     return None
 
 
-def check_way(ep: Owner, fused: Any, fused_combine: Any, wire: Any, num_max_routes: Any) -> None:
+def check_way(ep: Place, fused: Any, fused_combine: Any, wire: Any, num_max_routes: Any) -> None:
     for name, way in (("fused", fused), ("fused_combine", fused_combine)):
         if way is not None:
             arguments.checked_bool(ep.rank, name, way)

@@ -9,16 +9,21 @@ import torch
 from moe_a2a.row_routes import row_routes
 
 
-class Owner(Protocol):
-    """The ExpertParallel that made a handle, as a handle and its users see it."""
+class Place(Protocol):
+    """Where experts are: what their weights must fit."""
 
     rank: int
-    num_ranks: int
-    num_experts: int
     num_local_experts: int
     hidden: int
     dtype: torch.dtype
     device: torch.device
+
+
+class Owner(Place, Protocol):
+    """The ExpertParallel that made a handle, as a handle and its users see it."""
+
+    num_ranks: int
+    num_experts: int
     _core: Any
 
     def _open_core(self) -> Any: ...

@@ -13,6 +13,7 @@ from moe_a2a import calls, experts, operators
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.expert_weights import ExpertWeights, Weight
 from moe_a2a.token_dispatcher import TokenDispatcher
+from moe_a2a.two_level.expert_parallel import TwoLevelExpertParallel
 
 log = logging.getLogger("moe_a2a")
 
@@ -32,7 +33,7 @@ class MoELayer(nn.Module):
     that a rank whose tensors happen not to require grad still takes part in the others' backward. See docs/training.md.
 
     Args:
-        ep: the ranks and their memory.
+        ep: the ranks and their memory; a TwoLevelExpertParallel for inference only.
         w_gate_up: this rank's experts, [E_local, 2 * I, H] of the dtype of `ep`, the gate's rows before the up projection's.
             Or (float8 values, scales), with a float32 scale per 128 x 128 values, [E_local, 2 * ceil(I / 128),
             ceil(H / 128)], the gate's first; the rows then travel as float8 too.
@@ -46,7 +47,7 @@ class MoELayer(nn.Module):
 
     def __init__(
         self,
-        ep: ExpertParallel,
+        ep: ExpertParallel | TwoLevelExpertParallel,
         w_gate_up: Weight,
         w_down: Weight,
         *,
@@ -84,7 +85,7 @@ class MoELayer(nn.Module):
         ep = self.ep
         with torch.no_grad():
             quantize = "fp8" if self._weights().is_float8 else None
-            handle = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
+            handle: Any = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
             try:
                 return ep.experts(handle, *self._given(), **self._ways())
             except BaseException:
@@ -97,7 +98,7 @@ class MoELayer(nn.Module):
     ) -> torch.Tensor:
         """forward() for a backward pass."""
         # Before anything that may fail on this rank only: all ranks make the first together.
-        dispatcher = TokenDispatcher(self.ep)
+        dispatcher = TokenDispatcher(self.ep)  # type: ignore[arg-type]  # refuses a TwoLevelExpertParallel
         self._check_can_record()
         by_groups = experts.has_group_products(self.w_gate_up, self.w_down)
         bound = self.num_max_routes if by_groups else None

@@ -20,7 +20,7 @@ from moe_a2a.backend_work import CallThread, StreamWork, work_done
 from moe_a2a.boards import StoreBoard
 from moe_a2a.collectives import Collectives
 from moe_a2a.rendezvous import Meetings
-from moe_a2a.two_level import TwoLevelCollectives
+from moe_a2a.two_level.collectives import TwoLevelCollectives
 
 NAME = "moe_a2a"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -304,15 +304,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The compiled core of moe_a2a; use the classes of the package instead.";
   register_grouped_gemm(m);
   m.def("built_targets", &built_targets, "Names of the targets in this build: \"cpu\", \"cuda\", \"hip\".");
-  m.def(
-      "nbytes_for",
-      [](int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
-         int num_buffers, const py::object& dtype, std::optional<int> num_max_ll_tokens, const std::string& target) {
-        return ExpertParallel::nbytes_for(make_config(rank, num_ranks, num_experts, num_topk, hidden,
-                                                      num_max_tokens_per_rank, num_buffers, dtype, num_max_ll_tokens,
-                                                      target));
-      },
-      "Bytes that one rank of such an ExpertParallel takes.");
+  bind_config(m);
   translate_errors();
   watch_signals();
   bind_trace_export(m);

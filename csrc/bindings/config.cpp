@@ -32,4 +32,30 @@ MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, in
   return config;
 }
 
+void bind_config(py::module_& m) {
+  m.def(
+      "nbytes_for",
+      [](int rank, int num_ranks, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank,
+         int num_buffers, const py::object& dtype, std::optional<int> num_max_ll_tokens, const std::string& target) {
+        return ExpertParallel::nbytes_for(make_config(rank, num_ranks, num_experts, num_topk, hidden,
+                                                      num_max_tokens_per_rank, num_buffers, dtype, num_max_ll_tokens,
+                                                      target));
+      },
+      "Bytes that one rank of such an ExpertParallel takes.");
+  m.def(
+      "check_dispatch",
+      [](int rank, int num_experts, int num_topk, int hidden, int num_max_tokens_per_rank, const py::object& dtype,
+         const at::Device& device, const at::Tensor& x, const at::Tensor& topk_idx,
+         const std::optional<at::Tensor>& topk_weights, const std::optional<at::Tensor>& x_scales, bool quantize) {
+        const MoeConfig config{.rank = rank,
+                               .num_experts = num_experts,
+                               .num_topk = num_topk,
+                               .hidden = hidden,
+                               .num_max_tokens_per_rank = num_max_tokens_per_rank,
+                               .dtype = to_dtype(scalar_type(dtype), "dtype=")};
+        check_dispatch(config, device, {x, topk_idx, topk_weights, x_scales, quantize});
+      },
+      "Raises what a dispatch of these tensors would.");
+}
+
 }  // namespace moe_a2a::bindings

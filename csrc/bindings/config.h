@@ -18,4 +18,7 @@ MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, in
                       int num_buffers, const py::object& dtype, std::optional<int> num_max_ll_tokens,
                       const std::string& target);
 
+// What Python asks of a configuration without an object that has it.
+void bind_config(py::module_& m);
+
 }  // namespace moe_a2a::bindings

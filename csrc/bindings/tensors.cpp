@@ -159,12 +159,16 @@ DType to_dtype(at::ScalarType type, const char* whose, int rank) {
   }
 }
 
-DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const DispatchTensors& t) {
-  const MoeConfig& config = ep.config();
+void check_dispatch(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
   check_all_plain({config.rank, device}, t);
   check_x(config, t);
   check_routing(config, device, t);
   check_scales(config, t);
+}
+
+DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const DispatchTensors& t) {
+  const MoeConfig& config = ep.config();
+  check_dispatch(config, device, t);
   if (t.quantize) check_quantized_row(config, ep.max_quantized_row_bytes());
   DispatchInput input;
   input.num_tokens = static_cast<int>(t.x.size(0));

@@ -23,6 +23,7 @@ struct DispatchTensors {
 };
 
 // Raise ValueError or TypeError that names the value, the limit, the rank and the argument to change.
+void check_dispatch(const MoeConfig& config, at::Device device, const DispatchTensors& tensors);
 DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const DispatchTensors& tensors);
 Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle& handle, const at::Tensor& y,
                bool presummed);

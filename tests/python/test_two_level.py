@@ -15,8 +15,8 @@ from ranks import DIED
 from test_collectives import OPS
 
 import moe_a2a
-from moe_a2a import two_level
-from moe_a2a.two_level import TwoLevelCollectives
+from moe_a2a import TwoLevelCollectives
+from moe_a2a.two_level import collectives as two_level
 
 pytestmark = on_device.TESTS
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from moe_a2a import arguments, calls, devices
-from moe_a2a.collectives import MAX_NBYTES, OPS, SHARE_UNIT, Collectives
+from moe_a2a.collectives import DTYPES, MAX_NBYTES, OPS, SHARE_UNIT, Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerTimeoutError
-from moe_a2a.rail import NO_CALL, Call, Rail
+from moe_a2a.two_level.rail import Rail
 
 # Multiprocessors that our kernels leave to the kernels of `between`. Both wait for other ranks, so neither may keep the
 # other's blocks from running.
@@ -25,7 +26,31 @@ MULTIPROCESSORS_LEFT = 32
 MOST_PARALLEL_SLICES = 64
 LARGEST_ELEMENT = 4  # bytes
 
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+
 Finish = Callable[[], Any]
+
+
+@dataclass
+class Call:
+    """A call, encoded for comparison between nodes."""
+
+    kind: int
+    count: int
+    dtype: int
+    op: int
+
+    @classmethod
+    def of(cls, kind: str, x: torch.Tensor, op: str) -> Call:
+        name = str(x.dtype).removeprefix("torch.")
+        return cls(KINDS.index(kind), x.numel(), DTYPES.index(name) if name in DTYPES else -1, OPS.index(op))
+
+    def __str__(self) -> str:
+        dtype = DTYPES[self.dtype] if self.dtype >= 0 else "another dtype"
+        return f"{KINDS[self.kind]}({self.count} elements, {dtype}, {OPS[self.op]})"
+
+
+NO_CALL = Call(0, 0, -1, 0)  # from a rank with bad arguments
 
 
 class TwoLevelCollectives:
@@ -89,7 +114,7 @@ class TwoLevelCollectives:
             self.parallel_slices = self._checked_parallel_slices(parallel_slices, staging_nbytes)
         except (ValueError, TypeError) as error:
             problem = str(error)  # reported when the ranks meet
-        self._meet(problem)
+        rail.meet(coll, ["slice_nbytes"], [coll.max_nbytes], problem)
         self._staging = torch.empty(self.parallel_slices, self._share_nbytes, dtype=torch.uint8, device=self.device)
 
     def _checked_parallel_slices(self, parallel_slices: int, staging_nbytes: int) -> int:
@@ -103,36 +128,6 @@ class TwoLevelCollectives:
                 "more, or a smaller slice_nbytes"
             )
         return min(most, limit // self._share_nbytes)
-
-    def _meet(self, problem: str) -> None:
-        """Raises on every rank if the nodes do not match, or an argument is wrong on any."""
-        coll, rail = self._local, self._rail
-        names = ("ranks of its node", "place in its node", "slice_nbytes")
-        mine = [coll.num_ranks, coll.rank, coll.max_nbytes]
-        for node, theirs in enumerate(rail.words(mine)):
-            for name, own, other in zip(names, mine, theirs, strict=True):
-                if own != other:
-                    problem = problem or (
-                        f"the nodes differ: {name} on rank {coll.rank} of node {rail.node}: {own}, on its peer of node {node}: "
-                        f"{other}; pass groups of equal sizes and orders, and equal arguments"
-                    )
-        views = self._local_words([rail.node, rail.num_nodes])
-        if views != [views[0]] * len(views):
-            problem = problem or (
-                f"the ranks of a node, seen from rank {coll.rank} of it, have these places in between: "
-                f"{', '.join(f'rank {node} of {size}' for node, size in views)}; pass groups with one rank of every node, all in the "
-                "same order of nodes"
-            )
-        found = any(flag for (flag,) in self._local_words([int(problem != "")]))
-        found = any(flag for (flag,) in rail.words([int(found)]))
-        if any(flag for (flag,) in self._local_words([int(found)])):
-            raise ValueError(problem or f"a rank other than rank {self.rank} has refused the arguments: see its error")
-
-    def _local_words(self, words: list[int]) -> list[list[int]]:
-        """The `words` of every rank of this node. float32 represents them exactly."""
-        own = torch.tensor(words, dtype=torch.float32, device=self.device)
-        everyone = self._local.all_gather(own).view(self._local.num_ranks, -1)
-        return [[int(word) for word in each] for each in everyone.tolist()]
 
     # ---- the collectives
 

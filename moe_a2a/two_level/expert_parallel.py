@@ -1,0 +1,391 @@
+"""Expert parallelism over several nodes: dispatch() and combine() of ours within each node, the caller's process group between
+the nodes.
+
+    dispatch  a token's row travels along the rail once to each node that owns one of its experts;
+              there ExpertParallel sends it to the ranks that do
+    combine   ExpertParallel sums a token's outputs within each node; the sums return along the rail, and
+              the token's own rank adds those of its nodes
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_a2a import _core, arguments, calls, reference
+from moe_a2a.collectives import Collectives
+from moe_a2a.communicator import Communicator
+from moe_a2a.devices import float8_dtype
+from moe_a2a.errors import RoutingError
+from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.expert_weights import Weight
+from moe_a2a.two_level.handle import TwoLevelHandle
+from moe_a2a.two_level.passage import Passage, RailFormat, Sent
+from moe_a2a.two_level.rail import Rail
+
+MEETING_NBYTES = 1 << 12  # workspace of the collectives by which a node's ranks agree on the arguments
+KINDS = ("a call with bad arguments", "the constructor", "dispatch", "combine")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, encoded for comparison between nodes."""
+
+    kind: int
+    float8: int = 0  # whether rows are
+    number: int = -1  # of the dispatch that a combine belongs to
+
+    @classmethod
+    def of(cls, kind: str, **how: int) -> Call:
+        return cls(KINDS.index(kind), **how)
+
+    def __str__(self) -> str:
+        of_what = f" of dispatch {self.number}" if self.number >= 0 else " of float8 rows" if self.float8 else ""
+        return KINDS[self.kind] + of_what
+
+
+BAD_CALL = Call.of("a call with bad arguments")
+
+
+class TwoLevelExpertParallel:
+    """dispatch() and combine() over the ranks of several nodes.
+
+        node = dist.new_group(ranks of this machine)
+        rail = dist.new_group(the ranks with this rank's place on their machines)
+        ep = moe_a2a.TwoLevelExpertParallel(node, rail, num_experts=256, num_topk=8, hidden=7168, num_max_tokens_per_rank=4096)
+
+    Args:
+        local: the ranks of this node: what a Communicator takes, or a Communicator.
+        between: a torch.distributed group of the ranks with the same place on all nodes, in node order: gloo for CPU
+            tensors, NCCL for GPU tensors. Every node has the same number of ranks.
+        num_experts: experts of all ranks of all nodes; divisible by their number. Rank r owns the experts
+            r * E_local ... (r + 1) * E_local - 1.
+        num_topk, hidden, num_max_tokens_per_rank, dtype: see ExpertParallel.
+        num_buffers, num_blocks, num_max_ll_tokens, launch_table: see ExpertParallel; for the exchange within a node, whose
+            batches are the rows that a rank receives along its rail.
+        device, timeout: for the Communicator that is made if `local` is not one.
+
+    Rank r is rank r % L of node r // L, with L ranks per node. Every rank makes the same calls in the same order. The memory
+    is that of an ExpertParallel of one node whose ranks dispatch num_nodes * num_max_tokens_per_rank tokens (see `nbytes`).
+
+    dispatch() and, on the CPU, combine() compare the calls of the nodes first: an error on one rank raises PeerRefusedError on
+    the others that wait for it, or CallMismatchError if the calls differ. dispatch() reads counts on the host, so it
+    synchronises with a GPU and cannot be captured in a CUDA graph. Waits between the nodes end after `timeout`, on
+    GPU tensors after the timeout of `between`; the object is then unusable on every rank. No backward pass.
+    """
+
+    _training = None  # MoELayer: it never records a backward pass
+
+    def __init__(
+        self,
+        local: Any,
+        between: Any,
+        *,
+        num_experts: int,
+        num_topk: int,
+        hidden: int,
+        num_max_tokens_per_rank: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        timeout: float = 30.0,
+        **of_node: Any,
+    ):
+        self._rail = Rail(between)
+        self._comm = local if isinstance(local, Communicator) else Communicator(local, device=device, timeout=timeout)
+        self._owns_comm = self._comm is not local
+        try:
+            self._take_places()
+            self._agree(num_experts, num_topk, hidden, num_max_tokens_per_rank, dtype)
+            self._make_local(of_node)
+        except BaseException:
+            if self._owns_comm:
+                self._comm.close()
+            raise
+
+    def _take_places(self) -> None:
+        comm, rail = self._comm, self._rail
+        rail.take(comm)
+        self.node, self.num_nodes = rail.node, rail.num_nodes
+        self.rank, self.num_ranks = rail.rank_on(rail.node), rail.num_nodes * comm.num_ranks
+        self.device, self.timeout = comm.device, comm.timeout
+
+    def _agree(
+        self, num_experts: int, num_topk: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype
+    ) -> None:
+        """Raises ValueError on every rank if an argument is wrong or differs on any."""
+        names = ("num_experts", "num_topk", "hidden", "num_max_tokens_per_rank")
+        values, problem = [0] * 5, ""
+        try:
+            given = (num_experts, num_topk, hidden, num_max_tokens_per_rank)
+            for i, (name, value) in enumerate(zip(names, given, strict=True)):
+                values[i] = arguments.checked_int(self.rank, name, value, 1)
+            if dtype not in DTYPES:
+                raise TypeError(
+                    f"dtype={dtype!r} on rank {self.rank}; pass torch.float32, torch.float16 or torch.bfloat16"
+                )
+            values[4] = DTYPES.index(dtype)
+            if values[0] % self.num_ranks:
+                raise ValueError(
+                    f"num_experts={num_experts} is not divisible by num_ranks={self.num_ranks} ({self.num_nodes} nodes of "
+                    f"{self._comm.num_ranks}) on rank {self.rank}; pass a multiple"
+                )
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+        with Collectives(self._comm, MEETING_NBYTES) as collectives:
+            self._rail.meet(collectives, [*names, "dtype (index)"], values, problem)
+        self.num_experts, self.num_topk, self.hidden, self.num_max_tokens_per_rank, _ = values
+        self.dtype = dtype
+        self.num_local_experts = self.num_experts // self.num_ranks
+        self._format = RailFormat(self.num_nodes, self.num_experts // self.num_nodes, num_topk, hidden)
+        self._num_dispatches = 0  # calls that have returned a handle or raised
+        self._num_passed = 0  # dispatches whose rows have travelled along the rail
+
+    def _make_local(self, of_node: dict[str, Any]) -> None:
+        local = failure = None
+        try:
+            local = ExpertParallel(
+                self._comm,
+                num_experts=self._format.num_node_experts,
+                num_topk=self.num_topk,
+                hidden=self.hidden,
+                num_max_tokens_per_rank=self.num_nodes * self.num_max_tokens_per_rank,
+                dtype=self.dtype,
+                **of_node,
+            )
+        except Exception as error:
+            failure = error
+        try:
+            self._rail.compare(Call.of("the constructor"), failure)
+        except BaseException:
+            if local is not None:
+                local.close()
+            raise
+        assert local is not None
+        self.local = local
+        self.num_buffers = local.num_buffers
+
+    # ---- the calls of a layer
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        handle: TwoLevelHandle | None = None,
+        layout: str | None = None,
+        expert_alignment: int | None = None,
+        x_scales: torch.Tensor | None = None,
+        quantize: str | None = None,
+        num_blocks: int = 0,
+    ) -> TwoLevelHandle:
+        """See ExpertParallel.dispatch(). quantize="fp8" quantises the rows before they leave the node."""
+        self._check_open()
+        try:
+            with calls.dispatch_refused_if_failed(self.local):
+                self._check_rail()
+                failure = sent = None
+                try:
+                    routed_by = self._routed_by(handle, topk_idx, topk_weights)
+                    layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
+                    num_blocks = arguments.checked_int(self.rank, "num_blocks", num_blocks, 0)
+                    sent = self._packed(x, *routed_by, x_scales, arguments.checked_quantize(self.rank, quantize))
+                except BaseException as error:
+                    failure = error
+                passage, batch = self._pass_on(sent, failure)
+                how: dict[str, Any] = {"layout": layout, "expert_alignment": expert_alignment, "num_blocks": num_blocks}
+                return TwoLevelHandle(self, self.local.dispatch(**batch, **how), passage, routed_by)
+        finally:
+            self._num_dispatches += 1
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: TwoLevelHandle,
+        *,
+        presummed: bool = False,
+        wire: str | None = None,
+        out: torch.Tensor | None = None,
+        num_blocks: int = 0,
+    ) -> torch.Tensor:
+        """See ExpertParallel.combine(). A node's sum of a token is rounded to `dtype` before it travels; a token's rank adds
+        those of its nodes in fp32, in ascending order, and rounds once more. `wire`: of the exchange within a node.
+
+        A combine that fails ends the handle on every rank that it fails on: it cannot be retried. A rank that passed another
+        handle by mistake releases the right one itself."""
+        how: dict[str, Any] = {"presummed": presummed, "wire": wire, "num_blocks": num_blocks}
+        return self._combined(handle, out, lambda: self.local.combine(y, handle, **how))
+
+    def experts(
+        self,
+        handle: TwoLevelHandle,
+        w_gate_up: Weight,
+        w_down: Weight,
+        *,
+        out: torch.Tensor | None = None,
+        **how: Any,
+    ) -> torch.Tensor:
+        """See ExpertParallel.experts() and combine()."""
+        return self._combined(handle, out, lambda: self.local.experts(handle, w_gate_up, w_down, **how))
+
+    def _refuse_dispatch(self, error: BaseException) -> None:
+        """For a caller that fails before its dispatch(), for which the other ranks may already wait."""
+        with contextlib.suppress(BaseException):
+            if not self.is_closed and not self._rail.lost:
+                self._rail.compare(BAD_CALL, error)
+        self.local._refuse_dispatch(error)
+        self._num_dispatches += 1
+
+    # ---- dispatch: along the rail, then within the node
+
+    def _routed_by(self, handle: Any, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if handle is None:
+            return arguments.checked_routing(self.rank, topk_idx, topk_weights)
+        if topk_idx is not None or topk_weights is not None:
+            raise ValueError(
+                f"both handle= and topk_idx or topk_weights given on rank {self.rank}; pass one or the other"
+            )
+        return self._own(handle)._routed_by
+
+    def _packed(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        x_scales: torch.Tensor | None,
+        quantized: bool,
+    ) -> Sent:
+        arguments.check_tensor(self.rank, "x", x)
+        arguments.check_optional_tensor(self.rank, "x_scales", x_scales)
+        tensors = (x, topk_idx, topk_weights, x_scales)
+        _core.check_dispatch(self.rank, *self._sizes(), self.dtype, self.device, *tensors, quantized)
+        with torch.no_grad():
+            if self.device.type != "cpu":
+                self._check_range(topk_idx)
+            if quantized:
+                x, x_scales = reference.quantize_fp8(x, float8_dtype(self.device))
+            return self._format.pack(x, topk_idx, topk_weights, x_scales)
+
+    def _pass_on(self, sent: Sent | None, failure: BaseException | None) -> tuple[Passage, dict[str, Any]]:
+        """(what combine() needs, the arguments of this node's dispatch). Raises `failure` or that of another node."""
+        call, num_sent = BAD_CALL, [0] * self.num_nodes
+        if sent is not None:
+            call, num_sent = Call.of("dispatch", float8=int(sent.dtype.itemsize == 1)), sent.num_sent
+        counts = self._rail.compare(call, failure, num_sent)
+        assert sent is not None  # without a failure
+        self._num_passed += 1
+        num_received = [of_node[self.node] for of_node in counts]
+        received = self._rail.all_to_all(sent.rows, num_sent, num_received)
+        passage = Passage(self._num_passed, sent.tokens, sent.num_tokens, num_sent, num_received)
+        return passage, self._format.unpack(received, sent.dtype)
+
+    def _check_range(self, topk_idx: torch.Tensor) -> None:
+        """The kernels of a node do not see these ids."""
+        is_bad = (topk_idx < -1) | (topk_idx >= self.num_experts)
+        if count := int(is_bad.sum()):
+            raise RoutingError(
+                f"topk_idx holds {count} ids that are not in [-1, num_experts={self.num_experts}) on rank {self.rank}; pass ids "
+                "below num_experts, or -1 to drop a choice"
+            )
+
+    # ---- combine: within the node, then along the rail
+
+    def _combined(
+        self, handle: TwoLevelHandle, out: torch.Tensor | None, combine: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        self._check_open()
+        failure = sums = None
+        try:
+            with calls.attempt_refused_if_failed(self.local, handle if isinstance(handle, TwoLevelHandle) else None):
+                self._check_rail()
+                self._check_out(out, self._own(handle)._passage.num_tokens)
+            sums = combine()
+        except BaseException as error:
+            failure = error
+        call = Call.of("combine", number=handle._passage.number) if failure is None else BAD_CALL
+        try:
+            if self._rail.compares_calls:
+                self._rail.compare(call, failure)
+            elif failure is not None:
+                raise failure
+        except BaseException:
+            if isinstance(handle, TwoLevelHandle) and handle._two_level is self and handle.is_open:
+                handle.release()
+            raise
+        assert sums is not None
+        passage = handle._passage
+        with torch.no_grad():
+            combined = passage.add_up(self._rail.all_to_all(sums, passage.num_received, passage.num_sent))
+            return combined if out is None else out.copy_(combined)
+
+    def _own(self, handle: Any) -> TwoLevelHandle:
+        if not isinstance(handle, TwoLevelHandle):
+            raise TypeError(f"handle is a {type(handle).__name__} on rank {self.rank}; pass what dispatch() returned")
+        if handle._two_level is not self:
+            raise RuntimeError(f"the handle on rank {self.rank} is another object's; pass one of this object's")
+        return handle
+
+    def _check_out(self, out: Any, num_tokens: int) -> None:
+        arguments.check_optional_tensor(self.rank, "out", out)
+        if out is None:
+            return
+        shape = [num_tokens, self.hidden]
+        if list(out.shape) != shape or out.dtype != self.dtype or out.device != self.device:
+            raise ValueError(
+                f"out is {list(out.shape)} of {out.dtype} on {out.device} on rank {self.rank}, expected {shape} of {self.dtype} on "
+                f"{self.device}; pass such a tensor"
+            )
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"out requires grad on rank {self.rank}; pass out.detach()")
+
+    # ---- the object
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        return self.num_experts, self.num_topk, self.hidden, self.num_max_tokens_per_rank
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("this TwoLevelExpertParallel object is closed; make a new one")
+
+    def _check_rail(self) -> None:
+        if self._rail.lost:
+            raise RuntimeError(f"this TwoLevelExpertParallel has lost a rank: {self._rail.lost}; make new groups")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that this object holds on this rank, excluding that of `between`."""
+        return self.local.nbytes + (self._comm.nbytes if self._owns_comm else 0)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.local.is_closed
+
+    def check(self) -> None:
+        """See ExpertParallel.check()."""
+        self.local.check()
+
+    def close(self) -> None:
+        """Closes the object, but not `between`, which is the caller's."""
+        with contextlib.ExitStack() as closed:  # the communicator even if the first raises
+            if self._owns_comm:
+                closed.callback(self._comm.close)
+            closed.callback(self.local.close)
+
+    def __enter__(self) -> TwoLevelExpertParallel:
+        return self
+
+    def __exit__(self, exception_type: object, *rest: object) -> None:
+        try:
+            self.close()
+        except RoutingError:
+            if exception_type is None:  # an exception in flight takes precedence
+                raise
+
+    def __repr__(self) -> str:
+        where = f"rank {self.rank} of {self.num_ranks}, node {self.node} of {self.num_nodes}"
+        return f"TwoLevelExpertParallel({where}, {self.local!r})"

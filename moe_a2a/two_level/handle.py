@@ -1,0 +1,23 @@
+"""What this rank received in a dispatch over several nodes, and the key to its combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_a2a.handle import DispatchHandle
+from moe_a2a.two_level.passage import Passage
+
+
+class TwoLevelHandle(DispatchHandle):
+    """A DispatchHandle of this node's ExpertParallel, with what combine() needs to return the sums to the other nodes.
+
+    Its rows, lists and counts are those of DispatchHandle, with the node's ranks as R and num_nodes * num_max_tokens_per_rank
+    as T: a source rank is the rank of this node that a row passed through, and a token's index is that of the row there.
+    """
+
+    __slots__ = ("_two_level", "_passage", "_routed_by")
+
+    def __init__(self, two_level: Any, local: DispatchHandle, passage: Passage, routed_by: tuple[Any, Any]):
+        super().__init__(local.ep, local._handle, local.row_dtype, local._routing)
+        self._received(local.layout, local.expert_alignment, local._num_blocks)
+        self._two_level, self._passage, self._routed_by = two_level, passage, routed_by

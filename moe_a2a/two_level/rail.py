@@ -1,0 +1,172 @@
+"""The link between the nodes of two-level objects: a rail is a torch.distributed group with one rank of every node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from moe_a2a.errors import CallMismatchError, PeerRefusedError
+
+_c10d: Any = dist  # the stubs lack its options
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Node(Protocol):
+    """What the ranks of a node share: a Communicator, or a client of one."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    timeout: float
+
+
+class Rail:
+    """One rank's view of the rail. Exchanges are queued first and waited for later."""
+
+    def __init__(self, group: Any):
+        if hasattr(group, "get_group"):  # DeviceMesh
+            group = group.get_group()
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this process is not a member of between; pass the group that contains it")
+        needed = ("rank", "size", "allreduce", "reduce", "broadcast", "allgather", "alltoall_base")
+        if not all(hasattr(group, name) for name in needed):
+            raise TypeError(
+                f"between is a {type(group).__name__}; pass a torch.distributed group of one rank of every node"
+            )
+        self._group = group
+        self.node: int = group.rank()
+        self.num_nodes: int = group.size()
+        self.lost = ""  # why no further exchange is possible
+
+    def take(self, local: Node) -> None:
+        """`local`: the ranks of this node, which define the tensors' device and the timeout."""
+        self._device, self._timeout = local.device, local.timeout
+        self._place, self._ranks_per_node = local.rank, local.num_ranks
+
+    def rank_on(self, node: int) -> int:
+        return node * self._ranks_per_node + self._place
+
+    @property
+    def compares_calls(self) -> bool:
+        """False for NCCL, where its own timeout applies: a comparison would have to wait for the GPU."""
+        return self._device.type == "cpu" and self.num_nodes > 1
+
+    # ---- exchanges
+
+    def all_reduce(self, x: torch.Tensor, op: str) -> Any:
+        options = _c10d.AllreduceOptions()
+        options.reduceOp = _REDUCE_OPS[op]
+        return self._group.allreduce([x], options)
+
+    def reduce(self, x: torch.Tensor, op: str, node: int) -> Any:
+        options = _c10d.ReduceOptions()
+        options.reduceOp, options.rootRank = _REDUCE_OPS[op], node
+        return self._group.reduce([x], options)
+
+    def broadcast(self, x: torch.Tensor, node: int) -> Any:
+        options = _c10d.BroadcastOptions()
+        options.rootRank = node
+        return self._group.broadcast([x], options)
+
+    def all_to_all(self, rows: torch.Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> torch.Tensor:
+        """Sends the first num_sent[0] rows to node 0, the next num_sent[1] to node 1, and so on; returns what the nodes sent
+        here, in the same order."""
+        if self.num_nodes == 1:
+            return rows
+        received = rows.new_empty(sum(num_received), *rows.shape[1:])
+        work = self._group.alltoall_base(received, rows, list(num_received), list(num_sent), _c10d.AllToAllOptions())
+        self.wait(work)
+        return received
+
+    def wait(self, work: Any) -> None:
+        """On a GPU the current stream waits, and the group's own timeout is the deadline."""
+        try:
+            if self._device.type == "cpu":
+                work.wait(timedelta(seconds=self._timeout))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            words = (str(error).splitlines() or ["no reason given"])[0]
+            self.lost = (
+                f"the exchange between the nodes failed on rank {self.rank_on(self.node)}, node {self.node}: {words}"
+            )
+            raise RuntimeError(f"{self.lost}; a rank of another node is dead, late, or makes other calls") from error
+
+    def words(self, words: list[int]) -> list[list[int]]:
+        """The `words` of every rank of the rail, in node order; at most 8 and one for each node."""
+        if self.num_nodes == 1:
+            return [words]
+        # Of one length, whatever the call: gloo ends a process that receives more bytes than it expects.
+        own = torch.zeros(8 + self.num_nodes, dtype=torch.int64)
+        own[: len(words)] = torch.tensor(words)
+        own = own.to(self._device)
+        everyone = [torch.empty_like(own) for _ in range(self.num_nodes)]
+        self.wait(self._group.allgather([everyone], [own]))
+        return [each[: len(words)].tolist() for each in everyone]
+
+    # ---- agreement
+
+    def compare(self, call: Any, failure: BaseException | None, extra: Sequence[int] = ()) -> list[list[int]]:
+        """Returns the `extra` words of every node. Raises `failure` if there is one, or an error if another node's call
+        failed or differs from this one. `call`: a dataclass of ints whose str() describes the call; `extra` is as long on
+        every node."""
+        its_words = astuple(call)
+        try:
+            everyone = self.words([int(failure is not None), *its_words, *extra])
+        except RuntimeError as error:
+            raise failure or error from None
+        if failure is not None:
+            raise failure
+        end = 1 + len(its_words)
+        for node, (failed, *theirs) in enumerate(words[:end] for words in everyone):
+            rank, peer = self.rank_on(self.node), self.rank_on(node)
+            if failed:
+                raise PeerRefusedError(
+                    f"rank {rank} called {call}; the call of rank {peer} failed on its node, {node}: see that node's errors",
+                    peer=peer,
+                )
+            if tuple(theirs) != its_words:
+                raise CallMismatchError(
+                    f"rank {rank} called {call}, rank {peer} of node {node} {type(call)(*theirs)}; make the same calls in the same "
+                    "order on every rank",
+                    peer=peer,
+                )
+        return [words[end:] for words in everyone]
+
+    def meet(self, collectives: Any, names: Sequence[str], values: Sequence[int], problem: str) -> None:
+        """Raises ValueError on every rank of every node if the groups or the `values` do not match, or if there is a `problem`
+        with the arguments on any rank. `collectives`: of this node's ranks."""
+        place = collectives.rank
+        names = ("ranks of its node", "place in its node", *names)
+        mine = [collectives.num_ranks, place, *values]
+        for node, theirs in enumerate(self.words(mine)):
+            for name, own, other in zip(names, mine, theirs, strict=True):
+                if own != other:
+                    problem = problem or (
+                        f"the nodes differ: {name} on rank {place} of node {self.node}: {own}, on its peer of node {node}: "
+                        f"{other}; pass groups of equal sizes and orders, and equal arguments"
+                    )
+        views = _words_of_node(collectives, [self.node, self.num_nodes])
+        if views != [views[0]] * len(views):
+            problem = problem or (
+                f"the ranks of a node, seen from rank {place} of it, have these places in between: "
+                f"{', '.join(f'rank {node} of {size}' for node, size in views)}; pass groups with one rank of every node, all in the "
+                "same order of nodes"
+            )
+        found = any(flag for (flag,) in _words_of_node(collectives, [int(problem != "")]))
+        found = any(flag for (flag,) in self.words([int(found)]))
+        if any(flag for (flag,) in _words_of_node(collectives, [int(found)])):
+            rank = self.rank_on(self.node)
+            raise ValueError(problem or f"a rank other than rank {rank} has refused the arguments: see its error")
+
+
+def _words_of_node(collectives: Any, words: list[int]) -> list[list[int]]:
+    """The `words` of every rank of this node. float32 represents them exactly."""
+    own = torch.tensor(words, dtype=torch.float32, device=collectives.device)
+    everyone = collectives.all_gather(own).view(collectives.num_ranks, -1)
+    return [[int(word) for word in each] for each in everyone.tolist()]
