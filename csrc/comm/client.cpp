@@ -137,8 +137,8 @@ void Client::await_mapping(int peer, std::chrono::steady_clock::time_point start
   if (seen == handles_digest_) return;
   const std::string ask = "; pass the handles of the same objects, in rank order, to set_comm_handles() on every rank";
   if (seen != 0) {
-    throw std::invalid_argument(other + " was given other handles than " + who +
-                                ": theirs are not all of one set of objects" + ask);
+    throw std::invalid_argument(other + " was given different handles from " + who +
+                                ": they do not all belong to one set of objects" + ask);
   }
   const double waited = seconds();
   throw PeerTimeout({.reason = Reason::kTimeout, .rank = member_.rank, .peer = peer, .elapsed_seconds = waited},

@@ -74,7 +74,7 @@ def why_not(module: ExpertsModule, x: Tensor, owned: range) -> str | None:
             return "weights lie in memory as [in, out]; shard_experts() transposes them"
         if w.data_ptr() % 16:
             return "weights do not begin at a multiple of 16 bytes"
-    return None if epilogue_of(module) is not None else "its gate is none that the kernels know"
+    return None if epilogue_of(module) is not None else "the kernels do not support its gate"
 
 
 def run_by_kernels(module: ExpertsModule, owned: range, handle: moe_a2a.DispatchHandle) -> Tensor:
