@@ -16,7 +16,7 @@ export PYTHON
 BIN := .venv/bin
 # .venv first: its cmake and ninja are new enough on any machine.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-# pip compiles no modules here, thousands that nothing imports: the first import of one does, and keeps it.
+# pip does not precompile modules here, thousands that nothing imports: the first import of one compiles and caches it.
 unexport PYTHONDONTWRITEBYTECODE
 
 TARGETS_FLAG := $(if $(TARGETS),-DMOE_A2A_TARGETS="$(TARGETS)")

@@ -7,7 +7,7 @@ root=$PWD
 rm -rf "$2"
 mkdir -p "$2"
 cd "$2"
-unset PYTHONDONTWRITEBYTECODE # pip compiles no modules here: thousands that nothing imports
+unset PYTHONDONTWRITEBYTECODE # pip does not precompile modules here, thousands that nothing imports
 
 "$python" -m pip install -qq 'build==1.*'
 "$python" -m build --sdist --outdir . "$root" >sdist.log

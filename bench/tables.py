@@ -271,7 +271,7 @@ def block(name: str) -> str:
     about = results(file).get("about") or results(file)  # a board has no separate "about"
     when = about["date"].split()[0]
     commit = about["versions"]["commit"]
-    of = f"commit {commit}" if commit else "of no commit"
+    of = f"commit {commit}" if commit else "commit not recorded"
     return f"{make()}\n{about['ranks']} x {about['machine']}, {of}, {when}.\n"
 
 

@@ -134,7 +134,7 @@ def checked_quantize(rank: int, quantize: Any) -> bool:
 
 
 def checked_layout(rank: int, handle: DispatchHandle | None, layout: Any, expert_alignment: Any) -> tuple[str, int]:
-    """Whatever is None comes from `handle`, or is the default."""
+    """Replaces None by the value of `handle`, if one is given, or by the default."""
     if layout is None:
         layout = handle.layout if handle is not None else "rows"
         if expert_alignment is None and handle is not None:

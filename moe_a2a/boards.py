@@ -1,6 +1,6 @@
 """Where the ranks of a group post values for each other: a torch group's store, an MPI communicator, a dictionary.
 
-A board knows nothing of a meeting's order or deadline; see moe_a2a/rendezvous.py.
+A board knows nothing about a meeting's order or deadline; see moe_a2a/rendezvous.py.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
 
     If the handle itself is wrong (closed, another object's, not a handle), nobody knows which combine the peers wait for.
     Then the combine of every received, open handle on this rank is refused once: a peer may get the refusal in the
-    combine of another handle than was meant, and repeats that call."""
+    combine of a different handle, and repeats that call."""
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
@@ -100,7 +100,7 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
 @contextlib.contextmanager
 def dispatch_refused_if_failed(ep: Dispatcher) -> Iterator[None]:
     """Around work that precedes a dispatch(), for which peers may already wait: if it fails, that dispatch counts as
-    refused on every rank. The dispatch() itself may be inside, since it tells of its own failure."""
+    refused on every rank. The dispatch() itself may be inside, since it reports its own failure."""
     num_dispatches = ep._num_dispatches
     try:
         yield
@@ -121,7 +121,7 @@ def makes_a_dispatch(call: Call) -> Call:
 
     @functools.wraps(call)
     def made(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the graph would be compiled anew for each number of dispatches
+        if torch.compiler.is_compiling():  # the graph would be recompiled for each number of dispatches
             return call(self, *args, **kwargs)
         with dispatch_refused_if_failed(self.ep):
             return call(self, *args, **kwargs)
@@ -146,7 +146,7 @@ def combine_refused_if_failed(handle: DispatchHandle) -> Iterator[None]:
 @contextlib.contextmanager
 def attempt_refused_if_failed(ep: Client, handle: DispatchHandle | None = None) -> Iterator[None]:
     """Around work that precedes a combine(): if it fails, this combine is refused, and all ranks may retry with the same
-    handle. If this rank knows no handle, that of every received, open one is, as by serves_a_handle()."""
+    handle. Without a handle the combine of every received, open one is refused, as in serves_a_handle()."""
     try:
         yield
     except BaseException as error:

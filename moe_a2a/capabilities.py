@@ -61,7 +61,7 @@ def multicast(device: torch.device) -> InNetwork:
         return InNetwork(False, False, "AMD GPUs have no switch that reduces", FALLBACK)
     supported = _driver_says(device.index or 0)
     if supported is None:
-        return InNetwork(False, False, "the CUDA driver could not be asked", FALLBACK)
+        return InNetwork(False, False, "the CUDA driver could not be queried", FALLBACK)
     reason = "no kernel here uses it" if supported else "the CUDA driver says that this GPU has no multicast objects"
     return InNetwork(supported, False, reason, FALLBACK)
 

@@ -97,7 +97,7 @@ class Collectives(CommunicatorClient):
                 A NaN or infinity turns its whole block into NaNs. "auto": by size, the codec with the fewest bits, or none.
             max_error: largest error that the caller allows, see moe_a2a.codecs.max_error(): "auto" respects it, and a codec
                 that may exceed it is refused. With codec=None it implies codec="auto".
-            out: where to write, of the shape of x; may be x. Default: a new tensor.
+            out: the tensor to write to, with the shape of x; may be x. Default: a new tensor.
 
         Raises:
             ValueError, TypeError: an argument is wrong.
@@ -141,7 +141,7 @@ class Collectives(CommunicatorClient):
             x: [n, ...], the rows of rank 0, then those of rank 1, and so on; the same shape and dtype on every rank.
             op: "sum", "max", "min" or "avg".
             counts: rows of each rank, which sum to n, the same on every rank; None: n / num_ranks each.
-            out: where to write, [counts[rank], ...]; may be this rank's rows of x. Default: a new tensor.
+            out: the tensor to write to, [counts[rank], ...]; may be this rank's rows of x. Default: a new tensor.
 
         Raises: as all_reduce().
         """
@@ -163,7 +163,7 @@ class Collectives(CommunicatorClient):
         Args:
             x: [n, ...], this rank's rows; the same dtype and row shape on every rank.
             counts: rows of each rank, the same on every rank; None: n each.
-            out: where to write, [sum of counts, ...]; x may be this rank's rows of it. Default: a new tensor.
+            out: the tensor to write to, [sum of counts, ...]; x may be this rank's rows of it. Default: a new tensor.
 
         Raises: as all_reduce().
         """

@@ -24,8 +24,8 @@ class Communicator(Client):
     Args:
         group: the ranks. A torch.distributed group (None: the default group), a one-dimensional DeviceMesh, an mpi4py
             communicator, an element of thread_group(n), or HandleExchange(rank, num_ranks) to carry the handles yourself.
-        device: where tensors live; default: what the environment variable MOE_A2A_DEVICE names, else this process's GPU
-            if this build has its target, else the CPU.
+        device: where tensors live; default: the device in the environment variable MOE_A2A_DEVICE, else this process's
+            GPU if this build has its target, else the CPU.
         timeout: seconds after which a wait for another rank raises PeerTimeoutError.
 
     Every rank makes the same clients in the same order, and closes them before the communicator. A missing rank is

@@ -19,8 +19,8 @@ class GradientState:
     Args:
         collectives: of the same ranks as DistributedDataParallel's process group.
         codec: how gradients travel, see Collectives.all_reduce(). None: as they are, rounded once.
-        error_feedback: with a codec, adds what encoding lost of a rank's own gradients to its gradients of the next step.
-            Takes as much memory as the gradients. The loss from encoding the average is not kept.
+        error_feedback: with a codec, adds the encoding error of a rank's own gradients to its gradients of the next step.
+            Takes as much memory as the gradients. The error from encoding the average is not kept.
     """
 
     def __init__(self, collectives: Collectives, codec: str | None = None, *, error_feedback: bool = True):
@@ -38,7 +38,7 @@ class GradientState:
         self._lost.clear()
 
     def add_what_was_lost(self, index: int, gradients: torch.Tensor) -> None:
-        """Adds to a bucket's gradients what the previous step lost of them, and keeps what this step will lose."""
+        """Adds the previous step's encoding error to a bucket's gradients, and keeps this step's."""
         lost = self._lost.get(index)
         if lost is None or lost.shape != gradients.shape or lost.dtype != gradients.dtype:  # DDP rebuilds its buckets
             lost = self._lost[index] = torch.zeros_like(gradients)

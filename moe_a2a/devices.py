@@ -20,7 +20,7 @@ def target_of(device: torch.device) -> str:
 
 
 def default_device() -> torch.device:
-    """What MOE_A2A_DEVICE names; else this process's GPU if this build and this machine have one, else the CPU."""
+    """The device in MOE_A2A_DEVICE; else this process's GPU if this build and this machine have one, else the CPU."""
     return with_index(_device_of_environment() or torch.device(default_device_type()))
 
 

@@ -114,7 +114,7 @@ def _self_test(devices: list[torch.device]) -> float:
         outs, milliseconds = zip(*pool.map(rank_main, range(num_ranks)), strict=True)
     for out, expected in zip(outs, _expected(inputs), strict=True):
         if not torch.equal(out, expected):
-            raise ArithmeticError("the result is not the reference's")
+            raise ArithmeticError("the result differs from the reference")
     return max(milliseconds)
 
 

@@ -31,7 +31,7 @@ class ExpertParallel(CommunicatorClient):
         hidden: length of a row.
         num_max_tokens_per_rank: most tokens that a rank dispatches at once (T).
         dtype: of x, y and the result: float32, float16 or bfloat16.
-        device: where tensors live; default: what the environment variable MOE_A2A_DEVICE names, else the current GPU
+        device: where tensors live; default: the device in the environment variable MOE_A2A_DEVICE, else the current GPU
             if this build has its target, else the CPU. Under torchrun, a process whose current GPU is still GPU 0 takes
             the GPU of its LOCAL_RANK and makes it the current one. Two ranks on one GPU are refused.
         num_buffers: dispatches that may be open at once.
@@ -198,13 +198,13 @@ class ExpertParallel(CommunicatorClient):
                 a scale, 8.5, 8.5, 6.5 or 4.5 bits per value. Each sum that another rank has sent is off by at most
                 codecs.ONE_ROUNDING[wire] times the largest magnitude in its block, and a NaN or an infinity turns its block
                 into NaNs. A rank's own sums stay exact, and so do those of batches that return as LL words (up to
-                num_max_ll_tokens tokens and 3 MiB of sums), which latency bounds. The ranks need not agree.
-            out: where to write, [num_tokens, H] contiguous, of `dtype`; must not overlap y or the handle's views.
+                num_max_ll_tokens tokens and 3 MiB of sums), which are latency-bound. The ranks need not agree.
+            out: the tensor to write to, [num_tokens, H] contiguous, of `dtype`; must not overlap y or the handle's views.
 
         Raises: as dispatch(). After an error of its own, or PeerRefusedError, all ranks may retry the combine with the
         same handle and the same y while handle.is_open. The handle is closed if the other rank has released its own, or
         has none because its dispatch() raised RoutingError, and on a GPU once this rank has dispatched onto the same
-        buffer. If a rank retries at once, its sums may reach a peer in time, which then raises nothing.
+        buffer. If a rank retries at once, its sums may reach a peer in time; that peer then raises nothing.
         A rank that needs no sum from the failed one ends its combine normally.
         """
         core, key = self._open_core(), self._key_of(handle)
@@ -333,7 +333,7 @@ class ExpertParallel(CommunicatorClient):
     # ---- the rest
 
     def blocks_for(self, num_tokens: int) -> tuple[int, int]:
-        """Blocks of a dispatch and of a combine of `num_tokens` tokens, if neither the call nor the object says."""
+        """Blocks of a dispatch and of a combine of `num_tokens` tokens, if neither the call nor the object sets them."""
         return self._open_core().blocks_for(arguments.checked_int(self.rank, "num_tokens", num_tokens, 0))
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class ExpertWeights:
         if self.is_float8 and row_dtype != self.gate_up.dtype:
             return f'rows are {row_dtype} and weights {self.gate_up.dtype} (dispatch with quantize="fp8")'
         if self.is_float8 and ep.dtype not in KERNEL_DTYPES:
-            return f"results are {ep.dtype}, and the kernels make bfloat16 and float16 of float8"
+            return f"results are {ep.dtype}, and from float8 the kernels compute bfloat16 or float16"
         if not self.is_float8 and row_dtype not in KERNEL_DTYPES:
             return f"rows are {row_dtype}, and the kernels take bfloat16 and float16, or float8 with float8 weights"
         for name, size in (("hidden", ep.hidden), ("intermediate", self.intermediate)):

@@ -142,7 +142,7 @@ def has_group_products(*weights: torch.Tensor) -> bool:
 def swiglu_by_groups(
     rows: torch.Tensor, expert_offsets: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor
 ) -> torch.Tensor:
-    """The outputs of all experts, one row per row, recorded for a backward pass. Those past the last expert's are
+    """The outputs of all experts, one per row, recorded for a backward pass. Those past the last expert's rows are
     unspecified."""
     ends = expert_offsets[1:]
     gate, up = F.grouped_mm(rows, w_gate_up.mT, offs=ends).chunk(2, dim=-1)
@@ -207,7 +207,7 @@ def runs_kernels(ep: Place, weights: ExpertWeights, row_dtype: torch.dtype, fuse
 
 
 def _fuses_combine(handle: DispatchHandle, by_kernels: bool, fused_combine: bool | None) -> bool:
-    """fused_combine=None means no: on H200 fusing takes longer (docs/experts.md), and no other GPU was measured."""
+    """fused_combine=None means no: the gain has not been measured over a link (docs/experts.md)."""
     if fused_combine and (why_not := combine_stays_apart(handle, by_kernels)) is not None:
         raise ValueError(f"fused_combine=True, but {why_not} on rank {handle.ep.rank}; pass fused_combine=None")
     return bool(fused_combine)

@@ -91,7 +91,7 @@ def grouped_gemm(
         )
     is_float8 = x.dtype.itemsize == 1 and x.dtype.is_floating_point
     if is_float8 and x.dtype != float8_dtype(x.device):
-        raise TypeError(f"x has dtype {x.dtype}, expected {float8_dtype(x.device)}: the float8 that {x.device} has")
+        raise TypeError(f"x has dtype {x.dtype}, expected {float8_dtype(x.device)}, the float8 type of {x.device}")
     if quantize_output and out_dtype is not None:
         raise ValueError(
             f"out_dtype={out_dtype} with quantize_output=True, whose result is float8; leave out_dtype out"

@@ -48,7 +48,7 @@ class DispatchHandle:
         layout="masked"        expert e has the positions e * R * T ... e * R * T + expert_counts[e] - 1
     """
 
-    # Made at every call, so without a dictionary.
+    # Made by every dispatch: without a __dict__ it is cheaper.
     __slots__ = (
         "ep",
         "row_dtype",
@@ -149,7 +149,7 @@ class DispatchHandle:
         (0 ... E_local - 1) that its token chose, in the order of its choices, then -1 with weight 0; -1 throughout in rows
         whose tokens were not sent here. New tensors, made without the host.
 
-        A kernel that weighs and sums a row's experts itself (the fused MoE of another library) takes recv_x with these two;
+        A kernel that weights and sums a row's experts itself (the fused MoE of another library) takes recv_x with these two;
         its result goes to combine(..., presummed=True)."""
         return row_routes(self._core, self._handle, self.expert_offsets)
 

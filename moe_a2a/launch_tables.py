@@ -1,4 +1,4 @@
-"""The number of blocks of a call that does not choose it, from a table indexed by number of tokens that the core gets once.
+"""How many blocks a call uses if it does not say: a table indexed by number of tokens, passed to the core once.
 
 The first match wins:
 

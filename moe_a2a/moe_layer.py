@@ -26,7 +26,7 @@ class MoELayer(nn.Module):
     the experts run step by step in PyTorch. Printing the layer shows which way it runs and why.
 
     The weights are parameters of this rank, scales are buffers; state_dict() holds nothing else. They stay on the device of
-    `ep` and in their dtype: `.to()` anything else raises.
+    `ep` and in their dtype: `.to()` of another device or dtype raises.
 
     In grad mode, if an input or a weight requires grad, the layer is recorded for a backward pass: its experts are products
     of PyTorch between the calls of a TokenDispatcher. From then on every call on this `ep` in grad mode is recorded, so
@@ -134,7 +134,7 @@ class MoELayer(nn.Module):
         return self.ep.dtype if self.w_gate_up_scales is None else self.w_gate_up.dtype
 
     def _given(self) -> tuple[Weight, Weight]:
-        """The weights in the form in which they were given."""
+        """The weights as they were given."""
         if self.w_gate_up_scales is None or self.w_down_scales is None:
             return self.w_gate_up, self.w_down
         return (self.w_gate_up, self.w_gate_up_scales), (self.w_down, self.w_down_scales)

@@ -43,7 +43,7 @@ def _object(number: int) -> Any:
     found = _objects.get(number)
     if found is None:
         raise RuntimeError(
-            f"a compiled graph uses object {number} of moe_a2a, which this process does not have (any more); keep the object "
+            f"a compiled graph uses object {number} of moe_a2a, which this process does not have or no longer has; keep the object "
             "for as long as the graph, and compile in the process that runs the graph"
         )
     return found

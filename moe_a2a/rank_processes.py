@@ -25,7 +25,7 @@ from moe_a2a.rank_server import serve
 
 DIED = "died"  # the result of a rank that was allowed to die
 SECONDS_TO_DIE = 5.0
-FORK_SERVER = "moe_a2a.fork_server"  # to preload where all of moe_a2a may be
+FORK_SERVER = "moe_a2a.fork_server"  # for preload(), where importing all of moe_a2a is allowed
 LONGEST_SOCKET_PATH = 107  # bytes; unix(7), "Pathname sockets"
 SECONDS_TO_DUMP = 0.3
 
@@ -89,8 +89,8 @@ def _await_fork_server() -> None:
 class RankProcesses:
     """`num_ranks` processes of one torch.distributed process group, which run one program after another.
 
-    method: of multiprocessing: "spawn", or "forkserver", which becomes "spawn" where the temporary folder's path is too long
-    for the server's socket. backend: of torch.distributed; None: programs make their own
+    method: the start method of multiprocessing: "spawn", or "forkserver", which becomes "spawn" if the temporary folder's path
+    is too long for the server's socket. backend: of torch.distributed; None: programs make their own
     groups, on rank_server.this_process_store(). timeout: of the group, seconds.
     prepare: called with the rank in each process before the group is made.
     dumps: pickles programs and their arguments for processes that import modules by name.

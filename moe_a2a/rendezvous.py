@@ -113,7 +113,7 @@ class Meeting:
             text += f"; it left because rank {reporter} was interrupted"
         elif reporter != rank:
             text += f"; it left because rank {reporter} gave up waiting"
-        text += "; that rank is dead, late, or makes other calls; pass a larger timeout if it is only late"
+        text += "; that rank is dead, late, or makes different calls; pass a larger timeout if it is only late"
         return self._timeout(text, missing[0], elapsed)
 
     def _lost(self, error: Exception, elapsed: float) -> PeerTimeoutError:

@@ -1,4 +1,4 @@
-"""The routes of a handle row by row: what libraries take that compute a row's experts and their weighted sum themselves."""
+"""The routes of a handle, row by row, for libraries that compute a row's experts and their weighted sum themselves."""
 
 from __future__ import annotations
 

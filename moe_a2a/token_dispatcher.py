@@ -102,7 +102,7 @@ class TokenDispatcher:
         num_max_routes: int | None = None,
     ) -> tuple[Tensor, Routes]:
         """Sends each token's row to the ranks of its experts. Returns (rows, routes): a new tensor with one row per route,
-        local expert by local expert, in the order of the positions of a DispatchHandle; and what belongs to the rows.
+        local expert by local expert, in the order of the positions of a DispatchHandle; and the routes behind the rows.
 
         Args:
             x, topk_idx, topk_weights: as for ExpertParallel.dispatch(); x of the dtype of `ep`.
@@ -140,7 +140,7 @@ class TokenDispatcher:
         return combined
 
     def _refuse_newest(self, routes: Any) -> None:
-        """For combine() without routes. The other ranks are most likely in that of the newest dispatch, which ends."""
+        """For combine() without routes. Refuses and ends the newest dispatch: most likely the others combine that one."""
         newest = self._newest() if self._newest is not None else None
         refused = calls.attempt_refused_if_failed(self.ep)
         if newest is not None and newest.is_open:

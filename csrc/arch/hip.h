@@ -143,8 +143,8 @@ __device__ __forceinline__ void store_global(T* address, T value) {
   *reinterpret_cast<__attribute__((address_space(1))) T*>(reinterpret_cast<uint64_t>(address)) = value;
 }
 
-// The kernel's arguments, in place. The compiler would load most of a kilobyte of them early into scalar registers, of
-// which there are about a hundred. Since the asm hides where the address comes from, each is loaded where it is used.
+// The kernel's arguments, in place. Otherwise the compiler would load most of that kilobyte early, into about a hundred
+// scalar registers. The asm hides where the address comes from, so each argument is loaded where it is used.
 template <class Args>
 __device__ __forceinline__ const Args& arguments_in_memory(const Args&) {
   using Place = const __attribute__((address_space(4))) Args*;

@@ -131,13 +131,13 @@ void check_float8(const GroupedGemmTensors& t, const Activation& activation, at:
               " or w_scales " + text_of(t.w_scales->sizes()) + " spans 2^32 values or more",
           "split the call");
   check_scales(*t.w_scales, "w_scales", {t.w.size(0), halves * ((t.w.size(1) / halves + 127) / 128), num_scales},
-               "one per 128 rows and 128 columns of an expert's w, gate and up apart");
+               "one per 128 rows and 128 columns of an expert's w, gate and up separate");
   require_contiguous(*t.w_scales, "w_scales");
   require(!activation.is_interleaved, "interleaved rows of float8 w would share scales between gate and up",
           "pass the gate's rows before the up projection's");
   if (out_type == t.x.scalar_type()) {
     require(activation.is_gated && activation.function == Activation::Function::kSilu && !t.bias,
-            "quantize_output is made for SwiGLU without bias, and this is another activation",
+            "quantize_output supports only SwiGLU without bias, and this is another activation",
             "pass activation=\"swiglu\", or quantize the result");
   } else if (out_type != at::kBFloat16 && out_type != at::kHalf) {
     raise_type(kNoRank, std::string("out_dtype is ") + c10::toString(out_type) + ", expected bfloat16 or float16",
@@ -202,7 +202,7 @@ Activation to_activation(const Epilogue& epilogue) {
           "alpha=" + std::to_string(epilogue.alpha) + " applies only to SiLU, and activation is another function",
           "leave it out");
   require(activation.is_gated || (!epilogue.limit && epilogue.up_shift == 0 && !epilogue.interleaved),
-          "limit, up_shift and interleaved are about gate and up, and w has but one projection",
+          "limit, up_shift and interleaved apply to gate and up, and w has only one projection",
           "pass gated=True or leave them out");
   require(!epilogue.limit || *epilogue.limit > 0,
           "limit=" + std::to_string(epilogue.limit.value_or(0)) + " is not positive", "pass None for no limit");

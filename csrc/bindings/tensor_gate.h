@@ -1,5 +1,5 @@
 // The gate that every tensor of a call passes before its address is taken: plain strided memory on the object's device,
-// all of it allocated, with its values as they are stored.
+// all of it allocated, no lazy view.
 #pragma once
 
 #include <string>

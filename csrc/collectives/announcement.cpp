@@ -48,7 +48,7 @@ void raise_mismatch(const Report& report) {
   }
   std::string what = "ranks disagree: rank " + std::to_string(report.rank) + " calls " + describe(own) + ", rank " +
                      std::to_string(report.peer) + " " + describe(theirs);
-  if (theirs.word[0] == own.word[0] && theirs.word[1] == own.word[1]) what += ", shared out by other counts";
+  if (theirs.word[0] == own.word[0] && theirs.word[1] == own.word[1]) what += ", divided by different counts";
   throw CallMismatch(what + "; make the same calls in the same order, with the same arguments, on every rank",
                      report.peer);
 }

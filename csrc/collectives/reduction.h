@@ -19,7 +19,7 @@ struct Smallest {
   MOE_A2A_DEVICE static float merge(float a, float b) { return b < a || b != b ? b : a; }
 };
 
-// An average is a sum that divide() ends: each operator costs a copy of the loops that merge.
+// An average is a sum that divide() completes, since each operator costs a copy of the merging loops.
 template <class F>
 MOE_A2A_DEVICE void with_operator(ReduceOp op, F f) {
   switch (op) {

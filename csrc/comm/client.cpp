@@ -108,8 +108,8 @@ void Client::connect(const std::vector<RegionHandle>& handles) {
 }
 
 // Each rank writes the digest of its handles into the memory of every rank that it has mapped. If it has mapped another
-// object of a rank, that rank's own object gets no digest, and its wait ends at the deadline. A rank may connect again
-// with better handles, so a wrong digest also has until the deadline.
+// object of a rank, that rank's own object gets no digest, and its wait ends at the deadline. A wrong digest is an
+// error only at the deadline too, since a rank may connect again with better handles.
 void Client::confirm_handles() {
   const CallGate::Turn turn = gate_.enter();
   require_open();
@@ -137,8 +137,8 @@ void Client::await_mapping(int peer, std::chrono::steady_clock::time_point start
   if (seen == handles_digest_) return;
   const std::string ask = "; pass the handles of the same objects, in rank order, to set_comm_handles() on every rank";
   if (seen != 0) {
-    throw std::invalid_argument(other + " was given other handles than " + who +
-                                ": theirs are not all of one set of objects" + ask);
+    throw std::invalid_argument(other + " was given different handles from " + who +
+                                ": they do not all belong to one set of objects" + ask);
   }
   const double waited = seconds();
   throw PeerTimeout({.reason = Reason::kTimeout, .rank = member_.rank, .peer = peer, .elapsed_seconds = waited},
@@ -228,7 +228,7 @@ void Client::leave_if_interrupted() {
   const std::string who = "rank " + std::to_string(member_.rank);
   if (closing_) {
     poison_peers();
-    throw std::runtime_error(who + " left a call because close() was called meanwhile");
+    throw std::runtime_error(who + " left a call because close() was called during it");
   }
   if (interrupted_)
     throw std::runtime_error(who + ": an earlier call was interrupted; close this object, make a new one");
@@ -255,7 +255,7 @@ void Client::say_goodbye() {
   GoodbyeArgs args{.context = context_};
   const auto limit = static_cast<uint64_t>(kGoodbyeSeconds * context_.wait.ticks_per_second);
   args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
-  args.context.wait.poison = nullptr;  // a closing rank gives up on nobody: others may wait longer for a late rank
+  args.context.wait.poison = nullptr;  // a closing rank tells nobody that it gave up: others may wait longer
   device_->synchronize();
   launch(args, 1, device_->own_stream());
   device_->synchronize();

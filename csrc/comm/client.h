@@ -66,7 +66,7 @@ class Client {
   void close();
   bool is_closed() const { return closed_ || closing_; }
 
-  // Hold a turn while using a tracer. All of a client's are started, stopped and read together.
+  // Hold a turn while using a tracer. All tracers of a client are started, stopped and read together.
   Tracer& tracer() { return tracer_; }
   virtual std::vector<Tracer*> tracers() { return {&tracer_}; }
   [[nodiscard]] CallGate::Turn enter() { return gate_.enter(); }

@@ -42,7 +42,7 @@ void raise_report(const Report& report, const std::vector<const Vocabulary*>& vo
       what += " gave up waiting for " + (report.culprit == report.rank ? "this rank" : rank_text(report.culprit));
     }
   }
-  what += "; that rank is dead, late, or makes other calls; pass a larger timeout if it is only late";
+  what += "; that rank is dead, late, or makes different calls; pass a larger timeout if it is only late";
   throw PeerTimeout(report, operation, wait.awaited, what);
 }
 

@@ -52,7 +52,7 @@ struct Report {
   int32_t reporter = -1;                   // kPoisoned: the rank that gave up first
   int32_t culprit = -1;                    // kPoisoned: the rank that the reporter waited for
   int32_t buffer = -1;                     // kRefused: the buffer of the refused call
-  uint32_t refusal_count = 0;              // kRefused: the payload, or what the client wants to know of the call
+  uint32_t refusal_count = 0;              // kRefused: the payload, or what the client wants to know about the call
   uint64_t expected_epoch = 0;
   uint64_t seen_epoch = 0;
   double elapsed_seconds = 0;

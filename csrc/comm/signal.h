@@ -29,7 +29,7 @@ struct Signal {
   MOE_A2A_HOST_DEVICE static uint64_t epoch_of(uint64_t word) { return word >> kPayloadBits; }
   MOE_A2A_HOST_DEVICE static uint32_t payload_of(uint64_t word) { return static_cast<uint32_t>(word) & kPayloadMask; }
   // Whether `word` carries `epoch` or a later one. The difference is taken at the epoch's own width, so the epoch may
-  // wrap. A word would have to rest for 2^43 epochs (three years at one per 10 us) to pass for a new one.
+  // wrap. To pass for a new one, a word would have to stay unwritten for 2^43 epochs (three years at one per 10 us).
   MOE_A2A_HOST_DEVICE static bool reached(uint64_t word, uint64_t epoch) {
     return static_cast<int64_t>((word & ~uint64_t{kPayloadMask}) - (epoch << kPayloadBits)) >= 0;
   }
@@ -46,8 +46,9 @@ MOE_A2A_DEVICE void append_signals(const TraceBuffer& trace, const RankSet& rank
   }
 }
 
-// One record for LL words that the group has written to `ranks` since `begin`: the send, and at its begin the signals,
-// since LL words carry their own epoch. `polls` holds the ranks as bits, kRanks per record, from `peer` on.
+// One record for LL words that the group has written to `ranks` since `begin`. It stands for the send and, at `begin`,
+// for the signals, since LL words carry their own epoch. `polls` holds the ranks as bits, kRanks per record, from
+// `peer` on.
 template <class Group>
 MOE_A2A_DEVICE void record_send_ll(const TraceBuffer& trace, const Group& group, const RankSet& ranks, int token,
                                    uint64_t begin) {

@@ -73,7 +73,7 @@ struct TraceCursor {
 
 inline constexpr bool kRecording = MOE_A2A_RECORDING;
 
-// The begin of a slice; 0 in kernels without the recorder.
+// When a slice begins; 0 in kernels without the recorder.
 MOE_A2A_DEVICE uint64_t trace_now() { return kRecording ? clock_now() : 0; }
 
 // Callable by any thread: the threads of a warp share its cursor.
@@ -84,7 +84,7 @@ MOE_A2A_DEVICE void append(const TraceBuffer& trace, const TraceEvent& event, ui
   if (place < trace.capacity) store_values(segment[place].word, TraceRecord::pack(event, end - event.begin).word);
 }
 
-// A slice from its begin until now, of work that the whole group did.
+// A slice of the whole group's work, from event.begin until now.
 template <class Group>
 MOE_A2A_DEVICE void record(const TraceBuffer& trace, const Group& group, const TraceEvent& event) {
   if (kRecording && group.rank() == 0) append(trace, event, clock_now());

@@ -9,14 +9,14 @@
 
 namespace moe_a2a {
 
-// What a wait is for, as a report says it.
+// What a wait is for, in the terms of a report.
 struct WaitSite {
   Operation operation;
   TraceKind awaited;
   int peer;
   int token = -1;
   int buffer = 0;           // whose refusal text to report
-  bool is_recorded = true;  // in the trace; of threads that wait side by side for parts of one thing, only one is
+  bool is_recorded = true;  // in the trace; if several threads wait for parts of one thing, only one records
 };
 
 // A signal that also ends a wait, once it carries the awaited epoch and a RefusalCount that is news to the caller.

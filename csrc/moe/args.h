@@ -83,7 +83,7 @@ struct CombineSendArgs {
   uint32_t refused = 0;     // see MoeRegion::dispatch_credit
   bool vector_rows = true;  // y allows 16-byte vector loads
 };
-// The sums that travel to other ranks as whole rows are coded.
+// Sums that travel to other ranks as whole rows are coded.
 struct CodedCombineSendArgs : CombineSendArgs {
   LineCodec codec = LineCodec::kNone;
 

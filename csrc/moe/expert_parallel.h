@@ -102,7 +102,7 @@ class ExpertParallel : public Client {
   // Replaces combine_send: one launch multiplies and sends the sums of the product's rows.
   // `product.out` is y, its `expert_offsets` are the handle's; place.num_blocks counts the blocks that send too.
   void product_combine_send(DispatchHandle& handle, const GroupedGemmArgs& product, const LaunchPlace& place);
-  // A product of its experts, which needs nothing of this object but its trace. `expert_offsets` are a handle's.
+  // A product of this object's experts; uses only its trace. `expert_offsets` are a handle's.
   void run_product(const GroupedGemmPlace& place, const GroupedGemmArgs& args);
   // Not in the masked layout, nor if this rank's batch is so small that its sums may return as LL words.
   bool can_send_with_product(const DispatchHandle& handle) const;
@@ -140,8 +140,8 @@ class ExpertParallel : public Client {
 
   std::vector<Tracer*> tracers() override { return {&tracer(), &product_trace_.tracer()}; }
 
-  // Also throws bad routing. Calls on the hot path raise waits only: they are not to blame for the routing of earlier
-  // calls.
+  // Also throws for bad routing. Calls on the hot path throw only for failed waits: the routing of earlier calls is not
+  // their error.
   void raise_reported() override;
 
   // Throws unless the handle is open, this object's, and at one of the two stages.

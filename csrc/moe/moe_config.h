@@ -31,10 +31,10 @@ struct MoeConfig {
   int num_buffers = 2;
   DType dtype = DType::kBfloat16;
   int num_max_ll_tokens = 0;  // the choices of a batch of at most this many tokens travel as LL words (comm/ll_word.h)
-  // So do its rows, if those of all its tokens are no more than this. 2 H200, hidden 7168: 64 tokens (0.9 MB) 18 us
+  // So do the batch's rows, if together they are no larger than this. 2 H200, hidden 7168: 64 tokens (0.9 MB) 18 us
   // either way, 128 (1.8 MB) 25.4 as words and 22.1 as rows.
   int64_t max_ll_row_bytes = 1 << 20;
-  // So do its sums, if those of all its tokens, from every other rank, are no more than this. 4 H200, 128 tokens (5.5
+  // So do the batch's sums, if those from all other ranks are together no larger than this. 4 H200, 128 tokens (5.5
   // MB): 48 us as words, 38 as rows; 2 H200 (1.8 MB): 31.4 as words, 35.7 as rows.
   int64_t max_ll_sum_bytes = 3 << 20;
   // Follows from the sizes above. Stored, since a kernel would divide for it wherever it is used: 25 instructions, on

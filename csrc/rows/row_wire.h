@@ -184,7 +184,7 @@ class RowWire {
     const HeapView& heap = exchange.heap;
     return heap.peer(rank, exchange.rows.at(exchange.buffer, heap.rank, delivery.token));
   }
-  // What a row's signal says of it.
+  // The payload of a row's signal.
   template <class Source>
   MOE_A2A_DEVICE static uint32_t payload(const Source& source, const Delivery& delivery) {
     if constexpr (requires { source.payload(delivery); }) {

@@ -40,8 +40,8 @@ inline constexpr const char* kWaiting = "% of the warps that wait";
 // The name of the initial instant that carries Timeline::about.
 inline constexpr const char* kAbout = "about this trace";
 
-// In Chrome's format a rank is a process, a track a thread. Perfetto shows the ids after the names. Small ones are
-// taken: 0 is the kernel's idle task, and a thread whose id is its process's is the main thread.
+// In Chrome's format a rank is a process, a track a thread. Perfetto shows the ids after the names. Some have a
+// meaning: 0 is the kernel's idle task, and a thread whose id is its process's is the main thread.
 inline constexpr int kAboutThread = 10'000;
 inline int process_id(int32_t rank) { return 1000 + rank; }
 inline int thread_id(size_t track) { return kAboutThread + 1 + static_cast<int>(track); }

@@ -44,7 +44,7 @@ def is_rank() -> bool:
 
 
 def check_cases(cases: Sequence[Case], options: argparse.Namespace) -> None:
-    """Rejects once, before any rank starts, what every rank would reject."""
+    """Rejects bad options once, before any rank starts; otherwise every rank would."""
     num_ranks, target = num_ranks_of(options), devices.target_of(torch.device(device_type_of(options)))
     for case in cases:
         sizes = (case.num_experts, case.num_topk, case.hidden, case.num_tokens)

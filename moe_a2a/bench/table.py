@@ -102,7 +102,7 @@ def _overlap_lines(results: Results) -> Iterator[str]:
     if not results.overlaps:
         return
     yield ""
-    yield "[overlap] a matrix product between the halves, while rows fly"
+    yield "[overlap] a matrix product between the halves, while rows are in flight"
     yield (
         f"{'tokens':>6}  {'step':<9} {'stream':<6} {'blocks':>6} | {'alone us':>9} {'between us':>10} {'loss':>6} |"
         + (f" {'halves us':>9} {'all us':>9} {'hidden':>6}")

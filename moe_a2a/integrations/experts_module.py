@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 ExpertsModule: TypeAlias = (
-    Any  # an nn.Module with these flags, num_experts and its own act_fn, which nn.Module cannot say
+    Any  # an nn.Module with these flags, num_experts and its own act_fn, which nn.Module does not declare
 )
 
 FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")

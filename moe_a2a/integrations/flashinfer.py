@@ -95,7 +95,7 @@ class MoeA2ACommunication(MoEEpCommunication):
             raise RuntimeError(f"dispatch() on rank {self.ep_rank} follows a dispatch(); call combine() first")
         if eplb_local_stats is not None:
             raise ValueError(
-                f"eplb_local_stats on rank {self.ep_rank}: moe_a2a gathers no statistics; pass None and gather them apart"
+                f"eplb_local_stats on rank {self.ep_rank}: moe_a2a gathers no statistics; pass None and gather them yourself"
             )
         handle = self._ep.dispatch(hidden_states, topk_ids, topk_weights, x_scales=hidden_states_scale)
         self._handle = handle

@@ -71,10 +71,10 @@ def why_not(module: ExpertsModule, x: Tensor, owned: range) -> str | None:
         if any(size % GRANULARITY for size in w.shape[1:]):
             return f"weights of {list(w.shape[1:])}: sizes are not multiples of {GRANULARITY}"
         if not w.is_contiguous():
-            return "weights lie in memory as [in, out]; shard_experts() turns them round"
+            return "weights lie in memory as [in, out]; shard_experts() transposes them"
         if w.data_ptr() % 16:
             return "weights do not begin at a multiple of 16 bytes"
-    return None if epilogue_of(module) is not None else "its gate is none that the kernels know"
+    return None if epilogue_of(module) is not None else "the kernels do not support its gate"
 
 
 def run_by_kernels(module: ExpertsModule, owned: range, handle: moe_a2a.DispatchHandle) -> Tensor:

@@ -36,7 +36,7 @@ class Call:
 
 
 class Trial:
-    """A case from its begin to its end.
+    """A case from beginning to end.
 
     published: the weights come from the published seed, not from a secret one. checked: whether outputs are checked; those
     of the null submission are not.

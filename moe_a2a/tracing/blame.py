@@ -16,8 +16,8 @@ def culprit(timeline: Timeline, cause: np.ndarray, work: ExpertsWork) -> str:
     """A wait for a peer has two parts: before the peer began the launch that ended the wait, and after.
 
     If the first part dominates, the peer came late; if the second, it was slow to send. If a peer is awaited in combine
-    because one of its experts has more work than the others, the expert is to blame, not the peer. It is searched for even
-    if the waits for all ranks are similar overall, since rows in flight cause most of those.
+    because one of its experts has more work than the others, the expert is to blame, not the peer. We look for such an expert
+    even if the waits for all ranks are similar overall, since rows in flight cause most of those.
     """
     slices = timeline.slices
     waits = timeline.named(*WAITS) & (slices["peer"] >= 0) & (slices["peer"] != slices["rank"])
@@ -118,7 +118,7 @@ class _WaitedTime:
         return np.bincount(peer, cost, minlength=self._num_ranks)
 
     def _unions(self, waits, begins, ends) -> tuple[np.ndarray, ...]:
-        """Waiter, peer, begin and end of the times in which one rank waits for another."""
+        """Waiter, peer, start and end of the times in which one rank waits for another."""
         pairs = self._slices["rank"][waits].astype(np.int64) * self._num_ranks + self._slices["peer"][waits]
         pairs, begins, ends = merged(pairs, begins, ends)
         return pairs // self._num_ranks, pairs % self._num_ranks, begins, ends
@@ -138,13 +138,13 @@ def _share_of_blocks(timeline: Timeline, waits: np.ndarray) -> float:
 
 
 def _parts(timeline: Timeline, cause: np.ndarray, waits: np.ndarray, waited: _WaitedTime) -> tuple[float, float]:
-    """Nanoseconds before and after the begin of the peer's launch, over the waits whose cause is known."""
+    """Nanoseconds before and after the start of the peer's launch, over the waits whose cause is known."""
     waits, begin, started, end = _split_at_launch(timeline, cause, waits)
     return waited.by_peer(waits, begin, started).sum(), waited.by_peer(waits, started, end).sum()
 
 
 def _split_at_launch(timeline: Timeline, cause: np.ndarray, waits: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The waits whose cause is known: their indices and begins, when the peer's launch began, their ends."""
+    """The waits whose cause is known: their indices and start times, when the peer's launch began, their ends."""
     waits = np.flatnonzero(waits & (cause >= 0))
     kernel = timeline.enclosing_kernels()[cause[waits]]
     waits, kernel = waits[kernel >= 0], kernel[kernel >= 0]

@@ -51,7 +51,7 @@ class Trace:
 
     def __enter__(self) -> Trace:
         if self._clocks:
-            raise RuntimeError(f"this Trace of rank {self._first.rank} has had its block; call trace() again")
+            raise RuntimeError(f"this Trace of rank {self._first.rank} has been used already; call trace() again")
         for client in self._clients:
             if client._trace is not None:
                 name = type(client).__name__
@@ -182,7 +182,7 @@ def trace(of: Client, records_per_segment: int | None = None) -> Trace:
     clients = of.traced_clients()
     if not clients:
         raise ValueError(
-            f"the Communicator of rank {of.rank} has no clients; make an ExpertParallel or Collectives of it first"
+            f"the Communicator of rank {of.rank} has no clients; make an ExpertParallel or Collectives on it first"
         )
     if sum(hasattr(client, "num_experts") for client in clients) > 1:
         raise ValueError(f"the Communicator of rank {of.rank} has several ExpertParallel objects; trace one of them")

@@ -27,7 +27,7 @@ class PathStep:
 
 def critical_path(timeline: Timeline, cause: np.ndarray) -> list[PathStep]:
     """Latest step first. At a wait whose signal is known, the path continues in the signalling warp at the time of the
-    signal; otherwise in the same warp. At the begin of a launch, it continues in the warp of that rank that ended last before
+    signal; otherwise in the same warp. At the start of a launch, it continues in the warp of that rank that ended last before
     it."""
     return _Walk(timeline, cause).steps()
 
@@ -95,7 +95,7 @@ class _Walk:
         return -1, begin
 
     def _innermost(self, leaf: int) -> tuple[int, int]:
-        """The slice that the warp was in when this one ended, and its begin: `lists` and `reduce` contain waits."""
+        """The slice that the warp was in when this one ended, and its start: `lists` and `reduce` contain waits."""
         begins, ends = self._slices["begin_ns"], self._slices["end_ns"]
         if self._is_wait[leaf]:
             return leaf, int(begins[leaf])
@@ -106,7 +106,7 @@ class _Walk:
 
     def _time_of_signal(self, source: int) -> int:
         """A signal is an instant. Other causes count from their end, which may be later than the wait's. Of a launch that
-        sent the routing of a small batch, or announced a collective, only the begin is known."""
+        sent the routing of a small batch, or announced a collective, only the start is known."""
         return int(self._slices["begin_ns" if self._tells_at_its_begin[source] else "end_ns"][source])
 
     def _by_end(self, which: np.ndarray, keys: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:

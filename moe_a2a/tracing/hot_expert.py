@@ -22,7 +22,7 @@ COMBINE_BEGINS = ("combine", "combine_send", "product_combine_send")
 @dataclass
 class ExpertsWork:
     """rows: [R] rows received; choices: [E], empty if they were not counted. Nanoseconds: span_ns [R] from the ends of
-    dispatches to the begins of combines, product_ns [R] in products, tile_ns [E] in the tiles of an expert."""
+    dispatches to the starts of combines, product_ns [R] in products, tile_ns [E] in the tiles of an expert."""
 
     rows: np.ndarray
     choices: np.ndarray

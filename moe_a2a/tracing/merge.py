@@ -95,8 +95,8 @@ def _set_bytes(timeline: Timeline, ranks: Sequence[RankRecords], combine_row_byt
 
 
 def _causal_move(timeline: Timeline, exact: np.ndarray, rank_clocks, step_ns: float) -> np.ndarray | None:
-    """The shift of each rank's times that makes every wait end after its signal: by two nanoseconds, of which rounding
-    down leaves one. If there is none, a wait may end up to one clock step early, the error of either time."""
+    """The shift of each rank's times that makes every wait end at least two nanoseconds after its signal, since rounding
+    down may cost one. If there is none, a wait may end up to one clock step early, the error of either time."""
     source, sink = timeline.arrows["source"], timeline.arrows["sink"]
     src, dst = timeline.slices["rank"][source], timeline.slices["rank"][sink]
     slack = np.full((len(rank_clocks), len(rank_clocks)), np.inf)

@@ -95,7 +95,9 @@ class Rail:
             self.lost = (
                 f"the exchange between the nodes failed on rank {self.rank_on(self.node)}, node {self.node}: {words}"
             )
-            raise RuntimeError(f"{self.lost}; a rank of another node is dead, late, or makes other calls") from error
+            raise RuntimeError(
+                f"{self.lost}; a rank of another node is dead, late, or makes different calls"
+            ) from error
 
     def words(self, words: list[int]) -> list[list[int]]:
         """The `words` of every rank of the rail, in node order; at most 8 and one for each node."""

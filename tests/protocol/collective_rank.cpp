@@ -290,7 +290,7 @@ void CollectiveRank::compare_report(int call) {
     if (report_->awaited != collective_kind::kDisagreement) fail("the report is of a refusal");
     for (int i = 0; i < Announcement::kWords; ++i) {
       if (report_->refusal.word[i] != theirs.word[i]) fail("the announcement of the peer is wrong");
-      if (report_->refusal.word[Announcement::kWords + i] != own.word[i]) fail("the own announcement is wrong");
+      if (report_->refusal.word[Announcement::kWords + i] != own.word[i]) fail("this rank's announcement is wrong");
     }
   }
   report_->is_complete = 0;

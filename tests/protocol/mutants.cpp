@@ -108,7 +108,7 @@ std::vector<Mutant> all_mutants() {
   std::vector<Mutant> mutants;
   for (const Broken& broken : all) {
     for (const Field field : broken.fields) {
-      const std::string where = *broken.launch == 0 ? "" : std::string(" of ") + broken.launch;
+      const std::string where = *broken.launch == 0 ? "" : std::string(" in ") + broken.launch;
       mutants.push_back(
           {name_of(field) + where + ": " + broken.how, {.kind = broken.kind, .field = field, .launch = broken.launch}});
     }

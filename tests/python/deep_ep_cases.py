@@ -34,7 +34,7 @@ def factor(expert):
 
 
 def experts(rank, recv_x, recv_topk_idx, recv_topk_weights):
-    """Weighs and sums the outputs of a row's local experts: each multiplies by its factor."""
+    """Weights and sums the outputs of a row's local experts: each multiplies by its factor."""
     factors = factor(recv_topk_idx + rank * EXPERTS_PER_RANK)
     return recv_x * (recv_topk_weights * factors).masked_fill(recv_topk_idx < 0, 0).sum(1, keepdim=True).to(
         recv_x.dtype

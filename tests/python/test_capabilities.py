@@ -50,7 +50,7 @@ def test_what_is_listed_works_and_the_rest_is_refused(num_ranks):
 @pytest.mark.parametrize(
     ("answer", "supported", "reason"),
     [
-        (None, False, "the CUDA driver could not be asked"),
+        (None, False, "the CUDA driver could not be queried"),
         (False, False, "this GPU has no multicast objects"),
         (True, True, "no kernel here uses it"),
     ],

@@ -265,12 +265,12 @@ def refused(error, message, **change):
         ),
         (
             ValueError,
-            "quantize_output is made for SwiGLU without bias",
+            "quantize_output supports only SwiGLU without bias",
             {"activation": "gelu", "gated": True, "quantize_output": True},
         ),
         (
             ValueError,
-            "quantize_output is made for SwiGLU without bias",
+            "quantize_output supports only SwiGLU without bias",
             {"bias": torch.zeros(3, 64), "quantize_output": True},
         ),
     ],

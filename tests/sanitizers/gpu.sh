@@ -2,11 +2,11 @@
 # gpu.sh [python]: the kernels under compute-sanitizer, on one GPU and on two. The last line says what was found.
 #
 #   memcheck   every access of the kernels, with 1 and 2 ranks. PyTorch allocates without its cache, so that an access
-#              behind a tensor is one behind an allocation. API errors are not reported: "peer access is already enabled" is
-#              one, and harmless.
-#   racecheck  shared memory, our kernels only, 1 rank. It knows barriers only. So it reports the cells of SignalQueue as
-#              errors, which a flag acquires and releases, and warns of what lanes read after a __syncwarp() that the
-#              compiler needed no instruction for. Anything else is a finding: build with -lineinfo to see the sources.
+#              past a tensor is an access past an allocation. API errors are not reported: "peer access is already enabled"
+#              is one, and harmless.
+#   racecheck  shared memory, our kernels only, 1 rank. It understands only barriers. So it reports errors in the cells of
+#              SignalQueue, which a flag releases and acquires, and warnings where lanes read after a __syncwarp() for which
+#              the compiler emitted no instruction. Anything else is a finding: build with -lineinfo to see the sources.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${1:-python3}

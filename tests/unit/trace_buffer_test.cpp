@@ -14,7 +14,7 @@
 namespace moe_a2a {
 namespace {
 
-// ---- records, decoded bit by bit, as docs/tracing.md describes them
+// ---- records, decoded bit by bit, as comm/trace_buffer.h describes them
 
 struct Fields {
   uint64_t begin, polls, duration, kind, peer, token, has_peer;

@@ -35,7 +35,7 @@ class PartialSums {
   int token_;
 };
 
-// The same as rows that may be coded. Each row's signal says how; own sums that are kept in place have none.
+// The same as rows that may be coded. A row's signal carries its codec; own sums that are kept in place have no signal.
 class CodedPartialSums {
  public:
   MOE_A2A_DEVICE CodedPartialSums(const CombineRecvArgs& args, const OwnSums& own, const Warp& warp, RankSet ranks,
@@ -84,7 +84,7 @@ MOE_A2A_DEVICE void walk_parts(const CombineRecvArgs& args, const Grid& grid, co
   });
 }
 
-// Of whole rows: with few of them several warps share one, so that the last rows finish earlier.
+// For whole rows: if there are few, several warps share each, so that the last ones finish earlier.
 MOE_A2A_DEVICE int part_length(const CombineRecvArgs& args, const Grid& grid) {
   constexpr int kPartsOfRow = kBlockThreads > 1 ? 4 : 1, kWarps = kBlockThreads / kWarpSize;
   const int parts = args.num_tokens >= 2 * grid.size() * kWarps ? 1 : kPartsOfRow;
@@ -112,8 +112,8 @@ MOE_A2A_DEVICE Arrived wait_for_sums(const CombineRecvArgs& args, const OwnSums&
   return warp.any(codecs == kGaveUp) ? Arrived::kNot : Arrived::kCoded;
 }
 
-// Receives this warp's parts from a token's part on, coded or not. Out of line and called last, so that loops without
-// coded sums keep their registers.
+// Receives this warp's remaining parts, coded or not, from part `first_number` of `first_token` on. Out of line and
+// called last, so that loops without coded sums keep their registers.
 MOE_A2A_RARE void receive_coded(const CombineRecvArgs& args, const OwnSums& own, const Grid& grid, const Block& block,
                                 int first_token, int first_number) {
   const Context& c = args.context;

@@ -7,7 +7,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Source: the caller's sums, sent as they lie in `y`.
+// Source: the caller's sums, sent straight from `y`.
 struct PresummedRows {
   static constexpr TraceKind kKind = TraceKind::kSend;
   const CombineSendArgs& args;

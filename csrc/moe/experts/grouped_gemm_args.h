@@ -24,7 +24,7 @@ struct Activation {
   bool is_gated = false;
   bool is_interleaved = false;  // the gate's rows are the even ones of w; else they come before all of up's
   float alpha = 1;
-  float limit = std::numeric_limits<float>::infinity();  // before f, clamps the gate above and up on both sides
+  float limit = std::numeric_limits<float>::infinity();  // clamps the gate from above and up on both sides, before f
   float up_shift = 0;
 
   // The identity, or silu(gate) * up, which most models use.

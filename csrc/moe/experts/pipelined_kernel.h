@@ -43,7 +43,7 @@ struct PipelinedGemm {
   static constexpr int kThreads = 384, kBlocks = PairedTiles::kBlocks, kSharedBytes = Memory::kBytes;
   static constexpr int kLoadWarps = 4, kGatherWarps = 2, kLoaderWarp = 2, kPassWarp = 3, kMultiplyWarps = 8;
   static constexpr int kGatherThreads = kGatherWarps * kWarpSize;
-  // Of a thread at first; then the loading warps give some to the multiplying ones.
+  // Registers per thread at the launch; then the loading warps give some to the multiplying ones.
   static constexpr int kRegisters = 168;
   static constexpr int kLoadRegisters = !kIsFloat8 ? 88 : kGathers ? 72 : 56;
   static constexpr int kMultiplyRegisters = !kIsFloat8 ? 208 : kGathers ? 216 : 224;
@@ -61,7 +61,7 @@ struct PipelinedGemm {
     }
   }
 
-  // Leaves every thread as many registers, and the block its shared memory.
+  // Gives every thread kRegisters again, and frees the pipeline's shared memory.
   MOE_A2A_DEVICE static void end_pipeline(const Memory& memory) {
     if (thread_in_block() / kWarpSize < kLoadWarps) {
       take_registers<kRegisters>();

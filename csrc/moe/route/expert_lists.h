@@ -65,7 +65,7 @@ class ExpertLists {
     place_lists();
     write_small_batches();
     write_chunks();
-    // By the last two blocks, which had less to write, or nothing.
+    // By the last two blocks, which had the least to write.
     const int last = grid_.size() - 1;
     if (grid_.rank() == last) publish_counts();
     if (grid_.rank() == (last > 0 ? last - 1 : 0)) publish_ranks();

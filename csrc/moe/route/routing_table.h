@@ -13,7 +13,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 class RoutingTable {
  public:
   struct Plan {
-    SharedPart<RankSet> ranks;     // [kMaxChunk]  that a token goes to
+    SharedPart<RankSet> ranks;     // [kMaxChunk]  to which each token goes
     SharedPart<int32_t> counters;  // [warps, experts of a pass]
     SharedPart<uint16_t> experts;  // [kMaxChunk, num_topk]
     int bytes = 0;

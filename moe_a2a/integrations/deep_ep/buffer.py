@@ -243,7 +243,7 @@ class Buffer(OfExchange):
             num_max_dispatch_tokens_per_rank: T, the same on every rank.
             cumulative_local_expert_recv_stats: [E_local], to which the numbers of rows are added.
             use_fp8: rows are quantised on the way, with a scale per 128 values.
-            return_recv_hook: the rows are there once the hook has been called.
+            return_recv_hook: the rows have arrived once the hook has been called.
             topk_weights: float32 [num_tokens, K]. Not in DeepEP; spares the combine an all-gather of the weights.
 
         Returns: (recv_x [E_local, R * T, H], or (float8, scales [E_local, R * T, H / 128], column-major in the last two
@@ -292,7 +292,7 @@ class Buffer(OfExchange):
             x: [E_local, R * T, H], the experts' rows where recv_x has theirs.
             topk_idx, topk_weights: of the dispatch. If it was given the weights, they are not read.
             return_recv_hook: the result is there once the hook has been called.
-            out: where to write, [num_tokens, H].
+            out: the tensor to write to, [num_tokens, H].
         """
         self._refuse(
             "low_latency_combine",
@@ -311,14 +311,14 @@ class Buffer(OfExchange):
         return torch.empty(ep.num_local_experts, num_rows, ep.hidden, dtype=ep.dtype, device=ep.device)
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing: epochs take the place of cleaning."""
+        """Does nothing: epochs replace cleaning."""
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Writes 0 for every rank: all take part. A rank that does not arrive raises PeerTimeoutError."""
         mask_status.zero_()
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Nothing: no rank is ever masked."""
+        """Does nothing: no rank is ever masked."""
 
     # ---- the rest
 
@@ -327,7 +327,7 @@ class Buffer(OfExchange):
         return torch.cuda.current_stream()
 
     def _blocks(self, config: Config | None) -> int:
-        """A Config says something only if its number is not the one that every Config has."""
+        """A Config chooses the blocks only if its num_sms differs from the default."""
         return self._num_blocks if config is None or config.num_sms == Buffer.num_sms else config.num_sms
 
     def _refuse(self, call: str, **values: tuple[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Config: of what it holds, moe_a2a uses the number of SMs."""
+"""Config: moe_a2a uses only its number of SMs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """A number that grows with the row and the ranks, as callers expect. Memory follows from the first dispatch."""
+        """A number that grows with the row and the ranks, as callers expect. The first dispatch determines the memory."""
         return self.num_max_nvl_chunked_recv_tokens * num_ranks * hidden_bytes
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:

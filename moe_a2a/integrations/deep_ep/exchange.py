@@ -19,7 +19,7 @@ TABLE_NBYTES = 1 << 20  # larger tables of choices go in slices
 
 
 class Kind(NamedTuple):
-    """What is alike in all dispatches of an ExpertParallel, and on all ranks."""
+    """What all dispatches of an ExpertParallel have in common, on all ranks."""
 
     num_experts: int
     num_topk: int
@@ -113,7 +113,7 @@ class Exchange:
             if handle.ep not in self._open:  # type: ignore[attr-defined]
                 raise ValueError(f"handle is one of another Buffer on rank {self.rank}; pass one of this Buffer's")
 
-    # For arguments that do not tell which ExpertParallel the peers are in: most likely the newest.
+    # For arguments that do not show which ExpertParallel the peers are in: most likely the newest.
 
     def dispatch_refused_if_failed(self) -> AbstractContextManager[None]:
         return calls.dispatch_refused_if_failed(self._made[-1][1]) if self._made else nullcontext()
@@ -122,7 +122,7 @@ class Exchange:
         return calls.attempt_refused_if_failed(self._made[-1][1]) if self._made else nullcontext()
 
     def gathered(self, table: Tensor) -> Tensor:
-        """The tables of all ranks, one below the other; a table has a row for each of T tokens."""
+        """The tables of all ranks, stacked in rank order; a table has a row for each of T tokens."""
         return self.collectives.all_gather(table)
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class OfExchange:
 
 
 def padded(rows: Tensor, num_rows: int, fill: int) -> Tensor:
-    """`rows` with rows of `fill` behind."""
+    """`rows`, padded with rows of `fill`."""
     result = rows.new_full((num_rows, rows.shape[1]), fill)
     result[: len(rows)] = rows
     return result

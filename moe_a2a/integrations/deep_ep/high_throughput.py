@@ -60,7 +60,7 @@ def dispatch(
     num_worst_tokens: int,
     num_blocks: int,
 ) -> Received:
-    """kind, bound, and arguments that they come from: as checked() says."""
+    """kind, bound and the arguments that they come from: see checked()."""
     if bound is None or not exchange.find(kind, bound):
         most = exchange.most_tokens(len(x))  # or learns that another rank's call has failed
         bound = most if bound is None else bound

@@ -139,7 +139,7 @@ def _set_weights(exchange: Exchange, handle: LowLatencyHandle, topk_weights: Ten
     weights = exchange.gathered(table)
     with calls.combine_refused_if_failed(opened):
         terms = opened._core.term_weights(opened._handle)
-        # Of a row's terms past its last, the memory holds anything.
+        # Past a row's last term, the contents are unspecified.
         choices = terms.nan_to_num(0.0).clamp_(0, terms.shape[1] - 1).long()
         terms.copy_(weights.gather(1, choices))
         handle.has_weights = True

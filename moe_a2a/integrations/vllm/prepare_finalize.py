@@ -144,7 +144,7 @@ class PrepareRows(PrepareAndFinalize):
     ) -> tuple[DispatchHandle, Tensor, Tensor, Tensor]:
         handle = ep.dispatch(x, ids, weights)
         local_ids, recv_weights = handle.recv_topk()
-        # Experts look ids up, so that -1 will not do.
+        # Experts index tables with the ids, so -1 is not allowed.
         elsewhere = (ep.rank + 1) % ep.num_ranks * ep.num_local_experts
         global_ids = torch.where(local_ids < 0, elsewhere, local_ids + ep.rank * ep.num_local_experts)
         return handle, handle.recv_x, global_ids, recv_weights
@@ -178,7 +178,7 @@ def _quantized(rows: Tensor, config: Any) -> tuple[Tensor, Tensor | None]:
     scale = config.a1_gscale if config.use_nvfp4_w4a4 else config.a1_scale
     if scale is None and not config.per_act_token_quant and config.block_shape is None:
         raise ValueError(
-            "the experts ask for one scale of all rows that arrive, some of which hold nothing; use a model with static, "
+            "the experts need one scale for all rows that arrive, and some of these hold nothing; use a model with static, "
             "per-token or block scales"
         )
     quantized: tuple[Tensor, Tensor | None] = moe_kernel_quantize_input(
