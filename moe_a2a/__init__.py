@@ -24,7 +24,7 @@ from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
 from moe_a2a.token_dispatcher import TokenDispatcher
 from moe_a2a.tracing import trace
-from moe_a2a.two_level import TwoLevelCollectives, TwoLevelExpertParallel, TwoLevelHandle
+from moe_a2a.two_level import TwoLevelCollectives, TwoLevelExpertParallel, TwoLevelHandle, TwoLevelTokenDispatcher
 
 if torch.distributed.is_available():
     from moe_a2a import torch_backend
@@ -53,6 +53,7 @@ __all__ = [
     "TwoLevelCollectives",
     "TwoLevelExpertParallel",
     "TwoLevelHandle",
+    "TwoLevelTokenDispatcher",
     "__version__",
     "all_reduce",
     "as_group",

@@ -14,6 +14,7 @@ from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.expert_weights import ExpertWeights, Weight
 from moe_a2a.token_dispatcher import TokenDispatcher
 from moe_a2a.two_level.expert_parallel import TwoLevelExpertParallel
+from moe_a2a.two_level.token_dispatcher import TwoLevelTokenDispatcher
 
 log = logging.getLogger("moe_a2a")
 
@@ -33,7 +34,7 @@ class MoELayer(nn.Module):
     that a rank whose tensors happen not to require grad still takes part in the others' backward. See docs/training.md.
 
     Args:
-        ep: the ranks and their memory; a TwoLevelExpertParallel for inference only.
+        ep: the ranks and their memory.
         w_gate_up: this rank's experts, [E_local, 2 * I, H] of the dtype of `ep`, the gate's rows before the up projection's.
             Or (float8 values, scales), with a float32 scale per 128 x 128 values, [E_local, 2 * ceil(I / 128),
             ceil(H / 128)], the gate's first; the rows then travel as float8 too.
@@ -98,7 +99,7 @@ class MoELayer(nn.Module):
     ) -> torch.Tensor:
         """forward() for a backward pass."""
         # Before anything that may fail on this rank only: all ranks make the first together.
-        dispatcher = TokenDispatcher(self.ep)  # type: ignore[arg-type]  # refuses a TwoLevelExpertParallel
+        dispatcher = _dispatcher_of(self.ep)
         self._check_can_record()
         by_groups = experts.has_group_products(self.w_gate_up, self.w_down)
         bound = self.num_max_routes if by_groups else None
@@ -170,6 +171,10 @@ class MoELayer(nn.Module):
                     f"{tensor.dtype} on {self.ep.device}; make another ExpertParallel, and a layer that uses it"
                 )
         return super()._apply(fn, recurse)
+
+
+def _dispatcher_of(ep: ExpertParallel | TwoLevelExpertParallel) -> Any:
+    return TokenDispatcher(ep) if isinstance(ep, ExpertParallel) else TwoLevelTokenDispatcher(ep)
 
 
 def _as_parameter(weight: torch.Tensor) -> nn.Parameter:

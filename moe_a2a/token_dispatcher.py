@@ -84,7 +84,9 @@ class TokenDispatcher:
 
     def __init__(self, ep: ExpertParallel, *, collectives: Collectives | None = None):
         if not isinstance(ep, ExpertParallel):
-            raise TypeError(f"ep is a {type(ep).__name__}, which has no backward pass; pass an ExpertParallel")
+            raise TypeError(
+                f"ep is a {type(ep).__name__}; pass an ExpertParallel, or for several nodes make a TwoLevelTokenDispatcher"
+            )
         self.ep = ep
         self._training = _training_of(ep, collectives)
         # Requires grad, so that dispatch() is always recorded.

@@ -10,8 +10,7 @@ the nodes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,33 +22,13 @@ from moe_a2a.devices import float8_dtype
 from moe_a2a.errors import RoutingError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.expert_weights import Weight
+from moe_a2a.two_level.expert_calls import ExpertCalls
 from moe_a2a.two_level.handle import TwoLevelHandle
 from moe_a2a.two_level.passage import Passage, RailFormat, Sent
 from moe_a2a.two_level.rail import Rail
 
 MEETING_NBYTES = 1 << 12  # workspace of the collectives by which a node's ranks agree on the arguments
-KINDS = ("a call with bad arguments", "the constructor", "dispatch", "combine")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call, encoded for comparison between nodes."""
-
-    kind: int
-    float8: int = 0  # whether rows are
-    number: int = -1  # of the dispatch that a combine belongs to
-
-    @classmethod
-    def of(cls, kind: str, **how: int) -> Call:
-        return cls(KINDS.index(kind), **how)
-
-    def __str__(self) -> str:
-        of_what = f" of dispatch {self.number}" if self.number >= 0 else " of float8 rows" if self.float8 else ""
-        return KINDS[self.kind] + of_what
-
-
-BAD_CALL = Call.of("a call with bad arguments")
 
 
 class TwoLevelExpertParallel:
@@ -76,10 +55,9 @@ class TwoLevelExpertParallel:
     dispatch() and, on the CPU, combine() compare the calls of the nodes first: an error on one rank raises PeerRefusedError on
     the others that wait for it, or CallMismatchError if the calls differ. dispatch() reads counts on the host, so it
     synchronises with a GPU and cannot be captured in a CUDA graph. Waits between the nodes end after `timeout`, on
-    GPU tensors after the timeout of `between`; the object is then unusable on every rank. No backward pass.
+    GPU tensors after the timeout of `between`; the object is then unusable on every rank. For gradients see
+    TwoLevelTokenDispatcher.
     """
-
-    _training = None  # MoELayer: it never records a backward pass
 
     def __init__(
         self,
@@ -143,7 +121,7 @@ class TwoLevelExpertParallel:
         self.num_local_experts = self.num_experts // self.num_ranks
         self._format = RailFormat(self.num_nodes, self.num_experts // self.num_nodes, num_topk, hidden)
         self._num_dispatches = 0  # calls that have returned a handle or raised
-        self._num_passed = 0  # dispatches whose rows have travelled along the rail
+        self._calls = ExpertCalls(self._rail)
 
     def _make_local(self, of_node: dict[str, Any]) -> None:
         local = failure = None
@@ -160,7 +138,7 @@ class TwoLevelExpertParallel:
         except Exception as error:
             failure = error
         try:
-            self._rail.compare(Call.of("the constructor"), failure)
+            self._calls.compare_constructors(failure)
         except BaseException:
             if local is not None:
                 local.close()
@@ -185,23 +163,21 @@ class TwoLevelExpertParallel:
         num_blocks: int = 0,
     ) -> TwoLevelHandle:
         """See ExpertParallel.dispatch(). quantize="fp8" quantises the rows before they leave the node."""
-        self._check_open()
-        try:
-            with calls.dispatch_refused_if_failed(self.local):
-                self._check_rail()
-                failure = sent = None
-                try:
-                    routed_by = self._routed_by(handle, topk_idx, topk_weights)
-                    layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
-                    num_blocks = arguments.checked_int(self.rank, "num_blocks", num_blocks, 0)
-                    sent = self._packed(x, *routed_by, x_scales, arguments.checked_quantize(self.rank, quantize))
-                except BaseException as error:
-                    failure = error
-                passage, batch = self._pass_on(sent, failure)
-                how: dict[str, Any] = {"layout": layout, "expert_alignment": expert_alignment, "num_blocks": num_blocks}
-                return TwoLevelHandle(self, self.local.dispatch(**batch, **how), passage, routed_by)
-        finally:
-            self._num_dispatches += 1
+        with self._dispatching():
+            failure = sent = None
+            try:
+                routed_by = self._routed_by(handle, topk_idx, topk_weights)
+                layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
+                num_blocks = arguments.checked_int(self.rank, "num_blocks", num_blocks, 0)
+                self._check_batch(x, *routed_by, x_scales, quantized := arguments.checked_quantize(self.rank, quantize))
+                sent = self._packed(x, *routed_by, x_scales, quantized)
+            except BaseException as error:
+                failure = error
+            passage, batch = self._pass_on(sent, failure)
+            how: dict[str, Any] = {"layout": layout, "expert_alignment": expert_alignment, "num_blocks": num_blocks}
+            return self._calls.on_every_node(
+                passage, lambda: TwoLevelHandle(self, self.local.dispatch(**batch, **how), passage, routed_by)
+            )
 
     def combine(
         self,
@@ -233,11 +209,22 @@ class TwoLevelExpertParallel:
         """See ExpertParallel.experts() and combine()."""
         return self._combined(handle, out, lambda: self.local.experts(handle, w_gate_up, w_down, **how))
 
+    @contextlib.contextmanager
+    def _dispatching(self) -> Iterator[None]:
+        """Around a dispatch, which the nodes compare first: a failure within is told to this node's ranks."""
+        self._check_open()
+        try:
+            with calls.dispatch_refused_if_failed(self.local):
+                self._check_rail()
+                yield
+        finally:
+            self._num_dispatches += 1
+
     def _refuse_dispatch(self, error: BaseException) -> None:
         """For a caller that fails before its dispatch(), for which the other ranks may already wait."""
         with contextlib.suppress(BaseException):
             if not self.is_closed and not self._rail.lost:
-                self._rail.compare(BAD_CALL, error)
+                self._calls.begin_dispatch(False, [0] * self.num_nodes, error)
         self.local._refuse_dispatch(error)
         self._num_dispatches += 1
 
@@ -252,36 +239,36 @@ class TwoLevelExpertParallel:
             )
         return self._own(handle)._routed_by
 
+    def _check_batch(self, x: Any, *others: Any) -> None:
+        """Raises what ExpertParallel.dispatch() would. `others`: topk_idx, topk_weights, x_scales, whether to quantise."""
+        arguments.check_tensor(self.rank, "x", x)
+        arguments.check_optional_tensor(self.rank, "x_scales", others[2])
+        sizes = self.num_experts, self.num_topk, self.hidden, self.num_max_tokens_per_rank
+        _core.check_dispatch(self.rank, *sizes, self.dtype, self.device, x, *others)
+        if self.device.type != "cpu":
+            self._check_range(others[0])
+
+    @torch.no_grad()
     def _packed(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        x_scales: torch.Tensor | None,
-        quantized: bool,
+        x_scales: torch.Tensor | None = None,
+        quantized: bool = False,
     ) -> Sent:
-        arguments.check_tensor(self.rank, "x", x)
-        arguments.check_optional_tensor(self.rank, "x_scales", x_scales)
-        tensors = (x, topk_idx, topk_weights, x_scales)
-        _core.check_dispatch(self.rank, *self._sizes(), self.dtype, self.device, *tensors, quantized)
-        with torch.no_grad():
-            if self.device.type != "cpu":
-                self._check_range(topk_idx)
-            if quantized:
-                x, x_scales = reference.quantize_fp8(x, float8_dtype(self.device))
-            return self._format.pack(x, topk_idx, topk_weights, x_scales)
+        if quantized:
+            x, x_scales = reference.quantize_fp8(x, float8_dtype(self.device))
+        return self._format.pack(x, topk_idx, topk_weights, x_scales)
 
     def _pass_on(self, sent: Sent | None, failure: BaseException | None) -> tuple[Passage, dict[str, Any]]:
         """(what combine() needs, the arguments of this node's dispatch). Raises `failure` or that of another node."""
-        call, num_sent = BAD_CALL, [0] * self.num_nodes
-        if sent is not None:
-            call, num_sent = Call.of("dispatch", float8=int(sent.dtype.itemsize == 1)), sent.num_sent
-        counts = self._rail.compare(call, failure, num_sent)
+        num_sent = [0] * self.num_nodes if sent is None else sent.num_sent
+        counts = self._calls.begin_dispatch(sent is not None and sent.dtype.itemsize == 1, num_sent, failure)
         assert sent is not None  # without a failure
-        self._num_passed += 1
         num_received = [of_node[self.node] for of_node in counts]
         received = self._rail.all_to_all(sent.rows, num_sent, num_received)
-        passage = Passage(self._num_passed, sent.tokens, sent.num_tokens, num_sent, num_received)
+        passage = Passage(self._calls.num_dispatches, sent.tokens, sent.num_tokens, num_sent, num_received)
         return passage, self._format.unpack(received, sent.dtype)
 
     def _check_range(self, topk_idx: torch.Tensor) -> None:
@@ -307,21 +294,20 @@ class TwoLevelExpertParallel:
             sums = combine()
         except BaseException as error:
             failure = error
-        call = Call.of("combine", number=handle._passage.number) if failure is None else BAD_CALL
         try:
-            if self._rail.compares_calls:
-                self._rail.compare(call, failure)
-            elif failure is not None:
-                raise failure
+            self._calls.compare("combine", handle._passage if failure is None else None, failure)
         except BaseException:
             if isinstance(handle, TwoLevelHandle) and handle._two_level is self and handle.is_open:
                 handle.release()
             raise
         assert sums is not None
-        passage = handle._passage
         with torch.no_grad():
-            combined = passage.add_up(self._rail.all_to_all(sums, passage.num_received, passage.num_sent))
+            combined = self._returned(handle._passage, sums)
             return combined if out is None else out.copy_(combined)
+
+    def _returned(self, passage: Passage, sums: torch.Tensor) -> torch.Tensor:
+        """The sums of this rank's tokens over all nodes; `sums`: one for each row that a dispatch received along the rail."""
+        return passage.add_up(self._rail.all_to_all(sums, passage.num_received, passage.num_sent))
 
     def _own(self, handle: Any) -> TwoLevelHandle:
         if not isinstance(handle, TwoLevelHandle):
@@ -345,8 +331,10 @@ class TwoLevelExpertParallel:
 
     # ---- the object
 
-    def _sizes(self) -> tuple[int, int, int, int]:
-        return self.num_experts, self.num_topk, self.hidden, self.num_max_tokens_per_rank
+    @property
+    def _training(self) -> Any:
+        """Not None once a layer has been recorded for a backward pass; see MoELayer."""
+        return self.local._training
 
     def _check_open(self) -> None:
         if self.is_closed:

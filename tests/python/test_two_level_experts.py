@@ -201,14 +201,6 @@ def layer_program(world, num_nodes, num_local, seed):
         compiled = torch.compile(layer, backend="eager", fullgraph=True)
         with torch.no_grad():
             assert torch.equal(compiled(x, topk_idx, topk_weights), out)
-        if two.rank == 1:
-            with pytest.raises(TypeError, match="no backward pass; pass an ExpertParallel"):
-                layer(x.requires_grad_(), topk_idx, topk_weights)
-        else:
-            with pytest.raises(moe_a2a.PeerRefusedError):
-                layer(x, topk_idx, topk_weights)
-        with torch.no_grad():
-            assert torch.equal(layer(x, topk_idx, topk_weights), out)
 
 
 def test_layer(session_seed):
@@ -280,6 +272,16 @@ def bad_calls_program(world, num_nodes, num_local, seed):
         dispatches(x, topk_idx, layout="rowss", match="layout='rowss' is unknown on rank 1")
         dispatches(x, topk_idx, num_blocks=-1, match="num_blocks=-1 is not in")
         dispatches(x.clone().requires_grad_(), topk_idx, match="x requires grad, which this call would not record")
+
+        def out_of_memory(*args, **how):
+            raise MemoryError("none")
+
+        def fails_within():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(two.local, "_checked_routing", out_of_memory)
+                two.dispatch(x, topk_idx)
+
+        refused(fails_within, lambda: two.dispatch(x, topk_idx), MemoryError, "none")
         dispatches(x, topk_idx, handle=3, match="both handle= and topk_idx|handle is a int on rank 1")
 
         def combines(match, error=(ValueError, TypeError, RuntimeError), use=None, **how):

@@ -1,0 +1,156 @@
+"""dispatch() and combine() over several nodes with gradients: a TokenDispatcher within each node, and the rail between them.
+
+Crossing the rail is linear too, and each way is the transpose of the other: the gradients of a token's rows return and are
+added like its sums, those of its sums travel like its row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_a2a import arguments, calls
+from moe_a2a.token_dispatcher import Routes, TokenDispatcher
+from moe_a2a.two_level.expert_parallel import TwoLevelExpertParallel
+from moe_a2a.two_level.passage import Passage, Sent
+
+
+class _Trip:
+    """One dispatch and its combine on the rail, forward and backward."""
+
+    passage: Passage  # from go() on
+    topk_idx: Tensor  # of the rows that have arrived
+
+    def __init__(self, ep: TwoLevelExpertParallel, sent: Sent):
+        self.ep, self._sent = ep, sent
+
+    def go(self) -> tuple[Tensor, Tensor]:
+        """(rows, weights) that have arrived from all nodes."""
+        self.passage, batch = self.ep._pass_on(self._sent, None)
+        del self._sent
+        self.topk_idx = batch["topk_idx"]
+        return batch["x"], batch["topk_weights"]
+
+    def go_again(self, values: Tensor) -> Tensor:
+        """values [num_tokens, H]: crosses as the tokens' rows did."""
+        passage = self.passage
+        self.ep._calls.compare("the backward pass of combine", passage)
+        return self.ep._rail.all_to_all(values[passage.tokens], passage.num_sent, passage.num_received)
+
+    def go_back(self, *values: Tensor) -> list[Tensor]:
+        """values [arrived rows, n] cross back; for each token the sum of what returns."""
+        self.ep._calls.compare("the backward pass of dispatch", self.passage)
+        return [self.ep._returned(self.passage, each.contiguous()) for each in values]
+
+
+@dataclass(eq=False)
+class TwoLevelRoutes(Routes):
+    """Routes of this node's TokenDispatcher, whose tokens may come from other nodes."""
+
+    _trip: _Trip
+
+    @contextlib.contextmanager
+    def refused_if_failed(self) -> Iterator[None]:
+        """See Routes."""
+        try:
+            with super().refused_if_failed():
+                yield
+        except BaseException as error:
+            self._trip.ep._calls.compare("combine", None, error)
+            raise
+
+
+class TwoLevelTokenDispatcher:
+    """TokenDispatcher over the ranks of several nodes.
+
+    Args:
+        ep: the ranks of all nodes. The dispatchers of an `ep` share a Collectives of each node's ranks, which all ranks make
+            together with the first of them and which is closed with `ep`.
+
+    What holds for TokenDispatcher holds here. dispatch() reads counts on the host even with num_max_routes. On the CPU the nodes
+    compare their calls in the backward pass too. A rank that fails there leaves the other nodes to their timeout.
+    """
+
+    def __init__(self, ep: TwoLevelExpertParallel):
+        if not isinstance(ep, TwoLevelExpertParallel):
+            raise TypeError(f"ep is a {type(ep).__name__}; pass a TwoLevelExpertParallel")
+        self.ep = ep
+        self._within = TokenDispatcher(ep.local)
+        # Requires grad, so that dispatch() is always recorded.
+        self._anchor = torch.empty(0, device=ep.device, requires_grad=True)
+
+    @calls.makes_a_dispatch
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        expert_alignment: int = 1,
+        num_max_routes: int | None = None,
+    ) -> tuple[Tensor, TwoLevelRoutes]:
+        """See TokenDispatcher.dispatch()."""
+        ep = self.ep
+        with ep._dispatching():
+            try:
+                topk_idx, topk_weights = arguments.checked_routing(ep.rank, topk_idx, topk_weights)
+                with torch.no_grad():
+                    ep._check_batch(x, topk_idx, topk_weights, None, False)
+                trip = _Trip(ep, ep._packed(x, topk_idx, topk_weights))
+            except BaseException as error:
+                ep._pass_on(None, error)
+                raise
+            here, weights = _Go.apply(self._anchor, x, topk_weights, trip)
+            how: dict[str, Any] = {"expert_alignment": expert_alignment, "num_max_routes": num_max_routes}
+            arrived: list[Tensor] = []
+
+            def within() -> TwoLevelRoutes:
+                rows, routes = self._within.dispatch(here, trip.topk_idx, weights, **how)
+                arrived.append(rows)
+                return TwoLevelRoutes(**vars(routes), _trip=trip)
+
+            routes = ep._calls.on_every_node(trip.passage, within)
+            return arrived[0], routes
+
+    def combine(self, y: Tensor, routes: Routes, *, weighted: bool = True, wire: str | None = None) -> Tensor:
+        """See TokenDispatcher.combine() and, for the order of addition, TwoLevelExpertParallel.combine()."""
+        failure = sums = None
+        passage = routes._trip.passage if isinstance(routes, TwoLevelRoutes) else None
+        try:
+            sums = self._within.combine(y, routes, weighted=weighted, wire=wire)
+            if passage is None:
+                raise TypeError(f"routes on rank {self.ep.rank} are of another TokenDispatcher; pass those of this one")
+        except BaseException as error:
+            failure = error
+        self.ep._calls.compare("combine", passage if failure is None else None, failure)
+        assert isinstance(routes, TwoLevelRoutes)
+        combined: Tensor = _GoBack.apply(sums, routes._trip)
+        return combined
+
+
+class _Go(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, topk_weights: Tensor | None, trip: _Trip) -> tuple[Tensor, Tensor]:
+        ctx.trip, ctx.has_weights = trip, topk_weights is not None
+        return trip.go()
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_topk_weights = ctx.trip.go_back(grad_rows, grad_weights)
+        return None, grad_x, grad_topk_weights if ctx.has_weights else None, None
+
+
+class _GoBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.ep._returned(trip.passage, sums)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.go_again(grad), None
