@@ -88,6 +88,9 @@ class Rail:
         try:
             if self._device.type == "cpu":
                 work.wait(timedelta(seconds=self._timeout))
+                # Until the next one: if a thread of gloo holds the last reference to it while the interpreter ends, its
+                # tensors' destructors ask for the GIL there and the process aborts.
+                self._waited_for = work
             else:
                 work.wait()
         except RuntimeError as error:
