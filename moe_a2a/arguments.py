@@ -49,6 +49,12 @@ def checked_routing(rank: int, topk_idx: Any, topk_weights: Any) -> tuple[torch.
     return topk_idx, topk_weights
 
 
+def check_only_handle(rank: int, topk_idx: Any, topk_weights: Any) -> None:
+    """For a call with handle=, which brings the routing."""
+    if topk_idx is not None or topk_weights is not None:
+        raise ValueError(f"both handle= and topk_idx or topk_weights given on rank {rank}; pass one or the other")
+
+
 def checked_int(rank: int, name: str, value: Any, least: int = -MAX_INT, most: int = MAX_INT) -> int:
     if type(value) is not int:
         if isinstance(value, (bool, torch.Tensor)):

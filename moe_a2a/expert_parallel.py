@@ -383,10 +383,7 @@ class ExpertParallel(CommunicatorClient):
         if handle is None:
             return arguments.checked_routing(self.rank, topk_idx, topk_weights)
         self._key_of(handle)
-        if topk_idx is not None or topk_weights is not None:
-            raise ValueError(
-                f"both handle= and topk_idx or topk_weights given on rank {self.rank}; pass one or the other"
-            )
+        arguments.check_only_handle(self.rank, topk_idx, topk_weights)
         if handle.ep is not self:
             raise RuntimeError(
                 f"dispatch got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"

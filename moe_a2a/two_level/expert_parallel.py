@@ -233,10 +233,7 @@ class TwoLevelExpertParallel:
     def _routed_by(self, handle: Any, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if handle is None:
             return arguments.checked_routing(self.rank, topk_idx, topk_weights)
-        if topk_idx is not None or topk_weights is not None:
-            raise ValueError(
-                f"both handle= and topk_idx or topk_weights given on rank {self.rank}; pass one or the other"
-            )
+        arguments.check_only_handle(self.rank, topk_idx, topk_weights)
         return self._own(handle)._routed_by
 
     def _check_batch(self, x: Any, *others: Any) -> None:

@@ -120,6 +120,8 @@ class Rail:
         """Returns the `extra` words of every node. Raises `failure` if there is one, or an error if another node's call
         failed or differs from this one. `call`: a dataclass of ints whose str() describes the call; `extra` is as long on
         every node."""
+        if self.lost:
+            raise failure or RuntimeError(self.lost)
         its_words = astuple(call)
         try:
             everyone = self.words([int(failure is not None), *its_words, *extra])
