@@ -14,13 +14,24 @@ from moe_a2a.groups import Group, HandleExchange
 C = TypeVar("C", bound="Client")
 
 
-class Client(ABC):
+class OnePerRank:
+    """An object that cannot be copied: it owns, or uses, memory that other ranks write into."""
+
+    rank: int
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"an object of type {type(self).__name__} cannot be copied or pickled (rank {self.rank}): it owns memory that its peers "
+            "write into; make one per rank"
+        )
+
+
+class Client(OnePerRank, ABC):
     """An object with one instance on every rank of a group."""
 
     _group: Group
     _core: Any = None  # of the extension; None: closed, or construction failed
     _trace: Any = None  # the running moe_a2a.Trace
-    rank: int
     num_ranks: int
     timeout: float
     device: torch.device
@@ -90,12 +101,6 @@ class Client(ABC):
 
     def __exit__(self, exception_type: object, *rest: object) -> None:
         self.close()
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        raise TypeError(
-            f"an object of type {type(self).__name__} cannot be copied or pickled (rank {self.rank}): it owns memory that its peers "
-            "write into; make one per rank"
-        )
 
     def _state(self) -> str:
         return "closed" if self.is_closed else f"{self.device}, {self.nbytes} bytes"

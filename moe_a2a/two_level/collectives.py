@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from moe_a2a import arguments, calls, devices
+from moe_a2a.client import OnePerRank
 from moe_a2a.collectives import DTYPES, MAX_NBYTES, OPS, SHARE_UNIT, Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerTimeoutError
@@ -53,7 +54,7 @@ class Call:
 NO_CALL = Call(0, 0, -1, 0)  # from a rank with bad arguments
 
 
-class TwoLevelCollectives:
+class TwoLevelCollectives(OnePerRank):
     """Reductions and gathers over the ranks of several nodes.
 
         node = dist.new_group(ranks of this machine)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moe_a2a import _core, arguments, calls, reference
+from moe_a2a.client import OnePerRank
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.devices import float8_dtype
@@ -31,7 +32,7 @@ MEETING_NBYTES = 1 << 12  # workspace of the collectives by which a node's ranks
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class TwoLevelExpertParallel:
+class TwoLevelExpertParallel(OnePerRank):
     """dispatch() and combine() over the ranks of several nodes.
 
         node = dist.new_group(ranks of this machine)

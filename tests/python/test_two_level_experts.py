@@ -2,6 +2,7 @@
 
 The groups between the nodes are gloo's, on GPUs NCCL's."""
 
+import copy
 import os
 import time
 
@@ -80,6 +81,9 @@ def equal_program(world, num_nodes, num_local, seed):
             none = torch.full((T, K), -1, device=two.device)
             assert (run_both(flat, two, batch(generator, T, 4, dtype)[0], none, None)[1] == 0).all()
             two.check()
+            with pytest.raises(TypeError, match="TwoLevelExpertParallel cannot be copied or pickled"):
+                copy.copy(two)
+            two.close()
     assert two.is_closed
     with pytest.raises(RuntimeError, match="closed"):
         two.dispatch(x, topk_idx)
