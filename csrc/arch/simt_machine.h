@@ -76,7 +76,9 @@ class SimtMachine {
   std::byte* open_peer(const MemoryHandle& handle, double /*timeout_seconds*/) {
     const DeviceGuard guard(device_);
     if (handle.machine_id != this_machine_id()) {
-      throw std::runtime_error("a rank of the group is on another machine; pass a group whose ranks share this one");
+      throw std::runtime_error(
+          "a rank of the group is on another machine; pass a group whose ranks share this one (TwoLevelExpertParallel "
+          "and TwoLevelCollectives join machines)");
     }
     if (handle.process == this_process()) {
       LiveMemory::of_this_process().require(handle.address, handle.nbytes);

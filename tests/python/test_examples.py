@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 UNDER_TORCHRUN = ["one_rank_per_gpu.py", "generate.py", "overlap.py", "quickreduce.py", "ddp_codecs.py"]
 
 
-def run(*command: str) -> str:
+def environment_of_a_user() -> dict[str, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if on_device.IS_GPU:
-        del environment["MOE_A2A_DEVICE"]  # as a user runs it: the rank finds its GPU
+        del environment["MOE_A2A_DEVICE"]  # the rank finds its GPU
+    return environment
+
+
+def run(*command: str) -> str:
+    environment = environment_of_a_user()
     result = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -29,6 +35,34 @@ def test_under_torchrun(example):
     on_device.needs(2)
     said = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / example))
     assert all(f"rank {rank}" in said for rank in range(2)), said
+
+
+@on_device.cpu_only  # two agents on one machine both take GPU 0
+def test_two_nodes():
+    """Two agents of torchrun on this machine, each with the ranks of a node."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    how = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    how += ["--master-port", str(port)]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, *how, "--node-rank", str(node), str(EXAMPLES / "two_nodes.py")],
+            env=environment_of_a_user(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        said = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    for rank in range(4):
+        assert f"rank {rank} on cpu of node {rank // 2}" in said[rank // 2], said
 
 
 @pytest.mark.parametrize(
@@ -57,6 +91,6 @@ def test_notebook():
 
 def test_every_example_is_in_the_list_and_in_a_test():
     programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
-    assert programs == {*UNDER_TORCHRUN, "ray_actors.py", "threads.ipynb"}
+    assert programs == {*UNDER_TORCHRUN, "two_nodes.py", "ray_actors.py", "threads.ipynb"}
     listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text()))
     assert listed == programs
