@@ -96,6 +96,13 @@ BAD_CALLS = [
     ),
     (lambda coll: coll.all_reduce(torch.ones(4, 4).t()[1:]), ValueError, "x is not contiguous on rank 1"),
     (lambda coll: coll.all_reduce(torch._neg_view(torch.ones(4))), ValueError, "x "),
+    (lambda coll: coll.all_reduce(torch.eye(4).to_sparse()), TypeError, "x has layout Sparse on rank 1"),
+    (lambda coll: coll.all_reduce(torch.ones(4, requires_grad=True)), ValueError, "x requires grad.* on rank 1"),
+    (
+        lambda coll: coll.all_gather(torch.ones(4), out=torch.ones(8, requires_grad=True)),
+        ValueError,
+        "out requires grad.* on rank 1",
+    ),
     (lambda coll: coll.all_reduce(torch.ones(4, device="meta")), ValueError, "x is on meta, these Collectives"),
     (
         lambda coll: coll.all_reduce(torch.ones(4), "prod"),
