@@ -70,6 +70,7 @@ class Collectives(CommunicatorClient):
         self.tables = collective_tables.in_effect(self.device, self.num_ranks, self._table_file)
         self._core = _core.Collectives(comm, self._owns_comm, self.device, self.max_nbytes, self.num_blocks)
 
+    @calls.refuses_wrong_arguments
     def all_reduce(
         self,
         x: torch.Tensor,
@@ -127,6 +128,7 @@ class Collectives(CommunicatorClient):
             as_words = may_be_words and _nbytes(x) <= table.most_in_words
         return core.all_reduce(x, op_index, algorithm_index, codec_index, as_words, num_blocks, out)
 
+    @calls.refuses_wrong_arguments
     def reduce_scatter(
         self,
         x: torch.Tensor,
@@ -155,6 +157,7 @@ class Collectives(CommunicatorClient):
             num_blocks = self._table_of("reduce_scatter", x).step(_nbytes(x)).num_blocks
         return core.reduce_scatter(x, op_index, counts, num_blocks, out)
 
+    @calls.refuses_wrong_arguments
     def all_gather(
         self, x: torch.Tensor, counts: Sequence[int] | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:

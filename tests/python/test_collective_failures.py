@@ -88,6 +88,8 @@ def test_counts_that_differ():
 # Calls that fail before they begin, and what both ranks learn.
 BAD_CALLS = [
     (lambda coll: coll.all_reduce("x"), TypeError, "x is a str on rank 1"),
+    (lambda coll: coll.all_reduce(torch.ones(4), axis=1), TypeError, "unexpected keyword argument 'axis'"),
+    (lambda coll: coll.all_gather(), TypeError, "missing 1 required positional argument: 'x'"),
     (lambda coll: coll.all_reduce(torch.ones(3, dtype=torch.int32)), TypeError, "x has dtype Int on rank 1"),
     (
         lambda coll: coll.all_reduce(torch.ones(3, dtype=torch.float64)),

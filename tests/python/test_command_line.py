@@ -59,7 +59,9 @@ def test_output_that_nobody_reads():
         assert "Traceback" not in bench.stderr.read()
     assert bench.returncode == 128 + signal.SIGPIPE
     for arguments in (BENCH, ("doctor",)):
-        closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command, *arguments], stderr=subprocess.PIPE, timeout=240)
+        closed = subprocess.run(
+            ["sh", "-c", '"$@" >&-', "sh", *command, *arguments], stderr=subprocess.PIPE, timeout=240
+        )
         assert closed.returncode == 0, closed.stderr.decode()
 
 
