@@ -3,6 +3,7 @@ tensors. In both cases the caller continues and calls keep their order."""
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -130,16 +131,26 @@ class ThreadWork(_Work):
 
 class CallThread:
     """Runs calls in order. If the caller waits at once and nothing is queued, the call runs in the caller's thread:
-    a thread switch takes as long as a small collective."""
+    a thread switch takes as long as a small collective. So do calls in a forked child, which has no such thread."""
 
     def __init__(self, name: str):
-        self._name = name
+        self._name, self._pid = name, os.getpid()
         self._queue: queue.SimpleQueue[tuple[ThreadWork, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: ThreadWork | None = None
         self._lock = threading.Lock()
 
     def run(self, call: Callable[[], Any], results: list[torch.Tensor], waits_at_once: bool) -> _Work:
+        if os.getpid() != self._pid:  # and the lock may be one that nobody here holds
+            call()
+            return work_done(results)
+        in_inference_mode = torch.is_inference_mode_enabled()
+
+        def call_as_here() -> None:
+            """In the caller's mode: only in inference mode may a call write to tensors made in it."""
+            with torch.inference_mode(in_inference_mode):
+                call()
+
         with self._lock:
             if waits_at_once and (self._last is None or self._last.is_completed()):
                 call()
@@ -148,13 +159,13 @@ class CallThread:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
             work = self._last = ThreadWork(results)
-            self._queue.put((work, call))
+            self._queue.put((work, call_as_here))
             return work
 
     def close(self) -> None:
         """Waits for the queued calls."""
         thread, self._thread = self._thread, None
-        if thread is not None:
+        if thread is not None and os.getpid() == self._pid:
             self._queue.put(None)
             thread.join()
 

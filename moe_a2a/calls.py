@@ -166,6 +166,23 @@ def refused_if_failed(collectives: Client) -> Iterator[None]:
         raise
 
 
+def refuses_wrong_arguments(call: Call) -> Call:
+    """Decorates a call of a Collectives: an argument list that it does not take refuses it on every rank, too."""
+
+    @functools.wraps(call)
+    def made(collectives: Client, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(collectives, *args, **kwargs)
+        try:
+            return call(collectives, *args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call has not begun
+                _tell(collectives, error, lambda core, why: core.refuse(why))
+            raise
+
+    return made  # type: ignore[return-value]
+
+
 def _tell(ep: Client, error: BaseException, tell: Callable[[Any, str], None]) -> None:
     if ep._core is None:  # closed: there is no memory to write the refusal into
         return

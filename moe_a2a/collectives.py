@@ -70,6 +70,7 @@ class Collectives(CommunicatorClient):
         self.tables = collective_tables.in_effect(self.device, self.num_ranks, self._table_file)
         self._core = _core.Collectives(comm, self._owns_comm, self.device, self.max_nbytes, self.num_blocks)
 
+    @calls.refuses_wrong_arguments
     def all_reduce(
         self,
         x: torch.Tensor,
@@ -114,19 +115,20 @@ class Collectives(CommunicatorClient):
             algorithm_index = arguments.checked_choice(self.rank, "algorithm", algorithm, ALGORITHMS)
             table = self._table_of("all_reduce", x)
             codec_index = self._checked_codec(codec, algorithm, max_error, x, table)
-            step = table.step(x.nbytes)
+            step = table.step(_nbytes(x))
             if algorithm_index == 0:
                 algorithm_index = ALGORITHMS.index(
-                    self._algorithm_of(step, x.nbytes) if codec_index == 0 else "two_shot"
+                    self._algorithm_of(step, _nbytes(x)) if codec_index == 0 else "two_shot"
                 )
             is_tables = codec_index == 0 and ALGORITHMS[algorithm_index] == step.algorithm
             num_blocks = step.num_blocks if is_tables else 0
             may_be_words = (
                 ALGORITHMS[algorithm_index] == "one_shot" and self.device.type in collective_tables.WORDS_RUN_ON
             )
-            as_words = may_be_words and x.nbytes <= table.most_in_words
+            as_words = may_be_words and _nbytes(x) <= table.most_in_words
         return core.all_reduce(x, op_index, algorithm_index, codec_index, as_words, num_blocks, out)
 
+    @calls.refuses_wrong_arguments
     def reduce_scatter(
         self,
         x: torch.Tensor,
@@ -152,9 +154,10 @@ class Collectives(CommunicatorClient):
             self._check_tensors(x, out)
             op_index = arguments.checked_choice(self.rank, "op", op, OPS)
             counts = arguments.checked_counts(self.rank, counts)
-            num_blocks = self._table_of("reduce_scatter", x).step(x.nbytes).num_blocks
+            num_blocks = self._table_of("reduce_scatter", x).step(_nbytes(x)).num_blocks
         return core.reduce_scatter(x, op_index, counts, num_blocks, out)
 
+    @calls.refuses_wrong_arguments
     def all_gather(
         self, x: torch.Tensor, counts: Sequence[int] | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -173,7 +176,7 @@ class Collectives(CommunicatorClient):
         with calls.refused_if_failed(self):
             self._check_tensors(x, out)
             counts = arguments.checked_counts(self.rank, counts)
-            num_blocks = self._table_of("all_gather", x).step(x.nbytes * self.num_ranks).num_blocks
+            num_blocks = self._table_of("all_gather", x).step(_nbytes(x) * self.num_ranks).num_blocks
         return core.all_gather(x, counts, num_blocks, out)
 
     def capabilities(self) -> capabilities.Capabilities:
@@ -212,7 +215,7 @@ class Collectives(CommunicatorClient):
         if codec is not None:
             arguments.checked_choice(self.rank, "codec", codec, (*CODECS, "auto"))
         if codec == "auto" or (codec is None and limit is not None):
-            nbytes = x.numel() * x.element_size() if algorithm in ("auto", "two_shot") else 0
+            nbytes = _nbytes(x) if algorithm in ("auto", "two_shot") else 0
             codec = codecs.choose(nbytes, self.num_ranks, limit, table.codecs)
         if codec is None:
             return 0
@@ -231,6 +234,11 @@ class Collectives(CommunicatorClient):
     def _check_tensors(self, x: Any, out: Any) -> None:
         arguments.check_tensor(self.rank, "x", x)
         arguments.check_optional_tensor(self.rank, "out", out)
+
+
+def _nbytes(x: torch.Tensor) -> int:
+    """Of any layout: a sparse tensor, which is refused later, has no nbytes."""
+    return x.numel() * x.element_size()
 
 
 def _stored(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -89,7 +89,8 @@ def run(prog: str, command: Callable[[argparse.Namespace], int], options: argpar
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         code = command(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # the caller has closed it: >&-
+            sys.stdout.flush()
         return code
     except UsageError as error:
         print(f"{prog}: {error}", file=sys.stderr)

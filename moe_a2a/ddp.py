@@ -9,6 +9,7 @@ model.register_comm_hook(moe_a2a.ddp.GradientState(coll, codec="q4"), moe_a2a.dd
 import torch
 import torch.distributed as dist
 
+from moe_a2a import calls
 from moe_a2a.collectives import SHARE_UNIT, Collectives
 from moe_a2a.groups import thread_group
 
@@ -58,7 +59,8 @@ def average_gradients(state: GradientState, bucket: dist.GradBucket) -> torch.fu
     """The hook: averages a bucket's gradients over the ranks."""
     gradients = bucket.buffer()
     if state.error_feedback:
-        state.add_what_was_lost(bucket.index(), gradients)
+        with calls.refused_if_failed(state.collectives):
+            state.add_what_was_lost(bucket.index(), gradients)
     state.collectives.all_reduce(gradients, "avg", codec=state.codec, out=gradients)
     done: torch.futures.Future[torch.Tensor]
     done = torch.futures.Future() if gradients.is_cpu else torch.futures.Future(devices=[gradients.device])

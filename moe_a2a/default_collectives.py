@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moe_a2a import devices
 from moe_a2a.collectives import Collectives
 
 _lock = threading.Lock()
@@ -41,6 +42,6 @@ def all_reduce(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Collectives.all_reduce() on Collectives of the default process group, which the first call makes."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; pass a torch.Tensor")
-    return default_collectives(x.device).all_reduce(x, op, algorithm, codec, max_error=max_error, out=out)
+    # An x that is no tensor is refused there, where the peers learn of it.
+    device = x.device if isinstance(x, torch.Tensor) else devices.default_device()
+    return default_collectives(device).all_reduce(x, op, algorithm, codec, max_error=max_error, out=out)

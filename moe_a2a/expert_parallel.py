@@ -216,7 +216,6 @@ class ExpertParallel(CommunicatorClient):
         return core.combine(y, key, presummed, codec, out, blocks)
 
     @calls.serves_a_handle(position=0)
-    @torch.no_grad()
     def experts(
         self,
         handle: DispatchHandle,
@@ -251,19 +250,20 @@ class ExpertParallel(CommunicatorClient):
 
         Raises: as combine(), and ValueError or TypeError for weights that do not fit. All ranks may retry the call.
         """
-        self._open_core()
-        self._key_of(handle)
+        self._open_core(), self._key_of(handle)
         if handle.ep is not self:
             raise RuntimeError(
                 f"experts got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"
             )
         weights = ExpertWeights.checked(self, w_gate_up, w_down)
+        weights.check_no_grad(self)
         experts.check_way(self, fused, fused_combine, wire, num_max_routes)
         self._checked_wire(wire)
         arguments.check_optional_tensor(self.rank, "out", out)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        ways: dict[str, Any] = {"fused": fused, "fused_combine": fused_combine, "num_max_routes": num_max_routes}
-        return experts.run_and_combine(handle, weights, out, num_blocks, wire=wire, **ways)
+        ways: dict[str, Any] = {"fused_combine": fused_combine, "num_max_routes": num_max_routes, "wire": wire}
+        with torch.no_grad():
+            return experts.run_and_combine(handle, weights, out, num_blocks, fused=fused, **ways)
 
     # ---- the two halves of each call: between them the device is free
 

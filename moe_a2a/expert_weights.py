@@ -34,6 +34,15 @@ class ExpertWeights:
         weights._check(ep)
         return weights
 
+    def check_no_grad(self, ep: Owner) -> None:
+        """For a call that autograd would not record."""
+        for name, weight in (("w_gate_up", self.gate_up), ("w_down", self.down)):
+            if torch.is_grad_enabled() and weight.requires_grad:
+                raise ValueError(
+                    f"{name} requires grad on rank {ep.rank}, which this call would not record; train with "
+                    f"moe_a2a.MoELayer, call under torch.no_grad(), or pass {name}.detach()"
+                )
+
     @property
     def is_float8(self) -> bool:
         return self.gate_up_scales is not None

@@ -16,7 +16,7 @@ import enum
 
 import torch
 
-from moe_a2a import arguments
+from moe_a2a import arguments, calls
 from moe_a2a.collectives import Collectives
 from moe_a2a.groups import HandleExchange
 
@@ -87,14 +87,15 @@ def allreduce(profile: int, tensor: torch.Tensor) -> torch.Tensor:
         ValueError: an unknown profile (QuickReduce takes any for FP16), or a tensor of more than 512 MiB.
     """
     coll = _open()
-    arguments.check_tensor(coll.rank, "tensor", tensor)
-    number = arguments.checked_int(coll.rank, "profile", profile, min(Profile), max(Profile))
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes > MAX_NBYTES:
-        raise ValueError(
-            f"tensor has {nbytes} bytes > {MAX_NBYTES} on rank {coll.rank}; pass it in slices, or use moe_a2a.Collectives, "
-            "which has no limit"
-        )
+    with calls.refused_if_failed(coll):
+        arguments.check_tensor(coll.rank, "tensor", tensor)
+        number = arguments.checked_int(coll.rank, "profile", profile, min(Profile), max(Profile))
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes > MAX_NBYTES:
+            raise ValueError(
+                f"tensor has {nbytes} bytes > {MAX_NBYTES} on rank {coll.rank}; pass it in slices, or use moe_a2a.Collectives, "
+                "which has no limit"
+            )
     return coll.all_reduce(tensor, "sum", "two_shot", _CODECS[Profile(number)])
 
 

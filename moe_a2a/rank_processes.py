@@ -258,12 +258,17 @@ def run_on_ranks(
     device_type: str | None = None,
 ) -> list[Any]:
     """Runs rank_main(report, *arguments) once, in num_ranks processes; see RankProcesses. device_type: None: that of
-    devices.default_device()."""
+    devices.default_device(). Raises BrokenPipeError if a rank did: whoever read the command's output has left."""
     preload(FORK_SERVER, rank_main.__module__)
     method = start_method(device_type or devices.default_device_type())
     prepare = CoresShared(num_ranks)
     with RankProcesses(num_ranks, timeout=timeout, method=method, backend=backend, prepare=prepare) as ranks:
-        return ranks.run(rank_main, *arguments, timeout=timeout, on_progress=on_progress)
+        try:
+            return ranks.run(rank_main, *arguments, timeout=timeout, on_progress=on_progress)
+        except RankError as error:
+            if "raised BrokenPipeError" in str(error):
+                raise BrokenPipeError from error
+            raise
 
 
 def start_method(device_type: str) -> str:

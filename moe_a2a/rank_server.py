@@ -72,7 +72,8 @@ def _answer(connection: Connection, message: bytes) -> None:
     try:
         program, arguments = pickle.loads(message)
         result = program(lambda what: _send(connection, "progress", what), *arguments)
-        sys.stdout.flush()  # the process may be killed once the result is sent
+        if sys.stdout is not None:  # the process may be killed once the result is sent
+            sys.stdout.flush()
         _send(connection, "result", result)
     except RankLostError:
         raise

@@ -1,8 +1,11 @@
 """A backend of torch.distributed: init_process_group("moe_a2a").
 
 all_reduce, reduce_scatter(_tensor), all_gather(_into_tensor), their coalesced forms and barrier run on Collectives, for
-contiguous tensors of float32, float16 and bfloat16 and the operators that Collectives has. Everything else (broadcast, send,
-recv, all_to_all, other dtypes, other operators) goes to gloo for CPU tensors and to NCCL for CUDA tensors.
+tensors of float32, float16 and bfloat16 and the operators that Collectives has. Everything else (broadcast, send, recv,
+all_to_all, other dtypes, other operators, lists of tensors of different sizes) goes to gloo for CPU tensors and to NCCL for
+CUDA tensors.
+
+Where a call goes depends only on what all ranks agree on. A rank whose tensor is not contiguous copies it.
 """
 
 from __future__ import annotations
@@ -86,14 +89,21 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self._rank} of {self._num_ranks}, else {self.delegates})"
 
-    # The collectives. `opts` carries the operator, and whether the caller waits at once.
+    # The collectives. `opts` carries the operator, and whether the caller waits at once. Like those of PyTorch's own groups,
+    # the methods that have other names for the user also take one tensor, an operator and a timeout: DDP's join() calls so.
+    # The deadline of Collectives stays the group's.
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        opts = _c10d.AllreduceOptions() if opts is None else opts
-        op = _op_of(opts)
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Any:
+        opts = _reduce_options(_c10d.AllreduceOptions, opts, op, timeout)
+        tensors, op = [tensors] if isinstance(tensors, torch.Tensor) else tensors, _op_of(opts)
         if not _takes(op, tensors):
             return self._delegate(tensors[0]).allreduce(tensors, opts)
-        return self._run(opts, tensors, lambda coll: _each(tensors, lambda x: coll.all_reduce(x, op, out=x)))
+
+        def call(coll: Collectives) -> None:
+            for x in tensors:
+                _fill(x, lambda flat: coll.all_reduce(flat, op, out=flat))
+
+        return self._run(opts, tensors, call)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = _c10d.AllreduceCoalescedOptions() if opts is None else opts
@@ -103,74 +113,76 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = _c10d.AllgatherOptions() if opts is None else opts
-        if not _takes("gather", [output, x]) or output.numel() != self._num_ranks * x.numel():
+        if not _takes("gather", [output, x]):
             return self._delegate(x)._allgather_base(output, x, opts)
-        return self._run(opts, [output, x], lambda coll: coll.all_gather(x.view(-1), out=output.view(-1)), [output])
+        return self._run(opts, [output, x], lambda coll: _gather(coll, output, x), [output])
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         opts = _c10d.AllgatherOptions() if opts is None else opts
-        fits = all(output.numel() == self._num_ranks * x.numel() for output, x in zip(outputs, inputs, strict=True))
-        if not fits or not _takes("gather", [*outputs, *inputs]):
+        if not _takes("gather", [*outputs, *inputs]):
             return self._delegate(inputs[0]).allgather_into_tensor_coalesced(outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
-                coll.all_gather(x.view(-1), out=output.view(-1))
+                _gather(coll, output, x)
 
         return self._run(opts, [*outputs, *inputs], call, outputs)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs, opts = [outputs], [inputs], _with_timeout(_c10d.AllgatherOptions(), opts)
         opts = _c10d.AllgatherOptions() if opts is None else opts
         x, parts = inputs[0], outputs[0]
-        alike = len(inputs) == 1 and all(part.shape == x.shape for part in parts)
-        if not alike or not _takes("gather", [*parts, x]):
+        if not _are_alike(parts) or not _takes("gather", [*parts, x]):
             return self._delegate(x).allgather(outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
-            for part, gathered in zip(parts, coll.all_gather(x.view(-1)).chunk(self._num_ranks), strict=True):
-                part.copy_(gathered.view(part.shape))
+            gathered = coll.all_gather(_flat(x))
+            for part, values in zip(parts, gathered.view(self._num_ranks, x.numel()), strict=True):
+                part.copy_(values.view(part.shape))
 
         return self._run(opts, [*parts, x], call, parts)
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = _op_of(opts)
-        if not _takes(op, [output, x]) or x.numel() != self._num_ranks * output.numel():
+        if not _takes(op, [output, x]):
             return self._delegate(x)._reduce_scatter_base(output, x, opts)
-        return self._run(
-            opts, [output, x], lambda coll: coll.reduce_scatter(x.view(-1), op, out=output.view(-1)), [output]
-        )
+        return self._run(opts, [output, x], lambda coll: _reduce_scatter(coll, output, _flat(x), op), [output])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = _op_of(opts)
-        fits = all(x.numel() == self._num_ranks * output.numel() for output, x in zip(outputs, inputs, strict=True))
-        if not fits or not _takes(op, [*outputs, *inputs]):
+        if not _takes(op, [*outputs, *inputs]):
             return self._delegate(inputs[0]).reduce_scatter_tensor_coalesced(outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
-                coll.reduce_scatter(x.view(-1), op, out=output.view(-1))
+                _reduce_scatter(coll, output, _flat(x), op)
 
         return self._run(opts, [*outputs, *inputs], call, outputs)
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
-        opts = _c10d.ReduceScatterOptions() if opts is None else opts
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> Any:
+        opts = _reduce_options(_c10d.ReduceScatterOptions, opts, op, timeout)
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
         op, output, parts = _op_of(opts), outputs[0], inputs[0]
-        alike = len(outputs) == 1 and all(part.shape == output.shape for part in parts)
-        if not alike or not _takes(op, [output, *parts]):
+        if not _are_alike(parts) or not _takes(op, [output, *parts]):
             return self._delegate(output).reduce_scatter(outputs, inputs, opts)
+        return self._run(
+            opts,
+            [output, *parts],
+            lambda coll: _reduce_scatter(coll, output, torch.cat([_flat(part) for part in parts]), op),
+            [output],
+        )
 
-        def call(coll: Collectives) -> None:
-            coll.reduce_scatter(torch.cat([part.view(-1) for part in parts]), op, out=output.view(-1))
-
-        return self._run(opts, [output, *parts], call, [output])
-
-    def barrier(self, opts: Any = None) -> Any:
+    def barrier(self, opts: Any = None, *, timeout: Any = None) -> Any:
         """Synchronises the GPUs if the group has used them, else the processes."""
         gpus = [device for device in self._made if device.type == "cuda"]
         token = torch.zeros(1, device=gpus[0] if gpus else "cpu")
@@ -183,7 +195,11 @@ class MoeA2aProcessGroup(_ProcessGroup):
     # What Collectives lacks. PyTorch would find the delegates itself, but it holds the GIL until the call is queued. A gloo
     # thread may hold the queue's lock and wait for the GIL (to free a tensor): a deadlock.
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int = 0) -> Any:
+        if isinstance(tensors, torch.Tensor):
+            root = root if opts is None else opts
+            tensors, opts = [tensors], _with_timeout(_c10d.BroadcastOptions(), timeout)
+            opts.rootRank = root
         return self._delegate(tensors[0]).broadcast(tensors, _c10d.BroadcastOptions() if opts is None else opts)
 
     def all_to_all_single(
@@ -215,19 +231,25 @@ class MoeA2aProcessGroup(_ProcessGroup):
         call: Callable[[Collectives], Any],
         results: list[torch.Tensor] | None = None,
     ) -> Any:
-        """Runs call(collectives of the device): now if the caller waits at once, else after the queued calls."""
+        """Runs call(collectives of the device): now if the caller waits at once, else after the queued calls. As in
+        PyTorch's own groups, tensors may require grad, and no call is recorded."""
         device = tensors[0].device
         results = tensors if results is None else results
         waits_at_once = not getattr(opts, "asyncOp", True)
+
+        def run() -> None:
+            with torch.no_grad():
+                call(self._collectives(device))
+
         if device.type == "cpu":
-            return self._thread.run(lambda: call(self._collectives(device)), results, waits_at_once)
-        coll = self._collectives(device)
+            return self._thread.run(run, results, waits_at_once)
+        self._collectives(device)  # made on the current stream
         if waits_at_once:  # on the caller's stream, like any kernel of its own
-            call(coll)
+            run()
             return work_done(results)
         with self._lock:
             stream = self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
-        return StreamWork.begin(stream, lambda: call(coll), tensors, results)
+        return StreamWork.begin(stream, run, tensors, results)
 
     def _collectives(self, device: torch.device) -> Any:
         with self._lock:
@@ -258,6 +280,22 @@ class MoeA2aProcessGroup(_ProcessGroup):
         )
 
 
+def _reduce_options(kind: Any, opts: Any, op: Any, timeout: Any) -> Any:
+    """The options of a reduction: `opts`, unless it is missing or an operator."""
+    if opts is not None and hasattr(opts, "reduceOp"):
+        return opts
+    made, op = _with_timeout(kind(), timeout), op if opts is None else opts
+    if op is not None:
+        made.reduceOp = op
+    return made
+
+
+def _with_timeout(opts: Any, timeout: Any) -> Any:
+    if timeout is not None:
+        opts.timeout = timeout
+    return opts
+
+
 def _op_of(opts: Any) -> str:
     """The operator as Collectives names it; "" if Collectives lacks it."""
     op = opts.reduceOp
@@ -272,7 +310,7 @@ def _takes(op: str, tensors: list[torch.Tensor]) -> bool:
         and _has_kernels(first.device)
         and first.dtype in DTYPES
         and all(x.dtype == first.dtype and x.device == first.device for x in tensors)
-        and all(x.layout == torch.strided and x.is_contiguous() for x in tensors)
+        and all(x.layout == torch.strided for x in tensors)
     )
 
 
@@ -280,9 +318,29 @@ def _has_kernels(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda") and devices.target_of(device) in _core.built_targets()
 
 
-def _each(tensors: list[torch.Tensor], call: Callable[[torch.Tensor], Any]) -> None:
-    for x in tensors:
-        call(x)
+def _are_alike(parts: list[torch.Tensor]) -> bool:
+    return all(part.shape == parts[0].shape for part in parts)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """The elements of x in one dimension; a copy if x is not contiguous."""
+    return x.contiguous().view(-1)
+
+
+def _fill(out: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> None:
+    """call(_flat(out)), whose results end up in `out`."""
+    flat = _flat(out)
+    call(flat)
+    if not out.is_contiguous():
+        out.copy_(flat.view(out.shape))
+
+
+def _gather(coll: Collectives, output: torch.Tensor, x: torch.Tensor) -> None:
+    _fill(output, lambda flat: coll.all_gather(_flat(x), out=flat))
+
+
+def _reduce_scatter(coll: Collectives, output: torch.Tensor, x: torch.Tensor, op: str) -> None:
+    _fill(output, lambda flat: coll.reduce_scatter(x, op, out=flat))
 
 
 def _add_delegates(group: Any, store: Any, rank: int, num_ranks: int, timeout: Any) -> dict[str, str]:

@@ -145,6 +145,10 @@ class Core {
     if (!tensor.is_contiguous()) {
       raise_value(place_.rank, std::string(name) + " is not contiguous", std::string("pass ") + name + ".contiguous()");
     }
+    if (at::GradMode::is_enabled() && tensor.requires_grad()) {
+      raise_value(place_.rank, std::string(name) + " requires grad, which this call would not record",
+                  std::string("call under torch.no_grad(), or pass ") + name + ".detach()");
+    }
   }
   DType checked_x(const at::Tensor& x) const {
     check_dense(x, "x");

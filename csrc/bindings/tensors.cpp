@@ -41,9 +41,10 @@ void check_no_grad(const MoeConfig& config, const at::Tensor& tensor, const char
   }
 }
 
-// Rows with any stride whose elements are contiguous.
+// Rows with any stride whose elements are contiguous. No rows have any strides: contiguous() leaves those of an
+// expanded gradient at 0.
 Rows checked_rows(const MoeConfig& config, const at::Tensor& tensor, const char* name) {
-  if (tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
+  if (tensor.numel() > 0 && tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
     raise_value(
         config.rank,
         std::string(name) + " has stride " + std::to_string(tensor.stride(-1)) + " in its last dimension, expected 1",

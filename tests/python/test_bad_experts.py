@@ -121,6 +121,23 @@ def of_experts(ep, group, weights, tokens, name):
     ep.experts(handle, *weights)
 
 
+def that_require_grad(ep, group, weights, tokens):
+    """experts() would not record its call, so weights that nobody detached would never learn."""
+    handle = ep.dispatch(*tokens)
+    if ep.rank == REFUSER:
+        with pytest.raises(ValueError, match=f"w_down requires grad on rank {REFUSER}.*pass w_down.detach"):
+            ep.experts(handle, weights[0], torch.nn.Parameter(weights[1]))
+    else:
+        refused(lambda: ep.experts(handle, *weights), ep)
+    group.all_gather(None)
+    with torch.no_grad():
+        ep.experts(handle, *map(torch.nn.Parameter, weights))
+
+
+def test_weights_that_require_grad(session_seed):
+    run(that_require_grad, session_seed)
+
+
 @pytest.mark.parametrize("call", [of_a_new_layer, of_a_layer, of_experts])
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
 def test_bad_weights(name, call, session_seed):

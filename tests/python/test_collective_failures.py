@@ -88,6 +88,8 @@ def test_counts_that_differ():
 # Calls that fail before they begin, and what both ranks learn.
 BAD_CALLS = [
     (lambda coll: coll.all_reduce("x"), TypeError, "x is a str on rank 1"),
+    (lambda coll: coll.all_reduce(torch.ones(4), axis=1), TypeError, "unexpected keyword argument 'axis'"),
+    (lambda coll: coll.all_gather(), TypeError, "missing 1 required positional argument: 'x'"),
     (lambda coll: coll.all_reduce(torch.ones(3, dtype=torch.int32)), TypeError, "x has dtype Int on rank 1"),
     (
         lambda coll: coll.all_reduce(torch.ones(3, dtype=torch.float64)),
@@ -96,6 +98,13 @@ BAD_CALLS = [
     ),
     (lambda coll: coll.all_reduce(torch.ones(4, 4).t()[1:]), ValueError, "x is not contiguous on rank 1"),
     (lambda coll: coll.all_reduce(torch._neg_view(torch.ones(4))), ValueError, "x "),
+    (lambda coll: coll.all_reduce(torch.eye(4).to_sparse()), TypeError, "x has layout Sparse on rank 1"),
+    (lambda coll: coll.all_reduce(torch.ones(4, requires_grad=True)), ValueError, "x requires grad.* on rank 1"),
+    (
+        lambda coll: coll.all_gather(torch.ones(4), out=torch.ones(8, requires_grad=True)),
+        ValueError,
+        "out requires grad.* on rank 1",
+    ),
     (lambda coll: coll.all_reduce(torch.ones(4, device="meta")), ValueError, "x is on meta, these Collectives"),
     (
         lambda coll: coll.all_reduce(torch.ones(4), "prod"),

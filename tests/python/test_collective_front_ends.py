@@ -24,8 +24,8 @@ def default_group_program(group) -> None:
     assert moe_a2a.all_reduce(x, "max", "two_shot", out=x) is x and x[0] == ranks - 1
     first = default_collectives(x.device)
     assert default_collectives(torch.device("cpu")) is first  # made once
-    with pytest.raises(TypeError, match="x is a list"):
-        moe_a2a.all_reduce([1.0])
+    with pytest.raises(TypeError if rank == 0 else moe_a2a.PeerRefusedError, match="x is a list on rank 0"):
+        moe_a2a.all_reduce([1.0] if rank == 0 else x)
 
 
 def test_all_reduce_on_the_default_group():
@@ -57,14 +57,31 @@ def quickreduce_program(group) -> None:
         ((1, "x"), TypeError, "tensor is a str"),
         ((1, torch.empty((512 << 19) + 1, dtype=torch.float32)), ValueError, "> 536870912 on rank"),
     ]:
-        with pytest.raises(error, match=text):
-            qr.allreduce(*bad)
+        with pytest.raises(error if rank == 0 else moe_a2a.PeerRefusedError, match=text):
+            qr.allreduce(*(bad if rank == 0 else (1, tensor)))
     dist.barrier()
     qr.close()
 
 
 def test_quickreduce():
     run_processes(2, quickreduce_program)
+
+
+def failed_feedback_program(group) -> None:
+    """What precedes the all-reduce fails on rank 0."""
+    with moe_a2a.Collectives(group, timeout=20) as coll:
+        state = moe_a2a.ddp.GradientState(coll, "q8")
+        if coll.rank == 0:
+            state.close()
+        with pytest.raises(
+            RuntimeError if coll.rank == 0 else moe_a2a.PeerRefusedError, match="Collectives.* is closed"
+        ):
+            train(state, 1)
+        state.close()
+
+
+def test_error_feedback_that_fails_on_one_rank():
+    run_processes(2, failed_feedback_program)
 
 
 def train(state: moe_a2a.ddp.GradientState | None, num_steps: int) -> tuple[list[float], torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,24 @@ def test_doctor_tests_itself():
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^targets +.*cpu.* \(built in\)$", done.stdout, re.MULTILINE)
     assert re.search(r"^self test +ranks on cpu, cpu: ok, .* ms", done.stdout, re.MULTILINE)
+
+
+BENCH = ("bench", "all_reduce", "--ranks", "2", "--device", "cpu", "--sizes", "1024,4096")
+
+
+def test_output_that_nobody_reads():
+    """Into `| head -1` the ranks print too: their tracebacks came out. With `>&-` there is no sys.stdout."""
+    command = [sys.executable, "-m", "moe_a2a"]
+    with subprocess.Popen([*command, *BENCH], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout.readline().startswith("# all_reduce, 2 ranks")
+        bench.stdout.close()
+        assert "Traceback" not in bench.stderr.read()
+    assert bench.returncode == 128 + signal.SIGPIPE
+    for arguments in (BENCH, ("doctor",)):
+        closed = subprocess.run(
+            ["sh", "-c", '"$@" >&-', "sh", *command, *arguments], stderr=subprocess.PIPE, timeout=240
+        )
+        assert closed.returncode == 0, closed.stderr.decode()
 
 
 def no_process_is_left():

@@ -17,6 +17,7 @@ import on_device
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from test_handles import CONFIG, experts, good_call, make_inputs
 
 import moe_a2a
@@ -236,3 +237,25 @@ def construct_after_fork(group):
 @on_device.cpu_only
 def test_a_child_makes_an_object_of_its_own():
     ranks.run_processes(2, construct_after_fork, timeout=40)
+
+
+def backend_in_a_child(gloo):
+    """An asynchronous call of the backend waited in the child for a thread that exists in the parent only."""
+    group = dist.new_group(backend="moe_a2a")
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group, async_op=True).wait()
+
+    def child():
+        for async_op in (False, True):
+            with pytest.raises(RuntimeError, match="made by process"):
+                dist.all_reduce(x, group=group, async_op=async_op)
+
+    in_child(child)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [4.0] * 3
+    dist.destroy_process_group(group)
+
+
+@on_device.cpu_only
+def test_calls_of_the_backend_in_a_child():
+    ranks.run_processes(2, backend_in_a_child, timeout=40)

@@ -77,6 +77,21 @@ class Rank:
 # ---- one layer
 
 
+def run_summed(group, seed):
+    """The gradient of a sum is expanded, of strides 0. On a rank without tokens it was refused: contiguous() changes the
+    strides of no empty tensor."""
+    with make_ep(group) as ep:
+        rank = Rank(ep, seed, "zero_tokens")
+        for batch in rank.batches:
+            batch.grad_out.fill_(1)
+        rank.forward().sum().backward()
+        rank.check()
+
+
+def test_the_gradient_of_a_sum(session_seed):
+    on_device.run(2, run_summed, session_seed)
+
+
 def run_once(group, dtype, routing, config, options, seed):
     with make_ep(group, dtype, **config) as ep:
         for call in range(3):

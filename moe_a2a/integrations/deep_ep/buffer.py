@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_a2a import calls
+from moe_a2a import arguments, calls
 from moe_a2a.integrations.deep_ep import high_throughput, low_latency
 from moe_a2a.integrations.deep_ep.config import Config
 from moe_a2a.integrations.deep_ep.events import EventHandle, EventOverlap, event_if, wait_for
-from moe_a2a.integrations.deep_ep.exchange import OfExchange
+from moe_a2a.integrations.deep_ep.exchange import Exchange, OfExchange, rows_and_scales
 
 topk_idx_t = torch.int64
 Rows = Tensor | tuple[Tensor, Tensor]
@@ -158,18 +158,25 @@ class Buffer(OfExchange):
         handle; event).
         """
         exchange = self._open()
-        wait_for(previous_event)
-        rows, scales = x if isinstance(x, tuple) else (x, None)
-        num_blocks = self._blocks(config)
         if handle is not None:
+            exchange.check_handle(handle, high_throughput.Handle, opens=True)
+            with calls.dispatch_refused_if_failed(handle.ep):
+                wait_for(previous_event)
+                rows, scales = rows_and_scales(self.rank, x)
+                num_blocks = self._blocks(config)
             received = high_throughput.dispatch_again(exchange, rows, scales, handle, num_blocks=num_blocks)
         else:
-            if topk_idx is None or num_tokens_per_expert is None:
-                raise ValueError(
-                    f"dispatch on rank {self.rank} got neither a handle nor a routing; pass topk_idx and num_tokens_per_expert"
-                )
-            num_experts = num_tokens_per_expert.numel()
             with calls.refused_if_failed(exchange.collectives):
+                wait_for(previous_event)
+                rows, scales = rows_and_scales(self.rank, x)
+                num_blocks = self._blocks(config)
+                if topk_idx is None or num_tokens_per_expert is None:
+                    raise ValueError(
+                        f"dispatch on rank {self.rank} got neither a handle nor a routing; pass topk_idx and num_tokens_per_expert"
+                    )
+                arguments.check_tensor(self.rank, "num_tokens_per_expert", num_tokens_per_expert)
+                num_experts = num_tokens_per_expert.numel()
+                expert_alignment = arguments.checked_int(self.rank, "expert_alignment", expert_alignment, 1)
                 kind, bound = high_throughput.checked(
                     exchange, rows, scales, topk_idx, topk_weights, num_experts, num_worst_tokens
                 )
@@ -211,10 +218,13 @@ class Buffer(OfExchange):
         Args: x: [n, H] as recv_x; topk_weights: float32 [n, K], summed by choice; bias: None.
         Returns: (combined_x [num_tokens, H]; combined_topk_weights [num_tokens, K] or None; event).
         """
-        self._refuse("combine", bias=(bias, None))
         exchange = self._open()
-        wait_for(previous_event)
-        combined = high_throughput.combine(exchange, x, handle, topk_weights, num_blocks=self._blocks(config))
+        exchange.check_handle(handle, high_throughput.Handle)
+        with exchange.combine_refused_if_failed(handle.ep, handle.open):
+            self._refuse("combine", bias=(bias, None))
+            wait_for(previous_event)
+            num_blocks = self._blocks(config)
+        combined = high_throughput.combine(exchange, x, handle, topk_weights, num_blocks=num_blocks)
         return *combined, event_if(async_finish)
 
     # ---- rows by expert
@@ -250,14 +260,16 @@ class Buffer(OfExchange):
         dimensions), each expert's rows first; int32 [E_local] numbers of rows; handle; event; hook). recv_x is valid until the
         combine.
         """
-        self._refuse(
-            "low_latency_dispatch",
-            dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, None),
-            round_scale=(round_scale, False),
-            use_ue8m0=(use_ue8m0, False),
-        )
+        exchange = self._open()
+        with exchange.dispatch_refused_if_failed():
+            self._refuse(
+                "low_latency_dispatch",
+                dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, None),
+                round_scale=(round_scale, False),
+                use_ue8m0=(use_ue8m0, False),
+            )
         received = low_latency.dispatch(
-            self._open(),
+            exchange,
             x,
             topk_idx,
             topk_weights,
@@ -268,7 +280,7 @@ class Buffer(OfExchange):
         )
         hook = received.hook
         if cumulative_local_expert_recv_stats is not None:
-            hook = _then(hook, lambda: cumulative_local_expert_recv_stats.add_(received.counts))
+            hook = _then(hook, lambda: _add(exchange, cumulative_local_expert_recv_stats, received))
         rows = received.x if received.x_scales is None else (received.x, received.x_scales)
         return rows, received.counts, received.handle, event_if(async_finish), hook
 
@@ -294,13 +306,16 @@ class Buffer(OfExchange):
             return_recv_hook: the result is there once the hook has been called.
             out: the tensor to write to, [num_tokens, H].
         """
-        self._refuse(
-            "low_latency_combine",
-            use_logfmt=(use_logfmt, False),
-            combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, None),
-        )
+        exchange = self._open()
+        exchange.check_handle(handle, low_latency.LowLatencyHandle)
+        with low_latency.combine_refused_if_failed(exchange, handle):
+            self._refuse(
+                "low_latency_combine",
+                use_logfmt=(use_logfmt, False),
+                combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, None),
+            )
         combined, hook = low_latency.combine(
-            self._open(), x, topk_weights, handle, out=out, return_recv_hook=return_recv_hook
+            exchange, x, topk_weights, handle, out=out, return_recv_hook=return_recv_hook
         )
         return combined, event_if(async_finish), hook
 
@@ -334,6 +349,11 @@ class Buffer(OfExchange):
         for name, (value, supported) in values.items():
             if value is not supported:
                 raise ValueError(f"{call} of moe_a2a has no {name} (rank {self.rank}); pass {name}={supported}")
+
+
+def _add(exchange: Exchange, stats: Tensor, received: low_latency.LowLatencyReceived) -> None:
+    with low_latency.combine_refused_if_failed(exchange, received.handle):
+        stats.add_(received.counts)
 
 
 def _then(hook: Any, work: Any) -> Any:

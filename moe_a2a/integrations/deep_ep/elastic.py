@@ -15,7 +15,7 @@ from moe_a2a.groups import as_group
 from moe_a2a.integrations.deep_ep import expanded, high_throughput
 from moe_a2a.integrations.deep_ep.buffer import Rows
 from moe_a2a.integrations.deep_ep.events import EventHandle, EventOverlap, event_if, wait_for
-from moe_a2a.integrations.deep_ep.exchange import Kind, OfExchange
+from moe_a2a.integrations.deep_ep.exchange import Kind, OfExchange, rows_and_scales
 from moe_a2a.row_routes import landed_rows
 
 SIZE_ALIGNMENT = 2 << 20
@@ -186,17 +186,15 @@ class ElasticBuffer(OfExchange):
         [n] if expanded; handle; event).
         """
         exchange = self._open()
-        wait_for(previous_event)
-        wait_for(previous_event_before_epilogue)
-        rows, scales = x if isinstance(x, tuple) else (x, None)
-        blocks = self._blocks(num_sms)
         if handle is not None:
             exchange.check_handle(handle, EPHandle, opens=True)
             with calls.dispatch_refused_if_failed(handle.ep):
+                rows, scales, blocks = self._begun(x, num_sms, previous_event, previous_event_before_epilogue)
                 self._check_again(handle, topk_idx, topk_weights, do_expand)
             received = self._dispatch_again(handle, rows, scales, topk_weights, blocks)
         else:
             with exchange.dispatch_refused_if_failed() if do_expand and exchange.has_made else self._gather_refused():
+                rows, scales, blocks = self._begun(x, num_sms, previous_event, previous_event_before_epilogue)
                 sizes = num_experts, num_max_tokens_per_rank, expert_alignment
                 first = self._checked(rows, scales, topk_idx, topk_weights, *sizes, do_zero_padding and not do_expand)
                 first.topk_idx = first.topk_idx.clone() if do_handle_copy else first.topk_idx
@@ -214,6 +212,12 @@ class ElasticBuffer(OfExchange):
             received.handle,
             event_if(async_with_compute_stream),
         )
+
+    def _begun(self, x: Rows, num_sms: int, *events: Any) -> tuple[Any, Any, int]:
+        """The rows, their scales, and the number of blocks."""
+        for event in events:
+            wait_for(event)
+        return *rows_and_scales(self.rank_idx, x), self._blocks(num_sms)
 
     def _gather_refused(self) -> AbstractContextManager[None]:
         return calls.refused_if_failed(self._open().collectives)
@@ -242,7 +246,8 @@ class ElasticBuffer(OfExchange):
         kind, _ = high_throughput.checked(self._open(), x, x_scales, topk_idx, topk_weights, num_experts, 0)
         if len(x) > bound:
             raise ValueError(f"x has {len(x)} rows > num_max_tokens_per_rank={bound} on rank {rank}; pass a larger one")
-        return _First(x, x_scales, topk_idx, topk_weights, kind, bound, 1 if alignment is None else alignment)
+        alignment = 1 if alignment is None else arguments.checked_int(rank, "expert_alignment", alignment, 1)
+        return _First(x, x_scales, topk_idx, topk_weights, kind, bound, alignment)
 
     def _dispatch_expanded(self, first: _First, is_exact: bool, num_sms: int, blocks: int) -> _Received:
         routing, counts = expanded.dispatch(
@@ -328,10 +333,10 @@ class ElasticBuffer(OfExchange):
         Returns: (combined_x [num_tokens, H]; topk_weights by token and choice [num_tokens, K], or None; event).
         """
         exchange = self._open()
-        wait_for(previous_event)
-        wait_for(previous_event_before_epilogue)
         exchange.check_handle(handle, EPHandle)
-        with calls.attempt_refused_if_failed(handle.ep):
+        with exchange.combine_refused_if_failed(handle.ep, handle._routing.open):
+            wait_for(previous_event)
+            wait_for(previous_event_before_epilogue)
             if bias is not None:
                 raise ValueError(f"combine of moe_a2a has no bias (rank {self.rank_idx}); pass bias=None")
             blocks, routing = self._blocks(num_sms or handle.num_sms), handle._routing

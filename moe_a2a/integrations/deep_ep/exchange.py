@@ -113,6 +113,11 @@ class Exchange:
             if handle.ep not in self._open:  # type: ignore[attr-defined]
                 raise ValueError(f"handle is one of another Buffer on rank {self.rank}; pass one of this Buffer's")
 
+    def combine_refused_if_failed(self, ep: ExpertParallel, opened: DispatchHandle) -> AbstractContextManager[None]:
+        """Around the checks of a combine of `opened`, the newest dispatch of a handle. If it has ended, the peers dispatch
+        again first."""
+        return calls.attempt_refused_if_failed(ep, opened) if opened.is_open else calls.dispatch_refused_if_failed(ep)
+
     # For arguments that do not show which ExpertParallel the peers are in: most likely the newest.
 
     def dispatch_refused_if_failed(self) -> AbstractContextManager[None]:
@@ -149,6 +154,15 @@ class OfExchange:
         if self._exchange is None:
             raise RuntimeError(f"the {type(self).__name__} of rank {self._rank} has been destroyed; make another")
         return self._exchange
+
+
+def rows_and_scales(rank: int, x: Any) -> tuple[Any, Any]:
+    """x, or (values, scales); what they are is checked later."""
+    if not isinstance(x, tuple):
+        return x, None
+    if len(x) != 2:
+        raise ValueError(f"x is a tuple of {len(x)} on rank {rank}; pass a tensor, or (float8 values, scales)")
+    return x
 
 
 def padded(rows: Tensor, num_rows: int, fill: int) -> Tensor:

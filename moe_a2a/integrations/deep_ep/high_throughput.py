@@ -84,7 +84,6 @@ def dispatch_again(
     exchange: Exchange, x: Tensor, x_scales: Tensor | None, handle: Handle, *, num_blocks: int
 ) -> Received:
     """The rows of `x` along the routing of an earlier dispatch."""
-    exchange.check_handle(handle, Handle, opens=True)
     opened = _opened_again(exchange, x, x_scales, handle, num_blocks)
     with calls.combine_refused_if_failed(opened):
         return Received(*_packed(handle, opened, x_scales))
@@ -94,7 +93,6 @@ def combine(
     exchange: Exchange, x: Tensor, handle: Handle, topk_weights: Tensor | None, *, num_blocks: int
 ) -> tuple[Tensor, Tensor | None]:
     """The sums over ranks of the packed rows `x`, and of `topk_weights` by choice."""
-    exchange.check_handle(handle, Handle)
     opened = handle.open
     if not opened.is_open:
         ep = handle.ep
@@ -138,7 +136,7 @@ def checked(
             )
     dtype = x.dtype if x_scales is None else torch.bfloat16
     kind = Kind(num_experts, topk_idx.shape[1], x.shape[1], dtype, is_low_latency=False)
-    if not num_worst_tokens:
+    if not arguments.checked_int(rank, "num_worst_tokens", num_worst_tokens, 0):
         return kind, None
     bound = -(-num_worst_tokens // exchange.num_ranks)
     if len(x) > bound:

@@ -7,6 +7,7 @@ place of its weight, and the combine first gathers the weights of all tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,11 @@ class LowLatencyHandle:
     opened: DispatchHandle
     num_tokens: int
     has_weights: bool
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether its combine begins with an all-gather of the weights."""
+        return self.opened.is_open and not self.has_weights
 
 
 @dataclass
@@ -81,9 +87,8 @@ def combine(
     out: Tensor | None,
     return_recv_hook: bool,
 ) -> tuple[Tensor, Hook | None]:
-    exchange.check_handle(handle, LowLatencyHandle)
     ep, opened = handle.ep, handle.opened
-    if opened.is_open and not handle.has_weights:
+    if handle.needs_weights:
         _set_weights(exchange, handle, topk_weights)
     if not return_recv_hook:
         return ep.combine(x, opened, out=out), None
@@ -95,6 +100,13 @@ def combine(
         ep.combine_recv(opened, out=combined)
 
     return combined, receive
+
+
+def combine_refused_if_failed(exchange: Exchange, handle: LowLatencyHandle) -> AbstractContextManager[None]:
+    """Around what precedes a combine: its peers are in an exchange of weights first, if it has none."""
+    if handle.needs_weights:
+        return calls.refused_if_failed(exchange.collectives)
+    return calls.attempt_refused_if_failed(handle.ep, handle.opened)
 
 
 def _received(opened: DispatchHandle, use_fp8: bool) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -1,0 +1,75 @@
+"""Arguments of one rank that fail before the first exchange of a call of deep_ep.Buffer. The others waited until their
+deadline, and the Buffer was lost."""
+
+import on_device
+import pytest
+import torch
+from deep_ep_cases import EXPERTS_PER_RANK, batches, combined, experts
+from test_deep_ep import buffer_of
+
+import moe_a2a
+
+pytestmark = on_device.TESTS
+
+
+@on_device.cpu_only
+def test_arguments_of_one_rank_that_fail_before_the_first_exchange():
+    def program(group):
+        buffer = buffer_of(group)
+        x, ids, weights = batches(2, 0)[buffer.rank]
+        fails = buffer.rank == 0
+        routing = {"topk_idx": ids, "topk_weights": weights, "num_tokens_per_expert": torch.zeros(2 * EXPERTS_PER_RANK)}
+
+        def dispatch(**wrong):
+            return buffer.dispatch(**{"x": x, **routing, **(wrong if fails else {})})
+
+        def low_latency(**wrong):
+            return buffer.low_latency_dispatch(
+                x, ids, 40, 2 * EXPERTS_PER_RANK, use_fp8=False, **(wrong if fails else {})
+            )
+
+        def combine(handle, wrong):
+            return buffer.combine(y, handle, **(wrong if fails else {}))
+
+        def low_latency_combine(handle, y, wrong):
+            return buffer.low_latency_combine(y, ids, weights, handle, **(wrong if fails else {}))
+
+        def refused(text, call, *args, **wrong):
+            with pytest.raises(Exception if fails else moe_a2a.PeerRefusedError, match=text):
+                call(*args, **wrong)
+            group.all_gather(None)
+
+        recv_x, recv_ids, recv_weights, _, handle, _ = dispatch()
+        y = experts(buffer.rank, recv_x, recv_ids, recv_weights)
+        for text, wrong in {
+            "got neither a handle nor a routing": {"topk_idx": None},
+            "num_tokens_per_expert is a list on rank 0": {"num_tokens_per_expert": [1, 2]},
+            "num_sms": {"config": "24"},
+            "current_stream_wait": {"previous_event": 1},
+            r"expert_alignment=0 is not in \[1, ": {"expert_alignment": 0},
+            "num_worst_tokens='5' is a str on rank 0": {"num_worst_tokens": "5"},
+            "x is a tuple of 3 on rank 0": {"x": (x, x, x)},
+        }.items():
+            refused(text, dispatch, **wrong)
+        refused("num_sms", lambda **wrong: buffer.dispatch(x, handle=handle, **(wrong if fails else {})), config="24")
+        recv = low_latency()
+        for text, wrong in {
+            "no bias": {"bias": x},
+            "num_sms": {"config": "24"},
+            "current_stream": {"previous_event": 1},
+        }.items():
+            refused(text, combine, handle, wrong)
+        assert torch.equal(combine(handle, {})[0], combined(x, ids, weights))
+        refused("no bias", combine, handle, {"bias": x})  # the others dispatch again first
+        assert torch.equal(combine(handle, {})[0], combined(x, ids, weights))
+        refused("no round_scale", low_latency, round_scale=True)
+        refused("no use_logfmt", low_latency_combine, recv[2], recv[0], {"use_logfmt": True})
+        low_latency_combine(recv[2], recv[0], {})
+        wrong = {"cumulative_local_expert_recv_stats": torch.zeros(7, dtype=torch.int32)}
+        refused("size of tensor", lambda: low_latency_combine((recv := low_latency(**wrong))[2], recv[0], {}))
+        recv = low_latency()
+        got, *_ = low_latency_combine(recv[2], recv[0], {})
+        assert torch.equal(got, x * weights.masked_fill(ids < 0, 0).sum(1, keepdim=True))
+        buffer.destroy()
+
+    on_device.run(2, program)

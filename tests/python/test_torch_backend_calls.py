@@ -1,0 +1,118 @@
+"""The backend's calls as PyTorch and its users make them: any strides, forms of ProcessGroup's methods, modes, join()."""
+
+from datetime import timedelta
+
+import on_device
+import pytest
+import torch
+import torch.distributed as dist
+from test_torch_backend import DEVICE, full, integers, new_group, run_processes, settle
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_a2a
+
+pytestmark = on_device.TESTS
+
+
+def strided(x: torch.Tensor, is_contiguous: bool) -> torch.Tensor:
+    """The same values, in column-major order unless is_contiguous."""
+    return x if is_contiguous else x.t().contiguous().t()
+
+
+def strides_program(gloo) -> None:
+    """Tensors that are not contiguous on one rank went to gloo there, and the other waited for it in Collectives."""
+    ours = new_group()
+    rank, num_ranks = ours.rank(), ours.size()
+    everyone = [integers((4, 3), torch.float32, r) for r in range(num_ranks)]
+    for of_inputs, of_outputs in ((False, True), (True, False), (False, False)):
+        x = strided(everyone[rank], of_inputs or rank != 0)
+
+        def out(rows: int, of_outputs=of_outputs) -> torch.Tensor:
+            return strided(full(3 * rows, -1).view(rows, 3), of_outputs or rank != 0)
+
+        reduced = strided(x.clone(), of_outputs or rank != 0)
+        dist.all_reduce(reduced, group=ours)
+        parts = [out(4) for _ in everyone]
+        dist.all_gather(parts, x, group=ours)
+        gathered = out(4 * num_ranks)
+        dist.all_gather_into_tensor(gathered, x, group=ours)
+        share, listed = out(2), out(4)
+        dist.reduce_scatter_tensor(share, x, group=ours)
+        dist.reduce_scatter(listed, [x] * num_ranks, group=ours)
+        total = sum(everyone)
+        assert torch.equal(reduced, total) and torch.equal(listed, total)
+        assert all(map(torch.equal, parts, everyone)) and torch.equal(gathered, torch.cat(everyone))
+        assert torch.equal(share, total[2 * rank : 2 * rank + 2])
+    error = ValueError if rank == 0 else moe_a2a.PeerRefusedError
+    with pytest.raises(error, match=r"out is \[9\] of Float"):
+        dist.all_gather_into_tensor(full(8 + (rank == 0), 0), full(4, 1), group=ours)
+        settle()
+        dist.barrier(group=ours)
+    dist.destroy_process_group(ours)
+
+
+def test_tensors_that_are_contiguous_on_some_ranks_only():
+    run_processes(2, strides_program)
+
+
+def modes_program(gloo) -> None:
+    """Calls in the forms that ProcessGroup itself has, in inference mode, and of tensors that require grad."""
+    ours = new_group()
+    x, seconds = full(2, 1), timedelta(seconds=20)
+    for numbers in (x, x.int()):
+        for call in (
+            lambda y: ours.allreduce(y),
+            lambda y: ours.allreduce([y], dist.ReduceOp.SUM, seconds),
+            lambda y: ours.allreduce(y, op=dist.ReduceOp.SUM),
+            lambda y: ours.reduce_scatter(y, [y.clone(), y.clone()], dist.ReduceOp.SUM, seconds),
+        ):
+            y = numbers.clone()
+            call(y).wait()
+            assert torch.equal(y, 2 * numbers)
+        parts = [torch.zeros_like(numbers) for _ in range(2)]
+        ours.allgather(parts, numbers, seconds).wait()
+        assert all(torch.equal(part, numbers) for part in parts)
+        y = numbers * ours.rank()
+        ours.broadcast(y, 1, seconds).wait()
+        assert torch.equal(y, numbers)
+    ours.barrier(timeout=seconds).wait()
+    for mode in (torch.inference_mode, torch.enable_grad):
+        for async_op in (False, True):
+            with mode():
+                y, parts = full(2, 1), [full(2, 0).requires_grad_(mode is torch.enable_grad) for _ in range(2)]
+                works = (
+                    dist.all_reduce(y, group=ours, async_op=async_op),
+                    dist.all_gather(parts, y, group=ours, async_op=async_op),
+                )
+                for work in works if async_op else ():
+                    work.wait()
+                assert torch.equal(y, full(2, 2)) and all(torch.equal(part, y) for part in parts)
+    dist.destroy_process_group(ours)
+
+
+def test_forms_and_modes_of_calls():
+    run_processes(2, modes_program)
+
+
+class TwoBranches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        return self.branches[0](x)
+
+
+def join_program(gloo) -> None:
+    """Ranks with batches of different numbers: the one that ends first answers the others' calls by ProcessGroup's methods."""
+    ours = new_group()
+    model = DistributedDataParallel(TwoBranches().to(DEVICE), process_group=ours, find_unused_parameters=True)
+    with model.join():
+        for _ in range(1 + ours.rank()):
+            model(full(8, 1).view(2, 4)).sum().backward()
+    assert model.module.branches[0].weight.grad is not None
+    dist.destroy_process_group(ours)
+
+
+def test_join_with_unused_parameters():
+    run_processes(2, join_program)
