@@ -34,20 +34,22 @@ def shrink(ep: ExpertParallel, *, lost: Iterable[int] = (), timeout: float | Non
     Raises: as survivors() and the constructor. `ep` is closed unless an argument was wrong, and all ranks may call again.
     """
     if not isinstance(ep, ExpertParallel):
-        raise TypeError(f"ep is a {type(ep).__name__}; pass an ExpertParallel, or call survivors() and make the object on it")
+        raise TypeError(
+            f"ep is a {type(ep).__name__}; pass an ExpertParallel, or call survivors() and make the object on it"
+        )
     if not ep._owns_comm:
         raise RuntimeError(
             f"this ExpertParallel is on a Communicator, which other objects may share (rank {ep.rank}); make "
             "Communicator(survivors(communicator)), new objects on it, and the table by moe_a2a.expert_map()"
         )
     survivor_group.check_can_agree(ep.group)
-    survivor_group.checked_lost(ep.group, lost := list(lost))
+    suspects = sorted(survivor_group.checked_lost(ep.group, lost))
     timeout = arguments.checked_timeout(ep.rank, ep.timeout if timeout is None else timeout)
     try:
         ep.close()  # first: the memory of both may not fit
     except RoutingError as error:
         log.warning("rank %d: closing the ExpertParallel that lost a rank: %s", ep.rank, error)
-    made = _made_again(ep, lost, timeout)
+    made = _made_again(ep, suspects, timeout)
     before = ep.group.ranks if isinstance(ep.group, SurvivorGroup) else range(ep.num_ranks)
     kept = [before.index(rank) for rank in made.group.ranks]
     step = expert_map(kept, num_ranks=ep.num_ranks, num_experts=ep.num_experts, device=ep.device)

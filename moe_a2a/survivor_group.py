@@ -116,7 +116,9 @@ def check_can_agree(group: Any) -> None:
             "as the group of new objects, else use a torch.distributed group"
         )
     if getattr(group, "meetings", None) is None:
-        raise RuntimeError(f"a {type(group).__name__} without a store: {who}; use a torch.distributed group with a store")
+        raise RuntimeError(
+            f"a {type(group).__name__} without a store: {who}; use a torch.distributed group with a store"
+        )
 
 
 def checked_lost(group: Any, lost: Any) -> frozenset[int]:
@@ -137,7 +139,9 @@ def expert_map(
     """
     kept = list(ranks)
     if num_ranks < 1 or num_experts < 1 or num_experts % num_ranks:
-        raise ValueError(f"num_experts={num_experts} is not a multiple of num_ranks={num_ranks}; pass those of the old object")
+        raise ValueError(
+            f"num_experts={num_experts} is not a multiple of num_ranks={num_ranks}; pass those of the old object"
+        )
     if len(set(kept)) != len(kept) or not all(0 <= rank < num_ranks for rank in kept):
         raise ValueError(f"ranks={kept} are not different ranks in [0, {num_ranks - 1}]; pass those that are left")
     num_local_experts = num_experts // num_ranks

@@ -48,9 +48,7 @@ def expected_of(rank, seed, num_ranks, lost):
             x[r], topk_idx[r], topk_weights[r] = x[r][:0], topk_idx[r][:0], topk_weights[r][:0]
         for dead in lost:
             topk_idx[r][topk_idx[r] // num_local_experts == dead] = -1
-    handles = reference.dispatch(
-        x, topk_idx, topk_weights, num_experts=NUM_EXPERTS, num_max_tokens_per_rank=MAX_TOKENS
-    )
+    handles = reference.dispatch(x, topk_idx, topk_weights, num_experts=NUM_EXPERTS, num_max_tokens_per_rank=MAX_TOKENS)
     y = [
         apply_experts(h.recv_x, h.expert_row_index, h.expert_offsets, r * num_local_experts)
         for r, h in enumerate(handles)

@@ -31,6 +31,13 @@ def test_under_torchrun(example):
     assert all(f"rank {rank}" in said for rank in range(2)), said
 
 
+def test_dead_rank():
+    on_device.needs(4)
+    said = run(str(EXAMPLES / "dead_rank.py"))
+    for rank, new_rank in [(0, 0), (1, 1), (3, 2)]:
+        assert f"rank {rank}: now rank {new_rank} of 3, lost ranks (2,), experts [8, 9, 10, 11]" in said, said
+
+
 @pytest.mark.parametrize(
     ("example", "says"),
     [("ray_actors.py", r"2 actors, largest difference \d"), ("quickreduce.py", r"rank 1: FP16, .*, Q4 gave 2")],
