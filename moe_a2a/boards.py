@@ -122,7 +122,7 @@ class MpiBoard:
         return {key: self._values[key] for key in keys if key in self._values}
 
     def settle(self, key: str, value: Any) -> Any:
-        raise NotImplementedError("messages have no place where the first value wins")
+        raise TypeError("messages have no place where the first value wins; use a group with a store")
 
     def wait(self, seconds: float) -> None:
         self._asleep.wait(min(0.0005, seconds))

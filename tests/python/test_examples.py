@@ -64,6 +64,6 @@ def test_notebook():
 
 def test_every_example_is_in_the_list_and_in_a_test():
     programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
-    assert programs == {*UNDER_TORCHRUN, "ray_actors.py", "threads.ipynb"}
+    assert programs == {*UNDER_TORCHRUN, "dead_rank.py", "ray_actors.py", "threads.ipynb"}
     listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text()))
     assert listed == programs
