@@ -15,13 +15,22 @@ from moe_a2a import reference
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.default_collectives import all_reduce
-from moe_a2a.errors import CallMismatchError, PeerRefusedError, PeerTimeoutError, RoutingError, TraceFileError
+from moe_a2a.errors import (
+    CallMismatchError,
+    LeftOutError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    RoutingError,
+    TraceFileError,
+)
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.group_objects import of_group
 from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
+from moe_a2a.shrinking import shrink
+from moe_a2a.survivor_group import SurvivorGroup, expert_map, survivors
 from moe_a2a.token_dispatcher import TokenDispatcher
 from moe_a2a.tracing import trace
 from moe_a2a.two_level import TwoLevelCollectives, TwoLevelExpertParallel, TwoLevelHandle, TwoLevelTokenDispatcher
@@ -43,10 +52,12 @@ __all__ = [
     "DispatchHandle",
     "ExpertParallel",
     "HandleExchange",
+    "LeftOutError",
     "MoELayer",
     "PeerRefusedError",
     "PeerTimeoutError",
     "RoutingError",
+    "SurvivorGroup",
     "ThreadGroup",
     "TokenDispatcher",
     "TraceFileError",
@@ -57,9 +68,12 @@ __all__ = [
     "__version__",
     "all_reduce",
     "as_group",
+    "expert_map",
     "grouped_gemm",
     "of_group",
     "reference",
+    "shrink",
+    "survivors",
     "thread_group",
     "trace",
 ]

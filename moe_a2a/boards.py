@@ -17,6 +17,10 @@ class Board(Protocol):
         """The values of those keys that have been posted."""
         ...
 
+    def settle(self, key: str, value: Any) -> Any:
+        """Posts the value unless the key has one, in one step; returns the value that it has then, the same on every rank."""
+        ...
+
     def wait(self, seconds: float) -> None:
         """Waits until something new may have been posted, at most `seconds`."""
         ...
@@ -41,6 +45,11 @@ class ThreadBoard:
     def look(self, keys: list[str]) -> dict[str, Any]:
         with self._changed:
             return {key: self._values[key] for key in keys if key in self._values}
+
+    def settle(self, key: str, value: Any) -> Any:
+        with self._changed:
+            self._changed.notify_all()
+            return self._values.setdefault(key, value)
 
     def wait(self, seconds: float) -> None:
         with self._changed:
@@ -73,6 +82,10 @@ class StoreBoard:
         if there:
             self._pause = 0.0005
         return {key: pickle.loads(self._store.get(key)) for key in there}
+
+    def settle(self, key: str, value: Any) -> Any:
+        # An empty expected value means that the key has none.
+        return pickle.loads(self._store.compare_set(key, "", pickle.dumps(value)))  # type: ignore[arg-type]
 
     def wait(self, seconds: float) -> None:
         self._asleep.wait(min(self._pause, seconds))
@@ -108,9 +121,36 @@ class MpiBoard:
                 self._values[key] = value
         return {key: self._values[key] for key in keys if key in self._values}
 
+    def settle(self, key: str, value: Any) -> Any:
+        raise TypeError("messages have no place where the first value wins; use a group with a store")
+
     def wait(self, seconds: float) -> None:
         self._asleep.wait(min(0.0005, seconds))
 
     def forget(self, keys: list[str]) -> None:
         for key in keys:
             self._values.pop(key, None)
+
+
+class PartOfBoard:
+    """The keys of a board that begin with `prefix`, as a board."""
+
+    def __init__(self, board: Board, prefix: str):
+        self._board = board
+        self._prefix = prefix
+
+    def post(self, key: str, value: Any) -> None:
+        self._board.post(self._prefix + key, value)
+
+    def look(self, keys: list[str]) -> dict[str, Any]:
+        found = self._board.look([self._prefix + key for key in keys])
+        return {key.removeprefix(self._prefix): value for key, value in found.items()}
+
+    def settle(self, key: str, value: Any) -> Any:
+        return self._board.settle(self._prefix + key, value)
+
+    def wait(self, seconds: float) -> None:
+        self._board.wait(seconds)
+
+    def forget(self, keys: list[str]) -> None:
+        self._board.forget([self._prefix + key for key in keys])

@@ -53,6 +53,8 @@ def opens_a_handle(call: Call) -> Call:
     def made(ep: Caller, *args: Any, **kwargs: Any) -> Any:
         try:
             handle = call(ep, *args, **kwargs)
+        except PeerTimeoutError:  # the peers raise it too, and not PeerRefusedError
+            raise
         except BaseException as error:
             _tell(ep, error, functools.partial(_dispatch_failed, ep, isinstance(error, REPORTS)))
             raise

@@ -83,6 +83,11 @@ class Client(OnePerRank, ABC):
         self._open_core().check()
 
     @property
+    def group(self) -> Any:
+        """The ranks, as as_group() gives them; a SurvivorGroup after shrink()."""
+        return self._group
+
+    @property
     def nbytes(self) -> int:
         """Bytes of device memory that this object holds on this rank, fixed when it is made."""
         return self._open_core().nbytes

@@ -5,7 +5,7 @@ class PeerTimeoutError(RuntimeError):
     """A rank did not arrive within the deadline: it is dead, late, or makes different calls.
 
     Afterwards the object is unusable on every rank. All ranks raise this error and name the rank that the
-    first of them waited for.
+    first of them waited for. moe_a2a.shrink() goes on without it.
 
     Attributes:
         operation: the step that waited: "dispatch_send", "dispatch_recv", "combine_send" or "combine_recv"; of Collectives
@@ -41,6 +41,22 @@ class PeerTimeoutError(RuntimeError):
         self.expected_epoch = expected_epoch
         self.seen_epoch = seen_epoch
         self.elapsed_seconds = elapsed_seconds
+
+
+class LeftOutError(RuntimeError):
+    """The other ranks go on without this one: it reached survivors() or shrink() after they had agreed on who is left.
+
+    This process can join no group of theirs any more.
+
+    Attributes:
+        rank: this rank, in the original group.
+        survivors: the ranks that go on, in the original group.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1, survivors: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.rank = rank
+        self.survivors = survivors
 
 
 class RoutingError(ValueError):

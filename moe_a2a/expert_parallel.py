@@ -84,6 +84,7 @@ class ExpertParallel(CommunicatorClient):
         self.num_blocks = num_blocks
         self.num_max_ll_tokens = num_max_ll_tokens
         self._launch_table = launch_table
+        self.expert_map: torch.Tensor | None = None  # after shrink(): the new id of each expert, -1 for a lost one
         self._num_dispatches = 0  # calls that have returned a handle or raised
         self._training: Any = None  # what its TokenDispatchers share
         self._make()
@@ -250,11 +251,8 @@ class ExpertParallel(CommunicatorClient):
 
         Raises: as combine(), and ValueError or TypeError for weights that do not fit. All ranks may retry the call.
         """
-        self._open_core(), self._key_of(handle)
-        if handle.ep is not self:
-            raise RuntimeError(
-                f"experts got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"
-            )
+        self._open_core()
+        self._check_own(handle, "experts")
         weights = ExpertWeights.checked(self, w_gate_up, w_down)
         weights.check_no_grad(self)
         experts.check_way(self, fused, fused_combine, wire, num_max_routes)
@@ -374,6 +372,13 @@ class ExpertParallel(CommunicatorClient):
             raise TypeError(f"handle is a {type(handle).__name__} on rank {self.rank}; pass what dispatch() returned")
         return handle._handle
 
+    def _check_own(self, handle: DispatchHandle, call: str) -> None:
+        self._key_of(handle)
+        if handle.ep is not self:
+            raise RuntimeError(
+                f"{call} got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"
+            )
+
     def _checked_routing(
         self, x: Any, x_scales: Any, handle: DispatchHandle | None, topk_idx: Any, topk_weights: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -382,10 +387,6 @@ class ExpertParallel(CommunicatorClient):
         arguments.check_optional_tensor(self.rank, "x_scales", x_scales)
         if handle is None:
             return arguments.checked_routing(self.rank, topk_idx, topk_weights)
-        self._key_of(handle)
+        self._check_own(handle, "dispatch")
         arguments.check_only_handle(self.rank, topk_idx, topk_weights)
-        if handle.ep is not self:
-            raise RuntimeError(
-                f"dispatch got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"
-            )
         return handle._routing

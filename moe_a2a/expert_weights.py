@@ -34,7 +34,7 @@ class ExpertWeights:
         weights._check(ep)
         return weights
 
-    def check_no_grad(self, ep: Owner) -> None:
+    def check_no_grad(self, ep: Place) -> None:
         """For a call that autograd would not record."""
         for name, weight in (("w_gate_up", self.gate_up), ("w_down", self.down)):
             if torch.is_grad_enabled() and weight.requires_grad:

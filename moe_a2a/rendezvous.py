@@ -4,6 +4,7 @@ deadline which ranks did not arrive. After a failed meeting the group is as usab
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ class Meetings:
         self.rank = rank
         self.num_ranks = num_ranks
         self.board = board
+        self.agreeing = threading.Lock()  # one thread of this rank at a time agrees on who is left
+        self.successor: Any = None  # the SurvivorGroup that this rank is in since then
         self._number = 0
         self._posted: list[str] = []  # in the latest meeting
 

@@ -65,6 +65,13 @@ def test_two_nodes():
         assert f"rank {rank} on cpu of node {rank // 2}" in said[rank // 2], said
 
 
+def test_dead_rank():
+    on_device.needs(4)
+    said = run(str(EXAMPLES / "dead_rank.py"))
+    for rank, new_rank in [(0, 0), (1, 1), (3, 2)]:
+        assert f"rank {rank}: now rank {new_rank} of 3, lost ranks (2,), experts [8, 9, 10, 11]" in said, said
+
+
 @pytest.mark.parametrize(
     ("example", "says"),
     [("ray_actors.py", r"2 actors, largest difference \d"), ("quickreduce.py", r"rank 1: FP16, .*, Q4 gave 2")],
@@ -91,6 +98,6 @@ def test_notebook():
 
 def test_every_example_is_in_the_list_and_in_a_test():
     programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
-    assert programs == {*UNDER_TORCHRUN, "two_nodes.py", "ray_actors.py", "threads.ipynb"}
+    assert programs == {*UNDER_TORCHRUN, "two_nodes.py", "dead_rank.py", "ray_actors.py", "threads.ipynb"}
     listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text()))
     assert listed == programs
