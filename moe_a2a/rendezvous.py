@@ -77,6 +77,11 @@ class Meeting:
         self._forget()  # all ranks are here: nobody reads posts of an earlier meeting
         return [values[key] for key in keys]
 
+    def post(self, value: Any) -> None:
+        """This rank's value of the next exchange, for the others: it does not wait for theirs."""
+        self._step += 1
+        self._quietly(lambda: self._post(f"{self._name}/{self._step}/{self._meetings.rank}", value))
+
     def leave(self) -> None:
         """Ends this rank's part: the others do not wait for it."""
         self._leave([self._meetings.rank])
@@ -145,6 +150,9 @@ class PlainMeeting:
 
     def all_gather(self, value: Any, timeout: float) -> list[Any]:
         return self._group.all_gather(value)
+
+    def post(self, value: Any) -> None:
+        self._group.all_gather(value)
 
     def leave(self) -> None:
         pass

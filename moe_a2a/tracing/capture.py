@@ -3,6 +3,7 @@ an ExpertParallel, Collectives, or all clients of a Communicator."""
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_a2a import _core, codecs
+from moe_a2a import _core, codecs, rendezvous
 from moe_a2a.client import Client
 from moe_a2a.grouped_gemm import TRACED
 from moe_a2a.groups import HandleExchange
@@ -23,6 +24,8 @@ from moe_a2a.tracing.records import ClockSample, RankRecords
 from moe_a2a.tracing.report import Summary
 from moe_a2a.tracing.summary import summarize
 from moe_a2a.tracing.timeline import Timeline
+
+log = logging.getLogger("moe_a2a")
 
 # A CPU has few blocks of one thread each; on a GPU, 132 blocks of 16 warps take 35 MB.
 DEFAULT_RECORDS = {"cpu": 65536, "cuda": 1024}
@@ -34,8 +37,8 @@ class Trace:
     """Returned by trace(); call save() and summary() after its block has ended.
 
     All ranks enter and leave the block together: their clocks are compared at both ends, and the records are gathered at the
-    end. If the block ends with an exception, nothing is gathered: each rank keeps its own records, and its file shows what
-    its warps did last. The same holds for a HandleExchange, which has no channel to gather through."""
+    end. If the block ends with an exception on any rank, nothing is gathered: each rank keeps its own records, and its file
+    shows what its warps did last. The same holds for a HandleExchange, which has no channel to gather through."""
 
     def __init__(self, clients: Sequence[Client], records_per_segment: int):
         self._clients, self._first = clients, clients[0]
@@ -72,7 +75,7 @@ class Trace:
             TRACED.remove(self._experts)
         try:
             own = self._read()
-            if kind is None and not isinstance(self._first._group, HandleExchange):
+            if self._all_have_ended(error):
                 own.clocks = [*self._clocks, self._meet()]
                 self._ranks = self._first._group.all_gather(own)
             else:
@@ -82,6 +85,25 @@ class Trace:
             for client in self._clients:
                 if not client.is_closed:
                     client._open_core().trace_stop()
+
+    def _all_have_ended(self, error: object) -> bool:
+        """Whether no rank's block ended with an exception, so that clocks can be compared and records gathered. A rank whose
+        block did waits for nobody."""
+        group = self._first._group
+        if isinstance(group, HandleExchange):
+            return False
+        meeting = rendezvous.begin(group, "end the trace")
+        if error is not None:
+            meeting.post(repr(error))
+            return False
+        for rank, text in enumerate(meeting.all_gather(None, self._first.timeout)):
+            if text is not None:
+                log.warning(
+                    "rank %d: the traced block of rank %d ended with %s; the trace of this rank holds its own records only",
+                    self._first.rank, rank, text,
+                )  # fmt: skip
+                return False
+        return True
 
     def dispatched(self, topk_idx: torch.Tensor, row_dtype: torch.dtype) -> None:
         """Called by every dispatch: keeps data that the records do not hold. Skipped during graph capture: replays would

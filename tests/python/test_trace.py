@@ -1,5 +1,6 @@
 """moe_a2a.trace() around real kernels: one consistent file of all ranks, and the planted culprit is named."""
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -140,6 +141,36 @@ def fail_inside(group, folder):
                 raise ArithmeticError("on purpose")
             ep.dispatch(x, idx)
         trace.save(f"{folder}/trace.json.gz")
+
+
+def run_fails_alone(group, folder):
+    """The block of rank 1 ends with an exception; rank 0 used to wait for its clock, and then both had lost each other."""
+    with moe_a2a.ExpertParallel(
+        group, num_experts=4, num_topk=2, hidden=64, num_max_tokens_per_rank=8, timeout=20
+    ) as ep:
+        x = torch.ones(4, 64, dtype=torch.bfloat16, device=ep.device)
+        topk_idx = torch.tensor([[0, 2]], device=ep.device).expand(4, 2).contiguous()
+
+        def layer():
+            ep.dispatch(x, topk_idx).release()
+            ep.check()
+
+        trace, start = moe_a2a.trace(ep), time.monotonic()
+        with pytest.raises(ArithmeticError) if ep.rank == 1 else contextlib.nullcontext():
+            with trace:
+                layer()
+                if ep.rank == 1:
+                    raise ArithmeticError("alone")
+        assert time.monotonic() - start < ranks.slack(8)
+        trace.save(f"{folder}/alone.json")
+        with moe_a2a.trace(ep) as after:
+            layer()
+        after.save(f"{folder}/after.json")
+
+
+def test_a_block_that_fails_on_one_rank_leaves_no_other_waiting(tmp_path):
+    ranks.run_processes(2, run_fails_alone, str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"alone.rank0.json", "alone.rank1.json", "after.json"}
 
 
 def test_after_an_exception_each_rank_saves_what_it_did_last(tmp_path):
