@@ -61,10 +61,14 @@ class Exchange:
 
     def most_tokens(self, num_tokens: int) -> int:
         """The largest number of tokens on any rank, read by the host."""
-        most = torch.tensor([num_tokens], dtype=torch.float32, device=self.comm.device)
-        result = int(self.collectives.all_reduce(most, "max"))
+        return self.largest(num_tokens)[0]
+
+    def largest(self, *numbers: int) -> list[int]:
+        """Of each number the largest on any rank, read by the host."""
+        mine = torch.tensor(numbers, dtype=torch.float32, device=self.comm.device)
+        largest = self.collectives.all_reduce(mine, "max").tolist()
         self.collectives._core.raise_reported()  # on a GPU a refused all-reduce returns, too
-        return result
+        return [int(number) for number in largest]
 
     def find(self, kind: Kind, num_max_tokens: int) -> ExpertParallel | None:
         """One of that kind for batches of num_max_tokens, if there is one."""

@@ -1,4 +1,4 @@
-"""ElasticBuffer's rows by route: one for each choice of an expert of this rank, grouped by expert.
+"""Rows by route, of ElasticBuffer and HybridEPBuffer: one for each choice of an expert of this rank, grouped by expert.
 
 A dispatch carries the weights that its caller gave, or else the index of each choice: a combine that returns topk_weights
 needs these to find the place of each, and opens another dispatch if the open one does not have them.
@@ -26,7 +26,8 @@ class ExpandedHandle:
     topk_idx: Tensor
     expert_alignment: int
     num_rows: int
-    is_exact: bool  # num_rows is what arrived, not a bound
+    is_exact: bool  # num_rows holds what arrived; else it is a bound
+    drops: bool  # routes past num_rows are left out
     open: DispatchHandle  # of the latest dispatch; ended by a combine
     carries_choices: bool
 
@@ -59,23 +60,29 @@ def dispatch(
     *,
     expert_alignment: int,
     is_exact: bool,
+    num_rows: int | None = None,
     num_blocks: int,
 ) -> tuple[ExpandedHandle, list[int]]:
-    """The handle, and with is_exact the rows of each expert, which the host reads."""
+    """The handle, and with is_exact the rows of each expert, which the host reads.
+
+    num_rows: how many rows to return; None: those that arrived with is_exact, else as many as could. If more arrive, that is
+    an error with is_exact; else the handle still has to drop_routes()."""
     if not exchange.find(kind, num_max_tokens):
         exchange.most_tokens(len(x))  # or learns that another rank's call has failed
     ep = exchange.expert_parallel(kind, num_max_tokens)
     exchange.make_room(ep)
     opened = _opened(exchange, ep, x, x_scales, topk_idx, topk_weights, expert_alignment, num_blocks)
     with calls.combine_refused_if_failed(opened):
-        sizes = ep.num_ranks, num_max_tokens, ep.num_topk, ep.num_local_experts
-        num_rows, counts = worst_num_rows(*sizes, expert_alignment), []
+        drops, counts = num_rows is not None and not is_exact, []
         if is_exact:
             counts = [-(-n // expert_alignment) * expert_alignment for n in opened.expert_counts.tolist()]
             opened._core.raise_reported()
-            num_rows = sum(counts)
-        has_choices = topk_weights is None
-        return ExpandedHandle(ep, topk_idx, expert_alignment, num_rows, is_exact, opened, has_choices), counts
+            num_rows = _checked_num_rows(ep.rank, num_rows, sum(counts))
+        elif num_rows is None:
+            sizes = ep.num_ranks, num_max_tokens, ep.num_topk, ep.num_local_experts
+            num_rows = worst_num_rows(*sizes, expert_alignment)
+        what = ep, topk_idx, expert_alignment, num_rows, is_exact, drops
+        return ExpandedHandle(*what, opened, topk_weights is None), counts
 
 
 def dispatch_again(
@@ -92,12 +99,26 @@ def dispatch_again(
         exchange, handle.ep, x, x_scales, handle.topk_idx, topk_weights, handle.expert_alignment, num_blocks
     )
     handle.carries_choices = topk_weights is None
+    if handle.drops:
+        with calls.combine_refused_if_failed(handle.open):
+            drop_routes(handle)
+
+
+def drop_routes(handle: ExpandedHandle) -> None:
+    """Leaves out the routes at num_rows and behind, so that combine() neither reads nor adds them. The host reads nothing."""
+    opened = handle.open
+    opened.expert_offsets.clamp_(max=handle.num_rows)
+    positions, weights = opened._core.term_positions(opened._handle), opened._core.term_weights(opened._handle)
+    is_kept = (positions >= 0).cumprod(1).bool() & (positions < handle.num_rows)
+    order = is_kept.logical_not().to(torch.uint8).argsort(dim=1, stable=True)  # a row's terms end at its first -1
+    positions.copy_(torch.where(is_kept, positions, -1).gather(1, order))
+    weights.copy_(weights.gather(1, order))
 
 
 def rows(handle: ExpandedHandle, row_index: Tensor, num_blocks: int) -> tuple[Tensor, Tensor | None]:
     """Rows and scales; zeros between the experts' rows."""
     opened, has_scales = handle.open, handle.open.row_dtype.itemsize == 1
-    if not handle.is_exact:  # the kernel copies what arrived, and not up to the bound
+    if not handle.is_exact and not handle.drops:  # the kernel copies what arrived, and not up to the bound
         x, scales = opened._core.gather_rows(opened._handle, opened.row_dtype, num_blocks)
         return _resized(x, handle.num_rows), None if scales is None else _resized(scales, handle.num_rows)
     index, is_gap = row_index.clamp(min=0), (row_index < 0)[:, None]
@@ -154,6 +175,14 @@ def _opened(
         num_blocks=num_blocks,
     )
     return exchange.opened(ep, opened)
+
+
+def _checked_num_rows(rank: int, num_rows: int | None, num_arrived: int) -> int:
+    if num_rows is not None and num_rows < num_arrived:
+        raise ValueError(
+            f"num_permuted_tokens={num_rows} < {num_arrived} rows on rank {rank}; pass a larger one, or None"
+        )
+    return num_arrived if num_rows is None else num_rows
 
 
 def _resized(rows: Tensor, num_rows: int) -> Tensor:
