@@ -4,6 +4,7 @@ from moe_a2a.integrations.deep_ep import (
     Buffer,
     Config,
     ElasticBuffer,
+    EPBuffer,
     EPHandle,
     EventHandle,
     EventOverlap,
@@ -14,6 +15,7 @@ from moe_a2a.integrations.deep_ep import (
 __all__ = [
     "Buffer",
     "Config",
+    "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
     "EventHandle",

@@ -162,7 +162,7 @@ class Buffer(OfExchange):
         rows, scales = x if isinstance(x, tuple) else (x, None)
         num_blocks = self._blocks(config)
         if handle is not None:
-            received = high_throughput.dispatch_again(exchange, rows, scales, handle, num_blocks=num_blocks)
+            received = high_throughput.begin_dispatch_again(exchange, rows, scales, handle, num_blocks=num_blocks)()
         else:
             if topk_idx is None or num_tokens_per_expert is None:
                 raise ValueError(
@@ -173,7 +173,7 @@ class Buffer(OfExchange):
                 kind, bound = high_throughput.checked(
                     exchange, rows, scales, topk_idx, topk_weights, num_experts, num_worst_tokens
                 )
-            received = high_throughput.dispatch(
+            received = high_throughput.begin_dispatch(
                 exchange,
                 kind,
                 bound,
@@ -184,7 +184,7 @@ class Buffer(OfExchange):
                 expert_alignment=expert_alignment,
                 num_worst_tokens=num_worst_tokens,
                 num_blocks=num_blocks,
-            )
+            )()
         return (
             received.x if received.x_scales is None else (received.x, received.x_scales),
             received.topk_idx,
@@ -214,8 +214,8 @@ class Buffer(OfExchange):
         self._refuse("combine", bias=(bias, None))
         exchange = self._open()
         wait_for(previous_event)
-        combined = high_throughput.combine(exchange, x, handle, topk_weights, num_blocks=self._blocks(config))
-        return *combined, event_if(async_finish)
+        finish = high_throughput.begin_combine_of(exchange, x, handle, topk_weights, num_blocks=self._blocks(config))
+        return *finish(), event_if(async_finish)
 
     # ---- rows by expert
 

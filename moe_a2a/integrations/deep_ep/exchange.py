@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -107,6 +108,30 @@ class Exchange:
         self._open[ep].append(handle)
         return handle
 
+    def begin_dispatch(
+        self,
+        ep: ExpertParallel,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        x_scales: Tensor | None,
+        *,
+        expert_alignment: int | None = None,
+        deferred: bool,
+        num_blocks: int,
+    ) -> Callable[[], DispatchHandle]:
+        """Sends the rows; what is returned receives them. expert_alignment: None: layout="rows", else "expert_major".
+        Not `deferred`: receives them at once, too."""
+        self.make_room(ep)
+        order: dict[str, Any] = {} if expert_alignment is None else {"layout": "expert_major"}
+        order["expert_alignment"] = expert_alignment
+        sent: dict[str, Any] = {"x_scales": x_scales, "num_blocks": num_blocks}
+        if not deferred:
+            opened = self.opened(ep, ep.dispatch(x, topk_idx, topk_weights, **sent, **order))
+            return lambda: opened
+        opened = self.opened(ep, ep.dispatch_send(x, topk_idx, topk_weights, **sent))
+        return lambda: ep.dispatch_recv(opened, **order, num_blocks=num_blocks)
+
     def check_handle(self, handle: Any, kind: type, opens: bool = False) -> None:
         """Raises unless it is one of that kind, of this exchange. On the peers the dispatch is refused if the call `opens`
         one, else the combine."""
@@ -134,6 +159,17 @@ class Exchange:
             ep.close()
         self.collectives.close()
         self.comm.close()
+
+
+def begin_combine(
+    y: Tensor, opened: DispatchHandle, *, presummed: bool = False, deferred: bool, num_blocks: int
+) -> Callable[[], Tensor]:
+    """What is returned receives the sums. `deferred`: the rows are sent now, else with it."""
+    ep: Any = opened.ep
+    if not deferred:
+        return lambda: ep.combine(y, opened, presummed=presummed, num_blocks=num_blocks)
+    ep.combine_send(y, opened, presummed=presummed, num_blocks=num_blocks)
+    return lambda: ep.combine_recv(opened, num_blocks=num_blocks)
 
 
 class OfExchange:

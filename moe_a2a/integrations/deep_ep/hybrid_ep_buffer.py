@@ -219,7 +219,8 @@ class HybridEPBuffer(OfExchange):
             arguments.check_tensor(self.rank, "hidden", hidden)
             arguments.check_optional_tensor(self.rank, "probs", probs)
             hidden, probs = hidden.contiguous(), None if probs is None else probs.float()
-        combined, by_choice = expanded.combine(exchange, hidden, routing, probs, num_blocks=self._combine_blocks)
+        finish = expanded.begin_combine_of(exchange, hidden, routing, probs, num_blocks=self._combine_blocks)
+        combined, by_choice = finish()
         if by_choice is None:
             return combined, None
         return combined, by_expert(by_choice, routing.topk_idx, routing.ep.num_experts)
@@ -238,7 +239,7 @@ class HybridEPBuffer(OfExchange):
         num_topk = self._agree(first)
         kind = Kind(first.num_experts, num_topk, first.hidden.shape[1], _dtype_of(first), is_low_latency=False)
         topk_idx, topk_weights, lost_choices = first.routed(num_topk)
-        routing, counts = expanded.dispatch(
+        routing, counts = expanded.begin_dispatch(
             exchange,
             kind,
             first.hidden,
@@ -250,7 +251,7 @@ class HybridEPBuffer(OfExchange):
             is_exact=first.is_blocking,
             num_rows=first.num_rows,
             num_blocks=self._dispatch_blocks,
-        )
+        )()
         with calls.combine_refused_if_failed(routing.open):
             if first.is_blocking:
                 tokens_per_expert = torch.tensor(counts, dtype=torch.int64)
@@ -306,7 +307,8 @@ class HybridEPBuffer(OfExchange):
             if probs is not None:
                 self._check_table("probs", probs, [len(routing.topk_idx), routing.ep.num_experts])
                 topk_weights = by_choice_of(probs, routing.topk_idx)
-        expanded.dispatch_again(exchange, routing, rows, scales, topk_weights, num_blocks=self._dispatch_blocks)
+        how = rows, scales, topk_weights
+        expanded.begin_dispatch_again(exchange, routing, *how, num_blocks=self._dispatch_blocks)()
         with calls.combine_refused_if_failed(routing.open):
             received = self._received(handle, topk_weights is not None, None)
             return received._replace(hidden=received.hidden.view(hidden.dtype))
