@@ -7,7 +7,7 @@ import on_device
 import pytest
 import ranks
 import torch
-from deep_ep_cases import EXPERTS_PER_RANK, HIDDEN, SEED, TOPK, batches, by_route, combined, factor, on
+from deep_ep_cases import EXPERTS_PER_RANK, HIDDEN, SEED, TOPK, batches, by_route, combined, factor, on, received
 
 import moe_a2a
 from moe_a2a.devices import default_device
@@ -185,6 +185,45 @@ def test_float8_rows_bring_their_scales(as_bytes):
     on_device.run(2, program)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_rows_without_permutation(num_ranks):
+    print(f"seed {SEED}")
+
+    def program(group):
+        buffer, device = buffer_of(group), default_device()
+        for call, most in enumerate((40, 30, 40, 300)):
+            everything = batches(num_ranks, call, most)
+            x, ids, weights = on(device, *everything[buffer.rank])
+            want_rows, want_ids, want_weights = received(everything, buffer.rank)
+            want_map, want_probs = indices_to_map(want_ids, want_weights, len(want_ids), EXPERTS_PER_RANK)
+            dense = maps(buffer, ids, weights)
+            rows, probs, scales, handle = buffer.dispatch(x, **dense)
+            mine = slice(buffer.rank * EXPERTS_PER_RANK, (buffer.rank + 1) * EXPERTS_PER_RANK)
+            assert (
+                torch.equal(rows.cpu(), want_rows)
+                and scales is None
+                and probs.shape == (len(rows), dense["probs"].shape[1])
+            )
+            assert torch.equal(probs[:, mine].cpu(), want_probs) and probs.sum() == want_probs.sum()
+            *_, num_rows, local_map, num_tokens, _ = handle
+            assert num_rows.tolist() == [len(rows)] and torch.equal(local_map.cpu(), want_map) and num_tokens == len(x)
+            y = rows * local_map.sum(1, keepdim=True)
+            others = probs.clone()
+            others[:, : mine.start] = others[:, mine.stop :] = torch.nan  # other ranks return theirs
+            for given in (None, others):
+                out, back = buffer.combine(y, given, handle)
+                assert torch.equal(out, x * (ids >= 0).sum(1, keepdim=True))
+            assert torch.equal(back, dense["probs"])
+            again, probs_again, _, same = buffer.dispatch(2 * x, probs=3 * dense["probs"], handle=handle)
+            assert torch.equal(again, 2 * rows) and torch.equal(probs_again, 3 * probs) and same is handle
+            assert buffer.dispatch(x, handle=handle)[1] is None
+            by_ids = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_of_experts=dense["probs"].shape[1])
+            assert torch.equal(by_ids[0], rows) and torch.equal(by_ids[1], probs)
+        buffer.destroy()
+
+    on_device.run(num_ranks, program)
+
+
 class Dispatch(torch.autograd.Function):
     """As training frameworks wrap the two calls: the backward of each is the other, along the same handle."""
 
@@ -283,6 +322,19 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
         with refused(TypeError, "handle is a NoneType on rank 0"):
             buffer.combine_with_unpermute(hidden=rows, handle=None if fails else handle)
             handle.ep.check()
+        group.all_gather(None)
+        with refused(ValueError, "probs has shape"):
+            buffer.dispatch(x, routing_map=dense["routing_map"], probs=weights if fails else None)
+            handle.ep.check()
+        group.all_gather(None)
+        packed_rows, _, _, packed = buffer.dispatch(x, routing_map=dense["routing_map"])
+        with refused(ValueError, "x has shape"):
+            buffer.combine(packed_rows[:-1] if fails else packed_rows, handle=packed)
+            packed.ep.check()
+        group.all_gather(None)
+        with refused(TypeError, "handle is a HybridEPHandle on rank 0"):
+            buffer.dispatch(x, handle=handle if fails else packed)
+            packed.ep.check()
         group.all_gather(None)
         out, back = buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
         assert torch.equal(out, x * (ids >= 0).sum(1, keepdim=True)) and torch.equal(back, dense["probs"])

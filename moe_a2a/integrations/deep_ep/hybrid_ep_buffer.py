@@ -7,7 +7,6 @@ first dispatch exchanges together with the largest number of tokens.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,24 +14,21 @@ import torch
 from torch import Tensor
 
 from moe_a2a import arguments, calls
-from moe_a2a.devices import float8_dtype
 from moe_a2a.expert_parallel import ExpertParallel
-from moe_a2a.integrations.deep_ep import expanded
-from moe_a2a.integrations.deep_ep.exchange import Kind, OfExchange
-from moe_a2a.integrations.deep_ep.routing_map import by_choice_of, by_expert, indices_to_map, map_to_indices
+from moe_a2a.integrations.deep_ep import expanded, high_throughput
+from moe_a2a.integrations.deep_ep.exchange import OfExchange
+from moe_a2a.integrations.deep_ep.hybrid_arguments import (
+    BufferConfig,
+    First,
+    check_table,
+    checked_num_rows,
+    checked_routing,
+    rows_of,
+)
+from moe_a2a.integrations.deep_ep.hybrid_packed import PackedHandle, handle_of
+from moe_a2a.integrations.deep_ep.routing_map import by_choice_of, by_expert, indices_to_map
 
 __all__ = ["BufferConfig", "HybridEPBuffer", "HybridEPHandle", "indices_to_map"]
-
-
-@dataclass
-class BufferConfig:
-    """The sizes of a HybridEPBuffer. max_num_of_tokens_per_rank grows with the batches."""
-
-    hidden_dim: int
-    max_num_of_tokens_per_rank: int
-    num_of_experts_per_rank: int
-    num_of_ranks_per_node: int
-    num_of_nodes: int = 1
 
 
 class HybridEPHandle(NamedTuple):
@@ -57,41 +53,9 @@ class _Received(NamedTuple):
     handle: HybridEPHandle
 
 
-@dataclass
-class _First:
-    """The arguments of a first dispatch, checked."""
-
-    hidden: Tensor
-    scales: Tensor | None
-    routing_map: Tensor | None  # None: topk_idx is given
-    topk_idx: Tensor | None
-    probs: Tensor | None  # like routing_map, or like topk_idx if that is given
-    num_experts: int
-    pad_multiple: int
-    num_rows: int | None
-    is_blocking: bool
-
-    def num_choices(self) -> int:
-        """The most experts of a token, read by the host from a routing map."""
-        if self.topk_idx is not None:
-            return self.topk_idx.shape[1]
-        assert self.routing_map is not None
-        return int(self.routing_map.sum(1).max()) if len(self.routing_map) else 0
-
-    def routed(self, num_topk: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(topk_idx [T, num_topk]; their probs or None; whether a token had more experts, None if it cannot have)."""
-        if self.topk_idx is not None:
-            padding = (0, num_topk - self.topk_idx.shape[1])
-            probs = None if self.probs is None else torch.nn.functional.pad(self.probs.float(), padding)
-            return torch.nn.functional.pad(self.topk_idx, padding, value=-1), probs, None
-        assert self.routing_map is not None
-        topk_idx = map_to_indices(self.routing_map, num_topk)
-        probs = None if self.probs is None else by_choice_of(self.probs, topk_idx)
-        return topk_idx, probs, None if self.is_blocking else (self.routing_map.sum(1) > num_topk).any()
-
-
 class HybridEPBuffer(OfExchange):
-    """dispatch_with_permute() and combine_with_unpermute(): rows by route, expert by expert.
+    """dispatch_with_permute() and combine_with_unpermute(): rows by route, expert by expert. dispatch() and combine(): a row per
+    token and rank.
 
     Args:
         group: the ranks: a torch.distributed group, or what else a moe_a2a.Communicator takes.
@@ -186,12 +150,13 @@ class HybridEPBuffer(OfExchange):
             return self._dispatch_again(handle, hidden, scaling_factor, probs, topk_weights, num_permuted_tokens)
         with self._first_refused(non_blocking):
             num_experts = (num_of_experts_per_rank or self.config.num_of_experts_per_rank) * self.group_size
-            routing = self._checked_routing(
-                hidden, topk_idx, topk_weights, routing_map, probs, num_experts, num_of_experts
-            )
-            num_rows = self._checked_sizes(hidden, num_permuted_tokens, pad_multiple or 1, non_blocking)
-            rows = self._rows_of(hidden, scaling_factor)
-            first = _First(*rows, *routing, num_experts, pad_multiple or 1, num_rows, not non_blocking)
+            given = hidden, topk_idx, topk_weights, routing_map, probs
+            routing = checked_routing(self._open(), *given, num_experts, num_of_experts)
+            num_rows = checked_num_rows(self.rank, num_permuted_tokens, pad_multiple or 1, non_blocking)
+            if non_blocking:
+                self._check_bound(len(hidden))
+            rows = rows_of(self.rank, hidden, scaling_factor)
+            first = First(*rows, *routing, num_experts, pad_multiple or 1, num_rows, not non_blocking)
         received = self._dispatch(first)
         return received._replace(hidden=received.hidden.view(hidden.dtype))
 
@@ -225,6 +190,102 @@ class HybridEPBuffer(OfExchange):
             return combined, None
         return combined, by_expert(by_choice, routing.topk_idx, routing.ep.num_experts)
 
+    # ---- without permutation: a row per token and rank
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        hidden: Tensor,
+        scaling_factor: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        num_dispatched_tokens_tensor: Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        handle: PackedHandle | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, PackedHandle]:
+        """Sends each token's row once to every rank that owns one of its experts. Arguments: as of dispatch_with_permute().
+
+        Returns: (rows [n, H], by source rank and token; probs [n, E], zeros for other ranks' experts, or None; scales
+        [n, H / 128] or None; handle, whose local_expert_routing_map says which experts a row has here).
+        """
+        exchange = self._open()
+        if handle is not None:
+            received = self._packed_again(handle, hidden, scaling_factor, probs)
+        else:
+            with self._first_refused(non_blocking=False):
+                num_experts = self.config.num_of_experts_per_rank * self.group_size
+                given = hidden, topk_idx, topk_weights, routing_map, probs
+                routing = checked_routing(exchange, *given, num_experts, num_of_experts)
+                rows = rows_of(self.rank, hidden, scaling_factor)
+                first = First(*rows, *routing, num_experts, pad_multiple=1, num_rows=None, is_blocking=True)
+            received = self._packed(first)
+            assert received.handle is not None
+            with calls.combine_refused_if_failed(received.handle.open):
+                handle = handle_of(received)
+        weights = received.topk_weights
+        with calls.combine_refused_if_failed(handle.packed.routing.open):
+            recv_probs = None if weights is None else handle.packed.probs(weights)
+            return received.x.view(hidden.dtype), recv_probs, received.x_scales, handle
+
+    @torch.no_grad()
+    def combine(
+        self, hidden: Tensor, probs: Tensor | None = None, handle: PackedHandle | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum of a token's rows over the ranks: (combined [num_tokens, H]; probs [num_tokens, E] or None). probs:
+        [n, E], of which this rank's experts count."""
+        exchange = self._open()
+        exchange.check_handle(handle, PackedHandle)
+        assert handle is not None
+        packed, ep = handle.packed, handle.ep
+        with calls.attempt_refused_if_failed(ep):
+            arguments.check_tensor(self.rank, "hidden", hidden)
+            if probs is not None:
+                check_table(self.rank, "probs", probs, [len(packed.recv_topk_idx), ep.num_experts])
+            rows, weights = hidden.contiguous(), None if probs is None else packed.weights(probs)
+        finish = high_throughput.begin_combine_of(
+            exchange, rows, packed.routing, weights, num_blocks=self._combine_blocks
+        )
+        combined, by_choice = finish()
+        if by_choice is None:
+            return combined, None
+        return combined, by_expert(by_choice, packed.routing.topk_idx, ep.num_experts)
+
+    def _packed(self, first: First) -> high_throughput.Received:
+        num_topk = self._agree(first)
+        topk_idx, topk_weights, _ = first.routed(num_topk)
+        finish = high_throughput.begin_dispatch(
+            self._open(),
+            first.kind(num_topk),
+            self.config.max_num_of_tokens_per_rank,
+            first.hidden,
+            first.scales,
+            topk_idx,
+            topk_weights,
+            expert_alignment=1,
+            num_worst_tokens=0,
+            num_blocks=self._dispatch_blocks,
+        )
+        return finish()
+
+    def _packed_again(
+        self, handle: PackedHandle, hidden: Tensor, scaling_factor: Tensor | None, probs: Tensor | None
+    ) -> high_throughput.Received:
+        exchange = self._open()
+        exchange.check_handle(handle, PackedHandle, opens=True)
+        routing, weights = handle.packed.routing, None
+        refused = calls.dispatch_refused_if_failed(routing.ep)
+        with refused if probs is None else calls.refused_if_failed(exchange.collectives):
+            rows, scales = rows_of(self.rank, hidden, scaling_factor)
+            if probs is not None:
+                check_table(self.rank, "probs", probs, [len(routing.topk_idx), routing.ep.num_experts])
+                weights = by_choice_of(probs, routing.topk_idx)
+        return high_throughput.begin_dispatch_again(
+            exchange, rows, scales, routing, topk_weights=weights, num_blocks=self._dispatch_blocks
+        )()
+
     # ---- a first dispatch
 
     def _first_refused(self, non_blocking: bool) -> AbstractContextManager[None]:
@@ -234,14 +295,13 @@ class HybridEPBuffer(OfExchange):
             return exchange.dispatch_refused_if_failed()
         return calls.refused_if_failed(exchange.collectives)
 
-    def _dispatch(self, first: _First) -> _Received:
+    def _dispatch(self, first: First) -> _Received:
         exchange = self._open()
         num_topk = self._agree(first)
-        kind = Kind(first.num_experts, num_topk, first.hidden.shape[1], _dtype_of(first), is_low_latency=False)
         topk_idx, topk_weights, lost_choices = first.routed(num_topk)
         routing, counts = expanded.begin_dispatch(
             exchange,
-            kind,
+            first.kind(num_topk),
             first.hidden,
             first.scales,
             topk_idx,
@@ -265,7 +325,7 @@ class HybridEPBuffer(OfExchange):
             handle = HybridEPHandle(routing, overflow_flag)
             return self._received(handle, topk_weights is not None, tokens_per_expert)
 
-    def _agree(self, first: _First) -> int:
+    def _agree(self, first: First) -> int:
         """The number of choices of a token, the same on all ranks."""
         if first.is_blocking or not self._num_topk:
             bound = max(self.config.max_num_of_tokens_per_rank, len(first.hidden))
@@ -282,6 +342,15 @@ class HybridEPBuffer(OfExchange):
         probs = routing.weights(index) if has_probs else None
         rows, scales = expanded.rows(routing, index, self._dispatch_blocks)
         return _Received(rows, probs, scales, tokens_per_expert, handle)
+
+    def _check_bound(self, num_tokens: int) -> None:
+        """For calls that do not raise the bound."""
+        bound = self.config.max_num_of_tokens_per_rank
+        if self._num_topk and num_tokens > bound:
+            raise ValueError(
+                f"hidden has {num_tokens} rows > max_num_of_tokens_per_rank={bound} on rank {self.rank}; pass a larger one "
+                "to HybridEPBuffer"
+            )
 
     # ---- a dispatch along a handle
 
@@ -303,85 +372,15 @@ class HybridEPBuffer(OfExchange):
                     f"num_permuted_tokens={int(num_permuted_tokens)} on rank {self.rank}, but the handle's dispatch returned "
                     f"{routing.num_rows} rows; pass as many, or None"
                 )
-            rows, scales = self._rows_of(hidden, scaling_factor)
+            rows, scales = rows_of(self.rank, hidden, scaling_factor)
             if probs is not None:
-                self._check_table("probs", probs, [len(routing.topk_idx), routing.ep.num_experts])
+                check_table(self.rank, "probs", probs, [len(routing.topk_idx), routing.ep.num_experts])
                 topk_weights = by_choice_of(probs, routing.topk_idx)
         how = rows, scales, topk_weights
         expanded.begin_dispatch_again(exchange, routing, *how, num_blocks=self._dispatch_blocks)()
         with calls.combine_refused_if_failed(routing.open):
             received = self._received(handle, topk_weights is not None, None)
             return received._replace(hidden=received.hidden.view(hidden.dtype))
-
-    # ---- checks
-
-    def _checked_routing(
-        self,
-        hidden: Tensor,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        routing_map: Tensor | None,
-        probs: Tensor | None,
-        num_experts: int,
-        num_of_experts: int | None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(routing_map, None, probs) or (None, topk_idx, topk_weights)."""
-        self._open().check_per_token(hidden=hidden)
-        if routing_map is not None:
-            self._check_table("routing_map", routing_map, [len(hidden), num_experts])
-            if routing_map.dtype != torch.bool:
-                raise TypeError(f"routing_map has dtype {routing_map.dtype} on rank {self.rank}; pass torch.bool")
-            if probs is not None:
-                self._check_table("probs", probs, [len(hidden), num_experts])
-            return routing_map, None, probs
-        if topk_idx is None:
-            raise ValueError(
-                f"dispatch on rank {self.rank} got neither a handle nor a routing; pass routing_map or topk_idx"
-            )
-        if num_of_experts != num_experts:
-            raise ValueError(f"num_of_experts={num_of_experts} on rank {self.rank}; with topk_idx pass {num_experts}")
-        self._open().check_per_token(topk_idx=topk_idx)
-        self._check_table("topk_idx", topk_idx, [len(hidden), topk_idx.shape[1]])
-        if topk_weights is not None:
-            self._check_table("topk_weights", topk_weights, list(topk_idx.shape))
-        return None, topk_idx, topk_weights
-
-    def _checked_sizes(
-        self, hidden: Tensor, num_permuted_tokens: int | Tensor | None, pad_multiple: int, non_blocking: bool
-    ) -> int | None:
-        num_rows = None if num_permuted_tokens is None else int(num_permuted_tokens)
-        if not non_blocking:
-            return num_rows
-        if num_rows is None or num_rows < 0 or num_rows % pad_multiple:
-            raise ValueError(
-                f"num_permuted_tokens={num_rows} on rank {self.rank}; with non_blocking=True pass a multiple of "
-                f"pad_multiple={pad_multiple}"
-            )
-        bound = self.config.max_num_of_tokens_per_rank
-        if self._num_topk and len(hidden) > bound:
-            raise ValueError(
-                f"hidden has {len(hidden)} rows > max_num_of_tokens_per_rank={bound} on rank {self.rank}; pass a larger one "
-                "to HybridEPBuffer"
-            )
-        return num_rows
-
-    def _check_table(self, name: str, table: Tensor, shape: list[int]) -> None:
-        arguments.check_tensor(self.rank, name, table)
-        if list(table.shape) != shape:
-            raise ValueError(f"{name} has shape {list(table.shape)} on rank {self.rank}; pass {shape}")
-
-    def _rows_of(self, hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        arguments.check_tensor(self.rank, "hidden", hidden)
-        if hidden.dtype.itemsize != 1:
-            return hidden.contiguous(), None
-        if scaling_factor is None:
-            raise ValueError(f"hidden is {hidden.dtype} without scaling_factor on rank {self.rank}; pass its scales")
-        return hidden.contiguous().view(float8_dtype(hidden.device)), scaling_factor
-
-
-def _dtype_of(first: _First) -> torch.dtype:
-    """Of the rows that combine() returns."""
-    return first.hidden.dtype if first.scales is None else torch.bfloat16
 
 
 def _kept(routing: expanded.ExpandedHandle) -> tuple[Tensor, Tensor]:
