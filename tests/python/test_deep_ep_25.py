@@ -110,6 +110,26 @@ def test_two_dispatches_are_under_way_at_once(do_expand):
     on_device.run(2, program)
 
 
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_a_deferred_dispatch_is_lost_if_too_many_follow(do_expand):
+    def program(group):
+        buffer, device = buffer_of(group), default_device()
+        x, ids, weights = on(device, *batches(2, 0)[buffer.rank_idx])
+        options = {"num_experts": 2 * EXPERTS_PER_RANK, "do_expand": do_expand}
+        first = buffer.dispatch(x, ids, weights, async_with_compute_stream=True, defer_epilogue=True, **options)
+        for _ in range(2):
+            rows, *_, handle, _ = buffer.dispatch(x, ids, weights, **options)
+        with pytest.raises(
+            RuntimeError, match="a deferred dispatch of rank . was lost, since num_buffers=2 others followed"
+        ):
+            first.current_stream_wait()
+        group.all_gather(None)
+        assert len(buffer.combine(rows, handle)[0]) == len(x)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
 def test_events_call_their_hook_once():
     event, called = deep_ep.EventOverlap(deep_ep.EventHandle()), []
     event.register_hook_after_wait(lambda: called.append(1) or "ended")

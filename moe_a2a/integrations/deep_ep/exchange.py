@@ -130,7 +130,16 @@ class Exchange:
             opened = self.opened(ep, ep.dispatch(x, topk_idx, topk_weights, **sent, **order))
             return lambda: opened
         opened = self.opened(ep, ep.dispatch_send(x, topk_idx, topk_weights, **sent))
-        return lambda: ep.dispatch_recv(opened, **order, num_blocks=num_blocks)
+
+        def receive() -> DispatchHandle:
+            if not opened.is_open:  # on every rank: make_room() goes by the order of calls alone
+                raise RuntimeError(
+                    f"a deferred dispatch of rank {self.rank} was lost, since num_buffers={ep.num_buffers} others followed; wait "
+                    "for its event before, or pass a larger num_buffers"
+                )
+            return ep.dispatch_recv(opened, **order, num_blocks=num_blocks)
+
+        return receive
 
     def check_handle(self, handle: Any, kind: type, opens: bool = False) -> None:
         """Raises unless it is one of that kind, of this exchange. On the peers the dispatch is refused if the call `opens`
