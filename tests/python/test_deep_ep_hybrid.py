@@ -117,9 +117,10 @@ def test_routes_without_room_are_left_out(num_ranks, num_rows):
             x, ids, weights = on(device, *everything[buffer.rank])
             all_rows, all_weights, _ = by_route(everything, buffer.rank, 8)
             tokens, overflows, lost = kept_routes(everything, buffer.rank, 8, num_rows)
-            rows, probs, _, tokens_per_expert, handle = buffer.dispatch_with_permute(
-                hidden=x, **maps(buffer, ids, weights), **options
-            )
+            routing = maps(buffer, ids, weights)
+            if call == 1:  # ids in any order
+                routing = {"topk_idx": ids, "topk_weights": weights, "num_of_experts": num_ranks * EXPERTS_PER_RANK}
+            rows, probs, _, tokens_per_expert, handle = buffer.dispatch_with_permute(hidden=x, **routing, **options)
             n = min(num_rows, len(all_rows))
             assert len(rows) == len(probs) == num_rows
             assert torch.equal(rows[:n].cpu(), all_rows[:n]) and torch.equal(probs[:n].cpu(), all_weights[:n])

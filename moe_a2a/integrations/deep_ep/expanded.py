@@ -122,11 +122,10 @@ def drop_routes(handle: ExpandedHandle) -> None:
     """Leaves out the routes at num_rows and behind, so that combine() neither reads nor adds them. The host reads nothing."""
     opened = handle.open
     opened.expert_offsets.clamp_(max=handle.num_rows)
-    positions, weights = opened._core.term_positions(opened._handle), opened._core.term_weights(opened._handle)
+    positions = opened._core.term_positions(opened._handle)  # the terms' weights will all be 1
     is_kept = (positions >= 0).cumprod(1).bool() & (positions < handle.num_rows)
     order = is_kept.logical_not().to(torch.uint8).argsort(dim=1, stable=True)  # a row's terms end at its first -1
     positions.copy_(torch.where(is_kept, positions, -1).gather(1, order))
-    weights.copy_(weights.gather(1, order))
 
 
 def rows(handle: ExpandedHandle, row_index: Tensor, num_blocks: int) -> tuple[Tensor, Tensor | None]:
