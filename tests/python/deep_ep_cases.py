@@ -29,6 +29,19 @@ def received(everything, rank):
     return x[rows], torch.where(mine, local, -1)[rows], torch.where(mine, weights, 0.0)[rows]
 
 
+def by_route(everything, rank, alignment):
+    """(rows, weights) of the routes to a rank's experts, with zeros up to the alignment, and their number for each expert."""
+    rows, weights, counts = [], [], []
+    for expert in range(rank * EXPERTS_PER_RANK, (rank + 1) * EXPERTS_PER_RANK):
+        routes = [((ids == expert).nonzero(as_tuple=True), x, w) for x, ids, w in everything]
+        x = torch.cat([x[token] for (token, _), x, _ in routes])
+        counts.append(len(x))
+        padding = -len(x) % alignment
+        rows += [x, x.new_zeros(padding, HIDDEN)]
+        weights += [w[token, k] for (token, k), _, w in routes] + [torch.zeros(padding)]
+    return torch.cat(rows), torch.cat(weights), counts
+
+
 def factor(expert):
     return 1.0 + expert % 3
 

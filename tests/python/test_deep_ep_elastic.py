@@ -7,7 +7,7 @@ import on_device
 import pytest
 import ranks
 import torch
-from deep_ep_cases import EXPERTS_PER_RANK, HIDDEN, TOPK, batches, combined, experts, on, received
+from deep_ep_cases import EXPERTS_PER_RANK, HIDDEN, TOPK, batches, by_route, combined, experts, on, received
 
 import moe_a2a
 from moe_a2a.devices import default_device
@@ -24,19 +24,6 @@ def buffer_of(group, **options):
 
 def dispatched(buffer, x, ids, weights, **options):
     return buffer.dispatch(x, ids, weights, num_experts=buffer.num_ranks * EXPERTS_PER_RANK, **options)
-
-
-def by_route(everything, rank, alignment):
-    """(rows, weights) of the routes to a rank's experts, with zeros up to the alignment, and their number for each expert."""
-    rows, weights, counts = [], [], []
-    for expert in range(rank * EXPERTS_PER_RANK, (rank + 1) * EXPERTS_PER_RANK):
-        routes = [((ids == expert).nonzero(as_tuple=True), x, w) for x, ids, w in everything]
-        x = torch.cat([x[token] for (token, _), x, _ in routes])
-        counts.append(len(x))
-        padding = -len(x) % alignment
-        rows += [x, x.new_zeros(padding, HIDDEN)]
-        weights += [w[token, k] for (token, k), _, w in routes] + [torch.zeros(padding)]
-    return torch.cat(rows), torch.cat(weights), counts
 
 
 def worst_rows(num_ranks, alignment):

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.cpu
 
 SOURCE = Path(__file__).parents[2] / "compat" / "deep_ep"
 SEED = 20261123
+NO_MEGATRON = "megatron-core is not a test dependency: pip install megatron-core"
 
 
 def test_it_is_found_by_its_name(tmp_path):
@@ -24,34 +25,25 @@ def test_it_is_found_by_its_name(tmp_path):
         "import deep_ep, deep_ep.utils, moe_a2a.integrations.deep_ep as ours",
         "assert {getattr(deep_ep, name) is getattr(ours, name) for name in ours.__all__} == {True}",
         "assert deep_ep.__all__ == ours.__all__ and deep_ep.utils.EventOverlap is deep_ep.EventOverlap",
+        "from deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map",
+        "assert HybridEPBuffer is deep_ep.HybridEPBuffer",
     ]
     subprocess.run([sys.executable, "-c", "\n".join(found), str(tmp_path)], check=True, timeout=120)
 
 
-def megatron(group):
-    """Two layers of Megatron's FusedDispatch and FusedCombine, and the same with all experts here: outputs, gradients."""
-    sys.path.insert(0, str(SOURCE))
-    from megatron.core.transformer.moe import fused_a2a
-
-    assert fused_a2a.HAVE_DEEP_EP
-    rank, num_ranks = group.rank(), group.size()
+def a_batch(rank, num_experts):
+    """x, ids, probs, and the factor of each expert."""
     generator = torch.Generator().manual_seed(SEED + rank)
-    num_experts, num_local, num_tokens = 4 * num_ranks, 4, 20 + 5 * rank
+    num_tokens = 20 + 5 * rank
     idx = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(num_tokens)])
     x = torch.randn(num_tokens, 64, generator=generator, requires_grad=True)
     probs = torch.rand(num_tokens, 2, generator=generator, requires_grad=True)
-    scales = 1 + torch.arange(num_experts) / num_experts
+    return x, idx, probs, 1 + torch.arange(num_experts) / num_experts
 
-    rows = x
-    for _ in range(2):
-        recv, recv_idx, recv_probs, counts, handle = fused_a2a.fused_dispatch(
-            rows, idx, probs, num_experts, group, async_finish=True
-        )
-        assert counts.tolist() == [int((recv_idx == e).sum()) for e in range(num_local)]
-        factors = (recv_probs * scales[recv_idx + rank * num_local]).masked_fill(recv_idx < 0, 0)
-        rows, _ = fused_a2a.fused_combine(recv * factors.sum(1, keepdim=True), group, handle, async_finish=True)
+
+def check_two_layers(rows, x, idx, probs, scales):
+    """Outputs and gradients are those of two layers with all experts here."""
     rows.square().sum().backward()
-
     want_x, want_probs = x.detach().clone().requires_grad_(), probs.detach().clone().requires_grad_()
     want = want_x
     for _ in range(2):
@@ -59,10 +51,62 @@ def megatron(group):
     want.square().sum().backward()
     for got, wanted in ((rows, want), (x.grad, want_x.grad), (probs.grad, want_probs.grad)):
         torch.testing.assert_close(got, wanted)
+
+
+def megatron(group):
+    """Two layers of Megatron's FusedDispatch and FusedCombine."""
+    sys.path.insert(0, str(SOURCE))
+    from megatron.core.transformer.moe import fused_a2a
+
+    assert fused_a2a.HAVE_DEEP_EP
+    num_local, num_experts = 4, 4 * group.size()
+    x, idx, probs, scales = a_batch(group.rank(), num_experts)
+    rows = x
+    for _ in range(2):
+        recv, recv_idx, recv_probs, counts, handle = fused_a2a.fused_dispatch(
+            rows, idx, probs, num_experts, group, async_finish=True
+        )
+        assert counts.tolist() == [int((recv_idx == e).sum()) for e in range(num_local)]
+        factors = (recv_probs * scales[recv_idx + group.rank() * num_local]).masked_fill(recv_idx < 0, 0)
+        rows, _ = fused_a2a.fused_combine(recv * factors.sum(1, keepdim=True), group, handle, async_finish=True)
+    check_two_layers(rows, x, idx, probs, scales)
     fused_a2a._buffer.destroy()
 
 
+def megatron_hybrid(group, pad_multiple, num_permuted_tokens):
+    """Two layers of Megatron's HybridEPDispatch and HybridEPCombine."""
+    sys.path.insert(0, str(SOURCE))
+    from deep_ep.hybrid_ep_buffer import indices_to_map
+    from megatron.core.transformer.moe import fused_a2a
+
+    assert fused_a2a.HAVE_HYBRIDEP
+    num_local, num_experts = 4, 4 * group.size()
+    x, idx, probs, scales = a_batch(group.rank(), num_experts)
+    routing_map, _ = indices_to_map(idx, None, len(idx), num_experts)
+    rows, local_scales = x, scales[group.rank() * num_local :][:num_local]
+    sizes = {"num_permuted_tokens": num_permuted_tokens, "pad_multiple": pad_multiple}
+    for _ in range(2):
+        dense = torch.zeros(len(idx), num_experts).scatter(1, idx, probs)
+        recv, recv_probs, _, tokens, handle = fused_a2a.hybrid_ep_dispatch(
+            rows, routing_map, dense, group, num_local, **sizes
+        )
+        factors = torch.zeros(len(recv))
+        factors[: int(tokens.sum())] = local_scales.repeat_interleave(tokens)
+        assert handle[-1].tolist() == [0]
+        sizes_back = {**sizes, "num_permuted_tokens": num_permuted_tokens or tokens.sum()}
+        rows = fused_a2a.hybrid_ep_combine(recv * (recv_probs * factors)[:, None], handle, **sizes_back)
+    check_two_layers(rows, x, idx, probs, scales)
+    fused_a2a._hybrid_ep_buffer.destroy()
+
+
 def test_megatron_core():
-    pytest.importorskip("megatron.core", reason="megatron-core is not a test dependency: pip install megatron-core")
+    pytest.importorskip("megatron.core", reason=NO_MEGATRON)
     print(f"seed {SEED}")
     ranks.run_processes(2, megatron)
+
+
+@pytest.mark.parametrize(("pad_multiple", "num_permuted_tokens"), [(None, None), (16, None), (16, 256)])
+def test_megatron_core_hybrid_ep(pad_multiple, num_permuted_tokens):
+    pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+    print(f"seed {SEED}")
+    ranks.run_processes(2, megatron_hybrid, pad_multiple, num_permuted_tokens)

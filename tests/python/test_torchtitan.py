@@ -127,6 +127,61 @@ def test_its_deep_ep_backend_runs_on_our_package(titan):
     ranks.run_processes(2, through_deep_ep)
 
 
+def through_hybrid_ep(group, capacity_factor, pad_multiple):
+    """torchtitan's HybridEP backend on our package deep_ep: forward and gradients."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "compat" / "deep_ep"))
+    from torch._library import opaque_object
+
+    if not hasattr(opaque_object, "CustomClassBase"):  # its name in a later PyTorch
+        opaque_object.CustomClassBase = opaque_object.OpaqueBase
+    from torchtitan.distributed.deepep import hybridep
+
+    for op in (
+        hybridep._dispatch_impl,
+        hybridep._combine_impl,
+        hybridep._dispatch_bwd_impl,
+        hybridep._combine_bwd_impl,
+    ):
+        op.register_kernel("cpu")(op._init_fn)  # registered for GPUs only
+    rank, num_ranks = group.rank(), group.size()
+    num_experts, num_local = 4 * num_ranks, 4
+    generator = torch.Generator().manual_seed(SEED + rank)
+    scores, ids = torch.rand(TOKENS, num_experts, generator=generator).topk(TOPK)
+    x, scores = torch.randn(TOKENS, DIM, generator=generator).requires_grad_(), scores.requires_grad_()
+    factors = 1 + torch.arange(num_experts) / num_experts
+    out = x
+    for _ in range(2):
+        hybridep.get_buffer(group, DIM, TOKENS, num_local)
+        rows, counts, state = hybridep.dispatch_tokens(
+            out,
+            ids,
+            scores,
+            num_local,
+            num_experts,
+            group,
+            non_blocking_expert_capacity_factor=capacity_factor,
+            pad_multiple=pad_multiple,
+        )
+        of_rows = torch.zeros(len(rows), 1)
+        of_rows[: counts.sum(), 0] = factors[rank * num_local :][:num_local].repeat_interleave(counts)
+        out = hybridep.combine_tokens(rows * of_rows, state, pad_multiple)
+    out.square().sum().backward()
+    want_x, want_scores = x.detach().clone().requires_grad_(), scores.detach().clone().requires_grad_()
+    want = want_x
+    for _ in range(2):
+        want = want * (want_scores * factors[ids]).sum(1, keepdim=True)
+    want.square().sum().backward()
+    for mine, wanted in ((out, want), (x.grad, want_x.grad), (scores.grad, want_scores.grad)):
+        torch.testing.assert_close(mine, wanted)
+    hybridep._buffer.destroy()
+
+
+@pytest.mark.parametrize(("capacity_factor", "pad_multiple"), [(None, None), (None, 16), (1.0, None)])
+def test_its_hybrid_ep_backend_runs_on_our_package(titan, capacity_factor, pad_multiple):
+    print(f"seed {SEED}")
+    ranks.run_processes(2, through_hybrid_ep, capacity_factor, pad_multiple)
+
+
 def test_without_expert_parallelism_it_is_torchtitans(titan):
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 

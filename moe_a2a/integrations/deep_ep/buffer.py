@@ -164,7 +164,7 @@ class Buffer(OfExchange):
                 wait_for(previous_event)
                 rows, scales = rows_and_scales(self.rank, x)
                 num_blocks = self._blocks(config)
-            received = high_throughput.dispatch_again(exchange, rows, scales, handle, num_blocks=num_blocks)
+            received = high_throughput.begin_dispatch_again(exchange, rows, scales, handle, num_blocks=num_blocks)()
         else:
             with calls.refused_if_failed(exchange.collectives):
                 wait_for(previous_event)
@@ -180,7 +180,7 @@ class Buffer(OfExchange):
                 kind, bound = high_throughput.checked(
                     exchange, rows, scales, topk_idx, topk_weights, num_experts, num_worst_tokens
                 )
-            received = high_throughput.dispatch(
+            received = high_throughput.begin_dispatch(
                 exchange,
                 kind,
                 bound,
@@ -191,7 +191,7 @@ class Buffer(OfExchange):
                 expert_alignment=expert_alignment,
                 num_worst_tokens=num_worst_tokens,
                 num_blocks=num_blocks,
-            )
+            )()
         return (
             received.x if received.x_scales is None else (received.x, received.x_scales),
             received.topk_idx,
@@ -224,8 +224,8 @@ class Buffer(OfExchange):
             self._refuse("combine", bias=(bias, None))
             wait_for(previous_event)
             num_blocks = self._blocks(config)
-        combined = high_throughput.combine(exchange, x, handle, topk_weights, num_blocks=num_blocks)
-        return *combined, event_if(async_finish)
+        finish = high_throughput.begin_combine_of(exchange, x, handle, topk_weights, num_blocks=num_blocks)
+        return *finish(), event_if(async_finish)
 
     # ---- rows by expert
 

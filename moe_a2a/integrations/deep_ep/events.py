@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,21 +24,44 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An EventHandle or None, and tensors to keep until it is waited for. As a context manager it waits at the end."""
+    """An EventHandle or None, and tensors to keep until it is waited for. As a context manager it waits at the end.
+
+    hook_after_wait: called once by the next wait, which returns its result. event_overlap(release_handle=True) is for
+    `with`: the event is let go of at the end.
+    """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None):
         self.event = event
         self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], Any] | None = None
+        self._releases_at_exit = False
 
-    def current_stream_wait(self) -> None:
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Lets the current stream wait; returns what the hook returns, or None. release_handle: let go of the event."""
         if self.event is not None:
             self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if release_handle:
+            self.event = None
+        return None if hook is None else hook()
+
+    wait = current_stream_wait
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        if self.hook_after_wait is not None:
+            raise RuntimeError("this EventOverlap has a hook already; wait for it first")
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        self._releases_at_exit = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.current_stream_wait()
+        release, self._releases_at_exit = self._releases_at_exit, False
+        self.current_stream_wait(release)
 
 
 def wait_for(previous_event: EventOverlap | None) -> None:
@@ -47,3 +71,10 @@ def wait_for(previous_event: EventOverlap | None) -> None:
 
 def event_if(wanted: bool) -> EventOverlap:
     return EventOverlap(EventHandle() if wanted else None)
+
+
+def event_before(finish: Callable[[], Any]) -> EventOverlap:
+    """An event of what has been sent; waiting for it receives the rest and returns it."""
+    event = EventOverlap(EventHandle())
+    event.register_hook_after_wait(finish)
+    return event

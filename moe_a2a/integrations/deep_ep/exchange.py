@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -61,10 +62,14 @@ class Exchange:
 
     def most_tokens(self, num_tokens: int) -> int:
         """The largest number of tokens on any rank, read by the host."""
-        most = torch.tensor([num_tokens], dtype=torch.float32, device=self.comm.device)
-        result = int(self.collectives.all_reduce(most, "max"))
+        return self.largest(num_tokens)[0]
+
+    def largest(self, *numbers: int) -> list[int]:
+        """Of each number the largest on any rank, read by the host."""
+        mine = torch.tensor(numbers, dtype=torch.float32, device=self.comm.device)
+        largest = self.collectives.all_reduce(mine, "max").tolist()
         self.collectives._core.raise_reported()  # on a GPU a refused all-reduce returns, too
-        return result
+        return [int(number) for number in largest]
 
     def find(self, kind: Kind, num_max_tokens: int) -> ExpertParallel | None:
         """One of that kind for batches of num_max_tokens, if there is one."""
@@ -103,6 +108,39 @@ class Exchange:
         self._open[ep].append(handle)
         return handle
 
+    def begin_dispatch(
+        self,
+        ep: ExpertParallel,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        x_scales: Tensor | None,
+        *,
+        expert_alignment: int | None = None,
+        deferred: bool,
+        num_blocks: int,
+    ) -> Callable[[], DispatchHandle]:
+        """Sends the rows; what is returned receives them. expert_alignment: None: layout="rows", else "expert_major".
+        Not `deferred`: receives them at once, too."""
+        self.make_room(ep)
+        order: dict[str, Any] = {} if expert_alignment is None else {"layout": "expert_major"}
+        order["expert_alignment"] = expert_alignment
+        sent: dict[str, Any] = {"x_scales": x_scales, "num_blocks": num_blocks}
+        if not deferred:
+            opened = self.opened(ep, ep.dispatch(x, topk_idx, topk_weights, **sent, **order))
+            return lambda: opened
+        opened = self.opened(ep, ep.dispatch_send(x, topk_idx, topk_weights, **sent))
+
+        def receive() -> DispatchHandle:
+            if not opened.is_open:  # on every rank: make_room() goes by the order of calls alone
+                raise RuntimeError(
+                    f"a deferred dispatch of rank {self.rank} was lost, since num_buffers={ep.num_buffers} others followed; wait "
+                    "for its event before, or pass a larger num_buffers"
+                )
+            return ep.dispatch_recv(opened, **order, num_blocks=num_blocks)
+
+        return receive
+
     def check_handle(self, handle: Any, kind: type, opens: bool = False) -> None:
         """Raises unless it is one of that kind, of this exchange. On the peers the dispatch is refused if the call `opens`
         one, else the combine."""
@@ -135,6 +173,17 @@ class Exchange:
             ep.close()
         self.collectives.close()
         self.comm.close()
+
+
+def begin_combine(
+    y: Tensor, opened: DispatchHandle, *, presummed: bool = False, deferred: bool, num_blocks: int
+) -> Callable[[], Tensor]:
+    """What is returned receives the sums. `deferred`: the rows are sent now, else with it."""
+    ep: Any = opened.ep
+    if not deferred:
+        return lambda: ep.combine(y, opened, presummed=presummed, num_blocks=num_blocks)
+    ep.combine_send(y, opened, presummed=presummed, num_blocks=num_blocks)
+    return lambda: ep.combine_recv(opened, num_blocks=num_blocks)
 
 
 class OfExchange:

@@ -1,4 +1,4 @@
-"""ElasticBuffer's rows by route: one for each choice of an expert of this rank, grouped by expert.
+"""Rows by route, of ElasticBuffer and HybridEPBuffer: one for each choice of an expert of this rank, grouped by expert.
 
 A dispatch carries the weights that its caller gave, or else the index of each choice: a combine that returns topk_weights
 needs these to find the place of each, and opens another dispatch if the open one does not have them.
@@ -6,7 +6,9 @@ needs these to find the place of each, and opens another dispatch if the open on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, begin_combine
 from moe_a2a.row_routes import by_choice, choice_numbers, make_unweighted
 
 
@@ -26,7 +28,8 @@ class ExpandedHandle:
     topk_idx: Tensor
     expert_alignment: int
     num_rows: int
-    is_exact: bool  # num_rows is what arrived, not a bound
+    is_exact: bool  # num_rows holds what arrived; else it is a bound
+    drops: bool  # routes past num_rows are left out
     open: DispatchHandle  # of the latest dispatch; ended by a combine
     carries_choices: bool
 
@@ -48,7 +51,7 @@ def worst_num_rows(num_ranks: int, num_tokens: int, num_topk: int, num_local_exp
     return -(-rows // alignment) * alignment
 
 
-def dispatch(
+def begin_dispatch(
     exchange: Exchange,
     kind: Kind,
     x: Tensor,
@@ -59,45 +62,76 @@ def dispatch(
     *,
     expert_alignment: int,
     is_exact: bool,
+    num_rows: int | None = None,
+    deferred: bool = False,
     num_blocks: int,
-) -> tuple[ExpandedHandle, list[int]]:
-    """The handle, and with is_exact the rows of each expert, which the host reads."""
+) -> Callable[[], tuple[ExpandedHandle, list[int]]]:
+    """Sends; what is returned receives. The handle, and with is_exact the rows of each expert, which the host reads.
+
+    num_rows: how many rows to return; None: those that arrived with is_exact, else as many as could. If more arrive, that is
+    an error with is_exact; else the handle still has to drop_routes()."""
     if not exchange.find(kind, num_max_tokens):
         exchange.most_tokens(len(x))  # or learns that another rank's call has failed
     ep = exchange.expert_parallel(kind, num_max_tokens)
-    exchange.make_room(ep)
-    opened = _opened(exchange, ep, x, x_scales, topk_idx, topk_weights, expert_alignment, num_blocks)
-    with calls.combine_refused_if_failed(opened):
-        sizes = ep.num_ranks, num_max_tokens, ep.num_topk, ep.num_local_experts
-        num_rows, counts = worst_num_rows(*sizes, expert_alignment), []
-        if is_exact:
-            counts = [-(-n // expert_alignment) * expert_alignment for n in opened.expert_counts.tolist()]
-            opened._core.raise_reported()
-            num_rows = sum(counts)
-        has_choices = topk_weights is None
-        return ExpandedHandle(ep, topk_idx, expert_alignment, num_rows, is_exact, opened, has_choices), counts
+    receive = _begin(
+        exchange, ep, x, x_scales, topk_idx, topk_weights, expert_alignment, deferred=deferred, num_blocks=num_blocks
+    )
+
+    def finish() -> tuple[ExpandedHandle, list[int]]:
+        opened = receive()
+        with calls.combine_refused_if_failed(opened):
+            bound, counts = num_rows, []
+            if is_exact:
+                counts = [-(-n // expert_alignment) * expert_alignment for n in opened.expert_counts.tolist()]
+                opened._core.raise_reported()
+                bound = _checked_num_rows(ep.rank, num_rows, sum(counts))
+            elif bound is None:
+                sizes = ep.num_ranks, num_max_tokens, ep.num_topk, ep.num_local_experts
+                bound = worst_num_rows(*sizes, expert_alignment)
+            drops = num_rows is not None and not is_exact
+            what = ep, topk_idx, expert_alignment, bound, is_exact, drops
+            return ExpandedHandle(*what, opened, topk_weights is None), counts
+
+    return finish
 
 
-def dispatch_again(
+def begin_dispatch_again(
     exchange: Exchange,
     handle: ExpandedHandle,
     x: Tensor,
     x_scales: Tensor | None,
     topk_weights: Tensor | None,
     *,
+    deferred: bool = False,
     num_blocks: int,
-) -> None:
-    exchange.make_room(handle.ep)
-    handle.open = _opened(
-        exchange, handle.ep, x, x_scales, handle.topk_idx, topk_weights, handle.expert_alignment, num_blocks
-    )
-    handle.carries_choices = topk_weights is None
+) -> Callable[[], None]:
+    routing = handle.topk_idx, topk_weights, handle.expert_alignment
+    receive = _begin(exchange, handle.ep, x, x_scales, *routing, deferred=deferred, num_blocks=num_blocks)
+
+    def finish() -> None:
+        handle.open = receive()
+        handle.carries_choices = topk_weights is None
+        if handle.drops:
+            with calls.combine_refused_if_failed(handle.open):
+                drop_routes(handle)
+
+    return finish
+
+
+def drop_routes(handle: ExpandedHandle) -> None:
+    """Leaves out the routes at num_rows and behind, so that combine() neither reads nor adds them. The host reads nothing."""
+    opened = handle.open
+    opened.expert_offsets.clamp_(max=handle.num_rows)
+    positions = opened._core.term_positions(opened._handle)  # the terms' weights will all be 1
+    is_kept = (positions >= 0).cumprod(1).bool() & (positions < handle.num_rows)
+    order = is_kept.logical_not().to(torch.uint8).argsort(dim=1, stable=True)  # a row's terms end at its first -1
+    positions.copy_(torch.where(is_kept, positions, -1).gather(1, order))
 
 
 def rows(handle: ExpandedHandle, row_index: Tensor, num_blocks: int) -> tuple[Tensor, Tensor | None]:
     """Rows and scales; zeros between the experts' rows."""
     opened, has_scales = handle.open, handle.open.row_dtype.itemsize == 1
-    if not handle.is_exact:  # the kernel copies what arrived, and not up to the bound
+    if not handle.is_exact and not handle.drops:  # the kernel copies what arrived, and not up to the bound
         x, scales = opened._core.gather_rows(opened._handle, opened.row_dtype, num_blocks)
         return _resized(x, handle.num_rows), None if scales is None else _resized(scales, handle.num_rows)
     index, is_gap = row_index.clamp(min=0), (row_index < 0)[:, None]
@@ -106,17 +140,26 @@ def rows(handle: ExpandedHandle, row_index: Tensor, num_blocks: int) -> tuple[Te
     return x, opened.recv_x_scales.index_select(0, index).masked_fill_(is_gap, 0) if has_scales else None
 
 
-def combine(
-    exchange: Exchange, x: Tensor, handle: ExpandedHandle, topk_weights: Tensor | None, *, num_blocks: int
-) -> tuple[Tensor, Tensor | None]:
-    """The sums over all routes of the rows `x`, and `topk_weights` by token and choice."""
+Combined = tuple[Tensor, Tensor | None]
+
+
+def begin_combine_of(
+    exchange: Exchange,
+    x: Tensor,
+    handle: ExpandedHandle,
+    topk_weights: Tensor | None,
+    *,
+    deferred: bool = False,
+    num_blocks: int,
+) -> Callable[[], Combined]:
+    """What is returned receives the sums over all routes of the rows `x`, and `topk_weights` by token and choice."""
     ep = handle.ep
     if not handle.open.is_open or (topk_weights is not None and not handle.carries_choices):
         with calls.dispatch_refused_if_failed(ep):
             if handle.open.is_open:
                 handle.open.release()
             nothing = torch.empty(len(handle.topk_idx), ep.hidden, dtype=ep.dtype, device=ep.device)
-        dispatch_again(exchange, handle, nothing, None, None, num_blocks=num_blocks)
+        begin_dispatch_again(exchange, handle, nothing, None, None, num_blocks=num_blocks)()
     opened, table = handle.open, None
     with calls.attempt_refused_if_failed(ep, opened):
         _check_shape(ep.rank, "x", x, [handle.num_rows, ep.hidden])
@@ -125,13 +168,18 @@ def combine(
             index, shape = handle.row_index(), (ep.num_ranks * ep.num_max_tokens_per_rank, ep.num_topk)
             table = by_choice(topk_weights, index, handle.weights(index), *shape)
         make_unweighted(opened._core, opened._handle)
-    combined_x = ep.combine(x, opened, num_blocks=num_blocks)
-    if table is None:
-        return combined_x, None
-    return combined_x, exchange.collectives.reduce_scatter(table)[: len(handle.topk_idx)]
+    sums = begin_combine(x, opened, deferred=deferred, num_blocks=num_blocks)
+
+    def finish() -> Combined:
+        combined_x = sums()
+        if table is None:
+            return combined_x, None
+        return combined_x, exchange.collectives.reduce_scatter(table)[: len(handle.topk_idx)]
+
+    return finish
 
 
-def _opened(
+def _begin(
     exchange: Exchange,
     ep: ExpertParallel,
     x: Tensor,
@@ -139,21 +187,23 @@ def _opened(
     topk_idx: Tensor,
     topk_weights: Tensor | None,
     expert_alignment: int,
+    *,
+    deferred: bool,
     num_blocks: int,
-) -> DispatchHandle:
+) -> Callable[[], DispatchHandle]:
     if topk_weights is None:
         with calls.dispatch_refused_if_failed(ep):
             topk_weights = choice_numbers(topk_idx)
-    opened = ep.dispatch(
-        x,
-        topk_idx,
-        topk_weights,
-        x_scales=x_scales,
-        layout="expert_major",
-        expert_alignment=expert_alignment,
-        num_blocks=num_blocks,
-    )
-    return exchange.opened(ep, opened)
+    how: dict[str, Any] = {"expert_alignment": expert_alignment, "deferred": deferred, "num_blocks": num_blocks}
+    return exchange.begin_dispatch(ep, x, topk_idx, topk_weights, x_scales, **how)
+
+
+def _checked_num_rows(rank: int, num_rows: int | None, num_arrived: int) -> int:
+    if num_rows is not None and num_rows < num_arrived:
+        raise ValueError(
+            f"num_permuted_tokens={num_rows} < {num_arrived} rows on rank {rank}; pass a larger one, or None"
+        )
+    return num_arrived if num_rows is None else num_rows
 
 
 def _resized(rows: Tensor, num_rows: int) -> Tensor:

@@ -6,6 +6,7 @@ that is not repeated also exchanges the largest number of tokens and the choices
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, padded
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, begin_combine, padded
 from moe_a2a.row_routes import landed_rows
 
 
@@ -47,7 +48,7 @@ class Received:
     handle: Handle | None = None
 
 
-def dispatch(
+def begin_dispatch(
     exchange: Exchange,
     kind: Kind,
     bound: int | None,
@@ -58,9 +59,10 @@ def dispatch(
     *,
     expert_alignment: int,
     num_worst_tokens: int,
+    deferred: bool = False,
     num_blocks: int,
-) -> Received:
-    """kind, bound and the arguments that they come from: see checked()."""
+) -> Callable[[], Received]:
+    """Sends; what is returned receives. kind, bound and the arguments that they come from: see checked()."""
     if bound is None or not exchange.find(kind, bound):
         most = exchange.most_tokens(len(x))  # or learns that another rank's call has failed
         bound = most if bound is None else bound
@@ -68,51 +70,95 @@ def dispatch(
     with calls.refused_if_failed(exchange.collectives):
         table = _choices(topk_idx, topk_weights, ep)
     choices = exchange.gathered(table)
-    exchange.make_room(ep)
-    opened = exchange.opened(ep, ep.dispatch(x, topk_idx, x_scales=x_scales, num_blocks=num_blocks))
-    with calls.combine_refused_if_failed(opened):
-        handle = Handle(ep, topk_idx, _row_index(opened, num_worst_tokens), opened)
-        received = Received(*_packed(handle, opened, x_scales), handle=handle)
-        received.topk_idx, weights = _received_choices(handle, choices)
-        received.topk_weights = None if topk_weights is None else weights
-        counts = [] if num_worst_tokens else opened.expert_counts.tolist()
-        received.num_tokens_per_expert = [-(-count // expert_alignment) * expert_alignment for count in counts]
-    return received
+    receive = exchange.begin_dispatch(ep, x, topk_idx, None, x_scales, deferred=deferred, num_blocks=num_blocks)
+
+    def finish() -> Received:
+        opened = receive()
+        with calls.combine_refused_if_failed(opened):
+            handle = Handle(ep, topk_idx, _row_index(opened, num_worst_tokens), opened)
+            received = Received(*_packed(handle, opened, x_scales), handle=handle)
+            received.topk_idx, weights = _received_choices(handle, choices)
+            received.topk_weights = None if topk_weights is None else weights
+            counts = [] if num_worst_tokens else opened.expert_counts.tolist()
+            received.num_tokens_per_expert = [-(-count // expert_alignment) * expert_alignment for count in counts]
+        return received
+
+    return finish
 
 
-def dispatch_again(
-    exchange: Exchange, x: Tensor, x_scales: Tensor | None, handle: Handle, *, num_blocks: int
-) -> Received:
-    """The rows of `x` along the routing of an earlier dispatch."""
-    opened = _opened_again(exchange, x, x_scales, handle, num_blocks)
-    with calls.combine_refused_if_failed(opened):
-        return Received(*_packed(handle, opened, x_scales))
+def begin_dispatch_again(
+    exchange: Exchange,
+    x: Tensor,
+    x_scales: Tensor | None,
+    handle: Handle,
+    *,
+    topk_weights: Tensor | None = None,
+    deferred: bool = False,
+    num_blocks: int,
+) -> Callable[[], Received]:
+    """The rows of `x` along the routing of an earlier dispatch, and topk_weights if given, which all ranks exchange."""
+    choices = None
+    if topk_weights is not None:
+        with calls.refused_if_failed(exchange.collectives):
+            arguments.check_tensor(exchange.rank, "topk_weights", topk_weights)
+            _check_choices(exchange.rank, "topk_weights", topk_weights, list(handle.topk_idx.shape))
+            table = _choices(handle.topk_idx, topk_weights, handle.ep)
+        choices = exchange.gathered(table)
+    receive = exchange.begin_dispatch(
+        handle.ep, x, handle.topk_idx, None, x_scales, deferred=deferred, num_blocks=num_blocks
+    )
+
+    def finish() -> Received:
+        handle.open = receive()
+        with calls.combine_refused_if_failed(handle.open):
+            received = Received(*_packed(handle, handle.open, x_scales))
+            if choices is not None:
+                received.topk_weights = _received_choices(handle, choices)[1]
+        return received
+
+    return finish
 
 
-def combine(
-    exchange: Exchange, x: Tensor, handle: Handle, topk_weights: Tensor | None, *, num_blocks: int
-) -> tuple[Tensor, Tensor | None]:
-    """The sums over ranks of the packed rows `x`, and of `topk_weights` by choice."""
+Combined = tuple[Tensor, Tensor | None]
+
+
+def begin_combine_of(
+    exchange: Exchange,
+    x: Tensor,
+    handle: Handle,
+    topk_weights: Tensor | None,
+    *,
+    deferred: bool = False,
+    num_blocks: int,
+) -> Callable[[], Combined]:
+    """What is returned receives the sums over ranks of the packed rows `x`, and of `topk_weights` by choice."""
     opened = handle.open
     if not opened.is_open:
         ep = handle.ep
         nothing = torch.empty(len(handle.topk_idx), ep.hidden, dtype=ep.dtype, device=ep.device)
-        opened = _opened_again(exchange, nothing, None, handle, num_blocks)
+        receive = exchange.begin_dispatch(
+            ep, nothing, handle.topk_idx, None, None, deferred=False, num_blocks=num_blocks
+        )
+        handle.open = opened = receive()
     with calls.attempt_refused_if_failed(
         handle.ep, opened
     ):  # released here alone, it would not be open on the other ranks
         _check_rows(handle, "x", x, handle.ep.hidden)
         rows = handle.unpacked(x)
-    combined_x = handle.ep.combine(rows, opened, presummed=True, num_blocks=num_blocks)
-    if topk_weights is None:
-        return combined_x, None
-    with calls.refused_if_failed(exchange.collectives):
-        _check_rows(handle, "topk_weights", topk_weights, handle.ep.num_topk)
-        by_choice = topk_weights.new_zeros(
-            handle.ep.num_ranks * handle.ep.num_max_tokens_per_rank + 1, handle.ep.num_topk
-        )
-        by_choice.index_copy_(0, handle.row_index, topk_weights)
-    return combined_x, exchange.collectives.reduce_scatter(by_choice[:-1])[: len(handle.topk_idx)]
+    sums = begin_combine(rows, opened, presummed=True, deferred=deferred, num_blocks=num_blocks)
+
+    def finish() -> Combined:
+        combined_x = sums()
+        if topk_weights is None:
+            return combined_x, None
+        with calls.refused_if_failed(exchange.collectives):
+            _check_rows(handle, "topk_weights", topk_weights, handle.ep.num_topk)
+            num_rows = handle.ep.num_ranks * handle.ep.num_max_tokens_per_rank
+            by_choice = topk_weights.new_zeros(num_rows + 1, handle.ep.num_topk)
+            by_choice.index_copy_(0, handle.row_index, topk_weights)
+        return combined_x, exchange.collectives.reduce_scatter(by_choice[:-1])[: len(handle.topk_idx)]
+
+    return finish
 
 
 def checked(
@@ -130,10 +176,8 @@ def checked(
     arguments.check_optional_tensor(rank, "topk_weights", topk_weights)
     shape = [len(x), topk_idx.shape[-1]]
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        if tensor is not None and list(tensor.shape) != shape:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)} on rank {rank}; pass {shape}, one row per row of x"
-            )
+        if tensor is not None:
+            _check_choices(rank, name, tensor, shape)
     dtype = x.dtype if x_scales is None else torch.bfloat16
     kind = Kind(num_experts, topk_idx.shape[1], x.shape[1], dtype, is_low_latency=False)
     if not arguments.checked_int(rank, "num_worst_tokens", num_worst_tokens, 0):
@@ -145,6 +189,11 @@ def checked(
             f"{exchange.num_ranks} ranks; pass a larger num_worst_tokens"
         )
     return kind, bound
+
+
+def _check_choices(rank: int, name: str, tensor: Tensor, shape: list[int]) -> None:
+    if list(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)} on rank {rank}; pass {shape}, one row per row of x")
 
 
 def _check_rows(handle: Handle, name: str, rows: Tensor, width: int) -> None:
@@ -182,12 +231,3 @@ def _row_index(opened: DispatchHandle, num_worst_tokens: int) -> Tensor:
 def _packed(handle: Handle, opened: DispatchHandle, x_scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
     scales = None if x_scales is None else handle.packed(opened.recv_x_scales)
     return handle.packed(opened.recv_x), scales
-
-
-def _opened_again(
-    exchange: Exchange, x: Tensor, x_scales: Tensor | None, handle: Handle, num_blocks: int
-) -> DispatchHandle:
-    exchange.make_room(handle.ep)
-    opened = handle.ep.dispatch(x, handle.topk_idx, x_scales=x_scales, num_blocks=num_blocks)
-    handle.open = exchange.opened(handle.ep, opened)
-    return opened

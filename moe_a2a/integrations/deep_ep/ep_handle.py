@@ -1,0 +1,99 @@
+"""EPHandle: what a dispatch of an ElasticBuffer or EPBuffer returns beside its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.integrations.deep_ep import expanded, high_throughput
+from moe_a2a.row_routes import landed_rows
+
+
+@dataclass(eq=False)
+class EPHandle:
+    """A routing, for any number of dispatches and combines.
+
+    num_recv_tokens_per_expert_list holds the rows of each local expert, rounded up to expert_alignment; it is empty without
+    do_cpu_sync. On the device: psum_num_recv_tokens_per_scaleup_rank, int32 [R], the tokens received from the ranks up to each;
+    psum_num_recv_tokens_per_expert, int32 [E_local], the end of each expert's rows, if they are expanded without the padding
+    behind them; num_unaligned_recv_tokens_per_expert, int32 [E_local].
+    """
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    num_recv_tokens_per_expert_list: list[int]
+    psum_num_recv_tokens_per_scaleup_rank: Tensor
+    psum_num_recv_tokens_per_expert: Tensor
+    num_unaligned_recv_tokens_per_expert: Tensor
+    _routing: high_throughput.Handle | expanded.ExpandedHandle
+    _recv_topk_idx: Tensor | None
+    _topk_idx: Tensor
+    _version: int | None  # None: made in inference mode, which counts no changes
+
+    @property
+    def ep(self) -> ExpertParallel:
+        return self._routing.ep
+
+    @property
+    def topk_idx(self) -> Tensor:
+        """Of the dispatch. Raises if it has been changed since."""
+        if self._version is not None and self._topk_idx._version != self._version:
+            raise RuntimeError(
+                f"topk_idx of a handle of rank {self.ep.rank} has been changed since its dispatch; pass a copy"
+            )
+        return self._topk_idx
+
+    @property
+    def num_recv_tokens(self) -> int:
+        """Tokens received, which the host reads; without do_cpu_sync the most that could be."""
+        if self._has_counts:
+            return int(self.psum_num_recv_tokens_per_scaleup_rank[-1])
+        return self.ep.num_ranks * self.num_max_tokens_per_rank
+
+    @property
+    def num_expanded_tokens(self) -> int:
+        """Rows by route, padding included; without do_cpu_sync the most that could be."""
+        if self._has_counts:
+            return sum(self.num_recv_tokens_per_expert_list)
+        sizes = self.ep.num_ranks, self.num_max_tokens_per_rank, self.ep.num_topk, self.ep.num_local_experts
+        return expanded.worst_num_rows(*sizes, self.expert_alignment)
+
+    @property
+    def _has_counts(self) -> bool:
+        return bool(self.num_recv_tokens_per_expert_list)
+
+
+def handle_of(
+    routing: high_throughput.Handle | expanded.ExpandedHandle,
+    topk_idx: Tensor,
+    counts: list[int],
+    recv_topk_idx: Tensor | None,
+    *,
+    num_experts: int,
+    expert_alignment: int,
+    num_max_tokens: int,
+    num_sms: int,
+) -> EPHandle:
+    do_expand = isinstance(routing, expanded.ExpandedHandle)
+    sums = _prefix_sums(routing, expert_alignment, do_expand)
+    sizes = do_expand, num_experts, expert_alignment, num_max_tokens, num_sms
+    version = None if topk_idx.is_inference() else topk_idx._version
+    return EPHandle(*sizes, counts, *sums, routing, recv_topk_idx, topk_idx, version)
+
+
+def _prefix_sums(routing: Any, alignment: int, do_expand: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of tokens by rank and of rows by expert, and the rows of each expert without padding."""
+    ep, opened = routing.ep, routing.open
+    rows = landed_rows(opened._core, opened._handle)
+    ends = torch.arange(1, ep.num_ranks + 1, device=rows.device, dtype=rows.dtype) * ep.num_max_tokens_per_rank
+    counts = opened.expert_counts.clone()
+    aligned = (counts + alignment - 1) // alignment * alignment
+    ends_of_experts = aligned.cumsum(0) + (counts - aligned if do_expand else 0)
+    return torch.searchsorted(rows, ends, out_int32=True), ends_of_experts.to(torch.int32), counts
