@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, reference
+from moe_a2a import _core, arguments, block_scales, calls, reference
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.devices import float8_dtype
@@ -199,7 +199,8 @@ class TwoLevelExpertParallel:
                     failure = error
                 passage, batch = self._pass_on(sent, failure)
                 how: dict[str, Any] = {"layout": layout, "expert_alignment": expert_alignment, "num_blocks": num_blocks}
-                return TwoLevelHandle(self, self.local.dispatch(**batch, **how), passage, routed_by)
+                local, scales_dtype = self.local.dispatch(**batch, **how), block_scales.byte_dtype(x_scales)
+                return TwoLevelHandle(self, local, passage, routed_by, scales_dtype)
         finally:
             self._num_dispatches += 1
 
@@ -262,6 +263,7 @@ class TwoLevelExpertParallel:
     ) -> Sent:
         arguments.check_tensor(self.rank, "x", x)
         arguments.check_optional_tensor(self.rank, "x_scales", x_scales)
+        x_scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
         tensors = (x, topk_idx, topk_weights, x_scales)
         _core.check_dispatch(self.rank, *self._sizes(), self.dtype, self.device, *tensors, quantized)
         with torch.no_grad():
