@@ -50,6 +50,7 @@ LAYERS = {
     "experts": ["experts", "expert_weights", "grouped_gemm"],
     "parts": [
         "arguments",
+        "block_scales",
         "boards",
         "calls",
         "capabilities",
