@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, codecs, experts, launch_tables
+from moe_a2a import _core, arguments, block_scales, calls, codecs, experts, launch_tables
 from moe_a2a.communicator import CommunicatorClient
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError
@@ -148,7 +148,8 @@ class ExpertParallel(CommunicatorClient):
             handle: instead of topk_idx and topk_weights, an earlier handle whose routing is used again.
             layout, expert_alignment: see DispatchHandle; default: "rows" and 1, or those of `handle`. Only
                 layout="expert_major" takes an alignment (1 to 256).
-            x_scales: [num_tokens, ceil(H / 128)] float32, with float8 x.
+            x_scales: with float8 x: [num_tokens, ceil(H / 128)] float32, or [num_tokens, ceil(H / 32)] uint8 or
+                float8_e8m0fnu (MXFP8). They travel bit for bit; every rank passes the same dtype.
             quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448).
             num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
 
@@ -169,10 +170,12 @@ class ExpertParallel(CommunicatorClient):
         quantized = arguments.checked_quantize(self.rank, quantize)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
         row_dtype = float8_dtype(self.device) if quantized else x.dtype
+        scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
         sent = core.dispatch(
-            x, *routing, x_scales, quantized, arguments.layout_index(layout), expert_alignment, num_blocks
+            x, *routing, scales, quantized, arguments.layout_index(layout), expert_alignment, num_blocks
         )
-        return self._dispatched(sent, row_dtype, routing)._received(layout, expert_alignment, num_blocks)
+        handle = self._dispatched(sent, row_dtype, routing, x_scales)
+        return handle._received(layout, expert_alignment, num_blocks)
 
     @calls.serves_a_handle(position=1)
     def combine(
@@ -283,8 +286,9 @@ class ExpertParallel(CommunicatorClient):
         quantized = arguments.checked_quantize(self.rank, quantize)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
         row_dtype = float8_dtype(self.device) if quantized else x.dtype
-        sent = core.dispatch_send(x, *routing, x_scales, quantized, num_blocks)
-        return self._dispatched(sent, row_dtype, routing)
+        scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
+        sent = core.dispatch_send(x, *routing, scales, quantized, num_blocks)
+        return self._dispatched(sent, row_dtype, routing, x_scales)
 
     @calls.serves_a_handle(position=0)
     def dispatch_recv(
@@ -355,11 +359,11 @@ class ExpertParallel(CommunicatorClient):
     _refuse_dispatch = calls.refuse_dispatch
 
     def _dispatched(
-        self, sent: Any, row_dtype: torch.dtype, routing: tuple[torch.Tensor, torch.Tensor | None]
+        self, sent: Any, row_dtype: torch.dtype, routing: Any, x_scales: torch.Tensor | None
     ) -> DispatchHandle:
         if self._trace is not None:
             self._trace.dispatched(routing[0], row_dtype)
-        return DispatchHandle(self, sent, row_dtype, routing)
+        return DispatchHandle(self, sent, row_dtype, routing, block_scales.byte_dtype(x_scales))
 
     def _checked_wire(self, wire: Any) -> int:
         codec = codecs.checked_index(self.rank, "wire", wire)

@@ -25,6 +25,11 @@ def run_and_combine(
     num_max_routes: int | None,
 ) -> torch.Tensor:
     """Implements ExpertParallel.experts(), with its arguments."""
+    if handle._scales_dtype is not None:
+        raise ValueError(
+            f"handle of a dispatch with x_scales of {handle._scales_dtype} on rank {handle.ep.rank}; these experts take a float32 "
+            "per 128 values: pass such x_scales, or run experts of your own between dispatch() and combine()"
+        )
     core, key, codec = handle.ep._core, handle._handle, codecs.checked_index(handle.ep.rank, "wire", wire)
     by_kernels = runs_kernels(handle.ep, weights, handle.row_dtype, fused)
     if num_max_routes is not None:

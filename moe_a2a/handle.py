@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moe_a2a import block_scales
 from moe_a2a.row_routes import row_routes
 
 
@@ -59,6 +60,7 @@ class DispatchHandle:
         "_expert_x",
         "_routing",
         "_num_blocks",
+        "_scales_dtype",
         "__weakref__",
     )
 
@@ -68,6 +70,7 @@ class DispatchHandle:
         core_handle: Any,
         row_dtype: torch.dtype,
         routing: tuple[torch.Tensor, torch.Tensor | None],
+        scales_dtype: torch.dtype | None = None,
     ):
         self.ep = ep
         self.row_dtype = row_dtype
@@ -78,6 +81,7 @@ class DispatchHandle:
         self._expert_x: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._routing = routing
         self._num_blocks = 0
+        self._scales_dtype = scales_dtype  # None: float32
 
     def _received(self, layout: str, expert_alignment: int, num_blocks: int) -> DispatchHandle:
         self.layout, self.expert_alignment, self._num_blocks = layout, expert_alignment, num_blocks
@@ -91,8 +95,9 @@ class DispatchHandle:
 
     @property
     def recv_x_scales(self) -> torch.Tensor:
-        """[R * T, ceil(H / 128)] float32, one scale per 128 values of a float8 row."""
-        return self._core.recv_x_scales(self._handle)
+        """[R * T, ceil(H / 128)] float32, one scale per 128 values of a float8 row; if x_scales were bytes, [R * T, ceil(H / 32)]
+        of their dtype."""
+        return block_scales.unpacked(self._core.recv_x_scales(self._handle), self._scales_dtype, self.ep.hidden)
 
     @property
     def expert_row_index(self) -> torch.Tensor:
@@ -171,11 +176,11 @@ class DispatchHandle:
 
     @property
     def expert_x_scales(self) -> torch.Tensor:
-        """The scales of float8 expert_x: [..., ceil(H / 128)] float32."""
+        """The scales of float8 expert_x: [..., ceil(H / 128)] float32; if x_scales were bytes, [..., ceil(H / 32)] of their dtype."""
         scales = self._gathered()[1]
         if scales is None:
             raise RuntimeError('expert_x_scales exists only for float8 rows; dispatch with x_scales= or quantize="fp8"')
-        return scales
+        return block_scales.unpacked(scales, self._scales_dtype, self.ep.hidden)
 
     def _gathered(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.layout == "rows":

@@ -13,7 +13,8 @@ default group), the device is that of bootstrap.device (None: as ExpertParallel 
 create_communication() go to ExpertParallel: timeout, num_blocks, num_max_ll_tokens, launch_table, device.
 
 A received row lists the experts of this rank that its token chose; other choices are invalid_expert_id. Rows are in bfloat16 or
-float16 (dispatch_format None, BF16, FP16), or float8 with a scale per 128 values (DeepSeekFp8).
+float16 (dispatch_format None, BF16, FP16), or float8 with a float32 per 128 values (DeepSeekFp8) or a byte per 32 (MXFP8: scales
+[num_tokens, ceil(hidden / 32)], not swizzled).
 Contract: `flashinfer/moe_ep/core/comm/communication.py` of FlashInfer 0.7.2.
 """
 
@@ -39,7 +40,7 @@ except ImportError as error:
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 
-ROW_FORMATS = ("BF16", "FP16", "DeepSeekFp8")  # besides None
+ROW_FORMATS = ("BF16", "FP16", "DeepSeekFp8", "MXFP8")  # besides None
 
 
 @register_communication("moe_a2a")

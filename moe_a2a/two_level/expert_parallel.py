@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, reference
+from moe_a2a import _core, arguments, block_scales, calls, reference
 from moe_a2a.client import OnePerRank
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
@@ -170,14 +170,16 @@ class TwoLevelExpertParallel(OnePerRank):
                 routed_by = self._routed_by(handle, topk_idx, topk_weights)
                 layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
                 num_blocks = arguments.checked_int(self.rank, "num_blocks", num_blocks, 0)
-                self._check_batch(x, *routed_by, x_scales, quantized := arguments.checked_quantize(self.rank, quantize))
-                sent = self._packed(x, *routed_by, x_scales, quantized)
+                quantized = arguments.checked_quantize(self.rank, quantize)
+                scales = self._checked_batch(x, *routed_by, x_scales, quantized)
+                sent = self._packed(x, *routed_by, scales, quantized)
             except BaseException as error:
                 failure = error
             passage, batch = self._pass_on(sent, failure)
             how: dict[str, Any] = {"layout": layout, "expert_alignment": expert_alignment, "num_blocks": num_blocks}
+            about = passage, routed_by, block_scales.byte_dtype(x_scales)
             return self._calls.on_every_node(
-                passage, lambda: TwoLevelHandle(self, self.local.dispatch(**batch, **how), passage, routed_by)
+                passage, lambda: TwoLevelHandle(self, self.local.dispatch(**batch, **how), *about)
             )
 
     def combine(
@@ -237,14 +239,19 @@ class TwoLevelExpertParallel(OnePerRank):
         arguments.check_only_handle(self.rank, topk_idx, topk_weights)
         return self._own(handle)._routed_by
 
-    def _check_batch(self, x: Any, *others: Any) -> None:
-        """Raises what ExpertParallel.dispatch() would. `others`: topk_idx, topk_weights, x_scales, whether to quantise."""
+    def _checked_batch(
+        self, x: Any, topk_idx: Any, topk_weights: Any, x_scales: Any, quantized: bool
+    ) -> torch.Tensor | None:
+        """x_scales as they travel. Raises what ExpertParallel.dispatch() would."""
         arguments.check_tensor(self.rank, "x", x)
-        arguments.check_optional_tensor(self.rank, "x_scales", others[2])
+        arguments.check_optional_tensor(self.rank, "x_scales", x_scales)
+        scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
         sizes = self.num_experts, self.num_topk, self.hidden, self.num_max_tokens_per_rank
-        _core.check_dispatch(self.rank, *sizes, self.dtype, self.device, x, *others)
+        tensors = x, topk_idx, topk_weights, scales
+        _core.check_dispatch(self.rank, *sizes, self.dtype, self.device, *tensors, quantized)
         if self.device.type != "cpu":
-            self._check_range(others[0])
+            self._check_range(topk_idx)
+        return scales
 
     @torch.no_grad()
     def _packed(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.two_level.passage import Passage
 
@@ -17,7 +19,14 @@ class TwoLevelHandle(DispatchHandle):
 
     __slots__ = ("_two_level", "_passage", "_routed_by")
 
-    def __init__(self, two_level: Any, local: DispatchHandle, passage: Passage, routed_by: tuple[Any, Any]):
-        super().__init__(local.ep, local._handle, local.row_dtype, local._routing)
+    def __init__(
+        self,
+        two_level: Any,
+        local: DispatchHandle,
+        passage: Passage,
+        routed_by: tuple[Any, Any],
+        scales_dtype: torch.dtype | None,
+    ):
+        super().__init__(local.ep, local._handle, local.row_dtype, local._routing, scales_dtype)
         self._received(local.layout, local.expert_alignment, local._num_blocks)
         self._two_level, self._passage, self._routed_by = two_level, passage, routed_by

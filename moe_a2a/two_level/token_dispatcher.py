@@ -100,7 +100,7 @@ class TwoLevelTokenDispatcher:
             try:
                 topk_idx, topk_weights = arguments.checked_routing(ep.rank, topk_idx, topk_weights)
                 with torch.no_grad():
-                    ep._check_batch(x, topk_idx, topk_weights, None, False)
+                    ep._checked_batch(x, topk_idx, topk_weights, None, False)
                 trip = _Trip(ep, ep._packed(x, topk_idx, topk_weights))
             except BaseException as error:
                 ep._pass_on(None, error)

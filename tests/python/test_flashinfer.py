@@ -2,6 +2,8 @@
 
 # ruff: noqa: E402 (what follows importorskip needs flashinfer)
 
+import dataclasses
+
 import on_device
 import pytest
 import ranks
@@ -114,6 +116,30 @@ def test_float8_rows_bring_their_scales():
     on_device.run(2, program)
 
 
+def test_mxfp8_rows_bring_their_scales():
+    print(f"seed {SEED}")
+
+    def program(group):
+        comm, device = backend(group, dispatch_format=QuantFormat.MXFP8), default_device()
+        x, topk_ids, topk_weights = tokens_of(comm.ep_rank, 0, 2 * EXPERTS_PER_RANK, torch.float32)
+        exponents = x.reshape(-1, HIDDEN // 32, 32).abs().amax(dim=2).log2().ceil() - 8
+        rows = (
+            (x.reshape(-1, HIDDEN // 32, 32) / exponents.exp2()[:, :, None]).reshape(x.shape).to(float8_dtype(device))
+        )
+        sent = [part.to(device) for part in (rows, topk_ids, topk_weights, (exponents + 127).to(torch.uint8))]
+        received = comm.dispatch(*sent[:3], hidden_states_scale=sent[3])
+        factors = (received.hidden_states_scale.float() - 127).exp2().repeat_interleave(32, dim=1)
+        received = dataclasses.replace(
+            received, hidden_states=received.hidden_states.float() * factors, hidden_states_scale=None
+        )
+        first = comm.ep_rank * EXPERTS_PER_RANK
+        out = comm.combine(fused_moe(received, first, first + EXPERTS_PER_RANK, torch.bfloat16))
+        torch.testing.assert_close(out.cpu().float(), expected(x, topk_ids, topk_weights), rtol=0.1, atol=0.1)
+        comm.destroy()
+
+    on_device.run(2, program)
+
+
 def test_it_is_listed():
     assert "moe_a2a" in available_communication_backends()
 
@@ -136,7 +162,7 @@ def test_calls_out_of_order_are_refused():
     on_device.run(1, program)
 
 
-@pytest.mark.parametrize("name", ["NVFP4", "MXFP8"])
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP4"])
 def test_formats_that_it_does_not_send_are_refused(name):
     with pytest.raises(ValueError, match=f"dispatch_format={name} on rank 0"):
         backend(moe_a2a.thread_group(1)[0], dispatch_format=QuantFormat[name])

@@ -1,6 +1,6 @@
 """torchtitan's RoutedExperts with our token dispatcher, against its own all-to-all and against one rank.
 
-CI has no torchtitan. To run these: pip install torchtitan==0.3.0.
+CI has no torchtitan. To run these: pip install torchtitan==0.3.0 triton (which a CPU build of PyTorch does not bring).
 """
 
 import copy

@@ -128,6 +128,15 @@ def layouts_program(world, num_nodes, num_local, seed):
                 results.append(ep.combine(y, handle))
             torch.testing.assert_close(*results)
 
+        factors = torch.randint(0, 255, (T, -(-H // 32)), generator=generator).to(two.device, torch.uint8)
+        results = []
+        for ep in (flat, two):
+            handle = ep.dispatch(ready[0], topk_idx, topk_weights, x_scales=factors)
+            index = handle.expert_row_index[: handle.num_routes].long()
+            y = handle.recv_x_scales[index].float().repeat_interleave(32, dim=1)[:, :H].contiguous()
+            results.append(ep.combine(y, handle))
+        torch.testing.assert_close(*results)
+
         first = two.dispatch(x, topk_idx, topk_weights)
         again = two.dispatch(2 * x, handle=first)
         assert (first.is_open, again.is_open) == (True, True)

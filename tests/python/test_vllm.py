@@ -47,6 +47,7 @@ def test_it_does_nothing_unless_switched_on(monkeypatch, value):
         ({"enable_expert_parallel": False}, False, "has a part of every expert"),
         ({}, True, "route by themselves"),
         ({"expert_placement_strategy": "round_robin"}, False, 'is not "linear"'),
+        ({"use_ubatching": True}, False, "dual-batch overlap"),
     ],
 )
 def test_what_it_leaves_to_vllm(changes, monolithic, why):

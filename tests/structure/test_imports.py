@@ -51,6 +51,7 @@ LAYERS = {
     "parts": [
         "agreement",
         "arguments",
+        "block_scales",
         "boards",
         "calls",
         "capabilities",

@@ -3,7 +3,7 @@
     MOE_A2A_VLLM=1 vllm serve <model> --data-parallel-size 2 --enable-expert-parallel
 
 It takes the place of the default all2all backend (allgather_reducescatter) wherever experts are spread over ranks. See docs/vllm.md.
-Interface: vLLM 0.32, `model_executor/layers/fused_moe`.
+Interface: vLLM 0.32 and 0.33, `model_executor/layers/fused_moe`.
 """
 
 from __future__ import annotations
@@ -51,4 +51,6 @@ def _why_not(parallel: Any, use_monolithic: bool) -> str | None:
         return "these experts route by themselves"
     if getattr(parallel, "expert_placement_strategy", "linear") != "linear":
         return f'expert_placement_strategy="{parallel.expert_placement_strategy}" is not "linear"'
+    if getattr(parallel, "use_ubatching", False):
+        return "with dual-batch overlap a layer has two batches open at once"
     return None
