@@ -1,6 +1,6 @@
 """Scales of float8 rows that are bytes, one per 32 values, as MXFP8 has them (E8M0).
 
-The kernels copy a float32 per 128 values with a row and read none of its bits, so four such bytes travel in the place of one.
+The kernels copy one float32 per 128 values along with a row and never interpret it, so four such bytes travel in its place.
 """
 
 from __future__ import annotations
