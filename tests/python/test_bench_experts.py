@@ -43,8 +43,8 @@ def test_experts(tmp_path):
         assert (line["columns"], line["depth"]) == ((64, 64) if line["product"] == "gate_up" else (64, 32))
         flops = 2 * line["rows"] * line["columns"] * line["depth"]
         assert line["tflops"] == pytest.approx(1e-6 * flops / line["us"])
-        rate = line["dtype"] == "float8" and limit["float8_tflops"] or limit["tflops"]
-        least = max(line["tflops"] / rate, line["tbps"] / limit["tbps"])
+        assert limit["float8_tflops"] is None  # on the CPU torch._scaled_mm is slower than what it would bound
+        least = max(line["tflops"] / limit["tflops"], line["tbps"] / limit["tbps"])
         assert line["share_of_limit"] == pytest.approx(least)
         assert line["sm_mhz"] is None and line["kernel"] is None  # GPU only
 
