@@ -41,6 +41,16 @@ def check_optional_tensor(rank: int, name: str, value: Any) -> None:
         raise TypeError(f"{name} is a {type(value).__name__} on rank {rank}; pass a torch.Tensor or None")
 
 
+def check_fits(
+    rank: int, name: str, tensor: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    if list(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(
+            f"{name} is {list(tensor.shape)} of {tensor.dtype} on {tensor.device} on rank {rank}, expected {shape} of {dtype} on "
+            f"{device}; pass such a tensor"
+        )
+
+
 def checked_routing(rank: int, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if topk_idx is None:
         raise ValueError(f"topk_idx is None on rank {rank}; pass topk_idx or handle=")

@@ -283,11 +283,7 @@ class TwoLevelCollectives(OnePerRank):
             shape[0] = shape[0] // self.num_ranks if kind == "reduce_scatter" else shape[0] * self.num_ranks
         if out is None:
             return torch.empty(shape, dtype=x.dtype, device=x.device)
-        if list(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
-            raise ValueError(
-                f"out is {list(out.shape)} of {out.dtype} on {out.device} on rank {self.rank}, expected {shape} of {x.dtype} on "
-                f"{x.device}; pass such a tensor"
-            )
+        arguments.check_fits(self.rank, "out", out, shape, x.dtype, x.device)
         return out
 
     def _check_overlap(self, kind: str, x: torch.Tensor, out: torch.Tensor) -> None:

@@ -226,7 +226,7 @@ class TwoLevelExpertParallel(OnePerRank):
     def _refuse_dispatch(self, error: BaseException) -> None:
         """For a caller that fails before its dispatch(), for which the other ranks may already wait."""
         with contextlib.suppress(BaseException):
-            if not self.is_closed and not self._rail.lost:
+            if not self.is_closed:
                 self._calls.begin_dispatch(False, [0] * self.num_nodes, error)
         self.local._refuse_dispatch(error)
         self._num_dispatches += 1
@@ -325,12 +325,7 @@ class TwoLevelExpertParallel(OnePerRank):
         arguments.check_optional_tensor(self.rank, "out", out)
         if out is None:
             return
-        shape = [num_tokens, self.hidden]
-        if list(out.shape) != shape or out.dtype != self.dtype or out.device != self.device:
-            raise ValueError(
-                f"out is {list(out.shape)} of {out.dtype} on {out.device} on rank {self.rank}, expected {shape} of {self.dtype} on "
-                f"{self.device}; pass such a tensor"
-            )
+        arguments.check_fits(self.rank, "out", out, [num_tokens, self.hidden], self.dtype, self.device)
         if out.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"out requires grad on rank {self.rank}; pass out.detach()")
 

@@ -6,8 +6,8 @@
     recv_x, recv_topk_idx, recv_topk_weights, counts, handle, event = buffer.dispatch(x, topk_idx=..., topk_weights=..., ...)
     combined_x, _, event = buffer.combine(y, handle)
 
-Interface: `deep_ep` 1.2, 2.1 and 2.5, and its branch hybrid-ep (github.com/deepseek-ai/DeepEP). docs/deep_ep.md says what differs, and how to install this as
-the top-level package `deep_ep`.
+Interface: `deep_ep` 1.2, 2.1 and 2.5, and its branch hybrid-ep (github.com/deepseek-ai/DeepEP). docs/deep_ep.md says what differs,
+and how to install this as the top-level package `deep_ep`.
 """
 
 from moe_a2a.integrations.deep_ep.buffer import Buffer, topk_idx_t
