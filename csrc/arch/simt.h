@@ -145,22 +145,30 @@ __device__ void multicast_pieces(const Group& group, const Members& members, int
   }
 }
 
-// Rows whose size or place is not a multiple of 16 bytes.
-template <class Group, class Members, class Target>
-MOE_A2A_RARE void multicast_small_pieces(const Group& group, const Members& members, int turn, const Target& target,
-                                         const void* source, int64_t bytes, bool in_shared, uint64_t misalignment) {
+template <class Piece>
+__device__ void copy_pieces(int first, int stride, void* target, const void* source, int64_t bytes, bool in_shared) {
+  const int64_t count = bytes / static_cast<int64_t>(sizeof(Piece));
+  for (int64_t i = first; i < count; i += stride) {
+    store_global(static_cast<Piece*>(target) + i, load_from(static_cast<const Piece*>(source) + i, in_shared));
+  }
+}
+
+// A row whose size or place is not a multiple of 16 bytes, copied by threads `first`, `first + stride`, ... Takes
+// values only: an object that is passed by reference lives in memory on the common path, too.
+MOE_A2A_RARE void copy_small_pieces(int first, int stride, void* target, const void* source, int64_t bytes,
+                                    bool in_shared, uint64_t misalignment) {
   if (misalignment % 4 == 0) {
-    multicast_pieces<uint32_t>(group, members, turn, target, source, bytes / 4, in_shared);
+    copy_pieces<uint32_t>(first, stride, target, source, bytes, in_shared);
   } else if (misalignment % 2 == 0) {
-    multicast_pieces<uint16_t>(group, members, turn, target, source, bytes / 2, in_shared);
+    copy_pieces<uint16_t>(first, stride, target, source, bytes, in_shared);
   } else {
-    multicast_pieces<uint8_t>(group, members, turn, target, source, bytes, in_shared);
+    copy_pieces<uint8_t>(first, stride, target, source, bytes, in_shared);
   }
 }
 
 // Copies `bytes` from `source` to `target(i)` for each i of `members` (see RankSet), starting with `turn`, and reads
-// the source once. Targets are 16-byte aligned; a source that is not is copied in smaller pieces. `in_shared`: the
-// source is in the block's shared memory.
+// the source once. Targets are 16-byte aligned; a source that is not is copied in smaller pieces, and read once for
+// each target. `in_shared`: the source is in the block's shared memory.
 template <class Group, class Members, class Target>
 __device__ void multicast_bytes(const Group& group, const Members& members, int turn, Target target, const void* source,
                                 int64_t bytes, bool in_shared = false) {
@@ -169,7 +177,9 @@ __device__ void multicast_bytes(const Group& group, const Members& members, int 
   if (misalignment % 16 == 0) {
     multicast_pieces<Vec16>(group, members, turn, target, source, bytes / 16, in_shared);
   } else {
-    multicast_small_pieces(group, members, turn, target, source, bytes, in_shared, misalignment);
+    members.visit_from(turn, [&](int rank) {
+      copy_small_pieces(group.rank(), group.size(), target(rank), source, bytes, in_shared, misalignment);
+    });
   }
 }
 

@@ -112,10 +112,10 @@ MOE_A2A_DEVICE Arrived wait_for_sums(const CombineRecvArgs& args, const OwnSums&
   return warp.any(codecs == kGaveUp) ? Arrived::kNot : Arrived::kCoded;
 }
 
-// Receives this warp's remaining parts, coded or not, from part `first_number` of `first_token` on. Out of line and
-// called last, so that loops without coded sums keep their registers.
-MOE_A2A_RARE void receive_coded(const CombineRecvArgs& args, const OwnSums& own, const Grid& grid, const Block& block,
-                                int first_token, int first_number) {
+// Receives this warp's remaining parts, coded or not, from part `first_number` of `first_token` on. Out of line,
+// called last and with copies, so that loops without coded sums keep their registers.
+MOE_A2A_RARE void receive_coded(const CombineRecvArgs& args, OwnSums own, Grid grid, Block block, int first_token,
+                                int first_number) {
   const Context& c = args.context;
   const Exchange exchange = combine_rows(c, args.buffer, c.region.epoch(args.buffer));
   const RowLayout layout = c.config.row(c.config.dtype);
