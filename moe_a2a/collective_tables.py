@@ -95,10 +95,9 @@ def own_file(device: torch.device, num_ranks: int) -> Path:
 # ---- the small model
 
 MOST_ONE_SHOT_ON_CPU = 8 << 10  # measured with 4 ranks on 2 cores
-# No step of the model sends LL words. On the CPU, where a signal costs almost nothing, they are never faster: 4 ranks on 2
-# cores, us as rows and as words: 18.0 and 18.3 for 16 bytes, 20 and 30 for 512, 34 and 176 for 8 KiB. On GPUs they are not used,
-# whatever a table says, until they have run there again (docs/collectives.md, "LL words").
-WORDS_RUN_ON = ("cpu",)
+# LL words. On the CPU, where a signal costs almost nothing, they are never faster: 4 ranks on 2 cores, us as rows and as words:
+# 18.0 and 18.3 for 16 bytes, 20 and 30 for 512, 34 and 176 for 8 KiB. On 2 H100 they are faster up to the most that a launch
+# can send (5.8 and 8.2 us for 1 KiB, 7.0 and 7.7 for 32 KiB); more ranks send the same bytes from smaller tensors.
 # Bytes that a GPU's links carry in the time of two-shot's second trip: 5.5 us, 349 GB/s (2 and 4 H200).
 TRIP_NBYTES = 1_900_000
 # Per codec. CPU: never; 2 ranks, 16 MiB of bfloat16: 5 ms without a codec, 62 with q8, 80 with q4. GPU: 2 H200, bfloat16,
@@ -117,8 +116,9 @@ def model(device_type: str, num_ranks: int) -> list[CollectiveTable]:
     most = MOST_ONE_SHOT_ON_CPU if device_type == "cpu" else num_ranks * TRIP_NBYTES // saved if saved else LARGEST
     all_reduce = (CollectiveStep(most, "one_shot", 0), CollectiveStep(LARGEST, "two_shot", 0))
     codecs = LEAST_WITH_CODEC[device_type]
+    most_in_words = 0 if device_type == "cpu" else MOST_IN_WORDS // max(num_ranks - 1, 1)
     return [
-        CollectiveTable("all_reduce", "bfloat16", all_reduce, codecs),
+        CollectiveTable("all_reduce", "bfloat16", all_reduce, codecs, most_in_words),
         *(CollectiveTable(kind, "bfloat16", (CollectiveStep(LARGEST, "two_shot", 0),)) for kind in KINDS[1:]),
     ]
 

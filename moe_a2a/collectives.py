@@ -122,10 +122,7 @@ class Collectives(CommunicatorClient):
                 )
             is_tables = codec_index == 0 and ALGORITHMS[algorithm_index] == step.algorithm
             num_blocks = step.num_blocks if is_tables else 0
-            may_be_words = (
-                ALGORITHMS[algorithm_index] == "one_shot" and self.device.type in collective_tables.WORDS_RUN_ON
-            )
-            as_words = may_be_words and _nbytes(x) <= table.most_in_words
+            as_words = ALGORITHMS[algorithm_index] == "one_shot" and _nbytes(x) <= table.most_in_words
         return core.all_reduce(x, op_index, algorithm_index, codec_index, as_words, num_blocks, out)
 
     @calls.refuses_wrong_arguments

@@ -74,7 +74,7 @@ def _measured(
     for size in sizes:
         case = bench.Case(kind, size, dtype, "sum", coll.device)
         times = {way: _microseconds(case, coll, way, None, clock) for way in ways}
-        if kind == "all_reduce" and size <= MOST_IN_WORDS and coll.device.type in collective_tables.WORDS_RUN_ON:
+        if kind == "all_reduce" and size <= MOST_IN_WORDS:
             in_words = {way: _microseconds(case, coll, way, None, clock, True) for way in ways if way[0] == "one_shot"}
             with_words.append(min(in_words.values()) < min(times[way] for way in in_words))
             if all(with_words):
