@@ -209,24 +209,48 @@ def by_blocks(name: str) -> str:
     )
 
 
-def with_deep_ep() -> str:
+BARE_NCCL = "bare all_gather + reduce_scatter, NCCL"
+
+
+def with_deep_ep(name: str, nccl: bool) -> str:
     def columns(find: Find) -> list[str]:
         of = [
             joined(
-                find(system, "dispatch", "presummed"),
+                find(system, "dispatch", "presummed", "rows"),
                 find(system, "dispatch", "fp8+presummed"),
-                find(system, "combine", "presummed"),
+                find(system, "combine", "presummed", "fp8+presummed"),
             )
             for system in (OURS, "DeepEP V2", "DeepEP V1 normal")
         ]
-        low = joined(*(find("DeepEP V1 low-latency", step, "fp8") for step in ("dispatch", "combine")))
-        return [*of, low, joined(*(find(OURS, step, "presummed", what="floor_us") for step in ("dispatch", "combine")))]
+        of.append(joined(*(find("DeepEP V1 low-latency", step, "fp8") for step in ("dispatch", "combine"))))
+        if nccl:
+            of.append(joined(*(find(BARE_NCCL, step, "rows") for step in ("dispatch", "combine"))))
+        floor = (
+            find(OURS, "dispatch", "presummed", "rows", what="floor_us"),
+            find(OURS, "combine", "presummed", "fp8+presummed", what="floor_us"),
+        )
+        return [*of, joined(*floor)]
 
     systems = [f"{name}: dispatch bf16 / fp8 / combine" for name in ("moe_a2a", "DeepEP V2", "DeepEP V1 normal")]
+    peers = ["DeepEP V1 low-latency, fp8", *(["NCCL all-gather / reduce-scatter"] if nccl else [])]
     return table(
-        ["tokens per rank", *systems, "DeepEP V1 low-latency, fp8", "floor bf16"],
-        dispatch_combine("h200_2/with_deep_ep", "tokens", "tokens", columns),
+        ["tokens per rank", *systems, *peers, "floor bf16"], dispatch_combine(name, "tokens", "tokens", columns)
     )
+
+
+def chains(name: str) -> str:
+    """us per pair of dispatch and combine, ten pairs in a captured graph."""
+    systems = {
+        "bf16, sums in `combine()`": (OURS, "rows"),
+        "fp8, presummed": (OURS, "fp8+presummed"),
+        "NCCL all-gather + reduce-scatter": (BARE_NCCL, "rows"),
+    }
+    times: dict[int, dict[tuple[str, str], float]] = {}
+    for record in results(name)["records"]:
+        if record["launch"] == "chain":
+            times.setdefault(record["tokens"], {})[record["system"], record["mode"]] = record["median_us"]
+    rows = [[title, *(us(of[system]) for of in times.values())] for title, system in systems.items()]
+    return table(["tokens per rank", *map(str, times)], rows)
 
 
 def micro_batches() -> str:
@@ -262,7 +286,9 @@ TABLES = {
     "blocks of 2": (partial(by_blocks, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
     "blocks of 4": (partial(by_blocks, "h200_4/dispatch_combine"), "h200_4/dispatch_combine"),
     "micro batches": (micro_batches, "h200_2/micro_batches"),
-    "with DeepEP": (with_deep_ep, "h200_2/with_deep_ep"),
+    "with DeepEP": (partial(with_deep_ep, "h200_2/with_deep_ep", False), "h200_2/with_deep_ep"),
+    "with DeepEP on H100": (partial(with_deep_ep, "h100_2/dispatch_combine", True), "h100_2/dispatch_combine"),
+    "chains on H100": (partial(chains, "h100_2/dispatch_combine"), "h100_2/dispatch_combine"),
 }
 
 

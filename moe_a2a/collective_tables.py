@@ -96,8 +96,8 @@ def own_file(device: torch.device, num_ranks: int) -> Path:
 
 MOST_ONE_SHOT_ON_CPU = 8 << 10  # measured with 4 ranks on 2 cores
 # LL words. On the CPU, where a signal costs almost nothing, they are never faster: 4 ranks on 2 cores, us as rows and as words:
-# 18.0 and 18.3 for 16 bytes, 20 and 30 for 512, 34 and 176 for 8 KiB. On 2 H100 they are faster up to the most that a launch
-# can send (5.8 and 8.2 us for 1 KiB, 7.0 and 7.7 for 32 KiB); more ranks send the same bytes from smaller tensors.
+# 18.0 and 18.3 for 16 bytes, 20 and 30 for 512, 34 and 176 for 8 KiB. On 2 H100 they are faster at all sizes that a launch can
+# send: 5.8 us for 1 KiB and 7.0 for 32 KiB; as rows 4 KiB take 8.2. More ranks send as many bytes from smaller tensors.
 # Bytes that a GPU's links carry in the time of two-shot's second trip: 5.5 us, 349 GB/s (2 and 4 H200).
 TRIP_NBYTES = 1_900_000
 # Per codec. CPU: never; 2 ranks, 16 MiB of bfloat16: 5 ms without a codec, 62 with q8, 80 with q4. GPU: 2 H200, bfloat16,

@@ -202,8 +202,11 @@ class Collectives(CommunicatorClient):
 
     def _algorithm_of(self, step: collective_tables.CollectiveStep, nbytes: int) -> str:
         """The step's algorithm, but two-shot where one-shot would need slices: that never pays."""
-        fits = step.algorithm != "one_shot" or nbytes <= self._core.share_nbytes
-        return step.algorithm if fits else "two_shot"
+        return "two_shot" if step.algorithm == "one_shot" and not self._fits_one_shot(nbytes) else step.algorithm
+
+    def _fits_one_shot(self, nbytes: int) -> bool:
+        """Whether one-shot sends a tensor of `nbytes` in one slice."""
+        return nbytes <= self._core.share_nbytes
 
     def _checked_codec(
         self, codec: Any, algorithm: str, max_error: Any, x: torch.Tensor, table: collective_tables.CollectiveTable

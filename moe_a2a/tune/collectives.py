@@ -68,10 +68,10 @@ def measure(options: argparse.Namespace, device: torch.device, clock: Clock) -> 
 def _measured(
     kind: str, dtype: torch.dtype, sizes: list[int], blocks: list[int], coll: moe_a2a.Collectives, clock: Clock
 ) -> CollectiveTable:
-    algorithms = ALGORITHMS if kind == "all_reduce" else ALGORITHMS[1:]
-    ways = [(algorithm, count) for algorithm in algorithms for count in blocks]
     steps, with_codec, with_words = [], [], []
     for size in sizes:
+        algorithms = ALGORITHMS if kind == "all_reduce" and coll._fits_one_shot(size) else ALGORITHMS[1:]
+        ways = [(algorithm, count) for algorithm in algorithms for count in blocks]
         case = bench.Case(kind, size, dtype, "sum", coll.device)
         times = {way: _microseconds(case, coll, way, None, clock) for way in ways}
         if kind == "all_reduce" and size <= MOST_IN_WORDS:
