@@ -160,7 +160,7 @@ class Buffer(OfExchange):
         exchange = self._open()
         if handle is not None:
             exchange.check_handle(handle, high_throughput.Handle, opens=True)
-            with calls.dispatch_refused_if_failed(handle.ep):
+            with exchange.dispatch_again_refused_if_failed(handle):
                 wait_for(previous_event)
                 rows, scales = rows_and_scales(self.rank, x)
                 num_blocks = self._blocks(config)
@@ -220,7 +220,7 @@ class Buffer(OfExchange):
         """
         exchange = self._open()
         exchange.check_handle(handle, high_throughput.Handle)
-        with exchange.combine_refused_if_failed(handle.ep, handle.open):
+        with exchange.combine_refused_if_failed(handle):
             self._refuse("combine", bias=(bias, None))
             wait_for(previous_event)
             num_blocks = self._blocks(config)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,33 @@ class Kind(NamedTuple):
     hidden: int
     dtype: torch.dtype
     is_low_latency: bool
+
+
+@dataclass(eq=False)
+class Routing:
+    """A routing that has been dispatched once; any number of dispatches and combines may use it again."""
+
+    ep: ExpertParallel
+    topk_idx: Tensor
+    latest: DispatchHandle | None  # None: a dispatch along it has begun and not been received, or has failed
+
+    @property
+    def open(self) -> DispatchHandle:
+        """The latest dispatch; ended by a combine."""
+        assert self.latest is not None
+        return self.latest
+
+    @property
+    def is_open(self) -> bool:
+        return self.latest is not None and self.latest.is_open
+
+    def serves(self, topk_weights: Tensor | None) -> bool:
+        """Whether a combine needs no other dispatch before it: the same on all ranks."""
+        return self.is_open
+
+    def no_rows(self) -> Tensor:
+        """Uninitialised rows, for a dispatch that only sends the routing."""
+        return torch.empty(len(self.topk_idx), self.ep.hidden, dtype=self.ep.dtype, device=self.ep.device)
 
 
 class Exchange:
@@ -143,7 +171,8 @@ class Exchange:
 
     def check_handle(self, handle: Any, kind: type, opens: bool = False) -> None:
         """Raises unless it is one of that kind, of this exchange. On the peers the dispatch is refused if the call `opens`
-        one, else the combine."""
+        one, else the combine. This rank does not know along which handle they dispatch, so its own stays open: all dispatch
+        along that one again before they combine."""
         with self.dispatch_refused_if_failed() if opens else self.combines_refused_if_failed():
             if not isinstance(handle, kind):
                 name = type(handle).__name__
@@ -151,22 +180,61 @@ class Exchange:
             if handle.ep not in self._open:  # type: ignore[attr-defined]
                 raise ValueError(f"handle is one of another Buffer on rank {self.rank}; pass one of this Buffer's")
 
-    def combine_refused_if_failed(self, ep: ExpertParallel, opened: DispatchHandle) -> AbstractContextManager[None]:
-        """Around the checks of a combine of `opened`, the newest dispatch of a handle. If it has ended, the peers dispatch
-        again first."""
-        return calls.attempt_refused_if_failed(ep, opened) if opened.is_open else calls.dispatch_refused_if_failed(ep)
+    @contextmanager
+    def dispatch_again_refused_if_failed(self, handle: Routing) -> Iterator[None]:
+        """Around the checks of a dispatch along a handle, which is not open from then until the rows are received, whether
+        this rank fails or a peer: all ranks then send the routing again before a combine. The dispatch before stays in
+        make_room()'s list: released on one rank only, it would make the ranks take different buffers."""
+        try:
+            with self.dispatch_refused_if_failed(handle.ep):
+                yield
+        finally:
+            handle.latest = None
 
-    # For arguments that do not show which ExpertParallel the peers are in: most likely the newest.
+    @contextmanager
+    def combine_refused_if_failed(self, handle: Routing, topk_weights: Tensor | None = None) -> Iterator[None]:
+        """Around the checks of a combine, before which the peers dispatch again if the open dispatch does not serve it."""
+        if handle.serves(topk_weights):
+            with calls.attempt_refused_if_failed(handle.ep, handle.open):
+                yield
+            return
+        with self.dispatch_refused_if_failed(handle.ep):
+            if handle.is_open:  # before the checks, so that a rank that fails releases it, too
+                handle.open.release()
+            yield
 
-    def dispatch_refused_if_failed(self) -> AbstractContextManager[None]:
-        return calls.dispatch_refused_if_failed(self._made[-1][1]) if self._made else nullcontext()
+    @contextmanager
+    def dispatch_refused_if_failed(self, ep: ExpertParallel | None = None) -> Iterator[None]:
+        """Around the checks of a dispatch. A rank that fails makes room as its peers do, so that all end the same dispatches.
+        ep: None: the arguments do not show which one the peers are in; most likely the newest."""
+        ep = self._newest if ep is None else ep
+        with nullcontext() if ep is None else calls.dispatch_refused_if_failed(ep):
+            try:
+                yield
+            except BaseException:
+                if ep is not None:
+                    self.make_room(ep)
+                raise
 
     def combines_refused_if_failed(self) -> AbstractContextManager[None]:
-        return calls.attempt_refused_if_failed(self._made[-1][1]) if self._made else nullcontext()
+        """As dispatch_refused_if_failed(), for a combine of an unknown handle."""
+        return nullcontext() if self._newest is None else calls.attempt_refused_if_failed(self._newest)
 
-    def gathered(self, table: Tensor) -> Tensor:
-        """The tables of all ranks, stacked in rank order; a table has a row for each of T tokens."""
-        return self.collectives.all_gather(table)
+    @property
+    def _newest(self) -> ExpertParallel | None:
+        return self._made[-1][1] if self._made else None
+
+    def gathered(self, table: Tensor, *, waits: bool = False) -> Tensor:
+        """The tables of all ranks, stacked in rank order; a table has a row for each of T tokens.
+
+        waits: the host waits, since on a GPU a refused gather returns, too, and this rank would begin a dispatch that the
+        failed one does not make, and wait there until its deadline."""
+        tables = self.collectives.all_gather(table)
+        if waits:
+            if self.comm.device.type == "cuda":
+                torch.cuda.current_stream(self.comm.device).synchronize()
+            self.collectives._core.raise_reported()
+        return tables
 
     def close(self) -> None:
         for _, ep in self._made:

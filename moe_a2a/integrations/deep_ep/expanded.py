@@ -16,22 +16,22 @@ from torch import Tensor
 from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, begin_combine
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, Routing, begin_combine
 from moe_a2a.row_routes import by_choice, choice_numbers, make_unweighted
 
 
 @dataclass(eq=False)
-class ExpandedHandle:
-    """A routing that has been dispatched once; any number of dispatches and combines may use it again."""
+class ExpandedHandle(Routing):
+    """A routing of rows by route."""
 
-    ep: ExpertParallel
-    topk_idx: Tensor
     expert_alignment: int
     num_rows: int
     is_exact: bool  # num_rows holds what arrived; else it is a bound
     drops: bool  # routes past num_rows are left out
-    open: DispatchHandle  # of the latest dispatch; ended by a combine
-    carries_choices: bool
+    carries_choices: bool  # the open dispatch
+
+    def serves(self, topk_weights: Tensor | None) -> bool:
+        return self.is_open and (topk_weights is None or self.carries_choices)
 
     def row_index(self) -> Tensor:
         """int64 [num_rows]: the row of recv_x of each row by route, -1 where there is none."""
@@ -89,8 +89,8 @@ def begin_dispatch(
                 sizes = ep.num_ranks, num_max_tokens, ep.num_topk, ep.num_local_experts
                 bound = worst_num_rows(*sizes, expert_alignment)
             drops = num_rows is not None and not is_exact
-            what = ep, topk_idx, expert_alignment, bound, is_exact, drops
-            return ExpandedHandle(*what, opened, topk_weights is None), counts
+            what = ep, topk_idx, opened, expert_alignment, bound, is_exact, drops
+            return ExpandedHandle(*what, topk_weights is None), counts
 
     return finish
 
@@ -98,18 +98,21 @@ def begin_dispatch(
 def begin_dispatch_again(
     exchange: Exchange,
     handle: ExpandedHandle,
-    x: Tensor,
+    x: Tensor | None,
     x_scales: Tensor | None,
     topk_weights: Tensor | None,
     *,
     deferred: bool = False,
     num_blocks: int,
 ) -> Callable[[], None]:
+    """x: None: only the routing is sent."""
+    with exchange.dispatch_again_refused_if_failed(handle):
+        x = handle.no_rows() if x is None else x
     routing = handle.topk_idx, topk_weights, handle.expert_alignment
     receive = _begin(exchange, handle.ep, x, x_scales, *routing, deferred=deferred, num_blocks=num_blocks)
 
     def finish() -> None:
-        handle.open = receive()
+        handle.latest = receive()
         handle.carries_choices = topk_weights is None
         if handle.drops:
             with calls.combine_refused_if_failed(handle.open):
@@ -154,12 +157,8 @@ def begin_combine_of(
 ) -> Callable[[], Combined]:
     """What is returned receives the sums over all routes of the rows `x`, and `topk_weights` by token and choice."""
     ep = handle.ep
-    if not handle.open.is_open or (topk_weights is not None and not handle.carries_choices):
-        with calls.dispatch_refused_if_failed(ep):
-            if handle.open.is_open:
-                handle.open.release()
-            nothing = torch.empty(len(handle.topk_idx), ep.hidden, dtype=ep.dtype, device=ep.device)
-        begin_dispatch_again(exchange, handle, nothing, None, None, num_blocks=num_blocks)()
+    if not handle.serves(topk_weights):
+        begin_dispatch_again(exchange, handle, None, None, None, num_blocks=num_blocks)()
     opened, table = handle.open, None
     with calls.attempt_refused_if_failed(ep, opened):
         _check_shape(ep.rank, "x", x, [handle.num_rows, ep.hidden])
@@ -192,7 +191,7 @@ def _begin(
     num_blocks: int,
 ) -> Callable[[], DispatchHandle]:
     if topk_weights is None:
-        with calls.dispatch_refused_if_failed(ep):
+        with exchange.dispatch_refused_if_failed(ep):
             topk_weights = choice_numbers(topk_idx)
     how: dict[str, Any] = {"expert_alignment": expert_alignment, "deferred": deferred, "num_blocks": num_blocks}
     return exchange.begin_dispatch(ep, x, topk_idx, topk_weights, x_scales, **how)

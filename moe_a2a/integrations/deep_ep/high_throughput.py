@@ -15,27 +15,34 @@ from torch import Tensor
 from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, begin_combine, padded
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, Routing, begin_combine, padded
 from moe_a2a.row_routes import landed_rows
 
 
 @dataclass(eq=False)
-class Handle:
-    """A routing that has been dispatched once; any number of dispatches and combines may use it again."""
+class Handle(Routing):
+    """A routing of packed rows."""
 
-    ep: ExpertParallel
-    topk_idx: Tensor
     row_index: Tensor  # int64 [num_rows]: the row of recv_x that each packed row was; R * T where there is none
-    open: DispatchHandle  # of the latest dispatch; ended by a combine
+    is_mine: Tensor  # bool [num_rows, K]: which choices of a row's token are experts of this rank
 
     def packed(self, rows: Tensor) -> Tensor:
-        return rows.index_select(0, self.row_index.clamp(max=len(rows) - 1))
+        return _packed(rows, self.row_index)
 
     def unpacked(self, packed: Tensor) -> Tensor:
         """[R * T, ...]; rows without a packed row are not initialised."""
         num_rows = self.ep.num_ranks * self.ep.num_max_tokens_per_rank
         rows = packed.new_empty(num_rows + 1, packed.shape[1])
         return rows.index_copy_(0, self.row_index, packed)[:-1]
+
+    def received(self, has_scales: bool) -> Received:
+        scales = self.packed(self.open.recv_x_scales) if has_scales else None
+        return Received(self.packed(self.open.recv_x), scales)
+
+    def recv_topk_weights(self) -> Tensor:
+        """float32 [num_rows, K], as the open dispatch carries them: in the columns of the choices, zeros elsewhere."""
+        terms = self.packed(self.open._core.term_weights(self.open._handle))  # a row's first ones, without gaps
+        return torch.where(self.is_mine, terms.gather(1, (self.is_mine.cumsum(1) - 1).clamp_(min=0)), 0.0)
 
 
 @dataclass
@@ -63,21 +70,24 @@ def begin_dispatch(
     num_blocks: int,
 ) -> Callable[[], Received]:
     """Sends; what is returned receives. kind, bound and the arguments that they come from: see checked()."""
+    most = None
     if bound is None or not exchange.find(kind, bound):
         most = exchange.most_tokens(len(x))  # or learns that another rank's call has failed
         bound = most if bound is None else bound
     ep = exchange.expert_parallel(kind, bound)
     with calls.refused_if_failed(exchange.collectives):
         table = _choices(topk_idx, topk_weights, ep)
-    choices = exchange.gathered(table)
+    choices = exchange.gathered(table, waits=most is None and not num_worst_tokens)
     receive = exchange.begin_dispatch(ep, x, topk_idx, None, x_scales, deferred=deferred, num_blocks=num_blocks)
 
     def finish() -> Received:
         opened = receive()
         with calls.combine_refused_if_failed(opened):
-            handle = Handle(ep, topk_idx, _row_index(opened, num_worst_tokens), opened)
-            received = Received(*_packed(handle, opened, x_scales), handle=handle)
-            received.topk_idx, weights = _received_choices(handle, choices)
+            row_index = _row_index(opened, num_worst_tokens)
+            ids, weights, is_mine = _received_choices(ep, row_index, choices)
+            handle = Handle(ep, topk_idx, opened, row_index, is_mine)
+            received = handle.received(x_scales is not None)
+            received.handle, received.topk_idx = handle, ids
             received.topk_weights = None if topk_weights is None else weights
             counts = [] if num_worst_tokens else opened.expert_counts.tolist()
             received.num_tokens_per_expert = [-(-count // expert_alignment) * expert_alignment for count in counts]
@@ -96,24 +106,22 @@ def begin_dispatch_again(
     deferred: bool = False,
     num_blocks: int,
 ) -> Callable[[], Received]:
-    """The rows of `x` along the routing of an earlier dispatch, and topk_weights if given, which all ranks exchange."""
-    choices = None
-    if topk_weights is not None:
-        with calls.refused_if_failed(exchange.collectives):
+    """The rows of `x` along the routing of an earlier dispatch, and topk_weights if given."""
+    weights = None
+    with exchange.dispatch_again_refused_if_failed(handle):
+        if topk_weights is not None:
             arguments.check_tensor(exchange.rank, "topk_weights", topk_weights)
             _check_choices(exchange.rank, "topk_weights", topk_weights, list(handle.topk_idx.shape))
-            table = _choices(handle.topk_idx, topk_weights, handle.ep)
-        choices = exchange.gathered(table)
+            weights = topk_weights.float().contiguous()
     receive = exchange.begin_dispatch(
-        handle.ep, x, handle.topk_idx, None, x_scales, deferred=deferred, num_blocks=num_blocks
+        handle.ep, x, handle.topk_idx, weights, x_scales, deferred=deferred, num_blocks=num_blocks
     )
 
     def finish() -> Received:
-        handle.open = receive()
+        handle.latest = receive()
         with calls.combine_refused_if_failed(handle.open):
-            received = Received(*_packed(handle, handle.open, x_scales))
-            if choices is not None:
-                received.topk_weights = _received_choices(handle, choices)[1]
+            received = handle.received(x_scales is not None)
+            received.topk_weights = None if weights is None else handle.recv_topk_weights()
         return received
 
     return finish
@@ -132,18 +140,15 @@ def begin_combine_of(
     num_blocks: int,
 ) -> Callable[[], Combined]:
     """What is returned receives the sums over ranks of the packed rows `x`, and of `topk_weights` by choice."""
+    ep = handle.ep
+    if not handle.serves(topk_weights):
+        with exchange.dispatch_again_refused_if_failed(handle):
+            rows = handle.no_rows()
+        routing = handle.topk_idx, None, None
+        handle.latest = exchange.begin_dispatch(ep, rows, *routing, deferred=False, num_blocks=num_blocks)()
     opened = handle.open
-    if not opened.is_open:
-        ep = handle.ep
-        nothing = torch.empty(len(handle.topk_idx), ep.hidden, dtype=ep.dtype, device=ep.device)
-        receive = exchange.begin_dispatch(
-            ep, nothing, handle.topk_idx, None, None, deferred=False, num_blocks=num_blocks
-        )
-        handle.open = opened = receive()
-    with calls.attempt_refused_if_failed(
-        handle.ep, opened
-    ):  # released here alone, it would not be open on the other ranks
-        _check_rows(handle, "x", x, handle.ep.hidden)
+    with calls.attempt_refused_if_failed(ep, opened):  # released here alone, it would not be open on the other ranks
+        _check_rows(handle, "x", x, ep.hidden)
         rows = handle.unpacked(x)
     sums = begin_combine(rows, opened, presummed=True, deferred=deferred, num_blocks=num_blocks)
 
@@ -152,9 +157,9 @@ def begin_combine_of(
         if topk_weights is None:
             return combined_x, None
         with calls.refused_if_failed(exchange.collectives):
-            _check_rows(handle, "topk_weights", topk_weights, handle.ep.num_topk)
-            num_rows = handle.ep.num_ranks * handle.ep.num_max_tokens_per_rank
-            by_choice = topk_weights.new_zeros(num_rows + 1, handle.ep.num_topk)
+            _check_rows(handle, "topk_weights", topk_weights, ep.num_topk)
+            num_rows = ep.num_ranks * ep.num_max_tokens_per_rank
+            by_choice = topk_weights.new_zeros(num_rows + 1, ep.num_topk)
             by_choice.index_copy_(0, handle.row_index, topk_weights)
         return combined_x, exchange.collectives.reduce_scatter(by_choice[:-1])[: len(handle.topk_idx)]
 
@@ -212,14 +217,13 @@ def _choices(topk_idx: Tensor, topk_weights: Tensor | None, ep: ExpertParallel) 
     return padded(torch.cat([ids, weights], 1), ep.num_max_tokens_per_rank, -1).view(torch.float32)
 
 
-def _received_choices(handle: Handle, choices: Tensor) -> tuple[Tensor, Tensor]:
-    """(local ids, -1 for experts elsewhere; weights, then 0), both [num_rows, K]."""
-    ep = handle.ep
-    there = (handle.row_index < len(choices))[:, None]
-    ids, weights = handle.packed(choices).split(ep.num_topk, 1)
+def _received_choices(ep: ExpertParallel, row_index: Tensor, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(local ids, -1 for experts elsewhere; weights, then 0; which are here), all [num_rows, K]."""
+    there = (row_index < len(choices))[:, None]
+    ids, weights = _packed(choices, row_index).split(ep.num_topk, 1)
     local = ids.contiguous().view(torch.int32).long() - ep.rank * ep.num_local_experts
     is_mine = there & (local >= 0) & (local < ep.num_local_experts)
-    return torch.where(is_mine, local, -1), torch.where(is_mine, weights, 0.0)
+    return torch.where(is_mine, local, -1), torch.where(is_mine, weights, 0.0), is_mine
 
 
 def _row_index(opened: DispatchHandle, num_worst_tokens: int) -> Tensor:
@@ -228,6 +232,5 @@ def _row_index(opened: DispatchHandle, num_worst_tokens: int) -> Tensor:
     return landed_rows(opened._core, opened._handle)[:num_worst_tokens].long()
 
 
-def _packed(handle: Handle, opened: DispatchHandle, x_scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    scales = None if x_scales is None else handle.packed(opened.recv_x_scales)
-    return handle.packed(opened.recv_x), scales
+def _packed(rows: Tensor, row_index: Tensor) -> Tensor:
+    return rows.index_select(0, row_index.clamp(max=len(rows) - 1))

@@ -180,7 +180,7 @@ class HybridEPBuffer(OfExchange):
         exchange.check_handle(handle, HybridEPHandle)
         assert handle is not None
         routing = handle.routing
-        with calls.attempt_refused_if_failed(routing.ep):
+        with exchange.combine_refused_if_failed(routing, probs):
             arguments.check_tensor(self.rank, "hidden", hidden)
             arguments.check_optional_tensor(self.rank, "probs", probs)
             hidden, probs = hidden.contiguous(), None if probs is None else probs.float()
@@ -240,7 +240,7 @@ class HybridEPBuffer(OfExchange):
         exchange.check_handle(handle, PackedHandle)
         assert handle is not None
         packed, ep = handle.packed, handle.ep
-        with calls.attempt_refused_if_failed(ep):
+        with exchange.combine_refused_if_failed(packed.routing, probs):
             arguments.check_tensor(self.rank, "hidden", hidden)
             if probs is not None:
                 check_table(self.rank, "probs", probs, [len(packed.recv_topk_idx), ep.num_experts])
@@ -276,8 +276,7 @@ class HybridEPBuffer(OfExchange):
         exchange = self._open()
         exchange.check_handle(handle, PackedHandle, opens=True)
         routing, weights = handle.packed.routing, None
-        refused = calls.dispatch_refused_if_failed(routing.ep)
-        with refused if probs is None else calls.refused_if_failed(exchange.collectives):
+        with exchange.dispatch_again_refused_if_failed(routing):
             rows, scales = rows_of(self.rank, hidden, scaling_factor)
             if probs is not None:
                 check_table(self.rank, "probs", probs, [len(routing.topk_idx), routing.ep.num_experts])
@@ -366,7 +365,7 @@ class HybridEPBuffer(OfExchange):
         exchange = self._open()
         exchange.check_handle(handle, HybridEPHandle, opens=True)
         routing = handle.routing
-        with calls.dispatch_refused_if_failed(routing.ep):
+        with exchange.dispatch_again_refused_if_failed(routing):
             if num_permuted_tokens is not None and int(num_permuted_tokens) != routing.num_rows:
                 raise ValueError(
                     f"num_permuted_tokens={int(num_permuted_tokens)} on rank {self.rank}, but the handle's dispatch returned "

@@ -234,7 +234,7 @@ class RoutedBuffer(OfExchange):
         """takes_weights: also with packed rows. expected: attributes that the handle must have, None: any."""
         exchange, rank = self._open(), self.rank_idx
         exchange.check_handle(handle, EPHandle, opens=True)
-        with calls.dispatch_refused_if_failed(handle.ep):
+        with exchange.dispatch_again_refused_if_failed(handle._routing):
             check()
             if topk_idx is not None:
                 raise ValueError(f"both handle= and topk_idx given on rank {rank}; pass one or the other")
@@ -278,7 +278,7 @@ class RoutedBuffer(OfExchange):
     ) -> Callable[[], Combined]:
         exchange = self._open()
         exchange.check_handle(handle, EPHandle)
-        with exchange.combine_refused_if_failed(handle.ep, handle._routing.open):
+        with exchange.combine_refused_if_failed(handle._routing, topk_weights):
             check()
             if bias is not None:
                 raise ValueError(f"combine of moe_a2a has no bias (rank {self.rank_idx}); pass bias=None")
@@ -287,9 +287,8 @@ class RoutedBuffer(OfExchange):
         how: dict[str, Any] = {"deferred": is_deferred, "num_blocks": blocks}
         if isinstance(routing, expanded.ExpandedHandle):
             return expanded.begin_combine_of(exchange, x, routing, topk_weights, **how)
-        mine = handle._recv_topk_idx
-        if isinstance(topk_weights, Tensor) and mine is not None and topk_weights.shape == mine.shape:
-            topk_weights = torch.where(mine >= 0, topk_weights, 0.0)  # other ranks return theirs
+        if isinstance(topk_weights, Tensor) and topk_weights.shape == routing.is_mine.shape:
+            topk_weights = torch.where(routing.is_mine, topk_weights, 0.0)  # other ranks return theirs
         return high_throughput.begin_combine_of(exchange, x, routing, topk_weights, **how)
 
     def _blocks(self, num_sms: int) -> int:
