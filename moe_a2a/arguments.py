@@ -93,6 +93,13 @@ def checked_float(rank: int, name: str, value: Any, least: float) -> float:
     return number
 
 
+def checked_row_dtype(rank: int, dtype: Any) -> torch.dtype:
+    """The dtype of the rows of an object."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"dtype={dtype!r} on rank {rank}; pass torch.float32, torch.float16 or torch.bfloat16")
+    return dtype
+
+
 def checked_blocks(rank: int, num_blocks: Any, default: int) -> int:
     """`default` for 0."""
     return checked_int(rank, "num_blocks", num_blocks, 0) or default

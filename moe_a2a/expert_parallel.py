@@ -94,10 +94,7 @@ class ExpertParallel(CommunicatorClient):
 
     def _allocate(self) -> None:
         self._check_numbers()
-        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(
-                f"dtype={self.dtype!r} on rank {self.rank}; pass torch.float32, torch.float16 or torch.bfloat16"
-            )
+        arguments.checked_row_dtype(self.rank, self.dtype)
         comm = self._allocated_comm()
         of_batch = (self.num_topk, self.hidden, self.num_max_tokens_per_rank)
         sizes = (self.num_experts, *of_batch, self.num_buffers, self.dtype, self.num_max_ll_tokens)

@@ -142,13 +142,8 @@ class Core {
 
   void check_dense(const at::Tensor& tensor, const char* name) const {
     check_plain(place_, tensor, name);
-    if (!tensor.is_contiguous()) {
-      raise_value(place_.rank, std::string(name) + " is not contiguous", std::string("pass ") + name + ".contiguous()");
-    }
-    if (at::GradMode::is_enabled() && tensor.requires_grad()) {
-      raise_value(place_.rank, std::string(name) + " requires grad, which this call would not record",
-                  std::string("call under torch.no_grad(), or pass ") + name + ".detach()");
-    }
+    check_contiguous(place_.rank, tensor, name);
+    check_no_grad(place_.rank, tensor, name);
   }
   DType checked_x(const at::Tensor& x) const {
     check_dense(x, "x");

@@ -8,12 +8,6 @@ namespace {
 constexpr int kGranularity = 16;   // of hidden and intermediate_hidden
 constexpr int kRowAlignment = 16;  // bytes
 
-std::string text_of(at::IntArrayRef shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-  return text + "]";
-}
-
 void require(bool good, const std::string& what, const std::string& remedy) {
   if (!good) raise_value(kNoRank, what, remedy);
 }
@@ -24,17 +18,6 @@ void require_dtype(const at::Tensor& tensor, const char* name, at::ScalarType ty
              std::string(name) + " has dtype " + c10::toString(tensor.scalar_type()) + ", expected " +
                  c10::toString(type) + why,
              std::string("pass ") + name + ".to(...)");
-}
-
-void require_contiguous(const at::Tensor& tensor, const char* name) {
-  require(tensor.is_contiguous(), std::string(name) + " is not contiguous (strides " + text_of(tensor.strides()) + ")",
-          std::string("pass ") + name + ".contiguous()");
-}
-
-void require_no_grad(const at::Tensor& tensor, const char* name) {
-  require(!(at::GradMode::is_enabled() && tensor.requires_grad()),
-          std::string(name) + " requires grad and grouped_gemm has no backward",
-          std::string("call under torch.no_grad() or pass ") + name + ".detach()");
 }
 
 Activation::Function to_function(const std::optional<std::string>& name) {
@@ -58,7 +41,7 @@ void check_x(const at::Tensor& x) {
                "pass x.to(torch.bfloat16)");
   }
   require(x.dim() == 2, "x has shape " + text_of(x.sizes()) + ", expected [rows, hidden]", "pass two dimensions");
-  require_no_grad(x, "x");
+  check_no_grad(kNoRank, x, "x");
   require(
       x.size(1) > 0 && x.size(1) % kGranularity == 0,
       "hidden=" + std::to_string(x.size(1)) + " (of x) is not a positive multiple of " + std::to_string(kGranularity),
@@ -84,8 +67,8 @@ void check_w(const at::Tensor& w, const at::Tensor& x, bool is_gated) {
           "w.shape[1]=" + std::to_string(w.size(1)) + " is not a positive multiple of " +
               std::to_string(halves * kGranularity),
           halves == 2 ? "pad gate and up with zeros to a multiple of 16 each" : "pad w with zeros");
-  require_no_grad(w, "w");
-  require_contiguous(w, "w");
+  check_no_grad(kNoRank, w, "w");
+  check_contiguous(kNoRank, w, "w");
   require(reinterpret_cast<uintptr_t>(w.const_data_ptr()) % kRowAlignment == 0,
           "w does not begin at a multiple of 16 bytes", "pass w.clone()");
 }
@@ -96,8 +79,8 @@ void check_bias(const at::Tensor& bias, const at::Tensor& w) {
           "bias has shape " + text_of(bias.sizes()) +
               ", expected [num_experts, columns] = " + text_of(w.sizes().slice(0, 2)),
           "pass one value per row of w");
-  require_no_grad(bias, "bias");
-  require_contiguous(bias, "bias");
+  check_no_grad(kNoRank, bias, "bias");
+  check_contiguous(kNoRank, bias, "bias");
 }
 
 void check_scales(const at::Tensor& scales, const char* name, at::IntArrayRef shape, const char* meaning) {
@@ -105,7 +88,7 @@ void check_scales(const at::Tensor& scales, const char* name, at::IntArrayRef sh
   require(scales.sizes() == shape,
           std::string(name) + " has shape " + text_of(scales.sizes()) + ", expected " + text_of(shape) + ": " + meaning,
           "pass the scales that the values were quantised with");
-  require_no_grad(scales, name);
+  check_no_grad(kNoRank, scales, name);
 }
 
 void check_float8(const GroupedGemmTensors& t, const Activation& activation, at::ScalarType out_type) {
@@ -132,7 +115,7 @@ void check_float8(const GroupedGemmTensors& t, const Activation& activation, at:
           "split the call");
   check_scales(*t.w_scales, "w_scales", {t.w.size(0), halves * ((t.w.size(1) / halves + 127) / 128), num_scales},
                "one per 128 rows and 128 columns of an expert's w, gate and up separate");
-  require_contiguous(*t.w_scales, "w_scales");
+  check_contiguous(kNoRank, *t.w_scales, "w_scales");
   require(!activation.is_interleaved, "interleaved rows of float8 w would share scales between gate and up",
           "pass the gate's rows before the up projection's");
   if (out_type == t.x.scalar_type()) {
@@ -151,12 +134,12 @@ void check_lists(const std::optional<at::Tensor>& row_index, const at::Tensor& e
           "expert_offsets has shape " + text_of(expert_offsets.sizes()) +
               ", expected [num_experts + 1 = " + std::to_string(w.size(0) + 1) + "]",
           "pass the first position of each expert and their end");
-  require_contiguous(expert_offsets, "expert_offsets");
+  check_contiguous(kNoRank, expert_offsets, "expert_offsets");
   if (!row_index) return;
   require_dtype(*row_index, "row_index", at::kInt, "");
   require(row_index->dim() == 1, "row_index has shape " + text_of(row_index->sizes()) + ", expected [num_routes]",
           "pass one row of x per position");
-  require_contiguous(*row_index, "row_index");
+  check_contiguous(kNoRank, *row_index, "row_index");
 }
 
 // Only on the CPU, where the host can read the values. Elsewhere the kernel clamps to its tensors and reads zeros for

@@ -108,6 +108,25 @@ void check_plain(const Place& place, const at::Tensor& tensor, const char* name)
   check_storage(place, tensor, {name});
 }
 
+void check_contiguous(int rank, const at::Tensor& tensor, const char* name) {
+  if (tensor.is_contiguous()) return;
+  raise_value(rank, std::string(name) + " is not contiguous (strides " + text_of(tensor.strides()) + ")",
+              std::string("pass ") + name + ".contiguous()");
+}
+
+void check_no_grad(int rank, const at::Tensor& tensor, const char* name, const char* trained_by) {
+  if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return;
+  const std::string training = trained_by == nullptr ? "" : std::string("train with ") + trained_by + ", ";
+  raise_value(rank, std::string(name) + " requires grad, which this call would not record",
+              training + "call under torch.no_grad(), or pass " + name + ".detach()");
+}
+
+std::string text_of(at::IntArrayRef sizes) {
+  std::string text = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
+  return text + "]";
+}
+
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   const auto* begin_a = static_cast<const std::byte*>(a.const_data_ptr());
   const auto* begin_b = static_cast<const std::byte*>(b.const_data_ptr());

@@ -25,6 +25,14 @@ struct Place {
 // functional wrappers, sparse and nested tensors), and ValueError for another device, freed storage and lazy views.
 void check_plain(const Place& place, const at::Tensor& tensor, const char* name);
 
+// Raise ValueError for a tensor with gaps, and for one whose gradient would be lost. `trained_by`: what would record
+// the call, as a remedy.
+void check_contiguous(int rank, const at::Tensor& tensor, const char* name);
+void check_no_grad(int rank, const at::Tensor& tensor, const char* name, const char* trained_by = nullptr);
+
+// "[2, 3]"
+std::string text_of(at::IntArrayRef sizes);
+
 // Whether the bytes from the first to the last element of two plain tensors overlap.
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 

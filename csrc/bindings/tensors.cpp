@@ -5,18 +5,11 @@
 namespace moe_a2a::bindings {
 namespace {
 
-std::string shape_text(at::IntArrayRef shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-  return text + "]";
-}
-
 void check_shape(const MoeConfig& config, const at::Tensor& tensor, const char* name, at::IntArrayRef shape,
                  const char* mend) {
   if (tensor.sizes() != shape) {
     raise_value(config.rank,
-                std::string(name) + " has shape " + shape_text(tensor.sizes()) + ", expected " + shape_text(shape),
-                mend);
+                std::string(name) + " has shape " + text_of(tensor.sizes()) + ", expected " + text_of(shape), mend);
   }
 }
 
@@ -26,20 +19,7 @@ void check_type(const MoeConfig& config, const at::Tensor& tensor, const char* n
                        expected + " on rank " + std::to_string(config.rank) + "; pass " + name + ".to(...)");
 }
 
-void check_contiguous(const MoeConfig& config, const at::Tensor& tensor, const char* name) {
-  if (!tensor.is_contiguous()) {
-    raise_value(config.rank, std::string(name) + " is not contiguous (strides " + shape_text(tensor.strides()) + ")",
-                std::string("pass ") + name + ".contiguous()");
-  }
-}
-
-void check_no_grad(const MoeConfig& config, const at::Tensor& tensor, const char* name) {
-  if (at::GradMode::is_enabled() && tensor.requires_grad()) {
-    raise_value(
-        config.rank, std::string(name) + " requires grad, which this call would not record",
-        std::string("train with moe_a2a.TokenDispatcher, call under torch.no_grad(), or pass ") + name + ".detach()");
-  }
-}
+constexpr const char* kTrainedBy = "moe_a2a.TokenDispatcher";
 
 // Rows with any stride whose elements are contiguous. No rows have any strides: contiguous() leaves those of an
 // expanded gradient at 0.
@@ -68,11 +48,11 @@ void check_range(const MoeConfig& config, const at::Tensor& topk_idx) {
 
 void check_x(const MoeConfig& config, const DispatchTensors& t) {
   if (t.x.dim() != 2 || t.x.size(1) != config.hidden) {
-    raise_value(config.rank,
-                "x has shape " + shape_text(t.x.sizes()) +
-                    ", expected [num_tokens, hidden=" + std::to_string(config.hidden) + "]",
-                "pass x of that shape or construct with hidden=" +
-                    std::to_string(t.x.dim() == 2 ? t.x.size(1) : config.hidden));
+    raise_value(
+        config.rank,
+        "x has shape " + text_of(t.x.sizes()) + ", expected [num_tokens, hidden=" + std::to_string(config.hidden) + "]",
+        "pass x of that shape or construct with hidden=" +
+            std::to_string(t.x.dim() == 2 ? t.x.size(1) : config.hidden));
   }
   const DType dtype = to_dtype(t.x.scalar_type(), "x", config.rank);
   if (dtype != config.dtype && dtype != DType::kFloat8) {
@@ -87,7 +67,7 @@ void check_x(const MoeConfig& config, const DispatchTensors& t) {
                     " > num_max_tokens_per_rank=" + std::to_string(config.num_max_tokens_per_rank),
                 "pass num_max_tokens_per_rank=" + std::to_string(t.x.size(0)) + " or more to the constructor");
   }
-  check_no_grad(config, t.x, "x");
+  check_no_grad(config.rank, t.x, "x", kTrainedBy);
 }
 
 void check_routing(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
@@ -95,7 +75,7 @@ void check_routing(const MoeConfig& config, at::Device device, const DispatchTen
   check_type(config, t.topk_idx, "topk_idx",
              t.topk_idx.scalar_type() == at::kInt || t.topk_idx.scalar_type() == at::kLong, "int32 or int64");
   check_shape(config, t.topk_idx, "topk_idx", shape, "pass one row of num_topk ids per token");
-  check_contiguous(config, t.topk_idx, "topk_idx");
+  check_contiguous(config.rank, t.topk_idx, "topk_idx");
   if (device.is_cpu()) {  // elsewhere the kernel checks: a host read would cost more than the dispatch
     t.topk_idx.scalar_type() == at::kLong ? check_range<int64_t>(config, t.topk_idx)
                                           : check_range<int32_t>(config, t.topk_idx);
@@ -103,8 +83,8 @@ void check_routing(const MoeConfig& config, at::Device device, const DispatchTen
   if (!t.topk_weights) return;
   check_type(config, *t.topk_weights, "topk_weights", t.topk_weights->scalar_type() == at::kFloat, "float32");
   check_shape(config, *t.topk_weights, "topk_weights", shape, "pass one weight per id, or None for weights of 1");
-  check_contiguous(config, *t.topk_weights, "topk_weights");
-  check_no_grad(config, *t.topk_weights, "topk_weights");
+  check_contiguous(config.rank, *t.topk_weights, "topk_weights");
+  check_no_grad(config.rank, *t.topk_weights, "topk_weights", kTrainedBy);
 }
 
 void check_scales(const MoeConfig& config, const DispatchTensors& t) {
@@ -120,7 +100,7 @@ void check_scales(const MoeConfig& config, const DispatchTensors& t) {
   const int64_t shape[] = {t.x.size(0), config.num_scales()};
   check_type(config, *t.x_scales, "x_scales", t.x_scales->scalar_type() == at::kFloat, "float32");
   check_shape(config, *t.x_scales, "x_scales", shape, "pass one scale per 128 values of a row");
-  check_no_grad(config, *t.x_scales, "x_scales");
+  check_no_grad(config.rank, *t.x_scales, "x_scales", kTrainedBy);
 }
 
 void check_all_plain(const Place& place, const DispatchTensors& t) {
@@ -191,7 +171,7 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
                          std::to_string(config.rank) +
                          ", which is not the dtype that this ExpertParallel was made with; pass y.to(ep.dtype)");
   }
-  check_no_grad(config, y, "y");
+  check_no_grad(config.rank, y, "y", kTrainedBy);
   const int64_t rows = config.row_capacity();
   if (presummed) {
     const int64_t shape[] = {rows, config.hidden};
@@ -199,12 +179,12 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
   } else if (handle.layout == Layout::kMasked) {
     const int64_t shape[] = {config.num_local_experts, rows, config.hidden};
     check_shape(config, y, "y", shape, "pass y of the shape of expert_x");
-    check_contiguous(config, y, "y");
+    check_contiguous(config.rank, y, "y");
   } else {
     if (y.dim() != 2 || y.size(1) != config.hidden) {
       raise_value(
           config.rank,
-          "y has shape " + shape_text(y.sizes()) + ", expected [rows, hidden=" + std::to_string(config.hidden) + "]",
+          "y has shape " + text_of(y.sizes()) + ", expected [rows, hidden=" + std::to_string(config.hidden) + "]",
           "pass one row per route");
     }
     if (ep.device().is_synchronous()) {
@@ -227,8 +207,8 @@ at::Tensor checked_out(const ExpertParallel& ep, at::Device device, int num_toke
   check_plain({config.rank, device}, *out, "out");
   check_type(config, *out, "out", out->scalar_type() == type, c10::toString(type));
   check_shape(config, *out, "out", shape, "pass out of the shape of x");
-  check_contiguous(config, *out, "out");
-  check_no_grad(config, *out, "out");
+  check_contiguous(config.rank, *out, "out");
+  check_no_grad(config.rank, *out, "out", kTrainedBy);
   if (ep.owns(out->const_data_ptr())) {
     raise_value(config.rank, "out is a view of a handle, whose memory peers write into after the combine",
                 "pass memory of your own");
@@ -251,8 +231,8 @@ ExpertScales checked_scales(const MoeConfig& config, at::Device device, const st
   const bool per_column = scales->dim() == 2;
   check_shape(config, *scales, "scales", at::IntArrayRef(shape, per_column ? 2 : 1),
               "pass one factor, or one row of factors, per local expert");
-  check_contiguous(config, *scales, "scales");
-  check_no_grad(config, *scales, "scales");
+  check_contiguous(config.rank, *scales, "scales");
+  check_no_grad(config.rank, *scales, "scales", kTrainedBy);
   return {.data = static_cast<const std::byte*>(scales->const_data_ptr()),
           .stride = static_cast<int64_t>(scales->element_size()) * (per_column ? config.hidden : 1),
           .per_column = per_column};
@@ -262,7 +242,7 @@ PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Te
   check_plain({config.rank, device}, x, "x");
   check_plain({config.rank, device}, pushes, "pushes");
   if (x.dim() != 2 || x.size(0) > config.row_capacity()) {
-    raise_value(config.rank, "x has shape " + shape_text(x.sizes()) + ", expected [at most num_ranks * tokens, row]",
+    raise_value(config.rank, "x has shape " + text_of(x.sizes()) + ", expected [at most num_ranks * tokens, row]",
                 "pass fewer rows");
   }
   const int64_t row_bytes = x.size(1) * x.element_size();
@@ -274,7 +254,7 @@ PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Te
   const int64_t shape[] = {x.size(0), 2};
   check_type(config, pushes, "pushes", pushes.scalar_type() == at::kLong, "int64");
   check_shape(config, pushes, "pushes", shape, "pass ranks and token of each row");
-  check_contiguous(config, pushes, "pushes");
+  check_contiguous(config.rank, pushes, "pushes");
   return {.x = checked_rows(config, x, "x"),
           .num_rows = static_cast<int>(x.size(0)),
           .row_bytes = row_bytes,

@@ -43,7 +43,7 @@ class RankDevice:
         group_options = dist.ProcessGroupNCCL.Options()
         group_options._timeout = limit
         options = dist.BarrierOptions()
-        options.device = self.device
+        options.device, options.device_ids = self.device, [self.device.index]  # NCCL reads the latter, or guesses
         return Barrier(dist.ProcessGroupNCCL(store, rank, world_size, group_options), options)
 
 

@@ -103,11 +103,7 @@ class TwoLevelExpertParallel(OnePerRank):
             given = (num_experts, num_topk, hidden, num_max_tokens_per_rank)
             for i, (name, value) in enumerate(zip(names, given, strict=True)):
                 values[i] = arguments.checked_int(self.rank, name, value, 1)
-            if dtype not in DTYPES:
-                raise TypeError(
-                    f"dtype={dtype!r} on rank {self.rank}; pass torch.float32, torch.float16 or torch.bfloat16"
-                )
-            values[4] = DTYPES.index(dtype)
+            values[4] = DTYPES.index(arguments.checked_row_dtype(self.rank, dtype))
             if values[0] % self.num_ranks:
                 raise ValueError(
                     f"num_experts={num_experts} is not divisible by num_ranks={self.num_ranks} ({self.num_nodes} nodes of "

@@ -96,7 +96,11 @@ BAD_CALLS = [
         TypeError,
         "expected float32, float16 or bfloat16",
     ),
-    (lambda coll: coll.all_reduce(torch.ones(4, 4).t()[1:]), ValueError, "x is not contiguous on rank 1"),
+    (
+        lambda coll: coll.all_reduce(torch.ones(4, 4).t()[1:]),
+        ValueError,
+        r"x is not contiguous \(strides \[1, 4\]\) on rank 1",
+    ),
     (lambda coll: coll.all_reduce(torch._neg_view(torch.ones(4))), ValueError, "x "),
     (lambda coll: coll.all_reduce(torch.eye(4).to_sparse()), TypeError, "x has layout Sparse on rank 1"),
     (lambda coll: coll.all_reduce(torch.ones(4, requires_grad=True)), ValueError, "x requires grad.* on rank 1"),
