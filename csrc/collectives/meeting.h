@@ -47,7 +47,7 @@ MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
 
 // Reports a rank that refused this call or makes a different one. In the latter case the report's text is the peer's
 // announcement, followed by this rank's.
-MOE_A2A_RARE void report_difference(const Part& part, WaitSite site) {
+MOE_A2A_RARE void report_difference(Part part, WaitSite site) {
   const CollectiveContext& c = part.context;
   uint64_t* words = c.region.announcement.at(part.half(), site.peer);
   WaitPolicy policy = c.wait;
