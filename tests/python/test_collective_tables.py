@@ -7,7 +7,7 @@ import ranks
 import torch
 
 import moe_a2a
-from moe_a2a import collective_tables, tuned_files
+from moe_a2a import collective_tables, launch_tables, tuned_files
 from moe_a2a.__main__ import main
 from moe_a2a.collective_tables import LARGEST, CollectiveStep, CollectiveTable, Tables
 from moe_a2a.tune import collectives
@@ -164,6 +164,19 @@ def calls_program(group, path, seed: int) -> None:
         coll.all_gather(x[:7])
         assert asked[-1] == ("all_gather", None, 3)
         coll._core = core
+
+
+def test_shipped_tables():
+    """A table that cannot be read would refuse every object on its machine."""
+    files = sorted(tuned_files.SHIPPED.glob("*.json"))
+    assert any(file.name.startswith(collective_tables.PREFIX) for file in files) and len(files) > 1
+    for file in files:
+        of_collectives = file.name.startswith(collective_tables.PREFIX)
+        tables = collective_tables.read(file) if of_collectives else launch_tables.read(file)
+        assert tables
+        about = json.loads(file.read_text())["about"]
+        assert file.stem.removeprefix(collective_tables.PREFIX) == about["name"]
+        assert about["versions"]["commit"] and about["ranks"] == int(file.stem.rpartition("_")[2])
 
 
 def test_calls_go_by_the_table(tmp_path, session_seed):
