@@ -100,6 +100,9 @@ MOST_ONE_SHOT_ON_CPU = 8 << 10  # measured with 4 ranks on 2 cores
 # send: 5.8 us for 1 KiB and 7.0 for 32 KiB; as rows 4 KiB take 8.2. More ranks send as many bytes from smaller tensors.
 # Bytes that a GPU's links carry in the time of two-shot's second trip: 5.5 us, 349 GB/s (2 and 4 H200).
 TRIP_NBYTES = 1_900_000
+# Beyond this every rank's reduction of everything takes longer than the second trip. 2 H100, us of one-shot and two-shot: 4 MiB
+# 26.8 and 28.6, 8 MiB 49.5 and 45.2, 32 MiB 150 and 141.
+MOST_ONE_SHOT_ON_GPU = 6 << 20
 # Per codec. CPU: never; 2 ranks, 16 MiB of bfloat16: 5 ms without a codec, 62 with q8, 80 with q4. GPU: 2 H200, bfloat16,
 # against no codec: q4 19.7 and 20.4 us at 4 MiB, q8 32.4 and 36.5 us at 8 MiB, q6 31.4.
 LEAST_WITH_CODEC: dict[str, dict[str, int]] = {
@@ -110,10 +113,15 @@ LEAST_WITH_CODEC: dict[str, dict[str, int]] = {
 
 def model(device_type: str, num_ranks: int) -> list[CollectiveTable]:
     """One-shot while the bytes that two-shot saves take less time than its second trip: one-shot sends R - 1 times
-    the message, two-shot 2 (R - 1) / R times. Ring and recursive doubling are for machines whose ranks do not all reach
-    each other equally well; elsewhere they were never the fastest."""
+    the message, two-shot 2 (R - 1) / R times; and up to a few MiB, as one-shot also reduces R times as much. Ring and recursive
+    doubling are for machines whose ranks do not all reach each other equally well; elsewhere they were never the fastest."""
     saved = (num_ranks - 1) * (num_ranks - 2)
-    most = MOST_ONE_SHOT_ON_CPU if device_type == "cpu" else num_ranks * TRIP_NBYTES // saved if saved else LARGEST
+    if device_type == "cpu":
+        most = MOST_ONE_SHOT_ON_CPU
+    elif num_ranks == 1:
+        most = LARGEST
+    else:
+        most = min(num_ranks * TRIP_NBYTES // saved if saved else LARGEST, MOST_ONE_SHOT_ON_GPU)
     all_reduce = (CollectiveStep(most, "one_shot", 0), CollectiveStep(LARGEST, "two_shot", 0))
     codecs = LEAST_WITH_CODEC[device_type]
     most_in_words = 0 if device_type == "cpu" else MOST_IN_WORDS // max(num_ranks - 1, 1)

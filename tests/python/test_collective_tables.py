@@ -39,7 +39,8 @@ def test_the_table_of_a_dtype():
 
 
 @pytest.mark.parametrize(("device", "num_ranks", "most"), [
-    ("cpu", 2, 8 << 10), ("cpu", 8, 8 << 10), ("cuda", 1, LARGEST), ("cuda", 2, LARGEST),
+    ("cpu", 2, 8 << 10), ("cpu", 8, 8 << 10), ("cuda", 1, LARGEST), ("cuda", 2, 6 << 20),
+    ("cuda", 3, 3 * 1_900_000 // 2),
     ("cuda", 4, 4 * 1_900_000 // 6), ("cuda", 8, 8 * 1_900_000 // 42),
 ])  # fmt: skip
 def test_the_model(device, num_ranks, most):
