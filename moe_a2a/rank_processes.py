@@ -210,7 +210,8 @@ class RankProcesses:
         if running and not failures:
             message, kind = f"ranks {sorted(running.values())} did not finish in time", "timeout"
         elif failures:
-            first = next(iter(failures.values()))  # later failures may be consequences
+            # Later failures may be consequences of the first; a death is none, and what others raise may be one of it.
+            first = min(failures.values(), key=lambda failure: failure.kind != "died")
             message, kind = first.summary, first.kind
         else:
             return [results[number] for number in range(len(ranks))]

@@ -16,6 +16,16 @@ def die(report):
     os.abort()
 
 
+def raise_or_die_later(report, seconds):
+    """Rank 0 raises at once, as one does whose peer is dying; rank 1 dies."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        raise ConnectionError("reset by peer")
+    time.sleep(seconds)
+    os.abort()
+
+
 def hang(report):
     time.sleep(600)
 

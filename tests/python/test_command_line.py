@@ -10,7 +10,7 @@ import time
 import pytest
 import rank_programs
 
-from moe_a2a.rank_processes import RankError, run_on_ranks
+from moe_a2a.rank_processes import RankError, RankProcesses, run_on_ranks
 
 pytestmark = pytest.mark.cpu
 
@@ -86,6 +86,16 @@ def test_a_rank_that_raises_is_quoted():
 def test_a_rank_that_dies_is_named():
     with pytest.raises(RankError, match=r"^rank \d died with exit code -6$"):
         run_on_ranks(2, rank_programs.die, timeout=60)
+    assert no_process_is_left()
+
+
+def test_a_death_is_the_cause_of_what_others_raise():
+    with (
+        RankProcesses(2, timeout=60) as ranks,
+        pytest.raises(RankError, match="^rank 1 died with exit code -6$") as error,
+    ):
+        ranks.run(rank_programs.raise_or_die_later, 0.5, timeout=60, grace=30)
+    assert error.value.kind == "died" and "reset by peer" in error.value.details
     assert no_process_is_left()
 
 
