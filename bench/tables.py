@@ -214,22 +214,21 @@ BARE_NCCL = "bare all_gather + reduce_scatter, NCCL"
 
 def with_deep_ep(name: str, nccl: bool) -> str:
     def columns(find: Find) -> list[str]:
-        of = [
-            joined(
-                find(system, "dispatch", "presummed", "rows"),
-                find(system, "dispatch", "fp8+presummed"),
-                find(system, "combine", "presummed", "fp8+presummed"),
+        def of_rows(system: str, what: str = "median_us") -> tuple[str, str]:
+            """Dispatch and combine of rows in bf16; whether the caller has summed matters to the combine only."""
+            return (
+                find(system, "dispatch", "presummed", "rows", what=what),
+                find(system, "combine", "presummed", "fp8+presummed", what=what),
             )
-            for system in (OURS, "DeepEP V2", "DeepEP V1 normal")
-        ]
+
+        of = []
+        for system in (OURS, "DeepEP V2", "DeepEP V1 normal"):
+            dispatch, combine = of_rows(system)
+            of.append(joined(dispatch, find(system, "dispatch", "fp8+presummed"), combine))
         of.append(joined(*(find("DeepEP V1 low-latency", step, "fp8") for step in ("dispatch", "combine"))))
         if nccl:
             of.append(joined(*(find(BARE_NCCL, step, "rows") for step in ("dispatch", "combine"))))
-        floor = (
-            find(OURS, "dispatch", "presummed", "rows", what="floor_us"),
-            find(OURS, "combine", "presummed", "fp8+presummed", what="floor_us"),
-        )
-        return [*of, joined(*floor)]
+        return [*of, joined(*of_rows(OURS, "floor_us"))]
 
     systems = [f"{name}: dispatch bf16 / fp8 / combine" for name in ("moe_a2a", "DeepEP V2", "DeepEP V1 normal")]
     peers = ["DeepEP V1 low-latency, fp8", *(["NCCL all-gather / reduce-scatter"] if nccl else [])]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("rows", "expert_major", "masked")
 MAX_EXPERT_ALIGNMENT = 256
+ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_INT = 2**31 - 1
 MAX_COUNT = 2**40  # rows of a tensor that is split over ranks
 MAX_TIMEOUT = 1e9  # seconds; the clocks of the targets count nanoseconds in 64 bits
@@ -95,7 +96,7 @@ def checked_float(rank: int, name: str, value: Any, least: float) -> float:
 
 def checked_row_dtype(rank: int, dtype: Any) -> torch.dtype:
     """The dtype of the rows of an object."""
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if dtype not in ROW_DTYPES:
         raise TypeError(f"dtype={dtype!r} on rank {rank}; pass torch.float32, torch.float16 or torch.bfloat16")
     return dtype
 

@@ -122,24 +122,24 @@ __device__ T load_from(const T* address, bool in_shared) {
   return in_shared ? load_shared(address) : load_global(address);
 }
 
-// Copies in pieces of type Piece; each thread loads `kUnroll` of them before it stores the first.
-template <class Piece, class Group, class Members, class Target>
-__device__ void multicast_pieces(const Group& group, const Members& members, int turn, Target target,
-                                 const void* source, int64_t count, bool in_shared) {
+// Copies `count` vectors; each thread loads `kUnroll` of them before it stores the first.
+template <class Group, class Members, class Target>
+__device__ void multicast_vectors(const Group& group, const Members& members, int turn, Target target,
+                                  const void* source, int64_t count, bool in_shared) {
   constexpr int kUnroll = 4;
-  const Piece* from = static_cast<const Piece*>(source);
+  const Vec16* from = static_cast<const Vec16*>(source);
   const int64_t stride = group.size();
   for (int64_t i = group.rank(); i < count; i += kUnroll * stride) {
-    Piece piece[kUnroll];
+    Vec16 vector[kUnroll];
     MOE_A2A_UNROLL
     for (int j = 0; j < kUnroll; ++j) {
-      if (i + j * stride < count) piece[j] = load_from(from + i + j * stride, in_shared);
+      if (i + j * stride < count) vector[j] = load_from(from + i + j * stride, in_shared);
     }
     members.visit_from(turn, [&](int rank) {
-      Piece* to = reinterpret_cast<Piece*>(target(rank));
+      Vec16* to = reinterpret_cast<Vec16*>(target(rank));
       MOE_A2A_UNROLL
       for (int j = 0; j < kUnroll; ++j) {
-        if (i + j * stride < count) store_global(to + i + j * stride, piece[j]);
+        if (i + j * stride < count) store_global(to + i + j * stride, vector[j]);
       }
     });
   }
@@ -175,7 +175,7 @@ __device__ void multicast_bytes(const Group& group, const Members& members, int 
   const uint64_t misalignment = reinterpret_cast<uint64_t>(source) | static_cast<uint64_t>(bytes) |
                                 reinterpret_cast<uint64_t>(target(members.first()));
   if (misalignment % 16 == 0) {
-    multicast_pieces<Vec16>(group, members, turn, target, source, bytes / 16, in_shared);
+    multicast_vectors(group, members, turn, target, source, bytes / 16, in_shared);
   } else {
     members.visit_from(turn, [&](int rank) {
       copy_small_pieces(group.rank(), group.size(), target(rank), source, bytes, in_shared, misalignment);

@@ -29,7 +29,6 @@ from moe_a2a.two_level.passage import Passage, RailFormat, Sent
 from moe_a2a.two_level.rail import Rail
 
 MEETING_NBYTES = 1 << 12  # workspace of the collectives by which a node's ranks agree on the arguments
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class TwoLevelExpertParallel(OnePerRank):
@@ -103,7 +102,7 @@ class TwoLevelExpertParallel(OnePerRank):
             given = (num_experts, num_topk, hidden, num_max_tokens_per_rank)
             for i, (name, value) in enumerate(zip(names, given, strict=True)):
                 values[i] = arguments.checked_int(self.rank, name, value, 1)
-            values[4] = DTYPES.index(arguments.checked_row_dtype(self.rank, dtype))
+            values[4] = arguments.ROW_DTYPES.index(arguments.checked_row_dtype(self.rank, dtype))
             if values[0] % self.num_ranks:
                 raise ValueError(
                     f"num_experts={num_experts} is not divisible by num_ranks={self.num_ranks} ({self.num_nodes} nodes of "
