@@ -6,6 +6,9 @@ system-scope loads from addresses that are known to be global (signals are polle
 
 The kernels that send rows keep their objects in registers. An object whose address a call out of line takes lives on the stack
 instead, and the loop that sends rows loads its members from there: 360 bytes once made a combine of 512 tokens 13 % slower.
+
+A product of a warp group (GMMA) takes the descriptors of its operands from uniform registers. If they are computed in a lane's
+registers, since the compiler does not know that all lanes have the same, each product waits for its moves (R2UR).
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ FUNCTION = re.compile(r"^\s*Function : (\S+)")
 LOAD = re.compile(r"\b(LDG\.E\S*\.SYS)\b")
 WHOLE = "LDG.E.128.STRONG.SYS"
 STACK = re.compile(r"Function (\S+?):?\s+REG:\d+ STACK:(\d+)")
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?(\w+)")
+BEFORE_A_LOOP = 60  # instructions in which the descriptors of its first product are computed
+MOST_MOVES = 4  # to uniform registers, per loop of products
 MOST_STACK = {"DispatchSend": 64, "CombineSend": 64, "Dispatch": 128}  # bytes, for calls that report a wait
 
 
@@ -44,6 +50,30 @@ def problems(of_function: dict[str, Counter[str]]) -> list[str]:
     ]
 
 
+def moves(listing: str) -> dict[str, int]:
+    """Per function with products of warp groups, the moves to uniform registers before and among them."""
+    instructions: dict[str, list[str]] = {}
+    name = ""
+    for line in listing.splitlines():
+        if match := FUNCTION.match(line):
+            name = match[1]
+        elif match := INSTRUCTION.match(line):
+            instructions.setdefault(name, []).append(match[1])
+    found = {}
+    for name, ops in instructions.items():
+        if products := [i for i, op in enumerate(ops) if op.endswith("GMMA")]:
+            found[name] = ops[max(0, products[0] - BEFORE_A_LOOP) : products[-1]].count("R2UR")
+    return found
+
+
+def move_problems(of_function: dict[str, int]) -> list[str]:
+    return [
+        f"{name}: {count} moves to uniform registers among its products > {MOST_MOVES}; is the warp's number broadcast?"
+        for name, count in of_function.items()
+        if count > MOST_MOVES
+    ]
+
+
 def stacks(usage: str) -> dict[str, int]:
     """Bytes of stack of each kernel in MOST_STACK, from `cuobjdump -res-usage`. A mangled name has each part's length before it."""
     found = {}
@@ -60,25 +90,30 @@ def stack_problems(of_kernel: dict[str, int]) -> list[str]:
     ]
 
 
-def of_file(path: str) -> tuple[dict[str, Counter[str]], dict[str, int]]:
+def of_file(path: str) -> tuple[dict[str, Counter[str]], dict[str, int], dict[str, int]]:
     sass, usage = (
         subprocess.run(["cuobjdump", option, path], capture_output=True, text=True, check=True).stdout
         for option in ("-sass", "-res-usage")
     )
-    return loads(sass), stacks(usage)
+    return loads(sass), moves(sass), stacks(usage)
 
 
 def main(arguments: list[str]) -> int:
-    num_words, measured, found = 0, set(), []
+    num_words, num_pipelines, measured, found = 0, 0, set(), []
     with ProcessPoolExecutor() as pool:
-        for path, (of_function, of_kernel) in zip(arguments, pool.map(of_file, arguments), strict=True):
-            num_words += sum(kinds[WHOLE] for kinds in of_function.values())
-            measured |= of_kernel.keys()
-            found += [f"{path}: {problem}" for problem in [*problems(of_function), *stack_problems(of_kernel)]]
+        for path, (loads_of, moves_of, stack_of) in zip(arguments, pool.map(of_file, arguments), strict=True):
+            num_words += sum(kinds[WHOLE] for kinds in loads_of.values())
+            num_pipelines += len(moves_of)
+            measured |= stack_of.keys()
+            all_problems = [*problems(loads_of), *move_problems(moves_of), *stack_problems(stack_of)]
+            found += [f"{path}: {problem}" for problem in all_problems]
     if num_words == 0:
         found.append(f"no load of an LL word in {len(arguments)} files")
+    if num_pipelines == 0:
+        found.append(f"no product of a warp group in {len(arguments)} files")
     found += [f"no {name} in {len(arguments)} files" for name in MOST_STACK.keys() - measured]
-    print("\n".join(found) if found else f"{num_words} loads of LL words in {len(arguments)} files, each one access")
+    good = f"{num_words} loads of LL words, each one access; {num_pipelines} loops of products ({len(arguments)} files)"
+    print("\n".join(found) if found else good)
     return 1 if found else 0
 
 

@@ -1,6 +1,6 @@
 """check_sass.py on small listings: a kernel that obeys its rule, and ones that break it."""
 
-from check_sass import MOST_STACK, loads, main, problems, stack_problems, stacks
+from check_sass import MOST_MOVES, MOST_STACK, loads, main, move_problems, moves, problems, stack_problems, stacks
 
 GOOD = """
 	Function : one_shot
@@ -8,7 +8,17 @@ GOOD = """
         /*0040*/                   LD.E.64.STRONG.SYS R8, desc[UR4][R6.64] ;
         /*0050*/                   LDG.E R9, desc[UR4][R6.64] ;
         /*0060*/                   LDG.E.64.STRONG.GPU R9, desc[UR4][R6.64] ;
+	Function : product
+        /*0030*/                   ULOP3.LUT UR18, UR9, 0x10002, URZ, 0xfc, !UPT ;
+        /*0040*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR20], RZ, !UPT ;
+        /*0050*/              @!P0 R2UR UR8, R206 ;
+        /*0060*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR16], R24 ;
+        /*0070*/                   R2UR UR4, R2 ;
 """
+MOVES = GOOD.replace(
+    "        /*0050*/              @!P0 R2UR UR8, R206 ;\n",
+    "        /*0050*/              R2UR UR8, R206 ;\n" * (MOST_MOVES + 1),
+)
 SPLIT = (
     GOOD
     + """
@@ -26,6 +36,14 @@ def test_words_in_one_access():
 def test_a_word_in_two_accesses():
     assert problems(loads(SPLIT)) == [
         "dispatch: 2 x LDG.E.STRONG.SYS, part of an LL word; LDG.E.128.STRONG.SYS expected"
+    ]
+
+
+def test_operands_described_by_each_lane():
+    assert moves(GOOD) == {"product": 1}
+    assert move_problems(moves(GOOD)) == []
+    assert move_problems(moves(MOVES)) == [
+        "product: 5 moves to uniform registers among its products > 4; is the warp's number broadcast?"
     ]
 
 
@@ -53,7 +71,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     small = usage(**dict.fromkeys(MOST_STACK, 40))
     for listing, of_kernels, code, said in (
-        (GOOD, small, 0, "2 loads of LL words in 2 files, each one access"),
+        (GOOD, small, 0, "2 loads of LL words, each one access; 2 loops of products (2 files)"),
+        (MOVES, small, 1, "b.o: product: 5 moves to uniform registers"),
+        (GOOD.replace("GMMA", "MMA"), small, 1, "no product of a warp group in 2 files"),
         (SPLIT, small, 1, "a.o: dispatch: 2 x LDG.E.STRONG.SYS"),
         ("", small, 1, "no load of an LL word in 2 files"),
         (GOOD, small.replace("STACK:40", "STACK:360"), 1, "b.o: CombineSend: 360 bytes of stack > 64"),
