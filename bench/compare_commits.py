@@ -6,7 +6,8 @@
 
 Arguments after `--` go to `python -m moe_a2a bench dispatch_combine`, the same for both. Each checkout runs once per round,
 and the order changes from round to round, so that drift of the machine's speed affects both. `us` is the median over the
-rounds, the range that of the rounds' ratios: a difference smaller than the range is noise.
+rounds, the range that of the rounds' ratios: a difference smaller than the range is noise. `blocks` are those of before and
+after: each checkout chooses its own unless --blocks names them.
 
 --build compiles both for the running interpreter's PyTorch, at the same time, and puts each extension into its
 checkout's package folder; without it they must have been built there. Needs cmake and ninja, no installation: editable
@@ -25,7 +26,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-KEY = ("tokens", "hidden", "topk", "experts", "dtype", "routing", "system", "mode", "launch", "step", "blocks")
+KEY = ("tokens", "hidden", "topk", "experts", "dtype", "routing", "system", "mode", "launch", "step")
+Times = dict[tuple, list[tuple[float, int | None]]]  # microseconds and blocks of each round
 # An editable installation's finder comes before PYTHONPATH.
 BYPASS = 'import sys\nsys.meta_path[:] = [f for f in sys.meta_path if "moe_a2a" not in type(f).__module__]\n'
 
@@ -52,14 +54,15 @@ def main() -> int:
             require_own_package(checkout, scratch)
         results = options.results or Path(scratch)
         results.mkdir(parents=True, exist_ok=True)
-        times: list[dict[tuple, list[float]]] = [{}, {}]
+        times: list[Times] = [{}, {}]
+        compared = (*KEY, "blocks") if "--blocks" in bench_options else KEY
         for number in range(options.rounds):
             for which in (0, 1) if number % 2 == 0 else (1, 0):
                 path = results / f"round_{number}_{('before', 'after')[which]}.json"
                 measure(checkouts[which], scratch, path, bench_options)
                 for record in json.loads(path.read_text())["records"]:
-                    key = tuple(record[name] for name in KEY)
-                    times[which].setdefault(key, []).append(record["median_us"])
+                    key = tuple(record[name] for name in compared)
+                    times[which].setdefault(key, []).append((record["median_us"], record["blocks"]))
     return print_table(*times, options.limit)
 
 
@@ -116,23 +119,24 @@ def measure(checkout: Path, scratch: str, path: Path, bench_options: list[str]) 
         sys.exit(f"{done.stdout}{done.stderr}\nthe benchmark of {checkout} failed")
 
 
-def print_table(before: dict[tuple, list[float]], after: dict[tuple, list[float]], limit: float | None) -> int:
-    print(f"{'tokens':>6} {'shape':>14} {'dtype':>9} {'routing':>9} {'mode':>15} {'launch':>14} {'step':>13} {'blocks':>6}"
+def print_table(before: Times, after: Times, limit: float | None) -> int:
+    print(f"{'tokens':>6} {'shape':>14} {'dtype':>9} {'routing':>9} {'mode':>15} {'launch':>14} {'step':>13} {'blocks':>9}"
           f" {'before us':>10} {'after us':>10} {'ratio':>6}  range")  # fmt: skip
     slower = []
     for key in before:
-        row = dict(zip(KEY, key, strict=True))
+        row = dict(zip(KEY, key, strict=False))
         if row["system"] != "moe_a2a" or key not in after:
             continue
-        ratios = [b / a for a, b in zip(before[key], after[key], strict=True)]
-        a, b = statistics.median(before[key]), statistics.median(after[key])
+        ratios = [b / a for (a, _), (b, _) in zip(before[key], after[key], strict=True)]
+        a, b = (statistics.median(us for us, _ in times[key]) for times in (before, after))
+        blocks = " / ".join(str(times[key][0][1] or "") for times in (before, after))
         mark = ""
         if limit is not None and b > a * (1 + limit / 100):
             slower.append(key)
             mark = "  slower"
         shape = f"{row['hidden']}/{row['topk']}/{row['experts']}"
         print(f"{row['tokens']:>6} {shape:>14} {row['dtype']:>9} {row['routing']:>9} {row['mode']:>15} {row['launch']:>14}"
-              f" {row['step']:>13} {row['blocks'] or '':>6} {a:>10.1f} {b:>10.1f} {b / a:>6.3f}"
+              f" {row['step']:>13} {blocks:>9} {a:>10.1f} {b:>10.1f} {b / a:>6.3f}"
               f"  {min(ratios):.3f} to {max(ratios):.3f}{mark}")  # fmt: skip
     for key in before.keys() ^ after.keys():
         print("in one of the two only:", *key)

@@ -19,8 +19,8 @@ struct RowSource {
 };
 
 // What a warp does with a row before it leaves: nothing, quantise it, or form it as a sum of other rows, with
-// per-thread loads or streamed.
-enum class StagedFor { kSending, kQuantizing, kSumming, kStreaming };
+// per-thread loads or streamed. kStoring: nothing, but the row does not allow bulk copies.
+enum class StagedFor { kSending, kStoring, kQuantizing, kSumming, kStreaming };
 
 }  // namespace moe_a2a
 
@@ -75,6 +75,9 @@ class PlainRowSender {
 };
 
 #if !defined(MOE_A2A_HAS_WARP_SENDER)
+inline constexpr int kRowBytesInFlight = 1 << 30;  // every warp sends
+inline constexpr int kBlocksToFillLinks = 1;
+
 // Shared memory for one warp's sender: only for rows that are quantised first.
 MOE_A2A_HOST_DEVICE constexpr int64_t warp_staging_bytes(int64_t row_bytes, StagedFor what) {
   return what == StagedFor::kQuantizing ? (row_bytes + 127) / 128 * 128 : 0;

@@ -61,7 +61,8 @@ class LlWire {
   MOE_A2A_HOST_DEVICE static Plan plan(const RowLayout& layout, StagedFor what, int max_shared_bytes) {
     const RowLayout longest{RowLayout::piece_length(), layout.dtype};
     Plan plan;
-    plan.stage_bytes = what == StagedFor::kSending ? 0 : static_cast<int>(longest.stride());
+    const bool sends_as_is = what == StagedFor::kSending || what == StagedFor::kStoring;
+    plan.stage_bytes = sends_as_is ? 0 : static_cast<int>(longest.stride());
     plan.num_senders = warps_with_stage(plan.stage_bytes, max_shared_bytes, kBlockThreads / kWarpSize);
     SharedCarver carver;
     plan.stages = carver.take_lines(plan.stage_bytes * plan.num_senders);

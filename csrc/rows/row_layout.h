@@ -63,7 +63,17 @@ struct Rows {
   int64_t stride = 0;  // bytes between rows
 
   MOE_A2A_HOST_DEVICE const std::byte* operator[](int64_t row) const { return data + row * stride; }
+  MOE_A2A_HOST_DEVICE int64_t address() const { return static_cast<int64_t>(reinterpret_cast<uint64_t>(data)); }
 };
+
+// How rows are sent as they are: by bulk copies if their addresses and sizes are multiples of 16 bytes. `scales`: of
+// float8 rows.
+MOE_A2A_HOST_DEVICE StagedFor staged_for_sending(const RowLayout& layout, const Rows& values, const Rows& scales = {}) {
+  const RowSource row = layout.part(layout.whole());
+  const int64_t parts =
+      values.address() | values.stride | row.num_value_bytes | scales.address() | scales.stride | row.num_scale_bytes;
+  return parts % 16 == 0 ? StagedFor::kSending : StagedFor::kStoring;
+}
 
 }  // namespace moe_a2a
 

@@ -49,15 +49,29 @@ class RowWire {
   struct Plan {
     SharedPart<std::byte> queue, stages;
     int stage_bytes = 0;  // 0: rows go by plain stores
-    int num_senders = 0;
+    int num_stages = 0;   // warps that may send
+    int copied_bytes =
+        0;  // of a row that is sent as it is, by bulk copies; 0: warps have more to do, or do it themselves
     int bytes = 0;
+
+    // Warps of each of `num_blocks` blocks that send: all that may, but for bulk copies alone no more than fill the
+    // links (see kRowBytesInFlight).
+    MOE_A2A_HOST_DEVICE int num_senders(int num_blocks) const {
+      if (copied_bytes == 0 || num_blocks < kBlocksToFillLinks) return num_stages;
+      const int at_once = num_blocks * copied_bytes, enough = (kRowBytesInFlight + at_once / 2) / at_once;
+      return enough < 1 ? 1 : enough < num_stages ? enough : num_stages;
+    }
   };
   MOE_A2A_HOST_DEVICE static Plan plan(const RowLayout& layout, StagedFor what, int max_shared_bytes,
                                        int num_warps = kBlockThreads / kWarpSize) {
-    return plan(what == StagedFor::kSumming     ? 0
-                : what == StagedFor::kStreaming ? kReaderBytes + kPieceSenderBytes
-                                                : warp_staging_bytes(layout.num_bytes(), what),
-                max_shared_bytes, num_warps);
+    const bool has_stage = what != StagedFor::kSumming && what != StagedFor::kStoring;
+    Plan plan = RowWire::plan(!has_stage                      ? 0
+                              : what == StagedFor::kStreaming ? kReaderBytes + kPieceSenderBytes
+                                                              : warp_staging_bytes(layout.num_bytes(), what),
+                              max_shared_bytes, num_warps);
+    const bool copies = what == StagedFor::kSending && plan.stage_bytes > 0;
+    plan.copied_bytes = copies ? static_cast<int>(layout.num_bytes()) : 0;
+    return plan;
   }
   // If the stage does not fit, rows are sent without one.
   MOE_A2A_HOST_DEVICE static Plan plan(int64_t wanted, int max_shared_bytes,
@@ -67,8 +81,8 @@ class RowWire {
     plan.queue = carver.take_lines(Queue::shared_bytes());
     const int left = max_shared_bytes - carver.bytes();
     plan.stage_bytes = wanted <= left ? static_cast<int>(wanted) : 0;
-    plan.num_senders = Queue::num_senders(warps_with_stage(plan.stage_bytes, left, num_warps), num_warps);
-    plan.stages = carver.take_lines(plan.stage_bytes * plan.num_senders);
+    plan.num_stages = Queue::num_senders(warps_with_stage(plan.stage_bytes, left, num_warps), num_warps);
+    plan.stages = carver.take_lines(plan.stage_bytes * plan.num_stages);
     plan.bytes = carver.bytes();
     return plan;
   }
@@ -101,7 +115,8 @@ class RowWire {
   // One warp per row; each free warp takes the next row.
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) const {
-    Queue queue(block_, plan_.queue.in(shared_), plan_.num_senders);
+    const int num_senders = plan_.num_senders(grid_.size());
+    Queue queue(block_, plan_.queue.in(shared_), num_senders);
     const auto signal_row = [&](const Delivery& delivery) { signal(exchange_, delivery, payload(source, delivery)); };
     if (queue.is_publisher()) queue.publish(signal_row);
     if (!queue.is_sender()) return;
@@ -111,7 +126,7 @@ class RowWire {
     std::byte* stage =
         plan_.stage_bytes > 0 ? plan_.stages.in(shared_) + block_.warp_rank() * plan_.stage_bytes : nullptr;
     source.with_row_sender(RowPort<decltype(slot_of), decltype(done)>{warp, slot_of, done, stage}, [&](auto& sender) {
-      WorkQueue units(grid_, block_, plan_.num_senders, ticket_, blocks_join_late<Schedule>());
+      WorkQueue units(grid_, block_, num_senders, ticket_, blocks_join_late<Schedule>());
       units.walk(num_units(schedule), [&](int unit) {
         visit(schedule, warp, unit,
               [&](const Scheduled& scheduled) { send_row<Schedule>(warp, source, sender, scheduled); });

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 #include <vector>
 
 #include "comm/work_queue.h"
@@ -126,12 +127,29 @@ TEST(RowWire, QuantisesRowsUpToItsLimitAndNoLongerOnes) {
     for (const int64_t row_bytes : {most / 9, most / 2, most - 1, most}) {
       const RowWire::Plan plan = plan_for(row_bytes);
       ASSERT_GE(plan.stage_bytes, row_bytes);
-      ASSERT_GE(plan.num_senders, 1);
+      ASSERT_GE(plan.num_stages, 1);
       ASSERT_GE(plan.stages.offset, plan.queue.offset + RowWire::Queue::shared_bytes());
-      ASSERT_GE(plan.bytes, plan.stages.offset + int64_t{plan.stage_bytes} * plan.num_senders);
+      ASSERT_GE(plan.bytes, plan.stages.offset + int64_t{plan.stage_bytes} * plan.num_stages);
       ASSERT_LE(plan.bytes, shared_bytes);
     }
     ASSERT_EQ(plan_for(most + 1).stage_bytes, 0);
+  }
+}
+
+TEST(RowWire, CopiesOnlyRowsOfWholeVectorsInBulk) {
+  alignas(16) std::byte memory[64];
+  const RowLayout whole{1024, DType::kBfloat16}, odd{1020, DType::kBfloat16};
+  const RowLayout float8{1024, DType::kFloat8}, three_scales{384, DType::kFloat8};
+  const Rows rows{memory, 4096}, scales{memory + 16, 32};
+  EXPECT_EQ(staged_for_sending(whole, rows), StagedFor::kSending);
+  EXPECT_EQ(staged_for_sending(float8, rows, scales), StagedFor::kSending);
+  for (const auto& [layout, x, x_scales] : {std::tuple{whole, Rows{memory + 2, 4096}, Rows{}},
+                                            {whole, Rows{memory, 4100}, {}},
+                                            {odd, rows, {}},
+                                            {three_scales, rows, scales},
+                                            {float8, rows, {memory + 4, 32}},
+                                            {float8, rows, {memory, 36}}}) {
+    EXPECT_EQ(staged_for_sending(layout, x, x_scales), StagedFor::kStoring);
   }
 }
 

@@ -69,7 +69,8 @@ struct CombineSend {
     return !args.presummed && can_stream(args.context.config.num_topk, args.vector_rows, layout(args).num_bytes());
   }
   MOE_A2A_HOST_DEVICE static StagedFor staged_for(const Args& args) {
-    return args.presummed ? StagedFor::kSending : streams(args) ? StagedFor::kStreaming : StagedFor::kSumming;
+    if (args.presummed) return staged_for_sending(layout(args), args.y);
+    return streams(args) ? StagedFor::kStreaming : StagedFor::kSumming;
   }
 
   template <class Wire>

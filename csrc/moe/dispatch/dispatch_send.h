@@ -82,7 +82,9 @@ struct DispatchSend {
 
   template <class Wire>
   MOE_A2A_HOST_DEVICE static typename Wire::Plan plan(const Args& args) {
-    return Wire::plan(sent_layout(args), args.quantize ? StagedFor::kQuantizing : StagedFor::kSending,
+    const RowLayout layout = sent_layout(args);
+    return Wire::plan(layout,
+                      args.quantize ? StagedFor::kQuantizing : staged_for_sending(layout, args.x, args.x_scales),
                       args.context.max_shared_bytes);
   }
   // The table is sent before the rows, from the same memory.
