@@ -212,7 +212,7 @@ def by_blocks(name: str) -> str:
 BARE_NCCL = "bare all_gather + reduce_scatter, NCCL"
 
 
-def with_deep_ep(name: str, nccl: bool) -> str:
+def with_deep_ep() -> str:
     def columns(find: Find) -> list[str]:
         def of_rows(system: str, what: str = "median_us") -> tuple[str, str]:
             """Dispatch and combine of rows in bf16; whether the caller has summed matters to the combine only."""
@@ -226,18 +226,21 @@ def with_deep_ep(name: str, nccl: bool) -> str:
             dispatch, combine = of_rows(system)
             of.append(joined(dispatch, find(system, "dispatch", "fp8+presummed"), combine))
         of.append(joined(*(find("DeepEP V1 low-latency", step, "fp8") for step in ("dispatch", "combine"))))
-        if nccl:
-            of.append(joined(*(find(BARE_NCCL, step, "rows") for step in ("dispatch", "combine"))))
+        of.append(joined(*(find(BARE_NCCL, step, "rows") for step in ("dispatch", "combine"))))
         return [*of, joined(*of_rows(OURS, "floor_us"))]
 
     systems = [f"{name}: dispatch bf16 / fp8 / combine" for name in ("moe_a2a", "DeepEP V2", "DeepEP V1 normal")]
-    peers = ["DeepEP V1 low-latency, fp8", *(["NCCL all-gather / reduce-scatter"] if nccl else [])]
-    return table(
-        ["tokens per rank", *systems, *peers, "floor bf16"], dispatch_combine(name, "tokens", "tokens", columns)
-    )
+    header = [
+        "tokens per rank",
+        *systems,
+        "DeepEP V1 low-latency, fp8",
+        "NCCL all-gather / reduce-scatter",
+        "floor bf16",
+    ]
+    return table(header, dispatch_combine("h200_2/with_deep_ep", "tokens", "tokens", columns))
 
 
-def chains(name: str) -> str:
+def chains() -> str:
     """us per pair of dispatch and combine, ten pairs in a captured graph."""
     systems = {
         "bf16, sums in `combine()`": (OURS, "rows"),
@@ -245,7 +248,7 @@ def chains(name: str) -> str:
         "NCCL all-gather + reduce-scatter": (BARE_NCCL, "rows"),
     }
     times: dict[int, dict[tuple[str, str], float]] = {}
-    for record in results(name)["records"]:
+    for record in results("h200_2/with_deep_ep")["records"]:
         if record["launch"] == "chain":
             times.setdefault(record["tokens"], {})[record["system"], record["mode"]] = record["median_us"]
     rows = [[title, *(us(of[system]) for of in times.values())] for title, system in systems.items()]
@@ -285,9 +288,8 @@ TABLES = {
     "blocks of 2": (partial(by_blocks, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
     "blocks of 4": (partial(by_blocks, "h200_4/dispatch_combine"), "h200_4/dispatch_combine"),
     "micro batches": (micro_batches, "h200_2/micro_batches"),
-    "with DeepEP": (partial(with_deep_ep, "h200_2/with_deep_ep", False), "h200_2/with_deep_ep"),
-    "with DeepEP on H100": (partial(with_deep_ep, "h100_2/dispatch_combine", True), "h100_2/dispatch_combine"),
-    "chains on H100": (partial(chains, "h100_2/dispatch_combine"), "h100_2/dispatch_combine"),
+    "with DeepEP": (with_deep_ep, "h200_2/with_deep_ep"),
+    "chains": (chains, "h200_2/with_deep_ep"),
 }
 
 

@@ -22,6 +22,11 @@ struct RowSource {
 // per-thread loads or streamed. kStoring: nothing, but the row does not allow bulk copies.
 enum class StagedFor { kSending, kStoring, kQuantizing, kSumming, kStreaming };
 
+// The fewest warps per block that have `in_flight` bytes of rows under way, if one per block has `per_warp`.
+MOE_A2A_HOST_DEVICE constexpr int senders_for(int in_flight, int per_warp) {
+  return in_flight > per_warp ? (in_flight - 1) / per_warp + 1 : 1;
+}
+
 }  // namespace moe_a2a
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

@@ -48,18 +48,17 @@ class RowWire {
   // The queue of rows to signal, and a stage per sending warp.
   struct Plan {
     SharedPart<std::byte> queue, stages;
-    int stage_bytes = 0;  // 0: rows go by plain stores
-    int num_stages = 0;   // warps that may send
-    int copied_bytes =
-        0;  // of a row that is sent as it is, by bulk copies; 0: warps have more to do, or do it themselves
+    int stage_bytes = 0;   // 0: rows go by plain stores
+    int num_stages = 0;    // warps that may send
+    int copied_bytes = 0;  // of a row, if warps only start bulk copies of rows as they are
     int bytes = 0;
 
     // Warps of each of `num_blocks` blocks that send: all that may, but for bulk copies alone no more than fill the
     // links (see kRowBytesInFlight).
     MOE_A2A_HOST_DEVICE int num_senders(int num_blocks) const {
       if (copied_bytes == 0 || num_blocks < kBlocksToFillLinks) return num_stages;
-      const int at_once = num_blocks * copied_bytes, enough = (kRowBytesInFlight + at_once / 2) / at_once;
-      return enough < 1 ? 1 : enough < num_stages ? enough : num_stages;
+      const int enough = senders_for(kRowBytesInFlight, num_blocks * copied_bytes);
+      return enough < num_stages ? enough : num_stages;
     }
   };
   MOE_A2A_HOST_DEVICE static Plan plan(const RowLayout& layout, StagedFor what, int max_shared_bytes,

@@ -136,6 +136,17 @@ TEST(RowWire, QuantisesRowsUpToItsLimitAndNoLongerOnes) {
   }
 }
 
+TEST(RowWire, FillsTheLinksWithAsFewSendersAsItCan) {
+  for (const int in_flight : {1, 600 << 10, 1 << 30}) {
+    for (const int per_warp : {2, 4096, 36 * 14336, 44 * 14336, 600 << 10, 132 * 14336}) {
+      const int64_t senders = senders_for(in_flight, per_warp);
+      ASSERT_GE(senders, 1);
+      ASSERT_GE(senders * per_warp, in_flight);
+      ASSERT_TRUE(senders == 1 || (senders - 1) * per_warp < in_flight);
+    }
+  }
+}
+
 TEST(RowWire, CopiesOnlyRowsOfWholeVectorsInBulk) {
   alignas(16) std::byte memory[64];
   const RowLayout whole{1024, DType::kBfloat16}, odd{1020, DType::kBfloat16};
