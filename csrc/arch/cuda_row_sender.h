@@ -9,23 +9,29 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 inline constexpr int kRowStages = 2;
-// What fills the links: this many bytes of rows being stored by all sending warps together, if these are spread over
-// this many SMs or more (an SM sends 35 KB/us). With three times as many, all rows of a batch arrive at its end, and
-// the receivers add them only then (2 H200, presummed combine: 512 tokens 45 us instead of 42, 1024 tokens 67 instead
-// of 62). With three quarters as many, the links idle (dispatch of 4096 tokens: 209 us instead of 182).
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-inline constexpr int kRowBytesInFlight = 1 << 30;  // plain stores: every warp sends
-#else
-inline constexpr int kRowBytesInFlight = 600 << 10;
-#endif
-inline constexpr int kBlocksToFillLinks = 20;
 inline constexpr int kStageHeader = 128;  // the stage's barrier and a description of its row
 __host__ __device__ constexpr int64_t stage_bytes(int64_t row_bytes) {
   return kStageHeader + (row_bytes + 127) / 128 * 128;
 }
 // Shared memory for one warp's sender.
-__host__ __device__ constexpr int64_t warp_staging_bytes(int64_t row_bytes, StagedFor) {
-  return kRowStages * stage_bytes(row_bytes);
+__host__ __device__ constexpr int64_t warp_staging_bytes(int64_t row_bytes, StagedFor what) {
+  return what == StagedFor::kSumming || what == StagedFor::kStoring ? 0 : kRowStages * stage_bytes(row_bytes);
+}
+
+// What fills the links: this many bytes of rows being stored by all sending warps together, if these are spread over
+// this many SMs or more (an SM sends 35 KB/us). With three times as many, all rows of a batch arrive at its end, and
+// the receivers add them only then (2 H200, presummed combine: 512 tokens 45 us instead of 42, 1024 tokens 67 instead
+// of 62). With three quarters as many, the links idle (dispatch of 4096 tokens: 209 us instead of 182).
+inline constexpr int kRowBytesInFlight = 600 << 10, kBlocksToFillLinks = 20;
+
+// Of the `most` warps of a block that may send, how many do if they only start bulk copies of rows.
+__host__ __device__ constexpr int num_copying_warps(int num_blocks, int row_bytes, int most) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  return most;  // plain stores
+#else
+  const int enough = num_blocks < kBlocksToFillLinks ? most : senders_for(kRowBytesInFlight, num_blocks * row_bytes);
+  return enough < most ? enough : most;
+#endif
 }
 
 // PlainRowSender's contract, for a warp; one lane does all the work. `staging`: warp_staging_bytes() of shared memory;

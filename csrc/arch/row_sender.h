@@ -24,7 +24,7 @@ enum class StagedFor { kSending, kStoring, kQuantizing, kSumming, kStreaming };
 
 // The fewest warps per block that have `in_flight` bytes of rows under way, if one per block has `per_warp`.
 MOE_A2A_HOST_DEVICE constexpr int senders_for(int in_flight, int per_warp) {
-  return in_flight > per_warp ? (in_flight - 1) / per_warp + 1 : 1;
+  return (in_flight + per_warp - 1) / per_warp;
 }
 
 }  // namespace moe_a2a
@@ -80,8 +80,8 @@ class PlainRowSender {
 };
 
 #if !defined(MOE_A2A_HAS_WARP_SENDER)
-inline constexpr int kRowBytesInFlight = 1 << 30;  // every warp sends
-inline constexpr int kBlocksToFillLinks = 1;
+// Of the `most` warps of a block that may send, how many do if they only copy rows: all, since they do it themselves.
+MOE_A2A_HOST_DEVICE constexpr int num_copying_warps(int /*num_blocks*/, int /*row_bytes*/, int most) { return most; }
 
 // Shared memory for one warp's sender: only for rows that are quantised first.
 MOE_A2A_HOST_DEVICE constexpr int64_t warp_staging_bytes(int64_t row_bytes, StagedFor what) {

@@ -54,20 +54,16 @@ class RowWire {
     int bytes = 0;
 
     // Warps of each of `num_blocks` blocks that send: all that may, but for bulk copies alone no more than fill the
-    // links (see kRowBytesInFlight).
+    // links.
     MOE_A2A_HOST_DEVICE int num_senders(int num_blocks) const {
-      if (copied_bytes == 0 || num_blocks < kBlocksToFillLinks) return num_stages;
-      const int enough = senders_for(kRowBytesInFlight, num_blocks * copied_bytes);
-      return enough < num_stages ? enough : num_stages;
+      return copied_bytes == 0 ? num_stages : num_copying_warps(num_blocks, copied_bytes, num_stages);
     }
   };
   MOE_A2A_HOST_DEVICE static Plan plan(const RowLayout& layout, StagedFor what, int max_shared_bytes,
                                        int num_warps = kBlockThreads / kWarpSize) {
-    const bool has_stage = what != StagedFor::kSumming && what != StagedFor::kStoring;
-    Plan plan = RowWire::plan(!has_stage                      ? 0
-                              : what == StagedFor::kStreaming ? kReaderBytes + kPieceSenderBytes
-                                                              : warp_staging_bytes(layout.num_bytes(), what),
-                              max_shared_bytes, num_warps);
+    const int64_t wanted =
+        what == StagedFor::kStreaming ? kReaderBytes + kPieceSenderBytes : warp_staging_bytes(layout.num_bytes(), what);
+    Plan plan = RowWire::plan(wanted, max_shared_bytes, num_warps);
     const bool copies = what == StagedFor::kSending && plan.stage_bytes > 0;
     plan.copied_bytes = copies ? static_cast<int>(layout.num_bytes()) : 0;
     return plan;
