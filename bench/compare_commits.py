@@ -25,9 +25,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 KEY = ("tokens", "hidden", "topk", "experts", "dtype", "routing", "system", "mode", "launch", "step")
-Times = dict[tuple, list[tuple[float, int | None]]]  # microseconds and blocks of each round
+Run = list[dict[str, Any]]  # the records of one run of the benchmark
 # An editable installation's finder comes before PYTHONPATH.
 BYPASS = 'import sys\nsys.meta_path[:] = [f for f in sys.meta_path if "moe_a2a" not in type(f).__module__]\n'
 
@@ -54,16 +55,13 @@ def main() -> int:
             require_own_package(checkout, scratch)
         results = options.results or Path(scratch)
         results.mkdir(parents=True, exist_ok=True)
-        times: list[Times] = [{}, {}]
-        compared = (*KEY, "blocks") if "--blocks" in bench_options else KEY
+        runs: list[list[Run]] = [[], []]
         for number in range(options.rounds):
             for which in (0, 1) if number % 2 == 0 else (1, 0):
                 path = results / f"round_{number}_{('before', 'after')[which]}.json"
                 measure(checkouts[which], scratch, path, bench_options)
-                for record in json.loads(path.read_text())["records"]:
-                    key = tuple(record[name] for name in compared)
-                    times[which].setdefault(key, []).append((record["median_us"], record["blocks"]))
-    return print_table(*times, options.limit)
+                runs[which].append(json.loads(path.read_text())["records"])
+    return print_table(*runs, options.limit)
 
 
 def split_at_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -119,17 +117,29 @@ def measure(checkout: Path, scratch: str, path: Path, bench_options: list[str]) 
         sys.exit(f"{done.stdout}{done.stderr}\nthe benchmark of {checkout} failed")
 
 
-def print_table(before: Times, after: Times, limit: float | None) -> int:
+def by_case(runs: list[Run], names: tuple[str, ...]) -> dict[tuple, Run]:
+    """The records of all rounds that have the same values under these names."""
+    found: dict[tuple, Run] = {}
+    for record in (record for run in runs for record in run):
+        found.setdefault(tuple(record[name] for name in names), []).append(record)
+    return found
+
+
+def print_table(before_runs: list[Run], after_runs: list[Run], limit: float | None) -> int:
+    # With several numbers of blocks, a run has several records of a case.
+    is_unique = all(len(by_case([run], KEY)) == len(run) for run in before_runs + after_runs)
+    names = KEY if is_unique else (*KEY, "blocks")
+    before, after = by_case(before_runs, names), by_case(after_runs, names)
     print(f"{'tokens':>6} {'shape':>14} {'dtype':>9} {'routing':>9} {'mode':>15} {'launch':>14} {'step':>13} {'blocks':>9}"
           f" {'before us':>10} {'after us':>10} {'ratio':>6}  range")  # fmt: skip
     slower = []
     for key in before:
-        row = dict(zip(KEY, key, strict=False))
+        row = dict(zip(names, key, strict=True))
         if row["system"] != "moe_a2a" or key not in after:
             continue
-        ratios = [b / a for (a, _), (b, _) in zip(before[key], after[key], strict=True)]
-        a, b = (statistics.median(us for us, _ in times[key]) for times in (before, after))
-        blocks = " / ".join(str(times[key][0][1] or "") for times in (before, after))
+        ratios = [b["median_us"] / a["median_us"] for a, b in zip(before[key], after[key], strict=True)]
+        a, b = (statistics.median(r["median_us"] for r in records[key]) for records in (before, after))
+        blocks = " / ".join(str(records[key][0]["blocks"] or "") for records in (before, after))
         mark = ""
         if limit is not None and b > a * (1 + limit / 100):
             slower.append(key)

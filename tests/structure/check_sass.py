@@ -29,16 +29,21 @@ MOST_MOVES = 4  # to uniform registers, per loop of products
 MOST_STACK = {"DispatchSend": 64, "CombineSend": 64, "Dispatch": 128}  # bytes, for calls that report a wait
 
 
-def loads(listing: str) -> dict[str, Counter[str]]:
-    """Per function, how many system-scope loads of each kind."""
-    found: dict[str, Counter[str]] = {}
+def finds(pattern: re.Pattern[str], listing: str) -> dict[str, list[str]]:
+    """Per function, the pattern's group in each line that has it, in order."""
+    found: dict[str, list[str]] = {}
     name = ""
     for line in listing.splitlines():
         if match := FUNCTION.match(line):
             name = match[1]
-        elif match := LOAD.search(line):
-            found.setdefault(name, Counter())[match[1]] += 1
+        elif match := pattern.search(line):
+            found.setdefault(name, []).append(match[1])
     return found
+
+
+def loads(listing: str) -> dict[str, Counter[str]]:
+    """Per function, how many system-scope loads of each kind."""
+    return {name: Counter(kinds) for name, kinds in finds(LOAD, listing).items()}
 
 
 def problems(of_function: dict[str, Counter[str]]) -> list[str]:
@@ -52,15 +57,8 @@ def problems(of_function: dict[str, Counter[str]]) -> list[str]:
 
 def moves(listing: str) -> dict[str, int]:
     """Per function with products of warp groups, the moves to uniform registers before and among them."""
-    instructions: dict[str, list[str]] = {}
-    name = ""
-    for line in listing.splitlines():
-        if match := FUNCTION.match(line):
-            name = match[1]
-        elif match := INSTRUCTION.match(line):
-            instructions.setdefault(name, []).append(match[1])
     found = {}
-    for name, ops in instructions.items():
+    for name, ops in finds(INSTRUCTION, listing).items():
         if products := [i for i, op in enumerate(ops) if op.endswith("GMMA")]:
             found[name] = ops[max(0, products[0] - BEFORE_A_LOOP) : products[-1]].count("R2UR")
     return found
