@@ -77,13 +77,21 @@ def _fork_server_can_listen() -> bool:
 
 @functools.cache
 def _await_fork_server() -> None:
-    """Returns once the server has imported everything. That takes seconds, in which signals must not be postponed as they are
-    while a rank starts."""
-    with _signals_postponed():  # ranks inherit the server's mask
-        forkserver.ensure_running()
+    """Returns once the server has imported everything. That takes seconds, in which signals must neither be postponed, as they
+    are while a rank starts, nor interrupt a half-started process: a thread starts one, and signals interrupt the wait for it."""
     probe = multiprocessing.get_context("forkserver").Process(target=int)
-    probe.start()
-    probe.join()
+
+    def start() -> None:
+        with contextlib.suppress(OSError, EOFError):  # starting the ranks meets and reports it too
+            probe.start()
+
+    starter = threading.Thread(target=start, daemon=True)
+    with _signals_postponed():  # ranks inherit the server's mask, and the thread this one's
+        forkserver.ensure_running()
+        starter.start()
+    starter.join()
+    if probe.pid is not None:
+        probe.join()
 
 
 class RankProcesses:
