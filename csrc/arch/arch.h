@@ -11,7 +11,7 @@
 //              streamed_sums.h
 //   matrices   BlockTile: see block_tile.h. MOE_A2A_HAS_TILE_PIPELINE: see cuda_tile_pipeline.h
 //   numbers    to_float(), from_float<T>(), to_float8_pair(), larger(), sigmoid()
-//   time       clock_now() in the target's ticks, pause()
+//   time       clock_now() in the target's ticks, pause(polls) between two polls of a wait
 //   host       launch<Kernel>(), prepare<Kernel>(), Machine: memory, sharing of memory
 #pragma once
 

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <ctime>
 
 #include "arch/attributes.h"
 #include "arch/cpu_machine.h"
@@ -168,8 +169,17 @@ float value_of(const LoadedLane<T>& lane, int i) {
 
 // ---- time
 
-// Yields the core: eight ranks may share two.
-inline void pause() { sched_yield(); }
+// Between two polls of a wait. Yields the core, since eight ranks may share two; a wait of more than a few milliseconds
+// sleeps, so that a rank whose peers are late does not keep a core busy.
+inline void pause(uint32_t polls = 0) {
+  constexpr uint32_t kMaxYields = 4000;
+  constexpr std::timespec kSleep{0, 50'000};
+  if (polls < kMaxYields) {
+    sched_yield();
+  } else {
+    nanosleep(&kSleep, nullptr);
+  }
+}
 
 // Whether the host wants the waits of this launch to end.
 inline bool is_interrupted() { return is_launch_interrupted(); }

@@ -206,7 +206,7 @@ __device__ __forceinline__ uint64_t clock_now() {  // nanoseconds, in steps of 3
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
-__device__ __forceinline__ void pause() { __nanosleep(20); }
+__device__ __forceinline__ void pause(uint32_t /*polls*/ = 0) { __nanosleep(20); }
 
 // The host cannot end a wait on a device.
 __device__ __forceinline__ bool is_interrupted() { return false; }

@@ -220,7 +220,7 @@ __device__ __forceinline__ float error_function(float value) { return erff(value
 // ---- time
 
 __device__ __forceinline__ uint64_t clock_now() { return wall_clock64(); }  // see clock_ticks_per_second()
-__device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(1); }
+__device__ __forceinline__ void pause(uint32_t /*polls*/ = 0) { __builtin_amdgcn_s_sleep(1); }
 
 // The host cannot end a wait on a device.
 __device__ __forceinline__ bool is_interrupted() { return false; }

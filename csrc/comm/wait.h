@@ -163,7 +163,7 @@ MOE_A2A_DEVICE bool wait_until(uint64_t epoch, const WaitSite& site, const WaitP
         return false;
       }
     }
-    pause();
+    pause(polls);
   }
 }
 

@@ -171,7 +171,7 @@ using LlBits = uint64_t;
 
 // ---- time
 
-inline void pause() { lanes::Fibers::of_block().pause(); }
+inline void pause(uint32_t /*polls*/ = 0) { lanes::Fibers::of_block().pause(); }
 inline bool is_interrupted() { return is_launch_interrupted(); }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

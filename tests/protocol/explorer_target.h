@@ -204,7 +204,7 @@ inline float larger(float a, float b) { return a > b ? a : b; }
 // ---- time
 
 inline uint64_t clock_now() { return observed_clock(); }
-inline void pause() { observed_pause(); }
+inline void pause(uint32_t /*polls*/ = 0) { observed_pause(); }
 inline bool is_interrupted() { return false; }
 
 }  // namespace moe_a2a::inline explored

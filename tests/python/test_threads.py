@@ -73,6 +73,21 @@ class Waiting:
 
 
 @on_device.cpu_only
+@pytest.mark.parametrize("num_max_ll_tokens", [0, 6])
+def test_a_rank_whose_peer_is_late_leaves_the_cores_to_others(num_max_ll_tokens):
+    seconds, (ep, peer) = 1.0, make_objects(num_blocks=2, num_max_ll_tokens=num_max_ll_tokens)
+    waiting = Waiting(lambda: good_call(ep, 3))
+    before = time.process_time()
+    time.sleep(seconds)
+    used = time.process_time() - before
+    good_call(peer, 3)
+    assert waiting.join() is None
+    assert used < 0.4 * seconds  # of two blocks' threads, which used to poll all the time
+    for of in (ep, peer):
+        of.close()
+
+
+@on_device.cpu_only
 @pytest.mark.parametrize("num_blocks", [1, 3])
 @pytest.mark.parametrize("num_max_ll_tokens", [0, 6])
 def test_close_ends_the_wait_of_another_thread(num_blocks, num_max_ll_tokens):

@@ -23,7 +23,7 @@ struct StoredTiles {
   MOE_A2A_DEVICE uint32_t wait_for_row(int position) const {
     const uint32_t* stored = count + position;
     uint32_t polls = 1;
-    for (; atomic_load<Order::kRelaxed, Scope::kDevice>(stored) != of_a_row; ++polls) pause();
+    for (; atomic_load<Order::kRelaxed, Scope::kDevice>(stored) != of_a_row; ++polls) pause(polls);
     atomic_load<Order::kAcquire, Scope::kDevice>(stored);  // pairs with the release in add()
     return polls;
   }
