@@ -36,8 +36,9 @@ endfunction()
 function(_moe_a2a_set_up library options)
   set_target_properties(${library} PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_include_directories(${library} PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
-  # -ffp-contract=off: sums have the same bits on every target.
-  target_compile_options(${library} PRIVATE -ffp-contract=off ${MOE_A2A_WARNINGS} PUBLIC ${options})
+  # -ffp-contract=off: sums have the same bits on every target. -fno-trapping-math: conversions that select a result may
+  # become vector loops; nobody reads the exception flags.
+  target_compile_options(${library} PRIVATE -ffp-contract=off -fno-trapping-math ${MOE_A2A_WARNINGS} PUBLIC ${options})
   target_compile_definitions(${library} PUBLIC ${MOE_A2A_ABI_DEFINITIONS})
 endfunction()
 

@@ -3,14 +3,15 @@
 // Every target provides the same names, each in its own inline namespace, so that two targets link into one program:
 //
 //   groups     Warp, Block, Grid: rank(), size(), sync(), release_sync(), any(), count(), broadcast(), last(),
-//              inclusive_sum(), reduce_or(), matches(), max_of_neighbours(), is_last_warp()
+//              inclusive_sum(), reduce_or(), matches(), max_of_neighbours(), largest_magnitude(),
+//              is_last_warp()
 //   memory     atomic_load / atomic_store / atomic_add / atomic_claim with order and scope, multicast_bytes, prefetch,
 //              load_lane / value_of / store_lane, load_values / store_values, warp_memory<T>(): a T per warp;
 //              LlBits: the widest word that is accessed atomically; kPollOrder, kOneWarpPublishes: what ordering costs
 //   rows       PlainRowSender, make_warp_sender(): see row_sender.h. with_row_reader(), with_piece_sender(): see
 //              streamed_sums.h
 //   matrices   BlockTile: see block_tile.h. MOE_A2A_HAS_TILE_PIPELINE: see cuda_tile_pipeline.h
-//   numbers    to_float(), from_float<T>(), to_float8_pair(), larger(), sigmoid()
+//   numbers    to_float(), from_float<T>(), to_float8(), larger(), sigmoid()
 //   time       clock_now() in the target's ticks, pause(polls) between two polls of a wait
 //   host       launch<Kernel>(), prepare<Kernel>(), Machine: memory, sharing of memory
 #pragma once

@@ -4,6 +4,7 @@
 
 #include <sched.h>
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -81,6 +82,18 @@ struct Thread {
   float max_of_neighbours(float value) const {
     static_assert(kLanes == 1);
     return value;
+  }
+  // The largest magnitude among the values of kLanes neighbours, `least` if that is larger; ignores NaNs. As integers:
+  // the compiler may not reorder comparisons of floats, and so would not vectorise them.
+  template <int kLanes, int kCount>
+  float largest_magnitude(const float (&values)[kCount], float least) const {
+    static_assert(kLanes == 1);
+    auto largest = std::bit_cast<int32_t>(least);
+    for (float value : values) {
+      const int32_t bits = std::bit_cast<int32_t>(value) & 0x7fffffff, number = bits > 0x7f800000 ? 0 : bits;
+      largest = number > largest ? number : largest;
+    }
+    return std::bit_cast<float>(largest);
   }
 };
 

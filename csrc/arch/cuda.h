@@ -191,9 +191,17 @@ __device__ __forceinline__ Float8 from_float<Float8>(float value) {
 __device__ __forceinline__ float to_float(Float8 value) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(value.bits, __NV_E4M3)));
 }
-__device__ __forceinline__ Float8Pair to_float8_pair(float first, float second) {
-  const auto bits = __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
-  return {{{static_cast<uint8_t>(bits)}, {static_cast<uint8_t>(bits >> 8)}}};
+// The values times `factor`, two per instruction.
+template <int kCount>
+__device__ __forceinline__ void to_float8(const float (&values)[kCount], float factor, Float8 (&codes)[kCount]) {
+  static_assert(kCount % 2 == 0);
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kCount; i += 2) {
+    const float2 pair = make_float2(values[i] * factor, values[i + 1] * factor);
+    const auto bits = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+    codes[i] = {static_cast<uint8_t>(bits)};
+    codes[i + 1] = {static_cast<uint8_t>(bits >> 8)};
+  }
 }
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ float sigmoid(float value) { return __fdividef(1.0f, 1.0f + __expf(-value)); }

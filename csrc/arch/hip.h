@@ -210,8 +210,10 @@ __device__ __forceinline__ float to_float(Float8 value) {
   return __builtin_bit_cast(float, bits | uint32_t{value.bits & 0x80u} << 24);
 #endif
 }
-__device__ __forceinline__ Float8Pair to_float8_pair(float first, float second) {
-  return {{from_float<Float8>(first), from_float<Float8>(second)}};
+template <int kCount>
+__device__ __forceinline__ void to_float8(const float (&values)[kCount], float factor, Float8 (&codes)[kCount]) {
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kCount; ++i) codes[i] = from_float<Float8>(values[i] * factor);
 }
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
 __device__ __forceinline__ float sigmoid(float value) { return __builtin_amdgcn_rcpf(1.0f + __expf(-value)); }

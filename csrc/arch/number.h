@@ -20,10 +20,6 @@ struct Float8 {  // e4m3: "fn" on the CPU, NVIDIA and gfx950; "fnuz" on gfx942 (
   uint8_t bits;
 };
 
-struct Float8Pair {
-  Float8 element[2];
-};
-
 MOE_A2A_HOST_DEVICE constexpr int size_of(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8 ? 1 : 2;
 }

@@ -55,6 +55,12 @@ struct Warp {
     }
     return value;
   }
+  template <int kLanes, int kCount>
+  __device__ float largest_magnitude(const float (&values)[kCount], float least) const {
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kCount; ++i) least = larger(fabsf(values[i]), least);
+    return max_of_neighbours<kLanes>(least);
+  }
 
  private:
   __device__ Matches counted(LaneMask same) const {

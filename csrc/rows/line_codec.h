@@ -17,6 +17,7 @@
 
 #include <bit>
 #include <cstring>
+#include <limits>
 
 #include "rows/row_layout.h"
 
@@ -92,21 +93,23 @@ MOE_A2A_DEVICE constexpr float line_range() {
 template <LineCodec kCodec>
 MOE_A2A_DEVICE LineScale line_scale(const Warp& warp, const LineValues& values) {
   constexpr float kInfinity = std::bit_cast<float>(0x7f800000u);
-  float most = 0, least = 0;
-  uint32_t odd = 0;  // an infinity or a NaN is present
+  // The bits of positive floats are ordered like the floats, with the NaNs above infinity.
+  int32_t most = 0, least = 0;
   MOE_A2A_UNROLL
   for (int i = 0; i < kLineValues; ++i) {
-    most = values[i] > most ? values[i] : most;
-    least = values[i] < least ? values[i] : least;
-    odd |= (std::bit_cast<uint32_t>(values[i]) & 0x7f800000u) == 0x7f800000u ? 1u : 0u;
+    const auto bits = std::bit_cast<int32_t>(values[i]);
+    const int32_t negated = bits ^ std::numeric_limits<int32_t>::min();
+    most = bits > most ? bits : most;
+    least = negated > least ? negated : least;
   }
-  most = warp.template max_of_neighbours<kLineLanes>(odd != 0 ? kInfinity : most);
-  least = -warp.template max_of_neighbours<kLineLanes>(-least);
-  const float magnitude = larger(most, -least);
+  const bool is_odd = (most > least ? most : least) >= std::bit_cast<int32_t>(kInfinity);
+  const float above = warp.template max_of_neighbours<kLineLanes>(is_odd ? kInfinity : std::bit_cast<float>(most));
+  const float below = warp.template max_of_neighbours<kLineLanes>(is_odd ? 0.0f : std::bit_cast<float>(least));
+  const float magnitude = larger(above, below);
   if (magnitude == kInfinity) return {{0x7fc0}, 0.0f};
   if (magnitude < 0x1p-116f) return {{0}, 0.0f};
   const uint32_t step = (std::bit_cast<uint32_t>(magnitude * (1.0f / line_range<kCodec>())) + 0xffffu) >> 16;
-  const bool is_negative = kCodec != LineCodec::kFp8 && most >= -least;
+  const bool is_negative = kCodec != LineCodec::kFp8 && above >= below;
   const Bfloat16 scale{static_cast<uint16_t>(step | (is_negative ? 0x8000u : 0u))};
   return {scale, 1.0f / to_float(scale)};
 }
@@ -147,10 +150,9 @@ MOE_A2A_DEVICE void encode_line(const Warp& warp, const LineLayout& layout, std:
   const float step = to_float(scale.step);
   uint8_t code[kLineValues];
   MOE_A2A_UNROLL
-  for (int i = 0; i < kLineValues; ++i) {
-    code[i] = line_code<kCodec>(values[i] * scale.inverse);
-    values[i] = line_value<kCodec>(code[i]) * step;
-  }
+  for (int i = 0; i < kLineValues; ++i) code[i] = line_code<kCodec>(values[i] * scale.inverse);
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kLineValues; ++i) values[i] = line_value<kCodec>(code[i]) * step;
   if (!is_stored) return;
   auto* payload = reinterpret_cast<uint8_t*>(line);
   if constexpr (kCodec == LineCodec::kFp8 || kCodec == LineCodec::kQ8) {

@@ -23,7 +23,7 @@ class PieceQuantizer {
 
   MOE_A2A_DEVICE void run(bool vector_rows) {
     if (vector_rows) whole_steps<kQuantizeUnroll>();
-    // All threads run the same number of steps: those past the end contribute zeros to max_of_neighbours().
+    // All threads run the same number of steps: those past the end contribute zeros to largest_magnitude().
     const int padded = (size_ + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
     for (; base_ < padded; base_ += stride_) last_step(padded);
   }
@@ -67,17 +67,8 @@ class PieceQuantizer {
 
   // The first thread of a block of 128 also writes the scale. `first`: index of the values; -1: past the end.
   MOE_A2A_DEVICE void quantize(const float (&values)[kCount], int first, Float8 (&quantized)[kCount]) {
-    float amax = 1e-12f;
-    MOE_A2A_UNROLL
-    for (int i = 0; i < kCount; ++i) amax = larger(fabsf(values[i]), amax);
-    amax = group_.template max_of_neighbours<kLanes>(amax);
-    const float inverse = kFloat8Max / amax;
-    MOE_A2A_UNROLL
-    for (int i = 0; i < kCount; i += 2) {
-      const Float8Pair pair = to_float8_pair(values[i] * inverse, values[i + 1] * inverse);
-      quantized[i] = pair.element[0];
-      quantized[i + 1] = pair.element[1];
-    }
+    const float amax = group_.template largest_magnitude<kLanes>(values, 1e-12f);
+    to_float8(values, kFloat8Max / amax, quantized);
     if (first >= 0 && first % kScaleBlock == 0) scales_[first / kScaleBlock] = amax / kFloat8Max;
   }
 

@@ -57,6 +57,10 @@ struct Thread {
   float max_of_neighbours(float value) const {
     return value;
   }
+  template <int kLanes, int kCount>
+  float largest_magnitude(const float (&)[kCount], float) const {
+    std::abort();
+  }
   template <class T>
   T inclusive_sum(T value) const {
     return value;
@@ -198,7 +202,10 @@ template <>
 inline float from_float<float>(float value) {
   return value;
 }
-inline Float8Pair to_float8_pair(float, float) { std::abort(); }
+template <int kCount>
+void to_float8(const float (&)[kCount], float, Float8 (&)[kCount]) {
+  std::abort();
+}
 inline float larger(float a, float b) { return a > b ? a : b; }
 
 // ---- time

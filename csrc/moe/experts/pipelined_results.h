@@ -172,8 +172,9 @@ struct PipelinedResults {
       MOE_A2A_UNROLL
       for (int r = 0; r < 2; ++r) {
         const float* sum = matrix.sum + Matrix::index(j, r == 1);
-        const Float8Pair pair = to_float8_pair(sum[0] * inverse[r], sum[1] * inverse[r]);
-        store_bytes(staged[r].at(j * 8 + lane % 4 * 2), pair.element[0].bits, pair.element[1].bits);
+        Float8 pair[2];
+        to_float8({sum[0], sum[1]}, inverse[r], pair);
+        store_bytes(staged[r].at(j * 8 + lane % 4 * 2), pair[0].bits, pair[1].bits);
       }
     }
     const int block = place.first_column / kOutColumns;
