@@ -187,19 +187,19 @@ def of_ours(find: Find) -> list[str]:
     ]
 
 
-def by_tokens(name: str) -> str:
+def by_tokens(name: str, library: str = "NCCL") -> str:
     def columns(find: Find) -> list[str]:
         floor = [find(OURS, "dispatch", mode, what="floor_us") for mode in ("rows", "fp8+presummed")]
-        nccl = [[find(f"{system}, NCCL", step, "rows") for step in ("dispatch", "combine")]
-                for system in ("sort + all_to_all", "all_gather + reduce_scatter")]  # fmt: skip
+        baselines = [[find(f"{system}, {library}", step, "rows") for step in ("dispatch", "combine")]
+                     for system in ("sort + all_to_all", "all_gather + reduce_scatter")]  # fmt: skip
         return [
             *of_ours(find),
             joined(*floor, find(OURS, "combine", "rows", what="floor_us")),
-            *(joined(*of) for of in nccl),
+            *(joined(*of) for of in baselines),
         ]
 
     header = ["tokens per rank", *OURS_COLUMNS, "floor: dispatch bf16 / fp8 / combine"]
-    return table([*header, "sort + all_to_all, NCCL", "all-gather / reduce-scatter, NCCL"],
+    return table([*header, f"sort + all_to_all, {library}", f"all-gather / reduce-scatter, {library}"],
                  dispatch_combine(name, "tokens", "tokens", columns))  # fmt: skip
 
 
@@ -285,6 +285,7 @@ TABLES = {
     "layer alone": (layer_alone, "h200_1/layer"),
     "tokens of 2": (partial(by_tokens, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
     "tokens of 4": (partial(by_tokens, "h200_4/dispatch_combine"), "h200_4/dispatch_combine"),
+    "tokens on the CPU": (partial(by_tokens, "cpu/dispatch_combine", "gloo"), "cpu/dispatch_combine"),
     "blocks of 2": (partial(by_blocks, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
     "blocks of 4": (partial(by_blocks, "h200_4/dispatch_combine"), "h200_4/dispatch_combine"),
     "micro batches": (micro_batches, "h200_2/micro_batches"),

@@ -62,11 +62,6 @@ def _full(options: argparse.Namespace) -> list[Plan]:
 
 
 def _cpu(options: argparse.Namespace) -> list[Plan]:
-    """The cases of README's CPU table."""
-    shapes = [(128, DEEPSEEK), (1024, MOONLIGHT)]
-    cases = [
-        Case(tokens, **shape, dtype=dtype, routing="uniform", seed=options.seed)
-        for tokens, shape in shapes
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    return [Plan("cpu", tuple(cases), ("rows", "expert_major"), baselines=("sort", "all_gather"))]
+    """The cases of docs/benchmarks.md's CPU table."""
+    cases = _cases((1, 16, 128, 1024), options.seed, **MOONLIGHT)
+    return [Plan("tokens", cases, ("rows", "fp8+presummed"), baselines=("sort", "all_gather"))]
