@@ -11,6 +11,7 @@ Where a call goes depends only on what all ranks agree on. A rank whose tensor i
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _c10d: Any = torch._C._distributed_c10d  # torch.distributed lacks some options before 2.12
 _RedOp = _c10d.ReduceOp.RedOpType
 OPS = {_RedOp.SUM: "sum", _RedOp.MAX: "max", _RedOp.MIN: "min", _RedOp.AVG: "avg"}
+
+
+SECONDS_TO_DROP = 0.02
 
 
 class _StoreGroup:
@@ -85,6 +89,9 @@ class MoeA2aProcessGroup(_ProcessGroup):
         for coll in made.values():
             coll.close()
         super().shutdown()
+        # Gloo's threads need the GIL to drop the tensors of its last calls. Without this they may still wait for it when a DDP
+        # model that outlives the group destroys gloo, which holds the GIL while it joins them.
+        time.sleep(SECONDS_TO_DROP)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self._rank} of {self._num_ranks}, else {self.delegates})"
@@ -375,8 +382,10 @@ def _create(given: Any, options: Any) -> MoeA2aProcessGroup:
         raise TypeError(
             f"pg_options is a {type(options).__name__} on rank {given.group_rank}; pass a moe_a2a.torch_backend.Options"
         )
+    # After destroy_process_group() a group of the same name gets the same store, where the keys of the first still are.
+    times_made = given.store.add(f"made by {given.group_rank}", 1)
     return MoeA2aProcessGroup(
-        given.store,
+        dist.PrefixStore(str(times_made), given.store),
         given.group_rank,
         given.group_size,
         given.timeout,

@@ -266,6 +266,23 @@ def test_as_default_group_with_subgroups():
     run_on_backend(4, subgroups_program)
 
 
+def made_again_program(report, file) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.FileStore(file, num_ranks)
+    for _ in range(3):
+        dist.init_process_group("moe_a2a", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=10))
+        x = full(100, 1)
+        dist.all_reduce(x)
+        assert torch.equal(x, full(100, num_ranks))
+        time.sleep(0.2 * rank)  # rank 0 must not take what the others wrote for their last group for the next
+        dist.destroy_process_group()
+
+
+def test_a_group_can_be_destroyed_and_made_again_on_one_store(tmp_path):
+    run_on_backend(3, made_again_program, str(tmp_path / "store"))
+
+
 def ddp_program(gloo) -> None:
     ours = new_group()
     losses = [
