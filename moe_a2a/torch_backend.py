@@ -33,9 +33,6 @@ _RedOp = _c10d.ReduceOp.RedOpType
 OPS = {_RedOp.SUM: "sum", _RedOp.MAX: "max", _RedOp.MIN: "min", _RedOp.AVG: "avg"}
 
 
-SECONDS_TO_DROP = 0.02
-
-
 class _StoreGroup:
     """The ranks of a process group under construction: only its store exists yet."""
 
@@ -91,7 +88,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         super().shutdown()
         # Gloo's threads need the GIL to drop the tensors of its last calls. Without this they may still wait for it when a DDP
         # model that outlives the group destroys gloo, which holds the GIL while it joins them.
-        time.sleep(SECONDS_TO_DROP)
+        time.sleep(0.02)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self._rank} of {self._num_ranks}, else {self.delegates})"
