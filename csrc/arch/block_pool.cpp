@@ -86,7 +86,7 @@ void BlockPool::State::run(int blocks, size_t shared_bytes, BlockFunction block_
 void BlockPool::State::wait_for_all() {
   std::unique_lock lock(mutex);
   while (num_running > 0) {
-    done.wait_until(lock, std::chrono::system_clock::now() + std::chrono::milliseconds(50));
+    done.wait_for(lock, std::chrono::milliseconds(50));
     if (num_running == 0) return;
     lock.unlock();
     (void)is_launch_interrupted();

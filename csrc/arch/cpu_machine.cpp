@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <map>
@@ -17,12 +18,14 @@
 namespace moe_a2a {
 namespace {
 
-// One page before the heap: its owner, and how many of its peers have mapped it.
+// One page before the heap: its owner, and which of its peers have mapped it.
 struct HeapHeader {
   uint64_t owner[2];
   uint64_t inode;
   int32_t num_peers;
-  std::atomic<int32_t> num_confirmed;
+  std::atomic<uint64_t> confirmed;  // a bit per rank: one that maps it twice counts once
+
+  bool is_confirmed() const { return std::popcount(confirmed.load()) >= num_peers; }
 };
 constexpr size_t kHeaderBytes = 4096;
 
@@ -44,7 +47,7 @@ class SharedHeap {
     file_ = make_shared_file(total_, &location_);
     mapping_ = map(MAP_SHARED, file_.get(), total_, "the symmetric heap");
     auto* header = new (mapping_.get()) HeapHeader{{owner_.word[0], owner_.word[1]}, location_.inode, num_ranks - 1, 0};
-    header->num_confirmed.store(0, std::memory_order_release);
+    header->confirmed.store(0, std::memory_order_release);
     close_file_if_confirmed();
   }
   // The heap of a peer in another process.
@@ -72,12 +75,13 @@ class SharedHeap {
     const std::lock_guard lock(mutex_);
     if (file_.is_open()) give_name(file_, location_, owner_);
   }
-  void confirm() {
-    if (header().num_confirmed.fetch_add(1) + 1 == header().num_peers) remove_name(location_, owner_);
+  void confirm(int rank) {
+    header().confirmed.fetch_or(uint64_t{1} << rank);
+    if (header().is_confirmed()) remove_name(location_, owner_);
   }
   void close_file_if_confirmed() {
     const std::lock_guard lock(mutex_);
-    if (!file_.is_open() || header().num_confirmed.load() < header().num_peers) return;
+    if (!file_.is_open() || !header().is_confirmed()) return;
     remove_name(location_, owner_);
     file_.reset();
   }
@@ -170,9 +174,9 @@ void CpuMachine::close_peer(std::byte* memory) {
   std::erase_if(peers_, [memory](const auto& peer) { return peer->memory() == memory; });
 }
 
-void CpuMachine::confirm_peer(std::byte* memory) {
+void CpuMachine::confirm_peer(std::byte* memory, int own_rank) {
   for (const auto& peer : peers_) {
-    if (peer->memory() == memory) peer->confirm();
+    if (peer->memory() == memory) peer->confirm(own_rank);
   }
 }
 

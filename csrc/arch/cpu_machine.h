@@ -34,7 +34,7 @@ class CpuMachine {
   // confirmed closes its file.
   std::byte* open_peer(const MemoryHandle& handle, double timeout_seconds);
   void close_peer(std::byte* memory);
-  void confirm_peer(std::byte* memory);
+  void confirm_peer(std::byte* memory, int own_rank);
   void close_all();
 
   std::byte* allocate_local(size_t nbytes);         // zeroed; untouched pages take no memory

@@ -50,7 +50,12 @@ inline TensorMap make_tensor_map(const TensorShape& shape) {
                                  box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("cuTensorMapEncodeTiled failed with error " + std::to_string(result));
+    std::string sizes_text;
+    for (const TensorShape::Dimension& dimension : shape.dimensions) {
+      sizes_text += (sizes_text.empty() ? "" : " x ") + std::to_string(dimension.size);
+    }
+    throw std::runtime_error("cuTensorMapEncodeTiled failed with error " + std::to_string(result) +
+                             " for a tensor of " + sizes_text + " (innermost dimension first)");
   }
   return map;
 }
@@ -98,7 +103,7 @@ void launch_pipeline(const LaunchSite& site, const typename Kernel::Args& args) 
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, pipeline_entry<Kernel>, args), Kernel::kName);
+  check_launch(cudaLaunchKernelEx(&config, pipeline_entry<Kernel>, args), Kernel::kName, site, Kernel::kSharedBytes);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -126,7 +126,8 @@ FileDescriptor make_shared_file(size_t nbytes, FileLocation* location) {
   remove_names_of_dead_owners();
   FileDescriptor file = open_nameless();
   if (!file.is_open()) fail(std::string("opening the symmetric heap in ") + kDirectory, errno);
-  const int error = posix_fallocate(file.get(), 0, static_cast<off_t>(nbytes));
+  int error = EINTR;
+  while (error == EINTR) error = posix_fallocate(file.get(), 0, static_cast<off_t>(nbytes));
   if (error == ENOSPC || error == EFBIG || error == ENOMEM) fail_for_space(nbytes);
   if (error != 0) fail("posix_fallocate of the symmetric heap", error);
   struct stat status{};

@@ -21,7 +21,15 @@ void prepare(const LaunchSite& site) {
   check(MOE_A2A_GPU(FuncSetAttribute)(reinterpret_cast<const void*>(kernel_entry<Kernel>),
                                       MOE_A2A_GPU(FuncAttributeMaxDynamicSharedMemorySize),
                                       static_cast<int>(site.max_shared_bytes)),
-        Kernel::kName);
+        (std::string("loading the kernel ") + Kernel::kName).c_str());
+}
+
+inline void check_launch(MOE_A2A_GPU(Error_t) error, const char* kernel, const LaunchSite& site, size_t shared_bytes) {
+  if (error == MOE_A2A_GPU(Success)) return;
+  check(error, ("launching " + std::string(kernel) + " in " + std::to_string(site.num_blocks) + " blocks of " +
+                std::to_string(shared_bytes) + " bytes of shared memory (device " + std::to_string(site.device) +
+                " has " + std::to_string(site.max_shared_bytes) + " per block)")
+                   .c_str());
 }
 
 // Queues the kernel on the stream. Checks the launch's own status, not the thread's last error, which may belong to
@@ -30,10 +38,11 @@ template <class Kernel>
 void launch(const LaunchSite& site, const typename Kernel::Args& args) {
   const DeviceGuard guard(site.device);
   void* arguments[] = {const_cast<typename Kernel::Args*>(&args)};
-  check(MOE_A2A_GPU(LaunchKernel)(reinterpret_cast<const void*>(kernel_entry<Kernel>), dim3(site.num_blocks),
-                                  dim3(kBlockThreads), arguments, Kernel::shared_bytes(args),
-                                  static_cast<MOE_A2A_GPU(Stream_t)>(site.stream)),
-        Kernel::kName);
+  const size_t shared_bytes = Kernel::shared_bytes(args);
+  const auto error = MOE_A2A_GPU(LaunchKernel)(reinterpret_cast<const void*>(kernel_entry<Kernel>),
+                                               dim3(site.num_blocks), dim3(kBlockThreads), arguments, shared_bytes,
+                                               static_cast<MOE_A2A_GPU(Stream_t)>(site.stream));
+  check_launch(error, Kernel::kName, site, shared_bytes);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

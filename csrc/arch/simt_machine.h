@@ -52,12 +52,7 @@ class SimtMachine {
     // Small allocations share a page, and a process cannot map the same page of another one twice.
     nbytes = (nbytes + kPage - 1) / kPage * kPage;
     void* memory = nullptr;
-    const auto error = Vendor::malloc_symmetric(&memory, nbytes);
-    if (error != MOE_A2A_GPU(Success)) {
-      (void)MOE_A2A_GPU(GetLastError)();
-      throw OutOfMemory("the symmetric heap needs " + std::to_string(nbytes) + " bytes on device " +
-                        std::to_string(device_) + ": " + MOE_A2A_GPU(GetErrorString)(error));
-    }
+    require_memory(Vendor::malloc_symmetric(&memory, nbytes), "the symmetric heap", nbytes);
     allocations_.push_back(memory);
     zero(memory, nbytes);
     *handle = {.nbytes = nbytes,
@@ -105,7 +100,7 @@ class SimtMachine {
     const DeviceGuard guard(device_);
     (void)MOE_A2A_GPU(IpcCloseMemHandle)(memory);
   }
-  void confirm_peer(std::byte*) {}
+  void confirm_peer(std::byte*, int /*own_rank*/) {}
 
   // Only once no peer writes here any more. Memory that is not closed stays until the process ends.
   void close_all() {
@@ -129,7 +124,7 @@ class SimtMachine {
   std::byte* allocate_local(size_t nbytes) {
     const DeviceGuard guard(device_);
     void* memory = nullptr;
-    check(MOE_A2A_GPU(Malloc)(&memory, nbytes), "allocating local memory");
+    require_memory(MOE_A2A_GPU(Malloc)(&memory, nbytes), "local memory", nbytes);
     allocations_.push_back(memory);
     zero(memory, nbytes);
     return static_cast<std::byte*>(memory);
@@ -216,6 +211,12 @@ class SimtMachine {
  private:
   static constexpr size_t kPage = size_t{2} << 20;
 
+  void require_memory(MOE_A2A_GPU(Error_t) error, const char* what, size_t nbytes) const {
+    if (error == MOE_A2A_GPU(Success)) return;
+    (void)MOE_A2A_GPU(GetLastError)();
+    throw OutOfMemory(std::string(what) + " needs " + std::to_string(nbytes) + " bytes on device " +
+                      std::to_string(device_) + ": " + MOE_A2A_GPU(GetErrorString)(error));
+  }
   void zero(void* memory, size_t nbytes) {
     check(MOE_A2A_GPU(Memset)(memory, 0, nbytes), "clearing memory");
     check(MOE_A2A_GPU(DeviceSynchronize)(), "clearing memory");

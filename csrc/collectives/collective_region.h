@@ -23,8 +23,10 @@ enum class Seen : uint32_t {
 
 // Local; written by the last block of each launch.
 struct CallState {
-  uint64_t epoch = 0;          // of the newest launch; advanced on the device, so that a graph's replay is a new call
-  uint32_t is_refused = 0;     // a rank made another call or none: the later slices of that call do nothing
+  uint64_t epoch = 0;  // of the newest launch; advanced on the device, so that a graph's replay is a new call
+  // A rank made another call or none: the later slices of that call do nothing. (A call of words has one slice.)
+  uint8_t is_refused = 0;
+  uint8_t has_given_up = 0;    // a wait of this rank or a peer: no later launch does anything
   Seen seen = Seen::kSignals;  // of the newest launch
 };
 

@@ -15,6 +15,7 @@ struct Part {
   const Announcement& announcement;
   Operation operation;
   uint64_t epoch;
+  uint32_t poison;  // poison_of() at the beginning
 
   MOE_A2A_DEVICE int half() const { return static_cast<int>(epoch % 2); }
   MOE_A2A_DEVICE int rank() const { return context.heap.rank; }
@@ -27,12 +28,15 @@ MOE_A2A_DEVICE LlWord* call_word_of(const Part& part, int src) {
 }
 
 // Tells every rank which call this is: first by an LL word, for calls whose values travel as words, then by the full
-// announcement and a signal. Run by one block.
+// announcement and a signal. Run by one block. Once a wait has given up, of this client or another, this rank announces
+// nothing, so nobody takes what it sends: its values may rest on data that never arrived, and a peer that is only late
+// would not know.
 MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
   const CollectiveContext& c = part.context;
   uint64_t* local = c.region.announcement.at(part.half(), part.rank());
+  const bool is_good = part.poison == 0;
   const LlWord word{.data = {part.announcement.terms_of_words()}, .stamp = ll_stamp(part.epoch)};
-  for (int r = block.rank(); r < part.num_ranks(); r += block.size()) {
+  for (int r = block.rank(); is_good && r < part.num_ranks(); r += block.size()) {
     store_ll(c.heap.peer(r, call_word_of(part, part.rank())), word);
     uint64_t* words = c.heap.peer(r, local);
     for (int i = 0; i < Announcement::kWords; ++i) {
@@ -40,7 +44,7 @@ MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
     }
   }
   block.release_sync();
-  if (block.rank() == 0) {  // pairs with the acquire in meet() and catch_up()
+  if (is_good && block.rank() == 0) {  // pairs with the acquire in meet() and catch_up()
     signal_many(c.heap, RankSet::all(part.num_ranks()), c.region.call_signal.at(part.half(), part.rank()), part.epoch);
   }
 }
@@ -112,6 +116,12 @@ MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const A
   return !block.any(!good);
 }
 
+// A peer that is only late may still read what the newest launches have sent, so this one writes nothing.
+MOE_A2A_RARE void report_poison(const CollectiveContext& context, Operation operation, uint64_t epoch) {
+  const WaitSite site{operation, collective_kind::kCallWait, context.heap.rank};
+  write_report(context.wait, context.heap, site, Reason::kPoisoned, poison_of(context.wait), epoch, 0, 0);
+}
+
 // One launch. body(part) returns false if a rank did not arrive or makes a different call. `seen`: what it observes of
 // this launch; if the previous launch observed less, this one catches up first.
 template <class Args, class Body>
@@ -120,10 +130,12 @@ MOE_A2A_DEVICE void run_call(const Args& args, Operation operation, Seen seen, c
   const CollectiveRegion& region = args.context.region;
   const CallState before = region.state(0);
   if (args.slice > 0 && before.is_refused != 0) return;  // the same on every rank
-  const Part part{args.context, args.announcement, operation, before.epoch + 1};
+  if (before.has_given_up != 0) return report_poison(args.context, operation, before.epoch + 1);
+  const Part part{args.context, args.announcement, operation, before.epoch + 1, poison_of(args.context.wait)};
   const bool good = (before.seen <= seen || catch_up(part, block)) && body(part);
   if (last_block_done(grid, block, region.arrivals.data)) {
-    region.state(0) = {.epoch = part.epoch, .is_refused = !good, .seen = seen};
+    const bool has_given_up = part.poison != 0 || (!good && poison_of(args.context.wait) != 0);
+    region.state(0) = {.epoch = part.epoch, .is_refused = !good, .has_given_up = has_given_up, .seen = seen};
   }
 }
 

@@ -25,7 +25,8 @@ struct RefuseCollective {
   // Does not wait for the others' part in this epoch: the next launch does (Seen::kNothing).
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     CallState& state = args.context.region.state(0);
-    const Part part{args.context, args.announcement, collective_op::kRefuse, state.epoch + 1};
+    const Part part{args.context, args.announcement, collective_op::kRefuse, state.epoch + 1,
+                    poison_of(args.context.wait)};
     if (state.seen != Seen::kSignals && !catch_up(part, block)) return;
     leave_text(args.context, part.half(), block, args.text);
     announce(part, block);

@@ -36,7 +36,7 @@ CallGate::Turn CallGate::enter() {
     return Turn(*this);
   }
   while (state_->depth > 0) {
-    state_->is_free.wait_until(lock, std::chrono::system_clock::now() + std::chrono::milliseconds(50));
+    state_->is_free.wait_for(lock, std::chrono::milliseconds(50));
     if (state_->depth == 0) break;
     lock.unlock();
     if (is_host_interrupted()) throw Interrupted("interrupted while another thread was in a call of this " + what_);

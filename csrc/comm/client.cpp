@@ -6,7 +6,6 @@
 #include <thread>
 
 #include "arch/interrupt.h"
-#include "arch/out_of_memory.h"
 #include "comm/comm_kernels.h"
 #include "comm/goodbye.h"
 #include "comm/symmetric_heap.h"
@@ -45,11 +44,7 @@ void Client::require_share() const {
 
 std::byte* Client::allocate_symmetric(const RegionSize& size, const std::vector<AgreedField>& fields) {
   size_ = size;
-  try {
-    own_heap_ = device_->allocate_symmetric(size.symmetric_bytes, member_.num_ranks, &handle_.memory);
-  } catch (const OutOfMemory& error) {
-    throw std::runtime_error(error.what() + (vocabulary_.smaller ? std::string("; ") + vocabulary_.smaller : ""));
-  }
+  own_heap_ = device_->allocate_symmetric(size.symmetric_bytes, member_.num_ranks, &handle_.memory);
   handle_.layout_digest = size.layout_digest;
   handle_.rank = member_.rank;
   handle_.num_ranks = member_.num_ranks;
@@ -103,8 +98,13 @@ void Client::connect(const std::vector<RegionHandle>& handles) {
   for (const RegionHandle& handle : handles) memory.push_back(handle.memory);
   context_.heap = connect_heap(*device_, own_heap_, member_.rank, memory, member_.timeout_seconds);
   handles_digest_ = digest_of(handles);
-  after_connect(context_.heap);
   connected_ = true;
+  try {
+    after_connect(context_.heap);
+  } catch (...) {
+    disconnect();
+    throw;
+  }
 }
 
 // Each rank writes the digest of its handles into the memory of every rank that it has mapped. If it has mapped another
@@ -181,6 +181,10 @@ void Client::require_open() const {
 
 void Client::raise_waits() {
   leave_if_interrupted();
+  raise_reports();
+}
+
+void Client::raise_reports() {
   // Pairs with the release in write_report().
   if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0) return;
   const Report report = *report_;
@@ -190,6 +194,7 @@ void Client::raise_waits() {
     if (!device_->is_synchronous() && is_known_refusal(report)) return;
     raise_in_own_words(report);
   }
+  has_raised_ = report.reason != Reason::kRefused;
   raise_report(report, {&vocabulary_, &kCommVocabulary});
 }
 
@@ -244,19 +249,38 @@ void Client::close() {
   if (is_inside_host_hook() && gate_.is_inside()) return;  // the interrupted call leaves on its own
   const CallGate::Turn turn = gate_.enter();
   if (closed_) return;
-  if (connected_ && !device_->is_synchronous()) say_goodbye();
+  const std::exception_ptr reported = connected_ && !device_->is_synchronous() ? part() : nullptr;
   closed_ = true;
   share_.leave();
-  after_close();
+  try {
+    after_close();
+  } catch (...) {
+    if (!reported) throw;
+  }
+  if (reported) std::rethrow_exception(reported);
+}
+
+// Waits for what is queued, then for the other ranks to close. Returns what the kernels have reported and no call has
+// raised yet.
+std::exception_ptr Client::part() {
+  device_->synchronize();
+  std::exception_ptr reported;
+  if (!has_raised_) {
+    try {
+      raise_reports();
+    } catch (...) {
+      reported = std::current_exception();
+    }
+  }
+  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0) say_goodbye();  // else a peer is missing already
+  return reported;
 }
 
 void Client::say_goodbye() {
-  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0) return;  // a peer is missing already
   GoodbyeArgs args{.context = context_};
   const auto limit = static_cast<uint64_t>(kGoodbyeSeconds * context_.wait.ticks_per_second);
   args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
   args.context.wait.poison = nullptr;  // a closing rank tells nobody that it gave up: others may wait longer
-  device_->synchronize();
   launch(args, 1, device_->own_stream());
   device_->synchronize();
   may_be_mapped_ = __atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0;

@@ -5,10 +5,12 @@
 
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "arch/out_of_memory.h"
 #include "comm/call_gate.h"
 #include "comm/context.h"
 #include "comm/device.h"
@@ -88,6 +90,9 @@ class Client {
       local_ = device_->allocate_local(size.local_bytes);
       place(symmetric, local_);
       allocate_report();
+    } catch (const OutOfMemory& error) {
+      device_->close();
+      throw std::runtime_error(error.what() + (vocabulary_.smaller ? std::string("; ") + vocabulary_.smaller : ""));
     } catch (...) {
       device_->close();  // no peer knows of this memory yet
       throw;
@@ -130,6 +135,8 @@ class Client {
  private:
   std::byte* allocate_symmetric(const RegionSize& size, const std::vector<AgreedField>& fields);
   void allocate_report();
+  void raise_reports();
+  std::exception_ptr part();
   void say_goodbye();
   void await_mapping(int peer, std::chrono::steady_clock::time_point start) const;
   uint64_t mapped_by(int peer) const;
@@ -153,6 +160,7 @@ class Client {
   void* last_stream_ = nullptr;
   uint64_t handles_digest_ = 0;  // of what connect() was given
   bool interrupted_ = false;     // a call was interrupted: the peers have been told
+  bool has_raised_ = false;      // that a wait gave up
   // Whether a peer may write into this memory: from handle() until all ranks have closed.
   std::atomic<bool> may_be_mapped_ = false;
 

@@ -27,8 +27,8 @@ class Device {
 
   virtual std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) = 0;
   virtual std::byte* open_peer(const MemoryHandle& handle, double timeout_seconds) = 0;
-  virtual void close_peer(std::byte* memory) = 0;    // undoes open_peer() when another peer cannot be opened
-  virtual void confirm_peer(std::byte* memory) = 0;  // once all peers are open
+  virtual void close_peer(std::byte* memory) = 0;  // undoes open_peer() when another peer cannot be opened
+  virtual void confirm_peer(std::byte* memory, int own_rank) = 0;  // once all peers are open
   virtual std::byte* allocate_local(size_t nbytes) = 0;
   virtual std::byte* allocate_host_visible(size_t nbytes) = 0;
   virtual void clear(void* memory, size_t nbytes) = 0;  // while no kernel uses the memory

@@ -41,7 +41,7 @@ HeapView connect_heap(Machine& machine, std::byte* own, int rank, const std::vec
     throw std::runtime_error(what);
   }
   view.base[rank] = own;
-  for_peers(view.num_ranks, [&](int r) { machine.confirm_peer(view.base[r]); });
+  for_peers(view.num_ranks, [&](int r) { machine.confirm_peer(view.base[r], rank); });
   return view;
 }
 

@@ -24,7 +24,7 @@ class TargetDevice final : public Device {
     return machine_.open_peer(handle, timeout_seconds);
   }
   void close_peer(std::byte* memory) override { machine_.close_peer(memory); }
-  void confirm_peer(std::byte* memory) override { machine_.confirm_peer(memory); }
+  void confirm_peer(std::byte* memory, int own_rank) override { machine_.confirm_peer(memory, own_rank); }
   std::byte* allocate_local(size_t nbytes) override { return machine_.allocate_local(nbytes); }
   std::byte* allocate_host_visible(size_t nbytes) override { return machine_.allocate_host_visible(nbytes); }
   void clear(void* memory, size_t nbytes) override { machine_.clear(memory, nbytes); }

@@ -93,13 +93,17 @@ MOE_A2A_RARE void poison_all(const WaitPolicy& policy, const HeapView& heap, int
   }
 }
 
+// Not 0 once a wait of this rank has given up, or that of a peer, which told it.
+MOE_A2A_DEVICE uint32_t poison_of(const WaitPolicy& policy) {
+  return policy.poison != nullptr ? atomic_load<Order::kRelaxed, Scope::kSystem>(policy.poison) : 0;
+}
+
 // False if the wait must give up.
 MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
                                 uint64_t expected_epoch, uint64_t seen_word) {
   if (is_interrupted()) return false;  // the host tells the peers
   const uint64_t waited = clock_now() - start;
-  const uint32_t poison = policy.poison != nullptr ? atomic_load<Order::kRelaxed, Scope::kSystem>(policy.poison) : 0;
-  if (poison != 0) {
+  if (const uint32_t poison = poison_of(policy); poison != 0) {
     write_report(policy, heap, site, Reason::kPoisoned, poison, expected_epoch, seen_word, waited);
     return false;
   }
@@ -157,7 +161,7 @@ MOE_A2A_DEVICE bool wait_until(uint64_t epoch, const WaitSite& site, const WaitP
       return true;
     }
     if (polls % kPollsPerLook == 0) {
-      if (polls == kPollsPerLook && !kRecording) start = clock_now();
+      if (!kRecording && start == 0) start = clock_now();
       if (!look_around(policy, heap, site, start, epoch, seen, refusal)) {
         record_wait(policy, site, start, polls, true);
         return false;

@@ -82,6 +82,11 @@ struct CombineSendArgs {
   bool is_sent = false;     // by an earlier attempt: nothing is sent again; own sums, if kept, are in y
   uint32_t refused = 0;     // see MoeRegion::dispatch_credit
   bool vector_rows = true;  // y allows 16-byte vector loads
+
+  // See combine/own_sums.h. Only rows of whole dwords: combine_recv reads them like rows that have travelled.
+  MOE_A2A_HOST_DEVICE bool can_keep_own_sums() const {
+    return presummed && vector_rows && context.config.row_bytes(context.config.dtype) % 4 == 0;
+  }
 };
 // Sums that travel to other ranks as whole rows are coded.
 struct CodedCombineSendArgs : CombineSendArgs {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "moe/experts/product_combine_args.h"
 #include "moe/moe_kernels.h"
 #include "moe/vocabulary.h"
 
@@ -314,34 +313,6 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const CombineInput& in
   after_launch();
 }
 
-bool ExpertParallel::can_send_with_product(const DispatchHandle& handle) const {
-  return handle.layout != Layout::kMasked && !config().returns_ll(handle.num_tokens) && device_->max_blocks() >= 2;
-}
-
-void ExpertParallel::product_combine_send(DispatchHandle& handle, const GroupedGemmArgs& product,
-                                          const LaunchPlace& place) {
-  const CallGate::Turn turn = gate_.enter();
-  require(handle, Stage::kReceived, Stage::kReceived, "experts");
-  if (!can_send_with_product(handle)) throw std::logic_error("product_combine_send: see can_send_with_product()");
-  raise_waits();
-  const Rows y = {static_cast<const std::byte*>(product.out), config().row_bytes(config().dtype)};
-  GroupedGemmArgs traced = product;
-  traced.trace = context_.trace();
-  const int most = device_->max_blocks();
-  const int num_blocks = std::max(2, place.num_blocks > 0 ? resident_blocks(place.num_blocks, most) : most);
-  launch(ProductCombineSendArgs{.product = traced,
-                                .send = send_args(handle, {.y = y, .num_y_rows = product.num_rows}),
-                                .num_send_blocks = product_senders(num_blocks)},
-         num_blocks, place.stream);
-  handle.stage = Stage::kCombineSent;
-  after_launch();
-}
-
-void ExpertParallel::run_product(const GroupedGemmPlace& place, const GroupedGemmArgs& args) {
-  const CallGate::Turn turn = gate_.enter();
-  product_trace_.run(place, args);
-}
-
 void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
@@ -365,6 +336,17 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
   finish_combine(handle);
 }
 
+// The repeated call must leave to combine_recv what the refused one has not sent.
+void ExpertParallel::keep_own_sums(DispatchHandle& handle, const CombineSendArgs& send) {
+  const bool keeps = send.can_keep_own_sums();
+  if (send.is_sent && handle.keeps_own_sums && !keeps) {
+    throw std::invalid_argument("combine, repeated after a refusal, got another y on rank " +
+                                std::to_string(config().rank) +
+                                "; pass the y of the refused call: presummed, its rows aligned to 16 bytes");
+  }
+  if (!send.is_sent) handle.keeps_own_sums = keeps;
+}
+
 void ExpertParallel::combine(DispatchHandle& handle, const CombineInput& input, void* combined_x,
                              const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
@@ -377,7 +359,7 @@ void ExpertParallel::combine(DispatchHandle& handle, const CombineInput& input, 
   const int num_blocks = std::max(2, combine_blocks(handle.num_tokens, place));
   CombineSendArgs send = send_args(handle, input);
   send.is_sent = handle.stage == Stage::kCombineSent;
-  handle.keeps_own_sums = input.presummed;
+  keep_own_sums(handle, send);
   raised_refusals_[handle.buffer] = 0;
   const CombineRecvArgs recv = recv_args(handle, combined_x);
   const int num_senders = combine_senders(num_blocks, input.presummed, config().num_ranks);

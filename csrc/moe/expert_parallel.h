@@ -161,6 +161,7 @@ class ExpertParallel : public Client {
   CombineSendArgs send_args(const DispatchHandle& handle, const CombineInput& input) const;
   DispatchRecvArgs recv_args(const DispatchHandle& handle, const LaunchPlace& place) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
+  void keep_own_sums(DispatchHandle& handle, const CombineSendArgs& send);
   void finish_combine(DispatchHandle& handle);
   void note_refusal(DispatchHandle& handle, int peer, uint32_t count) const;
   void send_refusal(const DispatchHandle& handle, const std::string& why, const LaunchPlace& place);

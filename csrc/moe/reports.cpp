@@ -166,27 +166,29 @@ bool ExpertParallel::take_back(uint64_t number) {
   return number == last_failed_;
 }
 
-// Throws errors that the kernels have counted since the last call.
+// Throws errors that the kernels have counted since the last call, all in one.
 void ExpertParallel::raise_bad_routing() {
   ErrorCounters now;
   device_->copy_to_host(&now, context_.region.errors.data, sizeof(now));
   const ErrorCounters before = std::exchange(raised_, now);
   const std::string rank = " on rank " + std::to_string(config().rank);
+  std::string what;
+  const auto add = [&](const std::string& error) { what += (what.empty() ? "" : "; and ") + error; };
   if (const uint32_t count = now.num_bad_choices - before.num_bad_choices; count > 0) {
     const uint32_t last = (now.num_bad_choices - 1) % ErrorCounters::kShown;
-    throw BadRouting("topk_idx held " + std::to_string(count) +
-                     " ids out of range, treated as dropped; the last: topk_idx[" +
-                     std::to_string(now.bad_token[last]) + "] has " + std::to_string(now.bad_expert[last]) +
-                     ", not in [-1, num_experts=" + std::to_string(config().num_experts) + ")" + rank);
+    add("topk_idx held " + std::to_string(count) + " ids out of range, treated as dropped; the last: topk_idx[" +
+        std::to_string(now.bad_token[last]) + "] has " + std::to_string(now.bad_expert[last]) +
+        ", not in [-1, num_experts=" + std::to_string(config().num_experts) + ")" + rank);
   }
   if (const uint32_t count = now.num_short_y_routes - before.num_short_y_routes; count > 0) {
-    throw BadRouting("y of a combine was too short for " + std::to_string(count) + " routes" + rank +
-                     "; pass at least expert_offsets[-1] rows");
+    add("y of a combine was too short for " + std::to_string(count) + " routes" + rank +
+        "; pass at least expert_offsets[-1] rows");
   }
   if (const uint32_t count = now.num_lost_routes - before.num_lost_routes; count > 0) {
-    throw BadRouting(std::to_string(count) + " routes found no room in the masked layout" + rank +
-                     ": tokens name an expert more than once; pass layout=\"rows\" or \"expert_major\"");
+    add(std::to_string(count) + " routes found no room in the masked layout" + rank +
+        ": tokens name an expert more than once; pass layout=\"rows\" or \"expert_major\"");
   }
+  if (!what.empty()) throw BadRouting(what);
 }
 
 }  // namespace moe_a2a

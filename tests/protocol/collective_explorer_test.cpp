@@ -31,7 +31,9 @@ std::vector<CollectiveCase> all_cases() {
       odd_words{.kind = Kind::kOneShotWords, .num_elements = 3, .odd_rank = 1},
       words_or_rows{.kind = Kind::kOneShotWords, .num_elements = 3, .odd_rank = 0, .odd_kind = kTwoShot},
       rows_or_words{.kind = kOneShot, .num_elements = 1, .odd_rank = 1, .odd_kind = Kind::kOneShotWords},
-      refused_words{.kind = Kind::kOneShotWords, .num_elements = 3, .refusing_rank = 1};
+      refused_words{.kind = Kind::kOneShotWords, .num_elements = 3, .refusing_rank = 1},
+      late{.kind = kOneShot, .num_elements = 1, .late_rank = 1},
+      late_words{.kind = Kind::kOneShotWords, .num_elements = 1, .late_rank = 1};
   return {
       {.name = "two-shot", .calls = {two_shot, two_shot, two_shot}},
       {.name = "two-shot, two blocks", .calls = {two_shot, two_shot}, .num_blocks = 2},
@@ -63,6 +65,7 @@ std::vector<CollectiveCase> all_cases() {
       {.name = "three refused calls", .calls = {refused, refused, refused, two_shot}},
       {.name = "alternating refusals", .calls = {refused, refused_by_first, two_shot}},
       {.name = "a refused call of three ranks", .calls = {two_shot, refused, two_shot}, .num_ranks = 3},
+      {.name = "a rank comes too late", .calls = {one_shot, late, late}},
       {.name = "words", .calls = {one_word, words, one_word, words}},
       {.name = "words, two blocks", .calls = {words, words_in_place, words}, .num_blocks = 2},
       {.name = "words of three ranks", .calls = {one_word, one_word, one_word}, .num_ranks = 3},
@@ -83,6 +86,7 @@ std::vector<CollectiveCase> all_cases() {
       {.name = "words: one rank sends words", .calls = {rows_or_words, one_shot, rows_or_words, words}},
       {.name = "words: a refused call", .calls = {words, refused_words, words, two_shot}},
       {.name = "words: two refused calls", .calls = {words, refused_words, refused_words, words}},
+      {.name = "words: a rank comes too late", .calls = {words, late_words, late_words}},
       {.name = "words: refused by turns", .calls = {refused_words, refused_by_first, words, words}},
   };
 }
@@ -169,6 +173,8 @@ std::vector<Broken> all_mutants() {
   mutants.push_back({"rows after words: do not catch up", {.kind = MutationKind::kForgotten, .field = Field::kWords}});
   mutants.push_back(
       {"words after a refusal: do not catch up", {.kind = MutationKind::kForgotten, .field = Field::kRefusalText}});
+  mutants.push_back(
+      {"a rank that has given up: forgets it", {.kind = MutationKind::kForgotten, .field = Field::kPoison}});
   for (const auto& [kind, how] :
        {std::pair{MutationKind::kRelaxedRelease, "no release"}, {MutationKind::kStoreLost, "not raised"}}) {
     mutants.push_back({std::string("call signal of words: ") + how,

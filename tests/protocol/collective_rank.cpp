@@ -44,7 +44,7 @@ CollectiveRank::CollectiveRank(const CollectiveCase& shape, int rank, std::byte*
   comm_.heap = {.rank = rank, .num_ranks = shape.num_ranks};
   for (int r = 0; r < shape.num_ranks; ++r) comm_.heap.base[r] = symmetric + r * size.symmetric_bytes;
   context_.heap = comm_.heap;  // of this model both regions are in one allocation
-  context_.wait.timeout_ticks = uint64_t{1} << 60;
+  context_.wait.timeout_ticks = uint64_t{1} << (rank == 0 ? 30 : 60);  // see model_rank.cpp
   context_.wait.report = report;
   context_.wait.poison = comm_.region.poison.data;
   context_.wait.comm_heap = &comm_.heap;
@@ -81,6 +81,7 @@ Program CollectiveRank::program() {
       program.push_back(refuse(call));
       continue;
     }
+    if (shape_.calls[call].late_rank == rank()) program.push_back(be_late());
     program.push_back(prepare(call));
     for (int i = 0; i < num_slices(call); ++i) program.push_back(slice(call, i));
     program.push_back(check(call));
@@ -134,6 +135,10 @@ Launch CollectiveRank::prepare(int call) {
     Seen& seen = context_.region.state(0).seen;
     if (seen == Seen::kNothing && forgets(Field::kRefusalText)) seen = Seen::kWords;
     if (seen == Seen::kWords && forgets(Field::kWords)) seen = Seen::kSignals;
+    if (forgets(Field::kPoison)) {
+      atomic_store<Order::kRelaxed, Scope::kSystem>(comm_.region.poison.data, 0u);
+      context_.region.state(0).has_given_up = 0;
+    }
   });
 }
 
@@ -245,9 +250,18 @@ void CollectiveRank::raise_early(Field field) const {
 
 // ---- what has arrived
 
+Launch CollectiveRank::be_late() {
+  return launch("be_late", -1, 1, [this](int) {
+    while (poison_of(context_.wait) == 0) pause();
+  });
+}
+
 Launch CollectiveRank::check(int call) {
   return launch("check", call, 1, [this, call](int) {
-    if (shape_.calls[call].odd_rank >= 0 || shape_.calls[call].refusing_rank >= 0) {
+    const int late = shape_.calls[call].late_rank;
+    if (late >= 0) {  // the late rank may still take part in the first call that it missed
+      if (call > 0 && shape_.calls[call - 1].late_rank >= 0) compare_left(late);
+    } else if (shape_.calls[call].odd_rank >= 0 || shape_.calls[call].refusing_rank >= 0) {
       compare_report(call);
     } else {
       compare(call);
@@ -274,6 +288,12 @@ void CollectiveRank::compare(int call) const {
            std::to_string(expected));
     }
   }
+}
+
+void CollectiveRank::compare_left(int culprit) const {
+  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 1u) fail("no report of the late rank");
+  if (report_->reason != Reason::kTimeout && report_->reason != Reason::kPoisoned) fail("the reason is wrong");
+  if (report_->culprit != culprit) fail("the report blames rank " + std::to_string(report_->culprit));
 }
 
 void CollectiveRank::compare_report(int call) {

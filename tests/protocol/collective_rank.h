@@ -22,6 +22,7 @@ struct ModelCall {
   int odd_rank = -1;                  // makes a different call than the others
   std::optional<Kind> odd_kind = {};  // of that call, if it differs
   int refusing_rank = -1;             // whose call fails before its launch
+  int late_rank = -1;                 // makes this call and those after it once another rank has given up
 };
 
 struct CollectiveCase {
@@ -62,6 +63,7 @@ class CollectiveRank {
   Launch prepare(int call);
   Launch slice(int call, int number);
   Launch refuse(int call);
+  Launch be_late();
   Launch check(int call);
 
   ModelCall::Kind kind(int call, int rank) const;
@@ -80,6 +82,7 @@ class CollectiveRank {
   CollectiveContext broken_context() const;
   void compare(int call) const;
   void compare_report(int call);
+  void compare_left(int culprit) const;
   void raise_early(Field field) const;
 
   CollectiveCase shape_;

@@ -3,6 +3,7 @@
 namespace moe_a2a {
 
 CollectiveWorld::CollectiveWorld(const CollectiveCase& shape) {
+  for (const ModelCall& call : shape.calls) num_clock_jumps_ |= call.late_rank >= 0;
   const RegionSize size = CollectiveRank::size_of(shape.num_ranks);
   constexpr size_t kReportBytes = (sizeof(Report) + 127) / 128 * 128;
   const size_t ranks = shape.num_ranks;

@@ -25,6 +25,7 @@ class CollectiveWorld final : public Stage {
   Field field_of(const void* address) const override { return map_.field_of(address); }
   bool is_unused_pair(const void*) const override { return false; }
   std::string name_of(const void* address) const override { return map_.name_of(address); }
+  int num_clock_jumps() const override { return num_clock_jumps_; }
 
  private:
   void name_regions(const CollectiveRank& rank);
@@ -34,6 +35,7 @@ class CollectiveWorld final : public Stage {
   size_t nbytes_;
   std::vector<std::unique_ptr<CollectiveRank>> ranks_;
   MemoryMap map_;
+  int num_clock_jumps_ = 0;
 };
 
 }  // namespace moe_a2a

@@ -358,6 +358,12 @@ void ModelRank::compare_left(int culprit) const {
   if (report_->culprit != culprit) fail("the report blames rank " + std::to_string(report_->culprit));
 }
 
+Launch ModelRank::be_late() {
+  return launch("be_late", -1, 1, [this](int) {
+    while (poison_of(context_.wait) == 0) pause();
+  });
+}
+
 Launch ModelRank::watch_report(int culprit) {
   return launch("host watches", -1, 1, [this, culprit](int) {
     while (atomic_load<Order::kRelaxed, Scope::kSystem>(&report_->is_complete) != 1u) pause();

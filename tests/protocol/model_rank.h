@@ -84,6 +84,7 @@ class ModelRank {
   Launch note_refusal(int peer);        // the same if the combine may end before it observes the refusal
   Launch combine_recv_again(int call);  // after a noted refusal
   Launch expect_left(int culprit);      // the previous launch gave up because of `culprit`
+  Launch be_late();                     // until another rank has given up
   Launch watch_report(int culprit);     // a host thread that polls while kernels run
   Launch check_clocks() {
     return launch("check_clocks", -1, 1, [this](int) { compare_clocks(); });

@@ -260,44 +260,6 @@ Scenario clocks(const char* name, int num_ranks) {
           }};
 }
 
-// ---- the end
-
-Scenario parting() {
-  return {.name = "goodbye, then the heap is reused",
-          .shape = {.num_topk = 2, .num_calls = 1, .routing = to_everybody(1, 2)},
-          .program = [](ModelRank& rank) {
-            Program program;
-            append_dispatch(program, rank, 0);
-            append_combine(program, rank, 0);
-            append(program, {rank.goodbye(), rank.reuse_heap()});
-            return program;
-          }};
-}
-
-// Rank 1 stays away after the first call: the others leave, and their hosts learn the reason while the kernels run.
-Scenario missing_rank() {
-  return {.name = "a rank stays away",
-          .shape = {.num_ranks = 3,
-                    .num_topk = 2,
-                    .num_experts = 3,
-                    .num_calls = 2,
-                    .routing = [](int rank, int) { return Choices{{rank, (rank + 1) % 3}}; }},
-          .program =
-              [](ModelRank& rank) {
-                Program program;
-                if (rank.rank() == 1) return program;
-                append(program, {rank.dispatch_send(0), rank.dispatch_recv(0), rank.expect_left(1)});
-                return program;
-              },
-          .host =
-              [](ModelRank& rank) {
-                Program program;
-                if (rank.rank() != 1) append(program, {rank.watch_report(1)});
-                return program;
-              },
-          .num_clock_jumps = 1};
-}
-
 // ---- LL words
 
 // Every token goes to the other rank, as rows of two words.
@@ -359,6 +321,7 @@ std::vector<Scenario> all_scenarios() {
           clocks("clocks of three ranks", 3),
           parting(),
           missing_rank(),
+          late_rank(),
           small("LL: one token", 1, 1),
           small("LL: two tokens, two blocks", 2, 2),
           small("LL: epoch passes 2^31", 1, 1, (uint64_t{1} << 31) - 2),
@@ -374,6 +337,7 @@ std::vector<Scenario> all_scenarios() {
           as_medium(changing_routing()),
           as_medium(refused_dispatch()),
           as_medium(missing_rank()),
+          as_medium(late_rank()),
           mixed(false),
           mixed(true),
           as_small(one_launch(false)),
@@ -390,7 +354,8 @@ std::vector<Scenario> all_scenarios() {
           as_small(refused_combine()),
           as_small(abandoned_combine()),
           as_small(parting()),
-          as_small(missing_rank())};
+          as_small(missing_rank()),
+          as_small(late_rank())};
 }
 
 }  // namespace moe_a2a

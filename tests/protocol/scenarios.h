@@ -9,7 +9,12 @@
 namespace moe_a2a {
 
 std::vector<Scenario> all_scenarios();
-Scenario product_sends(int num_ranks);  // one of them
+
+// Some of them.
+Scenario product_sends(int num_ranks);
+Scenario parting();
+Scenario missing_rank();
+Scenario late_rank();
 
 struct Mutant {
   std::string name;

@@ -89,6 +89,7 @@ TEST(CombineSchedule, SendsPiecesAsTheRowsLieOwnRowsLast) {
     Heaps heaps(config_of(num_ranks, 20));
     const int me = random.pick(0, num_ranks - 1);
     const Context& c = heaps.context[me];
+    c.region.epoch(0) = 1;
     int32_t* offsets = c.region.landed_offsets.at(0);
     for (int r = 0; r < num_ranks; ++r) {
       offsets[r + 1] = offsets[r] + (random.pick(0, 2) == 0 ? 0 : random.pick(0, 20));
@@ -112,6 +113,8 @@ TEST(CombineSchedule, SendsPiecesAsTheRowsLieOwnRowsLast) {
       ASSERT_EQ(owner * 20 + scheduled.delivery.token, scheduled.row);
     }
     ASSERT_EQ(rows, expected);
+    c.region.abandoned_epoch(0) = 1;
+    ASSERT_EQ((CombineSchedule<LlWire>(c, 0, own).num_rows()), 0);
   }
 }
 

@@ -13,7 +13,12 @@ MOE_A2A_DEVICE Scheduled to_owner(const Context& c, int row) {
   return {{RankSet::only(owner), row % c.config.num_max_tokens_per_rank, owner}, row};
 }
 
-// Schedule: the landed rows, without this rank's own if their sums are kept. Their counts are read once, here.
+// Whether the rows of the dispatch that combine answers are all here.
+MOE_A2A_DEVICE bool has_landed(const Context& c, int buffer) {
+  return c.region.abandoned_epoch(buffer) != c.region.epoch(buffer);
+}
+
+// Schedule: the landed rows, without this rank's own if their sums are kept. What that takes is read once, here.
 class LandedSchedule {
  public:
   static constexpr bool kIsToOneRank = true;
@@ -24,14 +29,14 @@ class LandedSchedule {
         num_landed_(c.region.landed_offsets(buffer, c.heap.num_ranks)),
         begin_own_(c.region.landed_offsets(buffer, c.heap.rank)),  // loaded with the others, needed or not
         end_own_(c.region.landed_offsets(buffer, c.heap.rank + 1)),
-        num_own_kept_(own.are_kept() ? end_own_ - begin_own_ : 0) {}
+        num_rows_(has_landed(c, buffer) ? num_landed_ - (own.are_kept() ? end_own_ - begin_own_ : 0) : 0) {}
 
-  MOE_A2A_DEVICE int num_rows() const { return num_landed_ - num_own_kept_; }
+  MOE_A2A_DEVICE int num_rows() const { return num_rows_; }
 
  protected:
   const Context& c_;
   int buffer_;
-  int num_landed_, begin_own_, end_own_, num_own_kept_;
+  int num_landed_, begin_own_, end_own_, num_rows_;
 };
 
 // In memory order, starting after this rank's own rows, which come last.

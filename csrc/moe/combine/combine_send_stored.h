@@ -18,7 +18,9 @@ class StoredSchedule {
   MOE_A2A_DEVICE StoredSchedule(const CombineSendArgs& args, const StoredTiles& stored)
       : args_(args),
         stored_(stored),
-        num_positions_(args.context.region.expert_offsets(args.buffer, args.context.config.num_local_experts)) {}
+        num_positions_(has_landed(args.context, args.buffer)
+                           ? args.context.region.expert_offsets(args.buffer, args.context.config.num_local_experts)
+                           : 0) {}
 
   MOE_A2A_DEVICE int num_units() const { return num_positions_; }
 

@@ -11,20 +11,15 @@ class OwnSums {
   // Launches of a single half do not have `y` on both sides, so all sums travel.
   MOE_A2A_DEVICE explicit OwnSums(const CombineSendArgs* send = nullptr) : send_(send) {}
 
-  // Only rows of whole dwords: combine_recv reads them like rows that have travelled.
-  MOE_A2A_DEVICE bool are_kept() const {
-    return send_ != nullptr && send_->presummed && send_->vector_rows && config().row_bytes(config().dtype) % 4 == 0;
-  }
+  MOE_A2A_DEVICE bool are_kept() const { return send_ != nullptr && send_->can_keep_own_sums(); }
   MOE_A2A_DEVICE bool keep(int rank) const { return are_kept() && rank == send_->context.heap.rank; }
 
   // The sum for one of this rank's tokens, if kept.
   MOE_A2A_DEVICE const std::byte* of(int token) const {
-    return send_->y[int64_t{send_->context.heap.rank} * config().num_max_tokens_per_rank + token];
+    return send_->y[int64_t{send_->context.heap.rank} * send_->context.config.num_max_tokens_per_rank + token];
   }
 
  private:
-  MOE_A2A_DEVICE const MoeConfig& config() const { return send_->context.config; }
-
   const CombineSendArgs* send_;
 };
 

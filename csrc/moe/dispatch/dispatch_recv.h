@@ -51,18 +51,24 @@ struct DispatchRecv {
     if (roles.writes_lists()) {
       const uint64_t start = trace_now();
       ExpertLists lists(args, roles.lists, block, shared, plan.lists, num_tokens);
-      if (!lists.build(epoch, headers)) return;
+      if (!lists.build(epoch, headers)) return abandon(args, epoch);
       record(args.context.trace(), block, {.kind = moe_kind::kLists, .begin = start});
     }
-    if (roles.sees_rows() && headers()) {
-      receive_rows<SmallBatch>(args, roles.rows, block, num_tokens, epoch);
-      receive_rows<MediumBatch>(args, roles.rows, block, num_tokens, epoch);
-      receive_rows<LargeBatch>(args, roles.rows, block, num_tokens, epoch);
-      see_announcements(args, block, num_tokens, epoch);
-    }
+    if (!roles.sees_rows()) return;
+    const bool good = headers() && receive_rows<SmallBatch>(args, roles.rows, block, num_tokens, epoch) &&
+                      receive_rows<MediumBatch>(args, roles.rows, block, num_tokens, epoch) &&
+                      receive_rows<LargeBatch>(args, roles.rows, block, num_tokens, epoch) &&
+                      see_announcements(args, block, num_tokens, epoch);
+    if (!good) abandon(args, epoch);
   }
 
  private:
+  // A wait gave up. An already queued combine must not send sums of rows that are not here: a rank that is only late
+  // would take them for those of this epoch.
+  MOE_A2A_RARE static void abandon(const Args& args, uint64_t epoch) {
+    atomic_store<Order::kRelaxed, Scope::kDevice>(args.context.region.abandoned_epoch.at(args.buffer), epoch);
+  }
+
   // Fills the warp's num_tokens [num_ranks] with the number of tokens that each rank has sent, by either wire. A rank
   // that refused has sent none.
   MOE_A2A_DEVICE static bool receive_headers(const Args& args, const Warp& warp, int32_t* num_tokens, uint64_t epoch) {
@@ -92,9 +98,9 @@ struct DispatchRecv {
 
   // ---- rows
 
-  // The rows of all batches of this kind, as one sequence of units: parts of tokens.
+  // The rows of all batches of this kind, as one sequence of units: parts of tokens. False if a wait gave up.
   template <class Batch>
-  MOE_A2A_DEVICE static void receive_rows(const Args& args, const Grid& grid, const Block& block,
+  MOE_A2A_DEVICE static bool receive_rows(const Args& args, const Grid& grid, const Block& block,
                                           const int32_t* num_tokens, uint64_t epoch) {
     const MoeConfig& config = args.context.config;
     const Exchange exchange = dispatch_rows(args.context, args.buffer, epoch);
@@ -106,8 +112,9 @@ struct DispatchRecv {
         const WaitSite site{moe_op::kDispatchRecv, moe_kind::kRowWait, r, unit / parts};
         return receive(std::type_identity<Batch>{}, args, exchange, block.warp(), num_tokens[r], unit % parts, site);
       });
-      if (!good) return;
+      if (!good) return false;
     }
+    return true;
   }
 
   // Whole rows: one thread waits per unit. LL: one warp takes each piece, last warps first, since the first may still
@@ -154,15 +161,17 @@ struct DispatchRecv {
 
   // The signals that accompany small batches: once one is acquired, this rank may write where its sender read sums
   // before. (For other batches each row's signal gives that order.) Pairs with the release in DispatchSend::announce().
-  MOE_A2A_DEVICE static void see_announcements(const Args& args, const Block& block, const int32_t* num_tokens,
+  MOE_A2A_DEVICE static bool see_announcements(const Args& args, const Block& block, const int32_t* num_tokens,
                                                uint64_t epoch) {
     const Context& c = args.context;
+    bool good = true;
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
       const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, r};
       if (is<SmallBatch>(c.config, num_tokens[r], args.row_dtype)) {
-        wait_for(c.region.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap);
+        good &= wait_for(c.region.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap);
       }
     }
+    return good;
   }
 };
 
