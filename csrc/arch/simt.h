@@ -136,7 +136,8 @@ __device__ void multicast_vectors(const Group& group, const Members& members, in
   const Vec16* from = static_cast<const Vec16*>(source);
   const int64_t stride = group.size();
   for (int64_t i = group.rank(); i < count; i += kUnroll * stride) {
-    Vec16 vector[kUnroll];
+    // Set to zero because not all are loaded: else each would keep its last value, in a register or on the stack.
+    Vec16 vector[kUnroll] = {};
     MOE_A2A_UNROLL
     for (int j = 0; j < kUnroll; ++j) {
       if (i + j * stride < count) vector[j] = load_from(from + i + j * stride, in_shared);

@@ -69,35 +69,68 @@ struct MergedRows {
   }
 };
 
-// Merges one thread's vectors of up to kRowsInFlight rows from row `first` on. Issues all loads before the first use.
+// How many vectors of a row a thread loads before it merges the first, beside those of kRowsInFlight - 1 other rows.
+inline constexpr int kMergedVectors = kRowsInFlight > 1 ? 2 : 1;
+
+// The vectors at c, c + stride, ... of a row, as far as they lie before `end`: one thread's.
+struct LaneRange {
+  int c, stride, end;
+
+  template <class Visit>
+  MOE_A2A_DEVICE void visit(const Visit& visit) const {
+    MOE_A2A_UNROLL
+    for (int v = 0; v < kMergedVectors; ++v) {
+      if (v == 0 || c + v * stride < end) visit(v, c + v * stride);
+    }
+  }
+};
+
+template <class T>
+struct MergedLanes {
+  float value[kMergedVectors][kLaneElements<T>];
+};
+
+// Merges these vectors of up to kRowsInFlight rows from row `first` on.
 template <class T, class Op, bool kFirst, class Row>
-MOE_A2A_DEVICE void merge_rows(int first, int num_rows, int c, const Row& row, float (&merged)[kLaneElements<T>]) {
-  LoadedLane<T> lane[kRowsInFlight];
+MOE_A2A_DEVICE void merge_rows(int first, int num_rows, const LaneRange& range, const Row& row,
+                               MergedLanes<T>& merged) {
+  // Set to zero because not all are loaded: else each would keep its last value, in a register or on the stack.
+  LoadedLane<T> lane[kRowsInFlight][kMergedVectors] = {};
   MOE_A2A_UNROLL
   for (int i = 0; i < kRowsInFlight; ++i) {
-    if ((kFirst && i == 0) || first + i < num_rows) load_lane(lane[i], row(first + i) + c);
+    if (!(kFirst && i == 0) && first + i >= num_rows) continue;
+    const T* from = row(first + i);
+    range.visit([&](int v, int c) { load_lane(lane[i][v], from + c); });
   }
   MOE_A2A_UNROLL
   for (int i = 0; i < kRowsInFlight; ++i) {
     if (!(kFirst && i == 0) && first + i >= num_rows) continue;
-    MOE_A2A_UNROLL
-    for (int j = 0; j < kLaneElements<T>; ++j) {
-      const float value = value_of(lane[i], j);
-      merged[j] = kFirst && i == 0 ? value : Op::merge(merged[j], value);
-    }
+    range.visit([&](int v, int) {
+      MOE_A2A_UNROLL
+      for (int j = 0; j < kLaneElements<T>; ++j) {
+        const float value = value_of(lane[i][v], j);
+        merged.value[v][j] = kFirst && i == 0 ? value : Op::merge(merged.value[v][j], value);
+      }
+    });
   }
 }
 
-template <class T, class Op, class Row>
-MOE_A2A_DEVICE LaneVector<T> reduce_lane(int num_rows, float divisor, int c, const Row& row) {
-  float merged[kLaneElements<T>];
-  merge_rows<T, Op, true>(0, num_rows, c, row, merged);
-  for (int r = kRowsInFlight; r < num_rows; r += kRowsInFlight) merge_rows<T, Op, false>(r, num_rows, c, row, merged);
-  divide(merged, divisor);
-  LaneVector<T> result;
-  MOE_A2A_UNROLL
-  for (int j = 0; j < kLaneElements<T>; ++j) result.element[j] = from_float<T>(merged[j]);
-  return result;
+// Reduces these vectors of all rows, and calls store(c, result) for each.
+template <class T, class Op, class Row, class Store>
+MOE_A2A_DEVICE void reduce_lanes(int num_rows, float divisor, const LaneRange& range, const Row& row,
+                                 const Store& store) {
+  MergedLanes<T> merged;
+  merge_rows<T, Op, true>(0, num_rows, range, row, merged);
+  MOE_A2A_ROLLED
+  for (int r = kRowsInFlight; r < num_rows; r += kRowsInFlight)
+    merge_rows<T, Op, false>(r, num_rows, range, row, merged);
+  range.visit([&](int v, int c) {
+    divide(merged.value[v], divisor);
+    LaneVector<T> result;
+    MOE_A2A_UNROLL
+    for (int j = 0; j < kLaneElements<T>; ++j) result.element[j] = from_float<T>(merged.value[v][j]);
+    store(c, result);
+  });
 }
 
 // Elements from `first` on, one at a time: the end of a row, or all of rows that are not vectors.
@@ -120,11 +153,13 @@ template <class T, class Op, class Group, class Row>
 MOE_A2A_DEVICE void reduce_rows(const Group& group, int num_rows, float divisor, int count, bool vectors,
                                 const Row& row, T* target, T* copy) {
   constexpr int kLane = kLaneElements<T>;
-  const int vector_end = vectors ? count / kLane * kLane : 0;
-  for (int c = group.rank() * kLane; c < vector_end; c += group.size() * kLane) {
-    const LaneVector<T> result = reduce_lane<T, Op>(num_rows, divisor, c, row);
-    store_lane(target + c, result);
-    if (copy != nullptr) store_lane(copy + c, result);
+  const int vector_end = vectors ? count / kLane * kLane : 0, stride = group.size() * kLane;
+  MOE_A2A_ROLLED
+  for (int c = group.rank() * kLane; c < vector_end; c += kMergedVectors * stride) {
+    reduce_lanes<T, Op>(num_rows, divisor, {c, stride, vector_end}, row, [&](int at, const LaneVector<T>& result) {
+      store_lane(target + at, result);
+      if (copy != nullptr) store_lane(copy + at, result);
+    });
   }
   if (vector_end < count) reduce_elements<T, Op>(group, num_rows, divisor, vector_end, count, row, target, copy);
 }

@@ -1,8 +1,9 @@
 """`python -m moe_a2a tune`: measures the best number of blocks for dispatch and combine.
 
 A call's blocks depend only on its number of tokens. So every number of tokens is measured with every number of blocks in two
-modes: plain rows that combine sums, and float8 rows that the caller has summed. The table keeps the fewest blocks within
-2 % of the best, judged by the mode that they slow down most.
+modes: plain rows that combine sums, and float8 rows that the caller has summed; on a GPU as replayed graphs, since a slow host
+would hide the difference. The table keeps the fewest blocks within 2 % of the best, judged by the mode that they slow down
+most.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moe_a2a import launch_tables, tuned_files
 from moe_a2a.bench import gate
 from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock
-from moe_a2a.bench.contenders import Ours
+from moe_a2a.bench.contenders import Ours, OursInGraphs
 from moe_a2a.bench.options import DTYPES
 from moe_a2a.bench.start import check_cases
 from moe_a2a.bench.statistics import medians_us
@@ -78,10 +79,11 @@ def _case(options: argparse.Namespace, num_tokens: int) -> Case:
 
 def _microseconds(case: Case, blocks: list[int], clock: Clock, device: torch.device) -> Times:
     inputs = make_inputs(case, device)
+    way = OursInGraphs if device.type == "cuda" else Ours
     found = {}
     with moe_a2a.ExpertParallel(None, **case.config, device=device) as ep:
         for mode in MODES:
-            contenders = [Ours(ep, inputs, mode, num_blocks) for num_blocks in blocks]
+            contenders = [way(ep, inputs, mode, num_blocks) for num_blocks in blocks]
             for contender in contenders:
                 if wrong := gate.check(contender, inputs):
                     raise gate.WrongResultError(f"{case}, {mode}, {contender.num_blocks} blocks: {wrong}")

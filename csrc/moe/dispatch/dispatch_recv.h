@@ -6,6 +6,12 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
+// A wait gave up. An already queued combine must not send sums of rows that are not here: a rank that is only late
+// would take them for those of this epoch.
+MOE_A2A_RARE void abandon(const DispatchRecvArgs& args, uint64_t epoch) {
+  atomic_store<Order::kRelaxed, Scope::kDevice>(args.context.region.abandoned_epoch.at(args.buffer), epoch);
+}
+
 struct DispatchRecv {
   using Args = DispatchRecvArgs;
   static constexpr const char* kName = "dispatch_recv";
@@ -63,12 +69,6 @@ struct DispatchRecv {
   }
 
  private:
-  // A wait gave up. An already queued combine must not send sums of rows that are not here: a rank that is only late
-  // would take them for those of this epoch.
-  MOE_A2A_RARE static void abandon(const Args& args, uint64_t epoch) {
-    atomic_store<Order::kRelaxed, Scope::kDevice>(args.context.region.abandoned_epoch.at(args.buffer), epoch);
-  }
-
   // Fills the warp's num_tokens [num_ranks] with the number of tokens that each rank has sent, by either wire. A rank
   // that refused has sent none.
   MOE_A2A_DEVICE static bool receive_headers(const Args& args, const Warp& warp, int32_t* num_tokens, uint64_t epoch) {
