@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from moe_a2a import arguments, survivor_group
-from moe_a2a.errors import PeerTimeoutError, RoutingError
+from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.survivor_group import SurvivorGroup, expert_map, survivors
 
@@ -47,7 +47,7 @@ def shrink(ep: ExpertParallel, *, lost: Iterable[int] = (), timeout: float | Non
     timeout = arguments.checked_timeout(ep.rank, ep.timeout if timeout is None else timeout)
     try:
         ep.close()  # first: the memory of both may not fit
-    except RoutingError as error:
+    except (RoutingError, PeerTimeoutError, PeerRefusedError) as error:  # what no call has raised yet
         log.warning("rank %d: closing the ExpertParallel that lost a rank: %s", ep.rank, error)
     made = _made_again(ep, suspects, timeout)
     before = ep.group.ranks if isinstance(ep.group, SurvivorGroup) else range(ep.num_ranks)

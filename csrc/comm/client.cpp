@@ -194,7 +194,7 @@ void Client::raise_reports() {
     if (!device_->is_synchronous() && is_known_refusal(report)) return;
     raise_in_own_words(report);
   }
-  has_raised_ = report.reason != Reason::kRefused;
+  if (report.reason != Reason::kRefused) *poison_.has_raised = true;
   raise_report(report, {&vocabulary_, &kCommVocabulary});
 }
 
@@ -260,12 +260,12 @@ void Client::close() {
   if (reported) std::rethrow_exception(reported);
 }
 
-// Waits for what is queued, then for the other ranks to close. Returns what the kernels have reported and no call has
-// raised yet.
+// Waits for what is queued, then for the other ranks to close. Returns what the kernels have reported, unless this rank
+// knows already that a wait gave up: to close the other clients is then part of going on without the missing rank.
 std::exception_ptr Client::part() {
   device_->synchronize();
   std::exception_ptr reported;
-  if (!has_raised_) {
+  if (!*poison_.has_raised) {
     try {
       raise_reports();
     } catch (...) {

@@ -35,6 +35,8 @@ struct PoisonLink {
   uint32_t* word = nullptr;               // this rank's, in the communicator's region
   const HeapView* heap = nullptr;         // locates the words of the other ranks
   const HeapView* device_heap = nullptr;  // the same, readable by kernels
+  // Whether a client of this rank has thrown that a wait gave up; close() of the others then need not.
+  std::atomic<bool>* has_raised = nullptr;
 };
 
 // Calls may come from several threads; they run one at a time. close() ends a wait that another thread is in. Only the
@@ -160,7 +162,6 @@ class Client {
   void* last_stream_ = nullptr;
   uint64_t handles_digest_ = 0;  // of what connect() was given
   bool interrupted_ = false;     // a call was interrupted: the peers have been told
-  bool has_raised_ = false;      // that a wait gave up
   // Whether a peer may write into this memory: from handle() until all ranks have closed.
   std::atomic<bool> may_be_mapped_ = false;
 

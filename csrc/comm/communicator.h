@@ -17,7 +17,7 @@ class Communicator : public Client {
   static std::string violation(int rank, int num_ranks);
 
   // For clients: their waits read and write this communicator's poison.
-  PoisonLink poison_link() const { return {region().poison.data, &context_.heap, device_heap_}; }
+  PoisonLink poison_link() { return {region().poison.data, &context_.heap, device_heap_, &has_raised_}; }
 
   // One reading per rank. Collective: every rank passes the same num_rounds, 2 ... kMaxClockRounds.
   std::vector<ClockReading> align_clocks(int num_rounds, void* stream);
@@ -31,6 +31,7 @@ class Communicator : public Client {
   CommContext context_;
   HeapView* device_heap_ = nullptr;  // this communicator's heap view, readable by kernels
   uint64_t clock_step_ = 0;
+  std::atomic<bool> has_raised_ = false;
 };
 
 }  // namespace moe_a2a
