@@ -97,8 +97,8 @@ class Client(OnePerRank, ABC):
         return self._core is None
 
     def close(self) -> None:
-        """Ends the object; raises what kernels have reported, as check() does. Other ranks that still wait for this one
-        time out."""
+        """Ends the object; raises what kernels have reported, as check() does, except for a missing rank if an object of the
+        same communicator has raised it already. Other ranks that still wait for this one time out."""
         self._drop_core()
 
     def __enter__(self: C) -> C:
