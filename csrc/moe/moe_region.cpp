@@ -33,7 +33,7 @@ MoeRegion make_moe_region(const MoeConfig& config, RegionLayout& symmetric, Regi
   region.dispatch_refusal = symmetric.take<Signal>(r);
 
   region.epoch = local.take<uint64_t>(b);
-  region.abandoned_epoch = local.take<uint64_t>(b);
+  region.has_given_up = local.take<uint32_t>(1);
   region.errors = local.take<ErrorCounters>(1);
   region.arrivals = local.take<uint32_t>(b, MoeRegion::kNumLaunches);
   region.tickets = local.take<uint32_t>(b, MoeRegion::kNumLaunches);

@@ -70,7 +70,7 @@ struct MoeRegion {
 
   // ---- local
   Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; advanced by kernels
-  Array<uint64_t, 1> abandoned_epoch;  // [B]  the newest whose dispatch_recv gave up: its combine sends nothing
+  Array<uint32_t, 1> has_given_up;     // [1]  1: a dispatch_recv gave up; no later combine sends anything
   Array<ErrorCounters, 1> errors;      // [1]
   Array<uint32_t, 2> arrivals;         // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
   Array<uint32_t, 2> tickets;          // [B, kNumLaunches]  units handed out in a launch; see comm/work_queue.h

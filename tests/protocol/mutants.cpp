@@ -39,7 +39,7 @@ std::string name_of(Field field) {
     case Field::kStoredTiles:
       return "stored tiles";
     case Field::kAbandoned:
-      return "abandoned epoch";
+      return "has_given_up";
     case Field::kCallSignal:  // see collective_explorer_test.cpp
     case Field::kChunkSignal:
     case Field::kResultSignal:

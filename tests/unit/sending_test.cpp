@@ -113,7 +113,7 @@ TEST(CombineSchedule, SendsPiecesAsTheRowsLieOwnRowsLast) {
       ASSERT_EQ(owner * 20 + scheduled.delivery.token, scheduled.row);
     }
     ASSERT_EQ(rows, expected);
-    c.region.abandoned_epoch(0) = 1;
+    c.region.has_given_up(0) = 1;
     ASSERT_EQ((CombineSchedule<LlWire>(c, 0, own).num_rows()), 0);
   }
 }

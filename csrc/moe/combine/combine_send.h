@@ -13,10 +13,8 @@ MOE_A2A_DEVICE Scheduled to_owner(const Context& c, int row) {
   return {{RankSet::only(owner), row % c.config.num_max_tokens_per_rank, owner}, row};
 }
 
-// Whether the rows of the dispatch that combine answers are all here.
-MOE_A2A_DEVICE bool has_landed(const Context& c, int buffer) {
-  return c.region.abandoned_epoch(buffer) != c.region.epoch(buffer);
-}
+// Whether the rows of all dispatches so far are here.
+MOE_A2A_DEVICE bool has_landed(const Context& c) { return c.region.has_given_up(0) == 0; }
 
 // Schedule: the landed rows, without this rank's own if their sums are kept. What that takes is read once, here.
 class LandedSchedule {
@@ -29,7 +27,7 @@ class LandedSchedule {
         num_landed_(c.region.landed_offsets(buffer, c.heap.num_ranks)),
         begin_own_(c.region.landed_offsets(buffer, c.heap.rank)),  // loaded with the others, needed or not
         end_own_(c.region.landed_offsets(buffer, c.heap.rank + 1)),
-        num_rows_(has_landed(c, buffer) ? num_landed_ - (own.are_kept() ? end_own_ - begin_own_ : 0) : 0) {}
+        num_rows_(has_landed(c) ? num_landed_ - (own.are_kept() ? end_own_ - begin_own_ : 0) : 0) {}
 
   MOE_A2A_DEVICE int num_rows() const { return num_rows_; }
 

@@ -18,7 +18,7 @@ class StoredSchedule {
   MOE_A2A_DEVICE StoredSchedule(const CombineSendArgs& args, const StoredTiles& stored)
       : args_(args),
         stored_(stored),
-        num_positions_(has_landed(args.context, args.buffer)
+        num_positions_(has_landed(args.context)
                            ? args.context.region.expert_offsets(args.buffer, args.context.config.num_local_experts)
                            : 0) {}
 

@@ -8,8 +8,8 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // A wait gave up. An already queued combine must not send sums of rows that are not here: a rank that is only late
 // would take them for those of this epoch.
-MOE_A2A_RARE void abandon(const DispatchRecvArgs& args, uint64_t epoch) {
-  atomic_store<Order::kRelaxed, Scope::kDevice>(args.context.region.abandoned_epoch.at(args.buffer), epoch);
+MOE_A2A_RARE void give_up(const DispatchRecvArgs& args) {
+  atomic_store<Order::kRelaxed, Scope::kDevice>(args.context.region.has_given_up.data, 1u);
 }
 
 struct DispatchRecv {
@@ -57,7 +57,7 @@ struct DispatchRecv {
     if (roles.writes_lists()) {
       const uint64_t start = trace_now();
       ExpertLists lists(args, roles.lists, block, shared, plan.lists, num_tokens);
-      if (!lists.build(epoch, headers)) return abandon(args, epoch);
+      if (!lists.build(epoch, headers)) return give_up(args);
       record(args.context.trace(), block, {.kind = moe_kind::kLists, .begin = start});
     }
     if (!roles.sees_rows()) return;
@@ -65,7 +65,7 @@ struct DispatchRecv {
                       receive_rows<MediumBatch>(args, roles.rows, block, num_tokens, epoch) &&
                       receive_rows<LargeBatch>(args, roles.rows, block, num_tokens, epoch) &&
                       see_announcements(args, block, num_tokens, epoch);
-    if (!good) abandon(args, epoch);
+    if (!good) give_up(args);
   }
 
  private:
