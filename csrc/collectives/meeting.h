@@ -116,7 +116,6 @@ MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const A
   return !block.any(!good);
 }
 
-// A peer that is only late may still read what the newest launches have sent, so this one writes nothing.
 MOE_A2A_RARE void report_poison(const CollectiveContext& context, Operation operation, uint64_t epoch) {
   const WaitSite site{operation, collective_kind::kCallWait, context.heap.rank};
   write_report(context.wait, context.heap, site, Reason::kPoisoned, poison_of(context.wait), epoch, 0, 0);
@@ -130,6 +129,7 @@ MOE_A2A_DEVICE void run_call(const Args& args, Operation operation, Seen seen, c
   const CollectiveRegion& region = args.context.region;
   const CallState before = region.state(0);
   if (args.slice > 0 && before.is_refused != 0) return;  // the same on every rank
+  // A peer that is only late may still read what the newest launches have sent, so this one writes nothing.
   if (before.has_given_up != 0) return report_poison(args.context, operation, before.epoch + 1);
   const Part part{args.context, args.announcement, operation, before.epoch + 1, poison_of(args.context.wait)};
   const bool good = (before.seen <= seen || catch_up(part, block)) && body(part);

@@ -25,6 +25,7 @@ struct RefuseCollective {
   // Does not wait for the others' part in this epoch: the next launch does (Seen::kNothing).
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     CallState& state = args.context.region.state(0);
+    if (state.has_given_up != 0) return;  // as in run_call()
     const Part part{args.context, args.announcement, collective_op::kRefuse, state.epoch + 1,
                     poison_of(args.context.wait)};
     if (state.seen != Seen::kSignals && !catch_up(part, block)) return;

@@ -249,7 +249,7 @@ void Client::close() {
   if (is_inside_host_hook() && gate_.is_inside()) return;  // the interrupted call leaves on its own
   const CallGate::Turn turn = gate_.enter();
   if (closed_) return;
-  const std::exception_ptr reported = connected_ && !device_->is_synchronous() ? part() : nullptr;
+  const std::exception_ptr reported = connected_ && !device_->is_synchronous() ? leave_peers() : nullptr;
   closed_ = true;
   share_.leave();
   try {
@@ -262,7 +262,7 @@ void Client::close() {
 
 // Waits for what is queued, then for the other ranks to close. Returns what the kernels have reported, unless this rank
 // knows already that a wait gave up: to close the other clients is then part of going on without the missing rank.
-std::exception_ptr Client::part() {
+std::exception_ptr Client::leave_peers() {
   device_->synchronize();
   std::exception_ptr reported;
   if (!*poison_.has_raised) {

@@ -138,7 +138,7 @@ class Client {
   std::byte* allocate_symmetric(const RegionSize& size, const std::vector<AgreedField>& fields);
   void allocate_report();
   void raise_reports();
-  std::exception_ptr part();
+  std::exception_ptr leave_peers();
   void say_goodbye();
   void await_mapping(int peer, std::chrono::steady_clock::time_point start) const;
   uint64_t mapped_by(int peer) const;

@@ -34,18 +34,17 @@ void raise_report(const Report& report, const std::vector<const Vocabulary*>& vo
   if (wait.of_a_token && report.token >= 0) what += " of token " + std::to_string(report.token);
   what += " from " + rank_text(report.peer) + " (expected epoch " + std::to_string(report.expected_epoch) + ", seen " +
           std::to_string(report.seen_epoch) + ")";
-  const bool is_told = report.reason == Reason::kPoisoned;
-  if (is_told && report.culprit == report.reporter) {
-    what +=
-        "; it left because " + rank_text(report.reporter) + " left a call: it was interrupted, or its object closed";
-  } else {
-    if (is_told) {
-      what += "; it left because " + rank_text(report.reporter) + " gave up waiting for " +
-              (report.culprit == report.rank ? "this rank" : rank_text(report.culprit));
+  std::string advice = "; that rank is dead, late, or makes different calls; pass a larger timeout if it is only late";
+  if (report.reason == Reason::kPoisoned) {
+    what += "; it left because " + rank_text(report.reporter);
+    if (report.culprit == report.reporter) {
+      what += " left a call: it was interrupted, or its object closed";
+      advice.clear();
+    } else {
+      what += " gave up waiting for " + (report.culprit == report.rank ? "this rank" : rank_text(report.culprit));
     }
-    what += "; that rank is dead, late, or makes different calls; pass a larger timeout if it is only late";
   }
-  throw PeerTimeout(report, operation, wait.awaited, what);
+  throw PeerTimeout(report, operation, wait.awaited, what + advice);
 }
 
 }  // namespace moe_a2a

@@ -24,8 +24,7 @@ void ExpertParallel::product_combine_send(DispatchHandle& handle, const GroupedG
   const Rows y = {static_cast<const std::byte*>(product.out), config().row_bytes(config().dtype)};
   GroupedGemmArgs traced = product;
   traced.trace = context_.trace();
-  const int most = share_of_device();  // its senders wait for its products, so all blocks must be resident
-  const int num_blocks = std::max(2, place.num_blocks > 0 ? resident_blocks(place.num_blocks, most) : most);
+  const int num_blocks = std::max(2, blocks(place, share_of_device()));  // senders wait for products: all are resident
   launch(ProductCombineSendArgs{.product = traced,
                                 .send = send_args(handle, {.y = y, .num_y_rows = product.num_rows}),
                                 .num_send_blocks = product_senders(num_blocks)},

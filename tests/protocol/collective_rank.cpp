@@ -7,6 +7,7 @@
 #include "collectives/recursive_doubling.h"
 #include "collectives/refuse_collective.h"
 #include "collectives/ring.h"
+#include "leaving.h"
 
 namespace moe_a2a {
 namespace {
@@ -251,9 +252,7 @@ void CollectiveRank::raise_early(Field field) const {
 // ---- what has arrived
 
 Launch CollectiveRank::be_late() {
-  return launch("be_late", -1, 1, [this](int) {
-    while (poison_of(context_.wait) == 0) pause();
-  });
+  return launch("be_late", -1, 1, [this](int) { moe_a2a::be_late(context_.wait); });
 }
 
 Launch CollectiveRank::check(int call) {
@@ -291,9 +290,7 @@ void CollectiveRank::compare(int call) const {
 }
 
 void CollectiveRank::compare_left(int culprit) const {
-  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 1u) fail("no report of the late rank");
-  if (report_->reason != Reason::kTimeout && report_->reason != Reason::kPoisoned) fail("the reason is wrong");
-  if (report_->culprit != culprit) fail("the report blames rank " + std::to_string(report_->culprit));
+  if (const std::string wrong = wrong_in(*report_, culprit); !wrong.empty()) fail(wrong);
 }
 
 void CollectiveRank::compare_report(int call) {

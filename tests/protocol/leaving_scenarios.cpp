@@ -2,20 +2,15 @@
 #include "scenarios.h"
 
 namespace moe_a2a {
-namespace {
-
-using Choices = std::vector<std::vector<int32_t>>;
-
-Choices one_here_one_there(int, int) { return {{0, 1}}; }
-
-}  // namespace
 
 Scenario parting() {
   return {.name = "goodbye, then the heap is reused",
-          .shape = {.num_topk = 2, .num_calls = 1, .routing = one_here_one_there},
+          .shape = {.num_topk = 2, .num_calls = 1, .routing = to_everybody(1, 2)},
           .program = [](ModelRank& rank) -> Program {
-            return {rank.dispatch_send(0), rank.dispatch_recv(0),  rank.experts(0), rank.combine_send(0),
-                    rank.combine_recv(0),  rank.check_combined(0), rank.goodbye(),  rank.reuse_heap()};
+            Program program = layers(1)(rank);
+            program.push_back(rank.goodbye());
+            program.push_back(rank.reuse_heap());
+            return program;
           }};
 }
 
@@ -26,7 +21,7 @@ Scenario missing_rank() {
                     .num_topk = 2,
                     .num_experts = 3,
                     .num_calls = 2,
-                    .routing = [](int rank, int) { return Choices{{rank, (rank + 1) % 3}}; }},
+                    .routing = [](int rank, int) { return std::vector<std::vector<int32_t>>{{rank, (rank + 1) % 3}}; }},
           .program = [](ModelRank& rank) -> Program {
             if (rank.rank() == 1) return {};
             return {rank.dispatch_send(0), rank.dispatch_recv(0), rank.expect_left(1)};
@@ -42,10 +37,9 @@ Scenario missing_rank() {
 // 0's queued combine would send for sums of its own.
 Scenario late_rank() {
   return {.name = "a rank comes too late",
-          .shape = {.num_topk = 2, .num_calls = 2, .routing = one_here_one_there},
+          .shape = {.num_topk = 2, .num_calls = 2, .routing = to_everybody(1, 2)},
           .program = [](ModelRank& rank) -> Program {
-            Program program = {rank.dispatch_send(0), rank.dispatch_recv(0), rank.experts(0),
-                               rank.combine_send(0),  rank.combine_recv(0),  rank.check_combined(0)};
+            Program program = layers(1)(rank);
             if (rank.rank() == 1) program.push_back(rank.be_late());
             program.push_back(rank.dispatch_send(1));
             program.push_back(rank.dispatch_recv(1));

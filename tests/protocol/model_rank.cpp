@@ -7,6 +7,7 @@
 
 #include "comm/align_clocks.h"
 #include "comm/goodbye.h"
+#include "leaving.h"
 #include "model_values.h"
 #include "moe/combine/combine.h"
 #include "moe/combine/combine_send_stored.h"
@@ -353,15 +354,11 @@ Launch ModelRank::expect_left(int culprit) {
 }
 
 void ModelRank::compare_left(int culprit) const {
-  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 1u) fail("no report of the missing rank");
-  if (report_->reason != Reason::kTimeout && report_->reason != Reason::kPoisoned) fail("the reason is wrong");
-  if (report_->culprit != culprit) fail("the report blames rank " + std::to_string(report_->culprit));
+  if (const std::string wrong = wrong_in(*report_, culprit); !wrong.empty()) fail(wrong);
 }
 
 Launch ModelRank::be_late() {
-  return launch("be_late", -1, 1, [this](int) {
-    while (poison_of(context_.wait) == 0) pause();
-  });
+  return launch("be_late", -1, 1, [this](int) { moe_a2a::be_late(context_.wait); });
 }
 
 Launch ModelRank::watch_report(int culprit) {

@@ -38,7 +38,7 @@ std::string name_of(Field field) {
       return "report";
     case Field::kStoredTiles:
       return "stored tiles";
-    case Field::kAbandoned:
+    case Field::kHasGivenUp:
       return "has_given_up";
     case Field::kCallSignal:  // see collective_explorer_test.cpp
     case Field::kChunkSignal:
@@ -84,7 +84,7 @@ std::vector<Mutant> all_mutants() {
       {Kind::kRelaxedAcquire, "no acquire", {kTable, kRow}, kMediumRecv},
       {Kind::kRelaxedAcquire, "no acquire", {kSends}, kSmallSend},
       {Kind::kStoreLost, "not zeroed", {kStored}, "zero the counts"},
-      {Kind::kStoreLost, "not noted", {Field::kAbandoned}},
+      {Kind::kStoreLost, "not noted", {Field::kHasGivenUp}},
       {Kind::kWaitSkipped, "no wait", {kTable, kRow, kSum, kCredit, kGoodbye, kMeeting, kMessage}},
       {Kind::kWaitSkipped, "no wait", {kCredit}, "refuse_dispatch"},
       {Kind::kWaitSkipped, "no wait", {kRow, kLlChoices}, kMediumRecv},

@@ -26,7 +26,7 @@ enum class Field : uint8_t {
   kCombineArrivals,
   kReportState,
   kStoredTiles,
-  kAbandoned,
+  kHasGivenUp,
   // of the collectives; an announcement is a text
   kCallSignal,
   kChunkSignal,

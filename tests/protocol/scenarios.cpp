@@ -21,7 +21,8 @@ void append_combine(Program& program, ModelRank& rank, int call) {
   append(program, {rank.experts(call), rank.combine_send(call), rank.combine_recv(call), rank.check_combined(call)});
 }
 
-// Calls 0 ... n-1, each dispatched and combined before the next.
+}  // namespace
+
 std::function<Program(ModelRank&)> layers(int n) {
   return [n](ModelRank& rank) {
     Program program;
@@ -33,7 +34,13 @@ std::function<Program(ModelRank&)> layers(int n) {
   };
 }
 
-// The same, with both halves of each call in one launch.
+Routing to_everybody(int num_tokens, int num_ranks) {
+  return [=](int, int) { return Choices(num_tokens, num_ranks == 1 ? std::vector{0} : std::vector{0, 1}); };
+}
+
+namespace {
+
+// layers(n), with both halves of each call in one launch.
 std::function<Program(ModelRank&)> layers_in_one_launch(int n) {
   return [n](ModelRank& rank) {
     Program program;
@@ -42,11 +49,6 @@ std::function<Program(ModelRank&)> layers_in_one_launch(int n) {
     }
     return program;
   };
-}
-
-// Every token goes to one expert of every rank.
-Routing to_everybody(int num_tokens, int num_ranks) {
-  return [=](int, int) { return Choices(num_tokens, num_ranks == 1 ? std::vector{0} : std::vector{0, 1}); };
 }
 
 // ---- ordinary traffic

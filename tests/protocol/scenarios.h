@@ -10,7 +10,12 @@ namespace moe_a2a {
 
 std::vector<Scenario> all_scenarios();
 
-// Some of them.
+// Every token goes to one expert of every rank.
+Routing to_everybody(int num_tokens, int num_ranks);
+// Calls 0 ... n-1, each dispatched and combined before the next.
+std::function<Program(ModelRank&)> layers(int n);
+
+// Some of the scenarios.
 Scenario product_sends(int num_ranks);
 Scenario parting();
 Scenario missing_rank();

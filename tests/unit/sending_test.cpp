@@ -89,7 +89,6 @@ TEST(CombineSchedule, SendsPiecesAsTheRowsLieOwnRowsLast) {
     Heaps heaps(config_of(num_ranks, 20));
     const int me = random.pick(0, num_ranks - 1);
     const Context& c = heaps.context[me];
-    c.region.epoch(0) = 1;
     int32_t* offsets = c.region.landed_offsets.at(0);
     for (int r = 0; r < num_ranks; ++r) {
       offsets[r + 1] = offsets[r] + (random.pick(0, 2) == 0 ? 0 : random.pick(0, 20));
