@@ -2,6 +2,7 @@
 #pragma once
 
 #include "collectives/announcement.h"
+#include "collectives/call_state.h"
 #include "comm/context.h"
 
 namespace moe_a2a {
@@ -15,22 +16,6 @@ inline constexpr int kChunksPerRound = 128, kMaxRounds = 4, kMaxChunks = kMaxRou
 // Even shares begin at multiples of this many elements, and so do chunks within their share: whole vectors, whole
 // blocks of line codecs.
 inline constexpr int kShareUnit = 64;
-
-// What a rank has observed of a launch, from all ranks.
-enum class Seen : uint32_t {
-  kSignals,  // call_signal, acquired: what came before the launch on every rank is ordered
-  kWords,    // LL words, which order nothing: every rank has begun the launch
-  kNothing,
-};
-
-// Local; written by the last block of each launch.
-struct CallState {
-  uint64_t epoch = 0;  // of the newest launch; advanced on the device, so that a graph's replay is a new call
-  // A rank made another call or none: the later slices of that call do nothing. (A call of words has one slice.)
-  uint8_t is_refused = 0;
-  uint8_t has_given_up = 0;    // a wait of this rank or a peer: no later launch does anything
-  Seen seen = Seen::kSignals;  // of the newest launch
-};
 
 // R = num_ranks. Epoch e uses half e % 2: by the time a rank begins e, it has observed every rank's call_signal or
 // call_word of e - 1, which each of them wrote after its launch of e - 2 had ended. So nobody reads or writes a half
@@ -49,8 +34,7 @@ struct CollectiveRegion {
   Array<std::byte, 2> result;  // [2, share_bytes]  the share that this rank has reduced or gives to all
 
   // ---- local
-  Array<CallState, 1> state;    // [1]
-  Array<uint32_t, 1> arrivals;  // [1]  blocks that have finished a launch
+  Array<CallState, 1> state;  // [1]
 };
 
 struct CollectiveContext : ClientContext {
@@ -75,8 +59,7 @@ inline RegionSize place_region(CollectiveContext& context, int num_ranks, int64_
                       .call_word = symmetric.template take<std::byte>(2, num_ranks, 16),
                       .words = symmetric.template take<std::byte>(2, num_ranks, 2 * words_bytes),
                       .result = symmetric.template take<std::byte>(2, share_bytes),
-                      .state = local.template take<CallState>(1),
-                      .arrivals = local.template take<uint32_t>(1)};
+                      .state = local.template take<CallState>(1)};
   });
 }
 

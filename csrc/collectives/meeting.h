@@ -1,10 +1,9 @@
-// How every launch of the collectives begins and ends: it announces its call to all ranks, sends, and reads the others'
+// How every launch of the collectives begins and ends: it announces its call to all ranks, sends, and uses the others'
 // data once all of them have announced the same call.
 #pragma once
 
 #include "collectives/collective_region.h"
 #include "collectives/vocabulary.h"
-#include "comm/launch_count.h"
 #include "comm/ll_word.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -21,48 +20,59 @@ struct Part {
   MOE_A2A_DEVICE int rank() const { return context.heap.rank; }
   MOE_A2A_DEVICE int num_ranks() const { return context.heap.num_ranks; }
   MOE_A2A_DEVICE RankSet others() const { return RankSet::all(num_ranks()).without(rank()); }
+  MOE_A2A_DEVICE CallState& state() const { return context.region.state(0); }
 };
 
 MOE_A2A_DEVICE LlWord* call_word_of(const Part& part, int src) {
   return reinterpret_cast<LlWord*>(part.context.region.call_word.at(part.half(), src));
 }
 
-// Tells every rank which call this is: first by an LL word, for calls whose values travel as words, then by the full
-// announcement and a signal. Run by one block. Once a wait has given up, of this client or another, this rank announces
-// nothing, so nobody takes what it sends: its values may rest on data that never arrived, and a peer that is only late
-// would not know.
+// Tells every rank by an LL word what a rank whose values travel as words must know of this call. Run by one block.
+MOE_A2A_DEVICE void send_call_word(const Part& part, const Block& block) {
+  if (part.poison != 0) return;
+  const CollectiveContext& c = part.context;
+  const LlWord word{.data = {part.announcement.terms_of_words()}, .stamp = ll_stamp(part.epoch)};
+  for (int r = block.rank(); r < part.num_ranks(); r += block.size()) {
+    store_ll(c.heap.peer(r, call_word_of(part, part.rank())), word);
+  }
+}
+
+// Tells every rank which call this is. Run by one block. Once a wait has given up, of this client or another, this rank
+// announces nothing, so nobody takes what it sends: its values may rest on data that never arrived, and a peer that is
+// only late would not know.
 MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
   const CollectiveContext& c = part.context;
   uint64_t* local = c.region.announcement.at(part.half(), part.rank());
   const bool is_good = part.poison == 0;
-  const LlWord word{.data = {part.announcement.terms_of_words()}, .stamp = ll_stamp(part.epoch)};
   for (int r = block.rank(); is_good && r < part.num_ranks(); r += block.size()) {
-    store_ll(c.heap.peer(r, call_word_of(part, part.rank())), word);
     uint64_t* words = c.heap.peer(r, local);
     for (int i = 0; i < Announcement::kWords; ++i) {
       atomic_store<Order::kRelaxed, Scope::kSystem>(words + i, part.announcement.word[i]);
     }
   }
   block.release_sync();
-  if (is_good && block.rank() == 0) {  // pairs with the acquire in meet() and catch_up()
+  if (is_good && block.rank() == 0) {  // pairs with the acquire in makes_this_call() and catch_up()
     signal_many(c.heap, RankSet::all(part.num_ranks()), c.region.call_signal.at(part.half(), part.rank()), part.epoch);
   }
 }
 
-// Reports a rank that refused this call or makes a different one. In the latter case the report's text is the peer's
-// announcement, followed by this rank's.
-MOE_A2A_RARE void report_difference(Part part, WaitSite site) {
+// Stops the launch because a rank refused this call or makes a different one, and reports it if `reports`. In the
+// latter case the report's text is the peer's announcement, followed by this rank's.
+MOE_A2A_RARE void stop_call(Part part, WaitSite site, bool reports) {
   const CollectiveContext& c = part.context;
-  uint64_t* words = c.region.announcement.at(part.half(), site.peer);
-  WaitPolicy policy = c.wait;
-  if (Announcement::kind_of(atomic_load<Order::kRelaxed, Scope::kSystem>(words)) != CollectiveKind::kRefused) {
-    for (int i = 0; i < Announcement::kWords; ++i) {
-      atomic_store<Order::kRelaxed, Scope::kSystem>(words + Announcement::kWords + i, part.announcement.word[i]);
+  if (reports) {
+    uint64_t* words = c.region.announcement.at(part.half(), site.peer);
+    WaitPolicy policy = c.wait;
+    if (Announcement::kind_of(atomic_load<Order::kRelaxed, Scope::kSystem>(words)) != CollectiveKind::kRefused) {
+      for (int i = 0; i < Announcement::kWords; ++i) {
+        atomic_store<Order::kRelaxed, Scope::kSystem>(words + Announcement::kWords + i, part.announcement.word[i]);
+      }
+      policy.refusal_text = c.region.announcement.data;
+      site.awaited = collective_kind::kDisagreement;
     }
-    policy.refusal_text = c.region.announcement.data;
-    site.awaited = collective_kind::kDisagreement;
+    write_report(policy, c.heap, site, Reason::kRefused, 0, part.epoch, Signal::pack(part.epoch, 0), 0);
   }
-  write_report(policy, c.heap, site, Reason::kRefused, 0, part.epoch, Signal::pack(part.epoch, 0), 0);
+  set_failed(part.state(), part.epoch, true);  // ends waits for chunks that will not come
 }
 
 MOE_A2A_DEVICE bool agrees(const Part& part, const WaitSite& site) {
@@ -74,20 +84,21 @@ MOE_A2A_DEVICE bool agrees(const Part& part, const WaitSite& site) {
   return same;
 }
 
-// Waits until all ranks have announced this call; false if one announced a different call or did not arrive. Each block
-// checks for itself, so that none waits for data that will not come. One of them reports.
-MOE_A2A_DEVICE bool meet(const Part& part, const Grid& grid, const Block& block) {
+// Waits until rank r has announced a call; false if it is another one or the rank did not arrive. Each block checks for
+// itself, so that none uses what belongs to another call. Block 0 reports.
+MOE_A2A_DEVICE bool makes_this_call(const Part& part, const Grid& grid, int r) {
   const CollectiveContext& c = part.context;
+  const WaitSite site{part.operation, collective_kind::kCallWait, r, -1, part.half()};
+  if (!wait_for(c.region.call_signal.at(part.half(), r), part.epoch, site, c.wait, c.heap)) return false;
+  if (agrees(part, site)) return true;
+  stop_call(part, site, grid.rank() == 0);
+  return false;
+}
+
+// Waits until all ranks have announced this call; false if one announced a different call or did not arrive.
+MOE_A2A_DEVICE bool meet(const Part& part, const Grid& grid, const Block& block) {
   bool good = true;
-  for (int r = block.rank(); r < part.num_ranks(); r += block.size()) {
-    const WaitSite site{part.operation, collective_kind::kCallWait, r, -1, part.half()};
-    if (!wait_for(c.region.call_signal.at(part.half(), r), part.epoch, site, c.wait, c.heap)) {
-      good = false;
-    } else if (!agrees(part, site)) {
-      if (grid.rank() == 0) report_difference(part, site);
-      good = false;
-    }
-  }
+  for (int r = block.rank(); r < part.num_ranks(); r += block.size()) good &= makes_this_call(part, grid, r);
   return !block.any(!good);
 }
 
@@ -103,16 +114,44 @@ MOE_A2A_DEVICE bool catch_up(const Part& part, const Block& block) {
   return !block.any(!good);
 }
 
+// Waits for chunk i of rank r; false if it did not arrive, or if the launch has failed in another thread.
+MOE_A2A_DEVICE bool wait_for_signal(const Part& part, const Signal* signal, int r, int i) {
+  const CollectiveContext& c = part.context;
+  const WaitSite site{part.operation, collective_kind::kChunkWait, r, i};
+  uint32_t polls = 0;
+  bool is_stopped = false;
+  const auto has_ended = [&](uint64_t& word) {
+    if (has_arrived(signal, part.epoch, word, nullptr)) return true;
+    is_stopped = ++polls % kPollsPerLook == 0 && has_failed(part.state(), part.epoch);
+    return is_stopped;
+  };
+  return wait_until(part.epoch, site, c.wait, c.heap, {}, has_ended) && !is_stopped;
+}
+
 // Waits for chunk i of all of `ranks`; false if one of them did not arrive.
+MOE_A2A_DEVICE bool wait_for_signals(const Part& part, const Block& block, int first, const Array<Signal, 3>& signals,
+                                     const RankSet& ranks, int i) {
+  for (int r = first; r < part.num_ranks(); r += block.size()) {
+    if (ranks.contains(r) && !wait_for_signal(part, signals.at(part.half(), r, i), r, i)) return false;
+  }
+  return true;
+}
+
 MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const Array<Signal, 3>& signals,
                                    const RankSet& ranks, int i) {
-  const CollectiveContext& c = part.context;
+  return !block.any(!wait_for_signals(part, block, block.rank(), signals, ranks, i));
+}
+
+// The same in the first stage of a pipeline that waits. For a block's first chunk it also meets the other ranks, in
+// other threads: one wait after the other would take longer.
+MOE_A2A_DEVICE bool meet_and_wait_for_chunk(const Part& part, const Grid& grid, const Block& block,
+                                            const Array<Signal, 3>& signals, const RankSet& ranks, int i) {
   bool good = true;
-  for (int r = block.rank(); r < part.num_ranks(); r += block.size()) {
-    if (!ranks.contains(r)) continue;
-    const WaitSite site{part.operation, collective_kind::kChunkWait, r, i};
-    good &= wait_for(signals.at(part.half(), r, i), part.epoch, site, c.wait, c.heap);
+  for (int r = block.rank(); i < grid.size() && r < part.num_ranks(); r += block.size()) {
+    good &= makes_this_call(part, grid, r);
   }
+  const int first = (block.rank() + block.size() / 2) % block.size();
+  good = good && wait_for_signals(part, block, first, signals, ranks, i);
   return !block.any(!good);
 }
 
@@ -126,17 +165,22 @@ MOE_A2A_RARE void report_poison(const CollectiveContext& context, Operation oper
 template <class Args, class Body>
 MOE_A2A_DEVICE void run_call(const Args& args, Operation operation, Seen seen, const Grid& grid, const Block& block,
                              const Body& body) {
-  const CollectiveRegion& region = args.context.region;
-  const CallState before = region.state(0);
-  if (args.slice > 0 && before.is_refused != 0) return;  // the same on every rank
+  CallState& state = args.context.region.state(0);
+  const uint32_t poison = poison_of(args.context.wait), before = seen_in_halves(state);
+  const uint64_t newest = newest_epoch(state);
+  if (args.slice > 0 && has_failed(state, newest)) return;  // the same on every rank
   // A peer that is only late may still read what the newest launches have sent, so this one writes nothing.
-  if (before.has_given_up != 0) return report_poison(args.context, operation, before.epoch + 1);
-  const Part part{args.context, args.announcement, operation, before.epoch + 1, poison_of(args.context.wait)};
-  const bool good = (before.seen <= seen || catch_up(part, block)) && body(part);
-  if (last_block_done(grid, block, region.arrivals.data)) {
-    const bool has_given_up = part.poison != 0 || (!good && poison_of(args.context.wait) != 0);
-    region.state(0) = {.epoch = part.epoch, .is_refused = !good, .has_given_up = has_given_up, .seen = seen};
-  }
+  if (has_given_up(state)) return report_poison(args.context, operation, newest + 1);
+  const Part part{args.context, args.announcement, operation, newest + 1, poison};
+  const bool is_leader = block.rank() == 0;
+  if (is_leader && grid.rank() == 0) begin_epoch(state, part.epoch, before, seen);
+  if (is_leader && poison != 0) set_given_up(state);
+  const bool good = (seen_of(before, newest) <= seen || catch_up(part, block)) && body(part);
+  block.sync();  // all threads have read the state
+  if (!is_leader) return;
+  if (!good) set_failed(state, part.epoch, true);
+  if (!good && poison_of(args.context.wait) != 0) set_given_up(state);
+  advance_epoch(state, grid);
 }
 
 // A launch whose values travel as rows. send(part) writes and signals without waiting; receive(part) may wait for the
@@ -146,9 +190,12 @@ template <class Args, class Send, class Receive>
 MOE_A2A_DEVICE void take_part(const Args& args, Operation operation, const Grid& grid, const Block& block,
                               const Send& send, const Receive& receive) {
   run_call(args, operation, Seen::kSignals, grid, block, [&](const Part& part) {
-    if (grid.rank() == grid.size() - 1) announce(part, block);
+    if (grid.rank() == grid.size() - 1) {
+      announce(part, block);
+      send_call_word(part, block);
+    }
     send(part);
-    return meet(part, grid, block) && receive(part);
+    return receive(part);
   });
 }
 

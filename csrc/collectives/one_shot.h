@@ -31,8 +31,8 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 class OneShotSteps {
  public:
-  MOE_A2A_DEVICE OneShotSteps(const OneShotArgs& args, const Part& part, const Grid&, const Block& block)
-      : args_(args), part_(part), block_(block) {}
+  MOE_A2A_DEVICE OneShotSteps(const OneShotArgs& args, const Part& part, const Grid& grid, const Block& block)
+      : args_(args), part_(part), grid_(grid), block_(block) {}
 
   MOE_A2A_DEVICE int most_chunks() const { return args_.num_chunks(); }
 
@@ -48,7 +48,7 @@ class OneShotSteps {
         block_, others, part_.rank(), [&](int rank) { return c.heap.peer(rank, local); }, args_.x + first,
         args_.size_of_chunk(i) * size_of(args_.dtype));
     block_.release_sync();
-    if (block_.rank() == 0) {  // pairs with the acquire in wait_for_chunk()
+    if (block_.rank() == 0) {  // pairs with the acquire in wait_for_signal()
       signal_many(c.heap, others, c.region.chunk_signal.at(part_.half(), part_.rank(), i), part_.epoch);
     }
     record(c.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
@@ -58,7 +58,7 @@ class OneShotSteps {
   // Reduces chunk i of all ranks into out; false if a rank did not arrive.
   MOE_A2A_DEVICE bool reduce(int i) const {
     const CollectiveContext& c = args_.context;
-    if (!wait_for_chunk(part_, block_, c.region.chunk_signal, part_.others(), i)) return false;
+    if (!meet_and_wait_for_chunk(part_, grid_, block_, c.region.chunk_signal, part_.others(), i)) return false;
     const uint64_t start = trace_now();
     with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i); });
     record(c.trace(), block_, {.kind = TraceKind::kReduce, .begin = start, .token = i});
@@ -82,6 +82,7 @@ class OneShotSteps {
 
   const OneShotArgs& args_;
   const Part& part_;
+  const Grid& grid_;
   const Block& block_;
 };
 

@@ -29,7 +29,10 @@ class OneShotWords {
       const OneShotWords words(args, part, block);
       const int num_chunks = args.count > 0 ? args.num_chunks() : 1;  // without values, only the call words
       for (int i = grid.rank(); i < num_chunks; i += grid.size()) words.push(i);
-      if (grid.rank() == grid.size() - 1) announce(part, block);
+      if (grid.rank() == grid.size() - 1) {
+        send_call_word(part, block);
+        announce(part, block);
+      }
       bool good = true;
       for (int i = grid.rank(); good && i < num_chunks; i += grid.size()) good = words.receive(i, grid);
       return good;

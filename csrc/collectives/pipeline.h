@@ -31,6 +31,7 @@ MOE_A2A_DEVICE void run_pipeline(const Args& args, Operation operation, const Gr
   const auto receive = [&](const Part& part) {
     const Steps steps(args, part, grid, block);
     const int num_chunks = steps.most_chunks(), distance = chunks_ahead(num_chunks, grid) * grid.size();
+    if (grid.rank() >= num_chunks) return meet(part, grid, block);  // else the first stage that waits does
     const auto run = [&](auto stage, int i) {
       return i < grid.rank() || i >= num_chunks || decltype(stage)::run(steps, i);
     };

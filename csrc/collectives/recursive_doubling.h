@@ -168,7 +168,7 @@ struct RecursiveDoubling {
     const auto steps = [&](const Part& part) { return DoublingSteps(args, part, grid, block); };
     take_part(
         args, collective_op::kRecursiveDoubling, grid, block, [&](const Part& part) { steps(part).send_first(); },
-        [&](const Part& part) { return steps(part).receive(); });
+        [&](const Part& part) { return meet(part, grid, block) && steps(part).receive(); });
   }
 };
 

@@ -23,15 +23,21 @@ struct RefuseCollective {
   static size_t shared_bytes(const Args&) { return 0; }
 
   // Does not wait for the others' part in this epoch: the next launch does (Seen::kNothing).
-  MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
+  MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     CallState& state = args.context.region.state(0);
-    if (state.has_given_up != 0) return;  // as in run_call()
-    const Part part{args.context, args.announcement, collective_op::kRefuse, state.epoch + 1,
-                    poison_of(args.context.wait)};
-    if (state.seen != Seen::kSignals && !catch_up(part, block)) return;
+    if (has_given_up(state)) return;  // as in run_call()
+    const uint32_t before = seen_in_halves(state);
+    const uint64_t newest = newest_epoch(state);
+    const Part part{args.context, args.announcement, collective_op::kRefuse, newest + 1, poison_of(args.context.wait)};
+    if (seen_of(before, newest) != Seen::kSignals && !catch_up(part, block)) return;
     leave_text(args.context, part.half(), block, args.text);
     announce(part, block);
-    if (block.rank() == 0) state = {.epoch = part.epoch, .is_refused = 0, .seen = Seen::kNothing};
+    send_call_word(part, block);
+    block.sync();  // as in run_call()
+    if (block.rank() == 0) {
+      begin_epoch(state, part.epoch, before, Seen::kNothing);
+      advance_epoch(state, grid);
+    }
   }
 };
 

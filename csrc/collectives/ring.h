@@ -147,7 +147,7 @@ struct Ring {
     const auto steps = [&](const Part& part) { return RingSteps(args, part, grid, block); };
     take_part(
         args, collective_op::kRing, grid, block, [&](const Part& part) { steps(part).send_first(); },
-        [&](const Part& part) { return steps(part).reduce() && steps(part).gather(); });
+        [&](const Part& part) { return meet(part, grid, block) && steps(part).reduce() && steps(part).gather(); });
   }
 };
 

@@ -84,8 +84,10 @@ class ShareChunks {
   // the dtype.
   template <class Reduce>
   MOE_A2A_DEVICE bool reduce_own(int i, bool shows_result, const Reduce& reduce) const {
-    if (i >= num_own_chunks()) return true;
-    if (!wait_for_landed(i)) return false;
+    const bool is_own = i < num_own_chunks();
+    // Without a chunk of its own, a rank still meets the others here.
+    if (!wait_for_landed(i, is_own ? part_.others() : RankSet{})) return false;
+    if (!is_own) return true;
     const uint64_t start = trace_now();
     with_element_type(args_.dtype, reduce);
     if (shows_result) signal_result(i);
@@ -93,10 +95,10 @@ class ShareChunks {
     return true;
   }
 
-  // Reads chunk i of the shares of all other ranks by read(span, source).
+  // Reads chunk i of the shares of all other ranks by read(span, source). `is_first_wait`: no stage before it waits.
   template <class Read>
-  MOE_A2A_DEVICE bool pull_chunks(int i, int64_t place, const Read& read) const {
-    if (!wait_for_results(i)) return false;
+  MOE_A2A_DEVICE bool pull_chunks(int i, int64_t place, bool is_first_wait, const Read& read) const {
+    if (!wait_for_results(i, is_first_wait)) return false;
     const uint64_t start = trace_now();
     std::byte* result = region_.result.at(part_.half(), place);
     for_other_owners(i, [&](int owner) { read(chunk(owner, i), args_.context.heap.peer(owner, result)); });
@@ -116,12 +118,13 @@ class ShareChunks {
     signal(part_.others(), region_.result_signal.at(part_.half(), part_.rank(), i));
   }
   // False if a rank did not arrive.
-  MOE_A2A_DEVICE bool wait_for_landed(int i) const {
-    return wait_for_chunk(part_, block_, region_.chunk_signal, part_.others(), i);
+  MOE_A2A_DEVICE bool wait_for_landed(int i, const RankSet& ranks) const {
+    return meet_and_wait_for_chunk(part_, grid_, block_, region_.chunk_signal, ranks, i);
   }
-  MOE_A2A_DEVICE bool wait_for_results(int i) const {
+  MOE_A2A_DEVICE bool wait_for_results(int i, bool is_first_wait) const {
     const RankSet owners = for_other_owners(i, [](int) {});
-    return wait_for_chunk(part_, block_, region_.result_signal, owners, i);
+    return is_first_wait ? meet_and_wait_for_chunk(part_, grid_, block_, region_.result_signal, owners, i)
+                         : wait_for_chunk(part_, block_, region_.result_signal, owners, i);
   }
 
   MOE_A2A_DEVICE void record_chunk(TraceKind kind, uint64_t start, int i) const {
@@ -180,13 +183,15 @@ class ShareSteps : public ShareChunks {
     return true;
   }
 
-  MOE_A2A_DEVICE bool pull(int i) const {
-    return pull_chunks(i, place_of(i), [&](const Span& span, const std::byte* source) {
+  MOE_A2A_DEVICE bool pull(int i) const { return pull_into_out(i, false); }
+  MOE_A2A_DEVICE bool pull_first(int i) const { return pull_into_out(i, true); }
+
+ private:
+  MOE_A2A_DEVICE bool pull_into_out(int i, bool is_first_wait) const {
+    return pull_chunks(i, place_of(i), is_first_wait, [&](const Span& span, const std::byte* source) {
       copy(out_at(span.begin), source, span.count);
     });
   }
-
- private:
   MOE_A2A_DEVICE bool reduce_into_out(int i, bool shows_result) const {
     return reduce_own(i, shows_result, [&](auto element) { reduce_chunk<decltype(element)>(i, shows_result); });
   }

@@ -62,7 +62,7 @@ struct AllGather {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    run_pipeline<ShareSteps, ChunkStep<&ShareSteps::show_own>, ChunkStep<&ShareSteps::pull>>(
+    run_pipeline<ShareSteps, ChunkStep<&ShareSteps::show_own>, ChunkStep<&ShareSteps::pull_first>>(
         args, collective_op::kAllGather, grid, block);
   }
 };

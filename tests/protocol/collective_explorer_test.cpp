@@ -22,7 +22,8 @@ std::vector<CollectiveCase> all_cases() {
   const ModelCall one_shot{.kind = kOneShot, .num_elements = 3}, two_shot{}, scatter{.kind = kReduceScatter},
       gather{.kind = kAllGather}, ring{.kind = Kind::kRing},
       doubling{.kind = Kind::kRecursiveDoubling, .num_elements = 3}, in_place{.in_place = true},
-      sliced{.num_elements = 12}, nothing{.num_elements = 0}, odd{.odd_rank = 1},
+      sliced{.num_elements = 12}, nothing{.num_elements = 0}, odd{.odd_rank = 1}, one_element{.num_elements = 1},
+      scatter_one{.kind = kReduceScatter, .num_elements = 1}, gather_one{.kind = kAllGather, .num_elements = 1},
       odd_slices{.num_elements = 12, .odd_rank = 0}, refused{.num_elements = 12, .refusing_rank = 1},
       refused_by_first{.refusing_rank = 0}, words{.kind = Kind::kOneShotWords, .num_elements = 3},
       no_words{.kind = Kind::kOneShotWords, .num_elements = 0},
@@ -44,6 +45,10 @@ std::vector<CollectiveCase> all_cases() {
       {.name = "one-shot, two blocks", .calls = {one_shot, one_shot, one_shot}, .num_blocks = 2},
       {.name = "reduce-scatter", .calls = {scatter, scatter, scatter}},
       {.name = "all-gather", .calls = {gather, gather, gather}},
+      {.name = "two-shot, shares without elements", .calls = {one_element, one_element, two_shot}, .num_ranks = 3},
+      {.name = "reduce-scatter, shares without elements", .calls = {scatter_one, scatter_one, scatter_one}},
+      {.name = "reduce-scatter, shares without elements, two blocks", .calls = {scatter_one, scatter}, .num_blocks = 2},
+      {.name = "all-gather, shares without elements", .calls = {gather_one, gather_one, gather_one}},
       {.name = "ring", .calls = {ring, ring, ring}},
       {.name = "ring of three ranks", .calls = {ring, ring, ring}, .num_ranks = 3},
       {.name = "ring of three ranks, two blocks", .calls = {ring, ring}, .num_ranks = 3, .num_blocks = 2},
@@ -182,12 +187,11 @@ std::vector<Broken> all_mutants() {
     mutants.push_back({std::string("call signal of refuse_collective: ") + how,
                        {.kind = kind, .field = Field::kCallSignal, .launch = kRefuseCollective}});
   }
-  for (const auto& [kind, how] : {std::pair{MutationKind::kRelaxedRelease, "no release"},
-                                  {MutationKind::kRelaxedAcquire, "no acquire"},
-                                  {MutationKind::kStoreLost, "not reset"},
-                                  {MutationKind::kEveryoneIsLast, "every block is the last"}}) {
-    mutants.push_back({std::string("block count: ") + how, {.kind = kind, .field = Field::kLaunchArrivals}});
+  for (const auto& [kind, how] :
+       {std::pair{MutationKind::kAddLost, "not added"}, {MutationKind::kAddedTwice, "added twice"}}) {
+    mutants.push_back({std::string("progress: ") + how, {.kind = kind, .field = Field::kProgress}});
   }
+  mutants.push_back({"failed call: not noted", {.kind = MutationKind::kStoreLost, .field = Field::kFailedCall}});
   mutants.push_back({"fence before signals: none", {.kind = MutationKind::kFenceLost, .signals_by_fence = true}});
   return mutants;
 }

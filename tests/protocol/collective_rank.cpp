@@ -59,7 +59,7 @@ void CollectiveRank::reset() {
   const uint64_t newest = shape_.first_epoch;
   if (newest == 0) return;
   const CollectiveRegion& region = context_.region;
-  region.state(0).epoch = newest;
+  region.state(0).progress = newest << CallState::kProgressBits;
   for (const uint64_t epoch : {newest - 1, newest}) {
     const Signal old{Signal::pack(epoch, 0)};
     const int half = static_cast<int>(epoch % 2);
@@ -133,12 +133,15 @@ Launch CollectiveRank::prepare(int call) {
   return launch("prepare", call, 1, [this, call](int) {
     fill_tensors(call);
     const auto forgets = [](Field field) { return Explorer::running()->is_broken(Mutation::Kind::kForgotten, field); };
-    Seen& seen = context_.region.state(0).seen;
+    CallState& state = context_.region.state(0);
+    const uint64_t newest = newest_epoch(state);
+    auto seen = seen_of(state.seen, newest);
     if (seen == Seen::kNothing && forgets(Field::kRefusalText)) seen = Seen::kWords;
     if (seen == Seen::kWords && forgets(Field::kWords)) seen = Seen::kSignals;
+    state.seen = with_seen(state.seen, newest, seen);
     if (forgets(Field::kPoison)) {
       atomic_store<Order::kRelaxed, Scope::kSystem>(comm_.region.poison.data, 0u);
-      context_.region.state(0).has_given_up = 0;
+      state.has_given_up = 0;
     }
   });
 }
@@ -235,7 +238,7 @@ Launch CollectiveRank::refuse(int call) {
 void CollectiveRank::raise_early(Field field) const {
   if (!Explorer::running()->is_broken(Mutation::Kind::kRaisedEarly, field)) return;
   const CollectiveRegion& region = context_.region;
-  const uint64_t epoch = region.state(0).epoch + 1;
+  const uint64_t epoch = newest_epoch(region.state(0)) + 1;
   const int half = static_cast<int>(epoch % 2);
   for (int r = 0; r < shape_.num_ranks; ++r) {
     const auto raise = [&](Signal* local) {

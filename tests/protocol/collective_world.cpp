@@ -19,7 +19,10 @@ CollectiveWorld::CollectiveWorld(const CollectiveCase& shape) {
     name_regions(*ranks_.back());
   }
   map_.complete();
-  for (const auto& rank : ranks_) map_.mark(&rank->report()->is_complete, Field::kReportState);
+  for (const auto& rank : ranks_) {
+    map_.mark(&rank->report()->is_complete, Field::kReportState);
+    for (auto& has_failed : rank->region().state(0).has_failed) map_.mark(&has_failed, Field::kFailedCall);
+  }
 }
 
 std::vector<Program> CollectiveWorld::programs() const {
@@ -52,8 +55,7 @@ void CollectiveWorld::name_regions(const CollectiveRank& rank) {
   region(rank.region().result.data, "result");
   region(comm.clock_epoch.data, "the communicator's local memory");
   region(rank.services().num_reports.data, "num_reports");
-  region(rank.region().state.data, "state");
-  region(rank.region().arrivals.data, "arrivals", Field::kLaunchArrivals);
+  region(rank.region().state.data, "state", Field::kProgress);
   region(rank.x(), "x");
   region(rank.out(), "out");
   region(rank.report(), "report");

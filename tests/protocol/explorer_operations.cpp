@@ -108,6 +108,8 @@ uint64_t Explorer::add(void* address, size_t bytes, uint64_t value, Order order)
   const Field field = stage_.field_of(address);
   if (is_broken(Mutation::Kind::kRelaxedRelease, field)) order = Order::kAcquire;
   if (is_broken(Mutation::Kind::kRelaxedAcquire, field)) order = Order::kRelease;
+  if (is_broken(Mutation::Kind::kAddLost, field)) value = 0;
+  if (is_broken(Mutation::Kind::kAddedTwice, field)) value *= 2;
   check(order_.add(current_->id, address, order), address, "adds to");
   const uint64_t before = value_at(address, bytes), after = before + value;
   std::memcpy(address, &after, bytes);

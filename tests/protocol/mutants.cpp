@@ -45,7 +45,8 @@ std::string name_of(Field field) {
     case Field::kResultSignal:
     case Field::kCallWord:
     case Field::kWords:
-    case Field::kLaunchArrivals:
+    case Field::kProgress:
+    case Field::kFailedCall:
     case Field::kRefusalText:
     case Field::kOther:
       break;

@@ -31,7 +31,8 @@ enum class Field : uint8_t {
   kCallSignal,
   kChunkSignal,
   kResultSignal,
-  kLaunchArrivals,
+  kProgress,
+  kFailedCall,
   kCallWord,
   kWords,
 };
@@ -53,6 +54,8 @@ struct Mutation {
     kPayloadLost,     // the signal carries its epoch only
     kLostWhenUnused,  // the word is not written to ranks that sent nothing
     kEveryoneIsLast,  // every block acts as the last one
+    kAddLost,         // what is added is lost
+    kAddedTwice,      // what is added counts twice
     kFenceLost,       // no fence before the signals
     kRaisedEarly,     // the signal is raised before what it guards is written
     kStampFirst,      // an LL word is written in two halves, stamp first
