@@ -15,7 +15,7 @@ target_include_directories(_core SYSTEM PRIVATE ${MOE_A2A_TORCH_ROOT}/include
 target_precompile_headers(_core PRIVATE ${PROJECT_SOURCE_DIR}/csrc/bindings/python.h)
 # Reading that header is half of a small source's time, so several sources are compiled together. The two large ones stay separate.
 set_target_properties(_core PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6)
-set_source_files_properties(${PROJECT_SOURCE_DIR}/csrc/bindings/bindings.cpp ${PROJECT_SOURCE_DIR}/csrc/bindings/collectives.cpp
+set_source_files_properties(${PROJECT_SOURCE_DIR}/csrc/bindings/expert_parallel.cpp ${PROJECT_SOURCE_DIR}/csrc/bindings/collectives.cpp
                             PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 target_compile_definitions(_core PRIVATE TORCH_EXTENSION_NAME=_core)
 target_compile_options(_core PRIVATE ${MOE_A2A_WARNINGS})

@@ -1,0 +1,383 @@
+#include "bindings/expert_parallel.h"
+
+#include <array>
+
+#include "bindings/clients.h"
+#include "bindings/config.h"
+#include "bindings/errors.h"
+#include "bindings/grouped_gemm.h"
+#include "bindings/product_combine.h"
+#include "bindings/tensor_gate.h"
+#include "bindings/tensors.h"
+#include "bindings/trace_records.h"
+#include "bindings/views.h"
+#include "moe/link_floor.h"
+
+namespace moe_a2a::bindings {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using Handle = std::shared_ptr<DispatchHandle>;
+
+PushBy to_push_by(const std::string& name) {
+  if (name == "warp_sender") return PushBy::kWarpSender;
+  if (name == "warp_stores") return PushBy::kWarpStores;
+  if (name == "block_stores") return PushBy::kBlockStores;
+  throw py::value_error("by=\"" + name + "\" is unknown; pass \"warp_sender\", \"warp_stores\" or \"block_stores\"");
+}
+
+// What Python holds: the host object, its device, and its views.
+class Core {
+ public:
+  // `owns_comm`: the communicator was made for this object alone, so it is connected and closed together with it.
+  Core(std::shared_ptr<Communicator> comm, bool owns_comm, const MoeConfig& config, at::ScalarType type,
+       at::Device device)
+      : type_(type),
+        device_(device),
+        owns_comm_(owns_comm),
+        ep_(std::make_shared<ExpertParallel>(std::move(comm), config)),
+        views_(std::make_unique<Views>(ep_, device)) {}
+
+  // Each call holds a reference: another thread may close the object during it.
+  std::shared_ptr<ExpertParallel> ep() const {
+    if (!ep_) throw std::runtime_error("this ExpertParallel is closed");
+    ep_->require_own_process();
+    return ep_;
+  }
+
+  py::bytes comm_handle() const { return handles_of(clients(*ep())); }
+  void connect(const std::vector<std::string>& handles, bool carried) {
+    const auto core = ep();
+    bindings::connect(clients(*core), handles, carried);
+  }
+  void disconnect() {
+    const auto core = ep();
+    bindings::disconnect(clients(*core));
+  }
+  void give_back() {
+    const auto core = ep();
+    bindings::give_back(clients(*core));
+  }
+
+  Handle dispatch_send(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
+                       const OptionalTensor& x_scales, bool quantize, int num_blocks) {
+    const auto core = ep();
+    const LaunchPlace place = where(num_blocks);
+    const DispatchInput input = checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
+    py::gil_scoped_release unlocked;
+    return core->dispatch_send(input, place);
+  }
+
+  Handle dispatch(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
+                  const OptionalTensor& x_scales, bool quantize, int layout, int expert_alignment, int num_blocks) {
+    const auto core = ep();
+    const LaunchPlace place = where(num_blocks);
+    const DispatchInput input = checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
+    py::gil_scoped_release unlocked;
+    return core->dispatch(input, static_cast<Layout>(layout), expert_alignment, place);
+  }
+
+  void dispatch_recv(const Handle& handle, int layout, int expert_alignment, int num_blocks) {
+    const LaunchPlace place = where(num_blocks);
+    const auto core = ep();
+    py::gil_scoped_release unlocked;
+    core->dispatch_recv(*handle, static_cast<Layout>(layout), expert_alignment, place);
+  }
+
+  // (expert_x, its scales or None) in the expert_major and masked layouts.
+  std::pair<at::Tensor, OptionalTensor> gather_rows(const Handle& handle, at::ScalarType row_type, int num_blocks) {
+    const auto core = ep();
+    const MoeConfig& config = core->config();
+    core->require(*handle, DispatchHandle::Stage::kReceived, DispatchHandle::Stage::kReceived, "expert_x");
+    check_row_type(*handle, row_type);
+    std::vector<int64_t> shape = {views_->capacity(*handle), config.hidden};
+    if (handle->layout == Layout::kMasked) shape = {config.num_local_experts, config.row_capacity(), config.hidden};
+    const at::Tensor expert_x = make_tensor({config.rank, device_}, shape, row_type);
+    OptionalTensor scales;
+    if (handle->row_dtype == DType::kFloat8) {
+      shape.back() = config.num_scales();
+      scales = make_tensor({config.rank, device_}, shape, at::kFloat);
+    }
+    const LaunchPlace place = where(num_blocks);
+    py::gil_scoped_release unlocked;
+    core->gather_rows(*handle, expert_x.mutable_data_ptr(), scales ? scales->mutable_data_ptr<float>() : nullptr,
+                      place);
+    return {expert_x, scales};
+  }
+
+  // A presummed `y`. scales: of the local experts; None: `factor` for all.
+  at::Tensor simulated_experts(const Handle& handle, const OptionalTensor& scales, double factor) {
+    const auto core = ep();
+    const MoeConfig& config = core->config();
+    core->require(*handle, DispatchHandle::Stage::kReceived, DispatchHandle::Stage::kReceived, "simulated_experts");
+    if (handle->row_dtype != config.dtype) {
+      raise_type(config.rank, "simulated_experts got a handle of float8 rows",
+                 "dispatch without quantize, rows of the dtype that this ExpertParallel was made with");
+    }
+    const ExpertScales checked = checked_scales(config, device_, scales, factor);
+    const at::Tensor sums = make_tensor({config.rank, device_}, {config.row_capacity(), config.hidden}, type_);
+    const LaunchPlace place = where(0);
+    py::gil_scoped_release unlocked;
+    core->simulated_experts(*handle, checked, sums.mutable_data_ptr(), place);
+    return sums;
+  }
+
+  void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int codec, int num_blocks) {
+    using Stage = DispatchHandle::Stage;
+    const auto core = ep();
+    core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
+    if (handle->stage == Stage::kCombineSent) return;  // a retry: the sums have been sent
+    const LaunchPlace place = where(num_blocks);
+    const CombineInput input = combine_input(*core, *handle, y, presummed, codec);
+    py::gil_scoped_release unlocked;
+    core->combine_send(*handle, input, place);
+  }
+
+  at::Tensor combine(const at::Tensor& y, const Handle& handle, bool presummed, int codec, const OptionalTensor& out,
+                     int num_blocks) {
+    using Stage = DispatchHandle::Stage;
+    const auto core = ep();
+    core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
+    const LaunchPlace place = where(num_blocks);
+    const CombineInput input = combine_input(*core, *handle, y, presummed, codec);
+    const at::Tensor combined_x = checked_out(*core, device_, handle->num_tokens, type_, out, &y);
+    py::gil_scoped_release unlocked;
+    core->combine(*handle, input, combined_x.mutable_data_ptr(), place);
+    return combined_x;
+  }
+
+  // (max_tokens, dispatch_blocks, combine_blocks), ascending.
+  void set_launch_table(const std::vector<std::array<int, 3>>& rows) {
+    std::vector<LaunchStep> steps;
+    for (const auto& [max_tokens, dispatch, combine] : rows) steps.push_back({max_tokens, dispatch, combine});
+    ep()->set_launch_table(LaunchTable(std::move(steps)));
+  }
+  // Blocks of (a dispatch, a combine) when the call does not say.
+  std::pair<int, int> blocks_for(int num_tokens) const {
+    return {ep()->dispatch_blocks(num_tokens), ep()->combine_blocks(num_tokens)};
+  }
+
+  void push_rows(const at::Tensor& x, const at::Tensor& pushes, const std::string& by, int num_blocks) {
+    const LaunchPlace place = where(num_blocks);
+    const auto core = ep();
+    const PushedRows rows = checked_push(core->config(), device_, x, pushes);
+    const PushBy how = to_push_by(by);
+    py::gil_scoped_release unlocked;
+    core->push_rows(rows.x, rows.num_rows, rows.row_bytes, rows.pushes, how, place);
+  }
+
+  // Tells the peers that this rank's call has raised `why`, so that none waits for it. `num_before`: num_dispatches()
+  // before the call.
+  void tell_dispatch_failed(const std::string& why, uint64_t num_before) {
+    const auto core = ep();
+    if (!core->is_connected()) return;
+    const LaunchPlace place = where(0);
+    py::gil_scoped_release unlocked;
+    core->num_dispatches() == num_before ? core->refuse_dispatch(why, place) : core->give_up_newest(why, place);
+  }
+  // Null handle: the call had none, or none that is open here.
+  void tell_combine_failed(const Handle& handle, const std::string& why) {
+    using Stage = DispatchHandle::Stage;
+    const auto core = ep();
+    if (!core->is_connected()) return;
+    const LaunchPlace place = where(0);
+    py::gil_scoped_release unlocked;
+    const bool is_own = handle && handle->owner == core.get();
+    if (is_own && handle->stage == Stage::kRefused) return;  // no peer waits for its combine
+    if (!is_own || !handle->is_open()) return core->refuse_combines(why, place);
+    if (handle->stage < Stage::kCombineSent) core->refuse_combine(*handle, why, place);  // else its sums have been sent
+  }
+  uint64_t num_dispatches() const { return ep()->num_dispatches(); }
+
+  at::Tensor combine_recv(const Handle& handle, const OptionalTensor& out, int num_blocks) {
+    const LaunchPlace place = where(num_blocks);
+    const auto core = ep();
+    core->require(*handle, DispatchHandle::Stage::kCombineSent, DispatchHandle::Stage::kCombineSent, "combine_recv");
+    const at::Tensor combined_x = checked_out(*core, device_, handle->num_tokens, type_, out);
+    py::gil_scoped_release unlocked;
+    core->combine_recv(*handle, combined_x.mutable_data_ptr(), place);
+    return combined_x;
+  }
+
+  // Whether the sums of a batch return as LL words, if no other rank's is larger.
+  bool returns_ll(int num_tokens) const { return ep()->config().returns_ll(num_tokens); }
+  bool can_send_with_product(const Handle& handle) const { return ep()->can_send_with_product(*handle); }
+
+  at::Tensor product_combine(const at::Tensor& inner, const OptionalTensor& inner_scales,
+                             const at::Tensor& expert_offsets, const at::Tensor& w_down,
+                             const OptionalTensor& w_down_scales, const Handle& handle, const OptionalTensor& out,
+                             int num_blocks) {
+    const GroupedGemmTensors second = {inner, {}, expert_offsets, w_down, {}, inner_scales, w_down_scales};
+    return multiply_and_combine(*ep(), *handle, second, type_, out, where(num_blocks));
+  }
+
+  void release(const Handle& handle) {
+    if (!ep_) return;  // closed: nothing is held any more
+    const LaunchPlace place = where(0);
+    const auto core = ep();
+    py::gil_scoped_release unlocked;
+    core->release(*handle, place);
+  }
+
+  // For a handle that has been received and whose rows may still be read.
+  Views& views(const Handle& handle) {
+    using Stage = DispatchHandle::Stage;
+    ep()->require(*handle, Stage::kReceived, Stage::kCombineSent, "a view of the handle");
+    return *views_;
+  }
+
+  void check() {
+    const auto core = ep();
+    py::gil_scoped_release unlocked;
+    core->check();
+  }
+  void raise_reported() {
+    const auto core = ep();
+    py::gil_scoped_release unlocked;
+    core->raise_reported();
+  }
+
+  std::vector<std::array<int64_t, 3>> align_clocks(int num_rounds) {
+    const auto core = ep();
+    return bindings::align_clocks(core->communicator(), num_rounds, where(0).stream);
+  }
+
+  // The memory is freed with the last view of it.
+  void close() {
+    if (!ep_) return;
+    auto core = std::move(ep_);
+    views_.reset();
+    py::gil_scoped_release unlocked;
+    const auto closed = std::move(core);  // freed without the GIL too: that may wait for the device
+    bindings::close(clients(*closed));
+  }
+  size_t nbytes() const {
+    const auto core = ep();
+    size_t total = 0;
+    for (const Client* client : clients(*core)) total += client->nbytes();
+    return total;
+  }
+
+  at::Tensor recv_x(const Handle& handle, at::ScalarType row_type) {
+    check_row_type(*handle, row_type);
+    return views(handle).recv_x(*handle, row_type);
+  }
+
+ private:
+  // Python can set the attribute DispatchHandle.row_dtype.
+  void check_row_type(const DispatchHandle& handle, at::ScalarType row_type) const {
+    const int rank = ep()->config().rank;
+    if (to_dtype(row_type, "handle.row_dtype", rank) == handle.row_dtype) return;
+    raise_type(rank, std::string("handle.row_dtype is ") + c10::toString(row_type) + ", not that of the rows",
+               "leave it as dispatch() has set it");
+  }
+
+  std::vector<Client*> clients(ExpertParallel& ep) const {
+    if (owns_comm_) return {&ep, &ep.communicator()};
+    return {&ep};
+  }
+  CombineInput combine_input(const ExpertParallel& core, const DispatchHandle& handle, const at::Tensor& y,
+                             bool presummed, int codec) const {
+    const Rows rows = checked_y(core, device_, handle, y, presummed);
+    return {rows, y.numel() / core.config().hidden, presummed, static_cast<LineCodec>(codec)};
+  }
+  LaunchPlace where(int num_blocks) const { return {.num_blocks = num_blocks, .stream = current_stream(device_)}; }
+
+  at::ScalarType type_;
+  at::Device device_;
+  bool owns_comm_;
+  std::shared_ptr<ExpertParallel> ep_;
+  std::unique_ptr<Views> views_;
+};
+
+template <at::Tensor (Views::*kView)(const DispatchHandle&)>
+at::Tensor view_of(Core& core, const Handle& handle) {
+  return (core.views(handle).*kView)(*handle);
+}
+
+void bind_calls(py::class_<Core>& core) {
+  core.def("dispatch_send", &Core::dispatch_send)
+      .def("dispatch", &Core::dispatch)
+      .def("dispatch_recv", &Core::dispatch_recv)
+      .def("gather_rows", [](Core& core, const Handle& handle, const py::object& row_dtype,
+                             int num_blocks) { return core.gather_rows(handle, scalar_type(row_dtype), num_blocks); })
+      .def("simulated_experts", &Core::simulated_experts)
+      .def("combine", &Core::combine)
+      .def("returns_ll", &Core::returns_ll)
+      .def("combine_send", &Core::combine_send)
+      .def("combine_recv", &Core::combine_recv)
+      .def("can_send_with_product", &Core::can_send_with_product)
+      .def("product_combine", &Core::product_combine)
+      .def("tell_dispatch_failed", &Core::tell_dispatch_failed)
+      .def("tell_combine_failed", &Core::tell_combine_failed)
+      .def_property_readonly("num_dispatches", &Core::num_dispatches)
+      .def("release", &Core::release)
+      .def("set_launch_table", &Core::set_launch_table)
+      .def("blocks_for", &Core::blocks_for)
+      .def("push_rows", &Core::push_rows);
+}
+
+void bind_views(py::class_<Core>& core) {
+  core.def("recv_x", [](Core& core, const Handle& handle,
+                        const py::object& row_dtype) { return core.recv_x(handle, scalar_type(row_dtype)); })
+      .def("capacity", [](Core& core, const Handle& handle) { return core.views(handle).capacity(*handle); })
+      .def("recv_x_scales", &view_of<&Views::recv_x_scales>)
+      .def("expert_offsets", &view_of<&Views::expert_offsets>)
+      .def("expert_counts", &view_of<&Views::expert_counts>)
+      .def("landed_rows", &view_of<&Views::landed_rows>)
+      .def("num_landed_rows", &view_of<&Views::num_landed_rows>)
+      .def("term_positions", &view_of<&Views::term_positions>)
+      .def("term_weights", &view_of<&Views::term_weights>)
+      .def("num_recv_tokens_per_rank", &view_of<&Views::num_recv_tokens_per_rank>)
+      .def("expert_row_index", &view_of<&Views::expert_row_index>)
+      .def("route_weights", &view_of<&Views::route_weights>)
+      .def("route_src_rank", &view_of<&Views::route_src_rank>)
+      .def("route_src_token_idx", &view_of<&Views::route_src_token_idx>);
+}
+
+void bind_trace_and_state(py::class_<Core>& core) {
+  core.def("check", &Core::check)
+      .def("raise_reported", &Core::raise_reported)
+      .def("trace_start", [](Core& core, int64_t records) { start_trace(*core.ep(), records); })
+      .def("trace_stop", [](Core& core) { stop_trace(*core.ep()); })
+      .def("trace_read",
+           [](Core& core) {
+             const auto ep = core.ep();
+             return read_trace(*ep, ep->communicator());
+           })
+      .def("traced_experts", [](const Core& core) { return TracedExperts{core.ep()}; })
+      .def("align_clocks", &Core::align_clocks)
+      .def("close", &Core::close)
+      .def_property_readonly("num_max_ll_tokens",
+                             [](const Core& core) { return core.ep()->config().num_max_ll_tokens; })
+      .def_property_readonly("nbytes", [](const Core& core) { return core.nbytes(); });
+}
+
+}  // namespace
+
+void bind_expert_parallel(py::module_& m) {
+  py::class_<DispatchHandle, Handle>(m, "DispatchHandle")
+      .def_readonly("buffer", &DispatchHandle::buffer)
+      .def_readonly("num_tokens", &DispatchHandle::num_tokens)
+      .def_property_readonly("is_open", &DispatchHandle::is_open);
+
+  py::class_<Core> core(m, "ExpertParallel");
+  core.def(py::init([](std::shared_ptr<Communicator> comm, bool owns_comm, int num_experts, int num_topk, int hidden,
+                       int num_max_tokens_per_rank, int num_buffers, const py::object& dtype,
+                       std::optional<int> num_max_ll_tokens, const at::Device& device) {
+        const Member& member = comm->member();
+        const MoeConfig config =
+            make_config(member.rank, member.num_ranks, num_experts, num_topk, hidden, num_max_tokens_per_rank,
+                        num_buffers, dtype, num_max_ll_tokens, member.target);
+        return std::make_unique<Core>(std::move(comm), owns_comm, config, scalar_type(dtype), device);
+      }))
+      .def("comm_handle", &Core::comm_handle)
+      .def("connect", &Core::connect)
+      .def("disconnect", &Core::disconnect)
+      .def("give_back", &Core::give_back);
+  bind_calls(core);
+  bind_views(core);
+  bind_trace_and_state(core);
+}
+
+}  // namespace moe_a2a::bindings
