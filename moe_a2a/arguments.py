@@ -32,14 +32,19 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def check_tensor(rank: int, name: str, value: Any) -> None:
+def check_tensor(rank: int | None, name: str, value: Any) -> None:
+    """rank: None for a call that belongs to no group."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__} on rank {rank}; pass a torch.Tensor")
+        raise TypeError(f"{name} is a {type(value).__name__}{_on(rank)}; pass a torch.Tensor")
 
 
-def check_optional_tensor(rank: int, name: str, value: Any) -> None:
+def check_optional_tensor(rank: int | None, name: str, value: Any) -> None:
     if value is not None and not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__} on rank {rank}; pass a torch.Tensor or None")
+        raise TypeError(f"{name} is a {type(value).__name__}{_on(rank)}; pass a torch.Tensor or None")
+
+
+def _on(rank: int | None) -> str:
+    return "" if rank is None else f" on rank {rank}"
 
 
 def check_fits(

@@ -116,7 +116,11 @@ def _split(ep: Place, name: str, weight: Any) -> tuple[torch.Tensor, torch.Tenso
 def _check_values(ep: Place, name: str, w: torch.Tensor, scales: torch.Tensor | None) -> None:
     expected = ep.dtype if scales is None else float8_dtype(ep.device)
     if w.dtype != expected:
-        hint = f"pass ({name}, scales)" if w.dtype.itemsize == 1 and w.is_floating_point() else f"pass {name}.to(...)"
+        hint = (
+            f"pass ({name}, scales)"
+            if w.dtype.itemsize == 1 and w.is_floating_point()
+            else f"pass {name}.to({expected})"
+        )
         raise TypeError(f"{name} has dtype {w.dtype}, expected {expected} on rank {ep.rank}; {hint}")
     _check_device(ep, name, w)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core
+from moe_a2a import _core, arguments
 from moe_a2a.devices import float8_dtype, target_of
 
 # Those whose trace is on. A product whose expert_offsets are a handle's is recorded in the trace of the handle's owner.
@@ -89,6 +89,10 @@ def grouped_gemm(
             num_blocks=num_blocks,
             **options,
         )
+    for name, tensor in (("x", x), ("expert_offsets", expert_offsets), ("w", w)):
+        arguments.check_tensor(None, name, tensor)
+    for name, optional in (("row_index", row_index), ("bias", bias), ("x_scales", x_scales), ("w_scales", w_scales)):
+        arguments.check_optional_tensor(None, name, optional)
     is_float8 = x.dtype.itemsize == 1 and x.dtype.is_floating_point
     if is_float8 and x.dtype != float8_dtype(x.device):
         raise TypeError(f"x has dtype {x.dtype}, expected {float8_dtype(x.device)}, the float8 type of {x.device}")

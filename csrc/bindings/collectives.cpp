@@ -150,7 +150,7 @@ class Core {
     if (x.scalar_type() == at::kFloat) return DType::kFloat32;
     if (x.scalar_type() == at::kHalf) return DType::kFloat16;
     if (x.scalar_type() == at::kBFloat16) return DType::kBfloat16;
-    raise_type(place_.rank, std::string("x has dtype ") + c10::toString(x.scalar_type()),
+    raise_type(place_.rank, "x has dtype " + text_of(x.scalar_type()),
                "expected float32, float16 or bfloat16; pass x.to(torch.float32)");
   }
 
@@ -203,10 +203,9 @@ class Core {
     }
     check_dense(*out, "out");
     if (out->sizes() != shape || out->scalar_type() != x.scalar_type()) {
-      std::ostringstream expected, got;
-      expected << shape << " of " << x.scalar_type();
-      got << out->sizes() << " of " << out->scalar_type();
-      raise_value(place_.rank, "out is " + got.str() + ", expected " + expected.str(),
+      raise_value(place_.rank,
+                  "out is " + text_of(out->sizes()) + " of " + text_of(out->scalar_type()) + ", expected " +
+                      text_of(shape) + " of " + text_of(x.scalar_type()),
                   "pass a tensor of that shape and dtype");
     }
     if (overlap(*out, x) &&

@@ -268,7 +268,7 @@ class Core {
   void check_row_type(const DispatchHandle& handle, at::ScalarType row_type) const {
     const int rank = ep()->config().rank;
     if (to_dtype(row_type, "handle.row_dtype", rank) == handle.row_dtype) return;
-    raise_type(rank, std::string("handle.row_dtype is ") + c10::toString(row_type) + ", not that of the rows",
+    raise_type(rank, "handle.row_dtype is " + text_of(row_type) + ", not that of the rows",
                "leave it as dispatch() has set it");
   }
 

@@ -15,9 +15,8 @@ void require(bool good, const std::string& what, const std::string& remedy) {
 void require_dtype(const at::Tensor& tensor, const char* name, at::ScalarType type, const char* why) {
   if (tensor.scalar_type() == type) return;
   raise_type(kNoRank,
-             std::string(name) + " has dtype " + c10::toString(tensor.scalar_type()) + ", expected " +
-                 c10::toString(type) + why,
-             std::string("pass ") + name + ".to(...)");
+             std::string(name) + " has dtype " + text_of(tensor.scalar_type()) + ", expected " + text_of(type) + why,
+             std::string("pass ") + name + ".to(" + text_of(type) + ")");
 }
 
 Activation::Function to_function(const std::optional<std::string>& name) {
@@ -36,8 +35,7 @@ bool is_float8(const at::Tensor& x) { return x.element_size() == 1 && x.is_float
 void check_x(const at::Tensor& x) {
   if (x.scalar_type() != at::kBFloat16 && x.scalar_type() != at::kHalf && !is_float8(x)) {
     raise_type(kNoRank,
-               std::string("x has dtype ") + c10::toString(x.scalar_type()) +
-                   ", expected bfloat16, float16 or float8 with x_scales",
+               "x has dtype " + text_of(x.scalar_type()) + ", expected bfloat16, float16 or float8 with x_scales",
                "pass x.to(torch.bfloat16)");
   }
   require(x.dim() == 2, "x has shape " + text_of(x.sizes()) + ", expected [rows, hidden]", "pass two dimensions");
@@ -96,7 +94,7 @@ void check_float8(const GroupedGemmTensors& t, const Activation& activation, at:
   if (!is_float8(t.x)) {
     require(!t.x_scales && !t.w_scales, "x_scales or w_scales given with x that is not float8", "leave them out");
     if (out_type != t.x.scalar_type()) {
-      raise_type(kNoRank, std::string("out_dtype=") + c10::toString(out_type) + " differs from x and x is not float8",
+      raise_type(kNoRank, "out_dtype=" + text_of(out_type) + " differs from x and x is not float8",
                  "leave it out; quantize_output takes float8 x");
     }
     return;
@@ -123,7 +121,7 @@ void check_float8(const GroupedGemmTensors& t, const Activation& activation, at:
             "quantize_output supports only SwiGLU without bias, and this is another activation",
             "pass activation=\"swiglu\", or quantize the result");
   } else if (out_type != at::kBFloat16 && out_type != at::kHalf) {
-    raise_type(kNoRank, std::string("out_dtype is ") + c10::toString(out_type) + ", expected bfloat16 or float16",
+    raise_type(kNoRank, "out_dtype is " + text_of(out_type) + ", expected bfloat16 or float16",
                "pass out_dtype=torch.bfloat16");
   }
 }

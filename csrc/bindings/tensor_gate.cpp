@@ -1,5 +1,8 @@
 #include "bindings/tensor_gate.h"
 
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+
 #include <sstream>
 
 namespace moe_a2a::bindings {
@@ -126,6 +129,8 @@ std::string text_of(at::IntArrayRef sizes) {
   for (size_t i = 0; i < sizes.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
   return text + "]";
 }
+
+std::string text_of(at::ScalarType type) { return std::string("torch.") + torch::getTHPDtype(type)->name; }
 
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   const auto* begin_a = static_cast<const std::byte*>(a.const_data_ptr());

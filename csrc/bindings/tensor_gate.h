@@ -32,6 +32,8 @@ void check_no_grad(int rank, const at::Tensor& tensor, const char* name, const c
 
 // "[2, 3]"
 std::string text_of(at::IntArrayRef sizes);
+// As Python writes it: "torch.float32".
+std::string text_of(at::ScalarType type);
 
 // Whether the bytes from the first to the last element of two plain tensors overlap.
 bool overlap(const at::Tensor& a, const at::Tensor& b);

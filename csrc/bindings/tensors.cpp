@@ -13,10 +13,15 @@ void check_shape(const MoeConfig& config, const at::Tensor& tensor, const char* 
   }
 }
 
-void check_type(const MoeConfig& config, const at::Tensor& tensor, const char* name, bool good, const char* expected) {
-  if (good) return;
-  throw py::type_error(std::string(name) + " has dtype " + c10::toString(tensor.scalar_type()) + ", expected " +
-                       expected + " on rank " + std::to_string(config.rank) + "; pass " + name + ".to(...)");
+// `other`: a type that is accepted too.
+void check_type(const MoeConfig& config, const at::Tensor& tensor, const char* name, at::ScalarType wanted,
+                std::optional<at::ScalarType> other = {}) {
+  const at::ScalarType type = tensor.scalar_type();
+  if (type == wanted || type == other) return;
+  raise_type(config.rank,
+             std::string(name) + " has dtype " + text_of(type) + ", expected " + text_of(wanted) +
+                 (other ? " or " + text_of(*other) : ""),
+             std::string("pass ") + name + ".to(" + text_of(wanted) + ")");
 }
 
 constexpr const char* kTrainedBy = "moe_a2a.TokenDispatcher";
@@ -56,8 +61,7 @@ void check_x(const MoeConfig& config, const DispatchTensors& t) {
   }
   const DType dtype = to_dtype(t.x.scalar_type(), "x", config.rank);
   if (dtype != config.dtype && dtype != DType::kFloat8) {
-    throw py::type_error(std::string("x has dtype ") + c10::toString(t.x.scalar_type()) + " on rank " +
-                         std::to_string(config.rank) +
+    throw py::type_error("x has dtype " + text_of(t.x.scalar_type()) + " on rank " + std::to_string(config.rank) +
                          ", which is neither the dtype that this ExpertParallel was made with nor "
                          "float8; pass x.to(ep.dtype), or construct with dtype=x.dtype");
   }
@@ -72,8 +76,7 @@ void check_x(const MoeConfig& config, const DispatchTensors& t) {
 
 void check_routing(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
   const int64_t shape[] = {t.x.size(0), config.num_topk};
-  check_type(config, t.topk_idx, "topk_idx",
-             t.topk_idx.scalar_type() == at::kInt || t.topk_idx.scalar_type() == at::kLong, "int32 or int64");
+  check_type(config, t.topk_idx, "topk_idx", at::kLong, at::kInt);
   check_shape(config, t.topk_idx, "topk_idx", shape, "pass one row of num_topk ids per token");
   check_contiguous(config.rank, t.topk_idx, "topk_idx");
   if (device.is_cpu()) {  // elsewhere the kernel checks: a host read would cost more than the dispatch
@@ -81,7 +84,7 @@ void check_routing(const MoeConfig& config, at::Device device, const DispatchTen
                                           : check_range<int32_t>(config, t.topk_idx);
   }
   if (!t.topk_weights) return;
-  check_type(config, *t.topk_weights, "topk_weights", t.topk_weights->scalar_type() == at::kFloat, "float32");
+  check_type(config, *t.topk_weights, "topk_weights", at::kFloat);
   check_shape(config, *t.topk_weights, "topk_weights", shape, "pass one weight per id, or None for weights of 1");
   check_contiguous(config.rank, *t.topk_weights, "topk_weights");
   check_no_grad(config.rank, *t.topk_weights, "topk_weights", kTrainedBy);
@@ -98,7 +101,7 @@ void check_scales(const MoeConfig& config, const DispatchTensors& t) {
   }
   if (!t.x_scales) return;
   const int64_t shape[] = {t.x.size(0), config.num_scales()};
-  check_type(config, *t.x_scales, "x_scales", t.x_scales->scalar_type() == at::kFloat, "float32");
+  check_type(config, *t.x_scales, "x_scales", at::kFloat);
   check_shape(config, *t.x_scales, "x_scales", shape, "pass one scale per 128 values of a row");
   check_no_grad(config.rank, *t.x_scales, "x_scales", kTrainedBy);
 }
@@ -134,8 +137,7 @@ DType to_dtype(at::ScalarType type, const char* whose, int rank) {
       return DType::kFloat8;
     default:
       throw py::type_error(
-          whose + (rank < 0 ? std::string() : " on rank " + std::to_string(rank)) + " has dtype " +
-          c10::toString(type) +
+          whose + (rank < 0 ? std::string() : " on rank " + std::to_string(rank)) + " has dtype " + text_of(type) +
           ", expected one of float32, float16, bfloat16, float8_e4m3fn, float8_e4m3fnuz; pass one of these");
   }
 }
@@ -167,8 +169,7 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
   const MoeConfig& config = ep.config();
   check_plain({config.rank, device}, y, "y");
   if (to_dtype(y.scalar_type(), "y", config.rank) != config.dtype) {
-    throw py::type_error(std::string("y has dtype ") + c10::toString(y.scalar_type()) + " on rank " +
-                         std::to_string(config.rank) +
+    throw py::type_error("y has dtype " + text_of(y.scalar_type()) + " on rank " + std::to_string(config.rank) +
                          ", which is not the dtype that this ExpertParallel was made with; pass y.to(ep.dtype)");
   }
   check_no_grad(config.rank, y, "y", kTrainedBy);
@@ -205,7 +206,7 @@ at::Tensor checked_out(const ExpertParallel& ep, at::Device device, int num_toke
   const int64_t shape[] = {num_tokens, config.hidden};
   if (!out) return make_tensor({config.rank, device}, shape, type);
   check_plain({config.rank, device}, *out, "out");
-  check_type(config, *out, "out", out->scalar_type() == type, c10::toString(type));
+  check_type(config, *out, "out", type);
   check_shape(config, *out, "out", shape, "pass out of the shape of x");
   check_contiguous(config.rank, *out, "out");
   check_no_grad(config.rank, *out, "out", kTrainedBy);
@@ -225,8 +226,11 @@ ExpertScales checked_scales(const MoeConfig& config, at::Device device, const st
                             double factor) {
   if (!scales) return {.factor = static_cast<float>(factor)};
   check_plain({config.rank, device}, *scales, "scales");
-  check_type(config, *scales, "scales", to_dtype(scales->scalar_type(), "scales", config.rank) == config.dtype,
-             name_of(config.dtype));
+  if (to_dtype(scales->scalar_type(), "scales", config.rank) != config.dtype) {
+    raise_type(config.rank,
+               "scales has dtype " + text_of(scales->scalar_type()) + ", expected " + name_of(config.dtype),
+               "pass scales.to(ep.dtype)");
+  }
   const int64_t shape[] = {config.num_local_experts, config.hidden};
   const bool per_column = scales->dim() == 2;
   check_shape(config, *scales, "scales", at::IntArrayRef(shape, per_column ? 2 : 1),
@@ -252,7 +256,7 @@ PushedRows checked_push(const MoeConfig& config, at::Device device, const at::Te
                 "pass rows that fit into the heap");
   }
   const int64_t shape[] = {x.size(0), 2};
-  check_type(config, pushes, "pushes", pushes.scalar_type() == at::kLong, "int64");
+  check_type(config, pushes, "pushes", at::kLong);
   check_shape(config, pushes, "pushes", shape, "pass ranks and token of each row");
   check_contiguous(config.rank, pushes, "pushes");
   return {.x = checked_rows(config, x, "x"),

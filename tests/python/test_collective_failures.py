@@ -90,7 +90,7 @@ BAD_CALLS = [
     (lambda coll: coll.all_reduce("x"), TypeError, "x is a str on rank 1"),
     (lambda coll: coll.all_reduce(torch.ones(4), axis=1), TypeError, "unexpected keyword argument 'axis'"),
     (lambda coll: coll.all_gather(), TypeError, "missing 1 required positional argument: 'x'"),
-    (lambda coll: coll.all_reduce(torch.ones(3, dtype=torch.int32)), TypeError, "x has dtype Int on rank 1"),
+    (lambda coll: coll.all_reduce(torch.ones(3, dtype=torch.int32)), TypeError, "x has dtype torch.int32 on rank 1"),
     (
         lambda coll: coll.all_reduce(torch.ones(3, dtype=torch.float64)),
         TypeError,
@@ -124,7 +124,7 @@ BAD_CALLS = [
     (
         lambda coll: coll.all_reduce(torch.ones(4), out=torch.ones(5)),
         ValueError,
-        "out is .5. of Float, expected .4. of",
+        "out is .5. of torch.float32, expected .4. of",
     ),
     (lambda coll: coll.all_reduce(torch.ones(4), out=[1]), TypeError, "out is a list on rank 1"),
     (
@@ -147,7 +147,7 @@ BAD_CALLS = [
     (
         lambda coll: coll.all_gather(torch.ones(3), out=torch.ones(3)),
         ValueError,
-        "out is .3. of Float, expected .6. of",
+        "out is .3. of torch.float32, expected .6. of",
     ),
 ]
 

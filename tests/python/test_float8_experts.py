@@ -252,11 +252,11 @@ def refused(error, message, **change):
         (ValueError, "x is float8 and x_scales or w_scales is None; pass both", {"x_scales": None}),
         (ValueError, "x is float8 and x_scales or w_scales is None", {"w_scales": None}),
         (ValueError, r"x_scales has shape \[4, 2\], expected \[4, 1\]", {"x_scales": torch.zeros(4, 2)}),
-        (TypeError, "x_scales has dtype Double", {"x_scales": torch.zeros(4, 1).double()}),
+        (TypeError, "x_scales has dtype torch.float64", {"x_scales": torch.zeros(4, 1).double()}),
         (ValueError, r"w_scales has shape \[3, 1, 1\], expected \[3, 2, 1\]", {"w_scales": torch.zeros(3, 1, 1)}),
-        (TypeError, "w has dtype BFloat16, expected Float8", {"w": torch.zeros(3, 64, 48).bfloat16()}),
+        (TypeError, "w has dtype torch.bfloat16, expected torch.float8", {"w": torch.zeros(3, 64, 48).bfloat16()}),
         (TypeError, "x has dtype .*float8_e5m2, expected", {"x": torch.zeros(4, 48).to(torch.float8_e5m2)}),
-        (TypeError, "out_dtype is Float, expected bfloat16 or float16", {"out_dtype": torch.float32}),
+        (TypeError, "out_dtype is torch.float32, expected bfloat16 or float16", {"out_dtype": torch.float32}),
         (ValueError, "interleaved rows of float8 w", {"interleaved": True}),
         (
             ValueError,
@@ -284,7 +284,7 @@ def test_scales_without_float8():
     offsets = torch.tensor([0, 4], dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="x_scales or w_scales given with x that is not float8"):
         moe_a2a.grouped_gemm(x, None, offsets, w, x_scales=torch.zeros(4, 1, device=DEVICE))
-    with pytest.raises(TypeError, match="out_dtype=Half differs from x"):
+    with pytest.raises(TypeError, match="out_dtype=torch.float16 differs from x"):
         moe_a2a.grouped_gemm(x, None, offsets, w, out_dtype=torch.float16)
     with pytest.raises(TypeError, match="quantize_output=True with x of torch.bfloat16"):
         moe_a2a.grouped_gemm(x, None, offsets, w, "swiglu", quantize_output=True)

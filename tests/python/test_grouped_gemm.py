@@ -315,7 +315,7 @@ def without_memory(tensor):
     [
         (
             TypeError,
-            "x has dtype Float, expected bfloat16, float16 or float8",
+            "x has dtype torch.float32, expected bfloat16, float16 or float8",
             lambda: {"x": zeros(4, 48, dtype=torch.float32)},
         ),
         (ValueError, r"x has shape \[4\], expected \[rows, hidden\]", lambda: {"x": zeros(4)}),
@@ -326,7 +326,7 @@ def without_memory(tensor):
         (ValueError, "x requires grad", lambda: {"x": zeros(4, 48).requires_grad_()}),
         (
             TypeError,
-            "w has dtype Half, expected BFloat16, the dtype of x",
+            "w has dtype torch.float16, expected torch.bfloat16, the dtype of x",
             lambda: {"w": zeros(3, 64, 48, dtype=torch.float16)},
         ),
         (ValueError, r"w has shape \[3, 64, 32\], .*hidden=48\]", lambda: {"w": zeros(3, 64, 32)}),
@@ -340,9 +340,9 @@ def without_memory(tensor):
         ),
         (ValueError, "w is not contiguous", lambda: {"w": zeros(3, 48, 64).transpose(1, 2)}),
         (ValueError, "w requires grad", lambda: {"w": zeros(3, 64, 48).requires_grad_()}),
-        (TypeError, "expert_offsets has dtype Long, expected Int", lambda: {"offsets": zeros(4, dtype=torch.int64)}),
+        (TypeError, "expert_offsets has dtype torch.int64", lambda: {"offsets": zeros(4, dtype=torch.int64)}),
         (ValueError, r"expert_offsets has shape \[3\], .*= 4\]", lambda: {"offsets": zeros(3, dtype=torch.int32)}),
-        (TypeError, "row_index has dtype Long, expected Int", lambda: {"row_index": zeros(8, dtype=torch.int64)}),
+        (TypeError, "expected torch.int32; pass row_index.to", lambda: {"row_index": zeros(8, dtype=torch.int64)}),
         (ValueError, r"row_index has shape \[8, 1\]", lambda: {"row_index": zeros(8, 1, dtype=torch.int32)}),
         (ValueError, "row_index is not contiguous", lambda: {"row_index": zeros(16, dtype=torch.int32)[::2]}),
         (TypeError, "x has layout Sparse; pass x.to_dense", lambda: {"x": zeros(4, 48).to_sparse()}),
@@ -352,9 +352,11 @@ def without_memory(tensor):
         (ValueError, "alpha=2.0* applies only to SiLU", lambda: {"activation": "gelu", "alpha": 2}),
         (ValueError, "limit, up_shift and interleaved apply to gate and up", lambda: {"limit": 7.0}),
         (ValueError, "limit=-1.0* is not positive", lambda: {"activation": "swiglu", "limit": -1}),
-        (TypeError, "bias has dtype BFloat16, expected Float", lambda: {"bias": zeros(3, 64)}),
+        (TypeError, "bias has dtype torch.bfloat16, expected torch.float32", lambda: {"bias": zeros(3, 64)}),
         (ValueError, r"bias has shape \[3, 32\], .*\[3, 64\]", lambda: {"bias": zeros(3, 32, dtype=torch.float32)}),
         (ValueError, "bias is not contiguous", lambda: {"bias": zeros(64, 3, dtype=torch.float32).t()}),
+        (TypeError, "x is a list; pass a torch.Tensor", lambda: {"x": [[0.0] * 48]}),
+        (TypeError, "bias is a float; pass a torch.Tensor or None", lambda: {"bias": 0.5}),
         (ValueError, "bias requires grad", lambda: {"bias": zeros(3, 64, dtype=torch.float32).requires_grad_()}),
     ],
 )

@@ -101,7 +101,7 @@ def run_bad(group):
             (some(num_local + 1), ValueError, rf"scales has shape \[{num_local + 1}\], expected \[{num_local}\]"),
             (some(num_local, 15), ValueError, rf"expected \[{num_local}, 16\]"),
             (some(num_local, dtype=torch.float64), TypeError, "scales"),
-            (some(num_local, dtype=torch.float32), TypeError, "scales has dtype Float, expected float16"),
+            (some(num_local, dtype=torch.float32), TypeError, "scales has dtype torch.float32, expected float16"),
             (some(num_local, 32)[:, ::2], ValueError, "scales is not contiguous"),
         ):
             with pytest.raises(error, match=words) as raised:

@@ -277,7 +277,7 @@ def bad_calls_program(world, num_nodes, num_local, seed):
         dispatches([1.0], topk_idx, match="x is a list on rank 1; pass a torch.Tensor")
         dispatches(x, None, match="topk_idx is None on rank 1")
         dispatches(x[:, 1:], topk_idx, match=r"x has shape \[40, 143\], expected \[num_tokens, hidden=144\] on rank 1")
-        dispatches(x.double(), topk_idx, match="x on rank 1 has dtype Double")
+        dispatches(x.double(), topk_idx, match="x on rank 1 has dtype torch.float64")
         dispatches(torch.ones(T + 1, H), topk_idx, match="num_tokens=41 > num_max_tokens_per_rank=40 on rank 1")
         dispatches(x, topk_idx + 14, match=r"topk_idx\[\d+, \d\]=\d+ is not in \[-1, num_experts=16\) on rank 1")
         dispatches(x, topk_idx, topk_weights[1:], match="topk_weights has shape")
@@ -305,7 +305,7 @@ def bad_calls_program(world, num_nodes, num_local, seed):
             assert not handle.is_open
 
         combines("y is a list on rank", use=lambda y, handle: two.combine([1.0], handle))
-        combines("y has dtype BFloat16", use=lambda y, handle: two.combine(y.bfloat16(), handle))
+        combines("y has dtype torch.bfloat16", use=lambda y, handle: two.combine(y.bfloat16(), handle))
         combines(r"out is \[3\] of torch.float32 on cpu on rank 1, expected \[40, 144\]", out=torch.ones(3))
         combines("wire='q9' is unknown on rank", wire="q9")
         with pytest.raises(moe_a2a.CallMismatchError, match=rf"rank {rank} called .*, rank \d of node {1 - two.node} "):
