@@ -1,7 +1,6 @@
 #include "bindings/collectives.h"
 
 #include <numeric>
-#include <sstream>
 
 #include "bindings/clients.h"
 #include "bindings/tensor_gate.h"

@@ -1,6 +1,5 @@
 #include "bindings/tensor_gate.h"
 
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 
 #include <sstream>
