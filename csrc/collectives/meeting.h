@@ -95,11 +95,16 @@ MOE_A2A_DEVICE bool makes_this_call(const Part& part, const Grid& grid, int r) {
   return false;
 }
 
-// Waits until all ranks have announced this call; false if one announced a different call or did not arrive.
-MOE_A2A_DEVICE bool meet(const Part& part, const Grid& grid, const Block& block) {
+// The same for this thread's ranks.
+MOE_A2A_DEVICE bool all_make_this_call(const Part& part, const Grid& grid, const Block& block) {
   bool good = true;
   for (int r = block.rank(); r < part.num_ranks(); r += block.size()) good &= makes_this_call(part, grid, r);
-  return !block.any(!good);
+  return good;
+}
+
+// Waits until all ranks have announced this call; false if one announced a different call or did not arrive.
+MOE_A2A_DEVICE bool meet(const Part& part, const Grid& grid, const Block& block) {
+  return !block.any(!all_make_this_call(part, grid, block));
 }
 
 // After a launch that has not observed enough of its peers: waits until all ranks have begun the previous epoch, and
@@ -146,12 +151,9 @@ MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const A
 // other threads: one wait after the other would take longer.
 MOE_A2A_DEVICE bool meet_and_wait_for_chunk(const Part& part, const Grid& grid, const Block& block,
                                             const Array<Signal, 3>& signals, const RankSet& ranks, int i) {
-  bool good = true;
-  for (int r = block.rank(); i < grid.size() && r < part.num_ranks(); r += block.size()) {
-    good &= makes_this_call(part, grid, r);
-  }
   const int first = (block.rank() + block.size() / 2) % block.size();
-  good = good && wait_for_signals(part, block, first, signals, ranks, i);
+  const bool good = (i >= grid.size() || all_make_this_call(part, grid, block)) &&
+                    wait_for_signals(part, block, first, signals, ranks, i);
   return !block.any(!good);
 }
 
