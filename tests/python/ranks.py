@@ -69,8 +69,8 @@ def run_threads(num_ranks: int, program: Callable[..., Any], *args: Any, timeout
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        next(thread for thread in threads if thread.is_alive()).join(0.05)
+    while (running := [thread for thread in threads if thread.is_alive()]) and time.monotonic() < deadline:
+        running[0].join(0.05)
         if errors:
             deadline = min(deadline, time.monotonic() + GRACE)
     for rank, thread in enumerate(threads):
