@@ -31,7 +31,8 @@ ENVIRONMENT_VARIABLE = "MOE_A2A_COLLECTIVE_TABLE"
 PREFIX = "collectives_"  # of file names
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 DTYPES = ("float32", "float16", "bfloat16")
-ALGORITHMS = ("one_shot", "two_shot", "ring", "recursive_doubling")  # kinds without a choice use "two_shot"
+# Kinds without a choice use "two_shot". Tensors in symmetric memory go "direct" where the table says "two_shot".
+ALGORITHMS = ("one_shot", "two_shot", "ring", "recursive_doubling")
 LARGEST = 1 << 50  # bytes
 MOST_IN_WORDS = 32 << 10  # kMaxWordsBytes in csrc/collectives/announcement.h
 
@@ -47,13 +48,15 @@ class CollectiveStep(NamedTuple):
 @dataclass(frozen=True)
 class CollectiveTable:
     """Measured for one kind and dtype. codecs: the fewest bytes from which each codec pays; absent: it never does.
-    most_in_words: the most bytes that one-shot sends as LL words; larger calls use rows with signals."""
+    most_in_words: the most bytes that one-shot sends as LL words; larger calls use rows with signals. least_direct: bytes
+    from which tensors in symmetric memory go "direct" where the table says "one_shot"."""
 
     kind: str
     dtype: str
     steps: tuple[CollectiveStep, ...]
     codecs: dict[str, int] = field(default_factory=dict)
     most_in_words: int = 0
+    least_direct: int = LARGEST
 
     def step(self, nbytes: int) -> CollectiveStep:
         place = bisect_left(self.steps, nbytes, key=lambda step: step.max_nbytes)
@@ -156,9 +159,12 @@ def _table(field: Field) -> CollectiveTable:
     if not isinstance(codecs.value, dict) or not set(codecs.value) <= set(CODECS):
         raise codecs.error(f"an object with some of {', '.join(CODECS)}")
     least = {name: codecs[name].integer(0, LARGEST) for name in codecs.value}
-    is_older = "most_in_words" not in field.value  # measured before LL words existed
-    most_in_words = 0 if is_older else field["most_in_words"].integer(0, MOST_IN_WORDS)
-    return CollectiveTable(kind, dtype, tuple(steps), least, most_in_words)
+
+    def measured(name: str, most: int, unless: int) -> int:  # older files lack what did not exist yet
+        return field[name].integer(0, most) if name in field.value else unless
+
+    most_in_words = measured("most_in_words", MOST_IN_WORDS, 0)
+    return CollectiveTable(kind, dtype, tuple(steps), least, most_in_words, measured("least_direct", LARGEST, LARGEST))
 
 
 def write(path: Path, about: dict, tables: Sequence[CollectiveTable]) -> None:

@@ -15,10 +15,11 @@ from moe_a2a.communicator import CommunicatorClient
 
 # In the order of csrc/collectives/announcement.h.
 OPS = ("sum", "max", "min", "avg")
-ALGORITHMS = ("auto", *collective_tables.ALGORITHMS)
+ALGORITHMS = ("auto", *collective_tables.ALGORITHMS, "direct")
 DTYPES = ("float32", "float16", "bfloat16")
 
 MAX_NBYTES = 1 << 40
+MAX_SYMMETRIC_NBYTES = 1 << 38  # a kernel counts the elements of a chunk in 32 bits
 # Except for the last rank, each rank reduces a multiple of this many elements: see csrc/collectives/shares.h.
 SHARE_UNIT = 64
 
@@ -31,6 +32,7 @@ class Collectives(CommunicatorClient):
         max_nbytes: bytes of a tensor that the workspace holds, on the CPU at most 256 KiB; larger tensors are sent in
             slices. The object takes about 2.5 times as much memory, plus 145 KiB per rank (see `nbytes`). The same on every
             rank.
+        symmetric_nbytes: memory for tensors made by empty(), which every rank can read and write. The same on every rank.
         num_blocks: limit on the blocks (CPU: threads) of a kernel; the rest of the device is free for other work. 0: what
             the table says, or for large tensors as many as run at once.
         table: the file of a measured table, instead of the one that fits this GPU; see docs/tuning.md. The same on every rank.
@@ -53,22 +55,53 @@ class Collectives(CommunicatorClient):
         max_nbytes: int = 64 << 20,
         num_blocks: int = 0,
         *,
+        symmetric_nbytes: int = 0,
         table: str | os.PathLike[str] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 30.0,
     ):
         self._join(group, device, timeout)
-        self.max_nbytes, self.num_blocks = max_nbytes, num_blocks
+        self.max_nbytes, self.symmetric_nbytes, self.num_blocks = max_nbytes, symmetric_nbytes, num_blocks
         self._table_file = table
         self._number = operators.numbered(self)
         self._make()
 
     def _allocate(self) -> None:
         self.max_nbytes = arguments.checked_int(self.rank, "max_nbytes", self.max_nbytes, 1, MAX_NBYTES)
+        self.symmetric_nbytes = arguments.checked_int(
+            self.rank, "symmetric_nbytes", self.symmetric_nbytes, 0, MAX_SYMMETRIC_NBYTES
+        )
         self.num_blocks = arguments.checked_int(self.rank, "num_blocks", self.num_blocks, 0)
         comm = self._allocated_comm()
         self.tables = collective_tables.in_effect(self.device, self.num_ranks, self._table_file)
-        self._core = _core.Collectives(comm, self._owns_comm, self.device, self.max_nbytes, self.num_blocks)
+        self._core = _core.Collectives(
+            comm, self._owns_comm, self.device, self.max_nbytes, self.symmetric_nbytes, self.num_blocks
+        )
+
+    def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """An uninitialised tensor in symmetric memory. Calls on such tensors need no workspace, and take less time: all_reduce()
+        if x and out are, reduce_scatter() if x is, all_gather() if out is, or views of them.
+
+        Each rank makes the same tensors in the same order: kernels find a tensor on another rank at its place on this one. A
+        call whose tensors lie elsewhere on another rank raises CallMismatchError.
+
+        Args:
+            size: as in torch.empty().
+            dtype: default: PyTorch's default dtype.
+
+        The tensor and its views stay valid after close(). Its memory is not used again before the object and they are gone.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong, or symmetric_nbytes is used up.
+        """
+        core = self._open_core()
+        try:
+            meta = torch.empty(*size, dtype=dtype, device="meta")  # type: ignore[arg-type]
+        except (TypeError, RuntimeError) as error:
+            what = f"size={size!r}, dtype={dtype!r} on rank {self.rank}: {str(error).splitlines()[0]}"
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{what}; pass them as to torch.empty()") from None
+        return core.take_tensor(meta.nbytes).view(meta.dtype).view(meta.shape)
 
     @calls.refuses_wrong_arguments
     def all_reduce(
@@ -90,7 +123,9 @@ class Collectives(CommunicatorClient):
                 LL words, which need no signal: the table says up to which size, the bits are the same. "two_shot": each
                 rank reduces its share of the elements, and reads the others' shares. "ring": shares travel around the
                 ring, each rank writes only to the next. "recursive_doubling": log2(num_ranks) pairwise exchanges.
-                "auto": by size, from the table (`tables`), else one of the first two.
+                "direct": as two-shot, with its bits, but in one pass, and without the workspace; x and out must be made by
+                empty(). "auto": by size, from the table (`tables`), else one of the first two, or "direct" if x and out
+                allow it.
             codec: None: values travel as they are. "fp8", "q8", "q6" or "q4": by two-shot, in blocks of 32 values that share
                 a scale, with 8, 8, 6 or 4 bits per value. The other ranks' contributions are rounded once, the result once
                 more; all ranks still get the same bits. Each rounding is off by at most one step: the block's
@@ -118,7 +153,7 @@ class Collectives(CommunicatorClient):
             step = table.step(_nbytes(x))
             if algorithm_index == 0:
                 algorithm_index = ALGORITHMS.index(
-                    self._algorithm_of(step, _nbytes(x)) if codec_index == 0 else "two_shot"
+                    self._algorithm_of(table, x, out) if codec_index == 0 else "two_shot"
                 )
             is_tables = codec_index == 0 and ALGORITHMS[algorithm_index] == step.algorithm
             num_blocks = step.num_blocks if is_tables else 0
@@ -200,9 +235,18 @@ class Collectives(CommunicatorClient):
         dtype = str(x.dtype).removeprefix("torch.")
         return self.tables.of(kind, dtype if dtype in DTYPES else DTYPES[0])  # other dtypes are refused later
 
-    def _algorithm_of(self, step: collective_tables.CollectiveStep, nbytes: int) -> str:
-        """The step's algorithm, but two-shot where one-shot would need slices: that never pays."""
-        return "two_shot" if step.algorithm == "one_shot" and not self._fits_one_shot(nbytes) else step.algorithm
+    def _algorithm_of(self, table: collective_tables.CollectiveTable, x: torch.Tensor, out: torch.Tensor | None) -> str:
+        """The table's algorithm, but two-shot where one-shot would need slices: that never pays."""
+        nbytes = _nbytes(x)
+        algorithm = table.step(nbytes).algorithm
+        if algorithm == "one_shot" and not self._fits_one_shot(nbytes):
+            algorithm = "two_shot"
+        is_direct = algorithm == "two_shot" or nbytes >= table.least_direct
+        return "direct" if is_direct and self._are_symmetric(x, out) else algorithm
+
+    def _are_symmetric(self, x: torch.Tensor, out: torch.Tensor | None) -> bool:
+        core = self._open_core()
+        return self.symmetric_nbytes > 0 and out is not None and core.holds(x) and (out is x or core.holds(out))
 
     def _fits_one_shot(self, nbytes: int) -> bool:
         """Whether one-shot sends a tensor of `nbytes` in one slice."""

@@ -13,26 +13,31 @@ namespace {
 // What Python holds: the host object and its device.
 class Core {
  public:
-  Core(std::shared_ptr<Communicator> comm, bool owns_comm, at::Device device, int64_t max_nbytes, int num_blocks)
+  Core(std::shared_ptr<Communicator> comm, bool owns_comm, at::Device device, int64_t max_nbytes,
+       int64_t symmetric_nbytes, int num_blocks)
       : place_{comm->member().rank, device, "these Collectives"},
         owns_comm_(owns_comm),
         comm_(comm),
-        collectives_(std::move(comm), max_nbytes, num_blocks) {}
+        collectives_(std::make_shared<Collectives>(std::move(comm), max_nbytes, symmetric_nbytes, num_blocks)) {}
 
   std::vector<Client*> clients() {
-    if (owns_comm_) return {&collectives_, comm_.get()};
-    return {&collectives_};
+    if (owns_comm_) return {collectives_.get(), comm_.get()};
+    return {collectives_.get()};
   }
 
   at::Tensor all_reduce(const at::Tensor& x, int op, int algorithm, int codec, bool as_words, int num_blocks,
                         const std::optional<at::Tensor>& out) {
     const Prepared call = prepare([&] {
       const DType dtype = checked_x(x);
+      if (static_cast<Algorithm>(algorithm) == Algorithm::kDirect) {
+        require_symmetric(x, "x");
+        require_symmetric(out.value_or(at::Tensor()), "out");
+      }
       const Target target = checked_out(out, x.sizes(), x, 0);
       return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
     });
     run([&](void* stream) {
-      collectives_.all_reduce(
+      collectives_->all_reduce(
           call.operands, x.numel(),
           {static_cast<ReduceOp>(op), static_cast<Algorithm>(algorithm), static_cast<LineCodec>(codec),
            as_words ? CollectiveWire::kWords : CollectiveWire::kRows, num_blocks},
@@ -53,7 +58,7 @@ class Core {
       return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
     });
     run([&](void* stream) {
-      collectives_.reduce_scatter(call.operands, shares, static_cast<ReduceOp>(op), num_blocks, stream);
+      collectives_->reduce_scatter(call.operands, shares, static_cast<ReduceOp>(op), num_blocks, stream);
     });
     return call.out;
   }
@@ -77,32 +82,46 @@ class Core {
           checked_out(out, shape_of(x, std::accumulate(rows.begin(), rows.end(), int64_t{0})), x, -first);
       return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
     });
-    run([&](void* stream) { collectives_.all_gather(call.operands, shares, num_blocks, stream); });
+    run([&](void* stream) { collectives_->all_gather(call.operands, shares, num_blocks, stream); });
     return call.out;
+  }
+
+  // uint8 [nbytes] in symmetric memory, which it keeps alive, even after close().
+  at::Tensor take_tensor(int64_t nbytes) {
+    std::byte* data = collectives_->take_tensor(nbytes);
+    return at::for_blob(data, {nbytes})
+        .deleter([keep = collectives_](void*) {})
+        .target_device(place_.device)
+        .options(at::TensorOptions().dtype(at::kByte).device(place_.device))
+        .make_tensor();
+  }
+  bool holds(const at::Tensor& tensor) const {
+    return tensor.has_storage() && tensor.is_contiguous() &&
+           collectives_->holds(bytes_of(tensor), static_cast<int64_t>(tensor.nbytes()));
   }
 
   void refuse(const std::string& why) {
     void* stream = current_stream(place_.device);
     py::gil_scoped_release unlocked;
-    collectives_.refuse(why, stream);
+    collectives_->refuse(why, stream);
   }
 
   void check() {
     py::gil_scoped_release unlocked;
-    collectives_.check();
+    collectives_->check();
   }
   void raise_reported() {
     py::gil_scoped_release unlocked;
-    collectives_.raise_reported();
+    collectives_->raise_reported();
   }
   void close() {
     py::gil_scoped_release unlocked;
     bindings::close(clients());
   }
-  size_t nbytes() const { return collectives_.nbytes(); }
-  int64_t share_nbytes() const { return collectives_.share_bytes(); }
+  size_t nbytes() const { return collectives_->nbytes(); }
+  int64_t share_nbytes() const { return collectives_->share_bytes(); }
 
-  Client& client() { return collectives_; }
+  Client& client() { return *collectives_; }
   Communicator& comm() { return *comm_; }
   std::vector<std::array<int64_t, 3>> align_clocks(int num_rounds) {
     return bindings::align_clocks(*comm_, num_rounds, current_stream(place_.device));
@@ -121,7 +140,7 @@ class Core {
   // A failure here is reported to the peers, which do make the call.
   template <class Prepare>
   Prepared prepare(const Prepare& prepare) {
-    collectives_.require_open();
+    collectives_->require_open();
     try {
       return prepare();
     } catch (const std::exception& error) {
@@ -153,6 +172,11 @@ class Core {
                "expected float32, float16 or bfloat16; pass x.to(torch.float32)");
   }
 
+  void require_symmetric(const at::Tensor& tensor, const char* name) const {
+    if (tensor.defined() && (holds(tensor) || tensor.numel() == 0)) return;
+    raise_value(place_.rank, std::string(name) + " does not lie in symmetric memory, which algorithm=\"direct\" needs",
+                "pass x and out made by empty(), or another algorithm");
+  }
   void require_rows(const at::Tensor& x) const {
     if (x.dim() == 0) raise_value(place_.rank, "x has no dimension to split over the ranks", "pass x.reshape(1)");
   }
@@ -217,14 +241,14 @@ class Core {
   Place place_;
   bool owns_comm_;
   std::shared_ptr<Communicator> comm_;
-  Collectives collectives_;
+  std::shared_ptr<Collectives> collectives_;
 };
 
 }  // namespace
 
 void bind_collectives(py::module_& m) {
   py::class_<Core>(m, "Collectives")
-      .def(py::init<std::shared_ptr<Communicator>, bool, at::Device, int64_t, int>())
+      .def(py::init<std::shared_ptr<Communicator>, bool, at::Device, int64_t, int64_t, int>())
       .def("comm_handle", [](Core& core) { return handles_of(core.clients()); })
       .def("connect", [](Core& core, const std::vector<std::string>& handles,
                          bool carried) { connect(core.clients(), handles, carried); })
@@ -233,6 +257,8 @@ void bind_collectives(py::module_& m) {
       .def("all_reduce", &Core::all_reduce)
       .def("reduce_scatter", &Core::reduce_scatter)
       .def("all_gather", &Core::all_gather)
+      .def("take_tensor", &Core::take_tensor)
+      .def("holds", &Core::holds)
       .def("refuse", &Core::refuse)
       .def("check", &Core::check)
       .def("raise_reported", &Core::raise_reported)

@@ -13,7 +13,7 @@ namespace moe_a2a {
 
 enum class CollectiveKind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kRefused };
 enum class ReduceOp : uint8_t { kSum, kMax, kMin, kAvg };
-enum class Algorithm : uint8_t { kNone, kOneShot, kTwoShot, kRing, kRecursiveDoubling };
+enum class Algorithm : uint8_t { kNone, kOneShot, kTwoShot, kRing, kRecursiveDoubling, kDirect };
 enum class CollectiveWire : uint8_t { kRows, kWords };  // rows and signals, or LL words (comm/ll_word.h)
 
 // Largest vector that travels as LL words.
@@ -23,7 +23,8 @@ inline constexpr int64_t kMaxWordsBytes = 32 << 10;
 struct Announcement {
   static constexpr int kWords = 3;
 
-  // kind, dtype, operator, algorithm, codec, wire; number of elements; how they are divided into shares
+  // kind, dtype, operator, algorithm, codec, wire; number of elements; a digest: how they are divided into shares, and
+  // for kDirect where the tensors lie
   uint64_t word[kWords] = {};
 
   // Common to all calls: which collective, of what, how merged.
@@ -35,7 +36,7 @@ struct Announcement {
     LineCodec codec = LineCodec::kNone;
     CollectiveWire wire = CollectiveWire::kRows;
   };
-  static Announcement of(const Terms& terms, int64_t count, uint64_t shares_digest = 0);
+  static Announcement of(const Terms& terms, int64_t count, uint64_t digest = 0);
   static Announcement of_refusal() { return {{static_cast<uint64_t>(CollectiveKind::kRefused)}}; }
 
   MOE_A2A_HOST_DEVICE static CollectiveKind kind_of(uint64_t first_word) {

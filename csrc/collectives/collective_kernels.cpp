@@ -1,3 +1,4 @@
+#include "collectives/direct.h"
 #include "collectives/one_shot_words.h"
 #include "collectives/recursive_doubling.h"
 #include "collectives/refuse_collective.h"
@@ -6,5 +7,6 @@
 #include "comm/define_family.h"
 
 MOE_A2A_KERNEL_FAMILY(collective_kernels, kCollectiveVocabulary, OneShot, OneShotWords, TwoShot, ReduceScatter,
-                      AllGather, RefuseCollective, Ring, RecursiveDoubling, CodedTwoShot<LineCodec::kFp8>,
-                      CodedTwoShot<LineCodec::kQ8>, CodedTwoShot<LineCodec::kQ6>, CodedTwoShot<LineCodec::kQ4>)
+                      AllGather, DirectAllReduce, DirectReduceScatter, DirectAllGather, RefuseCollective, Ring,
+                      RecursiveDoubling, CodedTwoShot<LineCodec::kFp8>, CodedTwoShot<LineCodec::kQ8>,
+                      CodedTwoShot<LineCodec::kQ6>, CodedTwoShot<LineCodec::kQ4>)

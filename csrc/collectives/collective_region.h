@@ -26,12 +26,15 @@ struct CollectiveRegion {
   Array<Signal, 2> call_signal;     // [2, R src]  src makes this call
   Array<uint64_t, 3> announcement;  // [2, R src, kRefusalWords]  which one; laid out like a text, for reports
   Array<Signal, 3> chunk_signal;    // [2, R src, chunks]  a chunk of src has landed here
-  Array<Signal, 3> result_signal;   // [2, R src, chunks]  a chunk of `result` of src may be read there
+  Array<Signal, 3> result_signal;   // [2, R src, chunks]  a chunk of src's share is complete: in its `result`, or in a
+                                    // direct call in this rank's out
   Array<std::byte, 3> landing;      // [2, R src, share_bytes]
   Array<std::byte, 3> call_word;    // [2, R src, 16]  an LL word: src's Announcement::terms_of_words()
   Array<std::byte, 3> words;        // [2, R src, 2 * words_bytes]  LL words: src's vector
   // ---- symmetric: written by its owner, read by all ranks
   Array<std::byte, 2> result;  // [2, share_bytes]  the share that this rank has reduced or gives to all
+  // ---- symmetric: the caller's tensors, which direct calls read and write on all ranks
+  Array<std::byte, 1> tensors;  // [tensor_bytes]
 
   // ---- local
   Array<CallState, 1> state;  // [1]
@@ -47,18 +50,26 @@ constexpr int64_t share_bytes_for(int64_t max_nbytes, int num_ranks) {
   return (max_nbytes + num_ranks * kUnit - 1) / (num_ranks * kUnit) * kUnit;
 }
 
+// Sizes of the region's fields.
+struct CollectiveBytes {
+  int64_t share = 0;    // see share_bytes_for()
+  int64_t words = 0;    // of a vector in LL words
+  int64_t tensors = 0;  // the caller's, in symmetric memory
+};
+
 // Lays out the region from the two bases and points the context at it; with null bases only the size is valid.
-inline RegionSize place_region(CollectiveContext& context, int num_ranks, int64_t share_bytes, int64_t words_bytes,
+inline RegionSize place_region(CollectiveContext& context, int num_ranks, const CollectiveBytes& bytes,
                                std::byte* symmetric_base, std::byte* local_base) {
   return place_client(context, num_ranks, 2, symmetric_base, local_base, [&](auto& symmetric, auto& local) {
     context.region = {.call_signal = symmetric.template take<Signal>(2, num_ranks),
                       .announcement = symmetric.template take<uint64_t>(2, num_ranks, kRefusalWords),
                       .chunk_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
                       .result_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
-                      .landing = symmetric.template take<std::byte>(2, num_ranks, share_bytes),
+                      .landing = symmetric.template take<std::byte>(2, num_ranks, bytes.share),
                       .call_word = symmetric.template take<std::byte>(2, num_ranks, 16),
-                      .words = symmetric.template take<std::byte>(2, num_ranks, 2 * words_bytes),
-                      .result = symmetric.template take<std::byte>(2, share_bytes),
+                      .words = symmetric.template take<std::byte>(2, num_ranks, 2 * bytes.words),
+                      .result = symmetric.template take<std::byte>(2, bytes.share),
+                      .tensors = symmetric.template take<std::byte>(bytes.tensors),
                       .state = local.template take<CallState>(1)};
   });
 }

@@ -3,11 +3,13 @@
 #include <algorithm>
 
 #include "collectives/collective_kernels.h"
+#include "collectives/direct.h"
 #include "collectives/one_shot_words.h"
 #include "collectives/recursive_doubling.h"
 #include "collectives/refuse_collective.h"
 #include "collectives/ring.h"
 #include "collectives/two_shot.h"
+#include "comm/fnv1a.h"
 #include "comm/refusal_text.h"
 
 namespace moe_a2a {
@@ -18,24 +20,64 @@ namespace {
 // 8563, 35283.
 constexpr int64_t kMaxCpuWorkspace = 256 << 10;
 
+constexpr int64_t kTensorAlignment = 512;  // as PyTorch's
+
+uint64_t digest_of(uint64_t first, uint64_t second) {
+  Fnv1a hash;
+  hash.add(first);
+  hash.add(second);
+  return hash.digest;
+}
+
 }  // namespace
 
-Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int num_blocks)
-    : Client(comm->member(), kCollectiveVocabulary, context_), comm_(std::move(comm)), num_blocks_(num_blocks) {
+Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int64_t tensor_nbytes, int num_blocks)
+    : Client(comm->member(), kCollectiveVocabulary, context_),
+      comm_(std::move(comm)),
+      tensor_nbytes_(tensor_nbytes),
+      num_blocks_(num_blocks) {
   device_->add(collective_kernels(member_.target));
   const int num_ranks = member_.num_ranks;
   share_bytes_ =
       share_bytes_for(device_->is_synchronous() ? std::min(max_nbytes, kMaxCpuWorkspace) : max_nbytes, num_ranks);
-  allocate(place_region(context_, num_ranks, share_bytes_, kMaxWordsBytes, nullptr, nullptr),
-           {agreed("max_nbytes", max_nbytes)}, [&](std::byte* symmetric, std::byte* local) {
-             place_region(context_, num_ranks, share_bytes_, kMaxWordsBytes, symmetric, local);
-           });
+  const CollectiveBytes bytes{.share = share_bytes_, .words = kMaxWordsBytes, .tensors = tensor_nbytes};
+  allocate(place_region(context_, num_ranks, bytes, nullptr, nullptr),
+           {agreed("max_nbytes", max_nbytes), agreed("symmetric_nbytes", tensor_nbytes)},
+           [&](std::byte* symmetric, std::byte* local) { place_region(context_, num_ranks, bytes, symmetric, local); });
   link(comm_->poison_link());
 }
 
+std::byte* Collectives::take_tensor(int64_t nbytes) {
+  const CallGate::Turn turn = gate_.enter();
+  require_open();
+  const int64_t left = tensor_nbytes_ - taken_;
+  if (nbytes > left) {
+    throw std::invalid_argument("rank " + std::to_string(member_.rank) + ": " + std::to_string(left) +
+                                " bytes are left of symmetric_nbytes=" + std::to_string(tensor_nbytes_) +
+                                ", the tensor takes " + std::to_string(nbytes) +
+                                "; pass a larger symmetric_nbytes to Collectives() on every rank");
+  }
+  std::byte* tensor = context_.region.tensors.at(taken_);
+  taken_ = std::min(tensor_nbytes_, (taken_ + nbytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment);
+  return tensor;
+}
+
+bool Collectives::holds(const std::byte* data, int64_t nbytes) const {
+  const std::byte* begin = context_.region.tensors.data;
+  return nbytes > 0 && data >= begin && data + nbytes <= begin + tensor_nbytes_;
+}
+
+// Kernels find a tensor on another rank by its place on this one.
+uint64_t Collectives::place_of(const std::byte* data) const {
+  return static_cast<uint64_t>(data - context_.region.tensors.data);
+}
+
 void Collectives::all_reduce(const Operands& operands, int64_t count, const Method& method, void* stream) {
+  const bool is_direct = method.algorithm == Algorithm::kDirect && count > 0;
+  const uint64_t places = is_direct ? digest_of(place_of(operands.x), place_of(operands.out)) : 0;
   const Announcement announcement = Announcement::of(
-      {CollectiveKind::kAllReduce, operands.dtype, method.op, method.algorithm, method.codec, method.wire}, count);
+      {CollectiveKind::kAllReduce, operands.dtype, method.op, method.algorithm, method.codec, method.wire}, count,
+      places);
   const OneShotArgs vectors{
       .announcement = announcement, .x = operands.x, .out = operands.out, .dtype = operands.dtype, .op = method.op};
   const ShareArgs shares{.announcement = announcement,
@@ -56,6 +98,8 @@ void Collectives::all_reduce(const Operands& operands, int64_t count, const Meth
                             stream);
     case Algorithm::kRing:
       return launch_shares(RingArgs{shares}, sizeof(float), method.num_blocks, stream);
+    case Algorithm::kDirect:
+      return launch_direct(DirectAllReduceArgs{shares}, method.num_blocks, stream);
     case Algorithm::kTwoShot:
     case Algorithm::kNone:
       break;
@@ -70,31 +114,40 @@ void Collectives::all_reduce(const Operands& operands, int64_t count, const Meth
 void Collectives::reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op,
                                  int num_blocks, void* stream) {
   const Shares shares = Shares::of(checked(counts));
-  const int num_ranks = member_.num_ranks;
-  launch_shares(
-      ReduceScatterArgs{{.announcement = Announcement::of({CollectiveKind::kReduceScatter, operands.dtype, op},
-                                                          shares.offset[num_ranks], shares.digest(num_ranks)),
-                         .x = operands.x,
-                         .out = operands.out,
-                         .out_begin = shares.offset[member_.rank],
-                         .shares = shares,
-                         .dtype = operands.dtype,
-                         .op = op}},
-      size_of(operands.dtype), num_blocks, stream);
+  const int num_ranks = member_.num_ranks, element_size = size_of(operands.dtype);
+  const int64_t count = shares.offset[num_ranks];
+  const bool is_direct = holds(operands.x, count * element_size);
+  const Algorithm algorithm = is_direct ? Algorithm::kDirect : Algorithm::kNone;
+  const uint64_t digest = digest_of(shares.digest(num_ranks), is_direct ? place_of(operands.x) : 0);
+  const ShareArgs args{
+      .announcement = Announcement::of({CollectiveKind::kReduceScatter, operands.dtype, op, algorithm}, count, digest),
+      .x = operands.x,
+      .out = operands.out,
+      .out_begin = shares.offset[member_.rank],
+      .shares = shares,
+      .dtype = operands.dtype,
+      .op = op};
+  if (is_direct) return launch_direct(DirectReduceScatterArgs{args}, num_blocks, stream);
+  launch_shares(ReduceScatterArgs{args}, element_size, num_blocks, stream);
 }
 
 void Collectives::all_gather(const Operands& operands, const std::vector<int64_t>& counts, int num_blocks,
                              void* stream) {
   const Shares shares = Shares::of(checked(counts));
-  const int num_ranks = member_.num_ranks;
-  launch_shares(AllGatherArgs{{.announcement = Announcement::of({CollectiveKind::kAllGather, operands.dtype},
-                                                                shares.offset[num_ranks], shares.digest(num_ranks)),
-                               .x = operands.x,
-                               .out = operands.out,
-                               .x_begin = shares.offset[member_.rank],
-                               .shares = shares,
-                               .dtype = operands.dtype}},
-                size_of(operands.dtype), num_blocks, stream);
+  const int num_ranks = member_.num_ranks, element_size = size_of(operands.dtype);
+  const int64_t count = shares.offset[num_ranks];
+  const bool is_direct = holds(operands.out, count * element_size);
+  const Announcement::Terms terms{CollectiveKind::kAllGather, operands.dtype, ReduceOp::kSum,
+                                  is_direct ? Algorithm::kDirect : Algorithm::kNone};
+  const uint64_t digest = digest_of(shares.digest(num_ranks), is_direct ? place_of(operands.out) : 0);
+  const ShareArgs args{.announcement = Announcement::of(terms, count, digest),
+                       .x = operands.x,
+                       .out = operands.out,
+                       .x_begin = shares.offset[member_.rank],
+                       .shares = shares,
+                       .dtype = operands.dtype};
+  if (is_direct) return launch_direct(DirectAllGatherArgs{args}, num_blocks, stream);
+  launch_shares(AllGatherArgs{args}, element_size, num_blocks, stream);
 }
 
 std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) const {
@@ -127,15 +180,25 @@ void Collectives::launch_vectors(const Args& vectors, int64_t count, int64_t sli
 }
 
 template <class Args>
-void Collectives::launch_shares(const Args& shares, int wire_size, int num_blocks, void* stream) {
+void Collectives::launch_shares(const Args& args, int wire_size, int num_blocks, void* stream) {
+  launch_slices(args, slices_of(args.shares.largest(member_.num_ranks), share_bytes_, wire_size), num_blocks, stream);
+}
+
+template <class Args>
+void Collectives::launch_direct(const Args& args, int num_blocks, void* stream) {
+  const int64_t largest = args.shares.largest(member_.num_ranks);
+  launch_slices(args, {whole_of(largest, size_of(args.dtype))}, num_blocks, stream);
+}
+
+template <class Args>
+void Collectives::launch_slices(const Args& shares, const std::vector<Slice>& slices, int num_blocks, void* stream) {
   Args args = shares;
-  int64_t largest = 0;
-  for (int r = 0; r < member_.num_ranks; ++r) largest = std::max(largest, args.shares.size(r));
+  const int64_t largest = args.shares.largest(member_.num_ranks);
   const CallGate::Turn turn = gate_.enter();
   require_open();
   raise_timeouts();
   args.context = context_;
-  for (const Slice& slice : slices_of(largest, share_bytes_, wire_size)) {
+  for (const Slice& slice : slices) {
     args.extent = slice;
     const int64_t count = std::min(slice.most, largest - slice.first);
     launch(args, blocks_for((count + slice.chunk - 1) / slice.chunk, num_blocks), stream);

@@ -22,9 +22,15 @@ class Collectives : public Client {
     DType dtype = DType::kFloat32;
   };
 
-  // `max_nbytes`: size of the workspace; larger tensors are sent in slices. `num_blocks`: the limit for a launch; 0: as
-  // many as the device runs at once.
-  Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int num_blocks = 0);
+  // `max_nbytes`: size of the workspace; larger tensors are sent in slices. `tensor_nbytes`: memory for take_tensor().
+  // `num_blocks`: the limit for a launch; 0: as many as the device runs at once.
+  Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int64_t tensor_nbytes = 0, int num_blocks = 0);
+
+  // Memory for a tensor of the caller, which stays taken until the object is destroyed. If every rank takes tensors of
+  // the same sizes in the same order, each lies at the same place on all ranks.
+  std::byte* take_tensor(int64_t nbytes);
+  // Whether these bytes lie in such memory. False if there are none.
+  bool holds(const std::byte* data, int64_t nbytes) const;
 
   struct Method {
     ReduceOp op = ReduceOp::kSum;
@@ -34,12 +40,14 @@ class Collectives : public Client {
     int num_blocks = 0;                           // the limit for this call; 0: from the constructor
   };
 
-  // out[i] = x[i] of all ranks, merged. `out` may be `x`.
+  // out[i] = x[i] of all ranks, merged. `out` may be `x`. kDirect: both must be held, see holds().
   void all_reduce(const Operands& operands, int64_t count, const Method& method, void* stream);
-  // x: the shares of all ranks, one after the other; out: this rank's share, merged. `out` may be that part of `x`.
+  // x: the shares of all ranks, one after the other; out: this rank's share, merged. `out` may be that part of `x`. If
+  // `x` is held on every rank, no workspace is used.
   void reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op, int num_blocks,
                       void* stream);
-  // x: this rank's share; out: those of all ranks, one after the other. `x` may be that part of `out`.
+  // x: this rank's share; out: those of all ranks, one after the other. `x` may be that part of `out`. If `out`
+  // is held on every rank, no workspace is used.
   void all_gather(const Operands& operands, const std::vector<int64_t>& counts, int num_blocks, void* stream);
 
   // Replaces a call that failed before its launch. The peers throw PeerRefused with this text, and the call counts as
@@ -56,6 +64,11 @@ class Collectives : public Client {
                       void* stream);
   template <class Args>
   void launch_shares(const Args& args, int wire_size, int num_blocks, void* stream);
+  template <class Args>
+  void launch_slices(const Args& args, const std::vector<Slice>& slices, int num_blocks, void* stream);
+  template <class Args>
+  void launch_direct(const Args& args, int num_blocks, void* stream);
+  uint64_t place_of(const std::byte* data) const;
   int blocks_for(int64_t num_chunks, int num_blocks) const;
   std::vector<int64_t> checked(const std::vector<int64_t>& counts) const;
   void raise_in_own_words(const Report& report) override;
@@ -63,6 +76,7 @@ class Collectives : public Client {
   std::shared_ptr<Communicator> comm_;
   CollectiveContext context_;
   int64_t share_bytes_;
+  int64_t tensor_nbytes_, taken_ = 0;
   int num_blocks_;
 };
 

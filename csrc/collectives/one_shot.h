@@ -76,7 +76,7 @@ class OneShotSteps {
                             part_.rank()};
     with_operator(args_.op, [&](auto op) {
       reduce_rows<T, decltype(op)>(block_, part_.num_ranks(), divisor_of(args_.op, part_.num_ranks()),
-                                   args_.size_of_chunk(i), are_vectors(x, out), row, out, static_cast<T*>(nullptr));
+                                   args_.size_of_chunk(i), are_vectors(x, out), row, Targets<T>{out});
     });
   }
 

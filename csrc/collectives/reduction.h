@@ -134,34 +134,45 @@ MOE_A2A_DEVICE void reduce_lanes(int num_rows, float divisor, const LaneRange& r
 }
 
 // Elements from `first` on, one at a time: the end of a row, or all of rows that are not vectors.
-template <class T, class Op, class Group, class Row>
+template <class T, class Op, class Group, class Row, class Targets>
 MOE_A2A_RARE void reduce_elements(const Group& group, int num_rows, float divisor, int first, int count, const Row& row,
-                                  T* target, T* copy) {
+                                  const Targets& targets) {
   for (int c = first + group.rank(); c < count; c += group.size()) {
     float merged = to_float(row(0)[c]);
     MOE_A2A_ROLLED
     for (int r = 1; r < num_rows; ++r) merged = Op::merge(merged, to_float(row(r)[c]));
     const T result = from_float<T>(merged / divisor);
-    target[c] = result;
-    if (copy != nullptr) copy[c] = result;
+    targets.visit([&](T* target) { target[c] = result; });
   }
 }
 
-// Reduces `count` elements of row(0) ... row(num_rows - 1) into `target` and, unless null, into `copy`, which may be
-// one of the rows. `divisor`: see divisor_of(); `vectors`: see are_vectors().
-template <class T, class Op, class Group, class Row>
+// Where this rank's result goes: to `target` and, unless null, to `copy`.
+template <class T>
+struct Targets {
+  T* target;
+  T* copy = nullptr;
+
+  template <class Visit>
+  MOE_A2A_DEVICE void visit(const Visit& visit) const {
+    visit(target);
+    if (copy != nullptr) visit(copy);
+  }
+};
+
+// Reduces `count` elements of row(0) ... row(num_rows - 1) into all of `targets`, which may be some of the rows.
+// `divisor`: see divisor_of(); `vectors`: see are_vectors().
+template <class T, class Op, class Group, class Row, class Targets>
 MOE_A2A_DEVICE void reduce_rows(const Group& group, int num_rows, float divisor, int count, bool vectors,
-                                const Row& row, T* target, T* copy) {
+                                const Row& row, const Targets& targets) {
   constexpr int kLane = kLaneElements<T>;
   const int vector_end = vectors ? count / kLane * kLane : 0, stride = group.size() * kLane;
   MOE_A2A_ROLLED
   for (int c = group.rank() * kLane; c < vector_end; c += kMergedVectors * stride) {
     reduce_lanes<T, Op>(num_rows, divisor, {c, stride, vector_end}, row, [&](int at, const LaneVector<T>& result) {
-      store_lane(target + at, result);
-      if (copy != nullptr) store_lane(copy + at, result);
+      targets.visit([&](T* target) { store_lane(target + at, result); });
     });
   }
-  if (vector_end < count) reduce_elements<T, Op>(group, num_rows, divisor, vector_end, count, row, target, copy);
+  if (vector_end < count) reduce_elements<T, Op>(group, num_rows, divisor, vector_end, count, row, targets);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

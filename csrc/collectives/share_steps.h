@@ -206,7 +206,7 @@ class ShareSteps : public ShareChunks {
                             part_.rank()};
     with_operator(args_.op, [&](auto op) {
       reduce_rows<T, decltype(op)>(block_, part_.num_ranks(), divisor_of(args_.op, part_.num_ranks()),
-                                   static_cast<int>(span.count), are_vectors(x, out), row, out, result);
+                                   static_cast<int>(span.count), are_vectors(x, out), row, Targets<T>{out, result});
     });
   }
 

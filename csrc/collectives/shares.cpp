@@ -9,6 +9,11 @@ namespace {
 
 int64_t in_units(int64_t count) { return (count + kShareUnit - 1) / kShareUnit * kShareUnit; }
 
+// `count` elements in `num_chunks`, or in fewer of kMinChunkBytes.
+int64_t chunk_of(int64_t count, int64_t num_chunks, int element_size) {
+  return in_units(std::max<int64_t>(kMinChunkBytes / element_size, (count + num_chunks - 1) / num_chunks));
+}
+
 }  // namespace
 
 Shares Shares::even(int64_t count, int num_ranks) {
@@ -24,10 +29,20 @@ Shares Shares::of(const std::vector<int64_t>& counts) {
   return shares;
 }
 
+int64_t Shares::largest(int num_ranks) const {
+  int64_t most = 0;
+  for (int r = 0; r < num_ranks; ++r) most = std::max(most, size(r));
+  return most;
+}
+
 uint64_t Shares::digest(int num_ranks) const {
   Fnv1a hash;
   for (int r = 0; r <= num_ranks; ++r) hash.add(static_cast<uint64_t>(offset[r]));
   return hash.digest;
+}
+
+Slice whole_of(int64_t largest_share, int element_size) {
+  return {.most = largest_share, .chunk = chunk_of(largest_share, kChunksPerRound, element_size)};
 }
 
 std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int element_size) {
@@ -38,9 +53,7 @@ std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int ele
     // One chunk per block of a large GPU, or several if they are large enough to be sent while others are reduced.
     const int64_t rounds =
         std::clamp<int64_t>(count * element_size / (kChunksPerRound * kLargeChunkBytes), 1, kMaxRounds);
-    const int64_t num_chunks = rounds * kChunksPerRound;
-    const int64_t chunk = std::max<int64_t>(kMinChunkBytes / element_size, (count + num_chunks - 1) / num_chunks);
-    slices.push_back({.first = first, .most = most, .chunk = in_units(chunk)});
+    slices.push_back({.first = first, .most = most, .chunk = chunk_of(count, rounds * kChunksPerRound, element_size)});
   }
   return slices;
 }

@@ -20,6 +20,7 @@ struct Shares {
   int64_t offset[kMaxRanks + 1] = {};
 
   MOE_A2A_HOST_DEVICE int64_t size(int rank) const { return offset[rank + 1] - offset[rank]; }
+  int64_t largest(int num_ranks) const;
 
   // As even as whole units allow.
   static Shares even(int64_t count, int num_ranks);
@@ -46,6 +47,9 @@ struct Slice {
     return {shares.offset[rank] + first + i * chunk, rest < 0 ? 0 : rest < chunk ? rest : chunk};
   }
 };
+
+// All of the shares in one launch, one chunk per block of a large GPU.
+Slice whole_of(int64_t largest_share, int element_size);
 
 // Cuts shares of at most `largest_share` elements into slices. At least one slice, since every call is a launch.
 std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int element_size);

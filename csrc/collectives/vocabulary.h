@@ -7,11 +7,18 @@ namespace moe_a2a {
 
 namespace collective_op {
 inline constexpr Operation kOneShot{48}, kTwoShot{49}, kReduceScatter{50}, kAllGather{51}, kRefuse{52}, kRing{53},
-    kRecursiveDoubling{54};
+    kRecursiveDoubling{54}, kDirectAllReduce{55}, kDirectReduceScatter{56}, kDirectAllGather{57};
 }
-inline constexpr const char* kCollectiveOperations[] = {
-    "one_shot_all_reduce", "two_shot_all_reduce",          "reduce_scatter", "all_gather", "refuse_collective",
-    "ring_all_reduce",     "recursive_doubling_all_reduce"};
+inline constexpr const char* kCollectiveOperations[] = {"one_shot_all_reduce",
+                                                        "two_shot_all_reduce",
+                                                        "reduce_scatter",
+                                                        "all_gather",
+                                                        "refuse_collective",
+                                                        "ring_all_reduce",
+                                                        "recursive_doubling_all_reduce",
+                                                        "direct_all_reduce",
+                                                        "direct_reduce_scatter",
+                                                        "direct_all_gather"};
 
 namespace collective_kind {
 inline constexpr TraceKind kPush{18},  // a chunk is written to the ranks that reduce it; token: its number
@@ -30,7 +37,6 @@ inline constexpr Vocabulary kCollectiveVocabulary{.client = "Collectives",
                                                   .first_kind = collective_kind::kPush,
                                                   .kinds = kCollectiveKinds};
 static_assert(kCollectiveVocabulary.operation_named("refuse_collective") == collective_op::kRefuse);
-static_assert(kCollectiveVocabulary.operation_named("recursive_doubling_all_reduce") ==
-              collective_op::kRecursiveDoubling);
+static_assert(kCollectiveVocabulary.operation_named("direct_all_gather") == collective_op::kDirectAllGather);
 
 }  // namespace moe_a2a

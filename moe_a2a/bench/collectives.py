@@ -38,6 +38,7 @@ REDUCE_OPS = {
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BYTES_PER_ROUND = 16 << 20  # a round makes this many bytes of back-to-back calls, at most 50 calls
+LEAST_NBYTES = max(dtype.itemsize for dtype in DTYPES.values())  # of a tensor
 STEPS = {"q8": 1 / 128, "q6": 1 / 32, "q4": 1 / 8, "fp8": 1 / 16}  # relative to the largest magnitude, per rounding
 LARGEST = 15  # magnitude of the test's values
 HEADER = (
@@ -110,11 +111,13 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
             f"# {options.kind}, {about['ranks']} ranks on {about['machine']}; torch {about['versions']['torch']}, in place"
         )
         print(f"{HEADER}\n{UNITS}", flush=True)
-    with moe_a2a.Collectives(dist.group.WORLD, num_blocks=options.blocks, device=device) as coll:
+    most = max(LEAST_NBYTES, *options.sizes) if "direct" in options.algorithms else 0
+    with moe_a2a.Collectives(dist.group.WORLD, num_blocks=options.blocks, symmetric_nbytes=most, device=device) as coll:
+        symmetric = coll.empty(most, dtype=torch.uint8)
         for dtype in options.dtype:
             for size in options.sizes:
                 case = Case(options.kind, size, dtype, options.op, device)
-                for contender in contenders(case, coll, options):
+                for contender in contenders(case, coll, symmetric, options):
                     line = measure(case, contender, clock, options.graph)
                     lines.append(line)
                     if is_first:
@@ -180,9 +183,11 @@ class Contender:
     codec: str | None = None
 
 
-def contenders(case: Case, coll: moe_a2a.Collectives, options: argparse.Namespace) -> list[Contender]:
+def contenders(
+    case: Case, coll: moe_a2a.Collectives, symmetric: torch.Tensor, options: argparse.Namespace
+) -> list[Contender]:
     on_gpu = case.x.device.type == "cuda"
-    ours, peers = moe_a2a_calls(case, coll, options), []
+    ours, peers = moe_a2a_calls(case, coll, symmetric, options), []
     if on_gpu or case.op != "avg":  # gloo has no average
         peers = [Contender("nccl" if on_gpu else "gloo", distributed_call(case), case.x)]
     if on_gpu and case.kind == "all_reduce" and case.op == "sum":
@@ -190,19 +195,21 @@ def contenders(case: Case, coll: moe_a2a.Collectives, options: argparse.Namespac
     return ours + peers
 
 
-def moe_a2a_calls(case: Case, coll: moe_a2a.Collectives, options: argparse.Namespace) -> list[Contender]:
+def moe_a2a_calls(
+    case: Case, coll: moe_a2a.Collectives, symmetric: torch.Tensor, options: argparse.Namespace
+) -> list[Contender]:
+    """symmetric: bytes for the tensors of algorithm="direct"."""
     if case.kind == "reduce_scatter":
         return [Contender("moe_a2a", lambda: coll.reduce_scatter(case.x, case.op, out=case.share), case.x)]
     if case.kind == "all_gather":
         return [Contender("moe_a2a", lambda: coll.all_gather(case.share, out=case.x), case.x)]
     how: list[tuple[str, str, str | None]] = [(name, name, None) for name in options.algorithms]
     how += [(f"two_shot {codec}", "auto", codec) for codec in options.codecs]
-    return [
-        Contender(
-            f"moe_a2a {system}", partial(coll.all_reduce, case.x, case.op, name, codec, out=case.x), case.x, codec
-        )
-        for system, name, codec in how
-    ]
+    calls = []
+    for system, name, codec in how:
+        x = symmetric[: case.x.nbytes].view(case.dtype) if name == "direct" else case.x
+        calls.append(Contender(f"moe_a2a {system}", partial(coll.all_reduce, x, case.op, name, codec, out=x), x, codec))
+    return calls
 
 
 def distributed_call(case: Case) -> Callable[[], Any]:

@@ -41,8 +41,8 @@ MOMENTS = (SIGNAL, "gave_up")
 DISPATCH_SENDERS = ("dispatch_send", "dispatch")
 COMBINE_SENDERS = ("combine_send", "combine")
 COLLECTIVES = (
-    "one_shot_all_reduce", "two_shot_all_reduce", "ring_all_reduce", "recursive_doubling_all_reduce", "reduce_scatter", "all_gather",
-    "refuse_collective",
+    "one_shot_all_reduce", "two_shot_all_reduce", "ring_all_reduce", "recursive_doubling_all_reduce", "direct_all_reduce",
+    "reduce_scatter", "all_gather", "refuse_collective",
 )  # fmt: skip
 
 

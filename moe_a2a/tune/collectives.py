@@ -3,8 +3,8 @@ codec="auto".
 
 Calls are timed in place, back to back, as `bench all_reduce` does; on a GPU as one graph. For each size the table keeps the
 fastest algorithm, then the fewest blocks within 2 % of its best. A codec pays from the size above which it is always
-faster than no codec; LL words pay up to the size below which they are always faster than rows. A step ends at the largest
-measured size with the same choice.
+faster than no codec, and "direct" from the size above which it is always faster than the others; LL words pay up to the size
+below which they are always faster than rows. A step ends at the largest measured size with the same choice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_a2a.bench import collectives as bench
 from moe_a2a.bench.clock import Clock
 from moe_a2a.bench.options import DTYPES
 from moe_a2a.codecs import CODECS
-from moe_a2a.collective_tables import KINDS, MOST_IN_WORDS, CollectiveStep, CollectiveTable
+from moe_a2a.collective_tables import KINDS, LARGEST, MOST_IN_WORDS, CollectiveStep, CollectiveTable
 from moe_a2a.tune.fewest_blocks import fewest_blocks
 
 SIZES = [1 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 32 << 20, 128 << 20]
@@ -55,20 +55,29 @@ def text(tables: Sequence[CollectiveTable]) -> str:
         if table.kind == "all_reduce":
             codecs = ", ".join(f"{name} {least}" for name, least in table.codecs.items())
             lines += [f"one_shot as LL words up to: {table.most_in_words}", f"codecs from: {codecs or 'never'}"]
+            from_size = "two_shot's sizes" if table.least_direct == LARGEST else table.least_direct
+            lines += [f"direct, for tensors of empty(), from: {from_size}"]
     return "\n".join(lines)
 
 
 def measure(options: argparse.Namespace, device: torch.device, clock: Clock) -> list[CollectiveTable]:
     blocks = [0, *(options.blocks or (GPU_BLOCKS if device.type == "cuda" else CPU_BLOCKS))]
     sizes = sorted(options.sizes)
-    with moe_a2a.Collectives(dist.group.WORLD, device=device) as coll:
-        return [_measured(kind, DTYPES[options.dtype], sizes, blocks, coll, clock) for kind in KINDS]
+    with moe_a2a.Collectives(dist.group.WORLD, symmetric_nbytes=sizes[-1], device=device) as coll:
+        symmetric = coll.empty(sizes[-1], dtype=torch.uint8)
+        return [_measured(kind, DTYPES[options.dtype], sizes, blocks, coll, symmetric, clock) for kind in KINDS]
 
 
 def _measured(
-    kind: str, dtype: torch.dtype, sizes: list[int], blocks: list[int], coll: moe_a2a.Collectives, clock: Clock
+    kind: str,
+    dtype: torch.dtype,
+    sizes: list[int],
+    blocks: list[int],
+    coll: moe_a2a.Collectives,
+    symmetric: torch.Tensor,
+    clock: Clock,
 ) -> CollectiveTable:
-    steps, with_codec, with_words = [], [], []
+    steps, with_codec, with_words, directly = [], [], [], []
     for size in sizes:
         algorithms = ALGORITHMS if kind == "all_reduce" and coll._fits_one_shot(size) else ALGORITHMS[1:]
         ways = [(algorithm, count) for algorithm in algorithms for count in blocks]
@@ -83,13 +92,22 @@ def _measured(
         if kind == "all_reduce":
             coded = {codec: _microseconds(case, coll, ("two_shot", 0), codec, clock) for codec in CODECS}
             with_codec.append({codec: time < min(times.values()) for codec, time in coded.items()})
-            times |= {(codec, 0): time for codec, time in coded.items()}
+            direct = _microseconds_direct(case, coll, symmetric, clock)
+            directly.append({"direct": direct < min(times.values())})
+            times |= {(codec, 0): time for codec, time in coded.items()} | {("direct", 0): direct}
         if dist.get_rank() == 0:
             figures = "  ".join(f"{name}/{count or 'all'}: {time:.1f}" for (name, count), time in times.items())
             print(f"{kind:<14} {size:>10}  us  {figures}  ->  {steps[-1][1:]}", file=sys.stderr, flush=True)
     name = str(dtype).removeprefix("torch.")
     words = most_in_words(sizes[: len(with_words)], with_words)
-    return CollectiveTable(kind, name, tuple(tuned_files.merged(steps)), worth_it(sizes, with_codec), words)
+    return CollectiveTable(
+        kind,
+        name,
+        tuple(tuned_files.merged(steps)),
+        worth_it(sizes, with_codec),
+        words,
+        worth_it(sizes, directly).get("direct", LARGEST),
+    )
 
 
 def _microseconds(
@@ -114,6 +132,15 @@ def _microseconds(
     return line.time_us
 
 
+def _microseconds_direct(case: bench.Case, coll: moe_a2a.Collectives, symmetric: torch.Tensor, clock: Clock) -> float:
+    x = symmetric[: case.x.nbytes].view(case.dtype)
+    contender = bench.Contender("", lambda: coll.all_reduce(x, case.op, "direct", out=x), x)
+    line = bench.measure(case, contender, clock, x.is_cuda)
+    if line.num_wrong:
+        raise RuntimeError(f"all_reduce of {line.size} bytes, direct: {line.num_wrong} wrong")
+    return line.time_us
+
+
 def best(times: dict[Way, float]) -> Way:
     """The fastest algorithm, and the fewest blocks about as fast."""
     algorithm = min(times, key=lambda way: times[way])[0]
@@ -128,11 +155,11 @@ def most_in_words(sizes: Sequence[int], is_faster: Sequence[bool]) -> int:
 
 
 def worth_it(sizes: Sequence[int], is_faster: Sequence[dict[str, bool]]) -> dict[str, int]:
-    """For each codec, the smallest measured size from which it is always faster than no codec."""
+    """For each name, the smallest measured size from which it is always faster."""
     least = {}
-    for codec in CODECS if is_faster else ():
+    for name in is_faster[0] if is_faster else ():
         for size, faster in zip(reversed(sizes), reversed(is_faster), strict=True):
-            if not faster[codec]:
+            if not faster[name]:
                 break
-            least[codec] = size
+            least[name] = size
     return least

@@ -33,7 +33,17 @@ std::vector<CollectiveCase> all_cases() {
       words_or_rows{.kind = Kind::kOneShotWords, .num_elements = 3, .odd_rank = 0, .odd_kind = kTwoShot},
       rows_or_words{.kind = kOneShot, .num_elements = 1, .odd_rank = 1, .odd_kind = Kind::kOneShotWords},
       refused_words{.kind = Kind::kOneShotWords, .num_elements = 3, .refusing_rank = 1},
-      late{.kind = kOneShot, .num_elements = 1, .late_rank = 1},
+      late{.kind = kOneShot, .num_elements = 1, .late_rank = 1}, direct{.kind = Kind::kDirectAllReduce},
+      direct_one{.kind = Kind::kDirectAllReduce, .num_elements = 1},
+      direct_in_place{.kind = Kind::kDirectAllReduce, .in_place = true},
+      direct_none{.kind = Kind::kDirectAllReduce, .num_elements = 0},
+      direct_scatter{.kind = Kind::kDirectReduceScatter}, direct_gather{.kind = Kind::kDirectAllGather},
+      direct_scatter_one{.kind = Kind::kDirectReduceScatter, .num_elements = 1},
+      direct_gather_one{.kind = Kind::kDirectAllGather, .num_elements = 1},
+      odd_direct{.kind = Kind::kDirectAllReduce, .odd_rank = 1},
+      direct_or_two_shot{.kind = Kind::kDirectAllReduce, .odd_rank = 0, .odd_kind = kTwoShot},
+      refused_direct{.kind = Kind::kDirectAllReduce, .refusing_rank = 1},
+      late_direct{.kind = Kind::kDirectAllReduce, .num_elements = 1, .late_rank = 1},
       late_words{.kind = Kind::kOneShotWords, .num_elements = 1, .late_rank = 1};
   return {
       {.name = "two-shot", .calls = {two_shot, two_shot, two_shot}},
@@ -92,6 +102,29 @@ std::vector<CollectiveCase> all_cases() {
       {.name = "words: a refused call", .calls = {words, refused_words, words, two_shot}},
       {.name = "words: two refused calls", .calls = {words, refused_words, refused_words, words}},
       {.name = "words: a rank comes too late", .calls = {words, late_words, late_words}},
+      {.name = "direct", .calls = {direct, direct, direct}},
+      {.name = "direct, two blocks", .calls = {direct, direct_in_place}, .num_blocks = 2},
+      {.name = "direct in place", .calls = {direct_in_place, direct_in_place, direct_in_place}},
+      {.name = "direct of three ranks", .calls = {direct, direct, direct}, .num_ranks = 3},
+      {.name = "direct in place, three ranks", .calls = {direct_in_place, direct_in_place}, .num_ranks = 3},
+      {.name = "direct of one rank", .calls = {direct, direct_in_place, two_shot}, .num_ranks = 1},
+      {.name = "direct, shares without elements", .calls = {direct_one, direct_one, direct}, .num_ranks = 3},
+      {.name = "direct, calls without elements", .calls = {direct_none, direct_none, direct}},
+      {.name = "direct reduce-scatter", .calls = {direct_scatter, direct_scatter, direct_scatter}},
+      {.name = "direct reduce-scatter, shares without elements",
+       .calls = {direct_scatter_one, direct_scatter_one, direct_scatter}},
+      {.name = "direct all-gather", .calls = {direct_gather, direct_gather, direct_gather}},
+      {.name = "direct all-gather, shares without elements",
+       .calls = {direct_gather_one, direct_gather_one, direct_gather}},
+      {.name = "direct collectives by turns", .calls = {direct, direct_gather, direct_scatter, direct_in_place}},
+      {.name = "direct and others by turns", .calls = {direct, words, direct, two_shot, direct_in_place}},
+      {.name = "direct and others by turns, three ranks", .calls = {direct_one, one_word, direct_one}, .num_ranks = 3},
+      {.name = "direct: epoch wraps", .calls = {direct, direct, direct}, .first_epoch = (uint64_t{1} << 44) - 2},
+      {.name = "direct: ranks disagree", .calls = {odd_direct, direct}},
+      {.name = "direct: one of three ranks disagrees", .calls = {odd_direct, direct_one}, .num_ranks = 3},
+      {.name = "direct: one rank has other tensors", .calls = {direct_or_two_shot, direct, two_shot}},
+      {.name = "direct: a refused call", .calls = {direct, refused_direct, direct}},
+      {.name = "direct: a rank comes too late", .calls = {direct_one, late_direct, late_direct}},
       {.name = "words: refused by turns", .calls = {refused_words, refused_by_first, words, words}},
   };
 }
@@ -164,6 +197,9 @@ std::vector<Broken> all_mutants() {
   for (const auto& signal : signals) {
     for (const auto& kind : kinds) {
       mutants.push_back({std::string(signal.name) + ": " + kind.name, {.kind = kind.kind, .field = signal.field}});
+      if (signal.field == Field::kChunkSignal) continue;  // direct calls have none
+      mutants.push_back({std::string(signal.name) + " of direct: " + kind.name,
+                         {.kind = kind.kind, .field = signal.field, .launch = kDirectLaunch}});
     }
   }
   for (const auto& [field, name] : {std::pair{Field::kCallWord, "call word"}, {Field::kWords, "words"}}) {

@@ -15,7 +15,9 @@ namespace {
 using Kind = ModelCall::Kind;
 
 constexpr int64_t kShareBytes = CollectiveRank::kSlice * sizeof(float);
-constexpr size_t kTensorBytes = CollectiveRank::kMaxElements * sizeof(float);
+constexpr CollectiveBytes kBytes{.share = kShareBytes,
+                                 .words = CollectiveRank::kWordsBytes,
+                                 .tensors = 2 * CollectiveRank::kMaxElements * sizeof(float)};
 
 [[noreturn]] void fail(const std::string& why) { Explorer::running()->fail(why); }
 
@@ -27,9 +29,8 @@ RegionSize CollectiveRank::size_of(int num_ranks) {
   CommContext comm_context;
   CollectiveContext context;
   const RegionSize comm = place_region(comm_context, num_ranks, nullptr, nullptr);
-  const RegionSize own = place_region(context, num_ranks, kShareBytes, kWordsBytes, nullptr, nullptr);
-  return {comm.symmetric_bytes + own.symmetric_bytes, comm.local_bytes + own.local_bytes + 2 * kTensorBytes,
-          own.layout_digest};
+  const RegionSize own = place_region(context, num_ranks, kBytes, nullptr, nullptr);
+  return {comm.symmetric_bytes + own.symmetric_bytes, comm.local_bytes + own.local_bytes, own.layout_digest};
 }
 
 CollectiveRank::CollectiveRank(const CollectiveCase& shape, int rank, std::byte* symmetric, std::byte* local,
@@ -38,9 +39,8 @@ CollectiveRank::CollectiveRank(const CollectiveCase& shape, int rank, std::byte*
   const RegionSize size = size_of(shape.num_ranks);
   own_heap_ = symmetric + rank * size.symmetric_bytes;
   const RegionSize comm = place_region(comm_, shape.num_ranks, own_heap_, local);
-  place_region(context_, shape.num_ranks, kShareBytes, kWordsBytes, own_heap_ + comm.symmetric_bytes,
-               local + comm.local_bytes);
-  x_ = reinterpret_cast<float*>(local + size.local_bytes - 2 * kTensorBytes);
+  place_region(context_, shape.num_ranks, kBytes, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
+  x_ = reinterpret_cast<float*>(context_.region.tensors.data);
   out_ = x_ + kMaxElements;
   comm_.heap = {.rank = rank, .num_ranks = shape.num_ranks};
   for (int r = 0; r < shape.num_ranks; ++r) comm_.heap.base[r] = symmetric + r * size.symmetric_bytes;
@@ -116,8 +116,18 @@ bool CollectiveRank::has_vectors(int call) const {
   return kind(call) == Kind::kOneShot || kind(call) == Kind::kRecursiveDoubling;
 }
 
+bool CollectiveRank::scatters(int call) const {
+  return kind(call) == Kind::kReduceScatter || kind(call) == Kind::kDirectReduceScatter;
+}
+
+bool CollectiveRank::gathers(int call) const {
+  return kind(call) == Kind::kAllGather || kind(call) == Kind::kDirectAllGather;
+}
+
+bool CollectiveRank::is_direct(int call) const { return kind(call) >= Kind::kDirectAllReduce; }
+
 int CollectiveRank::num_slices(int call) const {
-  if (kind(call) == Kind::kOneShotWords) return 1;
+  if (kind(call) == Kind::kOneShotWords || is_direct(call)) return 1;
   const int share = kind(call) == Kind::kOneShot ? num_elements(call) : static_cast<int>(shares(call).size(0));
   return share <= kSlice ? 1 : (share + kSlice - 1) / kSlice;
 }
@@ -147,7 +157,7 @@ Launch CollectiveRank::prepare(int call) {
 }
 
 void CollectiveRank::fill_tensors(int call) {
-  const int64_t first = kind(call) == Kind::kAllGather ? shares(call).offset[rank()] : 0;
+  const int64_t first = gathers(call) ? shares(call).offset[rank()] : 0;
   for (int i = 0; i < kMaxElements; ++i) {
     x_[i] = value(rank(), call, static_cast<int>(first) + i);
     out_[i] = -1;
@@ -164,9 +174,9 @@ Args CollectiveRank::share_args(int call, int number) const {
   args.x = reinterpret_cast<const std::byte*>(x_);
   args.out = reinterpret_cast<std::byte*>(in_place ? x_ : out_);
   args.shares = shares(call);
-  if (kind(call) == Kind::kReduceScatter) args.out_begin = args.shares.offset[rank()];
-  if (kind(call) == Kind::kAllGather) args.x_begin = args.shares.offset[rank()];
-  args.extent = {.first = number * int64_t{kSlice}, .most = kSlice, .chunk = kChunk};
+  if (scatters(call)) args.out_begin = args.shares.offset[rank()];
+  if (gathers(call)) args.x_begin = args.shares.offset[rank()];
+  args.extent = {.first = number * int64_t{kSlice}, .most = is_direct(call) ? kMaxElements : kSlice, .chunk = kChunk};
   return args;
 }
 
@@ -210,12 +220,19 @@ void CollectiveRank::run(int call, int number, int block) {
       return ReduceScatter::run(share_args<ReduceScatterArgs>(call, number), grid, Block{}, nullptr);
     case Kind::kAllGather:
       return AllGather::run(share_args<AllGatherArgs>(call, number), grid, Block{}, nullptr);
+    case Kind::kDirectAllReduce:
+      return DirectAllReduce::run(share_args<DirectAllReduceArgs>(call, number), grid, Block{}, nullptr);
+    case Kind::kDirectReduceScatter:
+      return DirectReduceScatter::run(share_args<DirectReduceScatterArgs>(call, number), grid, Block{}, nullptr);
+    case Kind::kDirectAllGather:
+      return DirectAllGather::run(share_args<DirectAllGatherArgs>(call, number), grid, Block{}, nullptr);
   }
 }
 
 Launch CollectiveRank::slice(int call, int number) {
-  constexpr const char* kNames[] = {"one_shot", "two_shot", "reduce_scatter", "all_gather",
-                                    "ring",     "doubling", kWordsLaunch};
+  constexpr const char* kNames[] = {
+      "one_shot",   "two_shot",    "reduce_scatter",        "all_gather",       "ring", "doubling",
+      kWordsLaunch, kDirectLaunch, "direct_reduce_scatter", "direct_all_gather"};
   return launch(kNames[static_cast<int>(kind(call))], call, shape_.num_blocks, [this, call, number](int block) {
     if (block == 0) {
       for (const Field field : {Field::kCallSignal, Field::kChunkSignal, Field::kResultSignal}) {
@@ -273,16 +290,15 @@ Launch CollectiveRank::check(int call) {
 
 void CollectiveRank::compare(int call) const {
   if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 0u) fail("there is a report");
-  const Kind kind = this->kind(call);
   const Shares cut = shares(call);
   const int64_t own = cut.offset[rank()];
   const float* result = shape_.calls[call].in_place ? x_ : out_;
-  const int64_t first = kind == Kind::kReduceScatter ? own : 0;
-  const int64_t end = kind == Kind::kReduceScatter ? cut.offset[rank() + 1] : num_elements(call);
+  const int64_t first = scatters(call) ? own : 0;
+  const int64_t end = scatters(call) ? cut.offset[rank() + 1] : num_elements(call);
   for (int64_t i = first; i < end; ++i) {
     float expected = 0;
     for (int r = 0; r < shape_.num_ranks; ++r) {
-      const bool counts = kind != Kind::kAllGather || (i >= cut.offset[r] && i < cut.offset[r + 1]);
+      const bool counts = !gathers(call) || (i >= cut.offset[r] && i < cut.offset[r + 1]);
       if (counts) expected += value(r, call, static_cast<int>(i));
     }
     if (result[i - first] != expected) {

@@ -9,13 +9,25 @@
 #include <string>
 #include <vector>
 
+#include "collectives/direct.h"
 #include "collectives/two_shot.h"
 #include "explorer.h"
 
 namespace moe_a2a {
 
 struct ModelCall {
-  enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kRing, kRecursiveDoubling, kOneShotWords };
+  enum class Kind {
+    kOneShot,
+    kTwoShot,
+    kReduceScatter,
+    kAllGather,
+    kRing,
+    kRecursiveDoubling,
+    kOneShotWords,
+    kDirectAllReduce,
+    kDirectReduceScatter,
+    kDirectAllGather
+  };
   Kind kind = Kind::kTwoShot;
   int num_elements = 8;  // of the whole tensor
   bool in_place = false;
@@ -33,7 +45,8 @@ struct CollectiveCase {
   uint64_t first_epoch = 0;  // launches before the first call
 };
 
-inline constexpr const char *kRefuseCollective = "refuse_collective", *kWordsLaunch = "one_shot_words";
+inline constexpr const char *kRefuseCollective = "refuse_collective", *kWordsLaunch = "one_shot_words",
+                            *kDirectLaunch = "direct_all_reduce";
 
 class CollectiveRank {
  public:
@@ -78,6 +91,9 @@ class CollectiveRank {
   template <class Args>
   Args vector_args(int call, int number) const;
   bool has_vectors(int call) const;  // and not shares
+  bool scatters(int call) const;
+  bool gathers(int call) const;
+  bool is_direct(int call) const;
   void run(int call, int number, int block);
   CollectiveContext broken_context() const;
   void compare(int call) const;
@@ -90,7 +106,7 @@ class CollectiveRank {
   CollectiveContext context_;
   Report* report_;
   std::byte *own_heap_, *local_;
-  float *x_, *out_;  // of the rank's caller, watched as its own memory
+  float *x_, *out_;  // in symmetric memory
 };
 
 }  // namespace moe_a2a

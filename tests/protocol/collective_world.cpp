@@ -53,11 +53,11 @@ void CollectiveWorld::name_regions(const CollectiveRank& rank) {
   region(rank.region().call_word.data, "call_word", Field::kCallWord);
   region(rank.region().words.data, "words", Field::kWords);
   region(rank.region().result.data, "result");
+  region(rank.x(), "x");
+  region(rank.out(), "out");
   region(comm.clock_epoch.data, "the communicator's local memory");
   region(rank.services().num_reports.data, "num_reports");
   region(rank.region().state.data, "state", Field::kProgress);
-  region(rank.x(), "x");
-  region(rank.out(), "out");
   region(rank.report(), "report");
 }
 

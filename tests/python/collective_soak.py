@@ -18,7 +18,7 @@ import moe_a2a
 COUNTS = (1, 7, 33, 640, 5_000, 20_000)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = ("sum", "max", "min", "avg")
-METHODS = [(name, None) for name in ("one_shot", "two_shot", "ring", "recursive_doubling", "auto")] + [
+METHODS = [(name, None) for name in ("one_shot", "two_shot", "ring", "recursive_doubling", "auto", "direct")] + [
     ("auto", codec) for codec in ("fp8", "q8", "q6", "q4")
 ]
 FP8_IS_OFF = 0.13  # at most; its range is not a power of two
@@ -48,6 +48,7 @@ class CollectiveMill:
 
     def __init__(self, coll: moe_a2a.Collectives, shared: random.Random):
         self.coll, self.shared = coll, shared
+        self.room = coll.empty(max(COUNTS) * coll.num_ranks)
         self.bases = {count: [base_values(shared, count, coll.device) for _ in range(NUM_VARIANTS)] for count in COUNTS}
         self.wrong = torch.zeros((), dtype=torch.int64, device=coll.device)
 
@@ -63,7 +64,9 @@ class CollectiveMill:
 
     def all_reduce(self, x: torch.Tensor, base: torch.Tensor, op: str) -> None:
         algorithm, codec = self.shared.choice(METHODS)
-        out = x if self.shared.random() < 0.5 else None
+        if algorithm == "direct":
+            x = self.symmetric(x)
+        out = x if algorithm == "direct" or self.shared.random() < 0.5 else None
         result = self.coll.all_reduce(x, op, algorithm, codec, out=out)
         self.compare(result, merged(base, op, self.coll.num_ranks), FP8_IS_OFF if codec == "fp8" else 0)
 
@@ -71,12 +74,18 @@ class CollectiveMill:
         cuts = sorted(self.shared.randint(0, len(x)) for _ in range(self.coll.num_ranks - 1))
         begins, ends = [0, *cuts], [*cuts, len(x)]
         counts = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        result = self.coll.reduce_scatter(x, op, counts)
+        result = self.coll.reduce_scatter(self.symmetric(x) if self.shared.random() < 0.5 else x, op, counts)
         own = base[begins[self.coll.rank] : ends[self.coll.rank]]
         self.compare(result, merged(own, op, self.coll.num_ranks), 0)
 
     def all_gather(self, x: torch.Tensor, base: torch.Tensor, op: str) -> None:
-        self.compare(self.coll.all_gather(x), torch.cat([base * (1 + rank) for rank in range(self.coll.num_ranks)]), 0)
+        expected = torch.cat([base * (1 + rank) for rank in range(self.coll.num_ranks)])
+        out = self.symmetric(expected.to(x.dtype)) if self.shared.random() < 0.5 else None
+        self.compare(self.coll.all_gather(x, out=None if out is None else out.fill_(-1)), expected, 0)
+
+    def symmetric(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy in symmetric memory, always the same."""
+        return self.room.view(torch.uint8)[: x.nbytes].view(x.dtype).copy_(x)
 
     def compare(self, result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
         # Not greater: a NaN is wrong.
@@ -88,7 +97,7 @@ def run(group, seed: int, num_iterations: int, plant_at: int = -1) -> int:
     shared, own = random.Random(seed), random.Random(f"{seed} {group.rank}")
     with moe_a2a.Communicator(group, timeout=20) as comm:
         ep = moe_a2a.ExpertParallel(comm, **MOE, num_experts=4 * comm.num_ranks)
-        coll = moe_a2a.Collectives(comm, MAX_NBYTES)
+        coll = moe_a2a.Collectives(comm, MAX_NBYTES, symmetric_nbytes=4 * max(COUNTS) * comm.num_ranks)
         layers, collectives = soak.Mill(ep, own), CollectiveMill(coll, shared)
         for index in range(num_iterations):
             if own.random() < soak.SHARE_OF_DELAYS:

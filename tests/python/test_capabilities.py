@@ -14,17 +14,19 @@ pytestmark = on_device.TESTS
 
 
 def listed_program(group) -> None:
-    with moe_a2a.Collectives(group, timeout=20) as coll:
+    with moe_a2a.Collectives(group, symmetric_nbytes=8192, timeout=20) as coll:
         can = coll.capabilities()
         assert (can.device, can.num_ranks) == (str(coll.device), coll.num_ranks)
         for name, arguments in can.collectives.items():
             assert set(arguments) <= set(inspect.signature(getattr(coll, name)).parameters)
         for name in can.dtypes:
             x = torch.ones(64 * coll.num_ranks, dtype=getattr(torch, name), device=coll.device)
+            direct = coll.empty(x.shape, dtype=x.dtype)
             for op in can.operators:
                 expected = coll.num_ranks if op == "sum" else 1
                 for algorithm in can.algorithms:
-                    assert (coll.all_reduce(x, op, algorithm) == expected).all()
+                    one, out = (direct.copy_(x), direct) if algorithm == "direct" else (x, None)
+                    assert (coll.all_reduce(one, op, algorithm, out=out) == expected).all()
                 assert (coll.reduce_scatter(x, op) == expected).all()
             for codec, bound in can.max_errors.items():
                 total = coll.all_reduce(x, codec=codec)

@@ -214,13 +214,14 @@ def test_construction():
 
 
 def absent_rank_program(group, algorithm: str) -> str:
-    with moe_a2a.Collectives(group, timeout=0.5) as coll:
+    with moe_a2a.Collectives(group, symmetric_nbytes=400_000, timeout=0.5) as coll:
+        x = coll.empty(100_000)
         check_works(coll)
         if coll.rank == 1:
             group.all_gather(None)
             return ""
         with pytest.raises(moe_a2a.PeerTimeoutError) as caught:
-            coll.all_reduce(torch.ones(100000), algorithm=algorithm)
+            coll.all_reduce(x, algorithm=algorithm, out=x)
         with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 1"):  # it stays gone
             coll.all_gather(torch.ones(1))
         group.all_gather(None)
@@ -228,21 +229,22 @@ def absent_rank_program(group, algorithm: str) -> str:
         return str(caught.value)
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "recursive_doubling"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "recursive_doubling", "direct"])
 def test_an_absent_rank_is_named(algorithm):
     said = run_threads(3, absent_rank_program, algorithm)
     assert all("rank 1" in text for text in (said[0], said[2]))
 
 
-def dying_program(group) -> None:
-    with moe_a2a.Collectives(group, 64 << 10, timeout=1.0) as coll:
-        x = torch.ones(1 << 22)  # a few hundred slices
+def dying_program(group, algorithm: str) -> None:
+    with moe_a2a.Collectives(group, 64 << 10, symmetric_nbytes=16 << 20, timeout=1.0) as coll:
+        x = coll.empty(1 << 22).fill_(1)  # a few hundred slices of two_shot
         if coll.rank == 1:
             threading.Timer(0.1, os._exit, [1]).start()
         with pytest.raises(moe_a2a.PeerTimeoutError, match="rank 1"):
             while True:
-                coll.all_reduce(x, algorithm="two_shot", out=x)
+                coll.all_reduce(x, algorithm=algorithm, out=x)
 
 
-def test_a_rank_that_dies_in_the_middle_of_a_call():
-    run_processes(3, dying_program, mortal={1})
+@pytest.mark.parametrize("algorithm", ["two_shot", "direct"])
+def test_a_rank_that_dies_in_the_middle_of_a_call(algorithm):
+    run_processes(3, dying_program, algorithm, mortal={1})

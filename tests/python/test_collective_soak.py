@@ -36,7 +36,8 @@ def test_one_wrong_value_is_found(session_seed):
 def replay_program(group, seed: int) -> None:
     """One graph of all kinds and methods; each replay gets new data, the device checks the results."""
     count, num_ranks = 5_000, group.num_ranks
-    with moe_a2a.Collectives(group, collective_soak.MAX_NBYTES, timeout=20) as coll:
+    with moe_a2a.Collectives(group, collective_soak.MAX_NBYTES, symmetric_nbytes=2 * count, timeout=20) as coll:
+        direct = coll.empty(count, dtype=torch.bfloat16)
         generator = torch.Generator(coll.device).manual_seed(seed)  # the same on all ranks
         base = torch.zeros(count, device=coll.device)
         wrong = torch.zeros((), dtype=torch.int64, device=coll.device)
@@ -46,7 +47,9 @@ def replay_program(group, seed: int) -> None:
             x = (base * (1 + coll.rank)).to(torch.bfloat16)
             total = collective_soak.merged(base, "sum", num_ranks)
             for algorithm, codec in collective_soak.METHODS:
-                off = (coll.all_reduce(x, "sum", algorithm, codec).float() - total).abs()
+                out = direct.copy_(x) if algorithm == "direct" else None
+                sums = coll.all_reduce(x if out is None else out, "sum", algorithm, codec, out=out)
+                off = (sums.float() - total).abs()
                 wrong.add_((~(off <= (collective_soak.FP8_IS_OFF if codec == "fp8" else 0) * total.abs())).sum())
             wrong.add_((coll.all_gather(x).view(num_ranks, -1).float() != base * gathered_scale).sum())
             counts = [count - num_ranks + 1] + [1] * (num_ranks - 1)

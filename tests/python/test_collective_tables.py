@@ -17,9 +17,9 @@ pytestmark = pytest.mark.cpu
 STEPS = (CollectiveStep(100, "one_shot", 2), CollectiveStep(1000, "two_shot", 0), CollectiveStep(4000, "ring", 1))
 
 
-def content(kind="all_reduce", dtype="float32", steps=((8, "one_shot", 1),), codecs=None, most_in_words=0):
+def content(kind="all_reduce", dtype="float32", steps=((8, "one_shot", 1),), codecs=None, most_in_words=0, **others):
     table = {"kind": kind, "dtype": dtype, "steps": steps, "codecs": codecs or {}, "most_in_words": most_in_words}
-    return {"tables": [table]}
+    return {"tables": [table | others]}
 
 
 def test_the_step_of_a_size():
@@ -64,6 +64,7 @@ def test_the_model(device, num_ranks, most):
     (content(codecs={"q5": 1}), r"codecs is \{'q5': 1\}, not an object with some of fp8"),
     (content(codecs={"q4": -1}), r"codecs\.q4 is -1"),
     (content(most_in_words=32769), r"most_in_words is 32769, not an integer from 0 to 32768"),
+    (content(least_direct=-1), r"least_direct is -1, not an integer from 0"),
     ({"tables": []}, "it holds no table"),
     ({}, "tables is missing"),
 ])  # fmt: skip
@@ -79,7 +80,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path, written, place):
 
 def test_writing_adds_to_a_file(tmp_path):
     path = tmp_path / "new" / "table.json"
-    tables = [CollectiveTable("all_reduce", dtype, STEPS, {"q4": 7}, 9) for dtype in ("float32", "float16")]
+    tables = [CollectiveTable("all_reduce", dtype, STEPS, {"q4": 7}, 9, 11) for dtype in ("float32", "float16")]
     collective_tables.write(path, {"machine": "none"}, tables[:1])
     collective_tables.write(path, {"machine": "none"}, tables[1:])
     assert collective_tables.read(path) == tables
@@ -94,7 +95,7 @@ def test_a_file_from_before_ll_words(tmp_path):
     del written["tables"][0]["most_in_words"]
     path.write_text(json.dumps(written))
     (table,) = collective_tables.read(path)
-    assert table.most_in_words == 0
+    assert (table.most_in_words, table.least_direct) == (0, LARGEST)
 
 
 def test_where_tables_come_from(tmp_path, monkeypatch):
@@ -191,9 +192,28 @@ def test_calls_go_by_the_table(tmp_path, session_seed):
 def test_one_shot_beyond_the_workspace_is_two_shot():
     (group,) = moe_a2a.thread_group(1)
     with moe_a2a.Collectives(group, 4096, device="cpu") as coll:
-        step = CollectiveStep(LARGEST, "one_shot", 0)
-        assert coll._algorithm_of(step, coll._core.share_nbytes) == "one_shot"
-        assert coll._algorithm_of(step, coll._core.share_nbytes + 1) == "two_shot"
+        table = CollectiveTable("all_reduce", "bfloat16", (CollectiveStep(LARGEST, "one_shot", 0),))
+        x = torch.empty(coll._core.share_nbytes + 1, dtype=torch.uint8)
+        assert coll._algorithm_of(table, x[:-1], None) == "one_shot"
+        assert coll._algorithm_of(table, x, None) == "two_shot"
+
+
+def test_symmetric_tensors_go_direct():
+    """Where the table says two_shot, and from least_direct bytes on; if both tensors are symmetric."""
+    (group,) = moe_a2a.thread_group(1)
+    with moe_a2a.Collectives(group, symmetric_nbytes=5000, device="cpu") as coll:
+        x, other = coll.empty(5000, dtype=torch.uint8), torch.empty(5000, dtype=torch.uint8)
+        steps = (
+            CollectiveStep(1000, "one_shot", 0),
+            CollectiveStep(2000, "two_shot", 0),
+            CollectiveStep(LARGEST, "ring", 0),
+        )
+        for least, expected in [(LARGEST, ["one_shot", "direct", "ring"]), (900, ["direct"] * 3)]:
+            table = CollectiveTable("all_reduce", "bfloat16", steps, least_direct=least)
+            assert [coll._algorithm_of(table, x[:n], x[:n]) for n in (1000, 2000, 3000)] == expected
+            for one, out in [(x, other), (other, x), (x, None), (other, other)]:
+                one, out = one[:2000], None if out is None else out[:2000]
+                assert coll._algorithm_of(table, one, out) == "two_shot"
 
 
 def test_what_is_best():

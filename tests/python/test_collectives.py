@@ -16,6 +16,7 @@ pytestmark = on_device.TESTS
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPS = ["sum", "max", "min", "avg"]
 ALGORITHMS = ["one_shot", "two_shot", "ring", "recursive_doubling"]
+Room = torch.Tensor | None
 WORKSPACE = 16 << 10  # small: most tensors below go in several slices
 
 
@@ -31,30 +32,33 @@ def merged(xs: list[torch.Tensor], op: str) -> torch.Tensor:
     return result.float().to(xs[0].dtype)
 
 
-def placed(values: torch.Tensor, device: torch.device, shift: int) -> torch.Tensor:
-    """The values at an address that is `shift` elements off a multiple of 64 bytes."""
-    memory = torch.full((values.numel() + shift + 8,), float("nan"), dtype=values.dtype, device=device)
-    target = memory[shift : shift + values.numel()]
-    target.copy_(values)
+def placed(values: torch.Tensor, device: torch.device, shift: int, room: torch.Tensor | None = None) -> torch.Tensor:
+    """The values at an address that is `shift` elements off a multiple of 64 bytes. room: bytes to take; None: new memory."""
+    count = values.numel() + shift + 8
+    if room is None:
+        memory = torch.empty(count, dtype=values.dtype, device=device)
+    else:
+        memory = room[: count * values.itemsize].view(values.dtype)
+    target = memory.fill_(float("nan"))[shift : shift + values.numel()].copy_(values)
+    target.neighbours = memory[:shift], memory[shift + values.numel() :]
     return target
 
 
-def poisoned(count: int, like: torch.Tensor, shift: int) -> torch.Tensor:
-    return placed(torch.full((count,), float("nan"), dtype=like.dtype), like.device, shift)
+def poisoned(count: int, like: torch.Tensor, shift: int, room: torch.Tensor | None = None) -> torch.Tensor:
+    return placed(torch.full((count,), float("nan"), dtype=like.dtype), like.device, shift, room)
 
 
 def check_neighbours(tensor: torch.Tensor) -> None:
     """Nothing was written before or after a tensor that placed() made."""
-    base, start = tensor._base, tensor.storage_offset()
-    assert base is not None
-    assert base[:start].isnan().all() and base[start + tensor.numel() :].isnan().all()
+    assert all(neighbour.isnan().all() for neighbour in tensor.neighbours)
 
 
 class Calls:
-    """The same random calls on every rank, checked."""
+    """The same random calls on every rank, checked. rooms: bytes for x and for out; None: new memory for each call."""
 
-    def __init__(self, coll: moe_a2a.Collectives, seed: int):
+    def __init__(self, coll: moe_a2a.Collectives, seed: int, rooms: tuple[Room, Room] = (None, None)):
         self.coll, self.random, self.number = coll, random.Random(seed), 0
+        self.rooms = rooms
 
     def one(self, kind: str, count: int, dtype: torch.dtype, op: str, algorithm: str) -> None:
         self.number += 1
@@ -69,8 +73,8 @@ class Calls:
     def all_reduce(self, what, count, dtype, op, algorithm, in_place, shift, out_shift) -> None:
         coll = self.coll
         xs = [values(r, self.number, count, dtype) for r in range(coll.num_ranks)]
-        x = placed(xs[coll.rank], coll.device, shift)
-        out = x if in_place else poisoned(count, x, out_shift)
+        x = placed(xs[coll.rank], coll.device, shift, self.rooms[0])
+        out = x if in_place else poisoned(count, x, out_shift, self.rooms[1])
         assert coll.all_reduce(x, op, algorithm, out=out) is out
         assert torch.equal(out.cpu(), merged(xs, op)), what
         check_neighbours(out)
@@ -85,8 +89,8 @@ class Calls:
         coll, counts = self.coll, self.counts(count)
         first, mine = sum(counts[: coll.rank]), counts[coll.rank]
         xs = [values(r, self.number, sum(counts), dtype) for r in range(coll.num_ranks)]
-        x = placed(xs[coll.rank], coll.device, shift)
-        out = x[first : first + mine] if in_place else poisoned(mine, x, out_shift)
+        x = placed(xs[coll.rank], coll.device, shift, self.rooms[0])
+        out = x[first : first + mine] if in_place else poisoned(mine, x, out_shift, self.rooms[1])
         coll.reduce_scatter(x, op, counts, out=out)
         assert torch.equal(out.cpu(), merged(xs, op)[first : first + mine]), what
         untouched = xs[coll.rank].clone()
@@ -99,8 +103,8 @@ class Calls:
         coll, counts = self.coll, self.counts(count)
         first, mine = sum(counts[: coll.rank]), counts[coll.rank]
         xs = [values(r, self.number, counts[r], dtype) for r in range(coll.num_ranks)]
-        out = poisoned(sum(counts), xs[0].to(coll.device), out_shift)
-        x = placed(xs[coll.rank], coll.device, shift)
+        out = poisoned(sum(counts), xs[0].to(coll.device), out_shift, self.rooms[1])
+        x = placed(xs[coll.rank], coll.device, shift, self.rooms[0])
         if in_place:
             x = out[first : first + mine].copy_(x)
         coll.all_gather(x, counts, out=out)

@@ -24,8 +24,9 @@ def launches(summary) -> dict[str, list[int]]:
 
 
 def phases_program(group, path) -> tuple[str, dict[str, list[int]], list[str]]:
-    with moe_a2a.Collectives(group, device="cpu", timeout=20) as coll:
+    with moe_a2a.Collectives(group, symmetric_nbytes=60_000, device="cpu", timeout=20) as coll:
         x = torch.ones(15_000)  # one slice of each
+        direct = coll.empty(15_000).fill_(1)
         coll.all_reduce(x)
         with moe_a2a.trace(coll) as trace:
             for algorithm in ALGORITHMS:
@@ -34,6 +35,9 @@ def phases_program(group, path) -> tuple[str, dict[str, list[int]], list[str]]:
             coll.all_reduce(x, codec="q8")
             coll.reduce_scatter(x[: 100 * coll.num_ranks])
             coll.all_gather(x[:100])
+            coll.all_reduce(direct, out=direct)
+            coll.reduce_scatter(direct[: 100 * coll.num_ranks])
+            coll.all_gather(x[:100], out=direct[: 100 * coll.num_ranks])
         coll.all_reduce(x)  # not recorded
         trace.save(path)
         summary = trace.summary()
@@ -47,7 +51,8 @@ def test_phases_of_each_algorithm(tmp_path, num_ranks, ending):
     results = ranks.run_threads(num_ranks, phases_program, path)
     assert len({text for text, *_ in results}) == 1  # equal on every rank
     text, counts, kinds = results[0]
-    expected = {f"{name}_all_reduce": 1 for name in ALGORITHMS} | {"reduce_scatter": 1, "all_gather": 1}
+    expected = {f"{name}_all_reduce": 1 for name in (*ALGORITHMS, "direct")}
+    expected |= dict.fromkeys(["reduce_scatter", "all_gather", "direct_reduce_scatter", "direct_all_gather"], 1)
     expected["two_shot_all_reduce"] = expected["one_shot_all_reduce"] = 2  # with a codec, and as LL words
     assert counts == {name: [count] * num_ranks for name, count in expected.items()}
     assert {"push", "reduce", "pull"} <= set(kinds) <= {"push", "reduce", "pull", "chunk_wait", "call_wait"}

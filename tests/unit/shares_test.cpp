@@ -12,10 +12,8 @@
 namespace moe_a2a {
 namespace {
 
-void check_cut(const Shares& shares, int num_ranks, int64_t share_bytes, int element_size) {
-  int64_t largest = 0;
-  for (int r = 0; r < num_ranks; ++r) largest = std::max(largest, shares.size(r));
-  const std::vector<Slice> slices = slices_of(largest, share_bytes, element_size);
+void check_slices(const Shares& shares, int num_ranks, const std::vector<Slice>& slices, int64_t share_bytes,
+                  int element_size) {
   ASSERT_GE(slices.size(), 1u);
   for (int r = 0; r < num_ranks; ++r) {
     int64_t next = shares.offset[r];
@@ -34,6 +32,14 @@ void check_cut(const Shares& shares, int num_ranks, int64_t share_bytes, int ele
     }
     ASSERT_EQ(next, shares.offset[r + 1]);
   }
+}
+
+void check_cut(const Shares& shares, int num_ranks, int64_t share_bytes, int element_size) {
+  const int64_t largest = shares.largest(num_ranks);
+  check_slices(shares, num_ranks, slices_of(largest, share_bytes, element_size), share_bytes, element_size);
+  const Slice whole = whole_of(largest, element_size);
+  check_slices(shares, num_ranks, {whole}, largest * element_size, element_size);
+  for (int r = 0; r < num_ranks; ++r) ASSERT_LE(whole.num_chunks(shares, r), kChunksPerRound);
 }
 
 TEST(Shares, AreCutIntoChunksWithoutGapOrOverlap) {
