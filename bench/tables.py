@@ -50,31 +50,35 @@ def all_reduce() -> str:
     times = times_by_size("h200_2/all_reduce")
     systems = {
         "`all_reduce`": ["moe_a2a auto"],
+        "the same, direct": ["moe_a2a direct"],
         "NCCL": ["nccl"],
         "`symm_mem`": ["symm_mem one_shot", "symm_mem two_shot"],
         '`codec="q8"`': ["moe_a2a two_shot q8"],
         '`codec="q4"`': ["moe_a2a two_shot q4"],
     }
-    rows = [[title] + [us(min(of[s] for s in names)) for of in times.values()] for title, names in systems.items()]
+    measured = set(next(iter(times.values())))
+    rows = [
+        [title] + [us(min(of[s] for s in names)) for of in times.values()]
+        for title, names in systems.items()
+        if measured.issuperset(names)
+    ]
     return table(["KiB", *(str(size >> 10) for size in times)], rows)
 
 
 def against_gloo() -> str:
-    """us of all_reduce / gloo, and their ratio, by size."""
+    """us of all_reduce / gloo, and their ratio, by size; of direct calls too."""
     rows, sizes = [], []
     for dtype in ("float32", "bfloat16"):
-        lines = [line for line in results("cpu/all_reduce")["lines"] if line["dtype"] == dtype]
-        ours, gloo = (
-            [line["time_us"] for line in lines if line["system"] == name] for name in ("moe_a2a auto", "gloo")
-        )
-        sizes = sorted({line["size"] for line in lines})
-        rows.append([dtype, *(f"{us(a)} / {us(b)}" for a, b in zip(ours, gloo, strict=True))])
-        rows.append(
-            [
-                "times as fast",
-                *(f"{b / a:.1f}" if b < 10 * a else f"{b / a:.0f}" for a, b in zip(ours, gloo, strict=True)),
-            ]
-        )
+        times: dict[str, list[float]] = {}
+        for line in results("cpu/all_reduce")["lines"]:
+            if line["dtype"] == dtype:
+                times.setdefault(line["system"], []).append(line["time_us"])
+                sizes = sorted({line["size"], *sizes})
+        for title, system in ((dtype, "moe_a2a auto"), (f"{dtype}, direct", "moe_a2a direct")):
+            pairs = list(zip(times.get(system, []), times["gloo"], strict=False))
+            if pairs:
+                rows.append([title, *(f"{us(a)} / {us(b)}" for a, b in pairs)])
+                rows.append(["times as fast", *(f"{b / a:.1f}" if b < 10 * a else f"{b / a:.0f}" for a, b in pairs)])
     return table(["KiB", *(str(size >> 10) for size in sizes)], rows)
 
 

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--dtype", type=dtypes, default=[torch.float32], metavar="TYPE,...", help=", ".join(DTYPES))
     what.add_argument("--op", choices=OPS, default="sum", help="default: sum")
     what.add_argument("--algorithms", type=some_of(ALGORITHMS), default=["auto"], metavar="NAME,...",
-                      help=f"of all_reduce: {', '.join(ALGORITHMS)} (default: auto)")  # fmt: skip
+                      help=f"of all_reduce: {', '.join(ALGORITHMS)} (default: auto); of the others: direct, as a second line")  # fmt: skip
     what.add_argument("--codecs", type=some_of(CODECS, or_none=True), default=[], metavar="NAME,...",
                       help=f"of all_reduce, beside none: {', '.join(CODECS)}")  # fmt: skip
     what.add_argument(
@@ -113,11 +113,10 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
         print(f"{HEADER}\n{UNITS}", flush=True)
     most = max(LEAST_NBYTES, *options.sizes) if "direct" in options.algorithms else 0
     with moe_a2a.Collectives(dist.group.WORLD, num_blocks=options.blocks, symmetric_nbytes=most, device=device) as coll:
-        symmetric = coll.empty(most, dtype=torch.uint8)
+        memory = coll.empty(most, dtype=torch.uint8)
         for dtype in options.dtype:
             for size in options.sizes:
-                case = Case(options.kind, size, dtype, options.op, device)
-                for contender in contenders(case, coll, symmetric, options):
+                for case, contender in contenders(size, dtype, coll, memory, options):
                     line = measure(case, contender, clock, options.graph)
                     lines.append(line)
                     if is_first:
@@ -129,15 +128,26 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
 
 
 class Case:
-    """The tensors of one size, in place: this rank's share is a view of the whole tensor."""
+    """The tensors of one size, in place: this rank's share is a view of the whole tensor. memory: bytes for it; None: new."""
 
-    def __init__(self, kind: str, size: int, dtype: torch.dtype, op: str, device: torch.device):
+    def __init__(
+        self,
+        kind: str,
+        size: int,
+        dtype: torch.dtype,
+        op: str,
+        device: torch.device,
+        memory: torch.Tensor | None = None,
+    ):
         self.kind, self.op, self.dtype = kind, op, dtype
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         count = max(1, size // dtype.itemsize)
         if kind != "all_reduce":
             count = max(1, count // self.ranks) * self.ranks
-        self.x = torch.empty(count, dtype=dtype, device=device)
+        if memory is None:
+            self.x = torch.empty(count, dtype=dtype, device=device)
+        else:
+            self.x = memory[: count * dtype.itemsize].view(dtype)
         self.share = self.x.view(self.ranks, -1)[self.rank] if kind != "all_reduce" else self.x
 
     def values(self, rank: int) -> torch.Tensor:
@@ -184,32 +194,39 @@ class Contender:
 
 
 def contenders(
-    case: Case, coll: moe_a2a.Collectives, symmetric: torch.Tensor, options: argparse.Namespace
-) -> list[Contender]:
+    size: int, dtype: torch.dtype, coll: moe_a2a.Collectives, memory: torch.Tensor, options: argparse.Namespace
+) -> list[tuple[Case, Contender]]:
+    """memory: bytes of symmetric memory, for direct calls."""
+    case = Case(options.kind, size, dtype, options.op, coll.device)
     on_gpu = case.x.device.type == "cuda"
-    ours, peers = moe_a2a_calls(case, coll, symmetric, options), []
+    of_case = moe_a2a_calls(case, coll, [name for name in options.algorithms if name != "direct"], options.codecs)
     if on_gpu or case.op != "avg":  # gloo has no average
-        peers = [Contender("nccl" if on_gpu else "gloo", distributed_call(case), case.x)]
+        of_case.append(Contender("nccl" if on_gpu else "gloo", distributed_call(case), case.x))
     if on_gpu and case.kind == "all_reduce" and case.op == "sum":
-        peers += symmetric_memory_calls(case)
-    return ours + peers
+        of_case += symmetric_memory_calls(case)
+    every = [(case, contender) for contender in of_case]
+    if "direct" in options.algorithms:
+        symmetric = Case(options.kind, size, dtype, options.op, coll.device, memory)
+        every += [(symmetric, contender) for contender in moe_a2a_calls(symmetric, coll, ["direct"], [])]
+    return every
 
 
 def moe_a2a_calls(
-    case: Case, coll: moe_a2a.Collectives, symmetric: torch.Tensor, options: argparse.Namespace
+    case: Case, coll: moe_a2a.Collectives, algorithms: list[str], names_of_codecs: list[str]
 ) -> list[Contender]:
-    """symmetric: bytes for the tensors of algorithm="direct"."""
+    system = "moe_a2a direct" if algorithms == ["direct"] else "moe_a2a"
     if case.kind == "reduce_scatter":
-        return [Contender("moe_a2a", lambda: coll.reduce_scatter(case.x, case.op, out=case.share), case.x)]
+        return [Contender(system, lambda: coll.reduce_scatter(case.x, case.op, out=case.share), case.x)]
     if case.kind == "all_gather":
-        return [Contender("moe_a2a", lambda: coll.all_gather(case.share, out=case.x), case.x)]
-    how: list[tuple[str, str, str | None]] = [(name, name, None) for name in options.algorithms]
-    how += [(f"two_shot {codec}", "auto", codec) for codec in options.codecs]
-    calls = []
-    for system, name, codec in how:
-        x = symmetric[: case.x.nbytes].view(case.dtype) if name == "direct" else case.x
-        calls.append(Contender(f"moe_a2a {system}", partial(coll.all_reduce, x, case.op, name, codec, out=x), x, codec))
-    return calls
+        return [Contender(system, lambda: coll.all_gather(case.share, out=case.x), case.x)]
+    how: list[tuple[str, str, str | None]] = [(name, name, None) for name in algorithms]
+    how += [(f"two_shot {codec}", "auto", codec) for codec in names_of_codecs]
+    return [
+        Contender(
+            f"moe_a2a {system}", partial(coll.all_reduce, case.x, case.op, name, codec, out=case.x), case.x, codec
+        )
+        for system, name, codec in how
+    ]
 
 
 def distributed_call(case: Case) -> Callable[[], Any]:

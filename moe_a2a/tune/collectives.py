@@ -64,8 +64,8 @@ def measure(options: argparse.Namespace, device: torch.device, clock: Clock) -> 
     blocks = [0, *(options.blocks or (GPU_BLOCKS if device.type == "cuda" else CPU_BLOCKS))]
     sizes = sorted(options.sizes)
     with moe_a2a.Collectives(dist.group.WORLD, symmetric_nbytes=sizes[-1], device=device) as coll:
-        symmetric = coll.empty(sizes[-1], dtype=torch.uint8)
-        return [_measured(kind, DTYPES[options.dtype], sizes, blocks, coll, symmetric, clock) for kind in KINDS]
+        memory = coll.empty(sizes[-1], dtype=torch.uint8)
+        return [_measured(kind, DTYPES[options.dtype], sizes, blocks, coll, memory, clock) for kind in KINDS]
 
 
 def _measured(
@@ -74,7 +74,7 @@ def _measured(
     sizes: list[int],
     blocks: list[int],
     coll: moe_a2a.Collectives,
-    symmetric: torch.Tensor,
+    memory: torch.Tensor,
     clock: Clock,
 ) -> CollectiveTable:
     steps, with_codec, with_words, directly = [], [], [], []
@@ -92,7 +92,7 @@ def _measured(
         if kind == "all_reduce":
             coded = {codec: _microseconds(case, coll, ("two_shot", 0), codec, clock) for codec in CODECS}
             with_codec.append({codec: time < min(times.values()) for codec, time in coded.items()})
-            direct = _microseconds_direct(case, coll, symmetric, clock)
+            direct = _microseconds_direct(case, coll, memory, clock)
             directly.append({"direct": direct < min(times.values())})
             times |= {(codec, 0): time for codec, time in coded.items()} | {("direct", 0): direct}
         if dist.get_rank() == 0:
@@ -132,10 +132,10 @@ def _microseconds(
     return line.time_us
 
 
-def _microseconds_direct(case: bench.Case, coll: moe_a2a.Collectives, symmetric: torch.Tensor, clock: Clock) -> float:
-    x = symmetric[: case.x.nbytes].view(case.dtype)
-    contender = bench.Contender("", lambda: coll.all_reduce(x, case.op, "direct", out=x), x)
-    line = bench.measure(case, contender, clock, x.is_cuda)
+def _microseconds_direct(case: bench.Case, coll: moe_a2a.Collectives, memory: torch.Tensor, clock: Clock) -> float:
+    symmetric = bench.Case(case.kind, case.x.nbytes, case.dtype, case.op, coll.device, memory)
+    (contender,) = bench.moe_a2a_calls(symmetric, coll, ["direct"], [])
+    line = bench.measure(symmetric, contender, clock, symmetric.x.is_cuda)
     if line.num_wrong:
         raise RuntimeError(f"all_reduce of {line.size} bytes, direct: {line.num_wrong} wrong")
     return line.time_us
