@@ -44,10 +44,6 @@ class OneShotWords {
 
   enum class Arrival { kGood, kGaveUp, kOtherCall };
 
-  // The elements of a word.
-  template <class T>
-  static constexpr int kInWord = kLlData * 4 / static_cast<int>(sizeof(T));
-
   MOE_A2A_DEVICE OneShotWords(const Args& args, const Part& part, const Block& block)
       : args_(args), part_(part), block_(block) {}
 
@@ -58,7 +54,7 @@ class OneShotWords {
     const uint64_t start = trace_now();
     const Delivery delivery{part_.others(), i, (part_.rank() + 1) % part_.num_ranks()};
     LlWord* local = words_of(part_.rank(), i);
-    send_ll(block_, delivery, values_of(i), part_.epoch, [&](int rank) { return c.heap.peer(rank, local); });
+    send_ll(block_, delivery, chunk_of(i), part_.epoch, [&](int rank) { return c.heap.peer(rank, local); });
     record(c.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
   }
 
@@ -80,7 +76,7 @@ class OneShotWords {
   // A thread sends and merges the same words: `out` may be `x`.
   template <class T, class Op>
   MOE_A2A_DEVICE Arrival reduce_chunk(int i) const {
-    const RowSource own = values_of(i);
+    const RowSource own = chunk_of(i);
     const int count = own_count(i), num_words = num_ll_words(own), stride = block_.size();
     T* out = reinterpret_cast<T*>(args_.out) + i * args_.chunk;
     for (int first = block_.rank(); first < (num_words > 0 ? num_words : 1); first += kUnroll * stride) {
@@ -93,7 +89,8 @@ class OneShotWords {
       for (int u = 0; u < kUnroll; ++u) {
         const int begin = (first + u * stride) * kInWord<T>;
         divide(merged[u], divisor_of(args_.op, part_.num_ranks()));
-        store(out + begin, count - begin, merged[u]);
+        T* target = out + begin;
+        store_rounded(target, count - begin, reinterpret_cast<uint64_t>(target) % 4 == 0, merged[u]);
       }
     }
     return Arrival::kGood;
@@ -166,38 +163,16 @@ class OneShotWords {
 
   template <class T, class Op>
   MOE_A2A_DEVICE static void merge_word(bool is_first, const LlWord& word, float (&merged)[kInWord<T>]) {
-    struct Elements {
-      T element[kInWord<T>];
-    };
-    struct Data {
-      uint32_t dword[kLlData];
-    } data;
-    for (int d = 0; d < kLlData; ++d) data.dword[d] = word.data[d];
-    const auto elements = std::bit_cast<Elements>(data);
+    const auto values = values_of<T>(word);
     MOE_A2A_UNROLL
     for (int e = 0; e < kInWord<T>; ++e) {
-      const float value = to_float(elements.element[e]);
+      const float value = to_float(values.value[e]);
       merged[e] = is_first ? value : Op::merge(merged[e], value);
     }
   }
 
-  // At most `count` of a word's elements.
-  template <class T>
-  MOE_A2A_DEVICE static void store(T* target, int count, const float (&merged)[kInWord<T>]) {
-    constexpr int kInDword = 4 / sizeof(T);
-    if (count >= kInWord<T> && reinterpret_cast<uint64_t>(target) % 4 == 0) {
-      for (int d = 0; d < kLlData; ++d) {
-        T values[kInDword];
-        for (int e = 0; e < kInDword; ++e) values[e] = from_float<T>(merged[d * kInDword + e]);
-        store_values(target + d * kInDword, values);
-      }
-      return;
-    }
-    for (int e = 0; e < kInWord<T> && e < count; ++e) target[e] = from_float<T>(merged[e]);
-  }
-
   MOE_A2A_DEVICE int own_count(int i) const { return args_.count > 0 ? args_.size_of_chunk(i) : 0; }
-  MOE_A2A_DEVICE RowSource values_of(int i) const {
+  MOE_A2A_DEVICE RowSource chunk_of(int i) const {
     const int size = size_of(args_.dtype);
     return {.values = args_.x + i * args_.chunk * size, .num_value_bytes = int64_t{own_count(i)} * size};
   }

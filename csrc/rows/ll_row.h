@@ -28,6 +28,40 @@ MOE_A2A_DEVICE bool is_all_values(const RowSource& row, int w) {
   return 4 * (w + 1) * kLlData <= static_cast<int>(row.num_value_bytes);
 }
 
+// ---- the values of a word
+
+template <class T>
+inline constexpr int kInWord = kLlData * 4 / static_cast<int>(sizeof(T));
+
+template <class T>
+struct WordValues {
+  T value[kInWord<T>];
+};
+
+template <class T>
+MOE_A2A_DEVICE WordValues<T> values_of(const LlWord& word) {
+  struct Data {
+    uint32_t dword[kLlData];
+  } data;
+  for (int d = 0; d < kLlData; ++d) data.dword[d] = word.data[d];
+  return std::bit_cast<WordValues<T>>(data);
+}
+
+// Rounds and stores a word's values, at most `count` of them. `vectors`: the target is a multiple of 4 bytes.
+template <class T>
+MOE_A2A_DEVICE void store_rounded(T* target, int count, bool vectors, const float (&values)[kInWord<T>]) {
+  constexpr int kInDword = 4 / sizeof(T);
+  if (vectors && count >= kInWord<T>) {
+    for (int d = 0; d < kLlData; ++d) {
+      T dword[kInDword];
+      for (int i = 0; i < kInDword; ++i) dword[i] = from_float<T>(values[d * kInDword + i]);
+      store_values(target + d * kInDword, dword);
+    }
+    return;
+  }
+  for (int i = 0; i < kInWord<T> && i < count; ++i) target[i] = from_float<T>(values[i]);
+}
+
 // ---- sending
 
 // Loads a word's data: all of it or, if kIsBounded, the first `num_dwords`, and 0 for the rest.

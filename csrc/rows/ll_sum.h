@@ -25,13 +25,13 @@ struct LlSum {
     constexpr int kInDword = 4 / sizeof(T);
     const int num_words = num_ll_words((num_elements + kInDword - 1) / kInDword), stride = group.size();
     for (int first = group.rank(); first < num_words; first += kUnroll * stride) {
-      float sum[kUnroll][kLlData * kInDword] = {};
+      float sum[kUnroll][kInWord<T>] = {};
       for (RankSet rest = ranks; !rest.empty();) {
         if (!add_some(rest, first, num_words, num_elements, stride, group.rank() == 0, sum, T{})) return false;
       }
       for (int u = 0; u < kUnroll; ++u) {
-        const int done = (first + u * stride) * kLlData * kInDword;
-        store(target + done, num_elements - done, vector_rows, sum[u]);
+        const int done = (first + u * stride) * kInWord<T>;
+        store_rounded(target + done, num_elements - done, vector_rows, sum[u]);
       }
     }
     return true;
@@ -95,38 +95,12 @@ struct LlSum {
     for (int i = 0; i < kRanksInFlight; ++i) {
       if (rest.empty()) break;
       rest.remove_first();
-      for (int u = 0; u < kUnroll; ++u) add_word<T>(word[i][u], sum[u]);
+      for (int u = 0; u < kUnroll; ++u) {
+        const auto values = values_of<T>(word[i][u]);
+        for (int j = 0; j < kInWord<T>; ++j) sum[u][j] += to_float(values.value[j]);
+      }
     }
     return true;
-  }
-
-  template <class T, class Sum>
-  MOE_A2A_DEVICE static void add_word(const LlWord& word, Sum& sum) {
-    constexpr int kInDword = 4 / sizeof(T);
-    struct Elements {
-      T element[kLlData * kInDword];
-    };
-    struct Data {
-      uint32_t dword[kLlData];
-    } data;
-    for (int d = 0; d < kLlData; ++d) data.dword[d] = word.data[d];
-    const Elements elements = std::bit_cast<Elements>(data);
-    for (int j = 0; j < kLlData * kInDword; ++j) sum[j] += to_float(elements.element[j]);
-  }
-
-  // Stores the word's elements, at most `count` of them.
-  template <class T, class Sum>
-  MOE_A2A_DEVICE static void store(T* target, int count, bool vector_rows, const Sum& sum) {
-    constexpr int kInDword = 4 / sizeof(T), kCount = kLlData * kInDword;
-    if (vector_rows && count >= kCount) {
-      for (int d = 0; d < kLlData; ++d) {
-        T values[kInDword];
-        for (int j = 0; j < kInDword; ++j) values[j] = from_float<T>(sum[d * kInDword + j]);
-        store_values(target + d * kInDword, values);
-      }
-      return;
-    }
-    for (int j = 0; j < kCount && j < count; ++j) target[j] = from_float<T>(sum[j]);
   }
 };
 
