@@ -69,16 +69,18 @@ def against_gloo() -> str:
     """us of all_reduce / gloo, and their ratio, by size; of direct calls too."""
     rows, sizes = [], []
     for dtype in ("float32", "bfloat16"):
+        lines = [line for line in results("cpu/all_reduce")["lines"] if line["dtype"] == dtype]
+        sizes = sorted({line["size"] for line in lines})
         times: dict[str, list[float]] = {}
-        for line in results("cpu/all_reduce")["lines"]:
-            if line["dtype"] == dtype:
-                times.setdefault(line["system"], []).append(line["time_us"])
-                sizes = sorted({line["size"], *sizes})
-        for title, system in ((dtype, "moe_a2a auto"), (f"{dtype}, direct", "moe_a2a direct")):
-            pairs = list(zip(times.get(system, []), times["gloo"], strict=False))
-            if pairs:
-                rows.append([title, *(f"{us(a)} / {us(b)}" for a, b in pairs)])
-                rows.append(["times as fast", *(f"{b / a:.1f}" if b < 10 * a else f"{b / a:.0f}" for a, b in pairs)])
+        for line in lines:
+            times.setdefault(line["system"], []).append(line["time_us"])
+        systems = {dtype: "moe_a2a auto"}
+        if "moe_a2a direct" in times:
+            systems[f"{dtype}, direct"] = "moe_a2a direct"
+        for title, system in systems.items():
+            pairs = list(zip(times[system], times["gloo"], strict=True))
+            rows.append([title, *(f"{us(a)} / {us(b)}" for a, b in pairs)])
+            rows.append(["times as fast", *(f"{b / a:.1f}" if b < 10 * a else f"{b / a:.0f}" for a, b in pairs)])
     return table(["KiB", *(str(size >> 10) for size in sizes)], rows)
 
 

@@ -17,10 +17,6 @@ std::string name_in(const char* const (&names)[kCount], uint64_t index) {
   return index < kCount ? names[index] : std::to_string(index);
 }
 
-bool is_direct(const Announcement& announcement) {
-  return static_cast<Algorithm>(announcement.word[0] >> 24 & 0xff) == Algorithm::kDirect;
-}
-
 }  // namespace
 
 Announcement Announcement::of(const Terms& terms, int64_t count, uint64_t digest) {
@@ -53,8 +49,8 @@ void raise_mismatch(const Report& report) {
   std::string what = "ranks disagree: rank " + std::to_string(report.rank) + " calls " + describe(own) + ", rank " +
                      std::to_string(report.peer) + " " + describe(theirs);
   if (theirs.word[0] == own.word[0] && theirs.word[1] == own.word[1]) {
-    what += is_direct(own) ? ", on tensors that empty() made in another order, or with other counts"
-                           : ", divided by different counts";
+    what += own.is_direct() ? ", on tensors that empty() made in another order, or with other counts"
+                            : ", divided by different counts";
   }
   throw CallMismatch(what + "; make the same calls in the same order, with the same arguments, on every rank",
                      report.peer);

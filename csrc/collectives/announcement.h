@@ -39,6 +39,8 @@ struct Announcement {
   static Announcement of(const Terms& terms, int64_t count, uint64_t digest = 0);
   static Announcement of_refusal() { return {{static_cast<uint64_t>(CollectiveKind::kRefused)}}; }
 
+  bool is_direct() const { return static_cast<Algorithm>(word[0] >> 24 & 0xff) == Algorithm::kDirect; }
+
   MOE_A2A_HOST_DEVICE static CollectiveKind kind_of(uint64_t first_word) {
     return static_cast<CollectiveKind>(first_word & 0xff);
   }

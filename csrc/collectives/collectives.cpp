@@ -31,18 +31,19 @@ uint64_t digest_of(uint64_t first, uint64_t second) {
 
 }  // namespace
 
-Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int64_t tensor_nbytes, int num_blocks)
+Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int64_t symmetric_nbytes,
+                         int num_blocks)
     : Client(comm->member(), kCollectiveVocabulary, context_),
       comm_(std::move(comm)),
-      tensor_nbytes_(tensor_nbytes),
+      symmetric_nbytes_(symmetric_nbytes),
       num_blocks_(num_blocks) {
   device_->add(collective_kernels(member_.target));
   const int num_ranks = member_.num_ranks;
   share_bytes_ =
       share_bytes_for(device_->is_synchronous() ? std::min(max_nbytes, kMaxCpuWorkspace) : max_nbytes, num_ranks);
-  const CollectiveBytes bytes{.share = share_bytes_, .words = kMaxWordsBytes, .tensors = tensor_nbytes};
+  const CollectiveBytes bytes{.share = share_bytes_, .words = kMaxWordsBytes, .tensors = symmetric_nbytes};
   allocate(place_region(context_, num_ranks, bytes, nullptr, nullptr),
-           {agreed("max_nbytes", max_nbytes), agreed("symmetric_nbytes", tensor_nbytes)},
+           {agreed("max_nbytes", max_nbytes), agreed("symmetric_nbytes", symmetric_nbytes)},
            [&](std::byte* symmetric, std::byte* local) { place_region(context_, num_ranks, bytes, symmetric, local); });
   link(comm_->poison_link());
 }
@@ -50,21 +51,21 @@ Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes,
 std::byte* Collectives::take_tensor(int64_t nbytes) {
   const CallGate::Turn turn = gate_.enter();
   require_open();
-  const int64_t left = tensor_nbytes_ - taken_;
+  const int64_t left = symmetric_nbytes_ - taken_;
   if (nbytes > left) {
     throw std::invalid_argument("rank " + std::to_string(member_.rank) + ": " + std::to_string(left) +
-                                " bytes are left of symmetric_nbytes=" + std::to_string(tensor_nbytes_) +
+                                " bytes are left of symmetric_nbytes=" + std::to_string(symmetric_nbytes_) +
                                 ", the tensor takes " + std::to_string(nbytes) +
                                 "; pass a larger symmetric_nbytes to Collectives() on every rank");
   }
   std::byte* tensor = context_.region.tensors.at(taken_);
-  taken_ = std::min(tensor_nbytes_, (taken_ + nbytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment);
+  taken_ = std::min(symmetric_nbytes_, (taken_ + nbytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment);
   return tensor;
 }
 
 bool Collectives::holds(const std::byte* data, int64_t nbytes) const {
   const std::byte* begin = context_.region.tensors.data;
-  return nbytes > 0 && data >= begin && data + nbytes <= begin + tensor_nbytes_;
+  return nbytes > 0 && data >= begin && data + nbytes <= begin + symmetric_nbytes_;
 }
 
 // Kernels find a tensor on another rank by its place on this one.
@@ -111,43 +112,37 @@ void Collectives::all_reduce(const Operands& operands, int64_t count, const Meth
   });
 }
 
+// For a call whose tensor `whole` has the shares of all ranks.
+ShareArgs Collectives::share_args(CollectiveKind kind, const Operands& operands, const std::byte* whole,
+                                  const Shares& shares, ReduceOp op) const {
+  const int64_t count = shares.offset[member_.num_ranks];
+  const bool is_direct = holds(whole, count * size_of(operands.dtype));
+  const Announcement::Terms terms{kind, operands.dtype, op, is_direct ? Algorithm::kDirect : Algorithm::kNone};
+  const uint64_t digest = digest_of(shares.digest(member_.num_ranks), is_direct ? place_of(whole) : 0);
+  return {.announcement = Announcement::of(terms, count, digest),
+          .x = operands.x,
+          .out = operands.out,
+          .shares = shares,
+          .dtype = operands.dtype,
+          .op = op};
+}
+
 void Collectives::reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op,
                                  int num_blocks, void* stream) {
   const Shares shares = Shares::of(checked(counts));
-  const int num_ranks = member_.num_ranks, element_size = size_of(operands.dtype);
-  const int64_t count = shares.offset[num_ranks];
-  const bool is_direct = holds(operands.x, count * element_size);
-  const Algorithm algorithm = is_direct ? Algorithm::kDirect : Algorithm::kNone;
-  const uint64_t digest = digest_of(shares.digest(num_ranks), is_direct ? place_of(operands.x) : 0);
-  const ShareArgs args{
-      .announcement = Announcement::of({CollectiveKind::kReduceScatter, operands.dtype, op, algorithm}, count, digest),
-      .x = operands.x,
-      .out = operands.out,
-      .out_begin = shares.offset[member_.rank],
-      .shares = shares,
-      .dtype = operands.dtype,
-      .op = op};
-  if (is_direct) return launch_direct(DirectReduceScatterArgs{args}, num_blocks, stream);
-  launch_shares(ReduceScatterArgs{args}, element_size, num_blocks, stream);
+  ShareArgs args = share_args(CollectiveKind::kReduceScatter, operands, operands.x, shares, op);
+  args.out_begin = shares.offset[member_.rank];
+  if (args.announcement.is_direct()) return launch_direct(DirectReduceScatterArgs{args}, num_blocks, stream);
+  launch_shares(ReduceScatterArgs{args}, size_of(operands.dtype), num_blocks, stream);
 }
 
 void Collectives::all_gather(const Operands& operands, const std::vector<int64_t>& counts, int num_blocks,
                              void* stream) {
   const Shares shares = Shares::of(checked(counts));
-  const int num_ranks = member_.num_ranks, element_size = size_of(operands.dtype);
-  const int64_t count = shares.offset[num_ranks];
-  const bool is_direct = holds(operands.out, count * element_size);
-  const Announcement::Terms terms{CollectiveKind::kAllGather, operands.dtype, ReduceOp::kSum,
-                                  is_direct ? Algorithm::kDirect : Algorithm::kNone};
-  const uint64_t digest = digest_of(shares.digest(num_ranks), is_direct ? place_of(operands.out) : 0);
-  const ShareArgs args{.announcement = Announcement::of(terms, count, digest),
-                       .x = operands.x,
-                       .out = operands.out,
-                       .x_begin = shares.offset[member_.rank],
-                       .shares = shares,
-                       .dtype = operands.dtype};
-  if (is_direct) return launch_direct(DirectAllGatherArgs{args}, num_blocks, stream);
-  launch_shares(AllGatherArgs{args}, element_size, num_blocks, stream);
+  ShareArgs args = share_args(CollectiveKind::kAllGather, operands, operands.out, shares, ReduceOp::kSum);
+  args.x_begin = shares.offset[member_.rank];
+  if (args.announcement.is_direct()) return launch_direct(DirectAllGatherArgs{args}, num_blocks, stream);
+  launch_shares(AllGatherArgs{args}, size_of(operands.dtype), num_blocks, stream);
 }
 
 std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) const {

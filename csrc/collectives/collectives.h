@@ -11,6 +11,8 @@
 
 namespace moe_a2a {
 
+struct ShareArgs;
+
 // Every rank makes the same calls in the same order, with the same counts, dtype, operator and algorithm. If a rank
 // makes a different call, all ranks throw CallMismatch and the call is over on every rank. Values are merged in fp32
 // and rounded once, by kOneShot, kTwoShot and reduce_scatter in rank order; all ranks get the same bits.
@@ -22,9 +24,9 @@ class Collectives : public Client {
     DType dtype = DType::kFloat32;
   };
 
-  // `max_nbytes`: size of the workspace; larger tensors are sent in slices. `tensor_nbytes`: memory for take_tensor().
-  // `num_blocks`: the limit for a launch; 0: as many as the device runs at once.
-  Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int64_t tensor_nbytes = 0, int num_blocks = 0);
+  // `max_nbytes`: size of the workspace; larger tensors are sent in slices. `symmetric_nbytes`: memory for
+  // take_tensor(). `num_blocks`: the limit for a launch; 0: as many as the device runs at once.
+  Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int64_t symmetric_nbytes = 0, int num_blocks = 0);
 
   // Memory for a tensor of the caller, which stays taken until the object is destroyed. If every rank takes tensors of
   // the same sizes in the same order, each lies at the same place on all ranks.
@@ -69,6 +71,8 @@ class Collectives : public Client {
   template <class Args>
   void launch_direct(const Args& args, int num_blocks, void* stream);
   uint64_t place_of(const std::byte* data) const;
+  ShareArgs share_args(CollectiveKind kind, const Operands& operands, const std::byte* whole, const Shares& shares,
+                       ReduceOp op) const;
   int blocks_for(int64_t num_chunks, int num_blocks) const;
   std::vector<int64_t> checked(const std::vector<int64_t>& counts) const;
   void raise_in_own_words(const Report& report) override;
@@ -76,7 +80,7 @@ class Collectives : public Client {
   std::shared_ptr<Communicator> comm_;
   CollectiveContext context_;
   int64_t share_bytes_;
-  int64_t tensor_nbytes_, taken_ = 0;
+  int64_t symmetric_nbytes_, taken_ = 0;
   int num_blocks_;
 };
 

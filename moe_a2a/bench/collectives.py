@@ -38,7 +38,6 @@ REDUCE_OPS = {
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BYTES_PER_ROUND = 16 << 20  # a round makes this many bytes of back-to-back calls, at most 50 calls
-LEAST_NBYTES = max(dtype.itemsize for dtype in DTYPES.values())  # of a tensor
 STEPS = {"q8": 1 / 128, "q6": 1 / 32, "q4": 1 / 8, "fp8": 1 / 16}  # relative to the largest magnitude, per rounding
 LARGEST = 15  # magnitude of the test's values
 HEADER = (
@@ -111,7 +110,7 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
             f"# {options.kind}, {about['ranks']} ranks on {about['machine']}; torch {about['versions']['torch']}, in place"
         )
         print(f"{HEADER}\n{UNITS}", flush=True)
-    most = max(LEAST_NBYTES, *options.sizes) if "direct" in options.algorithms else 0
+    most = most_nbytes(options.sizes) if "direct" in options.algorithms else 0
     with moe_a2a.Collectives(dist.group.WORLD, num_blocks=options.blocks, symmetric_nbytes=most, device=device) as coll:
         memory = coll.empty(most, dtype=torch.uint8)
         for dtype in options.dtype:
@@ -125,6 +124,11 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
         options.json.write_text(json.dumps({"about": about, "lines": [asdict(line) for line in lines]}, indent=1))
     dist.barrier()
     return 1 if any(line.num_wrong for line in lines) else 0
+
+
+def most_nbytes(sizes: list[int]) -> int:
+    """Of the tensor of any Case of these sizes: it has at least an element per rank."""
+    return max(dist.get_world_size() * max(dtype.itemsize for dtype in DTYPES.values()), *sizes)
 
 
 class Case:

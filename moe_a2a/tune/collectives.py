@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,9 @@ def text(tables: Sequence[CollectiveTable]) -> str:
 def measure(options: argparse.Namespace, device: torch.device, clock: Clock) -> list[CollectiveTable]:
     blocks = [0, *(options.blocks or (GPU_BLOCKS if device.type == "cuda" else CPU_BLOCKS))]
     sizes = sorted(options.sizes)
-    with moe_a2a.Collectives(dist.group.WORLD, symmetric_nbytes=sizes[-1], device=device) as coll:
-        memory = coll.empty(sizes[-1], dtype=torch.uint8)
+    most = bench.most_nbytes(sizes)
+    with moe_a2a.Collectives(dist.group.WORLD, symmetric_nbytes=most, device=device) as coll:
+        memory = coll.empty(most, dtype=torch.uint8)
         return [_measured(kind, DTYPES[options.dtype], sizes, blocks, coll, memory, clock) for kind in KINDS]
 
 
@@ -118,26 +119,20 @@ def _microseconds(
     words = MOST_IN_WORDS if as_words else 0
     tables = [CollectiveTable(kind, "bfloat16", (step,), most_in_words=words) for kind in KINDS]
     coll.tables = collective_tables.Tables(tables, "tune")
-    if case.kind == "all_reduce":
-        call: Callable[[], object] = lambda: coll.all_reduce(case.x, case.op, codec=codec, out=case.x)  # noqa: E731
-    elif case.kind == "reduce_scatter":
-        call = lambda: coll.reduce_scatter(case.x, case.op, out=case.share)  # noqa: E731
-    else:
-        call = lambda: coll.all_gather(case.share, out=case.x)  # noqa: E731
-    line = bench.measure(case, bench.Contender("", call, case.x, codec), clock, case.x.is_cuda)
-    if line.num_wrong:
-        raise RuntimeError(
-            f"{case.kind} of {line.size} bytes, {algorithm}, {num_blocks} blocks, {codec}: {line.num_wrong} wrong"
-        )
-    return line.time_us
+    (contender,) = bench.moe_a2a_calls(case, coll, [] if codec else ["auto"], [codec] if codec else [])
+    return _time_us(case, contender, clock, f"{algorithm}, {num_blocks} blocks, {codec}")
 
 
 def _microseconds_direct(case: bench.Case, coll: moe_a2a.Collectives, memory: torch.Tensor, clock: Clock) -> float:
     symmetric = bench.Case(case.kind, case.x.nbytes, case.dtype, case.op, coll.device, memory)
     (contender,) = bench.moe_a2a_calls(symmetric, coll, ["direct"], [])
-    line = bench.measure(symmetric, contender, clock, symmetric.x.is_cuda)
+    return _time_us(symmetric, contender, clock, "direct")
+
+
+def _time_us(case: bench.Case, contender: bench.Contender, clock: Clock, how: str) -> float:
+    line = bench.measure(case, contender, clock, case.x.is_cuda)
     if line.num_wrong:
-        raise RuntimeError(f"all_reduce of {line.size} bytes, direct: {line.num_wrong} wrong")
+        raise RuntimeError(f"{case.kind} of {line.size} bytes, {how}: {line.num_wrong} wrong")
     return line.time_us
 
 

@@ -80,8 +80,8 @@ class CollectiveMill:
 
     def all_gather(self, x: torch.Tensor, base: torch.Tensor, op: str) -> None:
         expected = torch.cat([base * (1 + rank) for rank in range(self.coll.num_ranks)])
-        out = self.symmetric(expected.to(x.dtype)) if self.shared.random() < 0.5 else None
-        self.compare(self.coll.all_gather(x, out=None if out is None else out.fill_(-1)), expected, 0)
+        out = self.symmetric(expected.to(x.dtype)).fill_(-1) if self.shared.random() < 0.5 else None
+        self.compare(self.coll.all_gather(x, out=out), expected, 0)
 
     def symmetric(self, x: torch.Tensor) -> torch.Tensor:
         """A copy in symmetric memory, always the same."""
