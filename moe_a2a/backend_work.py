@@ -3,8 +3,8 @@ tensors. In both cases the caller continues and calls keep their order."""
 
 from __future__ import annotations
 
+import collections
 import os
-import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -90,26 +90,43 @@ class ThreadWork(_Work):
 
     def __init__(self, results: list[torch.Tensor]):
         super().__init__(results)
-        self._begun: Any = torch.futures.Future()
-        self._future = self._begun.then(self._outcome)
-        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._has_run = False
+        self._over = threading.Event()  # has run, and so has its future, if any
         self._error: BaseException | None = None
+        self._begun: Any = None
+        self._future: Any = None
 
-    def run(self, call: Callable[[], Any]) -> None:
+    def run(self, call: Callable[[], Any]) -> bool:
+        """Whether it has a future, which complete_future() has to complete."""
         try:
             call()
         except BaseException as error:
             self._error = error
-        self._over.set()
+        with self._lock:
+            self._has_run = True
+            if self._begun is None:
+                self._over.set()
+            return self._begun is not None
+
+    def complete_future(self) -> None:
+        """Also runs what was added to the future by then(), which may make calls and wait for them."""
         self._begun.set_result(None)
+
+    def get_future(self) -> Any:
+        with self._lock:
+            if self._future is None:
+                self._begun = torch.futures.Future()
+                self._future = self._begun.then(self._outcome)
+                self._future.add_done_callback(lambda _: self._over.set())  # the first, so before the user's callbacks
+                if self._has_run:
+                    self.complete_future()
+            return self._future
 
     def _outcome(self, _: Any) -> list[torch.Tensor]:
         if self._error is not None:  # raised in here, it is the future's error for C++ too
             raise self._error
         return self._results
-
-    def get_future(self) -> Any:
-        return self._future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout else 0
@@ -129,16 +146,37 @@ class ThreadWork(_Work):
         return self._error
 
 
+class BarrierWork(_Work):
+    """The barrier of a GPU: wait() blocks the host until `work`, and all that the current stream has queued, is over."""
+
+    def __init__(self, work: _Work, device: torch.device):
+        super().__init__([])
+        self._work, self._device = work, device
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._work.wait(timeout)
+        torch.cuda.current_stream(self._device).synchronize()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
 class CallThread:
     """Runs calls in order. If the caller waits at once and nothing is queued, the call runs in the caller's thread:
-    a thread switch takes as long as a small collective. So do calls in a forked child, which has no such thread."""
+    a thread switch takes as long as a small collective. So do calls in a forked child, which has no such thread.
+
+    One call runs at a time. Its future is completed afterwards: callbacks of the future may make calls and wait for them,
+    and meanwhile another thread runs these."""
 
     def __init__(self, name: str):
         self._name, self._pid = name, os.getpid()
-        self._queue: queue.SimpleQueue[tuple[ThreadWork, Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._calls: collections.deque[tuple[ThreadWork, Callable[[], Any]]] = collections.deque()
         self._last: ThreadWork | None = None
-        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._is_running = self._is_closed = False
+        self._num_waiting = 0  # threads that wait for a call
+        self._changed = threading.Condition()  # guards the above
 
     def run(self, call: Callable[[], Any], results: list[torch.Tensor], waits_at_once: bool) -> _Work:
         if os.getpid() != self._pid:  # and the lock may be one that nobody here holds
@@ -151,25 +189,55 @@ class CallThread:
             with torch.inference_mode(in_inference_mode):
                 call()
 
-        with self._lock:
+        with self._changed:
             if waits_at_once and (self._last is None or self._last.is_completed()):
                 call()
                 return work_done(results)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
             work = self._last = ThreadWork(results)
-            self._queue.put((work, call_as_here))
+            self._calls.append((work, call_as_here))
+            self._find_a_thread()
             return work
 
     def close(self) -> None:
-        """Waits for the queued calls."""
-        thread, self._thread = self._thread, None
-        if thread is not None and os.getpid() == self._pid:
-            self._queue.put(None)
-            thread.join()
+        """Waits for the queued calls, and for the callbacks of their futures."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        while self._threads:  # one may still start another
+            thread = self._threads.pop()
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _find_a_thread(self) -> None:
+        if self._is_running or not self._calls:
+            return
+        if self._num_waiting > 0:
+            self._changed.notify()
+        else:
+            self._threads.append(threading.Thread(target=self._serve, name=self._name, daemon=True))
+            self._threads[-1].start()
 
     def _serve(self) -> None:
-        while (queued := self._queue.get()) is not None:
-            work, call = queued
-            work.run(call)
+        while (next_call := self._wait_for_call()) is not None:
+            work, call = next_call
+            has_future = work.run(call)
+            with self._changed:
+                self._is_running = False
+                if has_future:
+                    self._find_a_thread()
+            if has_future:
+                work.complete_future()
+
+    def _wait_for_call(self) -> tuple[ThreadWork, Callable[[], Any]] | None:
+        """None at the end."""
+        with self._changed:
+            self._num_waiting += 1
+            self._changed.wait_for(lambda: (self._calls or self._is_closed) and not self._is_running)
+            self._num_waiting -= 1
+            if not self._calls:
+                self._changed.notify_all()
+                return None
+            self._is_running = True
+            return self._calls.popleft()

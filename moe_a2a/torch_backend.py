@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from moe_a2a import _core, arguments, devices
 from moe_a2a.backend_options import Options, Place
-from moe_a2a.backend_work import CallThread, StreamWork, work_done
+from moe_a2a.backend_work import BarrierWork, CallThread, StreamWork, work_done
 from moe_a2a.boards import StoreBoard
 from moe_a2a.collectives import Collectives
 from moe_a2a.rendezvous import Meetings
@@ -143,8 +143,9 @@ class MoeA2aProcessGroup(_ProcessGroup):
             return self._delegate(x).allgather(outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
-            gathered = coll.all_gather(_flat(x))
-            for part, values in zip(parts, gathered.view(self._num_ranks, x.numel()), strict=True):
+            # A row per tensor of the list: Collectives refuses a list of another length on every rank.
+            gathered = coll.all_gather(_flat(x).view(1, -1), out=x.new_empty(len(parts), parts[0].numel()))
+            for part, values in zip(parts, gathered, strict=True):
                 part.copy_(values.view(part.shape))
 
         return self._run(opts, [*parts, x], call, parts)
@@ -179,22 +180,19 @@ class MoeA2aProcessGroup(_ProcessGroup):
         op, output, parts = _op_of(opts), outputs[0], inputs[0]
         if not _are_alike(parts) or not _takes(op, [output, *parts]):
             return self._delegate(output).reduce_scatter(outputs, inputs, opts)
-        return self._run(
-            opts,
-            [output, *parts],
-            lambda coll: _reduce_scatter(coll, output, torch.cat([_flat(part) for part in parts]), op),
-            [output],
-        )
+
+        def call(coll: Collectives) -> None:
+            x = torch.stack([_flat(part) for part in parts])
+            _fill(output, lambda flat: coll.reduce_scatter(x, op, out=flat.view(1, -1)))
+
+        return self._run(opts, [output, *parts], call, [output])
 
     def barrier(self, opts: Any = None, *, timeout: Any = None) -> Any:
         """Synchronises the GPUs if the group has used them, else the processes."""
         gpus = [device for device in self._made if device.type == "cuda"]
         token = torch.zeros(1, device=gpus[0] if gpus else "cpu")
-        work = self.allreduce([token])
-        work.wait()
-        if gpus:
-            torch.cuda.current_stream(gpus[0]).synchronize()
-        return work_done([])
+        work = self._run(opts, [token], lambda coll: coll.all_reduce(token, out=token), [])
+        return BarrierWork(work, gpus[0]) if gpus else work
 
     # What Collectives lacks. PyTorch would find the delegates itself, but it holds the GIL until the call is queued. A gloo
     # thread may hold the queue's lock and wait for the GIL (to free a tensor): a deadlock.

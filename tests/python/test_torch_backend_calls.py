@@ -1,12 +1,14 @@
 """The backend's calls as PyTorch and its users make them: any strides, forms of ProcessGroup's methods, modes, join()."""
 
+import time
 from datetime import timedelta
 
 import on_device
 import pytest
 import torch
 import torch.distributed as dist
-from test_torch_backend import DEVICE, full, integers, new_group, run_processes, settle
+from test_torch_backend import DEVICE, full, integers, new_group, run_on_backend, run_processes, settle
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_a2a
@@ -118,3 +120,86 @@ def join_program(gloo) -> None:
 
 def test_join_with_unused_parameters():
     run_processes(2, join_program)
+
+
+def callbacks_program(report) -> None:
+    """Callbacks of futures make calls and wait for them, as DDP's powerSGD_hook does."""
+
+    def again(future):
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()
+
+    for i in range(40):
+        future = dist.all_reduce(full(100, i), async_op=True).get_future().then(again).then(again)
+        assert torch.equal(future.wait()[0], full(100, 8 * i))
+    for _ in range(200):
+        work = dist.all_reduce(full(3, 1), async_op=True)
+        future = work.get_future()
+        work.wait()
+        assert future.done() and work.is_completed()
+    destroyed = dist.all_reduce(full(3, 1), async_op=True).get_future().then(lambda _: time.sleep(0.2))
+    dist.destroy_process_group()
+    assert destroyed.done()
+
+
+def test_callbacks_that_make_calls():
+    run_on_backend(2, callbacks_program)
+
+
+def hook_program(report) -> None:
+    """With one bucket: the order in which callbacks of several make calls would be that of their threads."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6))).to(DEVICE))
+    model.register_comm_hook(powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
+    for step in range(6):
+        loss = model(full(64, 1 + dist.get_rank()).view(2, 32)).square().sum()
+        loss.backward()
+        grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+        sums = grads.clone()
+        dist.all_reduce(sums)
+        assert torch.equal(sums, 2 * grads) and grads.isfinite().all() and grads.any(), step
+    dist.destroy_process_group()
+
+
+def test_powersgd_hook():
+    run_on_backend(2, hook_program)
+
+
+def barrier_program(report) -> None:
+    """A rank that begins a barrier goes on with what its peers need before they join it."""
+    for _ in range(20):
+        x = full(2, 1)
+        if dist.get_rank() == 0:
+            work = dist.barrier(async_op=True)
+            dist.send(x, 1)
+            assert work.wait()
+        else:
+            dist.recv(x, 0)
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_asynchronous_barrier():
+    run_on_backend(2, barrier_program)
+
+
+def lists_program(report) -> None:
+    """A list that has not one tensor per rank, on one rank: both learn of it, and the group remains usable."""
+    is_wrong = dist.get_rank() == 0
+    for length in (1, 3, 4):
+        parts = [full(3, 0) for _ in range(length if is_wrong else 2)]
+        error = ValueError if is_wrong else moe_a2a.PeerRefusedError
+        for call, text in (
+            (lambda: dist.all_gather(parts, full(3, 1)), rf"\[{length}, 3\] of torch.float32, expected \[2, 3\]"),  # noqa: B023
+            (lambda: dist.reduce_scatter(full(3, 0), parts), rf"x has {length} rows|\[{length // 2}, 3\]|\[1, 3\]"),  # noqa: B023
+        ):
+            with pytest.raises(error, match=text):
+                call()
+    x = full(2, 1)
+    dist.all_reduce(x)
+    assert torch.equal(x, full(2, 2))
+    dist.destroy_process_group()
+
+
+@on_device.cpu_only
+def test_lists_of_wrong_length():
+    run_on_backend(2, lists_program)
