@@ -19,13 +19,13 @@ enum class CollectiveWire : uint8_t { kRows, kWords };  // rows and signals, or 
 // Largest vector that travels as LL words.
 inline constexpr int64_t kMaxWordsBytes = 32 << 10;
 
-// Must be equal on all ranks, or the call is not made.
+// Must be equal on all ranks, or the call is not made. As many bits as one LL word of 16 bytes carries.
 struct Announcement {
   static constexpr int kWords = 3;
 
-  // kind, dtype, operator, algorithm, codec, wire; number of elements; a digest: how they are divided into shares, and
-  // for kDirect where the tensors lie
-  uint64_t word[kWords] = {};
+  // 4 bits each of kind, dtype, operator, algorithm, codec and wire, and the upper 8 of the number of elements; its
+  // lower 32; a digest: how they are divided into shares, and for kDirect where the tensors lie
+  uint32_t word[kWords] = {};
 
   // Common to all calls: which collective, of what, how merged.
   struct Terms {
@@ -37,23 +37,14 @@ struct Announcement {
     CollectiveWire wire = CollectiveWire::kRows;
   };
   static Announcement of(const Terms& terms, int64_t count, uint64_t digest = 0);
-  static Announcement of_refusal() { return {{static_cast<uint64_t>(CollectiveKind::kRefused)}}; }
+  static Announcement of_refusal() { return {{static_cast<uint32_t>(CollectiveKind::kRefused)}}; }
 
-  bool is_direct() const { return static_cast<Algorithm>(word[0] >> 24 & 0xff) == Algorithm::kDirect; }
+  MOE_A2A_HOST_DEVICE bool is_refusal() const { return term(0) == static_cast<uint32_t>(CollectiveKind::kRefused); }
+  bool is_direct() const { return term(3) == static_cast<uint32_t>(Algorithm::kDirect); }
 
-  MOE_A2A_HOST_DEVICE static CollectiveKind kind_of(uint64_t first_word) {
-    return static_cast<CollectiveKind>(first_word & 0xff);
-  }
-
-  // For a call whose values travel as LL words: everything that ranks may disagree about, packed into one LL word, so
-  // that no rank waits for the announcements. 0 for every other call.
-  MOE_A2A_HOST_DEVICE uint32_t terms_of_words() const {
-    static_assert(kMaxWordsBytes / 2 < 1 << kCountBits);
-    if (word[0] >> 40 != static_cast<uint64_t>(CollectiveWire::kWords)) return 0;
-    const auto dtype = static_cast<uint32_t>(word[0] >> 8 & 0xff), op = static_cast<uint32_t>(word[0] >> 16 & 0xff);
-    return 1u << 31 | dtype << (kCountBits + 4) | op << kCountBits | static_cast<uint32_t>(word[1]);
-  }
-  static constexpr int kCountBits = 20;
+  // The number of a term, in the order of Terms.
+  MOE_A2A_HOST_DEVICE uint32_t term(int i) const { return word[0] >> 4 * i & 0xf; }
+  int64_t count() const { return int64_t{word[0] >> 24} << 32 | word[1]; }
 };
 
 // "all_reduce of 100 float32, sum, two_shot, q8"

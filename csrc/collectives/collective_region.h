@@ -17,27 +17,30 @@ inline constexpr int kChunksPerRound = 128, kMaxRounds = 4, kMaxChunks = kMaxRou
 // blocks of line codecs.
 inline constexpr int kShareUnit = 64;
 
+// Room for an announcement in LL words of any target: 16 bytes for 12, or 8 for 4.
+inline constexpr int kAnnouncementBytes = 32;
+
 // R = num_ranks. Epoch e uses half e % 2: by the time a rank begins e, it has observed every rank's call_signal or
-// call_word of e - 1, which each of them wrote after its launch of e - 2 had ended. So nobody reads or writes a half
+// announcement of e - 1, which each of them wrote after its launch of e - 2 had ended. So nobody reads or writes a half
 // for two epochs at once, whatever the sizes, types and algorithms of the calls. Fields that are not atomic words need
 // the signal, see Seen.
 struct CollectiveRegion {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
-  Array<Signal, 2> call_signal;     // [2, R src]  src makes this call
-  Array<uint64_t, 3> announcement;  // [2, R src, kRefusalWords]  which one; laid out like a text, for reports
-  Array<Signal, 3> chunk_signal;    // [2, R src, chunks]  a chunk of src has landed here
-  Array<Signal, 3> result_signal;   // [2, R src, chunks]  a chunk of src's share is complete: in its `result`, or in a
-                                    // direct call in this rank's out
-  Array<std::byte, 3> landing;      // [2, R src, share_bytes]
-  Array<std::byte, 3> call_word;    // [2, R src, 16]  an LL word: src's Announcement::terms_of_words()
-  Array<std::byte, 3> words;        // [2, R src, 2 * words_bytes]  LL words: src's vector
+  Array<Signal, 2> call_signal;      // [2, R src]  src makes this call
+  Array<std::byte, 3> announcement;  // [2, R src, kAnnouncementBytes]  LL words: which one
+  Array<Signal, 3> chunk_signal;     // [2, R src, chunks]  a chunk of src has landed here
+  Array<Signal, 3> result_signal;    // [2, R src, chunks]  a chunk of src's share is complete: in its `result`, or in a
+                                     // direct call in this rank's out
+  Array<std::byte, 3> landing;       // [2, R src, share_bytes]
+  Array<std::byte, 3> words;         // [2, R src, 2 * words_bytes]  LL words: src's vector
   // ---- symmetric: written by its owner, read by all ranks
   Array<std::byte, 2> result;  // [2, share_bytes]  the share that this rank has reduced or gives to all
   // ---- symmetric: the caller's tensors, which direct calls read and write on all ranks
   Array<std::byte, 1> tensors;  // [tensor_bytes]
 
   // ---- local
-  Array<CallState, 1> state;  // [1]
+  Array<CallState, 1> state;      // [1]
+  Array<uint64_t, 3> other_call;  // [2, R, kRefusalWords]  a rank's announcement and this one's, laid out like a text
 };
 
 struct CollectiveContext : ClientContext {
@@ -62,15 +65,15 @@ inline RegionSize place_region(CollectiveContext& context, int num_ranks, const 
                                std::byte* symmetric_base, std::byte* local_base) {
   return place_client(context, num_ranks, 2, symmetric_base, local_base, [&](auto& symmetric, auto& local) {
     context.region = {.call_signal = symmetric.template take<Signal>(2, num_ranks),
-                      .announcement = symmetric.template take<uint64_t>(2, num_ranks, kRefusalWords),
+                      .announcement = symmetric.template take<std::byte>(2, num_ranks, kAnnouncementBytes),
                       .chunk_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
                       .result_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
                       .landing = symmetric.template take<std::byte>(2, num_ranks, bytes.share),
-                      .call_word = symmetric.template take<std::byte>(2, num_ranks, 16),
                       .words = symmetric.template take<std::byte>(2, num_ranks, 2 * bytes.words),
                       .result = symmetric.template take<std::byte>(2, bytes.share),
                       .tensors = symmetric.template take<std::byte>(bytes.tensors),
-                      .state = local.template take<CallState>(1)};
+                      .state = local.template take<CallState>(1),
+                      .other_call = local.template take<uint64_t>(2, num_ranks, kRefusalWords)};
   });
 }
 

@@ -23,51 +23,75 @@ struct Part {
   MOE_A2A_DEVICE CallState& state() const { return context.region.state(0); }
 };
 
-MOE_A2A_DEVICE LlWord* call_word_of(const Part& part, int src) {
-  return reinterpret_cast<LlWord*>(part.context.region.call_word.at(part.half(), src));
-}
+// The LL words in which src announces its call.
+inline constexpr int kAnnouncementWords = num_ll_words(Announcement::kWords);
+static_assert(kAnnouncementWords * sizeof(LlWord) <= kAnnouncementBytes);
 
-// Tells every rank by an LL word what a rank whose values travel as words must know of this call. Run by one block.
-MOE_A2A_DEVICE void send_call_word(const Part& part, const Block& block) {
-  if (part.poison != 0) return;
-  const CollectiveContext& c = part.context;
-  const LlWord word{.data = {part.announcement.terms_of_words()}, .stamp = ll_stamp(part.epoch)};
-  for (int r = block.rank(); r < part.num_ranks(); r += block.size()) {
-    store_ll(c.heap.peer(r, call_word_of(part, part.rank())), word);
-  }
+MOE_A2A_DEVICE LlWord* announcement_of(const Part& part, int src) {
+  return reinterpret_cast<LlWord*>(part.context.region.announcement.at(part.half(), src));
 }
 
 // Tells every rank which call this is. Run by one block. Once a wait has given up, of this client or another, this rank
 // announces nothing, so nobody takes what it sends: its values may rest on data that never arrived, and a peer that is
 // only late would not know.
 MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
-  const CollectiveContext& c = part.context;
-  uint64_t* local = c.region.announcement.at(part.half(), part.rank());
-  const bool is_good = part.poison == 0;
-  for (int r = block.rank(); is_good && r < part.num_ranks(); r += block.size()) {
-    uint64_t* words = c.heap.peer(r, local);
-    for (int i = 0; i < Announcement::kWords; ++i) {
-      atomic_store<Order::kRelaxed, Scope::kSystem>(words + i, part.announcement.word[i]);
+  if (part.poison != 0) return;
+  for (int i = block.rank(); i < part.num_ranks() * kAnnouncementWords; i += block.size()) {
+    const int w = i % kAnnouncementWords;
+    LlWord word{.stamp = ll_stamp(part.epoch)};
+    for (int d = 0; d < kLlData && w * kLlData + d < Announcement::kWords; ++d) {
+      word.data[d] = part.announcement.word[w * kLlData + d];
     }
+    store_ll(part.context.heap.peer(i / kAnnouncementWords, announcement_of(part, part.rank()) + w), word);
   }
+}
+
+// Tells every rank that this one has begun the call, and orders what it did before. Run by one block, like announce();
+// before it, if others wait for both: the fence would wait for the announcement.
+MOE_A2A_DEVICE void signal_call(const Part& part, const Block& block) {
   block.release_sync();
-  if (is_good && block.rank() == 0) {  // pairs with the acquire in makes_this_call() and catch_up()
+  if (part.poison == 0 && block.rank() == 0) {  // pairs with the acquire in makes_this_call() and catch_up()
+    const CollectiveContext& c = part.context;
     signal_many(c.heap, RankSet::all(part.num_ranks()), c.region.call_signal.at(part.half(), part.rank()), part.epoch);
   }
 }
 
+// Reads rank r's announcement; false if it has not arrived.
+MOE_A2A_DEVICE bool has_announced(const Part& part, int r, Announcement& theirs, uint64_t& seen) {
+  bool all = true;
+  MOE_A2A_UNROLL
+  for (int w = 0; w < kAnnouncementWords; ++w) {
+    const LlWord word = load_ll(announcement_of(part, r) + w);
+    all = has_epoch(word, part.epoch, seen) && all;
+    MOE_A2A_UNROLL
+    for (int d = 0; d < kLlData && w * kLlData + d < Announcement::kWords; ++d) {
+      theirs.word[w * kLlData + d] = word.data[d];
+    }
+  }
+  return all;
+}
+
+MOE_A2A_DEVICE bool are_same(const Announcement& a, const Announcement& b) {
+  bool same = true;
+  MOE_A2A_UNROLL
+  for (int i = 0; i < Announcement::kWords; ++i) same &= a.word[i] == b.word[i];
+  return same;
+}
+
 // Stops the launch because a rank refused this call or makes a different one, and reports it if `reports`. In the
 // latter case the report's text is the peer's announcement, followed by this rank's.
-MOE_A2A_RARE void stop_call(Part part, WaitSite site, bool reports) {
+MOE_A2A_RARE void stop_call(Part part, WaitSite site, Announcement theirs, bool reports) {
   const CollectiveContext& c = part.context;
   if (reports) {
-    uint64_t* words = c.region.announcement.at(part.half(), site.peer);
     WaitPolicy policy = c.wait;
-    if (Announcement::kind_of(atomic_load<Order::kRelaxed, Scope::kSystem>(words)) != CollectiveKind::kRefused) {
+    if (!theirs.is_refusal()) {
+      uint64_t* words = c.region.other_call.at(part.half(), site.peer);
       for (int i = 0; i < Announcement::kWords; ++i) {
-        atomic_store<Order::kRelaxed, Scope::kSystem>(words + Announcement::kWords + i, part.announcement.word[i]);
+        atomic_store<Order::kRelaxed, Scope::kSystem>(words + i, uint64_t{theirs.word[i]});
+        atomic_store<Order::kRelaxed, Scope::kSystem>(words + Announcement::kWords + i,
+                                                      uint64_t{part.announcement.word[i]});
       }
-      policy.refusal_text = c.region.announcement.data;
+      policy.refusal_text = c.region.other_call.data;
       site.awaited = collective_kind::kDisagreement;
     }
     write_report(policy, c.heap, site, Reason::kRefused, 0, part.epoch, Signal::pack(part.epoch, 0), 0);
@@ -75,23 +99,19 @@ MOE_A2A_RARE void stop_call(Part part, WaitSite site, bool reports) {
   set_failed(part.state(), part.epoch, true);  // ends waits for chunks that will not come
 }
 
-MOE_A2A_DEVICE bool agrees(const Part& part, const WaitSite& site) {
-  const uint64_t* words = part.context.region.announcement.at(part.half(), site.peer);
-  bool same = true;
-  for (int i = 0; i < Announcement::kWords; ++i) {
-    same &= atomic_load<Order::kRelaxed, Scope::kSystem>(words + i) == part.announcement.word[i];
-  }
-  return same;
-}
-
 // Waits until rank r has announced a call; false if it is another one or the rank did not arrive. Each block checks for
 // itself, so that none uses what belongs to another call. Block 0 reports.
 MOE_A2A_DEVICE bool makes_this_call(const Part& part, const Grid& grid, int r) {
   const CollectiveContext& c = part.context;
   const WaitSite site{part.operation, collective_kind::kCallWait, r, -1, part.half()};
-  if (!wait_for(c.region.call_signal.at(part.half(), r), part.epoch, site, c.wait, c.heap)) return false;
-  if (agrees(part, site)) return true;
-  stop_call(part, site, grid.rank() == 0);
+  Announcement theirs;
+  const auto is_here = [&](uint64_t& seen) {
+    return has_arrived(c.region.call_signal.at(part.half(), r), part.epoch, seen, nullptr) &&
+           has_announced(part, r, theirs, seen);
+  };
+  if (!wait_until(part.epoch, site, c.wait, c.heap, {}, is_here)) return false;
+  if (are_same(theirs, part.announcement)) return true;
+  stop_call(part, site, theirs, grid.rank() == 0);
   return false;
 }
 
@@ -187,14 +207,14 @@ MOE_A2A_DEVICE void run_call(const Args& args, Operation operation, Seen seen, c
 
 // A launch whose values travel as rows. send(part) writes and signals without waiting; receive(part) may wait for the
 // others' data, and returns false if a rank did not arrive. The last block announces: in small calls on a GPU it has no
-// chunk, so no rank's values wait for the fence behind the announcement.
+// chunk, so no rank's values wait for the fence before its signals.
 template <class Args, class Send, class Receive>
 MOE_A2A_DEVICE void take_part(const Args& args, Operation operation, const Grid& grid, const Block& block,
                               const Send& send, const Receive& receive) {
   run_call(args, operation, Seen::kSignals, grid, block, [&](const Part& part) {
     if (grid.rank() == grid.size() - 1) {
+      signal_call(part, block);
       announce(part, block);
-      send_call_word(part, block);
     }
     send(part);
     return receive(part);

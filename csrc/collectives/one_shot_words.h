@@ -1,9 +1,8 @@
 // One-shot all-reduce of a small vector as LL words: a rank writes its values to every rank and merges those of all as
-// they arrive. It waits for no announcement, no signal and no fence; the bits equal those of OneShot.
+// they arrive. It waits for no signal and no fence; the bits equal those of OneShot.
 //
-// Besides its values each rank sends one call word, which encodes what ranks may disagree about. A thread that waits
-// for values also waits for the call words of all ranks, and stores nothing unless they equal its own. If one differs,
-// the ranks compare their announcements, which this launch makes like any other.
+// A thread that waits for values also waits for the announcements of their ranks, and stores nothing unless they equal
+// its own.
 #pragma once
 
 #include "collectives/one_shot.h"
@@ -27,11 +26,11 @@ class OneShotWords {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     run_call(args, collective_op::kOneShot, Seen::kWords, grid, block, [&](const Part& part) {
       const OneShotWords words(args, part, block);
-      const int num_chunks = args.count > 0 ? args.num_chunks() : 1;  // without values, only the call words
+      const int num_chunks = args.count > 0 ? args.num_chunks() : 1;  // without values, only the announcements
       for (int i = grid.rank(); i < num_chunks; i += grid.size()) words.push(i);
       if (grid.rank() == grid.size() - 1) {
-        send_call_word(part, block);
         announce(part, block);
+        signal_call(part, block);
       }
       bool good = true;
       for (int i = grid.rank(); good && i < num_chunks; i += grid.size()) good = words.receive(i, grid);
@@ -121,7 +120,7 @@ class OneShotWords {
     WaitSite missing{part_.operation, collective_kind::kCallWait, begin, -1, part_.half(), block_.rank() == 0};
     bool is_other_call = false;
     const auto all_here = [&](uint64_t& seen) {
-      bool all = call_words_agree(begin, missing, seen, is_other_call);
+      bool all = announcements_agree(begin, missing, seen, is_other_call);
       for_words([&](int j, int u, int rank, int w) {
         if (rank == part_.rank()) return;
         word[j][u] = load_ll(words_of(rank, i) + w);
@@ -137,16 +136,16 @@ class OneShotWords {
     return Arrival::kGood;
   }
 
-  // Whether the call words of the ranks from `begin` on have arrived, and whether one of them is of another call.
-  MOE_A2A_DEVICE bool call_words_agree(int begin, WaitSite& missing, uint64_t& seen, bool& is_other_call) const {
+  // Whether the ranks from `begin` on have announced their calls, and whether one of them makes another call.
+  MOE_A2A_DEVICE bool announcements_agree(int begin, WaitSite& missing, uint64_t& seen, bool& is_other_call) const {
     bool all = true;
     MOE_A2A_UNROLL
     for (int j = 0; j < kRanksInFlight; ++j) {
       const int rank = begin + j;
       if (rank >= part_.num_ranks() || rank == part_.rank()) continue;
-      const LlWord call = load_ll(call_word_of(part_, rank));
-      if (has_epoch(call, part_.epoch, seen)) {
-        is_other_call |= call.data[0] != args_.announcement.terms_of_words();
+      Announcement theirs;
+      if (has_announced(part_, rank, theirs, seen)) {
+        is_other_call |= !are_same(theirs, args_.announcement);
         continue;
       }
       await(missing, collective_kind::kCallWait, rank, -1);

@@ -31,8 +31,8 @@ struct RefuseCollective {
     const Part part{args.context, args.announcement, collective_op::kRefuse, newest + 1, poison_of(args.context.wait)};
     if (seen_of(before, newest) != Seen::kSignals && !catch_up(part, block)) return;
     leave_text(args.context, part.half(), block, args.text);
+    signal_call(part, block);
     announce(part, block);
-    send_call_word(part, block);
     block.sync();  // as in run_call()
     if (block.rank() == 0) {
       begin_epoch(state, part.epoch, before, Seen::kNothing);

@@ -196,13 +196,14 @@ std::vector<Broken> all_mutants() {
   std::vector<Broken> mutants;
   for (const auto& signal : signals) {
     for (const auto& kind : kinds) {
+      if (signal.field == Field::kCallSignal && kind.kind == MutationKind::kRaisedEarly) continue;  // see below
       mutants.push_back({std::string(signal.name) + ": " + kind.name, {.kind = kind.kind, .field = signal.field}});
       if (signal.field == Field::kChunkSignal) continue;  // direct calls have none
       mutants.push_back({std::string(signal.name) + " of direct: " + kind.name,
                          {.kind = kind.kind, .field = signal.field, .launch = kDirectLaunch}});
     }
   }
-  for (const auto& [field, name] : {std::pair{Field::kCallWord, "call word"}, {Field::kWords, "words"}}) {
+  for (const auto& [field, name] : {std::pair{Field::kAnnouncement, "announcement"}, {Field::kWords, "words"}}) {
     for (const auto& [kind, how] : {std::pair{MutationKind::kWaitSkipped, "no wait for each"},
                                     {MutationKind::kOneUseEarly, "content with the stamp of the use before"},
                                     {MutationKind::kStampFirst, "the stamp is written before the data"},
@@ -216,6 +217,8 @@ std::vector<Broken> all_mutants() {
       {"words after a refusal: do not catch up", {.kind = MutationKind::kForgotten, .field = Field::kRefusalText}});
   mutants.push_back(
       {"a rank that has given up: forgets it", {.kind = MutationKind::kForgotten, .field = Field::kPoison}});
+  mutants.push_back({"call signal of refuse_collective: raised before the work",  // of other launches it guards nothing
+                     {.kind = MutationKind::kRaisedEarly, .field = Field::kCallSignal, .launch = kRefuseCollective}});
   for (const auto& [kind, how] :
        {std::pair{MutationKind::kRelaxedRelease, "no release"}, {MutationKind::kStoreLost, "not raised"}}) {
     mutants.push_back({std::string("call signal of words: ") + how,

@@ -67,7 +67,9 @@ void CollectiveRank::reset() {
       region.call_signal(half, r) = old;
       for (int i = 0; i < kMaxChunks; ++i) region.chunk_signal(half, r, i) = region.result_signal(half, r, i) = old;
       const LlWord old_word{.data = {0}, .stamp = ll_stamp(epoch)};
-      std::memcpy(region.call_word.at(half, r), &old_word, sizeof(LlWord));
+      for (int i = 0; i < kAnnouncementWords; ++i) {
+        std::memcpy(region.announcement.at(half, r, i * int64_t{sizeof(LlWord)}), &old_word, sizeof(LlWord));
+      }
       for (size_t i = 0; i < 2 * kWordsBytes; i += sizeof(LlWord)) {
         std::memcpy(region.words.at(half, r, static_cast<int64_t>(i)), &old_word, sizeof(LlWord));
       }
@@ -198,7 +200,7 @@ Args CollectiveRank::vector_args(int call, int number) const {
 CollectiveContext CollectiveRank::broken_context() const {
   CollectiveContext context = context_;
   const auto is_one = [](Field field) { return Explorer::running()->is_broken(Mutation::Kind::kOneHalf, field); };
-  if (is_one(Field::kCallWord)) context.region.call_word.stride[0] = 0;
+  if (is_one(Field::kAnnouncement)) context.region.announcement.stride[0] = 0;
   if (is_one(Field::kWords)) context.region.words.stride[0] = 0;
   return context;
 }
@@ -235,9 +237,8 @@ Launch CollectiveRank::slice(int call, int number) {
       kWordsLaunch, kDirectLaunch, "direct_reduce_scatter", "direct_all_gather"};
   return launch(kNames[static_cast<int>(kind(call))], call, shape_.num_blocks, [this, call, number](int block) {
     if (block == 0) {
-      for (const Field field : {Field::kCallSignal, Field::kChunkSignal, Field::kResultSignal}) {
-        raise_early(field);
-      }
+      raise_early(Field::kChunkSignal);
+      raise_early(Field::kResultSignal);
     }
     run(call, number, block);
   });
@@ -245,6 +246,7 @@ Launch CollectiveRank::slice(int call, int number) {
 
 Launch CollectiveRank::refuse(int call) {
   return launch(kRefuseCollective, call, 1, [this](int) {
+    raise_early(Field::kCallSignal);
     RefuseCollectiveArgs args{.context = context_, .announcement = Announcement::of_refusal()};
     for (int i = 0; i < kRefusalWords; ++i) args.text.word[i] = text_word(rank(), i);
     RefuseCollective::run(args, Grid{0, 1}, Block{}, nullptr);

@@ -46,11 +46,10 @@ void CollectiveWorld::name_regions(const CollectiveRank& rank) {
   region(rank.services().goodbye.data, "goodbye", Field::kGoodbye);
   region(rank.services().refusal_text.data, "refusal_text", Field::kRefusalText);
   region(rank.region().call_signal.data, "call_signal", Field::kCallSignal);
-  region(rank.region().announcement.data, "announcement", Field::kRefusalText);
+  region(rank.region().announcement.data, "announcement", Field::kAnnouncement);
   region(rank.region().chunk_signal.data, "chunk_signal", Field::kChunkSignal);
   region(rank.region().result_signal.data, "result_signal", Field::kResultSignal);
   region(rank.region().landing.data, "landing");
-  region(rank.region().call_word.data, "call_word", Field::kCallWord);
   region(rank.region().words.data, "words", Field::kWords);
   region(rank.region().result.data, "result");
   region(rank.x(), "x");
@@ -58,6 +57,7 @@ void CollectiveWorld::name_regions(const CollectiveRank& rank) {
   region(comm.clock_epoch.data, "the communicator's local memory");
   region(rank.services().num_reports.data, "num_reports");
   region(rank.region().state.data, "state", Field::kProgress);
+  region(rank.region().other_call.data, "other_call");
   region(rank.report(), "report");
 }
 

@@ -43,7 +43,7 @@ std::string name_of(Field field) {
     case Field::kCallSignal:  // see collective_explorer_test.cpp
     case Field::kChunkSignal:
     case Field::kResultSignal:
-    case Field::kCallWord:
+    case Field::kAnnouncement:
     case Field::kWords:
     case Field::kProgress:
     case Field::kFailedCall:

@@ -27,19 +27,19 @@ enum class Field : uint8_t {
   kReportState,
   kStoredTiles,
   kHasGivenUp,
-  // of the collectives; an announcement is a text
+  // of the collectives
   kCallSignal,
   kChunkSignal,
   kResultSignal,
   kProgress,
   kFailedCall,
-  kCallWord,
+  kAnnouncement,
   kWords,
 };
 
 inline bool is_ll(Field field) {
   return field == Field::kLlChoices || field == Field::kLlRow || field == Field::kLlCombineRow ||
-         field == Field::kCallWord || field == Field::kWords;
+         field == Field::kAnnouncement || field == Field::kWords;
 }
 
 struct Mutation {

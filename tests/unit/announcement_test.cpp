@@ -3,28 +3,39 @@
 
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <set>
+#include <vector>
 
 namespace moe_a2a {
 namespace {
 
-TEST(Announcement, WordsDifferInEverythingThatTheirCallsCanDifferIn) {
-  std::set<uint32_t> seen;
-  size_t num_calls = 0;
-  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBfloat16}) {
-    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kMin, ReduceOp::kAvg}) {
-      for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{255}, kMaxWordsBytes / 4, kMaxWordsBytes / 2}) {
-        Announcement::Terms terms{CollectiveKind::kAllReduce, dtype, op, Algorithm::kOneShot};
-        EXPECT_EQ(Announcement::of(terms, count).terms_of_words(), 0u) << "of rows";
-        terms.wire = CollectiveWire::kWords;
-        seen.insert(Announcement::of(terms, count).terms_of_words());
-        ++num_calls;
-      }
-    }
-  }
-  EXPECT_EQ(seen.size(), num_calls);
-  EXPECT_FALSE(seen.contains(0));
-  EXPECT_EQ(Announcement::of_refusal().terms_of_words(), 0u);
+TEST(Announcement, DiffersInEverythingThatCallsCanDifferIn) {
+  const Announcement::Terms terms{CollectiveKind::kAllReduce, DType::kFloat16, ReduceOp::kMax, Algorithm::kTwoShot};
+  const auto with = [&](auto Announcement::Terms::* term, auto value) {
+    Announcement::Terms changed = terms;
+    changed.*term = value;
+    return Announcement::of(changed, 5, 7);
+  };
+  const Announcement all[] = {Announcement::of(terms, 5, 7),
+                              with(&Announcement::Terms::kind, CollectiveKind::kReduceScatter),
+                              with(&Announcement::Terms::dtype, DType::kBfloat16),
+                              with(&Announcement::Terms::op, ReduceOp::kAvg),
+                              with(&Announcement::Terms::algorithm, Algorithm::kDirect),
+                              with(&Announcement::Terms::codec, LineCodec::kQ4),
+                              with(&Announcement::Terms::wire, CollectiveWire::kWords),
+                              Announcement::of(terms, 6, 7),
+                              Announcement::of(terms, 5 + (int64_t{1} << 32), 7),
+                              Announcement::of(terms, 5 + (int64_t{1} << 39), 7),
+                              Announcement::of(terms, 5, 8),
+                              Announcement::of(terms, 5, 7 + (uint64_t{1} << 63)),
+                              Announcement::of_refusal()};
+  std::set<std::vector<uint32_t>> seen;
+  for (const Announcement& one : all) seen.insert({std::begin(one.word), std::end(one.word)});
+  EXPECT_EQ(seen.size(), std::size(all));
+  EXPECT_EQ(describe(all[9]), "all_reduce of 549755813893 float16, max, two_shot");
+  EXPECT_TRUE(Announcement::of_refusal().is_refusal() && !all[0].is_refusal());
+  EXPECT_TRUE(all[4].is_direct() && !all[0].is_direct());
 }
 
 TEST(Announcement, SaysWhetherValuesAreLlWords) {
