@@ -20,8 +20,8 @@ MAX_COUNT = 2**40  # rows of a tensor that is split over ranks
 MAX_TIMEOUT = 1e9  # seconds; the clocks of the targets count nanoseconds in 64 bits
 
 
-def _refuse(rank: int, name: str, value: Any, expected: str) -> TypeError:
-    return TypeError(f"{name}={_shown(value)} is a {type(value).__name__} on rank {rank}; pass {expected}")
+def _refuse(rank: int | None, name: str, value: Any, expected: str) -> TypeError:
+    return TypeError(f"{name}={_shown(value)} is a {type(value).__name__}{_on(rank)}; pass {expected}")
 
 
 def _shown(value: Any) -> str:
@@ -71,7 +71,8 @@ def check_only_handle(rank: int, topk_idx: Any, topk_weights: Any) -> None:
         raise ValueError(f"both handle= and topk_idx or topk_weights given on rank {rank}; pass one or the other")
 
 
-def checked_int(rank: int, name: str, value: Any, least: int = -MAX_INT, most: int = MAX_INT) -> int:
+def checked_int(rank: int | None, name: str, value: Any, least: int = -MAX_INT, most: int = MAX_INT) -> int:
+    """rank: as for check_tensor()."""
     if type(value) is not int:
         if isinstance(value, (bool, torch.Tensor)):
             raise _refuse(rank, name, value, "an int")
@@ -80,9 +81,7 @@ def checked_int(rank: int, name: str, value: Any, least: int = -MAX_INT, most: i
         except TypeError:
             raise _refuse(rank, name, value, "an int") from None
     if not least <= value <= most:
-        raise ValueError(
-            f"{name}={_shown(value)} is not in [{least}, {most}] on rank {rank}; pass a number in this range"
-        )
+        raise ValueError(f"{name}={_shown(value)} is not in [{least}, {most}]{_on(rank)}; pass a number in this range")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import signal
@@ -84,9 +85,16 @@ def output_folder(text: str | Path) -> Path:
     return path
 
 
+def escape_output() -> None:
+    """Prints characters that stdout cannot encode with backslashes, as Python does on stderr, instead of raising."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the caller may have closed or replaced it
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run(prog: str, command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Returns the command's exit code. SIGTERM unwinds the stack like Ctrl-C: temporary folders and child processes go."""
     before = signal.signal(signal.SIGTERM, _terminated)
+    escape_output()
     try:
         code = command(options)
         if sys.stdout is not None:  # the caller has closed it: >&-

@@ -1,8 +1,10 @@
 """A communication hook for DistributedDataParallel: Collectives average the gradients, with a line codec if asked.
 
+from moe_a2a import ddp
+
 coll = moe_a2a.Collectives(group)
 model = DistributedDataParallel(module)
-model.register_comm_hook(moe_a2a.ddp.GradientState(coll, codec="q4"), moe_a2a.ddp.average_gradients)
+model.register_comm_hook(ddp.GradientState(coll, codec="q4"), ddp.average_gradients)
 """
 
 # No postponed annotations: DistributedDataParallel inspects those of its hooks.

@@ -34,7 +34,16 @@ def _device_of_environment() -> torch.device | None:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"the environment variable MOE_A2A_DEVICE is {name!r}; set it to cpu, cuda, or cuda:<index>")
+    if not _exists(device):
+        raise ValueError(
+            f"the environment variable MOE_A2A_DEVICE is {name!r}, but PyTorch finds {torch.cuda.device_count()} GPUs; set "
+            "it to cpu, or to a GPU that PyTorch finds"
+        )
     return device
+
+
+def _exists(device: torch.device) -> bool:
+    return device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
 
 
 def checked_device(rank: int, device: Any) -> torch.device:
@@ -49,6 +58,11 @@ def checked_device(rank: int, device: Any) -> torch.device:
         raise kind(f"device={device!r} is not a device on rank {rank}; {expected}") from None
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r} on rank {rank}; {expected}")
+    if not _exists(chosen):
+        raise ValueError(
+            f"device={str(device)!r}, but PyTorch finds {torch.cuda.device_count()} GPUs on rank {rank}; "
+            'pass "cpu", or a GPU that PyTorch finds'
+        )
     return with_index(chosen)
 
 

@@ -99,7 +99,7 @@ class CallMismatchError(ValueError):
 
 
 class TraceFileError(ValueError):
-    """A file is not a complete trace as Trace.save() writes it: truncated, damaged, or of another origin.
+    """A file is not a complete trace as Trace.save() writes it: empty, truncated, damaged, or of another origin.
 
     Attributes:
         path: the file, as the caller named it.
@@ -112,4 +112,4 @@ class TraceFileError(ValueError):
         super().__init__(self.path, reason)
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}; pass an undamaged file that Trace.save() wrote"
+        return f"{self.path}: {self.reason}; pass a complete file that Trace.save() wrote"

@@ -102,8 +102,7 @@ def grouped_gemm(
         )
     if quantize_output and not is_float8:
         raise TypeError(f"quantize_output=True with x of {x.dtype}: it takes float8 x with x_scales and w_scales")
-    if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or not 0 <= num_blocks < 2**31:
-        raise ValueError(f"num_blocks={num_blocks!r} is not a number of blocks; pass 0 or more")
+    num_blocks = arguments.checked_int(None, "num_blocks", num_blocks, 0)
     y, y_scales = _core.grouped_gemm(
         x,
         row_index,

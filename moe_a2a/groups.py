@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+from moe_a2a.arguments import checked_int
 from moe_a2a.boards import MpiBoard, StoreBoard, ThreadBoard
 from moe_a2a.rendezvous import Meetings
 
@@ -40,8 +41,7 @@ def thread_group(num_ranks: int) -> list[ThreadGroup]:
 
     For notebooks, tests, and one process that drives several GPUs.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks} < 1; pass num_ranks=1 or more")
+    num_ranks = checked_int(None, "num_ranks", num_ranks, 1)
     board = ThreadBoard()
     return [ThreadGroup(rank, num_ranks, board) for rank in range(num_ranks)]
 
@@ -50,8 +50,8 @@ class HandleExchange:
     """No channel: the caller carries ep.get_comm_handle() to ep.set_comm_handles(), for example between Ray actors."""
 
     def __init__(self, rank: int, num_ranks: int):
-        self.rank = rank
-        self.num_ranks = num_ranks
+        self.rank = checked_int(None, "rank", rank)
+        self.num_ranks = checked_int(None, "num_ranks", num_ranks)
 
     def all_gather(self, value: Any) -> list[Any]:
         raise RuntimeError("a HandleExchange has no channel; call ep.set_comm_handles() with every rank's handle")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from moe_a2a.command_line import escape_output
 from moe_a2a.inherited import Surroundings
 
 
@@ -46,6 +47,7 @@ def serve(
     """Answers programs until the caller closes the pipe. The arguments are those of RankProcesses as they arrive here."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _leave_with_parent()
+    escape_output()
     # Otherwise gloo looks up the machine's name, which containers and laptops may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with open(stack_path, "w") as stack:

@@ -28,6 +28,7 @@ void Tracer::start(int64_t records_per_segment) {
                .records = reinterpret_cast<TraceRecord*>(device_.allocate_local(record_bytes)),
                .capacity = static_cast<uint32_t>(records_per_segment)};
   }
+  records_per_segment_ = static_cast<uint32_t>(records_per_segment);
   device_.clear(buffer_.attempts, count_bytes);
   shown_ = buffer_;
 }
@@ -40,7 +41,7 @@ TraceDump Tracer::read() const {
   device_.copy_to_host(attempts.data(), buffer_.attempts, attempts.size() * sizeof(uint64_t));
   size_t total = 0;
   for (const uint64_t count : attempts) {
-    const uint32_t written = buffer_.written(count);
+    const auto written = static_cast<uint32_t>(std::min<uint64_t>(count, records_per_segment_));
     dump.segment_written.push_back(written);
     dump.segment_dropped.push_back(static_cast<int64_t>(count - written));
     total += written;

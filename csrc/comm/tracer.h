@@ -21,8 +21,8 @@ class Tracer {
   // Switches `shown`, which is passed to every launch that is to be recorded.
   Tracer(Device& device, TraceBuffer& shown) : device_(device), shown_(shown) {}
 
-  // Turns the trace on, empty, with room for that many records per segment, or more if an earlier call asked for more.
-  // Memory is kept until the object ends: a captured graph goes on recording where it was captured.
+  // Turns the trace on, empty. Memory only grows and is kept until the object ends: a captured graph goes on recording
+  // where it was captured. read() returns the first records_per_segment of each segment; the others count as dropped.
   void start(int64_t records_per_segment);
   void stop() { shown_ = {}; }
   // Synchronizes the device. Also valid after stop() and after a timeout.
@@ -33,7 +33,8 @@ class Tracer {
 
   Device& device_;
   TraceBuffer& shown_;
-  TraceBuffer buffer_;
+  TraceBuffer buffer_;  // of the largest trace so far
+  uint32_t records_per_segment_ = 0;
 };
 
 }  // namespace moe_a2a

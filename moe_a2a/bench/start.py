@@ -13,8 +13,10 @@ import torch.distributed as dist
 from moe_a2a import _core, devices
 from moe_a2a.bench import routings
 from moe_a2a.bench.cases import Case
-from moe_a2a.command_line import UsageError
+from moe_a2a.command_line import MAX_RANKS, UsageError, integer
 from moe_a2a.rank_processes import RankError, run_on_ranks
+
+REMEDY = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
 
 
 def device_type_of(options: argparse.Namespace) -> str:
@@ -39,8 +41,21 @@ def num_ranks_of(options: argparse.Namespace) -> int:
 
 
 def is_rank() -> bool:
-    """Whether torchrun has started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether torchrun has started this process. Raises UsageError if RANK and WORLD_SIZE are set, but not as torchrun does."""
+    if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
+        return False
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise UsageError(f"RANK and WORLD_SIZE are set without {' and '.join(missing)}; {REMEDY}")
+    _number_of_environment("RANK", 0, _number_of_environment("WORLD_SIZE", 1, MAX_RANKS) - 1)
+    _number_of_environment("MASTER_PORT", 0, 65535)
+    return True
+
+
+def _number_of_environment(name: str, least: int, most: int) -> int:
+    try:
+        return integer(least, most)(os.environ[name])
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{name}: {error}; {REMEDY}") from None
 
 
 def check_cases(cases: Sequence[Case], options: argparse.Namespace) -> None:

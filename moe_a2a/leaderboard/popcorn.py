@@ -22,7 +22,7 @@ class Popcorn:
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Popcorn:
         """Raises OSError or ValueError if POPCORN_FD names no open descriptor."""
         text = environment.get("POPCORN_FD")
-        return cls(None if text is None else os.fdopen(int(text), "w"))
+        return cls(None if text is None else os.fdopen(int(text), "w", encoding="utf-8", errors="backslashreplace"))
 
     @property
     def is_open(self) -> bool:

@@ -35,12 +35,16 @@ def write_all(folder: Path) -> list[Path]:
     for path, board in boards.items():
         svg = plot.as_svg(board)
         if svg:
-            path.with_suffix(".svg").write_text(svg)
-        path.with_suffix(".md").write_text(as_markdown(board, path.with_suffix(".svg").name if svg else ""))
+            _write(path.with_suffix(".svg"), svg)
+        _write(path.with_suffix(".md"), as_markdown(board, path.with_suffix(".svg").name if svg else ""))
         written.append(path.with_suffix(".md"))
     page = folder / PAGE
-    page.write_text(as_html(list(boards.values())))
+    _write(page, as_html(list(boards.values())))
     return [*written, page]
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 # ---- content shared by both formats

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_a2a import _core, codecs, rendezvous
+from moe_a2a import _core, arguments, codecs, rendezvous
 from moe_a2a.client import Client
 from moe_a2a.grouped_gemm import TRACED
 from moe_a2a.groups import HandleExchange
@@ -29,7 +29,6 @@ log = logging.getLogger("moe_a2a")
 
 # A CPU has few blocks of one thread each; on a GPU, 132 blocks of 16 warps take 35 MB.
 DEFAULT_RECORDS = {"cpu": 65536, "cuda": 1024}
-MOST_RECORDS = (1 << 31) - 1  # the core's counters are 32-bit
 CLOCK_ROUNDS = 200  # exchanges with each rank, of which the fastest is used
 
 
@@ -123,28 +122,33 @@ class Trace:
     @cached_property
     def timeline(self) -> Timeline:
         """All ranks on one clock. Computed once, on the ranks that ask."""
-        if not self._ranks:
-            raise RuntimeError("the trace has not ended; read it after the `with` block")
+        self._check_has_records()
         row_bytes = self._moe.hidden * self._moe.dtype.itemsize if self._moe else -1
         return merge(self._ranks, _configuration(self._first, self._moe), row_bytes)
 
     def save(self, path: str | Path) -> None:
         """Writes one file with all ranks. Every rank may call it; rank 0 writes. After an exception every rank writes its own
-        file, with `.rank<r>` before the suffix.
+        file, with `.rank<r>` before the suffix. A trace without records raises RuntimeError.
 
         The suffix of `path` selects the format: .json.gz and .json are Chrome's, .pftrace and .perfetto-trace Perfetto's.
         https://ui.perfetto.dev opens all of them.
         """
         export.check_ending(path)
+        self._check_has_records()
         if len(self._ranks) < self._first.num_ranks:
-            path = Path(path)
-            export.save(self.timeline, path.with_name(path.name.replace(".", f".rank{self._first.rank}.", 1)))
+            export.save(self.timeline, export.path_of_rank(path, self._first.rank))
         elif self._first.rank == 0:
             export.save(self.timeline, path)
 
     def summary(self) -> Summary:
         """The trace in numbers, equal on every rank. print() it."""
         return summarize(self.timeline)
+
+    def _check_has_records(self) -> None:
+        if not self._ranks:
+            raise RuntimeError("the trace has not ended; read it after the `with` block")
+        if not any(len(rank.records) for rank in self._ranks):
+            raise RuntimeError("the trace is empty: no kernel ran inside its block")
 
     def _meet(self) -> ClockSample:
         """Compares the clocks of all ranks."""
@@ -210,12 +214,7 @@ def trace(of: Client, records_per_segment: int | None = None) -> Trace:
         raise ValueError(f"the Communicator of rank {of.rank} has several ExpertParallel objects; trace one of them")
     if records_per_segment is None:
         records_per_segment = DEFAULT_RECORDS[of.device.type]
-    elif type(records_per_segment) is not int or not 1 <= records_per_segment <= MOST_RECORDS:
-        kind = ValueError if type(records_per_segment) is int else TypeError
-        raise kind(
-            f"records_per_segment={records_per_segment!r} on rank {of.rank}; pass an integer from 1 to {MOST_RECORDS}"
-        )
-    return Trace(clients, records_per_segment)
+    return Trace(clients, arguments.checked_int(of.rank, "records_per_segment", records_per_segment, 1))
 
 
 def _configuration(client: Client, moe: Any) -> dict[str, Any]:

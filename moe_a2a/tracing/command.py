@@ -9,7 +9,7 @@ from moe_a2a.command_line import UsageError, output_file
 from moe_a2a.errors import TraceFileError
 from moe_a2a.tracing.check import check_file
 from moe_a2a.tracing.file_timeline import to_timeline
-from moe_a2a.tracing.plot import save_plot
+from moe_a2a.tracing.plot import ENDINGS, save_plot
 from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.summary import summarize
 
@@ -22,12 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="verify that the file is consistent")
     parser.add_argument(
         "--plot",
-        type=output_file,
+        type=_picture,
         nargs="?",
         const="trace.png",
-        metavar="PNG",
-        help="draw the wait matrix and each rank's time (default: trace.png)",
+        metavar="PICTURE",
+        help=f"draw the wait matrix and each rank's time, as {', '.join(ENDINGS)} (default: trace.png)",
     )
+
+
+def _picture(text: str) -> Path:
+    if Path(text).suffix.lower() not in ENDINGS:
+        raise argparse.ArgumentTypeError(f"{text!r}: pass a path that ends in one of {', '.join(ENDINGS)}")
+    return output_file(text)
 
 
 def run(options: argparse.Namespace) -> int:

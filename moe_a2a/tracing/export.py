@@ -15,6 +15,7 @@ from moe_a2a.tracing.timeline import Timeline
 
 JSON_ENDINGS = (".json", ".json.gz")
 PROTOBUF_ENDINGS = (".pftrace", ".perfetto-trace")
+ENDINGS = JSON_ENDINGS + PROTOBUF_ENDINGS
 GZIP_LEVEL = 3  # level 9 takes five times as long and saves a tenth
 
 
@@ -35,6 +36,13 @@ def check_ending(path: str | Path) -> None:
     _writer_for(Path(path))
 
 
+def path_of_rank(path: str | Path, rank: int) -> Path:
+    """The file of one rank: .rank<r> before the ending."""
+    path = Path(path)
+    ending = next(ending for ending in ENDINGS if path.name.endswith(ending))
+    return path.with_name(f"{path.name.removesuffix(ending)}.rank{rank}{ending}")
+
+
 def _writer_for(path: Path):
     if path.name.endswith(JSON_ENDINGS):
         return _core.write_chrome_json
@@ -45,4 +53,4 @@ def _writer_for(path: Path):
                 "it was built; save as .json.gz, which Perfetto opens too, or install libprotozero-dev and build again"
             )
         return _core.write_perfetto
-    raise ValueError(f"{path}: pass a path that ends in one of {', '.join(JSON_ENDINGS + PROTOBUF_ENDINGS)}")
+    raise ValueError(f"{path}: pass a path that ends in one of {', '.join(ENDINGS)}")

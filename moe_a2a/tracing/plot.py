@@ -9,6 +9,7 @@ import numpy as np
 from moe_a2a.tracing.summary import summarize
 from moe_a2a.tracing.timeline import WAITS, Timeline, busy, merged
 
+ENDINGS = (".png", ".svg", ".pdf", ".jpg")  # of pictures
 NUM_BINS = 400
 
 

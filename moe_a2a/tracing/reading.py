@@ -30,6 +30,8 @@ def read(path: str | Path) -> TraceFile:
             perfetto_reader.parse(data, file)
         else:
             raise FieldError("it is neither JSON nor a Perfetto trace" if data else "it is empty")
+        if not (file.slices or file.about):
+            raise FieldError("it is empty: it has no slices")
     except FieldError as error:
         raise file.error(str(error)) from None
     return file

@@ -309,9 +309,15 @@ def test_something_that_is_no_group(group):
         moe_a2a.ExpertParallel(group, **CONFIG)
 
 
-def test_thread_group_of_nobody():
-    with pytest.raises(ValueError, match="num_ranks=0"):
-        moe_a2a.thread_group(0)
+@pytest.mark.parametrize(
+    ("num_ranks", "error"), [(0, ValueError), ("2", TypeError), (2.0, TypeError), (True, TypeError)]
+)
+def test_thread_group_of_nobody(num_ranks, error):
+    with pytest.raises(error, match=f"^num_ranks={num_ranks!r} is .*; pass "):
+        moe_a2a.thread_group(num_ranks)
+    if error is TypeError:
+        with pytest.raises(error, match=f"^num_ranks={num_ranks!r} is .*; pass "):
+            moe_a2a.HandleExchange(0, num_ranks)
 
 
 def test_moe_layer_weights():

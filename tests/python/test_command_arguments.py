@@ -89,17 +89,53 @@ def test_a_suite_that_the_ranks_do_not_divide(capsys):
     assert "num_ranks=3" in refused(capsys, "bench", "dispatch_combine", "--suite", "cpu", "--ranks", 3)
 
 
-def unwritable(tmp_path):
+def unwritable(tmp_path, name="below.json"):
     """Names that nobody can write, not even root."""
     (tmp_path / "file").touch()
-    return [tmp_path / "file" / "below.json", "/proc/below.json"]
+    return [tmp_path / "file" / name, f"/proc/{name}"]
 
 
 def test_files_that_cannot_be_written(capsys, tmp_path):
     for path in [*unwritable(tmp_path), tmp_path]:
         assert "--json" in refused(capsys, *BENCH, *SMALL, "--json", path)
         assert str(path) in refused(capsys, "tune", "--device", "cpu", *SMALL, "--output", path)
-        assert "--plot" in refused(capsys, "trace", "any.json", "--plot", path)
+    (tmp_path / "folder.png").mkdir()
+    for path in [*unwritable(tmp_path, "below.png"), tmp_path / "folder.png"]:
+        text = refused(capsys, "trace", "any.json", "--plot", path)
+        assert "--plot" in text and "pass a path" not in text
+
+
+@pytest.mark.parametrize("name", ["x.foo", "x", "x.png.gz", ".png"])
+def test_a_picture_of_no_known_format(capsys, tmp_path, name):
+    """Regression: matplotlib's traceback, or a picture under another name."""
+    text = refused(capsys, "trace", "any.json", "--plot", tmp_path / "new" / name)
+    assert "--plot" in text and "pass a path that ends in one of .png, .svg, .pdf, .jpg" in text
+    assert not (tmp_path / "new").exists()
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("command", [BENCH, ("bench", "all_reduce", "--device", "cpu"), ("tune", "--device", "cpu")])
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "are set without MASTER_ADDR and MASTER_PORT"),
+        ({"MASTER_ADDR": ""}, "are set without MASTER_ADDR;"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT: 'x' is not an integer from 0 to 65535"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE: 'x' is not an integer from 1 to 64"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE: '0' is not an integer from 1 to 64"),
+        ({"RANK": ""}, "RANK: '' is not an integer from 0 to 1"),
+        ({"RANK": "2"}, "RANK: '2' is not an integer from 0 to 1"),
+    ],
+    ids=str,
+)
+def test_an_environment_that_is_not_that_of_torchrun(capsys, monkeypatch, command, changed, words):
+    """Regression: tracebacks of int() and of torch.distributed."""
+    for name, value in (TORCHRUN | changed).items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    text = refused(capsys, *command)
+    assert words in text and text.endswith("; start the ranks with torchrun, or unset RANK and WORLD_SIZE\n")
 
 
 def test_folders_that_cannot_be_written(capsys, tmp_path):

@@ -52,6 +52,22 @@ def test_a_device_with_an_index_is_taken_as_it_is(machine, monkeypatch):
     assert machine.current == 0
 
 
+@pytest.mark.parametrize(("name", "num_gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch, name, num_gpus):
+    """Regression: an AssertionError of PyTorch."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    (group,) = moe_a2a.thread_group(1)
+    words = f"device='{name}', but PyTorch finds {num_gpus} GPUs on rank 0; pass "
+    with pytest.raises(ValueError, match=words):
+        moe_a2a.Collectives(group, device=name)
+    with pytest.raises(ValueError, match=words):
+        moe_a2a.ExpertParallel(group, num_experts=6, num_topk=2, hidden=64, num_max_tokens_per_rank=4, device=name)
+    monkeypatch.setenv("MOE_A2A_DEVICE", name)
+    for call in (devices.default_device, devices.default_device_type):
+        with pytest.raises(ValueError, match=f"MOE_A2A_DEVICE is '{name}', but PyTorch finds {num_gpus} GPUs; set it "):
+            call()
+
+
 def make(group):
     return moe_a2a.ExpertParallel(group, num_experts=6, num_topk=2, hidden=64, num_max_tokens_per_rank=4, device="cpu")
 

@@ -34,6 +34,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$|^<!-- hidden\n(.*?)^-->$", re.DOTALL
 SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SOURCE_FILE = re.compile(r"`([\w/.]+\.(?:h|cpp|py))`")
 WRITTEN_BY_THE_READER = {"submission.py", "example.py"}
+ATTRIBUTE = re.compile(r"(?<![\w./])(?<!from )(?<!import )moe_a2a\.(\w+)")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -97,6 +98,15 @@ def test_source_files_that_a_page_names_exist(page):
     folders = ("csrc", "moe_a2a", "tests", "bench", "examples", "profiling", ".ci")
     lost = [name for name in named if not any(any((ROOT / folder).glob(f"**/{name}")) for folder in folders)]
     assert [name for name in lost if not (ROOT / name).exists()] == []
+
+
+@on_device.cpu_only
+def test_what_a_page_calls_an_attribute_of_the_package_is_one():
+    """After `import moe_a2a` in a process of its own; the modules of `integrations` are imported by name."""
+    command = [sys.executable, "-c", "import moe_a2a; print(*dir(moe_a2a))"]
+    attributes = set(subprocess.run(command, capture_output=True, text=True, check=True, timeout=180).stdout.split())
+    named = {(relative(page), name) for page in PAGES for name in ATTRIBUTE.findall(page.read_text())}
+    assert {(page, name) for page, name in named if name not in attributes | {"integrations"}} == set()
 
 
 @on_device.cpu_only

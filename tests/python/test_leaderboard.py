@@ -1,6 +1,9 @@
 """`python -m moe_a2a leaderboard`: entries of the tree, cases, times, and output for other tools."""
 
+import os
 import re
+import subprocess
+import sys
 
 import contest_cases
 import pytest
@@ -148,6 +151,24 @@ def test_popcorn_lines_of_a_leaderboard_run(leaderboard, tmp_path):
     times = {name: float(lines[f"benchmark.0.{name}"]) for name in ("mean", "std", "err", "best", "worst")}
     assert 0 < times["best"] <= times["mean"] <= times["worst"] and int(lines["benchmark.0.runs"]) >= 3
     assert re.search(r"^score .* us, the null submission .* us, shortened to 0.05 s per case$", text, re.MULTILINE)
+
+
+def test_text_that_stdout_cannot_encode(tmp_path):
+    """Regression: UnicodeEncodeError in the harness, and in a submission that printed."""
+    submission = contest_cases.changed(
+        tmp_path, "def custom_kernel(data):\n    print('caf\u00e9')\n    raise ValueError('na\u00efve \\udcff')\n"
+    )
+    (tmp_path / "cases.txt").write_text(TINY)
+    command = [sys.executable, "-m", "moe_a2a", "leaderboard", "run", "all2all", submission]
+    with open(tmp_path / "lines.txt", "wb") as lines:
+        ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "POPCORN_FD": str(lines.fileno())}
+        done = subprocess.run(
+            [*command, "--ranks", "2", "--cases", tmp_path / "cases.txt"],
+            env={**os.environ, **ascii_only}, pass_fds=[lines.fileno()], capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+    assert done.returncode == 112 and "Traceback" not in done.stderr, done.stderr
+    assert "caf\\xe9\n" in done.stdout and "raised ValueError: na\\xefve \\udcff\n" in done.stdout, done.stdout
+    assert "ValueError: na\u00efve \\udcff\n" in (tmp_path / "lines.txt").read_text("utf-8")
 
 
 def test_exit_codes(leaderboard, tmp_path):

@@ -94,6 +94,14 @@ def test_what_a_submission_is_called_or_says_is_no_markup():
     assert "| <script>\\|x |" in report.as_markdown(board_of(evil), "")
 
 
+def test_what_a_submission_says_is_written_in_utf_8(tmp_path):
+    """Regression: a surrogate, or any character that the locale cannot encode, ended the ranking."""
+    failed = Entry("caf\u00e9", verdict="raised", failed_mode="test", failed_case="8 2", message="na\u00efve \udcff")
+    board_of(failed).write(tmp_path / "all2all.json")
+    for path in report.write_all(tmp_path):
+        assert "caf\u00e9" in path.read_text("utf-8") and "na\u00efve \\udcff" in path.read_text("utf-8")
+
+
 def test_the_page_is_closed_and_needs_nothing_else():
     page = report.as_html(
         [board_of(timed("one", 20.0)), dataclasses.replace(board_of(timed("two", 3.0)), problem="moe_layer")]

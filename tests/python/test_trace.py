@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -129,6 +130,20 @@ def test_what_does_not_fit_is_counted(tmp_path):
     assert "Records were dropped" in text
 
 
+def test_a_trace_has_the_capacity_that_it_asks_for(tmp_path):
+    """Regression: an object kept the capacity of its largest trace. NumPy's integers were refused, or did not fit into JSON."""
+    (group,) = moe_a2a.thread_group(np.int64(1))
+    sizes = {"num_experts": 4, "num_topk": 2, "hidden": 16, "num_max_tokens_per_rank": 8, "num_blocks": 1}
+    with moe_a2a.ExpertParallel(group, **sizes, device="cpu") as ep:
+        for records in (1000, 1, np.int64(3), 2000, 2):
+            with moe_a2a.trace(ep, records) as trace:
+                ep.dispatch(torch.ones(4, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 4)).release()
+            trace.save(tmp_path / "trace.json")
+            (rank,) = read(tmp_path / "trace.json").about["ranks"]
+            assert rank["records_attempted"] > 3
+            assert rank["records_written"] == min(records, rank["records_attempted"])
+
+
 def fail_inside(group, folder):
     with moe_a2a.ExpertParallel(
         group, num_experts=4, num_topk=2, hidden=64, num_max_tokens_per_rank=8, num_blocks=1, timeout=2
@@ -162,7 +177,7 @@ def run_fails_alone(group, folder):
                 if ep.rank == 1:
                     raise ArithmeticError("alone")
         assert time.monotonic() - start < ranks.slack(8)
-        trace.save(f"{folder}/alone.json")
+        trace.save(f"{folder}/alone.v2.json")
         with moe_a2a.trace(ep) as after:
             layer()
         after.save(f"{folder}/after.json")
@@ -170,7 +185,7 @@ def run_fails_alone(group, folder):
 
 def test_a_block_that_fails_on_one_rank_leaves_no_other_waiting(tmp_path):
     ranks.run_processes(2, run_fails_alone, str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"alone.rank0.json", "alone.rank1.json", "after.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"alone.v2.rank0.json", "alone.v2.rank1.json", "after.json"}
 
 
 def test_after_an_exception_each_rank_saves_what_it_did_last(tmp_path):
@@ -184,16 +199,18 @@ def test_after_an_exception_each_rank_saves_what_it_did_last(tmp_path):
     assert gave_up.arguments["peer"] == 1
 
 
-def misuse(group):
+def misuse(group, path):
     with moe_a2a.ExpertParallel(group, num_experts=2, num_topk=1, hidden=8, num_max_tokens_per_rank=4) as ep:
         trace = moe_a2a.trace(ep)
         with trace:
-            with pytest.raises(RuntimeError, match="has not ended"):
-                trace.summary()
+            for read_it in (trace.summary, lambda: trace.save(path)):
+                with pytest.raises(RuntimeError, match="has not ended"):
+                    read_it()
             with pytest.raises(RuntimeError, match="inside another trace"), moe_a2a.trace(ep):
                 pass
-        with pytest.raises(RuntimeError, match="empty"):
-            trace.summary()
+        for read_it in (trace.summary, lambda: trace.save(path)):
+            with pytest.raises(RuntimeError, match="the trace is empty: no kernel ran inside its block"):
+                read_it()
         with pytest.raises(ValueError, match="json.gz"):
             trace.save("trace.xml")
 
@@ -205,12 +222,13 @@ def test_a_room_that_is_none_is_refused_by_name(records, error):
     (group,) = moe_a2a.thread_group(1)
     sizes = {"num_experts": 4, "num_topk": 2, "hidden": 16, "num_max_tokens_per_rank": 8}
     with moe_a2a.ExpertParallel(group, **sizes, device="cpu") as ep:
-        with pytest.raises(error, match=rf"records_per_segment={records!r} on rank 0"):
+        with pytest.raises(error, match=rf"records_per_segment={records!r} .*on rank 0; pass "):
             moe_a2a.trace(ep, records)
 
 
-def test_misuse_is_refused_by_name():
-    ranks.run_threads(2, misuse)
+def test_misuse_is_refused_by_name(tmp_path):
+    ranks.run_threads(2, misuse, tmp_path / "trace.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The files and their checker: it accepts what is written, and rejects each way to break it."""
 
+import dataclasses
 import gzip
 import json
 from collections import Counter
@@ -15,6 +16,7 @@ from moe_a2a.tracing.check import check, check_file
 from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.merge import merge
 from moe_a2a.tracing.overview import WAITING, phases
+from moe_a2a.tracing.plot import ENDINGS as PICTURES
 from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.summary import summarize
 from moe_a2a.tracing.timeline import SLICE, busy, merged
@@ -80,11 +82,29 @@ def test_the_command(timeline, tmp_path, capsys):
     assert main(["trace", str(broken)]) == 2
 
 
-def test_the_plot(timeline, tmp_path):
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_file_without_slices_is_called_empty(timeline, tmp_path, capsys, ending):
+    """Regression: the command took it for a damaged one."""
+    empty = dataclasses.replace(timeline, slices=timeline.slices[:0], arrows=timeline.arrows[:0])
+    path = str(export.save(empty, tmp_path / f"empty{ending}"))
+    for arguments in ([path], [path, "--check"], [path, "--plot", str(tmp_path / "trace.png")]):
+        assert main(["trace", *arguments]) == 2
+        assert f"{path}: it is empty: it has no slices; pass a complete file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", PICTURES)
+def test_the_plot(timeline, tmp_path, ending):
     pytest.importorskip("matplotlib")
-    path, picture = export.save(timeline, tmp_path / "trace.pftrace"), tmp_path / "trace.png"
+    path, picture = export.save(timeline, tmp_path / "trace.pftrace"), tmp_path / f"trace{ending}"
     assert main(["trace", str(path), "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    head = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF", ".jpg": b"\xff\xd8\xff"}[ending]
+    assert picture.read_bytes().startswith(head)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_rank_of_a_file_stands_before_its_ending(ending):
+    """Regression: it stood before the first dot."""
+    assert export.path_of_rank(f"a.b/two.v2{ending}", 1) == Path(f"a.b/two.v2.rank1{ending}")
 
 
 def test_an_ending_of_no_format_is_refused(timeline, tmp_path):
