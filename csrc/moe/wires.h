@@ -35,7 +35,7 @@ MOE_A2A_DEVICE bool is(const MoeConfig& config, int num_tokens, DType row_dtype)
   return with_batch(config, num_tokens, row_dtype,
                     [](auto batch) { return std::is_same_v<typename decltype(batch)::type, Batch>; });
 }
-// Calls f(std::type_identity<Wire>) with the wire that sums return by.
+// Calls f(std::type_identity<Wire>) with the wire that sums return by; f is MOE_A2A_INLINED.
 template <class F>
 MOE_A2A_DEVICE auto with_wire(bool is_small, const F& f) {
   return is_small ? f(std::type_identity<LlWire>{}) : f(std::type_identity<RowWire>{});

@@ -29,6 +29,10 @@ SPLIT = (
 )
 
 
+RARE = "_ZN48_INTERNAL_619fc865_16_comm_kernels_cpp_619fc8657moe_a2a9cuda_bare11look_aroundERKNS0_10WaitPolicyE"
+LAMBDA = "_ZZN7moe_a2a9cuda_bare10BothHalvesINS0_11CombineSendEE3runERKS3_PSt4byteENKUlT_E_clISt13type_identityINS0_7RowWireEEEEDaSF_"
+
+
 def test_words_in_one_access():
     assert problems(loads(GOOD)) == []
 
@@ -66,20 +70,23 @@ def test_an_object_on_the_stack():
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     disassembler = tmp_path / "cuobjdump"
-    disassembler.write_text(f"#!/bin/sh\n[ $1 = -sass ] && cat '{tmp_path}/listing' || cat '{tmp_path}/usage'\n")
+    disassembler.write_text(f"#!/bin/sh\ncat '{tmp_path}'/$1\n")
     disassembler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     small = usage(**dict.fromkeys(MOST_STACK, 40))
-    for listing, of_kernels, code, said in (
-        (GOOD, small, 0, "2 loads of LL words, each one access; 2 loops of products (2 files)"),
-        (MOVES, small, 1, "b.o: product: 5 moves to uniform registers"),
-        (GOOD.replace("GMMA", "MMA"), small, 1, "no product of a warp group in 2 files"),
-        (SPLIT, small, 1, "a.o: dispatch: 2 x LDG.E.STRONG.SYS"),
-        ("", small, 1, "no load of an LL word in 2 files"),
-        (GOOD, small.replace("STACK:40", "STACK:360"), 1, "b.o: CombineSend: 360 bytes of stack > 64"),
-        (GOOD, "", 1, "no DispatchSend in 2 files"),
+    symbols = "FUNC          LOCAL   DEFAULT    -               $_ZN7moe_a2a12kernel_entry$"
+    for listing, of_kernels, called, code, said in (
+        (GOOD, small, RARE, 0, "2 loads of LL words, each one access; 2 loops of products (2 files)"),
+        (MOVES, small, RARE, 1, "b.o: product: 5 moves to uniform registers"),
+        (GOOD.replace("GMMA", "MMA"), small, RARE, 1, "no product of a warp group in 2 files"),
+        (SPLIT, small, RARE, 1, "a.o: dispatch: 2 x LDG.E.STRONG.SYS"),
+        ("", small, RARE, 1, "no load of an LL word in 2 files"),
+        (GOOD, small.replace("STACK:40", "STACK:360"), RARE, 1, "b.o: CombineSend: 360 bytes of stack > 64"),
+        (GOOD, "", RARE, 1, "no DispatchSend in 2 files"),
+        (GOOD, small, LAMBDA, 1, f"a.o: {LAMBDA}: a lambda that is called"),
     ):
-        (tmp_path / "listing").write_text(listing)
-        (tmp_path / "usage").write_text(of_kernels)
+        (tmp_path / "-sass").write_text(listing)
+        (tmp_path / "-res-usage").write_text(of_kernels)
+        (tmp_path / "-symbols").write_text(f"{symbols}{called}\n")
         assert main(["a.o", "b.o"]) == code
         assert said in capsys.readouterr().out

@@ -19,7 +19,7 @@ struct CodedCombineSend {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     with_wire(args.context.region.sums_return_ll(args.buffer, 0),
-              [&](auto wire) { send(wire, args, OwnSums(), grid, block, shared); });
+              [&](auto wire) MOE_A2A_INLINED { send(wire, args, OwnSums(), grid, block, shared); });
   }
 
   MOE_A2A_DEVICE static void send(std::type_identity<LlWire> type, const Args& args, const OwnSums& own,

@@ -72,16 +72,18 @@ class CodedPartialSums {
   uint64_t codec_bits_[kCodecBits];  // bit i of each rank's codec
 };
 
-// Calls receive(token, number) for this warp's parts of rows, `length` values each, until one gives up. The last warps
-// get the first parts: the first warps may still be sending.
-template <class Receive>
-MOE_A2A_DEVICE void walk_parts(const CombineRecvArgs& args, const Grid& grid, const Block& block, int length,
-                               const Receive& receive) {
+// This warp's parts of rows. The last warps get the first parts: the first warps may still be sending.
+MOE_A2A_DEVICE RoundRobin<> parts_of_warp(const Grid& grid, const Block& block) {
   constexpr int kWarps = kBlockThreads / kWarpSize;
-  const int parts = (args.context.config.hidden + length - 1) / length;
-  make_round_robin(grid, kWarps - 1 - block.warp_rank(), kWarps).walk(args.num_tokens * parts, [&](int unit) {
-    return receive(unit / parts, unit % parts);
-  });
+  return make_round_robin(grid, kWarps - 1 - block.warp_rank(), kWarps);
+}
+
+// Calls receive(token, number) for the rest of `parts`, `length` values each, until one returns false: the next walk
+// begins with that one.
+template <class Receive>
+MOE_A2A_DEVICE void walk_parts(const CombineRecvArgs& args, RoundRobin<>& parts, int length, const Receive& receive) {
+  const int per_row = (args.context.config.hidden + length - 1) / length;
+  parts.walk(args.num_tokens * per_row, [&](int part) { return receive(part / per_row, part % per_row); });
 }
 
 // For whole rows: if there are few, several warps share each, so that the last ones finish earlier.
@@ -112,17 +114,14 @@ MOE_A2A_DEVICE Arrived wait_for_sums(const CombineRecvArgs& args, const OwnSums&
   return warp.any(codecs == kGaveUp) ? Arrived::kNot : Arrived::kCoded;
 }
 
-// Receives this warp's remaining parts, coded or not, from part `first_number` of `first_token` on. Out of line,
-// called last and with copies, so that loops without coded sums keep their registers.
-MOE_A2A_RARE void receive_coded(const CombineRecvArgs& args, OwnSums own, Grid grid, Block block, int first_token,
-                                int first_number) {
+// Receives the rest of this warp's parts, coded or not. Out of line, called last and with copies, so that loops without
+// coded sums keep their registers.
+MOE_A2A_RARE void receive_coded(const CombineRecvArgs& args, OwnSums own, RoundRobin<> parts, int length) {
   const Context& c = args.context;
   const Exchange exchange = combine_rows(c, args.buffer, c.region.epoch(args.buffer));
   const RowLayout layout = c.config.row(c.config.dtype);
-  const int length = part_length(args, grid);
-  const Warp warp = block.warp();
-  walk_parts(args, grid, block, length, [&](int token, int number) {
-    if (token < first_token || (token == first_token && number < first_number)) return true;
+  const Warp warp;
+  walk_parts(args, parts, length, [&](int token, int number) {
     const RankSet ranks = c.region.token_ranks(args.buffer, token);
     if (wait_for_sums(args, own, exchange, warp, ranks, token) == Arrived::kNot) return false;
     const uint64_t start = trace_now();
@@ -158,7 +157,7 @@ struct CombineRecv {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     with_wire(args.context.region.sums_return_ll(args.buffer, 0),
-              [&](auto wire) { receive(wire, args, OwnSums(), grid, block, shared); });
+              [&](auto wire) MOE_A2A_INLINED { receive(wire, args, OwnSums(), grid, block, shared); });
   }
 
   // ---- the step, run by its own launch or by a fused one (combine.h)
@@ -166,7 +165,8 @@ struct CombineRecv {
   MOE_A2A_DEVICE static void receive(std::type_identity<LlWire>, const Args& args, const OwnSums& own, const Grid& grid,
                                      const Block& block, std::byte*) {
     const Exchange exchange = combine_rows(args.context, args.buffer, args.context.region.epoch(args.buffer));
-    walk_parts(args, grid, block, RowLayout::piece_length(),
+    RoundRobin<> pieces = parts_of_warp(grid, block);
+    walk_parts(args, pieces, RowLayout::piece_length(),
                [&](int token, int number) { return receive_piece(args, own, exchange, block.warp(), token, number); });
   }
 
@@ -176,13 +176,13 @@ struct CombineRecv {
     const RowLayout layout = args.context.config.row(args.context.config.dtype);
     const int length = part_length(args, grid);
     const Warp warp = block.warp();
-    int coded_token = -1, coded_number = 0;  // the first with coded sums
+    RoundRobin<> parts = parts_of_warp(grid, block);
+    auto arrived = Arrived::kPlain;
     // add(token, part, ranks) forms the sum once its terms have arrived.
     const auto receive_all = [&](const auto& add) {
-      walk_parts(args, grid, block, length, [&](int token, int number) {
+      walk_parts(args, parts, length, [&](int token, int number) {
         const RankSet ranks = args.context.region.token_ranks(args.buffer, token);
-        const Arrived arrived = wait_for_sums(args, own, exchange, warp, ranks, token);
-        if (arrived == Arrived::kCoded) coded_token = token, coded_number = number;
+        arrived = wait_for_sums(args, own, exchange, warp, ranks, token);
         if (arrived != Arrived::kPlain) return false;
         const uint64_t start = trace_now();
         add(token, layout.piece(number, length), ranks);
@@ -199,7 +199,7 @@ struct CombineRecv {
     } else {
       receive_all([&](int token, const Piece& part, RankSet ranks) { add(args, own, warp, token, part, ranks); });
     }
-    if (coded_token >= 0) receive_coded(args, own, grid, block, coded_token, coded_number);
+    if (arrived == Arrived::kCoded) receive_coded(args, own, parts, length);
   }
 
  private:

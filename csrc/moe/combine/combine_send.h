@@ -89,7 +89,7 @@ struct CombineSend {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     with_wire(args.context.region.sums_return_ll(args.buffer, 0),
-              [&](auto wire) { send(wire, args, OwnSums(), grid, block, shared); });
+              [&](auto wire) MOE_A2A_INLINED { send(wire, args, OwnSums(), grid, block, shared); });
   }
 
   // The step, run by its own launch or by a fused one (combine.h).
