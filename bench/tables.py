@@ -46,8 +46,8 @@ def times_by_size(name: str) -> dict[int, dict[str, float]]:
     return times
 
 
-def all_reduce() -> str:
-    times = times_by_size("h200_2/all_reduce")
+def all_reduce(name: str) -> str:
+    times = times_by_size(name)
     systems = {
         "`all_reduce`": ["moe_a2a auto"],
         "the same, direct": ["moe_a2a direct"],
@@ -282,7 +282,7 @@ def board(name: str) -> str:
 
 # Each table's function, and the file that supplies its commit and date.
 TABLES = {
-    "all_reduce": (all_reduce, "h200_2/all_reduce"),
+    "all_reduce": (partial(all_reduce, "h200_2/all_reduce"), "h200_2/all_reduce"),
     "halves": (halves, "h200_2/reduce_scatter"),
     "against gloo": (against_gloo, "cpu/all_reduce"),
     "layer": (layer, "h200_2/layer"),

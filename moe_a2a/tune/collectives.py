@@ -26,7 +26,7 @@ from moe_a2a.codecs import CODECS
 from moe_a2a.collective_tables import KINDS, LARGEST, MOST_IN_WORDS, CollectiveStep, CollectiveTable
 from moe_a2a.tune.fewest_blocks import fewest_blocks
 
-SIZES = [1 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 32 << 20, 128 << 20]
+SIZES = [kib << 10 for kib in (1, 8, 32, 128, 512)] + [mib << 20 for mib in (1, 2, 4, 8, 16, 32, 128)]
 GPU_BLOCKS = [16, 32, 64, 96]  # and as many as the library takes
 CPU_BLOCKS = [1]
 ALGORITHMS = ("one_shot", "two_shot")
