@@ -50,7 +50,7 @@ def all_reduce(name: str) -> str:
     times = times_by_size(name)
     systems = {
         "`all_reduce`": ["moe_a2a auto"],
-        "the same, direct": ["moe_a2a direct"],
+        '`algorithm="direct"`': ["moe_a2a direct"],
         "NCCL": ["nccl"],
         "`symm_mem`": ["symm_mem one_shot", "symm_mem two_shot"],
         '`codec="q8"`': ["moe_a2a two_shot q8"],
@@ -283,6 +283,7 @@ def board(name: str) -> str:
 # Each table's function, and the file that supplies its commit and date.
 TABLES = {
     "all_reduce": (partial(all_reduce, "h200_2/all_reduce"), "h200_2/all_reduce"),
+    "all_reduce of H100": (partial(all_reduce, "h100_2/all_reduce"), "h100_2/all_reduce"),
     "halves": (halves, "h200_2/reduce_scatter"),
     "against gloo": (against_gloo, "cpu/all_reduce"),
     "layer": (layer, "h200_2/layer"),
