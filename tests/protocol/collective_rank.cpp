@@ -134,11 +134,11 @@ int CollectiveRank::num_slices(int call) const {
   return share <= kSlice ? 1 : (share + kSlice - 1) / kSlice;
 }
 
+// With the model's kind in place of an algorithm: no call is a refusal.
 Announcement CollectiveRank::announcement(int call, int rank) const {
-  const auto wire = kind(call, rank) == Kind::kOneShotWords ? CollectiveWire::kWords : CollectiveWire::kRows;
   const bool is_odd = shape_.calls[call].odd_rank == rank;
-  return {{static_cast<uint64_t>(kind(call, rank)) | static_cast<uint64_t>(wire) << 40,
-           static_cast<uint64_t>(shape_.calls[call].num_elements) + (is_odd ? 1 : 0), 0}};
+  return {{static_cast<uint32_t>(kind(call, rank)) << 12,
+           static_cast<uint32_t>(shape_.calls[call].num_elements + (is_odd ? 1 : 0)), 0}};
 }
 
 Launch CollectiveRank::prepare(int call) {
