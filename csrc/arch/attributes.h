@@ -17,9 +17,6 @@
 // Spelled out: HIP defines __forceinline__ only in a later header.
 #define MOE_A2A_DEVICE __device__ inline __attribute__((always_inline))
 #define MOE_A2A_HOST_DEVICE __host__ __device__ inline __attribute__((always_inline))
-// For a lambda that is most of a kernel. nvcc calls a large one out of line, from where the kernel's arguments are far.
-// (2 H100: a combine of 512 tokens took 62 us, now 56.)
-#define MOE_A2A_INLINED __attribute__((always_inline))
 // For loops over a per-thread array: it stays in registers only if every index is a constant.
 #define MOE_A2A_UNROLL _Pragma("unroll")
 // For loops that run few iterations in a small batch, which is latency-bound by its instructions: unrolled, they would
@@ -29,8 +26,12 @@
 // stack, so there it stays inline.
 #if defined(__CUDACC__)
 #define MOE_A2A_RARE __device__ __noinline__ static
+// For a lambda that is most of a kernel: nvcc calls a large one out of line, from where the kernel's arguments are far.
+// (2 H100: a combine of 512 tokens took 62 us, now 56.)
+#define MOE_A2A_INLINED __attribute__((always_inline))
 #else
 #define MOE_A2A_RARE MOE_A2A_DEVICE
+#define MOE_A2A_INLINED
 #endif
 #else
 #define MOE_A2A_RARE inline
