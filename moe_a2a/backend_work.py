@@ -3,9 +3,13 @@ tensors. In both cases the caller continues and calls keep their order."""
 
 from __future__ import annotations
 
+import atexit
 import collections
+import functools
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 _TorchWork: Any = dist.Work  # its stubs are incomplete
+_c10d: Any = torch._C._distributed_c10d
+EXIT_SECONDS = 5.0  # an exiting process finishes queued calls for so long
 
 
 class _Work(_TorchWork):
@@ -162,6 +168,56 @@ class BarrierWork(_Work):
         return self._work.is_completed()
 
 
+class JointWork(_Work):
+    """Several works of a delegate as one."""
+
+    def __init__(self, results: list[torch.Tensor], works: list[Any]):
+        super().__init__(results)
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        given = () if timeout is None else (timeout,)
+        return all([work.wait(*given) for work in self._works])
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda _: self._results)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+class RecentWorks:
+    """Keeps the last works of few bytes alive. DDP's join() drops the work of one element and leaves C++ to wait for it, which
+    needs the Python object."""
+
+    LARGEST, COUNT = 64, 16
+
+    def __init__(self) -> None:
+        self._works: collections.deque[_Work] = collections.deque(maxlen=self.COUNT)
+
+    def keep(self, work: _Work) -> _Work:
+        if sum(x.untyped_storage().nbytes() for x in work.result()) <= self.LARGEST:
+            self._works.append(work)
+        return work
+
+
+def tracked(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a process group whose first argument is what it writes. As in PyTorch's own groups, wait_tensor() of that
+    waits for the call under allow_inflight_collective_as_graph_input_ctx()."""
+
+    @functools.wraps(call)
+    def call_and_register(group: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        work = call(group, outputs, *args, **kwargs)
+        if _c10d._allow_inflight_collective_as_graph_input():
+            # C++ needs a work that is more than its Python object.
+            made = _c10d._create_work_from_future(work.get_future()) if isinstance(work, _Work) else work
+            for x in torch.utils._pytree.tree_leaves(outputs):
+                _c10d._register_work(x, made)
+        return work
+
+    return call_and_register
+
+
 class CallThread:
     """Runs calls in order. If the caller waits at once and nothing is queued, the call runs in the caller's thread:
     a thread switch takes as long as a small collective. So do calls in a forked child, which has no such thread.
@@ -172,11 +228,12 @@ class CallThread:
     def __init__(self, name: str):
         self._name, self._pid = name, os.getpid()
         self._calls: collections.deque[tuple[ThreadWork, Callable[[], Any]]] = collections.deque()
-        self._last: ThreadWork | None = None
+        self._last: Callable[[], ThreadWork | None] = lambda: None  # a weak reference: its tensors may go
         self._threads: list[threading.Thread] = []
         self._is_running = self._is_closed = False
         self._num_waiting = 0  # threads that wait for a call
         self._changed = threading.Condition()  # guards the above
+        _open.add(self)
 
     def run(self, call: Callable[[], Any], results: list[torch.Tensor], waits_at_once: bool) -> _Work:
         if os.getpid() != self._pid:  # and the lock may be one that nobody here holds
@@ -190,25 +247,30 @@ class CallThread:
                 call()
 
         with self._changed:
-            if waits_at_once and (self._last is None or self._last.is_completed()):
+            last = self._last()
+            if waits_at_once and (last is None or last.is_completed()):
                 call()
                 return work_done(results)
-            work = self._last = ThreadWork(results)
+            work = ThreadWork(results)
+            self._last = weakref.ref(work)
             self._calls.append((work, call_as_here))
             self._find_a_thread()
             return work
 
-    def close(self) -> None:
-        """Waits for the queued calls, and for the callbacks of their futures."""
+    def close(self, seconds: float | None = None) -> None:
+        """Waits for the queued calls, and for the callbacks of their futures; after so many seconds drops the rest."""
         if os.getpid() != self._pid:
             return
+        deadline = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        while self._threads:  # one may still start another
-            thread = self._threads.pop()
-            if thread is not threading.current_thread():
-                thread.join()
+        own = threading.current_thread()  # if a callback closes; it is joined at exit
+        while others := [thread for thread in self._threads if thread is not own]:  # one may still start another
+            others[0].join(None if deadline is None else max(deadline - time.monotonic(), 0))
+            self._threads.remove(others[0])
+        if deadline is not None:
+            self._calls.clear()
 
     def _find_a_thread(self) -> None:
         if self._is_running or not self._calls:
@@ -220,15 +282,23 @@ class CallThread:
             self._threads[-1].start()
 
     def _serve(self) -> None:
-        while (next_call := self._wait_for_call()) is not None:
-            work, call = next_call
-            has_future = work.run(call)
-            with self._changed:
-                self._is_running = False
-                if has_future:
-                    self._find_a_thread()
+        while self._serve_one():
+            pass
+
+    def _serve_one(self) -> bool:
+        """In a frame of its own: a thread that waits keeps no tensors."""
+        next_call = self._wait_for_call()
+        if next_call is None:
+            return False
+        work, call = next_call
+        has_future = work.run(call)
+        with self._changed:
+            self._is_running = False
             if has_future:
-                work.complete_future()
+                self._find_a_thread()
+        if has_future:
+            work.complete_future()
+        return True
 
     def _wait_for_call(self) -> tuple[ThreadWork, Callable[[], Any]] | None:
         """None at the end."""
@@ -241,3 +311,13 @@ class CallThread:
                 return None
             self._is_running = True
             return self._calls.popleft()
+
+
+_open: weakref.WeakSet[CallThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """For groups that are not destroyed: a thread that needs the GIL while the interpreter ends aborts the process."""
+    for thread in list(_open):
+        thread.close(EXIT_SECONDS)

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from moe_a2a import _core, arguments, devices
+from moe_a2a.backend_delegates import add_delegates, all_gather_each, make_delegate, reduce_scatter_each
 from moe_a2a.backend_options import Options, Place
-from moe_a2a.backend_work import BarrierWork, CallThread, StreamWork, work_done
+from moe_a2a.backend_work import BarrierWork, CallThread, RecentWorks, StreamWork, tracked, work_done
 from moe_a2a.boards import StoreBoard
 from moe_a2a.collectives import Collectives
 from moe_a2a.rendezvous import Meetings
@@ -68,12 +69,14 @@ class MoeA2aProcessGroup(_ProcessGroup):
         self._seconds = min(timeout.total_seconds(), arguments.MAX_TIMEOUT)
         self._options = options.settled(rank)
         self._place = Place.of(rank, global_ranks or list(range(num_ranks)), self._options.ranks_per_node)
-        self._store, self._timeout = dist.PrefixStore("collectives", store), timeout
+        self._group_store, self._timeout = store, timeout
+        self._store = dist.PrefixStore("collectives", store)
         self._made: dict[torch.device, Collectives | TwoLevelCollectives] = {}
         self._streams: dict[torch.device, Any] = {}
         self._lock = threading.Lock()
         self._thread = CallThread(f"moe_a2a rank {rank}")
-        self.delegates = _add_delegates(self, store, rank, num_ranks, timeout)
+        self._recent = RecentWorks()
+        self.delegates = add_delegates(self, store, rank, num_ranks, timeout)
 
     # Called from C++ and Python.
 
@@ -90,6 +93,13 @@ class MoeA2aProcessGroup(_ProcessGroup):
         # model that outlives the group destroys gloo, which holds the GIL while it joins them.
         time.sleep(0.02)
 
+    def get_group_store(self) -> Any:
+        return self._group_store
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch's would split the delegates, on a store that a group of Python lacks."""
+        raise RuntimeError(f"rank {self._rank}: a moe_a2a group cannot be split; use torch.distributed.new_group()")
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self._rank} of {self._num_ranks}, else {self.delegates})"
 
@@ -97,6 +107,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     # the methods that have other names for the user also take one tensor, an operator and a timeout: DDP's join() calls so.
     # The deadline of Collectives stays the group's.
 
+    @tracked
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Any:
         opts = _reduce_options(_c10d.AllreduceOptions, opts, op, timeout)
         tensors, op = [tensors] if isinstance(tensors, torch.Tensor) else tensors, _op_of(opts)
@@ -109,24 +120,27 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
         return self._run(opts, tensors, call)
 
+    @tracked
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = _c10d.AllreduceCoalescedOptions() if opts is None else opts
         if not _takes(_op_of(opts), tensors):
             return self._delegate(tensors[0]).allreduce_coalesced(tensors, opts)
         return self.allreduce(tensors, opts)
 
+    @tracked
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = _c10d.AllgatherOptions() if opts is None else opts
         if not _takes("gather", [output, x]):
             return self._delegate(x)._allgather_base(output, x, opts)
         return self._run(opts, [output, x], lambda coll: _gather(coll, output, x), [output])
 
+    @tracked
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         opts = _c10d.AllgatherOptions() if opts is None else opts
         if not _takes("gather", [*outputs, *inputs]):
-            return self._delegate(inputs[0]).allgather_into_tensor_coalesced(outputs, inputs, opts)
+            return all_gather_each(self._delegate(inputs[0]), outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
@@ -134,6 +148,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
         return self._run(opts, [*outputs, *inputs], call, outputs)
 
+    @tracked
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs, opts = [outputs], [inputs], _with_timeout(_c10d.AllgatherOptions(), opts)
@@ -150,6 +165,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
         return self._run(opts, [*parts, x], call, parts)
 
+    @tracked
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = _op_of(opts)
@@ -157,13 +173,14 @@ class MoeA2aProcessGroup(_ProcessGroup):
             return self._delegate(x)._reduce_scatter_base(output, x, opts)
         return self._run(opts, [output, x], lambda coll: _reduce_scatter(coll, output, _flat(x), op), [output])
 
+    @tracked
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = _op_of(opts)
         if not _takes(op, [*outputs, *inputs]):
-            return self._delegate(inputs[0]).reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+            return reduce_scatter_each(self._delegate(inputs[0]), outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
@@ -171,6 +188,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
         return self._run(opts, [*outputs, *inputs], call, outputs)
 
+    @tracked
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> Any:
@@ -191,12 +209,15 @@ class MoeA2aProcessGroup(_ProcessGroup):
         """Synchronises the GPUs if the group has used them, else the processes."""
         gpus = [device for device in self._made if device.type == "cuda"]
         token = torch.zeros(1, device=gpus[0] if gpus else "cpu")
+        if not _takes("sum", [token]):
+            return self._delegate(token).barrier(_c10d.BarrierOptions() if opts is None else opts)
         work = self._run(opts, [token], lambda coll: coll.all_reduce(token, out=token), [])
         return BarrierWork(work, gpus[0]) if gpus else work
 
     # What Collectives lacks. PyTorch would find the delegates itself, but it holds the GIL until the call is queued. A gloo
     # thread may hold the queue's lock and wait for the GIL (to free a tensor): a deadlock.
 
+    @tracked
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int = 0) -> Any:
         if isinstance(tensors, torch.Tensor):
             root = root if opts is None else opts
@@ -204,6 +225,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
             opts.rootRank = root
         return self._delegate(tensors[0]).broadcast(tensors, _c10d.BroadcastOptions() if opts is None else opts)
 
+    @tracked
     def all_to_all_single(
         self, output: torch.Tensor, x: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Any:
@@ -244,14 +266,15 @@ class MoeA2aProcessGroup(_ProcessGroup):
                 call(self._collectives(device))
 
         if device.type == "cpu":
-            return self._thread.run(run, results, waits_at_once)
+            work = self._thread.run(run, results, waits_at_once)
+            return work if waits_at_once else self._recent.keep(work)
         self._collectives(device)  # made on the current stream
         if waits_at_once:  # on the caller's stream, like any kernel of its own
             run()
             return work_done(results)
         with self._lock:
             stream = self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
-        return StreamWork.begin(stream, run, tensors, results)
+        return self._recent.keep(StreamWork.begin(stream, run, tensors, results))
 
     def _collectives(self, device: torch.device) -> Any:
         with self._lock:
@@ -268,7 +291,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
             return Collectives(node, options.max_nbytes, **how)
         return TwoLevelCollectives(
             node,
-            _make_delegate(
+            make_delegate(
                 device.type,
                 dist.PrefixStore(f"between {place.rank} {device.type}", self._store),
                 place.node,
@@ -343,33 +366,6 @@ def _gather(coll: Collectives, output: torch.Tensor, x: torch.Tensor) -> None:
 
 def _reduce_scatter(coll: Collectives, output: torch.Tensor, x: torch.Tensor, op: str) -> None:
     _fill(output, lambda flat: coll.reduce_scatter(x, op, out=flat))
-
-
-def _add_delegates(group: Any, store: Any, rank: int, num_ranks: int, timeout: Any) -> dict[str, str]:
-    """The backends for everything that Collectives lacks, by device type."""
-    delegates = {}
-    kind = dist.ProcessGroup.BackendType
-    if dist.is_gloo_available():
-        gloo = _make_delegate("cpu", dist.PrefixStore("gloo", store), rank, num_ranks, timeout)
-        group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
-        group._set_default_backend(kind.GLOO)
-        delegates["cpu"] = "gloo"
-    if dist.is_nccl_available() and torch.cuda.is_available():
-        nccl = _make_delegate("cuda", dist.PrefixStore("nccl", store), rank, num_ranks, timeout)
-        group._register_backend(torch.device("cuda"), kind.NCCL, nccl)
-        delegates["cuda"] = "nccl"
-    return delegates
-
-
-def _make_delegate(device_type: str, store: Any, rank: int, num_ranks: int, timeout: Any) -> Any:
-    if device_type == "cpu":
-        made: Any = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
-    else:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        made = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
-    made._set_sequence_number_for_group()
-    return made
 
 
 def _create(given: Any, options: Any) -> MoeA2aProcessGroup:

@@ -1,0 +1,51 @@
+"""The backends of PyTorch that do what Collectives lacks, for the torch.distributed backend: gloo for CPU tensors, NCCL for
+CUDA tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_a2a.backend_work import JointWork
+
+
+def add_delegates(group: Any, store: Any, rank: int, num_ranks: int, timeout: Any) -> dict[str, str]:
+    """Registers the delegates with the group; their names by device type."""
+    delegates = {}
+    kind = dist.ProcessGroup.BackendType
+    if dist.is_gloo_available():
+        gloo = make_delegate("cpu", dist.PrefixStore("gloo", store), rank, num_ranks, timeout)
+        group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+        group._set_default_backend(kind.GLOO)
+        delegates["cpu"] = "gloo"
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        nccl = make_delegate("cuda", dist.PrefixStore("nccl", store), rank, num_ranks, timeout)
+        group._register_backend(torch.device("cuda"), kind.NCCL, nccl)
+        delegates["cuda"] = "nccl"
+    return delegates
+
+
+def make_delegate(device_type: str, store: Any, rank: int, num_ranks: int, timeout: Any) -> Any:
+    if device_type == "cpu":
+        made: Any = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        made = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+# The coalesced calls that C++ alone has.
+
+
+def all_gather_each(delegate: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> JointWork:
+    pairs = zip(outputs, inputs, strict=True)
+    return JointWork(outputs, [delegate._allgather_base(output, x, opts) for output, x in pairs])
+
+
+def reduce_scatter_each(delegate: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> JointWork:
+    pairs = zip(outputs, inputs, strict=True)
+    return JointWork(outputs, [delegate._reduce_scatter_base(output, x, opts) for output, x in pairs])
