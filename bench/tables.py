@@ -87,7 +87,8 @@ def against_gloo() -> str:
 def halves() -> str:
     kinds = {kind: times_by_size(f"h200_2/{kind}") for kind in ("reduce_scatter", "all_gather")}
     rows = [
-        [f"`{kind}` / NCCL"] + [f"{us(of['moe_a2a'])} / {us(of['nccl'])}" for of in times.values()]
+        [f"`{kind}` / direct / NCCL"]
+        + [" / ".join(us(of[system]) for system in ("moe_a2a", "moe_a2a direct", "nccl")) for of in times.values()]
         for kind, times in kinds.items()
     ]
     return table(["KiB of all ranks", *(str(size >> 10) for size in kinds["all_gather"])], rows)
