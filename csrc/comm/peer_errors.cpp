@@ -30,13 +30,16 @@ void raise_report(const Report& report, const std::vector<const Vocabulary*>& vo
                                   " refused its call: " + reinterpret_cast<const char*>(report.refusal.word));
   }
   const SliceName& wait = wait_name(report, vocabularies);
-  what += " waited " + std::to_string(report.elapsed_seconds) + " s for the " + wait.awaited;
-  if (wait.of_a_token && report.token >= 0) what += " of token " + std::to_string(report.token);
-  what += " from " + rank_text(report.peer) + " (expected epoch " + std::to_string(report.expected_epoch) + ", seen " +
-          std::to_string(report.seen_epoch) + ")";
+  const bool has_waited = report.peer != report.rank;
+  if (has_waited) {
+    what += " waited " + std::to_string(report.elapsed_seconds) + " s for the " + wait.awaited;
+    if (wait.of_a_token && report.token >= 0) what += " of token " + std::to_string(report.token);
+    what += " from " + rank_text(report.peer) + " (expected epoch " + std::to_string(report.expected_epoch) +
+            ", seen " + std::to_string(report.seen_epoch) + ")";
+  }
   std::string advice = "; that rank is dead, late, or makes different calls; pass a larger timeout if it is only late";
   if (report.reason == Reason::kPoisoned) {
-    what += "; it left because " + rank_text(report.reporter);
+    what += (has_waited ? "; it left because " : " did nothing because ") + rank_text(report.reporter);
     if (report.culprit == report.reporter) {
       what += " left a call: it was interrupted, or its object closed";
       advice.clear();
