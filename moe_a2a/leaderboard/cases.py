@@ -82,7 +82,7 @@ def read_problem(path: Path) -> ProblemFile:
     import yaml
 
     try:
-        fields = yaml.safe_load(path.read_text())
+        fields = yaml.safe_load(_text_of(path))
     except yaml.YAMLError as error:
         raise CaseFileError(f"{path}: {str(error).splitlines()[0]}") from None
     if not isinstance(fields, dict):
@@ -110,7 +110,7 @@ def _checked(path: Path, values: Any) -> Case:
 def read_case_lines(path: Path) -> list[Case]:
     """One case per line, `name: value` joined by semicolons. A blank line is an error, as for the public evaluator."""
     cases = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(_text_of(path).splitlines(), 1):
         values: dict[str, Any] = {}
         for part in line.split(";"):
             matched = LINE_PART.fullmatch(part)
@@ -124,6 +124,11 @@ def read_case_lines(path: Path) -> list[Case]:
     if not cases:
         raise CaseFileError(f"{path}: contains no cases")
     return cases
+
+
+def _text_of(path: Path) -> str:
+    """With backslashes for what is not UTF-8, which the file's parser then refuses by line."""
+    return path.read_text(encoding="utf-8", errors="backslashreplace")
 
 
 def combined_seed(seed: int, other: int) -> int:

@@ -104,17 +104,19 @@ def test_a_line_of_a_case_file_is_a_case(tmp_path):
     assert first.spec == TINY + "; world_size: 4" and first.label == "8 2 64 8"
 
 
-@pytest.mark.parametrize("text", ["", f"{TINY}\n\n{TINY}", "a: 1.5; seed: 3", "a=1; seed: 3", "a: 1", "a: 1; seed: x"])
+@pytest.mark.parametrize(
+    "text", ["", f"{TINY}\n\n{TINY}", "a: 1.5; seed: 3", "a=1; seed: 3", "a: 1", "a: 1; seed: x", "a: \xff; seed: 3"]
+)
 def test_bad_lines_are_refused(tmp_path, text):
-    (tmp_path / "cases.txt").write_text(text)
+    (tmp_path / "cases.txt").write_text(text, encoding="latin-1")
     with pytest.raises(CaseFileError, match="cases.txt"):
         cases.read_case_lines(tmp_path / "cases.txt")
 
 
 @pytest.mark.parametrize("text", ["[", "1", "name: x", "{name: x, summary: y, tests: [{a: 1}], benchmarks: []}",
-                                  "{name: x, summary: y, tests: [], benchmarks: [], ranking_by: last}"])  # fmt: skip
+                                  "{name: x, summary: y, tests: [], benchmarks: [], ranking_by: last}", "name: \xff"])  # fmt: skip
 def test_bad_problem_files_are_refused(tmp_path, text):
-    (tmp_path / "x.yml").write_text(text)
+    (tmp_path / "x.yml").write_text(text, encoding="latin-1")
     with pytest.raises(CaseFileError, match="x.yml"):
         cases.read_problem(tmp_path / "x.yml")
 
