@@ -3,6 +3,7 @@ CUDA tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,14 +39,8 @@ def make_delegate(device_type: str, store: Any, rank: int, num_ranks: int, timeo
     return made
 
 
-# The coalesced calls that C++ alone has.
-
-
-def all_gather_each(delegate: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> JointWork:
-    pairs = zip(outputs, inputs, strict=True)
-    return JointWork(outputs, [delegate._allgather_base(output, x, opts) for output, x in pairs])
-
-
-def reduce_scatter_each(delegate: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> JointWork:
-    pairs = zip(outputs, inputs, strict=True)
-    return JointWork(outputs, [delegate._reduce_scatter_base(output, x, opts) for output, x in pairs])
+def one_by_one(
+    call: Callable[..., Any], outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+) -> JointWork:
+    """A coalesced call, which delegates have in C++ alone, as a delegate's calls of single tensors."""
+    return JointWork(outputs, [call(output, x, opts) for output, x in zip(outputs, inputs, strict=True)])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 _TorchWork: Any = dist.Work  # its stubs are incomplete
 _c10d: Any = torch._C._distributed_c10d
-EXIT_SECONDS = 5.0  # an exiting process finishes queued calls for so long
+EXIT_SECONDS = 5.0  # how long an exiting process waits for its queued calls
 
 
 class _Work(_TorchWork):
@@ -100,7 +100,7 @@ class ThreadWork(_Work):
         self._has_run = False
         self._over = threading.Event()  # has run, and so has its future, if any
         self._error: BaseException | None = None
-        self._begun: Any = None
+        self._begun: Any = None  # made with the future; completing it runs _outcome()
         self._future: Any = None
 
     def run(self, call: Callable[[], Any]) -> bool:
@@ -111,9 +111,9 @@ class ThreadWork(_Work):
             self._error = error
         with self._lock:
             self._has_run = True
-            if self._begun is None:
+            if self._future is None:
                 self._over.set()
-            return self._begun is not None
+            return self._future is not None
 
     def complete_future(self) -> None:
         """Also runs what was added to the future by then(), which may make calls and wait for them."""
@@ -258,7 +258,8 @@ class CallThread:
             return work
 
     def close(self, seconds: float | None = None) -> None:
-        """Waits for the queued calls, and for the callbacks of their futures; after so many seconds drops the rest."""
+        """Waits for queued calls and the callbacks of their futures. With `seconds`, gives up after that time and drops the
+        calls that have not begun."""
         if os.getpid() != self._pid:
             return
         deadline = None if seconds is None else time.monotonic() + seconds

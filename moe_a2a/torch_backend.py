@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from moe_a2a import _core, arguments, devices
-from moe_a2a.backend_delegates import add_delegates, all_gather_each, make_delegate, reduce_scatter_each
+from moe_a2a.backend_delegates import add_delegates, make_delegate, one_by_one
 from moe_a2a.backend_options import Options, Place
 from moe_a2a.backend_work import BarrierWork, CallThread, RecentWorks, StreamWork, tracked, work_done
 from moe_a2a.boards import StoreBoard
@@ -140,7 +140,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     ) -> Any:
         opts = _c10d.AllgatherOptions() if opts is None else opts
         if not _takes("gather", [*outputs, *inputs]):
-            return all_gather_each(self._delegate(inputs[0]), outputs, inputs, opts)
+            return one_by_one(self._delegate(inputs[0])._allgather_base, outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
@@ -180,7 +180,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = _op_of(opts)
         if not _takes(op, [*outputs, *inputs]):
-            return reduce_scatter_each(self._delegate(inputs[0]), outputs, inputs, opts)
+            return one_by_one(self._delegate(inputs[0])._reduce_scatter_base, outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
@@ -209,7 +209,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         """Synchronises the GPUs if the group has used them, else the processes."""
         gpus = [device for device in self._made if device.type == "cuda"]
         token = torch.zeros(1, device=gpus[0] if gpus else "cpu")
-        if not _takes("sum", [token]):
+        if not _has_kernels(token.device):
             return self._delegate(token).barrier(_c10d.BarrierOptions() if opts is None else opts)
         work = self._run(opts, [token], lambda coll: coll.all_reduce(token, out=token), [])
         return BarrierWork(work, gpus[0]) if gpus else work

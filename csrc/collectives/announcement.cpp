@@ -29,14 +29,16 @@ Announcement Announcement::of(const Terms& terms, int64_t count, uint64_t digest
 }
 
 std::string describe(const Announcement& announcement) {
-  std::string text = name_in(kKinds, announcement.term(0)) + " of " + std::to_string(announcement.count()) + " " +
-                     name_of(static_cast<DType>(std::min<uint32_t>(announcement.term(1), 3)));
-  if (announcement.term(0) != static_cast<uint32_t>(CollectiveKind::kAllGather)) {
-    text += ", " + name_in(kOps, announcement.term(2));
-  }
-  if (announcement.term(3) != 0) text += ", " + name_in(kAlgorithms, announcement.term(3));
-  if (announcement.term(4) != 0) text += ", " + name_in(kCodecs, announcement.term(4));
-  if (announcement.term(5) == static_cast<uint32_t>(CollectiveWire::kWords)) text += " in LL words";
+  using A = Announcement;
+  const uint32_t kind = announcement.term(A::kKind), algorithm = announcement.term(A::kAlgorithm),
+                 codec = announcement.term(A::kCodec);
+  std::string text = name_in(kKinds, kind) + " of " + std::to_string(announcement.count()) + " " +
+                     name_of(static_cast<DType>(std::min<uint32_t>(announcement.term(A::kDType), 3)));
+  if (kind != static_cast<uint32_t>(CollectiveKind::kAllGather))
+    text += ", " + name_in(kOps, announcement.term(A::kOp));
+  if (algorithm != 0) text += ", " + name_in(kAlgorithms, algorithm);
+  if (codec != 0) text += ", " + name_in(kCodecs, codec);
+  if (announcement.term(A::kWire) == static_cast<uint32_t>(CollectiveWire::kWords)) text += " in LL words";
   return text;
 }
 

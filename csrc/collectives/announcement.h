@@ -23,8 +23,10 @@ inline constexpr int64_t kMaxWordsBytes = 32 << 10;
 struct Announcement {
   static constexpr int kWords = 3;
 
-  // 4 bits each of kind, dtype, operator, algorithm, codec and wire, and the upper 8 of the number of elements; its
-  // lower 32; a digest: how they are divided into shares, and for kDirect where the tensors lie
+  enum Term { kKind, kDType, kOp, kAlgorithm, kCodec, kWire };
+
+  // 4 bits for each Term, and the upper 8 of the number of elements; its lower 32; a digest: how they are divided into
+  // shares, and for kDirect where the tensors lie
   uint32_t word[kWords] = {};
 
   // Common to all calls: which collective, of what, how merged.
@@ -39,11 +41,10 @@ struct Announcement {
   static Announcement of(const Terms& terms, int64_t count, uint64_t digest = 0);
   static Announcement of_refusal() { return {{static_cast<uint32_t>(CollectiveKind::kRefused)}}; }
 
-  MOE_A2A_HOST_DEVICE bool is_refusal() const { return term(0) == static_cast<uint32_t>(CollectiveKind::kRefused); }
-  bool is_direct() const { return term(3) == static_cast<uint32_t>(Algorithm::kDirect); }
+  MOE_A2A_HOST_DEVICE bool is_refusal() const { return term(kKind) == static_cast<uint32_t>(CollectiveKind::kRefused); }
+  bool is_direct() const { return term(kAlgorithm) == static_cast<uint32_t>(Algorithm::kDirect); }
 
-  // The number of a term, in the order of Terms.
-  MOE_A2A_HOST_DEVICE uint32_t term(int i) const { return word[0] >> 4 * i & 0xf; }
+  MOE_A2A_HOST_DEVICE uint32_t term(Term i) const { return word[0] >> 4 * i & 0xf; }
   int64_t count() const { return int64_t{word[0] >> 24} << 32 | word[1]; }
 };
 

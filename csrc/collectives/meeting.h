@@ -46,8 +46,8 @@ MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
   }
 }
 
-// Tells every rank that this one has begun the call, and orders what it did before. Run by one block, like announce();
-// before it, if others wait for both: the fence would wait for the announcement.
+// Tells every rank that this one has begun the call, and orders what it did before. Run by one block. Call it before
+// announce() where others wait for both, or its fence would wait for the announcement's stores.
 MOE_A2A_DEVICE void signal_call(const Part& part, const Block& block) {
   block.release_sync();
   if (part.poison == 0 && block.rank() == 0) {  // pairs with the acquire in makes_this_call() and catch_up()

@@ -24,9 +24,8 @@ from concurrent.futures import ProcessPoolExecutor
 FUNCTION = re.compile(r"^\s*Function : (\S+)")
 LOAD = re.compile(r"\b(LDG\.E\S*\.SYS)\b")
 WHOLE = "LDG.E.128.STRONG.SYS"
-LAMBDA = re.compile(
-    r"^FUNC.*\$(_ZZ\S*Ul\S*)$", re.MULTILINE
-)  # among the symbols, which name a called function $kernel$function
+# Among the symbols, where a function that a kernel calls is $kernel$function.
+LAMBDA = re.compile(r"^FUNC.*\$(_ZZ\S*Ul\S*)$", re.MULTILINE)
 STACK = re.compile(r"Function (\S+?):?\s+REG:\d+ STACK:(\d+)")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?(\w+)")
 BEFORE_A_LOOP = 60  # instructions in which the descriptors of its first product are computed
