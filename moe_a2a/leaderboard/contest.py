@@ -77,31 +77,42 @@ class Contest:
             cases = self.problem.tests
         return [case if "world_size" in case else case.with_values(world_size=self.num_ranks) for case in cases]
 
-    def run(
-        self,
-        mode: str,
-        submission: Path,
-        on_case: OnCase = lambda number, result: None,
-        nulls: list[CaseResult] | None = None,
-    ) -> ModeResult:
-        """Runs every case of the mode, even after a failure. nulls: from run_null(), for a timed mode; None: runs it."""
-        result = ModeResult(mode)
+    def ranks_of(self, submission: Path) -> SubmissionRanks:
+        """The processes for run_on() and profile(); one set serves all modes of a submission."""
+        return SubmissionRanks(self.problem.name, submission, self.num_ranks, self.device_type)
+
+    def null_ranks(self) -> SubmissionRanks:
+        """The same for run_null() and measure_link()."""
+        path = loading.entry_path("", "null")
+        assert path is not None
+        return self.ranks_of(path)
+
+    def run(self, mode: str, submission: Path, on_case: OnCase = lambda number, result: None) -> ModeResult:
+        """A mode by itself: run_on() in processes of its own, after the null submission if the mode is timed."""
+        nulls = []
         if mode in TIMED:
-            result.nulls = self.run_null() if nulls is None else nulls
-        with self._ranks(submission) as ranks:
-            for number, case in enumerate(self.cases_of(mode)):
-                of_case = {**TIMED, **CHECKED}[mode](self.rules, ranks, case)
-                if mode in TIMED:
-                    modes.check_clock(of_case, result.nulls[number])
-                result.cases.append(of_case)
-                on_case(number, of_case)
+            with self.null_ranks() as ranks:
+                nulls = self.run_null(ranks)
+        with self.ranks_of(submission) as ranks:
+            return self.run_on(ranks, mode, nulls, on_case)
+
+    def run_on(
+        self, ranks: SubmissionRanks, mode: str, nulls: list[CaseResult], on_case: OnCase = lambda number, result: None
+    ) -> ModeResult:
+        """Runs every case of the mode, even after a failure. nulls: from run_null(), for a timed mode."""
+        result = ModeResult(mode, nulls=nulls if mode in TIMED else [])
+        for number, case in enumerate(self.cases_of(mode)):
+            of_case = {**TIMED, **CHECKED}[mode](self.rules, ranks, case)
+            if mode in TIMED:
+                modes.check_clock(of_case, nulls[number])
+            result.cases.append(of_case)
+            on_case(number, of_case)
         return result
 
-    def run_null(self) -> list[CaseResult]:
+    def run_null(self, ranks: SubmissionRanks) -> list[CaseResult]:
         """Runs the null submission on every benchmark. Raises UsageError if the harness itself does not run."""
         rules = dataclasses.replace(self.rules, shortened=NULL_SECONDS, checked=False)
-        with self._ranks(_null_path()) as ranks:
-            results = [modes.benchmark(rules, ranks, case) for case in self.cases_of("benchmark")]
+        results = [modes.benchmark(rules, ranks, case) for case in self.cases_of("benchmark")]
         failed = next((result for result in results if not result.passed), None)
         if failed is not None:
             raise UsageError(
@@ -109,19 +120,18 @@ class Contest:
             )
         return results
 
-    def measure_link(self) -> float:
+    def measure_link(self, ranks: SubmissionRanks) -> float:
         """Bytes per second that a rank sends while all send to all others; 0 for a single rank, which has no link."""
         if self.num_ranks == 1:
             return 0.0
-        with self._ranks(_null_path()) as ranks:
-            ranks.begin_case(self.cases_of("benchmark")[0], [{} for _ in range(self.num_ranks)])
-            rates = ranks.run(rank_program.link_rate, limit=SECONDS_OF_LINK)
-            ranks.end_case()
+        ranks.begin_case(self.cases_of("benchmark")[0], [{} for _ in range(self.num_ranks)])
+        rates = ranks.run(rank_program.link_rate, limit=SECONDS_OF_LINK)
+        ranks.end_case()
         return rates[0]
 
     def profile(
         self,
-        submission: Path,
+        ranks: SubmissionRanks,
         cases: list[Case],
         folder: Path,
         name: str,
@@ -129,18 +139,8 @@ class Contest:
     ) -> ModeResult:
         """Writes a trace per case, <problem>.<name>.<number>.json.gz in `folder`."""
         result = ModeResult("profile")
-        with self._ranks(submission) as ranks:
-            for number, case in enumerate(cases):
-                path = folder.resolve() / f"{self.problem.name}.{name}.{number}.json.gz"
-                result.cases.append(modes.profile(self.rules, ranks, case, path))
-                on_case(number, result.cases[-1])
+        for number, case in enumerate(cases):
+            path = folder.resolve() / f"{self.problem.name}.{name}.{number}.json.gz"
+            result.cases.append(modes.profile(self.rules, ranks, case, path))
+            on_case(number, result.cases[-1])
         return result
-
-    def _ranks(self, submission: Path) -> SubmissionRanks:
-        return SubmissionRanks(self.problem.name, submission, self.num_ranks, self.device_type)
-
-
-def _null_path() -> Path:
-    path = loading.entry_path("", "null")
-    assert path is not None
-    return path

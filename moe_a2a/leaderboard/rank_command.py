@@ -12,6 +12,7 @@ from moe_a2a.leaderboard import options as shared
 from moe_a2a.leaderboard.cases import CaseFileError
 from moe_a2a.leaderboard.contest import Contest
 from moe_a2a.leaderboard.modes import CaseResult
+from moe_a2a.leaderboard.ranks import SubmissionRanks
 from moe_a2a.leaderboard.record import Board, Entry
 from moe_a2a.leaderboard.run_command import check_cases, line_of
 from moe_a2a.leaderboard.verdicts import PASS
@@ -49,12 +50,14 @@ def run(options: argparse.Namespace) -> int:
     names = options.submissions or loading.entry_names(contest.problem.entries or contest.problem.name)
     paths = _by_entry_name([shared.submission_path(contest.problem, name) for name in names])
 
-    nulls = contest.run_null()
-    board = Board.of(contest, nulls, contest.measure_link())
+    with contest.null_ranks() as ranks:
+        nulls = contest.run_null(ranks)
+        board = Board.of(contest, nulls, contest.measure_link(ranks))
     for name, path in paths.items():
-        board.entries.append(_run_entry(contest, name, path, nulls, options.out))
-    board.write(options.out / f"{contest.problem.name}.json")
-    written = report.write_all(options.out)
+        with contest.ranks_of(path) as ranks:
+            board.entries.append(_run_entry(contest, name, ranks, nulls, options.out))
+        board.write(options.out / f"{contest.problem.name}.json")  # after each entry: an interrupted run keeps the rest
+        written = report.write_all(options.out)
 
     for row in report.table(board):
         print("  ".join([f"{row[0]:<20}", *(f"{cell:>22}" for cell in row[1:])]))
@@ -73,17 +76,19 @@ def _by_entry_name(paths: list[Path]) -> dict[str, Path]:
     return named
 
 
-def _run_entry(contest: Contest, name: str, path: Path, nulls: list[CaseResult], out: Path) -> Entry:
+def _print_case(number: int, result: CaseResult) -> None:
+    print(f"{result.case.label:<32} {line_of(result)}", flush=True)
+
+
+def _run_entry(contest: Contest, name: str, ranks: SubmissionRanks, nulls: list[CaseResult], out: Path) -> Entry:
     entry = Entry(name)
     for mode in MODES:
         print(f"-- {name}: {mode}", flush=True)
-        entry.take(
-            contest.run(mode, path, lambda _, result: print(f"{result.case.label:<32} {line_of(result)}"), nulls)
-        )
+        entry.take(contest.run_on(ranks, mode, nulls, _print_case))
         if entry.verdict != PASS:
             return entry
     print(f"-- {name}: profile", flush=True)
-    profiled = contest.profile(path, contest.cases_of("profile")[-1:], out, name)
+    profiled = contest.profile(ranks, contest.cases_of("profile")[-1:], out, name)
     entry.take(profiled)
     of_case = profiled.cases[0]
     entry.profiled_case, entry.summary = of_case.case.label, of_case.summary

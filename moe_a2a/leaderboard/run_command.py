@@ -63,7 +63,8 @@ def _run(options: argparse.Namespace, out: popcorn.Popcorn) -> int:
         print(f"{result.case.label:<32} {line_of(result)}", flush=True)
 
     if options.mode == "profile":
-        result = contest.profile(submission, contest.cases_of("profile"), options.out, submission.stem, on_case)
+        with contest.ranks_of(submission) as ranks:
+            result = contest.profile(ranks, contest.cases_of("profile"), options.out, submission.stem, on_case)
     else:
         result = contest.run(options.mode, submission, on_case)
     out.check(result.passed)
