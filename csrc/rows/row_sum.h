@@ -56,16 +56,20 @@ MOE_A2A_DEVICE void add_up_to(const Term<T>* terms, int c, int stride, Sums& sum
   if constexpr (kNum > 1) add_up_to<kNum - 1, kUnroll>(terms, c, stride, sum);
 }
 
-// One thread's `kUnroll` vectors, `stride` elements apart, of the sum of at most kMost held terms and the rest.
+// One thread's `kUnroll` vectors, `stride` elements apart, of the sum: at most kMost held terms, then the rest in
+// rounds of kMost.
 template <int kMost, int kUnroll, class T, class List>
 MOE_A2A_DEVICE void add_lanes(const Terms<T, List>& terms, int c, int stride, T* target) {
   float sum[kUnroll][kLaneElements<T>] = {};
-  add_up_to<kMost, kUnroll>(terms.held, c, stride, sum);
-  if (kMost == kRowsInFlight && terms.has_rest()) {
-    List rest = terms.rest;
-    for (Term<T> term = terms.next(rest); term.row != nullptr; term = terms.next(rest)) {
-      add_exactly<1, kUnroll>(&term, c, stride, sum);
-    }
+  List rest = terms.rest;
+  Term<T> now[kMost];
+  // One rolled loop for both. With the first round apart, nvcc's code grows by a fifth and clang for AMD stops
+  // inlining; clang 22 crashes on `while (true)` here.
+  MOE_A2A_ROLLED
+  for (bool are_held = true; are_held || (kMost == kRowsInFlight && now[kMost - 1].row != nullptr); are_held = false) {
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kMost; ++i) now[i] = are_held ? terms.held[i] : terms.next(rest);
+    add_up_to<kMost, kUnroll>(now, c, stride, sum);
   }
   for (int u = 0; u < kUnroll; ++u) {
     LaneVector<T> out;
@@ -95,9 +99,8 @@ MOE_A2A_DEVICE void add_rows(const Group& group, const Piece& piece, bool vector
   // With few terms, twice the unrolling keeps as many loads in flight.
   if (kFew == kRowsInFlight || terms.held[kFew].row == nullptr) {
     c = add_columns<kFew, 2 * kLaneUnroll>(terms, c, vector_end, stride, target);
-  } else {
-    c = add_columns<kRowsInFlight, kLaneUnroll>(terms, c, vector_end, stride, target);
   }
+  c = add_columns<kRowsInFlight, kLaneUnroll>(terms, c, vector_end, stride, target);
   add_columns<kRowsInFlight, 1>(terms, c, vector_end, stride, target);
   for (c = vector_end + group.rank(); c < piece.size(); c += group.size()) {
     float sum = 0;

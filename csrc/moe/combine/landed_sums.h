@@ -30,13 +30,13 @@ struct PresummedRows {
 
 // ---- sums formed here
 
-// Counts routes past the end of a `y` that is too short; raised by the next raise_reported().
+// Counts a route past the end of a `y` that is too short; raised by the next raise_reported().
+MOE_A2A_DEVICE void count_short_route(const CombineSendArgs& args) {
+  atomic_add<Order::kRelaxed, Scope::kDevice>(&args.context.region.errors.data->num_short_y_routes, 1u);
+}
 MOE_A2A_DEVICE void count_short_routes(const CombineSendArgs& args, const RouteTerm* terms) {
-  const Context& c = args.context;
-  for_each_term(terms, c.config.num_topk, [&](const RouteTerm& term) {
-    if (term.position >= args.num_y_rows) {
-      atomic_add<Order::kRelaxed, Scope::kDevice>(&c.region.errors.data->num_short_y_routes, 1u);
-    }
+  for_each_term(terms, args.context.config.num_topk, [&](const RouteTerm& term) {
+    if (term.position >= args.num_y_rows) count_short_route(args);
   });
 }
 
@@ -80,7 +80,6 @@ struct SummedRows {
   MOE_A2A_DEVICE void send(const Group& group, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
     std::byte* target = sender.open_stage(scheduled.delivery);
     const RouteTerm* terms = args.context.region.landed_term.at(args.buffer, scheduled.row);
-    if (group.rank() == 0 && piece.first == 0) count_short_routes(args, terms);
     with_element_type(layout.dtype, [&](auto type) {
       using T = decltype(type);
       add_rows(group, piece, args.vector_rows, RouteTerms<T>(args, terms), reinterpret_cast<T*>(target));
@@ -89,6 +88,7 @@ struct SummedRows {
     row.values = target;
     row.in_shared = true;
     sender.send_staged(row, scheduled.delivery);
+    if (group.rank() == 0 && piece.first == 0) count_short_routes(args, terms);  // last: nobody waits for it
   }
 };
 
@@ -102,13 +102,13 @@ struct LaneTerms {
 
 MOE_A2A_DEVICE LaneTerms lane_terms(const CombineSendArgs& args, const Warp& warp, int row) {
   const RouteTerm* terms = args.context.region.landed_term.at(args.buffer, row);
-  if (warp.rank() == 0) count_short_routes(args, terms);
   const RouteTerm term = warp.rank() < args.context.config.num_topk ? terms[warp.rank()] : RouteTerm{};
   const bool is_end = term.position < 0, is_there = !is_end && term.position < args.num_y_rows;
   const uint64_t ends_and_there =
       warp.reduce_or(uint64_t{is_end} << (warp.rank() + 32) | uint64_t{is_there} << warp.rank());
   const uint32_t ends = static_cast<uint32_t>(ends_and_there >> 32), there = static_cast<uint32_t>(ends_and_there);
   const uint32_t before_end = (ends & (~ends + 1)) - 1;
+  if (before_end >> warp.rank() & 1 && !is_there) count_short_route(args);
   return {is_there ? args.y[term.position] : nullptr, term.weight, there & before_end};
 }
 
