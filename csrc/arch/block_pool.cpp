@@ -30,7 +30,7 @@ struct BlockPool::State {
 BlockPool::BlockPool() : state_(std::make_unique<State>()) {}
 
 BlockPool::~BlockPool() {
-  if (!maker_.is_true()) (void)state_.release();
+  if (!maker_.is_this_process()) (void)state_.release();
 }
 
 void BlockPool::run(int num_blocks, size_t shared_bytes, BlockFunction function, const void* job) {

@@ -30,7 +30,7 @@ class BlockPool {
   struct State;
 
   // A forked child has none of the threads, and cannot destroy what they waited on.
-  MadeByThisProcess maker_;
+  MakerProcess maker_;
   std::unique_ptr<State> state_;
 };
 

@@ -147,11 +147,7 @@ std::byte* CpuMachine::allocate_symmetric(size_t nbytes, int num_ranks, MemoryHa
 }
 
 std::byte* CpuMachine::open_peer(const MemoryHandle& handle, double timeout_seconds) {
-  if (handle.machine_id != this_machine_id()) {
-    throw std::runtime_error(
-        "a rank of the group is on another machine; pass a group whose ranks share this one (TwoLevelExpertParallel "
-        "and TwoLevelCollectives join machines)");
-  }
+  require_this_machine(handle);
   if (handle.process == this_process()) {
     auto heap = OwnHeaps::instance().find(handle.address);
     if (heap == nullptr) throw std::runtime_error("a rank of this process has closed its heap already");

@@ -2,6 +2,7 @@
 
 #include <fstream>
 #include <functional>
+#include <stdexcept>
 #include <string>
 
 namespace moe_a2a {
@@ -11,6 +12,13 @@ uint64_t this_machine_id() {
   std::string id;
   std::getline(file, id);
   return std::hash<std::string>{}(id);
+}
+
+void require_this_machine(const MemoryHandle& handle) {
+  if (handle.machine_id == this_machine_id()) return;
+  throw std::runtime_error(
+      "a rank of the group is on another machine; pass a group whose ranks share this one (TwoLevelExpertParallel and "
+      "TwoLevelCollectives join machines)");
 }
 
 }  // namespace moe_a2a

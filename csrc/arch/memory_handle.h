@@ -22,4 +22,7 @@ static_assert(std::has_unique_object_representations_v<MemoryHandle>);
 // Identifies this machine since its last boot.
 uint64_t this_machine_id();
 
+// Throws std::runtime_error for the handle of a rank on another machine.
+void require_this_machine(const MemoryHandle& handle);
+
 }  // namespace moe_a2a

@@ -23,8 +23,8 @@ ProcessIdentity identity = draw();
 
 const ProcessIdentity& this_process() { return identity; }
 
-void MadeByThisProcess::require(const std::string& what) const {
-  if (is_true()) return;
+void MakerProcess::require(const std::string& what) const {
+  if (is_this_process()) return;
   throw std::runtime_error("this " + what + " was made by process " + std::to_string(maker_.pid) +
                            " and this is process " + std::to_string(this_process().pid) +
                            ", forked from it; construct one after the fork");

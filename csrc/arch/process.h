@@ -19,10 +19,10 @@ const ProcessIdentity& this_process();
 
 // Remembers the process that made an object. Threads, mappings and device contexts do not survive a fork, so a forked
 // child must neither use nor clean up what its parent made.
-class MadeByThisProcess {
+class MakerProcess {
  public:
-  MadeByThisProcess() : maker_(this_process()) {}
-  bool is_true() const { return maker_ == this_process(); }
+  MakerProcess() : maker_(this_process()) {}
+  bool is_this_process() const { return maker_ == this_process(); }
   // Throws std::runtime_error in any other process. `what` names the object: "ExpertParallel".
   void require(const std::string& what) const;
 

@@ -70,11 +70,7 @@ class SimtMachine {
 
   std::byte* open_peer(const MemoryHandle& handle, double /*timeout_seconds*/) {
     const DeviceGuard guard(device_);
-    if (handle.machine_id != this_machine_id()) {
-      throw std::runtime_error(
-          "a rank of the group is on another machine; pass a group whose ranks share this one (TwoLevelExpertParallel "
-          "and TwoLevelCollectives join machines)");
-    }
+    require_this_machine(handle);
     if (handle.process == this_process()) {
       LiveMemory::of_this_process().require(handle.address, handle.nbytes);
       if (handle.device != device_) enable_access_to(static_cast<int>(handle.device));

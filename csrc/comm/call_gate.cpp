@@ -21,7 +21,7 @@ struct CallGate::State {
 CallGate::CallGate(std::string what) : what_(std::move(what)), state_(std::make_unique<State>()) {}
 
 CallGate::~CallGate() {
-  if (!maker_.is_true()) (void)state_.release();
+  if (!maker_.is_this_process()) (void)state_.release();
 }
 
 CallGate::Turn CallGate::enter() {

@@ -33,7 +33,7 @@ class CallGate {
   // Interrupted when a signal ends the wait. The caller must not hold a lock that the host hook takes (Python's GIL).
   [[nodiscard]] Turn enter();
 
-  bool is_own_process() const { return maker_.is_true(); }
+  bool is_own_process() const { return maker_.is_this_process(); }
   void require_own_process() const { maker_.require(what_); }
   // Whether this thread is in a call.
   bool is_inside() const;
@@ -43,7 +43,7 @@ class CallGate {
   void leave();
 
   std::string what_;
-  MadeByThisProcess maker_;
+  MakerProcess maker_;
   std::unique_ptr<State> state_;  // leaked in a forked child: a thread that does not exist there may hold the mutex
 };
 

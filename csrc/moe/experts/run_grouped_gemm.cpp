@@ -25,17 +25,17 @@ class LoadedDevice {
     if (!device_) {
       device_ = make_device(target, index);
       device_->add(grouped_gemm_kernels(target));
-      made_by_ = MadeByThisProcess();
+      maker_ = MakerProcess();
     }
     return *device_;
   }
 
  private:
   void leave_to_parent() {
-    if (!made_by_.is_true()) (void)device_.release();
+    if (!maker_.is_this_process()) (void)device_.release();
   }
 
-  MadeByThisProcess made_by_;  // the device
+  MakerProcess maker_;  // the device
   std::unique_ptr<Device> device_;
 };
 
