@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from moe_a2a.command_line import MAX_RANKS, integer, output_folder, seconds
 
 HELP = "run MoE models over several ranks of this machine and check every logit"
 MODEL_NAMES = ("mixtral", "qwen3_moe", "deepseek_v3")
+SECONDS_OF_REFERENCE = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("transformers") is None:
         return _failed("transformers is not installed (pip install 'moe_a2a[demo]')")
     from moe_a2a.rank_processes import RankError
 
@@ -47,38 +47,26 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from moe_a2a.demo import models, plot, report
+    from moe_a2a.demo import plot, report
     from moe_a2a.demo.shapes import SHAPES
     from moe_a2a.rank_processes import preload, run_on_ranks
     from moe_a2a.samples import text
-    from moe_a2a.samples.models import build
 
     print(
         f"{options.ranks} ranks as processes, seed {options.seed}, {text.batch().numel()} bytes of "
         "text, fp32 models with random weights"
     )
-    preload(models.__name__)  # with transformers
+    preload("moe_a2a.demo.models")  # by name: the import takes seconds, and only the ranks need it
     num_units = 2 * len(options.models) + len(SHAPES)
     with _progress_bar(num_units) as advance:
-        expected, all_bytes = {}, {}
-        for name in options.models:
-            model = build(name, options.seed)
-            all_bytes[name] = models.expert_bytes(model)
-            expected[name] = models.run_in_one_process(name, options.seed, text.batch())
-            advance(f"{name} in one process")
-        ranks = run_on_ranks(
-            options.ranks,
-            _rank_main,
-            tuple(options.models),
-            options.seed,
-            timeout=options.timeout,
-            on_progress=advance,
-        )
+        what = (tuple(options.models), options.seed)
+        [whole] = run_on_ranks(1, _reference_main, *what, timeout=SECONDS_OF_REFERENCE, on_progress=advance)
+        ranks = run_on_ranks(options.ranks, _rank_main, *what, timeout=options.timeout, on_progress=advance)
 
     of_models, of_shapes = zip(*ranks, strict=True)
     model_results = [
-        report.model_result(name, runs, expected[name], all_bytes[name])
-        for name, runs in zip(options.models, zip(*of_models, strict=True), strict=True)
+        report.model_result(name, runs, of_whole)
+        for name, runs, of_whole in zip(options.models, zip(*of_models, strict=True), whole, strict=True)
     ]
     shape_results = [
         report.shape_result(shape, runs) for shape, runs in zip(SHAPES, zip(*of_shapes, strict=True), strict=True)
@@ -98,6 +86,18 @@ def _run(options: argparse.Namespace) -> int:
     worst = max(result.difference for result in model_results)
     print(f"demo: {len(model_results)} models, max |logit difference| {worst:.2e}, all checks passed")
     return 0
+
+
+def _reference_main(report: Callable[[str], None], model_names: tuple[str, ...], seed: int) -> list:
+    """Runs in a process of its own: the untouched models."""
+    from moe_a2a.demo import models
+    from moe_a2a.samples import text
+
+    whole = []
+    for name in model_names:
+        whole.append(models.run_in_one_process(name, seed, text.batch()))
+        report(f"{name} in one process")
+    return whole
 
 
 def _rank_main(report: Callable[[str], None], model_names: tuple[str, ...], seed: int) -> tuple:

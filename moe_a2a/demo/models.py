@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe_a2a.demo.runs import RankRun, WholeRun
 from moe_a2a.integrations.experts_module import is_experts_module
 from moe_a2a.integrations.transformers import register, shard_experts
 from moe_a2a.samples.models import build
 
-TOLERANCE = 1e-5
-
-
-@dataclass
-class RankRun:
-    """The results of one rank for one model."""
-
-    logits: np.ndarray  # fp32 [sequences, length, vocabulary], for this rank's part of the batch
-    tokens_per_expert: np.ndarray  # int64 [num_experts]: this rank's routes, over all layers
-    expert_bytes: int  # weights of the experts on this rank
-
 
 @torch.no_grad()
-def run_in_one_process(name: str, seed: int, batch: Tensor) -> np.ndarray:
-    """The logits of the untouched model with transformers' own eager experts."""
+def run_in_one_process(name: str, seed: int, batch: Tensor) -> WholeRun:
+    """The untouched model with transformers' own eager experts."""
     model = build(name, seed)
     model.set_experts_implementation("eager")
-    return model(input_ids=batch).logits.numpy()
+    return WholeRun(logits=model(input_ids=batch).logits.numpy(), expert_bytes=_expert_bytes(model))
 
 
 @torch.no_grad()
@@ -48,19 +35,14 @@ def run_on_this_rank(name: str, seed: int, batch: Tensor) -> RankRun:
     return RankRun(
         logits=logits.numpy(),
         tokens_per_expert=counter.numpy(),
-        expert_bytes=expert_bytes(model),
+        expert_bytes=_expert_bytes(model),
     )
 
 
-def expert_bytes(model: PreTrainedModel) -> int:
+def _expert_bytes(model: PreTrainedModel) -> int:
     return sum(
         parameter.nbytes for module in model.modules() if is_experts_module(module) for parameter in module.parameters()
     )
-
-
-def max_difference(runs: list[RankRun], expected: np.ndarray) -> float:
-    """Over every logit of every rank; NaN if a logit is NaN."""
-    return float(np.abs(np.concatenate([run.logits for run in runs]) - expected).max())
 
 
 def _count_routes(model: PreTrainedModel) -> Tensor:

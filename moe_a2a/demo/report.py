@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_a2a.demo.models import TOLERANCE, RankRun, max_difference
+from moe_a2a.demo.runs import TOLERANCE, RankRun, WholeRun, max_difference
 from moe_a2a.demo.shapes import RankTimes, Shape, Traffic
 
 
@@ -40,15 +40,15 @@ class ShapeResult:
         return self.equal and self.baseline_close
 
 
-def model_result(name: str, runs: Sequence[RankRun], expected, all_bytes: int) -> ModelResult:
+def model_result(name: str, runs: Sequence[RankRun], whole: WholeRun) -> ModelResult:
     return ModelResult(
         name=name,
-        difference=max_difference(runs, expected),
-        span=float(np.abs(expected).max()),
+        difference=max_difference(runs, whole.logits),
+        span=float(np.abs(whole.logits).max()),
         sequences=[len(run.logits) for run in runs],
         tokens_per_expert=np.stack([run.tokens_per_expert for run in runs]),
         expert_megabytes=[run.expert_bytes / 1e6 for run in runs],
-        all_expert_megabytes=all_bytes / 1e6,
+        all_expert_megabytes=whole.expert_bytes / 1e6,
     )
 
 
