@@ -28,6 +28,7 @@ SECONDS_TO_DIE = 5.0
 FORK_SERVER = "moe_a2a.fork_server"  # for preload(), where importing all of moe_a2a is allowed
 LONGEST_SOCKET_PATH = 107  # bytes; unix(7), "Pathname sockets"
 SECONDS_TO_DUMP = 0.3
+SECONDS_BETWEEN_LOOKS = 0.5  # for dead ranks
 
 
 class RankError(RuntimeError):
@@ -196,7 +197,13 @@ class RankProcesses:
         running = {rank.connection: number for number, rank in enumerate(ranks)}
         all_ended = True
         deadline = time.monotonic() + timeout
-        while running and (ready := wait(list(running), max(0.0, deadline - time.monotonic()))):
+        while running:
+            left = max(0.0, deadline - time.monotonic())
+            ready = wait(list(running), min(left, SECONDS_BETWEEN_LOOKS))
+            if not ready:  # a dead rank's pipe stays open in processes that it has forked
+                ready = [one for one, number in running.items() if not ranks[number].process.is_alive()]
+            if not ready and left == 0:
+                break
             for connection in ready:
                 number = running[connection]
                 kind, content = _next_message(ranks[number])
@@ -297,7 +304,10 @@ class CoresShared:
 
 
 def _next_message(rank: _Rank) -> tuple[str, Any]:
+    """Of a rank that has sent one, or has died."""
     try:
+        if not rank.connection.poll():
+            raise EOFError
         return pickle.loads(rank.connection.recv_bytes())
     except (EOFError, OSError):
         rank.process.join(SECONDS_TO_DIE)
@@ -306,7 +316,8 @@ def _next_message(rank: _Rank) -> tuple[str, Any]:
 
 
 def _stack_of(rank: _Rank) -> str:
-    os.kill(rank.process.pid, signal.SIGUSR1)  # faulthandler writes the file
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(rank.process.pid, signal.SIGUSR1)  # faulthandler writes the file
     time.sleep(SECONDS_TO_DUMP)
     rank.stack.seek(0)
     return rank.stack.read().decode(errors="replace") or "(no stack)"

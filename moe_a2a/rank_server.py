@@ -85,7 +85,11 @@ def _answer(connection: Connection, message: bytes) -> None:
 
 def _failure() -> tuple[str, str]:
     error = sys.exc_info()[1]
-    return f"raised {type(error).__name__}: {error}", traceback.format_exc()
+    try:
+        text = str(error)
+    except Exception:  # of a user's own class
+        text = "(no text: its __str__ raised)"
+    return f"raised {type(error).__name__}: {text}", traceback.format_exc()
 
 
 def _send(connection: Connection, kind: str, content: Any) -> None:

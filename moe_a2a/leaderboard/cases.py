@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "problems"
+MOST_SEED = 2**31 - 1  # so that two of them combined fit a generator
+MOST_DIGITS = 20
 LINE_PART = re.compile(r"\s*([A-Za-z_]+)\s*:\s*([A-Za-z_]+|[+-]?[0-9]+)\s*")
 
 
@@ -117,9 +119,15 @@ def read_case_lines(path: Path) -> list[Case]:
             if matched is None:
                 raise CaseFileError(f"{path}:{number}: {part.strip()!r} is not `name: value` with a word or an integer")
             name, value = matched.groups()
+            if name in values:
+                raise CaseFileError(f"{path}:{number}: {name} is given twice")
+            if len(value) > MOST_DIGITS:
+                raise CaseFileError(f"{path}:{number}: {name} has {len(value)} characters, {MOST_DIGITS} at most")
             values[name] = int(value) if value.lstrip("+-").isdigit() else value
         if type(values.get("seed")) is not int:
             raise CaseFileError(f"{path}:{number}: the case has no seed")
+        if not 0 <= values["seed"] <= MOST_SEED:
+            raise CaseFileError(f"{path}:{number}: seed={values['seed']} is not in [0, {MOST_SEED}]")
         cases.append(Case(values))
     if not cases:
         raise CaseFileError(f"{path}: contains no cases")

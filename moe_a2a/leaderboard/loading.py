@@ -34,7 +34,7 @@ class Submission:
         self._traced = getattr(module, "traced", lambda: None)
 
     def traced(self) -> Any:
-        """The ExpertParallel whose kernels a trace records; None if there is none."""
+        """The object whose kernels a trace records; None if there is none."""
         return self._traced()
 
 
@@ -47,6 +47,8 @@ def _add_contract_modules() -> None:
 
 def entry_path(problem_entries: str, name: str) -> Path | None:
     """An entry of the tree, by name; "null" exists for every problem."""
+    if Path(name).name != name:
+        return None
     for path in (FOLDER / problem_entries / f"{name}.py", FOLDER / f"{name}.py"):
         if path.exists():
             return path

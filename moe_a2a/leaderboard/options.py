@@ -72,7 +72,12 @@ def contest_of(options: argparse.Namespace) -> Contest:
 
 def submission_path(problem: cases.ProblemFile, text: str) -> Path:
     """A file, or the name of an entry in the tree."""
-    path = Path(text) if Path(text).is_file() else loading.entry_path(problem.entries or problem.name, text)
+    try:
+        path = Path(text) if Path(text).is_file() else loading.entry_path(problem.entries or problem.name, text)
+    except OSError as error:
+        raise UsageError(f"{text}: {error.strerror}") from None
+    if path is not None and path.suffix != ".py":
+        raise UsageError(f"{text}: not a Python file; pass a submission.py")
     if path is None:
         names = ", ".join(loading.entry_names(problem.entries or problem.name))
         raise UsageError(f"{text}: no such file or entry of {problem.name}; the entries are {names}, null")
@@ -111,6 +116,6 @@ def _with_all_cases(problem: cases.ProblemFile, change: Callable[[cases.Case], c
 
 def _popcorn_seed(text: str) -> int:
     try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"POPCORN_SEED={text!r} is not an integer") from None
+        return integer(0, cases.MOST_SEED)(text)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"POPCORN_SEED: {error}") from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import errno
+import fcntl
 import os
 from collections.abc import Mapping
 from typing import TextIO
@@ -20,8 +22,10 @@ class Popcorn:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Popcorn:
-        """Raises OSError or ValueError if POPCORN_FD names no open descriptor."""
+        """Raises OSError or ValueError if POPCORN_FD names no descriptor that can be written."""
         text = environment.get("POPCORN_FD")
+        if text is not None and fcntl.fcntl(int(text), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "it can only be read")
         return cls(None if text is None else os.fdopen(int(text), "w", encoding="utf-8", errors="backslashreplace"))
 
     @property

@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     except CaseFileError as error:
         print(f"leaderboard: {error}", file=sys.stderr)
         return popcorn.BAD_CASES
+    report.boards_in(options.out)  # raises before anything is measured
     names = options.submissions or loading.entry_names(contest.problem.entries or contest.problem.name)
     paths = _by_entry_name([shared.submission_path(contest.problem, name) for name in names])
 

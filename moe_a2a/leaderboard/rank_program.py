@@ -35,7 +35,8 @@ Report = Callable[[str], None]
 class CallResult:
     """One call on one rank. nanoseconds: from after the first barrier to after the second, as the contract requires.
 
-    output: a copy on the CPU. returned: a description of the output if it is not a tensor on the rank's device, else "".
+    output: a copy on the CPU, of PyTorch's own class. returned: a description of the output if it is not a dense tensor on
+    the rank's device, else "".
     """
 
     output: torch.Tensor | None = None
@@ -61,10 +62,11 @@ class _CaseState:
 
     def take(self, problem: Problem, inputs: Tensors | None) -> None:
         """None: the previous inputs again."""
+        if is_plain(self.output) and not any(kept.holds(self.output) for kept in (self.weights, self.inputs) if kept):
+            poison(self.output)
+        self.output = None
         if inputs is not None:
             self.inputs, self.data = self.guarded(problem, inputs)
-        poison(self.output)
-        self.output = None
 
     def guarded(self, problem: Problem, inputs: Tensors) -> tuple[GuardedInputs, Any]:
         guarded = GuardedInputs(inputs, self.device.device)
@@ -217,14 +219,25 @@ def resources(report: Report) -> dict[str, int]:
     }
 
 
+def is_plain(output: Any) -> bool:
+    """Whether it is a tensor with elements in memory, and not sparse, nested or quantised."""
+    return (
+        isinstance(output, torch.Tensor)
+        and output.layout is torch.strided
+        and not (output.is_nested or output.is_quantized)
+    )
+
+
 def _result(inputs: GuardedInputs | None, output: Any, nanoseconds: int, remote_bytes: float) -> CallResult:
     assert inputs is not None
     device, weights = _case[0].device.device, _case[0].weights
     if not isinstance(output, torch.Tensor):
         copy, returned = None, f"{type(output).__name__}, not a tensor"
+    elif not is_plain(output):
+        copy, returned = None, f"a tensor of layout {output.layout}, not a dense one"
     elif output.device != device:
         copy, returned = None, f"a tensor on {output.device}, not on {device}"
     else:
-        copy, returned = output.detach().cpu().clone(), ""
+        copy, returned = output.detach().as_subclass(torch.Tensor).cpu().clone(), ""
     mutated, overrun = inputs.mutated() + weights.mutated(), inputs.overrun() + weights.overrun()
     return CallResult(copy, returned, nanoseconds, mutated, overrun, remote_bytes)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +26,14 @@ GRACE = 1.0  # for the other ranks once one has failed
 VERDICTS = {"raised": "raised", "died": "crash", "timeout": "hang"}  # by RankError's kind
 
 
+class _OwnGroup(CoresShared):
+    """Also makes each rank the leader of a process group, so that what its submission starts can be ended with it."""
+
+    def __call__(self, rank: int) -> None:
+        os.setpgid(0, 0)
+        super().__call__(rank)
+
+
 class SubmissionRanks:
     """`num_ranks` processes that hold one submission. A failure ends them all; the next case starts new ones.
 
@@ -35,6 +46,7 @@ class SubmissionRanks:
         self.num_ranks = num_ranks
         self.device_type = device_type
         self._processes: RankProcesses | None = None
+        self._groups: list[int] = []  # process groups of the ranks, with whatever the submission has started
         self._num_cases = 0
         self._marks: dict[str, list[float]] = {}
         self.seconds_observed = 0.0
@@ -65,8 +77,9 @@ class SubmissionRanks:
             timeout=SECONDS_TO_START,
             method=start_method(self.device_type),
             backend=None,
-            prepare=CoresShared(self.num_ranks),
+            prepare=_OwnGroup(self.num_ranks),
         )
+        self._groups = self._processes.pids
         self._run(rank_program.load, self._problem_name, self._submission, limit=SECONDS_TO_START)
 
     # ---- calls
@@ -108,6 +121,10 @@ class SubmissionRanks:
     def close(self) -> None:
         if self._processes is not None:
             self._processes.close()
+        for group in self._groups:
+            with contextlib.suppress(ProcessLookupError):  # nothing is left
+                os.killpg(group, signal.SIGKILL)
+        self._groups = []
 
     def __enter__(self) -> SubmissionRanks:
         return self
@@ -124,7 +141,7 @@ class SubmissionRanks:
                 program, *arguments, own=own, timeout=2 * limit, grace=GRACE, on_progress=self._mark
             )
         except RankError as error:
-            self._processes.close()
+            self.close()
             raise SubmissionFailedError(VERDICTS[error.kind], str(error), error.details) from None
 
     def _mark(self, what: str) -> None:

@@ -6,6 +6,7 @@ import html
 from pathlib import Path
 
 from moe_a2a.leaderboard import plot
+from moe_a2a.leaderboard.cases import problem_names
 from moe_a2a.leaderboard.record import Board, Entry
 from moe_a2a.leaderboard.statistics import geometric_mean
 from moe_a2a.leaderboard.verdicts import MEANINGS, PASS
@@ -28,9 +29,15 @@ svg { max-width: 100%; height: auto }
 """
 
 
+def boards_in(folder: Path) -> dict[Path, Board]:
+    """Raises UsageError if a file with the name of a problem is no ranking."""
+    paths = [folder / f"{name}.json" for name in problem_names()]
+    return {path: Board.read(path) for path in paths if path.exists()}
+
+
 def write_all(folder: Path) -> list[Path]:
-    """Writes Markdown beside each <problem>.json, and the page."""
-    boards = {path: Board.read(path) for path in sorted(folder.glob("*.json"))}
+    """Writes Markdown beside each <problem>.json, and the page. Other files are left alone."""
+    boards = boards_in(folder)
     written = []
     for path, board in boards.items():
         svg = plot.as_svg(board)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from moe_a2a.leaderboard.problems import make
 from moe_a2a.leaderboard.verdicts import MEANINGS
 
 HELP = "run one mode of one submission"
+LINES_OF_RANK = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,14 +84,14 @@ def check_cases(contest: Contest, mode: str) -> None:
             )
         try:
             make(contest.problem.name).check_case(case)
-        except KeyError as error:
-            raise CaseFileError(f"{case.spec}: no {error}") from None
+        except CaseFileError as error:
+            raise CaseFileError(f"{case.spec}: {error}") from None
 
 
 def line_of(result: CaseResult) -> str:
     """A case's line in the terminal."""
     if not result.passed:
-        return "\n".join([f"{result.verdict}: {result.message}", *result.details.splitlines()[-12:]])
+        return "\n".join([f"{result.verdict}: {result.message}", *_shown(result.details)])
     if result.summary:
         return f"{result.trace_file}\n{result.summary}"
     if result.nanoseconds:
@@ -100,6 +102,18 @@ def line_of(result: CaseResult) -> str:
             f"pass   {result.collective_bytes} bytes through torch.distributed, {result.shared_bytes} of shared pages"
         )
     return "pass"
+
+
+def _shown(details: str) -> list[str]:
+    """Of each rank the end of its traceback, or the innermost calls of its stack, which come first."""
+    shown: list[str] = []
+    for of_rank in re.split(r"(?m)^(?=--- rank \d+ ---$)", details):
+        stack = of_rank.find("Current thread")
+        if stack < 0:
+            shown += of_rank.splitlines()[-LINES_OF_RANK:]
+        else:
+            shown += [*of_rank.splitlines()[:1], *of_rank[stack:].splitlines()[:LINES_OF_RANK]]
+    return shown
 
 
 def print_end(contest: Contest, result: ModeResult) -> None:

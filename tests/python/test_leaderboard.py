@@ -10,6 +10,7 @@ import pytest
 import torch
 from contest_cases import SMALL, SPARSE, contest
 
+from moe_a2a.__main__ import main
 from moe_a2a.leaderboard import cases, loading, problems
 from moe_a2a.leaderboard.cases import CaseFileError
 from moe_a2a.leaderboard.statistics import Stats, enough, geometric_mean
@@ -185,9 +186,43 @@ def test_exit_codes(leaderboard, tmp_path):
     (tmp_path / "cases.txt").write_text(TINY + "\n\n")
     code, text, lines = leaderboard("run", "all2all", *ours)
     assert code == 113 and "is not `name: value`" in text and lines == {}
-    (tmp_path / "cases.txt").write_text(TINY.replace("num_experts: 8", "num_experts: 9"))
-    code, text, _ = leaderboard("run", "all2all", *ours)
-    assert code == 113 and "num_experts=9 is not divisible by world_size=2" in text
+
+
+@pytest.mark.parametrize(
+    "was, now, words",
+    [
+        ("num_experts: 8", "num_experts: 9", "num_experts=9 is not divisible by world_size=2"),
+        ("num_experts: 8", "num_experts: many", "num_experts=many; pass an integer from 1"),
+        ("experts_per_token: 2", "experts_per_token: 20", "experts_per_token=20 > num_experts=8"),
+        ("hidden_dim", "hidden", "no hidden_dim; pass an integer from 1"),
+        ("hidden_dim: ", "hidden_dim: -", "; pass an integer from 1"),
+        ("max_num_tokens: ", "extra: 3; max_num_tokens: ", "extra=3: unknown; a case has num_experts"),
+        ("seed: 3", "seed: 3; seed: 4", ":1: seed is given twice"),
+        ("seed: 3", "seed: 99999999999", "seed=99999999999 is not in [0, 2147483647]"),
+        ("seed: 3", f"seed: {'9' * 5000}", ":1: seed has 5000 characters, 20 at most"),
+    ],
+)
+def test_cases_that_cannot_be_used(leaderboard, tmp_path, was, now, words):
+    assert was in TINY
+    (tmp_path / "cases.txt").write_text(TINY.replace(was, now))
+    code, text, lines = leaderboard("run", "all2all", "null", "--ranks", 2, "--cases", tmp_path / "cases.txt")
+    assert code == 113 and words in text and lines == {}, text
+
+
+def test_a_descriptor_that_can_only_be_read(monkeypatch, capsys, tmp_path):
+    (tmp_path / "empty").touch()
+    with open(tmp_path / "empty") as file:
+        monkeypatch.setenv("POPCORN_FD", str(file.fileno()))
+        assert main(["leaderboard", "run", "all2all", "null"]) == 111
+    assert "it can only be read" in capsys.readouterr().err
+
+
+def test_a_folder_with_other_files(leaderboard, tmp_path):
+    """Refused before anything is measured, and only for a file that the report would replace."""
+    (tmp_path / "package.json").write_text("{}")
+    (tmp_path / "all2all.json").write_text("{}")
+    code, text, _ = leaderboard("rank", "all2all", "torch_sort", "--out", tmp_path)
+    assert code == 2 and "all2all.json is not a ranking" in text and "package" not in text and "--" not in text
 
 
 def test_bad_options_are_refused_before_anything_starts(leaderboard, tmp_path):
@@ -196,6 +231,9 @@ def test_bad_options_are_refused_before_anything_starts(leaderboard, tmp_path):
         (("run", "all3all", "null"), "invalid choice"),
         (("run", "all2all", "null", "--cases", tmp_path / "none.txt"), "No such file"),
         (("run", "all2all", "null", "--ranks", "0"), "not an integer from 1 to 64"),
+        (("run", "all2all", "a" * 300), "File name too long"),
+        (("run", "all2all", "/etc/passwd"), "not a Python file; pass a submission.py"),
+        (("run", "all_reduce", "../all2all/torch_sort"), "no such file or entry of all_reduce"),
     ]:
         code, text, _ = leaderboard(*arguments)
         assert code == 2 and words in text, text

@@ -162,6 +162,6 @@ def test_a_board_is_read_as_it_was_written(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 9}', '{"version": 1, "null": 3}'])
 def test_another_file_is_refused(tmp_path, text):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(UsageError, match="x.json is not a ranking"):
+    (tmp_path / "all2all.json").write_text(text)
+    with pytest.raises(UsageError, match="all2all.json is not a ranking"):
         report.write_all(tmp_path)

@@ -1,8 +1,12 @@
 """Submissions that fail, each in its own way: the harness names each kind of failure, and continues."""
 
+import time
+
 import contest_cases
 import pytest
 from contest_cases import changed, contest, verdicts
+
+from moe_a2a.leaderboard import run_command
 
 pytestmark = pytest.mark.cpu
 
@@ -20,6 +24,21 @@ def custom_kernel(data):
     right(data)
     if dist.get_rank() == 1:
         raise ArithmeticError("on purpose")
+"""
+SPARSE_RESULT = "custom_kernel = lambda data: right(data).to_sparse()"
+NO_TEXT = """
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+def custom_kernel(data):
+    raise Mute
+"""
+FORKING = """
+import os, time
+def custom_kernel(data):
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(3)
 """
 NO_KERNEL = "del custom_kernel"
 CRASHING = """
@@ -46,18 +65,90 @@ def custom_kernel(data):
         ("wrong", "rank 1: 1 of", WRONG),
         ("wrong", "returned [", WRONG_SHAPE),
         ("wrong", "returned list, not a tensor", NO_TENSOR),
+        ("wrong", "a tensor of layout torch.sparse_coo, not a dense one", SPARSE_RESULT),
         ("raised", "rank 1 raised ArithmeticError: on purpose", RAISING),
+        ("raised", "raised Mute: (no text: its __str__ raised)", NO_TEXT),
+        ("crash", "died with exit code 3", FORKING),  # its child keeps the pipe to the harness open
         ("raised", "has no function custom_kernel", NO_KERNEL),
         ("crash", "rank 1 died with exit code -6", CRASHING),
         ("out_of_bounds", "bytes before or after x were written", OUT_OF_BOUNDS),
         ("mutated_input", "the call has changed weights", MUTATING),
     ],
-    ids=["wrong", "shape", "type", "raising", "no kernel", "crashing", "out of bounds", "mutating"],
+    ids=[
+        "wrong",
+        "shape",
+        "type",
+        "sparse",
+        "raising",
+        "no text",
+        "forking",
+        "no kernel",
+        "crashing",
+        "out of bounds",
+        "mutating",
+    ],
 )
 def test_a_failure_has_its_name(tmp_path, verdict, words, snippet):
     result = contest().run("test", changed(tmp_path, snippet))
     assert verdicts(result) == {verdict}, result.cases[0].message
     assert words in result.cases[0].message
+
+
+RIGHT = {
+    "a class of its own": "class T(torch.Tensor): pass\ncustom_kernel = lambda data: right(data).as_subclass(T)",
+    "inference mode": "custom_kernel = torch.inference_mode()(right)",
+}
+
+
+@pytest.mark.parametrize("snippet", RIGHT.values(), ids=RIGHT)
+def test_what_is_right_in_another_way_passes(tmp_path, snippet):
+    result = contest().run("benchmark", changed(tmp_path, snippet))
+    assert result.passed, result.cases[0].message
+
+
+def test_an_input_that_is_returned_is_not_overwritten(tmp_path):
+    submission = tmp_path / "submission.py"
+    submission.write_text("custom_kernel = lambda data: data[0]")
+    case = (contest_cases.Case({"num_elements": 100, "seed": 3}),)
+    result = contest("all_reduce", num_ranks=1, tests=case, benchmarks=case).run("benchmark", submission)
+    assert result.passed, result.cases[0].message
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_a_submission_has_started_ends_with_it(tmp_path):
+    snippet = f"""
+import subprocess
+def custom_kernel(data):
+    process = subprocess.Popen(["sleep", "600"])
+    open({str(tmp_path)!r} + f"/{{process.pid}}.pid", "w").close()
+    return right(data)
+"""
+    assert contest().run("test", changed(tmp_path, snippet)).passed
+    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    assert len(pids) == 2
+    end = time.monotonic() + 20  # a killed process may take a moment
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < end, f"left behind: {pids}"
+        time.sleep(0.05)
+
+
+def test_a_hang_shows_where_each_rank_hangs(tmp_path):
+    snippet = """
+import time
+def deepest(n):
+    return deepest(n - 1) if n else time.sleep(600)
+custom_kernel = lambda data: deepest(20)
+"""
+    result = contest(limit=0.7).run("test", changed(tmp_path, snippet))
+    lines = run_command.line_of(result.cases[0]).splitlines()
+    first = [lines[number + 2] for number, line in enumerate(lines) if line.startswith("--- rank")]
+    assert len(first) == 2 and all("in deepest" in line for line in first), lines
 
 
 def test_the_harness_survives_a_crash_and_runs_the_next_case(tmp_path):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_a2a.leaderboard.cases import Case
-from moe_a2a.leaderboard.problems.base import CloseTo, Tensors, check_divides
+from moe_a2a.leaderboard.cases import Case, CaseFileError
+from moe_a2a.leaderboard.problems.base import CloseTo, Tensors
 
 
 @dataclass
@@ -39,6 +39,14 @@ def config_of(case: Case, dtype: torch.dtype) -> MoEConfig:
     return MoEConfig(num_experts, experts_per_token, hidden_dim, max_num_tokens, dtype, dtype)
 
 
+SIZES = {"num_experts": 1, "experts_per_token": 1, "hidden_dim": 1, "max_num_tokens": 2}
+
+
+def check_topk(case: Case) -> None:
+    if case["experts_per_token"] > case["num_experts"]:
+        raise CaseFileError(f"experts_per_token={case['experts_per_token']} > num_experts={case['num_experts']}")
+
+
 def draw_tokens(case: Case, generator: torch.Generator, dtype: torch.dtype = torch.float16) -> Tensors:
     """1 to max_num_tokens - 1 tokens with distinct, uniformly drawn experts."""
     num_tokens = int(torch.randint(1, case["max_num_tokens"], (1,), generator=generator))
@@ -52,9 +60,11 @@ def draw_tokens(case: Case, generator: torch.Generator, dtype: torch.dtype = tor
 
 class All2All(CloseTo):
     rtol, atol = 1e-2, 5e-3
+    sizes, shared = SIZES, ("num_experts",)
 
     def check_case(self, case: Case) -> None:
-        check_divides(case, "num_experts")
+        super().check_case(case)
+        check_topk(case)
 
     def make_inputs(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
         return draw_tokens(case, generator)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -10,13 +11,14 @@ from torch import Tensor
 from moe_a2a.leaderboard.cases import Case, CaseFileError
 
 Tensors = dict[str, Tensor]
+MOST = 2**31 - 1  # of a size
 
 
 class Problem(Protocol):
     """Instantiated in the harness's own process, which runs no submission, and in each rank's process."""
 
     def check_case(self, case: Case) -> None:
-        """Raises CaseFileError if the shape does not suit the number of ranks."""
+        """Raises CaseFileError if a size is missing, unknown or out of range, or does not suit the number of ranks."""
 
     def make_weights(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
         """A rank's inputs that stay the same throughout a case."""
@@ -48,13 +50,25 @@ class Problem(Protocol):
 
 
 class CloseTo:
-    """The checks of most problems: every value within a tolerance, and nothing for ranks to agree on."""
+    """The checks of most problems: every value within a tolerance, and nothing for ranks to agree on.
+
+    sizes: the names of a case's sizes, with the least value of each. shared: those that the ranks divide among them.
+    ignored: further names that published cases have.
+    """
 
     rtol: float
     atol: float
+    sizes: ClassVar[Mapping[str, int]]
+    shared: ClassVar[tuple[str, ...]] = ()
+    ignored: ClassVar[tuple[str, ...]] = ()
 
     def check_case(self, case: Case) -> None:
-        pass
+        _check_sizes(case, self.sizes, self.ignored)
+        for name in self.shared:
+            if case[name] % case["world_size"]:
+                raise CaseFileError(
+                    f"{name}={case[name]} is not divisible by world_size={case['world_size']}; pass another --ranks"
+                )
 
     def make_weights(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
         return {}
@@ -90,8 +104,12 @@ def error_share(output: Tensor, expected: Tensor) -> float:
     return float((output.float() - expected.float()).norm()) / norm if norm else 0.0
 
 
-def check_divides(case: Case, name: str) -> None:
-    if case[name] % case["world_size"]:
-        raise CaseFileError(
-            f"{name}={case[name]} is not divisible by world_size={case['world_size']}; pass another --ranks"
-        )
+def _check_sizes(case: Case, sizes: Mapping[str, int], ignored: tuple[str, ...]) -> None:
+    for name, least in sizes.items():
+        value = case.values.get(name)
+        if type(value) is not int or not least <= value <= MOST:
+            shown = f"{name}={value}" if name in case else f"no {name}"
+            raise CaseFileError(f"{shown}; pass an integer from {least} to {MOST}")
+    for name in case.values:
+        if name not in (*sizes, *ignored, "seed", "world_size"):
+            raise CaseFileError(f"{name}={case[name]}: unknown; a case has {', '.join(sizes)}, seed")

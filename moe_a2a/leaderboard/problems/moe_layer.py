@@ -9,8 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_a2a.leaderboard.cases import Case
-from moe_a2a.leaderboard.problems.all2all import MoEConfig, RankData, config_of, draw_tokens, there_and_back
-from moe_a2a.leaderboard.problems.base import CloseTo, Tensors, check_divides
+from moe_a2a.leaderboard.problems.all2all import (
+    SIZES,
+    MoEConfig,
+    RankData,
+    check_topk,
+    config_of,
+    draw_tokens,
+    there_and_back,
+)
+from moe_a2a.leaderboard.problems.base import CloseTo, Tensors
 
 
 @dataclass
@@ -26,9 +34,11 @@ class MoELayer(CloseTo):
     """Sums in fp32; the inner activation, the expert's output and the result are rounded to bf16."""
 
     rtol, atol = 2e-2, 3e-2
+    sizes, shared = {**SIZES, "intermediate_dim": 1}, ("num_experts",)
 
     def check_case(self, case: Case) -> None:
-        check_divides(case, "num_experts")
+        super().check_case(case)
+        check_topk(case)
 
     def make_weights(self, case: Case, rank: int, generator: torch.Generator) -> Tensors:
         num_local, hidden, inner = (
