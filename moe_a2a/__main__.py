@@ -5,6 +5,7 @@ A command is a module with HELP, add_arguments(parser) and run(options) -> exit 
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -21,8 +22,16 @@ COMMANDS = {
 }
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("moe_a2a")
+    except importlib.metadata.PackageNotFoundError:
+        return "from a source tree"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.Parser(prog="python -m moe_a2a", description="Expert parallelism")
+    parser.add_argument("--version", action="version", version=f"moe_a2a {_version()}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.HELP, description=command.HELP)

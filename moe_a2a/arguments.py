@@ -21,10 +21,10 @@ MAX_TIMEOUT = 1e9  # seconds; the clocks of the targets count nanoseconds in 64 
 
 
 def _refuse(rank: int | None, name: str, value: Any, expected: str) -> TypeError:
-    return TypeError(f"{name}={_shown(value)} is a {type(value).__name__}{_on(rank)}; pass {expected}")
+    return TypeError(f"{name}={shown(value)} is a {type(value).__name__}{_on(rank)}; pass {expected}")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     try:
         text = repr(value)
     except Exception:
@@ -81,7 +81,7 @@ def checked_int(rank: int | None, name: str, value: Any, least: int = -MAX_INT, 
         except TypeError:
             raise _refuse(rank, name, value, "an int") from None
     if not least <= value <= most:
-        raise ValueError(f"{name}={_shown(value)} is not in [{least}, {most}]{_on(rank)}; pass a number in this range")
+        raise ValueError(f"{name}={shown(value)} is not in [{least}, {most}]{_on(rank)}; pass a number in this range")
     return value
 
 
@@ -94,7 +94,7 @@ def checked_float(rank: int, name: str, value: Any, least: float) -> float:
     except (TypeError, ValueError, OverflowError):
         raise _refuse(rank, name, value, "a number") from None
     if not (math.isfinite(number) and number >= least):
-        raise ValueError(f"{name}={_shown(value)} is not a finite number >= {least:g} on rank {rank}; pass one")
+        raise ValueError(f"{name}={shown(value)} is not a finite number >= {least:g} on rank {rank}; pass one")
     return number
 
 
@@ -116,6 +116,12 @@ def checked_bool(rank: int, name: str, value: Any) -> bool:
     return value
 
 
+def checked_handles(handles: Any) -> list[bytes]:
+    if not isinstance(handles, (list, tuple)) or not all(isinstance(handle, bytes) for handle in handles):
+        raise TypeError(f"handles={shown(handles)}; pass the list of get_comm_handle() of every rank, in rank order")
+    return list(handles)
+
+
 def checked_timeout(rank: int, timeout: Any) -> float:
     if isinstance(timeout, (bool, str, torch.Tensor)):
         raise _refuse(rank, "timeout", timeout, "a number of seconds")
@@ -125,7 +131,7 @@ def checked_timeout(rank: int, timeout: Any) -> float:
         raise _refuse(rank, "timeout", timeout, "a number of seconds") from None
     if not (math.isfinite(seconds) and 0 < seconds <= MAX_TIMEOUT):
         raise ValueError(
-            f"timeout={_shown(timeout)} is not in (0, {MAX_TIMEOUT:.0f}] seconds on rank {rank}; pass a number in this range"
+            f"timeout={shown(timeout)} is not in (0, {MAX_TIMEOUT:.0f}] seconds on rank {rank}; pass a number in this range"
         )
     return seconds
 
@@ -136,7 +142,7 @@ def checked_choice(rank: int, name: str, value: Any, choices: tuple[str, ...]) -
     if not isinstance(value, str):
         raise _refuse(rank, name, value, f"one of {expected}")
     if value not in choices:
-        raise ValueError(f"{name}={_shown(value)} is unknown on rank {rank}; pass one of {expected}")
+        raise ValueError(f"{name}={shown(value)} is unknown on rank {rank}; pass one of {expected}")
     return choices.index(value)
 
 
@@ -157,7 +163,7 @@ def checked_quantize(rank: int, quantize: Any) -> bool:
     if not isinstance(quantize, str):
         raise _refuse(rank, "quantize", quantize, '"fp8" or None')
     if quantize != "fp8":
-        raise ValueError(f'quantize={_shown(quantize)} is unknown on rank {rank}; pass "fp8" or None')
+        raise ValueError(f'quantize={shown(quantize)} is unknown on rank {rank}; pass "fp8" or None')
     return True
 
 
@@ -170,7 +176,7 @@ def checked_layout(rank: int, handle: DispatchHandle | None, layout: Any, expert
     if not isinstance(layout, str):
         raise _refuse(rank, "layout", layout, '"rows", "expert_major" or "masked"')
     if layout not in LAYOUTS:
-        raise ValueError(f'layout={_shown(layout)} is unknown on rank {rank}; pass "rows", "expert_major" or "masked"')
+        raise ValueError(f'layout={shown(layout)} is unknown on rank {rank}; pass "rows", "expert_major" or "masked"')
     if expert_alignment is None:
         return layout, 1
     expert_alignment = checked_int(rank, "expert_alignment", expert_alignment, 1, MAX_EXPERT_ALIGNMENT)

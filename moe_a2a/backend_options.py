@@ -41,9 +41,11 @@ class Options:
         if value is not None:
             return arguments.checked_int(rank, name, value, least, LARGEST)
         text = os.environ.get(variable, str(default))
-        if not text.isdecimal() or not least <= int(text) <= LARGEST:
+        is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(LARGEST))
+        if not is_number or not least <= int(text) <= LARGEST:
             raise ValueError(
-                f"the environment variable {variable} is {text!r} on rank {rank}; set it to a number of at least {least}"
+                f"the environment variable {variable} is {arguments.shown(text)} on rank {rank}; set it to a number from "
+                f"{least} to {LARGEST}"
             )
         return int(text)
 

@@ -11,9 +11,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError
+from moe_a2a.graph_tracing import is_tracing
 from moe_a2a.handle import DispatchHandle, Owner
 
 log = logging.getLogger("moe_a2a")
@@ -123,7 +122,7 @@ def makes_a_dispatch(call: Call) -> Call:
 
     @functools.wraps(call)
     def made(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the graph would be recompiled for each number of dispatches
+        if is_tracing():  # the graph would be recompiled for each number of dispatches
             return call(self, *args, **kwargs)
         with dispatch_refused_if_failed(self.ep):
             return call(self, *args, **kwargs)
@@ -173,7 +172,7 @@ def refuses_wrong_arguments(call: Call) -> Call:
 
     @functools.wraps(call)
     def made(collectives: Client, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_tracing():
             return call(collectives, *args, **kwargs)
         try:
             return call(collectives, *args, **kwargs)

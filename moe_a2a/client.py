@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from moe_a2a import set_up
+from moe_a2a import arguments, set_up
 from moe_a2a.groups import Group, HandleExchange
 
 C = TypeVar("C", bound="Client")
@@ -71,7 +71,8 @@ class Client(OnePerRank, ABC):
         HandleExchange, on all ranks at the same time; returns when every rank has mapped these objects. Raises ValueError
         if the ranks disagree on the configuration or were given handles of different objects, and PeerTimeoutError if a rank
         does not set the handles within `timeout`."""
-        self._open_core().connect(handles, isinstance(self._group, HandleExchange))
+        core = self._open_core()
+        core.connect(arguments.checked_handles(handles), isinstance(self._group, HandleExchange))
 
     def traced_clients(self) -> Sequence[Client]:
         """The clients whose launches a trace of this object records."""

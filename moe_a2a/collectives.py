@@ -3,6 +3,7 @@ combine()."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from moe_a2a import _core, arguments, calls, capabilities, codecs, collective_tables, operators
 from moe_a2a.codecs import CODECS
 from moe_a2a.communicator import CommunicatorClient
+from moe_a2a.graph_tracing import is_tracing
 
 # In the order of csrc/collectives/announcement.h.
 OPS = ("sum", "max", "min", "avg")
@@ -141,8 +143,10 @@ class Collectives(CommunicatorClient):
             PeerRefusedError: another rank's call failed.
             PeerTimeoutError: a rank did not arrive.
         """
-        if torch.compiler.is_compiling():
-            return _stored(torch.ops.moe_a2a.all_reduce(x, op, algorithm, codec, max_error, self._number.value), out)
+        if is_tracing():
+            operator = operators.that_returns(x.numel(), "all_reduce")
+            result = operator(x, op, algorithm, codec, max_error, self._number.value)
+            return _stored(self.rank, result, out)
         core = self._open_core()
         with calls.refused_if_failed(self):
             self._check_tensors(x, out)
@@ -179,8 +183,11 @@ class Collectives(CommunicatorClient):
 
         Raises: as all_reduce().
         """
-        if torch.compiler.is_compiling():
-            return _stored(torch.ops.moe_a2a.reduce_scatter(x, op, counts, self._number.value), out)
+        if is_tracing():
+            rows = _num_rows(self.rank, x) // self.num_ranks if counts is None else counts[self.rank]
+            operator = operators.that_returns(rows * math.prod(x.shape[1:]), "reduce_scatter")
+            result = operator(x, op, counts, self.rank, self.num_ranks, self._number.value)
+            return _stored(self.rank, result, out)
         core = self._open_core()
         with calls.refused_if_failed(self):
             self._check_tensors(x, out)
@@ -202,8 +209,10 @@ class Collectives(CommunicatorClient):
 
         Raises: as all_reduce().
         """
-        if torch.compiler.is_compiling():
-            return _stored(torch.ops.moe_a2a.all_gather(x, counts, self._number.value), out)
+        if is_tracing():
+            rows = _num_rows(self.rank, x) if counts is None else sum(counts)
+            operator = operators.that_returns(rows * math.prod(x.shape[1:]), "all_gather")
+            return _stored(self.rank, operator(x, counts, self.num_ranks, self._number.value), out)
         core = self._open_core()
         with calls.refused_if_failed(self):
             self._check_tensors(x, out)
@@ -285,5 +294,14 @@ def _nbytes(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _stored(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    return result if out is None else out.copy_(result)
+def _num_rows(rank: int, x: torch.Tensor) -> int:
+    if x.dim() == 0:
+        raise ValueError(f"x has no dimension to split over the ranks on rank {rank}; pass x.reshape(1)")
+    return x.shape[0]
+
+
+def _stored(rank: int, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        return result
+    arguments.check_fits(rank, "out", out, list(result.shape), result.dtype, result.device)
+    return out.copy_(result)

@@ -11,13 +11,13 @@ model.register_comm_hook(ddp.GradientState(coll, codec="q4"), ddp.average_gradie
 import torch
 import torch.distributed as dist
 
-from moe_a2a import calls
+from moe_a2a import calls, codecs
 from moe_a2a.collectives import SHARE_UNIT, Collectives
 from moe_a2a.groups import thread_group
 
 
 class GradientState:
-    """Settings of average_gradients(), and what it keeps between steps.
+    """Settings of average_gradients(), and what it keeps between steps. One for each model.
 
     Args:
         collectives: of the same ranks as DistributedDataParallel's process group.
@@ -27,6 +27,9 @@ class GradientState:
     """
 
     def __init__(self, collectives: Collectives, codec: str | None = None, *, error_feedback: bool = True):
+        if not isinstance(collectives, Collectives):
+            raise TypeError(f"collectives is a {type(collectives).__name__}; pass a moe_a2a.Collectives")
+        codecs.checked_index(collectives.rank, "codec", codec)
         self.collectives = collectives
         self.codec = codec
         self.error_feedback = error_feedback and codec is not None
@@ -42,11 +45,12 @@ class GradientState:
 
     def add_what_was_lost(self, index: int, gradients: torch.Tensor) -> None:
         """Adds the previous step's encoding error to a bucket's gradients, and keeps this step's."""
+        if self._alone is None or self._alone.is_closed:
+            raise RuntimeError("this GradientState is closed; make a new one")
         lost = self._lost.get(index)
         if lost is None or lost.shape != gradients.shape or lost.dtype != gradients.dtype:  # DDP rebuilds its buckets
             lost = self._lost[index] = torch.zeros_like(gradients)
         gradients += lost
-        assert self._alone is not None
         torch.sub(gradients, self._alone.all_reduce(gradients, codec=self.codec), out=lost)
         lost[self._own_share(gradients.numel())] = 0  # stays exact
         lost.nan_to_num_(0, 0, 0)  # a step with infinities must not spoil later ones

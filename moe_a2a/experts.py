@@ -120,6 +120,11 @@ def swiglu_experts(handle: DispatchHandle, w_gate_up: Weight, w_down: Weight) ->
     return _step_by_step(handle, ExpertWeights.checked(handle.ep, w_gate_up, w_down))
 
 
+def _no_autocast(device: torch.device) -> torch.autocast:
+    """Products are in the dtype of the rows and weights, which is the layer's."""
+    return torch.autocast(device.type, enabled=False)
+
+
 def _step_by_step(handle: DispatchHandle, weights: ExpertWeights) -> torch.Tensor:
     offsets = handle.expert_offsets.tolist()
     counts = handle.expert_counts.tolist()
@@ -130,8 +135,9 @@ def _step_by_step(handle: DispatchHandle, weights: ExpertWeights) -> torch.Tenso
             continue
         w_gate_up, w_down = weights.of_expert(expert)
         x = rows[start : start + count].to(w_gate_up.dtype)
-        gate, up = F.linear(x, w_gate_up).chunk(2, dim=-1)
-        y[start : start + count] = F.linear(F.silu(gate) * up, w_down)
+        with _no_autocast(x.device):
+            gate, up = F.linear(x, w_gate_up).chunk(2, dim=-1)
+            y[start : start + count] = F.linear(F.silu(gate) * up, w_down)
     return _in_layout(handle, y)
 
 
@@ -150,8 +156,9 @@ def swiglu_by_groups(
     """The outputs of all experts, one per row, recorded for a backward pass. Those past the last expert's rows are
     unspecified."""
     ends = expert_offsets[1:]
-    gate, up = F.grouped_mm(rows, w_gate_up.mT, offs=ends).chunk(2, dim=-1)
-    return F.grouped_mm(F.silu(gate) * up, w_down.mT, offs=ends)
+    with _no_autocast(rows.device):
+        gate, up = F.grouped_mm(rows, w_gate_up.mT, offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, w_down.mT, offs=ends)
 
 
 def swiglu_of_each(
@@ -160,8 +167,9 @@ def swiglu_of_each(
     """The same, expert by expert. Those without rows take part too, so that every weight has a gradient."""
     outputs = []
     for x, gate_up, down in zip(rows.split(split_sizes), w_gate_up.unbind(), w_down.unbind(), strict=True):
-        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-        outputs.append(F.linear(F.silu(gate) * up, down))
+        with _no_autocast(x.device):
+            gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+            outputs.append(F.linear(F.silu(gate) * up, down))
     return torch.cat(outputs)
 
 

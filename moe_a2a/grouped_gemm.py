@@ -8,6 +8,7 @@ import torch
 
 from moe_a2a import _core, arguments
 from moe_a2a.devices import float8_dtype, target_of
+from moe_a2a.graph_tracing import is_tracing
 
 # Those whose trace is on. A product whose expert_offsets are a handle's is recorded in the trace of the handle's owner.
 TRACED: list[_core.TracedExperts] = []
@@ -69,7 +70,7 @@ def grouped_gemm(
     are checked only on the CPU, where the host can read them; on a GPU, rows out of range count as zeros and offsets out of
     range are clamped. There is no backward.
     """
-    if torch.compiler.is_compiling():
+    if is_tracing():
         options: dict[str, Any] = {} if quantize_output else {"out_dtype": out_dtype}
         operators = torch.ops.moe_a2a
         return (operators.grouped_gemm_quantized if quantize_output else operators.grouped_gemm)(
@@ -102,6 +103,11 @@ def grouped_gemm(
         )
     if quantize_output and not is_float8:
         raise TypeError(f"quantize_output=True with x of {x.dtype}: it takes float8 x with x_scales and w_scales")
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(f"activation={activation!r} is a {type(activation).__name__}; pass a name or None")
+    for name, number in (("alpha", alpha), ("up_shift", up_shift), ("limit", 0.0 if limit is None else limit)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"{name}={number!r} is a {type(number).__name__}; pass a number")
     num_blocks = arguments.checked_int(None, "num_blocks", num_blocks, 0)
     y, y_scales = _core.grouped_gemm(
         x,

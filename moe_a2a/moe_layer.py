@@ -12,6 +12,7 @@ from torch import nn
 from moe_a2a import calls, experts, operators
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.expert_weights import ExpertWeights, Weight
+from moe_a2a.graph_tracing import is_tracing
 from moe_a2a.token_dispatcher import TokenDispatcher
 from moe_a2a.two_level.expert_parallel import TwoLevelExpertParallel
 from moe_a2a.two_level.token_dispatcher import TwoLevelTokenDispatcher
@@ -63,7 +64,8 @@ class MoELayer(nn.Module):
         self.ep, self.fused, self.fused_combine = ep, fused, fused_combine
         self.wire, self.num_max_routes = wire, num_max_routes
         self._number = operators.numbered(self)
-        self.w_gate_up, self.w_down = _as_parameter(weights.gate_up), _as_parameter(weights.down)
+        self.w_gate_up = _as_parameter("w_gate_up", weights.gate_up)
+        self.w_down = _as_parameter("w_down", weights.down)
         self.register_buffer("w_gate_up_scales", weights.gate_up_scales)
         self.register_buffer("w_down_scales", weights.down_scales)
         if not self._runs_kernels() and fused is None and ep.device.type != "cpu":
@@ -79,16 +81,45 @@ class MoELayer(nn.Module):
         PeerRefusedError, and the layer stays usable on all."""
         if self._needs_grad(hidden_states, topk_weights):
             # Breaks a graph that is being compiled.
-            recorded = torch.compiler.disable(self._recorded) if torch.compiler.is_compiling() else self._recorded
+            recorded = torch.compiler.disable(self._recorded) if is_tracing() else self._recorded
             return recorded(hidden_states, topk_idx, topk_weights)
-        if torch.compiler.is_compiling():
-            return torch.ops.moe_a2a.moe_layer(hidden_states, topk_idx, topk_weights, self._number.value)
+        if is_tracing():
+            weights = (self.w_gate_up, self.w_down, self.w_gate_up_scales, self.w_down_scales)
+            operator = operators.that_returns(hidden_states.numel(), "moe_layer")
+            return operator(hidden_states, topk_idx, topk_weights, *weights, self._number.value)
+        return self._run(hidden_states, topk_idx, topk_weights, self._given())
+
+    def _run_in_graph(
+        self,
+        hidden_states: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        w_gate_up_scales: torch.Tensor | None,
+        w_down_scales: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """forward() without a backward pass, for the operator of a graph: with the weights that the graph has, and without
+        the module's hooks, which are in the graph too."""
+        given: tuple[Weight, Weight] = (w_gate_up, w_down)
+        if w_gate_up_scales is not None and w_down_scales is not None:
+            given = (w_gate_up, w_gate_up_scales), (w_down, w_down_scales)
+        with calls.dispatch_refused_if_failed(self.ep):
+            return self._run(hidden_states, topk_idx, topk_weights, given)
+
+    def _run(
+        self,
+        hidden_states: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        given: tuple[Weight, Weight],
+    ) -> torch.Tensor:
         ep = self.ep
         with torch.no_grad():
-            quantize = "fp8" if self._weights().is_float8 else None
+            quantize = "fp8" if isinstance(given[0], tuple) else None
             handle: Any = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
             try:
-                return ep.experts(handle, *self._given(), **self._ways())
+                return ep.experts(handle, *given, **self._ways())
             except BaseException:
                 if handle.is_open:
                     handle.release()
@@ -177,5 +208,10 @@ def _dispatcher_of(ep: ExpertParallel | TwoLevelExpertParallel) -> Any:
     return TokenDispatcher(ep) if isinstance(ep, ExpertParallel) else TwoLevelTokenDispatcher(ep)
 
 
-def _as_parameter(weight: torch.Tensor) -> nn.Parameter:
+def _as_parameter(name: str, weight: torch.Tensor) -> nn.Parameter:
+    if weight.requires_grad and not weight.is_leaf:
+        raise ValueError(
+            f"{name} is computed from a tensor that requires grad, which a parameter of the layer would not reach; pass a leaf, "
+            f"such as {name}.detach().clone()"
+        )
     return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=weight.requires_grad)

@@ -49,9 +49,10 @@ def _object(number: int) -> Any:
     return found
 
 
-def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+def _operator(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     def made(function: Callable[..., Any]) -> Any:
         operator = torch.library.custom_op(f"moe_a2a::{name}", function, mutates_args=(), schema=schema)
+        operator.register_fake(fake)
         operator.register_autograd(no_backward)
         return operator
 
@@ -61,25 +62,54 @@ def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     return made
 
 
+def _communicates(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Also as `<name>_without_result`, for a result without elements: Inductor removes a call whose result adds nothing, but
+    other ranks wait for it. This one has a declared effect, so it stays. Not for every call: a graph with an effect is
+    not captured as a CUDA graph."""
+
+    def made(function: Callable[..., Any]) -> Any:
+        operator = _operator(f"{name}_without_result", schema, fake)(function)
+        if hasattr(operator, "register_effect"):  # depends on PyTorch's version
+            from torch._library.effects import EffectType
+
+            operator.register_effect(EffectType.ORDERED)
+        return _operator(name, schema, fake)(function)
+
+    return made
+
+
+def that_returns(num_elements: Any, name: str) -> Any:
+    """The operator for a call whose result has this many elements, in a graph."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # a slow import, which only tracing needs
+
+    return getattr(torch.ops.moe_a2a, f"{name}_without_result" if guard_or_false(num_elements == 0) else name)
+
+
 # ---- of a MoELayer
 
 
-@_operator("moe_layer", "(Tensor hidden_states, Tensor topk_idx, Tensor? topk_weights, int layer) -> Tensor")
-def _moe_layer(hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, layer: int) -> Tensor:
-    return _object(layer)(hidden_states, topk_idx, topk_weights)
-
-
-@_moe_layer.register_fake
-def _(hidden_states: Tensor, *_: Any) -> Tensor:
+def _like_first(hidden_states: Tensor, *_: Any) -> Tensor:
     return hidden_states.new_empty(hidden_states.shape)
+
+
+@_communicates(
+    "moe_layer",
+    "(Tensor hidden_states, Tensor topk_idx, Tensor? topk_weights, Tensor w_gate_up, Tensor w_down, "
+    "Tensor? w_gate_up_scales, Tensor? w_down_scales, int layer) -> Tensor",
+    _like_first,
+)
+def _moe_layer(hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, *weights_and_layer: Any) -> Tensor:
+    *weights, layer = weights_and_layer
+    return _object(layer)._run_in_graph(hidden_states, topk_idx, topk_weights, *weights)
 
 
 # ---- of the experts function of transformers, for one of its modules
 
 
-@_operator(
+@_communicates(
     "transformers_experts",
     "(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, int experts_module, int registered) -> Tensor",
+    _like_first,
 )
 def _transformers_experts(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts_module: int, registered: int
@@ -87,17 +117,13 @@ def _transformers_experts(
     return _object(registered)(_object(experts_module), hidden_states, top_k_index, top_k_weights)
 
 
-@_transformers_experts.register_fake
-def _(hidden_states: Tensor, *_: Any) -> Tensor:
-    return hidden_states.new_empty(hidden_states.shape)
-
-
 # ---- of a Collectives
 
 
-@_operator(
+@_communicates(
     "all_reduce",
     "(Tensor x, str op, str algorithm, str? codec, float? max_error, int collectives) -> Tensor",
+    _like_first,
 )
 def _all_reduce(
     x: Tensor, op: str, algorithm: str, codec: str | None, max_error: float | None, collectives: int
@@ -105,32 +131,34 @@ def _all_reduce(
     return _object(collectives).all_reduce(x, op, algorithm, codec, max_error=max_error)
 
 
-@_all_reduce.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
+# The rank and the number of ranks, on which the shape of the result depends, are arguments: PyTorch's caches of graphs, which
+# the ranks share, then tell them apart.
 
 
-@_operator("reduce_scatter", "(Tensor x, str op, int[]? counts, int collectives) -> Tensor")
-def _reduce_scatter(x: Tensor, op: str, counts: Sequence[int] | None, collectives: int) -> Tensor:
+def _own_rows(x: Tensor, op: str, counts: Sequence[int] | None, rank: int, num_ranks: int, *_: Any) -> Tensor:
+    num_rows = x.shape[0] // num_ranks if counts is None else counts[rank]
+    return x.new_empty(num_rows, *x.shape[1:])
+
+
+@_communicates(
+    "reduce_scatter",
+    "(Tensor x, str op, int[]? counts, int rank, int num_ranks, int collectives) -> Tensor",
+    _own_rows,
+)
+def _reduce_scatter(
+    x: Tensor, op: str, counts: Sequence[int] | None, rank: int, num_ranks: int, collectives: int
+) -> Tensor:
     return _object(collectives).reduce_scatter(x, op, counts)
 
 
-@_reduce_scatter.register_fake
-def _(x: Tensor, op: str, counts: Sequence[int] | None, collectives: int) -> Tensor:
-    found = _object(collectives)
-    num_rows = x.shape[0] // found.num_ranks if counts is None else counts[found.rank]
+def _all_rows(x: Tensor, counts: Sequence[int] | None, num_ranks: int, *_: Any) -> Tensor:
+    num_rows = x.shape[0] * num_ranks if counts is None else sum(counts)
     return x.new_empty(num_rows, *x.shape[1:])
 
 
-@_operator("all_gather", "(Tensor x, int[]? counts, int collectives) -> Tensor")
-def _all_gather(x: Tensor, counts: Sequence[int] | None, collectives: int) -> Tensor:
+@_communicates("all_gather", "(Tensor x, int[]? counts, int num_ranks, int collectives) -> Tensor", _all_rows)
+def _all_gather(x: Tensor, counts: Sequence[int] | None, num_ranks: int, collectives: int) -> Tensor:
     return _object(collectives).all_gather(x, counts)
-
-
-@_all_gather.register_fake
-def _(x: Tensor, counts: Sequence[int] | None, collectives: int) -> Tensor:
-    num_rows = x.shape[0] * _object(collectives).num_ranks if counts is None else sum(counts)
-    return x.new_empty(num_rows, *x.shape[1:])
 
 
 # ---- the grouped GEMM: tensors by position, the rest by name
@@ -151,24 +179,24 @@ def _result_shape(x: Tensor, row_index: Tensor | None, w: Tensor, activation: st
     return [num_rows, w.shape[1] // 2 if gated or activation == "swiglu" else w.shape[1]]
 
 
-@_operator("grouped_gemm", _GEMM.format(result="ScalarType? out_dtype, ") + " -> Tensor")
-def _grouped_gemm(*tensors: Any, **options: Any) -> Tensor:
-    return _multiplied(*tensors, **options)
-
-
-@_grouped_gemm.register_fake
-def _(x: Tensor, row_index: Any, expert_offsets: Tensor, w: Tensor, *_: Any, **options: Any) -> Tensor:
+def _product(x: Tensor, row_index: Any, expert_offsets: Tensor, w: Tensor, *_: Any, **options: Any) -> Tensor:
     default = torch.bfloat16 if x.element_size() == 1 else x.dtype
     shape = _result_shape(x, row_index, w, options["activation"], options["gated"])
     return x.new_empty(shape, dtype=options["out_dtype"] or default)
 
 
-@_operator("grouped_gemm_quantized", _GEMM.format(result="") + " -> (Tensor, Tensor)")
-def _grouped_gemm_quantized(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    return _multiplied(*tensors, **options, quantize_output=True)
+@_operator("grouped_gemm", _GEMM.format(result="ScalarType? out_dtype, ") + " -> Tensor", _product)
+def _grouped_gemm(*tensors: Any, **options: Any) -> Tensor:
+    return _multiplied(*tensors, **options)
 
 
-@_grouped_gemm_quantized.register_fake
-def _(x: Tensor, row_index: Any, expert_offsets: Tensor, w: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _quantized_product(
+    x: Tensor, row_index: Any, expert_offsets: Tensor, w: Tensor, *_: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
     shape = _result_shape(x, row_index, w, options["activation"], options["gated"])
     return x.new_empty(shape), x.new_empty([shape[0], -(-shape[1] // 128)], dtype=torch.float32)
+
+
+@_operator("grouped_gemm_quantized", _GEMM.format(result="") + " -> (Tensor, Tensor)", _quantized_product)
+def _grouped_gemm_quantized(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return _multiplied(*tensors, **options, quantize_output=True)

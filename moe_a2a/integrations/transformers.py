@@ -33,6 +33,7 @@ except ImportError as error:
 
 import moe_a2a
 from moe_a2a import operators
+from moe_a2a.graph_tracing import is_tracing
 from moe_a2a.integrations import kernel_experts
 from moe_a2a.integrations.experts_module import (
     ExpertsModule,
@@ -107,9 +108,10 @@ class RegisteredExperts:
         self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H]."""
-        if torch.compiler.is_compiling() and hasattr(module, "moe_a2a_number") and module.moe_a2a_number.value:
+        if is_tracing() and hasattr(module, "moe_a2a_number") and module.moe_a2a_number.value:
             numbers = module.moe_a2a_number.value, self._number.value
-            return torch.ops.moe_a2a.transformers_experts(hidden_states, top_k_index, top_k_weights, *numbers)
+            operator = operators.that_returns(hidden_states.numel(), "transformers_experts")
+            return operator(hidden_states, top_k_index, top_k_weights, *numbers)
         return self._run(module, hidden_states, top_k_index, top_k_weights)
 
     @torch.compiler.disable  # a module that shard_experts() has not seen has no number: its graph breaks here

@@ -74,10 +74,26 @@ def failed_feedback_program(group) -> None:
         if coll.rank == 0:
             state.close()
         with pytest.raises(
-            RuntimeError if coll.rank == 0 else moe_a2a.PeerRefusedError, match="Collectives.* is closed"
+            RuntimeError if coll.rank == 0 else moe_a2a.PeerRefusedError, match="this GradientState is closed"
         ):
             train(state, 1)
         state.close()
+
+
+def test_a_state_is_checked_when_it_is_made():
+    with pytest.raises(TypeError, match="collectives is a NoneType; pass a moe_a2a.Collectives"):
+        moe_a2a.ddp.GradientState(None)
+    with moe_a2a.Collectives(moe_a2a.thread_group(1)[0], device="cpu") as coll:
+        with pytest.raises(ValueError, match="codec='q5' is unknown"):
+            moe_a2a.ddp.GradientState(coll, "q5")
+
+
+@pytest.mark.parametrize("handles", [None, b"x", [None], 5])
+def test_what_are_no_handles(handles):
+    group = moe_a2a.HandleExchange(0, 1)
+    with moe_a2a.Collectives(group, device="cpu") as coll:
+        with pytest.raises(TypeError, match="pass the list of get_comm_handle\\(\\) of every rank"):
+            coll.set_comm_handles(handles)
 
 
 def test_error_feedback_that_fails_on_one_rank():

@@ -142,16 +142,103 @@ def test_pytorch_s_own_checks_of_operators(objects):
     layer, coll = objects
     ops = torch.ops.moe_a2a
     x, experts, weights = draw(10, HIDDEN), torch.rand(10, NUM_EXPERTS).topk(NUM_TOPK).indices, torch.rand(10, NUM_TOPK)
-    opcheck(ops.moe_layer, (x, experts, weights, layer._number.value))
-    opcheck(ops.moe_layer, (x, experts, None, layer._number.value))
+    of_layer = (layer.w_gate_up, layer.w_down, None, None, layer._number.value)
+    opcheck(ops.moe_layer, (x, experts, weights, *of_layer))
+    opcheck(ops.moe_layer, (x, experts, None, *of_layer))
     opcheck(ops.all_reduce, (x, "sum", "auto", None, None, coll._number.value))
-    opcheck(ops.reduce_scatter, (x, "sum", [10], coll._number.value))
-    opcheck(ops.all_gather, (x, None, coll._number.value))
+    opcheck(ops.reduce_scatter, (x, "sum", [10], 0, 1, coll._number.value))
+    opcheck(ops.all_gather, (x, None, 1, coll._number.value))
     row_index, offsets = routes()
     options = {"gated": True, "interleaved": False, "alpha": 1.0, "limit": None, "up_shift": 0.0, "num_blocks": 0}
     w = draw(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN)
     tensors = x, row_index, offsets, w, None, None, None
     opcheck(ops.grouped_gemm, tensors, {**options, "activation": "silu", "out_dtype": None})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "program",
+    [lambda layer, x, *routing: x + layer(x, *routing), lambda layer, *arguments: layer(*arguments).sum()],
+    ids=["residual", "sum"],
+)
+def test_a_rank_without_tokens_still_calls(objects, program):
+    """Inductor removed the call: its result has no elements. The other ranks waited for it."""
+    layer, _ = objects
+    graph = torch.compile(lambda *arguments: program(layer, *arguments), fullgraph=True, dynamic=True)
+    for num_tokens in (6, 0, 0):
+        weights, experts = torch.rand(num_tokens, NUM_EXPERTS).topk(NUM_TOPK)
+        before = layer.ep._num_dispatches
+        graph(draw(num_tokens, HIDDEN), experts, weights)
+        assert layer.ep._num_dispatches == before + 1
+
+
+def routed(num_tokens=6):
+    weights, experts = torch.rand(num_tokens, NUM_EXPERTS).topk(NUM_TOPK)
+    return draw(num_tokens, HIDDEN), experts, weights
+
+
+@torch.no_grad()
+def test_hooks_run_once(objects):
+    layer, arguments = objects[0], routed()
+    hooks = [
+        layer.register_forward_hook(lambda module, given, result: result * 2),
+        layer.register_forward_pre_hook(lambda module, given: (given[0] * 4, *given[1:])),
+    ]
+    try:
+        assert torch.equal(compiled(layer)[0](*arguments), layer(*arguments))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def test_a_graph_uses_the_weights_that_it_has(objects):
+    layer, arguments = objects[0], routed()
+    halved = {name: value * 0.5 for name, value in layer.named_parameters()}
+
+    def swapped(parameters, *arguments):
+        return torch.func.functional_call(layer, parameters, arguments)
+
+    assert torch.equal(compiled(swapped)[0](halved, *arguments), swapped(halved, *arguments))
+    was = layer.w_down.clone()
+
+    def changed(*arguments):
+        layer.w_down.mul_(2.0)
+        return layer(*arguments)
+
+    expected = changed(*arguments)
+    layer.w_down.copy_(was)
+    assert torch.equal(compiled(changed)[0](*arguments), expected)
+    layer.w_down.copy_(was)
+
+
+def test_calls_while_another_thread_compiles(objects, monkeypatch):
+    """torch.compiler.is_compiling() is then true in every thread."""
+    layer, coll = objects
+    x, experts, weights = routed()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with torch.no_grad():
+        assert layer(x, experts, weights).shape == x.shape
+    assert torch.equal(coll.all_reduce(x), x)
+    offsets = torch.tensor([0, 6], dtype=torch.int32)
+    assert moe_a2a.grouped_gemm(x, None, offsets, draw(1, 16, HIDDEN)).shape == (6, 16)
+
+
+def test_a_compiled_collective_checks_what_an_eager_one_checks(objects):
+    _, coll = objects
+    with pytest.raises(ValueError, match=r"out is \[4\] of torch.float32 .* expected \[1\]"):
+        coll_all_reduce = torch.compile(lambda x, out: coll.all_reduce(x, out=out), backend="eager")
+        coll_all_reduce(torch.ones(1), torch.zeros(4))
+    with pytest.raises(ValueError, match=r"x has no dimension to split over the ranks on rank 0; pass x.reshape\(1\)"):
+        torch.compile(coll.all_gather, backend="eager")(torch.tensor(1.0))
+
+
+def test_the_shape_of_a_result_depends_on_arguments_only(objects):
+    """On anything else, a graph from PyTorch's cache on disk, which the ranks share, has another rank's shapes."""
+    ops, x = torch.ops.moe_a2a, torch.empty(7, 3, device="meta")
+    for rank, num_rows in enumerate((5, 2)):
+        assert ops.reduce_scatter(x, "sum", [5, 2], rank, 2, 0).shape == (num_rows, 3)
+    assert ops.all_gather(x, None, 4, 0).shape == (28, 3)
 
 
 @torch.no_grad()

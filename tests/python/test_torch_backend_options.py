@@ -73,7 +73,7 @@ def test_options_and_the_environment(monkeypatch):
         for value in ("many", "-1", "", "1" * 20):
             monkeypatch.setenv(variable, value)
             with pytest.raises(
-                ValueError, match=rf"{variable} is '{value}' on rank 3; set it to a number of at least \d"
+                ValueError, match=rf"{variable} is '{value}' on rank 3; set it to a number from \d to \d"
             ):
                 Options().settled(3)
             assert getattr(Options(**{name: 9}).settled(0), name) == 9

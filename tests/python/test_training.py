@@ -33,6 +33,36 @@ def grads_of(layer, x, topk_weights):
     return {"x": x.grad, "topk_weights": weights_grad, "w_gate_up": layer.w_gate_up.grad, "w_down": layer.w_down.grad}
 
 
+def run_under_autocast(group, seed, dtype, device_type, other):
+    """Products stay in the layer's dtype, recorded or not, also where PyTorch multiplies expert by expert."""
+    with make_ep(group, dtype) as ep:
+        layer, _ = make_layer(ep, seed, fused=False)
+        batch = make_batch(ep, ep.rank, seed, "random")
+        for recorded in (False, True):
+            with torch.set_grad_enabled(recorded):
+                x, topk_idx, topk_weights = leaves_of(ep, batch)
+                expected = layer(x, topk_idx, topk_weights)
+                with torch.autocast(device_type, dtype=other):
+                    assert torch.equal(layer(x, topk_idx, topk_weights), expected)
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("by_groups", [True, False])
+def test_autocast_leaves_the_products_alone(monkeypatch, by_groups, session_seed):
+    if not by_groups:
+        monkeypatch.setattr(experts, "has_group_products", lambda *weights: False)
+    ranks.run_threads(1, run_under_autocast, session_seed, torch.float32, "cpu", torch.bfloat16)
+
+
+@on_device.cpu_only
+def test_weights_that_are_not_leaves():
+    (group,) = moe_a2a.thread_group(1)
+    with make_ep(group, torch.float32) as ep:
+        weights = [nn.Parameter(w) for w in own_part(ep, make_weights(ep, 0))]
+        with pytest.raises(ValueError, match=r"w_down is computed from a tensor that requires grad.*pass a leaf"):
+            moe_a2a.MoELayer(ep, weights[0], weights[1][:])
+
+
 # ---- gradients
 
 

@@ -60,6 +60,7 @@ LAYERS = {
         "collective_tables",
         "devices",
         "errors",
+        "graph_tracing",
         "group_objects",
         "groups",
         "handle",

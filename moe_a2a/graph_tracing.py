@@ -1,0 +1,11 @@
+"""Whether this thread is building a graph, for torch.compile or torch.export."""
+
+from __future__ import annotations
+
+import torch
+from torch._guards import detect_fake_mode
+
+
+def is_tracing() -> bool:
+    """torch.compiler.is_compiling() is also true while another thread compiles."""
+    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and detect_fake_mode() is not None)
