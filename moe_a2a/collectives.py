@@ -184,7 +184,8 @@ class Collectives(CommunicatorClient):
         Raises: as all_reduce().
         """
         if is_tracing():
-            rows = _num_rows(self.rank, x) // self.num_ranks if counts is None else counts[self.rank]
+            num_rows = _num_rows(self.rank, x)
+            rows = num_rows // self.num_ranks if counts is None else counts[self.rank]
             operator = operators.that_returns(rows * math.prod(x.shape[1:]), "reduce_scatter")
             result = operator(x, op, counts, self.rank, self.num_ranks, self._number.value)
             return _stored(self.rank, result, out)
@@ -210,7 +211,8 @@ class Collectives(CommunicatorClient):
         Raises: as all_reduce().
         """
         if is_tracing():
-            rows = _num_rows(self.rank, x) if counts is None else sum(counts)
+            num_rows = _num_rows(self.rank, x)
+            rows = num_rows if counts is None else sum(counts)
             operator = operators.that_returns(rows * math.prod(x.shape[1:]), "all_gather")
             return _stored(self.rank, operator(x, counts, self.num_ranks, self._number.value), out)
         core = self._open_core()

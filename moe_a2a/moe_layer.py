@@ -116,7 +116,7 @@ class MoELayer(nn.Module):
     ) -> torch.Tensor:
         ep = self.ep
         with torch.no_grad():
-            quantize = "fp8" if isinstance(given[0], tuple) else None
+            quantize = "fp8" if ExpertWeights.checked(ep, *given).is_float8 else None
             handle: Any = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
             try:
                 return ep.experts(handle, *given, **self._ways())

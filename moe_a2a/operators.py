@@ -64,8 +64,8 @@ def _operator(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Cal
 
 def _communicates(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Also as `<name>_without_result`, for a result without elements: Inductor removes a call whose result adds nothing, but
-    other ranks wait for it. This one has a declared effect, so it stays. Not for every call: a graph with an effect is
-    not captured as a CUDA graph."""
+    other ranks wait for it. This one has a declared effect, so it stays. Not for every call: an effect has a token on the CPU, and
+    Inductor captures no CUDA graph with tensors there."""
 
     def made(function: Callable[..., Any]) -> Any:
         operator = _operator(f"{name}_without_result", schema, fake)(function)
@@ -80,9 +80,10 @@ def _communicates(name: str, schema: str, fake: Callable[..., Any]) -> Callable[
 
 def that_returns(num_elements: Any, name: str) -> Any:
     """The operator for a call whose result has this many elements, in a graph."""
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # a slow import, which only tracing needs
+    from torch.fx.experimental import symbolic_shapes  # a slow import, which only tracing needs
 
-    return getattr(torch.ops.moe_a2a, f"{name}_without_result" if guard_or_false(num_elements == 0) else name)
+    is_certain = getattr(symbolic_shapes, "guard_or_false", bool)  # older versions of PyTorch have no such function
+    return getattr(torch.ops.moe_a2a, f"{name}_without_result" if is_certain(num_elements == 0) else name)
 
 
 # ---- of a MoELayer

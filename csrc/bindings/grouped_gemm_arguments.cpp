@@ -50,7 +50,7 @@ void check_x(const at::Tensor& x) {
   require(is_dense && is_aligned,
           "x has strides " + text_of(x.strides()) + ", expected rows of dense elements that begin at multiples of " +
               std::to_string(kRowAlignment) + " bytes",
-          "pass x.clone(memory_format=torch.contiguous_format)");
+          is_dense ? "pass x.clone()" : "pass x.contiguous()");
 }
 
 void check_w(const at::Tensor& w, const at::Tensor& x, bool is_gated) {
