@@ -9,7 +9,9 @@ import stat
 import time
 from pathlib import Path
 
-SECONDS_TO_EXIT = 2.0  # of the starter, once it has let the server go
+SECONDS_TO_EXIT = (
+    0.5  # of a starter that is not killed: it removes the folder too, and fails if that vanishes meanwhile
+)
 
 
 def _folder_of_listener() -> Path | None:
@@ -25,17 +27,13 @@ def _folder_of_listener() -> Path | None:
     return None
 
 
-def _remove(folder: Path, server: int, starter: int) -> None:
-    """While the starter lives it removes the folder itself, and would not expect it to vanish meanwhile."""
+def _remove(folder: Path, server: int) -> None:
     if os.getpid() != server:
         return
-    end = time.monotonic() + SECONDS_TO_EXIT
-    while os.getppid() == starter and time.monotonic() < end:
-        time.sleep(0.02)
-    if os.getppid() != starter:
-        shutil.rmtree(folder, ignore_errors=True)
+    time.sleep(SECONDS_TO_EXIT)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 _folder = _folder_of_listener()
 if _folder is not None and _folder.name.startswith("pymp-"):  # made by multiprocessing
-    atexit.register(_remove, _folder, os.getpid(), os.getppid())
+    atexit.register(_remove, _folder, os.getpid())
