@@ -188,3 +188,25 @@ def test_objects_and_handles_are_not_copied():
             assert torch.equal(ep.combine(experts(handle), handle), expected_output(ep))
 
     on_device.run(1, program)
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        (
+            r"x has strides \[48, 1\].*pass x.clone\(\)",
+            {"x": torch.zeros(4 * 48 + 1, dtype=torch.bfloat16)[1:].view(4, 48)},
+        ),
+        ("activation=3 is a int; pass a name or None", {"activation": 3}),
+        ("alpha='1' is a str; pass a number", {"alpha": "1"}),
+    ],
+)
+def test_a_product_names_the_argument(words, changed):
+    arguments = {
+        "x": torch.zeros(4, 48, dtype=torch.bfloat16),
+        "row_index": None,
+        "expert_offsets": torch.tensor([0, 4], dtype=torch.int32),
+        "w": torch.zeros(1, 16, 48, dtype=torch.bfloat16),
+    }
+    with pytest.raises((TypeError, ValueError), match=words):
+        moe_a2a.grouped_gemm(**{**arguments, **changed})

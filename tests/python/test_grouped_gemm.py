@@ -324,9 +324,6 @@ def without_memory(tensor):
         (ValueError, "hidden=40 .* not a positive multiple of 16", lambda: {"x": zeros(4, 40)}),
         (ValueError, r"x has strides \[96, 2\].*x.contiguous", lambda: {"x": zeros(4, 96)[:, ::2]}),
         (ValueError, r"x has strides \[52, 1\]", lambda: {"x": zeros(4, 52)[:, :48]}),
-        (ValueError, r"x has strides \[48, 1\].*pass x.clone\(\)", lambda: {"x": zeros(4 * 48 + 1)[1:].view(4, 48)}),
-        (TypeError, "activation=3 is a int; pass a name or None", lambda: {"activation": 3}),
-        (TypeError, "alpha='1' is a str; pass a number", lambda: {"alpha": "1"}),
         (ValueError, r"x has strides \[0, 1\]", lambda: {"x": zeros(1, 48).expand(4, 48)}),
         (ValueError, "x requires grad", lambda: {"x": zeros(4, 48).requires_grad_()}),
         (
