@@ -72,8 +72,9 @@ kernels: .venv/dependencies
 headers: setup
 	$(BIN)/python -m pytest tests/structure/test_headers.py
 
+# Into .venv also where the interpreter that it was made from has them: they are run from there.
 .venv/formatters: .venv/dependencies
-	$(BIN)/python -m pip install -qq --no-compile 'clang-format==22.*' ruff
+	$(BIN)/python -m pip install -qq --no-compile --ignore-installed 'clang-format==22.*' ruff
 	@touch $@
 
 format: .venv/formatters
