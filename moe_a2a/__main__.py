@@ -5,10 +5,10 @@ A command is a module with HELP, add_arguments(parser) and run(options) -> exit 
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
+import moe_a2a
 from moe_a2a import bench, command_line, demo, doctor, leaderboard, tune
 from moe_a2a.tracing import command as trace
 
@@ -22,16 +22,9 @@ COMMANDS = {
 }
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("moe_a2a")
-    except importlib.metadata.PackageNotFoundError:
-        return "from a source tree"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.Parser(prog="python -m moe_a2a", description="Expert parallelism")
-    parser.add_argument("--version", action="version", version=f"moe_a2a {_version()}")
+    parser.add_argument("--version", action="version", version=f"moe_a2a {moe_a2a.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.HELP, description=command.HELP)

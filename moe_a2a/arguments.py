@@ -85,14 +85,19 @@ def checked_int(rank: int | None, name: str, value: Any, least: int = -MAX_INT, 
     return value
 
 
+def checked_number(rank: int | None, name: str, value: Any, expected: str = "a number") -> float:
+    """rank: as for check_tensor()."""
+    if isinstance(value, (bool, str, torch.Tensor)):
+        raise _refuse(rank, name, value, expected)
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _refuse(rank, name, value, expected) from None
+
+
 def checked_float(rank: int, name: str, value: Any, least: float) -> float:
     """A finite number of at least `least`."""
-    if isinstance(value, (bool, str, torch.Tensor)):
-        raise _refuse(rank, name, value, "a number")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise _refuse(rank, name, value, "a number") from None
+    number = checked_number(rank, name, value)
     if not (math.isfinite(number) and number >= least):
         raise ValueError(f"{name}={shown(value)} is not a finite number >= {least:g} on rank {rank}; pass one")
     return number
@@ -123,12 +128,7 @@ def checked_handles(handles: Any) -> list[bytes]:
 
 
 def checked_timeout(rank: int, timeout: Any) -> float:
-    if isinstance(timeout, (bool, str, torch.Tensor)):
-        raise _refuse(rank, "timeout", timeout, "a number of seconds")
-    try:
-        seconds = float(timeout)
-    except (TypeError, ValueError, OverflowError):
-        raise _refuse(rank, "timeout", timeout, "a number of seconds") from None
+    seconds = checked_number(rank, "timeout", timeout, "a number of seconds")
     if not (math.isfinite(seconds) and 0 < seconds <= MAX_TIMEOUT):
         raise ValueError(
             f"timeout={shown(timeout)} is not in (0, {MAX_TIMEOUT:.0f}] seconds on rank {rank}; pass a number in this range"

@@ -184,8 +184,8 @@ class Collectives(CommunicatorClient):
         Raises: as all_reduce().
         """
         if is_tracing():
-            num_rows = _num_rows(self.rank, x)
-            rows = num_rows // self.num_ranks if counts is None else counts[self.rank]
+            _check_has_rows(self.rank, x)
+            rows = operators.num_own_rows(x, counts, self.rank, self.num_ranks)
             operator = operators.that_returns(rows * math.prod(x.shape[1:]), "reduce_scatter")
             result = operator(x, op, counts, self.rank, self.num_ranks, self._number.value)
             return _stored(self.rank, result, out)
@@ -211,8 +211,8 @@ class Collectives(CommunicatorClient):
         Raises: as all_reduce().
         """
         if is_tracing():
-            num_rows = _num_rows(self.rank, x)
-            rows = num_rows if counts is None else sum(counts)
+            _check_has_rows(self.rank, x)
+            rows = operators.num_all_rows(x, counts, self.num_ranks)
             operator = operators.that_returns(rows * math.prod(x.shape[1:]), "all_gather")
             return _stored(self.rank, operator(x, counts, self.num_ranks, self._number.value), out)
         core = self._open_core()
@@ -296,10 +296,9 @@ def _nbytes(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _num_rows(rank: int, x: torch.Tensor) -> int:
+def _check_has_rows(rank: int, x: torch.Tensor) -> None:
     if x.dim() == 0:
         raise ValueError(f"x has no dimension to split over the ranks on rank {rank}; pass x.reshape(1)")
-    return x.shape[0]
 
 
 def _stored(rank: int, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -130,12 +130,12 @@ def _step_by_step(handle: DispatchHandle, weights: ExpertWeights) -> torch.Tenso
     counts = handle.expert_counts.tolist()
     rows = _rows(handle, offsets[-1])
     y = rows.new_empty(rows.shape[0], handle.ep.hidden, dtype=handle.ep.dtype)
-    for expert, (start, count) in enumerate(zip(offsets, counts, strict=False)):
-        if count == 0:
-            continue
-        w_gate_up, w_down = weights.of_expert(expert)
-        x = rows[start : start + count].to(w_gate_up.dtype)
-        with _no_autocast(x.device):
+    with _no_autocast(rows.device):
+        for expert, (start, count) in enumerate(zip(offsets, counts, strict=False)):
+            if count == 0:
+                continue
+            w_gate_up, w_down = weights.of_expert(expert)
+            x = rows[start : start + count].to(w_gate_up.dtype)
             gate, up = F.linear(x, w_gate_up).chunk(2, dim=-1)
             y[start : start + count] = F.linear(F.silu(gate) * up, w_down)
     return _in_layout(handle, y)
@@ -166,8 +166,8 @@ def swiglu_of_each(
 ) -> torch.Tensor:
     """The same, expert by expert. Those without rows take part too, so that every weight has a gradient."""
     outputs = []
-    for x, gate_up, down in zip(rows.split(split_sizes), w_gate_up.unbind(), w_down.unbind(), strict=True):
-        with _no_autocast(x.device):
+    with _no_autocast(rows.device):
+        for x, gate_up, down in zip(rows.split(split_sizes), w_gate_up.unbind(), w_down.unbind(), strict=True):
             gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
             outputs.append(F.linear(F.silu(gate) * up, down))
     return torch.cat(outputs)

@@ -105,9 +105,9 @@ def grouped_gemm(
         raise TypeError(f"quantize_output=True with x of {x.dtype}: it takes float8 x with x_scales and w_scales")
     if activation is not None and not isinstance(activation, str):
         raise TypeError(f"activation={activation!r} is a {type(activation).__name__}; pass a name or None")
-    for name, number in (("alpha", alpha), ("up_shift", up_shift), ("limit", 0.0 if limit is None else limit)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise TypeError(f"{name}={number!r} is a {type(number).__name__}; pass a number")
+    alpha = arguments.checked_number(None, "alpha", alpha)
+    up_shift = arguments.checked_number(None, "up_shift", up_shift)
+    limit = None if limit is None else arguments.checked_number(None, "limit", limit)
     num_blocks = arguments.checked_int(None, "num_blocks", num_blocks, 0)
     y, y_scales = _core.grouped_gemm(
         x,

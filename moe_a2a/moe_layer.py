@@ -84,37 +84,21 @@ class MoELayer(nn.Module):
             recorded = torch.compiler.disable(self._recorded) if is_tracing() else self._recorded
             return recorded(hidden_states, topk_idx, topk_weights)
         if is_tracing():
-            weights = (self.w_gate_up, self.w_down, self.w_gate_up_scales, self.w_down_scales)
             operator = operators.that_returns(hidden_states.numel(), "moe_layer")
-            return operator(hidden_states, topk_idx, topk_weights, *weights, self._number.value)
-        return self._run(hidden_states, topk_idx, topk_weights, self._given())
+            return operator(hidden_states, topk_idx, topk_weights, *self._tensors(), self._number.value)
+        return self._run(hidden_states, topk_idx, topk_weights, *self._tensors())
 
-    def _run_in_graph(
-        self,
-        hidden_states: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
-        w_gate_up_scales: torch.Tensor | None,
-        w_down_scales: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """forward() without a backward pass, for the operator of a graph: with the weights that the graph has, and without
-        the module's hooks, which are in the graph too."""
-        given: tuple[Weight, Weight] = (w_gate_up, w_down)
-        if w_gate_up_scales is not None and w_down_scales is not None:
-            given = (w_gate_up, w_gate_up_scales), (w_down, w_down_scales)
-        with calls.dispatch_refused_if_failed(self.ep):
-            return self._run(hidden_states, topk_idx, topk_weights, given)
+    @calls.makes_a_dispatch
+    def _run_in_graph(self, *arguments: Any) -> torch.Tensor:
+        """_run() for the operator of a graph: with the weights that the graph has, and without the module's hooks, which are in
+        the graph too."""
+        return self._run(*arguments)
 
     def _run(
-        self,
-        hidden_states: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        given: tuple[Weight, Weight],
+        self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *weights: Any
     ) -> torch.Tensor:
-        ep = self.ep
+        """forward() without a backward pass. weights: as _tensors()."""
+        ep, given = self.ep, _as_given(*weights)
         with torch.no_grad():
             quantize = "fp8" if ExpertWeights.checked(ep, *given).is_float8 else None
             handle: Any = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
@@ -165,14 +149,11 @@ class MoELayer(nn.Module):
     def _row_dtype(self) -> torch.dtype:
         return self.ep.dtype if self.w_gate_up_scales is None else self.w_gate_up.dtype
 
-    def _given(self) -> tuple[Weight, Weight]:
-        """The weights as they were given."""
-        if self.w_gate_up_scales is None or self.w_down_scales is None:
-            return self.w_gate_up, self.w_down
-        return (self.w_gate_up, self.w_gate_up_scales), (self.w_down, self.w_down_scales)
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        return self.w_gate_up, self.w_down, self.w_gate_up_scales, self.w_down_scales
 
     def _weights(self) -> ExpertWeights:
-        return ExpertWeights.checked(self.ep, *self._given())
+        return ExpertWeights.checked(self.ep, *_as_given(*self._tensors()))
 
     def _needs_grad(self, *inputs: Any) -> bool:
         tensors = [t for t in (*inputs, self.w_gate_up, self.w_down) if isinstance(t, torch.Tensor)]
@@ -206,6 +187,18 @@ class MoELayer(nn.Module):
 
 def _dispatcher_of(ep: ExpertParallel | TwoLevelExpertParallel) -> Any:
     return TokenDispatcher(ep) if isinstance(ep, ExpertParallel) else TwoLevelTokenDispatcher(ep)
+
+
+def _as_given(
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    w_gate_up_scales: torch.Tensor | None,
+    w_down_scales: torch.Tensor | None,
+) -> tuple[Weight, Weight]:
+    """The weights as the caller of MoELayer() gives them."""
+    if w_gate_up_scales is None or w_down_scales is None:
+        return w_gate_up, w_down
+    return (w_gate_up, w_gate_up_scales), (w_down, w_down_scales)
 
 
 def _as_parameter(name: str, weight: torch.Tensor) -> nn.Parameter:

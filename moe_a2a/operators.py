@@ -136,9 +136,12 @@ def _all_reduce(
 # the ranks share, then tell them apart.
 
 
+def num_own_rows(x: Tensor, counts: Sequence[int] | None, rank: int, num_ranks: int) -> int:
+    return x.shape[0] // num_ranks if counts is None else counts[rank]
+
+
 def _own_rows(x: Tensor, op: str, counts: Sequence[int] | None, rank: int, num_ranks: int, *_: Any) -> Tensor:
-    num_rows = x.shape[0] // num_ranks if counts is None else counts[rank]
-    return x.new_empty(num_rows, *x.shape[1:])
+    return x.new_empty(num_own_rows(x, counts, rank, num_ranks), *x.shape[1:])
 
 
 @_communicates(
@@ -152,9 +155,12 @@ def _reduce_scatter(
     return _object(collectives).reduce_scatter(x, op, counts)
 
 
+def num_all_rows(x: Tensor, counts: Sequence[int] | None, num_ranks: int) -> int:
+    return x.shape[0] * num_ranks if counts is None else sum(counts)
+
+
 def _all_rows(x: Tensor, counts: Sequence[int] | None, num_ranks: int, *_: Any) -> Tensor:
-    num_rows = x.shape[0] * num_ranks if counts is None else sum(counts)
-    return x.new_empty(num_rows, *x.shape[1:])
+    return x.new_empty(num_all_rows(x, counts, num_ranks), *x.shape[1:])
 
 
 @_communicates("all_gather", "(Tensor x, int[]? counts, int num_ranks, int collectives) -> Tensor", _all_rows)

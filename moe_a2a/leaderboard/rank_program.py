@@ -62,7 +62,7 @@ class _CaseState:
 
     def take(self, problem: Problem, inputs: Tensors | None) -> None:
         """None: the previous inputs again."""
-        if is_plain(self.output) and not any(kept.holds(self.output) for kept in (self.weights, self.inputs) if kept):
+        if _is_plain(self.output) and not any(kept.holds(self.output) for kept in (self.weights, self.inputs) if kept):
             poison(self.output)
         self.output = None
         if inputs is not None:
@@ -219,7 +219,7 @@ def resources(report: Report) -> dict[str, int]:
     }
 
 
-def is_plain(output: Any) -> bool:
+def _is_plain(output: Any) -> bool:
     """Whether it is a tensor with elements in memory, and not sparse, nested or quantised."""
     return (
         isinstance(output, torch.Tensor)
@@ -233,7 +233,7 @@ def _result(inputs: GuardedInputs | None, output: Any, nanoseconds: int, remote_
     device, weights = _case[0].device.device, _case[0].weights
     if not isinstance(output, torch.Tensor):
         copy, returned = None, f"{type(output).__name__}, not a tensor"
-    elif not is_plain(output):
+    elif not _is_plain(output):
         copy, returned = None, f"a tensor of layout {output.layout}, not a dense one"
     elif output.device != device:
         copy, returned = None, f"a tensor on {output.device}, not on {device}"
