@@ -84,11 +84,13 @@ def against_gloo() -> str:
     return table(["KiB", *(str(size >> 10) for size in sizes)], rows)
 
 
-def halves() -> str:
-    kinds = {kind: times_by_size(f"h200_2/{kind}") for kind in ("reduce_scatter", "all_gather")}
+def halves(folder: str) -> str:
+    kinds = {kind: times_by_size(f"{folder}/{kind}") for kind in ("reduce_scatter", "all_gather")}
+    systems = {"moe_a2a": "", "moe_a2a direct": " / direct", "nccl": " / NCCL"}
+    measured = [system for system in systems if system in next(iter(kinds["all_gather"].values()))]
     rows = [
-        [f"`{kind}` / direct / NCCL"]
-        + [" / ".join(us(of[system]) for system in ("moe_a2a", "moe_a2a direct", "nccl")) for of in times.values()]
+        [f"`{kind}`" + "".join(systems[system] for system in measured)]
+        + [" / ".join(us(of[system]) for system in measured) for of in times.values()]
         for kind, times in kinds.items()
     ]
     return table(["KiB of all ranks", *(str(size >> 10) for size in kinds["all_gather"])], rows)
@@ -219,7 +221,7 @@ def by_blocks(name: str) -> str:
 BARE_NCCL = "bare all_gather + reduce_scatter, NCCL"
 
 
-def with_deep_ep() -> str:
+def with_deep_ep(name: str) -> str:
     def columns(find: Find) -> list[str]:
         def of_rows(system: str, what: str = "median_us") -> tuple[str, str]:
             """Dispatch and combine of rows in bf16; whether the caller has summed matters to the combine only."""
@@ -244,10 +246,10 @@ def with_deep_ep() -> str:
         "NCCL all-gather / reduce-scatter",
         "floor bf16",
     ]
-    return table(header, dispatch_combine("h200_2/with_deep_ep", "tokens", "tokens", columns))
+    return table(header, dispatch_combine(name, "tokens", "tokens", columns))
 
 
-def chains() -> str:
+def chains(name: str) -> str:
     """us per pair of dispatch and combine, ten pairs in a captured graph."""
     systems = {
         "bf16, sums in `combine()`": (OURS, "rows"),
@@ -255,7 +257,7 @@ def chains() -> str:
         "NCCL all-gather + reduce-scatter": (BARE_NCCL, "rows"),
     }
     times: dict[int, dict[tuple[str, str], float]] = {}
-    for record in results("h200_2/with_deep_ep")["records"]:
+    for record in results(name)["records"]:
         if record["launch"] == "chain":
             times.setdefault(record["tokens"], {})[record["system"], record["mode"]] = record["median_us"]
     rows = [[title, *(us(of[system]) for of in times.values())] for title, system in systems.items()]
@@ -285,7 +287,7 @@ def board(name: str) -> str:
 TABLES = {
     "all_reduce": (partial(all_reduce, "h200_2/all_reduce"), "h200_2/all_reduce"),
     "all_reduce of H100": (partial(all_reduce, "h100_2/all_reduce"), "h100_2/all_reduce"),
-    "halves": (halves, "h200_2/reduce_scatter"),
+    "halves": (partial(halves, "h200_2"), "h200_2/reduce_scatter"),
     "against gloo": (against_gloo, "cpu/all_reduce"),
     "layer": (layer, "h200_2/layer"),
     "experts": (partial(experts, "moe_a2a", "torch._grouped_mm", "DeepGEMM"), "h200_1/experts"),
@@ -297,8 +299,8 @@ TABLES = {
     "blocks of 2": (partial(by_blocks, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
     "blocks of 4": (partial(by_blocks, "h200_4/dispatch_combine"), "h200_4/dispatch_combine"),
     "micro batches": (micro_batches, "h200_2/micro_batches"),
-    "with DeepEP": (with_deep_ep, "h200_2/with_deep_ep"),
-    "chains": (chains, "h200_2/with_deep_ep"),
+    "with DeepEP": (partial(with_deep_ep, "h200_2/with_deep_ep"), "h200_2/with_deep_ep"),
+    "chains": (partial(chains, "h200_2/with_deep_ep"), "h200_2/with_deep_ep"),
 }
 
 

@@ -54,7 +54,7 @@ class Collectives(CommunicatorClient):
     def __init__(
         self,
         group: Any = None,
-        max_nbytes: int = 64 << 20,
+        max_nbytes: int = 128 << 20,
         num_blocks: int = 0,
         *,
         symmetric_nbytes: int = 0,

@@ -22,7 +22,7 @@ class CodedSteps : public ShareChunks {
     return reduce_own(i, true, [&](auto element) { reduce_chunk<decltype(element)>(i); });
   }
   MOE_A2A_DEVICE bool pull(int i) const {
-    return pull_chunks(i, place_of(i), false, [&](const Span& span, const std::byte* line) {
+    return pull_chunks(i, place_of(i), [&](const Span& span, const std::byte* line) {
       with_element_type(args_.dtype, [&](auto element) { decode_chunk<decltype(element)>(span, line); });
     });
   }

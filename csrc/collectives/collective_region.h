@@ -8,9 +8,10 @@
 namespace moe_a2a {
 
 // A chunk is the unit behind one signal: at least as many bytes as a block of a GPU copies at once. Large calls are cut
-// into several per block, so that one is sent while another is reduced, but each costs a fence (2 H200, 32 MiB: 125 us
-// with chunks of 32 KiB, 116 with 64, 124 with 128).
-inline constexpr int kMinChunkBytes = 8 << 10, kLargeChunkBytes = 64 << 10;
+// into several per block, so that one is sent while another is used, but each costs a fence or, in two-shot, two. us
+// with chunks of 32, 64 and 128 KiB: two-shot, 2 H200, 32 MiB: 125, 116, 124; 4 H100, 128 MiB: 677, 657, 657. The
+// halves of two-shot, 4 H100, 64 MiB: reduce-scatter 166, 188, 183, all-gather 166, 186, 192.
+inline constexpr int kMinChunkBytes = 8 << 10, kLargeChunkBytes = 64 << 10, kLargeChunkBytesOfHalves = 32 << 10;
 // Slightly fewer than an H200's multiprocessors (132), so that one is left for the announcement.
 inline constexpr int kChunksPerRound = 128, kMaxRounds = 4, kMaxChunks = kMaxRounds * kChunksPerRound;
 // Even shares begin at multiples of this many elements, and so do chunks within their share: whole vectors, whole
@@ -34,7 +35,7 @@ struct CollectiveRegion {
   Array<std::byte, 3> landing;       // [2, R src, share_bytes]
   Array<std::byte, 3> words;         // [2, R src, 2 * words_bytes]  LL words: src's vector
   // ---- symmetric: written by its owner, read by all ranks
-  Array<std::byte, 2> result;  // [2, share_bytes]  the share that this rank has reduced or gives to all
+  Array<std::byte, 2> result;  // [2, share_bytes]  the share that this rank has reduced
   // ---- symmetric: the caller's tensors, which direct calls read and write on all ranks
   Array<std::byte, 1> tensors;  // [tensor_bytes]
 

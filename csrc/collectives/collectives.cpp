@@ -176,7 +176,8 @@ void Collectives::launch_vectors(const Args& vectors, int64_t count, int64_t sli
 
 template <class Args>
 void Collectives::launch_shares(const Args& args, int wire_size, int num_blocks, void* stream) {
-  launch_slices(args, slices_of(args.shares.largest(member_.num_ranks), share_bytes_, wire_size), num_blocks, stream);
+  const int64_t largest = args.shares.largest(member_.num_ranks);
+  launch_slices(args, slices_of(largest, share_bytes_, wire_size, Args::kLargeChunk), num_blocks, stream);
 }
 
 template <class Args>

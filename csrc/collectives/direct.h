@@ -49,7 +49,7 @@ class DirectSteps : public ShareChunks {
   }
   // After it out is complete, and nobody reads x any more. False if a rank did not arrive.
   MOE_A2A_DEVICE bool wait_for_other_shares() const {
-    return for_chunks(most_chunks(), [&](int i) { return wait_for_results(i, false); });
+    return for_chunks(most_chunks(), [&](int i) { return wait_for_results(i); });
   }
 
   MOE_A2A_DEVICE void reduce(int i) const {

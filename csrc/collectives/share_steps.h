@@ -1,5 +1,6 @@
 // The steps of the collectives that work on shares: each rank sends every other its elements of that rank's share,
-// reduces its own share, and reads the reduced shares of the others where they were reduced.
+// reduces its own share, and reads the reduced shares of the others where they were reduced. To gather, it sends its
+// own share to every other rank.
 #pragma once
 
 #include "collectives/pipeline.h"
@@ -9,6 +10,8 @@
 namespace moe_a2a {
 
 struct ShareArgs {
+  static constexpr int kLargeChunk = kLargeChunkBytes;  // see slices_of()
+
   CollectiveContext context;
   Announcement announcement;
   int slice = 0;  // its index in the call
@@ -51,18 +54,26 @@ class ShareChunks {
     return true;
   }
 
-  // Calls visit(owner) for all other ranks that have a chunk i in their share, the next rank first: if all ranks began
-  // with the same one, its link would be the bottleneck. Returns these ranks.
+  // Calls visit(owner) for all other ranks that have a chunk i in their share. Each chunk begins with another rank, so
+  // that all links are equally busy at any time. Returns these ranks.
   template <class Visit>
   MOE_A2A_DEVICE RankSet for_other_owners(int i, const Visit& visit) const {
+    const int rank = part_.rank(), num_ranks = part_.num_ranks(), num_others = num_ranks - 1;
     RankSet owners;
-    for (int distance = 1; distance < part_.num_ranks(); ++distance) {
-      const int owner = (part_.rank() + distance) % part_.num_ranks();
+    int distance = num_others > 0 ? 1 + i % num_others : 0;
+    for (int n = 0; n < num_others; ++n) {
+      const int owner = rank + distance < num_ranks ? rank + distance : rank + distance - num_ranks;
+      distance = distance < num_others ? distance + 1 : 1;
       if (chunk(owner, i).count == 0) continue;
       owners.insert(owner);
       visit(owner);
     }
     return owners;
+  }
+
+  // The other ranks that have a chunk i.
+  MOE_A2A_DEVICE RankSet owners_of(int i) const {
+    return for_other_owners(i, [](int) {});
   }
 
   // ---- the stages; callers define how a chunk is copied. `place`: its offset in a landing place and in `result`.
@@ -95,10 +106,10 @@ class ShareChunks {
     return true;
   }
 
-  // Reads chunk i of the shares of all other ranks by read(span, source). `is_first_wait`: no stage before it waits.
+  // Reads chunk i of the shares of all other ranks by read(span, source).
   template <class Read>
-  MOE_A2A_DEVICE bool pull_chunks(int i, int64_t place, bool is_first_wait, const Read& read) const {
-    if (!wait_for_results(i, is_first_wait)) return false;
+  MOE_A2A_DEVICE bool pull_chunks(int i, int64_t place, const Read& read) const {
+    if (!wait_for_results(i)) return false;
     const uint64_t start = trace_now();
     std::byte* result = region_.result.at(part_.half(), place);
     for_other_owners(i, [&](int owner) { read(chunk(owner, i), args_.context.heap.peer(owner, result)); });
@@ -121,10 +132,8 @@ class ShareChunks {
   MOE_A2A_DEVICE bool wait_for_landed(int i, const RankSet& ranks) const {
     return meet_and_wait_for_chunk(part_, grid_, block_, region_.chunk_signal, ranks, i);
   }
-  MOE_A2A_DEVICE bool wait_for_results(int i, bool is_first_wait) const {
-    const RankSet owners = for_other_owners(i, [](int) {});
-    return is_first_wait ? meet_and_wait_for_chunk(part_, grid_, block_, region_.result_signal, owners, i)
-                         : wait_for_chunk(part_, block_, region_.result_signal, owners, i);
+  MOE_A2A_DEVICE bool wait_for_results(int i) const {
+    return wait_for_chunk(part_, block_, region_.result_signal, owners_of(i), i);
   }
 
   MOE_A2A_DEVICE void record_chunk(TraceKind kind, uint64_t start, int i) const {
@@ -171,27 +180,42 @@ class ShareSteps : public ShareChunks {
   MOE_A2A_DEVICE bool reduce(int i) const { return reduce_into_out(i, false); }
   MOE_A2A_DEVICE bool reduce_for_all(int i) const { return reduce_into_out(i, true); }
 
-  // Copies chunk i of this rank's share, which is x, to where the others read it.
-  MOE_A2A_DEVICE bool show_own(int i) const {
-    if (i >= num_own_chunks()) return true;
-    const uint64_t start = trace_now();
-    const Span span = chunk(part_.rank(), i);
-    copy(result_at(i), x_at(span.begin), span.count);
-    signal_result(i);
-    if (x_at(span.begin) != out_at(span.begin)) copy(out_at(span.begin), x_at(span.begin), span.count);
-    record_chunk(collective_kind::kPush, start, i);
-    return true;
-  }
-
-  MOE_A2A_DEVICE bool pull(int i) const { return pull_into_out(i, false); }
-  MOE_A2A_DEVICE bool pull_first(int i) const { return pull_into_out(i, true); }
-
- private:
-  MOE_A2A_DEVICE bool pull_into_out(int i, bool is_first_wait) const {
-    return pull_chunks(i, place_of(i), is_first_wait, [&](const Span& span, const std::byte* source) {
+  MOE_A2A_DEVICE bool pull(int i) const {
+    return pull_chunks(i, place_of(i), [&](const Span& span, const std::byte* source) {
       copy(out_at(span.begin), source, span.count);
     });
   }
+
+  // Sends chunk i of this rank's share, which is x, to all other ranks.
+  MOE_A2A_DEVICE bool give(int i) const {
+    if (i >= num_own_chunks()) return true;
+    const uint64_t start = trace_now();
+    const Span span = chunk(part_.rank(), i);
+    const std::byte* x = x_at(span.begin);
+    if (const RankSet others = part_.others(); !others.empty()) {
+      std::byte* landing = region_.landing.at(part_.half(), part_.rank(), place_of(i));
+      multicast_bytes(
+          block_, others, part_.rank(), [&](int r) { return args_.context.heap.peer(r, landing); }, x,
+          span.count * element_size());
+      signal_landed(others, i);
+    }
+    if (x != out_at(span.begin)) copy(out_at(span.begin), x, span.count);
+    record_chunk(collective_kind::kPush, start, i);
+    return true;
+  }
+  // Copies chunk i of the other shares, once they have landed, into out.
+  MOE_A2A_DEVICE bool take(int i) const {
+    if (!wait_for_landed(i, owners_of(i))) return false;
+    const uint64_t start = trace_now();
+    for_other_owners(i, [&](int owner) {
+      const Span span = chunk(owner, i);
+      copy(out_at(span.begin), region_.landing.at(part_.half(), owner, place_of(i)), span.count);
+    });
+    record_chunk(collective_kind::kPull, start, i);
+    return true;
+  }
+
+ private:
   MOE_A2A_DEVICE bool reduce_into_out(int i, bool shows_result) const {
     return reduce_own(i, shows_result, [&](auto element) { reduce_chunk<decltype(element)>(i, shows_result); });
   }

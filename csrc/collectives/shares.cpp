@@ -45,14 +45,14 @@ Slice whole_of(int64_t largest_share, int element_size) {
   return {.most = largest_share, .chunk = chunk_of(largest_share, kChunksPerRound, element_size)};
 }
 
-std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int element_size) {
+std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int element_size, int large_chunk_bytes) {
   const int64_t most = share_bytes / element_size / kShareUnit * kShareUnit;
   std::vector<Slice> slices;
   for (int64_t first = 0; first == 0 || first < largest_share; first += most) {
     const int64_t count = std::min(most, largest_share - first);
-    // One chunk per block of a large GPU, or several if they are large enough to be sent while others are reduced.
-    const int64_t rounds =
-        std::clamp<int64_t>(count * element_size / (kChunksPerRound * kLargeChunkBytes), 1, kMaxRounds);
+    // One chunk per block of a large GPU, or several if they are large enough to be sent while others are used.
+    const int64_t large_round = int64_t{kChunksPerRound} * large_chunk_bytes;
+    const int64_t rounds = std::clamp<int64_t>(count * element_size / large_round, 1, kMaxRounds);
     slices.push_back({.first = first, .most = most, .chunk = chunk_of(count, rounds * kChunksPerRound, element_size)});
   }
   return slices;

@@ -52,6 +52,8 @@ struct Slice {
 Slice whole_of(int64_t largest_share, int element_size);
 
 // Cuts shares of at most `largest_share` elements into slices. At least one slice, since every call is a launch.
-std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int element_size);
+// `large_chunk_bytes`: large slices have several chunks of about this size per block.
+std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int element_size,
+                             int large_chunk_bytes = kLargeChunkBytes);
 
 }  // namespace moe_a2a

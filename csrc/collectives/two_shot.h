@@ -9,8 +9,12 @@ namespace moe_a2a {
 struct TwoShotArgs : ShareArgs {};
 template <LineCodec kCodec>
 struct CodedTwoShotArgs : ShareArgs {};
-struct ReduceScatterArgs : ShareArgs {};
-struct AllGatherArgs : ShareArgs {};
+struct ReduceScatterArgs : ShareArgs {
+  static constexpr int kLargeChunk = kLargeChunkBytesOfHalves;
+};
+struct AllGatherArgs : ShareArgs {
+  static constexpr int kLargeChunk = kLargeChunkBytesOfHalves;
+};
 
 }  // namespace moe_a2a
 
@@ -62,7 +66,7 @@ struct AllGather {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    run_pipeline<ShareSteps, ChunkStep<&ShareSteps::show_own>, ChunkStep<&ShareSteps::pull_first>>(
+    run_pipeline<ShareSteps, ChunkStep<&ShareSteps::give>, ChunkStep<&ShareSteps::take>>(
         args, collective_op::kAllGather, grid, block);
   }
 };

@@ -31,8 +31,10 @@ struct MoeConfig {
   int num_buffers = 2;
   DType dtype = DType::kBfloat16;
   int num_max_ll_tokens = 0;  // the choices of a batch of at most this many tokens travel as LL words (comm/ll_word.h)
-  // So do the batch's rows, if together they are no larger than this. 2 H200, hidden 7168: 64 tokens (0.9 MB) 18 us
-  // either way, 128 (1.8 MB) 25.4 as words and 22.1 as rows.
+  // So do the batch's rows, if those to all other ranks are together no larger than this; quantised ones up to half as
+  // much again, since as whole rows they would first be formed in shared memory. us as words and as rows, hidden 7168:
+  // 2 H200, 64 tokens (0.9 MB) 18 and 18, 128 (1.8 MB) 25.4 and 22.1; 4 H100, 24 tokens (1.0 MB) 19.9 and 19.8, 64 (2.8
+  // MB) 29.8 and 25.8, 64 quantised (1.4 MB) 23.4 and 25.4, 96 quantised (2.1 MB) 27.3 and 27.6.
   int64_t max_ll_row_bytes = 1 << 20;
   // So do the batch's sums, if those from all other ranks are together no larger than this. 4 H200, 128 tokens (5.5
   // MB): 48 us as words, 38 as rows; 2 H200 (1.8 MB): 31.4 as words, 35.7 as rows.
@@ -72,7 +74,8 @@ struct MoeConfig {
     return num_max_ll_tokens > 0 && num_tokens <= num_max_ll_tokens;
   }
   MOE_A2A_HOST_DEVICE constexpr bool sends_ll_rows(int num_tokens, DType row_dtype) const {
-    return sends_ll_choices(num_tokens) && num_tokens * row_bytes(row_dtype) <= max_ll_row_bytes;
+    const int64_t most = row_dtype == DType::kFloat8 ? max_ll_row_bytes * 3 / 2 : max_ll_row_bytes;
+    return sends_ll_choices(num_tokens) && num_tokens * (num_ranks - 1) * row_bytes(row_dtype) <= most;
   }
   MOE_A2A_HOST_DEVICE constexpr bool returns_ll(int num_tokens) const {
     return sends_ll_choices(num_tokens) && num_tokens * (num_ranks - 1) * row_bytes(dtype) <= max_ll_sum_bytes;

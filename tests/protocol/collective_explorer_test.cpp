@@ -198,9 +198,9 @@ std::vector<Broken> all_mutants() {
     for (const auto& kind : kinds) {
       if (signal.field == Field::kCallSignal && kind.kind == MutationKind::kRaisedEarly) continue;  // see below
       mutants.push_back({std::string(signal.name) + ": " + kind.name, {.kind = kind.kind, .field = signal.field}});
-      if (signal.field == Field::kChunkSignal) continue;  // direct calls have none
-      mutants.push_back({std::string(signal.name) + " of direct: " + kind.name,
-                         {.kind = kind.kind, .field = signal.field, .launch = kDirectLaunch}});
+      const char* launch = signal.field == Field::kChunkSignal ? kGatherLaunch : kDirectLaunch;
+      mutants.push_back({std::string(signal.name) + " of " + launch + ": " + kind.name,
+                         {.kind = kind.kind, .field = signal.field, .launch = launch}});
     }
   }
   for (const auto& [field, name] : {std::pair{Field::kAnnouncement, "announcement"}, {Field::kWords, "words"}}) {

@@ -233,8 +233,8 @@ void CollectiveRank::run(int call, int number, int block) {
 
 Launch CollectiveRank::slice(int call, int number) {
   constexpr const char* kNames[] = {
-      "one_shot",   "two_shot",    "reduce_scatter",        "all_gather",       "ring", "doubling",
-      kWordsLaunch, kDirectLaunch, "direct_reduce_scatter", "direct_all_gather"};
+      "one_shot", "two_shot",   "reduce_scatter", kGatherLaunch,           "ring",
+      "doubling", kWordsLaunch, kDirectLaunch,    "direct_reduce_scatter", "direct_all_gather"};
   return launch(kNames[static_cast<int>(kind(call))], call, shape_.num_blocks, [this, call, number](int block) {
     if (block == 0) {
       raise_early(Field::kChunkSignal);

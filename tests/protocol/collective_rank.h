@@ -46,7 +46,7 @@ struct CollectiveCase {
 };
 
 inline constexpr const char *kRefuseCollective = "refuse_collective", *kWordsLaunch = "one_shot_words",
-                            *kDirectLaunch = "direct_all_reduce";
+                            *kDirectLaunch = "direct_all_reduce", *kGatherLaunch = "all_gather";
 
 class CollectiveRank {
  public:

@@ -133,13 +133,13 @@ TEST(MoeConfig, SendsABatchAsLlWordsUpToTheLimit) {
   EXPECT_FALSE(config.sends_ll_choices(4));
 }
 
-TEST(MoeConfig, SendsRowsAsLlWordsUpToTheirBytes) {
-  MoeConfig config = small_config();
-  config.num_max_ll_tokens = 5;
-  config.max_ll_row_bytes = 3 * config.row_bytes(DType::kFloat32);
-  EXPECT_TRUE(config.sends_ll_rows(3, DType::kFloat32));
-  EXPECT_FALSE(config.sends_ll_rows(4, DType::kFloat32));
+TEST(MoeConfig, SendsRowsAsLlWordsUpToTheirBytesToAllOtherRanks) {
+  MoeConfig config{.num_ranks = 4, .hidden = 20, .num_max_ll_tokens = 5};
+  config.max_ll_row_bytes = 3 * 3 * config.row_bytes(DType::kFloat32);
+  EXPECT_TRUE(config.sends_ll_rows(3, DType::kFloat32) && !config.sends_ll_rows(4, DType::kFloat32));
   EXPECT_TRUE(config.sends_ll_rows(5, DType::kFloat16));
+  config.max_ll_row_bytes = 2 * 3 * config.row_bytes(DType::kFloat8);  // and half as much again
+  EXPECT_TRUE(config.sends_ll_rows(3, DType::kFloat8) && !config.sends_ll_rows(4, DType::kFloat8));
 }
 
 TEST(RouteEntry, KeepsItsPartsApart) {
