@@ -25,9 +25,10 @@ struct SymmetricRows {
 
   MOE_A2A_DEVICE T* operator()(int r) const { return heap.peer(r, own); }
 
+  // This rank first, then the next: ranks that all began with the same one would wait for its link.
   template <class Visit>
   MOE_A2A_DEVICE void visit(const Visit& visit) const {
-    for (int r = 0; r < heap.num_ranks; ++r) visit((*this)(r));
+    for (int n = 0, r = heap.rank; n < heap.num_ranks; ++n, r = r + 1 < heap.num_ranks ? r + 1 : 0) visit((*this)(r));
   }
 };
 
