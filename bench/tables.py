@@ -17,11 +17,10 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "docs/benchmarks.md", "docs/collectives.md", "docs/leaderboard.md"]
+PAGES = ["README.md", "docs/benchmarks.md", "docs/collectives.md"]
 BLOCK = re.compile(r"(<!-- table (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -65,11 +64,11 @@ def all_reduce(name: str) -> str:
     return table(["KiB", *(str(size >> 10) for size in times)], rows)
 
 
-def against_gloo() -> str:
+def against_gloo(name: str) -> str:
     """us of all_reduce / gloo, and their ratio, by size; of direct calls too."""
     rows, sizes = [], []
     for dtype in ("float32", "bfloat16"):
-        lines = [line for line in results("cpu/all_reduce")["lines"] if line["dtype"] == dtype]
+        lines = [line for line in results(name)["lines"] if line["dtype"] == dtype]
         sizes = sorted({line["size"] for line in lines})
         times: dict[str, list[float]] = {}
         for line in lines:
@@ -84,7 +83,8 @@ def against_gloo() -> str:
     return table(["KiB", *(str(size >> 10) for size in sizes)], rows)
 
 
-def halves(folder: str) -> str:
+def halves(file: str) -> str:
+    folder = file.split("/")[0]
     kinds = {kind: times_by_size(f"{folder}/{kind}") for kind in ("reduce_scatter", "all_gather")}
     systems = {"moe_a2a": "", "moe_a2a direct": " / direct", "nccl": " / NCCL"}
     measured = [system for system in systems if system in next(iter(kinds["all_gather"].values()))]
@@ -96,32 +96,38 @@ def halves(folder: str) -> str:
     return table(["KiB of all ranks", *(str(size >> 10) for size in kinds["all_gather"])], rows)
 
 
-def layer() -> str:
+OTHER_LAYERS = {", fused combine": ", combine fused", ", fp8": " fp8", ", fp8, fused combine": " fp8, combine fused"}
+
+
+def layer(name: str) -> str:
     times: dict[int, dict[str, dict[str, Any]]] = {}
-    for line in results("h200_2/layer")["lines"]:
+    for line in results(name)["lines"]:
         if line["launch"] == "eager":
             times.setdefault(line["tokens"], {})[line["system"]] = line
     rows = []
     for tokens, of in times.items():
         ours, by_torch = of["moe_a2a"], of["moe_a2a + torch._grouped_mm"]
-        best = min(line["us"] for system, line in of.items() if system != "moe_a2a")
+        steps = of["moe_a2a, step by step"]
+        others = {f"`MoELayer`{title}": of.get(f"moe_a2a{way}") for title, way in OTHER_LAYERS.items()}
         rows.append(
             [
                 str(tokens),
                 us(ours["us"]),
-                us(of["moe_a2a, step by step"]["us"]),
+                us(steps["us"]),
                 us(by_torch["us"]),
-                f"{ours['us'] / best:.2f}",
+                f"{ours['us'] / min(steps['us'], by_torch['us']):.2f}",
                 f"{ours['sm_mhz']:.0f}, {ours['watts']:.0f}",
+                *(us(line["us"]) for line in others.values() if line),
             ]
         )
     peers = ["step by step in PyTorch", "with `torch._grouped_mm`"]
-    return table(["tokens per rank", "`MoELayer`", *peers, "`MoELayer` / best", "SM MHz, W"], rows)
+    measured = [title for title, line in others.items() if line]
+    return table(["tokens per rank", "`MoELayer`", *peers, "`MoELayer` / best", "SM MHz, W", *measured], rows)
 
 
-def experts(ours: str, *peers: str) -> str:
+def experts(name: str, ours: str, peers: tuple[str, ...]) -> str:
     times: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
-    for line in results("h200_1/experts")["lines"]:
+    for line in results(name)["lines"]:
         times.setdefault(line["rows"], {})[line["product"], line["system"]] = line
     rows = []
     for num_rows, of in times.items():
@@ -135,10 +141,10 @@ def experts(ours: str, *peers: str) -> str:
     return table(["rows per expert", *(cell.format(i) for i in (1, 2) for cell in of_product)], rows)
 
 
-def layer_alone() -> str:
+def layer_alone(name: str) -> str:
     """The layer of one rank beside compositions with its own dispatch and combine."""
     times: dict[int, dict[str, float]] = {}
-    for line in results("h200_1/layer")["lines"]:
+    for line in results(name)["lines"]:
         if line["launch"] == "eager":
             times.setdefault(line["tokens"], {})[line["system"]] = line["us"]
     systems = {
@@ -196,20 +202,26 @@ def of_ours(find: Find) -> list[str]:
     ]
 
 
-def by_tokens(name: str, library: str = "NCCL") -> str:
+# The baselines of by_tokens(): system and title.
+PROGRAMS = {"sort + all_to_all": "sort + all_to_all", "all_gather + reduce_scatter": "all-gather / reduce-scatter"}
+COLLECTIVES = {"bare all_gather + reduce_scatter": "all-gather / reduce-scatter alone"}
+
+
+def by_tokens(name: str, baselines: dict[str, str], library: str = "NCCL") -> str:
     def columns(find: Find) -> list[str]:
         floor = [find(OURS, "dispatch", mode, what="floor_us") for mode in ("rows", "fp8+presummed")]
-        baselines = [[find(f"{system}, {library}", step, "rows") for step in ("dispatch", "combine")]
-                     for system in ("sort + all_to_all", "all_gather + reduce_scatter")]  # fmt: skip
+        times = [
+            [find(f"{system}, {library}", step, "rows") for step in ("dispatch", "combine")] for system in baselines
+        ]
         return [
             *of_ours(find),
             joined(*floor, find(OURS, "combine", "rows", what="floor_us")),
-            *(joined(*of) for of in baselines),
+            *(joined(*of) for of in times),
         ]
 
     header = ["tokens per rank", *OURS_COLUMNS, "floor: dispatch bf16 / fp8 / combine"]
-    return table([*header, f"sort + all_to_all, {library}", f"all-gather / reduce-scatter, {library}"],
-                 dispatch_combine(name, "tokens", "tokens", columns))  # fmt: skip
+    header += [f"{title}, {library}" for title in baselines.values()]
+    return table(header, dispatch_combine(name, "tokens", "tokens", columns))
 
 
 def by_blocks(name: str) -> str:
@@ -249,6 +261,40 @@ def with_deep_ep(name: str) -> str:
     return table(header, dispatch_combine(name, "tokens", "tokens", columns))
 
 
+def summary(name: str) -> str:
+    """README's table: dispatch and combine of 4096 tokens, by system."""
+    systems = {
+        "moe_a2a": OURS,
+        "DeepEP V2": "DeepEP V2",
+        "DeepEP V1, normal mode": "DeepEP V1 normal",
+        "NCCL, all-gather / reduce-scatter": BARE_NCCL,
+    }
+    records = [r for r in results(name)["records"] if (r["tokens"], r["part"]) == (4096, "tokens")]
+
+    def find(system: str, step: str, modes: Iterable[str]) -> dict[str, Any] | None:
+        found = [r for r in records if (r["system"], r["step"]) == (system, step) and r["mode"] in modes]
+        return max(found, key=lambda r: r["launch"] == "graph", default=None)
+
+    def cell(record: dict[str, Any] | None, what: str = "median_us") -> str:
+        return us(record[what]) if record else ""
+
+    columns = [
+        ("dispatch", ("presummed", "rows")),
+        ("dispatch", ("fp8+presummed",)),
+        ("combine", ("presummed", "fp8+presummed")),
+    ]
+    rows = []
+    for title, system in systems.items():
+        of = [find(system, step, modes) for step, modes in columns]
+        if system == BARE_NCCL:
+            of[2] = find(system, "combine", ("rows",))
+        blocks = joined(*(str(of[i]["blocks"] or "") if of[i] else "" for i in (0, 2)))
+        rows.append([title, blocks or "its own choice", *map(cell, of)])
+    floors = [find(OURS, step, modes) for step, modes in columns]
+    rows.append(["floor: a bare push of the same rows", "132", *(cell(record, "floor_us") for record in floors)])
+    return table(["", "SMs, dispatch / combine", "dispatch bf16", "dispatch fp8", "combine bf16"], rows)
+
+
 def chains(name: str) -> str:
     """us per pair of dispatch and combine, ten pairs in a captured graph."""
     systems = {
@@ -264,53 +310,48 @@ def chains(name: str) -> str:
     return table(["tokens per rank", *map(str, times)], rows)
 
 
-def micro_batches() -> str:
+def micro_batches(name: str) -> str:
     rows = [
         [line["product"], str(line["blocks"]), *(us(line[f"{name}_us"]) for name in ("product", "limited", "in_turn", "transfer", "turn")),
          *(f"{line[name]:.0%}" for name in ("slower", "beyond", "hidden_share"))]
-        for line in results("h200_2/micro_batches")["lines"]
+        for line in results(name)["lines"]
     ]  # fmt: skip
     header = ["product", "blocks", "all SMs", "limited", "in turn", "transfer", "turn", "slower", "beyond", "hidden"]
     return table(header, rows)
 
 
-def board(name: str) -> str:
-    found = results(name)
-    entries = sorted((entry for entry in found["entries"] if entry["timings"]), key=lambda entry: entry["score_us"])
-    rows = [(f"`{entry['name']}`", [timing["mean_us"] for timing in entry["timings"]]) for entry in entries]
-    rows += [("null", [timing["mean_us"] for timing in found["null"]]), ("floor", found["floor_us"])]
-    header = ["", "score", *(timing["label"] for timing in found["null"])]
-    return table(header, ([title, us(geometric_mean(times)), *map(us, times)] for title, times in rows))
-
-
 # Each table's function, and the file that supplies its commit and date.
-TABLES = {
-    "all_reduce": (partial(all_reduce, "h200_2/all_reduce"), "h200_2/all_reduce"),
-    "all_reduce of H100": (partial(all_reduce, "h100_2/all_reduce"), "h100_2/all_reduce"),
-    "halves": (partial(halves, "h200_2"), "h200_2/reduce_scatter"),
+TABLES: dict[str, tuple[Callable[[str], str], str]] = {
+    "summary": (summary, "h100_4/with_deep_ep"),
+    "all_reduce": (all_reduce, "h200_2/all_reduce"),
+    "all_reduce of H100": (all_reduce, "h100_2/all_reduce"),
+    "all_reduce of 4": (all_reduce, "h200_4/all_reduce"),
+    "halves": (halves, "h200_2/reduce_scatter"),
     "against gloo": (against_gloo, "cpu/all_reduce"),
     "layer": (layer, "h200_2/layer"),
-    "experts": (partial(experts, "moe_a2a", "torch._grouped_mm", "DeepGEMM"), "h200_1/experts"),
-    "experts float8": (partial(experts, "moe_a2a fp8", "DeepGEMM fp8"), "h200_1/experts"),
+    "layer of 4": (layer, "h200_4/layer"),
+    "experts": (partial(experts, ours="moe_a2a", peers=("torch._grouped_mm", "DeepGEMM")), "h200_1/experts"),
+    "experts float8": (partial(experts, ours="moe_a2a fp8", peers=("DeepGEMM fp8",)), "h200_1/experts"),
     "layer alone": (layer_alone, "h200_1/layer"),
-    "tokens of 2": (partial(by_tokens, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
-    "tokens of 4": (partial(by_tokens, "h200_4/dispatch_combine"), "h200_4/dispatch_combine"),
-    "tokens on the CPU": (partial(by_tokens, "cpu/dispatch_combine", "gloo"), "cpu/dispatch_combine"),
-    "blocks of 2": (partial(by_blocks, "h200_2/dispatch_combine"), "h200_2/dispatch_combine"),
-    "blocks of 4": (partial(by_blocks, "h200_4/dispatch_combine"), "h200_4/dispatch_combine"),
+    "tokens of 2": (partial(by_tokens, baselines=PROGRAMS), "h200_2/dispatch_combine"),
+    "tokens of 4": (partial(by_tokens, baselines=COLLECTIVES), "h200_4/dispatch_combine"),
+    "tokens on the CPU": (partial(by_tokens, baselines=PROGRAMS, library="gloo"), "cpu/dispatch_combine"),
+    "blocks of 2": (by_blocks, "h200_2/dispatch_combine"),
     "micro batches": (micro_batches, "h200_2/micro_batches"),
-    "with DeepEP": (partial(with_deep_ep, "h200_2/with_deep_ep"), "h200_2/with_deep_ep"),
-    "chains": (partial(chains, "h200_2/with_deep_ep"), "h200_2/with_deep_ep"),
+    "with DeepEP": (with_deep_ep, "h200_2/with_deep_ep"),
+    "with DeepEP of 4": (with_deep_ep, "h100_4/with_deep_ep"),
+    "chains": (chains, "h200_2/with_deep_ep"),
+    "chains of 4": (chains, "h100_4/with_deep_ep"),
 }
 
 
 def block(name: str) -> str:
     make, file = TABLES[name]
-    about = results(file).get("about") or results(file)  # a board has no separate "about"
+    about = results(file)["about"]
     when = about["date"].split()[0]
     commit = about["versions"]["commit"]
     of = f"commit {commit}" if commit else "commit not recorded"
-    return f"{make()}\n{about['ranks']} x {about['machine']}, {of}, {when}.\n"
+    return f"{make(file)}\n{about['ranks']} x {about['machine']}, {of}, {when}.\n"
 
 
 def main() -> int:

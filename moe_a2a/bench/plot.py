@@ -2,7 +2,7 @@
 
 time_against_tokens       of the first file: moe_a2a, the baselines and the floor, log-log
 bandwidth_against_blocks  of the first file that has several numbers of blocks
-scaling_over_ranks        of all files, when their numbers of ranks differ
+scaling_over_ranks        of the first machine and shape with several numbers of ranks
 """
 
 from __future__ import annotations
@@ -182,20 +182,23 @@ def _of_blocks(results: Results) -> list[Record]:
 
 
 def _scaling_over_ranks(all_results: list[Results]) -> Any:
-    records = [
-        r
-        for results in all_results
-        for r in results.records
-        if (r.part, r.routing, r.system, r.mode, r.launch) == ("tokens", "uniform", OURS, "rows", "eager")
-    ]
-    ranks = sorted({r.ranks for r in records})
-    if len(ranks) < 2:
+    """Of the first machine and shape that were measured with several numbers of ranks."""
+    alike: dict[tuple[Any, ...], list[tuple[Results, Record]]] = {}
+    for results in all_results:
+        for r in results.records:
+            if (r.part, r.routing, r.system, r.mode, r.launch) == ("tokens", "uniform", OURS, "rows", "eager"):
+                kind = results.about.get("machine"), r.hidden, r.topk, r.experts, r.dtype
+                alike.setdefault(kind, []).append((results, r))
+    several = [group for group in alike.values() if len({r.ranks for _, r in group}) > 1]
+    if not several:
         return None
+    of_first, records = several[0][0][0], [r for _, r in several[0]]
+    ranks = sorted({r.ranks for r in records})
     common = set.intersection(*({r.tokens for r in records if r.ranks == n} for n in ranks))
     shown = [tokens for tokens in (8, 128, 4096) if tokens in common] or sorted(common)[-3:]
     if not shown:
         return None
-    figure, panels = _figure(all_results[0], records[0], columns=len(shown), with_ranks=False)
+    figure, panels = _figure(of_first, records[0], columns=len(shown), with_ranks=False)
     for panel, tokens in zip(panels, shown, strict=True):
         line = [r for r in records if r.tokens == tokens]
         for colour, step in zip(COLOURS, STEPS, strict=False):

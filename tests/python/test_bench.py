@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ranks
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import moe_a2a
 from moe_a2a import launch_tables
-from moe_a2a.bench import gate, routings, run_case
+from moe_a2a.bench import gate, plot, routings, run_case
 from moe_a2a.bench.cases import Case, Traffic, make_inputs
 from moe_a2a.bench.clock import Measuring
 from moe_a2a.bench.contenders import MODES, Ours, OursInHalves
@@ -84,6 +85,18 @@ def test_plots_are_drawn(results_file, tmp_path):
     moe_a2a_command("bench", "plot", results_file, other, blocks, "--out", tmp_path)
     for name in ("time_against_tokens", "bandwidth_against_blocks", "scaling_over_ranks"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_committed_results_can_be_plotted(tmp_path):
+    """Regression: docs/tuning.md's command refused a file of ours, and named the first file's machine above the others' times."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    files = sorted((Path(__file__).parents[2] / "bench/results").glob("*/dispatch_combine.json"))
+    moe_a2a_command("bench", "plot", *files, "--out", tmp_path)
+    results = [Results.read(path) for path in files]
+    assert results[0].about["machine"] != "NVIDIA H200"
+    figure = plot._scaling_over_ranks(results)
+    assert figure.get_suptitle().startswith("NVIDIA H200: hidden 7168")
+    pyplot.close("all")
 
 
 def test_progressions_are_written_with_dots():
