@@ -1,5 +1,6 @@
 """`python -m moe_a2a bench` and `tune`: what they write, what they refuse to write, and the launch table they produce."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def test_committed_results_can_be_plotted(tmp_path):
     """Regression: docs/tuning.md's command refused a file of ours, and named the first file's machine above the others' times."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     files = sorted((Path(__file__).parents[2] / "bench/results").glob("*/dispatch_combine.json"))
-    moe_a2a_command("bench", "plot", *files, "--out", tmp_path)
+    assert plot.run(argparse.Namespace(files=files, out=tmp_path)) == 0
     results = [Results.read(path) for path in files]
     assert results[0].about["machine"] != "NVIDIA H200"
     figure = plot._scaling_over_ranks(results)
