@@ -159,7 +159,8 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
         def call(coll: Collectives) -> None:
             # A row per tensor of the list: Collectives refuses a list of another length on every rank.
-            gathered = coll.all_gather(_flat(x).view(1, -1), out=x.new_empty(len(parts), parts[0].numel()))
+            size = parts[0].numel() if parts else x.numel()
+            gathered = coll.all_gather(_flat(x).view(1, -1), out=x.new_empty(len(parts), size))
             for part, values in zip(parts, gathered, strict=True):
                 part.copy_(values.view(part.shape))
 
@@ -200,7 +201,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
             return self._delegate(output).reduce_scatter(outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
-            x = torch.stack([_flat(part) for part in parts])
+            x = torch.stack([_flat(part) for part in parts]) if parts else output.new_empty(0, output.numel())
             _fill(output, lambda flat: coll.reduce_scatter(x, op, out=flat.view(1, -1)))
 
         return self._run(opts, [output, *parts], call, [output])
