@@ -271,24 +271,26 @@ def summary(name: str) -> str:
     }
     records = [r for r in results(name)["records"] if (r["tokens"], r["part"]) == (4096, "tokens")]
 
-    def find(system: str, step: str, modes: Iterable[str]) -> dict[str, Any] | None:
-        found = [r for r in records if (r["system"], r["step"]) == (system, step) and r["mode"] in modes]
-        return max(found, key=lambda r: r["launch"] == "graph", default=None)
+    def find(system: str, step: str, modes: Iterable[str]) -> dict[str, Any]:
+        """Of the first measured mode, captured rather than eager; empty if none was measured."""
+        for mode in modes:
+            found = [r for r in records if (r["system"], r["step"], r["mode"]) == (system, step, mode)]
+            if found:
+                return max(found, key=lambda r: r["launch"] == "graph")
+        return {}
 
-    def cell(record: dict[str, Any] | None, what: str = "median_us") -> str:
+    def cell(record: dict[str, Any], what: str = "median_us") -> str:
         return us(record[what]) if record else ""
 
     columns = [
         ("dispatch", ("presummed", "rows")),
         ("dispatch", ("fp8+presummed",)),
-        ("combine", ("presummed", "fp8+presummed")),
+        ("combine", ("presummed", "fp8+presummed", "rows")),
     ]
     rows = []
     for title, system in systems.items():
         of = [find(system, step, modes) for step, modes in columns]
-        if system == BARE_NCCL:
-            of[2] = find(system, "combine", ("rows",))
-        blocks = joined(*(str(of[i]["blocks"] or "") if of[i] else "" for i in (0, 2)))
+        blocks = joined(*(str(record.get("blocks") or "") for record in (of[0], of[2])))
         rows.append([title, blocks or "its own choice", *map(cell, of)])
     floors = [find(OURS, step, modes) for step, modes in columns]
     rows.append(["floor: a bare push of the same rows", "132", *(cell(record, "floor_us") for record in floors)])
