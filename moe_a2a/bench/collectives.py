@@ -97,6 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.graph and (options.device or devices.default_device_type()) == "cpu":
         raise UsageError("--graph: the CPU has no graphs; leave it out, or pass --device cuda")
+    if options.kind != "all_reduce":
+        if others := [name for name in options.algorithms if name not in ("auto", "direct")]:
+            raise UsageError(
+                f"--algorithms {','.join(others)}: {options.kind} has no choice but direct; leave it out, or pass direct"
+            )
+        if options.codecs:
+            raise UsageError(f"--codecs {','.join(options.codecs)}: {options.kind} has no codecs; leave it out")
     return start_ranks(options, rank_main, "bench")
 
 

@@ -41,6 +41,13 @@ def test_ranks(capsys, command, value):
     assert "--ranks" in refused(capsys, *command, "--ranks", value)
 
 
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
+def test_ways_of_another_collective(capsys, kind):
+    """Regression: they were ignored."""
+    assert f"--algorithms ring: {kind} has" in refused(capsys, "bench", kind, "--algorithms", "auto,ring,direct")
+    assert f"--codecs q8: {kind} has no codecs" in refused(capsys, "bench", kind, "--codecs", "q8")
+
+
 @pytest.mark.parametrize("command", [BENCH, ("tune",)], ids=" ".join)
 @pytest.mark.parametrize(
     ("option", "values"),

@@ -52,6 +52,7 @@ def test_arguments_of_one_rank_that_fail_before_the_first_exchange():
         }.items():
             refused(text, dispatch, **wrong)
         refused("num_sms", lambda **wrong: buffer.dispatch(x, handle=handle, **(wrong if fails else {})), config="24")
+        refused(r"x has \d+ rows on rank 0", lambda: buffer.dispatch(x[1:] if fails else x, handle=handle))
         recv = low_latency()
         for text, wrong in {
             "no bias": {"bias": x},
@@ -70,6 +71,62 @@ def test_arguments_of_one_rank_that_fail_before_the_first_exchange():
         recv = low_latency()
         got, *_ = low_latency_combine(recv[2], recv[0], {})
         assert torch.equal(got, x * weights.masked_fill(ids < 0, 0).sum(1, keepdim=True))
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
+@on_device.cpu_only
+def test_a_combine_of_no_handle_after_batches_of_two_sizes():
+    """Regression: the rank refused in the memory of the larger batches, and the others waited in that of the smaller ones."""
+
+    def program(group):
+        buffer = buffer_of(group)
+
+        def dispatched(call, most):
+            x, ids, weights = batches(2, call, most)[buffer.rank]
+            counts = buffer.get_dispatch_layout(ids, 2 * EXPERTS_PER_RANK)[2]
+            recv_x, recv_ids, recv_weights, _, handle, _ = buffer.dispatch(
+                x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=counts
+            )
+            return experts(buffer.rank, recv_x, recv_ids, recv_weights), handle, combined(x, ids, weights)
+
+        for call, most in enumerate((40, 300)):
+            y, handle, expected = dispatched(call, most)
+            assert torch.equal(buffer.combine(y, handle)[0], expected)
+        y, handle, expected = dispatched(4, 40)
+        with pytest.raises(
+            TypeError if buffer.rank else moe_a2a.PeerRefusedError, match="handle is a NoneType on rank 1"
+        ):
+            buffer.combine(y, None if buffer.rank else handle)
+        group.all_gather(None)  # a retry at once may reach a peer in time, which then raises nothing
+        assert torch.equal(buffer.combine(y, handle)[0], expected)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
+@on_device.cpu_only
+def test_arguments_of_the_layout():
+    def program(group):
+        buffer = buffer_of(group)
+        x, ids, weights = batches(2, 0)[buffer.rank]
+        for error, text, wrong, num_experts in (
+            (TypeError, "topk_idx is torch.float32 on rank", ids.float(), 8),
+            (ValueError, r"topk_idx has shape \[3\] on rank", torch.zeros(3, dtype=torch.int64), 8),
+            (ValueError, "num_experts=0 on rank|num_experts=0 .* rank", ids, 0),
+            (ValueError, "num_experts=7 on rank . is not divisible by the 2 ranks; pass", ids, 7),
+        ):
+            with pytest.raises(error, match=text):
+                buffer.get_dispatch_layout(wrong, num_experts)
+        if buffer.rank:
+            ids = ids.clone()
+            ids[0, 0] = 14
+        counts = buffer.get_dispatch_layout(ids, 8)[2]
+        assert counts.sum() == ((ids >= 0) & (ids < 8)).sum()
+        error = ValueError if buffer.rank else moe_a2a.PeerRefusedError
+        with pytest.raises(error, match=r"topk_idx\[0, 0\]=14"):  # on every rank
+            buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=counts)
         buffer.destroy()
 
     on_device.run(2, program)

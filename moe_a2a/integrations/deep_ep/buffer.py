@@ -103,17 +103,23 @@ class Buffer(OfExchange):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
-        """(num_tokens_per_rank int32 [R], None, num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event)."""
+        """(num_tokens_per_rank int32 [R], None, num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event).
+
+        Ids that are no expert's count as dropped: the dispatch reports them, on every rank."""
         wait_for(previous_event)
+        self._open().check_per_token(topk_idx=topk_idx)
+        if topk_idx.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"topk_idx is {topk_idx.dtype} on rank {self.rank}; pass int32 or int64")
+        num_experts = arguments.checked_int(self.rank, "num_experts", num_experts, 1)
         if num_experts % self.group_size:
             raise ValueError(
-                f"num_experts={num_experts} on rank {self.rank} is not divisible by the {self.group_size} ranks"
+                f"num_experts={num_experts} on rank {self.rank} is not divisible by the {self.group_size} ranks; pass that of the "
+                "whole model"
             )
+        ids = torch.where((topk_idx < 0) | (topk_idx >= num_experts), num_experts, topk_idx).long()
         chosen = topk_idx.new_zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
-        chosen.scatter_(1, torch.where(topk_idx < 0, num_experts, topk_idx).long(), True)
-        per_expert = torch.bincount(
-            torch.where(topk_idx < 0, num_experts, topk_idx).flatten(), minlength=num_experts + 1
-        )
+        chosen.scatter_(1, ids, True)
+        per_expert = torch.bincount(ids.flatten(), minlength=num_experts + 1)
         in_rank = chosen[:, :-1].unflatten(1, (self.group_size, num_experts // self.group_size)).any(2)
         return (
             in_rank.sum(0, dtype=torch.int32),

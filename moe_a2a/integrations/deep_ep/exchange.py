@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -217,8 +217,11 @@ class Exchange:
                 raise
 
     def combines_refused_if_failed(self) -> AbstractContextManager[None]:
-        """As dispatch_refused_if_failed(), for a combine of an unknown handle."""
-        return nullcontext() if self._newest is None else calls.attempt_refused_if_failed(self._newest)
+        """As dispatch_refused_if_failed(), for a combine of an unknown handle: refuses those of all open ones."""
+        every = ExitStack()
+        for _, ep in self._made:
+            every.enter_context(calls.attempt_refused_if_failed(ep))
+        return every
 
     @property
     def _newest(self) -> ExpertParallel | None:
