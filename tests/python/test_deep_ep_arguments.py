@@ -8,6 +8,7 @@ from deep_ep_cases import EXPERTS_PER_RANK, batches, combined, experts
 from test_deep_ep import buffer_of
 
 import moe_a2a
+from moe_a2a.integrations import deep_ep
 
 pytestmark = on_device.TESTS
 
@@ -127,6 +128,63 @@ def test_arguments_of_the_layout():
         error = ValueError if buffer.rank else moe_a2a.PeerRefusedError
         with pytest.raises(error, match=r"topk_idx\[0, 0\]=14"):  # on every rank
             buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=counts)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
+@on_device.cpu_only
+def test_a_low_latency_dispatch_that_fails_after_packed_rows():
+    """Regression: it was refused among the packed dispatches, and each low-latency call then met the peers' next one."""
+
+    def program(group):
+        buffer = buffer_of(group)
+        x, ids, weights = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0, 4]] * 4), torch.ones(4, 2)
+
+        def step(number, **wrong):
+            recv, _, handle, _, _ = buffer.low_latency_dispatch(number * x, ids, 8, 8, use_fp8=False, **wrong)
+            got = recv[0, :8, 0].unique().tolist()
+            buffer.low_latency_combine(recv.clone(), ids, weights, handle)
+            return got
+
+        assert step(1) == [1]
+        buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=torch.zeros(8))
+        for wrong in ({"round_scale": True}, {"x": x[0]}):
+            with pytest.raises(ValueError if buffer.rank else moe_a2a.PeerRefusedError):
+                if "x" in wrong and buffer.rank:
+                    buffer.low_latency_dispatch(wrong["x"], ids, 8, 8, use_fp8=False)
+                else:
+                    step(2, **(wrong if buffer.rank and "x" not in wrong else {}))
+            group.all_gather(None)
+            assert [step(3), step(4)] == [[3], [4]]
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("hidden", [128, 256])  # of a kind made before, or of a new one
+def test_an_expanded_dispatch_that_fails_beside_another_kind(hidden):
+    def program(group):
+        buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=64, num_gpu_timeout_secs=20)
+        ids = torch.tensor([[0, 4]] * 8)
+
+        def step(number, hidden, weights):
+            x = torch.full((8, hidden), float(number), dtype=torch.bfloat16)
+            rows, _, _, handle, _ = buffer.dispatch(x, ids, weights, num_experts=8, do_expand=True)
+            got = rows[:, 0].unique().tolist()
+            buffer.combine(rows, handle)
+            return got
+
+        right = torch.ones(8, 2)
+        for other in (128, 384):
+            assert step(1, other, right) == [1]
+        with pytest.raises(
+            ValueError if buffer.rank_idx else moe_a2a.PeerRefusedError, match=r"topk_weights has shape \[7, 2\]"
+        ):
+            step(2, hidden, right[1:] if buffer.rank_idx else right)
+        group.all_gather(None)
+        assert [step(3, hidden, right), step(4, hidden, right)] == [[3], [4]]
         buffer.destroy()
 
     on_device.run(2, program)

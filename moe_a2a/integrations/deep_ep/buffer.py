@@ -267,7 +267,9 @@ class Buffer(OfExchange):
         combine.
         """
         exchange = self._open()
-        with exchange.dispatch_refused_if_failed():
+        most = num_max_dispatch_tokens_per_rank
+        likely = exchange.likely(x, topk_idx, num_experts, most, is_low_latency=True)
+        with exchange.dispatch_refused_if_failed(likely):
             self._refuse(
                 "low_latency_dispatch",
                 dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, None),
@@ -279,7 +281,7 @@ class Buffer(OfExchange):
             x,
             topk_idx,
             topk_weights,
-            num_max_dispatch_tokens_per_rank,
+            most,
             num_experts,
             use_fp8=use_fp8,
             return_recv_hook=return_recv_hook,

@@ -107,6 +107,22 @@ class Exchange:
                 return ep
         return None
 
+    def likely(
+        self, x: Any, topk_idx: Any, num_experts: Any, num_max_tokens: Any, *, is_low_latency: bool = False
+    ) -> ExpertParallel | None:
+        """Which one the peers are in if they dispatch with such arguments, of which some may be wrong on this rank: find() if
+        they say which kind, else the one that agrees with most of them, the newest first. None: it is not made yet."""
+        x = x[0] if isinstance(x, tuple) and x else x
+        wanted = num_experts, _row_size(topk_idx), _row_size(x), getattr(x, "dtype", None)
+        if None not in wanted and isinstance(num_max_tokens, int):
+            return self.find(Kind(*wanted, is_low_latency=is_low_latency), num_max_tokens)
+        agreeing = [
+            (sum(a == b for a, b in zip(made, wanted, strict=False)), number)
+            for number, (made, _) in enumerate(self._made)
+            if made.is_low_latency == is_low_latency
+        ]
+        return self._made[max(agreeing)[1]][1] if agreeing else None
+
     def expert_parallel(self, kind: Kind, num_max_tokens: int) -> ExpertParallel:
         """find(), or else a new one: num_max_tokens is the same on all ranks. Smaller ones stay: handles may refer to them."""
         if found := self.find(kind, num_max_tokens):
@@ -173,7 +189,7 @@ class Exchange:
         """Raises unless it is one of that kind, of this exchange. On the peers the dispatch is refused if the call `opens`
         one, else the combine. This rank does not know along which handle they dispatch, so its own stays open: all dispatch
         along that one again before they combine."""
-        with self.dispatch_refused_if_failed() if opens else self.combines_refused_if_failed():
+        with self.dispatch_refused_if_failed(self.newest) if opens else self.combines_refused_if_failed():
             if not isinstance(handle, kind):
                 name = type(handle).__name__
                 raise TypeError(f"handle is a {name} on rank {self.rank}; pass what dispatch() returned")
@@ -204,10 +220,9 @@ class Exchange:
             yield
 
     @contextmanager
-    def dispatch_refused_if_failed(self, ep: ExpertParallel | None = None) -> Iterator[None]:
+    def dispatch_refused_if_failed(self, ep: ExpertParallel | None) -> Iterator[None]:
         """Around the checks of a dispatch. A rank that fails makes room as its peers do, so that all end the same dispatches.
-        ep: None: the arguments do not show which one the peers are in; most likely the newest."""
-        ep = self._newest if ep is None else ep
+        ep: that of the peers; None: not made yet, so nobody can be told."""
         with nullcontext() if ep is None else calls.dispatch_refused_if_failed(ep):
             try:
                 yield
@@ -224,7 +239,8 @@ class Exchange:
         return every
 
     @property
-    def _newest(self) -> ExpertParallel | None:
+    def newest(self) -> ExpertParallel | None:
+        """The best guess if the arguments do not show which one the peers are in."""
         return self._made[-1][1] if self._made else None
 
     def gathered(self, table: Tensor, *, waits: bool = False) -> Tensor:
@@ -283,6 +299,10 @@ def rows_and_scales(rank: int, x: Any) -> tuple[Any, Any]:
     if len(x) != 2:
         raise ValueError(f"x is a tuple of {len(x)} on rank {rank}; pass a tensor, or (float8 values, scales)")
     return x
+
+
+def _row_size(rows: Any) -> int | None:
+    return rows.shape[1] if isinstance(rows, Tensor) and rows.dim() == 2 else None
 
 
 def padded(rows: Tensor, num_rows: int, fill: int) -> Tensor:

@@ -291,7 +291,7 @@ class HybridEPBuffer(OfExchange):
         """Around the checks: the peers are in the exchange of sizes, or in a dispatch if there is none."""
         exchange = self._open()
         if non_blocking and self._num_topk and exchange.has_made:
-            return exchange.dispatch_refused_if_failed()
+            return exchange.dispatch_refused_if_failed(exchange.newest)
         return calls.refused_if_failed(exchange.collectives)
 
     def _dispatch(self, first: First) -> _Received:

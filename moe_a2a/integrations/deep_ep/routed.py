@@ -118,7 +118,9 @@ class RoutedBuffer(OfExchange):
 
     def _begin_first(self, first: First, check: Callable[[], None] = _nothing) -> Callable[[], _Received]:
         exchange = self._open()
-        with exchange.dispatch_refused_if_failed() if first.do_expand and exchange.has_made else self._gather_refused():
+        most = self.num_max_tokens_per_rank if first.num_max_tokens is None else first.num_max_tokens
+        likely = exchange.likely(first.x, first.topk_idx, first.num_experts, most) if first.do_expand else None
+        with exchange.dispatch_refused_if_failed(likely) if likely is not None else self._gather_refused():
             check()
             rows, scales = rows_and_scales(self.rank_idx, first.x)
             kind, bound, topk_idx = self._checked(first, rows, scales)
