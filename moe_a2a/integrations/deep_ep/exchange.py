@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -113,9 +113,9 @@ class Exchange:
         """Which one the peers are in if they dispatch with such arguments, of which some may be wrong on this rank: find() if
         they say which kind, else the one that agrees with most of them, the newest first. None: it is not made yet."""
         x = x[0] if isinstance(x, tuple) and x else x
-        wanted = num_experts, _row_size(topk_idx), _row_size(x), getattr(x, "dtype", None)
+        wanted: tuple[Any, ...] = num_experts, _row_size(topk_idx), _row_size(x), getattr(x, "dtype", None)
         if None not in wanted and isinstance(num_max_tokens, int):
-            return self.find(Kind(*wanted, is_low_latency=is_low_latency), num_max_tokens)
+            return self.find(Kind._make((*wanted, is_low_latency)), num_max_tokens)
         agreeing = [
             (sum(a == b for a, b in zip(made, wanted, strict=False)), number)
             for number, (made, _) in enumerate(self._made)
@@ -231,12 +231,13 @@ class Exchange:
                     self.make_room(ep)
                 raise
 
-    def combines_refused_if_failed(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def combines_refused_if_failed(self) -> Iterator[None]:
         """As dispatch_refused_if_failed(), for a combine of an unknown handle: refuses those of all open ones."""
-        every = ExitStack()
-        for _, ep in self._made:
-            every.enter_context(calls.attempt_refused_if_failed(ep))
-        return every
+        with ExitStack() as every:
+            for _, ep in self._made:
+                every.enter_context(calls.attempt_refused_if_failed(ep))
+            yield
 
     @property
     def newest(self) -> ExpertParallel | None:
