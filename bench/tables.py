@@ -86,11 +86,9 @@ def against_gloo(name: str) -> str:
 def halves(file: str) -> str:
     folder = file.split("/")[0]
     kinds = {kind: times_by_size(f"{folder}/{kind}") for kind in ("reduce_scatter", "all_gather")}
-    systems = {"moe_a2a": "", "moe_a2a direct": " / direct", "nccl": " / NCCL"}
-    measured = [system for system in systems if system in next(iter(kinds["all_gather"].values()))]
     rows = [
-        [f"`{kind}`" + "".join(systems[system] for system in measured)]
-        + [" / ".join(us(of[system]) for system in measured) for of in times.values()]
+        [f"`{kind}` / direct / NCCL"]
+        + [" / ".join(us(of[system]) for system in ("moe_a2a", "moe_a2a direct", "nccl")) for of in times.values()]
         for kind, times in kinds.items()
     ]
     return table(["KiB of all ranks", *(str(size >> 10) for size in kinds["all_gather"])], rows)
@@ -121,8 +119,8 @@ def layer(name: str) -> str:
             ]
         )
     peers = ["step by step in PyTorch", "with `torch._grouped_mm`"]
-    measured = [title for title, line in others.items() if line]
-    return table(["tokens per rank", "`MoELayer`", *peers, "`MoELayer` / best", "SM MHz, W", *measured], rows)
+    titles = [title for title, line in others.items() if line]
+    return table(["tokens per rank", "`MoELayer`", *peers, "`MoELayer` / best", "SM MHz, W", *titles], rows)
 
 
 def experts(name: str, ours: str, peers: tuple[str, ...]) -> str:
@@ -164,6 +162,17 @@ OURS = "moe_a2a"
 Find = Callable[..., str]
 
 
+def first_measured(
+    records: list[dict[str, Any]], system: str, step: str, modes: Iterable[str]
+) -> dict[str, Any] | None:
+    """The record of the first measured mode, captured rather than eager."""
+    for mode in modes:
+        found = [r for r in records if (r["system"], r["step"], r["mode"]) == (system, step, mode)]
+        if found:
+            return max(found, key=lambda r: r["launch"] == "graph")
+    return None
+
+
 def dispatch_combine(
     name: str, part: str, by: str, columns: Callable[[Find], list[str]], tokens: int | None = None
 ) -> list[list[str]]:
@@ -177,11 +186,8 @@ def dispatch_combine(
 
     def row(records: list[dict[str, Any]]) -> list[str]:
         def find(system: str, step: str, *modes: str, what: str = "median_us") -> str:
-            for mode in modes:
-                found = [r for r in records if (r["system"], r["step"], r["mode"]) == (system, step, mode)]
-                if found:
-                    return us(max(found, key=lambda r: r["launch"] == "graph")[what])
-            return ""
+            record = first_measured(records, system, step, modes)
+            return us(record[what]) if record else ""
 
         return columns(find)
 
@@ -271,15 +277,7 @@ def summary(name: str) -> str:
     }
     records = [r for r in results(name)["records"] if (r["tokens"], r["part"]) == (4096, "tokens")]
 
-    def find(system: str, step: str, modes: Iterable[str]) -> dict[str, Any]:
-        """Of the first measured mode, captured rather than eager; empty if none was measured."""
-        for mode in modes:
-            found = [r for r in records if (r["system"], r["step"], r["mode"]) == (system, step, mode)]
-            if found:
-                return max(found, key=lambda r: r["launch"] == "graph")
-        return {}
-
-    def cell(record: dict[str, Any], what: str = "median_us") -> str:
+    def cell(record: dict[str, Any] | None, what: str = "median_us") -> str:
         return us(record[what]) if record else ""
 
     columns = [
@@ -289,10 +287,10 @@ def summary(name: str) -> str:
     ]
     rows = []
     for title, system in systems.items():
-        of = [find(system, step, modes) for step, modes in columns]
-        blocks = joined(*(str(record.get("blocks") or "") for record in (of[0], of[2])))
+        of = [first_measured(records, system, step, modes) for step, modes in columns]
+        blocks = joined(*(str(record and record["blocks"] or "") for record in (of[0], of[2])))
         rows.append([title, blocks or "its own choice", *map(cell, of)])
-    floors = [find(OURS, step, modes) for step, modes in columns]
+    floors = [first_measured(records, OURS, step, modes) for step, modes in columns]
     rows.append(["floor: a bare push of the same rows", "132", *(cell(record, "floor_us") for record in floors)])
     return table(["", "SMs, dispatch / combine", "dispatch bf16", "dispatch fp8", "combine bf16"], rows)
 

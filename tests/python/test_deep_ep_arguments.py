@@ -1,6 +1,8 @@
 """Arguments of one rank that fail before the first exchange of a call of deep_ep.Buffer. The others waited until their
 deadline, and the Buffer was lost."""
 
+from functools import partial
+
 import on_device
 import pytest
 import torch
@@ -13,12 +15,20 @@ from moe_a2a.integrations import deep_ep
 pytestmark = on_device.TESTS
 
 
+def refused_call(group, fails, text, call, *args, error=Exception, **wrong):
+    """A call that fails on one rank. Then all meet, since a retry at once may reach a peer in time, which raises nothing."""
+    with pytest.raises(error if fails else moe_a2a.PeerRefusedError, match=text):
+        call(*args, **wrong)
+    group.all_gather(None)
+
+
 @on_device.cpu_only
 def test_arguments_of_one_rank_that_fail_before_the_first_exchange():
     def program(group):
         buffer = buffer_of(group)
         x, ids, weights = batches(2, 0)[buffer.rank]
         fails = buffer.rank == 0
+        refused = partial(refused_call, group, fails)
         routing = {"topk_idx": ids, "topk_weights": weights, "num_tokens_per_expert": torch.zeros(2 * EXPERTS_PER_RANK)}
 
         def dispatch(**wrong):
@@ -34,11 +44,6 @@ def test_arguments_of_one_rank_that_fail_before_the_first_exchange():
 
         def low_latency_combine(handle, y, wrong):
             return buffer.low_latency_combine(y, ids, weights, handle, **(wrong if fails else {}))
-
-        def refused(text, call, *args, **wrong):
-            with pytest.raises(Exception if fails else moe_a2a.PeerRefusedError, match=text):
-                call(*args, **wrong)
-            group.all_gather(None)
 
         recv_x, recv_ids, recv_weights, _, handle, _ = dispatch()
         y = experts(buffer.rank, recv_x, recv_ids, recv_weights)
@@ -96,11 +101,9 @@ def test_a_combine_of_no_handle_after_batches_of_two_sizes():
             y, handle, expected = dispatched(call, most)
             assert torch.equal(buffer.combine(y, handle)[0], expected)
         y, handle, expected = dispatched(4, 40)
-        with pytest.raises(
-            TypeError if buffer.rank else moe_a2a.PeerRefusedError, match="handle is a NoneType on rank 1"
-        ):
-            buffer.combine(y, None if buffer.rank else handle)
-        group.all_gather(None)  # a retry at once may reach a peer in time, which then raises nothing
+        text = "handle is a NoneType on rank 1"
+        fails = buffer.rank == 1
+        refused_call(group, fails, text, buffer.combine, y, None if fails else handle, error=TypeError)
         assert torch.equal(buffer.combine(y, handle)[0], expected)
         buffer.destroy()
 
@@ -125,9 +128,8 @@ def test_arguments_of_the_layout():
             ids[0, 0] = 14
         counts = buffer.get_dispatch_layout(ids, 8)[2]
         assert counts.sum() == ((ids >= 0) & (ids < 8)).sum()
-        error = ValueError if buffer.rank else moe_a2a.PeerRefusedError
-        with pytest.raises(error, match=r"topk_idx\[0, 0\]=14"):  # on every rank
-            buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=counts)
+        routing = {"topk_idx": ids, "topk_weights": weights, "num_tokens_per_expert": counts}
+        refused_call(group, buffer.rank == 1, r"topk_idx\[0, 0\]=14", buffer.dispatch, x, error=ValueError, **routing)
         buffer.destroy()
 
     on_device.run(2, program)
@@ -142,20 +144,19 @@ def test_a_low_latency_dispatch_that_fails_after_packed_rows():
         x, ids, weights = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0, 4]] * 4), torch.ones(4, 2)
 
         def step(number, **wrong):
-            recv, _, handle, _, _ = buffer.low_latency_dispatch(number * x, ids, 8, 8, use_fp8=False, **wrong)
+            arguments = {"x": number * x, "topk_idx": ids, "use_fp8": False} | wrong
+            recv, _, handle, _, _ = buffer.low_latency_dispatch(
+                num_max_dispatch_tokens_per_rank=8, num_experts=8, **arguments
+            )
             got = recv[0, :8, 0].unique().tolist()
             buffer.low_latency_combine(recv.clone(), ids, weights, handle)
             return got
 
         assert step(1) == [1]
         buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=torch.zeros(8))
-        for wrong in ({"round_scale": True}, {"x": x[0]}):
-            with pytest.raises(ValueError if buffer.rank else moe_a2a.PeerRefusedError):
-                if "x" in wrong and buffer.rank:
-                    buffer.low_latency_dispatch(wrong["x"], ids, 8, 8, use_fp8=False)
-                else:
-                    step(2, **(wrong if buffer.rank and "x" not in wrong else {}))
-            group.all_gather(None)
+        fails = buffer.rank == 1
+        for text, wrong in {"no round_scale": {"round_scale": True}, r"x has shape \[128\]": {"x": x[0]}}.items():
+            refused_call(group, fails, text, step, 2, error=ValueError, **(wrong if fails else {}))
             assert [step(3), step(4)] == [[3], [4]]
         buffer.destroy()
 
@@ -179,11 +180,9 @@ def test_an_expanded_dispatch_that_fails_beside_another_kind(hidden):
         right = torch.ones(8, 2)
         for other in (128, 384):
             assert step(1, other, right) == [1]
-        with pytest.raises(
-            ValueError if buffer.rank_idx else moe_a2a.PeerRefusedError, match=r"topk_weights has shape \[7, 2\]"
-        ):
-            step(2, hidden, right[1:] if buffer.rank_idx else right)
-        group.all_gather(None)
+        fails = buffer.rank_idx == 1
+        text = r"topk_weights has shape \[7, 2\]"
+        refused_call(group, fails, text, step, 2, hidden, right[1:] if fails else right, error=ValueError)
         assert [step(3, hidden, right), step(4, hidden, right)] == [[3], [4]]
         buffer.destroy()
 

@@ -267,24 +267,25 @@ class Buffer(OfExchange):
         combine.
         """
         exchange = self._open()
-        most = num_max_dispatch_tokens_per_rank
-        likely = exchange.likely(x, topk_idx, num_experts, most, is_low_latency=True)
-        with exchange.dispatch_refused_if_failed(likely):
+
+        def check() -> None:
             self._refuse(
                 "low_latency_dispatch",
                 dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, None),
                 round_scale=(round_scale, False),
                 use_ue8m0=(use_ue8m0, False),
             )
+
         received = low_latency.dispatch(
             exchange,
             x,
             topk_idx,
             topk_weights,
-            most,
+            num_max_dispatch_tokens_per_rank,
             num_experts,
             use_fp8=use_fp8,
             return_recv_hook=return_recv_hook,
+            check=check,
         )
         hook = received.hook
         if cumulative_local_expert_recv_stats is not None:

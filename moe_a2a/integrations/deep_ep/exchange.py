@@ -52,6 +52,14 @@ class Routing:
         """Whether a combine needs no other dispatch before it: the same on all ranks."""
         return self.is_open
 
+    def check_rows(self, x: Any) -> None:
+        """Raises unless x may have a row for each token; the dispatch checks the rest."""
+        arguments.check_tensor(self.ep.rank, "x", x)
+        if x.dim() and len(x) != len(self.topk_idx):
+            raise ValueError(
+                f"x has {len(x)} rows on rank {self.ep.rank}, but its handle is of {len(self.topk_idx)} tokens; pass as many rows"
+            )
+
     def no_rows(self) -> Tensor:
         """Uninitialised rows, for a dispatch that only sends the routing."""
         return torch.empty(len(self.topk_idx), self.ep.hidden, dtype=self.ep.dtype, device=self.ep.device)
@@ -76,11 +84,6 @@ class Exchange:
     @property
     def num_ranks(self) -> int:
         return self.comm.num_ranks
-
-    @property
-    def has_made(self) -> bool:
-        """Whether there is an ExpertParallel."""
-        return bool(self._made)
 
     def check_per_token(self, **tensors: Any) -> None:
         for name, tensor in tensors.items():
@@ -241,7 +244,7 @@ class Exchange:
 
     @property
     def newest(self) -> ExpertParallel | None:
-        """The best guess if the arguments do not show which one the peers are in."""
+        """The best guess if the arguments do not show which one the peers are in; None: there is none yet."""
         return self._made[-1][1] if self._made else None
 
     def gathered(self, table: Tensor, *, waits: bool = False) -> Tensor:

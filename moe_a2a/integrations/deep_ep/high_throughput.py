@@ -109,10 +109,7 @@ def begin_dispatch_again(
     """The rows of `x` along the routing of an earlier dispatch, and topk_weights if given."""
     weights = None
     with exchange.dispatch_again_refused_if_failed(handle):
-        if len(x) != len(handle.topk_idx):
-            raise ValueError(
-                f"x has {len(x)} rows on rank {exchange.rank}, but its handle is of {len(handle.topk_idx)} tokens; pass as many rows"
-            )
+        handle.check_rows(x)
         if topk_weights is not None:
             arguments.check_tensor(exchange.rank, "topk_weights", topk_weights)
             _check_choices(exchange.rank, "topk_weights", topk_weights, list(handle.topk_idx.shape))

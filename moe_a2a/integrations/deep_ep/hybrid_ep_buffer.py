@@ -290,7 +290,7 @@ class HybridEPBuffer(OfExchange):
     def _first_refused(self, non_blocking: bool) -> AbstractContextManager[None]:
         """Around the checks: the peers are in the exchange of sizes, or in a dispatch if there is none."""
         exchange = self._open()
-        if non_blocking and self._num_topk and exchange.has_made:
+        if non_blocking and self._num_topk and exchange.newest is not None:
             return exchange.dispatch_refused_if_failed(exchange.newest)
         return calls.refused_if_failed(exchange.collectives)
 

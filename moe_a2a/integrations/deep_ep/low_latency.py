@@ -56,9 +56,12 @@ def dispatch(
     *,
     use_fp8: bool,
     return_recv_hook: bool,
+    check: Callable[[], None],
 ) -> LowLatencyReceived:
+    """check: of what else the caller was given; if it fails, the dispatch is refused."""
     likely = exchange.likely(x, topk_idx, num_experts, num_max_tokens, is_low_latency=True)
     with exchange.dispatch_refused_if_failed(likely):
+        check()
         exchange.check_per_token(x=x, topk_idx=topk_idx)
     kind = Kind(num_experts, topk_idx.shape[-1], x.shape[-1], x.dtype, is_low_latency=True)
     ep = exchange.expert_parallel(kind, num_max_tokens)
