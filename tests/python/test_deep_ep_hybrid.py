@@ -350,3 +350,29 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
             buffer.dispatch_with_permute(hidden=x, handle=handle)
 
     on_device.run(2, program)
+
+
+@on_device.cpu_only
+def test_a_combine_of_probs_after_a_dispatch_that_had_too_few_rows_on_one_rank():
+    """Regression: the others first sent the routing again, to find the place of each prob, and waited there for the rank that
+    had raised until their deadline; the buffer was lost."""
+
+    def program(group):
+        buffer = buffer_of(group)
+        x, ids, weights = batches(2, 0)[buffer.rank]
+        fails, dense = buffer.rank == 0, maps(buffer, ids, weights)
+
+        def step(**options):
+            rows, probs, *_, handle = buffer.dispatch_with_permute(hidden=x, **dense, **options)
+            return buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
+
+        for _ in range(3):
+            error = ValueError if fails else moe_a2a.PeerRefusedError
+            with pytest.raises(error, match=r"num_permuted_tokens=1 < \d+ rows on rank 0"):
+                step(num_permuted_tokens=1 if fails else None)
+            group.all_gather(None)
+        out, back = step()
+        assert torch.equal(out, x * (ids >= 0).sum(1, keepdim=True)) and torch.equal(back, dense["probs"])
+        buffer.destroy()
+
+    on_device.run(2, program)

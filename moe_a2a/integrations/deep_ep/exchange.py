@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,11 +46,8 @@ class Routing:
 
     @property
     def is_open(self) -> bool:
-        return self.latest is not None and self.latest.is_open
-
-    def serves(self, topk_weights: Tensor | None) -> bool:
         """Whether a combine needs no other dispatch before it: the same on all ranks."""
-        return self.is_open
+        return self.latest is not None and self.latest.is_open
 
     def check_rows(self, x: Any) -> None:
         """Raises unless x may have a row for each token; the dispatch checks the rest."""
@@ -210,17 +207,11 @@ class Exchange:
         finally:
             handle.latest = None
 
-    @contextmanager
-    def combine_refused_if_failed(self, handle: Routing, topk_weights: Tensor | None = None) -> Iterator[None]:
-        """Around the checks of a combine, before which the peers dispatch again if the open dispatch does not serve it."""
-        if handle.serves(topk_weights):
-            with calls.attempt_refused_if_failed(handle.ep, handle.open):
-                yield
-            return
-        with self.dispatch_refused_if_failed(handle.ep):
-            if handle.is_open:  # before the checks, so that a rank that fails releases it, too
-                handle.open.release()
-            yield
+    def combine_refused_if_failed(self, handle: Routing) -> AbstractContextManager[None]:
+        """Around the checks of a combine, before which the peers dispatch again if the handle is not open."""
+        if handle.is_open:
+            return calls.attempt_refused_if_failed(handle.ep, handle.open)
+        return self.dispatch_refused_if_failed(handle.ep)
 
     @contextmanager
     def dispatch_refused_if_failed(self, ep: ExpertParallel | None) -> Iterator[None]:

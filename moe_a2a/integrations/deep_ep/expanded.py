@@ -1,7 +1,8 @@
 """Rows by route, of ElasticBuffer and HybridEPBuffer: one for each choice of an expert of this rank, grouped by expert.
 
-A dispatch carries the weights that its caller gave, or else the index of each choice: a combine that returns topk_weights
-needs these to find the place of each, and opens another dispatch if the open one does not have them.
+A dispatch carries the weights that its caller gave, or else the index of each choice. A combine that returns topk_weights
+needs these to find the place of each: if its dispatch does not have them, another one follows the sums. Not before them: a
+rank whose call has failed since the dispatch refuses the combine, and a dispatch would wait for it until the deadline.
 """
 
 from __future__ import annotations
@@ -30,9 +31,6 @@ class ExpandedHandle(Routing):
     drops: bool  # routes past num_rows are left out
     carries_choices: bool  # the open dispatch
 
-    def serves(self, topk_weights: Tensor | None) -> bool:
-        return self.is_open and (topk_weights is None or self.carries_choices)
-
     def row_index(self) -> Tensor:
         """int64 [num_rows]: the row of recv_x of each row by route, -1 where there is none."""
         index = self.open.expert_row_index[: self.num_rows]
@@ -44,6 +42,11 @@ class ExpandedHandle(Routing):
         weights = self.open.route_weights[: self.num_rows]
         weights = torch.nn.functional.pad(weights, (0, self.num_rows - len(weights)))
         return torch.where(row_index >= 0, weights, 0.0)
+
+    def by_choice(self, topk_weights: Tensor) -> Tensor:
+        """float32 [R * T, K]: the weights of the rows, by token of all ranks and choice. The open dispatch carries choices."""
+        index, shape = self.row_index(), (self.ep.num_ranks * self.ep.num_max_tokens_per_rank, self.ep.num_topk)
+        return by_choice(topk_weights, index, self.weights(index), *shape)
 
 
 def worst_num_rows(num_ranks: int, num_tokens: int, num_topk: int, num_local_experts: int, alignment: int) -> int:
@@ -158,25 +161,36 @@ def begin_combine_of(
 ) -> Callable[[], Combined]:
     """What is returned receives the sums over all routes of the rows `x`, and `topk_weights` by token and choice."""
     ep = handle.ep
-    if not handle.serves(topk_weights):
+    if not handle.is_open:
         begin_dispatch_again(exchange, handle, None, None, None, num_blocks=num_blocks)()
     opened, table = handle.open, None
     with calls.attempt_refused_if_failed(ep, opened):
         _check_shape(ep.rank, "x", x, [handle.num_rows, ep.hidden])
         if topk_weights is not None:
             _check_shape(ep.rank, "topk_weights", topk_weights, [handle.num_rows])
-            index, shape = handle.row_index(), (ep.num_ranks * ep.num_max_tokens_per_rank, ep.num_topk)
-            table = by_choice(topk_weights, index, handle.weights(index), *shape)
+            table = handle.by_choice(topk_weights) if handle.carries_choices else None
         make_unweighted(opened._core, opened._handle)
     sums = begin_combine(x, opened, deferred=deferred, num_blocks=num_blocks)
 
     def finish() -> Combined:
         combined_x = sums()
-        if table is None:
+        if topk_weights is None:
             return combined_x, None
-        return combined_x, exchange.collectives.reduce_scatter(table)[: len(handle.topk_idx)]
+        placed = _placed(exchange, handle, topk_weights, num_blocks) if table is None else table
+        return combined_x, exchange.collectives.reduce_scatter(placed)[: len(handle.topk_idx)]
 
     return finish
+
+
+def _placed(exchange: Exchange, handle: ExpandedHandle, topk_weights: Tensor, num_blocks: int) -> Tensor:
+    """by_choice() along a dispatch of its own."""
+    begin_dispatch_again(exchange, handle, None, None, None, num_blocks=num_blocks)()
+    opened = handle.open
+    with calls.refused_if_failed(exchange.collectives):
+        try:
+            return handle.by_choice(topk_weights)
+        finally:
+            opened.release()
 
 
 def _begin(

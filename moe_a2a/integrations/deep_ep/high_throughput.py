@@ -142,7 +142,7 @@ def begin_combine_of(
 ) -> Callable[[], Combined]:
     """What is returned receives the sums over ranks of the packed rows `x`, and of `topk_weights` by choice."""
     ep = handle.ep
-    if not handle.serves(topk_weights):
+    if not handle.is_open:
         with exchange.dispatch_again_refused_if_failed(handle):
             rows = handle.no_rows()
         routing = handle.topk_idx, None, None

@@ -180,7 +180,7 @@ class HybridEPBuffer(OfExchange):
         exchange.check_handle(handle, HybridEPHandle)
         assert handle is not None
         routing = handle.routing
-        with exchange.combine_refused_if_failed(routing, probs):
+        with exchange.combine_refused_if_failed(routing):
             arguments.check_tensor(self.rank, "hidden", hidden)
             arguments.check_optional_tensor(self.rank, "probs", probs)
             hidden, probs = hidden.contiguous(), None if probs is None else probs.float()
@@ -240,7 +240,7 @@ class HybridEPBuffer(OfExchange):
         exchange.check_handle(handle, PackedHandle)
         assert handle is not None
         packed, ep = handle.packed, handle.ep
-        with exchange.combine_refused_if_failed(packed.routing, probs):
+        with exchange.combine_refused_if_failed(packed.routing):
             arguments.check_tensor(self.rank, "hidden", hidden)
             if probs is not None:
                 check_table(self.rank, "probs", probs, [len(packed.recv_topk_idx), ep.num_experts])

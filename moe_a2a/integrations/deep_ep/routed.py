@@ -280,7 +280,7 @@ class RoutedBuffer(OfExchange):
     ) -> Callable[[], Combined]:
         exchange = self._open()
         exchange.check_handle(handle, EPHandle)
-        with exchange.combine_refused_if_failed(handle._routing, topk_weights):
+        with exchange.combine_refused_if_failed(handle._routing):
             check()
             if bias is not None:
                 raise ValueError(f"combine of moe_a2a has no bias (rank {self.rank_idx}); pass bias=None")
