@@ -5,7 +5,8 @@ tensors of float32, float16 and bfloat16 and the operators that Collectives has.
 all_to_all, other dtypes, other operators, lists of tensors of different sizes) goes to gloo for CPU tensors and to NCCL for
 CUDA tensors.
 
-Where a call goes depends only on what all ranks agree on. A rank whose tensor is not contiguous copies it.
+Where a call goes depends only on its inputs: on what all ranks agree on. A rank whose tensor is not contiguous copies it, and
+one whose output does not fit its input refuses the call on every rank.
 """
 
 from __future__ import annotations
@@ -130,23 +131,23 @@ class MoeA2aProcessGroup(_ProcessGroup):
     @tracked
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = _c10d.AllgatherOptions() if opts is None else opts
-        if not _takes("gather", [output, x]):
+        if not _takes("gather", [x]):
             return self._delegate(x)._allgather_base(output, x, opts)
-        return self._run(opts, [output, x], lambda coll: _gather(coll, output, x), [output])
+        return self._run(opts, [x, output], lambda coll: _gather(coll, output, x), [output])
 
     @tracked
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         opts = _c10d.AllgatherOptions() if opts is None else opts
-        if not _takes("gather", [*outputs, *inputs]):
+        if not _takes("gather", inputs):
             return one_by_one(self._delegate(inputs[0])._allgather_base, outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
                 _gather(coll, output, x)
 
-        return self._run(opts, [*outputs, *inputs], call, outputs)
+        return self._run(opts, [*inputs, *outputs], call, outputs)
 
     @tracked
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -154,25 +155,25 @@ class MoeA2aProcessGroup(_ProcessGroup):
             outputs, inputs, opts = [outputs], [inputs], _with_timeout(_c10d.AllgatherOptions(), opts)
         opts = _c10d.AllgatherOptions() if opts is None else opts
         x, parts = inputs[0], outputs[0]
-        if not _are_alike(parts) or not _takes("gather", [*parts, x]):
+        if not _are_alike(parts) or not _takes("gather", [x]):
             return self._delegate(x).allgather(outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
-            # A row per tensor of the list: Collectives refuses a list of another length on every rank.
-            size = parts[0].numel() if parts else x.numel()
-            gathered = coll.all_gather(_flat(x).view(1, -1), out=x.new_empty(len(parts), size))
+            # A row per tensor of the list: Collectives refuses a list of another length, or dtype, on every rank.
+            part = parts[0] if parts else x
+            gathered = coll.all_gather(_flat(x).view(1, -1), out=part.new_empty(len(parts), part.numel()))
             for part, values in zip(parts, gathered, strict=True):
                 part.copy_(values.view(part.shape))
 
-        return self._run(opts, [*parts, x], call, parts)
+        return self._run(opts, [x, *parts], call, parts)
 
     @tracked
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = _op_of(opts)
-        if not _takes(op, [output, x]):
+        if not _takes(op, [x]):
             return self._delegate(x)._reduce_scatter_base(output, x, opts)
-        return self._run(opts, [output, x], lambda coll: _reduce_scatter(coll, output, _flat(x), op), [output])
+        return self._run(opts, [x, output], lambda coll: _reduce_scatter(coll, output, _flat(x), op), [output])
 
     @tracked
     def reduce_scatter_single_coalesced(
@@ -180,14 +181,14 @@ class MoeA2aProcessGroup(_ProcessGroup):
     ) -> Any:
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = _op_of(opts)
-        if not _takes(op, [*outputs, *inputs]):
+        if not _takes(op, inputs):
             return one_by_one(self._delegate(inputs[0])._reduce_scatter_base, outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
                 _reduce_scatter(coll, output, _flat(x), op)
 
-        return self._run(opts, [*outputs, *inputs], call, outputs)
+        return self._run(opts, [*inputs, *outputs], call, outputs)
 
     @tracked
     def reduce_scatter(
@@ -197,14 +198,14 @@ class MoeA2aProcessGroup(_ProcessGroup):
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         op, output, parts = _op_of(opts), outputs[0], inputs[0]
-        if not _are_alike(parts) or not _takes(op, [output, *parts]):
+        if not _are_alike(parts) or not _takes(op, parts or [output]):
             return self._delegate(output).reduce_scatter(outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             x = torch.stack([_flat(part) for part in parts]) if parts else output.new_empty(0, output.numel())
             _fill(output, lambda flat: coll.reduce_scatter(x, op, out=flat.view(1, -1)))
 
-        return self._run(opts, [output, *parts], call, [output])
+        return self._run(opts, [*parts, output], call, [output])
 
     def barrier(self, opts: Any = None, *, timeout: Any = None) -> Any:
         """Synchronises the GPUs if the group has used them, else the processes."""
@@ -328,15 +329,15 @@ def _op_of(opts: Any) -> str:
     return OPS.get(getattr(op, "op", op), "")
 
 
-def _takes(op: str, tensors: list[torch.Tensor]) -> bool:
+def _takes(op: str, inputs: list[torch.Tensor]) -> bool:
     """Whether Collectives can do it; every rank gets the same answer."""
-    first = tensors[0]
+    first = inputs[0]
     return (
         op != ""
         and _has_kernels(first.device)
         and first.dtype in DTYPES
-        and all(x.dtype == first.dtype and x.device == first.device for x in tensors)
-        and all(x.layout == torch.strided for x in tensors)
+        and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
+        and all(x.layout == torch.strided for x in inputs)
     )
 
 
@@ -349,8 +350,8 @@ def _are_alike(parts: list[torch.Tensor]) -> bool:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The elements of x in one dimension; a copy if x is not contiguous."""
-    return x.contiguous().view(-1)
+    """The elements of x in one dimension; a copy if x is not contiguous. A sparse output stays: Collectives refuses it."""
+    return x.contiguous().view(-1) if x.layout == torch.strided else x
 
 
 def _fill(out: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> None:

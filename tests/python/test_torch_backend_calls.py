@@ -205,3 +205,35 @@ def lists_program(report) -> None:
 @on_device.cpu_only
 def test_lists_of_wrong_length():
     run_on_backend(2, lists_program)
+
+
+def outputs_program(report) -> None:
+    """Outputs that do not fit the input on one rank: its calls went to gloo, and were one apart from the others' from then on."""
+    ours, x, is_wrong = dist.group.WORLD, full(4, 1), dist.get_rank() == 0
+    for wrong, text in (
+        (lambda x: x.double(), r"out is \[.*\] of torch.float64, expected \[.*\] of torch.float32 on rank 0"),
+        (lambda x: x.to_sparse(), "out has layout Sparse on rank 0"),
+    ):
+
+        def out(size: int, wrong=wrong) -> torch.Tensor:
+            return wrong(full(size, 0)) if is_wrong else full(size, 0)
+
+        calls = [
+            lambda out=out: dist.all_gather_into_tensor(out(8), x),
+            lambda out=out: dist.reduce_scatter_tensor(out(4), full(8, 1)),
+        ]
+        if "float64" in text:  # PyTorch compares the dtypes of lists, but not in the methods of the group
+            calls.append(lambda out=out: ours.allgather([[out(4), out(4)]], [x]).wait())
+            calls.append(lambda out=out: ours.reduce_scatter([out(4)], [[x, x]]).wait())
+        for call in calls:
+            with pytest.raises((ValueError, TypeError) if is_wrong else moe_a2a.PeerRefusedError, match=text):
+                call()
+            y = full(2, 1)
+            dist.all_reduce(y)
+            assert torch.equal(y, full(2, 2))
+    dist.destroy_process_group()
+
+
+@on_device.cpu_only
+def test_outputs_that_do_not_fit_on_one_rank():
+    run_on_backend(2, outputs_program)
