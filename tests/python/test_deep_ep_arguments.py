@@ -152,9 +152,11 @@ def test_a_low_latency_dispatch_that_fails_after_packed_rows():
             buffer.low_latency_combine(recv.clone(), ids, weights, handle)
             return got
 
+        fails = buffer.rank == 1
+        wrong = {"round_scale": True} if fails else {}  # the others are still to make their memory: nobody told them
+        refused_call(group, fails, "no round_scale", step, 1, error=ValueError, **wrong)
         assert step(1) == [1]
         buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=torch.zeros(8))
-        fails = buffer.rank == 1
         for text, wrong in {"no round_scale": {"round_scale": True}, r"x has shape \[128\]": {"x": x[0]}}.items():
             refused_call(group, fails, text, step, 2, error=ValueError, **(wrong if fails else {}))
             assert [step(3), step(4)] == [[3], [4]]
@@ -185,5 +187,55 @@ def test_an_expanded_dispatch_that_fails_beside_another_kind(hidden):
         refused_call(group, fails, text, step, 2, hidden, right[1:] if fails else right, error=ValueError)
         assert [step(3, hidden, right), step(4, hidden, right)] == [[3], [4]]
         buffer.destroy()
+
+    on_device.run(2, program)
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("api", ["packed", "low latency", "expanded", "hybrid"])
+def test_ranks_that_disagree_on_a_first_dispatch(api):
+    """The error was of the objects below and named their arguments, num_tokens_per_expert nowhere; weights and float8 rows on
+    one rank only gave rows, scales and weights without meaning."""
+
+    def program(group):
+        def dispatch(
+            hidden=256, topk=2, num_experts=8, dtype=torch.bfloat16, has_weights=True, is_float8=False, most=16
+        ):
+            x, ids = torch.ones(4, hidden, dtype=dtype), torch.arange(topk).expand(4, topk).contiguous()
+            rows = (x.to(torch.float8_e4m3fn), torch.ones(4, 2)) if is_float8 else x
+            weights = torch.ones(4, topk) if has_weights else None
+            if api == "packed":
+                counts = torch.zeros(num_experts)
+                return buffer.dispatch(
+                    rows, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=counts, num_worst_tokens=2 * most
+                )
+            if api == "low latency":
+                return buffer.low_latency_dispatch(x, ids, most, num_experts, use_fp8=is_float8, topk_weights=weights)
+            if api == "expanded":
+                how = {"num_experts": num_experts, "num_max_tokens_per_rank": most, "do_expand": True}
+                return elastic.dispatch(rows, ids, weights, **how)
+            hidden, scales = rows if is_float8 else (rows, None)
+            routing = {"topk_idx": ids, "topk_weights": weights, "num_of_experts": 8}
+            return hybrid.dispatch_with_permute(hidden=hidden, scaling_factor=scales, **routing)
+
+        buffer, elastic = buffer_of(group), deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=16)
+        hybrid = deep_ep.HybridEPBuffer(group, 256, 16, 4)
+        cases = {
+            "the row length of x or hidden: 256 on rank 0, 128 on another": {"hidden": 128},
+            "the dtype of x or hidden: torch.bfloat16 on rank 0, torch.float32 on another": {"dtype": torch.float32},
+            r"whether rows are float8 \(x, hidden or use_fp8\): no on rank 0, yes on another": {"is_float8": True},
+            "whether there are topk_weights or probs: yes on rank 0, no on another": {"has_weights": False},
+        }
+        if api != "hybrid":
+            experts = r"the number of experts \(num_experts, or the length of num_tokens_per_expert\): 8 on rank 0, 16"
+            cases |= {experts: {"num_experts": 16}, "the columns of topk_idx: 2 on rank 0, 3": {"topk": 3}}
+            cases["the most tokens of a rank .*rounded up: .* on rank 0, 256 on another"] = {"most": 256}
+        for text, other in cases.items():
+            text = text if group.rank == 0 else text.split(":")[0]
+            with pytest.raises(ValueError, match=f"ranks disagree on {text}"):
+                dispatch(**(other if group.rank == 1 else {}))
+        dispatch()
+        for each in (buffer, elastic, hybrid):
+            each.destroy()
 
     on_device.run(2, program)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +16,9 @@ from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
+from moe_a2a.integrations.deep_ep.kinds import Call, Kind, difference
 
 TABLE_NBYTES = 1 << 20  # larger tables of choices go in slices
-
-
-class Kind(NamedTuple):
-    """What all dispatches of an ExpertParallel have in common, on all ranks."""
-
-    num_experts: int
-    num_topk: int
-    hidden: int
-    dtype: torch.dtype
-    is_low_latency: bool
 
 
 @dataclass(eq=False)
@@ -88,9 +79,14 @@ class Exchange:
             if tensor.dim() != 2:
                 raise ValueError(f"{name} has shape {list(tensor.shape)} on rank {self.rank}; pass a row per token")
 
-    def most_tokens(self, num_tokens: int) -> int:
-        """The largest number of tokens on any rank, read by the host."""
-        return self.largest(num_tokens)[0]
+    def agree(self, num_tokens: int, call: Call) -> int:
+        """The largest number of tokens on any rank, read by the host. Raises on every rank if the ranks make different calls."""
+        mine = call.numbers()
+        most_tokens, *largest = self.largest(num_tokens, *mine, *(-number for number in mine))
+        most, least = largest[: len(mine)], [-number for number in largest[len(mine) :]]
+        if problem := difference(self.rank, mine, least, most):
+            raise ValueError(problem)
+        return most_tokens
 
     def largest(self, *numbers: int) -> list[int]:
         """Of each number the largest on any rank, read by the host."""
@@ -132,7 +128,7 @@ class Exchange:
             num_experts=kind.num_experts,
             num_topk=kind.num_topk,
             hidden=kind.hidden,
-            num_max_tokens_per_rank=num_max_tokens if kind.is_low_latency else _power_of_two(num_max_tokens),
+            num_max_tokens_per_rank=kind.num_max_tokens_per_rank(num_max_tokens),
             dtype=kind.dtype,
             num_buffers=self.num_buffers,
         )
@@ -216,8 +212,8 @@ class Exchange:
     @contextmanager
     def dispatch_refused_if_failed(self, ep: ExpertParallel | None) -> Iterator[None]:
         """Around the checks of a dispatch. A rank that fails makes room as its peers do, so that all end the same dispatches.
-        ep: that of the peers; None: not made yet, so nobody can be told."""
-        with nullcontext() if ep is None else calls.dispatch_refused_if_failed(ep):
+        ep: that of the peers; None: not made yet, so they are in agree()."""
+        with calls.refused_if_failed(self.collectives) if ep is None else calls.dispatch_refused_if_failed(ep):
             try:
                 yield
             except BaseException:
@@ -305,7 +301,3 @@ def padded(rows: Tensor, num_rows: int, fill: int) -> Tensor:
     result = rows.new_full((num_rows, rows.shape[1]), fill)
     result[: len(rows)] = rows
     return result
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 127).bit_length()

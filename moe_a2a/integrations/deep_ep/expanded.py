@@ -17,7 +17,8 @@ from torch import Tensor
 from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, Routing, begin_combine
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine
+from moe_a2a.integrations.deep_ep.kinds import Call, Kind
 from moe_a2a.row_routes import by_choice, choice_numbers, make_unweighted
 
 
@@ -74,7 +75,7 @@ def begin_dispatch(
     num_rows: how many rows to return; None: those that arrived with is_exact, else as many as could. If more arrive, that is
     an error with is_exact; else the handle still has to drop_routes()."""
     if not exchange.find(kind, num_max_tokens):
-        exchange.most_tokens(len(x))  # or learns that another rank's call has failed
+        exchange.agree(len(x), Call(kind, num_max_tokens, x_scales is not None, topk_weights is not None))
     ep = exchange.expert_parallel(kind, num_max_tokens)
     receive = _begin(
         exchange, ep, x, x_scales, topk_idx, topk_weights, expert_alignment, deferred=deferred, num_blocks=num_blocks

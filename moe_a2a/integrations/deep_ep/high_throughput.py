@@ -15,7 +15,8 @@ from torch import Tensor
 from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, Routing, begin_combine, padded
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, padded
+from moe_a2a.integrations.deep_ep.kinds import Call, Kind
 from moe_a2a.row_routes import landed_rows
 
 
@@ -72,7 +73,7 @@ def begin_dispatch(
     """Sends; what is returned receives. kind, bound and the arguments that they come from: see checked()."""
     most = None
     if bound is None or not exchange.find(kind, bound):
-        most = exchange.most_tokens(len(x))  # or learns that another rank's call has failed
+        most = exchange.agree(len(x), Call(kind, bound or 0, x_scales is not None, topk_weights is not None))
         bound = most if bound is None else bound
     ep = exchange.expert_parallel(kind, bound)
     with calls.refused_if_failed(exchange.collectives):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moe_a2a import arguments
 from moe_a2a.devices import float8_dtype
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind
+from moe_a2a.integrations.deep_ep.exchange import Exchange
+from moe_a2a.integrations.deep_ep.kinds import Kind
 from moe_a2a.integrations.deep_ep.routing_map import by_choice_of, map_to_indices
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Kind, padded
+from moe_a2a.integrations.deep_ep.exchange import Exchange, padded
+from moe_a2a.integrations.deep_ep.kinds import Call, Kind
 from moe_a2a.row_routes import choice_numbers
 
 Hook = Callable[[], None]
@@ -63,7 +64,11 @@ def dispatch(
     with exchange.dispatch_refused_if_failed(likely):
         check()
         exchange.check_per_token(x=x, topk_idx=topk_idx)
-    kind = Kind(num_experts, topk_idx.shape[-1], x.shape[-1], x.dtype, is_low_latency=True)
+        arguments.checked_int(exchange.rank, "num_max_dispatch_tokens_per_rank", num_max_tokens, 1)
+        arguments.checked_int(exchange.rank, "num_experts", num_experts, 1)
+    kind = Kind(num_experts, topk_idx.shape[1], x.shape[1], x.dtype, is_low_latency=True)
+    if not exchange.find(kind, num_max_tokens):
+        exchange.agree(len(x), Call(kind, num_max_tokens, bool(use_fp8), topk_weights is not None))
     ep = exchange.expert_parallel(kind, num_max_tokens)
     exchange.make_room(ep)
     with calls.dispatch_refused_if_failed(ep):

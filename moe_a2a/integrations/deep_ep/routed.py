@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,8 @@ from moe_a2a.integrations.deep_ep import expanded, high_throughput
 from moe_a2a.integrations.deep_ep.buffer import Rows
 from moe_a2a.integrations.deep_ep.ep_handle import EPHandle, handle_of
 from moe_a2a.integrations.deep_ep.events import EventHandle
-from moe_a2a.integrations.deep_ep.exchange import Kind, OfExchange, rows_and_scales
+from moe_a2a.integrations.deep_ep.exchange import OfExchange, rows_and_scales
+from moe_a2a.integrations.deep_ep.kinds import Kind
 
 SIZE_ALIGNMENT = 2 << 20
 
@@ -112,7 +112,7 @@ class RoutedBuffer(OfExchange):
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Returns once all ranks have called it."""
-        self._open().most_tokens(0)
+        self._open().largest(0)
 
     # ---- a first dispatch
 
@@ -120,7 +120,7 @@ class RoutedBuffer(OfExchange):
         exchange = self._open()
         most = self.num_max_tokens_per_rank if first.num_max_tokens is None else first.num_max_tokens
         likely = exchange.likely(first.x, first.topk_idx, first.num_experts, most) if first.do_expand else None
-        with exchange.dispatch_refused_if_failed(likely) if likely is not None else self._gather_refused():
+        with exchange.dispatch_refused_if_failed(likely):
             check()
             rows, scales = rows_and_scales(self.rank_idx, first.x)
             kind, bound, topk_idx = self._checked(first, rows, scales)
@@ -128,9 +128,6 @@ class RoutedBuffer(OfExchange):
         begin = self._begin_expanded if first.do_expand else self._begin_packed
         finish = begin(first, kind, bound, rows, scales, topk_idx, blocks)
         return finish if first.stats is None else lambda: _counted(finish(), first.stats)
-
-    def _gather_refused(self) -> AbstractContextManager[None]:
-        return calls.refused_if_failed(self._open().collectives)
 
     def _checked(self, first: First, x: Tensor, x_scales: Tensor | None) -> tuple[Kind, int, Tensor]:
         rank, topk_idx = self.rank_idx, first.topk_idx
