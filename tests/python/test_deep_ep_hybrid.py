@@ -316,7 +316,7 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
             buffer.dispatch_with_permute(hidden=x, handle=handle, **({"num_permuted_tokens": 1} if fails else {}))
             handle.ep.check()
         group.all_gather(None)
-        with refused(ValueError, "x has shape"):
+        with refused(ValueError, "hidden has shape"):
             buffer.combine_with_unpermute(hidden=rows[:-1] if fails else rows, handle=handle)
             handle.ep.check()
         group.all_gather(None)
@@ -329,7 +329,7 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
             handle.ep.check()
         group.all_gather(None)
         packed_rows, _, _, packed = buffer.dispatch(x, routing_map=dense["routing_map"])
-        with refused(ValueError, "x has shape"):
+        with refused(ValueError, "hidden has shape"):
             buffer.combine(packed_rows[:-1] if fails else packed_rows, handle=packed)
             packed.ep.check()
         group.all_gather(None)

@@ -71,7 +71,7 @@ class Buffer(OfExchange):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """The blocks of the kernels of all Buffers. Before the first call, moe_a2a's launch table decides."""
-        Buffer.num_sms = Buffer._num_blocks = new_num_sms
+        Buffer.num_sms = Buffer._num_blocks = arguments.checked_int(None, "new_num_sms", new_num_sms, 1)
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -111,11 +111,7 @@ class Buffer(OfExchange):
         if topk_idx.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"topk_idx is {topk_idx.dtype} on rank {self.rank}; pass int32 or int64")
         num_experts = arguments.checked_int(self.rank, "num_experts", num_experts, 1)
-        if num_experts % self.group_size:
-            raise ValueError(
-                f"num_experts={num_experts} on rank {self.rank} is not divisible by the {self.group_size} ranks; pass that of the "
-                "whole model"
-            )
+        self._open().check_num_experts("num_experts", num_experts)
         ids = torch.where((topk_idx < 0) | (topk_idx >= num_experts), num_experts, topk_idx).long()
         chosen = topk_idx.new_zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
         chosen.scatter_(1, ids, True)
@@ -182,6 +178,7 @@ class Buffer(OfExchange):
                     )
                 arguments.check_tensor(self.rank, "num_tokens_per_expert", num_tokens_per_expert)
                 num_experts = num_tokens_per_expert.numel()
+                exchange.check_num_experts("num_tokens_per_expert.numel()", num_experts)
                 expert_alignment = arguments.checked_int(self.rank, "expert_alignment", expert_alignment, 1)
                 kind, bound = high_throughput.checked(
                     exchange, rows, scales, topk_idx, topk_weights, num_experts, num_worst_tokens
@@ -323,6 +320,11 @@ class Buffer(OfExchange):
                 use_logfmt=(use_logfmt, False),
                 combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, None),
             )
+            if not handle.is_received:
+                raise RuntimeError(
+                    f"low_latency_combine on rank {self.rank} before its rows were received; call the hook of low_latency_dispatch "
+                    "first"
+                )
         combined, hook = low_latency.combine(
             exchange, x, topk_weights, handle, out=out, return_recv_hook=return_recv_hook
         )
@@ -352,7 +354,9 @@ class Buffer(OfExchange):
 
     def _blocks(self, config: Config | None) -> int:
         """A Config chooses the blocks only if its num_sms differs from the default."""
-        return self._num_blocks if config is None or config.num_sms == Buffer.num_sms else config.num_sms
+        if config is None or config.num_sms == Buffer.num_sms:
+            return self._num_blocks
+        return arguments.checked_int(self.rank, "config.num_sms", config.num_sms, 0)
 
     def _refuse(self, call: str, **values: tuple[Any, Any]) -> None:
         for name, (value, supported) in values.items():

@@ -40,13 +40,9 @@ class Routing:
         """Whether a combine needs no other dispatch before it: the same on all ranks."""
         return self.latest is not None and self.latest.is_open
 
-    def check_rows(self, x: Any) -> None:
-        """Raises unless x may have a row for each token; the dispatch checks the rest."""
-        arguments.check_tensor(self.ep.rank, "x", x)
-        if x.dim() and len(x) != len(self.topk_idx):
-            raise ValueError(
-                f"x has {len(x)} rows on rank {self.ep.rank}, but its handle is of {len(self.topk_idx)} tokens; pass as many rows"
-            )
+    def check_rows(self, x: Any, name: str) -> None:
+        """Raises unless x has a row for each token; the dispatch checks its dtype."""
+        check_table(self.ep.rank, name, x, [len(self.topk_idx), self.ep.hidden], "one row per token of the handle")
 
     def no_rows(self) -> Tensor:
         """Uninitialised rows, for a dispatch that only sends the routing."""
@@ -72,6 +68,13 @@ class Exchange:
     @property
     def num_ranks(self) -> int:
         return self.comm.num_ranks
+
+    def check_num_experts(self, name: str, num_experts: int) -> None:
+        """name: where the number comes from."""
+        if num_experts < 1 or num_experts % self.num_ranks:
+            raise ValueError(
+                f"{name}={num_experts} on rank {self.rank} is not divisible by the {self.num_ranks} ranks; pass that of the whole model"
+            )
 
     def check_per_token(self, **tensors: Any) -> None:
         for name, tensor in tensors.items():
@@ -107,10 +110,11 @@ class Exchange:
         self, x: Any, topk_idx: Any, num_experts: Any, num_max_tokens: Any, *, is_low_latency: bool = False
     ) -> ExpertParallel | None:
         """Which one the peers are in if they dispatch with such arguments, of which some may be wrong on this rank: find() if
-        they say which kind, else the one that agrees with most of them, the newest first. None: it is not made yet."""
-        x = x[0] if isinstance(x, tuple) and x else x
-        wanted: tuple[Any, ...] = num_experts, _row_size(topk_idx), _row_size(x), getattr(x, "dtype", None)
-        if None not in wanted and isinstance(num_max_tokens, int):
+        they say which kind, and it can exist; else the one that agrees with most of them, the newest first. None: it is not
+        made yet."""
+        rows, dtype = (x[0], torch.bfloat16) if isinstance(x, tuple) and x else (x, getattr(x, "dtype", None))
+        wanted: tuple[Any, ...] = num_experts, _row_size(topk_idx), _row_size(rows), dtype
+        if self._is_possible(num_experts, num_max_tokens, dtype) and None not in wanted:
             return self.find(Kind._make((*wanted, is_low_latency)), num_max_tokens)
         agreeing = [
             (sum(a == b for a, b in zip(made, wanted, strict=False)), number)
@@ -118,6 +122,10 @@ class Exchange:
             if made.is_low_latency == is_low_latency
         ]
         return self._made[max(agreeing)[1]][1] if agreeing else None
+
+    def _is_possible(self, num_experts: Any, num_max_tokens: Any, dtype: Any) -> bool:
+        are_counts = all(isinstance(n, int) and n > 0 for n in (num_experts, num_max_tokens))
+        return are_counts and num_experts % self.num_ranks == 0 and dtype in arguments.ROW_DTYPES
 
     def expert_parallel(self, kind: Kind, num_max_tokens: int) -> ExpertParallel:
         """find(), or else a new one: num_max_tokens is the same on all ranks. Smaller ones stay: handles may refer to them."""
@@ -281,6 +289,25 @@ class OfExchange:
         if self._exchange is None:
             raise RuntimeError(f"the {type(self).__name__} of rank {self._rank} has been destroyed; make another")
         return self._exchange
+
+
+def check_table(
+    rank: int, name: str, table: Any, shape: list[int], what: str = "", dtypes: tuple[torch.dtype, ...] = ()
+) -> None:
+    """what: the shape in words. dtypes: those allowed; none: any."""
+    arguments.check_tensor(rank, name, table)
+    if list(table.shape) != shape:
+        raise ValueError(f"{name} has shape {list(table.shape)} on rank {rank}; pass {shape}{what and ', ' + what}")
+    if dtypes and table.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {table.dtype} on rank {rank}; pass {' or '.join(map(str, dtypes))}")
+
+
+def check_row_dtype(rank: int, name: str, rows: Tensor, scales: Any) -> None:
+    """Raises for rows that cannot be sent; the dispatch checks scales."""
+    if scales is None and rows.dtype not in arguments.ROW_DTYPES:
+        raise TypeError(
+            f"{name} has dtype {rows.dtype} on rank {rank}; pass torch.bfloat16, torch.float16 or torch.float32, or scales to float8"
+        )
 
 
 def rows_and_scales(rank: int, x: Any) -> tuple[Any, Any]:

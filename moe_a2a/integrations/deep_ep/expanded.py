@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_a2a import arguments, calls
+from moe_a2a import calls
+from moe_a2a.arguments import ROW_DTYPES
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_table
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
 from moe_a2a.row_routes import by_choice, choice_numbers, make_unweighted
 
@@ -108,11 +109,12 @@ def begin_dispatch_again(
     *,
     deferred: bool = False,
     num_blocks: int,
+    name: str = "x",
 ) -> Callable[[], None]:
-    """x: None: only the routing is sent."""
+    """x: None: only the routing is sent. name: of x, in errors."""
     with exchange.dispatch_again_refused_if_failed(handle):
         x = handle.no_rows() if x is None else x
-        handle.check_rows(x)
+        handle.check_rows(x, name)
     routing = handle.topk_idx, topk_weights, handle.expert_alignment
     receive = _begin(exchange, handle.ep, x, x_scales, *routing, deferred=deferred, num_blocks=num_blocks)
 
@@ -159,16 +161,18 @@ def begin_combine_of(
     *,
     deferred: bool = False,
     num_blocks: int,
+    names: tuple[str, str] = ("x", "topk_weights"),
 ) -> Callable[[], Combined]:
-    """What is returned receives the sums over all routes of the rows `x`, and `topk_weights` by token and choice."""
+    """What is returned receives the sums over all routes of the rows `x`, and `topk_weights` by token and choice. names: of
+    these two, in errors."""
     ep = handle.ep
     if not handle.is_open:
         begin_dispatch_again(exchange, handle, None, None, None, num_blocks=num_blocks)()
     opened, table = handle.open, None
     with calls.attempt_refused_if_failed(ep, opened):
-        _check_shape(ep.rank, "x", x, [handle.num_rows, ep.hidden])
+        check_table(ep.rank, names[0], x, [handle.num_rows, ep.hidden], "as dispatch() returned", (ep.dtype,))
         if topk_weights is not None:
-            _check_shape(ep.rank, "topk_weights", topk_weights, [handle.num_rows])
+            check_table(ep.rank, names[1], topk_weights, [handle.num_rows], "as dispatch() returned", ROW_DTYPES)
             table = handle.by_choice(topk_weights) if handle.carries_choices else None
         make_unweighted(opened._core, opened._handle)
     sums = begin_combine(x, opened, deferred=deferred, num_blocks=num_blocks)
@@ -227,9 +231,3 @@ def _resized(rows: Tensor, num_rows: int) -> Tensor:
     result = rows.new_empty(num_rows, rows.shape[1])
     result[: len(rows)] = rows
     return result
-
-
-def _check_shape(rank: int, name: str, value: Tensor, shape: list[int]) -> None:
-    arguments.check_tensor(rank, name, value)
-    if list(value.shape) != shape:
-        raise ValueError(f"{name} has shape {list(value.shape)} on rank {rank}; pass {shape}, as dispatch() returned")

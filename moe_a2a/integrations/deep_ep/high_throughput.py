@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, padded
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_row_dtype, check_table, padded
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
 from moe_a2a.row_routes import landed_rows
 
@@ -29,6 +30,9 @@ class Handle(Routing):
 
     def packed(self, rows: Tensor) -> Tensor:
         return _packed(rows, self.row_index)
+
+    def check_packed(self, name: str, rows: Any, width: int, dtypes: tuple[torch.dtype, ...]) -> None:
+        check_table(self.ep.rank, name, rows, [len(self.row_index), width], "one row per row of recv_x", dtypes)
 
     def unpacked(self, packed: Tensor) -> Tensor:
         """[R * T, ...]; rows without a packed row are not initialised."""
@@ -106,14 +110,15 @@ def begin_dispatch_again(
     topk_weights: Tensor | None = None,
     deferred: bool = False,
     num_blocks: int,
+    name: str = "x",
 ) -> Callable[[], Received]:
-    """The rows of `x` along the routing of an earlier dispatch, and topk_weights if given."""
+    """The rows of `x` along the routing of an earlier dispatch, and topk_weights if given. name: of x, in errors."""
     weights = None
     with exchange.dispatch_again_refused_if_failed(handle):
-        handle.check_rows(x)
+        handle.check_rows(x, name)
         if topk_weights is not None:
-            arguments.check_tensor(exchange.rank, "topk_weights", topk_weights)
-            _check_choices(exchange.rank, "topk_weights", topk_weights, list(handle.topk_idx.shape))
+            shape = list(handle.topk_idx.shape)
+            check_table(exchange.rank, "topk_weights", topk_weights, shape, "one row per token of the handle")
             weights = topk_weights.float().contiguous()
     receive = exchange.begin_dispatch(
         handle.ep, x, handle.topk_idx, weights, x_scales, deferred=deferred, num_blocks=num_blocks
@@ -140,8 +145,10 @@ def begin_combine_of(
     *,
     deferred: bool = False,
     num_blocks: int,
+    name: str = "x",
 ) -> Callable[[], Combined]:
-    """What is returned receives the sums over ranks of the packed rows `x`, and of `topk_weights` by choice."""
+    """What is returned receives the sums over ranks of the packed rows `x`, and of `topk_weights` by choice. name: of x, in
+    errors."""
     ep = handle.ep
     if not handle.is_open:
         with exchange.dispatch_again_refused_if_failed(handle):
@@ -150,7 +157,7 @@ def begin_combine_of(
         handle.latest = exchange.begin_dispatch(ep, rows, *routing, deferred=False, num_blocks=num_blocks)()
     opened = handle.open
     with calls.attempt_refused_if_failed(ep, opened):  # released here alone, it would not be open on the other ranks
-        _check_rows(handle, "x", x, ep.hidden)
+        handle.check_packed(name, x, ep.hidden, (ep.dtype,))
         rows = handle.unpacked(x)
     sums = begin_combine(rows, opened, presummed=True, deferred=deferred, num_blocks=num_blocks)
 
@@ -159,7 +166,7 @@ def begin_combine_of(
         if topk_weights is None:
             return combined_x, None
         with calls.refused_if_failed(exchange.collectives):
-            _check_rows(handle, "topk_weights", topk_weights, ep.num_topk)
+            handle.check_packed("topk_weights", topk_weights, ep.num_topk, arguments.ROW_DTYPES)
             num_rows = ep.num_ranks * ep.num_max_tokens_per_rank
             by_choice = topk_weights.new_zeros(num_rows + 1, ep.num_topk)
             by_choice.index_copy_(0, handle.row_index, topk_weights)
@@ -184,7 +191,8 @@ def checked(
     shape = [len(x), topk_idx.shape[-1]]
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         if tensor is not None:
-            _check_choices(rank, name, tensor, shape)
+            check_table(rank, name, tensor, shape, "one row per row of x")
+    check_row_dtype(rank, "x", x, x_scales)
     dtype = x.dtype if x_scales is None else torch.bfloat16
     kind = Kind(num_experts, topk_idx.shape[1], x.shape[1], dtype, is_low_latency=False)
     if not arguments.checked_int(rank, "num_worst_tokens", num_worst_tokens, 0):
@@ -196,20 +204,6 @@ def checked(
             f"{exchange.num_ranks} ranks; pass a larger num_worst_tokens"
         )
     return kind, bound
-
-
-def _check_choices(rank: int, name: str, tensor: Tensor, shape: list[int]) -> None:
-    if list(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)} on rank {rank}; pass {shape}, one row per row of x")
-
-
-def _check_rows(handle: Handle, name: str, rows: Tensor, width: int) -> None:
-    arguments.check_tensor(handle.ep.rank, name, rows)
-    if list(rows.shape) != [len(handle.row_index), width]:
-        raise ValueError(
-            f"{name} has shape {list(rows.shape)} on rank {handle.ep.rank}; pass {[len(handle.row_index), width]}, one row per "
-            "row of recv_x"
-        )
 
 
 def _choices(topk_idx: Tensor, topk_weights: Tensor | None, ep: ExpertParallel) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_a2a import arguments
 from moe_a2a.devices import float8_dtype
-from moe_a2a.integrations.deep_ep.exchange import Exchange
+from moe_a2a.integrations.deep_ep.exchange import Exchange, check_row_dtype, check_table
 from moe_a2a.integrations.deep_ep.kinds import Kind
 from moe_a2a.integrations.deep_ep.routing_map import by_choice_of, map_to_indices
 
@@ -99,6 +99,7 @@ def checked_routing(
 def checked_num_rows(
     rank: int, num_permuted_tokens: int | Tensor | None, pad_multiple: int, non_blocking: bool
 ) -> int | None:
+    arguments.checked_int(rank, "pad_multiple", pad_multiple, 1, arguments.MAX_EXPERT_ALIGNMENT)
     num_rows = None if num_permuted_tokens is None else int(num_permuted_tokens)
     if non_blocking and (num_rows is None or num_rows < 0 or num_rows % pad_multiple):
         raise ValueError(
@@ -108,17 +109,14 @@ def checked_num_rows(
     return num_rows
 
 
-def check_table(rank: int, name: str, table: Tensor, shape: list[int]) -> None:
-    arguments.check_tensor(rank, name, table)
-    if list(table.shape) != shape:
-        raise ValueError(f"{name} has shape {list(table.shape)} on rank {rank}; pass {shape}")
-
-
 def rows_of(rank: int, hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Rows and scales; bytes count as float8, and scales of other rows are not used."""
     arguments.check_tensor(rank, "hidden", hidden)
     if hidden.dtype.itemsize != 1:
+        check_row_dtype(rank, "hidden", hidden, None)
         return hidden.contiguous(), None
     if scaling_factor is None:
         raise ValueError(f"hidden is {hidden.dtype} without scaling_factor on rank {rank}; pass its scales")
+    shape = [*hidden.shape[:-1], -(-hidden.shape[-1] // 128)] if hidden.dim() else []
+    check_table(rank, "scaling_factor", scaling_factor, shape, "a scale per 128 values of hidden", (torch.float32,))
     return hidden.contiguous().view(float8_dtype(hidden.device)), scaling_factor

@@ -16,11 +16,10 @@ from torch import Tensor
 from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.integrations.deep_ep import expanded, high_throughput
-from moe_a2a.integrations.deep_ep.exchange import OfExchange
+from moe_a2a.integrations.deep_ep.exchange import OfExchange, check_table
 from moe_a2a.integrations.deep_ep.hybrid_arguments import (
     BufferConfig,
     First,
-    check_table,
     checked_num_rows,
     checked_routing,
     rows_of,
@@ -184,7 +183,8 @@ class HybridEPBuffer(OfExchange):
             arguments.check_tensor(self.rank, "hidden", hidden)
             arguments.check_optional_tensor(self.rank, "probs", probs)
             hidden, probs = hidden.contiguous(), None if probs is None else probs.float()
-        finish = expanded.begin_combine_of(exchange, hidden, routing, probs, num_blocks=self._combine_blocks)
+        how: dict[str, Any] = {"num_blocks": self._combine_blocks, "names": ("hidden", "probs")}
+        finish = expanded.begin_combine_of(exchange, hidden, routing, probs, **how)
         combined, by_choice = finish()
         if by_choice is None:
             return combined, None
@@ -245,9 +245,8 @@ class HybridEPBuffer(OfExchange):
             if probs is not None:
                 check_table(self.rank, "probs", probs, [len(packed.recv_topk_idx), ep.num_experts])
             rows, weights = hidden.contiguous(), None if probs is None else packed.weights(probs)
-        finish = high_throughput.begin_combine_of(
-            exchange, rows, packed.routing, weights, num_blocks=self._combine_blocks
-        )
+        how: dict[str, Any] = {"num_blocks": self._combine_blocks, "name": "hidden"}
+        finish = high_throughput.begin_combine_of(exchange, rows, packed.routing, weights, **how)
         combined, by_choice = finish()
         if by_choice is None:
             return combined, None
@@ -281,9 +280,8 @@ class HybridEPBuffer(OfExchange):
             if probs is not None:
                 check_table(self.rank, "probs", probs, [len(routing.topk_idx), routing.ep.num_experts])
                 weights = by_choice_of(probs, routing.topk_idx)
-        return high_throughput.begin_dispatch_again(
-            exchange, rows, scales, routing, topk_weights=weights, num_blocks=self._dispatch_blocks
-        )()
+        how: dict[str, Any] = {"num_blocks": self._dispatch_blocks, "name": "hidden"}
+        return high_throughput.begin_dispatch_again(exchange, rows, scales, routing, topk_weights=weights, **how)()
 
     # ---- a first dispatch
 
@@ -375,8 +373,8 @@ class HybridEPBuffer(OfExchange):
             if probs is not None:
                 check_table(self.rank, "probs", probs, [len(routing.topk_idx), routing.ep.num_experts])
                 topk_weights = by_choice_of(probs, routing.topk_idx)
-        how = rows, scales, topk_weights
-        expanded.begin_dispatch_again(exchange, routing, *how, num_blocks=self._dispatch_blocks)()
+        how: dict[str, Any] = {"num_blocks": self._dispatch_blocks, "name": "hidden"}
+        expanded.begin_dispatch_again(exchange, routing, rows, scales, topk_weights, **how)()
         with calls.combine_refused_if_failed(routing.open):
             received = self._received(handle, topk_weights is not None, None)
             return received._replace(hidden=received.hidden.view(hidden.dtype))

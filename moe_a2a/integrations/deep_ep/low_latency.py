@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, padded
+from moe_a2a.integrations.deep_ep.exchange import Exchange, check_row_dtype, check_table, padded
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
 from moe_a2a.row_routes import choice_numbers
 
@@ -31,6 +31,7 @@ class LowLatencyHandle:
     opened: DispatchHandle
     num_tokens: int
     has_weights: bool
+    is_received: bool  # else its hook is still to be called
 
     @property
     def needs_weights(self) -> bool:
@@ -64,8 +65,7 @@ def dispatch(
     with exchange.dispatch_refused_if_failed(likely):
         check()
         exchange.check_per_token(x=x, topk_idx=topk_idx)
-        arguments.checked_int(exchange.rank, "num_max_dispatch_tokens_per_rank", num_max_tokens, 1)
-        arguments.checked_int(exchange.rank, "num_experts", num_experts, 1)
+        _check(exchange, x, num_max_tokens, num_experts)
     kind = Kind(num_experts, topk_idx.shape[1], x.shape[1], x.dtype, is_low_latency=True)
     if not exchange.find(kind, num_max_tokens):
         exchange.agree(len(x), Call(kind, num_max_tokens, bool(use_fp8), topk_weights is not None))
@@ -76,15 +76,26 @@ def dispatch(
     quantize = "fp8" if use_fp8 else None
     if not return_recv_hook:
         opened = exchange.opened(ep, ep.dispatch(x, *routing, layout="masked", quantize=quantize))
-        handle = LowLatencyHandle(ep, opened, len(x), topk_weights is not None)
+        handle = LowLatencyHandle(ep, opened, len(x), topk_weights is not None, is_received=True)
         with calls.combine_refused_if_failed(opened):
             return LowLatencyReceived(*_received(opened, use_fp8), handle, None)
     opened = exchange.opened(ep, ep.dispatch_send(x, *routing, quantize=quantize))
-    handle = LowLatencyHandle(ep, opened, len(x), topk_weights is not None)
+    handle = LowLatencyHandle(ep, opened, len(x), topk_weights is not None, is_received=False)
     with calls.combine_refused_if_failed(opened):
         received = LowLatencyReceived(*_empty(ep, opened.row_dtype, use_fp8), handle, None)
     received.hook = lambda: _fill(received)
     return received
+
+
+def _check(exchange: Exchange, x: Tensor, num_max_tokens: int, num_experts: int) -> None:
+    rank = exchange.rank
+    check_row_dtype(rank, "x", x, None)
+    arguments.checked_int(rank, "num_max_dispatch_tokens_per_rank", num_max_tokens, 1)
+    if len(x) > num_max_tokens:
+        raise ValueError(
+            f"x has {len(x)} rows > num_max_dispatch_tokens_per_rank={num_max_tokens} on rank {rank}; pass a larger one"
+        )
+    exchange.check_num_experts("num_experts", arguments.checked_int(rank, "num_experts", num_experts, 1))
 
 
 def combine(
@@ -99,6 +110,9 @@ def combine(
     ep, opened = handle.ep, handle.opened
     if handle.needs_weights:
         _set_weights(exchange, handle, topk_weights)
+    with calls.attempt_refused_if_failed(ep, opened):
+        shape = [ep.num_local_experts, ep.num_ranks * ep.num_max_tokens_per_rank, ep.hidden]
+        check_table(ep.rank, "x", x, shape, "rows where recv_x has theirs", (ep.dtype,))
     if not return_recv_hook:
         return ep.combine(x, opened, out=out), None
     with calls.combine_refused_if_failed(opened):
@@ -141,6 +155,7 @@ def _empty(ep: ExpertParallel, dtype: torch.dtype, use_fp8: bool) -> tuple[Tenso
 def _fill(received: LowLatencyReceived) -> None:
     opened = received.handle.opened
     received.handle.ep.dispatch_recv(opened, layout="masked")
+    received.handle.is_received = True
     with calls.combine_refused_if_failed(opened):
         received.x.copy_(opened.expert_x)
         received.counts.copy_(opened.expert_counts)
@@ -152,10 +167,7 @@ def _set_weights(exchange: Exchange, handle: LowLatencyHandle, topk_weights: Ten
     """Replaces the index of each choice by its weight."""
     ep, opened = handle.ep, handle.opened
     with calls.refused_if_failed(exchange.collectives):
-        arguments.check_tensor(ep.rank, "topk_weights", topk_weights)
-        shape = [handle.num_tokens, ep.num_topk]
-        if list(topk_weights.shape) != shape:
-            raise ValueError(f"topk_weights has shape {list(topk_weights.shape)} on rank {ep.rank}; pass {shape}")
+        check_table(ep.rank, "topk_weights", topk_weights, [handle.num_tokens, ep.num_topk])
         table = padded(topk_weights.float(), ep.num_max_tokens_per_rank, 0)
     weights = exchange.gathered(table)
     with calls.combine_refused_if_failed(opened):

@@ -136,12 +136,13 @@ class RoutedBuffer(OfExchange):
                 f"dispatch on rank {rank} got neither a handle nor a routing; pass topk_idx and num_experts"
             )
         bound = self.num_max_tokens_per_rank if first.num_max_tokens is None else first.num_max_tokens
-        if bound < 1:
-            raise ValueError(f"num_max_tokens_per_rank={bound} < 1 on rank {rank}; pass the most tokens of a rank")
+        bound = arguments.checked_int(rank, "num_max_tokens_per_rank", bound, 1)
+        num_experts = arguments.checked_int(rank, "num_experts", first.num_experts, 1)
+        self._open().check_num_experts("num_experts", num_experts)
         if first.do_zero_padding and not first.do_expand:
             raise ValueError(f"do_zero_padding=True without do_expand on rank {rank}; pass one with the other")
         arguments.checked_int(rank, "expert_alignment", first.expert_alignment, 1)
-        routing = topk_idx, first.topk_weights, first.num_experts
+        routing = topk_idx, first.topk_weights, num_experts
         kind, _ = high_throughput.checked(self._open(), x, x_scales, *routing, 0)
         if len(x) > bound:
             raise ValueError(f"x has {len(x)} rows > num_max_tokens_per_rank={bound} on rank {rank}; pass a larger one")

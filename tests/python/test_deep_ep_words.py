@@ -1,0 +1,144 @@
+"""Errors of moe_a2a.integrations.deep_ep name the arguments of the call that was made.
+
+They came from the calls below, and said num_max_tokens_per_rank, y, num_blocks, expert_alignment or "call the halves in order".
+"""
+
+import on_device
+import pytest
+import torch
+from test_deep_ep_arguments import refused_call
+
+from moe_a2a.integrations import deep_ep
+
+pytestmark = [on_device.TESTS, on_device.cpu_only]
+
+HIDDEN, NUM_EXPERTS, MOST = 256, 8, 16
+SMS = deep_ep.Config(num_sms=-1)
+
+
+def batch(num_tokens=4):
+    ids = torch.tensor([[0, 4]]).expand(num_tokens, 2).contiguous()
+    return torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16), ids, torch.ones(num_tokens, 2)
+
+
+def check(group, step, cases):
+    """Each case: (text, the step's arguments that are wrong on rank 0)."""
+    step()
+    for text, wrong in cases.items():
+        refused_call(group, group.rank == 0, text, step, **(wrong if group.rank == 0 else {}))
+    step()
+
+
+def test_low_latency_calls():
+    def program(group):
+        buffer = deep_ep.Buffer(group)
+        x, ids, weights = batch()
+
+        def step(x=x, ids=ids, most=MOST, num_experts=NUM_EXPERTS, y=None, calls_hook=True):
+            rows, _, handle, _, hook = buffer.low_latency_dispatch(
+                x, ids, most, num_experts, use_fp8=False, return_recv_hook=True
+            )
+            if calls_hook:
+                hook()
+            buffer.low_latency_combine(torch.ones_like(rows) if y is None else y, ids, weights, handle)
+
+        longer, longer_ids, _ = batch(20)
+        cases = {
+            "x has 20 rows > num_max_dispatch_tokens_per_rank=16 on rank 0": {"x": longer, "ids": longer_ids},
+            r"num_max_dispatch_tokens_per_rank=0 is not in \[1, ": {"most": 0},
+            "num_experts=7 on rank 0 is not divisible by the 2 ranks": {"num_experts": 7},
+            "x has dtype torch.float64 on rank 0; pass torch.bfloat16": {"x": x.double()},
+            r"x has shape \[4, 256\] on rank 0; pass \[4, 32, 256\], rows where recv_x has theirs": {"y": x},
+            "x has dtype torch.float32 on rank 0; pass torch.bfloat16": {"y": torch.ones(4, 32, HIDDEN)},
+            "before its rows were received; call the hook of low_latency_dispatch first": {"calls_hook": False},
+        }
+        check(group, step, cases)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
+def test_packed_rows():
+    def program(group):
+        buffer = deep_ep.Buffer(group)
+        x, ids, weights = batch()
+
+        def step(x=x, num_experts=NUM_EXPERTS, config=None, y=None, combine_config=None, sums=None):
+            counts = torch.zeros(num_experts)
+            rows, *_, handle, _ = buffer.dispatch(
+                x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=counts, config=config
+            )
+            sums = torch.ones(8, 2) if sums is None else sums
+            buffer.combine(torch.ones_like(rows) if y is None else y, handle, sums, config=combine_config)
+
+        cases = {
+            r"num_tokens_per_expert.numel\(\)=7 on rank 0 is not divisible by the 2 ranks": {"num_experts": 7},
+            r"config.num_sms=-1 is not in \[0, ": {"config": SMS},
+            r"config.num_sms=-1 .* on rank 0": {"combine_config": SMS},
+            "x has dtype torch.float8_e4m3fn on rank 0; pass .* or scales to float8": {"x": x.to(torch.float8_e4m3fn)},
+            "x has dtype torch.float32 on rank 0; pass torch.bfloat16": {"y": torch.ones(8, HIDDEN)},
+            "topk_weights has dtype torch.int64 on rank 0; pass torch.float32": {"sums": torch.ones(8, 2).long()},
+        }
+        check(group, step, cases)
+        with pytest.raises(ValueError, match=r"new_num_sms=0 is not in \[1, "):
+            deep_ep.Buffer.set_num_sms(0)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
+def test_expanded_rows():
+    def program(group):
+        buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=MOST)
+        x, ids, weights = batch()
+        scaled = (x.to(torch.float8_e4m3fn), torch.ones(4, 2))
+
+        def step(x=scaled, num_experts=NUM_EXPERTS, most=MOST, y=None):
+            how = {"num_experts": num_experts, "num_max_tokens_per_rank": most, "do_expand": True}
+            (rows, _), *_, handle, _ = buffer.dispatch(x, ids, weights, **how)
+            buffer.combine(torch.ones_like(rows, dtype=torch.bfloat16) if y is None else y, handle)
+
+        cases = {
+            "num_experts='8' is a str on rank 0": {"num_experts": "8"},
+            "num_max_tokens_per_rank='8' is a str on rank 0": {"most": "8"},
+            "x has dtype torch.float8_e4m3fn on rank 0": {"x": scaled[0]},
+            "x is a tuple of 3 on rank 0": {"x": (*scaled, None)},
+            "x has dtype torch.float32 on rank 0; pass torch.bfloat16": {"y": torch.ones(8, HIDDEN)},
+        }
+        check(group, step, cases)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
+@pytest.mark.parametrize("permutes", [True, False])
+def test_hybrid_ep_buffer(permutes):
+    def program(group):
+        buffer = deep_ep.HybridEPBuffer(group, HIDDEN, MOST, NUM_EXPERTS // 2)
+        x, ids, weights = batch()
+        routing_map, probs = deep_ep.hybrid_ep_buffer.indices_to_map(ids, weights, len(x), NUM_EXPERTS)
+        dispatch = buffer.dispatch_with_permute if permutes else buffer.dispatch
+        combine = buffer.combine_with_unpermute if permutes else buffer.combine
+
+        def step(hidden=x, again=x, y=None, received_probs=None, **sizes):
+            sent = {"scaling_factor": torch.ones(4, 7)} if hidden is not x else {}
+            rows, got_probs, *_, handle = dispatch(hidden=hidden, routing_map=routing_map, probs=probs, **sent, **sizes)
+            dispatch(hidden=again, handle=handle)
+            probs_back = got_probs if received_probs is None else received_probs
+            combine(hidden=torch.ones_like(rows) if y is None else y, probs=probs_back, handle=handle)
+
+        float8, wide = x.to(torch.float8_e4m3fn), torch.ones(8, HIDDEN)
+        cases = {
+            r"scaling_factor has shape \[4, 7\] on rank 0; pass \[4, 2\], a scale per 128": {"hidden": float8},
+            "hidden has dtype torch.float64 on rank 0": {"hidden": x.double()},
+            r"hidden has shape \[3, 256\] on rank 0; pass \[4, 256\], one row per token": {"again": x[:3]},
+            r"hidden has shape \[7, 256\] on rank 0; pass \[8, 256\]": {"y": wide[1:].bfloat16()},
+            "hidden has dtype torch.float32 on rank 0; pass torch.bfloat16": {"y": wide},
+            r"probs has shape \[7\] on rank 0; pass \[8": {"received_probs": torch.ones(7)},
+        }
+        if permutes:
+            cases[r"pad_multiple=300 is not in \[1, 256\] on rank 0"] = {"pad_multiple": 300}
+        check(group, step, cases)
+        buffer.destroy()
+
+    on_device.run(2, program)
