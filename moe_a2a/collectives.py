@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -221,6 +222,10 @@ class Collectives(CommunicatorClient):
             counts = arguments.checked_counts(self.rank, counts)
             num_blocks = self._table_of("all_gather", x).step(_nbytes(x) * self.num_ranks).num_blocks
         return core.all_gather(x, counts, num_blocks, out)
+
+    def refused_if_failed(self) -> AbstractContextManager[None]:
+        """Around work that precedes a call, for which the peers may already wait: if it fails, the call is refused."""
+        return calls.refused_if_failed(self)
 
     def capabilities(self) -> capabilities.Capabilities:
         """What this machine offers: collectives, operators, dtypes, codecs with their error bounds, and whether NVSwitch

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from moe_a2a import _core, arguments, devices
 from moe_a2a.backend_delegates import add_delegates, make_delegate, one_by_one
 from moe_a2a.backend_options import Options, Place
+from moe_a2a.backend_tensors import are_alike, fill, flat, gather, reduce_scatter
 from moe_a2a.backend_work import BarrierWork, CallThread, RecentWorks, StreamWork, tracked, work_done
 from moe_a2a.boards import StoreBoard
 from moe_a2a.collectives import Collectives
@@ -117,7 +118,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
         def call(coll: Collectives) -> None:
             for x in tensors:
-                _fill(x, lambda flat: coll.all_reduce(flat, op, out=flat))
+                fill(x, lambda out: coll.all_reduce(out, op, out=out))
 
         return self._run(opts, tensors, call)
 
@@ -133,7 +134,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         opts = _c10d.AllgatherOptions() if opts is None else opts
         if not _takes("gather", [x]):
             return self._delegate(x)._allgather_base(output, x, opts)
-        return self._run(opts, [x, output], lambda coll: _gather(coll, output, x), [output])
+        return self._run(opts, [x, output], lambda coll: gather(coll, output, x), [output])
 
     @tracked
     def all_gather_single_coalesced(
@@ -145,7 +146,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
-                _gather(coll, output, x)
+                gather(coll, output, x)
 
         return self._run(opts, [*inputs, *outputs], call, outputs)
 
@@ -155,13 +156,13 @@ class MoeA2aProcessGroup(_ProcessGroup):
             outputs, inputs, opts = [outputs], [inputs], _with_timeout(_c10d.AllgatherOptions(), opts)
         opts = _c10d.AllgatherOptions() if opts is None else opts
         x, parts = inputs[0], outputs[0]
-        if not _are_alike(parts) or not _takes("gather", [x]):
+        if not are_alike(parts) or not _takes("gather", [x]):
             return self._delegate(x).allgather(outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             # A row per tensor of the list: Collectives refuses a list of another length, or dtype, on every rank.
             part = parts[0] if parts else x
-            gathered = coll.all_gather(_flat(x).view(1, -1), out=part.new_empty(len(parts), part.numel()))
+            gathered = coll.all_gather(flat(x).view(1, -1), out=part.new_empty(len(parts), part.numel()))
             for part, values in zip(parts, gathered, strict=True):
                 part.copy_(values.view(part.shape))
 
@@ -173,7 +174,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         op = _op_of(opts)
         if not _takes(op, [x]):
             return self._delegate(x)._reduce_scatter_base(output, x, opts)
-        return self._run(opts, [x, output], lambda coll: _reduce_scatter(coll, output, _flat(x), op), [output])
+        return self._run(opts, [x, output], lambda coll: reduce_scatter(coll, output, flat(x), op), [output])
 
     @tracked
     def reduce_scatter_single_coalesced(
@@ -186,7 +187,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
-                _reduce_scatter(coll, output, _flat(x), op)
+                reduce_scatter(coll, output, flat(x), op)
 
         return self._run(opts, [*inputs, *outputs], call, outputs)
 
@@ -198,12 +199,12 @@ class MoeA2aProcessGroup(_ProcessGroup):
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         op, output, parts = _op_of(opts), outputs[0], inputs[0]
-        if not _are_alike(parts) or not _takes(op, parts or [output]):
+        if not are_alike(parts) or not _takes(op, parts or [output]):
             return self._delegate(output).reduce_scatter(outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
-            x = torch.stack([_flat(part) for part in parts]) if parts else output.new_empty(0, output.numel())
-            _fill(output, lambda flat: coll.reduce_scatter(x, op, out=flat.view(1, -1)))
+            x = torch.stack([flat(part) for part in parts]) if parts else output.new_empty(0, output.numel())
+            reduce_scatter(coll, output, x, op)
 
         return self._run(opts, [*parts, output], call, [output])
 
@@ -343,31 +344,6 @@ def _takes(op: str, inputs: list[torch.Tensor]) -> bool:
 
 def _has_kernels(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda") and devices.target_of(device) in _core.built_targets()
-
-
-def _are_alike(parts: list[torch.Tensor]) -> bool:
-    return all(part.shape == parts[0].shape for part in parts)
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The elements of x in one dimension; a copy if x is not contiguous. A sparse output stays: Collectives refuses it."""
-    return x.contiguous().view(-1) if x.layout == torch.strided else x
-
-
-def _fill(out: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> None:
-    """call(_flat(out)), whose results end up in `out`."""
-    flat = _flat(out)
-    call(flat)
-    if not out.is_contiguous():
-        out.copy_(flat.view(out.shape))
-
-
-def _gather(coll: Collectives, output: torch.Tensor, x: torch.Tensor) -> None:
-    _fill(output, lambda flat: coll.all_gather(_flat(x), out=flat))
-
-
-def _reduce_scatter(coll: Collectives, output: torch.Tensor, x: torch.Tensor, op: str) -> None:
-    _fill(output, lambda flat: coll.reduce_scatter(x, op, out=flat))
 
 
 def _create(given: Any, options: Any) -> MoeA2aProcessGroup:

@@ -8,7 +8,8 @@ slice travels between the nodes, the next is reduced.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,6 +249,17 @@ class TwoLevelCollectives(OnePerRank):
 
     # ---- arguments
 
+    @contextmanager
+    def refused_if_failed(self) -> Iterator[None]:
+        """See Collectives.refused_if_failed()."""
+        try:
+            with calls.refused_if_failed(self._local):
+                yield
+        except BaseException as error:
+            if self._rail.compares_calls:
+                self._rail.compare(NO_CALL, error)
+            raise
+
     def _prepared(
         self, kind: str, x: torch.Tensor, op: str, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -255,20 +267,15 @@ class TwoLevelCollectives(OnePerRank):
         self._local._open_core()
         if self._rail.lost:
             raise RuntimeError(f"these TwoLevelCollectives have lost a rank: {self._rail.lost}; make new groups")
-        try:
-            with calls.refused_if_failed(self._local):
-                arguments.check_tensor(self.rank, "x", x)
-                arguments.check_optional_tensor(self.rank, "out", out)
-                arguments.checked_choice(self.rank, "op", op, OPS)
-                out = self._checked_out(kind, x, out)
-                for name, tensor in (("x", x), ("out", out)):
-                    if tensor.layout != torch.strided or not tensor.is_contiguous():
-                        raise ValueError(f"{name} is not contiguous on rank {self.rank}; pass {name}.contiguous()")
-                self._check_overlap(kind, x, out)
-        except BaseException as error:
-            if self._rail.compares_calls:
-                self._rail.compare(NO_CALL, error)
-            raise
+        with self.refused_if_failed():
+            arguments.check_tensor(self.rank, "x", x)
+            arguments.check_optional_tensor(self.rank, "out", out)
+            arguments.checked_choice(self.rank, "op", op, OPS)
+            out = self._checked_out(kind, x, out)
+            for name, tensor in (("x", x), ("out", out)):
+                if tensor.layout != torch.strided or not tensor.is_contiguous():
+                    raise ValueError(f"{name} is not contiguous on rank {self.rank}; pass {name}.contiguous()")
+            self._check_overlap(kind, x, out)
         return out, x.view(-1), out.view(-1)
 
     def _checked_out(self, kind: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -192,10 +192,14 @@ def lists_program(report) -> None:
         error = ValueError if is_wrong else moe_a2a.PeerRefusedError
         for call, text in (
             (lambda: dist.all_gather(parts, full(3, 1)), rf"\[{length}, 3\] of torch.float32, expected \[2, 3\]"),  # noqa: B023
-            (lambda: dist.reduce_scatter(full(3, 0), parts), rf"x has {length} rows|\[{length // 2}, 3\]|\[1, 3\]"),  # noqa: B023
+            (lambda: dist.reduce_scatter(full(3, 0), parts), rf"has shape \[{length}, 3\] on rank 0, the output"),  # noqa: B023
         ):
             with pytest.raises(error, match=text):
                 call()
+    # Regression: "x has 5 rows, which 2 ranks cannot split evenly; pass counts=[rows of every rank]"
+    error = ValueError if is_wrong else moe_a2a.PeerRefusedError
+    with pytest.raises(error, match=r"shape \[5\] on rank 0, the output \[2\]; pass an input of \[4\], as much"):
+        dist.reduce_scatter_tensor(full(2, 0), full(5 if is_wrong else 4, 1))
     x = full(2, 1)
     dist.all_reduce(x)
     assert torch.equal(x, full(2, 2))

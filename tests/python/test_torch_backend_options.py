@@ -28,6 +28,9 @@ def two_level_program(gloo) -> None:
     for work in works:
         work.wait()
     assert torch.equal(x, full(10_000, 4**5))
+    text = r"shape \[13\] on rank 0, the output \[3\]|failed on its node, 0: see that node's errors"
+    with pytest.raises((ValueError, moe_a2a.PeerRefusedError), match=text):
+        dist.reduce_scatter_tensor(full(3, 0), full(13 if rank == 0 else 12, 1), group=two)
     dist.barrier(group=two)
     (coll,) = two._made.values()
     assert isinstance(coll, moe_a2a.TwoLevelCollectives)

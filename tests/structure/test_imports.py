@@ -32,6 +32,7 @@ LAYERS = {
     "on collectives": [
         "backend_delegates",
         "backend_options",
+        "backend_tensors",
         "backend_work",
         "ddp",
         "default_collectives",

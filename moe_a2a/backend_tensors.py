@@ -1,0 +1,46 @@
+"""The tensors of the torch.distributed backend's calls, as its Collectives take them: contiguous, without shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def are_alike(parts: list[torch.Tensor]) -> bool:
+    return all(part.shape == parts[0].shape for part in parts)
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """The elements of x in one dimension; a copy if x is not contiguous. A sparse output stays: Collectives refuses it."""
+    return x.contiguous().view(-1) if x.layout == torch.strided else x
+
+
+def fill(out: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> None:
+    """call(flat(out)), whose results end up in `out`."""
+    elements = flat(out)
+    call(elements)
+    if not out.is_contiguous():
+        out.copy_(elements.view(out.shape))
+
+
+def gather(coll: Any, output: torch.Tensor, x: torch.Tensor) -> None:
+    fill(output, lambda out: coll.all_gather(flat(x), out=out))
+
+
+def reduce_scatter(coll: Any, output: torch.Tensor, x: torch.Tensor, op: str) -> None:
+    """x: the elements for all ranks in one dimension, or a row for each rank."""
+
+    def call(out: torch.Tensor) -> None:
+        with coll.refused_if_failed():
+            out = out if x.dim() == 1 else out.view(1, -1)
+            expected = [coll.num_ranks * out.shape[0], *out.shape[1:]]
+            if list(x.shape) != expected:
+                raise ValueError(
+                    f"the input of reduce_scatter has shape {list(x.shape)} on rank {coll.rank}, the output {list(out.shape)}; pass an "
+                    f"input of {expected}, as much for each of {coll.num_ranks} ranks"
+                )
+        coll.reduce_scatter(x, op, out=out)
+
+    fill(output, call)
