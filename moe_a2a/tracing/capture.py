@@ -128,7 +128,7 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Writes one file with all ranks. Every rank may call it; rank 0 writes. After an exception every rank writes its own
-        file, with `.rank<r>` before the suffix. A trace without records raises RuntimeError.
+        file, with `.rank<r>` before the suffix. Its folder is made if need be. A trace without records raises RuntimeError.
 
         The suffix of `path` selects the format: .json.gz and .json are Chrome's, .pftrace and .perfetto-trace Perfetto's.
         https://ui.perfetto.dev opens all of them.

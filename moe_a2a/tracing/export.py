@@ -23,6 +23,7 @@ def save(timeline: Timeline, path: str | Path) -> Path:
     """The suffix selects the format: .json and .json.gz are Chrome's, .pftrace and .perfetto-trace Perfetto's."""
     path = Path(path)
     write = _writer_for(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     opened = gzip.open(path, "wb", GZIP_LEVEL) if path.name.endswith(".gz") else open(path, "wb")
     with opened as file:
         samples, counter_names = counters(timeline)

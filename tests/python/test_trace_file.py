@@ -107,6 +107,12 @@ def test_the_rank_of_a_file_stands_before_its_ending(ending):
     assert export.path_of_rank(f"a.b/two.v2{ending}", 1) == Path(f"a.b/two.v2.rank1{ending}")
 
 
+def test_the_folder_is_made(timeline, tmp_path):
+    """Regression: rank 0 alone raised FileNotFoundError, and the others waited for its next call."""
+    path = tmp_path / "of" / "this run" / "trace.json"
+    assert export.save(timeline, path) == path and read(path).slices
+
+
 def test_an_ending_of_no_format_is_refused(timeline, tmp_path):
     with pytest.raises(ValueError, match="json.gz"):
         export.save(timeline, tmp_path / "trace.csv")
