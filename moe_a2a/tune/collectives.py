@@ -22,8 +22,10 @@ from moe_a2a import collective_tables, tuned_files
 from moe_a2a.bench import collectives as bench
 from moe_a2a.bench.clock import Clock
 from moe_a2a.bench.options import DTYPES
+from moe_a2a.bench.start import num_ranks_of
 from moe_a2a.codecs import CODECS
 from moe_a2a.collective_tables import KINDS, LARGEST, MOST_IN_WORDS, CollectiveStep, CollectiveTable
+from moe_a2a.command_line import UsageError
 from moe_a2a.tune.fewest_blocks import fewest_blocks
 
 SIZES = [kib << 10 for kib in (1, 8, 32, 128, 512)] + [mib << 20 for mib in (1, 2, 4, 8, 16, 32, 128)]
@@ -35,7 +37,13 @@ Way = tuple[str, int]  # algorithm, blocks
 
 
 def check(options: argparse.Namespace) -> None:
-    """Collectives take any sizes."""
+    """Raises UsageError for sizes that are not measured: a tensor has at least an element per rank."""
+    num_ranks, smallest = num_ranks_of(options), min(options.sizes)
+    if smallest < (least := num_ranks * DTYPES[options.dtype].itemsize):
+        raise UsageError(
+            f"--sizes {smallest}: less than {least} bytes, an element of {options.dtype} for each of {num_ranks} ranks; pass "
+            "sizes that your calls have: larger calls go as the largest of them"
+        )
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
@@ -62,7 +70,7 @@ def text(tables: Sequence[CollectiveTable]) -> str:
 
 def measure(options: argparse.Namespace, device: torch.device, clock: Clock) -> list[CollectiveTable]:
     blocks = [0, *(options.blocks or (GPU_BLOCKS if device.type == "cuda" else CPU_BLOCKS))]
-    sizes = sorted(options.sizes)
+    sizes = sorted(set(options.sizes))
     most = bench.most_nbytes(sizes)
     with moe_a2a.Collectives(dist.group.WORLD, symmetric_nbytes=most, device=device) as coll:
         memory = coll.empty(most, dtype=torch.uint8)

@@ -62,7 +62,7 @@ def _lines(steps: Sequence[LaunchStep]) -> list[str]:
 def measure(options: argparse.Namespace, device: torch.device, clock: Clock) -> TunedTable:
     blocks = options.blocks or _default_blocks(device)
     steps = []
-    for tokens in sorted(options.tokens):
+    for tokens in sorted(set(options.tokens)):
         case = _case(options, tokens)
         times = _microseconds(case, blocks, clock, device)
         best = (_fewest(blocks, [of_mode[step] for of_mode in times.values()]) for step in (0, 1))

@@ -88,6 +88,12 @@ def test_sizes_that_no_rank_would_take(capsys, command):
     assert "num_max_tokens_per_rank" in refused(capsys, *command, *SMALL, "--tokens", 10**9)
 
 
+def test_sizes_of_which_a_rank_has_nothing(capsys):
+    """Regression: a table was written for 5 bytes, measured with 8, which every call went by."""
+    text = refused(capsys, "tune", "collectives", "--device", "cpu", "--ranks", 4, "--sizes", "5,1024")
+    assert "--sizes 5: less than 8 bytes, an element of bfloat16 for each of 4 ranks" in text
+
+
 def test_the_routing_of_a_text_has_few_choices(capsys):
     assert "--topk 9" in refused(capsys, *BENCH, *SMALL, "--experts", 16, "--topk", 9, "--routing", "text")
 
