@@ -70,7 +70,9 @@ def _read(path: Path) -> Results:
     try:
         return Results.read(path)
     except FieldError as error:
-        raise UsageError(f"{path}: {error}") from None
+        raise UsageError(
+            f"{path}: {error}; pass a file that `python -m moe_a2a bench dispatch_combine --json` wrote"
+        ) from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
 

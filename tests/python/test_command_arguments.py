@@ -180,7 +180,8 @@ def test_files_that_cannot_be_read(capsys, tmp_path):
     ):
         path = tmp_path / "results.json"
         path.write_text(content)
-        assert place in refused(capsys, "bench", "plot", path)
+        text = refused(capsys, "bench", "plot", path)
+        assert place in text and "pass a file that `python -m moe_a2a bench dispatch_combine --json` wrote" in text
     assert "No such file" in refused(capsys, "bench", "plot", tmp_path / "missing.json")
     assert "No such file" in refused(capsys, "trace", tmp_path / "missing.json")
     assert "no trace" not in refused(capsys, "trace", path)
