@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=output_folder,
         default=Path("moe_a2a_leaderboard"),
         metavar="DIR",
-        help="folder of the report and the traces; a page shows all problems in it (default: moe_a2a_leaderboard)",
+        help="folder of the report and the traces; a page shows all problems in it, and a problem has one ranking, the newest "
+        "(default: moe_a2a_leaderboard)",
     )
     shared.add_how(parser)
 
@@ -47,22 +48,24 @@ def run(options: argparse.Namespace) -> int:
     except CaseFileError as error:
         print(f"leaderboard: {error}", file=sys.stderr)
         return popcorn.BAD_CASES
-    report.boards_in(options.out)  # raises before anything is measured
+    path = options.out / f"{contest.problem.name}.json"
+    if before := report.boards_in(options.out).get(path):  # raises before anything is measured
+        print(f"{path}: replaces the ranking of {before.date}; for one beside it, pass another --out", flush=True)
     names = options.submissions or loading.entry_names(contest.problem.entries or contest.problem.name)
     paths = _by_entry_name([shared.submission_path(contest.problem, name) for name in names])
 
     with contest.null_ranks() as ranks:
         nulls = contest.run_null(ranks)
         board = Board.of(contest, nulls, contest.measure_link(ranks))
-    for name, path in paths.items():
-        with contest.ranks_of(path) as ranks:
+    for name, submission in paths.items():
+        with contest.ranks_of(submission) as ranks:
             board.entries.append(_run_entry(contest, name, ranks, nulls, options.out))
-        board.write(options.out / f"{contest.problem.name}.json")  # after each entry: an interrupted run keeps the rest
+        board.write(path)  # after each entry: an interrupted run keeps the rest
         written = report.write_all(options.out)
 
     for row in report.table(board):
         print("  ".join([f"{row[0]:<20}", *(f"{cell:>22}" for cell in row[1:])]))
-    print("\n".join(f"report: {path}" for path in written))
+    print("\n".join(f"report: {file}" for file in written))
     return popcorn.OK if all(entry.verdict == PASS for entry in board.entries) else popcorn.FAILED
 
 

@@ -147,9 +147,12 @@ def test_a_missing_floor_is_explained_everywhere(tmp_path):
 
 
 @pytest.mark.timeout(100)
-def test_a_single_rank_has_no_floor(small, leaderboard, tmp_path):
+def test_a_single_rank_has_no_floor_and_replaces_a_ranking(small, leaderboard, tmp_path):
     how = ("--ranks", 1, "--shortened", 0.05, "--out", tmp_path)
-    leaderboard("rank", "all2all", "expert_parallel", *how)
+    before = board_of(timed("one", 20.0))
+    before.write(tmp_path / "all2all.json")
+    _, text, _ = leaderboard("rank", "all2all", "expert_parallel", *how)
+    assert f"all2all.json: replaces the ranking of {before.date}; for one beside it, pass another --out" in text
     board = Board.read(tmp_path / "all2all.json")
     assert (board.floor_us, board.no_floor) == ([], "a single rank has no link")
 
