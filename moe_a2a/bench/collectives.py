@@ -20,7 +20,7 @@ import moe_a2a
 from moe_a2a import devices
 from moe_a2a.bench import machine
 from moe_a2a.bench.clock import Clock, Measuring
-from moe_a2a.bench.options import DTYPES, add_how, dtypes, some_of
+from moe_a2a.bench.options import DTYPES, add_how, dtypes, is_written, some_of
 from moe_a2a.bench.start import start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import of_all_ranks
 from moe_a2a.collectives import ALGORITHMS, CODECS, OPS
@@ -127,10 +127,12 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
                     lines.append(line)
                     if is_first:
                         print(line, flush=True)
+    has_failed = any(line.num_wrong for line in lines)
     if is_first and options.json:
-        options.json.write_text(json.dumps({"about": about, "lines": [asdict(line) for line in lines]}, indent=1))
+        content = {"about": about, "lines": [asdict(line) for line in lines]}
+        has_failed |= not is_written(options.json, json.dumps(content, indent=1))
     dist.barrier()
-    return 1 if any(line.num_wrong for line in lines) else 0
+    return int(has_failed)
 
 
 def most_nbytes(sizes: list[int]) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from moe_a2a.bench import machine, routings, run_case, suites, table
 from moe_a2a.bench.clock import Measuring
 from moe_a2a.bench.contenders import MODES
-from moe_a2a.bench.options import DTYPES, add_how, add_outputs, add_sizes, dtypes, output_paths, routing_names, some_of
+from moe_a2a.bench.options import DTYPES, add_how, add_outputs, add_sizes, dtypes, routing_names, some_of, write_outputs
 from moe_a2a.bench.records import Results
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
 from moe_a2a.command_line import integers
@@ -62,16 +62,16 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
     about = machine.about(device, dist.get_world_size())
     about |= {"seed": options.seed, "cache": "flushed" if how.flush else "warm", "iterations": how.iterations}
     results = Results(about)
-    is_first = dist.get_rank() == 0
+    is_first, is_written = dist.get_rank() == 0, True
     start = time.monotonic()
     for plan in suites.plans(options):
         for case in plan.cases:
             run_case.run(case, plan, how, device, results)
             if is_first:
                 print(f"{time.monotonic() - start:6.1f} s  [{plan.part}] {case}", file=sys.stderr, flush=True)
-                for path in output_paths(options, about["name"]):
-                    results.write(path)  # after each case, so that an interrupted run keeps its results
+                # After each case, so that an interrupted run keeps its results.
+                is_written = write_outputs(options, about["name"], results.as_json())
     if is_first:
         print(table.text(results), flush=True)
     dist.barrier()
-    return 1 if any(line["what"].startswith("moe_a2a") for line in results.left_out) else 0
+    return 1 if not is_written or any(line["what"].startswith("moe_a2a") for line in results.left_out) else 0

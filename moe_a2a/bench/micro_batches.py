@@ -114,7 +114,7 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
                 turns.trace(options.trace)
             transfers.release(transfers.handle)
     dist.barrier()
-    return 0
+    return 1 if results.failed else 0
 
 
 # ---- products

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -39,12 +40,24 @@ def add_outputs(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("--results", type=output_folder, metavar="DIR", help=f"write DIR/<gpu>_<ranks>/{kind}.json")
 
 
-def output_paths(options: argparse.Namespace, machine: str) -> list[Path]:
-    """The files that add_outputs() named. machine: the name of GPU and number of ranks."""
+def write_outputs(options: argparse.Namespace, machine: str, text: str) -> bool:
+    """Writes the files that add_outputs() named. machine: the name of GPU and number of ranks. False: see is_written()."""
     paths = [options.json] if options.json else []
     if options.results:
         paths.append(options.results / machine / f"{options.kind}.json")
-    return paths
+    return all([is_written(path, text) for path in paths])
+
+
+def is_written(path: Path, text: str) -> bool:
+    """Whether the file could be written. Else stderr says why, and the run goes on: its other ranks wait for this one, and
+    its figures are printed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        print(f"bench: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def dtypes(text: str) -> list[torch.dtype]:

@@ -18,7 +18,7 @@ from moe_a2a.bench import machine
 from moe_a2a.bench.cases import Case
 from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.limits import Limits
-from moe_a2a.bench.options import add_how, add_outputs, add_sizes, dtypes, output_paths, routing_names
+from moe_a2a.bench.options import add_how, add_outputs, add_sizes, dtypes, routing_names, write_outputs
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
 from moe_a2a.bench.table import left_out_lines
 from moe_a2a.command_line import UsageError, integer, integers
@@ -70,13 +70,16 @@ class Results:
         self.limits: list[Limits] = []  # one per case
         self.left_out: list[dict[str, str]] = []
         self._is_first = dist.get_rank() == 0
+        self._is_written = True
         self._print(f"# {about['ranks']} ranks on {about['machine']}; torch {about['versions']['torch']}, ", end="")
         self._print(f"commit {about['versions']['commit']}, {about['date']}, seed {about['seed']}\n{header}")
 
     @property
     def failed(self) -> bool:
-        """Whether one of ours has no figure."""
-        return any(line["what"].startswith("moe_a2a") and "+" not in line["what"] for line in self.left_out)
+        """Whether one of ours has no figure, or the files are not written."""
+        return not self._is_written or any(
+            line["what"].startswith("moe_a2a") and "+" not in line["what"] for line in self.left_out
+        )
 
     def limit(self, case: Case, limit: Limits) -> None:
         self.limits.append(limit)
@@ -108,9 +111,7 @@ class Results:
             "lines": [asdict(line) for line in self.lines],
             "left_out": self.left_out,
         }
-        for path in output_paths(options, self.about["name"]):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content, indent=1) + "\n")
+        self._is_written = write_outputs(options, self.about["name"], json.dumps(content, indent=1) + "\n")
 
     def _print(self, text: Any, end: str = "\n") -> None:
         if self._is_first:

@@ -50,16 +50,15 @@ class Results:
     left_out: list[dict[str, str]] = field(default_factory=list)  # contenders without a figure, and why
     notes: list[str] = field(default_factory=list)
 
-    def write(self, path: Path) -> None:
+    def as_json(self) -> str:
         """One record per line, so that two runs can be diffed."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = asdict(self)
         lists = [key for key, value in content.items() if isinstance(value, list)]
         text = [f'"about": {json.dumps(content["about"], indent=1)}']
         for key in lists:
             rows = ",\n  ".join(json.dumps(_rounded(row)) for row in content[key])
             text.append(f'"{key}": [\n  {rows}\n ]' if rows else f'"{key}": []')
-        path.write_text("{\n " + ",\n ".join(text) + "\n}\n")
+        return "{\n " + ",\n ".join(text) + "\n}\n"
 
     @staticmethod
     def read(path: Path) -> Results:

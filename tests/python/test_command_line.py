@@ -1,6 +1,7 @@
-"""`python -m moe_a2a demo` and `doctor`, and how the demo starts its ranks."""
+"""`python -m moe_a2a demo`, `doctor` and `bench`: how the demo starts its ranks, and results that cannot be written."""
 
 import multiprocessing
+import os
 import re
 import signal
 import subprocess
@@ -105,3 +106,24 @@ def test_ranks_that_hang_are_stopped():
         run_on_ranks(2, rank_programs.hang, timeout=5)
     assert time.monotonic() - start < 200  # a rank hangs for longer than this
     assert no_process_is_left()
+
+
+SMALL = "--hidden 16 --topk 2 --experts 4 --tokens 3 --iterations 1 --warm-up 0"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "bench",
+    [
+        "all_reduce --sizes 64 --iterations 1 --warm-up 0",
+        f"dispatch_combine --baselines none {SMALL}",
+        f"experts --intermediate 16 {SMALL}",
+    ],
+)
+def test_results_that_find_no_room_on_the_disk(bench):
+    """Regression: rank 0 raised, the others were stopped, and the traceback of each hid the figures."""
+    options = f"{bench} --device cpu --ranks 2 --json /dev/full".split()
+    done = moe_a2a("bench", *options)
+    assert done.returncode == 1 and "moe_a2a" in done.stdout
+    assert "bench: /dev/full cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr and "FAILED" not in done.stdout
