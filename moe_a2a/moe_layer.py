@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class MoELayer(nn.Module):
     the experts run step by step in PyTorch. Printing the layer shows which way it runs and why.
 
     The weights are parameters of this rank, scales are buffers; state_dict() holds nothing else. They stay on the device of
-    `ep` and in their dtype: `.to()` of another device or dtype raises.
+    `ep` and in their dtype: `.to()` of another device or dtype raises, and so does load_state_dict(assign=True).
 
     In grad mode, if an input or a weight requires grad, the layer is recorded for a backward pass: its experts are products
     of PyTorch between the calls of a TokenDispatcher. From then on every call on this `ep` in grad mode is recorded, so
@@ -176,13 +176,32 @@ class MoELayer(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
         """Called by .to(), .half(), .cuda() and so on, to change the weights."""
         for name, tensor in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)):
-            moved = fn(tensor.detach().new_empty(0))
-            if (moved.device, moved.dtype) != (self.ep.device, tensor.dtype):
-                raise ValueError(
-                    f"{name} would become {moved.dtype} on {moved.device}, but the ExpertParallel of rank {self.ep.rank} needs "
-                    f"{tensor.dtype} on {self.ep.device}; make another ExpertParallel, and a layer that uses it"
-                )
+            if problem := self._misfit(name, tensor, fn(tensor.detach().new_empty(0))):
+                raise ValueError(problem)
         return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+    ) -> None:
+        """Called by load_state_dict(), which with assign=True replaces the weights; else it copies into them."""
+        if local_metadata.get("assign_to_params_buffers"):
+            own = dict((*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)))
+            given = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
+            problems = [self._misfit(prefix + name, own[name], tensor) for name, tensor in given.items()]
+            if any(problems):
+                *_, error_messages = others
+                error_messages += filter(None, problems)
+                return  # with the weights that it has
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+    def _misfit(self, name: str, weight: torch.Tensor, new: torch.Tensor) -> str:
+        """What is wrong with `new` in the place of a weight; "" if nothing is."""
+        if (new.device, new.dtype) == (self.ep.device, weight.dtype):
+            return ""
+        return (
+            f"{name} would become {new.dtype} on {new.device}, but the ExpertParallel of rank {self.ep.rank} needs "
+            f"{weight.dtype} on {self.ep.device}; make another ExpertParallel, and a layer that uses it"
+        )
 
 
 def _dispatcher_of(ep: ExpertParallel | TwoLevelExpertParallel) -> Any:

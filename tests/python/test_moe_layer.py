@@ -263,6 +263,12 @@ def run_module(group, seed):
         assert not any(p.requires_grad for p in layer.parameters())
         other = moe_a2a.MoELayer(ep, *(torch.zeros_like(w) for w in weights))
         other.load_state_dict(layer.state_dict())
+        # Regression: the weights were replaced, and each later call was refused.
+        half = {name: w.half() for name, w in layer.state_dict().items()}
+        with pytest.raises(RuntimeError, match=rf"0.w_gate_up would become torch.float16 .*rank {ep.rank} needs"):
+            nn.Sequential(other).load_state_dict({f"0.{name}": w for name, w in half.items()}, assign=True)
+        other.load_state_dict(half)  # copies
+        other.load_state_dict(layer.state_dict(), assign=True)
         tokens = on(ep, make_tokens(ep, "random", seed + ep.rank))
         assert torch.equal(layer(*tokens), other(*tokens))
         assert layer.to(ep.device).to(ep.dtype) is layer
