@@ -189,6 +189,8 @@ def _tell(ep: Client, error: BaseException, tell: Callable[[Any, str], None]) ->
         return
     try:
         tell(ep._core, words_of(error))
+    except PeerTimeoutError:  # of an earlier call: the object is lost on every rank, and no peer waits
+        return
     except Exception as failure:  # the original error is the one to raise
         log.warning("rank %d could not tell its peers that its call failed: %r", ep.rank, failure)
 

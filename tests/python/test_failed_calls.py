@@ -346,6 +346,30 @@ def test_a_closed_object_says_so():
     on_device.run(2, program)
 
 
+@on_device.cpu_only
+def test_nobody_is_to_be_told_once_a_rank_is_lost(caplog):
+    """Regression: "could not tell its peers that its call failed" in the log, beside errors that the peers had raised too."""
+
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **{**CONFIG, "timeout": 1}) as ep, moe_a2a.Collectives(ep._comm) as coll:
+            x, topk_idx, _ = make_inputs(ep)
+            if ep.rank == 0:
+                with pytest.raises(moe_a2a.PeerTimeoutError):
+                    ep.dispatch(x, topk_idx)
+            group.all_gather(None)
+            for _ in range(ep.num_buffers + 1):
+                for call in (
+                    lambda: ep.dispatch(x, None),
+                    lambda: ep.combine(x, None),
+                    lambda: coll.all_reduce(x, "mean"),
+                ):
+                    with pytest.raises((ValueError, TypeError, moe_a2a.PeerTimeoutError)):
+                        call()
+
+    on_device.run(2, program)
+    assert "tell its peers" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "error", [UnprintableError(), RuntimeError("\udcff"), OSError()], ids=lambda error: type(error).__name__
 )
