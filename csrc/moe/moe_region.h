@@ -23,7 +23,8 @@ MOE_A2A_HOST_DEVICE constexpr int chunk_length(int num_tokens) {
   return num_tokens <= kFewTokens ? kSmallChunk : kMaxChunk;
 }
 MOE_A2A_HOST_DEVICE constexpr int num_chunks(int num_tokens) {
-  return (num_tokens + chunk_length(num_tokens) - 1) / chunk_length(num_tokens);
+  return num_tokens <= kFewTokens ? (num_tokens + kSmallChunk - 1) / kSmallChunk
+                                  : (num_tokens + kMaxChunk - 1) / kMaxChunk;
 }
 // The most chunks of any batch of up to `num_tokens` tokens.
 constexpr int most_chunks(int num_tokens) {

@@ -6,7 +6,10 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-MOE_A2A_DEVICE int rank_of_expert(const MoeConfig& config, int32_t expert) { return expert / config.num_local_experts; }
+// expert >= 0
+MOE_A2A_DEVICE int rank_of_expert(const MoeConfig& config, int32_t expert) {
+  return config.by_local_experts.divide(expert);  // kMaxExperts^2 < 2^32
+}
 
 // Bits that distinguish the values 0 ... count - 1 and -1.
 MOE_A2A_DEVICE int bits_of_values(int count) {
