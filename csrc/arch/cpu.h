@@ -78,8 +78,8 @@ struct Thread {
     return value;
   }
   // The largest value among kLanes neighbours.
-  template <int kLanes>
-  float max_of_neighbours(float value) const {
+  template <int kLanes, class T>
+  T max_of_neighbours(T value) const {
     static_assert(kLanes == 1);
     return value;
   }

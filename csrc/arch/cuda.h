@@ -60,7 +60,8 @@ template <class T>
 __device__ __forceinline__ T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-__device__ __forceinline__ float shuffle_across(float value, int distance) {
+template <class T>
+__device__ __forceinline__ T shuffle_across(T value, int distance) {
   return __shfl_xor_sync(0xffffffffu, value, distance);
 }
 
@@ -204,6 +205,7 @@ __device__ __forceinline__ void to_float8(const float (&values)[kCount], float f
   }
 }
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 __device__ __forceinline__ float sigmoid(float value) { return __fdividef(1.0f, 1.0f + __expf(-value)); }
 __device__ __forceinline__ float error_function(float value) { return erff(value); }
 

@@ -75,7 +75,10 @@ template <class T>
 __device__ __forceinline__ T shuffle(T value, int lane) {
   return __shfl(value, lane);
 }
-__device__ __forceinline__ float shuffle_across(float value, int distance) { return __shfl_xor(value, distance); }
+template <class T>
+__device__ __forceinline__ T shuffle_across(T value, int distance) {
+  return __shfl_xor(value, distance);
+}
 
 __host__ __device__ __forceinline__ int count_trailing_zeros(uint64_t word) { return __builtin_ctzll(word); }
 
@@ -216,6 +219,7 @@ __device__ __forceinline__ void to_float8(const float (&values)[kCount], float f
   for (int i = 0; i < kCount; ++i) codes[i] = from_float<Float8>(values[i] * factor);
 }
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 __device__ __forceinline__ float sigmoid(float value) { return __builtin_amdgcn_rcpf(1.0f + __expf(-value)); }
 __device__ __forceinline__ float error_function(float value) { return erff(value); }
 

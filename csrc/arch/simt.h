@@ -46,11 +46,11 @@ struct Warp {
   __device__ Matches matches(bool value) const { return counted(equal_lanes<1>(value)); }
   // The largest value among kLanes neighbours, kLanes a power of two; every one of them gets it. With 16 lanes 8
   // instructions on NVIDIA and 4 exchanges on AMD; cub::WarpReduce takes 85, rocprim::warp_reduce (ROCm 7) 5 exchanges.
-  template <int kLanes>
-  __device__ float max_of_neighbours(float value) const {
+  template <int kLanes, class T>
+  __device__ T max_of_neighbours(T value) const {
     MOE_A2A_UNROLL
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-      const float other = shuffle_across(value, distance);
+      const T other = shuffle_across(value, distance);
       value = larger(other, value);
     }
     return value;

@@ -75,5 +75,6 @@ void to_float8(const float (&values)[kCount], float factor, Float8 (&codes)[kCou
   for (int i = 0; i < kCount; ++i) codes[i] = from_float<Float8>(values[i] * factor);
 }
 inline float larger(float a, float b) { return a > b ? a : b; }
+inline uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -1,6 +1,6 @@
 // The steps of a two-shot all-reduce whose elements travel in a line codec. Contributions are encoded on the way to the
-// owner of a share. The owner encodes the reduced share once for all ranks, itself included, so all get the same bits.
-// A rank's contribution to its own share does not travel and stays exact.
+// owner of a share. The owner encodes the reduced share once and sends it to all ranks, which decode it, as it does
+// itself: all get the same bits. A rank's contribution to its own share does not travel and stays exact.
 #pragma once
 
 #include "collectives/share_steps.h"
@@ -9,44 +9,47 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 template <LineCodec kCodec>
-class CodedSteps : public ShareChunks {
+class CodedSteps : public ScatterChunks {
  public:
-  using ShareChunks::ShareChunks;
+  using ScatterChunks::ScatterChunks;
 
-  MOE_A2A_DEVICE bool push(int i) const {
-    return push_chunks(i, place_of(i), [&](const Span& span, std::byte* line) {
+  MOE_A2A_DEVICE void push(int i) const {
+    push_chunks(i, line_of(i), [&](const Span& span, std::byte* line) {
       with_element_type(args_.dtype, [&](auto element) { encode_chunk<decltype(element)>(span, line); });
     });
   }
-  MOE_A2A_DEVICE bool reduce(int i) const {
-    return reduce_own(i, true, [&](auto element) { reduce_chunk<decltype(element)>(i); });
+  MOE_A2A_DEVICE void reduce(int i) const {
+    reduce_own(i, [&](auto element) { reduce_chunk<decltype(element)>(i); });
   }
-  MOE_A2A_DEVICE bool pull(int i) const {
-    return pull_chunks(i, place_of(i), [&](const Span& span, const std::byte* line) {
-      with_element_type(args_.dtype, [&](auto element) { decode_chunk<decltype(element)>(span, line); });
+  MOE_A2A_DEVICE void take(int i) const {
+    take_chunks(i, [&](int owner, const Span& span) {
+      with_element_type(args_.dtype, [&](auto element) { decode_chunk<decltype(element)>(span, result_of(owner, i)); });
     });
   }
 
  private:
-  // Sets of values that a thread loads before it uses the first; with fewer, calls are bound by load latency. A
-  // reduction has fewer registers to spare.
-  static constexpr int kAhead = kBlockThreads > 1 ? 4 : 1, kReducedAhead = kBlockThreads > 1 ? 2 : 1;
+  // The values of a thread in one step: so many that a warp fills whole lines.
+  static constexpr int kValues = kBlockThreads > 1 ? 16 : kLineValues;
+  // The steps that a thread loads before it uses the first.
+  static constexpr int kAhead = kBlockThreads > 1 ? 2 : 1;
+  using Values = float[kValues];
+  using Coded = CodedValues<kCodec, kValues>;
 
   // Calls load(first, u) for kSets sets of this thread's values of a chunk, then use(first, u) for the same sets, while
   // whole ones remain; then rest(first) for the remainder, in whole blocks: `first` may be past the end.
   template <int kSets, class Load, class Use, class Rest>
   MOE_A2A_DEVICE void for_values(int64_t count, bool vectors, const Load& load, const Use& use,
                                  const Rest& rest) const {
-    const int64_t padded = LineLayout{kCodec, count}.num_blocks() * kLineBlock, stride = block_.size() * kLineValues;
-    int64_t first = block_.rank() * kLineValues;
-    const int64_t end = count - block_.size() * kLineValues + first;  // all threads of the block leave together
+    const int64_t padded = LineLayout{kCodec, count}.num_blocks() * kLineBlock, stride = block_.size() * kValues;
+    int64_t first = block_.rank() * kValues;
+    const int64_t end = count - block_.size() * kValues + first;  // all threads of the block leave together
     for (; vectors && first + (kSets - 1) * stride <= end; first += kSets * stride) {
       MOE_A2A_UNROLL
       for (int u = 0; u < kSets; ++u) load(first + u * stride, u);
       MOE_A2A_UNROLL
       for (int u = 0; u < kSets; ++u) use(first + u * stride, u);
     }
-    for (; first - block_.rank() * kLineValues < padded; first += stride) rest(first);
+    for (; first - block_.rank() * kValues < padded; first += stride) rest(first);
   }
 
   template <class T>
@@ -54,21 +57,22 @@ class CodedSteps : public ShareChunks {
     const LineLayout layout{kCodec, span.count};
     const T* x = reinterpret_cast<const T*>(x_at(span.begin));
     const bool vectors = are_vectors(x, x);
-    LoadedFloats<T> loaded[kAhead];
-    const auto encode = [&](int64_t first, LineValues& values) {
-      encode_line<kCodec>(block_.warp(), layout, line, first, is_inside(span, first), values);
+    LoadedFloats<T, kValues> loaded[kAhead];
+    const auto send = [&](int64_t first, const Values& values) {
+      const Coded coded = encode<kCodec>(block_.warp(), values);
+      if (is_inside(span, first)) store_line(layout, line, first, coded);
     };
     for_values<kAhead>(
         span.count, vectors, [&](int64_t first, int u) { load_whole(x + first, loaded[u]); },
         [&](int64_t first, int u) {
-          LineValues values;
+          Values values;
           values_of(loaded[u], values);
-          encode(first, values);
+          send(first, values);
         },
         [&](int64_t first) {
-          LineValues values;
+          Values values;
           load_floats(x + first, span.count - first, vectors, values);
-          encode(first, values);
+          send(first, values);
         });
   }
 
@@ -79,45 +83,57 @@ class CodedSteps : public ShareChunks {
     const T* x = reinterpret_cast<const T*>(x_at(span.begin));
     T* out = reinterpret_cast<T*>(out_at(span.begin));
     const bool vectors = are_vectors(x, out);
-    const auto landed = [&](int r) { return region_.landing.at(part_.half(), r, place_of(i)); };
-    const auto finish = [&](int64_t first, LineValues& merged) {
+    const auto load_landed = [&](int r, int64_t first, Coded& coded) {
+      load_line(layout, region_.landing.at(part_.half(), r, line_of(i)), first, coded);
+    };
+    const auto finish = [&](int64_t first, Values& merged) {
       divide(merged, divisor_of(args_.op, part_.num_ranks()));
-      encode_line<kCodec>(block_.warp(), layout, result_at(i), first, is_inside(span, first), merged);
+      const Coded coded = encode<kCodec>(block_.warp(), merged);
+      if (is_inside(span, first)) {
+        std::byte* result = result_of(part_.rank(), i);
+        for_other_ranks(i, [&](int r) { store_line(layout, args_.context.heap.peer(r, result), first, coded); });
+      }
+      values_of(coded, merged);
       store_floats(out + first, span.count - first, vectors, merged);
     };
-    const auto add = [&](int r, LineValues& merged, const LineValues& values) {
+    const auto add = [&](int r, Values& merged, const Values& values) {
       if (r > 0) return merge(args_.op, merged, values);
       MOE_A2A_UNROLL
-      for (int v = 0; v < kLineValues; ++v) merged[v] = values[v];
+      for (int v = 0; v < kValues; ++v) merged[v] = values[v];
     };
-    LoadedFloats<T> own[kReducedAhead];
-    LoadedLine<kCodec> next[kReducedAhead];  // of the first other rank
-    const int first_other = part_.rank() == 0 ? 1 : 0;
-    const auto load = [&](int64_t first, int u) {
-      load_whole(x + first, own[u]);
-      if (part_.num_ranks() > 1) load_line(layout, landed(first_other), first, next[u]);
+    LoadedFloats<T, kValues> own;
+    Coded landed[kRowsInFlight];  // of the first ranks: all loads before the first use
+    const auto load = [&](int64_t first, int) {
+      load_whole(x + first, own);
+      MOE_A2A_UNROLL
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        if (r < part_.num_ranks() && r != part_.rank()) load_landed(r, first, landed[r]);
+      }
     };
-    const auto use = [&](int64_t first, int u) {
-      LineValues merged, values;
-      for (int r = 0; r < part_.num_ranks(); ++r) {
-        if (r == part_.rank()) {
-          values_of(own[u], values);
-        } else {
-          if (r != first_other) load_line(layout, landed(r), first, next[u]);
-          values_of(next[u], values);
-        }
+    const auto use = [&](int64_t first, int) {
+      Values merged, values;
+      MOE_A2A_UNROLL
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        if (r >= part_.num_ranks()) break;
+        r == part_.rank() ? values_of(own, values) : values_of(landed[r], values);
+        add(r, merged, values);
+      }
+      MOE_A2A_ROLLED
+      for (int r = kRowsInFlight; r < part_.num_ranks(); ++r) {
+        if (r != part_.rank()) load_landed(r, first, landed[0]);
+        r == part_.rank() ? values_of(own, values) : values_of(landed[0], values);
         add(r, merged, values);
       }
       finish(first, merged);
     };
-    for_values<kReducedAhead>(span.count, vectors, load, use, [&](int64_t first) {
-      LineValues merged = {}, values;
+    for_values<1>(span.count, vectors, load, use, [&](int64_t first) {
+      Values merged = {}, values;
       for (int r = 0; is_inside(span, first) && r < part_.num_ranks(); ++r) {
         if (r == part_.rank()) {
           load_floats(x + first, span.count - first, vectors, values);
         } else {
-          load_line(layout, landed(r), first, next[0]);
-          values_of(next[0], values);
+          load_landed(r, first, landed[0]);
+          values_of(landed[0], values);
         }
         add(r, merged, values);
       }
@@ -130,17 +146,19 @@ class CodedSteps : public ShareChunks {
     const LineLayout layout{kCodec, span.count};
     T* out = reinterpret_cast<T*>(out_at(span.begin));
     const bool vectors = are_vectors(out, out);
-    LoadedLine<kCodec> loaded[kAhead];
-    const auto load = [&](int64_t first, int u) { load_line(layout, line, first, loaded[u]); };
+    Coded coded[kAhead];
+    const auto load = [&](int64_t first, int u) { load_line(layout, line, first, coded[u]); };
     const auto use = [&](int64_t first, int u) {
-      LineValues values;
-      values_of(loaded[u], values);
-      store_floats(out + first, span.count - first, vectors, values);
+      Values values;
+      values_of(coded[u], values);
+      store_whole(out + first, values);
     };
     for_values<kAhead>(span.count, vectors, load, use, [&](int64_t first) {
       if (!is_inside(span, first)) return;
       load(first, 0);
-      use(first, 0);
+      Values values;
+      values_of(coded[0], values);
+      store_floats(out + first, span.count - first, vectors, values);
     });
   }
 
@@ -149,9 +167,12 @@ class CodedSteps : public ShareChunks {
     return first < LineLayout{kCodec, span.count}.num_blocks() * kLineBlock;
   }
 
-  // Where the line of chunk i lies in a landing place and in `result`.
-  MOE_A2A_DEVICE int64_t place_of(int i) const { return i * LineLayout{kCodec, args_.extent.chunk}.stride(); }
-  MOE_A2A_DEVICE std::byte* result_at(int i) const { return region_.result.at(part_.half(), place_of(i)); }
+  // Where the line of chunk i lies in a landing place.
+  MOE_A2A_DEVICE int64_t line_of(int i) const { return i * LineLayout{kCodec, args_.extent.chunk}.stride(); }
+  // The reduced shares arrive in the second half of their owners' landing places.
+  MOE_A2A_DEVICE std::byte* result_of(int owner, int i) const {
+    return region_.landing.at(part_.half(), owner, region_.landing.stride[1] / 2 + line_of(i));
+  }
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

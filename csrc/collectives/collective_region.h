@@ -8,7 +8,7 @@
 namespace moe_a2a {
 
 // A chunk is the unit behind one signal: at least as many bytes as a block of a GPU copies at once. Large calls are cut
-// into several per block, so that one is sent while another is used, but each costs a fence or, in two-shot, two. us
+// into several per block, so that one is sent while another is used, but each costs a fence. us
 // with chunks of 32, 64 and 128 KiB: two-shot, 2 H200, 32 MiB: 125, 116, 124; 4 H100, 128 MiB: 677, 657, 657. The
 // halves of two-shot, 4 H100, 64 MiB: reduce-scatter 166, 188, 183, all-gather 166, 186, 192.
 inline constexpr int kMinChunkBytes = 8 << 10, kLargeChunkBytes = 64 << 10, kLargeChunkBytesOfHalves = 32 << 10;
@@ -30,9 +30,9 @@ struct CollectiveRegion {
   Array<Signal, 2> call_signal;      // [2, R src]  src makes this call
   Array<std::byte, 3> announcement;  // [2, R src, kAnnouncementBytes]  LL words: which one
   Array<Signal, 3> chunk_signal;     // [2, R src, chunks]  a chunk of src has landed here
-  Array<Signal, 3> result_signal;    // [2, R src, chunks]  a chunk of src's share is complete: in its `result`, or in a
-                                     // direct call in this rank's out
-  Array<std::byte, 3> landing;       // [2, R src, share_bytes]
+  Array<Signal, 3> result_signal;    // [2, R src, chunks]  a chunk of src's share is complete: in its `result`, with a
+                                     // codec in `landing`, in a direct call in this rank's out
+  Array<std::byte, 3> landing;       // [2, R src, share_bytes]  with a codec, the second half is for src's results
   Array<std::byte, 3> words;         // [2, R src, 2 * words_bytes]  LL words: src's vector
   // ---- symmetric: written by its owner, read by all ranks
   Array<std::byte, 2> result;  // [2, share_bytes]  the share that this rank has reduced

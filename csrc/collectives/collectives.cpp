@@ -22,6 +22,9 @@ constexpr int64_t kMaxCpuWorkspace = 256 << 10;
 
 constexpr int64_t kTensorAlignment = 512;  // as PyTorch's
 
+// Bytes of an element in a landing place that holds two lines: its contribution, and the result.
+constexpr int kCodedSize = 2 * 2;
+
 uint64_t digest_of(uint64_t first, uint64_t second) {
   Fnv1a hash;
   hash.add(first);
@@ -108,7 +111,7 @@ void Collectives::all_reduce(const Operands& operands, int64_t count, const Meth
   if (method.codec == LineCodec::kNone)
     return launch_shares(TwoShotArgs{shares}, element_size, method.num_blocks, stream);
   with_line_codec(method.codec, [&](auto codec) {
-    launch_shares(CodedTwoShotArgs<decltype(codec)::value>{shares}, element_size, method.num_blocks, stream);
+    launch_shares(CodedTwoShotArgs<decltype(codec)::value>{shares}, kCodedSize, method.num_blocks, stream);
   });
 }
 
@@ -167,7 +170,8 @@ void Collectives::launch_vectors(const Args& vectors, int64_t count, int64_t sli
     args.out = vectors.out + slice.first * element_size;
     args.count = std::min(slice.most, count - slice.first);
     args.chunk = slice.chunk;
-    launch(args, blocks_for(args.num_chunks(), num_blocks), stream);
+    args.num_chunks = slice.most_chunks;
+    launch(args, blocks_for(slice.most_chunks, num_blocks), stream);
     if (device_->is_synchronous()) raise_waits();
     ++args.slice;
   }
@@ -189,15 +193,13 @@ void Collectives::launch_direct(const Args& args, int num_blocks, void* stream) 
 template <class Args>
 void Collectives::launch_slices(const Args& shares, const std::vector<Slice>& slices, int num_blocks, void* stream) {
   Args args = shares;
-  const int64_t largest = args.shares.largest(member_.num_ranks);
   const CallGate::Turn turn = gate_.enter();
   require_open();
   raise_timeouts();
   args.context = context_;
   for (const Slice& slice : slices) {
     args.extent = slice;
-    const int64_t count = std::min(slice.most, largest - slice.first);
-    launch(args, blocks_for((count + slice.chunk - 1) / slice.chunk, num_blocks), stream);
+    launch(args, blocks_for(slice.most_chunks, num_blocks), stream);
     if (device_->is_synchronous()) raise_waits();
     ++args.slice;
   }

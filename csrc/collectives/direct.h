@@ -40,17 +40,19 @@ class DirectSteps : public ShareChunks {
   // nobody uses their out.
   template <class Step>
   MOE_A2A_DEVICE void run_own_chunks() const {
-    for_chunks(num_own_chunks(), [&](int i) {
+    for_chunks(most_chunks(), [&](int i) {
+      if (!has_own(i)) return true;
       const uint64_t start = trace_now();
       Step::run(*this, i);
-      signal_result(i);
+      signal_chunks(part_, block_, kNoChunk, {}, i, part_.others());
       record_chunk(Step::kKind, start, i);
       return true;
     });
   }
   // After it out is complete, and nobody reads x any more. False if a rank did not arrive.
   MOE_A2A_DEVICE bool wait_for_other_shares() const {
-    return for_chunks(most_chunks(), [&](int i) { return wait_for_results(i); });
+    return for_chunks(most_chunks(),
+                      [&](int i) { return wait_for_chunks(part_, grid_, block_, kNoChunk, {}, i, owners_of(i)); });
   }
 
   MOE_A2A_DEVICE void reduce(int i) const {

@@ -162,21 +162,6 @@ MOE_A2A_DEVICE bool wait_for_signals(const Part& part, const Block& block, int f
   return true;
 }
 
-MOE_A2A_DEVICE bool wait_for_chunk(const Part& part, const Block& block, const Array<Signal, 3>& signals,
-                                   const RankSet& ranks, int i) {
-  return !block.any(!wait_for_signals(part, block, block.rank(), signals, ranks, i));
-}
-
-// The same in the first stage of a pipeline that waits. For a block's first chunk it also meets the other ranks, in
-// other threads: one wait after the other would take longer.
-MOE_A2A_DEVICE bool meet_and_wait_for_chunk(const Part& part, const Grid& grid, const Block& block,
-                                            const Array<Signal, 3>& signals, const RankSet& ranks, int i) {
-  const int first = (block.rank() + block.size() / 2) % block.size();
-  const bool good = (i >= grid.size() || all_make_this_call(part, grid, block)) &&
-                    wait_for_signals(part, block, first, signals, ranks, i);
-  return !block.any(!good);
-}
-
 MOE_A2A_RARE void report_poison(const CollectiveContext& context, Operation operation, uint64_t epoch) {
   const WaitSite site{operation, collective_kind::kCallWait, context.heap.rank};
   write_report(context.wait, context.heap, site, Reason::kPoisoned, poison_of(context.wait), epoch, 0, 0);

@@ -15,10 +15,10 @@ struct OneShotArgs {
   std::byte* out = nullptr;  // may be x
   int64_t count = 0;         // elements of this slice
   int64_t chunk = 0;         // elements behind one signal
+  int num_chunks = 0;
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
 
-  MOE_A2A_HOST_DEVICE int num_chunks() const { return static_cast<int>((count + chunk - 1) / chunk); }
   MOE_A2A_HOST_DEVICE int size_of_chunk(int i) const {
     const int64_t rest = count - i * chunk;
     return static_cast<int>(rest < chunk ? rest : chunk);
@@ -31,38 +31,33 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 class OneShotSteps {
  public:
-  MOE_A2A_DEVICE OneShotSteps(const OneShotArgs& args, const Part& part, const Grid& grid, const Block& block)
-      : args_(args), part_(part), grid_(grid), block_(block) {}
+  MOE_A2A_DEVICE OneShotSteps(const OneShotArgs& args, const Part& part, const Grid& /*grid*/, const Block& block)
+      : args_(args), part_(part), block_(block) {}
 
-  MOE_A2A_DEVICE int most_chunks() const { return args_.num_chunks(); }
+  MOE_A2A_DEVICE int most_chunks() const { return args_.num_chunks; }
+
+  MOE_A2A_DEVICE RankSet senders_of(int) const { return part_.others(); }
+  MOE_A2A_DEVICE RankSet receivers_of(int) const { return part_.others(); }
 
   // Writes chunk i of this rank's vector to all other ranks.
-  MOE_A2A_DEVICE bool push(int i) const {
+  MOE_A2A_DEVICE void push(int i) const {
     const CollectiveContext& c = args_.context;
     const RankSet others = part_.others();
-    if (others.empty()) return true;
+    if (others.empty()) return;
     const uint64_t start = trace_now();
     const int64_t first = i * args_.chunk * size_of(args_.dtype);
     std::byte* local = c.region.landing.at(part_.half(), part_.rank(), first);
     multicast_bytes(
         block_, others, part_.rank(), [&](int rank) { return c.heap.peer(rank, local); }, args_.x + first,
         args_.size_of_chunk(i) * size_of(args_.dtype));
-    block_.release_sync();
-    if (block_.rank() == 0) {  // pairs with the acquire in wait_for_signal()
-      signal_many(c.heap, others, c.region.chunk_signal.at(part_.half(), part_.rank(), i), part_.epoch);
-    }
     record(c.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
-    return true;
   }
 
-  // Reduces chunk i of all ranks into out; false if a rank did not arrive.
-  MOE_A2A_DEVICE bool reduce(int i) const {
-    const CollectiveContext& c = args_.context;
-    if (!meet_and_wait_for_chunk(part_, grid_, block_, c.region.chunk_signal, part_.others(), i)) return false;
+  // Reduces chunk i of all ranks into out.
+  MOE_A2A_DEVICE void reduce(int i) const {
     const uint64_t start = trace_now();
     with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i); });
-    record(c.trace(), block_, {.kind = TraceKind::kReduce, .begin = start, .token = i});
-    return true;
+    record(args_.context.trace(), block_, {.kind = TraceKind::kReduce, .begin = start, .token = i});
   }
 
  private:
@@ -82,7 +77,6 @@ class OneShotSteps {
 
   const OneShotArgs& args_;
   const Part& part_;
-  const Grid& grid_;
   const Block& block_;
 };
 
@@ -93,8 +87,7 @@ struct OneShot {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    run_pipeline<OneShotSteps, ChunkStep<&OneShotSteps::push>, ChunkStep<&OneShotSteps::reduce>>(
-        args, collective_op::kOneShot, grid, block);
+    run_pipeline<OneShotSteps, &OneShotSteps::push, &OneShotSteps::reduce>(args, collective_op::kOneShot, grid, block);
   }
 };
 

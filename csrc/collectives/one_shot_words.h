@@ -26,7 +26,7 @@ class OneShotWords {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     run_call(args, collective_op::kOneShot, Seen::kWords, grid, block, [&](const Part& part) {
       const OneShotWords words(args, part, block);
-      const int num_chunks = args.count > 0 ? args.num_chunks() : 1;  // without values, only the announcements
+      const int num_chunks = args.count > 0 ? args.num_chunks : 1;  // without values, only the announcements
       for (int i = grid.rank(); i < num_chunks; i += grid.size()) words.push(i);
       if (grid.rank() == grid.size() - 1) {
         announce(part, block);

@@ -1,47 +1,92 @@
-// A launch as a pipeline: each block passes its chunks through stages and sends ahead of what it waits for.
+// A launch as a pipeline: each block sends chunks ahead of the one that it waits for.
 #pragma once
+
+#include <type_traits>
 
 #include "collectives/meeting.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// How many chunks a block sends ahead of the one that it waits for: one keeps the link busy while others are reduced.
-// All, where waiting is expensive.
+// How many chunks a block sends ahead of the one that it waits for. All, where waiting is expensive. Elsewhere two, as
+// what is signalled after a chunk arrives while the next one is in hand.
 MOE_A2A_DEVICE int chunks_ahead(int num_chunks, const Grid& grid) {
-  return kRanksShareCores ? (num_chunks + grid.size() - 1) / grid.size() : 1;
+  const int rounds = (num_chunks + grid.size() - 1) / grid.size();
+  return kRanksShareCores || rounds < 2 ? rounds : 2;
 }
 
-// A stage: a member function of Steps that takes a chunk and returns false if a rank did not arrive.
-template <auto kFunction>
-struct ChunkStep {
-  template <class Steps>
-  MOE_A2A_DEVICE static bool run(const Steps& steps, int i) {
-    return (steps.*kFunction)(i);
-  }
-};
+inline constexpr int kNoChunk = -1;
 
-// Runs a block's chunks through the stages, each chunks_ahead() behind the previous one. The first stage does not wait.
-template <class Steps, class Send, class... Rest, class Args>
+// Waits until chunk `used` of `senders` has landed and the results of `owners` for chunk `completed` are there, in
+// different threads; before a block's first chunk also until all ranks make this call. False if a rank did not arrive.
+MOE_A2A_DEVICE bool wait_for_chunks(const Part& part, const Grid& grid, const Block& block, int used,
+                                    const RankSet& senders, int completed, const RankSet& owners) {
+  const CollectiveRegion& region = part.context.region;
+  const int half_way = (block.rank() + block.size() / 2) % block.size();
+  bool good = used != grid.rank() || all_make_this_call(part, grid, block);
+  if (used != kNoChunk) good = good && wait_for_signals(part, block, half_way, region.chunk_signal, senders, used);
+  if (completed != kNoChunk) {
+    good = good && wait_for_signals(part, block, block.rank(), region.result_signal, owners, completed);
+  }
+  return !block.any(!good);
+}
+
+// Tells `receivers` that chunk `sent` has landed, and `others` that the result for chunk `used` is there, behind one
+// fence: pairs with the acquires in wait_for_chunks().
+MOE_A2A_DEVICE void signal_chunks(const Part& part, const Block& block, int sent, const RankSet& receivers, int used,
+                                  const RankSet& others) {
+  if (sent == kNoChunk && used == kNoChunk) return;
+  block.release_sync();
+  if (block.rank() != 0) return;
+  fence_before_signals();
+  const CollectiveRegion& region = part.context.region;
+  const auto store = [&](const Array<Signal, 3>& signals, const RankSet& ranks, int i) {
+    if (i != kNoChunk) store_signals(part.context.heap, ranks, signals.at(part.half(), part.rank(), i), part.epoch);
+  };
+  store(region.chunk_signal, receivers, sent);
+  store(region.result_signal, others, used);
+}
+
+// Runs a block's chunks through members of Steps. A round of the loop has one fence, at its end, since a fence holds up
+// the whole block: what one member sends travels while the next one works.
+//
+//   kSend        sends chunk i to receivers_of(i), and waits for nothing
+//   kUse         uses what senders_of(i) have sent of chunk i; if there is kUseResults, sends others_with_own(i) a
+//   result kUseResults  uses the results of owners_of(i) for chunk i
+template <class Steps, auto kSend, auto kUse, auto kUseResults = nullptr, class Args>
 MOE_A2A_DEVICE void run_pipeline(const Args& args, Operation operation, const Grid& grid, const Block& block) {
+  constexpr bool kHasResults = !std::is_null_pointer_v<decltype(kUseResults)>;
   const auto send = [&](const Part& part) {
     const Steps steps(args, part, grid, block);
     const int num_chunks = steps.most_chunks(), end = chunks_ahead(num_chunks, grid) * grid.size();
-    for (int i = grid.rank(); i < num_chunks && i < end; i += grid.size()) Send::run(steps, i);
+    for (int i = grid.rank(); i < num_chunks && i < end; i += grid.size()) {
+      (steps.*kSend)(i);
+      signal_chunks(part, block, i, steps.receivers_of(i), kNoChunk, {});
+    }
   };
   const auto receive = [&](const Part& part) {
     const Steps steps(args, part, grid, block);
     const int num_chunks = steps.most_chunks(), distance = chunks_ahead(num_chunks, grid) * grid.size();
-    if (grid.rank() >= num_chunks) return meet(part, grid, block);  // else the first stage that waits does
-    const auto run = [&](auto stage, int i) {
-      return i < grid.rank() || i >= num_chunks || decltype(stage)::run(steps, i);
-    };
-    bool good = true;
-    const int end = num_chunks + static_cast<int>(sizeof...(Rest)) * distance;
-    for (int i = grid.rank() + distance; good && i < end; i += grid.size()) {
-      int of_stage = i;
-      good = run(Send{}, i) && (... && run(Rest{}, of_stage -= distance));
+    if (grid.rank() >= num_chunks) return meet(part, grid, block);
+    const int end = num_chunks + (kHasResults ? distance : 0);
+    for (int i = grid.rank(); i < end; i += grid.size()) {
+      const int used = i < num_chunks ? i : kNoChunk, sent = i + distance < num_chunks ? i + distance : kNoChunk;
+      const int completed = kHasResults && i >= distance ? i - distance : kNoChunk;
+      const RankSet senders = used != kNoChunk ? steps.senders_of(used) : RankSet{};
+      RankSet owners, others;
+      if constexpr (kHasResults) {
+        if (completed != kNoChunk) owners = steps.owners_of(completed);
+        if (used != kNoChunk) others = steps.others_with_own(used);
+      }
+      if (!wait_for_chunks(part, grid, block, used, senders, completed, owners)) return false;
+      if (used != kNoChunk) (steps.*kUse)(used);
+      if (sent != kNoChunk) (steps.*kSend)(sent);
+      if constexpr (kHasResults) {
+        if (completed != kNoChunk) (steps.*kUseResults)(completed);
+      }
+      const RankSet receivers = sent != kNoChunk ? steps.receivers_of(sent) : RankSet{};
+      signal_chunks(part, block, sent, receivers, others.empty() ? kNoChunk : used, others);
     }
-    return good;
+    return true;
   };
   take_part(args, operation, grid, block, send, receive);
 }

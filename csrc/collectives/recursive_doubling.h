@@ -53,7 +53,7 @@ class DoublingSteps {
 
   template <class Visit>
   MOE_A2A_DEVICE bool for_chunks(const Visit& visit) const {
-    const int num_chunks = args_.num_chunks();
+    const int num_chunks = args_.num_chunks;
     for (int i = grid_.rank(); i < num_chunks; i += grid_.size()) {
       if (!visit(i)) return false;
     }

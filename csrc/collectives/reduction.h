@@ -44,10 +44,11 @@ MOE_A2A_DEVICE void divide(float (&merged)[kCount], float divisor) {
   for (int i = 0; i < kCount; ++i) merged[i] /= divisor;
 }
 
-MOE_A2A_DEVICE void merge(ReduceOp op, LineValues& merged, const LineValues& values) {
+template <int kCount>
+MOE_A2A_DEVICE void merge(ReduceOp op, float (&merged)[kCount], const float (&values)[kCount]) {
   with_operator(op, [&](auto kind) {
     MOE_A2A_UNROLL
-    for (int i = 0; i < kLineValues; ++i) merged[i] = decltype(kind)::merge(merged[i], values[i]);
+    for (int i = 0; i < kCount; ++i) merged[i] = decltype(kind)::merge(merged[i], values[i]);
   });
 }
 

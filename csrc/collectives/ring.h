@@ -29,7 +29,7 @@ class RingSteps : public ShareChunks {
     for (int step = 1; step + 1 < part_.num_ranks(); ++step) {
       if (!pass_on(step)) return false;
     }
-    return for_chunks(num_own_chunks(), [&](int i) {
+    return for_chunks(args_.extent.num_chunks(args_.shares, part_.rank()), [&](int i) {
       const uint64_t start = trace_now();
       if (part_.num_ranks() > 1 && !wait_for_partial(part_.rank(), i)) return false;
       complete(i);

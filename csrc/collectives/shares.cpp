@@ -14,6 +14,10 @@ int64_t chunk_of(int64_t count, int64_t num_chunks, int element_size) {
   return in_units(std::max<int64_t>(kMinChunkBytes / element_size, (count + num_chunks - 1) / num_chunks));
 }
 
+Slice slice_of(int64_t first, int64_t most, int64_t count, int64_t chunk) {
+  return {.first = first, .most = most, .chunk = chunk, .most_chunks = static_cast<int>((count + chunk - 1) / chunk)};
+}
+
 }  // namespace
 
 Shares Shares::even(int64_t count, int num_ranks) {
@@ -42,7 +46,7 @@ uint64_t Shares::digest(int num_ranks) const {
 }
 
 Slice whole_of(int64_t largest_share, int element_size) {
-  return {.most = largest_share, .chunk = chunk_of(largest_share, kChunksPerRound, element_size)};
+  return slice_of(0, largest_share, largest_share, chunk_of(largest_share, kChunksPerRound, element_size));
 }
 
 std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int element_size, int large_chunk_bytes) {
@@ -53,7 +57,7 @@ std::vector<Slice> slices_of(int64_t largest_share, int64_t share_bytes, int ele
     // One chunk per block of a large GPU, or several if they are large enough to be sent while others are used.
     const int64_t large_round = int64_t{kChunksPerRound} * large_chunk_bytes;
     const int64_t rounds = std::clamp<int64_t>(count * element_size / large_round, 1, kMaxRounds);
-    slices.push_back({.first = first, .most = most, .chunk = chunk_of(count, rounds * kChunksPerRound, element_size)});
+    slices.push_back(slice_of(first, most, count, chunk_of(count, rounds * kChunksPerRound, element_size)));
   }
   return slices;
 }

@@ -33,6 +33,7 @@ struct Slice {
   int64_t first = 0;
   int64_t most = 0;
   int64_t chunk = kShareUnit;
+  int most_chunks = 0;  // of the largest share
 
   MOE_A2A_HOST_DEVICE int64_t size_of_share(const Shares& shares, int rank) const {
     const int64_t rest = shares.size(rank) - first;

@@ -27,8 +27,8 @@ struct TwoShot {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    run_pipeline<ShareSteps, ChunkStep<&ShareSteps::push>, ChunkStep<&ShareSteps::reduce_for_all>,
-                 ChunkStep<&ShareSteps::pull>>(args, collective_op::kTwoShot, grid, block);
+    run_pipeline<ShareSteps, &ShareSteps::push, &ShareSteps::reduce_for_all, &ShareSteps::pull>(
+        args, collective_op::kTwoShot, grid, block);
   }
 };
 
@@ -42,8 +42,7 @@ struct CodedTwoShot {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     using Steps = CodedSteps<kCodec>;
-    run_pipeline<Steps, ChunkStep<&Steps::push>, ChunkStep<&Steps::reduce>, ChunkStep<&Steps::pull>>(
-        args, collective_op::kTwoShot, grid, block);
+    run_pipeline<Steps, &Steps::push, &Steps::reduce, &Steps::take>(args, collective_op::kTwoShot, grid, block);
   }
 };
 
@@ -54,8 +53,7 @@ struct ReduceScatter {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    run_pipeline<ShareSteps, ChunkStep<&ShareSteps::push>, ChunkStep<&ShareSteps::reduce>>(
-        args, collective_op::kReduceScatter, grid, block);
+    run_pipeline<ShareSteps, &ShareSteps::push, &ShareSteps::reduce>(args, collective_op::kReduceScatter, grid, block);
   }
 };
 
@@ -66,8 +64,7 @@ struct AllGather {
   static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    run_pipeline<ShareSteps, ChunkStep<&ShareSteps::give>, ChunkStep<&ShareSteps::take>>(
-        args, collective_op::kAllGather, grid, block);
+    run_pipeline<GatherSteps, &GatherSteps::give, &GatherSteps::take>(args, collective_op::kAllGather, grid, block);
   }
 };
 

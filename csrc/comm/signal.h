@@ -64,6 +64,15 @@ MOE_A2A_DEVICE void record_send_ll(const TraceBuffer& trace, const Group& group,
   }
 }
 
+// The stores of signal_many(), for several behind one fence_before_signals().
+MOE_A2A_DEVICE void store_signals(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
+                                  uint32_t payload = 0) {
+  for (RankSet rest = ranks; !rest.empty(); rest.remove_first()) {
+    Signal* remote = heap.peer(rest.first(), local);
+    atomic_store<kSignalOrder, Scope::kSystem>(&remote->word, Signal::pack(epoch, payload));
+  }
+}
+
 // Publishes `epoch` in `local`'s place on every rank of `ranks`. Everything that this thread wrote, or its group before
 // the group's release_sync(), is visible to whoever then sees the epoch: pairs with the acquire in wait_for(). One
 // fence covers all ranks: a fence per signal costs 20 % of the link on H200, and a fence stalls the whole SM. Returns
@@ -72,10 +81,7 @@ MOE_A2A_DEVICE uint64_t signal_many(const HeapView& heap, const RankSet& ranks, 
                                     uint32_t payload = 0) {
   fence_before_signals();
   const uint64_t now = trace_now();
-  for (RankSet rest = ranks; !rest.empty(); rest.remove_first()) {
-    Signal* remote = heap.peer(rest.first(), local);
-    atomic_store<kSignalOrder, Scope::kSystem>(&remote->word, Signal::pack(epoch, payload));
-  }
+  store_signals(heap, ranks, local, epoch, payload);
   return now;
 }
 

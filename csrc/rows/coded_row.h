@@ -38,7 +38,8 @@ MOE_A2A_RARE void write_values(const Warp& warp, CodedRow row, int first, LineVe
   with_line_codec(row.codec, [&](auto is) {
     constexpr LineCodec kCodec = decltype(is)::value;
     const LineLayout layout{kCodec, row.num_values};
-    encode_line<kCodec>(warp, layout, row.data, first, first < layout.num_blocks() * kLineBlock, values.value);
+    const CodedValues<kCodec> coded = encode<kCodec>(warp, values.value);
+    if (first < layout.num_blocks() * kLineBlock) store_line(layout, row.data, first, coded);
   });
 }
 
@@ -117,7 +118,7 @@ MOE_A2A_DEVICE void add_values(const CodedRow& row, int first, int stride, int e
   with_line_codec(row.codec, [&](auto is) {
     constexpr LineCodec kCodec = decltype(is)::value;
     const LineLayout layout{kCodec, row.num_values};
-    LoadedLine<kCodec> loaded[kCodedSets];
+    CodedValues<kCodec> loaded[kCodedSets];
     for_sets(
         first, stride, end, [&](int u) { load_line(layout, row.data, first + u * stride, loaded[u]); },
         [&](int u) {

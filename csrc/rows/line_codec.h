@@ -49,9 +49,9 @@ struct LineLayout {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Threads that share a block, and the values that each of them holds.
-inline constexpr int kLineLanes = kWarpSize == 1 ? 1 : 4;
-inline constexpr int kLineValues = kLineBlock / kLineLanes;
+// The values that a thread holds: of a block that it shares with its neighbours, or on the CPU a whole one. Functions
+// below also take twice as many.
+inline constexpr int kLineValues = kWarpSize == 1 ? kLineBlock : kLineBlock / 4;
 using LineValues = float[kLineValues];
 
 // Calls f(CodecIs<codec>{}); not for kNone.
@@ -75,6 +75,15 @@ MOE_A2A_DEVICE void with_line_codec(LineCodec codec, F f) {
   }
 }
 
+// A thread's values of a line as they lie in memory: several can be in flight at once, and one can go to several ranks.
+template <LineCodec kCodec, int kValues = kLineValues>
+struct CodedValues {
+  static constexpr int kBits = LineLayout{kCodec}.bits(), kLowBits = kBits == 8 ? 8 : 4;
+  uint32_t low[kValues * kLowBits / 32];
+  uint16_t high[kValues / 8];  // q6
+  Bfloat16 step;
+};
+
 struct LineScale {
   Bfloat16 step;
   float inverse;  // 0 for blocks that become zeros or NaNs
@@ -90,176 +99,194 @@ MOE_A2A_DEVICE constexpr float line_range() {
 }
 
 // The scale of the block that this thread and its neighbours hold.
-template <LineCodec kCodec>
-MOE_A2A_DEVICE LineScale line_scale(const Warp& warp, const LineValues& values) {
-  constexpr float kInfinity = std::bit_cast<float>(0x7f800000u);
-  // The bits of positive floats are ordered like the floats, with the NaNs above infinity.
-  int32_t most = 0, least = 0;
+template <LineCodec kCodec, int kValues>
+MOE_A2A_DEVICE LineScale line_scale(const Warp& warp, const float (&values)[kValues]) {
+  // Of positive floats the largest has the largest bits as an integer; of negative ones, as an unsigned integer.
+  int32_t most = 0;
+  uint32_t least = 0;
   MOE_A2A_UNROLL
-  for (int i = 0; i < kLineValues; ++i) {
-    const auto bits = std::bit_cast<int32_t>(values[i]);
-    const int32_t negated = bits ^ std::numeric_limits<int32_t>::min();
-    most = bits > most ? bits : most;
-    least = negated > least ? negated : least;
+  for (int i = 0; i < kValues; ++i) {
+    const auto bits = std::bit_cast<uint32_t>(values[i]);
+    most = static_cast<int32_t>(bits) > most ? static_cast<int32_t>(bits) : most;
+    least = bits > least ? bits : least;
   }
-  const bool is_odd = (most > least ? most : least) >= std::bit_cast<int32_t>(kInfinity);
-  const float above = warp.template max_of_neighbours<kLineLanes>(is_odd ? kInfinity : std::bit_cast<float>(most));
-  const float below = warp.template max_of_neighbours<kLineLanes>(is_odd ? 0.0f : std::bit_cast<float>(least));
-  const float magnitude = larger(above, below);
-  if (magnitude == kInfinity) return {{0x7fc0}, 0.0f};
-  if (magnitude < 0x1p-116f) return {{0}, 0.0f};
+  // The bits of the magnitude, then 1 if the value is positive. NaNs are above infinity.
+  const uint32_t positive = static_cast<uint32_t>(most) << 1 | 1, negative = least << 1;
+  const uint32_t key = warp.template max_of_neighbours<kLineBlock / kValues>(positive > negative ? positive : negative);
+  const float magnitude = std::bit_cast<float>(key >> 1);
+  const bool is_odd = key >= 0x7f800000u << 1, is_zero = magnitude < 0x1p-116f;
   const uint32_t step = (std::bit_cast<uint32_t>(magnitude * (1.0f / line_range<kCodec>())) + 0xffffu) >> 16;
-  const bool is_negative = kCodec != LineCodec::kFp8 && above >= below;
-  const Bfloat16 scale{static_cast<uint16_t>(step | (is_negative ? 0x8000u : 0u))};
-  return {scale, 1.0f / to_float(scale)};
+  const uint32_t sign = kCodec == LineCodec::kFp8 ? 0 : (key & 1) << 15;
+  const Bfloat16 scale{static_cast<uint16_t>(is_odd ? 0x7fc0u : is_zero ? 0u : step | sign)};
+  return {scale, is_odd || is_zero ? 0.0f : 1.0f / to_float(scale)};
 }
 
-// Rounds to the nearest integer, ties to even; |value| < 2^22.
-MOE_A2A_DEVICE int nearest_int(float value) {
-  return static_cast<int>(std::bit_cast<uint32_t>(value + 0x1.8p23f) - 0x4b400000u);
-}
-
-// The code of a value that has been multiplied by the inverse scale. Clips values out of range, and NaNs.
+// The integer of a value that has been multiplied by the inverse scale, plus kLineBias: rounded to nearest, ties to
+// even, since integers are the steps between floats of this size. Clips values that are too large, and NaNs.
+inline constexpr uint32_t kLineBias = 0x4b400000u;
 template <LineCodec kCodec>
-MOE_A2A_DEVICE uint8_t line_code(float scaled) {
+MOE_A2A_DEVICE uint32_t line_integer(float scaled) {
   constexpr float kRange = line_range<kCodec>();
-  constexpr float kMost = kCodec == LineCodec::kFp8 ? kRange : kRange - 1;
-  const float raised = scaled > -kRange ? scaled : -kRange;
-  const float clamped = raised < kMost ? raised : kMost;
-  if constexpr (kCodec == LineCodec::kFp8) {
-    return from_float<Float8>(clamped).bits;
-  } else {
-    return static_cast<uint8_t>(nearest_int(clamped) + static_cast<int>(kRange));
-  }
+  const float clipped = scaled < kRange - 1 ? scaled : kRange - 1;
+  return std::bit_cast<uint32_t>(clipped + (0x1.8p23f + kRange));
 }
-template <LineCodec kCodec>
-MOE_A2A_DEVICE float line_value(uint32_t code) {
-  if constexpr (kCodec == LineCodec::kFp8) {
-    return to_float(Float8{static_cast<uint8_t>(code)});
-  } else {
-    return std::bit_cast<float>(0x4b000000u | code) - (0x1p23f + line_range<kCodec>());  // faster than a conversion
+
+// Words of kBits per code, the first one lowest. `bias`: what each code has in excess.
+template <int kBits, int kCodes, int kWords>
+MOE_A2A_DEVICE void pack(const uint32_t (&codes)[kCodes], uint32_t bias, uint32_t (&words)[kWords]) {
+  constexpr int kPerWord = kCodes / kWords;
+  MOE_A2A_UNROLL
+  for (int w = 0; w < kWords; ++w) {
+    uint32_t word = 0, excess = 0;
+    MOE_A2A_UNROLL
+    for (int i = kPerWord - 1; i >= 0; --i) {
+      word = (word << kBits) + codes[w * kPerWord + i];
+      excess = (excess << kBits) + bias;
+    }
+    words[w] = word - excess;
   }
 }
 
-// Encodes this thread's values of a line, from value `first` on, a multiple of kLineValues. All threads that share the
-// block call it. On return `values` are what values_of() will give. `is_stored`: false past the end.
-template <LineCodec kCodec>
-MOE_A2A_DEVICE void encode_line(const Warp& warp, const LineLayout& layout, std::byte* line, int64_t first,
-                                bool is_stored, LineValues& values) {
-  const LineScale scale = line_scale<kCodec>(warp, values);
-  const float step = to_float(scale.step);
-  uint8_t code[kLineValues];
-  MOE_A2A_UNROLL
-  for (int i = 0; i < kLineValues; ++i) code[i] = line_code<kCodec>(values[i] * scale.inverse);
-  MOE_A2A_UNROLL
-  for (int i = 0; i < kLineValues; ++i) values[i] = line_value<kCodec>(code[i]) * step;
-  if (!is_stored) return;
-  auto* payload = reinterpret_cast<uint8_t*>(line);
-  if constexpr (kCodec == LineCodec::kFp8 || kCodec == LineCodec::kQ8) {
-    store_values(payload + first, code);
-  } else {
-    uint8_t pairs[kLineValues / 2];
+// Of line_integer().
+template <LineCodec kCodec, int kValues>
+MOE_A2A_DEVICE void pack_integers(const uint32_t (&codes)[kValues], CodedValues<kCodec, kValues>& coded) {
+  if constexpr (kCodec == LineCodec::kQ6) {
+    uint32_t low[kValues], high[kValues], words[kValues / 8];
     MOE_A2A_UNROLL
-    for (int i = 0; i < kLineValues / 2; ++i) {
-      pairs[i] = static_cast<uint8_t>((code[2 * i] & 15) | code[2 * i + 1] << 4);
+    for (int i = 0; i < kValues; ++i) {
+      low[i] = codes[i] & 15;
+      high[i] = codes[i] >> 4 & 3;
     }
-    store_values(payload + first / 2, pairs);
+    pack<4>(low, 0, coded.low);
+    pack<2>(high, 0, words);
+    MOE_A2A_UNROLL
+    for (int w = 0; w < kValues / 8; ++w) coded.high[w] = static_cast<uint16_t>(words[w]);
+  } else {
+    pack<coded.kBits>(codes, kLineBias, coded.low);
+  }
+}
+
+// Encodes this thread's values. All threads that share the block call it.
+template <LineCodec kCodec, int kValues>
+MOE_A2A_DEVICE CodedValues<kCodec, kValues> encode(const Warp& warp, const float (&values)[kValues]) {
+  const LineScale scale = line_scale<kCodec>(warp, values);
+  CodedValues<kCodec, kValues> coded;
+  coded.step = scale.step;
+  if constexpr (kCodec == LineCodec::kFp8) {
+    Float8 codes[kValues];
+    to_float8(values, scale.inverse, codes);
+    memcpy(coded.low, codes, sizeof(codes));
+  } else {
+    uint32_t codes[kValues];
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kValues; ++i) codes[i] = line_integer<kCodec>(values[i] * scale.inverse);
+    pack_integers(codes, coded);
+  }
+  return coded;
+}
+
+// The integer of a code, which is byte `b` of a word, by way of the float 2^15 + code: faster than a conversion.
+template <LineCodec kCodec>
+MOE_A2A_DEVICE float line_value(uint32_t word, int b) {
+  return std::bit_cast<float>((word >> (8 * b) & 0xffu) << 8 | 0x47000000u) - (0x1p15f + line_range<kCodec>());
+}
+
+template <LineCodec kCodec, int kValues>
+MOE_A2A_DEVICE void values_of(const CodedValues<kCodec, kValues>& coded, float (&values)[kValues]) {
+  const float step = to_float(coded.step);
+  MOE_A2A_UNROLL
+  for (int i = 0; coded.kBits == 8 && i < kValues; ++i) {
+    const uint32_t word = coded.low[i / 4];
+    const float value = kCodec == LineCodec::kFp8 ? to_float(Float8{static_cast<uint8_t>(word >> (i % 4 * 8))})
+                                                  : line_value<kCodec>(word, i % 4);
+    values[i] = value * step;
+  }
+  MOE_A2A_UNROLL
+  for (int w = 0; coded.kBits < 8 && w < kValues / 8; ++w) {
+    uint32_t even = coded.low[w] & 0x0f0f0f0fu, odd = coded.low[w] >> 4 & 0x0f0f0f0fu;
     if constexpr (kCodec == LineCodec::kQ6) {
-      uint8_t high[kLineValues / 4];
-      MOE_A2A_UNROLL
-      for (int i = 0; i < kLineValues / 4; ++i) {
-        high[i] = static_cast<uint8_t>(code[4 * i] >> 4 | code[4 * i + 1] >> 4 << 2 | code[4 * i + 2] >> 4 << 4 |
-                                       code[4 * i + 3] >> 4 << 6);
-      }
-      store_values(payload + layout.high_offset() + first / 4, high);
+      const uint32_t apart = (coded.high[w] | uint32_t{coded.high[w]} << 8) & 0x00ff00ffu;
+      const uint32_t pairs = (apart | apart << 4) & 0x0f0f0f0fu;  // two bits of an even value, two of an odd one
+      even |= (pairs & 0x03030303u) << 4;
+      odd |= (pairs & 0x0c0c0c0cu) << 2;
     }
+    MOE_A2A_UNROLL
+    for (int b = 0; b < 4; ++b) {
+      values[8 * w + 2 * b] = line_value<kCodec>(even, b) * step;
+      values[8 * w + 2 * b + 1] = line_value<kCodec>(odd, b) * step;
+    }
+  }
+}
+
+// Between a thread's values and a line, from value `first` on, a multiple of kValues.
+template <LineCodec kCodec, int kValues>
+MOE_A2A_DEVICE void store_line(const LineLayout& layout, std::byte* line, int64_t first,
+                               const CodedValues<kCodec, kValues>& coded) {
+  store_values(reinterpret_cast<uint32_t*>(line + first * coded.kLowBits / 8), coded.low);
+  if constexpr (kCodec == LineCodec::kQ6) {
+    store_values(reinterpret_cast<uint16_t*>(line + layout.high_offset() + first / 4), coded.high);
   }
   if (first % kLineBlock == 0) {
-    reinterpret_cast<Bfloat16*>(line + layout.scales_offset())[first / kLineBlock] = scale.step;
+    reinterpret_cast<Bfloat16*>(line + layout.scales_offset())[first / kLineBlock] = coded.step;
   }
 }
-
-// A thread's values of a line as they lie in memory, so that several can be in flight at once.
-template <LineCodec kCodec>
-struct LoadedLine {
-  static constexpr bool kHasBytes = kCodec == LineCodec::kFp8 || kCodec == LineCodec::kQ8;
-  uint32_t low[kHasBytes ? kLineValues / 4 : kLineValues / 8];
-  uint16_t high[kLineValues / 8];  // q6
-  Bfloat16 step;
-};
-
-template <LineCodec kCodec>
+template <LineCodec kCodec, int kValues>
 MOE_A2A_DEVICE void load_line(const LineLayout& layout, const std::byte* line, int64_t first,
-                              LoadedLine<kCodec>& loaded) {
-  const std::byte* low = line + (LoadedLine<kCodec>::kHasBytes ? first : first / 2);
-  load_values(loaded.low, reinterpret_cast<const uint32_t*>(low));
+                              CodedValues<kCodec, kValues>& coded) {
+  load_values(coded.low, reinterpret_cast<const uint32_t*>(line + first * coded.kLowBits / 8));
   if constexpr (kCodec == LineCodec::kQ6) {
-    load_values(loaded.high, reinterpret_cast<const uint16_t*>(line + layout.high_offset() + first / 4));
+    load_values(coded.high, reinterpret_cast<const uint16_t*>(line + layout.high_offset() + first / 4));
   }
-  loaded.step = reinterpret_cast<const Bfloat16*>(line + layout.scales_offset())[first / kLineBlock];
-}
-
-template <LineCodec kCodec>
-MOE_A2A_DEVICE void values_of(const LoadedLine<kCodec>& loaded, LineValues& values) {
-  const float step = to_float(loaded.step);
-  uint8_t low[sizeof(loaded.low)], high[sizeof(loaded.high)];
-  memcpy(low, loaded.low, sizeof(low));
-  if constexpr (kCodec == LineCodec::kQ6) memcpy(high, loaded.high, sizeof(high));
-  MOE_A2A_UNROLL
-  for (int i = 0; i < kLineValues; ++i) {
-    uint32_t code = low[LoadedLine<kCodec>::kHasBytes ? i : i / 2];
-    if constexpr (!LoadedLine<kCodec>::kHasBytes) code = i % 2 == 0 ? code & 15u : code >> 4;
-    if constexpr (kCodec == LineCodec::kQ6) code |= (high[i / 4] >> i % 4 * 2 & 3u) << 4;
-    values[i] = line_value<kCodec>(code) * step;
-  }
+  coded.step = reinterpret_cast<const Bfloat16*>(line + layout.scales_offset())[first / kLineBlock];
 }
 
 // A thread's values of a row of elements, in whole vectors.
-template <class T>
+template <class T, int kValues = kLineValues>
 struct LoadedFloats {
-  static constexpr int kVector = kLineValues < kLaneElements<T> ? kLineValues : kLaneElements<T>;
-  LoadedLane<T> lane[kLineValues / kVector];
+  static constexpr int kVector = kValues < kLaneElements<T> ? kValues : kLaneElements<T>;
+  LoadedLane<T> lane[kValues / kVector];
 };
 
-template <class T>
-MOE_A2A_DEVICE void load_whole(const T* source, LoadedFloats<T>& loaded) {
+template <class T, int kValues>
+MOE_A2A_DEVICE void load_whole(const T* source, LoadedFloats<T, kValues>& loaded) {
   MOE_A2A_UNROLL
-  for (int v = 0; v < kLineValues; v += loaded.kVector) load_lane(loaded.lane[v / loaded.kVector], source + v);
+  for (int v = 0; v < kValues; v += loaded.kVector) load_lane(loaded.lane[v / loaded.kVector], source + v);
 }
-template <class T>
-MOE_A2A_DEVICE void values_of(const LoadedFloats<T>& loaded, LineValues& values) {
+template <class T, int kValues>
+MOE_A2A_DEVICE void values_of(const LoadedFloats<T, kValues>& loaded, float (&values)[kValues]) {
   MOE_A2A_UNROLL
-  for (int i = 0; i < kLineValues; ++i) values[i] = value_of(loaded.lane[i / loaded.kVector], i % loaded.kVector);
+  for (int i = 0; i < kValues; ++i) values[i] = value_of(loaded.lane[i / loaded.kVector], i % loaded.kVector);
 }
 
 // Between a thread's values and a row of elements, `rest` of which remain from there on; values past the end are 0.
-template <class T>
-MOE_A2A_DEVICE void load_floats(const T* source, int64_t rest, bool vectors, LineValues& values) {
-  if (vectors && rest >= kLineValues) {
-    LoadedFloats<T> loaded;
+template <class T, int kValues>
+MOE_A2A_DEVICE void load_floats(const T* source, int64_t rest, bool vectors, float (&values)[kValues]) {
+  if (vectors && rest >= kValues) {
+    LoadedFloats<T, kValues> loaded;
     load_whole(source, loaded);
     values_of(loaded, values);
   } else {
     MOE_A2A_UNROLL
-    for (int i = 0; i < kLineValues; ++i) values[i] = i < rest ? to_float(source[i]) : 0.0f;
+    for (int i = 0; i < kValues; ++i) values[i] = i < rest ? to_float(source[i]) : 0.0f;
   }
 }
-template <class T>
-MOE_A2A_DEVICE void store_floats(T* target, int64_t rest, bool vectors, const LineValues& values) {
-  constexpr int kVector = kLineValues < kLaneElements<T> ? kLineValues : kLaneElements<T>;
-  if (vectors && rest >= kLineValues) {
+template <class T, int kValues>
+MOE_A2A_DEVICE void store_whole(T* target, const float (&values)[kValues]) {
+  constexpr int kVector = LoadedFloats<T, kValues>::kVector;
+  MOE_A2A_UNROLL
+  for (int v = 0; v < kValues; v += kVector) {
+    T elements[kVector];
     MOE_A2A_UNROLL
-    for (int v = 0; v < kLineValues; v += kVector) {
-      T elements[kVector];
-      MOE_A2A_UNROLL
-      for (int i = 0; i < kVector; ++i) elements[i] = from_float<T>(values[v + i]);
-      store_values(target + v, elements);
-    }
-  } else {
-    MOE_A2A_UNROLL
-    for (int i = 0; i < kLineValues; ++i) {
-      if (i < rest) target[i] = from_float<T>(values[i]);
-    }
+    for (int i = 0; i < kVector; ++i) elements[i] = from_float<T>(values[v + i]);
+    store_values(target + v, elements);
+  }
+}
+template <class T, int kValues>
+MOE_A2A_DEVICE void store_floats(T* target, int64_t rest, bool vectors, const float (&values)[kValues]) {
+  if (vectors && rest >= kValues) return store_whole(target, values);
+  MOE_A2A_UNROLL
+  for (int i = 0; i < kValues; ++i) {
+    if (i < rest) target[i] = from_float<T>(values[i]);
   }
 }
 

@@ -111,7 +111,10 @@ template <class T>
 T shuffle(T value, int lane) {
   return exchange(value)[lane];
 }
-inline float shuffle_across(float value, int distance) { return exchange(value)[lane_in_warp() ^ distance]; }
+template <class T>
+T shuffle_across(T value, int distance) {
+  return exchange(value)[lane_in_warp() ^ distance];
+}
 
 inline bool block_any(bool value) {
   static thread_local bool brought[kBlockThreads];

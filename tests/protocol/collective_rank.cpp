@@ -179,6 +179,9 @@ Args CollectiveRank::share_args(int call, int number) const {
   if (scatters(call)) args.out_begin = args.shares.offset[rank()];
   if (gathers(call)) args.x_begin = args.shares.offset[rank()];
   args.extent = {.first = number * int64_t{kSlice}, .most = is_direct(call) ? kMaxElements : kSlice, .chunk = kChunk};
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    args.extent.most_chunks = std::max(args.extent.most_chunks, args.extent.num_chunks(args.shares, r));
+  }
   return args;
 }
 
@@ -193,6 +196,7 @@ Args CollectiveRank::vector_args(int call, int number) const {
   args.out = reinterpret_cast<std::byte*>(shape_.calls[call].in_place ? x_ : out_) + number * kShareBytes;
   args.count = rest < kSlice || kind(call) == Kind::kOneShotWords ? rest : kSlice;
   args.chunk = kChunk;
+  args.num_chunks = static_cast<int>((args.count + kChunk - 1) / kChunk);
   return args;
 }
 

@@ -53,8 +53,8 @@ struct Thread {
   uint64_t reduce_or(uint64_t bits) const { return bits; }
   Matches matches(int32_t, int) const { return {0, 1}; }
   Matches matches(bool) const { return {0, 1}; }
-  template <int kLanes>
-  float max_of_neighbours(float value) const {
+  template <int kLanes, class T>
+  T max_of_neighbours(T value) const {
     return value;
   }
   template <int kLanes, int kCount>

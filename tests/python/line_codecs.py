@@ -53,12 +53,11 @@ def encode(x: np.ndarray, codec: str) -> tuple[bytes, np.ndarray]:
         inverse = np.where(is_large, np.float32(1) / scale, np.float32(0)).astype(np.float32)
         limit = np.float32(RANGE[codec])
         scaled = blocks * inverse[:, None]
-        scaled = np.where(scaled > -limit, scaled, -limit)  # also replaces NaN
         if codec == "fp8":
-            values = nearest_e4m3(np.minimum(scaled, limit))
+            values = nearest_e4m3(np.fmin(np.fmax(scaled, -limit), limit))
             code = e4m3_code(values)
         else:
-            values = np.rint(np.minimum(scaled, limit - 1)).astype(np.float32)
+            values = np.rint(np.fmin(scaled, limit - 1)).astype(np.float32)  # also replaces NaN
             code = (values + limit).astype(np.uint8)
         decoded = values * scale[:, None]
     return pack(code.reshape(-1), codec) + step.astype("<u2").tobytes(), decoded.reshape(-1)[: len(x)]

@@ -31,18 +31,20 @@ std::string to_hex(const std::vector<std::byte>& bytes) {
 
 template <LineCodec kCodec>
 void check_golden(const std::string& expected) {
-  static_assert(kLineLanes == 1);  // one thread has a whole block
+  static_assert(kLineValues == kLineBlock);  // one thread has a whole block
   const std::vector<float> x = golden_values();
   const LineLayout layout{kCodec, kNumValues};
   std::vector<std::byte> line(layout.num_bytes());
   for (int first = 0; first < kNumValues; first += kLineValues) {
-    LineValues values, decoded;
+    LineValues values, encoded, decoded;
     load_floats(x.data() + first, kNumValues - first, true, values);
-    encode_line<kCodec>(Warp{}, layout, line.data(), first, true, values);
-    LoadedLine<kCodec> loaded;
+    const CodedValues<kCodec> coded = encode<kCodec>(Warp{}, values);
+    store_line(layout, line.data(), first, coded);
+    CodedValues<kCodec> loaded;
     load_line(layout, line.data(), first, loaded);
+    values_of(coded, encoded);
     values_of(loaded, decoded);
-    for (int i = 0; i < kLineValues; ++i) ASSERT_EQ(values[i], decoded[i]) << "value " << first + i;
+    for (int i = 0; i < kLineValues; ++i) ASSERT_EQ(encoded[i], decoded[i]) << "value " << first + i;
   }
   EXPECT_EQ(to_hex(line), expected);
 }
