@@ -162,7 +162,7 @@ MOE_A2A_DEVICE void pack_integers(const uint32_t (&codes)[kValues], CodedValues<
     MOE_A2A_UNROLL
     for (int w = 0; w < kValues / 8; ++w) coded.high[w] = static_cast<uint16_t>(words[w]);
   } else {
-    pack<coded.kBits>(codes, kLineBias, coded.low);
+    pack<CodedValues<kCodec, kValues>::kBits>(codes, kLineBias, coded.low);
   }
 }
 
