@@ -16,8 +16,6 @@
 #pragma once
 
 #include <bit>
-#include <cstring>
-#include <limits>
 
 #include "rows/row_layout.h"
 
@@ -173,9 +171,11 @@ MOE_A2A_DEVICE CodedValues<kCodec, kValues> encode(const Warp& warp, const float
   CodedValues<kCodec, kValues> coded;
   coded.step = scale.step;
   if constexpr (kCodec == LineCodec::kFp8) {
-    Float8 codes[kValues];
-    to_float8(values, scale.inverse, codes);
-    memcpy(coded.low, codes, sizeof(codes));
+    // One at a time: where nvcc 13.0 packs pairs into a word and values_of() unpacks it, it takes byte 0 for byte 2.
+    uint32_t codes[kValues];
+    MOE_A2A_UNROLL
+    for (int i = 0; i < kValues; ++i) codes[i] = from_float<Float8>(values[i] * scale.inverse).bits;
+    pack<8>(codes, 0, coded.low);
   } else {
     uint32_t codes[kValues];
     MOE_A2A_UNROLL

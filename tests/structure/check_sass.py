@@ -11,6 +11,8 @@ Nor is a lambda called (see MOE_A2A_INLINED in arch/attributes.h).
 
 A product of a warp group (GMMA) takes the descriptors of its operands from uniform registers. If they are computed in a lane's
 registers, since the compiler does not know that all lanes have the same, each product waits for its moves (R2UR).
+
+ptxas 13.0 may pack four float8 into a register and then unpack its byte 0 where byte 2 is meant: line_codec.h did so with pairs.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ WHOLE = "LDG.E.128.STRONG.SYS"
 LAMBDA = re.compile(r"^FUNC.*\$(_ZZ\S*Ul\S*)$", re.MULTILINE)
 STACK = re.compile(r"Function (\S+?):?\s+REG:\d+ STACK:(\d+)")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?(\w+)")
+# An instruction's name, its target and its last operand.
+OPERANDS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?(\S+) (R\d+), (?:.*?, )?([^,;]+?) *;")
 BEFORE_A_LOOP = 60  # instructions in which the descriptors of its first product are computed
 MOST_MOVES = 4  # to uniform registers, per loop of products
 MOST_STACK = {"DispatchSend": 64, "CombineSend": 64, "Dispatch": 128}  # bytes, for calls that report a wait
@@ -96,22 +100,42 @@ def lambda_problems(symbols: str) -> list[str]:
     return [f"{name}: a lambda that is called; is it MOE_A2A_INLINED?" for name in LAMBDA.findall(symbols)]
 
 
+def unpack_problems(listing: str) -> list[str]:
+    """Conversions from float8 of registers that the instructions before have packed from two pairs."""
+    count: Counter[str] = Counter()
+    name, packed = "", set()
+    for line in listing.splitlines():
+        if match := FUNCTION.match(line):
+            name, packed = match[1], set()
+        elif match := OPERANDS.match(line):
+            op, target, last = match.groups()
+            is_packed = last in packed
+            count[name] += is_packed and ".E4M3.UNPACK" in op
+            merges = ".E4M3.F32.PACK_AB_MERGE_C" in op and last != "RZ"
+            (packed.add if merges or (is_packed and "MOV" in op) else packed.discard)(target)
+    return [
+        f"{name}: {number} x float8 from a register of four, see line_codec.h"
+        for name, number in count.items()
+        if number
+    ]
+
+
 def of_file(path: str) -> tuple[dict[str, Counter[str]], dict[str, int], dict[str, int], list[str]]:
     sass, usage, symbols = (
         subprocess.run(["cuobjdump", option, path], capture_output=True, text=True, check=True).stdout
         for option in ("-sass", "-res-usage", "-symbols")
     )
-    return loads(sass), moves(sass), stacks(usage), lambda_problems(symbols)
+    return loads(sass), moves(sass), stacks(usage), [*lambda_problems(symbols), *unpack_problems(sass)]
 
 
 def main(arguments: list[str]) -> int:
     num_words, num_pipelines, measured, found = 0, 0, set(), []
     with ProcessPoolExecutor() as pool:
-        for path, (loads_of, moves_of, stack_of, called) in zip(arguments, pool.map(of_file, arguments), strict=True):
+        for path, (loads_of, moves_of, stack_of, others) in zip(arguments, pool.map(of_file, arguments), strict=True):
             num_words += sum(kinds[WHOLE] for kinds in loads_of.values())
             num_pipelines += len(moves_of)
             measured |= stack_of.keys()
-            all_problems = [*problems(loads_of), *move_problems(moves_of), *stack_problems(stack_of), *called]
+            all_problems = [*problems(loads_of), *move_problems(moves_of), *stack_problems(stack_of), *others]
             found += [f"{path}: {problem}" for problem in all_problems]
     if num_words == 0:
         found.append(f"no load of an LL word in {len(arguments)} files")

@@ -1,6 +1,17 @@
 """check_sass.py on small listings: a kernel that obeys its rule, and ones that break it."""
 
-from check_sass import MOST_MOVES, MOST_STACK, loads, main, move_problems, moves, problems, stack_problems, stacks
+from check_sass import (
+    MOST_MOVES,
+    MOST_STACK,
+    loads,
+    main,
+    move_problems,
+    moves,
+    problems,
+    stack_problems,
+    stacks,
+    unpack_problems,
+)
 
 GOOD = """
 	Function : one_shot
@@ -90,3 +101,18 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         (tmp_path / "-symbols").write_text(f"{symbols}{called}\n")
         assert main(["a.o", "b.o"]) == code
         assert said in capsys.readouterr().out
+
+
+def test_float8_from_a_register_of_four():
+    pairs = """
+	Function : codec
+        /*0010*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R6, R11, R10, RZ ;
+        /*0020*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R7, R20, R19, R6 ;
+        /*0030*/                   F2FP.F16.E4M3.UNPACK_B R9, R6 ;
+        /*0040*/                   IMAD.MOV.U32 R8, RZ, RZ, R7 ;
+        /*0050*/                   LOP3.LUT R7, R7, 0xff, RZ, 0xc0, !PT ;
+        /*0060*/                   F2FP.F16.E4M3.UNPACK_B R9, R7 ;
+"""
+    assert unpack_problems(pairs) == []
+    broken = pairs + "        /*0070*/                   F2FP.F16.E4M3.UNPACK_B R18, R8 ;\n"
+    assert unpack_problems(broken) == ["codec: 1 x float8 from a register of four, see line_codec.h"]
