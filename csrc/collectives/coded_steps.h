@@ -79,35 +79,15 @@ class CodedSteps : public ScatterChunks {
   template <class T>
   MOE_A2A_DEVICE void reduce_chunk(int i) const {
     const Span span = chunk(part_.rank(), i);
-    const LineLayout layout{kCodec, span.count};
     const T* x = reinterpret_cast<const T*>(x_at(span.begin));
-    T* out = reinterpret_cast<T*>(out_at(span.begin));
-    const bool vectors = are_vectors(x, out);
-    const auto load_landed = [&](int r, int64_t first, Coded& coded) {
-      load_line(layout, region_.landing.at(part_.half(), r, line_of(i)), first, coded);
-    };
-    const auto finish = [&](int64_t first, Values& merged) {
-      divide(merged, divisor_of(args_.op, part_.num_ranks()));
-      const Coded coded = encode<kCodec>(block_.warp(), merged);
-      if (is_inside(span, first)) {
-        std::byte* result = result_of(part_.rank(), i);
-        for_other_ranks(i, [&](int r) { store_line(layout, args_.context.heap.peer(r, result), first, coded); });
-      }
-      values_of(coded, merged);
-      store_floats(out + first, span.count - first, vectors, merged);
-    };
-    const auto add = [&](int r, Values& merged, const Values& values) {
-      if (r > 0) return merge(args_.op, merged, values);
-      MOE_A2A_UNROLL
-      for (int v = 0; v < kValues; ++v) merged[v] = values[v];
-    };
+    const bool vectors = are_vectors(x, out_at(span.begin));
     LoadedFloats<T, kValues> own;
     Coded landed[kRowsInFlight];  // of the first ranks: all loads before the first use
     const auto load = [&](int64_t first, int) {
       load_whole(x + first, own);
       MOE_A2A_UNROLL
       for (int r = 0; r < kRowsInFlight; ++r) {
-        if (r < part_.num_ranks() && r != part_.rank()) load_landed(r, first, landed[r]);
+        if (r < part_.num_ranks() && r != part_.rank()) load_landed(span, i, r, first, landed[r]);
       }
     };
     const auto use = [&](int64_t first, int) {
@@ -120,11 +100,11 @@ class CodedSteps : public ScatterChunks {
       }
       MOE_A2A_ROLLED
       for (int r = kRowsInFlight; r < part_.num_ranks(); ++r) {
-        if (r != part_.rank()) load_landed(r, first, landed[0]);
+        if (r != part_.rank()) load_landed(span, i, r, first, landed[0]);
         r == part_.rank() ? values_of(own, values) : values_of(landed[0], values);
         add(r, merged, values);
       }
-      finish(first, merged);
+      finish<T>(span, i, first, vectors, merged);
     };
     for_values<1>(span.count, vectors, load, use, [&](int64_t first) {
       Values merged = {}, values;
@@ -132,13 +112,35 @@ class CodedSteps : public ScatterChunks {
         if (r == part_.rank()) {
           load_floats(x + first, span.count - first, vectors, values);
         } else {
-          load_landed(r, first, landed[0]);
+          load_landed(span, i, r, first, landed[0]);
           values_of(landed[0], values);
         }
         add(r, merged, values);
       }
-      finish(first, merged);
+      finish<T>(span, i, first, vectors, merged);
     });
+  }
+
+  MOE_A2A_DEVICE void load_landed(const Span& span, int i, int r, int64_t first, Coded& coded) const {
+    load_line({kCodec, span.count}, region_.landing.at(part_.half(), r, line_of(i)), first, coded);
+  }
+  MOE_A2A_DEVICE void add(int r, Values& merged, const Values& values) const {
+    if (r > 0) return merge(args_.op, merged, values);
+    MOE_A2A_UNROLL
+    for (int v = 0; v < kValues; ++v) merged[v] = values[v];
+  }
+  // Sends the merged values to all ranks, and decodes them into out.
+  template <class T>
+  MOE_A2A_DEVICE void finish(const Span& span, int i, int64_t first, bool vectors, Values& merged) const {
+    divide(merged, divisor_of(args_.op, part_.num_ranks()));
+    const Coded coded = encode<kCodec>(block_.warp(), merged);
+    if (is_inside(span, first)) {
+      std::byte* result = result_of(part_.rank(), i);
+      for_other_ranks(
+          i, [&](int r) { store_line({kCodec, span.count}, args_.context.heap.peer(r, result), first, coded); });
+    }
+    values_of(coded, merged);
+    store_floats(reinterpret_cast<T*>(out_at(span.begin)) + first, span.count - first, vectors, merged);
   }
 
   template <class T>

@@ -10,8 +10,8 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 // How many chunks a block sends ahead of the one that it waits for. All, where waiting is expensive. Elsewhere two, as
 // what is signalled after a chunk arrives while the next one is in hand.
 MOE_A2A_DEVICE int chunks_ahead(int num_chunks, const Grid& grid) {
-  const int rounds = (num_chunks + grid.size() - 1) / grid.size();
-  return kRanksShareCores || rounds < 2 ? rounds : 2;
+  if (kRanksShareCores) return (num_chunks + grid.size() - 1) / grid.size();
+  return num_chunks <= grid.size() ? 1 : 2;
 }
 
 inline constexpr int kNoChunk = -1;
