@@ -10,7 +10,6 @@ from moe_a2a import _core, arguments
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.graph_tracing import is_tracing
 
-MOST_THREADS = 1024  # max_blocks() of the CPU (csrc/arch/cpu_machine.h)
 # Those whose trace is on. A product whose expert_offsets are a handle's is recorded in the trace of the handle's owner.
 TRACED: list[_core.TracedExperts] = []
 
@@ -62,8 +61,8 @@ def grouped_gemm(
             ceil(intermediate / 128) of the gate's rows before those of up's.
         out_dtype: with float8 x: bfloat16 (the default) or float16.
         quantize_output: with float8 x and SwiGLU: the result is float8 with scales, usable as x of the next product.
-        num_blocks: of the launch (CPU: threads, at most 1024). 0: one per multiprocessor. Fewer leave multiprocessors to
-            concurrent kernels.
+        num_blocks: limit on the blocks of the launch (CPU: threads, at most 1024). 0: one per multiprocessor, the most. Fewer
+            leave multiprocessors to concurrent kernels.
 
     Returns: [num_routes, columns] (if gated [num_routes, intermediate]); with quantize_output (y, y_scales), y_scales
     [num_routes, ceil(intermediate / 128)]. The contents of rows whose positions belong to no expert are unspecified.
@@ -111,7 +110,6 @@ def grouped_gemm(
     up_shift = arguments.checked_number(None, "up_shift", up_shift)
     limit = None if limit is None else arguments.checked_number(None, "limit", limit)
     num_blocks = arguments.checked_int(None, "num_blocks", num_blocks, 0)
-    num_blocks = min(num_blocks, MOST_THREADS) if x.device.type == "cpu" else num_blocks
     y, y_scales = _core.grouped_gemm(
         x,
         row_index,

@@ -195,7 +195,7 @@ class MoELayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     def _misfit(self, name: str, weight: torch.Tensor, new: torch.Tensor) -> str:
-        """What is wrong with `new` in the place of a weight; "" if nothing is."""
+        """Why `new` cannot replace `weight`; "" if it can."""
         if (new.device, new.dtype) == (self.ep.device, weight.dtype):
             return ""
         return (

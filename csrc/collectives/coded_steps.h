@@ -28,9 +28,9 @@ class CodedSteps : public ScatterChunks {
   }
 
  private:
-  // The values of a thread in one step: so many that a warp fills whole lines.
+  // Values per thread and step: with 16, the stores of a warp fill whole lines.
   static constexpr int kValues = kBlockThreads > 1 ? 16 : kLineValues;
-  // The steps that a thread loads before it uses the first.
+  // Steps that a thread loads before it uses the first.
   static constexpr int kAhead = kBlockThreads > 1 ? 2 : 1;
   using Values = float[kValues];
   using Coded = CodedValues<kCodec, kValues>;

@@ -1,15 +1,12 @@
 #include "moe/experts/product_trace.h"
 
-#include <algorithm>
-
 namespace moe_a2a {
 
-void ProductTrace::run(GroupedGemmPlace place, GroupedGemmArgs args) {
+void ProductTrace::run(const GroupedGemmPlace& place, GroupedGemmArgs args) {
   if (shown_.is_on()) {
     if (has_run_ && place.stream != last_stream_) device_.order_streams(last_stream_, place.stream);
     has_run_ = true;
     last_stream_ = place.stream;
-    place.num_blocks = std::min(place.num_blocks, device_.max_blocks());  // one segment each
     args.trace = shown_;
   }
   run_grouped_gemm(place, args);

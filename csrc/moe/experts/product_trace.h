@@ -16,7 +16,7 @@ class ProductTrace {
   Tracer& tracer() { return tracer_; }
   // Calls run_grouped_gemm(), recorded while the trace is on. Recorded products are serialised, whatever their streams,
   // since each continues the segments of the previous one. The caller holds a turn of the client.
-  void run(GroupedGemmPlace place, GroupedGemmArgs args);
+  void run(const GroupedGemmPlace& place, GroupedGemmArgs args);
 
  private:
   Device& device_;

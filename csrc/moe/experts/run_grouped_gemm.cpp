@@ -1,5 +1,6 @@
 #include "moe/experts/run_grouped_gemm.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 
@@ -49,7 +50,8 @@ Device& device_of_thread(const std::string& target, int index) {
 
 void run_grouped_gemm(const GroupedGemmPlace& place, const GroupedGemmArgs& args) {
   Device& device = device_of_thread(place.target, place.device);
-  device.launch(args, place.num_blocks > 0 ? place.num_blocks : device.max_blocks(), place.stream);
+  const int most = device.max_blocks();
+  device.launch(args, place.num_blocks > 0 ? std::min(place.num_blocks, most) : most, place.stream);
 }
 
 }  // namespace moe_a2a
