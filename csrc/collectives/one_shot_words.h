@@ -89,7 +89,7 @@ class OneShotWords {
         const int begin = (first + u * stride) * kInWord<T>;
         divide(merged[u], divisor_of(args_.op, part_.num_ranks()));
         T* target = out + begin;
-        store_rounded(target, count - begin, reinterpret_cast<uint64_t>(target) % 4 == 0, merged[u]);
+        store_rounded(target, count - begin, is_in_dwords(target), merged[u]);
       }
     }
     return Arrival::kGood;
@@ -113,7 +113,7 @@ class OneShotWords {
         }
       }
     };
-    const bool are_dwords = !kAlignedVectors || reinterpret_cast<uint64_t>(own.values) % 4 == 0;
+    const bool are_dwords = is_in_dwords(own.values);
     for_words([&](int j, int u, int rank, int w) {
       if (rank == part_.rank()) word[j][u] = word_of(own, are_dwords, w, part_.epoch);
     });

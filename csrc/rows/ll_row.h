@@ -30,6 +30,11 @@ MOE_A2A_DEVICE bool is_all_values(const RowSource& row, int w) {
 
 // ---- the values of a word
 
+// Whether values that begin here are loaded and stored as dwords.
+MOE_A2A_DEVICE bool is_in_dwords(const void* values) {
+  return !kAlignedVectors || reinterpret_cast<uint64_t>(values) % 4 == 0;
+}
+
 template <class T>
 inline constexpr int kInWord = kLlData * 4 / static_cast<int>(sizeof(T));
 
@@ -90,12 +95,29 @@ MOE_A2A_RARE uint32_t any_dword(RowSource row, int i) {
   return dword[0];
 }
 
+// A word that is not all values, of a piece whose values are whole dwords. Nearly every piece ends with such a word,
+// and its warp waits for it.
+MOE_A2A_DEVICE void load_end(LlWord& word, const RowSource& row, int w) {
+  const int num_values = num_value_dwords(row), num_scales = static_cast<int>(row.num_scale_bytes / 4);
+  const int begin = w * kLlData;
+  load_data<true>(word, reinterpret_cast<const uint32_t*>(row.values) + begin, num_values - begin, row.in_shared);
+  for (int d = 0; d < kLlData; ++d) {
+    const int i = begin + d - num_values;
+    if (i < 0 || i >= num_scales) continue;
+    uint32_t dword[1];
+    load_values(dword, reinterpret_cast<const uint32_t*>(row.scales) + i, row.in_shared);
+    word.data[d] = dword[0];
+  }
+}
+
 // Word w of a piece. `are_dwords`: its values may be loaded as dwords.
 MOE_A2A_DEVICE LlWord word_of(const RowSource& row, bool are_dwords, int w, uint64_t epoch) {
   LlWord word;
   word.stamp = ll_stamp(epoch);
   if (are_dwords && is_all_values(row, w)) {
     load_data<false>(word, reinterpret_cast<const uint32_t*>(row.values) + w * kLlData, 0, row.in_shared);
+  } else if (are_dwords && row.num_value_bytes % 4 == 0) {
+    load_end(word, row, w);
   } else {
     for (int d = 0; d < kLlData; ++d) word.data[d] = any_dword(row, w * kLlData + d);
   }
@@ -106,7 +128,7 @@ MOE_A2A_DEVICE LlWord word_of(const RowSource& row, bool are_dwords, int w, uint
 template <class Group, class Target>
 MOE_A2A_DEVICE void send_ll(const Group& group, const Delivery& delivery, const RowSource& row, uint64_t epoch,
                             Target target) {
-  const bool are_dwords = !kAlignedVectors || reinterpret_cast<uint64_t>(row.values) % 4 == 0;
+  const bool are_dwords = is_in_dwords(row.values);
   const int num_words = num_ll_words(row), stride = group.size();
   for (int first = group.rank(); first < num_words; first += kLlUnroll * stride) {
     LlWord word[kLlUnroll];
@@ -132,7 +154,7 @@ MOE_A2A_DEVICE void store_dword(std::byte* target, int i, uint32_t dword) {
 }
 
 // Stores any word: dwords past the values go to the scales.
-MOE_A2A_RARE void store_any_word(RowSource row, std::byte* target, int w, LlWord word) {
+MOE_A2A_DEVICE void store_any_word(const RowSource& row, std::byte* target, int w, const LlWord& word) {
   const int num_values = num_value_dwords(row), num_scales = static_cast<int>(row.num_scale_bytes / 4);
   for (int d = 0; d < kLlData; ++d) {
     const int i = w * kLlData + d;
