@@ -7,7 +7,8 @@
 //              is_last_warp()
 //   memory     atomic_load / atomic_store / atomic_add / atomic_claim with order and scope, multicast_bytes, prefetch,
 //              load_lane / value_of / store_lane, load_values / store_values, warp_memory<T>(): a T per warp;
-//              LlBits: the widest word that is accessed atomically; kPollOrder, kOneWarpPublishes: what ordering costs
+//              LlBits: the widest word that is accessed atomically; kPollOrder, kOneWarpPublishes,
+//              kLaunchesRelease: what ordering costs
 //   rows       PlainRowSender, make_warp_sender(): see row_sender.h. with_row_reader(), with_piece_sender(): see
 //              streamed_sums.h
 //   matrices   BlockTile: see block_tile.h. MOE_A2A_HAS_TILE_PIPELINE: see cuda_tile_pipeline.h

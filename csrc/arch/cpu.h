@@ -129,6 +129,7 @@ T& warp_memory() {
 template <Scope = Scope::kSystem>
 void fence_before_signals() {}
 inline constexpr Order kSignalOrder = Order::kRelease;
+inline constexpr bool kLaunchesRelease = false;       // see comm/signal.h
 inline constexpr bool kOneWarpPublishes = false;      // see comm/signal_queue.h
 inline constexpr Order kPollOrder = Order::kAcquire;  // see comm/wait.h
 using LlBits = uint64_t;                              // see comm/ll_word.h

@@ -114,6 +114,9 @@ __device__ __forceinline__ void fence_before_signals() {
   ::cuda::atomic_thread_fence(::cuda::std::memory_order_release, to_builtin(kScope));
 }
 inline constexpr Order kSignalOrder = Order::kRelaxed;
+// What a launch has done is complete in the device's memory when the next one begins, and links read it there. NCCL and
+// PyTorch's symmetric memory rest on that, too.
+inline constexpr bool kLaunchesRelease = true;
 // One warp of each block does the fences for all, see comm/signal_queue.h.
 inline constexpr bool kOneWarpPublishes = true;
 // Acquiring on every poll costs only L1 lines; a second load of the word costs 0.7 us.

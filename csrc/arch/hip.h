@@ -127,6 +127,7 @@ __device__ __forceinline__ void fence_before_signals() {
   drain_stores();
 }
 inline constexpr Order kSignalOrder = Order::kRelaxed;
+inline constexpr bool kLaunchesRelease = false;       // see comm/signal.h
 inline constexpr bool kOneWarpPublishes = false;      // see comm/signal_queue.h; not measured
 inline constexpr Order kPollOrder = Order::kRelaxed;  // an acquire per poll would invalidate the cache per poll
 using LlBits = uint64_t;                              // see comm/ll_word.h

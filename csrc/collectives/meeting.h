@@ -46,13 +46,13 @@ MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
   }
 }
 
-// Tells every rank that this one has begun the call, and orders what it did before. Run by one block. Call it before
-// announce() where others wait for both, or its fence would wait for the announcement's stores.
+// Tells every rank that this one has begun the call, and orders what its earlier launches did. Run by one block. Call
+// it before announce() where others wait for both: it may fence, which would wait for the announcement's stores.
 MOE_A2A_DEVICE void signal_call(const Part& part, const Block& block) {
-  block.release_sync();
   if (part.poison == 0 && block.rank() == 0) {  // pairs with the acquire in makes_this_call() and catch_up()
     const CollectiveContext& c = part.context;
-    signal_many(c.heap, RankSet::all(part.num_ranks()), c.region.call_signal.at(part.half(), part.rank()), part.epoch);
+    signal_earlier_launches(c.heap, RankSet::all(part.num_ranks()), c.region.call_signal.at(part.half(), part.rank()),
+                            part.epoch);
   }
 }
 
@@ -175,9 +175,10 @@ MOE_A2A_DEVICE void run_call(const Args& args, Operation operation, Seen seen, c
   CallState& state = args.context.region.state(0);
   const uint32_t poison = poison_of(args.context.wait), before = seen_in_halves(state);
   const uint64_t newest = newest_epoch(state);
+  const bool has_left = has_given_up(state);                // loaded with the others: one trip to the cache
   if (args.slice > 0 && has_failed(state, newest)) return;  // the same on every rank
   // A peer that is only late may still read what the newest launches have sent, so this one writes nothing.
-  if (has_given_up(state)) return report_poison(args.context, operation, newest + 1);
+  if (has_left) return report_poison(args.context, operation, newest + 1);
   const Part part{args.context, args.announcement, operation, newest + 1, poison};
   const bool is_leader = block.rank() == 0;
   if (is_leader && grid.rank() == 0) begin_epoch(state, part.epoch, before, seen);

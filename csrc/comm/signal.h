@@ -85,6 +85,13 @@ MOE_A2A_DEVICE uint64_t signal_many(const HeapView& heap, const RankSet& ranks, 
   return now;
 }
 
+// The same for what the launches before this one did on this rank: where their end releases it, no fence is needed.
+MOE_A2A_DEVICE void signal_earlier_launches(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
+                                            uint32_t payload = 0) {
+  if constexpr (!kLaunchesRelease) fence_before_signals();
+  store_signals(heap, ranks, local, epoch, payload);
+}
+
 // The same for a token's row or sum, plus a trace record per signal. Recorded after the stores, so as not to delay a
 // signal.
 MOE_A2A_DEVICE void signal_token(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,

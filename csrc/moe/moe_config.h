@@ -40,9 +40,13 @@ struct MoeConfig {
   // So do the batch's sums, if those from all other ranks are together no larger than this. 4 H200, 128 tokens (5.5
   // MB): 48 us as words, 38 as rows; 2 H200 (1.8 MB): 31.4 as words, 35.7 as rows.
   int64_t max_ll_sum_bytes = 3 << 20;
-  // Follow from the sizes above. Stored, since kernels would divide for them, on the critical path of a small batch.
+  // Follow from the sizes above, which so are not changed later. Stored, since kernels would divide for them, on the
+  // critical path of a small batch.
   int num_local_experts = num_ranks > 0 ? num_experts / num_ranks : 0;
   Divisor by_local_experts = Divisor(num_local_experts > 0 ? num_local_experts : 1);
+  Divisor by_pieces = Divisor(num_pieces() > 0 ? num_pieces() : 1);
+  Divisor by_topk = Divisor(num_topk > 0 ? num_topk : 1);
+  Divisor by_max_tokens = Divisor(num_max_tokens_per_rank > 0 ? num_max_tokens_per_rank : 1);
 
   MOE_A2A_HOST_DEVICE constexpr int num_scales() const { return row(DType::kFloat8).num_scales(); }
   // The most routes that can arrive here: every token of every rank, with all of its choices.

@@ -43,10 +43,11 @@ MOE_A2A_DEVICE auto with_wire(bool is_small, const F& f) {
 
 // Rows to the ranks of their experts, and sums back to the ranks of their tokens.
 MOE_A2A_DEVICE Exchange dispatch_rows(const Context& c, int buffer, uint64_t epoch) {
-  return {c.heap, c.wait, c.region.row_signal, c.region.row, c.region.ll_row, buffer, epoch};
+  return {c.heap, c.wait, c.region.row_signal, c.region.row, c.region.ll_row, c.config.by_pieces, buffer, epoch};
 }
 MOE_A2A_DEVICE Exchange combine_rows(const Context& c, int buffer, uint64_t epoch) {
-  return {c.heap, c.wait, c.region.combine_signal, c.region.combine_row, c.region.ll_combine_row, buffer, epoch};
+  return {c.heap, c.wait, c.region.combine_signal, c.region.combine_row, c.region.ll_combine_row, c.config.by_pieces,
+          buffer, epoch};
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

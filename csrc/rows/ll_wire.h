@@ -90,11 +90,10 @@ class LlWire {
   // Sends the pieces of all rows as one sequence of units.
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) {
-    const int pieces = layout_.num_pieces();
-    walk(schedule.num_rows() * pieces, [&](int unit) {
-      const Scheduled scheduled = schedule.at(warp_, unit / pieces);
+    walk(schedule.num_rows() * layout_.num_pieces(), [&](int unit) {
+      const auto [row, piece] = exchange_.by_pieces.divide(unit);
+      const Scheduled scheduled = schedule.at(warp_, row);
       if (scheduled.delivery.dst_ranks.empty()) return true;
-      const int piece = unit % pieces;
       LlSender<Source::kKind> sender(exchange_, warp_, stage_, piece * ll_words_per_piece(layout_));
       source.send(warp_, sender, scheduled, layout_.piece(piece));
       return true;

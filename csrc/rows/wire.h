@@ -11,6 +11,7 @@
 #pragma once
 
 #include "comm/array.h"
+#include "comm/divisor.h"
 #include "comm/wait.h"
 #include "rows/row_layout.h"
 
@@ -36,6 +37,7 @@ struct Exchange {
   const Array<Signal, 3>& signals;      // [B, R src, T]
   const Array<std::byte, 4>& rows;      // [B, R src, T, row stride]
   const Array<std::byte, 4>& ll_words;  // [B, R src, L, LL row stride]
+  const Divisor& by_pieces;             // pieces of a row
   int buffer;
   uint64_t epoch;
 

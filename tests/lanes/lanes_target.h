@@ -133,6 +133,7 @@ void fence_before_signals() {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 inline constexpr Order kSignalOrder = Order::kRelaxed;
+inline constexpr bool kLaunchesRelease = kAsNvidia;
 inline constexpr bool kOneWarpPublishes = kAsNvidia;
 inline constexpr Order kPollOrder = kAsNvidia ? Order::kAcquire : Order::kRelaxed;
 

@@ -132,6 +132,7 @@ void fence_before_signals() {
   observed_fence();
 }
 inline constexpr Order kSignalOrder = Order::kRelease;
+inline constexpr bool kLaunchesRelease = false;
 inline constexpr bool kOneWarpPublishes = false;
 inline constexpr Order kPollOrder = Order::kRelaxed;  // as on AMD: poll, then a separate acquire
 using LlBits = uint64_t;

@@ -282,14 +282,15 @@ TEST_P(BackToBackTest, EveryValueIsRight) {
   const uint64_t seed = test_seed();
   std::mt19937_64 random(seed);
   const auto pick = [&](int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); };
+  const int num_experts = num_ranks * pick(least_local_experts, most_local_experts),
+            any = pick(least_hidden, most_hidden);
   MoeConfig config{.num_ranks = num_ranks,
-                   .num_experts = num_ranks * pick(least_local_experts, most_local_experts),
-                   .hidden = pick(least_hidden, most_hidden),
+                   .num_experts = num_experts,
+                   .num_topk = pick(1, std::min(num_experts, 6)),
+                   .hidden = pick(0, 1) ? (any + 15) / 16 * 16 : any,  // some in rows of whole vectors
                    .num_max_tokens_per_rank = pick(least_tokens, most_tokens),
                    .num_buffers = num_buffers,
                    .dtype = dtype};
-  config.num_topk = pick(1, std::min(config.num_experts, 6));
-  if (pick(0, 1)) config.hidden = (config.hidden + 15) / 16 * 16;  // rows of whole vectors
   // All batches travel as LL words, or only those of up to half the tokens.
   const int most = config.ll_token_capacity();
   if (small_batches) config.num_max_ll_tokens = pick(0, 1) ? most : (most + 1) / 2;

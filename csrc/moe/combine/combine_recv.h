@@ -166,8 +166,10 @@ struct CombineRecv {
                                      const Block& block, std::byte*) {
     const Exchange exchange = combine_rows(args.context, args.buffer, args.context.region.epoch(args.buffer));
     RoundRobin<> pieces = parts_of_warp(grid, block);
-    walk_parts(args, pieces, RowLayout::piece_length(),
-               [&](int token, int number) { return receive_piece(args, own, exchange, block.warp(), token, number); });
+    pieces.walk(args.num_tokens * args.context.config.num_pieces(), [&](int unit) {
+      const auto [token, piece] = exchange.by_pieces.divide(unit);
+      return receive_piece(args, own, exchange, block.warp(), token, piece);
+    });
   }
 
   MOE_A2A_DEVICE static void receive(std::type_identity<RowWire>, const Args& args, const OwnSums& own,

@@ -9,8 +9,8 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // A landed row as a delivery back to the rank of its token.
 MOE_A2A_DEVICE Scheduled to_owner(const Context& c, int row) {
-  const int owner = row / c.config.num_max_tokens_per_rank;
-  return {{RankSet::only(owner), row % c.config.num_max_tokens_per_rank, owner}, row};
+  const auto [owner, token] = c.config.by_max_tokens.divide(row);
+  return {{RankSet::only(owner), token, owner}, row};
 }
 
 // Whether the rows of all dispatches so far are here.

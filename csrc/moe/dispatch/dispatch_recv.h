@@ -108,9 +108,11 @@ struct DispatchRecv {
     for (int r = 0; r < config.num_ranks; ++r) {
       if (!is<Batch>(config, num_tokens[r], args.row_dtype)) continue;
       const int parts = Batch::Wire::kIsLl ? config.num_pieces() : Batch::kHasTable ? 1 : config.num_topk;
+      const Divisor& by_parts = Batch::Wire::kIsLl ? config.by_pieces : config.by_topk;
       const bool good = turns.walk(num_tokens[r] * parts, [&](int unit) {
-        const WaitSite site{moe_op::kDispatchRecv, moe_kind::kRowWait, r, unit / parts};
-        return receive(std::type_identity<Batch>{}, args, exchange, block.warp(), num_tokens[r], unit % parts, site);
+        const auto [token, part] = Batch::kHasTable ? Division{unit, 0} : by_parts.divide(unit);
+        const WaitSite site{moe_op::kDispatchRecv, moe_kind::kRowWait, r, token};
+        return receive(std::type_identity<Batch>{}, args, exchange, block.warp(), num_tokens[r], part, site);
       });
       if (!good) return false;
     }

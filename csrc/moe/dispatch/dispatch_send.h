@@ -230,8 +230,9 @@ struct DispatchSend {
     const Context& c = args.context;
     if (grid.rank() != grid.size() - 1) return;
     if (block.rank() == block.size() - 1) {
-      signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.region.table_signal.at(args.buffer, c.heap.rank, 0), epoch,
-                  static_cast<uint32_t>(args.num_tokens));
+      signal_earlier_launches(c.heap, RankSet::all(c.heap.num_ranks),
+                              c.region.table_signal.at(args.buffer, c.heap.rank, 0), epoch,
+                              static_cast<uint32_t>(args.num_tokens));
     }
     if (args.num_tokens == 0 && block.rank() == 0) send_choice(c, args.buffer, 0, 0, 0, -1, 0, epoch);
   }
@@ -242,7 +243,9 @@ struct DispatchSend {
     const int pieces = config.num_pieces(), unit = grid.rank() + grid.size() * block.warp_rank();
     if (unit >= args.num_tokens * (pieces + 1)) return;
     const Warp warp = block.warp();
-    const int number = unit - args.num_tokens, token = number < 0 ? unit : number / pieces;
+    const int number = unit - args.num_tokens;
+    const Division place = config.by_pieces.divide(number < 0 ? 0 : number);
+    const int token = number < 0 ? unit : place.quotient;
     const int64_t first_choice = int64_t{token} * config.num_topk;
     if (warp.rank() == 0) prefetch(args.topk_idx.at(first_choice));
     if (number < 0) {
@@ -250,7 +253,7 @@ struct DispatchSend {
       return;
     }
     constexpr int kLine = 128;
-    const RowSource part = config.row(args.x_dtype).part(config.row(args.x_dtype).piece(number % pieces));
+    const RowSource part = config.row(args.x_dtype).part(config.row(args.x_dtype).piece(place.remainder));
     const std::byte* values = args.x[token] + part.values_offset;
     for (int64_t i = warp.rank() * kLine; i < part.num_value_bytes; i += warp.size() * kLine) prefetch(values + i);
   }

@@ -8,7 +8,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // expert >= 0
 MOE_A2A_DEVICE int rank_of_expert(const MoeConfig& config, int32_t expert) {
-  return config.by_local_experts.divide(expert);  // kMaxExperts^2 < 2^32
+  return config.by_local_experts.divide(expert).quotient;
 }
 
 // Bits that distinguish the values 0 ... count - 1 and -1.
