@@ -1,5 +1,5 @@
-"""What algorithm="auto" selects, how many blocks a call uses, up to which size one-shot sends LL words, and from which size
-a codec pays, by the bytes of a call of Collectives.
+"""What algorithm="auto" selects, for plain tensors and for those in symmetric memory, how many blocks a call uses, up to which
+size one-shot sends LL words, and from which size a codec pays, by the bytes of a call of Collectives.
 
 The first match wins:
 
@@ -31,7 +31,7 @@ ENVIRONMENT_VARIABLE = "MOE_A2A_COLLECTIVE_TABLE"
 PREFIX = "collectives_"  # of file names
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 DTYPES = ("float32", "float16", "bfloat16")
-# Kinds without a choice use "two_shot". Tensors in symmetric memory go "direct" where the table says "two_shot".
+# Kinds without a choice use "two_shot".
 ALGORITHMS = ("one_shot", "two_shot", "ring", "recursive_doubling")
 LARGEST = 1 << 50  # bytes
 MOST_IN_WORDS = 32 << 10  # kMaxWordsBytes in csrc/collectives/announcement.h
@@ -48,19 +48,27 @@ class CollectiveStep(NamedTuple):
 @dataclass(frozen=True)
 class CollectiveTable:
     """Measured for one kind and dtype. codecs: the fewest bytes from which each codec pays; absent: it never does.
-    most_in_words: the most bytes that one-shot sends as LL words; larger calls use rows with signals. least_direct: bytes
-    from which tensors in symmetric memory go "direct" where the table says "one_shot"."""
+    most_in_words: the most bytes that one-shot sends as LL words; larger calls use rows with signals. symmetric: the steps
+    of all-reduces of tensors in symmetric memory, which may also go "direct"; empty: they do instead of "two_shot"."""
 
     kind: str
     dtype: str
     steps: tuple[CollectiveStep, ...]
     codecs: dict[str, int] = field(default_factory=dict)
     most_in_words: int = 0
-    least_direct: int = LARGEST
+    symmetric: tuple[CollectiveStep, ...] = ()
 
-    def step(self, nbytes: int) -> CollectiveStep:
-        place = bisect_left(self.steps, nbytes, key=lambda step: step.max_nbytes)
-        return self.steps[min(place, len(self.steps) - 1)]
+    def step(self, nbytes: int, symmetric: bool = False) -> CollectiveStep:
+        """symmetric: of tensors in symmetric memory."""
+        steps = self.symmetric if symmetric and self.symmetric else self.steps
+        place = bisect_left(steps, nbytes, key=lambda step: step.max_nbytes)
+        step = steps[min(place, len(steps) - 1)]
+        return directly(step) if symmetric and not self.symmetric else step
+
+
+def directly(step: CollectiveStep) -> CollectiveStep:
+    """The same call of tensors in symmetric memory, where nothing was measured: direct has the steps of two-shot, and fewer."""
+    return CollectiveStep(step.max_nbytes, "direct", 0) if step.algorithm == "two_shot" else step
 
 
 class Tables:
@@ -144,27 +152,30 @@ def read(path: Path) -> list[CollectiveTable]:
 
 def _table(field: Field) -> CollectiveTable:
     kind, dtype = field["kind"].text(KINDS), field["dtype"].text(DTYPES)
-    steps: list[CollectiveStep] = []
-    for step in field["steps"].items():
-        parts = step.items()
-        if len(parts) != len(CollectiveStep._fields):
-            raise step.error(f"[{', '.join(CollectiveStep._fields)}]")
-        most, blocks = parts[0].integer(1, LARGEST), parts[2].integer(0, launch_tables.LARGEST)
-        if steps and most <= steps[-1].max_nbytes:
-            raise step.error(f"a step for more than {steps[-1].max_nbytes} bytes, the previous step's limit")
-        steps.append(CollectiveStep(most, parts[1].text(ALGORITHMS), blocks))
+    steps = _steps(field["steps"], ALGORITHMS)
     if not steps:
         raise field["steps"].error("an array of steps")
     codecs = field["codecs"]
     if not isinstance(codecs.value, dict) or not set(codecs.value) <= set(CODECS):
         raise codecs.error(f"an object with some of {', '.join(CODECS)}")
     least = {name: codecs[name].integer(0, LARGEST) for name in codecs.value}
+    # Older files lack what did not exist yet.
+    most_in_words = field["most_in_words"].integer(0, MOST_IN_WORDS) if "most_in_words" in field.value else 0
+    symmetric = _steps(field["symmetric"], (*ALGORITHMS, "direct")) if "symmetric" in field.value else ()
+    return CollectiveTable(kind, dtype, steps, least, most_in_words, symmetric)
 
-    def measured(name: str, most: int, unless: int) -> int:  # older files lack what did not exist yet
-        return field[name].integer(0, most) if name in field.value else unless
 
-    most_in_words = measured("most_in_words", MOST_IN_WORDS, 0)
-    return CollectiveTable(kind, dtype, tuple(steps), least, most_in_words, measured("least_direct", LARGEST, LARGEST))
+def _steps(field: Field, algorithms: Sequence[str]) -> tuple[CollectiveStep, ...]:
+    steps: list[CollectiveStep] = []
+    for step in field.items():
+        parts = step.items()
+        if len(parts) != len(CollectiveStep._fields):
+            raise step.error(f"[{', '.join(CollectiveStep._fields)}]")
+        most, blocks = parts[0].integer(1, LARGEST), parts[2].integer(0, launch_tables.LARGEST)
+        if steps and most <= steps[-1].max_nbytes:
+            raise step.error(f"a step for more than {steps[-1].max_nbytes} bytes, the previous step's limit")
+        steps.append(CollectiveStep(most, parts[1].text(algorithms), blocks))
+    return tuple(steps)
 
 
 def write(path: Path, about: dict, tables: Sequence[CollectiveTable]) -> None:

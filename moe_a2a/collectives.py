@@ -155,11 +155,9 @@ class Collectives(CommunicatorClient):
             algorithm_index = arguments.checked_choice(self.rank, "algorithm", algorithm, ALGORITHMS)
             table = self._table_of("all_reduce", x)
             codec_index = self._checked_codec(codec, algorithm, max_error, x, table)
-            step = table.step(_nbytes(x))
+            step = self._step_of(table, x, out)
             if algorithm_index == 0:
-                algorithm_index = ALGORITHMS.index(
-                    self._algorithm_of(table, x, out) if codec_index == 0 else "two_shot"
-                )
+                algorithm_index = ALGORITHMS.index(step.algorithm if codec_index == 0 else "two_shot")
             is_tables = codec_index == 0 and ALGORITHMS[algorithm_index] == step.algorithm
             num_blocks = step.num_blocks if is_tables else 0
             as_words = ALGORITHMS[algorithm_index] == "one_shot" and _nbytes(x) <= table.most_in_words
@@ -251,14 +249,16 @@ class Collectives(CommunicatorClient):
         dtype = str(x.dtype).removeprefix("torch.")
         return self.tables.of(kind, dtype if dtype in DTYPES else DTYPES[0])  # other dtypes are refused later
 
-    def _algorithm_of(self, table: collective_tables.CollectiveTable, x: torch.Tensor, out: torch.Tensor | None) -> str:
-        """The table's algorithm, but two-shot where one-shot would need slices: that never pays."""
-        nbytes = _nbytes(x)
-        algorithm = table.step(nbytes).algorithm
-        if algorithm == "one_shot" and not self._fits_one_shot(nbytes):
-            algorithm = "two_shot"
-        is_direct = algorithm == "two_shot" or nbytes >= table.least_direct
-        return "direct" if is_direct and self._are_symmetric(x, out) else algorithm
+    def _step_of(
+        self, table: collective_tables.CollectiveTable, x: torch.Tensor, out: torch.Tensor | None
+    ) -> collective_tables.CollectiveStep:
+        """The table's, but two-shot or direct where one-shot would need slices: that never pays."""
+        symmetric = self._are_symmetric(x, out)
+        step = table.step(_nbytes(x), symmetric)
+        if step.algorithm == "one_shot" and not self._fits_one_shot(_nbytes(x)):
+            two_shot = step._replace(algorithm="two_shot", num_blocks=0)
+            return collective_tables.directly(two_shot) if symmetric else two_shot
+        return step
 
     def _are_symmetric(self, x: torch.Tensor, out: torch.Tensor | None) -> bool:
         core = self._open_core()

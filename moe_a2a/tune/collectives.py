@@ -3,8 +3,8 @@ codec="auto".
 
 Calls are timed in place, back to back, as `bench all_reduce` does; on a GPU as one graph. For each size the table keeps the
 fastest algorithm, then the fewest blocks within 2 % of its best. A codec pays from the size above which it is always
-faster than no codec, and "direct" from the size above which it is always faster than the others; LL words pay up to the size
-below which they are always faster than rows. A step ends at the largest measured size with the same choice.
+faster than no codec; LL words pay up to the size below which they are always faster than rows. Tensors in symmetric memory
+have steps of their own, with "direct" among the algorithms. A step ends at the largest measured size with the same choice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_a2a.bench.clock import Clock
 from moe_a2a.bench.options import DTYPES
 from moe_a2a.bench.start import num_ranks_of
 from moe_a2a.codecs import CODECS
-from moe_a2a.collective_tables import KINDS, LARGEST, MOST_IN_WORDS, CollectiveStep, CollectiveTable
+from moe_a2a.collective_tables import KINDS, MOST_IN_WORDS, CollectiveStep, CollectiveTable, directly
 from moe_a2a.command_line import UsageError
 from moe_a2a.tune.fewest_blocks import fewest_blocks
 
@@ -59,13 +59,16 @@ def text(tables: Sequence[CollectiveTable]) -> str:
     lines = []
     for table in tables:
         lines += [f"{table.kind} of {table.dtype}", f"{'bytes at most':>16} {'algorithm':<10} {'blocks':>6}"]
-        lines += [f"{step.max_nbytes:>16} {step.algorithm:<10} {step.num_blocks or 'all':>6}" for step in table.steps]
+        lines += map(_line, table.steps)
         if table.kind == "all_reduce":
             codecs = ", ".join(f"{name} {least}" for name, least in table.codecs.items())
             lines += [f"one_shot as LL words up to: {table.most_in_words}", f"codecs from: {codecs or 'never'}"]
-            from_size = "two_shot's sizes" if table.least_direct == LARGEST else table.least_direct
-            lines += [f"direct, for tensors of empty(), from: {from_size}"]
+            lines += ["tensors of empty():", *map(_line, table.symmetric or map(directly, table.steps))]
     return "\n".join(lines)
+
+
+def _line(step: CollectiveStep) -> str:
+    return f"{step.max_nbytes:>16} {step.algorithm:<10} {step.num_blocks or 'all':>6}"
 
 
 def measure(options: argparse.Namespace, device: torch.device, clock: Clock) -> list[CollectiveTable]:
@@ -86,7 +89,7 @@ def _measured(
     memory: torch.Tensor,
     clock: Clock,
 ) -> CollectiveTable:
-    steps, with_codec, with_words, directly = [], [], [], []
+    steps, symmetric, with_codec, with_words = [], [], [], []
     for size in sizes:
         algorithms = ALGORITHMS if kind == "all_reduce" and coll._fits_one_shot(size) else ALGORITHMS[1:]
         ways = [(algorithm, count) for algorithm in algorithms for count in blocks]
@@ -101,9 +104,9 @@ def _measured(
         if kind == "all_reduce":
             coded = {codec: _microseconds(case, coll, ("two_shot", 0), codec, clock) for codec in CODECS}
             with_codec.append({codec: time < min(times.values()) for codec, time in coded.items()})
-            direct = _microseconds_direct(case, coll, memory, clock)
-            directly.append({"direct": direct < min(times.values())})
-            times |= {(codec, 0): time for codec, time in coded.items()} | {("direct", 0): direct}
+            direct = {("direct", 0): _microseconds_direct(case, coll, memory, clock)}
+            symmetric.append(CollectiveStep(size, *best(times | direct)))
+            times |= {(codec, 0): time for codec, time in coded.items()} | direct
         if dist.get_rank() == 0:
             figures = "  ".join(f"{name}/{count or 'all'}: {time:.1f}" for (name, count), time in times.items())
             print(f"{kind:<14} {size:>10}  us  {figures}  ->  {steps[-1][1:]}", file=sys.stderr, flush=True)
@@ -115,7 +118,7 @@ def _measured(
         tuple(tuned_files.merged(steps)),
         worth_it(sizes, with_codec),
         words,
-        worth_it(sizes, directly).get("direct", LARGEST),
+        tuple(tuned_files.merged(symmetric)),
     )
 
 

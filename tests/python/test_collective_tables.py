@@ -64,7 +64,9 @@ def test_the_model(device, num_ranks, most):
     (content(codecs={"q5": 1}), r"codecs is \{'q5': 1\}, not an object with some of fp8"),
     (content(codecs={"q4": -1}), r"codecs\.q4 is -1"),
     (content(most_in_words=32769), r"most_in_words is 32769, not an integer from 0 to 32768"),
-    (content(least_direct=-1), r"least_direct is -1, not an integer from 0"),
+    (content(symmetric=[[8, "direct", -1]]), r"symmetric\[0\]\[2\] is -1"),
+    (content(symmetric=[[8, "indirect", 0]]), r"symmetric\[0\]\[1\] is 'indirect', not one of one_shot, .*, direct"),
+    (content(steps=[[8, "direct", 0]]), r"steps\[0\]\[1\] is 'direct', not one of one_shot"),
     ({"tables": []}, "it holds no table"),
     ({}, "tables is missing"),
 ])  # fmt: skip
@@ -80,7 +82,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path, written, place):
 
 def test_writing_adds_to_a_file(tmp_path):
     path = tmp_path / "new" / "table.json"
-    tables = [CollectiveTable("all_reduce", dtype, STEPS, {"q4": 7}, 9, 11) for dtype in ("float32", "float16")]
+    tables = [CollectiveTable("all_reduce", dtype, STEPS, {"q4": 7}, 9, STEPS[:2]) for dtype in ("float32", "float16")]
     collective_tables.write(path, {"machine": "none"}, tables[:1])
     collective_tables.write(path, {"machine": "none"}, tables[1:])
     assert collective_tables.read(path) == tables
@@ -89,13 +91,13 @@ def test_writing_adds_to_a_file(tmp_path):
     assert collective_tables.read(path) == [newer, tables[1]]
 
 
-def test_a_file_from_before_ll_words(tmp_path):
+def test_a_file_from_before_ll_words_and_symmetric_tensors(tmp_path):
     """Its figures were measured without them."""
     path, written = tmp_path / "table.json", content()
     del written["tables"][0]["most_in_words"]
     path.write_text(json.dumps(written))
     (table,) = collective_tables.read(path)
-    assert (table.most_in_words, table.least_direct) == (0, LARGEST)
+    assert (table.most_in_words, table.symmetric) == (0, ())
 
 
 def test_where_tables_come_from(tmp_path, monkeypatch):
@@ -194,12 +196,12 @@ def test_one_shot_beyond_the_workspace_is_two_shot():
     with moe_a2a.Collectives(group, 4096, device="cpu") as coll:
         table = CollectiveTable("all_reduce", "bfloat16", (CollectiveStep(LARGEST, "one_shot", 0),))
         x = torch.empty(coll._core.share_nbytes + 1, dtype=torch.uint8)
-        assert coll._algorithm_of(table, x[:-1], None) == "one_shot"
-        assert coll._algorithm_of(table, x, None) == "two_shot"
+        assert coll._step_of(table, x[:-1], None).algorithm == "one_shot"
+        assert coll._step_of(table, x, None).algorithm == "two_shot"
 
 
-def test_symmetric_tensors_go_direct():
-    """Where the table says two_shot, and from least_direct bytes on; if both tensors are symmetric."""
+def test_symmetric_tensors_have_steps_of_their_own():
+    """Without such, they go direct where the table says two_shot. Both tensors must be symmetric."""
     (group,) = moe_a2a.thread_group(1)
     with moe_a2a.Collectives(group, symmetric_nbytes=5000, device="cpu") as coll:
         x, other = coll.empty(5000, dtype=torch.uint8), torch.empty(5000, dtype=torch.uint8)
@@ -208,12 +210,30 @@ def test_symmetric_tensors_go_direct():
             CollectiveStep(2000, "two_shot", 0),
             CollectiveStep(LARGEST, "ring", 0),
         )
-        for least, expected in [(LARGEST, ["one_shot", "direct", "ring"]), (900, ["direct"] * 3)]:
-            table = CollectiveTable("all_reduce", "bfloat16", steps, least_direct=least)
-            assert [coll._algorithm_of(table, x[:n], x[:n]) for n in (1000, 2000, 3000)] == expected
+        own = (
+            CollectiveStep(1500, "direct", 3),
+            CollectiveStep(2500, "two_shot", 2),
+            CollectiveStep(LARGEST, "one_shot", 0),
+        )
+        for symmetric, expected in [
+            ((), [("one_shot", 0), ("direct", 0), ("ring", 0)]),
+            (own, [("direct", 3), ("two_shot", 2), ("one_shot", 0)]),
+        ]:
+            table = CollectiveTable("all_reduce", "bfloat16", steps, symmetric=symmetric)
+            assert [coll._step_of(table, x[:n], x[:n])[1:] for n in (1000, 2000, 3000)] == expected
             for one, out in [(x, other), (other, x), (x, None), (other, other)]:
                 one, out = one[:2000], None if out is None else out[:2000]
-                assert coll._algorithm_of(table, one, out) == "two_shot"
+                assert coll._step_of(table, one, out) == steps[1]
+
+
+def test_one_shot_of_symmetric_tensors_beyond_the_workspace_is_direct():
+    (group,) = moe_a2a.thread_group(1)
+    with moe_a2a.Collectives(group, 4096, symmetric_nbytes=1 << 20, device="cpu") as coll:
+        x = coll.empty(coll._core.share_nbytes + 1, dtype=torch.uint8)
+        steps = (CollectiveStep(LARGEST, "one_shot", 7),)
+        table = CollectiveTable("all_reduce", "bfloat16", steps, symmetric=steps)
+        assert coll._step_of(table, x[:-1], x[:-1])[1:] == ("one_shot", 7)
+        assert coll._step_of(table, x, x)[1:] == ("direct", 0)
 
 
 def test_what_is_best():
