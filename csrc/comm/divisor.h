@@ -31,7 +31,7 @@ class Divisor {
 
  private:
   uint32_t value_ = 1;
-  int shift_ = 31;                      // 31 + ceil(log2(value))
+  int shift_ = 31;                       // 31 + ceil(log2(value))
   uint32_t factor_ = uint32_t{1} << 31;  // 2^shift / value, rounded up
 };
 
