@@ -54,8 +54,10 @@ struct WaitPolicy {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Fills the report. Only the first wait that gives up does. `word`: the poison, or the refusal's payload.
-MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, Reason reason,
+// Fills the report. Only the first wait that gives up does. `word`: the poison, or the refusal's payload. Rare
+// functions take a site by value: an object that is passed by reference lives in memory on the common path, too, where
+// each wait would write it before its first poll.
+MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, WaitSite site, Reason reason,
                                uint32_t word, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
   Report* report = policy.report;
   // Pairs with the release in Client::raise_waits(): the host has copied the report before this one.
@@ -125,15 +127,14 @@ MOE_A2A_DEVICE bool is_refused(const WaitPolicy& policy, const HeapView& heap, c
 }
 
 // A wait's periodic check: refusal, interrupt, poison, deadline. False if it must give up. Cold path, kept out of line.
-MOE_A2A_RARE bool look_around(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
-                              uint64_t epoch, uint64_t seen_word, const Refusal& refusal) {
+MOE_A2A_RARE bool look_around(const WaitPolicy& policy, const HeapView& heap, WaitSite site, uint64_t start,
+                              uint64_t epoch, uint64_t seen_word, Refusal refusal) {
   return !is_refused(policy, heap, site, start, epoch, seen_word, refusal) &&
          may_wait_on(policy, heap, site, start, epoch, seen_word);
 }
 
 // Only waits that had to wait leave a record.
-MOE_A2A_RARE void append_wait(const WaitPolicy& policy, const WaitSite& site, uint64_t start, uint32_t polls,
-                              bool given_up) {
+MOE_A2A_RARE void append_wait(const WaitPolicy& policy, WaitSite site, uint64_t start, uint32_t polls, bool given_up) {
   const uint64_t now = clock_now();
   append(policy.trace, {.kind = site.awaited, .begin = start, .peer = site.peer, .token = site.token, .polls = polls},
          now);
