@@ -134,10 +134,11 @@ MOE_A2A_DEVICE void reduce_lanes(int num_rows, float divisor, const LaneRange& r
   });
 }
 
-// Elements from `first` on, one at a time: the end of a row, or all of rows that are not vectors.
+// Elements from `first` on, one at a time: the end of a row, or all of rows that are not vectors. Takes copies, so that
+// the rows stay in registers on the common path.
 template <class T, class Op, class Group, class Row, class Targets>
-MOE_A2A_RARE void reduce_elements(const Group& group, int num_rows, float divisor, int first, int count, const Row& row,
-                                  const Targets& targets) {
+MOE_A2A_RARE void reduce_elements(Group group, int num_rows, float divisor, int first, int count, Row row,
+                                  Targets targets) {
   for (int c = first + group.rank(); c < count; c += group.size()) {
     float merged = to_float(row(0)[c]);
     MOE_A2A_ROLLED
