@@ -325,7 +325,7 @@ TABLES: dict[str, tuple[Callable[[str], str], str]] = {
     "summary": (summary, "h100_4/with_deep_ep"),
     "all_reduce": (all_reduce, "h200_2/all_reduce"),
     "all_reduce of H100": (all_reduce, "h100_2/all_reduce"),
-    "all_reduce of 4": (all_reduce, "h200_4/all_reduce"),
+    "all_reduce of 4": (all_reduce, "h100_4/all_reduce"),
     "halves": (halves, "h200_2/reduce_scatter"),
     "against gloo": (against_gloo, "cpu/all_reduce"),
     "layer": (layer, "h200_2/layer"),
