@@ -18,6 +18,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,15 +61,17 @@ class CollectiveTable:
 
     def step(self, nbytes: int, symmetric: bool = False) -> CollectiveStep:
         """symmetric: of tensors in symmetric memory."""
-        steps = self.symmetric if symmetric and self.symmetric else self.steps
+        steps = self.symmetric_steps if symmetric else self.steps
         place = bisect_left(steps, nbytes, key=lambda step: step.max_nbytes)
-        step = steps[min(place, len(steps) - 1)]
-        return directly(step) if symmetric and not self.symmetric else step
+        return steps[min(place, len(steps) - 1)]
 
-
-def directly(step: CollectiveStep) -> CollectiveStep:
-    """The same call of tensors in symmetric memory, where nothing was measured: direct has the steps of two-shot, and fewer."""
-    return CollectiveStep(step.max_nbytes, "direct", 0) if step.algorithm == "two_shot" else step
+    @cached_property
+    def symmetric_steps(self) -> tuple[CollectiveStep, ...]:
+        """Where nothing was measured, direct instead of two-shot: it has fewer steps."""
+        return self.symmetric or tuple(
+            step._replace(algorithm="direct", num_blocks=0) if step.algorithm == "two_shot" else step
+            for step in self.steps
+        )
 
 
 class Tables:

@@ -256,8 +256,7 @@ class Collectives(CommunicatorClient):
         symmetric = self._are_symmetric(x, out)
         step = table.step(_nbytes(x), symmetric)
         if step.algorithm == "one_shot" and not self._fits_one_shot(_nbytes(x)):
-            two_shot = step._replace(algorithm="two_shot", num_blocks=0)
-            return collective_tables.directly(two_shot) if symmetric else two_shot
+            return step._replace(algorithm="direct" if symmetric else "two_shot", num_blocks=0)
         return step
 
     def _are_symmetric(self, x: torch.Tensor, out: torch.Tensor | None) -> bool:

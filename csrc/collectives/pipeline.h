@@ -50,8 +50,8 @@ MOE_A2A_DEVICE void signal_chunks(const Part& part, const Block& block, int sent
 // the whole block: what one member sends travels while the next one works.
 //
 //   kSend        sends chunk i to receivers_of(i), and waits for nothing
-//   kUse         uses what senders_of(i) have sent of chunk i; if there is kUseResults, sends others_with_own(i) a
-//   result kUseResults  uses the results of owners_of(i) for chunk i
+//   kUse         uses what senders_of(i) sent of chunk i; with kUseResults, sends others_with_own(i) a result
+//   kUseResults  uses the results of owners_of(i) for chunk i
 template <class Steps, auto kSend, auto kUse, auto kUseResults = nullptr, class Args>
 MOE_A2A_DEVICE void run_pipeline(const Args& args, Operation operation, const Grid& grid, const Block& block) {
   constexpr bool kHasResults = !std::is_null_pointer_v<decltype(kUseResults)>;

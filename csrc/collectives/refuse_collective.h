@@ -31,21 +31,14 @@ struct RefuseCollective {
     const Part part{args.context, args.announcement, collective_op::kRefuse, newest + 1, poison_of(args.context.wait)};
     if (seen_of(before, newest) != Seen::kSignals && !catch_up(part, block)) return;
     leave_text(args.context, part.half(), block, args.text);
-    signal_text(part, block);
+    if (block.rank() == 0) fence_before_signals();  // orders the text, behind leave_text()'s barrier
+    signal_call(part, block);
     announce(part, block);
     block.sync();  // as in run_call()
     if (block.rank() == 0) {
       begin_epoch(state, part.epoch, before, Seen::kNothing);
       advance_epoch(state, grid);
     }
-  }
-
- private:
-  // As signal_call(), and orders the text behind leave_text()'s barrier.
-  MOE_A2A_DEVICE static void signal_text(const Part& part, const Block& block) {
-    if (part.poison != 0 || block.rank() != 0) return;
-    const CollectiveContext& c = part.context;
-    signal_many(c.heap, RankSet::all(part.num_ranks()), c.region.call_signal.at(part.half(), part.rank()), part.epoch);
   }
 };
 

@@ -24,7 +24,7 @@ from moe_a2a.bench.clock import Clock
 from moe_a2a.bench.options import DTYPES
 from moe_a2a.bench.start import num_ranks_of
 from moe_a2a.codecs import CODECS
-from moe_a2a.collective_tables import KINDS, MOST_IN_WORDS, CollectiveStep, CollectiveTable, directly
+from moe_a2a.collective_tables import KINDS, MOST_IN_WORDS, CollectiveStep, CollectiveTable
 from moe_a2a.command_line import UsageError
 from moe_a2a.tune.fewest_blocks import fewest_blocks
 
@@ -63,7 +63,7 @@ def text(tables: Sequence[CollectiveTable]) -> str:
         if table.kind == "all_reduce":
             codecs = ", ".join(f"{name} {least}" for name, least in table.codecs.items())
             lines += [f"one_shot as LL words up to: {table.most_in_words}", f"codecs from: {codecs or 'never'}"]
-            lines += ["tensors of empty():", *map(_line, table.symmetric or map(directly, table.steps))]
+            lines += ["tensors of empty():", *map(_line, table.symmetric_steps)]
     return "\n".join(lines)
 
 
