@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 ExpertsModule: TypeAlias = (
     Any  # an nn.Module with these flags, num_experts and its own act_fn, which nn.Module does not declare
 )
 
-FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+FLAGS = ("has_gate", "has_bias", "is_transposed")  # transformers 5.23 adds has_post_expert_norm and _is_expert_parallel
 STACKED_PARAMETERS = (
     "gate_up_proj",
     "gate_up_proj_bias",
@@ -34,7 +35,7 @@ def is_experts_module(module: nn.Module) -> bool:
 
 def require_supported(module: ExpertsModule) -> None:
     name = type(module).__name__
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", False) or isinstance(module.down_proj, DTensor):
         raise ValueError(
             f"{name} is already split by transformers' own expert parallelism: load the model "
             "without enable_expert_parallel"
@@ -76,7 +77,12 @@ def run_owned_experts(module: ExpertsModule, owned: range, expert_x: Tensor, exp
     hidden = _grouped_linear(module, up, owned, expert_x, expert_offsets)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
     y = _grouped_linear(module, "down_proj", owned, hidden, expert_offsets)
-    return module.post_expert_norm(y) if module.has_post_expert_norm else y
+    return normed(module, y)
+
+
+def normed(module: ExpertsModule, y: Tensor) -> Tensor:
+    """The results of experts, through the module's norm if it has one."""
+    return module.post_expert_norm(y) if getattr(module, "has_post_expert_norm", False) else y
 
 
 def own_part(module: ExpertsModule, parameter: Tensor, owned: range) -> Tensor:

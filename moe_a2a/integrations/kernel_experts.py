@@ -15,7 +15,7 @@ from torch import Tensor
 
 import moe_a2a
 from moe_a2a.expert_weights import GRANULARITY, KERNEL_DTYPES
-from moe_a2a.integrations.experts_module import ExpertsModule, own_part
+from moe_a2a.integrations.experts_module import ExpertsModule, normed, own_part
 
 ACTIVATIONS = {
     None: lambda x, alpha: x,
@@ -89,7 +89,7 @@ def run_by_kernels(module: ExpertsModule, owned: range, handle: moe_a2a.Dispatch
     inner = moe_a2a.grouped_gemm(handle.recv_x, rows, offsets, first, **asdict(epilogue), bias=bias)
     down, bias = _weight(module, "down_proj", owned), _bias(module, "down_proj", owned)
     y = moe_a2a.grouped_gemm(inner, None, offsets, down, bias=bias)
-    return module.post_expert_norm(y) if module.has_post_expert_norm else y
+    return normed(module, y)
 
 
 def _first(module: ExpertsModule) -> str:

@@ -28,7 +28,7 @@ try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 except ImportError as error:
     raise ImportError(
-        "moe_a2a.integrations.transformers needs transformers 5.23 or newer: pip install 'transformers>=5.23'"
+        "moe_a2a.integrations.transformers needs transformers 5.17 or newer: pip install 'transformers>=5.17'"
     ) from error
 
 import moe_a2a

@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 transformers = pytest.importorskip("transformers")
 
@@ -287,6 +288,36 @@ def test_models_that_cannot_be_split_are_refused():
     quantised = tiny_model("mixtral").to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="float8_e4m3fn weights"):
         shard_experts(quantised, group)
+
+
+def refuse_distributed_weights(group):
+    model = tiny_model("mixtral")
+    mesh = DeviceMesh("cpu", [0])
+    for module in model.modules():
+        if is_experts_module(module):
+            module.down_proj = torch.nn.Parameter(distribute_tensor(module.down_proj.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="expert parallelism"):
+        shard_experts(model, group)
+
+
+def test_experts_that_transformers_5_17_has_split_are_refused():
+    """It sets no flag, but their weights are DTensors."""
+    ranks.run_processes(1, refuse_distributed_weights)
+
+
+def test_experts_of_transformers_5_17():
+    """They lack two flags that are newer."""
+    model = tiny_model("mixtral")
+    batch = torch.tensor([[3, 4, 5]])
+    expected = run_with(model, "eager", batch)
+    for module in model.modules():
+        if is_experts_module(module):
+            vars(module).pop("_is_expert_parallel", None)
+            vars(module).pop("has_post_expert_norm", None)
+    (group,) = moe_a2a.thread_group(1)
+    with register(group, name="moe_a2a:5_17"):
+        shard_experts(model, group)
+        torch.testing.assert_close(run_with(model, "moe_a2a:5_17", batch), expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("shards", [True, False], ids=["one_graph", "broken_where_a_module_has_no_number"])
