@@ -25,6 +25,7 @@ FP8_IS_OFF = 0.13  # at most; its range is not a power of two
 NUM_VARIANTS = 5
 MAX_NBYTES = 16 << 10  # the largest tensors go in slices
 SHARE_OF_LAYERS = 0.25
+TIMEOUT = 20.0  # seconds
 MOE = {"num_topk": 3, "hidden": 256, "num_max_tokens_per_rank": 20, "dtype": torch.bfloat16, "num_max_ll_tokens": 8}
 
 
@@ -95,7 +96,7 @@ class CollectiveMill:
 def run(group, seed: int, num_iterations: int, plant_at: int = -1) -> int:
     """The total number of wrong values. In iteration `plant_at`, a collective, rank 0 spoils a value."""
     shared, own = random.Random(seed), random.Random(f"{seed} {group.rank}")
-    with moe_a2a.Communicator(group, timeout=20) as comm:
+    with moe_a2a.Communicator(group, timeout=TIMEOUT) as comm:
         ep = moe_a2a.ExpertParallel(comm, **MOE, num_experts=4 * comm.num_ranks)
         coll = moe_a2a.Collectives(comm, MAX_NBYTES, symmetric_nbytes=4 * max(COUNTS) * comm.num_ranks)
         layers, collectives = soak.Mill(ep, own), CollectiveMill(coll, shared)
