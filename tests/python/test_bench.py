@@ -2,10 +2,9 @@
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import pytest
 import ranks
 import torch
@@ -31,8 +30,7 @@ HALVES = {"dispatch_send", "dispatch_recv", "combine_send", "combine_recv"}
 
 
 def moe_a2a_command(*arguments):
-    command = [sys.executable, "-m", "moe_a2a", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = commands.run(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,9 +1,8 @@
 """`python -m moe_a2a bench all_reduce | reduce_scatter | all_gather`: its columns, its check, its baselines."""
 
 import json
-import subprocess
-import sys
 
+import commands
 import pytest
 
 pytestmark = pytest.mark.cpu
@@ -12,8 +11,7 @@ TINY = ("--device", "cpu", "--ranks", "2", "--sizes", "4,40000", "--iterations",
 
 
 def bench(kind: str, *options: str) -> str:
-    command = [sys.executable, "-m", "moe_a2a", "bench", kind, *TINY, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = commands.run("bench", kind, *TINY, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -34,8 +32,7 @@ def test_all_reduce_beside_gloo(tmp_path):
 
 
 def test_the_cpu_has_no_graphs():
-    command = [sys.executable, "-m", "moe_a2a", "bench", "all_reduce", *TINY, "--graph"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = commands.run("bench", "all_reduce", *TINY, "--graph")
     assert done.returncode == 2 and "--graph: the CPU has no graphs" in done.stderr, done.stderr
 
 

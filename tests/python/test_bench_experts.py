@@ -1,9 +1,8 @@
 """`python -m moe_a2a bench experts | layer`: its lines, its check, its baselines, at toy sizes on the CPU."""
 
 import json
-import subprocess
-import sys
 
+import commands
 import pytest
 import torch
 
@@ -21,8 +20,7 @@ PEERS = ["torch._grouped_mm"] if hasattr(torch, "_grouped_mm") else []
 
 
 def bench(kind, *options):
-    command = [sys.executable, "-m", "moe_a2a", "bench", kind, *TINY, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = commands.run("bench", kind, *TINY, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -104,9 +102,8 @@ def test_the_limit_is_the_slower_of_products_and_bytes():
 def test_micro_batches(tmp_path):
     """On the CPU nothing overlaps; checks the contents of one line."""
     tiny = [option for i, option in enumerate(TINY) if "--intermediate" not in (TINY[i], TINY[i - 1])]
-    command = [sys.executable, "-m", "moe_a2a", "bench", "micro_batches", *tiny, "--blocks", "1,2"]
-    done = subprocess.run([*command, "--results", str(tmp_path), "--trace", str(tmp_path / "turns.json")],
-                          capture_output=True, text=True, timeout=100)  # fmt: skip
+    files = ("--results", tmp_path, "--trace", tmp_path / "turns.json")
+    done = commands.run("bench", "micro_batches", *tiny, "--blocks", "1,2", *files)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("*_2/micro_batches.json")
     lines = json.loads(file.read_text())["lines"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import commands
 import pytest
 import rank_programs
 
@@ -92,7 +93,7 @@ def test_a_rank_that_dies_is_named():
 
 def test_a_death_is_the_cause_of_what_others_raise():
     with (
-        RankProcesses(2, timeout=60) as ranks,
+        RankProcesses(2, timeout=60, method="forkserver") as ranks,
         pytest.raises(RankError, match="^rank 1 died with exit code -6$") as error,
     ):
         ranks.run(rank_programs.raise_or_die_later, 0.5, timeout=60, grace=30)
@@ -123,7 +124,7 @@ SMALL = "--hidden 16 --topk 2 --experts 4 --tokens 3 --iterations 1 --warm-up 0"
 def test_results_that_find_no_room_on_the_disk(bench):
     """Regression: rank 0 raised, the others were stopped, and the traceback of each hid the figures."""
     options = f"{bench} --device cpu --ranks 2 --json /dev/full".split()
-    done = moe_a2a("bench", *options)
+    done = commands.run("bench", *options)
     assert done.returncode == 1 and "moe_a2a" in done.stdout
     assert "bench: /dev/full cannot be written: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr and "FAILED" not in done.stdout
