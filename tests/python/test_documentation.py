@@ -1,5 +1,5 @@
-"""The examples of README and docs run: a page's Python blocks, in order, form one program of two ranks. On GPUs, and
-for README, torchrun starts them; on the CPU they are forked with torchrun's environment, which saves three imports of PyTorch.
+"""The examples of README and docs run: a page's Python blocks, in order, form one program of two ranks. On GPUs
+torchrun starts them.
 
 What a page assumes (a model, for example) is in a hidden comment before the block:
 <!-- hidden
@@ -7,26 +7,20 @@ model = ...
 -->
 """
 
-import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import on_device
-import programs
 import pytest
-import torch
-import torch.distributed as dist
-
-from moe_a2a.rank_processes import RankProcesses
+import torchrun
 
 pytestmark = on_device.TESTS
 
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 2
-UNDER_TORCHRUN = {"README.md", "faults.md"}  # a rank of the second ends without a result
+DYING_RANKS = {"faults.md": {1}}
 PAGES = sorted(
     page for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")) if page.exists()
 )
@@ -52,31 +46,10 @@ def test_the_examples_of_a_page_run(page, tmp_path):
     on_device.needs(NUM_RANKS)
     example = tmp_path / "example.py"
     example.write_text(program_of(page))
-    if on_device.IS_GPU or page.name in UNDER_TORCHRUN:
-        run_under_torchrun(example)
-    else:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with RankProcesses(NUM_RANKS, timeout=180, method="forkserver", backend=None, dumps=programs.to_bytes) as ranks:
-            ranks.run(as_a_rank_of_torchrun, str(example), store.port, own=[(0,), (1,)], timeout=180)
-
-
-def run_under_torchrun(example: Path) -> None:
-    environment = dict(os.environ)
     if on_device.IS_GPU:
-        del environment["MOE_A2A_DEVICE"]  # as a user runs it: the rank finds its GPU
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS))
-    command = [sys.executable, *torchrun, example.name]
-    result = subprocess.run(command, cwd=example.parent, env=environment, capture_output=True, text=True, timeout=180)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def as_a_rank_of_torchrun(report, example, port, rank):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    os.chdir(Path(example).parent)
-    runpy.run_path(example, run_name="__main__")
+        torchrun.run(example, NUM_RANKS)
+    else:
+        torchrun.run_forked(example, NUM_RANKS, mortal=DYING_RANKS.get(page.name, set()))
 
 
 def test_readme_has_examples():

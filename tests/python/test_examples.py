@@ -1,26 +1,19 @@
 """The programs of examples/ run; each checks its own result and says so."""
 
-import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import on_device
 import pytest
+import torchrun
+from torchrun import environment_of_a_user
 
 pytestmark = [on_device.TESTS, pytest.mark.timeout(300)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-UNDER_TORCHRUN = ["one_rank_per_gpu.py", "generate.py", "overlap.py", "quickreduce.py", "ddp_codecs.py"]
-
-
-def environment_of_a_user() -> dict[str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if on_device.IS_GPU:
-        del environment["MOE_A2A_DEVICE"]  # the rank finds its GPU
-    return environment
+ON_TWO_RANKS = ["one_rank_per_gpu.py", "generate.py", "overlap.py", "quickreduce.py", "ddp_codecs.py"]
 
 
 def run(*command: str) -> str:
@@ -30,39 +23,22 @@ def run(*command: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("example", UNDER_TORCHRUN)
-def test_under_torchrun(example):
+@pytest.mark.parametrize("example", ON_TWO_RANKS)
+def test_on_two_ranks(example, capfd):
     on_device.needs(2)
-    said = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / example))
+    if on_device.IS_GPU or example == "one_rank_per_gpu.py":
+        said = torchrun.run(EXAMPLES / example, 2)
+    else:
+        torchrun.run_forked(EXAMPLES / example, 2)
+        said = capfd.readouterr().out
     assert all(f"rank {rank}" in said for rank in range(2)), said
 
 
-@on_device.cpu_only  # two agents on one machine both take GPU 0
-def test_two_nodes():
-    """Two agents of torchrun on this machine, each with the ranks of a node."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    how = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    how += ["--master-port", str(port)]
-    agents = [
-        subprocess.Popen(
-            [sys.executable, *how, "--node-rank", str(node), str(EXAMPLES / "two_nodes.py")],
-            env=environment_of_a_user(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in range(2)
-    ]
-    try:
-        said = [agent.communicate(timeout=120)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    for rank in range(4):
-        assert f"rank {rank} on cpu of node {rank // 2}" in said[rank // 2], said
+@on_device.cpu_only  # each node numbers its GPUs from 0
+def test_two_nodes(capfd):
+    torchrun.run_forked(EXAMPLES / "two_nodes.py", 4, num_nodes=2)
+    said = capfd.readouterr().out
+    assert all(f"rank {rank} on cpu of node {rank // 2}" in said for rank in range(4)), said
 
 
 def test_dead_rank():
@@ -98,6 +74,6 @@ def test_notebook():
 
 def test_every_example_is_in_the_list_and_in_a_test():
     programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
-    assert programs == {*UNDER_TORCHRUN, "two_nodes.py", "dead_rank.py", "ray_actors.py", "threads.ipynb"}
+    assert programs == {*ON_TWO_RANKS, "two_nodes.py", "dead_rank.py", "ray_actors.py", "threads.ipynb"}
     listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text()))
     assert listed == programs
