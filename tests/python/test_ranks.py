@@ -63,33 +63,38 @@ def test_the_output_of_a_rank_is_that_of_its_starter(method, capfd):
     assert said.out == "on stdout\nby descriptor\n" and said.err == "on stderr\n"
 
 
-RANKS_IN_A_FOLDER = """
+RANKS_IN_FOLDERS = """
+import sys, tempfile
 from moe_a2a.rank_processes import RankProcesses
 
-with RankProcesses(2, timeout=60, method="forkserver") as processes:
-    processes.run(print, "rank", timeout=60)
+for tempfile.tempdir in sys.argv[1:]:
+    with RankProcesses(1, timeout=60, method="forkserver") as processes:
+        processes.run(print, tempfile.tempdir, timeout=60)
 """
 
 
-@pytest.mark.parametrize("length", [75, 76, 300])  # from 76 on the fork server's socket would have 108 bytes
-def test_ranks_start_whatever_the_length_of_the_temporary_folder(length, tmp_path):
-    folder = tempfile.mkdtemp(dir="/tmp")  # tmp_path itself may be too long
+def folder_of_length(length, root):
+    folder = root
+    while len(str(folder)) < length - 102:
+        folder /= "x" * 100
+    folder /= "x" * (length - len(str(folder)) - 1)
+    folder.mkdir(parents=True)
+    assert len(str(folder)) == length
+    return folder
+
+
+def test_ranks_start_whatever_the_length_of_the_temporary_folder(tmp_path):
+    """From 76 bytes on the fork server's socket would have 108. The only folder in which a server starts comes last."""
+    root = Path(tempfile.mkdtemp(dir="/tmp"))  # tmp_path itself may be too long
     try:
-        long = Path(folder)
-        while len(str(long)) < length - 102:
-            long /= "x" * 100
-        long /= "x" * (length - len(str(long)) - 1)
-        long.mkdir(parents=True)
-        assert len(str(long)) == length
-        run = subprocess.run(
-            [sys.executable, "-c", RANKS_IN_A_FOLDER],
-            env=os.environ | {"TMPDIR": str(long)}, cwd=tmp_path, timeout=100, capture_output=True, text=True,
-        )  # fmt: skip
+        folders = [folder_of_length(length, root) for length in (300, 76, 75)]
+        command = [sys.executable, "-c", RANKS_IN_FOLDERS, *map(str, folders)]
+        run = subprocess.run(command, cwd=tmp_path, timeout=100, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
-        assert run.stdout.count("rank") == 2
-        assert not list(long.iterdir())
+        assert [line.split()[-1] for line in run.stdout.splitlines()] == list(map(str, folders))
+        assert not any(any(folder.iterdir()) for folder in folders)
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(root)
 
 
 def test_processes_that_hang_are_named_and_killed():
