@@ -63,8 +63,8 @@ endfunction()
 function(_moe_a2a_hip_checks families all headers result)
   set(folder ${CMAKE_BINARY_DIR}/hip)
   moe_a2a_hip_command(compile MOE_A2A_RECORDING=0)
-  _moe_a2a_check(${folder}/bare "${families};${headers}" ${compile} --offload-arch=gfx942 --offload-arch=gfx950
-                 -fsyntax-only ${all})
+  _moe_a2a_check(${folder}/bare "${families};${headers}" ${compile} --offload-arch=gfx90a --offload-arch=gfx942
+                 --offload-arch=gfx950 -fsyntax-only ${all})
   moe_a2a_hip_command(compile MOE_A2A_RECORDING=1)
   _moe_a2a_check(${folder}/host "${families};${headers}" ${compile} --offload-host-only -fsyntax-only ${all})
   moe_a2a_add_hip_listings(listings "${headers}" "${_moe_a2a_families}")
