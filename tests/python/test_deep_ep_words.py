@@ -1,6 +1,7 @@
 """Errors of moe_a2a.integrations.deep_ep name the arguments of the call that was made.
 
-They came from the calls below, and said num_max_tokens_per_rank, y, num_blocks, expert_alignment or "call the halves in order".
+They came from the calls below, and said num_max_tokens_per_rank, y, x_scales, num_blocks, expert_alignment or "call the halves in
+order".
 """
 
 import on_device
@@ -107,6 +108,47 @@ def test_expanded_rows():
         }
         check(group, step, cases)
         buffer.destroy()
+
+    on_device.run(2, program)
+
+
+@pytest.mark.parametrize("api", ["packed", "expanded"])
+def test_scales(api):
+    """They are the second of a tuple. Columns in memory order, as DeepGEMM's, were refused."""
+
+    def program(group):
+        packed, expanded = deep_ep.Buffer(group), deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=MOST)
+        x, ids, weights = batch()
+        x = x.to(torch.float8_e4m3fn)
+        scales = torch.arange(8.0).view(4, 2)
+
+        def first(rows):
+            if api == "packed":
+                return packed.dispatch(rows, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=torch.zeros(8))
+            how = {"num_experts": NUM_EXPERTS, "num_max_tokens_per_rank": MOST, "do_expand": True}
+            return expanded.dispatch(rows, ids, weights, **how)
+
+        def again(rows):
+            if api == "packed":
+                return packed.dispatch(rows, handle=handle)
+            return expanded.dispatch(rows, handle=handle, do_expand=True)
+
+        (_, expected), *_, handle, _ = first((x, scales))
+        cases = {
+            r"x\[1\] has shape \[4, 3\] on rank 0; pass \[4, 2\], a scale per 128 values": (x, torch.ones(4, 3)),
+            r"x\[1\] has shape \[4, 2\] on rank 0; pass \[4, 8\], a scale per 32 values": (x, scales.byte()),
+            r"x\[1\] has dtype torch.float64 on rank 0; pass torch.float32": (x, scales.double()),
+            r"x\[1\] is a list on rank 0": (x, [1.0]),
+            r"x\[1\] is on meta, x\[0\] on cpu on rank 0": (x, scales.to("meta")),
+            r"x\[0\] has dtype torch.bfloat16 on rank 0, but x\[1\] holds scales": (x.bfloat16(), scales),
+            "x has dtype torch.float8_e4m3fn on rank 0; pass .* or scales to float8": (x, None),
+        }
+        for call in first, again:
+            for text, wrong in cases.items():
+                refused_call(group, group.rank == 0, text, call, wrong if group.rank == 0 else (x, scales))
+            assert torch.equal(call((x, scales.t().contiguous().t()))[0][1], expected)
+        packed.destroy()
+        expanded.destroy()
 
     on_device.run(2, program)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_a2a import arguments, calls
+from moe_a2a import arguments, block_scales, calls
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.expert_parallel import ExpertParallel
@@ -40,9 +40,10 @@ class Routing:
         """Whether a combine needs no other dispatch before it: the same on all ranks."""
         return self.latest is not None and self.latest.is_open
 
-    def check_rows(self, x: Any, name: str) -> None:
-        """Raises unless x has a row for each token; the dispatch checks its dtype."""
+    def check_rows(self, x: Any, x_scales: Any, name: str) -> None:
+        """Raises unless x has a row for each token. name: of x, in errors."""
         check_table(self.ep.rank, name, x, [len(self.topk_idx), self.ep.hidden], "one row per token of the handle")
+        check_row_dtype(self.ep.rank, name, x, x_scales)
 
     def no_rows(self) -> Tensor:
         """Uninitialised rows, for a dispatch that only sends the routing."""
@@ -311,12 +312,26 @@ def check_row_dtype(rank: int, name: str, rows: Tensor, scales: Any) -> None:
 
 
 def rows_and_scales(rank: int, x: Any) -> tuple[Any, Any]:
-    """x, or (values, scales); what they are is checked later."""
+    """x, or (values, scales); what the values are is checked later. Scales may have any strides, as DeepGEMM's columns."""
     if not isinstance(x, tuple):
         return x, None
     if len(x) != 2:
         raise ValueError(f"x is a tuple of {len(x)} on rank {rank}; pass a tensor, or (float8 values, scales)")
-    return x
+    values, scales = x
+    if scales is None:
+        return x
+    arguments.check_tensor(rank, "x[0]", values)
+    arguments.check_tensor(rank, "x[1]", scales)
+    if values.dtype.itemsize != 1:
+        raise TypeError(
+            f"x[0] has dtype {values.dtype} on rank {rank}, but x[1] holds scales; pass float8 values, or only x[0]"
+        )
+    block = 128 if block_scales.byte_dtype(scales) is None else block_scales.BLOCK
+    shape = [*values.shape[:1], *(-(-length // block) for length in values.shape[1:])]
+    check_table(rank, "x[1]", scales, shape, f"a scale per {block} values", (torch.float32, *block_scales.BYTES))
+    if scales.device != values.device:
+        raise ValueError(f"x[1] is on {scales.device}, x[0] on {values.device} on rank {rank}; pass both on one device")
+    return values, scales if scales.stride(-1) == 1 else scales.contiguous()
 
 
 def _row_size(rows: Any) -> int | None:

@@ -114,7 +114,7 @@ def begin_dispatch_again(
     """x: None: only the routing is sent. name: of x, in errors."""
     with exchange.dispatch_again_refused_if_failed(handle):
         x = handle.no_rows() if x is None else x
-        handle.check_rows(x, name)
+        handle.check_rows(x, x_scales, name)
     routing = handle.topk_idx, topk_weights, handle.expert_alignment
     receive = _begin(exchange, handle.ep, x, x_scales, *routing, deferred=deferred, num_blocks=num_blocks)
 

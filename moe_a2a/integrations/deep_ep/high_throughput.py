@@ -115,7 +115,7 @@ def begin_dispatch_again(
     """The rows of `x` along the routing of an earlier dispatch, and topk_weights if given. name: of x, in errors."""
     weights = None
     with exchange.dispatch_again_refused_if_failed(handle):
-        handle.check_rows(x, name)
+        handle.check_rows(x, x_scales, name)
         if topk_weights is not None:
             shape = list(handle.topk_idx.shape)
             check_table(exchange.rank, "topk_weights", topk_weights, shape, "one row per token of the handle")
