@@ -152,7 +152,7 @@ def checked_counts(rank: int, counts: Any) -> list[int] | None:
     if isinstance(counts, (str, bytes)):
         raise _refuse(rank, "counts", counts, "a list of ints or None")
     try:
-        return [checked_int(rank, "counts", count, 0, MAX_COUNT) for count in counts]
+        return [checked_int(rank, f"counts[{i}]", count, 0, MAX_COUNT) for i, count in enumerate(counts)]
     except TypeError:
         raise _refuse(rank, "counts", counts, "a list of ints or None") from None
 

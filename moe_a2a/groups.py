@@ -50,8 +50,8 @@ class HandleExchange:
     """No channel: the caller carries ep.get_comm_handle() to ep.set_comm_handles(), for example between Ray actors."""
 
     def __init__(self, rank: int, num_ranks: int):
-        self.rank = checked_int(None, "rank", rank)
-        self.num_ranks = checked_int(None, "num_ranks", num_ranks)
+        self.num_ranks = checked_int(None, "num_ranks", num_ranks, 1)
+        self.rank = checked_int(None, "rank", rank, 0, self.num_ranks - 1)
 
     def all_gather(self, value: Any) -> list[Any]:
         raise RuntimeError("a HandleExchange has no channel; call ep.set_comm_handles() with every rank's handle")

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 MAX_NBYTES = 512 << 20
+MAX_RANKS = 64  # of a communicator
 
 
 class Profile(enum.IntEnum):
@@ -53,6 +54,8 @@ _instance: Collectives | None = None
 def init(world_size: int, rank: int) -> None:
     """Allocates this rank's memory, on the current GPU or on the CPU. Closes an earlier instance."""
     global _instance
+    world_size = arguments.checked_int(None, "world_size", world_size, 1, MAX_RANKS)
+    rank = arguments.checked_int(None, "rank", rank, 0, world_size - 1)
     close()
     _instance = Collectives(HandleExchange(rank, world_size))
 
@@ -84,19 +87,30 @@ def allreduce(profile: int, tensor: torch.Tensor) -> torch.Tensor:
     """The sum of `tensor` over all ranks, with values travelling as `profile` says.
 
     Raises:
-        ValueError: an unknown profile (QuickReduce takes any for FP16), or a tensor of more than 512 MiB.
+        ValueError, TypeError: an unknown profile (QuickReduce takes any for FP16), or a tensor that is not contiguous, has
+            another dtype or more than 512 MiB.
     """
     coll = _open()
     with calls.refused_if_failed(coll):
-        arguments.check_tensor(coll.rank, "tensor", tensor)
+        _check_tensor(coll.rank, tensor)
         number = arguments.checked_int(coll.rank, "profile", profile, min(Profile), max(Profile))
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes > MAX_NBYTES:
-            raise ValueError(
-                f"tensor has {nbytes} bytes > {MAX_NBYTES} on rank {coll.rank}; pass it in slices, or use moe_a2a.Collectives, "
-                "which has no limit"
-            )
     return coll.all_reduce(tensor, "sum", "two_shot", _CODECS[Profile(number)])
+
+
+def _check_tensor(rank: int, tensor: torch.Tensor) -> None:
+    arguments.check_tensor(rank, "tensor", tensor)
+    if tensor.dtype not in arguments.ROW_DTYPES:
+        raise TypeError(
+            f"tensor has dtype {tensor.dtype} on rank {rank}; pass torch.float16, torch.bfloat16 or torch.float32"
+        )
+    if tensor.layout == torch.strided and not tensor.is_contiguous():
+        raise ValueError(f"tensor is not contiguous on rank {rank}; pass tensor.contiguous()")
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes > MAX_NBYTES:
+        raise ValueError(
+            f"tensor has {nbytes} bytes > {MAX_NBYTES} on rank {rank}; pass it in slices, or use moe_a2a.Collectives, which has "
+            "no limit"
+        )
 
 
 def _open() -> Collectives:

@@ -320,6 +320,12 @@ def test_thread_group_of_nobody(num_ranks, error):
             moe_a2a.HandleExchange(0, num_ranks)
 
 
+@pytest.mark.parametrize(("rank", "num_ranks"), [(2, 2), (-1, 2), (0, 0)])
+def test_handle_exchange_of_no_such_rank(rank, num_ranks):
+    with pytest.raises(ValueError, match=r"^(rank|num_ranks)=-?\d is not in \[\d, \d+\]; pass "):
+        moe_a2a.HandleExchange(rank, num_ranks)
+
+
 def test_moe_layer_weights():
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:

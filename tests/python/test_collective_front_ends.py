@@ -55,6 +55,8 @@ def quickreduce_program(group) -> None:
     for bad, error, text in [
         ((6, tensor), ValueError, r"profile=6 is not in \[1, 5\]"),
         ((1, "x"), TypeError, "tensor is a str"),
+        ((1, tensor.double()), TypeError, "tensor has dtype torch.float64 on rank 0; pass torch.float16, "),
+        ((1, tensor[::2]), ValueError, "tensor is not contiguous on rank 0; pass tensor.contig"),
         ((1, torch.empty((512 << 19) + 1, dtype=torch.float32)), ValueError, "> 536870912 on rank"),
     ]:
         with pytest.raises(error if rank == 0 else moe_a2a.PeerRefusedError, match=text):
@@ -65,6 +67,24 @@ def quickreduce_program(group) -> None:
 
 def test_quickreduce():
     run_processes(2, quickreduce_program)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "text"),
+    [
+        (2, 2, r"rank=2 is not in \[0, 1\]; pass"),
+        (2, -1, r"rank=-1 is not in \[0, 1\]; pass"),
+        (0, 2, r"world_size=0 is not in \[1, 64\]; pass"),
+        (65, 0, r"world_size=65 is not in \[1, 64\]; pass"),
+    ],
+)
+def test_quickreduce_of_no_such_rank(world_size, rank, text):
+    """The errors named num_ranks, which init() does not have, or no number to pass. An instance from before is kept."""
+    qr.init(1, 0)
+    with pytest.raises(ValueError, match=f"^{text}"):
+        qr.init(world_size, rank)
+    assert qr.get_world_size() == 1
+    qr.close()
 
 
 def failed_feedback_program(group) -> None:
