@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError
@@ -167,21 +168,27 @@ def refused_if_failed(collectives: Client) -> Iterator[None]:
         raise
 
 
-def refuses_wrong_arguments(call: Call) -> Call:
-    """Decorates a call of a Collectives: an argument list that it does not take refuses it on every rank, too."""
+def refuses_wrong_arguments(refused: Callable[[Any], AbstractContextManager[None]]) -> Callable[[Call], Call]:
+    """Decorates a call that reports its own failures: an argument list that it does not take refuses it on every rank, too.
 
-    @functools.wraps(call)
-    def made(collectives: Client, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing():
-            return call(collectives, *args, **kwargs)
-        try:
-            return call(collectives, *args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call has not begun
-                _tell(collectives, error, lambda core, why: core.refuse(why))
-            raise
+    refused: of the object, what refuses the call of the peers if it fails within, such as refused_if_failed()."""
 
-    return made  # type: ignore[return-value]
+    def decorate(call: Call) -> Call:
+        @functools.wraps(call)
+        def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_tracing():
+                return call(self, *args, **kwargs)
+            try:
+                return call(self, *args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # the call has begun
+                    raise
+                with refused(self):
+                    raise
+
+        return made  # type: ignore[return-value]
+
+    return decorate
 
 
 def _tell(ep: Client, error: BaseException, tell: Callable[[Any, str], None]) -> None:

@@ -106,7 +106,7 @@ class Collectives(CommunicatorClient):
             raise kind(f"{what}; pass them as to torch.empty()") from None
         return core.take_tensor(meta.nbytes).view(meta.dtype).view(meta.shape)
 
-    @calls.refuses_wrong_arguments
+    @calls.refuses_wrong_arguments(calls.refused_if_failed)
     def all_reduce(
         self,
         x: torch.Tensor,
@@ -163,7 +163,7 @@ class Collectives(CommunicatorClient):
             as_words = ALGORITHMS[algorithm_index] == "one_shot" and _nbytes(x) <= table.most_in_words
         return core.all_reduce(x, op_index, algorithm_index, codec_index, as_words, num_blocks, out)
 
-    @calls.refuses_wrong_arguments
+    @calls.refuses_wrong_arguments(calls.refused_if_failed)
     def reduce_scatter(
         self,
         x: torch.Tensor,
@@ -196,7 +196,7 @@ class Collectives(CommunicatorClient):
             num_blocks = self._table_of("reduce_scatter", x).step(_nbytes(x)).num_blocks
         return core.reduce_scatter(x, op_index, counts, num_blocks, out)
 
-    @calls.refuses_wrong_arguments
+    @calls.refuses_wrong_arguments(calls.refused_if_failed)
     def all_gather(
         self, x: torch.Tensor, counts: Sequence[int] | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:

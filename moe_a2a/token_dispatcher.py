@@ -124,6 +124,7 @@ class TokenDispatcher:
         self._newest = weakref.ref(exchange.handle)
         return rows, Routes(weights, exchange.expert_offsets, exchange.split_sizes, topk_idx, exchange)
 
+    @calls.refuses_wrong_arguments(lambda dispatcher: dispatcher._newest_refused_if_failed())
     def combine(self, y: Tensor, routes: Routes, *, weighted: bool = True, wire: str | None = None) -> Tensor:
         """Returns [num_tokens, H]: for each of this rank's tokens the weighted sum of its routes' rows of y.
 
@@ -137,19 +138,20 @@ class TokenDispatcher:
         Raises: as ExpertParallel.combine(). A combine that fails ends the routes on every rank.
         """
         if not isinstance(routes, Routes):
-            self._refuse_newest(routes)
+            with self._newest_refused_if_failed():
+                name = type(routes).__name__
+                raise TypeError(
+                    f"routes is a {name} on rank {self.ep.rank}; pass what dispatch() returned beside the rows"
+                )
         combined: Tensor = _Combine.apply(routes.weights, y, routes._topk_idx, routes._exchange, weighted, wire)
         return combined
 
-    def _refuse_newest(self, routes: Any) -> None:
-        """For combine() without routes. Refuses and ends the newest dispatch: most likely the others combine that one."""
+    def _newest_refused_if_failed(self) -> contextlib.AbstractContextManager[None]:
+        """Around a combine() without routes: refuses and ends the newest dispatch, which most likely the others combine."""
         newest = self._newest() if self._newest is not None else None
-        refused = calls.attempt_refused_if_failed(self.ep)
         if newest is not None and newest.is_open:
-            refused = calls.combine_refused_if_failed(newest)
-        with refused:
-            name = type(routes).__name__
-            raise TypeError(f"routes is a {name} on rank {self.ep.rank}; pass what dispatch() returned beside the rows")
+            return calls.combine_refused_if_failed(newest)
+        return calls.attempt_refused_if_failed(self.ep)
 
 
 def _training_of(ep: ExpertParallel, collectives: Collectives | None) -> _Training:

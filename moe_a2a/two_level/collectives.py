@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ LARGEST_ELEMENT = 4  # bytes
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 Finish = Callable[[], Any]
+
+_refuses_wrong_arguments = calls.refuses_wrong_arguments(methodcaller("refused_if_failed"))
 
 
 @dataclass
@@ -133,6 +136,7 @@ class TwoLevelCollectives(OnePerRank):
 
     # ---- the collectives
 
+    @_refuses_wrong_arguments
     def all_reduce(self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
         """See Collectives.all_reduce()."""
         out, flat, target = self._prepared("all_reduce", x, op, out)
@@ -160,6 +164,7 @@ class TwoLevelCollectives(OnePerRank):
         )
         return out
 
+    @_refuses_wrong_arguments
     def reduce_scatter(self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
         """See Collectives.reduce_scatter(); every rank gets equally many rows. A slice is one node's part."""
         out, flat, target = self._prepared("reduce_scatter", x, op, out)
@@ -179,6 +184,7 @@ class TwoLevelCollectives(OnePerRank):
             target.div_(self.num_ranks)
         return out
 
+    @_refuses_wrong_arguments
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """See Collectives.all_gather(); every rank contributes equally many rows. A slice is one node's part."""
         out, flat, target = self._prepared("all_gather", x, "sum", out)
@@ -256,7 +262,7 @@ class TwoLevelCollectives(OnePerRank):
             with calls.refused_if_failed(self._local):
                 yield
         except BaseException as error:
-            if self._rail.compares_calls:
+            if self._rail.compares_calls and not self.is_closed:
                 self._rail.compare(NO_CALL, error)
             raise
 

@@ -145,6 +145,7 @@ class TwoLevelExpertParallel(OnePerRank):
 
     # ---- the calls of a layer
 
+    @calls.refuses_wrong_arguments(calls.dispatch_refused_if_failed)
     def dispatch(
         self,
         x: torch.Tensor,
@@ -177,6 +178,7 @@ class TwoLevelExpertParallel(OnePerRank):
                 passage, lambda: TwoLevelHandle(self, self.local.dispatch(**batch, **how), *about)
             )
 
+    @calls.refuses_wrong_arguments(lambda two_level: two_level._combine_refused_if_failed())
     def combine(
         self,
         y: torch.Tensor,
@@ -195,6 +197,7 @@ class TwoLevelExpertParallel(OnePerRank):
         how: dict[str, Any] = {"presummed": presummed, "wire": wire, "num_blocks": num_blocks}
         return self._combined(handle, out, lambda: self.local.combine(y, handle, **how))
 
+    @calls.refuses_wrong_arguments(lambda two_level: two_level._combine_refused_if_failed())
     def experts(
         self,
         handle: TwoLevelHandle,
@@ -217,6 +220,17 @@ class TwoLevelExpertParallel(OnePerRank):
                 yield
         finally:
             self._num_dispatches += 1
+
+    @contextlib.contextmanager
+    def _combine_refused_if_failed(self) -> Iterator[None]:
+        """Around a combine() of no handle, for which the other ranks may already wait."""
+        try:
+            with calls.attempt_refused_if_failed(self.local):
+                yield
+        except BaseException as error:
+            if not self.is_closed:
+                self._calls.compare("combine", None, error)
+            raise
 
     def _refuse_dispatch(self, error: BaseException) -> None:
         """For a caller that fails before its dispatch(), for which the other ranks may already wait."""

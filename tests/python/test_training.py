@@ -177,9 +177,10 @@ def bad_y(ep, layer, x, topk_idx, topk_weights):
 
 def bad_routes(ep, layer, x, topk_idx, topk_weights):
     dispatcher = moe_a2a.TokenDispatcher(ep)
-    rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
-    with fails_for(ep, TypeError, "routes is a Tensor"):
-        dispatcher.combine(*((routes, rows) if ep.rank == REFUSER else (rows, routes)))
+    for number, match in ((2, "routes is a Tensor"), (1, "missing 1 required positional argument: 'routes'")):
+        rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+        with fails_for(ep, TypeError, match):
+            dispatcher.combine(*((routes, rows)[:number] if ep.rank == REFUSER else (rows, routes)))
 
 
 def experts_fail(ep, layer, x, topk_idx, topk_weights):

@@ -238,6 +238,8 @@ def bad_calls_program(world, num_nodes: int, num_local: int) -> None:
         refused(lambda: two.all_reduce(long[:64], out=long[6:]), ValueError, "out overlaps x on rank 1")
         refused(lambda: two.reduce_scatter(torch.ones(6)), ValueError, "6 rows on rank 1, which 4 ranks cannot split")
         refused(lambda: two.all_gather(torch.tensor(1.0)), ValueError, "no dimension to split over the ranks on rank 1")
+        refused(lambda: two.all_reduce(good, codec="q8"), TypeError, "unexpected keyword argument 'codec'")
+        refused(lambda: two.all_gather(), TypeError, "missing 1 required positional argument: 'x'")
         with pytest.raises(moe_a2a.CallMismatchError):  # within each node
             two.all_reduce(torch.ones(64 + rank % num_local))
         for call in (  # between the nodes
@@ -249,6 +251,8 @@ def bad_calls_program(world, num_nodes: int, num_local: int) -> None:
             with pytest.raises(moe_a2a.CallMismatchError, match=rf"rank {rank} called .*, rank \d of node {1 - node}"):
                 call()
             assert (two.all_reduce(good) == world.size()).all()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'codec'"):  # closed: at once
+        two.all_reduce(good, codec="q8")
 
 
 @on_device.cpu_only

@@ -284,6 +284,7 @@ def bad_calls_program(world, num_nodes, num_local, seed):
         dispatches(x, topk_idx, quantize="fp4", match="quantize='fp4' is unknown on rank 1")
         dispatches(x, topk_idx, layout="rowss", match="layout='rowss' is unknown on rank 1")
         dispatches(x, topk_idx, num_blocks=-1, match="num_blocks=-1 is not in")
+        dispatches(x, topk_idx, axis=1, match="unexpected keyword argument 'axis'")
         dispatches(x.clone().requires_grad_(), topk_idx, match="x requires grad, which this call would not record")
 
         def out_of_memory(*args, **how):
@@ -308,6 +309,14 @@ def bad_calls_program(world, num_nodes, num_local, seed):
         combines("y has dtype torch.bfloat16", use=lambda y, handle: two.combine(y.bfloat16(), handle))
         combines(r"out is \[3\] of torch.float32 on cpu on rank 1, expected \[40, 144\]", out=torch.ones(3))
         combines("wire='q9' is unknown on rank", wire="q9")
+        for call in two.combine, two.experts:
+            handle = two.dispatch(x, topk_idx, topk_weights)
+            y = scaled_rows(handle, 4 * rank)
+            with pytest.raises(TypeError if rank == 1 else moe_a2a.PeerRefusedError, match=r"missing \d required|rank"):
+                call(y) if rank == 1 else two.combine(y, handle)
+            if handle.is_open:
+                handle.release()
+            assert torch.equal(works(), expected)
         with pytest.raises(moe_a2a.CallMismatchError, match=rf"rank {rank} called .*, rank \d of node {1 - two.node} "):
             two.dispatch(x, topk_idx, quantize="fp8" if two.node else None)
         assert torch.equal(works(), expected)

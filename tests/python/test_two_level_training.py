@@ -117,12 +117,16 @@ def failures_program(world, num_nodes, num_local, seed):
             rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
             dispatcher.combine(rows, routes if rank != 1 else None)
 
+        def no_routes():
+            rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+            dispatcher.combine(rows, routes) if rank != 1 else dispatcher.combine(rows)
+
         def bad_signature():
             layer(x, topk_idx, topk_weights) if rank != 1 else layer(x)
 
         for call, error in [
             (experts_fail, MemoryError), (bad_dispatch, ValueError), (bad_bound, ValueError), (bad_y, ValueError),
-            (bad_routes, TypeError), (bad_signature, TypeError),
+            (bad_routes, TypeError), (no_routes, TypeError), (bad_signature, TypeError),
         ]:  # fmt: skip
             start = time.monotonic()
             with pytest.raises(error if rank == 1 else moe_a2a.PeerRefusedError):
