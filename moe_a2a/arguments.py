@@ -57,6 +57,14 @@ def check_fits(
         )
 
 
+def check_not_transformed(rank: int, what: str) -> None:
+    if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"{what} was called within a transform of torch.func (grad, vmap, jvp, ...) on rank {rank}; call backward() or "
+            "torch.autograd.grad() instead"
+        )
+
+
 def checked_routing(rank: int, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if topk_idx is None:
         raise ValueError(f"topk_idx is None on rank {rank}; pass topk_idx or handle=")

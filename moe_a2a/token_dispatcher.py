@@ -117,9 +117,10 @@ class TokenDispatcher:
         """
         if num_max_routes is not None:
             num_max_routes = arguments.checked_int(self.ep.rank, "num_max_routes", num_max_routes, 1)
+        arguments.check_not_transformed(self.ep.rank, "TokenDispatcher")
         self._training.release_kept()
         exchange = _Exchange(self.ep, self._training, expert_alignment, num_max_routes)
-        with exchange.combine_refused_if_failed():  # by autograd, after the dispatch: a dual tensor, say
+        with exchange.combine_refused_if_failed():
             rows, weights = _Dispatch.apply(self._anchor, x, topk_weights, topk_idx, exchange)
         self._newest = weakref.ref(exchange.handle)
         return rows, Routes(weights, exchange.expert_offsets, exchange.split_sizes, topk_idx, exchange)
@@ -143,7 +144,10 @@ class TokenDispatcher:
                 raise TypeError(
                     f"routes is a {name} on rank {self.ep.rank}; pass what dispatch() returned beside the rows"
                 )
-        combined: Tensor = _Combine.apply(routes.weights, y, routes._topk_idx, routes._exchange, weighted, wire)
+        exchange = routes._exchange
+        with exchange.combine_refused_if_failed():
+            arguments.check_not_transformed(self.ep.rank, "TokenDispatcher")
+            combined: Tensor = _Combine.apply(routes.weights, y, routes._topk_idx, exchange, weighted, wire)
         return combined
 
     def _newest_refused_if_failed(self) -> contextlib.AbstractContextManager[None]:
@@ -209,7 +213,8 @@ class _Exchange:
 
     @contextlib.contextmanager
     def combine_refused_if_failed(self) -> Iterator[None]:
-        """Around a dispatch() and what follows it: if that fails and the handle is open, its combine is refused."""
+        """Around a dispatch() and what follows it: if that fails and the handle is open, its combine is refused. Autograd may fail
+        around forward(): for a dual tensor, say."""
         try:
             yield
         except BaseException:

@@ -98,6 +98,7 @@ class TwoLevelTokenDispatcher:
         ep = self.ep
         with ep._dispatching():
             try:
+                arguments.check_not_transformed(ep.rank, "TwoLevelTokenDispatcher")
                 topk_idx, topk_weights = arguments.checked_routing(ep.rank, topk_idx, topk_weights)
                 with torch.no_grad():
                     ep._checked_batch(x, topk_idx, topk_weights, None, False)

@@ -266,6 +266,7 @@ def patched(method, owner):
     return fails
 
 
+FUNC = r"within a transform of torch\.func .* on rank \d; call backward\(\)"
 FAILURES = {
     "y": bad_y,
     "routes": bad_routes,
@@ -275,8 +276,8 @@ FAILURES = {
     "more than the layer's num_max_routes": no_room_in_the_layer,
     "kernels": by_kernels,
     "unknown argument": transformed(TypeError, "unexpected keyword argument 'axis'", lambda run, x: run(x, axis=1)),
-    "vmap": transformed(RuntimeError, "functorch", lambda run, x: torch.func.vmap(run)(x.detach()[None])),
-    "grad": transformed(RuntimeError, "functorch", lambda run, x: torch.func.grad(lambda x: run(x).sum())(x.detach())),
+    "vmap": transformed(RuntimeError, FUNC, lambda run, x: torch.func.vmap(run)(x.detach()[None])),
+    "grad": transformed(RuntimeError, FUNC, lambda run, x: torch.func.grad(lambda x: run(x).sum())(x.detach())),
     "forward mode": transformed(RuntimeError, "jvp", in_forward_mode),
     "backward of combine": patched("_grads_of_weighted", _Exchange),
     "backward of dispatch": patched("_by_choice", _Exchange),

@@ -121,12 +121,24 @@ def failures_program(world, num_nodes, num_local, seed):
             rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
             dispatcher.combine(rows, routes) if rank != 1 else dispatcher.combine(rows)
 
+        def transformed():
+            def run(x):
+                return dispatcher.combine(*dispatcher.dispatch(x, topk_idx, topk_weights)).sum()
+
+            run(x) if rank != 1 else torch.func.grad(run)(x.detach())
+
+        def transformed_combine():
+            rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+            transform = torch.func.grad if rank == 1 else lambda call: call
+            transform(lambda y: dispatcher.combine(y, routes).sum())(rows.detach())
+
         def bad_signature():
             layer(x, topk_idx, topk_weights) if rank != 1 else layer(x)
 
         for call, error in [
             (experts_fail, MemoryError), (bad_dispatch, ValueError), (bad_bound, ValueError), (bad_y, ValueError),
-            (bad_routes, TypeError), (no_routes, TypeError), (bad_signature, TypeError),
+            (bad_routes, TypeError), (no_routes, TypeError), (transformed, RuntimeError), (transformed_combine, RuntimeError),
+            (bad_signature, TypeError),
         ]:  # fmt: skip
             start = time.monotonic()
             with pytest.raises(error if rank == 1 else moe_a2a.PeerRefusedError):
