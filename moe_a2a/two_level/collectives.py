@@ -222,13 +222,18 @@ class TwoLevelCollectives(OnePerRank):
             with calls.refused_if_failed(self._local):
                 if work is not None:
                     self._rail.wait(work)
-            finish()
+            with self._rail.within_node():
+                finish()
+
+        def began(index: int) -> tuple[torch.Tensor, Finish]:
+            with self._rail.within_node():
+                return begin(index)
 
         try:
             for index in range(num_slices):
                 if len(on_their_way) == self.parallel_slices:
                     end_the_oldest()
-                share, finish = begin(index) if index else self._first(call, begin)
+                share, finish = began(index) if index else self._first(call, began)
                 is_needed = self.num_nodes > 1 and share.numel() > 0  # the peers' shares have the same length
                 with calls.refused_if_failed(self._local):
                     on_their_way.append((exchange(index, share) if is_needed else None, finish))

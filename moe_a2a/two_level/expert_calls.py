@@ -70,7 +70,8 @@ class ExpertCalls:
         """This node's part of a dispatch. On the CPU, if it fails on one node it fails on all."""
         dispatched = failure = None
         try:
-            dispatched = dispatch()
+            with self._rail.within_node():
+                dispatched = dispatch()
         except BaseException as error:
             failure = error
         try:

@@ -122,15 +122,16 @@ class TwoLevelExpertParallel(OnePerRank):
     def _make_local(self, of_node: dict[str, Any]) -> None:
         local = failure = None
         try:
-            local = ExpertParallel(
-                self._comm,
-                num_experts=self._format.num_node_experts,
-                num_topk=self.num_topk,
-                hidden=self.hidden,
-                num_max_tokens_per_rank=self.num_nodes * self.num_max_tokens_per_rank,
-                dtype=self.dtype,
-                **of_node,
-            )
+            with self._rail.within_node():
+                local = ExpertParallel(
+                    self._comm,
+                    num_experts=self._format.num_node_experts,
+                    num_topk=self.num_topk,
+                    hidden=self.hidden,
+                    num_max_tokens_per_rank=self.num_nodes * self.num_max_tokens_per_rank,
+                    dtype=self.dtype,
+                    **of_node,
+                )
         except Exception as error:
             failure = error
         try:
@@ -305,7 +306,8 @@ class TwoLevelExpertParallel(OnePerRank):
             with calls.attempt_refused_if_failed(self.local, handle if isinstance(handle, TwoLevelHandle) else None):
                 self._check_rail()
                 self._check_out(out, self._own(handle)._passage.num_tokens)
-            sums = combine()
+            with self._rail.within_node():
+                sums = combine()
         except BaseException as error:
             failure = error
         try:

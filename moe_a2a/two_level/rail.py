@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
 from typing import Any, Protocol
@@ -50,6 +51,17 @@ class Rail:
 
     def rank_on(self, node: int) -> int:
         return node * self._ranks_per_node + self._place
+
+    @contextmanager
+    def within_node(self) -> Iterator[None]:
+        """Around calls of this node's ranks, whose errors number them from 0: says of which node they are."""
+        try:
+            yield
+        except Exception as error:
+            if error.args and isinstance(error.args[0], str):
+                where = f"node {self.node}, whose rank 0 is rank {self.node * self._ranks_per_node}"
+                error.args = (f"{where}: {error.args[0]}", *error.args[1:])
+            raise
 
     @property
     def compares_calls(self) -> bool:
@@ -158,22 +170,22 @@ class Rail:
                         f"the nodes differ: {name} on rank {place} of node {self.node}: {own}, on its peer of node {node}: "
                         f"{other}; pass groups of equal sizes and orders, and equal arguments"
                     )
-        views = _words_of_node(collectives, [self.node, self.num_nodes])
+        views = self._words_of_node(collectives, [self.node, self.num_nodes])
         if views != [views[0]] * len(views):
             problem = problem or (
                 f"the ranks of a node, seen from rank {place} of it, have these places in between: "
                 f"{', '.join(f'rank {node} of {size}' for node, size in views)}; pass groups with one rank of every node, all in the "
                 "same order of nodes"
             )
-        found = any(flag for (flag,) in _words_of_node(collectives, [int(problem != "")]))
+        found = any(flag for (flag,) in self._words_of_node(collectives, [int(problem != "")]))
         found = any(flag for (flag,) in self.words([int(found)]))
-        if any(flag for (flag,) in _words_of_node(collectives, [int(found)])):
+        if any(flag for (flag,) in self._words_of_node(collectives, [int(found)])):
             rank = self.rank_on(self.node)
             raise ValueError(problem or f"a rank other than rank {rank} has refused the arguments: see its error")
 
-
-def _words_of_node(collectives: Any, words: list[int]) -> list[list[int]]:
-    """The `words` of every rank of this node. float32 represents them exactly."""
-    own = torch.tensor(words, dtype=torch.float32, device=collectives.device)
-    everyone = collectives.all_gather(own).view(collectives.num_ranks, -1)
-    return [[int(word) for word in each] for each in everyone.tolist()]
+    def _words_of_node(self, collectives: Any, words: list[int]) -> list[list[int]]:
+        """The `words` of every rank of this node. float32 represents them exactly."""
+        own = torch.tensor(words, dtype=torch.float32, device=collectives.device)
+        with self.within_node():
+            everyone = collectives.all_gather(own).view(collectives.num_ranks, -1)
+        return [[int(word) for word in each] for each in everyone.tolist()]

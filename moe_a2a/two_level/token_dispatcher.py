@@ -124,7 +124,8 @@ class TwoLevelTokenDispatcher:
         failure = sums = None
         passage = routes._trip.passage if isinstance(routes, TwoLevelRoutes) else None
         try:
-            sums = self._within.combine(y, routes, weighted=weighted, wire=wire)
+            with self.ep._rail.within_node():
+                sums = self._within.combine(y, routes, weighted=weighted, wire=wire)
             if passage is None:
                 raise TypeError(f"routes on rank {self.ep.rank} are of another TokenDispatcher; pass those of this one")
         except BaseException as error:

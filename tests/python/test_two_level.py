@@ -240,6 +240,9 @@ def bad_calls_program(world, num_nodes: int, num_local: int) -> None:
         refused(lambda: two.all_gather(torch.tensor(1.0)), ValueError, "no dimension to split over the ranks on rank 1")
         refused(lambda: two.all_reduce(good, codec="q8"), TypeError, "unexpected keyword argument 'codec'")
         refused(lambda: two.all_gather(), TypeError, "missing 1 required positional argument: 'x'")
+        with pytest.raises((TypeError, moe_a2a.PeerRefusedError)) as caught:
+            two.all_reduce(good.long() if rank == 3 else good)
+        assert str(caught.value).startswith("node 1, whose rank 0 is rank 2: ") == (node == 1)  # it is rank 1 there
         with pytest.raises(moe_a2a.CallMismatchError):  # within each node
             two.all_reduce(torch.ones(64 + rank % num_local))
         for call in (  # between the nodes

@@ -309,6 +309,10 @@ def bad_calls_program(world, num_nodes, num_local, seed):
         combines("y has dtype torch.bfloat16", use=lambda y, handle: two.combine(y.bfloat16(), handle))
         combines(r"out is \[3\] of torch.float32 on cpu on rank 1, expected \[40, 144\]", out=torch.ones(3))
         combines("wire='q9' is unknown on rank", wire="q9")
+        handle = two.dispatch(x, topk_idx, topk_weights)
+        with pytest.raises((TypeError, moe_a2a.PeerRefusedError)) as caught:
+            two.combine([1.0] if rank == 2 else scaled_rows(handle, 4 * rank), handle)
+        assert str(caught.value).startswith("node 1, whose rank 0 is rank 2: ") == (two.node == 1)
         for call in two.combine, two.experts:
             handle = two.dispatch(x, topk_idx, topk_weights)
             y = scaled_rows(handle, 4 * rank)
