@@ -19,7 +19,7 @@ from moe_a2a.tracing.summary import summarize
 sys.path.insert(0, str(Path(__file__).parents[2] / "profiling"))
 import perfetto_ui
 
-pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+pytestmark = pytest.mark.cpu
 
 NUM_RANKS, NUM_EXPERTS, NUM_CALLS, MAX_TOKENS = 4, 16, 3, 2000
 # Much longer than a busy machine takes a thread's core away: otherwise that rank would rightly be the culprit.
@@ -88,6 +88,7 @@ def test_one_file_of_all_ranks_in_each_format(mode, tmp_path):
         assert sum(file.about["tokens_per_expert"]) == NUM_CALLS * NUM_RANKS * 32 * 2
 
 
+@pytest.mark.alone
 def test_slices_take_the_time_that_the_clock_on_the_wall_says(tmp_path):
     results = ranks.run_threads(NUM_RANKS, run_story, "a slow rank", [])
     for rank, (_, _, wall_ns, seen) in enumerate(results):
@@ -106,6 +107,7 @@ def test_slices_take_the_time_that_the_clock_on_the_wall_says(tmp_path):
             assert seen["dispatch_recv"][0] > 0.8 * slept
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("story", "words"),

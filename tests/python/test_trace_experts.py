@@ -13,7 +13,7 @@ from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.summary import summarize
 
-pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+pytestmark = pytest.mark.cpu
 
 NUM_RANKS, NUM_EXPERTS, NUM_TOPK, HIDDEN, INTERMEDIATE, MAX_TOKENS, NUM_CALLS = 4, 16, 2, 144, 80, 200, 2
 PER_RANK = NUM_EXPERTS // NUM_RANKS
@@ -152,6 +152,7 @@ def run_hot(group, hot, by_kernels):
         return trace.summary().culprit
 
 
+@pytest.mark.alone
 def test_the_expert_whose_product_takes_longest_is_named():
     """An eighth of the work everywhere else. Its rank gets each token once, as others do; its product is why it is late."""
     for culprit in ranks.run_processes(NUM_RANKS, run_hot, True, True):
@@ -159,6 +160,7 @@ def test_the_expert_whose_product_takes_longest_is_named():
         assert "Its tiles are" in culprit
 
 
+@pytest.mark.alone
 def test_no_expert_is_named_where_all_have_the_same_to_do():
     for culprit in ranks.run_processes(NUM_RANKS, run_hot, False, True):
         assert "is hot" not in culprit
