@@ -32,7 +32,7 @@ def integer(least: int, most: int = LARGEST) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    return _number(float, "a number of seconds", 0.001, 1e9)(text)
+    return _number(float, "a number of seconds", 0.001, 10**9)(text)
 
 
 def integers(least: int, most: int = LARGEST, longest: int = 1000) -> Callable[[str], list[int]]:
@@ -127,7 +127,7 @@ def _number(kind: Callable, what: str, least: float, most: float) -> Callable:
         except ValueError:
             value = math.nan
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least} to {most}")
         return value
 
     return parse

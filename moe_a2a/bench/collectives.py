@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
-from moe_a2a import devices
 from moe_a2a.bench import machine
 from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.options import DTYPES, add_how, dtypes, is_written, some_of
-from moe_a2a.bench.start import start_ranks, this_ranks_device
+from moe_a2a.bench.start import check_graphs, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import of_all_ranks
 from moe_a2a.collectives import ALGORITHMS, CODECS, OPS
 from moe_a2a.command_line import UsageError, integer, integers, output_file
@@ -95,8 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.graph and (options.device or devices.default_device_type()) == "cpu":
-        raise UsageError("--graph: the CPU has no graphs; leave it out, or pass --device cuda")
+    check_graphs(options, "graph")
     if options.kind != "all_reduce":
         if others := [name for name in options.algorithms if name not in ("auto", "direct")]:
             raise UsageError(

@@ -18,7 +18,7 @@ from moe_a2a.bench.clock import Measuring
 from moe_a2a.bench.contenders import MODES
 from moe_a2a.bench.options import DTYPES, add_how, add_outputs, add_sizes, dtypes, routing_names, some_of, write_outputs
 from moe_a2a.bench.records import Results
-from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
+from moe_a2a.bench.start import check_cases, check_graphs, start_ranks, this_ranks_device
 from moe_a2a.command_line import integers
 
 HELP = "time dispatch and combine beside the floor and the baselines"
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--blocks", type=integers(0), default=[0], metavar="8,16,24,...,96", help="of each call (0: as tuned)"
     )
     what.add_argument("--halves", action="store_true", help="also dispatch_send ... combine_recv, each timed alone")
-    what.add_argument("--graph", action="store_true", help="also captured graphs")
+    what.add_argument("--graph", action="store_true", help="also captured graphs (GPU)")
     what.add_argument("--chain", action="store_true", help="also pairs of calls, ten in one captured graph (GPU)")
     what.add_argument("--overlap", action="store_true", help="also a matrix product between the halves")
     what.add_argument("--baselines", type=some_of(run_case.BASELINES, or_none=True), default=list(run_case.BASELINES),
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.suite == "cpu":
         options.device = "cpu"
+    check_graphs(options, "graph", "chain")
     check_cases([case for plan in suites.plans(options) for case in plan.cases], options)
     return start_ranks(options, rank_main, "bench")
 

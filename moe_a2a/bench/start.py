@@ -31,6 +31,13 @@ def device_type_of(options: argparse.Namespace) -> str:
     return kind
 
 
+def check_graphs(options: argparse.Namespace, *names: str) -> None:
+    """names: options that ask for captured graphs."""
+    asked_for = [f"--{name}" for name in names if getattr(options, name)]
+    if asked_for and device_type_of(options) == "cpu":
+        raise UsageError(f"{', '.join(asked_for)}: the CPU has no graphs; leave it out, or pass --device cuda")
+
+
 def num_ranks_of(options: argparse.Namespace) -> int:
     if is_rank():
         return int(os.environ["WORLD_SIZE"])

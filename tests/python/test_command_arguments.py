@@ -88,6 +88,17 @@ def test_sizes_that_no_rank_would_take(capsys, command):
     assert "num_max_tokens_per_rank" in refused(capsys, *command, *SMALL, "--tokens", 10**9)
 
 
+@pytest.mark.parametrize("option", ["--graph", "--chain"])
+def test_the_cpu_has_no_graphs(capsys, option):
+    """The table had no lines of graphs, and did not say why."""
+    assert f"{option}: the CPU has no graphs" in refused(capsys, *BENCH, *SMALL, option)
+
+
+def test_limits_are_exact(capsys):
+    """It was 2.14748e+09."""
+    assert "'0' is not an integer from 1 to 2147483647" in refused(capsys, *BENCH, "--tokens", 0)
+
+
 def test_sizes_of_which_a_rank_has_nothing(capsys):
     """Regression: a table was written for 5 bytes, measured with 8, which every call went by."""
     text = refused(capsys, "tune", "collectives", "--device", "cpu", "--ranks", 4, "--sizes", "5,1024")
