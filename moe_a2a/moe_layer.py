@@ -194,6 +194,12 @@ class MoELayer(nn.Module):
                 return  # with the weights that it has
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"a MoELayer cannot be copied or pickled (rank {self.ep.rank}): its ExpertParallel owns memory that the peers write into; "
+            "save its state_dict(), or load that into another layer on the same ExpertParallel"
+        )
+
     def _misfit(self, name: str, weight: torch.Tensor, new: torch.Tensor) -> str:
         """Why `new` cannot replace `weight`; "" if it can."""
         if (new.device, new.dtype) == (self.ep.device, weight.dtype):

@@ -4,6 +4,7 @@ import on_device
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import moe_a2a
 from moe_a2a import reference
@@ -276,8 +277,9 @@ def run_module(group, seed):
         for move in (lambda: layer.half(), lambda: layer.to(torch.float64), lambda: layer.to("meta")):
             with pytest.raises(ValueError, match=rf"w_gate_up would become .*rank {ep.rank}"):
                 move()
-        with pytest.raises(TypeError, match="cannot be copied or pickled"):
-            torch.save(layer, "/dev/null")
+        for copied in (lambda: torch.save(layer, "/dev/null"), lambda: AveragedModel(nn.Sequential(layer))):
+            with pytest.raises(TypeError, match="MoELayer cannot be copied or pickled .*save its state_dict"):
+                copied()
         assert torch.equal(layer(*tokens), other(*tokens))
         way = "step by step" if ep.device.type == "cpu" else "by kernels"
         assert way in repr(layer) and "fused=False" in repr(moe_a2a.MoELayer(ep, *weights, fused=False))
