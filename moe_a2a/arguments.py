@@ -73,10 +73,18 @@ def checked_routing(rank: int, topk_idx: Any, topk_weights: Any) -> tuple[torch.
     return topk_idx, topk_weights
 
 
-def check_only_handle(rank: int, topk_idx: Any, topk_weights: Any) -> None:
+Routing = tuple[torch.Tensor, torch.Tensor | None]  # topk_idx, topk_weights
+
+
+def checked_routing_of(rank: int, x: torch.Tensor, topk_idx: Any, topk_weights: Any, routing: Routing) -> Routing:
     """For a call with handle=, which brings the routing."""
     if topk_idx is not None or topk_weights is not None:
         raise ValueError(f"both handle= and topk_idx or topk_weights given on rank {rank}; pass one or the other")
+    if x.dim() and len(x) != len(routing[0]):
+        raise ValueError(
+            f"x has {len(x)} rows on rank {rank}, but the dispatch of handle had {len(routing[0])}; pass as many, or topk_idx"
+        )
+    return routing
 
 
 def checked_int(rank: int | None, name: str, value: Any, least: int = -MAX_INT, most: int = MAX_INT) -> int:

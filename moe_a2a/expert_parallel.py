@@ -389,5 +389,4 @@ class ExpertParallel(CommunicatorClient):
         if handle is None:
             return arguments.checked_routing(self.rank, topk_idx, topk_weights)
         self._check_own(handle, "dispatch")
-        arguments.check_only_handle(self.rank, topk_idx, topk_weights)
-        return handle._routing
+        return arguments.checked_routing_of(self.rank, x, topk_idx, topk_weights, handle._routing)

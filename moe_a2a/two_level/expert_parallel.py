@@ -164,7 +164,7 @@ class TwoLevelExpertParallel(OnePerRank):
         with self._dispatching():
             failure = sent = None
             try:
-                routed_by = self._routed_by(handle, topk_idx, topk_weights)
+                routed_by = self._routed_by(x, handle, topk_idx, topk_weights)
                 layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
                 num_blocks = arguments.checked_int(self.rank, "num_blocks", num_blocks, 0)
                 quantized = arguments.checked_quantize(self.rank, quantize)
@@ -243,11 +243,11 @@ class TwoLevelExpertParallel(OnePerRank):
 
     # ---- dispatch: along the rail, then within the node
 
-    def _routed_by(self, handle: Any, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _routed_by(self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any) -> arguments.Routing:
         if handle is None:
             return arguments.checked_routing(self.rank, topk_idx, topk_weights)
-        arguments.check_only_handle(self.rank, topk_idx, topk_weights)
-        return self._own(handle)._routed_by
+        arguments.check_tensor(self.rank, "x", x)
+        return arguments.checked_routing_of(self.rank, x, topk_idx, topk_weights, self._own(handle)._routed_by)
 
     def _checked_batch(
         self, x: Any, topk_idx: Any, topk_weights: Any, x_scales: Any, quantized: bool
