@@ -51,7 +51,9 @@ def run(options: argparse.Namespace) -> int:
         output_file(options.output or tuned_files.OWN / "table.json")
         if options.output and options.output.exists():  # what is measured is merged into it
             files.read(options.output)
-    except (argparse.ArgumentTypeError, ValueError) as error:
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{error}; pass --output with a file that can be written") from None
+    except ValueError as error:
         raise UsageError(str(error)) from None
     return start_ranks(options, rank_main, "tune")
 

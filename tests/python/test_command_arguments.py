@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from moe_a2a import tuned_files
 from moe_a2a.__main__ import main
 
 pytestmark = pytest.mark.cpu
@@ -119,11 +120,13 @@ def unwritable(tmp_path, name="below.json"):
     return [tmp_path / "file" / name, f"/proc/{name}"]
 
 
-def test_files_that_cannot_be_written(capsys, tmp_path):
+def test_files_that_cannot_be_written(capsys, tmp_path, monkeypatch):
     for path in [*unwritable(tmp_path), tmp_path]:
         assert "--json" in refused(capsys, *BENCH, *SMALL, "--json", path)
         assert str(path) in refused(capsys, "tune", "--device", "cpu", *SMALL, "--output", path)
     (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr(tuned_files, "OWN", unwritable(tmp_path, "cache")[0])
+    assert "cannot be written: Not a directory; pass --output" in refused(capsys, "tune", "--device", "cpu", *SMALL)
     for path in [*unwritable(tmp_path, "below.png"), tmp_path / "folder.png"]:
         text = refused(capsys, "trace", "any.json", "--plot", path)
         assert "--plot" in text and "pass a path" not in text
