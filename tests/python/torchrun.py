@@ -41,18 +41,18 @@ def run_forked(program: Path, num_ranks: int, num_nodes: int = 1, mortal: Set[in
     """Without torchrun, with its environment: torchrun and every rank would import PyTorch again. The ranks say what they say on
     this process's output; those in `mortal` may die."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    per_node = num_ranks // num_nodes
     environment = {
-        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks // num_nodes), "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(per_node), "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    own = [(rank,) for rank in range(num_ranks)]
+    own = [({"RANK": str(rank), "LOCAL_RANK": str(rank % per_node)},) for rank in range(num_ranks)]
     with RankProcesses(num_ranks, timeout=SECONDS, method="forkserver", backend=None, dumps=programs.to_bytes) as ranks:
         ranks.run(_rank_main, str(program), environment, own=own, timeout=SECONDS, mortal=mortal)
 
 
-def _rank_main(report: object, program: str, environment: dict[str, str], rank: int) -> None:
-    local_rank = rank % int(environment["LOCAL_WORLD_SIZE"])
-    os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+def _rank_main(report: object, program: str, environment: dict[str, str], of_rank: dict[str, str]) -> None:
+    os.environ |= environment | of_rank
     torch.set_num_threads(1)
     os.chdir(Path(program).parent)
     sys.argv = [program]
