@@ -16,8 +16,11 @@ LAYOUTS = ("rows", "expert_major", "masked")
 MAX_EXPERT_ALIGNMENT = 256
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_INT = 2**31 - 1
+MAX_RANKS = 64  # of a communicator
 MAX_COUNT = 2**40  # rows of a tensor that is split over ranks
 MAX_TIMEOUT = 1e9  # seconds; the clocks of the targets count nanoseconds in 64 bits
+
+Routing = tuple[torch.Tensor, torch.Tensor | None]  # topk_idx, topk_weights
 
 
 def _refuse(rank: int | None, name: str, value: Any, expected: str) -> TypeError:
@@ -65,15 +68,12 @@ def check_not_transformed(rank: int, what: str) -> None:
         )
 
 
-def checked_routing(rank: int, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def checked_routing(rank: int, topk_idx: Any, topk_weights: Any) -> Routing:
     if topk_idx is None:
         raise ValueError(f"topk_idx is None on rank {rank}; pass topk_idx or handle=")
     check_tensor(rank, "topk_idx", topk_idx)
     check_optional_tensor(rank, "topk_weights", topk_weights)
     return topk_idx, topk_weights
-
-
-Routing = tuple[torch.Tensor, torch.Tensor | None]  # topk_idx, topk_weights
 
 
 def checked_routing_of(rank: int, x: torch.Tensor, topk_idx: Any, topk_weights: Any, routing: Routing) -> Routing:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NoReturn
 
 LARGEST = (1 << 31) - 1
-MAX_RANKS = 64
 
 
 class UsageError(Exception):

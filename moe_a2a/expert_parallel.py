@@ -382,7 +382,7 @@ class ExpertParallel(CommunicatorClient):
 
     def _checked_routing(
         self, x: Any, x_scales: Any, handle: DispatchHandle | None, topk_idx: Any, topk_weights: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> arguments.Routing:
         """Returns the earlier handle's routing if one is given."""
         arguments.check_tensor(self.rank, "x", x)
         arguments.check_optional_tensor(self.rank, "x_scales", x_scales)

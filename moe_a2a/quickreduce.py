@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 MAX_NBYTES = 512 << 20
-MAX_RANKS = 64  # of a communicator
 
 
 class Profile(enum.IntEnum):
@@ -54,7 +53,7 @@ _instance: Collectives | None = None
 def init(world_size: int, rank: int) -> None:
     """Allocates this rank's memory, on the current GPU or on the CPU. Closes an earlier instance."""
     global _instance
-    world_size = arguments.checked_int(None, "world_size", world_size, 1, MAX_RANKS)
+    world_size = arguments.checked_int(None, "world_size", world_size, 1, arguments.MAX_RANKS)
     rank = arguments.checked_int(None, "rank", rank, 0, world_size - 1)
     close()
     _instance = Collectives(HandleExchange(rank, world_size))

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from moe_a2a.arguments import MAX_RANKS
 from moe_a2a.bench import routings
-from moe_a2a.command_line import MAX_RANKS, integer, output_file, output_folder, seconds
+from moe_a2a.command_line import integer, output_file, output_folder, seconds
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

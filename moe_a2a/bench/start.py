@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from moe_a2a import _core, devices
+from moe_a2a.arguments import MAX_RANKS
 from moe_a2a.bench import routings
 from moe_a2a.bench.cases import Case
-from moe_a2a.command_line import MAX_RANKS, UsageError, integer
+from moe_a2a.command_line import UsageError, integer
 from moe_a2a.rank_processes import RankError, run_on_ranks
 
 REMEDY = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"

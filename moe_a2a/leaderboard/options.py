@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from moe_a2a import _core, devices
-from moe_a2a.command_line import MAX_RANKS, UsageError, integer, seconds
+from moe_a2a.arguments import MAX_RANKS
+from moe_a2a.command_line import UsageError, integer, seconds
 from moe_a2a.leaderboard import cases, device, loading, problems
 from moe_a2a.leaderboard.contest import Contest
 

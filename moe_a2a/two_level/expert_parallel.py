@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ from moe_a2a.two_level.passage import Passage, RailFormat, Sent
 from moe_a2a.two_level.rail import Rail
 
 MEETING_NBYTES = 1 << 12  # workspace of the collectives by which a node's ranks agree on the arguments
+
+_refuses_wrong_arguments = calls.refuses_wrong_arguments(
+    lambda two_level: two_level._combine_refused_if_failed(calls.attempt_refused_if_failed(two_level.local))
+)
 
 
 class TwoLevelExpertParallel(OnePerRank):
@@ -179,7 +184,7 @@ class TwoLevelExpertParallel(OnePerRank):
                 passage, lambda: TwoLevelHandle(self, self.local.dispatch(**batch, **how), *about)
             )
 
-    @calls.refuses_wrong_arguments(lambda two_level: two_level._combine_refused_if_failed())
+    @_refuses_wrong_arguments
     def combine(
         self,
         y: torch.Tensor,
@@ -198,7 +203,7 @@ class TwoLevelExpertParallel(OnePerRank):
         how: dict[str, Any] = {"presummed": presummed, "wire": wire, "num_blocks": num_blocks}
         return self._combined(handle, out, lambda: self.local.combine(y, handle, **how))
 
-    @calls.refuses_wrong_arguments(lambda two_level: two_level._combine_refused_if_failed())
+    @_refuses_wrong_arguments
     def experts(
         self,
         handle: TwoLevelHandle,
@@ -223,10 +228,10 @@ class TwoLevelExpertParallel(OnePerRank):
             self._num_dispatches += 1
 
     @contextlib.contextmanager
-    def _combine_refused_if_failed(self) -> Iterator[None]:
-        """Around a combine() of no handle, for which the other ranks may already wait."""
+    def _combine_refused_if_failed(self, on_node: AbstractContextManager[None]) -> Iterator[None]:
+        """Around a combine() of no handle, for which the other ranks may already wait. on_node: tells this node's."""
         try:
-            with calls.attempt_refused_if_failed(self.local):
+            with on_node:
                 yield
         except BaseException as error:
             if not self.is_closed:

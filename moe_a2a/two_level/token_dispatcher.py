@@ -118,7 +118,9 @@ class TwoLevelTokenDispatcher:
             routes = ep._calls.on_every_node(trip.passage, within)
             return arrived[0], routes
 
-    @calls.refuses_wrong_arguments(lambda dispatcher: dispatcher._newest_refused_if_failed())
+    @calls.refuses_wrong_arguments(
+        lambda dispatcher: dispatcher.ep._combine_refused_if_failed(dispatcher._within._newest_refused_if_failed())
+    )
     def combine(self, y: Tensor, routes: Routes, *, weighted: bool = True, wire: str | None = None) -> Tensor:
         """See TokenDispatcher.combine() and, for the order of addition, TwoLevelExpertParallel.combine()."""
         failure = sums = None
@@ -134,16 +136,6 @@ class TwoLevelTokenDispatcher:
         assert isinstance(routes, TwoLevelRoutes)
         combined: Tensor = _GoBack.apply(sums, routes._trip)
         return combined
-
-    @contextlib.contextmanager
-    def _newest_refused_if_failed(self) -> Iterator[None]:
-        """See TokenDispatcher."""
-        try:
-            with self._within._newest_refused_if_failed():
-                yield
-        except BaseException as error:
-            self.ep._calls.compare("combine", None, error)
-            raise
 
 
 class _Go(torch.autograd.Function):

@@ -149,6 +149,13 @@ def failures_program(world, num_nodes, num_local, seed):
             moe_a2a.TokenDispatcher(two)
         with pytest.raises(TypeError, match="pass a TwoLevelExpertParallel"):
             moe_a2a.TwoLevelTokenDispatcher(two.local)
+        rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+        dispatcher.combine(rows, routes)
+    if rank == 1:  # closed: nobody is asked
+        start = time.monotonic()
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'routes'"):
+            dispatcher.combine(rows)
+        assert time.monotonic() - start < ranks.slack(8)
 
 
 @on_device.cpu_only
