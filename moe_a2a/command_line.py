@@ -103,9 +103,8 @@ def run(prog: str, command: Callable[[argparse.Namespace], int], options: argpar
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # output into `| head`
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # otherwise the interpreter fails to flush on exit
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # otherwise the interpreter fails to flush on exit
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)

@@ -9,9 +9,8 @@ import stat
 import time
 from pathlib import Path
 
-SECONDS_TO_EXIT = (
-    0.5  # of a starter that is not killed: it removes the folder too, and fails if that vanishes meanwhile
-)
+# Of a starter that is not killed: it removes the folder too, and fails if that vanishes meanwhile.
+SECONDS_TO_EXIT = 0.5
 
 
 def _folder_of_listener() -> Path | None:

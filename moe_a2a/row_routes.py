@@ -13,9 +13,8 @@ def row_routes(core: Any, handle: Any, expert_offsets: Tensor) -> tuple[Tensor, 
     positions, weights = core.term_positions(handle), core.term_weights(handle)
     landed = landed_rows(core, handle)
     num_rows = len(landed)
-    has_landed = torch.zeros(
-        num_rows + 1, dtype=torch.bool, device=landed.device
-    )  # the last one takes the rest of the list
+    # The last one takes the rest of the list.
+    has_landed = torch.zeros(num_rows + 1, dtype=torch.bool, device=landed.device)
     has_landed.scatter_(0, landed.long(), True)
     # Past the first -1, and in rows that did not land, the memory holds what earlier dispatches left.
     is_route = has_landed[:-1, None] & (positions >= 0).cumprod(1).bool()

@@ -42,9 +42,8 @@ def _module() -> Any:
 def _nccl_group() -> Any:
     """One group for all of its buffers, all its collectives on the GPU."""
     group = dist.new_group(backend="nccl")
-    dist.all_reduce(
-        torch.zeros(1, device="cuda"), group=group
-    )  # V2 needs the communicator, which the first call creates
+    # V2 needs the communicator, which the first call creates.
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     return group
 
 

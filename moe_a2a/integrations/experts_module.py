@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-ExpertsModule: TypeAlias = (
-    Any  # an nn.Module with these flags, num_experts and its own act_fn, which nn.Module does not declare
-)
+# An nn.Module with these flags, num_experts and its own act_fn, which nn.Module does not declare.
+ExpertsModule: TypeAlias = Any
 
 FLAGS = ("has_gate", "has_bias", "is_transposed")  # transformers 5.23 adds has_post_expert_norm and _is_expert_parallel
 STACKED_PARAMETERS = (

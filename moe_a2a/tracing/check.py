@@ -107,9 +107,8 @@ def _flows(file: TraceFile) -> list[str]:
             problems.append(f"flow {flow} is of token {told.get('token')} and {heard.get('token')}")
         if not source.begin_ns <= source_ns <= source.end_ns or flight_ns != flight.begin_ns:
             problems.append(f"flow {flow} leaves or arrives beside its slice")
-        if (
-            wait.end_ns < source_ns - error_ns.get(from_rank, 0) - error_ns.get(to_rank, 0) - 2
-        ):  # times are rounded down
+        clocks_may_err = error_ns.get(from_rank, 0) + error_ns.get(to_rank, 0) + 2  # times are rounded down
+        if wait.end_ns < source_ns - clocks_may_err:
             problems.append(f"flow {flow} goes back by {source_ns - wait.end_ns} ns, more than the clocks may err")
     flights = sum(s.name == FLIGHT for s in file.slices)
     if flights != len(file.sources):

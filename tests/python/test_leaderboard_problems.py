@@ -62,9 +62,8 @@ def test_bytes_that_have_to_move():
         {"x": torch.zeros(len(idx), 10).half(), "indices": torch.tensor(idx)} for idx in ([[0, 2], [2, 3]], [[2, 3]])
     ]
     for name in ("all2all", "all2all_experts", "moe_layer"):
-        assert problems.make(name).bytes_to_move(case, rows) == 2 * (
-            2 * 10 * 2
-        )  # two rows of 20 bytes, and two sums back
+        # Two rows of 20 bytes, and two sums back.
+        assert problems.make(name).bytes_to_move(case, rows) == 2 * (2 * 10 * 2)
     of_ranks = [{"x": torch.zeros(8).bfloat16()}] * 4
     assert problems.make("all_reduce").bytes_to_move(Case({}), of_ranks) == 2 * 3 / 4 * 16
     least = problems.make("all_reduce_quantised").bytes_to_move(Case({}), of_ranks)
