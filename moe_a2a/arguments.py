@@ -137,6 +137,14 @@ def checked_bool(rank: int, name: str, value: Any) -> bool:
     return value
 
 
+def check_num_routes(rank: int, num_routes: int, num_max_routes: int | None) -> None:
+    """For a call whose num_max_routes= bounds its rows; None: nothing does."""
+    if num_max_routes is not None and num_routes > num_max_routes:
+        raise ValueError(
+            f"expert_offsets[-1]={num_routes} > num_max_routes={num_max_routes} on rank {rank}; pass a larger num_max_routes"
+        )
+
+
 def checked_handles(handles: Any) -> list[bytes]:
     if not isinstance(handles, (list, tuple)) or not all(isinstance(handle, bytes) for handle in handles):
         raise TypeError(f"handles={shown(handles)}; pass the list of get_comm_handle() of every rank, in rank order")

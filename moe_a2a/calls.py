@@ -132,17 +132,27 @@ def makes_a_dispatch(call: Call) -> Call:
 
 
 @contextlib.contextmanager
-def combine_refused_if_failed(handle: DispatchHandle) -> Iterator[None]:
-    """Around work between a dispatch() and its combine(), for which peers may already wait: if it fails, that combine is
-    refused, and the handle released."""
+def released_if_failed(handle: DispatchHandle) -> Iterator[None]:
+    """Around calls that report their own failures: if one fails, this rank's handle ends."""
     try:
         yield
-    except BaseException as error:
-        if not isinstance(error, REPORTS):
-            _tell(handle.ep, error, lambda core, why: core.tell_combine_failed(handle._handle, why))
+    except BaseException:
         if handle.is_open:
             handle.release()
         raise
+
+
+@contextlib.contextmanager
+def combine_refused_if_failed(handle: DispatchHandle) -> Iterator[None]:
+    """Around work between a dispatch() and its combine(), for which peers may already wait: if it fails, that combine is
+    refused, and the handle released."""
+    with released_if_failed(handle):
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, REPORTS):
+                _tell(handle.ep, error, lambda core, why: core.tell_combine_failed(handle._handle, why))
+            raise
 
 
 @contextlib.contextmanager

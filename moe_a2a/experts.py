@@ -49,10 +49,8 @@ def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) ->
     if handle.layout == "masked":
         raise ValueError(f'num_max_routes={num_max_routes} with layout="masked" on rank {rank}; pass another layout')
     # On a GPU reading it would synchronise. There combine() counts the routes without a row of y.
-    if can_look and (num_routes := int(handle.expert_offsets[-1])) > num_max_routes:
-        raise ValueError(
-            f"expert_offsets[-1]={num_routes} > num_max_routes={num_max_routes} on rank {rank}; pass a larger num_max_routes"
-        )
+    if can_look:
+        arguments.check_num_routes(rank, int(handle.expert_offsets[-1]), num_max_routes)
 
 
 def _first_product(

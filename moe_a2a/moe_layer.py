@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_a2a import calls, experts, operators
+from moe_a2a import arguments, calls, experts, operators
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.expert_weights import ExpertWeights, Weight
 from moe_a2a.graph_tracing import is_tracing
@@ -89,10 +89,10 @@ class MoELayer(nn.Module):
         return self._run(hidden_states, topk_idx, topk_weights, *self._tensors())
 
     @calls.makes_a_dispatch
-    def _run_in_graph(self, *arguments: Any) -> torch.Tensor:
+    def _run_in_graph(self, *inputs_and_weights: Any) -> torch.Tensor:
         """_run() for the operator of a graph: with the weights that the graph has, and without the module's hooks, which are in
         the graph too."""
-        return self._run(*arguments)
+        return self._run(*inputs_and_weights)
 
     def _run(
         self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *weights: Any
@@ -102,12 +102,8 @@ class MoELayer(nn.Module):
         with torch.no_grad():
             quantize = "fp8" if ExpertWeights.checked(ep, *given).is_float8 else None
             handle: Any = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
-            try:
+            with calls.released_if_failed(handle):
                 return ep.experts(handle, *given, **self._ways())
-            except BaseException:
-                if handle.is_open:
-                    handle.release()
-                raise
 
     def _recorded(
         self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
@@ -123,7 +119,7 @@ class MoELayer(nn.Module):
             if by_groups:
                 y = experts.swiglu_by_groups(rows, routes.expert_offsets, self.w_gate_up, self.w_down)
             else:
-                self._check_bound(len(rows))
+                arguments.check_num_routes(self.ep.rank, len(rows), self.num_max_routes)
                 assert routes.split_sizes is not None  # without num_max_routes the host has read them
                 y = experts.swiglu_of_each(rows, routes.split_sizes, self.w_gate_up, self.w_down)
         return dispatcher.combine(y, routes, wire=self.wire)
@@ -165,12 +161,6 @@ class MoELayer(nn.Module):
             raise RuntimeError(
                 f"MoELayer was called in grad mode on rank {self.ep.rank}, and with {what} it has no backward; call it under "
                 "torch.no_grad(), or make one without"
-            )
-
-    def _check_bound(self, num_routes: int) -> None:
-        if self.num_max_routes is not None and num_routes > self.num_max_routes:
-            raise ValueError(
-                f"expert_offsets[-1]={num_routes} > num_max_routes={self.num_max_routes} on rank {self.ep.rank}; pass a larger num_max_routes"
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:

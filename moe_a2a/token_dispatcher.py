@@ -237,7 +237,7 @@ class _Exchange:
 
     def combine(self, y: Tensor, weighted: bool, wire: str | None) -> Tensor:
         handle = self.handle
-        with _released_if_failed(handle):
+        with calls.released_if_failed(handle):
             if handle.is_open:  # else combine() says so, to the peers too
                 with calls.combine_refused_if_failed(handle):
                     self._check_y(y)
@@ -254,10 +254,8 @@ class _Exchange:
             assert offsets is not None
             self.split_sizes = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
             return offsets[-1]
-        if offsets is not None and offsets[-1] > self.num_max_routes:
-            raise ValueError(
-                f"expert_offsets[-1]={offsets[-1]} > num_max_routes={self.num_max_routes} on rank {self.ep.rank}; pass a larger num_max_routes"
-            )
+        if offsets is not None:
+            arguments.check_num_routes(self.ep.rank, offsets[-1], self.num_max_routes)
         return min(self.num_max_routes, self.handle.capacity)
 
     def _check_y(self, y: Any) -> None:
@@ -276,7 +274,7 @@ class _Exchange:
         """The gradients of y and, if y is given, of weights."""
         self._check_no_second_derivative()
         handle = self._reopened(grad_out, topk_idx)
-        with _released_if_failed(handle), calls.refused_if_failed(self.training.collectives):
+        with calls.released_if_failed(handle), calls.refused_if_failed(self.training.collectives):
             if y is None or weights is None:
                 grad_y, grad_weights = self._gathered(handle, self._row_index(handle)), None
             else:
@@ -291,7 +289,7 @@ class _Exchange:
         if handle is None:  # another layer's calls came between, or combine's backward did not run
             handle = self._reopened(grad_rows.new_empty(len(topk_idx), self.ep.hidden), topk_idx)
         collectives = self.training.collectives
-        with _released_if_failed(handle):
+        with calls.released_if_failed(handle):
             with calls.refused_if_failed(collectives):
                 table = self._by_choice(handle, grad_weights)
                 grad_rows = grad_rows.contiguous()
@@ -349,16 +347,6 @@ class _Exchange:
             return handle.recv_x.index_select(0, row_index)
         rows = handle.recv_x.index_select(0, row_index.clamp(min=0))
         return rows.masked_fill_((row_index < 0)[:, None], 0)
-
-
-@contextlib.contextmanager
-def _released_if_failed(handle: DispatchHandle) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        if handle.is_open:
-            handle.release()
-        raise
 
 
 # Both save the same tensors on every rank, whatever requires grad: a checkpoint recomputes up to the last saved tensor, so
