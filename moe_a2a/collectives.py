@@ -152,16 +152,15 @@ class Collectives(CommunicatorClient):
         with calls.refused_if_failed(self):
             self._check_tensors(x, out)
             op_index = arguments.checked_choice(self.rank, "op", op, OPS)
-            algorithm_index = arguments.checked_choice(self.rank, "algorithm", algorithm, ALGORITHMS)
+            arguments.checked_choice(self.rank, "algorithm", algorithm, ALGORITHMS)
             table = self._table_of("all_reduce", x)
             codec_index = self._checked_codec(codec, algorithm, max_error, x, table)
             step = self._step_of(table, x, out)
-            if algorithm_index == 0:
-                algorithm_index = ALGORITHMS.index(step.algorithm if codec_index == 0 else "two_shot")
-            is_tables = codec_index == 0 and ALGORITHMS[algorithm_index] == step.algorithm
-            num_blocks = step.num_blocks if is_tables else 0
-            as_words = ALGORITHMS[algorithm_index] == "one_shot" and _nbytes(x) <= table.most_in_words
-        return core.all_reduce(x, op_index, algorithm_index, codec_index, as_words, num_blocks, out)
+            if algorithm == "auto":
+                algorithm = step.algorithm if codec_index == 0 else "two_shot"
+            num_blocks = step.num_blocks if codec_index == 0 and algorithm == step.algorithm else 0
+            as_words = algorithm == "one_shot" and _nbytes(x) <= table.most_in_words
+        return core.all_reduce(x, op_index, ALGORITHMS.index(algorithm), codec_index, as_words, num_blocks, out)
 
     @calls.refuses_wrong_arguments(calls.refused_if_failed)
     def reduce_scatter(
