@@ -25,13 +25,13 @@ from typing import NamedTuple
 import torch
 
 from moe_a2a import launch_tables, tuned_files
+from moe_a2a.arguments import ROW_DTYPE_NAMES
 from moe_a2a.codecs import CODECS
 from moe_a2a.json_fields import Field
 
 ENVIRONMENT_VARIABLE = "MOE_A2A_COLLECTIVE_TABLE"
 PREFIX = "collectives_"  # of file names
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
-DTYPES = ("float32", "float16", "bfloat16")
 # Kinds without a choice use "two_shot".
 ALGORITHMS = ("one_shot", "two_shot", "ring", "recursive_doubling")
 LARGEST = 1 << 50  # bytes
@@ -154,7 +154,7 @@ def read(path: Path) -> list[CollectiveTable]:
 
 
 def _table(field: Field) -> CollectiveTable:
-    kind, dtype = field["kind"].text(KINDS), field["dtype"].text(DTYPES)
+    kind, dtype = field["kind"].text(KINDS), field["dtype"].text(ROW_DTYPE_NAMES)
     steps = _steps(field["steps"], ALGORITHMS)
     if not steps:
         raise field["steps"].error("an array of steps")

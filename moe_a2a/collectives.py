@@ -19,7 +19,6 @@ from moe_a2a.graph_tracing import is_tracing
 # In the order of csrc/collectives/announcement.h.
 OPS = ("sum", "max", "min", "avg")
 ALGORITHMS = ("auto", *collective_tables.ALGORITHMS, "direct")
-DTYPES = ("float32", "float16", "bfloat16")
 
 MAX_NBYTES = 1 << 40
 MAX_SYMMETRIC_NBYTES = 1 << 38  # a kernel counts the elements of a chunk in 32 bits
@@ -237,7 +236,7 @@ class Collectives(CommunicatorClient):
                 "all_gather": ("counts",),
             },
             operators=OPS,
-            dtypes=DTYPES,
+            dtypes=arguments.ROW_DTYPE_NAMES,
             algorithms=ALGORITHMS[1:],
             max_errors={codec: codecs.max_error(codec) for codec in CODECS},
             multicast=capabilities.multicast(self.device),
@@ -246,7 +245,8 @@ class Collectives(CommunicatorClient):
 
     def _table_of(self, kind: str, x: torch.Tensor) -> collective_tables.CollectiveTable:
         dtype = str(x.dtype).removeprefix("torch.")
-        return self.tables.of(kind, dtype if dtype in DTYPES else DTYPES[0])  # other dtypes are refused later
+        names = arguments.ROW_DTYPE_NAMES
+        return self.tables.of(kind, dtype if dtype in names else names[0])  # other dtypes are refused later
 
     def _step_of(
         self, table: collective_tables.CollectiveTable, x: torch.Tensor, out: torch.Tensor | None

@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 
 from moe_a2a import tuned_files
+from moe_a2a.arguments import ROW_DTYPE_NAMES
 from moe_a2a.json_fields import Field
 
 ENVIRONMENT_VARIABLE = "MOE_A2A_LAUNCH_TABLE"
-DTYPES = ("float32", "float16", "bfloat16")
 LARGEST = (1 << 31) - 1  # the core's counters are 32-bit
 
 
@@ -130,7 +130,7 @@ def read(path: Path) -> list[TunedTable]:
 
 
 def _table(field: Field) -> TunedTable:
-    hidden, dtype = field["hidden"].integer(1, LARGEST), field["dtype"].text(DTYPES)
+    hidden, dtype = field["hidden"].integer(1, LARGEST), field["dtype"].text(ROW_DTYPE_NAMES)
     steps: list[LaunchStep] = []
     for step in field["steps"].items():
         numbers = [number.integer(1, LARGEST) for number in step.items()]

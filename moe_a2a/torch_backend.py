@@ -30,7 +30,6 @@ from moe_a2a.rendezvous import Meetings
 from moe_a2a.two_level.collectives import TwoLevelCollectives
 
 NAME = "moe_a2a"
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _c10d: Any = torch._C._distributed_c10d  # torch.distributed lacks some options before 2.12
 _RedOp = _c10d.ReduceOp.RedOpType
 OPS = {_RedOp.SUM: "sum", _RedOp.MAX: "max", _RedOp.MIN: "min", _RedOp.AVG: "avg"}
@@ -336,7 +335,7 @@ def _takes(op: str, inputs: list[torch.Tensor]) -> bool:
     return (
         op != ""
         and _has_kernels(first.device)
-        and first.dtype in DTYPES
+        and first.dtype in arguments.ROW_DTYPES
         and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
         and all(x.layout == torch.strided for x in inputs)
     )

@@ -25,7 +25,6 @@ from moe_a2a.bench.statistics import of_all_ranks
 from moe_a2a.collectives import ALGORITHMS, CODECS, OPS
 from moe_a2a.command_line import UsageError, integer, integers, output_file
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 DEFAULT_SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe_a2a.arguments import ROW_DTYPES
+
 # An nn.Module with these flags, num_experts and its own act_fn, which nn.Module does not declare.
 ExpertsModule: TypeAlias = Any
 
@@ -25,7 +27,6 @@ STACKED_PARAMETERS = (
     "down_proj",
     "down_proj_bias",
 )
-ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_experts_module(module: nn.Module) -> bool:

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from moe_a2a import arguments, calls, devices
+from moe_a2a.arguments import ROW_DTYPE_NAMES, ROW_DTYPES
 from moe_a2a.client import OnePerRank
-from moe_a2a.collectives import DTYPES, MAX_NBYTES, OPS, SHARE_UNIT, Collectives
+from moe_a2a.collective_tables import KINDS
+from moe_a2a.collectives import MAX_NBYTES, OPS, SHARE_UNIT, Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.two_level.rail import Rail
@@ -28,8 +30,6 @@ from moe_a2a.two_level.rail import Rail
 MULTIPROCESSORS_LEFT = 32
 MOST_PARALLEL_SLICES = 64
 LARGEST_ELEMENT = 4  # bytes
-
-KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 Finish = Callable[[], Any]
 
@@ -47,11 +47,11 @@ class Call:
 
     @classmethod
     def of(cls, kind: str, x: torch.Tensor, op: str) -> Call:
-        name = str(x.dtype).removeprefix("torch.")
-        return cls(KINDS.index(kind), x.numel(), DTYPES.index(name) if name in DTYPES else -1, OPS.index(op))
+        dtype = ROW_DTYPES.index(x.dtype) if x.dtype in ROW_DTYPES else -1
+        return cls(KINDS.index(kind), x.numel(), dtype, OPS.index(op))
 
     def __str__(self) -> str:
-        dtype = DTYPES[self.dtype] if self.dtype >= 0 else "another dtype"
+        dtype = ROW_DTYPE_NAMES[self.dtype] if self.dtype >= 0 else "another dtype"
         return f"{KINDS[self.kind]}({self.count} elements, {dtype}, {OPS[self.op]})"
 
 

@@ -18,8 +18,9 @@ from tiny_training import train
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_a2a
+from moe_a2a.arguments import ROW_DTYPES
 from moe_a2a.rank_processes import RankProcesses
-from moe_a2a.torch_backend import DTYPES, OPS, MoeA2aProcessGroup, Options
+from moe_a2a.torch_backend import OPS, MoeA2aProcessGroup, Options
 
 pytestmark = on_device.TESTS
 
@@ -131,7 +132,7 @@ COLLECTIVES = [
 
 def same_as_gloo_program(gloo, seed: int) -> None:
     ours = new_group()
-    for dtype in DTYPES:
+    for dtype in ROW_DTYPES:
         for number, collective in enumerate(COLLECTIVES):
             for op in ("sum", "max", "min"):
                 x = integers((37, 3), dtype, 1000 * seed + 10 * number + gloo.rank())

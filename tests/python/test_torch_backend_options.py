@@ -7,8 +7,9 @@ import torch.distributed as dist
 from test_torch_backend import COLLECTIVES, REDUCE_OPS, TIMEOUT, full, integers, new_group, run_processes
 
 import moe_a2a
+from moe_a2a.arguments import ROW_DTYPES
 from moe_a2a.backend_options import Settled
-from moe_a2a.torch_backend import DTYPES, Options
+from moe_a2a.torch_backend import Options
 
 pytestmark = on_device.TESTS
 
@@ -18,7 +19,7 @@ def two_level_program(gloo) -> None:
     rank = dist.get_rank()
     options = Options(ranks_per_node=2, max_nbytes=4096, parallel_slices=3, staging_nbytes=10_000)
     two, flat = new_group(pg_options=options), new_group()
-    for dtype in DTYPES:
+    for dtype in ROW_DTYPES:
         for number, collective in enumerate(COLLECTIVES):
             for op in ("sum", "max", "min", "avg"):
                 x = integers((200, 30), dtype, 100 * number + rank)
