@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 from moe_a2a import installation
 
 installation.check()  # loads PyTorch, whose libraries the extension uses, then the extension
@@ -40,10 +38,7 @@ if torch.distributed.is_available():
 
     torch_backend.register()  # init_process_group("moe_a2a")
 
-try:
-    __version__ = importlib.metadata.version("moe_a2a")
-except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
-    __version__ = "0.0.0"
+__version__ = installation.version("moe_a2a") or "0.0.0"  # a checkout that is not installed
 
 __all__ = [
     "CallMismatchError",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 import moe_a2a
-from moe_a2a import _core
+from moe_a2a import _core, installation
 
 HELP = "show what is installed and built in, and run a short self test"
 
@@ -77,10 +76,7 @@ def _hardware() -> Iterator[tuple[str, str]]:
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    return installation.version(package) or "not installed"
 
 
 def _devices_to_test() -> Iterator[list[torch.device]]:

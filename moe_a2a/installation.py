@@ -1,9 +1,10 @@
-"""Checks that the extension exists and was built for this PyTorch. `import moe_a2a` runs this once, before it loads the
-extension: a mismatch would fail later with an undefined symbol, or not at all."""
+"""What is installed. check(): the extension exists and was built for this PyTorch. `import moe_a2a` calls it once, before it
+loads the extension: a mismatch would fail later with an undefined symbol, or not at all."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
@@ -50,6 +51,14 @@ def mismatch(build_info: Any, torch: Any) -> str | None:
             f"{torch.version.cuda}; the major versions have to be the same"
         )
     return None
+
+
+def version(package: str) -> str | None:
+    """None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def missing_extension() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import re
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import checkout, devices
+from moe_a2a import checkout, devices, installation
 
 
 def about(device: torch.device, num_ranks: int) -> dict[str, Any]:
@@ -27,15 +26,15 @@ def about(device: torch.device, num_ranks: int) -> dict[str, Any]:
         "cpu": _processor(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {
-            "moe_a2a": _version("moe_a2a"),
+            "moe_a2a": installation.version("moe_a2a"),
             "commit": checkout.commit(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "CUDA": torch.version.cuda,
             "HIP": torch.version.hip,
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
-            "deep_ep": _version("deep_ep"),
-            "deep_gemm": _version("deep_gemm"),
+            "deep_ep": installation.version("deep_ep"),
+            "deep_gemm": installation.version("deep_gemm"),
         },
     }
 
@@ -52,10 +51,3 @@ def _driver() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -6,13 +6,12 @@ import datetime
 import json
 import statistics
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_a2a import checkout
+from moe_a2a import checkout, installation
 from moe_a2a.command_line import UsageError
 from moe_a2a.leaderboard import problems
 from moe_a2a.leaderboard.cases import Case
@@ -116,7 +115,11 @@ class Board:
             machine=machine_name(contest.device_type),
             date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             secret=contest.secret,
-            versions={"moe_a2a": _own_version(), "commit": checkout.commit(), "torch": torch.__version__},
+            versions={
+                "moe_a2a": installation.version("moe_a2a") or "not installed",
+                "commit": checkout.commit(),
+                "torch": torch.__version__,
+            },
             shortened=contest.shortened,
             shrunk=contest.shrunk,
             speed_of_light_us=[] if contest.shrunk else contest.problem.speed_of_light_us,
@@ -159,10 +162,3 @@ def bytes_to_move(contest: Contest, case: Case) -> float:
 def _entry(fields: dict[str, Any]) -> Entry:
     timings = [Timing(**timing) for timing in fields.pop("timings")]
     return Entry(timings=timings, traffic=[Traffic(**one) for one in fields.pop("traffic")], **fields)
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("moe_a2a")
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -7,14 +7,13 @@ import logging
 import platform
 from collections.abc import Sequence
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from moe_a2a import _core, arguments, codecs, rendezvous
+from moe_a2a import _core, arguments, codecs, installation, rendezvous
 from moe_a2a.client import Client
 from moe_a2a.grouped_gemm import TRACED
 from moe_a2a.groups import HandleExchange
@@ -228,12 +227,9 @@ def _configuration(client: Client, moe: Any) -> dict[str, Any]:
         "device_name": torch.cuda.get_device_name(client.device)
         if client.device.type == "cuda"
         else platform.machine(),
-        "versions": {"moe_a2a": _own_version(), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "moe_a2a": installation.version("moe_a2a") or "not installed",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
     }
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("moe_a2a")
-    except metadata.PackageNotFoundError:
-        return "not installed"  # run from its checkout
