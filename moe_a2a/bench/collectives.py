@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
+from moe_a2a import codecs
+from moe_a2a.baselines import all_gather_single, reduce_scatter_single
 from moe_a2a.bench import machine
 from moe_a2a.bench.clock import Clock, Measuring
+from moe_a2a.bench.contenders import captured
 from moe_a2a.bench.options import DTYPES, add_how, dtypes, is_written, some_of
 from moe_a2a.bench.start import check_graphs, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import of_all_ranks
@@ -32,11 +35,7 @@ REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "avg": dist.ReduceOp.AVG,
 }
-# Renamed in newer PyTorch.
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BYTES_PER_ROUND = 16 << 20  # a round makes this many bytes of back-to-back calls, at most 50 calls
-STEPS = {"q8": 1 / 128, "q6": 1 / 32, "q4": 1 / 8, "fp8": 1 / 16}  # relative to the largest magnitude, per rounding
 LARGEST = 15  # magnitude of the test's values
 HEADER = (
     f"{'size':>10} {'count':>10} {'type':<9} {'redop':<5}  {'system':<28} {'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>6}"
@@ -184,7 +183,7 @@ class Case:
                 expected = expected.view(self.ranks, -1)[self.rank]
             bound = 0.0
             if codec is not None:
-                bound = 2 * self.ranks * LARGEST * (STEPS[codec] * 1.02 + torch.finfo(self.dtype).eps)
+                bound = self.ranks * LARGEST * (codecs.max_error(codec) + 2 * torch.finfo(self.dtype).eps)
             wrong = (~((out.double() - expected.double()).abs() <= bound)).sum()
         total = wrong.double().cpu()
         dist.all_reduce(total)
@@ -244,8 +243,8 @@ def distributed_call(case: Case) -> Callable[[], Any]:
     if case.kind == "all_reduce":
         return lambda: dist.all_reduce(case.x, REDUCE_OPS[case.op])
     if case.kind == "reduce_scatter":
-        return lambda: REDUCE_SCATTER(case.share, case.x, REDUCE_OPS[case.op])
-    return lambda: ALL_GATHER(case.x, case.share)
+        return lambda: reduce_scatter_single(case.share, case.x, REDUCE_OPS[case.op])
+    return lambda: all_gather_single(case.x, case.share)
 
 
 def symmetric_memory_calls(case: Case) -> list[Contender]:
@@ -277,27 +276,22 @@ def check(case: Case, contender: Contender, clock: Clock) -> int:
     return case.num_wrong(case.share if case.kind == "reduce_scatter" else case.x, contender.codec)
 
 
-def captured(call: Callable[[], Any], num_calls: int) -> Callable[[], Any]:
-    """`num_calls` calls as one CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(num_calls):
-            call()
-    return graph.replay
-
-
 def measure(case: Case, contender: Contender, clock: Clock, as_graph: bool) -> Line:
     num_wrong = check(case, contender, clock)
     size = case.x.numel() * case.dtype.itemsize
     num_calls = max(1, min(50, BYTES_PER_ROUND // size))
-    run, runs = (captured(contender.call, num_calls), 1) if as_graph else (contender.call, num_calls)
+
+    def calls() -> None:
+        for _ in range(num_calls):
+            contender.call()
+
+    run = captured(calls).replay if as_graph else calls
     times = torch.zeros(clock.how.iterations, dtype=torch.float64)
     for i in range(-clock.how.warm_up, clock.how.iterations):
         clock.freshen(None)
         clock.align()
         begin = clock.mark()
-        for _ in range(runs):
-            run()
+        run()
         end = clock.mark()
         clock.synchronize()
         if i >= 0:
