@@ -44,23 +44,17 @@ def culprit(timeline: Timeline, cause: np.ndarray, work: ExpertsWork) -> str:
         return f"{hot} {whom}, in combine."
     if before + after == 0:
         return f"{whom}; what it did meanwhile was not recorded."
-    collective = _collective(timeline, of_blamed, waited)
-    if collective and before >= after:
-        return (
-            f"Rank {blamed} comes late to {collective}: it is slow before the call. {whom}; {_percent(before, before + after)} of that "
-            "before it began."
-        )
-    if collective:
-        return f"Rank {blamed} sends last in {collective}. {whom}; {_percent(after, before + after)} of that while it was sending."
+    if collective := _collective(timeline, of_blamed, waited):
+        step, why_late = collective, "it is slow before the call"
+    elif in_combine:
+        step, why_late = "combine", "its experts are slow"
+    else:
+        step, why_late = "dispatch", "it is slow before the layer"
     if before >= after:
-        step = "combine: its experts are slow" if in_combine else "dispatch: it is slow before the layer"
-        return (
-            f"Rank {blamed} comes late to {step}. {whom}; {_percent(before, before + after)} of that before it began."
-        )
-    step = "combine" if in_combine else "dispatch"
-    return (
-        f"Rank {blamed} sends last in {step}. {whom}; {_percent(after, before + after)} of that while it was sending."
-    )
+        part = f"{_percent(before, before + after)} of that before it began"
+        return f"Rank {blamed} comes late to {step}: {why_late}. {whom}; {part}."
+    part = f"{_percent(after, before + after)} of that while it was sending"
+    return f"Rank {blamed} sends last in {step}. {whom}; {part}."
 
 
 def _is_alone(by_peer: np.ndarray, blamed: int) -> bool:
