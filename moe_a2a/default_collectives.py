@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any
+import functools
+from collections.abc import Callable
 
 import torch
 
 from moe_a2a import devices
 from moe_a2a.collectives import Collectives
+from moe_a2a.group_objects import of_group
 
-_lock = threading.Lock()
-_made: dict[torch.device, tuple[Any, Collectives]] = {}
+
+@functools.cache
+def _kind(device: torch.device) -> Callable[..., Collectives]:
+    """of_group() keeps an object of each kind."""
+    return functools.partial(Collectives, device=device)
 
 
 def default_collectives(device: torch.device) -> Collectives:
-    """The default group's Collectives for this device. All ranks make them in their first call, and again after the
-    default group has been replaced."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError("there is no default process group; call torch.distributed.init_process_group() first")
-    with _lock:
-        group, made = _made.get(device, (None, None))
-        if made is not None and group is dist.group.WORLD and not made.is_closed:
-            return made
-        if made is not None:
-            made.close()
-        made = Collectives(dist.group.WORLD, device=device)
-        _made[device] = (dist.group.WORLD, made)
-        return made
+    """The default group's Collectives for this device. All ranks make them in their first call; they end with the group."""
+    made: Collectives = of_group(_kind(device))
+    return made
 
 
 def all_reduce(

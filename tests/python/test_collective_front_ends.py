@@ -26,6 +26,9 @@ def default_group_program(group) -> None:
     assert default_collectives(torch.device("cpu")) is first  # made once
     with pytest.raises(TypeError if rank == 0 else moe_a2a.PeerRefusedError, match="x is a list on rank 0"):
         moe_a2a.all_reduce([1.0] if rank == 0 else x)
+    dist.barrier()
+    dist.destroy_process_group()
+    assert first.is_closed
 
 
 def test_all_reduce_on_the_default_group():
