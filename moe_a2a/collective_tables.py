@@ -1,5 +1,5 @@
-"""What algorithm="auto" selects, for plain tensors and for those in symmetric memory, how many blocks a call uses, up to which
-size one-shot sends LL words, and from which size a codec pays, by the bytes of a call of Collectives.
+"""What a call of Collectives looks up by its bytes: the algorithm that "auto" selects (tensors in symmetric memory have steps
+of their own), the number of blocks, whether one-shot sends LL words, and which codecs pay.
 
 The first match wins:
 
@@ -109,9 +109,6 @@ def own_file(device: torch.device, num_ranks: int) -> Path:
 # ---- the small model
 
 MOST_ONE_SHOT_ON_CPU = 8 << 10  # measured with 4 ranks on 2 cores
-# LL words. On the CPU, where a signal costs almost nothing, they are never faster: 4 ranks on 2 cores, us as rows and as words:
-# 18.0 and 18.3 for 16 bytes, 20 and 30 for 512, 34 and 176 for 8 KiB. On 2 H100 they are faster at all sizes that a launch can
-# send: 5.8 us for 1 KiB and 7.0 for 32 KiB; as rows 4 KiB take 8.2. More ranks send as many bytes from smaller tensors.
 # Bytes that a GPU's links carry in the time of two-shot's second trip: 5.5 us, 349 GB/s (2 and 4 H200).
 TRIP_NBYTES = 1_900_000
 # Beyond this every rank's reduction of everything takes longer than the second trip. 2 H100, us of one-shot and two-shot: 4 MiB
@@ -138,6 +135,9 @@ def model(device_type: str, num_ranks: int) -> list[CollectiveTable]:
         most = min(num_ranks * TRIP_NBYTES // saved if saved else LARGEST, MOST_ONE_SHOT_ON_GPU)
     all_reduce = (CollectiveStep(most, "one_shot", 0), CollectiveStep(LARGEST, "two_shot", 0))
     codecs = LEAST_WITH_CODEC[device_type]
+    # On the CPU, where a signal costs almost nothing, LL words are never faster: 4 ranks on 2 cores, us as rows and as words:
+    # 18.0 and 18.3 for 16 bytes, 20 and 30 for 512, 34 and 176 for 8 KiB. On 2 H100 they are faster at all sizes that a launch
+    # can send: 5.8 us for 1 KiB and 7.0 for 32 KiB; as rows 4 KiB take 8.2. More ranks send as many bytes from smaller tensors.
     most_in_words = 0 if device_type == "cpu" else MOST_IN_WORDS // max(num_ranks - 1, 1)
     return [
         CollectiveTable("all_reduce", "bfloat16", all_reduce, codecs, most_in_words),
