@@ -124,7 +124,7 @@ def _share_of_blocks(timeline: Timeline, waits: np.ndarray) -> float:
 
     def covered(which: np.ndarray) -> int:
         _, begins, ends = merged(
-            timeline.warps()[which] >> 16, timeline.slices["begin_ns"][which], timeline.slices["end_ns"][which]
+            timeline.blocks()[which], timeline.slices["begin_ns"][which], timeline.slices["end_ns"][which]
         )
         return int((ends - begins).sum())
 

@@ -9,7 +9,17 @@ from moe_a2a.tracing.blame import culprit
 from moe_a2a.tracing.critical_path import critical_path
 from moe_a2a.tracing.hot_expert import ExpertsWork
 from moe_a2a.tracing.report import Summary
-from moe_a2a.tracing.timeline import DISPATCH_SENDERS, SIGNAL, WAITS, Timeline, last_before, merged
+from moe_a2a.tracing.timeline import (
+    DISPATCH_SENDERS,
+    SIGNAL,
+    WAITS,
+    Timeline,
+    blocks_of_warps,
+    last_before,
+    merged,
+    ranks_of_blocks,
+    ranks_of_warps,
+)
 
 
 def summarize(timeline: Timeline) -> Summary:
@@ -46,7 +56,7 @@ def _operation_times(timeline: Timeline) -> dict[str, tuple[np.ndarray, np.ndarr
         # Counted per warp: blocks of a product wait for nobody, so on a busy CPU they may run one after the other.
         of_warps, counts = np.unique(timeline.warps()[which], return_counts=True)
         launches = np.zeros(timeline.num_ranks, np.int64)
-        np.maximum.at(launches, of_warps >> 40, counts)
+        np.maximum.at(launches, ranks_of_warps(of_warps), counts)
         times[timeline.names[number]] = (timeline.phase_times(which), launches)
     return times
 
@@ -92,15 +102,15 @@ def _block_imbalance(timeline: Timeline) -> np.ndarray:
     """Excludes blocks of products, whose work differs from that of dispatch and combine."""
     slices, is_kernel = timeline.slices, timeline.kernels() & ~timeline.named("grouped_gemm")
     is_wait = timeline.named(*WAITS) & (timeline.enclosing_kernels() >= 0)
-    blocks = timeline.warps() >> 16  # without the warp
-    names = np.unique(blocks[is_kernel])
+    names = np.unique(timeline.blocks()[is_kernel])
     work = np.zeros(len(names))
     for which, sign in ((is_kernel, 1), (is_wait, -1)):
         warps, begins, ends = merged(timeline.warps()[which], slices["begin_ns"][which], slices["end_ns"][which])
-        work += sign * np.bincount(np.searchsorted(names, warps >> 16), ends - begins, minlength=len(names))
+        block = np.searchsorted(names, blocks_of_warps(warps))
+        work += sign * np.bincount(block, ends - begins, minlength=len(names))
     imbalance = np.ones(timeline.num_ranks)
     for rank in range(timeline.num_ranks):
-        own = work[names >> 24 == rank]
+        own = work[ranks_of_blocks(names) == rank]
         if len(own):
             imbalance[rank] = own.max() / max(own.mean(), 1.0)
     return imbalance

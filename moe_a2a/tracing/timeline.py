@@ -45,6 +45,8 @@ COLLECTIVES = (
     "reduce_scatter", "all_gather", "refuse_collective",
 )  # fmt: skip
 
+WARP_BITS, BLOCK_BITS = 16, 24  # of the numbers of Timeline.warps(), from the low end; the rank is above them
+
 
 @dataclass
 class Timeline:
@@ -75,13 +77,16 @@ class Timeline:
 
     def warps(self) -> np.ndarray:
         """int64 [n]: one number per warp of all ranks."""
-        s = self.slices
-        return (s["rank"].astype(np.int64) << 40) + (s["block"].astype(np.int64) << 16) + s["warp"]
+        return (self.blocks() << WARP_BITS) + self.slices["warp"]
+
+    def blocks(self) -> np.ndarray:
+        """int64 [n]: one number per block of all ranks."""
+        return (self.slices["rank"].astype(np.int64) << BLOCK_BITS) + self.slices["block"]
 
     def covered(self, which: np.ndarray) -> np.ndarray:
         """int64 [R]: warp time in nanoseconds that each rank spent in at least one of these slices."""
         warps, begins, ends = merged(self.warps()[which], self.slices["begin_ns"][which], self.slices["end_ns"][which])
-        return np.bincount(warps >> 40, ends - begins, minlength=self.num_ranks).astype(np.int64)
+        return np.bincount(ranks_of_warps(warps), ends - begins, minlength=self.num_ranks).astype(np.int64)
 
     def phase_times(self, which: np.ndarray) -> np.ndarray:
         """int64 [R]: time in which each rank has a block in at least one of these launches."""
@@ -96,6 +101,18 @@ class Timeline:
         found = last_before(warps[kernels], begins[kernels], warps, begins)
         kernel = np.where(found >= 0, kernels[found] if len(kernels) else -1, -1)
         return np.where((kernel >= 0) & (self.slices["end_ns"][kernel] >= self.slices["end_ns"]), kernel, -1)
+
+
+def ranks_of_warps(warps: np.ndarray) -> np.ndarray:
+    return ranks_of_blocks(blocks_of_warps(warps))
+
+
+def blocks_of_warps(warps: np.ndarray) -> np.ndarray:
+    return warps >> WARP_BITS
+
+
+def ranks_of_blocks(blocks: np.ndarray) -> np.ndarray:
+    return blocks >> BLOCK_BITS
 
 
 def merged(groups, begins, ends) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
