@@ -8,8 +8,8 @@ from test_torch_backend import COLLECTIVES, REDUCE_OPS, TIMEOUT, full, integers,
 
 import moe_a2a
 from moe_a2a.arguments import ROW_DTYPES
-from moe_a2a.backend_options import Settled
 from moe_a2a.torch_backend import Options
+from moe_a2a.torch_backend.options import Settled
 
 pytestmark = on_device.TESTS
 

@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 from test_torch_backend import DEVICE, full, new_group, run_on_backend, run_processes, settle
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_a2a import torch_backend
+from moe_a2a.torch_backend import process_group
 
 pytestmark = on_device.TESTS
 
@@ -148,7 +148,7 @@ def test_store_and_split():
 
 def without_kernels_program(report) -> None:
     """A build for GPUs alone has no kernels for CPU tensors, on which barrier() meets before the group has used a GPU."""
-    torch_backend._has_kernels = lambda device: False
+    process_group._has_kernels = lambda device: False
     dist.barrier()
     dist.barrier(async_op=True).wait()
     x = torch.ones(3)

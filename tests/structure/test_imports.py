@@ -30,10 +30,6 @@ LAYERS = {
     "interface": [""],  # moe_a2a/__init__.py
     "MoE layer": ["moe_layer", "reference", "two_level"],
     "on collectives": [
-        "backend_delegates",
-        "backend_options",
-        "backend_tensors",
-        "backend_work",
         "ddp",
         "default_collectives",
         "quickreduce",

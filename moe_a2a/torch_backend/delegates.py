@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_a2a.backend_work import JointWork
+from moe_a2a.torch_backend.work import JointWork
 
 
 def add_delegates(group: Any, store: Any, rank: int, num_ranks: int, timeout: Any) -> dict[str, str]:

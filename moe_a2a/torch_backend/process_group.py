@@ -1,13 +1,4 @@
-"""A backend of torch.distributed: init_process_group("moe_a2a").
-
-all_reduce, reduce_scatter(_tensor), all_gather(_into_tensor), their coalesced forms and barrier run on Collectives, for
-tensors of float32, float16 and bfloat16 and the operators that Collectives has. Everything else (broadcast, send, recv,
-all_to_all, other dtypes, other operators, lists of tensors of different sizes) goes to gloo for CPU tensors and to NCCL for
-CUDA tensors.
-
-Where a call goes depends only on its inputs: on what all ranks agree on. A rank whose tensor is not contiguous copies it, and
-one whose output does not fit its input refuses the call on every rank.
-"""
+"""The process group of the backend "moe_a2a", and its registration."""
 
 from __future__ import annotations
 
@@ -20,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from moe_a2a import _core, arguments, devices
-from moe_a2a.backend_delegates import add_delegates, make_delegate, one_by_one
-from moe_a2a.backend_options import Options, Place
-from moe_a2a.backend_tensors import are_alike, fill, flat, gather, reduce_scatter
-from moe_a2a.backend_work import BarrierWork, CallThread, RecentWorks, StreamWork, tracked, work_done
 from moe_a2a.boards import StoreBoard
 from moe_a2a.collectives import Collectives
 from moe_a2a.rendezvous import Meetings
+from moe_a2a.torch_backend.delegates import add_delegates, make_delegate, one_by_one
+from moe_a2a.torch_backend.options import Options, Place
+from moe_a2a.torch_backend.tensors import are_alike, fill, flat, gather, reduce_scatter
+from moe_a2a.torch_backend.work import BarrierWork, CallThread, RecentWorks, StreamWork, tracked, work_done
 from moe_a2a.two_level.collectives import TwoLevelCollectives
 
 NAME = "moe_a2a"
