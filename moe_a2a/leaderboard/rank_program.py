@@ -26,7 +26,7 @@ from moe_a2a.leaderboard.device import Barrier, RankDevice
 from moe_a2a.leaderboard.guards import CollectiveBytes, GuardedInputs, poison
 from moe_a2a.leaderboard.loading import Submission
 from moe_a2a.leaderboard.problems.base import Problem, Tensors
-from moe_a2a.rank_server import this_process_store
+from moe_a2a.rank_processes.server import this_process_store
 
 Report = Callable[[str], None]
 

@@ -5,7 +5,7 @@
     RankPool(4).run(3, program, arg)   program(group, arg), group = moe_a2a's view of 3 of 4 processes that stay up
 
 All return the results in rank order, raise RankError with every rank's traceback if one fails, and end within
-`timeout`. Processes are those of moe_a2a/rank_processes.py, forked from a server that has imported torch once, so a rank takes
+`timeout`. Processes are those of moe_a2a/rank_processes, forked from a server that has imported torch once, so a rank takes
 milliseconds to start instead of seconds. A test that does not care which kind uses on_device.run.
 """
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 import moe_a2a
 from moe_a2a import devices, rank_processes
 from moe_a2a.rank_processes import DIED, RankProcesses, start_method
-from moe_a2a.rank_server import RankLostError
+from moe_a2a.rank_processes.server import RankLostError
 
 __all__ = ["DIED", "RankError", "RankPool", "receive_interrupts", "run_processes", "run_threads"]
 

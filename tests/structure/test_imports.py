@@ -21,10 +21,7 @@ LAYERS = {
         "checkout",
         "samples",
         "command_line",
-        "fork_server",
-        "inherited",
         "rank_processes",
-        "rank_server",
     ],
     "integrations": ["integrations"],
     "interface": [""],  # moe_a2a/__init__.py

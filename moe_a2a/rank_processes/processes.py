@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine. They never outlive the caller, and leave nothing behind."""
+"""RankProcesses, as the caller sees them, and the start of its processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from typing import IO, Any
 import torch
 
 from moe_a2a import devices
-from moe_a2a.inherited import OpenFile, Surroundings
-from moe_a2a.rank_server import serve
+from moe_a2a.rank_processes.inherited import OpenFile, Surroundings
+from moe_a2a.rank_processes.server import serve
 
 DIED = "died"  # the result of a rank that was allowed to die
 SECONDS_TO_DIE = 5.0
-FORK_SERVER = "moe_a2a.fork_server"  # for preload(), where importing all of moe_a2a is allowed
+FORK_SERVER = "moe_a2a.rank_processes.fork_server"  # for preload(), where importing all of moe_a2a is allowed
 LONGEST_SOCKET_PATH = 107  # bytes; unix(7), "Pathname sockets"
 SECONDS_TO_DUMP = 0.3
 SECONDS_BETWEEN_LOOKS = 0.5  # for dead ranks
@@ -100,7 +100,7 @@ class RankProcesses:
 
     method: the start method of multiprocessing: "spawn", or "forkserver", which becomes "spawn" if the temporary folder's path
     is too long for the server's socket. backend: of torch.distributed; None: programs make their own
-    groups, on rank_server.this_process_store(). timeout: of the group, seconds.
+    groups, on server.this_process_store(). timeout: of the group, seconds.
     prepare: called with the rank in each process before the group is made.
     dumps: pickles programs and their arguments for processes that import modules by name.
     """

@@ -1,4 +1,4 @@
-"""What runs in a rank's process (rank_processes.py): programs that come through its pipe, one after another."""
+"""What runs in a rank's process (processes.py): programs that come through its pipe, one after another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_a2a.command_line import escape_output
-from moe_a2a.inherited import Surroundings
+from moe_a2a.rank_processes.inherited import Surroundings
 
 
 class RankLostError(Exception):
