@@ -194,7 +194,7 @@ class RankProcesses:
     ) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, _Failure] = {}
-        running = {rank.connection: number for number, rank in enumerate(ranks)}
+        running: dict[Any, int] = {rank.connection: number for number, rank in enumerate(ranks)}
         all_ended = True
         deadline = time.monotonic() + timeout
         while running:
@@ -222,18 +222,10 @@ class RankProcesses:
                         f"rank {number} {summary}", text, "died" if kind == "died" else "raised"
                     )
                     deadline = min(deadline, time.monotonic() + grace)
-        if running and not failures:
-            message, kind = f"ranks {sorted(running.values())} did not finish in time", "timeout"
-        elif failures:
-            # Later failures may be consequences of the first; a death is none, and what others raise may be one of it.
-            first = min(failures.values(), key=lambda failure: failure.kind != "died")
-            message, kind = first.summary, first.kind
-        else:
-            return [results[number] for number in range(len(ranks))]
-        for number in running.values():
-            failures[number] = _Failure("", f"still running:\n{_stack_of(ranks[number])}", "timeout")
-        details = "\n".join(f"--- rank {number} ---\n{failure.text}" for number, failure in sorted(failures.items()))
-        raise RankError(message, details, all_ended and not running, kind)
+        if running or failures:
+            still_running = {number: ranks[number] for number in running.values()}
+            raise _error_of(failures, still_running, all_ended and not running)
+        return [results[number] for number in range(len(ranks))]
 
     @property
     def is_closed(self) -> bool:
@@ -315,6 +307,19 @@ def _next_message(rank: _Rank) -> tuple[str, Any]:
         return "died", (text, text)
 
 
+def _error_of(failures: dict[int, _Failure], still_running: dict[int, _Rank], all_ended: bool) -> RankError:
+    if failures:
+        # Later failures may be consequences of the first; a death is none, and what others raise may be one of it.
+        first = min(failures.values(), key=lambda failure: failure.kind != "died")
+        message, kind = first.summary, first.kind
+    else:
+        message, kind = f"ranks {sorted(still_running)} did not finish in time", "timeout"
+    texts = {number: failure.text for number, failure in failures.items()}
+    texts |= {number: f"still running:\n{_stack_of(rank)}" for number, rank in still_running.items()}
+    details = "\n".join(f"--- rank {number} ---\n{text}" for number, text in sorted(texts.items()))
+    return RankError(message, details, all_ended, kind)
+
+
 def _stack_of(rank: _Rank) -> str:
     with contextlib.suppress(ProcessLookupError):
         os.kill(rank.process.pid, signal.SIGUSR1)  # faulthandler writes the file
@@ -340,5 +345,5 @@ def _signals_postponed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for postponed in came:
+            signal.raise_signal(postponed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from moe_a2a.json_fields import FieldError, quoted
 from moe_a2a.tracing.file_timeline import check_about, slices_of_ranks
@@ -54,7 +55,8 @@ def _names(file: TraceFile) -> list[str]:
 
 
 def _times(file: TraceFile) -> list[str]:
-    problems, last = [], {}
+    problems: list[str] = []
+    last: dict[Any, int] = {}  # begin, by track
     for s in file.slices:
         if s.begin_ns < 0 or s.end_ns < s.begin_ns:
             problems.append(f"{quoted(s.name)} from {s.begin_ns} to {s.end_ns} ns")

@@ -87,7 +87,7 @@ def _integer(event: dict, key: str) -> int:
 
 
 def _ns(event: dict, key: str) -> int:
-    value = event.get(key)
+    value: Any = event.get(key)
     if type(value) not in (int, float) or not -LATEST_US <= value <= LATEST_US:
         raise FieldError(f"{key} is {quoted(value)}, not a time in microseconds")
     return round(value * 1000)

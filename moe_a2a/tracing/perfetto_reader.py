@@ -140,7 +140,8 @@ class _Parser:
         """Its name and value: a scalar, a dict or a list."""
         if depth > DEEPEST:
             raise FieldError(f"annotations are nested more than {DEEPEST} deep")
-        name, value = "", None
+        name = ""
+        value: Any = None
         for field, content in fields(message):
             if field == 1:
                 name = self._argument_names.get(number(content), "")

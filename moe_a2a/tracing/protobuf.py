@@ -18,6 +18,7 @@ def fields(message: Any) -> Iterator[tuple[int, Any]]:
     """Numbers and values: int, or bytes where the value has a length."""
     if not isinstance(message, bytes):
         raise FieldError(f"a field holds {quoted(message)}, not a message")
+    value: Any
     at, end = 0, len(message)
     while at < end:
         tag, at = _varint(message, at)

@@ -119,7 +119,7 @@ def merged(groups, begins, ends) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The union of the intervals of each group, as disjoint intervals: their groups, begins and ends. Threads of a warp
     can wait at the same time; the warp's time is their union."""
     if len(groups) == 0:
-        return tuple(np.empty(0, np.int64) for _ in range(3))
+        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
     names, group = np.unique(groups, return_inverse=True)
     # Lay the groups end to end on one line, so that one running maximum serves all.
     first = begins.min()
