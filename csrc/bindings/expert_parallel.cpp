@@ -18,6 +18,7 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 using Handle = std::shared_ptr<DispatchHandle>;
+using Stage = DispatchHandle::Stage;
 
 PushBy to_push_by(const std::string& name) {
   if (name == "warp_sender") return PushBy::kWarpSender;
@@ -88,7 +89,7 @@ class Core {
   std::pair<at::Tensor, OptionalTensor> gather_rows(const Handle& handle, at::ScalarType row_type, int num_blocks) {
     const auto core = ep();
     const MoeConfig& config = core->config();
-    core->require(*handle, DispatchHandle::Stage::kReceived, DispatchHandle::Stage::kReceived, "expert_x");
+    core->require(*handle, Stage::kReceived, Stage::kReceived, "expert_x");
     check_row_type(*handle, row_type);
     std::vector<int64_t> shape = {views_->capacity(*handle), config.hidden};
     if (handle->layout == Layout::kMasked) shape = {config.num_local_experts, config.row_capacity(), config.hidden};
@@ -109,7 +110,7 @@ class Core {
   at::Tensor simulated_experts(const Handle& handle, const OptionalTensor& scales, double factor) {
     const auto core = ep();
     const MoeConfig& config = core->config();
-    core->require(*handle, DispatchHandle::Stage::kReceived, DispatchHandle::Stage::kReceived, "simulated_experts");
+    core->require(*handle, Stage::kReceived, Stage::kReceived, "simulated_experts");
     if (handle->row_dtype != config.dtype) {
       raise_type(config.rank, "simulated_experts got a handle of float8 rows",
                  "dispatch without quantize, rows of the dtype that this ExpertParallel was made with");
@@ -123,7 +124,6 @@ class Core {
   }
 
   void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int codec, int num_blocks) {
-    using Stage = DispatchHandle::Stage;
     const auto core = ep();
     core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
     if (handle->stage == Stage::kCombineSent) return;  // a retry: the sums have been sent
@@ -135,7 +135,6 @@ class Core {
 
   at::Tensor combine(const at::Tensor& y, const Handle& handle, bool presummed, int codec, const OptionalTensor& out,
                      int num_blocks) {
-    using Stage = DispatchHandle::Stage;
     const auto core = ep();
     core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
     const LaunchPlace place = where(num_blocks);
@@ -177,7 +176,6 @@ class Core {
   }
   // Null handle: the call had none, or none that is open here.
   void tell_combine_failed(const Handle& handle, const std::string& why) {
-    using Stage = DispatchHandle::Stage;
     const auto core = ep();
     if (!core->is_connected()) return;
     const LaunchPlace place = where(0);
@@ -192,7 +190,7 @@ class Core {
   at::Tensor combine_recv(const Handle& handle, const OptionalTensor& out, int num_blocks) {
     const LaunchPlace place = where(num_blocks);
     const auto core = ep();
-    core->require(*handle, DispatchHandle::Stage::kCombineSent, DispatchHandle::Stage::kCombineSent, "combine_recv");
+    core->require(*handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
     const at::Tensor combined_x = checked_out(*core, device_, handle->num_tokens, type_, out);
     py::gil_scoped_release unlocked;
     core->combine_recv(*handle, combined_x.mutable_data_ptr(), place);
@@ -221,7 +219,6 @@ class Core {
 
   // For a handle that has been received and whose rows may still be read.
   Views& views(const Handle& handle) {
-    using Stage = DispatchHandle::Stage;
     ep()->require(*handle, Stage::kReceived, Stage::kCombineSent, "a view of the handle");
     return *views_;
   }
