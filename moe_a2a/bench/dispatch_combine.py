@@ -21,8 +21,6 @@ from moe_a2a.bench.records import Results
 from moe_a2a.bench.start import check_cases, check_graphs, start_ranks, this_ranks_device
 from moe_a2a.command_line import integers
 
-HELP = "time dispatch and combine beside the floor and the baselines"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")

@@ -16,7 +16,6 @@ from moe_a2a.bench.records import Record, Results
 from moe_a2a.command_line import UsageError, output_folder
 from moe_a2a.json_fields import FieldError
 
-HELP = "draw results"
 STEPS = ("dispatch", "combine")
 OURS = "moe_a2a"
 FP8 = ", fp8"

@@ -16,7 +16,7 @@ not divide num_experts, the last ranks own fewer experts, or none.
 All ranks run the same MoE layers in the same order. A rank without work runs one token of
 padding, since transformers' models cannot run an empty batch. `model.generate()` ends early on some
 ranks unless called with `synced_gpus=True`.
-Inference only: there is no backward pass through the exchange yet.
+Inference only: this experts function has no backward pass. For layers that train see docs/training.md.
 """
 
 from __future__ import annotations
@@ -229,5 +229,5 @@ def _drop_masked(top_k_index: Tensor, num_experts: int) -> Tensor:
 def _require_inference(module: ExpertsModule, hidden_states: Tensor) -> None:
     if torch.is_grad_enabled() and (hidden_states.requires_grad or any(p.requires_grad for p in module.parameters())):
         raise RuntimeError(
-            "moe_a2a has no backward pass: call the model under torch.no_grad() or torch.inference_mode()"
+            "the experts function of moe_a2a has no backward pass: call the model under torch.no_grad() or torch.inference_mode()"
         )

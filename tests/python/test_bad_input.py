@@ -104,7 +104,6 @@ if on_device.IS_GPU:
     BAD_DISPATCH = {name: bad for name, bad in BAD_DISPATCH.items() if name not in SEEN_BY_THE_KERNELS}
 
 # The same for combine; good: y [capacity, 200] in the layout "rows".
-CAPACITY = {1: 12, 3: 36}
 BAD_COMBINE = {
     "y is None": (lambda y: None, {}, TypeError, ["y"]),
     "y bfloat16": (lambda y: y.bfloat16(), {}, TypeError, ["y", "ep.dtype"]),
