@@ -20,7 +20,7 @@ log = logging.getLogger("moe_a2a")
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-class Client(Protocol):
+class Called(Protocol):
     """The object whose method is called."""
 
     rank: int
@@ -35,7 +35,7 @@ class Dispatcher(Protocol):
     def _refuse_dispatch(self, error: BaseException) -> None: ...
 
 
-class Caller(Client, Owner, Protocol):
+class HandleOwner(Called, Owner, Protocol):
     """An ExpertParallel."""
 
     _num_dispatches: int
@@ -50,7 +50,7 @@ def opens_a_handle(call: Call) -> Call:
     rank. If it fails after it (by KeyboardInterrupt, say), this rank's handle ends and the peers' combine is refused."""
 
     @functools.wraps(call)
-    def made(ep: Caller, *args: Any, **kwargs: Any) -> Any:
+    def made(ep: HandleOwner, *args: Any, **kwargs: Any) -> Any:
         try:
             handle = call(ep, *args, **kwargs)
         except PeerTimeoutError:  # the peers raise it too, and not PeerRefusedError
@@ -64,7 +64,7 @@ def opens_a_handle(call: Call) -> Call:
     return made  # type: ignore[return-value]
 
 
-def _dispatch_failed(ep: Caller, is_report: bool, core: Any, why: str) -> None:
+def _dispatch_failed(ep: HandleOwner, is_report: bool, core: Any, why: str) -> None:
     try:
         was_launched = core.num_dispatches != ep._num_dispatches
         if was_launched or not is_report:
@@ -83,7 +83,7 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
-        def made(ep: Caller, *args: Any, **kwargs: Any) -> Any:
+        def made(ep: HandleOwner, *args: Any, **kwargs: Any) -> Any:
             try:
                 return call(ep, *args, **kwargs)
             except REPORTS:
@@ -112,7 +112,7 @@ def dispatch_refused_if_failed(ep: Dispatcher) -> Iterator[None]:
         raise
 
 
-def refuse_dispatch(ep: Caller, error: BaseException) -> None:
+def refuse_dispatch(ep: HandleOwner, error: BaseException) -> None:
     """This rank's next dispatch fails with `error`: it counts as refused on every rank."""
     _tell(ep, error, functools.partial(_dispatch_failed, ep, False))
 
@@ -156,7 +156,7 @@ def combine_refused_if_failed(handle: DispatchHandle) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attempt_refused_if_failed(ep: Client, handle: DispatchHandle | None = None) -> Iterator[None]:
+def attempt_refused_if_failed(ep: Called, handle: DispatchHandle | None = None) -> Iterator[None]:
     """Around work that precedes a combine(): if it fails, this combine is refused, and all ranks may retry with the same
     handle. Without a handle the combine of every received, open one is refused, as in serves_a_handle()."""
     try:
@@ -168,7 +168,7 @@ def attempt_refused_if_failed(ep: Client, handle: DispatchHandle | None = None) 
 
 
 @contextlib.contextmanager
-def refused_if_failed(collectives: Client) -> Iterator[None]:
+def refused_if_failed(collectives: Called) -> Iterator[None]:
     """Around what a call of a Collectives does before its launch. If that fails, the peers raise PeerRefusedError, and the
     call counts as made on every rank."""
     try:
@@ -201,7 +201,7 @@ def refuses_wrong_arguments(refused: Callable[[Any], AbstractContextManager[None
     return decorate
 
 
-def _tell(ep: Client, error: BaseException, tell: Callable[[Any, str], None]) -> None:
+def _tell(ep: Called, error: BaseException, tell: Callable[[Any, str], None]) -> None:
     if ep._core is None:  # closed: there is no memory to write the refusal into
         return
     try:

@@ -212,7 +212,7 @@ class ExpertParallel(CommunicatorClient):
         arguments.check_tensor(self.rank, "y", y)
         arguments.check_optional_tensor(self.rank, "out", out)
         arguments.checked_bool(self.rank, "presummed", presummed)
-        codec = self._checked_wire(wire)
+        codec = self._codec_of_combine(wire)
         blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
         return core.combine(y, key, presummed, codec, out, blocks)
 
@@ -256,12 +256,12 @@ class ExpertParallel(CommunicatorClient):
         weights = ExpertWeights.checked(self, w_gate_up, w_down)
         weights.check_no_grad(self)
         experts.check_way(self, fused, fused_combine, wire, num_max_routes)
-        self._checked_wire(wire)
+        codec = self._codec_of_combine(wire)
         arguments.check_optional_tensor(self.rank, "out", out)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        ways: dict[str, Any] = {"fused_combine": fused_combine, "num_max_routes": num_max_routes, "wire": wire}
+        ways: dict[str, Any] = {"fused": fused, "fused_combine": fused_combine, "num_max_routes": num_max_routes}
         with torch.no_grad():
-            return experts.run_and_combine(handle, weights, out, num_blocks, fused=fused, **ways)
+            return experts.run_and_combine(handle, weights, codec, out, num_blocks, **ways)
 
     # ---- the two halves of each call: between them the device is free
 
@@ -317,7 +317,7 @@ class ExpertParallel(CommunicatorClient):
         core, key = self._open_core(), self._key_of(handle)
         arguments.check_tensor(self.rank, "y", y)
         arguments.checked_bool(self.rank, "presummed", presummed)
-        codec = self._checked_wire(wire)
+        codec = self._codec_of_combine(wire)
         core.combine_send(y, key, presummed, codec, arguments.checked_blocks(self.rank, num_blocks, self.num_blocks))
 
     @calls.serves_a_handle(position=0)
@@ -362,7 +362,8 @@ class ExpertParallel(CommunicatorClient):
             self._trace.dispatched(routing[0], row_dtype)
         return DispatchHandle(self, sent, row_dtype, routing, block_scales.byte_dtype(x_scales))
 
-    def _checked_wire(self, wire: Any) -> int:
+    def _codec_of_combine(self, wire: Any) -> int:
+        """The codec's number; a running trace learns of it."""
         codec = codecs.checked_index(self.rank, "wire", wire)
         if self._trace is not None:
             self._trace.combined(wire)

@@ -9,7 +9,7 @@ import torch
 
 from moe_a2a import arguments
 from moe_a2a.devices import float8_dtype
-from moe_a2a.handle import Place
+from moe_a2a.handle import AnyExpertParallel
 
 BLOCK = 128  # rows and columns of float8 weights that share a scale
 GRANULARITY = 16  # of hidden and intermediate, for the kernels
@@ -26,7 +26,7 @@ class ExpertWeights:
     down_scales: torch.Tensor | None = None  # [E_local, ceil(H / 128), ceil(I / 128)]
 
     @staticmethod
-    def checked(ep: Place, w_gate_up: Any, w_down: Any) -> ExpertWeights:
+    def checked(ep: AnyExpertParallel, w_gate_up: Any, w_down: Any) -> ExpertWeights:
         """Raises ValueError or TypeError if the weights do not fit `ep`."""
         gate_up, gate_up_scales = _split(ep, "w_gate_up", w_gate_up)
         down, down_scales = _split(ep, "w_down", w_down)
@@ -34,7 +34,7 @@ class ExpertWeights:
         weights._check(ep)
         return weights
 
-    def check_no_grad(self, ep: Place) -> None:
+    def check_no_grad(self, ep: AnyExpertParallel) -> None:
         """For a call that autograd would not record."""
         for name, weight in (("w_gate_up", self.gate_up), ("w_down", self.down)):
             if torch.is_grad_enabled() and weight.requires_grad:
@@ -59,7 +59,7 @@ class ExpertWeights:
         halves = zip(gate_up.chunk(2), self.gate_up_scales[expert].chunk(2), strict=True)
         return torch.cat([dequantize(*half) for half in halves]), dequantize(down, self.down_scales[expert])
 
-    def kernels_refuse(self, ep: Place, row_dtype: torch.dtype) -> str | None:
+    def kernels_refuse(self, ep: AnyExpertParallel, row_dtype: torch.dtype) -> str | None:
         """Why the kernels cannot take these weights and rows; None if they can."""
         if self.is_float8 and row_dtype != self.gate_up.dtype:
             return f'rows are {row_dtype} and weights {self.gate_up.dtype} (dispatch with quantize="fp8")'
@@ -78,7 +78,7 @@ class ExpertWeights:
                 return f"{name} does not begin at a multiple of 16 bytes"
         return None
 
-    def _check(self, ep: Place) -> None:
+    def _check(self, ep: AnyExpertParallel) -> None:
         _check_values(ep, "w_gate_up", self.gate_up, self.gate_up_scales)
         _check_values(ep, "w_down", self.down, self.down_scales)
         if (self.gate_up_scales is None) != (self.down_scales is None):
@@ -106,14 +106,14 @@ class ExpertWeights:
         _check_scales(ep, "w_down", self.down_scales, [experts, of_hidden, of_intermediate])
 
 
-def _split(ep: Place, name: str, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _split(ep: AnyExpertParallel, name: str, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     values, scales = weight if isinstance(weight, (tuple, list)) and len(weight) == 2 else (weight, None)
     arguments.check_tensor(ep.rank, name, values)
     arguments.check_optional_tensor(ep.rank, f"{name}'s scales", scales)
     return values, scales
 
 
-def _check_values(ep: Place, name: str, w: torch.Tensor, scales: torch.Tensor | None) -> None:
+def _check_values(ep: AnyExpertParallel, name: str, w: torch.Tensor, scales: torch.Tensor | None) -> None:
     expected = ep.dtype if scales is None else float8_dtype(ep.device)
     if w.dtype != expected:
         hint = (
@@ -125,7 +125,7 @@ def _check_values(ep: Place, name: str, w: torch.Tensor, scales: torch.Tensor | 
     _check_device(ep, name, w)
 
 
-def _check_scales(ep: Place, of: str, scales: torch.Tensor | None, shape: list[int]) -> None:
+def _check_scales(ep: AnyExpertParallel, of: str, scales: torch.Tensor | None, shape: list[int]) -> None:
     if scales is None:
         return
     if scales.dtype != torch.float32:
@@ -137,7 +137,7 @@ def _check_scales(ep: Place, of: str, scales: torch.Tensor | None, shape: list[i
     _check_device(ep, f"{of}'s scales", scales)
 
 
-def _check_device(ep: Place, name: str, tensor: torch.Tensor) -> None:
+def _check_device(ep: AnyExpertParallel, name: str, tensor: torch.Tensor) -> None:
     if tensor.device != ep.device:
         raise ValueError(
             f'{name} is on {tensor.device}, the ExpertParallel on {ep.device}, on rank {ep.rank}; pass .to("{ep.device}")'

@@ -10,27 +10,27 @@ import torch.nn.functional as F
 from moe_a2a import arguments, codecs
 from moe_a2a.expert_weights import ExpertWeights, Weight, dequantize
 from moe_a2a.grouped_gemm import grouped_gemm
-from moe_a2a.handle import DispatchHandle, Place
+from moe_a2a.handle import AnyExpertParallel, DispatchHandle
 
 
 def run_and_combine(
     handle: DispatchHandle,
     weights: ExpertWeights,
+    codec: int,
     out: torch.Tensor | None,
     num_blocks: int,
     *,
     fused: bool | None,
     fused_combine: bool | None,
-    wire: str | None,
     num_max_routes: int | None,
 ) -> torch.Tensor:
-    """Implements ExpertParallel.experts(), with its arguments."""
+    """Implements ExpertParallel.experts(), with its arguments, checked. codec: the number of its wire."""
     if handle._scales_dtype is not None:
         raise ValueError(
             f"handle of a dispatch with x_scales of {handle._scales_dtype} on rank {handle.ep.rank}; these experts take a float32 "
             "per 128 values: pass such x_scales, or run experts of your own between dispatch() and combine()"
         )
-    core, key, codec = handle.ep._core, handle._handle, codecs.checked_index(handle.ep.rank, "wire", wire)
+    core, key = handle.ep._core, handle._handle
     by_kernels = runs_kernels(handle.ep, weights, handle.row_dtype, fused)
     if num_max_routes is not None:
         _check_bound(handle, num_max_routes, can_look=not by_kernels or handle.ep.device.type == "cpu")
@@ -206,7 +206,7 @@ def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> t
 # ---- which way
 
 
-def runs_kernels(ep: Place, weights: ExpertWeights, row_dtype: torch.dtype, fused: bool | None) -> bool:
+def runs_kernels(ep: AnyExpertParallel, weights: ExpertWeights, row_dtype: torch.dtype, fused: bool | None) -> bool:
     """fused=None means on a GPU if the kernels can run. On the CPU PyTorch's products are faster (bfloat16, AVX-512: up to
     10 times), and reading offsets on the host costs nothing."""
     why_not = weights.kernels_refuse(ep, row_dtype)
@@ -239,7 +239,7 @@ def combine_stays_apart(handle: DispatchHandle, by_kernels: bool = True) -> str 
     return None
 
 
-def check_way(ep: Place, fused: Any, fused_combine: Any, wire: Any, num_max_routes: Any) -> None:
+def check_way(ep: AnyExpertParallel, fused: Any, fused_combine: Any, wire: Any, num_max_routes: Any) -> None:
     for name, way in (("fused", fused), ("fused_combine", fused_combine)):
         if way is not None:
             arguments.checked_bool(ep.rank, name, way)

@@ -10,8 +10,8 @@ from moe_a2a import block_scales
 from moe_a2a.row_routes import row_routes
 
 
-class Place(Protocol):
-    """Where experts are: what their weights must fit."""
+class AnyExpertParallel(Protocol):
+    """An ExpertParallel or a TwoLevelExpertParallel: what the weights of its experts must fit."""
 
     rank: int
     num_local_experts: int
@@ -20,7 +20,7 @@ class Place(Protocol):
     device: torch.device
 
 
-class Owner(Place, Protocol):
+class Owner(AnyExpertParallel, Protocol):
     """The ExpertParallel that made a handle, as a handle and its users see it."""
 
     num_ranks: int
