@@ -62,9 +62,6 @@ class First:
         return Kind(self.num_experts, num_topk, self.hidden.shape[1], dtype, is_low_latency=False)
 
 
-Routing = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
 def checked_routing(
     exchange: Exchange,
     hidden: Tensor,
@@ -74,7 +71,7 @@ def checked_routing(
     probs: Tensor | None,
     num_experts: int,
     num_of_experts: int | None,
-) -> Routing:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(routing_map, None, probs) or (None, topk_idx, topk_weights)."""
     rank = exchange.rank
     exchange.check_per_token(hidden=hidden)
