@@ -154,56 +154,50 @@ std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) co
                               " counts for num_ranks=" + std::to_string(member_.num_ranks) + "; pass one per rank");
 }
 
-// One launch per slice. On a GPU all are launched before an error is raised: ranks see the error at different slices,
-// but must launch equally many.
-template <class Args>
-void Collectives::launch_vectors(const Args& vectors, int64_t count, int64_t slice_bytes, int wire_size, int num_blocks,
-                                 void* stream) {
-  Args args = vectors;
-  const int64_t element_size = size_of(args.dtype);
-  const CallGate::Turn turn = gate_.enter();
-  require_open();
-  raise_timeouts();
-  args.context = context_;
-  for (const Slice& slice : slices_of(count, slice_bytes, wire_size)) {
-    args.x = vectors.x + slice.first * element_size;
-    args.out = vectors.out + slice.first * element_size;
-    args.count = std::min(slice.most, count - slice.first);
-    args.chunk = slice.chunk;
-    args.num_chunks = slice.most_chunks;
-    launch(args, blocks_for(slice.most_chunks, num_blocks), stream);
-    if (device_->is_synchronous()) raise_waits();
-    ++args.slice;
-  }
-  raise_waits();
-}
-
-template <class Args>
-void Collectives::launch_shares(const Args& args, int wire_size, int num_blocks, void* stream) {
-  const int64_t largest = args.shares.largest(member_.num_ranks);
-  launch_slices(args, slices_of(largest, share_bytes_, wire_size, Args::kLargeChunk), num_blocks, stream);
-}
-
-template <class Args>
-void Collectives::launch_direct(const Args& args, int num_blocks, void* stream) {
-  const int64_t largest = args.shares.largest(member_.num_ranks);
-  launch_slices(args, {whole_of(largest, size_of(args.dtype))}, num_blocks, stream);
-}
-
-template <class Args>
-void Collectives::launch_slices(const Args& shares, const std::vector<Slice>& slices, int num_blocks, void* stream) {
-  Args args = shares;
+// One launch per slice; cut(args, slice) makes the slice's arguments. On a GPU all are launched before an error is
+// raised: ranks see the error at different slices, but must launch equally many.
+template <class Args, class Cut>
+void Collectives::launch_slices(Args args, const std::vector<Slice>& slices, int num_blocks, void* stream,
+                                const Cut& cut) {
   const CallGate::Turn turn = gate_.enter();
   require_open();
   raise_timeouts();
   args.context = context_;
   for (const Slice& slice : slices) {
-    args.extent = slice;
+    cut(args, slice);
     launch(args, blocks_for(slice.most_chunks, num_blocks), stream);
     if (device_->is_synchronous()) raise_waits();
     ++args.slice;
   }
   raise_waits();
+}
+
+template <class Args>
+void Collectives::launch_vectors(const Args& vectors, int64_t count, int64_t slice_bytes, int wire_size, int num_blocks,
+                                 void* stream) {
+  const int64_t element_size = size_of(vectors.dtype);
+  launch_slices(vectors, slices_of(count, slice_bytes, wire_size), num_blocks, stream,
+                [&](Args& args, const Slice& slice) {
+                  args.x = vectors.x + slice.first * element_size;
+                  args.out = vectors.out + slice.first * element_size;
+                  args.count = std::min(slice.most, count - slice.first);
+                  args.chunk = slice.chunk;
+                  args.num_chunks = slice.most_chunks;
+                });
+}
+
+template <class Args>
+void Collectives::launch_shares(const Args& shares, int wire_size, int num_blocks, void* stream) {
+  const int64_t largest = shares.shares.largest(member_.num_ranks);
+  launch_slices(shares, slices_of(largest, share_bytes_, wire_size, Args::kLargeChunk), num_blocks, stream,
+                [](Args& args, const Slice& slice) { args.extent = slice; });
+}
+
+template <class Args>
+void Collectives::launch_direct(const Args& shares, int num_blocks, void* stream) {
+  const int64_t largest = shares.shares.largest(member_.num_ranks);
+  launch_slices(shares, {whole_of(largest, size_of(shares.dtype))}, num_blocks, stream,
+                [](Args& args, const Slice& slice) { args.extent = slice; });
 }
 
 // On a GPU, one block per chunk and one that announces the call (meeting.h). `num_blocks`: the limit for this call.

@@ -66,8 +66,8 @@ class Collectives : public Client {
                       void* stream);
   template <class Args>
   void launch_shares(const Args& args, int wire_size, int num_blocks, void* stream);
-  template <class Args>
-  void launch_slices(const Args& args, const std::vector<Slice>& slices, int num_blocks, void* stream);
+  template <class Args, class Cut>
+  void launch_slices(Args args, const std::vector<Slice>& slices, int num_blocks, void* stream, const Cut& cut);
   template <class Args>
   void launch_direct(const Args& args, int num_blocks, void* stream);
   uint64_t place_of(const std::byte* data) const;

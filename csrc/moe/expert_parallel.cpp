@@ -9,9 +9,8 @@
 namespace moe_a2a {
 namespace {
 
-using Stage = DispatchHandle::Stage;
-
-const char* name_of(Stage stage) {
+const char* name_of(DispatchHandle::Stage stage) {
+  using Stage = DispatchHandle::Stage;
   switch (stage) {
     case Stage::kSent:
       return "sent, not yet received";

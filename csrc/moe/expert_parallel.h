@@ -79,6 +79,8 @@ struct LaunchPlace {
 
 class ExpertParallel : public Client {
  public:
+  using Stage = DispatchHandle::Stage;
+
   // `config` must have the communicator's rank and num_ranks.
   ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConfig& config);
 
@@ -145,8 +147,7 @@ class ExpertParallel : public Client {
   void raise_reported() override;
 
   // Throws unless the handle is open, this object's, and at one of the two stages.
-  void require(const DispatchHandle& handle, DispatchHandle::Stage stage, DispatchHandle::Stage or_stage,
-               const char* call) const;
+  void require(const DispatchHandle& handle, Stage stage, Stage or_stage, const char* call) const;
 
  private:
   int find_buffer(const LaunchPlace& place);  // -1: all are open

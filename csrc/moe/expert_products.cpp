@@ -5,11 +5,6 @@
 #include "moe/experts/product_combine_args.h"
 
 namespace moe_a2a {
-namespace {
-
-using Stage = DispatchHandle::Stage;
-
-}  // namespace
 
 bool ExpertParallel::can_send_with_product(const DispatchHandle& handle) const {
   return handle.layout != Layout::kMasked && !config().returns_ll(handle.num_tokens) && device_->max_blocks() >= 2;

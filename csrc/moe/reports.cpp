@@ -7,11 +7,6 @@
 #include "moe/vocabulary.h"
 
 namespace moe_a2a {
-namespace {
-
-using Stage = DispatchHandle::Stage;
-
-}  // namespace
 
 // ---- to the peers
 
