@@ -163,12 +163,12 @@ def checked_timeout(rank: int, timeout: Any) -> float:
 
 def checked_choice(rank: int, name: str, value: Any, choices: tuple[str, ...]) -> int:
     """The index of the choice."""
-    expected = ", ".join(f'"{choice}"' for choice in choices)
+    if isinstance(value, str) and value in choices:
+        return choices.index(value)
+    expected = "one of " + ", ".join(f'"{choice}"' for choice in choices)
     if not isinstance(value, str):
-        raise _refuse(rank, name, value, f"one of {expected}")
-    if value not in choices:
-        raise ValueError(f"{name}={shown(value)} is unknown on rank {rank}; pass one of {expected}")
-    return choices.index(value)
+        raise _refuse(rank, name, value, expected)
+    raise ValueError(f"{name}={shown(value)} is unknown on rank {rank}; pass {expected}")
 
 
 def checked_counts(rank: int, counts: Any) -> list[int] | None:
@@ -198,10 +198,7 @@ def checked_layout(rank: int, handle: DispatchHandle | None, layout: Any, expert
         layout = handle.layout if handle is not None else "rows"
         if expert_alignment is None and handle is not None:
             expert_alignment = handle.expert_alignment
-    if not isinstance(layout, str):
-        raise _refuse(rank, "layout", layout, '"rows", "expert_major" or "masked"')
-    if layout not in LAYOUTS:
-        raise ValueError(f'layout={shown(layout)} is unknown on rank {rank}; pass "rows", "expert_major" or "masked"')
+    checked_choice(rank, "layout", layout, LAYOUTS)
     if expert_alignment is None:
         return layout, 1
     expert_alignment = checked_int(rank, "expert_alignment", expert_alignment, 1, MAX_EXPERT_ALIGNMENT)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -203,20 +202,6 @@ def _profiled_call(state: _CaseState, data: Any) -> None:
     with torch.profiler.record_function("custom_kernel"):
         _submission[0].kernel(data)
         state.device.synchronize()
-
-
-def resources(report: Report) -> dict[str, int]:
-    """Resources of this process: open files, mappings, resident bytes, GPU bytes."""
-    gc.collect()
-    status = Path("/proc/self/statm").read_text().split()
-    on_gpu = sum(torch.cuda.memory_reserved(gpu) for gpu in range(torch.cuda.device_count()))
-    return {
-        "files": len(os.listdir("/proc/self/fd")),
-        "mappings": sum(1 for _ in open("/proc/self/maps")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "bytes": int(status[1]) * os.sysconf("SC_PAGE_SIZE"),
-        "gpu_bytes": on_gpu,
-    }
 
 
 def _is_plain(output: Any) -> bool:

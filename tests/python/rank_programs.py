@@ -1,7 +1,10 @@
-"""The ranks' programs of test_command_line.py, in a separate file because started processes import it by name."""
+"""Programs of ranks, in a separate file because started processes import it by name: of test_command_line.py and
+test_leaderboard_soak.py."""
 
+import gc
 import os
 import time
+from pathlib import Path
 
 
 def raise_on_rank_1(report):
@@ -34,3 +37,19 @@ def report_twice(report, word):
     report(word)
     report(word)
     return word.upper()
+
+
+def resources(report):
+    """Those of the rank's process: open files, mappings, threads, resident bytes, GPU bytes."""
+    import torch
+
+    gc.collect()
+    status = Path("/proc/self/statm").read_text().split()
+    on_gpu = sum(torch.cuda.memory_reserved(gpu) for gpu in range(torch.cuda.device_count()))
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "mappings": sum(1 for _ in open("/proc/self/maps")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "bytes": int(status[1]) * os.sysconf("SC_PAGE_SIZE"),
+        "gpu_bytes": on_gpu,
+    }

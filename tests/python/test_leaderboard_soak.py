@@ -7,9 +7,10 @@ import os
 import re
 
 import pytest
+import rank_programs
 from contest_cases import SMALL, SPARSE
 
-from moe_a2a.leaderboard import loading, rank_program
+from moe_a2a.leaderboard import loading
 from moe_a2a.leaderboard.ranks import SubmissionRanks
 from moe_a2a.leaderboard.trial import Trial
 
@@ -48,4 +49,4 @@ def test_cases_leave_nothing_behind(session_seed):
 
 
 def resources_by_pid(ranks: SubmissionRanks) -> dict[int, dict[str, int]]:
-    return dict(zip(ranks.pids, ranks.run(rank_program.resources, limit=30), strict=True))
+    return dict(zip(ranks.pids, ranks.run(rank_programs.resources, limit=30), strict=True))
