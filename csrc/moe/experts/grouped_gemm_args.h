@@ -1,5 +1,5 @@
-// Arguments of the grouped GEMM: out[i] = activation(x[row_index[i]] @ w[e].T + bias[e]) for the positions i of expert
-// e.
+// Arguments of the grouped GEMM. For each position i of expert e:
+// out[i] = activation(x[row_index[i]] @ w[e].T + bias[e]).
 #pragma once
 
 #include <cstdint>
@@ -57,9 +57,6 @@ struct GroupedGemmArgs {
   MOE_A2A_HOST_DEVICE int num_scales() const { return (depth + 127) / 128; }
   MOE_A2A_HOST_DEVICE int column_blocks() const { return (num_columns + 127) / 128; }
   MOE_A2A_HOST_DEVICE int row_blocks_of_w() const { return column_blocks() * (activation.is_gated ? 2 : 1); }
-  MOE_A2A_HOST_DEVICE uint32_t num_w_scales() const {
-    return static_cast<uint32_t>(num_experts) * static_cast<uint32_t>(row_blocks_of_w() * num_scales());
-  }
   // A half's scales of the 128 columns from `column` on; past the end, those of the last block of columns.
   MOE_A2A_HOST_DEVICE const float* scales_of_w(int expert, int half, int column) const {
     const int block = column < num_columns ? column / 128 : column_blocks() - 1;
