@@ -50,7 +50,7 @@ test-cpp: .venv/dependencies
 
 test-python: setup
 	.ci/system_packages.sh test
-	$(BIN)/python -m pytest tests -m 'not alone' -n 4 --dist worksteal --ignore tests/structure/test_headers.py
+	$(BIN)/python -m pytest tests -m 'not alone' -n 3 --dist worksteal --ignore tests/structure/test_headers.py
 	$(BIN)/python -m pytest $$(grep -l 'mark\.alone' tests/python/*.py) -m alone
 
 test-gpu: setup
@@ -99,7 +99,7 @@ types: setup .venv/checkers
 stubs: setup .venv/checkers
 	.ci/stubs.sh .venv write
 
-.venv/sphinx: .venv/package
+.venv/sphinx: .venv/package | .venv/checkers # in turn: pip must not install into one environment twice at a time
 	$(BIN)/python -m pip install -qq --no-compile 'sphinx==9.*'
 	@touch $@
 

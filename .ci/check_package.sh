@@ -9,15 +9,15 @@ mkdir -p "$2"
 cd "$2"
 unset PYTHONDONTWRITEBYTECODE # pip does not precompile modules here, thousands that nothing imports
 
-"$python" -m pip install -qq 'build==1.*'
-"$python" -m build --sdist --outdir . "$root" >sdist.log
+"$python" -m venv fresh
+fresh/bin/python -m pip install -qq --no-compile 'build==1.*'
+fresh/bin/python -m build --sdist --outdir . "$root" >sdist.log
 sdist=$(ls moe_a2a-*.tar.gz)
 for file in LICENSE README.md tests/python/conftest.py tests/unit/number_test.cpp csrc/arch/arch.h .ci/run Makefile; do
   tar -tzf "$sdist" "${sdist%.tar.gz}/$file" >/dev/null # an error names what is missing
 done
 
 torch=$("$python" -c 'import torch; print("torch==" + torch.__version__.split("+")[0])')
-"$python" -m venv fresh
 fresh/bin/python -m pip install -qq --no-compile "$torch" numpy platformdirs
 # Isolated: the build requirements come from the package index, PyTorch from the environment. Not optimised: the check is that
 # the wheel is complete and runs, and it compiles its kernels six times.

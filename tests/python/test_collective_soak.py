@@ -15,7 +15,7 @@ import moe_a2a
 
 pytestmark = on_device.TESTS
 
-FEW_ITERATIONS = 1_500  # in an ordinary session
+FEW_ITERATIONS = 1_000  # in an ordinary session
 NUM_REPLAYS = 1_000
 
 

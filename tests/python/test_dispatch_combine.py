@@ -10,9 +10,9 @@ import moe_a2a
 
 pytestmark = on_device.TESTS
 
-NUM_CHUNKS = 20
-NUM_CHUNK_CASES = 20  # 400 configurations with ranks as threads; make soak runs others for a given time
-NUM_PROCESS_CASES = 20  # and 80 with ranks as processes
+NUM_CHUNKS = 15
+NUM_CHUNK_CASES = 20  # 300 configurations with ranks as threads; make soak runs others for a given time
+NUM_PROCESS_CASES = 12  # and 48 with ranks as processes
 TIMEOUT = 20.0
 
 

@@ -23,7 +23,7 @@ pytestmark = on_device.TESTS
 
 SECONDS = float(os.environ.get("MOE_A2A_SOAK_SECONDS", "0"))
 ITERATIONS = int(os.environ.get("MOE_A2A_SOAK_ITERATIONS", "0"))
-FEW_ITERATIONS = 2_000  # in an ordinary session
+FEW_ITERATIONS = 1_000  # in an ordinary session
 
 
 def for_seconds(test):
