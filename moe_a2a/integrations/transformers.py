@@ -32,7 +32,7 @@ except ImportError as error:
     ) from error
 
 import moe_a2a
-from moe_a2a import operators
+from moe_a2a import calls, operators
 from moe_a2a.graph_tracing import is_tracing
 from moe_a2a.integrations import kernel_experts
 from moe_a2a.integrations.experts_module import (
@@ -127,12 +127,9 @@ class RegisteredExperts:
             _drop_masked(top_k_index, module.num_experts),
             top_k_weights.float().contiguous(),
         )
-        try:
-            y = (kernel_experts.run_by_kernels if by_kernels else _run_by_torch)(module, owned, handle)
-        except BaseException:
-            handle.release()
-            raise
-        return ep.combine(y.to(ep.dtype), handle)
+        with calls.combine_refused_if_failed(handle):
+            y = (kernel_experts.run_by_kernels if by_kernels else _run_by_torch)(module, owned, handle).to(ep.dtype)
+        return ep.combine(y, handle)
 
     def close(self) -> None:
         """Free the buffers and unregister the name; every rank of the group calls it."""

@@ -267,6 +267,27 @@ def test_an_error_in_the_experts_leaves_the_buffers_usable():
         assert_close(actual, eager(module, *random_tokens(rank, 5)))
 
 
+def test_peers_learn_why_the_experts_of_a_rank_failed():
+    module = experts_of(tiny_model("mixtral"))
+    modules = [copy.deepcopy(module) for _ in range(2)]
+
+    def fail(x):
+        raise ArithmeticError("on purpose")
+
+    def rank_main(rank, group, experts):
+        works = modules[rank]._apply_gate
+        if rank == 0:
+            modules[rank]._apply_gate = fail
+        expected = ArithmeticError if rank == 0 else moe_a2a.PeerRefusedError
+        with pytest.raises(expected, match="on purpose"):
+            experts(modules[rank], *random_tokens(rank, 5))
+        modules[rank]._apply_gate = works
+        return experts(modules[rank], *random_tokens(rank, 5))
+
+    for rank, actual in enumerate(on_ranks(2, rank_main)):
+        assert_close(actual, eager(module, *random_tokens(rank, 5)))
+
+
 def test_close_forgets_the_name():
     model = tiny_model("mixtral")
     (group,) = moe_a2a.thread_group(1)
