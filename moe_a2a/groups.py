@@ -33,7 +33,8 @@ class ThreadGroup:
         self.meetings = Meetings(rank, num_ranks, board)
 
     def all_gather(self, value: Any) -> list[Any]:
-        return self.meetings.begin("call all_gather() of its thread_group").all_gather(value, self.TIMEOUT_SECONDS)
+        with self.meetings.begin("call all_gather() of its thread_group") as meeting:
+            return meeting.all_gather(value, self.TIMEOUT_SECONDS)
 
 
 def thread_group(num_ranks: int) -> list[ThreadGroup]:
@@ -76,8 +77,8 @@ class TorchGroup:
         store = dist.distributed_c10d._get_process_group_store(process_group or dist.group.WORLD)  # type: ignore[arg-type]
         self.meetings: Meetings | None = None
         if store is not None:
-            self.meetings = _meetings_of.get(store) or Meetings(self.rank, self.num_ranks, StoreBoard(store))
-            _meetings_of[store] = self.meetings
+            made = Meetings(self.rank, self.num_ranks, StoreBoard(store))
+            self.meetings = _meetings_of.setdefault(store, made)  # atomic: another thread may make one, too
 
     def all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks

@@ -4,9 +4,10 @@ deadline which ranks did not arrive. After a failed meeting the group is as usab
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from moe_a2a.boards import Board
@@ -23,14 +24,20 @@ class Meetings:
         self.board = board
         self.agreeing = threading.Lock()  # one thread of this rank at a time agrees on who is left
         self.successor: Any = None  # the SurvivorGroup that this rank is in since then
+        self._one_at_a_time = threading.RLock()
         self._number = 0
         self._posted: list[str] = []  # in the latest meeting
 
-    def begin(self, what: str) -> Meeting:
-        """`what` the ranks do together, for error texts: "make the ExpertParallel"."""
-        self._number += 1
-        before, self._posted = self._posted, []
-        return Meeting(self, f"{self._number}", what, before)
+    @contextlib.contextmanager
+    def begin(self, what: str) -> Iterator[Meeting]:
+        """`what` the ranks do together, for error texts: "make the ExpertParallel".
+
+        Meetings of this rank's threads take place one after the other: a rank in a meeting has left the one before, whose posts
+        are then removed. Removed too early, a post would leave a reader waiting for ever."""
+        with self._one_at_a_time:
+            self._number += 1
+            before, self._posted = self._posted, []
+            yield Meeting(self, f"{self._number}", what, before)
 
 
 class Meeting:
@@ -161,5 +168,6 @@ class PlainMeeting:
         return False
 
 
-def begin(group: Any, what: str) -> Meeting | PlainMeeting:
-    return group.meetings.begin(what) if getattr(group, "meetings", None) is not None else PlainMeeting(group)
+def begin(group: Any, what: str) -> contextlib.AbstractContextManager[Meeting | PlainMeeting]:
+    has_meetings = getattr(group, "meetings", None) is not None
+    return group.meetings.begin(what) if has_meetings else contextlib.nullcontext(PlainMeeting(group))

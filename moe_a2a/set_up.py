@@ -36,14 +36,14 @@ def _timeout_of_meeting(made: Made) -> float:
 
 def make_together(made: Made, allocate: Callable[[], None]) -> None:
     """Allocates, exchanges handles, maps the other ranks' memory."""
-    meeting = rendezvous.begin(made._group, f"make the {type(made).__name__}")
     timeout = _timeout_of_meeting(made)
-    try:
-        handles = _exchange(made, meeting, timeout, allocate)
-        _map(made, meeting, timeout, handles)
-    except BaseException:
-        made._drop_core()
-        raise
+    with rendezvous.begin(made._group, f"make the {type(made).__name__}") as meeting:
+        try:
+            handles = _exchange(made, meeting, timeout, allocate)
+            _map(made, meeting, timeout, handles)
+        except BaseException:
+            made._drop_core()
+            raise
 
 
 def _exchange(made: Made, meeting: Any, timeout: float, allocate: Callable[[], None]) -> list[bytes]:

@@ -90,11 +90,12 @@ class Trace:
         group = self._first._group
         if isinstance(group, HandleExchange):
             return False
-        meeting = rendezvous.begin(group, "end the trace")
-        if error is not None:
-            meeting.post(repr(error))
-            return False
-        for rank, text in enumerate(meeting.all_gather(None, self._first.timeout)):
+        with rendezvous.begin(group, "end the trace") as meeting:
+            if error is not None:
+                meeting.post(repr(error))
+                return False
+            texts = meeting.all_gather(None, self._first.timeout)
+        for rank, text in enumerate(texts):
             if text is not None:
                 log.warning(
                     "rank %d: the traced block of rank %d ended with %s; the trace of this rank holds its own records only",

@@ -116,13 +116,33 @@ def test_a_board_keeps_nothing_of_old_meetings():
         values = [None, None]
 
         def meet(rank):
-            values[rank] = meetings[rank].begin("meet").all_gather((number, rank), 10.0)  # noqa: B023
+            with meetings[rank].begin("meet") as meeting:
+                values[rank] = meeting.all_gather((number, rank), 10.0)  # noqa: B023
 
         threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
         [thread.start() for thread in threads]
         [thread.join(10) for thread in threads]
         assert values == [[(number, 0), (number, 1)]] * 2
         assert len(board._values) <= 4
+
+
+def test_threads_of_a_rank_meet_one_after_the_other():
+    """A meeting removes what its rank posted in the one before. When two threads of a rank were in two meetings, that was still to
+    be read: a rank then waited until its deadline, or in a torch group's store for ever."""
+    num_ranks, board = 3, ThreadBoard()
+    meetings = [Meetings(rank, num_ranks, board) for rank in range(num_ranks)]
+    values = []
+
+    def meet_often(rank):
+        for _ in range(100):
+            with meetings[rank].begin("meet") as meeting:
+                values.extend(meeting.all_gather((step, rank), 5.0) for step in range(2))
+
+    threads = [threading.Thread(target=meet_often, args=(rank,)) for rank in range(num_ranks) for _ in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    expected = [[(step, rank) for rank in range(num_ranks)] for step in range(2)]
+    assert len(values) == 2 * num_ranks * 200 and all(value in expected for value in values)
 
 
 class BrokenBoard(ThreadBoard):
@@ -134,7 +154,8 @@ class BrokenBoard(ThreadBoard):
 
 def test_a_store_that_is_gone_names_its_host():
     with pytest.raises(moe_a2a.PeerTimeoutError, match=r"rank 1 lost the store .* rank 0 .*Connection reset") as raised:
-        Meetings(1, 2, BrokenBoard()).begin("make the ExpertParallel").all_gather(None, 1.0)
+        with Meetings(1, 2, BrokenBoard()).begin("make the ExpertParallel") as meeting:
+            meeting.all_gather(None, 1.0)
     assert raised.value.peer == 0
     assert MpiBoard.TAG > 0
 
