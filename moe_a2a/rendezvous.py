@@ -53,14 +53,15 @@ class Meeting:
 
     def all_gather(self, value: Any, timeout: float) -> list[Any]:
         """The value of every rank. Raises PeerTimeoutError that names the ranks that have not arrived after `timeout`
-        seconds, or, sooner, those that another rank has given up on."""
+        seconds, or, sooner, those that another rank has given up on; and on every rank ValueError if the ranks have come for
+        different things."""
         meetings, board = self._meetings, self._meetings.board
         start = time.monotonic()
         self._step += 1
         keys = [f"{self._name}/{self._step}/{rank}" for rank in range(meetings.num_ranks)]
         values: dict[str, Any] = {}
         try:
-            self._post(keys[meetings.rank], value)
+            self._post(keys[meetings.rank], (self._what, value))
             while True:
                 values |= board.look([key for key in keys if key not in values])
                 missing = [rank for rank, key in enumerate(keys) if key not in values]
@@ -82,12 +83,14 @@ class Meeting:
             self.leave()
             raise
         self._forget()  # all ranks are here: nobody reads posts of an earlier meeting
-        return [values[key] for key in keys]
+        said = [values[key] for key in keys]
+        self._check_same([what for what, _ in said])
+        return [value for _, value in said]
 
     def post(self, value: Any) -> None:
         """This rank's value of the next exchange, for the others: it does not wait for theirs."""
         self._step += 1
-        self._quietly(lambda: self._post(f"{self._name}/{self._step}/{self._meetings.rank}", value))
+        self._quietly(lambda: self._post(f"{self._name}/{self._step}/{self._meetings.rank}", (self._what, value)))
 
     def leave(self) -> None:
         """Ends this rank's part: the others do not wait for it."""
@@ -106,6 +109,14 @@ class Meeting:
     def _post(self, key: str, value: Any) -> None:
         self._meetings._posted.append(key)
         self._meetings.board.post(key, value)
+
+    def _check_same(self, whats: list[str]) -> None:
+        for rank, what in enumerate(whats):
+            if what != whats[0]:
+                raise ValueError(
+                    f"ranks disagree: rank 0 came to {whats[0]}, rank {rank} to {what} (seen by rank {self._meetings.rank}); make the "
+                    "same objects and traces, in the same order, on every rank"
+                )
 
     def _forget(self) -> None:
         stale, self._stale = self._stale, []

@@ -62,6 +62,10 @@ def _exchange(made: Made, meeting: Any, timeout: float, allocate: Callable[[], N
         if own is None and meeting.is_certainly_missed():
             made._core.give_back()
         raise
+    except ValueError:  # on every rank: they make different objects, and map none
+        if own is None:
+            made._core.give_back()
+        raise
     errors = [error for *_, error in said]
     if any(errors):
         if own is None:

@@ -119,7 +119,9 @@ def test_a_client_makes_a_communicator_of_its_own(session_seed):
 
 def other_clients_program(group) -> str:
     comm = moe_a2a.Communicator(group, timeout=10)
-    with pytest.raises(ValueError, match="ranks disagree: (ExpertParallel|Collectives) on rank 0 but"):
+    with pytest.raises(
+        ValueError, match="ranks disagree: rank 0 came to make the Collectives, rank 1 to make the ExpertParallel"
+    ):
         moe_a2a.Collectives(comm) if comm.rank == 0 else make_ep(comm)
     check_sum(moe_a2a.Collectives(comm), 0, 5, torch.float32, in_place=False)  # the communicator still works
     return "done"
@@ -127,6 +129,21 @@ def other_clients_program(group) -> str:
 
 def test_ranks_that_make_different_clients_are_told():
     assert run_threads(2, other_clients_program) == ["done", "done"]
+
+
+def making_while_others_end_a_trace(group) -> None:
+    with moe_a2a.Collectives(group, timeout=10) as coll:
+        with pytest.raises(
+            ValueError, match="ranks disagree: rank 0 came to make the ExpertParallel, rank 1 to end the trace"
+        ):
+            with moe_a2a.trace(coll):
+                if coll.rank == 0:
+                    make_ep(coll._comm)
+
+
+def test_ranks_that_meet_for_different_things_are_told():
+    """They took each other's values for their own kind: "cannot unpack non-iterable NoneType object"."""
+    run_threads(2, making_while_others_end_a_trace)
 
 
 def carried_handles_program(group) -> None:
