@@ -133,7 +133,7 @@ class Trace:
         The suffix of `path` selects the format: .json.gz and .json are Chrome's, .pftrace and .perfetto-trace Perfetto's.
         https://ui.perfetto.dev opens all of them.
         """
-        export.check_ending(path)
+        export.check_path(path)
         self._check_has_records()
         if len(self._ranks) < self._first.num_ranks:
             export.save(self.timeline, export.path_of_rank(path, self._first.rank))

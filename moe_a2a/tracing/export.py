@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 
-from moe_a2a import _core
+from moe_a2a import _core, arguments
 from moe_a2a.tracing.counters import counters
 from moe_a2a.tracing.overview import phases
 from moe_a2a.tracing.timeline import Timeline
@@ -33,7 +34,9 @@ def save(timeline: Timeline, path: str | Path) -> Path:
     return path
 
 
-def check_ending(path: str | Path) -> None:
+def check_path(path: str | Path) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path={arguments.shown(path)} is a {type(path).__name__}; pass the path of a file")
     _writer_for(Path(path))
 
 

@@ -136,9 +136,9 @@ def test_the_build_compares_nvcc_with_pytorch(tmp_path, nvcc, torch_cuda, status
 
 def test_a_build_without_protozero_says_why_it_cannot(monkeypatch):
     monkeypatch.delattr(_core, "write_perfetto")
-    export.check_ending("trace.json.gz")
+    export.check_path("trace.json.gz")
     with pytest.raises(ValueError, match=re.escape("trace.pftrace: this build of moe_a2a writes Chrome JSON only")):
-        export.check_ending("trace.pftrace")
+        export.check_path("trace.pftrace")
 
 
 def test_one_version():

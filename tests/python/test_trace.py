@@ -215,6 +215,9 @@ def misuse(group, path):
                 read_it()
         with pytest.raises(ValueError, match="json.gz"):
             trace.save("trace.xml")
+        for no_path, name in ((None, "NoneType"), (3, "int"), (b"trace.json", "bytes")):
+            with pytest.raises(TypeError, match=rf"path={no_path!r} is a {name}; pass the path of a file"):
+                trace.save(no_path)
 
 
 @pytest.mark.parametrize(
