@@ -3,9 +3,10 @@ an ExpertParallel, Collectives, or all clients of a Communicator."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_a2a import _core, arguments, codecs, installation, rendezvous
+from moe_a2a import _core, arguments, calls, codecs, installation, rendezvous
 from moe_a2a.client import Client
 from moe_a2a.grouped_gemm import TRACED
+from moe_a2a.errors import PeerRefusedError
 from moe_a2a.groups import HandleExchange
 from moe_a2a.tracing import export
 from moe_a2a.tracing.merge import merge
@@ -35,7 +37,7 @@ class Trace:
     """Returned by trace(); call save() and summary() after its block has ended.
 
     All ranks enter and leave the block together: their clocks are compared at both ends, and the records are gathered at the
-    end. If the block ends with an exception on any rank, nothing is gathered: each rank keeps its own records, and its file
+    end. If a rank cannot begin, all raise its error's text. If the block ends with an exception on any rank, nothing is gathered: each rank keeps its own records, and its file
     shows what its warps did last. The same holds for a HandleExchange, which has no channel to gather through."""
 
     def __init__(self, clients: Sequence[Client], records_per_segment: int):
@@ -51,51 +53,76 @@ class Trace:
         self._ranks: list[RankRecords] = []
 
     def __enter__(self) -> Trace:
+        with contextlib.ExitStack() as undone:
+            with _meeting(self._first, "begin the trace") as meeting:
+                with _told_if_it_fails(meeting):
+                    self._check_unused()
+                    undone.callback(self._stop)
+                    self._start()
+                texts = meeting.all_gather(None, self._first.timeout) if meeting is not None else []
+            for rank, text in enumerate(texts):
+                if text is not None:
+                    raise PeerRefusedError(f"rank {rank} could not begin its trace: {text}", peer=rank)
+            self._clocks = [self._meet()]
+            undone.pop_all()
+        return self
+
+    def _check_unused(self) -> None:
         if self._clocks:
             raise RuntimeError(f"this Trace of rank {self._first.rank} has been used already; call trace() again")
         for client in self._clients:
             if client._trace is not None:
                 name = type(client).__name__
                 raise RuntimeError(f"rank {client.rank} is inside another trace of this {name}; leave that first")
-        self._clocks = [self._meet()]
+
+    def _start(self) -> None:
         for client in self._clients:
-            client._open_core().trace_start(self._records_per_segment)
+            core, records = client._open_core(), self._records_per_segment
+            try:
+                core.trace_start(records)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"records_per_segment={records} on rank {client.rank}: {error}; pass a smaller number"
+                ) from None
             client._trace = self
         if self._moe is not None:
             self._experts = self._moe._open_core().traced_experts()
             TRACED.append(self._experts)
-        return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+    def _stop(self) -> None:
         for client in self._clients:
-            client._trace = None
+            if client._trace is self:
+                client._trace = None
+                if not client.is_closed:
+                    client._open_core().trace_stop()
         if self._experts is not None:
             TRACED.remove(self._experts)
+            self._experts = None
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
-            own = self._read()
-            if self._all_have_ended(error):
+            with _meeting(self._first, "end the trace") as meeting:
+                with _told_if_it_fails(meeting):
+                    own = self._read()
+                have_ended = self._all_have_ended(meeting, error)
+            if have_ended:
                 own.clocks = [*self._clocks, self._meet()]
                 self._ranks = self._first._group.all_gather(own)
             else:
                 own.clocks = [ClockSample(np.zeros(1, np.int64), np.zeros(1, np.int64), 0)]
                 self._ranks = [own]
         finally:
-            for client in self._clients:
-                if not client.is_closed:
-                    client._open_core().trace_stop()
+            self._stop()
 
-    def _all_have_ended(self, error: object) -> bool:
+    def _all_have_ended(self, meeting: Any, error: object) -> bool:
         """Whether no rank's block ended with an exception, so that clocks can be compared and records gathered. A rank whose
         block did waits for nobody."""
-        group = self._first._group
-        if isinstance(group, HandleExchange):
+        if meeting is None:
             return False
-        with rendezvous.begin(group, "end the trace") as meeting:
-            if error is not None:
-                meeting.post(repr(error))
-                return False
-            texts = meeting.all_gather(None, self._first.timeout)
-        for rank, text in enumerate(texts):
+        if error is not None:
+            meeting.post(repr(error))
+            return False
+        for rank, text in enumerate(meeting.all_gather(None, self._first.timeout)):
             if text is not None:
                 log.warning(
                     "rank %d: the traced block of rank %d ended with %s; the trace of this rank holds its own records only",
@@ -205,6 +232,14 @@ def trace(of: Client, records_per_segment: int | None = None) -> Trace:
     """
     if not isinstance(of, Client):
         raise TypeError(f"of is a {type(of).__name__}; pass an ExpertParallel, Collectives or a Communicator")
+    try:
+        return _checked_trace(of, records_per_segment)
+    except (TypeError, ValueError):
+        with _meeting(of, "begin the trace") as meeting, _told_if_it_fails(meeting):
+            raise
+
+
+def _checked_trace(of: Client, records_per_segment: int | None) -> Trace:
     clients = of.traced_clients()
     if not clients:
         raise ValueError(
@@ -215,6 +250,24 @@ def trace(of: Client, records_per_segment: int | None = None) -> Trace:
     if records_per_segment is None:
         records_per_segment = DEFAULT_RECORDS[of.device.type]
     return Trace(clients, arguments.checked_int(of.rank, "records_per_segment", records_per_segment, 1))
+
+
+def _meeting(of: Client, what: str) -> contextlib.AbstractContextManager[Any]:
+    """None for a HandleExchange, which has no channel."""
+    if not of.is_closed:
+        _ = of.nbytes  # raises in a forked child, which would post in its parent's name
+    return contextlib.nullcontext() if isinstance(of._group, HandleExchange) else rendezvous.begin(of._group, what)
+
+
+@contextlib.contextmanager
+def _told_if_it_fails(meeting: Any) -> Iterator[None]:
+    """Around this rank's part of a meeting: if it fails, the others get the error's text instead of None."""
+    try:
+        yield
+    except BaseException as error:
+        if meeting is not None:
+            meeting.post(calls.words_of(error))
+        raise
 
 
 def _configuration(client: Client, moe: Any) -> dict[str, Any]:

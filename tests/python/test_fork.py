@@ -69,6 +69,7 @@ def refusals(ep, handle):
         "recv_x": lambda: handle.recv_x,
         "num_routes": lambda: handle.num_routes,
         "trace": lambda: moe_a2a.trace(ep).__enter__(),
+        "end of a trace": lambda: moe_a2a.trace(ep).__exit__(None, None, None),
     }
     said = {}
     for name, call in calls.items():
@@ -89,7 +90,9 @@ def check_every_call_is_refused(group, num_blocks):
         for name, text in in_child(lambda: refusals(ep, handle)).items():
             assert text.startswith("RuntimeError"), (name, text)
             assert f"made by process {parent}" in text and "after the fork" in text, (name, text)
-        ep.combine(y, handle)
+        group.barrier()
+        with moe_a2a.trace(ep):  # the ranks meet: the children have not posted in their parents' names
+            ep.combine(y, handle)
         for salt in range(3):
             good_call(ep, salt)
 

@@ -231,6 +231,55 @@ def test_a_room_that_is_none_is_refused_by_name(records, error):
             moe_a2a.trace(ep, records)
 
 
+class NoRoom:
+    """A second client, whose trace cannot begin."""
+
+    rank, _trace = 1, None
+
+    def _open_core(self):
+        return self
+
+    def trace_start(self, records):
+        raise RuntimeError("no memory")
+
+
+@contextlib.contextmanager
+def refused_by_rank_1(ep, error, match):
+    expected = (
+        (error, match) if ep.rank == 1 else (moe_a2a.PeerRefusedError, f"rank 1 could not begin its trace: .*{match}")
+    )
+    with pytest.raises(expected[0], match=expected[1]):
+        yield
+
+
+def begin_badly(group):
+    sizes = {"num_experts": 2, "num_topk": 1, "hidden": 8, "num_max_tokens_per_rank": 4}
+    with moe_a2a.ExpertParallel(group, **sizes, device="cpu", timeout=20) as ep:
+        with refused_by_rank_1(ep, ValueError, "records_per_segment=0 is not in"):
+            moe_a2a.trace(ep, 0 if ep.rank == 1 else None).__enter__()
+        with refused_by_rank_1(
+            ep, RuntimeError, "records_per_segment=65536 on rank 1: no memory; pass a smaller number"
+        ):
+            trace = moe_a2a.trace(ep)
+            if ep.rank == 1:
+                trace._clients = [ep, NoRoom()]
+            trace.__enter__()
+        with moe_a2a.trace(ep) as trace:
+            ep.dispatch(torch.ones(1, 8).bfloat16(), torch.tensor([[0]])).release()
+        assert trace.summary()
+        with contextlib.nullcontext() if ep.rank == 0 else pytest.raises(RuntimeError, match="object is closed"):
+            with moe_a2a.trace(ep) as trace:
+                ep.dispatch(torch.ones(1, 8).bfloat16(), torch.tensor([[0]])).release()
+                if ep.rank == 1:
+                    ep.close()
+        assert len(trace._ranks) == 1 - ep.rank
+
+
+def test_a_trace_that_one_rank_cannot_begin_or_end_is_over_on_all():
+    """The others waited for it until their deadline, and lost the object."""
+    ranks.run_threads(2, begin_badly, timeout=30)
+
+
 def test_misuse_is_refused_by_name(tmp_path):
     ranks.run_threads(2, misuse, tmp_path / "trace.json")
     assert list(tmp_path.iterdir()) == []
