@@ -178,22 +178,23 @@ def refused_if_failed(collectives: Called) -> Iterator[None]:
         raise
 
 
-def refuses_wrong_arguments(refused: Callable[[Any], AbstractContextManager[None]]) -> Callable[[Call], Call]:
+def refuses_wrong_arguments(refused: Callable[..., AbstractContextManager[None]]) -> Callable[[Call], Call]:
     """Decorates a call that reports its own failures: an argument list that it does not take refuses it on every rank, too.
 
-    refused: of the object, what refuses the call of the peers if it fails within, such as refused_if_failed()."""
+    refused: of the object (of a function: its first argument, if any), what refuses the call of the peers if it fails within,
+    such as refused_if_failed()."""
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
-        def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def made(*args: Any, **kwargs: Any) -> Any:
             if is_tracing():
-                return call(self, *args, **kwargs)
+                return call(*args, **kwargs)
             try:
-                return call(self, *args, **kwargs)
+                return call(*args, **kwargs)
             except TypeError as error:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # the call has begun
                     raise
-                with refused(self):
+                with refused(*args[:1]):
                     raise
 
         return made  # type: ignore[return-value]

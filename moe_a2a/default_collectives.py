@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from moe_a2a import devices
+from moe_a2a import calls, devices
 from moe_a2a.collectives import Collectives
 from moe_a2a.group_objects import of_group
 
@@ -24,6 +24,13 @@ def default_collectives(device: torch.device) -> Collectives:
     return made
 
 
+def _collectives_for(x: Any = None) -> Collectives:
+    """An x that no Collectives takes is refused by the default device's, where the peers learn of it."""
+    is_usable = isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda")
+    return default_collectives(x.device if is_usable else devices.default_device())
+
+
+@calls.refuses_wrong_arguments(lambda *x: calls.refused_if_failed(_collectives_for(*x)))
 def all_reduce(
     x: torch.Tensor,
     op: str = "sum",
@@ -34,6 +41,4 @@ def all_reduce(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Collectives.all_reduce() on Collectives of the default process group, which the first call makes."""
-    # An x that is no tensor is refused there, where the peers learn of it.
-    device = x.device if isinstance(x, torch.Tensor) else devices.default_device()
-    return default_collectives(device).all_reduce(x, op, algorithm, codec, max_error=max_error, out=out)
+    return _collectives_for(x).all_reduce(x, op, algorithm, codec, max_error=max_error, out=out)

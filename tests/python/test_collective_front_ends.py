@@ -31,6 +31,25 @@ def default_group_program(group) -> None:
     assert first.is_closed
 
 
+def wrong_calls_program(group) -> None:
+    """Of the default group's all_reduce() on rank 0, also as the first call."""
+    x, is_wrong = torch.ones(5), dist.get_rank() == 0
+    for given, options, error, match in (
+        ((x,), {"axis": 0}, TypeError, "unexpected keyword argument 'axis'"),
+        ((), {}, TypeError, "missing 1 required positional argument: 'x'"),
+        ((x.to("meta"),), {}, ValueError, "x is on meta"),
+    ):
+        expected = (error, match) if is_wrong else (moe_a2a.PeerRefusedError, f"rank 0.*{match}")
+        with pytest.raises(expected[0], match=expected[1]):
+            moe_a2a.all_reduce(*given, **options) if is_wrong else moe_a2a.all_reduce(x)
+        assert torch.equal(moe_a2a.all_reduce(x), 2 * x)
+
+
+def test_a_wrong_all_reduce_on_the_default_group_is_refused_on_every_rank():
+    """The others waited for half a minute, and then no rank could call it again."""
+    run_processes(2, wrong_calls_program)
+
+
 def test_all_reduce_on_the_default_group():
     run_processes(2, default_group_program)
 
