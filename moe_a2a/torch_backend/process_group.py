@@ -16,7 +16,15 @@ from moe_a2a.collectives import Collectives
 from moe_a2a.rendezvous import Meetings
 from moe_a2a.torch_backend.delegates import add_delegates, make_delegate, one_by_one
 from moe_a2a.torch_backend.options import Options, Place
-from moe_a2a.torch_backend.tensors import are_alike, fill, flat, gather, reduce_scatter
+from moe_a2a.torch_backend.tensors import (
+    are_alike,
+    fill,
+    flat,
+    gather,
+    gather_to_list,
+    reduce_scatter,
+    reduce_scatter_list,
+)
 from moe_a2a.torch_backend.work import BarrierWork, CallThread, RecentWorks, StreamWork, tracked, work_done
 from moe_a2a.two_level.collectives import TwoLevelCollectives
 
@@ -150,14 +158,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         if not are_alike(parts) or not _takes("gather", [x]):
             return self._delegate(x).allgather(outputs, inputs, opts)
 
-        def call(coll: Collectives) -> None:
-            # A row per tensor of the list: Collectives refuses a list of another length, or dtype, on every rank.
-            part = parts[0] if parts else x
-            gathered = coll.all_gather(flat(x).view(1, -1), out=part.new_empty(len(parts), part.numel()))
-            for part, values in zip(parts, gathered, strict=True):
-                part.copy_(values.view(part.shape))
-
-        return self._run(opts, [x, *parts], call, parts)
+        return self._run(opts, [x, *parts], lambda coll: gather_to_list(coll, parts, x), parts)
 
     @tracked
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
@@ -193,11 +194,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         if not are_alike(parts) or not _takes(op, parts or [output]):
             return self._delegate(output).reduce_scatter(outputs, inputs, opts)
 
-        def call(coll: Collectives) -> None:
-            x = torch.stack([flat(part) for part in parts]) if parts else output.new_empty(0, output.numel())
-            reduce_scatter(coll, output, x, op)
-
-        return self._run(opts, [*parts, output], call, [output])
+        return self._run(opts, [*parts, output], lambda coll: reduce_scatter_list(coll, output, parts, op), [output])
 
     def barrier(self, opts: Any = None, *, timeout: Any = None) -> Any:
         """Synchronises the GPUs if the group has used them, else the processes."""

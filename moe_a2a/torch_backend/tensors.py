@@ -29,6 +29,32 @@ def gather(coll: Any, output: torch.Tensor, x: torch.Tensor) -> None:
     fill(output, lambda out: coll.all_gather(flat(x), out=out))
 
 
+def gather_to_list(coll: Any, parts: list[torch.Tensor], x: torch.Tensor) -> None:
+    with coll.refused_if_failed():
+        _check_list(coll, "tensor_list", parts, "tensor", x)
+    gathered = coll.all_gather(flat(x).view(1, -1), out=parts[0].new_empty(len(parts), x.numel()))
+    for part, values in zip(parts, gathered, strict=True):
+        part.copy_(values.view(part.shape))
+
+
+def reduce_scatter_list(coll: Any, output: torch.Tensor, parts: list[torch.Tensor], op: str) -> None:
+    with coll.refused_if_failed():
+        _check_list(coll, "input_list", parts, "output", output)
+        x = torch.stack([flat(part) for part in parts])
+    reduce_scatter(coll, output, x, op)
+
+
+def _check_list(coll: Any, name: str, parts: list[torch.Tensor], name_of_own: str, own: torch.Tensor) -> None:
+    """The list of a call: a tensor per rank, all alike, each with as many elements as this rank's own tensor."""
+    if len(parts) != coll.num_ranks:
+        raise ValueError(f"{name} has {len(parts)} tensors on rank {coll.rank}; pass {coll.num_ranks}, one per rank")
+    if parts[0].numel() != own.numel():
+        raise ValueError(
+            f"{name} has tensors of shape {list(parts[0].shape)} on rank {coll.rank}, and {name_of_own} has {list(own.shape)}; pass "
+            "the same number of elements"
+        )
+
+
 def reduce_scatter(coll: Any, output: torch.Tensor, x: torch.Tensor, op: str) -> None:
     """x: the elements for all ranks in one dimension, or a row for each rank."""
 

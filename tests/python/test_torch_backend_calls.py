@@ -185,17 +185,30 @@ def test_asynchronous_barrier():
 
 
 def lists_program(report) -> None:
-    """A list that has not one tensor per rank, on one rank: both learn of it, and the group remains usable."""
+    """A list that has not one tensor per rank, or tensors of another size, on one rank: both learn of it, and the group remains usable."""
     is_wrong = dist.get_rank() == 0
     for length in (0, 1, 3, 4):
         parts = [full(3, 0) for _ in range(length if is_wrong else 2)]
         error = ValueError if is_wrong else moe_a2a.PeerRefusedError
         for call, text in (
-            (lambda: dist.all_gather(parts, full(3, 1)), rf"\[{length}, 3\] of torch.float32, expected \[2, 3\]"),  # noqa: B023
-            (lambda: dist.reduce_scatter(full(3, 0), parts), rf"has shape \[{length}, 3\] on rank 0, the output"),  # noqa: B023
+            (lambda: dist.all_gather(parts, full(3, 1)), f"tensor_list has {length} tensors on rank 0; pass 2"),  # noqa: B023
+            (lambda: dist.reduce_scatter(full(3, 0), parts), f"input_list has {length} tensors on rank 0; pass 2"),  # noqa: B023
         ):
             with pytest.raises(error, match=text):
                 call()
+    parts = [full(3 + is_wrong, 0) for _ in range(2)]
+    for call, text in (
+        (
+            lambda: dist.all_gather(parts, full(3, 1)),
+            r"tensor_list has tensors of shape \[4\] on rank 0, and tensor has \[3\]",
+        ),
+        (
+            lambda: dist.reduce_scatter(full(3, 0), parts),
+            r"input_list has tensors of shape \[4\] on rank 0, and output has \[3\]",
+        ),
+    ):
+        with pytest.raises(ValueError if is_wrong else moe_a2a.PeerRefusedError, match=text):
+            call()
     # Regression: "x has 5 rows, which 2 ranks cannot split evenly; pass counts=[rows of every rank]"
     error = ValueError if is_wrong else moe_a2a.PeerRefusedError
     with pytest.raises(error, match=r"shape \[5\] on rank 0, the output \[2\]; pass an input of \[4\], as much"):
