@@ -105,6 +105,7 @@ def test_micro_batches(tmp_path):
     files = ("--results", tmp_path, "--trace", tmp_path / "turns.json")
     done = commands.run("bench", "micro_batches", *tiny, "--blocks", "1,2", *files)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("on the CPU nothing overlaps"), done.stdout
     (file,) = tmp_path.glob("*_2/micro_batches.json")
     lines = json.loads(file.read_text())["lines"]
     found = [(line["tokens"], line["blocks"], line["product"]) for line in lines]
