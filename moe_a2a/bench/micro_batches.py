@@ -72,7 +72,10 @@ class Line:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     what.add_argument(
-        "--tokens", type=integers(1), metavar="4096,...", help="of each micro-batch and rank (default: 4096, on the CPU 64)"
+        "--tokens",
+        type=integers(1),
+        metavar="4096,...",
+        help="of each micro-batch and rank (default: 4096, on the CPU 64)",
     )
     add_sizes(what)
     what.add_argument(

@@ -29,6 +29,7 @@ from moe_a2a.two_level.handle import TwoLevelHandle
 from moe_a2a.two_level.passage import Passage, RailFormat, Sent
 from moe_a2a.two_level.rail import Rail
 
+OPTIONS_OF_NODE = ("num_buffers", "num_blocks", "num_max_ll_tokens", "launch_table")
 MEETING_NBYTES = 1 << 12  # workspace of the collectives by which a node's ranks agree on the arguments
 
 _refuses_wrong_arguments = calls.refuses_wrong_arguments(
@@ -83,7 +84,8 @@ class TwoLevelExpertParallel(OnePerRank):
         self._owns_comm = self._comm is not local
         try:
             self._take_places()
-            self._agree(num_experts, num_topk, hidden, num_max_tokens_per_rank, dtype)
+            sizes = {"num_experts": num_experts, "num_topk": num_topk, "hidden": hidden}
+            self._agree(sizes | {"num_max_tokens_per_rank": num_max_tokens_per_rank}, dtype, of_node)
             self._make_local(of_node)
         except BaseException:
             if self._owns_comm:
@@ -97,30 +99,27 @@ class TwoLevelExpertParallel(OnePerRank):
         self.rank, self.num_ranks = rail.rank_on(rail.node), rail.num_nodes * comm.num_ranks
         self.device, self.timeout = comm.device, comm.timeout
 
-    def _agree(
-        self, num_experts: int, num_topk: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype
-    ) -> None:
+    def _agree(self, sizes: dict[str, Any], dtype: Any, of_node: dict[str, Any]) -> None:
         """Raises ValueError on every rank if an argument is wrong or differs on any."""
-        names = ("num_experts", "num_topk", "hidden", "num_max_tokens_per_rank")
         values, problem = [0] * 5, ""
         try:
-            given = (num_experts, num_topk, hidden, num_max_tokens_per_rank)
-            for i, (name, value) in enumerate(zip(names, given, strict=True)):
-                values[i] = arguments.checked_int(self.rank, name, value, 1)
+            if unknown := of_node.keys() - OPTIONS_OF_NODE:
+                raise TypeError(f"unexpected keyword argument {min(unknown)!r} on rank {self.rank}; leave it out")
+            values[:4] = [arguments.checked_int(self.rank, name, value, 1) for name, value in sizes.items()]
             values[4] = arguments.ROW_DTYPES.index(arguments.checked_row_dtype(self.rank, dtype))
             if values[0] % self.num_ranks:
                 raise ValueError(
-                    f"num_experts={num_experts} is not divisible by num_ranks={self.num_ranks} ({self.num_nodes} nodes of "
+                    f"num_experts={values[0]} is not divisible by num_ranks={self.num_ranks} ({self.num_nodes} nodes of "
                     f"{self._comm.num_ranks}) on rank {self.rank}; pass a multiple"
                 )
         except (TypeError, ValueError) as error:
             problem = str(error)
         with Collectives(self._comm, MEETING_NBYTES) as collectives:
-            self._rail.meet(collectives, [*names, "dtype (index)"], values, problem)
+            self._rail.meet(collectives, [*sizes, "dtype (index)"], values, problem)
         self.num_experts, self.num_topk, self.hidden, self.num_max_tokens_per_rank, _ = values
         self.dtype = dtype
         self.num_local_experts = self.num_experts // self.num_ranks
-        self._format = RailFormat(self.num_nodes, self.num_experts // self.num_nodes, num_topk, hidden)
+        self._format = RailFormat(self.num_nodes, self.num_experts // self.num_nodes, self.num_topk, self.hidden)
         self._num_dispatches = 0  # calls that have returned a handle or raised
         self._calls = ExpertCalls(self._rail)
 

@@ -233,6 +233,7 @@ def arguments_program(world, num_nodes, num_local):
         ({"hidden": 0}, r"hidden=0 is not in \[1, "),
         ({"hidden": "64"}, r"hidden='64' is a str on rank 1; pass an int"),
         ({"dtype": torch.int8}, r"dtype=torch.int8 on rank 1; pass torch.float32"),
+        ({"axis": 1}, "unexpected keyword argument 'axis' on rank 1; leave it out"),
         ({"num_topk": K + 1}, "the nodes differ: num_topk on rank 1 of node 0: 4, on its peer of node 1: 3|other than"),
     ]:
         with pytest.raises(ValueError, match=error if rank == 1 else "the nodes differ|a rank other than rank"):
