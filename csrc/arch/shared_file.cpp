@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -35,6 +36,14 @@ constexpr const char* kPrefix = "moe_a2a.heap.";
   }
   throw OutOfMemory("the symmetric heap needs " + std::to_string(nbytes) + " bytes of " + kDirectory + ", which has " +
                     available + " left; enlarge " + kDirectory + " (in a container: --shm-size)");
+}
+
+[[noreturn]] void fail_for_file_size(size_t nbytes) {
+  struct rlimit limit{};
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || nbytes <= limit.rlim_cur) fail_for_space(nbytes);
+  throw OutOfMemory("the symmetric heap needs " + std::to_string(nbytes) + " bytes of " + kDirectory +
+                    ", and a file of this process may have " + std::to_string(limit.rlim_cur) +
+                    " (ulimit -f); raise that limit");
 }
 
 uint64_t this_pid_namespace() {
@@ -128,7 +137,8 @@ FileDescriptor make_shared_file(size_t nbytes, FileLocation* location) {
   if (!file.is_open()) fail(std::string("opening the symmetric heap in ") + kDirectory, errno);
   int error = EINTR;
   while (error == EINTR) error = posix_fallocate(file.get(), 0, static_cast<off_t>(nbytes));
-  if (error == ENOSPC || error == EFBIG || error == ENOMEM) fail_for_space(nbytes);
+  if (error == EFBIG) fail_for_file_size(nbytes);
+  if (error == ENOSPC || error == ENOMEM) fail_for_space(nbytes);
   if (error != 0) fail("posix_fallocate of the symmetric heap", error);
   struct stat status{};
   if (fstat(file.get(), &status) != 0) fail("fstat of the symmetric heap", errno);

@@ -297,7 +297,9 @@ def construct_with_a_file_size_limit_on_one_rank(group):
     if rank == 1:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # more than the group's own files need
-    with pytest.raises(RuntimeError, match=r"\d{7} bytes of /dev/shm.*num_max_tokens_per_rank") as raised:
+    with pytest.raises(
+        RuntimeError, match=r"\d{7} bytes of /dev/shm.*1048576 .ulimit -f.*num_max_tokens_per_rank"
+    ) as raised:
         moe_a2a.ExpertParallel(group, **{**CONFIG, "num_max_tokens_per_rank": 4096})
     assert "rank 1" in str(raised.value)
     if rank == 1:
