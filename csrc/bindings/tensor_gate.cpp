@@ -1,5 +1,6 @@
 #include "bindings/tensor_gate.h"
 
+#include <ATen/TracerMode.h>
 #include <torch/csrc/DynamicTypes.h>
 
 #include <sstream>
@@ -73,6 +74,14 @@ void check_storage(const Place& place, const at::Tensor& tensor, const Name& nam
               "pass a tensor that still has its memory");
 }
 
+// torch.jit.trace records calls of PyTorch's operators only: a result of ours would become a constant of its graph.
+void check_is_not_traced(const Place& place, const Name& name) {
+  if (at::tracer::impl::is_dispatch_enabled()) {
+    raise_value(place.rank, name + " is traced by torch.jit.trace, which would not record this call",
+                "use torch.compile or torch.export");
+  }
+}
+
 void check_device(const Place& place, const at::Tensor& tensor, const Name& name) {
   const bool same = place.device.is_cpu() ? tensor.device().is_cpu() : tensor.device() == place.device;
   if (same) return;
@@ -104,6 +113,7 @@ void raise_type(int rank, const std::string& what, const std::string& remedy) {
 
 void check_plain(const Place& place, const at::Tensor& tensor, const char* name) {
   if (!tensor.defined()) raise_type(place.rank, std::string(name) + " is undefined", "pass a torch.Tensor");
+  check_is_not_traced(place, {name});
   check_is_tensor_of_memory(place, tensor, {name});
   check_device(place, tensor, {name});
   check_has_values(place, tensor, {name});

@@ -108,6 +108,7 @@ def test_is_refused_and_the_peer_is_told(name, place):
         pytest.skip("of integers there is no such view")
 
     def program(group):
+        make(torch.ones(4, 4))  # the first nested tensor imports modules for seconds, in which the peer would time out
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
             of_dispatch = place not in ("y", "out")
             handle = None if of_dispatch else ep.dispatch(*make_inputs(ep, 3))
@@ -127,6 +128,31 @@ def test_is_refused_and_the_peer_is_told(name, place):
             group.all_gather(None)
             if handle is not None:
                 assert torch.equal(ep.combine(tensors["y"], handle), expected_output(ep, 3))
+            good_call(ep)
+
+    on_device.run(2, program)
+
+
+def test_torch_jit_trace_is_refused_and_the_peer_is_told():
+    """It records no call of ours: the traced layer returned what was in memory that nobody had written."""
+
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+
+            def layer(x, topk_idx, weights):
+                handle = on_device.dispatch(ep, x, topk_idx, weights)
+                return ep.combine(experts(handle), handle)
+
+            if ep.rank == 1:
+                with pytest.raises(
+                    ValueError, match=r"x is traced by torch\.jit\.trace.* on rank 1; use torch\.compile"
+                ):
+                    torch.jit.trace(layer, make_inputs(ep))
+            else:
+                with pytest.raises(
+                    moe_a2a.PeerRefusedError, match=r"rank 1 refused its call: x is traced by torch\.jit\.trace"
+                ):
+                    layer(*make_inputs(ep))
             good_call(ep)
 
     on_device.run(2, program)
