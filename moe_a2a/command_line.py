@@ -103,14 +103,31 @@ def run(prog: str, command: Callable[[argparse.Namespace], int], options: argpar
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # output into `| head`
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # otherwise the interpreter fails to flush on exit
+        _drop_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:  # a full disk, too many open files, no temporary folder
+        print(f"{prog}: {_words_of(error)}", file=sys.stderr)
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        return 1
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _drop_output() -> None:
+    """Of stdout, which cannot be written: otherwise the interpreter fails to flush it on exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _words_of(error: OSError) -> str:
+    why = error.strerror or str(error)
+    return why if error.filename is None else f"{error.filename}: {why}"
 
 
 def _terminated(number: int, frame: object) -> NoReturn:

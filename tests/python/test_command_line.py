@@ -1,5 +1,6 @@
 """`python -m moe_a2a demo`, `doctor` and `bench`: how the demo starts its ranks, and results that cannot be written."""
 
+import errno
 import multiprocessing
 import os
 import re
@@ -12,6 +13,7 @@ import commands
 import pytest
 import rank_programs
 
+from moe_a2a import doctor
 from moe_a2a.rank_processes import RankError, RankProcesses, run_on_ranks
 
 pytestmark = pytest.mark.cpu
@@ -21,6 +23,22 @@ def moe_a2a(*arguments, timeout=240):
     return subprocess.run(
         [sys.executable, "-m", "moe_a2a", *map(str, arguments)], capture_output=True, text=True, timeout=timeout
     )
+
+
+def test_what_the_system_refuses_is_one_line():
+    """A full disk, too few open files or no temporary folder ended in a traceback, twice if it was stdout's disk."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "moe_a2a", "leaderboard", "list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (1, "moe_a2a: No space left on device\n")
+
+    def fails(options):
+        raise OSError(errno.ENOENT, "No such file or directory", "/nowhere")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "run", fails)
+        done = commands.run("doctor")
+    assert (done.returncode, done.stderr) == (1, "moe_a2a: /nowhere: No such file or directory\n")
 
 
 @pytest.mark.slow
