@@ -113,6 +113,22 @@ def test_the_folder_is_made(timeline, tmp_path):
     assert export.save(timeline, path) == path and read(path).slices
 
 
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_file_that_is_not_finished_does_not_replace_the_one_before(timeline, tmp_path, ending, monkeypatch):
+    """A process that died while it saved, or had no space left, had emptied the file; two that saved at once mixed theirs."""
+    path = export.save(timeline, tmp_path / f"trace{ending}")
+    before = path.read_bytes()
+
+    def fails(write, *parts):
+        write(b"half of it")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(export, "_writer_for", lambda path: fails)
+    with pytest.raises(OSError, match="no space left"):
+        export.save(timeline, path)
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
+
+
 def test_an_ending_of_no_format_is_refused(timeline, tmp_path):
     with pytest.raises(ValueError, match="json.gz"):
         export.save(timeline, tmp_path / "trace.csv")
