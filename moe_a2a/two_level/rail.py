@@ -54,13 +54,18 @@ class Rail:
 
     @contextmanager
     def within_node(self) -> Iterator[None]:
-        """Around calls of this node's ranks, whose errors number them from 0: says of which node they are."""
+        """Around calls of this node's ranks, whose errors number them from 0: says of which node they are, and numbers the ranks in
+        the errors' attributes as in all nodes."""
+        first = self.node * self._ranks_per_node
         try:
             yield
         except Exception as error:
             if error.args and isinstance(error.args[0], str):
-                where = f"node {self.node}, whose rank 0 is rank {self.node * self._ranks_per_node}"
+                where = f"node {self.node}, whose rank 0 is rank {first}"
                 error.args = (f"{where}: {error.args[0]}", *error.args[1:])
+            for name in ("rank", "peer"):
+                if getattr(error, name, -1) >= 0:
+                    setattr(error, name, first + getattr(error, name))
             raise
 
     @property

@@ -243,8 +243,10 @@ def bad_calls_program(world, num_nodes: int, num_local: int) -> None:
         with pytest.raises((TypeError, moe_a2a.PeerRefusedError)) as caught:
             two.all_reduce(good.long() if rank == 3 else good)
         assert str(caught.value).startswith("node 1, whose rank 0 is rank 2: ") == (node == 1)  # it is rank 1 there
-        with pytest.raises(moe_a2a.CallMismatchError):  # within each node
+        assert rank != 2 or caught.value.peer == 3
+        with pytest.raises(moe_a2a.CallMismatchError) as caught:  # within each node
             two.all_reduce(torch.ones(64 + rank % num_local))
+        assert caught.value.peer == rank ^ 1
         for call in (  # between the nodes
             lambda: two.all_reduce(torch.ones(100 + node)),
             lambda: two.all_reduce(good, "max" if node else "min"),
