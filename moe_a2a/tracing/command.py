@@ -12,6 +12,7 @@ from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.plot import ENDINGS, save_plot
 from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.summary import summarize
+from moe_a2a.tracing.trace_file import TraceFile
 
 HELP = "summarise, check or plot a trace file"
 
@@ -38,15 +39,19 @@ def _picture(text: str) -> Path:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        return _run(options)
+        return _run(options, _read(options.file))
     except TraceFileError as error:
         raise UsageError(str(error)) from None
+
+
+def _read(path: Path) -> TraceFile:
+    try:
+        return read(path)
     except OSError as error:
-        raise UsageError(f"{options.file}: {error.strerror or error}") from None
+        raise UsageError(f"{path}: {error.strerror or error}") from None
 
 
-def _run(options: argparse.Namespace) -> int:
-    file = read(options.file)
+def _run(options: argparse.Namespace, file: TraceFile) -> int:
     failed = False
     if options.check:
         problems = check_file(file)

@@ -3,6 +3,10 @@
 import dataclasses
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -80,6 +84,17 @@ def test_the_command(timeline, tmp_path, capsys):
     assert main(["trace", str(tmp_path / "none.json"), "--check"]) == 2
     broken.write_bytes(b"not a trace")
     assert main(["trace", str(broken)]) == 2
+
+
+def test_output_that_nobody_reads(timeline, tmp_path):
+    """`trace FILE | head` ended with "FILE: Broken pipe"."""
+    path = export.save(timeline, tmp_path / "trace.json")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "moe_a2a", "trace", str(path)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
