@@ -161,7 +161,7 @@ class ExpertParallel(CommunicatorClient):
         a rank whose object is closed cannot tell the others. On a GPU the others learn of the refusal at check() or at
         their next call, which then does not run; the handle that they got is closed from then on.
         """
-        core = self._open_core()
+        core = self._core_to_dispatch()
         routing = self._checked_routing(x, x_scales, handle, topk_idx, topk_weights)
         layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
         quantized = arguments.checked_quantize(self.rank, quantize)
@@ -278,7 +278,7 @@ class ExpertParallel(CommunicatorClient):
         num_blocks: int = 0,
     ) -> DispatchHandle:
         """The first half of dispatch(): returns when the rows are posted. The handle is not readable yet."""
-        core = self._open_core()
+        core = self._core_to_dispatch()
         routing = self._checked_routing(x, x_scales, handle, topk_idx, topk_weights)
         quantized = arguments.checked_quantize(self.rank, quantize)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
@@ -354,6 +354,12 @@ class ExpertParallel(CommunicatorClient):
         )
 
     _refuse_dispatch = calls.refuse_dispatch
+
+    def _core_to_dispatch(self) -> Any:
+        """Frees the buffer that a backward pass has left to its next call, which opens another one."""
+        if self._training is not None:
+            self._training.release_kept()
+        return self._open_core()
 
     def _dispatched(
         self, sent: Any, row_dtype: torch.dtype, routing: Any, x_scales: torch.Tensor | None

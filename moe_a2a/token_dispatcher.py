@@ -118,7 +118,6 @@ class TokenDispatcher:
         if num_max_routes is not None:
             num_max_routes = arguments.checked_int(self.ep.rank, "num_max_routes", num_max_routes, 1)
         arguments.check_not_transformed(self.ep.rank, "TokenDispatcher")
-        self._training.release_kept()
         exchange = _Exchange(self.ep, self._training, expert_alignment, num_max_routes)
         with exchange.combine_refused_if_failed():
             rows, weights = _Dispatch.apply(self._anchor, x, topk_weights, topk_idx, exchange)
@@ -186,7 +185,7 @@ class _Training:
         self._kept = exchange, handle
 
     def take_kept(self, exchange: _Exchange) -> DispatchHandle | None:
-        """The handle that combine's backward has left open, if it is this exchange's."""
+        """The handle that combine's backward has left open, if it is this exchange's and no dispatch came between."""
         if self._kept is None or self._kept[0] is not exchange:
             return None
         handle, self._kept = self._kept[1], None
@@ -330,7 +329,6 @@ class _Exchange:
     def _reopened(self, x: Tensor, topk_idx: Tensor) -> DispatchHandle:
         """Sends x along the same routes, with the index of its choice as the weight of each."""
         with calls.dispatch_refused_if_failed(self.ep):
-            self.training.release_kept()
             choices, x = choice_numbers(topk_idx), x.contiguous()
         return self._opened(x, topk_idx, choices)
 

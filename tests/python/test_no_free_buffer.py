@@ -8,8 +8,11 @@ import time
 import on_device
 import pytest
 import torch
+from gradients import leaf, make_batch, make_ep, make_weights, own_part
 from test_failed_calls import REFUSED, REFUSER, SALT, expected_output, run, small_batches  # noqa: F401  (a fixture)
 from test_handles import experts, good_call, make_inputs
+
+import moe_a2a
 
 pytestmark = on_device.TESTS
 
@@ -89,3 +92,24 @@ def test_a_rank_that_is_late_is_not_told_of_later_refusals(num_blocks):
 
     for _ in range(5):
         run(program)
+
+
+def run_partial_backward(group, seed):
+    with make_ep(group, num_buffers=1) as ep:
+        layer = moe_a2a.MoELayer(ep, *(leaf(w, ep) for w in own_part(ep, make_weights(ep, seed))))
+        batch = make_batch(ep, ep.rank, seed)
+        x, topk_idx, topk_weights = (tensor.to(ep.device) for tensor in (batch.x, batch.topk_idx, batch.topk_weights))
+        for follows in (
+            lambda: layer(x, topk_idx, topk_weights),
+            lambda: ep.dispatch(x, topk_idx).release(),
+            lambda: ep.dispatch_recv(ep.dispatch_send(x, topk_idx)).release(),
+        ):
+            layer(x, topk_idx, topk_weights).sum().backward(inputs=[layer.w_down])
+            with torch.no_grad():
+                follows()
+            on_device.settle(ep)
+
+
+def test_a_backward_pass_that_ends_early_leaves_no_buffer_taken(session_seed):
+    """Gradients of the experts only: the handle that combine's backward keeps for dispatch's, nobody could release."""
+    on_device.run(2, run_partial_backward, session_seed)
