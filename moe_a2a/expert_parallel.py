@@ -147,7 +147,8 @@ class ExpertParallel(CommunicatorClient):
                 layout="expert_major" takes an alignment (1 to 256).
             x_scales: with float8 x: [num_tokens, ceil(H / 128)] float32, or [num_tokens, ceil(H / 32)] uint8 or
                 float8_e8m0fnu (MXFP8). They travel bit for bit; every rank passes the same dtype.
-            quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448).
+            quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448). The same on every rank: a
+                rank takes the rows that it receives for rows like its own, and nothing compares them.
             num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
 
         Raises:
