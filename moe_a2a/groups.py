@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any, Protocol
 
@@ -79,6 +80,11 @@ class TorchGroup:
         if store is not None:
             made = Meetings(self.rank, self.num_ranks, StoreBoard(store))
             self.meetings = _meetings_of.setdefault(store, made)  # atomic: another thread may make one, too
+            if self.meetings.process != os.getpid():  # a forked child would post in its parent's name
+                raise RuntimeError(
+                    f"the process group of rank {self.rank} belongs to process {self.meetings.process} and this is process "
+                    f"{os.getpid()}, forked from it; call torch.distributed.init_process_group() in each process"
+                )
 
     def all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks

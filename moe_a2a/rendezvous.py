@@ -5,6 +5,7 @@ deadline which ranks did not arrive. After a failed meeting the group is as usab
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ class Meetings:
         self.board = board
         self.agreeing = threading.Lock()  # one thread of this rank at a time agrees on who is left
         self.successor: Any = None  # the SurvivorGroup that this rank is in since then
+        self.process = os.getpid()
         self._one_at_a_time = threading.RLock()
         self._number = 0
         self._posted: list[str] = []  # in the latest meeting

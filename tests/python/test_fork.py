@@ -103,6 +103,27 @@ def test_every_call_in_a_child_is_refused_and_the_parent_goes_on(num_blocks):
     ranks.run_processes(2, check_every_call_is_refused, num_blocks, timeout=40)
 
 
+def make_in_child(group):
+    def make():
+        with pytest.raises(
+            RuntimeError, match=rf"group of rank \d belongs to process {parent} .*forked from it; call torch"
+        ):
+            moe_a2a.Collectives(group, timeout=1)
+
+    parent = os.getpid()
+    moe_a2a.Collectives(group).close()
+    in_child(make)
+    group.barrier()
+    with moe_a2a.Collectives(group) as coll:
+        assert coll.all_reduce(torch.ones(1)).item() == coll.num_ranks
+
+
+@on_device.cpu_only
+def test_a_child_makes_no_object_on_its_parents_group():
+    """It posted in its parent's name, under the number of the meeting that the parent takes part in next."""
+    ranks.run_processes(2, make_in_child, timeout=40)
+
+
 def let_go_in_child(group, how):
     ep = moe_a2a.ExpertParallel(group, **CONFIG, num_blocks=3)
     good_call(ep)
