@@ -147,8 +147,8 @@ class ExpertParallel(CommunicatorClient):
                 layout="expert_major" takes an alignment (1 to 256).
             x_scales: with float8 x: [num_tokens, ceil(H / 128)] float32, or [num_tokens, ceil(H / 32)] uint8 or
                 float8_e8m0fnu (MXFP8). They travel bit for bit; every rank passes the same dtype.
-            quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448). The same on every rank: a
-                rank takes the rows that it receives for rows like its own, and nothing compares them.
+            quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448). Pass the same on every rank:
+                nothing compares them, and a rank reads what it receives as rows like its own.
             num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
 
         Raises:
@@ -329,8 +329,6 @@ class ExpertParallel(CommunicatorClient):
         core, key = self._open_core(), self._key_of(handle)
         arguments.check_optional_tensor(self.rank, "out", out)
         return core.combine_recv(key, out, arguments.checked_blocks(self.rank, num_blocks, self.num_blocks))
-
-    # ---- the rest
 
     def blocks_for(self, num_tokens: int) -> tuple[int, int]:
         """Blocks of a dispatch and of a combine of `num_tokens` tokens, if neither the call nor the object sets them."""

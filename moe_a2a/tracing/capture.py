@@ -37,8 +37,9 @@ class Trace:
     """Returned by trace(); call save() and summary() after its block has ended.
 
     All ranks enter and leave the block together: their clocks are compared at both ends, and the records are gathered at the
-    end. If a rank cannot begin, all raise its error's text. If the block ends with an exception on any rank, nothing is gathered: each rank keeps its own records, and its file
-    shows what its warps did last. The same holds for a HandleExchange, which has no channel to gather through."""
+    end. If a rank cannot begin, all raise its error's text. If the block ends with an exception on any rank, nothing is
+    gathered: each rank keeps its own records, and its file shows what its warps did last. The same holds for a
+    HandleExchange, which has no channel to gather through."""
 
     def __init__(self, clients: Sequence[Client], records_per_segment: int):
         self._clients, self._first = clients, clients[0]
