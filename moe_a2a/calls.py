@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError
+from moe_a2a.errors import CallMismatchError, PeerRefusedError, PeerTimeoutError, RoutingError
 from moe_a2a.graph_tracing import is_tracing
 from moe_a2a.handle import DispatchHandle, Owner
 
@@ -42,7 +42,7 @@ class HandleOwner(Called, Owner, Protocol):
 
 
 # Raised by kernels, or for an earlier call: every affected rank learns of it independently.
-REPORTS = (PeerTimeoutError, PeerRefusedError, RoutingError)
+REPORTS = (PeerTimeoutError, PeerRefusedError, RoutingError, CallMismatchError)
 
 
 def opens_a_handle(call: Call) -> Call:

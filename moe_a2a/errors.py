@@ -84,10 +84,11 @@ class PeerRefusedError(RuntimeError):
 
 
 class CallMismatchError(ValueError):
-    """Ranks made different calls of a Collectives: a different collective, count, dtype, operator or algorithm.
+    """Ranks made different calls. Of a Collectives: a different collective, count, dtype, operator or algorithm. Of an
+    ExpertParallel: some dispatched float8 rows, others not.
 
-    Raised on every rank, with the calls of this rank and of one that differs. Nothing was reduced, the call is over
-    on all ranks, and the object stays usable.
+    Raised on every rank, with the calls of this rank and of one that differs. The call is over on all ranks, without a
+    result, and the object stays usable.
 
     Attributes:
         peer: a rank whose call differs from this rank's.

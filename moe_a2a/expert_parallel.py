@@ -147,14 +147,14 @@ class ExpertParallel(CommunicatorClient):
                 layout="expert_major" takes an alignment (1 to 256).
             x_scales: with float8 x: [num_tokens, ceil(H / 128)] float32, or [num_tokens, ceil(H / 32)] uint8 or
                 float8_e8m0fnu (MXFP8). They travel bit for bit; every rank passes the same dtype.
-            quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448). Pass the same on every rank:
-                nothing compares them, and a rank reads what it receives as rows like its own.
+            quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448). On every rank or on none.
             num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
 
         Raises:
             ValueError, TypeError: an argument is wrong.
             RuntimeError: num_buffers handles are open, or the object is closed.
             PeerRefusedError: another rank's call failed.
+            CallMismatchError: another rank dispatched float8 rows and this one did not, or the reverse.
             PeerTimeoutError: a rank did not arrive.
 
         If this rank raises anything before its launch (even MemoryError or KeyboardInterrupt), the other ranks raise

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "comm/peer_errors.h"
 namespace moe_a2a {
 namespace {
 
@@ -54,8 +55,7 @@ void raise_mismatch(const Report& report) {
     what += own.is_direct() ? ", on tensors that empty() made in another order, or with other counts"
                             : ", divided by different counts";
   }
-  throw CallMismatch(what + "; make the same calls in the same order, with the same arguments, on every rank",
-                     report.peer);
+  throw CallMismatch(report, what + "; make the same calls in the same order, with the same arguments, on every rank");
 }
 
 }  // namespace moe_a2a

@@ -51,11 +51,6 @@ struct Announcement {
 // "all_reduce of 100 float32, sum, two_shot, q8"
 std::string describe(const Announcement& announcement);
 
-// Two ranks made different calls. Nothing was reduced on any rank; the object stays usable.
-struct CallMismatch : std::runtime_error {
-  CallMismatch(const std::string& what, int peer) : std::runtime_error(what), peer(peer) {}
-  int peer;
-};
 // For a report whose text holds the announcements of the peer and of the reporting rank, one after the other.
 [[noreturn]] void raise_mismatch(const Report& report);
 

@@ -27,7 +27,12 @@ struct PeerRefused : std::runtime_error {
   bool is_final;   // the call cannot be retried
 };
 
-// Throws one of the two. `vocabularies`: the client's and the communicator's.
+// Two ranks made different calls. The call is over on all ranks; the object stays usable.
+struct CallMismatch : PeerRefused {
+  using PeerRefused::PeerRefused;
+};
+
+// Throws one of the first two. `vocabularies`: the client's and the communicator's.
 [[noreturn]] void raise_report(const Report& report, const std::vector<const Vocabulary*>& vocabularies);
 
 }  // namespace moe_a2a

@@ -41,6 +41,9 @@ struct DispatchSendArgs {
   Rows x_scales;            // for float8 rows: [num_tokens, ceil(hidden / 128)] fp32
   bool quantize = false;    // rows travel as float8 with scales
   bool vector_rows = true;  // x allows 16-byte vector loads
+
+  MOE_A2A_HOST_DEVICE DType row_dtype() const { return quantize ? DType::kFloat8 : x_dtype; }
+  MOE_A2A_HOST_DEVICE uint32_t header() const { return BatchHeader::pack(num_tokens, row_dtype() == DType::kFloat8); }
 };
 
 // How the routes of the local experts are laid out in positions.

@@ -145,6 +145,7 @@ class ExpertParallel : public Client {
   // Also throws for bad routing. Calls on the hot path throw only for failed waits: the routing of earlier calls is not
   // their error.
   void raise_reported() override;
+  void raise_in_own_words(const Report& report) override;
 
   // Throws unless the handle is open, this object's, and at one of the two stages.
   void require(const DispatchHandle& handle, Stage stage, Stage or_stage, const char* call) const;

@@ -44,10 +44,6 @@ std::string MoeConfig::violation() const {
            ", the most that receivers can count; pass num_max_ll_tokens=" + text(ll_token_capacity()) + ", or less";
   }
   if (num_buffers < 1) return less_than_one("num_buffers", num_buffers);
-  if (route_capacity() > INT32_MAX) {
-    return "num_ranks * num_max_tokens_per_rank * num_topk = " + std::to_string(route_capacity()) + " > " +
-           std::to_string(INT32_MAX) + "; pass a smaller num_max_tokens_per_rank";
-  }
   return {};
 }
 

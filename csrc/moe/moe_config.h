@@ -11,12 +11,13 @@
 
 namespace moe_a2a {
 
-// The payload of a signal holds a number of tokens (signal.h); one value means "refused".
-inline constexpr int kMaxTokensPerRank = (1 << 20) - 2;
+// The payload of a signal holds a number of tokens and a bit (BatchHeader); one value means "refused".
+inline constexpr int kMaxTokensPerRank = (1 << 19) - 2;
 // A RouteEntry holds the expert in 16 bits, one value of which means "dropped", and its index in the chunk in the other
 // 16.
 inline constexpr int kMaxExperts = 65535;
 inline constexpr int kMaxTopk = 64;
+static_assert(int64_t{kMaxRanks} * kMaxTokensPerRank * kMaxTopk <= INT32_MAX, "routes are numbered by int32_t");
 // Limits of LL batches: their receiver counts in a block's shared memory. kMaxLlChoices is over all ranks' tokens.
 inline constexpr int kMaxLlTokens = 256;
 inline constexpr int kMaxLlChoices = 4096;

@@ -47,10 +47,23 @@ struct ErrorCounters {
   int32_t bad_token[kShown] = {};
 };
 
+// What a rank tells every other of its batch: the number of tokens, and whether their rows are float8. Either the rows
+// of all ranks are, or those of none.
+struct BatchHeader {
+  static constexpr uint32_t kRefused = Signal::kPayloadMask;  // no batch: see RefuseDispatch
+  static_assert(2 * kMaxTokensPerRank + 1 < kRefused);
+
+  MOE_A2A_HOST_DEVICE static uint32_t pack(int num_tokens, bool is_float8) {
+    return 2 * static_cast<uint32_t>(num_tokens) + is_float8;
+  }
+  MOE_A2A_HOST_DEVICE static int num_tokens(uint32_t header) { return static_cast<int>(header / 2); }
+  MOE_A2A_HOST_DEVICE static bool is_float8(uint32_t header) { return header % 2 == 1; }
+};
+
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
 struct MoeRegion {
   // ---- symmetric: written by the rank of the "src" index, read by the owner of the memory
-  Array<Signal, 3> table_signal;       // [B, R src, chunks of T]  payload of chunk 0: num_tokens, or kRefused
+  Array<Signal, 3> table_signal;       // [B, R src, chunks of T]  payload of chunk 0: a BatchHeader
   Array<RouteEntry, 4> table_route;    // [B, R src, T, K]
   Array<float, 4> table_weight;        // [B, R src, T, K]
   Array<int32_t, 3> table_landed_idx;  // [B, R src, T]  rows of its chunk that land here before it; -1: not here
@@ -89,7 +102,6 @@ struct MoeRegion {
   Array<int32_t, 2> sums_return_ll;            // [B, 1]  whether sums return as LL words: only if every batch's may
   Array<RankSet, 2> token_ranks;               // [B, T]  the ranks that each of this rank's tokens went to
 
-  static constexpr uint32_t kRefused = Signal::kPayloadMask;
   enum Launch { kDispatchSend, kCombineSend, kNumLaunches };
   enum RowOrder { kAllRows, kPeersRows, kNumOrders };  // kPeersRows omits the rank's own rows
 };

@@ -26,7 +26,7 @@ struct RefuseDispatch {
     leave_text(c, args.buffer, block, args.text);
     if (block.rank() != 0) return;
     const RankSet all = RankSet::all(c.heap.num_ranks);
-    signal_many(c.heap, all, c.region.table_signal.at(args.buffer, c.heap.rank, 0), epoch, MoeRegion::kRefused);
+    signal_many(c.heap, all, c.region.table_signal.at(args.buffer, c.heap.rank, 0), epoch, BatchHeader::kRefused);
     CombineSend::return_credit(c, args.buffer, epoch);
     refuse_combine(c, args.buffer, epoch, Refusal::kFinal);  // a peer may have queued its combine already
     c.region.epoch(args.buffer) = epoch;

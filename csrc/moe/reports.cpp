@@ -122,6 +122,15 @@ void ExpertParallel::raise_reported() {
   raise_bad_routing();
 }
 
+void ExpertParallel::raise_in_own_words(const Report& report) {
+  if (report.awaited != moe_kind::kOtherRows) return;
+  const std::string own = report.token == 0 ? "float8" : name_of(config().dtype);
+  const std::string theirs = report.token == 1 ? "float8" : name_of(config().dtype);
+  throw CallMismatch(report, "ranks disagree: rank " + std::to_string(report.rank) + " dispatched " + own +
+                                 " rows, rank " + std::to_string(report.peer) + " " + theirs +
+                                 "; pass rows of the same dtype, and the same quantize, on every rank");
+}
+
 // Where launches are queued, a refusal surfaces after its call. A launch's first report reopens the handle of a combine
 // that may be retried, or closes that of a refused dispatch (its number is 0 in a captured graph, which may be
 // replayed). Returns true for the reports of the launch's other warps, which may come once the handle is gone.

@@ -23,7 +23,8 @@ inline constexpr TraceKind kRoute{8},  // a chunk of the routing table: read, wr
     kSum{14},                          // the outputs of the local experts are summed into the memory of `peer`
     kGather{15},                       // a row is copied to its expert's positions; peer and token: its source
     kTile{16},                         // a tile of a local expert's product; token: the expert, polls: the tile's rows
-    kStoredWait{17};                   // for the tiles of a row of `token` that its sum needs
+    kStoredWait{17},                   // for the tiles of a row of `token` that its sum needs
+    kOtherRows{23};  // only in reports: rows of `peer` are float8 (token 1) or not (0), unlike this rank's
 }
 inline constexpr SliceName kMoeKinds[] = {{"route"},
                                           {"credit_wait", "credit"},

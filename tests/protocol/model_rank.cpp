@@ -139,18 +139,19 @@ bool ModelRank::sums_return_ll(int call) const {
 
 DispatchSendArgs ModelRank::dispatch_send_args(int call) const {
   const Input& in = input(rank(), call);
+  const Rows x = {reinterpret_cast<const std::byte*>(in.x.data()), shape_.hidden * int64_t{sizeof(float)}};
   return {.context = context_,
           .buffer = buffer(call),
           .num_tokens = num_tokens(call),
           .topk_idx = {in.topk_idx.data(), false},
           .topk_weights = in.topk_weights.data(),
-          .x = {reinterpret_cast<const std::byte*>(in.x.data()), shape_.hidden * int64_t{sizeof(float)}},
-          .x_dtype = DType::kFloat32,
-          .x_scales = {}};
+          .x = x,
+          .x_dtype = row_dtype(call),
+          .x_scales = x};
 }
 
 DispatchRecvArgs ModelRank::dispatch_recv_args(int call) const {
-  return {.context = context_, .buffer = buffer(call), .row_dtype = DType::kFloat32};
+  return {.context = context_, .buffer = buffer(call), .row_dtype = row_dtype(call)};
 }
 
 CombineSendArgs ModelRank::combine_send_args(int call) const {
@@ -293,13 +294,13 @@ void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const
   const RankSet all = RankSet::all(shape_.num_ranks);
   const int b = buffer(call);
   const uint64_t epoch = region.epoch(b);
-  const auto count = static_cast<uint32_t>(num_tokens(call));
+  const uint32_t header = BatchHeader::pack(num_tokens(call), false);
   const auto raise = [&](Signal* signal, uint64_t value, uint32_t payload = 0) {
     signal_many(context_.heap, all, signal, value, payload);
   };
   for (const Field field : fields) {
     if (!Explorer::running()->is_broken(Mutation::Kind::kRaisedEarly, field)) continue;
-    if (field == Field::kTableSignal) raise(region.table_signal.at(b, rank(), 0), epoch + 1, count);
+    if (field == Field::kTableSignal) raise(region.table_signal.at(b, rank(), 0), epoch + 1, header);
     if (field == Field::kDispatchCredit) raise(region.dispatch_credit.at(b, rank()), epoch);
     if (field == Field::kCombineRefusal) raise(region.combine_refusal.at(b, rank()), epoch, attempt_);
     for (int i = 0; i < shape_.num_max_tokens; ++i) {

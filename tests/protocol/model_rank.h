@@ -31,6 +31,7 @@ struct Shape {
   uint64_t first_epoch = 0;  // uses of the buffers before the first call
   bool presummed = false;    // the caller of combine weights and sums
   bool coded = false;        // sums travel in a line codec in every second call
+  int call_of_float8 = -1;   // in which only rank 1 dispatches float8 rows
   Routing routing;
 };
 
@@ -116,6 +117,9 @@ class ModelRank {
   }
   bool sums_return_ll(int call) const;
   int buffer(int call) const { return call % shape_.num_buffers; }
+  DType row_dtype(int call) const {
+    return rank() == 1 && call == shape_.call_of_float8 ? DType::kFloat8 : DType::kFloat32;
+  }
   bool is_coded(int call) const { return shape_.coded && call % 2 == 0; }
   DispatchSendArgs dispatch_send_args(int call) const;
   DispatchRecvArgs dispatch_recv_args(int call) const;

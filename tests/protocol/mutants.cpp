@@ -99,6 +99,7 @@ std::vector<Mutant> all_mutants() {
       {Kind::kStoreLost, "not raised", {kTable}, "refuse_dispatch"},
       {Kind::kStoreLost, "not raised", {kCredit}, "refuse_dispatch"},
       {Kind::kStoreLost, "not raised", {kCredit}, "release"},
+      {Kind::kStoreLost, "not raised", {kRefusal}, "dispatch_recv"},
       {Kind::kStoreLost, "not raised", {kTable}, kSmallSend},
       {Kind::kStoreLost, "not raised", {kRow, kLlChoices}, kMediumSend},
       {Kind::kStoreLost, "not sent", {kLlChoices, kLlRow, kLlSum}},

@@ -192,6 +192,25 @@ Scenario refused_dispatch() {
           }};
 }
 
+// In call 1 only rank 1 dispatches float8 rows. Each rank refuses the other's, and releases the handle, or its combine
+// was queued and is refused, too.
+Scenario other_rows(bool queues_combine) {
+  return {.name = queues_combine ? "rows of two dtypes, combine queued" : "rows of two dtypes",
+          .shape = {.num_topk = 2, .num_calls = 3, .call_of_float8 = 1, .routing = to_everybody(1, 2)},
+          .program = [=](ModelRank& rank) {
+            Program program;
+            append_dispatch(program, rank, 0);
+            append_combine(program, rank, 0);
+            append_dispatch(program, rank, 1);
+            if (queues_combine) append(program, {rank.combine_send(1), rank.combine_recv(1)});
+            append(program, {rank.expect_refusal(1 - rank.rank(), false)});
+            if (!queues_combine) append(program, {rank.release(1)});
+            append_dispatch(program, rank, 2);
+            append_combine(program, rank, 2);
+            return program;
+          }};
+}
+
 // Rank 1 refuses its first combine and makes a second attempt.
 Scenario refused_combine() {
   return {.name = "a refused combine",
@@ -316,6 +335,8 @@ std::vector<Scenario> all_scenarios() {
           two_open(2),
           released(),
           refused_dispatch(),
+          other_rows(false),
+          other_rows(true),
           refused_combine(),
           abandoned_combine(),
           refused_twice(),
@@ -338,10 +359,12 @@ std::vector<Scenario> all_scenarios() {
           as_medium(empty_pairs()),
           as_medium(changing_routing()),
           as_medium(refused_dispatch()),
+          as_medium(other_rows(true)),
           as_medium(missing_rank()),
           as_medium(late_rank()),
           mixed(false),
           mixed(true),
+          as_small(other_rows(true)),
           as_small(one_launch(false)),
           as_small(one_launch(true)),
           with_row_sums(as_small(one_launch(false))),

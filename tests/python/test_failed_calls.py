@@ -375,3 +375,25 @@ def test_nobody_is_to_be_told_once_a_rank_is_lost(caplog):
 )
 def test_words_of_any_error_can_be_sent(error):
     assert calls.words_of(error).encode()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 0])
+@pytest.mark.parametrize("queues_combine", [False, True])
+def test_float8_rows_on_one_rank_only(num_tokens, queues_combine):
+    """The ranks took what they received for rows like their own: NaNs and 1e38, without an error."""
+
+    def program(ep, group):
+        is_float8 = group.rank == REFUSER
+        own, other = ("float8", r"rank \d float32") if is_float8 else ("float32", f"rank {REFUSER} float8")
+        inputs = make_inputs(ep, SALT, num_tokens if is_float8 else 5)
+        with pytest.raises(
+            moe_a2a.CallMismatchError, match=f"rank {ep.rank} dispatched {own} rows, {other};"
+        ) as raised:
+            handle = ep.dispatch(*inputs, quantize="fp8" if is_float8 else None)
+            if queues_combine:  # only on a GPU: on the CPU dispatch() has raised
+                sums = inputs[0].new_zeros(ep.num_ranks * ep.num_max_tokens_per_rank, ep.hidden)
+                ep.combine(sums, handle, presummed=True)
+            on_device.settle(ep)
+        assert (raised.value.peer == REFUSER) != is_float8
+
+    run(program)

@@ -110,11 +110,12 @@ class RoutingExchange {
         if (is_small(src)) {
           ASSERT_EQ(region.table_signal(buffer_, src, 0).word, 0u);
           uint32_t seen = 0;
-          ASSERT_EQ(find_ll_tokens(heaps_.context[r], buffer_, src, kEpoch, &seen), num_tokens > 0);
-          ASSERT_TRUE(num_tokens == 0 || seen == static_cast<uint32_t>(num_tokens));
+          ASSERT_EQ(find_ll_header(heaps_.context[r], buffer_, src, kEpoch, &seen), num_tokens > 0);
+          ASSERT_TRUE(num_tokens == 0 || seen == BatchHeader::pack(num_tokens, false));
           continue;
         }
-        ASSERT_EQ(region.table_signal(buffer_, src, 0).word, Signal::pack(kEpoch, num_tokens));
+        ASSERT_EQ(region.table_signal(buffer_, src, 0).word,
+                  Signal::pack(kEpoch, BatchHeader::pack(num_tokens, false)));
         for (int chunk = 1; chunk < num_chunks(num_tokens); ++chunk) {
           ASSERT_EQ(region.table_signal(buffer_, src, chunk).word, Signal::pack(kEpoch, 0));
         }

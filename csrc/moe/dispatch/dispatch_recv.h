@@ -12,6 +12,25 @@ MOE_A2A_RARE void give_up(const DispatchRecvArgs& args) {
   atomic_store<Order::kRelaxed, Scope::kDevice>(args.context.region.has_given_up.data, 1u);
 }
 
+// The rows of site.peer are of another dtype: nothing of its batch is used. It finds the same, and may have queued its
+// combine already.
+MOE_A2A_RARE void refuse_rows(const DispatchRecvArgs& args, WaitSite site, uint64_t epoch) {
+  const Context& c = args.context;
+  site.awaited = moe_kind::kOtherRows;
+  site.token = args.row_dtype != DType::kFloat8;
+  write_report(c.wait, c.heap, site, Reason::kRefused, static_cast<uint32_t>(args.number), epoch, 0, 0);
+  signal_many(c.heap, RankSet::only(site.peer), c.region.combine_refusal.at(args.buffer, c.heap.rank), epoch,
+              Refusal::kFinal);
+}
+
+// Whether `src` has tokens although refuse_rows() has set their number to 0. (Only LL words are read: what has arrived
+// as a table has raised its signal.)
+MOE_A2A_RARE bool is_refused(const DispatchRecvArgs& args, int src, uint64_t epoch) {
+  uint32_t header = 0;
+  return args.context.config.num_max_ll_tokens > 0 && find_ll_header(args.context, args.buffer, src, epoch, &header) &&
+         BatchHeader::num_tokens(header) > 0;
+}
+
 struct DispatchRecv {
   using Args = DispatchRecvArgs;
   static constexpr const char* kName = "dispatch_recv";
@@ -70,28 +89,32 @@ struct DispatchRecv {
 
  private:
   // Fills the warp's num_tokens [num_ranks] with the number of tokens that each rank has sent, by either wire. A rank
-  // that refused has sent none.
+  // that refused has sent none, and one with rows of another dtype none that are of use.
   MOE_A2A_DEVICE static bool receive_headers(const Args& args, const Warp& warp, int32_t* num_tokens, uint64_t epoch) {
     const Context& c = args.context;
     bool good = true;
     for (int r = warp.rank(); r < c.heap.num_ranks; r += warp.size()) {
-      uint32_t payload = 0;
+      uint32_t header = 0;
       const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, r, -1, args.buffer};
       const Signal* signal = c.region.table_signal.at(args.buffer, r, 0);
-      good &= wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
+      const bool is_here = wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
         // In flight together with the LL word: one after the other they would double the time of a poll.
         const uint64_t polled = atomic_load<Order::kRelaxed, Scope::kSystem>(&signal->word);
-        if (c.config.num_max_ll_tokens > 0 && find_ll_tokens(c, args.buffer, r, epoch, &payload)) return true;
+        if (c.config.num_max_ll_tokens > 0 && find_ll_header(c, args.buffer, r, epoch, &header)) return true;
         seen = polled;
         // Pairs with RoutingTable::send() and RefuseDispatch.
-        return Signal::reached(polled, epoch) && has_arrived(signal, epoch, seen, &payload);
+        return Signal::reached(polled, epoch) && has_arrived(signal, epoch, seen, &header);
       });
-      if (payload == MoeRegion::kRefused) {
+      good &= is_here;
+      num_tokens[r] = BatchHeader::num_tokens(header);
+      if (header == BatchHeader::kRefused) {
         write_report(c.wait, c.heap, site, Reason::kRefused, static_cast<uint32_t>(args.number), epoch,
-                     Signal::pack(epoch, payload), 0);
-        payload = 0;
+                     Signal::pack(epoch, header), 0);
+        num_tokens[r] = 0;
+      } else if (is_here && BatchHeader::is_float8(header) != (args.row_dtype == DType::kFloat8)) {
+        refuse_rows(args, site, epoch);
+        num_tokens[r] = 0;
       }
-      num_tokens[r] = static_cast<int32_t>(payload);
     }
     return !warp.any(!good);  // also lets all lanes read num_tokens
   }
@@ -162,14 +185,16 @@ struct DispatchRecv {
   }
 
   // The signals that accompany small batches: once one is acquired, this rank may write where its sender read sums
-  // before. (For other batches each row's signal gives that order.) Pairs with the release in DispatchSend::announce().
+  // before. (For other batches each row's signal gives that order.) A medium batch announces nothing. Pairs with the
+  // release in DispatchSend::announce().
   MOE_A2A_DEVICE static bool see_announcements(const Args& args, const Block& block, const int32_t* num_tokens,
                                                uint64_t epoch) {
     const Context& c = args.context;
     bool good = true;
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
       const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, r};
-      if (is<SmallBatch>(c.config, num_tokens[r], args.row_dtype)) {
+      if (is<SmallBatch>(c.config, num_tokens[r], args.row_dtype) &&
+          !(num_tokens[r] == 0 && is_refused(args, r, epoch))) {
         good &= wait_for(c.region.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap);
       }
     }

@@ -66,18 +66,15 @@ struct DispatchSend {
   using Args = DispatchSendArgs;
   static constexpr const char* kName = "dispatch_send";
 
-  MOE_A2A_HOST_DEVICE static DType sent_dtype(const Args& args) {
-    return args.quantize ? DType::kFloat8 : args.x_dtype;
-  }
   MOE_A2A_HOST_DEVICE static RowLayout sent_layout(const Args& args) {
-    return args.context.config.row(sent_dtype(args));
+    return args.context.config.row(args.row_dtype());
   }
   MOE_A2A_HOST_DEVICE static bool sends_ll_rows(const Args& args) {
-    return args.context.config.sends_ll_rows(args.num_tokens, sent_dtype(args));
+    return args.context.config.sends_ll_rows(args.num_tokens, args.row_dtype());
   }
   template <class F>
   MOE_A2A_DEVICE static auto with_batch(const Args& args, const F& f) {
-    return moe_a2a::with_batch(args.context.config, args.num_tokens, sent_dtype(args), f);
+    return moe_a2a::with_batch(args.context.config, args.num_tokens, args.row_dtype(), f);
   }
 
   template <class Wire>
@@ -231,10 +228,9 @@ struct DispatchSend {
     if (grid.rank() != grid.size() - 1) return;
     if (block.rank() == block.size() - 1) {
       signal_earlier_launches(c.heap, RankSet::all(c.heap.num_ranks),
-                              c.region.table_signal.at(args.buffer, c.heap.rank, 0), epoch,
-                              static_cast<uint32_t>(args.num_tokens));
+                              c.region.table_signal.at(args.buffer, c.heap.rank, 0), epoch, args.header());
     }
-    if (args.num_tokens == 0 && block.rank() == 0) send_choice(c, args.buffer, 0, 0, 0, -1, 0, epoch);
+    if (args.num_tokens == 0 && block.rank() == 0) send_choice(c, args.buffer, args.header(), 0, 0, -1, 0, epoch);
   }
 
   // Prefetches what a warp's first unit reads, overlapping the wait for credits.

@@ -1,5 +1,5 @@
 // The choices of a small or medium batch's tokens as LL words. Each is self-contained, so a receiver needs nothing else
-// from that rank: expert, weight, and the number of tokens. A rank without tokens sends one choice that says so.
+// from that rank: expert, weight, and the batch's header. A rank without tokens sends one choice that says so.
 #pragma once
 
 #include <bit>
@@ -17,10 +17,9 @@ MOE_A2A_DEVICE LlWord* ll_choice_at(const Context& c, int buffer, int src, int t
 }
 
 // Called by one thread; sends to every rank.
-MOE_A2A_DEVICE void send_choice(const Context& c, int buffer, int num_tokens, int token, int k, int32_t expert,
+MOE_A2A_DEVICE void send_choice(const Context& c, int buffer, uint32_t header, int token, int k, int32_t expert,
                                 float weight, uint64_t epoch) {
-  const uint32_t dword[3] = {static_cast<uint32_t>(expert), std::bit_cast<uint32_t>(weight),
-                             static_cast<uint32_t>(num_tokens)};
+  const uint32_t dword[3] = {static_cast<uint32_t>(expert), std::bit_cast<uint32_t>(weight), header};
   LlWord* local = ll_choice_at(c, buffer, c.heap.rank, token, k);
   for (int w = 0; w < kWordsPerChoice; ++w) {
     LlWord word;
@@ -37,18 +36,18 @@ MOE_A2A_DEVICE void send_choices(const DispatchSendArgs& args, const Warp& warp,
   for (int k = warp.rank(); k < c.config.num_topk; k += warp.size()) {
     const float weight = weight_of_choice(args, token, k);  // loaded first, so that neither load waits for the other
     const int32_t expert = checked_choice(args, token, k);
-    send_choice(c, args.buffer, args.num_tokens, token, k, expert, weight, epoch);
+    send_choice(c, args.buffer, args.header(), token, k, expert, weight, epoch);
     if (expert >= 0) ranks.insert(rank_of_expert(c.config, expert));
   }
   ranks.bits = warp.reduce_or(ranks.bits);
   if (warp.rank() == 0) c.region.token_ranks(args.buffer, token) = ranks;
 }
 
-// Reads the number of tokens of `src`; true if its first choice has arrived.
-MOE_A2A_DEVICE bool find_ll_tokens(const Context& c, int buffer, int src, uint64_t epoch, uint32_t* num_tokens) {
+// Reads the header of `src`; true if its first choice has arrived.
+MOE_A2A_DEVICE bool find_ll_header(const Context& c, int buffer, int src, uint64_t epoch, uint32_t* header) {
   uint64_t seen;
   const LlWord word = load_ll(ll_choice_at(c, buffer, src, 0, 0) + 2 / kLlData);
-  *num_tokens = word.data[2 % kLlData];
+  *header = word.data[2 % kLlData];
   return has_epoch(word, epoch, seen);
 }
 

@@ -53,7 +53,7 @@ class RoutingTable {
       block_.release_sync();
       if (block_.rank() == 0) {
         // Pairs with the acquires in dispatch_recv: receive_headers() and ChunkTable::receive().
-        const uint32_t payload = chunk == 0 ? static_cast<uint32_t>(args_.num_tokens) : 0;
+        const uint32_t payload = chunk == 0 ? args_.header() : 0;
         signal_many(heap_, RankSet::all(heap_.num_ranks), mine(region_.table_signal, chunk), epoch, payload);
       }
       record(args_.context.trace(), block_, {.kind = moe_kind::kRoute, .begin = start, .token = first_token_});
