@@ -50,7 +50,7 @@ test-cpp: .venv/dependencies
 
 test-python: setup
 	.ci/system_packages.sh test
-	$(BIN)/python -m pytest tests -m 'not alone' -n 3 --dist worksteal --ignore tests/structure/test_headers.py
+	$(BIN)/python -m pytest tests -m 'not alone' -n 5 --dist worksteal --ignore tests/structure/test_headers.py
 	$(BIN)/python -m pytest $$(grep -l 'mark\.alone' tests/python/*.py) -m alone
 
 test-gpu: setup
