@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LAYOUTS = ("rows", "expert_major", "masked")
 MAX_EXPERT_ALIGNMENT = 256
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ROW_DTYPE_NAMES = ("float32", "float16", "bfloat16")
+ROW_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES)
 MAX_INT = 2**31 - 1
 MAX_RANKS = 64  # of a communicator
 MAX_COUNT = 2**40  # rows of a tensor that is split over ranks

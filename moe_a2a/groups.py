@@ -34,8 +34,7 @@ class ThreadGroup:
         self.meetings = Meetings(rank, num_ranks, board)
 
     def all_gather(self, value: Any) -> list[Any]:
-        with self.meetings.begin("call all_gather() of its thread_group") as meeting:
-            return meeting.all_gather(value, self.TIMEOUT_SECONDS)
+        return self.meetings.all_gather("call all_gather() of its thread_group", value, self.TIMEOUT_SECONDS)
 
 
 def thread_group(num_ranks: int) -> list[ThreadGroup]:

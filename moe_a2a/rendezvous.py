@@ -41,6 +41,11 @@ class Meetings:
             before, self._posted = self._posted, []
             yield Meeting(self, f"{self._number}", what, before)
 
+    def all_gather(self, what: str, value: Any, timeout: float) -> list[Any]:
+        """A meeting of one exchange."""
+        with self.begin(what) as meeting:
+            return meeting.all_gather(value, timeout)
+
 
 class Meeting:
     """A sequence of exchanges. When a rank leaves one of them, all ranks leave."""

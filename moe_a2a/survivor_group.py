@@ -37,8 +37,7 @@ class SurvivorGroup:
         self.lost = lost
 
     def all_gather(self, value: Any) -> list[Any]:
-        with self.meetings.begin("call all_gather() of its SurvivorGroup") as meeting:
-            return meeting.all_gather(value, self.TIMEOUT_SECONDS)
+        return self.meetings.all_gather("call all_gather() of its SurvivorGroup", value, self.TIMEOUT_SECONDS)
 
     def __repr__(self) -> str:
         return f"SurvivorGroup(rank {self.rank} of {self.num_ranks}, original ranks {self.ranks}, lost {self.lost})"

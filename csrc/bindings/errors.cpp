@@ -3,7 +3,7 @@
 #include "arch/interrupt.h"
 #include "bindings/python.h"
 #include "bindings/signals.h"
-#include "collectives/announcement.h"
+#include "comm/peer_errors.h"
 #include "moe/expert_parallel.h"
 
 namespace moe_a2a::bindings {

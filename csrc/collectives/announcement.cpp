@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "comm/peer_errors.h"
+
 namespace moe_a2a {
 namespace {
 

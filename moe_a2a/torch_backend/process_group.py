@@ -42,8 +42,7 @@ class _StoreGroup:
         self.meetings = Meetings(rank, num_ranks, StoreBoard(store))
 
     def all_gather(self, value: Any) -> list[Any]:
-        with self.meetings.begin("call all_gather() of its process group") as meeting:
-            return meeting.all_gather(value, self._timeout)
+        return self.meetings.all_gather("call all_gather() of its process group", value, self._timeout)
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads describe calls, not overrides
