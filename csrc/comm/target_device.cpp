@@ -7,11 +7,13 @@ inline namespace MOE_A2A_TARGET {
 
 class TargetDevice final : public Device {
  public:
-  explicit TargetDevice(int index) : Device({}), machine_(index) { site_ = machine_.launch_site(); }
+  explicit TargetDevice(int index) : Device({}), machine_(index), max_blocks_(machine_.max_blocks()) {
+    site_ = machine_.launch_site();
+  }
 
   const char* name() const override { return Machine::kName; }
   int default_blocks() const override { return Machine::kDefaultBlocks; }
-  int max_blocks() const override { return machine_.max_blocks(); }
+  int max_blocks() const override { return max_blocks_; }
   int warps_per_block() const override { return kBlockThreads / kWarpSize; }
   bool is_synchronous() const override { return Machine::is_synchronous(); }
   bool needs_aligned_vectors() const override { return kAlignedVectors; }
@@ -44,6 +46,7 @@ class TargetDevice final : public Device {
 
  private:
   Machine machine_;
+  const int max_blocks_;  // asked once: every call reads it
 };
 
 }  // namespace MOE_A2A_TARGET

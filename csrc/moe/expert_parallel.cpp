@@ -136,11 +136,11 @@ bool ExpertParallel::launches_halves() const { return device_->is_synchronous() 
 
 // ---- the steps
 
-DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer, const LaunchPlace& place) const {
+DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer, DispatchNumber number) const {
   const bool aligned = (reinterpret_cast<uint64_t>(input.x.data) | static_cast<uint64_t>(input.x.stride)) % 16 == 0;
   return {.context = context_,
           .buffer = buffer,
-          .number = number_of_next(buffer, place),
+          .number = number,
           .num_tokens = input.num_tokens,
           .topk_idx = input.topk_idx,
           .topk_weights = input.topk_weights,
@@ -151,10 +151,10 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffe
           .vector_rows = aligned || !device_->needs_aligned_vectors()};
 }
 
-DispatchRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, const LaunchPlace& place) const {
+DispatchRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, uint64_t number) const {
   return {.context = context_,
           .buffer = handle.buffer,
-          .number = device_->is_capturing(place.stream) ? 0 : handle.number,
+          .number = number,
           .layout = handle.layout,
           .expert_alignment = handle.expert_alignment,
           .row_dtype = handle.row_dtype};
@@ -176,7 +176,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
   raise_waits();
   const int buffer = next_buffer(place), num_blocks = dispatch_blocks(input.num_tokens, place);
   auto handle = make_handle(input, buffer);
-  launch(send_args(input, buffer, place), num_blocks, place.stream);
+  launch(send_args(input, buffer, number_of_next(buffer, place)), num_blocks, place.stream);
   if (device_->is_synchronous()) {
     try {
       raise_waits();
@@ -196,7 +196,8 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   require(handle, Stage::kSent, Stage::kSent, "dispatch_recv");
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
-  launch(recv_args(handle, place), dispatch_blocks(handle.num_tokens, place), place.stream);
+  const uint64_t number = device_->is_capturing(place.stream) ? 0 : handle.number;
+  launch(recv_args(handle, number), dispatch_blocks(handle.num_tokens, place), place.stream);
   handle.stage = Stage::kReceived;
   try {
     after_launch();
@@ -224,8 +225,9 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   handle->layout = layout;
   handle->expert_alignment = expert_alignment;
   handle->stage = Stage::kReceived;
-  launch(DispatchArgs{.send = send_args(input, buffer, place),
-                      .recv = recv_args(*handle, place),
+  const DispatchNumber number = number_of_next(buffer, place);
+  launch(DispatchArgs{.send = send_args(input, buffer, number),
+                      .recv = recv_args(*handle, number.number),
                       .num_send_blocks = dispatch_senders(num_blocks)},
          num_blocks, place.stream);
   take(buffer, handle);

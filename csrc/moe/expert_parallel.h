@@ -159,9 +159,9 @@ class ExpertParallel : public Client {
   void refuse_any_buffer(const std::string& why, const LaunchPlace& place);
   void take(int buffer, const std::shared_ptr<DispatchHandle>& handle);
   std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
-  DispatchSendArgs send_args(const DispatchInput& input, int buffer, const LaunchPlace& place) const;
+  DispatchSendArgs send_args(const DispatchInput& input, int buffer, DispatchNumber number) const;
   CombineSendArgs send_args(const DispatchHandle& handle, const CombineInput& input) const;
-  DispatchRecvArgs recv_args(const DispatchHandle& handle, const LaunchPlace& place) const;
+  DispatchRecvArgs recv_args(const DispatchHandle& handle, uint64_t number) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
   void keep_own_sums(DispatchHandle& handle, const CombineSendArgs& send);
   void finish_combine(DispatchHandle& handle);
