@@ -16,6 +16,9 @@ import on_device
 import pytest
 import torchrun
 
+import moe_a2a
+from moe_a2a import arguments
+
 pytestmark = on_device.TESTS
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +58,24 @@ def test_the_examples_of_a_page_run(page, tmp_path):
 def test_readme_has_examples():
     shown = [block for block, _ in BLOCK.findall((ROOT / "README.md").read_text()) if block]
     assert len(shown) >= 3 and "ExpertParallel" in shown[0]
+
+
+@on_device.cpu_only
+def test_the_limits_in_readme_are_those_of_the_code():
+    text = (ROOT / "README.md").read_text()
+    ranks, tokens = (
+        int(n.replace(",", "")) for n in re.findall(r"At most (\d+) ranks, ([\d,]+) tokens per rank", text)[0]
+    )
+    assert ranks == arguments.MAX_RANKS
+    with pytest.raises(ValueError, match=f"num_max_tokens_per_rank={tokens + 1} > {tokens};"):
+        moe_a2a.ExpertParallel(
+            moe_a2a.thread_group(1)[0],
+            num_experts=1,
+            num_topk=1,
+            hidden=16,
+            num_max_tokens_per_rank=tokens + 1,
+            device="cpu",
+        )
 
 
 @on_device.cpu_only
