@@ -86,9 +86,12 @@ def against_gloo(name: str) -> str:
 def halves(file: str) -> str:
     folder = file.split("/")[0]
     kinds = {kind: times_by_size(f"{folder}/{kind}") for kind in ("reduce_scatter", "all_gather")}
+    titles = {"moe_a2a": "", "moe_a2a direct": " / direct", "nccl": " / NCCL"}
+    measured = set(next(iter(kinds["all_gather"].values())))
+    systems = [system for system in titles if system in measured]
     rows = [
-        [f"`{kind}` / direct / NCCL"]
-        + [" / ".join(us(of[system]) for system in ("moe_a2a", "moe_a2a direct", "nccl")) for of in times.values()]
+        [f"`{kind}`" + "".join(titles[system] for system in systems)]
+        + [" / ".join(us(of[system]) for system in systems) for of in times.values()]
         for kind, times in kinds.items()
     ]
     return table(["KiB of all ranks", *(str(size >> 10) for size in kinds["all_gather"])], rows)
@@ -173,16 +176,13 @@ def first_measured(
     return None
 
 
-def dispatch_combine(
-    name: str, part: str, by: str, columns: Callable[[Find], list[str]], tokens: int | None = None
-) -> list[list[str]]:
-    """A row per value of `by`, "tokens" or "blocks"; tokens: keeps only this number. columns(find): find(system, step, *modes)
-    is the time of the first measured mode, captured rather than eager; "" if none was measured."""
+def dispatch_combine(name: str, columns: Callable[[Find], list[str]]) -> list[list[str]]:
+    """A row per number of tokens. columns(find): find(system, step, *modes) is the time of the first measured mode, captured
+    rather than eager; "" if none was measured."""
     of_row: dict[int, list[dict[str, Any]]] = {}
     for record in results(name)["records"]:
-        is_wanted = record["part"] == part and record["launch"] in ("graph", "eager") and record[by] is not None
-        if is_wanted and tokens in (None, record["tokens"]):
-            of_row.setdefault(record[by], []).append(record)
+        if record["part"] == "tokens" and record["launch"] in ("graph", "eager"):
+            of_row.setdefault(record["tokens"], []).append(record)
 
     def row(records: list[dict[str, Any]]) -> list[str]:
         def find(system: str, step: str, *modes: str, what: str = "median_us") -> str:
@@ -227,13 +227,7 @@ def by_tokens(name: str, baselines: dict[str, str], library: str = "NCCL") -> st
 
     header = ["tokens per rank", *OURS_COLUMNS, "floor: dispatch bf16 / fp8 / combine"]
     header += [f"{title}, {library}" for title in baselines.values()]
-    return table(header, dispatch_combine(name, "tokens", "tokens", columns))
-
-
-def by_blocks(name: str) -> str:
-    return table(
-        ["blocks, 4096 tokens", *OURS_COLUMNS], dispatch_combine(name, "blocks", "blocks", of_ours, tokens=4096)
-    )
+    return table(header, dispatch_combine(name, columns))
 
 
 BARE_NCCL = "bare all_gather + reduce_scatter, NCCL"
@@ -264,7 +258,7 @@ def with_deep_ep(name: str) -> str:
         "NCCL all-gather / reduce-scatter",
         "floor bf16",
     ]
-    return table(header, dispatch_combine(name, "tokens", "tokens", columns))
+    return table(header, dispatch_combine(name, columns))
 
 
 def summary(name: str) -> str:
@@ -299,6 +293,7 @@ def chains(name: str) -> str:
     """us per pair of dispatch and combine, ten pairs in a captured graph."""
     systems = {
         "bf16, sums in `combine()`": (OURS, "rows"),
+        "bf16, presummed": (OURS, "presummed"),
         "fp8, presummed": (OURS, "fp8+presummed"),
         "NCCL all-gather + reduce-scatter": (BARE_NCCL, "rows"),
     }
@@ -306,7 +301,10 @@ def chains(name: str) -> str:
     for record in results(name)["records"]:
         if record["launch"] == "chain":
             times.setdefault(record["tokens"], {})[record["system"], record["mode"]] = record["median_us"]
-    rows = [[title, *(us(of[system]) for of in times.values())] for title, system in systems.items()]
+    measured = set(next(iter(times.values())))
+    rows = [
+        [title, *(us(of[system]) for of in times.values())] for title, system in systems.items() if system in measured
+    ]
     return table(["tokens per rank", *map(str, times)], rows)
 
 
@@ -327,17 +325,17 @@ TABLES: dict[str, tuple[Callable[[str], str], str]] = {
     "all_reduce of H100": (all_reduce, "h100_2/all_reduce"),
     "all_reduce of 4": (all_reduce, "h100_4/all_reduce"),
     "halves": (halves, "h200_2/reduce_scatter"),
+    "halves of 4": (halves, "h100_4/reduce_scatter"),
     "against gloo": (against_gloo, "cpu/all_reduce"),
     "layer": (layer, "h200_2/layer"),
     "layer of 4": (layer, "h200_4/layer"),
+    "layer of 4 H100": (layer, "h100_4/layer"),
     "experts": (partial(experts, ours="moe_a2a", peers=("torch._grouped_mm", "DeepGEMM")), "h200_1/experts"),
     "experts float8": (partial(experts, ours="moe_a2a fp8", peers=("DeepGEMM fp8",)), "h200_1/experts"),
     "layer alone": (layer_alone, "h200_1/layer"),
-    "tokens of 2": (partial(by_tokens, baselines=PROGRAMS), "h200_2/dispatch_combine"),
     "tokens of 4": (partial(by_tokens, baselines=COLLECTIVES), "h200_4/dispatch_combine"),
     "tokens on the CPU": (partial(by_tokens, baselines=PROGRAMS, library="gloo"), "cpu/dispatch_combine"),
-    "blocks of 2": (by_blocks, "h200_2/dispatch_combine"),
-    "micro batches": (micro_batches, "h200_2/micro_batches"),
+    "micro batches": (micro_batches, "h100_4/micro_batches"),
     "with DeepEP": (with_deep_ep, "h200_2/with_deep_ep"),
     "with DeepEP of 4": (with_deep_ep, "h100_4/with_deep_ep"),
     "chains": (chains, "h200_2/with_deep_ep"),

@@ -1,7 +1,9 @@
-"""Makes the pictures of docs/tracing.md from traces of the scripts beside this file:
+"""Makes the pictures of Perfetto in the docs:
 
 MOE_A2A_DEVICE=cpu torchrun --nproc-per-node 4 profiling/trace_slow_rank.py --blocks 1 --output slow_rank.pftrace
-python profiling/screenshots.py slow_rank.pftrace docs/images
+python profiling/screenshots.py slow_rank.pftrace docs/images       # docs/tracing.md
+python -m moe_a2a bench micro_batches --blocks 16,32,24 --trace turns.json
+python profiling/screenshots.py turns.json docs/images              # docs/benchmarks.md
 """
 
 from __future__ import annotations
@@ -24,8 +26,12 @@ where rank.name = 'rank 0' and sink.track_id != source.track_id and sink.dur bet
 """
 
 
-def main(trace: str, folder: str) -> None:
-    images = Path(folder)
+KERNELS = (
+    "select min(ts) - trace_start() as begin, max(ts + dur) - trace_start() as end from slice where category = 'kernel'"
+)
+
+
+def of_slow_rank(trace: str, images: Path) -> None:
     with opened(trace, height=1250) as ui:
         ui.run("ToggleLeftSidebar")
         ui.screenshot(images / "tracing_first_screen.png", height=450)
@@ -37,6 +43,20 @@ def main(trace: str, folder: str) -> None:
         ui.show(arrow["begin"] - 60_000, arrow["end"] + 40_000)
         ui.screenshot(images / "tracing_arrow.png")
     save_plot(images / "tracing_plot.png", to_timeline(read(trace)))
+
+
+def of_micro_batches(trace: str, images: Path) -> None:
+    with opened(trace, height=900) as ui:
+        ui.run("ToggleLeftSidebar")
+        ui.run("ExpandAllGroups")
+        (kernels,) = ui.query(KERNELS)
+        ui.show(int(kernels["begin"]), int(kernels["end"]))
+        ui.screenshot(images / "micro_batches.png", height=430)
+
+
+def main(trace: str, folder: str) -> None:
+    make = of_slow_rank if trace.endswith(".pftrace") else of_micro_batches
+    make(trace, Path(folder))
 
 
 if __name__ == "__main__":
