@@ -7,7 +7,7 @@ import numpy as np
 from moe_a2a.tracing.hot_expert import ExpertsWork
 from moe_a2a.tracing.timeline import CALL_WAIT, CHUNK_WAIT, PARTIAL_WAIT, WAITS, Timeline, merged
 
-NEGLIGIBLE = 0.05  # share of the time in launches; below it there is no culprit
+NEGLIGIBLE = 0.05  # share of the blocks' time in launches; below it only a hot expert can be to blame
 ALONE = 4.0  # times the mean wait for the other ranks that a culprit must reach
 LATE = 0.02  # share of the time in launches that waits for a late rank's combine must reach, if there is no culprit
 
@@ -17,14 +17,17 @@ def culprit(timeline: Timeline, cause: np.ndarray, work: ExpertsWork) -> str:
 
     If the first part dominates, the peer came late; if the second, it was slow to send. If a peer is awaited in combine
     because one of its experts has more work than the others, the expert is to blame, not the peer. We look for such an expert
-    even if the waits for all ranks are similar overall, since rows in flight cause most of those.
+    even if the waits for all ranks are similar overall, since rows in flight cause most of those, and even if all waits are
+    negligible, since products may take most of the blocks' time.
     """
     slices = timeline.slices
     waits = timeline.named(*WAITS) & (slices["peer"] >= 0) & (slices["peer"] != slices["rank"])
     waits &= timeline.enclosing_kernels() >= 0  # without those whose launch was dropped
     share = _share_of_blocks(timeline, waits)
     if share < NEGLIGIBLE:
-        return f"No culprit: waits for other ranks are {_percent(share, 1)} of the time in launches."
+        return _hot_expert_of_late_rank(timeline, cause, waits, work) or (
+            f"No culprit: waits for other ranks are {_percent(share, 1)} of the time in launches."
+        )
     waited = _WaitedTime(timeline, waits)
     by_peer = waited.by_peer(waits)
     blamed = int(by_peer.argmax())
