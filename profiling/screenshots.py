@@ -1,9 +1,11 @@
-"""Makes the pictures of Perfetto in the docs:
+"""Makes the pictures of Perfetto in README and the docs:
 
 MOE_A2A_DEVICE=cpu torchrun --nproc-per-node 4 profiling/trace_slow_rank.py --blocks 1 --output slow_rank.pftrace
-python profiling/screenshots.py slow_rank.pftrace docs/images       # docs/tracing.md
+python profiling/screenshots.py slow_rank slow_rank.pftrace docs/images
+torchrun --nproc-per-node 4 profiling/trace_one_layer.py --tokens 128 --hidden 7168 --topk 8 --experts 256 --output layer.pftrace
+python profiling/screenshots.py layer layer.pftrace docs/images
 python -m moe_a2a bench micro_batches --blocks 16,32,24 --trace turns.json
-python profiling/screenshots.py turns.json docs/images              # docs/benchmarks.md
+python profiling/screenshots.py micro_batches turns.json docs/images
 """
 
 from __future__ import annotations
@@ -45,6 +47,12 @@ def of_slow_rank(trace: str, images: Path) -> None:
     save_plot(images / "tracing_plot.png", to_timeline(read(trace)))
 
 
+def of_layer(trace: str, images: Path) -> None:
+    with opened(trace, height=900) as ui:
+        ui.run("ToggleLeftSidebar")
+        ui.screenshot(images / "tracing_layer.png", height=580)
+
+
 def of_micro_batches(trace: str, images: Path) -> None:
     with opened(trace, height=900) as ui:
         ui.run("ToggleLeftSidebar")
@@ -54,9 +62,11 @@ def of_micro_batches(trace: str, images: Path) -> None:
         ui.screenshot(images / "micro_batches.png", height=430)
 
 
-def main(trace: str, folder: str) -> None:
-    make = of_slow_rank if trace.endswith(".pftrace") else of_micro_batches
-    make(trace, Path(folder))
+PICTURES = {"slow_rank": of_slow_rank, "layer": of_layer, "micro_batches": of_micro_batches}
+
+
+def main(of: str, trace: str, folder: str) -> None:
+    PICTURES[of](trace, Path(folder))
 
 
 if __name__ == "__main__":
