@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import platformdirs
 import torch
 
-from moe_a2a import devices
+from moe_a2a import devices, replaced_files
 from moe_a2a.json_fields import Field, FieldError, loads
 
 SHIPPED = Path(__file__).parent / "tuned"
@@ -65,6 +65,4 @@ def write(path: Path, about: dict, steps: str, tables: Iterable[dict[str, Any]])
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n  ".join(json.dumps(table) for table in tables)
     head = f'"about": {json.dumps(about, indent=1)},\n "steps": "{steps}"'
-    written = path.with_name(f"{path.name}.{os.getpid()}")  # renamed, so a reader sees the old file or the new one
-    written.write_text(f'{{\n {head},\n "tables": [\n  {lines}\n ]\n}}\n')
-    written.replace(path)
+    replaced_files.write_text(path, f'{{\n {head},\n "tables": [\n  {lines}\n ]\n}}\n')

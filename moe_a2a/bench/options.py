@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from moe_a2a import replaced_files
 from moe_a2a.arguments import MAX_RANKS
 from moe_a2a.bench import routings
 from moe_a2a.command_line import integer, output_file, output_folder, seconds
@@ -54,7 +55,7 @@ def is_written(path: Path, text: str) -> bool:
     its figures are printed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        replaced_files.write_text(path, text)
     except OSError as error:
         print(f"bench: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         return False

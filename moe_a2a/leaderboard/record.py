@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import checkout, installation
+from moe_a2a import checkout, installation, replaced_files
 from moe_a2a.command_line import UsageError
 from moe_a2a.leaderboard import problems
 from moe_a2a.leaderboard.cases import Case
@@ -134,7 +134,7 @@ class Board:
         return sorted(self.entries, key=lambda entry: (entry.verdict != PASS, entry.score_us))
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        replaced_files.write_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Board:

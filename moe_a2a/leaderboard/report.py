@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
+from moe_a2a import replaced_files
 from moe_a2a.leaderboard import plot
 from moe_a2a.leaderboard.cases import problem_names
 from moe_a2a.leaderboard.record import Board, Entry
@@ -51,7 +52,7 @@ def write_all(folder: Path) -> list[Path]:
 
 
 def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    replaced_files.write_text(path, text, errors="backslashreplace")
 
 
 # ---- content shared by both formats

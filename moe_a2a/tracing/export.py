@@ -6,14 +6,13 @@ import contextlib
 import gzip
 import json
 import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from moe_a2a import _core, arguments
+from moe_a2a.replaced_files import replaced
 from moe_a2a.tracing.counters import counters
 from moe_a2a.tracing.overview import phases
 from moe_a2a.tracing.timeline import Timeline
@@ -29,25 +28,12 @@ def save(timeline: Timeline, path: str | Path) -> Path:
     path = Path(path)
     write = _writer_for(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _replaced(path) as raw, _opened(raw, path) as file:
+    with replaced(path) as raw, _opened(raw, path) as file:
         samples, counter_names = counters(timeline)
         slices = np.concatenate([timeline.slices, phases(timeline)])  # last: arrows index the others
         about = json.dumps(timeline.about)
         write(file.write, slices, timeline.arrows, samples, timeline.names, counter_names, about)
     return path
-
-
-@contextlib.contextmanager
-def _replaced(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` once it is complete: a reader, or a process that also writes it, sees no part of it."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_native_id()}")
-    try:
-        with open(beside, "wb") as file:
-            yield file
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def _opened(raw: BinaryIO, path: Path) -> contextlib.AbstractContextManager[Any]:

@@ -62,6 +62,7 @@ LAYERS = {
         "json_fields",
         "launch_tables",
         "rendezvous",
+        "replaced_files",
         "row_routes",
         "set_up",
         "survivor_group",
