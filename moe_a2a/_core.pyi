@@ -167,9 +167,10 @@ class ExpertParallel:
         arg2: torch.Tensor | None,
         arg3: torch.Tensor | None,
         arg4: bool,
-        arg5: typing.SupportsInt | typing.SupportsIndex,
+        arg5: bool,
         arg6: typing.SupportsInt | typing.SupportsIndex,
         arg7: typing.SupportsInt | typing.SupportsIndex,
+        arg8: typing.SupportsInt | typing.SupportsIndex,
     ) -> DispatchHandle: ...
     def dispatch_recv(
         self,
@@ -185,7 +186,8 @@ class ExpertParallel:
         arg2: torch.Tensor | None,
         arg3: torch.Tensor | None,
         arg4: bool,
-        arg5: typing.SupportsInt | typing.SupportsIndex,
+        arg5: bool,
+        arg6: typing.SupportsInt | typing.SupportsIndex,
     ) -> DispatchHandle: ...
     def expert_counts(self, arg0: DispatchHandle) -> torch.Tensor: ...
     def expert_offsets(self, arg0: DispatchHandle) -> torch.Tensor: ...

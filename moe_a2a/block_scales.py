@@ -16,10 +16,10 @@ def byte_dtype(x_scales: torch.Tensor | None) -> torch.dtype | None:
     return x_scales.dtype if x_scales is not None and x_scales.dtype in BYTES else None
 
 
-def packed(rank: int, x: torch.Tensor, x_scales: torch.Tensor | None, hidden: int) -> torch.Tensor | None:
-    """x_scales as the kernels take them. Copies only bytes that cannot be viewed in fours."""
+def packed(rank: int, x: torch.Tensor, x_scales: torch.Tensor | None, hidden: int) -> tuple[torch.Tensor | None, bool]:
+    """(x_scales as the kernels take them, whether they are bytes). Copies only bytes that cannot be viewed in fours."""
     if x_scales is None or byte_dtype(x_scales) is None:
-        return x_scales
+        return x_scales, False
     width = -(-hidden // BLOCK)
     if tuple(x_scales.shape) != (*x.shape[:1], width):
         raise ValueError(
@@ -31,7 +31,7 @@ def packed(rank: int, x: torch.Tensor, x_scales: torch.Tensor | None, hidden: in
         whole = bits.new_zeros(len(bits), -(-width // 4) * 4)
         whole[:, :width] = bits
         bits = whole
-    return bits.view(torch.float32)
+    return bits.view(torch.float32), True
 
 
 def unpacked(scales: torch.Tensor, dtype: torch.dtype | None, hidden: int) -> torch.Tensor:

@@ -146,7 +146,7 @@ class ExpertParallel(CommunicatorClient):
             layout, expert_alignment: see DispatchHandle; default: "rows" and 1, or those of `handle`. Only
                 layout="expert_major" takes an alignment (1 to 256).
             x_scales: with float8 x: [num_tokens, ceil(H / 128)] float32, or [num_tokens, ceil(H / 32)] uint8 or
-                float8_e8m0fnu (MXFP8). They travel bit for bit; every rank passes the same dtype.
+                float8_e8m0fnu (MXFP8). They travel bit for bit; float32 on every rank, or bytes on every rank.
             quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448). On every rank or on none.
             num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
 
@@ -154,7 +154,7 @@ class ExpertParallel(CommunicatorClient):
             ValueError, TypeError: an argument is wrong.
             RuntimeError: num_buffers handles are open, or the object is closed.
             PeerRefusedError: another rank's call failed.
-            CallMismatchError: another rank dispatched float8 rows and this one did not, or the reverse.
+            CallMismatchError: another rank dispatched rows of another dtype, or with x_scales of another kind.
             PeerTimeoutError: a rank did not arrive.
 
         If this rank raises anything before its launch (even MemoryError or KeyboardInterrupt), the other ranks raise
@@ -170,7 +170,7 @@ class ExpertParallel(CommunicatorClient):
         row_dtype = float8_dtype(self.device) if quantized else x.dtype
         scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
         sent = core.dispatch(
-            x, *routing, scales, quantized, arguments.layout_index(layout), expert_alignment, num_blocks
+            x, *routing, *scales, quantized, arguments.layout_index(layout), expert_alignment, num_blocks
         )
         handle = self._dispatched(sent, row_dtype, routing, x_scales)
         return handle._received(layout, expert_alignment, num_blocks)
@@ -285,7 +285,7 @@ class ExpertParallel(CommunicatorClient):
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
         row_dtype = float8_dtype(self.device) if quantized else x.dtype
         scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
-        sent = core.dispatch_send(x, *routing, scales, quantized, num_blocks)
+        sent = core.dispatch_send(x, *routing, *scales, quantized, num_blocks)
         return self._dispatched(sent, row_dtype, routing, x_scales)
 
     @calls.serves_a_handle(position=0)

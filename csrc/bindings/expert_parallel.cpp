@@ -61,19 +61,22 @@ class Core {
   }
 
   Handle dispatch_send(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
-                       const OptionalTensor& x_scales, bool quantize, int num_blocks) {
+                       const OptionalTensor& x_scales, bool mx_scales, bool quantize, int num_blocks) {
     const auto core = ep();
     const LaunchPlace place = where(num_blocks);
-    const DispatchInput input = checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
+    const DispatchInput input =
+        checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, mx_scales, quantize});
     py::gil_scoped_release unlocked;
     return core->dispatch_send(input, place);
   }
 
   Handle dispatch(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
-                  const OptionalTensor& x_scales, bool quantize, int layout, int expert_alignment, int num_blocks) {
+                  const OptionalTensor& x_scales, bool mx_scales, bool quantize, int layout, int expert_alignment,
+                  int num_blocks) {
     const auto core = ep();
     const LaunchPlace place = where(num_blocks);
-    const DispatchInput input = checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize});
+    const DispatchInput input =
+        checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, mx_scales, quantize});
     py::gil_scoped_release unlocked;
     return core->dispatch(input, static_cast<Layout>(layout), expert_alignment, place);
   }

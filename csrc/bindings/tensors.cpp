@@ -160,6 +160,7 @@ DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const D
   input.x = checked_rows(config, t.x, "x");
   input.x_dtype = to_dtype(t.x.scalar_type(), "x", config.rank);
   if (t.x_scales) input.x_scales = checked_rows(config, *t.x_scales, "x_scales");
+  input.mx_scales = t.mx_scales;
   input.quantize = t.quantize;
   return input;
 }

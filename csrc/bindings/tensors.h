@@ -19,6 +19,7 @@ struct DispatchTensors {
   const at::Tensor& topk_idx;
   const std::optional<at::Tensor>& topk_weights;
   const std::optional<at::Tensor>& x_scales;
+  bool mx_scales = false;  // four bytes, a scale each, in place of each float32
   bool quantize = false;
 };
 

@@ -39,11 +39,13 @@ struct DispatchSendArgs {
   Rows x;
   DType x_dtype = DType::kBfloat16;
   Rows x_scales;            // for float8 rows: [num_tokens, ceil(hidden / 128)] fp32
+  bool mx_scales = false;   // four bytes in place of each of these
   bool quantize = false;    // rows travel as float8 with scales
   bool vector_rows = true;  // x allows 16-byte vector loads
 
   MOE_A2A_HOST_DEVICE DType row_dtype() const { return quantize ? DType::kFloat8 : x_dtype; }
-  MOE_A2A_HOST_DEVICE uint32_t header() const { return BatchHeader::pack(num_tokens, row_dtype() == DType::kFloat8); }
+  MOE_A2A_HOST_DEVICE RowFormat row_format() const { return moe_a2a::row_format(row_dtype(), mx_scales); }
+  MOE_A2A_HOST_DEVICE uint32_t header() const { return BatchHeader::pack(num_tokens, row_format()); }
 };
 
 // How the routes of the local experts are laid out in positions.
@@ -56,6 +58,9 @@ struct DispatchRecvArgs {
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
   DType row_dtype = DType::kBfloat16;  // of the incoming rows
+  bool mx_scales = false;
+
+  MOE_A2A_HOST_DEVICE RowFormat row_format() const { return moe_a2a::row_format(row_dtype, mx_scales); }
 };
 
 // Copies landed rows into the caller's tensor: one row per position of the layout, zeros in the padding.

@@ -147,6 +147,7 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffe
           .x = input.x,
           .x_dtype = input.x_dtype,
           .x_scales = input.x_scales,
+          .mx_scales = input.mx_scales,
           .quantize = input.quantize,
           .vector_rows = aligned || !device_->needs_aligned_vectors()};
 }
@@ -157,7 +158,8 @@ DispatchRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, uint64_
           .number = number,
           .layout = handle.layout,
           .expert_alignment = handle.expert_alignment,
-          .row_dtype = handle.row_dtype};
+          .row_dtype = handle.row_dtype,
+          .mx_scales = handle.mx_scales};
 }
 
 std::shared_ptr<DispatchHandle> ExpertParallel::make_handle(const DispatchInput& input, int buffer) const {
@@ -167,6 +169,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::make_handle(const DispatchInput&
   handle->number = num_dispatches_ + 1;
   handle->num_tokens = input.num_tokens;
   handle->row_dtype = input.row_dtype();
+  handle->mx_scales = input.mx_scales;
   return handle;
 }
 

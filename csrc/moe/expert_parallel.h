@@ -39,6 +39,7 @@ struct DispatchHandle {
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
   DType row_dtype = DType::kBfloat16;
+  bool mx_scales = false;
   std::atomic<Stage> stage = Stage::kSent;
   // For the combine, which may be retried after a refusal; see RefusalCount.
   uint32_t attempt = 1;
@@ -58,6 +59,7 @@ struct DispatchInput {
   Rows x;
   DType x_dtype = DType::kBfloat16;
   Rows x_scales;
+  bool mx_scales = false;  // four bytes in place of each float32
   bool quantize = false;
 
   DType row_dtype() const { return quantize ? DType::kFloat8 : x_dtype; }  // as rows travel

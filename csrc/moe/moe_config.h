@@ -11,8 +11,8 @@
 
 namespace moe_a2a {
 
-// The payload of a signal holds a number of tokens and a bit (BatchHeader); one value means "refused".
-inline constexpr int kMaxTokensPerRank = (1 << 19) - 2;
+// The payload of a signal holds a number of tokens and a format (BatchHeader); one value means "refused".
+inline constexpr int kMaxTokensPerRank = (1 << 20) / 3 - 1;
 // A RouteEntry holds the expert in 16 bits, one value of which means "dropped", and its index in the chunk in the other
 // 16.
 inline constexpr int kMaxExperts = 65535;

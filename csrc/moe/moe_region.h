@@ -47,17 +47,24 @@ struct ErrorCounters {
   int32_t bad_token[kShown] = {};
 };
 
-// What a rank tells every other of its batch: the number of tokens, and whether their rows are float8. Either the rows
-// of all ranks are, or those of none.
-struct BatchHeader {
-  static constexpr uint32_t kRefused = Signal::kPayloadMask;  // no batch: see RefuseDispatch
-  static_assert(2 * kMaxTokensPerRank + 1 < kRefused);
+// What the rows of a batch are: of the object's dtype, or float8 with scales of float32 or of bytes (MXFP8).
+enum class RowFormat : uint32_t { kPlain, kFloat8, kMxFloat8 };
+MOE_A2A_HOST_DEVICE RowFormat row_format(DType row_dtype, bool mx_scales) {
+  return row_dtype != DType::kFloat8 ? RowFormat::kPlain : mx_scales ? RowFormat::kMxFloat8 : RowFormat::kFloat8;
+}
 
-  MOE_A2A_HOST_DEVICE static uint32_t pack(int num_tokens, bool is_float8) {
-    return 2 * static_cast<uint32_t>(num_tokens) + is_float8;
+// What a rank tells every other of its batch: the number of tokens, and the format of their rows, which is the same on
+// all ranks.
+struct BatchHeader {
+  static constexpr uint32_t kNumFormats = 3;
+  static constexpr uint32_t kRefused = Signal::kPayloadMask;  // no batch: see RefuseDispatch
+  static_assert(kNumFormats * kMaxTokensPerRank + kNumFormats - 1 < kRefused);
+
+  MOE_A2A_HOST_DEVICE static uint32_t pack(int num_tokens, RowFormat format) {
+    return kNumFormats * static_cast<uint32_t>(num_tokens) + static_cast<uint32_t>(format);
   }
-  MOE_A2A_HOST_DEVICE static int num_tokens(uint32_t header) { return static_cast<int>(header / 2); }
-  MOE_A2A_HOST_DEVICE static bool is_float8(uint32_t header) { return header % 2 == 1; }
+  MOE_A2A_HOST_DEVICE static int num_tokens(uint32_t header) { return static_cast<int>(header / kNumFormats); }
+  MOE_A2A_HOST_DEVICE static RowFormat format(uint32_t header) { return RowFormat{header % kNumFormats}; }
 };
 
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.

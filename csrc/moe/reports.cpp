@@ -124,11 +124,14 @@ void ExpertParallel::raise_reported() {
 
 void ExpertParallel::raise_in_own_words(const Report& report) {
   if (report.awaited != moe_kind::kOtherRows) return;
-  const std::string own = report.token == 0 ? "float8" : name_of(config().dtype);
-  const std::string theirs = report.token == 1 ? "float8" : name_of(config().dtype);
-  throw CallMismatch(report, "ranks disagree: rank " + std::to_string(report.rank) + " dispatched " + own +
-                                 " rows, rank " + std::to_string(report.peer) + " " + theirs +
-                                 "; pass rows of the same dtype, and the same quantize, on every rank");
+  const std::string names[] = {std::string(name_of(config().dtype)) + " rows", "float8 rows",
+                               "float8 rows with scales of bytes"};
+  const uint32_t formats = static_cast<uint32_t>(report.token);  // as refuse_rows() packs them
+  const std::string& own = names[BatchHeader::num_tokens(formats)];
+  const std::string& theirs = names[static_cast<uint32_t>(BatchHeader::format(formats))];
+  throw CallMismatch(report, "ranks disagree: rank " + std::to_string(report.rank) + " dispatched " + own + ", rank " +
+                                 std::to_string(report.peer) + " " + theirs +
+                                 "; pass x and x_scales of the same dtypes, and the same quantize, on every rank");
 }
 
 // Where launches are queued, a refusal surfaces after its call. A launch's first report reopens the handle of a combine

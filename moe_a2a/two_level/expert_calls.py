@@ -20,12 +20,15 @@ KINDS = (
 )
 
 
+ROW_FORMATS = ("", " of float8 rows", " of float8 rows with scales of bytes")
+
+
 @dataclass(frozen=True)
 class Call:
     """A call, encoded for comparison between nodes."""
 
     kind: int
-    float8: int = 0  # whether rows are
+    row_format: int = 0  # an index of ROW_FORMATS
     number: int = -1  # of the dispatch that it belongs to
 
     @classmethod
@@ -33,7 +36,7 @@ class Call:
         return cls(KINDS.index(kind), **how)
 
     def __str__(self) -> str:
-        of_what = f" of dispatch {self.number}" if self.number >= 0 else " of float8 rows" if self.float8 else ""
+        of_what = f" of dispatch {self.number}" if self.number >= 0 else ROW_FORMATS[self.row_format]
         return KINDS[self.kind] + of_what
 
 
@@ -58,10 +61,10 @@ class ExpertCalls:
         self._rail.compare(Call.of("the constructor"), failure)
 
     def begin_dispatch(
-        self, is_float8: bool, num_sent: Sequence[int], failure: BaseException | None
+        self, row_format: int, num_sent: Sequence[int], failure: BaseException | None
     ) -> list[list[int]]:
         """Returns num_sent of every node: how many rows it sends to each."""
-        call = Call.of("dispatch", float8=int(is_float8)) if failure is None else BAD_CALL
+        call = Call.of("dispatch", row_format=row_format) if failure is None else BAD_CALL
         counts = self._rail.compare(call, failure, num_sent)
         self.num_dispatches += 1
         return counts

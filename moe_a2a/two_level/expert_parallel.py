@@ -173,7 +173,7 @@ class TwoLevelExpertParallel(OnePerRank):
                 num_blocks = arguments.checked_int(self.rank, "num_blocks", num_blocks, 0)
                 quantized = arguments.checked_quantize(self.rank, quantize)
                 scales = self._checked_batch(x, *routed_by, x_scales, quantized)
-                sent = self._packed(x, *routed_by, scales, quantized)
+                sent = self._packed(x, *routed_by, *scales, quantized)
             except BaseException as error:
                 failure = error
             passage, batch = self._pass_on(sent, failure)
@@ -241,7 +241,7 @@ class TwoLevelExpertParallel(OnePerRank):
         """For a caller that fails before its dispatch(), for which the other ranks may already wait."""
         with contextlib.suppress(BaseException):
             if not self.is_closed:
-                self._calls.begin_dispatch(False, [0] * self.num_nodes, error)
+                self._calls.begin_dispatch(0, [0] * self.num_nodes, error)
         self.local._refuse_dispatch(error)
         self._num_dispatches += 1
 
@@ -255,17 +255,17 @@ class TwoLevelExpertParallel(OnePerRank):
 
     def _checked_batch(
         self, x: Any, topk_idx: Any, topk_weights: Any, x_scales: Any, quantized: bool
-    ) -> torch.Tensor | None:
-        """x_scales as they travel. Raises what ExpertParallel.dispatch() would."""
+    ) -> tuple[torch.Tensor | None, bool]:
+        """x_scales as they travel, and whether they are bytes. Raises what ExpertParallel.dispatch() would."""
         arguments.check_tensor(self.rank, "x", x)
         arguments.check_optional_tensor(self.rank, "x_scales", x_scales)
-        scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
+        scales, mx_scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
         sizes = self.num_experts, self.num_topk, self.hidden, self.num_max_tokens_per_rank
         tensors = x, topk_idx, topk_weights, scales
         _core.check_dispatch(self.rank, *sizes, self.dtype, self.device, *tensors, quantized)
         if self.device.type != "cpu":
             self._check_range(topk_idx)
-        return scales
+        return scales, mx_scales
 
     @torch.no_grad()
     def _packed(
@@ -274,21 +274,22 @@ class TwoLevelExpertParallel(OnePerRank):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         x_scales: torch.Tensor | None = None,
+        mx_scales: bool = False,
         quantized: bool = False,
     ) -> Sent:
         if quantized:
             x, x_scales = reference.quantize_fp8(x, float8_dtype(self.device))
-        return self._format.pack(x, topk_idx, topk_weights, x_scales)
+        return self._format.pack(x, topk_idx, topk_weights, x_scales, mx_scales)
 
     def _pass_on(self, sent: Sent | None, failure: BaseException | None) -> tuple[Passage, dict[str, Any]]:
         """(what combine() needs, the arguments of this node's dispatch). Raises `failure` or that of another node."""
         num_sent = [0] * self.num_nodes if sent is None else sent.num_sent
-        counts = self._calls.begin_dispatch(sent is not None and sent.dtype.itemsize == 1, num_sent, failure)
+        counts = self._calls.begin_dispatch(0 if sent is None else sent.row_format, num_sent, failure)
         assert sent is not None  # without a failure
         num_received = [of_node[self.node] for of_node in counts]
         received = self._rail.all_to_all(sent.rows, num_sent, num_received)
         passage = Passage(self._calls.num_dispatches, sent.tokens, sent.num_tokens, num_sent, num_received)
-        return passage, self._format.unpack(received, sent.dtype)
+        return passage, self._format.unpack(received, sent)
 
     def _check_range(self, topk_idx: torch.Tensor) -> None:
         """The kernels of a node do not see these ids."""

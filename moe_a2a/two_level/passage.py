@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_a2a import block_scales
+
 ALIGNMENT = 16  # bytes; the kernels copy rows that start at such addresses by vectors
 FP8_BLOCK = 128  # values of a row that share a scale
 
@@ -19,9 +21,15 @@ class Sent:
 
     rows: Tensor  # uint8 [n, bytes of a packed row]
     dtype: torch.dtype  # of x in it
+    mx_scales: bool  # float8 rows whose scales are bytes, four in place of each float32
     tokens: Tensor  # int64 [n]
     num_tokens: int  # of the batch
     num_sent: list[int]  # rows for each node
+
+    @property
+    def row_format(self) -> int:
+        """As RowFormat of csrc/moe/moe_region.h."""
+        return 0 if self.dtype.itemsize > 1 else 2 if self.mx_scales else 1
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,9 @@ class RailFormat:
     num_topk: int
     hidden: int
 
-    def pack(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, x_scales: Tensor | None) -> Sent:
+    def pack(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, x_scales: Tensor | None, mx_scales: bool
+    ) -> Sent:
         """Reads the numbers of rows on the host."""
         node_of_choice = topk_idx.div(self.num_node_experts, rounding_mode="floor")  # -1 stays
         each_node = torch.arange(self.num_nodes, device=topk_idx.device)
@@ -48,14 +58,15 @@ class RailFormat:
         for column, values in zip(self._columns(packed, x.dtype), columns, strict=True):
             column.copy_(values)
         num_sent = torch.bincount(nodes, minlength=self.num_nodes).tolist()
-        return Sent(packed, x.dtype, tokens, len(x), num_sent)
+        return Sent(packed, x.dtype, mx_scales, tokens, len(x), num_sent)
 
-    def unpack(self, packed: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The arguments of the node's dispatch. x and its scales are views of `packed`."""
-        x, ids, weights, *scales = self._columns(packed, dtype)
-        batch = {"x": x.view(dtype), "topk_idx": ids.contiguous(), "topk_weights": weights.contiguous()}
+    def unpack(self, packed: Tensor, sent: Sent) -> dict[str, Tensor]:
+        """The arguments of the node's dispatch. x and its scales are views of `packed`, whose rows are like those of `sent`."""
+        x, ids, weights, *scales = self._columns(packed, sent.dtype)
+        batch = {"x": x.view(sent.dtype), "topk_idx": ids.contiguous(), "topk_weights": weights.contiguous()}
         if scales:
-            batch["x_scales"] = scales[0]
+            dtype = torch.uint8 if sent.mx_scales else None
+            batch["x_scales"] = block_scales.unpacked(scales[0], dtype, self.hidden)
         return batch
 
     def _widths(self, dtype: torch.dtype) -> Sequence[tuple[int, torch.dtype]]:

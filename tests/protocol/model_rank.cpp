@@ -294,7 +294,7 @@ void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const
   const RankSet all = RankSet::all(shape_.num_ranks);
   const int b = buffer(call);
   const uint64_t epoch = region.epoch(b);
-  const uint32_t header = BatchHeader::pack(num_tokens(call), false);
+  const uint32_t header = BatchHeader::pack(num_tokens(call), RowFormat::kPlain);
   const auto raise = [&](Signal* signal, uint64_t value, uint32_t payload = 0) {
     signal_many(context_.heap, all, signal, value, payload);
   };

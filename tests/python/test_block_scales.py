@@ -115,6 +115,34 @@ def test_float32_scales_arrive_bit_for_bit(num_max_ll_tokens):
     on_device.run(2, program)
 
 
+@pytest.mark.parametrize("num_max_ll_tokens", [0, MOST_TOKENS], ids=["rows", "LL words"])
+@pytest.mark.parametrize("num_tokens", [0, MOST_TOKENS])
+@pytest.mark.parametrize("one", ["bytes", "quantize"])
+def test_another_kind_of_scales_on_one_rank_is_refused_on_all(one, num_tokens, num_max_ll_tokens):
+    """Each rank took the scales that it received for scales like its own: [127, 127, 127, 127] arrived as 3.4e38."""
+
+    def program(group):
+        with make(group, 128, num_max_ll_tokens=num_max_ll_tokens) as ep:
+            differs = ep.rank == 1
+            x = torch.ones(num_tokens if differs else 3, 128, dtype=torch.bfloat16, device=ep.device)
+            rows, idx = x.to(float8_dtype(ep.device)), torch.arange(len(x), device=ep.device)[:, None].expand(-1, TOPK)
+            idx = (idx % ep.num_experts).contiguous()
+            scales = {"bytes": torch.ones(len(x), 4, dtype=torch.uint8), "float32": torch.ones(len(x), 1)}
+            kind = ("bytes" if one == "bytes" else "float32") if differs else "float32" if one == "bytes" else "bytes"
+            own, other = ("float8 rows", "float8 rows with scales of bytes")[:: -1 if kind == "bytes" else 1]
+            words = rf"rank {ep.rank} dispatched {own}, rank \d {other}; pass x and x_scales of the same dtypes"
+            with pytest.raises(moe_a2a.CallMismatchError, match=words) as raised:
+                if differs and one == "quantize":
+                    ep.dispatch(x, idx, quantize="fp8")
+                else:
+                    ep.dispatch(rows, idx, x_scales=scales[kind].to(ep.device))
+                on_device.settle(ep)
+            assert (raised.value.peer == 1) != differs
+            ep.combine(x, ep.dispatch(x, torch.full_like(idx, -1)))  # the object stays usable
+
+    on_device.run(3, program)
+
+
 def test_a_layer_of_mxfp8_rows():
     """Experts of one's own between dispatch and combine: each scales its rows."""
     print(f"seed {SEED}")

@@ -387,7 +387,7 @@ def test_float8_rows_on_one_rank_only(num_tokens, queues_combine):
         own, other = ("float8", r"rank \d float32") if is_float8 else ("float32", f"rank {REFUSER} float8")
         inputs = make_inputs(ep, SALT, num_tokens if is_float8 else 5)
         with pytest.raises(
-            moe_a2a.CallMismatchError, match=f"rank {ep.rank} dispatched {own} rows, {other};"
+            moe_a2a.CallMismatchError, match=f"rank {ep.rank} dispatched {own} rows, {other} rows;"
         ) as raised:
             handle = ep.dispatch(*inputs, quantize="fp8" if is_float8 else None)
             if queues_combine:  # only on a GPU: on the CPU dispatch() has raised

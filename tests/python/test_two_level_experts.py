@@ -325,6 +325,13 @@ def bad_calls_program(world, num_nodes, num_local, seed):
         with pytest.raises(moe_a2a.CallMismatchError, match=rf"rank {rank} called .*, rank \d of node {1 - two.node} "):
             two.dispatch(x, topk_idx, quantize="fp8" if two.node else None)
         assert torch.equal(works(), expected)
+        for has_bytes in two.node == 1, rank == 1, rank % 2 == 1:  # the last: on both nodes alike
+            scales = torch.ones(T, 5, dtype=torch.uint8) if has_bytes else torch.ones(T, 2)
+            with pytest.raises(
+                (moe_a2a.CallMismatchError, moe_a2a.PeerRefusedError), match="float8 rows|failed on its node"
+            ):
+                two.dispatch(x.to(torch.float8_e4m3fn), topk_idx, x_scales=scales)
+            assert torch.equal(works(), expected)
         handle = two.dispatch(x, topk_idx, topk_weights)
         with pytest.raises(moe_a2a.CallMismatchError, match=r"called (dispatch|combine of dispatch \d+), rank"):
             two.dispatch(x, topk_idx) if two.node else two.combine(scaled_rows(handle, 4 * rank), handle)

@@ -12,12 +12,12 @@ MOE_A2A_RARE void give_up(const DispatchRecvArgs& args) {
   atomic_store<Order::kRelaxed, Scope::kDevice>(args.context.region.has_given_up.data, 1u);
 }
 
-// The rows of site.peer are of another dtype: nothing of its batch is used. It finds the same, and may have queued its
+// The rows of site.peer are of another format: nothing of its batch is used. It finds the same, and may have queued its
 // combine already.
-MOE_A2A_RARE void refuse_rows(const DispatchRecvArgs& args, WaitSite site, uint64_t epoch) {
+MOE_A2A_RARE void refuse_rows(const DispatchRecvArgs& args, WaitSite site, RowFormat theirs, uint64_t epoch) {
   const Context& c = args.context;
   site.awaited = moe_kind::kOtherRows;
-  site.token = args.row_dtype != DType::kFloat8;
+  site.token = static_cast<int32_t>(BatchHeader::pack(static_cast<int>(args.row_format()), theirs));
   write_report(c.wait, c.heap, site, Reason::kRefused, static_cast<uint32_t>(args.number), epoch, 0, 0);
   signal_many(c.heap, RankSet::only(site.peer), c.region.combine_refusal.at(args.buffer, c.heap.rank), epoch,
               Refusal::kFinal);
@@ -89,7 +89,7 @@ struct DispatchRecv {
 
  private:
   // Fills the warp's num_tokens [num_ranks] with the number of tokens that each rank has sent, by either wire. A rank
-  // that refused has sent none, and one with rows of another dtype none that are of use.
+  // that refused has sent none, and one with rows of another format none that are of use.
   MOE_A2A_DEVICE static bool receive_headers(const Args& args, const Warp& warp, int32_t* num_tokens, uint64_t epoch) {
     const Context& c = args.context;
     bool good = true;
@@ -111,8 +111,8 @@ struct DispatchRecv {
         write_report(c.wait, c.heap, site, Reason::kRefused, static_cast<uint32_t>(args.number), epoch,
                      Signal::pack(epoch, header), 0);
         num_tokens[r] = 0;
-      } else if (is_here && BatchHeader::is_float8(header) != (args.row_dtype == DType::kFloat8)) {
-        refuse_rows(args, site, epoch);
+      } else if (is_here && BatchHeader::format(header) != args.row_format()) {
+        refuse_rows(args, site, BatchHeader::format(header), epoch);
         num_tokens[r] = 0;
       }
     }
