@@ -90,7 +90,7 @@ class TokenDispatcher:
         self.ep = ep
         self._training = _training_of(ep, collectives)
         # Requires grad, so that dispatch() is always recorded.
-        self._anchor = torch.empty(0, device=ep.device, requires_grad=True)
+        self._anchor = torch.empty(0, dtype=torch.float32, device=ep.device, requires_grad=True)
         self._newest: weakref.ref[DispatchHandle] | None = None
 
     @calls.makes_a_dispatch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,8 +112,9 @@ def _bias(module: ExpertsModule, name: str, owned: range) -> Tensor | None:
 @torch.no_grad()
 def _find_epilogue(module: ExpertsModule) -> Epilogue | None:
     generator = torch.Generator().manual_seed(0)
-    scales = 2.0 ** torch.linspace(-4, 12, PROBE[0])[:, None]  # exceeds any limit
-    probe = (scales * torch.randn(PROBE, generator=generator)).to(module.down_proj.device)
+    how: dict[str, Any] = {"dtype": torch.float32, "device": generator.device}
+    scales = 2.0 ** torch.linspace(-4, 12, PROBE[0], **how)[:, None]  # exceeds any limit
+    probe = (scales * torch.randn(PROBE, generator=generator, **how)).to(module.down_proj.device)
     expected = module._apply_gate(probe) if module.has_gate else module.act_fn(probe)
     for epilogue in _candidates(module):
         result = epilogue(probe)

@@ -198,7 +198,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def barrier(self, opts: Any = None, *, timeout: Any = None) -> Any:
         """Synchronises the GPUs if the group has used them, else the processes."""
         gpus = [device for device in self._made if device.type == "cuda"]
-        token = torch.zeros(1, device=gpus[0] if gpus else "cpu")
+        token = torch.zeros(1, dtype=torch.float32, device=gpus[0] if gpus else "cpu")
         if not _has_kernels(token.device):
             return self._delegate(token).barrier(_c10d.BarrierOptions() if opts is None else opts)
         work = self._run(opts, [token], lambda coll: coll.all_reduce(token, out=token), [])

@@ -82,7 +82,7 @@ class TwoLevelTokenDispatcher:
         self.ep = ep
         self._within = TokenDispatcher(ep.local)
         # Requires grad, so that dispatch() is always recorded.
-        self._anchor = torch.empty(0, device=ep.device, requires_grad=True)
+        self._anchor = torch.empty(0, dtype=torch.float32, device=ep.device, requires_grad=True)
 
     @calls.makes_a_dispatch
     def dispatch(

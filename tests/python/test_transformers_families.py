@@ -95,13 +95,19 @@ def test_fused_where_the_kernels_cannot():
                 experts(module.float(), *random_tokens(0, 3, module))
 
 
-def test_a_gate_that_is_only_nearly_known_is_left_to_pytorch():
+@pytest.mark.parametrize("default_dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_that_is_only_nearly_known_is_left_to_pytorch(default_dtype):
+    """Regression: with the default dtype bfloat16 no gate was known at all."""
     module = next(m for m in sweep.tiny_model("mixtral").modules() if is_experts_module(m))
-    for change in (lambda y: y * 1.001, lambda y: y.clamp(max=1000), lambda y: y.flip(-1)):
-        changed = copy.copy(module)
-        changed._apply_gate = lambda z, change=change: change(module._apply_gate(z))
-        assert kernel_experts.epilogue_of(changed) is None
-    assert str(kernel_experts.epilogue_of(module)) == SWIGLU
+    torch.set_default_dtype(default_dtype)
+    try:
+        for change in (lambda y: y * 1.001, lambda y: y.clamp(max=1000), lambda y: y.flip(-1)):
+            changed = copy.copy(module)
+            changed._apply_gate = lambda z, change=change: change(module._apply_gate(z))
+            assert kernel_experts.epilogue_of(changed) is None
+        assert str(kernel_experts.epilogue_of(module)) == SWIGLU
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_weights_keep_their_values_and_their_memory_is_turned_round():

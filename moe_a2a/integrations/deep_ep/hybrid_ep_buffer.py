@@ -311,7 +311,7 @@ class HybridEPBuffer(OfExchange):
         )()
         with calls.combine_refused_if_failed(routing.open):
             if first.is_blocking:
-                tokens_per_expert = torch.tensor(counts, dtype=torch.int64)
+                tokens_per_expert = torch.tensor(counts, dtype=torch.int64, device="cpu")
                 overflow_flag = torch.zeros(1, dtype=torch.int32, device=routing.ep.device)
             else:
                 tokens_per_expert, has_dropped = _kept(routing)

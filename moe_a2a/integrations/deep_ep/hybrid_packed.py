@@ -51,6 +51,6 @@ def handle_of(received: high_throughput.Received) -> PackedHandle:
     assert routing is not None and local is not None
     ep = routing.ep
     routing_map, _ = indices_to_map(local, None, len(local), ep.num_local_experts)
-    num_rows = torch.tensor([len(local)], dtype=torch.int32)
+    num_rows = torch.tensor([len(local)], dtype=torch.int32, device="cpu")
     packed = PackedRouting(routing, torch.where(local >= 0, local + ep.rank * ep.num_local_experts, -1))
     return PackedHandle(None, None, None, num_rows, routing_map, len(routing.topk_idx), packed)

@@ -148,7 +148,7 @@ def _empty(ep: ExpertParallel, dtype: torch.dtype, use_fp8: bool) -> tuple[Tenso
     counts = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
     if not use_fp8:
         return x, None, counts
-    scales = torch.empty(ep.num_local_experts, num_rows, -(-ep.hidden // 128), device=ep.device)
+    scales = x.new_empty(ep.num_local_experts, num_rows, -(-ep.hidden // 128), dtype=torch.float32)
     return x, _column_major(scales), counts
 
 

@@ -34,7 +34,7 @@ def by_choice_of(probs: Tensor, topk_idx: Tensor) -> Tensor:
 
 def by_expert(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
     """float32 [T, num_experts]: the value of each choice in the column of its expert, zeros elsewhere."""
-    table = torch.zeros(len(values), num_experts + 1, device=values.device)
+    table = torch.zeros(len(values), num_experts + 1, dtype=torch.float32, device=values.device)
     return table.scatter(1, _with_nowhere(topk_idx, num_experts), values.float())[:, :-1].contiguous()
 
 
