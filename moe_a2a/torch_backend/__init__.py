@@ -2,8 +2,8 @@
 
 all_reduce, reduce_scatter(_tensor), all_gather(_into_tensor), their coalesced forms and barrier run on Collectives, for
 tensors of float32, float16 and bfloat16 and the operators that Collectives has. Everything else (broadcast, send, recv,
-all_to_all, other dtypes, other operators, lists of tensors of different sizes) goes to gloo for CPU tensors and to NCCL for
-CUDA tensors.
+all_to_all, other dtypes, other operators, on a GPU lists of tensors of different shapes) goes to gloo for CPU tensors and to NCCL
+for CUDA tensors.
 
 Where a call goes depends only on its inputs: on what all ranks agree on. A rank whose tensor is not contiguous copies it, and
 one whose output does not fit its input refuses the call on every rank.

@@ -154,7 +154,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
             outputs, inputs, opts = [outputs], [inputs], _with_timeout(_c10d.AllgatherOptions(), opts)
         opts = _c10d.AllgatherOptions() if opts is None else opts
         x, parts = inputs[0], outputs[0]
-        if not are_alike(parts) or not _takes("gather", [x]):
+        if _only_nccl_takes(parts) or not _takes("gather", [x]):
             return self._delegate(x).allgather(outputs, inputs, opts)
 
         return self._run(opts, [x, *parts], lambda coll: gather_to_list(coll, parts, x), parts)
@@ -190,7 +190,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         op, output, parts = _op_of(opts), outputs[0], inputs[0]
-        if not are_alike(parts) or not _takes(op, parts or [output]):
+        if _only_nccl_takes(parts) or not _takes(op, parts or [output]):
             return self._delegate(output).reduce_scatter(outputs, inputs, opts)
 
         return self._run(opts, [*parts, output], lambda coll: reduce_scatter_list(coll, output, parts, op), [output])
@@ -327,6 +327,11 @@ def _takes(op: str, inputs: list[torch.Tensor]) -> bool:
         and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
         and all(x.layout == torch.strided for x in inputs)
     )
+
+
+def _only_nccl_takes(parts: list[torch.Tensor]) -> bool:
+    """Whether it is a list of several shapes, which gloo refuses."""
+    return any(part.is_cuda for part in parts) and not are_alike(parts)
 
 
 def _has_kernels(device: torch.device) -> bool:

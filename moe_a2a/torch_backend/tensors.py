@@ -48,6 +48,9 @@ def _check_list(coll: Any, name: str, parts: list[torch.Tensor], name_of_own: st
     """The list of a call: a tensor per rank, all alike, each with as many elements as this rank's own tensor."""
     if len(parts) != coll.num_ranks:
         raise ValueError(f"{name} has {len(parts)} tensors on rank {coll.rank}; pass {coll.num_ranks}, one per rank")
+    if not are_alike(parts):
+        shapes = ", ".join(str(list(part.shape)) for part in parts)
+        raise ValueError(f"{name} has tensors of the shapes {shapes} on rank {coll.rank}; pass tensors of one shape")
     if parts[0].numel() != own.numel():
         raise ValueError(
             f"{name} has tensors of shape {list(parts[0].shape)} on rank {coll.rank}, and {name_of_own} has {list(own.shape)}; pass "

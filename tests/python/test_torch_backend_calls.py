@@ -209,6 +209,17 @@ def lists_program(report) -> None:
     ):
         with pytest.raises(ValueError if is_wrong else moe_a2a.PeerRefusedError, match=text):
             call()
+    # Regression: gloo refused it on this rank, and the other waited in Collectives until the group's timeout.
+    parts = [full(3, 0), full(3 + is_wrong, 0)]
+    for call, text in (
+        (lambda: dist.all_gather(parts, full(3, 1)), r"tensor_list has tensors of the shapes \[3\], \[4\] on rank 0"),
+        (
+            lambda: dist.reduce_scatter(full(3, 0), parts),
+            r"input_list has tensors of the shapes \[3\], \[4\] on rank 0",
+        ),
+    ):
+        with pytest.raises(ValueError if is_wrong else moe_a2a.PeerRefusedError, match=text):
+            call()
     # Regression: "x has 5 rows, which 2 ranks cannot split evenly; pass counts=[rows of every rank]"
     error = ValueError if is_wrong else moe_a2a.PeerRefusedError
     with pytest.raises(error, match=r"shape \[5\] on rank 0, the output \[2\]; pass an input of \[4\], as much"):
