@@ -192,7 +192,7 @@ def refuses_wrong_arguments(refused: Callable[..., AbstractContextManager[None]]
             try:
                 return call(*args, **kwargs)
             except TypeError as error:
-                if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # the call has begun
+                if has_begun(error):
                     raise
                 with refused(*args[:1]):
                     raise
@@ -200,6 +200,11 @@ def refuses_wrong_arguments(refused: Callable[..., AbstractContextManager[None]]
         return made  # type: ignore[return-value]
 
     return decorate
+
+
+def has_begun(error: TypeError) -> bool:
+    """In the caller of what raised it: whether its body has, rather than the call, for an argument list that it does not take."""
+    return error.__traceback__ is None or error.__traceback__.tb_next is not None
 
 
 def _tell(ep: Called, error: BaseException, tell: Callable[[Any, str], None]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, capabilities, codecs, collective_tables, operators
+from moe_a2a import _core, arguments, calls, capabilities, codecs, collective_tables, operators, set_up
 from moe_a2a.codecs import CODECS
 from moe_a2a.communicator import CommunicatorClient
 from moe_a2a.graph_tracing import is_tracing
@@ -51,6 +51,7 @@ class Collectives(CommunicatorClient):
     device. There a kernel's error is raised by check() or by a later call, which still runs.
     """
 
+    @set_up.refuses_wrong_arguments
     def __init__(
         self,
         group: Any = None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, devices
+from moe_a2a import _core, arguments, devices, set_up
 from moe_a2a.client import Client
 from moe_a2a.groups import as_group
 
@@ -32,6 +32,7 @@ class Communicator(Client):
     missing for all clients: once one of them gives up waiting for it, the others' waits end too.
     """
 
+    @set_up.refuses_wrong_arguments
     def __init__(self, group: Any = None, *, device: torch.device | str | None = None, timeout: float = 30.0):
         self._prepare(group, device, timeout)
         self._make()
@@ -72,19 +73,20 @@ class CommunicatorClient(Client):
             self._comm._prepare(group, device, timeout)
         else:
             self._comm = group
-            if device is not None and devices.checked_device(group.rank, device) != group.device:
-                raise ValueError(
-                    f"device={str(device)!r} on rank {group.rank}, but the Communicator is on {group.device}; "
-                    "pass device=None"
-                )
+        self._wanted_device = device
         self._comm._clients = [client for client in self._comm._clients if client() is not None] + [weakref.ref(self)]
         self._group, self.timeout = self._comm._group, self._comm.timeout
         self.rank, self.num_ranks = self._comm.rank, self._comm.num_ranks
 
     def _allocated_comm(self) -> Any:
         """The communicator's core."""
+        wanted, comm = self._wanted_device, self._comm
         if self._owns_comm:
-            self._comm._allocate()
+            comm._allocate()
+        elif wanted is not None and devices.checked_device(comm.rank, wanted) != comm.device:
+            raise ValueError(
+                f"device={str(wanted)!r} on rank {comm.rank}, but the Communicator is on {comm.device}; pass device=None"
+            )
         self.device, self.timeout = self._comm.device, self._comm.timeout
         return self._comm._open_core()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, block_scales, calls, codecs, experts, launch_tables
+from moe_a2a import _core, arguments, block_scales, calls, codecs, experts, launch_tables, set_up
 from moe_a2a.communicator import CommunicatorClient
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.errors import RoutingError
@@ -58,6 +58,7 @@ class ExpertParallel(CommunicatorClient):
     a GPU the kernels wait, and only `timeout` ends a wait.
     """
 
+    @set_up.refuses_wrong_arguments
     def __init__(
         self,
         group: Any = None,

@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
-from moe_a2a import arguments, devices, rendezvous
+from moe_a2a import arguments, calls, devices, rendezvous
 from moe_a2a.errors import PeerTimeoutError
+from moe_a2a.groups import as_group
 
+Init = TypeVar("Init", bound=Callable[..., None])
 DEFAULT_TIMEOUT = 30.0  # seconds; for a meeting in which a rank reports that its timeout is invalid
 
 
@@ -25,6 +29,36 @@ class Made(Protocol):
     def get_comm_handle(self) -> bytes: ...
     def set_comm_handles(self, handles: list[bytes]) -> None: ...
     def _drop_core(self) -> None: ...
+
+
+@contextlib.contextmanager
+def refused_if_failed(group: Any, what: str) -> Iterator[None]:
+    """Around work that precedes the making of a `what` by all ranks, for which the peers may already wait: if it fails, they raise
+    its error. group: as the constructor takes it."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # a bad group, or one without meetings
+            group = as_group(getattr(group, "_group", group))
+            with rendezvous.begin(group, f"make the {what}") as meeting:
+                meeting.post((None, None, repr(error)))
+        raise
+
+
+def refuses_wrong_arguments(init: Init) -> Init:
+    """Decorates a constructor whose first argument is `group`: an argument list that it does not take is refused on every rank."""
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except TypeError as error:
+            if calls.has_begun(error):
+                raise
+            with refused_if_failed(args[0] if args else kwargs.get("group"), type(self).__name__):
+                raise
+
+    return made  # type: ignore[return-value]
 
 
 def _timeout_of_meeting(made: Made) -> float:

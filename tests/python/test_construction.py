@@ -203,3 +203,33 @@ def interrupt_the_meeting(group):
 @on_device.cpu_only
 def test_an_interrupted_rank_is_not_waited_for():
     ranks.run_processes(3, interrupt_the_meeting, timeout=40)
+
+
+def make_wrongly(group):
+    """What rank 1 does wrong before it meets the others: they waited for it until their deadline."""
+    comm = moe_a2a.Communicator(group, timeout=20)
+    for kind, how, wrong, error in (
+        (moe_a2a.Communicator, {}, {"devise": "cpu"}, "unexpected keyword argument .*devise"),
+        (moe_a2a.Collectives, {}, {"max_bytes": 1}, "unexpected keyword argument .*max_bytes"),
+        (moe_a2a.ExpertParallel, {**CONFIG}, {"num_expert": 1}, "unexpected keyword argument .*num_expert"),
+        (moe_a2a.Collectives, {}, {"device": "cuda:70"}, "cuda:70"),
+        (moe_a2a.Collectives, {}, {"device": "meta"}, "meta"),
+    ):
+        for given in (group, comm):
+            if kind is moe_a2a.Communicator and given is comm:
+                continue
+            start = time.monotonic()
+            if group.rank == 1:
+                with pytest.raises((TypeError, ValueError), match=error):
+                    kind(given, **how, **wrong)
+            else:
+                with pytest.raises(RuntimeError, match=rf"^rank 1 could not make its {kind.__name__}: .*{error}"):
+                    kind(given, **{"timeout": 20, **how})
+            assert time.monotonic() - start < ranks.slack(10)
+            with kind(given, **how):  # the group stays usable
+                pass
+
+
+@on_device.cpu_only
+def test_arguments_that_a_constructor_does_not_take():
+    ranks.run_threads(3, make_wrongly, timeout=150)
