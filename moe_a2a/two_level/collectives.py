@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from moe_a2a import arguments, calls, devices
+from moe_a2a import arguments, calls, devices, set_up
 from moe_a2a.arguments import ROW_DTYPE_NAMES, ROW_DTYPES
 from moe_a2a.client import OnePerRank
 from moe_a2a.collective_tables import KINDS
 from moe_a2a.collectives import MAX_NBYTES, OPS, SHARE_UNIT, Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerTimeoutError
+from moe_a2a.groups import as_group
 from moe_a2a.two_level.rail import Rail
 
 # Multiprocessors that our kernels leave to the kernels of `between`. Both wait for other ranks, so neither may keep the
@@ -70,7 +71,7 @@ class TwoLevelCollectives(OnePerRank):
         between: a torch.distributed group of the ranks with the same place on all nodes, in node order: gloo for CPU
             tensors, NCCL for GPU tensors. Every node has the same number of ranks.
         slice_nbytes: bytes of a tensor that all_reduce() reduces and exchanges at once; the same on every rank.
-        parallel_slices: slices in flight at the same time; 1: no overlap.
+        parallel_slices: slices in flight at the same time; 1: no overlap; the same on every rank.
         staging_nbytes: memory for the shares of these slices, which limits `parallel_slices`; 0: as much as they need,
             parallel_slices * slice_nbytes / ranks of a node.
         num_blocks: see Collectives; 0 on a GPU: all but 32 multiprocessors, which are left to `between`.
@@ -97,9 +98,17 @@ class TwoLevelCollectives(OnePerRank):
         device: torch.device | str | None = None,
         timeout: float = 30.0,
     ):
-        self._rail = Rail(between)
-        num_blocks = num_blocks or _default_blocks(local, device)
-        self._local = Collectives(local, slice_nbytes, num_blocks, device=device, timeout=timeout)
+        with set_up.refused_if_failed(local, "Collectives"):
+            self._rail = Rail(between)
+        given: dict[str, Any] = {"device": device, "timeout": timeout}
+
+        def make() -> Collectives:
+            with set_up.refused_if_failed(local, "Collectives"):
+                max_nbytes = arguments.checked_int(None, "slice_nbytes", slice_nbytes, 1, MAX_NBYTES)
+                blocks = num_blocks or _default_blocks(local, device)
+            return Collectives(local, max_nbytes, blocks, **given)
+
+        self._local = self._rail.on_every_node(make, local=local, **given)
         try:
             self._plan(parallel_slices, staging_nbytes)
         except BaseException:
@@ -108,18 +117,17 @@ class TwoLevelCollectives(OnePerRank):
 
     def _plan(self, parallel_slices: int, staging_nbytes: int) -> None:
         coll, rail = self._local, self._rail
-        rail.take(coll)
         self.node, self.num_nodes = rail.node, rail.num_nodes
         self.rank, self.num_ranks = rail.rank_on(rail.node), rail.num_nodes * coll.num_ranks
         self.device, self.timeout, self.max_nbytes = coll.device, coll.timeout, coll.max_nbytes
         unit = SHARE_UNIT * LARGEST_ELEMENT
         self._share_nbytes = -(-self.max_nbytes // (unit * coll.num_ranks)) * unit
-        problem = ""
+        self.parallel_slices, problem = 0, ""
         try:
             self.parallel_slices = self._checked_parallel_slices(parallel_slices, staging_nbytes)
         except (ValueError, TypeError) as error:
             problem = str(error)  # reported when the ranks meet
-        rail.meet(coll, ["slice_nbytes"], [coll.max_nbytes], problem)
+        rail.meet(coll, ["slice_nbytes", "parallel_slices"], [coll.max_nbytes, self.parallel_slices], problem)
         self._staging = torch.empty(self.parallel_slices, self._share_nbytes, dtype=torch.uint8, device=self.device)
 
     def _checked_parallel_slices(self, parallel_slices: int, staging_nbytes: int) -> int:
@@ -353,7 +361,7 @@ def _shares(count: int, num_ranks: int) -> list[int]:
 
 
 def _default_blocks(local: Any, device: torch.device | str | None) -> int:
-    place = local.device if isinstance(local, Communicator) else devices.checked_device(0, device)
+    place = local.device if isinstance(local, Communicator) else devices.checked_device(as_group(local).rank, device)
     if place.type != "cuda":
         return 0
     return max(1, torch.cuda.get_device_properties(place).multi_processor_count - MULTIPROCESSORS_LEFT)

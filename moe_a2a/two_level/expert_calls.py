@@ -11,7 +11,6 @@ from moe_a2a.two_level.rail import Rail
 
 KINDS = (
     "a call with bad arguments",
-    "the constructor",
     "dispatch",
     "the end of a dispatch",
     "combine",
@@ -56,9 +55,6 @@ class ExpertCalls:
     def __init__(self, rail: Rail):
         self._rail = rail
         self.num_dispatches = 0  # whose rows have crossed
-
-    def compare_constructors(self, failure: BaseException | None) -> None:
-        self._rail.compare(Call.of("the constructor"), failure)
 
     def begin_dispatch(
         self, row_format: int, num_sent: Sequence[int], failure: BaseException | None

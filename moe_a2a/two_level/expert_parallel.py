@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, block_scales, calls, reference
+from moe_a2a import _core, arguments, block_scales, calls, reference, set_up
 from moe_a2a.client import OnePerRank
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
@@ -79,9 +79,14 @@ class TwoLevelExpertParallel(OnePerRank):
         timeout: float = 30.0,
         **of_node: Any,
     ):
-        self._rail = Rail(between)
-        self._comm = local if isinstance(local, Communicator) else Communicator(local, device=device, timeout=timeout)
-        self._owns_comm = self._comm is not local
+        is_made = isinstance(local, Communicator)
+        with set_up.refused_if_failed(local, "Collectives" if is_made else "Communicator"):
+            self._rail = Rail(between)
+        given: dict[str, Any] = {"device": device, "timeout": timeout}
+        self._comm = self._rail.on_every_node(
+            lambda: local if is_made else Communicator(local, **given), local=local, **given
+        )
+        self._owns_comm = not is_made
         try:
             self._take_places()
             sizes = {"num_experts": num_experts, "num_topk": num_topk, "hidden": hidden}
@@ -94,7 +99,6 @@ class TwoLevelExpertParallel(OnePerRank):
 
     def _take_places(self) -> None:
         comm, rail = self._comm, self._rail
-        rail.take(comm)
         self.node, self.num_nodes = rail.node, rail.num_nodes
         self.rank, self.num_ranks = rail.rank_on(rail.node), rail.num_nodes * comm.num_ranks
         self.device, self.timeout = comm.device, comm.timeout
@@ -139,7 +143,7 @@ class TwoLevelExpertParallel(OnePerRank):
         except Exception as error:
             failure = error
         try:
-            self._calls.compare_constructors(failure)
+            self._rail.compare_constructors(failure)
         except BaseException:
             if local is not None:
                 local.close()

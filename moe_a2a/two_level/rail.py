@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from moe_a2a import arguments, devices, set_up
+from moe_a2a.communicator import Communicator
 from moe_a2a.errors import CallMismatchError, PeerRefusedError
 
 _c10d: Any = dist  # the stubs lack its options
@@ -24,6 +26,19 @@ class Node(Protocol):
     num_ranks: int
     device: torch.device
     timeout: float
+
+    def close(self) -> None: ...
+
+
+MadeOfNode = TypeVar("MadeOfNode", bound=Node)
+
+
+@dataclass
+class Constructor:
+    """A call, for comparison between nodes."""
+
+    def __str__(self) -> str:
+        return "the constructor"
 
 
 class Rail:
@@ -43,11 +58,27 @@ class Rail:
         self.node: int = group.rank()
         self.num_nodes: int = group.size()
         self.lost = ""  # why no further exchange is possible
+        self._place, self._ranks_per_node = 0, 1
 
-    def take(self, local: Node) -> None:
-        """`local`: the ranks of this node, which define the tensors' device and the timeout."""
-        self._device, self._timeout = local.device, local.timeout
-        self._place, self._ranks_per_node = local.rank, local.num_ranks
+    def on_every_node(self, make: Callable[[], MadeOfNode], *, local: Any, device: Any, timeout: Any) -> MadeOfNode:
+        """make(), by which the ranks of this node make what defines the tensors' device and the timeout. If it fails on one node, it
+        fails on all. local, device, timeout: as the caller gave them; make() may return `local`, which stays open."""
+        made = failure = None
+        try:
+            made = make()
+            self._device, self._timeout = made.device, made.timeout
+            self._place, self._ranks_per_node = made.rank, made.num_ranks
+        except BaseException as error:
+            failure = error
+            self._device, self._timeout = _device_of(local, device), _timeout_of(local, timeout)
+        try:
+            self.compare_constructors(failure)
+        except BaseException:
+            if made is not None and made is not local:
+                made.close()
+            raise
+        assert made is not None
+        return made
 
     def rank_on(self, node: int) -> int:
         return node * self._ranks_per_node + self._place
@@ -162,26 +193,36 @@ class Rail:
                 )
         return [words[end:] for words in everyone]
 
+    def compare_constructors(self, failure: BaseException | None) -> None:
+        """After a step of a constructor that may have failed on this node only."""
+        self.compare(Constructor(), failure)
+
     def meet(self, collectives: Any, names: Sequence[str], values: Sequence[int], problem: str) -> None:
-        """Raises ValueError on every rank of every node if the groups or the `values` do not match, or if there is a `problem`
+        """Raises ValueError on every rank of every node if the groups or the `values` differ, or if there is a `problem`
         with the arguments on any rank. `collectives`: of this node's ranks."""
-        place = collectives.rank
-        names = ("ranks of its node", "place in its node", *names)
+        place, is_known = collectives.rank, int(problem == "")  # the values of a rank with a problem say nothing
+        of_rail = ("ranks of its node", "place in its node", *names)
         mine = [collectives.num_ranks, place, *values]
-        for node, theirs in enumerate(self.words(mine)):
-            for name, own, other in zip(names, mine, theirs, strict=True):
+        for node, (are_known, *theirs) in enumerate(self.words([is_known, *mine])):
+            for name, own, other in zip(of_rail if are_known else of_rail[:2], mine, theirs, strict=False):
                 if own != other:
                     problem = problem or (
                         f"the nodes differ: {name} on rank {place} of node {self.node}: {own}, on its peer of node {node}: "
                         f"{other}; pass groups of equal sizes and orders, and equal arguments"
                     )
-        views = self._words_of_node(collectives, [self.node, self.num_nodes])
+        of_node = self._words_of_node(collectives, [is_known, self.node, self.num_nodes, *values])
+        views = [words[1:3] for words in of_node]
         if views != [views[0]] * len(views):
             problem = problem or (
                 f"the ranks of a node, seen from rank {place} of it, have these places in between: "
                 f"{', '.join(f'rank {node} of {size}' for node, size in views)}; pass groups with one rank of every node, all in the "
                 "same order of nodes"
             )
+        for name, *others in zip(names, *(words[3:] for words in of_node if words[0]), strict=False):
+            if others != [others[0]] * len(others):
+                problem = problem or (
+                    f"the ranks of node {self.node} differ: {name} on them, seen from rank {place}: {others}; pass equal arguments"
+                )
         found = any(flag for (flag,) in self._words_of_node(collectives, [int(problem != "")]))
         found = any(flag for (flag,) in self.words([int(found)]))
         if any(flag for (flag,) in self._words_of_node(collectives, [int(found)])):
@@ -189,8 +230,26 @@ class Rail:
             raise ValueError(problem or f"a rank other than rank {rank} has refused the arguments: see its error")
 
     def _words_of_node(self, collectives: Any, words: list[int]) -> list[list[int]]:
-        """The `words` of every rank of this node. float32 represents them exactly."""
+        """The `words` of every rank of this node, as float32 rounds them: only numbers above 2**24."""
         own = torch.tensor(words, dtype=torch.float32, device=collectives.device)
         with self.within_node():
             everyone = collectives.all_gather(own).view(collectives.num_ranks, -1)
         return [[int(word) for word in each] for each in everyone.tolist()]
+
+
+def _device_of(local: Any, device: Any) -> torch.device:
+    """Of a node whose ranks could not make their objects."""
+    if isinstance(local, Communicator):
+        return local.device
+    try:
+        return devices.checked_device(0, device)
+    except (TypeError, ValueError):
+        return devices.default_device()
+
+
+def _timeout_of(local: Any, timeout: Any) -> float:
+    """As _device_of()."""
+    try:
+        return arguments.checked_timeout(0, local.timeout if isinstance(local, Communicator) else timeout)
+    except (TypeError, ValueError):
+        return set_up.DEFAULT_TIMEOUT

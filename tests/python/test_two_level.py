@@ -173,10 +173,41 @@ def bad_arguments_program(world, num_nodes: int, num_local: int) -> None:
             TwoLevelCollectives(node, rail, slice_nbytes=SLICE, timeout=20, **how)
     with pytest.raises(ValueError, match="the nodes differ: slice_nbytes on rank"):
         TwoLevelCollectives(node, rail, slice_nbytes=SLICE + 4096 * (rank // num_local), timeout=20)
+    # Regression: the other nodes waited until their deadline for a node whose ranks could not make their Collectives.
+    for how, error in [
+        ({"slice_nbytes": "x"}, "slice_nbytes='x' is a str"),
+        ({"slice_nbytes": 2 * SLICE}, "ranks disagree: max_nbytes"),
+        ({"device": "nonsense"}, "device='nonsense' is not a device on rank 1"),
+        ({"parallel_slices": 3}, "the nodes differ: parallel_slices on rank 1 of node 0: 3, on its peer of node 1: 2"),
+    ]:
+        start, how = time.monotonic(), {"slice_nbytes": SLICE, "timeout": 20} | (how if rank == 1 else {})
+        with pytest.raises((ValueError, TypeError, RuntimeError, moe_a2a.PeerRefusedError)) as raised:
+            TwoLevelCollectives(node, rail, **how)
+        words = {1: error, 0: "rank 1 could not make|ranks disagree|ranks of node 0 differ: parallel_slices"}
+        raised.match(words.get(rank, "the call of rank . failed on its node, 0|the nodes differ|a rank other than"))
+        assert time.monotonic() - start < ranks.slack(8), how
+    with TwoLevelCollectives(node, rail, slice_nbytes=SLICE, timeout=20) as two:
+        assert two.all_reduce(torch.ones(9, device=two.device)).tolist() == [4] * 9
 
 
 def test_arguments_that_differ_are_refused_on_every_rank():
     run((2, 2), bad_arguments_program)
+
+
+def other_between_program(world, num_nodes: int, num_local: int) -> None:
+    """Only the rank on whose rail the one with a wrong `between` is waits for it: the others are told."""
+    node, rail = groups(num_nodes, num_local)
+    rank, start = world.rank(), time.monotonic()
+    errors = {1: "between is a int", 0: "^rank 1 could not make its Collectives: TypeError", 2: "failed on its node, 0"}
+    kinds = (TypeError, RuntimeError, moe_a2a.PeerRefusedError)
+    with pytest.raises(kinds, match=errors.get(rank, "the exchange between the nodes failed on rank 3, node 1")):
+        TwoLevelCollectives(node, 3 if rank == 1 else rail, timeout=1 if rank == 3 else 30)
+    assert time.monotonic() - start < ranks.slack(15)
+
+
+@on_device.cpu_only
+def test_a_rank_with_a_wrong_between():
+    run((2, 2), other_between_program)
 
 
 def ragged_program(world, num_nodes: int, num_local: int) -> None:

@@ -236,11 +236,15 @@ def arguments_program(world, num_nodes, num_local):
         ({"axis": 1}, "unexpected keyword argument 'axis' on rank 1; leave it out"),
         ({"num_topk": K + 1}, "the nodes differ: num_topk on rank 1 of node 0: 4, on its peer of node 1: 3|other than"),
     ]:
-        with pytest.raises(ValueError, match=error if rank == 1 else "the nodes differ|a rank other than rank"):
+        with pytest.raises(ValueError, match=error if rank == 1 else "nodes? .*differ: num_topk|a rank other than"):
             TwoLevelExpertParallel(node, rail, **sizes(world, **(how if rank == 1 else {})))
     # What only the node's ExpertParallel refuses.
     with pytest.raises((RuntimeError, ValueError, moe_a2a.PeerRefusedError), match="num_buffers|failed on its node"):
         TwoLevelExpertParallel(node, rail, **sizes(world, num_buffers=0 if rank == 1 else 2))
+    # Regression: the ranks of the other node waited until their deadline.
+    words = {1: "device='nonsense' is not a device on rank 1", 0: "^rank 1 could not make its Communicator: "}
+    with pytest.raises((RuntimeError, ValueError), match=words.get(rank, "the call of rank . failed on its node, 0")):
+        TwoLevelExpertParallel(node, rail, **sizes(world, **({"device": "nonsense"} if rank == 1 else {})))
     with TwoLevelExpertParallel(node, rail, **sizes(world)) as two:
         two.check()
 
