@@ -13,8 +13,8 @@ from typing import BinaryIO
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` once it is complete: a reader, or a process that also writes it, sees no part of it.
-    What is no regular file, such as /dev/stdout, is written to directly."""
-    if path.exists() and not path.is_file():
+    Links, such as /dev/stdout, and what is no regular file are written to directly."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         with open(path, "wb") as file:
             yield file
         return
@@ -22,7 +22,7 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(beside, "wb") as file:
             yield file
-        beside.replace(path.resolve())  # a link stays one
+        beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise

@@ -6,6 +6,8 @@ in place of earlier results.
 
 import contextlib
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,12 +51,17 @@ def test_a_file_that_is_not_finished_does_not_replace_the_one_before(tmp_path, w
     capsys.readouterr()
 
 
-def test_a_link_stays_a_link(tmp_path):
+def test_links_and_devices_are_written_to(tmp_path):
     (tmp_path / "link").symlink_to("file")
     replaced_files.write_text(tmp_path / "link", "words")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "words"
-
-
-def test_what_is_no_regular_file_is_written_to():
     replaced_files.write_text(Path("/dev/null"), "words")
     assert Path("/dev/null").is_char_device()
+
+
+def test_stdout_that_is_a_file(tmp_path):
+    """Its path is a link on another file system."""
+    code = "import pathlib; from moe_a2a import replaced_files as f; f.write_text(pathlib.Path('/dev/stdout'), 'words')"
+    with open(tmp_path / "file", "w") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True, timeout=120)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "words")]
