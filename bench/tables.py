@@ -45,6 +45,11 @@ def times_by_size(name: str) -> dict[int, dict[str, float]]:
     return times
 
 
+def measured_in(times: dict[int, dict[Any, Any]]) -> set[Any]:
+    """The systems of all rows, which are those of the first."""
+    return set(next(iter(times.values())))
+
+
 def all_reduce(name: str) -> str:
     times = times_by_size(name)
     systems = {
@@ -55,7 +60,7 @@ def all_reduce(name: str) -> str:
         '`codec="q8"`': ["moe_a2a two_shot q8"],
         '`codec="q4"`': ["moe_a2a two_shot q4"],
     }
-    measured = set(next(iter(times.values())))
+    measured = measured_in(times)
     rows = [
         [title] + [us(min(of[s] for s in names)) for of in times.values()]
         for title, names in systems.items()
@@ -87,7 +92,7 @@ def halves(file: str) -> str:
     folder = file.split("/")[0]
     kinds = {kind: times_by_size(f"{folder}/{kind}") for kind in ("reduce_scatter", "all_gather")}
     titles = {"moe_a2a": "", "moe_a2a direct": " / direct", "nccl": " / NCCL"}
-    measured = set(next(iter(kinds["all_gather"].values())))
+    measured = measured_in(kinds["all_gather"])
     systems = [system for system in titles if system in measured]
     rows = [
         [f"`{kind}`" + "".join(titles[system] for system in systems)]
@@ -301,7 +306,7 @@ def chains(name: str) -> str:
     for record in results(name)["records"]:
         if record["launch"] == "chain":
             times.setdefault(record["tokens"], {})[record["system"], record["mode"]] = record["median_us"]
-    measured = set(next(iter(times.values())))
+    measured = measured_in(times)
     rows = [
         [title, *(us(of[system]) for of in times.values())] for title, system in systems.items() if system in measured
     ]

@@ -203,7 +203,8 @@ def refuses_wrong_arguments(refused: Callable[..., AbstractContextManager[None]]
 
 
 def has_begun(error: TypeError) -> bool:
-    """In the caller of what raised it: whether its body has, rather than the call, for an argument list that it does not take."""
+    """Whether the body of the called function raised it, not the call itself, whose argument list did not fit. For the frame that
+    made the call."""
     return error.__traceback__ is None or error.__traceback__.tb_next is not None
 
 

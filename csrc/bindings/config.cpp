@@ -53,7 +53,7 @@ void bind_config(py::module_& m) {
                                .hidden = hidden,
                                .num_max_tokens_per_rank = num_max_tokens_per_rank,
                                .dtype = to_dtype(scalar_type(dtype), "dtype=")};
-        check_dispatch(config, device, {x, topk_idx, topk_weights, x_scales, false, quantize});
+        check_dispatch(config, device, {x, topk_idx, topk_weights, x_scales, quantize});
       },
       "Raises what a dispatch of these tensors would.");
 }

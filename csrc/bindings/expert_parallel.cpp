@@ -65,7 +65,7 @@ class Core {
     const auto core = ep();
     const LaunchPlace place = where(num_blocks);
     const DispatchInput input =
-        checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, mx_scales, quantize});
+        checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize, mx_scales});
     py::gil_scoped_release unlocked;
     return core->dispatch_send(input, place);
   }
@@ -76,7 +76,7 @@ class Core {
     const auto core = ep();
     const LaunchPlace place = where(num_blocks);
     const DispatchInput input =
-        checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, mx_scales, quantize});
+        checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize, mx_scales});
     py::gil_scoped_release unlocked;
     return core->dispatch(input, static_cast<Layout>(layout), expert_alignment, place);
   }

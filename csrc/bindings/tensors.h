@@ -19,8 +19,8 @@ struct DispatchTensors {
   const at::Tensor& topk_idx;
   const std::optional<at::Tensor>& topk_weights;
   const std::optional<at::Tensor>& x_scales;
-  bool mx_scales = false;  // four bytes, a scale each, in place of each float32
   bool quantize = false;
+  bool mx_scales = false;  // four bytes, a scale each, in place of each float32
 };
 
 // Raise ValueError or TypeError that names the value, the limit, the rank and the argument to change.

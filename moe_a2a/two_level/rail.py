@@ -61,8 +61,8 @@ class Rail:
         self._place, self._ranks_per_node = 0, 1
 
     def on_every_node(self, make: Callable[[], MadeOfNode], *, local: Any, device: Any, timeout: Any) -> MadeOfNode:
-        """make(), by which the ranks of this node make what defines the tensors' device and the timeout. If it fails on one node, it
-        fails on all. local, device, timeout: as the caller gave them; make() may return `local`, which stays open."""
+        """Calls make(), which builds this node's object; the object defines the tensors' device and the timeout. If it fails on one
+        node, it fails on all. local, device, timeout: the caller's arguments; make() may return `local`, which stays open."""
         made = failure = None
         try:
             made = make()

@@ -6,6 +6,7 @@ from collections import Counter
 import on_device
 import pytest
 import torch
+from test_trace_collectives import launches
 
 import moe_a2a
 from moe_a2a.tracing.check import check_file
@@ -24,10 +25,6 @@ def random_tokens(ep, num_tokens, seed):
     x = torch.randn(num_tokens, ep.hidden, generator=generator).bfloat16()
     weights, topk_idx = torch.rand(num_tokens, ep.num_experts, generator=generator).topk(NUM_TOPK)
     return x.to(ep.device), topk_idx.to(ep.device), weights.to(ep.device)
-
-
-def launches(summary):
-    return {name: counts.tolist() for name, (_, counts) in summary.operation_ns.items()}
 
 
 def check_trace(path):
