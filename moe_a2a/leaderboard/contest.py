@@ -16,7 +16,7 @@ from moe_a2a.leaderboard.statistics import geometric_mean
 
 TIMED = {"benchmark": modes.benchmark, "leaderboard": modes.leaderboard}
 CHECKED = {"test": modes.test, "pressure": modes.pressure, "lone_call": modes.lone_call}
-NULL_SECONDS = 1.0
+NULL_RUNS = 20
 SECONDS_OF_LINK = 60.0
 OnCase = Callable[[int, CaseResult], None]
 
@@ -92,7 +92,7 @@ class Contest:
         nulls = []
         if mode in TIMED:
             with self.null_ranks() as ranks:
-                nulls = self.run_null(ranks)
+                nulls = self.run_null(ranks, mode)
         with self.ranks_of(submission) as ranks:
             return self.run_on(ranks, mode, nulls, on_case)
 
@@ -109,10 +109,11 @@ class Contest:
             on_case(number, of_case)
         return result
 
-    def run_null(self, ranks: SubmissionRanks) -> list[CaseResult]:
-        """Runs the null submission on every benchmark. Raises UsageError if the harness itself does not run."""
-        rules = dataclasses.replace(self.rules, shortened=NULL_SECONDS, checked=False)
-        results = [modes.benchmark(rules, ranks, case) for case in self.cases_of("benchmark")]
+    def run_null(self, ranks: SubmissionRanks, mode: str) -> list[CaseResult]:
+        """Runs the null submission in a timed mode: what happens between two calls decides how long the harness's own steps
+        take. Raises UsageError if the harness itself does not run."""
+        rules = dataclasses.replace(self.rules, checked=False, most_runs=NULL_RUNS)
+        results = [TIMED[mode](rules, ranks, case) for case in self.cases_of(mode)]
         failed = next((result for result in results if not result.passed), None)
         if failed is not None:
             raise UsageError(

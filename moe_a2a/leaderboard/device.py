@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import platform
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 CACHE_BYTES = 256 << 20  # written before each timed call; more than any GPU's last-level cache
 
@@ -35,31 +33,6 @@ class RankDevice:
         if self._cache is None:
             self._cache = torch.empty(CACHE_BYTES, dtype=torch.uint8, device=self.device)
         self._cache.fill_(1)
-
-    def make_barrier(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> Barrier:
-        limit = timedelta(seconds=timeout)
-        if not self.is_gpu:
-            return Barrier(dist.ProcessGroupGloo(store, rank, world_size, limit))
-        group_options = dist.ProcessGroupNCCL.Options()
-        group_options._timeout = limit
-        options = dist.BarrierOptions()
-        options.device, options.device_ids = self.device, [self.device.index]  # NCCL reads the latter, or guesses
-        return Barrier(dist.ProcessGroupNCCL(store, rank, world_size, group_options), options)
-
-
-class Barrier:
-    """A barrier over a group that torch.distributed does not list, so that nothing a submission does to the default group, or
-    to the module's functions, affects it."""
-
-    def __init__(self, group: Any, *options: Any):
-        self._group = group
-        self._options = options
-
-    def __call__(self) -> None:
-        self._group.barrier(*self._options).wait()
-
-    def close(self) -> None:
-        self._group.shutdown()
 
 
 def num_gpus() -> int:

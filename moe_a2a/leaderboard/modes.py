@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moe_a2a.leaderboard.cases import Case, ProblemFile
 from moe_a2a.leaderboard.ranks import SubmissionRanks
-from moe_a2a.leaderboard.statistics import Stats, enough
+from moe_a2a.leaderboard.statistics import MOST_RUNS, Stats, enough
 from moe_a2a.leaderboard.trial import Call, Trial
 from moe_a2a.leaderboard.verdicts import PASS, SubmissionFailedError
 
@@ -56,12 +56,13 @@ class CaseResult:
 @dataclass(frozen=True)
 class Rules:
     """The rules of one run. secret: the source of seeds that no submission can know. shortened: seconds of calls per case;
-    None: the contract's."""
+    None: the contract's. most_runs: timed calls per case."""
 
     problem: ProblemFile
     secret: int
     shortened: float | None = None
     checked: bool = True
+    most_runs: int = MOST_RUNS
 
     def trial(self, ranks: SubmissionRanks, case: Case, published: bool = False) -> Trial:
         return Trial(ranks, self.problem.name, case, self.secret, published, self.checked)
@@ -91,7 +92,7 @@ def benchmark(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
     with _failures_into(result), rules.trial(ranks, case, published=True) as trial:
         trial.call(trial.published_inputs(), limit)
         begin = time.monotonic()
-        while not enough(result.nanoseconds, cap, time.monotonic() - begin):
+        while not enough(result.nanoseconds, cap, time.monotonic() - begin, rules.most_runs):
             result.add(trial.call(None, limit))
     return result
 
@@ -103,7 +104,7 @@ def leaderboard(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
     with _failures_into(result), rules.trial(ranks, case) as trial:
         trial.call(trial.published_inputs(), limit)
         begin = time.monotonic()
-        while not enough(result.nanoseconds, cap, time.monotonic() - begin):
+        while not enough(result.nanoseconds, cap, time.monotonic() - begin, rules.most_runs):
             result.add(trial.call(trial.secret_inputs(), limit))
     if result.verdict == "wrong" and _replays(rules, ranks, case, limit):
         result.verdict = "replayed_seed"

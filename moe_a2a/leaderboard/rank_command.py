@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     paths = _by_entry_name([shared.submission_path(contest.problem, name) for name in names])
 
     with contest.null_ranks() as ranks:
-        nulls = contest.run_null(ranks)
+        nulls = contest.run_null(ranks, "leaderboard")
         board = Board.of(contest, nulls, contest.measure_link(ranks))
     for name, submission in paths.items():
         with contest.ranks_of(submission) as ranks:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 import moe_a2a
 from moe_a2a.leaderboard import link, problems
+from moe_a2a.leaderboard.barrier import Barrier
 from moe_a2a.leaderboard.cases import Case
-from moe_a2a.leaderboard.device import Barrier, RankDevice
+from moe_a2a.leaderboard.device import RankDevice
 from moe_a2a.leaderboard.guards import CollectiveBytes, GuardedInputs, poison
 from moe_a2a.leaderboard.loading import Submission
 from moe_a2a.leaderboard.problems.base import Problem, Tensors
@@ -91,19 +92,18 @@ def begin_case(
     """Joins the case's own process group. `key` is new for each case."""
     device = RankDevice(device_type, rank)
     world_size = case["world_size"]
-    store = this_process_store()
-    own_barrier = device.make_barrier(dist.PrefixStore(f"{key} harness", store), rank, world_size, timeout)
+    barrier = Barrier(rank, world_size)
     # By the module's name and with keywords: submissions may have replaced the function.
     dist.init_process_group(
         device.backend,
-        store=dist.PrefixStore(key, store),
+        store=dist.PrefixStore(key, this_process_store()),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
         **device.group_options,
     )
-    _case.append(_CaseState(case, rank, device, own_barrier, GuardedInputs(weights, device.device)))
-    own_barrier()
+    _case.append(_CaseState(case, rank, device, barrier, GuardedInputs(weights, device.device)))
+    barrier()
 
 
 def end_case(report: Report) -> None:
@@ -112,7 +112,6 @@ def end_case(report: Report) -> None:
     state.data = state.output = state.inputs = None
     if dist.is_initialized():
         dist.destroy_process_group()
-    state.barrier.close()
     del state
     gc.collect()
 

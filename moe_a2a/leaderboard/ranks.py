@@ -8,29 +8,36 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from moe_a2a.leaderboard import rank_program
+from moe_a2a.leaderboard import barrier, rank_program, traffic
 from moe_a2a.leaderboard.cases import Case
 from moe_a2a.leaderboard.freezing import frozen_now_and_then
 from moe_a2a.leaderboard.problems.base import Tensors
 from moe_a2a.leaderboard.rank_program import CallResult
 from moe_a2a.leaderboard.verdicts import SubmissionFailedError
-from moe_a2a.rank_processes import FORK_SERVER, CoresShared, RankError, RankProcesses, preload, start_method
+from moe_a2a.rank_processes import FORK_SERVER, CoresShared, OpenFile, RankError, RankProcesses, preload, start_method
 
 PRELOADED = "moe_a2a.leaderboard.preloaded"  # by name: an import here would slow every command down
 SECONDS_TO_START = 120.0
-SECONDS_TO_BEGIN = 60.0  # a case: two process groups
+SECONDS_TO_BEGIN = 60.0  # a case: its process group
+CORES_TO_POLL = 2  # per rank: this process and the submission's threads need some, too
 GRACE = 1.0  # for the other ranks once one has failed
 VERDICTS = {"raised": "raised", "died": "crash", "timeout": "hang"}  # by RankError's kind
 
 
-class _OwnGroup(CoresShared):
-    """Also makes each rank the leader of a process group, so that what its submission starts can be ended with it."""
+@dataclass
+class _Prepared(CoresShared):
+    """Also gives each rank the barrier's page, and makes it the leader of a process group, so that what its submission starts
+    can be ended with it."""
+
+    page: OpenFile  # in the rank's process: its path
 
     def __call__(self, rank: int) -> None:
         os.setpgid(0, 0)
+        barrier.map_page(str(self.page))
         super().__call__(rank)
 
 
@@ -46,6 +53,7 @@ class SubmissionRanks:
         self.num_ranks = num_ranks
         self.device_type = device_type
         self._processes: RankProcesses | None = None
+        self._page: IO[bytes] | None = None  # the barrier's
         self._groups: list[int] = []  # process groups of the ranks, with whatever the submission has started
         self._num_cases = 0
         self._marks: dict[str, list[float]] = {}
@@ -72,12 +80,14 @@ class SubmissionRanks:
 
     def _start(self) -> None:
         preload(FORK_SERVER, rank_program.__name__, PRELOADED)
+        self._page = barrier.make_page(self.num_ranks)
         self._processes = RankProcesses(
             self.num_ranks,
             timeout=SECONDS_TO_START,
             method=start_method(self.device_type),
             backend=None,
-            prepare=_OwnGroup(self.num_ranks),
+            prepare=_Prepared(self.num_ranks, OpenFile(self._page)),
+            polls=len(os.sched_getaffinity(0)) >= CORES_TO_POLL * self.num_ranks,
         )
         self._groups = self._processes.pids
         self._run(rank_program.load, self._problem_name, self._submission, limit=SECONDS_TO_START)
@@ -117,6 +127,11 @@ class SubmissionRanks:
     @property
     def pids(self) -> list[int]:
         return self._processes.pids if self._processes is not None else []
+
+    def shared_bytes_touched(self) -> int:
+        """Since traffic.forget_touched_pages(), the barrier's page apart."""
+        assert self._page is not None
+        return traffic.shared_bytes_touched(self.pids, without=os.fstat(self._page.fileno()))
 
     def close(self) -> None:
         if self._processes is not None:

@@ -33,14 +33,14 @@ class Stats:
         return asdict(self)
 
 
-def enough(nanoseconds: list[int], cap_seconds: float, wall_seconds: float) -> bool:
+def enough(nanoseconds: list[int], cap_seconds: float, wall_seconds: float, most_runs: int = MOST_RUNS) -> bool:
     """cap_seconds: limit of the calls' total time; wall_seconds: time passed since the first."""
     if len(nanoseconds) < LEAST_RUNS:
         return False
     stats = Stats.of(nanoseconds)
     is_exact = stats.err < SMALLEST_ERROR * stats.mean
     is_long = stats.mean * stats.runs > cap_seconds * 1e9 or wall_seconds > MOST_WALL_SECONDS
-    return is_exact or is_long or stats.runs >= MOST_RUNS
+    return is_exact or is_long or stats.runs >= most_runs
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -8,6 +8,7 @@ rank touched only its own part: the count is an upper bound, and exact when it i
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -25,13 +26,20 @@ def forget_touched_pages(pids: list[int]) -> bool:
     return True
 
 
-def shared_bytes_touched(pids: list[int]) -> int:
+def shared_bytes_touched(pids: list[int], without: os.stat_result) -> int:
+    """without: a file whose pages do not count."""
     of_ranks = [_touched(Path(f"/proc/{pid}/smaps").read_text()) for pid in pids]
+    for touched in of_ranks:
+        touched.pop(_name_in_smaps(without), None)
     files = [set(touched) for touched in of_ranks]
     common = {
         file for number, own in enumerate(files) for file in own if any(file in other for other in files[:number])
     }
     return sum(nbytes for touched in of_ranks for file, nbytes in touched.items() if file in common)
+
+
+def _name_in_smaps(file: os.stat_result) -> str:
+    return f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x} {file.st_ino}"
 
 
 def _touched(smaps: str) -> dict[str, int]:

@@ -112,7 +112,7 @@ class Trial:
         self._take(inputs)
         can_count = traffic.forget_touched_pages(self._ranks.pids)
         results = self._ranks.call(inputs, limit, counted=True)
-        shared = traffic.shared_bytes_touched(self._ranks.pids) if can_count else -1
+        shared = self._ranks.shared_bytes_touched() if can_count else -1
         self._check_all(results)
         collective = sum(result.remote_bytes for result in results)
         return Call(results[0].nanoseconds, round(self._ranks.seconds_observed * 1e9), round(collective), shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_a2a.rank_processes.inherited import OpenFile
 from moe_a2a.rank_processes.processes import (
     DIED,
     FORK_SERVER,
@@ -17,6 +18,7 @@ __all__ = [
     "DIED",
     "FORK_SERVER",
     "CoresShared",
+    "OpenFile",
     "RankError",
     "RankProcesses",
     "preload",

@@ -13,6 +13,7 @@ from contest_cases import SMALL, SPARSE, contest
 from moe_a2a.__main__ import main
 from moe_a2a.leaderboard import cases, loading, problems
 from moe_a2a.leaderboard.cases import CaseFileError
+from moe_a2a.leaderboard.ranks import SubmissionRanks
 from moe_a2a.leaderboard.statistics import Stats, enough, geometric_mean
 
 pytestmark = pytest.mark.cpu
@@ -74,6 +75,21 @@ def test_the_null_submission_runs_beside_a_timed_one(session_seed):
     assert result.passed and len(result.nulls) == len(result.cases) == 1
     assert result.cases[0].stats.runs >= 3 and result.nulls[0].stats.runs >= 3
     assert 0 < result.nulls[0].stats.best < result.score_ns
+
+
+@pytest.mark.parametrize("mode, brings_new_data", [("benchmark", False), ("leaderboard", True)])
+def test_the_null_submission_is_called_as_the_others_are(mode, brings_new_data, monkeypatch, session_seed):
+    """A rank that has just received new data runs the harness's own steps with colder caches."""
+    inputs = []
+    call = SubmissionRanks.call
+    monkeypatch.setattr(
+        SubmissionRanks, "call", lambda ranks, data, *rest: (inputs.append(data), call(ranks, data, *rest))[1]
+    )
+    made = contest(seed=session_seed)
+    with made.null_ranks() as ranks:
+        (result,) = made.run_null(ranks, mode)
+    assert result.passed and len(inputs) == 1 + result.stats.runs
+    assert all((data is not None) == brings_new_data for data in inputs[1:])
 
 
 # ---- times
