@@ -23,7 +23,6 @@ from moe_a2a.rank_processes import FORK_SERVER, CoresShared, OpenFile, RankError
 PRELOADED = "moe_a2a.leaderboard.preloaded"  # by name: an import here would slow every command down
 SECONDS_TO_START = 120.0
 SECONDS_TO_BEGIN = 60.0  # a case: its process group
-CORES_TO_POLL = 2  # per rank: this process and the submission's threads need some, too
 GRACE = 1.0  # for the other ranks once one has failed
 VERDICTS = {"raised": "raised", "died": "crash", "timeout": "hang"}  # by RankError's kind
 
@@ -87,7 +86,6 @@ class SubmissionRanks:
             method=start_method(self.device_type),
             backend=None,
             prepare=_Prepared(self.num_ranks, OpenFile(self._page)),
-            polls=len(os.sched_getaffinity(0)) >= CORES_TO_POLL * self.num_ranks,
         )
         self._groups = self._processes.pids
         self._run(rank_program.load, self._problem_name, self._submission, limit=SECONDS_TO_START)

@@ -102,7 +102,6 @@ class RankProcesses:
     is too long for the server's socket. backend: of torch.distributed; None: programs make their own
     groups, on server.this_process_store(). timeout: of the group, seconds.
     prepare: called with the rank in each process before the group is made.
-    polls: a rank polls for its next program instead of sleeping, so that it finds its caches warm. Takes a core per rank.
     dumps: pickles programs and their arguments for processes that import modules by name.
     """
 
@@ -114,7 +113,6 @@ class RankProcesses:
         method: str = "spawn",
         backend: str | None = "gloo",
         prepare: Callable[[int], None] | None = None,
-        polls: bool = False,
         dumps: Callable[[Any], bytes] = pickle.dumps,
     ):
         self._dumps = dumps
@@ -128,13 +126,13 @@ class RankProcesses:
             if method == "forkserver":
                 _await_fork_server()
             for rank in range(num_ranks):
-                self._start(context, rank, num_ranks, backend, timeout, prepare, polls)
+                self._start(context, rank, num_ranks, backend, timeout, prepare)
         except BaseException:
             self.close()
             raise
 
     def _start(
-        self, context: Any, rank: int, num_ranks: int, backend: str | None, timeout: float, prepare: Any, polls: bool
+        self, context: Any, rank: int, num_ranks: int, backend: str | None, timeout: float, prepare: Any
     ) -> None:
         ours, theirs = context.Pipe()
         stack = tempfile.TemporaryFile()
@@ -150,7 +148,6 @@ class RankProcesses:
                 backend,
                 timeout,
                 prepare,
-                polls,
             ),
             daemon=True,
         )

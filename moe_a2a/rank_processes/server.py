@@ -43,7 +43,6 @@ def serve(
     backend: str | None,
     timeout: float,
     prepare: Callable[[int], None] | None,
-    polls: bool,
 ) -> None:
     """Answers programs until the caller closes the pipe. The arguments are those of RankProcesses as they arrive here."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -63,8 +62,6 @@ def serve(
                 limit = timedelta(seconds=timeout)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
             while True:
-                while polls and not connection.poll():
-                    pass
                 _answer(connection, connection.recv_bytes())
         except EOFError:  # the caller has closed the pipe
             os._exit(0)  # skips gloo's teardown, which waits for ranks that are gone

@@ -97,23 +97,6 @@ def test_ranks_start_whatever_the_length_of_the_temporary_folder(tmp_path):
         shutil.rmtree(root)
 
 
-def own_cpu_seconds(report):
-    return time.process_time()
-
-
-@pytest.mark.parametrize("polls", [False, True])
-def test_a_rank_that_polls_stays_awake_between_programs_and_ends_with_the_object(polls):
-    with rank_processes.RankProcesses(1, timeout=60, method="forkserver", backend=None, polls=polls) as processes:
-        (pid,) = processes.pids
-        (before,) = processes.run(own_cpu_seconds, timeout=60)
-        time.sleep(1)
-        (after,) = processes.run(own_cpu_seconds, timeout=60)
-    # Other processes may leave it little of a core.
-    assert (after - before > 0.02) == polls
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
 def test_processes_that_hang_are_named_and_killed():
     start = time.monotonic()
     with pytest.raises(ranks.RankError, match=r"(?s)rank 0 ---.*still running.*hang_on_rank_0"):
