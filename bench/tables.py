@@ -164,6 +164,27 @@ def layer_alone(name: str) -> str:
     return table(["rows per expert", *systems], rows)
 
 
+MODELS = {
+    (2048, 768): "Qwen3-30B-A3B",
+    (2880, 2880): "gpt-oss-120b",
+    (4096, 14336): "Mixtral 8x7B",
+}  # by hidden, intermediate
+
+
+def layer_of_models(name: str) -> str:
+    times: dict[tuple[str, int], dict[tuple[str, str], float]] = {}
+    for line in results(name)["lines"]:
+        case = MODELS[line["hidden"], line["intermediate"]], line["tokens"]
+        times.setdefault(case, {})[line["system"], line["launch"]] = line["us"]
+    rows = []
+    for (model, tokens), of in times.items():
+        eager, by_torch = of["moe_a2a", "eager"], of["moe_a2a + torch._grouped_mm", "eager"]
+        ours = eager, of["moe_a2a", "graph"], of["moe_a2a fp8", "graph"]
+        rows.append([model, str(tokens), *map(us, ours), us(by_torch), f"{eager / by_torch:.2f}"])
+    ours = ["`MoELayer`", "`MoELayer`, graph", "`MoELayer`, fp8, graph"]
+    return table(["shape of", "tokens per rank", *ours, "with `torch._grouped_mm`", "`MoELayer` / that"], rows)
+
+
 # ---- dispatch and combine
 
 OURS = "moe_a2a"
@@ -256,14 +277,8 @@ def with_deep_ep(name: str) -> str:
         return [*of, joined(*of_rows(OURS, "floor_us"))]
 
     systems = [f"{name}: dispatch bf16 / fp8 / combine" for name in ("moe_a2a", "DeepEP V2", "DeepEP V1 normal")]
-    header = [
-        "tokens per rank",
-        *systems,
-        "DeepEP V1 low-latency, fp8",
-        "NCCL all-gather / reduce-scatter",
-        "floor bf16",
-    ]
-    return table(header, dispatch_combine(name, columns))
+    others = ["DeepEP V1 low-latency, fp8", "NCCL all-gather / reduce-scatter", "floor bf16"]
+    return table(["tokens per rank", *systems, *others], dispatch_combine(name, columns))
 
 
 def summary(name: str) -> str:
@@ -335,6 +350,7 @@ TABLES: dict[str, tuple[Callable[[str], str], str]] = {
     "layer": (layer, "h200_2/layer"),
     "layer of 4": (layer, "h200_4/layer"),
     "layer of 4 H100": (layer, "h100_4/layer"),
+    "layer of models": (layer_of_models, "h100_4/layer_of_models"),
     "experts": (partial(experts, ours="moe_a2a", peers=("torch._grouped_mm", "DeepGEMM")), "h200_1/experts"),
     "experts float8": (partial(experts, ours="moe_a2a fp8", peers=("DeepGEMM fp8",)), "h200_1/experts"),
     "layer alone": (layer_alone, "h200_1/layer"),
