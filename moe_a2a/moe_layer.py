@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_a2a import arguments, calls, experts, operators
+from moe_a2a import arguments, calls, experts, operators, replicas
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.expert_weights import ExpertWeights, Weight
 from moe_a2a.graph_tracing import is_tracing
@@ -98,6 +98,7 @@ class MoELayer(nn.Module):
         self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *weights: Any
     ) -> torch.Tensor:
         """forward() without a backward pass. weights: as _tensors()."""
+        replicas.check_not_replicated(self.ep, self)
         ep, given = self.ep, _as_given(*weights)
         with torch.no_grad():
             quantize = "fp8" if ExpertWeights.checked(ep, *given).is_float8 else None
@@ -109,6 +110,7 @@ class MoELayer(nn.Module):
         self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
         """forward() for a backward pass."""
+        replicas.check_not_replicated(self.ep, self)
         # Before anything that may fail on this rank only: all ranks make the first together.
         dispatcher = _dispatcher_of(self.ep)
         self._check_can_record()
@@ -169,6 +171,12 @@ class MoELayer(nn.Module):
             if problem := self._misfit(name, tensor, fn(tensor.detach().new_empty(0))):
                 raise ValueError(problem)
         return super()._apply(fn, recurse)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """fully_shard() puts shards in the place of the weights."""
+        if name in ("w_gate_up", "w_down") and (problem := replicas.why_not_sharded(self.ep, name, value)):
+            raise ValueError(problem)
+        super().__setattr__(name, value)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any

@@ -25,7 +25,7 @@ LAYERS = {
     ],
     "integrations": ["integrations"],
     "interface": [""],  # moe_a2a/__init__.py
-    "MoE layer": ["moe_layer", "reference", "two_level"],
+    "MoE layer": ["moe_layer", "reference", "replicas", "two_level"],
     "on collectives": [
         "ddp",
         "default_collectives",
