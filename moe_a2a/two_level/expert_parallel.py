@@ -27,7 +27,7 @@ from moe_a2a.expert_weights import Weight
 from moe_a2a.two_level.expert_calls import ExpertCalls
 from moe_a2a.two_level.handle import TwoLevelHandle
 from moe_a2a.two_level.passage import Passage, RailFormat, Sent
-from moe_a2a.two_level.rail import Rail
+from moe_a2a.two_level.rail import Rail, refuses_wrong_arguments
 
 OPTIONS_OF_NODE = ("num_buffers", "num_blocks", "num_max_ll_tokens", "launch_table")
 MEETING_NBYTES = 1 << 12  # workspace of the collectives by which a node's ranks agree on the arguments
@@ -65,6 +65,7 @@ class TwoLevelExpertParallel(OnePerRank):
     TwoLevelTokenDispatcher.
     """
 
+    @refuses_wrong_arguments("Communicator")
     def __init__(
         self,
         local: Any,
@@ -79,18 +80,19 @@ class TwoLevelExpertParallel(OnePerRank):
         timeout: float = 30.0,
         **of_node: Any,
     ):
-        is_made = isinstance(local, Communicator)
-        with set_up.refused_if_failed(local, "Collectives" if is_made else "Communicator"):
+        self._owns_comm = not isinstance(local, Communicator)
+        with set_up.refused_if_failed(local, "Communicator" if self._owns_comm else "Collectives"):
             self._rail = Rail(between)
-        given: dict[str, Any] = {"device": device, "timeout": timeout}
-        self._comm = self._rail.on_every_node(
-            lambda: local if is_made else Communicator(local, **given), local=local, **given
-        )
-        self._owns_comm = not is_made
+        how: dict[str, Any] = {"local": local, "device": device, "timeout": timeout}
+        self._comm = local
+        if self._owns_comm:
+            self._comm = self._rail.on_every_node(lambda: Communicator(local, device=device, timeout=timeout), **how)
         try:
-            self._take_places()
-            sizes = {"num_experts": num_experts, "num_topk": num_topk, "hidden": hidden}
-            self._agree(sizes | {"num_max_tokens_per_rank": num_max_tokens_per_rank}, dtype, of_node)
+            with self._rail.on_every_node(lambda: Collectives(self._comm, MEETING_NBYTES), **how) as collectives:
+                self._take_places()
+                sizes = {"num_experts": num_experts, "num_topk": num_topk, "hidden": hidden}
+                sizes |= {"num_max_tokens_per_rank": num_max_tokens_per_rank}
+                self._agree(collectives, sizes, dtype, of_node)
             self._make_local(of_node)
         except BaseException:
             if self._owns_comm:
@@ -103,7 +105,7 @@ class TwoLevelExpertParallel(OnePerRank):
         self.rank, self.num_ranks = rail.rank_on(rail.node), rail.num_nodes * comm.num_ranks
         self.device, self.timeout = comm.device, comm.timeout
 
-    def _agree(self, sizes: dict[str, Any], dtype: Any, of_node: dict[str, Any]) -> None:
+    def _agree(self, collectives: Collectives, sizes: dict[str, Any], dtype: Any, of_node: dict[str, Any]) -> None:
         """Raises ValueError on every rank if an argument is wrong or differs on any."""
         values, problem = [0] * 5, ""
         try:
@@ -118,11 +120,9 @@ class TwoLevelExpertParallel(OnePerRank):
                 )
         except (TypeError, ValueError) as error:
             problem = str(error)
-        with Collectives(self._comm, MEETING_NBYTES) as collectives:
-            self._rail.meet(collectives, [*sizes, "dtype (index)"], values, problem)
+        self._rail.meet(collectives, [*sizes, "dtype (index)"], values, problem)
         self.num_experts, self.num_topk, self.hidden, self.num_max_tokens_per_rank, _ = values
-        self.dtype = dtype
-        self.num_local_experts = self.num_experts // self.num_ranks
+        self.dtype, self.num_local_experts = dtype, self.num_experts // self.num_ranks
         self._format = RailFormat(self.num_nodes, self.num_experts // self.num_nodes, self.num_topk, self.hidden)
         self._num_dispatches = 0  # calls that have returned a handle or raised
         self._calls = ExpertCalls(self._rail)

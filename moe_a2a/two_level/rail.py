@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -11,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from moe_a2a import arguments, devices, set_up
+from moe_a2a import arguments, calls, devices, set_up
 from moe_a2a.communicator import Communicator
 from moe_a2a.errors import CallMismatchError, PeerRefusedError
 
@@ -235,6 +237,45 @@ class Rail:
         with self.within_node():
             everyone = collectives.all_gather(own).view(collectives.num_ranks, -1)
         return [[int(word) for word in each] for each in everyone.tolist()]
+
+
+def refuses_wrong_arguments(first: str) -> Callable[[set_up.Init], set_up.Init]:
+    """Decorates a constructor that takes `local` and `between`: an argument list that it does not take is refused on every rank.
+    first: what it makes of `local` first, if that is not a Communicator."""
+
+    def decorate(init: set_up.Init) -> set_up.Init:
+        @functools.wraps(init)
+        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                init(self, *args, **kwargs)
+            except TypeError as error:
+                if not calls.has_begun(error):
+                    _refuse(error, first, **dict(zip(("local", "between"), args, strict=False)), **kwargs)
+                raise
+
+        return made  # type: ignore[return-value]
+
+    return decorate
+
+
+def _refuse(
+    error: TypeError,
+    first: str,
+    *,
+    local: Any = None,
+    between: Any = None,
+    device: Any = None,
+    timeout: Any = set_up.DEFAULT_TIMEOUT,
+    **others: Any,
+) -> None:
+    """Tells this rank's node and its rail, as far as the arguments name them."""
+
+    def fail() -> Any:
+        with set_up.refused_if_failed(local, "Collectives" if isinstance(local, Communicator) else first):
+            raise error
+
+    with contextlib.suppress(Exception):
+        Rail(between).on_every_node(fail, local=local, device=device, timeout=timeout)
 
 
 def _device_of(local: Any, device: Any) -> torch.device:

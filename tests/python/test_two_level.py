@@ -205,6 +205,23 @@ def other_between_program(world, num_nodes: int, num_local: int) -> None:
     assert time.monotonic() - start < ranks.slack(15)
 
 
+def unknown_argument_program(world, num_nodes: int, num_local: int) -> None:
+    """Regression: all others waited until their deadline."""
+    node, rail = groups(num_nodes, num_local)
+    rank, start = world.rank(), time.monotonic()
+    words = {1: "unexpected keyword argument 'axis'", 0: "^rank 1 could not make its Collectives: TypeError"}
+    with pytest.raises((TypeError, RuntimeError), match=words.get(rank, "failed on its node, 0")):
+        TwoLevelCollectives(node, between=rail, timeout=20, **({"axis": 1} if rank == 1 else {}))
+    assert time.monotonic() - start < ranks.slack(8)
+    with TwoLevelCollectives(node, rail, timeout=20) as two:
+        assert two.all_reduce(torch.ones(3))[0] == 4
+
+
+@on_device.cpu_only
+def test_a_rank_with_an_unknown_argument():
+    run((2, 2), unknown_argument_program)
+
+
 @on_device.cpu_only
 def test_a_rank_with_a_wrong_between():
     run((2, 2), other_between_program)

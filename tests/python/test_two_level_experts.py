@@ -245,7 +245,16 @@ def arguments_program(world, num_nodes, num_local):
     words = {1: "device='nonsense' is not a device on rank 1", 0: "^rank 1 could not make its Communicator: "}
     with pytest.raises((RuntimeError, ValueError), match=words.get(rank, "the call of rank . failed on its node, 0")):
         TwoLevelExpertParallel(node, rail, **sizes(world, **({"device": "nonsense"} if rank == 1 else {})))
-    with TwoLevelExpertParallel(node, rail, **sizes(world)) as two:
+    # Regression: all others waited until their deadline for a rank without a required argument.
+    start, words = time.monotonic(), {1: "missing 1 required .*hidden", 0: "^rank 1 could not make its Co"}
+    without = {name: size for name, size in sizes(world).items() if rank != 1 or name != "hidden"}
+    for local in node, moe_a2a.Communicator(node, timeout=20):
+        with pytest.raises(
+            (TypeError, RuntimeError), match=words.get(rank, "the call of rank . failed on its node, 0")
+        ):
+            TwoLevelExpertParallel(local, rail, **without)
+    assert time.monotonic() - start < ranks.slack(8)
+    with local, TwoLevelExpertParallel(node, rail, **sizes(world)) as two:
         two.check()
 
 
