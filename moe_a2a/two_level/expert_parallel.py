@@ -320,10 +320,10 @@ class TwoLevelExpertParallel(OnePerRank):
         except BaseException as error:
             failure = error
         try:
-            self._calls.compare("combine", handle._passage if failure is None else None, failure)
+            self._calls.compare("combine", getattr(handle, "_passage", None), failure)
         except BaseException:
             if isinstance(handle, TwoLevelHandle) and handle._two_level is self and handle.is_open:
-                handle.release()
+                handle.release_here()
             raise
         assert sums is not None
         with torch.no_grad():
