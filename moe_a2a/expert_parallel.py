@@ -143,7 +143,7 @@ class ExpertParallel(CommunicatorClient):
             x: [num_tokens, H] of `dtype`, or float8 with x_scales. Rows may be strided.
             topk_idx: [num_tokens, K] int32 or int64, ids of experts; -1 drops a choice.
             topk_weights: [num_tokens, K] float32; None: 1.
-            handle: instead of topk_idx and topk_weights, an earlier handle whose routing is used again.
+            handle: instead of topk_idx and topk_weights, an earlier handle, whose routing (kept, not copied) is used again.
             layout, expert_alignment: see DispatchHandle; default: "rows" and 1, or those of `handle`. Only
                 layout="expert_major" takes an alignment (1 to 256).
             x_scales: with float8 x: [num_tokens, ceil(H / 128)] float32, or [num_tokens, ceil(H / 32)] uint8 or
@@ -396,4 +396,4 @@ class ExpertParallel(CommunicatorClient):
         if handle is None:
             return arguments.checked_routing(self.rank, topk_idx, topk_weights)
         self._check_own(handle, "dispatch")
-        return arguments.checked_routing_of(self.rank, x, topk_idx, topk_weights, handle._routing)
+        return arguments.checked_routing_of(self.rank, x, topk_idx, topk_weights, handle._routing_as_sent(self.rank))

@@ -59,6 +59,7 @@ class DispatchHandle:
         "_handle",
         "_expert_x",
         "_routing",
+        "_versions",
         "_num_blocks",
         "_scales_dtype",
         "__weakref__",
@@ -79,7 +80,7 @@ class DispatchHandle:
         self._core = ep._open_core()
         self._handle = core_handle
         self._expert_x: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self._routing = routing
+        self._routing, self._versions = routing, (_version(routing[0]), _version(routing[1]))
         self._num_blocks = 0
         self._scales_dtype = scales_dtype  # None: float32
 
@@ -158,6 +159,16 @@ class DispatchHandle:
         its result goes to combine(..., presummed=True)."""
         return row_routes(self._core, self._handle, self.expert_offsets)
 
+    def _routing_as_sent(self, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """For a dispatch along it. Raises ValueError if the caller has changed it in place since."""
+        for name, tensor, before in zip(("topk_idx", "topk_weights"), self._routing, self._versions, strict=True):
+            if _version(tensor) != before:
+                raise ValueError(
+                    f"{name} of handle has been changed in place since its dispatch on rank {rank}; pass {name}.clone() to that "
+                    "dispatch, or the new routing instead of handle"
+                )
+        return self._routing
+
     def _read(self, value: torch.Tensor) -> int:
         read = int(value)
         self._core.raise_reported()  # the kernels of this handle have finished
@@ -206,3 +217,8 @@ class DispatchHandle:
         raise TypeError(
             "a DispatchHandle cannot be copied or pickled: it is the key to one buffer of its ExpertParallel"
         )
+
+
+def _version(tensor: torch.Tensor | None) -> int | None:
+    """Grows with each change in place. None: made in inference mode, which counts none."""
+    return None if tensor is None or tensor.is_inference() else tensor._version

@@ -80,11 +80,10 @@ class TwoLevelExpertParallel(OnePerRank):
         timeout: float = 30.0,
         **of_node: Any,
     ):
-        self._owns_comm = not isinstance(local, Communicator)
+        self._comm, self._owns_comm = local, not isinstance(local, Communicator)
         with set_up.refused_if_failed(local, "Communicator" if self._owns_comm else "Collectives"):
             self._rail = Rail(between)
         how: dict[str, Any] = {"local": local, "device": device, "timeout": timeout}
-        self._comm = local
         if self._owns_comm:
             self._comm = self._rail.on_every_node(lambda: Communicator(local, device=device, timeout=timeout), **how)
         try:
@@ -255,7 +254,8 @@ class TwoLevelExpertParallel(OnePerRank):
         if handle is None:
             return arguments.checked_routing(self.rank, topk_idx, topk_weights)
         arguments.check_tensor(self.rank, "x", x)
-        return arguments.checked_routing_of(self.rank, x, topk_idx, topk_weights, self._own(handle)._routed_by)
+        routing = self._own(handle)._routing_as_sent(self.rank)
+        return arguments.checked_routing_of(self.rank, x, topk_idx, topk_weights, routing)
 
     def _checked_batch(
         self, x: Any, topk_idx: Any, topk_weights: Any, x_scales: Any, quantized: bool

@@ -17,7 +17,7 @@ class TwoLevelHandle(DispatchHandle):
     as T: a source rank is the rank of this node that a row passed through, and a token's index is that of the row there.
     """
 
-    __slots__ = ("_two_level", "_passage", "_routed_by")
+    __slots__ = ("_two_level", "_passage")
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class TwoLevelHandle(DispatchHandle):
         routed_by: tuple[Any, Any],
         scales_dtype: torch.dtype | None,
     ):
-        super().__init__(local.ep, local._handle, local.row_dtype, local._routing, scales_dtype)
+        super().__init__(local.ep, local._handle, local.row_dtype, routed_by, scales_dtype)
         self._received(local.layout, local.expert_alignment, local._num_blocks)
-        self._two_level, self._passage, self._routed_by = two_level, passage, routed_by
+        self._two_level, self._passage = two_level, passage
 
     def release(self) -> None:
         """See DispatchHandle.release(). On the CPU the ranks of other nodes learn of it, too."""

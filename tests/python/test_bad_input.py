@@ -248,6 +248,34 @@ def test_masked_without_room_for_repeated_experts():
     on_device.run(1, program)
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_routing_that_was_changed_in_place(changed):
+    """Before, dispatch(handle=) sent the rows along the changed one, without an error."""
+
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+            x, *routing = make_inputs(ep)
+            handle = ep.dispatch(x, *routing)
+            ep.combine(experts(handle), handle)
+            handle = ep.dispatch(x, handle=handle)
+            ep.combine(experts(handle), handle)
+            name = ("topk_idx", "topk_weights")[changed]
+            if ep.rank == 0:
+                routing[changed].add_(0)
+                with pytest.raises(
+                    ValueError, match=f"{name} of handle has been changed .* rank 0; pass {name}.clone.. to"
+                ):
+                    ep.dispatch(x, handle=handle)
+            else:
+                with pytest.raises(moe_a2a.PeerRefusedError, match=f"{name} of handle has been changed"):
+                    ep.dispatch(x, handle=handle).release()
+                    ep.check()
+            group.all_gather(None)
+            good_call(ep)
+
+    on_device.run(2, program)
+
+
 def test_handle_and_routing_together():
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
