@@ -28,7 +28,8 @@ class MoELayer(nn.Module):
     the experts run step by step in PyTorch. Printing the layer shows which way it runs and why.
 
     The weights are parameters of this rank, scales are buffers; state_dict() holds nothing else. They stay on the device of
-    `ep` and in their dtype: `.to()` of another device or dtype raises, and so does load_state_dict(assign=True).
+    `ep` and in their dtype: `.to()` of another device or dtype raises, and so does load_state_dict(assign=True). load_state_dict()
+    refuses what another rank has saved.
 
     In grad mode, if an input or a weight requires grad, the layer is recorded for a backward pass: its experts are products
     of PyTorch between the calls of a TokenDispatcher. From then on every call on this `ep` in grad mode is recorded, so
@@ -178,10 +179,24 @@ class MoELayer(nn.Module):
             raise ValueError(problem)
         super().__setattr__(name, value)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Called by state_dict(), whose metadata then says whose experts they are."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
+        metadata["experts_of_rank"] = self.ep.rank, self.ep.num_ranks
+
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
     ) -> None:
         """Called by load_state_dict(), which with assign=True replaces the weights; else it copies into them."""
+        rank, num_ranks = local_metadata.get("experts_of_rank", (self.ep.rank, self.ep.num_ranks))
+        if rank != self.ep.rank and num_ranks == self.ep.num_ranks:  # after a shrink() a rank has another number
+            *_, error_messages = others
+            error_messages.append(
+                f"{prefix}w_gate_up, {prefix}w_down: the experts of rank {rank} of {num_ranks}, and this is rank {self.ep.rank}; load "
+                "the state_dict() that this rank has saved"
+            )
+            return
         if local_metadata.get("assign_to_params_buffers"):
             own = dict((*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)))
             given = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
