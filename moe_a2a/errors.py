@@ -84,7 +84,7 @@ class PeerRefusedError(RuntimeError):
 
 
 class CallMismatchError(ValueError):
-    """Ranks made different calls. Of a Collectives: a different collective, count, dtype, operator or algorithm. Of an
+    """Ranks made different calls. Of a Collectives: a different collective, count, row shape, dtype, operator or algorithm. Of an
     ExpertParallel: some dispatched float8 rows, others not, or float8 rows with scales of another kind.
 
     Raised on every rank, with the calls of this rank and of one that differs. The call is over on all ranks, without a

@@ -6,6 +6,7 @@
 #include "bindings/tensor_gate.h"
 #include "bindings/trace_records.h"
 #include "collectives/collectives.h"
+#include "comm/fnv1a.h"
 
 namespace moe_a2a::bindings {
 namespace {
@@ -55,7 +56,7 @@ class Core {
       shares = in_elements(rows, x);
       const int64_t first = std::accumulate(shares.begin(), shares.begin() + place_.rank, int64_t{0});
       const Target target = checked_out(out, shape_of(x, rows[place_.rank]), x, first);
-      return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
+      return Prepared{target.tensor, {bytes_of(x), target.data, dtype, row_shape_of(x)}};
     });
     run([&](void* stream) {
       collectives_->reduce_scatter(call.operands, shares, static_cast<ReduceOp>(op), num_blocks, stream);
@@ -80,7 +81,7 @@ class Core {
       const int64_t first = std::accumulate(shares.begin(), shares.begin() + place_.rank, int64_t{0});
       const Target target =
           checked_out(out, shape_of(x, std::accumulate(rows.begin(), rows.end(), int64_t{0})), x, -first);
-      return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
+      return Prepared{target.tensor, {bytes_of(x), target.data, dtype, row_shape_of(x)}};
     });
     run([&](void* stream) { collectives_->all_gather(call.operands, shares, num_blocks, stream); });
     return call.out;
@@ -211,6 +212,11 @@ class Core {
     for (int64_t d = 1; d < x.dim(); ++d) row *= x.size(d);
     for (int64_t& count : rows) count *= row;
     return rows;
+  }
+  static uint64_t row_shape_of(const at::Tensor& x) {
+    Fnv1a hash;
+    for (int64_t d = 1; d < x.dim(); ++d) hash.add(static_cast<uint64_t>(x.size(d)));
+    return hash.digest;
   }
   static std::vector<int64_t> shape_of(const at::Tensor& x, int64_t num_rows) {
     std::vector<int64_t> shape = x.sizes().vec();

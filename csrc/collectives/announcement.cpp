@@ -53,8 +53,8 @@ void raise_mismatch(const Report& report) {
   std::string what = "ranks disagree: rank " + std::to_string(report.rank) + " calls " + describe(own) + ", rank " +
                      std::to_string(report.peer) + " " + describe(theirs);
   if (theirs.word[0] == own.word[0] && theirs.word[1] == own.word[1]) {
-    what += own.is_direct() ? ", on tensors that empty() made in another order, or with other counts"
-                            : ", divided by different counts";
+    what += own.is_direct() ? ", on tensors that empty() made in another order, or with other counts or other rows"
+                            : ", divided by different counts, or into rows of other shapes";
   }
   throw CallMismatch(report, what + "; make the same calls in the same order, with the same arguments, on every rank");
 }

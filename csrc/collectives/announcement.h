@@ -25,7 +25,7 @@ struct Announcement {
   enum Term { kKind, kDType, kOp, kAlgorithm, kCodec, kWire };
 
   // 4 bits for each Term, and the upper 8 of the number of elements; its lower 32; a digest: how they are divided into
-  // shares, and for kDirect where the tensors lie
+  // rows and shares, and for kDirect where the tensors lie
   uint32_t word[kWords] = {};
 
   // Common to all calls: which collective, of what, how merged.

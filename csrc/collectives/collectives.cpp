@@ -121,7 +121,8 @@ ShareArgs Collectives::share_args(CollectiveKind kind, const Operands& operands,
   const int64_t count = shares.offset[member_.num_ranks];
   const bool is_direct = holds(whole, count * size_of(operands.dtype));
   const Announcement::Terms terms{kind, operands.dtype, op, is_direct ? Algorithm::kDirect : Algorithm::kNone};
-  const uint64_t digest = digest_of(shares.digest(member_.num_ranks), is_direct ? place_of(whole) : 0);
+  const uint64_t division = digest_of(shares.digest(member_.num_ranks), operands.row_shape);
+  const uint64_t digest = digest_of(division, is_direct ? place_of(whole) : 0);
   return {.announcement = Announcement::of(terms, count, digest),
           .x = operands.x,
           .out = operands.out,

@@ -22,6 +22,7 @@ class Collectives : public Client {
     const std::byte* x = nullptr;
     std::byte* out = nullptr;
     DType dtype = DType::kFloat32;
+    uint64_t row_shape = 0;  // a digest: ranks must agree on it, kernels see elements
   };
 
   // `max_nbytes`: size of the workspace; larger tensors are sent in slices. `symmetric_nbytes`: memory for

@@ -85,6 +85,24 @@ def test_counts_that_differ():
     run_threads(2, other_counts_program)
 
 
+def other_rows_program(group) -> None:
+    """Before, every rank got the elements in its own shape, without an error."""
+    with moe_a2a.Collectives(group, symmetric_nbytes=1 << 16, timeout=20) as coll:
+        for shapes in [((4, 6), (8, 3)), ((2, 3, 4), (2, 4, 3)), ((24,), (24, 1)), ((0, 3), (0, 4))]:
+            x = torch.ones(shapes[coll.rank])
+            for in_symmetric_memory in (False, True):
+                x = coll.empty(x.shape).copy_(x) if in_symmetric_memory else x
+                for call in coll.all_gather, coll.reduce_scatter:
+                    with pytest.raises(moe_a2a.CallMismatchError, match="or into rows of other shapes|or other rows"):
+                        call(x)
+                        coll.check()
+        check_works(coll)
+
+
+def test_rows_that_differ():
+    run_threads(2, other_rows_program)
+
+
 # Calls that fail before they begin, and what both ranks learn.
 BAD_CALLS = [
     (lambda coll: coll.all_reduce("x"), TypeError, "x is a str on rank 1"),
