@@ -26,9 +26,14 @@ def default_group_program(group) -> None:
     assert default_collectives(torch.device("cpu")) is first  # made once
     with pytest.raises(TypeError if rank == 0 else moe_a2a.PeerRefusedError, match="x is a list on rank 0"):
         moe_a2a.all_reduce([1.0] if rank == 0 else x)
+    first.close()  # on every rank, as after a PeerTimeoutError
+    x = torch.arange(1000.0) + rank
+    assert torch.equal(moe_a2a.all_reduce(x), expected)
+    second = default_collectives(x.device)
+    assert second is not first
     dist.barrier()
     dist.destroy_process_group()
-    assert first.is_closed
+    assert second.is_closed
 
 
 def wrong_calls_program(group) -> None:
