@@ -21,6 +21,9 @@ Inference only: this experts function has no backward pass. For layers that trai
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +35,7 @@ except ImportError as error:
     ) from error
 
 import moe_a2a
-from moe_a2a import calls, operators
+from moe_a2a import calls, operators, set_up
 from moe_a2a.graph_tracing import is_tracing
 from moe_a2a.integrations import kernel_experts
 from moe_a2a.integrations.experts_module import (
@@ -116,10 +119,11 @@ class RegisteredExperts:
 
     @torch.compiler.disable  # a module that shard_experts() has not seen has no number: its graph breaks here
     def _run(self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        require_supported(module)
-        _require_inference(module, hidden_states)
-        owned = _owned_experts(module, self.group)
-        by_kernels = self._runs_kernels(module, hidden_states, owned)
+        with self._refused_if_failed(module, hidden_states, top_k_index):
+            require_supported(module)
+            _require_inference(module, hidden_states)
+            owned = _owned_experts(module, self.group)
+            by_kernels = self._runs_kernels(module, hidden_states, owned)
         ep = self._expert_parallel(module, hidden_states, top_k_index)
 
         handle = ep.dispatch(
@@ -149,6 +153,20 @@ class RegisteredExperts:
     def __exit__(self, *exception) -> None:
         self.close()
 
+    @contextlib.contextmanager
+    def _refused_if_failed(self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor) -> Iterator[None]:
+        """Around the checks of a call. With num_max_tokens_per_rank the peers wait in its dispatch, or make the buffers for it, and
+        are told. Without, they wait in an all_gather() of the group, which this rank could join only if they call it."""
+        try:
+            yield
+        except BaseException as error:
+            if self.num_max_tokens_per_rank is not None:
+                ep = self._by_shape.get(_shape_of(module, hidden_states, top_k_index))
+                refused = set_up.refused_if_failed(self.group, "ExpertParallel")
+                with refused if ep is None else calls.dispatch_refused_if_failed(ep):
+                    raise error
+            raise
+
     def _runs_kernels(self, module: ExpertsModule, hidden_states: Tensor, owned: range) -> bool:
         if self.fused is False or (self.fused is None and hidden_states.device.type == "cpu"):
             return False
@@ -160,9 +178,8 @@ class RegisteredExperts:
     def _expert_parallel(
         self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor
     ) -> moe_a2a.ExpertParallel:
-        num_tokens, hidden = hidden_states.shape
-        num_topk = top_k_index.shape[1]
-        shape = (hidden, module.num_experts, num_topk, hidden_states.dtype, hidden_states.device)
+        (num_tokens, hidden), num_topk = hidden_states.shape, top_k_index.shape[1]
+        shape = _shape_of(module, hidden_states, top_k_index)
         ep = self._by_shape.get(shape)
         capacity = self.num_max_tokens_per_rank
         if capacity is None:
@@ -200,6 +217,12 @@ class RegisteredExperts:
                 )
         most = max(num_tokens for _, num_tokens in everywhere)
         return max(16, 1 << (most - 1).bit_length())
+
+
+def _shape_of(module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor) -> tuple:
+    """What the layers that share an ExpertParallel have in common."""
+    sizes = hidden_states.shape[1], module.num_experts, top_k_index.shape[1]
+    return *sizes, hidden_states.dtype, hidden_states.device
 
 
 def _run_by_torch(module: ExpertsModule, owned: range, handle: moe_a2a.DispatchHandle) -> Tensor:

@@ -6,6 +6,7 @@ Ranks are threads; `eager` in one process, with all experts, is the reference.
 # ruff: noqa: E402 (what follows importorskip needs transformers)
 
 import copy
+import time
 
 import pytest
 import ranks
@@ -246,6 +247,24 @@ def test_gradients_are_refused():
 
     for logits in on_ranks(2, rank_main):
         assert_close(logits, run_with(tiny_model("mixtral"), "eager", batch))
+
+
+def test_a_call_that_one_rank_cannot_make():
+    """Before, the others waited until their deadline, and the buffers were lost."""
+    layer = experts_of(tiny_model("mixtral"))
+
+    def rank_main(rank, group, experts):
+        tokens = random_tokens(rank, 8)
+        for _ in range(2):  # as the first call, which makes the buffers, and as a later one
+            start = time.monotonic()
+            with torch.set_grad_enabled(rank == 0), pytest.raises(RuntimeError, match="moe_a2a has no backward pass"):
+                experts(layer, *tokens)
+            assert time.monotonic() - start < ranks.slack(5)
+            out = experts(layer, *tokens)
+        return out
+
+    for rank, out in enumerate(on_ranks(2, rank_main, num_max_tokens_per_rank=8)):
+        assert_close(out, eager(layer, *random_tokens(rank, 8)))
 
 
 @pytest.mark.parametrize(
