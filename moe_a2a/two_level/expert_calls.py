@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from moe_a2a.two_level.passage import Passage
@@ -16,7 +16,6 @@ KINDS = (
     "combine",
     "the backward pass of dispatch",
     "the backward pass of combine",
-    "the release",
 )
 
 
@@ -44,7 +43,7 @@ BAD_CALL = Call.of("a call with bad arguments")
 
 
 class Releasable(Protocol):
-    def release_here(self) -> None: ...
+    def release(self) -> None: ...
 
 
 Dispatched = TypeVar("Dispatched", bound=Releasable)
@@ -78,7 +77,7 @@ class ExpertCalls:
             self.compare("the end of a dispatch", passage, failure)
         except BaseException:
             if dispatched is not None:
-                dispatched.release_here()
+                dispatched.release()
             raise
         assert dispatched is not None
         return dispatched
@@ -86,14 +85,7 @@ class ExpertCalls:
     def compare(self, kind: str, passage: Passage | None, failure: BaseException | None = None) -> None:
         """`passage`: None if the call does not say which. Only on the CPU; elsewhere it would have to wait for the device."""
         if self._rail.compares_calls:
-            number = 0 if passage is None else passage.number
-            call = BAD_CALL if failure or passage is None else Call.of(kind, number=number)
-            self._rail.compare(call, failure, dispatch=number)
+            call = BAD_CALL if failure or passage is None else Call.of(kind, number=passage.number)
+            self._rail.compare(call, failure)
         elif failure is not None:
             raise failure
-
-    def tell_of_release(self, passage: Passage) -> None:
-        """This rank will not combine: ranks of other nodes that do raise. Only on the CPU, as compare()."""
-        if self._rail.compares_calls and not self._rail.lost:
-            release = Call.of("the release", number=passage.number)
-            self._rail.tell_of_release([0, *astuple(release)], passage.number)

@@ -320,10 +320,10 @@ class TwoLevelExpertParallel(OnePerRank):
         except BaseException as error:
             failure = error
         try:
-            self._calls.compare("combine", getattr(handle, "_passage", None), failure)
+            self._calls.compare("combine", handle._passage if failure is None else None, failure)
         except BaseException:
             if isinstance(handle, TwoLevelHandle) and handle._two_level is self and handle.is_open:
-                handle.release_here()
+                handle.release()
             raise
         assert sums is not None
         with torch.no_grad():

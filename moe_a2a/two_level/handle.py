@@ -30,13 +30,3 @@ class TwoLevelHandle(DispatchHandle):
         super().__init__(local.ep, local._handle, local.row_dtype, routed_by, scales_dtype)
         self._received(local.layout, local.expert_alignment, local._num_blocks)
         self._two_level, self._passage = two_level, passage
-
-    def release(self) -> None:
-        """See DispatchHandle.release(). On the CPU the ranks of other nodes learn of it, too."""
-        if self.is_open:
-            self._two_level._calls.tell_of_release(self._passage)
-        self.release_here()
-
-    def release_here(self) -> None:
-        """For a failure that the other nodes know of."""
-        super().release()

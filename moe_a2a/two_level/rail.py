@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -21,9 +19,6 @@ from moe_a2a.errors import CallMismatchError, PeerRefusedError
 
 _c10d: Any = dist  # the stubs lack its options
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-_told: list[Any] = []  # exchanges of words of releases, which the other nodes may not have joined yet
-EXIT_SECONDS = 5.0  # how long an exiting process waits for them
 
 
 class Node(Protocol):
@@ -157,48 +152,29 @@ class Rail:
                 f"{self.lost}; a rank of another node is dead, late, or makes different calls"
             ) from error
 
-    def words(self, words: list[int], dispatch: int = 0) -> list[list[int]]:
-        """The `words` of every rank of the rail, in node order; at most 8 and one for each node. dispatch: the one that the call
-        belongs to, 0 if none; words of its release take the place of the other node's call.
-
-        If a node has released any other dispatch, these words are exchanged again: that node's call comes next."""
+    def words(self, words: list[int]) -> list[list[int]]:
+        """The `words` of every rank of the rail, in node order; at most 8 and one for each node."""
         if self.num_nodes == 1:
             return [words]
-        while True:
-            work, everyone = self._exchange_words(words, dispatch, is_release=False)
-            self.wait(work)
-            others = [each.tolist() for each in everyone]
-            released = {number for is_release, number, *_ in others if is_release}
-            if not released or released & {number for is_release, number, *_ in others if not is_release}:
-                return [theirs[2 : 2 + len(words)] for theirs in others]
-
-    def tell_of_release(self, words: list[int], dispatch: int) -> None:
-        """Queues the words of a release, which waits for nobody: what the other nodes call does not concern it."""
-        _told[:] = [work for work in _told if not work.is_completed()]
-        work, _ = self._exchange_words(words, dispatch, is_release=True)
-        _told.append(work)
-
-    def _exchange_words(self, words: list[int], dispatch: int, is_release: bool) -> tuple[Any, list[torch.Tensor]]:
         # Of one length, whatever the call: gloo ends a process that receives more bytes than it expects.
-        own = torch.zeros(10 + self.num_nodes, dtype=torch.int64)
-        own[: 2 + len(words)] = torch.tensor([is_release, dispatch, *words])
+        own = torch.zeros(8 + self.num_nodes, dtype=torch.int64)
+        own[: len(words)] = torch.tensor(words)
         own = own.to(self._device)
         everyone = [torch.empty_like(own) for _ in range(self.num_nodes)]
-        return self._group.allgather([everyone], [own]), everyone
+        self.wait(self._group.allgather([everyone], [own]))
+        return [each[: len(words)].tolist() for each in everyone]
 
     # ---- agreement
 
-    def compare(
-        self, call: Any, failure: BaseException | None, extra: Sequence[int] = (), dispatch: int = 0
-    ) -> list[list[int]]:
+    def compare(self, call: Any, failure: BaseException | None, extra: Sequence[int] = ()) -> list[list[int]]:
         """Returns the `extra` words of every node. Raises `failure` if there is one, or an error if another node's call
         failed or differs from this one. `call`: a dataclass of ints whose str() describes the call; `extra` is as long on
-        every node. dispatch: see words()."""
+        every node."""
         if self.lost:
             raise failure or RuntimeError(self.lost)
         its_words = astuple(call)
         try:
-            everyone = self.words([int(failure is not None), *its_words, *extra], dispatch)
+            everyone = self.words([int(failure is not None), *its_words, *extra])
         except RuntimeError as error:
             raise failure or error from None
         if failure is not None:
@@ -318,13 +294,3 @@ def _timeout_of(local: Any, timeout: Any) -> float:
         return arguments.checked_timeout(0, local.timeout if isinstance(local, Communicator) else timeout)
     except (TypeError, ValueError):
         return set_up.DEFAULT_TIMEOUT
-
-
-@atexit.register
-def _end_exchanges() -> None:
-    """A thread of gloo that drops its tensors while the interpreter ends aborts the process: it needs the GIL."""
-    deadline = time.monotonic() + EXIT_SECONDS
-    while time.monotonic() < deadline and not all(work.is_completed() for work in _told):
-        time.sleep(0.01)
-    if _told:
-        time.sleep(0.1)  # it may still hold them

@@ -54,16 +54,6 @@ class TwoLevelRoutes(Routes):
 
     _trip: _Trip
 
-    def release(self) -> None:
-        """See Routes.release(). On the CPU the ranks of other nodes learn of it, too."""
-        if self._exchange.handle.is_open:
-            self._trip.ep._calls.tell_of_release(self._trip.passage)
-        self.release_here()
-
-    def release_here(self) -> None:
-        """For a failure that the other nodes know of."""
-        super().release()
-
     @contextlib.contextmanager
     def refused_if_failed(self) -> Iterator[None]:
         """See Routes."""
@@ -71,7 +61,7 @@ class TwoLevelRoutes(Routes):
             with super().refused_if_failed():
                 yield
         except BaseException as error:
-            self._trip.ep._calls.compare("combine", self._trip.passage, error)
+            self._trip.ep._calls.compare("combine", None, error)
             raise
 
 
@@ -142,7 +132,7 @@ class TwoLevelTokenDispatcher:
                 raise TypeError(f"routes on rank {self.ep.rank} are of another TokenDispatcher; pass those of this one")
         except BaseException as error:
             failure = error
-        self.ep._calls.compare("combine", passage, failure)
+        self.ep._calls.compare("combine", passage if failure is None else None, failure)
         assert isinstance(routes, TwoLevelRoutes)
         combined: Tensor = _GoBack.apply(sums, routes._trip)
         return combined
