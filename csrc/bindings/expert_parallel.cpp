@@ -98,7 +98,7 @@ class Core {
     if (handle->layout == Layout::kMasked) shape = {config.num_local_experts, config.row_capacity(), config.hidden};
     const at::Tensor expert_x = make_tensor({config.rank, device_}, shape, row_type);
     OptionalTensor scales;
-    if (handle->row_dtype == DType::kFloat8) {
+    if (handle->format != RowFormat::kPlain) {
       shape.back() = config.num_scales();
       scales = make_tensor({config.rank, device_}, shape, at::kFloat);
     }
@@ -114,7 +114,7 @@ class Core {
     const auto core = ep();
     const MoeConfig& config = core->config();
     core->require(*handle, Stage::kReceived, Stage::kReceived, "simulated_experts");
-    if (handle->row_dtype != config.dtype) {
+    if (handle->format != RowFormat::kPlain) {
       raise_type(config.rank, "simulated_experts got a handle of float8 rows",
                  "dispatch without quantize, rows of the dtype that this ExpertParallel was made with");
     }
@@ -266,9 +266,9 @@ class Core {
  private:
   // Python can set the attribute DispatchHandle.row_dtype.
   void check_row_type(const DispatchHandle& handle, at::ScalarType row_type) const {
-    const int rank = ep()->config().rank;
-    if (to_dtype(row_type, "handle.row_dtype", rank) == handle.row_dtype) return;
-    raise_type(rank, "handle.row_dtype is " + text_of(row_type) + ", not that of the rows",
+    const MoeConfig& config = ep()->config();
+    if (to_dtype(row_type, "handle.row_dtype", config.rank) == config.row_dtype(handle.format)) return;
+    raise_type(config.rank, "handle.row_dtype is " + text_of(row_type) + ", not that of the rows",
                "leave it as dispatch() has set it");
   }
 

@@ -158,9 +158,8 @@ DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const D
   input.topk_idx = {t.topk_idx.const_data_ptr(), t.topk_idx.scalar_type() == at::kLong};
   if (t.topk_weights) input.topk_weights = static_cast<const float*>(t.topk_weights->const_data_ptr());
   input.x = checked_rows(config, t.x, "x");
-  input.x_dtype = to_dtype(t.x.scalar_type(), "x", config.rank);
   if (t.x_scales) input.x_scales = checked_rows(config, *t.x_scales, "x_scales");
-  input.mx_scales = t.mx_scales;
+  if (t.x_scales || t.quantize) input.format = t.mx_scales ? RowFormat::kMxFloat8 : RowFormat::kFloat8;
   input.quantize = t.quantize;
   return input;
 }

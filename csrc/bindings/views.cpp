@@ -17,13 +17,13 @@ at::Tensor Views::list(const void* data, int64_t size, at::ScalarType type) cons
 
 at::Tensor Views::recv_x(const DispatchHandle& handle, at::ScalarType type) {
   const MoeConfig& config = ep_->config();
-  const int64_t stride = config.max_row_stride() / size_of(handle.row_dtype);
+  const int64_t stride = config.max_row_stride() / size_of(config.row_dtype(handle.format));
   return view(ep_->region().row.at(handle.buffer), {config.row_capacity(), config.hidden}, {stride, 1}, type);
 }
 
 at::Tensor Views::recv_x_scales(const DispatchHandle& handle) {
   const MoeConfig& config = ep_->config();
-  if (handle.row_dtype != DType::kFloat8) {
+  if (handle.format == RowFormat::kPlain) {
     throw std::runtime_error("recv_x_scales exists for float8 rows; dispatch with x_scales= or quantize=\"fp8\"");
   }
   return view(ep_->region().row.at(handle.buffer, 0, 0, config.scales_offset()),

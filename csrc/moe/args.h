@@ -37,15 +37,14 @@ struct DispatchSendArgs {
   TopkIdx topk_idx;
   const float* topk_weights = nullptr;  // [num_tokens, num_topk]; null: all 1
   Rows x;
-  DType x_dtype = DType::kBfloat16;
-  Rows x_scales;            // for float8 rows: [num_tokens, ceil(hidden / 128)] fp32
-  bool mx_scales = false;   // four bytes in place of each of these
-  bool quantize = false;    // rows travel as float8 with scales
+  Rows x_scales;  // of float8 x: [num_tokens, ceil(hidden / 128)] fp32, or four bytes in place of each
+  RowFormat format = RowFormat::kPlain;
+  bool quantize = false;    // x is of the object's dtype, and travels as float8
   bool vector_rows = true;  // x allows 16-byte vector loads
 
-  MOE_A2A_HOST_DEVICE DType row_dtype() const { return quantize ? DType::kFloat8 : x_dtype; }
-  MOE_A2A_HOST_DEVICE RowFormat row_format() const { return moe_a2a::row_format(row_dtype(), mx_scales); }
-  MOE_A2A_HOST_DEVICE uint32_t header() const { return BatchHeader::pack(num_tokens, row_format()); }
+  MOE_A2A_HOST_DEVICE DType row_dtype() const { return context.config.row_dtype(format); }
+  MOE_A2A_HOST_DEVICE DType x_dtype() const { return quantize ? context.config.dtype : row_dtype(); }
+  MOE_A2A_HOST_DEVICE uint32_t header() const { return BatchHeader::pack(num_tokens, format); }
 };
 
 // How the routes of the local experts are laid out in positions.
@@ -57,10 +56,9 @@ struct DispatchRecvArgs {
   uint64_t number = 0;  // of the dispatch, for the report of its refusal; 0: in a captured graph
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
-  DType row_dtype = DType::kBfloat16;  // of the incoming rows
-  bool mx_scales = false;
+  RowFormat format = RowFormat::kPlain;  // of this rank's batch, and so of every rank's
 
-  MOE_A2A_HOST_DEVICE RowFormat row_format() const { return moe_a2a::row_format(row_dtype, mx_scales); }
+  MOE_A2A_HOST_DEVICE DType row_dtype() const { return context.config.row_dtype(format); }
 };
 
 // Copies landed rows into the caller's tensor: one row per position of the layout, zeros in the padding.

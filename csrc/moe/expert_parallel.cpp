@@ -145,9 +145,8 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffe
           .topk_idx = input.topk_idx,
           .topk_weights = input.topk_weights,
           .x = input.x,
-          .x_dtype = input.x_dtype,
           .x_scales = input.x_scales,
-          .mx_scales = input.mx_scales,
+          .format = input.format,
           .quantize = input.quantize,
           .vector_rows = aligned || !device_->needs_aligned_vectors()};
 }
@@ -158,8 +157,7 @@ DispatchRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, uint64_
           .number = number,
           .layout = handle.layout,
           .expert_alignment = handle.expert_alignment,
-          .row_dtype = handle.row_dtype,
-          .mx_scales = handle.mx_scales};
+          .format = handle.format};
 }
 
 std::shared_ptr<DispatchHandle> ExpertParallel::make_handle(const DispatchInput& input, int buffer) const {
@@ -168,8 +166,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::make_handle(const DispatchInput&
   handle->buffer = buffer;
   handle->number = num_dispatches_ + 1;
   handle->num_tokens = input.num_tokens;
-  handle->row_dtype = input.row_dtype();
-  handle->mx_scales = input.mx_scales;
+  handle->format = input.format;
   return handle;
 }
 
@@ -249,7 +246,7 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
   launch(GatherRowsArgs{.context = context_,
                         .buffer = handle.buffer,
                         .layout = handle.layout,
-                        .row_dtype = handle.row_dtype,
+                        .row_dtype = config().row_dtype(handle.format),
                         .num_positions = num_positions(handle),
                         .expert_x = static_cast<std::byte*>(expert_x),
                         .expert_x_scales = expert_x_scales},

@@ -38,8 +38,7 @@ struct DispatchHandle {
   int num_tokens = 0;
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
-  DType row_dtype = DType::kBfloat16;
-  bool mx_scales = false;
+  RowFormat format = RowFormat::kPlain;
   std::atomic<Stage> stage = Stage::kSent;
   // For the combine, which may be retried after a refusal; see RefusalCount.
   uint32_t attempt = 1;
@@ -57,12 +56,9 @@ struct DispatchInput {
   TopkIdx topk_idx;
   const float* topk_weights = nullptr;
   Rows x;
-  DType x_dtype = DType::kBfloat16;
   Rows x_scales;
-  bool mx_scales = false;  // four bytes in place of each float32
+  RowFormat format = RowFormat::kPlain;
   bool quantize = false;
-
-  DType row_dtype() const { return quantize ? DType::kFloat8 : x_dtype; }  // as rows travel
 };
 
 // What is combined: one row per position of the handle's layout, or per landed row if presummed.

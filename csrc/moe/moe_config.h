@@ -23,6 +23,10 @@ inline constexpr int kMaxLlTokens = 256;
 inline constexpr int kMaxLlChoices = 4096;
 inline constexpr int kMaxLlExperts = 2048;
 
+// What the rows of a batch travel as: the object's dtype, or float8 with scales of float32 or, four in place of each
+// float32, of bytes (MXFP8).
+enum class RowFormat : uint32_t { kPlain, kFloat8, kMxFloat8 };
+
 struct MoeConfig {
   int rank = 0;
   int num_ranks = 1;
@@ -58,6 +62,9 @@ struct MoeConfig {
     return static_cast<int64_t>(num_ranks) * num_max_tokens_per_rank;
   }
 
+  MOE_A2A_HOST_DEVICE constexpr DType row_dtype(RowFormat format) const {
+    return format == RowFormat::kPlain ? dtype : DType::kFloat8;
+  }
   MOE_A2A_HOST_DEVICE constexpr RowLayout row(DType row_dtype) const { return {hidden, row_dtype}; }
   MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset() const { return row(DType::kFloat8).scales_offset(); }
   MOE_A2A_HOST_DEVICE constexpr int64_t row_bytes(DType row_dtype) const { return row(row_dtype).num_bytes(); }

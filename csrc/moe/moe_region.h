@@ -47,12 +47,6 @@ struct ErrorCounters {
   int32_t bad_token[kShown] = {};
 };
 
-// What the rows of a batch are: of the object's dtype, or float8 with scales of float32 or of bytes (MXFP8).
-enum class RowFormat : uint32_t { kPlain, kFloat8, kMxFloat8 };
-MOE_A2A_HOST_DEVICE RowFormat row_format(DType row_dtype, bool mx_scales) {
-  return row_dtype != DType::kFloat8 ? RowFormat::kPlain : mx_scales ? RowFormat::kMxFloat8 : RowFormat::kFloat8;
-}
-
 // What a rank tells every other of its batch: the number of tokens, and the format of their rows, which is the same on
 // all ranks.
 struct BatchHeader {

@@ -126,9 +126,7 @@ void ExpertParallel::raise_in_own_words(const Report& report) {
   if (report.awaited != moe_kind::kOtherRows) return;
   const std::string names[] = {std::string(name_of(config().dtype)) + " rows", "float8 rows",
                                "float8 rows with scales of bytes"};
-  const uint32_t formats = static_cast<uint32_t>(report.token);  // as refuse_rows() packs them
-  const std::string& own = names[BatchHeader::num_tokens(formats)];
-  const std::string& theirs = names[static_cast<uint32_t>(BatchHeader::format(formats))];
+  const std::string &own = names[report.token >> 8], &theirs = names[report.token & 0xff];  // see refuse_rows()
   throw CallMismatch(report, "ranks disagree: rank " + std::to_string(report.rank) + " dispatched " + own + ", rank " +
                                  std::to_string(report.peer) + " " + theirs +
                                  "; pass x and x_scales of the same dtypes, and the same quantize, on every rank");

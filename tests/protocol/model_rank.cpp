@@ -146,12 +146,12 @@ DispatchSendArgs ModelRank::dispatch_send_args(int call) const {
           .topk_idx = {in.topk_idx.data(), false},
           .topk_weights = in.topk_weights.data(),
           .x = x,
-          .x_dtype = row_dtype(call),
-          .x_scales = x};
+          .x_scales = x,
+          .format = format(call)};
 }
 
 DispatchRecvArgs ModelRank::dispatch_recv_args(int call) const {
-  return {.context = context_, .buffer = buffer(call), .row_dtype = row_dtype(call)};
+  return {.context = context_, .buffer = buffer(call), .format = format(call)};
 }
 
 CombineSendArgs ModelRank::combine_send_args(int call) const {

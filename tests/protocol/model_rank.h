@@ -117,8 +117,8 @@ class ModelRank {
   }
   bool sums_return_ll(int call) const;
   int buffer(int call) const { return call % shape_.num_buffers; }
-  DType row_dtype(int call) const {
-    return rank() == 1 && call == shape_.call_of_float8 ? DType::kFloat8 : DType::kFloat32;
+  RowFormat format(int call) const {
+    return rank() == 1 && call == shape_.call_of_float8 ? RowFormat::kFloat8 : RowFormat::kPlain;
   }
   bool is_coded(int call) const { return shape_.coded && call % 2 == 0; }
   DispatchSendArgs dispatch_send_args(int call) const;

@@ -52,8 +52,8 @@ class Worker {
                               .topk_idx = {tokens.topk_idx.data(), true},
                               .topk_weights = tokens.weights.data(),
                               .x = {tokens.x.data(), config_.hidden * size_of(config_.dtype)},
-                              .x_dtype = config_.dtype,
                               .x_scales = {},
+                              .format = round.quantize ? RowFormat::kFloat8 : RowFormat::kPlain,
                               .quantize = round.quantize};
     if (in_one_launch_) {
       auto handle = ep_.dispatch(input, round.layout, round.expert_alignment, place);

@@ -29,7 +29,6 @@ TEST_P(Timeout, NamesTheMissingRankOnEveryOther) {
       auto handle = ep.dispatch_send({.num_tokens = 1,
                                       .topk_idx = {&expert, false},
                                       .x = {reinterpret_cast<const std::byte*>(x.data()), 32},
-                                      .x_dtype = DType::kFloat32,
                                       .x_scales = {}},
                                      {});
       try {

@@ -30,7 +30,6 @@ std::shared_ptr<DispatchHandle> dispatch(ExpertParallel& ep, float value, const 
   return ep.dispatch({.num_tokens = 1,
                       .topk_idx = {&expert, false},
                       .x = {reinterpret_cast<const std::byte*>(x.data()), sizeof(float) * kRowLength},
-                      .x_dtype = DType::kFloat32,
                       .x_scales = {}},
                      Layout::kRows, 1, place);
 }

@@ -62,7 +62,6 @@ class ProductWorker {
                                       .topk_idx = {tokens.topk_idx.data(), true},
                                       .topk_weights = tokens.weights.data(),
                                       .x = {tokens.x.data(), config_.hidden * int64_t{2}},
-                                      .x_dtype = config_.dtype,
                                       .x_scales = {}},
                                      layout, layout == Layout::kExpertMajor ? 5 : 1, place);
     ep_.check();

@@ -56,7 +56,6 @@ TEST_P(SimulatedExpertsTest, SumsEachLandedRow) {
                           .topk_idx = {mine.expert.data(), false},
                           .topk_weights = mine.weight.data(),
                           .x = {reinterpret_cast<const std::byte*>(x.data()), hidden * int64_t{sizeof(float)}},
-                          .x_dtype = DType::kFloat32,
                           .x_scales = {}},
                          place);
     ep.dispatch_recv(*handle, Layout::kRows, 1, place);

@@ -33,7 +33,6 @@ void call(ExpertParallel& ep, int num_blocks) {
   auto handle = ep.dispatch_send({.num_tokens = 1,
                                   .topk_idx = {&expert, false},
                                   .x = {reinterpret_cast<const std::byte*>(x.data()), sizeof(float) * kHidden},
-                                  .x_dtype = DType::kFloat32,
                                   .x_scales = {}},
                                  place);
   ep.dispatch_recv(*handle, Layout::kRows, 1, place);

@@ -27,7 +27,6 @@ void layer(ExpertParallel& ep, int round, const LaunchPlace& place) {
                                   .topk_idx = {tokens.topk_idx.data(), true},
                                   .topk_weights = tokens.weights.data(),
                                   .x = {tokens.x.data(), row_bytes},
-                                  .x_dtype = DType::kFloat32,
                                   .x_scales = {}},
                                  place);
   ep.dispatch_recv(*handle, Layout::kRows, 1, place);

@@ -30,7 +30,6 @@ struct Rank {
     return ep.dispatch_send({.num_tokens = kTokens,
                              .topk_idx = {topk_idx.data(), false},
                              .x = {reinterpret_cast<const std::byte*>(x.data()), kHidden * sizeof(float)},
-                             .x_dtype = DType::kFloat32,
                              .x_scales = {}},
                             {});
   }

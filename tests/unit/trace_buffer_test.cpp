@@ -137,7 +137,6 @@ struct TracedRank {
     auto handle = ep.dispatch_send({.num_tokens = 3,
                                     .topk_idx = {topk_idx.data(), false},
                                     .x = {reinterpret_cast<const std::byte*>(x.data()), 8 * sizeof(float)},
-                                    .x_dtype = DType::kFloat32,
                                     .x_scales = {}},
                                    {});
     ep.dispatch_recv(*handle, Layout::kRows, 1, {});
@@ -196,7 +195,6 @@ TEST(Tracer, EveryBlockHasItsOwnSegment) {
   auto handle = rank.ep.dispatch_send({.num_tokens = 3,
                                        .topk_idx = {rank.topk_idx.data(), false},
                                        .x = {reinterpret_cast<const std::byte*>(rank.x.data()), 8 * sizeof(float)},
-                                       .x_dtype = DType::kFloat32,
                                        .x_scales = {}},
                                       {.num_blocks = 2});
   const TraceDump dump = rank.ep.tracer().read();

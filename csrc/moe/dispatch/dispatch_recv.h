@@ -17,7 +17,7 @@ MOE_A2A_RARE void give_up(const DispatchRecvArgs& args) {
 MOE_A2A_RARE void refuse_rows(const DispatchRecvArgs& args, WaitSite site, RowFormat theirs, uint64_t epoch) {
   const Context& c = args.context;
   site.awaited = moe_kind::kOtherRows;
-  site.token = static_cast<int32_t>(BatchHeader::pack(static_cast<int>(args.row_format()), theirs));
+  site.token = static_cast<int32_t>(args.format) << 8 | static_cast<int32_t>(theirs);
   write_report(c.wait, c.heap, site, Reason::kRefused, static_cast<uint32_t>(args.number), epoch, 0, 0);
   signal_many(c.heap, RankSet::only(site.peer), c.region.combine_refusal.at(args.buffer, c.heap.rank), epoch,
               Refusal::kFinal);
@@ -111,7 +111,7 @@ struct DispatchRecv {
         write_report(c.wait, c.heap, site, Reason::kRefused, static_cast<uint32_t>(args.number), epoch,
                      Signal::pack(epoch, header), 0);
         num_tokens[r] = 0;
-      } else if (is_here && BatchHeader::format(header) != args.row_format()) {
+      } else if (is_here && BatchHeader::format(header) != args.format) {
         refuse_rows(args, site, BatchHeader::format(header), epoch);
         num_tokens[r] = 0;
       }
@@ -129,7 +129,7 @@ struct DispatchRecv {
     const Exchange exchange = dispatch_rows(args.context, args.buffer, epoch);
     RoundRobin<> turns = turns_of(std::type_identity<typename Batch::Wire>{}, grid, block);
     for (int r = 0; r < config.num_ranks; ++r) {
-      if (!is<Batch>(config, num_tokens[r], args.row_dtype)) continue;
+      if (!is<Batch>(config, num_tokens[r], args.row_dtype())) continue;
       const int parts = Batch::Wire::kIsLl ? config.num_pieces() : Batch::kHasTable ? 1 : config.num_topk;
       const Divisor& by_parts = Batch::Wire::kIsLl ? config.by_pieces : config.by_topk;
       const bool good = turns.walk(num_tokens[r] * parts, [&](int unit) {
@@ -181,7 +181,7 @@ struct DispatchRecv {
       lands |= expert >= 0;
     }
     if (warp.any(!good)) return false;
-    return !warp.any(lands) || LlWire::receive(exchange, c.config.row(args.row_dtype), warp, piece, site);
+    return !warp.any(lands) || LlWire::receive(exchange, c.config.row(args.row_dtype()), warp, piece, site);
   }
 
   // The signals that accompany small batches: once one is acquired, this rank may write where its sender read sums
@@ -193,7 +193,7 @@ struct DispatchRecv {
     bool good = true;
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
       const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, r};
-      if (is<SmallBatch>(c.config, num_tokens[r], args.row_dtype) &&
+      if (is<SmallBatch>(c.config, num_tokens[r], args.row_dtype()) &&
           !(num_tokens[r] == 0 && is_refused(args, r, epoch))) {
         good &= wait_for(c.region.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap);
       }

@@ -49,7 +49,7 @@ struct QuantizedRows : TokenRows {
   MOE_A2A_DEVICE void send(const Warp& warp, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
     std::byte* staged = sender.open_stage(scheduled.delivery);
     std::byte* scales = staged + (piece.size() + 15) / 16 * 16;  // same distance behind the values as in a whole row
-    with_element_type(args.x_dtype, [&](auto type) {
+    with_element_type(args.x_dtype(), [&](auto type) {
       using T = decltype(type);
       quantize_piece(warp, piece, args.vector_rows, reinterpret_cast<const T*>(args.x[scheduled.row]),
                      reinterpret_cast<Float8*>(staged), reinterpret_cast<float*>(scales));
@@ -249,7 +249,8 @@ struct DispatchSend {
       return;
     }
     constexpr int kLine = 128;
-    const RowSource part = config.row(args.x_dtype).part(config.row(args.x_dtype).piece(place.remainder));
+    const RowLayout layout = config.row(args.x_dtype());
+    const RowSource part = layout.part(layout.piece(place.remainder));
     const std::byte* values = args.x[token] + part.values_offset;
     for (int64_t i = warp.rank() * kLine; i < part.num_value_bytes; i += warp.size() * kLine) prefetch(values + i);
   }
