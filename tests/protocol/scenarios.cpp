@@ -298,16 +298,17 @@ Scenario small(const char* name, int num_tokens, int num_blocks, uint64_t first_
 }
 
 // One token is a small batch, two are a large one. Sums travel as rows if any batch is large: in the second call rank 0
-// may overwrite them only because rank 1 has announced its small batch.
+// may overwrite them only because rank 1 has announced its small batch. Nobody waits for the announcement of an empty
+// one.
 Scenario mixed(bool in_one_launch) {
-  constexpr int kNumTokens[][2] = {{2, 1}, {2, 1}, {1, 1}, {1, 2}};
+  constexpr int kNumTokens[][2] = {{2, 1}, {2, 1}, {2, 0}, {2, 1}, {1, 1}, {1, 2}};
   return {.name = in_one_launch ? "LL: alternating, in one launch" : "LL: alternating large and small batches",
           .shape = {.num_max_tokens = 2,
                     .hidden = 1,
-                    .num_calls = 4,
+                    .num_calls = 6,
                     .num_max_ll_tokens = 1,
                     .routing = [=](int rank, int call) { return Choices(kNumTokens[call][rank], {1 - rank}); }},
-          .program = in_one_launch ? layers_in_one_launch(4) : layers(4),
+          .program = in_one_launch ? layers_in_one_launch(6) : layers(6),
           .schedule_divisor = kLlDivisor};
 }
 

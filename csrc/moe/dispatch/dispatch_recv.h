@@ -23,14 +23,6 @@ MOE_A2A_RARE void refuse_rows(const DispatchRecvArgs& args, WaitSite site, RowFo
               Refusal::kFinal);
 }
 
-// Whether `src` has tokens although refuse_rows() has set their number to 0. (Only LL words are read: what has arrived
-// as a table has raised its signal.)
-MOE_A2A_RARE bool is_refused(const DispatchRecvArgs& args, int src, uint64_t epoch) {
-  uint32_t header = 0;
-  return args.context.config.num_max_ll_tokens > 0 && find_ll_header(args.context, args.buffer, src, epoch, &header) &&
-         BatchHeader::num_tokens(header) > 0;
-}
-
 struct DispatchRecv {
   using Args = DispatchRecvArgs;
   static constexpr const char* kName = "dispatch_recv";
@@ -185,16 +177,15 @@ struct DispatchRecv {
   }
 
   // The signals that accompany small batches: once one is acquired, this rank may write where its sender read sums
-  // before. (For other batches each row's signal gives that order.) A medium batch announces nothing. Pairs with the
-  // release in DispatchSend::announce().
+  // before. (For other batches each row's signal gives that order. A rank without tokens, or one whose rows were
+  // refused, gets no sums.) Pairs with the release in DispatchSend::announce().
   MOE_A2A_DEVICE static bool see_announcements(const Args& args, const Block& block, const int32_t* num_tokens,
                                                uint64_t epoch) {
     const Context& c = args.context;
     bool good = true;
     for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
       const WaitSite site{moe_op::kDispatchRecv, moe_kind::kTableWait, r};
-      if (is<SmallBatch>(c.config, num_tokens[r], args.row_dtype()) &&
-          !(num_tokens[r] == 0 && is_refused(args, r, epoch))) {
+      if (num_tokens[r] > 0 && is<SmallBatch>(c.config, num_tokens[r], args.row_dtype())) {
         good &= wait_for(c.region.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap);
       }
     }
