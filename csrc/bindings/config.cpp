@@ -23,7 +23,8 @@ MoeConfig make_config(int rank, int num_ranks, int num_experts, int num_topk, in
                    .num_max_tokens_per_rank = num_max_tokens_per_rank,
                    .num_buffers = num_buffers,
                    .dtype = to_dtype(scalar_type(dtype), "dtype=")};
-  std::string violation = config.violation();
+  std::string violation = Communicator::violation(rank, num_ranks);
+  if (violation.empty()) violation = config.violation();
   if (violation.empty()) {
     config.num_max_ll_tokens = num_max_ll_tokens ? *num_max_ll_tokens : default_ll_tokens(config, target);
     violation = config.violation();

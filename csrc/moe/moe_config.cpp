@@ -18,12 +18,6 @@ std::string more_than(const char* name, int value, int limit) {
 
 std::string MoeConfig::violation() const {
   const auto text = [](int value) { return std::to_string(value); };
-  if (num_ranks < 1) return less_than_one("num_ranks", num_ranks);
-  if (num_ranks > kMaxRanks) {
-    return "num_ranks=" + text(num_ranks) + " > " + text(kMaxRanks) + "; pass a group of at most " + text(kMaxRanks) +
-           " ranks";
-  }
-  if (rank < 0 || rank >= num_ranks) return "rank=" + text(rank) + " is not in [0, " + text(num_ranks) + ")";
   if (num_experts < 1) return less_than_one("num_experts", num_experts);
   if (num_experts % num_ranks != 0) {
     return "num_experts=" + text(num_experts) + " is not divisible by num_ranks=" + text(num_ranks) +

@@ -102,7 +102,8 @@ struct MoeConfig {
   constexpr int64_t ll_choices_stride() const { return (24 * int64_t{num_topk} + 15) / 16 * 16; }
   constexpr int64_t ll_row_stride() const { return ll_bytes(max_row_stride() / 4, num_pieces()); }
 
-  // The first violated rule, naming value, limit and argument; empty when all hold.
+  // The first violated rule, naming value, limit and argument; empty when all hold. Communicator::violation() has those
+  // of rank and num_ranks.
   std::string violation() const;
 };
 
