@@ -183,6 +183,11 @@ def refuses_wrong_arguments(refused: Callable[..., AbstractContextManager[None]]
 
     refused: of the object (of a function: its first argument, if any), what refuses the call of the peers if it fails within,
     such as refused_if_failed()."""
+    return refuses_arguments_by(lambda *args, **_: refused(*args[:1]))
+
+
+def refuses_arguments_by(refused: Callable[..., AbstractContextManager[None]]) -> Callable[[Call], Call]:
+    """The same; `refused` gets all arguments."""
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
@@ -192,20 +197,14 @@ def refuses_wrong_arguments(refused: Callable[..., AbstractContextManager[None]]
             try:
                 return call(*args, **kwargs)
             except TypeError as error:
-                if has_begun(error):
-                    raise
-                with refused(*args[:1]):
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # by the body of the call, which has begun
+                with refused(*args, **kwargs):
                     raise
 
         return made  # type: ignore[return-value]
 
     return decorate
-
-
-def has_begun(error: TypeError) -> bool:
-    """Whether the body of the called function raised it, not the call itself, whose argument list did not fit. For the frame that
-    made the call."""
-    return error.__traceback__ is None or error.__traceback__.tb_next is not None
 
 
 def _tell(ep: Called, error: BaseException, tell: Callable[[Any, str], None]) -> None:

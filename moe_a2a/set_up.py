@@ -5,15 +5,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from moe_a2a import arguments, calls, devices, rendezvous
 from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.groups import as_group
 
-Init = TypeVar("Init", bound=Callable[..., None])
 DEFAULT_TIMEOUT = 30.0  # seconds; for a meeting in which a rank reports that its timeout is invalid
 
 
@@ -45,20 +44,12 @@ def refused_if_failed(group: Any, what: str) -> Iterator[None]:
         raise
 
 
-def refuses_wrong_arguments(init: Init) -> Init:
-    """Decorates a constructor whose first argument is `group`: an argument list that it does not take is refused on every rank."""
+def _making_refused(made: Any, group: Any = None, *_: Any, **__: Any) -> AbstractContextManager[None]:
+    return refused_if_failed(group, type(made).__name__)
 
-    @functools.wraps(init)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            init(self, *args, **kwargs)
-        except TypeError as error:
-            if calls.has_begun(error):
-                raise
-            with refused_if_failed(args[0] if args else kwargs.get("group"), type(self).__name__):
-                raise
 
-    return made  # type: ignore[return-value]
+# Decorates a constructor whose first argument is `group`: an argument list that it does not take is refused on every rank.
+refuses_wrong_arguments = calls.refuses_arguments_by(_making_refused)
 
 
 def _timeout_of_meeting(made: Made) -> float:
