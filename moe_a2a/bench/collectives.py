@@ -177,8 +177,8 @@ class Case:
             wrong = (out != whole).sum()
         else:
             rows = torch.stack([self.values(r).double() for r in range(self.ranks)])
-            merge = {"sum": rows.sum, "avg": rows.mean, "max": rows.amax, "min": rows.amin}[self.op]
-            expected = merge(0).float().to(self.dtype).view(-1)
+            merges: dict[str, Any] = {"sum": rows.sum, "avg": rows.mean, "max": rows.amax, "min": rows.amin}
+            expected = merges[self.op](0).float().to(self.dtype).view(-1)
             if self.kind == "reduce_scatter":
                 expected = expected.view(self.ranks, -1)[self.rank]
             bound = 0.0
@@ -249,7 +249,7 @@ def distributed_call(case: Case) -> Callable[[], Any]:
 
 def symmetric_memory_calls(case: Case) -> list[Contender]:
     """PyTorch's own kernels on its symmetric memory, if this version has them and accepts the tensor."""
-    group = dist.group.WORLD.group_name
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     try:
         import torch.distributed._symmetric_memory as symm_mem
 

@@ -34,7 +34,7 @@ class Contender(ABC):
     def __init__(self, inputs: Inputs):
         self.inputs = inputs
         self.handle: Any = None
-        self.y: Tensor | None = None
+        self.y: Any = None
         self.out: Tensor | None = None
 
     @abstractmethod

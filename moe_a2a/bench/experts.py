@@ -94,17 +94,17 @@ class Combining:
     def __init__(self, products: Ours, inner: Any, dispatch: Callable[[], moe_a2a.DispatchHandle]):
         self.products, self.inner, self.dispatch = products, inner, dispatch
         if isinstance(products, OursFloat8):
-            of_first, of_second = (products.gate_up, products.gate_up_scales), (products.down, products.down_scales)
+            scales = (products.gate_up_scales, products.down_scales)
+            self.weights = ExpertWeights(products.gate_up, products.down, *scales)
         else:
-            of_first, of_second = (products.w_gate_up, None), (products.w_down, None)
-        self.weights = ExpertWeights(of_first[0], of_second[0], of_first[1], of_second[1])
+            self.weights = ExpertWeights(products.w_gate_up, products.w_down, None, None)
 
     def begin(self) -> None:
         _rewrite(self.inner)
         self.handle = self.dispatch()
 
     def apart(self) -> Tensor:
-        return self.handle.ep.combine(self.products.second(self.inner), self.handle)
+        return self.handle.ep.combine(self.products.second(self.inner), self.handle)  # type: ignore[attr-defined]
 
     def fused(self) -> Tensor:
         inner = self.inner if isinstance(self.inner, tuple) else (self.inner, None)

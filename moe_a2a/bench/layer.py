@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -73,15 +74,14 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
         tokens = (inputs.x, inputs.topk_idx, inputs.topk_weights)
         expected = moe_a2a.MoELayer(ep, *weights, fused=False)(*tokens)
         systems = []
+
+        def check(call: Call, tolerance: float) -> None:
+            compare("beside the layer step by step", call(), expected, tolerance)
+
         for system, launch, make in _contenders(case, ep, weights, tokens, results):
             try:
                 call = together(make)
-                tolerance = TOLERANCE[_dtype_of(system, case)]
-                together(
-                    lambda call=call, tolerance=tolerance: compare(
-                        "beside the layer step by step", call(), expected, tolerance
-                    )
-                )
+                together(partial(check, call, TOLERANCE[_dtype_of(system, case)]))
             except FailedSomewhereError as error:
                 results.leave_out(f"{system}, {launch}", str(case), str(error))
             else:
@@ -116,18 +116,18 @@ def _contenders(
         layer = moe_a2a.MoELayer(ep, *weights, fused=fused, fused_combine=fused_combine)
         return lambda: layer(*tokens)
 
+    def launches(system: str, make: Callable[[], Call]) -> Iterator[tuple[str, str, Callable[[], Call]]]:
+        yield system, "eager", make
+        if ep.device.type == "cuda":
+            yield system, "graph", lambda: _in_a_graph(make())
+
     float8 = [quantized(w, halves) for w, halves in zip(weights, (2, 1), strict=True)]
     for system, own in (("moe_a2a", weights), ("moe_a2a fp8", float8)):
-        yield system, "eager", lambda own=own: ours(True, *own)
-        if ep.device.type == "cuda":
-            yield system, "graph", lambda own=own: _in_a_graph(ours(True, *own))
+        yield from launches(system, partial(ours, True, *own))
         if why := _combine_stays_apart(ep, tokens):
             results.leave_out("combine fused with the second product", str(case), why)
             continue
-        system += ", combine fused"
-        yield system, "eager", lambda own=own: ours(True, *own, fused_combine=True)
-        if ep.device.type == "cuda":
-            yield system, "graph", lambda own=own: _in_a_graph(ours(True, *own, fused_combine=True))
+        yield from launches(system + ", combine fused", partial(ours, True, *own, fused_combine=True))
     yield "moe_a2a, step by step", "eager", lambda: ours(False, *weights)
     for contender in ALL:
         system = f"moe_a2a + {contender.system}"
@@ -137,7 +137,7 @@ def _contenders(
             results.leave_out(system, "", why)
             continue
         products = contender(*weights)
-        yield system, "eager", lambda products=products: lambda: products.layer(ep, *tokens)
+        yield system, "eager", partial(partial, products.layer, ep, *tokens)
 
 
 def _combine_stays_apart(ep: moe_a2a.ExpertParallel, tokens: tuple[Tensor, ...]) -> str | None:

@@ -159,11 +159,10 @@ def _bandwidth_against_blocks(all_results: list[Results]) -> Any:
                     label = f"{step} of {tokens} tokens, {what}"
                     _plot(panel, _points(line, step, "gbps", against="blocks"), label, color=colour, linestyle=style)
             floor = next(r for r in records if (r.tokens, r.step) == (tokens, step))
-            panel.axhline(
-                floor.remote_bytes / floor.floor_us / 1e3, label=f"floor, {tokens}", **FLOOR | {"color": colour}
-            )
+            gbps = floor.remote_bytes / floor.floor_us / 1e3  # type: ignore[operator]
+            panel.axhline(gbps, label=f"floor, {tokens}", **FLOOR | {"color": colour})
         panel.set(xlabel="blocks of the call", title=step)
-        panel.set_xticks(sorted({r.blocks for r in records if r.step == step}))
+        panel.set_xticks(sorted({r.blocks for r in records if r.step == step and r.blocks is not None}))
         panel.set_ylim(bottom=0)
     panels[0].set_ylabel("GB/s to other ranks, of the busiest rank")
     _legend(figure, panels)

@@ -197,8 +197,7 @@ class DeepGemmFloat8(Float8, DeepGemm):
         return None if has else "this deep_gemm has no m_grouped_fp8_gemm_nt_contiguous"
 
     def dispatch(self, ep: moe_a2a.ExpertParallel, *tokens: Tensor) -> moe_a2a.DispatchHandle:
-        layout = {"layout": "expert_major", "expert_alignment": self.ALIGNMENT}
-        return ep.dispatch(*tokens, quantize="fp8", **layout)
+        return ep.dispatch(*tokens, quantize="fp8", layout="expert_major", expert_alignment=self.ALIGNMENT)
 
     def take(self, handle: moe_a2a.DispatchHandle) -> Any:
         rows = super().take(handle)

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_a2a.json_fields import Field, loads
 
-TYPES = {"str": str, "int": int, "float": (int, float), "None": type(None)}
+TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "None": type(None)}
 
 
 @dataclass

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from moe_a2a.bench.together import FailedSomewhereError, together
 
 HOST_ITERATIONS = 10
 
-BASELINES = {
+BASELINES: dict[str, Any] = {
     "sort": torch_baselines.SortAllToAll,
     "all_gather": torch_baselines.AllGatherReduceScatter,
     "collectives": torch_baselines.BareCollectives,
@@ -85,7 +87,7 @@ def run(case: Case, plan: Plan, how: Measuring, device: torch.device, results: R
         for contender, some in zip(contenders, steps, strict=True):
             own, times = times[:, : len(some)], times[:, len(some) :]
             named = {step.name: own[:, i] for i, step in enumerate(some)}
-            host = clock.host_time(some, HOST_ITERATIONS) if inputs.x.is_cuda else [None] * len(some)
+            host: list[Any] = clock.host_time(some, HOST_ITERATIONS) if inputs.x.is_cuda else [None] * len(some)
             scribe = _Scribe(case, plan.part, contender, inputs.num_ranks, traffic.busiest_rows, bare, how)
             results.records += scribe.records(named, host)
         if plan.overlap:
@@ -112,7 +114,7 @@ def _contenders(
             _leave_out(results, name, "", why)
             continue
         try:
-            yield together(lambda baseline=baseline: baseline(case, inputs))
+            yield together(partial(baseline, case, inputs))
         except FailedSomewhereError as error:
             _leave_out(results, name, str(case), str(error))
 
@@ -152,7 +154,8 @@ class _Scribe:
         ]
         if len(records) == 2:
             both_host = None if None in host else sum(host)  # type: ignore[arg-type]
-            records.append(self._record("total", sum(times.values()), both_host))
+            dispatch, combine = times.values()
+            records.append(self._record("total", dispatch + combine, both_host))
         return records
 
     def _record(self, step: str, seconds: Tensor, host_seconds: float | None) -> Record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from moe_a2a.bench.run_case import Plan
 
 # The shape of DeepSeek-V3, which published figures use.
 DEEPSEEK = {"hidden": 7168, "num_topk": 8, "num_experts": 256}
-MOONLIGHT = {"hidden": 2048, "num_topk": 6, "num_experts": 64}
+MOONLIGHT: dict[str, Any] = {"hidden": 2048, "num_topk": 6, "num_experts": 64}
 BLOCKS = (8, 16, 24, 32, 48, 64, 96, 132)
 
 

@@ -29,8 +29,8 @@ def _lines(results: Results) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
     yield f"# {about['ranks']} ranks on {about['machine']}" + (f", driver {about['driver']}" if about["driver"] else "")
     yield f"# {versions}; {about['date']}; seed {about['seed']}; {about['cache']} cache"
-    for key, records in groupby(results.records, key=_heading):
-        records = list(records)
+    for key, group in groupby(results.records, key=_heading):
+        records = list(group)
         yield ""
         yield key
         calls = [r for r in records if r.step in ("dispatch", "combine", "total")]

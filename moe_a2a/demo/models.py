@@ -48,7 +48,7 @@ def _expert_bytes(model: PreTrainedModel) -> int:
 def _count_routes(model: PreTrainedModel) -> Tensor:
     """A tensor [num_experts] that counts the routes of each forward pass."""
     experts_modules = [module for module in model.modules() if is_experts_module(module)]
-    counter = torch.zeros(experts_modules[0].num_experts, dtype=torch.int64)
+    counter = torch.zeros(experts_modules[0].num_experts, dtype=torch.int64)  # type: ignore[call-overload]
 
     def count(module, arguments) -> None:
         _, top_k_index, _ = arguments

@@ -26,7 +26,7 @@ def save(path: Path, tokens_per_expert: dict[str, np.ndarray], shapes: list[Shap
         return "matplotlib is not installed (pip install matplotlib)"
 
     figure = pyplot.figure(figsize=(15, 8), layout="constrained")
-    above, below = figure.subfigures(2, 1)
+    above, below = figure.subfigures(2, 1)  # type: ignore[misc]
     models = tokens_per_expert.items()
     for axes, (name, counts) in zip(_row_of_axes(above, len(models)), models, strict=True):
         _draw_experts(axes, name, counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ def run_on_this_rank(shape: Shape, seed: int) -> RankTimes:
     num_experts = -(-shape.num_experts // num_ranks) * num_ranks
     x, topk_idx, topk_weights = _generate(shape, seed, rank)
     owner = topk_idx // (num_experts // num_ranks)
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_experts": num_experts,
         "num_topk": shape.num_topk,
         "hidden": shape.hidden,
@@ -125,7 +126,7 @@ def _experts(rows: Tensor, rank: int) -> Tensor:
 
 
 def _time_steps(
-    layer: moe_a2a.ExpertParallel | SortAllToAll,
+    layer: Any,
     rows_of: Callable,
     x: Tensor,
     topk_idx: Tensor,
