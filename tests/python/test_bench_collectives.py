@@ -31,11 +31,6 @@ def test_all_reduce_beside_gloo(tmp_path):
         assert line["busbw"] == pytest.approx(line["algbw"])  # 2 (R - 1) / R is 1 for two ranks
 
 
-def test_the_cpu_has_no_graphs():
-    done = commands.run("bench", "all_reduce", *TINY, "--graph")
-    assert done.returncode == 2 and "--graph: the CPU has no graphs" in done.stderr, done.stderr
-
-
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
 def test_its_halves_beside_gloo(kind, tmp_path):
     file = tmp_path / "halves.json"

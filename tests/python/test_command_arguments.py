@@ -89,10 +89,13 @@ def test_sizes_that_no_rank_would_take(capsys, command):
     assert "num_max_tokens_per_rank" in refused(capsys, *command, *SMALL, "--tokens", 10**9)
 
 
-@pytest.mark.parametrize("option", ["--graph", "--chain"])
-def test_the_cpu_has_no_graphs(capsys, option):
+@pytest.mark.parametrize(
+    "command",
+    [(*BENCH, *SMALL, "--graph"), (*BENCH, *SMALL, "--chain"), ("bench", "all_reduce", "--device", "cpu", "--graph")],
+)
+def test_the_cpu_has_no_graphs(capsys, command):
     """The table had no lines of graphs, and did not say why."""
-    assert f"{option}: the CPU has no graphs" in refused(capsys, *BENCH, *SMALL, option)
+    assert f"{command[-1]}: the CPU has no graphs" in refused(capsys, *command)
 
 
 def test_limits_are_exact(capsys):
