@@ -109,8 +109,6 @@ struct DirectAllReduce {
   using Args = DirectAllReduceArgs;
   static constexpr const char* kName = "direct_all_reduce";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     run_direct<DirectStep<TraceKind::kReduce, &DirectSteps::reduce_for_all>>(args, collective_op::kDirectAllReduce,
                                                                              grid, block);
@@ -121,8 +119,6 @@ struct DirectReduceScatter {
   using Args = DirectReduceScatterArgs;
   static constexpr const char* kName = "direct_reduce_scatter";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     run_direct<DirectStep<TraceKind::kReduce, &DirectSteps::reduce>>(args, collective_op::kDirectReduceScatter, grid,
                                                                      block);
@@ -132,8 +128,6 @@ struct DirectReduceScatter {
 struct DirectAllGather {
   using Args = DirectAllGatherArgs;
   static constexpr const char* kName = "direct_all_gather";
-
-  static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     run_direct<DirectStep<collective_kind::kPush, &DirectSteps::give_to_all>>(args, collective_op::kDirectAllGather,

@@ -84,8 +84,6 @@ struct OneShot {
   using Args = OneShotArgs;
   static constexpr const char* kName = "one_shot_all_reduce";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     run_pipeline<OneShotSteps, &OneShotSteps::push, &OneShotSteps::reduce>(args, collective_op::kOneShot, grid, block);
   }

@@ -21,8 +21,6 @@ class OneShotWords {
   using Args = OneShotWordsArgs;
   static constexpr const char* kName = "one_shot_all_reduce";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     run_call(args, collective_op::kOneShot, Seen::kWords, grid, block, [&](const Part& part) {
       const OneShotWords words(args, part, block);

@@ -162,8 +162,6 @@ struct RecursiveDoubling {
   using Args = RecursiveDoublingArgs;
   static constexpr const char* kName = "recursive_doubling_all_reduce";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     const auto steps = [&](const Part& part) { return DoublingSteps(args, part, grid, block); };
     take_part(

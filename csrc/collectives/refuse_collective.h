@@ -20,8 +20,6 @@ struct RefuseCollective {
   using Args = RefuseCollectiveArgs;
   static constexpr const char* kName = "refuse_collective";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   // Does not wait for the others' part in this epoch: the next launch does (Seen::kNothing).
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     CallState& state = args.context.region.state(0);

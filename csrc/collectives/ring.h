@@ -141,8 +141,6 @@ struct Ring {
   using Args = RingArgs;
   static constexpr const char* kName = "ring_all_reduce";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     const auto steps = [&](const Part& part) { return RingSteps(args, part, grid, block); };
     take_part(

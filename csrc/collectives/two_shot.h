@@ -31,8 +31,6 @@ struct TwoShot {
   using Args = TwoShotArgs;
   static constexpr const char* kName = "two_shot_all_reduce";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     run_pipeline<ShareSteps, &ShareSteps::push, &ShareSteps::reduce_for_all, &ShareSteps::pull>(
         args, collective_op::kTwoShot, grid, block);
@@ -45,8 +43,6 @@ struct CodedTwoShot {
   using Args = CodedTwoShotArgs<kCodec>;
   static constexpr const char* kName = "two_shot_all_reduce";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     using Steps = CodedSteps<kCodec>;
     run_pipeline<Steps, &Steps::push, &Steps::reduce, &Steps::take>(args, collective_op::kTwoShot, grid, block);
@@ -57,8 +53,6 @@ struct ReduceScatter {
   using Args = ReduceScatterArgs;
   static constexpr const char* kName = "reduce_scatter";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     run_pipeline<ShareSteps, &ShareSteps::push, &ShareSteps::reduce>(args, collective_op::kReduceScatter, grid, block);
   }
@@ -67,8 +61,6 @@ struct ReduceScatter {
 struct AllGather {
   using Args = AllGatherArgs;
   static constexpr const char* kName = "all_gather";
-
-  static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     run_pipeline<GatherSteps, &GatherSteps::give, &GatherSteps::take>(args, collective_op::kAllGather, grid, block);

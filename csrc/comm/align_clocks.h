@@ -20,8 +20,6 @@ struct AlignClocks {
   using Args = AlignClocksArgs;
   static constexpr const char* kName = "align_clocks";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   // In step s, ranks i and j with i + j = s (mod R) meet: each pair once, no rank twice in a step. One thread does all
   // the work.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {

@@ -18,8 +18,6 @@ struct Goodbye {
   using Args = GoodbyeArgs;
   static constexpr const char* kName = "goodbye";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const ClientContext& c = args.context;
     const Array<Signal, 1>& goodbye = c.services.goodbye;

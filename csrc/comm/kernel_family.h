@@ -1,6 +1,6 @@
-// How the host reaches kernels. A kernel is a struct K with Args, kName, shared_bytes(args) and run(args, grid, block,
-// shared). Related kernels form a family: one source file that lists them, compiled per target with and without the
-// trace recorder:
+// How the host reaches kernels. A kernel is a struct K with Args, kName, run(args, grid, block, shared) and, if it uses
+// shared memory, shared_bytes(args). Related kernels form a family: one source file that lists them, compiled per
+// target with and without the trace recorder:
 //
 //   MOE_A2A_KERNEL_FAMILY(combine_kernels, kMoeVocabulary, Combine, CombineSend, CombineRecv)
 //

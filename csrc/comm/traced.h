@@ -18,6 +18,16 @@ MOE_A2A_HOST_DEVICE const TraceBuffer& trace_of(const Args& args) {
   }
 }
 
+// 0 for a kernel that does not say.
+template <class Kernel>
+size_t shared_bytes_of(const typename Kernel::Args& args) {
+  if constexpr (requires { Kernel::shared_bytes(args); }) {
+    return Kernel::shared_bytes(args);
+  } else {
+    return 0;
+  }
+}
+
 template <class Kernel, const Vocabulary& kVocabulary>
 struct Traced {
   using Args = typename Kernel::Args;
@@ -25,7 +35,7 @@ struct Traced {
   static constexpr Operation kOperation = kVocabulary.operation_named(Kernel::kName);
   static_assert(kOperation != Operation::kNone);
 
-  static size_t shared_bytes(const Args& args) { return Kernel::shared_bytes(args); }
+  static size_t shared_bytes(const Args& args) { return shared_bytes_of<Kernel>(args); }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const TraceBuffer& trace = trace_of(args);

@@ -11,8 +11,6 @@ struct GatherRows {
   using Args = GatherRowsArgs;
   static constexpr const char* kName = "gather_rows";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   // One warp per position, over the filled positions of all experts.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     const MoeRegion& region = args.context.region;

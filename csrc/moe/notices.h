@@ -17,8 +17,6 @@ struct RefuseDispatch {
   using Args = RefuseDispatchArgs;
   static constexpr const char* kName = "refuse_dispatch";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;
     const uint64_t epoch = c.region.epoch(args.buffer) + 1;
@@ -38,8 +36,6 @@ struct RefuseAnyBuffer {
   using Args = RefuseAnyBufferArgs;
   static constexpr const char* kName = "refuse_any_buffer";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;
     leave_text(c, DispatchSend::text_slot(c), block, args.text);
@@ -53,8 +49,6 @@ struct RefuseCombine {
   using Args = RefuseCombineArgs;
   static constexpr const char* kName = "refuse_combine";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;
     leave_text(c, args.buffer, block, args.text);
@@ -66,8 +60,6 @@ struct RefuseCombine {
 struct Release {
   using Args = ReleaseArgs;
   static constexpr const char* kName = "release";
-
-  static size_t shared_bytes(const Args&) { return 0; }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;

@@ -7,6 +7,7 @@
 
 #include "comm/align_clocks.h"
 #include "comm/goodbye.h"
+#include "comm/traced.h"
 #include "leaving.h"
 #include "model_values.h"
 #include "moe/combine/combine.h"
@@ -26,7 +27,7 @@ using SharedMemory = std::vector<std::max_align_t>;  // of one block, kept betwe
 
 template <class Kernel>
 void run_kernel(SharedMemory& shared, const typename Kernel::Args& args, int block, int num_blocks) {
-  const size_t units = Kernel::shared_bytes(args) / sizeof(std::max_align_t) + 1;
+  const size_t units = shared_bytes_of<Kernel>(args) / sizeof(std::max_align_t) + 1;
   if (shared.size() < units) shared.resize(units);
   Kernel::run(args, Grid{block, num_blocks}, Block{}, reinterpret_cast<std::byte*>(shared.data()));
 }

@@ -11,8 +11,6 @@ struct SimulatedExperts {
   using Args = SimulatedExpertsArgs;
   static constexpr const char* kName = "simulated_experts";
 
-  static size_t shared_bytes(const Args&) { return 0; }
-
   // One warp per piece of a landed row: a small batch has few rows.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
     const Context& c = args.context;
