@@ -31,6 +31,15 @@ struct Merging {
   MOE_A2A_DEVICE void load(const float* partial, int64_t first, LineValues& values) const {
     load_floats(partial + first, count - first, true, values);
   }
+  // The partial result merged with this rank's values; null: these alone.
+  MOE_A2A_DEVICE void load_merged(const float* partial, int64_t first, LineValues& merged) const {
+    load_x(first, merged);
+    if (partial == nullptr) return;
+    LineValues values;
+    for (int v = 0; v < kLineValues; ++v) values[v] = merged[v];
+    load(partial, first, merged);
+    merge(op, merged, values);
+  }
   MOE_A2A_DEVICE void store(const LineValues& values, int64_t first, float* partial) const {
     store_floats(partial + first, count - first, true, values);
   }

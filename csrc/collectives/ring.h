@@ -93,13 +93,8 @@ class RingSteps : public ShareChunks {
     float* partial = partial_place(share, i);
     float* target = args_.context.heap.peer(next(), partial);
     for_lane_values(block_, own.count, [&](int64_t first) {
-      LineValues merged, values;
-      own.load_x(first, merged);
-      if (has_partial) {
-        for (int v = 0; v < kLineValues; ++v) values[v] = merged[v];
-        own.load(partial, first, merged);
-        merge(args_.op, merged, values);
-      }
+      LineValues merged;
+      own.load_merged(has_partial ? partial : nullptr, first, merged);
       own.store(merged, first, target);
     });
   }
@@ -107,15 +102,10 @@ class RingSteps : public ShareChunks {
   MOE_A2A_DEVICE void complete(int i) const {
     const Span span = chunk(part_.rank(), i);
     const Merging own = merging(span);
-    const float* partial = partial_place(part_.rank(), i);
+    const float* partial = part_.num_ranks() > 1 ? partial_place(part_.rank(), i) : nullptr;
     for_lane_values(block_, own.count, [&](int64_t first) {
-      LineValues merged, values;
-      own.load_x(first, merged);
-      if (part_.num_ranks() > 1) {
-        for (int v = 0; v < kLineValues; ++v) values[v] = merged[v];
-        own.load(partial, first, merged);
-        merge(args_.op, merged, values);
-      }
+      LineValues merged;
+      own.load_merged(partial, first, merged);
       own.finish(merged, first, out_at(span.begin), result_place(i));
     });
   }
