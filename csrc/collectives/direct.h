@@ -36,16 +36,16 @@ class DirectSteps : public ShareChunks {
  public:
   using ShareChunks::ShareChunks;
 
-  // Calls step(i) for the chunks of this rank's share. All ranks must make this call: then their x is complete, and
-  // nobody uses their out.
-  template <class Step>
-  MOE_A2A_DEVICE void run_own_chunks() const {
+  // Calls the member kStep for the chunks of this rank's share. All ranks must make this call: then their x is
+  // complete, and nobody uses their out.
+  template <auto kStep>
+  MOE_A2A_DEVICE void run_own_chunks(TraceKind kind) const {
     for_chunks(most_chunks(), [&](int i) {
       if (!has_own(i)) return true;
       const uint64_t start = trace_now();
-      Step::run(*this, i);
+      (this->*kStep)(i);
       signal_chunks(part_, block_, kNoChunk, {}, i, part_.others());
-      record_chunk(Step::kKind, start, i);
+      record_chunk(kind, start, i);
       return true;
     });
   }
@@ -88,18 +88,13 @@ class DirectSteps : public ShareChunks {
   }
 };
 
-template <TraceKind kIs, auto kFunction>
-struct DirectStep {
-  static constexpr TraceKind kKind = kIs;
-  MOE_A2A_DEVICE static void run(const DirectSteps& steps, int i) { (steps.*kFunction)(i); }
-};
-
-template <class Step, class Args>
-MOE_A2A_DEVICE void run_direct(const Args& args, Operation operation, const Grid& grid, const Block& block) {
+template <auto kStep, class Args>
+MOE_A2A_DEVICE void run_direct(const Args& args, Operation operation, TraceKind kind, const Grid& grid,
+                               const Block& block) {
   const auto receive = [&](const Part& part) {
     if (!meet(part, grid, block)) return false;
     const DirectSteps steps(args, part, grid, block);
-    steps.template run_own_chunks<Step>();
+    steps.template run_own_chunks<kStep>(kind);
     return steps.wait_for_other_shares();
   };
   take_part(args, operation, grid, block, [](const Part&) {}, receive);
@@ -110,8 +105,7 @@ struct DirectAllReduce {
   static constexpr const char* kName = "direct_all_reduce";
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    run_direct<DirectStep<TraceKind::kReduce, &DirectSteps::reduce_for_all>>(args, collective_op::kDirectAllReduce,
-                                                                             grid, block);
+    run_direct<&DirectSteps::reduce_for_all>(args, collective_op::kDirectAllReduce, TraceKind::kReduce, grid, block);
   }
 };
 
@@ -120,8 +114,7 @@ struct DirectReduceScatter {
   static constexpr const char* kName = "direct_reduce_scatter";
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    run_direct<DirectStep<TraceKind::kReduce, &DirectSteps::reduce>>(args, collective_op::kDirectReduceScatter, grid,
-                                                                     block);
+    run_direct<&DirectSteps::reduce>(args, collective_op::kDirectReduceScatter, TraceKind::kReduce, grid, block);
   }
 };
 
@@ -130,8 +123,7 @@ struct DirectAllGather {
   static constexpr const char* kName = "direct_all_gather";
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    run_direct<DirectStep<collective_kind::kPush, &DirectSteps::give_to_all>>(args, collective_op::kDirectAllGather,
-                                                                              grid, block);
+    run_direct<&DirectSteps::give_to_all>(args, collective_op::kDirectAllGather, collective_kind::kPush, grid, block);
   }
 };
 
