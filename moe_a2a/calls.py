@@ -181,8 +181,8 @@ def refused_if_failed(collectives: Called) -> Iterator[None]:
 def refuses_wrong_arguments(refused: Callable[..., AbstractContextManager[None]]) -> Callable[[Call], Call]:
     """Decorates a call that reports its own failures: an argument list that it does not take refuses it on every rank, too.
 
-    refused: of the object (of a function: its first argument, if any), what refuses the call of the peers if it fails within,
-    such as refused_if_failed()."""
+    refused: called with the object (of a function: its first argument, if any); returns a context manager that refuses the
+    peers' call if its body fails, such as refused_if_failed()."""
     return refuses_arguments_by(lambda *args, **_: refused(*args[:1]))
 
 

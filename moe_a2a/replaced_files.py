@@ -13,7 +13,7 @@ from typing import BinaryIO
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` once it is complete: a reader, or a process that also writes it, sees no part of it.
-    Links, such as /dev/stdout, and what is no regular file are written to directly."""
+    Links, such as /dev/stdout, and anything but regular files are written to directly."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         with open(path, "wb") as file:
             yield file

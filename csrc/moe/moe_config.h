@@ -45,7 +45,7 @@ struct MoeConfig {
   // So do the batch's sums, if those from all other ranks are together no larger than this. 4 H200, 128 tokens (5.5
   // MB): 48 us as words, 38 as rows; 2 H200 (1.8 MB): 31.4 as words, 35.7 as rows.
   int64_t max_ll_sum_bytes = 3 << 20;
-  // Follow from the sizes above, which so are not changed later. Stored, since kernels would divide for them, on the
+  // Derived from the sizes above, which therefore never change. Stored, since kernels would otherwise divide, on the
   // critical path of a small batch.
   int num_local_experts = num_ranks > 0 ? num_experts / num_ranks : 0;
   Divisor by_local_experts = Divisor(num_local_experts > 0 ? num_local_experts : 1);

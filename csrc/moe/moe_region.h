@@ -47,8 +47,8 @@ struct ErrorCounters {
   int32_t bad_token[kShown] = {};
 };
 
-// What a rank tells every other of its batch: the number of tokens, and the format of their rows, which is the same on
-// all ranks.
+// What a rank tells every other about its batch: the number of tokens, and the format of their rows, which is the same
+// on all ranks.
 struct BatchHeader {
   static constexpr uint32_t kNumFormats = 3;
   static constexpr uint32_t kRefused = Signal::kPayloadMask;  // no batch: see RefuseDispatch

@@ -266,7 +266,7 @@ def run_on_ranks(
     device_type: str | None = None,
 ) -> list[Any]:
     """Runs rank_main(report, *arguments) once, in num_ranks processes; see RankProcesses. device_type: None: that of
-    devices.default_device(). Raises BrokenPipeError if a rank did: whoever read the command's output has left."""
+    devices.default_device(). Raises BrokenPipeError if a rank did: nobody reads the command's output any more."""
     preload(FORK_SERVER, rank_main.__module__)
     method = start_method(device_type or devices.default_device_type())
     prepare = CoresShared(num_ranks)

@@ -90,7 +90,7 @@ class Buffer(OfExchange):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """About the bytes that low_latency_dispatch() of bfloat16 rows takes with two buffers: rows there and sums back."""
+        """Roughly the bytes that low_latency_dispatch() of bfloat16 rows takes with two buffers: rows there and sums back."""
         return 2 * 2 * 2 * num_max_dispatch_tokens_per_rank * hidden * num_ranks
 
     # ---- packed rows
@@ -105,7 +105,7 @@ class Buffer(OfExchange):
     ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
         """(num_tokens_per_rank int32 [R], None, num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event).
 
-        Ids that are no expert's count as dropped: the dispatch reports them, on every rank."""
+        Ids out of range count as dropped: the dispatch reports them, on every rank."""
         wait_for(previous_event)
         self._open().check_per_token(topk_idx=topk_idx)
         if topk_idx.dtype not in (torch.int32, torch.int64):

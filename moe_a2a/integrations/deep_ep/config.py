@@ -16,7 +16,7 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """A number that grows with the row and the ranks, as callers expect. The first dispatch determines the memory."""
+        """Grows with the row and the number of ranks, as callers expect. The first dispatch allocates what it needs."""
         return self.num_max_nvl_chunked_recv_tokens * num_ranks * hidden_bytes
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:

@@ -18,7 +18,7 @@ class EventHandle:
             self._event.record()
 
     def current_stream_wait(self) -> None:
-        """Lets the current stream wait for that point."""
+        """Makes the current stream wait for that point."""
         if self._event is not None:
             self._event.wait()
 
@@ -27,7 +27,7 @@ class EventOverlap:
     """An EventHandle or None, and tensors to keep until it is waited for. As a context manager it waits at the end.
 
     hook_after_wait: called once by the next wait, which returns its result. event_overlap(release_handle=True) is for
-    `with`: the event is let go of at the end.
+    `with`: the event is dropped at the end.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None):

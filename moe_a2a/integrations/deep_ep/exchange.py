@@ -93,7 +93,7 @@ class Exchange:
         return most_tokens
 
     def largest(self, *numbers: int) -> list[int]:
-        """Of each number the largest on any rank, read by the host."""
+        """The largest value of each number on any rank, read by the host."""
         mine = torch.tensor(numbers, dtype=torch.float32, device=self.comm.device)
         largest = self.collectives.all_reduce(mine, "max").tolist()
         self.collectives._core.raise_reported()  # on a GPU a refused all-reduce returns, too
@@ -110,9 +110,8 @@ class Exchange:
     def likely(
         self, x: Any, topk_idx: Any, num_experts: Any, num_max_tokens: Any, *, is_low_latency: bool = False
     ) -> ExpertParallel | None:
-        """Which one the peers are in if they dispatch with such arguments, of which some may be wrong on this rank: find() if
-        they say which kind, and it can exist; else the one that agrees with most of them, the newest first. None: it is not
-        made yet."""
+        """The one that the peers use for a dispatch with such arguments, some of which may be wrong on this rank: find()'s if
+        they determine a kind that can exist, else the one that matches most of them, the newest first. None: not made yet."""
         rows, dtype = (x[0], torch.bfloat16) if isinstance(x, tuple) and x else (x, getattr(x, "dtype", None))
         wanted: tuple[Any, ...] = num_experts, _row_size(topk_idx), _row_size(rows), dtype
         if self._is_possible(num_experts, num_max_tokens, dtype) and None not in wanted:
@@ -169,8 +168,8 @@ class Exchange:
         deferred: bool,
         num_blocks: int,
     ) -> Callable[[], DispatchHandle]:
-        """Sends the rows; what is returned receives them. expert_alignment: None: layout="rows", else "expert_major".
-        Not `deferred`: receives them at once, too."""
+        """Sends the rows and, unless `deferred`, receives them; returns a function that gives the received handle.
+        expert_alignment: None: layout="rows", else "expert_major"."""
         self.make_room(ep)
         order: dict[str, Any] = {} if expert_alignment is None else {"layout": "expert_major"}
         order["expert_alignment"] = expert_alignment
@@ -265,7 +264,7 @@ class Exchange:
 def begin_combine(
     y: Tensor, opened: DispatchHandle, *, presummed: bool = False, deferred: bool, num_blocks: int
 ) -> Callable[[], Tensor]:
-    """What is returned receives the sums. `deferred`: the rows are sent now, else with it."""
+    """Returns a function that receives the sums. `deferred`: sends the rows now, not when that is called."""
     ep: Any = opened.ep
     if not deferred:
         return lambda: ep.combine(y, opened, presummed=presummed, num_blocks=num_blocks)

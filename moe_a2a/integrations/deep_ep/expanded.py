@@ -71,7 +71,7 @@ def begin_dispatch(
     deferred: bool = False,
     num_blocks: int,
 ) -> Callable[[], tuple[ExpandedHandle, list[int]]]:
-    """Sends; what is returned receives. The handle, and with is_exact the rows of each expert, which the host reads.
+    """Sends; returns a function that receives and gives the handle, and with is_exact the rows of each expert, which the host reads.
 
     num_rows: how many rows to return; None: those that arrived with is_exact, else as many as could. If more arrive, that is
     an error with is_exact; else the handle still has to drop_routes()."""
@@ -163,7 +163,7 @@ def begin_combine_of(
     num_blocks: int,
     names: tuple[str, str] = ("x", "topk_weights"),
 ) -> Callable[[], Combined]:
-    """What is returned receives the sums over all routes of the rows `x`, and `topk_weights` by token and choice. names: of
+    """Returns a function that receives the sums over all routes of the rows `x`, and `topk_weights` by token and choice. names: of
     these two, in errors."""
     ep = handle.ep
     if not handle.is_open:

@@ -74,7 +74,7 @@ def begin_dispatch(
     deferred: bool = False,
     num_blocks: int,
 ) -> Callable[[], Received]:
-    """Sends; what is returned receives. kind, bound and the arguments that they come from: see checked()."""
+    """Sends; returns a function that receives. kind, bound and the arguments that they come from: see checked()."""
     most = None
     if bound is None or not exchange.find(kind, bound):
         most = exchange.agree(len(x), Call(kind, bound or 0, x_scales is not None, topk_weights is not None))
@@ -147,7 +147,7 @@ def begin_combine_of(
     num_blocks: int,
     name: str = "x",
 ) -> Callable[[], Combined]:
-    """What is returned receives the sums over ranks of the packed rows `x`, and of `topk_weights` by choice. name: of x, in
+    """Returns a function that receives the sums over ranks of the packed rows `x`, and of `topk_weights` by choice. name: of x, in
     errors."""
     ep = handle.ep
     if not handle.is_open:
