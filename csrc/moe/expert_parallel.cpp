@@ -134,10 +134,13 @@ int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
 
 bool ExpertParallel::launches_halves() const { return device_->is_synchronous() || device_->max_blocks() < 2; }
 
+bool ExpertParallel::allows_vectors(const Rows& rows) const {
+  return (rows.address() | rows.stride) % 16 == 0 || !device_->needs_aligned_vectors();
+}
+
 // ---- the steps
 
 DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer, DispatchNumber number) const {
-  const bool aligned = (reinterpret_cast<uint64_t>(input.x.data) | static_cast<uint64_t>(input.x.stride)) % 16 == 0;
   return {.context = context_,
           .buffer = buffer,
           .number = number,
@@ -148,7 +151,7 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffe
           .x_scales = input.x_scales,
           .format = input.format,
           .quantize = input.quantize,
-          .vector_rows = aligned || !device_->needs_aligned_vectors()};
+          .vector_rows = allows_vectors(input.x)};
 }
 
 DispatchRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, uint64_t number) const {
@@ -258,40 +261,36 @@ void ExpertParallel::simulated_experts(const DispatchHandle& handle, const Exper
                                        const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kReceived, Stage::kReceived, "simulated_experts");
-  const uint64_t addresses =
-      reinterpret_cast<uint64_t>(sums) | static_cast<uint64_t>(config().row_bytes(config().dtype)) |
-      (scales.per_column ? reinterpret_cast<uint64_t>(scales.data) | static_cast<uint64_t>(scales.stride) : 0);
+  const Rows rows = {static_cast<std::byte*>(sums), config().row_bytes(config().dtype)};
+  const bool scales_allow = !scales.per_column || allows_vectors({scales.data, scales.stride});
   launch(SimulatedExpertsArgs{.context = context_,
                               .buffer = handle.buffer,
                               .layout = handle.layout,
                               .scales = scales,
                               .sums = static_cast<std::byte*>(sums),
-                              .vector_rows = addresses % 16 == 0 || !device_->needs_aligned_vectors()},
+                              .vector_rows = allows_vectors(rows) && scales_allow},
          blocks(place, device_->is_synchronous() ? 0 : device_->max_blocks()), place.stream);
 }
 
 CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const CombineInput& input) const {
-  const Rows& y = input.y;
-  const bool aligned = (reinterpret_cast<uint64_t>(y.data) | static_cast<uint64_t>(y.stride)) % 16 == 0;
   return {.context = context_,
           .buffer = handle.buffer,
-          .y = y,
+          .y = input.y,
           .num_y_rows = input.num_y_rows,
           .presummed = input.presummed,
           .refused = refused_since(handle),
-          .vector_rows = aligned || !device_->needs_aligned_vectors()};
+          .vector_rows = allows_vectors(input.y)};
 }
 
 CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x) const {
-  const uint64_t row_bytes = static_cast<uint64_t>(config().row_bytes(config().dtype));
-  const bool aligned = (reinterpret_cast<uint64_t>(combined_x) | row_bytes) % 16 == 0;
+  const Rows rows = {static_cast<std::byte*>(combined_x), config().row_bytes(config().dtype)};
   return {.context = context_,
           .buffer = handle.buffer,
           .num_tokens = handle.num_tokens,
           .attempt = handle.attempt,
           .seen = handle.seen,
           .combined_x = static_cast<std::byte*>(combined_x),
-          .vector_rows = aligned || !device_->needs_aligned_vectors()};
+          .vector_rows = allows_vectors(rows)};
 }
 
 void ExpertParallel::finish_combine(DispatchHandle& handle) {

@@ -167,6 +167,7 @@ class ExpertParallel : public Client {
   void send_refusal(const DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
   int blocks(const LaunchPlace& place, int by_table) const;
   bool launches_halves() const;
+  bool allows_vectors(const Rows& rows) const;  // 16-byte loads and stores
   void after_launch();
   bool is_known_refusal(const Report& report) override;
   bool take_back(uint64_t number);
