@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -239,23 +238,19 @@ class Rail:
         return [[int(word) for word in each] for each in everyone.tolist()]
 
 
-def refuses_wrong_arguments(first: str) -> Callable[[set_up.Init], set_up.Init]:
+def refuses_wrong_arguments(first: str) -> Callable[[calls.Call], calls.Call]:
     """Decorates a constructor that takes `local` and `between`: an argument list that it does not take is refused on every rank.
     first: what it makes of `local` first, if that is not a Communicator."""
 
-    def decorate(init: set_up.Init) -> set_up.Init:
-        @functools.wraps(init)
-        def made(self: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                init(self, *args, **kwargs)
-            except TypeError as error:
-                if not calls.has_begun(error):
-                    _refuse(error, first, **dict(zip(("local", "between"), args, strict=False)), **kwargs)
-                raise
+    @contextmanager
+    def refused(made: Any, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+        try:
+            yield
+        except TypeError as error:
+            _refuse(error, first, **dict(zip(("local", "between"), args, strict=False)), **kwargs)
+            raise
 
-        return made  # type: ignore[return-value]
-
-    return decorate
+    return calls.refuses_arguments_by(refused)
 
 
 def _refuse(
