@@ -12,8 +12,9 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 class ExpertLists {
  public:
   struct Plan {
-    SharedPart<int32_t> count, start, next;  // [num_lists]
-    SharedPart<int32_t> before_rank;         // [num_ranks, num_lists]
+    SharedPart<int32_t> count, start;  // [num_lists]
+    SharedPart<int32_t> next;          // [kChunksAtOnce, num_lists]
+    SharedPart<int32_t> before_rank;   // [num_ranks, num_lists]
     LlTable::Plan ll_table;
     int bytes = 0;
   };
@@ -24,7 +25,7 @@ class ExpertLists {
     Plan plan;
     plan.count = carver.take<int32_t>(num_lists);
     plan.start = carver.take<int32_t>(num_lists);
-    plan.next = carver.take<int32_t>(num_lists);
+    plan.next = carver.take<int32_t>(kChunksAtOnce * num_lists);
     plan.before_rank = carver.take<int32_t>(config.num_ranks * num_lists);
     plan.ll_table = LlTable::plan(config, carver);
     plan.bytes = carver.bytes();
@@ -51,6 +52,8 @@ class ExpertLists {
 
   // More blocks do not speed up the lists of small batches: seven for the tokens, two for the rest.
   static constexpr int kBlocksOfUse = 9;
+  // Of large batches. Most blocks have only a few chunks, and one after the other each would cost them three loads.
+  static constexpr int kChunksAtOnce = kBlockThreads > 1 ? 4 : 1;
 
   // False if a wait gave up. `receive_headers`, called by every warp, fills its num_tokens.
   template <class ReceiveHeaders>
@@ -168,43 +171,41 @@ class ExpertLists {
     });
   }
 
-  // The chunks of all large batches, round-robin over the blocks. next_ holds where the current chunk's entries begin;
-  // each thread updates the same lists throughout.
+  // The chunks of all large batches, round-robin over the blocks. A block takes several at a time, each by a part of
+  // its threads; next_ holds where each chunk's entries begin.
   MOE_A2A_DEVICE void write_chunks() const {
-    RoundRobin<> turns(grid_.rank(), grid_.size());
-    for (int r = 0; r < config_.num_ranks; ++r) {
-      if (!chunk_table_.has(num_tokens_[r])) continue;
-      int at = -1;
-      turns.walk(num_chunks(num_tokens_[r]), [&](int chunk) {
-        if (at < 0) begin_rank(r);
-        skip_chunks(r, at < 0 ? 0 : at, chunk);
-        at = chunk;
-        write_chunk(r, chunk);
-        return true;
-      });
+    const int num_threads = block_.size() / kChunksAtOnce, part = block_.rank() / num_threads;
+    const int thread = block_.rank() - part * num_threads, stride = kChunksAtOnce * grid_.size();
+    int32_t* next = next_ + part * num_lists();
+    int total = 0;
+    MOE_A2A_ROLLED
+    for (int r = 0; r < config_.num_ranks; ++r) total += chunks_of(r);
+    MOE_A2A_ROLLED
+    for (int first = grid_.rank(); first < total; first += stride) {
+      int rank = 0, chunk = first + part * grid_.size();
+      const bool has_one = chunk < total;
+      MOE_A2A_ROLLED
+      for (; has_one && chunk >= chunks_of(rank); ++rank) chunk -= chunks_of(rank);
+      MOE_A2A_ROLLED
+      for (int list = thread; has_one && list < num_lists(); list += num_threads) {
+        next[list] = before_rank(rank, list) + (list < landed_list() ? start_[list] : 0) +
+                     chunk_table_.sum(rank, list, 0, chunk);
+      }
+      block_.sync();
+      if (has_one) write_chunk(rank, chunk, thread, num_threads, next);
+      block_.sync();
     }
   }
-  MOE_A2A_DEVICE void begin_rank(int rank) const {
-    MOE_A2A_ROLLED
-    for (int list = block_.rank(); list < num_lists(); list += block_.size()) {
-      next_[list] = before_rank(rank, list) + (list < landed_list() ? start_[list] : 0);
-    }
-  }
-  MOE_A2A_DEVICE void skip_chunks(int rank, int begin, int end) const {
-    MOE_A2A_ROLLED
-    for (int list = block_.rank(); list < num_lists(); list += block_.size()) {
-      next_[list] += chunk_table_.sum(rank, list, begin, end);
-    }
-    block_.sync();
+  MOE_A2A_DEVICE int chunks_of(int rank) const {
+    return chunk_table_.has(num_tokens_[rank]) ? num_chunks(num_tokens_[rank]) : 0;
   }
   // A thread per token: a chunk has many.
-  MOE_A2A_DEVICE void write_chunk(int rank, int chunk) const {
+  MOE_A2A_DEVICE void write_chunk(int rank, int chunk, int thread, int num_threads, const int32_t* next) const {
     const int length = chunk_length(num_tokens_[rank]), first = chunk * length, rest = num_tokens_[rank] - first;
     const int end = first + (rest < length ? rest : length);
-    for (int token = first + block_.rank(); token < end; token += block_.size()) {
-      write_token(ChunkTable::Token(args_, rank, token), rank, token, next_, [&](int expert) { return next_[expert]; });
+    for (int token = first + thread; token < end; token += num_threads) {
+      write_token(ChunkTable::Token(args_, rank, token), rank, token, next, [&](int expert) { return next[expert]; });
     }
-    block_.sync();
   }
 
   // Writes a token's routes and terms: by one thread, or by several that share its choices and count the terms before
@@ -301,7 +302,7 @@ class ExpertLists {
   int32_t* num_tokens_;
   int32_t* count_;        // [num_lists]  entries of each list
   int32_t* start_;        // [num_lists]  first position of each expert in the layout; last: the total
-  int32_t* next_;         // [num_lists]  where the entries of the current chunk begin
+  int32_t* next_;         // [kChunksAtOnce, num_lists]  where the entries of the current chunks begin
   int32_t* before_rank_;  // [num_ranks, num_lists]  entries from lower ranks
 };
 
