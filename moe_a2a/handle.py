@@ -80,7 +80,7 @@ class DispatchHandle:
         self._core = ep._open_core()
         self._handle = core_handle
         self._expert_x: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self._routing, self._versions = routing, (_version(routing[0]), _version(routing[1]))
+        self._routing, self._versions = routing, _versions_of(*routing)
         self._num_blocks = 0
         self._scales_dtype = scales_dtype  # None: float32
 
@@ -161,12 +161,13 @@ class DispatchHandle:
 
     def _routing_as_sent(self, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """For a dispatch along it. Raises ValueError if the caller has changed it in place since."""
-        for name, tensor, before in zip(("topk_idx", "topk_weights"), self._routing, self._versions, strict=True):
-            if _version(tensor) != before:
-                raise ValueError(
-                    f"{name} of handle has been changed in place since its dispatch on rank {rank}; pass {name}.clone() to that "
-                    "dispatch, or the new routing instead of handle"
-                )
+        now = _versions_of(*self._routing)
+        if now != self._versions:
+            name = "topk_weights" if now and self._versions and now[0] == self._versions[0] else "topk_idx"
+            raise ValueError(
+                f"{name} of handle has been changed in place since its dispatch on rank {rank}; pass {name}.clone() to that "
+                "dispatch, or the new routing instead of handle"
+            )
         return self._routing
 
     def _read(self, value: torch.Tensor) -> int:
@@ -219,6 +220,9 @@ class DispatchHandle:
         )
 
 
-def _version(tensor: torch.Tensor | None) -> int | None:
-    """Grows with each change in place. None: made in inference mode, which counts none."""
-    return None if tensor is None or tensor.is_inference() else tensor._version
+def _versions_of(topk_idx: torch.Tensor, topk_weights: torch.Tensor | None) -> tuple[int, int] | None:
+    """Grow with each change in place. None: made in inference mode, which counts none."""
+    try:
+        return topk_idx._version, 0 if topk_weights is None else topk_weights._version
+    except RuntimeError:
+        return None
