@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_a2a.leaderboard.cases import Case, ProblemFile
+from moe_a2a.leaderboard.problems.base import Tensors
 from moe_a2a.leaderboard.ranks import SubmissionRanks
 from moe_a2a.leaderboard.statistics import MOST_RUNS, Stats, enough
 from moe_a2a.leaderboard.trial import Call, Trial
@@ -88,27 +89,31 @@ def test(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
 def benchmark(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
     """Many calls on the same data, made from the published seed."""
     result = CaseResult(case)
-    limit, cap = rules.problem.benchmark_timeout, rules.shortened or BENCHMARK_SECONDS
     with _failures_into(result), rules.trial(ranks, case, published=True) as trial:
-        trial.call(trial.published_inputs(), limit)
-        begin = time.monotonic()
-        while not enough(result.nanoseconds, cap, time.monotonic() - begin, rules.most_runs):
-            result.add(trial.call(None, limit))
+        _time_calls(rules, trial, result, BENCHMARK_SECONDS, lambda: None)
     return result
 
 
 def leaderboard(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
     """Many calls, each on new data from a secret seed. The first call uses the published data and is not timed."""
     result = CaseResult(case)
-    limit, cap = rules.problem.benchmark_timeout, rules.shortened or LEADERBOARD_SECONDS
     with _failures_into(result), rules.trial(ranks, case) as trial:
-        trial.call(trial.published_inputs(), limit)
-        begin = time.monotonic()
-        while not enough(result.nanoseconds, cap, time.monotonic() - begin, rules.most_runs):
-            result.add(trial.call(trial.secret_inputs(), limit))
-    if result.verdict == "wrong" and _replays(rules, ranks, case, limit):
+        _time_calls(rules, trial, result, LEADERBOARD_SECONDS, trial.secret_inputs)
+    if result.verdict == "wrong" and _replays(rules, ranks, case, rules.problem.benchmark_timeout):
         result.verdict = "replayed_seed"
     return result
+
+
+def _time_calls(
+    rules: Rules, trial: Trial, result: CaseResult, seconds: float, next_inputs: Callable[[], list[Tensors] | None]
+) -> None:
+    """Times calls until there are enough of them; before the first, one on the published data is not timed. next_inputs: of
+    each call; None: those of the call before."""
+    limit, cap = rules.problem.benchmark_timeout, rules.shortened or seconds
+    trial.call(trial.published_inputs(), limit)
+    begin = time.monotonic()
+    while not enough(result.nanoseconds, cap, time.monotonic() - begin, rules.most_runs):
+        result.add(trial.call(next_inputs(), limit))
 
 
 def _replays(rules: Rules, ranks: SubmissionRanks, case: Case, limit: float) -> bool:

@@ -134,6 +134,8 @@ class SubmissionRanks:
     def close(self) -> None:
         if self._processes is not None:
             self._processes.close()
+        if self._page is not None:
+            self._page.close()
         for group in self._groups:
             with contextlib.suppress(ProcessLookupError):  # nothing is left
                 os.killpg(group, signal.SIGKILL)

@@ -82,9 +82,12 @@ def test_the_null_submission_is_called_as_the_others_are(mode, brings_new_data, 
     """A rank that has just received new data runs the harness's own steps with colder caches."""
     inputs = []
     call = SubmissionRanks.call
-    monkeypatch.setattr(
-        SubmissionRanks, "call", lambda ranks, data, *rest: (inputs.append(data), call(ranks, data, *rest))[1]
-    )
+
+    def recorded(ranks, data, *rest):
+        inputs.append(data)
+        return call(ranks, data, *rest)
+
+    monkeypatch.setattr(SubmissionRanks, "call", recorded)
     made = contest(seed=session_seed)
     with made.null_ranks() as ranks:
         (result,) = made.run_null(ranks, mode)
