@@ -174,7 +174,7 @@ class MoELayer(nn.Module):
         return super()._apply(fn, recurse)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """fully_shard() puts shards in the place of the weights."""
+        """Called by fully_shard(), which replaces the weights with shards."""
         if name in ("w_gate_up", "w_down") and (problem := replicas.why_not_sharded(self.ep, name, value)):
             raise ValueError(problem)
         super().__setattr__(name, value)

@@ -159,13 +159,15 @@ class RegisteredExperts:
         are told. Without, they wait in an all_gather() of the group, which this rank could join only if they call it."""
         try:
             yield
-        except BaseException as error:
-            if self.num_max_tokens_per_rank is not None:
-                ep = self._by_shape.get(_shape_of(module, hidden_states, top_k_index))
+        except BaseException:
+            if self.num_max_tokens_per_rank is None:
+                raise
+            if ep := self._by_shape.get(_shape_of(module, hidden_states, top_k_index)):
+                refused = calls.dispatch_refused_if_failed(ep)
+            else:
                 refused = set_up.refused_if_failed(self.group, "ExpertParallel")
-                with refused if ep is None else calls.dispatch_refused_if_failed(ep):
-                    raise error
-            raise
+            with refused:
+                raise
 
     def _runs_kernels(self, module: ExpertsModule, hidden_states: Tensor, owned: range) -> bool:
         if self.fused is False or (self.fused is None and hidden_states.device.type == "cpu"):
