@@ -164,11 +164,8 @@ def layer_alone(name: str) -> str:
     return table(["rows per expert", *systems], rows)
 
 
-MODELS = {
-    (2048, 768): "Qwen3-30B-A3B",
-    (2880, 2880): "gpt-oss-120b",
-    (4096, 14336): "Mixtral 8x7B",
-}  # by hidden, intermediate
+# By hidden and intermediate.
+MODELS = {(2048, 768): "Qwen3-30B-A3B", (2880, 2880): "gpt-oss-120b", (4096, 14336): "Mixtral 8x7B"}
 
 
 def layer_of_models(name: str) -> str:
@@ -181,8 +178,8 @@ def layer_of_models(name: str) -> str:
         eager, by_torch = of["moe_a2a", "eager"], of["moe_a2a + torch._grouped_mm", "eager"]
         ours = eager, of["moe_a2a", "graph"], of["moe_a2a fp8", "graph"]
         rows.append([model, str(tokens), *map(us, ours), us(by_torch), f"{eager / by_torch:.2f}"])
-    ours = ["`MoELayer`", "`MoELayer`, graph", "`MoELayer`, fp8, graph"]
-    return table(["shape of", "tokens per rank", *ours, "with `torch._grouped_mm`", "`MoELayer` / that"], rows)
+    titles = ["`MoELayer`", "`MoELayer`, graph", "`MoELayer`, fp8, graph"]
+    return table(["shape of", "tokens per rank", *titles, "with `torch._grouped_mm`", "`MoELayer` / that"], rows)
 
 
 # ---- dispatch and combine

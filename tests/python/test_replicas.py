@@ -58,6 +58,21 @@ def copies_of(parameters):
     return [p.detach().clone() for p in parameters]
 
 
+def check_left_alone(ep, seed, wrap):
+    """`wrap` leaves the experts of a model out: it computes what it did, and they keep their values."""
+    model, x = Model(ep, seed), rows(seed)
+    expected, before = model(x), copies_of(model.layer.parameters())
+    out = wrap(model)(x)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert all(map(torch.equal, before, copies_of(model.layer.parameters())))
+
+
+def ddp_without_experts(model):
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, model.names_of_experts())
+    return DistributedDataParallel(model)
+
+
 def ddp_program(world, seed, kind):
     x = rows(seed)
     with make_ep(world, kind) as ep:
@@ -68,13 +83,7 @@ def ddp_program(world, seed, kind):
                 pytest.raises(RuntimeError, match=rf"takes w_gate_up, w_down .* replicas on rank {ep.rank}.*to_ignore"),
             ):
                 model(x)
-        told = Model(ep, seed)
-        expected, before = told(x), copies_of(told.layer.parameters())
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(told, told.names_of_experts())
-        out = DistributedDataParallel(told)(x)
-        assert torch.equal(out, expected)
-        out.sum().backward()
-        assert all(map(torch.equal, before, copies_of(told.layer.parameters())))
+        check_left_alone(ep, seed, ddp_without_experts)
 
 
 @KINDS
@@ -83,17 +92,11 @@ def test_ddp_over_the_ranks_of_the_experts(kind, session_seed):
 
 
 def fsdp_program(world, seed, kind):
-    x = rows(seed)
     with make_ep(world, kind) as ep:
         for part in (lambda model: model), (lambda model: model.layer):
             with pytest.raises(ValueError, match=rf"w_gate_up would be sharded .* rank {ep.rank}.*ignored_params"):
                 fully_shard(part(Model(ep, seed)))
-        told = Model(ep, seed)
-        expected, before = told(x), copies_of(told.layer.parameters())
-        out = fully_shard(told, ignored_params=set(told.layer.parameters()))(x)
-        assert torch.equal(out, expected)
-        out.sum().backward()
-        assert all(map(torch.equal, before, copies_of(told.layer.parameters())))
+        check_left_alone(ep, seed, lambda model: fully_shard(model, ignored_params=set(model.layer.parameters())))
 
 
 @KINDS
