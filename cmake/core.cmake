@@ -3,7 +3,7 @@
 # recorder.
 
 file(GLOB_RECURSE _moe_a2a_families RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/*_kernels.cpp)
-set(_moe_a2a_devices csrc/comm/target_device.cpp)
+set(_moe_a2a_devices csrc/arch/target_device.cpp)
 
 find_package(Threads REQUIRED)
 

@@ -14,7 +14,7 @@
 //   matrices   BlockTile: see block_tile.h. MOE_A2A_HAS_TILE_PIPELINE: see cuda_tile_pipeline.h
 //   numbers    to_float(), from_float<T>(), to_float8(), larger(), sigmoid()
 //   time       clock_now() in the target's ticks, pause(polls) between two polls of a wait
-//   host       launch<Kernel>(), prepare<Kernel>(), Machine: memory, sharing of memory
+//   host       launch<Kernel>(), prepare<Kernel>(), Machine: the target's Device, see device.h
 #pragma once
 
 #if defined(MOE_A2A_TARGET_HEADER)

@@ -2,6 +2,9 @@
 // before they know the target.
 #pragma once
 
+#define MOE_A2A_JOIN(a, b) MOE_A2A_JOIN_EXPANDED(a, b)
+#define MOE_A2A_JOIN_EXPANDED(a, b) a##b
+
 // Kernels are compiled twice, with the trace recorder and without, each in its own namespace. (H200: branches around a
 // disabled recorder cost a small batch 4 %.)
 #if !defined(MOE_A2A_RECORDING)

@@ -131,7 +131,7 @@ const int OwnHeaps::registered = pthread_atfork(nullptr, nullptr, [] { current =
 
 }  // namespace
 
-CpuMachine::~CpuMachine() { close_all(); }
+CpuMachine::~CpuMachine() { CpuMachine::close(); }
 
 std::byte* CpuMachine::allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) {
   own_.push_back(std::make_shared<SharedHeap>(nbytes, num_ranks));
@@ -180,7 +180,7 @@ void CpuMachine::name_own_files() {
   for (const auto& heap : own_) heap->name_file();
 }
 
-void CpuMachine::close_all() {
+void CpuMachine::close() {
   own_.clear();
   peers_.clear();
   local_.clear();
@@ -190,9 +190,5 @@ std::byte* CpuMachine::allocate_local(size_t nbytes) {
   local_.push_back(map(MAP_PRIVATE | MAP_ANONYMOUS, -1, nbytes, "local memory"));
   return static_cast<std::byte*>(local_.back().get());
 }
-
-std::byte* CpuMachine::allocate_host_visible(size_t nbytes) { return allocate_local(nbytes); }
-
-double CpuMachine::clock_ticks_per_second() const { return 1e9; }
 
 }  // namespace moe_a2a

@@ -1,4 +1,4 @@
-// The CPU as the host sees it: memory that processes share, and launches.
+// The CPU as a Device: memory that processes share, and launches.
 #pragma once
 
 #include <cstddef>
@@ -8,52 +8,42 @@
 #include <vector>
 
 #include "arch/block_pool.h"
-#include "arch/launch_site.h"
-#include "arch/memory_handle.h"
+#include "arch/device.h"
 
 namespace moe_a2a {
 
 class SharedHeap;
 
-class CpuMachine {
+class CpuMachine : public Device {
  public:
-  explicit CpuMachine(int /*device*/) {}
-  CpuMachine(const CpuMachine&) = delete;
-  CpuMachine& operator=(const CpuMachine&) = delete;
-  ~CpuMachine();
+  explicit CpuMachine(int /*device*/) { site_ = {.block_pool = &pool_, .max_shared_bytes = int64_t{1} << 30}; }
+  ~CpuMachine() override;
 
-  static constexpr const char* kName = "cpu";
-  // Ranks usually outnumber cores, so one block each.
-  static constexpr int kDefaultBlocks = 1;
-  static bool is_synchronous() { return true; }
+  const char* name() const override { return "cpu"; }
+  int default_blocks() const override { return 1; }  // ranks usually outnumber cores
+  int max_blocks() const override { return 1024; }
+  int warps_per_block() const override { return 1; }
+  bool is_synchronous() const override { return true; }
+  bool needs_aligned_vectors() const override { return false; }
+  double clock_ticks_per_second() const override { return 1e9; }
 
-  // Zeroed memory that every rank can map: a nameless file, see arch/shared_file.h.
-  std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle);
-  // Throws unless the memory is what the handle says. `timeout_seconds`: how long to wait for an owner in another pid
-  // namespace. Follow with close_peer(), or with confirm_peer() once all peers are open: an owner whose peers have all
-  // confirmed closes its file.
-  std::byte* open_peer(const MemoryHandle& handle, double timeout_seconds);
-  void close_peer(std::byte* memory);
-  void confirm_peer(std::byte* memory, int own_rank);
-  void close_all();
-
-  std::byte* allocate_local(size_t nbytes);         // zeroed; untouched pages take no memory
-  std::byte* allocate_host_visible(size_t nbytes);  // zeroed, read by the host while kernels run
-  void clear(void* memory, size_t nbytes) { std::memset(memory, 0, nbytes); }
-  void copy_to_host(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
-  void copy_to_device(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
-  void synchronize() {}
-  void order_streams(void* /*earlier*/, void* /*later*/) {}  // the calling thread orders its work
-  static bool is_capturing(void* /*stream*/) { return false; }
-  void* own_stream() { return nullptr; }
-  // Ends the waits of the running launch and of all later ones. Callable from any thread.
-  void interrupt() { pool_.interrupt(); }
-  bool is_interrupted() const { return pool_.is_interrupted(); }
-
-  double clock_ticks_per_second() const;
-  int max_blocks() const { return 1024; }
-
-  LaunchSite launch_site() { return {.block_pool = &pool_, .max_shared_bytes = int64_t{1} << 30}; }
+  // A nameless file, see arch/shared_file.h. An owner whose peers have all confirmed closes its file.
+  std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) override;
+  std::byte* open_peer(const MemoryHandle& handle, double timeout_seconds) override;
+  void close_peer(std::byte* memory) override;
+  void confirm_peer(std::byte* memory, int own_rank) override;
+  std::byte* allocate_local(size_t nbytes) override;  // untouched pages take no memory
+  std::byte* allocate_host_visible(size_t nbytes) override { return allocate_local(nbytes); }
+  void clear(void* memory, size_t nbytes) override { std::memset(memory, 0, nbytes); }
+  void copy_to_host(void* target, const void* source, size_t nbytes) override { std::memcpy(target, source, nbytes); }
+  void copy_to_device(void* target, const void* source, size_t nbytes) override { std::memcpy(target, source, nbytes); }
+  void synchronize() override {}
+  void order_streams(void* /*earlier*/, void* /*later*/) override {}  // the calling thread orders its work
+  bool is_capturing(void* /*stream*/) const override { return false; }
+  void* own_stream() override { return nullptr; }
+  void interrupt() override { pool_.interrupt(); }
+  bool is_interrupted() const override { return pool_.is_interrupted(); }
+  void close() override;
 
  private:
   void name_own_files();

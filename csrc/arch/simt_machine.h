@@ -1,13 +1,12 @@
-// A GPU as the host sees it, for both vendors: their runtimes differ in the prefix of their names, MOE_A2A_GPU(name).
+// A GPU as a Device, for both vendors: their runtimes differ in the prefix of their names, MOE_A2A_GPU(name).
 #pragma once
 
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "arch/launch_site.h"
+#include "arch/device.h"
 #include "arch/live_memory.h"
-#include "arch/memory_handle.h"
 #include "arch/out_of_memory.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
@@ -36,18 +35,23 @@ class DeviceGuard {
 };
 
 template <class Vendor>
-class SimtMachine {
+class SimtMachine final : public Device {
  public:
-  static constexpr const char* kName = Vendor::kName;
-  static constexpr int kDefaultBlocks = 32;
-  static bool is_synchronous() { return false; }
+  explicit SimtMachine(int device) : device_(device) {
+    (void)MOE_A2A_GPU(DeviceGetAttribute)(&max_blocks_, Vendor::kMultiprocessorCount, device_);
+    site_.device = device_;
+    site_.max_shared_bytes = shared_bytes_of_block();
+  }
 
-  explicit SimtMachine(int device) : device_(device) {}
-  SimtMachine(const SimtMachine&) = delete;
-  SimtMachine& operator=(const SimtMachine&) = delete;
-  ~SimtMachine() = default;
+  const char* name() const override { return Vendor::kName; }
+  int default_blocks() const override { return 32; }
+  int max_blocks() const override { return max_blocks_; }
+  int warps_per_block() const override { return kBlockThreads / kWarpSize; }
+  bool is_synchronous() const override { return false; }
+  bool needs_aligned_vectors() const override { return kAlignedVectors; }
+  double clock_ticks_per_second() const override { return Vendor::clock_ticks_per_second(device_); }
 
-  std::byte* allocate_symmetric(size_t nbytes, int /*num_ranks*/, MemoryHandle* handle) {
+  std::byte* allocate_symmetric(size_t nbytes, int /*num_ranks*/, MemoryHandle* handle) override {
     const DeviceGuard guard(device_);
     // Small allocations share a page, and a process cannot map the same page of another one twice.
     nbytes = (nbytes + kPage - 1) / kPage * kPage;
@@ -68,7 +72,7 @@ class SimtMachine {
     return static_cast<std::byte*>(memory);
   }
 
-  std::byte* open_peer(const MemoryHandle& handle, double /*timeout_seconds*/) {
+  std::byte* open_peer(const MemoryHandle& handle, double /*timeout_seconds*/) override {
     const DeviceGuard guard(device_);
     require_this_machine(handle);
     if (handle.process == this_process()) {
@@ -91,15 +95,15 @@ class SimtMachine {
     }
     return static_cast<std::byte*>(memory);
   }
-  void close_peer(std::byte* memory) {
+  void close_peer(std::byte* memory) override {
     if (std::erase(opened_, static_cast<void*>(memory)) == 0) return;  // a thread of this process: nothing was opened
     const DeviceGuard guard(device_);
     (void)MOE_A2A_GPU(IpcCloseMemHandle)(memory);
   }
-  void confirm_peer(std::byte*, int /*own_rank*/) {}
+  void confirm_peer(std::byte*, int /*own_rank*/) override {}
 
   // Only once no peer writes here any more. Memory that is not closed stays until the process ends.
-  void close_all() {
+  void close() override {
     const DeviceGuard guard(device_);
     (void)MOE_A2A_GPU(DeviceSynchronize)();
     for (void* memory : opened_) (void)MOE_A2A_GPU(IpcCloseMemHandle)(memory);
@@ -117,7 +121,7 @@ class SimtMachine {
     host_.clear();
   }
 
-  std::byte* allocate_local(size_t nbytes) {
+  std::byte* allocate_local(size_t nbytes) override {
     const DeviceGuard guard(device_);
     void* memory = nullptr;
     require_memory(MOE_A2A_GPU(Malloc)(&memory, nbytes), "local memory", nbytes);
@@ -126,7 +130,7 @@ class SimtMachine {
     return static_cast<std::byte*>(memory);
   }
 
-  std::byte* allocate_host_visible(size_t nbytes) {
+  std::byte* allocate_host_visible(size_t nbytes) override {
     const DeviceGuard guard(device_);
     void* memory = nullptr;
     check(Vendor::malloc_host(&memory, nbytes), "allocating the report");
@@ -135,32 +139,31 @@ class SimtMachine {
     return static_cast<std::byte*>(memory);
   }
 
-  void clear(void* memory, size_t nbytes) {
+  void clear(void* memory, size_t nbytes) override {
     const DeviceGuard guard(device_);
     zero(memory, nbytes);
   }
 
-  void copy_to_host(void* target, const void* source, size_t nbytes) {
+  void copy_to_host(void* target, const void* source, size_t nbytes) override {
     const DeviceGuard guard(device_);
     check(MOE_A2A_GPU(Memcpy)(target, source, nbytes, MOE_A2A_GPU(MemcpyDeviceToHost)), "reading device memory");
   }
 
-  void copy_to_device(void* target, const void* source, size_t nbytes) {
+  void copy_to_device(void* target, const void* source, size_t nbytes) override {
     const DeviceGuard guard(device_);
     check(MOE_A2A_GPU(Memcpy)(target, source, nbytes, MOE_A2A_GPU(MemcpyHostToDevice)), "writing device memory");
   }
 
-  void synchronize() {
+  void synchronize() override {
     const DeviceGuard guard(device_);
     check(MOE_A2A_GPU(DeviceSynchronize)(), "waiting for the device");
   }
   // Waits in kernels end only by their deadline.
-  void interrupt() {}
-  static bool is_interrupted() { return false; }
+  void interrupt() override {}
+  bool is_interrupted() const override { return false; }
 
-  // Work queued on `later` from now on runs after everything already queued on `earlier`. A captured graph cannot be
-  // ordered with work outside it: whoever replays the graph must do that.
-  void order_streams(void* earlier, void* later) {
+  // A captured graph cannot be ordered with work outside it: whoever replays the graph must do that.
+  void order_streams(void* earlier, void* later) override {
     const DeviceGuard guard(device_);
     const auto from = static_cast<MOE_A2A_GPU(Stream_t)>(earlier), to = static_cast<MOE_A2A_GPU(Stream_t)>(later);
     if (is_capturing(from) != is_capturing(to)) return;
@@ -171,8 +174,7 @@ class SimtMachine {
     check(MOE_A2A_GPU(StreamWaitEvent)(to, order_event_, 0),
           "ordering a call after the previous one on another stream");
   }
-  // A captured graph may be replayed.
-  static bool is_capturing(void* stream) {
+  bool is_capturing(void* stream) const override {
     MOE_A2A_GPU(StreamCaptureStatus) status = MOE_A2A_GPU(StreamCaptureStatusNone);
     // An error means that this is the null stream and another stream of the thread is capturing; this one is not.
     const auto asked = MOE_A2A_GPU(StreamIsCapturing)(static_cast<MOE_A2A_GPU(Stream_t)>(stream), &status);
@@ -180,29 +182,13 @@ class SimtMachine {
     return status == MOE_A2A_GPU(StreamCaptureStatusActive);
   }
   // For the library's own launches; never the null stream, which waits for all others.
-  void* own_stream() {
+  void* own_stream() override {
     const DeviceGuard guard(device_);
     if (own_stream_ == nullptr) {
       check(MOE_A2A_GPU(StreamCreateWithFlags)(&own_stream_, MOE_A2A_GPU(StreamNonBlocking)), "making a stream");
     }
     return own_stream_;
   }
-
-  double clock_ticks_per_second() const { return Vendor::clock_ticks_per_second(device_); }
-  // Leaves room for a kernel's static shared memory.
-  int64_t max_shared_bytes() const {
-    constexpr int kOfTheKernel = 6 * 1024;
-    int count = 0;
-    check(MOE_A2A_GPU(DeviceGetAttribute)(&count, Vendor::kMaxSharedMemory, device_),
-          "querying the shared memory of a block");
-    return count - kOfTheKernel;
-  }
-  int max_blocks() const {
-    int count = 1;
-    (void)MOE_A2A_GPU(DeviceGetAttribute)(&count, Vendor::kMultiprocessorCount, device_);
-    return count;
-  }
-  LaunchSite launch_site() const { return {.device = device_, .max_shared_bytes = max_shared_bytes()}; }
 
  private:
   static constexpr size_t kPage = size_t{2} << 20;
@@ -212,6 +198,14 @@ class SimtMachine {
     (void)MOE_A2A_GPU(GetLastError)();
     throw OutOfMemory(std::string(what) + " needs " + std::to_string(nbytes) + " bytes on device " +
                       std::to_string(device_) + ": " + MOE_A2A_GPU(GetErrorString)(error));
+  }
+  // Leaves room for a kernel's static shared memory.
+  int64_t shared_bytes_of_block() const {
+    constexpr int kOfTheKernel = 6 * 1024;
+    int count = 0;
+    check(MOE_A2A_GPU(DeviceGetAttribute)(&count, Vendor::kMaxSharedMemory, device_),
+          "querying the shared memory of a block");
+    return count - kOfTheKernel;
   }
   void zero(void* memory, size_t nbytes) {
     check(MOE_A2A_GPU(Memset)(memory, 0, nbytes), "clearing memory");
@@ -228,7 +222,7 @@ class SimtMachine {
 
   MOE_A2A_GPU(Event_t) order_event_ = nullptr;
   MOE_A2A_GPU(Stream_t) own_stream_ = nullptr;
-  int device_;
+  int device_, max_blocks_ = 1;
   std::vector<void*> allocations_, opened_, host_;
 };
 

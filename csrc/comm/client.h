@@ -10,13 +10,14 @@
 #include <string>
 #include <vector>
 
+#include "arch/device.h"
 #include "arch/out_of_memory.h"
 #include "comm/call_gate.h"
 #include "comm/context.h"
-#include "comm/device.h"
 #include "comm/device_share.h"
 #include "comm/peer_errors.h"
 #include "comm/region_handle.h"
+#include "comm/traced.h"
 #include "comm/tracer.h"
 
 namespace moe_a2a {
@@ -115,7 +116,7 @@ class Client {
     if (has_launched_ && stream != last_stream_) device_->order_streams(last_stream_, stream);
     has_launched_ = true;
     last_stream_ = stream;
-    device_->launch(args, num_blocks, stream);
+    device_->launch(args, trace_of(args).is_on(), num_blocks, stream);
   }
 
   // Most blocks per launch: see device_share.h.

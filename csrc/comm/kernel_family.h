@@ -4,7 +4,7 @@
 //
 //   MOE_A2A_KERNEL_FAMILY(combine_kernels, kMoeVocabulary, Combine, CombineSend, CombineRecv)
 //
-// The argument type selects the kernel: device.launch(CombineSendArgs{...}, num_blocks, stream).
+// The argument type selects the kernel: launch(CombineSendArgs{...}, num_blocks, stream) of a Client.
 #pragma once
 
 #include <span>
@@ -12,35 +12,7 @@
 #include <string>
 
 #include "arch/cpu_level.h"
-#include "arch/launch_site.h"
-
-#define MOE_A2A_JOIN(a, b) MOE_A2A_JOIN_EXPANDED(a, b)
-#define MOE_A2A_JOIN_EXPANDED(a, b) a##b
-
-namespace moe_a2a {
-
-// Identifies a kernel by its argument type.
-using ArgsId = const void*;
-template <class Args>
-inline constexpr char kArgsMark = 0;
-template <class Args>
-constexpr ArgsId id_of_args() {
-  return &kArgsMark<Args>;
-}
-
-// A type-erased kernel of one target.
-struct KernelEntry {
-  ArgsId args;
-  void (*prepare)(const LaunchSite& site);
-  void (*launch)(const LaunchSite& site, const void* args);
-};
-
-// A family's kernels for one target: launched with the trace on, and off.
-struct KernelFamily {
-  std::span<const KernelEntry> traced, untraced;
-};
-
-}  // namespace moe_a2a
+#include "arch/device.h"
 
 // Declares family `name` and its host function name(target). The family's source defines the parts.
 #define MOE_A2A_DECLARE_FAMILY(name)                                                                             \
@@ -63,21 +35,4 @@ struct KernelFamily {
   (cpu_level() == 4 ? name##_cpu_v4##suffix() : cpu_level() == 3 ? name##_cpu_v3##suffix() : name##_cpu_v2##suffix())
 #else
 #define MOE_A2A_OF_THIS_CPU(name, suffix) name##_cpu##suffix()
-#endif
-
-// The targets that this library was built with.
-#if defined(MOE_A2A_WITH_CPU)
-#define MOE_A2A_IF_CPU(...) __VA_ARGS__
-#else
-#define MOE_A2A_IF_CPU(...)
-#endif
-#if defined(MOE_A2A_WITH_CUDA)
-#define MOE_A2A_IF_CUDA(...) __VA_ARGS__
-#else
-#define MOE_A2A_IF_CUDA(...)
-#endif
-#if defined(MOE_A2A_WITH_HIP)
-#define MOE_A2A_IF_HIP(...) __VA_ARGS__
-#else
-#define MOE_A2A_IF_HIP(...)
 #endif

@@ -7,17 +7,16 @@
 #include <string>
 #include <vector>
 
+#include "arch/device.h"
 #include "arch/interrupt.h"
-#include "arch/memory_handle.h"
 #include "comm/heap_view.h"
 
 namespace moe_a2a {
 
-// Maps every other rank's heap; `handles` are in rank order. `Machine` is the host side of a target, or the Device that
-// wraps one. If one heap cannot be mapped, none stays mapped, and a second attempt may succeed.
-template <class Machine>
-HeapView connect_heap(Machine& machine, std::byte* own, int rank, const std::vector<MemoryHandle>& handles,
-                      double timeout_seconds) {
+// Maps every other rank's heap; `handles` are in rank order. If one heap cannot be mapped, none stays mapped, and a
+// second attempt may succeed.
+inline HeapView connect_heap(Device& device, std::byte* own, int rank, const std::vector<MemoryHandle>& handles,
+                             double timeout_seconds) {
   HeapView view;
   view.rank = rank;
   view.num_ranks = static_cast<int>(handles.size());
@@ -31,17 +30,17 @@ HeapView connect_heap(Machine& machine, std::byte* own, int rank, const std::vec
   try {
     for_peers(view.num_ranks, [&](int r) {
       num_open = r;
-      view.base[r] = machine.open_peer(handles[r], timeout_seconds);
+      view.base[r] = device.open_peer(handles[r], timeout_seconds);
     });
   } catch (const std::exception& error) {
-    for_peers(num_open, [&](int r) { machine.close_peer(view.base[r]); });
+    for_peers(num_open, [&](int r) { device.close_peer(view.base[r]); });
     const std::string what = who + std::to_string(num_open) + ": " + error.what();
     if (dynamic_cast<const std::invalid_argument*>(&error) != nullptr) throw std::invalid_argument(what);
     if (dynamic_cast<const Interrupted*>(&error) != nullptr) throw Interrupted(what);
     throw std::runtime_error(what);
   }
   view.base[rank] = own;
-  for_peers(view.num_ranks, [&](int r) { machine.confirm_peer(view.base[r], rank); });
+  for_peers(view.num_ranks, [&](int r) { device.confirm_peer(view.base[r], rank); });
   return view;
 }
 

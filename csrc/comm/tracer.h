@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "comm/device.h"
+#include "arch/device.h"
 #include "comm/trace_buffer.h"
 
 namespace moe_a2a {

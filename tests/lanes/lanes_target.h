@@ -208,15 +208,12 @@ inline bool are_launches_synchronous() {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-class Machine : public CpuMachine {
+class Machine final : public CpuMachine {
  public:
-  using CpuMachine::CpuMachine;
-  static bool is_synchronous() { return lanes::are_launches_synchronous(); }
-  LaunchSite launch_site() {
-    LaunchSite site = CpuMachine::launch_site();
-    site.max_shared_bytes = 64 << 10;
-    return site;
-  }
+  explicit Machine(int device) : CpuMachine(device) { site_.max_shared_bytes = 64 << 10; }
+  int warps_per_block() const override { return kBlockThreads / kWarpSize; }
+  bool is_synchronous() const override { return lanes::are_launches_synchronous(); }
+  bool needs_aligned_vectors() const override { return kAlignedVectors; }
 };
 
 template <class Kernel>

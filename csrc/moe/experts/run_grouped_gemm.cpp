@@ -4,8 +4,10 @@
 #include <map>
 #include <memory>
 
+#include "arch/device.h"
 #include "arch/process.h"
-#include "comm/device.h"
+#include "comm/kernel_family.h"
+#include "comm/traced.h"
 
 MOE_A2A_DECLARE_FAMILY(grouped_gemm_kernels)
 
@@ -51,7 +53,8 @@ Device& device_of_thread(const std::string& target, int index) {
 void run_grouped_gemm(const GroupedGemmPlace& place, const GroupedGemmArgs& args) {
   Device& device = device_of_thread(place.target, place.device);
   const int most = device.max_blocks();
-  device.launch(args, place.num_blocks > 0 ? std::min(place.num_blocks, most) : most, place.stream);
+  device.launch(args, trace_of(args).is_on(), place.num_blocks > 0 ? std::min(place.num_blocks, most) : most,
+                place.stream);
 }
 
 }  // namespace moe_a2a

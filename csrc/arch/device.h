@@ -1,20 +1,44 @@
-// A device as the host sees it: memory and launches behind one interface. Host code is compiled once, and several
-// targets live in one library.
+// A device as the host sees it: memory that ranks share, and launches. Host code is compiled once, and several targets
+// live in one library; each has a Machine, which is a Device.
 #pragma once
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "arch/launch_site.h"
 #include "arch/memory_handle.h"
-#include "comm/kernel_family.h"
-#include "comm/traced.h"
 
 namespace moe_a2a {
 
+// Identifies a kernel by its argument type.
+using ArgsId = const void*;
+template <class Args>
+inline constexpr char kArgsMark = 0;
+template <class Args>
+constexpr ArgsId id_of_args() {
+  return &kArgsMark<Args>;
+}
+
+// A type-erased kernel of one target.
+struct KernelEntry {
+  ArgsId args;
+  void (*prepare)(const LaunchSite& site);
+  void (*launch)(const LaunchSite& site, const void* args);
+};
+
+// A family's kernels for one target: launched with the trace on, and off.
+struct KernelFamily {
+  std::span<const KernelEntry> traced, untraced;
+};
+
 class Device {
  public:
+  Device() = default;
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
   virtual ~Device() = default;
 
   virtual const char* name() const = 0;
@@ -25,13 +49,16 @@ class Device {
   virtual bool needs_aligned_vectors() const = 0;
   virtual double clock_ticks_per_second() const = 0;
 
+  // All memory is zeroed.
   virtual std::byte* allocate_symmetric(size_t nbytes, int num_ranks, MemoryHandle* handle) = 0;
+  // Throws unless the memory is what the handle says. `timeout_seconds`: how long to wait for an owner in another pid
+  // namespace.
   virtual std::byte* open_peer(const MemoryHandle& handle, double timeout_seconds) = 0;
   virtual void close_peer(std::byte* memory) = 0;  // undoes open_peer() when another peer cannot be opened
   virtual void confirm_peer(std::byte* memory, int own_rank) = 0;  // once all peers are open
   virtual std::byte* allocate_local(size_t nbytes) = 0;
-  virtual std::byte* allocate_host_visible(size_t nbytes) = 0;
-  virtual void clear(void* memory, size_t nbytes) = 0;  // while no kernel uses the memory
+  virtual std::byte* allocate_host_visible(size_t nbytes) = 0;  // read by the host while kernels run
+  virtual void clear(void* memory, size_t nbytes) = 0;          // while no kernel uses the memory
   virtual void copy_to_host(void* target, const void* source, size_t nbytes) = 0;
   virtual void copy_to_device(void* target, const void* source, size_t nbytes) = 0;
   virtual void synchronize() = 0;
@@ -49,19 +76,17 @@ class Device {
   // Loads a family's kernels; required once, before the first of them is launched.
   void add(const KernelFamily& family);
 
-  // Launches the kernel with these arguments; the recording variant if their trace is on.
+  // Launches the kernel with these arguments; `is_traced`: its recording variant.
   template <class Args>
-  void launch(const Args& args, int num_blocks, void* stream) {
+  void launch(const Args& args, bool is_traced, int num_blocks, void* stream) {
     const Kernel& kernel = find(id_of_args<Args>());
     LaunchSite site = site_;
     site.num_blocks = num_blocks;
     site.stream = stream;
-    (trace_of(args).is_on() ? kernel.traced : kernel.untraced).launch(site, &args);
+    (is_traced ? kernel.traced : kernel.untraced).launch(site, &args);
   }
 
  protected:
-  explicit Device(const LaunchSite& site) : site_(site) {}
-
   LaunchSite site_;
 
  private:
@@ -78,3 +103,20 @@ std::unique_ptr<Device> make_device(const std::string& target, int index);
 std::vector<std::string> built_targets();
 
 }  // namespace moe_a2a
+
+// The targets that this library was built with.
+#if defined(MOE_A2A_WITH_CPU)
+#define MOE_A2A_IF_CPU(...) __VA_ARGS__
+#else
+#define MOE_A2A_IF_CPU(...)
+#endif
+#if defined(MOE_A2A_WITH_CUDA)
+#define MOE_A2A_IF_CUDA(...) __VA_ARGS__
+#else
+#define MOE_A2A_IF_CUDA(...)
+#endif
+#if defined(MOE_A2A_WITH_HIP)
+#define MOE_A2A_IF_HIP(...) __VA_ARGS__
+#else
+#define MOE_A2A_IF_HIP(...)
+#endif

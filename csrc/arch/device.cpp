@@ -1,4 +1,4 @@
-#include "comm/device.h"
+#include "arch/device.h"
 
 #include <algorithm>
 #include <stdexcept>
