@@ -17,6 +17,7 @@ __all__: list[str] = [
     "TracedExperts",
     "built_targets",
     "check_dispatch",
+    "check_expert_weights",
     "grouped_gemm",
     "nbytes_for",
     "trace_kinds",
@@ -192,6 +193,19 @@ class ExpertParallel:
     def expert_counts(self, arg0: DispatchHandle) -> torch.Tensor: ...
     def expert_offsets(self, arg0: DispatchHandle) -> torch.Tensor: ...
     def expert_row_index(self, arg0: DispatchHandle) -> torch.Tensor: ...
+    def experts(
+        self,
+        arg0: DispatchHandle,
+        arg1: torch.Tensor,
+        arg2: torch.Tensor,
+        arg3: torch.Tensor | None,
+        arg4: torch.Tensor | None,
+        arg5: typing.SupportsInt | typing.SupportsIndex,
+        arg6: bool,
+        arg7: typing.SupportsInt | typing.SupportsIndex,
+        arg8: torch.Tensor | None,
+        arg9: typing.SupportsInt | typing.SupportsIndex,
+    ) -> torch.Tensor: ...
     def gather_rows(
         self, arg0: DispatchHandle, arg1: typing.Any, arg2: typing.SupportsInt | typing.SupportsIndex
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
@@ -268,6 +282,18 @@ def check_dispatch(
     Raises what a dispatch of these tensors would.
     """
 
+def check_expert_weights(
+    arg0: typing.SupportsInt | typing.SupportsIndex,
+    arg1: typing.SupportsInt | typing.SupportsIndex,
+    arg2: typing.SupportsInt | typing.SupportsIndex,
+    arg3: torch.device,
+    arg4: typing.Any,
+    arg5: typing.Any,
+    arg6: torch.Tensor,
+    arg7: torch.Tensor,
+    arg8: torch.Tensor | None,
+    arg9: torch.Tensor | None,
+) -> None: ...
 def grouped_gemm(
     arg0: torch.Tensor,
     arg1: torch.Tensor | None,

@@ -262,8 +262,7 @@ class ExpertParallel(CommunicatorClient):
         arguments.check_optional_tensor(self.rank, "out", out)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
         ways: dict[str, Any] = {"fused": fused, "fused_combine": fused_combine, "num_max_routes": num_max_routes}
-        with torch.no_grad():
-            return experts.run_and_combine(handle, weights, codec, out, num_blocks, **ways)
+        return experts.run_and_combine(handle, weights, codec, out, num_blocks, **ways)
 
     # ---- the two halves of each call: between them the device is free
 

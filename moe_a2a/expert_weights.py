@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import arguments
+from moe_a2a import _core, arguments
 from moe_a2a.devices import float8_dtype
 from moe_a2a.handle import AnyExpertParallel
 
@@ -31,13 +31,19 @@ class ExpertWeights:
         gate_up, gate_up_scales = _split(ep, "w_gate_up", w_gate_up)
         down, down_scales = _split(ep, "w_down", w_down)
         weights = ExpertWeights(gate_up, down, gate_up_scales, down_scales)
-        weights._check(ep)
+        fits = ep.rank, ep.num_local_experts, ep.hidden, ep.device, ep.dtype, float8_dtype(ep.device)
+        _core.check_expert_weights(*fits, *weights.tensors())
         return weights
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        return self.gate_up, self.down, self.gate_up_scales, self.down_scales
 
     def check_no_grad(self, ep: AnyExpertParallel) -> None:
         """For a call that autograd would not record."""
+        if not torch.is_grad_enabled():
+            return
         for name, weight in (("w_gate_up", self.gate_up), ("w_down", self.down)):
-            if torch.is_grad_enabled() and weight.requires_grad:
+            if weight.requires_grad:
                 raise ValueError(
                     f"{name} requires grad on rank {ep.rank}, which this call would not record; train with "
                     f"moe_a2a.MoELayer, call under torch.no_grad(), or pass {name}.detach()"
@@ -70,40 +76,14 @@ class ExpertWeights:
         for name, size in (("hidden", ep.hidden), ("intermediate", self.intermediate)):
             if size % GRANULARITY != 0:
                 return f"{name}={size} is not a multiple of {GRANULARITY}"
-        scales = {"w_gate_up's scales": self.gate_up_scales, "w_down's scales": self.down_scales}
-        for name, w in {"w_gate_up": self.gate_up, "w_down": self.down, **scales}.items():
+        names = "w_gate_up", "w_down", "w_gate_up's scales", "w_down's scales"
+        for name, w in zip(names, self.tensors(), strict=True):
             if w is not None and not w.is_contiguous():
                 return f"not contiguous: {name} (strides {list(w.stride())})"
-            if w is not None and name not in scales and w.data_ptr() % 16 != 0:
+        for name, w in (("w_gate_up", self.gate_up), ("w_down", self.down)):
+            if w.data_ptr() % 16 != 0:
                 return f"{name} does not begin at a multiple of 16 bytes"
         return None
-
-    def _check(self, ep: AnyExpertParallel) -> None:
-        _check_values(ep, "w_gate_up", self.gate_up, self.gate_up_scales)
-        _check_values(ep, "w_down", self.down, self.down_scales)
-        if (self.gate_up_scales is None) != (self.down_scales is None):
-            raise TypeError(
-                f"w_gate_up has dtype {self.gate_up.dtype} and w_down {self.down.dtype} on rank {ep.rank}; pass float8 with "
-                "scales for both or for neither"
-            )
-        if self.gate_up.dim() != 3 or (self.gate_up.shape[0], self.gate_up.shape[2]) != (
-            ep.num_local_experts,
-            ep.hidden,
-        ):
-            raise ValueError(
-                f"w_gate_up has shape {list(self.gate_up.shape)}, expected [num_local_experts={ep.num_local_experts}, "
-                f"2 * intermediate, hidden={ep.hidden}] on rank {ep.rank}; pass this rank's experts"
-            )
-        experts, double_intermediate, hidden = self.gate_up.shape
-        intermediate = double_intermediate // 2
-        if list(self.down.shape) != [experts, hidden, intermediate] or double_intermediate % 2 or intermediate == 0:
-            raise ValueError(
-                f"w_down has shape {list(self.down.shape)}, expected {[experts, hidden, intermediate]} on rank "
-                f"{ep.rank}; pass [num_local_experts, hidden, intermediate] to w_gate_up's [.., 2 * intermediate, ..]"
-            )
-        of_hidden, of_intermediate = -(-hidden // BLOCK), -(-intermediate // BLOCK)
-        _check_scales(ep, "w_gate_up", self.gate_up_scales, [experts, 2 * of_intermediate, of_hidden])
-        _check_scales(ep, "w_down", self.down_scales, [experts, of_hidden, of_intermediate])
 
 
 def _split(ep: AnyExpertParallel, name: str, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -111,37 +91,6 @@ def _split(ep: AnyExpertParallel, name: str, weight: Any) -> tuple[torch.Tensor,
     arguments.check_tensor(ep.rank, name, values)
     arguments.check_optional_tensor(ep.rank, f"{name}'s scales", scales)
     return values, scales
-
-
-def _check_values(ep: AnyExpertParallel, name: str, w: torch.Tensor, scales: torch.Tensor | None) -> None:
-    expected = ep.dtype if scales is None else float8_dtype(ep.device)
-    if w.dtype != expected:
-        hint = (
-            f"pass ({name}, scales)"
-            if w.dtype.itemsize == 1 and w.is_floating_point()
-            else f"pass {name}.to({expected})"
-        )
-        raise TypeError(f"{name} has dtype {w.dtype}, expected {expected} on rank {ep.rank}; {hint}")
-    _check_device(ep, name, w)
-
-
-def _check_scales(ep: AnyExpertParallel, of: str, scales: torch.Tensor | None, shape: list[int]) -> None:
-    if scales is None:
-        return
-    if scales.dtype != torch.float32:
-        raise TypeError(f"{of}'s scales have dtype {scales.dtype}, expected torch.float32 on rank {ep.rank}")
-    if list(scales.shape) != shape:
-        raise ValueError(
-            f"{of}'s scales have shape {list(scales.shape)}, expected {shape} on rank {ep.rank}; pass one per 128 x 128 values"
-        )
-    _check_device(ep, f"{of}'s scales", scales)
-
-
-def _check_device(ep: AnyExpertParallel, name: str, tensor: torch.Tensor) -> None:
-    if tensor.device != ep.device:
-        raise ValueError(
-            f'{name} is on {tensor.device}, the ExpertParallel on {ep.device}, on rank {ep.rank}; pass .to("{ep.device}")'
-        )
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, rows_per_scale: int = BLOCK) -> torch.Tensor:

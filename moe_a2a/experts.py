@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from moe_a2a import arguments, codecs
 from moe_a2a.expert_weights import ExpertWeights, Weight, dequantize
-from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.handle import AnyExpertParallel, DispatchHandle
 
 
@@ -36,12 +35,10 @@ def run_and_combine(
         _check_bound(handle, num_max_routes, can_look=not by_kernels or handle.ep.device.type == "cpu")
     fuses = _fuses_combine(handle, by_kernels, fused_combine)
     if not by_kernels:
-        return core.combine(_step_by_step(handle, weights), key, False, codec, out, num_blocks)
-    inner, inner_scales = _first_product(handle, weights, num_max_routes)
-    if fuses:
-        return multiply_and_combine(handle, weights, inner, inner_scales, out, num_blocks)
-    y = _second_product(handle, weights, inner, inner_scales)
-    return core.combine(_in_layout(handle, y), key, False, codec, out, num_blocks)
+        with torch.no_grad():
+            y = _step_by_step(handle, weights)
+        return core.combine(y, key, False, codec, out, num_blocks)
+    return core.experts(key, *weights.tensors(), num_max_routes or arguments.MAX_COUNT, fuses, codec, out, num_blocks)
 
 
 def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) -> None:
@@ -51,56 +48,6 @@ def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) ->
     # On a GPU reading it would synchronise. There combine() counts the routes without a row of y.
     if can_look:
         arguments.check_num_routes(rank, int(handle.expert_offsets[-1]), num_max_routes)
-
-
-def _first_product(
-    handle: DispatchHandle, weights: ExpertWeights, num_max_routes: int | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """silu(x @ gate.T) * (x @ up.T) of the received rows; float8 with its scales."""
-    offsets, row_index = handle.expert_offsets, handle.expert_row_index[:num_max_routes]
-    if not weights.is_float8:
-        return grouped_gemm(handle.recv_x, row_index, offsets, weights.gate_up, "swiglu"), None
-    inner: tuple[torch.Tensor, torch.Tensor] = grouped_gemm(
-        handle.recv_x,
-        row_index,
-        offsets,
-        weights.gate_up,
-        "swiglu",
-        x_scales=handle.recv_x_scales,
-        w_scales=weights.gate_up_scales,
-        quantize_output=True,
-    )
-    return inner
-
-
-def _second_product(
-    handle: DispatchHandle, weights: ExpertWeights, inner: torch.Tensor, inner_scales: torch.Tensor | None
-) -> Any:
-    if inner_scales is None:
-        return grouped_gemm(inner, None, handle.expert_offsets, weights.down)
-    return grouped_gemm(
-        inner,
-        None,
-        handle.expert_offsets,
-        weights.down,
-        x_scales=inner_scales,
-        w_scales=weights.down_scales,
-        out_dtype=handle.ep.dtype,
-    )
-
-
-def multiply_and_combine(
-    handle: DispatchHandle,
-    weights: ExpertWeights,
-    inner: torch.Tensor,
-    inner_scales: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-    num_blocks: int = 0,
-) -> torch.Tensor:
-    """The second product, whose kernel sends the sums of its rows itself, and the receiving half of the combine."""
-    second = inner, inner_scales, handle.expert_offsets, weights.down, weights.down_scales
-    combined: torch.Tensor = handle.ep._core.product_combine(*second, handle._handle, out, num_blocks)
-    return combined
 
 
 def swiglu_experts(handle: DispatchHandle, w_gate_up: Weight, w_down: Weight) -> torch.Tensor:

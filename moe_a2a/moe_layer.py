@@ -93,7 +93,8 @@ class MoELayer(nn.Module):
     def _run_in_graph(self, *inputs_and_weights: Any) -> torch.Tensor:
         """_run() for the operator of a graph: with the weights that the graph has, and without the module's hooks, which are in
         the graph too."""
-        return self._run(*inputs_and_weights)
+        with torch.no_grad():
+            return self._run(*inputs_and_weights)
 
     def _run(
         self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *weights: Any
@@ -101,11 +102,10 @@ class MoELayer(nn.Module):
         """forward() without a backward pass. weights: as _tensors()."""
         replicas.check_not_replicated(self.ep, self)
         ep, given = self.ep, _as_given(*weights)
-        with torch.no_grad():
-            quantize = "fp8" if ExpertWeights.checked(ep, *given).is_float8 else None
-            handle: Any = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
-            with calls.released_if_failed(handle):
-                return ep.experts(handle, *given, **self._ways())
+        quantize = "fp8" if ExpertWeights.checked(ep, *given).is_float8 else None
+        handle: Any = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
+        with calls.released_if_failed(handle):
+            return ep.experts(handle, *given, **self._ways())
 
     def _recorded(
         self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
@@ -155,8 +155,10 @@ class MoELayer(nn.Module):
         return ExpertWeights.checked(self.ep, *_as_given(*self._tensors()))
 
     def _needs_grad(self, *inputs: Any) -> bool:
+        if not torch.is_grad_enabled():
+            return False
         tensors = [t for t in (*inputs, self.w_gate_up, self.w_down) if isinstance(t, torch.Tensor)]
-        return torch.is_grad_enabled() and (self.ep._training is not None or any(t.requires_grad for t in tensors))
+        return self.ep._training is not None or any(t.requires_grad for t in tensors)
 
     def _check_can_record(self) -> None:
         if self._weights().is_float8 or self.fused or self.fused_combine:

@@ -35,6 +35,7 @@ class CpuMachine : public Device {
   std::byte* allocate_local(size_t nbytes) override;  // untouched pages take no memory
   std::byte* allocate_host_visible(size_t nbytes) override { return allocate_local(nbytes); }
   void clear(void* memory, size_t nbytes) override { std::memset(memory, 0, nbytes); }
+  void clear_in_order(void* memory, size_t nbytes, void* /*stream*/) override { std::memset(memory, 0, nbytes); }
   void copy_to_host(void* target, const void* source, size_t nbytes) override { std::memcpy(target, source, nbytes); }
   void copy_to_device(void* target, const void* source, size_t nbytes) override { std::memcpy(target, source, nbytes); }
   void synchronize() override {}

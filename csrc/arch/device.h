@@ -59,6 +59,7 @@ class Device {
   virtual std::byte* allocate_local(size_t nbytes) = 0;
   virtual std::byte* allocate_host_visible(size_t nbytes) = 0;  // read by the host while kernels run
   virtual void clear(void* memory, size_t nbytes) = 0;          // while no kernel uses the memory
+  virtual void clear_in_order(void* memory, size_t nbytes, void* stream) = 0;
   virtual void copy_to_host(void* target, const void* source, size_t nbytes) = 0;
   virtual void copy_to_device(void* target, const void* source, size_t nbytes) = 0;
   virtual void synchronize() = 0;

@@ -144,6 +144,11 @@ class SimtMachine final : public Device {
     zero(memory, nbytes);
   }
 
+  void clear_in_order(void* memory, size_t nbytes, void* stream) override {
+    const DeviceGuard guard(device_);
+    check(MOE_A2A_GPU(MemsetAsync)(memory, 0, nbytes, static_cast<MOE_A2A_GPU(Stream_t)>(stream)), "clearing memory");
+  }
+
   void copy_to_host(void* target, const void* source, size_t nbytes) override {
     const DeviceGuard guard(device_);
     check(MOE_A2A_GPU(Memcpy)(target, source, nbytes, MOE_A2A_GPU(MemcpyDeviceToHost)), "reading device memory");

@@ -4,6 +4,7 @@
 #include "bindings/config.h"
 #include "bindings/errors.h"
 #include "bindings/expert_parallel.h"
+#include "bindings/expert_weights.h"
 #include "bindings/grouped_gemm.h"
 #include "bindings/signals.h"
 #include "bindings/trace_bindings.h"
@@ -24,6 +25,7 @@ PYBIND11_MODULE(_core, m) {
   bind_communicator(m);
   bind_collectives(m);
   bind_expert_parallel(m);
+  bind_expert_weights(m);
 }
 
 }  // namespace moe_a2a::bindings

@@ -5,8 +5,8 @@
 #include "bindings/clients.h"
 #include "bindings/config.h"
 #include "bindings/errors.h"
+#include "bindings/experts.h"
 #include "bindings/grouped_gemm.h"
-#include "bindings/product_combine.h"
 #include "bindings/tensor_gate.h"
 #include "bindings/tensors.h"
 #include "bindings/trace_records.h"
@@ -204,6 +204,16 @@ class Core {
   bool returns_ll(int num_tokens) const { return ep()->config().returns_ll(num_tokens); }
   bool can_send_with_product(const Handle& handle) const { return ep()->can_send_with_product(*handle); }
 
+  at::Tensor experts(const Handle& handle, const at::Tensor& w_gate_up, const at::Tensor& w_down,
+                     const OptionalTensor& w_gate_up_scales, const OptionalTensor& w_down_scales,
+                     int64_t num_max_routes, bool fuses_combine, int codec, const OptionalTensor& out, int num_blocks) {
+    const auto core = ep();
+    core->require(*handle, Stage::kReceived, Stage::kCombineSent, "experts");
+    check_row_type(*handle, w_gate_up.scalar_type());
+    const ExpertWeights weights = {w_gate_up, w_down, w_gate_up_scales, w_down_scales};
+    const ExpertsOptions options = {num_max_routes, fuses_combine, static_cast<LineCodec>(codec), out};
+    return run_experts(*core, *views_, *handle, weights, options, type_, where(num_blocks));
+  }
   at::Tensor product_combine(const at::Tensor& inner, const OptionalTensor& inner_scales,
                              const at::Tensor& expert_offsets, const at::Tensor& w_down,
                              const OptionalTensor& w_down_scales, const Handle& handle, const OptionalTensor& out,
@@ -307,6 +317,7 @@ void bind_calls(py::class_<Core>& core) {
       .def("combine_send", &Core::combine_send)
       .def("combine_recv", &Core::combine_recv)
       .def("can_send_with_product", &Core::can_send_with_product)
+      .def("experts", &Core::experts)
       .def("product_combine", &Core::product_combine)
       .def("tell_dispatch_failed", &Core::tell_dispatch_failed)
       .def("tell_combine_failed", &Core::tell_combine_failed)

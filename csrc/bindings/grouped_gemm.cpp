@@ -11,7 +11,6 @@
 #include "bindings/config.h"
 #include "bindings/grouped_gemm_arguments.h"
 #include "bindings/tensors.h"
-#include "moe/experts/run_grouped_gemm.h"
 
 namespace moe_a2a::bindings {
 namespace {
@@ -46,7 +45,7 @@ GroupedGemmArgs to_args(const GroupedGemmTensors& t, const Activation& activatio
 }  // namespace
 
 PreparedProduct prepare_product(const GroupedGemmTensors& tensors, const Activation& activation,
-                                at::ScalarType out_type, bool counts_tiles) {
+                                at::ScalarType out_type) {
   const Place place = {.rank = kNoRank, .device = tensors.x.device(), .owner = "x"};
   check_arguments(place, tensors, activation, out_type);
   const int64_t num_rows = tensors.num_rows(), columns = tensors.w.size(1) / (activation.is_gated ? 2 : 1);
@@ -56,12 +55,20 @@ PreparedProduct prepare_product(const GroupedGemmTensors& tensors, const Activat
     product.out_scales = make_tensor(place, {num_rows, (columns + 127) / 128}, at::kFloat);
   }
   product.args = to_args(tensors, activation, product);
-  if (counts_tiles || !tensors.x.is_cpu()) {
-    product.counters = at::zeros({1 + (counts_tiles ? num_rows : 0)}, tensors.expert_offsets.options());
-    product.args.next_unit = product.counters.mutable_data_ptr<int32_t>();
-  }
-  if (counts_tiles) product.args.stored_tiles = reinterpret_cast<uint32_t*>(product.args.next_unit + 1);
   return product;
+}
+
+GroupedGemmPlace product_place(const std::string& target, const at::Device& device, int num_blocks, void* stream) {
+  return {.target = target,
+          .device = device.is_cpu() ? 0 : device.index(),
+          .num_blocks = num_blocks == 0 && device.is_cpu() ? at::get_num_threads() : num_blocks,
+          .stream = stream};
+}
+
+at::Tensor zeroed_counters(const GroupedGemmPlace& place, const at::Device& device, int64_t num) {
+  const at::Tensor counters = make_tensor({.rank = kNoRank, .device = device}, {num}, at::kInt);
+  clear(place, counters.mutable_data_ptr(), counters.nbytes());
+  return counters;
 }
 
 namespace {
@@ -74,12 +81,11 @@ std::pair<at::Tensor, std::optional<at::Tensor>> grouped_gemm(
     const std::string& target, int num_blocks, const std::vector<TracedExperts>& traced) {
   const Activation activation = to_activation({activation_name, gated, interleaved, alpha, limit, up_shift});
   const GroupedGemmTensors tensors = {x, row_index, expert_offsets, w, bias, x_scales, w_scales};
-  const PreparedProduct product = prepare_product(tensors, activation, scalar_type(out_dtype), false);
+  PreparedProduct product = prepare_product(tensors, activation, scalar_type(out_dtype));
   if (tensors.num_rows() == 0) return {product.out, product.out_scales};
-  const GroupedGemmPlace where = {.target = target,
-                                  .device = x.is_cpu() ? 0 : x.device().index(),
-                                  .num_blocks = num_blocks == 0 && x.is_cpu() ? at::get_num_threads() : num_blocks,
-                                  .stream = current_stream(x.device())};
+  const GroupedGemmPlace where = product_place(target, x.device(), num_blocks, current_stream(x.device()));
+  const at::Tensor counters = zeroed_counters(where, x.device(), 1);
+  product.args.next_unit = counters.mutable_data_ptr<int32_t>();
   const auto owner = std::find_if(traced.begin(), traced.end(), [&](const TracedExperts& experts) {
     return experts.ep->owns(product.args.expert_offsets);
   });

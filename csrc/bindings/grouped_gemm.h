@@ -5,18 +5,23 @@
 
 #include "bindings/grouped_gemm_arguments.h"
 #include "moe/expert_parallel.h"
+#include "moe/experts/run_grouped_gemm.h"
 
 namespace moe_a2a::bindings {
 
-// A checked product: its result, and what the kernel gets. Holds the memory that the kernel needs until it is launched.
+// A checked product: its result, and what the kernel gets but for its counters.
 struct PreparedProduct {
   at::Tensor out;
   std::optional<at::Tensor> out_scales;  // of a float8 out
-  at::Tensor counters;                   // zeros: args.next_unit, then args.stored_tiles
   GroupedGemmArgs args;
 };
 PreparedProduct prepare_product(const GroupedGemmTensors& tensors, const Activation& activation,
-                                at::ScalarType out_type, bool counts_tiles);
+                                at::ScalarType out_type);
+
+// Where products of tensors on `device` run. num_blocks 0: on a GPU every block, on the CPU PyTorch's threads.
+GroupedGemmPlace product_place(const std::string& target, const at::Device& device, int num_blocks, void* stream);
+// Zeros for the counters of products there; keep them until the products are launched.
+at::Tensor zeroed_counters(const GroupedGemmPlace& place, const at::Device& device, int64_t num);
 
 // An ExpertParallel whose trace is on. Its products are those whose expert_offsets lie in its memory.
 struct TracedExperts {

@@ -1,5 +1,7 @@
 #include "bindings/views.h"
 
+#include <algorithm>
+
 namespace moe_a2a::bindings {
 
 at::Tensor Views::view(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) const {
@@ -58,8 +60,9 @@ at::Tensor Views::terms(const DispatchHandle& handle, T RouteTerm::* member, at:
 at::Tensor Views::num_recv_tokens_per_rank(const DispatchHandle& handle) {
   return list(ep_->region().num_recv_tokens_per_rank.at(handle.buffer), ep_->config().num_ranks, at::kInt);
 }
-at::Tensor Views::expert_row_index(const DispatchHandle& handle) {
-  return list(ep_->region().expert_row_index.at(handle.buffer), capacity(handle), at::kInt);
+at::Tensor Views::expert_row_index(const DispatchHandle& handle) { return first_row_indices(handle, capacity(handle)); }
+at::Tensor Views::first_row_indices(const DispatchHandle& handle, int64_t most) {
+  return list(ep_->region().expert_row_index.at(handle.buffer), std::min(most, capacity(handle)), at::kInt);
 }
 at::Tensor Views::route_weights(const DispatchHandle& handle) {
   return list(ep_->region().route_weights.at(handle.buffer), capacity(handle), at::kFloat);

@@ -30,6 +30,7 @@ class Views {
 
   // [positions of the layout]
   at::Tensor expert_row_index(const DispatchHandle& handle);
+  at::Tensor first_row_indices(const DispatchHandle& handle, int64_t most);  // its first ones
   at::Tensor route_weights(const DispatchHandle& handle);
   at::Tensor route_src_rank(const DispatchHandle& handle);
   at::Tensor route_src_token_idx(const DispatchHandle& handle);

@@ -24,8 +24,7 @@ from moe_a2a.bench.product_results import Results, compare
 from moe_a2a.bench.products import ALL, Ours, OursFloat8, Products, make_weights
 from moe_a2a.bench.statistics import of_all_ranks, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
-from moe_a2a.expert_weights import ExpertWeights
-from moe_a2a.experts import combine_stays_apart, multiply_and_combine
+from moe_a2a.experts import combine_stays_apart
 
 HEADER = (
     f"{'tokens':>6} {'product':<13} {'system':<18} {'rows':>7} {'columns':>7} {'depth':>6} {'us':>9} {'TFLOP/s':>8} {'TB/s':>6} "
@@ -93,11 +92,9 @@ class Combining:
 
     def __init__(self, products: Ours, inner: Any, dispatch: Callable[[], moe_a2a.DispatchHandle]):
         self.products, self.inner, self.dispatch = products, inner, dispatch
+        self.w_down: tuple[Tensor, Tensor | None] = products.w_down, None
         if isinstance(products, OursFloat8):
-            scales = (products.gate_up_scales, products.down_scales)
-            self.weights = ExpertWeights(products.gate_up, products.down, *scales)
-        else:
-            self.weights = ExpertWeights(products.w_gate_up, products.w_down, None, None)
+            self.w_down = products.down, products.down_scales
 
     def begin(self) -> None:
         _rewrite(self.inner)
@@ -107,8 +104,9 @@ class Combining:
         return self.handle.ep.combine(self.products.second(self.inner), self.handle)  # type: ignore[attr-defined]
 
     def fused(self) -> Tensor:
-        inner = self.inner if isinstance(self.inner, tuple) else (self.inner, None)
-        return multiply_and_combine(self.handle, self.weights, *inner)
+        values, scales = self.inner if isinstance(self.inner, tuple) else (self.inner, None)
+        second = values, scales, self.handle.expert_offsets, *self.w_down
+        return self.handle.ep._core.product_combine(*second, self.handle._handle, None, 0)
 
     def again(self, run: Callable[[], Tensor]) -> Tensor:
         self.begin()

@@ -50,6 +50,10 @@ Device& device_of_thread(const std::string& target, int index) {
 
 }  // namespace
 
+void clear(const GroupedGemmPlace& place, void* memory, size_t nbytes) {
+  device_of_thread(place.target, place.device).clear_in_order(memory, nbytes, place.stream);
+}
+
 void run_grouped_gemm(const GroupedGemmPlace& place, const GroupedGemmArgs& args) {
   Device& device = device_of_thread(place.target, place.device);
   const int most = device.max_blocks();

@@ -15,6 +15,9 @@ struct GroupedGemmPlace {
   void* stream = nullptr;
 };
 
+// In the order of the stream.
+void clear(const GroupedGemmPlace& place, void* memory, size_t nbytes);
+
 void run_grouped_gemm(const GroupedGemmPlace& place, const GroupedGemmArgs& args);
 
 }  // namespace moe_a2a

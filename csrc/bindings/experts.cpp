@@ -1,0 +1,64 @@
+#include "bindings/experts.h"
+
+#include "bindings/grouped_gemm.h"
+#include "bindings/tensors.h"
+
+namespace moe_a2a::bindings {
+namespace {
+
+using Stage = DispatchHandle::Stage;
+
+constexpr Activation kSwiGlu = {.function = Activation::Function::kSilu, .is_gated = true};
+
+}  // namespace
+
+at::Tensor run_experts(ExpertParallel& ep, Views& views, DispatchHandle& handle, const ExpertWeights& weights,
+                       const ExpertsOptions& options, at::ScalarType type, const LaunchPlace& place) {
+  const bool is_float8 = weights.gate_up_scales.has_value();
+  const at::ScalarType row_type = weights.gate_up.scalar_type();
+  const at::Tensor x = views.recv_x(handle, row_type), offsets = views.expert_offsets(handle);
+  const std::optional<at::Tensor> rows = views.first_row_indices(handle, options.num_max_routes), none;
+  const auto x_scales = is_float8 ? std::optional(views.recv_x_scales(handle)) : std::nullopt;
+  const GroupedGemmPlace products = product_place(ep.member().target, x.device(), 0, place.stream);
+  const at::Tensor counters = zeroed_counters(products, x.device(), 2);
+  PreparedProduct first =
+      prepare_product({x, rows, offsets, weights.gate_up, none, x_scales, weights.gate_up_scales}, kSwiGlu, row_type);
+  first.args.next_unit = counters.mutable_data_ptr<int32_t>();
+  const GroupedGemmTensors operands = {first.out,          none, offsets, weights.down, none, first.out_scales,
+                                       weights.down_scales};
+  if (options.fuses_combine) {
+    {
+      py::gil_scoped_release unlocked;
+      ep.run_product(products, first.args);
+    }
+    return multiply_and_combine(ep, handle, operands, type, options.out, place);
+  }
+  PreparedProduct second = prepare_product(operands, {}, type);
+  second.args.next_unit = first.args.next_unit + 1;
+  const at::Tensor combined_x = checked_out(ep, x.device(), handle.num_tokens, type, options.out);
+  const Rows y = {static_cast<const std::byte*>(second.out.const_data_ptr()), ep.config().row_bytes(ep.config().dtype)};
+  py::gil_scoped_release unlocked;
+  ep.run_product(products, first.args);
+  ep.run_product(products, second.args);
+  ep.combine(handle, {y, second.out.size(0), false, options.codec}, combined_x.mutable_data_ptr(), place);
+  return combined_x;
+}
+
+at::Tensor multiply_and_combine(ExpertParallel& ep, DispatchHandle& handle, const GroupedGemmTensors& second,
+                                at::ScalarType type, const std::optional<at::Tensor>& out, const LaunchPlace& place) {
+  ep.require(handle, Stage::kReceived, Stage::kCombineSent, "experts");
+  const at::Device device = second.x.device();
+  const at::Tensor combined_x = checked_out(ep, device, handle.num_tokens, type, out, &second.x);
+  PreparedProduct product = prepare_product(second, {}, type);
+  const GroupedGemmPlace products = product_place(ep.member().target, device, 0, place.stream);
+  const at::Tensor counters = zeroed_counters(products, device, 1 + second.num_rows());
+  product.args.next_unit = counters.mutable_data_ptr<int32_t>();
+  product.args.stored_tiles = reinterpret_cast<uint32_t*>(product.args.next_unit + 1);
+  const LaunchPlace all_blocks = {.num_blocks = device.is_cpu() ? products.num_blocks + 1 : 0, .stream = place.stream};
+  py::gil_scoped_release unlocked;
+  if (handle.stage == Stage::kReceived) ep.product_combine_send(handle, product.args, all_blocks);
+  ep.combine_recv(handle, combined_x.mutable_data_ptr(), place);  // else a retry: the sums have been sent
+  return combined_x;
+}
+
+}  // namespace moe_a2a::bindings
