@@ -6,7 +6,7 @@ import contest_cases
 import pytest
 from contest_cases import changed, contest, verdicts
 
-from moe_a2a.leaderboard import run_command
+from moe_a2a.leaderboard import modes, run_command
 
 pytestmark = pytest.mark.cpu
 
@@ -277,3 +277,42 @@ def test_the_harness_trusts_no_function_of_the_submission_s_process_group(tmp_pa
     sleeping = OWN_GROUPS + SLEEPING.replace("== 0", "== 1").format(seconds=0.2)
     result = contest().run("leaderboard", changed(tmp_path, sleeping))
     assert result.passed and result.cases[0].stats.best > 0.19e9
+
+
+WORK_PUT_OFF = """
+import time
+put_off = []
+def catch_up():
+    while put_off:
+        data, out = put_off.pop()
+        time.sleep(0.2)
+        out.copy_(right(data))
+def empty_result(data):
+    put_off.append((data, torch.empty_like(data[1].x)))
+    return put_off[-1][1]
+"""
+UNTIL_IT_IS_READ = f"""{WORK_PUT_OFF}
+class Late(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            catch_up()
+        return super().__torch_function__(function, types, args, kwargs or {{}})
+custom_kernel = lambda data: empty_result(data).as_subclass(Late)
+"""
+UNTIL_IT_IS_COPIED = f"""{WORK_PUT_OFF}
+cpu = torch.Tensor.cpu
+torch.Tensor.cpu = lambda x: catch_up() or cpu(x)
+custom_kernel = empty_result
+"""
+
+
+def test_what_a_class_of_the_submission_s_own_computes_when_it_is_read_is_timed(tmp_path):
+    result = contest().run("leaderboard", changed(tmp_path, UNTIL_IT_IS_READ))
+    assert result.passed and result.cases[0].stats.best > 0.19e9
+
+
+def test_work_put_off_until_the_harness_copies_the_output_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(modes, "enough", lambda nanoseconds, *_: len(nanoseconds) == 4)
+    result = contest().run("leaderboard", changed(tmp_path, UNTIL_IT_IS_COPIED))
+    assert verdicts(result) == {"clock"}, result.cases[0].message
