@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -234,7 +235,18 @@ def _copied(output: Any, device: torch.device) -> tuple[torch.Tensor | None, str
         return None, f"a tensor of layout {output.layout}, not a dense one"
     if output.device != device:
         return None, f"a tensor on {output.device}, not on {device}"
+    if not _can_be_sent(output.dtype):
+        return None, f"a tensor of {output.dtype}"
     return output.detach().as_subclass(torch.Tensor).cpu().clone(), ""
+
+
+def _can_be_sent(dtype: torch.dtype) -> bool:
+    """Whether pickle restores such a tensor; not so float8 and the unsigned integers of several bytes."""
+    try:
+        pickle.loads(pickle.dumps(torch.empty(0, dtype=dtype, device="cpu")))
+    except AttributeError:
+        return False
+    return True
 
 
 def _result(

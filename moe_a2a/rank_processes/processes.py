@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
@@ -300,11 +301,16 @@ def _next_message(rank: _Rank) -> tuple[str, Any]:
     try:
         if not rank.connection.poll():
             raise EOFError
-        return pickle.loads(rank.connection.recv_bytes())
+        message = rank.connection.recv_bytes()
     except (EOFError, OSError):
         rank.process.join(SECONDS_TO_DIE)
         text = f"died with exit code {rank.process.exitcode}"
         return "died", (text, text)
+    try:
+        return pickle.loads(message)
+    except Exception as error:
+        text = f"returned a result that cannot be unpickled: {type(error).__name__}: {error}"
+        return "failed", (text, traceback.format_exc())
 
 
 def _error_of(failures: dict[int, _Failure], still_running: dict[int, _Rank], all_ended: bool) -> RankError:

@@ -19,6 +19,7 @@ def custom_kernel(data):
 """
 WRONG_SHAPE = "custom_kernel = lambda data: right(data)[:, :-1]"
 NO_TENSOR = "custom_kernel = lambda data: right(data).tolist()"
+FLOAT8 = "custom_kernel = lambda data: right(data).to(torch.float8_e4m3fn)"
 RAISING = """
 def custom_kernel(data):
     right(data)
@@ -66,6 +67,7 @@ def custom_kernel(data):
         ("wrong", "returned [", WRONG_SHAPE),
         ("wrong", "returned list, not a tensor", NO_TENSOR),
         ("wrong", "a tensor of layout torch.sparse_coo, not a dense one", SPARSE_RESULT),
+        ("wrong", "returned a tensor of torch.float8_e4m3fn", FLOAT8),
         ("raised", "rank 1 raised ArithmeticError: on purpose", RAISING),
         ("raised", "raised Mute: (no text: its __str__ raised)", NO_TEXT),
         ("crash", "died with exit code 3", FORKING),  # its child keeps the pipe to the harness open
@@ -79,6 +81,7 @@ def custom_kernel(data):
         "shape",
         "type",
         "sparse",
+        "float8",
         "raising",
         "no text",
         "forking",

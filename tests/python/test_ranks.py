@@ -97,6 +97,22 @@ def test_ranks_start_whatever_the_length_of_the_temporary_folder(tmp_path):
         shutil.rmtree(root)
 
 
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def return_what_cannot_be_unpickled(group):
+    return Unreadable() if dist.get_rank(group) == 1 else 0
+
+
+def test_a_result_that_cannot_be_unpickled_is_the_rank_s_failure():
+    with pytest.raises(
+        ranks.RankError, match="rank 1 returned a result that cannot be unpickled: ValueError: .*no number"
+    ):
+        ranks.run_processes(2, return_what_cannot_be_unpickled)
+
+
 def test_processes_that_hang_are_named_and_killed():
     start = time.monotonic()
     with pytest.raises(ranks.RankError, match=r"(?s)rank 0 ---.*still running.*hang_on_rank_0"):
