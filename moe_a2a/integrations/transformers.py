@@ -35,7 +35,8 @@ except ImportError as error:
     ) from error
 
 import moe_a2a
-from moe_a2a import calls, operators, set_up
+from moe_a2a import calls, operators, rendezvous, set_up
+from moe_a2a.errors import PeerRefusedError
 from moe_a2a.graph_tracing import is_tracing
 from moe_a2a.integrations import kernel_experts
 from moe_a2a.integrations.experts_module import (
@@ -47,6 +48,8 @@ from moe_a2a.integrations.experts_module import (
     require_supported,
     run_owned_experts,
 )
+
+AGREEMENT = "agree on the size of a layer's buffers"  # what the ranks meet for without num_max_tokens_per_rank
 
 
 def register(
@@ -61,7 +64,7 @@ def register(
 
     num_max_tokens_per_rank: tokens (batch * sequence) of the largest forward pass of any rank. If omitted,
         the ranks exchange their token counts before each layer and buffers grow as needed. That
-        costs one small all_gather over the group per layer, so pass the number for speed.
+        takes about a millisecond per layer, so pass the number for speed.
     name: with several names, one process may serve several groups, or be several ranks (threads).
         Registering a name again replaces its previous meaning.
     fused: None: on a GPU, moe_a2a's kernels run a module's experts if they can compute what it does
@@ -155,12 +158,14 @@ class RegisteredExperts:
 
     @contextlib.contextmanager
     def _refused_if_failed(self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor) -> Iterator[None]:
-        """Around the checks of a call. With num_max_tokens_per_rank the peers wait in its dispatch, or make the buffers for it, and
-        are told. Without, they wait in an all_gather() of the group, which this rank could join only if they call it."""
+        """Around the checks of a call: the peers are told wherever they wait for this rank. With num_max_tokens_per_rank that is
+        in the dispatch, or where they make the buffers for it; without, where they agree on the size of the buffers."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self.num_max_tokens_per_rank is None:
+                with rendezvous.begin(self.group, AGREEMENT) as meeting:
+                    meeting.post((None, 0, calls.words_of(error)))
                 raise
             if ep := self._by_shape.get(_shape_of(module, hidden_states, top_k_index)):
                 refused = calls.dispatch_refused_if_failed(ep)
@@ -210,14 +215,19 @@ class RegisteredExperts:
         """
         layer = getattr(module, "moe_a2a_layer", type(module).__name__)
         here = (layer, *shape[:4])
-        everywhere = self.group.all_gather((here, num_tokens))
-        for rank, (there, _) in enumerate(everywhere):
+        with rendezvous.begin(self.group, AGREEMENT) as meeting:
+            everywhere = meeting.all_gather((here, num_tokens, None), self.timeout)
+        for rank, (there, _, error) in enumerate(everywhere):
+            if error is not None:
+                raise PeerRefusedError(
+                    f"rank {self.group.rank} in layer {here}: rank {rank} refused its call: {error}", peer=rank
+                )
             if there != here:
                 raise RuntimeError(
                     f"rank {self.group.rank} is in layer {here} while rank {rank} is in {there}: "
                     "all ranks must run the same MoE layers in the same order"
                 )
-        most = max(num_tokens for _, num_tokens in everywhere)
+        most = max(num_tokens for _, num_tokens, _ in everywhere)
         return max(16, 1 << (most - 1).bit_length())
 
 

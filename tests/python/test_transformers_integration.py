@@ -1,12 +1,11 @@
 """The experts function of transformers, apart from what the families' test covers.
 
-Ranks are threads; `eager` in one process, with all experts, is the reference.
+See tiny_experts.py; test_transformers_failures.py has the calls that fail.
 """
 
 # ruff: noqa: E402 (what follows importorskip needs transformers)
 
 import copy
-import time
 
 import pytest
 import ranks
@@ -16,8 +15,9 @@ from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 transformers = pytest.importorskip("transformers")
 
+from tiny_experts import HIDDEN, TOLERANCE, assert_close, eager, experts_of, on_ranks, random_tokens
 from tiny_models import tiny_model
-from transformers_sweep import on_threads, parts_of_a_batch, run_with
+from transformers_sweep import parts_of_a_batch, run_with
 
 import moe_a2a
 from moe_a2a.integrations.experts_module import (
@@ -28,45 +28,6 @@ from moe_a2a.integrations.experts_module import (
 from moe_a2a.integrations.transformers import register, shard_experts
 
 pytestmark = pytest.mark.cpu
-
-TOLERANCE = 1e-5
-HIDDEN = 64
-
-
-def on_ranks(num_ranks, rank_main, **options):
-    """rank_main(rank, group, experts) on a thread per rank, each with its own registered name."""
-    groups = moe_a2a.thread_group(num_ranks)
-
-    def main(rank):
-        with torch.no_grad():
-            name = f"moe_a2a:{rank}"
-            with register(groups[rank], name=name, timeout=10.0, **options) as experts:
-                return rank_main(rank, groups[rank], experts)
-
-    return on_threads(num_ranks, main)
-
-
-def experts_of(model):
-    return next(module for module in model.modules() if is_experts_module(module))
-
-
-def random_tokens(rank, num_tokens, num_experts=8, num_topk=2, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(rank)
-    return (
-        torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype),
-        torch.rand(num_tokens, num_experts, generator=generator).topk(num_topk).indices,
-        torch.rand(num_tokens, num_topk, generator=generator),
-    )
-
-
-def eager(module, *tokens):
-    module.config._experts_implementation = "eager"
-    with torch.no_grad():
-        return module(*tokens)
-
-
-def assert_close(actual, expected, tolerance=TOLERANCE):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
@@ -206,93 +167,6 @@ def test_buffers_grow_with_the_largest_rank_and_are_shared_by_layers():
         return capacities
 
     assert on_ranks(2, rank_main) == [[[16], [128], [128]]] * 2
-
-
-def test_more_tokens_than_registered():
-    module = experts_of(tiny_model("mixtral"))
-    modules = [copy.deepcopy(module) for _ in range(2)]
-
-    def rank_main(rank, group, experts):
-        with pytest.raises((ValueError, moe_a2a.PeerRefusedError), match="num_max_tokens_per_rank"):
-            experts(modules[rank], *random_tokens(rank, (3, 9)[rank]))
-        return experts(modules[rank], *random_tokens(rank, 8))
-
-    for rank, actual in enumerate(on_ranks(2, rank_main, num_max_tokens_per_rank=8)):
-        assert_close(actual, eager(module, *random_tokens(rank, 8)))
-
-
-def test_ranks_in_different_layers_find_out():
-    models = [tiny_model("mixtral") for _ in range(2)]
-
-    def rank_main(rank, group, experts):
-        shard_experts(models[rank], group)
-        layers = [module for module in models[rank].modules() if is_experts_module(module)]
-        with pytest.raises(RuntimeError, match=r"is in layer .*layers\.\d\.mlp\.experts"):
-            experts(layers[rank], *random_tokens(rank, 4))
-
-    on_ranks(2, rank_main)
-
-
-def test_gradients_are_refused():
-    models = [tiny_model("mixtral") for _ in range(2)]
-    batch = torch.arange(3, 8)[None]
-
-    def rank_main(rank, group, experts):
-        models[rank].set_experts_implementation(experts.name)
-        with torch.enable_grad(), pytest.raises(RuntimeError, match="no_grad"):
-            models[rank](input_ids=batch)
-        models[rank].requires_grad_(False)
-        with torch.enable_grad():
-            return models[rank](input_ids=batch).logits
-
-    for logits in on_ranks(2, rank_main):
-        assert_close(logits, run_with(tiny_model("mixtral"), "eager", batch))
-
-
-def test_a_call_that_one_rank_cannot_make():
-    """Before, the others waited until their deadline, and the buffers were lost."""
-    layer = experts_of(tiny_model("mixtral"))
-
-    def rank_main(rank, group, experts):
-        tokens = random_tokens(rank, 8)
-        for _ in range(2):  # as the first call, which makes the buffers, and as a later one
-            start = time.monotonic()
-            with torch.set_grad_enabled(rank == 0), pytest.raises(RuntimeError, match="moe_a2a has no backward pass"):
-                experts(layer, *tokens)
-            assert time.monotonic() - start < ranks.slack(5)
-            out = experts(layer, *tokens)
-        return out
-
-    for rank, out in enumerate(on_ranks(2, rank_main, num_max_tokens_per_rank=8)):
-        assert_close(out, eager(layer, *random_tokens(rank, 8)))
-
-
-@pytest.mark.parametrize(
-    ("ranks_that_fail", "num_calls"),
-    [
-        ((0, 1), 3),  # more often than there are buffers
-        ((0,), 1),
-    ],
-)
-def test_an_error_in_the_experts_leaves_the_buffers_usable(ranks_that_fail, num_calls):
-    module = experts_of(tiny_model("mixtral"))
-    modules = [copy.deepcopy(module) for _ in range(2)]
-
-    def fail(x):
-        raise ArithmeticError("on purpose")
-
-    def rank_main(rank, group, experts):
-        fails = rank in ranks_that_fail
-        with pytest.MonkeyPatch.context() as patch:
-            if fails:
-                patch.setattr(modules[rank], "_apply_gate", fail)
-            for _ in range(num_calls):
-                with pytest.raises(ArithmeticError if fails else moe_a2a.PeerRefusedError, match="on purpose"):
-                    experts(modules[rank], *random_tokens(rank, 5))
-        return experts(modules[rank], *random_tokens(rank, 5))
-
-    for rank, actual in enumerate(on_ranks(2, rank_main)):
-        assert_close(actual, eager(module, *random_tokens(rank, 5)))
 
 
 def test_close_forgets_the_name():

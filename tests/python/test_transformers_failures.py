@@ -1,0 +1,125 @@
+"""Calls of transformers' experts that fail, on all ranks or on one: every rank raises, and the buffers stay usable."""
+
+# ruff: noqa: E402 (what follows importorskip needs transformers)
+
+import copy
+import time
+
+import pytest
+import ranks
+import torch
+
+pytest.importorskip("transformers")
+
+from tiny_experts import assert_close, eager, experts_of, on_ranks, random_tokens
+from tiny_models import tiny_model
+from transformers_sweep import run_with
+
+import moe_a2a
+from moe_a2a.integrations.experts_module import is_experts_module
+from moe_a2a.integrations.transformers import shard_experts
+
+pytestmark = pytest.mark.cpu
+
+
+def test_more_tokens_than_registered():
+    module = experts_of(tiny_model("mixtral"))
+    modules = [copy.deepcopy(module) for _ in range(2)]
+
+    def rank_main(rank, group, experts):
+        with pytest.raises((ValueError, moe_a2a.PeerRefusedError), match="num_max_tokens_per_rank"):
+            experts(modules[rank], *random_tokens(rank, (3, 9)[rank]))
+        return experts(modules[rank], *random_tokens(rank, 8))
+
+    for rank, actual in enumerate(on_ranks(2, rank_main, num_max_tokens_per_rank=8)):
+        assert_close(actual, eager(module, *random_tokens(rank, 8)))
+
+
+def test_ranks_in_different_layers_find_out():
+    models = [tiny_model("mixtral") for _ in range(2)]
+
+    def rank_main(rank, group, experts):
+        shard_experts(models[rank], group)
+        layers = [module for module in models[rank].modules() if is_experts_module(module)]
+        with pytest.raises(RuntimeError, match=r"is in layer .*layers\.\d\.mlp\.experts"):
+            experts(layers[rank], *random_tokens(rank, 4))
+
+    on_ranks(2, rank_main)
+
+
+def test_gradients_are_refused():
+    models = [tiny_model("mixtral") for _ in range(2)]
+    batch = torch.arange(3, 8)[None]
+
+    def rank_main(rank, group, experts):
+        models[rank].set_experts_implementation(experts.name)
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="no_grad"):
+            models[rank](input_ids=batch)
+        models[rank].requires_grad_(False)
+        with torch.enable_grad():
+            return models[rank](input_ids=batch).logits
+
+    for logits in on_ranks(2, rank_main):
+        assert_close(logits, run_with(tiny_model("mixtral"), "eager", batch))
+
+
+@pytest.mark.parametrize("num_max_tokens_per_rank", [8, None])
+def test_a_call_that_one_rank_cannot_make(num_max_tokens_per_rank):
+    """Before, the others waited until their deadline, and the buffers were lost."""
+    layer = experts_of(tiny_model("mixtral"))
+
+    def rank_main(rank, group, experts):
+        tokens = random_tokens(rank, 8)
+        for _ in range(2):  # as the first call, which makes the buffers, and as a later one
+            start = time.monotonic()
+            with torch.set_grad_enabled(rank == 0), pytest.raises(RuntimeError, match="moe_a2a has no backward pass"):
+                experts(layer, *tokens)
+            assert time.monotonic() - start < ranks.slack(5)
+            out = experts(layer, *tokens)
+        return out
+
+    for rank, out in enumerate(on_ranks(2, rank_main, num_max_tokens_per_rank=num_max_tokens_per_rank)):
+        assert_close(out, eager(layer, *random_tokens(rank, 8)))
+
+
+def test_a_rank_that_never_calls_is_named_within_the_timeout():
+    """Before, the others waited for as long as the group's collectives do."""
+    layer = experts_of(tiny_model("mixtral"))
+
+    def rank_main(rank, group, experts):
+        experts.timeout = 1.0
+        if rank == 0:
+            with pytest.raises(
+                moe_a2a.PeerTimeoutError, match="rank 0 waited .* for rank 1 to agree on the size of a layer's"
+            ):
+                experts(layer, *random_tokens(rank, 8))
+
+    on_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize(
+    ("ranks_that_fail", "num_calls"),
+    [
+        ((0, 1), 3),  # more often than there are buffers
+        ((0,), 1),
+    ],
+)
+def test_an_error_in_the_experts_leaves_the_buffers_usable(ranks_that_fail, num_calls):
+    module = experts_of(tiny_model("mixtral"))
+    modules = [copy.deepcopy(module) for _ in range(2)]
+
+    def fail(x):
+        raise ArithmeticError("on purpose")
+
+    def rank_main(rank, group, experts):
+        fails = rank in ranks_that_fail
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:
+                patch.setattr(modules[rank], "_apply_gate", fail)
+            for _ in range(num_calls):
+                with pytest.raises(ArithmeticError if fails else moe_a2a.PeerRefusedError, match="on purpose"):
+                    experts(modules[rank], *random_tokens(rank, 5))
+        return experts(modules[rank], *random_tokens(rank, 5))
+
+    for rank, actual in enumerate(on_ranks(2, rank_main)):
+        assert_close(actual, eager(module, *random_tokens(rank, 5)))
