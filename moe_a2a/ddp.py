@@ -33,7 +33,9 @@ class GradientState:
         self.collectives = collectives
         self.codec = codec
         self.error_feedback = error_feedback and codec is not None
-        self._lost: dict[int, torch.Tensor] = {}  # by bucket
+        self._lost: dict[
+            int, tuple[list[int], torch.Tensor]
+        ] = {}  # by bucket: whose gradients, and what they have lost
         # An all-reduce over one rank is a round trip through the codec.
         self._alone = Collectives(thread_group(1)[0], device=collectives.device) if self.error_feedback else None
 
@@ -43,13 +45,15 @@ class GradientState:
             self._alone.close()
         self._lost.clear()
 
-    def add_what_was_lost(self, index: int, gradients: torch.Tensor) -> None:
+    def add_what_was_lost(self, bucket: dist.GradBucket) -> None:
         """Adds the previous step's encoding error to a bucket's gradients, and keeps this step's."""
         if self._alone is None or self._alone.is_closed:
             raise RuntimeError("this GradientState is closed; make a new one")
-        lost = self._lost.get(index)
-        if lost is None or lost.shape != gradients.shape or lost.dtype != gradients.dtype:  # DDP rebuilds its buckets
-            lost = self._lost[index] = torch.zeros_like(gradients)
+        gradients, parameters = bucket.buffer(), [id(parameter) for parameter in bucket.parameters()]
+        losers, lost = self._lost.get(bucket.index(), ([], gradients))
+        if losers != parameters:  # DDP rebuilds its buckets after the first step
+            lost = torch.zeros_like(gradients)
+            self._lost[bucket.index()] = parameters, lost
         gradients += lost
         torch.sub(gradients, self._alone.all_reduce(gradients, codec=self.codec), out=lost)
         lost[self._own_share(gradients.numel())] = 0  # stays exact
@@ -66,7 +70,7 @@ def average_gradients(state: GradientState, bucket: dist.GradBucket) -> torch.fu
     gradients = bucket.buffer()
     if state.error_feedback:
         with calls.refused_if_failed(state.collectives):
-            state.add_what_was_lost(bucket.index(), gradients)
+            state.add_what_was_lost(bucket)
     state.collectives.all_reduce(gradients, "avg", codec=state.codec, out=gradients)
     done: torch.futures.Future[torch.Tensor]
     done = torch.futures.Future() if gradients.is_cpu else torch.futures.Future(devices=[gradients.device])

@@ -195,6 +195,9 @@ def test_gradients_through_the_hook():
 def feedback_program(group) -> None:
     """What one step loses is added in the next: over many steps of equal gradients the mean is exact."""
 
+    rank, count, steps = dist.get_rank(), 1000, 64
+    weights = torch.nn.Parameter(torch.zeros(count))
+
     class Bucket:
         def __init__(self, gradients: torch.Tensor):
             self.gradients = gradients
@@ -205,7 +208,9 @@ def feedback_program(group) -> None:
         def index(self) -> int:
             return 0
 
-    rank, count, steps = dist.get_rank(), 1000, 64
+        def parameters(self) -> list[torch.Tensor]:
+            return [weights]
+
     own = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(dist.get_world_size())]
     exact = sum(own) / len(own)
     errors = []
@@ -222,3 +227,30 @@ def feedback_program(group) -> None:
 
 def test_error_feedback():
     run_processes(2, feedback_program)
+
+
+class RegisteredInAnotherOrder(torch.nn.Module):
+    """Before the first step DDP's bucket has the gradients in the order of the parameters, then in that of their arrival."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = (torch.nn.Parameter(torch.zeros(1024)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.unused * 0).sum() + (self.used * x).sum()
+
+
+def rebuilt_buckets_program(group) -> None:
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with moe_a2a.Collectives(group, timeout=20) as coll:
+        state = moe_a2a.ddp.GradientState(coll, "q4")
+        model = DistributedDataParallel(RegisteredInAnotherOrder())
+        model.register_comm_hook(state, moe_a2a.ddp.average_gradients)
+        for _ in range(3):
+            model(x).backward()
+            assert model.module.unused.grad.abs().max() == 0
+        state.close()
+
+
+def test_what_a_weight_has_lost_is_not_given_to_another_in_rebuilt_buckets():
+    run_processes(2, rebuilt_buckets_program)
