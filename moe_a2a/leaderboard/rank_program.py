@@ -63,9 +63,7 @@ class _CaseState:
 
     def take(self, problem: Problem, inputs: Tensors | None) -> None:
         """None: the previous inputs again."""
-        if _has_elements(self.output) and not any(
-            kept.holds(self.output) for kept in (self.weights, self.inputs) if kept
-        ):
+        if is_dense(self.output) and not any(kept.holds(self.output) for kept in (self.weights, self.inputs) if kept):
             poison(self.output)
         self.output = None
         if inputs is not None:
@@ -218,7 +216,7 @@ def _plain(output: Any) -> Any:
     return output.detach().as_subclass(torch.Tensor)
 
 
-def _has_elements(output: Any) -> bool:
+def is_dense(output: Any) -> bool:
     """Whether it is a tensor with elements in memory, and not sparse, nested or quantised."""
     return (
         isinstance(output, torch.Tensor)
@@ -231,7 +229,7 @@ def _copied(output: Any, device: torch.device) -> tuple[torch.Tensor | None, str
     """CallResult.output and CallResult.returned."""
     if not isinstance(output, torch.Tensor):
         return None, f"{type(output).__name__}, not a tensor"
-    if not _has_elements(output):
+    if not is_dense(output):
         return None, f"a tensor of layout {output.layout}, not a dense one"
     if output.device != device:
         return None, f"a tensor on {output.device}, not on {device}"

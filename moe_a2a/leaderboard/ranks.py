@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -12,17 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from moe_a2a.leaderboard import barrier, rank_program, traffic
 from moe_a2a.leaderboard.cases import Case
 from moe_a2a.leaderboard.freezing import frozen_now_and_then
 from moe_a2a.leaderboard.problems.base import Tensors
-from moe_a2a.leaderboard.rank_program import CallResult
+from moe_a2a.leaderboard.rank_program import CallResult, is_dense
 from moe_a2a.leaderboard.verdicts import SubmissionFailedError
 from moe_a2a.rank_processes import FORK_SERVER, CoresShared, OpenFile, RankError, RankProcesses, preload, start_method
 
 PRELOADED = "moe_a2a.leaderboard.preloaded"  # by name: an import here would slow every command down
 SECONDS_TO_START = 120.0
 SECONDS_TO_BEGIN = 60.0  # a case: its process group
+LONGEST_NS = 10**18  # that a clock may show for a call: 30 years
 GRACE = 1.0  # for the other ranks once one has failed
 VERDICTS = {"raised": "raised", "died": "crash", "timeout": "hang"}  # by RankError's kind
 
@@ -98,6 +102,7 @@ class SubmissionRanks:
         per_rank = [(None,)] * self.num_ranks if inputs is None else [(of_rank,) for of_rank in inputs]
         self._marks = {"start": [], "end": []}
         results = self._run(rank_program.call, counted, limit=limit, own=per_rank)
+        results = [_with_time(rank, _checked(rank, result)) for rank, result in enumerate(results)]
         self.seconds_observed = min(self._marks["end"]) - max(self._marks["start"])
         if self.seconds_observed > limit:
             raise SubmissionFailedError("slow", f"a call took {self.seconds_observed:.3g} s, {limit:g} s at most")
@@ -107,12 +112,13 @@ class SubmissionRanks:
         """inputs: per rank, one per call. The ranks are stopped and resumed at instants drawn from `source`."""
         own = [(of_rank,) for of_rank in inputs]
         with frozen_now_and_then(self.pids, source):
-            return self._run(rank_program.call_in_a_row, limit=limit, own=own)
+            results = self._run(rank_program.call_in_a_row, limit=limit, own=own)
+        return [[_checked(rank, result) for result in of_rank] for rank, of_rank in enumerate(results)]
 
     def call_alone(self, rank: int, inputs: Tensors, limit: float) -> CallResult:
         """Raises SubmissionFailedError if the submission waits for its peers, as it should."""
         own = [(other == rank, inputs if other == rank else {}) for other in range(self.num_ranks)]
-        return self._run(rank_program.call_alone, limit=limit / 2, own=own)[rank]
+        return _checked(rank, self._run(rank_program.call_alone, limit=limit / 2, own=own)[rank])
 
     def profile(self, num_calls: int, path: Path, inputs: list[list[Tensors]], limit: float) -> str:
         """inputs: per rank, one per call; those before the last `num_calls` warm up. Returns rank 0's summary."""
@@ -161,3 +167,26 @@ class SubmissionRanks:
 
     def _mark(self, what: str) -> None:
         self._marks.setdefault(what, []).append(time.monotonic())
+
+
+def _checked(rank: int, result: CallResult) -> CallResult:
+    """What a rank has sent. Its submission may have replaced the clock, or anything else that made the result."""
+    output, names = result.output, (result.mutated, result.overrun)
+    is_whole = (
+        (output is None or (type(output) is torch.Tensor and is_dense(output) and output.is_cpu))
+        and isinstance(result.returned, str)
+        and all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in names)
+        and isinstance(result.remote_bytes, (int, float))
+        and math.isfinite(result.remote_bytes)
+    )
+    if not is_whole:
+        raise SubmissionFailedError("wrong", f"rank {rank} sent a result that the harness's own code does not make")
+    return result
+
+
+def _with_time(rank: int, result: CallResult) -> CallResult:
+    if not (isinstance(result.nanoseconds, int) and 1 <= result.nanoseconds <= LONGEST_NS):
+        raise SubmissionFailedError(
+            "clock", f"the clock of rank {rank} shows {str(result.nanoseconds)[:40]} ns for a call"
+        )
+    return result

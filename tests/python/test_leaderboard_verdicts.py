@@ -269,6 +269,25 @@ def test_a_clock_that_the_submission_has_replaced_is_noticed(tmp_path):
     assert verdicts(result) == {"clock"} and "the rank reports 1.0 us" in result.cases[0].message
 
 
+@pytest.mark.parametrize("now", ["itertools.count(0, -1000).__next__", "lambda: 5", "lambda: float('nan')"])
+def test_a_clock_that_does_not_go_forward_ends_no_ranking(tmp_path, now):
+    snippet = FAKE_CLOCK.replace("itertools.count(0, 1000).__next__", now)
+    result = contest().run("leaderboard", changed(tmp_path, snippet))
+    assert verdicts(result) == {"clock"} and "the clock of rank 0 shows" in result.cases[0].message
+
+
+OTHER_RESULTS = """
+import moe_a2a.leaderboard.rank_program as harness
+copied = harness._copied
+harness._copied = lambda *output: (copied(*output)[0].to("meta"), "")
+"""
+
+
+def test_a_result_that_the_harness_cannot_check_ends_no_ranking(tmp_path):
+    result = contest().run("test", changed(tmp_path, OTHER_RESULTS))
+    assert verdicts(result) == {"wrong"} and "the harness's own code does not make" in result.cases[0].message
+
+
 OWN_GROUPS = """
 dist.barrier = lambda *args, **kwargs: None
 dist.get_world_size = lambda *args, **kwargs: 1
