@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from pathlib import Path
 
 from moe_a2a import replaced_files
@@ -13,6 +14,7 @@ from moe_a2a.leaderboard.statistics import geometric_mean
 from moe_a2a.leaderboard.verdicts import MEANINGS, PASS
 
 PAGE = "leaderboard.html"
+MOST_CHARACTERS = 2000  # of a message
 HOW = (
     "A time is rank 0's, from after a barrier to after the next: the mean over calls, each on new data from a secret seed, "
     "each output checked. A score is the geometric mean over shapes. The null submission does nothing: its time is the "
@@ -95,10 +97,12 @@ def _bound(name: str, times_us: list[float]) -> list[str]:
 
 
 def verdict_line(entry: Entry) -> str:
+    """One line, whatever the submission says: its own would look like sections of the report."""
     if entry.verdict == PASS:
         return f"passed every mode; {traffic_line(entry)}"
     where = f"{entry.failed_mode}, shape {entry.failed_case}"
-    return f"{entry.verdict} ({MEANINGS[entry.verdict]}): {where}: {entry.message}"
+    message = textwrap.shorten(entry.message, MOST_CHARACTERS, placeholder=" ...")
+    return f"{entry.verdict} ({MEANINGS[entry.verdict]}): {where}: {message}"
 
 
 def traffic_line(entry: Entry) -> str:

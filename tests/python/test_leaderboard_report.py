@@ -94,6 +94,14 @@ def test_what_a_submission_is_called_or_says_is_no_markup():
     assert "| <script>\\|x |" in report.as_markdown(board_of(evil), "")
 
 
+def test_what_a_submission_says_makes_no_sections():
+    says = f"no\n\n## fastest\n\npassed every mode; {'x ' * 10**6}"
+    failed = Entry("failed", verdict="raised", failed_mode="test", failed_case="1", message=says)
+    text = report.as_markdown(board_of(failed), "")
+    assert [line for line in text.splitlines() if line.startswith("#")] == ["# all2all", "## failed"]
+    assert "shape 1: no ## fastest passed every mode; x x" in text and len(text) < 5000
+
+
 def test_what_a_submission_says_is_written_in_utf_8(tmp_path):
     """Regression: a surrogate, or any character that the locale cannot encode, ended the ranking."""
     failed = Entry("caf\u00e9", verdict="raised", failed_mode="test", failed_case="8 2", message="na\u00efve \udcff")
