@@ -33,9 +33,8 @@ class GradientState:
         self.collectives = collectives
         self.codec = codec
         self.error_feedback = error_feedback and codec is not None
-        self._lost: dict[
-            int, tuple[list[int], torch.Tensor]
-        ] = {}  # by bucket: whose gradients, and what they have lost
+        # By bucket: its parameters, by id, and what their gradients have lost.
+        self._lost: dict[int, tuple[list[int], torch.Tensor]] = {}
         # An all-reduce over one rank is a round trip through the codec.
         self._alone = Collectives(thread_group(1)[0], device=collectives.device) if self.error_feedback else None
 
@@ -50,8 +49,8 @@ class GradientState:
         if self._alone is None or self._alone.is_closed:
             raise RuntimeError("this GradientState is closed; make a new one")
         gradients, parameters = bucket.buffer(), [id(parameter) for parameter in bucket.parameters()]
-        losers, lost = self._lost.get(bucket.index(), ([], gradients))
-        if losers != parameters:  # DDP rebuilds its buckets after the first step
+        owners, lost = self._lost.get(bucket.index(), ([], gradients))
+        if owners != parameters:  # DDP rebuilds its buckets after the first step
             lost = torch.zeros_like(gradients)
             self._lost[bucket.index()] = parameters, lost
         gradients += lost
