@@ -45,9 +45,10 @@ Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes,
   share_bytes_ =
       share_bytes_for(device_->is_synchronous() ? std::min(max_nbytes, kMaxCpuWorkspace) : max_nbytes, num_ranks);
   const CollectiveBytes bytes{.share = share_bytes_, .words = kMaxWordsBytes, .tensors = symmetric_nbytes};
-  allocate(place_region(context_, num_ranks, bytes, nullptr, nullptr),
-           {agreed("max_nbytes", max_nbytes), agreed("symmetric_nbytes", symmetric_nbytes)},
-           [&](std::byte* symmetric, std::byte* local) { place_region(context_, num_ranks, bytes, symmetric, local); });
+  allocate({agreed("max_nbytes", max_nbytes), agreed("symmetric_nbytes", symmetric_nbytes)},
+           [&](std::byte* symmetric, std::byte* local) {
+             return place_region(context_, num_ranks, bytes, symmetric, local);
+           });
   link(comm_->poison_link());
 }
 

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "arch/interrupt.h"
+#include "arch/out_of_memory.h"
 #include "comm/comm_kernels.h"
 #include "comm/goodbye.h"
 #include "comm/symmetric_heap.h"
@@ -42,10 +43,25 @@ void Client::require_share() const {
       std::to_string(most / kFewestBlocks) + " can: close() one first");
 }
 
-std::byte* Client::allocate_symmetric(const RegionSize& size, const std::vector<AgreedField>& fields) {
-  size_ = size;
-  own_heap_ = device_->allocate_symmetric(size.symmetric_bytes, member_.num_ranks, &handle_.memory);
-  handle_.layout_digest = size.layout_digest;
+void Client::allocate(const std::vector<AgreedField>& fields, const Place& place) {
+  try {
+    size_ = place(nullptr, nullptr);
+    allocate_symmetric(fields);
+    local_ = device_->allocate_local(size_.local_bytes);
+    place(own_heap_, local_);
+    allocate_report();
+  } catch (const OutOfMemory& error) {
+    device_->close();
+    throw std::runtime_error(error.what() + (vocabulary_.smaller ? std::string("; ") + vocabulary_.smaller : ""));
+  } catch (...) {
+    device_->close();  // no peer knows of this memory yet
+    throw;
+  }
+}
+
+void Client::allocate_symmetric(const std::vector<AgreedField>& fields) {
+  own_heap_ = device_->allocate_symmetric(size_.symmetric_bytes, member_.num_ranks, &handle_.memory);
+  handle_.layout_digest = size_.layout_digest;
   handle_.rank = member_.rank;
   handle_.num_ranks = member_.num_ranks;
   handle_.num_fields = static_cast<int32_t>(fields.size());
@@ -53,7 +69,6 @@ std::byte* Client::allocate_symmetric(const RegionSize& size, const std::vector<
   std::strncpy(handle_.client, vocabulary_.client, sizeof(handle_.client) - 1);
   std::strncpy(handle_.target, member_.target.c_str(), sizeof(handle_.target) - 1);
   handle_.seal();
-  return own_heap_;
 }
 
 void Client::allocate_report() {
@@ -184,25 +199,26 @@ void Client::raise_waits() {
   raise_reports();
 }
 
+// Pairs with the release in write_report().
+bool Client::has_report() const { return __atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0; }
+
 void Client::raise_reports() {
-  // Pairs with the release in write_report().
-  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0) return;
+  if (!has_report()) return;
   const Report report = *report_;
   if (report.reason == Reason::kRefused) {  // the object stays usable: a later launch may report again
     report_->is_complete = 0;
     __atomic_store_n(&report_->num_noticed, report.num_noticed + 1, __ATOMIC_RELEASE);
     if (!device_->is_synchronous() && is_known_refusal(report)) return;
     raise_in_own_words(report);
+  } else {
+    *poison_.has_raised = true;
   }
-  if (report.reason != Reason::kRefused) *poison_.has_raised = true;
   raise_report(report, {&vocabulary_, &kCommVocabulary});
 }
 
 void Client::raise_timeouts() {
   leave_if_interrupted();
-  // Pairs with the release in write_report().
-  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0 && report_->reason != Reason::kRefused)
-    raise_waits();
+  if (has_report() && report_->reason != Reason::kRefused) raise_reports();
 }
 
 void Client::raise_reported() {
@@ -272,7 +288,7 @@ std::exception_ptr Client::leave_peers() {
       reported = std::current_exception();
     }
   }
-  if (__atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) == 0) say_goodbye();  // else a peer is missing already
+  if (!has_report()) say_goodbye();  // else a peer is missing already
   return reported;
 }
 
@@ -283,7 +299,7 @@ void Client::say_goodbye() {
   args.context.wait.poison = nullptr;  // a closing rank tells nobody that it gave up: others may wait longer
   launch(args, 1, device_->own_stream());
   device_->synchronize();
-  may_be_mapped_ = __atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0;
+  may_be_mapped_ = has_report();
 }
 
 }  // namespace moe_a2a

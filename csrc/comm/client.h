@@ -6,12 +6,12 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "arch/device.h"
-#include "arch/out_of_memory.h"
 #include "comm/call_gate.h"
 #include "comm/context.h"
 #include "comm/device_share.h"
@@ -85,22 +85,10 @@ class Client {
   // class, which launches its kernels with it.
   Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context);
 
-  // Called by the derived constructor: allocates the memory and lays out the region with place(symmetric, local).
-  template <class Place>
-  void allocate(const RegionSize& size, const std::vector<AgreedField>& fields, const Place& place) {
-    try {
-      std::byte* symmetric = allocate_symmetric(size, fields);
-      local_ = device_->allocate_local(size.local_bytes);
-      place(symmetric, local_);
-      allocate_report();
-    } catch (const OutOfMemory& error) {
-      device_->close();
-      throw std::runtime_error(error.what() + (vocabulary_.smaller ? std::string("; ") + vocabulary_.smaller : ""));
-    } catch (...) {
-      device_->close();  // no peer knows of this memory yet
-      throw;
-    }
-  }
+  // Called by the derived constructor: allocates the memory. `place` lays out the region from its two bases and returns
+  // its size; with null bases only the size is valid.
+  using Place = std::function<RegionSize(std::byte* symmetric, std::byte* local)>;
+  void allocate(const std::vector<AgreedField>& fields, const Place& place);
   void link(const PoisonLink& poison);
 
   virtual void after_connect(const HeapView& /*heap*/) {}
@@ -136,8 +124,9 @@ class Client {
   CallGate gate_;
 
  private:
-  std::byte* allocate_symmetric(const RegionSize& size, const std::vector<AgreedField>& fields);
+  void allocate_symmetric(const std::vector<AgreedField>& fields);
   void allocate_report();
+  bool has_report() const;
   void raise_reports();
   std::exception_ptr leave_peers();
   void say_goodbye();

@@ -24,6 +24,7 @@ struct CommRegion {
   // ---- local
   Array<uint64_t, 1> clock_epoch;        // [R]  of the latest clock_meeting and clock_message exchanged with each rank
   Array<ClockReading, 1> clock_reading;  // [R]
+  Array<HeapView, 1> heap;               // [1]  this region on every rank, for the kernels of other clients
 
   static CommRegion take_from(RegionLayout& symmetric, RegionLayout& local, int num_ranks) {
     return {.clock_meeting = symmetric.take<Signal>(num_ranks),
@@ -31,7 +32,8 @@ struct CommRegion {
             .clock_log = symmetric.take<uint64_t>(num_ranks, kMaxClockRounds + 1),
             .poison = symmetric.take<uint32_t>(1),
             .clock_epoch = local.take<uint64_t>(num_ranks),
-            .clock_reading = local.take<ClockReading>(num_ranks)};
+            .clock_reading = local.take<ClockReading>(num_ranks),
+            .heap = local.take<HeapView>(1)};
   }
 };
 

@@ -21,17 +21,15 @@ std::string Communicator::violation(int rank, int num_ranks) {
 }
 
 Communicator::Communicator(const Member& member) : Client(member, kCommVocabulary, context_) {
-  RegionSize size = place_region(context_, member.num_ranks, nullptr, nullptr);
-  const size_t heap_offset = size.local_bytes;
-  size.local_bytes += sizeof(HeapView);
-  allocate(size, {}, [&](std::byte* symmetric, std::byte* local) {
-    place_region(context_, member.num_ranks, symmetric, local);
-    device_heap_ = reinterpret_cast<HeapView*>(local + heap_offset);
+  allocate({}, [&](std::byte* symmetric, std::byte* local) {
+    return place_region(context_, member.num_ranks, symmetric, local);
   });
   link(poison_link());
 }
 
-void Communicator::after_connect(const HeapView& heap) { device_->copy_to_device(device_heap_, &heap, sizeof(heap)); }
+void Communicator::after_connect(const HeapView& heap) {
+  device_->copy_to_device(region().heap.data, &heap, sizeof(heap));
+}
 
 std::vector<ClockReading> Communicator::align_clocks(int num_rounds, void* stream) {
   if (num_rounds < 2 || num_rounds > kMaxClockRounds) {

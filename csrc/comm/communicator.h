@@ -17,7 +17,7 @@ class Communicator : public Client {
   static std::string violation(int rank, int num_ranks);
 
   // For clients: their waits read and write this communicator's poison.
-  PoisonLink poison_link() { return {region().poison.data, &context_.heap, device_heap_, &has_raised_}; }
+  PoisonLink poison_link() { return {region().poison.data, &context_.heap, region().heap.data, &has_raised_}; }
 
   // One reading per rank. Collective: every rank passes the same num_rounds, 2 ... kMaxClockRounds.
   std::vector<ClockReading> align_clocks(int num_rounds, void* stream);
@@ -29,7 +29,6 @@ class Communicator : public Client {
   void after_connect(const HeapView& heap) override;
 
   CommContext context_;
-  HeapView* device_heap_ = nullptr;  // this communicator's heap view, readable by kernels
   uint64_t clock_step_ = 0;
   std::atomic<bool> has_raised_ = false;
 };

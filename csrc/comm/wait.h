@@ -60,7 +60,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, WaitSite site, Reason reason,
                                uint32_t word, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
   Report* report = policy.report;
-  // Pairs with the release in Client::raise_waits(): the host has copied the report before this one.
+  // Pairs with the release in Client::raise_reports(): the host has copied the report before this one.
   const uint32_t before = atomic_load<Order::kAcquire, Scope::kSystem>(&report->num_noticed);
   if (!atomic_claim<Order::kRelaxed, Scope::kDevice>(policy.num_reports, before, before + 1)) return;
   report->reason = reason;

@@ -51,15 +51,11 @@ ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConf
        {dispatch_kernels, combine_kernels, coded_combine_kernels, product_combine_kernels, link_floor_kernels}) {
     device_->add(family(member_.target));
   }
-  const std::vector<AgreedField> fields = {agreed("num_experts", config.num_experts),
-                                           agreed("num_topk", config.num_topk),
-                                           agreed("hidden", config.hidden),
-                                           agreed("num_buffers", config.num_buffers),
-                                           agreed("num_max_tokens_per_rank", config.num_max_tokens_per_rank),
-                                           agreed("num_max_ll_tokens", config.num_max_ll_tokens),
-                                           agreed("dtype", name_of(config.dtype))};
-  allocate(place_region(context_, nullptr, nullptr), fields,
-           [&](std::byte* symmetric, std::byte* local) { place_region(context_, symmetric, local); });
+  allocate(
+      {agreed("num_experts", config.num_experts), agreed("num_topk", config.num_topk), agreed("hidden", config.hidden),
+       agreed("num_buffers", config.num_buffers), agreed("num_max_tokens_per_rank", config.num_max_tokens_per_rank),
+       agreed("num_max_ll_tokens", config.num_max_ll_tokens), agreed("dtype", name_of(config.dtype))},
+      [&](std::byte* symmetric, std::byte* local) { return place_region(context_, symmetric, local); });
   link(comm_->poison_link());
 }
 

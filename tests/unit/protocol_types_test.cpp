@@ -299,7 +299,8 @@ std::vector<Field> fields_of(const CommContext& context, size_t num_ranks, bool 
   }
   return {{"num_reports", s.num_reports.data, 4},
           {"clock_epoch", c.clock_epoch.data, num_ranks * 8},
-          {"clock_reading", c.clock_reading.data, num_ranks * sizeof(ClockReading)}};
+          {"clock_reading", c.clock_reading.data, num_ranks * sizeof(ClockReading)},
+          {"heap", c.heap.data, sizeof(HeapView)}};
 }
 
 void expect_apart(std::vector<Field> fields, const std::byte* base, size_t bytes) {
