@@ -238,7 +238,7 @@ void Client::check() {
 // Other ranks must not wait for a rank that has left: they leave too, and name it.
 void Client::poison_peers() {
   if (!device_->is_synchronous()) return;  // the host can neither write device memory nor end waits there
-  const auto word = static_cast<uint32_t>(member_.rank + 1) << 8 | static_cast<uint32_t>(member_.rank + 1);
+  const uint32_t word = Poison::pack(member_.rank, member_.rank);
   for (int r = 0; r < member_.num_ranks; ++r) {
     __atomic_store_n(poison_.heap->peer(r, poison_.word), word, __ATOMIC_RELAXED);
   }

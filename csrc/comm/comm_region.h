@@ -19,7 +19,7 @@ struct CommRegion {
   Array<Signal, 1> clock_meeting;  // [R src]  src is ready for an exchange, or has finished it
   Array<Signal, 1> clock_message;  // [R src]  a message of the exchange; see comm/align_clocks.h
   Array<uint64_t, 2> clock_log;    // [R src, kMaxClockRounds + 1]  when src sent each message, by its clock
-  Array<uint32_t, 1> poison;       // [1]  0, or (rank that gave up + 1) << 8 | (rank it waited for + 1)
+  Array<uint32_t, 1> poison;       // [1]  a Poison
 
   // ---- local
   Array<uint64_t, 1> clock_epoch;        // [R]  of the latest clock_meeting and clock_message exchanged with each rank

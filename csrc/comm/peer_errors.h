@@ -21,7 +21,10 @@ struct PeerTimeout : std::runtime_error {
 // A rank refused its part of a call. The object stays usable on every rank.
 struct PeerRefused : std::runtime_error {
   PeerRefused(const Report& report, const std::string& what)
-      : std::runtime_error(what), peer(report.peer), count(report.refusal_count), is_final(count == kFinalRefusal) {}
+      : std::runtime_error(what),
+        peer(report.peer),
+        count(report.refusal_count),
+        is_final(count == RefusalCount::kFinal) {}
   int peer;
   uint32_t count;  // a RefusalCount
   bool is_final;   // the call cannot be retried

@@ -28,7 +28,8 @@ struct RefusalText {
 // stale. A stray had a wrong handle and names no combine. Each rank counts its own strays, and a count above the one
 // that the caller knows is news.
 struct RefusalCount {
-  static constexpr uint32_t kBits = Signal::kPayloadBits / 2, kMost = (1u << kBits) - 2;  // all ones: kFinalRefusal
+  static constexpr uint32_t kBits = Signal::kPayloadBits / 2, kMost = (1u << kBits) - 2;
+  static constexpr uint32_t kFinal = Signal::kPayloadMask;  // all ones: refuses this and every further attempt
 
   MOE_A2A_HOST_DEVICE static constexpr uint32_t pack(uint32_t attempt, uint32_t num_strays) {
     return (num_strays < kMost ? num_strays : kMost) << kBits | (attempt < kMost ? attempt : kMost);
@@ -36,8 +37,15 @@ struct RefusalCount {
   MOE_A2A_HOST_DEVICE static constexpr uint32_t attempt_of(uint32_t payload) { return payload & ((1u << kBits) - 1); }
   MOE_A2A_HOST_DEVICE static constexpr uint32_t strays_of(uint32_t payload) { return payload >> kBits; }
 };
-// Refuses this and every further attempt.
-inline constexpr uint32_t kFinalRefusal = Signal::kPayloadMask;
+
+// By which a rank tells all ranks that it has given up, and for whom it waited. 0: nobody has.
+struct Poison {
+  MOE_A2A_HOST_DEVICE static constexpr uint32_t pack(int reporter, int culprit) {
+    return static_cast<uint32_t>(reporter + 1) << 8 | static_cast<uint32_t>(culprit + 1);
+  }
+  MOE_A2A_HOST_DEVICE static constexpr int reporter_of(uint32_t word) { return static_cast<int>(word >> 8) - 1; }
+  MOE_A2A_HOST_DEVICE static constexpr int culprit_of(uint32_t word) { return static_cast<int>(word & 0xff) - 1; }
+};
 
 // In host-visible memory; written by the one thread that claimed it in ClientServices::num_reports.
 struct Report {

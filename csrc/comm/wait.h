@@ -21,14 +21,12 @@ struct WaitSite {
 
 // A signal that also ends a wait, once it carries the awaited epoch and a RefusalCount that is news to the caller.
 struct Refusal {
-  static constexpr uint32_t kFinal = kFinalRefusal;
-
   const Signal* signal = nullptr;
   uint32_t attempt = 1;     // the caller's
   uint32_t num_strays = 0;  // strays of the awaited rank that the caller knows of
 
   MOE_A2A_HOST_DEVICE bool is_news(uint32_t payload) const {
-    return payload == kFinal || RefusalCount::attempt_of(payload) >= attempt ||
+    return payload == RefusalCount::kFinal || RefusalCount::attempt_of(payload) >= attempt ||
            RefusalCount::strays_of(payload) > num_strays;
   }
 };
@@ -69,8 +67,8 @@ MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, W
   report->rank = heap.rank;
   report->peer = site.peer;
   report->token = site.token;
-  report->reporter = reason == Reason::kPoisoned ? static_cast<int32_t>(word >> 8) - 1 : heap.rank;
-  report->culprit = reason == Reason::kPoisoned ? static_cast<int32_t>(word & 0xff) - 1 : site.peer;
+  report->reporter = reason == Reason::kPoisoned ? Poison::reporter_of(word) : heap.rank;
+  report->culprit = reason == Reason::kPoisoned ? Poison::culprit_of(word) : site.peer;
   report->expected_epoch = expected_epoch;
   report->seen_epoch = Signal::epoch_of(seen_word);
   report->elapsed_seconds = static_cast<double>(waited) / policy.ticks_per_second;
@@ -88,7 +86,7 @@ MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, W
 // Tells every rank, this one first, that this rank has given up waiting for `culprit`: nobody then waits for a rank
 // that has left.
 MOE_A2A_RARE void poison_all(const WaitPolicy& policy, const HeapView& heap, int culprit) {
-  const uint32_t word = static_cast<uint32_t>(heap.rank + 1) << 8 | static_cast<uint32_t>(culprit + 1);
+  const uint32_t word = Poison::pack(heap.rank, culprit);
   for (int i = 0; i < heap.num_ranks; ++i) {
     const int peer = (heap.rank + i) % heap.num_ranks;
     atomic_store<Order::kRelaxed, Scope::kSystem>(policy.comm_heap->peer(peer, policy.poison), word);

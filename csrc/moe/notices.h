@@ -26,7 +26,7 @@ struct RefuseDispatch {
     const RankSet all = RankSet::all(c.heap.num_ranks);
     signal_many(c.heap, all, c.region.table_signal.at(args.buffer, c.heap.rank, 0), epoch, BatchHeader::kRefused);
     CombineSend::return_credit(c, args.buffer, epoch);
-    refuse_combine(c, args.buffer, epoch, Refusal::kFinal);  // a peer may have queued its combine already
+    refuse_combine(c, args.buffer, epoch, RefusalCount::kFinal);  // a peer may have queued its combine already
     c.region.epoch(args.buffer) = epoch;
   }
 };
@@ -67,7 +67,7 @@ struct Release {
     if (block.rank() != 0) return;
     const uint64_t epoch = c.region.epoch(args.buffer);
     CombineSend::return_credit(c, args.buffer, epoch, args.refused);
-    refuse_combine(c, args.buffer, epoch, Refusal::kFinal);
+    refuse_combine(c, args.buffer, epoch, RefusalCount::kFinal);
   }
 };
 

@@ -144,7 +144,7 @@ bool ExpertParallel::is_known_refusal(const Report& report) {
   if (report.operation == moe_op::kDispatchRecv) {
     const bool is_its = static_cast<uint32_t>(handle->number) == report.refusal_count;
     if (is_its && handle->stage < Stage::kCombineSent) handle->stage = Stage::kRefused;
-  } else if (handle->stage == Stage::kCombined && report.refusal_count != kFinalRefusal) {
+  } else if (handle->stage == Stage::kCombined && report.refusal_count != RefusalCount::kFinal) {
     handle->stage = Stage::kCombineSent;
     note_refusal(*handle, report.peer, report.refusal_count);
     open_[report.buffer] = handle;

@@ -20,7 +20,7 @@ MOE_A2A_RARE void refuse_rows(const DispatchRecvArgs& args, WaitSite site, RowFo
   site.token = static_cast<int32_t>(args.format) << 8 | static_cast<int32_t>(theirs);
   write_report(c.wait, c.heap, site, Reason::kRefused, static_cast<uint32_t>(args.number), epoch, 0, 0);
   signal_many(c.heap, RankSet::only(site.peer), c.region.combine_refusal.at(args.buffer, c.heap.rank), epoch,
-              Refusal::kFinal);
+              RefusalCount::kFinal);
 }
 
 struct DispatchRecv {
