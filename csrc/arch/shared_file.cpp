@@ -110,25 +110,45 @@ FileDescriptor open_checked(const std::string& path, const FileLocation& locatio
   return file;
 }
 
+FileDescriptor open_by_process(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes) {
+  const std::string path = path_in_proc(std::to_string(owner.pid), location.fd);
+  FileDescriptor file = open_checked(path, location, owner, nbytes);
+  if (file.is_open()) return file;
+  if (errno == EACCES || errno == EPERM) {
+    fail("opening " + path + "; run all ranks as the same user, and without capabilities of their own", errno);
+  }
+  fail("opening " + describe(owner) + " (it has ended or closed its object)", errno);
+}
+
+// Waits until the file has its name.
+FileDescriptor open_by_name(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes,
+                            double timeout_seconds) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds);
+  while (true) {
+    FileDescriptor file = open_checked(name_of(location, owner), location, owner, nbytes);
+    if (file.is_open()) return file;
+    if (errno != ENOENT) fail("opening " + describe(owner), errno);
+    if (is_host_interrupted()) throw Interrupted("interrupted while waiting for " + describe(owner));
+    if (std::chrono::steady_clock::now() > deadline) {
+      throw std::runtime_error(describe(owner) + " did not appear in " + kDirectory + " within " +
+                               std::to_string(timeout_seconds) +
+                               " s; ranks in different pid namespaces meet there: let their containers share "
+                               "/dev/shm (--ipc), or let them share one pid namespace");
+    }
+    usleep(1000);
+  }
+}
+
 }  // namespace
 
 FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
-  if (this != &other) {
-    reset();
-    fd_ = other.release();
-  }
+  std::swap(fd_, other.fd_);
   return *this;
 }
 
 void FileDescriptor::reset() {
   if (fd_ >= 0) close(fd_);
   fd_ = -1;
-}
-
-int FileDescriptor::release() {
-  const int fd = fd_;
-  fd_ = -1;
-  return fd;
 }
 
 FileDescriptor make_shared_file(size_t nbytes, FileLocation* location) {
@@ -151,36 +171,12 @@ FileDescriptor make_shared_file(size_t nbytes, FileLocation* location) {
   return file;
 }
 
-bool can_open_without_a_name(const FileLocation& location) {
-  return location.has_name == 0 && location.pid_namespace != 0 && location.pid_namespace == this_pid_namespace();
-}
-
-FileDescriptor open_by_process(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes) {
-  const std::string path = path_in_proc(std::to_string(owner.pid), location.fd);
-  FileDescriptor file = open_checked(path, location, owner, nbytes);
-  if (file.is_open()) return file;
-  if (errno == EACCES || errno == EPERM) {
-    fail("opening " + path + "; run all ranks as the same user, and without capabilities of their own", errno);
-  }
-  fail("opening " + describe(owner) + " (it has ended or closed its object)", errno);
-}
-
-FileDescriptor open_by_name(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes,
-                            double timeout_seconds) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds);
-  while (true) {
-    FileDescriptor file = open_checked(name_of(location, owner), location, owner, nbytes);
-    if (file.is_open()) return file;
-    if (errno != ENOENT) fail("opening " + describe(owner), errno);
-    if (is_host_interrupted()) throw Interrupted("interrupted while waiting for " + describe(owner));
-    if (std::chrono::steady_clock::now() > deadline) {
-      throw std::runtime_error(describe(owner) + " did not appear in " + kDirectory + " within " +
-                               std::to_string(timeout_seconds) +
-                               " s; ranks in different pid namespaces meet there: let their containers share "
-                               "/dev/shm (--ipc), or let them share one pid namespace");
-    }
-    usleep(1000);
-  }
+FileDescriptor open_shared_file(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes,
+                                double timeout_seconds, const std::function<void()>& name_own_file) {
+  const bool is_same_namespace = location.pid_namespace != 0 && location.pid_namespace == this_pid_namespace();
+  if (location.has_name == 0 && is_same_namespace) return open_by_process(location, owner, nbytes);
+  if (location.has_name == 0) name_own_file();
+  return open_by_name(location, owner, nbytes, timeout_seconds);
 }
 
 void give_name(const FileDescriptor& file, const FileLocation& location, const ProcessIdentity& owner) {

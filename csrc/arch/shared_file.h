@@ -8,7 +8,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <utility>
 
 #include "arch/process.h"
 
@@ -18,7 +20,7 @@ namespace moe_a2a {
 class FileDescriptor {
  public:
   explicit FileDescriptor(int fd = -1) : fd_(fd) {}
-  FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   FileDescriptor& operator=(FileDescriptor&& other) noexcept;
   ~FileDescriptor() { reset(); }
 
@@ -27,8 +29,6 @@ class FileDescriptor {
   void reset();
 
  private:
-  int release();
-
   int fd_;
 };
 
@@ -47,26 +47,11 @@ FileDescriptor make_shared_file(size_t nbytes, FileLocation* location);
 
 // Opens the same file in another process. Calls `name_own_file` before it waits for the owner to name its file: the
 // owner may be waiting for the same. Throws unless the file is the one at `location` and `nbytes` long.
-template <class NameOwnFile>
 FileDescriptor open_shared_file(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes,
-                                double timeout_seconds, NameOwnFile name_own_file);
-
-bool can_open_without_a_name(const FileLocation& location);
-FileDescriptor open_by_process(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes);
-// Waits until the file has its name.
-FileDescriptor open_by_name(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes,
-                            double timeout_seconds);
+                                double timeout_seconds, const std::function<void()>& name_own_file);
 
 // give_name() may be called again; remove_name() also if there is no name.
 void give_name(const FileDescriptor& file, const FileLocation& location, const ProcessIdentity& owner);
 void remove_name(const FileLocation& location, const ProcessIdentity& owner);
-
-template <class NameOwnFile>
-FileDescriptor open_shared_file(const FileLocation& location, const ProcessIdentity& owner, size_t nbytes,
-                                double timeout_seconds, NameOwnFile name_own_file) {
-  if (can_open_without_a_name(location)) return open_by_process(location, owner, nbytes);
-  if (location.has_name == 0) name_own_file();
-  return open_by_name(location, owner, nbytes, timeout_seconds);
-}
 
 }  // namespace moe_a2a
