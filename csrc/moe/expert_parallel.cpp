@@ -40,10 +40,7 @@ ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConf
     : Client(comm->member(), kMoeVocabulary, context_),
       comm_(std::move(comm)),
       product_trace_(*device_),
-      open_(config.num_buffers),
-      newest_(config.num_buffers),
-      last_number_(config.num_buffers),
-      raised_refusals_(config.num_buffers),
+      buffers_(config.num_buffers),
       last_buffer_(config.num_buffers - 1),
       last_buffer_before_(last_buffer_) {
   context_.config = config;
@@ -60,9 +57,9 @@ ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConf
 }
 
 void ExpertParallel::after_close() {
-  for (auto& handle : open_) {
-    if (handle) handle->stage = Stage::kClosed;
-    handle = nullptr;
+  for (Buffer& buffer : buffers_) {
+    if (buffer.open) buffer.open->stage = Stage::kClosed;
+    buffer.open = nullptr;
   }
   raise_bad_routing();
 }
@@ -92,10 +89,10 @@ int ExpertParallel::find_buffer(const LaunchPlace& place) {
   for (const bool reclaim : {false, true}) {
     for (int i = 1; i <= n; ++i) {
       const int buffer = (last_buffer_ + i) % n;
-      const auto handle = open_[buffer];
-      const bool is_dropped = handle.use_count() == 2;  // held by `handle` and `open_` only
+      const auto handle = buffers_[buffer].open;
+      const bool is_dropped = handle.use_count() == 2;  // held by `handle` and `buffers_` only
       if (handle && (handle->stage == Stage::kRefused || (reclaim && is_dropped))) release(*handle, place);
-      if (!open_[buffer]) return buffer;
+      if (!buffers_[buffer].open) return buffer;
     }
   }
   return -1;
@@ -110,13 +107,14 @@ int ExpertParallel::next_buffer(const LaunchPlace& place) {
 }
 
 // Called after the launch: if that throws, nothing has changed.
-void ExpertParallel::take(int buffer, const std::shared_ptr<DispatchHandle>& handle) {
-  if (const auto before = newest_[buffer].lock()) before->stage = Stage::kClosed;
-  open_[buffer] = handle;
-  newest_[buffer] = handle;
+void ExpertParallel::take(int buffer_idx, const std::shared_ptr<DispatchHandle>& handle) {
+  Buffer& buffer = buffers_[buffer_idx];
+  if (const auto before = buffer.newest.lock()) before->stage = Stage::kClosed;
+  buffer.open = handle;
+  buffer.newest = handle;
   newest_dispatch_ = handle;
-  last_buffer_before_ = std::exchange(last_buffer_, buffer);
-  last_number_before_ = std::exchange(last_number_[buffer], ++num_dispatches_);
+  last_buffer_before_ = std::exchange(last_buffer_, buffer_idx);
+  last_number_before_ = std::exchange(buffer.last_number, ++num_dispatches_);
 }
 
 int64_t ExpertParallel::max_quantized_row_bytes() const {
@@ -291,7 +289,7 @@ CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* co
 
 void ExpertParallel::finish_combine(DispatchHandle& handle) {
   handle.stage = device_->is_synchronous() ? Stage::kClosed : Stage::kCombined;
-  open_[handle.buffer] = nullptr;
+  buffers_[handle.buffer].open = nullptr;
 }
 
 void ExpertParallel::combine_send(DispatchHandle& handle, const CombineInput& input, const LaunchPlace& place) {
@@ -317,7 +315,7 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
                              std::to_string(config().rank) + "; call combine() again, with the same y");
   }
   const int num_blocks = combine_blocks(handle.num_tokens, place);
-  raised_refusals_[handle.buffer] = 0;
+  buffers_[handle.buffer].raised_refusal = 0;
   launch(recv_args(handle, combined_x), num_blocks, place.stream);
   try {
     after_launch();
@@ -356,7 +354,7 @@ void ExpertParallel::combine(DispatchHandle& handle, const CombineInput& input, 
   CombineSendArgs send = send_args(handle, input);
   send.is_sent = handle.stage == Stage::kCombineSent;
   keep_own_sums(handle, send);
-  raised_refusals_[handle.buffer] = 0;
+  buffers_[handle.buffer].raised_refusal = 0;
   const CombineRecvArgs recv = recv_args(handle, combined_x);
   const int num_senders = combine_senders(num_blocks, input.presummed, config().num_ranks);
   if (input.codec == LineCodec::kNone) {

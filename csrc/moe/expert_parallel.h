@@ -149,13 +149,21 @@ class ExpertParallel : public Client {
   void require(const DispatchHandle& handle, Stage stage, Stage or_stage, const char* call) const;
 
  private:
+  // One of the sets of slots that dispatches take in turn.
+  struct Buffer {
+    std::shared_ptr<DispatchHandle> open;  // null: free
+    std::weak_ptr<DispatchHandle> newest;  // its latest handle
+    uint64_t last_number = 0;              // of the dispatch that had it last
+    uint64_t raised_refusal = 0;           // epoch whose refusal was raised; 0: not for the latest launch
+  };
+
   int find_buffer(const LaunchPlace& place);  // -1: all are open
   int next_buffer(const LaunchPlace& place);
   DispatchNumber number_of_next(int buffer, const LaunchPlace& place) const;
   uint32_t refused_since(const DispatchHandle& handle) const;
   void pass_without_buffer();
   void refuse_any_buffer(const std::string& why, const LaunchPlace& place);
-  void take(int buffer, const std::shared_ptr<DispatchHandle>& handle);
+  void take(int buffer_idx, const std::shared_ptr<DispatchHandle>& handle);
   std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
   DispatchSendArgs send_args(const DispatchInput& input, int buffer, DispatchNumber number) const;
   CombineSendArgs send_args(const DispatchHandle& handle, const CombineInput& input) const;
@@ -177,11 +185,8 @@ class ExpertParallel : public Client {
   std::shared_ptr<Communicator> comm_;
   Context context_;
   ProductTrace product_trace_;
-  ErrorCounters raised_;                               // counts that have been raised already
-  std::vector<std::shared_ptr<DispatchHandle>> open_;  // per buffer; null: free
-  std::vector<std::weak_ptr<DispatchHandle>> newest_;  // per buffer: its latest handle
-  std::vector<uint64_t> last_number_;                  // per buffer: of the dispatch that had it last
-  std::vector<uint64_t> raised_refusals_;  // per buffer: epoch whose refusal was raised; 0: not for the latest launch
+  ErrorCounters raised_;  // counts that have been raised already
+  std::vector<Buffer> buffers_;
   int last_buffer_;
   // For take_back(): what the newest dispatch has replaced.
   int last_buffer_before_;

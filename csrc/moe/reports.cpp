@@ -41,10 +41,10 @@ void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& w
 void ExpertParallel::refuse_combines(const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   if (nobody_waits()) return;
-  for (const auto& handle : open_) {
-    if (!handle || handle->stage != Stage::kReceived) continue;
-    ++handle->num_strays;
-    send_refusal(*handle, why, place);
+  for (const Buffer& buffer : buffers_) {
+    if (!buffer.open || buffer.open->stage != Stage::kReceived) continue;
+    ++buffer.open->num_strays;
+    send_refusal(*buffer.open, why, place);
   }
 }
 
@@ -82,7 +82,7 @@ void ExpertParallel::pass_without_buffer() {
 // The hosts do not count the replays of captured graphs.
 DispatchNumber ExpertParallel::number_of_next(int buffer, const LaunchPlace& place) const {
   if (device_->is_capturing(place.stream)) return {};
-  const uint64_t number = num_dispatches_ + 1, since = number - last_number_[buffer];
+  const uint64_t number = num_dispatches_ + 1, since = number - buffers_[buffer].last_number;
   return {.number = number, .since = static_cast<uint32_t>(std::min<uint64_t>(since, Signal::kPayloadMask))};
 }
 uint32_t ExpertParallel::refused_since(const DispatchHandle& handle) const {
@@ -137,9 +137,10 @@ void ExpertParallel::raise_in_own_words(const Report& report) {
 // replayed). Returns true for the reports of the launch's other warps, which may come once the handle is gone.
 bool ExpertParallel::is_known_refusal(const Report& report) {
   if (report.buffer == config().num_buffers) return take_back(report.expected_epoch);
-  const uint64_t raised = std::exchange(raised_refusals_[report.buffer], report.expected_epoch);
+  Buffer& buffer = buffers_[report.buffer];
+  const uint64_t raised = std::exchange(buffer.raised_refusal, report.expected_epoch);
   if (raised == report.expected_epoch) return true;
-  const auto handle = newest_[report.buffer].lock();
+  const auto handle = buffer.newest.lock();
   if (!handle) return false;
   if (report.operation == moe_op::kDispatchRecv) {
     const bool is_its = static_cast<uint32_t>(handle->number) == report.refusal_count;
@@ -147,7 +148,7 @@ bool ExpertParallel::is_known_refusal(const Report& report) {
   } else if (handle->stage == Stage::kCombined && report.refusal_count != RefusalCount::kFinal) {
     handle->stage = Stage::kCombineSent;
     note_refusal(*handle, report.peer, report.refusal_count);
-    open_[report.buffer] = handle;
+    buffer.open = handle;
   }
   return false;
 }
@@ -159,14 +160,14 @@ bool ExpertParallel::take_back(uint64_t number) {
   if (number <= last_taken_back_) return true;
   last_taken_back_ = number;
   if (number == num_dispatches_) {
-    last_number_[last_buffer_] = last_number_before_;
+    buffers_[last_buffer_].last_number = last_number_before_;
     last_buffer_ = last_buffer_before_;
   }
-  for (const auto& newest : newest_) {
-    const auto handle = newest.lock();
+  for (Buffer& buffer : buffers_) {
+    const auto handle = buffer.newest.lock();
     if (!handle || handle->number != number) continue;
     handle->stage = Stage::kClosed;
-    if (open_[handle->buffer] == handle) open_[handle->buffer] = nullptr;
+    if (buffer.open == handle) buffer.open = nullptr;
   }
   return number == last_failed_;
 }
