@@ -27,11 +27,9 @@ struct BlockPool::State {
   bool stop = false;
 };
 
-BlockPool::BlockPool() : state_(std::make_unique<State>()) {}
+BlockPool::BlockPool() : state_(new State) {}
 
-BlockPool::~BlockPool() {
-  if (!maker_.is_this_process()) (void)state_.release();
-}
+BlockPool::~BlockPool() = default;
 
 void BlockPool::run(int num_blocks, size_t shared_bytes, BlockFunction function, const void* job) {
   state_->run(num_blocks, shared_bytes, function, job);

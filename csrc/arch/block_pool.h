@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
 
 #include "arch/interrupt.h"
 #include "arch/process.h"
@@ -29,9 +28,7 @@ class BlockPool {
  private:
   struct State;
 
-  // A forked child has none of the threads, and cannot destroy what they waited on.
-  MakerProcess maker_;
-  std::unique_ptr<State> state_;
+  OwnedByMaker<State> state_;
 };
 
 }  // namespace moe_a2a

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 namespace moe_a2a {
@@ -29,5 +30,18 @@ class MakerProcess {
  private:
   ProcessIdentity maker_;
 };
+
+// Owns a T in the process that made it. A forked child leaks its copy: a thread that does not exist there may hold the
+// T's mutex.
+struct DeleteInMaker {
+  MakerProcess maker;
+
+  template <class T>
+  void operator()(T* object) const {
+    if (maker.is_this_process()) delete object;
+  }
+};
+template <class T>
+using OwnedByMaker = std::unique_ptr<T, DeleteInMaker>;
 
 }  // namespace moe_a2a

@@ -18,11 +18,9 @@ struct CallGate::State {
   int depth = 0;
 };
 
-CallGate::CallGate(std::string what) : what_(std::move(what)), state_(std::make_unique<State>()) {}
+CallGate::CallGate(std::string what) : what_(std::move(what)), state_(new State) {}
 
-CallGate::~CallGate() {
-  if (!maker_.is_this_process()) (void)state_.release();
-}
+CallGate::~CallGate() = default;
 
 CallGate::Turn CallGate::enter() {
   require_own_process();

@@ -1,7 +1,6 @@
 // Admits one call of an object at a time, from any thread of the process that made it.
 #pragma once
 
-#include <memory>
 #include <string>
 
 #include "arch/process.h"
@@ -44,7 +43,7 @@ class CallGate {
 
   std::string what_;
   MakerProcess maker_;
-  std::unique_ptr<State> state_;  // leaked in a forked child: a thread that does not exist there may hold the mutex
+  OwnedByMaker<State> state_;
 };
 
 }  // namespace moe_a2a

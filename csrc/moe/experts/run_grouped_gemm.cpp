@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <map>
-#include <memory>
+#include <utility>
 
 #include "arch/device.h"
 #include "arch/process.h"
@@ -14,38 +14,17 @@ MOE_A2A_DECLARE_FAMILY(grouped_gemm_kernels)
 namespace moe_a2a {
 namespace {
 
-// A device with the kernels loaded. In a forked child the CPU target's threads are gone, so the device can neither run
-// nor be destroyed there: it is leaked.
-class LoadedDevice {
- public:
-  LoadedDevice() = default;
-  LoadedDevice(const LoadedDevice&) = delete;
-  LoadedDevice& operator=(const LoadedDevice&) = delete;
-  ~LoadedDevice() { leave_to_parent(); }
-
-  Device& get(const std::string& target, int index) {
-    leave_to_parent();
-    if (!device_) {
-      device_ = make_device(target, index);
-      device_->add(grouped_gemm_kernels(target));
-      maker_ = MakerProcess();
-    }
-    return *device_;
-  }
-
- private:
-  void leave_to_parent() {
-    if (!maker_.is_this_process()) (void)device_.release();
-  }
-
-  MakerProcess maker_;  // the device
-  std::unique_ptr<Device> device_;
-};
-
-// One per thread: a CPU device runs one launch at a time.
+// A device with the kernels loaded. One per thread, since a CPU device runs one launch at a time, and a new one in a
+// forked child.
 Device& device_of_thread(const std::string& target, int index) {
-  thread_local std::map<std::pair<std::string, int>, LoadedDevice> devices;
-  return devices[{target, index}].get(target, index);
+  thread_local std::map<std::pair<std::string, int>, OwnedByMaker<Device>> devices;
+  OwnedByMaker<Device>& device = devices[{target, index}];
+  if (!device || !device.get_deleter().maker.is_this_process()) {
+    OwnedByMaker<Device> made(make_device(target, index).release());
+    made->add(grouped_gemm_kernels(target));
+    device = std::move(made);
+  }
+  return *device;
 }
 
 }  // namespace
