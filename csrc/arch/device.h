@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -97,6 +98,19 @@ class Device {
   const Kernel& find(ArgsId args) const;
 
   std::vector<Kernel> kernels_;
+};
+
+// Keeps the launches of one object in order, whatever streams they are queued on.
+class LaunchOrder {
+ public:
+  // Call it before a launch on `stream`.
+  void next(Device& device, void* stream) {
+    if (last_ && *last_ != stream) device.order_streams(*last_, stream);
+    last_ = stream;
+  }
+
+ private:
+  std::optional<void*> last_;
 };
 
 // `target` is "cpu", "cuda" or "hip". Throws when this build lacks it, naming the targets that it has.

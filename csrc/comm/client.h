@@ -101,9 +101,7 @@ class Client {
   // Launches of one client run in order, even when the caller changes streams.
   template <class Args>
   void launch(const Args& args, int num_blocks, void* stream) {
-    if (has_launched_ && stream != last_stream_) device_->order_streams(last_stream_, stream);
-    has_launched_ = true;
-    last_stream_ = stream;
+    order_.next(*device_, stream);
     device_->launch(args, trace_of(args).is_on(), num_blocks, stream);
   }
 
@@ -148,8 +146,7 @@ class Client {
   std::atomic<bool> connected_ = false;
   std::atomic<bool> closing_ = false;  // close() has been called: waiting calls leave
   std::atomic<bool> closed_ = false;
-  bool has_launched_ = false;
-  void* last_stream_ = nullptr;
+  LaunchOrder order_;
   uint64_t handles_digest_ = 0;  // of what connect() was given
   bool interrupted_ = false;     // a call was interrupted: the peers have been told
   // Whether a peer may write into this memory: from handle() until all ranks have closed.

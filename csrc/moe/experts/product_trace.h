@@ -22,8 +22,7 @@ class ProductTrace {
   Device& device_;
   TraceBuffer shown_;
   Tracer tracer_;
-  bool has_run_ = false;
-  void* last_stream_ = nullptr;
+  LaunchOrder order_;
 };
 
 }  // namespace moe_a2a
