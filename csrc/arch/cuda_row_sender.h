@@ -24,7 +24,7 @@ __host__ __device__ constexpr int64_t warp_staging_bytes(int64_t row_bytes, Stag
 // of 62). With three quarters as many, the links idle (dispatch of 4096 tokens: 209 us instead of 182).
 inline constexpr int kRowBytesInFlight = 600 << 10, kBlocksToFillLinks = 20;
 
-// Of the `most` warps of a block that may send, how many do if they only start bulk copies of rows.
+// How many of a block's `most` sending warps take part if they only start bulk copies of rows.
 __host__ __device__ constexpr int num_copying_warps(int num_blocks, int row_bytes, int most) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return most;  // plain stores

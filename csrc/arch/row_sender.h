@@ -80,7 +80,7 @@ class PlainRowSender {
 };
 
 #if !defined(MOE_A2A_HAS_WARP_SENDER)
-// Of the `most` warps of a block that may send, how many do if they only copy rows: all, since they do it themselves.
+// How many of a block's `most` sending warps take part if they only copy rows: all, since their lanes do the copying.
 MOE_A2A_HOST_DEVICE constexpr int num_copying_warps(int /*num_blocks*/, int /*row_bytes*/, int most) { return most; }
 
 // Shared memory for one warp's sender: only for rows that are quantised first.

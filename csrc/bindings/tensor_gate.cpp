@@ -51,7 +51,7 @@ void check_is_tensor_of_memory(const Place& place, const at::Tensor& tensor, con
   }
 }
 
-// From the start of the first element to the end of the last.
+// Bytes from the start of the first element to the end of the last.
 uint64_t num_bytes_reached(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
   int64_t last = 0;

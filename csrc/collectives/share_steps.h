@@ -34,7 +34,7 @@ class ShareChunks {
   MOE_A2A_DEVICE ShareChunks(const ShareArgs& args, const Part& part, const Grid& grid, const Block& block)
       : args_(args), part_(part), region_(args.context.region), grid_(grid), block_(block) {}
 
-  // Of the largest share.
+  // The number of chunks of the largest share.
   MOE_A2A_DEVICE int most_chunks() const { return args_.extent.most_chunks; }
 
   // The other ranks that have a chunk i.
@@ -135,7 +135,7 @@ class ShareChunks {
   const Block& block_;
 };
 
-// Of a call that reduces: every rank sends each other one its elements of that rank's share.
+// The first shot of a call that reduces: every rank sends each other rank its elements of that rank's share.
 class ScatterChunks : public ShareChunks {
  public:
   using ShareChunks::ShareChunks;
@@ -187,7 +187,7 @@ class ShareSteps : public ScatterChunks {
   MOE_A2A_DEVICE std::byte* result_at(int i) const { return region_.result.at(part_.half(), place_of(i)); }
 };
 
-// Of a call that gathers: every rank sends its share, which is x, to all other ranks.
+// The steps of a call that gathers: every rank sends its share, which is x, to all other ranks.
 class GatherSteps : public ShareChunks {
  public:
   using ShareChunks::ShareChunks;

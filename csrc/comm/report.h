@@ -38,7 +38,7 @@ struct RefusalCount {
   MOE_A2A_HOST_DEVICE static constexpr uint32_t strays_of(uint32_t payload) { return payload >> kBits; }
 };
 
-// By which a rank tells all ranks that it has given up, and for whom it waited. 0: nobody has.
+// The word that tells all ranks that a rank has given up, and for whom it waited. 0: none has.
 struct Poison {
   MOE_A2A_HOST_DEVICE static constexpr uint32_t pack(int reporter, int culprit) {
     return static_cast<uint32_t>(reporter + 1) << 8 | static_cast<uint32_t>(culprit + 1);

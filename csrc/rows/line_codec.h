@@ -35,7 +35,7 @@ struct LineLayout {
     return codec == LineCodec::kQ6 ? 6 : codec == LineCodec::kQ4 ? 4 : 8;
   }
   MOE_A2A_HOST_DEVICE constexpr int64_t num_blocks() const { return (num_values + kLineBlock - 1) / kLineBlock; }
-  // Of q6's high bits.
+  // Where q6's high bits begin.
   MOE_A2A_HOST_DEVICE constexpr int64_t high_offset() const { return num_blocks() * kLineBlock / 2; }
   MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset() const { return num_blocks() * kLineBlock * bits() / 8; }
   MOE_A2A_HOST_DEVICE constexpr int64_t num_bytes() const { return scales_offset() + num_blocks() * 2; }
@@ -99,7 +99,7 @@ MOE_A2A_DEVICE constexpr float line_range() {
 // The scale of the block that this thread and its neighbours hold.
 template <LineCodec kCodec, int kValues>
 MOE_A2A_DEVICE LineScale line_scale(const Warp& warp, const float (&values)[kValues]) {
-  // Of positive floats the largest has the largest bits as an integer; of negative ones, as an unsigned integer.
+  // As integers, bits order positive floats by value; as unsigned integers, negative floats by magnitude.
   int32_t most = 0;
   uint32_t least = 0;
   MOE_A2A_UNROLL
@@ -145,7 +145,7 @@ MOE_A2A_DEVICE void pack(const uint32_t (&codes)[kCodes], uint32_t bias, uint32_
   }
 }
 
-// Of line_integer().
+// Packs the codes that line_integer() returned.
 template <LineCodec kCodec, int kValues>
 MOE_A2A_DEVICE void pack_integers(const uint32_t (&codes)[kValues], CodedValues<kCodec, kValues>& coded) {
   if constexpr (kCodec == LineCodec::kQ6) {

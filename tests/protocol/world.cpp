@@ -72,6 +72,7 @@ void World::name_regions(const ModelRank& rank) {
   field(region.epoch.data, "epoch");
   field(comm.clock_epoch.data, "clock_epoch");
   field(comm.clock_reading.data, "clock_reading");
+  field(comm.heap.data, "the communicator's heap view");
   field(region.has_given_up.data, "has_given_up", Field::kHasGivenUp);
   field(region.errors.data, "errors");
   field(rank.services().num_reports.data, "num_reports");

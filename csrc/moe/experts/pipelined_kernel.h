@@ -381,7 +381,7 @@ struct PipelinedGemm {
     }
   }
 
-  // Of a thread's two rows, and of both halves of the tile's columns.
+  // The scales of a thread's two rows, and of both halves of the tile's columns.
   struct Scales {
     FloatPair columns;
     float upper, lower;

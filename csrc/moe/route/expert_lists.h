@@ -52,7 +52,7 @@ class ExpertLists {
 
   // More blocks do not speed up the lists of small batches: seven for the tokens, two for the rest.
   static constexpr int kBlocksOfUse = 9;
-  // Of large batches. Most blocks have only a few chunks, and one after the other each would cost them three loads.
+  // Chunks of a large batch that a block handles side by side: it has few, and each alone costs three dependent loads.
   static constexpr int kChunksAtOnce = kBlockThreads > 1 ? 4 : 1;
 
   // False if a wait gave up. `receive_headers`, called by every warp, fills its num_tokens.

@@ -52,7 +52,7 @@ class RoutingTable {
       if (num_tokens_ > 0) send_chunk();
       block_.release_sync();
       if (block_.rank() == 0) {
-        // Pairs with the acquires in dispatch_recv: receive_headers() and ChunkTable::receive().
+        // Pairs with the acquires in dispatch_recv: receive_headers() and ChunkTable::receive_chunk().
         const uint32_t payload = chunk == 0 ? args_.header() : 0;
         signal_many(heap_, RankSet::all(heap_.num_ranks), mine(region_.table_signal, chunk), epoch, payload);
       }
