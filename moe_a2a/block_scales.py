@@ -12,7 +12,7 @@ BLOCK = 32
 
 
 def byte_dtype(x_scales: torch.Tensor | None) -> torch.dtype | None:
-    """Of scales that are bytes; otherwise None."""
+    """The dtype of scales that are bytes; otherwise None."""
     return x_scales.dtype if x_scales is not None and x_scales.dtype in BYTES else None
 
 

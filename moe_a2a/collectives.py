@@ -296,7 +296,7 @@ class Collectives(CommunicatorClient):
 
 
 def _nbytes(x: torch.Tensor) -> int:
-    """Of any layout: a sparse tensor, which is refused later, has no nbytes."""
+    """x.nbytes for any layout: a sparse tensor, which is refused later, has no such attribute."""
     return x.numel() * x.element_size()
 
 

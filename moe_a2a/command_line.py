@@ -121,7 +121,7 @@ def run(prog: str, command: Callable[[argparse.Namespace], int], options: argpar
 
 
 def _drop_output() -> None:
-    """Of stdout, which cannot be written: otherwise the interpreter fails to flush it on exit."""
+    """Drops what stdout, which cannot be written, still holds: otherwise the interpreter fails to flush it on exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -46,7 +46,7 @@ def why_not_sharded(ep: Any, name: str, parameter: Any) -> str:
 
 
 def _owners_of_other_experts(ep: Any) -> set[int]:
-    """As torch.distributed numbers them; of two levels, those of this node and this rail."""
+    """Ranks as torch.distributed numbers them; with two levels, those of this node and this rail."""
     local = getattr(ep, "local", ep)._group
     groups = [local._process_group or dist.group.WORLD] if isinstance(local, TorchGroup) else []
     if ep is not getattr(ep, "local", ep):

@@ -35,7 +35,7 @@ class TimedProduct:
         torch.cuda.current_stream().wait_stream(self._side)
 
     def median_us(self) -> float:
-        """Of the runs of the last Clock.time()."""
+        """The product's median over the runs of the last Clock.time()."""
         marks = self._marks[-self._clock.how.iterations :]
         seconds = [self._clock.seconds(*pair) for pair in marks]
         return medians_us(torch.tensor(seconds, dtype=torch.float64)[:, None])[0]

@@ -43,7 +43,7 @@ class Measuring:
 
     @staticmethod
     def of(options: argparse.Namespace) -> Measuring:
-        """Of options.add_how()."""
+        """From the options that options.add_how() has added."""
         return Measuring(options.iterations, options.warm_up, options.flush)
 
 

@@ -132,7 +132,7 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
 
 
 def most_nbytes(sizes: list[int]) -> int:
-    """Of the tensor of any Case of these sizes: it has at least an element per rank."""
+    """The bytes of the largest tensor in any Case of these sizes; each has at least an element per rank."""
     return max(dist.get_world_size() * max(dtype.itemsize for dtype in DTYPES.values()), *sizes)
 
 

@@ -117,7 +117,7 @@ class _Flat(_DeepEP):
 
 
 def _as_bfloat16(rows: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """Of rows [n, H], or of float8 rows and their scales."""
+    """rows: [n, H], or float8 rows and their scales."""
     return reference.dequantize_fp8(*rows).bfloat16() if isinstance(rows, tuple) else rows
 
 

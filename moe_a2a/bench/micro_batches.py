@@ -148,7 +148,7 @@ class Linear:
 
 
 class Grouped:
-    """Over the rows of a dispatch."""
+    """grouped_gemm() over the rows of a dispatch."""
 
     name = "grouped_gemm"
 

@@ -108,7 +108,7 @@ def _time_against_tokens(results: Results) -> Any:
 
 
 def _lines_of(records: list[Record]) -> dict[str, list[Record]]:
-    """By label. To limit the lines, modes of moe_a2a other than "rows" show only their graph, if there is one."""
+    """The records of each line, by label. To limit the lines, modes other than "rows" show only their graph, if there is one."""
     has_graphs = any(r.launch == "graph" for r in records)
     lines: dict[str, list[Record]] = {}
     for r in records:
@@ -182,7 +182,7 @@ def _of_blocks(results: Results) -> list[Record]:
 
 
 def _scaling_over_ranks(all_results: list[Results]) -> Any:
-    """Of the first machine and shape that were measured with several numbers of ranks."""
+    """A plot of the first machine and shape that were measured with several numbers of ranks."""
     alike: dict[tuple[Any, ...], list[tuple[Results, Record]]] = {}
     for results in all_results:
         for r in results.records:

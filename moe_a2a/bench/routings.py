@@ -83,7 +83,7 @@ def _gumbel(num_tokens: int, num_experts: int, generator: torch.Generator) -> Te
 
 
 def _zipf_logits(num_experts: int, exponent: float, seed: int) -> Tensor:
-    """The same on every rank."""
+    """The logits of a Zipf distribution over the experts in random order, the same on every rank."""
     popularity = torch.randperm(num_experts, generator=torch.Generator().manual_seed(seed))
     return -exponent * torch.log(popularity + 1.0)
 

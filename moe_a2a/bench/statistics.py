@@ -24,5 +24,5 @@ def medians_us(times: Tensor) -> list[float]:
 
 
 def p99(times: Tensor) -> float:
-    """Over all ranks and all iterations."""
+    """The 99th percentile over all ranks and iterations."""
     return of_all_ranks(times).flatten().quantile(0.99).item()

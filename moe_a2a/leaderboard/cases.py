@@ -135,7 +135,7 @@ def read_case_lines(path: Path) -> list[Case]:
 
 
 def _text_of(path: Path) -> str:
-    """With backslashes for what is not UTF-8, which the file's parser then refuses by line."""
+    """The text, with backslashes for what is not UTF-8: the parser then refuses that line by number."""
     return path.read_text(encoding="utf-8", errors="backslashreplace")
 
 

@@ -82,7 +82,7 @@ class Contest:
         return SubmissionRanks(self.problem.name, submission, self.num_ranks, self.device_type)
 
     def null_ranks(self) -> SubmissionRanks:
-        """The same for run_null() and measure_link()."""
+        """The processes for run_null() and measure_link()."""
         path = loading.entry_path("", "null")
         assert path is not None
         return self.ranks_of(path)

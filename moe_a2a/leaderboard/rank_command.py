@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _by_entry_name(paths: list[Path]) -> dict[str, Path]:
-    """By the file's name, prefixed by the folder's if the file is called submission.py, as most are."""
+    """The paths by file name, prefixed by the folder's if the file is called submission.py, as most are."""
     named: dict[str, Path] = {}
     for path in paths:
         name = f"{path.parent.name}-{path.stem}" if path.stem == "submission" else path.stem

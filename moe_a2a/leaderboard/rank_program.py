@@ -94,7 +94,7 @@ def begin_case(
     device = RankDevice(device_type, rank)
     world_size = case["world_size"]
     barrier = Barrier(rank, world_size)
-    # By the module's name and with keywords: submissions may have replaced the function.
+    # Through the module and with keywords: submissions may have replaced the function.
     dist.init_process_group(
         device.backend,
         store=dist.PrefixStore(key, this_process_store()),

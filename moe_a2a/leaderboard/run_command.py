@@ -105,7 +105,7 @@ def line_of(result: CaseResult) -> str:
 
 
 def _shown(details: str) -> list[str]:
-    """Of each rank the end of its traceback, or the innermost calls of its stack, which come first."""
+    """For each rank, the end of its traceback, or the innermost calls of its stack, which come first."""
     shown: list[str] = []
     for of_rank in re.split(r"(?m)^(?=--- rank \d+ ---$)", details):
         stack = of_rank.find("Current thread")

@@ -9,7 +9,7 @@ import stat
 import time
 from pathlib import Path
 
-# Of a starter that is not killed: it removes the folder too, and fails if that vanishes meanwhile.
+# A starter that is not killed removes the folder itself, and fails if it vanishes meanwhile: this is the time it gets.
 SECONDS_TO_EXIT = 0.5
 
 

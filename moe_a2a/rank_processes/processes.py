@@ -297,7 +297,7 @@ class CoresShared:
 
 
 def _next_message(rank: _Rank) -> tuple[str, Any]:
-    """Of a rank that has sent one, or has died."""
+    """The message of a rank that has sent one, or has died."""
     try:
         if not rank.connection.poll():
             raise EOFError

@@ -65,7 +65,7 @@ def _is_alone(by_peer: np.ndarray, blamed: int) -> bool:
 
 
 def _hot_expert_of_late_rank(timeline: Timeline, cause: np.ndarray, waits: np.ndarray, work: ExpertsWork) -> str | None:
-    """Of the waits in combine, counts only the time before the awaited rank began: rows in flight do not count."""
+    """Looks only at waits in combine, and only at the time before the awaited rank began: rows in flight do not count."""
     waits, begin, started, _ = _split_at_launch(timeline, cause, waits & timeline.named(PARTIAL_WAIT))
     is_early = started > begin
     waiter, peer = (timeline.slices[name][waits[is_early]].astype(np.int64) for name in ("rank", "peer"))

@@ -94,7 +94,7 @@ def _bounds_of_meeting(samples, coarse: list[int], ns_per_tick: np.ndarray) -> n
 
 
 def _shortest_paths(bound: np.ndarray) -> np.ndarray:
-    """Floyd-Warshall."""
+    """The tightest bounds that follow from all of these (Floyd and Warshall's algorithm)."""
     bound = bound.copy()
     for via in range(len(bound)):
         bound = np.minimum(bound, bound[:, via, None] + bound[None, via, :])

@@ -54,7 +54,7 @@ class TraceFile:
     problems: list[str] = field(default_factory=list)
 
     def rank_of(self, track: Any) -> int:
-        """From the name of its process; -1 if that is not a rank's."""
+        """The rank of a track, from the name of its process; -1 if that is not a rank's."""
         process, _ = self.tracks.get(track, (None, ""))
         named = re.fullmatch(r"rank ([0-9]{1,6})", self.processes.get(process, ""))
         return int(named[1]) if named else -1

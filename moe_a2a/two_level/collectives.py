@@ -356,7 +356,7 @@ def _op_of_sums(op: str) -> str:
 
 
 def _shares(count: int, num_ranks: int) -> list[int]:
-    """As even as whole units allow."""
+    """The elements of each rank's share, as even as whole units allow."""
     each = -(-count // (num_ranks * SHARE_UNIT)) * SHARE_UNIT
     return [max(0, min(each, count - rank * each)) for rank in range(num_ranks)]
 

@@ -28,7 +28,7 @@ class Sent:
 
     @property
     def row_format(self) -> int:
-        """As RowFormat of csrc/moe/moe_config.h."""
+        """The number of the RowFormat in csrc/moe/moe_config.h."""
         return 0 if self.dtype.itemsize > 1 else 2 if self.mx_scales else 1
 
 

@@ -155,7 +155,7 @@ class Rail:
         """The `words` of every rank of the rail, in node order; at most 8 and one for each node."""
         if self.num_nodes == 1:
             return [words]
-        # Of one length, whatever the call: gloo ends a process that receives more bytes than it expects.
+        # The same length in every call: gloo ends a process that receives more bytes than it expects.
         own = torch.zeros(8 + self.num_nodes, dtype=torch.int64)
         own[: len(words)] = torch.tensor(words)
         own = own.to(self._device)
@@ -274,7 +274,7 @@ def _refuse(
 
 
 def _device_of(local: Any, device: Any) -> torch.device:
-    """Of a node whose ranks could not make their objects."""
+    """The device of a node whose ranks could not make their objects."""
     if isinstance(local, Communicator):
         return local.device
     try:
@@ -284,7 +284,7 @@ def _device_of(local: Any, device: Any) -> torch.device:
 
 
 def _timeout_of(local: Any, timeout: Any) -> float:
-    """As _device_of()."""
+    """The timeout of such a node."""
     try:
         return arguments.checked_timeout(0, local.timeout if isinstance(local, Communicator) else timeout)
     except (TypeError, ValueError):

@@ -43,7 +43,7 @@ class EPHandle:
 
     @property
     def topk_idx(self) -> Tensor:
-        """Of the dispatch. Raises if it has been changed since."""
+        """The topk_idx of the dispatch. Raises if it has been changed since."""
         if self._version is not None and self._topk_idx._version != self._version:
             raise RuntimeError(
                 f"topk_idx of a handle of rank {self.ep.rank} has been changed since its dispatch; pass a copy"
@@ -89,7 +89,7 @@ def handle_of(
 
 
 def _prefix_sums(routing: Any, alignment: int, do_expand: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of tokens by rank and of rows by expert, and the rows of each expert without padding."""
+    """The prefix sums of tokens by rank and of rows by expert, and each expert's number of rows without padding."""
     ep, opened = routing.ep, routing.open
     rows = landed_rows(opened._core, opened._handle)
     ends = torch.arange(1, ep.num_ranks + 1, device=rows.device, dtype=rows.dtype) * ep.num_max_tokens_per_rank

@@ -231,7 +231,7 @@ class Exchange:
 
     @contextmanager
     def combines_refused_if_failed(self) -> Iterator[None]:
-        """As dispatch_refused_if_failed(), for a combine of an unknown handle: refuses those of all open ones."""
+        """Like dispatch_refused_if_failed(), for a combine of an unknown handle: refuses the combines of all open handles."""
         with ExitStack() as every:
             for _, ep in self._made:
                 every.enter_context(calls.attempt_refused_if_failed(ep))

@@ -20,7 +20,7 @@ class Kind(NamedTuple):
     is_low_latency: bool
 
     def num_max_tokens_per_rank(self, num_max_tokens: int) -> int:
-        """Of an ExpertParallel for batches of num_max_tokens: a power of two, so that few are made as batches grow."""
+        """The size of an ExpertParallel for batches of num_max_tokens: a power of two, so that few are made as batches grow."""
         return num_max_tokens if self.is_low_latency else 1 << max(num_max_tokens - 1, 127).bit_length()
 
 
@@ -49,7 +49,7 @@ def difference(rank: int, mine: Sequence[int], least: Sequence[int], most: Seque
 
 
 _is_or_not: Callable[[int], Any] = ("no", "yes").__getitem__
-# Of each of Call.numbers(): the arguments of DeepEP that it comes from, and its value in words.
+# For each of Call.numbers(): the arguments of DeepEP that it comes from, and its value in words.
 _COMPARED: tuple[tuple[str, Callable[[int], Any]], ...] = (
     ("the number of experts (num_experts, or the length of num_tokens_per_expert)", int),
     ("the columns of topk_idx", int),

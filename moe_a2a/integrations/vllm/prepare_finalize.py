@@ -50,7 +50,7 @@ def expert_parallel(
 
 
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
-    """Of one layer. Rows travel in the model's dtype; those that arrive are quantised here if the experts ask for it."""
+    """One layer's dispatch and combine. Rows travel in the model's dtype, and are quantised on arrival if the experts ask for it."""
 
     def __init__(self, num_dispatchers: int, num_max_tokens: int):
         super().__init__()

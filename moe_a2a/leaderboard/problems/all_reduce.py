@@ -46,7 +46,7 @@ class AllReduceQuantised(AllReduce):
     LEAST_DB = 28.0  # signal to noise: 6 bits per value reach it on N(0, 1), 4 bits do not
 
     def least_bits(self) -> float:
-        """By rate-distortion: no code of normally distributed values has less noise at this length."""
+        """The bound of rate-distortion theory: with fewer bits no code of normally distributed values has so little noise."""
         return self.LEAST_DB / (20 * math.log10(2))
 
     def mismatch(self, output: Tensor, expected: Tensor) -> str:
