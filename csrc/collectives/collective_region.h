@@ -21,6 +21,13 @@ inline constexpr int kShareUnit = 64;
 // Room for an announcement in LL words of any target: 16 bytes for 12, or 8 for 4.
 inline constexpr int kAnnouncementBytes = 32;
 
+// Sizes of the region's fields.
+struct CollectiveBytes {
+  int64_t share = 0;    // see share_bytes_for()
+  int64_t words = 0;    // of a vector in LL words
+  int64_t tensors = 0;  // the caller's, in symmetric memory
+};
+
 // R = num_ranks. Epoch e uses half e % 2: by the time a rank begins e, it has observed every rank's call_signal or
 // announcement of e - 1, which each of them wrote after its launch of e - 2 had ended. So nobody reads or writes a half
 // for two epochs at once, whatever the sizes, types and algorithms of the calls. Fields that are not atomic words need
@@ -42,6 +49,20 @@ struct CollectiveRegion {
   // ---- local
   Array<CallState, 1> state;      // [1]
   Array<uint64_t, 3> other_call;  // [2, R, kRefusalWords]  a rank's announcement and this one's, laid out like a text
+
+  static CollectiveRegion take_from(RegionLayout& symmetric, RegionLayout& local, int num_ranks,
+                                    const CollectiveBytes& bytes) {
+    return {.call_signal = symmetric.take<Signal>(2, num_ranks),
+            .announcement = symmetric.take<std::byte>(2, num_ranks, kAnnouncementBytes),
+            .chunk_signal = symmetric.take<Signal>(2, num_ranks, kMaxChunks),
+            .result_signal = symmetric.take<Signal>(2, num_ranks, kMaxChunks),
+            .landing = symmetric.take<std::byte>(2, num_ranks, bytes.share),
+            .words = symmetric.take<std::byte>(2, num_ranks, 2 * bytes.words),
+            .result = symmetric.take<std::byte>(2, bytes.share),
+            .tensors = symmetric.take<std::byte>(bytes.tensors),
+            .state = local.take<CallState>(1),
+            .other_call = local.take<uint64_t>(2, num_ranks, kRefusalWords)};
+  }
 };
 
 struct CollectiveContext : ClientContext {
@@ -54,27 +75,11 @@ constexpr int64_t share_bytes_for(int64_t max_nbytes, int num_ranks) {
   return (max_nbytes + num_ranks * kUnit - 1) / (num_ranks * kUnit) * kUnit;
 }
 
-// Sizes of the region's fields.
-struct CollectiveBytes {
-  int64_t share = 0;    // see share_bytes_for()
-  int64_t words = 0;    // of a vector in LL words
-  int64_t tensors = 0;  // the caller's, in symmetric memory
-};
-
 // Lays out the region from the two bases and points the context at it; with null bases only the size is valid.
 inline RegionSize place_region(CollectiveContext& context, int num_ranks, const CollectiveBytes& bytes,
                                std::byte* symmetric_base, std::byte* local_base) {
   return place_client(context, num_ranks, 2, symmetric_base, local_base, [&](auto& symmetric, auto& local) {
-    context.region = {.call_signal = symmetric.template take<Signal>(2, num_ranks),
-                      .announcement = symmetric.template take<std::byte>(2, num_ranks, kAnnouncementBytes),
-                      .chunk_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
-                      .result_signal = symmetric.template take<Signal>(2, num_ranks, kMaxChunks),
-                      .landing = symmetric.template take<std::byte>(2, num_ranks, bytes.share),
-                      .words = symmetric.template take<std::byte>(2, num_ranks, 2 * bytes.words),
-                      .result = symmetric.template take<std::byte>(2, bytes.share),
-                      .tensors = symmetric.template take<std::byte>(bytes.tensors),
-                      .state = local.template take<CallState>(1),
-                      .other_call = local.template take<uint64_t>(2, num_ranks, kRefusalWords)};
+    context.region = CollectiveRegion::take_from(symmetric, local, num_ranks, bytes);
   });
 }
 

@@ -1,4 +1,5 @@
-// How a client lays out its memory: a struct names every field, a RegionLayout places them one after another.
+// How a client lays out its memory: a struct names every field, and its take_from() takes them from a RegionLayout,
+// which places them one after another.
 //
 // The symmetric part has the same offsets on every rank, so HeapView::peer() finds a field anywhere. The local part is
 // private to the rank. Equal configurations give equal offsets; ranks compare the digest of the symmetric part when

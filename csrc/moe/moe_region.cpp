@@ -5,11 +5,12 @@
 #include "moe/context.h"
 
 namespace moe_a2a {
+
 int64_t route_list_capacity(const MoeConfig& config, int expert_alignment) {
   return config.route_capacity() + static_cast<int64_t>(config.num_local_experts) * (expert_alignment - 1);
 }
 
-MoeRegion make_moe_region(const MoeConfig& config, RegionLayout& symmetric, RegionLayout& local) {
+MoeRegion MoeRegion::take_from(RegionLayout& symmetric, RegionLayout& local, const MoeConfig& config) {
   const int64_t b = config.num_buffers, r = config.num_ranks, t = config.num_max_tokens_per_rank;
   const int64_t k = config.num_topk, experts = config.num_local_experts;
   const int64_t chunks = most_chunks(config.num_max_tokens_per_rank), ll = config.num_max_ll_tokens;
@@ -55,10 +56,9 @@ MoeRegion make_moe_region(const MoeConfig& config, RegionLayout& symmetric, Regi
 
 RegionSize place_region(Context& context, std::byte* symmetric_base, std::byte* local_base) {
   const MoeConfig& config = context.config;
-  return place_client(context, config.num_ranks, config.num_buffers + 1, symmetric_base, local_base,
-                      [&](RegionLayout& symmetric, RegionLayout& local) {
-                        context.region = make_moe_region(config, symmetric, local);
-                      });
+  return place_client(
+      context, config.num_ranks, config.num_buffers + 1, symmetric_base, local_base,
+      [&](auto& symmetric, auto& local) { context.region = MoeRegion::take_from(symmetric, local, config); });
 }
 
 }  // namespace moe_a2a

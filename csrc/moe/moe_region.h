@@ -105,12 +105,11 @@ struct MoeRegion {
 
   enum Launch { kDispatchSend, kCombineSend, kNumLaunches };
   enum RowOrder { kAllRows, kPeersRows, kNumOrders };  // kPeersRows omits the rank's own rows
+
+  static MoeRegion take_from(RegionLayout& symmetric, RegionLayout& local, const MoeConfig& config);
 };
 
 // Routes in the largest layout, with expert blocks padded to `expert_alignment`.
 int64_t route_list_capacity(const MoeConfig& config, int expert_alignment);
-
-// Takes the fields from the two parts of the client's region.
-MoeRegion make_moe_region(const MoeConfig& config, RegionLayout& symmetric, RegionLayout& local);
 
 }  // namespace moe_a2a
