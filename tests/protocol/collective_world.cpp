@@ -2,22 +2,10 @@
 
 namespace moe_a2a {
 
-CollectiveWorld::CollectiveWorld(const CollectiveCase& shape) {
+CollectiveWorld::CollectiveWorld(const CollectiveCase& shape)
+    : ModelStage(shape, shape.num_ranks, CollectiveRank::size_of(shape.num_ranks)) {
   for (const ModelCall& call : shape.calls) num_clock_jumps_ |= call.late_rank >= 0;
-  const RegionSize size = CollectiveRank::size_of(shape.num_ranks);
-  constexpr size_t kReportBytes = (sizeof(Report) + 127) / 128 * 128;
-  const size_t ranks = shape.num_ranks;
-  nbytes_ = ranks * (size.symmetric_bytes + size.local_bytes + kReportBytes);
-  storage_.resize((nbytes_ + 128) / sizeof(std::max_align_t));
-  memory_ = MemoryMap::first_line(storage_.data());
-  map_ = MemoryMap(memory_, nbytes_);
-  std::byte* local = memory_ + ranks * size.symmetric_bytes;
-  std::byte* reports = local + ranks * size.local_bytes;
-  for (size_t r = 0; r < ranks; ++r) {
-    auto* report = reinterpret_cast<Report*>(reports + r * kReportBytes);
-    ranks_.push_back(std::make_unique<CollectiveRank>(shape, r, memory_, local + r * size.local_bytes, report));
-    name_regions(*ranks_.back());
-  }
+  for (const auto& rank : ranks_) name_regions(*rank);
   map_.complete();
   for (const auto& rank : ranks_) {
     map_.mark(&rank->report()->is_complete, Field::kReportState);
@@ -29,10 +17,6 @@ std::vector<Program> CollectiveWorld::programs() const {
   std::vector<Program> programs;
   for (const auto& rank : ranks_) programs.push_back(rank->program());
   return programs;
-}
-
-void CollectiveWorld::reset() {
-  for (const auto& rank : ranks_) rank->reset();
 }
 
 void CollectiveWorld::name_regions(const CollectiveRank& rank) {

@@ -4,22 +4,11 @@
 
 namespace moe_a2a {
 
-World::World(const Scenario& scenario) : scenario_(scenario) {
-  const RegionSize size = size_of(scenario.shape);
-  constexpr size_t kReportBytes = (sizeof(Report) + 127) / 128 * 128;
-  const size_t ranks = scenario.shape.num_ranks;
-  symmetric_bytes_ = size.symmetric_bytes;
-  nbytes_ = ranks * (size.symmetric_bytes + size.local_bytes + kReportBytes);
-  storage_.resize((nbytes_ + 128) / sizeof(std::max_align_t));
-  memory_ = MemoryMap::first_line(storage_.data());
-  map_ = MemoryMap(memory_, nbytes_);
-  std::byte* local = memory_ + ranks * size.symmetric_bytes;
-  std::byte* reports = local + ranks * size.local_bytes;
-  for (size_t r = 0; r < ranks; ++r) {
-    auto* report = reinterpret_cast<Report*>(reports + r * kReportBytes);
-    ranks_.push_back(std::make_unique<ModelRank>(scenario.shape, r, memory_, local + r * size.local_bytes, report));
-    name_regions(*ranks_.back());
-  }
+World::World(const Scenario& scenario)
+    : ModelStage(scenario.shape, scenario.shape.num_ranks, size_of(scenario.shape)),
+      scenario_(scenario),
+      symmetric_bytes_(size_of(scenario.shape).symmetric_bytes) {
+  for (const auto& rank : ranks_) name_regions(*rank);
   mark_fields();
 }
 
@@ -31,10 +20,6 @@ std::vector<Program> World::programs() const {
     if (!host.empty()) programs.push_back(std::move(host));
   }
   return programs;
-}
-
-void World::reset() {
-  for (const auto& rank : ranks_) rank->reset();
 }
 
 // ---- names

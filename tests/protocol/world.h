@@ -2,13 +2,12 @@
 #pragma once
 
 #include <functional>
-#include <memory>
 #include <ostream>
 #include <string>
 #include <vector>
 
-#include "memory_map.h"
 #include "model_rank.h"
+#include "model_stage.h"
 
 namespace moe_a2a {
 
@@ -24,17 +23,12 @@ struct Scenario {
 // For GoogleTest's messages.
 inline void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
 
-class World final : public Stage {
+class World final : public ModelStage<ModelRank> {
  public:
   explicit World(const Scenario& scenario);
 
   std::vector<Program> programs() const override;
-  void reset() override;
-  std::byte* memory() const override { return memory_; }
-  size_t nbytes() const override { return nbytes_; }
-  Field field_of(const void* address) const override { return map_.field_of(address); }
   bool is_unused_pair(const void* address) const override;
-  std::string name_of(const void* address) const override { return map_.name_of(address); }
   int num_clock_jumps() const override { return scenario_.num_clock_jumps; }
   uint64_t clock_offset(int stream) const override { return ModelRank::clock_offset(stream); }
 
@@ -47,11 +41,7 @@ class World final : public Stage {
   bool sends_to(int rank, int peer) const;
 
   Scenario scenario_;
-  std::vector<std::max_align_t> storage_;
-  std::byte* memory_;
-  size_t nbytes_, symmetric_bytes_;
-  std::vector<std::unique_ptr<ModelRank>> ranks_;
-  MemoryMap map_;
+  size_t symmetric_bytes_;
 };
 
 }  // namespace moe_a2a
