@@ -15,21 +15,10 @@ from moe_a2a.arguments import MAX_RANKS
 from moe_a2a.bench import routings
 from moe_a2a.bench.cases import Case
 from moe_a2a.command_line import UsageError, integer
+from moe_a2a.rank_options import device_type_of, num_processes
 from moe_a2a.rank_processes import RankError, run_on_ranks
 
 REMEDY = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
-
-
-def device_type_of(options: argparse.Namespace) -> str:
-    try:
-        kind = options.device or devices.default_device_type()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    if (target := devices.target_of(torch.device(kind))) not in _core.built_targets():
-        raise UsageError(
-            f"--device {kind}: this build has no {target} kernels, only {', '.join(_core.built_targets())}"
-        )
-    return kind
 
 
 def check_graphs(options: argparse.Namespace, *names: str) -> None:
@@ -42,10 +31,7 @@ def check_graphs(options: argparse.Namespace, *names: str) -> None:
 def num_ranks_of(options: argparse.Namespace) -> int:
     if is_rank():
         return int(os.environ["WORLD_SIZE"])
-    num_gpus = torch.cuda.device_count() if device_type_of(options) == "cuda" else None
-    if num_gpus is not None and (options.ranks or 1) > num_gpus:
-        raise UsageError(f"--ranks {options.ranks or 1}: each rank needs a GPU, and PyTorch finds {num_gpus}")
-    return options.ranks or num_gpus or 4
+    return num_processes(options.ranks, device_type_of(options))
 
 
 def is_rank() -> bool:

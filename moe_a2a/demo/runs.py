@@ -29,5 +29,5 @@ class RankRun:
 
 
 def max_difference(runs: Sequence[RankRun], expected: np.ndarray) -> float:
-    """Over every logit of every rank; NaN if a logit is NaN."""
+    """Over all logits of all ranks; NaN if one is NaN."""
     return float(np.abs(np.concatenate([run.logits for run in runs]) - expected).max())

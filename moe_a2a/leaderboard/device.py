@@ -35,9 +35,5 @@ class RankDevice:
         self._cache.fill_(1)
 
 
-def num_gpus() -> int:
-    return torch.cuda.device_count()
-
-
 def machine_name(device_type: str) -> str:
     return torch.cuda.get_device_name(0) if device_type == "cuda" else platform.machine()

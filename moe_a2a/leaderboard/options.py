@@ -11,13 +11,11 @@ from pathlib import Path
 
 import torch
 
-from moe_a2a import _core, devices
 from moe_a2a.arguments import MAX_RANKS
 from moe_a2a.command_line import UsageError, integer, seconds
-from moe_a2a.leaderboard import cases, device, loading, problems
+from moe_a2a.leaderboard import cases, loading, problems
 from moe_a2a.leaderboard.contest import Contest
-
-NUM_CPU_RANKS = 4
+from moe_a2a.rank_options import device_type_of, num_processes
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +50,7 @@ def add_how(parser: argparse.ArgumentParser) -> None:
 def contest_of(options: argparse.Namespace) -> Contest:
     """Raises CaseFileError if cases are unusable, UsageError for everything else."""
     torch.set_num_threads(1)  # this process checks outputs; the cores belong to the ranks
-    device_type = _device_type(options)
+    device_type = device_type_of(options)
     problem = problems.file_of(options.problem)
     if getattr(options, "cases", None) is not None:
         lines = cases.read_case_lines(options.cases)
@@ -85,16 +83,6 @@ def submission_path(problem: cases.ProblemFile, text: str) -> Path:
     return path.resolve()
 
 
-def _device_type(options: argparse.Namespace) -> str:
-    try:
-        kind = options.device or devices.default_device_type()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    if devices.target_of(torch.device(kind)) not in _core.built_targets():
-        raise UsageError(f"--device {kind}: this build has only {', '.join(_core.built_targets())}")
-    return kind
-
-
 def _num_ranks(options: argparse.Namespace, device_type: str) -> int:
     wanted = options.ranks
     if wanted is None and "POPCORN_GPUS" in os.environ:
@@ -102,12 +90,7 @@ def _num_ranks(options: argparse.Namespace, device_type: str) -> int:
             wanted = integer(1, MAX_RANKS)(os.environ["POPCORN_GPUS"])
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"POPCORN_GPUS: {error}") from None
-    if device_type == "cpu":
-        return wanted or NUM_CPU_RANKS
-    num_gpus = device.num_gpus()
-    if (wanted or 1) > num_gpus:
-        raise UsageError(f"--ranks {wanted or 1}: each rank needs a GPU, and PyTorch finds {num_gpus}")
-    return wanted or num_gpus
+    return num_processes(wanted, device_type)
 
 
 def _with_all_cases(problem: cases.ProblemFile, change: Callable[[cases.Case], cases.Case]) -> cases.ProblemFile:

@@ -21,6 +21,7 @@ LAYERS = {
         "checkout",
         "samples",
         "command_line",
+        "rank_options",
         "rank_processes",
     ],
     "integrations": ["integrations"],
