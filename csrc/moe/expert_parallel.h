@@ -191,12 +191,12 @@ class ExpertParallel : public Client {
   // For take_back(): what the newest dispatch has replaced.
   int last_buffer_before_;
   uint64_t last_number_before_ = 0;
-  // The number of the latest dispatch that ...
-  uint64_t last_refused_ = 0;                      // this rank had no buffer for
-  uint64_t last_failed_ = 0;                       // failed on this rank for another reason
-  uint64_t last_taken_back_ = 0;                   // a peer had no buffer for
   std::weak_ptr<DispatchHandle> newest_dispatch_;  // null: it was refused
   std::atomic<uint64_t> num_dispatches_ = 0;       // including refused ones
+  // The number of the latest dispatch that ...
+  uint64_t last_refused_ = 0;     // this rank had no buffer for
+  uint64_t last_failed_ = 0;      // failed on this rank for another reason
+  uint64_t last_taken_back_ = 0;  // a peer had no buffer for
   LaunchTable launch_table_;
 };
 
