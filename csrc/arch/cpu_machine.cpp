@@ -150,11 +150,7 @@ std::byte* CpuMachine::open_peer(const MemoryHandle& handle, double timeout_seco
   require_this_machine(handle);
   if (handle.process == this_process()) {
     auto heap = OwnHeaps::instance().find(handle.address);
-    if (heap == nullptr) throw std::runtime_error("a rank of this process has closed its heap already");
-    if (heap->nbytes() != handle.nbytes) {
-      throw std::invalid_argument("a heap of this process has " + std::to_string(heap->nbytes()) + " bytes, expected " +
-                                  std::to_string(handle.nbytes));
-    }
+    require_live(handle, heap == nullptr ? 0 : heap->nbytes());
     peers_.push_back(std::move(heap));
   } else {
     FileLocation location;

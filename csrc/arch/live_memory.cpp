@@ -1,8 +1,5 @@
 #include "arch/live_memory.h"
 
-#include <stdexcept>
-#include <string>
-
 namespace moe_a2a {
 
 LiveMemory& LiveMemory::of_this_process() {
@@ -20,13 +17,10 @@ void LiveMemory::remove(uint64_t address) {
   nbytes_.erase(address);
 }
 
-void LiveMemory::require(uint64_t address, size_t nbytes) const {
+size_t LiveMemory::nbytes_at(uint64_t address) const {
   const std::lock_guard lock(mutex_);
   const auto found = nbytes_.find(address);
-  if (found == nbytes_.end()) throw std::runtime_error("a rank of this process has closed its heap already");
-  if (found->second == nbytes) return;
-  throw std::invalid_argument("a heap of this process has " + std::to_string(found->second) + " bytes, expected " +
-                              std::to_string(nbytes));
+  return found == nbytes_.end() ? 0 : found->second;
 }
 
 }  // namespace moe_a2a

@@ -15,8 +15,8 @@ class LiveMemory {
 
   void add(uint64_t address, size_t nbytes);
   void remove(uint64_t address);
-  // Throws unless such a heap is live there.
-  void require(uint64_t address, size_t nbytes) const;
+  // The size of the heap at this address; 0: none is live there.
+  size_t nbytes_at(uint64_t address) const;
 
  private:
   mutable std::mutex mutex_;

@@ -21,4 +21,11 @@ void require_this_machine(const MemoryHandle& handle) {
       "TwoLevelCollectives join machines)");
 }
 
+void require_live(const MemoryHandle& handle, size_t nbytes) {
+  if (nbytes == 0) throw std::runtime_error("a rank of this process has closed its heap already");
+  if (nbytes == handle.nbytes) return;
+  throw std::invalid_argument("a heap of this process has " + std::to_string(nbytes) + " bytes, expected " +
+                              std::to_string(handle.nbytes));
+}
+
 }  // namespace moe_a2a

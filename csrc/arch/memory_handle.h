@@ -2,6 +2,7 @@
 // carry them, and they can be compared and checksummed.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -24,5 +25,9 @@ uint64_t this_machine_id();
 
 // Throws std::runtime_error for the handle of a rank on another machine.
 void require_this_machine(const MemoryHandle& handle);
+
+// For the handle of a rank of this process, whose heap has `nbytes` (0: it is closed): throws unless the handle says
+// the same.
+void require_live(const MemoryHandle& handle, size_t nbytes);
 
 }  // namespace moe_a2a

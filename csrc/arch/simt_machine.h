@@ -76,7 +76,7 @@ class SimtMachine final : public Device {
     const DeviceGuard guard(device_);
     require_this_machine(handle);
     if (handle.process == this_process()) {
-      LiveMemory::of_this_process().require(handle.address, handle.nbytes);
+      require_live(handle, LiveMemory::of_this_process().nbytes_at(handle.address));
       if (handle.device != device_) enable_access_to(static_cast<int>(handle.device));
       return reinterpret_cast<std::byte*>(handle.address);
     }
