@@ -14,6 +14,13 @@ from moe_a2a.rendezvous import Meetings
 # ---- groups of threads, and of MPI
 
 
+def in_threads(program, ranks, seconds):
+    """Runs program(rank) for each of the ranks, and waits at most this long for each."""
+    threads = [threading.Thread(target=program, args=(rank,)) for rank in ranks]
+    [thread.start() for thread in threads]
+    [thread.join(seconds) for thread in threads]
+
+
 def check_that_who_does_not_come_is_named(groups):
     """And that the groups stay usable. groups: of three ranks, which are threads."""
     reports = {}
@@ -21,9 +28,7 @@ def check_that_who_does_not_come_is_named(groups):
     def come(rank):
         reports[rank] = timed_error(groups[rank])
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 2)]
-    [thread.start() for thread in threads]
-    [thread.join(TIMEOUT + 5) for thread in threads]
+    in_threads(come, (0, 2), TIMEOUT + 5)
     for rank in (0, 2):
         check(reports[rank], rank)
     with pytest.raises(moe_a2a.PeerTimeoutError, match="gave up waiting"):  # at once
@@ -35,9 +40,7 @@ def check_that_who_does_not_come_is_named(groups):
                 good_call(ep)
         reports[rank] = "good"
 
-    threads = [threading.Thread(target=all_come, args=(rank,)) for rank in range(3)]
-    [thread.start() for thread in threads]
-    [thread.join(20) for thread in threads]
+    in_threads(all_come, range(3), 20)
     assert reports == dict.fromkeys(range(3), "good")
 
 
@@ -101,9 +104,7 @@ def test_a_board_keeps_nothing_of_old_meetings():
             with meetings[rank].begin("meet") as meeting:
                 values[rank] = meeting.all_gather((number, rank), 10.0)  # noqa: B023
 
-        threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
-        [thread.start() for thread in threads]
-        [thread.join(10) for thread in threads]
+        in_threads(meet, range(2), 10)
         assert values == [[(number, 0), (number, 1)]] * 2
         assert len(board._values) <= 4
 
@@ -120,9 +121,7 @@ def test_threads_of_a_rank_meet_one_after_the_other():
             with meetings[rank].begin("meet") as meeting:
                 values.extend(meeting.all_gather((step, rank), 5.0) for step in range(2))
 
-    threads = [threading.Thread(target=meet_often, args=(rank,)) for rank in range(num_ranks) for _ in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join(60) for thread in threads]
+    in_threads(meet_often, 2 * list(range(num_ranks)), 60)
     expected = [[(step, rank) for rank in range(num_ranks)] for step in range(2)]
     assert len(values) == 2 * num_ranks * 200 and all(value in expected for value in values)
 
@@ -192,9 +191,7 @@ def test_memory_is_given_back_when_and_only_when_no_peer_can_map_it(failing, mon
         texts[rank] = str(raised.value)
 
     come = [0] if failing == "nobody comes" else [0, 1]
-    threads = [threading.Thread(target=make_one, args=(rank,)) for rank in come]
-    [thread.start() for thread in threads]
-    [thread.join(10) for thread in threads]
+    in_threads(make_one, come, 10)
     assert sorted(texts) == come
     if failing == "allocation":
         assert "rank 1 could not make its ExpertParallel" in texts[0] and "out of memory" in texts[0]
