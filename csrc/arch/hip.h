@@ -15,6 +15,7 @@
 #include "arch/matches.h"
 #include "arch/number.h"
 #include "arch/order.h"
+#include "arch/soft_float8.h"
 
 #define MOE_A2A_TARGET MOE_A2A_VARIANT_OF(hip)
 #define MOE_A2A_KERNEL_ARGUMENT const
@@ -191,27 +192,14 @@ __device__ __forceinline__ Float8 from_float<Float8>(float value) {
   const float clamped = value > kFloat8Max ? kFloat8Max : value < -kFloat8Max ? -kFloat8Max : value;
   return {static_cast<uint8_t>(__builtin_amdgcn_cvt_pk_fp8_f32(clamped, clamped, 0, false))};
 #else
-  // gfx90a has no float8 instructions: e4m3fn in software, as on the CPU.
-  const uint32_t bits = __builtin_bit_cast(uint32_t, value) & 0x7fffffffu;
-  const auto sign = static_cast<uint8_t>((__builtin_bit_cast(uint32_t, value) >> 24) & 0x80);
-  const float magnitude = __builtin_bit_cast(float, bits);
-  if (value != value) return {static_cast<uint8_t>(sign | 0x7f)};
-  if (magnitude >= kFloat8Max) return {static_cast<uint8_t>(sign | 0x7e)};
-  if (magnitude < 0x1p-6f) {
-    return {static_cast<uint8_t>(sign | static_cast<uint8_t>(__builtin_rintf(magnitude * 0x1p9f)))};
-  }
-  const uint32_t encoded = ((bits + 0x7ffffu + ((bits >> 20) & 1)) >> 20) - (120u << 3);
-  return {static_cast<uint8_t>(sign | (encoded > 0x7e ? 0x7e : encoded))};
+  return soft_float8(value);  // gfx90a has no float8 instructions
 #endif
 }
 __device__ __forceinline__ float to_float(Float8 value) {
 #if defined(__gfx942__) || defined(__gfx950__)
   return __builtin_amdgcn_cvt_f32_fp8(value.bits, 0);
 #else
-  const uint32_t magnitude = uint32_t{value.bits & 0x7fu} << 20;
-  const float rebiased = __builtin_bit_cast(float, magnitude) * 0x1p120f;  // exact, subnormals too
-  const uint32_t bits = magnitude == 0x07f00000u ? 0x7fc00000u : __builtin_bit_cast(uint32_t, rebiased);
-  return __builtin_bit_cast(float, bits | uint32_t{value.bits & 0x80u} << 24);
+  return soft_to_float(value);
 #endif
 }
 template <int kCount>
