@@ -22,6 +22,7 @@ from moe_a2a.torch_backend.tensors import (
     flat,
     gather,
     gather_to_list,
+    has_gaps,
     reduce_scatter,
     reduce_scatter_list,
 )
@@ -112,7 +113,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         opts = _reduce_options(_c10d.AllreduceOptions, opts, op, timeout)
         tensors, op = [tensors] if isinstance(tensors, torch.Tensor) else tensors, _op_of(opts)
         if not _takes(op, tensors):
-            return self._delegate(tensors[0]).allreduce(tensors, opts)
+            return self._delegate(*tensors).allreduce(tensors, opts)
 
         def call(coll: Collectives) -> None:
             for x in tensors:
@@ -124,14 +125,14 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = _c10d.AllreduceCoalescedOptions() if opts is None else opts
         if not _takes(_op_of(opts), tensors):
-            return self._delegate(tensors[0]).allreduce_coalesced(tensors, opts)
+            return self._delegate(*tensors).allreduce_coalesced(tensors, opts)
         return self.allreduce(tensors, opts)
 
     @tracked
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = _c10d.AllgatherOptions() if opts is None else opts
         if not _takes("gather", [x]):
-            return self._delegate(x)._allgather_base(output, x, opts)
+            return self._delegate(x, output)._allgather_base(output, x, opts)
         return self._run(opts, [x, output], lambda coll: gather(coll, output, x), [output])
 
     @tracked
@@ -140,7 +141,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     ) -> Any:
         opts = _c10d.AllgatherOptions() if opts is None else opts
         if not _takes("gather", inputs):
-            return one_by_one(self._delegate(inputs[0])._allgather_base, outputs, inputs, opts)
+            return one_by_one(self._delegate(*inputs, *outputs)._allgather_base, outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
@@ -155,7 +156,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         opts = _c10d.AllgatherOptions() if opts is None else opts
         x, parts = inputs[0], outputs[0]
         if _only_nccl_takes(parts) or not _takes("gather", [x]):
-            return self._delegate(x).allgather(outputs, inputs, opts)
+            return self._delegate(x, *parts).allgather(outputs, inputs, opts)
 
         return self._run(opts, [x, *parts], lambda coll: gather_to_list(coll, parts, x), parts)
 
@@ -164,7 +165,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = _op_of(opts)
         if not _takes(op, [x]):
-            return self._delegate(x)._reduce_scatter_base(output, x, opts)
+            return self._delegate(x, output)._reduce_scatter_base(output, x, opts)
         return self._run(opts, [x, output], lambda coll: reduce_scatter(coll, output, flat(x), op), [output])
 
     @tracked
@@ -174,7 +175,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = _op_of(opts)
         if not _takes(op, inputs):
-            return one_by_one(self._delegate(inputs[0])._reduce_scatter_base, outputs, inputs, opts)
+            return one_by_one(self._delegate(*inputs, *outputs)._reduce_scatter_base, outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
@@ -191,7 +192,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         op, output, parts = _op_of(opts), outputs[0], inputs[0]
         if _only_nccl_takes(parts) or not _takes(op, parts or [output]):
-            return self._delegate(output).reduce_scatter(outputs, inputs, opts)
+            return self._delegate(output, *parts).reduce_scatter(outputs, inputs, opts)
 
         return self._run(opts, [*parts, output], lambda coll: reduce_scatter_list(coll, output, parts, op), [output])
 
@@ -213,20 +214,32 @@ class MoeA2aProcessGroup(_ProcessGroup):
             root = root if opts is None else opts
             tensors, opts = [tensors], _with_timeout(_c10d.BroadcastOptions(), timeout)
             opts.rootRank = root
-        return self._delegate(tensors[0]).broadcast(tensors, _c10d.BroadcastOptions() if opts is None else opts)
+        return self._delegate(*tensors).broadcast(tensors, _c10d.BroadcastOptions() if opts is None else opts)
 
     @tracked
     def all_to_all_single(
         self, output: torch.Tensor, x: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Any:
         opts = _c10d.AllToAllOptions() if opts is None else opts
-        return self._delegate(x).alltoall_base(output, x, output_sizes, input_sizes, opts)
+        return self._delegate(x, output).alltoall_base(output, x, output_sizes, input_sizes, opts)
+
+    @tracked
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        return self._delegate(*tensors).reduce(tensors, opts)
+
+    @tracked
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
+        return self._delegate(*inputs, *sum(outputs, [])).gather(outputs, inputs, opts)
+
+    @tracked
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
+        return self._delegate(*outputs, *sum(inputs, [])).scatter(outputs, inputs, opts)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
-        return self._delegate(tensors[0]).send(tensors, dst, tag)
+        return self._delegate(*tensors).send(tensors, dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
-        return self._delegate(tensors[0]).recv(tensors, src, tag)
+        return self._delegate(*tensors).recv(tensors, src, tag)
 
     # The names before PyTorch 2.12 or so. PyTorch's C++ and Python code call one or the other.
     _allgather_base = all_gather_single
@@ -235,8 +248,15 @@ class MoeA2aProcessGroup(_ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _delegate(self, x: torch.Tensor) -> Any:
-        return self._get_backend(x.device)
+    def _delegate(self, *tensors: torch.Tensor) -> Any:
+        """Raises ValueError for tensors that the delegate would misread."""
+        for x in tensors:
+            if x.is_cpu and has_gaps(x):
+                raise ValueError(
+                    f"a tensor of shape {list(x.shape)} has strides {list(x.stride())} on rank {self._rank}; gloo, which makes this call, "
+                    "would take its elements for adjacent: pass .contiguous()"
+                )
+        return self._get_backend(tensors[0].device)
 
     def _run(
         self,
@@ -330,7 +350,7 @@ def _takes(op: str, inputs: list[torch.Tensor]) -> bool:
 
 
 def _only_nccl_takes(parts: list[torch.Tensor]) -> bool:
-    """Whether it is a list of several shapes, which gloo refuses."""
+    """Whether it is a list of several shapes for GPUs. For the CPU, Collectives' own check refuses it."""
     return any(part.is_cuda for part in parts) and not are_alike(parts)
 
 

@@ -12,6 +12,13 @@ def are_alike(parts: list[torch.Tensor]) -> bool:
     return all(part.shape == parts[0].shape for part in parts)
 
 
+def has_gaps(x: torch.Tensor) -> bool:
+    """Whether its elements do not fill the memory that they span, or share some of it."""
+    if x.layout != torch.strided or x.numel() == 0:
+        return False
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) != x.numel()
+
+
 def flat(x: torch.Tensor) -> torch.Tensor:
     """The elements of x in one dimension; a copy if x is not contiguous. A sparse output stays: Collectives refuses it."""
     return x.contiguous().view(-1) if x.layout == torch.strided else x

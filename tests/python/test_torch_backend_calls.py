@@ -265,3 +265,43 @@ def outputs_program(report) -> None:
 @on_device.cpu_only
 def test_outputs_that_do_not_fit_on_one_rank():
     run_on_backend(2, outputs_program)
+
+
+def gaps_program(gloo) -> None:
+    """Gloo takes the elements of a tensor with gaps for adjacent, and returns wrong values."""
+    ours = new_group()
+    rank, num_ranks = ours.rank(), ours.size()
+
+    def gapped() -> torch.Tensor:
+        return integers((3, 8), torch.int64, rank)[:, ::2]
+
+    def dense() -> torch.Tensor:
+        return torch.empty(3, 4, dtype=torch.int64)
+
+    first = dist.get_global_rank(ours, 0)
+    calls = {
+        "all_reduce": lambda x: dist.all_reduce(x, group=ours),
+        "broadcast": lambda x: dist.broadcast(x, first, group=ours),
+        "reduce": lambda x: dist.reduce(x, first, group=ours),
+        "gather": lambda x: dist.gather(
+            x, [dense() for _ in range(num_ranks)] if rank == 0 else None, first, group=ours
+        ),
+        "scatter": lambda x: dist.scatter(
+            x, [dense() for _ in range(num_ranks)] if rank == 0 else None, first, group=ours
+        ),
+        "all_gather": lambda x: dist.all_gather([dense() for _ in range(num_ranks)], x, group=ours),
+        "all_to_all_single": lambda x: dist.all_to_all_single(torch.empty(6, 2, dtype=torch.int64), x.t(), group=ours),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"strides \[.*2.*\] on rank {rank}; gloo, .*pass .contiguous\(\)"):
+            call(gapped())
+            pytest.fail(f"{name} took a tensor with gaps")
+    x, total = gapped().contiguous(), sum(integers((3, 8), torch.int64, r)[:, ::2] for r in range(num_ranks))
+    dist.all_reduce(x, group=ours)
+    assert torch.equal(x, total)
+    dist.destroy_process_group(ours)
+
+
+@on_device.cpu_only
+def test_tensors_with_gaps_that_gloo_would_misread():
+    run_processes(2, gaps_program)
