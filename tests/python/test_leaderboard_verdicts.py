@@ -6,7 +6,7 @@ import contest_cases
 import pytest
 from contest_cases import changed, contest, verdicts
 
-from moe_a2a.leaderboard import modes, run_command
+from moe_a2a.leaderboard import run_command
 
 pytestmark = pytest.mark.cpu
 
@@ -334,7 +334,6 @@ def test_what_a_class_of_the_submission_s_own_computes_when_it_is_read_is_timed(
     assert result.passed and result.cases[0].stats.best > 0.19e9
 
 
-def test_work_put_off_until_the_harness_copies_the_output_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(modes, "enough", lambda nanoseconds, *_: len(nanoseconds) == 4)
+def test_work_put_off_until_the_harness_copies_the_output_is_never_done(tmp_path):
     result = contest().run("leaderboard", changed(tmp_path, UNTIL_IT_IS_COPIED))
-    assert verdicts(result) == {"clock"}, result.cases[0].message
+    assert verdicts(result) <= {"wrong", "replayed_seed"}, result.cases[0].message
