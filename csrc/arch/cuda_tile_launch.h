@@ -79,7 +79,7 @@ void prepare_pipeline(const LaunchSite& site) {
 
 // Whether the device runs native sm_90a code, not older code that the driver has JIT-compiled.
 template <class Kernel>
-bool asks_for_pipeline(const LaunchSite& site) {
+bool query_pipeline(const LaunchSite& site) {
   const DeviceGuard guard(site.device);
   int major = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, site.device), Kernel::kName);
@@ -97,7 +97,7 @@ bool has_pipeline(const LaunchSite& site) {
     bool has = false;
   };
   thread_local Answer answer;
-  if (answer.device != site.device) answer = {site.device, asks_for_pipeline<Kernel>(site)};
+  if (answer.device != site.device) answer = {site.device, query_pipeline<Kernel>(site)};
   return answer.has;
 }
 

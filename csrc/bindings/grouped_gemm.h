@@ -9,7 +9,7 @@
 
 namespace moe_a2a::bindings {
 
-// A checked product: its result, and what the kernel gets but for its counters.
+// A checked product: its result, and the kernel's arguments without the counters.
 struct PreparedProduct {
   at::Tensor out;
   std::optional<at::Tensor> out_scales;  // of a float8 out
@@ -20,7 +20,7 @@ PreparedProduct prepare_product(const GroupedGemmTensors& tensors, const Activat
 
 // Where products of tensors on `device` run. num_blocks 0: on a GPU every block, on the CPU PyTorch's threads.
 GroupedGemmPlace product_place(const std::string& target, const at::Device& device, int num_blocks, void* stream);
-// Zeros for the counters of products there; keep them until the products are launched.
+// Zeroed counters for products there, in the order of the stream. Keep the tensor until the products are launched.
 at::Tensor zeroed_counters(const GroupedGemmPlace& place, const at::Device& device, int64_t num);
 
 // An ExpertParallel whose trace is on. Its products are those whose expert_offsets lie in its memory.
