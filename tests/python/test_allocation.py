@@ -21,7 +21,7 @@ SOURCE = Path(__file__).with_name("count_allocations.c")
 NUM_STEPS = 1000
 
 
-def measure(num_tokens, hidden, num_blocks, give_out, num_max_ll_tokens=0, read_view=False):
+def measure(num_tokens, hidden, num_blocks, give_out, num_max_ll_tokens=0, read_view=False, experts=False):
     """Runs in the child. Returns the counts per step of one rank. Both ranks are threads of this process."""
     import ranks
     import torch
@@ -35,21 +35,25 @@ def measure(num_tokens, hidden, num_blocks, give_out, num_max_ll_tokens=0, read_
 
     def program(group):
         with moe_a2a.ExpertParallel(
-            group, num_experts=16, num_topk=4, hidden=hidden, num_max_tokens_per_rank=128, dtype=torch.float32,
+            group, num_experts=16, num_topk=4, hidden=hidden, num_max_tokens_per_rank=128, dtype=torch.bfloat16,
             num_max_ll_tokens=num_max_ll_tokens,
         ) as ep:  # fmt: skip
-            x = torch.randn(num_tokens, hidden)
+            x = torch.randn(num_tokens, hidden).bfloat16()
             topk_idx = torch.randint(0, 16, (num_tokens, 4))
             weights = torch.rand(num_tokens, 4)
-            y = torch.randn(2 * 128 * 4, hidden)
-            out = torch.empty(num_tokens, hidden) if give_out else None
+            y = torch.randn(2 * 128 * 4, hidden).bfloat16()
+            w_gate_up, w_down = torch.randn(8, 32, hidden).bfloat16(), torch.randn(8, hidden, 16).bfloat16()
+            out = x.new_empty(num_tokens, hidden) if give_out else None
 
             def steps(number):
                 for _ in range(number):
                     handle = ep.dispatch(x, topk_idx, weights, num_blocks=num_blocks)
                     if read_view:
                         handle.recv_x  # noqa: B018
-                    ep.combine(y, handle, num_blocks=num_blocks, out=out)
+                    if experts:
+                        ep.experts(handle, w_gate_up, w_down, fused=True, num_blocks=num_blocks, out=out)
+                    else:
+                        ep.combine(y, handle, num_blocks=num_blocks, out=out)
 
             steps(200)
             group.all_gather(None)
@@ -102,6 +106,7 @@ def all_figures(preload):
         "give_out": False,
         "num_max_ll_tokens": 2,
     }
+    cases["experts"] = {**cases["small, 1 blocks, new result"], "experts": True}
     cases["control"] = {**cases["small, 1 blocks, new result"], "read_view": True}
     child = subprocess.run(
         [sys.executable, __file__, json.dumps(cases)],
@@ -116,7 +121,7 @@ def all_figures(preload):
 
 @pytest.fixture(scope="module")
 def figures(all_figures):
-    return {name: step for name, step in all_figures.items() if name != "control"}
+    return {name: step for name, step in all_figures.items() if name not in ("control", "experts")}
 
 
 def test_the_counter_sees_one_more_allocation(all_figures):
@@ -147,8 +152,15 @@ def test_pytorch_makes_the_result_and_nothing_else(figures):
     assert made == {name: int(name.endswith("new result")) for name in figures}
 
 
-def test_python_keeps_nothing(figures):
-    assert max(step["python_blocks"] for step in figures.values()) < 0.2
+def test_experts_allocate_their_results_and_views_of_the_handle(all_figures):
+    # Tensors: the results of both products, their counters, and the sums. The core: the handle's two blocks, the argument
+    # lists of three calls (one checks the weights), and what keeps the memory behind each of three views.
+    step = all_figures["experts"]
+    assert (round(step["allocations"], 1), step["tensors"]) == (8, 4)
+
+
+def test_python_keeps_nothing(all_figures):
+    assert max(step["python_blocks"] for step in all_figures.values()) < 0.2
 
 
 if __name__ == "__main__":
