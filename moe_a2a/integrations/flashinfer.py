@@ -37,6 +37,7 @@ except ImportError as error:
         "moe_a2a.integrations.flashinfer needs flashinfer 0.7.2 or newer: pip install 'flashinfer-python>=0.7.2'"
     ) from error
 
+from moe_a2a import calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 
@@ -92,13 +93,14 @@ class MoeA2ACommunication(MoEEpCommunication):
     ) -> MoEEpDispatchResult:
         """Returns views that are valid until combine(). Their rows do not depend on max_tokens_per_rank: there are always
         ep_size * params.max_tokens_per_rank."""
-        if self._handle is not None and self._handle.is_open:
-            raise RuntimeError(f"dispatch() on rank {self.ep_rank} follows a dispatch(); call combine() first")
-        if eplb_local_stats is not None:
-            raise ValueError(
-                f"eplb_local_stats on rank {self.ep_rank}: moe_a2a gathers no statistics; pass None and gather them yourself"
-            )
-        handle = self._ep.dispatch(hidden_states, topk_ids, topk_weights, x_scales=hidden_states_scale)
+        with calls.dispatch_refused_if_failed(self._ep):
+            if self._handle is not None and self._handle.is_open:
+                raise RuntimeError(f"dispatch() on rank {self.ep_rank} follows a dispatch(); call combine() first")
+            if eplb_local_stats is not None:
+                raise ValueError(
+                    f"eplb_local_stats on rank {self.ep_rank}: moe_a2a gathers no statistics; pass None and gather them yourself"
+                )
+            handle = self._ep.dispatch(hidden_states, topk_ids, topk_weights, x_scales=hidden_states_scale)
         self._handle = handle
         local_ids, recv_weights = handle.recv_topk()
         ids = torch.where(
@@ -117,7 +119,9 @@ class MoeA2ACommunication(MoEEpCommunication):
         this rank's experts. Returns the sums over ranks, [num_tokens, hidden]."""
         if self._handle is None:
             raise RuntimeError(f"combine() on rank {self.ep_rank} follows no dispatch(); call dispatch() first")
-        combined = self._ep.combine(expert_output.flatten(0, -2), self._handle, presummed=True, out=output)
+        with calls.attempt_refused_if_failed(self._ep, self._handle):
+            y = expert_output.flatten(0, -2)
+        combined = self._ep.combine(y, self._handle, presummed=True, out=output)
         self._handle = None
         return combined
 

@@ -162,6 +162,37 @@ def test_calls_out_of_order_are_refused():
     on_device.run(1, program)
 
 
+def test_calls_that_one_rank_cannot_make_are_refused_on_the_other():
+    def program(group):
+        comm, device = backend(group), default_device()
+        x = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=device)
+        ids = torch.full((1, TOPK), EXPERTS_PER_RANK * (1 - comm.ep_rank), device=device)
+
+        def refused(call, wrong, error, words):
+            """Rank 0 makes the wrong call."""
+            if comm.ep_rank == 0:
+                with pytest.raises(error, match=words):
+                    wrong()
+                return
+            with pytest.raises(moe_a2a.PeerRefusedError, match=f"rank 0 refused its call: .*{words}"):
+                call()
+                on_device.settle(comm._ep)
+
+        def dispatch():
+            return comm.dispatch(x, ids)
+
+        refused(dispatch, lambda: comm.dispatch(x, ids, eplb_local_stats=ids), ValueError, "eplb_local_stats")
+        y = torch.zeros_like(dispatch().hidden_states)
+        refused(lambda: comm.combine(y), lambda: comm.combine(None), AttributeError, "flatten")
+        moe_a2a.as_group(group).all_gather(
+            None
+        )  # a sum that is sent again at once may arrive before the refusal is seen
+        assert torch.equal(comm.combine(y), torch.zeros_like(x))
+        comm.destroy()
+
+    on_device.run(2, program)
+
+
 @pytest.mark.parametrize("name", ["NVFP4", "MXFP4"])
 def test_formats_that_it_does_not_send_are_refused(name):
     with pytest.raises(ValueError, match=f"dispatch_format={name} on rank 0"):
