@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # or (float8 values, their scales)
 
 
-@dataclass(frozen=True)
-class ExpertWeights:
+class ExpertWeights(NamedTuple):
     gate_up: torch.Tensor  # [E_local, 2 * I, H], the gate's rows before the up projection's
     down: torch.Tensor  # [E_local, H, I]
     gate_up_scales: torch.Tensor | None = None  # [E_local, 2 * ceil(I / 128), ceil(H / 128)], those of the gate first
@@ -32,11 +30,8 @@ class ExpertWeights:
         down, down_scales = _split(ep, "w_down", w_down)
         weights = ExpertWeights(gate_up, down, gate_up_scales, down_scales)
         fits = ep.rank, ep.num_local_experts, ep.hidden, ep.device, ep.dtype, float8_dtype(ep.device)
-        _core.check_expert_weights(*fits, *weights.tensors())
+        _core.check_expert_weights(*fits, *weights)
         return weights
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        return self.gate_up, self.down, self.gate_up_scales, self.down_scales
 
     def check_no_grad(self, ep: AnyExpertParallel) -> None:
         """For a call that autograd would not record."""
@@ -77,7 +72,7 @@ class ExpertWeights:
             if size % GRANULARITY != 0:
                 return f"{name}={size} is not a multiple of {GRANULARITY}"
         names = "w_gate_up", "w_down", "w_gate_up's scales", "w_down's scales"
-        for name, w in zip(names, self.tensors(), strict=True):
+        for name, w in zip(names, self, strict=True):
             if w is not None and not w.is_contiguous():
                 return f"not contiguous: {name} (strides {list(w.stride())})"
         for name, w in (("w_gate_up", self.gate_up), ("w_down", self.down)):

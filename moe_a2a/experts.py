@@ -38,7 +38,7 @@ def run_and_combine(
         with torch.no_grad():
             y = _step_by_step(handle, weights)
         return core.combine(y, key, False, codec, out, num_blocks)
-    return core.experts(key, *weights.tensors(), num_max_routes or arguments.MAX_COUNT, fuses, codec, out, num_blocks)
+    return core.experts(key, *weights, num_max_routes or arguments.MAX_COUNT, fuses, codec, out, num_blocks)
 
 
 def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) -> None:
