@@ -35,14 +35,16 @@ BYPASS = 'import sys\nsys.meta_path[:] = [f for f in sys.meta_path if "moe_a2a" 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path, help="a checkout")
-    parser.add_argument("after", type=Path, help="another one")
-    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
-    parser.add_argument("--build", action="store_true", help="compile both first")
+    parser.add_argument("before", type=Path, help="the checkout to compare with")
+    parser.add_argument("after", type=Path, help="the changed checkout")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each checkout (default: 3)")
+    parser.add_argument("--build", action="store_true", help="compile both checkouts first")
     parser.add_argument(
         "--cmake", action="append", default=[], metavar="OPTION", help="for the build, e.g. -DNAME=VALUE"
     )
-    parser.add_argument("--limit", type=float, metavar="PERCENT", help="exit with 1 when a row is slower by more")
+    parser.add_argument(
+        "--limit", type=float, metavar="PERCENT", help="exit with 1 if any row is slower by more than this"
+    )
     parser.add_argument("--results", type=Path, metavar="DIR", help="keep the runs' JSON files here")
     own, bench_options = split_at_dashes(sys.argv[1:])
     options = parser.parse_args(own)

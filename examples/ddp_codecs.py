@@ -102,9 +102,9 @@ def plot(found: dict[str, list[float]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--steps", type=int, default=150, help="training steps (default: 150)")
+    parser.add_argument("--json", type=Path, help="write the losses here")
+    parser.add_argument("--plot", type=Path, help="draw the loss curves here")
     options = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():

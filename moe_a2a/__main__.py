@@ -23,7 +23,9 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line.Parser(prog="python -m moe_a2a", description="Expert parallelism")
+    parser = command_line.Parser(
+        prog="python -m moe_a2a", description="Expert parallelism for Mixture-of-Experts models."
+    )
     parser.add_argument("--version", action="version", version=f"moe_a2a {moe_a2a.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, command in COMMANDS.items():

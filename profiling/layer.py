@@ -63,14 +63,20 @@ class Layer:
 
 def main(prepare: Callable[[Layer], None], what: str) -> None:
     """Warms up, traces `--calls` calls, saves the file, prints the summary."""
-    parser = argparse.ArgumentParser(description=what)
-    parser.add_argument("--output", default="trace.json.gz", help="a path ending in .json.gz, .json or .pftrace")
-    parser.add_argument("--tokens", type=int, default=128, help="per rank")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--topk", type=int, default=4)
-    parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--blocks", type=int, default=0, help="blocks (CPU: threads) of each kernel; 0: the default")
-    parser.add_argument("--calls", type=int, default=3)
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output",
+        default="trace.json.gz",
+        help="a path ending in .json.gz, .json or .pftrace (default: trace.json.gz)",
+    )
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per rank (default: 128)")
+    parser.add_argument("--hidden", type=int, default=1024, help="values per row (default: 1024)")
+    parser.add_argument("--topk", type=int, default=4, help="experts per token (default: 4)")
+    parser.add_argument("--experts", type=int, default=32, help="experts of all ranks (default: 32)")
+    parser.add_argument(
+        "--blocks", type=int, default=0, help="blocks (on the CPU: threads) per call; 0: the library chooses (default)"
+    )
+    parser.add_argument("--calls", type=int, default=3, help="layers in the trace (default: 3)")
     options = parser.parse_args()
     dist.init_process_group()
     layer = Layer(options)

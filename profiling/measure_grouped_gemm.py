@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--intermediate", type=int, default=2048)
-    parser.add_argument("--rows", default="16,512,1024", help="mean per expert, a list")
+    parser.add_argument("--rows", default="16,512,1024", help="mean rows per expert, separated by commas")
     parser.add_argument("--milliseconds", type=float, default=150)
     args = parser.parse_args()
     torch.manual_seed(0)

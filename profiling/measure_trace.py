@@ -230,16 +230,26 @@ def cost(calls: Calls, options: argparse.Namespace) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="a folder to leave the traces in; none: a temporary one")
-    parser.add_argument("--tokens", default="128,4096", help="per rank; several, with commas between")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--blocks", type=int, default=0, help="of each kernel; 0: the default")
-    parser.add_argument("--calls", type=int, default=20, help="that a cost is the median of")
-    parser.add_argument("--traced-calls", type=int, default=3, help="that the trace in the file is of")
-    parser.add_argument("--rounds", type=int, default=6, help="of off and on")
-    parser.add_argument("--records", type=int, help="room in the segment of each warp (default: GPU 4096, CPU 1048576)")
+    parser.add_argument(
+        "--output", type=Path, help="folder for the traces (default: a temporary one, removed at the end)"
+    )
+    parser.add_argument("--tokens", default="128,4096", help="tokens per rank, separated by commas (default: 128,4096)")
+    parser.add_argument("--hidden", type=int, default=7168, help="values per row (default: 7168)")
+    parser.add_argument("--topk", type=int, default=8, help="experts per token (default: 8)")
+    parser.add_argument("--experts", type=int, default=256, help="experts of all ranks (default: 256)")
+    parser.add_argument("--blocks", type=int, default=0, help="blocks per call; 0: the library chooses (default)")
+    parser.add_argument(
+        "--calls", type=int, default=20, help="calls per measured cost, which is their median (default: 20)"
+    )
+    parser.add_argument(
+        "--traced-calls", type=int, default=3, help="calls in the trace that is written and checked (default: 3)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="rounds of calls with the trace off, then on (default: 6)"
+    )
+    parser.add_argument(
+        "--records", type=int, help="records per warp's segment (default: 4096 on a GPU, 1048576 on the CPU)"
+    )
     options = parser.parse_args()
     if not os.environ.get("MOE_A2A_DEVICE") and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

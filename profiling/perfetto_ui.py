@@ -134,6 +134,8 @@ def _served(trace: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: perfetto_ui.py TRACE PICTURE\n\n{__doc__}")
     with opened(sys.argv[1]) as shown:
         shown.run("ExpandAllGroups")
         shown.screenshot(Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Makes the pictures of Perfetto in README and the docs:
+"""Makes the pictures of Perfetto in README and the docs. Each needs a trace, which the command before it writes:
 
 MOE_A2A_DEVICE=cpu torchrun --nproc-per-node 4 profiling/trace_slow_rank.py --blocks 1 --output slow_rank.pftrace
 python profiling/screenshots.py slow_rank slow_rank.pftrace docs/images
@@ -65,9 +65,7 @@ def of_micro_batches(trace: str, images: Path) -> None:
 PICTURES = {"slow_rank": of_slow_rank, "layer": of_layer, "micro_batches": of_micro_batches}
 
 
-def main(of: str, trace: str, folder: str) -> None:
-    PICTURES[of](trace, Path(folder))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 4 or sys.argv[1] not in PICTURES:
+        sys.exit(f"usage: screenshots.py {'|'.join(PICTURES)} TRACE FOLDER\n\n{__doc__}")
+    PICTURES[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))

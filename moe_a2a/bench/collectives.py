@@ -76,13 +76,14 @@ class Line:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     what.add_argument("--sizes", type=integers(1), default=DEFAULT_SIZES, metavar="4096,65536,...",
-                      help="bytes of the whole tensor: of all ranks for reduce_scatter and all_gather")  # fmt: skip
-    what.add_argument("--dtype", type=dtypes, default=[torch.float32], metavar="TYPE,...", help=", ".join(DTYPES))
+                      help="bytes of the whole tensor, for reduce_scatter and all_gather of all ranks' parts (default: 4 KiB to 64 MiB)")  # fmt: skip
+    what.add_argument("--dtype", type=dtypes, default=[torch.float32], metavar="TYPE,...",
+                      help=f"{', '.join(DTYPES)} (default: float32)")  # fmt: skip
     what.add_argument("--op", choices=OPS, default="sum", help="default: sum")
     what.add_argument("--algorithms", type=some_of(ALGORITHMS), default=["auto"], metavar="NAME,...",
-                      help=f"of all_reduce: {', '.join(ALGORITHMS)} (default: auto); of the others: direct, as a second line")  # fmt: skip
+                      help=f"all_reduce: {', '.join(ALGORITHMS)} (default: auto); the others: direct, in a line of its own")  # fmt: skip
     what.add_argument("--codecs", type=some_of(CODECS, or_none=True), default=[], metavar="NAME,...",
-                      help=f"of all_reduce, beside none: {', '.join(CODECS)}")  # fmt: skip
+                      help=f"all_reduce: time these beside no codec: {', '.join(CODECS)}")  # fmt: skip
     what.add_argument(
         "--blocks", type=integer(0), default=0, help="num_blocks of Collectives (default: 0, chosen by the table)"
     )

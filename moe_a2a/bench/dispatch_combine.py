@@ -26,21 +26,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     what.add_argument("--suite", choices=("full", "cpu"), help="a fixed set of cases instead of the options below")
     what.add_argument(
-        "--tokens", type=integers(1), default=[128], metavar="1,2,4,...,64", help="of each rank (default: 128)"
+        "--tokens", type=integers(1), default=[128], metavar="1,2,4,...,64", help="tokens per rank (default: 128)"
     )
     add_sizes(what)
-    what.add_argument("--dtype", type=dtypes, default=[torch.bfloat16], metavar="TYPE,...", help=", ".join(DTYPES))
+    what.add_argument("--dtype", type=dtypes, default=[torch.bfloat16], metavar="TYPE,...",
+                      help=f"{', '.join(DTYPES)} (default: bfloat16)")  # fmt: skip
     what.add_argument("--modes", type=some_of(MODES), default=["rows", "fp8+presummed"], metavar="MODE,...",
-                      help=", ".join(MODES))  # fmt: skip
+                      help=f"{', '.join(MODES)} (default: rows,fp8+presummed)")  # fmt: skip
     what.add_argument("--routing", type=routing_names, default=["uniform"], metavar="NAME,...",
-                      help=", ".join(routings.NAMES))  # fmt: skip
+                      help=f"{', '.join(routings.NAMES)} (default: uniform)")  # fmt: skip
+    what.add_argument("--blocks", type=integers(0), default=[0], metavar="8,16,24,...,96",
+                      help="blocks per call (default: 0, as the launch table says)")  # fmt: skip
     what.add_argument(
-        "--blocks", type=integers(0), default=[0], metavar="8,16,24,...,96", help="of each call (0: as tuned)"
+        "--halves",
+        action="store_true",
+        help="also time dispatch_send, dispatch_recv, combine_send and combine_recv, each alone",
     )
-    what.add_argument("--halves", action="store_true", help="also dispatch_send ... combine_recv, each timed alone")
-    what.add_argument("--graph", action="store_true", help="also captured graphs (GPU)")
-    what.add_argument("--chain", action="store_true", help="also pairs of calls, ten in one captured graph (GPU)")
-    what.add_argument("--overlap", action="store_true", help="also a matrix product between the halves")
+    what.add_argument("--graph", action="store_true", help="also replay dispatch and combine as captured graphs (GPU)")
+    what.add_argument(
+        "--chain", action="store_true", help="also time ten pairs of dispatch and combine in one captured graph (GPU)"
+    )
+    what.add_argument("--overlap", action="store_true", help="also run a matrix product between the halves of a call")
     what.add_argument("--baselines", type=some_of(run_case.BASELINES, or_none=True), default=list(run_case.BASELINES),
                       metavar="NAME,...", help=f"{', '.join(run_case.BASELINES)}, or none (default: all)")  # fmt: skip
     add_how(parser)

@@ -76,12 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=integers(1),
         metavar="4096,...",
-        help="of each micro-batch and rank (default: 4096, on the CPU 64)",
+        help="tokens per micro-batch and rank (default: 4096, on the CPU 64)",
     )
     add_sizes(what)
-    what.add_argument(
-        "--blocks", type=integers(1), default=[16, 24, 32], metavar="16,...", help="of dispatch and combine"
-    )
+    what.add_argument("--blocks", type=integers(1), default=[16, 24, 32], metavar="16,...",
+                      help="blocks of dispatch and of combine (default: 16,24,32)")  # fmt: skip
     add_how(parser)
     add_outputs(parser, "micro_batches")
     parser.add_argument(

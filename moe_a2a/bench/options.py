@@ -18,9 +18,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def add_sizes(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
-    parser.add_argument("--hidden", type=integer(1), default=7168)
-    parser.add_argument("--topk", type=integer(1), default=8)
-    parser.add_argument("--experts", type=integer(1), default=256)
+    parser.add_argument("--hidden", type=integer(1), default=7168, help="values per row (default: 7168)")
+    parser.add_argument("--topk", type=integer(1), default=8, help="experts per token (default: 8)")
+    parser.add_argument("--experts", type=integer(1), default=256, help="experts of all ranks (default: 256)")
 
 
 def add_how(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +30,10 @@ def add_how(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=integer(1, MAX_RANKS), help="processes to start (default: one per GPU, or 4 on the CPU)"
     )
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU per rank if there is one")
-    how.add_argument("--iterations", type=integer(1), default=30, help="default: 30")
+    how.add_argument("--iterations", type=integer(1), default=30, help="timed iterations (default: 30)")
     how.add_argument("--warm-up", type=integer(0), default=5, help="warm-up iterations (default: 5)")
     how.add_argument("--flush", action="store_true", help="flush the cache before each step by writing 256 MiB")
-    how.add_argument("--seed", type=integer(0), default=1, help="of routing and data (default: 1)")
+    how.add_argument("--seed", type=integer(0), default=1, help="seed of routing and data (default: 1)")
     how.add_argument("--timeout", type=seconds, default=1200, help="seconds that the ranks may take (default: 1200)")
 
 

@@ -35,7 +35,7 @@ COLOURS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="dispatch_combine.json")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of bench dispatch_combine")
     parser.add_argument(
         "--out", type=output_folder, metavar="DIR", help="folder of the pictures (default: the first file's)"
     )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_a2a.bench import machine
+from moe_a2a.bench import machine, routings
 from moe_a2a.bench.cases import Case
 from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.limits import Limits
@@ -27,11 +27,14 @@ from moe_a2a.command_line import UsageError, integer, integers
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     what = parser.add_argument_group("what is measured")
     what.add_argument("--tokens", type=integers(1), default=[128, 512, 4096, 8192], metavar="128,512,...",
-                      help="of each rank (default: 128,512,4096,8192)")  # fmt: skip
+                      help="tokens per rank (default: 128,512,4096,8192)")  # fmt: skip
     add_sizes(what)
-    what.add_argument("--intermediate", type=_multiple_of_16, default=2048)
-    what.add_argument("--dtype", type=_dtypes, default=[torch.bfloat16], metavar="TYPE,...", help="bfloat16, float16")
-    what.add_argument("--routing", type=routing_names, default=["uniform"], metavar="NAME,...", help="default: uniform")
+    what.add_argument("--intermediate", type=_multiple_of_16, default=2048,
+                      help="intermediate size of an expert (default: 2048)")  # fmt: skip
+    what.add_argument("--dtype", type=_dtypes, default=[torch.bfloat16], metavar="TYPE,...",
+                      help="bfloat16, float16 (default: bfloat16)")  # fmt: skip
+    what.add_argument("--routing", type=routing_names, default=["uniform"], metavar="NAME,...",
+                      help=f"{', '.join(routings.NAMES)} (default: uniform)")  # fmt: skip
     add_how(parser)
     add_outputs(parser, kind)
 

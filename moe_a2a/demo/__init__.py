@@ -23,8 +23,9 @@ SECONDS_OF_REFERENCE = 300.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=integer(1, MAX_RANKS), default=4, help="processes to start (default: 4)")
-    parser.add_argument("--seed", type=integer(0), default=0, help="of weights and data (default: 0)")
-    parser.add_argument("--models", nargs="+", choices=MODEL_NAMES, default=MODEL_NAMES, metavar="MODEL")
+    parser.add_argument("--seed", type=integer(0), default=0, help="seed of weights and data (default: 0)")
+    parser.add_argument("--models", nargs="+", choices=MODEL_NAMES, default=MODEL_NAMES, metavar="MODEL",
+                        help=f"{', '.join(MODEL_NAMES)} (default: all)")  # fmt: skip
     parser.add_argument(
         "--output",
         type=output_folder,

@@ -11,7 +11,7 @@ HELP = "list the problems, their shapes and the entries in the tree"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", action="store_true", help="also the shapes of tests and benchmarks")
+    parser.add_argument("--shapes", action="store_true", help="also print the shapes of tests and benchmarks")
 
 
 def run(options: argparse.Namespace) -> int:

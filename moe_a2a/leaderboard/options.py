@@ -30,7 +30,7 @@ def add_how(parser: argparse.ArgumentParser) -> None:
         help="world size: processes to start (default: POPCORN_GPUS, else one per GPU, or 4 on the CPU)",
     )
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU per rank if there is one")
-    how.add_argument("--seed", type=integer(0), help="repeats the secret seeds of a run that has printed it")
+    how.add_argument("--seed", type=integer(0), help="repeat the run that printed this seed")
     how.add_argument("--limit", type=seconds, help="seconds that a call may take (default: the problem's, 60 or 180)")
     how.add_argument(
         "--shrunk",

@@ -29,13 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="which table (default: dispatch_combine)")  # fmt: skip
     parser.add_argument("--print", action="store_true", dest="only_print", help="show the table in effect here")
     parser.add_argument("--tokens", type=integers(1), default=dispatch_combine.TOKENS, metavar="1,2,...",
-                        help="of each rank")  # fmt: skip
+                        help="dispatch_combine: tokens per rank (default: powers of two from 1 to 8192)")  # fmt: skip
     parser.add_argument("--sizes", type=integers(1), default=collectives.SIZES, metavar="8192,...",
-                        help="bytes of the whole tensor, of collectives")  # fmt: skip
+                        help="collectives: bytes of the whole tensor (default: 1 KiB to 128 MiB)")  # fmt: skip
     parser.add_argument("--blocks", type=integers(1), metavar="8,16,...",
-                        help="to try (default: up to all multiprocessors)")  # fmt: skip
+                        help="numbers of blocks to try (default: up to all multiprocessors)")  # fmt: skip
     add_sizes(parser)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: bfloat16")
     parser.add_argument("--output", type=Path, metavar="FILE",
                         help="where to write the table (default: the user's cache directory, where it is found automatically)")  # fmt: skip
     add_how(parser)

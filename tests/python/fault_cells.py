@@ -143,10 +143,10 @@ def run(cell: Cell) -> tuple[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--every", type=int, default=1, help="run every n-th cell")
-    parser.add_argument("--first", type=int, default=0, help="begin with this one")
-    parser.add_argument("--json", type=Path, help="write each cell here")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=int, default=1, help="run every n-th cell (default: 1)")
+    parser.add_argument("--first", type=int, default=0, help="begin with this cell (default: 0)")
+    parser.add_argument("--json", type=Path, help="write each cell's result here")
     options = parser.parse_args(arguments)
     os.environ["MOE_A2A_DEVICE"] = "cpu"  # also on a machine with GPUs, which would be too few
     rows, found = defaultdict(list), []
