@@ -7,7 +7,7 @@ The first match wins:
   2. the table that `tune collectives` has written on this machine for this GPU and number of ranks, in the user's cache
      directory (<cache>/moe_a2a/tuned/collectives_<gpu>_<ranks>.json);
   3. the package's table for this GPU and number of ranks, if there is one;
-  4. a small model: see model().
+  4. a model: see model().
 
 A call's algorithm= and the constructor's num_blocks= override all of them. All ranks must have the same table.
 """
@@ -96,7 +96,7 @@ def in_effect(device: torch.device, num_ranks: int, file: str | os.PathLike[str]
     path = tuned_files.chosen_file(file or os.environ.get(ENVIRONMENT_VARIABLE), PREFIX, device, num_ranks)
     modelled = model(device.type, num_ranks)
     if path is None:
-        return Tables(modelled, "the small model")
+        return Tables(modelled, "no table, the model")
     tables = read(path)
     kinds = {table.kind for table in tables}
     return Tables([*tables, *(table for table in modelled if table.kind not in kinds)], str(path))
@@ -106,7 +106,7 @@ def own_file(device: torch.device, num_ranks: int) -> Path:
     return tuned_files.own_file(PREFIX, device, num_ranks)
 
 
-# ---- the small model
+# ---- the model
 
 MOST_ONE_SHOT_ON_CPU = 8 << 10  # measured with 4 ranks on 2 cores
 # Bytes that a GPU's links carry in the time of two-shot's second trip: 5.5 us, 349 GB/s (2 and 4 H200).

@@ -6,7 +6,7 @@ The first match wins:
   2. the table that `tune` has written on this machine for this GPU and number of ranks, in the user's cache directory
      (<cache>/moe_a2a/tuned/<gpu>_<ranks>.json);
   3. the package's table for this GPU and number of ranks, if there is one (moe_a2a/tuned/<gpu>_<ranks>.json);
-  4. a small model: see model().
+  4. a model: see model().
 
 num_blocks= of a call or of the constructor overrides all of them. On the CPU there is no table: one thread.
 
@@ -69,7 +69,7 @@ def in_effect(
     num_topk: int,
     file: str | os.PathLike[str] | None = None,
 ) -> tuple[list[LaunchStep], str]:
-    """The table, and its origin as text. An empty table selects the target's default."""
+    """The table, and its origin as text. An empty table: the target's default."""
     path = tuned_files.chosen_file(file or os.environ.get(ENVIRONMENT_VARIABLE), "", device, num_ranks)
     row_bytes = hidden * dtype.itemsize
     if path is not None:
@@ -78,16 +78,16 @@ def in_effect(
         origin = f"{path}, hidden {nearest.hidden} {nearest.dtype}" + ("" if is_same else ", scaled by the row's bytes")
         return list((nearest if is_same else nearest.scaled_to(row_bytes)).steps), origin
     if device.type != "cuda":
-        return [], "the target's default"
+        return [], "no table, one thread per call"
     num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return model(num_ranks, num_topk, row_bytes, num_multiprocessors), "the small model"
+    return model(num_ranks, num_topk, row_bytes, num_multiprocessors), "no table, the model"
 
 
 def own_file(device: torch.device, num_ranks: int) -> Path:
     return tuned_files.own_file("", device, num_ranks)
 
 
-# ---- the small model
+# ---- the model
 
 FEWEST_BLOCKS = 64  # enough to saturate the links with a dispatch of a large batch
 BYTES_PER_BLOCK = 32 << 10  # rows that justify a block of a combine, which adds as well as sends

@@ -305,6 +305,8 @@ def _next_message(rank: _Rank) -> tuple[str, Any]:
     except (EOFError, OSError):
         rank.process.join(SECONDS_TO_DIE)
         text = f"died with exit code {rank.process.exitcode}"
+        if rank.process.exitcode == -signal.SIGKILL:
+            text += " (SIGKILL: the kernel sends it when memory runs out)"
         return "died", (text, text)
     try:
         return pickle.loads(message)

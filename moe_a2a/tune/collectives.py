@@ -62,13 +62,15 @@ def text(tables: Sequence[CollectiveTable]) -> str:
         lines += map(_line, table.steps)
         if table.kind == "all_reduce":
             codecs = ", ".join(f"{name} {least}" for name, least in table.codecs.items())
-            lines += [f"one_shot as LL words up to: {table.most_in_words}", f"codecs from: {codecs or 'never'}"]
-            lines += ["tensors of empty():", *map(_line, table.symmetric_steps)]
+            words = f"up to {table.most_in_words} bytes" if table.most_in_words else "never"
+            lines += [f"one_shot as LL words: {words}", f"codecs from: {codecs or 'never'}"]
+            lines += ["tensors in symmetric memory (empty()):", *map(_line, table.symmetric_steps)]
     return "\n".join(lines)
 
 
 def _line(step: CollectiveStep) -> str:
-    return f"{step.max_nbytes:>16} {step.algorithm:<10} {step.num_blocks or 'all':>6}"
+    most = "any" if step.max_nbytes == collective_tables.LARGEST else step.max_nbytes
+    return f"{most:>16} {step.algorithm:<10} {step.num_blocks or 'all':>6}"
 
 
 def measure(options: argparse.Namespace, device: torch.device, clock: Clock) -> list[CollectiveTable]:

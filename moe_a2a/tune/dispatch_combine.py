@@ -2,8 +2,8 @@
 
 A call's blocks depend only on its number of tokens. So every number of tokens is measured with every number of blocks in two
 modes: plain rows that combine sums, and float8 rows that the caller has summed; on a GPU as replayed graphs, since a slow host
-would hide the difference. The table keeps the fewest blocks within 2 % of the best, judged by the mode that they slow down
-most.
+would hide the difference. Each number of blocks is rated by the mode that it slows down most; the table keeps the
+fewest within 2 % of the best.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_where_tables_come_from(tmp_path, monkeypatch):
     tables = collective_tables.in_effect(gpu, 4, tmp_path / "argument")
     origins.append(tables.origin)
     names = ["shipped/collectives_h200_4.json", "own/collectives_h200_4.json", "environment", "argument"]
-    assert origins == ["the small model", *(str(tmp_path / name) for name in names)]
+    assert origins == ["no table, the model", *(str(tmp_path / name) for name in names)]
     assert tables.of("all_reduce", "bfloat16") == table
     assert tables.of("all_gather", "bfloat16").steps == (CollectiveStep(LARGEST, "two_shot", 0),)
 

@@ -116,12 +116,15 @@ def test_a_table_of_this_machine_comes_before_the_shipped_one(folders):
     def origin(num_ranks):
         return launch_tables.in_effect(torch.device("cuda"), num_ranks, 64, torch.bfloat16, 2)[1]
 
-    assert origin(4) == "the small model"
+    assert origin(4) == "no table, the model"
     for folder in (tuned_files.SHIPPED, tuned_files.OWN):
         launch_tables.write(folder / "h200_4.json", {}, TunedTable(64, "bfloat16", (LaunchStep(8, 16, 24),)))
         assert origin(4).startswith(f"{folder / 'h200_4.json'}, hidden 64")
-        assert origin(2) == "the small model"
-    assert launch_tables.in_effect(torch.device("cpu"), 4, 64, torch.bfloat16, 2) == ([], "the target's default")
+        assert origin(2) == "no table, the model"
+    assert launch_tables.in_effect(torch.device("cpu"), 4, 64, torch.bfloat16, 2) == (
+        [],
+        "no table, one thread per call",
+    )
 
 
 def test_tune_writes_into_the_users_cache():
