@@ -83,7 +83,7 @@ def checked_routing_of(rank: int, x: torch.Tensor, topk_idx: Any, topk_weights: 
         raise ValueError(f"both handle= and topk_idx or topk_weights given on rank {rank}; pass one or the other")
     if x.dim() and len(x) != len(routing[0]):
         raise ValueError(
-            f"x has {len(x)} rows on rank {rank}, but the dispatch of handle had {len(routing[0])}; pass as many, or topk_idx"
+            f"x has {len(x)} rows on rank {rank}, but the dispatch of handle had {len(routing[0])}; pass as many rows, or topk_idx"
         )
     return routing
 

@@ -1,4 +1,5 @@
-"""Where the ranks of a group post values for each other: a torch group's store, an MPI communicator, a dictionary.
+"""Where the ranks of a group post values for each other: a torch group's store, messages of an MPI communicator, or a
+dictionary shared by threads.
 
 A board knows nothing about a meeting's order or deadline; see moe_a2a/rendezvous.py.
 """

@@ -74,7 +74,7 @@ def _dispatch_failed(ep: HandleOwner, is_report: bool, core: Any, why: str) -> N
 
 
 def serves_a_handle(position: int) -> Callable[[Call], Call]:
-    """Decorates the calls between a dispatch and the end of its combine; `position`: of the handle among the arguments. If
+    """Decorates the calls between a dispatch and the end of its combine; `position`: the handle's place among the arguments. If
     a call fails before this rank's sums are sent, it refuses the combine; all ranks may retry with the same handle.
 
     If the handle itself is wrong (closed, another object's, not a handle), nobody knows which combine the peers wait for.

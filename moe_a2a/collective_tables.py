@@ -50,7 +50,7 @@ class CollectiveStep(NamedTuple):
 class CollectiveTable:
     """Measured for one kind and dtype. codecs: the fewest bytes from which each codec pays; absent: it never does.
     most_in_words: the most bytes that one-shot sends as LL words; larger calls use rows with signals. symmetric: the steps
-    of all-reduces of tensors in symmetric memory, which may also go "direct"; empty: they do instead of "two_shot"."""
+    for all-reduces of tensors in symmetric memory, which may also go "direct"; if empty, those go direct instead of "two_shot"."""
 
     kind: str
     dtype: str
@@ -125,7 +125,7 @@ LEAST_WITH_CODEC: dict[str, dict[str, int]] = {
 def model(device_type: str, num_ranks: int) -> list[CollectiveTable]:
     """One-shot while the bytes that two-shot saves take less time than its second trip: one-shot sends R - 1 times
     the message, two-shot 2 (R - 1) / R times; and up to a few MiB, as one-shot also reduces R times as much. Ring and recursive
-    doubling are for machines whose ranks do not all reach each other equally well; elsewhere they were never the fastest."""
+    doubling are for machines whose ranks do not all reach each other equally well; on other machines they were never the fastest."""
     saved = (num_ranks - 1) * (num_ranks - 2)
     if device_type == "cpu":
         most = MOST_ONE_SHOT_ON_CPU

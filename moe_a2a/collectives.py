@@ -82,8 +82,8 @@ class Collectives(CommunicatorClient):
         )
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """An uninitialised tensor in symmetric memory. Calls on such tensors need no workspace, and take less time: all_reduce()
-        if x and out are, reduce_scatter() if x is, all_gather() if out is, or views of them.
+        """An uninitialised tensor in symmetric memory. A call on such tensors, or on views of them, needs no workspace and takes
+        less time: all_reduce() if both x and out are such tensors, reduce_scatter() if x is, all_gather() if out is.
 
         Each rank makes the same tensors in the same order: kernels find a tensor on another rank at its place on this one. A
         call whose tensors lie elsewhere on another rank raises CallMismatchError.
@@ -280,8 +280,8 @@ class Collectives(CommunicatorClient):
             return 0
         if algorithm not in ("auto", "two_shot"):
             raise ValueError(
-                f'codec="{codec}" with algorithm="{algorithm}" on rank {self.rank}: only two_shot has codecs, and keeps to their '
-                'error bounds; pass algorithm="two_shot", or codec=None'
+                f'codec="{codec}" with algorithm="{algorithm}" on rank {self.rank}: only two_shot supports codecs, '
+                'since another algorithm could exceed their error bounds; pass algorithm="two_shot", or codec=None'
             )
         if limit is not None and codecs.max_error(codec) > limit:
             raise ValueError(

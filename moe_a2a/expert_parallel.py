@@ -29,7 +29,7 @@ class ExpertParallel(CommunicatorClient):
             r * E_local ... (r + 1) * E_local - 1.
         num_topk: choices per token.
         hidden: length of a row.
-        num_max_tokens_per_rank: most tokens that a rank dispatches at once (T).
+        num_max_tokens_per_rank: the most tokens that a rank dispatches in one call (T).
         dtype: of x, y and the result: float32, float16 or bfloat16.
         device: where tensors live; default: the device in the environment variable MOE_A2A_DEVICE, else the current GPU
             if this build has its target, else the CPU. Under torchrun, a process whose current GPU is still GPU 0 takes
@@ -142,13 +142,13 @@ class ExpertParallel(CommunicatorClient):
         Args:
             x: [num_tokens, H] of `dtype`, or float8 with x_scales. Rows may be strided.
             topk_idx: [num_tokens, K] int32 or int64, ids of experts; -1 drops a choice.
-            topk_weights: [num_tokens, K] float32; None: 1.
+            topk_weights: [num_tokens, K] float32; None: all weights are 1.
             handle: instead of topk_idx and topk_weights, an earlier handle, whose routing (kept, not copied) is used again.
             layout, expert_alignment: see DispatchHandle; default: "rows" and 1, or those of `handle`. Only
                 layout="expert_major" takes an alignment (1 to 256).
             x_scales: with float8 x: [num_tokens, ceil(H / 128)] float32, or [num_tokens, ceil(H / 32)] uint8 or
-                float8_e8m0fnu (MXFP8). They travel bit for bit; float32 on every rank, or bytes on every rank.
-            quantize: "fp8": rows are quantised on the way, one scale per 128 values (amax / 448). On every rank or on none.
+                float8_e8m0fnu (MXFP8). They travel bit for bit. All ranks pass float32, or all ranks pass bytes.
+            quantize: "fp8": rows are quantised on the way, with one scale per 128 values (amax / 448). All ranks quantise, or none does.
             num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
 
         Raises:
@@ -242,8 +242,8 @@ class ExpertParallel(CommunicatorClient):
                 PyTorch; None: kernels on a GPU if they can run: bfloat16 or float16 rows, sizes that are multiples of 16.
             fused_combine: True: the kernel of the second product also sends the sums, each once its terms are complete;
                 an error for layout="masked" and for batches whose sums may return as LL words (at most num_max_ll_tokens
-                tokens and 3 MiB of sums). False: first the product, then the combine. None: as False: fused, a layer
-                took 3 % less to 4 % more time on 4 H200 (docs/experts.md). Same bits.
+                tokens and 3 MiB of sums). False: first the product, then the combine. None: the same as False, since
+                a fused layer took between 3 % less and 4 % more time on 4 H200 (docs/experts.md). The bits are the same.
             wire: as in combine(); not with fused_combine=True.
             num_max_routes: rows of the intermediate results, [num_max_routes, I] and [num_max_routes, H]; None:
                 handle.capacity, which holds any routing. More routes raise ValueError if the host can see them (on the

@@ -154,8 +154,8 @@ def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> t
 
 
 def runs_kernels(ep: AnyExpertParallel, weights: ExpertWeights, row_dtype: torch.dtype, fused: bool | None) -> bool:
-    """fused=None means on a GPU if the kernels can run. On the CPU PyTorch's products are faster (bfloat16, AVX-512: up to
-    10 times), and reading offsets on the host costs nothing."""
+    """Whether the kernels run the experts. fused=None: on a GPU, if they can. On the CPU PyTorch's products are faster (bfloat16 with
+    AVX-512: up to 10 times), and reading the offsets on the host costs nothing."""
     why_not = weights.kernels_refuse(ep, row_dtype)
     if fused is None:
         return why_not is None and ep.device.type != "cpu"
@@ -165,7 +165,7 @@ def runs_kernels(ep: AnyExpertParallel, weights: ExpertWeights, row_dtype: torch
 
 
 def _fuses_combine(handle: DispatchHandle, by_kernels: bool, fused_combine: bool | None) -> bool:
-    """fused_combine=None means no: over the links of 4 H200 it gains 3 % at best and loses 4 % at worst (docs/experts.md)."""
+    """fused_combine=None means False: over the links of 4 H200 it gains 3 % at best and loses 4 % at worst (docs/experts.md)."""
     if fused_combine and (why_not := combine_stays_apart(handle, by_kernels)) is not None:
         raise ValueError(f"fused_combine=True, but {why_not} on rank {handle.ep.rank}; pass fused_combine=None")
     return bool(fused_combine)

@@ -63,9 +63,9 @@ def _operator(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Cal
 
 
 def _communicates(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Also as `<name>_without_result`, for a result without elements: Inductor removes a call whose result adds nothing, but
-    other ranks wait for it. This one has a declared effect, so it stays. Not for every call: an effect has a token on the CPU, and
-    Inductor captures no CUDA graph with tensors there."""
+    """Defines a second operator, `<name>_without_result`, for calls whose result has no elements. Inductor removes a call whose
+    result contributes nothing, although other ranks wait for it; the declared effect of this operator keeps it. Only these calls use
+    it, since an effect adds a token on the CPU, and Inductor captures no CUDA graph that has tensors there."""
 
     def made(function: Callable[..., Any]) -> Any:
         operator = _operator(f"{name}_without_result", schema, fake)(function)

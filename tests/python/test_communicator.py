@@ -120,7 +120,7 @@ def test_a_client_makes_a_communicator_of_its_own(session_seed):
 def other_clients_program(group) -> str:
     comm = moe_a2a.Communicator(group, timeout=10)
     with pytest.raises(
-        ValueError, match="ranks disagree: rank 0 came to make the Collectives, rank 1 to make the ExpertParallel"
+        ValueError, match="ranks disagree: rank 0 is about to make the Collectives, rank 1 to make the ExpertParallel"
     ):
         moe_a2a.Collectives(comm) if comm.rank == 0 else make_ep(comm)
     check_sum(moe_a2a.Collectives(comm), 0, 5, torch.float32, in_place=False)  # the communicator still works
@@ -134,7 +134,7 @@ def test_ranks_that_make_different_clients_are_told():
 def making_while_others_end_a_trace(group) -> None:
     with moe_a2a.Collectives(group, timeout=10) as coll:
         with pytest.raises(
-            ValueError, match="ranks disagree: rank 0 came to make the ExpertParallel, rank 1 to end the trace"
+            ValueError, match="ranks disagree: rank 0 is about to make the ExpertParallel, rank 1 to end the trace"
         ):
             with moe_a2a.trace(coll):
                 if coll.rank == 0:

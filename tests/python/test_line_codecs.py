@@ -142,7 +142,7 @@ def bad_codec_program(group) -> None:
         with pytest.raises(TypeError, match="codec=8 is a int"):
             coll.all_reduce(x, codec=8)
         with pytest.raises(
-            ValueError, match='codec="q8" with algorithm="one_shot" on rank .: only two_shot has codecs'
+            ValueError, match='codec="q8" with algorithm="one_shot" on rank .: only two_shot supports codecs'
         ):
             coll.all_reduce(x, algorithm="one_shot", codec="q8")
         with pytest.raises(
