@@ -63,7 +63,7 @@ def _hardware() -> Iterator[tuple[str, str]]:
         space = shutil.disk_usage(SHARED_MEMORY)
         line = f"{space.free / 2**20:.0f} MiB free of {space.total / 2**20:.0f}"
         is_small = space.total < 2**30
-        yield SHARED_MEMORY, line + is_small * " (little: containers take docker run --shm-size=8g)"
+        yield SHARED_MEMORY, line + is_small * " (small; start a container with docker run --shm-size=8g)"
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         yield "GPUs", "none that torch can use"

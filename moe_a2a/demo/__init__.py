@@ -86,7 +86,8 @@ def _run(options: argparse.Namespace) -> int:
     if failed:
         return _failed(", ".join(failed))
     worst = max(result.difference for result in model_results)
-    print(f"demo: {len(model_results)} models, max |logit difference| {worst:.2e}, all checks passed")
+    models = f"{len(model_results)} model" + "s" * (len(model_results) > 1)
+    print(f"demo: {models}, max |logit difference| {worst:.2e}, all checks passed")
     return 0
 
 

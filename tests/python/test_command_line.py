@@ -48,7 +48,7 @@ def test_demo_checks_every_logit_and_saves_its_plot(tmp_path):
     done = moe_a2a("demo", "--ranks", 3, "--seed", 5, "--models", "mixtral", "--output", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     last_line = done.stdout.splitlines()[-1]
-    assert re.fullmatch(r"demo: 1 models, max \|logit difference\| \S+, all checks passed", last_line)
+    assert re.fullmatch(r"demo: 1 model, max \|logit difference\| \S+, all checks passed", last_line)
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "it/s" not in done.stderr, "a progress bar, though there is no terminal"
 
