@@ -104,6 +104,24 @@ def test_a_bound_spares_the_host():
             dispatched(buffer, torch.ones(2, HIDDEN, device=device), ids[:1].repeat(2, 1), None, num_worst_tokens=2)
         buffer.destroy()
 
+
+@on_device.cpu_only
+def test_a_bound_that_the_ranks_do_not_divide_drops_no_row():
+    """Before, two ranks with 3 tokens each passed as num_worst_tokens=5, and the last row was missing from the sums."""
+    everything = [(torch.full((3, HIDDEN), 1.0 + rank), torch.zeros(3, 1, dtype=torch.int64)) for rank in range(2)]
+
+    def program(group):
+        buffer = buffer_of(group)
+        x, ids = everything[buffer.rank]
+        with pytest.raises((ValueError, moe_a2a.PeerRefusedError), match="num_worst_tokens=5 allows 2 on each of 2"):
+            dispatched(buffer, x, ids, None, num_worst_tokens=5)
+        group.all_gather(None)
+        recv_x, _, _, _, handle, _ = dispatched(buffer, x[:2], ids[:2], None, num_worst_tokens=5)
+        assert len(recv_x) == 5 and torch.equal(buffer.combine(recv_x, handle)[0], x[:2])
+        buffer.destroy()
+
+    on_device.run(2, program)
+
     on_device.run(2, program)
 
 

@@ -197,7 +197,7 @@ def checked(
     kind = Kind(num_experts, topk_idx.shape[1], x.shape[1], dtype, is_low_latency=False)
     if not arguments.checked_int(rank, "num_worst_tokens", num_worst_tokens, 0):
         return kind, None
-    bound = -(-num_worst_tokens // exchange.num_ranks)
+    bound = num_worst_tokens // exchange.num_ranks
     if len(x) > bound:
         raise ValueError(
             f"x has {len(x)} rows on rank {rank}, but num_worst_tokens={num_worst_tokens} allows {bound} on each of "
