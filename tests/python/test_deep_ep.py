@@ -150,6 +150,25 @@ def test_a_handle_serves_again_and_out_of_order():
     on_device.run(2, program)
 
 
+def test_a_handle_outlives_its_topk_idx():
+    """Before, a handle sent along what its caller's topk_idx held by then, and rows and sums were of other tokens."""
+    print(f"seed {SEED}")
+
+    def program(group):
+        buffer, device = buffer_of(group), default_device()
+        x, ids, weights = on(device, *batches(2, 0)[buffer.rank])
+        changed = ids.clone()
+        recv_x, recv_ids, recv_weights, _, handle, _ = dispatched(buffer, x, changed, weights)
+        changed.copy_(ids.flip(0))
+        assert torch.equal(buffer.dispatch(x, handle=handle)[0], recv_x)
+        y = experts(buffer.rank, recv_x, recv_ids, recv_weights)
+        for _ in range(2):  # the second one sends the routing again
+            assert torch.equal(buffer.combine(y, handle)[0], combined(x, ids, weights))
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
 def test_float8_rows_bring_their_scales():
     print(f"seed {SEED}")
 

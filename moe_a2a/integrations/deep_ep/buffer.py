@@ -183,6 +183,7 @@ class Buffer(OfExchange):
                 kind, bound = high_throughput.checked(
                     exchange, rows, scales, topk_idx, topk_weights, num_experts, num_worst_tokens
                 )
+                topk_idx = topk_idx.clone()  # DeepEP's callers may change theirs: its handle does not refer to it
             received = high_throughput.begin_dispatch(
                 exchange,
                 kind,
