@@ -194,7 +194,7 @@ class RegisteredExperts:
         if ep is not None and capacity <= ep.num_max_tokens_per_rank:
             return ep
         if ep is not None:
-            ep.close()
+            self._by_shape.pop(shape).close()  # if the larger one cannot be made, the next call makes another
         num_ranks = self.group.num_ranks
         ep = self._by_shape[shape] = moe_a2a.ExpertParallel(
             self.group,

@@ -123,3 +123,28 @@ def test_an_error_in_the_experts_leaves_the_buffers_usable(ranks_that_fail, num_
 
     for rank, actual in enumerate(on_ranks(2, rank_main)):
         assert_close(actual, eager(module, *random_tokens(rank, 5)))
+
+
+def test_a_batch_that_needs_too_much_memory_leaves_smaller_ones():
+    """Before, the buffers that were to grow stayed closed, and no later call could be made."""
+    module = experts_of(tiny_model("mixtral"))
+    modules = [copy.deepcopy(module) for _ in range(2)]
+
+    def no_memory(group, **sizes):
+        raise MemoryError(f"for {sizes['num_max_tokens_per_rank']} tokens")
+
+    def rank_main(rank, group, experts):
+        experts(modules[rank], *random_tokens(rank, 8))
+        group.all_gather(None)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:  # the ranks are threads
+                patch.setattr(moe_a2a, "ExpertParallel", no_memory)
+            group.all_gather(None)
+            with pytest.raises(MemoryError, match="for 64 tokens"):
+                experts(modules[rank], *random_tokens(rank, 40))
+            group.all_gather(None)
+        group.all_gather(None)
+        return experts(modules[rank], *random_tokens(rank, 8))
+
+    for rank, actual in enumerate(on_ranks(2, rank_main)):
+        assert_close(actual, eager(module, *random_tokens(rank, 8)))
