@@ -242,3 +242,37 @@ def test_ranks_that_disagree_on_a_first_dispatch(api):
             each.destroy()
 
     on_device.run(2, program)
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("first", ["packed", "by route", r"by expert \(low latency\)"])
+def test_ranks_that_begin_with_different_dispatches(first):
+    """Before, both made the same memory, and then waited in different calls until their deadline."""
+    x, ids, counts = torch.ones(4, 256), torch.arange(2).expand(4, 2).contiguous(), torch.zeros(8)
+
+    def program(group):
+        def packed():
+            return buffer.dispatch(x, topk_idx=ids, num_tokens_per_expert=counts, num_worst_tokens=256)
+
+        def by_expert():
+            return buffer.low_latency_dispatch(x, ids, 128, 8, use_fp8=False)
+
+        def elastic_dispatch(do_expand):
+            return elastic.dispatch(x, ids, num_experts=8, do_expand=do_expand)
+
+        buffer, elastic = buffer_of(group), deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=16)
+        if first == "by route":
+            calls, other = [lambda: elastic_dispatch(True), lambda: elastic_dispatch(False)], "packed"
+        elif first == "packed":
+            calls, other = [packed, by_expert], r"by expert \(low latency\)"
+        else:
+            calls, other = [by_expert, packed], "packed"
+        mine, theirs = (first, other) if group.rank == 0 else (other, first)
+        with pytest.raises(ValueError, match=f"rows of the call .*: {mine} on rank {group.rank}, {theirs} on another"):
+            calls[group.rank]()
+        for call in calls:
+            call()
+        buffer.destroy()
+        elastic.destroy()
+
+    on_device.run(2, program)

@@ -31,12 +31,15 @@ class Call(NamedTuple):
     num_max_tokens: int  # 0: what the largest batch has
     is_float8: bool
     has_weights: bool
+    by_route: bool = False  # else packed, or for low-latency calls by expert
 
     def numbers(self) -> list[int]:
         kind = self.kind
+        arrangement = 2 if kind.is_low_latency else int(self.by_route)
         dtype = ROW_DTYPES.index(kind.dtype) if kind.dtype in ROW_DTYPES else len(ROW_DTYPES)
         most = self.num_max_tokens and kind.num_max_tokens_per_rank(self.num_max_tokens)
-        return [kind.num_experts, kind.num_topk, kind.hidden, dtype, most, self.is_float8, self.has_weights]
+        sizes = kind.num_experts, kind.num_topk, kind.hidden, dtype, most
+        return [arrangement, *sizes, self.is_float8, self.has_weights]
 
 
 def difference(rank: int, mine: Sequence[int], least: Sequence[int], most: Sequence[int]) -> str:
@@ -51,6 +54,10 @@ def difference(rank: int, mine: Sequence[int], least: Sequence[int], most: Seque
 _is_or_not: Callable[[int], Any] = ("no", "yes").__getitem__
 # For each of Call.numbers(): the arguments of DeepEP that it comes from, and its value in words.
 _COMPARED: tuple[tuple[str, Callable[[int], Any]], ...] = (
+    (
+        "the rows of the call (do_expand, or which dispatch it is)",
+        ("packed", "by route", "by expert (low latency)").__getitem__,
+    ),
     ("the number of experts (num_experts, or the length of num_tokens_per_expert)", int),
     ("the columns of topk_idx", int),
     ("the row length of x or hidden", int),
