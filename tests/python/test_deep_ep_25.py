@@ -211,3 +211,24 @@ def test_what_it_cannot_do_is_named():
             buffer.dispatch(x)
 
     on_device.run(1, program)
+
+
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_topk_idx_that_changes_before_a_deferred_dispatch_ends(do_expand):
+    """Before, the change was not seen, and what followed along the handle sent other tokens."""
+    print(f"seed {SEED}")
+
+    def program(group):
+        buffer, device = buffer_of(group), default_device()
+        x, ids, weights = on(device, *batches(2, 0)[buffer.rank_idx])
+        later = {"async_with_compute_stream": True, "defer_epilogue": True}
+        begun = buffer.dispatch(x, ids, weights, num_experts=2 * EXPERTS_PER_RANK, do_expand=do_expand, **later)
+        ids.copy_(ids.flip(0))
+        *_, handle = begun.current_stream_wait()
+        with pytest.raises(
+            (RuntimeError, moe_a2a.PeerRefusedError), match="topk_idx of a handle of rank . has been changed"
+        ):
+            buffer.dispatch(x, handle=handle, do_expand=do_expand)
+        buffer.destroy()
+
+    on_device.run(2, program)

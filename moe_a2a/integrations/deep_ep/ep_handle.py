@@ -73,6 +73,7 @@ class EPHandle:
 def handle_of(
     routing: high_throughput.Handle | expanded.ExpandedHandle,
     topk_idx: Tensor,
+    version: int | None,
     counts: list[int],
     recv_topk_idx: Tensor | None,
     *,
@@ -84,8 +85,12 @@ def handle_of(
     do_expand = isinstance(routing, expanded.ExpandedHandle)
     sums = _prefix_sums(routing, expert_alignment, do_expand)
     sizes = do_expand, num_experts, expert_alignment, num_max_tokens, num_sms
-    version = None if topk_idx.is_inference() else topk_idx._version
     return EPHandle(*sizes, counts, *sums, routing, recv_topk_idx, topk_idx, version)
+
+
+def version_of(topk_idx: Tensor) -> int | None:
+    """Grows with each change in place."""
+    return None if topk_idx.is_inference() else topk_idx._version
 
 
 def _prefix_sums(routing: Any, alignment: int, do_expand: bool) -> tuple[Tensor, Tensor, Tensor]:

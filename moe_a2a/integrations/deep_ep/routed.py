@@ -13,7 +13,7 @@ from moe_a2a import arguments, calls
 from moe_a2a.groups import as_group
 from moe_a2a.integrations.deep_ep import expanded, high_throughput
 from moe_a2a.integrations.deep_ep.buffer import Rows
-from moe_a2a.integrations.deep_ep.ep_handle import EPHandle, handle_of
+from moe_a2a.integrations.deep_ep.ep_handle import EPHandle, handle_of, version_of
 from moe_a2a.integrations.deep_ep.events import EventHandle
 from moe_a2a.integrations.deep_ep.exchange import OfExchange, rows_and_scales
 from moe_a2a.integrations.deep_ep.kinds import Kind
@@ -151,6 +151,7 @@ class RoutedBuffer(OfExchange):
     def _begin_expanded(
         self, first: First, kind: Kind, bound: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, blocks: int
     ) -> Callable[[], _Received]:
+        version = version_of(topk_idx)
         receive = expanded.begin_dispatch(
             self._open(),
             kind,
@@ -170,7 +171,7 @@ class RoutedBuffer(OfExchange):
             with calls.combine_refused_if_failed(routing.open):
                 index = routing.row_index()
                 weights = None if first.topk_weights is None else routing.weights(index)
-                handle = self._handle_of(first, kind, bound, routing, topk_idx, counts, None)
+                handle = self._handle_of(first, kind, bound, routing, topk_idx, version, counts, None)
                 return _Received(*expanded.rows(routing, index, blocks), None, weights, handle)
 
         return finish
@@ -178,6 +179,7 @@ class RoutedBuffer(OfExchange):
     def _begin_packed(
         self, first: First, kind: Kind, bound: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, blocks: int
     ) -> Callable[[], _Received]:
+        version = version_of(topk_idx)
         receive = high_throughput.begin_dispatch(
             self._open(),
             kind,
@@ -197,7 +199,7 @@ class RoutedBuffer(OfExchange):
             routing, ids, counts = received.handle, received.topk_idx, received.num_tokens_per_expert or []
             assert routing is not None and ids is not None
             with calls.combine_refused_if_failed(routing.open):
-                handle = self._handle_of(first, kind, bound, routing, topk_idx, counts, ids.clone())
+                handle = self._handle_of(first, kind, bound, routing, topk_idx, version, counts, ids.clone())
                 return _Received(received.x, received.x_scales, ids, received.topk_weights, handle)
 
         return finish
@@ -209,11 +211,12 @@ class RoutedBuffer(OfExchange):
         bound: int,
         routing: Any,
         topk_idx: Tensor,
+        version: int | None,
         counts: list[int],
         ids: Tensor | None,
     ) -> EPHandle:
         sizes = {"num_experts": kind.num_experts, "expert_alignment": first.expert_alignment, "num_max_tokens": bound}
-        return handle_of(routing, topk_idx, counts, ids, **sizes, num_sms=first.num_sms or self.num_sms)
+        return handle_of(routing, topk_idx, version, counts, ids, **sizes, num_sms=first.num_sms or self.num_sms)
 
     # ---- along a handle
 
