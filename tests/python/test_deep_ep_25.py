@@ -232,3 +232,27 @@ def test_topk_idx_that_changes_before_a_deferred_dispatch_ends(do_expand):
         buffer.destroy()
 
     on_device.run(2, program)
+
+
+@pytest.mark.parametrize("do_expand", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_combine_before_the_wait_for_another_of_the_handle(deferred, do_expand):
+    """Before, one of them raised, and a second one that was not deferred returned the sums of the first."""
+    print(f"seed {SEED}")
+
+    def program(group):
+        buffer, device = buffer_of(group), default_device()
+        x, ids, weights = on(device, *batches(2, 0)[buffer.rank_idx])
+        options = {"num_experts": 2 * EXPERTS_PER_RANK, "do_expand": do_expand}
+        rows, _, _, handle, _ = buffer.dispatch(x, ids, weights, **options)
+        later = {"async_with_compute_stream": True, "defer_epilogue": True}
+        want = buffer.combine(rows, handle)[0]
+        assert want.any()
+        for scale in (2, 4):
+            first = buffer.combine(scale * rows, handle, **later)
+            second = buffer.combine((scale + 1) * rows, handle, **(later if deferred else {}))
+            assert torch.equal(first.current_stream_wait()[0], scale * want)
+            assert torch.equal(ended(second, deferred)[0], (scale + 1) * want)
+        buffer.destroy()
+
+    on_device.run(2, program)

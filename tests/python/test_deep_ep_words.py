@@ -59,6 +59,26 @@ def test_low_latency_calls():
     on_device.run(2, program)
 
 
+def test_a_low_latency_combine_before_the_hook_of_another():
+    """Before, it returned the sums of the first, whose hook then raised."""
+
+    def program(group):
+        buffer = deep_ep.Buffer(group)
+        x, ids, weights = batch()
+        rows, _, handle, *_ = buffer.low_latency_dispatch(x, ids, MOST, NUM_EXPERTS, use_fp8=False)
+        y = torch.zeros_like(rows)
+        combined, _, hook = buffer.low_latency_combine(rows.clone(), ids, weights, handle, return_recv_hook=True)
+        with pytest.raises(
+            RuntimeError, match=f"low_latency_combine on rank {group.rank} follows one of the same handle"
+        ):
+            buffer.low_latency_combine(y, ids, weights, handle)
+        hook()
+        assert torch.equal(combined, 2 * x)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
 def test_packed_rows():
     def program(group):
         buffer = deep_ep.Buffer(group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ class Routing:
     ep: ExpertParallel
     topk_idx: Tensor
     latest: DispatchHandle | None  # None: a dispatch along it has begun and not been received, or has failed
+    sent: DispatchHandle | None = field(
+        default=None, kw_only=True
+    )  # its sums: by a deferred combine that is not received
 
     @property
     def open(self) -> DispatchHandle:
@@ -38,7 +41,7 @@ class Routing:
     @property
     def is_open(self) -> bool:
         """Whether a combine needs no other dispatch before it: the same on all ranks."""
-        return self.latest is not None and self.latest.is_open
+        return self.latest is not None and self.latest.is_open and self.latest is not self.sent
 
     def check_rows(self, x: Any, x_scales: Any, name: str) -> None:
         """Raises unless x has a row for each token. name: of x, in errors."""
@@ -262,14 +265,22 @@ class Exchange:
 
 
 def begin_combine(
-    y: Tensor, opened: DispatchHandle, *, presummed: bool = False, deferred: bool, num_blocks: int
+    y: Tensor, routing: Routing, *, presummed: bool = False, deferred: bool, num_blocks: int
 ) -> Callable[[], Tensor]:
     """Returns a function that receives the sums. `deferred`: sends the rows now, not when that is called."""
-    ep: Any = opened.ep
+    ep: Any = routing.ep
+    opened = routing.open
     if not deferred:
         return lambda: ep.combine(y, opened, presummed=presummed, num_blocks=num_blocks)
     ep.combine_send(y, opened, presummed=presummed, num_blocks=num_blocks)
-    return lambda: ep.combine_recv(opened, num_blocks=num_blocks)
+    routing.sent = opened
+
+    def receive() -> Tensor:
+        if routing.sent is opened:
+            routing.sent = None
+        return ep.combine_recv(opened, num_blocks=num_blocks)
+
+    return receive
 
 
 class OfExchange:

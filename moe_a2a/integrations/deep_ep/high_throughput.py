@@ -159,7 +159,7 @@ def begin_combine_of(
     with calls.attempt_refused_if_failed(ep, opened):  # released here alone, it would not be open on the other ranks
         handle.check_packed(name, x, ep.hidden, (ep.dtype,))
         rows = handle.unpacked(x)
-    sums = begin_combine(rows, opened, presummed=True, deferred=deferred, num_blocks=num_blocks)
+    sums = begin_combine(rows, handle, presummed=True, deferred=deferred, num_blocks=num_blocks)
 
     def finish() -> Combined:
         combined_x = sums()

@@ -32,6 +32,7 @@ class LowLatencyHandle:
     num_tokens: int
     has_weights: bool
     is_received: bool  # else its hook is still to be called
+    is_sent: bool = False  # by a combine whose hook is still to be called
 
     @property
     def needs_weights(self) -> bool:
@@ -108,6 +109,11 @@ def combine(
     return_recv_hook: bool,
 ) -> tuple[Tensor, Hook | None]:
     ep, opened = handle.ep, handle.opened
+    if handle.is_sent:
+        raise RuntimeError(
+            f"low_latency_combine on rank {ep.rank} follows one of the same handle; call that one's hook, and pass the handle of "
+            "another low_latency_dispatch"
+        )
     if handle.needs_weights:
         _set_weights(exchange, handle, topk_weights)
     with calls.attempt_refused_if_failed(ep, opened):
@@ -118,8 +124,10 @@ def combine(
     with calls.combine_refused_if_failed(opened):
         combined = x.new_empty(handle.num_tokens, ep.hidden) if out is None else out
     ep.combine_send(x, opened)
+    handle.is_sent = True
 
     def receive() -> None:
+        handle.is_sent = False
         ep.combine_recv(opened, out=combined)
 
     return combined, receive
