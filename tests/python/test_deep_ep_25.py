@@ -120,7 +120,7 @@ def test_a_deferred_dispatch_is_lost_if_too_many_follow(do_expand):
         for _ in range(2):
             rows, *_, handle, _ = buffer.dispatch(x, ids, weights, **options)
         with pytest.raises(
-            RuntimeError, match="a deferred dispatch of rank . was lost, since num_buffers=2 others followed"
+            RuntimeError, match="a deferred dispatch of rank . was lost, since num_buffers=2 other dispatches followed"
         ):
             first.current_stream_wait()
         group.all_gather(None)
@@ -211,6 +211,29 @@ def test_what_it_cannot_do_is_named():
             buffer.dispatch(x)
 
     on_device.run(1, program)
+
+
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_a_deferred_combine_is_lost_if_too_many_dispatches_follow(do_expand):
+    """Before, the error was about a handle that was closed, and said to pass that of the newest dispatch."""
+    print(f"seed {SEED}")
+
+    def program(group):
+        buffer, device = buffer_of(group), default_device()
+        x, ids, weights = on(device, *batches(2, 0)[buffer.rank_idx])
+        options = {"num_experts": 2 * EXPERTS_PER_RANK, "do_expand": do_expand}
+        rows, _, _, handle, _ = buffer.dispatch(x, ids, weights, **options)
+        want = buffer.combine(rows, handle)[0]
+        begun = buffer.combine(rows, handle, async_with_compute_stream=True, defer_epilogue=True)
+        for _ in range(2):
+            buffer.dispatch(x, ids, weights, **options)
+        text = f"a deferred combine of rank {buffer.rank_idx} was lost, since num_buffers=2 other dispatches followed"
+        with pytest.raises(RuntimeError, match=text):
+            begun.current_stream_wait()
+        assert want.any() and torch.equal(buffer.combine(rows, handle)[0], want)
+        buffer.destroy()
+
+    on_device.run(2, program)
 
 
 @pytest.mark.parametrize("do_expand", [False, True])

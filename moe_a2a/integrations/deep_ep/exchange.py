@@ -184,10 +184,7 @@ class Exchange:
 
         def receive() -> DispatchHandle:
             if not opened.is_open:  # on every rank: make_room() goes by the order of calls alone
-                raise RuntimeError(
-                    f"a deferred dispatch of rank {self.rank} was lost, since num_buffers={ep.num_buffers} others followed; wait "
-                    "for its event before, or pass a larger num_buffers"
-                )
+                raise _lost("dispatch", ep)
             return ep.dispatch_recv(opened, **order, num_blocks=num_blocks)
 
         return receive
@@ -264,6 +261,13 @@ class Exchange:
         self.comm.close()
 
 
+def _lost(call: str, ep: ExpertParallel) -> RuntimeError:
+    return RuntimeError(
+        f"a deferred {call} of rank {ep.rank} was lost, since num_buffers={ep.num_buffers} other dispatches followed; wait for its "
+        "event before, or pass a larger num_buffers"
+    )
+
+
 def begin_combine(
     y: Tensor, routing: Routing, *, presummed: bool = False, deferred: bool, num_blocks: int
 ) -> Callable[[], Tensor]:
@@ -278,6 +282,8 @@ def begin_combine(
     def receive() -> Tensor:
         if routing.sent is opened:
             routing.sent = None
+        if not opened.is_open and not ep.is_closed:  # on every rank, as in begin_dispatch()
+            raise _lost("combine", ep)
         return ep.combine_recv(opened, num_blocks=num_blocks)
 
     return receive
