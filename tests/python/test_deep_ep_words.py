@@ -79,6 +79,33 @@ def test_a_low_latency_combine_before_the_hook_of_another():
     on_device.run(2, program)
 
 
+@pytest.mark.parametrize("calls_hook", [True, False])
+def test_a_lost_low_latency_handle_leaves_the_others(calls_hook):
+    """Before, the error of a lost handle was told to the peers, who got it in the combine of another handle."""
+
+    def program(group):
+        buffer = deep_ep.Buffer(group)
+        x, ids, weights = batch()
+
+        def dispatch():
+            return buffer.low_latency_dispatch(x, ids, MOST, NUM_EXPERTS, use_fp8=False, return_recv_hook=calls_hook)
+
+        for _ in range(10):
+            lost, kept, newest = dispatch(), dispatch(), dispatch()
+            with pytest.raises(
+                RuntimeError, match=f"low_latency_dispatch of rank {group.rank} was lost, since num_buffers=2"
+            ):
+                lost[4]() if calls_hook else buffer.low_latency_combine(lost[0], ids, weights, lost[2])
+            for received in (kept, newest):
+                if calls_hook:
+                    received[4]()
+                combined = buffer.low_latency_combine(received[0].clone(), ids, weights, received[2])[0]
+                assert torch.equal(combined, 2 * x)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
 def test_packed_rows():
     def program(group):
         buffer = deep_ep.Buffer(group)

@@ -315,6 +315,7 @@ class Buffer(OfExchange):
         """
         exchange = self._open()
         exchange.check_handle(handle, low_latency.LowLatencyHandle)
+        low_latency.check_kept(handle)
         with low_latency.combine_refused_if_failed(exchange, handle):
             self._refuse(
                 "low_latency_combine",

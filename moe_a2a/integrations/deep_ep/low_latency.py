@@ -33,11 +33,22 @@ class LowLatencyHandle:
     has_weights: bool
     is_received: bool  # else its hook is still to be called
     is_sent: bool = False  # by a combine whose hook is still to be called
+    has_combine: bool = False  # one has been called
 
     @property
     def needs_weights(self) -> bool:
         """Whether its combine begins with an all-gather of the weights."""
         return self.opened.is_open and not self.has_weights
+
+
+def check_kept(handle: LowLatencyHandle) -> None:
+    """Raises if make_room() has ended it, on every rank. No peer is told: it would refuse the combine of another handle."""
+    ep = handle.ep
+    if not handle.opened.is_open and not handle.has_combine and not ep.is_closed:
+        raise RuntimeError(
+            f"a low_latency_dispatch of rank {ep.rank} was lost, since num_buffers={ep.num_buffers} others followed; combine "
+            "before, or pass a larger num_buffers"
+        )
 
 
 @dataclass
@@ -114,6 +125,7 @@ def combine(
             f"low_latency_combine on rank {ep.rank} follows one of the same handle; call that one's hook, and pass the handle of "
             "another low_latency_dispatch"
         )
+    handle.has_combine = True
     if handle.needs_weights:
         _set_weights(exchange, handle, topk_weights)
     with calls.attempt_refused_if_failed(ep, opened):
@@ -161,6 +173,7 @@ def _empty(ep: ExpertParallel, dtype: torch.dtype, use_fp8: bool) -> tuple[Tenso
 
 
 def _fill(received: LowLatencyReceived) -> None:
+    check_kept(received.handle)
     opened = received.handle.opened
     received.handle.ep.dispatch_recv(opened, layout="masked")
     received.handle.is_received = True
