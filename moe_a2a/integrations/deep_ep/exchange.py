@@ -28,9 +28,8 @@ class Routing:
     ep: ExpertParallel
     topk_idx: Tensor
     latest: DispatchHandle | None  # None: a dispatch along it has begun and not been received, or has failed
-    sent: DispatchHandle | None = field(
-        default=None, kw_only=True
-    )  # its sums: by a deferred combine that is not received
+    # Whose sums a deferred combine has sent and not yet received.
+    sent: DispatchHandle | None = field(default=None, kw_only=True)
 
     @property
     def open(self) -> DispatchHandle:
