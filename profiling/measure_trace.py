@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
+from moe_a2a.bench.options import add_sizes
 from moe_a2a.tracing.check import check_file
 from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.timeline import Timeline, merged
@@ -234,9 +235,7 @@ def main() -> int:
         "--output", type=Path, help="folder for the traces (default: a temporary one, removed at the end)"
     )
     parser.add_argument("--tokens", default="128,4096", help="tokens per rank, separated by commas (default: 128,4096)")
-    parser.add_argument("--hidden", type=int, default=7168, help="values per row (default: 7168)")
-    parser.add_argument("--topk", type=int, default=8, help="experts per token (default: 8)")
-    parser.add_argument("--experts", type=int, default=256, help="experts of all ranks (default: 256)")
+    add_sizes(parser)
     parser.add_argument("--blocks", type=int, default=0, help="blocks per call; 0: the library chooses (default)")
     parser.add_argument(
         "--calls", type=int, default=20, help="calls per measured cost, which is their median (default: 20)"

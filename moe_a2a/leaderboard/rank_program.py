@@ -7,6 +7,7 @@ outputs and compares clocks, and no seed is known here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import pickle
 from collections.abc import Callable
@@ -243,6 +244,7 @@ def _copied(output: Any, device: torch.device) -> tuple[torch.Tensor | None, str
     return _CLONE(_CPU(_AS_SUBCLASS(_DETACH(output), torch.Tensor))), ""
 
 
+@functools.cache
 def _can_be_sent(dtype: torch.dtype) -> bool:
     """Whether pickle restores such a tensor; not so float8 and the unsigned integers of several bytes."""
     try:

@@ -15,9 +15,19 @@ pytestmark = on_device.TESTS
 MOST = 40
 
 
+DEFERRED = {"async_with_compute_stream": True, "defer_epilogue": True}
+
+
 def buffer_of(group, **options):
     options = {"num_max_tokens_per_rank": MOST, "num_gpu_timeout_secs": ranks.slack(10), **options}
     return deep_ep.EPBuffer(group, **options)
+
+
+def dispatching(group, do_expand):
+    """A buffer of one of two ranks, and a function that dispatches the same batch with each call."""
+    buffer = buffer_of(group)
+    batch = on(default_device(), *batches(2, 0)[buffer.rank_idx])
+    return buffer, lambda: buffer.dispatch(*batch, num_experts=2 * EXPERTS_PER_RANK, do_expand=do_expand)
 
 
 def ended(result, deferred):
@@ -48,7 +58,7 @@ def test_calls_end_with_their_event(num_ranks, sync, deferred, do_expand):
 
     def program(group):
         buffer, device = buffer_of(group, deterministic=True), default_device()
-        later = {"async_with_compute_stream": True, "defer_epilogue": deferred}
+        later = {**DEFERRED, "defer_epilogue": deferred}
         options = {"num_experts": num_ranks * EXPERTS_PER_RANK, "expert_alignment": 8, "do_expand": do_expand, **later}
         for call in range(3):
             everything = batches(num_ranks, call)
@@ -116,7 +126,7 @@ def test_a_deferred_dispatch_is_lost_if_too_many_follow(do_expand):
         buffer, device = buffer_of(group), default_device()
         x, ids, weights = on(device, *batches(2, 0)[buffer.rank_idx])
         options = {"num_experts": 2 * EXPERTS_PER_RANK, "do_expand": do_expand}
-        first = buffer.dispatch(x, ids, weights, async_with_compute_stream=True, defer_epilogue=True, **options)
+        first = buffer.dispatch(x, ids, weights, **DEFERRED, **options)
         for _ in range(2):
             rows, *_, handle, _ = buffer.dispatch(x, ids, weights, **options)
         with pytest.raises(
@@ -219,14 +229,12 @@ def test_a_deferred_combine_is_lost_if_too_many_dispatches_follow(do_expand):
     print(f"seed {SEED}")
 
     def program(group):
-        buffer, device = buffer_of(group), default_device()
-        x, ids, weights = on(device, *batches(2, 0)[buffer.rank_idx])
-        options = {"num_experts": 2 * EXPERTS_PER_RANK, "do_expand": do_expand}
-        rows, _, _, handle, _ = buffer.dispatch(x, ids, weights, **options)
+        buffer, dispatch = dispatching(group, do_expand)
+        rows, _, _, handle, _ = dispatch()
         want = buffer.combine(rows, handle)[0]
-        begun = buffer.combine(rows, handle, async_with_compute_stream=True, defer_epilogue=True)
+        begun = buffer.combine(rows, handle, **DEFERRED)
         for _ in range(2):
-            buffer.dispatch(x, ids, weights, **options)
+            dispatch()
         text = f"a deferred combine of rank {buffer.rank_idx} was lost, since num_buffers=2 other dispatches followed"
         with pytest.raises(RuntimeError, match=text):
             begun.current_stream_wait()
@@ -244,8 +252,7 @@ def test_topk_idx_that_changes_before_a_deferred_dispatch_ends(do_expand):
     def program(group):
         buffer, device = buffer_of(group), default_device()
         x, ids, weights = on(device, *batches(2, 0)[buffer.rank_idx])
-        later = {"async_with_compute_stream": True, "defer_epilogue": True}
-        begun = buffer.dispatch(x, ids, weights, num_experts=2 * EXPERTS_PER_RANK, do_expand=do_expand, **later)
+        begun = buffer.dispatch(x, ids, weights, num_experts=2 * EXPERTS_PER_RANK, do_expand=do_expand, **DEFERRED)
         ids.copy_(ids.flip(0))
         *_, handle = begun.current_stream_wait()
         with pytest.raises(
@@ -264,16 +271,13 @@ def test_a_combine_before_the_wait_for_another_of_the_handle(deferred, do_expand
     print(f"seed {SEED}")
 
     def program(group):
-        buffer, device = buffer_of(group), default_device()
-        x, ids, weights = on(device, *batches(2, 0)[buffer.rank_idx])
-        options = {"num_experts": 2 * EXPERTS_PER_RANK, "do_expand": do_expand}
-        rows, _, _, handle, _ = buffer.dispatch(x, ids, weights, **options)
-        later = {"async_with_compute_stream": True, "defer_epilogue": True}
+        buffer, dispatch = dispatching(group, do_expand)
+        rows, _, _, handle, _ = dispatch()
         want = buffer.combine(rows, handle)[0]
         assert want.any()
         for scale in (2, 4):
-            first = buffer.combine(scale * rows, handle, **later)
-            second = buffer.combine((scale + 1) * rows, handle, **(later if deferred else {}))
+            first = buffer.combine(scale * rows, handle, **DEFERRED)
+            second = buffer.combine((scale + 1) * rows, handle, **(DEFERRED if deferred else {}))
             assert torch.equal(first.current_stream_wait()[0], scale * want)
             assert torch.equal(ended(second, deferred)[0], (scale + 1) * want)
         buffer.destroy()
