@@ -14,12 +14,12 @@ int64_t num_blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
 
 void check_values(const Place& place, const at::Tensor& w, const char* name, at::ScalarType expected) {
   check_plain(place, w, name);
-  if (w.scalar_type() == expected) return;
-  const bool lacks_scales = w.element_size() == 1 && w.is_floating_point();
-  raise_type(place.rank,
-             std::string(name) + " has dtype " + text_of(w.scalar_type()) + ", expected " + text_of(expected),
-             lacks_scales ? std::string("pass (") + name + ", scales)"
-                          : std::string("pass ") + name + ".to(" + text_of(expected) + ")");
+  if (w.scalar_type() != expected && w.element_size() == 1 && w.is_floating_point()) {
+    raise_type(place.rank,
+               std::string(name) + " has dtype " + text_of(w.scalar_type()) + ", expected " + text_of(expected),
+               std::string("pass (") + name + ", scales)");
+  }
+  check_dtype(place.rank, w, name, expected);
 }
 
 void check_scales(const Place& place, const std::optional<at::Tensor>& scales, const char* name,

@@ -12,13 +12,6 @@ constexpr int64_t kMostScales = std::numeric_limits<uint32_t>::max();  // 32-bit
 // Called with texts that only an error needs: every product passes these checks.
 [[noreturn]] void refuse(const std::string& what, const std::string& remedy) { raise_value(kNoRank, what, remedy); }
 
-void require_dtype(const at::Tensor& tensor, const char* name, at::ScalarType type, const char* why) {
-  if (tensor.scalar_type() == type) return;
-  raise_type(kNoRank,
-             std::string(name) + " has dtype " + text_of(tensor.scalar_type()) + ", expected " + text_of(type) + why,
-             std::string("pass ") + name + ".to(" + text_of(type) + ")");
-}
-
 Activation::Function to_function(const std::optional<std::string>& name) {
   using Function = Activation::Function;
   if (!name) return Function::kNone;
@@ -56,7 +49,7 @@ void check_x(const at::Tensor& x) {
 }
 
 void check_w(const at::Tensor& w, const at::Tensor& x, bool is_gated) {
-  require_dtype(w, "w", x.scalar_type(), ", the dtype of x");
+  check_dtype(kNoRank, w, "w", x.scalar_type(), ", the dtype of x");
   if (w.dim() != 3 || w.size(2) != x.size(1)) {
     refuse("w has shape " + text_of(w.sizes()) +
                ", expected [num_experts, columns, hidden=" + std::to_string(x.size(1)) + "]",
@@ -77,7 +70,7 @@ void check_w(const at::Tensor& w, const at::Tensor& x, bool is_gated) {
 }
 
 void check_bias(const at::Tensor& bias, const at::Tensor& w) {
-  require_dtype(bias, "bias", at::kFloat, ": it is added to the fp32 sums");
+  check_dtype(kNoRank, bias, "bias", at::kFloat, ": it is added to the fp32 sums");
   if (bias.sizes() != w.sizes().slice(0, 2)) {
     refuse("bias has shape " + text_of(bias.sizes()) +
                ", expected [num_experts, columns] = " + text_of(w.sizes().slice(0, 2)),
@@ -88,7 +81,7 @@ void check_bias(const at::Tensor& bias, const at::Tensor& w) {
 }
 
 void check_scales(const at::Tensor& scales, const char* name, at::IntArrayRef shape, const char* meaning) {
-  require_dtype(scales, name, at::kFloat, "");
+  check_dtype(kNoRank, scales, name, at::kFloat);
   if (scales.sizes() != shape) {
     refuse(
         std::string(name) + " has shape " + text_of(scales.sizes()) + ", expected " + text_of(shape) + ": " + meaning,
@@ -138,7 +131,7 @@ void check_float8(const GroupedGemmTensors& t, const Activation& activation, at:
 }
 
 void check_lists(const std::optional<at::Tensor>& row_index, const at::Tensor& expert_offsets, const at::Tensor& w) {
-  require_dtype(expert_offsets, "expert_offsets", at::kInt, "");
+  check_dtype(kNoRank, expert_offsets, "expert_offsets", at::kInt);
   if (expert_offsets.dim() != 1 || expert_offsets.size(0) != w.size(0) + 1) {
     refuse("expert_offsets has shape " + text_of(expert_offsets.sizes()) +
                ", expected [num_experts + 1 = " + std::to_string(w.size(0) + 1) + "]",
@@ -146,7 +139,7 @@ void check_lists(const std::optional<at::Tensor>& row_index, const at::Tensor& e
   }
   check_contiguous(kNoRank, expert_offsets, "expert_offsets");
   if (!row_index) return;
-  require_dtype(*row_index, "row_index", at::kInt, "");
+  check_dtype(kNoRank, *row_index, "row_index", at::kInt);
   if (row_index->dim() != 1) {
     refuse("row_index has shape " + text_of(row_index->sizes()) + ", expected [num_routes]",
            "pass one row of x per position");

@@ -120,6 +120,13 @@ void check_plain(const Place& place, const at::Tensor& tensor, const char* name)
   check_storage(place, tensor, {name});
 }
 
+void check_dtype(int rank, const at::Tensor& tensor, const char* name, at::ScalarType expected, const char* why) {
+  if (tensor.scalar_type() == expected) return;
+  raise_type(
+      rank, std::string(name) + " has dtype " + text_of(tensor.scalar_type()) + ", expected " + text_of(expected) + why,
+      std::string("pass ") + name + ".to(" + text_of(expected) + ")");
+}
+
 void check_contiguous(int rank, const at::Tensor& tensor, const char* name) {
   if (tensor.is_contiguous()) return;
   raise_value(rank, std::string(name) + " is not contiguous (strides " + text_of(tensor.strides()) + ")",

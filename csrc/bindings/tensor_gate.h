@@ -25,6 +25,9 @@ struct Place {
 // functional wrappers, sparse and nested tensors), and ValueError for another device, freed storage and lazy views.
 void check_plain(const Place& place, const at::Tensor& tensor, const char* name);
 
+// Raises TypeError for another dtype; `why` follows the expected one in its text.
+void check_dtype(int rank, const at::Tensor& tensor, const char* name, at::ScalarType expected, const char* why = "");
+
 // Raise ValueError for a tensor with gaps, and for one whose gradient would be lost. `trained_by`: what would record
 // the call, as a remedy.
 void check_contiguous(int rank, const at::Tensor& tensor, const char* name);

@@ -18,10 +18,7 @@ void check_type(const MoeConfig& config, const at::Tensor& tensor, const char* n
                 std::optional<at::ScalarType> other = {}) {
   const at::ScalarType type = tensor.scalar_type();
   if (type == wanted || type == other) return;
-  raise_type(config.rank,
-             std::string(name) + " has dtype " + text_of(type) + ", expected " + text_of(wanted) +
-                 (other ? " or " + text_of(*other) : ""),
-             std::string("pass ") + name + ".to(" + text_of(wanted) + ")");
+  check_dtype(config.rank, tensor, name, wanted, other ? (" or " + text_of(*other)).c_str() : "");
 }
 
 constexpr const char* kTrainedBy = "moe_a2a.TokenDispatcher";
