@@ -102,13 +102,12 @@ def test_two_dispatches_are_under_way_at_once(do_expand):
 
     def program(group):
         buffer, device = buffer_of(group), default_device()
-        later = {"async_with_compute_stream": True, "defer_epilogue": True}
-        options = {"num_experts": 2 * EXPERTS_PER_RANK, "expert_alignment": 8, "do_expand": do_expand, **later}
+        options = {"num_experts": 2 * EXPERTS_PER_RANK, "expert_alignment": 8, "do_expand": do_expand, **DEFERRED}
         both = [batches(2, call) for call in range(2)]
         tensors = [on(device, *everything[buffer.rank_idx]) for everything in both]
         begun = [buffer.dispatch(*mine, **options) for mine in tensors]
         ends = [event.current_stream_wait() for event in begun]
-        sums = [buffer.combine(rows, handle, **later) for rows, _, _, handle in ends]
+        sums = [buffer.combine(rows, handle, **DEFERRED) for rows, _, _, handle in ends]
         for everything, (x, ids, _), (rows, *_), event in zip(both, tensors, ends, sums, strict=True):
             assert torch.equal(rows.cpu(), wanted(everything, buffer.rank_idx, do_expand)[0])
             out, _ = event.current_stream_wait()
