@@ -109,21 +109,14 @@ class Core {
     return {expert_x, scales};
   }
 
-  // A presummed `y`. scales: of the local experts; None: `factor` for all.
   at::Tensor simulated_experts(const Handle& handle, const OptionalTensor& scales, double factor) {
-    const auto core = ep();
-    const MoeConfig& config = core->config();
-    core->require(*handle, Stage::kReceived, Stage::kReceived, "simulated_experts");
-    if (handle->format != RowFormat::kPlain) {
-      raise_type(config.rank, "simulated_experts got a handle of float8 rows",
-                 "dispatch without quantize, rows of the dtype that this ExpertParallel was made with");
-    }
-    const ExpertScales checked = checked_scales(config, device_, scales, factor);
-    const at::Tensor sums = make_tensor({config.rank, device_}, {config.row_capacity(), config.hidden}, type_);
-    const LaunchPlace place = where(0);
-    py::gil_scoped_release unlocked;
-    core->simulated_experts(*handle, checked, sums.mutable_data_ptr(), place);
-    return sums;
+    return run_simulated_experts(*ep(), *handle, device_, type_, {scales, factor}, where(0));
+  }
+  at::Tensor simulated_layer(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
+                             const OptionalTensor& scales, double factor) {
+    const OptionalTensor no_x_scales;
+    const DispatchTensors tensors = {x, topk_idx, topk_weights, no_x_scales};
+    return run_simulated_layer(*ep(), device_, type_, tensors, {scales, factor}, where(0));
   }
 
   void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int codec, int num_blocks) {
@@ -312,6 +305,7 @@ void bind_calls(py::class_<Core>& core) {
       .def("gather_rows", [](Core& core, const Handle& handle, const py::object& row_dtype,
                              int num_blocks) { return core.gather_rows(handle, scalar_type(row_dtype), num_blocks); })
       .def("simulated_experts", &Core::simulated_experts)
+      .def("simulated_layer", &Core::simulated_layer)
       .def("combine", &Core::combine)
       .def("returns_ll", &Core::returns_ll)
       .def("combine_send", &Core::combine_send)

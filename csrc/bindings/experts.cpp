@@ -1,7 +1,7 @@
 #include "bindings/experts.h"
 
 #include "bindings/grouped_gemm.h"
-#include "bindings/tensors.h"
+#include "bindings/tensor_gate.h"
 
 namespace moe_a2a::bindings {
 namespace {
@@ -9,6 +9,10 @@ namespace {
 using Stage = DispatchHandle::Stage;
 
 constexpr Activation kSwiGlu = {.function = Activation::Function::kSilu, .is_gated = true};
+
+at::Tensor empty_sums(const MoeConfig& config, at::Device device, at::ScalarType type) {
+  return make_tensor({config.rank, device}, {config.row_capacity(), config.hidden}, type);
+}
 
 }  // namespace
 
@@ -58,6 +62,38 @@ at::Tensor multiply_and_combine(ExpertParallel& ep, DispatchHandle& handle, cons
   py::gil_scoped_release unlocked;
   if (handle.stage == Stage::kReceived) ep.product_combine_send(handle, product.args, all_blocks);
   ep.combine_recv(handle, combined_x.mutable_data_ptr(), place);  // else a retry: the sums have been sent
+  return combined_x;
+}
+
+at::Tensor run_simulated_experts(ExpertParallel& ep, const DispatchHandle& handle, at::Device device,
+                                 at::ScalarType type, const SimulatedScales& scales, const LaunchPlace& place) {
+  const MoeConfig& config = ep.config();
+  ep.require(handle, Stage::kReceived, Stage::kReceived, "simulated_experts");
+  if (handle.format != RowFormat::kPlain) {
+    raise_type(config.rank, "simulated_experts got a handle of float8 rows",
+               "dispatch without quantize, rows of the dtype that this ExpertParallel was made with");
+  }
+  const ExpertScales checked = checked_scales(config, device, scales.scales, scales.factor);
+  const at::Tensor sums = empty_sums(config, device, type);
+  py::gil_scoped_release unlocked;
+  ep.simulated_experts(handle, checked, sums.mutable_data_ptr(), place);
+  return sums;
+}
+
+at::Tensor run_simulated_layer(ExpertParallel& ep, at::Device device, at::ScalarType type,
+                               const DispatchTensors& tensors, const SimulatedScales& scales,
+                               const LaunchPlace& place) {
+  const MoeConfig& config = ep.config();
+  check_dtype(config.rank, tensors.x, "x", type);
+  const DispatchInput input = checked_input(ep, device, tensors);
+  const ExpertScales checked = checked_scales(config, device, scales.scales, scales.factor);
+  const at::Tensor sums = empty_sums(config, device, type);
+  const at::Tensor combined_x = checked_out(ep, device, input.num_tokens, type, {});
+  const Rows y = {static_cast<const std::byte*>(sums.const_data_ptr()), config.row_bytes(config.dtype)};
+  py::gil_scoped_release unlocked;
+  const auto handle = ep.dispatch(input, Layout::kRows, 1, place);
+  ep.simulated_experts(*handle, checked, sums.mutable_data_ptr(), place);
+  ep.combine(*handle, {y, sums.size(0), true, LineCodec::kNone}, combined_x.mutable_data_ptr(), place);
   return combined_x;
 }
 

@@ -1,8 +1,10 @@
-// The SwiGLU experts of a handle, by kernels: two products and the combine of their rows, in one call.
+// The experts of a handle, by kernels. SwiGLU: two products and the combine of their rows, in one call. Simulated:
+// scaled rows.
 #pragma once
 
 #include "bindings/expert_weights.h"
 #include "bindings/grouped_gemm_arguments.h"
+#include "bindings/tensors.h"
 #include "bindings/views.h"
 
 namespace moe_a2a::bindings {
@@ -22,5 +24,16 @@ at::Tensor run_experts(ExpertParallel& ep, Views& views, DispatchHandle& handle,
 // The second product, which sends its rows itself, and the receiving half of the combine. `second`: its operands.
 at::Tensor multiply_and_combine(ExpertParallel& ep, DispatchHandle& handle, const GroupedGemmTensors& second,
                                 at::ScalarType type, const std::optional<at::Tensor>& out, const LaunchPlace& place);
+
+// See simulated_experts() and simulated_layer() in moe_a2a/experts.py. scales: of the local experts; none: `factor` for
+// all.
+struct SimulatedScales {
+  const std::optional<at::Tensor>& scales;
+  double factor;
+};
+at::Tensor run_simulated_experts(ExpertParallel& ep, const DispatchHandle& handle, at::Device device,
+                                 at::ScalarType type, const SimulatedScales& scales, const LaunchPlace& place);
+at::Tensor run_simulated_layer(ExpertParallel& ep, at::Device device, at::ScalarType type,
+                               const DispatchTensors& tensors, const SimulatedScales& scales, const LaunchPlace& place);
 
 }  // namespace moe_a2a::bindings

@@ -1,11 +1,11 @@
-"""experts.simulated_experts(): scaled rows, weighted and summed by one kernel, for a presummed combine."""
+"""experts.simulated_experts(): scaled rows, weighted and summed by one kernel, for a presummed combine; and the whole layer."""
 
 import on_device
 import pytest
 import torch
 
 import moe_a2a
-from moe_a2a.experts import simulated_experts
+from moe_a2a.experts import simulated_experts, simulated_layer
 
 pytestmark = on_device.TESTS
 
@@ -129,3 +129,64 @@ def run_float8(group):
 
 def test_float8_rows_are_refused():
     on_device.run(2, run_float8)
+
+
+def run_layer(group, hidden, dtype, seed):
+    """One call, beside the three that it stands for; in every other round one rank makes the three."""
+    with make_ep(group, hidden, dtype) as ep:
+        for repeat in range(6):
+            generator = torch.Generator().manual_seed(seed + 100 * repeat)
+            factors = (0.5 + torch.rand(ep.num_experts, hidden, generator=generator)).to(dtype)
+            scales = factors[ep.rank * ep.num_local_experts :][: ep.num_local_experts].to(ep.device)
+            if repeat % 3 == 2:
+                scales, factors = 2.5, torch.full((ep.num_experts, 1), 2.5)
+            tokens = draw(ep, seed + 1000 * repeat)
+            on_rank = [t.to(ep.device) for t in tokens]
+            if repeat % 2 and ep.rank == 0:
+                handle = ep.dispatch(*on_rank)
+                out = ep.combine(simulated_experts(handle, scales), handle, presummed=True)
+            else:
+                out = simulated_layer(ep, *on_rank, scales)
+            assert torch.equal(out.cpu(), expected(ep, *tokens, factors)), repeat
+        ep.check()
+
+
+@pytest.mark.parametrize("hidden, dtype", [(48, torch.float16), (51, torch.bfloat16)])
+def test_layer_in_one_call(hidden, dtype, session_seed):
+    on_device.run(2, run_layer, hidden, dtype, session_seed)
+
+
+def run_bad_layer(group):
+    """What one rank gets wrong is raised there, and as PeerRefusedError on the other; the next call works."""
+    with make_ep(group, 16, torch.float16) as ep:
+        x = torch.ones(2, 16, dtype=torch.float16, device=ep.device)
+        topk_idx = torch.zeros(2, 3, dtype=torch.int64, device=ep.device)
+        own = ep.num_local_experts
+        mistakes = (
+            ((x.float(), topk_idx, None, 2), TypeError, "x has dtype torch.float32, expected torch.float16"),
+            ((x[:, :8], topk_idx, None, 2), ValueError, r"x has shape"),
+            ((x, topk_idx[:1], None, 2), ValueError, "topk_idx has shape"),
+            ((x, None, None, 2), ValueError, "topk_idx is None"),
+            (
+                (x, topk_idx, None, torch.ones(own + 1, dtype=torch.float16, device=ep.device)),
+                ValueError,
+                "scales has shape",
+            ),
+            ((x, topk_idx, None, "two"), ValueError, "could not convert"),
+        )
+        for arguments, error, words in mistakes:
+            if ep.rank == 1:
+                with pytest.raises(error, match=words):
+                    simulated_layer(ep, *arguments)
+            else:
+                with pytest.raises(moe_a2a.PeerRefusedError, match=words):
+                    simulated_layer(ep, x, topk_idx, None, 2)
+                    ep.check()
+            group.all_gather(None)  # the refusing rank must not go on before the other has observed the refusal
+            out = simulated_layer(ep, x, topk_idx, None, 3)
+            assert (out == 9).all(), words  # three choices of weight 1
+            ep.check()
+
+
+def test_bad_layer_on_one_rank():
+    on_device.run(2, run_bad_layer)

@@ -5,7 +5,7 @@ group: the group's first call allocates it, and destroying the group frees it.
 """
 
 import moe_a2a
-from moe_a2a.experts import simulated_experts
+from moe_a2a.experts import simulated_layer
 
 _made = []  # the configuration, and the object of its group
 
@@ -14,11 +14,10 @@ def custom_kernel(data):
     cfg, rank_data, rank, world_size = data
     if not _made or _made[1].is_closed or _made[0] != cfg:
         _made[:] = cfg, _expert_parallel(cfg, rank_data.x.device)
-    ep = _made[1]
-    handle = ep.dispatch(rank_data.x, rank_data.indices, rank_data.weights)
     scales = getattr(rank_data, "expert_scales", None)  # only in all2all_experts
-    sums = simulated_experts(handle, 1 + rank if scales is None else scales)
-    return ep.combine(sums, handle, presummed=True)
+    if scales is None:
+        scales = 1 + rank
+    return simulated_layer(_made[1], rank_data.x, rank_data.indices, rank_data.weights, scales)
 
 
 def traced():
