@@ -133,6 +133,7 @@ def call(report: Report, counted: bool, inputs: Tensors | None) -> CallResult:
     device, kernel = state.device, _submission[0].kernel
     counter = CollectiveBytes(state.case["world_size"])
     device.clear_cache()
+    device.wake_links()
     device.synchronize()
     report("start")
     state.barrier()
