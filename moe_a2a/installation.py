@@ -65,13 +65,13 @@ def missing_extension() -> str:
     where = "a source checkout" if _is_checkout() else "an incomplete installation"
     version = ".".join(map(str, sys.version_info[:2]))
     shadowed = (
-        " If moe_a2a is installed elsewhere in this environment, this folder hides it: run from another folder."
+        "If `pip install` has installed moe_a2a into this environment, this folder hides it: run from another folder. "
         if _is_checkout()
         else ""
     )
     return (
         f"the compiled extension moe_a2a._core is missing: {ROOT} is {where} without one for Python {version}. "
-        f"{_how_to_build()}{shadowed}"
+        f"{shadowed}{_how_to_build()}"
     )
 
 
