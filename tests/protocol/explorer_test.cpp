@@ -1,5 +1,5 @@
 // The protocol in every small case, in every schedule within a bound. Then each of its parts is broken in turn, and
-// some case must catch it. docs/protocol.md shows the printed tables.
+// some case must catch it. docs/protocol_tests.md shows the printed tables.
 #include <gtest/gtest.h>
 
 #include <cctype>
