@@ -85,7 +85,7 @@ MOE_A2A_DEVICE uint64_t signal_many(const HeapView& heap, const RankSet& ranks, 
   return now;
 }
 
-// The same for what the launches before this one did on this rank: where their end releases it, no fence is needed.
+// The same for what this rank's earlier launches did. No fence is needed where the end of a launch is a release.
 MOE_A2A_DEVICE void signal_earlier_launches(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
                                             uint32_t payload = 0) {
   if constexpr (!kLaunchesRelease) fence_before_signals();

@@ -18,7 +18,7 @@ MOE_A2A_HOST_DEVICE const TraceBuffer& trace_of(const Args& args) {
   }
 }
 
-// 0 for a kernel that does not say.
+// 0 for a kernel without shared_bytes().
 template <class Kernel>
 size_t shared_bytes_of(const typename Kernel::Args& args) {
   if constexpr (requires { Kernel::shared_bytes(args); }) {
@@ -46,7 +46,7 @@ struct Traced {
   }
 
  private:
-  // Every warp does, unless the kernel says that one warp of a block speaks for all.
+  // Every warp keeps a record, unless the kernel says that one warp records for its block.
   MOE_A2A_DEVICE static bool warp_keeps_record(const Args& args, const Grid& grid, const Block& block) {
     if constexpr (requires { Kernel::warp_keeps_record(args, grid, block); }) {
       return Kernel::warp_keeps_record(args, grid, block);

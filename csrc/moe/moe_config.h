@@ -37,13 +37,14 @@ struct MoeConfig {
   int num_buffers = 2;
   DType dtype = DType::kBfloat16;
   int num_max_ll_tokens = 0;  // the choices of a batch of at most this many tokens travel as LL words (comm/ll_word.h)
-  // So do the batch's rows, if those to all other ranks are together no larger than this; quantised ones up to half as
-  // much again, since as whole rows they would first be formed in shared memory. us as words and as rows, hidden 7168:
-  // 2 H200, 64 tokens (0.9 MB) 18 and 18, 128 (1.8 MB) 25.4 and 22.1; 4 H100, 24 tokens (1.0 MB) 19.9 and 19.8, 64 (2.8
-  // MB) 29.8 and 25.8, 64 quantised (1.4 MB) 23.4 and 25.4, 96 quantised (2.1 MB) 27.3 and 27.6.
+  // So do the batch's rows, if those to all other ranks together are no larger than this. Quantised rows: 1.5 times
+  // this, since as whole rows they would first be formed in shared memory. Hidden 7168, us as words / as rows:
+  //   2 H200, 64 tokens (0.9 MB) 18 / 18, 128 (1.8 MB) 25.4 / 22.1
+  //   4 H100, 24 tokens (1.0 MB) 19.9 / 19.8, 64 (2.8 MB) 29.8 / 25.8
+  //   4 H100, quantised, 64 tokens (1.4 MB) 23.4 / 25.4, 96 (2.1 MB) 27.3 / 27.6
   int64_t max_ll_row_bytes = 1 << 20;
-  // So do the batch's sums, if those from all other ranks are together no larger than this. 4 H200, 128 tokens (5.5
-  // MB): 48 us as words, 38 as rows; 2 H200 (1.8 MB): 31.4 as words, 35.7 as rows.
+  // So do the batch's sums, if those from all other ranks together are no larger than this. 128 tokens, us as words /
+  // as rows: 4 H200 (5.5 MB) 48 / 38, 2 H200 (1.8 MB) 31.4 / 35.7.
   int64_t max_ll_sum_bytes = 3 << 20;
   // Derived from the sizes above, which therefore never change. Stored, since kernels would otherwise divide, on the
   // critical path of a small batch.

@@ -40,7 +40,8 @@ struct CodedCombineSend {
   }
 
  private:
-  // Only if a lane's vector is a thread's share of a codec's block.
+  // A lane loads kLaneElements values and a codec's thread encodes kLineValues: streaming needs them to be equal, so
+  // float32 is not streamed. See with_source().
   MOE_A2A_HOST_DEVICE static bool streams(const Args& args) {
     const MoeConfig& config = args.context.config;
     return config.dtype != DType::kFloat32 &&

@@ -16,7 +16,7 @@ MOE_A2A_DEVICE Scheduled to_owner(const Context& c, int row) {
 // Whether the rows of all dispatches so far are here.
 MOE_A2A_DEVICE bool has_landed(const Context& c) { return c.region.has_given_up(0) == 0; }
 
-// Schedule: the landed rows, without this rank's own if their sums are kept. What that takes is read once, here.
+// Schedule: the landed rows, without this rank's own if their sums are kept. The region is read once, here.
 class LandedSchedule {
  public:
   static constexpr bool kIsToOneRank = true;

@@ -12,8 +12,8 @@ MOE_A2A_RARE void give_up(const DispatchRecvArgs& args) {
   atomic_store<Order::kRelaxed, Scope::kDevice>(args.context.region.has_given_up.data, 1u);
 }
 
-// The rows of site.peer are of another format: nothing of its batch is used. It finds the same, and may have queued its
-// combine already.
+// The rows of site.peer are of another format, so nothing of its batch is used. That peer finds the same of this rank's
+// rows, but may have queued its combine already: refuse it.
 MOE_A2A_RARE void refuse_rows(const DispatchRecvArgs& args, WaitSite site, RowFormat theirs, uint64_t epoch) {
   const Context& c = args.context;
   site.awaited = moe_kind::kOtherRows;

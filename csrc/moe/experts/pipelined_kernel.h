@@ -209,8 +209,8 @@ struct PipelinedGemm {
     MOE_A2A_DEVICE void load(const Memory&, int) const {}
   };
 
-  // A tile's scales, one step after the other: a lane copies those of four rows, two lanes also one of a half's columns
-  // each.
+  // Copies a tile's scales, stage by stage. Each lane copies those of four rows; two lanes also copy the one of a half
+  // of the columns each.
   class ScaleLoader {
    public:
     MOE_A2A_DEVICE ScaleLoader(const GroupedGemmArgs& args, const Tiles& tiles) : lane_(Warp{}.rank()) {

@@ -78,7 +78,7 @@ struct SimulatedExperts {
     store_lane(target, out);
   }
 
-  // The scales of the expert that a term is of; null: one factor for all.
+  // The scales of the term's expert; null: one factor for all.
   MOE_A2A_DEVICE static const std::byte* scales_of(const Args& args, const RouteTerm& term) {
     return args.scales.data == nullptr ? nullptr : args.scales.of(expert_at(args, term.position));
   }
