@@ -92,7 +92,8 @@ class Collectives(CommunicatorClient):
             size: as in torch.empty().
             dtype: default: PyTorch's default dtype.
 
-        The tensor and its views stay valid after close(). Its memory is not used again before the object and they are gone.
+        The tensor and its views stay valid after close(). Their memory is reused only when the object and all of them
+        are gone.
 
         Raises:
             ValueError, TypeError: an argument is wrong, or symmetric_nbytes is used up.

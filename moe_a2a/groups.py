@@ -48,7 +48,8 @@ def thread_group(num_ranks: int) -> list[ThreadGroup]:
 
 
 class HandleExchange:
-    """No channel: the caller carries ep.get_comm_handle() to ep.set_comm_handles(), for example between Ray actors."""
+    """Ranks without a channel of their own: the caller carries what ep.get_comm_handle() returns to ep.set_comm_handles() of
+    every rank, for example between Ray actors."""
 
     def __init__(self, rank: int, num_ranks: int):
         self.num_ranks = checked_int(None, "num_ranks", num_ranks, 1)

@@ -22,7 +22,7 @@ class SurvivorGroup:
     Collectives takes as its group. Made by survivors().
 
     Attributes:
-        rank, num_ranks: this rank's number among those that are left, and how many they are.
+        rank, num_ranks: this rank's number among those that are left, and their number.
         ranks: for each of them, its rank in the original group, also after several faults.
         lost: the ranks of the original group that are gone.
     """
@@ -53,8 +53,8 @@ def survivors(of: Any = None, *, lost: Iterable[int] = (), timeout: float | None
 
     Args:
         of: a group of torch.distributed (None: the default group) or of threads, a SurvivorGroup, or an object made on
-            one. Each is left once: later calls return the same ranks, or those left after later faults that this rank
-            knows of. So after the next fault, pass what this call returned, or an object made on it.
+            one. Its ranks agree once: later calls return the same ranks, or, after later faults that this rank knows of,
+            those that were left then. So after the next fault, pass what this call returned, or an object made on it.
         lost: ranks of `of` that are probably dead, such as the `peer` of a PeerTimeoutError: they get two seconds instead of
             `timeout`.
         timeout: seconds; None: that of the object, or 30 for a group. The same on every rank, and longer than a rank may
@@ -134,7 +134,7 @@ def expert_map(
 
         topk_idx = expert_map[topk_idx]
 
-    A lost expert has -1, which drops a choice. So has the last entry, which is what an index of -1 reads: a choice that was
+    A lost expert maps to -1, which drops a choice. The last entry is -1, too: an index of -1 reads it, so a choice that was
     dropped before stays dropped.
     """
     kept = list(ranks)

@@ -14,7 +14,7 @@ class TwoLevelHandle(DispatchHandle):
     """A DispatchHandle of this node's ExpertParallel, with what combine() needs to return the sums to the other nodes.
 
     Its rows, lists and counts are those of DispatchHandle, with the node's ranks as R and num_nodes * num_max_tokens_per_rank
-    as T: a source rank is the rank of this node that a row passed through, and a token's index is that of the row there.
+    as T: a source rank is the rank of this node that a row passed through, and a token's index is the row's index there.
     """
 
     __slots__ = ("_two_level", "_passage")

@@ -73,7 +73,7 @@ class TwoLevelTokenDispatcher:
             together with the first of them and which is closed with `ep`.
 
     What holds for TokenDispatcher holds here. dispatch() reads counts on the host even with num_max_routes. On the CPU the nodes
-    compare their calls in the backward pass too. A rank that fails there leaves the other nodes to their timeout.
+    compare their calls in the backward pass too. If a rank fails there, the other nodes wait until their timeout.
     """
 
     def __init__(self, ep: TwoLevelExpertParallel):
