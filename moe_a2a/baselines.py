@@ -58,15 +58,22 @@ def _offsets(counts: Tensor) -> Tensor:
 
 
 @dataclass
-class SortHandle:
-    expert_x: Tensor  # [n, H], expert by expert
-    expert_offsets: Tensor  # int64 [E_local + 1]
-    num_tokens: int
-    src_token: Tensor  # token of each row sent, in the order of sending
-    src_weight: Tensor  # fp32 weight of each row sent
+class SortPlan:
+    """Where the rows of a batch go."""
+
+    src_route: Tensor  # token * K + choice of each row sent, in the order of sending
+    src_token: Tensor  # its token
     to_expert_order: Tensor  # row of expert_x i came as row to_expert_order[i] off the wire
+    expert_offsets: Tensor  # int64 [E_local + 1]
     send_splits: list[int]  # rows to each rank
     recv_splits: list[int]  # rows from each rank
+
+
+@dataclass
+class SortHandle(SortPlan):
+    expert_x: Tensor  # [n, H], expert by expert
+    num_tokens: int
+    src_weight: Tensor  # fp32 weight of each row sent
 
 
 class SortAllToAll(_Baseline):
@@ -75,9 +82,8 @@ class SortAllToAll(_Baseline):
     Every route is sent as its own row (no dedup). `all_to_all_single` needs the split sizes on the host.
     """
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None) -> SortHandle:
+    def plan(self, topk_idx: Tensor) -> SortPlan:
         flat_expert = topk_idx.reshape(-1)
-        flat_weight = self._weights_or_ones(topk_idx, topk_weights).reshape(-1)
         order = torch.argsort(flat_expert, stable=True)  # dropped routes (-1) come first
         counts = torch.bincount(flat_expert + 1, minlength=self.num_experts + 1)
         send_counts = counts[1:].view(self.num_ranks, self.num_local_experts)
@@ -86,24 +92,28 @@ class SortAllToAll(_Baseline):
 
         # The only synchronisation with the host.
         num_dropped, *splits = torch.cat([counts[:1], send_counts.sum(1), recv_counts.sum(1)]).tolist()
-        send_splits, recv_splits = splits[: self.num_ranks], splits[self.num_ranks :]
         order = order[num_dropped:]
-        src_token = order // self.num_topk
-        recv_x = x.new_empty(sum(recv_splits), self.hidden)
-        dist.all_to_all_single(recv_x, x[src_token], recv_splits, send_splits, group=self.group)
 
         # Rows arrive in (source rank, expert) order; the grouped GEMM wants (expert, source rank).
-        local_expert = torch.arange(self.num_local_experts, device=x.device).repeat(self.num_ranks)
-        to_expert_order = torch.argsort(local_expert.repeat_interleave(recv_counts.view(-1)), stable=True)
-        return SortHandle(
-            expert_x=recv_x[to_expert_order],
+        local_expert = torch.arange(self.num_local_experts, device=topk_idx.device).repeat(self.num_ranks)
+        return SortPlan(
+            src_route=order,
+            src_token=order // self.num_topk,
+            to_expert_order=torch.argsort(local_expert.repeat_interleave(recv_counts.view(-1)), stable=True),
             expert_offsets=_offsets(recv_counts.sum(0)),
+            send_splits=splits[: self.num_ranks],
+            recv_splits=splits[self.num_ranks :],
+        )
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None) -> SortHandle:
+        plan = self.plan(topk_idx)
+        recv_x = x.new_empty(sum(plan.recv_splits), self.hidden)
+        dist.all_to_all_single(recv_x, x[plan.src_token], plan.recv_splits, plan.send_splits, group=self.group)
+        return SortHandle(
+            **vars(plan),
+            expert_x=recv_x[plan.to_expert_order],
             num_tokens=x.shape[0],
-            src_token=src_token,
-            src_weight=flat_weight[order],
-            to_expert_order=to_expert_order,
-            send_splits=send_splits,
-            recv_splits=recv_splits,
+            src_weight=self._weights_or_ones(topk_idx, topk_weights).reshape(-1)[plan.src_route],
         )
 
     def combine(self, y: Tensor, handle: SortHandle) -> Tensor:

@@ -10,6 +10,7 @@ BENCHES = {
     "dispatch_combine": "time dispatch and combine beside the floor and the baselines",
     "experts": "time the two products of the experts beside baselines and the limits of the device",
     "layer": "time a whole MoE layer beside compositions with the baselines' products",
+    "training": "time a layer's forward and backward pass beside sort + all_to_all",
     "micro_batches": "time a product on the remaining SMs beside dispatch and combine of another micro-batch",
     "all_reduce": "time all_reduce beside gloo or NCCL",
     "reduce_scatter": "time reduce_scatter beside gloo or NCCL",

@@ -1,4 +1,4 @@
-"""`python -m moe_a2a bench experts | layer`: its lines, its check, its baselines, at toy sizes on the CPU."""
+"""`python -m moe_a2a bench experts | layer | training`: its lines, its check, its baselines, at toy sizes on the CPU."""
 
 import json
 
@@ -63,6 +63,20 @@ def test_layer(tmp_path):
             assert line["of_best_peer"] == pytest.approx(line["us"] / peer)
 
 
+def test_training(tmp_path):
+    """Each of ours has passed a comparison of its output and its four gradients with the peer's, or it would have no line."""
+    file = tmp_path / "training.json"
+    table = bench("training", "--json", str(file), "--routing", "uniform,idle_rank,one_rank")
+    assert "no figure" not in table
+    lines = json.loads(file.read_text())["lines"]
+    systems = ["sort + all_to_all", "moe_a2a", "moe_a2a, num_max_routes"]
+    assert [(line["tokens"], line["system"]) for line in lines] == [(n, s) for n in (5, 40) for s in systems] * 3
+    for number, line in enumerate(lines):
+        peer = lines[number - number % len(systems)]
+        assert line["of_peer"] == pytest.approx(line["us"] / peer["us"])
+        assert line["forward_us"] > 0 < line["us"] <= line["p99_us"] * 1.001
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -72,7 +86,7 @@ def test_layer(tmp_path):
         (("--experts", "7"), "num_experts=7"),
     ],
 )
-@pytest.mark.parametrize("kind", ["experts", "layer"])
+@pytest.mark.parametrize("kind", ["experts", "layer", "training"])
 def test_refused_before_any_rank_starts(monkeypatch, capsys, kind, options, words):
     def run_on_ranks(*arguments, **more):
         raise AssertionError("ranks were started")
