@@ -1,8 +1,8 @@
 """torch.ops.moe_a2a: calls as torch.compile and torch.export see them, one operator each, with a known result shape.
 
 While PyTorch traces, `MoELayer`, `grouped_gemm()` and the methods of `Collectives` call these operators, whose bodies are
-the same calls again. An operator takes tensors, numbers and strings, so an object enters as its number. The graph holds that
-number as a constant: it serves only the process that compiled it, and only while the object lives.
+the same calls again. An operator takes tensors, numbers and strings, so an object enters as its number. A graph works only in
+the process that compiled it, and only while the object lives.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ from torch import Tensor
 
 from moe_a2a.grouped_gemm import grouped_gemm
 
-_numbers = itertools.count(1)
+# Larger than any size: in a graph of dynamic shapes, equal sizes and numbers share a symbol, and parting them recompiles.
+_numbers = itertools.count(1 << 30)
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class GraphNumber:
     """The number by which graphs find the object that has it as an attribute. A copy of that object is another object: its
-    number is 0, none, until numbered() gives it one."""
+    number is 0, none, until numbered() gives it one.
+
+    It is the size of a tensor without memory. Dynamo takes an int in a module for a constant and would compile each layer of
+    a model again, until it reaches its limit of 8; a size becomes dynamic, and the layers share a graph."""
 
     def __init__(self, value: int = 0) -> None:
-        self.value = value
+        self._tensor = torch.empty(value, device="meta")
+
+    @property
+    def value(self) -> int:
+        return self._tensor.shape[0]
 
     def __reduce__(self) -> tuple[type[GraphNumber], tuple[()]]:
         return GraphNumber, ()
@@ -96,7 +104,7 @@ def _like_first(hidden_states: Tensor, *_: Any) -> Tensor:
 @_communicates(
     "moe_layer",
     "(Tensor hidden_states, Tensor topk_idx, Tensor? topk_weights, Tensor w_gate_up, Tensor w_down, "
-    "Tensor? w_gate_up_scales, Tensor? w_down_scales, int layer) -> Tensor",
+    "Tensor? w_gate_up_scales, Tensor? w_down_scales, SymInt layer) -> Tensor",
     _like_first,
 )
 def _moe_layer(hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, *weights_and_layer: Any) -> Tensor:
@@ -109,7 +117,7 @@ def _moe_layer(hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor | N
 
 @_communicates(
     "transformers_experts",
-    "(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, int experts_module, int registered) -> Tensor",
+    "(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, SymInt experts_module, SymInt registered) -> Tensor",
     _like_first,
 )
 def _transformers_experts(
@@ -123,7 +131,7 @@ def _transformers_experts(
 
 @_communicates(
     "all_reduce",
-    "(Tensor x, str op, str algorithm, str? codec, float? max_error, int collectives) -> Tensor",
+    "(Tensor x, str op, str algorithm, str? codec, float? max_error, SymInt collectives) -> Tensor",
     _like_first,
 )
 def _all_reduce(
@@ -146,7 +154,7 @@ def _own_rows(x: Tensor, op: str, counts: Sequence[int] | None, rank: int, num_r
 
 @_communicates(
     "reduce_scatter",
-    "(Tensor x, str op, int[]? counts, int rank, int num_ranks, int collectives) -> Tensor",
+    "(Tensor x, str op, int[]? counts, int rank, int num_ranks, SymInt collectives) -> Tensor",
     _own_rows,
 )
 def _reduce_scatter(
@@ -163,7 +171,7 @@ def _all_rows(x: Tensor, counts: Sequence[int] | None, num_ranks: int, *_: Any) 
     return x.new_empty(num_all_rows(x, counts, num_ranks), *x.shape[1:])
 
 
-@_communicates("all_gather", "(Tensor x, int[]? counts, int num_ranks, int collectives) -> Tensor", _all_rows)
+@_communicates("all_gather", "(Tensor x, int[]? counts, int num_ranks, SymInt collectives) -> Tensor", _all_rows)
 def _all_gather(x: Tensor, counts: Sequence[int] | None, num_ranks: int, collectives: int) -> Tensor:
     return _object(collectives).all_gather(x, counts)
 

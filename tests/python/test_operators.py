@@ -43,13 +43,17 @@ class Block(nn.Module):
         return x + self.layer(x * 2, experts, weights)
 
 
-def compiled(function):
-    """The function as one graph, and what returns the names of our operators in each graph that was compiled."""
+def counting_backend():
     # Takes seconds, which each worker of pytest-xdist would pay.
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    return CompileCounterWithBackend("aot_eager")
+
+
+def compiled(function):
+    """The function as one graph, and what returns the names of our operators in each graph that was compiled."""
+    counter = counting_backend()
 
     def operators():
         targets = [[str(node.target) for node in graph.graph.nodes] for graph in counter.graphs]
@@ -170,6 +174,20 @@ def test_a_rank_without_tokens_still_calls(objects, program):
         before = layer.ep._num_dispatches
         graph(draw(num_tokens, HIDDEN), experts, weights)
         assert layer.ep._num_dispatches == before + 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_layers_compiled_one_by_one_share_a_graph(objects, dynamic):
+    """Dynamo compiled each for its number, and refused the ninth."""
+    ep, x = objects[0].ep, draw(6, HIDDEN)
+    w_gate_up, w_down = objects[0].w_gate_up, objects[0].w_down
+    blocks = [Block(moe_a2a.MoELayer(ep, w_gate_up * scale, w_down)) for scale in range(10)]
+    counter = counting_backend()
+    graphs = [torch.compile(block, backend=counter, fullgraph=True, dynamic=dynamic) for block in blocks]
+    for graph, block in zip(graphs, blocks, strict=True):
+        assert torch.equal(graph(x), block(x))
+    assert counter.frame_count <= 2
 
 
 def routed(num_tokens=6):
