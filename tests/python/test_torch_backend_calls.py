@@ -305,3 +305,29 @@ def gaps_program(gloo) -> None:
 @on_device.cpu_only
 def test_tensors_with_gaps_that_gloo_would_misread():
     run_processes(2, gaps_program)
+
+
+def negative_program(gloo) -> None:
+    """Gloo sent the memory of a negative view, such as `z.conj().imag`: the values with the opposite sign."""
+    ours = new_group()
+    first, rank = dist.get_global_rank(ours, 0), ours.rank()
+    negative = torch._neg_view(torch.ones(2, dtype=torch.int64))
+    calls = {
+        "all_reduce": lambda x: dist.all_reduce(x, dist.ReduceOp.MAX, group=ours),
+        "broadcast": lambda x: dist.broadcast(x, first, group=ours),
+        "all_to_all_single": lambda x: dist.all_to_all_single(torch.empty_like(x), x, group=ours),
+        "all_to_all_single, the output": lambda x: dist.all_to_all_single(x, torch.ones_like(x), group=ours),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"shape \[2\] is a negative view on rank {rank}.*pass .resolve_neg\(\)"):
+            call(negative)
+            pytest.fail(f"{name} took a negative view")
+    resolved = negative.resolve_neg()
+    dist.all_reduce(resolved, dist.ReduceOp.MAX, group=ours)
+    assert resolved.tolist() == [-1, -1]
+    dist.destroy_process_group(ours)
+
+
+@on_device.cpu_only
+def test_negative_views_whose_memory_the_delegates_would_send():
+    run_processes(2, negative_program)
