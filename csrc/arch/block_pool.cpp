@@ -3,6 +3,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -11,6 +14,7 @@ namespace moe_a2a {
 struct BlockPool::State {
   ~State();
   void grow(int num_blocks, size_t shared_bytes);
+  void add_thread(int num_blocks);
   void run(int num_blocks, size_t shared_bytes, BlockFunction function, const void* job);
   void work(int block_rank, unsigned long seen);
   void wait_for_all();
@@ -54,9 +58,18 @@ void BlockPool::State::grow(int num_blocks, size_t shared_bytes) {
   for (auto& memory : shared) {
     if (memory.size() < units) memory.resize(units);
   }
-  while (static_cast<int>(threads.size()) + 1 < num_blocks) {
-    const int block_rank = static_cast<int>(threads.size()) + 1;
+  while (static_cast<int>(threads.size()) + 1 < num_blocks) add_thread(num_blocks);
+}
+
+void BlockPool::State::add_thread(int num_blocks) {
+  const int block_rank = static_cast<int>(threads.size()) + 1;
+  try {
     threads.emplace_back([this, block_rank, seen = launch] { work(block_rank, seen); });
+  } catch (const std::system_error& error) {
+    throw std::runtime_error("the system has no thread left for block " + std::to_string(block_rank + 1) + " of " +
+                             std::to_string(num_blocks) + ": " + error.code().message() +
+                             "; pass a smaller num_blocks, or raise the limits of this process (ulimit -u, ulimit -v, "
+                             "in a container its pids limit)");
   }
 }
 

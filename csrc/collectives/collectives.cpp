@@ -167,11 +167,22 @@ void Collectives::launch_slices(Args args, const std::vector<Slice>& slices, int
   args.context = context_;
   for (const Slice& slice : slices) {
     cut(args, slice);
-    launch(args, blocks_for(slice.most_chunks, num_blocks), stream);
+    launch_or_refuse(args, blocks_for(slice.most_chunks, num_blocks), stream);
     if (device_->is_synchronous()) raise_waits();
     ++args.slice;
   }
   raise_waits();
+}
+
+// A launch that fails on the host, where the system has no thread for a block, say, would leave the peers waiting.
+template <class Args>
+void Collectives::launch_or_refuse(const Args& args, int num_blocks, void* stream) {
+  try {
+    launch(args, num_blocks, stream);
+  } catch (const std::exception& error) {
+    launch_refusal(error.what(), stream);
+    throw;
+  }
 }
 
 template <class Args>
@@ -217,7 +228,10 @@ int Collectives::blocks_for(int64_t num_chunks, int num_blocks) const {
 
 void Collectives::refuse(const std::string& why, void* stream) {
   const CallGate::Turn turn = gate_.enter();
-  if (nobody_waits()) return;
+  if (!nobody_waits()) launch_refusal(why, stream);
+}
+
+void Collectives::launch_refusal(const std::string& why, void* stream) {
   launch(
       RefuseCollectiveArgs{
           .context = context_, .announcement = Announcement::of_refusal(), .text = to_refusal_text(why)},

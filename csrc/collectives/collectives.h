@@ -70,6 +70,9 @@ class Collectives : public Client {
   template <class Args, class Cut>
   void launch_slices(Args args, const std::vector<Slice>& slices, int num_blocks, void* stream, const Cut& cut);
   template <class Args>
+  void launch_or_refuse(const Args& args, int num_blocks, void* stream);
+  void launch_refusal(const std::string& why, void* stream);
+  template <class Args>
   void launch_direct(const Args& args, int num_blocks, void* stream);
   uint64_t place_of(const std::byte* data) const;
   ShareArgs share_args(CollectiveKind kind, const Operands& operands, const std::byte* whole, const Shares& shares,

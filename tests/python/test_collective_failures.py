@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from limits import limits
 from ranks import run_processes, run_threads
 
 import moe_a2a
@@ -266,3 +267,21 @@ def dying_program(group, algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ["two_shot", "direct"])
 def test_a_rank_that_dies_in_the_middle_of_a_call(algorithm):
     run_processes(3, dying_program, algorithm, mortal={1})
+
+
+def no_thread_program(group) -> None:
+    """The others waited until their deadline, and the error was "Resource temporarily unavailable"."""
+    words = r"no thread left for block 2 of .*; pass a smaller num_blocks, or raise the limits"
+    x = torch.ones(5000)
+    with moe_a2a.Collectives(group, num_blocks=2, timeout=20.0) as coll:
+        if coll.rank == 1:
+            with limits(nbytes=1 << 20), pytest.raises(RuntimeError, match=words):  # less than a thread's stack
+                coll.all_reduce(x, algorithm="two_shot")
+        else:
+            with pytest.raises(moe_a2a.PeerRefusedError, match="rank 1 refused its call: .*" + words):
+                coll.all_reduce(x, algorithm="two_shot")
+        check_works(coll)
+
+
+def test_a_rank_that_can_start_no_thread():
+    run_processes(2, no_thread_program, timeout=15)
