@@ -9,3 +9,6 @@ from torch._guards import detect_fake_mode
 def is_tracing() -> bool:
     """torch.compiler.is_compiling() is also true while another thread compiles."""
     return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and detect_fake_mode() is not None)
+
+
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # PyTorch 2.6 lacks it

@@ -8,6 +8,8 @@ the process that compiled it, and only while the object lives.
 from __future__ import annotations
 
 import itertools
+import os
+import random
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -15,11 +17,24 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from moe_a2a.graph_tracing import is_exporting
 from moe_a2a.grouped_gemm import grouped_gemm
 
 # Larger than any size: in a graph of dynamic shapes, equal sizes and numbers share a symbol, and parting them recompiles.
 _numbers = itertools.count(1 << 30)
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_process: int
+
+
+def _draw_process() -> None:
+    """Added to the numbers in exported programs: another process that loads one has other objects with the same numbers. Not in
+    compiled graphs, which PyTorch would then not find in its cache."""
+    global _process
+    _process = random.SystemRandom().randrange(1, 1 << 31) << 32
+
+
+_draw_process()
+os.register_at_fork(after_in_child=_draw_process)
 
 
 class GraphNumber:
@@ -34,7 +49,8 @@ class GraphNumber:
 
     @property
     def value(self) -> int:
-        return self._tensor.shape[0]
+        number = self._tensor.shape[0]
+        return number + _process if number and is_exporting() else number
 
     def __reduce__(self) -> tuple[type[GraphNumber], tuple[()]]:
         return GraphNumber, ()
@@ -43,7 +59,7 @@ class GraphNumber:
 def numbered(used_in_graphs: Any) -> GraphNumber:
     """A new number, by which graphs find the object."""
     number = next(_numbers)
-    _objects[number] = used_in_graphs
+    _objects[number] = _objects[number + _process] = used_in_graphs
     return GraphNumber(number)
 
 

@@ -1,6 +1,7 @@
 """Under torch.compile(fullgraph=True) a call is one operator of the graph, and gives the bits that it gives eagerly."""
 
 import gc
+import itertools
 
 import on_device
 import pytest
@@ -265,6 +266,27 @@ def test_export_keeps_the_operator(objects):
     exported = torch.export.export(block, (x,))
     assert "torch.ops.moe_a2a.moe_layer" in exported.graph_module.code
     assert torch.equal(exported.module()(x), block(x))
+
+
+@torch.no_grad()
+def load_program(group, file, number) -> None:
+    moe_a2a.operators._numbers = itertools.count(number)
+    layer = make_layer(moe_a2a.thread_group(1)[0])
+    assert layer._number.value == number
+    loaded = torch.export.load(file).module()
+    with pytest.raises(RuntimeError, match="a compiled graph uses object .*, which this process does not have"):
+        loaded(draw(6, HIDDEN))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_runs_in_its_process_only(tmp_path, strict):
+    """In another process it ran with the object that had the same number there."""
+    block = Block(make_layer(moe_a2a.thread_group(1)[0]))
+    file = str(tmp_path / "block.pt2")
+    torch.export.save(torch.export.export(block, (draw(6, HIDDEN),), strict=strict), file)
+    assert torch.equal(torch.export.load(file).module()(draw(6, HIDDEN)), block(draw(6, HIDDEN)))
+    ranks.run_processes(1, load_program, file, block.layer._number.value)
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in GeneratedBackward")
