@@ -45,7 +45,7 @@ class Profile(enum.IntEnum):
     Q4 = 5
 
 
-_CODECS = {Profile.FP16: None, Profile.FP8: "fp8", Profile.Q8: "q8", Profile.Q6: "q6", Profile.Q4: "q4"}
+_CODECS = (None, "fp8", "q8", "q6", "q4")  # in the order of Profile
 
 _instance: Collectives | None = None
 
@@ -92,8 +92,11 @@ def allreduce(profile: int, tensor: torch.Tensor) -> torch.Tensor:
     coll = _open()
     with calls.refused_if_failed(coll):
         _check_tensor(coll.rank, tensor)
-        number = arguments.checked_int(coll.rank, "profile", profile, min(Profile), max(Profile))
-    return coll.all_reduce(tensor, "sum", "two_shot", _CODECS[Profile(number)])
+        number = (
+            profile.value if isinstance(profile, Profile) else profile
+        )  # Dynamo fails in operator.index(Profile.Q8)
+        number = arguments.checked_int(coll.rank, "profile", number, 1, len(_CODECS))
+    return coll.all_reduce(tensor, "sum", "two_shot", _CODECS[number - 1])
 
 
 def _check_tensor(rank: int, tensor: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.library import opcheck
 
 import moe_a2a
+import moe_a2a.quickreduce as qr
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK, INTERMEDIATE, MAX_TOKENS = 64, 8, 2, 32, 40
 
@@ -104,6 +105,19 @@ def collectives_program(group):
 
 def test_collectives_are_operators():
     ranks.run_processes(2, collectives_program, timeout=120)
+
+
+@torch.no_grad()
+def test_quickreduce_is_an_operator():
+    """Dynamo failed with a RecursionError, which is no graph break."""
+    qr.init(1, 0)
+    qr.set_comm_handles([qr.get_comm_handle()])
+    x = draw(8, 6)
+    for profile in (qr.Profile.FP16, qr.Profile.Q8, 5):
+        graph, operators = compiled(lambda x, profile=profile: qr.allreduce(profile, x * 2))
+        assert torch.equal(graph(x), qr.allreduce(profile, x * 2))
+        assert operators() == [["all_reduce"]]
+    qr.close()
 
 
 def routes():
