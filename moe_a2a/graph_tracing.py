@@ -1,4 +1,4 @@
-"""Whether this thread is building a graph, for torch.compile or torch.export."""
+"""Whether this thread is building a graph, for torch.compile, torch.export or make_fx()."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch._guards import detect_fake_mode
 
 def is_tracing() -> bool:
     """torch.compiler.is_compiling() is also true while another thread compiles."""
-    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and detect_fake_mode() is not None)
+    if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and detect_fake_mode() is not None):
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # make_fx()
 
 
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # PyTorch 2.6 lacks it

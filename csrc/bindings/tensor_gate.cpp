@@ -1,6 +1,7 @@
 #include "bindings/tensor_gate.h"
 
 #include <ATen/TracerMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/DynamicTypes.h>
 
 #include <sstream>
@@ -9,6 +10,8 @@ namespace moe_a2a::bindings {
 namespace {
 
 using at::DispatchKey;
+using c10::impl::TorchDispatchModeKey;
+using c10::impl::TorchDispatchModeTLS;
 
 // An argument's name. A string is built only for errors, since every call passes here.
 struct Name {
@@ -74,11 +77,14 @@ void check_storage(const Place& place, const at::Tensor& tensor, const Name& nam
               "pass a tensor that still has its memory");
 }
 
-// torch.jit.trace records calls of PyTorch's operators only: a result of ours would become a constant of its graph.
+// A tracer records calls of PyTorch's operators only: a result of ours would become a constant of its graph.
 void check_is_not_traced(const Place& place, const Name& name) {
-  if (at::tracer::impl::is_dispatch_enabled()) {
-    raise_value(place.rank, name + " is traced by torch.jit.trace, which would not record this call",
-                "use torch.compile or torch.export");
+  const bool by_jit = at::tracer::impl::is_dispatch_enabled();
+  if (by_jit || TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY).has_value()) {
+    raise_value(
+        place.rank,
+        name + " is traced by " + (by_jit ? "torch.jit.trace" : "make_fx()") + ", which would not record this call",
+        "use torch.compile or torch.export");
   }
 }
 

@@ -8,6 +8,7 @@ import pytest
 import ranks
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import moe_a2a
@@ -105,6 +106,23 @@ def collectives_program(group):
 
 def test_collectives_are_operators():
     ranks.run_processes(2, collectives_program, timeout=120)
+
+
+@torch.no_grad()
+def test_make_fx_records_the_calls(objects):
+    """Their results became constants of its graph, which returned them for any input."""
+    (layer, coll), offsets, w = objects, routes()[1], draw(NUM_EXPERTS, 32, HIDDEN)
+    calls = {
+        "moe_layer": Block(layer),
+        "all_reduce": lambda x: coll.all_reduce(x * 2) + 1,
+        "grouped_gemm": lambda x: moe_a2a.grouped_gemm(x * 2, None, offsets, w),
+    }
+    for name, call in calls.items():
+        graph = make_fx(call)(draw(10, HIDDEN))
+        assert f"torch.ops.moe_a2a.{name}" in graph.code
+        assert torch.equal(graph(draw(10, HIDDEN, seed=1)), call(draw(10, HIDDEN, seed=1)))
+    with pytest.raises(ValueError, match=r"x is traced by make_fx\(\), which would not record this call on rank 0"):
+        make_fx(lambda *batch: layer.ep.dispatch(*batch).recv_x)(*routed())
 
 
 @torch.no_grad()
