@@ -300,6 +300,19 @@ def test_export_keeps_the_operator(objects):
     assert torch.equal(exported.module()(x), block(x))
 
 
+def test_a_layer_whose_weights_require_grad_is_exported(objects):
+    """In grad mode, which is export's default, it was refused: w_gate_up was a FakeTensor."""
+    block, x = Block(objects[0]), draw(6, HIDDEN)
+    block.requires_grad_(True)
+    exported = torch.export.export(block, (x,))
+    assert "torch.ops.moe_a2a.moe_layer" in exported.graph_module.code
+    result = exported.module()(x)
+    with torch.no_grad():
+        assert torch.equal(result, block(x))
+    with pytest.raises(RuntimeError, match="moe_a2a::moe_layer has no backward"):
+        result.sum().backward()
+
+
 @torch.no_grad()
 def load_program(group, file, number) -> None:
     moe_a2a.operators._numbers = itertools.count(number)
