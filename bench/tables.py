@@ -11,31 +11,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from layer_tables import experts, layer, layer_alone, layer_of_models, training
+from table_text import ROOT, results, table, us
+
 PAGES = ["README.md", "docs/benchmarks.md", "docs/collectives.md"]
 BLOCK = re.compile(r"(<!-- table (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-
-
-def results(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "bench/results" / f"{name}.json").read_text())
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(header), *map(list, rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
-
-
-def us(time: float) -> str:
-    return f"{time:.1f}" if time < 100 else f"{time:.0f}"
 
 
 def times_by_size(name: str) -> dict[int, dict[str, float]]:
@@ -100,86 +86,6 @@ def halves(file: str) -> str:
         for kind, times in kinds.items()
     ]
     return table(["KiB of all ranks", *(str(size >> 10) for size in kinds["all_gather"])], rows)
-
-
-OTHER_LAYERS = {", fused combine": ", combine fused", ", fp8": " fp8", ", fp8, fused combine": " fp8, combine fused"}
-
-
-def layer(name: str) -> str:
-    times: dict[int, dict[str, dict[str, Any]]] = {}
-    for line in results(name)["lines"]:
-        if line["launch"] == "eager":
-            times.setdefault(line["tokens"], {})[line["system"]] = line
-    rows = []
-    for tokens, of in times.items():
-        ours, by_torch = of["moe_a2a"], of["moe_a2a + torch._grouped_mm"]
-        steps = of["moe_a2a, step by step"]
-        others = {f"`MoELayer`{title}": of.get(f"moe_a2a{way}") for title, way in OTHER_LAYERS.items()}
-        rows.append(
-            [
-                str(tokens),
-                us(ours["us"]),
-                us(steps["us"]),
-                us(by_torch["us"]),
-                f"{ours['us'] / min(steps['us'], by_torch['us']):.2f}",
-                f"{ours['sm_mhz']:.0f}, {ours['watts']:.0f}",
-                *(us(line["us"]) for line in others.values() if line),
-            ]
-        )
-    peers = ["step by step in PyTorch", "with `torch._grouped_mm`"]
-    titles = [title for title, line in others.items() if line]
-    return table(["tokens per rank", "`MoELayer`", *peers, "`MoELayer` / best", "SM MHz, W", *titles], rows)
-
-
-def experts(name: str, ours: str, peers: tuple[str, ...]) -> str:
-    times: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
-    for line in results(name)["lines"]:
-        times.setdefault(line["rows"], {})[line["product"], line["system"]] = line
-    rows = []
-    for num_rows, of in times.items():
-        cells = [str(num_rows // 64)]
-        for product in ("gate_up", "down"):
-            own = of[product, ours]
-            cells += [us(own["us"]), *(us(of[product, peer]["us"]) for peer in peers), f"{own['share_of_limit']:.0%}"]
-        rows.append(cells)
-    names = [f"`{peer}`" if "." in peer else "DeepGEMM" for peer in peers]
-    of_product = ["ours {0}", *(f"{name} {{0}}" for name in names), "of the limit {0}"]
-    return table(["rows per expert", *(cell.format(i) for i in (1, 2) for cell in of_product)], rows)
-
-
-def layer_alone(name: str) -> str:
-    """The layer of one rank beside compositions with its own dispatch and combine."""
-    times: dict[int, dict[str, float]] = {}
-    for line in results(name)["lines"]:
-        if line["launch"] == "eager":
-            times.setdefault(line["tokens"], {})[line["system"]] = line["us"]
-    systems = {
-        "`MoELayer`": "moe_a2a",
-        "with `torch._grouped_mm`": "moe_a2a + torch._grouped_mm",
-        "with DeepGEMM": "moe_a2a + DeepGEMM",
-        "`MoELayer`, fp8": "moe_a2a fp8",
-        "with DeepGEMM, fp8": "moe_a2a + DeepGEMM fp8",
-    }
-    rows = [[str(tokens * 8 // 64), *(us(of[system]) for system in systems.values())] for tokens, of in times.items()]
-    return table(["rows per expert", *systems], rows)
-
-
-# By hidden and intermediate.
-MODELS = {(2048, 768): "Qwen3-30B-A3B", (2880, 2880): "gpt-oss-120b", (4096, 14336): "Mixtral 8x7B"}
-
-
-def layer_of_models(name: str) -> str:
-    times: dict[tuple[str, int], dict[tuple[str, str], float]] = {}
-    for line in results(name)["lines"]:
-        case = MODELS[line["hidden"], line["intermediate"]], line["tokens"]
-        times.setdefault(case, {})[line["system"], line["launch"]] = line["us"]
-    rows = []
-    for (model, tokens), of in times.items():
-        eager, by_torch = of["moe_a2a", "eager"], of["moe_a2a + torch._grouped_mm", "eager"]
-        ours = eager, of["moe_a2a", "graph"], of["moe_a2a fp8", "graph"]
-        rows.append([model, str(tokens), *map(us, ours), us(by_torch), f"{eager / by_torch:.2f}"])
-    titles = ["`MoELayer`", "`MoELayer`, graph", "`MoELayer`, fp8, graph"]
-    return table(["shape of", "tokens per rank", *titles, "with `torch._grouped_mm`", "`MoELayer` / that"], rows)
 
 
 # ---- dispatch and combine
@@ -348,6 +254,7 @@ TABLES: dict[str, tuple[Callable[[str], str], str]] = {
     "layer of 4": (layer, "h200_4/layer"),
     "layer of 4 H100": (layer, "h100_4/layer"),
     "layer of models": (layer_of_models, "h100_4/layer_of_models"),
+    "training": (training, "h100_4/training"),
     "experts": (partial(experts, ours="moe_a2a", peers=("torch._grouped_mm", "DeepGEMM")), "h200_1/experts"),
     "experts float8": (partial(experts, ours="moe_a2a fp8", peers=("DeepGEMM fp8",)), "h200_1/experts"),
     "layer alone": (layer_alone, "h200_1/layer"),

@@ -40,8 +40,8 @@ class RankDevice:
         self._cache.fill_(1)
 
     def wake_links(self) -> None:
-        """NVLink sleeps after some milliseconds without traffic, and what moves megabytes over it next takes 0.1 ms more. The
-        public evaluator's barrier, an NCCL all-reduce, keeps it awake; ours uses no link. Called by every rank."""
+        """After some milliseconds without traffic, the first megabytes over NVLink take 0.1 ms longer. The public evaluator's
+        barrier, an NCCL all-reduce, keeps the links awake; ours uses none. Called by every rank."""
         if not self.is_gpu or not dist.is_initialized():
             return
         if self._message is None:
