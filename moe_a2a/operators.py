@@ -45,7 +45,7 @@ class GraphNumber:
     a model again, until it reaches its limit of 8; a size becomes dynamic, and the layers share a graph."""
 
     def __init__(self, value: int = 0) -> None:
-        self._tensor = torch.empty(value, device="meta")
+        self._tensor = torch.empty(value, dtype=torch.uint8, device="meta")
 
     @property
     def value(self) -> int:
