@@ -17,7 +17,7 @@ from moe_a2a.bench import limits, product_results
 from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock, Step
 from moe_a2a.bench.contenders import captured
-from moe_a2a.bench.product_results import Results, compare
+from moe_a2a.bench.product_results import OfALayer, Results, compare, of_a_layer
 from moe_a2a.bench.products import ALL, Ours, OursFloat8, make_weights, quantized
 from moe_a2a.bench.statistics import p99, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
@@ -30,16 +30,9 @@ Call = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
-class Line:
+class Line(OfALayer):
     """One system at one size. `us`: median of the slowest rank; `tflops`: of the products, per rank."""
 
-    tokens: int
-    hidden: int
-    topk: int
-    experts: int
-    intermediate: int
-    ranks: int
-    dtype: str  # of rows and weights
     system: str
     launch: str  # "eager" or "graph"
     us: float
@@ -100,9 +93,7 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
         for (system, launch, call), median, seconds in zip(systems, medians, times, strict=True):
             read, dtype = limits.gauge(device, clock, call, median), _dtype_of(system, case)
             results.add(Line(
-                tokens=case.num_tokens, hidden=case.hidden, topk=case.num_topk, experts=case.num_experts,
-                intermediate=intermediate, ranks=inputs.num_ranks, dtype=dtype,
-                system=system, launch=launch, us=1e6 * median, p99_us=1e6 * p99(seconds), tflops=1e-12 * flops / median,
+                **of_a_layer(case, intermediate, dtype), system=system, launch=launch, us=1e6 * median, p99_us=1e6 * p99(seconds), tflops=1e-12 * flops / median,
                 of_best_peer=median / peers[dtype] if dtype in peers else None, sm_mhz=read.sm_mhz, watts=read.watts,
             ))  # fmt: skip
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,24 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         for routing in options.routing
         for tokens in options.tokens
     ]
+
+
+@dataclass(frozen=True)
+class OfALayer:
+    """The case of a line of `bench layer` or `bench training`."""
+
+    tokens: int
+    hidden: int
+    topk: int
+    experts: int
+    intermediate: int
+    ranks: int
+    dtype: str  # of rows and weights
+
+
+def of_a_layer(case: Case, intermediate: int, dtype: str) -> dict[str, Any]:
+    sizes = {"tokens": case.num_tokens, "hidden": case.hidden, "topk": case.num_topk, "experts": case.num_experts}
+    return sizes | {"intermediate": intermediate, "ranks": dist.get_world_size(), "dtype": dtype}
 
 
 class Results:
