@@ -180,7 +180,10 @@ void Collectives::launch_or_refuse(const Args& args, int num_blocks, void* strea
   try {
     launch(args, num_blocks, stream);
   } catch (const std::exception& error) {
-    launch_refusal(error.what(), stream);
+    try {
+      launch_refusal(error.what(), stream);
+    } catch (const std::exception&) {  // the first error is the one to raise
+    }
     throw;
   }
 }
