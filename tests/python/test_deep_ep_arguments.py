@@ -169,6 +169,37 @@ def test_a_low_latency_dispatch_that_fails_after_packed_rows():
 
 
 @on_device.cpu_only
+def test_a_low_latency_combine_with_a_wrong_out():
+    """Regression: with return_recv_hook=True the hook raised, after the sums had been sent. That rank's dispatch stayed open, and
+    the next one met another buffer of the peers' until the deadline."""
+
+    def program(group):
+        buffer = buffer_of(group)
+        x, ids, weights = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0, 4]] * 4), torch.ones(4, 2)
+        fails = buffer.rank == 1
+        for text, error, wrong in (
+            (r"out has shape \[3, 128\] on rank 1; pass \[4, 128\]", ValueError, torch.empty_like(x[1:])),
+            ("out has dtype torch.float32 on rank 1; pass torch.bfloat16", TypeError, torch.empty_like(x.float())),
+            ("out is not contiguous .* on rank 1", ValueError, torch.empty(128, 4, dtype=x.dtype).t()),
+            ("out is on meta on rank 1", ValueError, torch.empty_like(x, device="meta")),
+            ("out is a list on rank 1", TypeError, [0]),
+        ):
+            for hooks in (True, False):
+                y, _, handle, *_ = buffer.low_latency_dispatch(x, ids, 8, 8, use_fp8=False)
+
+                def combine(out, y=y, handle=handle, hooks=hooks):
+                    got, _, hook = buffer.low_latency_combine(y, ids, weights, handle, return_recv_hook=hooks, out=out)
+                    hook() if hooks else None
+                    return got
+
+                refused_call(group, fails, text, combine, wrong if fails else None, error=error)
+                assert torch.equal(combine(torch.empty_like(x)), 2 * x)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
+@on_device.cpu_only
 @pytest.mark.parametrize("hidden", [128, 256])  # of a kind made before, or of a new one
 def test_an_expanded_dispatch_that_fails_beside_another_kind(hidden):
     def program(group):

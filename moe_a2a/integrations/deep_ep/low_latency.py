@@ -131,6 +131,8 @@ def combine(
     with calls.attempt_refused_if_failed(ep, opened):
         shape = [ep.num_local_experts, ep.num_ranks * ep.num_max_tokens_per_rank, ep.hidden]
         check_table(ep.rank, "x", x, shape, "rows where recv_x has theirs", (ep.dtype,))
+        if out is not None:  # before anything is sent: a hook that fails would leave the sums behind, on this rank only
+            _check_out(handle, out)
     if not return_recv_hook:
         return ep.combine(x, opened, out=out), None
     with calls.combine_refused_if_failed(opened):
@@ -138,11 +140,25 @@ def combine(
     ep.combine_send(x, opened)
     handle.is_sent = True
 
+    @torch.no_grad()
     def receive() -> None:
         handle.is_sent = False
         ep.combine_recv(opened, out=combined)
 
     return combined, receive
+
+
+def _check_out(handle: LowLatencyHandle, out: Tensor) -> None:
+    ep = handle.ep
+    check_table(ep.rank, "out", out, [handle.num_tokens, ep.hidden], "a row per token", (ep.dtype,))
+    if out.device != ep.device:
+        raise ValueError(
+            f"out is on {out.device} on rank {ep.rank}, this Buffer on {ep.device}; pass out of that device"
+        )
+    if not out.is_contiguous():
+        raise ValueError(
+            f"out is not contiguous (strides {list(out.stride())}) on rank {ep.rank}; pass a contiguous one"
+        )
 
 
 def combine_refused_if_failed(exchange: Exchange, handle: LowLatencyHandle) -> AbstractContextManager[None]:
