@@ -186,6 +186,24 @@ def test_float8_rows_bring_their_scales(as_bytes):
     on_device.run(2, program)
 
 
+@pytest.mark.parametrize("permutes", [False, True])
+def test_topk_weights_along_a_handle(permutes):
+    """Regression: after a layer with more choices the call raised, and dispatch() ignored topk_weights: there were no probs."""
+
+    def program(group):
+        buffer, device = buffer_of(group, num_topk=TOPK + 1), default_device()
+        x, ids, weights = on(device, *batches(2, 0)[buffer.rank])
+        dispatch = buffer.dispatch_with_permute if permutes else buffer.dispatch
+        routing = {"topk_idx": ids, "num_of_experts": 2 * EXPERTS_PER_RANK}
+        rows, probs, *_, handle = dispatch(hidden=x, topk_weights=weights, **routing)
+        for dtype in (torch.float32, torch.bfloat16):
+            again, probs_again, *_ = dispatch(hidden=2 * x, topk_weights=2 * weights.to(dtype), handle=handle)
+            assert torch.equal(again, 2 * rows) and torch.equal(probs_again, 2 * probs)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_rows_without_permutation(num_ranks):
     print(f"seed {SEED}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_a2a import arguments
 from moe_a2a.devices import float8_dtype
-from moe_a2a.integrations.deep_ep.exchange import Exchange, check_row_dtype, check_table
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, check_row_dtype, check_table
 from moe_a2a.integrations.deep_ep.kinds import Kind
 from moe_a2a.integrations.deep_ep.routing_map import by_choice_of, map_to_indices
 
@@ -49,9 +49,8 @@ class First:
     def routed(self, num_topk: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(topk_idx [T, num_topk]; their probs or None; whether a token had more experts, None if it cannot have)."""
         if self.topk_idx is not None:
-            padding = (0, num_topk - self.topk_idx.shape[1])
-            probs = None if self.probs is None else torch.nn.functional.pad(self.probs.float(), padding)
-            return torch.nn.functional.pad(self.topk_idx, padding, value=-1), probs, None
+            probs = None if self.probs is None else _widened(self.probs.float(), num_topk, 0)
+            return _widened(self.topk_idx, num_topk, -1), probs, None
         assert self.routing_map is not None
         topk_idx = map_to_indices(self.routing_map, num_topk)
         probs = None if self.probs is None else by_choice_of(self.probs, topk_idx)
@@ -104,6 +103,27 @@ def checked_num_rows(
             f"pad_multiple={pad_multiple}"
         )
     return num_rows
+
+
+def weights_again(routing: Routing, probs: Tensor | None, topk_weights: Tensor | None) -> Tensor | None:
+    """float32 [T, K] by choice of the handle's routing, which may have more choices than the caller's topk_idx had; or None."""
+    rank, (num_tokens, num_topk) = routing.ep.rank, routing.topk_idx.shape
+    if probs is not None:
+        check_table(rank, "probs", probs, [num_tokens, routing.ep.num_experts])
+        return by_choice_of(probs, routing.topk_idx)
+    if topk_weights is None:
+        return None
+    arguments.check_tensor(rank, "topk_weights", topk_weights)
+    if topk_weights.dim() != 2 or len(topk_weights) != num_tokens or topk_weights.shape[1] > num_topk:
+        raise ValueError(
+            f"topk_weights has shape {list(topk_weights.shape)} on rank {rank}; pass that of the topk_idx of the handle's dispatch, "
+            f"{num_tokens} rows of at most {num_topk}"
+        )
+    return _widened(topk_weights.float(), num_topk, 0)
+
+
+def _widened(by_choice: Tensor, num_topk: int, fill: int) -> Tensor:
+    return torch.nn.functional.pad(by_choice, (0, num_topk - by_choice.shape[1]), value=fill)
 
 
 def rows_of(rank: int, hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, Tensor | None]:

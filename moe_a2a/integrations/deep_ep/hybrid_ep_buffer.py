@@ -23,9 +23,10 @@ from moe_a2a.integrations.deep_ep.hybrid_arguments import (
     checked_num_rows,
     checked_routing,
     rows_of,
+    weights_again,
 )
 from moe_a2a.integrations.deep_ep.hybrid_packed import PackedHandle, handle_of
-from moe_a2a.integrations.deep_ep.routing_map import by_choice_of, by_expert, indices_to_map
+from moe_a2a.integrations.deep_ep.routing_map import by_expert, indices_to_map
 
 __all__ = ["BufferConfig", "HybridEPBuffer", "HybridEPHandle", "indices_to_map"]
 
@@ -213,7 +214,7 @@ class HybridEPBuffer(OfExchange):
         """
         exchange = self._open()
         if handle is not None:
-            received = self._packed_again(handle, hidden, scaling_factor, probs)
+            received = self._packed_again(handle, hidden, scaling_factor, probs, topk_weights)
         else:
             with self._first_refused(non_blocking=False):
                 num_experts = self.config.num_of_experts_per_rank * self.group_size
@@ -270,16 +271,19 @@ class HybridEPBuffer(OfExchange):
         return finish()
 
     def _packed_again(
-        self, handle: PackedHandle, hidden: Tensor, scaling_factor: Tensor | None, probs: Tensor | None
+        self,
+        handle: PackedHandle,
+        hidden: Tensor,
+        scaling_factor: Tensor | None,
+        probs: Tensor | None,
+        topk_weights: Tensor | None,
     ) -> high_throughput.Received:
         exchange = self._open()
         exchange.check_handle(handle, PackedHandle, opens=True)
-        routing, weights = handle.packed.routing, None
+        routing = handle.packed.routing
         with exchange.dispatch_again_refused_if_failed(routing):
             rows, scales = rows_of(self.rank, hidden, scaling_factor)
-            if probs is not None:
-                check_table(self.rank, "probs", probs, [len(routing.topk_idx), routing.ep.num_experts])
-                weights = by_choice_of(probs, routing.topk_idx)
+            weights = weights_again(routing, probs, topk_weights)
         how: dict[str, Any] = {"num_blocks": self._dispatch_blocks, "name": "hidden"}
         return high_throughput.begin_dispatch_again(exchange, rows, scales, routing, topk_weights=weights, **how)()
 
@@ -370,13 +374,11 @@ class HybridEPBuffer(OfExchange):
                     f"{routing.num_rows} rows; pass as many, or None"
                 )
             rows, scales = rows_of(self.rank, hidden, scaling_factor)
-            if probs is not None:
-                check_table(self.rank, "probs", probs, [len(routing.topk_idx), routing.ep.num_experts])
-                topk_weights = by_choice_of(probs, routing.topk_idx)
+            weights = weights_again(routing, probs, topk_weights)
         how: dict[str, Any] = {"num_blocks": self._dispatch_blocks, "name": "hidden"}
-        expanded.begin_dispatch_again(exchange, routing, rows, scales, topk_weights, **how)()
+        expanded.begin_dispatch_again(exchange, routing, rows, scales, weights, **how)()
         with calls.combine_refused_if_failed(routing.open):
-            received = self._received(handle, topk_weights is not None, None)
+            received = self._received(handle, weights is not None, None)
             return received._replace(hidden=received.hidden.view(hidden.dtype))
 
 
