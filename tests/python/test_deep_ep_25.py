@@ -134,7 +134,10 @@ def test_a_deferred_dispatch_is_lost_if_too_many_follow(do_expand):
             first.current_stream_wait()
         group.all_gather(None)
         assert len(buffer.combine(rows, handle)[0]) == len(x)
+        first = buffer.dispatch(x, ids, weights, **DEFERRED, **options)
         buffer.destroy()
+        with pytest.raises(RuntimeError, match="closed"):
+            first.current_stream_wait()
 
     on_device.run(2, program)
 

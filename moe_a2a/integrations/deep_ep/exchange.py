@@ -182,7 +182,7 @@ class Exchange:
         opened = self.opened(ep, ep.dispatch_send(x, topk_idx, topk_weights, **sent))
 
         def receive() -> DispatchHandle:
-            if not opened.is_open:  # on every rank: make_room() goes by the order of calls alone
+            if not opened.is_open and not ep.is_closed:  # on every rank: make_room() goes by the order of calls alone
                 raise _lost("dispatch", ep)
             return ep.dispatch_recv(opened, **order, num_blocks=num_blocks)
 
