@@ -144,7 +144,7 @@ def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> t
         handle: of a dispatch of rows of the ExpertParallel's dtype; any layout.
         scales: one for all experts, or [E_local], or [E_local, H] of that dtype.
     """
-    return handle.ep._open_core().simulated_experts(handle._handle, *_scales_and_factor(scales))
+    return handle.ep._open_core().simulated_experts(handle._handle, *_scales_and_factor(handle.ep.rank, scales))
 
 
 @calls.opens_a_handle
@@ -166,11 +166,13 @@ def simulated_layer(
     if ep._trace is not None:
         ep._trace.dispatched(topk_idx, x.dtype)
         ep._trace.combined(None)
-    return core.simulated_layer(x, *routing, *_scales_and_factor(scales))
+    return core.simulated_layer(x, *routing, *_scales_and_factor(ep.rank, scales))
 
 
-def _scales_and_factor(scales: torch.Tensor | float) -> tuple[torch.Tensor | None, float]:
-    return (scales, 1.0) if isinstance(scales, torch.Tensor) else (None, float(scales))
+def _scales_and_factor(rank: int, scales: torch.Tensor | float) -> tuple[torch.Tensor | None, float]:
+    if isinstance(scales, torch.Tensor):
+        return scales, 1.0
+    return None, arguments.checked_number(rank, "scales", scales, "a number or a tensor")
 
 
 # ---- which way

@@ -107,8 +107,13 @@ def run_bad(group):
             with pytest.raises(error, match=words) as raised:
                 simulated_experts(handle, scales)
             assert where in str(raised.value)
-        with pytest.raises(ValueError, match="could not convert"):
-            simulated_experts(handle, "two")
+        for scales, words in (
+            ("2", "scales='2' is a str"),
+            (None, "scales=None is a NoneType"),
+            (10**400, "scales=1000.* is a int"),
+        ):
+            with pytest.raises(TypeError, match=rf"{words} on {where}; pass a number or a tensor"):
+                simulated_experts(handle, scales)
         ep.combine(simulated_experts(handle, 2), handle, presummed=True)  # nothing was lost
         with pytest.raises(RuntimeError, match=f"simulated_experts got a handle that is closed on {where}"):
             simulated_experts(handle, 2)
@@ -172,7 +177,8 @@ def run_bad_layer(group):
                 ValueError,
                 "scales has shape",
             ),
-            ((x, topk_idx, None, "two"), ValueError, "could not convert"),
+            ((x, topk_idx, None, "2"), TypeError, "scales='2' is a str on rank 1; pass a number or a tensor"),
+            ((x, topk_idx, None, None), TypeError, "scales=None is a NoneType on rank 1"),
         )
         for arguments, error, words in mistakes:
             if ep.rank == 1:
