@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,11 +49,13 @@ def test_it_does_nothing_unless_switched_on(monkeypatch, value):
         ({}, True, "route by themselves"),
         ({"expert_placement_strategy": "round_robin"}, False, 'is not "linear"'),
         ({"use_ubatching": True}, False, "dual-batch overlap"),
+        ({"lora_config": "any"}, False, "the adapter of each token"),
     ],
 )
 def test_what_it_leaves_to_vllm(changes, monolithic, why):
-    settings = {"enable_expert_parallel": True, "expert_placement_strategy": "linear", **changes}
-    said = plugin._why_not(type("ParallelConfig", (), settings), monolithic)
+    settings = {"enable_expert_parallel": True, "expert_placement_strategy": "linear", "lora_config": None, **changes}
+    config = SimpleNamespace(lora_config=settings.pop("lora_config"), parallel_config=SimpleNamespace(**settings))
+    said = plugin._why_not(config, monolithic)
     assert said is None if why is None else why in said
 
 

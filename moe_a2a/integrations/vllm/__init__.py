@@ -34,7 +34,7 @@ def _make(
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
-    if why := _why_not(config.parallel_config, use_monolithic):
+    if why := _why_not(config, use_monolithic):
         log.warning("MOE_A2A_VLLM: %s, so vLLM's own all2all is used", why)
         return default(
             use_monolithic=use_monolithic, is_sequence_parallel=is_sequence_parallel, num_dispatchers=num_dispatchers
@@ -44,7 +44,8 @@ def _make(
     return prepare_finalize.make(num_dispatchers, config.scheduler_config.max_num_batched_tokens)
 
 
-def _why_not(parallel: Any, use_monolithic: bool) -> str | None:
+def _why_not(config: Any, use_monolithic: bool) -> str | None:
+    parallel = config.parallel_config
     if not parallel.enable_expert_parallel:
         return "without --enable-expert-parallel every rank has a part of every expert"
     if use_monolithic:
@@ -53,4 +54,6 @@ def _why_not(parallel: Any, use_monolithic: bool) -> str | None:
         return f'expert_placement_strategy="{parallel.expert_placement_strategy}" is not "linear"'
     if getattr(parallel, "use_ubatching", False):
         return "with dual-batch overlap a layer has two batches open at once"
+    if getattr(config, "lora_config", None) is not None:
+        return "the adapter of each token does not travel with its row (--enable-lora)"
     return None
