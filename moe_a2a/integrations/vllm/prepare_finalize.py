@@ -34,11 +34,17 @@ def make(num_dispatchers: int, num_max_tokens: int) -> PrepareAndFinalize:
 
 @functools.cache
 def expert_parallel(
-    num_experts: int, num_topk: int, hidden: int, num_max_tokens: int, dtype: torch.dtype, device: torch.device
+    group: Any,
+    num_experts: int,
+    num_topk: int,
+    hidden: int,
+    num_max_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> ExpertParallel:
-    """One for all layers of a shape: they run one after the other."""
+    """One for all layers of a shape and group: they run one after the other. A process may serve several groups in turn."""
     return ExpertParallel(
-        get_ep_group().cpu_group,
+        group,
         num_experts=num_experts,
         num_topk=num_topk,
         hidden=hidden,
@@ -88,7 +94,8 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
             if topk_ids.shape[1] != 1:
                 raise ValueError(f"apply_router_weight_on_input needs top-1, not top-{topk_ids.shape[1]}")
             a1 = a1 * topk_weights.to(a1.dtype)
-        ep = expert_parallel(num_experts, topk_ids.shape[1], a1.shape[1], self._num_max_tokens, a1.dtype, a1.device)
+        sizes = num_experts, topk_ids.shape[1], a1.shape[1], self._num_max_tokens
+        ep = expert_parallel(get_ep_group().cpu_group, *sizes, a1.dtype, a1.device)
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
         self._handle, rows, local_ids, weights = self._dispatch(ep, a1, ids, topk_weights.float())
         scales = None

@@ -1,0 +1,77 @@
+"""prepare() and finalize() of the vLLM plugin, without vLLM: what they import of it is replaced. test_vllm.py runs vLLM itself."""
+
+import importlib
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import ranks
+import torch
+
+pytestmark = pytest.mark.cpu
+
+LAYERS = "vllm.model_executor.layers.fused_moe"
+OURS = "moe_a2a.integrations.vllm.prepare_finalize"
+EXPERTS, TOPK, HIDDEN, MOST = 6, 2, 32, 8
+
+
+@pytest.fixture
+def layers(monkeypatch):
+    """The module of the plugin."""
+    reductions = ("TopKWeightAndReduceContiguous", "TopKWeightAndReduceDelegate")
+    kernel = {"FusedMoEPrepareAndFinalizeModular": object, "ExpertTokensMetadata": SimpleNamespace}
+    found = {
+        LAYERS: {},
+        f"{LAYERS}.modular_kernel": kernel,
+        f"{LAYERS}.topk_weight_and_reduce": {name: type(name, (), {}) for name in reductions},
+        f"{LAYERS}.utils": {"moe_kernel_quantize_input": None},
+        "vllm.distributed": {"get_ep_group": None},
+        "vllm.platforms": {"current_platform": None},
+    }
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", *found):
+        module = ModuleType(name)
+        vars(module).update(found.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+    monkeypatch.delitem(sys.modules, OURS, raising=False)
+    yield importlib.import_module(OURS)
+    del sys.modules[OURS]
+
+
+def run_experts(rows, ids, weights, mine):
+    """Expert e multiplies by 1 + e. Weights count, and experts of other ranks do not."""
+    factors = torch.where((ids >= mine.start) & (ids < mine.stop), (1.0 + ids) * weights, 0)
+    return torch.where(factors.any(1, keepdim=True), rows * factors.sum(1, keepdim=True), 0)
+
+
+@pytest.mark.parametrize("kind", ["PrepareRows", "PrepareRoutes"])
+def test_groups_in_turn(layers, monkeypatch, kind):
+    """Regression: a group got the memory of an earlier one with layers of the same shape."""
+    generator = torch.Generator().manual_seed(20261124)
+    x = torch.randint(-4, 5, (5, HIDDEN), generator=generator).float()
+    ids = torch.rand(5, EXPERTS, generator=generator).topk(TOPK).indices.to(torch.int32)
+    weights = torch.randint(1, 5, (5, TOPK), generator=generator) / 4
+    unquantized = SimpleNamespace(quant_dtype=None)
+    apart = SimpleNamespace(apply=lambda fused_expert_output, **_: fused_expert_output)
+    here = threading.local()
+    monkeypatch.setattr(layers, "get_ep_group", lambda: SimpleNamespace(cpu_group=here.group))
+
+    def program(group):
+        here.group = group
+        layer = getattr(layers, kind)(group.num_ranks, MOST)
+        rows, _, _, to, by = layer.prepare(x, weights, ids, EXPERTS, None, False, unquantized)
+        num_local = EXPERTS // group.num_ranks
+        first = group.rank * num_local
+        if kind == "PrepareRoutes":
+            to = to + first  # local ids
+        out = torch.empty_like(x)
+        layer.finalize(out, run_experts(rows, to, by, range(first, first + num_local)), by, to, False, apart)
+        return out
+
+    expected = x * ((1 + ids) * weights).sum(1, keepdim=True)
+    for num_ranks in (1, 2):
+        for result in ranks.run_threads(num_ranks, program):
+            torch.testing.assert_close(result, expected)
