@@ -75,3 +75,10 @@ def test_groups_in_turn(layers, monkeypatch, kind):
     for num_ranks in (1, 2):
         for result in ranks.run_threads(num_ranks, program):
             torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("kind", ["PrepareRows", "PrepareRoutes"])
+def test_sums_are_whole(layers, kind):
+    """Regression: finalize() said that its sums were parts. Tensor-parallel ranks send the same tokens, and vLLM added the sums of all
+    of them: twice the result on two ranks."""
+    assert getattr(layers, kind)(2, MOST).output_is_reduced()

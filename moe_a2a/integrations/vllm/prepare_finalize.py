@@ -77,7 +77,8 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         return self._num_dispatchers
 
     def output_is_reduced(self) -> bool:
-        return False
+        """A token's sum holds the experts of all ranks. Else vLLM would add it once more for each tensor-parallel rank."""
+        return True
 
     def prepare(
         self,
