@@ -85,14 +85,17 @@ class Exchange:
             if tensor.dim() != 2:
                 raise ValueError(f"{name} has shape {list(tensor.shape)} on rank {self.rank}; pass a row per token")
 
-    def agree(self, num_tokens: int, call: Call) -> int:
-        """The largest number of tokens on any rank, read by the host. Raises on every rank if the ranks make different calls."""
+    def agree(self, num_tokens: int, call: Call, num_choices: int = 0) -> tuple[int, int]:
+        """The largest number of tokens and of a token's choices on any rank, read by the host. Raises on every rank if the ranks
+        make different calls, which exchange equally many numbers for this."""
         mine = call.numbers()
-        most_tokens, *largest = self.largest(num_tokens, *mine, *(-number for number in mine))
+        most_tokens, most_choices, *largest = self.largest(
+            num_tokens, num_choices, *mine, *(-number for number in mine)
+        )
         most, least = largest[: len(mine)], [-number for number in largest[len(mine) :]]
         if problem := difference(self.rank, mine, least, most):
             raise ValueError(problem)
-        return most_tokens
+        return most_tokens, most_choices
 
     def largest(self, *numbers: int) -> list[int]:
         """The largest value of each number on any rank, read by the host."""

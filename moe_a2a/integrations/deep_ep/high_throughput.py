@@ -77,7 +77,7 @@ def begin_dispatch(
     """Sends; returns a function that receives. kind, bound and the arguments that they come from: see checked()."""
     most = None
     if bound is None or not exchange.find(kind, bound):
-        most = exchange.agree(len(x), Call(kind, bound or 0, x_scales is not None, topk_weights is not None))
+        most, _ = exchange.agree(len(x), Call(kind, bound or 0, x_scales is not None, topk_weights is not None))
         bound = most if bound is None else bound
     ep = exchange.expert_parallel(kind, bound)
     with calls.refused_if_failed(exchange.collectives):

@@ -26,6 +26,7 @@ from moe_a2a.integrations.deep_ep.hybrid_arguments import (
     weights_again,
 )
 from moe_a2a.integrations.deep_ep.hybrid_packed import PackedHandle, handle_of
+from moe_a2a.integrations.deep_ep.kinds import Call
 from moe_a2a.integrations.deep_ep.routing_map import by_expert, indices_to_map
 
 __all__ = ["BufferConfig", "HybridEPBuffer", "HybridEPHandle", "indices_to_map"]
@@ -254,7 +255,7 @@ class HybridEPBuffer(OfExchange):
         return combined, by_expert(by_choice, packed.routing.topk_idx, ep.num_experts)
 
     def _packed(self, first: First) -> high_throughput.Received:
-        num_topk = self._agree(first)
+        num_topk = self._agree(first, by_route=False)
         topk_idx, topk_weights, _ = first.routed(num_topk)
         finish = high_throughput.begin_dispatch(
             self._open(),
@@ -298,7 +299,7 @@ class HybridEPBuffer(OfExchange):
 
     def _dispatch(self, first: First) -> _Received:
         exchange = self._open()
-        num_topk = self._agree(first)
+        num_topk = self._agree(first, by_route=True)
         topk_idx, topk_weights, lost_choices = first.routed(num_topk)
         routing, counts = expanded.begin_dispatch(
             exchange,
@@ -326,11 +327,12 @@ class HybridEPBuffer(OfExchange):
             handle = HybridEPHandle(routing, overflow_flag)
             return self._received(handle, topk_weights is not None, tokens_per_expert)
 
-    def _agree(self, first: First) -> int:
-        """The number of choices of a token, the same on all ranks."""
+    def _agree(self, first: First, by_route: bool) -> int:
+        """The number of choices of a token, the same on all ranks. Where they exchange it, they also compare their calls."""
         if first.is_blocking or not self._num_topk:
             bound = max(self.config.max_num_of_tokens_per_rank, len(first.hidden))
-            tokens, choices = self._open().largest(bound, first.num_choices())
+            call = Call(first.kind(0), 0, first.scales is not None, first.probs is not None, by_route)
+            tokens, choices = self._open().agree(bound, call, first.num_choices())
             self._num_topk = max(self._num_topk, choices, 1)
             self.config.max_num_of_tokens_per_rank = tokens
         elif first.topk_idx is not None:
