@@ -181,7 +181,7 @@ void Collectives::launch_or_refuse(const Args& args, int num_blocks, void* strea
     launch(args, num_blocks, stream);
   } catch (const std::exception& error) {
     try {
-      launch_refusal(error.what(), stream);
+      refuse(error.what(), stream);
     } catch (const std::exception&) {  // the first error is the one to raise
     }
     throw;
@@ -231,10 +231,7 @@ int Collectives::blocks_for(int64_t num_chunks, int num_blocks) const {
 
 void Collectives::refuse(const std::string& why, void* stream) {
   const CallGate::Turn turn = gate_.enter();
-  if (!nobody_waits()) launch_refusal(why, stream);
-}
-
-void Collectives::launch_refusal(const std::string& why, void* stream) {
+  if (nobody_waits()) return;
   launch(
       RefuseCollectiveArgs{
           .context = context_, .announcement = Announcement::of_refusal(), .text = to_refusal_text(why)},

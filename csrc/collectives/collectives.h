@@ -71,7 +71,6 @@ class Collectives : public Client {
   void launch_slices(Args args, const std::vector<Slice>& slices, int num_blocks, void* stream, const Cut& cut);
   template <class Args>
   void launch_or_refuse(const Args& args, int num_blocks, void* stream);
-  void launch_refusal(const std::string& why, void* stream);
   template <class Args>
   void launch_direct(const Args& args, int num_blocks, void* stream);
   uint64_t place_of(const std::byte* data) const;
