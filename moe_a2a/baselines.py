@@ -105,10 +105,15 @@ class SortAllToAll(_Baseline):
             recv_splits=splits[self.num_ranks :],
         )
 
+    def exchange(self, rows: Tensor, recv_splits: list[int], send_splits: list[int]) -> Tensor:
+        """The rows that the other ranks send here, source rank by source rank."""
+        received = rows.new_empty(sum(recv_splits), self.hidden)
+        dist.all_to_all_single(received, rows.contiguous(), recv_splits, send_splits, group=self.group)
+        return received
+
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None) -> SortHandle:
         plan = self.plan(topk_idx)
-        recv_x = x.new_empty(sum(plan.recv_splits), self.hidden)
-        dist.all_to_all_single(recv_x, x[plan.src_token], plan.recv_splits, plan.send_splits, group=self.group)
+        recv_x = self.exchange(x[plan.src_token], plan.recv_splits, plan.send_splits)
         return SortHandle(
             **vars(plan),
             expert_x=recv_x[plan.to_expert_order],
@@ -119,8 +124,7 @@ class SortAllToAll(_Baseline):
     def combine(self, y: Tensor, handle: SortHandle) -> Tensor:
         wire = torch.empty_like(y)
         wire[handle.to_expert_order] = y
-        returned = y.new_empty(sum(handle.send_splits), self.hidden)
-        dist.all_to_all_single(returned, wire, handle.send_splits, handle.recv_splits, group=self.group)
+        returned = self.exchange(wire, handle.send_splits, handle.recv_splits)
         out = torch.zeros(handle.num_tokens, self.hidden, dtype=torch.float32, device=y.device)
         out.index_add_(0, handle.src_token, returned.float() * handle.src_weight[:, None])
         return out.to(y.dtype)

@@ -93,7 +93,8 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
         for (system, launch, call), median, seconds in zip(systems, medians, times, strict=True):
             read, dtype = limits.gauge(device, clock, call, median), _dtype_of(system, case)
             results.add(Line(
-                **of_a_layer(case, intermediate, dtype), system=system, launch=launch, us=1e6 * median, p99_us=1e6 * p99(seconds), tflops=1e-12 * flops / median,
+                **of_a_layer(case, intermediate, dtype), system=system, launch=launch,
+                us=1e6 * median, p99_us=1e6 * p99(seconds), tflops=1e-12 * flops / median,
                 of_best_peer=median / peers[dtype] if dtype in peers else None, sm_mhz=read.sm_mhz, watts=read.watts,
             ))  # fmt: skip
 

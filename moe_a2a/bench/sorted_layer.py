@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
@@ -23,14 +22,12 @@ def sorted_layer(
     with torch.no_grad():
         plan = baseline.plan(topk_idx)
     to_wire_order = torch.argsort(plan.to_expert_order)
-    received = _AllToAll.apply(
-        _Spread.apply(x, plan, topk_idx.shape[1]), plan.recv_splits, plan.send_splits, baseline.group
-    )
+    sent = _Spread.apply(x, plan, topk_idx.shape[1])
+    received = _AllToAll.apply(sent, baseline, plan.recv_splits, plan.send_splits)
     rows = _Permute.apply(received, plan.to_expert_order, to_wire_order)
     y = _products(rows, plan, w_gate_up, w_down)
-    returned = _AllToAll.apply(
-        _Permute.apply(y, to_wire_order, plan.to_expert_order), plan.send_splits, plan.recv_splits, baseline.group
-    )
+    in_wire_order = _Permute.apply(y, to_wire_order, plan.to_expert_order)
+    returned = _AllToAll.apply(in_wire_order, baseline, plan.send_splits, plan.recv_splits)
     by_route = _ToRoutes.apply(returned, plan.src_route, topk_idx.numel()).view(*topk_idx.shape, x.shape[1])
     return torch.bmm(topk_weights.to(y.dtype)[:, None], by_route)[:, 0]
 
@@ -87,16 +84,12 @@ class _Permute(Function):
 
 class _AllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, recv_splits: list[int], send_splits: list[int], group: Any) -> Tensor:
-        ctx.recv_splits, ctx.send_splits, ctx.group = recv_splits, send_splits, group
-        return _exchanged(rows, recv_splits, send_splits, group)
+    def forward(
+        ctx: Any, rows: Tensor, baseline: SortAllToAll, recv_splits: list[int], send_splits: list[int]
+    ) -> Tensor:
+        ctx.baseline, ctx.recv_splits, ctx.send_splits = baseline, recv_splits, send_splits
+        return baseline.exchange(rows, recv_splits, send_splits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _exchanged(grads[0], ctx.send_splits, ctx.recv_splits, ctx.group), None, None, None
-
-
-def _exchanged(rows: Tensor, recv_splits: list[int], send_splits: list[int], group: Any) -> Tensor:
-    received = rows.new_empty(sum(recv_splits), rows.shape[1])
-    dist.all_to_all_single(received, rows.contiguous(), recv_splits, send_splits, group=group)
-    return received
+        return ctx.baseline.exchange(grads[0], ctx.send_splits, ctx.recv_splits), None, None, None
