@@ -156,7 +156,7 @@ def simulated_layer(
     scales: torch.Tensor | float,
 ) -> torch.Tensor:
     """dispatch(x, topk_idx, topk_weights), simulated_experts(handle, scales) and combine(sums, handle, presummed=True) as one
-    call of the extension: the same launches and the same bits, and about half of the host's time. Returns [num_tokens, H].
+    call of the extension: the same launches and the same bits, in less of the host's time. Returns [num_tokens, H].
 
     All ranks make this call; a peer may make the three calls instead. Raises: as dispatch(). A call that fails leaves no
     handle: all ranks may repeat it.

@@ -92,9 +92,8 @@ def allreduce(profile: int, tensor: torch.Tensor) -> torch.Tensor:
     coll = _open()
     with calls.refused_if_failed(coll):
         _check_tensor(coll.rank, tensor)
-        number = (
-            profile.value if isinstance(profile, Profile) else profile
-        )  # Dynamo fails in operator.index(Profile.Q8)
+        # Not left to checked_int(): Dynamo fails in operator.index(Profile.Q8).
+        number = profile.value if isinstance(profile, Profile) else profile
         number = arguments.checked_int(coll.rank, "profile", number, 1, len(_CODECS))
     return coll.all_reduce(tensor, "sum", "two_shot", _CODECS[number - 1])
 

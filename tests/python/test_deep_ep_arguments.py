@@ -265,9 +265,8 @@ def test_ranks_that_disagree_on_a_first_dispatch(api):
             experts = r"the number of experts \(num_experts, or the length of num_tokens_per_expert\): 8 on rank 0, 16"
             cases |= {experts: {"num_experts": 16}, "the columns of topk_idx: 2 on rank 0, 3": {"topk": 3}}
             cases["the most tokens of a rank .*rounded up: .* on rank 0, 256 on another"] = {"most": 256}
-        for _ in range(
-            2 if api == "hybrid" else 1
-        ):  # Regression: of a HybridEPBuffer only the first dispatch was compared
+        # Regression: of a HybridEPBuffer only the first dispatch was compared.
+        for _ in range(2 if api == "hybrid" else 1):
             for text, other in cases.items():
                 text = text if group.rank == 0 else text.split(":")[0]
                 with pytest.raises(ValueError, match=f"ranks disagree on {text}"):

@@ -184,9 +184,8 @@ def test_calls_that_one_rank_cannot_make_are_refused_on_the_other():
         refused(dispatch, lambda: comm.dispatch(x, ids, eplb_local_stats=ids), ValueError, "eplb_local_stats")
         y = torch.zeros_like(dispatch().hidden_states)
         refused(lambda: comm.combine(y), lambda: comm.combine(None), AttributeError, "flatten")
-        moe_a2a.as_group(group).all_gather(
-            None
-        )  # a sum that is sent again at once may arrive before the refusal is seen
+        # A sum that is sent again at once may arrive before the refusal is seen.
+        moe_a2a.as_group(group).all_gather(None)
         assert torch.equal(comm.combine(y), torch.zeros_like(x))
         comm.destroy()
 
