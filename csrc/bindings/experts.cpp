@@ -80,20 +80,18 @@ at::Tensor run_simulated_experts(ExpertParallel& ep, const DispatchHandle& handl
   return sums;
 }
 
+// The result is allocated while the GPU dispatches. If that fails, the caller gives up the dispatch.
 at::Tensor run_simulated_layer(ExpertParallel& ep, at::Device device, at::ScalarType type,
                                const DispatchTensors& tensors, const SimulatedScales& scales,
                                const LaunchPlace& place) {
   const MoeConfig& config = ep.config();
   check_dtype(config.rank, tensors.x, "x", type);
   const DispatchInput input = checked_input(ep, device, tensors);
-  const ExpertScales checked = checked_scales(config, device, scales.scales, scales.factor);
-  const at::Tensor sums = empty_sums(config, device, type);
-  const at::Tensor combined_x = checked_out(ep, device, input.num_tokens, type, {});
-  const Rows y = {static_cast<const std::byte*>(sums.const_data_ptr()), config.row_bytes(config.dtype)};
+  const CombineInput sums = {.simulated = checked_scales(config, device, scales.scales, scales.factor)};
   py::gil_scoped_release unlocked;
   const auto handle = ep.dispatch(input, Layout::kRows, 1, place);
-  ep.simulated_experts(*handle, checked, sums.mutable_data_ptr(), place);
-  ep.combine(*handle, {y, sums.size(0), true, LineCodec::kNone}, combined_x.mutable_data_ptr(), place);
+  const at::Tensor combined_x = checked_out(ep, device, input.num_tokens, type, {});
+  ep.combine(*handle, sums, combined_x.mutable_data_ptr(), place);
   return combined_x;
 }
 

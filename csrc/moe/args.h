@@ -117,13 +117,10 @@ struct CombineRecvArgs {
   }
 };
 
-struct CombineArgs {
-  CombineSendArgs send;
-  CombineRecvArgs recv;
-  int num_send_blocks = 0;
-};
-struct CodedCombineArgs {
-  CodedCombineSendArgs send;
+// Both halves in one launch, for each kind of the first.
+template <class SendArgs>
+struct BothCombineArgs {
+  SendArgs send;
   CombineRecvArgs recv;
   int num_send_blocks = 0;
 };

@@ -27,6 +27,14 @@ const char* name_of(DispatchHandle::Stage stage) {
   return "closed";
 }
 
+// Calls f(args) with the arguments of the combine_send that the input needs.
+template <class F>
+void with_kind(const CombineSendArgs& send, const DispatchHandle& handle, const CombineInput& input, const F& f) {
+  if (input.simulated) return f(SimulatedCombineSendArgs{send, handle.layout, *input.simulated});
+  if (input.codec != LineCodec::kNone) return f(CodedCombineSendArgs{send, input.codec});
+  f(send);
+}
+
 }  // namespace
 
 size_t ExpertParallel::nbytes_for(const MoeConfig& config) {
@@ -44,8 +52,8 @@ ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConf
       last_buffer_(config.num_buffers - 1),
       last_buffer_before_(last_buffer_) {
   context_.config = config;
-  for (const auto& family :
-       {dispatch_kernels, combine_kernels, coded_combine_kernels, product_combine_kernels, link_floor_kernels}) {
+  for (const auto& family : {dispatch_kernels, combine_kernels, coded_combine_kernels, product_combine_kernels,
+                             simulated_experts_kernels, link_floor_kernels}) {
     device_->add(family(member_.target));
   }
   allocate(
@@ -130,6 +138,10 @@ bool ExpertParallel::launches_halves() const { return device_->is_synchronous() 
 
 bool ExpertParallel::allows_vectors(const Rows& rows) const {
   return (rows.address() | rows.stride) % 16 == 0 || !device_->needs_aligned_vectors();
+}
+
+bool ExpertParallel::allows_vectors(const ExpertScales& scales) const {
+  return !scales.per_column || allows_vectors(Rows{scales.data, scales.stride});
 }
 
 // ---- the steps
@@ -256,13 +268,12 @@ void ExpertParallel::simulated_experts(const DispatchHandle& handle, const Exper
   const CallGate::Turn turn = gate_.enter();
   require(handle, Stage::kReceived, Stage::kReceived, "simulated_experts");
   const Rows rows = {static_cast<std::byte*>(sums), config().row_bytes(config().dtype)};
-  const bool scales_allow = !scales.per_column || allows_vectors({scales.data, scales.stride});
   launch(SimulatedExpertsArgs{.context = context_,
                               .buffer = handle.buffer,
                               .layout = handle.layout,
                               .scales = scales,
                               .sums = static_cast<std::byte*>(sums),
-                              .vector_rows = allows_vectors(rows) && scales_allow},
+                              .vector_rows = allows_vectors(rows) && allows_vectors(scales)},
          blocks(place, device_->is_synchronous() ? 0 : device_->max_blocks()), place.stream);
 }
 
@@ -273,7 +284,7 @@ CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Co
           .num_y_rows = input.num_y_rows,
           .presummed = input.presummed,
           .refused = refused_since(handle),
-          .vector_rows = allows_vectors(input.y)};
+          .vector_rows = input.simulated ? allows_vectors(*input.simulated) : allows_vectors(input.y)};
 }
 
 CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x) const {
@@ -297,12 +308,7 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const CombineInput& in
   require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
   raise_waits();
   const int num_blocks = combine_blocks(handle.num_tokens, place);
-  const CombineSendArgs send = send_args(handle, input);
-  if (input.codec == LineCodec::kNone) {
-    launch(send, num_blocks, place.stream);
-  } else {
-    launch(CodedCombineSendArgs{send, input.codec}, num_blocks, place.stream);
-  }
+  with_kind(send_args(handle, input), handle, input, [&](const auto& args) { launch(args, num_blocks, place.stream); });
   handle.stage = Stage::kCombineSent;
   after_launch();
 }
@@ -357,11 +363,9 @@ void ExpertParallel::combine(DispatchHandle& handle, const CombineInput& input, 
   buffers_[handle.buffer].raised_refusal = 0;
   const CombineRecvArgs recv = recv_args(handle, combined_x);
   const int num_senders = combine_senders(num_blocks, input.presummed, config().num_ranks);
-  if (input.codec == LineCodec::kNone) {
-    launch(CombineArgs{send, recv, num_senders}, num_blocks, place.stream);
-  } else {
-    launch(CodedCombineArgs{{send, input.codec}, recv, num_senders}, num_blocks, place.stream);
-  }
+  with_kind(send, handle, input, [&]<class SendArgs>(const SendArgs& args) {
+    launch(BothCombineArgs<SendArgs>{args, recv, num_senders}, num_blocks, place.stream);
+  });
   finish_combine(handle);
 }
 

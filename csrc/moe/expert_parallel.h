@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -61,7 +62,8 @@ struct DispatchInput {
   bool quantize = false;
 };
 
-// What is combined: one row per position of the handle's layout, or per landed row if presummed.
+// What is combined: one row per position of the handle's layout, or per landed row if presummed; or what simulated
+// experts make of the landed rows.
 struct CombineInput {
   Rows y;
   int64_t num_y_rows = 0;
@@ -189,6 +191,7 @@ class ExpertParallel : public Client {
   std::vector<Buffer> buffers_;
   int last_buffer_;
   // For take_back(): what the newest dispatch has replaced.
+  bool allows_vectors(const ExpertScales& scales) const;
   int last_buffer_before_;
   uint64_t last_number_before_ = 0;
   std::weak_ptr<DispatchHandle> newest_dispatch_;  // null: it was refused

@@ -7,6 +7,7 @@ MOE_A2A_DECLARE_FAMILY(dispatch_kernels)
 MOE_A2A_DECLARE_FAMILY(combine_kernels)
 MOE_A2A_DECLARE_FAMILY(coded_combine_kernels)
 MOE_A2A_DECLARE_FAMILY(product_combine_kernels)
+MOE_A2A_DECLARE_FAMILY(simulated_experts_kernels)
 MOE_A2A_DECLARE_FAMILY(link_floor_kernels)
 
 namespace moe_a2a {

@@ -13,6 +13,7 @@
 #include "moe/combine/combine.h"
 #include "moe/combine/combine_send_stored.h"
 #include "moe/dispatch/dispatch.h"
+#include "moe/experts/simulated_combine.h"
 #include "moe/notices.h"
 
 namespace moe_a2a {
@@ -68,6 +69,8 @@ ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::by
   const RegionSize moe = place_region(context_, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
   y_ = reinterpret_cast<float*>(local + comm.local_bytes + moe.local_bytes);
   stored_tiles_ = reinterpret_cast<uint32_t*>(y_ + context_.config.route_capacity() * shape.hidden);
+  const int num_local = context_.config.num_local_experts;
+  for (int e = 0; e < num_local; ++e) scales_.push_back(expert_factor(rank * num_local + e));
   comm_.heap = {.rank = rank, .num_ranks = shape.num_ranks};
   for (int r = 0; r < shape.num_ranks; ++r) comm_.heap.base[r] = symmetric + r * size_.symmetric_bytes;
   context_.heap = comm_.heap;  // in this model both regions are in one allocation
@@ -194,7 +197,9 @@ Launch ModelRank::combine_send(int call) {
   return launch("combine_send", call, shape_.num_blocks, [this, call](int block) {
     if (block == 0) raise_early({Field::kCombineSignal}, call);
     const CombineSendArgs args = combine_send_args(call);
-    if (is_coded(call)) {
+    if (shape_.simulated) {
+      run_kernel<SimulatedCombineSend>(shared_[block], {args, Layout::kRows, scales()}, block, shape_.num_blocks);
+    } else if (is_coded(call)) {
       run_kernel<CodedCombineSend>(shared_[block], {args, kCodec}, block, shape_.num_blocks);
     } else {
       run_kernel<CombineSend>(shared_[block], args, block, shape_.num_blocks);
@@ -240,7 +245,10 @@ Launch ModelRank::combine(int call) {
   Launch combine = launch("combine", call, 2, [this, call](int block) {
     if (block == 0) raise_early({Field::kCombineSignal}, call);
     const CombineSendArgs send = combine_send_args(call);
-    if (is_coded(call)) {
+    if (shape_.simulated) {
+      const SimulatedCombineSendArgs simulated{send, Layout::kRows, scales()};
+      run_kernel<SimulatedCombine>(shared_[block], {simulated, combine_recv_args(call), 1}, block, 2);
+    } else if (is_coded(call)) {
       run_kernel<CodedCombine>(shared_[block], {{send, kCodec}, combine_recv_args(call), 1}, block, 2);
     } else {
       run_kernel<Combine>(shared_[block], {send, combine_recv_args(call), 1}, block, 2);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "explorer.h"
+#include "moe/experts/simulated_experts_args.h"
 #include "moe/wires.h"
 
 namespace moe_a2a {
@@ -31,6 +32,7 @@ struct Shape {
   uint64_t first_epoch = 0;  // uses of the buffers before the first call
   bool presummed = false;    // the caller of combine weights and sums
   bool coded = false;        // sums travel in a line codec in every second call
+  bool simulated = false;    // combine reads the landed rows, not what the experts store
   int call_of_float8 = -1;   // in which only rank 1 dispatches float8 rows
   Routing routing;
 };
@@ -121,6 +123,9 @@ class ModelRank {
     return rank() == 1 && call == shape_.call_of_float8 ? RowFormat::kFloat8 : RowFormat::kPlain;
   }
   bool is_coded(int call) const { return shape_.coded && call % 2 == 0; }
+  ExpertScales scales() const {
+    return {.data = reinterpret_cast<const std::byte*>(scales_.data()), .stride = sizeof(float)};
+  }
   DispatchSendArgs dispatch_send_args(int call) const;
   DispatchRecvArgs dispatch_recv_args(int call) const;
   CombineSendArgs combine_send_args(int call) const;
@@ -148,6 +153,7 @@ class ModelRank {
   std::array<std::vector<std::max_align_t>, 4> shared_;  // per block
   float* y_;                // [routes, hidden], and the counts of its tiles: in the explored memory, so that races show
   uint32_t* stored_tiles_;  // [routes]
+  std::vector<float> scales_;  // of the local experts
   std::vector<float> combined_;
   uint32_t attempt_ = 1;
   bool noted_refusal_ = false;

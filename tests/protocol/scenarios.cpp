@@ -78,6 +78,13 @@ Scenario coded(Scenario scenario) {
   return scenario;
 }
 
+// Combine forms the sums from the landed rows, which the next dispatch overwrites.
+Scenario simulated(Scenario scenario) {
+  scenario.name += ", by simulated experts";
+  scenario.shape.simulated = true;
+  return scenario;
+}
+
 Scenario one_rank() {
   return {.name = "one rank, two blocks",
           .shape = {.num_ranks = 1,
@@ -325,6 +332,8 @@ std::vector<Scenario> all_scenarios() {
           one_launch(true),
           coded(plain("two tokens, two blocks", 2, 2, 0, 2)),
           coded(one_launch(true)),
+          simulated(plain("two tokens, two blocks", 2, 2, 0, 2)),
+          simulated(one_launch(false)),
           product_sends(1),
           product_sends(2),
           one_rank(),

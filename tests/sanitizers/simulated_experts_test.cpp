@@ -82,7 +82,18 @@ TEST_P(SimulatedExpertsTest, SumsEachLandedRow) {
         }
       }
     }
-    ep.release(*handle, place);
+    // The same sums, formed as they are sent: each token gets those of both ranks.
+    std::vector<float> combined(kTokens * hidden, std::numeric_limits<float>::quiet_NaN());
+    ep.combine(*handle, {.simulated = ExpertScales{.factor = 2}}, combined.data(), place);
+    for (int t = 0; t < kTokens; ++t) {
+      float weight = 0;
+      for (int k = 0; k < kTopk; ++k) {
+        if (mine.expert[t * kTopk + k] >= 0) weight += mine.weight[t * kTopk + k];
+      }
+      for (int c = 0; c < hidden; ++c) {
+        ASSERT_EQ(combined[t * hidden + c], weight * 2 * value(rank, t, c)) << "token " << t << " column " << c;
+      }
+    }
   });
 }
 

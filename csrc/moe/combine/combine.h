@@ -10,9 +10,9 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-template <class Send, class BothArgs>
-struct BothHalves {
-  using Args = BothArgs;
+template <class Send>
+struct BothCombineHalves {
+  using Args = BothCombineArgs<typename Send::Args>;
   static constexpr const char* kName = "combine";
 
   static size_t shared_bytes(const Args& args) {
@@ -36,7 +36,7 @@ struct BothHalves {
   }
 };
 
-struct Combine : BothHalves<CombineSend, CombineArgs> {};
-struct CodedCombine : BothHalves<CodedCombineSend, CodedCombineArgs> {};
+struct Combine : BothCombineHalves<CombineSend> {};
+struct CodedCombine : BothCombineHalves<CodedCombineSend> {};
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -111,6 +111,16 @@ struct CombineSend {
     finish(args, grid, block, epoch);
   }
 
+  // Sends rows that groups of threads form in place.
+  template <class Wire, class Source>
+  MOE_A2A_DEVICE static void send_formed(Wire& wire, const CombineSchedule<Wire>& schedule, const Source& source,
+                                         const Grid& grid, const Block& block) {
+    if constexpr (!Wire::kIsLl) {
+      if (schedule.num_rows() < grid.size() * block.num_warps() / 2) return wire.send_by_blocks(schedule, source);
+    }
+    wire.send(schedule, source);
+  }
+
   // Called by every warp once it has sent its rows; the last of all blocks returns the credit.
   MOE_A2A_DEVICE static void finish(const Args& args, const Grid& grid, const Block& block, uint64_t epoch) {
     const Context& c = args.context;
@@ -130,18 +140,16 @@ struct CombineSend {
 
  private:
   MOE_A2A_DEVICE static void send_sums(std::type_identity<LlWire>, const Args& args, LlWire& wire,
-                                       const CombineSchedule<LlWire>& schedule, const Grid&, const Block&) {
-    wire.send(schedule, SummedRows{args, layout(args)});
+                                       const CombineSchedule<LlWire>& schedule, const Grid& grid, const Block& block) {
+    send_formed(wire, schedule, SummedRows{args, layout(args)}, grid, block);
   }
   MOE_A2A_DEVICE static void send_sums(std::type_identity<RowWire>, const Args& args, RowWire& wire,
                                        const CombineSchedule<RowWire>& schedule, const Grid& grid, const Block& block) {
     if (streams(args)) {
       with_element_type(layout(args).dtype,
                         [&](auto type) { wire.send(schedule, StreamedRows<decltype(type)>{args, layout(args)}); });
-    } else if (schedule.num_rows() < grid.size() * block.num_warps() / 2) {
-      wire.send_by_blocks(schedule, SummedRows{args, layout(args)});
     } else {
-      wire.send(schedule, SummedRows{args, layout(args)});
+      send_formed(wire, schedule, SummedRows{args, layout(args)}, grid, block);
     }
   }
 };

@@ -1,12 +1,11 @@
 #include "comm/define_family.h"
 #include "moe/dispatch/dispatch.h"
-#include "moe/experts/simulated_experts.h"
 #include "moe/gather_rows.h"
 #include "moe/notices.h"
 #include "moe/vocabulary.h"
 
 MOE_A2A_KERNEL_FAMILY(dispatch_kernels, kMoeVocabulary, Dispatch, DispatchSend, DispatchRecv, GatherRows,
-                      SimulatedExperts, RefuseDispatch, RefuseAnyBuffer)
+                      RefuseDispatch, RefuseAnyBuffer)
 
 namespace moe_a2a {
 

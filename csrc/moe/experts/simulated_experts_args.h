@@ -1,4 +1,4 @@
-// Arguments of simulated_experts(): experts that scale their rows, between a dispatch and a combine.
+// Arguments of simulated experts, which only scale their rows.
 #pragma once
 
 #include "moe/args.h"
@@ -22,6 +22,12 @@ struct SimulatedExpertsArgs {
   ExpertScales scales;
   std::byte* sums = nullptr;  // [R * T, hidden]: one row per row of recv_x; the input of a presummed combine
   bool vector_rows = true;    // sums and scales allow 16-byte vectors
+};
+
+// combine_send of the same sums, formed from the landed rows as they are sent: there is no y.
+struct SimulatedCombineSendArgs : CombineSendArgs {
+  Layout layout = Layout::kRows;
+  ExpertScales scales;
 };
 
 }  // namespace moe_a2a
