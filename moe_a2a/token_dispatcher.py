@@ -34,7 +34,6 @@ from moe_a2a.handle import DispatchHandle
 from moe_a2a.row_routes import by_choice, choice_numbers, make_unweighted
 
 COLLECTIVES_NBYTES = 1 << 20  # larger tables of gradients go in slices
-SLICE_NBYTES = 64 << 20  # of the fp32 rows that combine's backward holds at a time
 
 
 @dataclass(eq=False)
@@ -277,7 +276,7 @@ class _Exchange:
             if y is None or weights is None:
                 grad_y, grad_weights = self._gathered(handle, self._row_index(handle)), None
             else:
-                grad_y, grad_weights = self._grads_of_weighted(handle, y, weights)
+                grad_y, grad_weights = self._weighted_grads(handle, y, weights)
         self.training.keep(self, handle)
         return grad_y, grad_weights
 
@@ -296,16 +295,9 @@ class _Exchange:
             grad_topk_weights = collectives.reduce_scatter(table)[: len(topk_idx)]
             return self.ep.combine(grad_rows, handle), grad_topk_weights
 
-    def _grads_of_weighted(self, handle: DispatchHandle, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        row_index = self._row_index(handle)
-        grad_y, grad_weights = torch.empty_like(y), torch.empty_like(weights)
-        step = max(1, SLICE_NBYTES // (4 * self.ep.hidden))
-        for begin in range(0, self.num_rows, step):
-            part = slice(begin, begin + step)
-            grads = self._gathered(handle, row_index[part]).float()
-            torch.mul(grads, weights[part, None], out=grad_y[part])
-            torch.sum(grads.mul_(y[part]), 1, out=grad_weights[part])
-        return grad_y, grad_weights
+    def _weighted_grads(self, handle: DispatchHandle, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """One kernel: each row of the gradient times its weight, and its dot product with y."""
+        return handle._core.weighted_grads(y, weights, handle._handle)
 
     def _by_choice(self, handle: DispatchHandle, grad_weights: Tensor) -> Tensor:
         """[R * T, K]: the gradient of each choice that has a route here, zeros elsewhere."""

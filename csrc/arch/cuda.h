@@ -41,8 +41,9 @@ __device__ __forceinline__ uint64_t warp_or(uint64_t bits) {
   return uint64_t{__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(bits >> 32))} << 32 |
          __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(bits));
 }
-__device__ __forceinline__ int32_t warp_inclusive_sum(int32_t value) {
-  using Scan = cub::WarpScan<int32_t, kWarpSize>;
+template <class T>
+__device__ __forceinline__ T warp_inclusive_sum(T value) {
+  using Scan = cub::WarpScan<T, kWarpSize>;
   typename Scan::TempStorage unused;
   Scan(unused).InclusiveSum(value, value);
   return value;

@@ -50,8 +50,9 @@ __device__ __forceinline__ uint64_t warp_or(uint64_t bits) {
   Reduce().reduce(bits, bits, unused, BitOr{});
   return bits;
 }
-__device__ __forceinline__ int32_t warp_inclusive_sum(int32_t value) {
-  using Scan = rocprim::warp_scan<int32_t, kWarpSize>;
+template <class T>
+__device__ __forceinline__ T warp_inclusive_sum(T value) {
+  using Scan = rocprim::warp_scan<T, kWarpSize>;
   typename Scan::storage_type unused;
   Scan().inclusive_scan(value, value, unused);
   return value;

@@ -33,7 +33,10 @@ struct Warp {
   __device__ int count(bool value) const { return count_ones(warp_ballot(value)); }
   __device__ int32_t last(int32_t value) const { return shuffle(value, kWarpSize - 1); }
   __device__ uint64_t reduce_or(uint64_t bits) const { return warp_or(bits); }
-  __device__ int32_t inclusive_sum(int32_t value) const { return warp_inclusive_sum(value); }
+  template <class T>
+  __device__ T inclusive_sum(T value) const {
+    return warp_inclusive_sum(value);
+  }
   // Compares the lowest `num_bits` bits of the values, or a few more, by votes. (An H200's match instruction takes 370
   // cycles, and 1000 when 16 warps issue it at once.)
   __device__ Matches matches(int32_t value, int num_bits) const {

@@ -118,6 +118,10 @@ class Core {
     const DispatchTensors tensors = {x, topk_idx, topk_weights, no_x_scales};
     return run_simulated_layer(*ep(), device_, type_, tensors, {scales, factor}, where(0));
   }
+  std::pair<at::Tensor, at::Tensor> weighted_grads(const at::Tensor& y, const at::Tensor& weights,
+                                                   const Handle& handle) {
+    return run_weighted_grads(*ep(), *handle, y, weights, where(0));
+  }
 
   void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int codec, int num_blocks) {
     const auto core = ep();
@@ -306,6 +310,7 @@ void bind_calls(py::class_<Core>& core) {
                              int num_blocks) { return core.gather_rows(handle, scalar_type(row_dtype), num_blocks); })
       .def("simulated_experts", &Core::simulated_experts)
       .def("simulated_layer", &Core::simulated_layer)
+      .def("weighted_grads", &Core::weighted_grads)
       .def("combine", &Core::combine)
       .def("returns_ll", &Core::returns_ll)
       .def("combine_send", &Core::combine_send)

@@ -95,4 +95,22 @@ at::Tensor run_simulated_layer(ExpertParallel& ep, at::Device device, at::Scalar
   return combined_x;
 }
 
+std::pair<at::Tensor, at::Tensor> run_weighted_grads(ExpertParallel& ep, const DispatchHandle& handle,
+                                                     const at::Tensor& y, const at::Tensor& weights,
+                                                     const LaunchPlace& place) {
+  const Place here = {ep.config().rank, y.device()};
+  const Rows rows = checked_y(ep, y.device(), handle, y, false);
+  if (weights.sizes() != y.sizes().slice(0, 1)) {
+    raise_value(here.rank,
+                "weights has shape " + text_of(weights.sizes()) + ", expected " + text_of(y.sizes().slice(0, 1)),
+                "pass one weight per row of y");
+  }
+  const at::Tensor grad_y = make_tensor(here, y.sizes(), y.scalar_type());
+  const at::Tensor grad_weights = make_tensor(here, weights.sizes(), weights.scalar_type());
+  const WeightedRows outputs = {rows, weights.const_data_ptr<float>(), y.size(0)};
+  py::gil_scoped_release unlocked;
+  ep.weighted_grads(handle, outputs, grad_y.mutable_data_ptr(), grad_weights.mutable_data_ptr<float>(), place);
+  return {grad_y, grad_weights};
+}
+
 }  // namespace moe_a2a::bindings

@@ -1,5 +1,5 @@
 // The experts of a handle, by kernels. SwiGLU: two products and the combine of their rows, in one call. Simulated:
-// scaled rows.
+// scaled rows. Of experts that PyTorch runs: the gradients of their weighted outputs.
 #pragma once
 
 #include "bindings/expert_weights.h"
@@ -35,5 +35,11 @@ at::Tensor run_simulated_experts(ExpertParallel& ep, const DispatchHandle& handl
                                  at::ScalarType type, const SimulatedScales& scales, const LaunchPlace& place);
 at::Tensor run_simulated_layer(ExpertParallel& ep, at::Device device, at::ScalarType type,
                                const DispatchTensors& tensors, const SimulatedScales& scales, const LaunchPlace& place);
+
+// The gradients of combine's `y` and of its weights (float32, one per row of y), from a dispatch of the gradients of
+// its sums.
+std::pair<at::Tensor, at::Tensor> run_weighted_grads(ExpertParallel& ep, const DispatchHandle& handle,
+                                                     const at::Tensor& y, const at::Tensor& weights,
+                                                     const LaunchPlace& place);
 
 }  // namespace moe_a2a::bindings

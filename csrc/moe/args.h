@@ -72,6 +72,18 @@ struct GatherRowsArgs {
   float* expert_x_scales = nullptr;  // for float8 rows: [positions, ceil(hidden / 128)]
 };
 
+// The gradients of y and of its weights, in combine's backward pass; see moe/weighted_grads.h.
+struct WeightedGradsArgs {
+  Context context;
+  int buffer = 0;
+  int64_t num_positions = 0;       // rows of y; those past the last route get zeros
+  Rows y;                          // [positions, hidden]
+  const float* weights = nullptr;  // [positions]
+  std::byte* grad_y = nullptr;     // [positions, hidden]
+  float* grad_weights = nullptr;   // [positions]
+  bool vector_rows = true;         // y and grad_y allow 16-byte vectors
+};
+
 // Both halves in one launch: the first num_send_blocks blocks send while the others receive.
 struct DispatchArgs {
   DispatchSendArgs send;

@@ -134,6 +134,11 @@ int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
   return resident_blocks(wanted, share_of_device());
 }
 
+// Of a kernel whose blocks wait for nothing: by default every block of the GPU, whatever this object's share.
+int ExpertParallel::independent_blocks(const LaunchPlace& place) const {
+  return device_->is_synchronous() || place.num_blocks > 0 ? blocks(place, 0) : device_->max_blocks();
+}
+
 bool ExpertParallel::launches_halves() const { return device_->is_synchronous() || device_->max_blocks() < 2; }
 
 bool ExpertParallel::allows_vectors(const Rows& rows) const {
@@ -262,7 +267,22 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
          dispatch_blocks(handle.num_tokens, place), place.stream);
 }
 
-// No block waits for another, so the default is every block of the GPU.
+void ExpertParallel::weighted_grads(const DispatchHandle& handle, const WeightedRows& y, void* grad_y,
+                                    float* grad_weights, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  require(handle, Stage::kReceived, Stage::kReceived, "a combine's backward pass");
+  const Rows target = {static_cast<std::byte*>(grad_y), config().row_bytes(config().dtype)};
+  launch(WeightedGradsArgs{.context = context_,
+                           .buffer = handle.buffer,
+                           .num_positions = y.num_rows,
+                           .y = y.rows,
+                           .weights = y.weights,
+                           .grad_y = static_cast<std::byte*>(grad_y),
+                           .grad_weights = grad_weights,
+                           .vector_rows = allows_vectors(y.rows) && allows_vectors(target)},
+         independent_blocks(place), place.stream);
+}
+
 void ExpertParallel::simulated_experts(const DispatchHandle& handle, const ExpertScales& scales, void* sums,
                                        const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
@@ -274,7 +294,7 @@ void ExpertParallel::simulated_experts(const DispatchHandle& handle, const Exper
                               .scales = scales,
                               .sums = static_cast<std::byte*>(sums),
                               .vector_rows = allows_vectors(rows) && allows_vectors(scales)},
-         blocks(place, device_->is_synchronous() ? 0 : device_->max_blocks()), place.stream);
+         independent_blocks(place), place.stream);
 }
 
 CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const CombineInput& input) const {

@@ -69,6 +69,14 @@ struct CombineInput {
   int64_t num_y_rows = 0;
   bool presummed = false;
   LineCodec codec = LineCodec::kNone;
+  std::optional<ExpertScales> simulated;  // in place of y
+};
+
+// Rows as they were combined, and their weights: one per position.
+struct WeightedRows {
+  Rows rows;
+  const float* weights = nullptr;
+  int64_t num_rows = 0;
 };
 
 // Where a launch runs.
@@ -96,6 +104,10 @@ class ExpertParallel : public Client {
   // Positions of the handle's layout: the number of rows of expert_x and y.
   int64_t num_positions(const DispatchHandle& handle) const;
   void gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales, const LaunchPlace& place);
+  // In combine's backward pass, after a dispatch of the gradients of its sums: one row per position, num_rows of them.
+  // All tensors are contiguous; see WeightedGradsArgs.
+  void weighted_grads(const DispatchHandle& handle, const WeightedRows& y, void* grad_y, float* grad_weights,
+                      const LaunchPlace& place);
   // For a presummed combine: for each row of recv_x, the weighted sum of its copies as scaled by its local experts.
   void simulated_experts(const DispatchHandle& handle, const ExpertScales& scales, void* sums,
                          const LaunchPlace& place);
@@ -176,8 +188,10 @@ class ExpertParallel : public Client {
   void note_refusal(DispatchHandle& handle, int peer, uint32_t count) const;
   void send_refusal(const DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
   int blocks(const LaunchPlace& place, int by_table) const;
+  int independent_blocks(const LaunchPlace& place) const;
   bool launches_halves() const;
   bool allows_vectors(const Rows& rows) const;  // 16-byte loads and stores
+  bool allows_vectors(const ExpertScales& scales) const;
   void after_launch();
   bool is_known_refusal(const Report& report) override;
   bool take_back(uint64_t number);
@@ -191,7 +205,6 @@ class ExpertParallel : public Client {
   std::vector<Buffer> buffers_;
   int last_buffer_;
   // For take_back(): what the newest dispatch has replaced.
-  bool allows_vectors(const ExpertScales& scales) const;
   int last_buffer_before_;
   uint64_t last_number_before_ = 0;
   std::weak_ptr<DispatchHandle> newest_dispatch_;  // null: it was refused

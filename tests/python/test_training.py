@@ -279,7 +279,7 @@ FAILURES = {
     "vmap": transformed(RuntimeError, FUNC, lambda run, x: torch.func.vmap(run)(x.detach()[None])),
     "grad": transformed(RuntimeError, FUNC, lambda run, x: torch.func.grad(lambda x: run(x).sum())(x.detach())),
     "forward mode": transformed(RuntimeError, "jvp", in_forward_mode),
-    "backward of combine": patched("_grads_of_weighted", _Exchange),
+    "backward of combine": patched("_weighted_grads", _Exchange),
     "backward of dispatch": patched("_by_choice", _Exchange),
 }
 

@@ -3,8 +3,9 @@
 #include "moe/gather_rows.h"
 #include "moe/notices.h"
 #include "moe/vocabulary.h"
+#include "moe/weighted_grads.h"
 
-MOE_A2A_KERNEL_FAMILY(dispatch_kernels, kMoeVocabulary, Dispatch, DispatchSend, DispatchRecv, GatherRows,
+MOE_A2A_KERNEL_FAMILY(dispatch_kernels, kMoeVocabulary, Dispatch, DispatchSend, DispatchRecv, GatherRows, WeightedGrads,
                       RefuseDispatch, RefuseAnyBuffer)
 
 namespace moe_a2a {
