@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from moe_a2a.handle import DispatchHandle
 
-LAYOUTS = ("rows", "expert_major", "masked")
+LAYOUTS = ("rows", "expert_major", "masked")  # in the extension's order
 MAX_EXPERT_ALIGNMENT = 256
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROW_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES)
@@ -67,6 +67,13 @@ def check_not_transformed(rank: int, what: str) -> None:
             f"{what} was called within a transform of torch.func (grad, vmap, jvp, ...) on rank {rank}; call backward() or "
             "torch.autograd.grad() instead"
         )
+
+
+def check_dispatched(rank: int, x: Any, x_scales: Any, topk_idx: Any, topk_weights: Any) -> None:
+    """For a call that the extension has refused: its own text would not say which argument has the wrong type."""
+    check_tensor(rank, "x", x)
+    check_optional_tensor(rank, "x_scales", x_scales)
+    checked_routing(rank, topk_idx, topk_weights)
 
 
 def checked_routing(rank: int, topk_idx: Any, topk_weights: Any) -> Routing:
@@ -129,6 +136,8 @@ def checked_row_dtype(rank: int, dtype: Any) -> torch.dtype:
 
 def checked_blocks(rank: int, num_blocks: Any, default: int) -> int:
     """`default` for 0."""
+    if type(num_blocks) is int and num_blocks == 0:
+        return default
     return checked_int(rank, "num_blocks", num_blocks, 0) or default
 
 
@@ -194,6 +203,8 @@ def checked_quantize(rank: int, quantize: Any) -> bool:
 
 def checked_layout(rank: int, handle: DispatchHandle | None, layout: Any, expert_alignment: Any) -> tuple[str, int]:
     """Replaces None by the value of `handle`, if one is given, or by the default."""
+    if layout is expert_alignment is handle is None:
+        return "rows", 1
     if layout is None:
         layout = handle.layout if handle is not None else "rows"
         if expert_alignment is None and handle is not None:
@@ -207,8 +218,3 @@ def checked_layout(rank: int, handle: DispatchHandle | None, layout: Any, expert
             f'expert_alignment={expert_alignment} with layout="{layout}" on rank {rank}; pass layout="expert_major"'
         )
     return layout, expert_alignment
-
-
-def layout_index(layout: str) -> int:
-    """The index of a checked layout in the extension's numbering."""
-    return LAYOUTS.index(layout)

@@ -42,7 +42,6 @@ class HandleOwner(Called, Owner, Protocol):
     _trace: Any
 
     def _core_to_dispatch(self) -> Any: ...
-    def _checked_routing(self, x: Any, x_scales: Any, handle: Any, topk_idx: Any, topk_weights: Any) -> Any: ...
 
 
 # Raised by kernels, or for an earlier call: every affected rank learns of it independently.

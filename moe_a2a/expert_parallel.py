@@ -164,16 +164,11 @@ class ExpertParallel(CommunicatorClient):
         their next call, which then does not run; the handle that they got is closed from then on.
         """
         core = self._core_to_dispatch()
-        routing = self._checked_routing(x, x_scales, handle, topk_idx, topk_weights)
+        routing = (topk_idx, topk_weights) if handle is None else self._routing_of(handle, x, topk_idx, topk_weights)
         layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
-        quantized = arguments.checked_quantize(self.rank, quantize)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        row_dtype = float8_dtype(self.device) if quantized else x.dtype
-        scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
-        sent = core.dispatch(
-            x, *routing, *scales, quantized, arguments.layout_index(layout), expert_alignment, num_blocks
-        )
-        handle = self._dispatched(sent, row_dtype, routing, x_scales)
+        way = arguments.LAYOUTS.index(layout), expert_alignment, num_blocks
+        handle = self._sent_by(core.dispatch, x, routing, x_scales, quantize, way)
         return handle._received(layout, expert_alignment, num_blocks)
 
     @calls.serves_a_handle(position=1)
@@ -211,12 +206,15 @@ class ExpertParallel(CommunicatorClient):
         A rank that needs no sum from the failed one ends its combine normally.
         """
         core, key = self._open_core(), self._key_of(handle)
-        arguments.check_tensor(self.rank, "y", y)
-        arguments.check_optional_tensor(self.rank, "out", out)
         arguments.checked_bool(self.rank, "presummed", presummed)
         codec = self._codec_of_combine(wire)
         blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        return core.combine(y, key, presummed, codec, out, blocks)
+        try:
+            return core.combine(y, key, presummed, codec, out, blocks)
+        except TypeError:
+            arguments.check_tensor(self.rank, "y", y)
+            arguments.check_optional_tensor(self.rank, "out", out)
+            raise
 
     @calls.serves_a_handle(position=0)
     def experts(
@@ -280,13 +278,9 @@ class ExpertParallel(CommunicatorClient):
     ) -> DispatchHandle:
         """The first half of dispatch(): returns when the rows are posted. The handle is not readable yet."""
         core = self._core_to_dispatch()
-        routing = self._checked_routing(x, x_scales, handle, topk_idx, topk_weights)
-        quantized = arguments.checked_quantize(self.rank, quantize)
+        routing = (topk_idx, topk_weights) if handle is None else self._routing_of(handle, x, topk_idx, topk_weights)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        row_dtype = float8_dtype(self.device) if quantized else x.dtype
-        scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
-        sent = core.dispatch_send(x, *routing, *scales, quantized, num_blocks)
-        return self._dispatched(sent, row_dtype, routing, x_scales)
+        return self._sent_by(core.dispatch_send, x, routing, x_scales, quantize, (num_blocks,))
 
     @calls.serves_a_handle(position=0)
     def dispatch_recv(
@@ -301,7 +295,7 @@ class ExpertParallel(CommunicatorClient):
         core, key = self._open_core(), self._key_of(handle)
         layout, expert_alignment = arguments.checked_layout(self.rank, None, layout, expert_alignment)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        core.dispatch_recv(key, arguments.layout_index(layout), expert_alignment, num_blocks)
+        core.dispatch_recv(key, arguments.LAYOUTS.index(layout), expert_alignment, num_blocks)
         return handle._received(layout, expert_alignment, num_blocks)
 
     @calls.serves_a_handle(position=1)
@@ -360,9 +354,18 @@ class ExpertParallel(CommunicatorClient):
             self._training.release_kept()
         return self._open_core()
 
-    def _dispatched(
-        self, sent: Any, row_dtype: torch.dtype, routing: Any, x_scales: torch.Tensor | None
+    def _sent_by(
+        self, send: Any, x: Any, routing: arguments.Routing, x_scales: Any, quantize: Any, way: tuple[int, ...]
     ) -> DispatchHandle:
+        """send: the extension's dispatch or dispatch_send; way: its last arguments."""
+        quantized = quantize is not None and arguments.checked_quantize(self.rank, quantize)
+        try:
+            scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
+            sent = send(x, *routing, *scales, quantized, *way)
+        except (TypeError, AttributeError):
+            arguments.check_dispatched(self.rank, x, x_scales, *routing)
+            raise
+        row_dtype = float8_dtype(self.device) if quantized else x.dtype
         if self._trace is not None:
             self._trace.dispatched(routing[0], row_dtype)
         return DispatchHandle(self, sent, row_dtype, routing, block_scales.byte_dtype(x_scales))
@@ -386,13 +389,8 @@ class ExpertParallel(CommunicatorClient):
                 f"{call} got a handle of another ExpertParallel on rank {self.rank}; pass one of this object's"
             )
 
-    def _checked_routing(
-        self, x: Any, x_scales: Any, handle: DispatchHandle | None, topk_idx: Any, topk_weights: Any
-    ) -> arguments.Routing:
-        """Returns the earlier handle's routing if one is given."""
+    def _routing_of(self, handle: DispatchHandle, x: Any, topk_idx: Any, topk_weights: Any) -> arguments.Routing:
+        """For a dispatch along an earlier one."""
         arguments.check_tensor(self.rank, "x", x)
-        arguments.check_optional_tensor(self.rank, "x_scales", x_scales)
-        if handle is None:
-            return arguments.checked_routing(self.rank, topk_idx, topk_weights)
         self._check_own(handle, "dispatch")
         return arguments.checked_routing_of(self.rank, x, topk_idx, topk_weights, handle._routing_as_sent(self.rank))

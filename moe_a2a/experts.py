@@ -155,18 +155,22 @@ def simulated_layer(
     topk_weights: torch.Tensor | None,
     scales: torch.Tensor | float,
 ) -> torch.Tensor:
-    """dispatch(x, topk_idx, topk_weights), simulated_experts(handle, scales) and combine(sums, handle, presummed=True) as one
-    call of the extension: the same launches and the same bits, in less of the host's time. Returns [num_tokens, H].
+    """dispatch(x, topk_idx, topk_weights), simulated_experts(handle, scales) and combine(sums, handle, presummed=True) in two
+    launches: the combine forms the sums as it sends them. The same bits. Returns [num_tokens, H].
 
     All ranks make this call; a peer may make the three calls instead. Raises: as dispatch(). A call that fails leaves no
     handle: all ranks may repeat it.
     """
     core = ep._core_to_dispatch()
-    routing = ep._checked_routing(x, None, None, topk_idx, topk_weights)
+    try:
+        out = core.simulated_layer(x, topk_idx, topk_weights, *_scales_and_factor(ep.rank, scales))
+    except TypeError:
+        arguments.check_dispatched(ep.rank, x, None, topk_idx, topk_weights)
+        raise
     if ep._trace is not None:
         ep._trace.dispatched(topk_idx, x.dtype)
         ep._trace.combined(None)
-    return core.simulated_layer(x, *routing, *_scales_and_factor(ep.rank, scales))
+    return out
 
 
 def _scales_and_factor(rank: int, scales: torch.Tensor | float) -> tuple[torch.Tensor | None, float]:

@@ -274,14 +274,15 @@ def test_a_rank_that_releases_while_the_others_combine():
 
 def test_interrupted_when_the_dispatch_has_been_launched(monkeypatch):
     """The rank has no handle to continue with, but its peers have: their combine is refused for good."""
-    dispatched = moe_a2a.ExpertParallel._dispatched
+    sent_by = moe_a2a.ExpertParallel._sent_by
 
     def interrupted(ep, *args):
+        handle = sent_by(ep, *args)
         if ep.rank == REFUSER and ep.is_interrupted:
             raise KeyboardInterrupt
-        return dispatched(ep, *args)
+        return handle
 
-    monkeypatch.setattr(moe_a2a.ExpertParallel, "_dispatched", interrupted)
+    monkeypatch.setattr(moe_a2a.ExpertParallel, "_sent_by", interrupted)
 
     def program(ep, group):
         for _ in range(3):

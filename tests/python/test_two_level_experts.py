@@ -306,7 +306,7 @@ def bad_calls_program(world, num_nodes, num_local, seed):
 
         def fails_within():
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(two.local, "_checked_routing", out_of_memory)
+                patch.setattr(two.local, "_core_to_dispatch", out_of_memory)
                 two.dispatch(x, topk_idx)
 
         refused(fails_within, lambda: two.dispatch(x, topk_idx), MemoryError, "none")
