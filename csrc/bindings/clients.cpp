@@ -4,33 +4,49 @@
 
 #include <cstring>
 
+#include "bindings/trace_records.h"
+
 namespace moe_a2a::bindings {
 namespace {
 
-std::shared_ptr<Communicator> make_communicator(int rank, int num_ranks, const std::string& target,
-                                                const at::Device& device, double timeout) {
+std::unique_ptr<CommunicatorCore> make_communicator(int rank, int num_ranks, const std::string& target,
+                                                    const at::Device& device, double timeout) {
   const std::string violation = Communicator::violation(rank, num_ranks);
   if (!violation.empty()) throw py::value_error(violation + " (rank " + std::to_string(rank) + ")");
-  return std::make_shared<Communicator>(Member{.rank = rank,
-                                               .num_ranks = num_ranks,
-                                               .target = target,
-                                               .device = device.has_index() ? device.index() : 0,
-                                               .timeout_seconds = timeout});
+  return std::make_unique<CommunicatorCore>(
+      std::make_shared<Communicator>(Member{.rank = rank,
+                                            .num_ranks = num_ranks,
+                                            .target = target,
+                                            .device = device.has_index() ? device.index() : 0,
+                                            .timeout_seconds = timeout}),
+      device);
 }
 
 }  // namespace
 
-py::bytes handles_of(const std::vector<Client*>& clients) {
+std::shared_ptr<Client> ClientCore::open() const {
+  if (!client_) throw std::runtime_error(std::string("this ") + name_ + " is closed");
+  client_->require_own_process();
+  return client_;
+}
+
+std::vector<std::shared_ptr<Client>> ClientCore::parts() const {
+  if (owns_comm_) return {open(), comm_};
+  return {open()};
+}
+
+py::bytes ClientCore::comm_handle() const {
   std::string bytes;
-  for (Client* client : clients) {
-    const RegionHandle handle = client->handle();
+  for (const auto& part : parts()) {
+    const RegionHandle handle = part->handle();
     bytes.append(reinterpret_cast<const char*>(&handle), sizeof(handle));
   }
   return bytes;
 }
 
-void connect(const std::vector<Client*>& clients, const std::vector<std::string>& handles, bool carried) {
-  const size_t expected = clients.size() * sizeof(RegionHandle);
+void ClientCore::connect(const std::vector<std::string>& handles, bool carried) {
+  const auto parts = this->parts();
+  const size_t expected = parts.size() * sizeof(RegionHandle);
   for (size_t r = 0; r < handles.size(); ++r) {
     if (handles[r].size() == expected) continue;
     throw py::value_error("handle " + std::to_string(r) + " has " + std::to_string(handles[r].size()) +
@@ -40,51 +56,84 @@ void connect(const std::vector<Client*>& clients, const std::vector<std::string>
   py::gil_scoped_release unlocked;
   size_t num_connected = 0;
   try {
-    for (; num_connected < clients.size(); ++num_connected) {
+    for (; num_connected < parts.size(); ++num_connected) {
       std::vector<RegionHandle> all(handles.size());
       for (size_t r = 0; r < handles.size(); ++r) {
         std::memcpy(static_cast<void*>(&all[r]), handles[r].data() + num_connected * sizeof(RegionHandle),
                     sizeof(RegionHandle));
       }
-      clients[num_connected]->connect(all);
+      parts[num_connected]->connect(all);
     }
-    for (Client* client : clients) {
-      if (carried) client->confirm_handles();
+    for (const auto& part : parts) {
+      if (carried) part->confirm_handles();
     }
   } catch (...) {
-    while (num_connected > 0) clients[--num_connected]->disconnect();
+    while (num_connected > 0) parts[--num_connected]->disconnect();
     throw;
   }
 }
 
-void disconnect(const std::vector<Client*>& clients) {
+void ClientCore::disconnect() {
+  const auto parts = this->parts();
   py::gil_scoped_release unlocked;
-  for (Client* client : clients) client->disconnect();
+  for (const auto& part : parts) part->disconnect();
 }
 
-void give_back(const std::vector<Client*>& clients) {
-  for (Client* client : clients) client->give_back();
+void ClientCore::give_back() {
+  for (const auto& part : parts()) part->give_back();
 }
 
-void close(const std::vector<Client*>& clients) {
+void ClientCore::check() {
+  const auto client = open();
+  py::gil_scoped_release unlocked;
+  client->check();
+}
+
+void ClientCore::raise_reported() {
+  const auto client = open();
+  py::gil_scoped_release unlocked;
+  client->raise_reported();
+}
+
+size_t ClientCore::nbytes() const {
+  size_t total = 0;
+  for (const auto& part : parts()) total += part->nbytes();
+  return total;
+}
+
+void ClientCore::close() {
+  if (!client_) return;
+  std::vector<std::shared_ptr<Client>> parts = {std::move(client_)};
+  if (owns_comm_) parts.push_back(std::move(comm_));
+  py::gil_scoped_release unlocked;
   std::exception_ptr reported;
-  for (Client* client : clients) {
+  for (const auto& part : parts) {
     try {
-      client->close();
+      part->close();
     } catch (...) {
       if (!reported) reported = std::current_exception();
     }
   }
+  parts.clear();  // without the GIL, since that may wait for the device
   if (reported) std::rethrow_exception(reported);
 }
 
-std::vector<std::array<int64_t, 3>> align_clocks(Communicator& comm, int num_rounds, void* stream) {
+std::vector<std::array<int64_t, 3>> ClientCore::align_clocks(int num_rounds) {
+  const auto client = open();
+  const auto comm = comm_;
+  void* stream = current_stream(device_);
   py::gil_scoped_release unlocked;
   std::vector<std::array<int64_t, 3>> numbers;
-  for (const ClockReading& reading : comm.align_clocks(num_rounds, stream)) {
+  for (const ClockReading& reading : comm->align_clocks(num_rounds, stream)) {
     numbers.push_back({reading.offset, static_cast<int64_t>(reading.round_trip), static_cast<int64_t>(reading.at)});
   }
   return numbers;
+}
+
+py::dict ClientCore::read_trace() {
+  const auto client = open();
+  const auto comm = comm_;
+  return bindings::read_trace(*client, *comm);
 }
 
 void* current_stream(at::Device device) {
@@ -93,22 +142,22 @@ void* current_stream(at::Device device) {
 }
 
 void bind_communicator(py::module_& m) {
-  using unlocked = py::call_guard<py::gil_scoped_release>;
-  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
+  py::class_<ClientCore>(m, "Client")
+      .def("comm_handle", &ClientCore::comm_handle)
+      .def("connect", &ClientCore::connect)
+      .def("disconnect", &ClientCore::disconnect)
+      .def("give_back", &ClientCore::give_back)
+      .def("check", &ClientCore::check)
+      .def("raise_reported", &ClientCore::raise_reported)
+      .def("close", &ClientCore::close)
+      .def("align_clocks", &ClientCore::align_clocks)
+      .def("trace_start", [](ClientCore& core, int64_t records) { start_trace(*core.open(), records); })
+      .def("trace_stop", [](ClientCore& core) { stop_trace(*core.open()); })
+      .def("trace_read", &ClientCore::read_trace)
+      .def_property_readonly("nbytes", &ClientCore::nbytes);
+  py::class_<CommunicatorCore, ClientCore>(m, "Communicator")
       .def(py::init(&make_communicator))
-      .def("comm_handle", [](Communicator& comm) { return handles_of({&comm}); })
-      .def("connect", [](Communicator& comm, const std::vector<std::string>& handles,
-                         bool carried) { connect({&comm}, handles, carried); })
-      .def("disconnect", [](Communicator& comm) { disconnect({&comm}); })
-      .def("give_back", [](Communicator& comm) { give_back({&comm}); })
-      .def("check", &Communicator::check, unlocked())
-      .def("align_clocks",
-           [](Communicator& comm, int num_rounds, const at::Device& device) {
-             return align_clocks(comm, num_rounds, current_stream(device));
-           })
-      .def("close", &Communicator::close, unlocked())
-      .def_property_readonly("rank", [](const Communicator& comm) { return comm.member().rank; })
-      .def_property_readonly("nbytes", [](const Communicator& comm) { return comm.nbytes(); });
+      .def_property_readonly("rank", [](const CommunicatorCore& core) { return core.open()->member().rank; });
 }
 
 }  // namespace moe_a2a::bindings

@@ -1,7 +1,8 @@
-// What Python does with every client of a communicator, and the Communicator itself.
+// What Python holds of a Communicator and of each of its clients.
 #pragma once
 
 #include <array>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,20 +13,56 @@ namespace moe_a2a::bindings {
 
 namespace py = pybind11;
 
-// The handles of clients that are made together, as one byte string per rank.
-py::bytes handles_of(const std::vector<Client*>& clients);
-// Connects all of them or none. `handles`: what handles_of() returned on each rank, in rank order. `carried`: by the
-// caller, who may mix up objects; see Client::confirm_handles().
-void connect(const std::vector<Client*>& clients, const std::vector<std::string>& handles, bool carried);
-// For objects whose construction failed; see Client.
-void disconnect(const std::vector<Client*>& clients);
-void give_back(const std::vector<Client*>& clients);
-// Closes all of them, even if one throws what its kernels have reported.
-void close(const std::vector<Client*>& clients);
+// Base of what Python holds: the calls that all clients have.
+class ClientCore {
+ public:
+  // `owns_comm`: the communicator was made for this client alone, so both are connected and closed together.
+  ClientCore(const char* name, std::shared_ptr<Client> client, std::shared_ptr<Communicator> comm, bool owns_comm,
+             at::Device device)
+      : device_(device), name_(name), client_(std::move(client)), comm_(std::move(comm)), owns_comm_(owns_comm) {}
+  virtual ~ClientCore() = default;
 
-// Per rank: (its clock minus this rank's, shortest round trip, time of measurement), in ticks; for this rank itself:
-// (0, clock step, time).
-std::vector<std::array<int64_t, 3>> align_clocks(Communicator& comm, int num_rounds, void* stream);
+  // Each call holds a reference: another thread may close the object during it.
+  std::shared_ptr<Client> open() const;
+
+  // The handles of the client and of its own communicator, if it has one.
+  py::bytes comm_handle() const;
+  // Connects both or none. `handles`: comm_handle() of every rank, in rank order. `carried`: by the caller, who may mix
+  // up objects; see Client::confirm_handles().
+  void connect(const std::vector<std::string>& handles, bool carried);
+  // For objects whose construction failed; see Client.
+  void disconnect();
+  void give_back();
+
+  void check();
+  void raise_reported();
+  size_t nbytes() const;
+  // Closes both, even if one throws what its kernels have reported. The memory is freed with the last view of it.
+  virtual void close();
+
+  // Per rank: (its clock minus this rank's, shortest round trip, time of measurement), in ticks; for this rank itself:
+  // (0, clock step, time).
+  std::vector<std::array<int64_t, 3>> align_clocks(int num_rounds);
+  py::dict read_trace();
+
+ protected:
+  const at::Device device_;
+
+ private:
+  std::vector<std::shared_ptr<Client>> parts() const;
+
+  const char* name_;
+  std::shared_ptr<Client> client_;  // null once closed
+  std::shared_ptr<Communicator> comm_;
+  bool owns_comm_;
+};
+
+class CommunicatorCore : public ClientCore {
+ public:
+  CommunicatorCore(const std::shared_ptr<Communicator>& comm, at::Device device)
+      : ClientCore("Communicator", comm, comm, false, device) {}
+  std::shared_ptr<Communicator> communicator() const { return std::static_pointer_cast<Communicator>(open()); }
+};
 
 // PyTorch's current stream of the device; null on the CPU.
 void* current_stream(at::Device device);

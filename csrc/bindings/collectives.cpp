@@ -4,27 +4,20 @@
 
 #include "bindings/clients.h"
 #include "bindings/tensor_gate.h"
-#include "bindings/trace_records.h"
 #include "collectives/collectives.h"
 #include "comm/fnv1a.h"
 
 namespace moe_a2a::bindings {
 namespace {
 
-// What Python holds: the host object and its device.
-class Core {
+class Core : public ClientCore {
  public:
-  Core(std::shared_ptr<Communicator> comm, bool owns_comm, at::Device device, int64_t max_nbytes,
+  Core(const std::shared_ptr<Communicator>& comm, bool owns_comm, at::Device device, int64_t max_nbytes,
        int64_t symmetric_nbytes, int num_blocks)
-      : place_{comm->member().rank, device, "these Collectives"},
-        owns_comm_(owns_comm),
-        comm_(comm),
-        collectives_(std::make_shared<Collectives>(std::move(comm), max_nbytes, symmetric_nbytes, num_blocks)) {}
-
-  std::vector<Client*> clients() {
-    if (owns_comm_) return {collectives_.get(), comm_.get()};
-    return {collectives_.get()};
-  }
+      : ClientCore("Collectives", std::make_shared<Collectives>(comm, max_nbytes, symmetric_nbytes, num_blocks), comm,
+                   owns_comm, device),
+        place_{comm->member().rank, device, "these Collectives"},
+        num_ranks_(comm->member().num_ranks) {}
 
   at::Tensor all_reduce(const at::Tensor& x, int op, int algorithm, int codec, bool as_words, int num_blocks,
                         const std::optional<at::Tensor>& out) {
@@ -37,8 +30,8 @@ class Core {
       const Target target = checked_out(out, x.sizes(), x, 0);
       return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
     });
-    run([&](void* stream) {
-      collectives_->all_reduce(
+    run([&](Collectives& collectives, void* stream) {
+      collectives.all_reduce(
           call.operands, x.numel(),
           {static_cast<ReduceOp>(op), static_cast<Algorithm>(algorithm), static_cast<LineCodec>(codec),
            as_words ? CollectiveWire::kWords : CollectiveWire::kRows, num_blocks},
@@ -58,8 +51,8 @@ class Core {
       const Target target = checked_out(out, shape_of(x, rows[place_.rank]), x, first);
       return Prepared{target.tensor, {bytes_of(x), target.data, dtype, row_shape_of(x)}};
     });
-    run([&](void* stream) {
-      collectives_->reduce_scatter(call.operands, shares, static_cast<ReduceOp>(op), num_blocks, stream);
+    run([&](Collectives& collectives, void* stream) {
+      collectives.reduce_scatter(call.operands, shares, static_cast<ReduceOp>(op), num_blocks, stream);
     });
     return call.out;
   }
@@ -71,7 +64,7 @@ class Core {
       const DType dtype = checked_x(x);
       require_rows(x);
       const std::vector<int64_t> rows =
-          counts ? checked_counts(*counts, -1) : std::vector<int64_t>(num_ranks(), x.size(0));
+          counts ? checked_counts(*counts, -1) : std::vector<int64_t>(num_ranks_, x.size(0));
       if (rows[place_.rank] != x.size(0)) {
         raise_value(place_.rank,
                     "x has " + std::to_string(x.size(0)) + " rows, counts says " + std::to_string(rows[place_.rank]),
@@ -83,52 +76,35 @@ class Core {
           checked_out(out, shape_of(x, std::accumulate(rows.begin(), rows.end(), int64_t{0})), x, -first);
       return Prepared{target.tensor, {bytes_of(x), target.data, dtype, row_shape_of(x)}};
     });
-    run([&](void* stream) { collectives_->all_gather(call.operands, shares, num_blocks, stream); });
+    run([&](Collectives& collectives, void* stream) {
+      collectives.all_gather(call.operands, shares, num_blocks, stream);
+    });
     return call.out;
   }
 
   // uint8 [nbytes] in symmetric memory, which it keeps alive, even after close().
   at::Tensor take_tensor(int64_t nbytes) {
-    std::byte* data = collectives_->take_tensor(nbytes);
+    const auto collectives = this->collectives();
+    std::byte* data = collectives->take_tensor(nbytes);
     return at::for_blob(data, {nbytes})
-        .deleter([keep = collectives_](void*) {})
+        .deleter([collectives](void*) {})
         .target_device(place_.device)
         .options(at::TensorOptions().dtype(at::kByte).device(place_.device))
         .make_tensor();
   }
   bool holds(const at::Tensor& tensor) const {
     return tensor.has_storage() && tensor.is_contiguous() &&
-           collectives_->holds(bytes_of(tensor), static_cast<int64_t>(tensor.nbytes()));
+           collectives()->holds(bytes_of(tensor), static_cast<int64_t>(tensor.nbytes()));
   }
 
   void refuse(const std::string& why) {
-    void* stream = current_stream(place_.device);
-    py::gil_scoped_release unlocked;
-    collectives_->refuse(why, stream);
+    run([&](Collectives& collectives, void* stream) { collectives.refuse(why, stream); });
   }
-
-  void check() {
-    py::gil_scoped_release unlocked;
-    collectives_->check();
-  }
-  void raise_reported() {
-    py::gil_scoped_release unlocked;
-    collectives_->raise_reported();
-  }
-  void close() {
-    py::gil_scoped_release unlocked;
-    bindings::close(clients());
-  }
-  size_t nbytes() const { return collectives_->nbytes(); }
-  int64_t share_nbytes() const { return collectives_->share_bytes(); }
-
-  Client& client() { return *collectives_; }
-  Communicator& comm() { return *comm_; }
-  std::vector<std::array<int64_t, 3>> align_clocks(int num_rounds) {
-    return bindings::align_clocks(*comm_, num_rounds, current_stream(place_.device));
-  }
+  int64_t share_nbytes() const { return collectives()->share_bytes(); }
 
  private:
+  std::shared_ptr<Collectives> collectives() const { return std::static_pointer_cast<Collectives>(open()); }
+
   struct Prepared {
     at::Tensor out;
     Collectives::Operands operands;
@@ -141,7 +117,7 @@ class Core {
   // A failure here is reported to the peers, which do make the call.
   template <class Prepare>
   Prepared prepare(const Prepare& prepare) {
-    collectives_->require_open();
+    collectives()->require_open();
     try {
       return prepare();
     } catch (const std::exception& error) {
@@ -151,12 +127,12 @@ class Core {
   }
   template <class Call>
   void run(const Call& call) {
+    const auto collectives = this->collectives();
     void* stream = current_stream(place_.device);
     py::gil_scoped_release unlocked;
-    call(stream);
+    call(*collectives, stream);
   }
 
-  int num_ranks() const { return comm_->member().num_ranks; }
   static const std::byte* bytes_of(const at::Tensor& x) { return static_cast<const std::byte*>(x.const_data_ptr()); }
 
   void check_dense(const at::Tensor& tensor, const char* name) const {
@@ -183,20 +159,20 @@ class Core {
   }
   std::vector<int64_t> even_rows(const at::Tensor& x) const {
     require_rows(x);
-    if (x.size(0) % num_ranks() != 0) {
+    if (x.size(0) % num_ranks_ != 0) {
       raise_value(place_.rank,
-                  "x has " + std::to_string(x.size(0)) + " rows, which " + std::to_string(num_ranks()) +
+                  "x has " + std::to_string(x.size(0)) + " rows, which " + std::to_string(num_ranks_) +
                       " ranks cannot split evenly",
                   "pass counts=[rows of every rank]");
     }
-    return std::vector<int64_t>(num_ranks(), x.size(0) / num_ranks());
+    return std::vector<int64_t>(num_ranks_, x.size(0) / num_ranks_);
   }
   // `num_rows`: their sum, unless negative.
   std::vector<int64_t> checked_counts(const std::vector<int64_t>& counts, int64_t num_rows) const {
-    if (counts.size() != static_cast<size_t>(num_ranks())) {
+    if (counts.size() != static_cast<size_t>(num_ranks_)) {
       raise_value(
           place_.rank,
-          "counts has " + std::to_string(counts.size()) + " numbers for " + std::to_string(num_ranks()) + " ranks",
+          "counts has " + std::to_string(counts.size()) + " numbers for " + std::to_string(num_ranks_) + " ranks",
           "pass one per rank");
     }
     const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
@@ -245,36 +221,24 @@ class Core {
   }
 
   Place place_;
-  bool owns_comm_;
-  std::shared_ptr<Communicator> comm_;
-  std::shared_ptr<Collectives> collectives_;
+  int num_ranks_;
 };
 
 }  // namespace
 
 void bind_collectives(py::module_& m) {
-  py::class_<Core>(m, "Collectives")
-      .def(py::init<std::shared_ptr<Communicator>, bool, at::Device, int64_t, int64_t, int>())
-      .def("comm_handle", [](Core& core) { return handles_of(core.clients()); })
-      .def("connect", [](Core& core, const std::vector<std::string>& handles,
-                         bool carried) { connect(core.clients(), handles, carried); })
-      .def("disconnect", [](Core& core) { disconnect(core.clients()); })
-      .def("give_back", [](Core& core) { give_back(core.clients()); })
+  py::class_<Core, ClientCore>(m, "Collectives")
+      .def(py::init([](const CommunicatorCore& comm, bool owns_comm, const at::Device& device, int64_t max_nbytes,
+                       int64_t symmetric_nbytes, int num_blocks) {
+        return std::make_unique<Core>(comm.communicator(), owns_comm, device, max_nbytes, symmetric_nbytes, num_blocks);
+      }))
       .def("all_reduce", &Core::all_reduce)
       .def("reduce_scatter", &Core::reduce_scatter)
       .def("all_gather", &Core::all_gather)
       .def("take_tensor", &Core::take_tensor)
       .def("holds", &Core::holds)
       .def("refuse", &Core::refuse)
-      .def("check", &Core::check)
-      .def("raise_reported", &Core::raise_reported)
-      .def("trace_start", [](Core& core, int64_t records) { start_trace(core.client(), records); })
-      .def("trace_stop", [](Core& core) { stop_trace(core.client()); })
-      .def("trace_read", [](Core& core) { return read_trace(core.client(), core.comm()); })
-      .def("align_clocks", &Core::align_clocks)
-      .def("close", &Core::close)
-      .def_property_readonly("share_nbytes", &Core::share_nbytes)
-      .def_property_readonly("nbytes", &Core::nbytes);
+      .def_property_readonly("share_nbytes", &Core::share_nbytes);
 }
 
 }  // namespace moe_a2a::bindings

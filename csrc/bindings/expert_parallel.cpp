@@ -9,7 +9,6 @@
 #include "bindings/grouped_gemm.h"
 #include "bindings/tensor_gate.h"
 #include "bindings/tensors.h"
-#include "bindings/trace_records.h"
 #include "bindings/views.h"
 #include "moe/link_floor.h"
 
@@ -27,38 +26,15 @@ PushBy to_push_by(const std::string& name) {
   throw py::value_error("by=\"" + name + "\" is unknown; pass \"warp_sender\", \"warp_stores\" or \"block_stores\"");
 }
 
-// What Python holds: the host object, its device, and its views.
-class Core {
+class Core : public ClientCore {
  public:
-  // `owns_comm`: the communicator was made for this object alone, so it is connected and closed together with it.
-  Core(std::shared_ptr<Communicator> comm, bool owns_comm, const MoeConfig& config, at::ScalarType type,
-       at::Device device)
-      : type_(type),
-        device_(device),
-        owns_comm_(owns_comm),
-        ep_(std::make_shared<ExpertParallel>(std::move(comm), config)),
-        views_(std::make_unique<Views>(ep_, device)) {}
+  Core(const std::shared_ptr<ExpertParallel>& ep, const std::shared_ptr<Communicator>& comm, bool owns_comm,
+       at::ScalarType type, at::Device device)
+      : ClientCore("ExpertParallel", ep, comm, owns_comm, device),
+        type_(type),
+        views_(std::make_unique<Views>(ep, device)) {}
 
-  // Each call holds a reference: another thread may close the object during it.
-  std::shared_ptr<ExpertParallel> ep() const {
-    if (!ep_) throw std::runtime_error("this ExpertParallel is closed");
-    ep_->require_own_process();
-    return ep_;
-  }
-
-  py::bytes comm_handle() const { return handles_of(clients(*ep())); }
-  void connect(const std::vector<std::string>& handles, bool carried) {
-    const auto core = ep();
-    bindings::connect(clients(*core), handles, carried);
-  }
-  void disconnect() {
-    const auto core = ep();
-    bindings::disconnect(clients(*core));
-  }
-  void give_back() {
-    const auto core = ep();
-    bindings::give_back(clients(*core));
-  }
+  std::shared_ptr<ExpertParallel> ep() const { return std::static_pointer_cast<ExpertParallel>(open()); }
 
   Handle dispatch_send(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
                        const OptionalTensor& x_scales, bool mx_scales, bool quantize, int num_blocks) {
@@ -220,7 +196,7 @@ class Core {
   }
 
   void release(const Handle& handle) {
-    if (!ep_) return;  // closed: nothing is held any more
+    if (!views_) return;  // closed: nothing is held any more
     const LaunchPlace place = where(0);
     const auto core = ep();
     py::gil_scoped_release unlocked;
@@ -233,36 +209,9 @@ class Core {
     return *views_;
   }
 
-  void check() {
-    const auto core = ep();
-    py::gil_scoped_release unlocked;
-    core->check();
-  }
-  void raise_reported() {
-    const auto core = ep();
-    py::gil_scoped_release unlocked;
-    core->raise_reported();
-  }
-
-  std::vector<std::array<int64_t, 3>> align_clocks(int num_rounds) {
-    const auto core = ep();
-    return bindings::align_clocks(core->communicator(), num_rounds, where(0).stream);
-  }
-
-  // The memory is freed with the last view of it.
-  void close() {
-    if (!ep_) return;
-    auto core = std::move(ep_);
+  void close() override {
     views_.reset();
-    py::gil_scoped_release unlocked;
-    const auto closed = std::move(core);  // freed without the GIL too: that may wait for the device
-    bindings::close(clients(*closed));
-  }
-  size_t nbytes() const {
-    const auto core = ep();
-    size_t total = 0;
-    for (const Client* client : clients(*core)) total += client->nbytes();
-    return total;
+    ClientCore::close();
   }
 
   at::Tensor recv_x(const Handle& handle, at::ScalarType row_type) {
@@ -279,10 +228,6 @@ class Core {
                "leave it as dispatch() has set it");
   }
 
-  std::vector<Client*> clients(ExpertParallel& ep) const {
-    if (owns_comm_) return {&ep, &ep.communicator()};
-    return {&ep};
-  }
   CombineInput combine_input(const ExpertParallel& core, const DispatchHandle& handle, const at::Tensor& y,
                              bool presummed, int codec) const {
     const Rows rows = checked_y(core, device_, handle, y, presummed);
@@ -291,10 +236,7 @@ class Core {
   LaunchPlace where(int num_blocks) const { return {.num_blocks = num_blocks, .stream = current_stream(device_)}; }
 
   at::ScalarType type_;
-  at::Device device_;
-  bool owns_comm_;
-  std::shared_ptr<ExpertParallel> ep_;
-  std::unique_ptr<Views> views_;
+  std::unique_ptr<Views> views_;  // null once closed
 };
 
 template <at::Tensor (Views::*kView)(const DispatchHandle&)>
@@ -302,7 +244,7 @@ at::Tensor view_of(Core& core, const Handle& handle) {
   return (core.views(handle).*kView)(*handle);
 }
 
-void bind_calls(py::class_<Core>& core) {
+void bind_calls(py::class_<Core, ClientCore>& core) {
   core.def("dispatch_send", &Core::dispatch_send)
       .def("dispatch", &Core::dispatch)
       .def("dispatch_recv", &Core::dispatch_recv)
@@ -327,7 +269,7 @@ void bind_calls(py::class_<Core>& core) {
       .def("push_rows", &Core::push_rows);
 }
 
-void bind_views(py::class_<Core>& core) {
+void bind_views(py::class_<Core, ClientCore>& core) {
   core.def("recv_x", [](Core& core, const Handle& handle,
                         const py::object& row_dtype) { return core.recv_x(handle, scalar_type(row_dtype)); })
       .def("capacity", [](Core& core, const Handle& handle) { return core.views(handle).capacity(*handle); })
@@ -345,24 +287,6 @@ void bind_views(py::class_<Core>& core) {
       .def("route_src_token_idx", &view_of<&Views::route_src_token_idx>);
 }
 
-void bind_trace_and_state(py::class_<Core>& core) {
-  core.def("check", &Core::check)
-      .def("raise_reported", &Core::raise_reported)
-      .def("trace_start", [](Core& core, int64_t records) { start_trace(*core.ep(), records); })
-      .def("trace_stop", [](Core& core) { stop_trace(*core.ep()); })
-      .def("trace_read",
-           [](Core& core) {
-             const auto ep = core.ep();
-             return read_trace(*ep, ep->communicator());
-           })
-      .def("traced_experts", [](const Core& core) { return TracedExperts{core.ep()}; })
-      .def("align_clocks", &Core::align_clocks)
-      .def("close", &Core::close)
-      .def_property_readonly("num_max_ll_tokens",
-                             [](const Core& core) { return core.ep()->config().num_max_ll_tokens; })
-      .def_property_readonly("nbytes", [](const Core& core) { return core.nbytes(); });
-}
-
 }  // namespace
 
 void bind_expert_parallel(py::module_& m) {
@@ -371,23 +295,23 @@ void bind_expert_parallel(py::module_& m) {
       .def_readonly("num_tokens", &DispatchHandle::num_tokens)
       .def_property_readonly("is_open", &DispatchHandle::is_open);
 
-  py::class_<Core> core(m, "ExpertParallel");
-  core.def(py::init([](std::shared_ptr<Communicator> comm, bool owns_comm, int num_experts, int num_topk, int hidden,
+  py::class_<Core, ClientCore> core(m, "ExpertParallel");
+  core.def(py::init([](const CommunicatorCore& communicator, bool owns_comm, int num_experts, int num_topk, int hidden,
                        int num_max_tokens_per_rank, int num_buffers, const py::object& dtype,
                        std::optional<int> num_max_ll_tokens, const at::Device& device) {
+        const auto comm = communicator.communicator();
         const Member& member = comm->member();
         const MoeConfig config =
             make_config(member.rank, member.num_ranks, num_experts, num_topk, hidden, num_max_tokens_per_rank,
                         num_buffers, dtype, num_max_ll_tokens, member.target);
-        return std::make_unique<Core>(std::move(comm), owns_comm, config, scalar_type(dtype), device);
+        return std::make_unique<Core>(std::make_shared<ExpertParallel>(comm, config), comm, owns_comm,
+                                      scalar_type(dtype), device);
       }))
-      .def("comm_handle", &Core::comm_handle)
-      .def("connect", &Core::connect)
-      .def("disconnect", &Core::disconnect)
-      .def("give_back", &Core::give_back);
+      .def("traced_experts", [](const Core& core) { return TracedExperts{core.ep()}; })
+      .def_property_readonly("num_max_ll_tokens",
+                             [](const Core& core) { return core.ep()->config().num_max_ll_tokens; });
   bind_calls(core);
   bind_views(core);
-  bind_trace_and_state(core);
 }
 
 }  // namespace moe_a2a::bindings
