@@ -28,7 +28,7 @@ PAGES = sorted(
     page for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")) if page.exists()
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```$|^<!-- hidden\n(.*?)^-->$", re.DOTALL | re.MULTILINE)
-SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCED_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SOURCE_FILE = re.compile(r"`([\w/.]+\.(?:h|cpp|py))`")
 WRITTEN_BY_THE_READER = {"submission.py", "example.py"}
 ATTRIBUTE = re.compile(r"(?<![\w./])(?<!from )(?<!import )moe_a2a\.(\w+)")
@@ -110,7 +110,8 @@ def test_commands_of_a_page_exist(page):
     from moe_a2a.__main__ import COMMANDS
 
     text = page.read_text()
-    commands = "\n".join(SHELL_BLOCK.findall(text)) + "\n".join(re.findall(r"`([^`\n]+)`", text))
+    shell = [block for language, block in FENCED_BLOCK.findall(text) if language in ("", "sh", "bash", "console")]
+    commands = "\n".join([*shell, *re.findall(r"`([^`\n]+)`", text)])
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z][a-z-]*)", commands)) <= targets
     assert set(re.findall(r"(?:python -m moe_a2a|moe-a2a) ([a-z]\w*)", commands)) <= set(COMMANDS)
