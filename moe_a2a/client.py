@@ -9,15 +9,30 @@ from typing import Any, TypeVar
 import torch
 
 from moe_a2a import arguments, set_up
+from moe_a2a.errors import RoutingError
 from moe_a2a.groups import Group, HandleExchange
 
-C = TypeVar("C", bound="Client")
+C = TypeVar("C", bound="OnePerRank")
 
 
-class OnePerRank:
-    """An object that cannot be copied: it owns, or uses, memory that other ranks write into."""
+class OnePerRank(ABC):
+    """An object with one instance on every rank of a group. It cannot be copied: it owns, or uses, memory that other ranks
+    write into. A `with` block closes it."""
 
     rank: int
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, exception_type: object, *rest: object) -> None:
+        try:
+            self.close()
+        except RoutingError:
+            if exception_type is None:  # an exception in flight takes precedence
+                raise
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
@@ -26,9 +41,7 @@ class OnePerRank:
         )
 
 
-class Client(OnePerRank, ABC):
-    """An object with one instance on every rank of a group."""
-
+class Client(OnePerRank):
     _group: Group
     _core: Any = None  # of the extension; None: closed, or construction failed
     _trace: Any = None  # the running moe_a2a.Trace
@@ -101,12 +114,6 @@ class Client(OnePerRank, ABC):
         """Ends the object; raises what kernels have reported, as check() does, except for a missing rank if an object of the
         same communicator has raised it already. Other ranks that still wait for this one time out."""
         self._drop_core()
-
-    def __enter__(self: C) -> C:
-        return self
-
-    def __exit__(self, exception_type: object, *rest: object) -> None:
-        self.close()
 
     def _state(self) -> str:
         return "closed" if self.is_closed else f"{self.device}, {self.nbytes} bytes"

@@ -11,7 +11,6 @@ import torch
 from moe_a2a import _core, arguments, block_scales, calls, codecs, experts, launch_tables, set_up
 from moe_a2a.communicator import CommunicatorClient
 from moe_a2a.devices import float8_dtype, target_of
-from moe_a2a.errors import RoutingError
 from moe_a2a.expert_weights import ExpertWeights, Weight
 from moe_a2a.handle import DispatchHandle
 
@@ -332,13 +331,6 @@ class ExpertParallel(CommunicatorClient):
         """Ends the object; raises RoutingError as check() does. Other ranks that still wait for this one time out. Views of
         handles stay readable while they are held; their contents are unspecified."""
         super().close()
-
-    def __exit__(self, exception_type: object, *rest: object) -> None:
-        try:
-            self.close()
-        except RoutingError:
-            if exception_type is None:  # an exception in flight takes precedence
-                raise
 
     def __repr__(self) -> str:
         return (

@@ -340,12 +340,6 @@ class TwoLevelCollectives(OnePerRank):
         """Closes the object, but not `between`, which is the caller's."""
         self._local.close()
 
-    def __enter__(self) -> TwoLevelCollectives:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         where = f"rank {self.rank} of {self.num_ranks}, node {self.node} of {self.num_nodes}"
         return f"TwoLevelCollectives({where}, {self._local!r})"

@@ -384,16 +384,6 @@ class TwoLevelExpertParallel(OnePerRank):
                 closed.callback(self._comm.close)
             closed.callback(self.local.close)
 
-    def __enter__(self) -> TwoLevelExpertParallel:
-        return self
-
-    def __exit__(self, exception_type: object, *rest: object) -> None:
-        try:
-            self.close()
-        except RoutingError:
-            if exception_type is None:  # an exception in flight takes precedence
-                raise
-
     def __repr__(self) -> str:
         where = f"rank {self.rank} of {self.num_ranks}, node {self.node} of {self.num_nodes}"
         return f"TwoLevelExpertParallel({where}, {self.local!r})"
