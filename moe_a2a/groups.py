@@ -23,18 +23,23 @@ class Group(Protocol):
         ...
 
 
-class ThreadGroup:
-    """One of several ranks that are threads of this process; see thread_group()."""
+class MeetingGroup:
+    """A group whose all_gather() is a meeting."""
 
-    TIMEOUT_SECONDS = 60.0  # of all_gather()
+    KIND = "group"  # in error texts
 
-    def __init__(self, rank: int, num_ranks: int, board: ThreadBoard):
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.meetings = Meetings(rank, num_ranks, board)
+    def __init__(self, meetings: Meetings, timeout: float = 60.0):
+        self.rank, self.num_ranks = meetings.rank, meetings.num_ranks
+        self.meetings, self._timeout = meetings, timeout
 
     def all_gather(self, value: Any) -> list[Any]:
-        return self.meetings.all_gather("call all_gather() of its thread_group", value, self.TIMEOUT_SECONDS)
+        return self.meetings.all_gather(f"call all_gather() of its {self.KIND}", value, self._timeout)
+
+
+class ThreadGroup(MeetingGroup):
+    """One of several ranks that are threads of this process; see thread_group()."""
+
+    KIND = "thread_group"
 
 
 def thread_group(num_ranks: int) -> list[ThreadGroup]:
@@ -44,7 +49,7 @@ def thread_group(num_ranks: int) -> list[ThreadGroup]:
     """
     num_ranks = checked_int(None, "num_ranks", num_ranks, 1)
     board = ThreadBoard()
-    return [ThreadGroup(rank, num_ranks, board) for rank in range(num_ranks)]
+    return [ThreadGroup(Meetings(rank, num_ranks, board)) for rank in range(num_ranks)]
 
 
 class HandleExchange:

@@ -11,13 +11,13 @@ from moe_a2a import arguments
 from moe_a2a.agreement import agree
 from moe_a2a.boards import PartOfBoard
 from moe_a2a.errors import LeftOutError
-from moe_a2a.groups import HandleExchange, MpiGroup, as_group
+from moe_a2a.groups import HandleExchange, MeetingGroup, MpiGroup, as_group
 from moe_a2a.rendezvous import Meetings
 
 DEFAULT_TIMEOUT = 30.0  # seconds; for a group, which has none of its own
 
 
-class SurvivorGroup:
+class SurvivorGroup(MeetingGroup):
     """The ranks that are left of a group, renumbered in their old order; what a Communicator, an ExpertParallel or a
     Collectives takes as its group. Made by survivors().
 
@@ -27,17 +27,11 @@ class SurvivorGroup:
         lost: the ranks of the original group that are gone.
     """
 
-    TIMEOUT_SECONDS = 60.0  # of all_gather()
+    KIND = "SurvivorGroup"
 
     def __init__(self, meetings: Meetings, ranks: tuple[int, ...], lost: tuple[int, ...]):
-        self.meetings = meetings
-        self.rank = meetings.rank
-        self.num_ranks = meetings.num_ranks
-        self.ranks = ranks
-        self.lost = lost
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return self.meetings.all_gather("call all_gather() of its SurvivorGroup", value, self.TIMEOUT_SECONDS)
+        super().__init__(meetings)
+        self.ranks, self.lost = ranks, lost
 
     def __repr__(self) -> str:
         return f"SurvivorGroup(rank {self.rank} of {self.num_ranks}, original ranks {self.ranks}, lost {self.lost})"

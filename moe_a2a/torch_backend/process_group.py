@@ -13,6 +13,7 @@ import torch.distributed as dist
 from moe_a2a import _core, arguments, devices
 from moe_a2a.boards import StoreBoard
 from moe_a2a.collectives import Collectives
+from moe_a2a.groups import MeetingGroup
 from moe_a2a.rendezvous import Meetings
 from moe_a2a.torch_backend.delegates import add_delegates, make_delegate, one_by_one
 from moe_a2a.torch_backend.options import Options, Place
@@ -35,15 +36,10 @@ _RedOp = _c10d.ReduceOp.RedOpType
 OPS = {_RedOp.SUM: "sum", _RedOp.MAX: "max", _RedOp.MIN: "min", _RedOp.AVG: "avg"}
 
 
-class _StoreGroup:
+class _StoreGroup(MeetingGroup):
     """The ranks of a process group under construction: only its store exists yet."""
 
-    def __init__(self, rank: int, num_ranks: int, store: Any, timeout: float):
-        self.rank, self.num_ranks, self._timeout = rank, num_ranks, timeout
-        self.meetings = Meetings(rank, num_ranks, StoreBoard(store))
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return self.meetings.all_gather("call all_gather() of its process group", value, self._timeout)
+    KIND = "process group"
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads describe calls, not overrides
@@ -300,7 +296,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def _make(self, device: torch.device) -> Collectives | TwoLevelCollectives:
         options, place = self._options, self._place
         store = dist.PrefixStore(f"node {place.node} {device.type}", self._store)
-        node = _StoreGroup(place.rank, place.num_ranks, store, self._seconds)
+        node = _StoreGroup(Meetings(place.rank, place.num_ranks, StoreBoard(store)), self._seconds)
         how: dict[str, Any] = {"num_blocks": options.num_blocks, "device": device, "timeout": self._seconds}
         if place.num_nodes == 1:
             return Collectives(node, options.max_nbytes, **how)
