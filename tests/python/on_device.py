@@ -11,13 +11,16 @@ these files.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import ranks
 import torch
+
+import moe_a2a
 
 NAME = os.environ.get("MOE_A2A_TEST_DEVICE") or "cpu"
 IS_GPU = NAME != "cpu"
@@ -78,3 +81,16 @@ def combine(ep: Any, *args: Any, **options: Any) -> torch.Tensor:
     combined = ep.combine(*args, **options)
     settle(ep)
     return combined
+
+
+def refusals(group: Any, fails: bool) -> Callable[..., contextlib.AbstractContextManager[None]]:
+    """refused(error, text): around a call that fails on this rank or, if not `fails`, on another. Then all meet: had that rank tried
+    again at once, its rows might have come before its refusal was seen, and the text might be that of the next refusal."""
+
+    @contextlib.contextmanager
+    def refused(error: Any, text: str) -> Iterator[None]:
+        with pytest.raises(error if fails else moe_a2a.PeerRefusedError, match=text):
+            yield
+        group.all_gather(None)
+
+    return refused

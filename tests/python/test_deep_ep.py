@@ -343,9 +343,7 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
         x, ids, weights = on(device, *batches(2, 0)[buffer.rank])
         fails = buffer.rank == 0
         wrong = weights[:, :2] if fails else weights
-
-        def refused(error, text):
-            return pytest.raises(error if fails else moe_a2a.PeerRefusedError, match=text)
+        refused = on_device.refusals(group, fails)
 
         for num_worst_tokens in (0, 80):
             with refused(ValueError, "topk_weights has shape"):
@@ -356,12 +354,10 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
             with refused((ValueError, TypeError), "x has shape|has dtype"):
                 buffer.combine(bad if fails else y, handle)
                 handle.ep.check()
-            group.all_gather(None)
         buffer.dispatch(x, handle=handle)
         with refused(TypeError, "handle is a tuple"):
             buffer.combine(y, ("not", "a", "handle") if fails else handle)
             handle.ep.check()
-        group.all_gather(None)  # had the rank tried again at once, its sums might have come before its refusal was seen
         assert torch.equal(buffer.combine(y, handle)[0], combined(x, ids, weights))
         with refused(TypeError, "handle is a list"):
             buffer.dispatch(x, handle=[] if fails else handle)

@@ -159,9 +159,7 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
         buffer, device = buffer_of(group), default_device()
         x, ids, weights = on(device, *batches(2, 0)[buffer.rank_idx])
         fails, num_experts = buffer.rank_idx == 0, 2 * EXPERTS_PER_RANK
-
-        def refused(error, text):
-            return pytest.raises(error if fails else moe_a2a.PeerRefusedError, match=text)
+        refused = on_device.refusals(group, fails)
 
         *_, packed, _ = buffer.dispatch(x, ids, weights, num_experts=num_experts)
         for do_expand in (False, True):
@@ -172,7 +170,6 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
                 with refused(ValueError, text):
                     buffer.dispatch(x, ids, num_experts=num_experts, do_expand=do_expand, **(wrong if fails else {}))
                     packed.ep.check()
-                group.all_gather(None)  # else the text may be that of the next refusal
         for wrong, text in (
             ({"do_cpu_sync": True}, "do_cpu_sync=True with handle= on rank 0"),
             ({"expert_alignment": 4}, "expert_alignment=4 on rank 0, but the handle has 1"),
@@ -181,16 +178,13 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
             with refused(ValueError, text):
                 buffer.dispatch(x, handle=packed, **(wrong if fails else {}))
                 packed.ep.check()
-            group.all_gather(None)
         with refused(ValueError, "topk_weights has shape"):
             buffer.dispatch(x, handle=packed, topk_weights=weights[:, :2] if fails else weights)
             packed.ep.check()
-        group.all_gather(None)
         rows, *_, handle, _ = buffer.dispatch(x, ids, weights, num_experts=num_experts, do_expand=True)
         with refused(ValueError, "defer_epilogue=True without async_with_compute_stream on rank 0"):
             buffer.combine(rows, handle, defer_epilogue=fails)
             handle.ep.check()
-        group.all_gather(None)
         assert torch.equal(buffer.combine(rows, handle)[0], x * (ids >= 0).sum(1, keepdim=True))
         if fails:
             ids.add_(0)

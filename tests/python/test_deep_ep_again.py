@@ -27,12 +27,11 @@ class Calls:
 
     def refused(self, ep, call, wrong=None, text="", **right):
         """call() with `wrong` on rank 0 fails there, and is refused on the others."""
-        with pytest.raises(Exception if self.fails else moe_a2a.PeerRefusedError, match=text):
+        with on_device.refusals(self.group, self.fails)(Exception, text):
             result = call(**({**right, **(wrong or {})} if self.fails else right))
             if isinstance(result, moe_a2a.integrations.deep_ep.EventOverlap):
                 result.current_stream_wait()
             ep.check()
-        self.group.all_gather(None)  # else the text may be that of the next refusal
 
     def num_dispatches(self, ep, call):
         """(what call() returns, the dispatches that it makes, which all ranks agree on)."""

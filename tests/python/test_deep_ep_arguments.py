@@ -10,17 +10,14 @@ import torch
 from deep_ep_cases import EXPERTS_PER_RANK, batches, combined, experts
 from test_deep_ep import buffer_of
 
-import moe_a2a
 from moe_a2a.integrations import deep_ep
 
 pytestmark = on_device.TESTS
 
 
 def refused_call(group, fails, text, call, *args, error=Exception, **wrong):
-    """A call that fails on one rank. Then all meet, since a retry at once may reach a peer in time, which raises nothing."""
-    with pytest.raises(error if fails else moe_a2a.PeerRefusedError, match=text):
+    with on_device.refusals(group, fails)(error, text):
         call(*args, **wrong)
-    group.all_gather(None)
 
 
 @on_device.cpu_only

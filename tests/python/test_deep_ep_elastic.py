@@ -144,9 +144,7 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
         buffer, device = buffer_of(group), default_device()
         x, ids, weights = on(device, *batches(2, 0)[buffer.rank_idx])
         fails = buffer.rank_idx == 0
-
-        def refused(error, text):
-            return pytest.raises(error if fails else moe_a2a.PeerRefusedError, match=text)
+        refused = on_device.refusals(group, fails)
 
         for do_expand in (False, True):
             with refused(ValueError, "topk_weights has shape"):
@@ -157,21 +155,17 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
             with refused(ValueError, "both handle= and topk_idx|with a handle of packed rows"):
                 buffer.dispatch(x, **(wrong if fails else {}), handle=packed)
                 packed.ep.check()
-            group.all_gather(None)  # else the text may be that of the next refusal
         with refused(ValueError, r"x has 41 rows > num_max_tokens_per_rank=40 on rank 0; pass a larger one"):
             long = torch.ones(41, HIDDEN, device=device), ids.new_zeros(41, TOPK), torch.ones(41, TOPK, device=device)
             dispatched(buffer, *(long if fails else (x, ids, weights)), do_expand=True)
             handle.ep.check()
-        group.all_gather(None)
         with refused(ValueError, "x has shape"):
             buffer.combine(rows[:-1] if fails else rows, handle)
             handle.ep.check()
-        group.all_gather(None)
         with refused(TypeError, "handle is a NoneType on rank 0"):
             buffer.dispatch(x, handle=handle)
             buffer.combine(rows, None if fails else handle)
             handle.ep.check()
-        group.all_gather(None)  # had the rank tried again at once, its sums might have come before its refusal was seen
         assert torch.equal(buffer.combine(rows, handle)[0], x * (ids >= 0).sum(1, keepdim=True))
         buffer.destroy()
 

@@ -308,15 +308,12 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
         buffer, device = buffer_of(group), default_device()
         x, ids, weights = on(device, *batches(2, 0)[buffer.rank])
         fails, dense = buffer.rank == 0, maps(buffer, ids, weights)
-
-        def refused(error, text):
-            return pytest.raises(error if fails else moe_a2a.PeerRefusedError, match=text)
+        refused = on_device.refusals(group, fails)
 
         def fails_at_dispatch(error, text, **wrong):
             with refused(error, text):
                 *_, opened = buffer.dispatch_with_permute(**{"hidden": x, **dense, **(wrong if fails else {})})
                 opened.ep.check()
-            group.all_gather(None)  # else the text may be that of the next refusal
 
         fails_at_dispatch(ValueError, "probs has shape", probs=weights)
         fails_at_dispatch(TypeError, "routing_map has dtype", routing_map=dense["routing_map"].int())
@@ -333,28 +330,22 @@ def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
         with refused(ValueError, r"num_permuted_tokens=1 on rank 0, but the handle's dispatch returned \d+ rows"):
             buffer.dispatch_with_permute(hidden=x, handle=handle, **({"num_permuted_tokens": 1} if fails else {}))
             handle.ep.check()
-        group.all_gather(None)
         with refused(ValueError, "hidden has shape"):
             buffer.combine_with_unpermute(hidden=rows[:-1] if fails else rows, handle=handle)
             handle.ep.check()
-        group.all_gather(None)
         with refused(TypeError, "handle is a NoneType on rank 0"):
             buffer.combine_with_unpermute(hidden=rows, handle=None if fails else handle)
             handle.ep.check()
-        group.all_gather(None)
         with refused(ValueError, "probs has shape"):
             buffer.dispatch(x, routing_map=dense["routing_map"], probs=weights if fails else None)
             handle.ep.check()
-        group.all_gather(None)
         packed_rows, _, _, packed = buffer.dispatch(x, routing_map=dense["routing_map"])
         with refused(ValueError, "hidden has shape"):
             buffer.combine(packed_rows[:-1] if fails else packed_rows, handle=packed)
             packed.ep.check()
-        group.all_gather(None)
         with refused(TypeError, "handle is a HybridEPHandle on rank 0"):
             buffer.dispatch(x, handle=handle if fails else packed)
             packed.ep.check()
-        group.all_gather(None)
         out, back = buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
         assert torch.equal(out, x * (ids >= 0).sum(1, keepdim=True)) and torch.equal(back, dense["probs"])
         with refused(ValueError, r"num_permuted_tokens=1 < \d+ rows on rank 0"):
