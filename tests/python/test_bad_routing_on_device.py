@@ -55,10 +55,10 @@ def is_culprit(ep):
     return ep.rank == CULPRIT % ep.num_ranks
 
 
-def assert_names(raised, ep, value, row=ROW):
+def assert_names(raised, ep, value):
     text = str(raised.value)
     assert "topk_idx" in text
-    for words in (f"[{row}", str(value), f"num_experts={ep.num_experts}", f"rank {ep.rank}"):
+    for words in (f"[{ROW}", str(value), f"num_experts={ep.num_experts}", f"rank {ep.rank}"):
         assert words in text, f"{words!r} is not in {text!r}"
 
 

@@ -19,9 +19,9 @@ from moe_a2a.rank_processes import RankError, RankProcesses, run_on_ranks
 pytestmark = pytest.mark.cpu
 
 
-def moe_a2a(*arguments, timeout=240):
+def moe_a2a(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "moe_a2a", *map(str, arguments)], capture_output=True, text=True, timeout=timeout
+        [sys.executable, "-m", "moe_a2a", *map(str, arguments)], capture_output=True, text=True, timeout=240
     )
 
 

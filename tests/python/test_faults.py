@@ -119,13 +119,13 @@ def survive_a_kill(group, point, kill_signal, num_max_ll_tokens):
     return report
 
 
-def check_reports(reports, victim=VICTIM):
+def check_reports(reports):
     for rank, report in enumerate(reports):
-        if rank == victim:
+        if rank == VICTIM:
             continue
         assert report["rank"] == rank
-        assert report["peer"] == victim, report
-        assert f"rank {victim}" in report["text"] and f"rank {rank}" in report["text"]
+        assert report["peer"] == VICTIM, report
+        assert f"rank {VICTIM}" in report["text"] and f"rank {rank}" in report["text"]
         assert report["elapsed"] < TIMEOUT + ranks.slack(1), report
         assert report.get("close", 0) < ranks.slack(1)
         assert report.get("left over", []) == []

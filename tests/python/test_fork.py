@@ -25,13 +25,13 @@ import moe_a2a
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def in_child(body, seconds=20):
+def in_child(body):
     """Runs body() in a forked child; returns its result. AssertionError if the child raises, crashes or does not end."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        signal.alarm(seconds)
+        signal.alarm(20)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         try:
             message = ("result", body())

@@ -73,10 +73,10 @@ def built(torch="2.9.1+cu130", abi=True, cuda="13.0"):
     return types.SimpleNamespace(PYTHON="3.12", TORCH=torch, TORCH_CXX11_ABI=abi, CUDA=cuda)
 
 
-def running(version="2.9.1+cu130", abi=True, cuda="13.0"):
+def running(version="2.9.1+cu130", cuda="13.0"):
     return types.SimpleNamespace(
         __version__=version,
-        _C=types.SimpleNamespace(_GLIBCXX_USE_CXX11_ABI=abi),
+        _C=types.SimpleNamespace(_GLIBCXX_USE_CXX11_ABI=True),
         version=types.SimpleNamespace(cuda=cuda),
     )
 

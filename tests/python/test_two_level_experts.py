@@ -285,8 +285,10 @@ def bad_calls_program(world, num_nodes, num_local, seed):
             assert time.monotonic() - start < ranks.slack(8), "a rank waited for its deadline"
             assert torch.equal(works(), expected), match
 
-        def dispatches(*args, match, error=(ValueError, TypeError), **how):
-            refused(lambda: two.dispatch(*args, **how), lambda: two.dispatch(x, topk_idx), error, match)
+        def dispatches(*args, match, **how):
+            refused(
+                lambda: two.dispatch(*args, **how), lambda: two.dispatch(x, topk_idx), (ValueError, TypeError), match
+            )
 
         dispatches([1.0], topk_idx, match="x is a list on rank 1; pass a torch.Tensor")
         dispatches(x, None, match="topk_idx is None on rank 1")

@@ -87,14 +87,14 @@ class Kernel:
         for index in sorted(blocks):
             yield from self.blocks[index].instructions
 
-    def walk(self, start: str, step: Callable[[Instruction, str], str], block: int = 0) -> None:
-        """Takes every path from `block` on, with step(instruction, state) -> state; visits a block once per state.
+    def walk(self, start: str, step: Callable[[Instruction, str], str]) -> None:
+        """Takes every path from the first block on, with step(instruction, state) -> state; visits a block once per state.
 
         The state "stop" ends a path. A branch on a flag that the path itself has set has only one successor: an if and its
         else follow one another, and the flag that enters the second is cleared by the first.
         """
         seen, after = set(), {}  # after: the state after a block, by block and the state before it
-        ahead = [(block, start, NO_FLAGS)]
+        ahead = [(0, start, NO_FLAGS)]
         while ahead:
             here = ahead.pop()
             if here in seen:
