@@ -7,16 +7,11 @@ import line_codecs
 import pytest
 import torch
 from ranks import run_processes, run_threads
-from test_collectives import Calls
+from test_collectives import Calls, values
 
 import moe_a2a
 
 pytestmark = pytest.mark.cpu
-
-
-def values(rank: int, call: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small integers: exact in bfloat16, and so is their sum."""
-    return ((torch.arange(count) * 7 + rank * 5 + call * 3) % 31 - 15).to(dtype)
 
 
 def check_sum(coll: moe_a2a.Collectives, call: int, count: int, dtype: torch.dtype, in_place: bool) -> None:

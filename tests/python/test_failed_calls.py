@@ -4,40 +4,23 @@ Before, they learned only of ValueError and TypeError. A wrong or closed handle,
 KeyboardInterrupt left the peers waiting until their deadline, and the object was lost on all ranks.
 """
 
-import time
-
 import on_device
 import pytest
 import torch
-from test_handles import CONFIG, all_inputs, experts, good_call, make_inputs
+from test_handles import CONFIG, all_inputs, experts, make_inputs
+from test_refusals import REFUSED, SALT, run
 
 import moe_a2a
 from moe_a2a import calls, reference
 
 pytestmark = on_device.TESTS
 
-REFUSED = moe_a2a.PeerRefusedError
-SALT = 3  # with inputs of this salt every rank has a route to every rank
 REFUSER = 1
 
 
 @pytest.fixture(autouse=True, params=[0, CONFIG["num_max_tokens_per_rank"]], ids=["signals", "ll_words"])
 def small_batches(request, monkeypatch):
     monkeypatch.setitem(CONFIG, "num_max_ll_tokens", request.param)
-
-
-def run(program, num_ranks=3, **config):
-    config = {**CONFIG, "timeout": 20, **config}
-
-    def with_ep(group):
-        with moe_a2a.ExpertParallel(group, **config) as ep:
-            start = time.monotonic()
-            program(ep, group)
-            assert time.monotonic() - start < 17  # nobody waited until a deadline, even on a busy machine
-            for salt in range(4):
-                good_call(ep, salt)
-
-    on_device.run(num_ranks, with_ep)
 
 
 def expected_output(ep):

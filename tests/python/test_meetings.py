@@ -4,6 +4,7 @@ import gc
 import threading
 
 import pytest
+from shrunk_layer import mappings
 from test_construction import SHORT, TIMEOUT, VICTIM, check, timed_error
 from test_handles import CONFIG, good_call
 
@@ -204,14 +205,9 @@ def test_memory_is_given_back_when_and_only_when_no_peer_can_map_it(failing, mon
 
 def test_a_failed_object_leaves_no_memory(monkeypatch):
     """Visible on the CPU: the mapping goes with the object."""
-
-    def mapped():
-        with open("/proc/self/maps") as maps:
-            return sum("/dev/shm" in line for line in maps)
-
     gc.collect()  # a traceback may keep an earlier test's object alive
-    before = mapped()
+    before = mappings()
     group = moe_a2a.thread_group(2)[0]
     for _ in range(3):
         timed_error(group, timeout=0.05)
-    assert mapped() == before
+    assert mappings() == before

@@ -3,6 +3,7 @@
 import on_device
 import pytest
 import torch
+from gradients import own_part
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -43,11 +44,6 @@ def make_tokens(ep, routing, seed, num_tokens=MAX_TOKENS):
 def make_ep(group, dtype=torch.bfloat16, **config):
     config = {"num_topk": 3, "num_experts": 4 * group.num_ranks, "timeout": 20, **config}
     return moe_a2a.ExpertParallel(group, hidden=HIDDEN, num_max_tokens_per_rank=MAX_TOKENS, dtype=dtype, **config)
-
-
-def own_part(ep, weights):
-    mine = slice(ep.rank * ep.num_local_experts, (ep.rank + 1) * ep.num_local_experts)
-    return [w[mine].to(ep.device) for w in weights]
 
 
 def rms(values):

@@ -20,14 +20,14 @@ def small_batches(request, monkeypatch):
     monkeypatch.setitem(CONFIG, "num_max_ll_tokens", request.param)
 
 
-def run(program, num_ranks=3):
-    config = {**CONFIG, "timeout": 30}
+def run(program, num_ranks=3, **config):
+    config = {**CONFIG, "timeout": 20, **config}
 
     def with_ep(group):
         with moe_a2a.ExpertParallel(group, **config) as ep:
             start = time.monotonic()
             program(ep, group)
-            assert time.monotonic() - start < config["timeout"] / 2  # nobody waited until a deadline
+            assert time.monotonic() - start < 17  # nobody waited until a deadline, even on a busy machine
             for salt in range(4):
                 good_call(ep, salt)
 

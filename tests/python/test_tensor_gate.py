@@ -9,6 +9,7 @@ import on_device
 import pytest
 import ranks
 import torch
+from fuzz_calls import freed
 from test_handles import expected_output, experts, good_call, make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,12 +40,6 @@ class Wrapper(torch.Tensor):
 
 class Plain(torch.Tensor):
     """Has memory like any tensor."""
-
-
-def freed(tensor):
-    tensor = tensor.clone()
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 def shortened(tensor):

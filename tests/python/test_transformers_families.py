@@ -11,6 +11,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import transformers_sweep as sweep
+from tiny_experts import eager
 
 import moe_a2a
 from moe_a2a.integrations import kernel_experts
@@ -75,12 +76,6 @@ def random_tokens(rank, num_tokens, module):
         torch.rand(num_tokens, module.num_experts, generator=generator).topk(2).indices,
         torch.rand(num_tokens, 2, generator=generator),
     )
-
-
-def eager(module, *tokens):
-    module.config._experts_implementation = "eager"
-    with torch.no_grad():
-        return module(*tokens)
 
 
 def test_fused_where_the_kernels_cannot():
