@@ -72,25 +72,12 @@ def grouped_gemm(
     range are clamped. There is no backward.
     """
     if is_tracing():
-        options: dict[str, Any] = {} if quantize_output else {"out_dtype": out_dtype}
-        operators = torch.ops.moe_a2a
-        return (operators.grouped_gemm_quantized if quantize_output else operators.grouped_gemm)(
-            x,
-            row_index,
-            expert_offsets,
-            w,
-            bias,
-            x_scales,
-            w_scales,
-            activation=activation,
-            gated=gated,
-            interleaved=interleaved,
-            alpha=alpha,
-            limit=limit,
-            up_shift=up_shift,
-            num_blocks=num_blocks,
-            **options,
-        )
+        tensors = (x, row_index, expert_offsets, w, bias, x_scales, w_scales)
+        options: dict[str, Any] = {"activation": activation, "gated": gated, "interleaved": interleaved}
+        options |= {"alpha": alpha, "limit": limit, "up_shift": up_shift, "num_blocks": num_blocks}
+        if quantize_output:
+            return torch.ops.moe_a2a.grouped_gemm_quantized(*tensors, **options)
+        return torch.ops.moe_a2a.grouped_gemm(*tensors, **options, out_dtype=out_dtype)
     for name, tensor in (("x", x), ("expert_offsets", expert_offsets), ("w", w)):
         arguments.check_tensor(None, name, tensor)
     for name, optional in (("row_index", row_index), ("bias", bias), ("x_scales", x_scales), ("w_scales", w_scales)):
@@ -110,23 +97,10 @@ def grouped_gemm(
     up_shift = arguments.checked_number(None, "up_shift", up_shift)
     limit = None if limit is None else arguments.checked_number(None, "limit", limit)
     num_blocks = arguments.checked_int(None, "num_blocks", num_blocks, 0)
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if is_float8 and not quantize_output else x.dtype
     y, y_scales = _core.grouped_gemm(
-        x,
-        row_index,
-        expert_offsets,
-        w,
-        activation,
-        gated,
-        interleaved,
-        alpha,
-        limit,
-        up_shift,
-        bias,
-        x_scales,
-        w_scales,
-        x.dtype if quantize_output or not is_float8 and out_dtype is None else out_dtype or torch.bfloat16,
-        target_of(x.device),
-        num_blocks,
-        TRACED,
-    )
+        x, row_index, expert_offsets, w, activation, gated, interleaved, alpha, limit, up_shift, bias, x_scales, w_scales,
+        out_dtype, target_of(x.device), num_blocks, TRACED,
+    )  # fmt: skip
     return y if y_scales is None else (y, y_scales)
