@@ -20,7 +20,6 @@ import argparse
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
+from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.options import add_sizes
 from moe_a2a.tracing.check import check_file
 from moe_a2a.tracing.reading import read
@@ -56,6 +56,7 @@ class Calls:
         )
         device, dtype = self.ep.device, self.ep.dtype
         self._on_gpu = device.type == "cuda"
+        self._clock = Clock(device, Measuring())
         random = torch.Generator(device).manual_seed(self.ep.rank)
         self._x = torch.randn(num_tokens, options.hidden, generator=random, device=device).to(dtype)
         scores = torch.rand(num_tokens, options.experts, generator=random, device=device)
@@ -69,17 +70,14 @@ class Calls:
         marks = []
         for _ in range(num_calls):
             self._meet()
-            marks.append(self._mark())
+            marks.append(self._clock.mark())
             handle = self.ep.dispatch(x, idx, weights)
-            marks.append(self._mark())
+            marks.append(self._clock.mark())
             self._meet()
-            marks.append(self._mark())
+            marks.append(self._clock.mark())
             self.ep.combine(self._y, handle, presummed=True)
-            marks.append(self._mark())
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            return 1e3 * np.array([marks[0].elapsed_time(m) for m in marks]).reshape(num_calls, len(STEPS), 2)
-        return 1e6 * (np.array(marks) - marks[0]).reshape(num_calls, len(STEPS), 2)
+            marks.append(self._clock.mark())
+        return self._us([(marks[0], mark) for mark in marks]).reshape(num_calls, len(STEPS), 2)
 
     def beside_us(self) -> np.ndarray:
         """[step] What events cover beside the slices: calls without tokens, and in a dispatch the copy of topk_idx."""
@@ -97,26 +95,22 @@ class Calls:
         for _ in range(LAUNCHES):
             for copies in (False, True):
                 self._meet()
-                begin = self._mark()
+                begin = self._clock.mark()
                 if copies:
                     self._idx.clone()
                 torch.cuda._sleep(1)
-                marks.append((begin, self._mark()))
-        torch.cuda.synchronize()
-        without, with_copy = np.median(np.array([b.elapsed_time(e) for b, e in marks]).reshape(LAUNCHES, 2), axis=0)
-        return 1e3 * float(with_copy - without)
+                marks.append((begin, self._clock.mark()))
+        without, with_copy = np.median(self._us(marks).reshape(LAUNCHES, 2), axis=0)
+        return float(with_copy - without)
+
+    def _us(self, pairs: list[tuple[Any, Any]]) -> np.ndarray:
+        self._clock.synchronize()
+        return 1e6 * np.array([self._clock.seconds(*pair) for pair in pairs])
 
     def _meet(self) -> None:
         dist.all_reduce(self._together)
         if self._on_gpu:
             torch.cuda._sleep(LAUNCH_CYCLES)
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def gathered(value: Any) -> list[Any]:
