@@ -104,16 +104,8 @@ def require_own_package(checkout: Path, scratch: str) -> None:
 
 
 def measure(checkout: Path, scratch: str, path: Path, bench_options: list[str]) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "moe_a2a",
-        "bench",
-        "dispatch_combine",
-        "--json",
-        str(path.resolve()),
-        *bench_options,
-    ]
+    bench = ("-m", "moe_a2a", "bench", "dispatch_combine", "--json", str(path.resolve()), *bench_options)
+    command = [sys.executable, *bench]
     done = subprocess.run(command, cwd=checkout, env=environment(checkout, scratch), capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{done.stdout}{done.stderr}\nthe benchmark of {checkout} failed")
