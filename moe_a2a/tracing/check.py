@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from moe_a2a.json_fields import FieldError, quoted
 from moe_a2a.tracing.file_timeline import check_about, slices_of_ranks
-from moe_a2a.tracing.reading import read
 from moe_a2a.tracing.trace_file import FLIGHT, TraceFile
 
 WAITS_WITH_ARROWS = {"row_wait", "partial_wait"}
 MAX_SHOWN = 5  # of each kind
 
 
-def check(path: str | Path) -> list[str]:
-    """The problems of the file; empty if there are none."""
-    return check_file(read(path))
-
-
 def check_file(file: TraceFile) -> list[str]:
+    """The problems of the file; empty if there are none."""
     problems = _shortened("reading", file.problems)
     metadata = _metadata(file)
     looks = [("names", _names), ("times", _times), ("nesting", _nesting), ("counters", _counters)]

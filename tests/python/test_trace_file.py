@@ -16,7 +16,7 @@ import synthetic_trace as synthetic
 
 from moe_a2a.__main__ import main
 from moe_a2a.tracing import export
-from moe_a2a.tracing.check import check, check_file
+from moe_a2a.tracing.check import check_file
 from moe_a2a.tracing.file_timeline import to_timeline
 from moe_a2a.tracing.merge import merge
 from moe_a2a.tracing.overview import WAITING, phases
@@ -258,7 +258,7 @@ def test_the_checker_goes_red(events, tmp_path, harm, kind):
     harm(content)
     path = tmp_path / "broken.json.gz"
     path.write_bytes(gzip.compress(json.dumps(content).encode()))
-    problems = check(path)
+    problems = check_file(read(path))
     assert any(problem.startswith(kind) for problem in problems), problems
 
 
@@ -268,14 +268,14 @@ def test_a_protobuf_with_an_end_too_few_is_red(timeline, tmp_path):
     # The last SLICE_END (TrackEvent.type 9 = 2) becomes a SLICE_BEGIN.
     at = data.rindex(b"\x48\x02")
     path.write_bytes(data[: at + 1] + b"\x01" + data[at + 2 :])
-    assert any("never ends" in problem for problem in check(path))
+    assert any("never ends" in problem for problem in check_file(read(path)))
 
 
 def test_a_file_that_is_cut_is_refused(timeline, tmp_path):
     path = export.save(timeline, tmp_path / "trace.pftrace")
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(ValueError, match="cut"):
-        check(path)
+        check_file(read(path))
 
 
 def test_the_record_is_the_exporters():
