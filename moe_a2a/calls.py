@@ -182,7 +182,7 @@ def refused_if_failed(collectives: Called) -> Iterator[None]:
 
 
 def refuses_wrong_arguments(refused: Callable[..., AbstractContextManager[None]]) -> Callable[[Call], Call]:
-    """Decorates a call that reports its own failures: an argument list that it does not take refuses it on every rank, too.
+    """Decorates a call that reports its own failures: if the arguments do not match its signature, it is refused on every rank too.
 
     refused: called with the object (of a function: its first argument, if any); returns a context manager that refuses the
     peers' call if its body fails, such as refused_if_failed()."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_a2a.graph_tracing import is_exporting
 from moe_a2a.grouped_gemm import grouped_gemm
 
-# Larger than any size: in a graph of dynamic shapes, equal sizes and numbers share a symbol, and parting them recompiles.
+# Larger than any size: in a graph of dynamic shapes, equal sizes and numbers share a symbol, and telling them apart recompiles.
 _numbers = itertools.count(1 << 30)
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _process: int

@@ -35,7 +35,7 @@ class Meetings:
         """`what` the ranks do together, for error texts: "make the ExpertParallel".
 
         Meetings of this rank's threads take place one after the other: a rank in a meeting has left the one before, whose posts
-        are then removed. Removed too early, a post would leave a reader waiting for ever."""
+        are then removed. Removed too early, a post would leave a reader waiting forever."""
         with self._one_at_a_time:
             self._number += 1
             before, self._posted = self._posted, []

@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_a2a.groups import TorchGroup
 
-# For each layer, those that leave its weights alone.
+# For each layer, the DistributedDataParallel modules that were found to leave its weights alone.
 _apart: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 
 

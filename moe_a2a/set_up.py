@@ -48,7 +48,7 @@ def _making_refused(made: Any, group: Any = None, *_: Any, **__: Any) -> Abstrac
     return refused_if_failed(group, type(made).__name__)
 
 
-# Decorates a constructor whose first argument is `group`: an argument list that it does not take is refused on every rank.
+# Decorates a constructor whose first argument is `group`: arguments that do not match its signature are refused on every rank.
 refuses_wrong_arguments = calls.refuses_arguments_by(_making_refused)
 
 

@@ -1,4 +1,4 @@
-// moe_a2a.grouped_gemm(), and what it shares with the product that sends its rows (bindings.cpp).
+// moe_a2a.grouped_gemm(), and what it shares with the product that sends its rows (experts.cpp).
 #pragma once
 
 #include <memory>

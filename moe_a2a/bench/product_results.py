@@ -1,5 +1,5 @@
-"""What `bench experts` and `bench layer` share: options, the loop over cases, and results: lines as they are measured, then JSON
-with the commit."""
+"""What `bench experts`, `bench layer` and `bench training` share: options, the loop over cases, and results: lines as they are
+measured, then JSON with the commit."""
 
 from __future__ import annotations
 

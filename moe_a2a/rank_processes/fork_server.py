@@ -1,5 +1,5 @@
-"""Imported by the fork server of rank processes, which thereby removes the temporary folder of its socket when it ends. The
-process that started it does so too, unless it was killed."""
+"""Imported by the fork server of rank processes: removes the temporary folder of its socket when the server ends. The process
+that started it does so too, unless it was killed."""
 
 import atexit
 import os
@@ -9,7 +9,7 @@ import stat
 import time
 from pathlib import Path
 
-# A starter that is not killed removes the folder itself, and fails if it vanishes meanwhile: this is the time it gets.
+# For the process that started the server to remove the folder: it fails if the folder vanishes meanwhile.
 SECONDS_TO_EXIT = 0.5
 
 

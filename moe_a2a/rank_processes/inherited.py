@@ -10,8 +10,8 @@ OUTPUTS = (1, 2)  # descriptors
 
 
 class Surroundings:
-    """This process's environment and output as they are now; unpickling makes them the rank's. A fork server has those of its
-    own start."""
+    """This process's environment and output as they are now; unpickling makes them the rank's. A fork server still has
+    those that it was started with."""
 
     def __reduce__(self) -> tuple:
         return _take_surroundings, (dict(os.environ), *map(reduction.DupFd, OUTPUTS))
@@ -22,7 +22,7 @@ def _take_surroundings(environment: dict[str, str], *outputs: Any) -> None:
     os.environ.update(environment)
     for output, descriptor in zip(outputs, OUTPUTS, strict=True):
         opened = output.detach()
-        if opened != descriptor:  # a spawned process has them in their places
+        if opened != descriptor:  # a spawned process has them already
             os.dup2(opened, descriptor)
             os.close(opened)
 

@@ -84,11 +84,11 @@ def _await_fork_server() -> None:
     probe = multiprocessing.get_context("forkserver").Process(target=int)
 
     def start() -> None:
-        with contextlib.suppress(OSError, EOFError):  # starting the ranks meets and reports it too
+        with contextlib.suppress(OSError, EOFError):  # starting the ranks fails in the same way, and reports it
             probe.start()
 
     starter = threading.Thread(target=start, daemon=True)
-    with _signals_postponed():  # ranks inherit the server's mask, and the thread this one's
+    with _signals_postponed():  # ranks inherit the server's mask, the starter this thread's
         forkserver.ensure_running()
         starter.start()
     starter.join()
@@ -317,7 +317,7 @@ def _next_message(rank: _Rank) -> tuple[str, Any]:
 
 def _error_of(failures: dict[int, _Failure], still_running: dict[int, _Rank], all_ended: bool) -> RankError:
     if failures:
-        # Later failures may be consequences of the first; a death is none, and what others raise may be one of it.
+        # Later failures may be consequences of the first. A death is not, but what others raise may be a consequence of it.
         first = min(failures.values(), key=lambda failure: failure.kind != "died")
         message, kind = first.summary, first.kind
     else:

@@ -94,14 +94,14 @@ class MoeA2aProcessGroup(_ProcessGroup):
         return self._group_store
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's would split the delegates, on a store that a group of Python lacks."""
+        """PyTorch's own would split the delegates, and needs a store that a group made in Python lacks."""
         raise RuntimeError(f"rank {self._rank}: a moe_a2a group cannot be split; use torch.distributed.new_group()")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self._rank} of {self._num_ranks}, else {self.delegates})"
 
-    # The collectives. `opts` carries the operator, and whether the caller waits at once. Like those of PyTorch's own groups,
-    # the methods that have other names for the user also take one tensor, an operator and a timeout: DDP's join() calls so.
+    # The collectives. `opts` carries the operator, and whether the caller waits at once. As in PyTorch's own groups, those
+    # that users call by another name also take a single tensor, an operator and a timeout, as DDP's join() passes them.
     # The deadline of Collectives stays the group's.
 
     @tracked
@@ -364,7 +364,7 @@ def _create(given: Any, options: Any) -> MoeA2aProcessGroup:
         raise TypeError(
             f"pg_options is a {type(options).__name__} on rank {given.group_rank}; pass a moe_a2a.torch_backend.Options"
         )
-    # After destroy_process_group() a group of the same name gets the same store, where the keys of the first still are.
+    # After destroy_process_group() a group of the same name gets the same store, which still has the keys of the first.
     times_made = given.store.add(f"made by {given.group_rank}", 1)
     return MoeA2aProcessGroup(
         dist.PrefixStore(str(times_made), given.store),

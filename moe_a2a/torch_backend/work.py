@@ -202,8 +202,8 @@ class RecentWorks:
 
 
 def tracked(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a process group whose first argument is what it writes. As in PyTorch's own groups, wait_tensor() of that
-    waits for the call under allow_inflight_collective_as_graph_input_ctx()."""
+    """Decorates a method of a process group whose first argument is what it writes: wait_tensor() of that waits for the call
+    under allow_inflight_collective_as_graph_input_ctx(), as in PyTorch's own groups."""
 
     @functools.wraps(call)
     def call_and_register(group: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -239,8 +239,8 @@ class Rail:
 
 
 def refuses_wrong_arguments(first: str) -> Callable[[calls.Call], calls.Call]:
-    """Decorates a constructor that takes `local` and `between`: an argument list that it does not take is refused on every rank.
-    first: what it makes of `local` first, if that is not a Communicator."""
+    """Decorates a constructor that takes `local` and `between`: arguments that do not match its signature are refused on every
+    rank. first: what the constructor makes first, unless `local` is a Communicator."""
 
     @contextmanager
     def refused(made: Any, /, *args: Any, **kwargs: Any) -> Iterator[None]:

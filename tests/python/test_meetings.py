@@ -112,7 +112,7 @@ def test_a_board_keeps_nothing_of_old_meetings():
 
 def test_threads_of_a_rank_meet_one_after_the_other():
     """A meeting removes what its rank posted in the one before. When two threads of a rank were in two meetings, that was still to
-    be read: a rank then waited until its deadline, or in a torch group's store for ever."""
+    be read: a rank then waited until its deadline, or in a torch group's store forever."""
     num_ranks, board = 3, ThreadBoard()
     meetings = [Meetings(rank, num_ranks, board) for rank in range(num_ranks)]
     values = []

@@ -186,9 +186,8 @@ def delegated_program(gloo) -> None:
         dist.P2POp(dist.isend, x, (rank + 1) % num_ranks, group=ours),
         dist.P2POp(dist.irecv, y, (rank - 1) % num_ranks, group=ours),
     ]
-    for request in dist.batch_isend_irecv(
-        both if rank % 2 == 0 else both[::-1]
-    ):  # NCCL: in an order in which the ranks meet
+    both = both if rank % 2 == 0 else both[::-1]  # NCCL: in an order in which the ranks meet
+    for request in dist.batch_isend_irecv(both):
         request.wait()
     assert torch.equal(y, full(4, (rank - 1) % num_ranks))
     objects = [None] * num_ranks

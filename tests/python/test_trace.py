@@ -223,7 +223,7 @@ def misuse(group, path):
 @pytest.mark.parametrize(
     ("records", "error"), [(0, ValueError), (-1, ValueError), (2**31, ValueError), (True, TypeError), ("8", TypeError)]
 )
-def test_a_room_that_is_none_is_refused_by_name(records, error):
+def test_a_wrong_number_of_records_is_refused_by_name(records, error):
     (group,) = moe_a2a.thread_group(1)
     sizes = {"num_experts": 4, "num_topk": 2, "hidden": 16, "num_max_tokens_per_rank": 8}
     with moe_a2a.ExpertParallel(group, **sizes, device="cpu") as ep:
