@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,16 @@ class Case:
             f"{self.num_tokens} tokens, hidden {self.hidden}, top-{self.num_topk} of {self.num_experts}, {self.dtype_name}, "
             f"{self.routing}"
         )
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """Those that the options of a command name."""
+    return [
+        Case(tokens, options.hidden, options.topk, options.experts, dtype, routing, options.seed)
+        for dtype in options.dtype
+        for routing in options.routing
+        for tokens in options.tokens
+    ]
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_a2a.bench import machine, routings
-from moe_a2a.bench.cases import Case
+from moe_a2a.bench.cases import Case, cases_of
 from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.limits import Limits
 from moe_a2a.bench.options import add_how, add_outputs, add_sizes, dtypes, routing_names, write_outputs
@@ -51,17 +51,6 @@ def _dtypes(text: str) -> list[torch.dtype]:
     if torch.float32 in chosen:
         raise argparse.ArgumentTypeError("float32: the kernels take bfloat16 and float16")
     return chosen
-
-
-def cases_of(options: argparse.Namespace) -> list[Case]:
-    if options.hidden % 16:
-        raise UsageError(f"--hidden {options.hidden} is not a multiple of 16, which the kernels need")
-    return [
-        Case(tokens, options.hidden, options.topk, options.experts, dtype, routing, options.seed)
-        for dtype in options.dtype
-        for routing in options.routing
-        for tokens in options.tokens
-    ]
 
 
 @dataclass(frozen=True)
@@ -143,6 +132,8 @@ RunCase = Callable[[Case, int, torch.device, Clock, Results], None]  # the int: 
 
 
 def run(options: argparse.Namespace, header: str, run_case: RunCase) -> int:
+    if options.hidden % 16:
+        raise UsageError(f"--hidden {options.hidden} is not a multiple of 16, which the kernels need")
     check_cases(cases_of(options), options)
     return start_ranks(options, partial(_rank_main, header=header, run_case=run_case), "bench")
 

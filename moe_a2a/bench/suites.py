@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moe_a2a.bench import routings
-from moe_a2a.bench.cases import Case
+from moe_a2a.bench.cases import Case, cases_of
 from moe_a2a.bench.run_case import Plan
 
 # The shape of DeepSeek-V3, which published figures use.
@@ -24,15 +24,9 @@ def plans(options: argparse.Namespace) -> list[Plan]:
 
 
 def _asked_for(options: argparse.Namespace) -> Plan:
-    cases = [
-        Case(tokens, options.hidden, options.topk, options.experts, dtype, routing, options.seed)
-        for dtype in options.dtype
-        for routing in options.routing
-        for tokens in options.tokens
-    ]
     return Plan(
         part="tokens" if len(options.blocks) == 1 else "blocks",
-        cases=tuple(cases),
+        cases=tuple(cases_of(options)),
         modes=tuple(options.modes),
         blocks=tuple(options.blocks),
         halves=options.halves,
