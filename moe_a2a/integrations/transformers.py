@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ except ImportError as error:
     ) from error
 
 import moe_a2a
-from moe_a2a import calls, operators, rendezvous, set_up
+from moe_a2a import arguments, calls, operators, rendezvous, set_up
 from moe_a2a.errors import PeerRefusedError
 from moe_a2a.graph_tracing import is_tracing
 from moe_a2a.integrations import kernel_experts
@@ -103,11 +104,16 @@ class RegisteredExperts:
         self, group, num_max_tokens_per_rank: int | None, timeout: float, name: str, fused: bool | None = None
     ) -> None:
         self.group = moe_a2a.as_group(group)
+        if num_max_tokens_per_rank is not None:
+            num_max_tokens_per_rank = arguments.checked_int(
+                self.group.rank, "num_max_tokens_per_rank", num_max_tokens_per_rank, 1
+            )
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
-        self.timeout = timeout
+        self.timeout = arguments.checked_timeout(self.group.rank, timeout)
         self.name = name
-        self.fused = fused
+        self.fused = None if fused is None else arguments.checked_bool(self.group.rank, "fused", fused)
         self._by_shape: dict[tuple, moe_a2a.ExpertParallel] = {}
+        self._newest_shape: tuple | None = None  # where the peers wait, should a call's arguments have none
         self._number = operators.numbered(self)
 
     def __call__(
@@ -122,12 +128,16 @@ class RegisteredExperts:
 
     @torch.compiler.disable  # a module that shard_experts() has not seen has no number: its graph breaks here
     def _run(self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        with self._refused_if_failed(module, hidden_states, top_k_index):
+        with self._refused_if_failed():
+            _check_matrices(
+                self.group.rank, hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
+            )
+            shape = self._newest_shape = _shape_of(module, hidden_states, top_k_index)
             require_supported(module)
             _require_inference(module, hidden_states)
             owned = _owned_experts(module, self.group)
             by_kernels = self._runs_kernels(module, hidden_states, owned)
-        ep = self._expert_parallel(module, hidden_states, top_k_index)
+        ep = self._expert_parallel(module, len(hidden_states), shape)
 
         handle = ep.dispatch(
             hidden_states.contiguous(),
@@ -157,7 +167,7 @@ class RegisteredExperts:
         self.close()
 
     @contextlib.contextmanager
-    def _refused_if_failed(self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor) -> Iterator[None]:
+    def _refused_if_failed(self) -> Iterator[None]:
         """Around the checks of a call: the peers are told wherever they wait for this rank. With num_max_tokens_per_rank that is
         in the dispatch, or where they make the buffers for it; without, where they agree on the size of the buffers."""
         try:
@@ -167,8 +177,8 @@ class RegisteredExperts:
                 with rendezvous.begin(self.group, AGREEMENT) as meeting:
                     meeting.post((None, 0, calls.words_of(error)))
                 raise
-            if ep := self._by_shape.get(_shape_of(module, hidden_states, top_k_index)):
-                refused = calls.dispatch_refused_if_failed(ep)
+            if self._newest_shape in self._by_shape:
+                refused = calls.dispatch_refused_if_failed(self._by_shape[self._newest_shape])
             else:
                 refused = set_up.refused_if_failed(self.group, "ExpertParallel")
             with refused:
@@ -182,11 +192,8 @@ class RegisteredExperts:
             raise ValueError(f"fused=True, but {type(module).__name__} on rank {self.group.rank}: {why_not}")
         return why_not is None
 
-    def _expert_parallel(
-        self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor
-    ) -> moe_a2a.ExpertParallel:
-        (num_tokens, hidden), num_topk = hidden_states.shape, top_k_index.shape[1]
-        shape = _shape_of(module, hidden_states, top_k_index)
+    def _expert_parallel(self, module: ExpertsModule, num_tokens: int, shape: tuple) -> moe_a2a.ExpertParallel:
+        hidden, _, num_topk, dtype, device = shape
         ep = self._by_shape.get(shape)
         capacity = self.num_max_tokens_per_rank
         if capacity is None:
@@ -202,8 +209,8 @@ class RegisteredExperts:
             num_topk=num_topk,
             hidden=hidden,
             num_max_tokens_per_rank=capacity,
-            dtype=hidden_states.dtype,
-            device=hidden_states.device,
+            dtype=dtype,
+            device=device,
             timeout=self.timeout,
         )
         return ep
@@ -229,6 +236,15 @@ class RegisteredExperts:
                 )
         most = max(num_tokens for _, num_tokens, _ in everywhere)
         return max(16, 1 << (most - 1).bit_length())
+
+
+def _check_matrices(rank: int, **inputs: Any) -> None:
+    for name, tensor in inputs.items():
+        arguments.check_tensor(rank, name, tensor)
+        if tensor.dim() != 2:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} on rank {rank}; pass a row per token, [num_tokens, ...]"
+            )
 
 
 def _shape_of(module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor) -> tuple:

@@ -17,7 +17,7 @@ from transformers_sweep import run_with
 
 import moe_a2a
 from moe_a2a.integrations.experts_module import is_experts_module
-from moe_a2a.integrations.transformers import shard_experts
+from moe_a2a.integrations.transformers import register, shard_experts
 
 pytestmark = pytest.mark.cpu
 
@@ -80,6 +80,51 @@ def test_a_call_that_one_rank_cannot_make(num_max_tokens_per_rank):
 
     for rank, out in enumerate(on_ranks(2, rank_main, num_max_tokens_per_rank=num_max_tokens_per_rank)):
         assert_close(out, eager(layer, *random_tokens(rank, 8)))
+
+
+MALFORMED = {
+    "a batch of sequences": (lambda x, idx, weights: (x[None], idx, weights), r"hidden_states has shape \[1, 8, 64\]"),
+    "ids in one dimension": (lambda x, idx, weights: (x, idx[:, 0], weights), r"top_k_index has shape \[8\]"),
+    "no weights": (lambda x, idx, weights: (x, idx, None), "top_k_weights is a NoneType"),
+    "a list": (lambda x, idx, weights: (x.tolist(), idx, weights), "hidden_states is a list"),
+}
+
+
+@pytest.mark.parametrize("num_max_tokens_per_rank", [8, None])
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_arguments_of_one_rank(name, num_max_tokens_per_rank):
+    """Before, this rank raised "too many values to unpack" and the like, and the others waited until their deadline."""
+    malformed, words = MALFORMED[name]
+    layer = experts_of(tiny_model("mixtral"))
+
+    def rank_main(rank, group, experts):
+        tokens = random_tokens(rank, 8)
+        experts(layer, *tokens)
+        with pytest.raises(
+            (ValueError, TypeError) if rank == 0 else moe_a2a.PeerRefusedError, match=f"{words} on rank 0"
+        ):
+            experts(layer, *(malformed(*tokens) if rank == 0 else tokens))
+        return experts(layer, *tokens)
+
+    for rank, out in enumerate(on_ranks(2, rank_main, num_max_tokens_per_rank=num_max_tokens_per_rank)):
+        assert_close(out, eager(layer, *random_tokens(rank, 8)))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("num_max_tokens_per_rank", 0),
+        ("num_max_tokens_per_rank", 8.0),
+        ("timeout", "x"),
+        ("timeout", 0),
+        ("fused", "no"),
+    ],
+)
+def test_options_are_checked_when_they_are_given(option, value):
+    """Before, the first layer failed."""
+    (group,) = moe_a2a.thread_group(1)
+    with pytest.raises((ValueError, TypeError), match=f"{option}={value!r}.* rank 0"):
+        register(group, name="moe_a2a:unused", **{option: value})
 
 
 def test_a_rank_that_never_calls_is_named_within_the_timeout():
