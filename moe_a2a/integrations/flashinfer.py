@@ -37,7 +37,7 @@ except ImportError as error:
         "moe_a2a.integrations.flashinfer needs flashinfer 0.7.2 or newer: pip install 'flashinfer-python>=0.7.2'"
     ) from error
 
-from moe_a2a import calls
+from moe_a2a import arguments, calls, set_up
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 
@@ -49,13 +49,14 @@ class MoeA2ACommunication(MoEEpCommunication):
     """One ExpertParallel; made and destroyed on all ranks together."""
 
     def __init__(self, bootstrap: Any, params: MoEEpCommParams, **options: Any):
-        super().__init__(bootstrap, params)
-        row_format = getattr(params.dispatch_format, "name", None)
-        if row_format is not None and row_format not in ROW_FORMATS:
-            raise ValueError(
-                f"dispatch_format={row_format} on rank {self.ep_rank}; moe_a2a sends rows as None (params.dtype), "
-                f"{', '.join(ROW_FORMATS)}"
-            )
+        with set_up.refused_if_failed(bootstrap.process_group, "ExpertParallel"):
+            super().__init__(bootstrap, params)
+            row_format = getattr(params.dispatch_format, "name", None)
+            if row_format is not None and row_format not in ROW_FORMATS:
+                raise ValueError(
+                    f"dispatch_format={row_format} on rank {self.ep_rank}; moe_a2a sends rows as None (params.dtype), "
+                    f"{', '.join(ROW_FORMATS)}"
+                )
         if bootstrap.device is not None:
             options.setdefault("device", torch.device("cuda", bootstrap.device))
         self._handle: DispatchHandle | None = None  # between dispatch() and combine()
@@ -120,7 +121,8 @@ class MoeA2ACommunication(MoEEpCommunication):
         if self._handle is None:
             raise RuntimeError(f"combine() on rank {self.ep_rank} follows no dispatch(); call dispatch() first")
         with calls.attempt_refused_if_failed(self._ep, self._handle):
-            y = expert_output.flatten(0, -2)
+            arguments.check_tensor(self.ep_rank, "expert_output", expert_output)
+            y = expert_output.flatten(0, -2) if expert_output.dim() > 2 else expert_output
         combined = self._ep.combine(y, self._handle, presummed=True, out=output)
         self._handle = None
         return combined

@@ -3,6 +3,7 @@
 # ruff: noqa: E402 (what follows importorskip needs flashinfer)
 
 import dataclasses
+import time
 
 import on_device
 import pytest
@@ -183,7 +184,9 @@ def test_calls_that_one_rank_cannot_make_are_refused_on_the_other():
 
         refused(dispatch, lambda: comm.dispatch(x, ids, eplb_local_stats=ids), ValueError, "eplb_local_stats")
         y = torch.zeros_like(dispatch().hidden_states)
-        refused(lambda: comm.combine(y), lambda: comm.combine(None), AttributeError, "flatten")
+        refused(lambda: comm.combine(y), lambda: comm.combine(None), TypeError, "expert_output is a NoneType on rank 0")
+        moe_a2a.as_group(group).all_gather(None)
+        refused(lambda: comm.combine(y), lambda: comm.combine(y[0]), ValueError, r"y has shape \[256\]")
         # A sum that is sent again at once may arrive before the refusal is seen.
         moe_a2a.as_group(group).all_gather(None)
         assert torch.equal(comm.combine(y), torch.zeros_like(x))
@@ -196,6 +199,21 @@ def test_calls_that_one_rank_cannot_make_are_refused_on_the_other():
 def test_formats_that_it_does_not_send_are_refused(name):
     with pytest.raises(ValueError, match=f"dispatch_format={name} on rank 0"):
         backend(moe_a2a.thread_group(1)[0], dispatch_format=QuantFormat[name])
+
+
+def test_parameters_that_one_rank_cannot_take():
+    """Before, the other waited until its deadline."""
+
+    def program(group):
+        rank = moe_a2a.as_group(group).rank
+        changes = {"num_experts": 9} if rank == 0 else {}
+        start = time.monotonic()
+        with pytest.raises(ValueError if rank == 0 else RuntimeError, match=r"num_experts \(9\)"):
+            backend(group, **changes)
+        assert time.monotonic() - start < ranks.slack(5)
+        backend(group).destroy()
+
+    on_device.run(2, program)
 
 
 def test_a_bootstrap_of_other_ranks_is_refused():
