@@ -15,6 +15,7 @@ from moe_a2a.bench import routings
 from moe_a2a.command_line import integer, output_file, output_folder, seconds
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MAX_ITERATIONS = 1_000_000  # the time of each is kept
 
 
 def add_sizes(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
@@ -30,8 +31,8 @@ def add_how(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=integer(1, MAX_RANKS), help="processes to start (default: one per GPU, or 4 on the CPU)"
     )
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU per rank if there is one")
-    how.add_argument("--iterations", type=integer(1), default=30, help="timed iterations (default: 30)")
-    how.add_argument("--warm-up", type=integer(0), default=5, help="warm-up iterations (default: 5)")
+    how.add_argument("--iterations", type=integer(1, MAX_ITERATIONS), default=30, help="timed iterations (default: 30)")
+    how.add_argument("--warm-up", type=integer(0, MAX_ITERATIONS), default=5, help="warm-up iterations (default: 5)")
     how.add_argument("--flush", action="store_true", help="flush the cache before each step by writing 256 MiB")
     how.add_argument("--seed", type=integer(0), default=1, help="seed of routing and data (default: 1)")
     how.add_argument("--timeout", type=seconds, default=1200, help="seconds that the ranks may take (default: 1200)")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from moe_a2a.arguments import MAX_RANKS
-from moe_a2a.command_line import integer, output_folder, seconds
+from moe_a2a.command_line import UsageError, integer, output_folder, seconds
 
 HELP = "run MoE models over several ranks of this machine and check every logit"
 MODEL_NAMES = ("mixtral", "qwen3_moe", "deepseek_v3")
@@ -54,8 +54,11 @@ def _run(options: argparse.Namespace) -> int:
     from moe_a2a.rank_processes import preload, run_on_ranks
     from moe_a2a.samples import text
 
+    num_sequences, length = text.batch().shape
+    if options.ranks > num_sequences:
+        raise UsageError(f"--ranks {options.ranks}: the text has {num_sequences} sequences, one or more for each rank")
     print(
-        f"{options.ranks} ranks as processes, seed {options.seed}, {text.batch().numel()} bytes of "
+        f"{options.ranks} ranks as processes, seed {options.seed}, {num_sequences * length} bytes of "
         "text, fp32 models with random weights"
     )
     preload("moe_a2a.demo.models")  # by name: the import takes seconds, and only the ranks need it

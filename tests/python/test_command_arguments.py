@@ -53,7 +53,7 @@ def test_ways_of_another_collective(capsys, kind):
 @pytest.mark.parametrize(
     ("option", "values"),
     [
-        ("--iterations", ["0", "-1", "x"]),
+        ("--iterations", ["0", "-1", "x", "2000000000"]),  # regression: a rank ran out of memory for its times
         ("--warm-up", ["-1"]),
         ("--seed", ["-1", "x"]),
         ("--timeout", ["0", "-1", "nan", "inf", "x"]),
@@ -121,6 +121,11 @@ def unwritable(tmp_path, name="below.json"):
     """Names that nobody can write, not even root."""
     (tmp_path / "file").touch()
     return [tmp_path / "file" / name, f"/proc/{name}"]
+
+
+def test_a_demo_on_more_ranks_than_its_text_has_sequences(capsys):
+    """Regression: a rank without a sequence failed in its model, after half a minute."""
+    assert "--ranks 64: the text has 11 sequences" in refused(capsys, "demo", "--ranks", 64)
 
 
 def test_files_that_cannot_be_written(capsys, tmp_path, monkeypatch):
