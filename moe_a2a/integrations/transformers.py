@@ -80,7 +80,8 @@ def register(
 def shard_experts(model: nn.Module, group) -> nn.Module:
     """Free the experts that this rank of the group does not own, in place; returns the model.
 
-    Afterwards the model runs only through the group that it was split for.
+    Afterwards the model runs only through the group that it was split for, and load_state_dict() refuses what another rank has
+    saved.
     """
     group = moe_a2a.as_group(group)
     experts_modules = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
@@ -94,7 +95,26 @@ def shard_experts(model: nn.Module, group) -> nn.Module:
         keep_only(module, _owned_experts(module, group))
         module.moe_a2a_layer, module.moe_a2a_split_for = name, (group.rank, group.num_ranks)
         module.moe_a2a_number = operators.numbered(module)
+        module.register_state_dict_post_hook(_note_rank)
+        module.register_load_state_dict_pre_hook(_refuse_experts_of_another_rank)
     return model
+
+
+def _note_rank(module: ExpertsModule, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    metadata["experts_of_rank"] = module.moe_a2a_split_for
+
+
+def _refuse_experts_of_another_rank(
+    module: ExpertsModule, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Their shapes are the same."""
+    here = module.moe_a2a_split_for
+    there = metadata.get("experts_of_rank", here)
+    if there != here:
+        raise ValueError(
+            "{} holds the experts of rank {} of {}, and this is rank {} of {}; load the state_dict() that this rank has "
+            "saved".format(module.moe_a2a_layer, *there, *here)
+        )
 
 
 class RegisteredExperts:

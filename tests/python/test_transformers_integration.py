@@ -91,6 +91,27 @@ def test_shards_of_another_group_are_refused():
         shard_experts(model, moe_a2a.thread_group(2)[0])
 
 
+def test_a_file_of_one_rank_is_not_loaded_by_the_others(tmp_path):
+    """Before, a rank took the experts of another for its own: their names and shapes are the same."""
+    whole = tiny_model("mixtral", num_hidden_layers=1)
+    models = [copy.deepcopy(whole) for _ in range(2)]
+
+    def rank_main(rank, group, experts):
+        model = shard_experts(shard_experts(models[rank], group), group)
+        torch.save(model.state_dict(), tmp_path / f"{rank}.pt")
+        group.all_gather(None)
+        with pytest.raises(ValueError, match=rf"experts of rank {1 - rank} of 2, and this is rank {rank} of 2"):
+            model.load_state_dict(torch.load(tmp_path / f"{1 - rank}.pt"))
+        for parameter in model.parameters():
+            parameter.zero_()
+        model = copy.deepcopy(model)
+        model.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
+        return experts(experts_of(model), *random_tokens(rank, 9))
+
+    for rank, actual in enumerate(on_ranks(2, rank_main)):
+        assert_close(actual, eager(experts_of(whole), *random_tokens(rank, 9)))
+
+
 @pytest.mark.parametrize("counts", [(0, 7), (7, 0), (0, 0), (1, 40, 0)])
 def test_ranks_without_tokens(counts):
     module = experts_of(tiny_model("mixtral"))
