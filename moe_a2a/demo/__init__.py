@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from moe_a2a.arguments import MAX_RANKS
 from moe_a2a.command_line import UsageError, integer, output_folder, seconds
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         type=output_folder,
-        default=Path("moe_a2a_demo"),
+        default="moe_a2a_demo",
         metavar="DIR",
         help="folder of the plot (default: moe_a2a_demo)",
     )

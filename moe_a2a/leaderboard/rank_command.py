@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         type=output_folder,
-        default=Path("moe_a2a_leaderboard"),
+        default="moe_a2a_leaderboard",
         metavar="DIR",
         help="folder of the report and the traces; a page shows all problems in it, and a problem has one ranking, the newest "
         "(default: moe_a2a_leaderboard)",

@@ -180,6 +180,13 @@ def test_folders_that_cannot_be_written(capsys, tmp_path):
         assert "--out" in refused(capsys, "bench", "plot", "any.json", "--out", path)
 
 
+def test_default_folders_that_cannot_be_written(capsys, monkeypatch):
+    """Regression: only folders that were named were checked, so the work was done before its plot or report was lost."""
+    monkeypatch.chdir("/proc")
+    assert "--output: 'moe_a2a_demo' cannot be written" in refused(capsys, "demo")
+    assert "--out: 'moe_a2a_leaderboard' cannot be written" in refused(capsys, "leaderboard", "rank", "all_reduce")
+
+
 def test_no_folder_without_permission(capsys, tmp_path):
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
