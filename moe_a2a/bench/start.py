@@ -30,7 +30,10 @@ def check_graphs(options: argparse.Namespace, *names: str) -> None:
 
 def num_ranks_of(options: argparse.Namespace) -> int:
     if is_rank():
-        return int(os.environ["WORLD_SIZE"])
+        num_ranks = int(os.environ["WORLD_SIZE"])
+        if options.ranks not in (None, num_ranks):
+            raise UsageError(f"--ranks {options.ranks}, but torchrun has started {num_ranks}; leave it out")
+        return num_ranks
     return num_processes(options.ranks, device_type_of(options))
 
 
@@ -73,6 +76,7 @@ def start_ranks(
     """Runs main(report, options) on every rank; returns rank 0's exit code."""
     device_type = options.device = device_type_of(options)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    num_ranks = num_ranks_of(options)
     if is_rank():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend)
@@ -81,7 +85,7 @@ def start_ranks(
         return code
     try:
         how = {"timeout": options.timeout, "backend": backend, "device_type": device_type}
-        return run_on_ranks(num_ranks_of(options), main, options, **how)[0]
+        return run_on_ranks(num_ranks, main, options, **how)[0]
     except RankError as error:
         print(error.details, file=sys.stderr)
         print(f"{name}: FAILED {error}")

@@ -173,6 +173,14 @@ def test_an_environment_that_is_not_that_of_torchrun(capsys, monkeypatch, comman
     assert words in text and text.endswith("; start the ranks with torchrun, or unset RANK and WORLD_SIZE\n")
 
 
+@pytest.mark.parametrize("command", [BENCH, ("bench", "all_reduce", "--device", "cpu"), ("tune", "--device", "cpu")])
+def test_another_number_of_ranks_than_torchrun_has_started(capsys, monkeypatch, command):
+    """Regression: two ranks were measured, although three were asked for."""
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert "--ranks 3, but torchrun has started 2" in refused(capsys, *command, "--ranks", 3)
+
+
 def test_folders_that_cannot_be_written(capsys, tmp_path):
     for path in unwritable(tmp_path):
         assert "--results" in refused(capsys, *BENCH, *SMALL, "--results", path)
