@@ -47,8 +47,8 @@ class ExpertParallel(CommunicatorClient):
     PyTorch's current stream of the device. Memory: see `nbytes`.
 
     Threads: any thread may make a rank's calls. Calls are serialised: each waits, without the GIL, until the previous
-    one has ended. close() is the exception: it ends the wait of a call in another thread, which then raises
-    RuntimeError; the peers raise PeerTimeoutError that names this rank.
+    one has ended; their order must be the other ranks' order. close() is the exception: it ends the wait of a call in
+    another thread, which then raises RuntimeError; the peers raise PeerTimeoutError that names this rank.
 
     Processes: in a forked child every call raises RuntimeError; dropping or closing the object there is harmless.
 
