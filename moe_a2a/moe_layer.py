@@ -60,6 +60,8 @@ class MoELayer(nn.Module):
         num_max_routes: int | None = None,
     ):
         super().__init__()
+        if not isinstance(ep, (ExpertParallel, TwoLevelExpertParallel)):
+            raise TypeError(f"ep is a {type(ep).__name__}; pass an ExpertParallel or a TwoLevelExpertParallel")
         weights = ExpertWeights.checked(ep, w_gate_up, w_down)
         experts.check_way(ep, fused, fused_combine, wire, num_max_routes)
         self.ep, self.fused, self.fused_combine = ep, fused, fused_combine

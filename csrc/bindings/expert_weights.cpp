@@ -40,14 +40,15 @@ void check_scales(const Place& place, const std::optional<at::Tensor>& scales, c
 
 void check_shapes(const Place& place, const ExpertWeights& weights, int64_t num_local_experts, int64_t hidden) {
   const at::Tensor &gate_up = weights.gate_up, &down = weights.down;
-  if (gate_up.dim() != 3 || gate_up.size(0) != num_local_experts || gate_up.size(2) != hidden) {
+  if (gate_up.dim() != 3 || gate_up.size(0) != num_local_experts || gate_up.size(1) == 0 || gate_up.size(1) % 2 != 0 ||
+      gate_up.size(2) != hidden) {
     raise_value(place.rank,
                 "w_gate_up has shape " + text_of(gate_up.sizes()) + ", expected [num_local_experts=" +
                     std::to_string(num_local_experts) + ", 2 * intermediate, hidden=" + std::to_string(hidden) + "]",
                 "pass this rank's experts");
   }
   const int64_t intermediate = gate_up.size(1) / 2, shape[] = {num_local_experts, hidden, intermediate};
-  if (down.sizes() != at::IntArrayRef(shape) || gate_up.size(1) % 2 != 0 || intermediate == 0) {
+  if (down.sizes() != at::IntArrayRef(shape)) {
     raise_value(place.rank, "w_down has shape " + text_of(down.sizes()) + ", expected " + text_of(shape),
                 "pass [num_local_experts, hidden, intermediate] to w_gate_up's [.., 2 * intermediate, ..]");
   }

@@ -43,8 +43,9 @@ BAD_WEIGHTS = {
     "experts of w_down": (lambda up, down: (up, down[:3]), ValueError, ["w_down", f"[3, {HIDDEN}", "[4, "]),
     "hidden": (lambda up, down: (up[:, :, :-1], down), ValueError, ["w_gate_up", f"hidden={HIDDEN}"]),
     "intermediate": (lambda up, down: (up, down[:, :, 16:]), ValueError, ["w_down", str(INTERMEDIATE)]),
-    "odd": (lambda up, down: (up[:, 1:], down), ValueError, ["w_down"]),
-    "none": (lambda up, down: (up[:, :0], down[:, :, :0]), ValueError, ["w_down", f"[4, {HIDDEN}, 0]"]),
+    # Regression: w_down was blamed, and expected to have the shape that it had.
+    "odd": (lambda up, down: (up[:, 1:], down[:, :, 1:]), ValueError, ["w_gate_up", "2 * intermediate"]),
+    "none": (lambda up, down: (up[:, :0], down[:, :, :0]), ValueError, ["w_gate_up", f"[4, 0, {HIDDEN}]"]),
     "float8 without scales": (lambda up, down: (up.to(FLOAT8), down), TypeError, ["w_gate_up", "(w_gate_up, scales)"]),
     "scales of bfloat16": (lambda up, down: ((up, torch.ones(4, 2, 1, device=up.device)), down), TypeError, ["bfloat16"]),
     "only one float8": (lambda up, down: (up, (down.to(FLOAT8), torch.ones(4, 1, 1, device=up.device))), TypeError, ["both"]),

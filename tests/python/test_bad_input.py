@@ -358,12 +358,25 @@ def test_moe_layer_weights():
             for bad_up, bad_down, words in (
                 (up[:11], down, ["w_gate_up", "[11, 64, 200]", "num_local_experts=12"]),
                 (up[:, :, :199], down, ["w_gate_up", "hidden=200"]),
-                (up[:, :63], down, ["w_down"]),
+                (up[:, :63], down, ["w_gate_up", "[12, 63, 200]"]),
                 (up, down[:, :, :31], ["w_down", "[12, 200, 31]"]),
                 (up, down[:11], ["w_down", "[11, 200, 32]"]),
             ):
                 with pytest.raises(ValueError) as raised:
                     moe_a2a.MoELayer(ep, bad_up, bad_down)
                 check_words(raised, 0, words)
+
+    on_device.run(1, program)
+
+
+@pytest.mark.parametrize("ep", [None, "communicator"])
+def test_moe_layer_of_something_else(ep):
+    """Regression: 'NoneType' object has no attribute 'rank'."""
+
+    def program(group):
+        with moe_a2a.Communicator(group) as communicator:
+            given = communicator if ep == "communicator" else None
+            with pytest.raises(TypeError, match=f"ep is a {type(given).__name__}; pass an ExpertParallel"):
+                moe_a2a.MoELayer(given, torch.zeros(1, 2, 1), torch.zeros(1, 1, 1))
 
     on_device.run(1, program)
