@@ -23,8 +23,11 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         with open(beside, "wb") as file:
             yield file
         beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        if isinstance(error, OSError) and error.filename == str(beside):
+            error.filename = str(path)  # the name that the caller knows
         raise
 
 

@@ -51,6 +51,15 @@ def test_a_file_that_is_not_finished_does_not_replace_the_one_before(tmp_path, w
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("name", ["/proc/results.json", "a_file/results.json", "no_folder/results.json"])
+def test_an_error_names_the_file_of_the_caller(tmp_path, name):
+    """Regression: it named the file beside it, as in '/proc/results.json.15125.15125'."""
+    (tmp_path / "a_file").touch()
+    with pytest.raises(OSError) as raised:
+        replaced_files.write_text(tmp_path / name, TEXT)
+    assert raised.value.filename == str(tmp_path / name)
+
+
 def test_links_and_devices_are_written_to(tmp_path):
     (tmp_path / "link").symlink_to("file")
     replaced_files.write_text(tmp_path / "link", "words")
