@@ -188,10 +188,13 @@ class ExpertParallel : public Client {
   void note_refusal(DispatchHandle& handle, int peer, uint32_t count) const;
   void send_refusal(const DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
   int blocks(const LaunchPlace& place, int by_table) const;
+  int combine_blocks(int num_tokens, const CombineInput& input, const LaunchPlace& place) const;
   int independent_blocks(const LaunchPlace& place) const;
   bool launches_halves() const;
   bool allows_vectors(const Rows& rows) const;  // 16-byte loads and stores
-  bool allows_vectors(const ExpertScales& scales) const;
+  bool allows_vectors(const ExpertScales& scales) const {
+    return !scales.per_column || allows_vectors(Rows{scales.data, scales.stride});
+  }
   void after_launch();
   bool is_known_refusal(const Report& report) override;
   bool take_back(uint64_t number);

@@ -43,6 +43,38 @@ MOE_A2A_RARE void write_values(const Warp& warp, CodedRow row, int first, LineVe
   });
 }
 
+// Writes a step of streamed sums, which begins at value `first`, by one choice of the codec. The row ends with a whole
+// vector, as streamed rows do.
+template <class T>
+MOE_A2A_DEVICE void write_streamed(const Warp& warp, const CodedRow& row, int first, const StreamedSums<T>& sums) {
+  const auto for_vectors = [&](int end, const auto& write) {
+    MOE_A2A_UNROLL
+    for (int v = 0; v < kStreamVectors<T>; ++v) {
+      const int begin = first + v * warp.size() * kLineValues;
+      if (begin < end) write(begin + warp.rank() * kLineValues, sums[v]);
+    }
+  };
+  if (row.codec == LineCodec::kNone) {
+    return for_vectors(row.num_values, [&](int at, const LineValues& values) {
+      if (at < row.num_values) store_whole(reinterpret_cast<T*>(row.data) + at, values);
+    });
+  }
+  with_line_codec(row.codec, [&](auto is) {
+    constexpr LineCodec kCodec = decltype(is)::value;
+    const LineLayout layout{kCodec, row.num_values};
+    const int end = static_cast<int>(layout.num_blocks()) * kLineBlock;
+    for_vectors(end, [&](int at, const LineValues& values) {
+      LineValues rounded;
+      MOE_A2A_UNROLL
+      for (int i = 0; i < kLineValues; ++i) {
+        rounded[i] = at < row.num_values ? to_float(from_float<T>(values[i])) : 0.0f;
+      }
+      const CodedValues<kCodec> coded = encode<kCodec>(warp, rounded);
+      if (at < end) store_line(layout, row.data, at, coded);
+    });
+  });
+}
+
 // Writes the weighted sum of a list of rows; same sum as add_rows().
 template <class T, class List>
 MOE_A2A_DEVICE void write_sum(const Warp& warp, bool vector_rows, const List& list, const CodedRow& row) {
@@ -106,7 +138,17 @@ MOE_A2A_DEVICE void add_values(const CodedRow& row, int first, int stride, int e
   };
   if (row.codec == LineCodec::kNone) {
     return with_element_type(row.dtype, [&](auto type) {
-      const auto* elements = reinterpret_cast<const decltype(type)*>(row.data);
+      using T = decltype(type);
+      const T* elements = reinterpret_cast<const T*>(row.data);
+      if (sizeof(T) == 2 && end % kLineValues == 0) {  // all loads before the first use
+        LoadedFloats<T> loaded[kCodedSets];
+        return for_sets(
+            first, stride, end, [&](int u) { load_whole(elements + first + u * stride, loaded[u]); },
+            [&](int u) {
+              values_of(loaded[u], values);
+              add(u);
+            });
+      }
       for_sets(
           first, stride, end, [](int) {},
           [&](int u) {

@@ -93,15 +93,7 @@ struct StreamedCodedSums {
     sender.reader.begin(terms.row, terms.lanes, piece.size() * static_cast<int>(sizeof(T)));
     const CodedRow row = coded_row(args, scheduled.delivery, sender.in_place.open_stage(scheduled.delivery));
     const auto weight_of = [&](int lane) { return warp.broadcast(terms.weight, lane); };
-    const auto store = [&](int first, const StreamedSums<T>& sums) {
-      MOE_A2A_UNROLL
-      for (int v = 0; v < kStreamVectors<T>; ++v) {
-        LineVector values;
-        MOE_A2A_UNROLL
-        for (int i = 0; i < kLineValues; ++i) values.value[i] = sums[v][i];
-        write_values(warp, row, first + (v * warp.size() + warp.rank()) * kLineValues, values);
-      }
-    };
+    const auto store = [&](int first, const StreamedSums<T>& sums) { write_streamed<T>(warp, row, first, sums); };
     add_streamed<T>(warp, sender.reader, terms.lanes, piece.size(), weight_of, store);
     sender.in_place.send_staged({}, scheduled.delivery);
   }
