@@ -266,11 +266,16 @@ class _Exchange:
 
     # ---- backward: the gradient of out, then those of rows and weights
 
+    def saved_tensors(self, ctx: Any) -> tuple[Any, ...]:
+        """Raises if they have been freed, or changed since; then the peers' dispatch of this backward pass is refused."""
+        with calls.dispatch_refused_if_failed(self.ep):
+            self._check_no_second_derivative()
+            return ctx.saved_tensors
+
     def backward_of_combine(
         self, grad_out: Tensor, topk_idx: Tensor, y: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The gradients of y and, if y is given, of weights."""
-        self._check_no_second_derivative()
         handle = self._reopened(grad_out, topk_idx)
         with calls.released_if_failed(handle), calls.refused_if_failed(self.training.collectives):
             if y is None or weights is None:
@@ -282,7 +287,6 @@ class _Exchange:
 
     def backward_of_dispatch(self, grad_rows: Tensor, grad_weights: Tensor, topk_idx: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of x and topk_weights."""
-        self._check_no_second_derivative()
         handle = self.training.take_kept(self)
         if handle is None:  # another layer's calls came between, or combine's backward did not run
             handle = self._reopened(grad_rows.new_empty(len(topk_idx), self.ep.hidden), topk_idx)
@@ -354,7 +358,8 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_topk_weights = ctx.exchange.backward_of_dispatch(grad_rows, grad_weights, *ctx.saved_tensors)
+        exchange = ctx.exchange
+        grad_x, grad_topk_weights = exchange.backward_of_dispatch(grad_rows, grad_weights, *exchange.saved_tensors(ctx))
         return None, grad_x, grad_topk_weights if ctx.has_weights else None, None, None
 
 
@@ -370,5 +375,6 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        grad_y, grad_weights = ctx.exchange.backward_of_combine(grad_out, *ctx.saved_tensors)
+        exchange = ctx.exchange
+        grad_y, grad_weights = exchange.backward_of_combine(grad_out, *exchange.saved_tensors(ctx))
         return grad_weights, grad_y, None, None, None, None

@@ -125,6 +125,22 @@ def patched(method, owner):
     return fails
 
 
+def in_backward(spoil, match):
+    """spoil(out, y): before or in the backward pass of this rank, whose combine has kept y."""
+
+    def fails(ep, layer, x, topk_idx, topk_weights):
+        dispatcher = moe_a2a.TokenDispatcher(ep)
+        rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+        y = rows * 2
+        out = dispatcher.combine(y, routes).sum()
+        with fails_for(ep, RuntimeError, match):
+            if ep.rank == REFUSER:
+                spoil(out, y)
+            out.backward()
+
+    return fails
+
+
 FUNC = r"within a transform of torch\.func .* on rank \d; call backward\(\)"
 FAILURES = {
     "y": bad_y,
@@ -138,6 +154,10 @@ FAILURES = {
     "vmap": transformed(RuntimeError, FUNC, lambda run, x: torch.func.vmap(run)(x.detach()[None])),
     "grad": transformed(RuntimeError, FUNC, lambda run, x: torch.func.grad(lambda x: run(x).sum())(x.detach())),
     "forward mode": transformed(RuntimeError, "jvp", in_forward_mode),
+    "y changed in place": in_backward(lambda out, y: y.zero_(), "modified by an inplace operation"),
+    "second derivative": in_backward(
+        lambda out, y: torch.autograd.grad(out, y, create_graph=True), "no second derivative"
+    ),
     "backward of combine": patched("_weighted_grads", _Exchange),
     "backward of dispatch": patched("_by_choice", _Exchange),
 }
