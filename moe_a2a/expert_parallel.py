@@ -347,7 +347,7 @@ class ExpertParallel(CommunicatorClient):
         return self._open_core()
 
     def _sent_by(
-        self, send: Any, x: Any, routing: arguments.Routing, x_scales: Any, quantize: Any, way: tuple[int, ...]
+        self, send: Any, x: Any, routing: tuple[Any, Any], x_scales: Any, quantize: Any, way: tuple[int, ...]
     ) -> DispatchHandle:
         """send: the extension's dispatch or dispatch_send; way: its last arguments."""
         quantized = quantize is not None and arguments.checked_quantize(self.rank, quantize)
