@@ -24,6 +24,7 @@ std::string operator+(const char* before, const Name& name) { return std::string
 std::string on_rank(int rank) { return rank == kNoRank ? "" : " on rank " + std::to_string(rank); }
 
 std::string type_name(const at::Tensor& tensor) {
+  py::gil_scoped_acquire locked;  // a call may allocate its result without it
   return py::str(py::type::handle_of(py::cast(tensor)).attr("__name__")).cast<std::string>();
 }
 
@@ -40,9 +41,10 @@ bool is_wrapper(const at::Tensor& tensor) {
 
 void check_is_tensor_of_memory(const Place& place, const at::Tensor& tensor, const Name& name) {
   if (is_wrapper(tensor)) {
-    raise_type(place.rank, name + " is a " + type_name(tensor) + ", which wraps memory or stands for it",
-               "pass the plain tensor (of a DTensor " + name +
-                   ".to_local()), and call outside of torch.compile, torch.export and torch.func");
+    raise_type(
+        place.rank, name + " is a " + type_name(tensor) + ", which wraps memory or stands for it",
+        "pass the plain tensor (to_local() of a DTensor), and call outside of torch.compile, torch.export, torch.func "
+        "and FakeTensorMode");
   }
   if (tensor.is_nested()) {
     raise_type(place.rank, name + " is a nested tensor", "pass " + name + ".to_padded_tensor(0), or its rows in one");

@@ -14,6 +14,7 @@ from test_handles import expected_output, experts, good_call, make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_a2a
+from moe_a2a.experts import simulated_layer
 
 pytestmark = on_device.TESTS
 
@@ -274,7 +275,10 @@ def test_results_that_a_mode_would_fake():
                     ep.combine(y, handle)
                 with pytest.raises(TypeError, match="FakeTensor.* on rank 0"):
                     again.expert_x  # noqa: B018
-            again.release()
+                again.release()
+                # Regression: a segmentation fault, since this result is allocated without the GIL.
+                with pytest.raises(TypeError, match="FakeTensor.* on rank 0"):
+                    simulated_layer(ep, x, topk_idx, weights, 1.0)
             assert torch.equal(ep.combine(y, handle), expected_output(ep, 8))
 
     on_device.run(1, program)
