@@ -109,6 +109,7 @@ class MoELayer(nn.Module):
         with calls.released_if_failed(handle):
             return ep.experts(handle, *given, **self._ways())
 
+    @calls.makes_a_dispatch  # forward() may be part of a graph, which this breaks
     def _recorded(
         self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:

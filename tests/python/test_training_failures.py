@@ -181,6 +181,25 @@ def test_every_rank_learns_of_a_failure_and_the_next_call_is_right(name, session
     ranks.run_threads(2, run_failure, name, session_seed)
 
 
+def run_compiled(group, seed):
+    """Recording breaks the graph, of which forward() is a part."""
+    with make_ep(group, timeout=60) as ep:
+        layer, weights = make_layer(ep, seed)
+        batches = [make_batch(ep, rank, seed, "full") for rank in range(ep.num_ranks)]
+        compiled = torch.compile(layer, backend="eager")
+        compiled(*leaves_of(ep, batches[ep.rank])).sum().backward()
+        by_kernels(ep, compiled, *leaves_of(ep, batches[ep.rank]))
+        layer.zero_grad()
+        x, topk_idx, topk_weights = leaves_of(ep, batches[ep.rank])
+        compiled(x, topk_idx, topk_weights).backward(batches[ep.rank].grad_out)
+        assert_close(ep, grads_of(layer, x, topk_weights), batches, weights)
+
+
+@on_device.cpu_only
+def test_every_rank_learns_of_a_failure_in_a_compiled_layer(session_seed):
+    ranks.run_processes(2, run_compiled, session_seed, timeout=120)
+
+
 def run_misuse(group, seed):
     with make_ep(group) as ep:
         layer, _ = make_layer(ep, seed)
