@@ -36,11 +36,12 @@ from moe_a2a.row_routes import by_choice, choice_numbers, make_unweighted
 COLLECTIVES_NBYTES = 1 << 20  # larger tables of gradients go in slices
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, frozen=True)
 class Routes:
     """The routes behind the rows of TokenDispatcher.dispatch(), and the key to their combine().
 
-    weights is float32 [num_rows]: the weight of each row's route, 0 for rows without a route. Differentiable.
+    weights is float32 [num_rows]: the weight of each row's route, 0 for rows without a route. Differentiable. Not to be changed,
+    since a weighted combine() takes the weights that dispatch() got.
     expert_offsets is int32 [E_local + 1] on the device: the rows of local expert e are expert_offsets[e] to
     expert_offsets[e + 1] - 1, and expert_offsets[1:] is what torch._grouped_mm takes as `offs`.
     split_sizes holds the rows of each local expert as ints, for rows.split(). It is None if num_max_routes was given,
@@ -233,13 +234,15 @@ class _Exchange:
             weights = torch.where(row_index >= 0, self.handle.route_weights[: self.num_rows], 0.0)
             return self._gathered(self.handle, row_index), weights
 
-    def combine(self, y: Tensor, weighted: bool, wire: str | None) -> Tensor:
+    def combine(self, y: Tensor, weights: Tensor, weighted: bool, wire: str | None) -> Tensor:
         handle = self.handle
         with calls.released_if_failed(handle):
             if handle.is_open:  # else combine() says so, to the peers too
                 with calls.combine_refused_if_failed(handle):
                     self._check_y(y)
-                    if not arguments.checked_bool(self.ep.rank, "weighted", weighted):
+                    if arguments.checked_bool(self.ep.rank, "weighted", weighted):
+                        self._check_unchanged(weights)
+                    else:
                         make_unweighted(handle._core, handle._handle)
             return self.ep.combine(y, handle, wire=wire)
 
@@ -262,6 +265,14 @@ class _Exchange:
             raise ValueError(
                 f"y has shape {list(y.shape)}, but dispatch() returned {self.num_rows} rows on rank {self.ep.rank}; pass one "
                 "row for each"
+            )
+
+    def _check_unchanged(self, weights: Tensor) -> None:
+        """The sums would not have the change, but the gradients would."""
+        if not weights.is_inference() and weights._version > 0:
+            raise ValueError(
+                f"routes.weights has been changed in place since dispatch() on rank {self.ep.rank}; scale y instead, or apply the "
+                "weights to y and pass weighted=False"
             )
 
     # ---- backward: the gradient of out, then those of rows and weights
@@ -369,7 +380,7 @@ class _Combine(torch.autograd.Function):
         ctx: Any, weights: Tensor, y: Tensor, topk_idx: Tensor, exchange: _Exchange, weighted: bool, wire: str | None
     ) -> Tensor:
         ctx.exchange = exchange
-        combined = exchange.combine(y, weighted, wire)
+        combined = exchange.combine(y, weights, weighted, wire)
         ctx.save_for_backward(topk_idx, *((y, weights) if weighted else (None, None)))
         return combined
 

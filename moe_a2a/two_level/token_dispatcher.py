@@ -48,7 +48,7 @@ class _Trip:
         return [self.ep._returned(self.passage, each.contiguous()) for each in values]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, frozen=True)
 class TwoLevelRoutes(Routes):
     """Routes of this node's TokenDispatcher, whose tokens may come from other nodes."""
 

@@ -42,6 +42,18 @@ def bad_routes(ep, layer, x, topk_idx, topk_weights):
             dispatcher.combine(*((routes, rows)[:number] if ep.rank == REFUSER else (rows, routes)))
 
 
+def changed_weights(ep, layer, x, topk_idx, topk_weights):
+    """The sums kept the weights of dispatch(), but the gradients had the change."""
+    dispatcher = moe_a2a.TokenDispatcher(ep)
+    rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+    with pytest.raises(AttributeError, match="weights"):
+        routes.weights = 2 * routes.weights
+    with fails_for(ep, ValueError, "routes.weights has been changed in place"):
+        if ep.rank == REFUSER:
+            routes.weights.mul_(2)
+        dispatcher.combine(rows, routes)
+
+
 def experts_fail(ep, layer, x, topk_idx, topk_weights):
     dispatcher = moe_a2a.TokenDispatcher(ep)
     rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
@@ -145,6 +157,7 @@ FUNC = r"within a transform of torch\.func .* on rank \d; call backward\(\)"
 FAILURES = {
     "y": bad_y,
     "routes": bad_routes,
+    "weights": changed_weights,
     "experts": experts_fail,
     "num_max_routes": bad_bound,
     "more than num_max_routes": no_room,
