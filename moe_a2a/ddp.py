@@ -11,7 +11,7 @@ model.register_comm_hook(ddp.GradientState(coll, codec="q4"), ddp.average_gradie
 import torch
 import torch.distributed as dist
 
-from moe_a2a import calls, codecs
+from moe_a2a import arguments, calls, codecs
 from moe_a2a.collectives import SHARE_UNIT, Collectives
 from moe_a2a.groups import thread_group
 
@@ -30,6 +30,7 @@ class GradientState:
         if not isinstance(collectives, Collectives):
             raise TypeError(f"collectives is a {type(collectives).__name__}; pass a moe_a2a.Collectives")
         codecs.checked_index(collectives.rank, "codec", codec)
+        arguments.checked_bool(collectives.rank, "error_feedback", error_feedback)
         self.collectives = collectives
         self.codec = codec
         self.error_feedback = error_feedback and codec is not None
@@ -49,6 +50,11 @@ class GradientState:
         if self._alone is None or self._alone.is_closed:
             raise RuntimeError("this GradientState is closed; make a new one")
         gradients, parameters = bucket.buffer(), [id(parameter) for parameter in bucket.parameters()]
+        if gradients.dtype not in arguments.ROW_DTYPES:  # the one rank of _alone would be named
+            raise TypeError(
+                f"the gradients have dtype {gradients.dtype} on rank {self.collectives.rank}; make the parameters float32, float16 or "
+                "bfloat16"
+            )
         owners, lost = self._lost.get(bucket.index(), ([], gradients))
         if owners != parameters:  # DDP rebuilds its buckets after the first step
             lost = torch.zeros_like(gradients)

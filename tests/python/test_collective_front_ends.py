@@ -127,12 +127,29 @@ def failed_feedback_program(group) -> None:
         state.close()
 
 
+def float64_program(group) -> None:
+    """The error named rank 0 on every rank."""
+    with moe_a2a.Collectives(group, timeout=20) as coll:
+        state = moe_a2a.ddp.GradientState(coll, "q8")
+        model = DistributedDataParallel(torch.nn.Linear(3, 2, dtype=torch.float64))
+        model.register_comm_hook(state, moe_a2a.ddp.average_gradients)
+        with pytest.raises(TypeError, match=f"gradients have dtype torch.float64 on rank {coll.rank}; make the param"):
+            model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        state.close()
+
+
+def test_gradients_of_another_dtype():
+    run_processes(2, float64_program)
+
+
 def test_a_state_is_checked_when_it_is_made():
     with pytest.raises(TypeError, match="collectives is a NoneType; pass a moe_a2a.Collectives"):
         moe_a2a.ddp.GradientState(None)
     with moe_a2a.Collectives(moe_a2a.thread_group(1)[0], device="cpu") as coll:
         with pytest.raises(ValueError, match="codec='q5' is unknown"):
             moe_a2a.ddp.GradientState(coll, "q5")
+        with pytest.raises(TypeError, match="error_feedback='no' is a str on rank 0; pass True or False"):
+            moe_a2a.ddp.GradientState(coll, "q4", error_feedback="no")
 
 
 @pytest.mark.parametrize("handles", [None, b"x", [None], 5])
