@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,6 +108,13 @@ def checked_int(rank: int | None, name: str, value: Any, least: int = -MAX_INT, 
     if not least <= value <= most:
         raise ValueError(f"{name}={shown(value)} is not in [{least}, {most}]{_on(rank)}; pass a number in this range")
     return value
+
+
+def checked_ranks(rank: int | None, name: str, ranks: Any, num_ranks: int) -> list[int]:
+    """rank: as for check_tensor()."""
+    if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
+        raise _refuse(rank, name, ranks, "a list of ranks")
+    return [checked_int(rank, name, each, 0, num_ranks - 1) for each in ranks]
 
 
 def checked_number(rank: int | None, name: str, value: Any, expected: str = "a number") -> float:

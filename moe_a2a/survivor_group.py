@@ -116,9 +116,7 @@ def check_can_agree(group: Any) -> None:
 
 
 def checked_lost(group: Any, lost: Any) -> frozenset[int]:
-    if isinstance(lost, (str, bytes, int)):
-        raise TypeError(f"lost={lost!r} is a {type(lost).__name__} on rank {group.rank}; pass a list of ranks")
-    return frozenset(arguments.checked_int(group.rank, "lost", rank, 0, group.num_ranks - 1) for rank in lost)
+    return frozenset(arguments.checked_ranks(group.rank, "lost", lost, group.num_ranks))
 
 
 def expert_map(
@@ -131,13 +129,15 @@ def expert_map(
     A lost expert maps to -1, which drops a choice. The last entry is -1, too: an index of -1 reads it, so a choice that was
     dropped before stays dropped.
     """
-    kept = list(ranks)
-    if num_ranks < 1 or num_experts < 1 or num_experts % num_ranks:
+    num_ranks = arguments.checked_int(None, "num_ranks", num_ranks, 1)
+    num_experts = arguments.checked_int(None, "num_experts", num_experts, 1)
+    kept = arguments.checked_ranks(None, "ranks", ranks, num_ranks)
+    if num_experts % num_ranks:
         raise ValueError(
             f"num_experts={num_experts} is not a multiple of num_ranks={num_ranks}; pass those of the old object"
         )
-    if len(set(kept)) != len(kept) or not all(0 <= rank < num_ranks for rank in kept):
-        raise ValueError(f"ranks={kept} are not different ranks in [0, {num_ranks - 1}]; pass those that are left")
+    if len(set(kept)) != len(kept):
+        raise ValueError(f"ranks={kept} has a rank twice; pass those that are left")
     num_local_experts = num_experts // num_ranks
     table = torch.full((num_experts + 1,), -1, dtype=torch.int64)
     for new_rank, rank in enumerate(kept):

@@ -352,6 +352,20 @@ def test_expert_map():
     assert moe_a2a.expert_map([2, 0], num_ranks=3, num_experts=3).tolist() == [1, -1, 0, -1]
     with pytest.raises(ValueError, match="num_experts=7 is not a multiple of num_ranks=3"):
         moe_a2a.expert_map([0], num_ranks=3, num_experts=7)
-    for wrong in ([0, 0], [3], [-1]):
-        with pytest.raises(ValueError, match=r"are not different ranks in \[0, 2\]"):
+    for wrong, error, text in (
+        ([0, 0], ValueError, r"ranks=\[0, 0\] has a rank twice"),
+        ([3], ValueError, r"ranks=3 is not in \[0, 2\]; pass"),
+        ([-1], ValueError, r"ranks=-1 is not in \[0, 2\]; pass"),
+        ([True], TypeError, "ranks=True is a bool; pass an int"),
+        (None, TypeError, "ranks=None is a NoneType; pass a list of ranks"),
+        ("01", TypeError, "ranks='01' is a str; pass a list of ranks"),
+    ):
+        with pytest.raises(error, match=text):
             moe_a2a.expert_map(wrong, num_ranks=3, num_experts=6)
+
+
+@pytest.mark.parametrize("lost", [None, 1, "1", 1.5])
+def test_lost_ranks_are_a_list(lost):
+    group = moe_a2a.thread_group(1)[0]
+    with pytest.raises(TypeError, match=r"lost=.* on rank 0; pass a list of ranks"):
+        moe_a2a.survivors(group, lost=lost)
