@@ -19,6 +19,7 @@ __all__: list[str] = [
     "built_targets",
     "check_dispatch",
     "check_expert_weights",
+    "check_plain",
     "grouped_gemm",
     "nbytes_for",
     "trace_kinds",
@@ -282,6 +283,13 @@ def check_expert_weights(
     arg8: torch.Tensor | None,
     arg9: torch.Tensor | None,
 ) -> None: ...
+def check_plain(
+    arg0: typing.SupportsInt | typing.SupportsIndex, arg1: torch.device, arg2: torch.Tensor, arg3: str
+) -> None:
+    """
+    Raises for a tensor without memory of its own, or on another device.
+    """
+
 def grouped_gemm(
     arg0: torch.Tensor,
     arg1: torch.Tensor | None,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from moe_a2a import _core
+
 BYTES = (torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8))  # the latter: since PyTorch 2.7
 BLOCK = 32
 
@@ -16,10 +18,13 @@ def byte_dtype(x_scales: torch.Tensor | None) -> torch.dtype | None:
     return x_scales.dtype if x_scales is not None and x_scales.dtype in BYTES else None
 
 
-def packed(rank: int, x: torch.Tensor, x_scales: torch.Tensor | None, hidden: int) -> tuple[torch.Tensor | None, bool]:
+def packed(
+    rank: int, device: torch.device, x: torch.Tensor, x_scales: torch.Tensor | None, hidden: int
+) -> tuple[torch.Tensor | None, bool]:
     """(x_scales as the kernels take them, whether they are bytes). Copies only bytes that cannot be viewed in fours."""
     if x_scales is None or byte_dtype(x_scales) is None:
         return x_scales, False
+    _core.check_plain(rank, device, x_scales, "x_scales")
     width = -(-hidden // BLOCK)
     if tuple(x_scales.shape) != (*x.shape[:1], width):
         raise ValueError(

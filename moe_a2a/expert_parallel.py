@@ -352,7 +352,7 @@ class ExpertParallel(CommunicatorClient):
         """send: the extension's dispatch or dispatch_send; way: its last arguments."""
         quantized = quantize is not None and arguments.checked_quantize(self.rank, quantize)
         try:
-            scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
+            scales = block_scales.packed(self.rank, self.device, x, x_scales, self.hidden)
             sent = send(x, *routing, *scales, quantized, *way)
         except (TypeError, AttributeError):
             arguments.check_dispatched(self.rank, x, x_scales, *routing)

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/Dtype.h>
 
+#include "bindings/tensor_gate.h"
 #include "bindings/tensors.h"
 
 namespace moe_a2a::bindings {
@@ -57,6 +58,12 @@ void bind_config(py::module_& m) {
         check_dispatch(config, device, {x, topk_idx, topk_weights, x_scales, quantize});
       },
       "Raises what a dispatch of these tensors would.");
+  m.def(
+      "check_plain",
+      [](int rank, const at::Device& device, const at::Tensor& tensor, const char* name) {
+        check_plain({rank, device}, tensor, name);
+      },
+      "Raises for a tensor without memory of its own, or on another device.");
 }
 
 }  // namespace moe_a2a::bindings

@@ -263,7 +263,7 @@ class TwoLevelExpertParallel(OnePerRank):
         """x_scales as they travel, and whether they are bytes. Raises what ExpertParallel.dispatch() would."""
         arguments.check_tensor(self.rank, "x", x)
         arguments.check_optional_tensor(self.rank, "x_scales", x_scales)
-        scales, mx_scales = block_scales.packed(self.rank, x, x_scales, self.hidden)
+        scales, mx_scales = block_scales.packed(self.rank, self.device, x, x_scales, self.hidden)
         sizes = self.num_experts, self.num_topk, self.hidden, self.num_max_tokens_per_rank
         tensors = x, topk_idx, topk_weights, scales
         _core.check_dispatch(self.rank, *sizes, self.dtype, self.device, *tensors, quantized)

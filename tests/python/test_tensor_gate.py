@@ -129,6 +129,23 @@ def test_is_refused_and_the_peer_is_told(name, place):
     on_device.run(2, program)
 
 
+@pytest.mark.parametrize("width", [8, 9])  # those that are viewed, and those that are copied
+@pytest.mark.parametrize("name", [name for name in HOSTILE if name not in LAZY])
+def test_scales_that_are_bytes(name, width):
+    """They are viewed or copied for the extension: of freed ones that was a segmentation fault."""
+    make, exception, words = HOSTILE[name]
+
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **{**CONFIG, "hidden": 32 * width}) as ep:
+            x, topk_idx, _ = make_inputs(ep)
+            scales = make(torch.ones(len(x), width, dtype=torch.uint8, device=ep.device))
+            with pytest.raises(exception, match=rf"(?s)x_scales .*({words}).* on rank 0; pass "):
+                ep.dispatch(x.to(torch.float8_e4m3fn), topk_idx, x_scales=scales)
+            good_call(ep)
+
+    on_device.run(1, program)
+
+
 def test_torch_jit_trace_is_refused_and_the_peer_is_told():
     """It records no call of ours: the traced layer returned what was in memory that nobody had written."""
 
