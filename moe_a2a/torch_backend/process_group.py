@@ -20,7 +20,7 @@ from moe_a2a.torch_backend.options import Options, Place
 from moe_a2a.torch_backend.tensors import (
     are_alike,
     fill,
-    flat,
+    flattened,
     gather,
     gather_to_list,
     has_gaps,
@@ -113,7 +113,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
         def call(coll: Collectives) -> None:
             for x in tensors:
-                fill(x, lambda out: coll.all_reduce(out, op, out=out))
+                fill(coll, x, lambda out: coll.all_reduce(out, op, out=out))
 
         return self._run(opts, tensors, call)
 
@@ -162,7 +162,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         op = _op_of(opts)
         if not _takes(op, [x]):
             return self._delegate(x, output)._reduce_scatter_base(output, x, opts)
-        return self._run(opts, [x, output], lambda coll: reduce_scatter(coll, output, flat(x), op), [output])
+        return self._run(opts, [x, output], lambda coll: reduce_scatter(coll, output, flattened(coll, x), op), [output])
 
     @tracked
     def reduce_scatter_single_coalesced(
@@ -175,7 +175,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):
-                reduce_scatter(coll, output, flat(x), op)
+                reduce_scatter(coll, output, flattened(coll, x), op)
 
         return self._run(opts, [*inputs, *outputs], call, outputs)
 

@@ -24,22 +24,29 @@ def flat(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1) if x.layout == torch.strided else x
 
 
-def fill(out: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> None:
+def flattened(coll: Any, x: torch.Tensor) -> torch.Tensor:
+    """flat(x) for a call of `coll`, which is refused if there is no memory for the copy."""
+    with coll.refused_if_failed():
+        return flat(x)
+
+
+def fill(coll: Any, out: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> None:
     """call(flat(out)), whose results end up in `out`."""
-    elements = flat(out)
+    elements = flattened(coll, out)
     call(elements)
     if not out.is_contiguous():
         out.copy_(elements.view(out.shape))
 
 
 def gather(coll: Any, output: torch.Tensor, x: torch.Tensor) -> None:
-    fill(output, lambda out: coll.all_gather(flat(x), out=out))
+    fill(coll, output, lambda out: coll.all_gather(flattened(coll, x), out=out))
 
 
 def gather_to_list(coll: Any, parts: list[torch.Tensor], x: torch.Tensor) -> None:
     with coll.refused_if_failed():
         _check_list(coll, "tensor_list", parts, "tensor", x)
-    gathered = coll.all_gather(flat(x).view(1, -1), out=parts[0].new_empty(len(parts), x.numel()))
+        row, rows = flat(x).view(1, -1), parts[0].new_empty(len(parts), x.numel())
+    gathered = coll.all_gather(row, out=rows)
     for part, values in zip(parts, gathered, strict=True):
         part.copy_(values.view(part.shape))
 
@@ -79,4 +86,4 @@ def reduce_scatter(coll: Any, output: torch.Tensor, x: torch.Tensor, op: str) ->
                 )
         coll.reduce_scatter(x, op, out=out)
 
-    fill(output, call)
+    fill(coll, output, call)

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_a2a
+from moe_a2a.torch_backend import tensors
 
 pytestmark = on_device.TESTS
 
@@ -57,6 +58,39 @@ def strides_program(gloo) -> None:
 
 def test_tensors_that_are_contiguous_on_some_ranks_only():
     run_processes(2, strides_program)
+
+
+def no_memory_program(gloo) -> None:
+    """The copy of a tensor that is not contiguous fails on rank 1: the others waited until the group's timeout."""
+    ours = new_group(timeout=timedelta(seconds=20))
+    rank, num_ranks = ours.rank(), ours.size()
+    x, share, gathered = full(4 * num_ranks, 1), full(4, 0), full(4 * num_ranks**2, 0)
+    parts = list(gathered.chunk(num_ranks))
+    calls = [
+        lambda: dist.all_reduce(x.clone(), group=ours),
+        lambda: dist.all_gather(parts, x, group=ours),
+        lambda: dist.all_gather_into_tensor(gathered, x, group=ours),
+        lambda: dist.reduce_scatter_tensor(share, x, group=ours),
+    ]
+    kept = tensors.flat
+
+    def no_memory(x):
+        raise MemoryError("no memory")
+
+    for call in calls:
+        tensors.flat = no_memory if rank == 1 else kept
+        with pytest.raises(MemoryError if rank == 1 else moe_a2a.PeerRefusedError, match="no memory"):
+            call()
+            settle()
+            dist.barrier(group=ours)
+        tensors.flat = kept
+        dist.barrier(group=gloo)
+    dist.destroy_process_group(ours)
+
+
+@on_device.cpu_only
+def test_a_copy_that_fails_on_one_rank():
+    run_processes(2, no_memory_program)
 
 
 def modes_program(gloo) -> None:
