@@ -7,7 +7,6 @@
 #include "collectives/recursive_doubling.h"
 #include "collectives/refuse_collective.h"
 #include "collectives/ring.h"
-#include "leaving.h"
 
 namespace moe_a2a {
 namespace {
@@ -18,10 +17,6 @@ constexpr int64_t kShareBytes = CollectiveRank::kSlice * sizeof(float);
 constexpr CollectiveBytes kBytes{.share = kShareBytes,
                                  .words = CollectiveRank::kWordsBytes,
                                  .tensors = 2 * CollectiveRank::kMaxElements * sizeof(float)};
-
-[[noreturn]] void fail(const std::string& why) { Explorer::running()->fail(why); }
-
-uint64_t text_word(int rank, int i) { return static_cast<uint64_t>(rank + 1) << 32 | static_cast<uint64_t>(i); }
 
 }  // namespace
 
@@ -35,27 +30,15 @@ RegionSize CollectiveRank::size_of(int num_ranks) {
 
 CollectiveRank::CollectiveRank(const CollectiveCase& shape, int rank, std::byte* symmetric, std::byte* local,
                                Report* report)
-    : shape_(shape), report_(report), local_(local) {
-  const RegionSize size = size_of(shape.num_ranks);
-  own_heap_ = symmetric + rank * size.symmetric_bytes;
-  const RegionSize comm = place_region(comm_, shape.num_ranks, own_heap_, local);
+    : ExploredRank(context_, size_of(shape.num_ranks), local, report), shape_(shape) {
+  const RegionSize comm = connect(rank, shape.num_ranks, symmetric);
   place_region(context_, shape.num_ranks, kBytes, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
   x_ = reinterpret_cast<float*>(context_.region.tensors.data);
   out_ = x_ + kMaxElements;
-  comm_.heap = {.rank = rank, .num_ranks = shape.num_ranks};
-  for (int r = 0; r < shape.num_ranks; ++r) comm_.heap.base[r] = symmetric + r * size.symmetric_bytes;
-  context_.heap = comm_.heap;  // of this model both regions are in one allocation
-  context_.wait.timeout_ticks = uint64_t{1} << (rank == 0 ? 30 : 60);  // see model_rank.cpp
-  context_.wait.report = report;
-  context_.wait.poison = comm_.region.poison.data;
-  context_.wait.comm_heap = &comm_.heap;
 }
 
 void CollectiveRank::reset() {
-  const RegionSize size = size_of(shape_.num_ranks);
-  std::memset(own_heap_, 0, size.symmetric_bytes);
-  std::memset(local_, 0, size.local_bytes);
-  *report_ = Report{};
+  clear();
   const uint64_t newest = shape_.first_epoch;
   if (newest == 0) return;
   const CollectiveRegion& region = context_.region;
@@ -90,10 +73,6 @@ Program CollectiveRank::program() {
     program.push_back(check(call));
   }
   return program;
-}
-
-Launch CollectiveRank::launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const {
-  return {"rank " + std::to_string(rank()) + " call " + std::to_string(call), name, num_blocks, std::move(body)};
 }
 
 // ---- a call
@@ -251,9 +230,9 @@ Launch CollectiveRank::slice(int call, int number) {
 Launch CollectiveRank::refuse(int call) {
   return launch(kRefuseCollective, call, 1, [this](int) {
     raise_early(Field::kCallSignal);
-    RefuseCollectiveArgs args{.context = context_, .announcement = Announcement::of_refusal()};
-    for (int i = 0; i < kRefusalWords; ++i) args.text.word[i] = text_word(rank(), i);
-    RefuseCollective::run(args, Grid{0, 1}, Block{}, nullptr);
+    RefuseCollective::run(
+        {.context = context_, .announcement = Announcement::of_refusal(), .text = refusal_text(rank())}, Grid{0, 1},
+        Block{}, nullptr);
   });
 }
 
@@ -276,10 +255,6 @@ void CollectiveRank::raise_early(Field field) const {
 }
 
 // ---- what has arrived
-
-Launch CollectiveRank::be_late() {
-  return launch("be_late", -1, 1, [this](int) { moe_a2a::be_late(context_.wait); });
-}
 
 Launch CollectiveRank::check(int call) {
   return launch("check", call, 1, [this, call](int) {
@@ -314,20 +289,12 @@ void CollectiveRank::compare(int call) const {
   }
 }
 
-void CollectiveRank::compare_left(int culprit) const {
-  if (const std::string wrong = wrong_in(*report_, culprit); !wrong.empty()) fail(wrong);
-}
-
 void CollectiveRank::compare_report(int call) {
   const ModelCall& made = shape_.calls[call];
-  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 1u) fail("no report");
-  const int peer = made.refusing_rank >= 0 ? made.refusing_rank : made.odd_rank != rank() ? made.odd_rank : rank() == 0;
-  if (report_->reason != Reason::kRefused || report_->peer != peer) fail("the report is not of that call");
-  if (made.refusing_rank >= 0) {
-    for (int i = 0; i < kRefusalWords; ++i) {
-      if (report_->refusal.word[i] != text_word(peer, i)) fail("the text of the refusal is wrong");
-    }
-  } else {
+  const bool is_refusal = made.refusing_rank >= 0;
+  const int peer = is_refusal ? made.refusing_rank : made.odd_rank != rank() ? made.odd_rank : rank() == 0;
+  compare_refusal(peer, is_refusal);
+  if (!is_refusal) {
     const Announcement theirs = announcement(call, peer), own = announcement(call, rank());
     if (report_->awaited != collective_kind::kDisagreement) fail("the report is of a refusal");
     for (int i = 0; i < Announcement::kWords; ++i) {
@@ -335,8 +302,7 @@ void CollectiveRank::compare_report(int call) {
       if (report_->refusal.word[Announcement::kWords + i] != own.word[i]) fail("this rank's announcement is wrong");
     }
   }
-  report_->is_complete = 0;
-  ++report_->num_noticed;
+  take_report();
 }
 
 }  // namespace moe_a2a

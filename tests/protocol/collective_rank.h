@@ -3,15 +3,13 @@
 // element.
 #pragma once
 
-#include <array>
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "collectives/direct.h"
 #include "collectives/two_shot.h"
-#include "explorer.h"
+#include "explored_rank.h"
 
 namespace moe_a2a {
 
@@ -48,7 +46,7 @@ struct CollectiveCase {
 inline constexpr const char *kRefuseCollective = "refuse_collective", *kWordsLaunch = "one_shot_words",
                             *kDirectLaunch = "direct_all_reduce", *kGatherLaunch = "all_gather";
 
-class CollectiveRank {
+class CollectiveRank : public ExploredRank {
  public:
   // Most elements of a tensor; of each share in one slice; behind one signal.
   static constexpr int kMaxElements = 32, kSlice = 4, kChunk = 2;
@@ -62,21 +60,15 @@ class CollectiveRank {
   void reset();  // memory as after `first_epoch` launches
   Program program();
 
-  int rank() const { return context_.heap.rank; }
   const CollectiveRegion& region() const { return context_.region; }
-  const ClientServices& services() const { return context_.services; }
-  const CommRegion& comm_region() const { return comm_.region; }
-  const Report* report() const { return report_; }
   const float* x() const { return x_; }
   const float* out() const { return out_; }
 
  private:
   static float value(int rank, int call, int i) { return static_cast<float>(1 + i + 64 * (rank + 4 * call)); }
-  Launch launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const;
   Launch prepare(int call);
   Launch slice(int call, int number);
   Launch refuse(int call);
-  Launch be_late();
   Launch check(int call);
 
   ModelCall::Kind kind(int call, int rank) const;
@@ -98,14 +90,10 @@ class CollectiveRank {
   CollectiveContext broken_context() const;
   void compare(int call) const;
   void compare_report(int call);
-  void compare_left(int culprit) const;
   void raise_early(Field field) const;
 
   CollectiveCase shape_;
-  CommContext comm_;
   CollectiveContext context_;
-  Report* report_;
-  std::byte *own_heap_, *local_;
   float *x_, *out_;  // in symmetric memory
 };
 

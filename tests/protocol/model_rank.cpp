@@ -8,7 +8,6 @@
 #include "comm/align_clocks.h"
 #include "comm/goodbye.h"
 #include "comm/traced.h"
-#include "leaving.h"
 #include "model_values.h"
 #include "moe/combine/combine.h"
 #include "moe/combine/combine_send_stored.h"
@@ -20,9 +19,6 @@ namespace moe_a2a {
 namespace {
 
 constexpr LineCodec kCodec = LineCodec::kQ8;  // of coded calls
-
-// When the clock jumps, only rank 0 times out; the others leave because it tells them.
-uint64_t timeout_ticks(int rank) { return uint64_t{1} << (rank == 0 ? 30 : 60); }
 
 using SharedMemory = std::vector<std::max_align_t>;  // of one block, kept between launches
 
@@ -61,26 +57,14 @@ RegionSize size_of(const Shape& shape) {
 }
 
 ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Report* report)
-    : shape_(shape), report_(report), local_(local) {
+    : ExploredRank(context_, size_of(shape), local, report), shape_(shape) {
   context_.config = config_of(shape, rank);
-  size_ = size_of(shape);
-  own_heap_ = symmetric + rank * size_.symmetric_bytes;
-  const RegionSize comm = place_region(comm_, shape.num_ranks, own_heap_, local);
+  const RegionSize comm = connect(rank, shape.num_ranks, symmetric);
   const RegionSize moe = place_region(context_, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
   y_ = reinterpret_cast<float*>(local + comm.local_bytes + moe.local_bytes);
   stored_tiles_ = reinterpret_cast<uint32_t*>(y_ + context_.config.route_capacity() * shape.hidden);
   const int num_local = context_.config.num_local_experts;
   for (int e = 0; e < num_local; ++e) scales_.push_back(expert_factor(rank * num_local + e));
-  comm_.heap = {.rank = rank, .num_ranks = shape.num_ranks};
-  for (int r = 0; r < shape.num_ranks; ++r) comm_.heap.base[r] = symmetric + r * size_.symmetric_bytes;
-  context_.heap = comm_.heap;  // in this model both regions are in one allocation
-  for (ClientContext* client : {static_cast<ClientContext*>(&comm_), static_cast<ClientContext*>(&context_)}) {
-    client->max_shared_bytes = 1 << 20;
-    client->wait.timeout_ticks = timeout_ticks(rank);
-    client->wait.report = report;
-    client->wait.poison = comm_.region.poison.data;
-    client->wait.comm_heap = &comm_.heap;
-  }
   for (int call = 0; call < shape.num_calls; ++call) {
     for (int r = 0; r < shape.num_ranks; ++r) {
       Input input{.choices = shape.routing(r, call), .topk_idx = {}, .topk_weights = {}, .x = {}};
@@ -98,9 +82,7 @@ ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::by
 }
 
 void ModelRank::reset() {
-  std::memset(own_heap_, 0, size_.symmetric_bytes);
-  std::memset(local_, 0, size_.local_bytes);
-  *report_ = Report{};
+  clear();
   attempt_ = 1;
   noted_refusal_ = false;
   if (shape_.first_epoch == 0) return;
@@ -126,11 +108,6 @@ void ModelRank::reset_ll_words() {
   fill(context_.region.ll_choices.data, num_tokens * config.ll_choices_stride());
   fill(context_.region.ll_row.data, num_tokens * config.ll_row_stride());
   fill(context_.region.ll_combine_row.data, num_tokens * config.ll_row_stride());
-}
-
-Launch ModelRank::launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const {
-  const std::string who = "rank " + std::to_string(rank()) + (call < 0 ? "" : " call " + std::to_string(call));
-  return {who, name, num_blocks, std::move(body)};
 }
 
 bool ModelRank::sums_return_ll(int call) const {
@@ -321,33 +298,20 @@ void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const
 
 // ---- refusals and waits that gave up
 
-RefusalText ModelRank::refusal_text(int rank) {
-  RefusalText text;
-  for (int i = 0; i < kRefusalWords; ++i)
-    text.word[i] = static_cast<uint64_t>(rank + 1) << 32 | static_cast<uint64_t>(i);
-  return text;
-}
-
 Launch ModelRank::expect_refusal(int peer, bool check_text) {
-  return launch("expect_refusal", -1, 1, [=, this](int) { compare_refusal(peer, check_text); });
+  return launch("expect_refusal", -1, 1, [=, this](int) { take_refusal(peer, check_text); });
 }
 
-void ModelRank::compare_refusal(int peer, bool check_text) {
-  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 1u) fail("no report of a refusal");
-  if (report_->reason != Reason::kRefused || report_->peer != peer) fail("the report is not of that refusal");
-  const RefusalText expected = refusal_text(peer);
-  for (int i = 0; check_text && i < kRefusalWords; ++i) {
-    if (report_->refusal.word[i] != expected.word[i]) fail("the text of the refusal is wrong");
-  }
-  report_->is_complete = 0;
-  ++report_->num_noticed;
+void ModelRank::take_refusal(int peer, bool check_text) {
+  compare_refusal(peer, check_text);
+  take_report();
   ++attempt_;
 }
 
 Launch ModelRank::note_refusal(int peer) {
   return launch("note_refusal", -1, 1, [this, peer](int) {
     noted_refusal_ = report_->is_complete != 0;
-    if (noted_refusal_) compare_refusal(peer, true);
+    if (noted_refusal_) take_refusal(peer, true);
   });
 }
 
@@ -361,14 +325,6 @@ Launch ModelRank::combine_recv_again(int call) {
 
 Launch ModelRank::expect_left(int culprit) {
   return launch("expect_left", -1, 1, [this, culprit](int) { compare_left(culprit); });
-}
-
-void ModelRank::compare_left(int culprit) const {
-  if (const std::string wrong = wrong_in(*report_, culprit); !wrong.empty()) fail(wrong);
-}
-
-Launch ModelRank::be_late() {
-  return launch("be_late", -1, 1, [this](int) { moe_a2a::be_late(context_.wait); });
 }
 
 Launch ModelRank::watch_report(int culprit) {

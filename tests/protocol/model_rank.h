@@ -5,11 +5,10 @@
 #include <array>
 #include <functional>
 #include <initializer_list>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include "explorer.h"
+#include "explored_rank.h"
 #include "moe/experts/simulated_experts_args.h"
 #include "moe/wires.h"
 
@@ -41,8 +40,6 @@ MoeConfig config_of(const Shape& shape, int rank);
 // Of the communicator's region and the MoE region after it.
 RegionSize size_of(const Shape& shape);
 
-[[noreturn]] inline void fail(const std::string& why) { Explorer::running()->fail(why); }
-
 // Names by which mutants distinguish launches: of a small or medium batch, or launches in which all other ranks' are.
 inline constexpr const char* kSmallSend = "dispatch_send of a small batch";
 inline constexpr const char* kSmallRecv = "dispatch_recv of small batches";
@@ -51,17 +48,13 @@ inline constexpr const char* kMediumRecv = "dispatch_recv of medium batches";
 
 inline constexpr int kTilesOfARow = 2;  // of a product that sends its rows
 
-class ModelRank {
+class ModelRank : public ExploredRank {
  public:
   // `symmetric` holds the heaps of all ranks, one after another.
   ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Report* report);
 
   void reset();  // memory as after `first_epoch` uses of every buffer
-  int rank() const { return context_.config.rank; }
   const MoeRegion& region() const { return context_.region; }
-  const ClientServices& services() const { return context_.services; }
-  const CommRegion& comm_region() const { return comm_.region; }
-  const Report* report() const { return report_; }
   const float* y() const { return y_; }
   const uint32_t* stored_tiles() const { return stored_tiles_; }
 
@@ -87,14 +80,12 @@ class ModelRank {
   Launch note_refusal(int peer);        // the same if the combine may end before it observes the refusal
   Launch combine_recv_again(int call);  // after a noted refusal
   Launch expect_left(int culprit);      // the previous launch gave up because of `culprit`
-  Launch be_late();                     // until another rank has given up
   Launch watch_report(int culprit);     // a host thread that polls while kernels run
   Launch check_clocks() {
     return launch("check_clocks", -1, 1, [this](int) { compare_clocks(); });
   }
   Launch reuse_heap();  // as the next owner of this memory would
 
-  static RefusalText refusal_text(int rank);
   // The ranks' clocks differ; those of the host threads, which come after the ranks, are never read.
   static uint64_t clock_offset(int rank) { return static_cast<uint64_t>(rank) * rank << 50; }
 
@@ -130,7 +121,6 @@ class ModelRank {
   DispatchRecvArgs dispatch_recv_args(int call) const;
   CombineSendArgs combine_send_args(int call) const;
   CombineRecvArgs combine_recv_args(int call);
-  Launch launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const;
 
   void reset_ll_words();
   void raise_early(std::initializer_list<Field> fields, int call) const;
@@ -138,17 +128,11 @@ class ModelRank {
   void store_tiles(int call);
   void check_row(int src, int token, int call, const float* row) const;
   void compare_combined(int call) const;
-  void compare_refusal(int peer, bool check_text);
-  void compare_left(int culprit) const;
+  void take_refusal(int peer, bool check_text);
   void compare_clocks() const;
 
   Shape shape_;
-  CommContext comm_;
   Context context_;
-  RegionSize size_;  // of both
-  Report* report_;
-  std::byte* own_heap_;
-  std::byte* local_;
   std::vector<Input> inputs_;
   std::array<std::vector<std::max_align_t>, 4> shared_;  // per block
   float* y_;                // [routes, hidden], and the counts of its tiles: in the explored memory, so that races show
