@@ -1,18 +1,12 @@
 // The protocol of the collectives in small cases, in every schedule within a bound. Then each of its parts is broken in
 // turn, and some case must fail.
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <cctype>
-#include <cinttypes>
-#include <cstdio>
-#include <cstdlib>
-#include <optional>
+#include <utility>
 
 #include "collective_world.h"
+#include "explore.h"
 #include "seed.h"
 
-namespace moe_a2a::collective_explorer {  // explorer_test.cpp has names like these
+namespace moe_a2a {
 namespace {
 
 using Kind = ModelCall::Kind;
@@ -130,54 +124,25 @@ std::vector<CollectiveCase> all_cases() {
   };
 }
 
-constexpr int kMaxDelays = 2;
+constexpr int64_t kMostSchedules = 2'000;  // per case and number of delays
 
-// Per case and number of delays. MOE_A2A_SCHEDULES=1000000 searches more.
-int64_t max_schedules() {
-  const char* asked = std::getenv("MOE_A2A_SCHEDULES");
-  return asked != nullptr ? std::atoll(asked) : 2'000;
-}
+int64_t most_schedules(const CollectiveCase&, int /*delays*/) { return schedules_or(kMostSchedules); }
 
 class CollectiveProtocolTest : public ::testing::TestWithParam<CollectiveCase> {};
 
-// With release stores, as on the CPU, and with one fence before relaxed stores, as on the GPUs.
-TEST_P(CollectiveProtocolTest, HoldsInEverySchedule) {
-  for (const bool by_fence : {false, true}) {
-    std::printf("  %-40s %-8s", GetParam().name.c_str(), by_fence ? "fence" : "release");
-    for (int bound = 0; bound <= (by_fence ? 1 : kMaxDelays); ++bound) {
-      CollectiveWorld world(GetParam());
-      const Exploration found = Explorer(world, {.signals_by_fence = by_fence}).all(bound, max_schedules());
-      std::printf(" %6" PRId64 "%s", found.num_schedules, found.complete ? " " : "+");
-      ASSERT_EQ(found.failure, "") << found.trace;
-      if (!found.complete) break;  // a larger bound starts with the same schedules
-    }
-    std::printf("\n");
-  }
-}
+TEST_P(CollectiveProtocolTest, HoldsInEverySchedule) { expect_holds<CollectiveWorld>(GetParam(), 2, most_schedules); }
 
 TEST_P(CollectiveProtocolTest, HoldsInRandomSchedules) {
   const uint64_t seed = test_seed();
   CollectiveWorld world(GetParam());
-  const Exploration found = Explorer(world, {}).random(seed, max_schedules() / 4);
+  const Exploration found = Explorer(world, {}).random(seed, schedules_or(kMostSchedules) / 4);
   EXPECT_EQ(found.failure, "");
 }
 
-std::string test_name(const ::testing::TestParamInfo<CollectiveCase>& info) {
-  std::string name = info.param.name;
-  std::erase(name, ',');
-  for (char& letter : name) letter = std::isalnum(static_cast<unsigned char>(letter)) ? letter : '_';
-  return name;
-}
-
-INSTANTIATE_TEST_SUITE_P(All, CollectiveProtocolTest, ::testing::ValuesIn(all_cases()), test_name);
+INSTANTIATE_TEST_SUITE_P(All, CollectiveProtocolTest, ::testing::ValuesIn(all_cases()), test_name<CollectiveCase>);
 
 // Negative controls.
-struct Broken {
-  std::string name;
-  Mutation mutation;
-};
-
-std::vector<Broken> all_mutants() {
+std::vector<Mutant> all_collective_mutants() {
   using MutationKind = Mutation::Kind;
   const struct {
     Field field;
@@ -194,7 +159,7 @@ std::vector<Broken> all_mutants() {
                {MutationKind::kOneUseEarly, "waits for the use before"},
                {MutationKind::kRaisedEarly, "raised before the work"},
                {MutationKind::kStoreLost, "not raised"}};
-  std::vector<Broken> mutants;
+  std::vector<Mutant> mutants;
   for (const auto& signal : signals) {
     for (const auto& kind : kinds) {
       if (signal.field == Field::kCallSignal && kind.kind == MutationKind::kRaisedEarly) continue;  // see below
@@ -236,33 +201,9 @@ std::vector<Broken> all_mutants() {
   return mutants;
 }
 
-struct Catch {
-  std::string name, how;
-  int delays = 0;
-};
-
-// The first case that shows it, with as few delays as possible.
-std::optional<Catch> hunt(const Broken& mutant) {
-  for (int delays = 0; delays <= 2; ++delays) {
-    for (const CollectiveCase& shape : all_cases()) {
-      CollectiveWorld world(shape);
-      const Exploration found = Explorer(world, mutant.mutation).all(delays, max_schedules());
-      if (!found.failure.empty()) return Catch{shape.name, found.failure, delays};
-    }
-  }
-  return std::nullopt;
-}
-
 TEST(CollectiveMutantTest, EachIsCaught) {
-  std::printf("  what is broken | first case that shows it | delays | how\n");
-  for (const Broken& mutant : all_mutants()) {
-    const std::optional<Catch> caught = hunt(mutant);
-    EXPECT_TRUE(caught) << mutant.name;
-    if (!caught) continue;
-    std::printf("  %s | %s | %d | %s\n", mutant.name.c_str(), caught->name.c_str(), caught->delays,
-                caught->how.c_str());
-  }
+  expect_each_is_caught<CollectiveWorld>(all_collective_mutants(), all_cases(), most_schedules);
 }
 
 }  // namespace
-}  // namespace moe_a2a::collective_explorer
+}  // namespace moe_a2a

@@ -2,6 +2,7 @@
 #include "explored_rank.h"
 
 #include <cstring>
+#include <utility>
 
 namespace moe_a2a {
 

@@ -1,9 +1,9 @@
 // The small cases that the explorer runs, and the mutants that it must catch.
 #pragma once
 
-#include <string>
 #include <vector>
 
+#include "explore.h"
 #include "world.h"
 
 namespace moe_a2a {
@@ -21,10 +21,6 @@ Scenario parting();
 Scenario missing_rank();
 Scenario late_rank();
 
-struct Mutant {
-  std::string name;
-  Mutation mutation;
-};
 std::vector<Mutant> all_mutants();
 
 }  // namespace moe_a2a
