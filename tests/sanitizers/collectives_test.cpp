@@ -11,6 +11,7 @@
 #include "collectives/vocabulary.h"
 #include "seed.h"
 #include "thread_ranks.h"
+#include "trace_records.h"
 #include "traffic.h"
 
 namespace moe_a2a {
@@ -253,15 +254,10 @@ TEST(Collective, TracesItsOwnSlices) {
     check_call(caller, {10000, DType::kFloat32, false}, 0);  // 40,000 bytes: five chunks
     collectives.tracer().stop();
     const TraceDump dump = collectives.tracer().read();
-    const auto count = [&](TraceKind kind) {
-      return std::count_if(dump.records.begin(), dump.records.end(), [&](const TraceRecord& record) {
-        return (record.word[1] >> TraceRecord::kKindAt & 31) == static_cast<uint64_t>(kind);
-      });
-    };
-    EXPECT_EQ(count(collective_kind::kPush), 5);
-    EXPECT_EQ(count(TraceKind::kReduce), 5);
-    EXPECT_EQ(count(TraceKind::kKernel), 1 * collectives.device().warps_per_block() *
-                                             std::min(5, std::max(1, collectives.device().default_blocks())));
+    EXPECT_EQ(count(dump, collective_kind::kPush), 5);
+    EXPECT_EQ(count(dump, TraceKind::kReduce), 5);
+    EXPECT_EQ(count(dump, TraceKind::kKernel), 1 * collectives.device().warps_per_block() *
+                                                   std::min(5, std::max(1, collectives.device().default_blocks())));
     collectives.close();
   });
 }

@@ -4,6 +4,7 @@
 #include <thread>
 #include <type_traits>
 
+#include "rows_of.h"
 #include "thread_ranks.h"
 
 namespace moe_a2a {
@@ -26,11 +27,7 @@ TEST_P(Timeout, NamesTheMissingRankOnEveryOther) {
     if (ep.config().rank != 2) {
       const std::vector<float> x(8, 1.0f);
       const int32_t expert = ep.config().rank;
-      auto handle = ep.dispatch_send({.num_tokens = 1,
-                                      .topk_idx = {&expert, false},
-                                      .x = {reinterpret_cast<const std::byte*>(x.data()), 32},
-                                      .x_scales = {}},
-                                     {});
+      auto handle = ep.dispatch_send({.num_tokens = 1, .topk_idx = {&expert, false}, .x = rows_of(x, 8)}, {});
       try {
         ep.dispatch_recv(*handle, Layout::kRows, 1, {.num_blocks = 3});
         ADD_FAILURE() << "rank " << ep.config().rank << " did not notice";

@@ -14,6 +14,7 @@
 #include "moe/experts/run_grouped_gemm.h"
 #include "moe/experts/tile_order.h"
 #include "moe/vocabulary.h"
+#include "trace_records.h"
 
 namespace moe_a2a {
 namespace {
@@ -120,18 +121,16 @@ TEST_P(GroupedGemmTest, RecordsEveryTileOnceAndComputesTheSame) {
       ASSERT_LT(attempts[segment], uint64_t{kRoom});
       EXPECT_TRUE(attempts[segment] == 0 || segment % kWarpsPerBlock == 0) << "a block's first warp speaks for it";
       for (uint64_t i = 0; i < attempts[segment]; ++i) {
-        const TraceRecord& record = records[segment * kRoom + i];
-        const auto kind = static_cast<TraceKind>(record.word[1] >> TraceRecord::kKindAt & 0x1f);
-        const auto expert = static_cast<size_t>(record.word[1] >> TraceRecord::kTokenAt & TraceRecord::kNoToken);
-        if (kind == TraceKind::kKernel) {
-          EXPECT_EQ(expert, static_cast<size_t>(moe_op::kGroupedGemm));
+        const TraceFields record(records[segment * kRoom + i]);
+        if (record.kind == TraceKind::kKernel) {
+          EXPECT_EQ(record.token, static_cast<uint64_t>(moe_op::kGroupedGemm));
           ++num_launches;
           continue;
         }
-        ASSERT_EQ(kind, moe_kind::kTile);
-        ASSERT_LT(expert, p.counts.size());
-        rows[expert] += static_cast<int>(record.word[0] >> TraceRecord::kTimeBits);
-        ++tiles[expert];
+        ASSERT_EQ(record.kind, moe_kind::kTile);
+        ASSERT_LT(record.token, p.counts.size());
+        rows[record.token] += static_cast<int>(record.polls);
+        ++tiles[record.token];
       }
     }
     EXPECT_EQ(num_launches, kBlocks + kBlocks - 1);

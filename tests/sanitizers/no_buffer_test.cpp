@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "rows_of.h"
 #include "thread_ranks.h"
 
 namespace moe_a2a {
@@ -27,18 +28,14 @@ MoeConfig no_buffer_config(int num_max_ll_tokens) {
 std::shared_ptr<DispatchHandle> dispatch(ExpertParallel& ep, float value, const LaunchPlace& place) {
   const std::vector<float> x(kRowLength, value);
   const int32_t expert = (ep.config().rank + 1) % ep.config().num_ranks;
-  return ep.dispatch({.num_tokens = 1,
-                      .topk_idx = {&expert, false},
-                      .x = {reinterpret_cast<const std::byte*>(x.data()), sizeof(float) * kRowLength},
-                      .x_scales = {}},
-                     Layout::kRows, 1, place);
+  return ep.dispatch({.num_tokens = 1, .topk_idx = {&expert, false}, .x = rows_of(x, kRowLength)}, Layout::kRows, 1,
+                     place);
 }
 
 void combine(ExpertParallel& ep, DispatchHandle& handle, float value, const LaunchPlace& place) {
   const std::vector<float> y(ep.config().route_capacity() * kRowLength, value);
   std::vector<float> combined(kRowLength);
-  const Rows rows{reinterpret_cast<const std::byte*>(y.data()), sizeof(float) * kRowLength};
-  ep.combine(handle, {.y = rows, .num_y_rows = ep.config().route_capacity()}, combined.data(), place);
+  ep.combine(handle, {.y = rows_of(y, kRowLength), .num_y_rows = ep.config().route_capacity()}, combined.data(), place);
   ep.raise_reported();
   EXPECT_EQ(combined[kRowLength - 1], value);
 }

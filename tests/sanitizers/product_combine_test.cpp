@@ -3,15 +3,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstring>
 #include <random>
 
 #include "arch/arch.h"
 #include "arch/block_tile.h"
 #include "moe/experts/run_grouped_gemm.h"
 #include "moe/experts/tile_order.h"
+#include "rows_of.h"
 #include "seed.h"
 #include "thread_ranks.h"
+#include "trace_records.h"
 #include "traffic.h"
 
 namespace moe_a2a {
@@ -61,8 +62,7 @@ class ProductWorker {
     const auto handle = ep_.dispatch({.num_tokens = tokens.count,
                                       .topk_idx = {tokens.topk_idx.data(), true},
                                       .topk_weights = tokens.weights.data(),
-                                      .x = {tokens.x.data(), config_.hidden * int64_t{2}},
-                                      .x_scales = {}},
+                                      .x = {tokens.x.data(), config_.hidden * int64_t{2}}},
                                      layout, layout == Layout::kExpertMajor ? 5 : 1, place);
     ep_.check();
     const int64_t num_rows = ep_.num_positions(*handle);
@@ -89,8 +89,7 @@ class ProductWorker {
       ep_.product_combine_send(*handle, product, {.num_blocks = 2 + round % 4 * 8});
     } else {
       run_grouped_gemm({.target = "cpu", .num_blocks = 2}, product);
-      const Rows rows{reinterpret_cast<const std::byte*>(y.data()), config_.hidden * int64_t{2}};
-      ep_.combine_send(*handle, {.y = rows, .num_y_rows = num_rows}, place);
+      ep_.combine_send(*handle, {.y = rows_of(y, config_.hidden), .num_y_rows = num_rows}, place);
     }
     ep_.combine_recv(*handle, out.data(), place);
     ep_.check();
@@ -124,10 +123,9 @@ TEST_P(ProductCombineTest, RecordsItsTilesAndTheWaitsForThem) {
     EXPECT_EQ(*std::max_element(dump.segment_dropped.begin(), dump.segment_dropped.end()), 0);
     int64_t num_rows = 0;
     for (const TraceRecord& record : dump.records) {
-      const auto kind = static_cast<TraceKind>(record.word[1] >> TraceRecord::kKindAt & 0x1f);
-      const uint64_t polls = record.word[0] >> TraceRecord::kTimeBits;
-      if (kind == moe_kind::kTile) num_rows += static_cast<int64_t>(polls);
-      EXPECT_TRUE(kind != moe_kind::kStoredWait || polls > 1);
+      const TraceFields fields(record);
+      if (fields.kind == moe_kind::kTile) num_rows += static_cast<int64_t>(fields.polls);
+      EXPECT_TRUE(fields.kind != moe_kind::kStoredWait || fields.polls > 1);
     }
     EXPECT_EQ(num_rows, worker.num_tile_rows());
   });

@@ -6,6 +6,7 @@
 #include <random>
 #include <vector>
 
+#include "rows_of.h"
 #include "seed.h"
 #include "thread_ranks.h"
 
@@ -51,13 +52,11 @@ TEST_P(SimulatedExpertsTest, SumsEachLandedRow) {
     std::vector<float> x(kTokens * hidden);
     for (int i = 0; i < kTokens * hidden; ++i) x[i] = value(rank, i / hidden, i % hidden);
     const LaunchPlace place{.num_blocks = 3};
-    auto handle =
-        ep.dispatch_send({.num_tokens = kTokens,
-                          .topk_idx = {mine.expert.data(), false},
-                          .topk_weights = mine.weight.data(),
-                          .x = {reinterpret_cast<const std::byte*>(x.data()), hidden * int64_t{sizeof(float)}},
-                          .x_scales = {}},
-                         place);
+    auto handle = ep.dispatch_send({.num_tokens = kTokens,
+                                    .topk_idx = {mine.expert.data(), false},
+                                    .topk_weights = mine.weight.data(),
+                                    .x = rows_of(x, hidden)},
+                                   place);
     ep.dispatch_recv(*handle, Layout::kRows, 1, place);
     alignas(16) std::vector<float> sums(kRanks * kTokens * hidden, std::numeric_limits<float>::quiet_NaN());
     ep.simulated_experts(*handle, {.factor = 2}, sums.data(), place);

@@ -6,7 +6,6 @@
 #include <barrier>
 #include <functional>
 #include <memory>
-#include <string>
 #include <thread>
 #include <vector>
 

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "rows_of.h"
 #include "thread_ranks.h"
 
 namespace moe_a2a {
@@ -30,15 +31,10 @@ void call(ExpertParallel& ep, int num_blocks) {
   const std::vector<float> x(kHidden, 1.5f);
   const int32_t expert = (ep.config().rank + 1) % ep.config().num_ranks;
   const LaunchPlace place{.num_blocks = num_blocks};
-  auto handle = ep.dispatch_send({.num_tokens = 1,
-                                  .topk_idx = {&expert, false},
-                                  .x = {reinterpret_cast<const std::byte*>(x.data()), sizeof(float) * kHidden},
-                                  .x_scales = {}},
-                                 place);
+  auto handle = ep.dispatch_send({.num_tokens = 1, .topk_idx = {&expert, false}, .x = rows_of(x, kHidden)}, place);
   ep.dispatch_recv(*handle, Layout::kRows, 1, place);
   const std::vector<float> y(ep.config().route_capacity() * kHidden, 2.5f);
-  const Rows rows{reinterpret_cast<const std::byte*>(y.data()), sizeof(float) * kHidden};
-  ep.combine_send(*handle, {.y = rows, .num_y_rows = ep.config().route_capacity()}, place);
+  ep.combine_send(*handle, {.y = rows_of(y, kHidden), .num_y_rows = ep.config().route_capacity()}, place);
   std::vector<float> combined(kHidden);
   ep.combine_recv(*handle, combined.data(), place);
   EXPECT_EQ(combined[kHidden - 1], 2.5f);

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "thread_ranks.h"
+#include "trace_records.h"
 #include "traffic.h"
 
 namespace moe_a2a {
@@ -36,12 +37,6 @@ void layer(ExpertParallel& ep, int round, const LaunchPlace& place) {
   ep.combine_recv(*handle, combined.data(), place);
 }
 
-uint64_t kind_of(const TraceRecord& record) { return record.word[1] >> TraceRecord::kKindAt & 0x1f; }
-int64_t count(const TraceDump& dump, TraceKind kind) {
-  return std::count_if(dump.records.begin(), dump.records.end(),
-                       [&](const TraceRecord& r) { return kind_of(r) == static_cast<uint64_t>(kind); });
-}
-
 // ---- overflow, where one record too many would hit other memory
 
 TEST(Overflow, StaysInTheSegment) {
@@ -66,7 +61,7 @@ TEST(Overflow, StaysInTheSegment) {
   for (std::thread& block : blocks) block.join();
   EXPECT_EQ(attempts, std::vector<uint64_t>(kBlocks, 3 * 26));
   for (int i = 0; i < kBlocks * kRoom; ++i) {
-    EXPECT_EQ(records[i].word[1] >> TraceRecord::kTokenAt, static_cast<uint64_t>(i / kRoom)) << i;
+    EXPECT_EQ(TraceFields(records[i]).token, static_cast<uint64_t>(i / kRoom)) << i;
   }
 }
 
@@ -100,12 +95,12 @@ TEST(TracedTimeout, LastRecordSaysWhichWaitWasGivenUp) {
       EXPECT_THROW(layer(ep, 0, {}), PeerTimeout);
       const TraceDump dump = ep.tracer().read();
       ASSERT_EQ(count(dump, TraceKind::kGaveUp), 1);
-      const auto given_up = std::find_if(dump.records.begin(), dump.records.end(), [](const TraceRecord& r) {
-        return kind_of(r) == static_cast<uint64_t>(TraceKind::kGaveUp);
+      const auto given_up = std::find_if(dump.records.begin(), dump.records.end(), [](const TraceRecord& record) {
+        return TraceFields(record).kind == TraceKind::kGaveUp;
       });
-      EXPECT_EQ(kind_of(given_up[-1]), static_cast<uint64_t>(moe_kind::kTableWait));
-      EXPECT_EQ(kind_of(given_up[1]), static_cast<uint64_t>(TraceKind::kKernel));
-      EXPECT_EQ(given_up->word[1] >> TraceRecord::kPeerAt & 0x3f, 2u);
+      EXPECT_EQ(TraceFields(given_up[-1]).kind, moe_kind::kTableWait);
+      EXPECT_EQ(TraceFields(given_up[1]).kind, TraceKind::kKernel);
+      EXPECT_EQ(TraceFields(*given_up).peer, 2u);
     }
     all.arrive_and_wait();
   });

@@ -1,10 +1,10 @@
 // The kernel of combine's backward pass: gradients of routes' outputs and weights, by several blocks.
 #include <gtest/gtest.h>
 
-#include <limits>
 #include <random>
 #include <vector>
 
+#include "rows_of.h"
 #include "seed.h"
 #include "thread_ranks.h"
 
@@ -36,12 +36,8 @@ TEST_P(WeightedGradsTest, ScalesEachRowAndSumsItsProducts) {
     std::vector<float> grads(kTokens * hidden);
     for (int i = 0; i < kTokens * hidden; ++i) grads[i] = grad(rank, i / hidden, i % hidden);
     const LaunchPlace place{.num_blocks = 3};
-    const int64_t row_bytes = hidden * int64_t{sizeof(float)};
-    auto handle = ep.dispatch_send({.num_tokens = kTokens,
-                                    .topk_idx = {expert.data(), false},
-                                    .x = {reinterpret_cast<const std::byte*>(grads.data()), row_bytes},
-                                    .x_scales = {}},
-                                   place);
+    auto handle = ep.dispatch_send(
+        {.num_tokens = kTokens, .topk_idx = {expert.data(), false}, .x = rows_of(grads, hidden)}, place);
     ep.dispatch_recv(*handle, Layout::kRows, 1, place);
     const MoeRegion& region = ep.region();
     const int num_routes = region.expert_offsets(handle->buffer, ep.config().num_local_experts),
@@ -50,8 +46,7 @@ TEST_P(WeightedGradsTest, ScalesEachRowAndSumsItsProducts) {
         sums(num_rows, -1);
     for (float& value : y) value = static_cast<float>(random() % 9) - 4;
     for (float& value : weights) value = static_cast<float>(1 << random() % 3);
-    ep.weighted_grads(*handle, {{reinterpret_cast<const std::byte*>(y.data()), row_bytes}, weights.data(), num_rows},
-                      grad_y.data(), sums.data(), place);
+    ep.weighted_grads(*handle, {rows_of(y, hidden), weights.data(), num_rows}, grad_y.data(), sums.data(), place);
     for (int position = 0; position < num_rows; ++position) {
       const int row = position < num_routes ? region.expert_row_index(handle->buffer, position) : -1;
       float dot = 0;

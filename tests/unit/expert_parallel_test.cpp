@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "alone.h"
+#include "rows_of.h"
 #include "unit/expect_says.h"
 
 namespace moe_a2a {
@@ -27,10 +28,7 @@ struct Rank {
   explicit Rank(int num_buffers = 2) : ep(alone(), config_of_one(num_buffers)) { ep.connect({ep.handle()}); }
 
   std::shared_ptr<DispatchHandle> send() {
-    return ep.dispatch_send({.num_tokens = kTokens,
-                             .topk_idx = {topk_idx.data(), false},
-                             .x = {reinterpret_cast<const std::byte*>(x.data()), kHidden * sizeof(float)},
-                             .x_scales = {}},
+    return ep.dispatch_send({.num_tokens = kTokens, .topk_idx = {topk_idx.data(), false}, .x = rows_of(x, kHidden)},
                             {});
   }
   std::shared_ptr<DispatchHandle> dispatch() {
@@ -48,8 +46,7 @@ struct Rank {
       const auto* values = reinterpret_cast<const float*>(region.row.at(handle.buffer, 0, row));
       for (int c = 0; c < kHidden; ++c) y[i * kHidden + c] = values[c];
     }
-    const Rows rows{reinterpret_cast<const std::byte*>(y.data()), kHidden * sizeof(float)};
-    ep.combine_send(handle, {.y = rows, .num_y_rows = ep.config().route_capacity()}, {});
+    ep.combine_send(handle, {.y = rows_of(y, kHidden), .num_y_rows = ep.config().route_capacity()}, {});
   }
   void combine(DispatchHandle& handle) {
     combine_send(handle);
@@ -150,8 +147,8 @@ TEST(ExpertParallel, CountsIdsOutOfRangeAndShortY) {
   expect_says(message_of([&] { rank.send(); }), "topk_idx[1] has 99, not in [-1, num_experts=4)");
   Rank fresh;
   auto handle = fresh.dispatch();
-  const Rows y{reinterpret_cast<const std::byte*>(fresh.x.data()), kHidden * sizeof(float)};
-  expect_says(message_of([&] { fresh.ep.combine_send(*handle, {.y = y, .num_y_rows = 3}, {}); }),
+  const CombineInput short_y{.y = rows_of(fresh.x, kHidden), .num_y_rows = 3};
+  expect_says(message_of([&] { fresh.ep.combine_send(*handle, short_y, {}); }),
               "y of a combine was too short for 3 routes");
 }
 

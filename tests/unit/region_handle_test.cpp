@@ -4,12 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <random>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include "seed.h"
 #include "unit/expect_says.h"
 
 namespace moe_a2a {

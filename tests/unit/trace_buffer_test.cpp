@@ -3,55 +3,43 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <string>
 #include <vector>
 
 #include "alone.h"
 #include "comm/report.h"
 #include "moe/expert_parallel.h"
+#include "rows_of.h"
+#include "trace_records.h"
 
 namespace moe_a2a {
 namespace {
 
-// ---- records, decoded bit by bit, as comm/trace_buffer.h describes them
-
-struct Fields {
-  uint64_t begin, polls, duration, kind, peer, token, has_peer;
-  explicit Fields(const TraceRecord& r)
-      : begin(r.word[0] & 0xffffffffffff),
-        polls(r.word[0] >> 48),
-        duration(r.word[1] & 0xffffffff),
-        kind(r.word[1] >> 32 & 0x1f),
-        peer(r.word[1] >> 37 & 0x3f),
-        token(r.word[1] >> 43 & 0xfffff),
-        has_peer(r.word[1] >> 63) {}
-};
+// ---- records
 
 TEST(TraceRecord, KeepsItsFieldsApart) {
-  const Fields ones(TraceRecord::pack({.kind = static_cast<TraceKind>(31),
-                                       .begin = ~uint64_t{0},
-                                       .peer = 63,
-                                       .token = (1 << 20) - 1,
-                                       .polls = ~uint32_t{0}},
-                                      ~uint64_t{0}));
+  const TraceFields ones(TraceRecord::pack({.kind = static_cast<TraceKind>(31),
+                                            .begin = ~uint64_t{0},
+                                            .peer = 63,
+                                            .token = (1 << 20) - 1,
+                                            .polls = ~uint32_t{0}},
+                                           ~uint64_t{0}));
   EXPECT_EQ(ones.begin, 0xffffffffffffu);
   EXPECT_EQ(ones.polls, 65535u);
   EXPECT_EQ(ones.duration, 0xffffffffu);
-  EXPECT_EQ(ones.kind, 31u);
+  EXPECT_EQ(ones.kind, TraceKind{31});
   EXPECT_EQ(ones.peer, 63u);
   EXPECT_EQ(ones.token, 0xfffffu);
   EXPECT_EQ(ones.has_peer, 1u);
-  const Fields plain(TraceRecord::pack(
+  const TraceFields plain(TraceRecord::pack(
       {.kind = moe_kind::kRowWait, .begin = (uint64_t{5} << 48) + 77, .peer = 0, .token = 9, .polls = 65535}, 12));
   EXPECT_EQ(plain.begin, 77u);
   EXPECT_EQ(plain.polls, 65535u);
   EXPECT_EQ(plain.duration, 12u);
-  EXPECT_EQ(plain.kind, static_cast<uint64_t>(moe_kind::kRowWait));
+  EXPECT_EQ(plain.kind, moe_kind::kRowWait);
   EXPECT_EQ(plain.peer, 0u);
   EXPECT_EQ(plain.token, 9u);
   EXPECT_EQ(plain.has_peer, 1u);
-  const Fields bare(TraceRecord::pack({.kind = moe_kind::kLists, .begin = 1}, 0xffffffff));
+  const TraceFields bare(TraceRecord::pack({.kind = moe_kind::kLists, .begin = 1}, 0xffffffff));
   EXPECT_EQ(bare.duration, 0xffffffffu);
   EXPECT_EQ(bare.token, 0xfffffu);
   EXPECT_EQ(bare.peer, 0u);
@@ -104,7 +92,7 @@ TEST(TraceBuffer, FullSegmentDropsAndCountsAndTouchesNothingElse) {
   for (size_t i = 0; i < trace.memory.size(); ++i) {
     EXPECT_EQ(trace.is_untouched(i), i < 1 + kRoom || i >= 1 + 2 * kRoom) << i;
   }
-  for (int i = 0; i < kRoom; ++i) EXPECT_EQ(Fields(trace.memory[1 + kRoom + i]).token, static_cast<uint64_t>(i));
+  for (int i = 0; i < kRoom; ++i) EXPECT_EQ(TraceFields(trace.memory[1 + kRoom + i]).token, static_cast<uint64_t>(i));
 }
 
 TEST(TraceBuffer, LaunchesGoOnWhereTheOnesBeforeStopped) {
@@ -118,8 +106,8 @@ TEST(TraceBuffer, LaunchesGoOnWhereTheOnesBeforeStopped) {
   EXPECT_TRUE(trace.is_untouched(0));
   for (int i = 0; i < kRoom; ++i) EXPECT_EQ(trace.is_untouched(1 + i), i >= 6) << i;
   EXPECT_TRUE(trace.is_untouched(trace.memory.size() - 1));
-  const Fields last(trace.memory[1 + 5]);
-  EXPECT_EQ(last.kind, static_cast<uint64_t>(TraceKind::kKernel));
+  const TraceFields last(trace.memory[1 + 5]);
+  EXPECT_EQ(last.kind, TraceKind::kKernel);
   EXPECT_EQ(last.token, static_cast<uint64_t>(moe_op::kDispatchSend));
 }
 
@@ -134,24 +122,14 @@ struct TracedRank {
 
   // Three tokens there and back: kernel, route and lists once each; send, signal, sum, signal, reduce for each token.
   void layer() {
-    auto handle = ep.dispatch_send({.num_tokens = 3,
-                                    .topk_idx = {topk_idx.data(), false},
-                                    .x = {reinterpret_cast<const std::byte*>(x.data()), 8 * sizeof(float)},
-                                    .x_scales = {}},
-                                   {});
+    auto handle = ep.dispatch_send({.num_tokens = 3, .topk_idx = {topk_idx.data(), false}, .x = rows_of(x, 8)}, {});
     ep.dispatch_recv(*handle, Layout::kRows, 1, {});
     const std::vector<float> y(6 * 8, 1.0f);
-    const Rows rows{reinterpret_cast<const std::byte*>(y.data()), 8 * sizeof(float)};
-    ep.combine_send(*handle, {.y = rows, .num_y_rows = 6}, {});
+    ep.combine_send(*handle, {.y = rows_of(y, 8), .num_y_rows = 6}, {});
     std::vector<float> combined(3 * 8);
     ep.combine_recv(*handle, combined.data(), {});
   }
   static constexpr size_t kRecordsPerLayer = 4 + 1 + 1 + 3 * 5;
-
-  size_t count(const TraceDump& dump, TraceKind kind) {
-    return std::count_if(dump.records.begin(), dump.records.end(),
-                         [&](const TraceRecord& r) { return Fields(r).kind == static_cast<uint64_t>(kind); });
-  }
 
   std::vector<int32_t> topk_idx = {0, 1, 2, 2, 3, 0};
   std::vector<float> x = std::vector<float>(3 * 8, 1.5f);
@@ -170,10 +148,10 @@ TEST(Tracer, ReadsWhatTheKernelsLeave) {
   const TraceDump dump = rank.ep.tracer().read();
   EXPECT_EQ(dump.records.size(), 2 * TracedRank::kRecordsPerLayer);
   EXPECT_EQ(dump.segment_written[0], static_cast<int64_t>(dump.records.size()));
-  EXPECT_EQ(rank.count(dump, TraceKind::kKernel), 8u);
-  EXPECT_EQ(rank.count(dump, TraceKind::kSignal), 12u);
+  EXPECT_EQ(count(dump, TraceKind::kKernel), 8);
+  EXPECT_EQ(count(dump, TraceKind::kSignal), 12);
   for (const TraceKind kind : {TraceKind::kSend, moe_kind::kSum, TraceKind::kReduce}) {
-    EXPECT_EQ(rank.count(dump, kind), 6u) << static_cast<int>(kind);
+    EXPECT_EQ(count(dump, kind), 6) << static_cast<int>(kind);
   }
   rank.ep.tracer().start(100);  // empty again
   EXPECT_TRUE(rank.ep.tracer().read().records.empty());
@@ -192,11 +170,8 @@ TEST(Tracer, WrittenAndDroppedAreAllThereWas) {
 TEST(Tracer, EveryBlockHasItsOwnSegment) {
   TracedRank rank;
   rank.ep.tracer().start(10);
-  auto handle = rank.ep.dispatch_send({.num_tokens = 3,
-                                       .topk_idx = {rank.topk_idx.data(), false},
-                                       .x = {reinterpret_cast<const std::byte*>(rank.x.data()), 8 * sizeof(float)},
-                                       .x_scales = {}},
-                                      {.num_blocks = 2});
+  auto handle = rank.ep.dispatch_send(
+      {.num_tokens = 3, .topk_idx = {rank.topk_idx.data(), false}, .x = rows_of(rank.x, 8)}, {.num_blocks = 2});
   const TraceDump dump = rank.ep.tracer().read();
   EXPECT_EQ(dump.segment_written[0], 1 + 1 + 2 * 2);  // kernel, route, two tokens sent
   EXPECT_EQ(dump.segment_written[1], 1 + 2);
