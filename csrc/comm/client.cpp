@@ -213,7 +213,7 @@ void Client::raise_reports() {
   } else {
     *poison_.has_raised = true;
   }
-  raise_report(report, {&vocabulary_, &kCommVocabulary});
+  raise_report(report, vocabulary_);
 }
 
 void Client::raise_timeouts() {

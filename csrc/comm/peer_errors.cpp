@@ -5,31 +5,23 @@ namespace {
 
 std::string rank_text(int rank) { return "rank " + std::to_string(rank); }
 
-const char* operation_name(const Report& report, const std::vector<const Vocabulary*>& vocabularies) {
-  for (const Vocabulary* words : vocabularies) {
-    if (const char* name = words->name_of(report.operation)) return name;
-  }
-  return "a launch";
-}
-
-const SliceName& wait_name(const Report& report, const std::vector<const Vocabulary*>& vocabularies) {
-  for (const Vocabulary* words : vocabularies) {
-    if (const SliceName* name = words->name_of(report.awaited)) return *name;
-  }
-  static constexpr SliceName kUnknown{"wait", "signal"};
-  return kUnknown;
+// The client's name of an operation or a wait, else the communicator's.
+template <class Code>
+const auto* name_of(Code code, const Vocabulary& client) {
+  const auto* name = client.name_of(code);
+  return name != nullptr ? name : kCommVocabulary.name_of(code);
 }
 
 }  // namespace
 
-void raise_report(const Report& report, const std::vector<const Vocabulary*>& vocabularies) {
-  const char* operation = operation_name(report, vocabularies);
+void raise_report(const Report& report, const Vocabulary& client) {
+  const char* operation = name_of(report.operation, client);
   std::string what = rank_text(report.rank) + " in " + operation;
   if (report.reason == Reason::kRefused) {
     throw PeerRefused(report, what + ": " + rank_text(report.peer) +
                                   " refused its call: " + reinterpret_cast<const char*>(report.refusal.word));
   }
-  const SliceName& wait = wait_name(report, vocabularies);
+  const SliceName& wait = *name_of(report.awaited, client);
   const bool has_waited = report.peer != report.rank;
   if (has_waited) {
     what += " waited " + std::to_string(report.elapsed_seconds) + " s for the " + wait.awaited;

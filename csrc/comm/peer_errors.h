@@ -3,7 +3,6 @@
 
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "comm/report.h"
 
@@ -35,7 +34,7 @@ struct CallMismatch : PeerRefused {
   using PeerRefused::PeerRefused;
 };
 
-// Throws one of the first two. `vocabularies`: the client's and the communicator's.
-[[noreturn]] void raise_report(const Report& report, const std::vector<const Vocabulary*>& vocabularies);
+// Throws one of the first two. `client`: the vocabulary of the client that reports.
+[[noreturn]] void raise_report(const Report& report, const Vocabulary& client);
 
 }  // namespace moe_a2a

@@ -10,7 +10,7 @@ namespace {
 
 std::string text_of(const Report& report) {
   try {
-    raise_report(report, {&kCollectiveVocabulary});
+    raise_report(report, kCollectiveVocabulary);
   } catch (const PeerTimeout& error) {
     return error.what();
   }
