@@ -68,7 +68,7 @@ class Core : public ClientCore {
   std::pair<at::Tensor, OptionalTensor> gather_rows(const Handle& handle, at::ScalarType row_type, int num_blocks) {
     const auto core = ep();
     const MoeConfig& config = core->config();
-    core->require(*handle, Stage::kReceived, Stage::kReceived, "expert_x");
+    core->require(*handle, {Stage::kReceived}, "expert_x");
     check_row_type(*handle, row_type);
     std::vector<int64_t> shape = {views_->capacity(*handle), config.hidden};
     if (handle->layout == Layout::kMasked) shape = {config.num_local_experts, config.row_capacity(), config.hidden};
@@ -101,7 +101,7 @@ class Core : public ClientCore {
 
   void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int codec, int num_blocks) {
     const auto core = ep();
-    core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
+    core->require(*handle, {Stage::kReceived, Stage::kCombineSent}, "combine");
     if (handle->stage == Stage::kCombineSent) return;  // a retry: the sums have been sent
     const LaunchPlace place = where(num_blocks);
     const CombineInput input = combine_input(*core, *handle, y, presummed, codec);
@@ -112,7 +112,7 @@ class Core : public ClientCore {
   at::Tensor combine(const at::Tensor& y, const Handle& handle, bool presummed, int codec, const OptionalTensor& out,
                      int num_blocks) {
     const auto core = ep();
-    core->require(*handle, Stage::kReceived, Stage::kCombineSent, "combine");
+    core->require(*handle, {Stage::kReceived, Stage::kCombineSent}, "combine");
     const LaunchPlace place = where(num_blocks);
     const CombineInput input = combine_input(*core, *handle, y, presummed, codec);
     const at::Tensor combined_x = checked_out(*core, device_, handle->num_tokens, type_, out, &y);
@@ -166,7 +166,7 @@ class Core : public ClientCore {
   at::Tensor combine_recv(const Handle& handle, const OptionalTensor& out, int num_blocks) {
     const LaunchPlace place = where(num_blocks);
     const auto core = ep();
-    core->require(*handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
+    core->require(*handle, {Stage::kCombineSent}, "combine_recv");
     const at::Tensor combined_x = checked_out(*core, device_, handle->num_tokens, type_, out);
     py::gil_scoped_release unlocked;
     core->combine_recv(*handle, combined_x.mutable_data_ptr(), place);
@@ -181,7 +181,7 @@ class Core : public ClientCore {
                      const OptionalTensor& w_gate_up_scales, const OptionalTensor& w_down_scales,
                      int64_t num_max_routes, bool fuses_combine, int codec, const OptionalTensor& out, int num_blocks) {
     const auto core = ep();
-    core->require(*handle, Stage::kReceived, Stage::kCombineSent, "experts");
+    core->require(*handle, {Stage::kReceived, Stage::kCombineSent}, "experts");
     check_row_type(*handle, w_gate_up.scalar_type());
     const ExpertWeights weights = {w_gate_up, w_down, w_gate_up_scales, w_down_scales};
     const ExpertsOptions options = {num_max_routes, fuses_combine, static_cast<LineCodec>(codec), out};
@@ -205,7 +205,7 @@ class Core : public ClientCore {
 
   // For a handle that has been received and whose rows may still be read.
   Views& views(const Handle& handle) {
-    ep()->require(*handle, Stage::kReceived, Stage::kCombineSent, "a view of the handle");
+    ep()->require(*handle, {Stage::kReceived, Stage::kCombineSent}, "a view of the handle");
     return *views_;
   }
 

@@ -50,7 +50,7 @@ at::Tensor run_experts(ExpertParallel& ep, Views& views, DispatchHandle& handle,
 
 at::Tensor multiply_and_combine(ExpertParallel& ep, DispatchHandle& handle, const GroupedGemmTensors& second,
                                 at::ScalarType type, const std::optional<at::Tensor>& out, const LaunchPlace& place) {
-  ep.require(handle, Stage::kReceived, Stage::kCombineSent, "experts");
+  ep.require(handle, {Stage::kReceived, Stage::kCombineSent}, "experts");
   const at::Device device = second.x.device();
   const at::Tensor combined_x = checked_out(ep, device, handle.num_tokens, type, out, &second.x);
   PreparedProduct product = prepare_product(second, {}, type);
@@ -68,7 +68,7 @@ at::Tensor multiply_and_combine(ExpertParallel& ep, DispatchHandle& handle, cons
 at::Tensor run_simulated_experts(ExpertParallel& ep, const DispatchHandle& handle, at::Device device,
                                  at::ScalarType type, const SimulatedScales& scales, const LaunchPlace& place) {
   const MoeConfig& config = ep.config();
-  ep.require(handle, Stage::kReceived, Stage::kReceived, "simulated_experts");
+  ep.require(handle, {Stage::kReceived}, "simulated_experts");
   if (handle.format != RowFormat::kPlain) {
     raise_type(config.rank, "simulated_experts got a handle of float8 rows",
                "dispatch without quantize, rows of the dtype that this ExpertParallel was made with");

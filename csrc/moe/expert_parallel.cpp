@@ -74,19 +74,20 @@ void ExpertParallel::after_close() {
 
 // ---- buffers and handles
 
-void ExpertParallel::require(const DispatchHandle& handle, Stage stage, Stage or_stage, const char* call) const {
+void ExpertParallel::require(const DispatchHandle& handle, std::initializer_list<Stage> stages,
+                             const char* call) const {
   require_open();
   if (handle.owner != this) {
     throw std::runtime_error(std::string(call) +
-                             " got a handle of another ExpertParallel; pass the one that this "
-                             "object's dispatch returned");
+                             " got a handle of another ExpertParallel; pass the one that this object's dispatch "
+                             "returned");
   }
-  if (handle.stage == stage || handle.stage == or_stage) return;
-  throw std::runtime_error(std::string(call) + " got a handle that is " + name_of(handle.stage) + " on rank " +
+  const Stage stage = handle.stage;
+  if (std::find(stages.begin(), stages.end(), stage) != stages.end()) return;
+  throw std::runtime_error(std::string(call) + " got a handle that is " + name_of(stage) + " on rank " +
                            std::to_string(config().rank) +
-                           (!handle.is_open() ? "; a handle serves one combine, pass that of the newest "
-                                                "dispatch"
-                                              : "; call the halves in order"));
+                           (handle.is_open() ? "; call the halves in order"
+                                             : "; a handle serves one combine, pass that of the newest dispatch"));
 }
 
 // The next free buffer, round-robin. All ranks make the same calls, so all take the same one. The buffer of a refused
@@ -210,7 +211,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
 void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int expert_alignment,
                                    const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  require(handle, Stage::kSent, Stage::kSent, "dispatch_recv");
+  require(handle, {Stage::kSent}, "dispatch_recv");
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
   const uint64_t number = device_->is_capturing(place.stream) ? 0 : handle.number;
@@ -259,7 +260,7 @@ int64_t ExpertParallel::num_positions(const DispatchHandle& handle) const {
 void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales,
                                  const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  require(handle, Stage::kReceived, Stage::kReceived, "the expert layout");
+  require(handle, {Stage::kReceived}, "the expert layout");
   launch(GatherRowsArgs{.context = context_,
                         .buffer = handle.buffer,
                         .layout = handle.layout,
@@ -273,7 +274,7 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
 void ExpertParallel::weighted_grads(const DispatchHandle& handle, const WeightedRows& y, void* grad_y,
                                     float* grad_weights, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  require(handle, Stage::kReceived, Stage::kReceived, "a combine's backward pass");
+  require(handle, {Stage::kReceived}, "a combine's backward pass");
   const Rows target = {static_cast<std::byte*>(grad_y), config().row_bytes(config().dtype)};
   launch(WeightedGradsArgs{.context = context_,
                            .buffer = handle.buffer,
@@ -289,7 +290,7 @@ void ExpertParallel::weighted_grads(const DispatchHandle& handle, const Weighted
 void ExpertParallel::simulated_experts(const DispatchHandle& handle, const ExpertScales& scales, void* sums,
                                        const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  require(handle, Stage::kReceived, Stage::kReceived, "simulated_experts");
+  require(handle, {Stage::kReceived}, "simulated_experts");
   const Rows rows = {static_cast<std::byte*>(sums), config().row_bytes(config().dtype)};
   launch(SimulatedExpertsArgs{.context = context_,
                               .buffer = handle.buffer,
@@ -328,7 +329,7 @@ void ExpertParallel::finish_combine(DispatchHandle& handle) {
 
 void ExpertParallel::combine_send(DispatchHandle& handle, const CombineInput& input, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  require(handle, Stage::kReceived, Stage::kReceived, "combine_send");
+  require(handle, {Stage::kReceived}, "combine_send");
   raise_waits();
   const int num_blocks = combine_blocks(handle.num_tokens, input, place);
   with_kind(send_args(handle, input), handle, input, [&](const auto& args) { launch(args, num_blocks, place.stream); });
@@ -338,7 +339,7 @@ void ExpertParallel::combine_send(DispatchHandle& handle, const CombineInput& in
 
 void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  require(handle, Stage::kCombineSent, Stage::kCombineSent, "combine_recv");
+  require(handle, {Stage::kCombineSent}, "combine_recv");
   if (handle.keeps_own_sums) {
     throw std::runtime_error("combine_recv got a handle whose combine was refused on rank " +
                              std::to_string(config().rank) + "; call combine() again, with the same y");
@@ -373,7 +374,7 @@ void ExpertParallel::keep_own_sums(DispatchHandle& handle, const CombineSendArgs
 void ExpertParallel::combine(DispatchHandle& handle, const CombineInput& input, void* combined_x,
                              const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  require(handle, Stage::kReceived, Stage::kCombineSent, "combine");
+  require(handle, {Stage::kReceived, Stage::kCombineSent}, "combine");
   if (launches_halves()) {
     if (handle.stage == Stage::kReceived) combine_send(handle, input, place);
     return combine_recv(handle, combined_x, place);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -159,8 +160,8 @@ class ExpertParallel : public Client {
   void raise_reported() override;
   void raise_in_own_words(const Report& report) override;
 
-  // Throws unless the handle is open, this object's, and at one of the two stages.
-  void require(const DispatchHandle& handle, Stage stage, Stage or_stage, const char* call) const;
+  // Throws unless this object is open, the handle its own, and at one of these stages.
+  void require(const DispatchHandle& handle, std::initializer_list<Stage> stages, const char* call) const;
 
  private:
   // One of the sets of slots that dispatches take in turn.

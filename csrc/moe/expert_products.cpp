@@ -13,7 +13,7 @@ bool ExpertParallel::can_send_with_product(const DispatchHandle& handle) const {
 void ExpertParallel::product_combine_send(DispatchHandle& handle, const GroupedGemmArgs& product,
                                           const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
-  require(handle, Stage::kReceived, Stage::kReceived, "experts");
+  require(handle, {Stage::kReceived}, "experts");
   if (!can_send_with_product(handle)) throw std::logic_error("product_combine_send: see can_send_with_product()");
   raise_waits();
   const Rows y = {static_cast<const std::byte*>(product.out), config().row_bytes(config().dtype)};
