@@ -27,8 +27,7 @@ class Core : public ClientCore {
         require_symmetric(x, "x");
         require_symmetric(out.value_or(at::Tensor()), "out");
       }
-      const Target target = checked_out(out, x.sizes(), x, 0);
-      return Prepared{target.tensor, {bytes_of(x), target.data, dtype}};
+      return Prepared(x, checked_out(out, x.sizes(), x, 0), dtype);
     });
     run([&](Collectives& collectives, void* stream) {
       collectives.all_reduce(
@@ -48,8 +47,7 @@ class Core : public ClientCore {
       const std::vector<int64_t> rows = counts ? checked_counts(*counts, x.dim() > 0 ? x.size(0) : -1) : even_rows(x);
       shares = in_elements(rows, x);
       const int64_t first = std::accumulate(shares.begin(), shares.begin() + place_.rank, int64_t{0});
-      const Target target = checked_out(out, shape_of(x, rows[place_.rank]), x, first);
-      return Prepared{target.tensor, {bytes_of(x), target.data, dtype, row_shape_of(x)}};
+      return Prepared(x, checked_out(out, shape_of(x, rows[place_.rank]), x, first), dtype, row_shape_of(x));
     });
     run([&](Collectives& collectives, void* stream) {
       collectives.reduce_scatter(call.operands, shares, static_cast<ReduceOp>(op), num_blocks, stream);
@@ -72,9 +70,8 @@ class Core : public ClientCore {
       }
       shares = in_elements(rows, x);
       const int64_t first = std::accumulate(shares.begin(), shares.begin() + place_.rank, int64_t{0});
-      const Target target =
-          checked_out(out, shape_of(x, std::accumulate(rows.begin(), rows.end(), int64_t{0})), x, -first);
-      return Prepared{target.tensor, {bytes_of(x), target.data, dtype, row_shape_of(x)}};
+      const int64_t num_rows = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+      return Prepared(x, checked_out(out, shape_of(x, num_rows), x, -first), dtype, row_shape_of(x));
     });
     run([&](Collectives& collectives, void* stream) {
       collectives.all_gather(call.operands, shares, num_blocks, stream);
@@ -106,12 +103,11 @@ class Core : public ClientCore {
   std::shared_ptr<Collectives> collectives() const { return std::static_pointer_cast<Collectives>(open()); }
 
   struct Prepared {
+    Prepared(const at::Tensor& x, const at::Tensor& out, DType dtype, uint64_t row_shape = 0)
+        : out(out), operands{bytes_of(x), static_cast<std::byte*>(out.mutable_data_ptr()), dtype, row_shape} {}
+
     at::Tensor out;
     Collectives::Operands operands;
-  };
-  struct Target {
-    at::Tensor tensor;
-    std::byte* data;
   };
 
   // A failure here is reported to the peers, which do make the call.
@@ -201,11 +197,9 @@ class Core : public ClientCore {
   }
 
   // `out`, or a new tensor of the dtype of x. It may overlap x only where it begins with element `first` of x.
-  Target checked_out(const std::optional<at::Tensor>& out, at::IntArrayRef shape, const at::Tensor& x, int64_t first) {
-    if (!out) {
-      const at::Tensor made = make_tensor(place_, shape, x.scalar_type());
-      return {made, static_cast<std::byte*>(made.mutable_data_ptr())};
-    }
+  at::Tensor checked_out(const std::optional<at::Tensor>& out, at::IntArrayRef shape, const at::Tensor& x,
+                         int64_t first) const {
+    if (!out) return make_tensor(place_, shape, x.scalar_type());
     check_dense(*out, "out");
     if (out->sizes() != shape || out->scalar_type() != x.scalar_type()) {
       raise_value(place_.rank,
@@ -217,7 +211,7 @@ class Core : public ClientCore {
         static_cast<const std::byte*>(out->const_data_ptr()) != bytes_of(x) + first * x.element_size()) {
       raise_value(place_.rank, "out overlaps x", "pass this rank's own part of the longer tensor, or separate memory");
     }
-    return {*out, static_cast<std::byte*>(out->mutable_data_ptr())};
+    return *out;
   }
 
   Place place_;
