@@ -1,5 +1,7 @@
 #include "bindings/errors.h"
 
+#include <utility>
+
 #include "arch/interrupt.h"
 #include "bindings/python.h"
 #include "bindings/signals.h"
@@ -9,14 +11,17 @@
 namespace moe_a2a::bindings {
 namespace {
 
-// A peer's text may be a mixture of two (see RefusalText), hence not valid UTF-8.
-py::str to_python(const std::string& text) {
-  PyObject* decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
-  if (decoded == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(decoded);
+// Sets an error of moe_a2a/errors.py: classes of Python, so that they can carry attributes. py::arg is forwarded,
+// since pybind11 would take an lvalue for a positional argument.
+template <class... Attribute>
+void set_error(const char* name, const std::string& what, Attribute&&... attributes) {
+  // A peer's text may be a mixture of two (see RefusalText), hence not valid UTF-8.
+  const auto text = py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(what.data(), std::ssize(what), "replace"));
+  if (!text) throw py::error_already_set();
+  const py::object type = py::module_::import("moe_a2a.errors").attr(name);
+  PyErr_SetObject(type.ptr(), type(text, std::forward<Attribute>(attributes)...).ptr());
 }
 
-// PeerTimeoutError and PeerRefusedError are Python classes (moe_a2a/errors.py), so that they can carry attributes.
 void raise_peer_errors(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
@@ -25,22 +30,16 @@ void raise_peer_errors(std::exception_ptr pointer) {
   } catch (const PeerTimeout& error) {
     const Report& r = error.report;
     const int named = r.reason == Reason::kPoisoned ? r.culprit : r.peer;
-    py::object type = py::module_::import("moe_a2a.errors").attr("PeerTimeoutError");
-    py::object value = type(to_python(error.what()), py::arg("operation") = error.operation,
-                            py::arg("phase") = error.awaited, py::arg("rank") = r.rank, py::arg("peer") = named,
-                            py::arg("token") = r.token, py::arg("expected_epoch") = r.expected_epoch,
-                            py::arg("seen_epoch") = r.seen_epoch, py::arg("elapsed_seconds") = r.elapsed_seconds);
-    PyErr_SetObject(type.ptr(), value.ptr());
+    set_error("PeerTimeoutError", error.what(), py::arg("operation") = error.operation,
+              py::arg("phase") = error.awaited, py::arg("rank") = r.rank, py::arg("peer") = named,
+              py::arg("token") = r.token, py::arg("expected_epoch") = r.expected_epoch,
+              py::arg("seen_epoch") = r.seen_epoch, py::arg("elapsed_seconds") = r.elapsed_seconds);
   } catch (const BadRouting& error) {
-    py::object type = py::module_::import("moe_a2a.errors").attr("RoutingError");
-    PyErr_SetObject(type.ptr(), type(to_python(error.what())).ptr());
+    set_error("RoutingError", error.what());
   } catch (const CallMismatch& error) {
-    py::object type = py::module_::import("moe_a2a.errors").attr("CallMismatchError");
-    PyErr_SetObject(type.ptr(), type(to_python(error.what()), py::arg("peer") = error.peer).ptr());
+    set_error("CallMismatchError", error.what(), py::arg("peer") = error.peer);
   } catch (const PeerRefused& error) {
-    py::object type = py::module_::import("moe_a2a.errors").attr("PeerRefusedError");
-    py::object value = type(to_python(error.what()), py::arg("peer") = error.peer);
-    PyErr_SetObject(type.ptr(), value.ptr());
+    set_error("PeerRefusedError", error.what(), py::arg("peer") = error.peer);
   }
 }
 
