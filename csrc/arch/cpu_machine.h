@@ -19,7 +19,6 @@ class CpuMachine : public Device {
   explicit CpuMachine(int /*device*/) { site_ = {.block_pool = &pool_, .max_shared_bytes = int64_t{1} << 30}; }
   ~CpuMachine() override;
 
-  const char* name() const override { return "cpu"; }
   int default_blocks() const override { return 1; }  // ranks usually outnumber cores
   int max_blocks() const override { return 1024; }
   int warps_per_block() const override { return 1; }

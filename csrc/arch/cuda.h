@@ -243,7 +243,6 @@ __device__ __forceinline__ bool is_interrupted() { return false; }
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 struct CudaVendor {
-  static constexpr const char* kName = "cuda";
   static constexpr auto kMultiprocessorCount = cudaDevAttrMultiProcessorCount;
   static constexpr auto kMaxSharedMemory = cudaDevAttrMaxSharedMemoryPerBlockOptin;
   static cudaError_t malloc_symmetric(void** memory, size_t nbytes) { return cudaMalloc(memory, nbytes); }

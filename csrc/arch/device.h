@@ -42,7 +42,6 @@ class Device {
   Device& operator=(const Device&) = delete;
   virtual ~Device() = default;
 
-  virtual const char* name() const = 0;
   virtual int default_blocks() const = 0;
   virtual int max_blocks() const = 0;  // resident at once: blocks wait for each other
   virtual int warps_per_block() const = 0;

@@ -236,7 +236,6 @@ __device__ __forceinline__ bool is_interrupted() { return false; }
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 struct HipVendor {
-  static constexpr const char* kName = "hip";
   static constexpr auto kMultiprocessorCount = hipDeviceAttributeMultiprocessorCount;
   static constexpr auto kMaxSharedMemory = hipDeviceAttributeMaxSharedMemoryPerBlock;
   // Uncached or fine-grained: a stale line in this device's cache must not hide a peer's store.

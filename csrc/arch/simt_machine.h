@@ -43,7 +43,6 @@ class SimtMachine final : public Device {
     site_.max_shared_bytes = shared_bytes_of_block();
   }
 
-  const char* name() const override { return Vendor::kName; }
   int default_blocks() const override { return 32; }
   int max_blocks() const override { return max_blocks_; }
   int warps_per_block() const override { return kBlockThreads / kWarpSize; }

@@ -127,7 +127,7 @@ void ExpertParallel::take(int buffer_idx, const std::shared_ptr<DispatchHandle>&
 }
 
 int64_t ExpertParallel::max_quantized_row_bytes() const {
-  return moe_a2a::max_quantized_row_bytes(device_->name(), device_->max_shared_bytes());
+  return moe_a2a::max_quantized_row_bytes(member_.target, device_->max_shared_bytes());
 }
 
 int ExpertParallel::blocks(const LaunchPlace& place, int by_table) const {
