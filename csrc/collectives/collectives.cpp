@@ -134,7 +134,7 @@ ShareArgs Collectives::share_args(CollectiveKind kind, const Operands& operands,
 
 void Collectives::reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op,
                                  int num_blocks, void* stream) {
-  const Shares shares = Shares::of(checked(counts));
+  const Shares shares = Shares::of(counts);
   ShareArgs args = share_args(CollectiveKind::kReduceScatter, operands, operands.x, shares, op);
   args.out_begin = shares.offset[member_.rank];
   if (args.announcement.is_direct()) return launch_direct(DirectReduceScatterArgs{args}, num_blocks, stream);
@@ -143,17 +143,11 @@ void Collectives::reduce_scatter(const Operands& operands, const std::vector<int
 
 void Collectives::all_gather(const Operands& operands, const std::vector<int64_t>& counts, int num_blocks,
                              void* stream) {
-  const Shares shares = Shares::of(checked(counts));
+  const Shares shares = Shares::of(counts);
   ShareArgs args = share_args(CollectiveKind::kAllGather, operands, operands.out, shares, ReduceOp::kSum);
   args.x_begin = shares.offset[member_.rank];
   if (args.announcement.is_direct()) return launch_direct(DirectAllGatherArgs{args}, num_blocks, stream);
   launch_shares(AllGatherArgs{args}, size_of(operands.dtype), num_blocks, stream);
-}
-
-std::vector<int64_t> Collectives::checked(const std::vector<int64_t>& counts) const {
-  if (counts.size() == static_cast<size_t>(member_.num_ranks)) return counts;
-  throw std::invalid_argument("got " + std::to_string(counts.size()) +
-                              " counts for num_ranks=" + std::to_string(member_.num_ranks) + "; pass one per rank");
 }
 
 // One launch per slice; cut(args, slice) makes the slice's arguments. On a GPU all are launched before an error is

@@ -45,8 +45,8 @@ class Collectives : public Client {
 
   // out[i] = x[i] of all ranks, merged. `out` may be `x`. kDirect: both must be held, see holds().
   void all_reduce(const Operands& operands, int64_t count, const Method& method, void* stream);
-  // x: the shares of all ranks, one after the other; out: this rank's share, merged. `out` may be that part of `x`. If
-  // `x` is held on every rank, no workspace is used.
+  // counts: elements of each rank's share. x: the shares of all ranks, one after the other; out: this rank's share,
+  // merged. `out` may be that part of `x`. If `x` is held on every rank, no workspace is used.
   void reduce_scatter(const Operands& operands, const std::vector<int64_t>& counts, ReduceOp op, int num_blocks,
                       void* stream);
   // x: this rank's share; out: those of all ranks, one after the other. `x` may be that part of `out`. If `out`
@@ -77,7 +77,6 @@ class Collectives : public Client {
   ShareArgs share_args(CollectiveKind kind, const Operands& operands, const std::byte* whole, const Shares& shares,
                        ReduceOp op) const;
   int blocks_for(int64_t num_chunks, int num_blocks) const;
-  std::vector<int64_t> checked(const std::vector<int64_t>& counts) const;
   void raise_in_own_words(const Report& report) override;
 
   std::shared_ptr<Communicator> comm_;
