@@ -17,9 +17,12 @@ namespace py = pybind11;
 class ClientCore {
  public:
   // `owns_comm`: the communicator was made for this client alone, so both are connected and closed together.
-  ClientCore(const char* name, std::shared_ptr<Client> client, std::shared_ptr<Communicator> comm, bool owns_comm,
-             at::Device device)
-      : device_(device), name_(name), client_(std::move(client)), comm_(std::move(comm)), owns_comm_(owns_comm) {}
+  ClientCore(std::shared_ptr<Client> client, std::shared_ptr<Communicator> comm, bool owns_comm, at::Device device)
+      : device_(device),
+        name_(client->name()),
+        client_(std::move(client)),
+        comm_(std::move(comm)),
+        owns_comm_(owns_comm) {}
   virtual ~ClientCore() = default;
 
   // Each call holds a reference: another thread may close the object during it.
@@ -60,7 +63,7 @@ class ClientCore {
 class CommunicatorCore : public ClientCore {
  public:
   CommunicatorCore(const std::shared_ptr<Communicator>& comm, at::Device device)
-      : ClientCore("Communicator", comm, comm, false, device) {}
+      : ClientCore(comm, comm, false, device) {}
   std::shared_ptr<Communicator> communicator() const { return std::static_pointer_cast<Communicator>(open()); }
 };
 

@@ -30,9 +30,7 @@ class Core : public ClientCore {
  public:
   Core(const std::shared_ptr<ExpertParallel>& ep, const std::shared_ptr<Communicator>& comm, bool owns_comm,
        at::ScalarType type, at::Device device)
-      : ClientCore("ExpertParallel", ep, comm, owns_comm, device),
-        type_(type),
-        views_(std::make_unique<Views>(ep, device)) {}
+      : ClientCore(ep, comm, owns_comm, device), type_(type), views_(std::make_unique<Views>(ep, device)) {}
 
   std::shared_ptr<ExpertParallel> ep() const { return std::static_pointer_cast<ExpertParallel>(open()); }
 

@@ -66,7 +66,7 @@ void Client::allocate_symmetric(const std::vector<AgreedField>& fields) {
   handle_.num_ranks = member_.num_ranks;
   handle_.num_fields = static_cast<int32_t>(fields.size());
   std::copy(fields.begin(), fields.end(), handle_.field);
-  std::strncpy(handle_.client, vocabulary_.client, sizeof(handle_.client) - 1);
+  std::strncpy(handle_.client, name(), sizeof(handle_.client) - 1);
   std::strncpy(handle_.target, member_.target.c_str(), sizeof(handle_.target) - 1);
   handle_.seal();
 }
@@ -100,7 +100,7 @@ RegionHandle Client::handle() {
 
 void Client::connect(const std::vector<RegionHandle>& handles) {
   const CallGate::Turn turn = gate_.enter();
-  if (is_closed()) throw std::runtime_error(std::string("this ") + vocabulary_.client + " is closed");
+  if (is_closed()) throw std::runtime_error(std::string("this ") + name() + " is closed");
   if (static_cast<int>(handles.size()) != member_.num_ranks) {
     throw std::invalid_argument("got " + std::to_string(handles.size()) + " handles for num_ranks=" +
                                 std::to_string(member_.num_ranks) + "; pass one per rank, in rank order");
@@ -158,8 +158,8 @@ void Client::await_mapping(int peer, std::chrono::steady_clock::time_point start
   const double waited = seconds();
   throw PeerTimeout({.reason = Reason::kTimeout, .rank = member_.rank, .peer = peer, .elapsed_seconds = waited},
                     "set_comm_handles", "memory",
-                    who + " waited " + std::to_string(waited) + " s for " + other + " to map this " +
-                        vocabulary_.client + ": it has set no handles, or those of another object of " + who + ask);
+                    who + " waited " + std::to_string(waited) + " s for " + other + " to map this " + name() +
+                        ": it has set no handles, or those of another object of " + who + ask);
 }
 
 // The digest of the handles with which that rank has mapped this one's memory; 0 if it has not.
@@ -188,7 +188,7 @@ bool Client::owns(const void* address) const {
 
 void Client::require_open() const {
   gate_.require_own_process();
-  if (is_closed()) throw std::runtime_error(std::string("this ") + vocabulary_.client + " is closed");
+  if (is_closed()) throw std::runtime_error(std::string("this ") + name() + " is closed");
   if (!connected_) throw std::runtime_error("no peers yet; call set_comm_handles() with the handles of all ranks");
 }
 

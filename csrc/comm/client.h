@@ -48,6 +48,7 @@ class Client {
   Client& operator=(const Client&) = delete;
   virtual ~Client();
 
+  const char* name() const { return vocabulary_.client; }
   const Member& member() const { return member_; }
   const Device& device() const { return *device_; }
   size_t nbytes() const { return size_.symmetric_bytes + size_.local_bytes; }
@@ -131,7 +132,6 @@ class Client {
   void await_mapping(int peer, std::chrono::steady_clock::time_point start) const;
   uint64_t mapped_by(int peer) const;
   void poison_peers();
-
   void require_share() const;
 
   ClientContext& context_;
