@@ -21,8 +21,6 @@ std::string operator+(const Name& name, const char* behind) { return std::string
 std::string operator+(const std::string& before, const Name& name) { return before + name.text; }
 std::string operator+(const char* before, const Name& name) { return std::string(before) + name.text; }
 
-std::string on_rank(int rank) { return rank == kNoRank ? "" : " on rank " + std::to_string(rank); }
-
 std::string type_name(const at::Tensor& tensor) {
   py::gil_scoped_acquire locked;  // a call may allocate its result without it
   return py::str(py::type::handle_of(py::cast(tensor)).attr("__name__")).cast<std::string>();
@@ -111,6 +109,8 @@ void check_has_values(const Place& place, const at::Tensor& tensor, const Name& 
 }
 
 }  // namespace
+
+std::string on_rank(int rank) { return rank == kNoRank ? "" : " on rank " + std::to_string(rank); }
 
 void raise_value(int rank, const std::string& what, const std::string& remedy) {
   throw py::value_error(what + on_rank(rank) + "; " + remedy);

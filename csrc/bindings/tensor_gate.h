@@ -17,6 +17,9 @@ struct Place {
   const char* owner = "this ExpertParallel";  // of the device, as errors name it
 };
 
+// " on rank 3"; empty for kNoRank.
+std::string on_rank(int rank);
+
 // Raise ValueError, or TypeError, "<what> on rank <r>; <remedy>".
 [[noreturn]] void raise_value(int rank, const std::string& what, const std::string& remedy);
 [[noreturn]] void raise_type(int rank, const std::string& what, const std::string& remedy);

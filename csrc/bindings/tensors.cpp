@@ -1,7 +1,5 @@
 #include "bindings/tensors.h"
 
-#include "bindings/tensor_gate.h"
-
 namespace moe_a2a::bindings {
 namespace {
 
@@ -58,7 +56,7 @@ void check_x(const MoeConfig& config, const DispatchTensors& t) {
   }
   const DType dtype = to_dtype(t.x.scalar_type(), "x", config.rank);
   if (dtype != config.dtype && dtype != DType::kFloat8) {
-    throw py::type_error("x has dtype " + text_of(t.x.scalar_type()) + " on rank " + std::to_string(config.rank) +
+    throw py::type_error("x has dtype " + text_of(t.x.scalar_type()) + on_rank(config.rank) +
                          ", which is neither the dtype that this ExpertParallel was made with nor "
                          "float8; pass x.to(ep.dtype), or construct with dtype=x.dtype");
   }
@@ -134,7 +132,7 @@ DType to_dtype(at::ScalarType type, const char* whose, int rank) {
       return DType::kFloat8;
     default:
       throw py::type_error(
-          whose + (rank < 0 ? std::string() : " on rank " + std::to_string(rank)) + " has dtype " + text_of(type) +
+          whose + on_rank(rank) + " has dtype " + text_of(type) +
           ", expected one of float32, float16, bfloat16, float8_e4m3fn, float8_e4m3fnuz; pass one of these");
   }
 }
@@ -166,7 +164,7 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
   const MoeConfig& config = ep.config();
   check_plain({config.rank, device}, y, "y");
   if (to_dtype(y.scalar_type(), "y", config.rank) != config.dtype) {
-    throw py::type_error("y has dtype " + text_of(y.scalar_type()) + " on rank " + std::to_string(config.rank) +
+    throw py::type_error("y has dtype " + text_of(y.scalar_type()) + on_rank(config.rank) +
                          ", which is not the dtype that this ExpertParallel was made with; pass y.to(ep.dtype)");
   }
   check_no_grad(config.rank, y, "y", kTrainedBy);

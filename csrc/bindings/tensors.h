@@ -5,13 +5,13 @@
 #include <optional>
 #include <string>
 
-#include "bindings/python.h"
+#include "bindings/tensor_gate.h"
 #include "moe/expert_parallel.h"
 
 namespace moe_a2a::bindings {
 
 // Raises TypeError, naming `whose`, for a dtype that rows cannot have.
-DType to_dtype(at::ScalarType type, const char* whose, int rank = -1);
+DType to_dtype(at::ScalarType type, const char* whose, int rank = kNoRank);
 
 // References, valid for one call.
 struct DispatchTensors {
