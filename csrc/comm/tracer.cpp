@@ -5,21 +5,15 @@
 #include <string>
 
 namespace moe_a2a {
-namespace {
-
-void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
-  if (value >= low && value <= high) return;
-  throw std::invalid_argument(std::string(name) + "=" + std::to_string(value) + " is not in [" + std::to_string(low) +
-                              ", " + std::to_string(high) + "]");
-}
-
-}  // namespace
 
 // One segment for every warp that a launch may have.
 int64_t Tracer::num_segments() const { return int64_t{std::max(2, device_.max_blocks())} * device_.warps_per_block(); }
 
 void Tracer::start(int64_t records_per_segment) {
-  check_range("records_per_segment", records_per_segment, 1, INT32_MAX);
+  if (records_per_segment < 1 || records_per_segment > INT32_MAX) {
+    throw std::invalid_argument("records_per_segment=" + std::to_string(records_per_segment) + " is not in [1, " +
+                                std::to_string(INT32_MAX) + "]");
+  }
   device_.synchronize();
   const size_t count_bytes = num_segments() * sizeof(uint64_t);
   if (records_per_segment > buffer_.capacity) {

@@ -22,10 +22,10 @@ LaunchTable::LaunchTable(std::vector<LaunchStep> steps) : steps_(std::move(steps
 }
 
 LaunchStep LaunchTable::step(int num_tokens) const {
-  if (steps_.empty()) return {};
-  const auto found =
-      std::find_if(steps_.begin(), steps_.end(), [&](const LaunchStep& step) { return num_tokens <= step.max_tokens; });
-  return found != steps_.end() ? *found : steps_.back();
+  for (const LaunchStep& step : steps_) {
+    if (num_tokens <= step.max_tokens) return step;
+  }
+  return steps_.empty() ? LaunchStep{} : steps_.back();
 }
 
 int resident_blocks(int wanted, int max_blocks) { return std::max(1, std::min(wanted, max_blocks)); }

@@ -13,8 +13,7 @@ namespace moe_a2a {
 
 // The payload of a signal holds a number of tokens and a format (BatchHeader); one value means "refused".
 inline constexpr int kMaxTokensPerRank = (1 << 20) / 3 - 1;
-// A RouteEntry holds the expert in 16 bits, one value of which means "dropped", and its index in the chunk in the other
-// 16.
+// A RouteEntry holds the expert in 16 bits (one value means "dropped") and its index in the chunk in 16 more.
 inline constexpr int kMaxExperts = 65535;
 inline constexpr int kMaxTopk = 64;
 static_assert(int64_t{kMaxRanks} * kMaxTokensPerRank * kMaxTopk <= INT32_MAX, "routes are numbered by int32_t");
