@@ -4,7 +4,7 @@
 #include <thread>
 #include <type_traits>
 
-#include "rows_of.h"
+#include "one_token.h"
 #include "thread_ranks.h"
 
 namespace moe_a2a {
@@ -15,19 +15,13 @@ namespace {
 class Timeout : public ::testing::TestWithParam<int> {};
 
 TEST_P(Timeout, NamesTheMissingRankOnEveryOther) {
-  const MoeConfig config{.num_ranks = 4,
-                         .num_experts = 4,
-                         .num_topk = 1,
-                         .hidden = 8,
-                         .num_max_tokens_per_rank = 2,
-                         .dtype = DType::kFloat32,
-                         .num_max_ll_tokens = GetParam()};
+  const MoeConfig config = one_token_config(4, GetParam());
   std::barrier all(config.num_ranks);
   run_ranks(config, 0.5, [&](ExpertParallel& ep) {
     if (ep.config().rank != 2) {
-      const std::vector<float> x(8, 1.0f);
+      const std::vector<float> x(kRowLength, 1.0f);
       const int32_t expert = ep.config().rank;
-      auto handle = ep.dispatch_send({.num_tokens = 1, .topk_idx = {&expert, false}, .x = rows_of(x, 8)}, {});
+      auto handle = ep.dispatch_send({.num_tokens = 1, .topk_idx = {&expert, false}, .x = rows_of(x, kRowLength)}, {});
       try {
         ep.dispatch_recv(*handle, Layout::kRows, 1, {.num_blocks = 3});
         ADD_FAILURE() << "rank " << ep.config().rank << " did not notice";

@@ -8,36 +8,15 @@
 #include <thread>
 #include <vector>
 
-#include "rows_of.h"
+#include "one_token.h"
 #include "thread_ranks.h"
 
 namespace moe_a2a {
 namespace {
 
-constexpr int kHidden = 8;
-
-MoeConfig config_of(int num_ranks, int num_max_ll_tokens) {
-  return {.num_ranks = num_ranks,
-          .num_experts = num_ranks,
-          .num_topk = 1,
-          .hidden = kHidden,
-          .num_max_tokens_per_rank = 2,
-          .dtype = DType::kFloat32,
-          .num_max_ll_tokens = num_max_ll_tokens};
-}
-
-// One token to the next rank and back.
 void call(ExpertParallel& ep, int num_blocks) {
-  const std::vector<float> x(kHidden, 1.5f);
-  const int32_t expert = (ep.config().rank + 1) % ep.config().num_ranks;
   const LaunchPlace place{.num_blocks = num_blocks};
-  auto handle = ep.dispatch_send({.num_tokens = 1, .topk_idx = {&expert, false}, .x = rows_of(x, kHidden)}, place);
-  ep.dispatch_recv(*handle, Layout::kRows, 1, place);
-  const std::vector<float> y(ep.config().route_capacity() * kHidden, 2.5f);
-  ep.combine_send(*handle, {.y = rows_of(y, kHidden), .num_y_rows = ep.config().route_capacity()}, place);
-  std::vector<float> combined(kHidden);
-  ep.combine_recv(*handle, combined.data(), place);
-  EXPECT_EQ(combined[kHidden - 1], 2.5f);
+  combine_one(ep, *dispatch_one(ep, 1.5f, place), 2.5f, place);
 }
 
 class Threads : public ::testing::TestWithParam<int> {};
@@ -45,7 +24,7 @@ class Threads : public ::testing::TestWithParam<int> {};
 TEST_P(Threads, CloseEndsTheWaitOfAnotherThread) {
   for (const int milliseconds : {0, 1, 20}) {
     std::barrier both(2);
-    run_ranks(config_of(2, GetParam()), 20.0, [&](ExpertParallel& ep) {
+    run_ranks(one_token_config(2, GetParam()), 20.0, [&](ExpertParallel& ep) {
       if (ep.config().rank == 0) {
         std::string said;
         std::thread waiting([&] {
@@ -75,7 +54,7 @@ TEST_P(Threads, CloseEndsTheWaitOfAnotherThread) {
 }
 
 TEST_P(Threads, CallsChecksAndTracesTakeTurns) {
-  run_ranks(config_of(3, GetParam()), 60.0, [&](ExpertParallel& ep) {
+  run_ranks(one_token_config(3, GetParam()), 60.0, [&](ExpertParallel& ep) {
     std::mutex order;  // all ranks make the same calls in the same order, from whichever thread
     std::atomic<bool> stop = false;
     std::thread watcher([&] {
@@ -104,7 +83,7 @@ TEST_P(Threads, CallsChecksAndTracesTakeTurns) {
 }
 
 TEST_P(Threads, SeveralThreadsMayClose) {
-  run_ranks(config_of(2, GetParam()), 20.0, [&](ExpertParallel& ep) {
+  run_ranks(one_token_config(2, GetParam()), 20.0, [&](ExpertParallel& ep) {
     call(ep, 2);
     std::vector<std::thread> closers;
     for (int i = 0; i < 4; ++i) closers.emplace_back([&] { ep.close(); });
