@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "arch/block_pool.h"

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 #include "arch/interrupt.h"
 #include "arch/out_of_memory.h"

@@ -4,7 +4,6 @@
 
 #include "bindings/clients.h"
 #include "bindings/config.h"
-#include "bindings/errors.h"
 #include "bindings/experts.h"
 #include "bindings/grouped_gemm.h"
 #include "bindings/tensor_gate.h"

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <optional>
-#include <string>
 
 #include "bindings/tensor_gate.h"
 #include "moe/expert_parallel.h"

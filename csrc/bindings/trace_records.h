@@ -1,9 +1,7 @@
 // Trace records as Python reads them: plain tensors and lists, in the format of comm/trace_buffer.h.
 #pragma once
 
-#include <array>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "bindings/python.h"

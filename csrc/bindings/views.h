@@ -1,7 +1,6 @@
 // The views that a handle offers: tensors over the heap and the expert lists. Each view keeps the memory alive.
 #pragma once
 
-#include <array>
 #include <memory>
 
 #include "bindings/python.h"

@@ -2,7 +2,7 @@
 // rank is gone, and the clock offsets between ranks. Knows nothing of what its clients do.
 #pragma once
 
-#include <memory>
+#include <atomic>
 #include <vector>
 
 #include "comm/client.h"

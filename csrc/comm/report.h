@@ -1,7 +1,6 @@
 // What a wait that gave up leaves for the host: who waited, for whom, for what.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "comm/signal.h"

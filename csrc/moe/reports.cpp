@@ -1,9 +1,9 @@
 // Tells peers that this rank does not take part as expected, and turns its own kernels' reports into exceptions.
+#include <algorithm>
 #include <utility>
 
 #include "comm/refusal_text.h"
 #include "moe/expert_parallel.h"
-#include "moe/moe_kernels.h"
 #include "moe/vocabulary.h"
 
 namespace moe_a2a {

@@ -1,7 +1,6 @@
 #include "explorer.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "observed.h"
 

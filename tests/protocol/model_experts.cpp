@@ -1,6 +1,5 @@
 // What a rank does between the kernels: checks the landed rows, computes on them, and checks the combined result.
 // Compiled with -fsanitize=thread, so that the explorer sees its reads.
-#include <algorithm>
 #include <cmath>
 
 #include "model_rank.h"

@@ -1,7 +1,5 @@
 #include "world.h"
 
-#include <algorithm>
-
 namespace moe_a2a {
 
 World::World(const Scenario& scenario)
