@@ -18,7 +18,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,8 +80,9 @@ class Tables:
     def __init__(self, tables: Sequence[CollectiveTable], origin: str):
         self.origin = origin
         self._tables = tables
+        self.of = cache(self._nearest)  # looked up by every call
 
-    def of(self, kind: str, dtype: str) -> CollectiveTable:
+    def _nearest(self, kind: str, dtype: str) -> CollectiveTable:
         """The table of this dtype, else of a dtype of the same size, else any."""
         size = getattr(torch, dtype).itemsize
 
