@@ -35,14 +35,24 @@ FAMILIES = {
     "dispatch_kernels": {"Dispatch", "DispatchSend", "DispatchRecv"},
     "combine_kernels": {"Combine", "CombineSend", "CombineRecv"},
     "coded_combine_kernels": {"CodedCombine", "CodedCombineSend"},
+    "simulated_experts_kernels": {"SimulatedCombine", "SimulatedCombineSend"},
     "grouped_gemm_kernels": MULTIPLIERS,
     "collective_kernels": {"OneShotWords"},
 }
 # Kernels that write data and then raise signals for it.
 SIGNALLERS = {"Dispatch", "DispatchSend", "Combine", "CombineSend", "CodedCombine", "CodedCombineSend"}
+SIGNALLERS |= FAMILIES["simulated_experts_kernels"]
 # Kernels that send LL words, and kernels that poll them.
 LL_SENDERS = SIGNALLERS | {"OneShotWords"}
-LL_RECEIVERS = {"Dispatch", "DispatchRecv", "Combine", "CombineRecv", "CodedCombine", "OneShotWords"}
+LL_RECEIVERS = {
+    "Dispatch",
+    "DispatchRecv",
+    "Combine",
+    "CombineRecv",
+    "CodedCombine",
+    "SimulatedCombine",
+    "OneShotWords",
+}
 # Spins that wait for a bare word and so need no acquire: the two sides of a volley.
 BARE_SPINS = {"AlignClocks": 2}
 # Kernels that also spin on 32-bit counts of their own device, at device scope (moe/experts/stored_tiles.h).
