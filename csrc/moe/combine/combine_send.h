@@ -141,7 +141,7 @@ struct CombineSend {
  private:
   MOE_A2A_DEVICE static void send_sums(std::type_identity<LlWire>, const Args& args, LlWire& wire,
                                        const CombineSchedule<LlWire>& schedule, const Grid& grid, const Block& block) {
-    send_formed(wire, schedule, SummedRows{args, layout(args)}, grid, block);
+    send_formed(wire, schedule, SummedRows{{layout(args)}, args}, grid, block);
   }
   MOE_A2A_DEVICE static void send_sums(std::type_identity<RowWire>, const Args& args, RowWire& wire,
                                        const CombineSchedule<RowWire>& schedule, const Grid& grid, const Block& block) {
@@ -149,7 +149,7 @@ struct CombineSend {
       with_element_type(layout(args).dtype,
                         [&](auto type) { wire.send(schedule, StreamedRows<decltype(type)>{args, layout(args)}); });
     } else {
-      send_formed(wire, schedule, SummedRows{args, layout(args)}, grid, block);
+      send_formed(wire, schedule, SummedRows{{layout(args)}, args}, grid, block);
     }
   }
 };

@@ -89,7 +89,7 @@ struct CombineSendStored {
       with_element_type(layout.dtype,
                         [&](auto type) { wire.send(schedule, StreamedRows<decltype(type)>{args, layout}); });
     } else {
-      wire.send(schedule, SummedRows{args, layout});
+      wire.send(schedule, SummedRows{{layout}, args});
     }
     CombineSend::finish(args, grid, block, epoch);
   }

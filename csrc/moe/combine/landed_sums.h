@@ -65,10 +65,9 @@ class RouteTerms {
   const RouteTerm* end_;
 };
 
-// Source: a group of threads forms each sum in registers and stores it where the sender wants it.
-struct SummedRows {
+// Base of sources: a group of threads forms each sum in registers and stores it where the sender wants it.
+struct FormedRows {
   static constexpr TraceKind kKind = moe_kind::kSum;
-  const CombineSendArgs& args;
   RowLayout layout;
 
   template <class Port, class F>
@@ -76,18 +75,29 @@ struct SummedRows {
     InPlaceSender sender(port.warp, port.slot_at, port.done);
     f(sender);
   }
-  template <class Group, class Sender>
-  MOE_A2A_DEVICE void send(const Group& group, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
-    std::byte* target = sender.open_stage(scheduled.delivery);
-    const RouteTerm* terms = args.context.region.landed_term.at(args.buffer, scheduled.row);
-    with_element_type(layout.dtype, [&](auto type) {
-      using T = decltype(type);
-      add_rows(group, piece, args.vector_rows, RouteTerms<T>(args, terms), reinterpret_cast<T*>(target));
-    });
+  // form(T*) stores the piece, with elements of the row's type.
+  template <class Sender, class Form>
+  MOE_A2A_DEVICE void send_formed(Sender& sender, const Delivery& delivery, const Piece& piece,
+                                  const Form& form) const {
+    std::byte* target = sender.open_stage(delivery);
+    with_element_type(layout.dtype, [&](auto type) { form(reinterpret_cast<decltype(type)*>(target)); });
     RowSource row = layout.part(piece);
     row.values = target;
     row.in_shared = true;
-    sender.send_staged(row, scheduled.delivery);
+    sender.send_staged(row, delivery);
+  }
+};
+
+// Source: the sums of the outputs of the local experts.
+struct SummedRows : FormedRows {
+  const CombineSendArgs& args;
+
+  template <class Group, class Sender>
+  MOE_A2A_DEVICE void send(const Group& group, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
+    const RouteTerm* terms = args.context.region.landed_term.at(args.buffer, scheduled.row);
+    send_formed(sender, scheduled.delivery, piece, [&]<class T>(T* target) {
+      add_rows(group, piece, args.vector_rows, RouteTerms<T>(args, terms), target);
+    });
     if (group.rank() == 0 && piece.first == 0) count_short_routes(args, terms);  // last: nobody waits for it
   }
 };

@@ -6,29 +6,16 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Source: a group of threads forms each sum in registers and stores it where the sender wants it.
-struct SimulatedRows {
-  static constexpr TraceKind kKind = moe_kind::kSum;
+// Source: the sums of the rows as scaled by the local experts.
+struct SimulatedRows : FormedRows {
   const SimulatedCombineSendArgs& args;
-  RowLayout layout;
 
-  template <class Port, class F>
-  MOE_A2A_DEVICE void with_row_sender(const Port& port, const F& f) const {
-    InPlaceSender sender(port.warp, port.slot_at, port.done);
-    f(sender);
-  }
   template <class Group, class Sender>
   MOE_A2A_DEVICE void send(const Group& group, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
-    RowSource row = layout.part(piece);
-    std::byte* target = sender.open_stage(scheduled.delivery);
-    with_element_type(layout.dtype, [&](auto type) {
-      using T = decltype(type);
+    send_formed(sender, scheduled.delivery, piece, [&]<class T>(T* target) {
       const SimulatedSum<T> sum(args.context, args.buffer, args.layout, args.scales, scheduled.row);
-      sum.store(group, piece, args.vector_rows, reinterpret_cast<T*>(target));
+      sum.store(group, piece, args.vector_rows, target);
     });
-    row.values = target;
-    row.in_shared = true;
-    sender.send_staged(row, scheduled.delivery);
   }
 };
 
@@ -53,7 +40,7 @@ struct SimulatedCombineSend {
     const typename Wire::Plan plan = Wire::plan(layout, StagedFor::kSumming, c.max_shared_bytes);
     Wire wire(exchange, layout, grid, block, shared, plan, c.region.tickets.at(args.buffer, MoeRegion::kCombineSend));
     const CombineSchedule<Wire> schedule(c, args.buffer, own);
-    CombineSend::send_formed(wire, schedule, SimulatedRows{args, layout}, grid, block);
+    CombineSend::send_formed(wire, schedule, SimulatedRows{{layout}, args}, grid, block);
     CombineSend::finish(args, grid, block, epoch);
   }
 };
