@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -41,24 +42,33 @@ class LaunchStep(NamedTuple):
 
 @dataclass(frozen=True)
 class TunedTable:
-    """Measured for rows of one length and type."""
+    """Measured for rows of one length and type, and one number of experts per token."""
 
     hidden: int
     dtype: str  # "bfloat16"
     steps: tuple[LaunchStep, ...]
+    topk: int = 8  # if the file does not say
 
     @property
     def row_bytes(self) -> int:
         return self.hidden * getattr(torch, self.dtype).itemsize
 
-    def scaled_to(self, row_bytes: int) -> TunedTable:
-        """The table for another row length, scaled by the bytes of a call."""
+    def scaled_to(self, row_bytes: int, num_topk: int, num_ranks: int, most_blocks: int) -> TunedTable:
+        """The table for other rows and another number of experts per token.
+
+        Numbers of tokens are scaled by the bytes of a row. A token that goes to fewer ranks needs as many instructions
+        (to quantise it, to place it, to write its sum) for fewer bytes on the links: numbers of blocks are scaled by its
+        number of ranks, those of batches that go as rows. They are not reduced for a token that goes to more ranks."""
         ratio = self.row_bytes / row_bytes
+        more = max(1.0, ranks_per_token(num_ranks, self.topk) / ranks_per_token(num_ranks, num_topk))
         steps: dict[int, LaunchStep] = {}
         for step in self.steps:
             max_tokens = min(LARGEST, max(1, round(step.max_tokens * ratio)))
-            steps[max_tokens] = step._replace(max_tokens=max_tokens)
-        return replace(self, steps=tuple(steps.values()))
+            blocks: Iterable[int] = step[1:]
+            if max_tokens > LARGEST_SMALL_BATCH:
+                blocks = (max(count, min(most_blocks, round(count * more))) for count in blocks)
+            steps[max_tokens] = LaunchStep(max_tokens, *blocks)
+        return replace(self, steps=tuple(steps.values()), topk=num_topk)
 
 
 def in_effect(
@@ -72,19 +82,30 @@ def in_effect(
     """The table, and its origin as text. An empty table: the target's default."""
     path = tuned_files.chosen_file(file or os.environ.get(ENVIRONMENT_VARIABLE), "", device, num_ranks)
     row_bytes = hidden * dtype.itemsize
+    is_gpu = device.type == "cuda"
+    most_blocks = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else LARGEST
     if path is not None:
-        nearest = min(read(path), key=lambda table: abs(math.log(table.row_bytes / row_bytes)))
-        is_same = nearest.row_bytes == row_bytes
-        origin = f"{path}, hidden {nearest.hidden} {nearest.dtype}" + ("" if is_same else ", scaled by the row's bytes")
-        return list((nearest if is_same else nearest.scaled_to(row_bytes)).steps), origin
-    if device.type != "cuda":
+
+        def distance(table: TunedTable) -> tuple[float, float]:
+            return abs(math.log(table.row_bytes / row_bytes)), abs(math.log(table.topk / num_topk))
+
+        nearest = min(read(path), key=distance)
+        is_same = (nearest.row_bytes, nearest.topk) == (row_bytes, num_topk)
+        table = nearest if is_same else nearest.scaled_to(row_bytes, num_topk, num_ranks, most_blocks)
+        measured = f"{path}, hidden {nearest.hidden} {nearest.dtype} top-{nearest.topk}"
+        return list(table.steps), measured + ("" if is_same else ", scaled")
+    if not is_gpu:
         return [], "no table, one thread per call"
-    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return model(num_ranks, num_topk, row_bytes, num_multiprocessors), "no table, the model"
+    return model(num_ranks, num_topk, row_bytes, most_blocks), "no table, the model"
 
 
 def own_file(device: torch.device, num_ranks: int) -> Path:
     return tuned_files.own_file("", device, num_ranks)
+
+
+def ranks_per_token(num_ranks: int, num_topk: int) -> float:
+    """To how many of R ranks a token with K uniform choices goes on average: R * (1 - (1 - 1 / R) ** K)."""
+    return num_ranks * (1 - (1 - 1 / num_ranks) ** num_topk)
 
 
 # ---- the model
@@ -102,11 +123,8 @@ ADDED_BYTES_PER_BLOCK = 4 << 10
 
 def model(num_ranks: int, num_topk: int, row_bytes: int, most_blocks: int) -> list[LaunchStep]:
     """Dispatch: 64 blocks, or enough to give each warp one piece of a small batch. Combine: one block per 32 KiB of rows
-    (4 KiB in a small batch). At least 64, at most one per SM.
-
-    With K uniform choices, a token's row goes to R * (1 - (1 - 1 / R) ** K) ranks on average.
-    """
-    copies = num_ranks * (1 - (1 - 1 / num_ranks) ** num_topk)
+    (4 KiB in a small batch). At least 64, at most one per SM."""
+    copies = ranks_per_token(num_ranks, num_topk)
     steps: list[LaunchStep] = []
     max_tokens = 1
     while max_tokens <= LARGEST_TOKENS:
@@ -141,12 +159,12 @@ def _table(field: Field) -> TunedTable:
         steps.append(LaunchStep(*numbers))
     if not steps:
         raise field["steps"].error("an array of steps")
-    return TunedTable(hidden, dtype, tuple(steps))
+    topk = field["topk"].integer(1, LARGEST) if "topk" in field.value else TunedTable.topk
+    return TunedTable(hidden, dtype, tuple(steps), topk)
 
 
 def write(path: Path, about: dict, table: TunedTable) -> None:
     """Adds the table to the file, replacing an older one for the same rows."""
     tables = read(path) if path.exists() else []
-    same_rows = (table.hidden, table.dtype)
-    tables = [old for old in tables if (old.hidden, old.dtype) != same_rows] + [table]
+    tables = [old for old in tables if replace(old, steps=table.steps) != table] + [table]
     tuned_files.write(path, about, "[max_tokens, dispatch_blocks, combine_blocks]", map(asdict, tables))

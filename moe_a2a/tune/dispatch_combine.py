@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace, device: torch.device, clock: Clock) -> 
         steps.append(LaunchStep(tokens, *best))
         if dist.get_rank() == 0:
             _say(case, blocks, times, steps[-1])
-    return TunedTable(options.hidden, options.dtype, tuple(tuned_files.merged(steps)))
+    return TunedTable(options.hidden, options.dtype, tuple(tuned_files.merged(steps)), options.topk)
 
 
 def _case(options: argparse.Namespace, num_tokens: int) -> Case:

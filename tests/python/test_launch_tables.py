@@ -47,6 +47,7 @@ def table(hidden=64, dtype="float32", steps=((8, 1, 1),)):
         (table(steps=[[8, 1]]), r"tables\[0\]\.steps\[0\] is \[8, 1\], not \[max_tokens"),
         (table(steps=[[8, 1, 0]]), r"tables\[0\]\.steps\[0\]\[2\] is 0"),
         (table(steps=[[8, 1, 1], [8, 2, 2]]), r"tables\[0\]\.steps\[1\].*more than 8 tokens"),
+        ({"tables": [{**table()["tables"][0], "topk": 0}]}, r"tables\[0\]\.topk is 0"),
         (table(steps={"8": 1}), r"tables\[0\]\.steps is \{'8': 1\}, not an array"),
         ({"tables": [{"dtype": "float32", "steps": []}]}, r"tables\[0\]\.hidden is missing"),
         ({"tables": []}, "no table"),
@@ -125,6 +126,26 @@ def test_a_table_of_this_machine_comes_before_the_shipped_one(folders):
         [],
         "no table, one thread per call",
     )
+
+
+def test_blocks_grow_as_tokens_go_to_fewer_ranks(folders):
+    """In batches that go as rows. With 4 ranks and 8 experts per token a token goes to 3.6 ranks, with 1 to one rank."""
+    steps = LaunchStep(64, 112, 112), LaunchStep(1024, 32, 48), LaunchStep(8192, 16, 24)
+    path = tuned_files.SHIPPED / "h200_4.json"
+    launch_tables.write(path, {}, TunedTable(64, "bfloat16", steps))
+
+    def found(num_topk, hidden=64):
+        return launch_tables.in_effect(torch.device("cuda"), 4, hidden, torch.bfloat16, num_topk)
+
+    assert found(8) == (list(steps), f"{path}, hidden 64 bfloat16 top-8")
+    assert found(16) == (list(steps), f"{path}, hidden 64 bfloat16 top-8, scaled")
+    assert found(1)[0] == [steps[0], LaunchStep(1024, 115, 132), LaunchStep(8192, 58, 86)]
+    assert found(2, 128)[0] == [LaunchStep(32, 112, 112), LaunchStep(512, 66, 99), LaunchStep(4096, 33, 49)]
+    measured = TunedTable(64, "bfloat16", (LaunchStep(8, 5, 6),), topk=1)
+    launch_tables.write(path, {}, measured)
+    assert launch_tables.read(path) == [TunedTable(64, "bfloat16", steps), measured]
+    assert found(1) == ([LaunchStep(8, 5, 6)], f"{path}, hidden 64 bfloat16 top-1")
+    assert found(8)[0] == list(steps)
 
 
 def test_tune_writes_into_the_users_cache():
