@@ -15,7 +15,6 @@ A call's algorithm= and the constructor's num_blocks= override all of them. All 
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
@@ -62,8 +61,10 @@ class CollectiveTable:
     def step(self, nbytes: int, symmetric: bool = False) -> CollectiveStep:
         """symmetric: of tensors in symmetric memory."""
         steps = self.symmetric_steps if symmetric else self.steps
-        place = bisect_left(steps, nbytes, key=lambda step: step.max_nbytes)
-        return steps[min(place, len(steps) - 1)]
+        for step in steps:  # a few: quicker than bisect with a key
+            if nbytes <= step.max_nbytes:
+                return step
+        return steps[-1]
 
     @cached_property
     def symmetric_steps(self) -> tuple[CollectiveStep, ...]:

@@ -20,6 +20,8 @@ from moe_a2a.graph_tracing import is_tracing
 OPS = ("sum", "max", "min", "avg")
 ALGORITHMS = ("auto", *collective_tables.ALGORITHMS, "direct")
 
+_NAMES = dict(zip(arguments.ROW_DTYPES, arguments.ROW_DTYPE_NAMES, strict=True))  # in tables
+
 MAX_NBYTES = 1 << 40
 MAX_SYMMETRIC_NBYTES = 1 << 38  # a kernel counts the elements of a chunk in 32 bits
 # Except for the last rank, each rank reduces a multiple of this many elements: see csrc/collectives/shares.h.
@@ -246,9 +248,7 @@ class Collectives(CommunicatorClient):
         )
 
     def _table_of(self, kind: str, x: torch.Tensor) -> collective_tables.CollectiveTable:
-        dtype = str(x.dtype).removeprefix("torch.")
-        names = arguments.ROW_DTYPE_NAMES
-        return self.tables.of(kind, dtype if dtype in names else names[0])  # other dtypes are refused later
+        return self.tables.of(kind, _NAMES.get(x.dtype, "float32"))  # other dtypes are refused later
 
     def _step_of(
         self, table: collective_tables.CollectiveTable, x: torch.Tensor, out: torch.Tensor | None
