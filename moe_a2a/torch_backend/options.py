@@ -23,6 +23,8 @@ class Options:
             r // ranks_per_node, and collectives run in two levels; MOE_A2A_BACKEND_RANKS_PER_NODE, 0: one machine.
         parallel_slices, staging_nbytes: see TwoLevelCollectives; MOE_A2A_BACKEND_PARALLEL_SLICES, 2, and
             MOE_A2A_BACKEND_STAGING_NBYTES, 0.
+        nccl_nbytes: GPU calls within one machine go to NCCL if their tensors have at least this many bytes, inputs and outputs
+            together; MOE_A2A_BACKEND_NCCL_NBYTES, 8 MiB.
     """
 
     max_nbytes: int | None = None
@@ -30,6 +32,7 @@ class Options:
     ranks_per_node: int | None = None
     parallel_slices: int | None = None
     staging_nbytes: int | None = None
+    nccl_nbytes: int | None = None
 
     def settled(self, rank: int) -> Settled:
         """The options with None replaced, checked."""
@@ -57,6 +60,7 @@ class Settled:
     ranks_per_node: int
     parallel_slices: int
     staging_nbytes: int
+    nccl_nbytes: int
 
 
 # Environment variable, default, least value.
@@ -66,6 +70,9 @@ _KNOBS = {
     "ranks_per_node": ("MOE_A2A_BACKEND_RANKS_PER_NODE", 0, 0),
     "parallel_slices": ("MOE_A2A_BACKEND_PARALLEL_SLICES", 2, 1),
     "staging_nbytes": ("MOE_A2A_BACKEND_STAGING_NBYTES", 0, 0),
+    # Alone, Collectives are as fast up to 64 MiB. Beside other kernels, as in DDP and FSDP2, NCCL is faster from less on, since
+    # it fills the links with fewer SMs.
+    "nccl_nbytes": ("MOE_A2A_BACKEND_NCCL_NBYTES", 8 << 20, 1),
 }
 
 

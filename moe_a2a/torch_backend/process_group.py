@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moe_a2a import _core, arguments, devices
+from moe_a2a import arguments
 from moe_a2a.boards import StoreBoard
 from moe_a2a.collectives import Collectives
 from moe_a2a.groups import MeetingGroup
 from moe_a2a.rendezvous import Meetings
-from moe_a2a.torch_backend.delegates import add_delegates, make_delegate, one_by_one
-from moe_a2a.torch_backend.options import Options, Place
+from moe_a2a.torch_backend.delegates import LargeCalls, add_delegates, make_delegate, one_by_one
+from moe_a2a.torch_backend.options import LARGEST, Options, Place
 from moe_a2a.torch_backend.tensors import (
-    are_alike,
     fill,
     flattened,
     gather,
     gather_to_list,
     has_gaps,
+    has_kernels,
+    nbytes_of,
+    only_nccl_takes,
     reduce_scatter,
     reduce_scatter_list,
+    takes,
 )
 from moe_a2a.torch_backend.work import BarrierWork, CallThread, RecentWorks, StreamWork, tracked, work_done
 from moe_a2a.two_level.collectives import TwoLevelCollectives
@@ -70,6 +74,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         self._store = dist.PrefixStore("collectives", store)
         self._made: dict[torch.device, Collectives | TwoLevelCollectives] = {}
         self._streams: dict[torch.device, Any] = {}
+        self._gpu: torch.device | None = None  # of the last call on one
         self._lock = threading.Lock()
         self._thread = CallThread(f"moe_a2a rank {rank}")
         self._recent = RecentWorks()
@@ -108,9 +113,20 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Any:
         opts = _reduce_options(_c10d.AllreduceOptions, opts, op, timeout)
         tensors, op = [tensors] if isinstance(tensors, torch.Tensor) else tensors, _op_of(opts)
-        if not _takes(op, tensors):
+        if not self._keeps(op, tensors):
             return self._delegate(*tensors).allreduce(tensors, opts)
 
+        return self._all_reduce(tensors, op, opts)
+
+    @tracked
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        opts = _c10d.AllreduceCoalescedOptions() if opts is None else opts
+        op = _op_of(opts)
+        if not takes(op, tensors):
+            return self._delegate(*tensors).allreduce_coalesced(tensors, opts)
+        return self._all_reduce(tensors, op, opts)
+
+    def _all_reduce(self, tensors: list[torch.Tensor], op: str, opts: Any) -> Any:
         def call(coll: Collectives) -> None:
             for x in tensors:
                 fill(coll, x, lambda out: coll.all_reduce(out, op, out=out))
@@ -118,16 +134,9 @@ class MoeA2aProcessGroup(_ProcessGroup):
         return self._run(opts, tensors, call)
 
     @tracked
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        opts = _c10d.AllreduceCoalescedOptions() if opts is None else opts
-        if not _takes(_op_of(opts), tensors):
-            return self._delegate(*tensors).allreduce_coalesced(tensors, opts)
-        return self.allreduce(tensors, opts)
-
-    @tracked
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = _c10d.AllgatherOptions() if opts is None else opts
-        if not _takes("gather", [x]):
+        if not self._keeps("gather", [x], [output]):
             return self._delegate(x, output)._allgather_base(output, x, opts)
         return self._run(opts, [x, output], lambda coll: gather(coll, output, x), [output])
 
@@ -136,7 +145,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         opts = _c10d.AllgatherOptions() if opts is None else opts
-        if not _takes("gather", inputs):
+        if not takes("gather", inputs):
             return one_by_one(self._delegate(*inputs, *outputs)._allgather_base, outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
@@ -151,7 +160,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
             outputs, inputs, opts = [outputs], [inputs], _with_timeout(_c10d.AllgatherOptions(), opts)
         opts = _c10d.AllgatherOptions() if opts is None else opts
         x, parts = inputs[0], outputs[0]
-        if _only_nccl_takes(parts) or not _takes("gather", [x]):
+        if only_nccl_takes(parts) or not self._keeps("gather", [x], parts):
             return self._delegate(x, *parts).allgather(outputs, inputs, opts)
 
         return self._run(opts, [x, *parts], lambda coll: gather_to_list(coll, parts, x), parts)
@@ -160,7 +169,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = _op_of(opts)
-        if not _takes(op, [x]):
+        if not self._keeps(op, [x], [output]):
             return self._delegate(x, output)._reduce_scatter_base(output, x, opts)
         return self._run(opts, [x, output], lambda coll: reduce_scatter(coll, output, flattened(coll, x), op), [output])
 
@@ -170,7 +179,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     ) -> Any:
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = _op_of(opts)
-        if not _takes(op, inputs):
+        if not takes(op, inputs):
             return one_by_one(self._delegate(*inputs, *outputs)._reduce_scatter_base, outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
@@ -187,19 +196,19 @@ class MoeA2aProcessGroup(_ProcessGroup):
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         op, output, parts = _op_of(opts), outputs[0], inputs[0]
-        if _only_nccl_takes(parts) or not _takes(op, parts or [output]):
+        if only_nccl_takes(parts) or not self._keeps(op, parts or [output], [output]):
             return self._delegate(output, *parts).reduce_scatter(outputs, inputs, opts)
 
         return self._run(opts, [*parts, output], lambda coll: reduce_scatter_list(coll, output, parts, op), [output])
 
     def barrier(self, opts: Any = None, *, timeout: Any = None) -> Any:
         """Synchronises the GPUs if the group has used them, else the processes."""
-        gpus = [device for device in self._made if device.type == "cuda"]
-        token = torch.zeros(1, dtype=torch.float32, device=gpus[0] if gpus else "cpu")
-        if not _has_kernels(token.device):
+        gpu = self._gpu
+        token = torch.zeros(1, dtype=torch.float32, device=gpu or "cpu")
+        if not has_kernels(token.device):
             return self._delegate(token).barrier(_c10d.BarrierOptions() if opts is None else opts)
         work = self._run(opts, [token], lambda coll: coll.all_reduce(token, out=token), [])
-        return BarrierWork(work, gpus[0]) if gpus else work
+        return BarrierWork(work, gpu) if gpu else work
 
     # What Collectives lacks. PyTorch would find the delegates itself, but it holds the GIL until the call is queued. A gloo
     # thread may hold the queue's lock and wait for the GIL (to free a tensor): a deadlock.
@@ -246,6 +255,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
     def _delegate(self, *tensors: torch.Tensor) -> Any:
         """Raises ValueError for tensors that the delegate would misread."""
+        self._note(tensors[0].device)
         for x in tensors:
             if x.is_neg():
                 raise ValueError(
@@ -269,17 +279,20 @@ class MoeA2aProcessGroup(_ProcessGroup):
         """Runs call(collectives of the device): now if the caller waits at once, else after the queued calls. As in
         PyTorch's own groups, tensors may require grad, and no call is recorded."""
         device = tensors[0].device
+        self._note(device)
         results = tensors if results is None else results
         waits_at_once = not getattr(opts, "asyncOp", True)
+        is_large = nbytes_of(tensors) >= self._nccl_nbytes(device)
+        find: Callable[[torch.device], Any] = self._nccl if is_large else self._collectives
 
         def run() -> None:
-            with torch.no_grad():
-                call(self._collectives(device))
+            with torch.no_grad() if any(x.requires_grad for x in tensors) else nullcontext():
+                call(find(device))
 
         if device.type == "cpu":
             work = self._thread.run(run, results, waits_at_once)
             return work if waits_at_once else self._recent.keep(work)
-        self._collectives(device)  # made on the current stream
+        find(device)  # Collectives are made on the current stream
         if waits_at_once:  # on the caller's stream, like any kernel of its own
             run()
             return work_done(results)
@@ -287,11 +300,31 @@ class MoeA2aProcessGroup(_ProcessGroup):
             stream = self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
         return self._recent.keep(StreamWork.begin(stream, run, tensors, results))
 
+    def _nccl_nbytes(self, device: torch.device) -> int:
+        """From how many bytes on NCCL makes the calls that Collectives could make too."""
+        is_there = device.type == "cuda" and "cuda" in self.delegates and self._place.num_nodes == 1
+        return self._options.nccl_nbytes if is_there else LARGEST
+
+    def _note(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self._gpu = device
+
+    def _keeps(self, op: str, inputs: list[torch.Tensor], outputs: Sequence[torch.Tensor] = ()) -> bool:
+        """Whether the delegate does not get these tensors as they are. If the call is large, it gets this rank's copies of them,
+        from _run()."""
+        tensors = [*inputs, *outputs]
+        is_large = nbytes_of(tensors) >= self._nccl_nbytes(tensors[0].device)
+        return takes(op, inputs) and not (is_large and all(x.is_contiguous() for x in tensors))
+
+    def _nccl(self, device: torch.device) -> LargeCalls:
+        return LargeCalls(self._get_backend(device), self._rank, self._num_ranks)
+
     def _collectives(self, device: torch.device) -> Any:
-        with self._lock:
-            if device not in self._made:
-                self._made[device] = self._make(device)
-            return self._made[device]
+        made = self._made.get(device)
+        if made is None:
+            with self._lock:
+                made = self._made.get(device) or self._made.setdefault(device, self._make(device))
+        return made
 
     def _make(self, device: torch.device) -> Collectives | TwoLevelCollectives:
         options, place = self._options, self._place
@@ -299,7 +332,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         node = _StoreGroup(Meetings(place.rank, place.num_ranks, StoreBoard(store)), self._seconds)
         how: dict[str, Any] = {"num_blocks": options.num_blocks, "device": device, "timeout": self._seconds}
         if place.num_nodes == 1:
-            return Collectives(node, options.max_nbytes, **how)
+            return Collectives(node, min(options.max_nbytes, self._nccl_nbytes(device)), **how)
         return TwoLevelCollectives(
             node,
             make_delegate(
@@ -336,27 +369,6 @@ def _op_of(opts: Any) -> str:
     """The operator as Collectives names it; "" if Collectives lacks it."""
     op = opts.reduceOp
     return OPS.get(getattr(op, "op", op), "")
-
-
-def _takes(op: str, inputs: list[torch.Tensor]) -> bool:
-    """Whether Collectives can do it; every rank gets the same answer."""
-    first = inputs[0]
-    return (
-        op != ""
-        and _has_kernels(first.device)
-        and first.dtype in arguments.ROW_DTYPES
-        and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
-        and all(x.layout == torch.strided for x in inputs)
-    )
-
-
-def _only_nccl_takes(parts: list[torch.Tensor]) -> bool:
-    """Whether it is a list of several shapes for GPUs. For the CPU, Collectives' own check refuses it."""
-    return any(part.is_cuda for part in parts) and not are_alike(parts)
-
-
-def _has_kernels(device: torch.device) -> bool:
-    return device.type in ("cpu", "cuda") and devices.target_of(device) in _core.built_targets()
 
 
 def _create(given: Any, options: Any) -> MoeA2aProcessGroup:

@@ -1,11 +1,41 @@
-"""The tensors of the torch.distributed backend's calls, as its Collectives take them: contiguous, without shapes."""
+"""The tensors of the torch.distributed backend's calls: which of them Collectives takes, and as it takes them: contiguous,
+without shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+
+from moe_a2a import _core, arguments, devices
+
+
+def takes(op: str, inputs: list[torch.Tensor]) -> bool:
+    """Whether Collectives can do it; every rank gets the same answer."""
+    first = inputs[0]
+    return (
+        op != ""
+        and has_kernels(first.device)
+        and first.dtype in arguments.ROW_DTYPES
+        and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
+        and all(x.layout == torch.strided for x in inputs)
+    )
+
+
+def only_nccl_takes(parts: list[torch.Tensor]) -> bool:
+    """Whether it is a list of several shapes for GPUs. For the CPU, Collectives' own check refuses it."""
+    return any(part.is_cuda for part in parts) and not are_alike(parts)
+
+
+def nbytes_of(tensors: list[torch.Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    return device.type in ("cpu", "cuda") and devices.target_of(device) in _core.built_targets()
 
 
 def are_alike(parts: list[torch.Tensor]) -> bool:
@@ -21,7 +51,9 @@ def has_gaps(x: torch.Tensor) -> bool:
 
 def flat(x: torch.Tensor) -> torch.Tensor:
     """The elements of x in one dimension; a copy if x is not contiguous. A sparse output stays: Collectives refuses it."""
-    return x.contiguous().view(-1) if x.layout == torch.strided else x
+    if x.layout != torch.strided or (x.dim() == 1 and x.is_contiguous()):
+        return x
+    return x.contiguous().view(-1)
 
 
 def flattened(coll: Any, x: torch.Tensor) -> torch.Tensor:
@@ -47,8 +79,7 @@ def gather_to_list(coll: Any, parts: list[torch.Tensor], x: torch.Tensor) -> Non
         _check_list(coll, "tensor_list", parts, "tensor", x)
         row, rows = flat(x).view(1, -1), parts[0].new_empty(len(parts), x.numel())
     gathered = coll.all_gather(row, out=rows)
-    for part, values in zip(parts, gathered, strict=True):
-        part.copy_(values.view(part.shape))
+    torch._foreach_copy_(parts, [values.view(part.shape) for part, values in zip(parts, gathered, strict=True)])
 
 
 def reduce_scatter_list(coll: Any, output: torch.Tensor, parts: list[torch.Tensor], op: str) -> None:

@@ -1,10 +1,22 @@
 """Options of the torch.distributed backend: nodes of several ranks, environment variables, registration."""
 
+import itertools
+
 import on_device
 import pytest
 import torch
 import torch.distributed as dist
-from test_torch_backend import COLLECTIVES, REDUCE_OPS, TIMEOUT, full, integers, new_group, run_processes
+from test_torch_backend import (
+    COLLECTIVES,
+    DEVICE,
+    REDUCE_OPS,
+    TIMEOUT,
+    all_gather_coalesced,
+    full,
+    integers,
+    new_group,
+    run_processes,
+)
 
 import moe_a2a
 from moe_a2a.arguments import ROW_DTYPES
@@ -58,6 +70,43 @@ def test_two_levels():
     run_processes(4, two_level_program)
 
 
+def large_calls_program(gloo) -> None:
+    """From nccl_nbytes on, counting inputs and outputs, NCCL makes every collective, with the same results, also of tensors
+    that are not contiguous on some ranks. On the CPU gloo plays NCCL; it has no average, and its calls of lists and of single
+    tensors do not match."""
+    large, small = new_group(pg_options=Options(nccl_nbytes=20_000)), new_group(pg_options=Options(nccl_nbytes=1 << 30))
+    delegated = []
+
+    def noted(call):
+        return lambda *given: delegated.append(given) or call(*given)
+
+    large._nccl, large._delegate = noted(large._nccl), noted(large._delegate)
+    operators, strided_ranks = dict(REDUCE_OPS), [(), (0,), (0, 1)]
+    if DEVICE == "cpu":
+        large._nccl_nbytes = lambda device: 20_000
+        del operators["avg"]
+        strided_ranks.remove((0,))
+    for dtype, number, strided in itertools.product(ROW_DTYPES, range(len(COLLECTIVES)), strided_ranks):
+        collective = COLLECTIVES[number]
+        for (name, op), (num_rows, is_large) in itertools.product(operators.items(), ((11, False), (400, True))):
+            x = integers((num_rows, 30), dtype, 100 * number + dist.get_rank())
+            if dist.get_rank() in strided and collective is not all_gather_coalesced:  # whose test takes a view
+                x = x.t().contiguous().t()
+            delegated.clear()
+            assert torch.equal(collective(large, op, x), collective(small, op, x)), (collective, name, dtype, strided)
+            assert bool(delegated) == is_large, (collective, num_rows)
+    rows = full(50_000, 1).view(5, 10_000)
+    works = [dist.all_reduce(row, group=large, async_op=True) for row in rows]
+    for work in works:
+        work.wait()
+    assert torch.equal(rows, full(50_000, 2).view(5, 10_000))
+    dist.barrier(group=large)
+
+
+def test_large_calls_go_to_nccl():
+    run_processes(2, large_calls_program)
+
+
 @on_device.cpu_only
 def test_options_and_the_environment(monkeypatch):
     variables = {
@@ -66,10 +115,11 @@ def test_options_and_the_environment(monkeypatch):
         "ranks_per_node": "MOE_A2A_BACKEND_RANKS_PER_NODE",
         "parallel_slices": "MOE_A2A_BACKEND_PARALLEL_SLICES",
         "staging_nbytes": "MOE_A2A_BACKEND_STAGING_NBYTES",
+        "nccl_nbytes": "MOE_A2A_BACKEND_NCCL_NBYTES",
     }
     for variable in variables.values():
         monkeypatch.delenv(variable, raising=False)
-    assert Options().settled(0) == Settled(64 << 20, 0, 0, 2, 0)
+    assert Options().settled(0) == Settled(64 << 20, 0, 0, 2, 0, 8 << 20)
     for name, variable in variables.items():
         monkeypatch.setenv(variable, "7")
         assert getattr(Options().settled(0), name) == 7
@@ -84,7 +134,7 @@ def test_options_and_the_environment(monkeypatch):
         monkeypatch.delenv(variable)
         with pytest.raises(ValueError, match=rf"{name}=-1 is not in .* on rank 3"):
             Options(**{name: -1}).settled(3)
-    for variable in ("MOE_A2A_BACKEND_NBYTES", "MOE_A2A_BACKEND_PARALLEL_SLICES"):
+    for variable in ("MOE_A2A_BACKEND_NBYTES", "MOE_A2A_BACKEND_PARALLEL_SLICES", "MOE_A2A_BACKEND_NCCL_NBYTES"):
         monkeypatch.setenv(variable, "0")
         with pytest.raises(ValueError, match=f"{variable} is '0'"):
             Options().settled(0)
