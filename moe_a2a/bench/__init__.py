@@ -12,6 +12,7 @@ BENCHES = {
     "layer": "time a whole MoE layer beside compositions with the baselines' products",
     "training": "time a layer's forward and backward pass beside sort + all_to_all",
     "micro_batches": "time a product on the remaining SMs beside dispatch and combine of another micro-batch",
+    "data_parallel": "time training steps of DDP and FSDP2 on the torch.distributed backend beside NCCL or gloo",
     "all_reduce": "time all_reduce beside gloo or NCCL",
     "reduce_scatter": "time reduce_scatter beside gloo or NCCL",
     "all_gather": "time all_gather beside gloo or NCCL",

@@ -113,6 +113,23 @@ def test_the_limit_is_the_slower_of_products_and_bytes():
     assert limits.Limits(2.0, 0.5, 4.0).seconds(4e12, 0, True) == 1.0 and limit.seconds(4e12, 0, True) == 2.0
 
 
+def test_data_parallel(tmp_path):
+    """Each call's results and each model's losses have been compared with the peer's, or ours would have no line."""
+    tiny = ("--ranks", "2", "--device", "cpu", "--iterations", "2", "--warm-up", "1")
+    sizes = ("--sizes", "4096", "--hidden", "16", "--layers", "2", "--tokens", "8")
+    done = commands.run("bench", "data_parallel", *tiny, *sizes, "--results", tmp_path)
+    assert done.returncode == 0 and "no figure" not in done.stdout, done.stdout + done.stderr
+    (file,) = tmp_path.glob("*_2/data_parallel.json")
+    lines = json.loads(file.read_text())["lines"]
+    calls = ["all_reduce", "all_reduce, async_op", "all_gather_into_tensor", "reduce_scatter_tensor"]
+    what = [*calls, "DDP, hidden 16", "FSDP2, hidden 16"]
+    assert [(line["what"], line["backend"]) for line in lines] == [(w, b) for w in what for b in ("gloo", "moe_a2a")]
+    for theirs, ours in zip(lines[::2], lines[1::2], strict=True):
+        assert theirs["of_peer"] == 1 and ours["of_peer"] == pytest.approx(ours["us"] / theirs["us"])
+        assert ours["nbytes"] == (4096 if ours["what"] in calls else 16 * 2 * 16**2)
+        assert ours["p99_us"] * 1.001 >= ours["us"] > 0 < ours["host_us"]
+
+
 def test_micro_batches(tmp_path):
     """On the CPU nothing overlaps; checks the contents of one line."""
     tiny = [option for i, option in enumerate(TINY) if "--intermediate" not in (TINY[i], TINY[i - 1])]
