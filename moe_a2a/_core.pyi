@@ -192,7 +192,12 @@ class ExpertParallel(Client):
         arg9: typing.SupportsInt | typing.SupportsIndex,
     ) -> torch.Tensor: ...
     def gather_rows(
-        self, arg0: DispatchHandle, arg1: typing.Any, arg2: typing.SupportsInt | typing.SupportsIndex
+        self,
+        handle: DispatchHandle,
+        row_dtype: typing.Any,
+        num_blocks: typing.SupportsInt | typing.SupportsIndex,
+        scales_by_column: bool = False,
+        given: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
     def landed_rows(self, arg0: DispatchHandle) -> torch.Tensor: ...
     def num_landed_rows(self, arg0: DispatchHandle) -> torch.Tensor: ...

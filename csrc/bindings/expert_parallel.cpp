@@ -61,25 +61,31 @@ class Core : public ClientCore {
     core->dispatch_recv(*handle, static_cast<Layout>(layout), expert_alignment, place);
   }
 
-  // (expert_x, its scales or None) in the expert_major and masked layouts.
-  std::pair<at::Tensor, OptionalTensor> gather_rows(const Handle& handle, at::ScalarType row_type, int num_blocks) {
+  // (expert_x, its scales or None) in the expert_major and masked layouts. scales_by_column: in the masked layout, the
+  // rows of an expert are adjacent in memory. given: such tensors, to write to.
+  using Gathered = std::pair<at::Tensor, OptionalTensor>;
+  Gathered gather_rows(const Handle& handle, at::ScalarType row_type, int num_blocks, bool scales_by_column,
+                       const std::optional<Gathered>& given) {
     const auto core = ep();
-    const MoeConfig& config = core->config();
     core->require(*handle, {Stage::kReceived}, "expert_x");
     check_row_type(*handle, row_type);
-    std::vector<int64_t> shape = {views_->capacity(*handle), config.hidden};
-    if (handle->layout == Layout::kMasked) shape = {config.num_local_experts, config.row_capacity(), config.hidden};
-    const at::Tensor expert_x = make_tensor({config.rank, device_}, shape, row_type);
-    OptionalTensor scales;
-    if (handle->format != RowFormat::kPlain) {
-      shape.back() = config.num_scales();
-      scales = make_tensor({config.rank, device_}, shape, at::kFloat);
-    }
+    const Gathered out = given ? *given : empty_rows(*handle, row_type, scales_by_column);
     const LaunchPlace place = where(num_blocks);
     py::gil_scoped_release unlocked;
-    core->gather_rows(*handle, expert_x.mutable_data_ptr(), scales ? scales->mutable_data_ptr<float>() : nullptr,
-                      place);
-    return {expert_x, scales};
+    core->gather_rows(*handle, out.first.mutable_data_ptr(),
+                      out.second ? out.second->mutable_data_ptr<float>() : nullptr, scales_by_column, place);
+    return out;
+  }
+  Gathered empty_rows(const DispatchHandle& handle, at::ScalarType row_type, bool scales_by_column) {
+    const MoeConfig& config = ep()->config();
+    std::vector<int64_t> shape = {views_->capacity(handle), config.hidden};
+    if (handle.layout == Layout::kMasked) shape = {config.num_local_experts, config.row_capacity(), config.hidden};
+    const at::Tensor expert_x = make_tensor({config.rank, device_}, shape, row_type);
+    if (handle.format == RowFormat::kPlain) return {expert_x, std::nullopt};
+    shape.back() = config.num_scales();
+    if (!scales_by_column) return {expert_x, make_tensor({config.rank, device_}, shape, at::kFloat)};
+    std::swap(shape[1], shape[2]);
+    return {expert_x, make_tensor({config.rank, device_}, shape, at::kFloat).transpose(1, 2)};
   }
 
   at::Tensor simulated_experts(const Handle& handle, const OptionalTensor& scales, double factor) {
@@ -245,8 +251,14 @@ void bind_calls(py::class_<Core, ClientCore>& core) {
   core.def("dispatch_send", &Core::dispatch_send)
       .def("dispatch", &Core::dispatch)
       .def("dispatch_recv", &Core::dispatch_recv)
-      .def("gather_rows", [](Core& core, const Handle& handle, const py::object& row_dtype,
-                             int num_blocks) { return core.gather_rows(handle, scalar_type(row_dtype), num_blocks); })
+      .def(
+          "gather_rows",
+          [](Core& core, const Handle& handle, const py::object& row_dtype, int num_blocks, bool scales_by_column,
+             const std::optional<Core::Gathered>& given) {
+            return core.gather_rows(handle, scalar_type(row_dtype), num_blocks, scales_by_column, given);
+          },
+          py::arg("handle"), py::arg("row_dtype"), py::arg("num_blocks"), py::arg("scales_by_column") = false,
+          py::arg("given") = py::none())
       .def("simulated_experts", &Core::simulated_experts)
       .def("simulated_layer", &Core::simulated_layer)
       .def("weighted_grads", &Core::weighted_grads)

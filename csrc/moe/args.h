@@ -69,7 +69,8 @@ struct GatherRowsArgs {
   DType row_dtype = DType::kBfloat16;
   int64_t num_positions = 0;
   std::byte* expert_x = nullptr;     // [positions, hidden]
-  float* expert_x_scales = nullptr;  // for float8 rows: [positions, ceil(hidden / 128)]
+  float* expert_x_scales = nullptr;  // for float8 rows: [positions, S = ceil(hidden / 128)]
+  bool scales_by_column = false;     // in the masked layout: [local experts, S, rows] instead
 };
 
 // The gradients of y and of its weights, in combine's backward pass; see moe/weighted_grads.h.

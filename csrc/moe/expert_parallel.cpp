@@ -258,7 +258,7 @@ int64_t ExpertParallel::num_positions(const DispatchHandle& handle) const {
 }
 
 void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales,
-                                 const LaunchPlace& place) {
+                                 bool scales_by_column, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, {Stage::kReceived}, "the expert layout");
   launch(GatherRowsArgs{.context = context_,
@@ -267,8 +267,9 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
                         .row_dtype = config().row_dtype(handle.format),
                         .num_positions = num_positions(handle),
                         .expert_x = static_cast<std::byte*>(expert_x),
-                        .expert_x_scales = expert_x_scales},
-         dispatch_blocks(handle.num_tokens, place), place.stream);
+                        .expert_x_scales = expert_x_scales,
+                        .scales_by_column = scales_by_column},
+         independent_blocks(place), place.stream);
 }
 
 void ExpertParallel::weighted_grads(const DispatchHandle& handle, const WeightedRows& y, void* grad_y,

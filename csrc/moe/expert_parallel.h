@@ -104,7 +104,8 @@ class ExpertParallel : public Client {
   void dispatch_recv(DispatchHandle& handle, Layout layout, int expert_alignment, const LaunchPlace& place);
   // Positions of the handle's layout: the number of rows of expert_x and y.
   int64_t num_positions(const DispatchHandle& handle) const;
-  void gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales, const LaunchPlace& place);
+  void gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales, bool scales_by_column,
+                   const LaunchPlace& place);
   // In combine's backward pass, after a dispatch of the gradients of its sums: one row per position, num_rows of them.
   // All tensors are contiguous; see WeightedGradsArgs.
   void weighted_grads(const DispatchHandle& handle, const WeightedRows& y, void* grad_y, float* grad_weights,

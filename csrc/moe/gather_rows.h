@@ -11,54 +11,64 @@ struct GatherRows {
   using Args = GatherRowsArgs;
   static constexpr const char* kName = "gather_rows";
 
-  // One warp per position, over the filled positions of all experts.
+  // One warp per position, over the filled positions of all experts. Each lane loads the bounds of one expert: loaded
+  // in turn, those of 64 experts would take longer than the copies of a small batch.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    const MoeRegion& region = args.context.region;
+    const Warp warp = block.warp();
+    const int num_experts = args.context.config.num_local_experts;
     RoundRobin<int64_t> turns(grid.rank() + grid.size() * block.warp_rank(), grid.size() * block.num_warps());
-    for (int e = 0; e < args.context.config.num_local_experts; ++e) {
-      const int64_t start = region.expert_offsets(args.buffer, e);
-      turns.walk(num_filled(args, e, start), [&](int64_t i) {
-        gather(args, block.warp(), start + i);
-        return true;
-      });
+    for (int first = 0; first < num_experts; first += warp.size()) {
+      const int own = first + warp.rank();
+      const Filled bounds = own < num_experts ? filled(args, own) : Filled{};
+      for (int lane = 0; lane < warp.size() && first + lane < num_experts; ++lane) {
+        const int64_t start = warp.broadcast(bounds.start, lane);
+        turns.walk(warp.broadcast(bounds.count, lane), [&](int64_t i) {
+          gather(args, warp, start + i);
+          return true;
+        });
+      }
     }
   }
 
+  struct Filled {
+    int64_t start = 0, count = 0;
+  };
   // The caller holds views of the lists and may have overwritten them. So positions are clamped to expert_x, rows to
   // recv_x.
-  MOE_A2A_DEVICE static int64_t num_filled(const Args& args, int expert, int64_t start) {
+  MOE_A2A_DEVICE static Filled filled(const Args& args, int expert) {
     const MoeRegion& region = args.context.region;
+    const int64_t start = region.expert_offsets(args.buffer, expert);
     const int64_t listed = args.layout == Layout::kMasked ? region.expert_counts(args.buffer, expert)
                                                           : region.expert_offsets(args.buffer, expert + 1) - start;
-    const int64_t room = start < 0 ? 0 : args.num_positions - start, filled = listed < room ? listed : room;
-    return filled > 0 ? filled : 0;
+    const int64_t room = start < 0 ? 0 : args.num_positions - start, count = listed < room ? listed : room;
+    return {start, count > 0 ? count : 0};
   }
 
   MOE_A2A_DEVICE static void gather(const Args& args, const Warp& warp, int64_t position) {
     const Context& c = args.context;
     const int32_t row = c.region.expert_row_index(args.buffer, position);
     const int64_t bytes = static_cast<int64_t>(c.config.hidden) * size_of(args.row_dtype);
-    const int64_t scale_bytes = args.row_dtype == DType::kFloat8 ? c.config.num_scales() * int64_t{4} : 0;
+    const int num_scales = args.row_dtype == DType::kFloat8 ? c.config.num_scales() : 0;
     std::byte* target = args.expert_x + position * bytes;
-    std::byte* scales = reinterpret_cast<std::byte*>(args.expert_x_scales) + position * scale_bytes;
     if (row < 0 || row >= c.config.row_capacity()) {
-      fill_zero(warp, target, bytes);
-      fill_zero(warp, scales, scale_bytes);
+      for (int64_t i = warp.rank(); i < bytes; i += warp.size()) target[i] = std::byte{0};
+      for (int i = warp.rank(); i < num_scales; i += warp.size()) *scale(args, position, i) = 0.0F;
       return;
     }
     const uint64_t start = trace_now();
     const int src_rank = row / c.config.num_max_tokens_per_rank, token = row % c.config.num_max_tokens_per_rank;
     const std::byte* source = c.region.row.at(args.buffer, src_rank, token);
     multicast_bytes(warp, RankSet::only(0), 0, [&](int) { return target; }, source, bytes);
-    if (scale_bytes > 0) {
-      multicast_bytes(
-          warp, RankSet::only(0), 0, [&](int) { return scales; }, source + c.config.scales_offset(), scale_bytes);
-    }
+    const auto* scales = reinterpret_cast<const float*>(source + c.config.scales_offset());
+    for (int i = warp.rank(); i < num_scales; i += warp.size()) *scale(args, position, i) = scales[i];
     record(c.trace(), warp, {.kind = moe_kind::kGather, .begin = start, .peer = src_rank, .token = token});
   }
 
-  MOE_A2A_DEVICE static void fill_zero(const Warp& warp, std::byte* target, int64_t bytes) {
-    for (int64_t i = warp.rank(); i < bytes; i += warp.size()) target[i] = std::byte{0};
+  MOE_A2A_DEVICE static float* scale(const Args& args, int64_t position, int i) {
+    const int64_t num_scales = args.context.config.num_scales();
+    if (!args.scales_by_column) return args.expert_x_scales + position * num_scales + i;
+    const int64_t num_rows = args.context.config.row_capacity(), expert = position / num_rows;
+    return args.expert_x_scales + (expert * num_scales + i) * num_rows + position % num_rows;
   }
 };
 

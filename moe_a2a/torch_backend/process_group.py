@@ -74,7 +74,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         self._store = dist.PrefixStore("collectives", store)
         self._made: dict[torch.device, Collectives | TwoLevelCollectives] = {}
         self._streams: dict[torch.device, Any] = {}
-        self._gpu: torch.device | None = None  # of the last call on one
+        self._nccl_device: torch.device | None = None  # of the last large call
         self._lock = threading.Lock()
         self._thread = CallThread(f"moe_a2a rank {rank}")
         self._recent = RecentWorks()
@@ -203,7 +203,9 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
     def barrier(self, opts: Any = None, *, timeout: Any = None) -> Any:
         """Synchronises the GPUs if the group has used them, else the processes."""
-        gpu = self._gpu
+        gpu = next((device for device in self._made if device.type == "cuda"), None)
+        if gpu is None and self._nccl_device is not None:
+            return self._get_backend(self._nccl_device).barrier(_c10d.BarrierOptions() if opts is None else opts)
         token = torch.zeros(1, dtype=torch.float32, device=gpu or "cpu")
         if not has_kernels(token.device):
             return self._delegate(token).barrier(_c10d.BarrierOptions() if opts is None else opts)
@@ -255,7 +257,6 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
     def _delegate(self, *tensors: torch.Tensor) -> Any:
         """Raises ValueError for tensors that the delegate would misread."""
-        self._note(tensors[0].device)
         for x in tensors:
             if x.is_neg():
                 raise ValueError(
@@ -279,11 +280,9 @@ class MoeA2aProcessGroup(_ProcessGroup):
         """Runs call(collectives of the device): now if the caller waits at once, else after the queued calls. As in
         PyTorch's own groups, tensors may require grad, and no call is recorded."""
         device = tensors[0].device
-        self._note(device)
         results = tensors if results is None else results
         waits_at_once = not getattr(opts, "asyncOp", True)
-        is_large = nbytes_of(tensors) >= self._nccl_nbytes(device)
-        find: Callable[[torch.device], Any] = self._nccl if is_large else self._collectives
+        find: Callable[[torch.device], Any] = self._nccl if self._is_large(tensors) else self._collectives
 
         def run() -> None:
             with torch.no_grad() if any(x.requires_grad for x in tensors) else nullcontext():
@@ -305,16 +304,18 @@ class MoeA2aProcessGroup(_ProcessGroup):
         is_there = device.type == "cuda" and "cuda" in self.delegates and self._place.num_nodes == 1
         return self._options.nccl_nbytes if is_there else LARGEST
 
-    def _note(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            self._gpu = device
-
     def _keeps(self, op: str, inputs: list[torch.Tensor], outputs: Sequence[torch.Tensor] = ()) -> bool:
         """Whether the delegate does not get these tensors as they are. If the call is large, it gets this rank's copies of them,
         from _run()."""
         tensors = [*inputs, *outputs]
-        is_large = nbytes_of(tensors) >= self._nccl_nbytes(tensors[0].device)
-        return takes(op, inputs) and not (is_large and all(x.is_contiguous() for x in tensors))
+        return takes(op, inputs) and not (self._is_large(tensors) and all(x.is_contiguous() for x in tensors))
+
+    def _is_large(self, tensors: list[torch.Tensor]) -> bool:
+        device = tensors[0].device
+        is_large = nbytes_of(tensors) >= self._nccl_nbytes(device)
+        if is_large:
+            self._nccl_device = device
+        return is_large
 
     def _nccl(self, device: torch.device) -> LargeCalls:
         return LargeCalls(self._get_backend(device), self._rank, self._num_ranks)

@@ -139,7 +139,7 @@ class Worker {
     const MoeRegion& region = ep_.region();
     const int64_t row_bytes = config_.hidden * size_of(config_.dtype);
     std::vector<std::byte> expert_x(num_positions * row_bytes);
-    ep_.gather_rows(handle, expert_x.data(), nullptr, {.num_blocks = round.num_blocks});
+    ep_.gather_rows(handle, expert_x.data(), nullptr, false, {.num_blocks = round.num_blocks});
     for (int e = 0; e < config_.num_local_experts; ++e) {
       for (int i = 0; i < region.expert_counts(handle.buffer, e); ++i) {
         const int position = region.expert_offsets(handle.buffer, e) + i;

@@ -112,18 +112,12 @@ class Buffer(OfExchange):
             raise TypeError(f"topk_idx is {topk_idx.dtype} on rank {self.rank}; pass int32 or int64")
         num_experts = arguments.checked_int(self.rank, "num_experts", num_experts, 1)
         self._open().check_num_experts("num_experts", num_experts)
-        ids = torch.where((topk_idx < 0) | (topk_idx >= num_experts), num_experts, topk_idx).long()
-        chosen = topk_idx.new_zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
-        chosen.scatter_(1, ids, True)
-        per_expert = torch.bincount(ids.flatten(), minlength=num_experts + 1)
-        in_rank = chosen[:, :-1].unflatten(1, (self.group_size, num_experts // self.group_size)).any(2)
-        return (
-            in_rank.sum(0, dtype=torch.int32),
-            None,
-            per_expert[:num_experts].to(torch.int32),
-            in_rank,
-            event_if(async_finish),
-        )
+        ids = topk_idx.long().clamp(-1, num_experts).remainder_(num_experts + 1)  # num_experts: dropped
+        chosen = ids.new_zeros(len(ids), num_experts + 1, dtype=torch.bool).scatter_(1, ids, True)
+        in_rank = chosen[:, :-1].view(len(ids), self.group_size, num_experts // self.group_size).any(2)
+        per_expert = ids.new_zeros(num_experts + 1, dtype=torch.int32)
+        per_expert.scatter_add_(0, ids.view(-1), per_expert.new_ones(1).expand(ids.numel()))  # bincount() would wait
+        return in_rank.sum(0, dtype=torch.int32), None, per_expert[:-1], in_rank, event_if(async_finish)
 
     @torch.no_grad()
     def dispatch(

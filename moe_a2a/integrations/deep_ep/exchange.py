@@ -17,6 +17,7 @@ from moe_a2a.communicator import Communicator
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind, difference
+from moe_a2a.row_routes import choice_numbers
 
 TABLE_NBYTES = 1 << 20  # larger tables of choices go in slices
 
@@ -63,6 +64,8 @@ class Exchange:
         self.num_buffers = num_buffers
         self._made: list[tuple[Kind, ExpertParallel]] = []
         self._open: dict[ExpertParallel, deque[DispatchHandle]] = {}
+        # float32 [T, K] of each: the index of each choice, which a dispatch may carry in place of its weight.
+        self.choice_numbers: dict[ExpertParallel, Tensor] = {}
 
     @property
     def rank(self) -> int:
@@ -112,6 +115,10 @@ class Exchange:
                 return ep
         return None
 
+    def newest_of(self, kind: Kind) -> ExpertParallel | None:
+        """The largest of that kind, if there is one."""
+        return next((ep for made, ep in reversed(self._made) if made == kind), None)
+
     def likely(
         self, x: Any, topk_idx: Any, num_experts: Any, num_max_tokens: Any, *, is_low_latency: bool = False
     ) -> ExpertParallel | None:
@@ -147,6 +154,9 @@ class Exchange:
         )
         self._made.append((kind, ep))
         self._open[ep] = deque()
+        self.choice_numbers[ep] = choice_numbers(
+            torch.empty(ep.num_max_tokens_per_rank, ep.num_topk, dtype=torch.int64, device=ep.device)
+        )
         return ep
 
     def make_room(self, ep: ExpertParallel) -> None:
@@ -243,18 +253,6 @@ class Exchange:
     def newest(self) -> ExpertParallel | None:
         """The best guess if the arguments do not show which one the peers are in; None: there is none yet."""
         return self._made[-1][1] if self._made else None
-
-    def gathered(self, table: Tensor, *, waits: bool = False) -> Tensor:
-        """The tables of all ranks, stacked in rank order; a table has a row for each of T tokens.
-
-        waits: the host waits, since on a GPU a refused gather returns, too, and this rank would begin a dispatch that the
-        failed one does not make, and wait there until its deadline."""
-        tables = self.collectives.all_gather(table)
-        if waits:
-            if self.comm.device.type == "cuda":
-                torch.cuda.current_stream(self.comm.device).synchronize()
-            self.collectives._core.raise_reported()
-        return tables
 
     def close(self) -> None:
         for _, ep in self._made:
@@ -354,10 +352,3 @@ def rows_and_scales(rank: int, x: Any) -> tuple[Any, Any]:
 
 def _row_size(rows: Any) -> int | None:
     return rows.shape[1] if isinstance(rows, Tensor) and rows.dim() == 2 else None
-
-
-def padded(rows: Tensor, num_rows: int, fill: int) -> Tensor:
-    """`rows`, padded with rows of `fill`."""
-    result = rows.new_full((num_rows, rows.shape[1]), fill)
-    result[: len(rows)] = rows
-    return result

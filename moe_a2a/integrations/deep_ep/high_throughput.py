@@ -1,22 +1,21 @@
 """Buffer.dispatch() and Buffer.combine(): packed rows, one for each token that chose an expert of this rank.
 
 DeepEP reports a row's experts in the columns of its token's choices, and takes no bound on the tokens of a rank. So a dispatch
-that is not repeated also exchanges the largest number of tokens and the choices of all tokens, 8 bytes each.
+that is not repeated first gathers the choices of all tokens (choices.py), 8 bytes each, with the number of each rank's tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_a2a import arguments, calls
-from moe_a2a.expert_parallel import ExpertParallel
-from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_row_dtype, check_table, padded
+from moe_a2a.integrations.deep_ep.choices import agreed_choices, choices_of_all
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_row_dtype, check_table
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
 from moe_a2a.row_routes import landed_rows
 
@@ -26,10 +25,20 @@ class Handle(Routing):
     """A routing of packed rows."""
 
     row_index: Tensor  # int64 [num_rows]: the row of recv_x that each packed row was; R * T where there is none
-    is_mine: Tensor  # bool [num_rows, K]: which choices of a row's token are experts of this rank
+    is_exact: bool  # there is one for each
+    ids: Tensor = field(init=False)  # int64 [num_rows, K]: as recv_topk_idx, which the caller may change
 
-    def packed(self, rows: Tensor) -> Tensor:
-        return _packed(rows, self.row_index)
+    @property
+    def is_mine(self) -> Tensor:
+        """bool [num_rows, K]: which choices of a row's token are experts of this rank."""
+        return self.ids >= 0
+
+    def packed(self, rows: Tensor, fill: int | None = None) -> Tensor:
+        """rows: [R * T, ...]. Packed rows that were none get `fill`, else any contents."""
+        if self.is_exact:
+            return rows.index_select(0, self.row_index)
+        packed = rows.index_select(0, self.row_index.clamp(max=len(rows) - 1))
+        return packed if fill is None else torch.where((self.row_index < len(rows))[:, None], packed, fill)
 
     def check_packed(self, name: str, rows: Any, width: int, dtypes: tuple[torch.dtype, ...]) -> None:
         check_table(self.ep.rank, name, rows, [len(self.row_index), width], "one row per row of recv_x", dtypes)
@@ -75,26 +84,33 @@ def begin_dispatch(
     num_blocks: int,
 ) -> Callable[[], Received]:
     """Sends; returns a function that receives. kind, bound and the arguments that they come from: see checked()."""
-    most = None
-    if bound is None or not exchange.find(kind, bound):
-        most, _ = exchange.agree(len(x), Call(kind, bound or 0, x_scales is not None, topk_weights is not None))
-        bound = most if bound is None else bound
-    ep = exchange.expert_parallel(kind, bound)
-    with calls.refused_if_failed(exchange.collectives):
-        table = _choices(topk_idx, topk_weights, ep)
-    choices = exchange.gathered(table, waits=most is None and not num_worst_tokens)
+    call = Call(kind, bound or 0, x_scales is not None, topk_weights is not None)
+    if num_worst_tokens:
+        assert bound is not None
+        if not exchange.find(kind, bound):
+            exchange.agree(len(x), call)
+        ep, arriving = exchange.expert_parallel(kind, bound), None
+        choices = choices_of_all(exchange, ep, topk_idx, topk_weights, call)
+    else:
+        ep, choices, arriving = agreed_choices(exchange, kind, bound, topk_idx, topk_weights, call)
     receive = exchange.begin_dispatch(ep, x, topk_idx, None, x_scales, deferred=deferred, num_blocks=num_blocks)
 
     def finish() -> Received:
         opened = receive()
         with calls.combine_refused_if_failed(opened):
-            row_index = _row_index(opened, num_worst_tokens)
-            ids, weights, is_mine = _received_choices(ep, row_index, choices)
-            handle = Handle(ep, topk_idx, opened, row_index, is_mine)
+            landed = (
+                landed_rows(opened._core, opened._handle)
+                if arriving is None
+                else opened._core.landed_rows(opened._handle)
+            )
+            row_index = landed[: num_worst_tokens if arriving is None else arriving.num_rows].long()
+            handle = Handle(ep, topk_idx, opened, row_index, is_exact=arriving is not None)
+            handle.ids = handle.packed(choices.ids, -1)
             received = handle.received(x_scales is not None)
-            received.handle, received.topk_idx = handle, ids
-            received.topk_weights = None if topk_weights is None else weights
-            counts = [] if num_worst_tokens else opened.expert_counts.tolist()
+            received.handle, received.topk_idx = handle, handle.ids.clone()
+            if topk_weights is not None:
+                received.topk_weights = torch.where(handle.is_mine, handle.packed(choices.weights), 0.0)
+            counts = [] if arriving is None else arriving.counts
             received.num_tokens_per_expert = [-(-count // expert_alignment) * expert_alignment for count in counts]
         return received
 
@@ -204,29 +220,3 @@ def checked(
             f"{exchange.num_ranks} ranks; pass a larger num_worst_tokens"
         )
     return kind, bound
-
-
-def _choices(topk_idx: Tensor, topk_weights: Tensor | None, ep: ExpertParallel) -> Tensor:
-    """[T, 2 * K] float32: the ids as bits, then the weights."""
-    ids = topk_idx.to(torch.int32)
-    weights = torch.zeros_like(ids) if topk_weights is None else topk_weights.float().view(torch.int32)
-    return padded(torch.cat([ids, weights], 1), ep.num_max_tokens_per_rank, -1).view(torch.float32)
-
-
-def _received_choices(ep: ExpertParallel, row_index: Tensor, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(local ids, -1 for experts elsewhere; weights, then 0; which are here), all [num_rows, K]."""
-    there = (row_index < len(choices))[:, None]
-    ids, weights = _packed(choices, row_index).split(ep.num_topk, 1)
-    local = ids.contiguous().view(torch.int32).long() - ep.rank * ep.num_local_experts
-    is_mine = there & (local >= 0) & (local < ep.num_local_experts)
-    return torch.where(is_mine, local, -1), torch.where(is_mine, weights, 0.0), is_mine
-
-
-def _row_index(opened: DispatchHandle, num_worst_tokens: int) -> Tensor:
-    if not num_worst_tokens:
-        return opened.recv_rows.long()
-    return landed_rows(opened._core, opened._handle)[:num_worst_tokens].long()
-
-
-def _packed(rows: Tensor, row_index: Tensor) -> Tensor:
-    return rows.index_select(0, row_index.clamp(max=len(rows) - 1))

@@ -16,9 +16,8 @@ from torch import Tensor
 from moe_a2a import arguments, calls
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, check_row_dtype, check_table, padded
+from moe_a2a.integrations.deep_ep.exchange import Exchange, check_row_dtype, check_table
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
-from moe_a2a.row_routes import choice_numbers
 
 Hook = Callable[[], None]
 
@@ -83,16 +82,18 @@ def dispatch(
         exchange.agree(len(x), Call(kind, num_max_tokens, bool(use_fp8), topk_weights is not None))
     ep = exchange.expert_parallel(kind, num_max_tokens)
     exchange.make_room(ep)
+    has_weights = topk_weights is not None
     with calls.dispatch_refused_if_failed(ep):
-        routing = topk_idx, choice_numbers(topk_idx) if topk_weights is None else topk_weights
+        if topk_weights is None:
+            topk_weights = exchange.choice_numbers[ep][: len(x)]
     quantize = "fp8" if use_fp8 else None
     if not return_recv_hook:
-        opened = exchange.opened(ep, ep.dispatch(x, *routing, layout="masked", quantize=quantize))
-        handle = LowLatencyHandle(ep, opened, len(x), topk_weights is not None, is_received=True)
+        opened = exchange.opened(ep, ep.dispatch(x, topk_idx, topk_weights, layout="masked", quantize=quantize))
+        handle = LowLatencyHandle(ep, opened, len(x), has_weights, is_received=True)
         with calls.combine_refused_if_failed(opened):
-            return LowLatencyReceived(*_received(opened, use_fp8), handle, None)
-    opened = exchange.opened(ep, ep.dispatch_send(x, *routing, quantize=quantize))
-    handle = LowLatencyHandle(ep, opened, len(x), topk_weights is not None, is_received=False)
+            return LowLatencyReceived(*_received(opened), opened.expert_counts.clone(), handle, None)
+    opened = exchange.opened(ep, ep.dispatch_send(x, topk_idx, topk_weights, quantize=quantize))
+    handle = LowLatencyHandle(ep, opened, len(x), has_weights, is_received=False)
     with calls.combine_refused_if_failed(opened):
         received = LowLatencyReceived(*_empty(ep, opened.row_dtype, use_fp8), handle, None)
     received.hook = lambda: _fill(received)
@@ -168,13 +169,11 @@ def combine_refused_if_failed(exchange: Exchange, handle: LowLatencyHandle) -> A
     return calls.attempt_refused_if_failed(handle.ep, handle.opened)
 
 
-def _received(opened: DispatchHandle, use_fp8: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    scales = _column_major(opened.expert_x_scales) if use_fp8 else None
-    return opened.expert_x, scales, opened.expert_counts.clone()
-
-
-def _column_major(scales: Tensor) -> Tensor:
-    return scales.transpose(1, 2).contiguous().transpose(1, 2)
+def _received(
+    opened: DispatchHandle, given: tuple[Tensor, Tensor | None] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(rows by expert, their scales), in the `given` tensors, if any."""
+    return opened._core.gather_rows(opened._handle, opened.row_dtype, opened._num_blocks, True, given)
 
 
 def _empty(ep: ExpertParallel, dtype: torch.dtype, use_fp8: bool) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -184,8 +183,8 @@ def _empty(ep: ExpertParallel, dtype: torch.dtype, use_fp8: bool) -> tuple[Tenso
     counts = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
     if not use_fp8:
         return x, None, counts
-    scales = x.new_empty(ep.num_local_experts, num_rows, -(-ep.hidden // 128), dtype=torch.float32)
-    return x, _column_major(scales), counts
+    scales = x.new_empty(ep.num_local_experts, -(-ep.hidden // 128), num_rows, dtype=torch.float32)
+    return x, scales.transpose(1, 2), counts
 
 
 def _fill(received: LowLatencyReceived) -> None:
@@ -194,10 +193,8 @@ def _fill(received: LowLatencyReceived) -> None:
     received.handle.ep.dispatch_recv(opened, layout="masked")
     received.handle.is_received = True
     with calls.combine_refused_if_failed(opened):
-        received.x.copy_(opened.expert_x)
+        _received(opened, (received.x, received.x_scales))
         received.counts.copy_(opened.expert_counts)
-        if received.x_scales is not None:
-            received.x_scales.copy_(opened.expert_x_scales)
 
 
 def _set_weights(exchange: Exchange, handle: LowLatencyHandle, topk_weights: Tensor) -> None:
@@ -205,11 +202,14 @@ def _set_weights(exchange: Exchange, handle: LowLatencyHandle, topk_weights: Ten
     ep, opened = handle.ep, handle.opened
     with calls.refused_if_failed(exchange.collectives):
         check_table(ep.rank, "topk_weights", topk_weights, [handle.num_tokens, ep.num_topk])
-        table = padded(topk_weights.float(), ep.num_max_tokens_per_rank, 0)
-    weights = exchange.gathered(table)
+        table = topk_weights.float()
+        if handle.num_tokens < ep.num_max_tokens_per_rank:  # nobody reads the rows beyond
+            table = table.new_empty(ep.num_max_tokens_per_rank, ep.num_topk)
+            table[: handle.num_tokens] = topk_weights
+    weights = exchange.collectives.all_gather(table)
     with calls.combine_refused_if_failed(opened):
         terms = opened._core.term_weights(opened._handle)
         # Past a row's last term, the contents are unspecified.
-        choices = terms.nan_to_num(0.0).clamp_(0, terms.shape[1] - 1).long()
-        terms.copy_(weights.gather(1, choices))
+        choices = terms.long().clamp_(0, ep.num_topk - 1)
+        torch.gather(weights, 1, choices, out=terms)
         handle.has_weights = True
