@@ -48,9 +48,7 @@ ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConf
     : Client(comm->member(), kMoeVocabulary, context_),
       comm_(std::move(comm)),
       product_trace_(*device_),
-      buffers_(config.num_buffers),
-      last_buffer_(config.num_buffers - 1),
-      last_buffer_before_(last_buffer_) {
+      buffers_(config.num_buffers) {
   context_.config = config;
   for (const auto& family : {dispatch_kernels, combine_kernels, coded_combine_kernels, product_combine_kernels,
                              simulated_experts_kernels, link_floor_kernels}) {
@@ -65,10 +63,7 @@ ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConf
 }
 
 void ExpertParallel::after_close() {
-  for (Buffer& buffer : buffers_) {
-    if (buffer.open) buffer.open->stage = Stage::kClosed;
-    buffer.open = nullptr;
-  }
+  buffers_.close();
   raise_bad_routing();
 }
 
@@ -90,21 +85,12 @@ void ExpertParallel::require(const DispatchHandle& handle, std::initializer_list
                                              : "; a handle serves one combine, pass that of the newest dispatch"));
 }
 
-// The next free buffer, round-robin. All ranks make the same calls, so all take the same one. The buffer of a refused
-// dispatch is free, as it is on the rank that refused. A buffer whose handle was dropped without combine or release is
-// reclaimed only if no other is free.
+// A dropped or refused holder is released first: see BufferRing::next().
 int ExpertParallel::find_buffer(const LaunchPlace& place) {
-  const int n = config().num_buffers;
-  for (const bool reclaim : {false, true}) {
-    for (int i = 1; i <= n; ++i) {
-      const int buffer = (last_buffer_ + i) % n;
-      const auto handle = buffers_[buffer].open;
-      const bool is_dropped = handle.use_count() == 2;  // held by `handle` and `buffers_` only
-      if (handle && (handle->stage == Stage::kRefused || (reclaim && is_dropped))) release(*handle, place);
-      if (!buffers_[buffer].open) return buffer;
-    }
-  }
-  return -1;
+  const int buffer = buffers_.next();
+  if (buffer < 0) return buffer;
+  if (const auto holder = buffers_.holder(buffer)) release(*holder, place);
+  return buffer;
 }
 
 int ExpertParallel::next_buffer(const LaunchPlace& place) {
@@ -113,17 +99,6 @@ int ExpertParallel::next_buffer(const LaunchPlace& place) {
   throw std::runtime_error("dispatch: " + std::to_string(n) + " handles are open on rank " +
                            std::to_string(config().rank) + " and num_buffers=" + std::to_string(n) +
                            "; combine() or release() one first, or pass a larger num_buffers");
-}
-
-// Called after the launch: if that throws, nothing has changed.
-void ExpertParallel::take(int buffer_idx, const std::shared_ptr<DispatchHandle>& handle) {
-  Buffer& buffer = buffers_[buffer_idx];
-  if (const auto before = buffer.newest.lock()) before->stage = Stage::kClosed;
-  buffer.open = handle;
-  buffer.newest = handle;
-  newest_dispatch_ = handle;
-  last_buffer_before_ = std::exchange(last_buffer_, buffer_idx);
-  last_number_before_ = std::exchange(buffer.last_number, ++num_dispatches_);
 }
 
 int64_t ExpertParallel::max_quantized_row_bytes() const {
@@ -182,7 +157,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::make_handle(const DispatchInput&
   auto handle = std::make_shared<DispatchHandle>();
   handle->owner = this;
   handle->buffer = buffer;
-  handle->number = num_dispatches_ + 1;
+  handle->number = buffers_.num_dispatches() + 1;
   handle->num_tokens = input.num_tokens;
   handle->format = input.format;
   return handle;
@@ -199,11 +174,11 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
     try {
       raise_waits();
     } catch (const PeerRefused&) {  // a peer has no buffer: nothing was sent
-      pass_without_buffer();
+      buffers_.pass();
       throw;
     }
   }
-  take(buffer, handle);
+  buffers_.take(buffer, handle);
   after_launch();
   return handle;
 }
@@ -248,7 +223,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
                       .recv = recv_args(*handle, number.number),
                       .num_send_blocks = dispatch_senders(num_blocks)},
          num_blocks, place.stream);
-  take(buffer, handle);
+  buffers_.take(buffer, handle);
   return handle;
 }
 
@@ -308,7 +283,7 @@ CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Co
           .y = input.y,
           .num_y_rows = input.num_y_rows,
           .presummed = input.presummed,
-          .refused = refused_since(handle),
+          .refused = buffers_.refused_since(handle),
           .vector_rows = input.simulated ? allows_vectors(*input.simulated) : allows_vectors(input.y)};
 }
 
@@ -325,7 +300,7 @@ CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* co
 
 void ExpertParallel::finish_combine(DispatchHandle& handle) {
   handle.stage = device_->is_synchronous() ? Stage::kClosed : Stage::kCombined;
-  buffers_[handle.buffer].open = nullptr;
+  buffers_.give_back(handle.buffer);
 }
 
 void ExpertParallel::combine_send(DispatchHandle& handle, const CombineInput& input, const LaunchPlace& place) {
@@ -346,7 +321,7 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
                              std::to_string(config().rank) + "; call combine() again, with the same y");
   }
   const int num_blocks = combine_blocks(handle.num_tokens, place);
-  buffers_[handle.buffer].raised_refusal = 0;
+  buffers_.expect_refusal(handle.buffer);
   launch(recv_args(handle, combined_x), num_blocks, place.stream);
   try {
     after_launch();
@@ -354,7 +329,7 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
     if (refused.is_final) {
       finish_combine(handle);
     } else {
-      note_refusal(handle, refused.peer, refused.count);  // what this rank has sent stays sent; the call may be retried
+      handle.note_refusal(refused.peer, refused.count);  // what this rank has sent stays sent; the call may be retried
     }
     throw;
   }
@@ -385,7 +360,7 @@ void ExpertParallel::combine(DispatchHandle& handle, const CombineInput& input, 
   CombineSendArgs send = send_args(handle, input);
   send.is_sent = handle.stage == Stage::kCombineSent;
   keep_own_sums(handle, send);
-  buffers_[handle.buffer].raised_refusal = 0;
+  buffers_.expect_refusal(handle.buffer);
   const CombineRecvArgs recv = recv_args(handle, combined_x);
   const int num_senders = input.codec != LineCodec::kNone
                               ? coded_combine_senders(num_blocks)

@@ -1,8 +1,7 @@
-// The host object: owns the memory, hands out buffers, launches the kernels, turns reports into exceptions. Independent
-// of PyTorch: tensors arrive as addresses and strides that the caller has checked.
+// The host object: owns the memory, launches the kernels, turns reports into exceptions. Independent of PyTorch:
+// tensors arrive as addresses and strides that the caller has checked.
 #pragma once
 
-#include <atomic>
 #include <initializer_list>
 #include <memory>
 #include <optional>
@@ -13,6 +12,7 @@
 
 #include "comm/communicator.h"
 #include "moe/args.h"
+#include "moe/buffer_ring.h"
 #include "moe/experts/product_trace.h"
 #include "moe/experts/simulated_experts_args.h"
 #include "moe/launch_table.h"
@@ -24,33 +24,8 @@ struct BadRouting : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-class ExpertParallel;
 enum class PushBy : int;
 struct Push;
-
-// One dispatch, from its send to the end of its combine.
-struct DispatchHandle {
-  // kCombined: closed, unless a queued combine turns out to have been refused. kRefused: a peer refused the dispatch,
-  // as a report said after the launch; closed, but its buffer is given back by the dispatch that takes it next.
-  enum class Stage { kSent, kReceived, kCombineSent, kCombined, kRefused, kClosed };
-
-  const ExpertParallel* owner = nullptr;
-  int buffer = 0;
-  uint64_t number = 0;  // of the dispatch, as the hosts count
-  int num_tokens = 0;
-  Layout layout = Layout::kRows;
-  int expert_alignment = 1;
-  RowFormat format = RowFormat::kPlain;
-  std::atomic<Stage> stage = Stage::kSent;
-  // For the combine, which may be retried after a refusal; see RefusalCount.
-  uint32_t attempt = 1;
-  uint32_t failed_attempt = 0;  // the latest that failed on this rank
-  uint32_t num_strays = 0;
-  SeenStrays seen;
-  bool keeps_own_sums = false;  // the combine left this rank's own sums in y
-
-  bool is_open() const { return stage < Stage::kCombined; }
-};
 
 // What is dispatched: addresses of this rank's tensors.
 struct DispatchInput {
@@ -152,7 +127,7 @@ class ExpertParallel : public Client {
   // For a dispatch that this rank has launched but cannot complete.
   void give_up_newest(const std::string& why, const LaunchPlace& place);
   // Dispatches so far, including refused ones. Tells whether a failed call was launched.
-  uint64_t num_dispatches() const { return num_dispatches_; }
+  uint64_t num_dispatches() const { return buffers_.num_dispatches(); }
 
   std::vector<Tracer*> tracers() override { return {&tracer(), &product_trace_.tracer()}; }
 
@@ -165,21 +140,10 @@ class ExpertParallel : public Client {
   void require(const DispatchHandle& handle, std::initializer_list<Stage> stages, const char* call) const;
 
  private:
-  // One of the sets of slots that dispatches take in turn.
-  struct Buffer {
-    std::shared_ptr<DispatchHandle> open;  // null: free
-    std::weak_ptr<DispatchHandle> newest;  // its latest handle
-    uint64_t last_number = 0;              // of the dispatch that had it last
-    uint64_t raised_refusal = 0;           // epoch whose refusal was raised; 0: not for the latest launch
-  };
-
   int find_buffer(const LaunchPlace& place);  // -1: all are open
   int next_buffer(const LaunchPlace& place);
   DispatchNumber number_of_next(int buffer, const LaunchPlace& place) const;
-  uint32_t refused_since(const DispatchHandle& handle) const;
-  void pass_without_buffer();
   void refuse_any_buffer(const std::string& why, const LaunchPlace& place);
-  void take(int buffer_idx, const std::shared_ptr<DispatchHandle>& handle);
   std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
   DispatchSendArgs send_args(const DispatchInput& input, int buffer, DispatchNumber number) const;
   CombineSendArgs send_args(const DispatchHandle& handle, const CombineInput& input) const;
@@ -187,7 +151,6 @@ class ExpertParallel : public Client {
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
   void keep_own_sums(DispatchHandle& handle, const CombineSendArgs& send);
   void finish_combine(DispatchHandle& handle);
-  void note_refusal(DispatchHandle& handle, int peer, uint32_t count) const;
   void send_refusal(const DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
   int blocks(const LaunchPlace& place, int by_table) const;
   int combine_blocks(int num_tokens, const CombineInput& input, const LaunchPlace& place) const;
@@ -198,8 +161,7 @@ class ExpertParallel : public Client {
     return !scales.per_column || allows_vectors(Rows{scales.data, scales.stride});
   }
   void after_launch();
-  bool is_known_refusal(const Report& report) override;
-  bool take_back(uint64_t number);
+  bool is_known_refusal(const Report& report) override { return buffers_.is_known(report); }
   void raise_bad_routing();
   void after_close() override;
 
@@ -207,17 +169,7 @@ class ExpertParallel : public Client {
   Context context_;
   ProductTrace product_trace_;
   ErrorCounters raised_;  // counts that have been raised already
-  std::vector<Buffer> buffers_;
-  int last_buffer_;
-  // For take_back(): what the newest dispatch has replaced.
-  int last_buffer_before_;
-  uint64_t last_number_before_ = 0;
-  std::weak_ptr<DispatchHandle> newest_dispatch_;  // null: it was refused
-  std::atomic<uint64_t> num_dispatches_ = 0;       // including refused ones
-  // The number of the latest dispatch that ...
-  uint64_t last_refused_ = 0;     // this rank had no buffer for
-  uint64_t last_failed_ = 0;      // failed on this rank for another reason
-  uint64_t last_taken_back_ = 0;  // a peer had no buffer for
+  BufferRing buffers_;
   LaunchTable launch_table_;
 };
 

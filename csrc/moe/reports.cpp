@@ -1,5 +1,4 @@
 // Tells peers that this rank does not take part as expected, and turns its own kernels' reports into exceptions.
-#include <algorithm>
 #include <utility>
 
 #include "comm/refusal_text.h"
@@ -23,11 +22,10 @@ void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& 
     try {
       raise_waits();
     } catch (const PeerRefused&) {  // a peer has no buffer: this call has failed there too
-      return pass_without_buffer();
+      return buffers_.pass();
     }
   }
-  take(buffer, nullptr);
-  last_failed_ = num_dispatches_;
+  buffers_.take(buffer, nullptr);
   leave_if_interrupted();
 }
 
@@ -41,11 +39,11 @@ void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& w
 void ExpertParallel::refuse_combines(const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   if (nobody_waits()) return;
-  for (const Buffer& buffer : buffers_) {
-    if (!buffer.open || buffer.open->stage != Stage::kReceived) continue;
-    ++buffer.open->num_strays;
-    send_refusal(*buffer.open, why, place);
-  }
+  buffers_.for_open([&](DispatchHandle& handle) {
+    if (handle.stage != Stage::kReceived) return;
+    ++handle.num_strays;
+    send_refusal(handle, why, place);
+  });
 }
 
 void ExpertParallel::send_refusal(const DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
@@ -56,38 +54,23 @@ void ExpertParallel::send_refusal(const DispatchHandle& handle, const std::strin
          1, place.stream);
 }
 
-void ExpertParallel::note_refusal(DispatchHandle& handle, int peer, uint32_t count) const {
-  handle.attempt = std::max(handle.attempt, RefusalCount::attempt_of(count) + 1);
-  handle.seen.of_rank[peer] = static_cast<uint16_t>(RefusalCount::strays_of(count));
-}
-
 void ExpertParallel::give_up_newest(const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   if (nobody_waits()) return;
-  if (const auto handle = newest_dispatch_.lock()) release(*handle, place, why);
+  if (const auto handle = buffers_.newest()) release(*handle, place, why);
 }
 
 // Peers see the refusal while they wait for the credit of a buffer that is open here.
 void ExpertParallel::refuse_any_buffer(const std::string& why, const LaunchPlace& place) {
-  launch(RefuseAnyBufferArgs{.context = context_, .number = num_dispatches_ + 1, .text = to_refusal_text(why)}, 1,
-         place.stream);
-  pass_without_buffer();
-  last_refused_ = num_dispatches_;
-}
-void ExpertParallel::pass_without_buffer() {
-  newest_dispatch_.reset();
-  ++num_dispatches_;
+  launch(
+      RefuseAnyBufferArgs{.context = context_, .number = buffers_.num_dispatches() + 1, .text = to_refusal_text(why)},
+      1, place.stream);
+  buffers_.refuse();
 }
 
 // The hosts do not count the replays of captured graphs.
 DispatchNumber ExpertParallel::number_of_next(int buffer, const LaunchPlace& place) const {
-  if (device_->is_capturing(place.stream)) return {};
-  const uint64_t number = num_dispatches_ + 1, since = number - buffers_[buffer].last_number;
-  return {.number = number, .since = static_cast<uint32_t>(std::min<uint64_t>(since, Signal::kPayloadMask))};
-}
-uint32_t ExpertParallel::refused_since(const DispatchHandle& handle) const {
-  if (last_refused_ <= handle.number) return 0;
-  return static_cast<uint32_t>(std::min<uint64_t>(last_refused_ - handle.number, Signal::kPayloadMask));
+  return device_->is_capturing(place.stream) ? DispatchNumber{} : buffers_.number_of_next(buffer);
 }
 
 void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why) {
@@ -100,7 +83,7 @@ void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, c
     const bool refused_before = why.empty() && (was_refused || handle.failed_attempt + handle.num_strays > 0);
     launch(ReleaseArgs{.context = context_,
                        .buffer = handle.buffer,
-                       .refused = refused_since(handle),
+                       .refused = buffers_.refused_since(handle),
                        .text = refused_before ? RefusalText{}
                                : why.empty()  ? to_refusal_text("it released the handle without a combine")
                                               : to_refusal_text(why)},
@@ -130,46 +113,6 @@ void ExpertParallel::raise_in_own_words(const Report& report) {
   throw CallMismatch(report, "ranks disagree: rank " + std::to_string(report.rank) + " dispatched " + own + ", rank " +
                                  std::to_string(report.peer) + " " + theirs +
                                  "; pass x and x_scales of the same dtypes, and the same quantize, on every rank");
-}
-
-// Where launches are queued, a refusal surfaces after its call. A launch's first report reopens the handle of a combine
-// that may be retried, or closes that of a refused dispatch (its number is 0 in a captured graph, which may be
-// replayed). Returns true for the reports of the launch's other warps, which may come once the handle is gone.
-bool ExpertParallel::is_known_refusal(const Report& report) {
-  if (report.buffer == config().num_buffers) return take_back(report.expected_epoch);
-  Buffer& buffer = buffers_[report.buffer];
-  const uint64_t raised = std::exchange(buffer.raised_refusal, report.expected_epoch);
-  if (raised == report.expected_epoch) return true;
-  const auto handle = buffer.newest.lock();
-  if (!handle) return false;
-  if (report.operation == moe_op::kDispatchRecv) {
-    const bool is_its = static_cast<uint32_t>(handle->number) == report.refusal_count;
-    if (is_its && handle->stage < Stage::kCombineSent) handle->stage = Stage::kRefused;
-  } else if (handle->stage == Stage::kCombined && report.refusal_count != RefusalCount::kFinal) {
-    handle->stage = Stage::kCombineSent;
-    note_refusal(*handle, report.peer, report.refusal_count);
-    buffer.open = handle;
-  }
-  return false;
-}
-
-// A peer had no buffer for this dispatch, so it did not take place and its buffer is again the next one. Returns true
-// if this is already known: each block may report it, and a rank that refused the same dispatch has raised its own
-// error.
-bool ExpertParallel::take_back(uint64_t number) {
-  if (number <= last_taken_back_) return true;
-  last_taken_back_ = number;
-  if (number == num_dispatches_) {
-    buffers_[last_buffer_].last_number = last_number_before_;
-    last_buffer_ = last_buffer_before_;
-  }
-  for (Buffer& buffer : buffers_) {
-    const auto handle = buffer.newest.lock();
-    if (!handle || handle->number != number) continue;
-    handle->stage = Stage::kClosed;
-    if (buffer.open == handle) buffer.open = nullptr;
-  }
-  return number == last_failed_;
 }
 
 // Throws errors that the kernels have counted since the last call, all in one.
