@@ -46,7 +46,7 @@ inline constexpr uint64_t kClockTicksPerSecond = 1'000'000'000;
 inline uint64_t clock_now() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
+  return static_cast<uint64_t>(now.tv_sec) * kClockTicksPerSecond + static_cast<uint64_t>(now.tv_nsec);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -8,9 +8,9 @@
 namespace moe_a2a {
 
 // A chunk is the unit behind one signal: at least as many bytes as a block of a GPU copies at once. Large calls are cut
-// into several per block, so that one is sent while another is used, but each costs a fence. us
-// with chunks of 32, 64 and 128 KiB: two-shot, 2 H200, 32 MiB: 125, 116, 124; 4 H100, 128 MiB: 677, 657, 657. The
-// halves of two-shot, 4 H100, 64 MiB: reduce-scatter 166, 188, 183, all-gather 166, 186, 192.
+// into several per block, so that one is sent while another is used, but each costs a fence. Microseconds with chunks
+// of 32, 64 and 128 KiB: two-shot, 2 H200, 32 MiB: 125, 116, 124; 4 H100, 128 MiB: 677, 657, 657. The halves of
+// two-shot, 4 H100, 64 MiB: reduce-scatter 166, 188, 183, all-gather 166, 186, 192.
 inline constexpr int kMinChunkBytes = 8 << 10, kLargeChunkBytes = 64 << 10, kLargeChunkBytesOfHalves = 32 << 10;
 // Slightly fewer than an H200's multiprocessors (132), so that one is left for the announcement.
 inline constexpr int kChunksPerRound = 128, kMaxRounds = 4, kMaxChunks = kMaxRounds * kChunksPerRound;

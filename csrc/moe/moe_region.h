@@ -1,7 +1,4 @@
 // Every field of the MoE region, by name, type and shape. Host, kernels and tests access the memory only through it.
-//
-// The symmetric part has the same offsets on every rank, so HeapView::peer() finds a field anywhere. The local part is
-// private to the rank.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // The fields of Perfetto's messages that we write. Numbers from protos/perfetto/trace/ of google/perfetto: trace.proto,
-// trace_packet.proto, interned_data.proto, track_event/{track_event,track_descriptor,process_descriptor,
-// thread_descriptor,counter_descriptor,debug_annotation}.proto.
+// trace_packet.proto, interned_data.proto, track_event/{track_event,track_descriptor,counter_descriptor,
+// debug_annotation}.proto.
 #pragma once
 
 #include <protozero/types.hpp>
