@@ -21,10 +21,9 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import lost_ranks
 import ranks
-import test_construction
-import test_faults
-from test_faults import TIMEOUT
+from lost_ranks import TIMEOUT
 
 import moe_a2a
 
@@ -70,7 +69,7 @@ def all_cells() -> list[Cell]:
 
 
 def make(group, cell):
-    config = {**test_faults.CONFIG, "num_experts": 24, "num_max_ll_tokens": cell.num_max_ll_tokens}  # for 8 ranks too
+    config = {**lost_ranks.CONFIG, "num_experts": 24, "num_max_ll_tokens": cell.num_max_ll_tokens}  # for 8 ranks too
     if cell.group == "torch":
         return moe_a2a.ExpertParallel(group, **config)
     group = moe_a2a.as_group(group)
@@ -80,17 +79,17 @@ def make(group, cell):
 
 
 def lose_in_a_call(group, cell):
-    pids = test_faults.gather_pids(group)
+    pids = lost_ranks.gather_pids(group)
     ep = make(group, cell)
     for _ in range(3):
-        test_faults.one_call(ep)
+        lost_ranks.one_call(ep)
     if ep.rank == cell.victim:
         number = getattr(signal, cell.how)
         if cell.point == "any time":
             threading.Timer(0.001 * (os.getpid() % 40), os.kill, (os.getpid(), number)).start()
         while True:
-            test_faults.one_call(ep, cell.point, number)
-    report = test_faults.error_of_survivor(ep, calls=100_000)
+            lost_ranks.one_call(ep, cell.point, number)
+    report = lost_ranks.error_of_survivor(ep, calls=100_000)
     start = time.monotonic()
     ep.close()
     report["close"] = time.monotonic() - start
@@ -98,10 +97,10 @@ def lose_in_a_call(group, cell):
 
 
 def lose_in_construction(group, cell):
-    pids = test_faults.gather_pids(group)
+    pids = lost_ranks.gather_pids(group)
     rank = pids.index(os.getpid())
     if rank == cell.victim:
-        test_construction.stop_at(cell.point, getattr(signal, cell.how))
+        lost_ranks.stop_at(cell.point, getattr(signal, cell.how))
         make(group, cell)
     start = time.monotonic()
     try:
@@ -113,7 +112,7 @@ def lose_in_construction(group, cell):
 
 
 def end_the_frozen(cell, rank, pids, report):
-    report["left over"] = test_faults.shared_memory_of(pids)
+    report["left over"] = lost_ranks.shared_memory_of(pids)
     if cell.how == "SIGSTOP" and rank == (cell.victim + 1) % len(pids):
         time.sleep(1)  # the other ranks have raised by now
         os.kill(pids[cell.victim], signal.SIGKILL)

@@ -20,25 +20,15 @@ from typing import Any
 
 import on_device
 import torch
+from refused_calls import REFUSED, Raises
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_a2a
 from moe_a2a import reference
 
 HIDDEN, TOKENS, TOPK, EXPERTS_PER_RANK = 48, 6, 3, 4
-REFUSED = moe_a2a.PeerRefusedError
 OWN_ERRORS = (ValueError, TypeError, RuntimeError, MemoryError, KeyboardInterrupt)
 ENDINGS = {"combine": 10, "wrong combine": 6, "release": 2, "some release": 2}
-
-
-class Raises:
-    """An argument that raises when it is inspected."""
-
-    def __init__(self, error: BaseException):
-        self.error = error
-
-    def __index__(self) -> int:
-        raise self.error
 
 
 class Subclass(torch.Tensor):

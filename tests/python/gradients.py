@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import moe_a2a
 from moe_a2a import as_group, reference
@@ -103,3 +103,17 @@ def assert_close(
         rounding = max(4 * torch.finfo(ep.dtype).eps, 64 * torch.finfo(torch.float32).eps)
         allowed = 3 * rms(theirs - right) + rounding * rms(right)
         assert rms(ours - right) <= allowed, f"{name}: error {rms(ours - right)} > {allowed}, size {rms(right)}"
+
+
+def make_layer(ep, seed, **options):
+    weights = make_weights(ep, seed)
+    return moe_a2a.MoELayer(ep, *(nn.Parameter(w) for w in own_part(ep, weights)), **options), weights
+
+
+def leaves_of(ep, batch):
+    return leaf(batch.x, ep), batch.topk_idx.to(ep.device), leaf(batch.topk_weights, ep)
+
+
+def grads_of(layer, x, topk_weights):
+    weights_grad = None if topk_weights is None else topk_weights.grad
+    return {"x": x.grad, "topk_weights": weights_grad, "w_gate_up": layer.w_gate_up.grad, "w_down": layer.w_down.grad}

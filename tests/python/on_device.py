@@ -3,6 +3,7 @@
     pytestmark = on_device.TESTS               in a file whose tests run on either
     on_device.run(3, program, arg)             program(group, arg) on three ranks
     on_device.settle(ep)                       raises what the previous call has found
+    on_device.capture(step)                    a CUDA graph of step()
 
 On the CPU ranks are threads. On GPUs each is a process with its own GPU, which stays up from test to test
 (ranks.RankPool); MOE_A2A_TEST_POOL=4 does the same on the CPU, with at most four ranks. Such sessions run only
@@ -94,3 +95,17 @@ def refusals(group: Any, fails: bool) -> Callable[..., contextlib.AbstractContex
         group.all_gather(None)
 
     return refused
+
+
+def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of step(), and the result that each replay fills; warmed up on a side stream, as PyTorch requires."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result

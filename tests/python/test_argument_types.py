@@ -11,7 +11,7 @@ import pickle
 import on_device
 import pytest
 import torch
-from test_handles import CONFIG, expected_output, experts, good_call, make_inputs
+from small_calls import CONFIG, expected_output, experts, good_call, make_inputs
 
 import moe_a2a
 from moe_a2a import arguments, devices

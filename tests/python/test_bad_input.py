@@ -10,7 +10,7 @@ import time
 import on_device
 import pytest
 import torch
-from test_handles import expected_output, experts, good_call, make_inputs
+from small_calls import expected_output, experts, good_call, make_inputs
 
 import moe_a2a
 

@@ -11,7 +11,6 @@ import exact
 import on_device
 import pytest
 import torch
-from test_cuda_graphs import capture
 
 import moe_a2a
 
@@ -228,7 +227,7 @@ def test_no_call_of_the_hot_path_waits_for_the_device():
 def test_a_tensor_that_changes_under_a_graph():
     def program(ep):
         tokens, positions = good_tokens(ep), exact.positions_of(ep)
-        graph, combined = capture(lambda: exact.step(ep, tokens, positions))
+        graph, combined = on_device.capture(lambda: exact.step(ep, tokens, positions))
         for value in (12, -7, 2**40):
             tokens.copy_(good_tokens(ep, seed=value % 5))
             plant(ep, tokens, {(ROW, COLUMN): value})

@@ -6,19 +6,13 @@ import threading
 
 import pytest
 import torch
+from collective_calls import check_works
 from limits import limits
 from ranks import run_processes, run_threads
 
 import moe_a2a
 
 pytestmark = pytest.mark.cpu
-
-
-def check_works(coll: moe_a2a.Collectives) -> None:
-    for algorithm in ("one_shot", "two_shot", "ring", "recursive_doubling"):
-        x = torch.arange(1000.0) + coll.rank
-        expected = torch.arange(1000.0) * coll.num_ranks + sum(range(coll.num_ranks))
-        assert torch.equal(coll.all_reduce(x, algorithm=algorithm), expected)
 
 
 # What rank 1 does while the others call all_reduce(torch.ones(5000)) by one_shot, and words that all errors contain.

@@ -8,7 +8,6 @@ import collective_soak
 import on_device
 import pytest
 import torch
-from test_cuda_graphs import capture
 from test_soak import ITERATIONS
 
 import moe_a2a
@@ -57,7 +56,7 @@ def replay_program(group, seed: int) -> None:
             mine = coll.reduce_scatter(x, "sum", counts)
             wrong.add_((mine.float() != total[begin : begin + len(mine)]).sum())
 
-        graph, _ = capture(step)
+        graph, _ = on_device.capture(step)
         for _ in range(NUM_REPLAYS):
             blocks = torch.randint(-6, 7, (-(-count // 32),), generator=generator, device=coll.device)
             base.copy_(blocks.repeat_interleave(32)[:count])

@@ -3,31 +3,31 @@
 import os
 import random
 import threading
-from dataclasses import replace
 
 import on_device
 import pytest
 import torch
+from collective_calls import (
+    ALGORITHMS,
+    DTYPES,
+    OPS,
+    WORKSPACE,
+    check_neighbours,
+    check_works,
+    placed,
+    poisoned,
+    send_words,
+)
 from on_device import run
 from ranks import run_processes
-from test_collective_failures import check_works
-from test_collectives import ALGORITHMS, DTYPES, OPS, check_neighbours, placed, poisoned
 
 import moe_a2a
-from moe_a2a.collective_tables import MOST_IN_WORDS, Tables, model
+from moe_a2a.collective_tables import MOST_IN_WORDS
 
 pytestmark = on_device.TESTS
 
-WORKSPACE = 16 << 10
 # Elements: none, parts of a word, whole words of every dtype and target, chunks of 8 KiB, and the maximum.
 COUNTS = [0, 1, 2, 3, 5, 6, 7, 12, 13, 64, 1000, 2047, 2048, 2049, 4097, 8191, 8192, 16383, 16384]
-
-
-def send_words(coll: moe_a2a.Collectives, most: int = MOST_IN_WORDS) -> moe_a2a.Collectives:
-    """One-shot for calls of up to `most` bytes, sent as LL words; 0: rows."""
-    tables = model(coll.device.type, coll.num_ranks)
-    coll.tables = Tables([replace(table, most_in_words=most) for table in tables], "test")
-    return coll
 
 
 def drawn(draw: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:

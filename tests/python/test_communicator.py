@@ -6,8 +6,8 @@ from collections.abc import Callable
 import line_codecs
 import pytest
 import torch
+from collective_calls import Calls, values
 from ranks import run_processes, run_threads
-from test_collectives import Calls, values
 
 import moe_a2a
 

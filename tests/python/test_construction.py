@@ -13,12 +13,11 @@ import on_device
 import pytest
 import ranks
 import torch.distributed as dist
-from test_handles import CONFIG, good_call
+from lost_ranks import TIMEOUT, VICTIM, stop_at
+from small_calls import CONFIG, good_call
 
 import moe_a2a
 
-TIMEOUT = 1.5
-VICTIM = 1
 SHORT = {**CONFIG, "timeout": TIMEOUT}
 
 
@@ -43,27 +42,6 @@ def check(report, rank, victim=VICTIM):
 
 
 # ---- ranks that are killed, frozen or late, at every point of construction
-
-
-def stop_at(point, kill_signal):
-    """The process ends when its construction reaches this point."""
-
-    def stop(*_):
-        os.kill(os.getpid(), kill_signal)
-
-    if point == "before":
-        stop()
-    names = {"allocated": "get_comm_handle", "said": "set_comm_handles"}
-    if point in names:
-        setattr(moe_a2a.ExpertParallel, names[point], stop)
-    if point == "mapped":
-        connect = moe_a2a.ExpertParallel.set_comm_handles
-
-        def connect_and_stop(ep, handles):
-            connect(ep, handles)
-            stop()
-
-        moe_a2a.ExpertParallel.set_comm_handles = connect_and_stop
 
 
 def lose_a_rank(group, point, kill_signal, victim):

@@ -32,20 +32,6 @@ def make_generator(ep, seed):
     return torch.Generator(ep.device).manual_seed(1000 * seed + ep.rank)
 
 
-def capture(step):
-    """A graph of step(), and the tensor that each replay fills; warmed up on a side stream, as PyTorch requires."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-    return graph, result
-
-
 def check(ep, wrong):
     ep.check()
     assert wrong.item() == 0, f"rank {ep.rank}: {wrong.item()} wrong values"
@@ -65,7 +51,7 @@ def test_a_thousand_replays_with_eager_calls_between(idx_dtype, session_seed):
             tokens, renew = captured_tokens(ep, NUM_TOKENS, generator, idx_dtype)
             positions = exact.positions_of(ep)
             wrong = torch.zeros((), dtype=torch.int64, device=ep.device)
-            graph, combined = capture(lambda: exact.step(ep, tokens, positions))
+            graph, combined = on_device.capture(lambda: exact.step(ep, tokens, positions))
             own = random.Random(f"{session_seed} {ep.rank}")  # ranks may have different numbers
             for _ in range(NUM_REPLAYS):
                 renew()
@@ -88,7 +74,7 @@ def test_a_wrong_row_is_seen(session_seed):
             tokens, renew = captured_tokens(ep, NUM_TOKENS, make_generator(ep, session_seed))
             positions = exact.positions_of(ep)
             wrong = torch.zeros((), dtype=torch.int64, device=ep.device)
-            graph, combined = capture(lambda: exact.step(ep, tokens, positions))
+            graph, combined = on_device.capture(lambda: exact.step(ep, tokens, positions))
             for replay in range(20):
                 renew()
                 if replay == 10 and ep.rank == 0:
@@ -113,7 +99,9 @@ def test_two_graphs_of_one_object_in_any_order(session_seed):
             graphs = []
             for num_tokens in (NUM_TOKENS, 7 + ep.rank):
                 tokens, renew = captured_tokens(ep, num_tokens, generator)
-                graphs.append((*capture(lambda tokens=tokens: exact.step(ep, tokens, positions)), tokens, renew))
+                graphs.append(
+                    (*on_device.capture(lambda tokens=tokens: exact.step(ep, tokens, positions)), tokens, renew)
+                )
             for _ in range(200):
                 graph, combined, tokens, renew = order.choice(graphs)
                 renew()
@@ -142,7 +130,7 @@ def test_halves_with_matrix_products_between(session_seed):
                 torch.mm(a, a, out=products[1])
                 return ep.combine_recv(handle)
 
-            graph, combined = capture(step)
+            graph, combined = on_device.capture(step)
             expected = (a.cpu() @ a.cpu()).to(ep.device)
             for _ in range(200):
                 renew()
@@ -180,7 +168,7 @@ def test_layouts_and_quantised_rows_in_a_graph(session_seed):
                             {"layout": "masked", "quantize": "fp8"}):  # fmt: skip
                 tokens, _ = captured_tokens(ep, NUM_TOKENS, generator)
                 tokens.topk_idx.copy_(distinct(NUM_TOKENS))
-                graph, combined = capture(lambda tokens=tokens, options=options: step(tokens, **options))
+                graph, combined = on_device.capture(lambda tokens=tokens, options=options: step(tokens, **options))
                 for _ in range(30):
                     tokens.x.random_(-1, 2, generator=generator).mul_(4)  # exact in float8 too
                     tokens.topk_idx.copy_(distinct(NUM_TOKENS))
@@ -202,7 +190,7 @@ def test_replay_while_its_buffer_is_in_use_ends_at_the_deadline(session_seed):
         generator = make_generator(ep, session_seed)
         tokens, _ = captured_tokens(ep, NUM_TOKENS, generator)
         positions = exact.positions_of(ep)
-        graph, _ = capture(lambda: exact.step(ep, tokens, positions))
+        graph, _ = on_device.capture(lambda: exact.step(ep, tokens, positions))
         graph.replay()
         ep.check()
         handle = ep.dispatch(tokens.x, tokens.topk_idx)

@@ -7,43 +7,18 @@ KeyboardInterrupt left the peers waiting until their deadline, and the object wa
 import on_device
 import pytest
 import torch
-from test_handles import CONFIG, all_inputs, experts, make_inputs
-from test_refusals import REFUSED, SALT, run
+from refused_calls import REFUSED, REFUSER, SALT, Raises, run, small_batches  # noqa: F401  (a fixture)
+from small_calls import CONFIG, expected_output, experts, make_inputs
 
 import moe_a2a
-from moe_a2a import calls, reference
+from moe_a2a import calls
 
 pytestmark = on_device.TESTS
-
-REFUSER = 1
-
-
-@pytest.fixture(autouse=True, params=[0, CONFIG["num_max_tokens_per_rank"]], ids=["signals", "ll_words"])
-def small_batches(request, monkeypatch):
-    monkeypatch.setitem(CONFIG, "num_max_ll_tokens", request.param)
-
-
-def expected_output(ep):
-    handles = reference.dispatch(
-        *all_inputs(ep, SALT), num_experts=ep.num_experts, num_max_tokens_per_rank=ep.num_max_tokens_per_rank
-    )
-    y = [2 * h.recv_x[h.expert_row_index.clamp(min=0).long()] for h in handles]
-    return reference.combine(y, handles)[ep.rank].to(ep.device)
 
 
 class UnprintableError(Exception):
     def __str__(self):
         raise RuntimeError("no text")
-
-
-class Raises:
-    """An argument that raises when it is inspected, as a failed allocation or a signal may."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __index__(self):
-        raise self.error
 
 
 FAILURES = {
@@ -94,7 +69,7 @@ def test_combine_fails_for_any_reason_and_is_tried_again(name, halves):
                     on_device.combine(ep, y, handle)
             assert handle.is_open
             group.all_gather(None)  # the refusing rank must not retry before the others have observed the refusal
-        assert torch.equal(ep.combine(y, handle), expected_output(ep))
+        assert torch.equal(ep.combine(y, handle), expected_output(ep, SALT))
         assert not handle.is_open
 
     run(program)
@@ -153,7 +128,7 @@ def test_a_wrong_handle_refuses_the_combine_of_every_open_one(name, call):
                 with pytest.raises(REFUSED, match="rank 1 refused its call: .*handle"):
                     on_device.combine(ep, y, handle)
             group.all_gather(None)
-            assert torch.equal(ep.combine(y, handle), expected_output(ep))
+            assert torch.equal(ep.combine(y, handle), expected_output(ep, SALT))
             foreign.release()
 
     run(program)
@@ -182,7 +157,7 @@ def test_refusals_of_one_rank_do_not_hide_those_of_another():
                 out = on_device.combine(ep, y, handle)
             except REFUSED:
                 continue
-            assert torch.equal(out, expected_output(ep))
+            assert torch.equal(out, expected_output(ep, SALT))
             break
         assert not handle.is_open
 
@@ -210,7 +185,7 @@ def test_combine_recv_in_the_place_of_a_refused_combine():
                 ep.combine_recv(handle)
                 on_device.settle(ep)
         group.all_gather(None)
-        assert torch.equal(ep.combine(y, handle), expected_output(ep))
+        assert torch.equal(ep.combine(y, handle), expected_output(ep, SALT))
 
     run(program)
 

@@ -18,7 +18,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from test_handles import CONFIG, experts, good_call, make_inputs
+from small_calls import CONFIG, experts, good_call, make_inputs
 
 import moe_a2a
 

@@ -13,7 +13,7 @@ import time
 import on_device
 import pytest
 import ranks
-from test_handles import CONFIG, good_call
+from small_calls import CONFIG, good_call
 
 import moe_a2a
 

@@ -7,7 +7,7 @@ expert_x re-reads expert_offsets, expert_counts and expert_row_index, which are 
 import on_device
 import pytest
 import torch
-from test_handles import expected_output, experts, good_call, make_inputs
+from small_calls import expected_output, experts, good_call, make_inputs
 
 import moe_a2a
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 from shrunk_layer import mappings
+from small_calls import CONFIG, good_call
 from test_construction import SHORT, TIMEOUT, VICTIM, check, timed_error
-from test_handles import CONFIG, good_call
 
 import moe_a2a
 from moe_a2a.boards import MpiBoard, ThreadBoard

@@ -9,8 +9,8 @@ import on_device
 import pytest
 import torch
 from gradients import leaf, make_batch, make_ep, make_weights, own_part
-from test_failed_calls import REFUSED, REFUSER, SALT, expected_output, run, small_batches  # noqa: F401  (a fixture)
-from test_handles import experts, good_call, make_inputs
+from refused_calls import REFUSED, REFUSER, SALT, run, small_batches  # noqa: F401  (a fixture)
+from small_calls import expected_output, experts, good_call, make_inputs
 
 import moe_a2a
 
@@ -68,7 +68,7 @@ def test_what_follows_a_call_without_a_free_buffer():
                 on_device.settle(ep)
         group.all_gather(None)
         if ep.rank == REFUSER:
-            assert torch.equal(ep.combine(y, held), expected_output(ep))
+            assert torch.equal(ep.combine(y, held), expected_output(ep, SALT))
         other.release()
 
     run(program)
@@ -88,7 +88,7 @@ def test_a_rank_that_is_late_is_not_told_of_later_refusals(num_blocks):
                 ep.dispatch(*make_inputs(ep))
         for handle in sent:
             ep.dispatch_recv(handle)
-            assert torch.equal(ep.combine(experts(handle), handle), expected_output(ep))
+            assert torch.equal(ep.combine(experts(handle), handle), expected_output(ep, SALT))
 
     for _ in range(5):
         run(program)

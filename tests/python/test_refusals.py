@@ -1,37 +1,12 @@
 """A rank refuses its call because of its arguments: what the others observe, and that all continue together."""
 
-import time
-
 import on_device
 import pytest
 import torch
-from test_handles import CONFIG, expected_output, experts, good_call, make_inputs
-
-import moe_a2a
+from refused_calls import REFUSED, SALT, run, small_batches  # noqa: F401  (a fixture)
+from small_calls import CONFIG, expected_output, experts, good_call, make_inputs
 
 pytestmark = on_device.TESTS
-
-REFUSED = moe_a2a.PeerRefusedError
-SALT = 3  # with inputs of this salt every rank has a route to every rank
-
-
-@pytest.fixture(autouse=True, params=[0, CONFIG["num_max_tokens_per_rank"]], ids=["signals", "ll_words"])
-def small_batches(request, monkeypatch):
-    monkeypatch.setitem(CONFIG, "num_max_ll_tokens", request.param)
-
-
-def run(program, num_ranks=3, **config):
-    config = {**CONFIG, "timeout": 20, **config}
-
-    def with_ep(group):
-        with moe_a2a.ExpertParallel(group, **config) as ep:
-            start = time.monotonic()
-            program(ep, group)
-            assert time.monotonic() - start < 17  # nobody waited until a deadline, even on a busy machine
-            for salt in range(4):
-                good_call(ep, salt)
-
-    on_device.run(num_ranks, with_ep)
 
 
 def bad_dispatch(ep, call=None):

@@ -4,8 +4,8 @@ Before, DistributedDataParallel overwrote every rank's experts with rank 0's, an
 experts. Both went on without an error.
 """
 
+import node_groups
 import pytest
-import test_two_level
 import torch
 import torch.distributed as dist
 from ranks import run_processes
@@ -46,7 +46,7 @@ class Model(torch.nn.Module):
 
 def make_ep(group, kind=moe_a2a.ExpertParallel):
     sizes = {"num_experts": NUM_EXPERTS, "num_topk": K, "hidden": H, "num_max_tokens_per_rank": T}
-    groups = (group,) if kind is moe_a2a.ExpertParallel else test_two_level.groups(dist.get_world_size(), 1)
+    groups = (group,) if kind is moe_a2a.ExpertParallel else node_groups.groups(dist.get_world_size(), 1)
     return kind(*groups, **sizes, dtype=torch.float32, device="cpu", timeout=20)
 
 

@@ -18,6 +18,7 @@ import soak
 import test_back_to_back
 import test_dispatch_combine
 import test_faults
+from lost_ranks import VICTIM
 
 pytestmark = on_device.TESTS
 
@@ -67,7 +68,7 @@ def test_kills_at_any_time(session_seed):
         draw = random.Random(seed)
         arguments = ("any time", draw.choice([signal.SIGKILL, signal.SIGSTOP]), draw.choice([0, 16]))
         reports = ranks.run_processes(
-            4, test_faults.survive_a_kill, *arguments, timeout=30 + test_faults.START, mortal={test_faults.VICTIM}
+            4, test_faults.survive_a_kill, *arguments, timeout=30 + test_faults.START, mortal={VICTIM}
         )
         test_faults.check_reports(reports)
         others = [report for report in reports if report != ranks.DIED]

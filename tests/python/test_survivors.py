@@ -10,9 +10,9 @@ import time
 import on_device
 import pytest
 import ranks
-import test_faults
 import torch
 import torch.distributed as dist
+from lost_ranks import WAYS, gather_pids, shared_memory_of
 from shrunk_layer import (
     CONFIG,
     NUM_EXPERTS,
@@ -31,14 +31,12 @@ from moe_a2a import agreement, boards
 
 pytestmark = [on_device.TESTS, pytest.mark.timeout(200)]
 
-WAYS = test_faults.WAYS
-
 
 # ---- processes
 
 
 def survive(group, victims, seed, num_max_ll_tokens):
-    pids = test_faults.gather_pids(group)
+    pids = gather_pids(group)
     num_ranks = len(pids)
     ep = moe_a2a.ExpertParallel(group, **CONFIG, num_max_ll_tokens=num_max_ll_tokens)
     me = ep.rank
@@ -58,10 +56,10 @@ def survive(group, victims, seed, num_max_ll_tokens):
         check_map(ep, num_ranks)
         for call in range(10):
             check_layer(ep, seed + call, num_ranks)
-    names = test_faults.shared_memory_of(pids)
+    names = shared_memory_of(pids)
     ep.close()
     assert on_device.IS_GPU or mappings() == 0
-    return ep.group.ranks, names + test_faults.shared_memory_of(pids)
+    return ep.group.ranks, names + shared_memory_of(pids)
 
 
 START = 40 if on_device.IS_GPU else 0
@@ -96,7 +94,7 @@ def die_at(moment):
 
 
 def survive_a_death_in_the_agreement(group, moment, seed):
-    pids = test_faults.gather_pids(group)
+    pids = gather_pids(group)
     ep = moe_a2a.ExpertParallel(group, **CONFIG)
     me = ep.rank
     check_layer(ep, seed, 4)
@@ -109,7 +107,7 @@ def survive_a_death_in_the_agreement(group, moment, seed):
     check_layer(ep, seed, 4)
     check_map(ep, 4)
     ep.close()
-    return ep.group.ranks, ep.group.lost, test_faults.shared_memory_of(pids)
+    return ep.group.ranks, ep.group.lost, shared_memory_of(pids)
 
 
 @on_device.cpu_only
@@ -123,7 +121,7 @@ def test_a_rank_that_dies_in_the_agreement_is_survived(moment, session_seed):
 
 def go_on_without_a_late_rank(group, seed):
     store = dist.distributed_c10d._get_default_store()
-    pids = test_faults.gather_pids(group)
+    pids = gather_pids(group)
     ep = moe_a2a.ExpertParallel(group, **CONFIG)
     check_layer(ep, seed, 3)
     if ep.rank == 1:
@@ -139,7 +137,7 @@ def go_on_without_a_late_rank(group, seed):
             assert (raised.value.rank, raised.value.survivors) == (1, (0, 2))
             assert ep.is_closed
         store.set("it was told", "")
-        return test_faults.shared_memory_of(pids)
+        return shared_memory_of(pids)
     error = lose(ep, seed, 3)
     ep = moe_a2a.shrink(ep, lost=[error.peer])
     store.set("they went on", "")
@@ -147,7 +145,7 @@ def go_on_without_a_late_rank(group, seed):
     for call in range(5):  # the late rank has disturbed nothing
         check_layer(ep, seed + call, 3)
     ep.close()
-    return test_faults.shared_memory_of(pids)
+    return shared_memory_of(pids)
 
 
 @on_device.cpu_only
@@ -192,7 +190,7 @@ def test_a_store_of_another_process_is_survived_with(session_seed):
 
 
 def lose_the_store(world, kill_signal):
-    pids = test_faults.gather_pids(world)
+    pids = gather_pids(world)
     group = group_on(world, (0,))
     moe_a2a.as_group(world).all_gather(None)  # all are connected
     if group.rank == 0:

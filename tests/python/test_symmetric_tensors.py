@@ -4,9 +4,8 @@ back, and what every rank raises where the tensors of ranks differ."""
 import on_device
 import pytest
 import torch
+from collective_calls import DTYPES, OPS, WORKSPACE, Calls
 from on_device import run
-from test_collectives import DTYPES, OPS, WORKSPACE, Calls
-from test_cuda_graphs import capture
 
 import moe_a2a
 
@@ -169,7 +168,7 @@ def test_wrong_symmetric_nbytes():
 def graph_program(group) -> None:
     with collectives(group) as coll:
         x = coll.empty(5000)
-        graph, _ = capture(lambda: coll.all_reduce(x, algorithm="direct", out=x))
+        graph, _ = on_device.capture(lambda: coll.all_reduce(x, algorithm="direct", out=x))
         for replay in range(100):
             x.fill_(replay + coll.rank)
             graph.replay()

@@ -10,7 +10,7 @@ import pytest
 import ranks
 import torch
 from fuzz_calls import freed
-from test_handles import expected_output, experts, good_call, make_inputs
+from small_calls import expected_output, experts, good_call, make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_a2a

@@ -11,7 +11,7 @@ import time
 import on_device
 import pytest
 import ranks
-from test_handles import CONFIG, experts, good_call, make_inputs
+from small_calls import CONFIG, experts, good_call, make_inputs
 
 import moe_a2a
 

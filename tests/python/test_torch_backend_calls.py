@@ -7,7 +7,7 @@ import on_device
 import pytest
 import torch
 import torch.distributed as dist
-from test_torch_backend import DEVICE, full, integers, new_group, run_on_backend, run_processes, settle
+from backend_groups import DEVICE, full, integers, new_group, run_on_backend, run_processes, settle
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 

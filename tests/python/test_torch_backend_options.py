@@ -6,7 +6,7 @@ import on_device
 import pytest
 import torch
 import torch.distributed as dist
-from test_torch_backend import (
+from backend_groups import (
     COLLECTIVES,
     DEVICE,
     REDUCE_OPS,

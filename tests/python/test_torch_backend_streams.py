@@ -4,8 +4,7 @@ import on_device
 import pytest
 import torch
 import torch.distributed as dist
-from test_cuda_graphs import capture
-from test_torch_backend import full, new_group, run_processes
+from backend_groups import full, new_group, run_processes
 
 pytestmark = [on_device.TESTS, on_device.gpu_only]
 
@@ -99,7 +98,7 @@ def graph_program(gloo, seed: int) -> None:
         dist.reduce_scatter_tensor(mine, gathered, group=ours)
         wrong.add_((mine != num_ranks * base * (1 + ours.rank())).sum())
 
-    graph, _ = capture(step)
+    graph, _ = on_device.capture(step)
     generator = torch.Generator("cuda").manual_seed(seed)  # the same on all ranks
     for _ in range(NUM_REPLAYS):
         base.copy_(torch.randint(-9, 10, (count,), generator=generator, device="cuda"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from test_torch_backend import DEVICE, full, new_group, run_on_backend, run_processes, settle
+from backend_groups import DEVICE, full, new_group, run_on_backend, run_processes, settle
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_a2a.torch_backend import process_group

@@ -5,7 +5,7 @@ import time
 import pytest
 import ranks
 import torch
-from test_collective_words import send_words
+from collective_calls import send_words
 
 import moe_a2a
 from moe_a2a.tracing.check import check_file

@@ -4,27 +4,23 @@ import on_device
 import pytest
 import ranks
 import torch
-from gradients import HIDDEN, assert_close, leaf, make_batch, make_ep, make_weights, own_part
+from gradients import (
+    HIDDEN,
+    assert_close,
+    grads_of,
+    leaves_of,
+    make_batch,
+    make_ep,
+    make_layer,
+    make_weights,
+    own_part,
+)
 from torch import nn
 
 import moe_a2a
 from moe_a2a import experts
 
 pytestmark = on_device.TESTS
-
-
-def make_layer(ep, seed, **options):
-    weights = make_weights(ep, seed)
-    return moe_a2a.MoELayer(ep, *(nn.Parameter(w) for w in own_part(ep, weights)), **options), weights
-
-
-def leaves_of(ep, batch):
-    return leaf(batch.x, ep), batch.topk_idx.to(ep.device), leaf(batch.topk_weights, ep)
-
-
-def grads_of(layer, x, topk_weights):
-    weights_grad = None if topk_weights is None else topk_weights.grad
-    return {"x": x.grad, "topk_weights": weights_grad, "w_gate_up": layer.w_gate_up.grad, "w_down": layer.w_down.grad}
 
 
 def run_under_autocast(group, seed, dtype, device_type, other):

@@ -6,8 +6,7 @@ import on_device
 import pytest
 import ranks
 import torch
-from gradients import assert_close, make_batch, make_ep
-from test_training import grads_of, leaves_of, make_layer
+from gradients import assert_close, grads_of, leaves_of, make_batch, make_ep, make_layer
 from torch.autograd import forward_ad
 
 import moe_a2a

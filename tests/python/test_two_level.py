@@ -1,6 +1,4 @@
-"""TwoLevelCollectives over the ranks of one machine, split into nodes, beside Collectives of all of them.
-
-The groups between the nodes are gloo's, on GPUs NCCL's."""
+"""TwoLevelCollectives over the ranks of one machine, split into nodes, beside Collectives of all of them."""
 
 import os
 import time
@@ -11,8 +9,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from collective_calls import OPS
+from node_groups import groups, integers, run
 from ranks import DIED
-from test_collectives import OPS
 
 import moe_a2a
 from moe_a2a import TwoLevelCollectives
@@ -24,28 +23,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SPLITS = [(2, 2), (2, 1), (1, 2), (2, 3), (3, 2)]  # nodes, ranks of each
 SLICE = 3 << 12  # of 3072 floats
 COUNTS = [0, 1, 7, 64, 500, 3072, 3073, 40_000]
-
-
-def run(split, program, *args, **how):
-    num_nodes, num_local = split
-    on_device.needs(num_nodes * num_local)
-    return ranks.run_processes(num_nodes * num_local, program, *split, *args, **how)
-
-
-def groups(num_nodes: int, num_local: int, timeout: float = 20):
-    """This rank's node, and its rail: the ranks in its place on all nodes."""
-    rank, limit = dist.get_rank(), timedelta(seconds=timeout)
-    between = "nccl" if on_device.IS_GPU else "gloo"
-    nodes = [dist.new_group([n * num_local + i for i in range(num_local)], timeout=limit) for n in range(num_nodes)]
-    rails = [
-        dist.new_group([n * num_local + i for n in range(num_nodes)], timeout=limit, backend=between)
-        for i in range(num_local)
-    ]
-    return nodes[rank // num_local], rails[rank % num_local]
-
-
-def integers(generator: torch.Generator, shape, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randint(-20, 21, shape, generator=generator).to(on_device.NAME, dtype)
 
 
 def equal_program(world, num_nodes: int, num_local: int, seed: int) -> None:

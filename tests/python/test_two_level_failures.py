@@ -7,9 +7,9 @@ import on_device
 import pytest
 import ranks
 import torch
+from node_groups import groups, run
 from ranks import DIED
-from test_two_level import groups, run
-from test_two_level_experts import H, K, T, batch, scaled_rows, sizes
+from two_level_batches import H, K, T, batch, scaled_rows, sizes
 
 import moe_a2a
 from moe_a2a import TwoLevelExpertParallel

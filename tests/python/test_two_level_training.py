@@ -6,9 +6,8 @@ import on_device
 import pytest
 import ranks
 import torch
-from gradients import HIDDEN, MAX_TOKENS, assert_close, make_batch
-from test_training import grads_of, leaves_of, make_layer
-from test_two_level import groups, run
+from gradients import HIDDEN, MAX_TOKENS, assert_close, grads_of, leaves_of, make_batch, make_layer
+from node_groups import groups, run
 from torch.utils.checkpoint import checkpoint
 
 import moe_a2a
