@@ -300,6 +300,7 @@ class _Exchange:
         """The gradients of x and topk_weights."""
         handle = self.training.take_kept(self)
         if handle is None:  # another layer's calls came between, or combine's backward did not run
+            # For the routes alone: nobody reads the rows that arrive.
             handle = self._reopened(grad_rows.new_empty(len(topk_idx), self.ep.hidden), topk_idx)
         collectives = self.training.collectives
         with calls.released_if_failed(handle):

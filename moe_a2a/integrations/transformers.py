@@ -107,7 +107,7 @@ def _note_rank(module: ExpertsModule, state_dict: dict[str, Any], prefix: str, m
 def _refuse_experts_of_another_rank(
     module: ExpertsModule, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Their shapes are the same."""
+    """load_state_dict() itself would take them: their shapes are the same."""
     here = module.moe_a2a_split_for
     there = metadata.get("experts_of_rank", here)
     if there != here:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_a2a.tracing.overview import WAITING, waiting_shares
+from moe_a2a.tracing.overview import MAX_SAMPLES, WAITING, waiting_shares
 from moe_a2a.tracing.timeline import PARTIAL_WAIT, ROW_WAIT, SAMPLE, SEND, SIGNAL, SUM, Timeline, last_before
-
-MAX_SAMPLES = 2000  # per counter: a denser line looks like a band, and slows the UI
 
 
 def counters(timeline: Timeline) -> tuple[np.ndarray, list[str]]:

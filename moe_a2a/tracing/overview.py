@@ -8,7 +8,7 @@ from moe_a2a.tracing.timeline import SAMPLE, SLICE, WAITS, Timeline, busy, merge
 
 OVERVIEW_BLOCK = -1  # of the slices that are phases
 WAITING = "% of the warps that wait"
-MAX_SAMPLES = 2000  # per rank
+MAX_SAMPLES = 2000  # per counter: a denser line looks like a band, and slows the UI
 
 
 def phases(timeline: Timeline) -> np.ndarray:

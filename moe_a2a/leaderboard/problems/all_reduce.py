@@ -40,8 +40,8 @@ class AllReduce(CloseTo):
 
 
 class AllReduceQuantised(AllReduce):
-    """The same sum, with an error of up to MOST_ERROR of its norm. All ranks must get the same bits, since replicas that
-    differ drift apart."""
+    """The same sum, with noise at least LEAST_DB below it. All ranks must get the same bits, since replicas that differ
+    drift apart."""
 
     LEAST_DB = 28.0  # signal to noise: 6 bits per value reach it on N(0, 1), 4 bits do not
 
