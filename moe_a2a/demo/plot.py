@@ -51,7 +51,7 @@ def _draw_experts(axes, name: str, counts: np.ndarray) -> None:
     for rank, routes in enumerate(counts):
         axes.bar(np.arange(num_experts), routes, bottom=bottom, width=0.8, label=f"rank {rank}")
         bottom += routes
-    axes.set(title=name, xlabel="expert (ground: owning rank)", ylabel="tokens, by sending rank")
+    axes.set(title=name, xlabel="expert (shading: owning rank)", ylabel="tokens, by sending rank")
     axes.set_xlim(-0.5, num_experts - 0.5)
     axes.legend(fontsize="small")
 

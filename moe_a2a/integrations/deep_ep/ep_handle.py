@@ -62,8 +62,7 @@ class EPHandle:
         """Rows by route, padding included; without do_cpu_sync the most that could be."""
         if self._has_counts:
             return sum(self.num_recv_tokens_per_expert_list)
-        sizes = self.ep.num_ranks, self.num_max_tokens_per_rank, self.ep.num_topk, self.ep.num_local_experts
-        return expanded.worst_num_rows(*sizes, self.expert_alignment)
+        return expanded.worst_num_rows(self.ep, self.num_max_tokens_per_rank, self.expert_alignment)
 
     @property
     def _has_counts(self) -> bool:
@@ -77,15 +76,28 @@ def handle_of(
     counts: list[int],
     recv_topk_idx: Tensor | None,
     *,
-    num_experts: int,
     expert_alignment: int,
     num_max_tokens: int,
     num_sms: int,
 ) -> EPHandle:
+    """version: version_of() topk_idx before the dispatch. counts: of num_recv_tokens_per_expert_list."""
     do_expand = isinstance(routing, expanded.ExpandedHandle)
-    sums = _prefix_sums(routing, expert_alignment, do_expand)
-    sizes = do_expand, num_experts, expert_alignment, num_max_tokens, num_sms
-    return EPHandle(*sizes, counts, *sums, routing, recv_topk_idx, topk_idx, version)
+    by_rank, by_expert, unaligned = _prefix_sums(routing, expert_alignment, do_expand)
+    return EPHandle(
+        do_expand=do_expand,
+        num_experts=routing.ep.num_experts,
+        expert_alignment=expert_alignment,
+        num_max_tokens_per_rank=num_max_tokens,
+        num_sms=num_sms,
+        num_recv_tokens_per_expert_list=counts,
+        psum_num_recv_tokens_per_scaleup_rank=by_rank,
+        psum_num_recv_tokens_per_expert=by_expert,
+        num_unaligned_recv_tokens_per_expert=unaligned,
+        _routing=routing,
+        _recv_topk_idx=recv_topk_idx,
+        _topk_idx=topk_idx,
+        _version=version,
+    )
 
 
 def version_of(topk_idx: Tensor) -> int | None:

@@ -264,7 +264,7 @@ class Exchange:
 def _lost(call: str, ep: ExpertParallel) -> RuntimeError:
     return RuntimeError(
         f"a deferred {call} of rank {ep.rank} was lost, since num_buffers={ep.num_buffers} other dispatches followed; wait for its "
-        "event before, or pass a larger num_buffers"
+        "event first, or pass a larger num_buffers"
     )
 
 

@@ -51,8 +51,10 @@ class ExpandedHandle(Routing):
         return by_choice(topk_weights, index, self.weights(index), *shape)
 
 
-def worst_num_rows(num_ranks: int, num_tokens: int, num_topk: int, num_local_experts: int, alignment: int) -> int:
-    rows = num_ranks * num_tokens * min(num_topk, num_local_experts) + (alignment - 1) * num_local_experts
+def worst_num_rows(ep: ExpertParallel, num_max_tokens: int, alignment: int) -> int:
+    """The most rows that can arrive here from batches of num_max_tokens, padding included."""
+    num_routes = ep.num_ranks * num_max_tokens * min(ep.num_topk, ep.num_local_experts)
+    rows = num_routes + (alignment - 1) * ep.num_local_experts
     return -(-rows // alignment) * alignment
 
 
@@ -92,11 +94,18 @@ def begin_dispatch(
                 opened._core.raise_reported()
                 bound = _checked_num_rows(ep.rank, num_rows, sum(counts))
             elif bound is None:
-                sizes = ep.num_ranks, num_max_tokens, ep.num_topk, ep.num_local_experts
-                bound = worst_num_rows(*sizes, expert_alignment)
-            drops = num_rows is not None and not is_exact
-            what = ep, topk_idx, opened, expert_alignment, bound, is_exact, drops
-            return ExpandedHandle(*what, topk_weights is None), counts
+                bound = worst_num_rows(ep, num_max_tokens, expert_alignment)
+            handle = ExpandedHandle(
+                ep,
+                topk_idx,
+                opened,
+                expert_alignment=expert_alignment,
+                num_rows=bound,
+                is_exact=is_exact,
+                drops=num_rows is not None and not is_exact,
+                carries_choices=topk_weights is None,
+            )
+            return handle, counts
 
     return finish
 
@@ -130,7 +139,7 @@ def begin_dispatch_again(
 
 
 def drop_routes(handle: ExpandedHandle) -> None:
-    """Leaves out the routes at num_rows and behind, so that combine() neither reads nor adds them. The host reads nothing."""
+    """Leaves out the routes from num_rows on, so that combine() neither reads nor adds them. The host reads nothing."""
     opened = handle.open
     opened.expert_offsets.clamp_(max=handle.num_rows)
     positions = opened._core.term_positions(opened._handle)  # the terms' weights will all be 1

@@ -46,7 +46,7 @@ def check_kept(handle: LowLatencyHandle) -> None:
     if not handle.opened.is_open and not handle.has_combine and not ep.is_closed:
         raise RuntimeError(
             f"a low_latency_dispatch of rank {ep.rank} was lost, since num_buffers={ep.num_buffers} others followed; combine "
-            "before, or pass a larger num_buffers"
+            "first, or pass a larger num_buffers"
         )
 
 

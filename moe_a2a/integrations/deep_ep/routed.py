@@ -171,7 +171,7 @@ class RoutedBuffer(OfExchange):
             with calls.combine_refused_if_failed(routing.open):
                 index = routing.row_index()
                 weights = None if first.topk_weights is None else routing.weights(index)
-                handle = self._handle_of(first, kind, bound, routing, topk_idx, version, counts, None)
+                handle = self._handle_of(first, bound, routing, topk_idx, version, counts, None)
                 return _Received(*expanded.rows(routing, index, blocks), None, weights, handle)
 
         return finish
@@ -199,7 +199,7 @@ class RoutedBuffer(OfExchange):
             routing, ids, counts = received.handle, received.topk_idx, received.num_tokens_per_expert or []
             assert routing is not None and ids is not None
             with calls.combine_refused_if_failed(routing.open):
-                handle = self._handle_of(first, kind, bound, routing, topk_idx, version, counts, ids.clone())
+                handle = self._handle_of(first, bound, routing, topk_idx, version, counts, ids.clone())
                 return _Received(received.x, received.x_scales, ids, received.topk_weights, handle)
 
         return finish
@@ -207,16 +207,23 @@ class RoutedBuffer(OfExchange):
     def _handle_of(
         self,
         first: First,
-        kind: Kind,
         bound: int,
-        routing: Any,
+        routing: high_throughput.Handle | expanded.ExpandedHandle,
         topk_idx: Tensor,
         version: int | None,
         counts: list[int],
         ids: Tensor | None,
     ) -> EPHandle:
-        sizes = {"num_experts": kind.num_experts, "expert_alignment": first.expert_alignment, "num_max_tokens": bound}
-        return handle_of(routing, topk_idx, version, counts, ids, **sizes, num_sms=first.num_sms or self.num_sms)
+        return handle_of(
+            routing,
+            topk_idx,
+            version,
+            counts,
+            ids,
+            expert_alignment=first.expert_alignment,
+            num_max_tokens=bound,
+            num_sms=first.num_sms or self.num_sms,
+        )
 
     # ---- along a handle
 
