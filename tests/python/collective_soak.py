@@ -44,7 +44,7 @@ def merged(base: torch.Tensor, op: str, num_ranks: int) -> torch.Tensor:
     return torch.maximum(first, last) if op == "max" else torch.minimum(first, last)
 
 
-class CollectiveMill:
+class RandomCalls:
     """Calls of Collectives, drawn identically on all ranks."""
 
     def __init__(self, coll: moe_a2a.Collectives, shared: random.Random):
@@ -99,7 +99,7 @@ def run(group, seed: int, num_iterations: int, plant_at: int = -1) -> int:
     with moe_a2a.Communicator(group, timeout=TIMEOUT) as comm:
         ep = moe_a2a.ExpertParallel(comm, **MOE, num_experts=4 * comm.num_ranks)
         coll = moe_a2a.Collectives(comm, MAX_NBYTES, symmetric_nbytes=4 * max(COUNTS) * comm.num_ranks)
-        layers, collectives = soak.Mill(ep, own), CollectiveMill(coll, shared)
+        layers, collectives = soak.Workload(ep, own), RandomCalls(coll, shared)
         for index in range(num_iterations):
             if own.random() < soak.SHARE_OF_DELAYS:
                 soak.sleep(comm.device, own.random() * soak.LONGEST_DELAY)

@@ -6,6 +6,7 @@ at its own times. In 1,000 iterations a rank runs ahead of another as far as the
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ import torch
 
 import moe_a2a
 
+NUM_ITERATIONS = int(os.environ.get("MOE_A2A_SOAK_ITERATIONS", "0")) or 1_000  # in an ordinary session
 CHECK_EVERY = 1_000
 NUM_SAMPLES = 48  # prepared inputs per object: making them would cost more than a call
 LONGEST = 1  # index of the longest sample
@@ -32,7 +34,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-class Mill:
+class Workload:
     """One ExpertParallel with inputs of many lengths, including zero and the maximum."""
 
     def __init__(self, ep: moe_a2a.ExpertParallel, rng: random.Random):
@@ -48,31 +50,31 @@ def run(group, seed: int, num_iterations: int, plant_at: int = -1) -> int:
     """The total number of wrong values. In iteration `plant_at` rank 0 spoils one received row."""
     shared, own = random.Random(seed), random.Random(f"{seed} {group.rank}")
     with ExitStack() as stack:
-        mills = []
+        workloads = []
         for shape in SHAPES:
             ep = moe_a2a.ExpertParallel(group, **shape, num_experts=8 * group.num_ranks, timeout=20)
-            mills.append(Mill(stack.enter_context(ep), own))
-        device = mills[0].ep.device
+            workloads.append(Workload(stack.enter_context(ep), own))
+        device = workloads[0].ep.device
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         for index in range(num_iterations):
-            mill, num_blocks = shared.choice(mills), shared.choice((0, 0, 1, 7))
-            tokens = own.choice(mill.samples) if index != plant_at else mill.samples[LONGEST]
+            workload, num_blocks = shared.choice(workloads), shared.choice((0, 0, 1, 7))
+            tokens = own.choice(workload.samples) if index != plant_at else workload.samples[LONGEST]
             if own.random() < SHARE_OF_DELAYS:
                 sleep(device, own.random() * LONGEST_DELAY)
-            handle = mill.ep.dispatch(tokens.x, tokens.topk_idx, num_blocks=num_blocks)
-            y = exact.run_experts(mill.ep, handle, mill.positions)
+            handle = workload.ep.dispatch(tokens.x, tokens.topk_idx, num_blocks=num_blocks)
+            y = exact.run_experts(workload.ep, handle, workload.positions)
             if index == plant_at and group.rank == 0:
                 y[0] += 1
-            combined = mill.ep.combine(y, handle, num_blocks=num_blocks)
+            combined = workload.ep.combine(y, handle, num_blocks=num_blocks)
             exact.count_wrong(wrong, combined, tokens)
             if (index + 1) % CHECK_EVERY == 0 or index + 1 == num_iterations:
-                look(mills, wrong, f"seed {seed}, rank {group.rank}, by iteration {index}", plant_at)
+                check_so_far(workloads, wrong, f"seed {seed}, rank {group.rank}, by iteration {index}", plant_at)
         return wrong.item()
 
 
-def look(mills: list[Mill], wrong: torch.Tensor, where: str, plant_at: int) -> None:
-    for mill in mills:
-        mill.ep.check()
+def check_so_far(workloads: list[Workload], wrong: torch.Tensor, where: str, plant_at: int) -> None:
+    for workload in workloads:
+        workload.ep.check()
     if plant_at < 0 and wrong.item() > 0:
         raise AssertionError(f"{where}: {wrong.item()} wrong values")
 

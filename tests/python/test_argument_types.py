@@ -48,7 +48,7 @@ def show(value):
 
 
 @pytest.mark.parametrize(("name", "value", "exception"), OF_DISPATCH, ids=show)
-def test_dispatch(name, value, exception):
+def test_dispatch_arguments_of_a_wrong_type(name, value, exception):
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
             x, topk_idx, weights = make_inputs(ep)
@@ -66,7 +66,7 @@ def test_dispatch(name, value, exception):
 
 
 @pytest.mark.parametrize(("name", "value", "exception"), OF_COMBINE, ids=show)
-def test_combine(name, value, exception):
+def test_combine_arguments_of_a_wrong_type(name, value, exception):
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
             handle = ep.dispatch(*make_inputs(ep, 3))
@@ -114,7 +114,7 @@ BAD_CONSTRUCTION = [
 
 
 @pytest.mark.parametrize(("name", "value", "exception"), BAD_CONSTRUCTION, ids=show)
-def test_constructor(name, value, exception):
+def test_constructor_arguments_of_a_wrong_type(name, value, exception):
     def program(group):
         with pytest.raises(exception, match=rf"^{name}.* on rank {group.rank}; pass ") as raised:
             moe_a2a.ExpertParallel(group, **{**CONFIG, name: value})

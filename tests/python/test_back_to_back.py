@@ -65,12 +65,12 @@ def run_sequence_in_process(group, num_ranks, num_blocks, seed, num_calls):
 
 @pytest.mark.parametrize(("num_ranks", "num_blocks"), [(4, 1), (3, 2)])
 @on_device.cpu_only
-def test_threads(num_ranks, num_blocks, session_seed):
+def test_ranks_as_threads(num_ranks, num_blocks, session_seed):
     case, pool = make_pool(session_seed, num_ranks, num_blocks)
     ranks.run_threads(num_ranks, run_sequence, case, pool, session_seed, NUM_CALLS // 2, timeout=120)
 
 
-def test_processes(session_seed):
+def test_ranks_as_processes(session_seed):
     if on_device.RANKS_ARE_PROCESSES:
         num_ranks = min(3, on_device.most_ranks())
         on_device.run(num_ranks, run_sequence_in_process, num_ranks, 1, session_seed, NUM_CALLS, timeout=120)

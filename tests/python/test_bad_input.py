@@ -184,7 +184,7 @@ def test_dispatch_refused_by_one_of_three(name):
 
 @pytest.mark.parametrize("name", BAD_COMBINE)
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_combine(name, num_ranks):
+def test_combine_refused_by_the_last_rank(name, num_ranks):
     """After a refused combine all ranks, whose handles stay open, retry with good arguments."""
     make_bad, options, exception, words = BAD_COMBINE[name]
     refuser = num_ranks - 1
@@ -315,7 +315,7 @@ BAD_CONSTRUCTION = {
 
 
 @pytest.mark.parametrize("name", BAD_CONSTRUCTION)
-def test_construction(name):
+def test_bad_arguments_of_the_constructor(name):
     value, exception, words = BAD_CONSTRUCTION[name]
 
     def program(group):

@@ -83,7 +83,7 @@ def test_bounds_grow_as_bits_shrink():
         (0.0, 64 << 20, None),
     ],
 )
-def test_choice(limit, nbytes, expected):
+def test_which_codec_is_chosen(limit, nbytes, expected):
     least = {"fp8": 8 << 20, "q8": 4 << 20, "q6": 4 << 20, "q4": 2 << 20}
     assert codecs.choose(nbytes, 4, limit, least) == expected
     assert codecs.choose(nbytes, 1, limit, least) is None

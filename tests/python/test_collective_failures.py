@@ -222,7 +222,7 @@ def construction_program(group) -> None:
         assert coll.nbytes < 1 << 20
 
 
-def test_construction():
+def test_bad_arguments_of_the_constructor():
     run_threads(2, construction_program)
 
 

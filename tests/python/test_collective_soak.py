@@ -7,20 +7,19 @@ MOE_A2A_TEST_DEVICE=cuda pytest tests/python/test_collective_soak.py
 import collective_soak
 import on_device
 import pytest
+import soak
 import torch
-from test_soak import ITERATIONS
 
 import moe_a2a
 
 pytestmark = on_device.TESTS
 
-FEW_ITERATIONS = 1_000  # in an ordinary session
 NUM_REPLAYS = 1_000
 
 
-@pytest.mark.timeout(120 + (ITERATIONS or FEW_ITERATIONS) // 50)
+@pytest.mark.timeout(120 + soak.NUM_ITERATIONS // 50)
 def test_interleaved_iterations(session_seed):
-    num_ranks, iterations = min(4, on_device.most_ranks()), ITERATIONS or FEW_ITERATIONS
+    num_ranks, iterations = min(4, on_device.most_ranks()), soak.NUM_ITERATIONS
     print(f"{iterations} calls on {num_ranks} ranks, seed {session_seed}", flush=True)
     wrong = on_device.run(num_ranks, collective_soak.run, session_seed, iterations, timeout=100 + iterations / 50)
     assert wrong == [0] * num_ranks

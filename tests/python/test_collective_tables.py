@@ -43,7 +43,7 @@ def test_the_table_of_a_dtype():
     ("cuda", 3, 3 * 1_900_000 // 2),
     ("cuda", 4, 4 * 1_900_000 // 6), ("cuda", 8, 8 * 1_900_000 // 42),
 ])  # fmt: skip
-def test_the_model(device, num_ranks, most):
+def test_the_model_of_untuned_machines(device, num_ranks, most):
     tables = Tables(collective_tables.model(device, num_ranks), "model")
     table = tables.of("all_reduce", "float16")
     assert table.step(most).algorithm == "one_shot"

@@ -38,12 +38,12 @@ def no_rank_is_started(monkeypatch):
 
 @pytest.mark.parametrize("command", [BENCH, ("tune", "--device", "cpu"), ("tune", "--print"), ("demo",)], ids=" ".join)
 @pytest.mark.parametrize("value", ["0", "-1", "-3", "65", "x", "1.5", "", "9" * 30])
-def test_ranks(capsys, command, value):
+def test_bad_numbers_of_ranks(capsys, command, value):
     assert "--ranks" in refused(capsys, *command, "--ranks", value)
 
 
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
-def test_ways_of_another_collective(capsys, kind):
+def test_algorithms_and_codecs_of_another_collective(capsys, kind):
     """Regression: they were ignored."""
     assert f"--algorithms ring: {kind} has" in refused(capsys, "bench", kind, "--algorithms", "auto,ring,direct")
     assert f"--codecs q8: {kind} has no codecs" in refused(capsys, "bench", kind, "--codecs", "q8")
@@ -66,18 +66,18 @@ def test_ways_of_another_collective(capsys, kind):
         ("--device", ["gpu"]),
     ],
 )
-def test_options_that_measure(capsys, command, option, values):
+def test_bad_numbers_of_other_options(capsys, command, option, values):
     for value in values:
         assert option in refused(capsys, *command, f"{option}={value}"), value
 
 
 @pytest.mark.parametrize("option", ["--modes", "--routing", "--baselines", "--suite"])
-def test_names(capsys, option):
+def test_names_that_do_not_exist(capsys, option):
     assert option in refused(capsys, *BENCH, option, "nonsense")
 
 
 @pytest.mark.parametrize("routing", ["zipf:x", "zipf:nan", "zipf:inf", "zipf:-1"])
-def test_a_routing_without_a_sense(capsys, routing):
+def test_zipf_exponents_out_of_range(capsys, routing):
     assert "--routing" in refused(capsys, *BENCH, *SMALL, "--routing", routing)
 
 

@@ -112,7 +112,7 @@ def test_other_handles_stay_alike_on_all_ranks():
     on_device.run(2, program)
 
 
-def test_of_buffer():
+def test_buffer():
     def program(group):
         buffer, device = buffer_of_v1(group), default_device()
         calls = Calls(group, buffer.rank)

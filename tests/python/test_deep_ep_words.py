@@ -160,7 +160,7 @@ def test_expanded_rows():
 
 
 @pytest.mark.parametrize("api", ["packed", "expanded"])
-def test_scales(api):
+def test_scales_of_float8_rows(api):
     """They are the second of a tuple. Columns in memory order, as DeepGEMM's, were refused."""
 
     def program(group):

@@ -95,7 +95,7 @@ def running(version="2.9.1+cu130", cuda="13.0"):
         (built(cuda="12.8"), running(), ("nvcc 12.8", "CUDA 13.0")),
     ],
 )
-def test_what_fits(build_info, torch_, words):
+def test_builds_that_fit_the_installed_torch(build_info, torch_, words):
     text = installation.mismatch(build_info, torch_)
     if words is None:
         assert text is None
@@ -141,7 +141,7 @@ def test_a_build_without_protozero_says_why_it_cannot(monkeypatch):
         export.check_path("trace.pftrace")
 
 
-def test_one_version():
+def test_pyproject_has_the_version_of_the_package():
     declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert declared and moe_a2a.__version__ == declared[1]
 

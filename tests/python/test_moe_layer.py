@@ -210,7 +210,7 @@ def run_out(group, seed):
         assert torch.equal(out, expected)
 
 
-def test_out(session_seed):
+def test_experts_fill_out(session_seed):
     on_device.run(2, run_out, session_seed)
 
 

@@ -23,8 +23,6 @@ from lost_ranks import VICTIM
 pytestmark = on_device.TESTS
 
 SECONDS = float(os.environ.get("MOE_A2A_SOAK_SECONDS", "0"))
-ITERATIONS = int(os.environ.get("MOE_A2A_SOAK_ITERATIONS", "0"))
-FEW_ITERATIONS = 1_000  # in an ordinary session
 
 
 def for_seconds(test):
@@ -76,9 +74,9 @@ def test_kills_at_any_time(session_seed):
         print(f"  phases {[report['phase'] for report in others]}, slowest so far {slowest:.3f} s", flush=True)
 
 
-@pytest.mark.timeout(60 + (ITERATIONS or FEW_ITERATIONS) // 100)
+@pytest.mark.timeout(60 + soak.NUM_ITERATIONS // 100)
 def test_iterations(session_seed):
-    num_ranks, iterations = min(4, on_device.most_ranks()), ITERATIONS or FEW_ITERATIONS
+    num_ranks, iterations = min(4, on_device.most_ranks()), soak.NUM_ITERATIONS
     print(f"{iterations} iterations on {num_ranks} ranks, seed {session_seed}", flush=True)
     start = time.monotonic()
     wrong = on_device.run(num_ranks, soak.run, session_seed, iterations, timeout=30 + iterations / 100)

@@ -90,7 +90,7 @@ def auto_program(group) -> None:
         coll.check()
 
 
-def test_auto():
+def test_auto_chooses_direct():
     run(2, auto_program)
 
 
@@ -176,5 +176,5 @@ def graph_program(group) -> None:
 
 
 @on_device.gpu_only
-def test_replays():
+def test_replays_of_a_captured_call():
     run(2, graph_program)

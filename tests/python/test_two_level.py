@@ -323,7 +323,7 @@ def test_a_dead_rank():
     assert run((2, 2), dead_rank_program, mortal={3})[3] == DIED
 
 
-def test_shares():
+def test_shares_are_whole_units():
     for count in (0, 1, 63, 64, 65, 1000, 12_345):
         for num_ranks in (1, 2, 3, 8):
             shares = two_level._shares(count, num_ranks)

@@ -151,7 +151,7 @@ def rounded_program(world, num_nodes, num_local, seed):
     assert torch.equal(got, total.bfloat16()), seed
 
 
-def test_roundings(session_seed):
+def test_each_sum_is_rounded_once(session_seed):
     run((2, 1) if on_device.IS_GPU else (2, 2), rounded_program, session_seed)
 
 
@@ -180,7 +180,7 @@ def layer_program(world, num_nodes, num_local, seed):
             assert torch.equal(compiled(x, topk_idx, topk_weights), out)
 
 
-def test_layer(session_seed):
+def test_layer_equals_the_reference(session_seed):
     run((2, 1) if on_device.IS_GPU else (2, 2), layer_program, session_seed)
 
 

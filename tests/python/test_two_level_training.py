@@ -77,7 +77,7 @@ def dispatcher_program(world, num_nodes, num_local, seed):
                 assert_close(two, grads_of(layer, inputs[i][0], inputs[i][2]), batches[i], weights)
 
 
-def test_dispatcher(session_seed):
+def test_gradients_of_a_dispatcher(session_seed):
     run((2, 1) if on_device.IS_GPU else (2, 2), dispatcher_program, session_seed)
 
 
@@ -158,5 +158,5 @@ def failures_program(world, num_nodes, num_local, seed):
 
 
 @on_device.cpu_only
-def test_failures(session_seed):
+def test_a_failure_reaches_every_rank_and_the_next_step_is_right(session_seed):
     run((2, 2), failures_program, session_seed)
