@@ -80,17 +80,7 @@ def dispatch(
     def receive(rank: int) -> Dispatched:
         routes = _routes_to(rank, num_local_experts, topk_idx, topk_weights)
         counts = torch.bincount(routes.expert, minlength=num_local_experts)
-        if layout == "masked":
-            if counts.max() > num_rows:
-                raise ValueError(f"an expert has {counts.max()} routes, 'masked' holds {num_rows}")
-            reserved = torch.full_like(counts, num_rows)
-            capacity = num_local_experts * num_rows
-        elif layout == "expert_major":
-            reserved = (counts + expert_alignment - 1) // expert_alignment * expert_alignment
-            capacity = num_rows * topk_idx[0].shape[1] + num_local_experts * (expert_alignment - 1)
-        else:
-            reserved = counts
-            capacity = num_rows * topk_idx[0].shape[1]
+        reserved, capacity = _space(layout, counts, num_rows, topk_idx[0].shape[1], expert_alignment)
         index_in_expert = torch.arange(len(routes.expert)) - _exclusive_sum(counts)[routes.expert]
         place = _exclusive_sum(reserved)[routes.expert] + index_in_expert
 
@@ -141,6 +131,18 @@ def _routes_to(rank: int, num_local_experts: int, topk_idx: list[Tensor], topk_w
     expert, *others = (torch.cat(values) for values in zip(*per_source, strict=True))
     order = torch.argsort(expert, stable=True)
     return _Routes(expert[order], *(values[order] for values in others))
+
+
+def _space(layout: str, counts: Tensor, num_rows: int, num_topk: int, expert_alignment: int) -> tuple[Tensor, int]:
+    """How many positions each local expert takes, [E_local], and how many there are."""
+    if layout == "masked":
+        if counts.max() > num_rows:
+            raise ValueError(f"an expert has {counts.max()} routes, 'masked' holds {num_rows}")
+        return torch.full_like(counts, num_rows), len(counts) * num_rows
+    if layout == "expert_major":
+        reserved = (counts + expert_alignment - 1) // expert_alignment * expert_alignment
+        return reserved, num_rows * num_topk + len(counts) * (expert_alignment - 1)
+    return counts, num_rows * num_topk
 
 
 def _exclusive_sum(counts: Tensor) -> Tensor:
