@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 WAKE_UP_SECONDS = 0.05  # of work until GPU and link clocks have ramped up
-SLEEP_CYCLES = 300_000  # about 150 us: more than the host needs to queue a step
+SLEEP_CYCLES = 300_000  # about 150 us: more than the host needs to queue most steps
 FLUSH_BYTES = 256 << 20
 
 
@@ -50,8 +50,9 @@ class Measuring:
 class Clock:
     """Times steps in turn. Every rank makes the same calls and gets its own results."""
 
-    def __init__(self, device: torch.device, how: Measuring):
-        self.how = how
+    def __init__(self, device: torch.device, how: Measuring, sleep_cycles: int = SLEEP_CYCLES):
+        """sleep_cycles: more than the host needs to queue a step."""
+        self.how, self._sleep_cycles = how, sleep_cycles
         self._on_gpu = device.type == "cuda"
         self._word = torch.zeros(1, device=device)
         self._flush_buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if how.flush else None
@@ -106,7 +107,7 @@ class Clock:
     def align(self) -> None:
         """Aligns the ranks: what they queue next starts at about the same time."""
         if self._on_gpu:
-            torch.cuda._sleep(SLEEP_CYCLES)
+            torch.cuda._sleep(self._sleep_cycles)
             dist.all_reduce(self._word)  # last: GPUs may sleep for different times
         else:
             dist.barrier()

@@ -27,6 +27,7 @@ from moe_a2a.command_line import integer, integers
 from moe_a2a.rank_options import device_type_of
 
 OURS = "moe_a2a"
+SLEEP_CYCLES = 1_000_000  # about 0.5 ms
 NUM_CHECKED = 4  # steps whose losses are compared
 TOLERANCE = 1e-3  # of a loss, relative
 HEADER = f"{'what':<24} {'KiB':>9} {'backend':<8} {'us':>10} {'p99':>10} {'host':>8} {'of the peer':>11}"
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
     device = this_ranks_device(options)
-    clock = Clock(device, Measuring.of(options))
+    clock = Clock(device, Measuring.of(options), SLEEP_CYCLES)
     results = Results(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
     peer = "nccl" if device.type == "cuda" else "gloo"
     groups = {peer: dist.new_group(backend=peer), OURS: dist.new_group(backend=OURS)}
