@@ -13,21 +13,21 @@ from typing import BinaryIO
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` once it is complete: a reader, or a process that also writes it, sees no part of it.
-    Links, such as /dev/stdout, and anything but regular files are written to directly."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        with open(path, "wb") as file:
-            yield file
-        return
-    beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_native_id()}")
+    Links, such as /dev/stdout, and anything but regular files are written to directly. An OSError names `path`."""
+    is_direct = path.is_symlink() or (path.exists() and not path.is_file())
+    written = path if is_direct else path.with_name(f"{path.name}.{os.getpid()}.{threading.get_native_id()}")
     try:
-        with open(beside, "wb") as file:
+        with open(written, "wb") as file:
             yield file
-        beside.replace(path)
+        if not is_direct:
+            written.replace(path)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        if isinstance(error, OSError) and error.filename == str(beside):
-            error.filename = str(path)  # the name that the caller knows
+        if not is_direct:
+            with contextlib.suppress(OSError):
+                written.unlink()
+        # Without a name: a write to a full disk. Without a number: an error that has a text of its own.
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(written)):
+            error.filename = str(path)
         raise
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_a2a.demo.report import ShapeResult
+from moe_a2a.replaced_files import replaced
 
 PHASES = ("dispatch", "experts", "combine")
 COLOURS = ("tab:blue", "0.7", "tab:green")
@@ -35,9 +36,14 @@ def save(path: Path, tokens_per_expert: dict[str, np.ndarray], shapes: list[Shap
         _draw_step(axes, shape)
     below.axes[0].set_ylabel("milliseconds")
     below.axes[0].legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(path) as file:
+            figure.savefig(file, format="png", dpi=110)
+    except OSError as error:  # a full disk; the checks have their verdict all the same
+        return f"{path} cannot be written: {error.strerror}"
+    finally:
+        pyplot.close(figure)
     return None
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_a2a.replaced_files import replaced
 from moe_a2a.tracing.summary import summarize
 from moe_a2a.tracing.timeline import WAITS, Timeline, busy, merged
 
@@ -26,7 +27,8 @@ def save_plot(path: Path, timeline: Timeline) -> str | None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 5), layout="constrained", width_ratios=(1, 2))
     _draw_waits(figure, left, summarize(timeline).wait_max / 1e3)
     _draw_ranks(right, timeline)
-    figure.savefig(path, dpi=110)
+    with replaced(path) as file:
+        figure.savefig(file, format=path.suffix[1:].lower(), dpi=110)
     pyplot.close(figure)
     return None
 

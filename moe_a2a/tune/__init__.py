@@ -4,6 +4,7 @@ prints the table in effect."""
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,9 +64,15 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
     device, num_ranks = this_ranks_device(options), dist.get_world_size()
     tuning, files = TABLES[options.what]
     measured = tuning.measure(options, device, Clock(device, Measuring.of(options)))
+    code = 0
     if dist.get_rank() == 0:
-        path = options.output or files.own_file(device, num_ranks)
-        files.write(path, machine.about(device, num_ranks) | tuning.about(options), measured)
-        print(f"{tuning.text(measured)}\ntune: {path}", flush=True)
+        path, lines = options.output or files.own_file(device, num_ranks), [tuning.text(measured)]
+        try:
+            files.write(path, machine.about(device, num_ranks) | tuning.about(options), measured)
+            lines.append(f"tune: {path}")
+        except OSError as error:  # a full disk
+            print(f"tune: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            code = 1
+        print("\n".join(lines), flush=True)
     dist.barrier()
-    return 0
+    return code

@@ -285,3 +285,12 @@ def test_tune_writes_a_table_that_is_found(tmp_path):
     assert (table.hidden, table.dtype) == (64, "bfloat16") and table.steps[-1].max_tokens == 4
     printed = moe_a2a_command("tune", "--print", "--device", "cpu", *sizes, "--output", path)
     assert str(path) in printed and printed.splitlines()[-1].split() == [str(n) for n in table.steps[-1]]
+
+
+def test_a_table_that_cannot_be_written_is_printed(tmp_path):
+    """Regression: what had been measured was lost with the file."""
+    path = tmp_path / ("t" * 250)  # a name for a file, but too long with the suffix that it has until it is complete
+    done = commands.run("tune", *TINY, "--ranks", 2, "--tokens", 4, "--blocks", 1, "--output", path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"tune: {path} cannot be written: File name too long" in done.stderr
+    assert done.stdout.split() == "tokens at most dispatch blocks combine blocks 4 1 1".split()

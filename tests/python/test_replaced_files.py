@@ -5,16 +5,25 @@ in place of earlier results.
 """
 
 import contextlib
+import functools
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import synthetic_trace
 
 from moe_a2a import replaced_files
 from moe_a2a.bench.options import is_written
+from moe_a2a.demo import plot
+from moe_a2a.demo.report import ShapeResult
+from moe_a2a.demo.shapes import Traffic
 from moe_a2a.leaderboard.record import Board
+from moe_a2a.tracing import export
+from moe_a2a.tracing.merge import merge
+from moe_a2a.tracing.plot import save_plot
 
 pytestmark = pytest.mark.cpu
 TEXT = "x" * 10_000
@@ -58,6 +67,36 @@ def test_an_error_names_the_file_of_the_caller(tmp_path, name):
     with pytest.raises(OSError) as raised:
         replaced_files.write_text(tmp_path / name, TEXT)
     assert raised.value.filename == str(tmp_path / name)
+
+
+@pytest.fixture(scope="module")
+def timeline():
+    plan = synthetic_trace.Plan()
+    return merge(synthetic_trace.simulate(plan), synthetic_trace.configuration(plan), combine_row_bytes=128)
+
+
+@pytest.mark.parametrize("name", ["text", "trace.json", "trace.json.gz", "trace.pftrace", "picture.png", "picture.svg"])
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, timeline, name):
+    """Regression: 'No space left on device', and nobody knew where. Of a picture the first bytes stayed."""
+    path = tmp_path / name
+    if path.suffix in (".png", ".svg"):
+        pytest.importorskip("matplotlib")
+        save = functools.partial(save_plot, path, timeline)
+    else:
+        text = functools.partial(replaced_files.write_text, path, TEXT)
+        save = text if name == "text" else functools.partial(export.save, timeline, path)
+    with full_disk(), pytest.raises(OSError) as raised:
+        save()
+    assert raised.value.filename == str(path) and not list(tmp_path.iterdir())
+
+
+def test_a_demo_without_room_for_its_plot_has_its_verdict(tmp_path):
+    """Regression: the error of the plot ended the demo before the line that says whether its checks passed."""
+    pytest.importorskip("matplotlib")
+    shape = ShapeResult("shape", np.ones(3), np.ones(3), Traffic(1, 1, 1), equal=True, baseline_close=True)
+    with full_disk():
+        reason = plot.save(tmp_path / "demo.png", {"model": np.ones((2, 4))}, [shape])
+    assert reason == f"{tmp_path}/demo.png cannot be written: File too large" and not list(tmp_path.iterdir())
 
 
 def test_links_and_devices_are_written_to(tmp_path):
