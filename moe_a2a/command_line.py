@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 LARGEST = (1 << 31) - 1
+ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed; nohup ignores it
 
 
 class UsageError(Exception):
@@ -91,8 +92,8 @@ def escape_output() -> None:
 
 
 def run(prog: str, command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Returns the command's exit code. SIGTERM unwinds the stack like Ctrl-C: temporary folders and child processes go."""
-    before = signal.signal(signal.SIGTERM, _terminated)
+    """Returns the command's exit code. Signals that end it unwind the stack like Ctrl-C: temporary folders and child processes go."""
+    before = {number: signal.signal(number, _ended) for number in ENDING if signal.getsignal(number) != signal.SIG_IGN}
     escape_output()
     try:
         code = command(options)
@@ -117,7 +118,8 @@ def run(prog: str, command: Callable[[argparse.Namespace], int], options: argpar
         print(f"{prog}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _drop_output() -> None:
@@ -130,8 +132,9 @@ def _words_of(error: OSError) -> str:
     return why if error.filename is None else f"{error.filename}: {why}"
 
 
-def _terminated(number: int, frame: object) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
+def _ended(number: int, frame: object) -> NoReturn:
+    for ending in ENDING:  # a second signal must not interrupt the clean-up
+        signal.signal(ending, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 

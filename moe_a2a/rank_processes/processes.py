@@ -25,6 +25,7 @@ from moe_a2a.rank_processes.inherited import OpenFile, Surroundings
 from moe_a2a.rank_processes.server import serve
 
 DIED = "died"  # the result of a rank that was allowed to die
+POSTPONED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_TO_DIE = 5.0
 FORK_SERVER = "moe_a2a.rank_processes.fork_server"  # for preload(), where importing all of moe_a2a is allowed
 LONGEST_SOCKET_PATH = 107  # bytes; unix(7), "Pathname sockets"
@@ -338,15 +339,15 @@ def _stack_of(rank: _Rank) -> str:
 
 @contextlib.contextmanager
 def _signals_postponed() -> Iterator[None]:
-    """Delays SIGINT and SIGTERM until the end. A process started inside has them blocked, and a rank keeps SIGINT blocked:
-    a terminal sends Ctrl-C to all processes, but the caller handles it and ends the ranks."""
+    """Delays these signals until the end. A process started inside has them blocked, and a rank keeps SIGINT and SIGHUP blocked:
+    a terminal sends them to all processes, but the caller handles them and ends the ranks."""
     resource_tracker.ensure_running()  # starting it with the first process would unblock the signals again
     came: list[int] = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():  # handlers run there, whichever thread gets the signal
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in POSTPONED:
             handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, POSTPONED)
     try:
         yield
     finally:

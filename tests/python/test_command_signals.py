@@ -61,14 +61,15 @@ def short_folder():
 
 
 @pytest.fixture
-def heeds_sigint():
-    """Shells start background jobs with SIGINT ignored; pytest, the command and its ranks would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def heeds_signals():
+    """Shells start background jobs with SIGINT ignored, nohup with SIGHUP; pytest, the command and its ranks would inherit that."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGHUP)}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("heeds_sigint")
+@pytest.mark.usefixtures("heeds_signals")
 @pytest.mark.parametrize(
     ("command", "stop", "to_group", "code", "ranks_are_up", "start"),
     [
@@ -76,6 +77,8 @@ def heeds_sigint():
         ("bench", signal.SIGTERM, False, 143, True, "spawned"),
         ("bench", signal.SIGINT, True, 130, False, "forked"),
         ("bench", signal.SIGINT, True, 130, True, "forked"),
+        ("bench", signal.SIGHUP, True, 129, False, "forked"),
+        ("bench", signal.SIGHUP, True, 129, True, "forked"),
         ("bench", signal.SIGKILL, False, -9, False, "forked"),
         ("bench", signal.SIGKILL, False, -9, True, "forked"),
         ("bench", signal.SIGKILL, False, -9, True, "spawned"),
