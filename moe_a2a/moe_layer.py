@@ -179,8 +179,8 @@ class MoELayer(nn.Module):
         return super()._apply(fn, recurse)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Called by fully_shard(), which replaces the weights with shards."""
-        if name in ("w_gate_up", "w_down") and (problem := replicas.why_not_sharded(self.ep, name, value)):
+        """Called by fully_shard() and FullyShardedDataParallel, which replace the weights."""
+        if name in ("w_gate_up", "w_down") and (problem := replicas.why_not_sharded(self.ep, self, name, value)):
             raise ValueError(problem)
         super().__setattr__(name, value)
 

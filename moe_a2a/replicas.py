@@ -34,15 +34,22 @@ def check_not_replicated(ep: Any, layer: nn.Module) -> None:
     apart.add(ddp)
 
 
-def why_not_sharded(ep: Any, name: str, parameter: Any) -> str:
-    """Why `parameter`, a DTensor or not, cannot be the layer's weight `name`; "" if it can."""
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None or not _owners_of_other_experts(ep) & set(mesh.mesh.flatten().tolist()):
-        return ""
-    return (
-        f"{name} would be sharded over ranks that own different experts than rank {ep.rank}; pass "
-        "fully_shard(model, ignored_params=set(layer.parameters()))"
-    )
+def why_not_sharded(ep: Any, layer: nn.Module, name: str, weight: Any) -> str:
+    """Why `weight`, a DTensor, a view of a FlatParameter or neither, cannot be the layer's weight `name`; "" if it can."""
+    owners, mesh = _owners_of_other_experts(ep), getattr(weight, "device_mesh", None)
+    if mesh is not None and owners & set(mesh.mesh.flatten().tolist()):
+        return (
+            f"{name} would be sharded over ranks that own different experts than rank {ep.rank}; pass "
+            "fully_shard(model, ignored_params=set(layer.parameters()))"
+        )
+    # A view does not tell over which ranks it is sharded.
+    is_flattened = getattr(layer, "_is_fsdp_managed_module", False) and not isinstance(weight, nn.Parameter)
+    if owners and is_flattened:
+        return (
+            f"FullyShardedDataParallel would make one parameter of {name} and those of other ranks, which own different experts than "
+            f"rank {ep.rank}; pass ignored_states=set(layer.parameters()), or use fully_shard()"
+        )
+    return ""
 
 
 def _owners_of_other_experts(ep: Any) -> set[int]:

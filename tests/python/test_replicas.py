@@ -1,7 +1,7 @@
 """Data parallelism that takes the experts of a MoELayer for replicas.
 
-Before, DistributedDataParallel overwrote every rank's experts with rank 0's, and fully_shard() gathered shards of different
-experts. Both went on without an error.
+Before, DistributedDataParallel overwrote every rank's experts with rank 0's, and fully_shard() and FullyShardedDataParallel
+gathered shards of different experts. All went on without an error.
 """
 
 import node_groups
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_processes
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_a2a
@@ -102,6 +102,28 @@ def fsdp_program(world, seed, kind):
 @KINDS
 def test_fsdp_over_the_ranks_of_the_experts(kind, session_seed):
     run_processes(2, fsdp_program, session_seed % 10_000, kind)
+
+
+def fsdp1_program(world, seed, kind):
+    how = {"device_id": torch.device("cpu")}
+    with make_ep(world, kind) as ep:
+        for strategy in ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD:  # which sums gradients
+            for use_orig_params in False, True:
+                with pytest.raises(
+                    ValueError, match=rf"one parameter of w_gate_up .* rank {ep.rank}; pass ignored_states="
+                ):
+                    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, **how}
+                    FullyShardedDataParallel(Model(ep, seed), **options)
+
+        def without_experts(model):
+            return FullyShardedDataParallel(model, ignored_states=set(model.layer.parameters()), **how)
+
+        check_left_alone(ep, seed, without_experts)
+
+
+@KINDS
+def test_fsdp1_over_the_ranks_of_the_experts(kind, session_seed):
+    run_processes(2, fsdp1_program, session_seed % 10_000, kind)
 
 
 def replicas_program(world, seed):
