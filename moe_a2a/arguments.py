@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,11 @@ def check_tensor(rank: int | None, name: str, value: Any) -> None:
 def check_optional_tensor(rank: int | None, name: str, value: Any) -> None:
     if value is not None and not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}{_on(rank)}; pass a torch.Tensor or None")
+
+
+def check_optional_path(rank: int, name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise _refuse(rank, name, value, "the path of a file or None")
 
 
 def _on(rank: int | None) -> str:

@@ -77,6 +77,7 @@ class Collectives(CommunicatorClient):
             self.rank, "symmetric_nbytes", self.symmetric_nbytes, 0, MAX_SYMMETRIC_NBYTES
         )
         self.num_blocks = arguments.checked_int(self.rank, "num_blocks", self.num_blocks, 0)
+        arguments.check_optional_path(self.rank, "table", self._table_file)
         comm = self._allocated_comm()
         self.tables = collective_tables.in_effect(self.device, self.num_ranks, self._table_file)
         self._core = _core.Collectives(

@@ -119,6 +119,7 @@ class ExpertParallel(CommunicatorClient):
         if self.num_max_ll_tokens is not None:
             self.num_max_ll_tokens = arguments.checked_int(self.rank, "num_max_ll_tokens", self.num_max_ll_tokens)
         self.num_blocks = arguments.checked_int(self.rank, "num_blocks", self.num_blocks, 0)
+        arguments.check_optional_path(self.rank, "launch_table", self._launch_table)
 
     # ---- the two calls of a layer
 

@@ -108,6 +108,7 @@ BAD_CONSTRUCTION = [
     *cases("num_buffers", ("2", None), (2**31,)),
     *cases("num_blocks", ("x", None, True, 1.5), (-1, 2**31)),
     *cases("num_max_ll_tokens", ("x", 1.5, True), (2**40,)),
+    *cases("launch_table", (5, {}, b"table.json"), ()),
     *cases("timeout", (None, "30", True, [1]), (0, -1.0, float("nan"), float("inf"), 1.85e10, 1e300)),
     *cases("device", (5.5, [1]), ("nonsense", "meta", "cpu:x")),
 ]

@@ -215,6 +215,8 @@ def construction_program(group) -> None:
             moe_a2a.Collectives(group, bad)
     with pytest.raises(ValueError, match="num_blocks=-1 is not in"):
         moe_a2a.Collectives(group, num_blocks=-1)
+    with pytest.raises(TypeError, match=rf"^table={{}} is a dict on rank {group.rank}; pass the path of a file"):
+        moe_a2a.Collectives(group, table={})
     with pytest.raises((ValueError, RuntimeError), match="ranks disagree.*max_nbytes"):
         moe_a2a.Collectives(group, 1000 + group.rank)
     with moe_a2a.Collectives(group, 1, timeout=20) as coll:  # 64 elements at a time
