@@ -71,7 +71,7 @@ def dispatch(
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
     if topk_weights is None:
-        topk_weights = [torch.ones(idx.shape, dtype=torch.float32) for idx in topk_idx]
+        topk_weights = [torch.ones(idx.shape, dtype=torch.float32, device=idx.device) for idx in topk_idx]
     if quantize is not None:
         x, x_scales = map(list, zip(*(quantize_fp8(rows, quantize) for rows in x), strict=True))
     num_local_experts = num_experts // len(x)
@@ -81,11 +81,11 @@ def dispatch(
         routes = _routes_to(rank, num_local_experts, topk_idx, topk_weights)
         counts = torch.bincount(routes.expert, minlength=num_local_experts)
         reserved, capacity = _space(layout, counts, num_rows, topk_idx[0].shape[1], expert_alignment)
-        index_in_expert = torch.arange(len(routes.expert)) - _exclusive_sum(counts)[routes.expert]
+        index_in_expert = torch.arange(len(routes.expert), device=counts.device) - _exclusive_sum(counts)[routes.expert]
         place = _exclusive_sum(reserved)[routes.expert] + index_in_expert
 
         row = routes.src_rank * num_max_tokens_per_rank + routes.src_token_idx
-        landed = torch.zeros(num_rows, dtype=torch.bool)
+        landed = torch.zeros(num_rows, dtype=torch.bool, device=row.device)
         landed[row] = True
         recv_x = _land(x, landed)
         recv_x_scales = None if x_scales is None else _land(x_scales, landed)
@@ -151,7 +151,7 @@ def _exclusive_sum(counts: Tensor) -> Tensor:
 
 
 def _land(x: list[Tensor], landed: Tensor) -> Tensor:
-    recv_x = torch.zeros(len(x), len(landed) // len(x), x[0].shape[1], dtype=x[0].dtype)
+    recv_x = x[0].new_zeros(len(x), len(landed) // len(x), x[0].shape[1])
     for src_rank, rows in enumerate(x):
         recv_x[src_rank, : len(rows)] = rows
     recv_x = recv_x.flatten(0, 1)
@@ -161,7 +161,7 @@ def _land(x: list[Tensor], landed: Tensor) -> Tensor:
 
 def _put(values: Tensor, place: Tensor, capacity: int, empty: int = 0) -> Tensor:
     dtype = values.dtype if values.is_floating_point() else torch.int32
-    out = torch.full((capacity,), empty, dtype=dtype)
+    out = torch.full((capacity,), empty, dtype=dtype, device=values.device)
     out[place] = values.to(dtype)
     return out
 
@@ -239,7 +239,7 @@ def combine(
     sent = y if presummed else [_sum_routes(*pair) for pair in zip(y, handles, strict=True)]
     combined = []
     for rank, mine in enumerate(handles):
-        out = torch.zeros(mine.num_tokens, y[0].shape[-1], dtype=torch.float32)
+        out = torch.zeros(mine.num_tokens, y[0].shape[-1], dtype=torch.float32, device=y[0].device)
         for src_rank, (rows, owner) in enumerate(zip(sent, handles, strict=True)):
             first = rank * (len(owner.landed) // len(handles))
             my_rows = slice(first, first + mine.num_tokens)
@@ -253,7 +253,7 @@ def combine(
 def _sum_routes(y: Tensor, handle: Dispatched) -> Tensor:
     """y [capacity, H] or [E_local, rows, H] -> one weighted sum per row of recv_x, in y's dtype."""
     y = y.reshape(-1, y.shape[-1])
-    out = torch.zeros(len(handle.landed), y.shape[1], dtype=torch.float32)
+    out = torch.zeros(len(handle.landed), y.shape[1], dtype=torch.float32, device=y.device)
     holds_route = handle.expert_row_index >= 0
     for k in handle.route_k[holds_route].unique():  # ascending
         # No row occurs twice below: a token has one route per k.
@@ -272,7 +272,7 @@ def moe_layer(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, w_gate_u
     w_gate_up [E, 2 * I, H]: the gate's rows, then the up projection's; w_down [E, H, I].
     Matrix products in x's dtype, the weighted sum in fp32 (fp64 when x is fp64).
     """
-    out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     for expert in range(len(w_down)):
         token, k = (topk_idx == expert).nonzero(as_tuple=True)
         y = swiglu(x[token], w_gate_up[expert], w_down[expert]).to(out.dtype)

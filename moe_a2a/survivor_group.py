@@ -139,10 +139,11 @@ def expert_map(
     if len(set(kept)) != len(kept):
         raise ValueError(f"ranks={kept} has a rank twice; pass those that are left")
     num_local_experts = num_experts // num_ranks
-    table = torch.full((num_experts + 1,), -1, dtype=torch.int64)
+    table = torch.full((num_experts + 1,), -1, dtype=torch.int64, device="cpu")
     for new_rank, rank in enumerate(kept):
         first, new_first = rank * num_local_experts, new_rank * num_local_experts
-        table[first : first + num_local_experts] = torch.arange(new_first, new_first + num_local_experts)
+        new_ids = torch.arange(new_first, new_first + num_local_experts, device="cpu")
+        table[first : first + num_local_experts] = new_ids
     return table.to(device)
 
 

@@ -37,6 +37,6 @@ they are waiting for.
 
 def batch() -> Tensor:
     """The text as token ids [num_sequences, SEQUENCE_LENGTH], without the shorter last piece."""
-    tokens = torch.tensor(list(PARAGRAPHS.encode()))
+    tokens = torch.tensor(list(PARAGRAPHS.encode()), device="cpu")
     num_sequences = len(tokens) // SEQUENCE_LENGTH
     return tokens[: num_sequences * SEQUENCE_LENGTH].view(num_sequences, SEQUENCE_LENGTH)

@@ -207,7 +207,7 @@ class Trace:
 
     def _tokens_per_expert(self) -> np.ndarray:
         num_experts = self._moe.num_experts if self._moe else 0
-        counts = torch.zeros(num_experts, dtype=torch.int64)
+        counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         for topk_idx in self._choices:
             experts = topk_idx.reshape(-1).long().cpu()
             counts += torch.bincount(experts[(experts >= 0) & (experts < num_experts)], minlength=num_experts)

@@ -156,8 +156,8 @@ class Rail:
         if self.num_nodes == 1:
             return [words]
         # The same length in every call: gloo ends a process that receives more bytes than it expects.
-        own = torch.zeros(8 + self.num_nodes, dtype=torch.int64)
-        own[: len(words)] = torch.tensor(words)
+        own = torch.zeros(8 + self.num_nodes, dtype=torch.int64, device="cpu")
+        own[: len(words)] = torch.tensor(words, device="cpu")
         own = own.to(self._device)
         everyone = [torch.empty_like(own) for _ in range(self.num_nodes)]
         self.wait(self._group.allgather([everyone], [own]))

@@ -5,12 +5,14 @@ import ast
 import contextlib
 from pathlib import Path
 
+import node_groups
 import on_device
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 from deep_ep_cases import EXPERTS_PER_RANK, TOPK, batches
+from small_calls import CONFIG, make_inputs
 
 import moe_a2a
 from moe_a2a.integrations.deep_ep import Buffer, HybridEPBuffer
@@ -22,6 +24,8 @@ PACKAGE = Path(moe_a2a.__file__).parent
 # These make their inputs, in processes of their own.
 COMMANDS = ["bench", "demo", "leaderboard", "doctor.py"]
 OF_DEFAULT_DTYPE = {"empty", "zeros", "ones", "rand", "randn", "linspace"}
+OF_DEFAULT_DEVICE = {*OF_DEFAULT_DTYPE, "full", "arange", "tensor", "as_tensor", "randint", "randperm", "eye"}
+NEEDED = {"dtype": OF_DEFAULT_DTYPE, "device": OF_DEFAULT_DEVICE}
 
 
 @contextlib.contextmanager
@@ -35,18 +39,57 @@ def defaults(dtype, device):
         torch.set_default_dtype(before)
 
 
-def test_every_tensor_has_a_dtype():
-    """Regression: low_latency_dispatch() with a hook and use_fp8 rounded the scales to bfloat16, if that was the default."""
+def test_every_tensor_has_a_dtype_and_a_device():
+    """Regressions: low_latency_dispatch() with a hook and use_fp8 rounded the scales to bfloat16, if that was the default. The end
+    of a trace added tensors of the CPU to one of the default device."""
     missing = []
     for path in PACKAGE.rglob("*.py"):
         if path.relative_to(PACKAGE).parts[0] in COMMANDS:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in OF_DEFAULT_DTYPE}:
-                keywords = {keyword.arg for keyword in node.keywords}
-                if not keywords & {"dtype", None}:
-                    missing.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+            if not isinstance(node, ast.Call) or not (name := ast.unparse(node.func)).startswith("torch."):
+                continue
+            name, keywords = name.removeprefix("torch."), {keyword.arg for keyword in node.keywords}
+            needed = {word for word, names in NEEDED.items() if name in names}
+            if None not in keywords and not needed <= keywords:
+                missing.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
     assert not missing
+
+
+def traced(group):
+    with moe_a2a.ExpertParallel(group, **CONFIG, device="cpu") as ep:
+        x, topk_idx, weights = make_inputs(ep)
+        with torch.device("meta"), moe_a2a.trace(ep) as trace:
+            ep.dispatch(x, topk_idx, weights).release()
+        num_routes = group.all_gather(int((topk_idx >= 0).sum()))
+        assert sum(trace.timeline.about["tokens_per_expert"]) == sum(num_routes)
+
+
+def test_of_a_trace():
+    """Regression: its end raised, under a default device that is not the CPU, and the trace was lost."""
+    ranks.run_threads(2, traced)
+
+
+def two_levels(world, seed):
+    nodes = node_groups.groups(2, 1)
+    sizes = {"num_experts": 4, "num_topk": 2, "hidden": 16, "num_max_tokens_per_rank": 8, "dtype": torch.float32}
+    generator = torch.Generator().manual_seed(seed)
+    x, weights = torch.randn(8, 16, generator=generator), torch.rand(8, 2, generator=generator)
+    topk_idx = torch.randint(0, 4, (8, 2), generator=generator)
+    with torch.device("meta"), moe_a2a.TwoLevelExpertParallel(*nodes, **sizes, device="cpu") as ep:
+        handle = ep.dispatch(x, topk_idx, weights)
+        out = ep.combine(handle.recv_x[handle.expert_row_index[: handle.num_routes]], handle)
+    torch.testing.assert_close(out, x * weights.sum(1, keepdim=True))
+
+
+def test_of_two_levels(session_seed):
+    ranks.run_processes(2, two_levels, session_seed)
+
+
+def test_of_the_map_of_survivors():
+    with torch.device("meta"):
+        table = moe_a2a.expert_map([1], num_ranks=2, num_experts=4, device="cpu")
+    assert table.tolist() == [-1, -1, 0, 1, -1]
 
 
 def low_latency(buffer, x, ids, weights):
