@@ -38,6 +38,7 @@ NAME = "moe_a2a"
 _c10d: Any = torch._C._distributed_c10d  # torch.distributed lacks some options before 2.12
 _RedOp = _c10d.ReduceOp.RedOpType
 OPS = {_RedOp.SUM: "sum", _RedOp.MAX: "max", _RedOp.MIN: "min", _RedOp.AVG: "avg"}
+_OP_NAMES = {int(kind): name for kind, name in OPS.items()}
 
 
 class _StoreGroup(MeetingGroup):
@@ -369,7 +370,7 @@ def _with_timeout(opts: Any, timeout: Any) -> Any:
 def _op_of(opts: Any) -> str:
     """The operator as Collectives names it; "" if Collectives lacks it."""
     op = opts.reduceOp
-    return OPS.get(getattr(op, "op", op), "")
+    return _OP_NAMES.get(int(getattr(op, "op", op)), "")
 
 
 def _create(given: Any, options: Any) -> MoeA2aProcessGroup:

@@ -14,14 +14,10 @@ from moe_a2a import _core, arguments, devices
 
 def takes(op: str, inputs: list[torch.Tensor]) -> bool:
     """Whether Collectives can do it; every rank gets the same answer."""
-    first = inputs[0]
-    return (
-        op != ""
-        and has_kernels(first.device)
-        and first.dtype in arguments.ROW_DTYPES
-        and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
-        and all(x.layout == torch.strided for x in inputs)
-    )
+    dtype, device = inputs[0].dtype, inputs[0].device
+    if op == "" or dtype not in arguments.ROW_DTYPES or not has_kernels(device):
+        return False
+    return all(x.dtype == dtype and x.device == device and x.layout == torch.strided for x in inputs)
 
 
 def only_nccl_takes(parts: list[torch.Tensor]) -> bool:
