@@ -47,7 +47,8 @@ class Handle(Routing):
         """[R * T, ...]; rows without a packed row are not initialised."""
         num_rows = self.ep.num_ranks * self.ep.num_max_tokens_per_rank
         rows = packed.new_empty(num_rows + 1, packed.shape[1])
-        return rows.index_copy_(0, self.row_index, packed)[:-1]
+        _as_words(rows).index_copy_(0, self.row_index, _as_words(packed.contiguous()))
+        return rows[:-1]
 
     def received(self, has_scales: bool) -> Received:
         scales = self.packed(self.open.recv_x_scales) if has_scales else None
@@ -220,3 +221,8 @@ def checked(
             f"{exchange.num_ranks} ranks; pass a larger num_worst_tokens"
         )
     return kind, bound
+
+
+def _as_words(rows: Tensor) -> Tensor:
+    """The same memory as 8-byte integers, if rows are a multiple of 8 bytes: index_copy_() then takes half the time."""
+    return rows.view(torch.int64) if rows.shape[1] * rows.element_size() % 8 == 0 else rows
