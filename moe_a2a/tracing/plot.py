@@ -28,7 +28,7 @@ def save_plot(path: Path, timeline: Timeline) -> str | None:
     _draw_waits(figure, left, summarize(timeline).wait_max / 1e3)
     _draw_ranks(right, timeline)
     with replaced(path) as file:
-        figure.savefig(file, format=path.suffix[1:].lower(), dpi=110)
+        figure.savefig(file, format=path.suffix[1:].lower() or None, dpi=110)
     pyplot.close(figure)
     return None
 
