@@ -17,10 +17,18 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from layer_tables import experts, layer, layer_alone, layer_of_models, training
+from layer_tables import (
+    data_parallel_calls,
+    data_parallel_steps,
+    experts,
+    layer,
+    layer_alone,
+    layer_of_models,
+    training,
+)
 from table_text import ROOT, results, table, us
 
-PAGES = ["README.md", "docs/benchmarks.md", "docs/collectives.md"]
+PAGES = ["README.md", "docs/benchmarks.md", "docs/collectives.md", "docs/torch_distributed.md"]
 BLOCK = re.compile(r"(<!-- table (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -255,6 +263,8 @@ TABLES: dict[str, tuple[Callable[[str], str], str]] = {
     "layer of 4 H100": (layer, "h100_4/layer"),
     "layer of models": (layer_of_models, "h100_4/layer_of_models"),
     "training": (training, "h100_4/training"),
+    "data parallel calls": (data_parallel_calls, "h100_4/data_parallel"),
+    "data parallel steps": (data_parallel_steps, "h100_4/data_parallel"),
     "experts": (partial(experts, ours="moe_a2a", peers=("torch._grouped_mm", "DeepGEMM")), "h200_1/experts"),
     "experts float8": (partial(experts, ours="moe_a2a fp8", peers=("DeepGEMM fp8",)), "h200_1/experts"),
     "layer alone": (layer_alone, "h200_1/layer"),
