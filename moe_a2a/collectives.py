@@ -37,8 +37,8 @@ class Collectives(CommunicatorClient):
             slices. The object takes about 2.5 times as much memory, plus 145 KiB per rank (see `nbytes`). The same on every
             rank.
         symmetric_nbytes: memory for tensors made by empty(), which every rank can read and write. The same on every rank.
-        num_blocks: limit on the blocks (CPU: threads) of a kernel; the rest of the device is free for other work. 0: what
-            the table says, or for large tensors as many as run at once.
+        num_blocks: limit on the blocks (CPU: threads) of a kernel; the rest of the device is free for other work, and for the
+            other objects of this process. 0: what the table says, or for large tensors as many as run at once.
         table: the file of a measured table, instead of the one that fits this GPU; see docs/tuning.md. The same on every rank.
         device, timeout: for the Communicator that is made if `group` is not one.
 

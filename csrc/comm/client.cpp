@@ -15,14 +15,14 @@ namespace moe_a2a {
 
 // ---- memory and peers
 
-Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context)
+Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context, int most_blocks)
     : member_(member),
       vocabulary_(vocabulary),
       device_(make_device(member.target, member.device)),
       gate_(vocabulary.client),
       context_(context),
       // A communicator launches nothing concurrently with other clients.
-      share_(member.device, &vocabulary != &kCommVocabulary && member.num_ranks > 1),
+      share_(member.device, &vocabulary != &kCommVocabulary && member.num_ranks > 1, most_blocks),
       tracer_(*device_, context.wait.trace) {
   device_->add(comm_kernels(member.target));
   require_share();
@@ -30,15 +30,15 @@ Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext
 
 int Client::share_of_device() const {
   const int most = device_->max_blocks();
-  return device_->is_synchronous() ? most : share_of(most, share_.num_clients());
+  return device_->is_synchronous() ? most : share_.of(most);
 }
 
 void Client::require_share() const {
-  if (share_of_device() >= std::min(kFewestBlocks, device_->max_blocks())) return;
-  const int most = device_->max_blocks();
+  const int most = device_->max_blocks(), num_clients = share_.num_clients();
+  if (device_->is_synchronous() || most >= kFewestBlocks * num_clients || num_clients < 2) return;
   throw std::runtime_error(
-      "rank " + std::to_string(member_.rank) + ": " + std::to_string(share_.num_clients()) +
-      " objects would share the " + std::to_string(most) +
+      "rank " + std::to_string(member_.rank) + ": " + std::to_string(num_clients) + " objects would share the " +
+      std::to_string(most) +
       " compute units of this device, whose kernels wait for other ranks at the same time; at most " +
       std::to_string(most / kFewestBlocks) + " can: close() one first");
 }

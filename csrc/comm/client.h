@@ -84,7 +84,8 @@ class Client {
  protected:
   // `vocabulary` names the client's launches and waits, and must outlive the client. `context` belongs to the derived
   // class, which launches its kernels with it.
-  Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context);
+  // most_blocks: of its launches; 0: no limit.
+  Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context, int most_blocks = 0);
 
   // Called by the derived constructor: allocates the memory. `place` lays out the region from its two bases and returns
   // its size; with null bases only the size is valid.

@@ -2,27 +2,46 @@
 // any order, so the kernels of all clients must be resident at once, each on a stream of its own.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 namespace moe_a2a {
 
-// Most blocks of each client's launches. If this is less than kFewestBlocks, there are too many clients.
+// Fewest blocks that a client may have. If its share is smaller, there are too many clients.
 inline constexpr int kFewestBlocks = 2;  // one sends, one receives
-inline int share_of(int max_blocks, int num_clients) { return num_clients > 1 ? max_blocks / num_clients : max_blocks; }
+
+// The most blocks of a client's launches. Clients get equal shares, but what those with a limit do not use goes to the
+// others. limits: of all clients; 0: none.
+inline int share_of(int max_blocks, int limit, const std::vector<int>& limits) {
+  if (limits.size() < 2) return max_blocks;
+  const int equal = max_blocks / static_cast<int>(limits.size());
+  if (limit > 0) return std::min(limit, equal);
+  int rest = max_blocks, num_unlimited = 0;
+  for (const int other : limits) {
+    if (other == 0) ++num_unlimited;
+    if (other > 0) rest -= std::min(other, equal);
+  }
+  return rest / std::max(1, num_unlimited);
+}
 
 // Counts a client among those of its device, until it leaves.
 class DeviceShare {
  public:
-  // counts: false for a client that launches nothing concurrently with others, or waits for nobody.
-  DeviceShare(int device, bool counts);
+  // counts: false for a client that launches nothing concurrently with others, or waits for nobody. limit: the most
+  // blocks of its launches; 0: none.
+  DeviceShare(int device, bool counts, int limit = 0);
   ~DeviceShare() { leave(); }
   DeviceShare(const DeviceShare&) = delete;
   DeviceShare& operator=(const DeviceShare&) = delete;
 
   void leave();
   int num_clients() const;
+  int of(int max_blocks) const;
 
  private:
   int device_;
   bool counts_;
+  int limit_;
 };
 
 }  // namespace moe_a2a

@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <stdexcept>
+#include <vector>
 
 #include "alone.h"
 #include "comm/device_share.h"
@@ -45,14 +47,33 @@ TEST(LaunchTable, ACallComesBeforeTheTableAndTheTableBeforeTheTarget) {
 
 // Regression: with more than two clients, each took half of the device.
 TEST(DeviceShare, KernelsOfAllClientsAreResidentAtOnce) {
-  for (int units = 1; units <= 304; ++units) {
+  for (const int units : {1, 2, 3, 8, 20, 78, 132, 304}) {
     for (int clients = 1; clients <= units; ++clients) {
-      EXPECT_LE(clients * share_of(units, clients), units);
-      EXPECT_GE(share_of(units, clients), 1);
+      for (const int num_limited : {0, 1, clients / 2, clients}) {
+        std::vector<int> limits(clients, 0);
+        std::fill_n(limits.begin(), std::min(num_limited, clients), 3);
+        int sum = 0;
+        for (const int limit : limits) {
+          const int share = share_of(units, limit, limits), equal = units / clients;
+          EXPECT_GE(share, limit > 0 && clients > 1 ? std::min(limit, equal) : equal);
+          sum += share;
+        }
+        EXPECT_LE(sum, units);
+      }
     }
   }
-  EXPECT_EQ(share_of(132, 1), 132);
-  EXPECT_EQ(share_of(132, 2), 66);
+}
+
+TEST(DeviceShare, WhatClientsWithALimitLeaveGoesToTheOthers) {
+  EXPECT_EQ(share_of(132, 0, {0}), 132);
+  EXPECT_EQ(share_of(132, 0, {0, 0}), 66);
+  EXPECT_EQ(share_of(132, 0, {16, 0}), 116);
+  EXPECT_EQ(share_of(132, 16, {16, 0}), 16);
+  EXPECT_EQ(share_of(132, 0, {0, 16, 0}), 58);
+  EXPECT_EQ(share_of(132, 100, {100, 0}), 66);
+  const DeviceShare limited(59, true, 16), other(59, true);
+  EXPECT_EQ(limited.of(132), 16);
+  EXPECT_EQ(other.of(132), 116);
 }
 
 TEST(DeviceShare, AClientCountsUntilItLeaves) {

@@ -20,6 +20,7 @@ from moe_a2a.integrations.deep_ep.kinds import Call, Kind, difference
 from moe_a2a.row_routes import choice_numbers
 
 TABLE_NBYTES = 1 << 20  # larger tables of choices go in slices
+TABLE_BLOCKS = 16  # the other SMs are left to dispatch and combine
 
 
 @dataclass(eq=False)
@@ -60,7 +61,7 @@ class Exchange:
 
     def __init__(self, group: Any, timeout: float, num_buffers: int):
         self.comm = Communicator(group, timeout=timeout)
-        self.collectives = Collectives(self.comm, TABLE_NBYTES)
+        self.collectives = Collectives(self.comm, TABLE_NBYTES, TABLE_BLOCKS)
         self.num_buffers = num_buffers
         self._made: list[tuple[Kind, ExpertParallel]] = []
         self._open: dict[ExpertParallel, deque[DispatchHandle]] = {}
