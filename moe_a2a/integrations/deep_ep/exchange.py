@@ -19,7 +19,7 @@ from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind, difference
 from moe_a2a.row_routes import choice_numbers
 
-TABLE_NBYTES = 1 << 20  # larger tables of choices go in slices
+TABLE_NBYTES = 4 << 20  # larger tables of choices go in slices
 TABLE_BLOCKS = 16  # the other SMs are left to dispatch and combine
 
 

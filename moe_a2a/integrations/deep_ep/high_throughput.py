@@ -1,7 +1,7 @@
 """Buffer.dispatch() and Buffer.combine(): packed rows, one for each token that chose an expert of this rank.
 
 DeepEP reports a row's experts in the columns of its token's choices, and takes no bound on the tokens of a rank. So a dispatch
-that is not repeated first gathers the choices of all tokens (choices.py), 8 bytes each, with the number of each rank's tokens.
+that is not repeated first gathers the choices of all tokens (choices.py), 12 bytes each, with the number of each rank's tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_a2a import arguments, calls
+from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.choices import agreed_choices, choices_of_all
 from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_row_dtype, check_table
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
@@ -99,12 +100,9 @@ def begin_dispatch(
     def finish() -> Received:
         opened = receive()
         with calls.combine_refused_if_failed(opened):
-            landed = (
-                landed_rows(opened._core, opened._handle)
-                if arriving is None
-                else opened._core.landed_rows(opened._handle)
+            row_index = _row_index(
+                opened, num_worst_tokens if arriving is None else arriving.num_rows, arriving is not None
             )
-            row_index = landed[: num_worst_tokens if arriving is None else arriving.num_rows].long()
             handle = Handle(ep, topk_idx, opened, row_index, is_exact=arriving is not None)
             handle.ids = handle.packed(choices.ids, -1)
             received = handle.received(x_scales is not None)
@@ -221,6 +219,14 @@ def checked(
             f"{exchange.num_ranks} ranks; pass a larger num_worst_tokens"
         )
     return kind, bound
+
+
+def _row_index(opened: DispatchHandle, num_rows: int, is_exact: bool) -> Tensor:
+    """See Handle. is_exact: as many rows have landed; with a bad id among the choices, which the kernels report, perhaps not."""
+    if not is_exact:
+        return landed_rows(opened._core, opened._handle)[:num_rows].long()
+    landed = opened._core.landed_rows(opened._handle)
+    return landed[:num_rows].clamp(0, len(landed) - 1).long()
 
 
 def _as_words(rows: Tensor) -> Tensor:
