@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_a2a.bench import machine
@@ -191,6 +190,8 @@ def _ddp(model: torch.nn.Sequential, group: Any, device: torch.device) -> torch.
 
 
 def _fsdp2(model: torch.nn.Sequential, group: Any, device: torch.device) -> torch.nn.Module:
+    from torch.distributed.fsdp import fully_shard  # takes half a second, which other commands need not wait for
+
     mesh = DeviceMesh.from_group(group, device.type)
     for block in model:
         fully_shard(block, mesh=mesh)
