@@ -20,7 +20,7 @@ from moe_a2a.integrations.deep_ep.kinds import Call, Kind, difference
 from moe_a2a.row_routes import choice_numbers
 
 TABLE_NBYTES = 4 << 20  # larger tables of choices go in slices
-TABLE_BLOCKS = 16  # the other SMs are left to dispatch and combine
+TABLE_BLOCKS = 16  # on a GPU; the other SMs are left to dispatch and combine
 
 
 @dataclass(eq=False)
@@ -61,7 +61,8 @@ class Exchange:
 
     def __init__(self, group: Any, timeout: float, num_buffers: int):
         self.comm = Communicator(group, timeout=timeout)
-        self.collectives = Collectives(self.comm, TABLE_NBYTES, TABLE_BLOCKS)
+        num_blocks = TABLE_BLOCKS if self.comm.device.type == "cuda" else 0
+        self.collectives = Collectives(self.comm, TABLE_NBYTES, num_blocks)
         self.num_buffers = num_buffers
         self._made: list[tuple[Kind, ExpertParallel]] = []
         self._open: dict[ExpertParallel, deque[DispatchHandle]] = {}
