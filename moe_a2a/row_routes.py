@@ -35,10 +35,9 @@ def experts_of(positions: Tensor, expert_offsets: Tensor) -> Tensor:
     return torch.searchsorted(expert_offsets[1:].contiguous(), positions, right=True)
 
 
-def choice_numbers(topk_idx: Tensor) -> Tensor:
-    """float32, like topk_idx: the index of each choice, which a dispatch carries in place of its weight for by_choice()."""
-    numbers = torch.arange(topk_idx.shape[-1], dtype=torch.float32, device=topk_idx.device)
-    return numbers.expand(topk_idx.shape).contiguous()
+def choice_numbers(num_tokens: int, num_topk: int, device: torch.device) -> Tensor:
+    """float32 [num_tokens, num_topk]: the index of each choice, which a dispatch carries in place of its weight for by_choice()."""
+    return torch.arange(num_topk, dtype=torch.float32, device=device).repeat(num_tokens, 1)
 
 
 def by_choice(values: Tensor, row_index: Tensor, numbers: Tensor, num_rows: int, num_topk: int) -> Tensor:

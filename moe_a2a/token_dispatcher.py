@@ -337,7 +337,7 @@ class _Exchange:
     def _reopened(self, x: Tensor, topk_idx: Tensor) -> DispatchHandle:
         """Sends x along the same routes, with the index of its choice as the weight of each."""
         with calls.dispatch_refused_if_failed(self.ep):
-            choices, x = choice_numbers(topk_idx), x.contiguous()
+            choices, x = choice_numbers(len(topk_idx), self.ep.num_topk, topk_idx.device), x.contiguous()
         return self._opened(x, topk_idx, choices)
 
     def _row_index(self, handle: DispatchHandle) -> Tensor:

@@ -156,9 +156,7 @@ class Exchange:
         )
         self._made.append((kind, ep))
         self._open[ep] = deque()
-        self.choice_numbers[ep] = choice_numbers(
-            torch.empty(ep.num_max_tokens_per_rank, ep.num_topk, dtype=torch.int64, device=ep.device)
-        )
+        self.choice_numbers[ep] = choice_numbers(ep.num_max_tokens_per_rank, ep.num_topk, ep.device)
         return ep
 
     def make_room(self, ep: ExpertParallel) -> None:

@@ -20,7 +20,7 @@ from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_table
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
-from moe_a2a.row_routes import by_choice, choice_numbers, make_unweighted
+from moe_a2a.row_routes import by_choice, make_unweighted
 
 
 @dataclass(eq=False)
@@ -221,8 +221,7 @@ def _begin(
     num_blocks: int,
 ) -> Callable[[], DispatchHandle]:
     if topk_weights is None:
-        with exchange.dispatch_refused_if_failed(ep):
-            topk_weights = choice_numbers(topk_idx)
+        topk_weights = exchange.choice_numbers[ep][: len(topk_idx)]
     how: dict[str, Any] = {"expert_alignment": expert_alignment, "deferred": deferred, "num_blocks": num_blocks}
     return exchange.begin_dispatch(ep, x, topk_idx, topk_weights, x_scales, **how)
 

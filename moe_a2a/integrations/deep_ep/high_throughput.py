@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_a2a import arguments, calls
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.choices import agreed_choices, choices_of_all
+from moe_a2a.integrations.deep_ep.choices import Arriving, agreed_choices, choices_of_all
 from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_row_dtype, check_table
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
 from moe_a2a.row_routes import landed_rows
@@ -100,9 +100,7 @@ def begin_dispatch(
     def finish() -> Received:
         opened = receive()
         with calls.combine_refused_if_failed(opened):
-            row_index = _row_index(
-                opened, num_worst_tokens if arriving is None else arriving.num_rows, arriving is not None
-            )
+            row_index = _row_index(opened, arriving, num_worst_tokens)
             handle = Handle(ep, topk_idx, opened, row_index, is_exact=arriving is not None)
             handle.ids = handle.packed(choices.ids, -1)
             received = handle.received(x_scales is not None)
@@ -221,12 +219,12 @@ def checked(
     return kind, bound
 
 
-def _row_index(opened: DispatchHandle, num_rows: int, is_exact: bool) -> Tensor:
-    """See Handle. is_exact: as many rows have landed; with a bad id among the choices, which the kernels report, perhaps not."""
-    if not is_exact:
-        return landed_rows(opened._core, opened._handle)[:num_rows].long()
+def _row_index(opened: DispatchHandle, arriving: Arriving | None, num_worst_tokens: int) -> Tensor:
+    """See Handle. With a bad id among the choices, which the kernels report, fewer rows than arriving.num_rows may have landed."""
+    if arriving is None:
+        return landed_rows(opened._core, opened._handle)[:num_worst_tokens].long()
     landed = opened._core.landed_rows(opened._handle)
-    return landed[:num_rows].clamp(0, len(landed) - 1).long()
+    return landed[: arriving.num_rows].clamp(0, len(landed) - 1).long()
 
 
 def _as_words(rows: Tensor) -> Tensor:

@@ -202,9 +202,10 @@ def _set_weights(exchange: Exchange, handle: LowLatencyHandle, topk_weights: Ten
     ep, opened = handle.ep, handle.opened
     with calls.refused_if_failed(exchange.collectives):
         check_table(ep.rank, "topk_weights", topk_weights, [handle.num_tokens, ep.num_topk])
-        table = topk_weights.float()
-        if handle.num_tokens < ep.num_max_tokens_per_rank:  # nobody reads the rows beyond
-            table = table.new_empty(ep.num_max_tokens_per_rank, ep.num_topk)
+        if handle.num_tokens == ep.num_max_tokens_per_rank:
+            table = topk_weights.float()
+        else:  # nobody reads the rows beyond
+            table = topk_weights.new_empty(ep.num_max_tokens_per_rank, ep.num_topk, dtype=torch.float32)
             table[: handle.num_tokens] = topk_weights
     weights = exchange.collectives.all_gather(table)
     with calls.combine_refused_if_failed(opened):
