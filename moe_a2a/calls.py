@@ -172,8 +172,9 @@ def attempt_refused_if_failed(ep: Called, handle: DispatchHandle | None = None) 
         raise
 
 
-class RefusedIfFailed(AbstractContextManager[None]):
-    """See refused_if_failed(). A class, since every call enters it: a generator takes three times as long."""
+class _RefusedIfFailed(AbstractContextManager[None]):
+    """Around what a call of a Collectives does before its launch. If that fails, the peers raise PeerRefusedError, and the call
+    counts as made on every rank. A class, since every call enters it: a generator takes three times as long."""
 
     __slots__ = ("_collectives",)
 
@@ -185,10 +186,7 @@ class RefusedIfFailed(AbstractContextManager[None]):
             _tell(self._collectives, error, lambda core, why: core.refuse(why))
 
 
-def refused_if_failed(collectives: Called) -> AbstractContextManager[None]:
-    """Around what a call of a Collectives does before its launch. If that fails, the peers raise PeerRefusedError, and the
-    call counts as made on every rank."""
-    return RefusedIfFailed(collectives)
+refused_if_failed = _RefusedIfFailed
 
 
 def refuses_wrong_arguments(refused: Callable[..., AbstractContextManager[None]]) -> Callable[[Call], Call]:

@@ -163,7 +163,7 @@ class Collectives(CommunicatorClient):
             if algorithm == "auto":
                 algorithm = step.algorithm if codec_index == 0 else "two_shot"
             num_blocks = step.num_blocks if codec_index == 0 and algorithm == step.algorithm else 0
-            as_words = algorithm == "one_shot" and _nbytes(x) <= table.most_in_words
+            as_words = algorithm == "one_shot" and nbytes_of(x) <= table.most_in_words
         return core.all_reduce(x, op_index, ALGORITHMS.index(algorithm), codec_index, as_words, num_blocks, out)
 
     @calls.refuses_wrong_arguments(calls.refused_if_failed)
@@ -196,7 +196,7 @@ class Collectives(CommunicatorClient):
             self._check_tensors(x, out)
             op_index = arguments.checked_choice(self.rank, "op", op, OPS)
             counts = arguments.checked_counts(self.rank, counts)
-            num_blocks = self._table_of("reduce_scatter", x).step(_nbytes(x)).num_blocks
+            num_blocks = self._table_of("reduce_scatter", x).step(nbytes_of(x)).num_blocks
         return core.reduce_scatter(x, op_index, counts, num_blocks, out)
 
     @calls.refuses_wrong_arguments(calls.refused_if_failed)
@@ -221,7 +221,7 @@ class Collectives(CommunicatorClient):
         with calls.refused_if_failed(self):
             self._check_tensors(x, out)
             counts = arguments.checked_counts(self.rank, counts)
-            num_blocks = self._table_of("all_gather", x).step(_nbytes(x) * self.num_ranks).num_blocks
+            num_blocks = self._table_of("all_gather", x).step(nbytes_of(x) * self.num_ranks).num_blocks
         return core.all_gather(x, counts, num_blocks, out)
 
     def refused_if_failed(self) -> AbstractContextManager[None]:
@@ -256,8 +256,8 @@ class Collectives(CommunicatorClient):
     ) -> collective_tables.CollectiveStep:
         """The table's, but two-shot or direct where one-shot would need slices: that never pays."""
         symmetric = self._are_symmetric(x, out)
-        step = table.step(_nbytes(x), symmetric)
-        if step.algorithm == "one_shot" and not self._fits_one_shot(_nbytes(x)):
+        step = table.step(nbytes_of(x), symmetric)
+        if step.algorithm == "one_shot" and not self._fits_one_shot(nbytes_of(x)):
             return step._replace(algorithm="direct" if symmetric else "two_shot", num_blocks=0)
         return step
 
@@ -276,7 +276,7 @@ class Collectives(CommunicatorClient):
         if codec is not None:
             arguments.checked_choice(self.rank, "codec", codec, (*CODECS, "auto"))
         if codec == "auto" or (codec is None and limit is not None):
-            nbytes = _nbytes(x) if algorithm in ("auto", "two_shot") else 0
+            nbytes = nbytes_of(x) if algorithm in ("auto", "two_shot") else 0
             codec = codecs.choose(nbytes, self.num_ranks, limit, table.codecs)
         if codec is None:
             return 0
@@ -297,7 +297,7 @@ class Collectives(CommunicatorClient):
         arguments.check_optional_tensor(self.rank, "out", out)
 
 
-def _nbytes(x: torch.Tensor) -> int:
+def nbytes_of(x: torch.Tensor) -> int:
     """x.nbytes for any layout: a sparse tensor, which is refused later, has no such attribute."""
     return x.numel() * x.element_size()
 

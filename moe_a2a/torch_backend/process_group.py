@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moe_a2a import arguments
 from moe_a2a.boards import StoreBoard
-from moe_a2a.collectives import Collectives
+from moe_a2a.collectives import Collectives, nbytes_of
 from moe_a2a.groups import MeetingGroup
 from moe_a2a.rendezvous import Meetings
 from moe_a2a.torch_backend.delegates import LargeCalls, add_delegates, make_delegate, one_by_one
@@ -25,7 +25,6 @@ from moe_a2a.torch_backend.tensors import (
     gather_to_list,
     has_gaps,
     has_kernels,
-    nbytes_of,
     only_nccl_takes,
     reduce_scatter,
     reduce_scatter_list,
@@ -308,17 +307,19 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def _keeps(self, op: str, inputs: list[torch.Tensor], outputs: Sequence[torch.Tensor] = ()) -> bool:
         """Whether the delegate does not get these tensors as they are. If the call is large, it gets this rank's copies of them,
         from _run()."""
+        if not takes(op, inputs):
+            return False
         tensors = [*inputs, *outputs]
-        return takes(op, inputs) and not (self._is_large(tensors) and all(x.is_contiguous() for x in tensors))
+        if not self._is_large(tensors) or not all(x.is_contiguous() for x in tensors):
+            return True
+        self._nccl_device = tensors[0].device
+        return False
 
     def _is_large(self, tensors: list[torch.Tensor]) -> bool:
-        device = tensors[0].device
-        is_large = nbytes_of(tensors) >= self._nccl_nbytes(device)
-        if is_large:
-            self._nccl_device = device
-        return is_large
+        return sum(map(nbytes_of, tensors)) >= self._nccl_nbytes(tensors[0].device)
 
     def _nccl(self, device: torch.device) -> LargeCalls:
+        self._nccl_device = device
         return LargeCalls(self._get_backend(device), self._rank, self._num_ranks)
 
     def _collectives(self, device: torch.device) -> Any:

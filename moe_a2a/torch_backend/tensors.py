@@ -25,10 +25,6 @@ def only_nccl_takes(parts: list[torch.Tensor]) -> bool:
     return any(part.is_cuda for part in parts) and not are_alike(parts)
 
 
-def nbytes_of(tensors: list[torch.Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
 @cache
 def has_kernels(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda") and devices.target_of(device) in _core.built_targets()
