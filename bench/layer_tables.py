@@ -6,6 +6,7 @@ from typing import Any
 
 from table_text import results, table, us
 
+BACKENDS = ("moe_a2a", "nccl")
 OTHER_LAYERS = {", fused combine": ", combine fused", ", fp8": " fp8", ", fp8, fused combine": " fp8, combine fused"}
 
 
@@ -106,14 +107,13 @@ def training(name: str) -> str:
 
 
 def data_parallel_calls(name: str) -> str:
-    """Device time and host time of each call, ours and the peer's."""
+    """Device time and host time of each call, ours and NCCL's."""
     lines = [line for line in results(name)["lines"] if "hidden" not in line["what"]]
     sizes = sorted({line["nbytes"] for line in lines})
     times = {(line["what"], line["nbytes"], line["backend"]): line for line in lines}
-    peer = next(line["backend"] for line in lines if line["backend"] != "moe_a2a")
     rows = [
         [f"`{what}`" + (", host" if figure == "host_us" else "")]
-        + [" / ".join(us(times[what, nbytes, backend][figure]) for backend in ("moe_a2a", peer)) for nbytes in sizes]
+        + [" / ".join(us(times[what, nbytes, backend][figure]) for backend in BACKENDS) for nbytes in sizes]
         for what in dict.fromkeys(line["what"] for line in lines)
         for figure in ("us", "host_us")
     ]
@@ -125,9 +125,8 @@ def data_parallel_steps(name: str) -> str:
     steps: dict[str, dict[str, dict[str, float]]] = {}
     for line in lines:
         steps.setdefault(line["what"], {})[line["backend"]] = line
-    peer = next(line["backend"] for line in lines if line["backend"] != "moe_a2a")
     rows = [
-        [what, *[f"{of[backend]['us'] / 1000:.2f}" for backend in ("moe_a2a", peer)], f"{of['moe_a2a']['of_peer']:.2f}"]
+        [what, *[f"{of[backend]['us'] / 1000:.2f}" for backend in BACKENDS], f"{of['moe_a2a']['of_peer']:.2f}"]
         for what, of in steps.items()
     ]
     return table(["ms per step", "`moe_a2a`", "NCCL", "ratio"], rows)

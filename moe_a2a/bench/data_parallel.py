@@ -20,7 +20,7 @@ from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.options import add_how, add_outputs
 from moe_a2a.bench.product_results import Results, compare
 from moe_a2a.bench.start import start_ranks, this_ranks_device
-from moe_a2a.bench.statistics import p99, slowest_rank_median
+from moe_a2a.bench.statistics import medians_us, p99
 from moe_a2a.bench.together import FailedSomewhereError, together
 from moe_a2a.command_line import integer, integers
 from moe_a2a.rank_options import device_type_of
@@ -89,7 +89,7 @@ def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int
             _compare(f"{what}, hidden {hidden}", 16 * options.layers * hidden**2, groups, steps, clock, results)
             results.write(options)
     results.print_rest()
-    torch.cuda.synchronize() if device.type == "cuda" else None
+    clock.synchronize()
     dist.destroy_process_group(groups[OURS])
     return 1 if results.failed else 0
 
@@ -114,14 +114,12 @@ def _compare(
         return
     steps = [Step(backend, made) for backend, made in runs.items()]
     times = clock.time([steps[0], *steps])[:, 1:].T  # the first step follows a pause of the host
-    host = clock.host_time(steps, clock.how.iterations)
-    medians = [slowest_rank_median(seconds) for seconds in times]
-    for i, backend in enumerate(runs):
-        slowest_host = slowest_rank_median(torch.tensor([host[i]], dtype=torch.float64))
+    host = torch.tensor([clock.host_time(steps, clock.how.iterations)], dtype=torch.float64)
+    medians, hosts = medians_us(times.T), medians_us(host)
+    for backend, seconds, us, host_us in zip(runs, times, medians, hosts, strict=True):
         results.add(
-            Line(what, nbytes, dist.get_world_size(), backend, 1e6 * medians[i], 1e6 * p99(times[i]), 1e6 * slowest_host,
-                 medians[i] / medians[0])
-        )  # fmt: skip
+            Line(what, nbytes, dist.get_world_size(), backend, us, 1e6 * p99(seconds), host_us, us / medians[0])
+        )
 
 
 # ---- calls
