@@ -56,6 +56,7 @@ class Communicator(Client):
         arg2: str,
         arg3: torch.device,
         arg4: typing.SupportsFloat | typing.SupportsIndex,
+        arg5: bool,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

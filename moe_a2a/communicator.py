@@ -27,14 +27,24 @@ class Communicator(Client):
         device: where tensors live; default: the device in the environment variable MOE_A2A_DEVICE, else this process's
             GPU if this build has its target, else the CPU.
         timeout: seconds after which a wait for another rank raises PeerTimeoutError.
+        ordered: all ranks make the calls of all clients in the same order. On a GPU they then run one after another, whatever
+            their streams, and each may use every SM; else clients share the SMs, since their kernels may wait for peers side
+            by side.
 
     Every rank makes the same clients in the same order, and closes them before the communicator. A missing rank is
     missing for all clients: once one of them gives up waiting for it, the others' waits end too.
     """
 
     @set_up.refuses_wrong_arguments
-    def __init__(self, group: Any = None, *, device: torch.device | str | None = None, timeout: float = 30.0):
-        self._prepare(group, device, timeout)
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float = 30.0,
+        ordered: bool = False,
+    ):
+        self._prepare(group, device, timeout, ordered)
         self._make()
 
     def traced_clients(self) -> Sequence[Client]:
@@ -42,19 +52,21 @@ class Communicator(Client):
         clients = [client() for client in self._clients]
         return [client for client in clients if client is not None and not client.is_closed]
 
-    def _prepare(self, group: Any, device: torch.device | str | None, timeout: float) -> None:
+    def _prepare(self, group: Any, device: torch.device | str | None, timeout: float, ordered: bool = False) -> None:
         self._clients: list[weakref.ref[CommunicatorClient]] = []
         self._group = as_group(group)
         self.rank: int = self._group.rank
         self.num_ranks: int = self._group.num_ranks
         self.timeout = timeout
+        self.ordered = ordered
         self._device = device
 
     def _allocate(self) -> None:
         self.timeout = arguments.checked_timeout(self.rank, self.timeout)
+        self.ordered = arguments.checked_bool(self.rank, "ordered", self.ordered)
         self.device = devices.checked_device(self.rank, self._device)
         self._core = _core.Communicator(
-            self.rank, self.num_ranks, devices.target_of(self.device), self.device, self.timeout
+            self.rank, self.num_ranks, devices.target_of(self.device), self.device, self.timeout, self.ordered
         )
 
 

@@ -10,7 +10,7 @@ namespace moe_a2a::bindings {
 namespace {
 
 std::unique_ptr<CommunicatorCore> make_communicator(int rank, int num_ranks, const std::string& target,
-                                                    const at::Device& device, double timeout) {
+                                                    const at::Device& device, double timeout, bool is_ordered) {
   const std::string violation = Communicator::violation(rank, num_ranks);
   if (!violation.empty()) throw py::value_error(violation + " (rank " + std::to_string(rank) + ")");
   return std::make_unique<CommunicatorCore>(
@@ -18,7 +18,8 @@ std::unique_ptr<CommunicatorCore> make_communicator(int rank, int num_ranks, con
                                             .num_ranks = num_ranks,
                                             .target = target,
                                             .device = device.has_index() ? device.index() : 0,
-                                            .timeout_seconds = timeout}),
+                                            .timeout_seconds = timeout},
+                                     is_ordered),
       device);
 }
 

@@ -36,7 +36,7 @@ uint64_t digest_of(uint64_t first, uint64_t second) {
 
 Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int64_t symmetric_nbytes,
                          int num_blocks)
-    : Client(comm->member(), kCollectiveVocabulary, context_, num_blocks),
+    : Client(comm->member(), kCollectiveVocabulary, context_, comm->ordered(), num_blocks),
       comm_(std::move(comm)),
       symmetric_nbytes_(symmetric_nbytes),
       num_blocks_(num_blocks) {

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "arch/interrupt.h"
 #include "arch/out_of_memory.h"
@@ -15,14 +16,16 @@ namespace moe_a2a {
 
 // ---- memory and peers
 
-Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context, int most_blocks)
+Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context,
+               std::shared_ptr<OrderedLaunches> ordered, int most_blocks)
     : member_(member),
       vocabulary_(vocabulary),
       device_(make_device(member.target, member.device)),
       gate_(vocabulary.client),
       context_(context),
+      ordered_(std::move(ordered)),
       // A communicator launches nothing concurrently with other clients.
-      share_(member.device, &vocabulary != &kCommVocabulary && member.num_ranks > 1, most_blocks),
+      share_(member.device, !ordered_ && &vocabulary != &kCommVocabulary && member.num_ranks > 1, most_blocks),
       tracer_(*device_, context.wait.trace) {
   device_->add(comm_kernels(member.target));
   require_share();
@@ -30,7 +33,8 @@ Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext
 
 int Client::share_of_device() const {
   const int most = device_->max_blocks();
-  return device_->is_synchronous() ? most : share_.of(most);
+  if (device_->is_synchronous()) return most;
+  return ordered_ ? ordered_->share().of(most) : share_.of(most);
 }
 
 void Client::require_share() const {

@@ -15,6 +15,7 @@
 #include "comm/call_gate.h"
 #include "comm/context.h"
 #include "comm/device_share.h"
+#include "comm/ordered_launches.h"
 #include "comm/peer_errors.h"
 #include "comm/region_handle.h"
 #include "comm/traced.h"
@@ -84,8 +85,9 @@ class Client {
  protected:
   // `vocabulary` names the client's launches and waits, and must outlive the client. `context` belongs to the derived
   // class, which launches its kernels with it.
-  // most_blocks: of its launches; 0: no limit.
-  Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context, int most_blocks = 0);
+  // most_blocks: of its launches; 0: no limit. ordered: of its communicator; null: runs beside other clients.
+  Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context,
+         std::shared_ptr<OrderedLaunches> ordered = nullptr, int most_blocks = 0);
 
   // Called by the derived constructor: allocates the memory. `place` lays out the region from its two bases and returns
   // its size; with null bases only the size is valid.
@@ -100,11 +102,13 @@ class Client {
   // Throws a refusal that the client words itself.
   virtual void raise_in_own_words(const Report& /*report*/) {}
 
-  // Launches of one client run in order, even when the caller changes streams.
+  // Launches of one client run in order, even when the caller changes streams; so do those of an ordered communicator.
   template <class Args>
   void launch(const Args& args, int num_blocks, void* stream) {
+    const auto queue = [&] { device_->launch(args, trace_of(args).is_on(), num_blocks, stream); };
+    if (ordered_ && !device_->is_synchronous()) return ordered_->launch(*device_, stream, queue);
     order_.next(*device_, stream);
-    device_->launch(args, trace_of(args).is_on(), num_blocks, stream);
+    queue();
   }
 
   // Most blocks per launch: see device_share.h.
@@ -136,6 +140,7 @@ class Client {
   void require_share() const;
 
   ClientContext& context_;
+  std::shared_ptr<OrderedLaunches> ordered_;
   DeviceShare share_;
   PoisonLink poison_;
   Tracer tracer_;

@@ -20,8 +20,9 @@ std::string Communicator::violation(int rank, int num_ranks) {
   return {};
 }
 
-Communicator::Communicator(const Member& member) : Client(member, kCommVocabulary, context_) {
-  allocate({}, [&](std::byte* symmetric, std::byte* local) {
+Communicator::Communicator(const Member& member, bool is_ordered) : Client(member, kCommVocabulary, context_) {
+  if (is_ordered) ordered_launches_ = std::make_shared<OrderedLaunches>(member.device, member.num_ranks > 1);
+  allocate({agreed("ordered", is_ordered ? "True" : "False")}, [&](std::byte* symmetric, std::byte* local) {
     return place_region(context_, member.num_ranks, symmetric, local);
   });
   link(poison_link());
@@ -29,6 +30,10 @@ Communicator::Communicator(const Member& member) : Client(member, kCommVocabular
 
 void Communicator::after_connect(const HeapView& heap) {
   device_->copy_to_device(region().heap.data, &heap, sizeof(heap));
+}
+
+void Communicator::after_close() {
+  if (ordered_launches_) ordered_launches_->leave();
 }
 
 std::vector<ClockReading> Communicator::align_clocks(int num_rounds, void* stream) {

@@ -45,7 +45,7 @@ size_t ExpertParallel::nbytes_for(const MoeConfig& config) {
 }
 
 ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConfig& config)
-    : Client(comm->member(), kMoeVocabulary, context_),
+    : Client(comm->member(), kMoeVocabulary, context_, comm->ordered()),
       comm_(std::move(comm)),
       product_trace_(*device_),
       buffers_(config.num_buffers) {

@@ -135,6 +135,39 @@ def test_six_objects_on_six_streams_in_opposite_order():
     on_device.run(2, many_objects_program)
 
 
+def ordered_program(group):
+    """Three clients of an ordered communicator on three streams, in one order on all ranks. Each may use every SM: without the
+    order, blocks of one would keep those of the next from becoming resident."""
+    with contextlib.ExitStack() as stack:
+        with make_ep(group) as alone:
+            blocks_alone = alone._core.blocks_for(900)
+        comm = stack.enter_context(moe_a2a.Communicator(group, timeout=10, ordered=True))
+        first, second = (stack.enter_context(make_ep(comm)) for _ in range(2))
+        coll = stack.enter_context(moe_a2a.Collectives(comm))
+        assert first._core.blocks_for(900) == second._core.blocks_for(900) == blocks_alone
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        x = torch.full((900, first.hidden), 1.0, device=first.device, dtype=first.dtype)
+        topk_idx = (torch.arange(900 * 4, device=first.device).reshape(900, 4) * 5) % first.num_experts
+        torch.cuda.synchronize()
+        wrong = torch.zeros((), dtype=torch.int64, device=first.device)
+        for call in range(60):
+            for ep, stream in zip((first, second), streams, strict=False):
+                with torch.cuda.stream(stream):
+                    h = ep.dispatch(x, topk_idx, num_blocks=1000)
+                    y = h.recv_x[h.expert_row_index.clamp(0, h.recv_x.shape[0] - 1).long()]
+                    wrong += (ep.combine(y, h, num_blocks=1000) != 4).sum()
+            with torch.cuda.stream(streams[2]):
+                sums(coll, call, [1, 40_000, 1 << 20][call % 3], wrong)
+        torch.cuda.synchronize()
+        for client in (first, second, coll):
+            client.check()
+        assert wrong.item() == 0
+
+
+def test_clients_of_an_ordered_communicator():
+    on_device.run(2, ordered_program)
+
+
 def too_many_objects_program(group):
     """One object too many for two compute units each is refused on every rank; the others keep working."""
     units = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

@@ -9,6 +9,7 @@
 
 #include "alone.h"
 #include "comm/device_share.h"
+#include "comm/ordered_launches.h"
 #include "moe/expert_parallel.h"
 
 namespace moe_a2a {
@@ -87,6 +88,16 @@ TEST(DeviceShare, AClientCountsUntilItLeaves) {
   second.leave();
   second.leave();
   EXPECT_EQ(first.num_clients(), 1);
+}
+
+TEST(DeviceShare, AnOrderedCommunicatorTakesTheShareOfOneClient) {
+  OrderedLaunches ordered(62, true);
+  EXPECT_EQ(ordered.share().of(132), 132);
+  const DeviceShare client(62, true);
+  EXPECT_EQ(ordered.share().of(132), 66);
+  EXPECT_EQ(client.of(132), 66);
+  ordered.leave();
+  EXPECT_EQ(client.of(132), 132);
 }
 
 // Regression: the default of 32 blocks was launched on a device with 8 compute units, so blocks waited for others that
