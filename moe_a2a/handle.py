@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 
 from moe_a2a import block_scales
-from moe_a2a.row_routes import row_routes
 
 
 class AnyExpertParallel(Protocol):
@@ -147,17 +146,28 @@ class DispatchHandle:
     def recv_rows(self) -> torch.Tensor:
         """int32 [n]: the rows of recv_x that hold a token, in (source rank, token) order. A copy; combine() reads the
         original. Read by the host: synchronises with the device, and raises RoutingError as ep.check() does."""
-        num_rows = self._read(self._core.num_landed_rows(self._handle))
+        num_rows = self._read(self._core.landed_offsets(self._handle)[-1])
         return self._core.landed_rows(self._handle)[:num_rows].clone()
 
-    def recv_topk(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(recv_topk_idx, recv_topk_weights), int64 and float32 [R * T, K]: for each row of recv_x the local experts
-        (0 ... E_local - 1) that its token chose, in the order of its choices, then -1 with weight 0; -1 throughout in rows
-        whose tokens were not sent here. New tensors, made without the host.
+    def recv_topk(
+        self, *, first_expert: int = 0, no_expert: int = -1, dtype: torch.dtype = torch.int64
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(recv_topk_idx, recv_topk_weights) of each row of recv_x: the local experts (0 ... E_local - 1) that its token chose, in
+        the order of its choices, then -1 with weight 0; -1 throughout in rows whose tokens were not sent here. New tensors
+        [R * T, K], the second float32, made by one kernel and without the host.
+
+        first_expert: added to the experts, rank * E_local for ids of all experts. no_expert: in place of -1. dtype: of the
+        ids, torch.int32 or torch.int64.
 
         A kernel that weights and sums a row's experts itself (the fused MoE of another library) takes recv_x with these two;
         its result goes to combine(..., presummed=True)."""
-        return row_routes(self._core, self._handle, self.expert_offsets)
+        for name, value in (("first_expert", first_expert), ("no_expert", no_expert)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__} on rank {self.ep.rank}; pass an int")
+        if dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"dtype={dtype} on rank {self.ep.rank}; pass torch.int32 or torch.int64")
+        topk: tuple[torch.Tensor, torch.Tensor] = self._core.recv_topk(self._handle, dtype, first_expert, no_expert)
+        return topk
 
     def _routing_as_sent(self, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """For a dispatch along it. Raises ValueError if the caller has changed it in place since."""

@@ -1,4 +1,4 @@
-"""The routes of a handle, row by row, for libraries that compute a row's experts and their weighted sum themselves."""
+"""The routes of a handle as other libraries count them: by the choice of a token."""
 
 from __future__ import annotations
 
@@ -6,33 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def row_routes(core: Any, handle: Any, expert_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """(local experts int64, -1 past a row's last; weights float32, then 0), both [R * T, K]. Reads nothing on the host."""
-    positions, weights = core.term_positions(handle), core.term_weights(handle)
-    landed = landed_rows(core, handle)
-    num_rows = len(landed)
-    # The last one takes the rest of the list.
-    has_landed = torch.zeros(num_rows + 1, dtype=torch.bool, device=landed.device)
-    has_landed.scatter_(0, landed.long(), True)
-    # Past the first -1, and in rows that did not land, the memory holds what earlier dispatches left.
-    is_route = has_landed[:-1, None] & (positions >= 0).cumprod(1).bool()
-    experts = experts_of(positions.contiguous(), expert_offsets)
-    return torch.where(is_route, experts, -1), torch.where(is_route, weights, 0.0)
-
-
-def landed_rows(core: Any, handle: Any) -> Tensor:
-    """int32 [R * T]: the rows of recv_x that hold a token, in (source rank, token) order, then R * T. Reads nothing on the
-    host."""
-    landed = core.landed_rows(handle)
-    is_listed = torch.arange(len(landed), device=landed.device) < core.num_landed_rows(handle)
-    return torch.where(is_listed, landed, len(landed))
-
-
-def experts_of(positions: Tensor, expert_offsets: Tensor) -> Tensor:
-    """int64, like positions: the local expert of each."""
-    return torch.searchsorted(expert_offsets[1:].contiguous(), positions, right=True)
 
 
 def choice_numbers(num_tokens: int, num_topk: int, device: torch.device) -> Tensor:

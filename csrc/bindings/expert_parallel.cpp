@@ -6,6 +6,7 @@
 #include "bindings/config.h"
 #include "bindings/experts.h"
 #include "bindings/grouped_gemm.h"
+#include "bindings/recv_topk.h"
 #include "bindings/tensor_gate.h"
 #include "bindings/tensors.h"
 #include "bindings/views.h"
@@ -86,6 +87,14 @@ class Core : public ClientCore {
     if (!scales_by_column) return {expert_x, make_tensor({config.rank, device_}, shape, at::kFloat)};
     std::swap(shape[1], shape[2]);
     return {expert_x, make_tensor({config.rank, device_}, shape, at::kFloat).transpose(1, 2)};
+  }
+
+  std::pair<at::Tensor, at::Tensor> recv_topk(const Handle& handle, at::ScalarType id_type, int64_t first_expert,
+                                              int64_t no_expert) {
+    return run_recv_topk(*ep(), *handle, device_, {id_type, first_expert, no_expert}, where(0));
+  }
+  PackedTopk packed_topk(const Handle& handle, int64_t num_rows) {
+    return run_packed_topk(*ep(), *handle, device_, num_rows, where(0));
   }
 
   at::Tensor simulated_experts(const Handle& handle, const OptionalTensor& scales, double factor) {
@@ -259,6 +268,13 @@ void bind_calls(py::class_<Core, ClientCore>& core) {
           },
           py::arg("handle"), py::arg("row_dtype"), py::arg("num_blocks"), py::arg("scales_by_column") = false,
           py::arg("given") = py::none())
+      .def(
+          "recv_topk",
+          [](Core& core, const Handle& handle, const py::object& id_dtype, int64_t first_expert, int64_t no_expert) {
+            return core.recv_topk(handle, scalar_type(id_dtype), first_expert, no_expert);
+          },
+          py::arg("handle"), py::arg("id_dtype"), py::arg("first_expert"), py::arg("no_expert"))
+      .def("packed_topk", &Core::packed_topk, py::arg("handle"), py::arg("num_rows"))
       .def("simulated_experts", &Core::simulated_experts)
       .def("simulated_layer", &Core::simulated_layer)
       .def("weighted_grads", &Core::weighted_grads)
@@ -286,7 +302,7 @@ void bind_views(py::class_<Core, ClientCore>& core) {
       .def("expert_offsets", &view_of<&Views::expert_offsets>)
       .def("expert_counts", &view_of<&Views::expert_counts>)
       .def("landed_rows", &view_of<&Views::landed_rows>)
-      .def("num_landed_rows", &view_of<&Views::num_landed_rows>)
+      .def("landed_offsets", &view_of<&Views::landed_offsets>)
       .def("term_positions", &view_of<&Views::term_positions>)
       .def("term_weights", &view_of<&Views::term_weights>)
       .def("num_recv_tokens_per_rank", &view_of<&Views::num_recv_tokens_per_rank>)

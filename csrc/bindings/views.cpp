@@ -43,8 +43,8 @@ at::Tensor Views::expert_counts(const DispatchHandle& handle) {
 at::Tensor Views::landed_rows(const DispatchHandle& handle) {
   return list(ep_->region().landed_row.at(handle.buffer), ep_->config().row_capacity(), at::kInt);
 }
-at::Tensor Views::num_landed_rows(const DispatchHandle& handle) {
-  return list(ep_->region().landed_offsets.at(handle.buffer, ep_->config().num_ranks), 1, at::kInt);
+at::Tensor Views::landed_offsets(const DispatchHandle& handle) {
+  return list(ep_->region().landed_offsets.at(handle.buffer), ep_->config().num_ranks + 1, at::kInt);
 }
 at::Tensor Views::term_positions(const DispatchHandle& handle) { return terms(handle, &RouteTerm::position, at::kInt); }
 at::Tensor Views::term_weights(const DispatchHandle& handle) { return terms(handle, &RouteTerm::weight, at::kFloat); }

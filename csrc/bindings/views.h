@@ -20,7 +20,7 @@ class Views {
   at::Tensor expert_offsets(const DispatchHandle& handle);            // int32 [num_local_experts + 1]
   at::Tensor expert_counts(const DispatchHandle& handle);             // int32 [num_local_experts]
   at::Tensor landed_rows(const DispatchHandle& handle);               // int32 [num_ranks * num_max_tokens_per_rank]
-  at::Tensor num_landed_rows(const DispatchHandle& handle);           // int32 [1]
+  at::Tensor landed_offsets(const DispatchHandle& handle);            // int32 [num_ranks + 1]
   at::Tensor num_recv_tokens_per_rank(const DispatchHandle& handle);  // int32 [num_ranks]
 
   // [num_ranks * num_max_tokens_per_rank, num_topk]: the terms of each landed row (RouteTerm), in two strided views.

@@ -73,6 +73,23 @@ struct GatherRowsArgs {
   bool scales_by_column = false;     // in the masked layout: [local experts, S, rows] instead
 };
 
+// The local experts of landed rows, and their weights: of all rows of recv_x, each row's experts without gaps; or of
+// `packed` rows, those that hold a token, each expert in the column of its choice.
+struct RecvTopkArgs {
+  Context context;
+  int buffer = 0;
+  bool packed = false;
+  bool wide_ids = true;      // ids are int64, else int32
+  int64_t num_rows = 0;      // of ids and weights
+  int64_t first_expert = 0;  // the id of the first local expert
+  int64_t no_expert = -1;    // the id where there is none
+  void* ids = nullptr;       // [num_rows, K]
+  float* weights = nullptr;  // [num_rows, K]; zeros where there is no expert
+  // Of packed rows.
+  int64_t* row_index = nullptr;  // [num_rows]: the row of recv_x, R * T where there is none
+  int32_t* numbers = nullptr;    // [R + El]: rows that landed from the ranks up to each; each local expert's routes
+};
+
 // The gradients of y and of its weights, in combine's backward pass; see moe/weighted_grads.h.
 struct WeightedGradsArgs {
   Context context;

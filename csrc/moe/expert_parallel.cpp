@@ -50,8 +50,8 @@ ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConf
       product_trace_(*device_),
       buffers_(config.num_buffers) {
   context_.config = config;
-  for (const auto& family : {dispatch_kernels, combine_kernels, coded_combine_kernels, product_combine_kernels,
-                             simulated_experts_kernels, link_floor_kernels}) {
+  for (const auto& family : {dispatch_kernels, landed_kernels, combine_kernels, coded_combine_kernels,
+                             product_combine_kernels, simulated_experts_kernels, link_floor_kernels}) {
     device_->add(family(member_.target));
   }
   allocate(
@@ -245,6 +245,14 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
                         .expert_x_scales = expert_x_scales,
                         .scales_by_column = scales_by_column},
          independent_blocks(place), place.stream);
+}
+
+void ExpertParallel::recv_topk(const DispatchHandle& handle, RecvTopkArgs args, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  require(handle, {Stage::kReceived}, "recv_topk");
+  args.context = context_;
+  args.buffer = handle.buffer;
+  launch(args, independent_blocks(place), place.stream);
 }
 
 void ExpertParallel::weighted_grads(const DispatchHandle& handle, const WeightedRows& y, void* grad_y,

@@ -81,6 +81,8 @@ class ExpertParallel : public Client {
   int64_t num_positions(const DispatchHandle& handle) const;
   void gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales, bool scales_by_column,
                    const LaunchPlace& place);
+  // The caller sets what to return and where to; see RecvTopkArgs.
+  void recv_topk(const DispatchHandle& handle, RecvTopkArgs args, const LaunchPlace& place);
   // In combine's backward pass, after a dispatch of the gradients of its sums: one row per position, num_rows of them.
   // All tensors are contiguous; see WeightedGradsArgs.
   void weighted_grads(const DispatchHandle& handle, const WeightedRows& y, void* grad_y, float* grad_weights,

@@ -103,13 +103,14 @@ class MoeA2ACommunication(MoEEpCommunication):
                 )
             handle = self._ep.dispatch(hidden_states, topk_ids, topk_weights, x_scales=hidden_states_scale)
         self._handle = handle
-        local_ids, recv_weights = handle.recv_topk()
-        ids = torch.where(
-            local_ids < 0, self.params.invalid_expert_id, local_ids + self.ep_rank * self.num_local_experts
+        ids, recv_weights = handle.recv_topk(
+            first_expert=self.ep_rank * self.num_local_experts,
+            no_expert=self.params.invalid_expert_id,
+            dtype=torch.int32,
         )
         return MoEEpDispatchResult(
             hidden_states=handle.recv_x,
-            topk_ids=ids.to(torch.int32),
+            topk_ids=ids,
             topk_weights=None if topk_weights is None else recv_weights,
             tokens_per_rank=self.params.max_tokens_per_rank,
             hidden_states_scale=None if hidden_states_scale is None else handle.recv_x_scales,

@@ -71,6 +71,30 @@ def test_rows_with_their_experts(num_ranks, layout, num_max_ll_tokens):
     on_device.run(num_ranks, program)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_as_another_library_wants_them(dtype):
+    def program(group):
+        config = {"num_experts": 2 * EXPERTS_PER_RANK, "num_topk": TOPK, "hidden": HIDDEN, "dtype": torch.float32}
+        with moe_a2a.ExpertParallel(group, num_max_tokens_per_rank=MOST_TOKENS, **config) as ep:
+            x, topk_idx, topk_weights = (part.to(ep.device) for part in tokens_of(2, ep.rank, 1))
+            handle = ep.dispatch(x, topk_idx, topk_weights)
+            idx, weights = handle.recv_topk()
+            first = ep.rank * EXPERTS_PER_RANK
+            ids, same_weights = handle.recv_topk(first_expert=first, no_expert=77, dtype=dtype)
+            assert ids.dtype == dtype and torch.equal(weights, same_weights)
+            assert torch.equal(ids.long(), torch.where(idx < 0, 77, idx + first))
+            for wrong, error in (
+                ({"first_expert": "0"}, rf"first_expert='0' is a str on rank {ep.rank}; pass an int"),
+                ({"no_expert": True}, rf"no_expert=True is a bool on rank {ep.rank}; pass an int"),
+                ({"dtype": torch.int16}, rf"dtype=torch.int16 on rank {ep.rank}; pass torch.int32 or torch.int64"),
+            ):
+                with pytest.raises(TypeError, match=error):
+                    handle.recv_topk(**wrong)
+            handle.release()
+
+    on_device.run(2, program)
+
+
 def test_without_weights_each_counts_once_and_nothing_is_a_view():
     def program(group):
         config = {"num_experts": 3, "num_topk": TOPK, "hidden": HIDDEN, "num_max_tokens_per_rank": MOST_TOKENS}

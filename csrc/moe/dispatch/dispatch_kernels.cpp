@@ -1,12 +1,10 @@
 #include "comm/define_family.h"
 #include "moe/dispatch/dispatch.h"
-#include "moe/gather_rows.h"
 #include "moe/notices.h"
 #include "moe/vocabulary.h"
-#include "moe/weighted_grads.h"
 
-MOE_A2A_KERNEL_FAMILY(dispatch_kernels, kMoeVocabulary, Dispatch, DispatchSend, DispatchRecv, GatherRows, WeightedGrads,
-                      RefuseDispatch, RefuseAnyBuffer)
+MOE_A2A_KERNEL_FAMILY(dispatch_kernels, kMoeVocabulary, Dispatch, DispatchSend, DispatchRecv, RefuseDispatch,
+                      RefuseAnyBuffer)
 
 namespace moe_a2a {
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_a2a import arguments, calls
+from moe_a2a import arguments
+from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.integrations.deep_ep import high_throughput, low_latency
 from moe_a2a.integrations.deep_ep.config import Config
 from moe_a2a.integrations.deep_ep.events import EventHandle, EventOverlap, event_if, wait_for
@@ -162,7 +163,8 @@ class Buffer(OfExchange):
                 num_blocks = self._blocks(config)
             received = high_throughput.begin_dispatch_again(exchange, rows, scales, handle, num_blocks=num_blocks)()
         else:
-            with calls.refused_if_failed(exchange.collectives):
+            likely = self._likely(x, topk_idx, num_tokens_per_expert, num_worst_tokens)
+            with exchange.dispatch_refused_if_failed(likely):
                 wait_for(previous_event)
                 rows, scales = rows_and_scales(self.rank, x)
                 num_blocks = self._blocks(config)
@@ -347,6 +349,15 @@ class Buffer(OfExchange):
     def get_comm_stream(self) -> Any:
         """The current stream."""
         return torch.cuda.current_stream()
+
+    def _likely(
+        self, x: Any, topk_idx: Any, num_tokens_per_expert: Any, num_worst_tokens: Any
+    ) -> ExpertParallel | None:
+        """See Exchange.likely(). None also if the dispatch first exchanges sizes, for want of a bound."""
+        if not isinstance(num_worst_tokens, int) or num_worst_tokens < 1:
+            return None
+        num_experts = num_tokens_per_expert.numel() if isinstance(num_tokens_per_expert, Tensor) else None
+        return self._open().likely(x, topk_idx, num_experts, num_worst_tokens // self.group_size)
 
     def _blocks(self, config: Config | None) -> int:
         """A Config chooses the blocks only if its num_sms differs from the default."""

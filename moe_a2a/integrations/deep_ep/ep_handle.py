@@ -10,7 +10,6 @@ from torch import Tensor
 
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.integrations.deep_ep import expanded, high_throughput
-from moe_a2a.row_routes import landed_rows
 
 
 @dataclass(eq=False)
@@ -33,7 +32,6 @@ class EPHandle:
     psum_num_recv_tokens_per_expert: Tensor
     num_unaligned_recv_tokens_per_expert: Tensor
     _routing: high_throughput.Handle | expanded.ExpandedHandle
-    _recv_topk_idx: Tensor | None
     _topk_idx: Tensor
     _version: int | None  # None: made in inference mode, which counts no changes
 
@@ -74,7 +72,6 @@ def handle_of(
     topk_idx: Tensor,
     version: int | None,
     counts: list[int],
-    recv_topk_idx: Tensor | None,
     *,
     expert_alignment: int,
     num_max_tokens: int,
@@ -94,7 +91,6 @@ def handle_of(
         psum_num_recv_tokens_per_expert=by_expert,
         num_unaligned_recv_tokens_per_expert=unaligned,
         _routing=routing,
-        _recv_topk_idx=recv_topk_idx,
         _topk_idx=topk_idx,
         _version=version,
     )
@@ -107,10 +103,10 @@ def version_of(topk_idx: Tensor) -> int | None:
 
 def _prefix_sums(routing: Any, alignment: int, do_expand: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The prefix sums of tokens by rank and of rows by expert, and each expert's number of rows without padding."""
-    ep, opened = routing.ep, routing.open
-    rows = landed_rows(opened._core, opened._handle)
-    ends = torch.arange(1, ep.num_ranks + 1, device=rows.device, dtype=rows.dtype) * ep.num_max_tokens_per_rank
-    counts = opened.expert_counts.clone()
-    aligned = (counts + alignment - 1) // alignment * alignment
-    ends_of_experts = aligned.cumsum(0) + (counts - aligned if do_expand else 0)
-    return torch.searchsorted(rows, ends, out_int32=True), ends_of_experts.to(torch.int32), counts
+    opened, num_ranks = routing.open, routing.ep.num_ranks
+    if do_expand:
+        counts = opened.expert_counts.clone()
+        return opened._core.landed_offsets(opened._handle)[1:].clone(), opened.expert_offsets[:-1] + counts, counts
+    by_rank, counts = routing.numbers[:num_ranks], routing.numbers[num_ranks:]
+    aligned = counts if alignment == 1 else (counts + alignment - 1) // alignment * alignment
+    return by_rank, aligned.cumsum(0, dtype=torch.int32), counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,13 +15,13 @@ from torch import Tensor
 from moe_a2a import arguments, block_scales, calls
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
+from moe_a2a.errors import CallMismatchError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind, difference
 from moe_a2a.row_routes import choice_numbers
 
-TABLE_NBYTES = 4 << 20  # larger tables of choices go in slices
-TABLE_BLOCKS = 16  # on a GPU; the other SMs are left to dispatch and combine
+TABLE_NBYTES = 4 << 20  # larger tables of weights go in slices
 
 
 @dataclass(eq=False)
@@ -60,9 +61,8 @@ class Exchange:
     `group`, `timeout`: as for a Communicator. `num_buffers`: dispatches of a kind that may be open at once."""
 
     def __init__(self, group: Any, timeout: float, num_buffers: int):
-        self.comm = Communicator(group, timeout=timeout)
-        num_blocks = TABLE_BLOCKS if self.comm.device.type == "cuda" else 0
-        self.collectives = Collectives(self.comm, TABLE_NBYTES, num_blocks)
+        self.comm = Communicator(group, timeout=timeout, ordered=True)
+        self.collectives = Collectives(self.comm, TABLE_NBYTES)
         self.num_buffers = num_buffers
         self._made: list[tuple[Kind, ExpertParallel]] = []
         self._open: dict[ExpertParallel, deque[DispatchHandle]] = {}
@@ -108,6 +108,31 @@ class Exchange:
         largest = self.collectives.all_reduce(mine, "max").tolist()
         self.collectives._core.raise_reported()  # on a GPU a refused all-reduce returns, too
         return [int(number) for number in largest]
+
+    def agreed_expert_parallel(self, kind: Kind, bound: int | None, num_tokens: int, call: Call) -> ExpertParallel:
+        """The one for this call of all ranks, one of which has num_tokens; made if there is none, or none large enough. bound:
+        on the tokens of a rank, if all know it. Raises on every rank if the ranks make different calls."""
+        ep = self.newest_of(kind) if bound is None else self.find(kind, bound)
+        if ep is None:
+            most, _ = self.agree(num_tokens, call)
+            return self.expert_parallel(kind, most if bound is None else bound)
+        digest = zlib.crc32(str(call.numbers()).encode())
+        try:
+            headers = self._gathered(num_tokens << 32 | digest)
+            if any(header & 0xFFFFFFFF != digest for header in headers):
+                raise CallMismatchError("the ranks make different dispatches")
+        except CallMismatchError:
+            self.agree(num_tokens, call)  # says in which argument they differ
+            raise
+        most = max(header >> 32 for header in headers)
+        return ep if most <= ep.num_max_tokens_per_rank else self.expert_parallel(kind, most)
+
+    def _gathered(self, number: int) -> list[int]:
+        """The number of each rank, an int64, read by the host."""
+        mine = torch.full((1,), number, dtype=torch.int64, device=self.comm.device)
+        numbers = self.collectives.all_gather(mine.view(torch.float32)).view(torch.int64).tolist()
+        self.collectives._core.raise_reported()  # on a GPU a refused gather returns, too
+        return [int(number) for number in numbers]
 
     def find(self, kind: Kind, num_max_tokens: int) -> ExpertParallel | None:
         """One of that kind for batches of num_max_tokens, if there is one."""

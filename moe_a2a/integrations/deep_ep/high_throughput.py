@@ -1,24 +1,23 @@
 """Buffer.dispatch() and Buffer.combine(): packed rows, one for each token that chose an expert of this rank.
 
-DeepEP reports a row's experts in the columns of its token's choices, and takes no bound on the tokens of a rank. So a dispatch
-that is not repeated first gathers the choices of all tokens (choices.py), 12 bytes each, with the number of each rank's tokens.
+DeepEP takes no bound on the tokens of a rank. So a dispatch along no handle first exchanges how many tokens each rank has, unless
+all know the most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_a2a import arguments, calls
+from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.choices import Arriving, agreed_choices, choices_of_all
 from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_row_dtype, check_table
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
-from moe_a2a.row_routes import landed_rows
 
 
 @dataclass(eq=False)
@@ -27,19 +26,20 @@ class Handle(Routing):
 
     row_index: Tensor  # int64 [num_rows]: the row of recv_x that each packed row was; R * T where there is none
     is_exact: bool  # there is one for each
-    ids: Tensor = field(init=False)  # int64 [num_rows, K]: as recv_topk_idx, which the caller may change
+    ids: Tensor  # int64 [num_rows, K]: as recv_topk_idx, which the caller may change
+    numbers: (
+        Tensor  # int32 [R + E_local]: the rows that arrived from the ranks up to each, then the routes of each expert
+    )
 
     @property
     def is_mine(self) -> Tensor:
         """bool [num_rows, K]: which choices of a row's token are experts of this rank."""
         return self.ids >= 0
 
-    def packed(self, rows: Tensor, fill: int | None = None) -> Tensor:
-        """rows: [R * T, ...]. Packed rows that were none get `fill`, else any contents."""
-        if self.is_exact:
-            return rows.index_select(0, self.row_index)
-        packed = rows.index_select(0, self.row_index.clamp(max=len(rows) - 1))
-        return packed if fill is None else torch.where((self.row_index < len(rows))[:, None], packed, fill)
+    def packed(self, rows: Tensor) -> Tensor:
+        """rows: [R * T, ...]. The contents of packed rows that were none are any."""
+        index = self.row_index if self.is_exact else self.row_index.clamp(max=len(rows) - 1)
+        return rows.index_select(0, index)
 
     def check_packed(self, name: str, rows: Any, width: int, dtypes: tuple[torch.dtype, ...]) -> None:
         check_table(self.ep.rank, name, rows, [len(self.row_index), width], "one row per row of recv_x", dtypes)
@@ -57,8 +57,14 @@ class Handle(Routing):
 
     def recv_topk_weights(self) -> Tensor:
         """float32 [num_rows, K], as the open dispatch carries them: in the columns of the choices, zeros elsewhere."""
-        terms = self.packed(self.open._core.term_weights(self.open._handle))  # a row's first ones, without gaps
-        return torch.where(self.is_mine, terms.gather(1, (self.is_mine.cumsum(1) - 1).clamp_(min=0)), 0.0)
+        _, _, weights, _ = packed_topk(self.open, len(self.row_index))
+        return weights
+
+
+def packed_topk(opened: DispatchHandle, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """row_index, ids, weights and numbers of num_rows packed rows, see Handle. Past the last row no expert has a weight."""
+    topk: tuple[Tensor, Tensor, Tensor, Tensor] = opened._core.packed_topk(opened._handle, num_rows)
+    return topk
 
 
 @dataclass
@@ -91,27 +97,40 @@ def begin_dispatch(
         assert bound is not None
         if not exchange.find(kind, bound):
             exchange.agree(len(x), call)
-        ep, arriving = exchange.expert_parallel(kind, bound), None
-        choices = choices_of_all(exchange, ep, topk_idx, topk_weights, call)
+        ep = exchange.expert_parallel(kind, bound)
     else:
-        ep, choices, arriving = agreed_choices(exchange, kind, bound, topk_idx, topk_weights, call)
-    receive = exchange.begin_dispatch(ep, x, topk_idx, None, x_scales, deferred=deferred, num_blocks=num_blocks)
+        ep = exchange.agreed_expert_parallel(kind, bound, len(x), call)
+    with exchange.dispatch_refused_if_failed(ep):
+        weights = None if topk_weights is None else topk_weights.float().contiguous()
+    receive = exchange.begin_dispatch(ep, x, topk_idx, weights, x_scales, deferred=deferred, num_blocks=num_blocks)
 
     def finish() -> Received:
         opened = receive()
         with calls.combine_refused_if_failed(opened):
-            row_index = _row_index(opened, arriving, num_worst_tokens)
-            handle = Handle(ep, topk_idx, opened, row_index, is_exact=arriving is not None)
-            handle.ids = handle.packed(choices.ids, -1)
+            handle, recv_weights, counts = _received(ep, topk_idx, opened, num_worst_tokens)
             received = handle.received(x_scales is not None)
             received.handle, received.topk_idx = handle, handle.ids.clone()
-            if topk_weights is not None:
-                received.topk_weights = torch.where(handle.is_mine, handle.packed(choices.weights), 0.0)
-            counts = [] if arriving is None else arriving.counts
+            received.topk_weights = None if weights is None else recv_weights
             received.num_tokens_per_expert = [-(-count // expert_alignment) * expert_alignment for count in counts]
         return received
 
     return finish
+
+
+def _received(
+    ep: ExpertParallel, topk_idx: Tensor, opened: DispatchHandle, num_worst_tokens: int
+) -> tuple[Handle, Tensor, list[int]]:
+    """The handle, the weights, and the routes of each local expert, read by the host. num_worst_tokens: how many rows to return,
+    with no counts; 0: as many as there are."""
+    most = ep.num_ranks * ep.num_max_tokens_per_rank
+    row_index, ids, weights, numbers = packed_topk(opened, num_worst_tokens or most)
+    if num_worst_tokens:
+        return Handle(ep, topk_idx, opened, row_index, False, ids, numbers), weights, []
+    read = numbers.tolist()
+    opened._core.raise_reported()
+    num_rows = read[ep.num_ranks - 1]
+    handle = Handle(ep, topk_idx, opened, row_index[:num_rows], True, ids[:num_rows], numbers)
+    return handle, weights[:num_rows], read[ep.num_ranks :]
 
 
 def begin_dispatch_again(
@@ -217,14 +236,6 @@ def checked(
             f"{exchange.num_ranks} ranks; pass a larger num_worst_tokens"
         )
     return kind, bound
-
-
-def _row_index(opened: DispatchHandle, arriving: Arriving | None, num_worst_tokens: int) -> Tensor:
-    """See Handle. With a bad id among the choices, which the kernels report, fewer rows than arriving.num_rows may have landed."""
-    if arriving is None:
-        return landed_rows(opened._core, opened._handle)[:num_worst_tokens].long()
-    landed = opened._core.landed_rows(opened._handle)
-    return landed[: arriving.num_rows].clamp(0, len(landed) - 1).long()
 
 
 def _as_words(rows: Tensor) -> Tensor:

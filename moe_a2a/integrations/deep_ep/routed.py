@@ -119,7 +119,8 @@ class RoutedBuffer(OfExchange):
     def _begin_first(self, first: First, check: Callable[[], None] = _nothing) -> Callable[[], _Received]:
         exchange = self._open()
         most = self.num_max_tokens_per_rank if first.num_max_tokens is None else first.num_max_tokens
-        likely = exchange.likely(first.x, first.topk_idx, first.num_experts, most) if first.do_expand else None
+        begins_with_rows = first.do_expand or not first.is_exact
+        likely = exchange.likely(first.x, first.topk_idx, first.num_experts, most) if begins_with_rows else None
         with exchange.dispatch_refused_if_failed(likely):
             check()
             rows, scales = rows_and_scales(self.rank_idx, first.x)
@@ -171,7 +172,7 @@ class RoutedBuffer(OfExchange):
             with calls.combine_refused_if_failed(routing.open):
                 index = routing.row_index()
                 weights = None if first.topk_weights is None else routing.weights(index)
-                handle = self._handle_of(first, bound, routing, topk_idx, version, counts, None)
+                handle = self._handle_of(first, bound, routing, topk_idx, version, counts)
                 return _Received(*expanded.rows(routing, index, blocks), None, weights, handle)
 
         return finish
@@ -196,11 +197,11 @@ class RoutedBuffer(OfExchange):
 
         def finish() -> _Received:
             received = receive()
-            routing, ids, counts = received.handle, received.topk_idx, received.num_tokens_per_expert or []
-            assert routing is not None and ids is not None
+            routing, counts = received.handle, received.num_tokens_per_expert or []
+            assert routing is not None
             with calls.combine_refused_if_failed(routing.open):
-                handle = self._handle_of(first, bound, routing, topk_idx, version, counts, ids.clone())
-                return _Received(received.x, received.x_scales, ids, received.topk_weights, handle)
+                handle = self._handle_of(first, bound, routing, topk_idx, version, counts)
+                return _Received(received.x, received.x_scales, received.topk_idx, received.topk_weights, handle)
 
         return finish
 
@@ -212,14 +213,12 @@ class RoutedBuffer(OfExchange):
         topk_idx: Tensor,
         version: int | None,
         counts: list[int],
-        ids: Tensor | None,
     ) -> EPHandle:
         return handle_of(
             routing,
             topk_idx,
             version,
             counts,
-            ids,
             expert_alignment=first.expert_alignment,
             num_max_tokens=bound,
             num_sms=first.num_sms or self.num_sms,
@@ -264,7 +263,7 @@ class RoutedBuffer(OfExchange):
         if isinstance(routing, high_throughput.Handle):
             how["topk_weights"] = topk_weights
             receive = high_throughput.begin_dispatch_again(exchange, rows, scales, routing, **how)
-            return lambda: _with_ids(receive(), handle)
+            return lambda: _with_ids(receive(), routing.ids, handle)
         receive_rows = expanded.begin_dispatch_again(exchange, routing, rows, scales, topk_weights, **how)
 
         def finish() -> _Received:
@@ -320,9 +319,8 @@ def _counted(received: _Received, stats: Tensor | None) -> _Received:
     return received
 
 
-def _with_ids(received: high_throughput.Received, handle: EPHandle) -> _Received:
-    assert handle._recv_topk_idx is not None
-    return _Received(received.x, received.x_scales, handle._recv_topk_idx.clone(), received.topk_weights, handle)
+def _with_ids(received: high_throughput.Received, ids: Tensor, handle: EPHandle) -> _Received:
+    return _Received(received.x, received.x_scales, ids.clone(), received.topk_weights, handle)
 
 
 def _column_major(scales: Tensor) -> Tensor:

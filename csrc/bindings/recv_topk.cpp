@@ -1,0 +1,43 @@
+#include "bindings/recv_topk.h"
+
+#include "bindings/tensor_gate.h"
+
+namespace moe_a2a::bindings {
+
+std::pair<at::Tensor, at::Tensor> run_recv_topk(ExpertParallel& ep, const DispatchHandle& handle, at::Device device,
+                                                const TopkIds& wanted, const LaunchPlace& place) {
+  const MoeConfig& config = ep.config();
+  const int64_t num_rows = config.row_capacity();
+  const at::Tensor ids = make_tensor({config.rank, device}, {num_rows, config.num_topk}, wanted.type);
+  const at::Tensor weights = make_tensor({config.rank, device}, {num_rows, config.num_topk}, at::kFloat);
+  const RecvTopkArgs args = {.wide_ids = wanted.type == at::kLong,
+                             .num_rows = num_rows,
+                             .first_expert = wanted.first_expert,
+                             .no_expert = wanted.no_expert,
+                             .ids = ids.mutable_data_ptr(),
+                             .weights = weights.mutable_data_ptr<float>()};
+  py::gil_scoped_release unlocked;
+  ep.recv_topk(handle, args, place);
+  return {ids, weights};
+}
+
+PackedTopk run_packed_topk(ExpertParallel& ep, const DispatchHandle& handle, at::Device device, int64_t num_rows,
+                           const LaunchPlace& place) {
+  const MoeConfig& config = ep.config();
+  const Place here = {config.rank, device};
+  const at::Tensor row_index = make_tensor(here, {num_rows}, at::kLong);
+  const at::Tensor ids = make_tensor(here, {num_rows, config.num_topk}, at::kLong);
+  const at::Tensor weights = make_tensor(here, {num_rows, config.num_topk}, at::kFloat);
+  const at::Tensor numbers = make_tensor(here, {config.num_ranks + config.num_local_experts}, at::kInt);
+  const RecvTopkArgs args = {.packed = true,
+                             .num_rows = num_rows,
+                             .ids = ids.mutable_data_ptr(),
+                             .weights = weights.mutable_data_ptr<float>(),
+                             .row_index = row_index.mutable_data_ptr<int64_t>(),
+                             .numbers = numbers.mutable_data_ptr<int32_t>()};
+  py::gil_scoped_release unlocked;
+  ep.recv_topk(handle, args, place);
+  return {row_index, ids, weights, numbers};
+}
+
+}  // namespace moe_a2a::bindings

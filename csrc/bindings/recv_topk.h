@@ -1,0 +1,28 @@
+// The local experts and weights of landed rows, as new tensors.
+#pragma once
+
+#include <tuple>
+#include <utility>
+
+#include "bindings/python.h"
+#include "moe/expert_parallel.h"
+
+namespace moe_a2a::bindings {
+
+struct TopkIds {
+  at::ScalarType type;   // int32 or int64
+  int64_t first_expert;  // of the first local expert
+  int64_t no_expert;
+};
+
+// (ids, weights), [num_ranks * num_max_tokens_per_rank, num_topk]: of each row of recv_x, without gaps.
+std::pair<at::Tensor, at::Tensor> run_recv_topk(ExpertParallel& ep, const DispatchHandle& handle, at::Device device,
+                                                const TopkIds& wanted, const LaunchPlace& place);
+
+// (row_index int64 [num_rows], ids int64 and weights fp32 [num_rows, num_topk], numbers int32 [num_ranks +
+// num_local_experts]): of packed rows; see RecvTopkArgs.
+using PackedTopk = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+PackedTopk run_packed_topk(ExpertParallel& ep, const DispatchHandle& handle, at::Device device, int64_t num_rows,
+                           const LaunchPlace& place);
+
+}  // namespace moe_a2a::bindings
