@@ -27,6 +27,7 @@ def layers(monkeypatch):
         f"{LAYERS}.topk_weight_and_reduce": {name: type(name, (), {}) for name in reductions},
         f"{LAYERS}.utils": {"moe_kernel_quantize_input": None},
         "vllm.distributed": {"get_ep_group": None},
+        "vllm.forward_context": {"get_forward_context": None, "is_forward_context_available": lambda: False},
         "vllm.platforms": {"current_platform": None},
     }
     for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", *found):
@@ -61,7 +62,7 @@ def test_groups_in_turn(layers, monkeypatch, kind):
 
     def program(group):
         here.group = group
-        layer = getattr(layers, kind)(group.num_ranks, MOST)
+        layer = getattr(layers, kind)(group.num_ranks, MOST, False)
         rows, _, _, to, by = layer.prepare(x, weights, ids, EXPERTS, None, False, unquantized)
         num_local = EXPERTS // group.num_ranks
         first = group.rank * num_local
@@ -81,4 +82,41 @@ def test_groups_in_turn(layers, monkeypatch, kind):
 def test_sums_are_whole(layers, kind):
     """Regression: finalize() said that its sums were parts. Tensor-parallel ranks send the same tokens, and vLLM added the sums of all
     of them: twice the result on two ranks."""
-    assert getattr(layers, kind)(2, MOST).output_is_reduced()
+    assert getattr(layers, kind)(2, MOST, False).output_is_reduced()
+
+
+@pytest.mark.parametrize("most", [8, 1000])
+def test_small_batches_get_few_rows(layers, monkeypatch, most):
+    """Regression: experts got R * max_num_batched_tokens rows for any batch, 65,536 of them when 8 ranks decode a token each."""
+    seed = 20261127
+    print(f"seed {seed}")
+    here = threading.local()
+    monkeypatch.setattr(layers, "get_ep_group", lambda: SimpleNamespace(cpu_group=here.group))
+    monkeypatch.setattr(layers, "is_forward_context_available", lambda: hasattr(here, "context"))
+    monkeypatch.setattr(layers, "get_forward_context", lambda: here.context)
+    unquantized = SimpleNamespace(quant_dtype=None)
+    apart = SimpleNamespace(apply=lambda fused_expert_output, **_: fused_expert_output)
+    batches = [(most, most), (0, 1), (most // 2, 3), (64, 65), (7, most), (1, 0)]  # tokens of the two ranks
+
+    def program(group):
+        here.group = group
+        layer = layers.PrepareRows(2, most, True)
+        num_local = EXPERTS // 2
+        for call, sizes in enumerate(tuple(min(size, most) for size in both) for both in batches):
+            here.context = SimpleNamespace(dp_metadata=SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(sizes)))
+            generator = torch.Generator().manual_seed(seed + 10 * call + group.rank)
+            x = torch.randint(-4, 5, (sizes[group.rank], HIDDEN), generator=generator).float()
+            ids = torch.rand(len(x), EXPERTS, generator=generator).topk(TOPK).indices
+            weights = torch.randint(1, 5, (len(x), TOPK), generator=generator) / 4
+            rows, _, _, to, by = layer.prepare(x, weights, ids, EXPERTS, None, False, unquantized)
+            assert len(rows) == 2 * next(size for size in (64, 512, most) if size == most or max(sizes) <= size < most)
+            out = torch.empty_like(x)
+            mine = range(group.rank * num_local, (group.rank + 1) * num_local)
+            layer.finalize(out, run_experts(rows, to, by, mine), by, to, False, apart)
+            torch.testing.assert_close(out, x * ((1 + ids) * weights).sum(1, keepdim=True))
+        del here.context
+        rows, *_ = layer.prepare(x[:0], weights[:0], ids[:0], EXPERTS, None, False, unquantized)
+        assert len(rows) == 2 * most  # nothing says how many tokens the other has
+        layer.finalize(x[:0], torch.zeros_like(rows), None, None, False, apart)
+
+    ranks.run_threads(2, program)

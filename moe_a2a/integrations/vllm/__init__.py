@@ -41,7 +41,13 @@ def _make(
         )
     from moe_a2a.integrations.vllm import prepare_finalize
 
-    return prepare_finalize.make(num_dispatchers, config.scheduler_config.max_num_batched_tokens)
+    most, ranks_differ = config.scheduler_config.max_num_batched_tokens, _ranks_differ(config.parallel_config)
+    return prepare_finalize.make(num_dispatchers, most, ranks_differ)
+
+
+def _ranks_differ(parallel: Any) -> bool:
+    """Whether ranks may have different numbers of tokens. Those of a tensor-parallel group have the same tokens, or equal parts."""
+    return parallel.data_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1
 
 
 def _why_not(config: Any, use_monolithic: bool) -> str | None:

@@ -11,6 +11,7 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.distributed import get_ep_group
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.platforms import current_platform
 
 from moe_a2a import row_routes
+from moe_a2a.communicator import Communicator
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 
@@ -26,14 +28,25 @@ from moe_a2a.handle import DispatchHandle
 TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT", 300))
 
 
-def make(num_dispatchers: int, num_max_tokens: int) -> PrepareAndFinalize:
-    """For the experts of this machine; vLLM's for the CPU take only local ids."""
+# Experts, and the kernel that quantises for them, take all R * T rows, most of which hold nothing if T is much larger than the
+# batch. So small batches have memory of their own.
+SMALL_SIZES = 64, 512
+
+
+def make(num_dispatchers: int, num_max_tokens: int, ranks_differ: bool) -> PrepareAndFinalize:
+    """For the experts of this machine; vLLM's for the CPU take only local ids. ranks_differ: whether ranks may have different
+    numbers of tokens."""
     kind = PrepareRoutes if current_platform.is_cpu() else PrepareRows
-    return kind(num_dispatchers, num_max_tokens)
+    return kind(num_dispatchers, num_max_tokens, ranks_differ)
 
 
 @functools.cache
-def expert_parallel(
+def communicator(group: Any, device: torch.device) -> Communicator:
+    return Communicator(group, device=device, timeout=TIMEOUT_SECONDS, ordered=True)
+
+
+@functools.cache
+def expert_parallels(
     group: Any,
     num_experts: int,
     num_topk: int,
@@ -41,26 +54,23 @@ def expert_parallel(
     num_max_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> ExpertParallel:
-    """One for all layers of a shape and group: they run one after the other. A process may serve several groups in turn."""
-    return ExpertParallel(
-        group,
-        num_experts=num_experts,
-        num_topk=num_topk,
-        hidden=hidden,
-        num_max_tokens_per_rank=num_max_tokens,
-        dtype=dtype,
-        device=device,
-        timeout=TIMEOUT_SECONDS,
-    )
+) -> list[ExpertParallel]:
+    """For all layers of a shape and group, which run one after the other: one per size of batches, the smallest first. All are made
+    by the first batch, vLLM's largest: it measures the memory that is left, and captures graphs later. A process may serve several
+    groups in turn."""
+    sizes = [size for size in SMALL_SIZES if size < num_max_tokens] + [num_max_tokens]
+    comm = communicator(group, device)
+    how: dict[str, Any] = {"num_experts": num_experts, "num_topk": num_topk, "hidden": hidden, "dtype": dtype}
+    return [ExpertParallel(comm, num_max_tokens_per_rank=size, **how) for size in sizes]
 
 
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     """One layer's dispatch and combine. Rows travel in the model's dtype, and are quantised on arrival if the experts ask for it."""
 
-    def __init__(self, num_dispatchers: int, num_max_tokens: int):
+    def __init__(self, num_dispatchers: int, num_max_tokens: int, ranks_differ: bool):
         super().__init__()
         self._num_dispatchers, self._num_max_tokens = num_dispatchers, num_max_tokens
+        self._ranks_differ = ranks_differ
         self._handle: DispatchHandle | None = None  # between prepare() and finalize()
 
     @property
@@ -96,7 +106,9 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
                 raise ValueError(f"apply_router_weight_on_input needs top-1, not top-{topk_ids.shape[1]}")
             a1 = a1 * topk_weights.to(a1.dtype)
         sizes = num_experts, topk_ids.shape[1], a1.shape[1], self._num_max_tokens
-        ep = expert_parallel(get_ep_group().cpu_group, *sizes, a1.dtype, a1.device)
+        most = self._most_tokens(len(a1))
+        eps = expert_parallels(get_ep_group().cpu_group, *sizes, a1.dtype, a1.device)
+        ep = next((ep for ep in eps if most <= ep.num_max_tokens_per_rank), eps[-1])
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
         self._handle, rows, local_ids, weights = self._dispatch(ep, a1, ids, topk_weights.float())
         scales = None
@@ -104,6 +116,13 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
             rows, scales = _quantized(rows, quant_config)
         counts = mk.ExpertTokensMetadata(expert_num_tokens=self._handle.expert_counts, expert_num_tokens_cpu=None)
         return rows, scales, counts, local_ids.to(topk_ids.dtype), weights.to(topk_weights.dtype)
+
+    def _most_tokens(self, num_tokens: int) -> int:
+        """Of any rank, the same on all of them. num_tokens: of this rank."""
+        if not self._ranks_differ:
+            return num_tokens
+        data_parallel = get_forward_context().dp_metadata if is_forward_context_available() else None
+        return self._num_max_tokens if data_parallel is None else int(data_parallel.num_tokens_across_dp_cpu.max())
 
     def finalize(
         self,
@@ -151,10 +170,9 @@ class PrepareRows(PrepareAndFinalize):
         self, ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor
     ) -> tuple[DispatchHandle, Tensor, Tensor, Tensor]:
         handle = ep.dispatch(x, ids, weights)
-        local_ids, recv_weights = handle.recv_topk()
-        # Experts index tables with the ids, so -1 is not allowed.
-        elsewhere = (ep.rank + 1) % ep.num_ranks * ep.num_local_experts
-        global_ids = torch.where(local_ids < 0, elsewhere, local_ids + ep.rank * ep.num_local_experts)
+        first = ep.rank * ep.num_local_experts
+        elsewhere = (first + ep.num_local_experts) % ep.num_experts  # experts index tables with the ids: not -1
+        global_ids, recv_weights = handle.recv_topk(first_expert=first, no_expert=elsewhere, dtype=ids.dtype)
         return handle, handle.recv_x, global_ids, recv_weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
@@ -171,7 +189,7 @@ class PrepareRoutes(PrepareAndFinalize):
         handle = ep.dispatch(x, ids, weights, layout="expert_major")
         num_routes = handle.num_routes
         positions = torch.arange(num_routes, device=x.device)
-        local_ids = row_routes.experts_of(positions, handle.expert_offsets)
+        local_ids = torch.searchsorted(handle.expert_offsets[1:].contiguous(), positions, right=True)
         weights = handle.route_weights[:num_routes, None].clone()
         row_routes.make_unweighted(handle._core, handle._handle)  # the experts apply them
         return handle, handle.expert_x[:num_routes], local_ids[:, None], weights
