@@ -22,6 +22,7 @@ __all__: list[str] = [
     "check_plain",
     "grouped_gemm",
     "nbytes_for",
+    "topk_layout",
     "trace_kinds",
     "trace_operations",
     "write_chrome_json",
@@ -341,6 +342,13 @@ def nbytes_for(
     Bytes that one rank of such an ExpertParallel takes.
     """
 
+def topk_layout(
+    topk_idx: torch.Tensor,
+    num_experts: typing.SupportsInt | typing.SupportsIndex,
+    num_ranks: typing.SupportsInt | typing.SupportsIndex,
+    rank: typing.SupportsInt | typing.SupportsIndex,
+    target: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 def trace_kinds() -> list[str]: ...
 def trace_operations() -> list[str]: ...
 def write_chrome_json(

@@ -7,6 +7,7 @@
 #include "bindings/expert_weights.h"
 #include "bindings/grouped_gemm.h"
 #include "bindings/signals.h"
+#include "bindings/topk_layout.h"
 #include "bindings/trace_bindings.h"
 #include "bindings/trace_records.h"
 
@@ -15,6 +16,7 @@ namespace moe_a2a::bindings {
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The compiled core of moe_a2a; use the classes of the package instead.";
   register_grouped_gemm(m);
+  register_topk_layout(m);
   m.def("built_targets", &built_targets, "Names of the targets in this build: \"cpu\", \"cuda\", \"hip\".");
   bind_config(m);
   translate_errors();

@@ -50,7 +50,7 @@ ExpertParallel::ExpertParallel(std::shared_ptr<Communicator> comm, const MoeConf
       product_trace_(*device_),
       buffers_(config.num_buffers) {
   context_.config = config;
-  for (const auto& family : {dispatch_kernels, landed_kernels, combine_kernels, coded_combine_kernels,
+  for (const auto& family : {dispatch_kernels, local_kernels, combine_kernels, coded_combine_kernels,
                              product_combine_kernels, simulated_experts_kernels, link_floor_kernels}) {
     device_->add(family(member_.target));
   }

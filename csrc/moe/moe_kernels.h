@@ -4,7 +4,7 @@
 #include "comm/kernel_family.h"
 
 MOE_A2A_DECLARE_FAMILY(dispatch_kernels)
-MOE_A2A_DECLARE_FAMILY(landed_kernels)
+MOE_A2A_DECLARE_FAMILY(local_kernels)
 MOE_A2A_DECLARE_FAMILY(combine_kernels)
 MOE_A2A_DECLARE_FAMILY(coded_combine_kernels)
 MOE_A2A_DECLARE_FAMILY(product_combine_kernels)

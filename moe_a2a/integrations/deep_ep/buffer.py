@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_a2a import arguments
+from moe_a2a import _core, arguments, devices
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.integrations.deep_ep import high_throughput, low_latency
 from moe_a2a.integrations.deep_ep.config import Config
@@ -113,12 +113,9 @@ class Buffer(OfExchange):
             raise TypeError(f"topk_idx is {topk_idx.dtype} on rank {self.rank}; pass int32 or int64")
         num_experts = arguments.checked_int(self.rank, "num_experts", num_experts, 1)
         self._open().check_num_experts("num_experts", num_experts)
-        ids = topk_idx.long().clamp(-1, num_experts).remainder_(num_experts + 1)  # num_experts: dropped
-        chosen = ids.new_zeros(len(ids), num_experts + 1, dtype=torch.bool).scatter_(1, ids, True)
-        in_rank = chosen[:, :-1].view(len(ids), self.group_size, num_experts // self.group_size).any(2)
-        per_expert = ids.new_zeros(num_experts + 1, dtype=torch.int32)
-        per_expert.scatter_add_(0, ids.view(-1), per_expert.new_ones(1).expand(ids.numel()))  # bincount() would wait
-        return in_rank.sum(0, dtype=torch.int32), None, per_expert[:-1], in_rank, event_if(async_finish)
+        sizes = num_experts, self.group_size, self.rank
+        per_rank, per_expert, in_rank = _core.topk_layout(topk_idx, *sizes, devices.target_of(topk_idx.device))
+        return per_rank, None, per_expert, in_rank, event_if(async_finish)
 
     @torch.no_grad()
     def dispatch(
