@@ -130,12 +130,13 @@ class ExpertParallel(Client):
     def capacity(self, arg0: DispatchHandle) -> int: ...
     def combine(
         self,
-        arg0: torch.Tensor,
-        arg1: DispatchHandle,
-        arg2: bool,
-        arg3: typing.SupportsInt | typing.SupportsIndex,
-        arg4: torch.Tensor | None,
-        arg5: typing.SupportsInt | typing.SupportsIndex,
+        y: torch.Tensor,
+        handle: DispatchHandle,
+        presummed: bool,
+        codec: typing.SupportsInt | typing.SupportsIndex,
+        out: torch.Tensor | None,
+        num_blocks: typing.SupportsInt | typing.SupportsIndex,
+        sum_index: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
     def combine_recv(
         self, arg0: DispatchHandle, arg1: torch.Tensor | None, arg2: typing.SupportsInt | typing.SupportsIndex
@@ -147,6 +148,7 @@ class ExpertParallel(Client):
         arg2: bool,
         arg3: typing.SupportsInt | typing.SupportsIndex,
         arg4: typing.SupportsInt | typing.SupportsIndex,
+        arg5: torch.Tensor | None,
     ) -> None: ...
     def dispatch(
         self,
@@ -206,7 +208,7 @@ class ExpertParallel(Client):
     def num_recv_tokens_per_rank(self, arg0: DispatchHandle) -> torch.Tensor: ...
     def packed_topk(
         self, handle: DispatchHandle, num_rows: typing.SupportsInt | typing.SupportsIndex
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
     def product_combine(
         self,
         arg0: torch.Tensor,

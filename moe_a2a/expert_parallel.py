@@ -210,7 +210,7 @@ class ExpertParallel(CommunicatorClient):
         codec = self._codec_of_combine(wire)
         blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
         try:
-            return core.combine(y, key, presummed, codec, out, blocks)
+            return core.combine(y, key, presummed, codec, out, blocks, handle._sum_index)
         except TypeError:
             arguments.check_tensor(self.rank, "y", y)
             arguments.check_optional_tensor(self.rank, "out", out)
@@ -313,7 +313,8 @@ class ExpertParallel(CommunicatorClient):
         arguments.check_tensor(self.rank, "y", y)
         arguments.checked_bool(self.rank, "presummed", presummed)
         codec = self._codec_of_combine(wire)
-        core.combine_send(y, key, presummed, codec, arguments.checked_blocks(self.rank, num_blocks, self.num_blocks))
+        blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
+        core.combine_send(y, key, presummed, codec, blocks, handle._sum_index)
 
     @calls.serves_a_handle(position=0)
     def combine_recv(

@@ -61,6 +61,7 @@ class DispatchHandle:
         "_versions",
         "_num_blocks",
         "_scales_dtype",
+        "_sum_index",
         "__weakref__",
     )
 
@@ -82,6 +83,9 @@ class DispatchHandle:
         self._routing, self._versions = routing, _versions_of(*routing)
         self._num_blocks = 0
         self._scales_dtype = scales_dtype  # None: float32
+        self._sum_index: torch.Tensor | None = (
+            None  # int32 [R * T]: where a presummed y has each row's sum; None: at the row
+        )
 
     def _received(self, layout: str, expert_alignment: int, num_blocks: int) -> DispatchHandle:
         self.layout, self.expert_alignment, self._num_blocks = layout, expert_alignment, num_blocks

@@ -111,22 +111,24 @@ class Core : public ClientCore {
     return run_weighted_grads(*ep(), *handle, y, weights, where(0));
   }
 
-  void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int codec, int num_blocks) {
+  // sum_index: of packed_topk(), if y holds packed sums.
+  void combine_send(const at::Tensor& y, const Handle& handle, bool presummed, int codec, int num_blocks,
+                    const OptionalTensor& sum_index) {
     const auto core = ep();
     core->require(*handle, {Stage::kReceived, Stage::kCombineSent}, "combine");
     if (handle->stage == Stage::kCombineSent) return;  // a retry: the sums have been sent
     const LaunchPlace place = where(num_blocks);
-    const CombineInput input = combine_input(*core, *handle, y, presummed, codec);
+    const CombineInput input = combine_input(*core, *handle, y, presummed, codec, sum_index);
     py::gil_scoped_release unlocked;
     core->combine_send(*handle, input, place);
   }
 
   at::Tensor combine(const at::Tensor& y, const Handle& handle, bool presummed, int codec, const OptionalTensor& out,
-                     int num_blocks) {
+                     int num_blocks, const OptionalTensor& sum_index) {
     const auto core = ep();
     core->require(*handle, {Stage::kReceived, Stage::kCombineSent}, "combine");
     const LaunchPlace place = where(num_blocks);
-    const CombineInput input = combine_input(*core, *handle, y, presummed, codec);
+    const CombineInput input = combine_input(*core, *handle, y, presummed, codec, sum_index);
     const at::Tensor combined_x = checked_out(*core, device_, handle->num_tokens, type_, out, &y);
     py::gil_scoped_release unlocked;
     core->combine(*handle, input, combined_x.mutable_data_ptr(), place);
@@ -241,9 +243,11 @@ class Core : public ClientCore {
   }
 
   CombineInput combine_input(const ExpertParallel& core, const DispatchHandle& handle, const at::Tensor& y,
-                             bool presummed, int codec) const {
-    const Rows rows = checked_y(core, device_, handle, y, presummed);
-    return {rows, y.numel() / core.config().hidden, presummed, static_cast<LineCodec>(codec)};
+                             bool presummed, int codec, const OptionalTensor& sum_index) const {
+    const bool is_packed = presummed && sum_index.has_value();
+    const Rows rows = checked_y(core, device_, handle, y, presummed, is_packed);
+    return {rows, y.numel() / core.config().hidden, presummed, static_cast<LineCodec>(codec),
+            is_packed ? sum_index->const_data_ptr<int32_t>() : nullptr};
   }
   LaunchPlace where(int num_blocks) const { return {.num_blocks = num_blocks, .stream = current_stream(device_)}; }
 
@@ -278,7 +282,8 @@ void bind_calls(py::class_<Core, ClientCore>& core) {
       .def("simulated_experts", &Core::simulated_experts)
       .def("simulated_layer", &Core::simulated_layer)
       .def("weighted_grads", &Core::weighted_grads)
-      .def("combine", &Core::combine)
+      .def("combine", &Core::combine, py::arg("y"), py::arg("handle"), py::arg("presummed"), py::arg("codec"),
+           py::arg("out"), py::arg("num_blocks"), py::arg("sum_index") = py::none())
       .def("returns_ll", &Core::returns_ll)
       .def("combine_send", &Core::combine_send)
       .def("combine_recv", &Core::combine_recv)

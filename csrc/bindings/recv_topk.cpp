@@ -28,16 +28,18 @@ PackedTopk run_packed_topk(ExpertParallel& ep, const DispatchHandle& handle, at:
   const at::Tensor row_index = make_tensor(here, {num_rows}, at::kLong);
   const at::Tensor ids = make_tensor(here, {num_rows, config.num_topk}, at::kLong);
   const at::Tensor weights = make_tensor(here, {num_rows, config.num_topk}, at::kFloat);
+  const at::Tensor sum_index = make_tensor(here, {config.row_capacity()}, at::kInt);
   const at::Tensor numbers = make_tensor(here, {config.num_ranks + config.num_local_experts}, at::kInt);
   const RecvTopkArgs args = {.packed = true,
                              .num_rows = num_rows,
                              .ids = ids.mutable_data_ptr(),
                              .weights = weights.mutable_data_ptr<float>(),
                              .row_index = row_index.mutable_data_ptr<int64_t>(),
+                             .sum_index = sum_index.mutable_data_ptr<int32_t>(),
                              .numbers = numbers.mutable_data_ptr<int32_t>()};
   py::gil_scoped_release unlocked;
   ep.recv_topk(handle, args, place);
-  return {row_index, ids, weights, numbers};
+  return {row_index, ids, weights, sum_index, numbers};
 }
 
 }  // namespace moe_a2a::bindings

@@ -160,7 +160,7 @@ DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const D
 }
 
 Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle& handle, const at::Tensor& y,
-               bool presummed) {
+               bool presummed, bool is_packed) {
   const MoeConfig& config = ep.config();
   check_plain({config.rank, device}, y, "y");
   if (to_dtype(y.scalar_type(), "y", config.rank) != config.dtype) {
@@ -170,7 +170,7 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
   check_no_grad(config.rank, y, "y", kTrainedBy);
   const int64_t rows = config.row_capacity();
   if (presummed) {
-    const int64_t shape[] = {rows, config.hidden};
+    const int64_t shape[] = {is_packed && y.dim() > 0 ? y.size(0) : rows, config.hidden};
     check_shape(config, y, "y", shape, "with presummed=True pass one row per row of recv_x");
   } else if (handle.layout == Layout::kMasked) {
     const int64_t shape[] = {config.num_local_experts, rows, config.hidden};

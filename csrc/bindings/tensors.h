@@ -25,8 +25,9 @@ struct DispatchTensors {
 // Raise ValueError or TypeError that names the value, the limit, the rank and the argument to change.
 void check_dispatch(const MoeConfig& config, at::Device device, const DispatchTensors& tensors);
 DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const DispatchTensors& tensors);
+// is_packed: the sums of a presummed y have the places that the caller's sum_index says.
 Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle& handle, const at::Tensor& y,
-               bool presummed);
+               bool presummed, bool is_packed = false);
 // `out`, or a new tensor. `y`: the caller's tensor that the same launch reads; null: none.
 at::Tensor checked_out(const ExpertParallel& ep, at::Device device, int num_tokens, at::ScalarType type,
                        const std::optional<at::Tensor>& out, const at::Tensor* y = nullptr);

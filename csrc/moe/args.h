@@ -87,6 +87,7 @@ struct RecvTopkArgs {
   float* weights = nullptr;  // [num_rows, K]; zeros where there is no expert
   // Of packed rows.
   int64_t* row_index = nullptr;  // [num_rows]: the row of recv_x, R * T where there is none
+  int32_t* sum_index = nullptr;  // [R * T]: the packed row of each landed row, for the combine
   int32_t* numbers = nullptr;    // [R + El]: rows that landed from the ranks up to each; each local expert's routes
 };
 
@@ -118,7 +119,13 @@ struct CombineSendArgs {
   bool is_sent = false;     // by an earlier attempt: nothing is sent again; own sums, if kept, are in y
   uint32_t refused = 0;     // see MoeRegion::dispatch_credit
   bool vector_rows = true;  // y allows 16-byte vector loads
+  // For packed sums: the row of y that holds each landed row's sum, [R * T]; null: the landed row's own.
+  const int32_t* sum_index = nullptr;
 
+  // The caller's sum of a landed row.
+  MOE_A2A_HOST_DEVICE const std::byte* given_sum(int row) const {
+    return y[sum_index == nullptr ? row : sum_index[row]];
+  }
   // See combine/own_sums.h. Only rows of whole dwords: combine_recv reads them like rows that have travelled.
   MOE_A2A_HOST_DEVICE bool can_keep_own_sums() const {
     return presummed && vector_rows && context.config.row_bytes(context.config.dtype) % 4 == 0;

@@ -292,7 +292,8 @@ CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Co
           .num_y_rows = input.num_y_rows,
           .presummed = input.presummed,
           .refused = buffers_.refused_since(handle),
-          .vector_rows = input.simulated ? allows_vectors(*input.simulated) : allows_vectors(input.y)};
+          .vector_rows = input.simulated ? allows_vectors(*input.simulated) : allows_vectors(input.y),
+          .sum_index = input.sum_index};
 }
 
 CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x) const {

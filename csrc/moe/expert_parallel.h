@@ -45,6 +45,7 @@ struct CombineInput {
   int64_t num_y_rows = 0;
   bool presummed = false;
   LineCodec codec = LineCodec::kNone;
+  const int32_t* sum_index = nullptr;     // see CombineSendArgs
   std::optional<ExpertScales> simulated;  // in place of y
 };
 

@@ -61,7 +61,9 @@ struct RecvTopk {
         continue;
       }
       store(args, i, choices, k);
-      if (k == 0) args.row_index[at] = row < 0 ? args.context.config.row_capacity() : row;
+      if (k > 0) continue;
+      args.row_index[at] = row < 0 ? args.context.config.row_capacity() : row;
+      if (row >= 0) args.sum_index[row] = static_cast<int32_t>(at);
     }
   }
 

@@ -15,7 +15,7 @@ class GivenTerms {
   MOE_A2A_DEVICE GivenTerms(const CodedCombineSendArgs& args, int row)
       : routes_(args, args.context.region.landed_term.at(args.buffer, row)),
         presummed_(args.presummed),
-        sum_(args.presummed ? reinterpret_cast<const T*>(args.y[row]) : nullptr) {}
+        sum_(args.presummed ? reinterpret_cast<const T*>(args.given_sum(row)) : nullptr) {}
 
   MOE_A2A_DEVICE Term<T> next() {
     if (!presummed_) return routes_.next();
@@ -89,7 +89,7 @@ struct StreamedCodedSums {
   template <class Sender>
   MOE_A2A_DEVICE void send(const Warp& warp, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
     const LaneTerms terms =
-        args.presummed ? LaneTerms{args.y[scheduled.row], 1.0f, 1u} : lane_terms(args, warp, scheduled.row);
+        args.presummed ? LaneTerms{args.given_sum(scheduled.row), 1.0f, 1u} : lane_terms(args, warp, scheduled.row);
     sender.reader.begin(terms.row, terms.lanes, piece.size() * static_cast<int>(sizeof(T)));
     const CodedRow row = coded_row(args, scheduled.delivery, sender.in_place.open_stage(scheduled.delivery));
     const auto weight_of = [&](int lane) { return warp.broadcast(terms.weight, lane); };

@@ -20,11 +20,9 @@ struct PresummedRows {
   }
   template <class Sender>
   MOE_A2A_DEVICE void send(const Warp&, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
-    const Delivery& delivery = scheduled.delivery;
-    const int64_t first_row = int64_t{delivery.first_dst_rank} * args.context.config.num_max_tokens_per_rank;
     RowSource row = layout.part(piece);
-    row.values = args.y[first_row + delivery.token] + row.values_offset;
-    sender.send(row, delivery);
+    row.values = args.given_sum(scheduled.row) + row.values_offset;
+    sender.send(row, scheduled.delivery);
   }
 };
 

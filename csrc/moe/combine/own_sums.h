@@ -16,7 +16,7 @@ class OwnSums {
 
   // The sum for one of this rank's tokens, if kept.
   MOE_A2A_DEVICE const std::byte* of(int token) const {
-    return send_->y[int64_t{send_->context.heap.rank} * send_->context.config.num_max_tokens_per_rank + token];
+    return send_->given_sum(send_->context.heap.rank * send_->context.config.num_max_tokens_per_rank + token);
   }
 
  private:

@@ -27,9 +27,8 @@ class Handle(Routing):
     row_index: Tensor  # int64 [num_rows]: the row of recv_x that each packed row was; R * T where there is none
     is_exact: bool  # there is one for each
     ids: Tensor  # int64 [num_rows, K]: as recv_topk_idx, which the caller may change
-    numbers: (
-        Tensor  # int32 [R + E_local]: the rows that arrived from the ranks up to each, then the routes of each expert
-    )
+    sum_index: Tensor  # int32 [R * T]: the packed row of each row of recv_x; undefined where there is none
+    numbers: Tensor  # int32 [R + E_local]: rows that arrived from the ranks up to each; routes of each local expert
 
     @property
     def is_mine(self) -> Tensor:
@@ -44,26 +43,18 @@ class Handle(Routing):
     def check_packed(self, name: str, rows: Any, width: int, dtypes: tuple[torch.dtype, ...]) -> None:
         check_table(self.ep.rank, name, rows, [len(self.row_index), width], "one row per row of recv_x", dtypes)
 
-    def unpacked(self, packed: Tensor) -> Tensor:
-        """[R * T, ...]; rows without a packed row are not initialised."""
-        num_rows = self.ep.num_ranks * self.ep.num_max_tokens_per_rank
-        rows = packed.new_empty(num_rows + 1, packed.shape[1])
-        _as_words(rows).index_copy_(0, self.row_index, _as_words(packed.contiguous()))
-        return rows[:-1]
-
     def received(self, has_scales: bool) -> Received:
         scales = self.packed(self.open.recv_x_scales) if has_scales else None
         return Received(self.packed(self.open.recv_x), scales)
 
     def recv_topk_weights(self) -> Tensor:
         """float32 [num_rows, K], as the open dispatch carries them: in the columns of the choices, zeros elsewhere."""
-        _, _, weights, _ = packed_topk(self.open, len(self.row_index))
-        return weights
+        return packed_topk(self.open, len(self.row_index))[2]
 
 
-def packed_topk(opened: DispatchHandle, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """row_index, ids, weights and numbers of num_rows packed rows, see Handle. Past the last row no expert has a weight."""
-    topk: tuple[Tensor, Tensor, Tensor, Tensor] = opened._core.packed_topk(opened._handle, num_rows)
+def packed_topk(opened: DispatchHandle, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """row_index, ids, weights, sum_index and numbers of num_rows packed rows, see Handle."""
+    topk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = opened._core.packed_topk(opened._handle, num_rows)
     return topk
 
 
@@ -123,13 +114,13 @@ def _received(
     """The handle, the weights, and the routes of each local expert, read by the host. num_worst_tokens: how many rows to return,
     with no counts; 0: as many as there are."""
     most = ep.num_ranks * ep.num_max_tokens_per_rank
-    row_index, ids, weights, numbers = packed_topk(opened, num_worst_tokens or most)
+    row_index, ids, weights, sum_index, numbers = packed_topk(opened, num_worst_tokens or most)
     if num_worst_tokens:
-        return Handle(ep, topk_idx, opened, row_index, False, ids, numbers), weights, []
+        return Handle(ep, topk_idx, opened, row_index, False, ids, sum_index, numbers), weights, []
     read = numbers.tolist()
     opened._core.raise_reported()
     num_rows = read[ep.num_ranks - 1]
-    handle = Handle(ep, topk_idx, opened, row_index[:num_rows], True, ids[:num_rows], numbers)
+    handle = Handle(ep, topk_idx, opened, row_index[:num_rows], True, ids[:num_rows], sum_index, numbers)
     return handle, weights[:num_rows], read[ep.num_ranks :]
 
 
@@ -190,8 +181,8 @@ def begin_combine_of(
     opened = handle.open
     with calls.attempt_refused_if_failed(ep, opened):  # released here alone, it would not be open on the other ranks
         handle.check_packed(name, x, ep.hidden, (ep.dtype,))
-        rows = handle.unpacked(x)
-    sums = begin_combine(rows, handle, presummed=True, deferred=deferred, num_blocks=num_blocks)
+        opened._sum_index = handle.sum_index
+    sums = begin_combine(x, handle, presummed=True, deferred=deferred, num_blocks=num_blocks)
 
     def finish() -> Combined:
         combined_x = sums()
@@ -236,8 +227,3 @@ def checked(
             f"{exchange.num_ranks} ranks; pass a larger num_worst_tokens"
         )
     return kind, bound
-
-
-def _as_words(rows: Tensor) -> Tensor:
-    """The same memory as 8-byte integers, if rows are a multiple of 8 bytes: index_copy_() then takes half the time."""
-    return rows.view(torch.int64) if rows.shape[1] * rows.element_size() % 8 == 0 else rows

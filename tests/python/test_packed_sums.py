@@ -1,0 +1,45 @@
+"""A presummed combine of packed rows, one for each landed row, has the bits of one whose y is as long as recv_x."""
+
+import on_device
+import pytest
+import torch
+
+import moe_a2a
+
+pytestmark = on_device.TESTS
+
+SEED = 20261127
+HIDDEN, TOPK, EXPERTS_PER_RANK, MOST_TOKENS = 64, 3, 2, 40
+
+
+@pytest.mark.parametrize("in_halves", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize("wire", [None, "q8"])
+@pytest.mark.parametrize("num_max_ll_tokens", [0, MOST_TOKENS], ids=["rows", "ll_words"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_packed_sums(num_ranks, num_max_ll_tokens, wire, in_halves):
+    print(f"seed {SEED}")
+
+    def program(group):
+        config = {"num_experts": num_ranks * EXPERTS_PER_RANK, "num_topk": TOPK, "hidden": HIDDEN, "dtype": torch.float32,
+                  "num_max_tokens_per_rank": MOST_TOKENS, "num_max_ll_tokens": num_max_ll_tokens}  # fmt: skip
+        with moe_a2a.ExpertParallel(group, **config) as ep:
+            generator = torch.Generator().manual_seed(SEED + ep.rank)
+            for num_tokens in (MOST_TOKENS, 0, 7, 31):
+                x = torch.randn(num_tokens, HIDDEN, generator=generator).to(ep.device)
+                topk_idx = torch.randint(-1, ep.num_experts, (num_tokens, TOPK), generator=generator).to(ep.device)
+                sums = []
+                for is_packed in (False, True):
+                    handle = ep.dispatch(x, topk_idx)
+                    y = handle.recv_x * 3
+                    if is_packed:
+                        packed = ep._core.packed_topk(handle._handle, len(y))
+                        rows, _, _, handle._sum_index, numbers = packed
+                        y = y[rows[: numbers[num_ranks - 1]]]
+                    if in_halves:
+                        ep.combine_send(y, handle, presummed=True, wire=wire)
+                        sums.append(ep.combine_recv(handle))
+                    else:
+                        sums.append(ep.combine(y, handle, presummed=True, wire=wire))
+                assert torch.equal(*sums)
+
+    on_device.run(num_ranks, program)
