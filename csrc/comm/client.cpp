@@ -303,6 +303,7 @@ void Client::say_goodbye() {
   args.context.wait.poison = nullptr;  // a closing rank tells nobody that it gave up: others may wait longer
   launch(args, 1, device_->own_stream());
   device_->synchronize();
+  if (ordered_) ordered_->forget(device_->own_stream());
   may_be_mapped_ = has_report();
 }
 

@@ -19,7 +19,13 @@ class OrderedLaunches {
   void launch(Device& device, void* stream, const Queue& queue) {
     const std::lock_guard lock(mutex_);
     order_.next(device, stream);
+    last_stream_ = stream;
     queue();
+  }
+  // Before `stream` is destroyed, with nothing queued on it.
+  void forget(void* stream) {
+    const std::lock_guard lock(mutex_);
+    if (last_stream_ == stream) order_ = {};
   }
 
   const DeviceShare& share() const { return share_; }
@@ -28,6 +34,7 @@ class OrderedLaunches {
  private:
   std::mutex mutex_;
   LaunchOrder order_;
+  void* last_stream_ = nullptr;
   DeviceShare share_;
 };
 
