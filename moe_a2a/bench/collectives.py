@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     return start_ranks(options, rank_main, "bench")
 
 
-def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
+def rank_main(options: argparse.Namespace) -> int:
     device = this_ranks_device(options)
     clock = Clock(device, Measuring.of(options))
     is_first, lines = dist.get_rank() == 0, []

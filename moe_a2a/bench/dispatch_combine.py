@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     return start_ranks(options, rank_main, "bench")
 
 
-def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
+def rank_main(options: argparse.Namespace) -> int:
     device = this_ranks_device(options)
     how = Measuring.of(options)
     about = machine.about(device, dist.get_world_size())

@@ -100,7 +100,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 @torch.no_grad()
-def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
+def rank_main(options: argparse.Namespace) -> int:
     device = this_ranks_device(options)
     clock = Clock(device, Measuring.of(options))
     if device.type == "cpu" and dist.get_rank() == 0:

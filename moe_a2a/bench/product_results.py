@@ -138,7 +138,7 @@ def run(options: argparse.Namespace, header: str, run_case: RunCase) -> int:
     return start_ranks(options, partial(_rank_main, header=header, run_case=run_case), "bench")
 
 
-def _rank_main(report: Callable[[str], None], options: argparse.Namespace, *, header: str, run_case: RunCase) -> int:
+def _rank_main(options: argparse.Namespace, *, header: str, run_case: RunCase) -> int:
     device = this_ranks_device(options)
     clock = Clock(device, Measuring.of(options))
     results = Results(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, header)

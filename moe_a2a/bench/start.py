@@ -70,26 +70,29 @@ def check_cases(cases: Sequence[Case], options: argparse.Namespace) -> None:
             raise UsageError(f'--topk {case.num_topk} > {routings.TEXT_CHOICES}, the choices of --routing "text"')
 
 
-def start_ranks(
-    options: argparse.Namespace, main: Callable[[Callable[[str], None], argparse.Namespace], int], name: str
-) -> int:
-    """Runs main(report, options) on every rank; returns rank 0's exit code."""
+def start_ranks(options: argparse.Namespace, main: Callable[[argparse.Namespace], int], name: str) -> int:
+    """Runs main(options) on every rank; returns rank 0's exit code."""
     device_type = options.device = device_type_of(options)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     num_ranks = num_ranks_of(options)
     if is_rank():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend)
-        code = main(lambda text: None, options)
+        code = main(options)
         dist.destroy_process_group()
         return code
     try:
         how = {"timeout": options.timeout, "backend": backend, "device_type": device_type}
-        return run_on_ranks(num_ranks, main, options, **how)[0]
+        return run_on_ranks(num_ranks, _run, main, options, **how)[0]
     except RankError as error:
         print(error.details, file=sys.stderr)
         print(f"{name}: FAILED {error}")
         return 1
+
+
+def _run(report: Callable[[str], None], main: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """The program of a rank's process, which reports no progress."""
+    return main(options)
 
 
 def this_ranks_device(options: argparse.Namespace) -> torch.device:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     return start_ranks(options, rank_main, "tune")
 
 
-def rank_main(report: Callable[[str], None], options: argparse.Namespace) -> int:
+def rank_main(options: argparse.Namespace) -> int:
     device, num_ranks = this_ranks_device(options), dist.get_world_size()
     tuning, files = TABLES[options.what]
     measured = tuning.measure(options, device, Clock(device, Measuring.of(options)))
