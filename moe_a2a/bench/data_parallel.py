@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_a2a.bench import machine
 from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.options import add_how, add_outputs
-from moe_a2a.bench.product_results import Results, compare
+from moe_a2a.bench.report import Report, compare
 from moe_a2a.bench.start import start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import medians_us, p99
 from moe_a2a.bench.together import FailedSomewhereError, together
@@ -76,26 +76,26 @@ def run(options: argparse.Namespace) -> int:
 def rank_main(options: argparse.Namespace) -> int:
     device = this_ranks_device(options)
     clock = Clock(device, Measuring.of(options), SLEEP_CYCLES)
-    results = Results(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
+    report = Report(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
     peer = "nccl" if device.type == "cuda" else "gloo"
     groups = {peer: dist.new_group(backend=peer), OURS: dist.new_group(backend=OURS)}
     for nbytes in options.sizes:
         for what, of_group in CALLS.items():
-            _compare(what, nbytes, groups, partial(of_group, nbytes, device), clock, results)
-        results.write(options)
+            _compare(what, nbytes, groups, partial(of_group, nbytes, device), clock, report)
+        report.write(options)
     for hidden in options.hidden:
         for what, wrap in WRAPS.items():
             steps = partial(TrainingStep, hidden, options, device, wrap)
-            _compare(f"{what}, hidden {hidden}", 16 * options.layers * hidden**2, groups, steps, clock, results)
-            results.write(options)
-    results.print_rest()
+            _compare(f"{what}, hidden {hidden}", 16 * options.layers * hidden**2, groups, steps, clock, report)
+            report.write(options)
+    report.print_left_out()
     clock.synchronize()
     dist.destroy_process_group(groups[OURS])
-    return 1 if results.failed else 0
+    return 1 if report.failed else 0
 
 
 def _compare(
-    what: str, nbytes: int, groups: dict[str, Any], make: Callable[[Any], Any], clock: Clock, results: Results
+    what: str, nbytes: int, groups: dict[str, Any], make: Callable[[Any], Any], clock: Clock, report: Report
 ) -> None:
     """One line per backend whose results are the peer's. make: of a group, something to call, whose checked() says what it gives."""
     runs: dict[str, Run] = {}
@@ -107,7 +107,7 @@ def _compare(
             expected = found if expected is None else expected
             together(partial(compare, f"{what} beside the peer's", found, expected, TOLERANCE))
         except FailedSomewhereError as error:
-            results.leave_out(backend, f"{what}, {nbytes} bytes", str(error))
+            report.leave_out(backend, f"{what}, {nbytes} bytes", str(error))
         else:
             runs[backend] = made
     if not runs:
@@ -117,9 +117,7 @@ def _compare(
     host = torch.tensor([clock.host_time(steps, clock.how.iterations)], dtype=torch.float64)
     medians, hosts = medians_us(times.T), medians_us(host)
     for backend, seconds, us, host_us in zip(runs, times, medians, hosts, strict=True):
-        results.add(
-            Line(what, nbytes, dist.get_world_size(), backend, us, 1e6 * p99(seconds), host_us, us / medians[0])
-        )
+        report.add(Line(what, nbytes, dist.get_world_size(), backend, us, 1e6 * p99(seconds), host_us, us / medians[0]))
 
 
 # ---- calls

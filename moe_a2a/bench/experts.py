@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moe_a2a
-from moe_a2a.bench import limits, product_results
+from moe_a2a.bench import expert_cases, limits
 from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock, Step
-from moe_a2a.bench.product_results import Results, compare
 from moe_a2a.bench.products import ALL, Ours, OursFloat8, Products, make_weights
+from moe_a2a.bench.report import Report, compare
 from moe_a2a.bench.statistics import of_all_ranks, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
 from moe_a2a.experts import combine_stays_apart
@@ -61,29 +61,29 @@ class Line:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    product_results.add_arguments(parser, "experts")
+    expert_cases.add_arguments(parser, "experts")
 
 
 def run(options: argparse.Namespace) -> int:
-    return product_results.run(options, HEADER, _run_case)
+    return expert_cases.run(options, HEADER, _run_case)
 
 
-def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock, results: Results) -> None:
-    results.limit(case, limits.measure(device, case.dtype, clock))
+def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock, report: Report) -> None:
+    report.limit(case, limits.measure(device, case.dtype, clock))
     inputs = make_inputs(case, device)
     weights = make_weights(inputs.num_local_experts, case.hidden, intermediate, inputs.x, case.seed + inputs.rank)
     with moe_a2a.ExpertParallel(dist.group.WORLD, **case.config, device=device) as ep:
         for contender in ALL:
             if why := contender.why_not(device, case.dtype):
-                results.leave_out(contender.system, "", why)
+                report.leave_out(contender.system, "", why)
                 continue
             products = contender(*weights)
             tokens = inputs.x, inputs.topk_idx, inputs.topk_weights
             handle = products.dispatch(ep, *tokens)
             try:
-                _run_system(case, products, handle, clock, results, partial(products.dispatch, ep, *tokens))
+                _run_system(case, products, handle, clock, report, partial(products.dispatch, ep, *tokens))
             except FailedSomewhereError as error:
-                results.leave_out(products.system, str(case), str(error))
+                report.leave_out(products.system, str(case), str(error))
             handle.release()
 
 
@@ -112,11 +112,11 @@ class Combining:
         self.begin()
         return run()
 
-    def steps(self, case: Case, results: Results) -> list[Step]:
+    def steps(self, case: Case, report: Report) -> list[Step]:
         steps = [Step("down, combine", self.apart, self.begin)]
         self.begin()
         if why := combine_stays_apart(self.handle):
-            results.leave_out("combine fused with the second product", str(case), why)
+            report.leave_out("combine fused with the second product", str(case), why)
         else:
             steps.append(Step("down+combine", self.fused, self.begin))
         self.handle.release()
@@ -128,7 +128,7 @@ def _run_system(
     products: Products,
     handle: moe_a2a.DispatchHandle,
     clock: Clock,
-    results: Results,
+    report: Report,
     dispatch: Callable[[], moe_a2a.DispatchHandle],
 ) -> None:
     rows, inner = together(lambda: _check(products, handle))
@@ -142,12 +142,12 @@ def _run_system(
     again = [step.run for step in steps]  # alone
     if isinstance(products, Ours):
         combining = Combining(products, inner, dispatch)
-        more = combining.steps(case, results)
+        more = combining.steps(case, report)
         steps += more
         again += [partial(combining.again, step.run) for step in more]
     times = clock.time([steps[0], *steps])[:, 1:]  # the first step follows a pause of the host
     item = 1 if products.is_float8 else case.dtype.itemsize
-    limit = results.limits[-1]
+    limit = report.limits[-1]
     for step, run, seconds in zip(steps, again, times.T, strict=True):
         is_first = step.name == "gate_up"
         w, num_inputs = (products.w_gate_up, num_landed) if is_first else (products.w_down, num_routes)
@@ -159,7 +159,7 @@ def _run_system(
         flops = _most(2.0 * num_routes * columns * depth, device)
         num_bytes = _most(moved, device)
         read = limits.gauge(device, clock, run, median)
-        results.add(Line(
+        report.add(Line(
             tokens=case.num_tokens, product=step.name, system=products.system, rows=int(_most(num_routes, device)),
             columns=columns, depth=depth, experts=w.shape[0], dtype="float8" if products.is_float8 else case.dtype_name, us=1e6 * median,
             tflops=1e-12 * flops / median, tbps=1e-12 * num_bytes / median,

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_a2a
-from moe_a2a.bench import limits, product_results
+from moe_a2a.bench import expert_cases, limits
 from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock, Step
 from moe_a2a.bench.contenders import captured
-from moe_a2a.bench.product_results import OfALayer, Results, compare, of_a_layer
+from moe_a2a.bench.expert_cases import CaseColumns, case_columns
 from moe_a2a.bench.products import ALL, Ours, OursFloat8, make_weights, quantized
+from moe_a2a.bench.report import Report, compare
 from moe_a2a.bench.statistics import p99, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
 from moe_a2a.expert_weights import Weight
@@ -30,7 +31,7 @@ Call = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
-class Line(OfALayer):
+class Line(CaseColumns):
     """One system at one size. `us`: median of the slowest rank; `tflops`: of the products, per rank."""
 
     system: str
@@ -52,15 +53,15 @@ class Line(OfALayer):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    product_results.add_arguments(parser, "layer")
+    expert_cases.add_arguments(parser, "layer")
 
 
 def run(options: argparse.Namespace) -> int:
-    return product_results.run(options, HEADER, _run_case)
+    return expert_cases.run(options, HEADER, _run_case)
 
 
 @torch.no_grad()
-def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock, results: Results) -> None:
+def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock, report: Report) -> None:
     inputs = make_inputs(case, device)
     weights = make_weights(inputs.num_local_experts, case.hidden, intermediate, inputs.x, case.seed + inputs.rank)
     with moe_a2a.ExpertParallel(dist.group.WORLD, **case.config, device=device) as ep:
@@ -71,12 +72,12 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
         def check(call: Call, tolerance: float) -> None:
             compare("beside the layer step by step", call(), expected, tolerance)
 
-        for system, launch, make in _contenders(case, ep, weights, tokens, results):
+        for system, launch, make in _contenders(case, ep, weights, tokens, report):
             try:
                 call = together(make)
                 together(partial(check, call, TOLERANCE[_dtype_of(system, case)]))
             except FailedSomewhereError as error:
-                results.leave_out(f"{system}, {launch}", str(case), str(error))
+                report.leave_out(f"{system}, {launch}", str(case), str(error))
             else:
                 systems.append((system, launch, call))
         if not systems:
@@ -92,15 +93,15 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
         flops = 6.0 * int((inputs.all_topk_idx >= 0).sum()) * case.hidden * intermediate / inputs.num_ranks
         for (system, launch, call), median, seconds in zip(systems, medians, times, strict=True):
             read, dtype = limits.gauge(device, clock, call, median), _dtype_of(system, case)
-            results.add(Line(
-                **of_a_layer(case, intermediate, dtype), system=system, launch=launch,
+            report.add(Line(
+                **case_columns(case, intermediate, dtype), system=system, launch=launch,
                 us=1e6 * median, p99_us=1e6 * p99(seconds), tflops=1e-12 * flops / median,
                 of_best_peer=median / peers[dtype] if dtype in peers else None, sm_mhz=read.sm_mhz, watts=read.watts,
             ))  # fmt: skip
 
 
 def _contenders(
-    case: Case, ep: moe_a2a.ExpertParallel, weights: tuple[Tensor, Tensor], tokens: tuple[Tensor, ...], results: Results
+    case: Case, ep: moe_a2a.ExpertParallel, weights: tuple[Tensor, Tensor], tokens: tuple[Tensor, ...], report: Report
 ) -> Iterator[tuple[str, str, Callable[[], Call]]]:
     """(system, launch, factory of its call)"""
 
@@ -117,7 +118,7 @@ def _contenders(
     for system, own in (("moe_a2a", weights), ("moe_a2a fp8", float8)):
         yield from launches(system, partial(ours, True, *own))
         if why := _combine_stays_apart(ep, tokens):
-            results.leave_out("combine fused with the second product", str(case), why)
+            report.leave_out("combine fused with the second product", str(case), why)
             continue
         yield from launches(system + ", combine fused", partial(ours, True, *own, fused_combine=True))
     yield "moe_a2a, step by step", "eager", lambda: ours(False, *weights)
@@ -126,7 +127,7 @@ def _contenders(
         if contender in (Ours, OursFloat8):
             continue
         if why := contender.why_not(ep.device, case.dtype):
-            results.leave_out(system, "", why)
+            report.leave_out(system, "", why)
             continue
         products = contender(*weights)
         yield system, "eager", partial(partial, products.layer, ep, *tokens)

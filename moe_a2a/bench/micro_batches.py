@@ -26,7 +26,7 @@ from moe_a2a.bench.cases import Case, Inputs, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.contenders import Ours
 from moe_a2a.bench.options import add_how, add_outputs, add_sizes
-from moe_a2a.bench.product_results import Results
+from moe_a2a.bench.report import Report
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import medians_us
 from moe_a2a.command_line import integers, output_file
@@ -105,7 +105,7 @@ def rank_main(options: argparse.Namespace) -> int:
     clock = Clock(device, Measuring.of(options))
     if device.type == "cpu" and dist.get_rank() == 0:
         print("on the CPU nothing overlaps: the transfers run before the product, and the last columns mean nothing")
-    results = Results(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
+    report = Report(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
     for case in _cases(options):
         inputs = make_inputs(case, device)
         with moe_a2a.ExpertParallel(dist.group.WORLD, **case.config, device=device) as ep:
@@ -114,13 +114,13 @@ def rank_main(options: argparse.Namespace) -> int:
                 transfers.rehearse()
                 for product in (Linear, Grouped):
                     turns = Turns(transfers, product(ep, inputs), clock)
-                    results.add(turns.measured(case))
-                    results.write(options)
+                    report.add(turns.measured(case))
+                    report.write(options)
             if options.trace:
                 turns.trace(options.trace)
             transfers.release(transfers.handle)
     dist.barrier()
-    return 1 if results.failed else 0
+    return 1 if report.failed else 0
 
 
 # ---- products

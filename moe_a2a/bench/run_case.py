@@ -17,6 +17,7 @@ from moe_a2a.bench import deep_ep, floor, gate, overlap, routings, torch_baselin
 from moe_a2a.bench.cases import Case, Inputs, Traffic, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.contenders import Contender, Ours, OursInChains, OursInGraphs, OursInHalves
+from moe_a2a.bench.left_out import leave_out
 from moe_a2a.bench.records import Record, Results
 from moe_a2a.bench.statistics import p99, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
@@ -65,7 +66,9 @@ def run(case: Case, plan: Plan, how: Measuring, device: torch.device, results: R
             if wrong is None:
                 contenders.append(contender)
             else:
-                _leave_out(results, f"{contender.system}, {contender.mode}, {contender.launch}", str(case), wrong)
+                leave_out(
+                    results.left_out, f"{contender.system}, {contender.mode}, {contender.launch}", str(case), wrong
+                )
 
         lengths = {
             "dispatch": {_row_bytes(case, c.is_fp8) for c in contenders},
@@ -111,12 +114,12 @@ def _contenders(
     for name in plan.baselines:
         baseline = BASELINES[name]
         if why := baseline.why_not(case, inputs.x.device):
-            _leave_out(results, name, "", why)
+            leave_out(results.left_out, name, "", why)
             continue
         try:
             yield together(partial(baseline, case, inputs))
         except FailedSomewhereError as error:
-            _leave_out(results, name, str(case), str(error))
+            leave_out(results.left_out, name, str(case), str(error))
 
 
 def _row_bytes(case: Case, is_fp8: bool) -> int:
@@ -197,12 +200,6 @@ class _Scribe:
         if self.contender.blocks is None or step in ("total", "pair"):
             return None
         return self.contender.blocks[0 if step.startswith("dispatch") else 1]
-
-
-def _leave_out(results: Results, what: str, where: str, why: str) -> None:
-    line = {"what": what, "case": where, "why": why}
-    if line not in results.left_out:
-        results.left_out.append(line)
 
 
 def _note(case: Case, inputs: Inputs, results: Results) -> None:

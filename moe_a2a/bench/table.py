@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+from moe_a2a.bench.left_out import left_out_lines
 from moe_a2a.bench.records import Record, Results
 
 LEGEND = """\
@@ -47,13 +48,6 @@ def _lines(results: Results) -> Iterator[str]:
     yield from left_out_lines(results.left_out)
     yield ""
     yield LEGEND
-
-
-def left_out_lines(left_out: Iterable[dict[str, str]]) -> Iterator[str]:
-    """Which contenders have no figure, one line per case and reason."""
-    for (case, why), lines in groupby(left_out, lambda line: (line["case"], line["why"])):
-        where = f" ({case})" if case else ""
-        yield f"no figure: {', '.join(line['what'] for line in lines)}{where}: {why}"
 
 
 def _heading(record: Record) -> str:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 import moe_a2a
 from moe_a2a.baselines import SortAllToAll
-from moe_a2a.bench import product_results
+from moe_a2a.bench import expert_cases
 from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock, Step
-from moe_a2a.bench.product_results import OfALayer, Results, compare, of_a_layer
+from moe_a2a.bench.expert_cases import CaseColumns, case_columns
 from moe_a2a.bench.products import make_weights
+from moe_a2a.bench.report import Report, compare
 from moe_a2a.bench.sorted_layer import sorted_layer
 from moe_a2a.bench.statistics import p99, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
@@ -29,7 +30,7 @@ Layer = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
-class Line(OfALayer):
+class Line(CaseColumns):
     """One system at one size. Medians of the slowest rank: of a recorded forward pass, and of a forward and a backward pass.
     `tflops`: of all products of both passes, per rank."""
 
@@ -49,11 +50,11 @@ class Line(OfALayer):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    product_results.add_arguments(parser, "training")
+    expert_cases.add_arguments(parser, "training")
 
 
 def run(options: argparse.Namespace) -> int:
-    return product_results.run(options, HEADER, _run_case)
+    return expert_cases.run(options, HEADER, _run_case)
 
 
 class _Passes:
@@ -79,7 +80,7 @@ class _Passes:
         return {"the output": out} | {name: grad for name, grad in grads.items() if grad is not None}
 
 
-def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock, results: Results) -> None:
+def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock, report: Report) -> None:
     inputs = make_inputs(case, device)
     weights = make_weights(inputs.num_local_experts, case.hidden, intermediate, inputs.x, case.seed + inputs.rank)
     leaves = {"x": inputs.x, "topk_weights": inputs.topk_weights, "w_gate_up": weights[0], "w_down": weights[1]}
@@ -87,7 +88,7 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
     routes = inputs.all_topk_idx[inputs.all_topk_idx >= 0]
     busiest = int((routes // inputs.num_local_experts).bincount().max())
     with moe_a2a.ExpertParallel(dist.group.WORLD, **case.config, device=device) as ep:
-        systems = dict(_systems(case, ep, leaves, inputs.topk_idx, busiest, results))
+        systems = dict(_systems(case, ep, leaves, inputs.topk_idx, busiest, report))
         if not systems:
             return
         steps = [Step(name, run) for name, passes in systems.items() for run in (passes.forward, passes.both)]
@@ -96,8 +97,8 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
         both = dict(zip(systems, medians[1::2], strict=True))
         flops = 18.0 * len(routes) * case.hidden * intermediate / inputs.num_ranks
         for i, system in enumerate(systems):
-            results.add(Line(
-                **of_a_layer(case, intermediate, case.dtype_name), system=system,
+            report.add(Line(
+                **case_columns(case, intermediate, case.dtype_name), system=system,
                 forward_us=1e6 * medians[2 * i], us=1e6 * both[system], p99_us=1e6 * p99(times[2 * i + 1]),
                 tflops=1e-12 * flops / both[system], of_peer=both[system] / both[PEER] if PEER in both else None,
             ))  # fmt: skip
@@ -109,7 +110,7 @@ def _systems(
     leaves: dict[str, Tensor],
     topk_idx: Tensor,
     busiest: int,
-    results: Results,
+    report: Report,
 ) -> Iterator[tuple[str, _Passes]]:
     """Those whose output and gradients are the peer's. busiest: routes to the rank with the most."""
     grad = torch.randn_like(leaves["x"])
@@ -122,7 +123,7 @@ def _systems(
                 expected = found
             together(partial(_check, found, expected))
         except FailedSomewhereError as error:
-            results.leave_out(system, str(case), str(error))
+            report.leave_out(system, str(case), str(error))
         else:
             yield system, passes
 

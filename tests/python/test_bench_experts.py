@@ -8,7 +8,7 @@ import torch
 
 from moe_a2a.__main__ import main
 from moe_a2a.bench import limits, start
-from moe_a2a.bench.product_results import compare
+from moe_a2a.bench.report import compare
 
 pytestmark = pytest.mark.cpu
 
