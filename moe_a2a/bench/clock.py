@@ -57,18 +57,22 @@ class Clock:
         self._word = torch.zeros(1, device=device)
         self._flush_buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if how.flush else None
 
-    def time(self, steps: Sequence[Step]) -> Tensor:
-        """Seconds, float64 [iterations, len(steps)]. Each iteration runs all steps in order."""
-        times = torch.zeros(self.how.iterations, len(steps), dtype=torch.float64)
+    def time(self, steps: Sequence[Step], lead_in: Sequence[Step] = ()) -> Tensor:
+        """Seconds, float64 [iterations, len(steps)]. Each iteration runs all steps in order.
+
+        lead_in: run before them in each iteration, and not reported. The first step of an iteration is slower than the
+        others: it follows a pause of the host."""
+        every = [*lead_in, *steps]
+        times = torch.zeros(self.how.iterations, len(every), dtype=torch.float64)
         if self._on_gpu:
-            self._wake_up(steps)
-        repeats = torch.tensor([step.repeats for step in steps])
+            self._wake_up(every)
+        repeats = torch.tensor([step.repeats for step in every])
         for iteration in range(-self.how.warm_up, self.how.iterations):
-            marks = [self._run(step) for step in steps]
+            marks = [self._run(step) for step in every]
             self.synchronize()
             if iteration >= 0:
                 times[iteration] = torch.tensor([self.seconds(*pair) for pair in marks]) / repeats
-        return times
+        return times[:, len(lead_in) :]
 
     def _wake_up(self, steps: Sequence[Step]) -> None:
         """Untimed rounds until the slowest rank has warmed up, so that the first step does not pay for it."""
@@ -82,8 +86,8 @@ class Clock:
             dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # all ranks run the same number of rounds
 
     def _run(self, step: Step) -> tuple[Any, Any]:
-        self.freshen(step.reads)
-        self.align()
+        self._freshen(step.reads)
+        self._align()
         begin = self.mark()
         step.run()
         return begin, self.mark()
@@ -104,7 +108,7 @@ class Clock:
         if self._on_gpu:
             torch.cuda.synchronize()
 
-    def align(self) -> None:
+    def _align(self) -> None:
         """Aligns the ranks: what they queue next starts at about the same time."""
         if self._on_gpu:
             torch.cuda._sleep(self._sleep_cycles)
@@ -112,7 +116,7 @@ class Clock:
         else:
             dist.barrier()
 
-    def freshen(self, reads: Tensor | Callable[[], Any] | None) -> None:
+    def _freshen(self, reads: Tensor | Callable[[], Any] | None) -> None:
         """Rewrites the input of the next step, or flushes the cache."""
         if callable(reads):
             reads()

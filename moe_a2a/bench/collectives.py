@@ -20,7 +20,7 @@ import moe_a2a
 from moe_a2a import codecs
 from moe_a2a.baselines import all_gather_single, reduce_scatter_single
 from moe_a2a.bench import machine
-from moe_a2a.bench.clock import Clock, Measuring
+from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.contenders import captured
 from moe_a2a.bench.options import DTYPES, add_how, dtypes, is_written, some_of
 from moe_a2a.bench.start import check_graphs, start_ranks, this_ranks_device
@@ -287,17 +287,7 @@ def measure(case: Case, contender: Contender, clock: Clock, as_graph: bool) -> L
             contender.call()
 
     run = captured(calls).replay if as_graph else calls
-    times = torch.zeros(clock.how.iterations, dtype=torch.float64)
-    for i in range(-clock.how.warm_up, clock.how.iterations):
-        clock.freshen(None)
-        clock.align()
-        begin = clock.mark()
-        run()
-        end = clock.mark()
-        clock.synchronize()
-        if i >= 0:
-            times[i] = clock.seconds(begin, end) / num_calls
-    every = of_all_ranks(times.to(case.x.device)).cpu()
+    every = of_all_ranks(clock.time([Step(contender.system, run, repeats=num_calls)])[:, 0])
     time = every.median(dim=1).values.max().item()
     algbw = size / time / 1e9
     return Line(

@@ -113,10 +113,10 @@ def _compare(
     if not runs:
         return
     steps = [Step(backend, made) for backend, made in runs.items()]
-    times = clock.time([steps[0], *steps])[:, 1:].T  # the first step follows a pause of the host
+    times = clock.time(steps, lead_in=steps[:1])
     host = torch.tensor([clock.host_time(steps, clock.how.iterations)], dtype=torch.float64)
-    medians, hosts = medians_us(times.T), medians_us(host)
-    for backend, seconds, us, host_us in zip(runs, times, medians, hosts, strict=True):
+    medians, hosts = medians_us(times), medians_us(host)
+    for backend, seconds, us, host_us in zip(runs, times.T, medians, hosts, strict=True):
         report.add(Line(what, nbytes, dist.get_world_size(), backend, us, 1e6 * p99(seconds), host_us, us / medians[0]))
 
 

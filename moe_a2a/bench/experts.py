@@ -145,7 +145,7 @@ def _run_system(
         more = combining.steps(case, report)
         steps += more
         again += [partial(combining.again, step.run) for step in more]
-    times = clock.time([steps[0], *steps])[:, 1:]  # the first step follows a pause of the host
+    times = clock.time(steps, lead_in=steps[:1])
     item = 1 if products.is_float8 else case.dtype.itemsize
     limit = report.limits[-1]
     for step, run, seconds in zip(steps, again, times.T, strict=True):

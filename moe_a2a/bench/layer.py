@@ -83,7 +83,7 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
         if not systems:
             return
         steps = [Step(system, call, inputs.x) for system, _, call in systems]
-        times = clock.time([steps[0], *steps])[:, 1:].T  # the first step follows a pause of the host
+        times = clock.time(steps, lead_in=steps[:1]).T
         medians = [slowest_rank_median(seconds) for seconds in times]
         peers: dict[str, float] = {}  # the fastest of each dtype
         for us, (system, _, _) in zip(medians, systems, strict=True):

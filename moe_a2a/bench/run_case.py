@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -82,11 +83,7 @@ def run(case: Case, plan: Plan, how: Measuring, device: torch.device, results: R
             for push in bare.pushes
         ]
         steps = [contender.steps() for contender in contenders]
-        # The first steps of a round are slower, since they follow a pause of the host. So the first contender runs twice,
-        # and its second time counts.
-        rounds = [*steps[:1], *steps]
-        times = clock.time([step for some in rounds for step in some])
-        times = times[:, times.shape[1] - sum(map(len, steps)) :]
+        times = clock.time(list(chain(*steps)), lead_in=list(chain(*steps[:1])))
         for contender, some in zip(contenders, steps, strict=True):
             own, times = times[:, : len(some)], times[:, len(some) :]
             named = {step.name: own[:, i] for i, step in enumerate(some)}

@@ -92,7 +92,7 @@ def _run_case(case: Case, intermediate: int, device: torch.device, clock: Clock,
         if not systems:
             return
         steps = [Step(name, run) for name, passes in systems.items() for run in (passes.forward, passes.both)]
-        times = clock.time([steps[0], *steps])[:, 1:].T  # the first step follows a pause of the host
+        times = clock.time(steps, lead_in=steps[:1]).T
         medians = [slowest_rank_median(seconds) for seconds in times]
         both = dict(zip(systems, medians[1::2], strict=True))
         flops = 18.0 * len(routes) * case.hidden * intermediate / inputs.num_ranks
