@@ -24,8 +24,7 @@ _NAMES = dict(zip(arguments.ROW_DTYPES, arguments.ROW_DTYPE_NAMES, strict=True))
 
 MAX_NBYTES = 1 << 40
 MAX_SYMMETRIC_NBYTES = 1 << 38  # a kernel counts the elements of a chunk in 32 bits
-# Except for the last rank, each rank reduces a multiple of this many elements: see csrc/collectives/shares.h.
-SHARE_UNIT = 64
+SHARE_UNIT = 64  # elements: kShareUnit in csrc/collectives/collective_region.h
 
 
 class Collectives(CommunicatorClient):
@@ -295,6 +294,13 @@ class Collectives(CommunicatorClient):
     def _check_tensors(self, x: Any, out: Any) -> None:
         arguments.check_tensor(self.rank, "x", x)
         arguments.check_optional_tensor(self.rank, "out", out)
+
+
+def even_shares(count: int, num_ranks: int) -> list[int]:
+    """How many of a tensor's elements each rank reduces, as even as whole units allow: Shares::even() in
+    csrc/collectives/shares.h."""
+    each = -(-count // (num_ranks * SHARE_UNIT)) * SHARE_UNIT
+    return [max(0, min(each, count - rank * each)) for rank in range(num_ranks)]
 
 
 def nbytes_of(x: torch.Tensor) -> int:

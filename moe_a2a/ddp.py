@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_a2a import arguments, calls, codecs
-from moe_a2a.collectives import SHARE_UNIT, Collectives
+from moe_a2a.collectives import Collectives, even_shares
 from moe_a2a.groups import thread_group
 
 
@@ -61,13 +61,9 @@ class GradientState:
             self._lost[bucket.index()] = parameters, lost
         gradients += lost
         torch.sub(gradients, self._alone.all_reduce(gradients, codec=self.codec), out=lost)
-        lost[self._own_share(gradients.numel())] = 0  # stays exact
-        lost.nan_to_num_(0, 0, 0)  # a step with infinities must not spoil later ones
-
-    def _own_share(self, count: int) -> slice:
         coll = self.collectives
-        share = -(-count // (coll.num_ranks * SHARE_UNIT)) * SHARE_UNIT
-        return slice(coll.rank * share, (coll.rank + 1) * share)
+        lost.split(even_shares(lost.numel(), coll.num_ranks))[coll.rank].zero_()  # this rank's own share stays exact
+        lost.nan_to_num_(0, 0, 0)  # a step with infinities must not spoil later ones
 
 
 def average_gradients(state: GradientState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

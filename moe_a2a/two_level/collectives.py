@@ -20,7 +20,7 @@ from moe_a2a import arguments, calls, devices, set_up
 from moe_a2a.arguments import ROW_DTYPE_NAMES, ROW_DTYPES
 from moe_a2a.client import OnePerRank
 from moe_a2a.collective_tables import KINDS
-from moe_a2a.collectives import MAX_NBYTES, OPS, SHARE_UNIT, Collectives
+from moe_a2a.collectives import MAX_NBYTES, OPS, SHARE_UNIT, Collectives, even_shares
 from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.groups import as_group
@@ -154,7 +154,7 @@ class TwoLevelCollectives(OnePerRank):
 
         def begin(index: int) -> tuple[torch.Tensor, Finish]:
             slice_ = slice(firsts[index], firsts[index] + length)
-            counts = _shares(len(flat[slice_]), coll.num_ranks)
+            counts = even_shares(len(flat[slice_]), coll.num_ranks)
             staged = self._staging[index % self.parallel_slices].view(x.dtype)[: counts[coll.rank]]
             share = coll.reduce_scatter(flat[slice_], _op_of_sums(op), counts, out=staged)
 
@@ -347,12 +347,6 @@ class TwoLevelCollectives(OnePerRank):
 
 def _op_of_sums(op: str) -> str:
     return "sum" if op == "avg" else op
-
-
-def _shares(count: int, num_ranks: int) -> list[int]:
-    """The elements of each rank's share, as even as whole units allow."""
-    each = -(-count // (num_ranks * SHARE_UNIT)) * SHARE_UNIT
-    return [max(0, min(each, count - rank * each)) for rank in range(num_ranks)]
 
 
 def _default_blocks(local: Any, device: torch.device | str | None) -> int:

@@ -11,6 +11,7 @@ from on_device import cpu_only, run
 from ranks import run_processes
 
 import moe_a2a
+from moe_a2a.collectives import SHARE_UNIT, even_shares
 
 pytestmark = on_device.TESTS
 
@@ -154,3 +155,13 @@ def many_calls_program(group, seed: int, num_calls: int) -> None:
 
 def test_many_calls_without_anything_between(session_seed):
     run(2, many_calls_program, session_seed, 20_000)
+
+
+@cpu_only
+def test_even_shares_are_whole_units():
+    for count in (0, 1, 63, 64, 65, 1000, 12_345):
+        for num_ranks in (1, 2, 3, 8):
+            shares = even_shares(count, num_ranks)
+            assert sum(shares) == count and len(shares) == num_ranks
+            whole = [share for share in shares if share][:-1]  # all but the last non-empty one
+            assert all(share % SHARE_UNIT == 0 for share in whole)

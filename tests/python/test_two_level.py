@@ -15,7 +15,6 @@ from ranks import DIED
 
 import moe_a2a
 from moe_a2a import TwoLevelCollectives
-from moe_a2a.two_level import collectives as two_level
 
 pytestmark = on_device.TESTS
 
@@ -321,12 +320,3 @@ def dead_rank_program(world, num_nodes: int, num_local: int) -> None:
 @on_device.cpu_only
 def test_a_dead_rank():
     assert run((2, 2), dead_rank_program, mortal={3})[3] == DIED
-
-
-def test_shares_are_whole_units():
-    for count in (0, 1, 63, 64, 65, 1000, 12_345):
-        for num_ranks in (1, 2, 3, 8):
-            shares = two_level._shares(count, num_ranks)
-            assert sum(shares) == count and len(shares) == num_ranks
-            whole = [share for share in shares if share][:-1]  # all but the last non-empty one
-            assert all(share % two_level.SHARE_UNIT == 0 for share in whole)
