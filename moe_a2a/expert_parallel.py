@@ -167,8 +167,8 @@ class ExpertParallel(CommunicatorClient):
         routing = (topk_idx, topk_weights) if handle is None else self._routing_of(handle, x, topk_idx, topk_weights)
         layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        way = arguments.LAYOUTS.index(layout), expert_alignment, num_blocks
-        handle = self._sent_by(core.dispatch, x, routing, x_scales, quantize, way)
+        rest = arguments.LAYOUTS.index(layout), expert_alignment, num_blocks
+        handle = self._sent_by(core.dispatch, x, routing, x_scales, quantize, *rest)
         return handle._received(layout, expert_alignment, num_blocks)
 
     @calls.serves_a_handle(position=1)
@@ -255,12 +255,12 @@ class ExpertParallel(CommunicatorClient):
         self._check_own(handle, "experts")
         weights = ExpertWeights.checked(self, w_gate_up, w_down)
         weights.check_no_grad(self)
-        experts.check_way(self, fused, fused_combine, wire, num_max_routes)
+        experts.check_options(self, fused, fused_combine, wire, num_max_routes)
         codec = self._codec_of_combine(wire)
         arguments.check_optional_tensor(self.rank, "out", out)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        ways: dict[str, Any] = {"fused": fused, "fused_combine": fused_combine, "num_max_routes": num_max_routes}
-        return experts.run_and_combine(handle, weights, codec, out, num_blocks, **ways)
+        options: dict[str, Any] = {"fused": fused, "fused_combine": fused_combine, "num_max_routes": num_max_routes}
+        return experts.run_and_combine(handle, weights, codec, out, num_blocks, **options)
 
     # ---- the two halves of each call: between them the device is free
 
@@ -280,7 +280,7 @@ class ExpertParallel(CommunicatorClient):
         core = self._core_to_dispatch()
         routing = (topk_idx, topk_weights) if handle is None else self._routing_of(handle, x, topk_idx, topk_weights)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        return self._sent_by(core.dispatch_send, x, routing, x_scales, quantize, (num_blocks,))
+        return self._sent_by(core.dispatch_send, x, routing, x_scales, quantize, num_blocks)
 
     @calls.serves_a_handle(position=0)
     def dispatch_recv(
@@ -349,13 +349,13 @@ class ExpertParallel(CommunicatorClient):
         return self._open_core()
 
     def _sent_by(
-        self, send: Any, x: Any, routing: tuple[Any, Any], x_scales: Any, quantize: Any, way: tuple[int, ...]
+        self, send: Any, x: Any, routing: tuple[Any, Any], x_scales: Any, quantize: Any, *rest: int
     ) -> DispatchHandle:
-        """send: the extension's dispatch or dispatch_send; way: its last arguments."""
+        """send: the extension's dispatch or dispatch_send; rest: its last arguments."""
         quantized = quantize is not None and arguments.checked_quantize(self.rank, quantize)
         try:
             scales = block_scales.packed(self.rank, self.device, x, x_scales, self.hidden)
-            sent = send(x, *routing, *scales, quantized, *way)
+            sent = send(x, *routing, *scales, quantized, *rest)
         except (TypeError, AttributeError):
             arguments.check_dispatched(self.rank, x, x_scales, *routing)
             raise

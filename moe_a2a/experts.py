@@ -179,7 +179,7 @@ def _scales_and_factor(rank: int, scales: torch.Tensor | float) -> tuple[torch.T
     return None, arguments.checked_number(rank, "scales", scales, "a number or a tensor")
 
 
-# ---- which way
+# ---- kernels or PyTorch, fused or apart
 
 
 def runs_kernels(ep: AnyExpertParallel, weights: ExpertWeights, row_dtype: torch.dtype, fused: bool | None) -> bool:
@@ -215,10 +215,10 @@ def combine_stays_apart(handle: DispatchHandle, by_kernels: bool = True) -> str 
     return None
 
 
-def check_way(ep: AnyExpertParallel, fused: Any, fused_combine: Any, wire: Any, num_max_routes: Any) -> None:
-    for name, way in (("fused", fused), ("fused_combine", fused_combine)):
-        if way is not None:
-            arguments.checked_bool(ep.rank, name, way)
+def check_options(ep: AnyExpertParallel, fused: Any, fused_combine: Any, wire: Any, num_max_routes: Any) -> None:
+    for name, flag in (("fused", fused), ("fused_combine", fused_combine)):
+        if flag is not None:
+            arguments.checked_bool(ep.rank, name, flag)
     codecs.checked_index(ep.rank, "wire", wire)
     if wire is not None and fused_combine:
         raise ValueError(

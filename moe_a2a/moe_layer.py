@@ -25,7 +25,7 @@ class MoELayer(nn.Module):
 
     On a GPU the experts are kernels that need nothing from the host, so a CUDA graph can capture the whole layer. If the
     kernels cannot run (float32, sizes that are not multiples of 16), and on the CPU, where PyTorch's products are faster,
-    the experts run step by step in PyTorch. Printing the layer shows which way it runs and why.
+    the experts run step by step in PyTorch. Printing the layer shows which of the two runs, and why.
 
     The weights are parameters of this rank, scales are buffers; state_dict() holds nothing else. They stay on the device of
     `ep` and in their dtype: `.to()` of another device or dtype raises, and so does load_state_dict(assign=True). load_state_dict()
@@ -63,7 +63,7 @@ class MoELayer(nn.Module):
         if not isinstance(ep, (ExpertParallel, TwoLevelExpertParallel)):
             raise TypeError(f"ep is a {type(ep).__name__}; pass an ExpertParallel or a TwoLevelExpertParallel")
         weights = ExpertWeights.checked(ep, w_gate_up, w_down)
-        experts.check_way(ep, fused, fused_combine, wire, num_max_routes)
+        experts.check_options(ep, fused, fused_combine, wire, num_max_routes)
         self.ep, self.fused, self.fused_combine = ep, fused, fused_combine
         self.wire, self.num_max_routes = wire, num_max_routes
         self._number = operators.numbered(self)
@@ -107,7 +107,7 @@ class MoELayer(nn.Module):
         quantize = "fp8" if ExpertWeights.checked(ep, *given).is_float8 else None
         handle: Any = ep.dispatch(hidden_states, topk_idx, topk_weights, quantize=quantize)
         with calls.released_if_failed(handle):
-            return ep.experts(handle, *given, **self._ways())
+            return ep.experts(handle, *given, **self._options())
 
     @calls.makes_a_dispatch  # forward() may be part of a graph, which this breaks
     def _recorded(
@@ -137,7 +137,7 @@ class MoELayer(nn.Module):
         why = "fused=False" if self.fused is False else why or "PyTorch's products are faster on the CPU"
         return f"{self.ep!r}, step by step in PyTorch: {why}"
 
-    def _ways(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         return {
             "fused": self.fused,
             "fused_combine": self.fused_combine,

@@ -96,11 +96,11 @@ def _flows(file: TraceFile) -> list[str]:
             continue
         if flight.track != wait.track or flight.begin_ns < wait.begin_ns or flight.end_ns != wait.end_ns:
             problems.append(f"flow {flow}: its flight is not the last part of its wait")
-        told, heard = source.arguments, wait.arguments
-        if (told.get("peer"), from_rank) != (to_rank, heard.get("peer")):
-            problems.append(f"flow {flow}: rank {from_rank} told {told}, {to_rank} heard {heard}")
-        if told.get("token") != heard.get("token"):
-            problems.append(f"flow {flow} is of token {told.get('token')} and {heard.get('token')}")
+        sent, awaited = source.arguments, wait.arguments
+        if (sent.get("peer"), from_rank) != (to_rank, awaited.get("peer")):
+            problems.append(f"flow {flow}: rank {from_rank} signalled {sent}, rank {to_rank} waited for {awaited}")
+        if sent.get("token") != awaited.get("token"):
+            problems.append(f"flow {flow} is of token {sent.get('token')} and {awaited.get('token')}")
         if not source.begin_ns <= source_ns <= source.end_ns or flight_ns != flight.begin_ns:
             problems.append(f"flow {flow} leaves or arrives beside its slice")
         clocks_may_err = error_ns.get(from_rank, 0) + error_ns.get(to_rank, 0) + 2  # times are rounded down

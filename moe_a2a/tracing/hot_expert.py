@@ -48,7 +48,7 @@ class ExpertsWork:
         of_ranks, own = per_rank.sum(axis=1), per_rank[rank]
         work = of_ranks[rank] / of_ranks.mean()
         hot = int(own.argmax())
-        if not self._takes_what_it_is_worth(rank, of_ranks):
+        if not self._work_explains_time(rank, of_ranks):
             return None
         if self._is_hot(own[hot], of_ranks[rank] - of_ranks.mean()) and max(work, received) >= MORE_WORK:
             share, even = (f"{100 * part:.1f} %" for part in (own[hot] / of_ranks.sum(), 1 / self.choices.size))
@@ -66,7 +66,7 @@ class ExpertsWork:
         excess = choices - mean
         return choices >= HOT * mean and excess >= CHANCE * mean**0.5 and 2 * excess >= more_than_mean
 
-    def _takes_what_it_is_worth(self, rank: int, of_ranks: np.ndarray) -> bool:
+    def _work_explains_time(self, rank: int, of_ranks: np.ndarray) -> bool:
         """Whether the extra time of this rank's experts is that of its products, if those were recorded; else whether it is
         in proportion to its choices."""
         others = np.arange(len(of_ranks)) != rank

@@ -79,11 +79,11 @@ def _case(options: argparse.Namespace, num_tokens: int) -> Case:
 
 def _microseconds(case: Case, blocks: list[int], clock: Clock, device: torch.device) -> Times:
     inputs = make_inputs(case, device)
-    way = OursInGraphs if device.type == "cuda" else Ours
+    contender_class = OursInGraphs if device.type == "cuda" else Ours
     found = {}
     with moe_a2a.ExpertParallel(None, **case.config, device=device) as ep:
         for mode in MODES:
-            contenders = [way(ep, inputs, mode, num_blocks) for num_blocks in blocks]
+            contenders = [contender_class(ep, inputs, mode, num_blocks) for num_blocks in blocks]
             for contender in contenders:
                 if wrong := gate.check(contender, inputs):
                     raise gate.WrongResultError(f"{case}, {mode}, {contender.num_blocks} blocks: {wrong}")

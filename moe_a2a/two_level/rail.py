@@ -151,7 +151,7 @@ class Rail:
                 f"{self.lost}; a rank of another node is dead, late, or makes different calls"
             ) from error
 
-    def words(self, words: list[int]) -> list[list[int]]:
+    def gather_words(self, words: list[int]) -> list[list[int]]:
         """The `words` of every rank of the rail, in node order; at most 8 and one for each node."""
         if self.num_nodes == 1:
             return [words]
@@ -173,7 +173,7 @@ class Rail:
             raise failure or RuntimeError(self.lost)
         its_words = astuple(call)
         try:
-            everyone = self.words([int(failure is not None), *its_words, *extra])
+            everyone = self.gather_words([int(failure is not None), *its_words, *extra])
         except RuntimeError as error:
             raise failure or error from None
         if failure is not None:
@@ -204,14 +204,14 @@ class Rail:
         place, is_known = collectives.rank, int(problem == "")  # the values of a rank with a problem say nothing
         of_rail = ("ranks of its node", "place in its node", *names)
         mine = [collectives.num_ranks, place, *values]
-        for node, (are_known, *theirs) in enumerate(self.words([is_known, *mine])):
+        for node, (are_known, *theirs) in enumerate(self.gather_words([is_known, *mine])):
             for name, own, other in zip(of_rail if are_known else of_rail[:2], mine, theirs, strict=False):
                 if own != other:
                     problem = problem or (
                         f"the nodes differ: {name} on rank {place} of node {self.node}: {own}, on its peer of node {node}: "
                         f"{other}; pass groups of equal sizes and orders, and equal arguments"
                     )
-        of_node = self._words_of_node(collectives, [is_known, self.node, self.num_nodes, *values])
+        of_node = self._gather_words_of_node(collectives, [is_known, self.node, self.num_nodes, *values])
         views = [words[1:3] for words in of_node]
         if views != [views[0]] * len(views):
             problem = problem or (
@@ -224,13 +224,13 @@ class Rail:
                 problem = problem or (
                     f"the ranks of node {self.node} differ: {name} on them, seen from rank {place}: {others}; pass equal arguments"
                 )
-        found = any(flag for (flag,) in self._words_of_node(collectives, [int(problem != "")]))
-        found = any(flag for (flag,) in self.words([int(found)]))
-        if any(flag for (flag,) in self._words_of_node(collectives, [int(found)])):
+        found = any(flag for (flag,) in self._gather_words_of_node(collectives, [int(problem != "")]))
+        found = any(flag for (flag,) in self.gather_words([int(found)]))
+        if any(flag for (flag,) in self._gather_words_of_node(collectives, [int(found)])):
             rank = self.rank_on(self.node)
             raise ValueError(problem or f"a rank other than rank {rank} has refused the arguments: see its error")
 
-    def _words_of_node(self, collectives: Any, words: list[int]) -> list[list[int]]:
+    def _gather_words_of_node(self, collectives: Any, words: list[int]) -> list[list[int]]:
         """The `words` of every rank of this node, as float32 rounds them: only numbers above 2**24."""
         own = torch.tensor(words, dtype=torch.float32, device=collectives.device)
         with self.within_node():

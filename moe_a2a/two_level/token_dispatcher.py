@@ -20,29 +20,29 @@ from moe_a2a.two_level.expert_parallel import TwoLevelExpertParallel
 from moe_a2a.two_level.passage import Passage, Sent
 
 
-class _Trip:
+class _Crossing:
     """One dispatch and its combine on the rail, forward and backward."""
 
-    passage: Passage  # from go() on
+    passage: Passage  # from cross() on
     topk_idx: Tensor  # of the rows that have arrived
 
     def __init__(self, ep: TwoLevelExpertParallel, sent: Sent):
         self.ep, self._sent = ep, sent
 
-    def go(self) -> tuple[Tensor, Tensor]:
+    def cross(self) -> tuple[Tensor, Tensor]:
         """(rows, weights) that have arrived from all nodes."""
         self.passage, batch = self.ep._pass_on(self._sent, None)
         del self._sent
         self.topk_idx = batch["topk_idx"]
         return batch["x"], batch["topk_weights"]
 
-    def go_again(self, values: Tensor) -> Tensor:
+    def cross_again(self, values: Tensor) -> Tensor:
         """values [num_tokens, H]: crosses as the tokens' rows did."""
         passage = self.passage
         self.ep._calls.compare("the backward pass of combine", passage)
         return self.ep._rail.all_to_all(values[passage.tokens], passage.num_sent, passage.num_received)
 
-    def go_back(self, *values: Tensor) -> list[Tensor]:
+    def return_sums(self, *values: Tensor) -> list[Tensor]:
         """values [arrived rows, n] cross back; for each token the sum of what returns."""
         self.ep._calls.compare("the backward pass of dispatch", self.passage)
         return [self.ep._returned(self.passage, each.contiguous()) for each in values]
@@ -52,7 +52,7 @@ class _Trip:
 class TwoLevelRoutes(Routes):
     """Routes of this node's TokenDispatcher, whose tokens may come from other nodes."""
 
-    _trip: _Trip
+    _crossing: _Crossing
 
     @contextlib.contextmanager
     def refused_if_failed(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ class TwoLevelRoutes(Routes):
             with super().refused_if_failed():
                 yield
         except BaseException as error:
-            self._trip.ep._calls.compare("combine", None, error)
+            self._crossing.ep._calls.compare("combine", None, error)
             raise
 
 
@@ -102,20 +102,20 @@ class TwoLevelTokenDispatcher:
                 topk_idx, topk_weights = arguments.checked_routing(ep.rank, topk_idx, topk_weights)
                 with torch.no_grad():
                     ep._checked_batch(x, topk_idx, topk_weights, None, False)
-                trip = _Trip(ep, ep._packed(x, topk_idx, topk_weights))
+                crossing = _Crossing(ep, ep._packed(x, topk_idx, topk_weights))
             except BaseException as error:
                 ep._pass_on(None, error)
                 raise
-            here, weights = _Go.apply(self._anchor, x, topk_weights, trip)
+            here, weights = _Cross.apply(self._anchor, x, topk_weights, crossing)
             how: dict[str, Any] = {"expert_alignment": expert_alignment, "num_max_routes": num_max_routes}
             arrived: list[Tensor] = []
 
             def within() -> TwoLevelRoutes:
-                rows, routes = self._within.dispatch(here, trip.topk_idx, weights, **how)
+                rows, routes = self._within.dispatch(here, crossing.topk_idx, weights, **how)
                 arrived.append(rows)
-                return TwoLevelRoutes(**vars(routes), _trip=trip)
+                return TwoLevelRoutes(**vars(routes), _crossing=crossing)
 
-            routes = ep._calls.on_every_node(trip.passage, within)
+            routes = ep._calls.on_every_node(crossing.passage, within)
             return arrived[0], routes
 
     @calls.refuses_wrong_arguments(
@@ -124,7 +124,7 @@ class TwoLevelTokenDispatcher:
     def combine(self, y: Tensor, routes: Routes, *, weighted: bool = True, wire: str | None = None) -> Tensor:
         """See TokenDispatcher.combine() and, for the order of addition, TwoLevelExpertParallel.combine()."""
         failure = sums = None
-        passage = routes._trip.passage if isinstance(routes, TwoLevelRoutes) else None
+        passage = routes._crossing.passage if isinstance(routes, TwoLevelRoutes) else None
         try:
             with self.ep._rail.within_node():
                 sums = self._within.combine(y, routes, weighted=weighted, wire=wire)
@@ -134,28 +134,30 @@ class TwoLevelTokenDispatcher:
             failure = error
         self.ep._calls.compare("combine", passage if failure is None else None, failure)
         assert isinstance(routes, TwoLevelRoutes)
-        combined: Tensor = _GoBack.apply(sums, routes._trip)
+        combined: Tensor = _ReturnSums.apply(sums, routes._crossing)
         return combined
 
 
-class _Go(torch.autograd.Function):
+class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, topk_weights: Tensor | None, trip: _Trip) -> tuple[Tensor, Tensor]:
-        ctx.trip, ctx.has_weights = trip, topk_weights is not None
-        return trip.go()
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, topk_weights: Tensor | None, crossing: _Crossing
+    ) -> tuple[Tensor, Tensor]:
+        ctx.crossing, ctx.has_weights = crossing, topk_weights is not None
+        return crossing.cross()
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_topk_weights = ctx.trip.go_back(grad_rows, grad_weights)
+        grad_x, grad_topk_weights = ctx.crossing.return_sums(grad_rows, grad_weights)
         return None, grad_x, grad_topk_weights if ctx.has_weights else None, None
 
 
-class _GoBack(torch.autograd.Function):
+class _ReturnSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        return trip.ep._returned(trip.passage, sums)
+    def forward(ctx: Any, sums: Tensor, crossing: _Crossing) -> Tensor:
+        ctx.crossing = crossing
+        return crossing.ep._returned(crossing.passage, sums)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.trip.go_again(grad), None
+        return ctx.crossing.cross_again(grad), None
