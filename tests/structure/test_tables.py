@@ -22,6 +22,15 @@ def test_the_pages_say_what_the_files_say():
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\nrun python bench/tables.py"
 
 
+def test_every_record_is_named_by_a_page():
+    """Or by a table: so that a reader finds it, and one that is superseded goes."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = "".join(path.read_text() for path in (*pages, ROOT / "bench/tables.py"))
+    records = {path.relative_to(ROOT / "bench/results") for path in (ROOT / "bench/results").glob("*/*")}
+    lost = [record for record in records if record.as_posix().removesuffix(".json") not in named]
+    assert records and lost == []
+
+
 def test_a_wrong_figure_is_found(tmp_path):
     for folder in ("bench", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
