@@ -107,7 +107,7 @@ def fuzz(group, seed):
     fresh, handles = objects(group, timeout=10)
     bad = [handles[0], handles[1][:-1] + b"!"]
     for _ in range(3):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="handle"):
             fresh.set_comm_handles(bad)
     fresh.set_comm_handles(handles)
     good_call(fresh)

@@ -125,7 +125,7 @@ def test_a_handle_of_another_object_is_refused():
 @pytest.mark.parametrize("not_a_handle", [None, 3, "handle"])
 def test_something_that_is_no_handle(not_a_handle):
     def program(ep):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=f"handle is a {type(not_a_handle).__name__} on rank {ep.rank}"):
             ep.combine(torch.zeros(1, ep.hidden, device=ep.device), not_a_handle)
 
     run(program)

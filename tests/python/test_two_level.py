@@ -290,8 +290,8 @@ def test_bad_calls():
 
 
 def dead_rank_program(world, num_nodes: int, num_local: int) -> None:
-    """Rank 3 dies between two calls, or in the middle of one: rank 2 waits for it within their node, rank 1 between the
-    nodes, rank 0 for either of them."""
+    """Rank 3 dies in the middle of a call: rank 2 waits for it within their node, rank 1 between the nodes, rank 0 for either
+    of them."""
     rank, timeout = world.rank(), 3
     with TwoLevelCollectives(*groups(num_nodes, num_local), slice_nbytes=SLICE, timeout=timeout) as two:
         x = torch.ones(20_000)
@@ -305,7 +305,7 @@ def dead_rank_program(world, num_nodes: int, num_local: int) -> None:
 
             two._rail.all_reduce = die_in_the_third
         start = time.monotonic()
-        with pytest.raises((moe_a2a.PeerTimeoutError, moe_a2a.PeerRefusedError, RuntimeError)) as caught:
+        with pytest.raises(RuntimeError) as caught:
             two.all_reduce(x)
         assert time.monotonic() - start < ranks.slack(3 * timeout + 4)
         if rank == 2:
