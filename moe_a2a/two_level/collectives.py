@@ -24,7 +24,7 @@ from moe_a2a.collectives import MAX_NBYTES, OPS, SHARE_UNIT, Collectives, even_s
 from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.groups import as_group
-from moe_a2a.two_level.rail import Rail, refuses_wrong_arguments
+from moe_a2a.two_level.rail import Rail, constructor_refuses_wrong_arguments
 
 # Multiprocessors that our kernels leave to the kernels of `between`. Both wait for other ranks, so neither may keep the
 # other's blocks from running.
@@ -86,7 +86,7 @@ class TwoLevelCollectives(OnePerRank):
     is unusable on every rank.
     """
 
-    @refuses_wrong_arguments("Collectives")
+    @constructor_refuses_wrong_arguments("Collectives")
     def __init__(
         self,
         local: Any,

@@ -27,7 +27,7 @@ from moe_a2a.expert_weights import Weight
 from moe_a2a.two_level.expert_calls import ExpertCalls
 from moe_a2a.two_level.handle import TwoLevelHandle
 from moe_a2a.two_level.passage import Passage, RailFormat, Sent
-from moe_a2a.two_level.rail import Rail, refuses_wrong_arguments
+from moe_a2a.two_level.rail import Rail, constructor_refuses_wrong_arguments
 
 OPTIONS_OF_NODE = ("num_buffers", "num_blocks", "num_max_ll_tokens", "launch_table")
 MEETING_NBYTES = 1 << 12  # workspace of the collectives by which a node's ranks agree on the arguments
@@ -65,7 +65,7 @@ class TwoLevelExpertParallel(OnePerRank):
     TwoLevelTokenDispatcher.
     """
 
-    @refuses_wrong_arguments("Communicator")
+    @constructor_refuses_wrong_arguments("Communicator")
     def __init__(
         self,
         local: Any,

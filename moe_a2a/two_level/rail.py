@@ -238,7 +238,7 @@ class Rail:
         return [[int(word) for word in each] for each in everyone.tolist()]
 
 
-def refuses_wrong_arguments(first: str) -> Callable[[calls.Call], calls.Call]:
+def constructor_refuses_wrong_arguments(first: str) -> Callable[[calls.Call], calls.Call]:
     """Decorates a constructor that takes `local` and `between`: arguments that do not match its signature are refused on every
     rank. first: what the constructor makes first, unless `local` is a Communicator."""
 

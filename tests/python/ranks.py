@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Set
 from typing import Any
 
-import programs
+import pickled_programs
 import torch
 import torch.distributed as dist
 
@@ -126,7 +126,9 @@ class RankPool:
 
 
 def _start(num_ranks: int, timeout: float) -> RankProcesses:
-    return RankProcesses(num_ranks, timeout=timeout, method="forkserver", prepare=take_device, dumps=programs.to_bytes)
+    return RankProcesses(
+        num_ranks, timeout=timeout, method="forkserver", prepare=take_device, dumps=pickled_programs.to_bytes
+    )
 
 
 def _run(processes: RankProcesses, named: Callable[..., Any], *program: Any, **how: Any) -> list[Any]:

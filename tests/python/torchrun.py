@@ -10,7 +10,7 @@ from collections.abc import Set
 from pathlib import Path
 
 import on_device
-import programs
+import pickled_programs
 import torch
 import torch.distributed as dist
 
@@ -47,7 +47,9 @@ def run_forked(program: Path, num_ranks: int, num_nodes: int = 1, mortal: Set[in
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     own = [({"RANK": str(rank), "LOCAL_RANK": str(rank % per_node)},) for rank in range(num_ranks)]
-    with RankProcesses(num_ranks, timeout=SECONDS, method="forkserver", backend=None, dumps=programs.to_bytes) as ranks:
+    with RankProcesses(
+        num_ranks, timeout=SECONDS, method="forkserver", backend=None, dumps=pickled_programs.to_bytes
+    ) as ranks:
         ranks.run(_rank_main, str(program), environment, own=own, timeout=SECONDS, mortal=mortal)
 
 
