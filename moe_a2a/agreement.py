@@ -15,8 +15,8 @@ from collections.abc import Set
 from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.rendezvous import Meetings
 
-# For a rank that is said to be lost. A rank that a PeerTimeoutError names may be alive: it waited for the dead one, and a third
-# rank gave up on it first. It raises too, on a busy machine about a second later.
+# How long to wait for a rank in `lost`, which may be alive: a PeerTimeoutError also names a rank that itself waited for the dead
+# one until a third rank gave up on it. Such a rank raises too, on a busy machine about a second later.
 SECONDS_FOR_THE_LOST = 2.0
 # For the board to answer, beyond the deadline. A store whose host is frozen never does.
 SECONDS_TO_ANSWER = 5.0

@@ -343,7 +343,7 @@ class ExpertParallel(CommunicatorClient):
     _refuse_dispatch = calls.refuse_dispatch
 
     def _core_to_dispatch(self) -> Any:
-        """Frees the buffer that a backward pass has left to its next call, which opens another one."""
+        """First releases the buffer that a backward pass has kept for its second half: this dispatch may need it."""
         if self._training is not None:
             self._training.release_kept()
         return self._open_core()
@@ -365,7 +365,7 @@ class ExpertParallel(CommunicatorClient):
         return DispatchHandle(self, sent, row_dtype, routing, block_scales.byte_dtype(x_scales))
 
     def _codec_of_combine(self, wire: Any) -> int:
-        """The codec's number; a running trace learns of it."""
+        """The codec's number, noted in a running trace."""
         codec = codecs.checked_index(self.rank, "wire", wire)
         if self._trace is not None:
             self._trace.combined(wire)

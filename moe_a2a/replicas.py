@@ -42,7 +42,7 @@ def why_not_sharded(ep: Any, layer: nn.Module, name: str, weight: Any) -> str:
             f"{name} would be sharded over ranks that own different experts than rank {ep.rank}; pass "
             "fully_shard(model, ignored_params=set(layer.parameters()))"
         )
-    # A view does not tell over which ranks it is sharded.
+    # A view does not reveal which ranks it is sharded over.
     is_flattened = getattr(layer, "_is_fsdp_managed_module", False) and not isinstance(weight, nn.Parameter)
     if owners and is_flattened:
         return (

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_a2a.baselines import all_gather_single, reduce_scatter_single
 from moe_a2a.bench import machine
 from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.options import add_how, add_outputs
@@ -97,7 +98,7 @@ def rank_main(options: argparse.Namespace) -> int:
 def _compare(
     what: str, nbytes: int, groups: dict[str, Any], make: Callable[[Any], Any], clock: Clock, report: Report
 ) -> None:
-    """One line per backend whose results are the peer's. make: of a group, something to call, whose checked() says what it gives."""
+    """One line per backend whose results are the peer's. make(group) returns a callable, whose checked() returns its results."""
     runs: dict[str, Run] = {}
     expected = None
     for backend, group in groups.items():
@@ -152,11 +153,11 @@ def _all_reduce_async(group: Any, whole: Tensor, part: Tensor) -> None:
 
 
 def _all_gather(group: Any, whole: Tensor, part: Tensor) -> None:
-    dist.all_gather_into_tensor(whole, part, group=group)
+    all_gather_single(whole, part, group=group)
 
 
 def _reduce_scatter(group: Any, whole: Tensor, part: Tensor) -> None:
-    dist.reduce_scatter_tensor(part, whole, group=group)
+    reduce_scatter_single(part, whole, group=group)
 
 
 CALLS = {

@@ -1,5 +1,4 @@
-"""What the demo's processes bring back of a model. Without transformers, whose import takes seconds: the command itself does
-not need it."""
+"""What the demo's processes return for a model. Imports no transformers, which takes seconds: the command itself does not need it."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class TwoLevelExpertParallel(OnePerRank):
 
     @contextlib.contextmanager
     def _combine_refused_if_failed(self, on_node: AbstractContextManager[None]) -> Iterator[None]:
-        """Around a combine() of no handle, for which the other ranks may already wait. on_node: tells this node's."""
+        """Around a combine() without a handle, for which the other ranks may already wait. on_node: refuses it on this node."""
         try:
             with on_node:
                 yield
