@@ -148,6 +148,20 @@ def test_blocks_grow_as_tokens_go_to_fewer_ranks(folders):
     assert found(8)[0] == list(steps)
 
 
+def test_the_model_of_a_gpu_without_a_table():
+    """Rows of 14 KiB, from 4 ranks with 8 choices to 3.6 ranks each. Dispatch: 64 blocks; up to 128 tokens a warp of 16 per
+    KiB and per token's choices, and 9 blocks. Combine: a block per 4 KiB that arrive, from 129 tokens on per 32 KiB."""
+    assert launch_tables.model(4, 8, 14336, 132) == [
+        (4, 64, 64),
+        (8, 64, 101),  # 8 * 14336 * 3.6 / 4096
+        (32, 64, 132),
+        (64, 69, 132),  # 64 * (14 + 1) / 16 + 9
+        (128, 129, 132),
+        (16384, 64, 132),
+    ]
+    assert launch_tables.model(1, 8, 14336, 132)[-2] == (256, 64, 112)  # 256 * 14336 / 32768
+
+
 def test_tune_writes_into_the_users_cache():
     cache = platformdirs.user_cache_path("moe_a2a", appauthor=False)
     assert launch_tables.own_file(torch.device("cpu"), 4) == cache / "tuned" / "cpu_4.json"
