@@ -69,8 +69,11 @@ def test_each_wait_for_a_row_or_a_sum_has_the_arrow_of_its_own_call():
 
 
 def test_a_full_segment_is_reported_and_gives_no_wrong_arrows():
-    timeline = merged(synthetic.Plan(slow_send=[1, 6, 1, 1], num_calls=3, capacity=100))
+    plan = {"slow_send": [1, 6, 1, 1], "num_calls": 3}
+    timeline, whole = merged(synthetic.Plan(**plan, capacity=100)), merged(synthetic.Plan(**plan))
     assert all(rank["records_dropped"] > 0 for rank in timeline.about["ranks"])
+    attempted = [[rank["records_attempted"] for rank in t.about["ranks"]] for t in (timeline, whole)]
+    assert attempted[0] == attempted[1] == [rank["records_written"] for rank in whole.about["ranks"]]
     source, sink = (timeline.slices[timeline.arrows[end]] for end in ("source", "sink"))
     assert len(source) > 0 and (sink["end_ns"] - source["begin_ns"]).max() < 3_000
     assert "dropped" in str(summarize(timeline))
@@ -82,6 +85,19 @@ def test_the_critical_path_takes_all_of_the_time():
     assert sum(step.duration_ns for step in summary.path) == summary.span_ns
     late = sum(s.duration_ns for s in summary.path if s.rank == 2 and s.kind == "(before the launch)")
     assert late >= 600_000  # two calls, 300 us each
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_the_wait_matrix_has_each_wait_for_each_rank(late):
+    timeline = merged(synthetic.Plan(late_ns=[300_000 * (rank == late) for rank in range(4)]))
+    summary, lengths = summarize(timeline), {}
+    for s in timeline.slices:
+        if timeline.names[s["name"]].endswith("_wait"):
+            lengths.setdefault((s["rank"], s["peer"]), []).append(s["end_ns"] - s["begin_ns"])
+    for pair in np.ndindex(4, 4):
+        assert summary.wait_sum[pair] == sum(lengths.get(pair, [])), pair
+        assert summary.wait_max[pair] == max(lengths.get(pair, [0])), pair
+    assert (np.delete(summary.wait_max[:, late], late) > 250_000).all()
 
 
 @pytest.mark.parametrize("story", ["plain", "late", "hot", "last", "slow experts"])
