@@ -7,26 +7,14 @@ import time
 import pytest
 import ranks
 import torch.distributed as dist
-from test_meetings import mpi_world
+from fake_groups import Member, mpi_world
 
 import moe_a2a
 from moe_a2a import agreement, boards
-from moe_a2a.rendezvous import Meetings
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(120)]
 
 LATE = "late"
-
-
-class Member:
-    """A rank of a group on a board of its own choice."""
-
-    def __init__(self, rank, num_ranks, board):
-        self.rank, self.num_ranks = rank, num_ranks
-        self.meetings = Meetings(rank, num_ranks, board)
-
-    def all_gather(self, value):
-        raise AssertionError("a collective cannot be left")
 
 
 class Boards:

@@ -13,7 +13,7 @@ import on_device
 import pytest
 import ranks
 import torch
-from test_dispatch_combine import run_call
+from case_calls import run_call
 
 import moe_a2a
 

@@ -4,16 +4,8 @@ anything is launched; the object stays usable on all ranks."""
 import on_device
 import pytest
 import torch
-from test_moe_layer import (
-    HIDDEN,
-    INTERMEDIATE,
-    assert_as_exact_as_torch,
-    make_ep,
-    make_tokens,
-    make_weights,
-    on,
-    own_part,
-)
+from gradients import own_part
+from layer_cases import HIDDEN, INTERMEDIATE, assert_as_exact_as_torch, make_ep, make_tokens, make_weights, on
 
 import moe_a2a
 from moe_a2a.devices import float8_dtype

@@ -4,7 +4,7 @@ import on_device
 import pytest
 import torch
 import torch.nn.functional as F
-from test_grouped_gemm import ROUTINGS, gathered
+from gemm_cases import ROUTINGS, gathered
 
 import moe_a2a
 from moe_a2a.devices import float8_dtype

@@ -3,7 +3,7 @@
 import on_device
 import pytest
 import torch
-from test_grouped_gemm import DEVICE, make_case
+from gemm_cases import DEVICE, make_case
 
 import moe_a2a
 

@@ -4,9 +4,11 @@ import gc
 import threading
 
 import pytest
+from construction_errors import SHORT, check, timed_error
+from fake_groups import mpi_world
+from lost_ranks import TIMEOUT, VICTIM
 from shrunk_layer import mappings
 from small_calls import CONFIG, good_call
-from test_construction import SHORT, TIMEOUT, VICTIM, check, timed_error
 
 import moe_a2a
 from moe_a2a.boards import MpiBoard, ThreadBoard
@@ -47,45 +49,6 @@ def check_that_who_does_not_come_is_named(groups):
 
 def test_threads_that_do_not_come_are_named_and_the_group_stays_usable():
     check_that_who_does_not_come_is_named(moe_a2a.thread_group(3))
-
-
-class Request:
-    def test(self):
-        return True, None
-
-
-class Communicator:
-    """The part of an mpi4py communicator that we use, between threads."""
-
-    def __init__(self, rank, mailboxes, lock):
-        self._rank, self._mailboxes, self._lock = rank, mailboxes, lock
-
-    def Get_rank(self):  # noqa: N802
-        return self._rank
-
-    def Get_size(self):  # noqa: N802
-        return len(self._mailboxes)
-
-    def isend(self, value, dest, tag):
-        with self._lock:
-            self._mailboxes[dest].setdefault((self._rank, tag), []).append(value)
-        return Request()
-
-    def iprobe(self, source, tag):
-        with self._lock:
-            return bool(self._mailboxes[self._rank].get((source, tag)))
-
-    def recv(self, source, tag):
-        with self._lock:
-            return self._mailboxes[self._rank][source, tag].pop(0)
-
-    def allgather(self, value):
-        raise AssertionError("a collective cannot be left")
-
-
-def mpi_world(num_ranks):
-    mailboxes, lock = [{} for _ in range(num_ranks)], threading.Lock()
-    return [Communicator(rank, mailboxes, lock) for rank in range(num_ranks)]
 
 
 def test_mpi_communicators_name_who_does_not_come():

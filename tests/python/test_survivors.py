@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from fake_groups import Member
 from lost_ranks import WAYS, gather_pids, shared_memory_of
 from shrunk_layer import (
     CONFIG,
@@ -24,7 +25,6 @@ from shrunk_layer import (
     mappings,
     original_ranks,
 )
-from test_agreement import Member
 
 import moe_a2a
 from moe_a2a import agreement, boards
