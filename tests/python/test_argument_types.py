@@ -1,8 +1,8 @@
 """Scalars of wrong types and values: an error names argument, value and rank, and the peers learn of it.
 
-Before, they raised pybind's "incompatible function arguments", up to 12,580 characters without rank or argument, or were
-silently accepted: negative, None or True num_blocks, num_blocks="x" in the constructor. timeout=1.85e10 overflowed to 0.
-device="cpu:0" was accepted and then every CPU tensor refused.
+Unchecked, they raise pybind's "incompatible function arguments", up to 12,580 characters without rank or argument, or are
+silently accepted: negative, None or True num_blocks, num_blocks="x" in the constructor. timeout=1.85e10 overflows to 0.
+device="cpu:0" is accepted and then every CPU tensor refused.
 """
 
 import copy

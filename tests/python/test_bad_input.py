@@ -250,7 +250,7 @@ def test_masked_without_room_for_repeated_experts():
 
 @pytest.mark.parametrize("changed", [0, 1])
 def test_a_routing_that_was_changed_in_place(changed):
-    """Before, dispatch(handle=) sent the rows along the changed one, without an error."""
+    """Unchecked, dispatch(handle=) sends the rows along the changed one, without an error."""
 
     def program(group):
         with moe_a2a.ExpertParallel(group, **CONFIG) as ep:

@@ -47,7 +47,7 @@ def test_experts_are_saved_on_two_ranks_and_loaded_on_others(num_ranks, tmp_path
 
 
 def one_file_program(world, folder, seed):
-    """Before, every rank loaded the experts of the rank that wrote the file, without an error."""
+    """Unchecked, every rank loads the experts of the rank that wrote the file, without an error."""
     sizes = {"num_experts": NUM_EXPERTS, "num_topk": 2, "hidden": HIDDEN, "num_max_tokens_per_rank": 4}
     with moe_a2a.ExpertParallel(world, **sizes, dtype=torch.float32, device="cpu") as ep:
         model = torch.nn.Sequential(layer_of_rank(ep, all_weights(seed)))

@@ -81,7 +81,7 @@ def test_counts_that_differ():
 
 
 def other_rows_program(group) -> None:
-    """Before, every rank got the elements in its own shape, without an error."""
+    """Unchecked, every rank gets the elements in its own shape, without an error."""
     with moe_a2a.Collectives(group, symmetric_nbytes=1 << 16, timeout=20) as coll:
         for shapes in [((4, 6), (8, 3)), ((2, 3, 4), (2, 4, 3)), ((24,), (24, 1)), ((0, 3), (0, 4))]:
             x = torch.ones(shapes[coll.rank])

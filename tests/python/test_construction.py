@@ -1,7 +1,6 @@
 """Construction honours `timeout`: within it every rank learns by name who did not arrive; the group stays usable.
 
-Before, with gloo a killed rank caused raw errors without a name, the last after 8 to 9 s; thread groups waited a fixed 60 s
-and were unusable afterwards.
+A collective of gloo does neither: a killed rank causes raw errors without a name, the last after 8 to 9 s.
 """
 
 import os

@@ -1,7 +1,7 @@
 """If a call fails on one rank before its launch, for any reason, the peers learn of it and nobody waits until a deadline.
 
-Before, they learned only of ValueError and TypeError. A wrong or closed handle, MemoryError, num_blocks=tensor([1, 2]) or
-KeyboardInterrupt left the peers waiting until their deadline, and the object was lost on all ranks.
+Not only of ValueError and TypeError: a wrong or closed handle, MemoryError, num_blocks=tensor([1, 2]) and KeyboardInterrupt
+would also leave the peers waiting until their deadline, and the object would be lost on all ranks.
 """
 
 import on_device

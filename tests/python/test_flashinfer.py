@@ -202,8 +202,6 @@ def test_formats_that_it_does_not_send_are_refused(name):
 
 
 def test_parameters_that_one_rank_cannot_take():
-    """Before, the other waited until its deadline."""
-
     def program(group):
         rank = moe_a2a.as_group(group).rank
         changes = {"num_experts": 9} if rank == 0 else {}

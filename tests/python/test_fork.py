@@ -1,8 +1,8 @@
 """An object belongs to the process that made it.
 
-Before, a forked child that called one gave its PARENT wrong values, or hung: the child has the parent's shared memory and
-epochs, and none of its threads. A child that dropped an object unlinked the parent's memory or crashed. Now every call
-in a child is refused by name, and dropping an object there changes nothing.
+A forked child has the parent's shared memory and epochs, and none of its threads: if it called an object, the PARENT would get
+wrong values, or hang; if it freed one, it would unlink the parent's memory or crash. So every call in a child is refused by
+name, and dropping an object there changes nothing.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """set_comm_handles() with damaged, swapped and foreign handles: an error at once, nothing half connected, then a good set works.
 
-Before, handles were only compared with each other: live handles of a smaller object were accepted and ended in SIGSEGV, another
-object's handle in a rank's own place ended in a timeout, and a set after a failed one counted its peers twice.
+To compare the handles with each other is not enough: live handles of a smaller object would end in SIGSEGV, another object's
+handle in a rank's own place in a timeout, and a set after a failed one would count its peers twice.
 
 MOE_A2A_FUZZED_HANDLES=10000 for a soak; MOE_A2A_SEED repeats a run.
 """

@@ -1,7 +1,4 @@
-"""A dispatch on a rank whose buffers are all open: the rank raises, and its peers learn of it, whatever they wait for.
-
-Before, on a GPU, the peers of such a rank waited until their deadline.
-"""
+"""A dispatch on a rank whose buffers are all open: the rank raises, and its peers learn of it, whatever they wait for."""
 
 import time
 

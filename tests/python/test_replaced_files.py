@@ -1,7 +1,6 @@
 """What commands write replaces the file before it once it is complete.
 
-Before, `bench --json` and the leaderboard emptied the file first: a run that was killed, or whose disk was full, left a part of it
-in place of earlier results.
+A command that empties the file first leaves a part of it in place of earlier results if it is killed or the disk is full.
 """
 
 import contextlib

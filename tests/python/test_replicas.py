@@ -1,7 +1,7 @@
 """Data parallelism that takes the experts of a MoELayer for replicas.
 
-Before, DistributedDataParallel overwrote every rank's experts with rank 0's, and fully_shard() and FullyShardedDataParallel
-gathered shards of different experts. All went on without an error.
+Unchecked, DistributedDataParallel overwrites every rank's experts with rank 0's, and fully_shard() and
+FullyShardedDataParallel gather shards of different experts, all without an error.
 """
 
 import node_groups

@@ -1,6 +1,6 @@
 """Ctrl-C during a wait: KeyboardInterrupt at once, the peers learn of it, the object is unusable.
 
-Before, it took effect at the deadline, 30 s by default: host waits did not check Python's signals.
+A host wait that does not check Python's signals goes on until the deadline, 30 s by default.
 """
 
 import os

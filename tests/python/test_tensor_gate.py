@@ -1,8 +1,8 @@
 """Tensors without plain memory of their own are refused by name before anything is launched.
 
-Before, a FakeTensor, a DTensor or a tensor whose storage was freed caused a segmentation fault (torch.export.export of a
-module that dispatches killed the process), or, as topk_weights, counted as weights of one. A negative view entered with
-the wrong sign.
+Unchecked, a FakeTensor, a DTensor or a tensor whose storage was freed causes a segmentation fault (torch.export.export of a
+module that dispatches kills the process), or, as topk_weights, counts as weights of one. A negative view enters with the
+wrong sign.
 """
 
 import on_device

@@ -1,7 +1,7 @@
 """Several threads and one object: calls are serialised, close() ends a wait, nobody holds the GIL while it waits.
 
-Before, close() in one thread while another waited in dispatch() was a segmentation fault; close(), check() and trace() held
-the GIL while they waited.
+What is at stake: a segmentation fault if close() frees the memory that another thread's dispatch() polls, and threads that
+never run if close(), check() or trace() hold the GIL while they wait.
 """
 
 import functools

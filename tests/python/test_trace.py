@@ -161,7 +161,7 @@ def fail_inside(group, folder):
 
 
 def run_fails_alone(group, folder):
-    """The block of rank 1 ends with an exception; rank 0 used to wait for its clock, and then both had lost each other."""
+    """The block of rank 1 ends with an exception: rank 0 must not wait for its clock, or both lose each other."""
     with moe_a2a.ExpertParallel(
         group, num_experts=4, num_topk=2, hidden=64, num_max_tokens_per_rank=8, timeout=20
     ) as ep:

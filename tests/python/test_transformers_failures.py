@@ -65,7 +65,7 @@ def test_gradients_are_refused():
 
 @pytest.mark.parametrize("num_max_tokens_per_rank", [8, None])
 def test_a_call_that_one_rank_cannot_make(num_max_tokens_per_rank):
-    """Before, the others waited until their deadline, and the buffers were lost."""
+    """The others must not wait until their deadline, nor lose the buffers."""
     layer = experts_of(tiny_model("mixtral"))
 
     def rank_main(rank, group, experts):
@@ -93,7 +93,7 @@ MALFORMED = {
 @pytest.mark.parametrize("num_max_tokens_per_rank", [8, None])
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_arguments_of_one_rank(name, num_max_tokens_per_rank):
-    """Before, this rank raised "too many values to unpack" and the like, and the others waited until their deadline."""
+    """Not "too many values to unpack" and the like on this rank, while the others wait until their deadline."""
     malformed, words = MALFORMED[name]
     layer = experts_of(tiny_model("mixtral"))
 
@@ -121,14 +121,14 @@ def test_malformed_arguments_of_one_rank(name, num_max_tokens_per_rank):
     ],
 )
 def test_options_are_checked_when_they_are_given(option, value):
-    """Before, the first layer failed."""
+    """Not by the first layer that uses them."""
     (group,) = moe_a2a.thread_group(1)
     with pytest.raises((ValueError, TypeError), match=f"{option}={value!r}.* rank 0"):
         register(group, name="moe_a2a:unused", **{option: value})
 
 
 def test_a_rank_that_never_calls_is_named_within_the_timeout():
-    """Before, the others waited for as long as the group's collectives do."""
+    """The timeout of the group's collectives is far longer."""
     layer = experts_of(tiny_model("mixtral"))
 
     def rank_main(rank, group, experts):
@@ -171,7 +171,7 @@ def test_an_error_in_the_experts_leaves_the_buffers_usable(ranks_that_fail, num_
 
 
 def test_a_batch_that_needs_too_much_memory_leaves_smaller_ones():
-    """Before, the buffers that were to grow stayed closed, and no later call could be made."""
+    """The buffers that were to grow are open again for later calls."""
     module = experts_of(tiny_model("mixtral"))
     modules = [copy.deepcopy(module) for _ in range(2)]
 

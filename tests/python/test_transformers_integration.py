@@ -92,7 +92,7 @@ def test_shards_of_another_group_are_refused():
 
 
 def test_a_file_of_one_rank_is_not_loaded_by_the_others(tmp_path):
-    """Before, a rank took the experts of another for its own: their names and shapes are the same."""
+    """Unchecked, a rank takes the experts of another for its own: their names and shapes are the same."""
     whole = tiny_model("mixtral", num_hidden_layers=1)
     models = [copy.deepcopy(whole) for _ in range(2)]
 
