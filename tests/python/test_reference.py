@@ -245,6 +245,20 @@ def test_dequantize_fp8_is_within_half_a_step():
     assert ((back - x).abs() <= x.abs() * 2.0**-4 + 1e-3).all()
 
 
+def test_quantize_fp8_weights_has_one_scale_per_128_by_128_of_each_half():
+    w = torch.zeros(1, 2 * 130, 129)  # of each half, the second block of rows has two
+    w[0, 0, 0], w[0, 127, 127], w[0, 129, 0], w[0, 0, 128] = 448.0, -1.0, 896.0, 1792.0
+    w[0, 130, 0], w[0, 259, 128] = 3584.0, -448.0
+    q, scales = reference.quantize_fp8_weights(w, halves=2)
+    least = (torch.tensor(1e-12) / 448).item()
+    assert q.dtype == torch.float8_e4m3fn and q.shape == w.shape
+    assert scales.tolist() == [[[1.0, 4.0], [2.0, least], [8.0, least], [least, 1.0]]]
+    expected = torch.zeros_like(w)
+    expected[0, 0, 0], expected[0, 127, 127], expected[0, 129, 0], expected[0, 0, 128] = 448.0, -1.0, 448.0, 448.0
+    expected[0, 130, 0], expected[0, 259, 128] = 448.0, -448.0
+    assert torch.equal(q.float(), expected)
+
+
 def test_dispatch_quantises_like_given_scales():
     q0, s0 = reference.quantize_fp8(X[0])
     q1, s1 = reference.quantize_fp8(X[1])
