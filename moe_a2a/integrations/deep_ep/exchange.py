@@ -109,13 +109,19 @@ class Exchange:
         self.collectives._core.raise_reported()  # on a GPU a refused all-reduce returns, too
         return [int(number) for number in largest]
 
-    def agreed_expert_parallel(self, kind: Kind, bound: int | None, num_tokens: int, call: Call) -> ExpertParallel:
-        """The one for this call of all ranks, one of which has num_tokens; made if there is none, or none large enough. bound:
-        on the tokens of a rank, if all know it. Raises on every rank if the ranks make different calls."""
-        ep = self.newest_of(kind) if bound is None else self.find(kind, bound)
+    def bounded_expert_parallel(self, kind: Kind, bound: int, num_tokens: int, call: Call) -> ExpertParallel:
+        """One for batches of at most `bound` tokens, which all ranks know; they compare their calls if it is made now."""
+        if not self.find(kind, bound):
+            self.agree(num_tokens, call)
+        return self.expert_parallel(kind, bound)
+
+    def agreed_expert_parallel(self, kind: Kind, num_tokens: int, call: Call) -> ExpertParallel:
+        """One for the batches of all ranks, of which this one's has num_tokens; made if there is none, or none large enough. Raises
+        on every rank if the ranks make different calls."""
+        ep = self.newest_of(kind)
         if ep is None:
             most, _ = self.agree(num_tokens, call)
-            return self.expert_parallel(kind, most if bound is None else bound)
+            return self.expert_parallel(kind, most)
         digest = zlib.crc32(str(call.numbers()).encode())
         try:
             headers = self._gathered(num_tokens << 32 | digest)

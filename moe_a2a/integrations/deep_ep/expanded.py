@@ -77,10 +77,8 @@ def begin_dispatch(
 
     num_rows: how many rows to return; None: those that arrived with is_exact, else as many as could. If more arrive, that is
     an error with is_exact; else the handle still has to drop_routes()."""
-    if not exchange.find(kind, num_max_tokens):
-        call = Call(kind, num_max_tokens, x_scales is not None, topk_weights is not None, by_route=True)
-        exchange.agree(len(x), call)
-    ep = exchange.expert_parallel(kind, num_max_tokens)
+    call = Call(kind, num_max_tokens, x_scales is not None, topk_weights is not None, by_route=True)
+    ep = exchange.bounded_expert_parallel(kind, num_max_tokens, len(x), call)
     receive = _begin(
         exchange, ep, x, x_scales, topk_idx, topk_weights, expert_alignment, deferred=deferred, num_blocks=num_blocks
     )

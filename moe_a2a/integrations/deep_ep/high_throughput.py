@@ -1,7 +1,7 @@
 """Buffer.dispatch() and Buffer.combine(): packed rows, one for each token that chose an expert of this rank.
 
-DeepEP takes no bound on the tokens of a rank. So a dispatch along no handle first exchanges how many tokens each rank has, unless
-all know the most.
+Buffer takes no bound on the tokens of a rank. So its dispatch() along no handle first exchanges how many tokens each rank has, unless
+num_worst_tokens says the most.
 """
 
 from __future__ import annotations
@@ -84,13 +84,10 @@ def begin_dispatch(
 ) -> Callable[[], Received]:
     """Sends; returns a function that receives. kind, bound and the arguments that they come from: see checked()."""
     call = Call(kind, bound or 0, x_scales is not None, topk_weights is not None)
-    if num_worst_tokens:
-        assert bound is not None
-        if not exchange.find(kind, bound):
-            exchange.agree(len(x), call)
-        ep = exchange.expert_parallel(kind, bound)
+    if bound is None:
+        ep = exchange.agreed_expert_parallel(kind, len(x), call)
     else:
-        ep = exchange.agreed_expert_parallel(kind, bound, len(x), call)
+        ep = exchange.bounded_expert_parallel(kind, bound, len(x), call)
     with exchange.dispatch_refused_if_failed(ep):
         weights = None if topk_weights is None else topk_weights.float().contiguous()
     receive = exchange.begin_dispatch(ep, x, topk_idx, weights, x_scales, deferred=deferred, num_blocks=num_blocks)

@@ -78,9 +78,8 @@ def dispatch(
         exchange.check_per_token(x=x, topk_idx=topk_idx)
         _check(exchange, x, num_max_tokens, num_experts)
     kind = Kind(num_experts, topk_idx.shape[1], x.shape[1], x.dtype, is_low_latency=True)
-    if not exchange.find(kind, num_max_tokens):
-        exchange.agree(len(x), Call(kind, num_max_tokens, bool(use_fp8), topk_weights is not None))
-    ep = exchange.expert_parallel(kind, num_max_tokens)
+    call = Call(kind, num_max_tokens, bool(use_fp8), topk_weights is not None)
+    ep = exchange.bounded_expert_parallel(kind, num_max_tokens, len(x), call)
     exchange.make_room(ep)
     has_weights = topk_weights is not None
     with calls.dispatch_refused_if_failed(ep):

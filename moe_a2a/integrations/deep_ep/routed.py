@@ -119,8 +119,7 @@ class RoutedBuffer(OfExchange):
     def _begin_first(self, first: First, check: Callable[[], None] = _nothing) -> Callable[[], _Received]:
         exchange = self._open()
         most = self.num_max_tokens_per_rank if first.num_max_tokens is None else first.num_max_tokens
-        begins_with_rows = first.do_expand or not first.is_exact
-        likely = exchange.likely(first.x, first.topk_idx, first.num_experts, most) if begins_with_rows else None
+        likely = exchange.likely(first.x, first.topk_idx, first.num_experts, most)
         with exchange.dispatch_refused_if_failed(likely):
             check()
             rows, scales = rows_and_scales(self.rank_idx, first.x)
