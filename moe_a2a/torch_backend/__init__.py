@@ -11,7 +11,8 @@ one whose output does not fit its input refuses the call on every rank.
 
 from __future__ import annotations
 
+from moe_a2a.torch_backend.call_options import OPS
 from moe_a2a.torch_backend.options import Options
-from moe_a2a.torch_backend.process_group import OPS, MoeA2aProcessGroup, register
+from moe_a2a.torch_backend.process_group import MoeA2aProcessGroup, register
 
 __all__ = ["OPS", "MoeA2aProcessGroup", "Options", "register"]

@@ -16,7 +16,9 @@ from moe_a2a.boards import StoreBoard
 from moe_a2a.collectives import Collectives, nbytes_of
 from moe_a2a.groups import MeetingGroup
 from moe_a2a.rendezvous import Meetings
+from moe_a2a.torch_backend.call_options import op_of, reduce_options, with_timeout
 from moe_a2a.torch_backend.delegates import LargeCalls, add_delegates, make_delegate, one_by_one
+from moe_a2a.torch_backend.methods import tracked, untraced
 from moe_a2a.torch_backend.options import LARGEST, Options, Place
 from moe_a2a.torch_backend.tensors import (
     fill,
@@ -30,14 +32,11 @@ from moe_a2a.torch_backend.tensors import (
     reduce_scatter_list,
     takes,
 )
-from moe_a2a.torch_backend.work import BarrierWork, CallThread, RecentWorks, StreamWork, tracked, work_done
+from moe_a2a.torch_backend.work import BarrierWork, CallThread, RecentWorks, StreamWork, work_done
 from moe_a2a.two_level.collectives import TwoLevelCollectives
 
 NAME = "moe_a2a"
 _c10d: Any = torch._C._distributed_c10d  # torch.distributed lacks some options before 2.12
-_RedOp = _c10d.ReduceOp.RedOpType
-OPS = {_RedOp.SUM: "sum", _RedOp.MAX: "max", _RedOp.MIN: "min", _RedOp.AVG: "avg"}
-_OP_NAMES = {int(kind): name for kind, name in OPS.items()}
 
 
 class _StoreGroup(MeetingGroup):
@@ -111,8 +110,8 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
     @tracked
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Any:
-        opts = _reduce_options(_c10d.AllreduceOptions, opts, op, timeout)
-        tensors, op = [tensors] if isinstance(tensors, torch.Tensor) else tensors, _op_of(opts)
+        opts = reduce_options(_c10d.AllreduceOptions, opts, op, timeout)
+        tensors, op = [tensors] if isinstance(tensors, torch.Tensor) else tensors, op_of(opts)
         if not self._keeps(op, tensors):
             return self._delegate(*tensors).allreduce(tensors, opts)
 
@@ -121,7 +120,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     @tracked
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = _c10d.AllreduceCoalescedOptions() if opts is None else opts
-        op = _op_of(opts)
+        op = op_of(opts)
         if not takes(op, tensors):
             return self._delegate(*tensors).allreduce_coalesced(tensors, opts)
         return self._all_reduce(tensors, op, opts)
@@ -157,7 +156,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     @tracked
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         if isinstance(inputs, torch.Tensor):
-            outputs, inputs, opts = [outputs], [inputs], _with_timeout(_c10d.AllgatherOptions(), opts)
+            outputs, inputs, opts = [outputs], [inputs], with_timeout(_c10d.AllgatherOptions(), opts)
         opts = _c10d.AllgatherOptions() if opts is None else opts
         x, parts = inputs[0], outputs[0]
         if only_nccl_takes(parts) or not self._keeps("gather", [x], parts):
@@ -168,7 +167,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     @tracked
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
-        op = _op_of(opts)
+        op = op_of(opts)
         if not self._keeps(op, [x], [output]):
             return self._delegate(x, output)._reduce_scatter_base(output, x, opts)
         return self._run(opts, [x, output], lambda coll: reduce_scatter(coll, output, flattened(coll, x), op), [output])
@@ -178,7 +177,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
-        op = _op_of(opts)
+        op = op_of(opts)
         if not takes(op, inputs):
             return one_by_one(self._delegate(*inputs, *outputs)._reduce_scatter_base, outputs, inputs, opts)
 
@@ -192,15 +191,16 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> Any:
-        opts = _reduce_options(_c10d.ReduceScatterOptions, opts, op, timeout)
+        opts = reduce_options(_c10d.ReduceScatterOptions, opts, op, timeout)
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        op, output, parts = _op_of(opts), outputs[0], inputs[0]
+        op, output, parts = op_of(opts), outputs[0], inputs[0]
         if only_nccl_takes(parts) or not self._keeps(op, parts or [output], [output]):
             return self._delegate(output, *parts).reduce_scatter(outputs, inputs, opts)
 
         return self._run(opts, [*parts, output], lambda coll: reduce_scatter_list(coll, output, parts, op), [output])
 
+    @untraced
     def barrier(self, opts: Any = None, *, timeout: Any = None) -> Any:
         """Synchronises the GPUs if the group has used them, else the processes."""
         gpu = next((device for device in self._made if device.type == "cuda"), None)
@@ -219,7 +219,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int = 0) -> Any:
         if isinstance(tensors, torch.Tensor):
             root = root if opts is None else opts
-            tensors, opts = [tensors], _with_timeout(_c10d.BroadcastOptions(), timeout)
+            tensors, opts = [tensors], with_timeout(_c10d.BroadcastOptions(), timeout)
             opts.rootRank = root
         return self._delegate(*tensors).broadcast(tensors, _c10d.BroadcastOptions() if opts is None else opts)
 
@@ -242,11 +242,17 @@ class MoeA2aProcessGroup(_ProcessGroup):
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
         return self._delegate(*outputs, *sum(inputs, [])).scatter(outputs, inputs, opts)
 
+    @untraced
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
         return self._delegate(*tensors).send(tensors, dst, tag)
 
+    @untraced
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
         return self._delegate(*tensors).recv(tensors, src, tag)
+
+    @untraced
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
+        return self._delegate(*tensors).recv_anysource(tensors, tag)
 
     # The names before PyTorch 2.12 or so. PyTorch's C++ and Python code call one or the other.
     _allgather_base = all_gather_single
@@ -350,28 +356,6 @@ class MoeA2aProcessGroup(_ProcessGroup):
             staging_nbytes=options.staging_nbytes,
             **how,
         )
-
-
-def _reduce_options(kind: Any, opts: Any, op: Any, timeout: Any) -> Any:
-    """The options of a reduction: `opts`, unless it is missing or an operator."""
-    if opts is not None and hasattr(opts, "reduceOp"):
-        return opts
-    made, op = _with_timeout(kind(), timeout), op if opts is None else opts
-    if op is not None:
-        made.reduceOp = op
-    return made
-
-
-def _with_timeout(opts: Any, timeout: Any) -> Any:
-    if timeout is not None:
-        opts.timeout = timeout
-    return opts
-
-
-def _op_of(opts: Any) -> str:
-    """The operator as Collectives names it; "" if Collectives lacks it."""
-    op = opts.reduceOp
-    return _OP_NAMES.get(int(getattr(op, "op", op)), "")
 
 
 def _create(given: Any, options: Any) -> MoeA2aProcessGroup:

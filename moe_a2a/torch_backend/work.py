@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import collections
-import functools
 import os
 import threading
 import time
@@ -22,7 +21,7 @@ _c10d: Any = torch._C._distributed_c10d
 EXIT_SECONDS = 5.0  # how long an exiting process waits for its queued calls
 
 
-class _Work(_TorchWork):
+class Work(_TorchWork):
     """A call that writes `results`; DistributedDataParallel gets them from a future."""
 
     def __init__(self, results: list[torch.Tensor]):
@@ -55,12 +54,12 @@ class _Work(_TorchWork):
         return self._results
 
 
-def work_done(results: list[torch.Tensor]) -> _Work:
+def work_done(results: list[torch.Tensor]) -> Work:
     """The work of a call that has returned; on a GPU its kernels are queued on the current stream."""
-    return _Work(results)
+    return Work(results)
 
 
-class StreamWork(_Work):
+class StreamWork(Work):
     """Work on its own stream: wait() makes the then-current stream wait for it, not the host."""
 
     def __init__(self, results: list[torch.Tensor], stream: Any, ended: Any):
@@ -91,7 +90,7 @@ class StreamWork(_Work):
         return cls(results, stream, ended)
 
 
-class ThreadWork(_Work):
+class ThreadWork(Work):
     """Work in a CallThread: wait() blocks, and raises the call's error."""
 
     def __init__(self, results: list[torch.Tensor]):
@@ -152,10 +151,10 @@ class ThreadWork(_Work):
         return self._error
 
 
-class BarrierWork(_Work):
+class BarrierWork(Work):
     """The barrier of a GPU: wait() blocks the host until `work`, and all that the current stream has queued, is over."""
 
-    def __init__(self, work: _Work, device: torch.device):
+    def __init__(self, work: Work, device: torch.device):
         super().__init__([])
         self._work, self._device = work, device
 
@@ -168,7 +167,7 @@ class BarrierWork(_Work):
         return self._work.is_completed()
 
 
-class JointWork(_Work):
+class JointWork(Work):
     """Several works of a delegate as one."""
 
     def __init__(self, results: list[torch.Tensor], works: list[Any]):
@@ -193,29 +192,12 @@ class RecentWorks:
     LARGEST, COUNT = 64, 16
 
     def __init__(self) -> None:
-        self._works: collections.deque[_Work] = collections.deque(maxlen=self.COUNT)
+        self._works: collections.deque[Work] = collections.deque(maxlen=self.COUNT)
 
-    def keep(self, work: _Work) -> _Work:
+    def keep(self, work: Work) -> Work:
         if sum(x.untyped_storage().nbytes() for x in work.result()) <= self.LARGEST:
             self._works.append(work)
         return work
-
-
-def tracked(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a method of a process group whose first argument is what it writes: wait_tensor() of that waits for the call
-    under allow_inflight_collective_as_graph_input_ctx(), as in PyTorch's own groups."""
-
-    @functools.wraps(call)
-    def call_and_register(group: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        work = call(group, outputs, *args, **kwargs)
-        if _c10d._allow_inflight_collective_as_graph_input():
-            # C++ needs a work that is more than its Python object.
-            made = _c10d._create_work_from_future(work.get_future()) if isinstance(work, _Work) else work
-            for x in torch.utils._pytree.tree_leaves(outputs):
-                _c10d._register_work(x, made)
-        return work
-
-    return call_and_register
 
 
 class CallThread:
@@ -235,7 +217,7 @@ class CallThread:
         self._changed = threading.Condition()  # guards the above
         _open.add(self)
 
-    def run(self, call: Callable[[], Any], results: list[torch.Tensor], waits_at_once: bool) -> _Work:
+    def run(self, call: Callable[[], Any], results: list[torch.Tensor], waits_at_once: bool) -> Work:
         if os.getpid() != self._pid:  # and the lock may be one that nobody here holds
             call()
             return work_done(results)
