@@ -351,6 +351,7 @@ def negative_program(gloo) -> None:
         "broadcast": lambda x: dist.broadcast(x, first, group=ours),
         "all_to_all_single": lambda x: dist.all_to_all_single(torch.empty_like(x), x, group=ours),
         "all_to_all_single, the output": lambda x: dist.all_to_all_single(x, torch.ones_like(x), group=ours),
+        "recv from any rank": lambda x: dist.recv(x, group=ours),
     }
     for name, call in calls.items():
         with pytest.raises(ValueError, match=rf"shape \[2\] is a negative view on rank {rank}.*pass .resolve_neg\(\)"):

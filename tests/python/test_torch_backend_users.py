@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 from backend_groups import DEVICE, full, new_group, run_on_backend, run_processes, settle
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_a2a.torch_backend import process_group
+from moe_a2a.torch_backend import process_group, tensors
 
 pytestmark = on_device.TESTS
 
@@ -148,12 +148,13 @@ def test_store_and_split():
 
 def without_kernels_program(report) -> None:
     """A build for GPUs alone has no kernels for CPU tensors, on which barrier() meets before the group has used a GPU."""
-    process_group._has_kernels = lambda device: False
+    process_group.has_kernels = tensors.has_kernels = lambda device: False
     dist.barrier()
     dist.barrier(async_op=True).wait()
     x = torch.ones(3)
     dist.all_reduce(x)
     assert torch.equal(x, torch.full((3,), float(dist.get_world_size())))
+    assert not dist.group.WORLD._made  # no Collectives
     dist.destroy_process_group()
 
 
