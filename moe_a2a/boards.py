@@ -6,6 +6,7 @@ A board knows nothing about a meeting's order or deadline; see moe_a2a/rendezvou
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from typing import Any, Protocol
@@ -62,6 +63,16 @@ class ThreadBoard:
                 self._values.pop(key, None)
 
 
+def since_restart(store: Any) -> Any:
+    """The store without what processes of an earlier attempt of torchrun have written: with one agent it keeps its store when it
+    starts all ranks again. Several agents count their restarts each for itself, so there the number may differ between ranks."""
+    import torch.distributed as dist
+
+    if os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return store
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
 class StoreBoard:
     """The store of a torch.distributed group. It answers at once whether a key exists, so a rank that never posts can be
     named; a collective of the group would hang, or fail without a name."""
@@ -69,7 +80,7 @@ class StoreBoard:
     def __init__(self, store: Any):
         import torch.distributed as dist
 
-        self._store = dist.PrefixStore("moe_a2a", store)
+        self._store = dist.PrefixStore("moe_a2a", since_restart(store))
         self._pause = 0.0005
         self._asleep = threading.Event()  # never set: sleeps in pieces that see Ctrl-C
 

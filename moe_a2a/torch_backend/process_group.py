@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_a2a import arguments
-from moe_a2a.boards import StoreBoard
+from moe_a2a.boards import StoreBoard, since_restart
 from moe_a2a.collectives import Collectives, nbytes_of
 from moe_a2a.groups import MeetingGroup
 from moe_a2a.rendezvous import Meetings
@@ -364,9 +364,10 @@ def _create(given: Any, options: Any) -> MoeA2aProcessGroup:
             f"pg_options is a {type(options).__name__} on rank {given.group_rank}; pass a moe_a2a.torch_backend.Options"
         )
     # After destroy_process_group() a group of the same name gets the same store, which still has the keys of the first.
-    times_made = given.store.add(f"made by {given.group_rank}", 1)
+    store = since_restart(given.store)
+    times_made = store.add(f"made by {given.group_rank}", 1)
     return MoeA2aProcessGroup(
-        dist.PrefixStore(str(times_made), given.store),
+        dist.PrefixStore(str(times_made), store),
         given.group_rank,
         given.group_size,
         given.timeout,
