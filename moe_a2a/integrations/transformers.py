@@ -22,6 +22,7 @@ Inference only: this experts function has no backward pass. For layers that trai
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,8 +81,8 @@ def register(
 def shard_experts(model: nn.Module, group) -> nn.Module:
     """Free the experts that this rank of the group does not own, in place; returns the model.
 
-    Afterwards the model runs only through the group that it was split for, and load_state_dict() refuses what another rank has
-    saved.
+    Afterwards the model runs only through the group that it was split for, load_state_dict() refuses what another rank has
+    saved, and save_pretrained() refuses to save what would be a part of the model.
     """
     group = moe_a2a.as_group(group)
     experts_modules = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
@@ -97,7 +98,21 @@ def shard_experts(model: nn.Module, group) -> nn.Module:
         module.moe_a2a_number = operators.numbered(module)
         module.register_state_dict_post_hook(_note_rank)
         module.register_load_state_dict_pre_hook(_refuse_experts_of_another_rank)
+    if group.num_ranks > 1 and hasattr(model, "save_pretrained"):
+        saved: Any = functools.partial(_save_pretrained, model, group.rank)
+        model.save_pretrained = saved
     return model
+
+
+def _save_pretrained(model: Any, rank: int, *args: Any, **kwargs: Any) -> Any:
+    """The method of a sharded model. The folder would look like a whole checkpoint, which no process can load."""
+    state_dict = args[2] if len(args) > 2 else kwargs.get("state_dict")
+    if state_dict is None:
+        raise RuntimeError(
+            f"after shard_experts() the {type(model).__name__} of rank {rank} holds this rank's experts only; call save_pretrained() "
+            "before, or pass it the whole state_dict=; torch.save(model.state_dict(), file) saves what this rank has"
+        )
+    return type(model).save_pretrained(model, *args, **kwargs)
 
 
 def _note_rank(module: ExpertsModule, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

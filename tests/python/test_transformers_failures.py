@@ -193,3 +193,23 @@ def test_a_batch_that_needs_too_much_memory_leaves_smaller_ones():
 
     for rank, actual in enumerate(on_ranks(2, rank_main)):
         assert_close(actual, eager(module, *random_tokens(rank, 8)))
+
+
+def test_a_sharded_model_is_not_saved_as_a_whole_one(tmp_path):
+    """Each rank saved its own experts as the checkpoint of a whole model, into the folder that the others used too."""
+    whole = tiny_model("mixtral")
+    models = [copy.deepcopy(whole) for _ in range(2)]
+
+    def rank_main(rank, group, experts):
+        folder = tmp_path / str(rank)
+        for model in (shard_experts(models[rank], group), copy.deepcopy(models[rank])):
+            with pytest.raises(
+                RuntimeError, match=rf"of rank {rank} holds this rank's experts only; call save_pretrained\(\) before"
+            ):
+                model.save_pretrained(folder)
+            assert not folder.exists()
+        models[rank].save_pretrained(folder, state_dict=whole.state_dict())
+        loaded = type(whole).from_pretrained(folder).state_dict()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in whole.state_dict().items())
+
+    on_ranks(2, rank_main)
