@@ -18,6 +18,7 @@ from moe_a2a.bench.options import add_how, add_outputs, add_sizes, dtypes, routi
 from moe_a2a.bench.report import Report
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
 from moe_a2a.command_line import UsageError, integer, integers
+from moe_a2a.rank_options import device_type_of
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
@@ -70,11 +71,26 @@ def case_columns(case: Case, intermediate: int, dtype: str) -> dict[str, Any]:
 RunCase = Callable[[Case, int, torch.device, Clock, Report], None]  # the int: intermediate
 
 
-def run(options: argparse.Namespace, header: str, run_case: RunCase) -> int:
+def run(options: argparse.Namespace, header: str, run_case: RunCase, *, copies_of_weights: int = 1) -> int:
+    """copies_of_weights: the tensors of their shape that a rank has at the same time, at least."""
     if options.hidden % 16:
         raise UsageError(f"--hidden {options.hidden} is not a multiple of 16, which the kernels need")
     check_cases(cases_of(options), options)
+    if device_type_of(options) == "cpu":
+        _check_memory(cases_of(options), options.intermediate, copies_of_weights)
     return start_ranks(options, partial(_rank_main, header=header, run_case=run_case), "bench")
+
+
+def _check_memory(cases: list[Case], intermediate: int, copies: int) -> None:
+    """On the CPU, where all ranks share the machine's memory. If it runs out, the kernel ends processes, not only ours."""
+    available = machine.available_memory()
+    for case in cases:
+        nbytes = copies * 3 * case.num_experts * intermediate * case.hidden * case.dtype.itemsize
+        if available is not None and nbytes > available:
+            raise UsageError(
+                f"the experts of all ranks take {nbytes >> 20} MiB or more, and {available >> 20} MiB of memory are available; pass "
+                "smaller --experts, --intermediate or --hidden"
+            )
 
 
 def _rank_main(options: argparse.Namespace, *, header: str, run_case: RunCase) -> int:

@@ -45,6 +45,13 @@ def _processor() -> str:
     return f"{found.group(1) if found else platform.machine()}, {os.cpu_count()} cores"
 
 
+def available_memory() -> int | None:
+    """Bytes that processes can still get without swapping, as Linux estimates them; None where /proc does not say."""
+    text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
+    return 1024 * int(found.group(1)) if found else None
+
+
 def _driver() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None

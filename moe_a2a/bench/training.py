@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    return expert_cases.run(options, HEADER, _run_case)
+    # Besides the weights, the peer's gradients, with which ours are compared, and ours.
+    return expert_cases.run(options, HEADER, _run_case, copies_of_weights=3)
 
 
 class _Passes:

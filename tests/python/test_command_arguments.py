@@ -98,6 +98,38 @@ def test_the_cpu_has_no_graphs(capsys, command):
     assert f"{command[-1]}: the CPU has no graphs" in refused(capsys, *command)
 
 
+@pytest.mark.parametrize("kind, mib", [("experts", 48), ("layer", 48), ("training", 144)])
+def test_experts_that_do_not_fit_into_memory(capsys, monkeypatch, kind, mib):
+    """The default sizes on the CPU: the kernel ended processes, after minutes in which nothing else had memory."""
+    from moe_a2a.bench import machine
+
+    assert (machine.available_memory() or 1 << 30) > 0
+    command = (
+        "bench",
+        kind,
+        "--device",
+        "cpu",
+        "--ranks",
+        2,
+        "--experts",
+        8,
+        "--topk",
+        2,
+        "--hidden",
+        1024,
+        "--intermediate",
+        1024,
+    )
+    monkeypatch.setattr(machine, "available_memory", lambda: mib << 20)
+    with pytest.raises(AssertionError, match="ranks were started"):
+        refused(capsys, *command)
+    monkeypatch.setattr(machine, "available_memory", lambda: (mib << 20) - 1)
+    assert (
+        f"the experts of all ranks take {mib} MiB or more, and {mib - 1} MiB of memory are available; pass smaller --experts, "
+        "--intermediate or --hidden" in refused(capsys, *command)
+    )
+
+
 def test_limits_are_exact(capsys):
     """It was 2.14748e+09."""
     assert "'0' is not an integer from 1 to 2147483647" in refused(capsys, *BENCH, "--tokens", 0)
