@@ -83,9 +83,8 @@ class DispatchHandle:
         self._routing, self._versions = routing, _versions_of(*routing)
         self._num_blocks = 0
         self._scales_dtype = scales_dtype  # None: float32
-        self._sum_index: torch.Tensor | None = (
-            None  # int32 [R * T]: where a presummed y has each row's sum; None: at the row
-        )
+        # int32 [R * T]: the row of a presummed y that holds each row's sum; None: y is as long as recv_x.
+        self._sum_index: torch.Tensor | None = None
 
     def _received(self, layout: str, expert_alignment: int, num_blocks: int) -> DispatchHandle:
         self.layout, self.expert_alignment, self._num_blocks = layout, expert_alignment, num_blocks
