@@ -20,6 +20,7 @@ from moe_a2a.torch_backend.call_options import op_of, reduce_options, with_timeo
 from moe_a2a.torch_backend.delegates import LargeCalls, add_delegates, make_delegate, one_by_one
 from moe_a2a.torch_backend.methods import tracked, untraced
 from moe_a2a.torch_backend.options import LARGEST, Options, Place
+from moe_a2a.torch_backend.p2p import Batches
 from moe_a2a.torch_backend.tensors import (
     fill,
     flattened,
@@ -77,6 +78,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         self._lock = threading.Lock()
         self._thread = CallThread(f"moe_a2a rank {rank}")
         self._recent = RecentWorks()
+        self._batches = Batches()
         self.delegates = add_delegates(self, store, rank, num_ranks, timeout)
 
     # Called from C++ and Python.
@@ -244,11 +246,11 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
     @untraced
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
-        return self._delegate(*tensors).send(tensors, dst, tag)
+        return self._batches.call(self, self._delegate(*tensors), "send", tensors, dst, tag)
 
     @untraced
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
-        return self._delegate(*tensors).recv(tensors, src, tag)
+        return self._batches.call(self, self._delegate(*tensors), "recv", tensors, src, tag)
 
     @untraced
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
