@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -15,7 +14,6 @@ from torch import Tensor
 from moe_a2a import arguments, block_scales, calls
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
-from moe_a2a.errors import CallMismatchError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind, difference
@@ -111,34 +109,19 @@ class Exchange:
 
     def bounded_expert_parallel(self, kind: Kind, bound: int, num_tokens: int, call: Call) -> ExpertParallel:
         """One for batches of at most `bound` tokens, which all ranks know; they compare their calls if it is made now."""
-        if not self.find(kind, bound):
-            self.agree(num_tokens, call)
+        if found := self.find(kind, bound):
+            return found
+        self.agree(num_tokens, call)
         return self.expert_parallel(kind, bound)
 
     def agreed_expert_parallel(self, kind: Kind, num_tokens: int, call: Call) -> ExpertParallel:
         """One for the batches of all ranks, of which this one's has num_tokens; made if there is none, or none large enough. Raises
         on every rank if the ranks make different calls."""
-        ep = self.newest_of(kind)
-        if ep is None:
-            most, _ = self.agree(num_tokens, call)
-            return self.expert_parallel(kind, most)
-        digest = zlib.crc32(str(call.numbers()).encode())
-        try:
-            headers = self._gathered(num_tokens << 32 | digest)
-            if any(header & 0xFFFFFFFF != digest for header in headers):
-                raise CallMismatchError("the ranks make different dispatches")
-        except CallMismatchError:
-            self.agree(num_tokens, call)  # says in which argument they differ
-            raise
-        most = max(header >> 32 for header in headers)
-        return ep if most <= ep.num_max_tokens_per_rank else self.expert_parallel(kind, most)
-
-    def _gathered(self, number: int) -> list[int]:
-        """The number of each rank, an int64, read by the host."""
-        mine = torch.full((1,), number, dtype=torch.int64, device=self.comm.device)
-        numbers = self.collectives.all_gather(mine.view(torch.float32)).view(torch.int64).tolist()
-        self.collectives._core.raise_reported()  # on a GPU a refused gather returns, too
-        return [int(number) for number in numbers]
+        most, _ = self.agree(num_tokens, call)
+        newest = self.newest_of(kind)
+        if newest is not None and most <= newest.num_max_tokens_per_rank:
+            return newest
+        return self.expert_parallel(kind, most)
 
     def find(self, kind: Kind, num_max_tokens: int) -> ExpertParallel | None:
         """One of that kind for batches of num_max_tokens, if there is one."""
