@@ -10,12 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 
-from moe_a2a.torch_backend.work import Work
+from moe_a2a.torch_backend.work import JointWork
 
 MOST_FRAMES = 12  # between batch_isend_irecv() and here: isend(), and the wrappers of PyTorch and Dynamo
 
@@ -25,7 +24,8 @@ class Batches(threading.local):
 
     def __init__(self) -> None:
         self._operations: Sequence[Any] | None = None  # of the batch
-        self._collected: list[tuple[Any, BatchWork]] = []
+        self._calls: list[tuple[Any, ...]] = []
+        self._started: list[Any] = []  # the delegate's work, once there is one
 
     def call(self, group: Any, delegate: Any, name: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         """delegate.send() or recv(), by name: at once, or with the others of its batch."""
@@ -33,41 +33,22 @@ class Batches(threading.local):
         if operations is None or len(operations) < 2:
             return getattr(delegate, name)(tensors, peer, tag)
         if operations is not self._operations:  # a batch before may have failed halfway
-            self._operations, self._collected = operations, []
-        work = BatchWork(tensors)
-        self._collected.append(((name, tensors, peer, tag), work))
-        if len(self._collected) == len(operations):
-            self._start(group, delegate, tensors[0].device)
+            self._operations, self._calls, self._started = operations, [], []
+        self._calls.append((getattr(delegate, name), tensors, peer, tag))
+        work = JointWork(tensors, self._started)
+        if len(self._calls) == len(operations):
+            self._start(group, tensors[0].device)
         return work
 
-    def _start(self, group: Any, delegate: Any, device: torch.device) -> None:
-        collected = self._collected
-        self._operations, self._collected = None, []
+    def _start(self, group: Any, device: torch.device) -> None:
+        calls, started = self._calls, self._started
+        self._operations, self._calls, self._started = None, [], []
         group._start_coalescing(device)
         try:
-            for (name, *arguments), _ in collected:
-                getattr(delegate, name)(*arguments)
+            for call, *arguments in calls:
+                call(*arguments)
         finally:
-            batch = group._end_coalescing(device)
-        for _, work in collected:
-            work.batch = batch
-
-
-class BatchWork(Work):
-    """An operation of a batch; over when the batch is."""
-
-    batch: Any
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        done: bool = self.batch.wait() if timeout is None else self.batch.wait(timeout)
-        return done
-
-    def get_future(self) -> Any:
-        return self.batch.get_future().then(lambda _: self._results)
-
-    def is_completed(self) -> bool:
-        completed: bool = self.batch.is_completed()
-        return completed
+            started.append(group._end_coalescing(device))
 
 
 def _operations_of_caller() -> Sequence[Any] | None:
