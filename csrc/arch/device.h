@@ -107,6 +107,10 @@ class LaunchOrder {
     if (last_ && *last_ != stream) device.order_streams(*last_, stream);
     last_ = stream;
   }
+  // Before `stream` is destroyed, with nothing queued on it.
+  void forget(void* stream) {
+    if (last_ == stream) last_.reset();
+  }
 
  private:
   std::optional<void*> last_;

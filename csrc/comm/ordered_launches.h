@@ -19,13 +19,11 @@ class OrderedLaunches {
   void launch(Device& device, void* stream, const Queue& queue) {
     const std::lock_guard lock(mutex_);
     order_.next(device, stream);
-    last_stream_ = stream;
     queue();
   }
-  // Before `stream` is destroyed, with nothing queued on it.
   void forget(void* stream) {
     const std::lock_guard lock(mutex_);
-    if (last_stream_ == stream) order_ = {};
+    order_.forget(stream);
   }
 
   const DeviceShare& share() const { return share_; }
@@ -34,7 +32,6 @@ class OrderedLaunches {
  private:
   std::mutex mutex_;
   LaunchOrder order_;
-  void* last_stream_ = nullptr;
   DeviceShare share_;
 };
 
