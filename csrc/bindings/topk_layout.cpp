@@ -18,21 +18,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> topk_layout(const at::Tensor& top
   const Place here = {.rank = rank, .device = topk_idx.device(), .owner = "topk_idx"};
   check_plain(here, topk_idx, "topk_idx");
   const at::Tensor ids = topk_idx.contiguous();
-  const at::Tensor per_rank = make_tensor(here, {num_ranks}, at::kInt);
-  const at::Tensor per_expert = make_tensor(here, {num_experts}, at::kInt);
+  const at::Tensor counts = make_tensor(here, {num_ranks + num_experts}, at::kInt);
   const at::Tensor in_rank = make_tensor(here, {ids.size(0), num_ranks}, at::kBool);
   const TopkLayoutArgs args = {.topk_idx = {ids.const_data_ptr(), ids.scalar_type() == at::kLong},
                                .num_tokens = static_cast<int>(ids.size(0)),
                                .num_topk = static_cast<int>(ids.size(1)),
                                .num_experts = num_experts,
                                .num_ranks = num_ranks,
-                               .num_tokens_per_rank = per_rank.mutable_data_ptr<int32_t>(),
-                               .num_tokens_per_expert = per_expert.mutable_data_ptr<int32_t>(),
+                               .counts = counts.mutable_data_ptr<int32_t>(),
                                .is_token_in_rank = in_rank.mutable_data_ptr<bool>()};
   void* const stream = current_stream(here.device);
   py::gil_scoped_release unlocked;
   run_topk_layout(target, here.device.is_cpu() ? 0 : here.device.index(), args, stream);
-  return {per_rank, per_expert, in_rank};
+  return {counts.narrow(0, 0, num_ranks), counts.narrow(0, num_ranks, num_experts), in_rank};
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ struct TopkLayout {
       const RankSet ranks = count_choices(args, t);
       for (int r = 0; r < args.num_ranks; ++r) {
         args.is_token_in_rank[int64_t{t} * args.num_ranks + r] = ranks.contains(r);
-        if (ranks.contains(r)) count(args.num_tokens_per_rank + r);
+        if (ranks.contains(r)) count(args.counts + r);
       }
     }
   }
@@ -31,7 +31,7 @@ struct TopkLayout {
     for (int k = 0; k < args.num_topk; ++k) {
       const int64_t expert = args.topk_idx[int64_t{token} * args.num_topk + k];
       if (expert < 0 || expert >= args.num_experts) continue;
-      count(args.num_tokens_per_expert + expert);
+      count(args.counts + args.num_ranks + expert);
       ranks.insert(static_cast<int>(expert) / num_local);
     }
     return ranks;
