@@ -7,12 +7,9 @@ import math
 import operator
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from moe_a2a.handle import DispatchHandle
 
 LAYOUTS = ("rows", "expert_major", "masked")  # in the extension's order
 MAX_EXPERT_ALIGNMENT = 256
@@ -215,8 +212,8 @@ def checked_quantize(rank: int, quantize: Any) -> bool:
     return True
 
 
-def checked_layout(rank: int, handle: DispatchHandle | None, layout: Any, expert_alignment: Any) -> tuple[str, int]:
-    """Replaces None by the value of `handle`, if one is given, or by the default."""
+def checked_layout(rank: int, handle: Any, layout: Any, expert_alignment: Any) -> tuple[str, int]:
+    """Replaces None by the value of `handle`, a DispatchHandle, if one is given, or by the default."""
     if layout is expert_alignment is handle is None:
         return "rows", 1
     if layout is None:

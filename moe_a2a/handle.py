@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from moe_a2a import block_scales
+from moe_a2a import arguments, block_scales
 
 
 class AnyExpertParallel(Protocol):
@@ -164,9 +164,8 @@ class DispatchHandle:
 
         A kernel that weights and sums a row's experts itself (the fused MoE of another library) takes recv_x with these two;
         its result goes to combine(..., presummed=True)."""
-        for name, value in (("first_expert", first_expert), ("no_expert", no_expert)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} is a {type(value).__name__} on rank {self.ep.rank}; pass an int")
+        first_expert = arguments.checked_int(self.ep.rank, "first_expert", first_expert)
+        no_expert = arguments.checked_int(self.ep.rank, "no_expert", no_expert)
         if dtype not in (torch.int32, torch.int64):
             raise TypeError(f"dtype={dtype} on rank {self.ep.rank}; pass torch.int32 or torch.int64")
         topk: tuple[torch.Tensor, torch.Tensor] = self._core.recv_topk(self._handle, dtype, first_expert, no_expert)
