@@ -97,6 +97,18 @@ class Core : public ClientCore {
     return run_packed_topk(*ep(), *handle, device_, num_rows, where(0));
   }
 
+  // weights: float32, of every rank's tokens, [R * T, K].
+  void set_term_weights(const Handle& handle, const at::Tensor& weights) {
+    const auto core = ep();
+    const Place here = {core->config().rank, device_};
+    check_plain(here, weights, "weights");
+    check_dtype(here.rank, weights, "weights", at::kFloat);
+    check_contiguous(here.rank, weights, "weights");
+    const LaunchPlace place = where(0);
+    py::gil_scoped_release unlocked;
+    core->set_term_weights(*handle, weights.const_data_ptr<float>(), place);
+  }
+
   at::Tensor simulated_experts(const Handle& handle, const OptionalTensor& scales, double factor) {
     return run_simulated_experts(*ep(), *handle, device_, type_, {scales, factor}, where(0));
   }
@@ -279,6 +291,7 @@ void bind_calls(py::class_<Core, ClientCore>& core) {
           },
           py::arg("handle"), py::arg("id_dtype"), py::arg("first_expert"), py::arg("no_expert"))
       .def("packed_topk", &Core::packed_topk, py::arg("handle"), py::arg("num_rows"))
+      .def("set_term_weights", &Core::set_term_weights)
       .def("simulated_experts", &Core::simulated_experts)
       .def("simulated_layer", &Core::simulated_layer)
       .def("weighted_grads", &Core::weighted_grads)

@@ -91,6 +91,13 @@ struct RecvTopkArgs {
   int32_t* numbers = nullptr;    // [R + El]: rows that landed from the ranks up to each; each local expert's routes
 };
 
+// Replaces the number of a choice, which each term of a landed row carries as its weight, by the weight of that choice.
+struct TermWeightsArgs {
+  Context context;
+  int buffer = 0;
+  const float* weights = nullptr;  // [R * T, K]: of every rank's tokens
+};
+
 // The gradients of y and of its weights, in combine's backward pass; see moe/weighted_grads.h.
 struct WeightedGradsArgs {
   Context context;

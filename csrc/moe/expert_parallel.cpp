@@ -255,6 +255,13 @@ void ExpertParallel::recv_topk(const DispatchHandle& handle, RecvTopkArgs args, 
   launch(args, independent_blocks(place), place.stream);
 }
 
+void ExpertParallel::set_term_weights(const DispatchHandle& handle, const float* weights, const LaunchPlace& place) {
+  const CallGate::Turn turn = gate_.enter();
+  require(handle, {Stage::kReceived}, "set_term_weights");
+  launch(TermWeightsArgs{.context = context_, .buffer = handle.buffer, .weights = weights}, independent_blocks(place),
+         place.stream);
+}
+
 void ExpertParallel::weighted_grads(const DispatchHandle& handle, const WeightedRows& y, void* grad_y,
                                     float* grad_weights, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();

@@ -84,6 +84,9 @@ class ExpertParallel : public Client {
                    const LaunchPlace& place);
   // The caller sets what to return and where to; see RecvTopkArgs.
   void recv_topk(const DispatchHandle& handle, RecvTopkArgs args, const LaunchPlace& place);
+  // Before a combine, of a handle whose dispatch carried the number of each choice as its weight: the weights of every
+  // rank's tokens, [R * T, K].
+  void set_term_weights(const DispatchHandle& handle, const float* weights, const LaunchPlace& place);
   // In combine's backward pass, after a dispatch of the gradients of its sums: one row per position, num_rows of them.
   // All tensors are contiguous; see WeightedGradsArgs.
   void weighted_grads(const DispatchHandle& handle, const WeightedRows& y, void* grad_y, float* grad_weights,

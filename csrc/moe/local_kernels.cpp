@@ -3,7 +3,8 @@
 #include "moe/gather_rows.h"
 #include "moe/recv_topk.h"
 #include "moe/route/topk_layout.h"
+#include "moe/term_weights.h"
 #include "moe/vocabulary.h"
 #include "moe/weighted_grads.h"
 
-MOE_A2A_KERNEL_FAMILY(local_kernels, kMoeVocabulary, GatherRows, RecvTopk, TopkLayout, WeightedGrads)
+MOE_A2A_KERNEL_FAMILY(local_kernels, kMoeVocabulary, GatherRows, RecvTopk, TermWeights, TopkLayout, WeightedGrads)

@@ -9,9 +9,10 @@ namespace moe_op {
 inline constexpr Operation kDispatchSend{16}, kDispatchRecv{17}, kCombineSend{18}, kCombineRecv{19}, kGroupedGemm{30};
 }
 inline constexpr const char* kMoeOperations[] = {
-    "dispatch_send",     "dispatch_recv",        "combine_send",   "combine_recv",   "dispatch",  "combine",
-    "gather_rows",       "refuse_dispatch",      "refuse_combine", "release",        "push_rows", "refuse_any_buffer",
-    "simulated_experts", "product_combine_send", "grouped_gemm",   "weighted_grads", "recv_topk", "topk_layout"};
+    "dispatch_send",  "dispatch_recv",     "combine_send",      "combine_recv",         "dispatch",
+    "combine",        "gather_rows",       "refuse_dispatch",   "refuse_combine",       "release",
+    "push_rows",      "refuse_any_buffer", "simulated_experts", "product_combine_send", "grouped_gemm",
+    "weighted_grads", "recv_topk",         "topk_layout",       "term_weights"};
 
 namespace moe_kind {
 inline constexpr TraceKind kRoute{8},  // a chunk of the routing table: read, written, signalled; token: its first

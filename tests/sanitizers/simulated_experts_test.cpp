@@ -3,37 +3,18 @@
 
 #include <cmath>
 #include <limits>
-#include <random>
 #include <vector>
 
+#include "choices.h"
 #include "rows_of.h"
 #include "seed.h"
 #include "thread_ranks.h"
 
-namespace moe_a2a {
+namespace moe_a2a::small_case {
 namespace {
-
-constexpr int kRanks = 2, kTokens = 7, kTopk = 3, kExperts = 10;
 
 // A row is a formula of its rank, token and column; float32 holds every product and sum here exactly.
 float value(int rank, int token, int column) { return static_cast<float>(100 * rank + 10 * token + column % 7 + 1); }
-
-struct Choices {
-  std::vector<int32_t> expert;  // [kTokens, kTopk]
-  std::vector<float> weight;    // powers of two
-};
-Choices draw(uint64_t seed, int rank) {
-  std::mt19937_64 random(seed + rank);
-  Choices choices;
-  for (int t = 0; t < kTokens; ++t) {
-    const int first = static_cast<int>(random() % kExperts);
-    for (int k = 0; k < kTopk; ++k) {
-      choices.expert.push_back(random() % 5 == 0 ? -1 : (first + 3 * k) % kExperts);
-      choices.weight.push_back(static_cast<float>(1 << random() % 3));
-    }
-  }
-  return choices;
-}
 
 class SimulatedExpertsTest : public ::testing::TestWithParam<int> {};
 
@@ -99,4 +80,4 @@ TEST_P(SimulatedExpertsTest, SumsEachLandedRow) {
 INSTANTIATE_TEST_SUITE_P(Hidden, SimulatedExpertsTest, ::testing::Values(3, 48, 520));
 
 }  // namespace
-}  // namespace moe_a2a
+}  // namespace moe_a2a::small_case

@@ -208,8 +208,5 @@ def _set_weights(exchange: Exchange, handle: LowLatencyHandle, topk_weights: Ten
             table[: handle.num_tokens] = topk_weights
     weights = exchange.collectives.all_gather(table)
     with calls.combine_refused_if_failed(opened):
-        terms = opened._core.term_weights(opened._handle)
-        # Past a row's last term, the contents are unspecified.
-        choices = terms.long().clamp_(0, ep.num_topk - 1)
-        torch.gather(weights, 1, choices, out=terms)
+        opened._core.set_term_weights(opened._handle, weights)
         handle.has_weights = True
