@@ -1,4 +1,4 @@
-"""The memory of a Buffer: a Collectives, and an ExpertParallel for each kind of row."""
+"""What a Buffer consists of: an ExpertParallel for each kind of row, and Collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_a2a import arguments, block_scales, calls
+from moe_a2a import _core, arguments, block_scales, calls
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.expert_parallel import ExpertParallel
@@ -20,6 +20,7 @@ from moe_a2a.integrations.deep_ep.kinds import Call, Kind, difference
 from moe_a2a.row_routes import choice_numbers
 
 TABLE_NBYTES = 4 << 20  # larger tables of weights go in slices
+NUMBERS_NBYTES = 4 << 10
 
 
 @dataclass(eq=False)
@@ -61,6 +62,10 @@ class Exchange:
     def __init__(self, group: Any, timeout: float, num_buffers: int):
         self.comm = Communicator(group, timeout=timeout, ordered=True)
         self.collectives = Collectives(self.comm, TABLE_NBYTES)
+        # A call on the CPU waits for no stream.
+        self.host_collectives = self.collectives
+        if "cpu" in _core.built_targets():
+            self.host_collectives = Collectives(group, NUMBERS_NBYTES, device="cpu", timeout=timeout)
         self.num_buffers = num_buffers
         self._made: list[tuple[Kind, ExpertParallel]] = []
         self._open: dict[ExpertParallel, deque[DispatchHandle]] = {}
@@ -89,23 +94,28 @@ class Exchange:
                 raise ValueError(f"{name} has shape {list(tensor.shape)} on rank {self.rank}; pass a row per token")
 
     def agree(self, num_tokens: int, call: Call, num_choices: int = 0) -> tuple[int, int]:
-        """The largest number of tokens and of a token's choices on any rank, read by the host. Raises on every rank if the ranks
+        """The largest number of tokens and of a token's choices on any rank. Raises on every rank if the ranks
         make different calls, which exchange equally many numbers for this."""
         mine = call.numbers()
-        most_tokens, most_choices, *largest = self.largest(
-            num_tokens, num_choices, *mine, *(-number for number in mine)
-        )
+        numbers = [num_tokens, num_choices, *mine, *(-number for number in mine)]
+        most_tokens, most_choices, *largest = self._largest(numbers)
         most, least = largest[: len(mine)], [-number for number in largest[len(mine) :]]
         if problem := difference(self.rank, mine, least, most):
             raise ValueError(problem)
         return most_tokens, most_choices
 
-    def largest(self, *numbers: int) -> list[int]:
-        """The largest value of each number on any rank, read by the host."""
-        mine = torch.tensor(numbers, dtype=torch.float32, device=self.comm.device)
-        largest = self.collectives.all_reduce(mine, "max").tolist()
-        self.collectives._core.raise_reported()  # on a GPU a refused all-reduce returns, too
-        return [int(number) for number in largest]
+    def _largest(self, numbers: list[int]) -> list[int]:
+        """The largest value of each number on any rank."""
+        collectives = self.host_collectives
+        largest = collectives.all_reduce(torch.tensor(numbers, dtype=torch.float32, device=collectives.device), "max")
+        read = [int(number) for number in largest.tolist()]
+        collectives._core.raise_reported()  # on a GPU a refused all-reduce returns, too
+        return read
+
+    def barrier(self) -> None:
+        """Returns once all ranks have called it and the work before it on their current streams is done."""
+        self.collectives.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.comm.device)).tolist()
+        self.collectives._core.raise_reported()
 
     def bounded_expert_parallel(self, kind: Kind, bound: int, num_tokens: int, call: Call) -> ExpertParallel:
         """One for batches of at most `bound` tokens, which all ranks know; they compare their calls if it is made now."""
@@ -247,7 +257,7 @@ class Exchange:
     def dispatch_refused_if_failed(self, ep: ExpertParallel | None) -> Iterator[None]:
         """Around the checks of a dispatch. A rank that fails makes room as its peers do, so that all end the same dispatches.
         ep: that of the peers; None: not made yet, so they are in agree()."""
-        with calls.refused_if_failed(self.collectives) if ep is None else calls.dispatch_refused_if_failed(ep):
+        with calls.refused_if_failed(self.host_collectives) if ep is None else calls.dispatch_refused_if_failed(ep):
             try:
                 yield
             except BaseException:
@@ -272,6 +282,7 @@ class Exchange:
         for _, ep in self._made:
             ep.close()
         self.collectives.close()
+        self.host_collectives.close()
         self.comm.close()
 
 

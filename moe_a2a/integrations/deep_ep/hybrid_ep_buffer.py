@@ -295,7 +295,7 @@ class HybridEPBuffer(OfExchange):
         exchange = self._open()
         if non_blocking and self._num_topk and exchange.newest is not None:
             return exchange.dispatch_refused_if_failed(exchange.newest)
-        return calls.refused_if_failed(exchange.collectives)
+        return calls.refused_if_failed(exchange.host_collectives)
 
     def _dispatch(self, first: First) -> _Received:
         exchange = self._open()

@@ -112,7 +112,7 @@ class RoutedBuffer(OfExchange):
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Returns once all ranks have called it."""
-        self._open().largest(0)
+        self._open().barrier()
 
     # ---- a first dispatch
 
