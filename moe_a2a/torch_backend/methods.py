@@ -1,41 +1,17 @@
-"""Decorators for the methods of a process group that PyTorch calls."""
+"""A decorator for the methods of a process group that PyTorch calls."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 
+from moe_a2a.torch_backend.untraced import untraced
 from moe_a2a.torch_backend.work import Work
 
 _c10d: Any = torch._C._distributed_c10d
-
-
-class untraced:  # noqa: N801 (a decorator)
-    """Decorates a method that Dynamo shall not trace. Where torch.compile() breaks a graph, as in DDP's forward pass, PyTorch calls
-    the group while Dynamo compiles every Python function that gets a tensor, and it cannot compile a process group's.
-
-    A descriptor, since a function around the method would be traced itself. It does not import Dynamo, which takes seconds; until
-    another does, nothing is compiled."""
-
-    def __init__(self, call: Callable[..., Any]):
-        self._call = call
-        self._untraced: Callable[..., Any] | None = None
-
-    def __get__(self, group: Any, kind: type | None = None) -> Any:
-        call = self._untraced or self._untraced_call()
-        return call if group is None else MethodType(call, group)
-
-    def _untraced_call(self) -> Callable[..., Any]:
-        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
-        if disable is None:
-            return self._call
-        self._untraced = disable(self._call)
-        return self._untraced
 
 
 def tracked(call: Callable[..., Any]) -> untraced:

@@ -18,7 +18,7 @@ from moe_a2a.groups import MeetingGroup
 from moe_a2a.rendezvous import Meetings
 from moe_a2a.torch_backend.call_options import op_of, reduce_options, with_timeout
 from moe_a2a.torch_backend.delegates import LargeCalls, add_delegates, make_delegate, one_by_one
-from moe_a2a.torch_backend.methods import tracked, untraced
+from moe_a2a.torch_backend.methods import tracked
 from moe_a2a.torch_backend.options import LARGEST, Options, Place
 from moe_a2a.torch_backend.p2p import Batches
 from moe_a2a.torch_backend.tensors import (
@@ -33,6 +33,7 @@ from moe_a2a.torch_backend.tensors import (
     reduce_scatter_list,
     takes,
 )
+from moe_a2a.torch_backend.untraced import untraced
 from moe_a2a.torch_backend.work import BarrierWork, CallThread, RecentWorks, StreamWork, work_done
 from moe_a2a.two_level.collectives import TwoLevelCollectives
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_a2a.torch_backend.untraced import untraced
+
 _TorchWork: Any = dist.Work  # its stubs are incomplete
 _c10d: Any = torch._C._distributed_c10d
 EXIT_SECONDS = 5.0  # how long an exiting process waits for its queued calls
@@ -28,12 +30,15 @@ class Work(_TorchWork):
         super().__init__()
         self._results = results
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
+    @untraced
     def synchronize(self) -> None:
         self.wait()
 
+    @untraced
     def get_future(self) -> Any:
         """On a GPU, waiting for the future makes the waiter's stream wait for the work queued on the current stream so far."""
         gpus = list({x.device for x in self._results if x.is_cuda})
@@ -41,6 +46,7 @@ class Work(_TorchWork):
         future.set_result(self._results)
         return future
 
+    @untraced
     def is_completed(self) -> bool:
         return True
 
@@ -66,14 +72,17 @@ class StreamWork(Work):
         super().__init__(results)
         self._stream, self._ended = stream, ended
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         torch.cuda.current_stream(self._stream.device).wait_event(self._ended)
         return True
 
+    @untraced
     def get_future(self) -> Any:
         with torch.cuda.stream(self._stream):
             return super().get_future()
 
+    @untraced
     def is_completed(self) -> bool:
         return self._ended.query()
 
@@ -118,6 +127,7 @@ class ThreadWork(Work):
         """Also runs what was added to the future by then(), which may make calls and wait for them."""
         self._begun.set_result(None)
 
+    @untraced
     def get_future(self) -> Any:
         with self._lock:
             if self._future is None:
@@ -133,6 +143,7 @@ class ThreadWork(Work):
             raise self._error
         return self._results
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout else 0
         if not self._over.wait(seconds if seconds > 0 else None):
@@ -141,6 +152,7 @@ class ThreadWork(Work):
             raise self._error
         return True
 
+    @untraced
     def is_completed(self) -> bool:
         return self._over.is_set()
 
@@ -158,11 +170,13 @@ class BarrierWork(Work):
         super().__init__([])
         self._work, self._device = work, device
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._work.wait(timeout)
         torch.cuda.current_stream(self._device).synchronize()
         return True
 
+    @untraced
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
@@ -174,13 +188,16 @@ class JointWork(Work):
         super().__init__(results)
         self._works = works
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         given = () if timeout is None else (timeout,)
         return all([work.wait(*given) for work in self._works])
 
+    @untraced
     def get_future(self) -> Any:
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda _: self._results)
 
+    @untraced
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
