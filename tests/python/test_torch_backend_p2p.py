@@ -1,5 +1,5 @@
-"""batch_isend_irecv() over the backend: one batch of a delegate that can make one, as NCCL can. Here gloo stands in for NCCL, which
-starts the operations of a batch together."""
+"""batch_isend_irecv() over the backend, which pipeline schedules use: one batch of a delegate that can make one, as NCCL can. In one
+test gloo stands in for NCCL, which starts the operations of a batch together."""
 
 import on_device
 import pytest
@@ -121,3 +121,42 @@ def exchange_program(report, seed: int) -> None:
 @pytest.mark.timeout(120)
 def test_both_ranks_send_first(session_seed):
     run_on_backend(2, exchange_program, session_seed)
+
+
+def block_of(seed: int, stage: int) -> torch.nn.Module:
+    torch.manual_seed(seed + stage)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)).to(DEVICE)
+
+
+def pipeline_program(report, seed: int) -> None:
+    """Two steps of each schedule; the gradients are those of one process."""
+    from torch.distributed import pipelining
+
+    rank, num_ranks, num_batches, loss_of = dist.get_rank(), dist.get_world_size(), 4, torch.nn.functional.mse_loss
+    torch.manual_seed(seed - 1)
+    x, target = torch.randn(2, 8, 8).to(DEVICE)
+    for schedule, num_own in (
+        (pipelining.ScheduleGPipe, 1),
+        (pipelining.Schedule1F1B, 1),
+        (pipelining.ScheduleInterleaved1F1B, 2),
+    ):
+        num_stages = num_own * num_ranks
+        whole = [block_of(seed, stage) for stage in range(num_stages)]
+        for inputs, targets in zip(x.chunk(num_batches), target.chunk(num_batches), strict=True):
+            loss_of(torch.nn.Sequential(*whole)(inputs), targets).backward()
+        own = range(rank, num_stages, num_ranks)
+        stages = [pipelining.PipelineStage(block_of(seed, s), s, num_stages, torch.device(DEVICE)) for s in own]
+        run = schedule(stages if num_own > 1 else stages[0], num_batches, loss_fn=loss_of, scale_grads=False)
+        for _ in range(2):
+            for stage in stages:
+                stage.submod.zero_grad()
+            run.step(*([x] if rank == 0 else []), **({"target": target} if rank == num_ranks - 1 else {}))
+            for stage, number in zip(stages, own, strict=True):
+                for mine, expected in zip(stage.submod.parameters(), whole[number].parameters(), strict=True):
+                    torch.testing.assert_close(mine.grad, expected.grad, msg=f"{schedule.__name__}, stage {number}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_pipeline_schedules(session_seed):
+    run_on_backend(2, pipeline_program, session_seed)
