@@ -5,7 +5,7 @@
 # make headers  compile every header on its own
 # make format   make lint   make types   make stubs   make docs   make package   make clean
 #
-# All output goes to .venv and build in this folder. PYTHON= names the interpreter for .venv,
+# All output goes to .venv and build in this folder, the demo's plot to moe_a2a_demo. PYTHON= names the interpreter for .venv,
 # TARGETS= the targets to build (cpu;cuda;hip; default: cpu and whatever is found).
 
 PYTHON ?= python3

@@ -33,8 +33,8 @@ class Collectives(CommunicatorClient):
     Args:
         group: a Communicator, or what a Communicator takes.
         max_nbytes: bytes of a tensor that the workspace holds, on the CPU at most 256 KiB; larger tensors are sent in
-            slices. The object takes about 2.5 times as much memory, plus 145 KiB per rank (see `nbytes`). The same on every
-            rank.
+            slices. The object takes 2 + 2 / num_ranks times as much memory, plus about 150 KiB per rank (see `nbytes`). The
+            same on every rank.
         symmetric_nbytes: memory for tensors made by empty(), which every rank can read and write. The same on every rank.
         num_blocks: limit on the blocks (CPU: threads) of a kernel; the rest of the device is free for other work, and for the
             other objects of this process. 0: what the table says, or for large tensors as many as run at once.

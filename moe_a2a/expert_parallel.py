@@ -39,8 +39,9 @@ class ExpertParallel(CommunicatorClient):
         num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: from the launch table. On a GPU
             at most what the device has, shared evenly with this process's other objects on it.
         num_max_ll_tokens: a rank's batch of at most this many tokens sends its routing as LL words, which carry their epoch
-            beside their data: fewer steps, more bytes. Its rows, up to 1 MiB, and its sums, up to 3 MiB, travel the same
-            way. None: the device's default; 0: never. The same on every rank; takes memory for that many rows of every rank.
+            beside their data: fewer steps, more bytes. Its rows to the other ranks, up to 1 MiB (float8: 1.5 MiB), and their
+            sums for it, up to 3 MiB, travel the same way. None: the device's default; 0: never. The same on every rank; takes
+            memory for that many rows of every rank.
         launch_table: the file of a tuned table, instead of the one that fits this GPU; see docs/tuning.md.
 
     Every rank makes the same calls in the same order; numbers of tokens may differ, and may be zero. Work is queued on

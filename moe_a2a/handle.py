@@ -35,9 +35,10 @@ class Owner(AnyExpertParallel, Protocol):
 class DispatchHandle:
     """One dispatch between its send and its combine.
 
-    All tensors are views of the ExpertParallel's own memory, on its device (recv_rows, recv_topk(): copies). Writing to
-    them changes what this rank's experts read, never where a kernel reads or writes. They are valid until combine()
-    returns or release() is called; afterwards reading a property raises RuntimeError.
+    Tensors are views of the ExpertParallel's own memory, on its device. Writing to them changes what this rank's experts
+    read, never where a kernel reads or writes. They are valid until combine() returns or release() is called; afterwards
+    reading their property raises RuntimeError. expert_x, expert_x_scales, recv_rows and recv_topk() are copies, which stay
+    valid.
 
     Sizes: R ranks, T = num_max_tokens_per_rank, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
     one token whose expert is on this rank. *Positions* number the routes, grouped by local expert and ordered within an
