@@ -64,8 +64,8 @@ class ThreadBoard:
 
 
 def since_restart(store: Any) -> Any:
-    """The store without what processes of an earlier attempt of torchrun have written: with one agent it keeps its store when it
-    starts all ranks again. Several agents count their restarts each for itself, so there the number may differ between ranks."""
+    """The store without what ranks wrote before torchrun restarted them: with one agent torchrun keeps its store. With several
+    agents nothing is hidden, since each counts its own restarts and the number may differ between ranks."""
     import torch.distributed as dist
 
     if os.environ.get("GROUP_WORLD_SIZE") != "1":

@@ -117,7 +117,7 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
 
 @contextlib.contextmanager
 def dispatch_refused_if_failed(ep: Dispatcher) -> Iterator[None]:
-    """Around work that precedes a dispatch(), for which peers may already wait: if it fails, that dispatch counts as
+    """Wraps work that precedes a dispatch(), for which peers may already wait: if it fails, that dispatch counts as
     refused on every rank. The dispatch() itself may be inside, since it reports its own failure."""
     num_dispatches = ep._num_dispatches
     try:
@@ -149,7 +149,7 @@ def makes_a_dispatch(call: Call) -> Call:
 
 @contextlib.contextmanager
 def released_if_failed(handle: DispatchHandle) -> Iterator[None]:
-    """Around calls that report their own failures: if one fails, this rank's handle ends."""
+    """Wraps calls that report their own failures: if one fails, this rank's handle ends."""
     try:
         yield
     except BaseException:
@@ -160,7 +160,7 @@ def released_if_failed(handle: DispatchHandle) -> Iterator[None]:
 
 @contextlib.contextmanager
 def combine_refused_if_failed(handle: DispatchHandle) -> Iterator[None]:
-    """Around work between a dispatch() and its combine(), for which peers may already wait: if it fails, that combine is
+    """Wraps work between a dispatch() and its combine(), for which peers may already wait: if it fails, that combine is
     refused, and the handle released."""
     with released_if_failed(handle):
         try:
@@ -173,7 +173,7 @@ def combine_refused_if_failed(handle: DispatchHandle) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attempt_refused_if_failed(ep: Called, handle: DispatchHandle | None = None) -> Iterator[None]:
-    """Around work that precedes a combine(): if it fails, this combine is refused, and all ranks may retry with the same
+    """Wraps work that precedes a combine(): if it fails, this combine is refused, and all ranks may retry with the same
     handle. Without a handle the combine of every received, open one is refused, as in serves_a_handle()."""
     try:
         yield
@@ -184,7 +184,7 @@ def attempt_refused_if_failed(ep: Called, handle: DispatchHandle | None = None) 
 
 
 class _RefusedIfFailed(AbstractContextManager[None]):
-    """Around what a call of a Collectives does before its launch. If that fails, the peers raise PeerRefusedError, and the call
+    """Wraps what a call of a Collectives does before its launch. If that fails, the peers raise PeerRefusedError, and the call
     counts as made on every rank. A class, since every call enters it: a generator takes three times as long."""
 
     __slots__ = ("_collectives",)
@@ -220,7 +220,7 @@ def refuses_arguments_by(refused: Callable[..., AbstractContextManager[None]]) -
                 return call(*args, **kwargs)
             except TypeError as error:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    raise  # by the body of the call, which has begun
+                    raise  # the call had begun: its body raised this
                 with refused(*args, **kwargs):
                     raise
 

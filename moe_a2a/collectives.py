@@ -224,7 +224,7 @@ class Collectives(CommunicatorClient):
         return core.all_gather(x, counts, num_blocks, out)
 
     def refused_if_failed(self) -> AbstractContextManager[None]:
-        """Around work that precedes a call, for which the peers may already wait: if it fails, the call is refused."""
+        """Wraps work that precedes a call, for which the peers may already wait: if it fails, the call is refused."""
         return calls.refused_if_failed(self)
 
     def capabilities(self) -> capabilities.Capabilities:

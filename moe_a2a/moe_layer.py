@@ -209,7 +209,7 @@ class MoELayer(nn.Module):
             if any(problems):
                 *_, error_messages = others
                 error_messages += filter(None, problems)
-                return  # with the weights that it has
+                return  # the layer keeps its weights
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -32,7 +32,7 @@ class Made(Protocol):
 
 @contextlib.contextmanager
 def refused_if_failed(group: Any, what: str) -> Iterator[None]:
-    """Around work that precedes the making of a `what` by all ranks, for which the peers may already wait: if it fails, they raise
+    """Wraps work after which all ranks make a `what`, for which the peers may already wait: if it fails, they raise
     its error. group: as the constructor takes it."""
     try:
         yield
@@ -87,7 +87,7 @@ def _exchange(made: Made, meeting: Any, timeout: float, allocate: Callable[[], N
         if own is None and meeting.is_certainly_missed():
             made._core.give_back()
         raise
-    except ValueError:  # on every rank: they make different objects, and map none
+    except ValueError:  # raised on every rank: they make different objects, so none maps the others' memory
         if own is None:
             made._core.give_back()
         raise

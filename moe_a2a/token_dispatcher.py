@@ -60,7 +60,7 @@ class Routes:
 
     @contextlib.contextmanager
     def refused_if_failed(self) -> Iterator[None]:
-        """Around the experts: if they fail here, the other ranks' combine() raises PeerRefusedError instead of waiting."""
+        """Wraps the experts: if they fail here, the other ranks' combine() raises PeerRefusedError instead of waiting."""
         with calls.combine_refused_if_failed(self._exchange.handle):
             yield
 
@@ -150,7 +150,7 @@ class TokenDispatcher:
         return combined
 
     def _newest_refused_if_failed(self) -> contextlib.AbstractContextManager[None]:
-        """Around a combine() without routes: refuses and ends the newest dispatch, which most likely the others combine."""
+        """Wraps a combine() without routes: refuses and ends the newest dispatch, most likely the one that the others combine."""
         newest = self._newest() if self._newest is not None else None
         if newest is not None and newest.is_open:
             return calls.combine_refused_if_failed(newest)
@@ -212,8 +212,8 @@ class _Exchange:
 
     @contextlib.contextmanager
     def combine_refused_if_failed(self) -> Iterator[None]:
-        """Around a dispatch() and what follows it: if that fails and the handle is open, its combine is refused. Autograd may fail
-        around forward(): for a dual tensor, say."""
+        """Wraps a dispatch() and what follows it: if that fails and the handle is open, its combine is refused. Autograd itself
+        may fail outside forward(), on a dual tensor for example."""
         try:
             yield
         except BaseException:

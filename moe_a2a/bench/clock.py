@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-WAKE_UP_SECONDS = 0.05  # of work until GPU and link clocks have ramped up
+WAKE_UP_SECONDS = 0.05  # of work before the first timed step: GPU and link clocks ramp up
 SLEEP_CYCLES = 300_000  # about 150 us: more than the host needs to queue most steps
 FLUSH_BYTES = 256 << 20
 

@@ -54,7 +54,7 @@ class Line:
     columns: int
     blocks: int
     product_us: float  # on all SMs, alone
-    limited_us: float  # on the remaining SMs, alone
+    limited_us: float  # on the SMs that the transfers leave, alone
     in_turn_us: float  # the same, beside the transfers
     transfer_us: float  # a combine and a dispatch, alone
     turn_us: float

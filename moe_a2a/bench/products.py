@@ -167,7 +167,7 @@ class DeepGemm(Products):
         return ep.dispatch(*tokens, layout="expert_major", expert_alignment=self.ALIGNMENT)
 
     def take(self, handle: moe_a2a.DispatchHandle) -> Tensor:
-        num_rows = int(handle.num_routes)  # with padding
+        num_rows = int(handle.num_routes)  # includes padding
         position = torch.arange(num_rows, dtype=torch.int32, device=handle.expert_offsets.device)
         self._experts = torch.searchsorted(handle.expert_offsets[1:].contiguous(), position, right=True).int()
         return handle.expert_x[:num_rows]

@@ -203,8 +203,9 @@ class RegisteredExperts:
 
     @contextlib.contextmanager
     def _refused_if_failed(self) -> Iterator[None]:
-        """Around the checks of a call: the peers are told wherever they wait for this rank. With num_max_tokens_per_rank that is
-        in the dispatch, or where they make the buffers for it; without, where they agree on the size of the buffers."""
+        """Wraps the checks of a call. If one fails, the peers learn of it where they wait for this rank: with
+        num_max_tokens_per_rank in the dispatch, or where they make its buffers; without, where they agree on the buffers'
+        size."""
         try:
             yield
         except BaseException as error:

@@ -27,7 +27,7 @@ PRELOADED = "moe_a2a.leaderboard.preloaded"  # by name: an import here would slo
 SECONDS_TO_START = 120.0
 SECONDS_TO_BEGIN = 60.0  # a case: its process group
 LONGEST_NS = 10**18  # that a clock may show for a call: 30 years
-GRACE = 1.0  # for the other ranks once one has failed
+GRACE = 1.0  # seconds that the other ranks get to end once one has failed
 VERDICTS = {"raised": "raised", "died": "crash", "timeout": "hang"}  # by RankError's kind
 
 

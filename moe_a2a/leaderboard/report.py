@@ -14,7 +14,7 @@ from moe_a2a.leaderboard.statistics import geometric_mean
 from moe_a2a.leaderboard.verdicts import MEANINGS, PASS
 
 PAGE = "leaderboard.html"
-MOST_CHARACTERS = 2000  # of a message
+MOST_CHARACTERS = 2000  # longer messages are cut
 HOW = (
     "A time is rank 0's, from after a barrier to after the next: the mean over calls, each on new data from a secret seed, "
     "each output checked. A score is the geometric mean over shapes. The null submission does nothing: its time is the "

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import asdict, dataclass
 
 LEAST_RUNS, MOST_RUNS = 3, 100
-SMALLEST_ERROR = 0.001  # of the mean
+SMALLEST_ERROR = 0.001  # standard error, relative to the mean
 MOST_WALL_SECONDS = 120.0
 
 

@@ -87,7 +87,7 @@ def _failure() -> tuple[str, str]:
     error = sys.exc_info()[1]
     try:
         text = str(error)
-    except Exception:  # of a user's own class
+    except Exception:  # an exception class of the user's may do anything
         text = "(no text: its __str__ raised)"
     return f"raised {type(error).__name__}: {text}", traceback.format_exc()
 

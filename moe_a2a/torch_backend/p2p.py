@@ -1,8 +1,8 @@
 """Sends and receives of batch_isend_irecv(), as one batch of the delegate.
 
-NCCL makes single sends and receives of two ranks one after another: if both send first, both wait for ever. A batch has no order.
-PyTorch makes one only for groups whose class is ProcessGroup itself; on any other it calls send() and recv() in turn. So these
-look whether batch_isend_irecv() calls them, collect its operations, and start all with the last.
+NCCL runs single sends and receives one after another: if two ranks both send first, both wait for ever. A batch has no order.
+PyTorch makes a batch only for groups whose class is ProcessGroup itself; for any other group it calls send() and recv() one by
+one. So these methods check whether batch_isend_irecv() is the caller, collect its operations, and start all of them at the last.
 """
 
 from __future__ import annotations

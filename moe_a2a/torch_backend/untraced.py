@@ -9,12 +9,12 @@ from typing import Any
 
 
 class untraced:  # noqa: N801 (a decorator)
-    """Decorates a method that Dynamo shall not trace. Where torch.compile() breaks a graph, as in DDP's forward pass, Dynamo compiles
+    """Decorates a method that Dynamo must not trace. Where torch.compile() breaks a graph, as in DDP's forward pass, Dynamo compiles
     every Python function that is called, the methods of a process group and of its works too. It cannot compile a group's, and
     crashed in those of works on streams.
 
-    A descriptor, since a function around the method would be traced itself. It does not import Dynamo, which takes seconds; until
-    another does, nothing is compiled."""
+    A descriptor, since a wrapper function would itself be traced. It does not import Dynamo, which takes seconds: until somebody
+    else does, nothing is compiled."""
 
     def __init__(self, call: Callable[..., Any]):
         self._call = call

@@ -203,8 +203,8 @@ class JointWork(Work):
 
 
 class RecentWorks:
-    """Keeps the last works of few bytes alive. DDP's join() drops the work of one element and leaves C++ to wait for it, which
-    needs the Python object."""
+    """Keeps the latest works on small tensors alive: DDP's join() drops its one-element work and lets C++ wait for it, which needs
+    the Python object."""
 
     LARGEST, COUNT = 64, 16
 

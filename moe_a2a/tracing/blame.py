@@ -22,7 +22,7 @@ def culprit(timeline: Timeline, cause: np.ndarray, work: ExpertsWork) -> str:
     """
     slices = timeline.slices
     waits = timeline.named(*WAITS) & (slices["peer"] >= 0) & (slices["peer"] != slices["rank"])
-    waits &= timeline.enclosing_kernels() >= 0  # without those whose launch was dropped
+    waits &= timeline.enclosing_kernels() >= 0  # drops waits whose launch was not recorded
     share = _share_of_blocks(timeline, waits)
     if share < NEGLIGIBLE:
         return _hot_expert_of_late_rank(timeline, cause, waits, work) or (

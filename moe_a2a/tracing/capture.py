@@ -262,7 +262,7 @@ def _meeting(of: Client, what: str) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _told_if_it_fails(meeting: Any) -> Iterator[None]:
-    """Around this rank's part of a meeting: if it fails, the others get the error's text instead of None."""
+    """Wraps this rank's part of a meeting: if it fails, the others get the error's text instead of None."""
     try:
         yield
     except BaseException as error:

@@ -10,7 +10,7 @@ from moe_a2a.tracing.file_timeline import check_about, slices_of_ranks
 from moe_a2a.tracing.trace_file import FLIGHT, TraceFile
 
 WAITS_WITH_ARROWS = {"row_wait", "partial_wait"}
-MAX_SHOWN = 5  # of each kind
+MAX_SHOWN = 5  # problems per kind
 
 
 def check_file(file: TraceFile) -> list[str]:

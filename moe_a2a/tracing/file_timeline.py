@@ -121,7 +121,7 @@ class _Builder:
     def _arrows(self) -> np.ndarray:
         """Pairs of indices into the slices that come from records."""
         file = self._file
-        place = np.cumsum(self._is_own) - 1  # of a flight: its wait's
+        place = np.cumsum(self._is_own) - 1  # a flight gets the place of its wait
         pairs = []
         for flow in file.sources.keys() | file.sinks.keys():
             sources, sinks = file.sources.get(flow, ()), file.sinks.get(flow, ())

@@ -10,7 +10,7 @@ from moe_a2a.replaced_files import replaced
 from moe_a2a.tracing.summary import summarize
 from moe_a2a.tracing.timeline import WAITS, Timeline, busy, merged
 
-ENDINGS = (".png", ".svg", ".pdf", ".jpg")  # of pictures
+ENDINGS = (".png", ".svg", ".pdf", ".jpg")  # the picture formats
 NUM_BINS = 400
 
 

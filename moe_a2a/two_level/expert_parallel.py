@@ -220,7 +220,7 @@ class TwoLevelExpertParallel(OnePerRank):
 
     @contextlib.contextmanager
     def _dispatching(self) -> Iterator[None]:
-        """Around a dispatch, which the nodes compare first: a failure within is told to this node's ranks."""
+        """Wraps a dispatch, which the nodes compare first: tells this node's ranks of a failure inside."""
         self._check_open()
         try:
             with calls.dispatch_refused_if_failed(self.local):
@@ -231,7 +231,7 @@ class TwoLevelExpertParallel(OnePerRank):
 
     @contextlib.contextmanager
     def _combine_refused_if_failed(self, on_node: AbstractContextManager[None]) -> Iterator[None]:
-        """Around a combine() without a handle, for which the other ranks may already wait. on_node: refuses it on this node."""
+        """Wraps a combine() without a handle, for which the other ranks may already wait. on_node: refuses it on this node."""
         try:
             with on_node:
                 yield
@@ -289,7 +289,7 @@ class TwoLevelExpertParallel(OnePerRank):
         """(what combine() needs, the arguments of this node's dispatch). Raises `failure` or that of another node."""
         num_sent = [0] * self.num_nodes if sent is None else sent.num_sent
         counts = self._calls.begin_dispatch(0 if sent is None else sent.row_format, num_sent, failure)
-        assert sent is not None  # without a failure
+        assert sent is not None  # else `failure` was raised
         num_received = [of_node[self.node] for of_node in counts]
         received = self._rail.all_to_all(sent.rows, num_sent, num_received)
         passage = Passage(self._calls.num_dispatches, sent.tokens, sent.num_tokens, num_sent, num_received)

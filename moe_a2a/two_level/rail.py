@@ -86,7 +86,7 @@ class Rail:
 
     @contextmanager
     def within_node(self) -> Iterator[None]:
-        """Around calls of this node's ranks, whose errors number ranks within the node: names the node in their text, and
+        """Wraps calls of this node's ranks, whose errors number ranks within the node: names the node in their text, and
         renumbers the ranks in their attributes over all nodes."""
         first = self.node * self._ranks_per_node
         try:

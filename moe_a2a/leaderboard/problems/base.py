@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_a2a.leaderboard.cases import Case, CaseFileError
 
 Tensors = dict[str, Tensor]
-MOST = 2**31 - 1  # of a size
+MOST = 2**31 - 1  # the largest size
 
 
 class Problem(Protocol):
