@@ -13,8 +13,8 @@ template <class T>
 struct BlockTile {
  private:
   static constexpr bool kIsScaled = std::is_same_v<T, Float8>;
-  // Float8 is staged as bfloat16, which holds it exactly: sm_80 and gfx90a have no float8 products, and on gfx942 and
-  // gfx950, which do, this kernel is memory-bound.
+  // Float8 is staged as bfloat16, which holds it exactly: sm_80 and gfx90a have no float8 products. gfx942 and gfx950
+  // do; whether this kernel would gain from them has not been measured.
   using Staged = std::conditional_t<kIsScaled, Bfloat16, T>;
   using Matrix = WarpMatrix<Staged>;
   static constexpr int kWarps = kBlockThreads / kWarpSize;

@@ -7,8 +7,8 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// How many chunks a block sends ahead of the one that it waits for. All, where waiting is expensive. Elsewhere two, as
-// what is signalled after a chunk arrives while the next one is in hand.
+// How many chunks a block sends ahead of the one that it waits for. All of them where waiting is expensive; elsewhere
+// two, if it has two: what is signalled after one chunk arrives while the block works on the next.
 MOE_A2A_DEVICE int chunks_ahead(int num_chunks, const Grid& grid) {
   if (kRanksShareCores) return (num_chunks + grid.size() - 1) / grid.size();
   return num_chunks <= grid.size() ? 1 : 2;

@@ -1,9 +1,9 @@
 // A word that one rank writes and another waits for: a monotone epoch and a small payload.
 //
 //   bits 63..20  epoch: how many times the guarded memory was handed over; never reset
-//   bits 19..0   payload: what the reader learns beside the epoch (a number of tokens, an attempt, a row's codec)
+//   bits 19..0   payload: what the reader learns beside the epoch (a batch's header, an attempt, a row's codec)
 //
-// Between ranks, signal_many() is the only release, and the acquires are in wait.h. Within a rank, count_block()
+// Between ranks, raising a signal is the only release, and the acquires are in wait.h. Within a rank, count_block()
 // (launch_count.h), is_last_warp() (arch) and SignalQueue order blocks and warps; a Report is released by
 // write_report() and acquired by the host (client.cpp).
 #pragma once

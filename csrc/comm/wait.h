@@ -131,7 +131,7 @@ MOE_A2A_RARE bool look_around(const WaitPolicy& policy, const HeapView& heap, Wa
          may_wait_on(policy, heap, site, start, epoch, seen_word);
 }
 
-// Only waits that had to wait leave a record.
+// A wait whose first poll succeeds leaves no record.
 MOE_A2A_RARE void append_wait(const WaitPolicy& policy, WaitSite site, uint64_t start, uint32_t polls, bool given_up) {
   const uint64_t now = clock_now();
   append(policy.trace, {.kind = site.awaited, .begin = start, .peer = site.peer, .token = site.token, .polls = polls},
