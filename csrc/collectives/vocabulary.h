@@ -21,7 +21,7 @@ inline constexpr const char* kCollectiveOperations[] = {"one_shot_all_reduce",
                                                         "direct_all_gather"};
 
 namespace collective_kind {
-inline constexpr TraceKind kPush{18},  // a chunk is written to the ranks that reduce it; token: its number
+inline constexpr TraceKind kPush{18},  // a chunk is written to the ranks that reduce or gather it; token: its number
     kChunkWait{19},                    // for a chunk of `peer`
     kPull{20},                         // a chunk of another rank's share is copied into out
     kCallWait{21},                     // for `peer` to make this call
