@@ -38,7 +38,7 @@ struct MoeConfig {
   int num_max_ll_tokens = 0;  // the choices of a batch of at most this many tokens travel as LL words (comm/ll_word.h)
   // So do the batch's rows, if those to all other ranks together are no larger than this. Quantised rows: 1.5 times
   // this, since as whole rows they would first be formed in shared memory. Hidden 7168, us as words / as rows:
-  //   2 H200, 64 tokens (0.9 MB) 18 / 18, 128 (1.8 MB) 25.4 / 22.1
+  //   2 H200, 64 tokens (0.9 MB) 18 / 18, 128 (1.8 MB) 25.4 / 23.3
   //   4 H100, 24 tokens (1.0 MB) 19.9 / 19.8, 64 (2.8 MB) 29.8 / 25.8
   //   4 H100, quantised, 64 tokens (1.4 MB) 23.4 / 25.4, 96 (2.1 MB) 27.3 / 27.6
   int64_t max_ll_row_bytes = 1 << 20;

@@ -71,8 +71,8 @@ struct MoeRegion {
   Array<Signal, 3> combine_signal;  // [B, R src, T]  a partial sum of src is here
   Array<std::byte, 4> combine_row;  // [B, R src, T, row_stride]
   // LL words of small batches, of medium ones the choices; L = num_max_ll_tokens. Accessed only by kernels.
-  Array<std::byte, 4> ll_choices;      // [B, R src, L, ll_choices_stride]  expert and weight of each choice
-  Array<std::byte, 4> ll_row;          // [B, R src, L, ll_row_stride]
+  Array<std::byte, 4> ll_choices;  // [B, R src, L, ll_choices_stride]  expert, weight and batch header of each choice
+  Array<std::byte, 4> ll_row;      // [B, R src, L, ll_row_stride]
   Array<std::byte, 4> ll_combine_row;  // [B, R src, L, ll_row_stride]
   // [B, R src]  src no longer reads what this rank dispatched up to this epoch. payload: if src has since refused
   // dispatches for lack of a buffer, how many dispatches after this one the last of them was; 0: none

@@ -10,7 +10,8 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // The routing of a large batch is a table, which needs a fence and a signal behind it; other batches send their choices
-// as LL words. Whole rows need a signal each; rows as LL words need stamps, which add a third to the bytes.
+// as LL words. Whole rows need a signal each; rows as LL words need stamps, which add a third to the bytes (words
+// of 16 bytes) or double them (of 8).
 struct SmallBatch {
   static constexpr bool kHasTable = false;
   using Wire = LlWire;

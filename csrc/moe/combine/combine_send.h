@@ -2,6 +2,7 @@
 // (MoeConfig::returns_ll), else as whole rows.
 #pragma once
 
+#include "moe/combine/credit.h"
 #include "moe/combine/landed_sums.h"
 #include "moe/combine/own_sums.h"
 
@@ -127,15 +128,6 @@ struct CombineSend {
     if (block.is_last_warp() && count_block(grid, c.region, args.buffer, MoeRegion::kCombineSend)) {
       return_credit(c, args.buffer, epoch, args.refused);
     }
-  }
-
-  // Tells every rank, including those that sent nothing, that its part of this buffer is no longer read here. Pairs
-  // with the acquire in DispatchSend::wait_for_credits(). Sums need no credit: a rank sends the table of its next
-  // dispatch on this buffer (or announces a small batch) after its combine_recv, and its sums are overwritten only once
-  // that has arrived.
-  MOE_A2A_DEVICE static void return_credit(const Context& c, int buffer, uint64_t epoch, uint32_t refused = 0) {
-    signal_many(c.heap, RankSet::all(c.heap.num_ranks), c.region.dispatch_credit.at(buffer, c.heap.rank), epoch,
-                refused);
   }
 
  private:

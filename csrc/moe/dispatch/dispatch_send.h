@@ -174,7 +174,7 @@ struct DispatchSend {
   }
 
   // Waits until no rank reads the previous use of this buffer, whether or not it exchanged tokens with this one. Pairs
-  // with the release in CombineSend::return_credit().
+  // with the release in return_credit().
   MOE_A2A_DEVICE static bool wait_for_credits(const Context& c, const Block& block, int buffer, uint64_t epoch,
                                               const DispatchNumber& number) {
     bool good = true;

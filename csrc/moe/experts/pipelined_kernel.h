@@ -270,8 +270,8 @@ struct PipelinedGemm {
 
   MOE_A2A_DEVICE static void multiply(const GroupedGemmArgs& args, const Memory& memory, int block) {
     // Broadcast, so that the compiler knows it to be the same in all lanes and describes the products' operands in
-    // uniform registers. From a lane's own registers every product waited for eight moves to those (H100, float8, 512
-    // and 1024 rows per expert: the first product took 10 to 13 % longer).
+    // uniform registers. Otherwise each product waits for eight moves into these (H100, float8, 512 and 1024 rows per
+    // expert: the first product took 10 to 13 % longer).
     const int warp = Warp{}.broadcast(thread_in_block() / kWarpSize) - kLoadWarps, group = warp / 4;
     const auto release = [&](int stage) {
       if (Warp{}.rank() < kBlocks) barrier_arrive_at(memory.empty(stage), Warp{}.rank());
