@@ -25,10 +25,10 @@ from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.group_objects import of_group
 from moe_a2a.grouped_gemm import grouped_gemm
 from moe_a2a.groups import HandleExchange, ThreadGroup, as_group, thread_group
+from moe_a2a.groups.survivor_group import SurvivorGroup, expert_map, survivors
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.moe_layer import MoELayer
 from moe_a2a.shrinking import shrink
-from moe_a2a.survivor_group import SurvivorGroup, expert_map, survivors
 from moe_a2a.token_dispatcher import TokenDispatcher
 from moe_a2a.tracing import trace
 from moe_a2a.two_level import TwoLevelCollectives, TwoLevelExpertParallel, TwoLevelHandle, TwoLevelTokenDispatcher

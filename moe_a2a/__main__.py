@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 
 import moe_a2a
-from moe_a2a import bench, command_line, demo, doctor, leaderboard, tune
+from moe_a2a import bench, demo, doctor, leaderboard, tune
+from moe_a2a.commands import command_line
 from moe_a2a.tracing import command as trace
 
 COMMANDS = {

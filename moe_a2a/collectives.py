@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, calls, capabilities, codecs, collective_tables, operators, set_up
+from moe_a2a import _core, arguments, calls, capabilities, codecs, operators, set_up
 from moe_a2a.codecs import CODECS
 from moe_a2a.communicator import CommunicatorClient
 from moe_a2a.graph_tracing import is_tracing
+from moe_a2a.tables import collective_tables
 
 # In the order of csrc/collectives/announcement.h.
 OPS = ("sum", "max", "min", "avg")

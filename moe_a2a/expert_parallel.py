@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core, arguments, block_scales, calls, codecs, experts, launch_tables, set_up
+from moe_a2a import _core, arguments, block_scales, calls, codecs, experts, set_up
 from moe_a2a.communicator import CommunicatorClient
 from moe_a2a.devices import float8_dtype, target_of
 from moe_a2a.expert_weights import ExpertWeights, Weight
 from moe_a2a.handle import DispatchHandle
+from moe_a2a.tables import launch_tables
 
 log = logging.getLogger("moe_a2a")
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from moe_a2a import arguments, calls, devices, rendezvous
+from moe_a2a import arguments, calls, devices
 from moe_a2a.errors import PeerTimeoutError
-from moe_a2a.groups import as_group
+from moe_a2a.groups import as_group, rendezvous
 
 DEFAULT_TIMEOUT = 30.0  # seconds; for a meeting in which a rank reports that its timeout is invalid
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from moe_a2a import arguments, survivor_group
+from moe_a2a import arguments
 from moe_a2a.errors import PeerRefusedError, PeerTimeoutError, RoutingError
 from moe_a2a.expert_parallel import ExpertParallel
-from moe_a2a.survivor_group import SurvivorGroup, expert_map, survivors
+from moe_a2a.groups import survivor_group
+from moe_a2a.groups.survivor_group import SurvivorGroup, expert_map, survivors
 
 log = logging.getLogger("moe_a2a")
 

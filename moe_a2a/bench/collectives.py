@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import moe_a2a
 from moe_a2a import codecs
-from moe_a2a.baselines import all_gather_single, reduce_scatter_single
 from moe_a2a.bench import machine
 from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.contenders import captured
@@ -26,7 +25,8 @@ from moe_a2a.bench.options import DTYPES, add_how, dtypes, is_written, some_of
 from moe_a2a.bench.start import check_graphs, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import of_all_ranks
 from moe_a2a.collectives import ALGORITHMS, CODECS, OPS
-from moe_a2a.command_line import UsageError, integer, integers, output_file
+from moe_a2a.commands.baselines import all_gather_single, reduce_scatter_single
+from moe_a2a.commands.command_line import UsageError, integer, integers, output_file
 
 DEFAULT_SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 REDUCE_OPS = {

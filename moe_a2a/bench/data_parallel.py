@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_a2a.baselines import all_gather_single, reduce_scatter_single
 from moe_a2a.bench import machine
 from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.options import add_how, add_outputs
@@ -23,8 +22,9 @@ from moe_a2a.bench.report import Report, compare
 from moe_a2a.bench.start import start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import medians_us, p99
 from moe_a2a.bench.together import FailedSomewhereError, together
-from moe_a2a.command_line import integer, integers
-from moe_a2a.rank_options import device_type_of
+from moe_a2a.commands.baselines import all_gather_single, reduce_scatter_single
+from moe_a2a.commands.command_line import integer, integers
+from moe_a2a.commands.rank_options import device_type_of
 
 OURS = "moe_a2a"
 SLEEP_CYCLES = 1_000_000  # about 0.5 ms

@@ -18,7 +18,7 @@ from moe_a2a.bench.contenders import MODES
 from moe_a2a.bench.options import DTYPES, add_how, add_outputs, add_sizes, dtypes, routing_names, some_of, write_outputs
 from moe_a2a.bench.records import Results
 from moe_a2a.bench.start import check_cases, check_graphs, start_ranks, this_ranks_device
-from moe_a2a.command_line import integers
+from moe_a2a.commands.command_line import integers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,8 +17,8 @@ from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.options import add_how, add_outputs, add_sizes, dtypes, routing_names
 from moe_a2a.bench.report import Report
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
-from moe_a2a.command_line import UsageError, integer, integers
-from moe_a2a.rank_options import device_type_of
+from moe_a2a.commands.command_line import UsageError, integer, integers
+from moe_a2a.commands.rank_options import device_type_of
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:

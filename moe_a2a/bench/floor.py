@@ -13,10 +13,10 @@ from functools import partial
 import torch
 
 import moe_a2a
-from moe_a2a import bare_push
 from moe_a2a.bench.cases import Inputs, Traffic
 from moe_a2a.bench.clock import Clock, Step
 from moe_a2a.bench.statistics import medians_us
+from moe_a2a.commands import bare_push
 
 
 @dataclass

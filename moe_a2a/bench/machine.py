@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from moe_a2a import checkout, devices, installation
+from moe_a2a import devices, installation
+from moe_a2a.commands import checkout
 
 
 def about(device: torch.device, num_ranks: int) -> dict[str, Any]:

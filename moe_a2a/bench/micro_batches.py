@@ -29,8 +29,8 @@ from moe_a2a.bench.options import add_how, add_outputs, add_sizes
 from moe_a2a.bench.report import Report
 from moe_a2a.bench.start import check_cases, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import medians_us
-from moe_a2a.command_line import integers, output_file
-from moe_a2a.rank_options import device_type_of
+from moe_a2a.commands.command_line import integers, output_file
+from moe_a2a.commands.rank_options import device_type_of
 
 COLUMNS = {"cuda": (128, 256, 512, 1024, 2048, 4096, 7168, 10240, 14336), "cpu": (16, 64)}
 NUM_TRACED = 3

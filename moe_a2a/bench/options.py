@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from moe_a2a import replaced_files
 from moe_a2a.arguments import MAX_RANKS
 from moe_a2a.bench import routings
-from moe_a2a.command_line import integer, output_file, output_folder, seconds
+from moe_a2a.commands.command_line import integer, output_file, output_folder, seconds
+from moe_a2a.files import replaced_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_ITERATIONS = 1_000_000  # the time of each is kept

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_a2a.bench.records import Record, Results
-from moe_a2a.command_line import UsageError, output_folder
-from moe_a2a.json_fields import FieldError
+from moe_a2a.commands.command_line import UsageError, output_folder
+from moe_a2a.files.json_fields import FieldError
 
 STEPS = ("dispatch", "combine")
 OURS = "moe_a2a"

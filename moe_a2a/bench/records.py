@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_a2a.json_fields import Field, loads
+from moe_a2a.files.json_fields import Field, loads
 
 TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "None": type(None)}
 

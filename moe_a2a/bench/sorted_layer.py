@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moe_a2a import experts
-from moe_a2a.baselines import SortAllToAll, SortPlan
+from moe_a2a.commands.baselines import SortAllToAll, SortPlan
 
 
 def sorted_layer(

@@ -14,8 +14,8 @@ from moe_a2a import _core, devices
 from moe_a2a.arguments import MAX_RANKS
 from moe_a2a.bench import routings
 from moe_a2a.bench.cases import Case
-from moe_a2a.command_line import UsageError, integer
-from moe_a2a.rank_options import device_type_of, num_processes
+from moe_a2a.commands.command_line import UsageError, integer
+from moe_a2a.commands.rank_options import device_type_of, num_processes
 from moe_a2a.rank_processes import RankError, run_on_ranks
 
 REMEDY = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"

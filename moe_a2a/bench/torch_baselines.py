@@ -1,4 +1,4 @@
-"""The baselines over torch.distributed (moe_a2a/baselines.py), as contenders."""
+"""The baselines over torch.distributed (moe_a2a/commands/baselines.py), as contenders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_a2a import baselines
 from moe_a2a.bench.cases import Case, Inputs
 from moe_a2a.bench.clock import Step
 from moe_a2a.bench.contenders import Contender, chain
 from moe_a2a.bench.expected import factor_of
+from moe_a2a.commands import baselines
 
 
 class _TorchBaseline(Contender):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_a2a
-from moe_a2a.baselines import SortAllToAll
 from moe_a2a.bench import expert_cases
 from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock, Step
@@ -22,6 +21,7 @@ from moe_a2a.bench.report import Report, compare
 from moe_a2a.bench.sorted_layer import sorted_layer
 from moe_a2a.bench.statistics import p99, slowest_rank_median
 from moe_a2a.bench.together import FailedSomewhereError, together
+from moe_a2a.commands.baselines import SortAllToAll
 
 PEER = "sort + all_to_all"
 TOLERANCE = 2e-2  # relative to the norm of the peer's output or gradient

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from moe_a2a.arguments import MAX_RANKS
-from moe_a2a.command_line import UsageError, integer, output_folder, seconds
+from moe_a2a.commands.command_line import UsageError, integer, output_folder, seconds
 
 HELP = "run MoE models over several ranks of this machine and check every logit"
 MODEL_NAMES = ("mixtral", "qwen3_moe", "deepseek_v3")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_a2a.demo.report import ShapeResult
-from moe_a2a.replaced_files import replaced
+from moe_a2a.files.replaced_files import replaced
 
 PHASES = ("dispatch", "experts", "combine")
 COLOURS = ("tab:blue", "0.7", "tab:green")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_a2a
-from moe_a2a.baselines import SortAllToAll
+from moe_a2a.commands.baselines import SortAllToAll
 
 WARM_UP_STEPS = 2
 TIMED_STEPS = 10

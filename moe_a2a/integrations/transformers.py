@@ -37,9 +37,10 @@ except ImportError as error:
     ) from error
 
 import moe_a2a
-from moe_a2a import arguments, calls, operators, rendezvous, set_up
+from moe_a2a import arguments, calls, operators, set_up
 from moe_a2a.errors import PeerRefusedError
 from moe_a2a.graph_tracing import is_tracing
+from moe_a2a.groups import rendezvous
 from moe_a2a.integrations import kernel_experts
 from moe_a2a.integrations.experts_module import (
     ExpertsModule,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_a2a.command_line import UsageError
+from moe_a2a.commands.command_line import UsageError
 from moe_a2a.leaderboard import loading, modes, rank_program
 from moe_a2a.leaderboard.cases import Case, ProblemFile
 from moe_a2a.leaderboard.modes import CaseResult, Rules

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
-from moe_a2a import bare_push
+from moe_a2a.commands import bare_push
 from moe_a2a.leaderboard.device import RankDevice
 
 HIDDEN = 8192

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from moe_a2a.arguments import MAX_RANKS
-from moe_a2a.command_line import UsageError, integer, seconds
+from moe_a2a.commands.command_line import UsageError, integer, seconds
+from moe_a2a.commands.rank_options import device_type_of, num_processes
 from moe_a2a.leaderboard import cases, loading, problems
 from moe_a2a.leaderboard.contest import Contest
-from moe_a2a.rank_options import device_type_of, num_processes
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from moe_a2a.command_line import UsageError, output_folder
+from moe_a2a.commands.command_line import UsageError, output_folder
 from moe_a2a.leaderboard import loading, popcorn, report
 from moe_a2a.leaderboard import options as shared
 from moe_a2a.leaderboard.cases import CaseFileError

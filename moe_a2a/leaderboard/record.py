@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from moe_a2a import checkout, installation, replaced_files
-from moe_a2a.command_line import UsageError
+from moe_a2a import installation
+from moe_a2a.commands import checkout
+from moe_a2a.commands.command_line import UsageError
+from moe_a2a.files import replaced_files
 from moe_a2a.leaderboard import problems
 from moe_a2a.leaderboard.cases import Case
 from moe_a2a.leaderboard.contest import Contest, ModeResult

@@ -6,7 +6,7 @@ import html
 import textwrap
 from pathlib import Path
 
-from moe_a2a import replaced_files
+from moe_a2a.files import replaced_files
 from moe_a2a.leaderboard import plot
 from moe_a2a.leaderboard.cases import problem_names
 from moe_a2a.leaderboard.record import Board, Entry

@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from moe_a2a.command_line import UsageError, output_folder
+from moe_a2a.commands.command_line import UsageError, output_folder
 from moe_a2a.leaderboard import options as shared
 from moe_a2a.leaderboard import popcorn
 from moe_a2a.leaderboard.cases import CaseFileError

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_a2a.command_line import escape_output
+from moe_a2a.commands.command_line import escape_output
 from moe_a2a.rank_processes.inherited import Surroundings
 
 

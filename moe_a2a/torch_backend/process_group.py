@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from moe_a2a import arguments
-from moe_a2a.boards import StoreBoard, since_restart
 from moe_a2a.collectives import Collectives, nbytes_of
 from moe_a2a.groups import MeetingGroup
-from moe_a2a.rendezvous import Meetings
+from moe_a2a.groups.boards import StoreBoard, since_restart
+from moe_a2a.groups.rendezvous import Meetings
 from moe_a2a.torch_backend.call_options import op_of, reduce_options, with_timeout
 from moe_a2a.torch_backend.delegates import LargeCalls, add_delegates, make_delegate, one_by_one
 from moe_a2a.torch_backend.methods import tracked

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_a2a import _core, arguments, calls, codecs, installation, rendezvous
+from moe_a2a import _core, arguments, calls, codecs, installation
 from moe_a2a.client import Client
 from moe_a2a.errors import PeerRefusedError
 from moe_a2a.grouped_gemm import TRACED
-from moe_a2a.groups import HandleExchange
+from moe_a2a.groups import HandleExchange, rendezvous
 from moe_a2a.tracing import export
 from moe_a2a.tracing.merge import merge
 from moe_a2a.tracing.records import ClockSample, RankRecords

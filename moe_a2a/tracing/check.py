@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from moe_a2a.json_fields import FieldError, quoted
+from moe_a2a.files.json_fields import FieldError, quoted
 from moe_a2a.tracing.file_timeline import check_about, slices_of_ranks
 from moe_a2a.tracing.trace_file import FLIGHT, TraceFile
 

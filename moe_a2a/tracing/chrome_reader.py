@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_a2a.json_fields import FieldError, loads, quoted
+from moe_a2a.files.json_fields import FieldError, loads, quoted
 from moe_a2a.tracing.trace_file import ABOUT, LATEST_NS, FileSlice, TraceFile, checked_arguments
 
 LATEST_US = LATEST_NS / 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moe_a2a.command_line import UsageError, output_file
+from moe_a2a.commands.command_line import UsageError, output_file
 from moe_a2a.errors import TraceFileError
 from moe_a2a.tracing.check import check_file
 from moe_a2a.tracing.file_timeline import to_timeline

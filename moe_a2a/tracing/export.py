@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from moe_a2a import _core, arguments
-from moe_a2a.replaced_files import replaced
+from moe_a2a.files.replaced_files import replaced
 from moe_a2a.tracing.counters import counters
 from moe_a2a.tracing.overview import phases
 from moe_a2a.tracing.timeline import Timeline

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_a2a.json_fields import Field, FieldError, quoted
+from moe_a2a.files.json_fields import Field, FieldError, quoted
 from moe_a2a.tracing.timeline import ARROW, MOMENTS, SLICE, Timeline
 from moe_a2a.tracing.trace_file import ABOUT, ARGUMENTS, FLIGHT, TraceFile
 

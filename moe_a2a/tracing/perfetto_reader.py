@@ -6,7 +6,7 @@ import re
 import struct
 from typing import Any
 
-from moe_a2a.json_fields import FieldError, quoted
+from moe_a2a.files.json_fields import FieldError, quoted
 from moe_a2a.tracing.protobuf import fields, number, signed, text
 from moe_a2a.tracing.trace_file import ABOUT, LATEST_NS, PHASES, FileSlice, TraceFile, checked_arguments
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_a2a.replaced_files import replaced
+from moe_a2a.files.replaced_files import replaced
 from moe_a2a.tracing.summary import summarize
 from moe_a2a.tracing.timeline import WAITS, Timeline, busy, merged
 

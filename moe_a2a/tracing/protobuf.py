@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moe_a2a.json_fields import FieldError, quoted
+from moe_a2a.files.json_fields import FieldError, quoted
 
 LONGEST_VARINT = 10  # bytes: 64 bits, 7 in each
 

@@ -7,7 +7,7 @@ import io
 import zlib
 from pathlib import Path
 
-from moe_a2a.json_fields import FieldError
+from moe_a2a.files.json_fields import FieldError
 from moe_a2a.tracing import chrome_reader, perfetto_reader
 from moe_a2a.tracing.trace_file import TraceFile
 

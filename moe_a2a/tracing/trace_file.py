@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_a2a.errors import TraceFileError
-from moe_a2a.json_fields import FieldError, quoted
+from moe_a2a.files.json_fields import FieldError, quoted
 
 ABOUT = "about this trace"
 PHASES = "phases"  # the track of a rank's phases

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moe_a2a import collective_tables, launch_tables, tuned_files
 from moe_a2a.bench import machine
 from moe_a2a.bench.clock import Clock, Measuring
 from moe_a2a.bench.options import DTYPES, add_how, add_sizes
 from moe_a2a.bench.start import num_ranks_of, start_ranks, this_ranks_device
-from moe_a2a.command_line import UsageError, integers, output_file
-from moe_a2a.rank_options import device_type_of
+from moe_a2a.commands.command_line import UsageError, integers, output_file
+from moe_a2a.commands.rank_options import device_type_of
+from moe_a2a.tables import collective_tables, launch_tables, tuned_files
 from moe_a2a.tune import collectives, dispatch_combine
 
 HELP = "measure the best number of blocks per call, or print the table in effect"

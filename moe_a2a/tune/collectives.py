@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
-from moe_a2a import collective_tables, tuned_files
 from moe_a2a.bench import collectives as bench
 from moe_a2a.bench.clock import Clock
 from moe_a2a.bench.options import DTYPES
 from moe_a2a.bench.start import num_ranks_of
 from moe_a2a.codecs import CODECS
-from moe_a2a.collective_tables import KINDS, MOST_IN_WORDS, CollectiveStep, CollectiveTable
-from moe_a2a.command_line import UsageError
+from moe_a2a.commands.command_line import UsageError
+from moe_a2a.tables import collective_tables, tuned_files
+from moe_a2a.tables.collective_tables import KINDS, MOST_IN_WORDS, CollectiveStep, CollectiveTable
 from moe_a2a.tune.fewest_blocks import fewest_blocks
 
 SIZES = [kib << 10 for kib in (1, 8, 32, 128, 512)] + [mib << 20 for mib in (1, 2, 4, 8, 16, 32, 128)]

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
-from moe_a2a import launch_tables, tuned_files
 from moe_a2a.bench import gate
 from moe_a2a.bench.cases import Case, make_inputs
 from moe_a2a.bench.clock import Clock
@@ -25,7 +24,8 @@ from moe_a2a.bench.contenders import Ours, OursInGraphs
 from moe_a2a.bench.options import DTYPES
 from moe_a2a.bench.start import check_cases
 from moe_a2a.bench.statistics import medians_us
-from moe_a2a.launch_tables import LaunchStep, TunedTable
+from moe_a2a.tables import launch_tables, tuned_files
+from moe_a2a.tables.launch_tables import LaunchStep, TunedTable
 from moe_a2a.tune.fewest_blocks import fewest_blocks
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]

@@ -19,11 +19,11 @@ import torch
 from moe_a2a import arguments, calls, devices, set_up
 from moe_a2a.arguments import ROW_DTYPE_NAMES, ROW_DTYPES
 from moe_a2a.client import OnePerRank
-from moe_a2a.collective_tables import KINDS
 from moe_a2a.collectives import MAX_NBYTES, OPS, SHARE_UNIT, Collectives, even_shares
 from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.groups import as_group
+from moe_a2a.tables.collective_tables import KINDS
 from moe_a2a.two_level.rail import Rail, constructor_refuses_wrong_arguments
 
 # Multiprocessors that our kernels leave to the kernels of `between`. Both wait for other ranks, so neither may keep the

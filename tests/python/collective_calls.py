@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 import moe_a2a
-from moe_a2a.collective_tables import MOST_IN_WORDS, Tables, model
+from moe_a2a.tables.collective_tables import MOST_IN_WORDS, Tables, model
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPS = ["sum", "max", "min", "avg"]

@@ -2,7 +2,7 @@
 
 import threading
 
-from moe_a2a.rendezvous import Meetings
+from moe_a2a.groups.rendezvous import Meetings
 
 
 class Member:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fake_groups import Member, mpi_world
 
 import moe_a2a
-from moe_a2a import agreement, boards
+from moe_a2a.groups import agreement, boards
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(120)]
 

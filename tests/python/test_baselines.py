@@ -5,7 +5,8 @@ import ranks
 import torch
 import torch.distributed as dist
 
-from moe_a2a import baselines, reference
+from moe_a2a import reference
+from moe_a2a.commands import baselines
 
 HIDDEN = 24
 

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 import moe_a2a
-from moe_a2a import launch_tables
 from moe_a2a.bench import gate, plot, routings, run_case
 from moe_a2a.bench.cases import Case, Traffic, make_inputs
 from moe_a2a.bench.clock import Measuring
 from moe_a2a.bench.contenders import MODES, Ours, OursInHalves
 from moe_a2a.bench.records import Results
 from moe_a2a.bench.torch_baselines import SortAllToAll
-from moe_a2a.command_line import integers
-from moe_a2a.launch_tables import LaunchStep, TunedTable
+from moe_a2a.commands.command_line import integers
+from moe_a2a.tables import launch_tables
+from moe_a2a.tables.launch_tables import LaunchStep, TunedTable
 
 pytestmark = pytest.mark.cpu
 

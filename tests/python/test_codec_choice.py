@@ -7,7 +7,7 @@ from on_device import run
 
 import moe_a2a
 from moe_a2a import codecs
-from moe_a2a.collective_tables import CollectiveStep, CollectiveTable, Tables
+from moe_a2a.tables.collective_tables import CollectiveStep, CollectiveTable, Tables
 
 pytestmark = on_device.TESTS
 

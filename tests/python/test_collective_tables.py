@@ -7,9 +7,9 @@ import ranks
 import torch
 
 import moe_a2a
-from moe_a2a import collective_tables, launch_tables, tuned_files
 from moe_a2a.__main__ import main
-from moe_a2a.collective_tables import LARGEST, CollectiveStep, CollectiveTable, Tables
+from moe_a2a.tables import collective_tables, launch_tables, tuned_files
+from moe_a2a.tables.collective_tables import LARGEST, CollectiveStep, CollectiveTable, Tables
 from moe_a2a.tune import collectives
 
 pytestmark = pytest.mark.cpu

@@ -22,7 +22,7 @@ from on_device import run
 from ranks import run_processes
 
 import moe_a2a
-from moe_a2a.collective_tables import MOST_IN_WORDS
+from moe_a2a.tables.collective_tables import MOST_IN_WORDS
 
 pytestmark = on_device.TESTS
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from moe_a2a import tuned_files
 from moe_a2a.__main__ import main
+from moe_a2a.tables import tuned_files
 
 pytestmark = pytest.mark.cpu
 

@@ -16,8 +16,8 @@ import torch
 from limits import limits
 
 import moe_a2a
-from moe_a2a import launch_tables, tuned_files
-from moe_a2a.launch_tables import LaunchStep, TunedTable
+from moe_a2a.tables import launch_tables, tuned_files
+from moe_a2a.tables.launch_tables import LaunchStep, TunedTable
 
 pytestmark = pytest.mark.cpu
 

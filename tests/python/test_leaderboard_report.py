@@ -10,7 +10,7 @@ import contest_cases
 import pytest
 from contest_cases import changed
 
-from moe_a2a.command_line import UsageError
+from moe_a2a.commands.command_line import UsageError
 from moe_a2a.leaderboard import plot, report
 from moe_a2a.leaderboard.record import Board, Entry, Timing, Traffic
 

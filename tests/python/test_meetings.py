@@ -11,8 +11,8 @@ from shrunk_layer import mappings
 from small_calls import CONFIG, good_call
 
 import moe_a2a
-from moe_a2a.boards import MpiBoard, ThreadBoard
-from moe_a2a.rendezvous import Meetings
+from moe_a2a.groups.boards import MpiBoard, ThreadBoard
+from moe_a2a.groups.rendezvous import Meetings
 
 # ---- groups of threads, and of MPI
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import synthetic_trace
 
-from moe_a2a import replaced_files
 from moe_a2a.bench.options import is_written
 from moe_a2a.demo import plot
 from moe_a2a.demo.report import ShapeResult
 from moe_a2a.demo.shapes import Traffic
+from moe_a2a.files import replaced_files
 from moe_a2a.leaderboard.record import Board
 from moe_a2a.tracing import export
 from moe_a2a.tracing.merge import merge
@@ -108,7 +108,7 @@ def test_links_and_devices_are_written_to(tmp_path):
 
 def test_stdout_that_is_a_file(tmp_path):
     """Its path is a link on another file system."""
-    code = "import pathlib; from moe_a2a import replaced_files as f; f.write_text(pathlib.Path('/dev/stdout'), 'words')"
+    code = "import pathlib; from moe_a2a.files import replaced_files as f; f.write_text(pathlib.Path('/dev/stdout'), 'words')"
     with open(tmp_path / "file", "w") as file:
         subprocess.run([sys.executable, "-c", code], stdout=file, check=True, timeout=120)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "words")]

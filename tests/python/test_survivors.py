@@ -27,7 +27,7 @@ from shrunk_layer import (
 )
 
 import moe_a2a
-from moe_a2a import agreement, boards
+from moe_a2a.groups import agreement, boards
 
 pytestmark = [on_device.TESTS, pytest.mark.timeout(200)]
 

@@ -5,7 +5,7 @@ The first match wins:
   1. the constructor's launch_table= (a file), else the file that the environment variable MOE_A2A_LAUNCH_TABLE names;
   2. the table that `tune` has written on this machine for this GPU and number of ranks, in the user's cache directory
      (<cache>/moe_a2a/tuned/<gpu>_<ranks>.json);
-  3. the package's table for this GPU and number of ranks, if there is one (moe_a2a/tuned/<gpu>_<ranks>.json);
+  3. the package's table for this GPU and number of ranks, if there is one (moe_a2a/tables/tuned/<gpu>_<ranks>.json);
   4. a model: see model().
 
 num_blocks= of a call or of the constructor overrides all of them. On the CPU there is no table: one thread.
@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import torch
 
-from moe_a2a import tuned_files
 from moe_a2a.arguments import ROW_DTYPE_NAMES
-from moe_a2a.json_fields import Field
+from moe_a2a.files.json_fields import Field
+from moe_a2a.tables import tuned_files
 
 ENVIRONMENT_VARIABLE = "MOE_A2A_LAUNCH_TABLE"
 LARGEST = (1 << 31) - 1  # the core's counters are 32-bit

@@ -1,7 +1,7 @@
 """Where the ranks of a group post values for each other: a torch group's store, messages of an MPI communicator, or a
 dictionary shared by threads.
 
-A board knows nothing about a meeting's order or deadline; see moe_a2a/rendezvous.py.
+A board knows nothing about a meeting's order or deadline; see moe_a2a/groups/rendezvous.py.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import weakref
 from typing import Any, Protocol
 
 from moe_a2a.arguments import checked_int
-from moe_a2a.boards import MpiBoard, StoreBoard, ThreadBoard
-from moe_a2a.rendezvous import Meetings
+from moe_a2a.groups.boards import MpiBoard, StoreBoard, ThreadBoard
+from moe_a2a.groups.rendezvous import Meetings
 
 
 class Group(Protocol):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from moe_a2a import arguments
-from moe_a2a.agreement import agree
-from moe_a2a.boards import PartOfBoard
 from moe_a2a.errors import LeftOutError
 from moe_a2a.groups import HandleExchange, MeetingGroup, MpiGroup, as_group
-from moe_a2a.rendezvous import Meetings
+from moe_a2a.groups.agreement import agree
+from moe_a2a.groups.boards import PartOfBoard
+from moe_a2a.groups.rendezvous import Meetings
 
 DEFAULT_TIMEOUT = 30.0  # seconds; for a group, which has none of its own
 

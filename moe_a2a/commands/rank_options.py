@@ -7,7 +7,7 @@ import argparse
 import torch
 
 from moe_a2a import _core, devices
-from moe_a2a.command_line import UsageError
+from moe_a2a.commands.command_line import UsageError
 
 CPU_RANKS = 4
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Set
 
 from moe_a2a.errors import PeerTimeoutError
-from moe_a2a.rendezvous import Meetings
+from moe_a2a.groups.rendezvous import Meetings
 
 # How long to wait for a rank in `lost`, which may be alive: a PeerTimeoutError also names a rank that itself waited for the dead
 # one until a third rank gave up on it. Such a rank raises too, on a busy machine about a second later.

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import platformdirs
 import torch
 
-from moe_a2a import devices, replaced_files
-from moe_a2a.json_fields import Field, FieldError, loads
+from moe_a2a import devices
+from moe_a2a.files import replaced_files
+from moe_a2a.files.json_fields import Field, FieldError, loads
 
 SHIPPED = Path(__file__).parent / "tuned"
 OWN = platformdirs.user_cache_path("moe_a2a", appauthor=False) / "tuned"  # written by `tune`

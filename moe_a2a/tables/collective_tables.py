@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import torch
 
-from moe_a2a import launch_tables, tuned_files
 from moe_a2a.arguments import ROW_DTYPE_NAMES
 from moe_a2a.codecs import CODECS
-from moe_a2a.json_fields import Field
+from moe_a2a.files.json_fields import Field
+from moe_a2a.tables import launch_tables, tuned_files
 
 ENVIRONMENT_VARIABLE = "MOE_A2A_COLLECTIVE_TABLE"
 PREFIX = "collectives_"  # of file names

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from moe_a2a.boards import Board
 from moe_a2a.errors import PeerTimeoutError
+from moe_a2a.groups.boards import Board
 
 
 class Meetings:

@@ -12,7 +12,7 @@ def commit() -> str | None:
     """The commit of the checkout that the package runs from; outside a checkout, MOE_A2A_COMMIT."""
     if "MOE_A2A_COMMIT" in os.environ:
         return os.environ["MOE_A2A_COMMIT"]
-    folder = Path(__file__).parents[1]
+    folder = Path(__file__).parents[2]
     if not (folder / ".git").exists() or shutil.which("git") is None:
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=10"]

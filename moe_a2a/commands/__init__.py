@@ -1,0 +1,1 @@
+"""What the commands have in common; the library does not use it."""

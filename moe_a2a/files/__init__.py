@@ -1,0 +1,1 @@
+"""Files that moe_a2a reads and writes."""
