@@ -120,3 +120,57 @@ def test_small_batches_get_few_rows(layers, monkeypatch, most):
         layer.finalize(x[:0], torch.zeros_like(rows), None, None, False, apart)
 
     ranks.run_threads(2, program)
+
+
+def quantized(rows, a_scale, quant_dtype, per_act_token_quant, block_shape, mx_alignment, scale_dtype=torch.float32):
+    """As vLLM's quantisation by blocks."""
+    assert a_scale is None and not per_act_token_quant and mx_alignment == 0
+    blocks = rows.float().unflatten(1, (-1, block_shape[1]))
+    scales = blocks.abs().amax(2).clamp(min=1e-10) / 448
+    return (blocks / scales[:, :, None]).flatten(1).to(quant_dtype), scales.to(scale_dtype)
+
+
+@pytest.mark.parametrize(("block", "scale_dtype"), [(128, torch.float32), (64, torch.float32), (128, torch.float16)])
+def test_float8_rows_are_sent_as_quantised(layers, monkeypatch, block, scale_dtype):
+    """With scales that dispatch() takes; with others they are quantised on arrival. The experts get the same either way."""
+    seed = 20261128
+    print(f"seed {seed}")
+    here = threading.local()
+    monkeypatch.setattr(layers, "get_ep_group", lambda: SimpleNamespace(cpu_group=here.group))
+    monkeypatch.setattr(
+        layers,
+        "moe_kernel_quantize_input",
+        lambda rows, scale, **how: quantized(rows, scale, **how, scale_dtype=scale_dtype),
+    )
+    config = SimpleNamespace(
+        quant_dtype=torch.float8_e4m3fn,
+        use_nvfp4_w4a4=False,
+        a1_scale=None,
+        per_act_token_quant=False,
+        block_shape=[128, block],
+        mx_alignment=0,
+    )
+    apart = SimpleNamespace(apply=lambda fused_expert_output, **_: fused_expert_output)
+    all_x = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    ids = torch.tensor([[0, 5], [3, 4], [1, 2], [5, 0], [2, 1]], dtype=torch.int32)
+    weights = torch.ones(5, TOPK)
+
+    def program(group):
+        here.group = group
+        layer = layers.PrepareRows(2, MOST, False)
+        rows, scales, _, to, by = layer.prepare(all_x[group.rank], weights, ids, EXPERTS, None, False, config)
+        assert layer._handle.row_dtype == (
+            torch.float8_e4m3fn if (block, scale_dtype) == (128, torch.float32) else torch.bfloat16
+        )
+        assert rows.is_contiguous() and scales.is_contiguous() and scales.dtype == scale_dtype
+        for rank in range(2):
+            expected = quantized(all_x[rank], None, torch.float8_e4m3fn, False, [128, block], 0, scale_dtype)
+            for token in (token for token in range(5) if (by[MOST * rank + token] > 0).any()):
+                assert torch.equal(rows[MOST * rank + token].float(), expected[0][token].float())
+                assert torch.equal(scales[MOST * rank + token], expected[1][token])
+        out = torch.empty_like(all_x[group.rank])
+        y = torch.where((by > 0).any(1, keepdim=True), by.sum(1, keepdim=True), 0).to(torch.bfloat16).expand(-1, 256)
+        layer.finalize(out, y.contiguous(), by, to, False, apart)
+        assert (out == TOPK).all()
+
+    ranks.run_threads(2, program)

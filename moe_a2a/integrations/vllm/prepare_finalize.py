@@ -21,12 +21,18 @@ from vllm.platforms import current_platform
 
 from moe_a2a import row_routes
 from moe_a2a.communicator import Communicator
+from moe_a2a.devices import float8_dtype
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 
 # Ranks may compile for minutes before their first call.
 TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT", 300))
 
+
+# The handle, and for the experts: rows and their scales, ids [num_rows, n], weights [num_rows, n].
+Dispatched = tuple[DispatchHandle, Tensor, Tensor | None, Tensor, Tensor]
+
+SCALE_BLOCK = 128  # values per float32 scale of the rows that dispatch() takes
 
 # Experts, and the kernel that quantises for them, take all R * T rows, most of which hold nothing if T is much larger than the
 # batch. So small batches have memory of their own.
@@ -65,7 +71,8 @@ def expert_parallels(
 
 
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
-    """One layer's dispatch and combine. Rows travel in the model's dtype, and are quantised on arrival if the experts ask for it."""
+    """One layer's dispatch and combine. Rows that the experts want quantised are quantised before they are sent, if dispatch() takes
+    such scales, else on arrival."""
 
     def __init__(self, num_dispatchers: int, num_max_tokens: int, ranks_differ: bool):
         super().__init__()
@@ -110,12 +117,16 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         eps = expert_parallels(get_ep_group().cpu_group, *sizes, a1.dtype, a1.device)
         ep = next((ep for ep in eps if most <= ep.num_max_tokens_per_rank), eps[-1])
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
-        self._handle, rows, local_ids, weights = self._dispatch(ep, a1, ids, topk_weights.float())
-        scales = None
-        if not defer_input_quant:
+        sent = (a1, None) if defer_input_quant else self._to_send(a1, quant_config)
+        self._handle, rows, scales, local_ids, weights = self._dispatch(ep, *sent, ids, topk_weights.float())
+        if scales is None and not defer_input_quant:
             rows, scales = _quantized(rows, quant_config)
         counts = mk.ExpertTokensMetadata(expert_num_tokens=self._handle.expert_counts, expert_num_tokens_cpu=None)
         return rows, scales, counts, local_ids.to(topk_ids.dtype), weights.to(topk_weights.dtype)
+
+    def _to_send(self, x: Tensor, quant_config: Any) -> tuple[Tensor, Tensor | None]:
+        """x, or what the experts ask for in its place, with scales."""
+        return x, None
 
     def _most_tokens(self, num_tokens: int) -> int:
         """Of any rank, the same on all of them. num_tokens: of this rank."""
@@ -153,9 +164,9 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
     @abstractmethod
     def _dispatch(
-        self, ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor
-    ) -> tuple[DispatchHandle, Tensor, Tensor, Tensor]:
-        """The handle, and for the experts: rows, ids [num_rows, n], weights [num_rows, n]."""
+        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor
+    ) -> Dispatched:
+        """x_scales: of quantised rows."""
 
     @abstractmethod
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
@@ -163,17 +174,29 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
 
 class PrepareRows(PrepareAndFinalize):
-    """For experts that take global ids and skip those of other ranks: all R * T rows, where they landed. Nothing is copied, and the
-    host reads nothing."""
+    """For experts that take global ids and skip those of other ranks: all R * T rows. The host reads nothing. Rows in the model's
+    dtype are those that landed, quantised ones are copies: vLLM's experts want rows without gaps."""
+
+    def _to_send(self, x: Tensor, quant_config: Any) -> tuple[Tensor, Tensor | None]:
+        if quant_config.quant_dtype != float8_dtype(x.device) or quant_config.block_shape is None:
+            return x, None
+        rows, scales = _quantized(x, quant_config)
+        # As dispatch() takes them. Scales may also be packed bytes.
+        is_sent = scales is not None and scales.dtype == torch.float32 and scales.shape[1] * SCALE_BLOCK == x.shape[1]
+        return (rows, scales) if is_sent else (x, None)
 
     def _dispatch(
-        self, ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor
-    ) -> tuple[DispatchHandle, Tensor, Tensor, Tensor]:
-        handle = ep.dispatch(x, ids, weights)
+        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor
+    ) -> Dispatched:
+        handle = ep.dispatch(x, ids, weights, x_scales=x_scales)
         first = ep.rank * ep.num_local_experts
         elsewhere = (first + ep.num_local_experts) % ep.num_experts  # experts index tables with the ids: not -1
         global_ids, recv_weights = handle.recv_topk(first_expert=first, no_expert=elsewhere, dtype=ids.dtype)
-        return handle, handle.recv_x, global_ids, recv_weights
+        if x_scales is None:
+            return handle, handle.recv_x, None, global_ids, recv_weights
+        words = handle.recv_x.view(torch.int64)  # PyTorch copies single bytes much more slowly
+        rows, scales = words.contiguous().view(handle.recv_x.dtype), handle.recv_x_scales.contiguous()
+        return handle, rows, scales, global_ids, recv_weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
         return handle.ep.combine(y, handle, presummed=True, out=out)  # type: ignore[attr-defined]
@@ -184,15 +207,15 @@ class PrepareRoutes(PrepareAndFinalize):
     many there are."""
 
     def _dispatch(
-        self, ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor
-    ) -> tuple[DispatchHandle, Tensor, Tensor, Tensor]:
+        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor
+    ) -> Dispatched:
         handle = ep.dispatch(x, ids, weights, layout="expert_major")
         num_routes = handle.num_routes
         positions = torch.arange(num_routes, device=x.device)
         local_ids = torch.searchsorted(handle.expert_offsets[1:].contiguous(), positions, right=True)
         weights = handle.route_weights[:num_routes, None].clone()
         row_routes.make_unweighted(handle._core, handle._handle)  # the experts apply them
-        return handle, handle.expert_x[:num_routes], local_ids[:, None], weights
+        return handle, handle.expert_x[:num_routes], None, local_ids[:, None], weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
         return handle.ep.combine(y, handle, out=out)  # type: ignore[attr-defined]
