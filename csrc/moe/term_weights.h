@@ -2,7 +2,6 @@
 // each choice in place of its weight.
 #pragma once
 
-#include "comm/work_queue.h"
 #include "moe/args.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

@@ -192,10 +192,10 @@ class PrepareRows(PrepareAndFinalize):
         first = ep.rank * ep.num_local_experts
         elsewhere = (first + ep.num_local_experts) % ep.num_experts  # experts index tables with the ids: not -1
         global_ids, recv_weights = handle.recv_topk(first_expert=first, no_expert=elsewhere, dtype=ids.dtype)
-        if x_scales is None:
-            return handle, handle.recv_x, None, global_ids, recv_weights
-        words = handle.recv_x.view(torch.int64)  # PyTorch copies single bytes much more slowly
-        rows, scales = words.contiguous().view(handle.recv_x.dtype), handle.recv_x_scales.contiguous()
+        rows, scales = handle.recv_x, None
+        if x_scales is not None:
+            rows = rows.view(torch.int64).contiguous().view(rows.dtype)  # PyTorch copies single bytes much more slowly
+            scales = handle.recv_x_scales.contiguous()
         return handle, rows, scales, global_ids, recv_weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
