@@ -1,10 +1,10 @@
-"""The build backend: scikit-build-core, and PyTorch as a build requirement only if none is installed.
+"""The build backend: scikit-build-core, and PyTorch as a build requirement only if none that is new enough is installed.
 
 The extension fits one minor version of PyTorch, so it must be built for the one that will load it. pip builds in an
 isolated environment, but with the target environment's interpreter: we find that environment's PyTorch by looking past
 the isolation, and then require nothing. Tools that build with their own interpreter (`python -m build`, uv) hide it, and
-an environment may have no PyTorch yet: then the build gets one from the package index. If the program later uses a
-different one, `import moe_a2a` says so.
+an environment may have no PyTorch yet, or one that pip will replace because it is too old: then the build gets one from
+the package index. If the program later uses a different one, `import moe_a2a` says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from scikit_build_core.build import (  # noqa: F401 (the hooks of PEP 517 and 66
     prepare_metadata_for_build_wheel,
 )
 
-TORCH = "torch>=2.6"
+OLDEST = 2, 11  # its c10::Stream is the first with native_handle(), which the bindings call
+TORCH = "torch>={}.{}".format(*OLDEST)
+HAS_TORCH = f"import torch; raise SystemExit((*map(int, torch.__version__.split('.')[:2]),) < {OLDEST})"
 
 
 def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
@@ -35,10 +37,10 @@ def get_requires_for_build_editable(config_settings: dict | None = None) -> list
 
 
 def _torch() -> list[str]:
-    """Nothing if the interpreter has a PyTorch, found in the same way as in cmake/torch.cmake."""
+    """Nothing if the interpreter has a PyTorch that is new enough, found in the same way as in cmake/torch.cmake."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for env in (None, environment):
-        command = [sys.executable, "-c", "import torch"]
+        command = [sys.executable, "-c", HAS_TORCH]
         if subprocess.run(command, env=env, stderr=subprocess.DEVNULL).returncode == 0:
             return []
     return [TORCH]

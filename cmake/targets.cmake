@@ -23,6 +23,7 @@ macro(moe_a2a_choose_targets)
     _moe_a2a_found_targets(MOE_A2A_TARGETS)
   endif()
   if(MOE_A2A_BUILD_PYTHON AND MOE_A2A_TORCH_FOUND)
+    moe_a2a_check_torch_version(${MOE_A2A_TORCH_VERSION})
     # Strings cross from the core to the bindings, so the core must agree with PyTorch on std::string's ABI.
     if(MOE_A2A_TORCH_CXX11_ABI)
       set(MOE_A2A_ABI_DEFINITIONS _GLIBCXX_USE_CXX11_ABI=1)

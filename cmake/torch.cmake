@@ -11,6 +11,15 @@ abi = bool(torch._C._GLIBCXX_USE_CXX11_ABI)
 print(torch.__version__, root, abi, vendor, torch.version.cuda or "none", sep=";")
 ]])
 
+# An older PyTorch is an error: its headers lack what the bindings call.
+function(moe_a2a_check_torch_version version)
+  set(oldest 2.11)
+  if(version VERSION_LESS oldest)
+    message(FATAL_ERROR "this environment has PyTorch ${version}, moe_a2a needs ${oldest} or newer. "
+                        "Upgrade it first: pip install 'torch>=${oldest}'")
+  endif()
+endfunction()
+
 # Sets MOE_A2A_TORCH_FOUND, _VERSION, _ROOT, _CXX11_ABI (True or False), _VENDOR (cpu, cuda or hip) and _CUDA (the version
 # of CUDA that it is for, or none) for the caller.
 function(moe_a2a_find_torch)

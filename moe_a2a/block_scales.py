@@ -9,7 +9,7 @@ import torch
 
 from moe_a2a import _core
 
-BYTES = (torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8))  # the latter: since PyTorch 2.7
+BYTES = (torch.uint8, torch.float8_e8m0fnu)
 BLOCK = 32
 
 

@@ -13,6 +13,3 @@ def is_tracing() -> bool:
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and detect_fake_mode() is not None):
         return True
     return torch._C._get_dispatch_mode(_MAKE_FX) is not None
-
-
-is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # PyTorch 2.6 lacks it

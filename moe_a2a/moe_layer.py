@@ -12,7 +12,7 @@ from torch import nn
 from moe_a2a import arguments, calls, experts, operators, replicas
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.expert_weights import ExpertWeights, Weight
-from moe_a2a.graph_tracing import is_exporting, is_tracing
+from moe_a2a.graph_tracing import is_tracing
 from moe_a2a.token_dispatcher import TokenDispatcher
 from moe_a2a.two_level.expert_parallel import TwoLevelExpertParallel
 from moe_a2a.two_level.token_dispatcher import TwoLevelTokenDispatcher
@@ -82,7 +82,7 @@ class MoELayer(nn.Module):
 
         Raises as ExpertParallel.dispatch() and combine(). If one rank raises anything before its combine, the others raise
         PeerRefusedError, and the layer stays usable on all."""
-        if self._needs_grad(hidden_states, topk_weights) and not is_exporting():
+        if self._needs_grad(hidden_states, topk_weights) and not torch.compiler.is_exporting():
             # Breaks a graph that is being compiled.
             recorded = torch.compiler.disable(self._recorded) if is_tracing() else self._recorded
             return recorded(hidden_states, topk_idx, topk_weights)

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from moe_a2a.graph_tracing import is_exporting
 from moe_a2a.grouped_gemm import grouped_gemm
 
 # Larger than any size: in a graph of dynamic shapes, equal sizes and numbers share a symbol, and telling them apart recompiles.
@@ -50,7 +49,7 @@ class GraphNumber:
     @property
     def value(self) -> int:
         number = self._tensor.shape[0]
-        return number + _process if number and is_exporting() else number
+        return number + _process if number and torch.compiler.is_exporting() else number
 
     def __reduce__(self) -> tuple[type[GraphNumber], tuple[()]]:
         return GraphNumber, ()

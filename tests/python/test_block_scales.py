@@ -12,8 +12,7 @@ pytestmark = on_device.TESTS
 
 SEED = 20261125
 EXPERTS_PER_RANK, TOPK, MOST_TOKENS = 3, 2, 11
-E8M0 = getattr(torch, "float8_e8m0fnu", None)
-BYTE_DTYPES = [torch.uint8, pytest.param(E8M0, marks=pytest.mark.skipif(E8M0 is None, reason="needs PyTorch 2.7"))]
+BYTE_DTYPES = [torch.uint8, torch.float8_e8m0fnu]
 # What a move of floats could change: quiet and signalling NaNs, infinities, negative zero, subnormals.
 AWKWARD = [0x7F800001, 0xFFBFFFFF, 0x7FC00000, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0x80000000, 0x00000001, 0x807FFFFF]
 

@@ -110,6 +110,51 @@ def test_this_extension_fits_this_pytorch():
     assert bool(_build_info.CUDA) == ("cuda" in _core.built_targets())
 
 
+def run_cmake(tmp_path, *lines):
+    script = tmp_path / "check.cmake"
+    script.write_text("\n".join(lines))
+    cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
+    return subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("version", ["2.6.0+cu124", "2.10.0", "2.11.0a0+git12", "2.11.0+cpu", "3.0.1"])
+def test_the_build_refuses_an_older_pytorch(tmp_path, version):
+    """PyTorch 2.6 was announced, but 2.10 too ended in "class c10::Stream has no member named native_handle"."""
+    result = run_cmake(tmp_path, f"include({ROOT}/cmake/torch.cmake)", f"moe_a2a_check_torch_version({version})")
+    if version.startswith(("2.6", "2.10")):
+        said = " ".join(result.stderr.split())
+        assert f"this environment has PyTorch {version}, moe_a2a needs 2.11 or newer" in said, said
+    else:
+        assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted"), [("2.10.0+cpu", ["torch>=2.11"]), ("2.11.0a0+git12", []), (None, ["torch>=2.11"])]
+)
+def test_a_build_gets_a_pytorch_that_is_new_enough(tmp_path, monkeypatch, version, wanted):
+    """With an older one installed, pip built for it, and then replaced it."""
+    monkeypatch.syspath_prepend(str(ROOT / "build_backend"))
+    backend = pytest.importorskip("moe_a2a_build", reason="needs scikit-build-core")
+    (tmp_path / "torch.py").write_text(f"__version__ = {version!r}" if version else "raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: without the packages of this environment
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert [name for name in backend.get_requires_for_build_wheel() if name.startswith("torch")] == wanted
+    assert [name for name in backend.get_requires_for_build_editable() if name.startswith("torch")] == wanted
+
+
+def test_the_oldest_pytorch_is_the_same_everywhere():
+    named = {
+        "README.md": "PyTorch (.+?) or newer",
+        "pyproject.toml": '"torch>=(.+?)"',
+        "cmake/torch.cmake": r"set\(oldest (.+?)\)",
+    }
+    found = {file: re.search(pattern, (ROOT / file).read_text()) for file, pattern in named.items()}
+    assert {file: match and match[1] for file, match in found.items()} == dict.fromkeys(named, "2.11")
+
+
 @pytest.mark.parametrize(
     ("nvcc", "torch_cuda", "status", "words"),
     [
@@ -125,10 +170,8 @@ def test_this_extension_fits_this_pytorch():
     ],
 )
 def test_the_build_compares_nvcc_with_pytorch(tmp_path, nvcc, torch_cuda, status, words):
-    script = tmp_path / "check.cmake"
-    script.write_text(f"include({ROOT}/cmake/cuda_versions.cmake)\nmoe_a2a_check_cuda_versions({nvcc} {torch_cuda})\n")
-    cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
-    result = subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True, timeout=60)
+    checks = f"include({ROOT}/cmake/cuda_versions.cmake)", f"moe_a2a_check_cuda_versions({nvcc} {torch_cuda})"
+    result = run_cmake(tmp_path, *checks)
     assert result.returncode == status
     said = " ".join(result.stderr.split())
     assert words in said if words else said == ""
