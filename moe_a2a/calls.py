@@ -237,7 +237,8 @@ def _tell(ep: Called, error: BaseException, tell: Callable[[Any, str], None]) ->
     except PeerTimeoutError:  # of an earlier call: the object is lost on every rank, and no peer waits
         return
     except Exception as failure:  # the original error is the one to raise
-        log.warning("rank %d could not tell its peers that its call failed: %r", ep.rank, failure)
+        if words_of(failure) != words_of(error):  # a forked child is refused both, and no peer waits for it
+            log.warning("rank %d could not tell its peers that its call failed: %r", ep.rank, failure)
 
 
 def words_of(error: BaseException) -> str:
