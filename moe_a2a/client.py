@@ -116,7 +116,8 @@ class Client(OnePerRank):
         self._drop_core()
 
     def _state(self) -> str:
-        return "closed" if self.is_closed else f"{self.device}, {self.nbytes} bytes"
+        """For a repr(), which a forked child may print: nothing that asks the core."""
+        return "closed" if self.is_closed else str(self.device)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.num_ranks}, {self._state()})"

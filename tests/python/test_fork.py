@@ -108,6 +108,19 @@ def test_every_call_in_a_child_is_refused_and_the_parent_goes_on(num_blocks):
     ranks.run_processes(2, check_every_call_is_refused, num_blocks, timeout=40)
 
 
+def print_in_child(group):
+    with moe_a2a.ExpertParallel(group, **CONFIG) as ep, moe_a2a.Collectives(group) as coll:
+        in_parent = repr(ep), repr(coll)
+        assert in_child(lambda: (repr(ep), repr(coll))) == in_parent
+        group.barrier()
+
+
+@on_device.cpu_only
+def test_a_child_can_print_an_object():
+    """A worker of a DataLoader could not log its model: repr() asked the object for its size, which is refused there."""
+    ranks.run_processes(2, print_in_child, timeout=40)
+
+
 def make_in_child(group):
     def make():
         with pytest.raises(
