@@ -172,9 +172,10 @@ class MoELayer(nn.Module):
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
-        """Called by .to(), .half(), .cuda() and so on, to change the weights."""
-        for name, tensor in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)):
-            if problem := self._misfit(name, tensor, fn(tensor.detach().new_empty(0))):
+        """Called by .to(), .half(), .cuda() and so on, to change the weights, or what a parametrization makes them from."""
+        for name in ("w_gate_up", "w_down", "w_gate_up_scales", "w_down_scales"):
+            tensor = getattr(self, name)
+            if tensor is not None and (problem := self._misfit(name, tensor, fn(tensor.detach().new_empty(0)))):
                 raise ValueError(problem)
         return super()._apply(fn, recurse)
 

@@ -16,6 +16,7 @@ from gradients import (
     own_part,
 )
 from torch import nn
+from torch.nn.utils import parametrize
 
 import moe_a2a
 from moe_a2a import experts
@@ -99,6 +100,45 @@ def test_group_products_need_rows_of_16_bytes():
     even, odd = torch.empty(2, 8, 16), torch.empty(2, 16, 7)
     assert experts.has_group_products(even) == hasattr(torch.nn.functional, "grouped_mm")
     assert not experts.has_group_products(even, odd)
+
+
+class LowRank(nn.Module):
+    def __init__(self, like, seed):
+        super().__init__()
+        num_experts, rows, columns = like.shape
+        generator = torch.Generator().manual_seed(seed)
+        self.left = nn.Parameter(torch.randn(num_experts, rows, 2, generator=generator).to(like))
+        self.right = nn.Parameter(torch.randn(num_experts, 2, columns, generator=generator).to(like))
+
+    def forward(self, frozen):
+        return frozen + self.left @ self.right
+
+
+def run_adapted_layer(group, seed):
+    with make_ep(group) as ep:
+        layer, _ = make_layer(ep, seed)
+        adapters = {name: LowRank(weight, seed) for name, weight in layer.named_parameters()}
+        whole = moe_a2a.MoELayer(
+            ep, *(nn.Parameter(adapters[name](weight).detach()) for name, weight in layer.named_parameters())
+        )
+        layer.requires_grad_(False)
+        for name, adapter in adapters.items():
+            parametrize.register_parametrization(layer, name, adapter)
+        batch = make_batch(ep, ep.rank, seed)
+        outs = [each(*leaves_of(ep, batch)) for each in (layer, whole)]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.backward(batch.grad_out.to(ep.device))
+        for name, adapter in adapters.items():
+            torch.testing.assert_close(adapter.left.grad, getattr(whole, name).grad @ adapter.right.mT)
+        with pytest.raises(ValueError, match=rf"w_gate_up would become torch.float16 .*rank {ep.rank} needs"):
+            layer.half()
+        assert {p.dtype for p in layer.parameters()} == {ep.dtype}
+
+
+def test_a_parametrized_layer(session_seed):
+    """Its .half() was not refused: the weights to check are not among the layer's own parameters."""
+    on_device.run(2, run_adapted_layer, session_seed)
 
 
 def run_without_the_host(group, seed):
