@@ -154,7 +154,16 @@ class RankProcesses:
             daemon=True,
         )
         with _signals_postponed():  # a half-started rank could not be ended
-            process.start()
+            try:
+                process.start()
+            except (EOFError, ConnectionError):
+                if context.get_start_method() != "forkserver":
+                    raise
+                cause = (
+                    f"its fork server ended, most likely while it imported {', '.join(_preloaded) or 'the main module'}"
+                )
+                details = "the server's own error is on stderr"
+                raise RankError(f"rank {rank} did not start: {cause}", details, False, "died") from None
             self._ranks.append(_Rank(process, ours, stack))
         theirs.close()  # so that a rank's death closes the pipe
 

@@ -97,6 +97,28 @@ def test_ranks_start_whatever_the_length_of_the_temporary_folder(tmp_path):
         shutil.rmtree(root)
 
 
+def test_a_fork_server_that_cannot_import_what_it_shall(tmp_path):
+    """The caller got EOFError or ConnectionRefusedError: multiprocessing ignores an ImportError only."""
+    (tmp_path / "broken.py").write_text("raise ValueError('broken')")
+    program = """
+from moe_a2a.rank_processes import RankError, RankProcesses, preload
+if __name__ == "__main__":
+    preload("broken")
+    try:
+        RankProcesses(2, timeout=20, method="forkserver")
+    except RankError as error:
+        print(error.kind, error)
+"""
+    (tmp_path / "program.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, tmp_path / "program.py"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert run.stdout.startswith("died rank 0 did not start: its fork server ended, most likely while it imported "), (
+        run.stderr
+    )
+    assert run.stdout.endswith("broken\n") and "ValueError: broken" in run.stderr
+
+
 class Unreadable:
     def __reduce__(self):
         return int, ("no number",)
