@@ -117,6 +117,7 @@ class MoELayer(nn.Module):
         replicas.check_not_replicated(self.ep, self)
         # Before anything that may fail on this rank only: all ranks make the first together.
         dispatcher = _dispatcher_of(self.ep)
+        arguments.check_not_transformed(self.ep.rank, "MoELayer")
         self._check_can_record()
         by_groups = experts.has_group_products(self.w_gate_up, self.w_down)
         bound = self.num_max_routes if by_groups else None

@@ -153,6 +153,19 @@ def in_backward(spoil, match):
 
 
 FUNC = r"within a transform of torch\.func .* on rank \d; call backward\(\)"
+
+
+def grad_of_weights(ep, layer, *tokens):
+    """The error was that of the weights, "w_gate_up is a Tensor, which wraps memory"."""
+
+    def loss(weights):
+        return torch.func.functional_call(layer, weights, tokens).sum()
+
+    with fails_for(ep, RuntimeError, FUNC):
+        run = torch.func.grad(loss) if ep.rank == REFUSER else loss
+        run(dict(layer.named_parameters()))
+
+
 FAILURES = {
     "y": bad_y,
     "routes": bad_routes,
@@ -165,6 +178,7 @@ FAILURES = {
     "unknown argument": transformed(TypeError, "unexpected keyword argument 'axis'", lambda run, x: run(x, axis=1)),
     "vmap": transformed(RuntimeError, FUNC, lambda run, x: torch.func.vmap(run)(x.detach()[None])),
     "grad": transformed(RuntimeError, FUNC, lambda run, x: torch.func.grad(lambda x: run(x).sum())(x.detach())),
+    "grad of weights": grad_of_weights,
     "forward mode": transformed(RuntimeError, "jvp", in_forward_mode),
     "y changed in place": in_backward(lambda out, y: y.zero_(), "modified by an inplace operation"),
     "second derivative": in_backward(
