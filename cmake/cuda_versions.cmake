@@ -19,7 +19,8 @@ function(moe_a2a_check_cuda_versions nvcc torch)
   string(REGEX MATCH "^[0-9]+" torch_major "${torch}")
   if(NOT nvcc_major STREQUAL torch_major)
     message(FATAL_ERROR "nvcc is CUDA ${nvcc}, this PyTorch is for CUDA ${torch}: the major versions have to be the same. "
-                        "Set CUDA_HOME to a toolkit of CUDA ${torch_major}, or install a PyTorch for CUDA ${nvcc_major}")
+                        "Set CUDA_HOME to a toolkit of CUDA ${torch_major}, install a PyTorch for CUDA ${nvcc_major}, or build for the "
+                        "CPU only: pip install --config-settings=cmake.define.MOE_A2A_TARGETS=cpu")
   endif()
   message(WARNING "nvcc is CUDA ${nvcc}, this PyTorch is for CUDA ${torch}; minor versions of one major are compatible")
 endfunction()

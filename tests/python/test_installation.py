@@ -167,6 +167,12 @@ def test_the_oldest_pytorch_is_the_same_everywhere():
             "nvcc is CUDA 12.4, this PyTorch is for CUDA 12.8; minor versions of one major are compatible",
         ),
         ("12.8", "13.0", 1, "nvcc is CUDA 12.8, this PyTorch is for CUDA 13.0: the major versions have to be the same"),
+        (
+            "13.0",
+            "12.4",
+            1,
+            "or build for the CPU only: pip install --config-settings=cmake.define.MOE_A2A_TARGETS=cpu",
+        ),
     ],
 )
 def test_the_build_compares_nvcc_with_pytorch(tmp_path, nvcc, torch_cuda, status, words):
