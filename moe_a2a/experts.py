@@ -88,8 +88,6 @@ def _step_by_step(handle: DispatchHandle, weights: ExpertWeights) -> torch.Tenso
 
 def has_group_products(*weights: torch.Tensor) -> bool:
     """Whether PyTorch multiplies the rows of all experts at once, by offsets that the host need not know."""
-    if not hasattr(F, "grouped_mm"):
-        return False
     if weights[0].is_cuda and (weights[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability() < (9, 0)):
         return False  # PyTorch would read the offsets and multiply expert by expert
     return all(weight.stride(-2) * weight.itemsize % 16 == 0 for weight in weights)

@@ -120,7 +120,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _torch_can_group(weight: Tensor) -> bool:
-    """Whether grouped_mm takes this weight: from torch 2.10, if there is an expert and all strides are multiples of 16 bytes."""
+    """Whether grouped_mm takes this weight: if there is an expert, and all strides are multiples of 16 bytes."""
     num_experts, *sizes = weight.shape
     aligned = all(size * weight.element_size() % 16 == 0 for size in sizes)
-    return hasattr(nn.functional, "grouped_mm") and num_experts > 0 and aligned
+    return num_experts > 0 and aligned
