@@ -62,8 +62,9 @@ class Core : public ClientCore {
     core->dispatch_recv(*handle, static_cast<Layout>(layout), expert_alignment, place);
   }
 
-  // (expert_x, its scales or None) in the expert_major and masked layouts. scales_by_column: in the masked layout, the
-  // rows of an expert are adjacent in memory. given: such tensors, to write to.
+  // (expert_x, its scales or None) in the expert_major and masked layouts; in the rows layout (recv_x, its scales or
+  // None), without gaps between rows, those that did not land uninitialised. scales_by_column: in the masked layout,
+  // the rows of an expert are adjacent in memory. given: such tensors, to write to.
   using Gathered = std::pair<at::Tensor, OptionalTensor>;
   Gathered gather_rows(const Handle& handle, at::ScalarType row_type, int num_blocks, bool scales_by_column,
                        const std::optional<Gathered>& given) {
@@ -80,6 +81,7 @@ class Core : public ClientCore {
   Gathered empty_rows(const DispatchHandle& handle, at::ScalarType row_type, bool scales_by_column) {
     const MoeConfig& config = ep()->config();
     std::vector<int64_t> shape = {views_->capacity(handle), config.hidden};
+    if (handle.layout == Layout::kRows) shape[0] = config.row_capacity();
     if (handle.layout == Layout::kMasked) shape = {config.num_local_experts, config.row_capacity(), config.hidden};
     const at::Tensor expert_x = make_tensor({config.rank, device_}, shape, row_type);
     if (handle.format == RowFormat::kPlain) return {expert_x, std::nullopt};

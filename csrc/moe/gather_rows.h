@@ -1,5 +1,5 @@
 // On request, between steps 2 and 3: copies rows so that each expert's are contiguous, for callers whose GEMM does not
-// gather. Costs a copy.
+// gather; or, in Layout::kRows, each landed row to its own place, for callers who want rows without gaps between them.
 #pragma once
 
 #include "comm/work_queue.h"
@@ -11,19 +11,33 @@ struct GatherRows {
   using Args = GatherRowsArgs;
   static constexpr const char* kName = "gather_rows";
 
-  // One warp per position, over the filled positions of all experts. Each lane loads the bounds of one expert: loaded
-  // in turn, those of 64 experts would take longer than the copies of a small batch.
+  // One warp per row.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte*) {
-    const Warp warp = block.warp();
-    const int num_experts = args.context.config.num_local_experts;
     RoundRobin<int64_t> turns(grid.rank() + grid.size() * block.warp_rank(), grid.size() * block.num_warps());
+    args.layout == Layout::kRows ? copy_landed(args, block.warp(), turns) : copy_by_expert(args, block.warp(), turns);
+  }
+
+ private:
+  MOE_A2A_DEVICE static void copy_landed(const Args& args, const Warp& warp, RoundRobin<int64_t>& turns) {
+    const Context& c = args.context;
+    turns.walk(c.region.landed_offsets(args.buffer, c.config.num_ranks), [&](int64_t i) {
+      const int row = c.region.landed_row(args.buffer, i);
+      copy(args, warp, row, row);
+      return true;
+    });
+  }
+
+  // Over the filled positions of all experts. Each lane loads the bounds of one expert: loaded in turn, those of 64
+  // experts would take longer than the copies of a small batch.
+  MOE_A2A_DEVICE static void copy_by_expert(const Args& args, const Warp& warp, RoundRobin<int64_t>& turns) {
+    const int num_experts = args.context.config.num_local_experts;
     for (int first = 0; first < num_experts; first += warp.size()) {
       const int own = first + warp.rank();
       const Filled bounds = own < num_experts ? filled(args, own) : Filled{};
       for (int lane = 0; lane < warp.size() && first + lane < num_experts; ++lane) {
         const int64_t start = warp.broadcast(bounds.start, lane);
         turns.walk(warp.broadcast(bounds.count, lane), [&](int64_t i) {
-          gather(args, warp, start + i);
+          copy(args, warp, args.context.region.expert_row_index(args.buffer, start + i), start + i);
           return true;
         });
       }
@@ -44,9 +58,9 @@ struct GatherRows {
     return {start, count > 0 ? count : 0};
   }
 
-  MOE_A2A_DEVICE static void gather(const Args& args, const Warp& warp, int64_t position) {
+  // Zeros if there is no such row.
+  MOE_A2A_DEVICE static void copy(const Args& args, const Warp& warp, int32_t row, int64_t position) {
     const Context& c = args.context;
-    const int32_t row = c.region.expert_row_index(args.buffer, position);
     const int64_t bytes = static_cast<int64_t>(c.config.hidden) * size_of(args.row_dtype);
     const int num_scales = args.row_dtype == DType::kFloat8 ? c.config.num_scales() : 0;
     std::byte* target = args.expert_x + position * bytes;

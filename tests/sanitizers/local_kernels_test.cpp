@@ -34,10 +34,13 @@ int num_here(const std::vector<std::pair<int, float>>& choices) {
   return num;
 }
 
+// All values of a row of recv_x.
+float value_of(int row) { return static_cast<float>(row + 1); }
+
 // The parameter: num_max_ll_tokens. Choices travel as LL words, or in tables.
 class LocalKernelsTest : public ::testing::TestWithParam<int> {
  protected:
-  // Calls body(ep, handle) on each rank, with its tokens dispatched. Rows are 1.
+  // Calls body(ep, handle) on each rank, with its tokens dispatched.
   void with_dispatch(uint64_t seed, const std::vector<float>* weights,
                      const std::function<void(ExpertParallel& ep, DispatchHandle& handle)>& body) {
     const MoeConfig config{.num_ranks = kRanks,
@@ -49,7 +52,8 @@ class LocalKernelsTest : public ::testing::TestWithParam<int> {
                            .num_max_ll_tokens = GetParam()};
     run_ranks(config, 20.0, [&](ExpertParallel& ep) {
       const Choices mine = draw(seed, ep.config().rank);
-      const std::vector<float> x(kTokens * kHidden, 1.0f);
+      std::vector<float> x(kTokens * kHidden);
+      for (int i = 0; i < kTokens * kHidden; ++i) x[i] = value_of(ep.config().rank * kTokens + i / kHidden);
       const auto handle = ep.dispatch_send({.num_tokens = kTokens,
                                             .topk_idx = {mine.expert.data(), false},
                                             .topk_weights = (weights ? *weights : mine.weight).data(),
@@ -145,7 +149,19 @@ TEST_P(LocalKernelsTest, TakeTheWeightsThatAnswerTheNumbersOfChoices) {
       float total = 0;
       const auto choices = choices_of_row(seed, ep.config().rank, row);
       for (const auto& [expert, weight] : choices) total += weight;
-      if (num_here(choices) > 0) EXPECT_EQ(sums[row * kHidden], total) << "row " << row;
+      if (num_here(choices) > 0) EXPECT_EQ(sums[row * kHidden], total * value_of(row)) << "row " << row;
+    }
+  });
+}
+
+TEST_P(LocalKernelsTest, CopyLandedRowsToTheirPlaces) {
+  const uint64_t seed = test_seed();
+  with_dispatch(seed, nullptr, [&](ExpertParallel& ep, DispatchHandle& handle) {
+    std::vector<float> rows(kRows * kHidden, -1);
+    ep.gather_rows(handle, rows.data(), nullptr, false, kPlace);
+    for (int row = 0; row < kRows; ++row) {
+      const float expected = num_here(choices_of_row(seed, ep.config().rank, row)) > 0 ? value_of(row) : -1;
+      for (int c = 0; c < kHidden; ++c) EXPECT_EQ(rows[row * kHidden + c], expected) << "row " << row;
     }
   });
 }

@@ -194,8 +194,7 @@ class PrepareRows(PrepareAndFinalize):
         global_ids, recv_weights = handle.recv_topk(first_expert=first, no_expert=elsewhere, dtype=ids.dtype)
         rows, scales = handle.recv_x, None
         if x_scales is not None:
-            rows = rows.view(torch.int64).contiguous().view(rows.dtype)  # PyTorch copies single bytes much more slowly
-            scales = handle.recv_x_scales.contiguous()
+            rows, scales = handle._core.gather_rows(handle._handle, handle.row_dtype, num_blocks=0)
         return handle, rows, scales, global_ids, recv_weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
