@@ -61,7 +61,8 @@ struct DispatchRecvArgs {
   MOE_A2A_HOST_DEVICE DType row_dtype() const { return context.config.row_dtype(format); }
 };
 
-// Copies landed rows into the caller's tensor: one row per position of the layout, zeros in the padding.
+// Copies landed rows into the caller's tensor: one row per position of the layout, zeros in the padding; in
+// Layout::kRows each to its row of recv_x.
 struct GatherRowsArgs {
   Context context;
   int buffer = 0;
