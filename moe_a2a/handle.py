@@ -37,8 +37,8 @@ class DispatchHandle:
 
     Tensors are views of the ExpertParallel's own memory, on its device. Writing to them changes what this rank's experts
     read, never where a kernel reads or writes. They are valid until combine() returns or release() is called; afterwards
-    reading their property raises RuntimeError. expert_x, expert_x_scales, recv_rows and recv_topk() are copies, which stay
-    valid.
+    reading their property raises RuntimeError. expert_x, expert_x_scales, recv_rows, recv_topk() and contiguous_rows() are
+    copies, which stay valid.
 
     Sizes: R ranks, T = num_max_tokens_per_rank, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
     one token whose expert is on this rank. *Positions* number the routes, grouped by local expert and ordered within an
@@ -171,6 +171,17 @@ class DispatchHandle:
             raise TypeError(f"dtype={dtype} on rank {self.ep.rank}; pass torch.int32 or torch.int64")
         topk: tuple[torch.Tensor, torch.Tensor] = self._core.recv_topk(self._handle, dtype, first_expert, no_expert)
         return topk
+
+    def contiguous_rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copies of recv_x and, for float8 rows, of recv_x_scales (else None), without gaps between rows, for kernels that accept
+        no row stride. Rows whose tokens were not sent here are uninitialised. For layout="rows"; made by one kernel, without
+        the host."""
+        if self.layout != "rows":
+            raise RuntimeError(
+                f'contiguous_rows() exists only for layout="rows", this handle has layout="{self.layout}"; read expert_x'
+            )
+        rows, scales = self._core.gather_rows(self._handle, self.row_dtype, self._num_blocks)
+        return rows, None if scales is None else block_scales.unpacked(scales, self._scales_dtype, self.ep.hidden)
 
     def _routing_as_sent(self, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """For a dispatch along it. Raises ValueError if the caller has changed it in place since."""

@@ -69,7 +69,7 @@ class Core : public ClientCore {
   Gathered gather_rows(const Handle& handle, at::ScalarType row_type, int num_blocks, bool scales_by_column,
                        const std::optional<Gathered>& given) {
     const auto core = ep();
-    core->require(*handle, {Stage::kReceived}, "expert_x");
+    core->require(*handle, {Stage::kReceived}, handle->layout == Layout::kRows ? "contiguous_rows" : "expert_x");
     check_row_type(*handle, row_type);
     const Gathered out = given ? *given : empty_rows(*handle, row_type, scales_by_column);
     const LaunchPlace place = where(num_blocks);

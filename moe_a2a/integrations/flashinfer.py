@@ -92,8 +92,8 @@ class MoeA2ACommunication(MoEEpCommunication):
         max_tokens_per_rank: int | None = None,
         eplb_local_stats: Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        """Returns views that are valid until combine(). Their rows do not depend on max_tokens_per_rank: there are always
-        ep_size * params.max_tokens_per_rank."""
+        """Returns views that are valid until combine(), of float8 rows and their scales contiguous copies. Their rows do not depend
+        on max_tokens_per_rank: there are always ep_size * params.max_tokens_per_rank."""
         with calls.dispatch_refused_if_failed(self._ep):
             if self._handle is not None and self._handle.is_open:
                 raise RuntimeError(f"dispatch() on rank {self.ep_rank} follows a dispatch(); call combine() first")
@@ -108,12 +108,13 @@ class MoeA2ACommunication(MoEEpCommunication):
             no_expert=self.params.invalid_expert_id,
             dtype=torch.int32,
         )
+        rows, scales = (handle.recv_x, None) if hidden_states_scale is None else handle.contiguous_rows()
         return MoEEpDispatchResult(
-            hidden_states=handle.recv_x,
+            hidden_states=rows,
             topk_ids=ids,
             topk_weights=None if topk_weights is None else recv_weights,
             tokens_per_rank=self.params.max_tokens_per_rank,
-            hidden_states_scale=None if hidden_states_scale is None else handle.recv_x_scales,
+            hidden_states_scale=scales,
         )
 
     def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:

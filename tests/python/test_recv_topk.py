@@ -1,10 +1,11 @@
-"""handle.recv_topk(): the routes of each landed row, for experts that weight and sum a row themselves."""
+"""handle.recv_topk() and contiguous_rows(): landed rows and their routes, for experts that weight and sum a row themselves."""
 
 import on_device
 import pytest
 import torch
 
 import moe_a2a
+from moe_a2a.devices import float8_dtype
 
 pytestmark = on_device.TESTS
 
@@ -112,3 +113,42 @@ def test_without_weights_each_counts_once_and_nothing_is_a_view():
                 handle.recv_topk()
 
     on_device.run(1, program)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float8", "bytes"])
+def test_contiguous_rows(kind, session_seed):
+    """Each landed row at its place, with its scales; float8 rows lie apart in recv_x."""
+    hidden = 4 * 128
+
+    def program(group):
+        config = {
+            "num_experts": 2 * EXPERTS_PER_RANK,
+            "num_topk": TOPK,
+            "hidden": hidden,
+            "num_max_tokens_per_rank": MOST_TOKENS,
+        }
+        with moe_a2a.ExpertParallel(group, **config) as ep:
+            generator = torch.Generator().manual_seed(session_seed + ep.rank)
+            x = torch.randn(MOST_TOKENS, hidden, generator=generator).to(ep.device, torch.bfloat16)
+            topk_idx = tokens_of(2, ep.rank, 0)[1].to(ep.device)
+            if kind == "bytes":
+                scales = torch.randint(120, 134, (MOST_TOKENS, hidden // 32), generator=generator).to(
+                    ep.device, torch.uint8
+                )
+                handle = ep.dispatch(x.to(float8_dtype(ep.device)), topk_idx, x_scales=scales)
+            else:
+                handle = ep.dispatch(x, topk_idx, quantize="fp8" if kind == "float8" else None)
+            rows, scales = handle.contiguous_rows()
+            landed = handle.recv_rows.long()
+            assert len(landed) > 0 and rows.is_contiguous() and rows.shape == handle.recv_x.shape
+            assert torch.equal(rows[landed].float(), handle.recv_x[landed].float())
+            assert (scales is None) == (kind == "bfloat16")
+            if scales is not None:
+                assert scales.is_contiguous() and torch.equal(scales[landed], handle.recv_x_scales[landed])
+            handle.release()
+            with pytest.raises(RuntimeError, match="contiguous_rows got a handle that is closed"):
+                handle.contiguous_rows()
+            with pytest.raises(RuntimeError, match='layout="masked"; read expert_x'):
+                ep.dispatch(x, topk_idx, layout="masked").contiguous_rows()
+
+    on_device.run(2, program)
