@@ -37,8 +37,8 @@ class DispatchHandle:
 
     Tensors are views of the ExpertParallel's own memory, on its device. Writing to them changes what this rank's experts
     read, never where a kernel reads or writes. They are valid until combine() returns or release() is called; afterwards
-    reading their property raises RuntimeError. expert_x, expert_x_scales, recv_rows, recv_topk() and contiguous_rows() are
-    copies, which stay valid.
+    reading their property raises RuntimeError. expert_x, expert_x_scales, recv_rows and recv_topk() are copies, which stay
+    valid.
 
     Sizes: R ranks, T = num_max_tokens_per_rank, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
     one token whose expert is on this rank. *Positions* number the routes, grouped by local expert and ordered within an
@@ -173,13 +173,15 @@ class DispatchHandle:
         return topk
 
     def contiguous_rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copies of recv_x and, for float8 rows, of recv_x_scales (else None), without gaps between rows, for kernels that accept
-        no row stride. Rows whose tokens were not sent here are uninitialised. For layout="rows"; made by one kernel, without
-        the host."""
+        """recv_x and, for float8 rows, recv_x_scales (else None), for kernels that accept no row stride: recv_x itself if it has no
+        gaps between rows, as in the object's dtype if a row is a multiple of 128 bytes; else copies, in which rows whose tokens
+        were not sent here are uninitialised. For layout="rows". One kernel copies, without the host."""
         if self.layout != "rows":
             raise RuntimeError(
                 f'contiguous_rows() exists only for layout="rows", this handle has layout="{self.layout}"; read expert_x'
             )
+        if self.row_dtype == self.ep.dtype and (recv_x := self.recv_x).is_contiguous():
+            return recv_x, None
         rows, scales = self._core.gather_rows(self._handle, self.row_dtype, self._num_blocks)
         return rows, None if scales is None else block_scales.unpacked(scales, self._scales_dtype, self.ep.hidden)
 

@@ -92,8 +92,8 @@ class MoeA2ACommunication(MoEEpCommunication):
         max_tokens_per_rank: int | None = None,
         eplb_local_stats: Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        """Returns views that are valid until combine(), of float8 rows and their scales contiguous copies. Their rows do not depend
-        on max_tokens_per_rank: there are always ep_size * params.max_tokens_per_rank."""
+        """Returns views that are valid until combine(), or copies where rows would have gaps between them. There are always
+        ep_size * params.max_tokens_per_rank rows, whatever max_tokens_per_rank is."""
         with calls.dispatch_refused_if_failed(self._ep):
             if self._handle is not None and self._handle.is_open:
                 raise RuntimeError(f"dispatch() on rank {self.ep_rank} follows a dispatch(); call combine() first")
@@ -108,7 +108,7 @@ class MoeA2ACommunication(MoEEpCommunication):
             no_expert=self.params.invalid_expert_id,
             dtype=torch.int32,
         )
-        rows, scales = (handle.recv_x, None) if hidden_states_scale is None else handle.contiguous_rows()
+        rows, scales = handle.contiguous_rows()
         return MoEEpDispatchResult(
             hidden_states=rows,
             topk_ids=ids,

@@ -115,10 +115,9 @@ def test_without_weights_each_counts_once_and_nothing_is_a_view():
     on_device.run(1, program)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float8", "bytes"])
-def test_contiguous_rows(kind, session_seed):
-    """Each landed row at its place, with its scales; float8 rows lie apart in recv_x."""
-    hidden = 4 * 128
+@pytest.mark.parametrize(("kind", "hidden"), [("bfloat16", 512), ("bfloat16", 20), ("float8", 512), ("bytes", 512)])
+def test_contiguous_rows(kind, hidden, session_seed):
+    """Each landed row at its place, with its scales. In recv_x float8 rows lie apart, and rows that do not fill 128-byte lines."""
 
     def program(group):
         config = {
@@ -142,11 +141,12 @@ def test_contiguous_rows(kind, session_seed):
             landed = handle.recv_rows.long()
             assert len(landed) > 0 and rows.is_contiguous() and rows.shape == handle.recv_x.shape
             assert torch.equal(rows[landed].float(), handle.recv_x[landed].float())
+            assert (rows.data_ptr() == handle.recv_x.data_ptr()) == (kind == "bfloat16" and hidden == 512)
             assert (scales is None) == (kind == "bfloat16")
             if scales is not None:
                 assert scales.is_contiguous() and torch.equal(scales[landed], handle.recv_x_scales[landed])
             handle.release()
-            with pytest.raises(RuntimeError, match="contiguous_rows got a handle that is closed"):
+            with pytest.raises(RuntimeError, match="got a handle that is closed"):
                 handle.contiguous_rows()
             with pytest.raises(RuntimeError, match='layout="masked"; read expert_x'):
                 ep.dispatch(x, topk_idx, layout="masked").contiguous_rows()

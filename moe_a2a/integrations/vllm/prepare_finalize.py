@@ -192,8 +192,7 @@ class PrepareRows(PrepareAndFinalize):
         first = ep.rank * ep.num_local_experts
         elsewhere = (first + ep.num_local_experts) % ep.num_experts  # experts index tables with the ids: not -1
         global_ids, recv_weights = handle.recv_topk(first_expert=first, no_expert=elsewhere, dtype=ids.dtype)
-        rows, scales = (handle.recv_x, None) if x_scales is None else handle.contiguous_rows()
-        return handle, rows, scales, global_ids, recv_weights
+        return handle, *handle.contiguous_rows(), global_ids, recv_weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
         return handle.ep.combine(y, handle, presummed=True, out=out)  # type: ignore[attr-defined]
