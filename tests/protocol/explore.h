@@ -26,20 +26,41 @@ inline int64_t schedules_or(int64_t most) {
   return asked != nullptr ? std::atoll(asked) : most;
 }
 
-// With release stores, as on the CPU, and with one fence before relaxed stores, as on the GPUs.
+// 12345 -> "12,345".
+inline std::string with_commas(int64_t n) {
+  std::string digits = std::to_string(n);
+  for (int i = static_cast<int>(digits.size()) - 3; i > 0; i -= 3) digits.insert(i, 1, ',');
+  return digits;
+}
+
+// A case's row in docs/protocol_tests.md: its numbers of schedules.
 template <class World, class Case, class Most>
-void expect_holds(const Case& explored, int max_delays, const Most& most) {
-  for (const bool by_fence : {false, true}) {
-    std::printf("  %-40s %-8s", explored.name.c_str(), by_fence ? "fence" : "release");
-    for (int bound = 0; bound <= (by_fence ? 1 : max_delays); ++bound) {
+std::string explored_row(const Case& explored, int max_delays, const Most& most, bool by_fence) {
+  std::string row = std::string("| ") + explored.name + " |";
+  bool complete = true;
+  for (int bound = 0; bound <= max_delays; ++bound) {
+    if (complete) {
       World world(explored);
       const Exploration found = Explorer(world, {.signals_by_fence = by_fence}).all(bound, most(explored, bound));
-      std::printf(" %6" PRId64 "%s", found.num_schedules, found.complete ? " " : "+");
-      ASSERT_EQ(found.failure, "") << found.trace;
-      if (!found.complete) break;  // a larger bound starts with the same schedules
+      EXPECT_EQ(found.failure, "") << found.trace;
+      complete = found.complete;
+      row += std::string(" ") + with_commas(found.num_schedules) + (complete ? " |" : "+ |");
+    } else {
+      row += "  |";  // a larger bound starts with the same schedules
     }
-    std::printf("\n");
   }
+  return row;
+}
+
+// With release stores, as on the CPU, and with one fence before relaxed stores, as on the GPUs. Prints and returns the
+// case's row.
+template <class World, class Case, class Most>
+std::string expect_holds(const Case& explored, int max_delays, const Most& most) {
+  const std::string row = explored_row<World>(explored, max_delays, most, false);
+  const std::string by_fence = explored_row<World>(explored, 1, most, true);
+  EXPECT_TRUE(row.starts_with(by_fence)) << "The fence changes the numbers:\n" << row << "\n" << by_fence;
+  std::printf("%s\n", row.c_str());
+  return row;
 }
 
 // The case that shows a mutant. All cases with few delays first: an easily caught mutant is found before any deep
@@ -62,16 +83,20 @@ std::optional<Catch> hunt(const Mutant& mutant, const std::vector<Case>& cases, 
   return std::nullopt;
 }
 
+// Prints and returns the mutants' rows in docs/protocol_tests.md.
 template <class World, class Case, class Most>
-void expect_each_is_caught(const std::vector<Mutant>& mutants, const std::vector<Case>& cases, const Most& most) {
-  std::printf("  what is broken | first case that shows it | delays | schedules | how\n");
+std::vector<std::string> expect_each_is_caught(const std::vector<Mutant>& mutants, const std::vector<Case>& cases,
+                                               const Most& most) {
+  std::vector<std::string> rows;
   for (const Mutant& mutant : mutants) {
     const std::optional<Catch> caught = hunt<World>(mutant, cases, most);
     EXPECT_TRUE(caught) << mutant.name;
     if (!caught) continue;
-    std::printf("  %s | %s | %d | %" PRId64 " | %s\n", mutant.name.c_str(), caught->name.c_str(), caught->delays,
-                caught->exploration.num_schedules, caught->exploration.failure.c_str());
+    rows.push_back(std::string("| ") + mutant.name + " | " + caught->name + " | " + std::to_string(caught->delays) +
+                   " | " + with_commas(caught->exploration.num_schedules) + " |");
+    std::printf("%s\n  %s\n", rows.back().c_str(), caught->exploration.failure.c_str());
   }
+  return rows;
 }
 
 // A case's name as GoogleTest allows it.
