@@ -13,15 +13,21 @@ import os
 import subprocess
 import sys
 
-from scikit_build_core import build as _scikit_build
-from scikit_build_core.build import (  # noqa: F401 (the hooks of PEP 517 and 660)
-    build_editable,
-    build_sdist,
-    build_wheel,
-    get_requires_for_build_sdist,
-    prepare_metadata_for_build_editable,
-    prepare_metadata_for_build_wheel,
-)
+try:
+    from scikit_build_core import build as _scikit_build
+    from scikit_build_core.build import (  # noqa: F401 (the hooks of PEP 517 and 660)
+        build_editable,
+        build_sdist,
+        build_wheel,
+        get_requires_for_build_sdist,
+        prepare_metadata_for_build_editable,
+        prepare_metadata_for_build_wheel,
+    )
+except ModuleNotFoundError:
+    raise SystemExit(
+        "a build without isolation needs its requirements in the environment: "
+        "pip install scikit-build-core nlohmann_json cmake ninja"
+    ) from None
 
 OLDEST = 2, 11  # its c10::Stream is the first with native_handle(), which the bindings call
 TORCH = "torch>={}.{}".format(*OLDEST)

@@ -1,5 +1,6 @@
 """The errors of `import moe_a2a` if the extension is missing or was built for another PyTorch, and what the build checks."""
 
+import importlib
 import os
 import re
 import shutil
@@ -133,8 +134,9 @@ def test_the_build_refuses_an_older_pytorch(tmp_path, version):
 )
 def test_a_build_gets_a_pytorch_that_is_new_enough(tmp_path, monkeypatch, version, wanted):
     """With an older one installed, pip built for it, and then replaced it."""
+    pytest.importorskip("scikit_build_core")
     monkeypatch.syspath_prepend(str(ROOT / "build_backend"))
-    backend = pytest.importorskip("moe_a2a_build", reason="needs scikit-build-core")
+    backend = importlib.import_module("moe_a2a_build")
     (tmp_path / "torch.py").write_text(f"__version__ = {version!r}" if version else "raise ImportError")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     python = tmp_path / "python"
@@ -143,6 +145,16 @@ def test_a_build_gets_a_pytorch_that_is_new_enough(tmp_path, monkeypatch, versio
     monkeypatch.setattr(sys, "executable", str(python))
     assert [name for name in backend.get_requires_for_build_wheel() if name.startswith("torch")] == wanted
     assert [name for name in backend.get_requires_for_build_editable() if name.startswith("torch")] == wanted
+
+
+def test_a_build_without_its_requirements_names_them(tmp_path):
+    """`uv pip install --no-build-isolation` ended in a traceback: No module named 'scikit_build_core'."""
+    command = [sys.executable, "-S", "-c", "import moe_a2a_build"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "build_backend")}
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.startswith("a build without isolation needs its requirements"), result.stderr
+    assert "pip install scikit-build-core nlohmann_json" in result.stderr
 
 
 def test_the_oldest_pytorch_is_the_same_everywhere():
