@@ -13,6 +13,9 @@ import os
 import subprocess
 import sys
 
+if sys.version_info < (3, 10):  # noqa: UP036 (pip looks for a PyTorch for this Python first, and finds none)
+    raise SystemExit(f"moe_a2a needs Python 3.10 or newer, this is {sys.version_info[0]}.{sys.version_info[1]}")
+
 try:
     from scikit_build_core import build as _scikit_build
     from scikit_build_core.build import (  # noqa: F401 (the hooks of PEP 517 and 660)
