@@ -1,6 +1,7 @@
 // The kernels that return, or take, the choices and weights of landed rows: by several blocks, with ranks as threads.
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <limits>
 #include <utility>
 #include <vector>
