@@ -98,24 +98,15 @@ class Exchange:
         make different calls, which exchange equally many numbers for this."""
         mine = call.numbers()
         numbers = [num_tokens, num_choices, *mine, *(-number for number in mine)]
-        most_tokens, most_choices, *largest = self._largest(numbers)
+        most_tokens, most_choices, *largest = _largest(self.host_collectives, numbers)
         most, least = largest[: len(mine)], [-number for number in largest[len(mine) :]]
         if problem := difference(self.rank, mine, least, most):
             raise ValueError(problem)
         return most_tokens, most_choices
 
-    def _largest(self, numbers: list[int]) -> list[int]:
-        """The largest value of each number on any rank."""
-        collectives = self.host_collectives
-        largest = collectives.all_reduce(torch.tensor(numbers, dtype=torch.float32, device=collectives.device), "max")
-        read = [int(number) for number in largest.tolist()]
-        collectives._core.raise_reported()  # on a GPU a refused all-reduce returns, too
-        return read
-
     def barrier(self) -> None:
         """Returns once all ranks have called it and the work before it on their current streams is done."""
-        self.collectives.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.comm.device)).tolist()
-        self.collectives._core.raise_reported()
+        _largest(self.collectives, [0])
 
     def bounded_expert_parallel(self, kind: Kind, bound: int, num_tokens: int, call: Call) -> ExpertParallel:
         """One for batches of at most `bound` tokens, which all ranks know; they compare their calls if it is made now."""
@@ -284,6 +275,14 @@ class Exchange:
         self.collectives.close()
         self.host_collectives.close()
         self.comm.close()
+
+
+def _largest(collectives: Collectives, numbers: list[int]) -> list[int]:
+    """The largest value of each number on any rank, read by the host."""
+    mine = torch.tensor(numbers, dtype=torch.float32, device=collectives.device)
+    largest = collectives.all_reduce(mine, "max").tolist()
+    collectives._core.raise_reported()  # on a GPU a refused all-reduce returns, too
+    return [int(number) for number in largest]
 
 
 def _lost(call: str, ep: ExpertParallel) -> RuntimeError:
