@@ -11,6 +11,7 @@ from moe_a2a import _core
 
 BYTES = (torch.uint8, torch.float8_e8m0fnu)
 BLOCK = 32
+FP8_BLOCK = 128  # values of a row that share a float32 scale
 
 
 def byte_dtype(x_scales: torch.Tensor | None) -> torch.dtype | None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from moe_a2a import block_scales
 
 ALIGNMENT = 16  # bytes; the kernels copy rows that start at such addresses by vectors
-FP8_BLOCK = 128  # values of a row that share a scale
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class RailFormat:
 
     def _widths(self, dtype: torch.dtype) -> Sequence[tuple[int, torch.dtype]]:
         of_row = (self.hidden, dtype), (self.num_topk, torch.int32), (self.num_topk, torch.float32)
-        return (*of_row, (-(-self.hidden // FP8_BLOCK), torch.float32)) if dtype.itemsize == 1 else of_row
+        return (*of_row, (-(-self.hidden // block_scales.FP8_BLOCK), torch.float32)) if dtype.itemsize == 1 else of_row
 
     def _stride(self, dtype: torch.dtype) -> int:
         return sum(_padded(width * column_dtype.itemsize) for width, column_dtype in self._widths(dtype))

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.platforms import current_platform
 
 from moe_a2a import row_routes
+from moe_a2a.block_scales import FP8_BLOCK
 from moe_a2a.communicator import Communicator
 from moe_a2a.devices import float8_dtype
 from moe_a2a.expert_parallel import ExpertParallel
@@ -31,8 +32,6 @@ TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT", 300))
 
 # The handle, and for the experts: rows and their scales, ids [num_rows, n], weights [num_rows, n].
 Dispatched = tuple[DispatchHandle, Tensor, Tensor | None, Tensor, Tensor]
-
-SCALE_BLOCK = 128  # values per float32 scale of the rows that dispatch() takes
 
 # Experts, and the kernel that quantises for them, take all R * T rows, most of which hold nothing if T is much larger than the
 # batch. So small batches have memory of their own.
@@ -182,7 +181,7 @@ class PrepareRows(PrepareAndFinalize):
             return x, None
         rows, scales = _quantized(x, quant_config)
         # As dispatch() takes them. Scales may also be packed bytes.
-        is_sent = scales is not None and scales.dtype == torch.float32 and scales.shape[1] * SCALE_BLOCK == x.shape[1]
+        is_sent = scales is not None and scales.dtype == torch.float32 and scales.shape[1] * FP8_BLOCK == x.shape[1]
         return (rows, scales) if is_sent else (x, None)
 
     def _dispatch(
