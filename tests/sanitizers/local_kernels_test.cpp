@@ -1,4 +1,5 @@
-// The kernels that return, or take, the choices and weights of landed rows: by several blocks, with ranks as threads.
+// The kernels that return landed rows, their choices and weights, or take weights: by several blocks, with ranks as
+// threads.
 #include <gtest/gtest.h>
 
 #include <functional>
