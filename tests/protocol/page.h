@@ -15,14 +15,17 @@ inline constexpr char kHowToUpdateThePage[] =
     "build/tests/tests/protocol_tests "
     "--gtest_filter='*/ProtocolTest.HoldsInEverySchedule/*:MutantTest.*' | grep '^| '";
 
-// The lines of the page that are rows of a table.
-inline std::set<std::string> rows_of_page() {
-  std::ifstream page(MOE_A2A_PROTOCOL_PAGE);
-  std::set<std::string> rows;
-  for (std::string line; std::getline(page, line);) {
-    if (line.starts_with("| ")) rows.insert(line);
-  }
-  return rows;
+// The lines of the page that are rows of a table, read once.
+inline const std::set<std::string>& rows_of_page() {
+  static const std::set<std::string> all = [] {
+    std::ifstream page(MOE_A2A_PROTOCOL_PAGE);
+    std::set<std::string> rows;
+    for (std::string line; std::getline(page, line);) {
+      if (line.starts_with("| ")) rows.insert(line);
+    }
+    return rows;
+  }();
+  return all;
 }
 
 inline void expect_on_page(const std::string& row) {
