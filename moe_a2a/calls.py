@@ -16,10 +16,9 @@ They raise PeerRefusedError with this rank's error text instead of waiting until
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -115,17 +114,30 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
     return decorate
 
 
-@contextlib.contextmanager
-def dispatch_refused_if_failed(ep: Dispatcher) -> Iterator[None]:
+class Guard(AbstractContextManager[None]):
+    """Calls `failed` with the error that its body raises. A class, since every call enters some: a generator takes three
+    times as long."""
+
+    __slots__ = ("_failed",)
+
+    def __init__(self, failed: Callable[[BaseException], None]):
+        self._failed = failed
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._failed(error)
+
+
+def dispatch_refused_if_failed(ep: Dispatcher) -> AbstractContextManager[None]:
     """Wraps work that precedes a dispatch(), for which peers may already wait: if it fails, that dispatch counts as
     refused on every rank. The dispatch() itself may be inside, since it reports its own failure."""
     num_dispatches = ep._num_dispatches
-    try:
-        yield
-    except BaseException as error:
+
+    def failed(error: BaseException) -> None:
         if ep._num_dispatches == num_dispatches:
             ep._refuse_dispatch(error)
-        raise
+
+    return Guard(failed)
 
 
 def refuse_dispatch(ep: HandleOwner, error: BaseException) -> None:
@@ -147,57 +159,46 @@ def makes_a_dispatch(call: Call) -> Call:
     return made  # type: ignore[return-value]
 
 
-@contextlib.contextmanager
-def released_if_failed(handle: DispatchHandle) -> Iterator[None]:
+def released_if_failed(handle: DispatchHandle) -> AbstractContextManager[None]:
     """Wraps calls that report their own failures: if one fails, this rank's handle ends."""
-    try:
-        yield
-    except BaseException:
-        if handle.is_open:
-            handle.release()
-        raise
+    return Guard(lambda error: _release(handle))
 
 
-@contextlib.contextmanager
-def combine_refused_if_failed(handle: DispatchHandle) -> Iterator[None]:
+def _release(handle: DispatchHandle) -> None:
+    if handle.is_open:
+        handle.release()
+
+
+def combine_refused_if_failed(handle: DispatchHandle) -> AbstractContextManager[None]:
     """Wraps work between a dispatch() and its combine(), for which peers may already wait: if it fails, that combine is
     refused, and the handle released."""
-    with released_if_failed(handle):
+
+    def failed(error: BaseException) -> None:
         try:
-            yield
-        except BaseException as error:
             if not isinstance(error, REPORTS):
-                _tell(handle.ep, error, lambda core, why: core.tell_combine_failed(handle._handle, why))
-            raise
+                refuse_combine(handle.ep, error, handle)
+        finally:
+            _release(handle)
+
+    return Guard(failed)
 
 
-@contextlib.contextmanager
-def attempt_refused_if_failed(ep: Called, handle: DispatchHandle | None = None) -> Iterator[None]:
+def attempt_refused_if_failed(ep: Called, handle: DispatchHandle | None = None) -> AbstractContextManager[None]:
     """Wraps work that precedes a combine(): if it fails, this combine is refused, and all ranks may retry with the same
     handle. Without a handle the combine of every received, open one is refused, as in serves_a_handle()."""
-    try:
-        yield
-    except BaseException as error:
-        key = None if handle is None else handle._handle
-        _tell(ep, error, lambda core, why: core.tell_combine_failed(key, why))
-        raise
+    return Guard(lambda error: refuse_combine(ep, error, handle))
 
 
-class _RefusedIfFailed(AbstractContextManager[None]):
+def refuse_combine(ep: Called, error: BaseException, handle: DispatchHandle | None = None) -> None:
+    """This rank's attempt to combine fails with `error`. handle: as for attempt_refused_if_failed()."""
+    key = None if handle is None else handle._handle
+    _tell(ep, error, lambda core, why: core.tell_combine_failed(key, why))
+
+
+def refused_if_failed(collectives: Called) -> AbstractContextManager[None]:
     """Wraps what a call of a Collectives does before its launch. If that fails, the peers raise PeerRefusedError, and the call
-    counts as made on every rank. A class, since every call enters it: a generator takes three times as long."""
-
-    __slots__ = ("_collectives",)
-
-    def __init__(self, collectives: Called):
-        self._collectives = collectives
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            _tell(self._collectives, error, lambda core, why: core.refuse(why))
-
-
-refused_if_failed = _RefusedIfFailed
+    counts as made on every rank."""
+    return Guard(lambda error: _tell(collectives, error, lambda core, why: core.refuse(why)))
 
 
 def refuses_wrong_arguments(refused: Callable[..., AbstractContextManager[None]]) -> Callable[[Call], Call]:

@@ -43,12 +43,13 @@ class Call(NamedTuple):
 
 
 def difference(rank: int, mine: Sequence[int], least: Sequence[int], most: Sequence[int]) -> str:
-    """What is wrong if not all ranks have the numbers of `mine`; "" if they have."""
-    for (what, words), own, low, high in zip(_COMPARED, mine, least, most, strict=True):
-        if low != high:
-            other = low if own == high else high
-            return f"ranks disagree on {what}: {words(own)} on rank {rank}, {words(other)} on another; pass the same on every rank"
-    return ""
+    """The first of Call.numbers() in which the ranks differ, in words."""
+    numbers = zip(_COMPARED, mine, least, most, strict=True)
+    (what, words), own, low, high = next(number for number in numbers if number[2] != number[3])
+    other = low if own == high else high
+    return (
+        f"ranks disagree on {what}: {words(own)} on rank {rank}, {words(other)} on another; pass the same on every rank"
+    )
 
 
 _is_or_not: Callable[[int], Any] = ("no", "yes").__getitem__
