@@ -48,6 +48,17 @@ def run_experts(rows, ids, weights, mine):
     return torch.where(factors.any(1, keepdim=True), rows * factors.sum(1, keepdim=True), 0)
 
 
+def test_the_cpu_needs_eager_mode(layers, monkeypatch):
+    """Regression: torch.compile stopped within the plugin, with an error about a ProcessGroup."""
+    monkeypatch.setattr(layers, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    for is_eager in (True, False):
+        assert type(layers.make(2, MOST, True, is_eager)) is layers.PrepareRows
+    monkeypatch.setattr(layers, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    assert type(layers.make(2, MOST, True, True)) is layers.PrepareRoutes
+    with pytest.raises(ValueError, match="pass --enforce-eager"):
+        layers.make(2, MOST, True, False)
+
+
 @pytest.mark.parametrize("kind", ["PrepareRows", "PrepareRoutes"])
 def test_groups_in_turn(layers, monkeypatch, kind):
     """Regression: a group got the memory of an earlier one with layers of the same shape."""

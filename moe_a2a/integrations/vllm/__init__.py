@@ -41,8 +41,8 @@ def _make(
         )
     from moe_a2a.integrations.vllm import prepare_finalize
 
-    most, ranks_differ = config.scheduler_config.max_num_batched_tokens, _ranks_differ(config.parallel_config)
-    return prepare_finalize.make(num_dispatchers, most, ranks_differ)
+    most, is_eager = config.scheduler_config.max_num_batched_tokens, config.model_config.enforce_eager
+    return prepare_finalize.make(num_dispatchers, most, _ranks_differ(config.parallel_config), is_eager)
 
 
 def _ranks_differ(parallel: Any) -> bool:

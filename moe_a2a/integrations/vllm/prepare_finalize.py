@@ -38,11 +38,16 @@ Dispatched = tuple[DispatchHandle, Tensor, Tensor | None, Tensor, Tensor]
 LEAST_TOKENS = 64
 
 
-def make(num_dispatchers: int, num_max_tokens: int, ranks_differ: bool) -> PrepareAndFinalize:
+def make(num_dispatchers: int, num_max_tokens: int, ranks_differ: bool, is_eager: bool) -> PrepareAndFinalize:
     """For the experts of this machine; vLLM's for the CPU take only local ids. ranks_differ: whether ranks may have different
-    numbers of tokens."""
-    kind = PrepareRoutes if current_platform.is_cpu() else PrepareRows
-    return kind(num_dispatchers, num_max_tokens, ranks_differ)
+    numbers of tokens. is_eager: without torch.compile, which on a GPU does not look into the layers of experts."""
+    if not current_platform.is_cpu():
+        return PrepareRows(num_dispatchers, num_max_tokens, ranks_differ)
+    if not is_eager:
+        raise ValueError(
+            "MOE_A2A_VLLM: on a CPU vLLM compiles the calls of moe_a2a too, which fails; pass --enforce-eager"
+        )
+    return PrepareRoutes(num_dispatchers, num_max_tokens, ranks_differ)
 
 
 @functools.cache
