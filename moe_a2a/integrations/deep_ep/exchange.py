@@ -101,8 +101,9 @@ class Exchange:
         compared = [*mine, *(-number for number in mine)]
         most_tokens, most_choices, *largest = _largest(self.host_collectives, [num_tokens, num_choices, *compared])
         if largest != compared:
-            most = [int(number) for number in largest]
-            raise ValueError(difference(self.rank, mine, [-number for number in most[len(mine) :]], most[: len(mine)]))
+            numbers, length = [int(number) for number in largest], len(mine)
+            least, most = [-number for number in numbers[length:]], numbers[:length]
+            raise ValueError(difference(self.rank, mine, least, most))
         return int(most_tokens), int(most_choices)
 
     def barrier(self) -> None:
