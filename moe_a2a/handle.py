@@ -154,19 +154,21 @@ class DispatchHandle:
         return self._core.landed_rows(self._handle)[:num_rows].clone()
 
     def recv_topk(
-        self, *, first_expert: int = 0, no_expert: int = -1, dtype: torch.dtype = torch.int64
+        self, *, first_expert: int = 0, no_expert: int | None = -1, dtype: torch.dtype = torch.int64
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(recv_topk_idx, recv_topk_weights) of each row of recv_x: the local experts (0 ... E_local - 1) that its token chose, in
         the order of its choices, then -1 with weight 0; -1 throughout in rows whose tokens were not sent here. New tensors
         [R * T, K], the second float32, made by one kernel and without the host.
 
-        first_expert: added to the experts, rank * E_local for ids of all experts. no_expert: in place of -1. dtype: of the
-        ids, torch.int32 or torch.int64.
+        first_expert: added to the experts, rank * E_local for ids of all experts. no_expert: in place of -1; None: with ids of all
+        experts, those of the other ranks' in turn (on a single rank first_expert), for kernels that skip these but count the
+        rows of each id first. dtype: of the ids, torch.int32 or torch.int64.
 
         A kernel that weights and sums a row's experts itself (the fused MoE of another library) takes recv_x with these two;
         its result goes to combine(..., presummed=True)."""
         first_expert = arguments.checked_int(self.ep.rank, "first_expert", first_expert)
-        no_expert = arguments.checked_int(self.ep.rank, "no_expert", no_expert)
+        if no_expert is not None:
+            no_expert = arguments.checked_int(self.ep.rank, "no_expert", no_expert)
         if dtype not in (torch.int32, torch.int64):
             raise TypeError(f"dtype={dtype} on rank {self.ep.rank}; pass torch.int32 or torch.int64")
         topk: tuple[torch.Tensor, torch.Tensor] = self._core.recv_topk(self._handle, dtype, first_expert, no_expert)

@@ -91,9 +91,8 @@ class Core : public ClientCore {
     return {expert_x, make_tensor({config.rank, device_}, shape, at::kFloat).transpose(1, 2)};
   }
 
-  std::pair<at::Tensor, at::Tensor> recv_topk(const Handle& handle, at::ScalarType id_type, int64_t first_expert,
-                                              int64_t no_expert) {
-    return run_recv_topk(*ep(), *handle, device_, {id_type, first_expert, no_expert}, where(0));
+  std::pair<at::Tensor, at::Tensor> recv_topk(const Handle& handle, const TopkIds& wanted) {
+    return run_recv_topk(*ep(), *handle, device_, wanted, where(0));
   }
   PackedTopk packed_topk(const Handle& handle, int64_t num_rows) {
     return run_packed_topk(*ep(), *handle, device_, num_rows, where(0));
@@ -288,8 +287,9 @@ void bind_calls(py::class_<Core, ClientCore>& core) {
           py::arg("given") = py::none())
       .def(
           "recv_topk",
-          [](Core& core, const Handle& handle, const py::object& id_dtype, int64_t first_expert, int64_t no_expert) {
-            return core.recv_topk(handle, scalar_type(id_dtype), first_expert, no_expert);
+          [](Core& core, const Handle& handle, const py::object& id_dtype, int64_t first_expert,
+             std::optional<int64_t> no_expert) {
+            return core.recv_topk(handle, {scalar_type(id_dtype), first_expert, no_expert});
           },
           py::arg("handle"), py::arg("id_dtype"), py::arg("first_expert"), py::arg("no_expert"))
       .def("packed_topk", &Core::packed_topk, py::arg("handle"), py::arg("num_rows"))

@@ -13,7 +13,8 @@ std::pair<at::Tensor, at::Tensor> run_recv_topk(ExpertParallel& ep, const Dispat
   const RecvTopkArgs args = {.wide_ids = wanted.type == at::kLong,
                              .num_rows = num_rows,
                              .first_expert = wanted.first_expert,
-                             .no_expert = wanted.no_expert,
+                             .no_expert = wanted.no_expert.value_or(wanted.first_expert),
+                             .others_in_turn = !wanted.no_expert,
                              .ids = ids.mutable_data_ptr(),
                              .weights = weights.mutable_data_ptr<float>()};
   py::gil_scoped_release unlocked;

@@ -1,6 +1,7 @@
 // The local experts and weights of landed rows, as new tensors.
 #pragma once
 
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -10,9 +11,9 @@
 namespace moe_a2a::bindings {
 
 struct TopkIds {
-  at::ScalarType type;   // int32 or int64
-  int64_t first_expert;  // of the first local expert
-  int64_t no_expert;
+  at::ScalarType type;               // int32 or int64
+  int64_t first_expert;              // of the first local expert
+  std::optional<int64_t> no_expert;  // none: see RecvTopkArgs::others_in_turn
 };
 
 // (ids, weights), [num_ranks * num_max_tokens_per_rank, num_topk]: of each row of recv_x, without gaps.

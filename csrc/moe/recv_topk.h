@@ -84,10 +84,18 @@ struct RecvTopk {
     }
   }
 
+  MOE_A2A_DEVICE static int64_t no_expert(const Args& args, int64_t place) {
+    const MoeConfig& config = args.context.config;
+    const int num_others = config.num_experts - config.num_local_experts;
+    if (!args.others_in_turn || num_others == 0) return args.no_expert;
+    const auto turn = static_cast<uint32_t>(place) % static_cast<uint32_t>(num_others);
+    return (args.first_expert + config.num_local_experts + turn) % config.num_experts;
+  }
+
   // At `place`: choice k, or no expert if k < 0 or the expert is elsewhere.
   MOE_A2A_DEVICE static void store(const Args& args, int64_t place, const ReceivedChoices& choices, int k) {
     const int expert = k < 0 ? -1 : choices.expert(k);
-    const int64_t id = expert < 0 ? args.no_expert : args.first_expert + expert;
+    const int64_t id = expert < 0 ? no_expert(args, place) : args.first_expert + expert;
     if (args.wide_ids) {
       static_cast<int64_t*>(args.ids)[place] = id;
     } else {

@@ -84,6 +84,12 @@ def test_ids_as_another_library_wants_them(dtype):
             ids, same_weights = handle.recv_topk(first_expert=first, no_expert=77, dtype=dtype)
             assert ids.dtype == dtype and torch.equal(weights, same_weights)
             assert torch.equal(ids.long(), torch.where(idx < 0, 77, idx + first))
+            ids, same_weights = handle.recv_topk(first_expert=first, no_expert=None, dtype=dtype)
+            assert ids.dtype == dtype and torch.equal(weights, same_weights)
+            others = (
+                first + EXPERTS_PER_RANK + torch.arange(idx.numel(), device=ep.device).view_as(idx) % EXPERTS_PER_RANK
+            )
+            assert torch.equal(ids.long(), torch.where(idx < 0, others % (2 * EXPERTS_PER_RANK), idx + first))
             for wrong, error in (
                 ({"first_expert": "0"}, rf"first_expert='0' is a str on rank {ep.rank}; pass an int"),
                 ({"no_expert": True}, rf"no_expert=True is a bool on rank {ep.rank}; pass an int"),

@@ -96,6 +96,27 @@ TEST_P(LocalKernelsTest, ReturnTheExpertsOfEveryRow) {
   });
 }
 
+TEST_P(LocalKernelsTest, FillTheRowsWithExpertsOfOtherRanksInTurn) {
+  with_dispatch(test_seed(), nullptr, [&](ExpertParallel& ep, DispatchHandle& handle) {
+    const int first = ep.config().rank * kLocalExperts, num_experts = ep.config().num_experts;
+    std::vector<int64_t> ids(kRows * kTopk, 99);
+    std::vector<float> weights(kRows * kTopk, -1);
+    ep.recv_topk(handle,
+                 {.num_rows = kRows,
+                  .first_expert = first,
+                  .others_in_turn = true,
+                  .ids = ids.data(),
+                  .weights = weights.data()},
+                 kPlace);
+    for (int i = 0; i < kRows * kTopk; ++i) {
+      if (ids[i] >= first && ids[i] < first + kLocalExperts) continue;
+      const int turn = i % (num_experts - kLocalExperts);
+      EXPECT_EQ(ids[i], (first + kLocalExperts + turn) % num_experts) << "id " << i;
+      EXPECT_EQ(weights[i], 0) << "id " << i;
+    }
+  });
+}
+
 TEST_P(LocalKernelsTest, ReturnTheChoicesOfPackedRows) {
   const uint64_t seed = test_seed();
   with_dispatch(seed, nullptr, [&](ExpertParallel& ep, DispatchHandle& handle) {

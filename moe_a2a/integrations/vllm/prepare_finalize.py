@@ -195,8 +195,8 @@ class PrepareRows(PrepareAndFinalize):
     ) -> Dispatched:
         handle = ep.dispatch(x, ids, weights, x_scales=x_scales)
         first = ep.rank * ep.num_local_experts
-        elsewhere = (first + ep.num_local_experts) % ep.num_experts  # experts index tables with the ids: not -1
-        global_ids, recv_weights = handle.recv_topk(first_expert=first, no_expert=elsewhere, dtype=ids.dtype)
+        # Experts index tables with the ids, so none is -1; with one id for all that is elsewhere, their counting would collide.
+        global_ids, recv_weights = handle.recv_topk(first_expert=first, no_expert=None, dtype=ids.dtype)
         return handle, *handle.contiguous_rows(), global_ids, recv_weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
