@@ -1,4 +1,4 @@
-"""A million records: merged and written, in both formats, in seconds and in less than a gigabyte."""
+"""A million records: merged and written, in both formats, in linear time and in less than a gigabyte."""
 
 import dataclasses
 import resource
@@ -15,7 +15,8 @@ from moe_a2a.tracing.merge import merge
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 NUM_RECORDS = 1_000_000
-MAX_SECONDS, MAX_BYTES = 10, 1 << 30
+FEWER = 10  # the time is compared with that of so many times fewer records
+MAX_BYTES = 1 << 30
 CALL_NS = 1_000_000  # from one repetition to the next
 
 
@@ -33,10 +34,10 @@ def repeated(rank, times):
     return dataclasses.replace(rank, records=np.concatenate(parts).view(np.int64), segment_written=written)
 
 
-def merge_and_write(group, folder):
+def merge_and_write(group, folder, num_records):
     plan = synthetic.Plan(num_tokens=64, num_warps=8, slow_send=[1, 3, 1, 1])
     calls = synthetic.simulate(plan)
-    times = -(-NUM_RECORDS // sum(len(rank.records) for rank in calls))
+    times = -(-num_records // sum(len(rank.records) for rank in calls))
     start = time.process_time()  # not wall time: other work on this machine must not count
     timeline = merge([repeated(rank, times) for rank in calls], synthetic.configuration(plan), combine_row_bytes=128)
     seconds = {"merge": time.process_time() - start}
@@ -49,8 +50,12 @@ def merge_and_write(group, folder):
 
 
 def test_a_million_records(tmp_path):
-    ((num_slices, num_arrows, seconds, peak),) = ranks.run_processes(1, merge_and_write, str(tmp_path), timeout=120)
-    print(f"{num_slices} slices, {num_arrows} arrows, {peak / 2**20:.0f} MiB, seconds: {seconds}")
+    """How long it takes depends on the machine; time that grew with the square of the records would be 100 times longer here."""
+    (few,) = ranks.run_processes(1, merge_and_write, str(tmp_path), NUM_RECORDS // FEWER, timeout=120)
+    (all_of_them,) = ranks.run_processes(1, merge_and_write, str(tmp_path), NUM_RECORDS, timeout=240)
+    for num_slices, num_arrows, seconds, peak in (few, all_of_them):
+        print(f"{num_slices} slices, {num_arrows} arrows, {peak / 2**20:.0f} MiB, seconds: {seconds}")
+    num_slices, num_arrows, seconds, peak = all_of_them
     assert num_slices >= NUM_RECORDS and num_arrows > 10_000
     assert peak < MAX_BYTES
-    assert all(seconds["merge"] + seconds[ending] < MAX_SECONDS for ending in (".pftrace", ".json.gz"))
+    assert all(seconds[step] < 4 * FEWER * few[2][step] for step in seconds)
