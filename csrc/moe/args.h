@@ -84,8 +84,8 @@ struct RecvTopkArgs {
   int64_t num_rows = 0;      // of ids and weights
   int64_t first_expert = 0;  // the id of the first local expert
   int64_t no_expert = -1;    // the id where there is none
-  // With several ranks, in place of no_expert: the ids of the other ranks' experts, in turn, if ids are global. A
-  // kernel that counts the rows of each id would else count all of them on one.
+  // In place of no_expert, if there are several ranks: the ids of the other ranks' experts in turn, for global ids.
+  // With one id for all of them, a kernel that counts the rows of each id would count these at one address.
   bool others_in_turn = false;
   void* ids = nullptr;       // [num_rows, K]
   float* weights = nullptr;  // [num_rows, K]; zeros where there is no expert

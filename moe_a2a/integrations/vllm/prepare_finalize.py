@@ -33,8 +33,8 @@ TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT", 300))
 # The handle, and for the experts: rows and their scales, ids [num_rows, n], weights [num_rows, n].
 Dispatched = tuple[DispatchHandle, Tensor, Tensor | None, Tensor, Tensor]
 
-# Experts, and the kernel that quantises for them, take all R * T rows, also those that hold nothing. So there is one ExpertParallel
-# for each power of two from here on.
+# Experts, and the kernel that quantises for them, take all R * T rows, including those that hold nothing. So there is one
+# ExpertParallel for each power of two from here on.
 LEAST_TOKENS = 64
 
 
@@ -195,7 +195,7 @@ class PrepareRows(PrepareAndFinalize):
     ) -> Dispatched:
         handle = ep.dispatch(x, ids, weights, x_scales=x_scales)
         first = ep.rank * ep.num_local_experts
-        # Experts index tables with the ids, so none is -1; with one id for all that is elsewhere, their counting would collide.
+        # Experts index tables with the ids, so none may be -1. They also count each id: one id for all others would be slow.
         global_ids, recv_weights = handle.recv_topk(first_expert=first, no_expert=None, dtype=ids.dtype)
         return handle, *handle.contiguous_rows(), global_ids, recv_weights
 
