@@ -97,20 +97,10 @@ def run_all(switch: str, num_ranks: int, options: argparse.Namespace) -> list[li
             port = probe.getsockname()[1]
         files = [folder / f"{rank}.json" for rank in range(num_ranks)]
         logs = [folder / f"{rank}.log" for rank in range(num_ranks)]
-        given = ["--layers", str(options.layers), "--turns", str(options.turns), "--cases", *options.cases]
+        again = [sys.executable, __file__, *sys.argv[1:], "--folder", name, "--rank"]
         processes = []
         for rank, log in enumerate(logs):
-            command = [
-                sys.executable,
-                __file__,
-                "--folder",
-                name,
-                "--rank",
-                str(rank),
-                str(num_ranks),
-                str(port),
-                *given,
-            ]
+            command = [*again, str(rank), str(num_ranks), str(port)]
             out = at_end.enter_context(log.open("w"))
             environment = os.environ | {"MOE_A2A_VLLM": switch}
             how = {"stdout": out, "stderr": subprocess.STDOUT, "start_new_session": True}

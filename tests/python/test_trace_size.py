@@ -15,7 +15,7 @@ from moe_a2a.tracing.merge import merge
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 NUM_RECORDS = 1_000_000
-FEWER = 10  # the time is compared with that of so many times fewer records
+FEWER = 10  # the baseline run has one record in this many
 MAX_BYTES = 1 << 30
 CALL_NS = 1_000_000  # from one repetition to the next
 
