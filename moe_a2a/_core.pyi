@@ -109,6 +109,8 @@ class DispatchHandle:
     @property
     def is_open(self) -> bool: ...
     @property
+    def num_max_tokens_per_rank(self) -> int: ...
+    @property
     def num_tokens(self) -> int: ...
 
 class ExpertParallel(Client):
@@ -161,6 +163,7 @@ class ExpertParallel(Client):
         arg6: typing.SupportsInt | typing.SupportsIndex,
         arg7: typing.SupportsInt | typing.SupportsIndex,
         arg8: typing.SupportsInt | typing.SupportsIndex,
+        arg9: typing.SupportsInt | typing.SupportsIndex,
     ) -> DispatchHandle: ...
     def dispatch_recv(
         self,
@@ -178,6 +181,7 @@ class ExpertParallel(Client):
         arg4: bool,
         arg5: bool,
         arg6: typing.SupportsInt | typing.SupportsIndex,
+        arg7: typing.SupportsInt | typing.SupportsIndex,
     ) -> DispatchHandle: ...
     def expert_counts(self, arg0: DispatchHandle) -> torch.Tensor: ...
     def expert_offsets(self, arg0: DispatchHandle) -> torch.Tensor: ...

@@ -145,6 +145,13 @@ def checked_row_dtype(rank: int, dtype: Any) -> torch.dtype:
     return dtype
 
 
+def checked_bound(rank: int, handle: Any, num_max_tokens_per_rank: Any) -> int:
+    """For None, that of `handle`, a DispatchHandle, if one is given, or 0: the object's."""
+    if num_max_tokens_per_rank is None:
+        return 0 if handle is None else handle.num_max_tokens_per_rank
+    return checked_int(rank, "num_max_tokens_per_rank", num_max_tokens_per_rank, 1)
+
+
 def checked_blocks(rank: int, num_blocks: Any, default: int) -> int:
     """`default` for 0."""
     if type(num_blocks) is int and num_blocks == 0:

@@ -137,6 +137,7 @@ class ExpertParallel(CommunicatorClient):
         expert_alignment: int | None = None,
         x_scales: torch.Tensor | None = None,
         quantize: str | None = None,
+        num_max_tokens_per_rank: int | None = None,
         num_blocks: int = 0,
     ) -> DispatchHandle:
         """Sends each token's row to every rank that owns one of its experts, once per rank, and receives the others'.
@@ -151,13 +152,16 @@ class ExpertParallel(CommunicatorClient):
             x_scales: with float8 x: [num_tokens, ceil(H / 128)] float32, or [num_tokens, ceil(H / 32)] uint8 or
                 float8_e8m0fnu (MXFP8). They travel bit for bit. All ranks pass float32, or all ranks pass bytes.
             quantize: "fp8": rows are quantised on the way, with one scale per 128 values (amax / 448). All ranks quantise, or none does.
+            num_max_tokens_per_rank: no rank has more tokens in this call. The next power of two is then its T, if below the
+                object's: fewer rows for experts that take all R * T. None: as the constructor says, or the dispatch of
+                `handle`. T must be the same on every rank.
             num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
 
         Raises:
             ValueError, TypeError: an argument is wrong.
             RuntimeError: num_buffers handles are open, or the object is closed.
             PeerRefusedError: another rank's call failed.
-            CallMismatchError: another rank dispatched rows of another dtype, or with x_scales of another kind.
+            CallMismatchError: another rank dispatched with another T, rows of another dtype, or x_scales of another kind.
             PeerTimeoutError: a rank did not arrive.
 
         If this rank raises anything before its launch (even MemoryError or KeyboardInterrupt), the other ranks raise
@@ -169,7 +173,8 @@ class ExpertParallel(CommunicatorClient):
         routing = (topk_idx, topk_weights) if handle is None else self._routing_of(handle, x, topk_idx, topk_weights)
         layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        rest = arguments.LAYOUTS.index(layout), expert_alignment, num_blocks
+        bound = arguments.checked_bound(self.rank, handle, num_max_tokens_per_rank)
+        rest = bound, arguments.LAYOUTS.index(layout), expert_alignment, num_blocks
         handle = self._sent_by(core.dispatch, x, routing, x_scales, quantize, *rest)
         return handle._received(layout, expert_alignment, num_blocks)
 
@@ -276,13 +281,15 @@ class ExpertParallel(CommunicatorClient):
         handle: DispatchHandle | None = None,
         x_scales: torch.Tensor | None = None,
         quantize: str | None = None,
+        num_max_tokens_per_rank: int | None = None,
         num_blocks: int = 0,
     ) -> DispatchHandle:
         """The first half of dispatch(): returns when the rows are posted. The handle is not readable yet."""
         core = self._core_to_dispatch()
         routing = (topk_idx, topk_weights) if handle is None else self._routing_of(handle, x, topk_idx, topk_weights)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
-        return self._sent_by(core.dispatch_send, x, routing, x_scales, quantize, num_blocks)
+        bound = arguments.checked_bound(self.rank, handle, num_max_tokens_per_rank)
+        return self._sent_by(core.dispatch_send, x, routing, x_scales, quantize, bound, num_blocks)
 
     @calls.serves_a_handle(position=0)
     def dispatch_recv(

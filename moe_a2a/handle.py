@@ -40,7 +40,7 @@ class DispatchHandle:
     reading their property raises RuntimeError. expert_x, expert_x_scales, recv_rows and recv_topk() are copies, which stay
     valid.
 
-    Sizes: R ranks, T = num_max_tokens_per_rank, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
+    Sizes: R ranks, T = num_max_tokens_per_rank of the dispatch, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
     one token whose expert is on this rank. *Positions* number the routes, grouped by local expert and ordered within an
     expert by (source rank, token, choice)::
 
@@ -90,6 +90,11 @@ class DispatchHandle:
     def _received(self, layout: str, expert_alignment: int, num_blocks: int) -> DispatchHandle:
         self.layout, self.expert_alignment, self._num_blocks = layout, expert_alignment, num_blocks
         return self
+
+    @property
+    def num_max_tokens_per_rank(self) -> int:
+        """T of this dispatch."""
+        return self._handle.num_max_tokens_per_rank
 
     @property
     def recv_x(self) -> torch.Tensor:

@@ -35,22 +35,23 @@ class Core : public ClientCore {
   std::shared_ptr<ExpertParallel> ep() const { return std::static_pointer_cast<ExpertParallel>(open()); }
 
   Handle dispatch_send(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
-                       const OptionalTensor& x_scales, bool mx_scales, bool quantize, int num_blocks) {
+                       const OptionalTensor& x_scales, bool mx_scales, bool quantize, int64_t num_max_tokens_per_rank,
+                       int num_blocks) {
     const auto core = ep();
     const LaunchPlace place = where(num_blocks);
-    const DispatchInput input =
-        checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize, mx_scales});
+    const DispatchInput input = checked_input(
+        *core, device_, {x, topk_idx, topk_weights, x_scales, quantize, mx_scales, num_max_tokens_per_rank});
     py::gil_scoped_release unlocked;
     return core->dispatch_send(input, place);
   }
 
   Handle dispatch(const at::Tensor& x, const at::Tensor& topk_idx, const OptionalTensor& topk_weights,
-                  const OptionalTensor& x_scales, bool mx_scales, bool quantize, int layout, int expert_alignment,
-                  int num_blocks) {
+                  const OptionalTensor& x_scales, bool mx_scales, bool quantize, int64_t num_max_tokens_per_rank,
+                  int layout, int expert_alignment, int num_blocks) {
     const auto core = ep();
     const LaunchPlace place = where(num_blocks);
-    const DispatchInput input =
-        checked_input(*core, device_, {x, topk_idx, topk_weights, x_scales, quantize, mx_scales});
+    const DispatchInput input = checked_input(
+        *core, device_, {x, topk_idx, topk_weights, x_scales, quantize, mx_scales, num_max_tokens_per_rank});
     py::gil_scoped_release unlocked;
     return core->dispatch(input, static_cast<Layout>(layout), expert_alignment, place);
   }
@@ -79,7 +80,7 @@ class Core : public ClientCore {
     return out;
   }
   Gathered empty_rows(const DispatchHandle& handle, at::ScalarType row_type, bool scales_by_column) {
-    const MoeConfig& config = ep()->config();
+    const MoeConfig config = ep()->config_of(handle);
     std::vector<int64_t> shape = {views_->capacity(handle), config.hidden};
     if (handle.layout == Layout::kRows) shape[0] = config.row_capacity();
     if (handle.layout == Layout::kMasked) shape = {config.num_local_experts, config.row_capacity(), config.hidden};
@@ -338,6 +339,7 @@ void bind_expert_parallel(py::module_& m) {
   py::class_<DispatchHandle, Handle>(m, "DispatchHandle")
       .def_readonly("buffer", &DispatchHandle::buffer)
       .def_readonly("num_tokens", &DispatchHandle::num_tokens)
+      .def_readonly("num_max_tokens_per_rank", &DispatchHandle::num_max_tokens_per_rank)
       .def_property_readonly("is_open", &DispatchHandle::is_open);
 
   py::class_<Core, ClientCore> core(m, "ExpertParallel");

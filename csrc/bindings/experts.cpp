@@ -20,9 +20,9 @@ at::Tensor run_experts(ExpertParallel& ep, Views& views, DispatchHandle& handle,
                        const ExpertsOptions& options, at::ScalarType type, const LaunchPlace& place) {
   const bool is_float8 = weights.gate_up_scales.has_value();
   const at::ScalarType row_type = weights.gate_up.scalar_type();
-  const at::Tensor x = views.recv_x(handle, row_type), offsets = views.expert_offsets(handle);
+  const at::Tensor x = views.all_rows(handle, row_type), offsets = views.expert_offsets(handle);
   const std::optional<at::Tensor> rows = views.first_row_indices(handle, options.num_max_routes), none;
-  const auto x_scales = is_float8 ? std::optional(views.recv_x_scales(handle)) : std::nullopt;
+  const auto x_scales = is_float8 ? std::optional(views.all_scales(handle)) : std::nullopt;
   const GroupedGemmPlace products = product_place(ep.member().target, x.device(), 0, place.stream);
   const at::Tensor counters = zeroed_counters(products, x.device(), 2);
   PreparedProduct first =
@@ -67,7 +67,7 @@ at::Tensor multiply_and_combine(ExpertParallel& ep, DispatchHandle& handle, cons
 
 at::Tensor run_simulated_experts(ExpertParallel& ep, const DispatchHandle& handle, at::Device device,
                                  at::ScalarType type, const SimulatedScales& scales, const LaunchPlace& place) {
-  const MoeConfig& config = ep.config();
+  const MoeConfig config = ep.config_of(handle);
   ep.require(handle, {Stage::kReceived}, "simulated_experts");
   if (handle.format != RowFormat::kPlain) {
     raise_type(config.rank, "simulated_experts got a handle of float8 rows",

@@ -6,7 +6,7 @@ namespace moe_a2a::bindings {
 
 std::pair<at::Tensor, at::Tensor> run_recv_topk(ExpertParallel& ep, const DispatchHandle& handle, at::Device device,
                                                 const TopkIds& wanted, const LaunchPlace& place) {
-  const MoeConfig& config = ep.config();
+  const MoeConfig config = ep.config_of(handle);
   const int64_t num_rows = config.row_capacity();
   const at::Tensor ids = make_tensor({config.rank, device}, {num_rows, config.num_topk}, wanted.type);
   const at::Tensor weights = make_tensor({config.rank, device}, {num_rows, config.num_topk}, at::kFloat);
@@ -24,7 +24,7 @@ std::pair<at::Tensor, at::Tensor> run_recv_topk(ExpertParallel& ep, const Dispat
 
 PackedTopk run_packed_topk(ExpertParallel& ep, const DispatchHandle& handle, at::Device device, int64_t num_rows,
                            const LaunchPlace& place) {
-  const MoeConfig& config = ep.config();
+  const MoeConfig config = ep.config_of(handle);
   const Place here = {config.rank, device};
   const at::Tensor row_index = make_tensor(here, {num_rows}, at::kLong);
   const at::Tensor ids = make_tensor(here, {num_rows, config.num_topk}, at::kLong);

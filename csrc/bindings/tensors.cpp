@@ -1,5 +1,8 @@
 #include "bindings/tensors.h"
 
+#include <algorithm>
+#include <bit>
+
 namespace moe_a2a::bindings {
 namespace {
 
@@ -60,13 +63,25 @@ void check_x(const MoeConfig& config, const DispatchTensors& t) {
                          ", which is neither the dtype that this ExpertParallel was made with nor "
                          "float8; pass x.to(ep.dtype), or construct with dtype=x.dtype");
   }
-  if (t.x.size(0) > config.num_max_tokens_per_rank) {
+  const bool has_own_bound = t.num_max_tokens_per_rank > 0;
+  const int64_t most = has_own_bound ? t.num_max_tokens_per_rank : config.num_max_tokens_per_rank;
+  if (t.x.size(0) > most) {
     raise_value(config.rank,
-                "num_tokens=" + std::to_string(t.x.size(0)) +
-                    " > num_max_tokens_per_rank=" + std::to_string(config.num_max_tokens_per_rank),
-                "pass num_max_tokens_per_rank=" + std::to_string(t.x.size(0)) + " or more to the constructor");
+                "num_tokens=" + std::to_string(t.x.size(0)) + " > num_max_tokens_per_rank=" + std::to_string(most),
+                "pass num_max_tokens_per_rank=" + std::to_string(t.x.size(0)) + " or more to " +
+                    (has_own_bound ? "dispatch() on every rank" : "the constructor"));
   }
   check_no_grad(config.rank, t.x, "x", kTrainedBy);
+}
+
+// Of one dispatch; 0: it has none of its own.
+void check_bound(const MoeConfig& config, int64_t bound) {
+  const int64_t most = config.num_max_tokens_per_rank;
+  if (bound == 0 || (bound >= 1 && bound <= most)) return;
+  raise_value(config.rank,
+              "dispatch() got num_max_tokens_per_rank=" + std::to_string(bound) + ", which is not in [1, " +
+                  std::to_string(most) + "]",
+              "pass at most the num_max_tokens_per_rank of the constructor");
 }
 
 void check_routing(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
@@ -139,6 +154,7 @@ DType to_dtype(at::ScalarType type, const char* whose, int rank) {
 
 void check_dispatch(const MoeConfig& config, at::Device device, const DispatchTensors& t) {
   check_all_plain({config.rank, device}, t);
+  check_bound(config, t.num_max_tokens_per_rank);
   check_x(config, t);
   check_routing(config, device, t);
   check_scales(config, t);
@@ -150,6 +166,10 @@ DispatchInput checked_input(const ExpertParallel& ep, at::Device device, const D
   if (t.quantize) check_quantized_row(config, ep.max_quantized_row_bytes());
   DispatchInput input;
   input.num_tokens = static_cast<int>(t.x.size(0));
+  if (t.num_max_tokens_per_rank > 0) {  // see MoeConfig::with_bound()
+    const auto bound = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(t.num_max_tokens_per_rank)));
+    input.num_max_tokens_per_rank = std::min(bound, config.num_max_tokens_per_rank);
+  }
   input.topk_idx = {t.topk_idx.const_data_ptr(), t.topk_idx.scalar_type() == at::kLong};
   if (t.topk_weights) input.topk_weights = static_cast<const float*>(t.topk_weights->const_data_ptr());
   input.x = checked_rows(config, t.x, "x");
@@ -168,7 +188,7 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
                          ", which is not the dtype that this ExpertParallel was made with; pass y.to(ep.dtype)");
   }
   check_no_grad(config.rank, y, "y", kTrainedBy);
-  const int64_t rows = config.row_capacity();
+  const int64_t rows = ep.config_of(handle).row_capacity();
   if (presummed) {
     const int64_t shape[] = {is_packed && y.dim() > 0 ? y.size(0) : rows, config.hidden};
     check_shape(config, y, "y", shape, "with presummed=True pass one row per row of recv_x");

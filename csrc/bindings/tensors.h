@@ -19,7 +19,8 @@ struct DispatchTensors {
   const std::optional<at::Tensor>& topk_weights;
   const std::optional<at::Tensor>& x_scales;
   bool quantize = false;
-  bool mx_scales = false;  // four bytes, a scale each, in place of each float32
+  bool mx_scales = false;               // four bytes, a scale each, in place of each float32
+  int64_t num_max_tokens_per_rank = 0;  // of this dispatch, the same on all ranks; 0: the object's
 };
 
 // Raise ValueError or TypeError that names the value, the limit, the rank and the argument to change.

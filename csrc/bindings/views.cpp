@@ -17,20 +17,28 @@ at::Tensor Views::list(const void* data, int64_t size, at::ScalarType type) cons
   return view(data, {size}, {1}, type);
 }
 
-at::Tensor Views::recv_x(const DispatchHandle& handle, at::ScalarType type) {
-  const MoeConfig& config = ep_->config();
+at::Tensor Views::rows(const DispatchHandle& handle, const MoeConfig& config, at::ScalarType type) const {
   const int64_t stride = config.max_row_stride() / size_of(config.row_dtype(handle.format));
   return view(ep_->region().row.at(handle.buffer), {config.row_capacity(), config.hidden}, {stride, 1}, type);
 }
-
-at::Tensor Views::recv_x_scales(const DispatchHandle& handle) {
-  const MoeConfig& config = ep_->config();
-  if (handle.format == RowFormat::kPlain) {
-    throw std::runtime_error("recv_x_scales exists for float8 rows; dispatch with x_scales= or quantize=\"fp8\"");
-  }
+at::Tensor Views::scales(const DispatchHandle& handle, const MoeConfig& config) const {
   return view(ep_->region().row.at(handle.buffer, 0, 0, config.scales_offset()),
               {config.row_capacity(), config.num_scales()}, {config.max_row_stride() / 4, 1}, at::kFloat);
 }
+
+at::Tensor Views::recv_x(const DispatchHandle& handle, at::ScalarType type) {
+  return rows(handle, ep_->config_of(handle), type);
+}
+at::Tensor Views::recv_x_scales(const DispatchHandle& handle) {
+  if (handle.format == RowFormat::kPlain) {
+    throw std::runtime_error("recv_x_scales exists for float8 rows; dispatch with x_scales= or quantize=\"fp8\"");
+  }
+  return scales(handle, ep_->config_of(handle));
+}
+at::Tensor Views::all_rows(const DispatchHandle& handle, at::ScalarType type) {
+  return rows(handle, ep_->config(), type);
+}
+at::Tensor Views::all_scales(const DispatchHandle& handle) { return scales(handle, ep_->config()); }
 
 int64_t Views::capacity(const DispatchHandle& handle) const { return ep_->num_positions(handle); }
 
@@ -41,7 +49,7 @@ at::Tensor Views::expert_counts(const DispatchHandle& handle) {
   return list(ep_->region().expert_counts.at(handle.buffer), ep_->config().num_local_experts, at::kInt);
 }
 at::Tensor Views::landed_rows(const DispatchHandle& handle) {
-  return list(ep_->region().landed_row.at(handle.buffer), ep_->config().row_capacity(), at::kInt);
+  return list(ep_->region().landed_row.at(handle.buffer), ep_->config_of(handle).row_capacity(), at::kInt);
 }
 at::Tensor Views::landed_offsets(const DispatchHandle& handle) {
   return list(ep_->region().landed_offsets.at(handle.buffer), ep_->config().num_ranks + 1, at::kInt);
@@ -52,7 +60,7 @@ at::Tensor Views::term_weights(const DispatchHandle& handle) { return terms(hand
 template <class T>
 at::Tensor Views::terms(const DispatchHandle& handle, T RouteTerm::* member, at::ScalarType type) const {
   static_assert(sizeof(RouteTerm) == 2 * sizeof(T));
-  const MoeConfig& config = ep_->config();
+  const MoeConfig config = ep_->config_of(handle);
   const T* first = &(ep_->region().landed_term.at(handle.buffer)->*member);
   return view(first, {config.row_capacity(), config.num_topk}, {2 * config.num_topk, 2}, type);
 }

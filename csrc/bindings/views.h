@@ -12,10 +12,15 @@ class Views {
  public:
   Views(std::shared_ptr<ExpertParallel> ep, at::Device device) : ep_(std::move(ep)), device_(device) {}
 
-  // [num_ranks * num_max_tokens_per_rank, hidden], rows where they landed.
+  // [num_ranks * num_max_tokens_per_rank, hidden], rows where they landed. num_max_tokens_per_rank: here and below, of
+  // the handle's dispatch.
   at::Tensor recv_x(const DispatchHandle& handle, at::ScalarType type);
   // [num_ranks * num_max_tokens_per_rank, ceil(hidden / 128)] fp32, for float8 rows.
   at::Tensor recv_x_scales(const DispatchHandle& handle);
+  // The same rows and those after them, as many as a dispatch without a bound of its own has. Positions of the masked
+  // layout that hold no route may name a row of an earlier dispatch.
+  at::Tensor all_rows(const DispatchHandle& handle, at::ScalarType type);
+  at::Tensor all_scales(const DispatchHandle& handle);
 
   at::Tensor expert_offsets(const DispatchHandle& handle);            // int32 [num_local_experts + 1]
   at::Tensor expert_counts(const DispatchHandle& handle);             // int32 [num_local_experts]
@@ -39,6 +44,8 @@ class Views {
 
  private:
   // The tensor keeps the memory alive, even after close().
+  at::Tensor rows(const DispatchHandle& handle, const MoeConfig& config, at::ScalarType type) const;
+  at::Tensor scales(const DispatchHandle& handle, const MoeConfig& config) const;
   at::Tensor view(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) const;
   at::Tensor list(const void* data, int64_t size, at::ScalarType type) const;
   template <class T>

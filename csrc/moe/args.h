@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "moe/batch_header.h"
 #include "moe/context.h"
 #include "rows/line_codec.h"
 #include "rows/row_layout.h"
@@ -44,7 +45,7 @@ struct DispatchSendArgs {
 
   MOE_A2A_HOST_DEVICE DType row_dtype() const { return context.config.row_dtype(format); }
   MOE_A2A_HOST_DEVICE DType x_dtype() const { return quantize ? context.config.dtype : row_dtype(); }
-  MOE_A2A_HOST_DEVICE uint32_t header() const { return BatchHeader::pack(num_tokens, format); }
+  MOE_A2A_HOST_DEVICE uint32_t header() const { return BatchHeader::pack(context.config, num_tokens, format); }
 };
 
 // How the routes of the local experts are laid out in positions.

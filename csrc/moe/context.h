@@ -12,6 +12,14 @@ namespace moe_a2a {
 struct Context : ClientContext {
   MoeConfig config;
   MoeRegion region;
+
+  // For one batch; see MoeConfig::with_bound(). Its rows land without gaps between those of the ranks.
+  Context with_bound(int num_tokens) const {
+    Context context = *this;
+    context.config = config.with_bound(num_tokens);
+    context.region.row.stride[1] = num_tokens * region.row.stride[2];
+    return context;
+  }
 };
 
 // Lays out the region of `context.config` from the two bases and points the context at it. With null bases only the

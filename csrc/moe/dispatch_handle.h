@@ -20,6 +20,7 @@ struct DispatchHandle {
   int buffer = 0;
   uint64_t number = 0;  // of the dispatch, as the hosts count
   int num_tokens = 0;
+  int num_max_tokens_per_rank = 0;  // of this dispatch
   Layout layout = Layout::kRows;
   int expert_alignment = 1;
   RowFormat format = RowFormat::kPlain;

@@ -130,9 +130,10 @@ bool ExpertParallel::allows_vectors(const Rows& rows) const {
 
 // ---- the steps
 
-DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffer, DispatchNumber number) const {
-  return {.context = context_,
-          .buffer = buffer,
+DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, const DispatchHandle& handle,
+                                           DispatchNumber number) const {
+  return {.context = context_of(handle),
+          .buffer = handle.buffer,
           .number = number,
           .num_tokens = input.num_tokens,
           .topk_idx = input.topk_idx,
@@ -145,7 +146,7 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, int buffe
 }
 
 DispatchRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, uint64_t number) const {
-  return {.context = context_,
+  return {.context = context_of(handle),
           .buffer = handle.buffer,
           .number = number,
           .layout = handle.layout,
@@ -159,6 +160,8 @@ std::shared_ptr<DispatchHandle> ExpertParallel::make_handle(const DispatchInput&
   handle->buffer = buffer;
   handle->number = buffers_.num_dispatches() + 1;
   handle->num_tokens = input.num_tokens;
+  handle->num_max_tokens_per_rank =
+      input.num_max_tokens_per_rank > 0 ? input.num_max_tokens_per_rank : config().num_max_tokens_per_rank;
   handle->format = input.format;
   return handle;
 }
@@ -169,7 +172,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
   raise_waits();
   const int buffer = next_buffer(place), num_blocks = dispatch_blocks(input.num_tokens, place);
   auto handle = make_handle(input, buffer);
-  launch(send_args(input, buffer, number_of_next(buffer, place)), num_blocks, place.stream);
+  launch(send_args(input, *handle, number_of_next(buffer, place)), num_blocks, place.stream);
   if (device_->is_synchronous()) {
     try {
       raise_waits();
@@ -219,7 +222,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   handle->expert_alignment = expert_alignment;
   handle->stage = Stage::kReceived;
   const DispatchNumber number = number_of_next(buffer, place);
-  launch(DispatchArgs{.send = send_args(input, buffer, number),
+  launch(DispatchArgs{.send = send_args(input, *handle, number),
                       .recv = recv_args(*handle, number.number),
                       .num_send_blocks = dispatch_senders(num_blocks)},
          num_blocks, place.stream);
@@ -228,15 +231,16 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
 }
 
 int64_t ExpertParallel::num_positions(const DispatchHandle& handle) const {
-  return handle.layout == Layout::kMasked ? config().num_local_experts * config().row_capacity()
-                                          : route_list_capacity(config(), handle.expert_alignment);
+  const MoeConfig config = config_of(handle);
+  return handle.layout == Layout::kMasked ? config.num_local_experts * config.row_capacity()
+                                          : route_list_capacity(config, handle.expert_alignment);
 }
 
 void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales,
                                  bool scales_by_column, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, {Stage::kReceived}, "the expert layout");
-  launch(GatherRowsArgs{.context = context_,
+  launch(GatherRowsArgs{.context = context_of(handle),
                         .buffer = handle.buffer,
                         .layout = handle.layout,
                         .row_dtype = config().row_dtype(handle.format),
@@ -250,7 +254,7 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
 void ExpertParallel::recv_topk(const DispatchHandle& handle, RecvTopkArgs args, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, {Stage::kReceived}, "recv_topk");
-  args.context = context_;
+  args.context = context_of(handle);
   args.buffer = handle.buffer;
   launch(args, independent_blocks(place), place.stream);
 }
@@ -258,8 +262,8 @@ void ExpertParallel::recv_topk(const DispatchHandle& handle, RecvTopkArgs args, 
 void ExpertParallel::set_term_weights(const DispatchHandle& handle, const float* weights, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, {Stage::kReceived}, "set_term_weights");
-  launch(TermWeightsArgs{.context = context_, .buffer = handle.buffer, .weights = weights}, independent_blocks(place),
-         place.stream);
+  launch(TermWeightsArgs{.context = context_of(handle), .buffer = handle.buffer, .weights = weights},
+         independent_blocks(place), place.stream);
 }
 
 void ExpertParallel::weighted_grads(const DispatchHandle& handle, const WeightedRows& y, void* grad_y,
@@ -267,7 +271,7 @@ void ExpertParallel::weighted_grads(const DispatchHandle& handle, const Weighted
   const CallGate::Turn turn = gate_.enter();
   require(handle, {Stage::kReceived}, "a combine's backward pass");
   const Rows target = {static_cast<std::byte*>(grad_y), config().row_bytes(config().dtype)};
-  launch(WeightedGradsArgs{.context = context_,
+  launch(WeightedGradsArgs{.context = context_of(handle),
                            .buffer = handle.buffer,
                            .num_positions = y.num_rows,
                            .y = y.rows,
@@ -283,7 +287,7 @@ void ExpertParallel::simulated_experts(const DispatchHandle& handle, const Exper
   const CallGate::Turn turn = gate_.enter();
   require(handle, {Stage::kReceived}, "simulated_experts");
   const Rows rows = {static_cast<std::byte*>(sums), config().row_bytes(config().dtype)};
-  launch(SimulatedExpertsArgs{.context = context_,
+  launch(SimulatedExpertsArgs{.context = context_of(handle),
                               .buffer = handle.buffer,
                               .layout = handle.layout,
                               .scales = scales,
@@ -293,7 +297,7 @@ void ExpertParallel::simulated_experts(const DispatchHandle& handle, const Exper
 }
 
 CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const CombineInput& input) const {
-  return {.context = context_,
+  return {.context = context_of(handle),
           .buffer = handle.buffer,
           .y = input.y,
           .num_y_rows = input.num_y_rows,
@@ -305,7 +309,7 @@ CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Co
 
 CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x) const {
   const Rows rows = {static_cast<std::byte*>(combined_x), config().row_bytes(config().dtype)};
-  return {.context = context_,
+  return {.context = context_of(handle),
           .buffer = handle.buffer,
           .num_tokens = handle.num_tokens,
           .attempt = handle.attempt,

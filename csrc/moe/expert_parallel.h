@@ -30,6 +30,7 @@ struct Push;
 // What is dispatched: addresses of this rank's tensors.
 struct DispatchInput {
   int num_tokens = 0;
+  int num_max_tokens_per_rank = 0;  // see MoeConfig::with_bound(); 0: the object's
   TopkIdx topk_idx;
   const float* topk_weights = nullptr;
   Rows x;
@@ -78,6 +79,10 @@ class ExpertParallel : public Client {
   // The steps. A handle is open from dispatch_send until the end of combine_recv or release.
   std::shared_ptr<DispatchHandle> dispatch_send(const DispatchInput& input, const LaunchPlace& place);
   void dispatch_recv(DispatchHandle& handle, Layout layout, int expert_alignment, const LaunchPlace& place);
+  // The sizes of a handle's batch: num_max_tokens_per_rank is that of its dispatch.
+  MoeConfig config_of(const DispatchHandle& handle) const {
+    return config().with_bound(handle.num_max_tokens_per_rank);
+  }
   // Positions of the handle's layout: the number of rows of expert_x and y.
   int64_t num_positions(const DispatchHandle& handle) const;
   void gather_rows(const DispatchHandle& handle, void* expert_x, float* expert_x_scales, bool scales_by_column,
@@ -151,7 +156,8 @@ class ExpertParallel : public Client {
   DispatchNumber number_of_next(int buffer, const LaunchPlace& place) const;
   void refuse_any_buffer(const std::string& why, const LaunchPlace& place);
   std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
-  DispatchSendArgs send_args(const DispatchInput& input, int buffer, DispatchNumber number) const;
+  Context context_of(const DispatchHandle& handle) const { return context_.with_bound(handle.num_max_tokens_per_rank); }
+  DispatchSendArgs send_args(const DispatchInput& input, const DispatchHandle& handle, DispatchNumber number) const;
   CombineSendArgs send_args(const DispatchHandle& handle, const CombineInput& input) const;
   DispatchRecvArgs recv_args(const DispatchHandle& handle, uint64_t number) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;

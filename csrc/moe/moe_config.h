@@ -1,6 +1,7 @@
 // The sizes that all ranks agree on when an ExpertParallel is made.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <string>
 
@@ -11,8 +12,8 @@
 
 namespace moe_a2a {
 
-// The payload of a signal holds a number of tokens and a format (BatchHeader); one value means "refused".
-inline constexpr int kMaxTokensPerRank = (1 << 20) / 3 - 1;
+// A BatchHeader fits into the payload of a signal.
+inline constexpr int kMaxTokensPerRank = 1 << 17;
 // A RouteEntry holds the expert in 16 bits (one value means "dropped") and its index in the chunk in 16 more.
 inline constexpr int kMaxExperts = 65535;
 inline constexpr int kMaxTopk = 64;
@@ -52,6 +53,17 @@ struct MoeConfig {
   Divisor by_pieces = Divisor(num_pieces() > 0 ? num_pieces() : 1);
   Divisor by_topk = Divisor(num_topk > 0 ? num_topk : 1);
   Divisor by_max_tokens = Divisor(num_max_tokens_per_rank > 0 ? num_max_tokens_per_rank : 1);
+  uint32_t first_batch_number = batch_number(num_max_tokens_per_rank);  // see BatchHeader
+
+  // The same sizes, for one batch of which no rank has more than this many tokens: a power of two below
+  // num_max_tokens_per_rank, or that.
+  constexpr MoeConfig with_bound(int num_tokens) const {
+    MoeConfig config = *this;
+    config.num_max_tokens_per_rank = num_tokens;
+    config.by_max_tokens = Divisor(num_tokens);
+    config.first_batch_number = batch_number(num_tokens);
+    return config;
+  }
 
   MOE_A2A_HOST_DEVICE constexpr int num_scales() const { return row(DType::kFloat8).num_scales(); }
   // The most routes that can arrive here: every token of every rank, with all of its choices.
@@ -101,6 +113,12 @@ struct MoeConfig {
   // Three dwords per choice, in whole words: 16 or 24 bytes.
   constexpr int64_t ll_choices_stride() const { return (24 * int64_t{num_topk} + 15) / 16 * 16; }
   constexpr int64_t ll_row_stride() const { return ll_bytes(max_row_stride() / 4, num_pieces()); }
+
+  // Of a batch without tokens, whose ranks have at most `bound`.
+  static constexpr uint32_t batch_number(int bound) {
+    const int exponent = bound > 1 ? std::bit_width(static_cast<uint32_t>(bound - 1)) : 0;
+    return (1u << exponent) + exponent;
+  }
 
   // The first violated rule, naming value, limit and argument; empty when all hold. Communicator::violation() has those
   // of rank and num_ranks.

@@ -44,20 +44,6 @@ struct ErrorCounters {
   int32_t bad_token[kShown] = {};
 };
 
-// What a rank tells every other about its batch: the number of tokens, and the format of their rows, which is the same
-// on all ranks.
-struct BatchHeader {
-  static constexpr uint32_t kNumFormats = 3;
-  static constexpr uint32_t kRefused = Signal::kPayloadMask;  // no batch: see RefuseDispatch
-  static_assert(kNumFormats * kMaxTokensPerRank + kNumFormats - 1 < kRefused);
-
-  MOE_A2A_HOST_DEVICE static uint32_t pack(int num_tokens, RowFormat format) {
-    return kNumFormats * static_cast<uint32_t>(num_tokens) + static_cast<uint32_t>(format);
-  }
-  MOE_A2A_HOST_DEVICE static int num_tokens(uint32_t header) { return static_cast<int>(header / kNumFormats); }
-  MOE_A2A_HOST_DEVICE static RowFormat format(uint32_t header) { return RowFormat{header % kNumFormats}; }
-};
-
 // B = num_buffers, R = num_ranks, T = num_max_tokens_per_rank, K = num_topk, El = num_local_experts.
 struct MoeRegion {
   // ---- symmetric: written by the rank of the "src" index, read by the owner of the memory

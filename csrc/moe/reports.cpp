@@ -1,4 +1,5 @@
 // Tells peers that this rank does not take part as expected, and turns its own kernels' reports into exceptions.
+#include <algorithm>
 #include <utility>
 
 #include "comm/refusal_text.h"
@@ -107,12 +108,21 @@ void ExpertParallel::raise_reported() {
 
 void ExpertParallel::raise_in_own_words(const Report& report) {
   if (report.awaited != moe_kind::kOtherRows) return;
-  const std::string names[] = {std::string(name_of(config().dtype)) + " rows", "float8 rows",
-                               "float8 rows with scales of bytes"};
-  const std::string &own = names[report.token >> 8], &theirs = names[report.token & 0xff];  // see refuse_rows()
-  throw CallMismatch(report, "ranks disagree: rank " + std::to_string(report.rank) + " dispatched " + own + ", rank " +
-                                 std::to_string(report.peer) + " " + theirs +
-                                 "; pass x and x_scales of the same dtypes, and the same quantize, on every rank");
+  const std::string formats[] = {std::string(name_of(config().dtype)) + " rows", "float8 rows",
+                                 "float8 rows with scales of bytes"};
+  using Kind = BatchHeader::Kind;
+  const Kind own = Kind::unpacked(report.token >> 8), theirs = Kind::unpacked(report.token & 0xff);  // refuse_rows()
+  const bool same_format = own.format == theirs.format;
+  const auto text_of = [&](const Kind& kind) {
+    if (!same_format) return formats[static_cast<int>(kind.format)];
+    return "num_max_tokens_per_rank=" + std::to_string(std::min(1 << kind.exponent, config().num_max_tokens_per_rank));
+  };
+  throw CallMismatch(report, "ranks disagree: rank " + std::to_string(report.rank) + " dispatched " +
+                                 (same_format ? "with " : "") + text_of(own) + ", rank " + std::to_string(report.peer) +
+                                 " " + (same_format ? "with " : "") + text_of(theirs) +
+                                 (same_format ? "; pass the same num_max_tokens_per_rank to dispatch() on every rank"
+                                              : "; pass x and x_scales of the same dtypes, and the same quantize, on "
+                                                "every rank"));
 }
 
 // Throws errors that the kernels have counted since the last call, all in one.

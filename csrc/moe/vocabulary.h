@@ -25,7 +25,7 @@ inline constexpr TraceKind kRoute{8},  // a chunk of the routing table: read, wr
     kGather{15},                       // a row is copied to its expert's positions; peer and token: its source
     kTile{16},                         // a tile of a local expert's product; token: the expert, polls: the tile's rows
     kStoredWait{17},                   // for the tiles of a row of `token` that its sum needs
-    kOtherRows{23};  // only in reports: rows of `peer` are of another format; token: both (see refuse_rows())
+    kOtherRows{23};  // only in reports: the batch of `peer` is of another kind; token: both (see refuse_rows())
 }
 inline constexpr SliceName kMoeKinds[] = {{"route"},
                                           {"credit_wait", "credit"},

@@ -92,8 +92,8 @@ class MoeA2ACommunication(MoEEpCommunication):
         max_tokens_per_rank: int | None = None,
         eplb_local_stats: Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        """Returns views that are valid until combine(), or copies where rows would have gaps between them. There are always
-        ep_size * params.max_tokens_per_rank rows, whatever max_tokens_per_rank is."""
+        """Returns views that are valid until combine(), or copies where rows would have gaps between them. tokens_per_rank of the
+        result is max_tokens_per_rank rounded up to a power of two, if that is below params.max_tokens_per_rank."""
         with calls.dispatch_refused_if_failed(self._ep):
             if self._handle is not None and self._handle.is_open:
                 raise RuntimeError(f"dispatch() on rank {self.ep_rank} follows a dispatch(); call combine() first")
@@ -101,7 +101,13 @@ class MoeA2ACommunication(MoEEpCommunication):
                 raise ValueError(
                     f"eplb_local_stats on rank {self.ep_rank}: moe_a2a gathers no statistics; pass None and gather them yourself"
                 )
-            handle = self._ep.dispatch(hidden_states, topk_ids, topk_weights, x_scales=hidden_states_scale)
+            handle = self._ep.dispatch(
+                hidden_states,
+                topk_ids,
+                topk_weights,
+                x_scales=hidden_states_scale,
+                num_max_tokens_per_rank=max_tokens_per_rank,
+            )
         self._handle = handle
         ids, recv_weights = handle.recv_topk(
             first_expert=self.ep_rank * self.num_local_experts,
@@ -113,7 +119,7 @@ class MoeA2ACommunication(MoEEpCommunication):
             hidden_states=rows,
             topk_ids=ids,
             topk_weights=None if topk_weights is None else recv_weights,
-            tokens_per_rank=self.params.max_tokens_per_rank,
+            tokens_per_rank=handle.num_max_tokens_per_rank,
             hidden_states_scale=scales,
         )
 

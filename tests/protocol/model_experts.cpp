@@ -42,7 +42,7 @@ void ModelRank::store_tiles(int call) {
 
 std::vector<float> ModelRank::outputs(int call) const {
   std::vector<float> y(context_.config.route_capacity() * shape_.hidden);
-  const MoeRegion& region = context_.region;
+  const MoeRegion region = context(call).region;
   const int b = buffer(call), first_expert = rank() * context_.config.num_local_experts;
   int32_t position = 0;
   for (int e = 0; e < context_.config.num_local_experts; ++e) {
@@ -55,7 +55,7 @@ std::vector<float> ModelRank::outputs(int call) const {
       for (int token = 0; token < arrived; ++token) {
         for (int k = 0; k < shape_.num_topk; ++k) {
           if (choices[token][k] != first_expert + e) continue;
-          if (region.expert_row_index(b, position) != src * shape_.num_max_tokens + token ||
+          if (region.expert_row_index(b, position) != src * bound(call) + token ||
               region.route_src_rank(b, position) != src || region.route_src_token_idx(b, position) != token ||
               region.route_weights(b, position) != weight_value(src, token, k)) {
             fail("route " + std::to_string(position) + " is wrong");
@@ -63,7 +63,7 @@ std::vector<float> ModelRank::outputs(int call) const {
           const float* row = reinterpret_cast<const float*>(region.row.at(b, src, token));
           check_row(src, token, call, row);
           // Summed by the caller: one row per landed row, as in recv_x.
-          const int y_row = shape_.presummed ? src * shape_.num_max_tokens + token : position;
+          const int y_row = shape_.presummed ? src * bound(call) + token : position;
           const float factor = expert_factor(first_expert + e) * (shape_.presummed ? weight_value(src, token, k) : 1);
           for (int c = 0; c < shape_.hidden; ++c) y[y_row * shape_.hidden + c] += row[c] * factor;
           ++position;

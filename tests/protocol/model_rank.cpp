@@ -121,7 +121,7 @@ bool ModelRank::sums_return_ll(int call) const {
 DispatchSendArgs ModelRank::dispatch_send_args(int call) const {
   const Input& in = input(rank(), call);
   const Rows x = {reinterpret_cast<const std::byte*>(in.x.data()), shape_.hidden * int64_t{sizeof(float)}};
-  return {.context = context_,
+  return {.context = context(call),
           .buffer = buffer(call),
           .num_tokens = num_tokens(call),
           .topk_idx = {in.topk_idx.data(), false},
@@ -132,11 +132,11 @@ DispatchSendArgs ModelRank::dispatch_send_args(int call) const {
 }
 
 DispatchRecvArgs ModelRank::dispatch_recv_args(int call) const {
-  return {.context = context_, .buffer = buffer(call), .format = format(call)};
+  return {.context = context(call), .buffer = buffer(call), .format = format(call)};
 }
 
 CombineSendArgs ModelRank::combine_send_args(int call) const {
-  return {.context = context_,
+  return {.context = context(call),
           .buffer = buffer(call),
           .y = {reinterpret_cast<const std::byte*>(y_), shape_.hidden * int64_t{sizeof(float)}},
           .num_y_rows = context_.config.route_capacity(),
@@ -144,7 +144,7 @@ CombineSendArgs ModelRank::combine_send_args(int call) const {
 }
 
 CombineRecvArgs ModelRank::combine_recv_args(int call) {
-  return {.context = context_,
+  return {.context = context(call),
           .buffer = buffer(call),
           .num_tokens = num_tokens(call),
           .attempt = attempt_,
@@ -280,7 +280,7 @@ void ModelRank::raise_early(std::initializer_list<Field> fields, int call) const
   const RankSet all = RankSet::all(shape_.num_ranks);
   const int b = buffer(call);
   const uint64_t epoch = region.epoch(b);
-  const uint32_t header = BatchHeader::pack(num_tokens(call), RowFormat::kPlain);
+  const uint32_t header = BatchHeader::pack(context(call).config, num_tokens(call), RowFormat::kPlain);
   const auto raise = [&](Signal* signal, uint64_t value, uint32_t payload = 0) {
     signal_many(context_.heap, all, signal, value, payload);
   };

@@ -28,11 +28,12 @@ struct Shape {
   int num_calls = 2;
   int num_max_ll_tokens = 0;
   int64_t max_ll_row_bytes = MoeConfig{}.max_ll_row_bytes, max_ll_sum_bytes = MoeConfig{}.max_ll_sum_bytes;
-  uint64_t first_epoch = 0;  // uses of the buffers before the first call
-  bool presummed = false;    // the caller of combine weights and sums
-  bool coded = false;        // sums travel in a line codec in every second call
-  bool simulated = false;    // combine reads the landed rows, not what the experts store
-  int call_of_float8 = -1;   // in which only rank 1 dispatches float8 rows
+  uint64_t first_epoch = 0;                      // uses of the buffers before the first call
+  bool presummed = false;                        // the caller of combine weights and sums
+  bool coded = false;                            // sums travel in a line codec in every second call
+  bool simulated = false;                        // combine reads the landed rows, not what the experts store
+  int call_of_float8 = -1;                       // in which only rank 1 dispatches float8 rows
+  std::function<int(int rank, int call)> bound;  // of the tokens of a rank's batch in that call; null: num_max_tokens
   Routing routing;
 };
 
@@ -110,6 +111,8 @@ class ModelRank : public ExploredRank {
   }
   bool sums_return_ll(int call) const;
   int buffer(int call) const { return call % shape_.num_buffers; }
+  int bound(int call) const { return shape_.bound ? shape_.bound(rank(), call) : shape_.num_max_tokens; }
+  Context context(int call) const { return context_.with_bound(bound(call)); }
   RowFormat format(int call) const {
     return rank() == 1 && call == shape_.call_of_float8 ? RowFormat::kFloat8 : RowFormat::kPlain;
   }

@@ -1,27 +1,9 @@
 #include "scenarios.h"
 
-#include <initializer_list>
-
 #include "ll_variants.h"
+#include "steps.h"
 
 namespace moe_a2a {
-namespace {
-
-using Choices = std::vector<std::vector<int32_t>>;
-
-void append(Program& program, std::initializer_list<Launch> launches) {
-  for (const Launch& launch : launches) program.push_back(launch);
-}
-
-void append_dispatch(Program& program, ModelRank& rank, int call) {
-  append(program, {rank.dispatch_send(call), rank.dispatch_recv(call)});
-}
-
-void append_combine(Program& program, ModelRank& rank, int call) {
-  append(program, {rank.experts(call), rank.combine_send(call), rank.combine_recv(call), rank.check_combined(call)});
-}
-
-}  // namespace
 
 std::function<Program(ModelRank&)> layers(int n) {
   return [n](ModelRank& rank) {
@@ -136,6 +118,26 @@ Scenario three_ranks() {
           .program = layers(2)};
 }
 
+// Each call numbers its rows by its own bound, so the slots of a rank's tokens change from call to call, and rows land
+// where another rank's rows have been.
+Scenario changing_bound(int num_ranks) {
+  const auto bound = [](int call) { return call == 1 ? 1 : 2; };
+  return {.name = num_ranks == 2 ? "the bound of tokens changes from call to call"
+                                 : "the bound of tokens changes, three ranks",
+          .shape = {.num_ranks = num_ranks,
+                    .num_max_tokens = 2,
+                    .num_topk = 2,
+                    .num_experts = num_ranks,
+                    .num_calls = num_ranks == 2 ? 3 : 2,
+                    .bound = [=](int, int call) { return bound(call); },
+                    .routing =
+                        [=](int rank, int call) {
+                          const int num_tokens = call == 0 && rank > 0 ? 1 : bound(call);
+                          return Choices(num_tokens, {rank, (rank + 1) % num_ranks});
+                        }},
+          .program = layers(num_ranks == 2 ? 3 : 2)};
+}
+
 // ---- more than one handle, no combine
 
 // Calls 2n and 2n + 1 are open at the same time.
@@ -171,106 +173,6 @@ Scenario released() {
                 append(program, {rank.experts(call), rank.release(call)});
               }
             }
-            return program;
-          }};
-}
-
-// ---- refusals
-
-// Rank 1 refuses call 1. No rank has sent to another before, so only credits hold the refusal back.
-Scenario refused_dispatch() {
-  return {.name = "a refused dispatch",
-          .shape = {.num_topk = 2,
-                    .num_calls = 3,
-                    .routing = [](int rank, int call) { return call == 0 ? Choices{{rank, -1}} : Choices{{0, 1}}; }},
-          .program = [](ModelRank& rank) {
-            Program program;
-            append_dispatch(program, rank, 0);
-            append_combine(program, rank, 0);
-            if (rank.rank() == 1) {
-              append(program, {rank.refuse_dispatch(1)});
-            } else {
-              append_dispatch(program, rank, 1);
-              append(program, {rank.expect_refusal(1), rank.release(1)});
-            }
-            append_dispatch(program, rank, 2);
-            append_combine(program, rank, 2);
-            return program;
-          }};
-}
-
-// In call 1 only rank 1 dispatches float8 rows. Each rank refuses the other's, and releases the handle, or its combine
-// was queued and is refused, too.
-Scenario other_rows(bool queues_combine) {
-  return {.name = queues_combine ? "rows of two dtypes, combine queued" : "rows of two dtypes",
-          .shape = {.num_topk = 2, .num_calls = 3, .call_of_float8 = 1, .routing = to_everybody(1, 2)},
-          .program = [=](ModelRank& rank) {
-            Program program;
-            append_dispatch(program, rank, 0);
-            append_combine(program, rank, 0);
-            append_dispatch(program, rank, 1);
-            if (queues_combine) append(program, {rank.combine_send(1), rank.combine_recv(1)});
-            append(program, {rank.expect_refusal(1 - rank.rank(), false)});
-            if (!queues_combine) append(program, {rank.release(1)});
-            append_dispatch(program, rank, 2);
-            append_combine(program, rank, 2);
-            return program;
-          }};
-}
-
-// Rank 1 refuses its first combine and makes a second attempt.
-Scenario refused_combine() {
-  return {.name = "a refused combine",
-          .shape = {.num_topk = 2, .num_calls = 2, .routing = to_everybody(1, 2)},
-          .program = [](ModelRank& rank) {
-            Program program;
-            append_dispatch(program, rank, 0);
-            append(program, {rank.experts(0)});
-            if (rank.rank() == 1) append(program, {rank.refuse_combine(0, 1)});
-            append(program, {rank.combine_send(0), rank.combine_recv(0)});
-            if (rank.rank() == 0) append(program, {rank.note_refusal(1), rank.combine_recv_again(0)});
-            append(program, {rank.check_combined(0)});
-            append_dispatch(program, rank, 1);
-            append_combine(program, rank, 1);
-            return program;
-          }};
-}
-
-// Rank 1 refuses its combine and releases the handle.
-Scenario abandoned_combine() {
-  return {.name = "a refused combine, given up",
-          .shape = {.num_max_tokens = 2, .num_topk = 2, .num_blocks = 2, .routing = to_everybody(2, 2)},
-          .program = [](ModelRank& rank) {
-            Program program;
-            append_dispatch(program, rank, 0);
-            append(program, {rank.experts(0)});
-            if (rank.rank() == 1) {
-              append(program, {rank.refuse_combine(0, 1), rank.release(0)});
-            } else {
-              append(program, {rank.combine_send(0), rank.combine_recv(0), rank.expect_refusal(1)});
-            }
-            append_dispatch(program, rank, 1);
-            append_combine(program, rank, 1);
-            return program;
-          }};
-}
-
-// Rank 1 refuses twice, on different buffers: no credit separates the two, and the texts may mix.
-Scenario refused_twice() {
-  return {.name = "two refused dispatches",
-          .shape = {.num_topk = 2, .num_buffers = 2, .num_calls = 3, .routing = to_everybody(1, 2)},
-          .program = [](ModelRank& rank) {
-            Program program;
-            for (int call = 0; call < 2; ++call) {
-              if (rank.rank() == 1) {
-                append(program, {rank.refuse_dispatch(call)});
-              } else {
-                append_dispatch(program, rank, call);
-                append(program, {rank.expect_refusal(1, false), rank.release(call)});
-              }
-            }
-            append_dispatch(program, rank, 2);
-            append_combine(program, rank, 2);
             return program;
           }};
 }
@@ -340,6 +242,8 @@ std::vector<Scenario> all_scenarios() {
           empty_pairs(),
           one_way(),
           changing_routing(),
+          changing_bound(2),
+          changing_bound(3),
           three_ranks(),
           two_open(1),
           two_open(2),
@@ -347,6 +251,8 @@ std::vector<Scenario> all_scenarios() {
           refused_dispatch(),
           other_rows(false),
           other_rows(true),
+          other_bound(false),
+          other_bound(true),
           refused_combine(),
           abandoned_combine(),
           refused_twice(),
@@ -368,6 +274,7 @@ std::vector<Scenario> all_scenarios() {
           as_medium(one_launch(true)),
           as_medium(empty_pairs()),
           as_medium(changing_routing()),
+          as_medium(changing_bound(2)),
           as_medium(refused_dispatch()),
           as_medium(other_rows(true)),
           as_medium(missing_rank()),
@@ -375,6 +282,8 @@ std::vector<Scenario> all_scenarios() {
           mixed(false),
           mixed(true),
           as_small(other_rows(true)),
+          as_small(other_bound(true)),
+          as_small(changing_bound(2)),
           as_small(one_launch(false)),
           as_small(one_launch(true)),
           with_row_sums(as_small(one_launch(false))),

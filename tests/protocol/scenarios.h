@@ -20,6 +20,12 @@ Scenario product_sends(int num_ranks);
 Scenario parting();
 Scenario missing_rank();
 Scenario late_rank();
+Scenario refused_dispatch();
+Scenario other_rows(bool queues_combine);
+Scenario other_bound(bool queues_combine);
+Scenario refused_combine();
+Scenario abandoned_combine();
+Scenario refused_twice();
 
 std::vector<Mutant> all_mutants();
 

@@ -6,8 +6,13 @@ import cases
 def dispatch(ep, data, handle=None):
     """In halves or whole, checked; with `handle`, uses its routing instead of data's."""
     call, mine = data.call, data.on(ep.rank, ep.device)
-    x, routing = mine.x, (mine.topk_idx, mine.topk_weights) if handle is None else ()
+    x, routing, bound = mine.x, (mine.topk_idx, mine.topk_weights), {}
+    if handle is not None:
+        routing = ()
+    elif call.num_max_tokens_per_rank < ep.num_max_tokens_per_rank:
+        bound = {"num_max_tokens_per_rank": call.num_max_tokens_per_rank}
     options = {
+        **bound,
         "handle": handle,
         "quantize": data.quantize,
         "num_blocks": data.case.num_blocks,

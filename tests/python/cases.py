@@ -34,6 +34,7 @@ class Call:
 
     seed: int
     num_tokens: tuple[int, ...]  # per rank
+    num_max_tokens_per_rank: int
     routing: str
     idx_dtype: torch.dtype
     with_weights: bool
@@ -105,6 +106,8 @@ def make_case(
 
 
 def _make_call(rng: random.Random, num_ranks: int, num_max_tokens: int) -> Call:
+    if num_max_tokens > 1 and rng.random() < 0.4:
+        num_max_tokens = 1 << rng.randrange((num_max_tokens - 1).bit_length())
     tokens_style = rng.random()
     if tokens_style < 0.6:
         num_tokens = [rng.randint(0, num_max_tokens) for _ in range(num_ranks)]
@@ -121,6 +124,7 @@ def _make_call(rng: random.Random, num_ranks: int, num_max_tokens: int) -> Call:
     return Call(
         seed=rng.randrange(1 << 30),
         num_tokens=tuple(num_tokens),
+        num_max_tokens_per_rank=num_max_tokens,
         routing=routing,
         idx_dtype=rng.choice((torch.int32, torch.int64)),
         with_weights=rng.random() < 0.75,
@@ -247,7 +251,7 @@ def make_data(case: Case, call: Call, rows_seed: int | None = None) -> Data:
         layout["expert_alignment"] = call.expert_alignment
     handles = reference.dispatch(
         x, topk_idx, topk_weights,
-        num_experts=case.num_experts, num_max_tokens_per_rank=case.num_max_tokens_per_rank,
+        num_experts=case.num_experts, num_max_tokens_per_rank=call.num_max_tokens_per_rank,
         x_scales=x_scales, quantize=quantize, **layout,
     )  # fmt: skip
     y = [make_y(case, call, rank, handle) for rank, handle in enumerate(handles)]
@@ -328,24 +332,18 @@ def assert_rows_from(data: Data, got: Tensor, expected: Tensor, landed: Tensor) 
     for row in landed.nonzero().squeeze(1).tolist():
         if same_bits(got[row], expected[row]):
             continue
-        limit = data.case.num_max_tokens_per_rank
+        limit, is_quantized = data.call.num_max_tokens_per_rank, data.call.row_type == "quantized"
         origins = [
             (src_rank, token)
-            for src_rank, handle_rows in enumerate(_sent_rows(data))
-            for token in range(len(handle_rows))
-            if same_bits(handle_rows[token], got[row])
+            for src_rank, x in enumerate(data.x)
+            for token, sent in enumerate(reference.quantize_fp8(x)[0] if is_quantized else x)
+            if same_bits(sent, got[row])
         ]
         wrong = int((got[row].float() != expected[row].float()).sum())
         raise AssertionError(
             f"row {row} should hold (rank {row // limit}, token {row % limit}); "
             + (f"it holds (rank, token) {origins[:4]}" if origins else f"{wrong} wrong columns")
         )
-
-
-def _sent_rows(data: Data) -> list[Tensor]:
-    if data.call.row_type == "quantized":
-        return [reference.quantize_fp8(rows)[0] for rows in data.x]
-    return data.x
 
 
 def check_dispatch(handle: Any, data: Data, rank: int) -> None:

@@ -14,7 +14,14 @@ def data():
     case = cases.make_case(5, num_ranks=3, num_calls=1, num_max_tokens=9)
     case = dataclasses.replace(case, hidden=33, num_experts=6, num_topk=2, dtype=torch.float32)
     call = dataclasses.replace(
-        case.calls[0], num_tokens=(9, 7, 8), routing="random", row_type="plain", layout="rows", strided=False, scale=1.0
+        case.calls[0],
+        num_tokens=(9, 7, 8),
+        num_max_tokens_per_rank=9,
+        routing="random",
+        row_type="plain",
+        layout="rows",
+        strided=False,
+        scale=1.0,
     )
     return cases.make_data(case, call)
 
@@ -30,6 +37,8 @@ def test_a_thousand_seeds_cover_every_option():
     made = [cases.make_case(seed) for seed in range(1000)]
     calls = [call for case in made for call in case.calls]
     assert {case.num_ranks for case in made} == set(range(1, 9))
+    bounds = {call.num_max_tokens_per_rank < case.num_max_tokens_per_rank for case in made for call in case.calls}
+    assert bounds == {True, False}
     assert {case.num_topk for case in made} == {1, 2, 3, 4, 6, 8, 16}
     assert {case.dtype for case in made} == {torch.float32, torch.float16, torch.bfloat16}
     assert {case.num_blocks for case in made} == {1, 2, 3, 4}

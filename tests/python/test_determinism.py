@@ -38,6 +38,7 @@ def test_same_bits_twice_and_for_any_number_of_blocks():
     call = dataclasses.replace(
         case.calls[0],
         num_tokens=(50, 0, 31, 50),
+        num_max_tokens_per_rank=50,
         routing="random",
         row_type="plain",
         layout="rows",

@@ -79,7 +79,10 @@ def test_pairs_follow_the_contract(num_ranks, dtype, id_dtype, weighted):
             x, topk_ids, topk_weights = tokens_of(comm.ep_rank, call, num_experts, dtype)
             x, ids = x.to(device), topk_ids.to(device, id_dtype)
             given = topk_weights.to(device) if weighted else None
-            received = comm.dispatch(x, ids, given)
+            most = max(len(tokens_of(rank, call, num_experts, dtype)[0]) for rank in range(num_ranks)) if call else None
+            received = comm.dispatch(x, ids, given, max_tokens_per_rank=most)
+            expected_rows = MOST_TOKENS if most is None else min(1 << (most - 1).bit_length(), MOST_TOKENS)
+            assert received.tokens_per_rank == expected_rows
             num_rows = comm.ep_size * received.tokens_per_rank
             assert received.hidden_states.shape == (num_rows, HIDDEN) and received.topk_ids.dtype == torch.int32
             assert received.topk_ids.shape == (num_rows, TOPK) and (received.topk_weights is None) != weighted

@@ -172,7 +172,9 @@ TEST_P(LocalKernelsTest, TakeTheWeightsThatAnswerTheNumbersOfChoices) {
       float total = 0;
       const auto choices = choices_of_row(seed, ep.config().rank, row);
       for (const auto& [expert, weight] : choices) total += weight;
-      if (num_here(choices) > 0) EXPECT_EQ(sums[row * kHidden], total * value_of(row)) << "row " << row;
+      if (num_here(choices) > 0) {
+        EXPECT_EQ(sums[row * kHidden], total * value_of(row)) << "row " << row;
+      }
     }
   });
 }

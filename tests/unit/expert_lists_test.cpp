@@ -111,11 +111,11 @@ class RoutingExchange {
           ASSERT_EQ(region.table_signal(buffer_, src, 0).word, 0u);
           uint32_t seen = 0;
           ASSERT_EQ(find_ll_header(heaps_.context[r], buffer_, src, kEpoch, &seen), num_tokens > 0);
-          ASSERT_TRUE(num_tokens == 0 || seen == BatchHeader::pack(num_tokens, RowFormat::kPlain));
+          ASSERT_TRUE(num_tokens == 0 || seen == BatchHeader::pack(config_, num_tokens, RowFormat::kPlain));
           continue;
         }
         ASSERT_EQ(region.table_signal(buffer_, src, 0).word,
-                  Signal::pack(kEpoch, BatchHeader::pack(num_tokens, RowFormat::kPlain)));
+                  Signal::pack(kEpoch, BatchHeader::pack(config_, num_tokens, RowFormat::kPlain)));
         for (int chunk = 1; chunk < num_chunks(num_tokens); ++chunk) {
           ASSERT_EQ(region.table_signal(buffer_, src, chunk).word, Signal::pack(kEpoch, 0));
         }

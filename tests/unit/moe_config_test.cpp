@@ -58,7 +58,7 @@ INSTANTIATE_TEST_SUITE_P(
         Rule{"tokens", [](MoeConfig& c) { c.num_max_tokens_per_rank = 0; },
              "num_max_tokens_per_rank=0 < 1; pass num_max_tokens_per_rank=1 or more"},
         Rule{"many_tokens", [](MoeConfig& c) { c.num_max_tokens_per_rank = 1 << 19; },
-             "num_max_tokens_per_rank=524288 > 349524; pass num_max_tokens_per_rank=349524 or less"},
+             "num_max_tokens_per_rank=524288 > 131072; pass num_max_tokens_per_rank=131072 or less"},
         Rule{"ll_tokens", [](MoeConfig& c) { c.num_max_ll_tokens = -1; }, "num_max_ll_tokens=-1 < 0; pass 0 or more"},
         Rule{"many_ll_tokens", [](MoeConfig& c) { c.num_max_ll_tokens = 6; },
              "num_max_ll_tokens=6 > 5, the most that receivers can count; pass num_max_ll_tokens=5, or less"},

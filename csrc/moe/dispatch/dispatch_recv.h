@@ -12,12 +12,14 @@ MOE_A2A_RARE void give_up(const DispatchRecvArgs& args) {
   atomic_store<Order::kRelaxed, Scope::kDevice>(args.context.region.has_given_up.data, 1u);
 }
 
-// The rows of site.peer are of another format, so nothing of its batch is used. That peer finds the same of this rank's
-// rows, but may have queued its combine already: refuse it.
-MOE_A2A_RARE void refuse_rows(const DispatchRecvArgs& args, WaitSite site, RowFormat theirs, uint64_t epoch) {
+// The batch of site.peer is of another kind, so nothing of it is used. That peer finds the same of this rank's batch,
+// but may have queued its combine already: refuse it.
+MOE_A2A_RARE void refuse_rows(const DispatchRecvArgs& args, WaitSite site, uint32_t theirs, uint64_t epoch) {
+  using Kind = BatchHeader::Kind;
   const Context& c = args.context;
+  const uint32_t own = BatchHeader::pack(c.config, 0, args.format);
   site.awaited = moe_kind::kOtherRows;
-  site.token = static_cast<int32_t>(args.format) << 8 | static_cast<int32_t>(theirs);
+  site.token = static_cast<int32_t>(Kind::of(own).packed() << 8 | Kind::of(theirs).packed());
   write_report(c.wait, c.heap, site, Reason::kRefused, static_cast<uint32_t>(args.number), epoch, 0, 0);
   signal_many(c.heap, RankSet::only(site.peer), c.region.combine_refusal.at(args.buffer, c.heap.rank), epoch,
               RefusalCount::kFinal);
@@ -81,7 +83,7 @@ struct DispatchRecv {
 
  private:
   // Fills the warp's num_tokens [num_ranks] with the number of tokens that each rank has sent, by either wire. A rank
-  // that refused has sent none, and one with rows of another format none that are of use.
+  // that refused has sent none, and one with a batch of another kind none that are of use.
   MOE_A2A_DEVICE static bool receive_headers(const Args& args, const Warp& warp, int32_t* num_tokens, uint64_t epoch) {
     const Context& c = args.context;
     bool good = true;
@@ -98,14 +100,13 @@ struct DispatchRecv {
         return Signal::reached(polled, epoch) && has_arrived(signal, epoch, seen, &header);
       });
       good &= is_here;
-      num_tokens[r] = BatchHeader::num_tokens(header);
+      const bool is_alike = BatchHeader::has_bound_of(c.config, header) && BatchHeader::format(header) == args.format;
+      num_tokens[r] = is_alike ? BatchHeader::num_tokens(c.config, header) : 0;
       if (header == BatchHeader::kRefused) {
         write_report(c.wait, c.heap, site, Reason::kRefused, static_cast<uint32_t>(args.number), epoch,
                      Signal::pack(epoch, header), 0);
-        num_tokens[r] = 0;
-      } else if (is_here && BatchHeader::format(header) != args.format) {
-        refuse_rows(args, site, BatchHeader::format(header), epoch);
-        num_tokens[r] = 0;
+      } else if (is_here && !is_alike) {
+        refuse_rows(args, site, header, epoch);
       }
     }
     return !warp.any(!good);  // also lets all lanes read num_tokens

@@ -33,8 +33,7 @@ TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT", 300))
 # The handle, and for the experts: rows and their scales, ids [num_rows, n], weights [num_rows, n].
 Dispatched = tuple[DispatchHandle, Tensor, Tensor | None, Tensor, Tensor]
 
-# Experts, and the kernel that quantises for them, take all R * T rows, including those that hold nothing. So there is one
-# ExpertParallel for each power of two from here on.
+# The least T of a dispatch: fewer rows would make no difference to the experts.
 LEAST_TOKENS = 64
 
 
@@ -56,7 +55,7 @@ def communicator(group: Any, device: torch.device) -> Communicator:
 
 
 @functools.cache
-def expert_parallels(
+def expert_parallel(
     group: Any,
     num_experts: int,
     num_topk: int,
@@ -64,15 +63,10 @@ def expert_parallels(
     num_max_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> list[ExpertParallel]:
-    """For all layers of a shape and group, which run one after the other: one per size of batches, the smallest first. With one
-    buffer each they take together what two buffers of the largest would. All are made by the first batch, vLLM's largest: it
-    measures the memory that is left, and captures graphs later. A process may serve several groups in turn."""
-    powers = (LEAST_TOKENS << n for n in range(num_max_tokens.bit_length()))
-    sizes = [size for size in powers if size < num_max_tokens] + [num_max_tokens]
-    comm = communicator(group, device)
+) -> ExpertParallel:
+    """For all layers of a shape and group, which run one after the other. A process may serve several groups in turn."""
     how: dict[str, Any] = {"num_experts": num_experts, "num_topk": num_topk, "hidden": hidden, "dtype": dtype}
-    return [ExpertParallel(comm, num_max_tokens_per_rank=size, num_buffers=1, **how) for size in sizes]
+    return ExpertParallel(communicator(group, device), num_max_tokens_per_rank=num_max_tokens, **how)
 
 
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
@@ -118,12 +112,12 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
                 raise ValueError(f"apply_router_weight_on_input needs top-1, not top-{topk_ids.shape[1]}")
             a1 = a1 * topk_weights.to(a1.dtype)
         sizes = num_experts, topk_ids.shape[1], a1.shape[1], self._num_max_tokens
-        most = self._most_tokens(len(a1))
-        eps = expert_parallels(get_ep_group().cpu_group, *sizes, a1.dtype, a1.device)
-        ep = next((ep for ep in eps if most <= ep.num_max_tokens_per_rank), eps[-1])
+        # Experts, and the kernel that quantises for them, take all R * T rows, including those that hold nothing.
+        most = min(max(self._most_tokens(len(a1)), LEAST_TOKENS), self._num_max_tokens)
+        ep = expert_parallel(get_ep_group().cpu_group, *sizes, a1.dtype, a1.device)
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
         sent = (a1, None) if defer_input_quant else self._to_send(a1, quant_config)
-        self._handle, rows, scales, local_ids, weights = self._dispatch(ep, *sent, ids, topk_weights.float())
+        self._handle, rows, scales, local_ids, weights = self._dispatch(ep, *sent, ids, topk_weights.float(), most)
         if scales is None and not defer_input_quant:
             rows, scales = _quantized(rows, quant_config)
         counts = mk.ExpertTokensMetadata(expert_num_tokens=self._handle.expert_counts, expert_num_tokens_cpu=None)
@@ -169,9 +163,9 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
     @abstractmethod
     def _dispatch(
-        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor
+        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor, most: int
     ) -> Dispatched:
-        """x_scales: of quantised rows."""
+        """x_scales: of quantised rows. most: tokens of any rank."""
 
     @abstractmethod
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
@@ -191,9 +185,9 @@ class PrepareRows(PrepareAndFinalize):
         return (rows, scales) if is_sent else (x, None)
 
     def _dispatch(
-        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor
+        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor, most: int
     ) -> Dispatched:
-        handle = ep.dispatch(x, ids, weights, x_scales=x_scales)
+        handle = ep.dispatch(x, ids, weights, x_scales=x_scales, num_max_tokens_per_rank=most)
         first = ep.rank * ep.num_local_experts
         # Experts index tables with the ids, so none may be -1. They also count each id: one id for all others would be slow.
         global_ids, recv_weights = handle.recv_topk(first_expert=first, no_expert=None, dtype=ids.dtype)
@@ -208,9 +202,9 @@ class PrepareRoutes(PrepareAndFinalize):
     many there are."""
 
     def _dispatch(
-        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor
+        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor, most: int
     ) -> Dispatched:
-        handle = ep.dispatch(x, ids, weights, layout="expert_major")
+        handle = ep.dispatch(x, ids, weights, layout="expert_major", num_max_tokens_per_rank=most)
         num_routes = handle.num_routes
         positions = torch.arange(num_routes, device=x.device)
         local_ids = torch.searchsorted(handle.expert_offsets[1:].contiguous(), positions, right=True)
