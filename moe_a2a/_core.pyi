@@ -211,7 +211,12 @@ class ExpertParallel(Client):
     def landed_rows(self, arg0: DispatchHandle) -> torch.Tensor: ...
     def num_recv_tokens_per_rank(self, arg0: DispatchHandle) -> torch.Tensor: ...
     def packed_topk(
-        self, handle: DispatchHandle, num_rows: typing.SupportsInt | typing.SupportsIndex
+        self,
+        handle: DispatchHandle,
+        num_rows: typing.SupportsInt | typing.SupportsIndex,
+        id_dtype: typing.Any,
+        first_expert: typing.SupportsInt | typing.SupportsIndex,
+        no_expert: typing.SupportsInt | typing.SupportsIndex | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
     def product_combine(
         self,

@@ -95,8 +95,8 @@ class Core : public ClientCore {
   std::pair<at::Tensor, at::Tensor> recv_topk(const Handle& handle, const TopkIds& wanted) {
     return run_recv_topk(*ep(), *handle, device_, wanted, where(0));
   }
-  PackedTopk packed_topk(const Handle& handle, int64_t num_rows) {
-    return run_packed_topk(*ep(), *handle, device_, num_rows, where(0));
+  PackedTopk packed_topk(const Handle& handle, int64_t num_rows, const TopkIds& wanted) {
+    return run_packed_topk(*ep(), *handle, device_, num_rows, wanted, where(0));
   }
 
   // weights: float32, of every rank's tokens, [R * T, K].
@@ -293,7 +293,13 @@ void bind_calls(py::class_<Core, ClientCore>& core) {
             return core.recv_topk(handle, {scalar_type(id_dtype), first_expert, no_expert});
           },
           py::arg("handle"), py::arg("id_dtype"), py::arg("first_expert"), py::arg("no_expert"))
-      .def("packed_topk", &Core::packed_topk, py::arg("handle"), py::arg("num_rows"))
+      .def(
+          "packed_topk",
+          [](Core& core, const Handle& handle, int64_t num_rows, const py::object& id_dtype, int64_t first_expert,
+             std::optional<int64_t> no_expert) {
+            return core.packed_topk(handle, num_rows, {scalar_type(id_dtype), first_expert, no_expert});
+          },
+          py::arg("handle"), py::arg("num_rows"), py::arg("id_dtype"), py::arg("first_expert"), py::arg("no_expert"))
       .def("set_term_weights", &Core::set_term_weights)
       .def("simulated_experts", &Core::simulated_experts)
       .def("simulated_layer", &Core::simulated_layer)

@@ -20,10 +20,10 @@ struct TopkIds {
 std::pair<at::Tensor, at::Tensor> run_recv_topk(ExpertParallel& ep, const DispatchHandle& handle, at::Device device,
                                                 const TopkIds& wanted, const LaunchPlace& place);
 
-// Of packed rows, see RecvTopkArgs: (row_index int64 [num_rows], ids int64 and weights fp32 [num_rows, num_topk],
+// Of packed rows, see RecvTopkArgs: (row_index int64 [num_rows], ids and fp32 weights [num_rows, num_topk],
 // sum_index int32 [num_ranks * num_max_tokens_per_rank], numbers int32 [num_ranks + num_local_experts]).
 using PackedTopk = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 PackedTopk run_packed_topk(ExpertParallel& ep, const DispatchHandle& handle, at::Device device, int64_t num_rows,
-                           const LaunchPlace& place);
+                           const TopkIds& wanted, const LaunchPlace& place);
 
 }  // namespace moe_a2a::bindings

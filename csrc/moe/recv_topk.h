@@ -51,6 +51,7 @@ struct RecvTopk {
     const int num_topk = args.context.config.num_topk;
     const int64_t end = args.num_rows * num_topk, stride = int64_t{grid.size()} * block.size();
     if (args.packed && grid.rank() == 0) store_numbers(args, block);
+    if (args.packed) report_rows_without_place(args, grid, block);
     for (int64_t i = int64_t{grid.rank()} * block.size() + block.rank(); i < end; i += stride) {
       const int64_t at = i / num_topk;
       const int k = static_cast<int>(i - at * num_topk);
@@ -81,6 +82,17 @@ struct RecvTopk {
     }
     for (int e = block.rank(); e < c.config.num_local_experts; e += block.size()) {
       args.numbers[c.config.num_ranks + e] = c.region.expert_counts(args.buffer, e);
+    }
+  }
+
+  // Rows that arrived past the last packed row. Their sums are wrong, and the host hears of them.
+  MOE_A2A_DEVICE static void report_rows_without_place(const Args& args, const Grid& grid, const Block& block) {
+    const Context& c = args.context;
+    const int64_t num_landed = c.region.landed_offsets(args.buffer, c.config.num_ranks);
+    const int64_t first = args.num_rows + int64_t{grid.rank()} * block.size() + block.rank();
+    for (int64_t i = first; i < num_landed; i += int64_t{grid.size()} * block.size()) {
+      args.sum_index[c.region.landed_row(args.buffer, i)] = 0;
+      atomic_add<Order::kRelaxed, Scope::kDevice>(&c.region.errors.data->num_short_y_routes, 1u);
     }
   }
 

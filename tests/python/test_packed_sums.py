@@ -32,7 +32,7 @@ def test_packed_sums(num_ranks, num_max_ll_tokens, wire, in_halves):
                     handle = ep.dispatch(x, topk_idx)
                     y = handle.recv_x * 3
                     if is_packed:
-                        packed = ep._core.packed_topk(handle._handle, len(y))
+                        packed = ep._core.packed_topk(handle._handle, len(y), torch.int64, 0, -1)
                         rows, _, _, handle._sum_index, numbers = packed
                         y = y[rows[: numbers[num_ranks - 1]]]
                     if in_halves:
@@ -43,3 +43,22 @@ def test_packed_sums(num_ranks, num_max_ll_tokens, wire, in_halves):
                 assert torch.equal(*sums)
 
     on_device.run(num_ranks, program)
+
+
+@pytest.mark.parametrize("num_max_ll_tokens", [0, MOST_TOKENS], ids=["rows", "ll_words"])
+def test_rows_without_a_place_are_reported(num_max_ll_tokens):
+    """Fewer packed rows than have landed: without a place for its sum, a row's would be read from anywhere."""
+
+    def program(group):
+        config = {"num_experts": 4, "num_topk": 1, "hidden": HIDDEN, "dtype": torch.float32,
+                  "num_max_tokens_per_rank": MOST_TOKENS, "num_max_ll_tokens": num_max_ll_tokens}  # fmt: skip
+        with moe_a2a.ExpertParallel(group, **config) as ep:
+            topk_idx = torch.arange(8, device=ep.device)[:, None] % 4  # each rank sends four rows to each
+            handle = ep.dispatch(torch.ones(8, HIDDEN, device=ep.device), topk_idx)
+            rows = handle.recv_rows.long()
+            handle._sum_index = ep._core.packed_topk(handle._handle, 6, torch.int64, 0, -1)[3]
+            assert handle._sum_index[rows].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+            with pytest.raises(moe_a2a.RoutingError, match="y of a combine was too short for 2 routes on rank"):
+                ep.check()
+
+    on_device.run(2, program)

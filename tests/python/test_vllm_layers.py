@@ -96,7 +96,7 @@ def test_sums_are_whole(layers, kind):
     assert getattr(layers, kind)(2, MOST, False).output_is_reduced()
 
 
-@pytest.mark.parametrize("most", [8, 1000])
+@pytest.mark.parametrize("most", [8, 1000, 3000])
 def test_small_batches_get_few_rows(layers, monkeypatch, most):
     """Regression: experts got R * max_num_batched_tokens rows for any batch, 65,536 of them when 8 ranks decode a token each."""
     seed = 20261127
@@ -114,13 +114,18 @@ def test_small_batches_get_few_rows(layers, monkeypatch, most):
         layer = layers.PrepareRows(2, most, True)
         num_local = EXPERTS // 2
         for call, sizes in enumerate(tuple(min(size, most) for size in both) for both in batches):
-            here.context = SimpleNamespace(dp_metadata=SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(sizes)))
+            here.context = SimpleNamespace(
+                dp_metadata=SimpleNamespace(local_sizes=None, num_tokens_across_dp_cpu=torch.tensor(sizes))
+            )
             generator = torch.Generator().manual_seed(seed + 10 * call + group.rank)
             x = torch.randint(-4, 5, (sizes[group.rank], HIDDEN), generator=generator).float()
             ids = torch.rand(len(x), EXPERTS, generator=generator).topk(TOPK).indices
             weights = torch.randint(1, 5, (len(x), TOPK), generator=generator) / 4
             rows, _, _, to, by = layer.prepare(x, weights, ids, EXPERTS, None, False, unquantized)
-            assert len(rows) == 2 * min(most, max(64, 1 << (max(sizes) - 1).bit_length()))
+            bound = min(most, max(64, 1 << (max(sizes) - 1).bit_length()))
+            is_packed = max(sizes) >= 1024 and sum(sizes) <= 0.75 * 2 * bound
+            assert is_packed == (most == 3000 and call in (2, 4))
+            assert len(rows) == (sum(sizes) if is_packed else 2 * bound)
             out = torch.empty_like(x)
             mine = range(group.rank * num_local, (group.rank + 1) * num_local)
             layer.finalize(out, run_experts(rows, to, by, mine), by, to, False, apart)
@@ -141,11 +146,14 @@ def quantized(rows, a_scale, quant_dtype, per_act_token_quant, block_shape, mx_a
     return (blocks / scales[:, :, None]).flatten(1).to(quant_dtype), scales.to(scale_dtype)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(("block", "scale_dtype"), [(128, torch.float32), (64, torch.float32), (128, torch.float16)])
-def test_float8_rows_are_sent_as_quantised(layers, monkeypatch, block, scale_dtype):
+def test_float8_rows_are_sent_as_quantised(layers, monkeypatch, block, scale_dtype, is_packed):
     """With scales that dispatch() takes; with others they are quantised on arrival. The experts get the same either way."""
     seed = 20261128
     print(f"seed {seed}")
+    if is_packed:
+        monkeypatch.setattr(layers, "LEAST_TOKENS_PACKED", 1)
     here = threading.local()
     monkeypatch.setattr(layers, "get_ep_group", lambda: SimpleNamespace(cpu_group=here.group))
     monkeypatch.setattr(
@@ -174,11 +182,20 @@ def test_float8_rows_are_sent_as_quantised(layers, monkeypatch, block, scale_dty
             torch.float8_e4m3fn if (block, scale_dtype) == (128, torch.float32) else torch.bfloat16
         )
         assert rows.is_contiguous() and scales.is_contiguous() and scales.dtype == scale_dtype
+        assert len(rows) == (2 * 5 if is_packed else 2 * MOST)
+        places = [MOST * rank + token for rank in range(2) for token in range(5)]
+        first = group.rank * (EXPERTS // 2)
+        if is_packed:  # every rank's tokens are the same: three of five chose an expert here
+            arrived = ((ids >= first) & (ids < first + EXPERTS // 2)).any(dim=1).tolist() * 2
+            places = [sum(arrived[:i]) if arrived[i] else -1 for i in range(10)]
         for rank in range(2):
             expected = quantized(all_x[rank], None, torch.float8_e4m3fn, False, [128, block], 0, scale_dtype)
-            for token in (token for token in range(5) if (by[MOST * rank + token] > 0).any()):
-                assert torch.equal(rows[MOST * rank + token].float(), expected[0][token].float())
-                assert torch.equal(scales[MOST * rank + token], expected[1][token])
+            for token in range(5):
+                place = places[5 * rank + token]
+                if place < 0 or not (by[place] > 0).any():
+                    continue
+                assert torch.equal(rows[place].float(), expected[0][token].float())
+                assert torch.equal(scales[place], expected[1][token])
         out = torch.empty_like(all_x[group.rank])
         y = torch.where((by > 0).any(1, keepdim=True), by.sum(1, keepdim=True), 0).to(torch.bfloat16).expand(-1, 256)
         layer.finalize(out, y.contiguous(), by, to, False, apart)

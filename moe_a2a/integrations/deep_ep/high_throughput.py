@@ -54,7 +54,9 @@ class Handle(Routing):
 
 def packed_topk(opened: DispatchHandle, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """row_index, ids, weights, sum_index and numbers of num_rows packed rows, see Handle."""
-    topk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = opened._core.packed_topk(opened._handle, num_rows)
+    topk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = opened._core.packed_topk(
+        opened._handle, num_rows, torch.int64, 0, -1
+    )
     return topk
 
 

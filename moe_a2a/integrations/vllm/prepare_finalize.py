@@ -33,8 +33,11 @@ TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT", 300))
 # The handle, and for the experts: rows and their scales, ids [num_rows, n], weights [num_rows, n].
 Dispatched = tuple[DispatchHandle, Tensor, Tensor | None, Tensor, Tensor]
 
-# The least T of a dispatch: fewer rows would make no difference to the experts.
+# Experts, and the kernels that quantise and sum for them, take all rows that they are given, including those that hold nothing: a
+# dispatch has as few as it can. Fewer than these make no difference.
 LEAST_TOKENS = 64
+# From so many tokens on, rows are copied to the places of others that hold nothing if these are a fourth or more.
+LEAST_TOKENS_PACKED = 1024
 
 
 def make(num_dispatchers: int, num_max_tokens: int, ranks_differ: bool, is_eager: bool) -> PrepareAndFinalize:
@@ -112,12 +115,13 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
                 raise ValueError(f"apply_router_weight_on_input needs top-1, not top-{topk_ids.shape[1]}")
             a1 = a1 * topk_weights.to(a1.dtype)
         sizes = num_experts, topk_ids.shape[1], a1.shape[1], self._num_max_tokens
-        # Experts, and the kernel that quantises for them, take all R * T rows, including those that hold nothing.
-        most = min(max(self._most_tokens(len(a1)), LEAST_TOKENS), self._num_max_tokens)
         ep = expert_parallel(get_ep_group().cpu_group, *sizes, a1.dtype, a1.device)
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
         sent = (a1, None) if defer_input_quant else self._to_send(a1, quant_config)
-        self._handle, rows, scales, local_ids, weights = self._dispatch(ep, *sent, ids, topk_weights.float(), most)
+        sizes_of_call = self._sizes(ep, len(a1))
+        self._handle, rows, scales, local_ids, weights = self._dispatch(
+            ep, *sent, ids, topk_weights.float(), *sizes_of_call
+        )
         if scales is None and not defer_input_quant:
             rows, scales = _quantized(rows, quant_config)
         counts = mk.ExpertTokensMetadata(expert_num_tokens=self._handle.expert_counts, expert_num_tokens_cpu=None)
@@ -127,12 +131,18 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         """x, or what the experts ask for in its place, with scales."""
         return x, None
 
-    def _most_tokens(self, num_tokens: int) -> int:
-        """Of any rank, the same on all of them. num_tokens: of this rank."""
-        if not self._ranks_differ:
-            return num_tokens
-        data_parallel = get_forward_context().dp_metadata if is_forward_context_available() else None
-        return self._num_max_tokens if data_parallel is None else int(data_parallel.num_tokens_across_dp_cpu.max())
+    def _sizes(self, ep: ExpertParallel, num_tokens: int) -> tuple[int, int]:
+        """The most tokens of any rank, at least LEAST_TOKENS, and the most of all together, the same on all ranks. num_tokens: of
+        this rank."""
+        of_ranks = [num_tokens]
+        if self._ranks_differ:
+            data_parallel = get_forward_context().dp_metadata if is_forward_context_available() else None
+            if data_parallel is None:
+                return self._num_max_tokens, ep.num_ranks * self._num_max_tokens
+            # Of each rank, or of each tensor-parallel group, whose ranks send the same tokens.
+            of_ranks = data_parallel.local_sizes or data_parallel.num_tokens_across_dp_cpu.tolist()
+        most = min(max(LEAST_TOKENS, *of_ranks), self._num_max_tokens)
+        return most, sum(of_ranks) * (ep.num_ranks // len(of_ranks))
 
     def finalize(
         self,
@@ -163,9 +173,16 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
     @abstractmethod
     def _dispatch(
-        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor, most: int
+        self,
+        ep: ExpertParallel,
+        x: Tensor,
+        x_scales: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        most_tokens: int,
+        num_tokens: int,
     ) -> Dispatched:
-        """x_scales: of quantised rows. most: tokens of any rank."""
+        """x_scales: of quantised rows. most_tokens: of any rank. num_tokens: of all ranks, at most."""
 
     @abstractmethod
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
@@ -173,8 +190,9 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
 
 class PrepareRows(PrepareAndFinalize):
-    """For experts that take global ids and skip those of other ranks: all R * T rows. The host reads nothing. Rows in the model's
-    dtype are those that landed, quantised ones are copies: vLLM's experts want rows without gaps."""
+    """For experts that take global ids and skip those of other ranks. The host reads nothing. They get all R * T rows: in the model's
+    dtype those that landed, of quantised ones copies, since vLLM's experts want rows without gaps. Or copies of the rows that hold a
+    token, if many hold none."""
 
     def _to_send(self, x: Tensor, quant_config: Any) -> tuple[Tensor, Tensor | None]:
         if quant_config.quant_dtype != float8_dtype(x.device) or quant_config.block_shape is None:
@@ -185,11 +203,20 @@ class PrepareRows(PrepareAndFinalize):
         return (rows, scales) if is_sent else (x, None)
 
     def _dispatch(
-        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor, most: int
+        self,
+        ep: ExpertParallel,
+        x: Tensor,
+        x_scales: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        most_tokens: int,
+        num_tokens: int,
     ) -> Dispatched:
-        handle = ep.dispatch(x, ids, weights, x_scales=x_scales, num_max_tokens_per_rank=most)
+        handle = ep.dispatch(x, ids, weights, x_scales=x_scales, num_max_tokens_per_rank=most_tokens)
         first = ep.rank * ep.num_local_experts
         # Experts index tables with the ids, so none may be -1. They also count each id: one id for all others would be slow.
+        if most_tokens >= LEAST_TOKENS_PACKED and 4 * num_tokens <= 3 * ep.num_ranks * handle.num_max_tokens_per_rank:
+            return handle, *_packed(handle, num_tokens, first, ids.dtype)
         global_ids, recv_weights = handle.recv_topk(first_expert=first, no_expert=None, dtype=ids.dtype)
         return handle, *handle.contiguous_rows(), global_ids, recv_weights
 
@@ -202,9 +229,16 @@ class PrepareRoutes(PrepareAndFinalize):
     many there are."""
 
     def _dispatch(
-        self, ep: ExpertParallel, x: Tensor, x_scales: Tensor | None, ids: Tensor, weights: Tensor, most: int
+        self,
+        ep: ExpertParallel,
+        x: Tensor,
+        x_scales: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        most_tokens: int,
+        num_tokens: int,
     ) -> Dispatched:
-        handle = ep.dispatch(x, ids, weights, layout="expert_major", num_max_tokens_per_rank=most)
+        handle = ep.dispatch(x, ids, weights, layout="expert_major", num_max_tokens_per_rank=most_tokens)
         num_routes = handle.num_routes
         positions = torch.arange(num_routes, device=x.device)
         local_ids = torch.searchsorted(handle.expert_offsets[1:].contiguous(), positions, right=True)
@@ -214,6 +248,21 @@ class PrepareRoutes(PrepareAndFinalize):
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
         return handle.ep.combine(y, handle, out=out)  # type: ignore[attr-defined]
+
+
+def _packed(
+    handle: DispatchHandle, num_rows: int, first_expert: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Copies of the rows that hold a token and of their scales, with the experts of each; num_rows is at least their number. The
+    combine then takes its sums from the same places."""
+    topk = handle._core.packed_topk(handle._handle, num_rows, dtype, first_expert, None)
+    row_index, ids, weights, handle._sum_index, _ = topk
+    rows = handle.recv_x
+    index = row_index.clamp(max=len(rows) - 1)
+    if rows.dtype == handle.ep.dtype:
+        return rows.index_select(0, index), None, ids, weights
+    values = rows.view(torch.uint8).index_select(0, index).view(rows.dtype)
+    return values, handle.recv_x_scales.index_select(0, index), ids, weights
 
 
 def _quantized(rows: Tensor, config: Any) -> tuple[Tensor, Tensor | None]:
