@@ -152,9 +152,9 @@ class ExpertParallel(CommunicatorClient):
             x_scales: with float8 x: [num_tokens, ceil(H / 128)] float32, or [num_tokens, ceil(H / 32)] uint8 or
                 float8_e8m0fnu (MXFP8). They travel bit for bit. All ranks pass float32, or all ranks pass bytes.
             quantize: "fp8": rows are quantised on the way, with one scale per 128 values (amax / 448). All ranks quantise, or none does.
-            num_max_tokens_per_rank: no rank has more tokens in this call. The next power of two is then its T, if below the
-                object's: fewer rows for experts that take all R * T. None: as the constructor says, or the dispatch of
-                `handle`. T must be the same on every rank.
+            num_max_tokens_per_rank: an upper bound on every rank's tokens in this call. T is then the next power of two, at
+                most the object's T, and experts that take all R * T rows get fewer. None: T of the object or of `handle`.
+                Must give the same T on every rank.
             num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
 
         Raises:

@@ -12,7 +12,7 @@
 
 namespace moe_a2a {
 
-// A BatchHeader fits into the payload of a signal.
+// So that a BatchHeader fits into the payload of a signal.
 inline constexpr int kMaxTokensPerRank = 1 << 17;
 // A RouteEntry holds the expert in 16 bits (one value means "dropped") and its index in the chunk in 16 more.
 inline constexpr int kMaxExperts = 65535;
@@ -55,8 +55,8 @@ struct MoeConfig {
   Divisor by_max_tokens = Divisor(num_max_tokens_per_rank > 0 ? num_max_tokens_per_rank : 1);
   uint32_t first_batch_number = batch_number(num_max_tokens_per_rank);  // see BatchHeader
 
-  // The same sizes, for one batch of which no rank has more than this many tokens: a power of two below
-  // num_max_tokens_per_rank, or that.
+  // The same sizes for a batch in which no rank has more than this many tokens: num_max_tokens_per_rank, or a smaller
+  // power of two.
   constexpr MoeConfig with_bound(int num_tokens) const {
     MoeConfig config = *this;
     config.num_max_tokens_per_rank = num_tokens;
@@ -114,7 +114,7 @@ struct MoeConfig {
   constexpr int64_t ll_choices_stride() const { return (24 * int64_t{num_topk} + 15) / 16 * 16; }
   constexpr int64_t ll_row_stride() const { return ll_bytes(max_row_stride() / 4, num_pieces()); }
 
-  // Of a batch without tokens, whose ranks have at most `bound`.
+  // The number, in a BatchHeader, of an empty batch under this bound.
   static constexpr uint32_t batch_number(int bound) {
     const int exponent = bound > 1 ? std::bit_width(static_cast<uint32_t>(bound - 1)) : 0;
     return (1u << exponent) + exponent;

@@ -33,10 +33,10 @@ TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT", 300))
 # The handle, and for the experts: rows and their scales, ids [num_rows, n], weights [num_rows, n].
 Dispatched = tuple[DispatchHandle, Tensor, Tensor | None, Tensor, Tensor]
 
-# Experts, and the kernels that quantise and sum for them, take all rows that they are given, including those that hold nothing: a
-# dispatch has as few as it can. Fewer than these make no difference.
+# The kernels around the experts' products take all R * T rows, including those that hold nothing, so T is as small as it can be. Below
+# this it makes no difference.
 LEAST_TOKENS = 64
-# From so many tokens on, rows are copied to the places of others that hold nothing if these are a fourth or more.
+# If some rank has at least this many tokens, and a fourth of the R * T rows or more would hold nothing, the others are packed.
 LEAST_TOKENS_PACKED = 1024
 
 
@@ -190,9 +190,8 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
 
 class PrepareRows(PrepareAndFinalize):
-    """For experts that take global ids and skip those of other ranks. The host reads nothing. They get all R * T rows: in the model's
-    dtype those that landed, of quantised ones copies, since vLLM's experts want rows without gaps. Or copies of the rows that hold a
-    token, if many hold none."""
+    """For experts that take global ids and skip those of other ranks. The host reads nothing. They get all R * T rows, where they landed
+    or, if quantised, as copies, since vLLM's experts want rows without gaps. If many of them hold nothing, they get copies of the rest."""
 
     def _to_send(self, x: Tensor, quant_config: Any) -> tuple[Tensor, Tensor | None]:
         if quant_config.quant_dtype != float8_dtype(x.device) or quant_config.block_shape is None:
