@@ -60,7 +60,7 @@ function(moe_a2a_add_hip_listings result headers sources)
       # Those that take longest to optimise are left out where others show the same. gfx950 has the memory orderings of gfx942 and
       # the float8 code of gfx90a. On gfx90a rows, LL words and float8 codes of the others are those of dispatch. The products of
       # product_combine are those of grouped_gemm.
-      set(left_out "(collective|combine|coded_combine|product_combine|simulated_experts)_kernels")
+      set(left_out "(collective|coded_collective|combine|coded_combine|product_combine|simulated_experts)_kernels")
       if((architecture STREQUAL "gfx950" AND stem MATCHES "^(dispatch_kernels|${left_out})$")
          OR (architecture STREQUAL "gfx90a" AND stem MATCHES "^${left_out}$"))
         continue()

@@ -8,5 +8,4 @@
 
 MOE_A2A_KERNEL_FAMILY(collective_kernels, kCollectiveVocabulary, OneShot, OneShotWords, TwoShot, ReduceScatter,
                       AllGather, DirectAllReduce, DirectReduceScatter, DirectAllGather, RefuseCollective, Ring,
-                      RecursiveDoubling, CodedTwoShot<LineCodec::kFp8>, CodedTwoShot<LineCodec::kQ8>,
-                      CodedTwoShot<LineCodec::kQ6>, CodedTwoShot<LineCodec::kQ4>)
+                      RecursiveDoubling)

@@ -4,3 +4,4 @@
 #include "comm/kernel_family.h"
 
 MOE_A2A_DECLARE_FAMILY(collective_kernels)
+MOE_A2A_DECLARE_FAMILY(coded_collective_kernels)

@@ -40,7 +40,7 @@ Collectives::Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes,
       comm_(std::move(comm)),
       symmetric_nbytes_(symmetric_nbytes),
       num_blocks_(num_blocks) {
-  device_->add(collective_kernels(member_.target));
+  for (const auto& family : {collective_kernels, coded_collective_kernels}) device_->add(family(member_.target));
   const int num_ranks = member_.num_ranks;
   share_bytes_ =
       share_bytes_for(device_->is_synchronous() ? std::min(max_nbytes, kMaxCpuWorkspace) : max_nbytes, num_ranks);

@@ -110,12 +110,16 @@ def generate(model, num_ranks, folder, **environment):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * SECONDS)
-def test_expert_parallel_tokens_are_those_of_one_rank(model, tmp_path):
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_expert_parallel_tokens_are_those_of_one_rank(model, tmp_path, tensor_parallel):
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2 * tensor_parallel:
+        pytest.skip(f"needs {2 * tensor_parallel} GPUs")
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     one, output = generate(model, 1, tmp_path / "one")
     assert one is not None and len(one) == 6 and len({tuple(t[:4]) for t in one.values()}) > 1, output
-    two, output = generate(model, 2, tmp_path / "two", MOE_A2A_VLLM="1", MOE_A2A_VLLM_TIMEOUT="60")
+    options = {"MOE_A2A_VLLM": "1", "MOE_A2A_VLLM_TIMEOUT": "60", "TENSOR_PARALLEL": str(tensor_parallel)}
+    two, output = generate(model, 2, tmp_path / "two", **options)
     assert two == one, output
 
 

@@ -1,4 +1,5 @@
-"""One data-parallel rank of vLLM: vllm_generate.py <model> <rank> <num_ranks> <port> <file>. Writes {prompt: [token, ...]} to the file."""
+"""One data-parallel rank of vLLM: vllm_generate.py <model> <rank> <num_ranks> <port> <file>. Writes {prompt: [token, ...]} to the file.
+TENSOR_PARALLEL: ranks that share its tokens."""
 
 import json
 import os
@@ -25,6 +26,7 @@ def main(model, rank, num_ranks, port, file):
         enforce_eager=True,
         dtype="float32",
         enable_expert_parallel=int(num_ranks) > 1,
+        tensor_parallel_size=int(os.environ.get("TENSOR_PARALLEL", 1)),
         **sizes,
     )
     mine = range(int(rank), 6, int(num_ranks))

@@ -38,6 +38,7 @@ FAMILIES = {
     "simulated_experts_kernels": {"SimulatedCombine", "SimulatedCombineSend"},
     "grouped_gemm_kernels": MULTIPLIERS,
     "collective_kernels": {"OneShotWords"},
+    "coded_collective_kernels": {"CodedTwoShot"},
 }
 # Kernels that write data and then raise signals for it.
 SIGNALLERS = {"Dispatch", "DispatchSend", "Combine", "CombineSend", "CodedCombine", "CodedCombineSend"}
