@@ -27,8 +27,7 @@ def run(program, num_ranks=2, **config):
 def test_wrong_bounds_are_refused_before_anything_is_sent(halves):
     """And each refusal reaches the other rank, so that the next call finds both in step."""
     words = {
-        0: r"num_max_tokens_per_rank=0 is not in \[1, ",
-        -4: r"num_max_tokens_per_rank=-4 is not in \[1, ",
+        -4: r"num_max_tokens_per_rank=-4 is not in \[0, ",
         7: r"got num_max_tokens_per_rank=7, which is not in \[1, 6\] on rank .; pass at most",
         4: "num_tokens=5 > num_max_tokens_per_rank=4 on rank .; pass num_max_tokens_per_rank=5 or more to dispatch",
     }
@@ -70,7 +69,7 @@ def test_ranks_that_disagree_raise(num_tokens, queues_combine, num_max_ll_tokens
     run(program, 3, num_max_ll_tokens=num_max_ll_tokens)
 
 
-@pytest.mark.parametrize("bound, rounded", [(1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6)])
+@pytest.mark.parametrize("bound, rounded", [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6)])
 def test_bounds_are_rounded_up_to_a_power_of_two_or_that_of_the_object(bound, rounded):
     def program(ep):
         asked = min(bound + ep.rank, rounded)  # ranks may ask for different ones, if both mean the same

@@ -101,6 +101,18 @@ def test_pairs_follow_the_contract(num_ranks, dtype, id_dtype, weighted):
     on_device.run(num_ranks, program)
 
 
+def test_a_step_without_tokens():
+    def program(group):
+        comm, device = backend(group), default_device()
+        x = torch.empty(0, HIDDEN, dtype=torch.bfloat16, device=device)
+        received = comm.dispatch(x, torch.empty(0, TOPK, dtype=torch.int32, device=device), max_tokens_per_rank=0)
+        assert received.tokens_per_rank == 1 and (received.topk_ids == -1).all()
+        assert comm.combine(torch.full_like(received.hidden_states, torch.nan)).shape == x.shape
+        comm.destroy()
+
+    on_device.run(2, program)
+
+
 def test_float8_rows_bring_their_scales():
     print(f"seed {SEED}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from abc import abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -28,6 +28,15 @@ from moe_a2a.handle import DispatchHandle
 
 # Ranks may compile for minutes before their first call.
 TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT", 300))
+
+
+class Batch(NamedTuple):
+    x: Tensor
+    x_scales: Tensor | None  # of quantised rows
+    ids: Tensor
+    weights: Tensor
+    most_tokens: int  # of any rank
+    num_tokens: int  # of all ranks, at most
 
 
 # The handle, and for the experts: rows and their scales, ids [num_rows, n], weights [num_rows, n].
@@ -118,10 +127,8 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         ep = expert_parallel(get_ep_group().cpu_group, *sizes, a1.dtype, a1.device)
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
         sent = (a1, None) if defer_input_quant else self._to_send(a1, quant_config)
-        sizes_of_call = self._sizes(ep, len(a1))
-        self._handle, rows, scales, local_ids, weights = self._dispatch(
-            ep, *sent, ids, topk_weights.float(), *sizes_of_call
-        )
+        batch = Batch(*sent, ids, topk_weights.float(), *self._sizes(ep, len(a1)))
+        self._handle, rows, scales, local_ids, weights = self._dispatch(ep, batch)
         if scales is None and not defer_input_quant:
             rows, scales = _quantized(rows, quant_config)
         counts = mk.ExpertTokensMetadata(expert_num_tokens=self._handle.expert_counts, expert_num_tokens_cpu=None)
@@ -172,17 +179,7 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
             output.copy_(combined)
 
     @abstractmethod
-    def _dispatch(
-        self,
-        ep: ExpertParallel,
-        x: Tensor,
-        x_scales: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        most_tokens: int,
-        num_tokens: int,
-    ) -> Dispatched:
-        """x_scales: of quantised rows. most_tokens: of any rank. num_tokens: of all ranks, at most."""
+    def _dispatch(self, ep: ExpertParallel, batch: Batch) -> Dispatched: ...
 
     @abstractmethod
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
@@ -201,16 +198,8 @@ class PrepareRows(PrepareAndFinalize):
         is_sent = scales is not None and scales.dtype == torch.float32 and scales.shape[1] * FP8_BLOCK == x.shape[1]
         return (rows, scales) if is_sent else (x, None)
 
-    def _dispatch(
-        self,
-        ep: ExpertParallel,
-        x: Tensor,
-        x_scales: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        most_tokens: int,
-        num_tokens: int,
-    ) -> Dispatched:
+    def _dispatch(self, ep: ExpertParallel, batch: Batch) -> Dispatched:
+        x, x_scales, ids, weights, most_tokens, num_tokens = batch
         handle = ep.dispatch(x, ids, weights, x_scales=x_scales, num_max_tokens_per_rank=most_tokens)
         first = ep.rank * ep.num_local_experts
         # Experts index tables with the ids, so none may be -1. They also count each id: one id for all others would be slow.
@@ -227,16 +216,8 @@ class PrepareRoutes(PrepareAndFinalize):
     """For experts that take local ids only: one row per route, with its one expert. Copies the rows, and the host reads how
     many there are."""
 
-    def _dispatch(
-        self,
-        ep: ExpertParallel,
-        x: Tensor,
-        x_scales: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        most_tokens: int,
-        num_tokens: int,
-    ) -> Dispatched:
+    def _dispatch(self, ep: ExpertParallel, batch: Batch) -> Dispatched:
+        x, _, ids, weights, most_tokens, _ = batch
         handle = ep.dispatch(x, ids, weights, layout="expert_major", num_max_tokens_per_rank=most_tokens)
         num_routes = handle.num_routes
         positions = torch.arange(num_routes, device=x.device)
