@@ -78,7 +78,7 @@ def model(tmp_path_factory):
     return folder
 
 
-def generate(model, num_ranks, folder, **environment):
+def generate(model, num_ranks, folder, tensor_parallel=1, **environment):
     """({prompt: tokens}, output) of all ranks. vLLM's processes are slow to end, so they are ended once there are results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -89,7 +89,8 @@ def generate(model, num_ranks, folder, **environment):
     try:
         for rank, (file, log) in enumerate(zip(files, logs, strict=True)):
             with log.open("w") as out:
-                command = [sys.executable, PROGRAM, model, str(rank), str(num_ranks), str(port), file]
+                sizes = (str(number) for number in (rank, num_ranks, tensor_parallel, port))
+                command = [sys.executable, PROGRAM, model, *sizes, file]
                 options = {"stdout": out, "stderr": subprocess.STDOUT, "start_new_session": True}
                 started.append(subprocess.Popen(command, env=os.environ | environment, **options))
         deadline = time.monotonic() + SECONDS
@@ -118,8 +119,8 @@ def test_expert_parallel_tokens_are_those_of_one_rank(model, tmp_path, tensor_pa
     (tmp_path / "two").mkdir()
     one, output = generate(model, 1, tmp_path / "one")
     assert one is not None and len(one) == 6 and len({tuple(t[:4]) for t in one.values()}) > 1, output
-    options = {"MOE_A2A_VLLM": "1", "MOE_A2A_VLLM_TIMEOUT": "60", "TENSOR_PARALLEL": str(tensor_parallel)}
-    two, output = generate(model, 2, tmp_path / "two", **options)
+    options = {"MOE_A2A_VLLM": "1", "MOE_A2A_VLLM_TIMEOUT": "60"}
+    two, output = generate(model, 2, tmp_path / "two", tensor_parallel, **options)
     assert two == one, output
 
 

@@ -1,12 +1,12 @@
-"""One data-parallel rank of vLLM: vllm_generate.py <model> <rank> <num_ranks> <port> <file>. Writes {prompt: [token, ...]} to the file.
-TENSOR_PARALLEL: ranks that share its tokens."""
+"""One data-parallel rank of vLLM: vllm_generate.py <model> <rank> <num_ranks> <tensor_parallel> <port> <file>. Writes
+{prompt: [token, ...]} to the file."""
 
 import json
 import os
 import sys
 
 
-def main(model, rank, num_ranks, port, file):
+def main(model, rank, num_ranks, tensor_parallel, port, file):
     os.environ |= {
         "VLLM_DP_RANK": rank,
         "VLLM_DP_RANK_LOCAL": rank,
@@ -26,7 +26,7 @@ def main(model, rank, num_ranks, port, file):
         enforce_eager=True,
         dtype="float32",
         enable_expert_parallel=int(num_ranks) > 1,
-        tensor_parallel_size=int(os.environ.get("TENSOR_PARALLEL", 1)),
+        tensor_parallel_size=int(tensor_parallel),
         **sizes,
     )
     mine = range(int(rank), 6, int(num_ranks))
