@@ -62,7 +62,7 @@ TILE_COUNTERS = {"ProductCombineSend"}
 
 def short_name(kernel: Kernel) -> str:
     """kernel_entry<Traced<DispatchSend, ...>> is DispatchSend, kernel_entry<GroupedGemm<...>> is GroupedGemm."""
-    found = re.search(r"kernel_entryI.*?\d(?!Traced)([A-Z][A-Za-z]*?)(?:E|INS)", kernel.symbol)
+    found = re.search(r"kernel_entryI.*?\d(?!Traced)([A-Z][A-Za-z]*?)(?:E|INS|ILNS)", kernel.symbol)
     return found.group(1) if found else kernel.symbol
 
 
