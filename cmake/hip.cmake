@@ -54,13 +54,13 @@ function(moe_a2a_add_hip_listings result headers sources)
   string(REPLACE ";" "\n" command_text "${compile}")
   file(WRITE ${CMAKE_BINARY_DIR}/isa/command.txt "${command_text}\n")
   set(listings)
+  set(left_out "(collective|coded_collective|combine|coded_combine|product_combine|simulated_experts)_kernels")
   foreach(source IN LISTS sources)
     get_filename_component(stem ${source} NAME_WE)
     foreach(architecture IN LISTS MOE_A2A_ISA_ARCHITECTURES)
       # Those that take longest to optimise are left out where others show the same. gfx950 has the memory orderings of gfx942 and
       # the float8 code of gfx90a. On gfx90a rows, LL words and float8 codes of the others are those of dispatch. The products of
       # product_combine are those of grouped_gemm.
-      set(left_out "(collective|coded_collective|combine|coded_combine|product_combine|simulated_experts)_kernels")
       if((architecture STREQUAL "gfx950" AND stem MATCHES "^(dispatch_kernels|${left_out})$")
          OR (architecture STREQUAL "gfx90a" AND stem MATCHES "^${left_out}$"))
         continue()

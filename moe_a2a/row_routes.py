@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_a2a.handle import DispatchHandle
+
 
 def choice_numbers(num_tokens: int, num_topk: int, device: torch.device) -> Tensor:
     """float32 [num_tokens, num_topk]: the index of each choice, which a dispatch carries in place of its weight for by_choice()."""
@@ -20,6 +22,22 @@ def by_choice(values: Tensor, row_index: Tensor, numbers: Tensor, num_rows: int,
     table = values.new_zeros(nowhere + 1)
     table[place] = values
     return table[:-1].view(num_rows, num_topk)
+
+
+def packed_topk(
+    handle: DispatchHandle,
+    num_rows: int,
+    dtype: torch.dtype = torch.int64,
+    first_expert: int = 0,
+    no_expert: int | None = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of num_rows packed rows, at least as many as have landed: row_index int64 [num_rows], the row of recv_x of each, R * T where there
+    is none; ids and weights [num_rows, K], each in the column of its choice; sum_index, for the combine; numbers int32 [R + E_local]:
+    rows that landed from the ranks up to each, routes of each local expert. dtype, first_expert, no_expert: of the ids, as in
+    handle.recv_topk()."""
+    topk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    topk = handle._core.packed_topk(handle._handle, num_rows, dtype, first_expert, no_expert)
+    return topk
 
 
 def make_unweighted(core: Any, handle: Any) -> None:

@@ -3,7 +3,6 @@
 #include "bindings/tensor_gate.h"
 
 namespace moe_a2a::bindings {
-
 namespace {
 
 RecvTopkArgs args_of(const TopkIds& wanted, const at::Tensor& ids, const at::Tensor& weights) {

@@ -115,14 +115,14 @@ void ExpertParallel::raise_in_own_words(const Report& report) {
   const bool same_format = own.format == theirs.format;
   const auto text_of = [&](const Kind& kind) {
     if (!same_format) return formats[static_cast<int>(kind.format)];
-    return "num_max_tokens_per_rank=" + std::to_string(std::min(1 << kind.exponent, config().num_max_tokens_per_rank));
+    const int bound = std::min(1 << kind.exponent, config().num_max_tokens_per_rank);
+    return "with num_max_tokens_per_rank=" + std::to_string(bound);
   };
-  throw CallMismatch(report, "ranks disagree: rank " + std::to_string(report.rank) + " dispatched " +
-                                 (same_format ? "with " : "") + text_of(own) + ", rank " + std::to_string(report.peer) +
-                                 " " + (same_format ? "with " : "") + text_of(theirs) +
-                                 (same_format ? "; pass the same num_max_tokens_per_rank to dispatch() on every rank"
-                                              : "; pass x and x_scales of the same dtypes, and the same quantize, on "
-                                                "every rank"));
+  throw CallMismatch(report, "ranks disagree: rank " + std::to_string(report.rank) + " dispatched " + text_of(own) +
+                                 ", rank " + std::to_string(report.peer) + " " + text_of(theirs) + "; pass " +
+                                 (same_format ? "the same num_max_tokens_per_rank to dispatch()"
+                                              : "x and x_scales of the same dtypes, and the same quantize,") +
+                                 " on every rank");
 }
 
 // Throws errors that the kernels have counted since the last call, all in one.

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import moe_a2a
+from moe_a2a.row_routes import packed_topk
 
 pytestmark = on_device.TESTS
 
@@ -32,7 +33,7 @@ def test_packed_sums(num_ranks, num_max_ll_tokens, wire, in_halves):
                     handle = ep.dispatch(x, topk_idx)
                     y = handle.recv_x * 3
                     if is_packed:
-                        packed = ep._core.packed_topk(handle._handle, len(y), torch.int64, 0, -1)
+                        packed = packed_topk(handle, len(y))
                         rows, _, _, handle._sum_index, numbers = packed
                         y = y[rows[: numbers[num_ranks - 1]]]
                     if in_halves:
@@ -56,7 +57,7 @@ def test_rows_without_a_place_are_reported(num_max_ll_tokens):
             topk_idx = torch.arange(8, device=ep.device)[:, None] % 4  # each rank sends four rows to each
             handle = ep.dispatch(torch.ones(8, HIDDEN, device=ep.device), topk_idx)
             rows = handle.recv_rows.long()
-            handle._sum_index = ep._core.packed_topk(handle._handle, 6, torch.int64, 0, -1)[3]
+            handle._sum_index = packed_topk(handle, 6)[3]
             assert handle._sum_index[rows].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
             with pytest.raises(moe_a2a.RoutingError, match="y of a combine was too short for 2 routes on rank"):
                 ep.check()

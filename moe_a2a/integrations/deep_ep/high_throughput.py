@@ -18,6 +18,7 @@ from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_row_dtype, check_table
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
+from moe_a2a.row_routes import packed_topk
 
 
 @dataclass(eq=False)
@@ -50,14 +51,6 @@ class Handle(Routing):
     def recv_topk_weights(self) -> Tensor:
         """float32 [num_rows, K], as the open dispatch carries them: in the columns of the choices, zeros elsewhere."""
         return packed_topk(self.open, len(self.row_index))[2]
-
-
-def packed_topk(opened: DispatchHandle, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """row_index, ids, weights, sum_index and numbers of num_rows packed rows, see Handle."""
-    topk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = opened._core.packed_topk(
-        opened._handle, num_rows, torch.int64, 0, -1
-    )
-    return topk
 
 
 @dataclass

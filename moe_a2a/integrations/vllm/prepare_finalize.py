@@ -45,7 +45,7 @@ Dispatched = tuple[DispatchHandle, Tensor, Tensor | None, Tensor, Tensor]
 # The kernels around the experts' products take all R * T rows, including those that hold nothing, so T is as small as it can be. Below
 # this it makes no difference.
 LEAST_TOKENS = 64
-# If some rank has at least this many tokens, and a fourth of the R * T rows or more would hold nothing, the others are packed.
+# If some rank has at least this many tokens, and a fourth of the R * T rows or more would hold nothing, the rest are packed.
 LEAST_TOKENS_PACKED = 1024
 
 
@@ -235,7 +235,7 @@ def _packed(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Copies of the rows that hold a token and of their scales, with the experts of each; num_rows is at least their number. The
     combine then takes its sums from the same places."""
-    topk = handle._core.packed_topk(handle._handle, num_rows, dtype, first_expert, None)
+    topk = row_routes.packed_topk(handle, num_rows, dtype, first_expert, None)
     row_index, ids, weights, handle._sum_index, _ = topk
     rows = handle.recv_x
     index = row_index.clamp(max=len(rows) - 1)
