@@ -3,7 +3,7 @@
 
 find_program(MOE_A2A_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin /usr/local/cuda/bin)
 set(MOE_A2A_CUDA_FLAGS "" CACHE STRING "Further flags for nvcc (a list)")
-set(MOE_A2A_CUDA_ARCHITECTURES "" CACHE STRING "CUDA architectures. Empty: 80;90, and 100 if nvcc knows it")
+set(MOE_A2A_CUDA_ARCHITECTURES "" CACHE STRING "CUDA architectures, such as 80;90. Empty: see gpu_architectures.cmake")
 
 # /usr/local/bin/nvcc may be a wrapper: nvcc itself knows where the toolkit is.
 function(_moe_a2a_cuda_toolkit result)
@@ -24,23 +24,15 @@ function(moe_a2a_find_cuda)
 endfunction()
 
 function(_moe_a2a_cuda_architecture_flags result)
-  set(architectures ${MOE_A2A_CUDA_ARCHITECTURES})
-  if(NOT architectures)
-    execute_process(COMMAND ${MOE_A2A_NVCC} --list-gpu-code OUTPUT_VARIABLE known)
-    set(architectures 80 90)
-    if(known MATCHES "sm_100")
-      list(APPEND architectures 100)
-    endif()
-  endif()
   set(flags)
-  foreach(architecture IN LISTS architectures)
+  foreach(architecture IN LISTS MOE_A2A_CUDA_ARCHITECTURES)
     if(architecture EQUAL 90) # wgmma and bulk copies exist in the architecture-specific set only
       set(architecture 90a)
     endif()
     list(APPEND flags -gencode arch=compute_${architecture},code=sm_${architecture})
   endforeach()
   # The oldest one also as PTX: a GPU newer than this list compiles it when the library is loaded.
-  list(GET architectures 0 oldest)
+  list(GET MOE_A2A_CUDA_ARCHITECTURES 0 oldest)
   if(NOT oldest EQUAL 90)
     list(APPEND flags -gencode arch=compute_${oldest},code=compute_${oldest})
   endif()

@@ -10,7 +10,7 @@ find_program(MOE_A2A_HIP_COMPILER amdclang++ HINTS ${_moe_a2a_rocm_hints}
              PATH_SUFFIXES bin llvm/bin lib/llvm/bin NO_DEFAULT_PATH)
 find_library(MOE_A2A_HIP_RUNTIME amdhip64 HINTS ${_moe_a2a_rocm_hints} PATH_SUFFIXES lib lib64 NO_DEFAULT_PATH)
 set(MOE_A2A_HIP_FLAGS "" CACHE STRING "Further flags for MOE_A2A_HIP_COMPILER (a list)")
-set(MOE_A2A_HIP_ARCHITECTURES "gfx90a;gfx942;gfx950" CACHE STRING "HIP architectures")
+set(MOE_A2A_HIP_ARCHITECTURES "" CACHE STRING "HIP architectures, such as gfx942;gfx950. Empty: see gpu_architectures.cmake")
 set(MOE_A2A_ISA_ARCHITECTURES "gfx90a;gfx942;gfx950" CACHE STRING "HIP architectures of the assembly listings")
 
 # The compile command, with the definitions that follow `result`.

@@ -48,13 +48,18 @@ def run(options: argparse.Namespace) -> int:
 
 def _software() -> Iterator[tuple[str, str]]:
     yield "moe_a2a", _version("moe_a2a")
-    yield "targets", f"{', '.join(_core.built_targets())} (built in)"
+    yield "targets", f"{', '.join(map(_with_architectures, _core.built_targets()))} (built in)"
     yield "python", f"{platform.python_version()}, {platform.platform()}"
     gpu_side = torch.version.hip and f"HIP {torch.version.hip}"
     gpu_side = gpu_side or (torch.version.cuda and f"CUDA {torch.version.cuda}") or "CPU only"
     yield "torch", f"{torch.__version__} ({gpu_side})"
     for package, purpose in OPTIONAL_PACKAGES.items():
         yield package, f"{_version(package)} (optional: {purpose})"
+
+
+def _with_architectures(target: str) -> str:
+    architectures = installation.architectures(target)
+    return f"{target} for {' '.join(architectures)}" if architectures else target
 
 
 def _hardware() -> Iterator[tuple[str, str]]:

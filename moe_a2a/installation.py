@@ -61,6 +61,13 @@ def version(package: str) -> str | None:
         return None
 
 
+def architectures(target: str) -> list[str]:
+    """The GPU architectures of a built target, such as ["80", "90"]; [] for "cpu"."""
+    build_info: Any = importlib.import_module("moe_a2a._build_info")
+    named = {"cuda": build_info.CUDA_ARCHITECTURES, "hip": build_info.HIP_ARCHITECTURES}.get(target, "")
+    return [name for name in named.split(";") if name]
+
+
 def missing_extension() -> str:
     where = "a source checkout" if _is_checkout() else "an incomplete installation"
     version = ".".join(map(str, sys.version_info[:2]))

@@ -11,6 +11,7 @@
 #include <cub/util_ptx.cuh>
 #include <cub/warp/warp_scan.cuh>
 #include <cuda/atomic>
+#include <string>
 
 #include "arch/attributes.h"
 #include "arch/matches.h"
@@ -224,6 +225,17 @@ __device__ __forceinline__ void pause(uint32_t /*polls*/ = 0) { __nanosleep(20);
 
 // The host cannot end a wait on a device.
 __device__ __forceinline__ bool is_interrupted() { return false; }
+
+// ---- machine code, see cmake/gpu_architectures.cmake
+
+inline constexpr auto kNoCodeForDevice = cudaErrorNoKernelImageForDevice;
+inline constexpr const char* kArchitecturesVariable = "TORCH_CUDA_ARCH_LIST";
+inline std::string architecture_of(int device) {
+  int major = 0, minor = 0;
+  (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  (void)cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return std::to_string(major) + "." + std::to_string(minor);
+}
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #if !__has_include(<rocprim/rocprim.hpp>)
 #error "the headers of rocPRIM are missing: install ROCm's package rocprim-dev (or rocprim-devel)"
 #endif
@@ -220,6 +221,16 @@ __device__ __forceinline__ void pause(uint32_t /*polls*/ = 0) { __builtin_amdgcn
 
 // The host cannot end a wait on a device.
 __device__ __forceinline__ bool is_interrupted() { return false; }
+
+// ---- machine code, see cmake/gpu_architectures.cmake
+
+inline constexpr auto kNoCodeForDevice = hipErrorNoBinaryForGpu;
+inline constexpr const char* kArchitecturesVariable = "PYTORCH_ROCM_ARCH";
+inline std::string architecture_of(int device) {
+  hipDeviceProp_t properties = {};
+  (void)hipGetDeviceProperties(&properties, device);
+  return properties.gcnArchName;
+}
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
 

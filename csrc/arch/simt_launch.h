@@ -13,15 +13,26 @@ __global__ void __launch_bounds__(kBlockThreads, 1) kernel_entry(MOE_A2A_KERNEL_
               reinterpret_cast<std::byte*>(shared));
 }
 
+inline void check_load(MOE_A2A_GPU(Error_t) error, const char* kernel, int device) {
+  if (error == MOE_A2A_GPU(Success)) return;
+  std::string what = std::string("loading the kernel ") + kernel;
+  if (error == kNoCodeForDevice || error == MOE_A2A_GPU(ErrorInvalidDeviceFunction)) {
+    const std::string architecture = architecture_of(device);
+    what += ": this build of moe_a2a has no code for device " + std::to_string(device) + " (architecture " +
+            architecture + "); build it on this machine, or with " + kArchitecturesVariable + "=" + architecture;
+  }
+  check(error, what.c_str());
+}
+
 // Loads the kernel before any other runs: loading it later may wait for a running kernel, which may wait for a rank
 // whose kernel is being loaded. Also raises the limit of shared memory per block.
 template <class Kernel>
 void prepare(const LaunchSite& site) {
   const DeviceGuard guard(site.device);
-  check(MOE_A2A_GPU(FuncSetAttribute)(reinterpret_cast<const void*>(kernel_entry<Kernel>),
-                                      MOE_A2A_GPU(FuncAttributeMaxDynamicSharedMemorySize),
-                                      static_cast<int>(site.max_shared_bytes)),
-        (std::string("loading the kernel ") + Kernel::kName).c_str());
+  check_load(MOE_A2A_GPU(FuncSetAttribute)(reinterpret_cast<const void*>(kernel_entry<Kernel>),
+                                           MOE_A2A_GPU(FuncAttributeMaxDynamicSharedMemorySize),
+                                           static_cast<int>(site.max_shared_bytes)),
+             Kernel::kName, site.device);
 }
 
 inline void check_launch(MOE_A2A_GPU(Error_t) error, const char* kernel, const LaunchSite& site, size_t shared_bytes) {

@@ -215,3 +215,60 @@ def test_pyproject_has_the_version_of_the_package():
 
 def test_the_package_says_that_it_is_typed():
     assert (Path(moe_a2a.__file__).parent / "py.typed").exists()
+
+
+def run_choice(tmp_path, vendor, known, variable=None, gpus=None):
+    """What cmake/gpu_architectures.cmake chooses, and its warnings. gpus: what the vendor's program prints; None: there is none."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\n{'exit 9' if gpus is None else f'printf {gpus!r}'}\n")
+    program.chmod(0o755)
+    set_variable = [f'set(ENV{{{name}}} "{value}")' for name, value in (variable or {}).items()]
+    unset = [f"unset(ENV{{{name}}})" for name in ("TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH")]
+    choice = f"moe_a2a_choose_{vendor}_architectures({known} chosen)"
+    programs = [f"set({name} {program})" for name in ("MOE_A2A_NVIDIA_SMI", "MOE_A2A_ROCM_AGENTS")]
+    lines = [*programs, *unset, *set_variable, f"include({ROOT}/cmake/gpu_architectures.cmake)", choice]
+    result = run_cmake(tmp_path, "cmake_minimum_required(VERSION 3.22)", *lines, 'message("chosen: ${chosen}")')
+    assert result.returncode == 0, result.stderr
+    warnings, chosen = result.stderr.split("chosen: ")
+    return chosen.strip(), " ".join(warnings.split())
+
+
+KNOWN = '"sm_80 sm_90 sm_100"'  # to nvcc
+
+
+@pytest.mark.parametrize(
+    ("known", "variable", "gpus", "chosen"),
+    [
+        (KNOWN, None, None, "80;90;100"),
+        ('"sm_80 sm_90"', None, None, "80;90"),
+        (KNOWN, None, "9.0\\n9.0\\n", "90"),
+        (KNOWN, None, "9.0\\n8.6\\n", "80;90"),
+        (KNOWN, None, "12.0\\n", "80;90;100"),  # runs the PTX of sm_80
+        (KNOWN, "9.0a", "8.0\\n", "90"),
+        (KNOWN, "7.5 8.0 8.6 9.0 10.0 12.0+PTX", None, "80;90;100"),
+        (KNOWN, "8.9;10.3", None, "80;100"),
+    ],
+)
+def test_cuda_architectures(tmp_path, known, variable, gpus, chosen):
+    """Every build compiled for all: half an hour on two cores."""
+    variable = variable and {"TORCH_CUDA_ARCH_LIST": variable}
+    assert run_choice(tmp_path, "cuda", known, variable, gpus) == (chosen, "")
+
+
+@pytest.mark.parametrize(
+    ("variable", "gpus", "chosen"),
+    [
+        (None, None, "gfx90a;gfx942;gfx950"),
+        (None, "gfx000\\ngfx942\\ngfx942\\n", "gfx942"),
+        ("gfx1100;gfx950;gfx90a:xnack-", "gfx942\\n", "gfx90a;gfx950"),
+    ],
+)
+def test_hip_architectures(tmp_path, variable, gpus, chosen):
+    variable = variable and {"PYTORCH_ROCM_ARCH": variable}
+    assert run_choice(tmp_path, "hip", "", variable, gpus) == (chosen, "")
+
+
+def test_architectures_without_kernels_are_reported(tmp_path):
+    chosen, warning = run_choice(tmp_path, "cuda", KNOWN, {"TORCH_CUDA_ARCH_LIST": "7.0 Volta"})
+    assert chosen == "80;90;100"
+    assert 'asks for "7.0 Volta", for which moe_a2a has no kernels: building for 80;90;100' in warning
