@@ -6,7 +6,7 @@
 # make format   make lint   make types   make stubs   make docs   make package   make clean
 #
 # All output goes to .venv and build in this folder, the demo's plot to moe_a2a_demo. PYTHON= names the interpreter for .venv,
-# TARGETS= the targets to build (cpu;cuda;hip; default: cpu and whatever is found).
+# TARGETS= the targets of the package (cpu;cuda;hip; default: cpu and whatever is found).
 
 PYTHON ?= python3
 TARGETS ?=
@@ -19,7 +19,6 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # pip does not precompile modules here, thousands that nothing imports: the first import of one compiles and caches it.
 unexport PYTHONDONTWRITEBYTECODE
 
-TARGETS_FLAG := $(if $(TARGETS),-DMOE_A2A_TARGETS="$(TARGETS)")
 NATIVE_FILES := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/*/* csrc/*/*/*)
 FORMATTED := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp tests/*/*.h tests/*/*.cpp)
 
@@ -44,7 +43,7 @@ test: test-cpp test-python
 
 test-cpp: .venv/dependencies
 	.ci/system_packages.sh test
-	cmake -S . -B build/tests -G Ninja -DMOE_A2A_BUILD_PYTHON=OFF -DMOE_A2A_BUILD_TESTS=ON $(TARGETS_FLAG)
+	cmake -S . -B build/tests -G Ninja -DMOE_A2A_BUILD_PYTHON=OFF -DMOE_A2A_BUILD_TESTS=ON -DMOE_A2A_TARGETS=cpu
 	cmake --build build/tests
 	ctest --test-dir build/tests --output-on-failure --no-tests=error --parallel 2
 

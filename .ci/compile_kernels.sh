@@ -13,10 +13,14 @@ leave_out() {
   if [ "${CI:-}" = true ]; then failed+=("$1"); fi
 }
 
+# For all architectures, whatever GPUs this machine has.
+unset TORCH_CUDA_ARCH_LIST PYTORCH_ROCM_ARCH
+every_gpu=(-DMOE_A2A_NVIDIA_SMI= -DMOE_A2A_ROCM_AGENTS=)
+
 # configure <folder> <targets> <further cmake options>...: the host's side is compiled, never run.
 configure() {
-  local options=()
-  [[ $2 == *hip* ]] && options=(-DMOE_A2A_HIP_COMPILER="$(command -v clang++-22)")
+  local options=("${every_gpu[@]}")
+  [[ $2 == *hip* ]] && options+=(-DMOE_A2A_HIP_COMPILER="$(command -v clang++-22)")
   cmake -S . -B "$1" -G Ninja -DMOE_A2A_BUILD_PYTHON=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O0 -DCMAKE_UNITY_BUILD=ON \
     -DMOE_A2A_TARGETS="$2" "${options[@]}" "${@:3}" >/dev/null
 }
