@@ -13,13 +13,12 @@ leave_out() {
   if [ "${CI:-}" = true ]; then failed+=("$1"); fi
 }
 
-# For all architectures, whatever GPUs this machine has.
 unset TORCH_CUDA_ARCH_LIST PYTORCH_ROCM_ARCH
-every_gpu=(-DMOE_A2A_NVIDIA_SMI= -DMOE_A2A_ROCM_AGENTS=)
 
-# configure <folder> <targets> <further cmake options>...: the host's side is compiled, never run.
+# configure <folder> <targets> <further cmake options>...: for all architectures, whatever GPUs this machine has; the host's side is
+# compiled, never run.
 configure() {
-  local options=("${every_gpu[@]}")
+  local options=(-DMOE_A2A_NVIDIA_SMI= -DMOE_A2A_ROCM_AGENTS=)
   [[ $2 == *hip* ]] && options+=(-DMOE_A2A_HIP_COMPILER="$(command -v clang++-22)")
   cmake -S . -B "$1" -G Ninja -DMOE_A2A_BUILD_PYTHON=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O0 -DCMAKE_UNITY_BUILD=ON \
     -DMOE_A2A_TARGETS="$2" "${options[@]}" "${@:3}" >/dev/null
@@ -79,11 +78,11 @@ fi
 case "${2:-}" in
   full)
     configure "$build/full" "$targets" "${options[@]}"
-    cmake --build "$build/full" -- -k 0 || failed+=("libraries")
+    cmake --build "$build/full" --target moe_a2a_core -- -k 0 || failed+=("libraries")
     ;;
   new)
     fetch_prefix new && configure "$build/new" "cpu;hip" "$(hip_flags new)" -DMOE_A2A_HIP_ARCHITECTURES=gfx942 &&
-      cmake --build "$build/new" || failed+=("HIP with newer headers")
+      cmake --build "$build/new" --target moe_a2a_core || failed+=("HIP with newer headers")
     ;;
 esac
 

@@ -250,7 +250,7 @@ KNOWN = '"sm_80 sm_90 sm_100"'  # to nvcc
     ],
 )
 def test_cuda_architectures(tmp_path, known, variable, gpus, chosen):
-    """Every build compiled for all: half an hour on two cores."""
+    """Every build compiled for all three: on 16 cores 164 s, compared with 92 for one."""
     variable = variable and {"TORCH_CUDA_ARCH_LIST": variable}
     assert run_choice(tmp_path, "cuda", known, variable, gpus) == (chosen, "")
 
