@@ -20,7 +20,7 @@ done
 torch=$("$python" -c 'import torch; print("torch==" + torch.__version__.split("+")[0])')
 fresh/bin/python -m pip install -qq --no-compile "$torch" numpy platformdirs
 # Isolated: the build requirements come from the package index, PyTorch from the environment. Not optimised, several sources at a
-# time: the check is that the wheel is complete and runs, and it compiles its kernels six times.
+# time: the check is that the wheel is complete and runs, and it compiles its kernels three times.
 fresh/bin/python -m pip wheel -q --no-deps --wheel-dir . --config-settings=cmake.define.CMAKE_UNITY_BUILD=ON \
   --config-settings='cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O0 -DNDEBUG' "$sdist"
 wheel=$(ls moe_a2a-*.whl)

@@ -1,6 +1,6 @@
 # The library below the bindings; it does not depend on PyTorch. Host code is compiled once. Kernel sources (the kernel
-# families, *_kernels.cpp, and the device) are compiled for each target, the families a second time without the trace
-# recorder.
+# families, *_kernels.cpp, and the device) are compiled for each target, the families a second time for GPUs, without the
+# trace recorder.
 
 file(GLOB_RECURSE _moe_a2a_families RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/*_kernels.cpp)
 set(_moe_a2a_devices csrc/arch/target_device.cpp)
@@ -42,18 +42,15 @@ function(_moe_a2a_set_up library options)
   target_compile_definitions(${library} PUBLIC ${MOE_A2A_ABI_DEFINITIONS})
 endfunction()
 
-# The kernels of the CPU target for this machine: object libraries <library>_traced and <library>_bare.
+# The kernels of the CPU target for this machine: the object library <library>_kernels.
 function(_moe_a2a_add_cpu library families options)
-  foreach(kind IN ITEMS traced bare)
-    set(copy ${library}_${kind})
-    add_library(${copy} OBJECT ${families})
-    _moe_a2a_set_up(${copy} "${options}")
-    if(MOE_A2A_NATIVE) # only kernels: their loops over rows become vector loops as wide as this machine's registers
-      target_compile_options(${copy} PRIVATE -march=native)
-    endif()
-    target_sources(${library} PRIVATE $<TARGET_OBJECTS:${copy}>)
-  endforeach()
-  target_compile_definitions(${library}_bare PRIVATE MOE_A2A_RECORDING=0)
+  set(kernels ${library}_kernels)
+  add_library(${kernels} OBJECT ${families})
+  _moe_a2a_set_up(${kernels} "${options}")
+  if(MOE_A2A_NATIVE) # only kernels: their loops over rows become vector loops as wide as this machine's registers
+    target_compile_options(${kernels} PRIVATE -march=native)
+  endif()
+  target_sources(${library} PRIVATE $<TARGET_OBJECTS:${kernels}>)
 endfunction()
 
 # moe_a2a_add_core(<library> TARGETS <cpu|cuda|hip>... [OPTIONS <compile and link options>...] [HOST_OF <core>])

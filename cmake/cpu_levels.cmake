@@ -16,18 +16,17 @@ function(moe_a2a_add_cpu_levels library)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LEVELS;SOURCES")
   foreach(level IN LISTS arg_LEVELS)
     set(copy ${library}_cpu_v${level})
-    foreach(recording IN ITEMS 1 0)
-      add_library(${copy}_${recording} OBJECT ${arg_SOURCES})
-      _moe_a2a_set_up(${copy}_${recording} -march=x86-64-v${level})
-      target_compile_definitions(${copy}_${recording} PRIVATE MOE_A2A_CPU_LEVEL=${level} MOE_A2A_RECORDING=${recording})
-    endforeach()
+    set(kernels ${copy}_kernels)
+    add_library(${kernels} OBJECT ${arg_SOURCES})
+    _moe_a2a_set_up(${kernels} -march=x86-64-v${level})
+    target_compile_definitions(${kernels} PRIVATE MOE_A2A_CPU_LEVEL=${level})
     set(object ${CMAKE_CURRENT_BINARY_DIR}/${copy}.o)
     add_custom_command(
       OUTPUT ${object}
-      COMMAND ${CMAKE_LINKER} -r --force-group-allocation -o ${object} $<TARGET_OBJECTS:${copy}_1> $<TARGET_OBJECTS:${copy}_0>
+      COMMAND ${CMAKE_LINKER} -r --force-group-allocation -o ${object} $<TARGET_OBJECTS:${kernels}>
       COMMAND ${CMAKE_OBJCOPY} --wildcard --keep-global-symbol=*_cpu_v${level}* --keep-global-symbol=*kArgsMark*
               --weaken-symbol=*kArgsMark* ${object}
-      DEPENDS ${copy}_1 ${copy}_0 $<TARGET_OBJECTS:${copy}_1> $<TARGET_OBJECTS:${copy}_0>
+      DEPENDS ${kernels} $<TARGET_OBJECTS:${kernels}>
       COMMENT "The CPU target for x86-64-v${level}"
       COMMAND_EXPAND_LISTS VERBATIM)
     # Not a source of the library: everything that links it would then wait for this object before it compiles.

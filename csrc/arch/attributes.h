@@ -5,8 +5,9 @@
 #define MOE_A2A_JOIN(a, b) MOE_A2A_JOIN_EXPANDED(a, b)
 #define MOE_A2A_JOIN_EXPANDED(a, b) a##b
 
-// Kernels are compiled twice, with the trace recorder and without, each in its own namespace. (H200: branches around a
-// disabled recorder cost a small batch 4 %.)
+// GPU kernels are compiled twice, with the trace recorder and without, each in its own namespace. (H200: branches
+// around a disabled recorder cost a small batch 4 %.) CPU kernels are compiled with it, and ask whether the trace is
+// on.
 #if !defined(MOE_A2A_RECORDING)
 #define MOE_A2A_RECORDING 1
 #endif
@@ -17,6 +18,7 @@
 #endif
 
 #if defined(__HIP__) || defined(__CUDACC__)
+#define MOE_A2A_RECORDS_ALWAYS 1
 // Spelled out: HIP defines __forceinline__ only in a later header.
 #define MOE_A2A_DEVICE __device__ inline __attribute__((always_inline))
 #define MOE_A2A_HOST_DEVICE __host__ __device__ inline __attribute__((always_inline))
@@ -37,6 +39,7 @@
 #define MOE_A2A_INLINED
 #endif
 #else
+#define MOE_A2A_RECORDS_ALWAYS 0
 #define MOE_A2A_RARE inline
 #define MOE_A2A_INLINED
 #define MOE_A2A_UNROLL

@@ -52,7 +52,7 @@ MOE_A2A_DEVICE void append_signals(const TraceBuffer& trace, const RankSet& rank
 template <class Group>
 MOE_A2A_DEVICE void record_send_ll(const TraceBuffer& trace, const Group& group, const RankSet& ranks, int token,
                                    uint64_t begin) {
-  if (!kRecording || group.rank() != 0) return;
+  if (!kRecording || !trace_is_on() || group.rank() != 0) return;
   constexpr int kRanks = TraceRecord::kPollBits;
   const uint64_t now = clock_now();
   int first = 0;
@@ -97,7 +97,7 @@ MOE_A2A_DEVICE void signal_earlier_launches(const HeapView& heap, const RankSet&
 MOE_A2A_DEVICE void signal_token(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
                                  uint32_t payload, const TraceBuffer& trace, int token) {
   const uint64_t now = signal_many(heap, ranks, local, epoch, payload);
-  if (kRecording) append_signals(trace, ranks, token, now);
+  if (kRecording && trace_is_on()) append_signals(trace, ranks, token, now);
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -2,8 +2,9 @@
 //
 // Each warp of each block has its own segment, so nothing is shared beyond the block. A full segment drops records but
 // still counts attempts, so the number dropped is exact. Launches of one object run one after another; each appends
-// where the previous one stopped. Kernels compiled with the recorder always record: checking whether the trace is on
-// was a third of the recorder's instructions. With the trace off, the host launches the kernels without it.
+// where the previous one stopped. GPU kernels compiled with the recorder always record: checking whether the trace is
+// on was a third of the recorder's instructions. With the trace off, the host launches the kernels without it. CPU
+// kernels are compiled once, and check.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +52,7 @@ struct TraceBuffer {
   TraceRecord* records = nullptr;  // [segments, capacity]; null: the trace is off
   uint32_t capacity = 0;
 
-  bool is_on() const { return records != nullptr; }
+  MOE_A2A_HOST_DEVICE bool is_on() const { return records != nullptr; }
   // Records in a segment after `num_attempts` attempts.
   MOE_A2A_HOST_DEVICE uint32_t written(uint64_t num_attempts) const {
     return num_attempts < capacity ? static_cast<uint32_t>(num_attempts) : capacity;
@@ -64,17 +65,26 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // A warp's place in its segment during a launch. Only records go to memory before the launch ends.
 struct TraceCursor {
-  TraceRecord* segment;
-  uint64_t attempts;  // of earlier launches
+  TraceRecord* segment;  // null: the trace is off
+  uint64_t attempts;     // of earlier launches
   uint64_t opened_at;
   uint32_t number;  // of the segment
   uint32_t count;
 };
 
-inline constexpr bool kRecording = MOE_A2A_RECORDING;
+inline constexpr bool kRecording = MOE_A2A_RECORDING;  // compiled with the recorder
 
-// When a slice begins; 0 in kernels without the recorder.
-MOE_A2A_DEVICE uint64_t trace_now() { return kRecording ? clock_now() : 0; }
+// Whether such a launch records.
+MOE_A2A_DEVICE bool trace_is_on() {
+#if MOE_A2A_RECORDS_ALWAYS
+  return true;
+#else
+  return warp_memory<TraceCursor>().segment != nullptr;
+#endif
+}
+
+// When a slice begins; 0 in launches that do not record.
+MOE_A2A_DEVICE uint64_t trace_now() { return kRecording && trace_is_on() ? clock_now() : 0; }
 
 // Callable by any thread: the threads of a warp share its cursor.
 MOE_A2A_DEVICE void append(const TraceBuffer& trace, const TraceEvent& event, uint64_t end) {
@@ -87,27 +97,33 @@ MOE_A2A_DEVICE void append(const TraceBuffer& trace, const TraceEvent& event, ui
 // A slice of the whole group's work, from event.begin until now.
 template <class Group>
 MOE_A2A_DEVICE void record(const TraceBuffer& trace, const Group& group, const TraceEvent& event) {
-  if (kRecording && group.rank() == 0) append(trace, event, clock_now());
+  if (kRecording && trace_is_on() && group.rank() == 0) append(trace, event, clock_now());
 }
 
-// Around a launch: every warp continues its segment where the previous launch stopped.
+// Every warp continues its segment where the previous launch stopped.
+MOE_A2A_DEVICE TraceCursor cursor_at(const TraceBuffer& trace, uint32_t segment) {
+  if (!MOE_A2A_RECORDS_ALWAYS && !trace.is_on()) return {};
+  const uint64_t attempts = trace.attempts[segment];
+  return {.segment = trace.records + uint64_t{segment} * trace.capacity,
+          .attempts = attempts,
+          .opened_at = clock_now(),
+          .number = segment,
+          .count = trace.written(attempts)};
+}
+
+// Around a launch.
 MOE_A2A_DEVICE void open_segment(const TraceBuffer& trace, const Grid& grid, const Block& block) {
   if (!kRecording) return;
   const Warp warp = block.warp();
   if (warp.rank() == 0) {
-    const uint32_t number = static_cast<uint32_t>(grid.rank() * block.num_warps() + block.warp_rank());
-    const uint64_t attempts = trace.attempts[number];
-    warp_memory<TraceCursor>() = {.segment = trace.records + uint64_t{number} * trace.capacity,
-                                  .attempts = attempts,
-                                  .opened_at = clock_now(),
-                                  .number = number,
-                                  .count = trace.written(attempts)};
+    const int segment = grid.rank() * block.num_warps() + block.warp_rank();
+    warp_memory<TraceCursor>() = cursor_at(trace, static_cast<uint32_t>(segment));
   }
   warp.sync();
 }
 
 MOE_A2A_DEVICE void close_segment(const TraceBuffer& trace, const Block& block, int operation) {
-  if (!kRecording) return;
+  if (!kRecording || !trace_is_on()) return;
   const Warp warp = block.warp();
   warp.sync();  // all threads of the warp have recorded
   if (warp.rank() != 0) return;

@@ -143,7 +143,7 @@ MOE_A2A_RARE void append_wait(const WaitPolicy& policy, WaitSite site, uint64_t 
 
 MOE_A2A_DEVICE void record_wait(const WaitPolicy& policy, const WaitSite& site, uint64_t start, uint32_t polls,
                                 bool given_up = false) {
-  if (kRecording && polls > 1 && site.is_recorded) append_wait(policy, site, start, polls, given_up);
+  if (kRecording && polls > 1 && trace_is_on() && site.is_recorded) append_wait(policy, site, start, polls, given_up);
 }
 
 // Waits until ready(seen) is true; false if it gave up. Looks around only every kPollsPerLook polls: a check must not
@@ -160,7 +160,7 @@ MOE_A2A_DEVICE bool wait_until(uint64_t epoch, const WaitSite& site, const WaitP
       return true;
     }
     if (polls % kPollsPerLook == 0) {
-      if (!kRecording && start == 0) start = clock_now();
+      if (start == 0) start = clock_now();
       if (!look_around(policy, heap, site, start, epoch, seen, refusal)) {
         record_wait(policy, site, start, polls, true);
         return false;

@@ -55,7 +55,7 @@ class StoredSchedule {
     const Context& c = args_.context;
     const uint64_t start = trace_now();
     const uint32_t polls = stored_.wait_for_row(position);
-    if (!kRecording || polls == 1) return;
+    if (!kRecording || polls == 1 || !trace_is_on()) return;
     const int token = row % c.config.num_max_tokens_per_rank;
     append(c.trace(), {.kind = moe_kind::kStoredWait, .begin = start, .token = token, .polls = polls}, clock_now());
   }
