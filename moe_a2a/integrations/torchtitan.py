@@ -2,12 +2,13 @@
 
     torchrun ... -m torchtitan.train ... --override.imports moe_a2a.integrations.torchtitan.moe_a2a_override
 
-It takes the place of AllToAllTokenDispatcher and its subclasses, in every layer, with gradients of the rows and the scores.
-Interface: torchtitan 0.3, `models/common/token_dispatcher.py`.
+It takes the place of AllToAllTokenDispatcher and its subclasses, in every layer, with gradients of the rows and the scores;
+moe_a2a_hybridep_override that of HybridEPTokenDispatcher. Interface: torchtitan 0.3, `models/common/token_dispatcher.py`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ try:
     from torchtitan.models.common.token_dispatcher import (
         AllToAllTokenDispatcher,
         BaseEPTokenDispatcher,
+        HybridEPTokenDispatcher,
         LocalTokenDispatcher,
     )
 except ImportError as error:
@@ -34,16 +36,26 @@ class MoeA2ATokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
     """dispatch() and combine() of one layer. Without expert parallelism, what torchtitan does on one rank."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseEPTokenDispatcher.Config):  # type: ignore[misc]
-        """expert_alignment: each expert's rows are padded to a multiple of it, with zeros, as quantised products want.
+    class Config(HybridEPTokenDispatcher.Config):  # type: ignore[misc]
+        """Has HybridEP's fields, which torchtitan's own checks know. Two of them count:
+
+        pad_multiple: each expert's rows are padded to a multiple of it, with zeros, as quantised products want.
+        non_blocking_capacity_factor: rows for this part of the most that could arrive, in (0, 1]. Rows beyond them are left
+            out, and a later call raises RoutingError. Nothing waits for the host, so a CUDA graph can hold the step. None: as
+            many rows as arrive.
+
         timeout: seconds that a rank waits for another. Ranks may compile for minutes before their first call."""
 
-        expert_alignment: int = 1
         timeout: float = 300.0
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.expert_alignment, self.timeout = config.expert_alignment, config.timeout
+        self.expert_alignment, self.timeout = config.pad_multiple or 1, config.timeout
+        self.capacity_factor = factor = config.non_blocking_capacity_factor
+        if factor is not None and not 0 < factor <= 1:
+            raise ValueError(
+                f"non_blocking_capacity_factor={factor} is not in (0, 1]; pass None for as many rows as arrive"
+            )
 
     def dispatch(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
@@ -55,9 +67,20 @@ class MoeA2ATokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             )
         dispatcher = _token_dispatcher(self, x_TD)
         rows, routes = dispatcher.dispatch(
-            x_TD, topk_expert_ids_TK, topk_scores_TK.float(), expert_alignment=self.expert_alignment
+            x_TD,
+            topk_expert_ids_TK,
+            topk_scores_TK.float(),
+            expert_alignment=self.expert_alignment,
+            num_max_routes=self._num_max_routes(dispatcher.ep, len(x_TD)),
         )
         return rows, routes.expert_offsets.diff(), (dispatcher, routes)
+
+    def _num_max_routes(self, ep: ExpertParallel, num_tokens: int) -> int | None:
+        if self.capacity_factor is None:
+            return None
+        most = num_tokens * ep.num_ranks * min(ep.num_local_experts, self.top_k)
+        padding = ep.num_local_experts * (self.expert_alignment - 1)
+        return max(1, math.ceil(most * self.capacity_factor) + padding)
 
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
         """[T, D]: the sum of the experts' rows, weighted by the scores."""
@@ -70,8 +93,15 @@ class MoeA2ATokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 @override(target=AllToAllTokenDispatcher.Config, description="Dispatch and combine by moe_a2a.")
 def moe_a2a_override(cfg: AllToAllTokenDispatcher.Config, **options: Any) -> MoeA2ATokenDispatcher.Config:
     """options: of MoeA2ATokenDispatcher.Config. A dispatcher that pads its experts' rows keeps doing so."""
-    options.setdefault("expert_alignment", getattr(cfg, "pad_multiple", 1))
+    options.setdefault("pad_multiple", getattr(cfg, "pad_multiple", None))
     return MoeA2ATokenDispatcher.Config(num_experts=cfg.num_experts, top_k=cfg.top_k, **options)
+
+
+@override(target=HybridEPTokenDispatcher.Config, description="Dispatch and combine by moe_a2a.")
+def moe_a2a_hybridep_override(cfg: HybridEPTokenDispatcher.Config, **options: Any) -> MoeA2ATokenDispatcher.Config:
+    """The same for the backend "hybridep". With a capacity factor, steps run in torchtitan's CUDA graphs."""
+    options.setdefault("non_blocking_capacity_factor", cfg.non_blocking_capacity_factor)
+    return moe_a2a_override(cfg, **options)
 
 
 class _Kind(NamedTuple):

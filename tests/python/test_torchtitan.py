@@ -47,17 +47,27 @@ def run_layer(layer, weights, mesh, batch):
     return [out.detach(), x.grad, scores.grad, *(weight.grad for weight in layer.inner_experts.parameters())]
 
 
-def program(group, alignment):
+def program(group, alignment, capacity_factor):
     from torch.distributed.device_mesh import DeviceMesh
     from torchtitan.distributed.utils import set_spmd_backend
-    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, HybridEPTokenDispatcher
 
-    from moe_a2a.integrations.torchtitan import MoeA2ATokenDispatcher, moe_a2a_override
+    from moe_a2a.integrations.torchtitan import (
+        MoeA2ATokenDispatcher,
+        moe_a2a_hybridep_override,
+        moe_a2a_override,
+    )
 
     set_spmd_backend("default")  # without the trainer's meshes
     rank, num_ranks = group.rank(), group.size()
     theirs = AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOPK)
-    ours = moe_a2a_override(theirs, expert_alignment=alignment, timeout=20.0)
+    if capacity_factor is None:
+        ours = moe_a2a_override(theirs, pad_multiple=alignment, timeout=20.0)
+    else:
+        hybridep = HybridEPTokenDispatcher.Config(
+            num_experts=EXPERTS, top_k=TOPK, non_blocking_capacity_factor=capacity_factor, pad_multiple=alignment
+        )
+        ours = moe_a2a_hybridep_override(hybridep, timeout=20.0)
     assert isinstance(ours.build(), MoeA2ATokenDispatcher)
     generator = torch.Generator().manual_seed(SEED - 1)
     whole = {
@@ -81,10 +91,13 @@ def program(group, alignment):
         assert error <= peer_error + 0.01 * one.float().norm().item(), (what, error, peer_error)
 
 
-@pytest.mark.parametrize(("num_ranks", "alignment"), [(2, 1), (2, 16), (4, 1)])
-def test_layers_and_gradients_are_those_of_one_rank(titan, num_ranks, alignment):
+@pytest.mark.parametrize(
+    ("num_ranks", "alignment", "capacity_factor"),
+    [(2, 1, None), (2, 16, None), (4, 1, None), (2, 1, 1.0), (2, 16, 1.0)],
+)
+def test_layers_and_gradients_are_those_of_one_rank(titan, num_ranks, alignment, capacity_factor):
     print(f"seed {SEED}")
-    ranks.run_processes(num_ranks, program, alignment)
+    ranks.run_processes(num_ranks, program, alignment, capacity_factor)
 
 
 def through_deep_ep(group):
