@@ -111,7 +111,7 @@ class TokenDispatcher:
             expert_alignment: each expert's rows begin at a multiple of it, with rows of zeros between.
             num_max_routes: rows to return, which must hold any batch; the rows behind the last route are zeros. None: as
                 many as there are, which the host reads: it synchronises with the device. More routes raise ValueError on
-                the CPU; on a GPU they are left out, and check() raises RoutingError.
+                the CPU; on a GPU they are left out of rows and offsets, and check() raises RoutingError.
 
         Raises: as ExpertParallel.dispatch().
         """
@@ -230,6 +230,8 @@ class _Exchange:
         with calls.combine_refused_if_failed(self.handle):
             self.expert_offsets = self.handle.expert_offsets.clone()
             self.num_rows = self._count_rows()
+            if self.num_max_routes is not None:
+                self.expert_offsets.clamp_(max=self.num_rows)  # no product may read rows that were left out
             row_index = self._row_index(self.handle)
             weights = torch.where(row_index >= 0, self.handle.route_weights[: self.num_rows], 0.0)
             return self._gathered(self.handle, row_index), weights

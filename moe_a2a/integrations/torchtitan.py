@@ -80,7 +80,8 @@ class MoeA2ATokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             return None
         most = num_tokens * ep.num_ranks * min(ep.num_local_experts, self.top_k)
         padding = ep.num_local_experts * (self.expert_alignment - 1)
-        return max(1, math.ceil(most * self.capacity_factor) + padding)
+        num_rows = max(1, math.ceil(most * self.capacity_factor) + padding)
+        return math.ceil(num_rows / self.expert_alignment) * self.expert_alignment
 
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
         """[T, D]: the sum of the experts' rows, weighted by the scores."""

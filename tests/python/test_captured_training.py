@@ -7,6 +7,8 @@ from gradients import MAX_TOKENS, make_ep
 from test_token_dispatcher import Rank, multiply_grouped
 from torch.utils.checkpoint import checkpoint
 
+import moe_a2a
+
 pytestmark = [on_device.TESTS, on_device.gpu_only]
 
 NUM_REPLAYS = 30
@@ -52,3 +54,18 @@ def test_replays_have_the_gradients_of_one_process(recomputes, session_seed):
                 rank.check()
 
     on_device.run(on_device.most_ranks(), program, timeout=120)
+
+
+def test_rows_that_do_not_fit_are_left_out(session_seed):
+    def program(group):
+        with make_ep(group, torch.bfloat16) as ep:
+            rank = Rank(ep, session_seed, "full")
+            rows, routes = rank.dispatcher.dispatch(
+                rank.leaves["x"], rank.topk_idx, rank.leaves["topk_weights"], num_max_routes=5
+            )
+            assert len(rows) == routes.expert_offsets.max() == 5  # no product may read past the rows
+            rank.dispatcher.combine(rows, routes)
+            with pytest.raises(moe_a2a.RoutingError):
+                ep.check()
+
+    on_device.run(on_device.most_ranks(), program)
