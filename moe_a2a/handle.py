@@ -24,6 +24,7 @@ class Owner(AnyExpertParallel, Protocol):
 
     num_ranks: int
     num_experts: int
+    num_topk: int
     _core: Any
 
     def _open_core(self) -> Any: ...

@@ -1,13 +1,14 @@
-"""The routes of a handle as other libraries count them: by the choice of a token."""
+"""Routes as other libraries count them: by the choice of a token, or at most."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_a2a.handle import DispatchHandle
+from moe_a2a.handle import DispatchHandle, Owner
 
 
 def choice_numbers(num_tokens: int, num_topk: int, device: torch.device) -> Tensor:
@@ -43,3 +44,10 @@ def packed_topk(
 def make_unweighted(core: Any, handle: Any) -> None:
     """Lets combine() add the rows as they are: it reads the weights of a row's terms, not route_weights."""
     core.term_weights(handle).fill_(1.0)
+
+
+def worst_num_rows(ep: Owner, num_max_tokens: int, alignment: int, capacity_factor: float = 1.0) -> int:
+    """The most rows that can arrive here from batches of num_max_tokens, times capacity_factor, padding included."""
+    num_routes = math.ceil(ep.num_ranks * num_max_tokens * min(ep.num_topk, ep.num_local_experts) * capacity_factor)
+    rows = num_routes + (alignment - 1) * ep.num_local_experts
+    return -(-rows // alignment) * alignment

@@ -8,7 +8,6 @@ moe_a2a_hybridep_override that of HybridEPTokenDispatcher. Interface: torchtitan
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ except ImportError as error:
     ) from error
 
 from moe_a2a.expert_parallel import ExpertParallel
+from moe_a2a.row_routes import worst_num_rows
 from moe_a2a.token_dispatcher import TokenDispatcher
 
 
@@ -37,12 +37,12 @@ class MoeA2ATokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):  # type: ignore[misc]
-        """Has HybridEP's fields, which torchtitan's own checks know. Two of them count:
+        """Derives from HybridEP's, so that torchtitan's check for CUDA graphs accepts it. Of those fields two are used:
 
         pad_multiple: each expert's rows are padded to a multiple of it, with zeros, as quantised products want.
-        non_blocking_capacity_factor: rows for this part of the most that could arrive, in (0, 1]. Rows beyond them are left
-            out, and a later call raises RoutingError. Nothing waits for the host, so a CUDA graph can hold the step. None: as
-            many rows as arrive.
+        non_blocking_capacity_factor: the number of rows, as a fraction in (0, 1] of the worst case. Rows that do not fit are
+            left out, and a later call raises RoutingError. The host is never synchronised, so the step can be captured. None:
+            as many rows as arrive.
 
         timeout: seconds that a rank waits for another. Ranks may compile for minutes before their first call."""
 
@@ -78,10 +78,7 @@ class MoeA2ATokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
     def _num_max_routes(self, ep: ExpertParallel, num_tokens: int) -> int | None:
         if self.capacity_factor is None:
             return None
-        most = num_tokens * ep.num_ranks * min(ep.num_local_experts, self.top_k)
-        padding = ep.num_local_experts * (self.expert_alignment - 1)
-        num_rows = max(1, math.ceil(most * self.capacity_factor) + padding)
-        return math.ceil(num_rows / self.expert_alignment) * self.expert_alignment
+        return max(1, worst_num_rows(ep, num_tokens, self.expert_alignment, self.capacity_factor))
 
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
         """[T, D]: the sum of the experts' rows, weighted by the scores."""

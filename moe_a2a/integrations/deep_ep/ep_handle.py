@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.integrations.deep_ep import expanded, high_throughput
+from moe_a2a.row_routes import worst_num_rows
 
 
 @dataclass(eq=False)
@@ -60,7 +61,7 @@ class EPHandle:
         """Rows by route, padding included; without do_cpu_sync the most that could be."""
         if self._has_counts:
             return sum(self.num_recv_tokens_per_expert_list)
-        return expanded.worst_num_rows(self.ep, self.num_max_tokens_per_rank, self.expert_alignment)
+        return worst_num_rows(self.ep, self.num_max_tokens_per_rank, self.expert_alignment)
 
     @property
     def _has_counts(self) -> bool:

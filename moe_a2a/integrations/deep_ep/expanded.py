@@ -20,7 +20,7 @@ from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_table
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
-from moe_a2a.row_routes import by_choice, make_unweighted
+from moe_a2a.row_routes import by_choice, make_unweighted, worst_num_rows
 
 
 @dataclass(eq=False)
@@ -49,13 +49,6 @@ class ExpandedHandle(Routing):
         """float32 [R * T, K]: the weights of the rows, by token of all ranks and choice. The open dispatch carries choices."""
         index, shape = self.row_index(), (self.ep.num_ranks * self.ep.num_max_tokens_per_rank, self.ep.num_topk)
         return by_choice(topk_weights, index, self.weights(index), *shape)
-
-
-def worst_num_rows(ep: ExpertParallel, num_max_tokens: int, alignment: int) -> int:
-    """The most rows that can arrive here from batches of num_max_tokens, padding included."""
-    num_routes = ep.num_ranks * num_max_tokens * min(ep.num_topk, ep.num_local_experts)
-    rows = num_routes + (alignment - 1) * ep.num_local_experts
-    return -(-rows // alignment) * alignment
 
 
 def begin_dispatch(
