@@ -275,6 +275,7 @@ TABLES: dict[str, tuple[Callable[[str], str], str]] = {
     "with DeepEP of 4": (with_deep_ep, "h100_4/with_deep_ep"),
     "chains": (chains, "h200_2/with_deep_ep"),
     "chains of 4": (chains, "h100_4/with_deep_ep"),
+    "chains of 4 H200": (chains, "h200_4/dispatch_combine"),
 }
 
 
