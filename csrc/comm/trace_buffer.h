@@ -127,10 +127,11 @@ MOE_A2A_DEVICE void close_segment(const TraceBuffer& trace, const Block& block, 
   const Warp warp = block.warp();
   warp.sync();  // all threads of the warp have recorded
   if (warp.rank() != 0) return;
-  const TraceCursor& cursor = warp_memory<TraceCursor>();
+  TraceCursor& cursor = warp_memory<TraceCursor>();
   record(trace, warp, {.kind = TraceKind::kKernel, .begin = cursor.opened_at, .token = operation});
   // Not reloaded: the load would be the last thing that the launch waits for.
   trace.attempts[cursor.number] = cursor.attempts + cursor.count - trace.written(cursor.attempts);
+  if (!MOE_A2A_RECORDS_ALWAYS) cursor.segment = nullptr;  // off for a warp that keeps no record
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -111,6 +111,13 @@ TEST(TraceBuffer, LaunchesGoOnWhereTheOnesBeforeStopped) {
   EXPECT_EQ(last.token, static_cast<uint64_t>(moe_op::kDispatchSend));
 }
 
+TEST(TraceBuffer, IsOffForAWarpThatOpensNoSegment) {
+  Guarded trace;
+  trace.launch(trace.buffer, 1, 2);
+  EXPECT_FALSE(trace_is_on());
+  EXPECT_EQ(trace_now(), 0u);
+}
+
 // ---- a traced rank
 
 struct TracedRank {
