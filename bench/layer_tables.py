@@ -36,6 +36,18 @@ def layer(name: str) -> str:
     return table(["tokens per rank", "`MoELayer`", *peers, "`MoELayer` / best", "SM MHz, W", *titles], rows)
 
 
+def fused_combine(name: str) -> str:
+    """Whole layers with the second product and combine in two launches, and in one."""
+    times: dict[int, dict[tuple[str, str], float]] = {}
+    for line in results(name)["lines"]:
+        times.setdefault(line["tokens"], {})[line["system"], line["launch"]] = line["us"]
+    pairs = [(dtype, launch) for launch in ("eager", "graph") for dtype in ("", " fp8")]
+    systems = [(f"moe_a2a{dtype}{form}", launch) for dtype, launch in pairs for form in ("", ", combine fused")]
+    rows = [[str(tokens), *(us(of[system]) for system in systems)] for tokens, of in times.items()]
+    titles = ["bf16", "fp8", "bf16 graph", "fp8 graph"]
+    return table(["tokens per rank", *(cell for title in titles for cell in (f"{title}, separate", "fused"))], rows)
+
+
 def experts(name: str, ours: str, peers: tuple[str, ...]) -> str:
     times: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
     for line in results(name)["lines"]:

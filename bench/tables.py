@@ -21,6 +21,7 @@ from layer_tables import (
     data_parallel_calls,
     data_parallel_steps,
     experts,
+    fused_combine,
     layer,
     layer_alone,
     layer_of_models,
@@ -28,7 +29,7 @@ from layer_tables import (
 )
 from table_text import ROOT, results, table, us
 
-PAGES = ["README.md", "docs/benchmarks.md", "docs/collectives.md", "docs/torch_distributed.md"]
+PAGES = ["README.md", *(f"docs/{page}.md" for page in ("benchmarks", "collectives", "experts", "torch_distributed"))]
 BLOCK = re.compile(r"(<!-- table (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -261,6 +262,7 @@ TABLES: dict[str, tuple[Callable[[str], str], str]] = {
     "layer": (layer, "h200_2/layer"),
     "layer of 4": (layer, "h200_4/layer"),
     "layer of 4 H100": (layer, "h100_4/layer"),
+    "fused combine": (fused_combine, "h200_4/layer"),
     "layer of models": (layer_of_models, "h100_4/layer_of_models"),
     "training": (training, "h100_4/training"),
     "data parallel calls": (data_parallel_calls, "h100_4/data_parallel"),

@@ -1,4 +1,4 @@
-"""Routes as other libraries count them: by the choice of a token, or at most."""
+"""What other libraries ask of routes: their order by a token's choices, and how many rows there are at most."""
 
 from __future__ import annotations
 
