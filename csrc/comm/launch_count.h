@@ -15,10 +15,4 @@ MOE_A2A_DEVICE bool count_block(const Grid& grid, uint32_t* arrivals) {
   return true;
 }
 
-// Ends a block's part of a launch; true in exactly one thread, the leader of the last block to finish.
-MOE_A2A_DEVICE bool last_block_done(const Grid& grid, const Block& block, uint32_t* arrivals) {
-  block.release_sync();
-  return block.rank() == 0 && count_block(grid, arrivals);
-}
-
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

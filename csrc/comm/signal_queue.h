@@ -21,7 +21,8 @@ class SignalQueue {
     return kOneWarpPublishes && num_able == num_warps ? num_warps - 1 : num_able;
   }
 
-  // Called by all threads of the block.
+  // Called by all threads of the block. If kNeedsBarrier, they meet in one before the first push() or publish().
+  static constexpr bool kNeedsBarrier = kOneWarpPublishes;
   MOE_A2A_DEVICE SignalQueue(const Block& block, std::byte* shared, int num_senders)
       : block_(block),
         shared_(reinterpret_cast<Shared*>(shared)),
@@ -30,7 +31,6 @@ class SignalQueue {
     if constexpr (kOneWarpPublishes) {
       if (block.rank() < kCells) shared_->cell[block.rank()].is_full = 0;
       if (block.rank() == 0) shared_->num_closed = 0;
-      block.sync();
     }
   }
 

@@ -30,18 +30,10 @@ RegionSize place_region(Context& context, std::byte* symmetric_base, std::byte* 
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Counts a block of a launch; true for the last one. The last block also resets the launch's tickets.
-MOE_A2A_DEVICE bool count_block(const Grid& grid, const MoeRegion& region, int buffer, MoeRegion::Launch launch) {
-  if (!count_block(grid, region.arrivals.at(buffer, launch))) return false;
-  region.tickets(buffer, launch) = 0;
-  return true;
-}
-
-// Ends a block's part of a launch; true in exactly one thread, the leader of the last block to finish.
-MOE_A2A_DEVICE bool last_block_done(const Grid& grid, const Block& block, const MoeRegion& region, int buffer,
-                                    MoeRegion::Launch launch) {
-  block.release_sync();
-  return block.rank() == 0 && count_block(grid, region, buffer, launch);
+// Called by one thread, once no other reads the buffer's epoch. Nobody uses the queue of the next one.
+MOE_A2A_DEVICE void advance_epoch(const MoeRegion& region, int buffer, uint64_t epoch) {
+  region.tickets(buffer, MoeRegion::dispatch_queue(epoch + 1)) = 0;
+  region.epoch(buffer) = epoch;
 }
 
 // Records a role in a fused launch: a warp's on its own track, a block's on that of its first warp.

@@ -37,7 +37,7 @@ MoeRegion MoeRegion::take_from(RegionLayout& symmetric, RegionLayout& local, con
   region.has_given_up = local.take<uint32_t>(1);
   region.errors = local.take<ErrorCounters>(1);
   region.arrivals = local.take<uint32_t>(b, MoeRegion::kNumLaunches);
-  region.tickets = local.take<uint32_t>(b, MoeRegion::kNumLaunches);
+  region.tickets = local.take<uint32_t>(b, MoeRegion::kNumQueues);
   region.expert_offsets = local.take<int32_t>(b, experts + 1);
   region.expert_counts = local.take<int32_t>(b, experts);
   region.expert_row_index = local.take<int32_t>(b, lists);

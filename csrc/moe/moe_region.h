@@ -67,16 +67,16 @@ struct MoeRegion {
   Array<Signal, 1> dispatch_refusal;  // [R src]  epoch: number of the latest dispatch that src had no buffer for
 
   // ---- local
-  Array<uint64_t, 1> epoch;            // [B]  of the dispatch that holds the buffer; advanced by kernels
-  Array<uint32_t, 1> has_given_up;     // [1]  1: a dispatch_recv gave up; no later combine sends anything
-  Array<ErrorCounters, 1> errors;      // [1]
-  Array<uint32_t, 2> arrivals;         // [B, kNumLaunches]  blocks that have finished a launch; see last_block_done()
-  Array<uint32_t, 2> tickets;          // [B, kNumLaunches]  units handed out in a launch; see comm/work_queue.h
-  Array<int32_t, 2> expert_offsets;    // [B, El + 1]
-  Array<int32_t, 2> expert_counts;     // [B, El]
-  Array<int32_t, 2> expert_row_index;  // [B, routes]  row (src_rank * T + token) of each route; -1: padding
-  Array<float, 2> route_weights;       // [B, routes]
-  Array<int32_t, 2> route_src_rank;    // [B, routes]
+  Array<uint64_t, 1> epoch;                    // [B]  of the dispatch that holds the buffer; advanced by kernels
+  Array<uint32_t, 1> has_given_up;             // [1]  1: a dispatch_recv gave up; no later combine sends anything
+  Array<ErrorCounters, 1> errors;              // [1]
+  Array<uint32_t, 2> arrivals;                 // [B, kNumLaunches]  blocks counted in a launch; see count_block()
+  Array<uint32_t, 2> tickets;                  // [B, kNumQueues]  units handed out in a launch; see comm/work_queue.h
+  Array<int32_t, 2> expert_offsets;            // [B, El + 1]
+  Array<int32_t, 2> expert_counts;             // [B, El]
+  Array<int32_t, 2> expert_row_index;          // [B, routes]  row (src_rank * T + token) of each route; -1: padding
+  Array<float, 2> route_weights;               // [B, routes]
+  Array<int32_t, 2> route_src_rank;            // [B, routes]
   Array<int32_t, 2> route_src_token_idx;       // [B, routes]
   Array<int32_t, 2> landed_row;                // [B, R * T]  landed rows, in (src_rank, token) order
   Array<int32_t, 2> landed_offsets;            // [B, R + 1]  where the rows of each src begin in landed_row
@@ -87,6 +87,9 @@ struct MoeRegion {
   Array<RankSet, 2> token_ranks;               // [B, T]  the ranks that each of this rank's tokens went to
 
   enum Launch { kDispatchSend, kCombineSend, kNumLaunches };
+  // Dispatch has a queue for even and one for odd epochs; see advance_epoch().
+  enum Queue { kDispatchQueue, kCombineQueue = kDispatchQueue + 2, kNumQueues };
+  MOE_A2A_HOST_DEVICE static int dispatch_queue(uint64_t epoch) { return kDispatchQueue + static_cast<int>(epoch % 2); }
   enum RowOrder { kAllRows, kPeersRows, kNumOrders };  // kPeersRows omits the rank's own rows
 
   static MoeRegion take_from(RegionLayout& symmetric, RegionLayout& local, const MoeConfig& config);

@@ -20,14 +20,14 @@ struct RefuseDispatch {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid&, const Block& block, std::byte*) {
     const Context& c = args.context;
     const uint64_t epoch = c.region.epoch(args.buffer) + 1;
-    if (!DispatchSend::wait_for_credits(c, block, args.buffer, epoch, args.number)) return;
+    if (block.any(!DispatchSend::await_credits(c, block, args.buffer, epoch, args.number))) return;
     leave_text(c, args.buffer, block, args.text);
     if (block.rank() != 0) return;
     const RankSet all = RankSet::all(c.heap.num_ranks);
     signal_many(c.heap, all, c.region.table_signal.at(args.buffer, c.heap.rank, 0), epoch, BatchHeader::kRefused);
     return_credit(c, args.buffer, epoch);
     refuse_combine(c, args.buffer, epoch, RefusalCount::kFinal);  // a peer may have queued its combine already
-    c.region.epoch(args.buffer) = epoch;
+    advance_epoch(c.region, args.buffer, epoch);
   }
 };
 

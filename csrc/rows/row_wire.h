@@ -110,11 +110,20 @@ class RowWire {
   // One warp per row; each free warp takes the next row.
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) const {
+    send(schedule, source, [&] {
+      if (Queue::kNeedsBarrier) block_.sync();
+      return true;
+    });
+  }
+  // The same. `begin`: called by all threads of the block once it is set up, a barrier; false: send nothing.
+  template <class Schedule, class Source, class Begin>
+  MOE_A2A_DEVICE bool send(const Schedule& schedule, const Source& source, const Begin& begin) const {
     const int num_senders = plan_.num_senders(grid_.size());
     Queue queue(block_, plan_.queue.in(shared_), num_senders);
+    if (!begin()) return false;
     const auto signal_row = [&](const Delivery& delivery) { signal(exchange_, delivery, payload(source, delivery)); };
     if (queue.is_publisher()) queue.publish(signal_row);
-    if (!queue.is_sender()) return;
+    if (!queue.is_sender()) return true;
     const Warp warp = block_.warp();
     const auto slot_of = [&](const Delivery& delivery, int rank) { return slot_at(exchange_, delivery, rank); };
     const auto done = [&](const Delivery& delivery) { queue.push(delivery, signal_row); };
@@ -129,6 +138,7 @@ class RowWire {
       sender.finish();
     });
     queue.close();
+    return true;
   }
 
   // One block per row, for sums of so few rows that most warps would have none. Each is formed in place and signalled

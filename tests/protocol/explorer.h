@@ -30,7 +30,7 @@ struct Launch {
   std::string who, name;
   int num_blocks = 1;
   std::function<void(int block)> body;
-  int num_counted_blocks = num_blocks;  // blocks that meet in last_block_done()
+  int num_counted_blocks = num_blocks;  // blocks that are counted, see count_block()
 };
 using Program = std::vector<Launch>;
 

@@ -58,7 +58,7 @@ std::vector<Field> local_fields(const Context& context) {
           {"errors", w.errors.data, sizeof(ErrorCounters)},
           {"num_reports", context.services.num_reports.data, 4},
           {"arrivals", w.arrivals.data, b * MoeRegion::kNumLaunches * 4},
-          {"tickets", w.tickets.data, b * MoeRegion::kNumLaunches * 4},
+          {"tickets", w.tickets.data, b * MoeRegion::kNumQueues * 4},
           {"expert_offsets", w.expert_offsets.data, b * (e + 1) * 4},
           {"expert_counts", w.expert_counts.data, b * e * 4},
           {"expert_row_index", w.expert_row_index.data, b * lists * 4},

@@ -33,7 +33,7 @@ struct CodedCombineSend {
     const Exchange exchange = combine_rows(c, args.buffer, epoch);
     const RowWire::Plan plan = CodedCombineSend::plan(args);
     const RowWire wire(exchange, CombineSend::layout(args), grid, block, shared, plan,
-                       c.region.tickets.at(args.buffer, MoeRegion::kCombineSend));
+                       c.region.tickets.at(args.buffer, MoeRegion::kCombineQueue));
     const CombineSchedule<RowWire> schedule(c, args.buffer, own);
     with_source(args, [&](const auto& source) { wire.send(schedule, source); });
     CombineSend::finish(args, grid, block, epoch);

@@ -102,7 +102,7 @@ struct CombineSend {
     const Exchange exchange = combine_rows(c, args.buffer, epoch);
     const typename Wire::Plan plan = CombineSend::plan<Wire>(args);
     Wire wire(exchange, layout(args), grid, block, shared, plan,
-              c.region.tickets.at(args.buffer, MoeRegion::kCombineSend));
+              c.region.tickets.at(args.buffer, MoeRegion::kCombineQueue));
     const CombineSchedule<Wire> schedule(c, args.buffer, own);
     if (args.presummed) {
       wire.send(schedule, PresummedRows{args, layout(args)});
@@ -122,10 +122,11 @@ struct CombineSend {
     wire.send(schedule, source);
   }
 
-  // Called by every warp once it has sent its rows; the last of all blocks returns the credit.
+  // Called by every warp once it has sent its rows; the last of all blocks resets the queue and returns the credit.
   MOE_A2A_DEVICE static void finish(const Args& args, const Grid& grid, const Block& block, uint64_t epoch) {
     const Context& c = args.context;
-    if (block.is_last_warp() && count_block(grid, c.region, args.buffer, MoeRegion::kCombineSend)) {
+    if (block.is_last_warp() && count_block(grid, c.region.arrivals.at(args.buffer, MoeRegion::kCombineSend))) {
+      c.region.tickets(args.buffer, MoeRegion::kCombineQueue) = 0;
       return_credit(c, args.buffer, epoch, args.refused);
     }
   }

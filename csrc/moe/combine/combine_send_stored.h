@@ -83,7 +83,7 @@ struct CombineSendStored {
     const RowLayout layout = CombineSend::layout(args);
     const RowWire::Plan plan = CombineSendStored::plan(args, block.num_warps());
     RowWire wire(exchange, layout, grid, block, shared, plan,
-                 c.region.tickets.at(args.buffer, MoeRegion::kCombineSend));
+                 c.region.tickets.at(args.buffer, MoeRegion::kCombineQueue));
     const StoredSchedule schedule(args, stored);
     if (CombineSend::streams(args)) {
       with_element_type(layout.dtype,

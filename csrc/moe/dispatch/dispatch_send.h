@@ -93,34 +93,52 @@ struct DispatchSend {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const uint64_t epoch = args.context.region.epoch(args.buffer) + 1;
-    with_batch(args, [&](auto batch) {
+    with_batch(args, [&](auto batch) MOE_A2A_INLINED {
       using Batch = typename decltype(batch)::type;
-      const bool good = begin(batch, args, grid, grid, block, epoch);
-      if (good) {
-        send_routing(batch, args, grid, block, shared, epoch);
-        if (Batch::kHasTable) block.sync();  // the rows reuse the table's memory
-        send_rows(batch, args, grid, block, shared, epoch);
-      } else {
-        make_void(args, grid, block);
-      }
-      if (!Batch::Wire::kIsLl) end(args, grid, block, good ? epoch : epoch - 1);
+      prefetch_rows(batch, args, grid, block);
+      const bool has_credits = await_credits(args.context, block, args.buffer, epoch, args.number);
+      if (!begin(args, grid, block, epoch, has_credits)) return make_void(args, grid, block);
+      send_routing(batch, args, grid, block, shared, epoch);
+      if (Batch::kHasTable) block.sync();  // the rows reuse the table's memory
+      send_rows(batch, args, grid, block, shared, epoch, [&] {
+        block.sync();
+        return true;
+      });
     });
   }
 
   // ---- the steps, run by its own launch or by a fused one (dispatch.h)
 
-  // Waits for the credits; false if it gave up. `senders`: the blocks that send rows.
+  // Prefetches what a warp's first unit of a small batch reads, overlapping the wait for credits. `senders`: the blocks
+  // that send rows.
   template <class Batch>
-  MOE_A2A_DEVICE static bool begin(std::type_identity<Batch>, const Args& args, const Grid& grid, const Grid& senders,
-                                   const Block& block, uint64_t epoch) {
-    constexpr bool kIsSmall = Batch::Wire::kIsLl;
-    if (kIsSmall && has_part_in(senders)) prefetch_first_unit(args, senders, block);
-    const bool good = wait_for_credits(args.context, block, args.buffer, epoch, args.number);
-    // No work queue means nothing to reset at the end of the launch. So a thread with little else to do counts the
-    // block here: all of the block's threads have read the epoch.
-    if (kIsSmall && block.rank() == block.size() / 2) {
-      advance_epoch(args, good ? epoch : epoch - 1,
-                    count_block(grid, args.context.region, args.buffer, MoeRegion::kDispatchSend));
+  MOE_A2A_DEVICE static void prefetch_rows(std::type_identity<Batch>, const Args& args, const Grid& senders,
+                                           const Block& block) {
+    if constexpr (Batch::Wire::kIsLl) {
+      if (has_part_in(senders)) prefetch_first_unit(args, senders, block);
+    }
+  }
+  // Waits for the credits of `epoch`, in one of the block's warps; the others go on to a barrier. False if this
+  // thread's wait gave up.
+  MOE_A2A_DEVICE static bool await_credits(const Context& c, const Block& block, int buffer, uint64_t epoch,
+                                           const DispatchNumber& number, int waiting_warp = 0) {
+    if (block.warp_rank() != waiting_warp) return true;
+    const Warp warp = block.warp();
+    bool good = true;
+    for (int r = warp.rank(); r < c.heap.num_ranks; r += warp.size()) {
+      good &= await_credit(c, buffer, r, epoch - 1, number);
+    }
+    return good;
+  }
+  // A barrier, before anything is sent; false if the wait for credits gave up. All of the block's threads have read the
+  // epoch, so one with little else to do counts the block. The last block of the launch advances the epoch.
+  MOE_A2A_DEVICE static bool begin(const Args& args, const Grid& grid, const Block& block, uint64_t epoch,
+                                   bool has_credits) {
+    const MoeRegion& region = args.context.region;
+    const bool good = !block.any(!has_credits);
+    if (block.rank() == block.size() / 2 &&
+        count_block(grid, region.arrivals.at(args.buffer, MoeRegion::kDispatchSend)) && good) {
+      advance_epoch(region, args.buffer, epoch);
     }
     return good;
   }
@@ -130,11 +148,6 @@ struct DispatchSend {
     const int first = grid.rank() * block.size() + block.rank(), step = grid.size() * block.size();
     for (int t = first; t < args.num_tokens; t += step) c.region.token_ranks(args.buffer, t) = {};
     for (int r = first; r <= c.heap.num_ranks; r += step) c.region.landed_offsets(args.buffer, r) = 0;
-  }
-  // All but small batches: the last block of the launch advances the epoch.
-  MOE_A2A_DEVICE static void end(const Args& args, const Grid& grid, const Block& block, uint64_t epoch) {
-    advance_epoch(args, epoch,
-                  last_block_done(grid, block, args.context.region, args.buffer, MoeRegion::kDispatchSend));
   }
 
   template <class Batch>
@@ -150,15 +163,25 @@ struct DispatchSend {
     }  // a small batch sends its choices with its rows
   }
 
-  template <class Batch>
-  MOE_A2A_DEVICE static void send_rows(std::type_identity<Batch>, const Args& args, const Grid& grid,
-                                       const Block& block, std::byte* shared, uint64_t epoch) {
+  // `begin`: as RowWire::send() calls it. A small batch's rows follow begin(), and with them their choices.
+  template <class Batch, class Begin>
+  MOE_A2A_DEVICE static bool send_rows(std::type_identity<Batch>, const Args& args, const Grid& grid,
+                                       const Block& block, std::byte* shared, uint64_t epoch, const Begin& begin) {
     using Wire = typename Batch::Wire;
     const Context& c = args.context;
     const Exchange exchange = dispatch_rows(c, args.buffer, epoch);
     const RowLayout layout = sent_layout(args);
     const typename Wire::Plan plan = DispatchSend::plan<Wire>(args);
-    Wire wire(exchange, layout, grid, block, shared, plan, c.region.tickets.at(args.buffer, MoeRegion::kDispatchSend));
+    Wire wire(exchange, layout, grid, block, shared, plan,
+              c.region.tickets.at(args.buffer, MoeRegion::dispatch_queue(epoch)));
+    const auto send = [&](const auto& source) MOE_A2A_INLINED {
+      if constexpr (Wire::kIsLl) {
+        wire.send(TokenSchedule{args}, source);
+        return true;
+      } else {
+        return wire.send(TokenSchedule{args}, source, begin);
+      }
+    };
     if constexpr (Wire::kIsLl) {
       announce(args, grid, block, epoch);
       wire.walk(args.num_tokens, [&](int token) {
@@ -166,24 +189,12 @@ struct DispatchSend {
         return true;
       });
     }
-    if (args.quantize) {
-      wire.send(TokenSchedule{args}, QuantizedRows{{args, layout}});
-    } else {
-      wire.send(TokenSchedule{args}, TokenRows{args, layout});
-    }
+    return args.quantize ? send(QuantizedRows{{args, layout}}) : send(TokenRows{args, layout});
   }
 
-  // Waits until no rank reads the previous use of this buffer, whether or not it exchanged tokens with this one. Pairs
-  // with the release in return_credit().
-  MOE_A2A_DEVICE static bool wait_for_credits(const Context& c, const Block& block, int buffer, uint64_t epoch,
-                                              const DispatchNumber& number) {
-    bool good = true;
-    for (int r = block.rank(); r < c.heap.num_ranks; r += block.size()) {
-      good &= await_credit(c, buffer, r, epoch - 1, number);
-    }
-    return !block.any(!good);
-  }
-
+  // Waits until `rank` no longer reads the previous use of this buffer, whether or not it exchanged tokens with this
+  // one. Pairs with the release in return_credit().
+  //
   // A peer may have no buffer for this dispatch: all of its buffers are open, this one included, so its credit is
   // missing and its refusal ends the wait. The credit that it gives later says that this dispatch was refused, so all
   // blocks agree whichever of the two they observe. A peer that refuses only a later dispatch gave this credit before,
@@ -215,11 +226,6 @@ struct DispatchSend {
   MOE_A2A_DEVICE static int text_slot(const Context& c) { return c.config.num_buffers; }
 
  private:
-  // Called by the last block of the launch: no other block still reads the epoch.
-  MOE_A2A_DEVICE static void advance_epoch(const Args& args, uint64_t epoch, bool is_last) {
-    if (is_last) args.context.region.epoch(args.buffer) = epoch;
-  }
-
   // The signal that accompanies a small batch's words, raised by threads with little else to do. It releases this
   // rank's earlier accesses: the rank no longer reads the sums of the previous combine. (The choices imply that
   // earlier, but order nothing.) Pairs with the acquire in DispatchRecv::see_announcements().
@@ -233,7 +239,6 @@ struct DispatchSend {
     if (args.num_tokens == 0 && block.rank() == 0) send_choice(c, args.buffer, args.header(), 0, 0, -1, 0, epoch);
   }
 
-  // Prefetches what a warp's first unit reads, overlapping the wait for credits.
   MOE_A2A_DEVICE static void prefetch_first_unit(const Args& args, const Grid& grid, const Block& block) {
     const MoeConfig& config = args.context.config;
     const int pieces = config.num_pieces(), unit = grid.rank() + grid.size() * block.warp_rank();

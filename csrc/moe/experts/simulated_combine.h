@@ -38,7 +38,7 @@ struct SimulatedCombineSend {
     const Exchange exchange = combine_rows(c, args.buffer, epoch);
     const RowLayout layout = CombineSend::layout(args);
     const typename Wire::Plan plan = Wire::plan(layout, StagedFor::kSumming, c.max_shared_bytes);
-    Wire wire(exchange, layout, grid, block, shared, plan, c.region.tickets.at(args.buffer, MoeRegion::kCombineSend));
+    Wire wire(exchange, layout, grid, block, shared, plan, c.region.tickets.at(args.buffer, MoeRegion::kCombineQueue));
     const CombineSchedule<Wire> schedule(c, args.buffer, own);
     CombineSend::send_formed(wire, schedule, SimulatedRows{{layout}, args}, grid, block);
     CombineSend::finish(args, grid, block, epoch);

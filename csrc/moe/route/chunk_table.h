@@ -27,13 +27,25 @@ class ChunkTable {
     return wait_for(c.region.table_signal.at(args.buffer, rank, chunk), epoch, site, c.wait, c.heap);
   }
 
-  // Waits for all chunks after the first, one thread per chunk. The first has brought the number of tokens.
-  MOE_A2A_DEVICE bool receive(const Block& block, const int32_t* num_tokens, uint64_t epoch) const {
-    for (int r = 0; r < config().num_ranks; ++r) {
-      if (!has(num_tokens[r])) continue;
-      for (int chunk = 1 + block.rank(); chunk < num_chunks(num_tokens[r]); chunk += block.size()) {
-        if (!receive_chunk(args_, r, chunk, num_tokens[r], epoch)) return false;
+  // Whether any rank's batch is here; known after receive().
+  MOE_A2A_DEVICE bool is_used() const { return is_used_; }
+
+  // Waits for all chunks, a thread per chunk of any rank. The threads of a warp wait together: in a loop over the ranks
+  // they would wait for one rank's chunks after the other's.
+  MOE_A2A_DEVICE bool receive(const Block& block, const int32_t* num_tokens, uint64_t epoch) {
+    int rank = 0;
+    MOE_A2A_ROLLED
+    for (int chunk = block.rank();; chunk += block.size()) {
+      MOE_A2A_ROLLED
+      for (; rank < config().num_ranks; ++rank) {
+        const bool is_here = has(num_tokens[rank]);
+        is_used_ |= is_here;  // a batch may have no token
+        const int here = is_here ? num_chunks(num_tokens[rank]) : 0;
+        if (chunk < here) break;
+        chunk -= here;
       }
+      if (rank == config().num_ranks) break;
+      if (!receive_chunk(args_, rank, chunk, num_tokens[rank], epoch)) return false;
     }
     return true;
   }
@@ -55,13 +67,13 @@ class ChunkTable {
     return sum;
   }
 
-  // A token's entries, all handled by one thread.
+  // A token's entries, shared by one or several threads; this is the `turn`-th.
   class Token {
    public:
-    static constexpr bool kIsShared = false;
-
-    MOE_A2A_DEVICE Token(const DispatchRecvArgs& args, int rank, int token)
+    MOE_A2A_DEVICE Token(const DispatchRecvArgs& args, int rank, int token, int turn, int num_threads)
         : num_topk_(args.context.config.num_topk),
+          begin_(first_choice(turn, num_threads)),
+          end_(turn + 1 == num_threads ? num_topk_ : first_choice(turn + 1, num_threads)),
           config_(args.context.config),
           entries_(args.context.region.table_route.at(args.buffer, rank, token)),
           weights_(args.context.region.table_weight.at(args.buffer, rank, token)) {
@@ -71,18 +83,18 @@ class ChunkTable {
     }
 
     MOE_A2A_DEVICE int32_t landed_idx() const { return landed_idx_; }
-    MOE_A2A_DEVICE bool is_leader() const { return true; }
+    MOE_A2A_DEVICE bool is_leader() const { return begin_ == 0; }
     MOE_A2A_DEVICE float weight(int k) const { return weights_[k]; }
+    MOE_A2A_DEVICE LocalChoice choice(int k) const { return local(entries_[k]); }
 
-    // Calls visit(k, choice) for the token's choices in k order, with loads of four where num_topk allows it.
+    // Calls visit(k, choice) for this thread's choices in k order, with loads of four where num_topk allows it.
     template <class Visit>
     MOE_A2A_DEVICE void visit_choices(const Visit& visit) const {
-      constexpr int kVector = 4;
       if (num_topk_ % kVector != 0) {
-        for (int k = 0; k < num_topk_; ++k) visit(k, local(entries_[k]));
+        for (int k = begin_; k < end_; ++k) visit(k, choice(k));
         return;
       }
-      for (int k = 0; k < num_topk_; k += kVector) {
+      for (int k = begin_; k < end_; k += kVector) {
         RouteEntry some[kVector];
         load_values(some, entries_ + k);
         for (int i = 0; i < kVector; ++i) visit(k + i, local(some[i]));
@@ -90,11 +102,17 @@ class ChunkTable {
     }
 
    private:
+    static constexpr int kVector = 4;
+
+    // Where a thread's choices begin: at a whole vector.
+    MOE_A2A_DEVICE int first_choice(int turn, int num_threads) const {
+      return (num_topk_ / num_threads + kVector - 1) / kVector * kVector * turn;
+    }
     MOE_A2A_DEVICE LocalChoice local(RouteEntry entry) const {
       return {entry.is_dropped() ? -1 : local_expert(config_, entry.expert()), entry.idx_in_chunk()};
     }
 
-    int num_topk_;
+    int num_topk_, begin_, end_;
     const MoeConfig& config_;
     const RouteEntry* entries_;
     const float* weights_;
@@ -105,6 +123,7 @@ class ChunkTable {
   MOE_A2A_DEVICE const MoeConfig& config() const { return args_.context.config; }
 
   const DispatchRecvArgs& args_;
+  bool is_used_ = false;
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -85,14 +85,25 @@ class ExpertLists {
 
   // ---- where everything begins
 
+  // Sets before_rank to the number of entries in each list from that rank, if its batch is a large one. A thread per
+  // rank and list: the loads of all ranks are in flight at once.
+  MOE_A2A_DEVICE void count_chunks() const {
+    MOE_A2A_ROLLED
+    for (int i = block_.rank(); i < config_.num_ranks * num_lists(); i += block_.size()) {
+      const int rank = i / num_lists(), list = i - rank * num_lists(), num_tokens = num_tokens_[rank];
+      if (chunk_table_.has(num_tokens)) before_rank_[i] = chunk_table_.sum(rank, list, 0, num_chunks(num_tokens));
+    }
+    block_.sync();
+  }
   // The number of entries in a list. Sets before_rank to the number from lower ranks.
   MOE_A2A_DEVICE int32_t add_up(int list) const {
     int32_t sum = 0;
     MOE_A2A_ROLLED
     for (int r = 0; r < config_.num_ranks; ++r) {
-      before_rank(r, list) = sum;
-      sum += ll_table_.has(num_tokens_[r]) ? ll_table_.sum(r, list, num_tokens_[r], sum)
-                                           : chunk_table_.sum(r, list, 0, num_chunks(num_tokens_[r]));
+      int32_t& before = before_rank(r, list);
+      const int32_t own = ll_table_.has(num_tokens_[r]) ? ll_table_.sum(r, list, num_tokens_[r], sum) : before;
+      before = sum;
+      sum += own;
     }
     return sum;
   }
@@ -109,6 +120,7 @@ class ExpertLists {
   // landed rows, takes no positions. (cub::BlockScan would cost each of 16 warps 93 instructions, a round of this 29 in
   // one warp: 64 experts take three.)
   MOE_A2A_DEVICE void place_lists() {
+    if (chunk_table_.is_used()) count_chunks();
     MOE_A2A_ROLLED
     for (int list = block_.rank(); list < num_lists(); list += block_.size()) count_[list] = add_up(list);
     block_.sync();
@@ -199,12 +211,14 @@ class ExpertLists {
   MOE_A2A_DEVICE int chunks_of(int rank) const {
     return chunk_table_.has(num_tokens_[rank]) ? num_chunks(num_tokens_[rank]) : 0;
   }
-  // A thread per token: a chunk has many.
+  // A thread per token, or two if a chunk has so few.
   MOE_A2A_DEVICE void write_chunk(int rank, int chunk, int thread, int num_threads, const int32_t* next) const {
     const int length = chunk_length(num_tokens_[rank]), first = chunk * length, rest = num_tokens_[rank] - first;
-    const int end = first + (rest < length ? rest : length);
-    for (int token = first + thread; token < end; token += num_threads) {
-      write_token(ChunkTable::Token(args_, rank, token), rank, token, next, [&](int expert) { return next[expert]; });
+    const int end = first + (rest < length ? rest : length), log2 = num_threads >= 2 * length ? 1 : 0;
+    const int turn = thread & ((1 << log2) - 1);
+    for (int token = first + (thread >> log2); token < end; token += num_threads >> log2) {
+      write_token(ChunkTable::Token(args_, rank, token, turn, 1 << log2), rank, token, next,
+                  [&](int expert) { return next[expert]; });
     }
   }
 
@@ -223,11 +237,9 @@ class ExpertLists {
     RouteTerm* terms = region_.landed_term.at(args_.buffer, row);
     int num_terms = 0, counted = 0;  // the terms of the first `counted` choices
     entry.visit_choices([&](int k, LocalChoice choice) {
-      if constexpr (Token::kIsShared) {
-        MOE_A2A_ROLLED
-        for (; counted < k; ++counted) num_terms += has_route(entry.choice(counted));
-        ++counted;
-      }
+      MOE_A2A_ROLLED
+      for (; counted < k; ++counted) num_terms += has_route(entry.choice(counted));
+      ++counted;
       if (has_route(choice)) {
         const int32_t position = position_of(choice);
         const float weight = entry.weight(k);

@@ -148,8 +148,6 @@ class LlTable {
   // A token's choices, shared by several threads.
   class Token {
    public:
-    static constexpr bool kIsShared = true;
-
     MOE_A2A_DEVICE Token(const LlTable& table, int rank, int token)
         : table_(table), idx_(table.token_idx(rank, token)) {}
 
