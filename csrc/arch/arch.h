@@ -4,7 +4,7 @@
 //
 //   groups     Warp, Block, Grid: rank(), size(), sync(), release_sync(), any(), count(), broadcast(), last(),
 //              inclusive_sum(), reduce_or(), matches(), max_of_neighbours(), largest_magnitude(),
-//              is_last_warp()
+//              is_closing_warp()
 //   memory     atomic_load / atomic_store / atomic_add / atomic_claim with order and scope, multicast_bytes, prefetch,
 //              load_lane / value_of / store_lane, load_values / store_values, warp_memory<T>(): a T per warp;
 //              LlBits: the widest word that is accessed atomically; kPollOrder, kOneWarpPublishes,

@@ -103,7 +103,7 @@ struct Block : Thread {
   struct Scratch {};
   explicit Block(Scratch&) {}
   // True in one thread of the block, once all its warps have arrived.
-  bool is_last_warp() const { return true; }
+  bool is_closing_warp() const { return true; }
   Warp warp() const { return {}; }
   int warp_rank() const { return 0; }
   int num_warps() const { return 1; }

@@ -92,14 +92,19 @@ struct Block {
   }
   __device__ bool any(bool value) const { return block_any(value); }
 
-  // Called once per launch by every warp: true in the leader of the last one. The warps' earlier accesses happen before
-  // what that thread does next; the other warps do not wait.
-  __device__ bool is_last_warp() const {
+  // Called once per launch by every warp: true in the leader of the first one, once all have called it. The warps'
+  // earlier accesses happen before what that thread does next. Only the first warp waits: it gets the least other work.
+  __device__ bool is_closing_warp() const {
     drain_stores();
     warp_sync();
     if (rank() % kWarpSize != 0) return false;
-    const auto before = atomic_add<Order::kAcqRel, Scope::kBlock>(&scratch_.num_warps_done, 1u);
-    return before + 1 == static_cast<uint32_t>(num_warps());
+    if (rank() != 0) {
+      atomic_add<Order::kRelease, Scope::kBlock>(&scratch_.num_warps_done, 1u);
+      return false;
+    }
+    const auto num_others = static_cast<uint32_t>(num_warps() - 1);
+    while (atomic_load<Order::kAcquire, Scope::kBlock>(&scratch_.num_warps_done) != num_others) pause();
+    return true;
   }
 
   __device__ Warp warp() const { return {}; }

@@ -4,7 +4,7 @@
 //   bits 19..0   payload: what the reader learns beside the epoch (a batch's header, an attempt, a row's codec)
 //
 // Between ranks, raising a signal is the only release, and the acquires are in wait.h. Within a rank, count_block()
-// (launch_count.h), is_last_warp() (arch) and SignalQueue order blocks and warps; a Report is released by
+// (launch_count.h), is_closing_warp() (arch) and SignalQueue order blocks and warps; a Report is released by
 // write_report() and acquired by the host (client.cpp).
 #pragma once
 

@@ -14,6 +14,9 @@ class RoundRobin {
  public:
   MOE_A2A_DEVICE RoundRobin(Unit first, int stride) : next_(first), stride_(stride) {}
 
+  // This worker's next unit, if the segment has as many.
+  MOE_A2A_DEVICE Unit next() const { return next_; }
+
   // Calls visit(unit) for this worker's units of the next segment; stops with false as soon as a visit returns false.
   template <class Visit>
   MOE_A2A_DEVICE bool walk(Unit num_units, const Visit& visit) {

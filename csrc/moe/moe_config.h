@@ -1,6 +1,7 @@
 // The sizes that all ranks agree on when an ExpertParallel is made.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <string>
@@ -37,15 +38,18 @@ struct MoeConfig {
   int num_buffers = 2;
   DType dtype = DType::kBfloat16;
   int num_max_ll_tokens = 0;  // the choices of a batch of at most this many tokens travel as LL words (comm/ll_word.h)
-  // So do the batch's rows, if those to all other ranks together are no larger than this. Quantised rows: 1.5 times
-  // this, since as whole rows they would first be formed in shared memory. Hidden 7168, us as words / as rows:
+  // So do the batch's rows, if those to all other ranks together are no larger than kMaxLlRowBytes. Quantised rows: 1.5
+  // times that, since as whole rows they would first be formed in shared memory. Hidden 7168, us as words / as rows:
   //   2 H200, 64 tokens (0.9 MB) 18 / 18, 128 (1.8 MB) 25.4 / 23.3
   //   4 H100, 24 tokens (1.0 MB) 19.9 / 19.8, 64 (2.8 MB) 29.8 / 25.8
   //   4 H100, quantised, 64 tokens (1.4 MB) 23.4 / 25.4, 96 (2.1 MB) 27.3 / 27.6
-  int64_t max_ll_row_bytes = 1 << 20;
+  static constexpr int64_t kMaxLlRowBytes = 1 << 20;
+  int max_ll_row_tokens = num_tokens_in(kMaxLlRowBytes, dtype);
+  int max_ll_quantized_row_tokens = num_tokens_in(kMaxLlRowBytes * 3 / 2, DType::kFloat8);
   // So do the batch's sums, if those from all other ranks together are no larger than this. 128 tokens, us as words /
   // as rows: 4 H200 (5.5 MB) 48 / 38, 2 H200 (1.8 MB) 31.4 / 35.7.
-  int64_t max_ll_sum_bytes = 3 << 20;
+  static constexpr int64_t kMaxLlSumBytes = 3 << 20;
+  int max_ll_sum_tokens = num_tokens_in(kMaxLlSumBytes, dtype);
   // Derived from the sizes above, which therefore never change. Stored, since kernels would otherwise divide, on the
   // critical path of a small batch.
   int num_local_experts = num_ranks > 0 ? num_experts / num_ranks : 0;
@@ -95,15 +99,20 @@ struct MoeConfig {
     const int fits = kMaxLlChoices / (num_ranks * num_topk);
     return fits < most ? fits : most;
   }
+  // The most tokens of a batch whose rows to all other ranks together take no more than `max_bytes`.
+  constexpr int num_tokens_in(int64_t max_bytes, DType row_dtype) const {
+    const int64_t bytes = (num_ranks - 1) * row_bytes(row_dtype);
+    return bytes > 0 ? static_cast<int>(std::min<int64_t>(max_bytes / bytes, kMaxTokensPerRank)) : kMaxTokensPerRank;
+  }
   MOE_A2A_HOST_DEVICE constexpr bool sends_ll_choices(int num_tokens) const {
     return num_max_ll_tokens > 0 && num_tokens <= num_max_ll_tokens;
   }
   MOE_A2A_HOST_DEVICE constexpr bool sends_ll_rows(int num_tokens, DType row_dtype) const {
-    const int64_t most = row_dtype == DType::kFloat8 ? max_ll_row_bytes * 3 / 2 : max_ll_row_bytes;
-    return sends_ll_choices(num_tokens) && num_tokens * (num_ranks - 1) * row_bytes(row_dtype) <= most;
+    const int most = row_dtype == DType::kFloat8 ? max_ll_quantized_row_tokens : max_ll_row_tokens;
+    return sends_ll_choices(num_tokens) && num_tokens <= most;
   }
   MOE_A2A_HOST_DEVICE constexpr bool returns_ll(int num_tokens) const {
-    return sends_ll_choices(num_tokens) && num_tokens * (num_ranks - 1) * row_bytes(dtype) <= max_ll_sum_bytes;
+    return sends_ll_choices(num_tokens) && num_tokens <= max_ll_sum_tokens;
   }
   MOE_A2A_HOST_DEVICE constexpr int num_pieces() const { return row(dtype).num_pieces(); }
   // Bytes of `num_dwords` as LL words, in pieces: at most twice the data, and each piece ends on a whole word.

@@ -16,7 +16,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 inline constexpr int kLlUnroll = kBlockThreads > 1 ? 3 : 1;
 
 MOE_A2A_HOST_DEVICE int num_value_dwords(const RowSource& row) {
-  return static_cast<int>((row.num_value_bytes + 3) / 4);
+  return static_cast<int>((static_cast<uint32_t>(row.num_value_bytes) + 3) / 4);  // of a piece: 32 bits suffice
 }
 MOE_A2A_HOST_DEVICE int num_ll_words(const RowSource& row) {
   return num_ll_words(num_value_dwords(row) + static_cast<int>(row.num_scale_bytes / 4));

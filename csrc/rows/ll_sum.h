@@ -19,17 +19,22 @@ struct LlSum {
   int first_word;                        // first word of the piece in its row
   const std::byte* own_piece = nullptr;  // this rank's own summand, if kept
 
-  // target[i] = the sum over the ranks, ascending and in fp32, for the elements of the piece; false if a wait gave up.
+  // target[i] = the sum over the ranks, ascending and in fp32, for the elements of the `part`-th of `num_parts` parts
+  // of the piece; false if a wait gave up. `num_elements`, `target`: of the piece.
   template <class T, class Group>
-  MOE_A2A_DEVICE bool add(const Group& group, int num_elements, bool vector_rows, T* target) const {
+  MOE_A2A_DEVICE bool add(const Group& group, int part, int num_parts, int num_elements, bool vector_rows,
+                          T* target) const {
     constexpr int kInDword = 4 / sizeof(T);
     const int num_words = num_ll_words((num_elements + kInDword - 1) / kInDword), stride = group.size();
-    for (int first = group.rank(); first < num_words; first += kUnroll * stride) {
+    const int in_part = num_parts == 1 ? num_words : (num_words + num_parts - 1) / num_parts, begin = part * in_part;
+    const int end = begin + in_part < num_words ? begin + in_part : num_words;
+    for (int first = begin + group.rank(); first < end; first += kUnroll * stride) {
       float sum[kUnroll][kInWord<T>] = {};
       for (RankSet rest = ranks; !rest.empty();) {
-        if (!add_some(rest, first, num_words, num_elements, stride, group.rank() == 0, sum, T{})) return false;
+        if (!add_some(rest, first, end, num_elements, stride, group.rank() == 0, sum, T{})) return false;
       }
       for (int u = 0; u < kUnroll; ++u) {
+        if (first + u * stride >= end) break;
         const int done = (first + u * stride) * kInWord<T>;
         store_rounded(target + done, num_elements - done, vector_rows, sum[u]);
       }
@@ -42,7 +47,7 @@ struct LlSum {
 
   // Adds the words of the first ranks of `rest` and removes those ranks. Issues all loads before the first use.
   template <class T, class Sums>
-  MOE_A2A_DEVICE bool add_some(RankSet& rest, int first, int num_words, int num_elements, int stride, bool is_recorded,
+  MOE_A2A_DEVICE bool add_some(RankSet& rest, int first, int end, int num_elements, int stride, bool is_recorded,
                                Sums& sum, T) const {
     const int own_rank = exchange.heap.rank;
     LlWord word[kRanksInFlight][kUnroll] = {};
@@ -78,7 +83,7 @@ struct LlSum {
         bool here = true;
         MOE_A2A_UNROLL
         for (int u = 0; u < kUnroll; ++u) {
-          if (first + u * stride >= num_words) continue;
+          if (first + u * stride >= end) continue;
           word[i][u] = load_ll(words + u * stride);
           here &= has_epoch(word[i][u], exchange.epoch, seen);
         }

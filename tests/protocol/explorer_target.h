@@ -70,7 +70,7 @@ struct Thread {
 using Warp = Thread;
 
 struct Block : Thread {
-  bool is_last_warp() const { return true; }
+  bool is_closing_warp() const { return true; }
   Warp warp() const { return {}; }
   int warp_rank() const { return 0; }
   int num_warps() const { return 1; }

@@ -14,7 +14,7 @@ inline constexpr int kLlDivisor = 4;
 // The same scenario of small batches whose sums return as rows.
 inline Scenario with_row_sums(Scenario scenario) {
   scenario.name += ", sums as rows";
-  scenario.shape.max_ll_sum_bytes = 0;
+  scenario.shape.max_ll_sum_tokens = 0;
   return scenario;
 }
 
@@ -32,7 +32,7 @@ inline Scenario as_medium(Scenario scenario) {
   const std::string name = "medium batches: " + scenario.name;
   scenario = as_small(std::move(scenario));
   scenario.name = name;
-  scenario.shape.max_ll_row_bytes = scenario.shape.max_ll_sum_bytes = 0;
+  scenario.shape.max_ll_row_tokens = scenario.shape.max_ll_sum_tokens = 0;
   return scenario;
 }
 

@@ -41,8 +41,9 @@ MoeConfig config_of(const Shape& shape, int rank) {
           .num_buffers = shape.num_buffers,
           .dtype = DType::kFloat32,
           .num_max_ll_tokens = shape.num_max_ll_tokens,
-          .max_ll_row_bytes = shape.max_ll_row_bytes,
-          .max_ll_sum_bytes = shape.max_ll_sum_bytes};
+          .max_ll_row_tokens = shape.max_ll_row_tokens,
+          .max_ll_quantized_row_tokens = shape.max_ll_row_tokens,
+          .max_ll_sum_tokens = shape.max_ll_sum_tokens};
 }
 
 RegionSize size_of(const Shape& shape) {

@@ -27,7 +27,7 @@ struct Shape {
   int num_blocks = 1;
   int num_calls = 2;
   int num_max_ll_tokens = 0;
-  int64_t max_ll_row_bytes = MoeConfig{}.max_ll_row_bytes, max_ll_sum_bytes = MoeConfig{}.max_ll_sum_bytes;
+  int max_ll_row_tokens = kMaxTokensPerRank, max_ll_sum_tokens = kMaxTokensPerRank;
   uint64_t first_epoch = 0;                      // uses of the buffers before the first call
   bool presummed = false;                        // the caller of combine weights and sums
   bool coded = false;                            // sums travel in a line codec in every second call

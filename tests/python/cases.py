@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_a2a import reference
 
-MAX_LL_SUM_BYTES = 3 << 20  # MoeConfig::max_ll_sum_bytes
+MAX_LL_SUM_BYTES = 3 << 20  # MoeConfig::kMaxLlSumBytes
 ROUTE_LISTS = ("expert_row_index", "route_weights", "route_src_rank", "route_src_token_idx")
 HIDDENS = (1, 2, 7, 8, 16, 33, 64, 100, 127, 128, 129, 257, 384, 512, 1000, 2048, 2880, 7168)
 ROUTINGS = (

@@ -294,7 +294,7 @@ TEST_P(BackToBackTest, EveryValueIsRight) {
   // All batches travel as LL words, or only those of up to half the tokens.
   const int most = config.ll_token_capacity();
   if (small_batches) config.num_max_ll_tokens = pick(0, 1) ? most : (most + 1) / 2;
-  if (pick(0, 2) == 0) config.max_ll_row_bytes = 0;  // only their choices
+  if (pick(0, 2) == 0) config.max_ll_row_tokens = config.max_ll_quantized_row_tokens = 0;  // only their choices
   const std::vector<Round> rounds = draw_rounds(seed, config, std::max(1, num_rounds / rounds_divisor()));
   run_ranks(config, 20.0, [&](ExpertParallel& ep) {
     Worker(ep, seed).run(ep.device().is_synchronous() ? rounds : without_refusals(rounds));

@@ -194,7 +194,7 @@ class RoutingExchange {
     // Small batches: none, some, or all that can be.
     const int most = config.ll_token_capacity(), kind = random.pick(0, 3);
     config.num_max_ll_tokens = kind == 0 ? 0 : kind == 1 ? most : random.pick(0, most);
-    if (random.pick(0, 2) == 0) config.max_ll_sum_bytes = 0;
+    if (random.pick(0, 2) == 0) config.max_ll_sum_tokens = 0;
     return config;
   }
 

@@ -192,7 +192,10 @@ TEST(LlSum, AreThePlainSumsInAscendingOrderOfTheRanks) {
             const auto* own_piece =
                 own.empty() ? nullptr : reinterpret_cast<const std::byte*>(own.data() + piece.first);
             const auto add = [&](auto sum) {
-              ASSERT_TRUE(sum.add(Warp{}, piece.size(), vector_rows, combined.data() + piece.first));
+              const int num_parts = random.pick(1, 3);
+              for (int part = 0; part < num_parts; ++part) {
+                ASSERT_TRUE(sum.add(Warp{}, part, num_parts, piece.size(), vector_rows, combined.data() + piece.first));
+              }
             };
             if (own.empty()) {
               add(LlSum<false>{exchange, ranks, site, me.region.combine_refusal, 1, SeenStrays{}, p * words_per_piece});
@@ -272,15 +275,15 @@ TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
     const Block block(scratch);
     LlTable table(me, 0, block, shared.data(), plan);
     table.clear();
+    for (int n : num_tokens) table.expect(n);
     ASSERT_TRUE(table.receive(num_tokens.data(), kEpoch));
     table.count(num_tokens.data());
     for (int i = 0; i < 128; ++i) ASSERT_EQ(shared.data()[carver.bytes() + i], std::byte{0xa5});
 
     for (int r = 0; r < config.num_ranks; ++r) {
       if (!config.sends_ll_choices(num_tokens[r])) continue;
-      const int segments = table.num_segments(num_tokens[r]);
-      ASSERT_LE(segments, LlTable::most_segments(config));
-      const int length = 1 << table.segment_shift(num_tokens[r]);
+      const int length = 1 << table.segment_shift(), segments = (num_tokens[r] + length - 1) / length;
+      ASSERT_LE(segments, 1 << LlTable::log2_segments(config));
       for (int s = 0; s < segments; ++s) {
         ASSERT_LT(s * length, num_tokens[r]);
         std::vector<int> count(num_local);
@@ -302,7 +305,9 @@ TEST(LlTable, CountsAndNumbersLikeAPlainLoop) {
         for (int e = 0; e < num_local; ++e) ASSERT_EQ(table.counts_of(r, s)[e], count[e]);
         ASSERT_EQ(table.counts_of(r, s)[num_local], num_landed);
       }
-      ASSERT_GE(segments * length, num_tokens[r]);
+      for (int s = segments; s < 1 << LlTable::log2_segments(config); ++s) {
+        for (int e = 0; e <= num_local; ++e) ASSERT_EQ(table.counts_of(r, s)[e], 0);
+      }
     }
   }
 }

@@ -123,12 +123,17 @@ TEST(MoeConfig, SendsABatchAsLlWordsUpToTheLimit) {
 }
 
 TEST(MoeConfig, SendsRowsAsLlWordsUpToTheirBytesToAllOtherRanks) {
-  MoeConfig config{.num_ranks = 4, .hidden = 20, .num_max_ll_tokens = 5};
-  config.max_ll_row_bytes = 3 * 3 * config.row_bytes(DType::kFloat32);
-  EXPECT_TRUE(config.sends_ll_rows(3, DType::kFloat32) && !config.sends_ll_rows(4, DType::kFloat32));
-  EXPECT_TRUE(config.sends_ll_rows(5, DType::kFloat16));
-  config.max_ll_row_bytes = 2 * 3 * config.row_bytes(DType::kFloat8);  // and half as much again
-  EXPECT_TRUE(config.sends_ll_rows(3, DType::kFloat8) && !config.sends_ll_rows(4, DType::kFloat8));
+  const MoeConfig config{
+      .num_ranks = 4, .num_topk = 1, .hidden = 7168, .dtype = DType::kBfloat16, .num_max_ll_tokens = 100};
+  const auto bytes = [&](int num_tokens, DType dtype) { return num_tokens * 3 * config.row_bytes(dtype); };
+  for (int n = 1; n <= 101; ++n) {
+    const bool is_small = n <= 100;
+    EXPECT_EQ(config.sends_ll_rows(n, DType::kBfloat16), is_small && bytes(n, DType::kBfloat16) <= 1 << 20);
+    EXPECT_EQ(config.sends_ll_rows(n, DType::kFloat8), is_small && bytes(n, DType::kFloat8) <= 3 << 19);
+    EXPECT_EQ(config.returns_ll(n), is_small && bytes(n, DType::kBfloat16) <= 3 << 20);
+  }
+  const MoeConfig alone{.num_ranks = 1, .hidden = 7168, .num_max_ll_tokens = 5};
+  EXPECT_TRUE(alone.sends_ll_rows(5, DType::kFloat32) && !alone.sends_ll_rows(6, DType::kFloat32));
 }
 
 }  // namespace

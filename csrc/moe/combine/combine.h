@@ -21,6 +21,7 @@ struct BothCombineHalves {
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.send.context;
+    CombineSend::prefetch_schedule(c, args.send.buffer, block);
     with_wire(c.region.sums_return_ll(args.send.buffer, 0), [&](auto type) MOE_A2A_INLINED {
       constexpr bool kAllDoBoth = decltype(type)::type::kIsLl;
       const uint64_t start = trace_now();
@@ -28,6 +29,7 @@ struct BothCombineHalves {
       const Grid receivers{grid.rank() - num_senders, grid.size() - num_senders};
       const Grid senders = kAllDoBoth ? grid : Grid{grid.rank(), num_senders};
       const OwnSums own(&args.send);
+      if (kAllDoBoth) CombineRecv::prefetch_first_part(args.recv, receivers, block);
       if (has_part_in(senders) && !args.send.is_sent) Send::send(type, args.send, own, senders, block, shared);
       if (has_part_in(receivers)) CombineRecv::receive(type, args.recv, own, receivers, block, shared);
       if (kAllDoBoth) return;

@@ -160,15 +160,28 @@ struct CombineRecv {
               [&](auto wire) MOE_A2A_INLINED { receive(wire, args, OwnSums(), grid, block, shared); });
   }
 
-  // ---- the step, run by its own launch or by a fused one (combine.h)
+  // ---- the steps, run by its own launch or by a fused one (combine.h)
+
+  // LL words: two warps share a piece if some are free; each then has all of its words in flight at once.
+  MOE_A2A_DEVICE static int log2_parts(const Args& args, const Grid& grid, const Block& block) {
+    const int pieces = args.num_tokens * args.context.config.num_pieces();
+    return kBlockThreads > 1 && 2 * pieces < grid.size() * block.num_warps() ? 1 : 0;
+  }
+  // Prefetches what receiving this warp's first part begins with, if sums return as LL words.
+  MOE_A2A_DEVICE static void prefetch_first_part(const Args& args, const Grid& grid, const Block& block) {
+    const int piece = parts_of_warp(grid, block).next() >> log2_parts(args, grid, block);
+    if (block.warp().rank() != 0 || piece >= args.num_tokens * args.context.config.num_pieces()) return;
+    prefetch(args.context.region.token_ranks.at(args.buffer, args.context.config.by_pieces.divide(piece).quotient));
+  }
 
   MOE_A2A_DEVICE static void receive(std::type_identity<LlWire>, const Args& args, const OwnSums& own, const Grid& grid,
                                      const Block& block, std::byte*) {
     const Exchange exchange = combine_rows(args.context, args.buffer, args.context.region.epoch(args.buffer));
-    RoundRobin<> pieces = parts_of_warp(grid, block);
-    pieces.walk(args.num_tokens * args.context.config.num_pieces(), [&](int unit) {
-      const auto [token, piece] = exchange.by_pieces.divide(unit);
-      return receive_piece(args, own, exchange, block.warp(), token, piece);
+    RoundRobin<> parts = parts_of_warp(grid, block);
+    const int log2 = log2_parts(args, grid, block);
+    parts.walk(args.num_tokens * args.context.config.num_pieces() << log2, [&](int unit) {
+      const auto [token, piece] = exchange.by_pieces.divide(unit >> log2);
+      return receive_part(args, own, exchange, block.warp(), token, piece, unit & ((1 << log2) - 1), 1 << log2);
     });
   }
 
@@ -213,8 +226,8 @@ struct CombineRecv {
 
   // ---- LL words
 
-  MOE_A2A_DEVICE static bool receive_piece(const Args& args, const OwnSums& own, const Exchange& exchange,
-                                           const Warp& warp, int token, int number) {
+  MOE_A2A_DEVICE static bool receive_part(const Args& args, const OwnSums& own, const Exchange& exchange,
+                                          const Warp& warp, int token, int number, int part, int num_parts) {
     const Context& c = args.context;
     const uint64_t start = trace_now();
     const RowLayout layout = c.config.row(c.config.dtype);
@@ -231,13 +244,13 @@ struct CombineRecv {
                         site,         c.region.combine_refusal,
                         args.attempt, args.seen,
                         first_word,   own_piece};
-        good = sum.add(warp, piece.size(), args.vector_rows, target);
+        good = sum.add(warp, part, num_parts, piece.size(), args.vector_rows, target);
       } else {
         LlSum<false> sum{exchange,     c.region.token_ranks(args.buffer, token),
                          site,         c.region.combine_refusal,
                          args.attempt, args.seen,
                          first_word};
-        good = sum.add(warp, piece.size(), args.vector_rows, target);
+        good = sum.add(warp, part, num_parts, piece.size(), args.vector_rows, target);
       }
     });
     record(c.trace(), warp, {.kind = TraceKind::kReduce, .begin = start, .token = token});

@@ -93,6 +93,14 @@ struct CombineSend {
               [&](auto wire) MOE_A2A_INLINED { send(wire, args, OwnSums(), grid, block, shared); });
   }
 
+  // Prefetches what sending reads first, by whatever wire: in flight together with the word that chooses the wire.
+  MOE_A2A_DEVICE static void prefetch_schedule(const Context& c, int buffer, const Block& block) {
+    if (block.rank() != 0) return;
+    prefetch(c.region.epoch.at(buffer));
+    prefetch(c.region.has_given_up.data);
+    prefetch(c.region.landed_offsets.at(buffer));
+    prefetch(c.region.landed_row.at(buffer));
+  }
   // The step, run by its own launch or by a fused one (combine.h).
   template <class Wire>
   MOE_A2A_DEVICE static void send(std::type_identity<Wire> type, const Args& args, const OwnSums& own, const Grid& grid,
@@ -125,7 +133,7 @@ struct CombineSend {
   // Called by every warp once it has sent its rows; the last of all blocks resets the queue and returns the credit.
   MOE_A2A_DEVICE static void finish(const Args& args, const Grid& grid, const Block& block, uint64_t epoch) {
     const Context& c = args.context;
-    if (block.is_last_warp() && count_block(grid, c.region.arrivals.at(args.buffer, MoeRegion::kCombineSend))) {
+    if (block.is_closing_warp() && count_block(grid, c.region.arrivals.at(args.buffer, MoeRegion::kCombineSend))) {
       c.region.tickets(args.buffer, MoeRegion::kCombineQueue) = 0;
       return_credit(c, args.buffer, epoch, args.refused);
     }

@@ -74,10 +74,10 @@ struct DispatchRecv {
       record(args.context.trace(), block, {.kind = moe_kind::kLists, .begin = start});
     }
     if (!roles.sees_rows()) return;
-    const bool good = headers() && receive_rows<SmallBatch>(args, roles.rows, block, num_tokens, epoch) &&
+    const bool good = headers() && see_announcements(args, block, num_tokens, epoch) &&
+                      receive_rows<SmallBatch>(args, roles.rows, block, num_tokens, epoch) &&
                       receive_rows<MediumBatch>(args, roles.rows, block, num_tokens, epoch) &&
-                      receive_rows<LargeBatch>(args, roles.rows, block, num_tokens, epoch) &&
-                      see_announcements(args, block, num_tokens, epoch);
+                      receive_rows<LargeBatch>(args, roles.rows, block, num_tokens, epoch);
     if (!good) give_up(args);
   }
 

@@ -27,20 +27,21 @@ class ChunkTable {
     return wait_for(c.region.table_signal.at(args.buffer, rank, chunk), epoch, site, c.wait, c.heap);
   }
 
-  // Whether any rank's batch is here; known after receive().
+  // Called for the batch of each rank, before receive().
+  MOE_A2A_DEVICE void expect(int num_tokens) { is_used_ |= has(num_tokens); }
+  // Whether any rank's batch is here.
   MOE_A2A_DEVICE bool is_used() const { return is_used_; }
 
   // Waits for all chunks, a thread per chunk of any rank. The threads of a warp wait together: in a loop over the ranks
   // they would wait for one rank's chunks after the other's.
-  MOE_A2A_DEVICE bool receive(const Block& block, const int32_t* num_tokens, uint64_t epoch) {
+  MOE_A2A_DEVICE bool receive(const Block& block, const int32_t* num_tokens, uint64_t epoch) const {
+    if (!is_used_) return true;
     int rank = 0;
     MOE_A2A_ROLLED
     for (int chunk = block.rank();; chunk += block.size()) {
       MOE_A2A_ROLLED
       for (; rank < config().num_ranks; ++rank) {
-        const bool is_here = has(num_tokens[rank]);
-        is_used_ |= is_here;  // a batch may have no token
-        const int here = is_here ? num_chunks(num_tokens[rank]) : 0;
+        const int here = has(num_tokens[rank]) ? num_chunks(num_tokens[rank]) : 0;
         if (chunk < here) break;
         chunk -= here;
       }

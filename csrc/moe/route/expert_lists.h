@@ -60,8 +60,13 @@ class ExpertLists {
   MOE_A2A_DEVICE bool build(uint64_t epoch, ReceiveHeaders receive_headers) {
     ll_table_.clear();
     block_.sync();
-    const bool good =
-        receive_headers() && chunk_table_.receive(block_, num_tokens_, epoch) && ll_table_.receive(num_tokens_, epoch);
+    bool good = receive_headers();
+    MOE_A2A_ROLLED
+    for (int r = 0; good && r < config_.num_ranks; ++r) {
+      chunk_table_.expect(num_tokens_[r]);
+      ll_table_.expect(num_tokens_[r]);
+    }
+    good = good && chunk_table_.receive(block_, num_tokens_, epoch) && ll_table_.receive(num_tokens_, epoch);
     if (block_.any(!good)) return false;
     ll_table_.count(num_tokens_);
     block_.sync();
@@ -101,9 +106,10 @@ class ExpertLists {
     MOE_A2A_ROLLED
     for (int r = 0; r < config_.num_ranks; ++r) {
       int32_t& before = before_rank(r, list);
-      const int32_t own = ll_table_.has(num_tokens_[r]) ? ll_table_.sum(r, list, num_tokens_[r], sum) : before;
+      const int32_t in_chunks = chunk_table_.is_used() && chunk_table_.has(num_tokens_[r]) ? before : 0;
       before = sum;
-      sum += own;
+      if (ll_table_.is_used()) sum += ll_table_.sum(r, list, sum);
+      sum += in_chunks;
     }
     return sum;
   }
@@ -117,8 +123,8 @@ class ExpertLists {
   }
 
   // One thread adds up each list; then one warp lays out the experts' positions one after another. The last list, the
-  // landed rows, takes no positions. (cub::BlockScan would cost each of 16 warps 93 instructions, a round of this 29 in
-  // one warp: 64 experts take three.)
+  // landed rows, begins where they end. (cub::BlockScan would cost each of 16 warps 93 instructions, a round of this 29
+  // in one warp: 64 experts take two.)
   MOE_A2A_DEVICE void place_lists() {
     if (chunk_table_.is_used()) count_chunks();
     MOE_A2A_ROLLED
@@ -127,12 +133,13 @@ class ExpertLists {
     const Warp warp = block_.warp();
     int32_t before = 0;
     MOE_A2A_ROLLED
-    for (int first = 0; block_.warp_rank() == 0 && first < num_lists(); first += warp.size()) {
+    for (int first = 0; block_.warp_rank() == 0 && first < landed_list(); first += warp.size()) {
       const int list = first + warp.rank();
       const int32_t own = list < landed_list() ? extent(list) : 0, inclusive = warp.inclusive_sum(own);
-      if (list < num_lists()) start_[list] = before + inclusive - own;
+      if (list < landed_list()) start_[list] = before + inclusive - own;
       before += warp.last(inclusive);
     }
+    if (block_.rank() == 0) start_[landed_list()] = before;
     block_.sync();
   }
 
@@ -176,7 +183,7 @@ class ExpertLists {
     const ChoiceThreads& threads = ll_table_.threads();
     const int first = grid_.rank() + num_blocks * threads.token, stride = num_blocks * threads.num_tokens;
     ll_table_.walk_tokens(num_tokens_, first, stride, [&](int rank, int token) {
-      const int32_t* before = ll_table_.counts_of(rank, token >> ll_table_.segment_shift(num_tokens_[rank]));
+      const int32_t* before = ll_table_.counts_of(rank, token >> ll_table_.segment_shift());
       write_token(LlTable::Token(ll_table_, rank, token), rank, token, before,
                   [&](int expert) { return start_[expert] + before[expert]; });
       return true;

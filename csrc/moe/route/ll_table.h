@@ -16,7 +16,7 @@ class LlTable {
     uint16_t idx;    // how many choices of its expert precede it in its segment
   };
   struct Plan {
-    SharedPart<int32_t> counts;      // [num_ranks, most_segments, lists]
+    SharedPart<int32_t> counts;      // [num_ranks, 2^log2_segments(), lists]
     SharedPart<int32_t> landed_idx;  // [num_ranks, num_max_ll_tokens]  directly after the counts: clear() zeroes both
     SharedPart<float> weights;       // [num_ranks, num_max_ll_tokens, num_topk]
     SharedPart<Choice> choices;      // [num_ranks, num_max_ll_tokens, num_topk]
@@ -31,14 +31,13 @@ class LlTable {
     plan.choices = carver.take<Choice>(tokens * config.num_topk);
     return plan;
   }
-  // The most segments of 2^shift tokens that a rank's batch is cut into; a warp counts each. A power of two: kernels
-  // compute it, and divide slowly.
-  MOE_A2A_HOST_DEVICE static int most_segments(const MoeConfig& config) {
+  // Each rank's batch is cut into at most 2^log2_segments() segments; a warp counts each.
+  MOE_A2A_HOST_DEVICE static int log2_segments(const MoeConfig& config) {
     constexpr int kOfAllRanks = 16, kNumCounters = 4096;
     const int counters = config.num_ranks * num_lists(config);
-    int most = 1;
-    while (2 * most * config.num_ranks <= kOfAllRanks && 2 * most * counters <= kNumCounters) most *= 2;
-    return most;
+    int log2 = 0;
+    while (config.num_ranks << (log2 + 1) <= kOfAllRanks && counters << (log2 + 1) <= kNumCounters) ++log2;
+    return log2;
   }
 
   MOE_A2A_DEVICE LlTable(const Context& context, int buffer, const Block& block, std::byte* shared, const Plan& plan)
@@ -46,7 +45,7 @@ class LlTable {
         config_(context.config),
         buffer_(buffer),
         block_(block),
-        most_segments_(most_segments(context.config)),
+        log2_segments_(log2_segments(context.config)),
         num_bits_(bits_of_values(context.config.num_local_experts)),
         threads_(block, context.config.num_topk),
         count_(plan.counts.in(shared)),
@@ -55,8 +54,19 @@ class LlTable {
         choice_(plan.choices.in(shared)) {}
 
   MOE_A2A_DEVICE bool has(int num_tokens) const { return config_.sends_ll_choices(num_tokens); }
-  // Whether the sums of all ranks' batches return as LL words; valid after receive().
+  // Called for the batch of each rank, before receive(). The longest decides how long the segments are.
+  MOE_A2A_DEVICE void expect(int num_tokens) {
+    sums_return_ll_ &= config_.returns_ll(num_tokens);
+    if (!has(num_tokens)) return;
+    is_used_ = true;
+    while (num_tokens > 1 << (log2_segments_ + segment_shift_)) ++segment_shift_;
+  }
+  // Whether any rank's batch is here.
+  MOE_A2A_DEVICE bool is_used() const { return is_used_; }
+  // Whether the sums of all ranks' batches return as LL words.
   MOE_A2A_DEVICE bool sums_return_ll() const { return sums_return_ll_; }
+  // A segment has 2^this tokens.
+  MOE_A2A_DEVICE int segment_shift() const { return segment_shift_; }
   MOE_A2A_DEVICE const ChoiceThreads& threads() const { return threads_; }
 
   // Called before receive(), with a block barrier in between.
@@ -69,10 +79,6 @@ class LlTable {
 
   // Receives the choices of all small and medium batches, a thread per choice; false if a wait gave up.
   MOE_A2A_DEVICE bool receive(const int32_t* num_tokens, uint64_t epoch) {
-    MOE_A2A_ROLLED
-    for (int r = 0; r < config_.num_ranks; ++r) {
-      if (!config_.returns_ll(num_tokens[r])) sums_return_ll_ = false;
-    }
     return walk_tokens(num_tokens, threads_.token, threads_.num_tokens, [&](int rank, int token) {
       MOE_A2A_ROLLED
       for (int k = threads_.k; k < config_.num_topk; k += threads_.per_token) {
@@ -103,44 +109,36 @@ class LlTable {
 
   // A warp per segment; needs a block barrier before and after.
   MOE_A2A_DEVICE void count(const int32_t* num_tokens) const {
-    RoundRobin<> turns(block_.warp_rank(), block_.num_warps());
     MOE_A2A_ROLLED
-    for (int r = 0; r < config_.num_ranks; ++r) {
-      if (!has(num_tokens[r])) continue;
-      const int shift = segment_shift(num_tokens[r]);
-      turns.walk(num_segments(num_tokens[r]), [&](int segment) {
-        const int first = segment << shift, end = first + (1 << shift);
-        count_segment(r, first, end < num_tokens[r] ? end : num_tokens[r], counts_of(r, segment));
-        return true;
-      });
+    for (int i = block_.warp_rank(); is_used_ && i < config_.num_ranks << log2_segments_; i += block_.num_warps()) {
+      const int rank = i >> log2_segments_, segment = i & ((1 << log2_segments_) - 1);
+      const int first = segment << segment_shift_, end = first + (1 << segment_shift_);
+      const int here = has(num_tokens[rank]) ? num_tokens[rank] : 0;
+      if (first < here) count_segment(rank, first, end < here ? end : here, counts_of(rank, segment));
     }
-  }
-
-  MOE_A2A_DEVICE int segment_shift(int num_tokens) const {
-    int shift = kFewestShift;
-    MOE_A2A_ROLLED
-    while (num_tokens > most_segments_ << shift) ++shift;
-    return shift;
-  }
-  MOE_A2A_DEVICE int num_segments(int num_tokens) const {
-    const int shift = segment_shift(num_tokens);
-    return (num_tokens + (1 << shift) - 1) >> shift;
   }
 
   // Counts per list of a segment, [num_lists]; the table of a large batch has them per chunk.
   MOE_A2A_DEVICE int32_t* counts_of(int rank, int segment) const {
-    return count_ + (rank * most_segments_ + segment) * num_lists(config_);
+    return count_ + ((rank << log2_segments_) + segment) * num_lists(config_);
   }
   // The number of entries of a list in all of a rank's segments. Replaces each count by the number of entries before
-  // the segment, including `before` from other ranks.
-  MOE_A2A_DEVICE int32_t sum(int rank, int list, int num_tokens, int32_t before) const {
-    int32_t sum = 0;
+  // the segment, including `before` from other ranks. Segments that the batch does not have count as empty.
+  MOE_A2A_DEVICE int32_t sum(int rank, int list, int32_t before) const {
+    constexpr int kUnroll = kBlockThreads > 1 ? 4 : 1;
+    const int stride = num_lists(config_), num_segments = 1 << log2_segments_;
     int32_t* counts = counts_of(rank, 0) + list;
+    int32_t sum = 0;
     MOE_A2A_ROLLED
-    for (int left = num_segments(num_tokens); left > 0; --left, counts += num_lists(config_)) {
-      const int32_t count = *counts;
-      *counts = before + sum;
-      sum += count;
+    for (int first = 0; first < num_segments; first += kUnroll) {
+      int32_t count[kUnroll];
+      MOE_A2A_UNROLL
+      for (int u = 0; u < kUnroll; ++u) count[u] = first + u < num_segments ? counts[(first + u) * stride] : 0;
+      MOE_A2A_UNROLL
+      for (int u = 0; u < kUnroll; ++u) {
+        if (first + u < num_segments) counts[(first + u) * stride] = before + sum;
+        sum += count[u];
+      }
     }
     return sum;
   }
@@ -176,12 +174,12 @@ class LlTable {
 
  private:
   // Counters for shorter segments would not pay.
-  static constexpr int kFewestShift = 2;
+  static constexpr int kLeastShift = 2;
 
   // One list per local expert, and one of the tokens that land here.
   MOE_A2A_HOST_DEVICE static int num_lists(const MoeConfig& config) { return config.num_local_experts + 1; }
   MOE_A2A_HOST_DEVICE static int num_counts(const MoeConfig& config) {
-    return config.num_ranks * most_segments(config) * num_lists(config);
+    return (config.num_ranks << log2_segments(config)) * num_lists(config);
   }
 
   MOE_A2A_DEVICE int token_idx(int rank, int token) const { return rank * config_.num_max_ll_tokens + token; }
@@ -217,13 +215,14 @@ class LlTable {
   const MoeConfig& config_;
   int buffer_;
   const Block& block_;
-  int most_segments_, num_bits_;
+  int log2_segments_, num_bits_;
+  int segment_shift_ = kLeastShift;
   ChoiceThreads threads_;
   int32_t* count_;
   int32_t* landed_idx_;
   float* weight_;
   Choice* choice_;
-  bool sums_return_ll_ = true;
+  bool is_used_ = false, sums_return_ll_ = true;
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET
