@@ -6,7 +6,7 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Tells every rank, including those that sent nothing, that its part of this buffer is no longer read here. Pairs with
-// the acquire in DispatchSend::wait_for_credits(). Sums need no credit: a rank sends the table of its next dispatch on
+// the acquire in DispatchSend::await_credit(). Sums need no credit: a rank sends the table of its next dispatch on
 // this buffer (a small batch: its announcement; a medium one: the row) after its combine_recv, and its sums are
 // overwritten only once that has arrived.
 MOE_A2A_DEVICE void return_credit(const Context& c, int buffer, uint64_t epoch, uint32_t refused = 0) {
