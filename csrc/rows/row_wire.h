@@ -110,10 +110,12 @@ class RowWire {
   // One warp per row; each free warp takes the next row.
   template <class Schedule, class Source>
   MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) const {
-    send(schedule, source, [&] {
-      if (Queue::kNeedsBarrier) block_.sync();
-      return true;
-    });
+    send(schedule, source, [&] { return begin(block_); });
+  }
+  // What send() begins with if it has nothing to wait for.
+  MOE_A2A_DEVICE static bool begin(const Block& block) {
+    if (Queue::kNeedsBarrier) block.sync();
+    return true;
   }
   // The same. `begin`: called by all threads of the block once it is set up, a barrier; false: send nothing.
   template <class Schedule, class Source, class Begin>

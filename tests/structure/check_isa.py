@@ -203,11 +203,14 @@ def check_leader_signals(kernel: Kernel) -> list[str]:
 def check_acquires(kernel: Kernel) -> list[str]:
     """A spin polls at system scope; after observing its signal it loads it again and invalidates the caches.
 
-    A spin that polls LL words may also poll a signal, to which the same applies: it is the first other 64-bit load.
+    A spin that polls LL words may also poll a signal, to which the same applies: it is the first other 64-bit load. A wave
+    that waits for the others of its block polls the LDS, which has no scopes.
     """
     problems = []
     for loop in kernel.loops_with("s_sleep"):
         loads = [i for i in kernel.instructions_of(loop) if i.is_load and not finds_a_peer(i)]
+        if not loads and any(i.opcode.startswith("ds_read") for i in kernel.instructions_of(loop)):
+            continue
         poll = loads[0] if loads else None
         if short_name(kernel) in TILE_COUNTERS and [i.opcode for i in loads] == ["global_load_dword"]:
             continue

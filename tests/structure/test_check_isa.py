@@ -242,6 +242,30 @@ def test_a_spin_for_an_ll_word_or_a_signal_acquires_the_signal():
     assert "polls without system scope" in found
 
 
+# The first wave of a block waits for the others.
+WAIT_FOR_BLOCK = """
+.LBB0_8:
+	ds_read_b32 v2, v1 offset:256
+	s_waitcnt lgkmcnt(0)
+	s_cbranch_vccnz .LBB0_9
+	s_sleep 1
+	s_branch .LBB0_8
+.LBB0_9:
+"""
+
+
+def test_a_wave_may_wait_for_its_block_in_the_lds():
+    end = "\ts_endpgm\n"
+    assert problems("CombineRecv", edited(RECEIVE, end, WAIT_FOR_BLOCK + end)) == []
+    nothing = edited(WAIT_FOR_BLOCK, "\tds_read_b32 v2, v1 offset:256\n", "")
+    (found,) = problems("CombineRecv", edited(RECEIVE, end, nothing + end))
+    assert "polls without system scope" in found
+    (found,) = problems(
+        "CombineRecv", edited(RECEIVE, end, edited(WAIT_FOR_BLOCK, "ds_read_b32", "flat_load_dword") + end)
+    )
+    assert "polls without system scope" in found
+
+
 def test_gfx90a_polls_ll_words_past_its_first_cache():
     body = RECEIVE.replace(" sc0 sc1", " glc")
     _, found = check(listing(("CombineRecv", body), arch="gfx90a"))

@@ -100,10 +100,7 @@ struct DispatchSend {
       if (!begin(args, grid, block, epoch, has_credits)) return make_void(args, grid, block);
       send_routing(batch, args, grid, block, shared, epoch);
       if (Batch::kHasTable) block.sync();  // the rows reuse the table's memory
-      send_rows(batch, args, grid, block, shared, epoch, [&] {
-        block.sync();
-        return true;
-      });
+      send_rows(batch, args, grid, block, shared, epoch, [&] { return RowWire::begin(block); });
     });
   }
 
