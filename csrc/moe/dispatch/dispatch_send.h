@@ -99,7 +99,7 @@ struct DispatchSend {
       const bool has_credits = await_credits(args.context, block, args.buffer, epoch, args.number);
       if (!begin(args, grid, block, epoch, has_credits)) return make_void(args, grid, block);
       send_routing(batch, args, grid, block, shared, epoch);
-      if (Batch::kHasTable) block.sync();  // the rows reuse the table's memory
+      if (Batch::kHasTable) block.release_sync();  // the rows reuse the table's memory; their signals follow
       send_rows(batch, args, grid, block, shared, epoch, [&] { return RowWire::begin(block); });
     });
   }
