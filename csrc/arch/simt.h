@@ -93,7 +93,8 @@ struct Block {
   __device__ bool any(bool value) const { return block_any(value); }
 
   // Called once per launch by every warp: true in the leader of the first one, once all have called it. The warps'
-  // earlier accesses happen before what that thread does next. Only the first warp waits: it gets the least other work.
+  // earlier accesses happen before what that thread does next. Only the first warp waits, which has the least other
+  // work.
   __device__ bool is_closing_warp() const {
     drain_stores();
     warp_sync();

@@ -21,8 +21,9 @@ class SignalQueue {
     return kOneWarpPublishes && num_able == num_warps ? num_warps - 1 : num_able;
   }
 
-  // Called by all threads of the block. If kNeedsBarrier, they meet in one before the first push() or publish().
+  // Whether the block needs a barrier between the constructor and the first push() or publish().
   static constexpr bool kNeedsBarrier = kOneWarpPublishes;
+  // Called by all threads of the block.
   MOE_A2A_DEVICE SignalQueue(const Block& block, std::byte* shared, int num_senders)
       : block_(block),
         shared_(reinterpret_cast<Shared*>(shared)),

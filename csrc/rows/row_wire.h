@@ -107,17 +107,17 @@ class RowWire {
         plan_(plan),
         ticket_(ticket) {}
 
-  // One warp per row; each free warp takes the next row.
-  template <class Schedule, class Source>
-  MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) const {
-    send(schedule, source, [&] { return begin(block_); });
-  }
   // What send() begins with if it has nothing to wait for.
   MOE_A2A_DEVICE static bool begin(const Block& block) {
     if (Queue::kNeedsBarrier) block.sync();
     return true;
   }
-  // The same. `begin`: called by all threads of the block once it is set up, a barrier; false: send nothing.
+  // One warp per row; each free warp takes the next row.
+  template <class Schedule, class Source>
+  MOE_A2A_DEVICE void send(const Schedule& schedule, const Source& source) const {
+    send(schedule, source, [&] { return begin(block_); });
+  }
+  // The same. `begin`: a barrier, which all threads of the block call once it is set up; false: nothing is sent.
   template <class Schedule, class Source, class Begin>
   MOE_A2A_DEVICE bool send(const Schedule& schedule, const Source& source, const Begin& begin) const {
     const int num_senders = plan_.num_senders(grid_.size());

@@ -208,8 +208,9 @@ def check_acquires(kernel: Kernel) -> list[str]:
     """
     problems = []
     for loop in kernel.loops_with("s_sleep"):
-        loads = [i for i in kernel.instructions_of(loop) if i.is_load and not finds_a_peer(i)]
-        if not loads and any(i.opcode.startswith("ds_read") for i in kernel.instructions_of(loop)):
+        instructions = list(kernel.instructions_of(loop))
+        loads = [i for i in instructions if i.is_load and not finds_a_peer(i)]
+        if not loads and any(i.opcode.startswith("ds_read") for i in instructions):
             continue
         poll = loads[0] if loads else None
         if short_name(kernel) in TILE_COUNTERS and [i.opcode for i in loads] == ["global_load_dword"]:
