@@ -84,8 +84,9 @@ class PeerRefusedError(RuntimeError):
 
 
 class CallMismatchError(ValueError):
-    """Ranks made different calls. Of a Collectives: a different collective, count, row shape, dtype, operator or algorithm. Of an
-    ExpertParallel: some dispatched float8 rows, others not, or float8 rows with scales of another kind.
+    """Ranks made different calls. Of a Collectives: a different collective, count, row shape, dtype, operator, algorithm or codec.
+    Of an ExpertParallel: some dispatched float8 rows and others did not, or float8 rows with scales of another kind, or with
+    another bound (num_max_tokens_per_rank of dispatch()).
 
     Raised on every rank, with the calls of this rank and of one that differs. The call is over on all ranks, without a
     result, and the object stays usable.

@@ -151,7 +151,7 @@ class ExpertParallel(CommunicatorClient):
                 layout="expert_major" takes an alignment (1 to 256).
             x_scales: with float8 x: [num_tokens, ceil(H / 128)] float32, or [num_tokens, ceil(H / 32)] uint8 or
                 float8_e8m0fnu (MXFP8). They travel bit for bit. All ranks pass float32, or all ranks pass bytes.
-            quantize: "fp8": rows are quantised on the way, with one scale per 128 values (amax / 448). All ranks quantise, or none does.
+            quantize: "fp8": quantises rows on the way, a scale per 128 values (amax / 448; gfx942: 240). On all ranks or none.
             num_max_tokens_per_rank: an upper bound on every rank's tokens in this call. T is then the next power of two, at
                 most the object's T, and experts that take all R * T rows get fewer. None: T of the object or of `handle`.
                 Must give the same T on every rank.
@@ -248,7 +248,7 @@ class ExpertParallel(CommunicatorClient):
             fused_combine: True: the kernel of the second product also sends the sums, each once its terms are complete;
                 an error for layout="masked" and for batches whose sums may return as LL words (at most num_max_ll_tokens
                 tokens and 3 MiB of sums). False: first the product, then the combine. None: the same as False, since
-                a fused layer took between 3 % less and 4 % more time on 4 H200 (docs/experts.md). The bits are the same.
+                a fused layer took between 3 % less and 4 % more time on 4 H200 (docs/benchmarks.md). The bits are the same.
             wire: as in combine(); not with fused_combine=True.
             num_max_routes: rows of the intermediate results, [num_max_routes, I] and [num_max_routes, H]; None:
                 handle.capacity, which holds any routing. More routes raise ValueError if the host can see them (on the

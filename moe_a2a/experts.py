@@ -192,7 +192,7 @@ def runs_kernels(ep: AnyExpertParallel, weights: ExpertWeights, row_dtype: torch
 
 
 def _fuses_combine(handle: DispatchHandle, by_kernels: bool, fused_combine: bool | None) -> bool:
-    """fused_combine=None means False: over the links of 4 H200 it gains 3 % at best and loses 4 % at worst (docs/experts.md)."""
+    """fused_combine=None means False: on 4 H200 it gains 3 % at best and loses 4 % at worst (docs/benchmarks.md)."""
     if fused_combine and (why_not := combine_stays_apart(handle, by_kernels)) is not None:
         raise ValueError(f"fused_combine=True, but {why_not} on rank {handle.ep.rank}; pass fused_combine=None")
     return bool(fused_combine)

@@ -39,7 +39,7 @@ class DispatchHandle:
     Tensors are views of the ExpertParallel's own memory, on its device. Writing to them changes what this rank's experts
     read, never where a kernel reads or writes. They are valid until combine() returns or release() is called; afterwards
     reading their property raises RuntimeError. expert_x, expert_x_scales, recv_rows and recv_topk() are copies, which stay
-    valid.
+    valid; contiguous_rows() copies only if it must.
 
     Sizes: R ranks, T = num_max_tokens_per_rank of the dispatch, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
     one token whose expert is on this rank. *Positions* number the routes, grouped by local expert and ordered within an
@@ -166,9 +166,9 @@ class DispatchHandle:
         the order of its choices, then -1 with weight 0; -1 throughout in rows whose tokens were not sent here. New tensors
         [R * T, K], the second float32, made by one kernel and without the host.
 
-        first_expert: added to the experts, rank * E_local for ids of all experts. no_expert: in place of -1; None: with ids of all
-        experts, those of the other ranks' in turn (on a single rank first_expert), for kernels that skip these but count the
-        rows of each id first. dtype: of the ids, torch.int32 or torch.int64.
+        first_expert: added to the ids; pass rank * E_local for ids of all experts. no_expert: in place of -1; None: the ids of the
+        other ranks' experts in turn (on a single rank first_expert), for kernels that take ids of all experts and skip the other
+        ranks', but first count the rows of each id. dtype: of the ids, torch.int32 or torch.int64.
 
         A kernel that weights and sums a row's experts itself (the fused MoE of another library) takes recv_x with these two;
         its result goes to combine(..., presummed=True)."""
