@@ -37,7 +37,7 @@ class MoeA2ATokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):  # type: ignore[misc]
-        """Derives from HybridEP's, so that torchtitan's check for CUDA graphs accepts it. Of those fields two are used:
+        """Derives from HybridEP's, so that torchtitan's check for CUDA graphs accepts it. Two of its fields are used:
 
         pad_multiple: each expert's rows are padded to a multiple of it, with zeros, as quantised products want.
         non_blocking_capacity_factor: the number of rows, as a fraction in (0, 1] of the worst case. Rows that do not fit are

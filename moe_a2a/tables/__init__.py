@@ -1,1 +1,1 @@
-"""How many blocks a call uses and which algorithm: tables that were measured, and the models where there is none."""
+"""How many blocks a call uses and which algorithm: measured tables, and models where there is none."""
