@@ -50,7 +50,8 @@ struct SharedMemory {
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 inline constexpr int kWarpSize = MOE_A2A_LANES;
-inline constexpr int kBlockThreads = 4 * kWarpSize;
+// 512 is a GPU's number. The other makes blocks of which some tables take all threads, and whose warps are few.
+inline constexpr int kBlockThreads = kWarpSize == 64 ? 512 : 128;
 inline constexpr bool kAsNvidia = kWarpSize == 32;
 
 // ---- threads

@@ -257,6 +257,7 @@ struct Setting {
   int least_hidden = 1, most_hidden = 150, least_tokens = 1, most_tokens = 12;
   bool small_batches = true;
   int least_local_experts = 2, most_local_experts = 4;
+  int least_topk = 1, most_topk = 6;
 };
 
 // For targets on which rounds are slow.
@@ -278,7 +279,7 @@ class BackToBackTest : public ::testing::TestWithParam<Setting> {};
 
 TEST_P(BackToBackTest, EveryValueIsRight) {
   const auto [num_ranks, num_buffers, num_rounds, dtype, least_hidden, most_hidden, least_tokens, most_tokens,
-              small_batches, least_local_experts, most_local_experts] = GetParam();
+              small_batches, least_local_experts, most_local_experts, least_topk, most_topk] = GetParam();
   const uint64_t seed = test_seed();
   std::mt19937_64 random(seed);
   const auto pick = [&](int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); };
@@ -286,7 +287,7 @@ TEST_P(BackToBackTest, EveryValueIsRight) {
             any = pick(least_hidden, most_hidden);
   MoeConfig config{.num_ranks = num_ranks,
                    .num_experts = num_experts,
-                   .num_topk = pick(1, std::min(num_experts, 6)),
+                   .num_topk = pick(least_topk, std::min(num_experts, most_topk)),
                    .hidden = pick(0, 1) ? (any + 15) / 16 * 16 : any,  // some in rows of whole vectors
                    .num_max_tokens_per_rank = pick(least_tokens, most_tokens),
                    .num_buffers = num_buffers,
@@ -312,6 +313,8 @@ INSTANTIATE_TEST_SUITE_P(Ranks, BackToBackTest,
                                            Setting{2, 2, 60, DType::kFloat32, 1100, 2200, 50, 90},
                                            // Tables of several chunks, by up to three blocks.
                                            Setting{3, 2, 60, DType::kFloat32, 1, 4, 300, 700},
+                                           // Two threads per token of a table, and fewer choices than a vector holds.
+                                           Setting{2, 2, 60, DType::kFloat32, 1, 4, 20, 60, false, 2, 4, 2, 3},
                                            // More lists than a warp or a block has lanes.
                                            Setting{2, 2, 60, DType::kFloat32, 1, 4, 30, 200, true, 60, 300}),
                          [](const auto& info) {

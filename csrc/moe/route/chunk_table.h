@@ -105,9 +105,11 @@ class ChunkTable {
    private:
     static constexpr int kVector = 4;
 
-    // Where a thread's choices begin: at a whole vector.
+    // Where a thread's choices begin: at a whole vector, or behind the last choice.
     MOE_A2A_DEVICE int first_choice(int turn, int num_threads) const {
-      return (num_topk_ / num_threads + kVector - 1) / kVector * kVector * turn;
+      const int of_each = (num_topk_ + num_threads - 1) / num_threads;
+      const int first = (of_each + kVector - 1) / kVector * kVector * turn;
+      return first < num_topk_ ? first : num_topk_;
     }
     MOE_A2A_DEVICE LocalChoice local(RouteEntry entry) const {
       return {entry.is_dropped() ? -1 : local_expert(config_, entry.expert()), entry.idx_in_chunk()};
