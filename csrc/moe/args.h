@@ -30,6 +30,23 @@ struct DispatchNumber {
   uint32_t since = 0;   // dispatches since this buffer's previous one
 };
 
+// What a credit says about the dispatch whose buffer it gives back.
+struct CreditNote {
+  static constexpr uint32_t kMostRefused = (1u << 15) - 1, kSinceModulus = 31;
+
+  uint32_t since = 0;    // its DispatchNumber::since
+  uint32_t refused = 0;  // how many dispatches later this rank last refused one for lack of a buffer; 0: not since
+
+  MOE_A2A_HOST_DEVICE uint32_t payload() const {
+    return (1 + since % kSinceModulus) << 15 | (refused < kMostRefused ? refused : kMostRefused);
+  }
+  MOE_A2A_HOST_DEVICE static uint32_t refused_in(uint32_t payload) { return payload & kMostRefused; }
+  // Whether the credit may be of a dispatch with this number.
+  MOE_A2A_HOST_DEVICE static bool may_be_of(uint32_t payload, const DispatchNumber& number) {
+    return payload >> 15 == 1 + number.since % kSinceModulus;
+  }
+};
+
 struct DispatchSendArgs {
   Context context;
   int buffer = 0;
@@ -129,7 +146,7 @@ struct CombineSendArgs {
   int64_t num_y_rows = 0;
   bool presummed = false;
   bool is_sent = false;     // by an earlier attempt: nothing is sent again; own sums, if kept, are in y
-  uint32_t refused = 0;     // see MoeRegion::dispatch_credit
+  CreditNote note;          // of the credit that this returns
   bool vector_rows = true;  // y allows 16-byte vector loads
   // For packed sums: the row of y that holds each landed row's sum, [R * T]; null: the landed row's own.
   const int32_t* sum_index = nullptr;
@@ -199,8 +216,8 @@ struct RefuseCombineArgs {
 struct ReleaseArgs {
   Context context;
   int buffer = 0;
-  uint32_t refused = 0;  // see MoeRegion::dispatch_credit
-  RefusalText text;      // empty: keep the text of an earlier refusal
+  CreditNote note;
+  RefusalText text;  // empty: keep the text of an earlier refusal
 };
 
 }  // namespace moe_a2a

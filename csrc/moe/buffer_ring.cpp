@@ -10,9 +10,9 @@ namespace {
 
 using Stage = DispatchHandle::Stage;
 
-// `difference` of two dispatches' numbers, as a signal's payload carries it.
-uint32_t as_payload(uint64_t difference) {
-  return static_cast<uint32_t>(std::min<uint64_t>(difference, Signal::kPayloadMask));
+// From one dispatch's number to a later one's, as far as a credit can tell.
+uint32_t distance(uint64_t from, uint64_t to) {
+  return static_cast<uint32_t>(std::min<uint64_t>(to - from, CreditNote::kMostRefused));
 }
 
 }  // namespace
@@ -64,11 +64,12 @@ void BufferRing::close() {
 
 DispatchNumber BufferRing::number_of_next(int buffer) const {
   const uint64_t number = num_dispatches_ + 1;
-  return {.number = number, .since = as_payload(number - buffers_[buffer].last_number)};
+  return {.number = number, .since = distance(buffers_[buffer].last_number, number)};
 }
 
-uint32_t BufferRing::refused_since(const DispatchHandle& handle) const {
-  return last_refused_ <= handle.number ? 0 : as_payload(last_refused_ - handle.number);
+CreditNote BufferRing::credit_note(const DispatchHandle& handle) const {
+  const auto [number, since] = handle.number;
+  return {.since = since, .refused = last_refused_ <= number ? 0 : distance(number, last_refused_)};
 }
 
 // The number of a refused dispatch is 0 in a captured graph, which may be replayed: its handle stays open.
@@ -80,7 +81,7 @@ bool BufferRing::is_known(const Report& refusal) {
   const auto handle = buffer.newest.lock();
   if (!handle) return false;
   if (refusal.operation == moe_op::kDispatchRecv) {
-    const bool is_its = static_cast<uint32_t>(handle->number) == refusal.refusal_count;
+    const bool is_its = static_cast<uint32_t>(handle->number.number) == refusal.refusal_count;
     if (is_its && handle->stage < Stage::kCombineSent) handle->stage = Stage::kRefused;
   } else if (handle->stage == Stage::kCombined && refusal.refusal_count != RefusalCount::kFinal) {
     handle->stage = Stage::kCombineSent;
@@ -102,7 +103,7 @@ bool BufferRing::take_back(uint64_t number) {
   }
   for (Buffer& buffer : buffers_) {
     const auto handle = buffer.newest.lock();
-    if (!handle || handle->number != number) continue;
+    if (!handle || handle->number.number != number) continue;
     handle->stage = Stage::kClosed;
     if (buffer.open == handle) buffer.open = nullptr;
   }

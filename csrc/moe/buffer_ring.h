@@ -43,8 +43,8 @@ class BufferRing {
   // Dispatches so far, including refused ones.
   uint64_t num_dispatches() const { return num_dispatches_; }
   DispatchNumber number_of_next(int buffer) const;
-  // See MoeRegion::dispatch_credit.
-  uint32_t refused_since(const DispatchHandle& handle) const;
+  // Of the credit that ends this rank's use of the handle's buffer.
+  CreditNote credit_note(const DispatchHandle& handle) const;
 
   // Where launches are queued, a refusal surfaces after its call. A launch's first report reopens the handle of a
   // combine that may be retried, or closes that of a refused dispatch. Returns true for the reports of the launch's

@@ -36,6 +36,12 @@ MOE_A2A_DEVICE void advance_epoch(const MoeRegion& region, int buffer, uint64_t 
   region.epoch(buffer) = epoch;
 }
 
+// Called if a wait of a dispatch gave up. What was queued behind it must send nothing: a rank that is only late would
+// take the rows of a later dispatch, or sums of rows that are not here, for those of this one.
+MOE_A2A_RARE void give_up(const Context& c) {
+  atomic_store<Order::kRelaxed, Scope::kDevice>(c.region.has_given_up.data, 1u);
+}
+
 // Records a role in a fused launch: a warp's on its own track, a block's on that of its first warp.
 template <class Group>
 MOE_A2A_DEVICE void record_role(const Context& c, const Group& group, Operation role, uint64_t start) {

@@ -18,7 +18,7 @@ struct DispatchHandle {
 
   const ExpertParallel* owner = nullptr;
   int buffer = 0;
-  uint64_t number = 0;  // of the dispatch, as the hosts count
+  DispatchNumber number;  // as the hosts count, in captured graphs too
   int num_tokens = 0;
   int num_max_tokens_per_rank = 0;  // of this dispatch
   Layout layout = Layout::kRows;

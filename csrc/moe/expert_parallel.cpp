@@ -158,7 +158,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::make_handle(const DispatchInput&
   auto handle = std::make_shared<DispatchHandle>();
   handle->owner = this;
   handle->buffer = buffer;
-  handle->number = buffers_.num_dispatches() + 1;
+  handle->number = buffers_.number_of_next(buffer);
   handle->num_tokens = input.num_tokens;
   handle->num_max_tokens_per_rank =
       input.num_max_tokens_per_rank > 0 ? input.num_max_tokens_per_rank : config().num_max_tokens_per_rank;
@@ -192,7 +192,7 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   require(handle, {Stage::kSent}, "dispatch_recv");
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
-  const uint64_t number = device_->is_capturing(place.stream) ? 0 : handle.number;
+  const uint64_t number = device_->is_capturing(place.stream) ? 0 : handle.number.number;
   launch(recv_args(handle, number), dispatch_blocks(handle.num_tokens, place), place.stream);
   handle.stage = Stage::kReceived;
   try {
@@ -302,7 +302,7 @@ CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Co
           .y = input.y,
           .num_y_rows = input.num_y_rows,
           .presummed = input.presummed,
-          .refused = buffers_.refused_since(handle),
+          .note = buffers_.credit_note(handle),
           .vector_rows = input.simulated ? allows_vectors(*input.simulated) : allows_vectors(input.y),
           .sum_index = input.sum_index};
 }

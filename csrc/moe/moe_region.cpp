@@ -35,6 +35,7 @@ MoeRegion MoeRegion::take_from(RegionLayout& symmetric, RegionLayout& local, con
 
   region.epoch = local.take<uint64_t>(b);
   region.has_given_up = local.take<uint32_t>(1);
+  region.is_void = local.take<uint32_t>(b);
   region.errors = local.take<ErrorCounters>(1);
   region.arrivals = local.take<uint32_t>(b, MoeRegion::kNumLaunches);
   region.tickets = local.take<uint32_t>(b, MoeRegion::kNumQueues);

@@ -60,15 +60,15 @@ struct MoeRegion {
   Array<std::byte, 4> ll_choices;  // [B, R src, L, ll_choices_stride]  expert, weight and batch header of each choice
   Array<std::byte, 4> ll_row;      // [B, R src, L, ll_row_stride]
   Array<std::byte, 4> ll_combine_row;  // [B, R src, L, ll_row_stride]
-  // [B, R src]  src no longer reads what this rank dispatched up to this epoch. payload: if src has since refused
-  // dispatches for lack of a buffer, how many dispatches after this one the last of them was; 0: none
+  // [B, R src]  src no longer reads what this rank dispatched up to this epoch; payload: CreditNote
   Array<Signal, 2> dispatch_credit;
   Array<Signal, 2> combine_refusal;   // [B, R src]  src refused its combine; payload: RefusalCount
   Array<Signal, 1> dispatch_refusal;  // [R src]  epoch: number of the latest dispatch that src had no buffer for
 
   // ---- local
   Array<uint64_t, 1> epoch;                    // [B]  of the dispatch that holds the buffer; advanced by kernels
-  Array<uint32_t, 1> has_given_up;             // [1]  1: a dispatch_recv gave up; no later combine sends anything
+  Array<uint32_t, 1> has_given_up;             // [1]  1: a dispatch gave up; what is queued behind it sends nothing
+  Array<uint32_t, 1> is_void;                  // [B]  1: the latest dispatch sent nothing, nor is it received
   Array<ErrorCounters, 1> errors;              // [1]
   Array<uint32_t, 2> arrivals;                 // [B, kNumLaunches]  blocks counted in a launch; see count_block()
   Array<uint32_t, 2> tickets;                  // [B, kNumQueues]  units handed out in a launch; see comm/work_queue.h

@@ -25,7 +25,7 @@ struct RefuseDispatch {
     if (block.rank() != 0) return;
     const RankSet all = RankSet::all(c.heap.num_ranks);
     signal_many(c.heap, all, c.region.table_signal.at(args.buffer, c.heap.rank, 0), epoch, BatchHeader::kRefused);
-    return_credit(c, args.buffer, epoch);
+    return_credit(c, args.buffer, epoch, {.since = args.number.since});
     refuse_combine(c, args.buffer, epoch, RefusalCount::kFinal);  // a peer may have queued its combine already
     advance_epoch(c.region, args.buffer, epoch);
   }
@@ -66,7 +66,7 @@ struct Release {
     if (args.text.word[0] != 0) leave_text(c, args.buffer, block, args.text);
     if (block.rank() != 0) return;
     const uint64_t epoch = c.region.epoch(args.buffer);
-    return_credit(c, args.buffer, epoch, args.refused);
+    return_credit(c, args.buffer, epoch, args.note);
     refuse_combine(c, args.buffer, epoch, RefusalCount::kFinal);
   }
 };

@@ -84,7 +84,7 @@ void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, c
     const bool refused_before = why.empty() && (was_refused || handle.failed_attempt + handle.num_strays > 0);
     launch(ReleaseArgs{.context = context_,
                        .buffer = handle.buffer,
-                       .refused = buffers_.refused_since(handle),
+                       .note = buffers_.credit_note(handle),
                        .text = refused_before ? RefusalText{}
                                : why.empty()  ? to_refusal_text("it released the handle without a combine")
                                               : to_refusal_text(why)},

@@ -13,7 +13,7 @@ using Stage = DispatchHandle::Stage;
 std::shared_ptr<DispatchHandle> dispatch(BufferRing& ring) {
   auto handle = std::make_shared<DispatchHandle>();
   handle->buffer = ring.next();
-  handle->number = ring.num_dispatches() + 1;
+  handle->number = ring.number_of_next(handle->buffer);
   handle->stage = Stage::kReceived;
   ring.take(handle->buffer, handle);
   return handle;
@@ -37,7 +37,7 @@ Report refusal_by_rank_1(int buffer, uint64_t epoch) {
 Report refused_dispatch(const DispatchHandle& handle, uint64_t epoch) {
   Report report = refusal_by_rank_1(handle.buffer, epoch);
   report.operation = moe_op::kDispatchRecv;
-  report.refusal_count = static_cast<uint32_t>(handle.number);
+  report.refusal_count = static_cast<uint32_t>(handle.number.number);
   return report;
 }
 
@@ -102,7 +102,7 @@ TEST(BufferRing, ADispatchThatAPeerHadNoBufferForDidNotTakePlace) {
   auto first = dispatch(ring);
   const uint32_t since = ring.number_of_next(1).since;
   auto second = dispatch(ring);
-  const Report report = without_buffer(2, second->number);
+  const Report report = without_buffer(2, second->number.number);
   EXPECT_FALSE(ring.is_known(report));
   EXPECT_TRUE(ring.is_known(report));
   EXPECT_EQ(second->stage, Stage::kClosed);
@@ -121,12 +121,30 @@ TEST(BufferRing, ARankThatRefusedTheSameDispatchKnowsOfIt) {
 TEST(BufferRing, ACreditCarriesTheDispatchesRefusedSince) {
   BufferRing ring(1);
   auto handle = dispatch(ring);
-  EXPECT_EQ(ring.refused_since(*handle), 0u);
+  EXPECT_EQ(ring.credit_note(*handle).refused, 0u);
   ring.pass();
-  EXPECT_EQ(ring.refused_since(*handle), 0u);
+  EXPECT_EQ(ring.credit_note(*handle).refused, 0u);
   ring.refuse();
-  EXPECT_EQ(ring.refused_since(*handle), 2u);
+  EXPECT_EQ(ring.credit_note(*handle).refused, 2u);
   EXPECT_EQ(ring.num_dispatches(), 3u);
+}
+
+TEST(BufferRing, ACreditTellsOneDispatchOfABufferFromTheNext) {
+  BufferRing ring(1);
+  combine(ring, *dispatch(ring));
+  const DispatchNumber late = ring.number_of_next(0);
+  ring.refuse();  // the one that another rank is late for
+  auto handle = dispatch(ring);
+  const CreditNote note = ring.credit_note(*handle);
+  EXPECT_EQ(note.since, 2u);
+  EXPECT_TRUE(CreditNote::may_be_of(note.payload(), handle->number));
+  EXPECT_FALSE(CreditNote::may_be_of(note.payload(), late));
+}
+
+TEST(BufferRing, ANoteFitsIntoASignal) {
+  const CreditNote most{.since = CreditNote::kMostRefused, .refused = Signal::kPayloadMask};
+  EXPECT_LE(most.payload(), Signal::kPayloadMask);
+  EXPECT_EQ(CreditNote::refused_in(most.payload()), CreditNote::kMostRefused);
 }
 
 }  // namespace

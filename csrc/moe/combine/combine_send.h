@@ -135,7 +135,7 @@ struct CombineSend {
     const Context& c = args.context;
     if (block.is_closing_warp() && count_block(grid, c.region.arrivals.at(args.buffer, MoeRegion::kCombineSend))) {
       c.region.tickets(args.buffer, MoeRegion::kCombineQueue) = 0;
-      return_credit(c, args.buffer, epoch, args.refused);
+      return_credit(c, args.buffer, epoch, args.note);
     }
   }
 

@@ -6,12 +6,6 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// A wait gave up. An already queued combine must not send sums of rows that are not here: a rank that is only late
-// would take them for those of this epoch.
-MOE_A2A_RARE void give_up(const DispatchRecvArgs& args) {
-  atomic_store<Order::kRelaxed, Scope::kDevice>(args.context.region.has_given_up.data, 1u);
-}
-
 // The batch of site.peer is of another kind, so nothing of it is used. That peer finds the same of this rank's batch,
 // but may have queued its combine already: refuse it.
 MOE_A2A_RARE void refuse_rows(const DispatchRecvArgs& args, WaitSite site, uint32_t theirs, uint64_t epoch) {
@@ -58,7 +52,8 @@ struct DispatchRecv {
   }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    receive(args, roles(grid), block, shared, args.context.region.epoch(args.buffer));
+    const MoeRegion& region = args.context.region;
+    if (region.is_void(args.buffer) == 0) receive(args, roles(grid), block, shared, region.epoch(args.buffer));
   }
 
   MOE_A2A_DEVICE static void receive(const Args& args, const Roles& roles, const Block& block, std::byte* shared,
@@ -70,7 +65,7 @@ struct DispatchRecv {
     if (roles.writes_lists()) {
       const uint64_t start = trace_now();
       ExpertLists lists(args, roles.lists, block, shared, plan.lists, num_tokens);
-      if (!lists.build(epoch, headers)) return give_up(args);
+      if (!lists.build(epoch, headers)) return give_up(args.context);
       record(args.context.trace(), block, {.kind = moe_kind::kLists, .begin = start});
     }
     if (!roles.sees_rows()) return;
@@ -78,7 +73,7 @@ struct DispatchRecv {
                       receive_rows<SmallBatch>(args, roles.rows, block, num_tokens, epoch) &&
                       receive_rows<MediumBatch>(args, roles.rows, block, num_tokens, epoch) &&
                       receive_rows<LargeBatch>(args, roles.rows, block, num_tokens, epoch);
-    if (!good) give_up(args);
+    if (!good) give_up(args.context);
   }
 
  private:
@@ -190,7 +185,7 @@ struct DispatchRecv {
         good &= wait_for(c.region.table_signal.at(args.buffer, r, 0), epoch, site, c.wait, c.heap);
       }
     }
-    return good;
+    return !block.warp().any(!good);  // the rows are received by whole warps
   }
 };
 

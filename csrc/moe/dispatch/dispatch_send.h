@@ -121,11 +121,12 @@ struct DispatchSend {
                                            const DispatchNumber& number, int waiting_warp = 0) {
     if (block.warp_rank() != waiting_warp) return true;
     const Warp warp = block.warp();
+    const bool has_given_up = c.region.has_given_up(0) != 0;  // loaded together with the credits
     bool good = true;
     for (int r = warp.rank(); r < c.heap.num_ranks; r += warp.size()) {
       good &= await_credit(c, buffer, r, epoch - 1, number);
     }
-    return good;
+    return good && !has_given_up;
   }
   // A barrier, before anything is sent; false if the wait for credits gave up. All of the block's threads have read the
   // epoch, so one with little else to do counts the block. The last block of the launch advances the epoch.
@@ -135,16 +136,20 @@ struct DispatchSend {
     const bool good = !block.any(!has_credits);
     if (block.rank() == block.size() / 2 &&
         count_block(grid, region.arrivals.at(args.buffer, MoeRegion::kDispatchSend)) && good) {
+      region.is_void(args.buffer) = 0;
       advance_epoch(region, args.buffer, epoch);
     }
     return good;
   }
-  // Called after begin() gave up, so that an already queued combine has nothing to send or to wait for.
+  // Called after begin() gave up, so that already queued calls have nothing to receive, to send or to wait for.
   MOE_A2A_DEVICE static void make_void(const Args& args, const Grid& grid, const Block& block) {
     const Context& c = args.context;
     const int first = grid.rank() * block.size() + block.rank(), step = grid.size() * block.size();
     for (int t = first; t < args.num_tokens; t += step) c.region.token_ranks(args.buffer, t) = {};
     for (int r = first; r <= c.heap.num_ranks; r += step) c.region.landed_offsets(args.buffer, r) = 0;
+    for (int e = first; e <= c.config.num_local_experts; e += step) c.region.expert_offsets(args.buffer, e) = 0;
+    for (int e = first; e < c.config.num_local_experts; e += step) c.region.expert_counts(args.buffer, e) = 0;
+    if (first == 0) c.region.is_void(args.buffer) = 1;
   }
 
   template <class Batch>
@@ -195,7 +200,8 @@ struct DispatchSend {
   // A peer may have no buffer for this dispatch: all of its buffers are open, this one included, so its credit is
   // missing and its refusal ends the wait. The credit that it gives later says that this dispatch was refused, so all
   // blocks agree whichever of the two they observe. A peer that refuses only a later dispatch gave this credit before,
-  // without that mark.
+  // without that mark. It may even have given the credit of the next epoch, if it ended its own next dispatch on this
+  // buffer without rows: the note says whether that is this one.
   MOE_A2A_DEVICE static bool await_credit(const Context& c, int buffer, int rank, uint64_t epoch,
                                           const DispatchNumber& number) {
     const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, rank, -1, text_slot(c)};
@@ -203,9 +209,11 @@ struct DispatchSend {
     bool is_refused = false;
     uint32_t polls = 0;
     const auto find_credit = [&](uint64_t& seen) {
-      uint32_t refused = 0;
-      if (!has_arrived(credit, epoch, seen, &refused)) return false;
-      is_refused = number.number != 0 && Signal::epoch_of(seen) == epoch && refused >= number.since;
+      uint32_t note = 0;
+      if (!has_arrived(credit, epoch, seen, &note)) return false;
+      const bool takes_part = Signal::epoch_of(seen) == epoch ? CreditNote::refused_in(note) < number.since
+                                                              : CreditNote::may_be_of(note, number);
+      is_refused = number.number != 0 && !takes_part;
       return true;
     };
     const bool good = wait_until(epoch, site, c.wait, c.heap, {}, [&](uint64_t& seen) {
@@ -217,6 +225,7 @@ struct DispatchSend {
       return true;
     });
     if (is_refused) write_report(c.wait, c.heap, site, Reason::kRefused, 0, number.number, 0, 0);
+    if (!good) give_up(c);  // the epoch stays: a later dispatch, if it found the credit, would pass for this one
     return good && !is_refused;
   }
   // Such a refusal belongs to no buffer; its text has a slot of its own, after those of the buffers.
