@@ -6,9 +6,11 @@ order".
 
 import on_device
 import pytest
+import ranks
 import torch
 from test_deep_ep_arguments import refused_call
 
+import moe_a2a
 from moe_a2a.integrations import deep_ep
 
 pytestmark = [on_device.TESTS, on_device.cpu_only]
@@ -54,6 +56,36 @@ def test_low_latency_calls():
             "before its rows were received; call the hook of low_latency_dispatch first": {"calls_hook": False},
         }
         check(group, step, cases)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
+# A rank whose call is of a known size waits in it (with hooks: in its hook), else in an exchange.
+@pytest.mark.parametrize("is_known, hooks", [(False, False), (True, True)])
+def test_low_latency_dispatches_of_different_sizes(is_known, hooks):
+    """Before, each error only said that the other rank was dead, late, or made different calls."""
+
+    def program(group):
+        def dispatch(most):
+            rows, *_, hook = buffer.low_latency_dispatch(
+                x, ids, most, NUM_EXPERTS, use_fp8=False, return_recv_hook=hooks
+            )
+            if hooks:
+                hook()
+            return rows.shape[1]
+
+        buffer = deep_ep.Buffer(group, timeout=ranks.slack(2))
+        x, ids, _ = batch()
+        for most in (8, MOST) if is_known else (MOST,):
+            assert dispatch(most) == 2 * most
+        most = (8, MOST)[group.rank]
+        text = rf"if all are alive, pass the same num_max_dispatch_tokens_per_rank \({most} on rank {group.rank}\), "
+        with pytest.raises(moe_a2a.PeerTimeoutError, match=text):
+            dispatch(most)
+        buffer.destroy()
+        buffer = deep_ep.Buffer(group)
+        assert dispatch(8) == 16
         buffer.destroy()
 
     on_device.run(2, program)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_a2a import _core, arguments, devices
+from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.integrations.deep_ep import high_throughput, low_latency
 from moe_a2a.integrations.deep_ep.config import Config
@@ -267,17 +268,21 @@ class Buffer(OfExchange):
                 use_ue8m0=(use_ue8m0, False),
             )
 
-        received = low_latency.dispatch(
-            exchange,
-            x,
-            topk_idx,
-            topk_weights,
-            num_max_dispatch_tokens_per_rank,
-            num_experts,
-            use_fp8=use_fp8,
-            return_recv_hook=return_recv_hook,
-            check=check,
-        )
+        try:
+            received = low_latency.dispatch(
+                exchange,
+                x,
+                topk_idx,
+                topk_weights,
+                num_max_dispatch_tokens_per_rank,
+                num_experts,
+                use_fp8=use_fp8,
+                return_recv_hook=return_recv_hook,
+                check=check,
+            )
+        except PeerTimeoutError as error:
+            low_latency.add_advice(error, self.rank, num_max_dispatch_tokens_per_rank)
+            raise
         hook = received.hook
         if cumulative_local_expert_recv_stats is not None:
             hook = _then(hook, lambda: _add(exchange, cumulative_local_expert_recv_stats, received))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_a2a import arguments, calls
+from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.exchange import Exchange, check_row_dtype, check_table
@@ -48,6 +49,14 @@ def check_kept(handle: LowLatencyHandle) -> None:
             f"a low_latency_dispatch of rank {ep.rank} was lost, since num_buffers={ep.num_buffers} others followed; combine "
             "first, or pass a larger num_buffers"
         )
+
+
+def add_advice(error: PeerTimeoutError, rank: int, num_max_tokens: int) -> None:
+    """A dispatch with known sizes compares nothing: ranks that pass different ones wait for each other in different calls."""
+    error.args = (
+        f"{error}; if all are alive, pass the same num_max_dispatch_tokens_per_rank ({num_max_tokens} on rank {rank}), "
+        "num_experts, row lengths and dtypes on every rank",
+    )
 
 
 @dataclass
@@ -188,8 +197,12 @@ def _empty(ep: ExpertParallel, dtype: torch.dtype, use_fp8: bool) -> tuple[Tenso
 
 def _fill(received: LowLatencyReceived) -> None:
     check_kept(received.handle)
-    opened = received.handle.opened
-    received.handle.ep.dispatch_recv(opened, layout="masked")
+    ep, opened = received.handle.ep, received.handle.opened
+    try:
+        ep.dispatch_recv(opened, layout="masked")
+    except PeerTimeoutError as error:
+        add_advice(error, ep.rank, ep.num_max_tokens_per_rank)
+        raise
     received.handle.is_received = True
     with calls.combine_refused_if_failed(opened):
         _received(opened, (received.x, received.x_scales))
