@@ -108,14 +108,20 @@ class Rail:
     # ---- exchanges
 
     def all_reduce(self, x: torch.Tensor, op: str) -> Any:
-        options = _c10d.AllreduceOptions()
-        options.reduceOp = _REDUCE_OPS[op]
-        return self._group.allreduce([x], options)
+        def queue(x: torch.Tensor, op: str) -> Any:
+            options = _c10d.AllreduceOptions()
+            options.reduceOp = _REDUCE_OPS[op]
+            return self._group.allreduce([x], options)
+
+        return _queued_with_nans(queue, x, op)
 
     def reduce(self, x: torch.Tensor, op: str, node: int) -> Any:
-        options = _c10d.ReduceOptions()
-        options.reduceOp, options.rootRank = _REDUCE_OPS[op], node
-        return self._group.reduce([x], options)
+        def queue(x: torch.Tensor, op: str) -> Any:
+            options = _c10d.ReduceOptions()
+            options.reduceOp, options.rootRank = _REDUCE_OPS[op], node
+            return self._group.reduce([x], options)
+
+        return _queued_with_nans(queue, x, op)
 
     def broadcast(self, x: torch.Tensor, node: int) -> Any:
         options = _c10d.BroadcastOptions()
@@ -236,6 +242,28 @@ class Rail:
         with self.within_node():
             everyone = collectives.all_gather(own).view(collectives.num_ranks, -1)
         return [[int(word) for word in each] for each in everyone.tolist()]
+
+
+class _WorkWithNans:
+    """Two reductions: of x, and of the flags that say where a rank's x is NaN."""
+
+    def __init__(self, x: torch.Tensor, flags: torch.Tensor, works: Sequence[Any]):
+        self._x, self._flags, self._works = x, flags, works
+
+    def wait(self, *timeout: timedelta) -> None:
+        for work in self._works:
+            work.wait(*timeout)
+        with torch.inference_mode():  # x may be a tensor of that mode, or require grad
+            self._x.masked_fill_(self._flags.view(torch.bool), float("nan"))
+
+
+def _queued_with_nans(queue: Callable[[torch.Tensor, str], Any], x: torch.Tensor, op: str) -> Any:
+    """queue(x, op) queues a reduction. The max and min of gloo and NCCL drop a NaN, depending on the order of the operands, so the
+    flags of NaNs are reduced beside x; whatever the data, since the nodes queue the same exchanges."""
+    if op == "sum":
+        return queue(x, op)
+    flags = x.isnan().view(torch.uint8)
+    return _WorkWithNans(x, flags, [queue(x, op), queue(flags, "max")])
 
 
 def constructor_refuses_wrong_arguments(first: str) -> Callable[[calls.Call], calls.Call]:

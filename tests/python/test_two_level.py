@@ -85,6 +85,31 @@ def test_any_data(session_seed):
     run((2, 2), close_program, session_seed % 10_000)
 
 
+def nan_program(world, num_nodes: int, num_local: int) -> None:
+    """Regression: gloo's and NCCL's max and min dropped a NaN, depending on the node that had it."""
+    shape = (world.size(), 1000)
+    with (
+        moe_a2a.Collectives(world, timeout=20) as flat,
+        TwoLevelCollectives(*groups(num_nodes, num_local), slice_nbytes=SLICE, timeout=20) as two,
+    ):
+        for where in range(world.size()):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.full(shape, float(world.rank()), device=two.device, dtype=dtype)
+                if world.rank() == where:
+                    x[:, ::7] = float("nan")
+                for op in ("max", "min"):
+                    for call in ("all_reduce", "reduce_scatter"):
+                        expected, got = getattr(flat, call)(x, op), getattr(two, call)(x, op)
+                        assert expected[:, ::7].isnan().all() and not expected[:, 1::7].isnan().any()
+                        assert torch.equal(got.isnan(), expected.isnan()), (where, dtype, op, call)
+                        assert torch.equal(got.nan_to_num(9), expected.nan_to_num(9)), (where, dtype, op, call)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_nan_on_any_rank_gives_nan(split):
+    run(split, nan_program)
+
+
 class Recorded:
     """A rail that records when its exchanges are queued and waited for."""
 
