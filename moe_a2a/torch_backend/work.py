@@ -111,12 +111,14 @@ class ThreadWork(Work):
         self._begun: Any = None  # made with the future; completing it runs _outcome()
         self._future: Any = None
 
-    def run(self, call: Callable[[], Any]) -> bool:
-        """Whether it has a future, which complete_future() has to complete."""
+    def run(self, call: Callable[[], Any]) -> None:
         try:
             call()
         except BaseException as error:
             self._error = error
+
+    def end(self) -> bool:
+        """After run(). Whether it has a future, which complete_future() has to complete."""
         with self._lock:
             self._has_run = True
             if self._future is None:
@@ -218,7 +220,7 @@ class RecentWorks:
 
 
 class CallThread:
-    """Runs calls in order. If the caller waits at once and nothing is queued, the call runs in the caller's thread:
+    """Runs calls in order. If the caller waits at once and no other call runs or is queued, the call runs in the caller's thread:
     a thread switch takes as long as a small collective. So do calls in a forked child, which has no such thread.
 
     One call runs at a time. Its future is completed afterwards: callbacks of the future may make calls and wait for them,
@@ -229,8 +231,9 @@ class CallThread:
         self._calls: collections.deque[tuple[ThreadWork, Callable[[], Any]]] = collections.deque()
         self._last: Callable[[], ThreadWork | None] = lambda: None  # a weak reference: its tensors may go
         self._threads: list[threading.Thread] = []
-        self._is_running = self._is_closed = False
-        self._num_waiting = 0  # threads that wait for a call
+        self._runner: int | None = None  # the thread, of ours or of a caller, that runs a call: outside the lock
+        self._is_closed = False
+        self._num_waiting = 0  # threads of ours that wait for a call
         self._changed = threading.Condition()  # guards the above
         _open.add(self)
 
@@ -245,26 +248,36 @@ class CallThread:
             with torch.inference_mode(in_inference_mode):
                 call()
 
+        own = threading.get_ident()
+        if waits_at_once and self._runner == own:  # within a call, from a signal handler or a finaliser
+            call()
+            return work_done(results)
         with self._changed:
-            last = self._last()
-            if waits_at_once and (last is None or last.is_completed()):
-                call()
-                return work_done(results)
-            work = ThreadWork(results)
-            self._last = weakref.ref(work)
-            self._calls.append((work, call_as_here))
-            self._find_a_thread()
-            return work
+            if not waits_at_once or self._runner is not None or self._is_any_queued():
+                work = ThreadWork(results)
+                self._last = weakref.ref(work)
+                self._calls.append((work, call_as_here))
+                self._find_a_thread()
+                return work
+            self._runner = own
+        try:
+            call()
+        finally:
+            with self._changed:
+                self._runner = None
+                self._find_a_thread()
+        return work_done(results)
 
     def close(self, seconds: float | None = None) -> None:
-        """Waits for queued calls and the callbacks of their futures. With `seconds`, gives up after that time and drops the
-        calls that have not begun."""
+        """Waits for the call that a caller's thread runs, for queued calls and the callbacks of their futures. With `seconds`,
+        gives up after that time and drops the calls that have not begun."""
         if os.getpid() != self._pid:
             return
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+            self._changed.wait_for(lambda: self._runner in (None, threading.get_ident()), seconds)
         own = threading.current_thread()  # if a callback closes; it is joined at exit
         while others := [thread for thread in self._threads if thread is not own]:  # one may still start another
             others[0].join(None if deadline is None else max(deadline - time.monotonic(), 0))
@@ -272,8 +285,16 @@ class CallThread:
         if deadline is not None:
             self._calls.clear()
 
+    def _is_any_queued(self) -> bool:
+        """Or not over yet."""
+        last = self._last()
+        return last is not None and not last.is_completed()
+
     def _find_a_thread(self) -> None:
-        if self._is_running or not self._calls:
+        """For the next call, if none runs."""
+        if self._is_closed:
+            self._changed.notify_all()  # one notification could wake a thread in close() instead of one of ours
+        if self._runner is not None or not self._calls:
             return
         if self._num_waiting > 0:
             self._changed.notify()
@@ -291,9 +312,10 @@ class CallThread:
         if next_call is None:
             return False
         work, call = next_call
-        has_future = work.run(call)
+        work.run(call)
         with self._changed:
-            self._is_running = False
+            self._runner = None
+            has_future = work.end()
             if has_future:
                 self._find_a_thread()
         if has_future:
@@ -304,12 +326,12 @@ class CallThread:
         """None at the end."""
         with self._changed:
             self._num_waiting += 1
-            self._changed.wait_for(lambda: (self._calls or self._is_closed) and not self._is_running)
+            self._changed.wait_for(lambda: (self._calls or self._is_closed) and self._runner is None)
             self._num_waiting -= 1
             if not self._calls:
                 self._changed.notify_all()
                 return None
-            self._is_running = True
+            self._runner = threading.get_ident()
             return self._calls.popleft()
 
 
@@ -319,5 +341,6 @@ _open: weakref.WeakSet[CallThread] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     """For groups that are not destroyed: a thread that needs the GIL while the interpreter ends aborts the process."""
+    deadline = time.monotonic() + EXIT_SECONDS
     for thread in list(_open):
-        thread.close(EXIT_SECONDS)
+        thread.close(max(deadline - time.monotonic(), 0))

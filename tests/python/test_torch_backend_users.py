@@ -4,6 +4,7 @@ their groups."""
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 
 import on_device
@@ -126,6 +127,54 @@ print("end", flush=True)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and ended.stdout == "end\n", ended.stderr
+
+
+@on_device.cpu_only
+def test_exit_while_another_thread_is_in_a_call(tmp_path):
+    """Regression: the process waited for the call, which may wait for its peers until the group's timeout."""
+    program = f"""
+import threading, torch.distributed as dist, moe_a2a
+from moe_a2a.torch_backend import work
+work.EXIT_SECONDS = 0.5
+dist.init_process_group("moe_a2a", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
+for group in [dist.group.WORLD, dist.new_group([0])]:
+    has_begun = threading.Event()
+    call = lambda: (has_begun.set(), threading.Event().wait(600))
+    threading.Thread(target=group._thread.run, args=(call, [], True), daemon=True).start()
+    has_begun.wait()
+print("end", flush=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and ended.stdout == "end\n", ended.stderr
+
+
+def two_threads_program(gloo) -> None:
+    """Regression: an asynchronous call returned only when the synchronous one of another thread had ended."""
+    ours, token = new_group(), torch.zeros(1)
+    x, y = full(3, 1), full(5, 1)
+    dist.all_reduce(x, group=ours)
+    if dist.get_rank() == 0:
+        (coll,) = ours._made.values()
+        all_reduce, has_begun = coll.all_reduce, threading.Event()
+        coll.all_reduce = lambda *given, **how: has_begun.set() or all_reduce(*given, **how)
+        thread = threading.Thread(target=lambda: dist.all_reduce(x, group=ours))
+        thread.start()
+        has_begun.wait()
+        work = dist.all_reduce(y, group=ours, async_op=True)
+        dist.send(token, 1)  # rank 1 takes part after receiving this
+        work.wait()
+        thread.join()
+    else:
+        dist.recv(token, 0)
+        for tensor in (x, y):
+            dist.all_reduce(tensor, group=ours)
+    assert torch.equal(x, full(3, 4)) and torch.equal(y, full(5, 2))
+    dist.destroy_process_group(ours)
+
+
+@on_device.cpu_only
+def test_calls_of_two_threads():
+    run_processes(2, two_threads_program)
 
 
 def split_program(report) -> None:
