@@ -297,6 +297,26 @@ class Collectives(CommunicatorClient):
         arguments.check_optional_tensor(self.rank, "out", out)
 
 
+def check_open_collectives(collectives: Any) -> None:
+    """Of an argument of that name."""
+    if not isinstance(collectives, Collectives):
+        raise TypeError(f"collectives is a {type(collectives).__name__}; pass a moe_a2a.Collectives")
+    if collectives.is_closed:
+        raise ValueError(f"collectives is closed on rank {collectives.rank}; pass an open one")
+
+
+def check_collectives_of(ep: CommunicatorClient, collectives: Any) -> None:
+    """Of two arguments of these names: whether they have the same ranks and device."""
+    check_open_collectives(collectives)
+    for name in ("num_ranks", "rank", "device"):
+        its, expected = getattr(collectives, name), getattr(ep, name)
+        if its != expected:
+            raise ValueError(
+                f"collectives has {name} {its}, but ep has {name} {expected} on rank {ep.rank}; pass one over the same ranks, on "
+                "the same device"
+            )
+
+
 def even_shares(count: int, num_ranks: int) -> list[int]:
     """How many of a tensor's elements each rank reduces, as even as whole units allow: Shares::even() in
     csrc/collectives/shares.h."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_a2a import arguments, calls, codecs
-from moe_a2a.collectives import Collectives, even_shares
+from moe_a2a.collectives import Collectives, check_open_collectives, even_shares
 from moe_a2a.groups import thread_group
 
 
@@ -27,8 +27,7 @@ class GradientState:
     """
 
     def __init__(self, collectives: Collectives, codec: str | None = None, *, error_feedback: bool = True):
-        if not isinstance(collectives, Collectives):
-            raise TypeError(f"collectives is a {type(collectives).__name__}; pass a moe_a2a.Collectives")
+        check_open_collectives(collectives)
         codecs.checked_index(collectives.rank, "codec", codec)
         arguments.checked_bool(collectives.rank, "error_feedback", error_feedback)
         self.collectives = collectives

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from moe_a2a import arguments, calls
-from moe_a2a.collectives import Collectives
+from moe_a2a.collectives import Collectives, check_collectives_of
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.groups import HandleExchange
 from moe_a2a.handle import DispatchHandle
@@ -159,6 +159,7 @@ class TokenDispatcher:
 
 def _training_of(ep: ExpertParallel, collectives: Collectives | None) -> _Training:
     if collectives is not None:
+        check_collectives_of(ep, collectives)
         return _Training(collectives)
     if ep._training is None:
         if isinstance(ep._group, HandleExchange):

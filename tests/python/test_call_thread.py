@@ -1,4 +1,5 @@
-"""CallThread, which runs the calls of the torch.distributed backend on CPU tensors, without ranks: calls that wait wait for events."""
+"""CallThread, which runs the calls of the torch.distributed backend on CPU tensors, without ranks: a call is a function that may
+wait for an event."""
 
 import random
 import threading

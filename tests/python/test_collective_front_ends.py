@@ -150,6 +150,8 @@ def test_a_state_is_checked_when_it_is_made():
             moe_a2a.ddp.GradientState(coll, "q5")
         with pytest.raises(TypeError, match="error_feedback='no' is a str on rank 0; pass True or False"):
             moe_a2a.ddp.GradientState(coll, "q4", error_feedback="no")
+    with pytest.raises(ValueError, match="collectives is closed on rank 0; pass an open one"):
+        moe_a2a.ddp.GradientState(coll)
 
 
 @pytest.mark.parametrize("handles", [None, b"x", [None], 5])

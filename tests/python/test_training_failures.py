@@ -265,6 +265,40 @@ def test_carried_handles_need_collectives_of_their_own(session_seed):
         torch.testing.assert_close(topk_weights.grad, x.detach().sum(1, keepdim=True) * (topk_idx >= 0))
 
 
+def run_foreign_collectives(group):
+    """Regression: Collectives over other ranks gave wrong gradients of topk_weights, and anything else failed in the backward pass."""
+    rank = group.rank
+    how = {"device": "cpu", "timeout": 20}
+    other, closed = moe_a2a.Collectives(moe_a2a.thread_group(1)[0], **how), moe_a2a.Collectives(group, **how)
+    closed.close()
+    backwards = moe_a2a.Collectives(Reversed(group), **how)
+    with make_ep(group) as ep, other, backwards:
+        for collectives, kind, text in (
+            ("x", TypeError, "collectives is a str; pass a moe_a2a.Collectives"),
+            (closed, ValueError, f"collectives is closed on rank {rank}; pass an open one"),
+            (other, ValueError, f"collectives has num_ranks 1, but ep has num_ranks 2 on rank {rank}; pass one over the same ranks"),
+            (backwards, ValueError, f"collectives has rank {1 - rank}, but ep has rank {rank} on rank {rank}; pass one over"),
+        ):  # fmt: skip
+            with pytest.raises(kind, match=text):
+                moe_a2a.TokenDispatcher(ep, collectives=collectives)
+
+
+class Reversed:
+    """The ranks of a group in the opposite order."""
+
+    def __init__(self, group):
+        self._group, self.num_ranks = group, group.num_ranks
+        self.rank = group.num_ranks - 1 - group.rank
+
+    def all_gather(self, value):
+        return self._group.all_gather(value)[::-1]
+
+
+@on_device.cpu_only
+def test_collectives_of_other_ranks_are_refused():
+    ranks.run_threads(2, run_foreign_collectives)
+
+
 def run_apart(group, seed):
     """Rank 0 runs under no_grad(), so nobody answers the other's backward pass."""
     with make_ep(group, timeout=2) as ep:
