@@ -43,7 +43,7 @@ class Options:
         value = getattr(self, name)
         if value is not None:
             return arguments.checked_int(rank, name, value, least, LARGEST)
-        text = os.environ.get(variable, str(default))
+        text = os.environ.get(variable) or str(default)
         is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(LARGEST))
         if not is_number or not least <= int(text) <= LARGEST:
             raise ValueError(

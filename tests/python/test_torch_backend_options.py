@@ -124,13 +124,15 @@ def test_options_and_the_environment(monkeypatch):
         monkeypatch.setenv(variable, "7")
         assert getattr(Options().settled(0), name) == 7
         assert getattr(Options(**{name: 9}).settled(0), name) == 9
-        for value in ("many", "-1", "", "1" * 20):
+        for value in ("many", "-1", " ", "1" * 20):
             monkeypatch.setenv(variable, value)
             with pytest.raises(
                 ValueError, match=rf"{variable} is '{value}' on rank 3; set it to a number from \d to \d"
             ):
                 Options().settled(3)
             assert getattr(Options(**{name: 9}).settled(0), name) == 9
+        monkeypatch.setenv(variable, "")  # as if it were unset
+        assert Options().settled(0) == Settled(64 << 20, 0, 0, 2, 0, 8 << 20)
         monkeypatch.delenv(variable)
         with pytest.raises(ValueError, match=rf"{name}=-1 is not in .* on rank 3"):
             Options(**{name: -1}).settled(3)
