@@ -211,6 +211,7 @@ class Core : public ClientCore {
         static_cast<const std::byte*>(out->const_data_ptr()) != bytes_of(x) + first * x.element_size()) {
       raise_value(place_.rank, "out overlaps x", "pass this rank's own part of the longer tensor, or separate memory");
     }
+    count_write(*out);
     return *out;
   }
 

@@ -162,6 +162,10 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return begin_a < begin_b + num_bytes_reached(b) && begin_b < begin_a + num_bytes_reached(a);
 }
 
+void count_write(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 at::Tensor make_tensor(const Place& place, at::IntArrayRef shape, at::ScalarType type) {
   at::Tensor tensor = at::empty(shape, at::TensorOptions().dtype(type).device(place.device));
   check_plain(place, tensor, "the result that PyTorch allocates");

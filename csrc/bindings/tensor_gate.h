@@ -44,6 +44,9 @@ std::string text_of(at::ScalarType type);
 // Whether the bytes from the first to the last element of two plain tensors overlap.
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 
+// Raises the version of a tensor that a call overwrites: a backward pass that has saved it then raises.
+void count_write(const at::Tensor& tensor);
+
 // A new tensor. Raises where a mode such as FakeTensorMode (torch.export) returns tensors without memory.
 at::Tensor make_tensor(const Place& place, at::IntArrayRef shape, at::ScalarType type);
 

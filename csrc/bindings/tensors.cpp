@@ -233,7 +233,7 @@ at::Tensor checked_out(const ExpertParallel& ep, at::Device device, int num_toke
     raise_value(config.rank, "out overlaps y, which is read while out is written",
                 "pass an out that does not overlap y");
   }
-  if (!out->is_inference()) out->unsafeGetTensorImpl()->bump_version();
+  count_write(*out);
   return *out;
 }
 

@@ -157,6 +157,26 @@ def test_many_calls_without_anything_between(session_seed):
     run(2, many_calls_program, session_seed, 20_000)
 
 
+def overwriting_program(group) -> None:
+    """A backward pass that has saved what a call overwrites raises, as after PyTorch's own operations in place."""
+    with moe_a2a.Collectives(group, WORKSPACE, timeout=20) as coll:
+        x = torch.ones(coll.num_ranks, 3, device=coll.device)
+        for call, length in ((coll.all_reduce, coll.num_ranks), (coll.reduce_scatter, 1), (coll.all_gather, 4)):
+            given = torch.ones(4 // coll.num_ranks, 3, device=coll.device) if length == 4 else x
+            weight = torch.ones(length, 3, device=coll.device, requires_grad=True)
+            out = torch.full((length, 3), 2.0, device=coll.device)
+            product = (weight * out).sum()
+            call(given, out=out)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+        with torch.inference_mode():
+            coll.all_reduce(x, out=torch.empty_like(x))  # such tensors have no version
+
+
+def test_autograd_sees_what_a_call_overwrites():
+    run(2, overwriting_program)
+
+
 @cpu_only
 def test_even_shares_are_whole_units():
     for count in (0, 1, 63, 64, 65, 1000, 12_345):

@@ -149,6 +149,26 @@ def test_async_calls():
     run_processes(2, async_program)
 
 
+def overwriting_program(gloo) -> None:
+    """Autograd sees these writes, as with gloo."""
+    ours = new_group()
+    part, whole = full(3, 1), full(6, 1)
+    for call, out, x in (
+        (dist.all_gather_into_tensor, whole, part),
+        (dist.reduce_scatter_tensor, part, whole.clone()),
+        (dist.all_gather_into_tensor, torch.ones(2, 3).t(), part.view(1, 3).t()),
+    ):
+        weight = torch.ones_like(out, requires_grad=True)
+        product = (weight * out).sum()
+        call(out, x, group=ours)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
+def test_autograd_sees_what_a_call_overwrites():
+    run_processes(2, overwriting_program)
+
+
 def subgroups_program(report) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     assert dist.get_backend() == "moe_a2a"

@@ -27,7 +27,7 @@ from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 
 # Ranks may compile for minutes before their first call.
-TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT", 300))
+TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT") or 300)
 
 
 class Batch(NamedTuple):
