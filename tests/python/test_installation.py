@@ -135,6 +135,7 @@ def test_the_build_refuses_an_older_pytorch(tmp_path, version):
 def test_a_build_gets_a_pytorch_that_is_new_enough(tmp_path, monkeypatch, version, wanted):
     """With an older one installed, pip built for it, and then replaced it."""
     pytest.importorskip("scikit_build_core")
+    monkeypatch.chdir(ROOT)  # as pip does
     monkeypatch.syspath_prepend(str(ROOT / "build_backend"))
     backend = importlib.import_module("moe_a2a_build")
     (tmp_path / "torch.py").write_text(f"__version__ = {version!r}" if version else "raise ImportError")
