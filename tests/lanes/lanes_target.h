@@ -50,7 +50,7 @@ struct SharedMemory {
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 inline constexpr int kWarpSize = MOE_A2A_LANES;
-// 512 is a GPU's number. The other makes blocks of which some tables take all threads, and whose warps are few.
+// 512 as on a GPU; with 32 lanes fewer, since some code depends on the number of threads.
 inline constexpr int kBlockThreads = kWarpSize == 64 ? 512 : 128;
 inline constexpr bool kAsNvidia = kWarpSize == 32;
 
