@@ -41,7 +41,7 @@ def test_a_thousand_seeds_cover_every_option():
     assert bounds == {True, False}
     assert {case.num_topk for case in made} == {1, 2, 3, 4, 6, 8, 16}
     assert {case.dtype for case in made} == {torch.float32, torch.float16, torch.bfloat16}
-    assert {case.num_blocks for case in made} == {1, 2, 3, 4}
+    assert {case.num_blocks for case in made} == {0, 1, 2, 3, 4, 20}
     assert {case.num_buffers for case in made} == {1, 2, 3}
     lines = {(case.num_max_ll_tokens > 0) + (case.num_max_ll_tokens == case.num_max_tokens_per_rank) for case in made}
     assert lines == {0, 1, 2}  # none, some and all batches as LL words

@@ -26,7 +26,8 @@ std::vector<Round> draw_rounds(uint64_t seed, const MoeConfig& config, int num_r
     round.quantize = pick(random, 0, 3) == 0;
     round.presummed = pick(random, 0, 3) == 0;
     if (pick(random, 0, 2) == 0) round.first_codec = pick(random, 0, 4);
-    round.num_blocks = pick(random, 1, 3);
+    // From some 20 blocks on, all that may write lists do.
+    round.num_blocks = pick(random, 0, 9) == 0 ? pick(random, 4, 24) : pick(random, 1, 3);
     round.refusing_rank = pick(random, 0, config.num_ranks - 1);
     if (pick(random, 0, 15) == 0) round.end = Round::End::kRelease;
     // Not in consecutive rounds: a rank's next refusal overwrites the text of the previous one.
