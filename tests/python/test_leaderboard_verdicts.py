@@ -7,6 +7,7 @@ import pytest
 from contest_cases import changed, contest, verdicts
 
 from moe_a2a.leaderboard import run_command
+from moe_a2a.leaderboard.modes import CaseResult, check_clock
 
 pytestmark = pytest.mark.cpu
 
@@ -267,6 +268,24 @@ def custom_kernel(data):
 def test_a_clock_that_the_submission_has_replaced_is_noticed(tmp_path):
     result = contest().run("leaderboard", changed(tmp_path, FAKE_CLOCK))
     assert verdicts(result) == {"clock"} and "the rank reports 1.0 us" in result.cases[0].message
+
+
+@pytest.mark.parametrize(
+    ("overhead_us", "verdict"),
+    [
+        ([900] * 6, "clock"),
+        ([900, 800, 5, 700, 900], "pass"),
+        ([900] * 30 + [5] * 20, "clock"),
+        ([5] * 30 + [900] * 20, "pass"),
+    ],
+    ids=["all of few", "most of few", "most of many", "a minority of many"],
+)
+def test_a_busy_machine_delays_only_some_of_few_calls(overhead_us, verdict):
+    case = contest_cases.SMALL
+    null = CaseResult(case, overhead_ns=[10_000] * 20)
+    result = CaseResult(case, nanoseconds=[100_000] * len(overhead_us), overhead_ns=[1000 * us for us in overhead_us])
+    check_clock(result, null)
+    assert result.verdict == verdict
 
 
 @pytest.mark.parametrize("now", ["itertools.count(0, -1000).__next__", "lambda: 5", "lambda: float('nan')"])
