@@ -15,6 +15,8 @@ from moe_a2a import arguments, calls, codecs
 from moe_a2a.collectives import Collectives, check_open_collectives, even_shares
 from moe_a2a.groups import thread_group
 
+ALONE_NBYTES = 32 << 20  # DDP's default bucket; its workspace takes four times as much
+
 
 class GradientState:
     """Settings of average_gradients(), and what it keeps between steps. One for each model.
@@ -36,7 +38,9 @@ class GradientState:
         # By bucket: its parameters, by id, and what their gradients have lost.
         self._lost: dict[int, tuple[list[int], torch.Tensor]] = {}
         # An all-reduce over one rank is a round trip through the codec.
-        self._alone = Collectives(thread_group(1)[0], device=collectives.device) if self.error_feedback else None
+        self._alone = (
+            Collectives(thread_group(1)[0], ALONE_NBYTES, device=collectives.device) if self.error_feedback else None
+        )
 
     def close(self) -> None:
         """Frees the memory of this object. The Collectives stay open."""

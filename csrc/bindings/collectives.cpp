@@ -82,7 +82,11 @@ class Core : public ClientCore {
   // uint8 [nbytes] in symmetric memory, which it keeps alive, even after close().
   at::Tensor take_tensor(int64_t nbytes) {
     const auto collectives = this->collectives();
-    std::byte* data = collectives->take_tensor(nbytes);
+    std::byte* data;
+    {
+      py::gil_scoped_release unlocked;  // another thread's call may hold the gate, and need the GIL to end
+      data = collectives->take_tensor(nbytes);
+    }
     return at::for_blob(data, {nbytes})
         .deleter([collectives](void*) {})
         .target_device(place_.device)

@@ -25,7 +25,7 @@ Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext
       context_(context),
       ordered_(std::move(ordered)),
       // A communicator launches nothing concurrently with other clients.
-      share_(member.device, !ordered_ && &vocabulary != &kCommVocabulary && member.num_ranks > 1, most_blocks),
+      share_(member.device, !ordered_ && &vocabulary != &kCommVocabulary && member.shares_a_gpu(), most_blocks),
       tracer_(*device_, context.wait.trace) {
   device_->add(comm_kernels(member.target));
   require_share();

@@ -30,6 +30,9 @@ struct Member {
   std::string target = "cpu";  // "cpu", "cuda" or "hip"
   int device = 0;              // index of the GPU
   double timeout_seconds = 30;
+
+  // Whether its launches occupy a GPU while they wait for other ranks. (`device` is 0 on the CPU, too.)
+  bool shares_a_gpu() const { return num_ranks > 1 && target != "cpu"; }
 };
 
 // Where a rank tells all ranks of a communicator that it has given up or left.

@@ -21,7 +21,7 @@ std::string Communicator::violation(int rank, int num_ranks) {
 }
 
 Communicator::Communicator(const Member& member, bool is_ordered) : Client(member, kCommVocabulary, context_) {
-  if (is_ordered) ordered_launches_ = std::make_shared<OrderedLaunches>(member.device, member.num_ranks > 1);
+  if (is_ordered) ordered_launches_ = std::make_shared<OrderedLaunches>(member.device, member.shares_a_gpu());
   allocate({agreed("ordered", is_ordered ? "True" : "False")}, [&](std::byte* symmetric, std::byte* local) {
     return place_region(context_, member.num_ranks, symmetric, local);
   });

@@ -90,12 +90,19 @@ class StreamWork(Work):
     def begin(
         cls, stream: Any, call: Callable[[], Any], tensors: list[torch.Tensor], results: list[torch.Tensor]
     ) -> StreamWork:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        """A call that raises may have queued kernels: they too keep the tensors' memory, and the current stream waits for them."""
+        current = torch.cuda.current_stream(stream.device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            call()
+            try:
+                call()
+            except BaseException:
+                current.wait_stream(stream)
+                raise
+            finally:
+                for x in tensors:
+                    x.record_stream(stream)
             ended = stream.record_event()
-        for x in tensors:
-            x.record_stream(stream)
         return cls(results, stream, ended)
 
 

@@ -1,11 +1,15 @@
 """Tensors of Collectives.empty(), which kernels read and write on all ranks: the same bits as other tensors give, calls back to
 back, and what every rank raises where the tensors of ranks differ."""
 
+import threading
+import time
+
 import on_device
 import pytest
 import torch
 from collective_calls import DTYPES, OPS, WORKSPACE, Calls
 from on_device import run
+from ranks import run_processes
 
 import moe_a2a
 
@@ -151,6 +155,27 @@ def refused_program(group) -> None:
 
 def test_wrong_arguments():
     run(2, refused_program)
+
+
+def empty_meanwhile_program(group) -> None:
+    with collectives(group) as coll:
+        x = torch.ones(3, device=coll.device)
+        if coll.rank == 0:
+            made: list[torch.Tensor] = []
+            other = threading.Timer(0.3, lambda: made.append(coll.empty(4)))
+            other.start()
+            assert (coll.all_reduce(x) == 2).all()
+            other.join()
+            assert made[0].shape == (4,)
+        else:
+            time.sleep(1)
+            coll.all_reduce(x)
+
+
+@on_device.cpu_only
+def test_empty_while_another_thread_waits():
+    """Regression: it held the GIL, which the waiting thread needed to end its wait."""
+    run_processes(2, empty_meanwhile_program, timeout=30)
 
 
 def wrong_size_program(group) -> None:
