@@ -164,3 +164,23 @@ def test_of_hybrid_ep_buffer():
         buffer.destroy()
 
     on_device.run(2, program)
+
+
+@pytest.mark.parametrize("explicitly_destroy", [False, True])
+def test_what_is_left_of_a_buffer_that_was_dropped(explicitly_destroy):
+    """Regression: its memory stayed on a GPU, as of `_buffer = Buffer(...)` in place of one that is too small."""
+
+    def program(group):
+        buffer, device = buffer_of_v1(group, explicitly_destroy=explicitly_destroy), default_device()
+        x, ids, weights = on(device, *batches(2, 0)[buffer.rank])
+        rows, recv_ids, recv_weights, _, handle, _ = dispatched(buffer, x, ids, weights)
+        y = experts(buffer.rank, rows, recv_ids, recv_weights)
+        assert torch.equal(buffer.combine(y, handle)[0], combined(x, ids, weights))
+        exchange = buffer._exchange
+        made = [exchange.comm, exchange.collectives, exchange.host_collectives, *(ep for _, ep in exchange._made)]
+        del buffer
+        assert [client.is_closed for client in made] == [not explicitly_destroy] * len(made)
+        group.all_gather(None)
+        exchange.close()
+
+    on_device.run(2, program)

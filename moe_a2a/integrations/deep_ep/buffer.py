@@ -25,7 +25,8 @@ class Buffer(OfExchange):
     Args:
         group: the ranks: a torch.distributed group, or what else a moe_a2a.Communicator takes.
         num_nvl_bytes, num_rdma_bytes, low_latency_mode: kept as attributes. Memory is taken by the first dispatch of a kind.
-        explicitly_destroy: destroy() must be called; else it happens with the object, too.
+        explicitly_destroy: only destroy() releases the memory. Else the object's end does so, too; as destroy(), it should come
+            at about the same time on all ranks.
         comm: an mpi4py communicator, in place of `group`.
         num_buffers: dispatches of a kind that may be open at once. A further one ends the oldest, whose combine() then has
             to send its routing again; a low-latency handle is lost.
@@ -60,7 +61,7 @@ class Buffer(OfExchange):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
-        super().__init__(group if comm is None else comm, timeout, num_buffers)
+        super().__init__(group if comm is None else comm, timeout, num_buffers, explicitly_destroy)
         self.rank, self.group_size = self._rank, self._num_ranks
 
     # ---- what concerns the class

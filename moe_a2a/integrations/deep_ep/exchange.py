@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -313,15 +314,21 @@ def begin_combine(
 
 
 class OfExchange:
-    """What a Buffer and an ElasticBuffer have in common: an Exchange, until destroy()."""
+    """What a Buffer and an ElasticBuffer have in common: an Exchange, until destroy() or, unless `explicitly_destroy`, the
+    object's own end. That of the process frees the memory by itself."""
 
-    def __init__(self, group: Any, timeout: float, num_buffers: int):
+    def __init__(self, group: Any, timeout: float, num_buffers: int, explicitly_destroy: bool = False):
         self._exchange: Exchange | None = Exchange(group, timeout, num_buffers)
         self._rank, self._num_ranks = self._exchange.rank, self._exchange.num_ranks
+        self._at_end = weakref.finalize(self, self._exchange.close)
+        self._at_end.atexit = False
+        if explicitly_destroy:
+            self._at_end.detach()
 
     def destroy(self) -> None:
         """Releases the memory, on every rank."""
         if self._exchange is not None:
+            self._at_end.detach()
             self._exchange.close()
             self._exchange = None
 

@@ -82,7 +82,7 @@ class RoutedBuffer(OfExchange):
         self.num_bytes = hint if num_bytes is None else num_bytes
         self.num_allocated_qps = num_allocated_qps
         self.explicitly_destroy = explicitly_destroy
-        super().__init__(group, timeout, num_buffers)
+        super().__init__(group, timeout, num_buffers, explicitly_destroy)
         self.rank_idx, self.num_ranks = self._rank, self._num_ranks
 
     @staticmethod
