@@ -298,7 +298,8 @@ std::exception_ptr Client::leave_peers() {
 
 void Client::say_goodbye() {
   GoodbyeArgs args{.context = context_};
-  const auto limit = static_cast<uint64_t>(kGoodbyeSeconds * context_.wait.ticks_per_second);
+  const double seconds = *poison_.has_raised ? kGoodbyeSecondsIfOneIsMissing : kGoodbyeSeconds;
+  const auto limit = static_cast<uint64_t>(seconds * context_.wait.ticks_per_second);
   args.context.wait.timeout_ticks = std::min(args.context.wait.timeout_ticks, limit);
   args.context.wait.poison = nullptr;  // a closing rank tells nobody that it gave up: others may wait longer
   launch(args, 1, device_->own_stream());

@@ -161,8 +161,9 @@ class Client {
   // Whether a peer may write into this memory: from handle() until all ranks have closed.
   std::atomic<bool> may_be_mapped_ = false;
 
-  // How long close() waits for the other ranks to close.
-  static constexpr double kGoodbyeSeconds = 5.0;
+  // How long close() waits for the other ranks to close; the second if this rank has already thrown for a rank that did
+  // not arrive, since every client of the communicator waits for it again.
+  static constexpr double kGoodbyeSeconds = 5.0, kGoodbyeSecondsIfOneIsMissing = 0.2;
 };
 
 }  // namespace moe_a2a
