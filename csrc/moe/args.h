@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "comm/signal.h"
 #include "moe/batch_header.h"
 #include "moe/context.h"
 #include "rows/line_codec.h"
@@ -32,18 +33,18 @@ struct DispatchNumber {
 
 // What a credit says about the dispatch whose buffer it gives back.
 struct CreditNote {
-  static constexpr uint32_t kMostRefused = (1u << 15) - 1, kSinceModulus = 31;
+  static constexpr int kRefusedBits = 15;
+  static constexpr uint32_t kMostRefused = (1u << kRefusedBits) - 1;
 
-  uint32_t since = 0;    // its DispatchNumber::since
-  uint32_t refused = 0;  // how many dispatches later this rank last refused one for lack of a buffer; 0: not since
+  uint32_t since = 0;    // its DispatchNumber::since; a payload has room for the lowest bits
+  uint32_t refused = 0;  // how many dispatches later, at most kMostRefused, this rank last refused one for lack of a
+                         // buffer; 0: not since
 
-  MOE_A2A_HOST_DEVICE uint32_t payload() const {
-    return (1 + since % kSinceModulus) << 15 | (refused < kMostRefused ? refused : kMostRefused);
-  }
+  MOE_A2A_HOST_DEVICE uint32_t payload() const { return (since << kRefusedBits | refused) & Signal::kPayloadMask; }
   MOE_A2A_HOST_DEVICE static uint32_t refused_in(uint32_t payload) { return payload & kMostRefused; }
   // Whether the credit may be of a dispatch with this number.
   MOE_A2A_HOST_DEVICE static bool may_be_of(uint32_t payload, const DispatchNumber& number) {
-    return payload >> 15 == 1 + number.since % kSinceModulus;
+    return ((payload ^ number.since << kRefusedBits) & Signal::kPayloadMask & ~kMostRefused) == 0;
   }
 };
 

@@ -142,9 +142,20 @@ TEST(BufferRing, ACreditTellsOneDispatchOfABufferFromTheNext) {
 }
 
 TEST(BufferRing, ANoteFitsIntoASignal) {
-  const CreditNote most{.since = CreditNote::kMostRefused, .refused = Signal::kPayloadMask};
+  const CreditNote most{.since = CreditNote::kMostRefused, .refused = CreditNote::kMostRefused};
   EXPECT_LE(most.payload(), Signal::kPayloadMask);
   EXPECT_EQ(CreditNote::refused_in(most.payload()), CreditNote::kMostRefused);
+  EXPECT_TRUE(CreditNote::may_be_of(most.payload(), {.number = 9, .since = most.since}));
+  EXPECT_FALSE(CreditNote::may_be_of(most.payload(), {.number = 9, .since = most.since - 1}));
+}
+
+TEST(BufferRing, ANoteCountsNoFurtherThanItHasRoom) {
+  BufferRing ring(2);
+  auto handle = dispatch(ring);
+  for (uint32_t i = 0; i < CreditNote::kMostRefused + 9; ++i) ring.pass();
+  ring.refuse();
+  EXPECT_EQ(ring.credit_note(*handle).refused, CreditNote::kMostRefused);
+  EXPECT_EQ(ring.number_of_next(0).since, CreditNote::kMostRefused);
 }
 
 }  // namespace

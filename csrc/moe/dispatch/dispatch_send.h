@@ -224,9 +224,13 @@ struct DispatchSend {
       if (!find_credit(seen)) is_refused = true;
       return true;
     });
-    if (is_refused) write_report(c.wait, c.heap, site, Reason::kRefused, 0, number.number, 0, 0);
-    if (!good) give_up(c);  // the epoch stays: a later dispatch, if it found the credit, would pass for this one
-    return good && !is_refused;
+    if (good && !is_refused) return true;
+    if (is_refused) {
+      write_report(c.wait, c.heap, site, Reason::kRefused, 0, number.number, 0, 0);
+    } else {
+      give_up(c);  // the epoch stays: a later dispatch, if it found the credit, would pass for this one
+    }
+    return false;
   }
   // Such a refusal belongs to no buffer; its text has a slot of its own, after those of the buffers.
   MOE_A2A_DEVICE static int text_slot(const Context& c) { return c.config.num_buffers; }
