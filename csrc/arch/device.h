@@ -63,7 +63,8 @@ class Device {
   virtual void copy_to_host(void* target, const void* source, size_t nbytes) = 0;
   virtual void copy_to_device(void* target, const void* source, size_t nbytes) = 0;
   virtual void synchronize() = 0;
-  // Work queued on `later` from now on runs after everything already queued on `earlier`.
+  // Work queued on `later` from now on runs after everything already queued on `earlier`; no effect if only one of them
+  // is capturing.
   virtual void order_streams(void* earlier, void* later) = 0;
   virtual bool is_capturing(void* stream) const = 0;  // into a graph, which may be replayed
   virtual void* own_stream() = 0;                     // for launches that no user call makes
@@ -99,21 +100,25 @@ class Device {
   std::vector<Kernel> kernels_;
 };
 
-// Keeps the launches of one object in order, whatever streams they are queued on.
+// Keeps the launches of one object in order, whatever streams they are queued on: those that run, and those that are
+// captured into a graph, which whoever replays it must order with the rest.
 class LaunchOrder {
  public:
   // Call it before a launch on `stream`.
   void next(Device& device, void* stream) {
-    if (last_ && *last_ != stream) device.order_streams(*last_, stream);
-    last_ = stream;
+    if (queued_ == stream && !captured_) return;
+    std::optional<void*>& last = device.is_capturing(stream) ? captured_ : queued_;
+    if (last && *last != stream) device.order_streams(*last, stream);
+    last = stream;
   }
   // Before `stream` is destroyed, with nothing queued on it.
   void forget(void* stream) {
-    if (last_ == stream) last_.reset();
+    if (queued_ == stream) queued_.reset();
+    if (captured_ == stream) captured_.reset();
   }
 
  private:
-  std::optional<void*> last_;
+  std::optional<void*> queued_, captured_;  // where the last launch of each kind went
 };
 
 // `target` is "cpu", "cuda" or "hip". Throws when this build lacks it, naming the targets that it has.
