@@ -142,7 +142,8 @@ def mismatch_program(group) -> None:
                 coll.check()
             send_words(coll)
             assert torch.equal(x, torch.arange(50.0))  # nothing was merged
-            assert caught.value.peer == (0 if coll.rank == 1 else 1)
+            # Rank 1 may see any of the others first.
+            assert (caught.value.peer == 1) == (coll.rank != 1)
             caught.match("of 50 float32, sum, one_shot in LL words")
             caught.match(f"rank 1 (calls )?(all_reduce )?{words}[,;]")
             check_works(coll)

@@ -156,7 +156,7 @@ def overwriting_program(gloo) -> None:
     for call, out, x in (
         (dist.all_gather_into_tensor, whole, part),
         (dist.reduce_scatter_tensor, part, whole.clone()),
-        (dist.all_gather_into_tensor, torch.ones(2, 3).t(), part.view(1, 3).t()),
+        (dist.all_gather_into_tensor, full(6, 1).view(2, 3).t(), part.view(1, 3).t()),
     ):
         weight = torch.ones_like(out, requires_grad=True)
         product = (weight * out).sum()
