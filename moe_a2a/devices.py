@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from typing import Any
 
 import torch
@@ -76,21 +77,32 @@ def with_index(device: torch.device) -> torch.device:
 def this_gpu() -> int:
     """The current GPU. Every process starts on GPU 0. If a process under torchrun is still there, this takes the GPU of its
     LOCAL_RANK and makes it current, because NCCL's collectives on Python objects run on the current GPU."""
-    current = torch.cuda.current_device()
+    current, num_gpus = torch.cuda.current_device(), torch.cuda.device_count()
     local_rank = os.environ.get("LOCAL_RANK", "")
-    if current == 0 and local_rank.isdecimal() and 0 < int(local_rank) < torch.cuda.device_count():
-        torch.cuda.set_device(int(local_rank))
-        return int(local_rank)
+    own = int(local_rank) if local_rank.isdecimal() else 0
+    if ranks_may_share_gpus():
+        own %= num_gpus
+    if current == 0 and 0 < own < num_gpus:
+        torch.cuda.set_device(own)
+        return own
     return current
 
 
+def ranks_may_share_gpus() -> bool:
+    """MOE_A2A_SHARE_GPUS=1: processes that share a GPU are no error. The driver divides the GPU's time among them, so a
+    kernel that waits for another rank's never keeps that one from running, but every wait takes milliseconds."""
+    return os.environ.get("MOE_A2A_SHARE_GPUS", "") not in ("", "0")
+
+
 def gpu_identity(device: torch.device) -> str | None:
-    """Names the physical GPU, independently of CUDA_VISIBLE_DEVICES; None for the CPU."""
+    """Names the physical GPU, independently of CUDA_VISIBLE_DEVICES; None for the CPU. If ranks may share GPUs, it names the
+    process too: threads may not, because the kernels of one process can wait for each other in its queues."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
     pci = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return str(getattr(properties, "uuid", pci))
+    gpu = str(getattr(properties, "uuid", pci))
+    return f"{gpu} in process {os.getpid()} of {platform.node()}" if ranks_may_share_gpus() else gpu
 
 
 def check_one_rank_per_gpu(identities: list[str | None]) -> None:
@@ -101,7 +113,8 @@ def check_one_rank_per_gpu(identities: list[str | None]) -> None:
             raise ValueError(
                 f"ranks {first_rank[identity]} and {rank} are both on GPU {identity}; each rank needs a GPU of its own. "
                 "Before making the ExpertParallel call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), or pass "
-                "device=f'cuda:{local_rank}'"
+                "device=f'cuda:{local_rank}'. To try several ranks on one GPU, each in a process of its own, set "
+                "MOE_A2A_SHARE_GPUS=1: correct, but slow"
             )
 
 

@@ -23,13 +23,13 @@ def new_group(members=None, **how) -> MoeA2aProcessGroup:
 
 def run_processes(num_ranks: int, program, *args, **how):
     """In new processes: a pool's default group may have more ranks."""
-    on_device.needs(num_ranks)
+    on_device.needs_own_gpus(num_ranks)
     return ranks.run_processes(num_ranks, program, *args, **how)
 
 
 def run_on_backend(num_ranks: int, program, *args):
     """Runs program(report, *args) with a default group of the backend."""
-    on_device.needs(num_ranks)
+    on_device.needs_own_gpus(num_ranks)
     with RankProcesses(
         num_ranks, timeout=60, method="forkserver", backend="moe_a2a", prepare=ranks.take_device
     ) as processes:

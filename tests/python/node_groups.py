@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 def run(split, program, *args, **how):
     num_nodes, num_local = split
-    on_device.needs(num_nodes * num_local)
+    on_device.needs_own_gpus(num_nodes * num_local)
     return ranks.run_processes(num_nodes * num_local, program, *split, *args, **how)
 
 

@@ -6,8 +6,8 @@
     on_device.capture(step)                    a CUDA graph of step()
 
 On the CPU ranks are threads. On GPUs each is a process with its own GPU, which stays up from test to test
-(ranks.RankPool); MOE_A2A_TEST_POOL=4 does the same on the CPU, with at most four ranks. Such sessions run only
-these files.
+(ranks.RankPool). MOE_A2A_TEST_POOL=4 does the same on the CPU, with at most four ranks; on fewer GPUs than that, ranks
+share them. Such sessions run only these files.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ IS_GPU = NAME != "cpu"
 POOL_SIZE = int(os.environ.get("MOE_A2A_TEST_POOL") or 0)
 RANKS_ARE_PROCESSES = IS_GPU or POOL_SIZE > 0
 MANY = 8  # ranks in a session without GPUs
+if IS_GPU and POOL_SIZE:
+    os.environ["MOE_A2A_SHARE_GPUS"] = "1"
 
 TESTS = pytest.mark.on_device
 cpu_only = pytest.mark.skipif(IS_GPU, reason="about the CPU target")
@@ -37,12 +39,25 @@ _pool: ranks.RankPool | None = None
 
 
 def most_ranks() -> int:
-    return torch.cuda.device_count() if IS_GPU else POOL_SIZE or MANY
+    if IS_GPU:
+        num_gpus = torch.cuda.device_count()
+        return POOL_SIZE if num_gpus and POOL_SIZE else num_gpus
+    return POOL_SIZE or MANY
+
+
+def gpus_are_shared() -> bool:
+    return IS_GPU and POOL_SIZE > torch.cuda.device_count()
 
 
 def needs(num_ranks: int) -> None:
     if num_ranks > most_ranks():
         pytest.skip(f"needs {num_ranks} {'GPUs' if IS_GPU else 'ranks'}, there are {most_ranks()}")
+
+
+def needs_own_gpus(num_ranks: int) -> None:
+    needs(num_ranks)
+    if gpus_are_shared():
+        pytest.skip("the ranks share GPUs, which NCCL refuses")
 
 
 def run(num_ranks: int, program: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:

@@ -144,10 +144,10 @@ _groups: list[dist.ProcessGroup] = []  # of a pool: with one rank, with two, ...
 
 
 def take_device(rank: int) -> None:
-    """Binds the rank to a core, or to its own GPU: kernels of ranks that share one may wait for each other in its queues."""
+    """Binds the rank to a core, or to a GPU: its own, unless there are more ranks than GPUs (on_device.py)."""
     torch.set_num_threads(1)
     if os.environ.get("MOE_A2A_DEVICE") == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
 def receive_interrupts() -> None:

@@ -45,6 +45,13 @@ def test_the_gpu_that_a_rank_takes(machine, monkeypatch, current, local_rank, ta
     assert machine.current == taken, "object collectives of NCCL run on the current GPU"
 
 
+@pytest.mark.parametrize(("local_rank", "taken"), [("3", 3), ("4", 0), ("6", 2), ("", 0)])
+def test_ranks_that_may_share_gpus_take_them_in_turn(machine, monkeypatch, local_rank, taken):
+    monkeypatch.setenv("MOE_A2A_SHARE_GPUS", "1")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert devices.default_device() == torch.device("cuda", taken)
+
+
 def test_a_device_with_an_index_is_taken_as_it_is(machine, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert devices.with_index(torch.device("cuda:1")) == torch.device("cuda:1")
@@ -78,7 +85,8 @@ def test_two_ranks_on_one_gpu_are_refused_on_every_rank(monkeypatch):
 
     def program(group):
         with pytest.raises(
-            ValueError, match=r"both on GPU GPU-a.*set_device\(int\(os\.environ\['LOCAL_RANK'\]\)\)"
+            ValueError,
+            match=r"both on GPU GPU-a.*set_device\(int\(os\.environ\['LOCAL_RANK'\]\)\).*MOE_A2A_SHARE_GPUS=1",
         ) as e:
             make(group)
         return str(e.value)
@@ -96,3 +104,19 @@ def test_a_gpu_is_told_by_its_own_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert devices.gpu_identity(torch.device("cuda:0")) == "5c1e-77"
     assert devices.gpu_identity(torch.device("cpu")) is None
+
+
+def test_processes_may_share_a_gpu_if_they_are_told_so_and_threads_may_not(monkeypatch):
+    properties = types.SimpleNamespace(uuid="5c1e-77")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def identity(process):
+        monkeypatch.setattr(devices.os, "getpid", lambda: process)
+        return devices.gpu_identity(torch.device("cuda:0"))
+
+    monkeypatch.setenv("MOE_A2A_SHARE_GPUS", "0")
+    assert identity(7) == identity(8)
+    monkeypatch.setenv("MOE_A2A_SHARE_GPUS", "1")
+    assert identity(7) == identity(7) != identity(8)
+    with pytest.raises(ValueError, match="ranks 0 and 2 are both on GPU 5c1e-77 in process 7"):
+        devices.check_one_rank_per_gpu([identity(7), identity(8), identity(7)])

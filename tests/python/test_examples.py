@@ -25,7 +25,7 @@ def run(*command: str) -> str:
 
 @pytest.mark.parametrize("example", ON_TWO_RANKS)
 def test_on_two_ranks(example, capfd):
-    on_device.needs(2)
+    on_device.needs_own_gpus(2)
     if on_device.IS_GPU or example == "one_rank_per_gpu.py":
         said = torchrun.run(EXAMPLES / example, 2)
     else:
