@@ -13,14 +13,12 @@ std::unique_ptr<CommunicatorCore> make_communicator(int rank, int num_ranks, con
                                                     const at::Device& device, double timeout, bool is_ordered) {
   const std::string violation = Communicator::violation(rank, num_ranks);
   if (!violation.empty()) throw py::value_error(violation + " (rank " + std::to_string(rank) + ")");
-  return std::make_unique<CommunicatorCore>(
-      std::make_shared<Communicator>(Member{.rank = rank,
-                                            .num_ranks = num_ranks,
-                                            .target = target,
-                                            .device = device.has_index() ? device.index() : 0,
-                                            .timeout_seconds = timeout},
-                                     is_ordered),
-      device);
+  const Member member{.rank = rank,
+                      .num_ranks = num_ranks,
+                      .target = target,
+                      .device = device.has_index() ? device.index() : 0,
+                      .timeout_seconds = timeout};
+  return std::make_unique<CommunicatorCore>(make_unlocked<Communicator>(member, is_ordered), device);
 }
 
 }  // namespace
@@ -81,7 +79,9 @@ void ClientCore::disconnect() {
 }
 
 void ClientCore::give_back() {
-  for (const auto& part : parts()) part->give_back();
+  const auto parts = this->parts();
+  py::gil_scoped_release unlocked;
+  for (const auto& part : parts) part->give_back();
 }
 
 void ClientCore::check() {

@@ -14,8 +14,7 @@ class Core : public ClientCore {
  public:
   Core(const std::shared_ptr<Communicator>& comm, bool owns_comm, at::Device device, int64_t max_nbytes,
        int64_t symmetric_nbytes, int num_blocks)
-      : ClientCore(std::make_shared<Collectives>(comm, max_nbytes, symmetric_nbytes, num_blocks), comm, owns_comm,
-                   device),
+      : ClientCore(make_unlocked<Collectives>(comm, max_nbytes, symmetric_nbytes, num_blocks), comm, owns_comm, device),
         place_{comm->member().rank, device, "these Collectives"},
         num_ranks_(comm->member().num_ranks) {}
 

@@ -357,8 +357,8 @@ void bind_expert_parallel(py::module_& m) {
         const MoeConfig config =
             make_config(member.rank, member.num_ranks, num_experts, num_topk, hidden, num_max_tokens_per_rank,
                         num_buffers, dtype, num_max_ll_tokens, member.target);
-        return std::make_unique<Core>(std::make_shared<ExpertParallel>(comm, config), comm, owns_comm,
-                                      scalar_type(dtype), device);
+        return std::make_unique<Core>(make_unlocked<ExpertParallel>(comm, config), comm, owns_comm, scalar_type(dtype),
+                                      device);
       }))
       .def("traced_experts", [](const Core& core) { return TracedExperts{core.ep()}; })
       .def_property_readonly("num_max_ll_tokens",
