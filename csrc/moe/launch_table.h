@@ -1,6 +1,6 @@
 // How many blocks a launch takes when the call does not say, and how a fused launch splits them between its halves. The
-// table is short and indexed by number of tokens. Python measures or computes it (moe_a2a/launch_tables.py) and sets it
-// once, so a call is only a lookup.
+// table is short and indexed by number of tokens. Python measures or computes it (moe_a2a/tables/launch_tables.py) and
+// sets it once, so a call is only a lookup.
 #pragma once
 
 #include <vector>

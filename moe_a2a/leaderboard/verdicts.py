@@ -14,7 +14,7 @@ MEANINGS = {
     "out_of_bounds": "bytes next to an input were written",
     "mutated_input": "an input changed during the call",
     "cached_output": "an output is that of an earlier call with other inputs",
-    "replayed_seed": "right on the published seeds, which anybody can replay, but wrong on secret ones",
+    "replayed_seed": "right on the published seeds, which a submission can replay, but wrong on secret ones",
     "no_communication": "a rank had the right output although no other rank took part in the call",
     "not_back_to_back": "right with a barrier between calls, wrong or stuck without one",
     "clock": "the rank reports far less time than the harness's own process measured",

@@ -19,7 +19,7 @@ HELP = "summarise, check or plot a trace file"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="what Trace.save() wrote, in either format")
-    parser.add_argument("--summary", action="store_true", help="print the trace in numbers (without any option: this)")
+    parser.add_argument("--summary", action="store_true", help="print the trace in numbers (the default)")
     parser.add_argument("--check", action="store_true", help="verify that the file is consistent")
     parser.add_argument(
         "--plot",
